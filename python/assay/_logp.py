@@ -21,6 +21,7 @@ def check_logp(
     *,
     framework: str = "torch",
     entropy: bool = False,
+    top: int = 1,
     lm_head: bool = False,
     temperature: float = 1.0,
     temperature_divides: str = "logits",
@@ -35,6 +36,16 @@ def check_logp(
 
         print(assay.check_logp(logp, temperature=0.7))
 
+    With `top=K` the logp of K ids a token, as distillation has it:
+
+        def top_logp(logits, ids):                    # [B,T,V], [B,T,K] -> [B,T,K]
+            return logits.log_softmax(-1).gather(-1, ids)
+
+        print(assay.check_logp(top_logp, top=8))
+
+    Ids are a token's largest logits and some others; in half of the tokens one stands at two places, each with a cotangent of its own,
+    which add up.
+
     The backward pass is `torch.autograd.grad` or `jax.vjp` of `fn`: a function of its own (`autograd.Function`, `custom_vjp`)
     is judged as it stands. Of a function without one `problem.check({"logp": …})` judges the forward pass alone, for each
     problem of `assay.problems("logp")`.
@@ -43,6 +54,7 @@ def check_logp(
         fn: Takes `logits` and `ids`, or with `lm_head` `hidden` `[B,T,H]`, a head `[V,H]` and `ids`; returns logp `[B,T]`, with
             `entropy` a pair of that and entropies `[B,T]`. Masked tokens are given and asked for like any other; what is
             returned for them is not looked at, and their cotangents are 0.
+        top: K. With more than 1, `ids` and logp are `[B,T,K]`.
         framework: "torch" or "jax": whose arrays `fn` takes, and who differentiates it.
         entropy: Whether `fn` returns entropies too.
         lm_head: Whether `fn` takes hidden states and an LM head.
@@ -59,6 +71,8 @@ def check_logp(
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of logits and ids")
     if framework not in _KERNELS:
         raise AssayError(f"framework: got {framework!r}, expected one of {', '.join(_KERNELS)}")
+    if type(top) is not int or top < 1:
+        raise AssayError(f"top: got {top!r}, expected an integer of at least 1")
     if options.get("isolate"):
         raise AssayError("isolate: got True, expected False: another process cannot import what is made of `fn`")
     asked = {} if logits is None else {"logits": dict(logits)}
@@ -66,7 +80,7 @@ def check_logp(
         _specs.LOGP,
         None,
         None,
-        {"entropy": entropy, "temperature": temperature, "temperature_divides": temperature_divides, **asked},
+        {"entropy": entropy, "temperature": temperature, "temperature_divides": temperature_divides, "top": top, **asked},
     )
     return check(_KERNELS[framework](fn, entropy), spec, lm_head=lm_head, **options)
 
@@ -106,7 +120,10 @@ def _torch(fn: Scores, entropy: bool) -> Callable[[Problem], Mapping[str, Any]]:
         # A head is `[V,H]`, as `torch.nn.Linear` has it.
         given = [x.T if name == "lm_head" and problem.layout == "hv" else x for name, x in zip(names, inputs)]
         scores = _scores(fn(*given, arrays.ids), entropy)
-        sent = [array.where(arrays.mask, 0).to(score.dtype) for array, score in zip(cotangents, scores)]
+        sent = [
+            array.where(arrays.mask[..., None] if array.ndim > arrays.mask.ndim else arrays.mask, 0).to(score.dtype)
+            for array, score in zip(cotangents, scores)
+        ]
         gradients = torch.autograd.grad(scores, inputs, sent)
         return _outputs([score.detach() for score in scores], names, gradients)
 
@@ -120,7 +137,9 @@ def _jax(fn: Scores, entropy: bool) -> Callable[[Problem], Mapping[str, Any]]:
     @jax.jit  # type: ignore[untyped-decorator]
     def run(inputs: list[Any], ids: Any, mask: Any, cotangents: list[Any]) -> tuple[Any, Any]:
         scores, backward = jax.vjp(lambda *inputs: _scores(fn(*inputs, ids), entropy), *inputs)
-        sent = (jnp.where(mask, array, 0).astype(score.dtype) for array, score in zip(cotangents, scores))
+        counts = [mask[..., None] if array.ndim > mask.ndim else mask for array in cotangents]
+        kept = (jnp.where(*given, 0) for given in zip(counts, cotangents))
+        sent = (array.astype(score.dtype) for array, score in zip(kept, scores))
         return scores, backward(tuple(sent))
 
     def kernel(problem: Problem) -> Mapping[str, Any]:

@@ -128,7 +128,7 @@ class Problem:
         """[B,T] bool: true for the tokens that count."""
     @property
     def dlogp(self) -> Array:
-        """`[B,T]`: the cotangent of logp, where logp and entropy are the result."""
+        """`[B,T]`, or as the ids: the cotangent of logp, where logp and entropy are the result."""
     @property
     def dentropy(self) -> Array:
         """`[B,T]`: the cotangent of entropy, where the spec reads it."""
@@ -344,6 +344,12 @@ def op_gradient(
     logp: Any | None,
     entropy: Any | None,
 ) -> None: ...
+def op_gather_logp(spec: Spec, logits: Any, ids: Any, mask: Any) -> Array: ...
+def op_gather_logp_gradient(spec: Spec, logits: Any, dlogits: Any, ids: Any, mask: Any, dlogp: Any) -> None: ...
+def op_head_gather_logp(spec: Spec, head: tuple[Any, Any, bool, int], ids: Any, mask: Any) -> Array: ...
+def op_head_gather_logp_gradient(
+    spec: Spec, head: tuple[Any, Any, bool, int], ids: Any, mask: Any, dlogp: Any
+) -> tuple[Array, Array]: ...
 def op_head_loss(
     spec: Spec, head: tuple[Any, Any, bool, int], arrays: dict[str, Any], normalizer: float | None
 ) -> tuple[float, Array, Array, Array, Array]: ...

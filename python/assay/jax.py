@@ -22,7 +22,14 @@ from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
 from . import spec as spec_of
 
-__all__ = ["GrpoLoss", "grpo_loss", "grpo_loss_of_hidden", "logp_and_entropy", "logp_and_entropy_of_hidden"]
+__all__ = [
+    "GrpoLoss",
+    "gather_logp",
+    "grpo_loss",
+    "grpo_loss_of_hidden",
+    "logp_and_entropy",
+    "logp_and_entropy_of_hidden",
+]
 
 #: What computes on a platform where nothing else is asked for.
 _OF_PLATFORM = {"cpu": "native", "tpu": "mosaic", "gpu": "ptx"}
@@ -213,6 +220,42 @@ def logp_and_entropy_of_hidden(
     return _head_scores(plan, axes, part, hidden, lm_head, *tokens)  # type: ignore[no-any-return]
 
 
+def gather_logp(
+    logits: Array,
+    ids: Array,
+    *,
+    mask: Array | None = None,
+    spec: Spec | str | None = None,
+    implementation: str | None = None,
+    target: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
+) -> Array:
+    """Log-probabilities of K ids a token, `[B,T,K]` f32, 0 where masked: `take_along_axis(log_softmax(logits), ids, -1)`, as distillation
+    on a teacher's top K has it.
+
+    Differentiable by the logits: the kernel of `logp_and_entropy` does the likeliest of a token's ids, from which the others' logp
+    follows, and writes dlogits; their columns are then set, each to the sum of what its id's places have sent, rounded once.
+
+    Args:
+        ids: `[B,T,K]`, integers; an id may stand at several places of a token.
+        logits: as the others, of `logp_and_entropy`; a spec with a bias or a support of its own is refused.
+
+    Raises:
+        SpecError, ProblemError, AssayError: as of `grpo_loss`.
+    """
+    if ids.ndim != 3 or ids.shape[2] == 0:
+        raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected [B,T,K] with K ≥ 1")
+    axes = _Axes.of(None, None, vocab_axis)
+    _expect_logits(logits, ids[..., 0])
+    plan, (_, counts) = _scoring(axes, ids[..., 0], mask, None, logits.shape[2], spec, implementation, target)
+    read = _spec(spec).to_dict()
+    if read["support"]["vocab"] is not None or read["support"]["excluded_ids"]:
+        raise SpecError(f"`support`: got {read['support']}, expected the whole vocabulary")
+    divides = 1.0 if read["temperature_divides"] == "logits" else read["temperature"]
+    change = _Change(read["logits"]["scale"], read["logits"]["softcap"], read["temperature"], divides)
+    return _gathered(plan, axes, change, logits, ids.astype(jnp.int32), counts)
+
+
 def _scoring(
     axes: _Axes,
     ids: Array,
@@ -330,6 +373,77 @@ def _scores_backward(plan: Plan, axes: _Axes, kept: tuple[Array, ...], cotangent
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+class _Change(NamedTuple):
+    """What becomes of logits before their softmax, and what log-probabilities are multiplied by to be those of one."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    logp_times: float
+
+
+class _Gathered(NamedTuple):
+    """What there is of a token's ids, `[B,T,K]`, and which of them is the likeliest, `[B,T]`."""
+
+    #: This device's columns; one past the last where another has it, or the mask is false.
+    columns: Array
+    #: What the softmax is of, before the temperature.
+    logits: Array
+    slopes: Array
+    likeliest: Array
+    #: By how much less likely an id's logp is than the likeliest one's.
+    below: Array
+
+    @classmethod
+    def of(cls, axes: _Axes, change: _Change, logits: Array, ids: Array, mask: Array) -> _Gathered:
+        local = ids - lax.axis_index(axes.vocab) * logits.shape[2] if axes.vocab else ids
+        here = mask[..., None] & (local >= 0) & (local < logits.shape[2])
+        columns = jnp.where(here, local, logits.shape[2])
+        taken = jnp.take_along_axis(logits, jnp.where(here, local, 0), axis=2).astype(jnp.float32)
+        taken = jnp.where(here, taken, 0.0)
+        taken = change.scale * (lax.psum(taken, axes.vocab) if axes.vocab else taken)
+        slopes = jnp.full_like(taken, change.scale)
+        if change.softcap is not None:
+            slopes = change.scale / jnp.cosh(taken / change.softcap) ** 2
+            taken = change.softcap * jnp.tanh(taken / change.softcap)
+        most = taken.max(2, keepdims=True)
+        likeliest = jnp.take_along_axis(ids, taken.argmax(2, keepdims=True), axis=2)[..., 0]
+        below = jnp.where(taken == most, 0.0, (most - taken) / change.temperature)
+        return cls(columns, taken, slopes, likeliest, below)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(plan: Plan, axes: _Axes, change: _Change, logits: Array, ids: Array, mask: Array) -> Array:
+    of = _Gathered.of(axes, change, logits, ids, mask)
+    (results,) = rows.evaluate(plan, False, axes.manual, logits, *_unsent((of.likeliest, mask)))
+    return jnp.where(mask[..., None], results[..., :1] - of.below, 0.0)
+
+
+def _gathered_forward(plan: Plan, axes: _Axes, change: _Change, *arrays: Array) -> tuple[Any, Any]:
+    return _gathered(plan, axes, change, *arrays), arrays
+
+
+def _gathered_backward(
+    plan: Plan, axes: _Axes, change: _Change, kept: tuple[Array, ...], dlogp: Array
+) -> tuple[Array, None, None]:
+    logits, ids, mask = kept
+    of = _Gathered.of(axes, change, logits, ids, mask)
+    dlogp = jnp.where(mask[..., None], dlogp, 0.0)
+    sent = _sent((of.likeliest, mask), dlogp.sum(2), jnp.zeros(mask.shape, jnp.float32))
+    results, dlogits = rows.evaluate(plan, True, axes.manual, logits, *sent)
+    log_p = (results[..., :1] - of.below) * change.logp_times
+    same = ids[..., :, None] == ids[..., None, :]
+    own = jnp.where(same, dlogp[..., None, :], 0.0).sum(3)
+    rest = jnp.where(same, 0.0, dlogp[..., None, :]).sum(3)
+    columns = (-own * jnp.expm1(log_p) - rest * jnp.exp(log_p)) * of.slopes / change.temperature
+    batch, tokens, _ = jnp.ogrid[: ids.shape[0], : ids.shape[1], : ids.shape[2]]
+    dlogits = dlogits.at[batch, tokens, of.columns].set(columns.astype(dlogits.dtype), mode="drop")
+    return dlogits, None, None
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -1,4 +1,4 @@
-"""The GRPO loss for PyTorch: `grpo_loss`, and `logp_and_entropy` without a loss.
+"""The GRPO loss for PyTorch: `grpo_loss`, and `logp_and_entropy` and `gather_logp` without a loss.
 
     import assay, assay.torch
 
@@ -26,7 +26,7 @@ from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
 
-__all__ = ["GrpoLoss", "METRICS", "empty_cache", "grpo_loss", "logp_and_entropy", "trl_arguments"]
+__all__ = ["GrpoLoss", "METRICS", "empty_cache", "gather_logp", "grpo_loss", "logp_and_entropy", "trl_arguments"]
 
 METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
 """What trainers log, means over the unmasked tokens: `GrpoLoss.metrics` by name. Without a KL term `kl_mean` is 0."""
@@ -341,6 +341,79 @@ _loss.register_autograd(_backward, setup_context=_setup)
 _head_loss.register_autograd(_head_backward, setup_context=_head_setup)
 
 
+@_op("gather_logp", "(Tensor logits, Tensor ids, Tensor mask, str spec) -> Tensor", ("cpu",))
+def _gather(logits: Tensor, ids: Tensor, mask: Tensor, spec: str) -> Tensor:
+    return torch.from_dlpack(_native.op_gather_logp(_read(spec), logits.detach(), ids, mask))
+
+
+@_op("gather_logp_gradient", "(Tensor dlogp, Tensor logits, Tensor ids, Tensor mask, str spec) -> Tensor", ("cpu",))
+def _gather_gradient(dlogp: Tensor, logits: Tensor, ids: Tensor, mask: Tensor, spec: str) -> Tensor:
+    dlogits = _pool.empty(logits.shape, logits.dtype)
+    _native.op_gather_logp_gradient(_read(spec), logits.detach(), dlogits, ids, mask, dlogp.detach().contiguous())
+    return dlogits
+
+
+@_op("gather_logp_of_head", f"({_HEAD}, Tensor ids, Tensor mask, str spec) -> Tensor", ("cpu",))
+def _head_gather(
+    hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+) -> Tensor:
+    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
+    return torch.from_dlpack(_native.op_head_gather_logp(_read(spec), head, ids, mask))
+
+
+@_op("gather_logp_of_head_gradient", f"(Tensor dlogp, {_HEAD}, Tensor ids, Tensor mask, str spec) -> (Tensor, Tensor)", ("cpu",))
+def _head_gather_gradient(
+    dlogp: Tensor, hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+) -> tuple[Tensor, Tensor]:
+    head = (hidden.detach().contiguous(), lm_head.detach(), rounds_logits, chunk)
+    sent = dlogp.detach().contiguous()
+    dhidden, dlm_head = _tensors(_native.op_head_gather_logp_gradient(_read(spec), head, ids, mask, sent))
+    return dhidden, dlm_head.to(lm_head.dtype)
+
+
+@_gather.register_fake
+def _(logits: Tensor, ids: Tensor, mask: Tensor, spec: str) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.float32)
+
+
+@_gather_gradient.register_fake
+def _(dlogp: Tensor, logits: Tensor, ids: Tensor, mask: Tensor, spec: str) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@_head_gather.register_fake
+def _(
+    hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.float32)
+
+
+@_head_gather_gradient.register_fake
+def _(
+    dlogp: Tensor, hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, ids: Tensor, mask: Tensor, spec: str
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), lm_head.new_empty(lm_head.shape)
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = _saved(ctx)
+    return (_gather_gradient(dlogp, *inputs), *[None] * (len(inputs) - 1))
+
+
+def _head_gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = _saved(ctx)
+    return (*_head_gather_gradient(dlogp, *inputs), *[None] * (len(inputs) - 2))
+
+
+_gather.register_autograd(_gather_backward, setup_context=_setup_gather)
+_head_gather.register_autograd(_head_gather_backward, setup_context=_setup_gather)
+
+
 class _InPlace(torch.autograd.Function):
     """The same with dlogits over the logits, in the backward pass."""
 
@@ -632,6 +705,47 @@ def logp_and_entropy(
         if array is not None:
             _expect_host(field, array)
     return _head_loss(*_head_of(hidden, lm_head, False, ids), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
+
+
+def gather_logp(
+    logits: Tensor | None,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    hidden: Tensor | None = None,
+    lm_head: Tensor | None = None,
+    rounds_logits: bool = False,
+    chunk: int = 0,
+) -> Tensor:
+    """Log-probabilities of K ids a token, `[B,T,K]`, f32, nats: `logits.log_softmax(-1).gather(-1, ids)`, as distillation on a teacher's
+    top K has it, without an array of the logits' size.
+
+    The logits are read once, and once more in the backward pass, which writes dlogits, rounded once. An id may stand at several
+    places of a token: its cotangents add up. Masked tokens hold 0, and their cotangents are not looked at.
+
+    Args:
+        logits: As the others, of `logp_and_entropy`.
+        ids: `[B,T,K]`, i64 or i32; anything may stand where the mask is false.
+        mask: `[B,T]`.
+
+    Raises:
+        ProblemError, SpecError: As `grpo_loss`.
+    """
+    if ids.ndim != 3 or ids.shape[2] == 0:
+        raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected [B,T,K] with K ≥ 1")
+    mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask
+    asked = (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap}), ("top", int(ids.shape[2])))
+    json = _json_of_options("logp", (), asked)
+    for field, array in (("ids", ids), ("mask", mask)):
+        _expect_host(field, array)
+    if logits is not None:
+        if hidden is not None or lm_head is not None:
+            raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
+        _expect_host("logits", logits)
+        return _gather(logits, ids, mask, json)
+    return _head_gather(*_head_of(hidden, lm_head, False, ids[..., 0]), rounds_logits, chunk, ids, mask, json)
 
 
 def empty_cache() -> None:

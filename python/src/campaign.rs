@@ -361,8 +361,8 @@ pub(crate) fn answer(
 }
 
 fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
-    let Candidate { loss, gradient, logp, entropy, token_loss, metrics } = returned.candidate(problem);
-    Candidate { loss, gradient: P::own(&gradient), logp, entropy, token_loss, metrics }
+    let Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics } = returned.candidate(problem);
+    Candidate { loss, gradient: P::own(&gradient), logp, logp_of_others, entropy, token_loss, metrics }
 }
 
 /// The project's report page of a campaign, whose JSON this is.

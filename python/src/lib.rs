@@ -40,7 +40,10 @@ mod _native {
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]
-    use super::op::{op_gradient, op_head_gradient, op_head_loss, op_loss, op_sequences};
+    use super::op::{
+        op_gather_logp, op_gather_logp_gradient, op_gradient, op_head_gather_logp, op_head_gather_logp_gradient,
+        op_head_gradient, op_head_loss, op_loss, op_sequences,
+    };
     #[pymodule_export]
     use super::problem::{Problem, Problems, load};
     #[pymodule_export]

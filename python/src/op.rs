@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use ndarray::{Array, Array1, Array2, Dimension, Ix2, Ix3};
+use ndarray::{Array, Array1, Array2, Array3, Axis, Dimension, Ix2, Ix3};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error;
 use crate::memory::{Array as LentArray, Block, Element, Taken};
 use crate::spec::Spec;
-use assay::native::op::{Arguments, Op};
-use assay::native::{Cotangents, Evaluation, NativeHead};
-use assay::problem::{CuSeqlens, Dtype, FloatArray, HeadLayout, ProblemError, ProjectionView, Sequences};
+use assay::native::op::{Arguments, Lent, Op};
+use assay::native::{Cotangents, Evaluation, LogpEntropy, NativeHead};
+use assay::problem::{
+    CuSeqlens, Dtype, FloatArray, HeadGradient, HeadLayout, ProblemError, ProjectionView, Sequences, with_others,
+};
 use assay::spec::{LossSpec, Reduction};
 
 /// What a loss hands over: loss, logp, entropy, token loss, and the metrics in their order.
@@ -142,7 +144,7 @@ fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
 }
 
 fn evaluated(evaluation: Evaluation) -> Evaluated {
-    let Evaluation { loss, logp, entropy, token_loss, metrics } = evaluation;
+    let Evaluation { loss, logp, logp_of_others: _, entropy, token_loss, metrics } = evaluation;
     let metrics = [
         metrics.clip_low,
         metrics.clip_high,
@@ -254,6 +256,139 @@ impl Projected {
     }
 }
 
+/// Logp of several ids a token: the ids and, where they are differentiated, what their logp is differentiated for.
+struct Gathered {
+    spec: Arc<LossSpec>,
+    ids: Taken,
+    mask: Taken,
+    /// The cotangents with the other sign, `[B,T,K]`.
+    advantages: Array3<f64>,
+}
+
+impl Gathered {
+    fn of(
+        spec: &Spec,
+        ids: &Bound<'_, PyAny>,
+        mask: &Bound<'_, PyAny>,
+        dlogp: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let (py, ids, mask) = (ids.py(), Taken::of("ids", ids)?, Taken::of("mask", mask)?);
+        let advantages = match dlogp {
+            Some(dlogp) => {
+                let dlogp = Taken::of("cotangent of logp", dlogp)?;
+                let floats = dlogp.floats::<Ix3>("floats [B,T,K]").map_err(|reason| error::of_problem(py, reason))?;
+                -floats.to_f64()
+            }
+            None => match *ids.lent().shape() {
+                [batch, tokens, top] => Array3::zeros((batch, tokens, top)),
+                _ => Array3::zeros((0, 0, 1)),
+            },
+        };
+        Ok(Self { spec: Arc::clone(&spec.loss), ids, mask, advantages })
+    }
+
+    fn op(&self) -> Result<Op<'_>, String> {
+        let (ids, mask) = (self.ids.lent(), self.mask.lent());
+        if ids.shape().len() != 3 {
+            return Err(format!("`ids`: got shape {:?}, expected [B,T,K]", ids.shape()));
+        }
+        let arguments = Arguments {
+            ids,
+            mask,
+            advantages: Lent::F64(self.advantages.view().into_dyn()),
+            old_logp: None,
+            ref_logp: None,
+            rollout_logp: None,
+            rollout_weights: None,
+            token_weights: None,
+            selected: None,
+            bias: None,
+            cu_seqlens: None,
+            segment_ids: None,
+            dentropy: None,
+            temperature: None,
+        };
+        Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
+    }
+}
+
+/// `[B,T,K]`.
+fn logps(LogpEntropy { logp, logp_of_others, .. }: LogpEntropy) -> LentArray {
+    kept(match logp_of_others {
+        Some(others) => with_others(&logp, &others),
+        None => logp.insert_axis(Axis(2)),
+    })
+}
+
+/// Logp of the ids of `logits`.
+#[pyfunction]
+pub(crate) fn op_gather_logp(
+    py: Python<'_>,
+    spec: Spec,
+    logits: &Bound<'_, PyAny>,
+    ids: &Bound<'_, PyAny>,
+    mask: &Bound<'_, PyAny>,
+) -> PyResult<LentArray> {
+    let (given, logits) = (Gathered::of(&spec, ids, mask, None)?, Taken::of("logits", logits)?);
+    done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string())).map(logps)
+}
+
+/// Its gradient by the logits, into `dlogits`.
+#[pyfunction]
+pub(crate) fn op_gather_logp_gradient(
+    py: Python<'_>,
+    spec: Spec,
+    logits: &Bound<'_, PyAny>,
+    dlogits: &Bound<'_, PyAny>,
+    ids: &Bound<'_, PyAny>,
+    mask: &Bound<'_, PyAny>,
+    dlogp: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let given = Gathered::of(&spec, ids, mask, Some(dlogp))?;
+    let (logits, mut dlogits) = (Taken::of("logits", logits)?, Taken::of("dlogits", dlogits)?);
+    done(py, || {
+        let evaluation = given.op()?.gradient(&logits.lent(), dlogits.lent_mut()?, Cotangents::default());
+        evaluation.map(drop).map_err(|reason| reason.to_string())
+    })
+}
+
+/// Logp of the ids, of the logits `hidden · lm_headᵀ`.
+#[pyfunction]
+pub(crate) fn op_head_gather_logp(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    ids: &Bound<'_, PyAny>,
+    mask: &Bound<'_, PyAny>,
+) -> PyResult<LentArray> {
+    let (given, head) = (Gathered::of(&spec, ids, mask, None)?, Projected::of(head)?);
+    let forward = done(py, || {
+        let (op, projection) = (given.op()?, head.projection()?);
+        head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())
+    });
+    forward.map(logps)
+}
+
+/// Its gradients by hidden states, in their dtype, and by the head, in f32.
+#[pyfunction]
+pub(crate) fn op_head_gather_logp_gradient(
+    py: Python<'_>,
+    spec: Spec,
+    head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
+    ids: &Bound<'_, PyAny>,
+    mask: &Bound<'_, PyAny>,
+    dlogp: &Bound<'_, PyAny>,
+) -> PyResult<(LentArray, LentArray)> {
+    let (given, head) = (Gathered::of(&spec, ids, mask, Some(dlogp))?, Projected::of(head)?);
+    let (_, gradient) = done(py, || {
+        let (op, projection) = (given.op()?, head.projection()?);
+        let tokens = op.tokens().tokens();
+        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, Cotangents::default());
+        done.map_err(|reason| reason.to_string())
+    })?;
+    Ok(of_head(gradient))
+}
+
 /// The loss of the logits `hidden · lm_headᵀ`, without its gradients.
 #[pyfunction]
 pub(crate) fn op_head_loss(
@@ -293,7 +428,11 @@ pub(crate) fn op_head_gradient(
         let done = head.kernel.forward_backward(&given.spec, &projection, tokens, sent.cotangents());
         done.map_err(|reason| reason.to_string())
     })?;
-    let FloatArray::F32(dlm_head) = gradient.dlm_head else { unreachable!("the head's gradient is f32") };
-    let dhidden = Block::floats(&Arc::new(gradient.dhidden), |dhidden| dhidden).expect("made densely");
-    Ok((LentArray::lend(dhidden, true), kept(dlm_head)))
+    Ok(of_head(gradient))
+}
+
+fn of_head(HeadGradient { dhidden, dlm_head, .. }: HeadGradient) -> (LentArray, LentArray) {
+    let FloatArray::F32(dlm_head) = dlm_head else { unreachable!("the head's gradient is f32") };
+    let dhidden = Block::floats(&Arc::new(dhidden), |dhidden| dhidden).expect("made densely");
+    (LentArray::lend(dhidden, true), kept(dlm_head))
 }

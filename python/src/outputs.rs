@@ -155,6 +155,13 @@ impl Returned {
         }
         let shape = problem.of_tokens();
         let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
+        let of_ids = |name| match spec.top {
+            1 => of_token(name),
+            top => {
+                let shape = [shape[0], shape[1], top];
+                optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T,K] of the ids")).transpose()
+            }
+        };
         let [logp, entropy, token_loss] = OF_TOKENS;
         let dlogits_dtype = dictionary.get_item(DLOGITS_DTYPE)?.map(|said| {
             let dtype = said.to_string().parse::<Dtype>();
@@ -163,7 +170,7 @@ impl Returned {
         Ok(Self {
             loss,
             gradient: arrays,
-            of_tokens: [of_token(logp)?, of_token(entropy)?, of_token(token_loss)?],
+            of_tokens: [of_ids(logp)?, of_token(entropy)?, of_token(token_loss)?],
             dlogits_dtype: dlogits_dtype.transpose()?,
         })
     }
@@ -175,9 +182,10 @@ impl Returned {
 
     /// What the judge reads: the gradient where it lies, and copies of what there is of each token.
     pub(crate) fn candidate<P: Answered>(&self, problem: &P) -> Candidate<P::View<'_>> {
-        let Candidate { loss, logp, entropy, token_loss, metrics, gradient: () } = self.forward(problem);
+        let Candidate { loss, logp, logp_of_others, entropy, token_loss, metrics, gradient: () } =
+            self.forward(problem);
         let gradient = problem.view(&self.gradient, self.dlogits_dtype);
-        Candidate { loss, gradient, logp, entropy, token_loss, metrics }
+        Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics }
     }
 
     /// The same without the gradient.
@@ -185,10 +193,18 @@ impl Returned {
         let [batch, tokens] = problem.of_tokens();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
+        let (logp, logp_of_others) = match logp.as_ref().map(|seen| (seen, seen.shape())) {
+            Some((seen, &[batch, tokens, top])) => {
+                let (first, others) = seen.view(Ix3(batch, tokens, top)).to_owned().first_and_others();
+                (Some(first), others)
+            }
+            _ => (of_token(logp), None),
+        };
         Candidate {
             loss: self.loss.as_ref().map(|loss| loss.view(Ix0()).to_owned()),
             gradient: (),
-            logp: of_token(logp),
+            logp,
+            logp_of_others,
             entropy: of_token(entropy),
             token_loss: of_token(token_loss),
             metrics: None,

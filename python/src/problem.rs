@@ -19,7 +19,7 @@ use assay::campaign::{Deals, Subject, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::RecipeError;
-use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part, Sequences};
+use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part, Sequences, with_others};
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -142,10 +142,20 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
     let advantages = match &owner.advantages {
         Advantages::Sequence(advantages) => numbers(advantages),
         Advantages::Token(advantages) => numbers(advantages),
-        Advantages::Dlogp(dlogp) => numbers(dlogp),
+        Advantages::Dlogp(dlogp) => match &extra.others {
+            Some(others) => numbers(&with_others(dlogp, &others.dlogp)),
+            None => numbers(dlogp),
+        },
+    };
+    let ids = match &extra.others {
+        Some(others) => {
+            let all = Arc::new(with_others(&owner.ids, &others.ids));
+            Block::of(&all, Element::Int64, |ids| ids)
+        }
+        None => Block::of(owner, Element::Int64, |problem| &problem.ids),
     };
     let mut arrays = vec![
-        ("ids", Block::of(owner, Element::Int64, |problem| &problem.ids)),
+        ("ids", ids),
         ("mask", Block::of(owner, Element::Bool, |problem| &problem.mask)),
         (owner.advantages.name(), advantages),
     ];

@@ -208,10 +208,10 @@ pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
 }
 
 /// Logp, or logp and entropy, without a loss: by their given cotangents. `options`, a JSON object, says what becomes of logits before
-/// their softmax.
+/// their softmax, and of how many ids logp is asked.
 #[pyfunction]
 pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -> PyResult<Spec> {
-    const OPTIONS: [&str; 4] = ["temperature", "temperature_divides", "logits", "support"];
+    const OPTIONS: [&str; 5] = ["temperature", "temperature_divides", "logits", "support", "top"];
     let given: Map<String, Value> = serde_json::from_str(options).map_err(|reason| error::of_spec(py, reason))?;
     if let Some(stranger) = given.keys().find(|name| !OPTIONS.contains(&name.as_str())) {
         let meant = nearest(stranger, OPTIONS).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
@@ -231,7 +231,8 @@ pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -
 pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
     let given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::of_spec(py, reason))?;
     let plain = serde_json::to_value(LossSpec::default()).expect("plain data has a JSON form");
-    let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str);
+    // What is written where it is not 1 alone.
+    let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str).chain(["top"]);
     if let Some(stranger) = given.keys().find(|name| *name != "head" && known().all(|field| field != *name)) {
         let meant = nearest(stranger, known()).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
         let all: Vec<&str> = known().collect();

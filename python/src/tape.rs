@@ -14,7 +14,7 @@ use crate::spec::Spec;
 use assay::problem::ProblemError;
 use assay::spec::{Averaging, LossSpec, RatioLevel, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::family::{Reach, expect_plain_logits};
+use assay_algebra::family::{Reach, expect_one_id, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
@@ -182,7 +182,7 @@ impl Plan {
         }
         let extents = [1, width.unwrap_or(1)];
         let plain = || if around == Around::Plain { expect_plain_logits(spec) } else { Ok(()) };
-        Reach::Row.expect(spec).and_then(|()| plain()).map_err(|beyond| {
+        expect_one_id(spec).and_then(|()| Reach::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
             let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
             error::of_spec(
                 py,

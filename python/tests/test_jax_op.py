@@ -27,6 +27,7 @@ from assay.jax import (  # noqa: E402
     GrpoLoss,
     grpo_loss,
     grpo_loss_of_hidden,
+    gather_logp,
     logp_and_entropy,
     logp_and_entropy_of_hidden,
 )
@@ -324,6 +325,51 @@ def test_logp_and_entropy_pass_forward_and_backward(implementation: str) -> None
         repro_dir=None,
     )
     assert report, report
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_gather_logp_passes_forward_and_backward(implementation: str) -> None:
+    # Only native changes logits.
+    changed = {"softcap": 20.0 if implementation == "native" else None}
+    spec = assay.spec(temperature=0.7, logits=changed)
+
+    def scores(logits: Any, ids: Any) -> Any:
+        return gather_logp(logits, ids, spec=spec, implementation=implementation)
+
+    report = assay.check_logp(
+        scores,
+        framework="jax",
+        top=3,
+        temperature=0.7,
+        logits=changed,
+        shapes=["2x3x257"],
+        dtypes=["f32", "bf16"],
+        cases=2 * CASES,
+        wide=0,
+        power=False,
+        repro_dir=None,
+        grade="exact",
+    )
+    assert report, report
+
+
+def test_gather_logp_of_a_cut_vocabulary_has_the_same_gradient() -> None:
+    batch = Batch()
+    ids = jnp.stack([batch.ids, (batch.ids * 7 + 3) % batch.logits.shape[2], batch.ids], -1)
+    sent = jnp.linspace(-1, 2, ids.size).reshape(ids.shape)
+
+    def total(logits: Any, axis: str | None = None) -> Any:
+        logp = gather_logp(logits, ids, mask=batch.given["mask"], implementation="xla", vocab_axis=axis)
+        return (logp * sent).sum()
+
+    whole = jax.grad(total)(batch.logits)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(batch.logits, NamedSharding(mesh, P(None, None, "model")))
+    columns = P(None, None, "model")
+    in_parts = jax.shard_map(jax.grad(lambda part: total(part, "model")), mesh=mesh, in_specs=columns, out_specs=columns)
+    assert jnp.allclose(jax.jit(in_parts)(sharded), whole, rtol=1e-5, atol=1e-7)
+    with pytest.raises(assay.SpecError, match="`support`"):
+        gather_logp(batch.logits, ids, spec=assay.spec(support={"vocab": 5}))
 
 
 def test_logp_and_entropy_of_hidden_pass_forward_and_backward() -> None:

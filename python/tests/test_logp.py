@@ -48,6 +48,8 @@ def test_a_problem_has_its_cotangents() -> None:
     assert arrays.dlogp.shape == arrays.dentropy.shape == arrays.ids.shape and not hasattr(arrays, "advantages")
     alone = next(assay.problems("logp", 1, dtypes=["f32"], entropy=False))
     assert not hasattr(alone.numpy(), "dentropy")
+    several = next(assay.problems("logp", 1, dtypes=["f32"], top=3)).numpy()
+    assert several.dlogp.shape == several.ids.shape == (*several.mask.shape, 3)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
@@ -59,6 +61,47 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         assay.check_logp(3)  # type: ignore[arg-type]
     with pytest.raises(assay.AssayError, match="isolate: got True"):
         assay.check_logp(scored, isolate=True)
+    with pytest.raises(assay.AssayError, match="top: got 0, expected an integer of at least 1"):
+        assay.check_logp(scored, top=0)
+    with pytest.raises(assay.SpecError, match="`top`: got 2, expected 1, unless logp by its cotangents"):
+        assay.spec(top=2)
+    several = next(assay.problems("logp", 1, dtypes=["f32"], top=3))
+    with pytest.raises(assay.OutputError, match=r"`logp`: got shape .*, expected .* \[B,T,K\] of the ids"):
+        several.check({"logp": np.zeros(several.numpy().mask.shape, np.float32)})
+
+
+def test_logp_of_several_ids_is_judged_by_its_autograd() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
+
+    def logp(logits: Any, ids: Any) -> Any:
+        return logits.float().log_softmax(-1).gather(-1, ids)
+
+    function: Any = torch.autograd.Function
+
+    class Overwrites(function):  # type: ignore[misc]
+        """Sets where it should add."""
+
+        @staticmethod
+        def forward(ctx: Any, logits: Any, ids: Any) -> Any:
+            log_p = logits.float().log_softmax(-1)
+            ctx.save_for_backward(log_p, ids)
+            return log_p.gather(-1, ids)
+
+        @staticmethod
+        def backward(ctx: Any, sent: Any) -> Any:
+            log_p, ids = ctx.saved_tensors
+            of_ids = torch.zeros_like(log_p).scatter(-1, ids, sent)
+            return of_ids - log_p.exp() * sent.sum(-1, keepdim=True), None
+
+    def first_alone(logits: Any, ids: Any) -> Any:
+        scores = logp(logits, ids)
+        return torch.cat([scores[..., :1], scores[..., 1:].detach()], -1)
+
+    options: dict[str, Any] = {"cases": 8, "wide": 0, "power": False, "repro_dir": None, "regimes": ["normal", "peaked"]}
+    assert assay.check_logp(logp, top=4, **options)
+    assert not assay.check_logp(Overwrites.apply, top=4, **{**options, "dtypes": ["f32"]})
+    assert not assay.check_logp(first_alone, top=4, **{**options, "dtypes": ["f32"]})
+    assert assay.check_logp(lambda logits, ids: logp(logits, ids[..., None])[..., 0], top=1, **options)
 
 
 def test_a_function_of_logits_and_ids_is_judged_by_its_autograd() -> None:

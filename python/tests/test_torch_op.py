@@ -366,6 +366,53 @@ def test_logp_and_entropy_pass_forward_and_backward(softcap: float | None, lm_he
     assert report, report
 
 
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+def test_gather_logp_passes_forward_and_backward(lm_head: bool) -> None:
+    def on_logits(logits: Any, ids: Any) -> Any:
+        return assay.torch.gather_logp(logits, ids, temperature=0.7, softcap=20.0)
+
+    def on_hidden(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        head = lm_head.contiguous()
+        return assay.torch.gather_logp(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=20.0, chunk=3)
+
+    report = assay.check_logp(
+        on_hidden if lm_head else on_logits,
+        top=3,
+        temperature=0.7,
+        logits={"softcap": 20.0},
+        lm_head=lm_head,
+        dtypes=["f32"] if lm_head else ["f32", "bf16", "f16"],
+        cases=24,
+        wide=0,
+        power=False,
+        repro_dir=None,
+        grade="exact",
+    )
+    assert report, report
+
+
+def test_gather_logp_of_one_id_is_logp_and_an_operation_that_can_be_traced() -> None:
+    arrays = one("f32").torch()
+    logits = arrays.logits.clone().requires_grad_()
+    logp, _ = assay.torch.logp_and_entropy(logits, arrays.ids, arrays.mask)
+    gathered = assay.torch.gather_logp(logits, arrays.ids[..., None], arrays.mask)
+    assert torch.equal(gathered[..., 0], logp)
+    (expected,) = torch.autograd.grad(logp.sum(), logits)
+    (gradient,) = torch.autograd.grad(gathered.sum(), logits)
+    assert torch.equal(gradient, expected)
+    ids = torch.stack([arrays.ids, arrays.ids, arrays.ids.flip(1)], -1)
+    json = assay.spec("logp", entropy=False, top=3).to_json()
+    mask = torch.ones_like(arrays.mask)
+    ids = torch.where(arrays.mask[..., None] & arrays.mask.flip(1)[..., None], ids, 0)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(assay.torch._gather, (torch.randn(3, 5, 257, requires_grad=True), ids, mask, json), test_utils=tests)
+    with pytest.raises(assay.ProblemError, match=r"`ids`: got shape \[3, 5\], expected \[B,T,K\] with K ≥ 1"):
+        assay.torch.gather_logp(logits, arrays.ids)
+    outside = torch.full_like(ids, 257)
+    with pytest.raises(assay.ProblemError, match=r"`ids\[0,0,0\]`: got 257, expected 0 ≤ id < V = 257"):
+        assay.torch.gather_logp(torch.randn(3, 5, 257), outside)
+
+
 def test_logp_and_entropy_of_masked_tokens_have_no_gradient() -> None:
     problem = one("f32")
     arrays = problem.torch()

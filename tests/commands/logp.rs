@@ -46,6 +46,31 @@ impl Workplace {
 }
 
 #[test]
+fn logp_of_several_ids_goes_through_files() {
+    let workplace = Workplace::new();
+    let (problem, path) = (workplace.path("several.safetensors"), workplace.path("candidate.safetensors"));
+    let shape = ["generate", "--logp", "--top", "3", "--shape", "2x3x129", "--seed", "4", "-o", &problem];
+    let output = assay(&shape);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let file = ProblemFile::open(&problem).unwrap();
+    for name in ["ids", "dlogp"] {
+        assert_eq!(file.file().info(name).unwrap().1, [2, 3, 3], "{name}");
+    }
+    let read = file.problem("logits", None).unwrap();
+    let spec = LossSpec { top: 3, ..LossSpec::of_cotangents(true) };
+    let answer = find::<Problem>("native", None).unwrap().run(&spec, read, 1).unwrap();
+    let judge = |candidate: &Candidate| {
+        write_candidate(&path, candidate, &BTreeMap::new()).unwrap();
+        assay(&["judge", "--problem", &problem, "--candidate", &path])
+    };
+    let output = judge(&answer);
+    assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
+    let one = judge(&Candidate { logp_of_others: None, ..answer });
+    assert!(one.stderr.contains("candidate `logp`: got shape [2, 3], expected [2, 3, 3]"), "{}", one.stderr);
+    assert_refused(&["generate", "--logp", "--top", "0", "--shape", "1x1x2", "-o", &path], &["`top`: got 0"]);
+}
+
+#[test]
 fn problem_holds_the_cotangents() {
     let problem = Workplace::new().problem();
     assert!(matches!(problem.advantages, Advantages::Dlogp(_)), "{:?}", problem.advantages);
@@ -65,7 +90,8 @@ fn candidate_needs_no_loss() {
 fn forward_alone_is_judged_on_what_it_has_and_says_so() {
     let workplace = Workplace::new();
     let Candidate { logp, entropy, .. } = workplace.answer();
-    let right = Candidate { loss: None, gradient: (), logp, entropy, token_loss: None, metrics: None };
+    let right =
+        Candidate { loss: None, gradient: (), logp, logp_of_others: None, entropy, token_loss: None, metrics: None };
     let output = workplace.judge(&right);
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
     for line in ["ignored  dlogits: not in the candidate", "PASS  2 checks passed, 0 failed, 3 ignored"] {
@@ -101,7 +127,15 @@ fn what_does_not_fit_is_refused() {
     let workplace = Workplace::new();
     let (problem, candidate) = (workplace.path("problem.safetensors"), workplace.path("candidate.safetensors"));
     let Candidate { logp, .. } = workplace.answer();
-    let forward = Candidate { loss: None, gradient: (), logp, entropy: None, token_loss: None, metrics: None };
+    let forward = Candidate {
+        loss: None,
+        gradient: (),
+        logp,
+        logp_of_others: None,
+        entropy: None,
+        token_loss: None,
+        metrics: None,
+    };
     write_candidate(&candidate, &forward, &BTreeMap::new()).unwrap();
     let loss = workplace.path("loss.yaml");
     std::fs::write(&loss, "objective: policy_gradient\nadvantages: token\nold_logp: current\n").unwrap();

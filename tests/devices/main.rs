@@ -243,6 +243,9 @@ impl Trials<'_> {
         if ["xla-rows", "xla-mesh", "tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
             self.push("all_outputs_packed_sequences_match_reference", largest, "", |run| run.packed());
         }
+        if ["xla-mesh", "tile-one-pass-rows", "tile-two-pass-vocab"].contains(&id.as_str()) {
+            self.push("all_outputs_several_ids_match_reference", largest, "", |run| run.several_ids());
+        }
         if id.ends_with("-vocab") {
             let claim = "all_outputs_extreme_logits_match_reference";
             self.push(claim, largest, "", |run| run.extreme_logits());
@@ -262,6 +265,9 @@ impl Trials<'_> {
         self.push("all_outputs_changed_logits_match_reference", devices, "", |run| run.changed_logits());
         if ["tile", "gpu"].contains(&self.implementation.class()) {
             self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
+        }
+        if ["xla", "tile-one-pass", "tile-two-pass"].contains(&id) {
+            self.push("all_outputs_several_ids_match_reference", devices, "", |run| run.several_ids());
         }
         let claim = "all_outputs_extreme_logits_match_reference";
         self.push(claim, devices, "", |run| run.extreme_logits());
@@ -432,7 +438,15 @@ fn forward_alone(
             let problem = recipe.problem(&spec).expect("a valid recipe");
             let known = Known::of(&spec, &problem).expect("a valid problem");
             let [logp, entropy] = kernel(&spec, &problem)?.map(Some);
-            let candidate = Candidate { loss: None, gradient: (), logp, entropy, token_loss: None, metrics: None };
+            let candidate = Candidate {
+                loss: None,
+                gradient: (),
+                logp,
+                logp_of_others: None,
+                entropy,
+                token_loss: None,
+                metrics: None,
+            };
             let verdicts = known.verdicts_of_forward(&candidate, &Limits::of(class)?)?;
             if let Some(verdict) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(known.explain(verdict, name, "this test").to_string().into());
@@ -657,6 +671,24 @@ impl Run {
             temperature_divides: TemperatureDivides::Logp,
             entropy_coef: 0.02,
             ..LossSpec::default()
+        };
+        let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
+        for (seed, regime) in (0..).zip(Regime::FINITE) {
+            let recipe =
+                Recipe { shape: [4, 8, 131], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+            self.judge(&spec, &recipe)?;
+        }
+        Ok(Regime::FINITE.len())
+    }
+
+    /// Logp of four ids a token, some of them the same, and its gradient, with a cap, a bias and columns that are left out.
+    fn several_ids(&self) -> Result<usize, Failed> {
+        let spec = LossSpec {
+            logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
+            support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
+            temperature: 0.8.into(),
+            top: 4,
+            ..LossSpec::of_cotangents(false)
         };
         let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
         for (seed, regime) in (0..).zip(Regime::FINITE) {

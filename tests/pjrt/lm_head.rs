@@ -233,6 +233,32 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
     }
 }
 
+/// Logp of three ids a token, whole and cut, by chunks and all at once.
+#[test]
+fn every_output_of_several_ids_matches_reference() {
+    let spec = LossSpec {
+        temperature: 0.7.into(),
+        logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
+        top: 3,
+        ..LossSpec::of_cotangents(false)
+    };
+    let asked = ["xla-lm-head", "tile-lm-head", "tile-lm-head-vocab", "tile-lm-head-rows-scattered"];
+    let placed = placements(cpu_plugins()[0]).into_iter().filter(|(head, _)| asked.contains(&head.id()));
+    let placed: Vec<_> = placed.collect();
+    assert_eq!(placed.len(), asked.len());
+    for (seed, (head, counts)) in (0..).zip(placed) {
+        let dtype = Dtype::KERNEL[seed as usize % 3];
+        let HeadShape { batch, tokens, hidden, vocab } = SHAPE;
+        let (shape, regime) = ([batch, tokens, vocab], Regime::Sampled);
+        let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+        let recipe = HeadRecipe { hidden, layout: HeadLayout::VocabByHidden, rounds_logits: seed % 2 == 0, recipe };
+        let problem = recipe.problem(&spec).unwrap();
+        let known = Known::of(&spec, &problem).unwrap();
+        let devices = *counts.last().expect("the plugin has eight devices");
+        expect_dtypes(&problem, &known.expect_right(&head, devices, &format!("{recipe:?}")));
+    }
+}
+
 /// Sequences in one row, whose ends no chunk and no device's part ends at.
 #[test]
 fn every_output_of_packed_sequences_matches_reference() {

@@ -10,7 +10,7 @@ use assay::fixture::{
     verify, write_candidate, write_problem,
 };
 use assay::problem::{
-    Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, Problem, ProblemError, Sequences,
+    Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, Others, Problem, ProblemError, Sequences,
 };
 use ndarray::{Array1, Array2, Array3, Axis, Ix0, Ix1, Ix2, Ix3, IxDyn, arr0, array};
 use proptest::prelude::*;
@@ -368,6 +368,14 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         let held = ProblemFile::open(&path).unwrap();
         assert!(held.metadata().is_empty() && held.old_logp_names().is_empty());
         assert_same(&held.problem("logits", None).unwrap(), &given);
+
+        given.advantages = Advantages::Dlogp(ramp2(0.25));
+        let extents = (2, 3, 2);
+        let ids = Array3::from_shape_fn(extents, |(b, t, k)| (b + t * k) as i64);
+        let dlogp = Array3::from_shape_fn(extents, |(b, t, k)| (b * t) as f64 - 0.1 * k as f64);
+        given.extra = Extra { others: Some(Others { ids, dlogp }), ..Extra::default() };
+        write_problem(&path, &given, &BTreeMap::new()).unwrap();
+        assert_same(&ProblemFile::open(&path).unwrap().problem("logits", None).unwrap(), &given);
     }
 }
 
@@ -518,6 +526,7 @@ fn candidate_of(dtype: Dtype) -> Candidate {
         loss: Some(FloatArray::rounded_from(&arr0(1.0 / 3.0), dtype)),
         gradient: ramp3(dtype),
         logp: per_token(-1.0),
+        logp_of_others: None,
         entropy: per_token(1.0),
         token_loss: per_token(0.0),
         metrics: Some(Metrics::default()),

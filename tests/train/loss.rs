@@ -72,6 +72,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
                 loss: Some(arr0(evaluated.loss.to_scalar::<f32>().unwrap()).into()),
                 gradient: array(&dlogits, dtype, three(recipe(dtype).shape)),
                 logp: None,
+                logp_of_others: None,
                 entropy: None,
                 token_loss: None,
                 metrics: evaluated.metrics,
@@ -140,6 +141,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                     metrics: evaluated.metrics,
                     // The operation does not return these.
                     logp: None,
+                    logp_of_others: None,
                     entropy: None,
                     token_loss: None,
                 };

@@ -41,7 +41,7 @@ impl Reach {
             if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
         };
         if self == Reach::Softmax {
-            return expect_plain_logits(spec);
+            return expect_one_id(spec).and_then(|()| expect_plain_logits(spec));
         }
         let selection = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.map(|top| ("objective.kl_cov.selection", written(&top))),
@@ -65,6 +65,25 @@ impl Reach {
         unless(!vespo, "objective", &|| "vespo".into(), ROWS)?;
         unless(spec.off_policy_mask.is_none(), "off_policy_mask", &|| written(&spec.off_policy_mask), ROWS)
     }
+}
+
+/// Checks that logp is asked of one id a token.
+///
+/// # Errors
+/// [`LossSpec::top`].
+pub fn expect_one_id(spec: &LossSpec) -> Result<(), Beyond> {
+    let beyond = || Beyond { field: "top", given: spec.top.to_string(), supported: "1 id a token" };
+    if spec.top == 1 { Ok(()) } else { Err(beyond()) }
+}
+
+/// Checks that logp of several ids a token can be made around a kernel that knows one of them: the columns of the others are set from
+/// their logp alone, which says nothing of the entropy's gradient.
+///
+/// # Errors
+/// The first setting that it cannot be with.
+pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), Beyond> {
+    let beyond = || Beyond { field: "dentropy", given: "true".into(), supported: "false with `top` above 1" };
+    if spec.top > 1 && spec.dentropy { Err(beyond()) } else { Ok(()) }
 }
 
 /// Checks that logits go into the softmax of `spec` as they come, every column of them, for what changes none.

@@ -58,6 +58,19 @@ pub struct Graded {
     pub entropy: f64,
     /// `∂loss/∂logp`
     pub grad_logp: f64,
+    /// Log-probabilities of its other ids, where the spec asks for them.
+    pub logp_of_others: Vec<f64>,
+}
+
+impl Graded {
+    /// With log-probabilities of other ids, and their cotangents, which are terms of the loss too.
+    pub fn add_others(&mut self, others: impl Iterator<Item = (f64, f64)>) {
+        for (logp, dlogp) in others {
+            self.token.loss += dlogp * logp;
+            self.token.reduced += dlogp * logp;
+            self.logp_of_others.push(logp);
+        }
+    }
 }
 
 /// The loss of a spec.
@@ -136,7 +149,7 @@ impl Loss {
                 (RatioLevel::SequenceToken, _) => known.weight * sum(on, token.by_logp, token.by_log_ratio),
                 _ => known.weight * token.grad(on, *own),
             };
-            Graded { token, logp, entropy, grad_logp }
+            Graded { token, logp, entropy, grad_logp, logp_of_others: Vec::new() }
         });
         graded.collect()
     }

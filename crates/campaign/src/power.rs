@@ -102,7 +102,8 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
 
 /// Without the outputs that the judged kernel does not have.
 fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidate<G> {
-    let Candidate { logp, entropy, token_loss, metrics, .. } = &mut candidate;
+    let Candidate { logp, logp_of_others, entropy, token_loss, metrics, .. } = &mut candidate;
+    *logp_of_others = logp_of_others.take().filter(|_| outputs.contains(&"logp"));
     for (name, output) in [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)] {
         if !outputs.contains(&name) {
             *output = None;

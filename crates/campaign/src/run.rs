@@ -651,8 +651,7 @@ fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
             coverage.clipped[1] += u64::from(token.clipped_high);
             coverage.advantages[0] += u64::from(token.inputs.advantage > 0.0);
             coverage.advantages[1] += u64::from(token.inputs.advantage < 0.0);
-            let of_logp = reference.grad_logp(token, &token.branch, token.coupling) != 0.0;
-            if (of_logp && token.probability_of_others > 0.0) || token.grad_entropy != 0.0 {
+            if reference.has_gradient(token) {
                 coverage.with_gradient += 1;
                 let last = (shape.vocab - 1) / TILE;
                 coverage.first_and_last_tile[0] += u64::from(token.id / TILE == 0);

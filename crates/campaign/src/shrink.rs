@@ -102,9 +102,14 @@ impl<P: Subject> Shrinker<'_, P> {
     fn simplify(&mut self) {
         let rounded = |x: &mut f64| *x = x.round();
         let tenths = |x: &mut f64| *x = (*x * 8.0).round() / 8.0;
-        let plainer = [self.problem.map_tokens(|tokens| match &mut tokens.advantages {
-            Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
-            Advantages::Token(advantages) | Advantages::Dlogp(advantages) => advantages.mapv_inplace(f64::signum),
+        let plainer = [self.problem.map_tokens(|tokens| {
+            if let Some(others) = &mut tokens.extra.others {
+                others.dlogp.mapv_inplace(f64::signum);
+            }
+            match &mut tokens.advantages {
+                Advantages::Sequence(advantages) => advantages.mapv_inplace(f64::signum),
+                Advantages::Token(advantages) | Advantages::Dlogp(advantages) => advantages.mapv_inplace(f64::signum),
+            }
         })];
         for problem in plainer {
             self.try_one(problem);

@@ -333,11 +333,12 @@ fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u6
 
 /// A candidate that is kept.
 pub(crate) fn kept<P: Subject>(candidate: &Candidate<P::View<'_>>) -> Candidate<P::Gradient> {
-    let Candidate { loss, gradient, logp, entropy, token_loss, metrics } = candidate;
+    let Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics } = candidate;
     Candidate {
         loss: loss.clone(),
         gradient: P::own(gradient),
         logp: logp.clone(),
+        logp_of_others: logp_of_others.clone(),
         entropy: entropy.clone(),
         token_loss: token_loss.clone(),
         metrics: *metrics,

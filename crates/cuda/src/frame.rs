@@ -156,7 +156,7 @@ impl<'s> Frame<'s> {
                 clipped_high: of(Column::ClippedHigh) > 0.0,
             };
             let [logp, entropy] = [Column::Logp, Column::Entropy].map(of);
-            counts.then_some(Graded { token, logp, entropy, grad_logp: f64::NAN })
+            counts.then_some(Graded { token, logp, entropy, grad_logp: f64::NAN, logp_of_others: Vec::new() })
         });
         Array2::from_shape_vec(self.settled.mask.dim(), graded.collect()).expect("one entry a token")
     }

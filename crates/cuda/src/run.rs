@@ -147,6 +147,10 @@ impl Implementation for Driven {
     }
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+        if spec.top > 1 {
+            let (given, supported) = (spec.top.to_string(), "1 id a token".into());
+            return Err(Unsupported { implementation: self.id.clone(), field: "top", given, supported });
+        }
         self.program.supports(spec, shape, dtype, devices).map_err(|error| self.unsupported(error))
     }
 
@@ -354,7 +358,7 @@ impl Done {
     fn outcome(self, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
         self.dlogits.read(bytes_of_mut(&mut room))?;
         let Results { loss, logp, entropy, token_loss, metrics } = self.results;
-        Ok(Outcome { loss, logp, entropy, token_loss, gradient: room, metrics })
+        Ok(Outcome { loss, logp, logp_of_others: None, entropy, token_loss, gradient: room, metrics })
     }
 }
 

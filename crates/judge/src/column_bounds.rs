@@ -3,7 +3,7 @@
 //! Term by term, each over all columns: there are millions, and a loop without a branch is one of vectors.
 
 use super::condition::{
-    Alternative, Bound, Condition, FLUSHED, flushed_of_grad, grad_terms, response, transform_rounding,
+    Alternative, Bound, Condition, FLUSHED, flushed_of_grad, grad_terms, of_sum, response, transform_rounding,
 };
 use super::tolerance::Grade;
 use assay_core::spec::RatioLevel;
@@ -37,8 +37,12 @@ pub(super) struct DlogitsCondition<'c> {
     reference: &'c Reference<'c>,
     token: &'c Token,
     condition: &'c Condition,
-    /// `G_abs`.
+    /// `G_abs`; of several ids, `W`.
     grad: f64,
+    /// The token's ids, each once.
+    targets: Vec<Target>,
+    /// By how much of its terms' sizes a sum of their gradients may be off.
+    summed: f64,
     /// `ΔG`.
     moved: Bound,
     /// What of `G` may be flushed, in units of [`FLUSHED`].
@@ -47,6 +51,36 @@ pub(super) struct DlogitsCondition<'c> {
     grad_entropy: f64,
     /// What rounding transformed logits adds to a gap.
     rounded: f64,
+}
+
+/// An id of the token.
+#[derive(Clone, Copy)]
+struct Target {
+    id: usize,
+    /// `C`: `G_abs` of all of the places that it stands at.
+    own: f64,
+    /// `R`: that of the places where it does not.
+    rest: f64,
+    /// `1 − p_y`
+    others: f64,
+}
+
+impl Target {
+    /// Those of a token, the first of whose gradients by logp has terms of the size `grad`.
+    fn all(reference: &Reference, token: &Token, grad: f64) -> Vec<Self> {
+        let first = (token.id, grad, token.probability_of_others);
+        let others = reference.others(token).iter();
+        let others = others.map(|other| (other.id, other.grad_logp.abs(), other.probability_of_others));
+        let places: Vec<(usize, f64, f64)> = std::iter::once(first).chain(others).collect();
+        let mut all: Vec<Self> = Vec::new();
+        for &(id, _, others) in &places {
+            if all.iter().all(|target| target.id != id) {
+                let sum = |own: bool| places.iter().filter(|place| (place.0 == id) == own).map(|place| place.1).sum();
+                all.push(Self { id, own: sum(true), rest: sum(false), others });
+            }
+        }
+        all
+    }
 }
 
 impl Bounds {
@@ -109,7 +143,21 @@ impl<'c> DlogitsCondition<'c> {
         }
         let grad_entropy = token.grad_entropy.abs();
         let rounded = transform_rounding(spec, token.logp_softmax.stats.max);
-        Self { reference, token, condition, grad: by_logp + through_ratio, moved, flushed, grad_entropy, rounded }
+        let of_first = by_logp + through_ratio;
+        let targets = Target::all(reference, token, of_first);
+        let others = reference.others(token);
+        Self {
+            reference,
+            token,
+            condition,
+            grad: of_first + others.iter().map(|other| other.grad_logp.abs()).sum::<f64>(),
+            targets,
+            summed: of_sum(others.len() + 1),
+            moved,
+            flushed: flushed + others.len() as f64,
+            grad_entropy,
+            rounded,
+        }
     }
 
     /// Of `columns`, all of it.
@@ -120,7 +168,7 @@ impl<'c> DlogitsCondition<'c> {
     /// Of `columns`, all of it and what they have in common.
     pub(super) fn parts(&self, columns: &Columns) -> ColumnBounds {
         let (whole, flushed) = self.whole_and_flushed(columns);
-        let (p, target) = (&columns.of_logp().probabilities, columns.place_of(self.token.id));
+        let p = &columns.of_logp().probabilities;
         let [mut common, mut of_ratio] = [(); 2].map(|()| Bounds::new(p.len()));
         let t = 1.0 / self.token.temperature();
         if self.grad != 0.0 {
@@ -128,11 +176,11 @@ impl<'c> DlogitsCondition<'c> {
             if self.token.inputs.row_log_ratio.is_some() {
                 let moved = self.moved.times(t);
                 of_ratio = Bounds::in_proportion(moved, p);
-                if let Some(y) = target {
-                    of_ratio.set(y, moved.times(self.token.probability_of_others));
+                for (target, y) in self.targets_in(columns) {
+                    of_ratio.set(y, moved.times(target.others));
                 }
             }
-            if let Some(y) = target {
+            for (_, y) in self.targets_in(columns) {
                 common.set(y, Bound::default());
             }
         }
@@ -144,29 +192,41 @@ impl<'c> DlogitsCondition<'c> {
         ColumnBounds { whole, common, of_ratio, flushed }
     }
 
-    /// Of a column other than the target whose probability is 1, before `1/T`: what has one sign in all of them.
+    /// The ids among `columns`, and where they stand.
+    fn targets_in(&self, columns: &Columns) -> impl Iterator<Item = (Target, usize)> {
+        self.targets.iter().filter_map(|target| Some((*target, columns.place_of(target.id)?)))
+    }
+
+    /// Of a column other than a target whose probability is 1, before `1/T`: what has one sign in all of them.
     fn common(&self) -> Bound {
         let softmax = &self.token.logp_softmax;
         let mean_gap = softmax.stats.mean_gap + self.rounded;
         let error = self.condition.base.mean_error / softmax.divisor + self.condition.base.offsets[0];
-        Bound { scale: self.grad * (1.0 + mean_gap) + self.moved.scale, floor: self.grad * error + self.moved.floor }
+        Bound {
+            scale: self.grad * (1.0 + mean_gap) + self.moved.scale,
+            floor: self.grad * (error + self.summed) + self.moved.floor,
+        }
     }
 
-    /// Of the target's column, before `1/T`: of the policy's and the KL's gradient.
-    fn of_target(&self, p: f64, gap: f64, error: f64) -> Bound {
-        let Self { token, grad, moved, .. } = *self;
+    /// Of a target's column, before `1/T`: of the policy's and the KL's gradient.
+    fn of_target(&self, Target { own, rest, others, .. }: Target, p: f64, gap: f64, error: f64) -> Bound {
+        let Self { token, moved, summed, .. } = *self;
         let softmax = &token.logp_softmax;
-        let others = token.probability_of_others;
         let (mean_gap, mean_error) =
             (softmax.stats.mean_gap + self.rounded, self.condition.base.mean_error / softmax.divisor);
         let gaps_of_others = (mean_gap - p * gap).max(0.0);
         let errors_of_others = (mean_error - p * error).max(0.0);
         let offset = self.condition.base.offsets[0];
-        let scale = grad * (others * (1.0 + mean_gap) + gaps_of_others) + others * moved.scale;
-        let textbook = grad * (1.0 + p * (gap + mean_gap)) + others * moved.scale;
+        let of_rest = rest * p * (1.0 + gap + mean_gap) + others * moved.scale;
+        let scale = own * (others * (1.0 + mean_gap) + gaps_of_others) + of_rest;
+        let textbook = own * (1.0 + p * (gap + mean_gap)) + of_rest;
+        let sums = if self.is_standard() { own + (own + rest) * p } else { own * others + rest * p };
         Bound {
             scale: if self.is_standard() { scale.max(textbook) } else { scale },
-            floor: grad * (others * mean_error + errors_of_others + p * offset) + others * moved.floor,
+            floor: own * (others * mean_error + errors_of_others + p * offset)
+                + rest * p * (error + mean_error + offset)
+                + summed * sums
+                + others * moved.floor,
         }
     }
 
@@ -181,7 +241,6 @@ impl<'c> DlogitsCondition<'c> {
         let (of_logp, of_entropy) = (columns.of_logp(), columns.of_entropy());
         let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
         let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.base);
-        let target = columns.place_of(token.id);
         let scale_of_logits = spec.logits.scale.abs();
         let errors: Option<Vec<f64>> = (!condition.errors.is_empty())
             .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
@@ -206,13 +265,13 @@ impl<'c> DlogitsCondition<'c> {
             for flushed in &mut flushed {
                 *flushed += grad;
             }
-            if let Some(y) = target {
+            for (target, y) in self.targets_in(columns) {
                 let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
-                whole.set(y, self.of_target(p[y], gaps_of_logp[y], error));
+                whole.set(y, self.of_target(target, p[y], gaps_of_logp[y], error));
                 if let Some(value) = &mut value {
-                    value[y] = grad * token.probability_of_others;
+                    value[y] = target.own * target.others + target.rest * p[y];
                 }
-                flushed[y] += grad * (reference.shape().vocab as f64 - 1.0);
+                flushed[y] += target.own * (reference.shape().vocab as f64 - 1.0);
             }
         }
         if grad_entropy > 0.0 {

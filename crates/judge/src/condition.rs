@@ -21,6 +21,16 @@
 //! `C_E = |E| q_j ((1 + a_j + ā)(2 + |ln q_j| + H) + ā₂)/T`, as `−q_j(ln q_j + H)` does; and SAPO's
 //! `|policy′|` is `4ρ|A|σ(2σ − 1)` or more, as `σ(1 − σ)` rounds.
 //!
+//! Of several ids of a token, with cotangents `c_k`, `G_abs` is `W = Σ |c_k|` in every column that is none of them, and on an id's
+//! column, with `C` of it the `Σ |c_k|` of its places and `R = W − C`,
+//!
+//! ```text
+//! (C((1−p_y)(1 + ā) + Σ_{j≠y} p_j a_j) + R·p_y(1 + a_y + ā))/T + C_E
+//! ```
+//!
+//! at [`Grade::Standard`] `(C(1 + p_y(a_y + ā)) + R·p_y(1 + a_y + ā))/T + C_E` or more, as `C − (C + R)·p_y` rounds. Sums of `K`
+//! cotangents are off by `(K − 1)·u` of their terms' sizes beside, in any order of adding up.
+//!
 //! Beside each scale, which `κ·u` multiplies, stands a *floor*, an error that nothing multiplies: what f32 flushes to 0; what
 //! follows from an error `ε_j` that each logit has of its own, where it is a product; and at [`Grade::Standard`] from an
 //! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round.
@@ -37,7 +47,7 @@ use super::tolerance::{Grade, Limits};
 use assay_core::spec::{
     Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion,
 };
-use assay_reference::{Branch, Choice, Reference, SoftmaxColumns, Token, TokenInputs, clipped};
+use assay_reference::{Branch, Choice, Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenInputs, clipped};
 
 /// What is lost of a number below f32's normal ones where the device flushes it to 0.
 pub(super) const FLUSHED: f64 = f32::MIN_POSITIVE as f64;
@@ -85,6 +95,8 @@ pub struct Alternative {
 pub struct Condition {
     /// Of logp, `C_ℓ`.
     pub logp: Bound,
+    /// The same of the token's other ids, in order.
+    pub others: Vec<Bound>,
     /// Of entropy, `C_H`.
     pub entropy: Bound,
     /// Of the token loss, the largest over the alternatives. Flushed may be the ratio, times `A` and times the KL estimate, and
@@ -263,6 +275,12 @@ impl Condition {
             let scale = Arm::of(spec, inputs, branch, bands.grade).value + weighted(beta, kl_terms) + response.scale;
             most.or(Bound { scale, floor: response.floor }.tame())
         });
+        let others: Vec<Bound> = reference
+            .others(token)
+            .iter()
+            .map(|other| logp_bound(reference, token, other.id, (&errors, base.mean_error), bands))
+            .collect();
+        let of_others = of_others(reference, token, &others).tame();
         let flushed = {
             let arm = Arm::of(spec, inputs, &token.branch, bands.grade);
             let of_score = if arm.is_score && inputs.logp.is_finite() { inputs.logp.abs() * arm.flushed } else { 0.0 };
@@ -288,11 +306,14 @@ impl Condition {
             || (token.policy.by_log_ratio != 0.0 && ratio > largest)
             || k3 > largest
             || weight > largest
-            || grad.abs() > largest;
+            || grad.abs() > largest
+            || reference.others(token).iter().map(|other| other.grad_logp.abs() / token.temperature()).sum::<f64>()
+                > largest;
         Self {
             logp: base.logp.tame(),
+            others: others.into_iter().map(Bound::tame).collect(),
             entropy: base.entropy.tame(),
-            token_loss: token_loss.and(flushed),
+            token_loss: token_loss.and(flushed).plus(of_others),
             kl: beside(kl_terms, respond(&|inputs| kl_of(&token.branch, inputs))).and(flushed_of_kl),
             ratio: beside(ratio, respond(&|inputs| inputs.ratio(spec))),
             alternatives,
@@ -311,6 +332,10 @@ impl Bound {
     /// With an error more that nothing multiplies.
     fn and(self, floor: f64) -> Self {
         Self { floor: self.floor + floor, ..self }
+    }
+
+    fn plus(self, other: Self) -> Self {
+        Self { scale: self.scale + other.scale, floor: self.floor + other.floor }
     }
 
     pub(super) fn times(self, factor: f64) -> Self {
@@ -333,16 +358,8 @@ impl Base {
     fn of(reference: &Reference, (b, t): (usize, usize), token: &Token, errors: &LogitErrors, bands: Bands) -> Self {
         let spec = reference.spec();
         let error = |j: usize| spec.logits.scale.abs() * errors.at(j);
-        let target = reference.columns(b, t, token, token.id..token.id + 1);
         let softmax = &token.logp_softmax;
-        let z = target.of_logp().z[0];
-        let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
-        // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
-        let factor = softmax.divisor / token.temperature();
-        // A logit of −∞ is not rounded.
-        let largest =
-            [softmax.stats.max, z].into_iter().filter(|z| z.is_finite()).fold(0.0, |most, z| z.abs().max(most));
-        let rounded = transform_rounding(spec, largest);
+        let rounded = rounded_of(reference, token, z_of(reference, token, token.id));
         let q = &token.entropy_softmax;
         // ∂H/∂z_j = q_j (a_j − ā), which is 0 where all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);
@@ -356,17 +373,10 @@ impl Base {
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
         }
-        let product = if errors.is_empty() { 0.0 } else { (error(token.id) + mean_error) / softmax.divisor };
-        let offsets = [softmax, q].map(|softmax| {
-            let largest = softmax.stats.max.abs();
-            if largest.is_finite() { bands.offset * U * largest } else { 0.0 }
-        });
+        let offsets = [softmax, q].map(|softmax| offset_of(softmax, bands));
         let second_moment = q.stats.mean_square_gap;
         Self {
-            logp: Bound {
-                scale: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
-                floor: (product + offsets[0]) * factor,
-            },
+            logp: logp_bound(reference, token, token.id, (errors, mean_error), bands),
             entropy: Bound {
                 scale: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
                 floor: spread + offsets[1] * (1.0 + token.entropy),
@@ -377,6 +387,65 @@ impl Base {
             offsets,
         }
     }
+}
+
+/// `z` of a token's column, of the softmax that logp is taken from.
+fn z_of(reference: &Reference, token: &Token, id: usize) -> f64 {
+    let (b, t) = token.at;
+    reference.columns(b, t, token, id..id + 1).of_logp().z[0]
+}
+
+/// What rounding transformed logits adds to the exponents of a token's largest column and of one of `z`.
+fn rounded_of(reference: &Reference, token: &Token, z: f64) -> f64 {
+    // A logit of −∞ is not rounded.
+    let both = [token.logp_softmax.stats.max, z].into_iter().filter(|z| z.is_finite());
+    transform_rounding(reference.spec(), both.fold(0.0, |most, z| z.abs().max(most)))
+}
+
+/// `offset·u·M`
+fn offset_of(softmax: &ScaledSoftmax, bands: Bands) -> f64 {
+    let largest = softmax.stats.max.abs();
+    if largest.is_finite() { bands.offset * U * largest } else { 0.0 }
+}
+
+/// `C_ℓ` of an id of a token, whose logits have errors, and `Σ p_j ε_j` of them.
+fn logp_bound(
+    reference: &Reference,
+    token: &Token,
+    id: usize,
+    (errors, mean_error): (&LogitErrors, f64),
+    bands: Bands,
+) -> Bound {
+    let (spec, softmax) = (reference.spec(), &token.logp_softmax);
+    let z = z_of(reference, token, id);
+    let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
+    let rounded = rounded_of(reference, token, z);
+    let own = spec.logits.scale.abs() * errors.at(id);
+    let product = if errors.is_empty() { 0.0 } else { (own + mean_error) / softmax.divisor };
+    // ∂ℓ/∂log p_y: 1, or 1/T where the temperature divides the log-probability.
+    let factor = softmax.divisor / token.temperature();
+    Bound {
+        scale: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
+        floor: (product + offset_of(softmax, bands)) * factor,
+    }
+}
+
+/// How far a sum of `K` terms may be off, added up in any order, of the sum of their sizes.
+pub(super) fn of_sum(terms: usize) -> f64 {
+    terms.saturating_sub(1) as f64 * U
+}
+
+/// How far `Σ dlogp_k · ℓ_k` of a token's other ids, whose logp is off by `bounds`, may be off; and its sum with that of the first.
+fn of_others(reference: &Reference, token: &Token, bounds: &[Bound]) -> Bound {
+    let others = reference.others(token);
+    let mut all = Bound { scale: 0.0, floor: others.len() as f64 * FLUSHED };
+    let mut sizes = token.policy.value.abs();
+    for (other, bound) in others.iter().zip(bounds) {
+        let (size, factor) = ((other.grad_logp * other.logp).abs(), other.grad_logp.abs());
+        all = all.plus(Bound { scale: size + factor * bound.scale, floor: factor * bound.floor });
+        sizes += size;
+    }
+    all.and(of_sum(others.len() + 1) * sizes)
 }
 
 /// What rounding transformed logits adds to an exponent: their own size.

@@ -34,9 +34,7 @@ impl Coverage {
             for token in tokens {
                 coverage.tokens += 1;
                 coverage.clipped += usize::from(token.clipped_low || token.clipped_high);
-                let of_logp = reference.grad_logp(token, &token.branch, token.coupling) != 0.0;
-                let others = token.probability_of_others > 0.0;
-                if !(of_logp && others) && token.grad_entropy == 0.0 {
+                if !reference.has_gradient(token) {
                     continue;
                 }
                 coverage.with_gradient += 1;

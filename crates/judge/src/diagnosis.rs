@@ -133,7 +133,8 @@ fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis>
             if !y.is_finite() || x.abs() < f64::from(f32::MIN_POSITIVE) {
                 continue;
             }
-            if v == token.id { &mut targets } else { &mut others }.add(x, y);
+            let is_id = v == token.id || reference.others(token).iter().any(|other| other.id == v);
+            if is_id { &mut targets } else { &mut others }.add(x, y);
             let half = half_ulp(x, dtype);
             if (y - x).abs() > 1.05 * half {
                 beyond_half += 1;

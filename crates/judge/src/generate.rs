@@ -2,14 +2,15 @@
 
 use std::fmt;
 
-use ndarray::{Array1, Array2, Ix3, Zip};
+use ndarray::{Array1, Array2, Array3, Ix3, Zip};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
 use serde::{Deserialize, Serialize};
 
 use assay_core::problem::{
-    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Problem, ProblemError, Projection, Shape,
+    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Others, Problem, ProblemError,
+    Projection, Shape,
 };
 use assay_core::spec::{
     AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Temperature, Vespo,
@@ -128,6 +129,9 @@ const UNLIKELY: f64 = -20.0;
 /// Bytes of a token beside its logits: its id, mask, advantage and log-probabilities, twice while they are drawn.
 const OF_A_TOKEN: usize = 128;
 
+/// And of each of its ids, with its cotangent.
+const OF_AN_ID: usize = 32;
+
 /// The seed project's own choice.
 fn default_noise() -> f64 {
     0.3
@@ -181,7 +185,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
     pub fn check(&self, spec: &LossSpec) -> Result<(), RecipeError> {
-        self.expect_memory(self.dtype.size())?;
+        self.expect_memory(spec, self.dtype.size())?;
         if !(self.old_logp_noise_scale >= 0.0 && self.old_logp_noise_scale.is_finite()) {
             return Err(RecipeError::Noise { given: self.old_logp_noise_scale });
         }
@@ -189,11 +193,12 @@ impl Recipe {
     }
 
     /// Whether there may be memory for the tokens and for `of_a_logit` bytes a logit.
-    fn expect_memory(&self, of_a_logit: usize) -> Result<(), RecipeError> {
+    fn expect_memory(&self, spec: &LossSpec, of_a_logit: usize) -> Result<(), RecipeError> {
+        let of_a_token = spec.top.saturating_mul(OF_AN_ID).saturating_add(OF_A_TOKEN);
         let [batch, tokens, vocab] = self.shape;
         let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
         let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
-        let of_tokens = (batch * tokens).saturating_mul(OF_A_TOKEN);
+        let of_tokens = (batch * tokens).saturating_mul(of_a_token);
         let bytes = elements.saturating_mul(of_a_logit).saturating_add(of_tokens);
         // Asked for and given back untouched: a system that could never give it says so.
         let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
@@ -294,6 +299,7 @@ impl Recipe {
             off_policy_mask: None,
             top_entropy: None,
             dentropy: false,
+            top: 1,
             reduction: Reduction::TokenMean,
             ..spec.clone()
         };
@@ -310,7 +316,36 @@ impl Recipe {
         let (old_logp, ref_logp) = (noisy(), noisy());
         self.draw_sampler(spec, &old_logp, &mut problem.extra, &mut normal);
         (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
+        problem.extra.others = (spec.top > 1).then(|| self.draw_others(spec, &problem));
         Ok(problem)
+    }
+
+    /// The ids of each token beside its first, and their cotangents: its largest logits, in order; in an eighth of the places any
+    /// id, and in a quarter, half of the second places, the token's first once more. Ids are in the support, and have a
+    /// logp wherever the regime has one for the first.
+    fn draw_others(&self, spec: &LossSpec, problem: &Problem) -> Others {
+        let [batch, tokens, vocab] = self.shape;
+        let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+        rng.set_stream(2);
+        let mut ids = Array3::zeros((batch, tokens, spec.top - 1));
+        for ((b, t), &first) in problem.ids.indexed_iter() {
+            let row = problem.logits.row(b, t);
+            let mut columns: Vec<usize> = (0..vocab)
+                .filter(|&v| within_support(spec, vocab, v) == v)
+                .filter(|&v| row[v].is_finite() || self.regime == Regime::TargetHoles)
+                .collect();
+            let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };
+            columns.sort_by(|&v, &w| (raised * row[w]).total_cmp(&(raised * row[v])));
+            for k in 0..spec.top - 1 {
+                let again = rng.random_bool(if k == 0 { 0.5 } else { 0.25 }) || columns.is_empty();
+                let any = rng.random_bool(0.125);
+                let drawn = if any { rng.random_range(0..columns.len().max(1)) } else { k };
+                let column = |at: usize| i64::try_from(columns[at % columns.len()]).expect("at most 2³¹");
+                ids[[b, t, k]] = if again { first } else { column(drawn) };
+            }
+        }
+        let dlogp = Array3::from_shape_simple_fn(ids.dim(), || f32_value(rng.sample(StandardNormal)));
+        Others { ids, dlogp }
     }
 
     /// What the sampler says, and which tokens are selected, where the spec reads it.
@@ -378,7 +413,7 @@ impl HeadRecipe {
         let Self { hidden: width, ref recipe, .. } = *self;
         recipe.check(spec)?;
         // Logits are made twice in f64.
-        recipe.expect_memory(2 * size_of::<f64>())?;
+        recipe.expect_memory(spec, 2 * size_of::<f64>())?;
         let [batch, tokens, vocab] = recipe.shape;
         let too_large = |n: usize| n.checked_mul(width).is_none_or(|n| n == 0 || n > 1 << 31);
         if too_large(batch * tokens) || too_large(vocab) {
@@ -668,6 +703,11 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
     }
     if let Advantages::Token(advantages) | Advantages::Dlogp(advantages) = &mut problem.advantages {
         garbage(advantages);
+    }
+    if let Some(Others { ids, dlogp }) = &mut problem.extra.others {
+        for ((b, t, k), dlogp) in dlogp.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]) {
+            (ids[[b, t, k]], *dlogp) = (-100, f64::NAN);
+        }
     }
     for ((b, t), &counts) in mask.indexed_iter() {
         if !counts {

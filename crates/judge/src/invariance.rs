@@ -17,9 +17,10 @@ pub struct Invariance {
 impl Invariance {
     /// Compares what two runs on one problem both returned.
     pub fn between<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> Self {
+        let others = both(a.logp_of_others.as_ref(), b.logp_of_others.as_ref());
         let of_tokens = [
             (Output::Loss, both(a.loss.as_ref(), b.loss.as_ref())),
-            (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref())),
+            (Output::Logp, both(a.logp.as_ref(), b.logp.as_ref()).map(|same| same && others != Some(false))),
             (Output::Entropy, both(a.entropy.as_ref(), b.entropy.as_ref())),
             (Output::TokenLoss, both(a.token_loss.as_ref(), b.token_loss.as_ref())),
         ];

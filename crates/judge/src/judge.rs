@@ -130,6 +130,11 @@ impl Case<'_> {
         Position::token(self.b, self.t)
     }
 
+    /// The ids of the token.
+    pub(super) fn ids(&self, reference: &Reference) -> impl Iterator<Item = usize> {
+        std::iter::once(self.token.id).chain(reference.others(self.token).iter().map(|other| other.id))
+    }
+
     /// Whether an honest kernel's values of the token may be NaN or ∞.
     pub(super) fn open(&self) -> bool {
         self.condition.overflows || !self.finite
@@ -151,7 +156,7 @@ pub(super) fn judge_all(
 ) -> Result<Vec<Vec<Verdict>>, JudgeError> {
     for candidate in candidates {
         expect_outputs(reference.spec(), candidate)?;
-        check_shapes(reference.shape(), candidate)?;
+        check_shapes(reference, candidate)?;
     }
     Ok(graded(limits, reference, candidates, |limits, asked| {
         let cases = cases(reference, limits, GIVEN);
@@ -180,7 +185,7 @@ pub(super) fn judge_forward(
     errors: ErrorsOf,
 ) -> Result<Vec<Verdict>, JudgeError> {
     expect_outputs(reference.spec(), candidate)?;
-    expect_per_token(reference.shape(), candidate)?;
+    expect_per_token(reference.shape(), candidate, reference.spec().top)?;
     let all = graded(limits, reference, std::slice::from_ref(candidate), |limits, asked| {
         let cases = cases(reference, limits, errors);
         let given: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
@@ -251,7 +256,8 @@ pub(super) fn graded<'c, C>(
 /// What of the formulas that grade `standard` forgives is behind an error beyond the limits of `exact`.
 fn cancels(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits: &Limits) -> Cancels {
     let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
-    let of_target = token.is_none_or(|token| worst.is_some_and(|worst| worst.at.v.is_none_or(|v| v == token.id)));
+    let is_id = |token: &Token, v| v == token.id || reference.others(token).iter().any(|other| other.id == v);
+    let of_target = token.is_none_or(|token| worst.is_some_and(|worst| worst.at.v.is_none_or(|v| is_id(token, v))));
     let offset = token.map_or(0.0, |token| token.logp_softmax.stats.max.abs()) * limits.at(Grade::Standard).offset();
     let open_gate = |token: &Token| match &reference.spec().objective {
         Objective::Sapo(sapo) => {
@@ -317,6 +323,7 @@ pub(super) fn shared_edge(cases: &[Case]) -> Option<Edge> {
 pub(super) struct PerToken<'c> {
     pub(super) loss: Option<&'c FloatArray<Ix0>>,
     pub(super) logp: Option<&'c FloatArray<Ix2>>,
+    pub(super) logp_of_others: Option<&'c FloatArray<Ix3>>,
     pub(super) entropy: Option<&'c FloatArray<Ix2>>,
     pub(super) token_loss: Option<&'c FloatArray<Ix2>>,
     /// `None` where logits are a product.
@@ -328,6 +335,7 @@ impl<'c> PerToken<'c> {
         Self {
             loss: candidate.loss.as_ref(),
             logp: candidate.logp.as_ref(),
+            logp_of_others: candidate.logp_of_others.as_ref(),
             entropy: candidate.entropy.as_ref(),
             token_loss: candidate.token_loss.as_ref(),
             dlogits: None,
@@ -335,18 +343,19 @@ impl<'c> PerToken<'c> {
     }
 }
 
-fn check_shapes(shape: Shape, candidate: &Candidate<FloatView<Ix3>>) -> Result<(), JudgeError> {
-    let Shape { batch, tokens, vocab } = shape;
+fn check_shapes(reference: &Reference, candidate: &Candidate<FloatView<Ix3>>) -> Result<(), JudgeError> {
+    let shape @ Shape { batch, tokens, vocab } = reference.shape();
     let (given, expected) = (candidate.gradient.shape(), [batch, tokens, vocab]);
     if given != expected {
         return Err(JudgeError::Shape { output: "dlogits", given: given.to_vec(), expected: expected.to_vec() });
     }
-    expect_per_token(shape, candidate)
+    expect_per_token(shape, candidate, reference.spec().top)
 }
 
-/// That what there is of each token is `[B,T]`.
-pub(super) fn expect_per_token<G>(shape: Shape, candidate: &Candidate<G>) -> Result<(), JudgeError> {
+/// That what there is of each token is `[B,T]`, but for logp of `top` ids.
+pub(super) fn expect_per_token<G>(shape: Shape, candidate: &Candidate<G>, top: usize) -> Result<(), JudgeError> {
     let expected = [shape.batch, shape.tokens];
+    expect_logps(shape, candidate, top)?;
     let per_token = [("logp", &candidate.logp), ("entropy", &candidate.entropy), ("token_loss", &candidate.token_loss)];
     let per_token = per_token.iter().filter_map(|(name, array)| Some((*name, array.as_ref()?.shape())));
     for (output, given) in per_token {
@@ -355,6 +364,24 @@ pub(super) fn expect_per_token<G>(shape: Shape, candidate: &Candidate<G>) -> Res
         }
     }
     Ok(())
+}
+
+/// That logp is of as many ids as are asked for.
+fn expect_logps<G>(shape: Shape, candidate: &Candidate<G>, top: usize) -> Result<(), JudgeError> {
+    let Some(logp) = &candidate.logp else { return Ok(()) };
+    let mut expected = vec![shape.batch, shape.tokens];
+    let given = match &candidate.logp_of_others {
+        Some(others) => {
+            let mut given = others.shape().to_vec();
+            given[2] += 1;
+            given
+        }
+        None => logp.shape().to_vec(),
+    };
+    if top > 1 {
+        expected.push(top);
+    }
+    if given == expected { Ok(()) } else { Err(JudgeError::Shape { output: "logp", given, expected }) }
 }
 
 /// The dtype of an output, and that which the problem promises for it.
@@ -485,7 +512,18 @@ fn judge_given(
         for case in cases {
             let (exact, bound) = expected(case);
             let tally = tallies.of(gate.at(case.edge), stored, Some(kappa));
-            compare(tally, case, exact, values.at(case.b, case.t), kappa, bound, stored);
+            compare(tally, case, case.at(), exact, values.at(case.b, case.t), kappa, bound, stored);
+        }
+    }
+    if let Some(values) = given.logp_of_others {
+        let (gate, stored, kappa) = plain(Output::Logp, Stored::scalar(values.dtype()), limits);
+        for case in cases {
+            let expected = reference.others(case.token).iter().zip(&case.condition.others);
+            let tally = tallies.of(gate.at(case.edge), stored, Some(kappa));
+            for (k, ((other, bound), actual)) in (1..).zip(expected.zip(values.row(case.b, case.t))) {
+                let at = Position { k: Some(k), ..case.at() };
+                compare(tally, case, at, other.logp, actual, kappa, *bound, stored);
+            }
         }
     }
 
@@ -529,11 +567,21 @@ fn plain(output: Output, stored: Stored, limits: &Limits) -> (Gate, Stored, f64)
     (Gate::of(output, Model::Elementwise), stored, limits.kappa(output))
 }
 
-fn compare(tally: &mut Tally, case: &Case, exact: f64, actual: f64, kappa: f64, bound: Bound, stored: Stored) {
+#[allow(clippy::too_many_arguments, reason = "a value, what it should be, and what it is of")]
+fn compare(
+    tally: &mut Tally,
+    case: &Case,
+    at: Position,
+    exact: f64,
+    actual: f64,
+    kappa: f64,
+    bound: Bound,
+    stored: Stored,
+) {
     if case.condition.overflows && !actual.is_finite() {
-        tally.report(case.at());
+        tally.report(at);
     } else {
-        tally.compare(case.at(), exact, actual, kappa, stored.allowance(exact, bound), stored.given);
+        tally.compare(at, exact, actual, kappa, stored.allowance(exact, bound), stored.given);
     }
 }
 
@@ -593,7 +641,7 @@ impl<'c> Piece<'c> {
     /// jumps, as a token may be selected or not, nothing between two gradients is one.
     fn all(reference: &Reference, case: &'c Case, limits: &Limits) -> Vec<Self> {
         let alternatives = &case.condition.alternatives;
-        let loss = |on: &Alternative| reference.token_loss(&case.token.inputs, &on.branch);
+        let loss = |on: &Alternative| reference.token_loss(&case.token.inputs, &on.branch) + case.token.of_others;
         let whole = |on| Self { on, towards: None, loss: loss(on) };
         let own = whole(&alternatives[0]);
         let Bound { scale, floor } = case.condition.token_loss;
@@ -658,7 +706,7 @@ impl<'g, 'd> GivenRow<'g, 'd> {
             for (given, sums) in given.iter().zip(&mut sums) {
                 let actual = given.actual.row_part(case.b, case.t, range.clone());
                 for ((exact, bounds), sums) in expected.iter().zip(sums) {
-                    given.add(sums, first, exact, bounds, &actual);
+                    given.add(reference, sums, first, exact, bounds, &actual);
                 }
             }
         }
@@ -667,7 +715,15 @@ impl<'g, 'd> GivenRow<'g, 'd> {
     }
 
     /// Adds columns from `first` on: what is expected, by how much it may be off, what is given.
-    fn add(&self, sums: &mut RowSums, first: usize, exact: &[f64], bounds: &Bounds, actual: &[f64]) {
+    fn add(
+        &self,
+        reference: &Reference,
+        sums: &mut RowSums,
+        first: usize,
+        exact: &[f64],
+        bounds: &Bounds,
+        actual: &[f64],
+    ) {
         let Self { case, stored, kappa, .. } = *self;
         let at = |v| Position::column(case.b, case.t, first + v);
         let allowed = stored.allowances(exact, bounds);
@@ -685,8 +741,8 @@ impl<'g, 'd> GivenRow<'g, 'd> {
         } else {
             sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
         }
-        let target = case.token.id.checked_sub(first).filter(|&y| y < exact.len());
-        sums.add(exact, actual, &allowed, target);
+        let ids = case.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&y| y < exact.len());
+        sums.add(exact, actual, &allowed, &ids.collect::<Vec<_>>());
     }
 
     fn tallies(&self, sums: RowSums) -> RowTallies {
@@ -705,7 +761,7 @@ impl<'g, 'd> GivenRow<'g, 'd> {
     }
 }
 
-/// What a row comes to so far: plain sums of everything, and squares of everything but the target.
+/// What a row comes to so far: plain sums of everything, and squares of everything but the targets.
 #[derive(Clone, Default)]
 struct RowSums {
     elements: Tally,
@@ -720,8 +776,8 @@ struct RowSums {
 }
 
 impl RowSums {
-    /// Adds columns, the target among them at `target`.
-    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, target: Option<usize>) {
+    /// Adds columns, those of the token's ids among them at `targets`.
+    fn add(&mut self, exact: &[f64], actual: &[f64], allowed: &Allowances, targets: &[usize]) {
         let allowances = allowed.rounding.iter().zip(&allowed.scale).zip(&allowed.floor);
         for (v, ((x, y), ((&rounding, &scale), &floor))) in exact.iter().zip(actual).zip(allowances).enumerate() {
             let error = y - x;
@@ -729,7 +785,7 @@ impl RowSums {
             self.rounding += rounding;
             self.scale += scale;
             self.floor += floor;
-            let square = |x: f64| if Some(v) == target { 0.0 } else { x * x };
+            let square = |x: f64| if targets.contains(&v) { 0.0 } else { x * x };
             self.error2 += square(error);
             self.rounding2 += square(rounding);
             self.scale2 += square(scale);
@@ -755,7 +811,7 @@ fn best_piece(given: &PerToken, case: &Case, pieces: &[Piece], rows: Vec<RowTall
         if let Some(values) = given.token_loss {
             let (stored, kappa) = (Stored::scalar(values.dtype()), limits.kappa(Output::TokenLoss));
             let actual = values.at(case.b, case.t);
-            compare(&mut token_loss, case, piece.loss, actual, kappa, case.condition.token_loss, stored);
+            compare(&mut token_loss, case, case.at(), piece.loss, actual, kappa, case.condition.token_loss, stored);
         }
         (token_loss.badness().max(row.badness()), piece.loss, token_loss, row)
     });

@@ -214,6 +214,10 @@ fn of_token<L>(
     let given = [("dentropy", dentropy), ("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)]
         .into_iter()
         .filter_map(given);
+    if let Some(others) = &problem.extra.others {
+        let (ids, dlogp): (Vec<i64>, Vec<f64>) = others.of(b, t).unzip();
+        let _ = write!(text, ", other ids {ids:?}, their dlogp {dlogp:?}");
+    }
     let temperature = problem.tokens().temperature(reference.spec(), (b, t));
     let temperature = (reference.spec().temperature == Temperature::Given).then_some(("temperature", temperature));
     for (name, x) in given.chain(temperature).chain(element) {

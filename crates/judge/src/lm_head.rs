@@ -7,11 +7,11 @@
 //! | | how far it may be off, beyond its own half ulp |
 //! |---|---|
 //! | logit `x` | `ε_v = λ′·u·√H·(|x_v| + ‖hidden·lm_head_v‖₂)` |
-//! | `dhidden[n,h]` | `|Σ_v c_v w_hv| + √Σ_v o_v² w_hv² + Σ_v f |w_hv| + R + λ′·u·√V·(|dhidden| + √Σ_v dx_v² w_hv²)` |
-//! | `dlm_head[h,v]` | `√Σ_n x_nh² (c + o − s)_nv² + Σ_n (f_n + s_nv) |x_nh| + R + λ′·u·√N·(|dlm_head| + √Σ_n x_nh² dx_nv²)` |
+//! | `dhidden[n,h]` | `|Σ_v c_v w_hv| + √Σ_v o_v² w_hv² + Σ_v (f + i_v) |w_hv| + R + λ′·u·√V·(|dhidden| + √Σ_v dx_v² w_hv²)` |
+//! | `dlm_head[h,v]` | `√Σ_n x_nh² (c + o + i − s)_nv² + Σ_n (f_n + s_nv) |x_nh| + R + λ′·u·√N·(|dlm_head| + √Σ_n x_nh² dx_nv²)` |
 //!
 //! with `x` the hidden states and `w` the head; `c` how far dlogits may be off in what all columns of a token but its target share, in
-//! proportion to their probabilities; `o` what is a column's own; `f` what f32 flushes to 0 of one, always toward 0; `s` of
+//! proportion to their probabilities; `o` what is a column's own; `i` that of a token's ids instead, where it has several; `f` what f32 flushes to 0 of one, always toward 0; `s` of
 //! `c` and `o` what follows from a ratio that the tokens of a row share; and `R` their rounding to the dtype of the products, the smaller
 //! of `Σ r·|w|` and `λ′·√Σ r²w²` with `r` half an ulp. A walk to `x` in `H` steps `t` has partial sums of at most about
 //! `|x| + ‖t‖₂` in the root of their mean square, and each is rounded once (Higham and Mary 2019). Equal logits round alike: where
@@ -110,7 +110,7 @@ fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<()
         ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
         ("dlm_head", outcome.gradient.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
     ];
-    expect_per_token(reference.on_logits().shape(), outcome)?;
+    expect_per_token(reference.on_logits().shape(), outcome, reference.on_logits().spec().top)?;
     for (output, given, expected) in gradients {
         if given != expected {
             return Err(JudgeError::Shape { output, given: given.to_vec(), expected });
@@ -179,6 +179,8 @@ struct Dlogits {
     one_sided: Array2<f64>,
     /// `s`: of `c` and `o`, what the tokens of a row have in common.
     of_ratio: Array2<f64>,
+    /// `i`: of a token's ids, where it has several: of whatever sign, but of one softmax.
+    of_ids: Array2<f64>,
 }
 
 /// The same of one token, `[columns]`.
@@ -189,6 +191,7 @@ struct Row {
     rounding: Vec<f64>,
     one_sided: Vec<f64>,
     of_ratio: Vec<f64>,
+    of_ids: Vec<f64>,
 }
 
 impl Row {
@@ -199,10 +202,11 @@ impl Row {
             reference.dlogits_of(&row, case.token, reference.grad_logp(case.token, branch, coupling))
         };
         let exact = dlogits(&case.token.branch, case.token.coupling);
-        let [mut common, mut own, mut rounding, mut one_sided, mut of_ratio] =
-            [(); 5].map(|()| vec![0.0; columns.len()]);
+        let [mut common, mut own, mut rounding, mut one_sided, mut of_ratio, mut of_ids] =
+            [(); 6].map(|()| vec![0.0; columns.len()]);
         // Of a column that is not the target.
         let mut flushed = 0.0;
+        let ids: Vec<usize> = case.ids(reference).collect();
         for on in &case.condition.alternatives {
             let there = dlogits(&on.branch, on.coupling);
             let bounds = DlogitsCondition::of(&case.condition, reference, case.token, on).parts(&row);
@@ -211,7 +215,7 @@ impl Row {
                 let (whole, shared, shared_by_row) = (whole.at(v), shared.at(v), shared_by_row.at(v));
                 let mut alone = kappa * (whole.scale - shared.scale) + (whole.floor - shared.floor);
                 // Of the target that is more, and one column's own.
-                if columns.start + v != case.token.id {
+                if !ids.contains(&(columns.start + v)) {
                     alone -= lost[v];
                     flushed = f64::max(flushed, lost[v]);
                 }
@@ -226,11 +230,13 @@ impl Row {
             *x += flushed;
         }
         // Of another sign than the others.
-        if columns.contains(&case.token.id) {
-            let v = case.token.id - columns.start;
+        for v in ids.iter().filter(|id| columns.contains(id)).map(|id| id - columns.start) {
             own[v] += std::mem::take(&mut common[v]);
+            if ids.len() > 1 {
+                of_ids[v] += std::mem::take(&mut own[v]);
+            }
         }
-        Self { exact, common, own, rounding, one_sided, of_ratio }
+        Self { exact, common, own, rounding, one_sided, of_ratio, of_ids }
     }
 }
 
@@ -249,6 +255,7 @@ impl Dlogits {
             rounding: of_rows(|row| &row.rounding),
             one_sided: of_rows(|row| &row.one_sided),
             of_ratio: of_rows(|row| &row.of_ratio),
+            of_ids: of_rows(|row| &row.of_ids),
         }
     }
 }
@@ -509,9 +516,9 @@ impl<'r> Dhidden<'r> {
 
     /// Adds up some columns, whose weights are `[columns,H]`.
     fn add(&mut self, dlogits: &Dlogits, weights: &Array2<f64>) {
-        let Dlogits { exact, common, own, rounding, one_sided, .. } = dlogits;
+        let Dlogits { exact, common, own, rounding, one_sided, of_ids, .. } = dlogits;
         add_product(&mut self.common, common, weights.view(), |w| w);
-        add_product(&mut self.by_size, &stacked(&[rounding, one_sided]), weights.view(), f64::abs);
+        add_product(&mut self.by_size, &stacked(&[rounding, &(one_sided + of_ids)]), weights.view(), f64::abs);
         let squares = stacked(&[own, rounding, exact]).mapv_into(square);
         add_product(&mut self.by_square, &squares, weights.view(), square);
     }
@@ -619,7 +626,7 @@ impl Alike {
         let reference = reference.on_logits();
         let logits = reference.problem().logits.row(case.b, case.t);
         let mut groups: HashMap<u64, Vec<usize>> = HashMap::new();
-        for (v, x) in logits.iter().enumerate().filter(|(v, _)| *v != case.token.id) {
+        for (v, x) in logits.iter().enumerate().filter(|(v, _)| case.ids(reference).all(|id| id != *v)) {
             groups.entry(x.to_bits()).or_default().push(v);
         }
         let most = groups.values().map(Vec::len).max().filter(|most| *most >= ALIKE)?;
@@ -732,7 +739,7 @@ impl<'r> DlmHead<'r> {
         let count = part.len();
         let of = |terms: &Array2<f64>| terms.slice(s![.., part.clone()]).t().to_owned();
         let of_ratio = of(&dlogits.of_ratio);
-        let own = self.alike(of(&dlogits.common) + of(&dlogits.own) - &of_ratio);
+        let own = self.alike(of(&dlogits.common) + of(&dlogits.own) + of(&dlogits.of_ids) - &of_ratio);
         let rounding = of(&dlogits.rounding);
         // Each `[count,H]`, one above the other.
         let by_size = stacked(&[&rounding, &(of(&dlogits.one_sided) + of_ratio)]).dot(&self.sizes);

@@ -69,6 +69,9 @@ pub struct Position {
     /// Token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub t: Option<usize>,
+    /// Which of a token's ids.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub k: Option<usize>,
     /// Hidden unit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub h: Option<usize>,
@@ -102,7 +105,7 @@ impl Position {
 impl std::fmt::Display for Position {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         let parts: Vec<String> =
-            [self.b, self.t, self.h, self.v].into_iter().flatten().map(|i| i.to_string()).collect();
+            [self.b, self.t, self.k, self.h, self.v].into_iter().flatten().map(|i| i.to_string()).collect();
         if parts.is_empty() { Ok(()) } else { write!(f, "[{}]", parts.join(",")) }
     }
 }

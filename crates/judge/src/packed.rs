@@ -49,6 +49,7 @@ impl<P: Packable> Twin<P> for Twins<P> {
             loss: of_padded.loss.clone(),
             gradient: P::at_places(&of_padded.gradient, &self.places),
             logp: per_token(&of_padded.logp),
+            logp_of_others: of_padded.logp_of_others.as_ref().map(|others| others.at_places(&self.places)),
             entropy: per_token(&of_padded.entropy),
             token_loss: per_token(&of_padded.token_loss),
             metrics: of_padded.metrics,

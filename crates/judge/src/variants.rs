@@ -41,6 +41,11 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("reduction", reductions()));
     all.extend(of("logits", logits()));
     all.extend(of("support", supports()));
+    // Last: a variant's problems are drawn by its number.
+    all.extend(of(
+        "top",
+        vec![("logp of three ids, by its cotangents", LossSpec { top: 3, ..LossSpec::of_cotangents(false) })],
+    ));
     all
 }
 

@@ -31,13 +31,13 @@ use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
-    Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
+    Candidate, Dtype, FloatArray, Metrics, Others, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
 };
 use assay_core::spec::{LossSpec, Objective};
 pub use cotangents::Cotangents;
 pub use lm_head::NativeHead;
 pub use row::Element;
-use row::{Gradients, Kept, LogitsTransform, Row, Scores, Softmaxes};
+use row::{Gradients, Ids, Kept, LogitsTransform, Row, Scores, Softmaxes};
 pub use simd::{Isa, gemm};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
@@ -52,6 +52,8 @@ pub struct Evaluation {
     pub loss: f32,
     /// `[B,T]`, nats.
     pub logp: Array2<f32>,
+    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of several.
+    pub logp_of_others: Option<Array3<f32>>,
     /// `[B,T]`, nats.
     pub entropy: Array2<f32>,
     /// `[B,T]`
@@ -65,6 +67,8 @@ pub struct Evaluation {
 pub struct LogpEntropy {
     /// Log-probability of each sampled token.
     pub logp: Array2<f32>,
+    /// `[B,T,K−1]`: of each token's other ids, where the spec asks for logp of several.
+    pub logp_of_others: Option<Array3<f32>>,
     /// Entropy of each token's distribution.
     pub entropy: Array2<f32>,
 }
@@ -252,6 +256,7 @@ impl Implementation for Native {
         let outcome = Outcome {
             loss: arr0(evaluation.loss).into(),
             logp: evaluation.logp.into(),
+            logp_of_others: evaluation.logp_of_others.map(Into::into),
             entropy: evaluation.entropy.into(),
             token_loss: evaluation.token_loss.into(),
             gradient: logits,
@@ -270,6 +275,7 @@ struct Batch<'s> {
     structure: Structure,
     softmaxes: Softmaxes,
     ids: &'s Array2<i64>,
+    others: Option<&'s Others>,
     sequences: Vec<Sequence>,
     advantage: Array2<f64>,
     /// Of each sequence, also where it has no token.
@@ -297,6 +303,7 @@ impl<'s> Batch<'s> {
             structure,
             softmaxes: Softmaxes::of(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
+            others: tokens.extra.others.as_ref(),
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
             sequences,
             advantage: tokens.advantages_of_tokens(),
@@ -320,7 +327,22 @@ impl<'s> Batch<'s> {
             let values = scores.iter().map(|scores| scores.as_ref().map_or(0.0, value) as f32).collect();
             Array2::from_shape_vec(self.ids.dim(), values).expect("one entry a token")
         };
-        LogpEntropy { logp: per_token(|scores| scores.logp), entropy: per_token(|scores| scores.entropy) }
+        let there = scores.iter().enumerate().filter_map(|(i, scores)| Some((self.place(i), scores.as_ref()?)));
+        LogpEntropy {
+            logp: per_token(|scores| scores.logp),
+            logp_of_others: self.of_others(there.map(|(at, scores)| (at, scores.logp_of_others().collect()))),
+            entropy: per_token(|scores| scores.entropy),
+        }
+    }
+
+    /// What there is of the other ids of tokens, `[B,T,K−1]`; 0 elsewhere, and nothing where they have none.
+    fn of_others(&self, tokens: impl Iterator<Item = (Place, Vec<f64>)>) -> Option<Array3<f32>> {
+        let (batch, length) = self.ids.dim();
+        let mut all = Array3::zeros((batch, length, self.others?.count()));
+        for ((b, t), values) in tokens {
+            values.iter().enumerate().for_each(|(k, value)| all[[b, t, k]] = *value as f32);
+        }
+        Some(all)
     }
 
     /// Evaluates the batch and keeps nothing of its rows.
@@ -360,21 +382,25 @@ impl<'s> Batch<'s> {
         &self,
         rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
     ) -> Vec<Option<Scores>> {
-        let score = |at, row| self.softmaxes.score(row, self.id(at), self.rate(at));
+        let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
         rows.map(|(at, row)| self.settled.mask[at].then(|| score(at, row))).collect()
     }
 
     /// The loss of every token from the scores of every token.
     fn graded(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, Graded)>> {
         let loss = self.loss();
-        let of_token = |(b, t): Place| scores[b * self.ids.ncols() + t];
+        let of_token = |(b, t): Place| scores[b * self.ids.ncols() + t].clone();
         let mut all: Vec<Option<(Scores, Graded)>> = scores.iter().map(|_| None).collect();
         for sequence in &self.sequences {
             let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
-            let (places, there): (Vec<(Place, Scores)>, Vec<Scored>) =
-                there.map(|(at, scores)| ((at, scores), self.scored(at, &scores))).unzip();
+            let scored = |(at, scores): (Place, Scores)| {
+                let scored = self.scored(at, &scores);
+                ((at, scores), scored)
+            };
+            let (places, there): (Vec<(Place, Scores)>, Vec<Scored>) = there.map(scored).unzip();
             let graded = loss.grade(&there, |input, at| self.input(input, at));
-            for (((b, t), scores), graded) in places.into_iter().zip(graded) {
+            for ((at @ (b, t), scores), mut graded) in places.into_iter().zip(graded) {
+                graded.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
                 all[b * self.ids.ncols() + t] = Some((scores, graded));
             }
         }
@@ -403,8 +429,9 @@ impl<'s> Batch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = self.softmaxes.score_and_keep(row, self.id(at), self.rate(at), kept);
-            let graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
+            let scores = self.softmaxes.score_and_keep(row, &self.ids(at), self.rate(at), kept);
+            let mut graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
+            graded.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
             self.write(row, at, Some(kept), &scores, &graded);
             Some(graded)
         };
@@ -424,8 +451,14 @@ impl<'s> Batch<'s> {
         self.input(Input::Rate, at).unwrap_or(self.softmaxes.rate)
     }
 
-    fn id(&self, at: Place) -> usize {
-        usize::try_from(self.ids[at]).expect("checked: 0 ≤ id < V")
+    fn ids(&self, at: Place) -> Ids {
+        let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
+        let others = self.others.into_iter().flat_map(|others| others.of(at.0, at.1));
+        Ids { first: column(self.ids[at]), others: others.map(|(id, _)| column(id)).collect() }
+    }
+
+    fn dlogp_of_others(&self, at: Place) -> impl Iterator<Item = f64> {
+        self.others.into_iter().flat_map(move |others| others.of(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
     fn scored(&self, at: Place, scores: &Scores) -> Scored {
@@ -440,8 +473,9 @@ impl<'s> Batch<'s> {
         let grad = Gradients {
             logp: graded.grad_logp * loss + beside(logp),
             entropy: self.weights.entropy[at] * loss + beside(entropy),
+            others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
         };
-        self.softmaxes.write(row, self.id(at), scores, kept, grad);
+        self.softmaxes.write(row, scores, kept, &grad);
     }
 
     fn evaluation(&self, graded: &Array2<Option<Graded>>) -> Evaluation {
@@ -457,6 +491,9 @@ impl<'s> Batch<'s> {
         Evaluation {
             loss: loss as f32,
             logp: per_token(|graded| graded.logp),
+            logp_of_others: self.of_others(
+                graded.indexed_iter().filter_map(|(at, graded)| Some((at, graded.as_ref()?.logp_of_others.clone()))),
+            ),
             entropy: per_token(|graded| graded.entropy),
             token_loss: per_token(|graded| graded.token.loss),
             metrics: reduction::metrics(self.spec, graded),

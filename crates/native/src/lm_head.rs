@@ -222,6 +222,7 @@ impl<'p> Work<'p> {
         Outcome {
             loss: arr0(evaluation.loss).into(),
             logp: evaluation.logp.into(),
+            logp_of_others: evaluation.logp_of_others.map(Into::into),
             entropy: evaluation.entropy.into(),
             token_loss: evaluation.token_loss.into(),
             gradient,

@@ -11,11 +11,13 @@
 //! Any number of threads may call at once: all share rayon's pool.
 
 use half::{bf16, f16};
-use ndarray::{Array1, Array2, ArrayView3, ArrayViewD, ArrayViewMut3, Axis, Dimension, Ix1, Ix2, Ix3};
+use ndarray::{Array1, Array2, Array3, ArrayView3, ArrayViewD, ArrayViewMut3, Axis, Dimension, Ix1, Ix2, Ix3};
 
 use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
 use assay_core::implementation::RunError;
-use assay_core::problem::{Advantages, CuSeqlens, Extra, Float, Problem, ProblemError, Sequences, mask_from};
+use assay_core::problem::{
+    Advantages, CuSeqlens, Extra, Float, Others, Problem, ProblemError, Sequences, first_and_others, mask_from,
+};
 use assay_core::spec::{AdvantageLevel, LossSpec};
 
 /// An array that is lent, of whatever dtype and extents, laid out anyhow.
@@ -43,12 +45,13 @@ pub enum LentMut<'a> {
 /// The arrays of a batch beside its logits. What the spec does not read may be there all the same.
 #[derive(Clone, Debug)]
 pub struct Arguments<'a> {
-    /// `[B,T]` of integers: the sampled tokens.
+    /// `[B,T]` of integers: the sampled tokens. Or `[B,T,K]`, the ids that logp is asked of.
     pub ids: Lent<'a>,
     /// `[B,T]`, of truth values, or of numbers that are 0 or 1: the tokens that count.
     pub mask: Lent<'a>,
     /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence. Of packed
     /// sequences `[S]`, or `[N]` or `[1,N]`.
+    /// Of several ids a token `[B,T,K]`: the cotangents of their logp, each with the other sign.
     pub advantages: Lent<'a>,
     /// `[B,T]`, nats.
     pub old_logp: Option<Lent<'a>>,
@@ -158,6 +161,17 @@ impl Lent<'_> {
         Ok(integers.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
     }
 
+    /// `[B,T,K]` of several ids a token, at least one.
+    fn of_ids<T>(
+        &self,
+        field: &'static str,
+        read: impl FnOnce(&Self, &'static str, &str) -> Result<Array3<T>, OpError>,
+    ) -> Result<Array3<T>, OpError> {
+        const MEANING: &str = "[B,T,K] with K ≥ 1, of several ids a token";
+        let all = read(self, field, MEANING)?;
+        if all.dim().2 == 0 { Err(self.wrong_rank(field, MEANING).into()) } else { Ok(all) }
+    }
+
     fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
         let wrong_rank = |_| self.wrong_rank(field, "[B,T]");
         let numbers = match self {
@@ -244,14 +258,26 @@ impl<'s> Op<'s> {
     pub fn of(spec: &'s LossSpec, arguments: &Arguments) -> Result<Self, OpError> {
         let per_token =
             |field, array: &Option<Lent>| array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose();
+        let several = arguments.ids.shape().len() == 3;
+        let (ids, other_ids) = if several {
+            first_and_others(&arguments.ids.of_ids("ids", Lent::integers::<Ix3>)?)
+        } else {
+            (arguments.ids.integers("ids", "[B,T]")?, None)
+        };
         let bias: Option<Array1<f64>> =
             arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
         let mask = arguments.mask.truths("mask")?;
         let sequences = arguments.sequences(&mask)?;
-        let advantages = arguments.advantages_of(spec, &sequences, mask.ncols())?;
+        let (advantages, others) = if several {
+            let negatives = arguments.advantages.of_ids("advantages", Lent::floats::<Ix3>)?;
+            let (first, dlogp) = first_and_others(&-negatives);
+            (Advantages::Dlogp(first), other_ids.zip(dlogp).map(|(ids, dlogp)| Others { ids, dlogp }))
+        } else {
+            (arguments.advantages_of(spec, &sequences, mask.ncols())?, None)
+        };
         let tokens = Problem {
             logits: (),
-            ids: arguments.ids.integers("ids", "[B,T]")?,
+            ids,
             mask,
             advantages,
             old_logp: per_token("old_logp", &arguments.old_logp)?,
@@ -271,6 +297,7 @@ impl<'s> Op<'s> {
                     }
                     given => per_token("temperature", given)?,
                 },
+                others,
             },
         };
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })

@@ -248,6 +248,7 @@ impl Native {
             structure: Shaped::of(spec).structure,
             softmaxes,
             ids: &ids,
+            others: None,
             // The caller adds up losses.
             advantage_of_rows: vec![0.0; sequences.len()],
             sequences,
@@ -289,6 +290,11 @@ impl Native {
     ) -> Result<Softmaxes, RunError> {
         use assay_core::implementation::Implementation as _;
         self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
+        if spec.top > 1 {
+            let supported = "1: one id a token is handed over".into();
+            let implementation = self.id().into();
+            return Err(Unsupported { implementation, field: "top", given: spec.top.to_string(), supported }.into());
+        }
         let bias = part.bias(spec, vocab)?;
         let of_part = LossSpec { support: part.support(&spec.support), ..spec.clone() };
         Ok(Softmaxes::of(spec, self.isa, LogitsTransform::of::<E>(&of_part, bias.as_ref(), vocab)))
@@ -332,10 +338,10 @@ impl Weighed<'_> {
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
             let id = ids[[b, t]].into();
             let Some(target) = column(ids[[b, t]], vocab) else {
-                return Err(ProblemError::IdOutOfRange { b, t, id, vocab });
+                return Err(ProblemError::IdOutOfRange { b, t, k: None, id, vocab });
             };
             if refused(support, target) {
-                return Err(ProblemError::IdOutsideSupport { b, t, id });
+                return Err(ProblemError::IdOutsideSupport { b, t, k: None, id });
             }
             let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
             // NaN is how a sampler says that it did not score a token.

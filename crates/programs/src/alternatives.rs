@@ -136,7 +136,7 @@ impl Alternative {
         let counts = per_column(on, given.mask);
         let dlogits = on.builder.select(counts, dlogits, zero);
         let dlogits = on.builder.convert(dlogits, dtype.into());
-        Evaluated { gradient: dlogits, logp, entropy, token }
+        Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
     }
 }
 

@@ -81,7 +81,7 @@ pub(crate) fn core_gathering(
         None => dlogits,
     };
     let dlogits = on.builder.convert(dlogits, dtype.into());
-    Evaluated { gradient: dlogits, logp, entropy, token }
+    Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
 /// Where a row's target is.

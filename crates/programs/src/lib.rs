@@ -27,6 +27,7 @@ pub mod mesh;
 mod one_pass;
 mod program;
 mod rows;
+mod several;
 mod sharding;
 mod tiled;
 mod transform;

@@ -27,7 +27,7 @@
 //! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
 //! rounded once. dlogits lie over the logits on every device.
 
-use assay_algebra::family::{Reach, expect_plain_logits};
+use assay_algebra::family::{Reach, expect_around_one_id, expect_one_id, expect_plain_logits};
 use assay_algebra::structure::{Shaped, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -158,9 +158,9 @@ impl Programs for LossProgram {
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Alternative(_) => expect_plain_logits(spec),
+            Core::Alternative(_) => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
             // Softmaxes alone are asked by their reach.
-            _ => Ok(()),
+            _ => expect_around_one_id(spec),
         };
         changes
             .and_then(|()| self.reach().expect(spec))

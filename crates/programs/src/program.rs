@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::mesh::{Axis, Mesh};
 use crate::rows::{in_rows, stored_as};
+use crate::several::{self, OtherGiven};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Rate, Structure, Temperature, Tokens};
@@ -35,6 +36,13 @@ pub enum Output {
     Scalars,
     /// `[h,v]` or `[v,h]`, where there is a head.
     DlmHead,
+}
+
+impl Output {
+    /// Where `[b,t,K−1]` is, the logp of ids beside the first, of a program with so many gradients: behind all else.
+    pub fn logp_of_others(gradients: usize) -> usize {
+        Output::Scalars as usize + gradients
+    }
 }
 
 /// Places in the vector of scalars.
@@ -128,6 +136,10 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         per_token("mask", DeviceDtype::Pred),
         per_token("advantages", DeviceDtype::F32),
     ];
+    let others = |name, dtype| named(name, dtype, &[b, t, structure.top - 1]);
+    if structure.top > 1 {
+        inputs.extend([others("other_ids", DeviceDtype::I32), others("dlogp_of_others", DeviceDtype::F32)]);
+    }
     inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
     let columns = structure.transform.is_some_and(|transform| transform.columns);
     if columns {
@@ -135,13 +147,14 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
     }
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
     inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
-    let outputs = vec![
+    let mut outputs = vec![
         named("dlogits", element, &shape),
         per_token("logp", DeviceDtype::F32),
         per_token("entropy", DeviceDtype::F32),
         per_token("token_loss", DeviceDtype::F32),
         Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", DeviceDtype::F32, &[Scalars::COUNT]) },
     ];
+    outputs.extend((structure.top > 1).then(|| others("logp_of_others", DeviceDtype::F32)));
     [inputs, outputs]
 }
 
@@ -164,6 +177,8 @@ pub(crate) struct Given {
     /// Truth values.
     pub(crate) mask: Value,
     pub(crate) advantage: Value,
+    /// Of each id beside the first.
+    pub(crate) others: Vec<OtherGiven>,
     /// What the structure reads beside.
     inputs: Vec<(Input, Value)>,
     /// Where columns differ before their softmax.
@@ -243,12 +258,18 @@ impl Given {
         Forward { logits, ids, columns, of_tokens, numbers: self.numbers.clone(), first_column }
     }
 
+    /// The same of other ids, with advantages of their own and what is added to their columns.
+    pub(crate) fn of_ids(&self, ids: Value, advantage: Value, columns: Option<ColumnsGiven>) -> Given {
+        Given { ids, advantage, columns, ..self.part(&mut |array| array) }
+    }
+
     /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
     pub(crate) fn part(&self, part: &mut impl FnMut(Value) -> Value) -> Given {
         Given {
             ids: part(self.ids),
             mask: part(self.mask),
             advantage: part(self.advantage),
+            others: self.others.iter().map(|of| OtherGiven { ids: part(of.ids), dlogp: part(of.dlogp) }).collect(),
             inputs: self.inputs.iter().map(|&(input, value)| (input, part(value))).collect(),
             columns: self.columns.map(|columns| ColumnsGiven { target: part(columns.target), ..columns }),
             grad_weight: part(self.grad_weight),
@@ -266,6 +287,8 @@ pub(crate) struct Evaluated<G = Value> {
     /// 0 where it is masked: dlogits `[b,t,v]` in the logits' dtype, or what becomes of them.
     pub(crate) gradient: G,
     pub(crate) logp: Value,
+    /// `[b,t,K−1]`, where a token has several ids.
+    pub(crate) logp_of_others: Option<Value>,
     pub(crate) entropy: Value,
     pub(crate) token: TokenLoss<Value, Value>,
 }
@@ -286,7 +309,7 @@ pub(crate) struct LogitsGiven {
 /// The program for a device's share of logits, with `core` in its middle.
 ///
 /// Parameters: [logits](logits_array); ids i32, mask pred, where sequences are packed the number of each token's i32; advantages
-/// f32, then the structure's [inputs](Structure::inputs) f32, all `[b,t]`; where columns differ before their softmax, the
+/// f32, where a token has several ids those beside the first and the cotangents of their logp, `[b,t,K−1]` i32 and f32, then the structure's [inputs](Structure::inputs) f32, all `[b,t]`; where columns differ before their softmax, the
 /// [bias](ColumnsGiven) of each `[v]` and of each target `[b,t]`, f32; its [numbers](Structure::program_numbers) f32; and where the
 /// vocabulary is cut, the device's first column
 /// as a scalar i32.
@@ -297,9 +320,11 @@ pub(crate) fn program(
     core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
 ) -> String {
     let logits = |builder: &mut Builder| logits_parameter(builder, share.local, given);
+    let dtype = given.dtype;
     frame(structure, share, logits, |on, given, logits| {
-        let Evaluated { gradient, logp, entropy, token } = core(on, given, logits);
-        Evaluated { gradient: [gradient], logp, entropy, token }
+        let evaluated = several::around(on, structure, given, logits, dtype, core);
+        let Evaluated { gradient, logp, logp_of_others, entropy, token } = evaluated;
+        Evaluated { gradient: [gradient], logp, logp_of_others, entropy, token }
     })
 }
 
@@ -331,6 +356,7 @@ fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven
 
 /// The program whose first parameters are those that `arrays` writes, with `core` in its middle, which is given them. Its
 /// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
+#[expect(clippy::too_many_lines, reason = "parameters, weights, core and outputs of one program, in their order")]
 pub(crate) fn frame<A, const GRADIENTS: usize>(
     structure: Structure,
     Share { local, mesh, vocab, packed }: Share,
@@ -345,6 +371,10 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
     let packed = packed.map(|count| Packed { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
+    let others = (structure.top > 1).then(|| {
+        let others = |element| Type::new(element, &[b, t, structure.top - 1]);
+        [DeviceDtype::I32, DeviceDtype::F32].map(|element| builder.parameter(others(element), None))
+    });
     let inputs = structure.inputs().into_iter();
     let inputs: Vec<(Input, Value)> =
         inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
@@ -360,6 +390,10 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mut on = Program { builder, local, mesh, vocab, packed };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
     let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+    let others = others.map_or_else(Vec::new, |others| {
+        let [ids, dlogp] = others.map(|array| several::apart(&mut on, array));
+        ids.into_iter().zip(dlogp).map(|(ids, dlogp)| OtherGiven { ids, dlogp }).collect()
+    });
     let loss_scale = numbers.get(Number::LossScale);
     let counts = on.counts(mask);
     let known = |known, epsilon, denominator: Denominator| Known {
@@ -401,6 +435,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         ids,
         mask,
         advantage,
+        others,
         inputs,
         columns,
         grad_weight,
@@ -410,7 +445,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         row_counts: counts.of_rows,
         first_column,
     };
-    let Evaluated { gradient, logp, entropy, token } = core(&mut on, &given, arrays);
+    let Evaluated { gradient, logp, logp_of_others, entropy, token } = core(&mut on, &given, arrays);
     let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
     let scalars = {
@@ -440,7 +475,8 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mut masked = |value| on.builder.select(mask, value, zero);
     let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
     let (first, others) = gradient.split_first().expect("a program has a gradient");
-    on.builder.finish(&[&[*first, logp, entropy, token_loss, scalars], others].concat())
+    let of_others: Vec<Value> = logp_of_others.into_iter().collect();
+    on.builder.finish(&[&[*first, logp, entropy, token_loss, scalars], others, &of_others].concat())
 }
 
 /// The program that returns logp and entropy alone, of which `core` makes both, and writes no dlogits. Rows are whole on

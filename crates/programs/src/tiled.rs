@@ -293,7 +293,7 @@ fn one_pass_core(
     let reduced = if structure.kl_share() { column(on, results, Result::Reduced as usize) } else { loss };
     // The derivatives stay in the kernel.
     let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
-    Evaluated { gradient: dlogits, logp, entropy, token }
+    Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
 /// What of a token's softmaxes its gradient is made of, `[b,t]`.
@@ -415,7 +415,7 @@ pub(crate) fn two_pass_core(
     let Rows { statistics, logp, entropy } = statistics(on, structure, &forward, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
     let gradient = gradient(on, structure, given, &operands, statistics, factor, calls);
-    Evaluated { gradient, logp, entropy, token }
+    Evaluated { gradient, logp, logp_of_others: None, entropy, token }
 }
 
 /// dlogits written over the logits, from their statistics and `∂loss/∂logp` of each token: the second kernel of

@@ -3,32 +3,46 @@
 use super::Token;
 use super::columns::{Columns, SoftmaxColumns};
 
+/// A log-probability of a token, and what the loss has of it.
+#[derive(Clone, Copy)]
+pub(super) struct OfLogp {
+    /// `y_k`
+    pub(super) id: usize,
+    /// `1 − p_y`
+    pub(super) probability_of_others: f64,
+    /// `∂loss/∂ℓ_k`
+    pub(super) grad: f64,
+}
+
 /// `dlogits[b,t,:]` of an unmasked token, or of some columns of it.
 ///
-/// With `h` the transformed logits, `y` the sampled id, `G = ∂loss/∂ℓ` and `E = ∂loss/∂H`:
+/// With `h` the transformed logits, `y_k` the token's ids, of which most often there is one, `G_k = ∂loss/∂ℓ_k` and `E = ∂loss/∂H`:
 ///
 /// ```text
-/// ∂ℓ/∂h_j = (1[j=y] − p_j) / T        p = softmax(h / T), or softmax(h) when T divides the log-probability
-/// ∂H/∂h_j = q_j (a_j − ā) / T         q = softmax(h / T)
-/// dx_j    = (G · ∂ℓ/∂h_j + E · ∂H/∂h_j) · ∂h_j/∂x_j
+/// ∂ℓ_k/∂h_j = (1[j=y_k] − p_j) / T    p = softmax(h / T), or softmax(h) when T divides the log-probability
+/// ∂H/∂h_j   = q_j (a_j − ā) / T       q = softmax(h / T)
+/// dx_j      = (Σ_k G_k · ∂ℓ_k/∂h_j + E · ∂H/∂h_j) · ∂h_j/∂x_j
 /// ```
 ///
-/// On the target `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
+/// On an id's own column `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
-pub(super) fn dlogits_row(columns: &Columns, token: &Token, grad_logp: f64, grad_entropy: f64) -> Vec<f64> {
+pub(super) fn dlogits_row(columns: &Columns, token: &Token, of_logps: &[OfLogp], grad_entropy: f64) -> Vec<f64> {
     // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
-    let logp_grad = |p: f64| if grad_logp == 0.0 || p == 0.0 { 0.0 } else { -grad_logp * p };
-    let logp_grad_of_target = if grad_logp == 0.0 { 0.0 } else { grad_logp * token.probability_of_others };
+    let elsewhere = |grad: f64, p: f64| if grad == 0.0 || p == 0.0 { 0.0 } else { -grad * p };
+    let on_own = |of: &OfLogp| if of.grad == 0.0 { 0.0 } else { of.grad * of.probability_of_others };
+    let sum: f64 = of_logps.iter().map(|of| of.grad).sum();
     let entropy_grad = |z: f64, q: f64| {
         let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
         if grad_entropy == 0.0 { 0.0 } else { grad_entropy * of_entropy }
     };
     let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / token.temperature() };
     let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.of_logp().probabilities, columns.of_entropy());
-    let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(logp_grad(p) + entropy_grad(z, q));
+    let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(elsewhere(sum, p) + entropy_grad(z, q));
     let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();
-    if let Some(y) = columns.place_of(token.id) {
-        dlogits[y] = scaled(logp_grad_of_target + entropy_grad(z[y], q[y]));
+    for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
+        let of_logp =
+            |of: &OfLogp| if columns.place_of(of.id) == Some(y) { on_own(of) } else { elsewhere(of.grad, p[y]) };
+        dlogits[y] = scaled(of_logps.iter().map(of_logp).sum::<f64>() + entropy_grad(z[y], q[y]));
     }
     if let Some(slopes) = columns.slopes() {
         for (dx, slope) in dlogits.iter_mut().zip(slopes) {

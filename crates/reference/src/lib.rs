@@ -41,6 +41,7 @@ use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Sequence, Sha
 use assay_core::spec::{
     Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides, Terms,
 };
+use gradient::OfLogp;
 use logits_transform::Scaled;
 use rollout::Corrections;
 use selection::Sample;
@@ -57,7 +58,9 @@ pub struct ScaledSoftmax {
 /// Everything the loss knows about one unmasked token.
 #[derive(Clone, Copy, Debug)]
 pub struct Token {
-    /// The sampled id, `y`.
+    /// Its place, `[b,t]`.
+    pub at: (usize, usize),
+    /// The sampled id, `y`; the first where it has several.
     pub id: usize,
     /// The softmax that `logp` is taken from.
     pub logp_softmax: ScaledSoftmax,
@@ -76,7 +79,9 @@ pub struct Token {
     pub policy: Term,
     /// KL estimate, without `beta`.
     pub kl: Term,
-    /// `policy + beta · kl`.
+    /// `Σ dlogp_k · ℓ_k` of its other ids; 0 where it has none.
+    pub of_others: f64,
+    /// `policy + beta · kl`, and that.
     pub token_loss: f64,
     /// Whether the token counts as clipped low.
     pub clipped_low: bool,
@@ -96,6 +101,19 @@ pub struct Token {
     pub coupling: f64,
 }
 
+/// An id of a token beside its first.
+#[derive(Clone, Copy, Debug)]
+pub struct Other {
+    /// `y_k`
+    pub id: usize,
+    /// `ℓ_k`, nats.
+    pub logp: f64,
+    /// `1 − p_y`, summed over the other columns.
+    pub probability_of_others: f64,
+    /// `∂loss/∂ℓ_k`.
+    pub grad_logp: f64,
+}
+
 /// A problem, evaluated. Rows of dlogits are made on request, so that a large vocabulary needs no `[B,T,V]` of f64.
 #[derive(Debug)]
 pub struct Reference<'p> {
@@ -103,6 +121,8 @@ pub struct Reference<'p> {
     problem: Cow<'p, Problem>,
     shape: Shape,
     tokens: Array2<Option<Token>>,
+    /// Of each token, in order; none where it is masked.
+    others: Array2<Vec<Other>>,
     loss: f64,
     metrics: Metrics,
 }
@@ -110,12 +130,15 @@ pub struct Reference<'p> {
 /// What the logits of one token come to.
 #[derive(Clone, Copy)]
 struct Scored {
+    at: (usize, usize),
     id: usize,
     logp_softmax: ScaledSoftmax,
     entropy_softmax: ScaledSoftmax,
     probability_of_others: f64,
     entropy: f64,
     logp: f64,
+    /// `Σ dlogp_k · ℓ_k` of the other ids.
+    of_others: f64,
 }
 
 /// Evaluates `problem` under `spec`.
@@ -132,7 +155,10 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     let corrections = rollout::corrections(spec, problem);
     let positions: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
     let scored = positions.into_par_iter().map(|at| corrections.mask[at].then(|| score(spec, problem, at)));
-    let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored.collect()).expect("one entry a token");
+    let (scored, others): (Vec<_>, Vec<_>) =
+        scored.map(|token| token.map_or((None, Vec::new()), |(scored, others)| (Some(scored), others))).unzip();
+    let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored).expect("one entry a token");
+    let others = Array2::from_shape_vec((shape.batch, shape.tokens), others).expect("one entry a token");
 
     let mut tokens = join(spec, problem, &corrections, &scored)?;
     let sequences = problem.sequences();
@@ -145,12 +171,13 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
         .collect();
     let loss = reduction::loss(spec, &tokens, sequences.len(), &empty);
     let metrics = reduction::metrics(spec, &tokens);
-    Ok(Reference { spec, problem: given, shape, tokens, loss, metrics })
+    Ok(Reference { spec, problem: given, shape, tokens, others, loss, metrics })
 }
 
-/// Softmax, log-probability and entropy of token `[b,t]`.
-fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
-    let id = usize::try_from(problem.ids[at]).expect("checked: 0 ≤ id < V");
+/// Softmax, log-probability and entropy of token `[b,t]`; and what there is of its other ids.
+fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (Scored, Vec<Other>) {
+    let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
+    let id = column(problem.ids[at]);
     let logits = Scaled::of(spec, problem, at, id, 0..problem.shape().vocab).logits;
     let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::of(z) };
     let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
@@ -168,14 +195,28 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> Scored {
             (logits, logp, entropy, 1.0 / temperature)
         }
     };
-    Scored {
+    let other = |(id, dlogp): (i64, f64)| {
+        let id = column(id);
+        Other {
+            id,
+            logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
+            probability_of_others: logp_softmax.stats.probability_of_others(z[id]),
+            grad_logp: dlogp,
+        }
+    };
+    let others = problem.extra.others.as_ref();
+    let others: Vec<Other> = others.into_iter().flat_map(|others| others.of(at.0, at.1)).map(other).collect();
+    let scored = Scored {
+        at,
         id,
         logp_softmax,
         entropy_softmax,
         probability_of_others: logp_softmax.stats.probability_of_others(z[id]),
         entropy: entropy_softmax.stats.entropy(),
         logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
-    }
+        of_others: others.iter().map(|other| other.grad_logp * other.logp).collect::<Sum>().value(),
+    };
+    (scored, others)
 }
 
 /// The tokens with their losses, but without weights: what looks at a row or at the batch is looked up here.
@@ -314,8 +355,9 @@ fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
     let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    let Scored { id, logp_softmax, entropy_softmax, probability_of_others, entropy, .. } = scored;
+    let Scored { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, of_others, .. } = scored;
     Token {
+        at,
         id,
         logp_softmax,
         entropy_softmax,
@@ -325,7 +367,8 @@ fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -
         branch,
         policy,
         kl,
-        token_loss: policy.value + spec.kl.as_ref().map_or(0.0, |term| times_beta(term.beta, kl.value)),
+        of_others,
+        token_loss: policy.value + spec.kl.as_ref().map_or(0.0, |term| times_beta(term.beta, kl.value)) + of_others,
         clipped_low,
         clipped_high,
         weight: 0.0,
@@ -453,6 +496,11 @@ impl Reference<'_> {
         self.tokens.iter().flatten().count()
     }
 
+    /// The ids of an unmasked token beside its first.
+    pub fn others(&self, token: &Token) -> &[Other] {
+        &self.others[token.at]
+    }
+
     /// `policy + beta · kl` at `inputs`, on `branch`.
     pub fn token_loss(&self, inputs: &TokenInputs, branch: &Branch) -> f64 {
         let kl = self.spec.kl.as_ref();
@@ -486,6 +534,14 @@ impl Reference<'_> {
         policy + kl + through_ratio
     }
 
+    /// Whether a dlogit of a token is other than 0, but for columns of no probability.
+    pub fn has_gradient(&self, token: &Token) -> bool {
+        let first = (self.grad_logp(token, &token.branch, token.coupling), token.probability_of_others);
+        let others = self.others(token).iter().map(|other| (other.grad_logp, other.probability_of_others));
+        std::iter::once(first).chain(others).any(|(grad, others)| grad != 0.0 && others > 0.0)
+            || token.grad_entropy != 0.0
+    }
+
     /// `dlogits[b,t,:]`; zeros where the token is masked.
     pub fn dlogits_row(&self, b: usize, t: usize) -> Vec<f64> {
         self.dlogits_columns(b, t, 0..self.shape.vocab)
@@ -504,7 +560,14 @@ impl Reference<'_> {
 
     /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
     pub fn dlogits_of(&self, columns: &Columns, token: &Token, grad_logp: f64) -> Vec<f64> {
-        gradient::dlogits_row(columns, token, grad_logp, token.grad_entropy)
+        let first = OfLogp { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
+        let other = |&Other { id, probability_of_others, grad_logp, .. }: &Other| OfLogp {
+            id,
+            probability_of_others,
+            grad: grad_logp,
+        };
+        let of_logps: Vec<OfLogp> = std::iter::once(first).chain(self.others(token).iter().map(other)).collect();
+        gradient::dlogits_row(columns, token, &of_logps, token.grad_entropy)
     }
 
     /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.
@@ -518,6 +581,14 @@ impl Reference<'_> {
         [token.inputs.logp, token.entropy, token.token_loss, grad].iter().all(|x| x.is_finite())
     }
 
+    /// `[B,T,K−1]`, nats: log-probabilities of each token's ids beside its first, 0 where it is masked; `None` where it has no other.
+    pub fn logp_of_others(&self) -> Option<Array3<f64>> {
+        let count = self.problem.extra.others.as_ref()?.count();
+        let Shape { batch, tokens, .. } = self.shape;
+        let logp = |(b, t, k): (usize, usize, usize)| self.others[[b, t]].get(k).map_or(0.0, |other| other.logp);
+        Some(Array3::from_shape_fn((batch, tokens, count), logp))
+    }
+
     /// All outputs at once, `8·B·T·V` bytes of dlogits among them.
     pub fn outcome(&self) -> Outcome {
         let Shape { batch, tokens, vocab } = self.shape;
@@ -526,6 +597,7 @@ impl Reference<'_> {
         Outcome {
             loss: arr0(self.loss).into(),
             logp: per_token(&|token| token.inputs.logp).into(),
+            logp_of_others: self.logp_of_others().map(Into::into),
             entropy: per_token(&|token| token.entropy).into(),
             token_loss: per_token(&|token| token.token_loss).into(),
             gradient: Array3::from_shape_vec((batch, tokens, vocab), rows.collect()).expect("V values a token").into(),

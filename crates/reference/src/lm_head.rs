@@ -128,7 +128,9 @@ impl<'p> HeadReference<'p> {
         let has_gradient = |n: usize| {
             let token = reference.token(n / self.shape.tokens, n % self.shape.tokens);
             token.is_some_and(|token| {
-                reference.grad_logp(token, &token.branch, token.coupling) != 0.0 || token.grad_entropy != 0.0
+                reference.grad_logp(token, &token.branch, token.coupling) != 0.0
+                    || reference.others(token).iter().any(|other| other.grad_logp != 0.0)
+                    || token.grad_entropy != 0.0
             })
         };
         for columns in self.column_chunks() {
@@ -161,6 +163,7 @@ impl<'p> HeadReference<'p> {
         Outcome {
             loss: arr0(reference.loss()).into(),
             logp: per_token(&|token| token.inputs.logp).into(),
+            logp_of_others: reference.logp_of_others().map(Into::into),
             entropy: per_token(&|token| token.entropy).into(),
             token_loss: per_token(&|token| token.token_loss).into(),
             gradient: HeadGradient {

@@ -35,7 +35,22 @@ pub fn any_spec() -> BoxedStrategy<LossSpec> {
     // A trust region has four choices of its own.
     let weight = |name| if name == "trust_region" { 2 } else { 1 };
     let objective = Union::new_weighted(objectives().into_iter().map(|(name, arm)| (weight(name), arm)).collect());
-    prop_oneof![2 => any_ppo_spec().boxed(), 3 => family(objective).boxed()].boxed()
+    prop_oneof![2 => any_ppo_spec().boxed(), 3 => family(objective).prop_map(or_logp).boxed()].boxed()
+}
+
+/// Logp of two to four ids by its cotangents in place of a policy gradient by tokens that is weighed against its sampler or has its
+/// logits changed, with what becomes of these. No draw of its own.
+fn or_logp(spec: LossSpec) -> LossSpec {
+    let by_token = spec.objective == Objective::PolicyGradient && spec.advantages == AdvantageLevel::Token;
+    let changed = spec.logits != LogitsTransform::default() || !spec.support.is_whole();
+    if !by_token || !(changed || spec.rollout.is_some() || !spec.rejection.is_empty()) {
+        return spec;
+    }
+    let LossSpec { logits, mut support, temperature, temperature_divides, dentropy, .. } = spec;
+    support.keep_sampled = false;
+    let size = temperature.number().unwrap_or(1.0);
+    let top = if size < 0.9 { 2 } else { 2 + usize::from(size > 1.0) + usize::from(dentropy) };
+    LossSpec { logits, support, temperature, temperature_divides, top, ..LossSpec::of_cotangents(dentropy) }
 }
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
@@ -82,6 +97,7 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                 entropy_coef: bonus.0,
                 entropy_averaging: bonus.1.filter(|_| !dentropy),
                 dentropy,
+                top: 1,
                 reduction: averaging.reduction,
                 denominator_epsilon: averaging.denominator_epsilon,
                 scale,

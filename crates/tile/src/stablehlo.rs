@@ -732,6 +732,54 @@ impl Builder {
         self.define(ty, format_args!("{operation}"))
     }
 
+    /// `a[b, t, indices[b, t, k]]` of several places of the last axis. An index out of range is moved to the nearest end.
+    pub fn take_several_along_last(&mut self, a: Value, indices: Value) -> Value {
+        let (ty, places) = self.places_along_last("take_several_along_last", a, indices);
+        let (from, index) = (self.type_of(a).clone(), self.type_of(places).clone());
+        let operation = format!(
+            r#""stablehlo.gather"({a}, {places}) <{{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [2], operand_batching_dims = [0, 1], start_indices_batching_dims = [0, 1], start_index_map = [2], index_vector_dim = 3>, indices_are_sorted = false, slice_sizes = array<i64: 1, 1, 1>}}> : ({from}, {index}) -> {ty}"#
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
+    /// `a` with `a[b, t, indices[b, t, k]] = values[b, t, k]`. An index out of range sets nothing; of equal ones one is taken, whichever.
+    pub fn set_several_along_last(&mut self, a: Value, indices: Value, values: Value) -> Value {
+        let (ty, places) = self.places_along_last("set_several_along_last", a, indices);
+        assert_eq!(self.type_of(values), &ty, "set_several_along_last: the values");
+        let (into, index) = (self.type_of(a).clone(), self.type_of(places).clone());
+        let scalar = Type::new(into.element, &[]);
+        // The region's names are its own.
+        let operation = format!(
+            r#""stablehlo.scatter"({a}, {places}, {values}) <{{scatter_dimension_numbers = #stablehlo.scatter<inserted_window_dims = [2], input_batching_dims = [0, 1], scatter_indices_batching_dims = [0, 1], scatter_dims_to_operand_dims = [2], index_vector_dim = 3>, indices_are_sorted = false, unique_indices = false}}> ({{
+      ^bb0(%left: {scalar}, %right: {scalar}):
+        stablehlo.return %right : {scalar}
+    }}) : ({into}, {index}, {ty}) -> {into}"#
+        );
+        self.define(into, format_args!("{operation}"))
+    }
+
+    /// The type of `indices` many elements of `a`, and those indices as a vector of one each.
+    fn places_along_last(&mut self, what: &str, a: Value, indices: Value) -> (Type, Value) {
+        let (from, index) = (self.type_of(a).clone(), self.type_of(indices).clone());
+        let [batch, tokens, _] = from.shape[..] else { panic!("{what}: {from} has not three axes") };
+        let [_, _, count] = index.shape[..] else { panic!("{what}: {index} has not three axes") };
+        assert_eq!(index, Type::new(DeviceDtype::I32, &[batch, tokens, count]), "{what}: the indices");
+        (Type::new(from.element, &index.shape), self.reshape(indices, &[batch, tokens, count, 1]))
+    }
+
+    /// `a[indices]` of a vector, for indices of any shape. An index out of range is moved to the nearest end.
+    pub fn take(&mut self, a: Value, indices: Value) -> Value {
+        let (from, index) = (self.type_of(a).clone(), self.type_of(indices).clone());
+        assert_eq!((from.shape.len(), index.element), (1, DeviceDtype::I32), "take: of {from} at {index}");
+        let places = self.reshape(indices, &[&index.shape[..], &[1]].concat());
+        let ty = Type { element: from.element, shape: index.shape };
+        let (dimension, index) = (ty.shape.len(), self.type_of(places).clone());
+        let operation = format!(
+            r#""stablehlo.gather"({a}, {places}) <{{dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = {dimension}>, indices_are_sorted = false, slice_sizes = array<i64: 1>}}> : ({from}, {index}) -> {ty}"#
+        );
+        self.define(ty, format_args!("{operation}"))
+    }
+
     /// How a program says in what order the elements of a parameter lie on the device; `None` where that is left open.
     fn layout_mode(&self, parameter: Value) -> Option<String> {
         let rank = self.type_of(parameter).shape.len();

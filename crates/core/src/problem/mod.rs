@@ -6,6 +6,7 @@
 mod array;
 mod extents;
 mod lm_head;
+mod others;
 mod outcome;
 mod select;
 mod sequences;
@@ -18,6 +19,7 @@ use ndarray::{Array1, Array2, Ix3};
 pub use array::{Dtype, Float, FloatArray, FloatView};
 pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
+pub use others::{Others, first_and_others, with_others};
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 pub use select::Part;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
@@ -31,7 +33,8 @@ use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, Ro
 pub struct Problem<L = FloatArray<Ix3>> {
     /// `[B,T,V]`, in nats before the temperature.
     pub logits: L,
-    /// `[B,T]`, the sampled tokens; anything may stand where `mask` is false.
+    /// `[B,T]`, the sampled tokens, or the first of a token's ids where the spec asks for logp of several; anything may stand where
+    /// `mask` is false.
     pub ids: Array2<i64>,
     /// `[B,T]`, true for the tokens that count.
     pub mask: Array2<bool>,
@@ -76,6 +79,8 @@ pub struct Extra {
     pub dentropy: Option<Array2<f64>>,
     /// `[B,T]` or `[B,1]`, `> 0`: the softmax temperature of each token, or one a sequence; `[1,N]` or `[S,1]` of packed sequences.
     pub temperature: Option<Array2<f64>>,
+    /// The ids of each token beside its first, where the spec asks for logp of [several](LossSpec::top).
+    pub others: Option<Others>,
 }
 
 /// Advantages, dimensionless.
@@ -195,12 +200,14 @@ pub enum ProblemError {
         stride: isize,
     },
     /// A token id lies outside the vocabulary on an unmasked token.
-    #[error("`ids[{b},{t}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token")]
+    #[error("`ids[{b},{t}{}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token", of_several(*.k))]
     IdOutOfRange {
         /// Sequence.
         b: usize,
         /// Token.
         t: usize,
+        /// Which of its ids, where it has several.
+        k: Option<usize>,
         /// The id found.
         id: i64,
         /// `V`.
@@ -241,12 +248,14 @@ pub enum ProblemError {
         given: f64,
     },
     /// A token was sampled that the spec's support leaves out.
-    #[error("`ids[{b},{t}]`: got {id}, expected an id within `support`, or `support.keep_sampled: true`")]
+    #[error("`ids[{b},{t}{}]`: got {id}, expected an id within `support`{}", of_several(*.k), or_kept(*.k))]
     IdOutsideSupport {
         /// Sequence.
         b: usize,
         /// Token.
         t: usize,
+        /// Which of its ids, where it has several.
+        k: Option<usize>,
         /// The id found.
         id: i64,
     },
@@ -319,6 +328,15 @@ pub enum ProblemError {
         /// The value found.
         given: f64,
     },
+}
+
+fn of_several(k: Option<usize>) -> String {
+    k.map_or(String::new(), |k| format!(",{k}"))
+}
+
+/// Of several ids none is put back.
+fn or_kept(k: Option<usize>) -> &'static str {
+    if k.is_none() { ", or `support.keep_sampled: true`" } else { "" }
 }
 
 impl<L> Problem<L> {
@@ -439,15 +457,23 @@ impl Tokens<'_> {
         self.check_extra(spec, shape)?;
         let of_tokens = self.advantages_of_tokens();
         self.expect_finite(advantages, |b, t| of_tokens[[b, t]])?;
-        for ((b, t), &id) in self.ids.indexed_iter() {
-            if self.mask[[b, t]] && usize::try_from(id).map_or(true, |id| id >= shape.vocab) {
-                return Err(ProblemError::IdOutOfRange { b, t, id, vocab: shape.vocab });
-            }
-            let outside = usize::try_from(id).is_ok_and(|id| {
-                spec.support.vocab.is_some_and(|vocab| id >= vocab) || spec.support.excluded_ids.contains(&id)
-            });
-            if self.mask[[b, t]] && outside && !spec.support.keep_sampled {
-                return Err(ProblemError::IdOutsideSupport { b, t, id });
+        self.check_others(spec, shape)?;
+        let outside =
+            |id: usize| spec.support.vocab.is_some_and(|vocab| id >= vocab) || spec.support.excluded_ids.contains(&id);
+        let others = self.extra.others.as_ref();
+        for ((b, t), &first) in self.ids.indexed_iter().filter(|(at, _)| self.mask[*at]) {
+            let ids =
+                std::iter::once(first).chain(others.into_iter().flat_map(|others| others.of(b, t)).map(|of| of.0));
+            for (k, id) in ids.enumerate() {
+                let kept = spec.support.keep_sampled;
+                let k = others.map(|_| k);
+                match usize::try_from(id).ok().filter(|id| *id < shape.vocab) {
+                    None => return Err(ProblemError::IdOutOfRange { b, t, k, id, vocab: shape.vocab }),
+                    Some(column) if outside(column) && !kept => {
+                        return Err(ProblemError::IdOutsideSupport { b, t, k, id });
+                    }
+                    Some(_) => {}
+                }
             }
         }
         Ok(())
@@ -463,6 +489,39 @@ impl Tokens<'_> {
             given.get((self.extra.sequences.owner(at)?, 0)).copied()
         };
         spec.temperature.number().or_else(given).unwrap_or(f64::NAN)
+    }
+
+    /// That each token has as many ids as the spec asks for logp of, and a cotangent of each.
+    fn check_others(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
+        let Shape { batch, tokens, .. } = shape;
+        let others = self.extra.others.as_ref();
+        let wrong = |field, given: &[usize]| {
+            let mut given = given.to_vec();
+            if let Some(count) = given.get_mut(2) {
+                *count += 1;
+            }
+            let expected = format!("[{batch}, {tokens}, {top}], as the spec has `top: {top}`", top = spec.top);
+            Err(ProblemError::Shape { field, given, expected })
+        };
+        match others {
+            None if spec.top == 1 => Ok(()),
+            None => wrong("ids", self.ids.shape()),
+            Some(others) => {
+                let expected = (batch, tokens, spec.top - 1);
+                if spec.top == 1 || others.ids.dim() != expected {
+                    return wrong("ids", others.ids.shape());
+                }
+                if others.dlogp.dim() != expected {
+                    return wrong("dlogp", others.dlogp.shape());
+                }
+                for ((b, t, _), &given) in others.dlogp.indexed_iter() {
+                    if self.mask[[b, t]] && !given.is_finite() {
+                        return Err(ProblemError::NotFinite { field: "dlogp", b, t, given });
+                    }
+                }
+                Ok(())
+            }
+        }
     }
 
     /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.

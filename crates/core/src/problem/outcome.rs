@@ -14,6 +14,8 @@ pub struct Outcome<G = FloatArray<Ix3>> {
     pub loss: FloatArray<Ix0>,
     /// `[B,T]`, nats: log-probability of each sampled token.
     pub logp: FloatArray<Ix2>,
+    /// `[B,T,K−1]`, nats: the same of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::top).
+    pub logp_of_others: Option<FloatArray<Ix3>>,
     /// `[B,T]`, nats: entropy of each token's distribution.
     pub entropy: FloatArray<Ix2>,
     /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
@@ -117,6 +119,8 @@ pub struct Candidate<G = FloatArray<Ix3>> {
     pub gradient: G,
     /// `[B,T]`, nats.
     pub logp: Option<FloatArray<Ix2>>,
+    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::top).
+    pub logp_of_others: Option<FloatArray<Ix3>>,
     /// `[B,T]`, nats.
     pub entropy: Option<FloatArray<Ix2>>,
     /// `[B,T]`.
@@ -138,6 +142,7 @@ impl<G> Candidate<G> {
             loss: self.loss.clone(),
             gradient: self.gradient.lend(),
             logp: self.logp.clone(),
+            logp_of_others: self.logp_of_others.clone(),
             entropy: self.entropy.clone(),
             token_loss: self.token_loss.clone(),
             metrics: self.metrics,
@@ -159,11 +164,13 @@ impl Candidate {
             let all: Option<Vec<&FloatArray<Ix2>>> = parts.iter().map(|part| of(part).as_ref()).collect();
             all.map(|all| joined(axis, &all))
         };
+        let others: Option<Vec<&FloatArray<Ix3>>> = parts.iter().map(|part| part.logp_of_others.as_ref()).collect();
         let losses: Option<Vec<f64>> = parts.iter().map(|part| part.loss.as_ref().map(FloatArray::value)).collect();
         Self {
             loss: losses.map(|losses| arr0(losses.iter().sum::<f64>()).into()),
             gradient: joined(axis, &parts.iter().map(|part| &part.gradient).collect::<Vec<_>>()),
             logp: per_token(|part| &part.logp),
+            logp_of_others: others.map(|others| joined(axis, &others)),
             entropy: per_token(|part| &part.entropy),
             token_loss: per_token(|part| &part.token_loss),
             metrics: None,
@@ -185,6 +192,7 @@ impl<G> From<Outcome<G>> for Candidate<G> {
             loss: Some(outcome.loss),
             gradient: outcome.gradient,
             logp: Some(outcome.logp),
+            logp_of_others: outcome.logp_of_others,
             entropy: Some(outcome.entropy),
             token_loss: Some(outcome.token_loss),
             metrics: Some(outcome.metrics),

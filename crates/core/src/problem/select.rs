@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
-use ndarray::{Array1, Array2, Axis, Ix3};
+use ndarray::{Array1, Array2, Array3, Axis, Ix3};
 
-use super::{Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, Problem, Projection, Sequences};
+use super::{
+    Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, Others, Problem, Projection, Sequences,
+};
 
 /// Which part: indices in the order in which they shall stand.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +30,8 @@ impl Part {
 pub(super) trait Gather {
     /// Of a `[B,T]` array.
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T>;
+    /// Of a `[B,T,n]` array.
+    fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T>;
     /// Of one number a sequence.
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64>;
 }
@@ -37,6 +41,10 @@ struct Rows<'p>(&'p Part);
 
 impl Gather for Rows<'_> {
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T> {
+        array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
+    }
+
+    fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T> {
         array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
     }
 
@@ -75,6 +83,12 @@ impl Gather for Places {
         Array2::from_shape_vec((1, self.tokens.len()), values).expect("one entry a token")
     }
 
+    fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T> {
+        let count = array.dim().2;
+        let values = self.tokens.iter().flat_map(|&(b, t)| (0..count).map(move |k| array[[b, t, k]].clone())).collect();
+        Array3::from_shape_vec((1, self.tokens.len(), count), values).expect("as many entries a token")
+    }
+
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64> {
         array.select(Axis(0), &self.sequences)
     }
@@ -91,8 +105,17 @@ impl<L> Problem<L> {
 
     /// The batch of the tokens that `places` gathers, over all columns, with other logits.
     pub(super) fn gathered<M>(&self, places: &impl Gather, sequences: Sequences, logits: M) -> Problem<M> {
-        let Extra { rollout_logp, rollout_weights, token_weights, selected, bias, sequences: _, dentropy, temperature } =
-            &self.extra;
+        let Extra {
+            rollout_logp,
+            rollout_weights,
+            token_weights,
+            selected,
+            bias,
+            sequences: _,
+            dentropy,
+            temperature,
+            others,
+        } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
         let one_a_token_or_sequence = |array: &Option<Array2<f64>>| match array {
             // One a sequence stays so, a column.
@@ -121,6 +144,9 @@ impl<L> Problem<L> {
                 sequences,
                 dentropy: floats(dentropy),
                 temperature: one_a_token_or_sequence(temperature),
+                others: others
+                    .as_ref()
+                    .map(|Others { ids, dlogp }| Others { ids: places.several(ids), dlogp: places.several(dlogp) }),
             },
         }
     }
@@ -140,8 +166,15 @@ impl<L> Problem<L> {
     fn select_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
         let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
         let mut problem = self.with_tokens(part, logits);
-        problem.ids.mapv_inplace(|id| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column")));
+        let renamed = |id: i64| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column"));
+        problem.ids.mapv_inplace(renamed);
         problem.mask.zip_mut_with(&problem.ids, |counts, id| *counts &= *id >= 0);
+        if let Some(others) = &mut problem.extra.others {
+            others.ids.mapv_inplace(renamed);
+            for ((b, t, _), id) in others.ids.indexed_iter() {
+                problem.mask[[b, t]] &= *id >= 0;
+            }
+        }
         problem.extra.bias = problem.extra.bias.map(|bias| bias.select(Axis(0), &part.columns));
         problem
     }

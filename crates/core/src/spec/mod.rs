@@ -33,7 +33,8 @@ pub use temperature::Temperature;
 /// loss = scale · (Σ_b w_b Σ_t m · token_loss − entropy_coef · mean(H))    [`Reduction`]
 /// ```
 ///
-/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term.
+/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term; and with [`top`](Self::top) the cotangents of
+/// more ids than one.
 ///
 /// In a file every field may be left out and takes its value from [`LossSpec::default`]; an unknown field is an
 /// error.
@@ -77,6 +78,10 @@ pub struct LossSpec {
     /// Whether the problem's `dentropy`, `[B,T]`, comes in: `∂loss/∂H` of each token, but for [`scale`](Self::scale), in place
     /// of an entropy bonus.
     pub dentropy: bool,
+    /// How many ids of a token logp is asked of, `K ≥ 1`; more than one of [logp by its cotangents](Self::of_cotangents) alone, and
+    /// none of them outside the [`Support`].
+    #[serde(skip_serializing_if = "is_one")]
+    pub top: usize,
     /// How token losses become one number.
     pub reduction: Reduction,
     /// Added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`], `≥ 0`: 1e-8 in verl and Tunix.
@@ -107,6 +112,7 @@ impl Default for LossSpec {
             entropy_coef: 0.0,
             entropy_averaging: None,
             dentropy: false,
+            top: 1,
             reduction: Reduction::TokenMean,
             denominator_epsilon: 0.0,
             scale: 1.0,
@@ -122,7 +128,12 @@ impl LossSpec {
     /// dlogits_j = (dlogp · (1[j = y] − p_j) − dentropy · p_j (ln p_j + H)) / T
     /// ```
     ///
-    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`.
+    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`. With [`top`](Self::top) `K > 1`, each token has `K` ids,
+    /// some of them perhaps the same, and a cotangent of the logp `ℓ_k` of each: the sum is `Σ m (Σ_k dlogp_k · ℓ_k + dentropy · H)`, and
+    ///
+    /// ```text
+    /// dlogits_j = (Σ_k dlogp_k · (1[j = y_k] − p_j) − dentropy · p_j (ln p_j + H)) / T
+    /// ```
     pub fn of_cotangents(entropy: bool) -> Self {
         Self {
             objective: Objective::PolicyGradient,
@@ -137,9 +148,14 @@ impl LossSpec {
     /// Whether it is [`of_cotangents`](Self::of_cotangents), whatever becomes of logits before their softmax: there is no loss that
     /// anybody asks for, and logp and entropy are the result.
     pub fn is_of_cotangents(&self) -> bool {
-        let Self { logits, support, temperature, temperature_divides, dentropy, .. } = self.clone();
-        *self == Self { logits, support, temperature, temperature_divides, ..Self::of_cotangents(dentropy) }
+        let Self { logits, support, temperature, temperature_divides, dentropy, top, .. } = self.clone();
+        *self == Self { logits, support, temperature, temperature_divides, top, ..Self::of_cotangents(dentropy) }
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
+fn is_one(count: &usize) -> bool {
+    *count == 1
 }
 
 /// The ratio `ρ` of a token, from the log-ratios `x_t = ℓ_t − old_logp_t` of its row.

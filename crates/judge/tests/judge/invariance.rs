@@ -10,6 +10,7 @@ fn candidate(loss: f32, logp: Option<f32>, dlogit: f32) -> Candidate {
         loss: Some(arr0(loss).into()),
         gradient: arr3(&[[[dlogit]]]).into(),
         logp: logp.map(|logp| arr2(&[[logp]]).into()),
+        logp_of_others: None,
         entropy: None,
         token_loss: None,
         metrics: None,

@@ -18,6 +18,11 @@ fn spec() -> LossSpec {
     LossSpec { temperature: TEMPERATURE.into(), ..LossSpec::of_cotangents(true) }
 }
 
+/// Of so many ids that one stands at two places.
+fn of_several() -> LossSpec {
+    LossSpec { top: 4, ..spec() }
+}
+
 fn recipe(dtype: Dtype, regime: Regime) -> Recipe {
     Recipe { shape: [2, 4, 515], dtype, regime, seed: 5, old_logp_noise_scale: 0.3, masked_garbage: true }
 }
@@ -26,12 +31,32 @@ fn limits() -> Limits<'static> {
     Limits::external(Grade::Standard)
 }
 
+/// The ids of a token with their cotangents.
+type Ids<'i> = &'i [(usize, f32)];
+
+/// What a kernel makes of the cotangents: the part of an id's own column, and of the probabilities.
+type Sent<'s> = (&'s dyn Fn(Ids, usize) -> f32, &'s dyn Fn(Ids) -> f32);
+
+fn sum_of(ids: Ids, id: usize) -> f32 {
+    ids.iter().filter(|of| of.0 == id).map(|of| of.1).sum()
+}
+
+fn sum(ids: Ids) -> f32 {
+    ids.iter().map(|of| of.1).sum()
+}
+
 /// What autodiff makes of `x[y] − logsumexp(x)` and of the entropy, in f32, `x` the logits over the temperature.
 fn textbook(problem: &Problem) -> Candidate {
+    textbook_but(problem, (&sum_of, &sum))
+}
+
+/// The same with another backward pass of logp.
+fn textbook_but(problem: &Problem, (of_own, of_all): Sent) -> Candidate {
     let (shape, Advantages::Dlogp(dlogp)) = (problem.shape(), &problem.advantages) else { panic!("drawn by the spec") };
-    let dentropy = problem.extra.dentropy.as_ref().expect("drawn by the spec");
+    let (dentropy, others) = (problem.extra.dentropy.as_ref().expect("drawn by the spec"), &problem.extra.others);
     let mut logp = Array2::<f32>::zeros((shape.batch, shape.tokens));
     let mut entropy = logp.clone();
+    let mut logps = others.as_ref().map(|others| Array3::<f32>::zeros(others.ids.dim()));
     let mut dlogits = Array3::<f64>::zeros((shape.batch, shape.tokens, shape.vocab));
     for ((b, t), _) in problem.mask.indexed_iter().filter(|(_, counts)| **counts) {
         let x: Vec<f32> = problem.logits.row(b, t).iter().map(|x| *x as f32 / TEMPERATURE as f32).collect();
@@ -39,20 +64,27 @@ fn textbook(problem: &Problem) -> Candidate {
         let sum: f64 = x.iter().map(|x| f64::from((x - max).exp())).sum();
         let log_sum = max + sum.ln() as f32;
         let log_p: Vec<f32> = x.iter().map(|x| x - log_sum).collect();
-        let id = usize::try_from(problem.ids[[b, t]]).unwrap();
+        let first = (problem.ids[[b, t]], dlogp[[b, t]]);
+        let ids = std::iter::once(first).chain(others.iter().flat_map(|others| others.of(b, t)));
+        let ids: Vec<(usize, f32)> = ids.map(|(id, dlogp)| (usize::try_from(id).unwrap(), dlogp as f32)).collect();
         let h = -log_p.iter().map(|l| f64::from(l.exp() * l.max(f32::MIN))).sum::<f64>() as f32;
-        (logp[[b, t]], entropy[[b, t]]) = (log_p[id], h);
-        let [of_logp, of_entropy] = [dlogp, dentropy].map(|cotangents| cotangents[[b, t]] as f32);
+        (logp[[b, t]], entropy[[b, t]]) = (log_p[ids[0].0], h);
+        for (k, (id, _)) in ids.iter().enumerate().skip(1) {
+            logps.as_mut().expect("of several")[[b, t, k - 1]] = log_p[*id];
+        }
+        let of_entropy = dentropy[[b, t]] as f32;
         for (j, log_p) in log_p.iter().enumerate() {
-            let (p, one) = (log_p.exp(), f32::from(u8::from(j == id)));
+            let p = log_p.exp();
             let by_entropy = if p == 0.0 { 0.0 } else { of_entropy * p * (log_p + h) };
-            dlogits[[b, t, j]] = f64::from((of_logp * (one - p) - by_entropy) / TEMPERATURE as f32);
+            let by_logp = of_own(&ids, j) - of_all(&ids) * p;
+            dlogits[[b, t, j]] = f64::from((by_logp - by_entropy) / TEMPERATURE as f32);
         }
     }
     Candidate {
         loss: None,
         gradient: FloatArray::rounded_from(&dlogits, problem.logits.dtype()),
         logp: Some(logp.into()),
+        logp_of_others: logps.map(Into::into),
         entropy: Some(entropy.into()),
         token_loss: None,
         metrics: None,
@@ -61,8 +93,8 @@ fn textbook(problem: &Problem) -> Candidate {
 
 /// The same without its gradient.
 fn forward(candidate: &Candidate) -> Candidate<()> {
-    let Candidate { logp, entropy, .. } = candidate.clone();
-    Candidate { loss: None, gradient: (), logp, entropy, token_loss: None, metrics: None }
+    let Candidate { logp, logp_of_others, entropy, .. } = candidate.clone();
+    Candidate { loss: None, gradient: (), logp, logp_of_others, entropy, token_loss: None, metrics: None }
 }
 
 fn outputs(verdicts: &[Verdict]) -> Vec<Output> {
@@ -81,17 +113,47 @@ fn textbook_passes_forward_and_backward() {
         for regime in
             [Regime::Normal, Regime::Peaked, Regime::Confident, Regime::ShiftedUp, Regime::Holes, Regime::LongTail]
         {
-            let (spec, problem) = (spec(), recipe(dtype, regime).problem(&spec()).unwrap());
-            let known = Known::of(&spec, &problem).unwrap();
-            let candidate = textbook(&problem);
-            let whole = known.verdicts(&candidate.lend(), &limits()).unwrap();
-            assert_eq!(failed(&whole), [], "{dtype} {regime}");
-            assert_eq!(outputs(&whole), [Output::Logp, Output::Entropy, Output::Dlogits], "{dtype} {regime}");
-            let alone = known.verdicts_of_forward(&forward(&candidate), &limits()).unwrap();
-            assert_eq!(failed(&alone), [], "{dtype} {regime}");
-            assert_eq!(outputs(&alone), [Output::Logp, Output::Entropy], "{dtype} {regime}");
+            for spec in [spec(), of_several()] {
+                let problem = recipe(dtype, regime).problem(&spec).unwrap();
+                let known = Known::of(&spec, &problem).unwrap();
+                let candidate = textbook(&problem);
+                let whole = known.verdicts(&candidate.lend(), &limits()).unwrap();
+                assert_eq!(failed(&whole), [], "{dtype} {regime}");
+                assert_eq!(outputs(&whole), [Output::Logp, Output::Entropy, Output::Dlogits], "{dtype} {regime}");
+                let alone = known.verdicts_of_forward(&forward(&candidate), &limits()).unwrap();
+                assert_eq!(failed(&alone), [], "{dtype} {regime}");
+                assert_eq!(outputs(&alone), [Output::Logp, Output::Entropy], "{dtype} {regime}");
+            }
         }
     }
+}
+
+#[test]
+fn wrong_logp_of_several_ids_is_rejected() {
+    let (spec, problem) = (of_several(), recipe(Dtype::F32, Regime::Normal).problem(&of_several()).unwrap());
+    let known = Known::of(&spec, &problem).unwrap();
+    let failed = |candidate: &Candidate| failed(&known.verdicts(&candidate.lend(), &limits()).unwrap());
+    let last = |ids: Ids, id: usize| ids.iter().rev().find(|of| of.0 == id).map_or(0.0, |of| of.1);
+    let first = |ids: Ids, id: usize| if ids[0].0 == id { ids[0].1 } else { 0.0 };
+    let shifted = |ids: Ids, id: usize| {
+        let next = ids.iter().zip(ids.iter().cycle().skip(1));
+        next.filter(|(of, _)| of.0 == id).map(|(_, next)| next.1).sum()
+    };
+    let wrong: [(&str, Sent); 4] = [
+        ("an id's last cotangent overwrites the others", (&last, &sum)),
+        ("the first id alone", (&first, &|ids| ids[0].1)),
+        ("ids off by one", (&shifted, &sum)),
+        ("−p·Σ dlogp forgotten", (&sum_of, &|_| 0.0)),
+    ];
+    for (what, sent) in wrong {
+        assert_eq!(failed(&textbook_but(&problem, sent)), [Output::Dlogits], "{what}");
+    }
+    let mut off = textbook(&problem);
+    off.logp_of_others = off.logp_of_others.map(|logps| (logps.to_f64() * 1.001).mapv(|x| x as f32).into());
+    assert_eq!(failed(&off), [Output::Logp]);
+    let one = Candidate { logp_of_others: None, ..textbook(&problem) };
+    let error = known.verdicts(&one.lend(), &limits()).unwrap_err();
+    assert!(matches!(error, JudgeError::Shape { output: "logp", .. }), "{error}");
 }
 
 #[test]
@@ -147,6 +209,7 @@ fn logits_of_bf16_that_are_not_upcast_are_rejected_by_name() {
         loss: None,
         gradient: (),
         logp: rounded(logp),
+        logp_of_others: None,
         entropy: rounded(entropy),
         token_loss: None,
         metrics: None,
@@ -171,6 +234,7 @@ fn forward_of_an_lm_head_is_judged_with_the_errors_of_its_product() {
         loss: None,
         gradient: (),
         logp: narrowed(by),
+        logp_of_others: None,
         entropy: Some(outcome.entropy.to_f64().mapv(|x| x as f32).into()),
         token_loss: None,
         metrics: None,

@@ -61,6 +61,7 @@ fn answer(spec: &LossSpec, problem: &Problem) -> Candidate {
         loss: Some(arr0(reference.loss() as f32).into()),
         gradient: dlogits.mapv(|x| x as f32).into(),
         logp: rounded(&outcome.logp),
+        logp_of_others: None,
         entropy: rounded(&outcome.entropy),
         token_loss: rounded(&outcome.token_loss),
         metrics: None,

@@ -47,6 +47,7 @@ fn textbook(spec: &LossSpec, problem: &Problem) -> Candidate {
     Candidate {
         loss: Some(arr0(loss).into()),
         logp: Some(logp.into()),
+        logp_of_others: None,
         entropy: Some(entropy.into()),
         token_loss: Some(token_loss.into()),
         gradient: FloatArray::rounded_from(&dlogits, problem.logits.dtype()),

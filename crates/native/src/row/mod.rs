@@ -6,6 +6,8 @@
 //! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j/T − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
 //! ```
 //!
+//! Of several ids `y_k` of a token, with `G_k`, the likeliest is `y` and `G` their sum; their columns are written [apart](several).
+//!
 //! What the spec does to logits first ([`LogitsTransform`]) is done a block at a time, where they are read.
 //!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
@@ -14,6 +16,7 @@
 mod logits_transform;
 mod packed;
 mod score;
+mod several;
 mod write;
 
 use super::exp::{FAR, step};
@@ -24,6 +27,7 @@ use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
 pub(super) use logits_transform::LogitsTransform;
 pub use packed::Element;
 use score::{Walk, WalkOver};
+use several::Column;
 use write::{Factors, Write};
 
 /// Units in a block.
@@ -69,14 +73,26 @@ pub(super) struct Kept {
 }
 
 /// What a row's softmaxes come to.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Scores {
     logp_softmax: Softmax,
     entropy_softmax: Softmax,
+    /// The id that sums leave out: the token's, or the likeliest of several.
+    target: usize,
     /// `1 − tanh²` of the target, under a cap.
     target_slope: f64,
+    /// Of the first id.
     pub(super) logp: f64,
     pub(super) entropy: f64,
+    /// All ids in order, where there are several.
+    several: Vec<Column>,
+}
+
+/// The ids of a token.
+pub(super) struct Ids {
+    pub(super) first: usize,
+    /// Beside the first.
+    pub(super) others: Vec<usize>,
 }
 
 /// A row's softmax.
@@ -128,10 +144,13 @@ pub(crate) struct Scales {
 }
 
 /// The derivatives of the loss that a row's dlogits are made of.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Gradients {
+    /// By logp of the first id.
     pub(super) logp: f64,
     pub(super) entropy: f64,
+    /// By logp of the others, in order.
+    pub(super) others: Vec<f64>,
 }
 
 /// A row of logits and where its dlogits go.
@@ -184,16 +203,22 @@ impl Softmaxes {
     }
 
     /// Reads the row of an unmasked token, whose gaps `rate` multiplies.
-    pub(super) fn score<E: Element>(&self, row: &[E], id: usize, rate: f64) -> Scores {
-        let transform = &self.transform;
-        self.score_by(id, row[id], rate, |inverse_temperature, _| {
+    pub(super) fn score<E: Element>(&self, row: &[E], ids: &Ids, rate: f64) -> Scores {
+        let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
+        let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
             self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept: None })
-        })
+        });
+        scores.with(several, rate)
     }
 
     /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
     /// for them again.
-    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, rate: f64, kept: &mut Kept) -> Scores {
+    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, ids: &Ids, rate: f64, kept: &mut Kept) -> Scores {
+        let (id, several) = self.target_of(row.logits(), ids);
+        self.score_target_and_keep(row, id, rate, kept).with(several, rate)
+    }
+
+    fn score_target_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, rate: f64, kept: &mut Kept) -> Scores {
         let (transform, target) = (&self.transform, row.logits()[id]);
         kept.over_logits = false;
         if row.logits.is_none()
@@ -231,23 +256,18 @@ impl Softmaxes {
         Scores {
             logp_softmax,
             entropy_softmax,
+            target: id,
             target_slope: self.transform.of_column(id, target).1,
             logp: logp_softmax.end.logp(&mut Immediate) * self.logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
+            several: Vec::new(),
         }
     }
 
     /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
-    pub(super) fn write<E: Element>(
-        &self,
-        row: &mut Row<E>,
-        id: usize,
-        scores: &Scores,
-        kept: Option<&Kept>,
-        grad: Gradients,
-    ) {
+    pub(super) fn write<E: Element>(&self, row: &mut Row<E>, scores: &Scores, kept: Option<&Kept>, grad: &Gradients) {
         // A derivative of 0 leaves its term out, so that nothing multiplies it into a NaN.
-        if grad.logp == 0.0 && grad.entropy == 0.0 {
+        if grad.logp == 0.0 && grad.entropy == 0.0 && grad.others.iter().all(|grad| *grad == 0.0) {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
@@ -255,7 +275,8 @@ impl Softmaxes {
         let (of_logp, of_entropy) = (logp.end, entropy.end);
         let (transform, inverse_temperature) = (&self.transform, entropy.exponent.inverse_temperature);
         let by_logit = inverse_temperature * transform.factor;
-        let policy = if grad.logp == 0.0 { 0.0 } else { grad.logp * by_logit / of_logp.sum };
+        let of_all = grad.logp + grad.others.iter().sum::<f64>();
+        let policy = if of_all == 0.0 { 0.0 } else { of_all * by_logit / of_logp.sum };
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * by_logit / of_entropy.sum };
         let factors = Factors {
             policy: -policy,
@@ -263,14 +284,19 @@ impl Softmaxes {
             slope: bonus * inverse_temperature * step(inverse_temperature),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
         };
+        let exponents = [logp.exponent, entropy.exponent];
+        if !scores.several.is_empty() {
+            self.write_by(row, exponents, kept, factors);
+            scores.write_several(row, grad, by_logit, [bonus, factors.offset]);
+            return;
+        }
         let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
         let target = match of_entropy.target {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset + bonus * of_entropy.target_gap),
         };
-        let exponents = [logp.exponent, entropy.exponent];
         self.write_by(row, exponents, kept, factors);
-        row.dlogits[id] = E::from_f32((target * scores.target_slope) as f32);
+        row.dlogits[scores.target] = E::from_f32((target * scores.target_slope) as f32);
     }
 
     /// Writes the dlogits of all columns as if none were the target.
@@ -355,12 +381,13 @@ mod tests {
         let mut row = Row { logits: None, dlogits: &mut dlogits };
         let spec = LossSpec { entropy_coef, ..LossSpec::default() };
         let softmaxes = Softmaxes::of(&spec, isa, LogitsTransform::of::<E>(&spec, None, columns));
-        let grad = Gradients { logp: 1e-3, entropy: entropy_coef };
+        let grad = Gradients { logp: 1e-3, entropy: entropy_coef, others: Vec::new() };
+        let ids = Ids { first: 0, others: Vec::new() };
         if keeps {
-            let scores = softmaxes.score_and_keep(&mut row, 0, softmaxes.rate, &mut kept);
-            softmaxes.write(&mut row, 0, &scores, Some(&kept), grad);
+            let scores = softmaxes.score_and_keep(&mut row, &ids, softmaxes.rate, &mut kept);
+            softmaxes.write(&mut row, &scores, Some(&kept), &grad);
         } else {
-            softmaxes.write(&mut row, 0, &softmaxes.score(&logits, 0, softmaxes.rate), None, grad);
+            softmaxes.write(&mut row, &softmaxes.score(&logits, &ids, softmaxes.rate), None, &grad);
         }
         let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
         let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;

@@ -106,6 +106,7 @@ fn dlogits_of_a_scaled_loss_match_reference() {
                 let outcome = Outcome {
                     loss: arr0(evaluation.loss).into(),
                     logp: evaluation.logp.into(),
+                    logp_of_others: None,
                     entropy: evaluation.entropy.into(),
                     token_loss: evaluation.token_loss.into(),
                     gradient: FloatArray::rounded_from(&dlogits.to_f64().mapv(sign), dtype),

@@ -232,6 +232,9 @@ impl Manifest {
         if self.spec.dentropy {
             return invalid("spec.dentropy", &true, "false: programs are given no cotangent of the entropy");
         }
+        if self.spec.top > 1 {
+            return invalid("spec.top", &self.spec.top, "1: programs are given one id a token");
+        }
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();
             if self.inputs[..i].iter().any(|other| other.name == input.name) {

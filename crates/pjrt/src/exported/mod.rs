@@ -187,6 +187,7 @@ impl Exported {
             loss: Some(self.download(buffers, OutputName::Loss, ())?.expect(CHECKED)),
             gradient: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
             logp: self.download(buffers, OutputName::Logp, (batch, tokens))?,
+            logp_of_others: None,
             entropy: self.download(buffers, OutputName::Entropy, (batch, tokens))?,
             token_loss: self.download(buffers, OutputName::TokenLoss, (batch, tokens))?,
             metrics: None,

@@ -10,6 +10,8 @@ use super::{Arrays, output};
 use crate::runtime::{Buffer, RuntimeError};
 
 impl Arrays for HeadProblem {
+    const GRADIENTS: usize = 2;
+
     fn logits(shape: HeadShape) -> Shape {
         shape.logits()
     }

@@ -201,6 +201,8 @@ where
 }
 
 impl Arrays for Problem {
+    const GRADIENTS: usize = 1;
+
     fn logits(shape: Shape) -> Shape {
         shape
     }
@@ -231,6 +233,9 @@ impl Arrays for Problem {
 
 /// What the devices are sent of a kind of problem beside what is known of its tokens, and what they send back.
 trait Arrays: Workload {
+    /// How many arrays its gradient is.
+    const GRADIENTS: usize;
+
     /// Extents of the logits.
     fn logits(shape: Self::Shape) -> Shape;
 
@@ -302,11 +307,19 @@ where
         let per_token = |name, place| shards.gather_per_token(name, of(place));
         let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
         shards.gather("scalars", |_| Block::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
+        let logp_of_others = (loss.spec.top > 1).then(|| {
+            let place = |device| output(outputs, device, Output::logp_of_others(Problem::<L>::GRADIENTS));
+            let mut logps = FloatArray::zeros([shards.shape.batch, shards.shape.tokens, loss.spec.top - 1], Dtype::F32);
+            shards.gather("logp_of_others", |device| shards.rows(device, loss.spec.top - 1), place, &mut logps)?;
+            Ok::<_, RuntimeError>(logps)
+        });
+        let logp_of_others = logp_of_others.transpose()?;
         let scalars = scalars.to_f64();
         let scalar = |place: usize| scalars[place];
         Ok(Outcome {
             loss: arr0(scalar(Scalars::LOSS) as f32).into(),
             logp: per_token("logp", Output::Logp)?,
+            logp_of_others,
             entropy: per_token("entropy", Output::Entropy)?,
             token_loss: per_token("token_loss", Output::TokenLoss)?,
             gradient,
@@ -398,6 +411,12 @@ where
                 buffers.push(shards.upload_per_token(device, DeviceDtype::I32, of_tokens, -1)?);
             }
             buffers.push(shards.upload_per_token(device, DeviceDtype::F32, &advantages, f32::NAN)?);
+            if let Some(others) = &problem.extra.others {
+                let ids = others.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
+                let dlogp = others.dlogp.mapv(|dlogp| dlogp as f32);
+                buffers.push(shards.upload_of_others(device, DeviceDtype::I32, &ids, 0)?);
+                buffers.push(shards.upload_of_others(device, DeviceDtype::F32, &dlogp, f32::NAN)?);
+            }
             for values in &inputs {
                 buffers.push(shards.upload_per_token(device, DeviceDtype::F32, values, f32::NAN)?);
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use bytemuck::Pod;
-use ndarray::{Array2, Dimension, Ix2};
+use ndarray::{Array2, Array3, Dimension, Ix2};
 
 use crate::runtime::{Buffer, Client, Executable, RuntimeError};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
@@ -273,6 +273,23 @@ impl Shards {
             if part.batch.contains(&b) && part.tokens.contains(&t) { values[[b, t]] } else { padding }
         });
         self.client.upload(device, element, &[b, t], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
+    }
+
+    /// Sends a device its part of a `[B,T,n]` array, with `padding` in the tokens past `B` and `T`.
+    pub(super) fn upload_of_others<P: Pod>(
+        &self,
+        device: usize,
+        element: DeviceDtype,
+        values: &Array3<P>,
+        padding: P,
+    ) -> Result<Buffer, RuntimeError> {
+        let ([b, t, _], count) = (self.local(), values.dim().2);
+        let part = self.part(device);
+        let local = Array3::from_shape_fn((b, t, count), |(b, t, k)| {
+            let (b, t) = (part.batch.start + b, part.tokens.start + t);
+            if part.batch.contains(&b) && part.tokens.contains(&t) { values[[b, t, k]] } else { padding }
+        });
+        self.client.upload(device, element, &[b, t, count], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
     }
 
     /// Sends a device its part of a `[V]` f32 array, with `padding` in the columns past `V`.

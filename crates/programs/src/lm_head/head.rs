@@ -7,11 +7,11 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, HeadLayout};
 
 use super::chunks::{Chunks, SCATTERED_REGISTERS};
-use crate::gpu;
 use crate::mesh::Axis;
 use crate::one_pass::one_pass;
 use crate::program::{Evaluated, Given, Program};
 use crate::tiled::{self, Calls, Rows, Statistics};
+use crate::{gpu, several};
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
 
 /// The products of a head.
@@ -146,7 +146,7 @@ impl Head {
         let hidden = unmasked(on, hidden, mask);
         let logits = self.logits(on, hidden);
         let logits = on.builder.reshape(logits, &[b, t, v]);
-        let Evaluated { gradient, logp, entropy, token } = core(on, logits);
+        let Evaluated { gradient, logp, logp_of_others, entropy, token } = core(on, logits);
         let dlogits = on.builder.reshape(gradient, &[b * t, v]);
         let dlogits = on.builder.convert(dlogits, self.dtype.into());
         let [mut rows, mut mask] = [dlogits, mask];
@@ -165,7 +165,7 @@ impl Head {
             let dlm_head = self.dlm_head(on, hidden, dlogits);
             on.over(&Axis::ROWS, Fold::Add, dlm_head)
         };
-        Evaluated { gradient: [dhidden, dlm_head], logp, entropy, token }
+        Evaluated { gradient: [dhidden, dlm_head], logp, logp_of_others, entropy, token }
     }
 
     /// A loss that one token decides.
@@ -182,29 +182,39 @@ impl Head {
         let whole = on.mesh.vocab == 1;
         let resident = whole.then(|| OnePass::of(structure, [1, chunks.all_rows(), on.local[2]], calls)).flatten();
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
-        let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2]].concat();
+        // And logp of each id beside the first.
+        let of_others = vec![DeviceDtype::F32; structure.top - 1];
+        let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2], &of_others].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
-            let Evaluated { gradient, logp, entropy, token } = match &resident {
+            let core = |on: &mut Program, given: &Given, logits| match &resident {
                 Some(OnePass::Tile(kernel)) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
                 Some(OnePass::Gpu(kernel)) => tiled::gpu_one_pass_core(on, kernel, structure, given, logits),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
+            let evaluated = several::around(on, structure, given, logits, calls.dtype, core);
+            let Evaluated { gradient, logp, logp_of_others, entropy, token } = evaluated;
+            let others = logp_of_others.map_or_else(Vec::new, |others| several::apart(on, others));
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
             let kl = kl.unwrap_or_else(|| on.constant(0.0));
             let values = [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high];
-            let put = arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect();
+            let put = arrays
+                .iter()
+                .zip(values.into_iter().chain(others))
+                .map(|(&array, value)| chunks.put(on, array, value, first))
+                .collect();
             (gradient, put)
         };
         let (gradient, arrays) = self.gradient_loop(on, hidden, &in_line, chunks, &arrays, dlogits);
         let arrays: Vec<Value> = arrays.iter().map(|&array| chunks.in_rows(on, array)).collect();
-        let [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high] = arrays[..] else {
+        let [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high, ref others @ ..] = arrays[..] else {
             unreachable!("as many as were carried")
         };
+        let logp_of_others = (!others.is_empty()).then(|| several::together(on, others));
         let kl = structure.kl.map(|_| kl);
         let token =
             TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
-        Evaluated { gradient, logp, entropy, token }
+        Evaluated { gradient, logp, logp_of_others, entropy, token }
     }
 
     /// A loss that a sequence decides: its logits are made twice.
@@ -240,7 +250,7 @@ impl Head {
             (tiled::dlogits(on, structure, given, logits, statistics, grad_logp, calls), vec![])
         };
         let (gradient, _) = self.gradient_loop(on, hidden, &in_line, chunks, &[], dlogits);
-        Evaluated { gradient, logp, entropy, token }
+        Evaluated { gradient, logp, logp_of_others: None, entropy, token }
     }
 
     /// The hidden states of a chunk, `[c,h]`, 0 where the mask hides a token, and their logits `[c,v]`.

@@ -43,7 +43,7 @@
 mod chunks;
 mod head;
 
-use assay_algebra::family::{Reach, expect_plain_logits};
+use assay_algebra::family::{Reach, expect_around_one_id, expect_one_id, expect_plain_logits};
 use assay_algebra::structure::Shaped;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
@@ -56,12 +56,12 @@ use head::Head;
 use crate::alternatives::Alternative;
 use crate::mesh::Mesh;
 use crate::one_pass::most_tokens;
-use crate::program::{Output, Share, frame, local_shape};
+use crate::program::{Given, Output, Program, Share, frame, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::Calls;
 use crate::two_pass::Local;
-use crate::{ANY_DEVICE, Device, Lowering, Programs, Target, baseline, gpu, unsupported};
+use crate::{ANY_DEVICE, Device, Lowering, Programs, Target, baseline, gpu, several, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Type};
 
@@ -178,8 +178,8 @@ impl Programs for HeadProgram {
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Baseline | Core::Tile | Core::Gpu => Ok(()),
-            Core::Seed => expect_plain_logits(spec),
+            Core::Baseline | Core::Tile | Core::Gpu => expect_around_one_id(spec),
+            Core::Seed => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
         };
         changes
             .and_then(|()| Reach::Row.expect(spec))
@@ -338,7 +338,11 @@ impl HeadProgram {
         };
         frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
             Core::Baseline => {
-                head.materialised(on, given, hidden, |on, logits| baseline::core(on, structure, given, logits, dtype))
+                let core =
+                    |on: &mut Program, given: &Given, logits| baseline::core(on, structure, given, logits, dtype);
+                head.materialised(on, given, hidden, |on, logits| {
+                    several::around(on, structure, given, logits, logits_dtype, core)
+                })
             }
             Core::Seed => head.materialised(on, given, hidden, |on, logits| {
                 Alternative::LogSoftmax.core(on, structure, given, logits, dtype)

@@ -147,6 +147,7 @@ impl<'p> Batch<'p> {
             loss: Some(arr0((total + bonus) as f32).into()),
             gradient: logits_of(dlogits, self.shape, self.problem.logits.dtype()),
             logp: array(&logp),
+            logp_of_others: None,
             entropy: array(&entropy),
             token_loss: array(&loss),
             metrics: None,
@@ -222,6 +223,8 @@ pub(crate) fn token_by_token(spec: LossSpec) -> LossSpec {
     LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
         token_weights: None,
+        // What is around the kernel makes them.
+        top: 1,
         rollout,
         rejection: vec![],
         off_policy_mask: None,

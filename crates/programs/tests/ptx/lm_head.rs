@@ -46,7 +46,7 @@ fn with_logits(problem: &HeadProblem) -> Problem {
 
 /// What comes of dlogits in the products after the kernel.
 fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate {
-    let Candidate { loss, gradient, logp, entropy, token_loss, metrics } = candidate;
+    let Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics } = candidate;
     let (shape, dtype, layout) = (problem.shape(), problem.dtype(), problem.logits.layout);
     let (hidden, weights) = (unmasked(problem), problem.logits.lm_head.to_f64());
     let dlogits = gradient.to_f64().mapv(|x| dtype.round(x));
@@ -62,7 +62,7 @@ fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate 
         dlm_head: FloatArray::rounded_from(&dlm_head, Dtype::F32),
         dlogits_dtype: dtype,
     };
-    Candidate { loss, gradient, logp, entropy, token_loss, metrics }
+    Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics }
 }
 
 /// Chunks of eight tokens of eighteen, the last not full: by one pass where a row stays whole on a chip that has clusters, by two

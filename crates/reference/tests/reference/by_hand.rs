@@ -4,13 +4,13 @@ use std::f64::consts::LN_2;
 
 use crate::common::uniform::{V, uniform};
 use approx::assert_relative_eq;
-use assay_core::problem::{Advantages, FloatArray, Problem};
+use assay_core::problem::{Advantages, FloatArray, Others, Problem};
 use assay_core::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, Temperature,
     TemperatureDivides,
 };
 use assay_reference::evaluate;
-use ndarray::{Array3, arr2};
+use ndarray::{Array3, arr2, arr3};
 
 /// Rounding of a handful of f64 operations.
 const ROUNDING: f64 = 8.0 * f64::EPSILON;
@@ -148,6 +148,27 @@ fn dlogits_f64_of_given_cotangents_by_hand() {
         let expected = if j == 0 { of_target } else { of_other };
         assert_relative_eq!(dlogit, expected, max_relative = 8.0 * ROUNDING, epsilon = 0.0);
     }
+}
+
+/// `(Σ_k dlogp_k (1[j = y_k] − p_j))/T`, of an id that stands at two places and one that stands at one.
+#[test]
+fn logp_and_dlogits_f64_of_several_ids_by_hand() {
+    let (temperature, dlogp) = (0.5, [-0.75, 0.5, 2.0]);
+    let spec = LossSpec { temperature: temperature.into(), top: 3, ..LossSpec::of_cotangents(false) };
+    assert!(spec.is_of_cotangents());
+    let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
+    problem.advantages = Advantages::Dlogp(arr2(&[[dlogp[0]]]));
+    problem.extra.others = Some(Others { ids: arr3(&[[[1, 0]]]), dlogp: arr3(&[[[dlogp[1], dlogp[2]]]]) });
+    let reference = evaluate(&spec, &problem).unwrap();
+    let (p, q) = (0.75_f64, 1.0 / 12.0_f64);
+    let outcome = reference.outcome();
+    let logps = outcome.logp_of_others.expect("of several ids").row(0, 0);
+    assert_row(&[outcome.logp.at(0, 0), logps[0], logps[1]], &[p.ln(), q.ln(), p.ln()]);
+    let twice = dlogp[0] + dlogp[2];
+    assert_relative_eq!(reference.loss(), twice * p.ln() + dlogp[1] * q.ln(), max_relative = 8.0 * ROUNDING);
+    let of_neither = -(twice + dlogp[1]) * q;
+    let expected = [twice * (1.0 - p) - dlogp[1] * p, dlogp[1] * (1.0 - q) - twice * q, of_neither, of_neither];
+    assert_row(&reference.dlogits_row(0, 0), &expected.map(|dx| dx / temperature));
 }
 
 #[test]

@@ -851,7 +851,7 @@ fn sampled_id_outside_the_support_is_refused_or_put_back() {
         ..with(Objective::PolicyGradient)
     };
     let problem = batch(FULL);
-    let outside = ProblemError::IdOutsideSupport { b: 0, t: 1, id: 1 };
+    let outside = ProblemError::IdOutsideSupport { b: 0, t: 1, k: None, id: 1 };
     assert_eq!(reference::evaluate(&spec(false), &problem).err(), Some(outside));
     agrees(spec(true), &problem);
     // Column 3 is padding where it was not sampled, and a token of its own where it was.

@@ -4,11 +4,12 @@
 use crate::common::cases;
 use crate::common::draws::{self, Case, Regime};
 use crate::common::uniform::uniform;
-use assay_core::problem::{Advantages, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
+use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Outcome, Problem, ProblemError, mask_from};
 use assay_core::spec::{
-    AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rows,
-    SpecError,
+    AdvantageLevel, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel,
+    Reduction, Rows, SpecError, Support, TemperatureDivides,
 };
+use assay_judge::generate::Recipe;
 use assay_judge::packed::{Twin as _, Twins};
 use assay_reference::{Reference, evaluate};
 use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
@@ -77,6 +78,49 @@ fn loss_scale(reference: &Reference) -> f64 {
     let tokens = tokens.filter_map(|(b, t)| reference.token(b, t));
     let terms: f64 = tokens.map(|token| token.weight * token.token_loss.abs()).sum();
     terms + reference.spec().entropy_coef.abs() * reference.metrics().entropy_mean
+}
+
+/// Of several ids the loss and dlogits are the sums of those of one id each, whatever becomes of logits before their softmax.
+#[test]
+fn several_ids_come_to_the_sum_of_each() {
+    const TOP: usize = 4;
+    let logits = LogitsTransform { softcap: Some(20.0), scale: -0.5, bias: true };
+    let plain = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) };
+    let left_out = Support { vocab: Some(29), excluded_ids: vec![3, 5], keep_sampled: false };
+    let divides_logp = LossSpec { temperature_divides: TemperatureDivides::Logp, ..plain.clone() };
+    let changed = LossSpec { logits, support: left_out, ..plain.clone() };
+    for (seed, one) in (0..).zip([plain, divides_logp, changed, LossSpec::of_cotangents(true)]) {
+        let spec = LossSpec { top: TOP, ..one.clone() };
+        let (shape, dtype, regime) = ([3, 4, 31], Dtype::F32, assay_judge::generate::Regime::Sampled);
+        let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
+        let problem = recipe.problem(&spec).unwrap();
+        let all = outcome(&spec, &problem);
+        let others = problem.extra.others.as_ref().expect("drawn by the spec");
+        let mut sum = Array3::zeros(shape);
+        let (mut sizes, mut loss): (Array3<f64>, f64) = (Array3::zeros(shape), 0.0);
+        let logps = all.logp.with_others(all.logp_of_others.as_ref().unwrap()).to_f64();
+        for k in 0..TOP {
+            let mut single = problem.clone();
+            single.extra.others = None;
+            if k > 0 {
+                single.ids = others.ids.index_axis(Axis(2), k - 1).to_owned();
+                single.advantages = Advantages::Dlogp(others.dlogp.index_axis(Axis(2), k - 1).to_owned());
+                single.extra.dentropy = single.extra.dentropy.map(|dentropy| dentropy * 0.0);
+            }
+            let of_one = outcome(&one, &single);
+            loss += of_one.loss.value();
+            for ((b, t), _) in single.mask.indexed_iter().filter(|(_, counts)| **counts) {
+                assert_eq!(of_one.logp.at(b, t), logps[[b, t, k]], "{seed}: {b} {t} {k}");
+            }
+            sum += &of_one.gradient.to_f64();
+            sizes += &of_one.gradient.to_f64().mapv(f64::abs);
+        }
+        for (((b, t, j), dx), sum) in all.gradient.to_f64().indexed_iter().zip(&sum) {
+            let error = (dx - sum).abs();
+            assert!(error <= 64.0 * U * sizes[[b, t, j]], "{seed}: {b} {t} {j}: {dx} for {sum}");
+        }
+        assert!((all.loss.value() - loss).abs() <= 1e-13 * loss.abs(), "{seed}: {:?} for {loss}", all.loss);
+    }
 }
 
 /// Without a KL term and an entropy bonus, the loss is the policy term alone.

@@ -156,6 +156,7 @@ impl<'l> Head<'l> {
                 dlogits_dtype: Dtype::F32,
             },
             logp,
+            logp_of_others: None,
             entropy,
             token_loss,
             metrics: None,

@@ -81,6 +81,7 @@ impl Specimen {
             (kl(|kl| kl.value_clamp.is_none()), "kl.value_clamp", "none"),
             (kl(|kl| kl.averaging.is_none()), "kl.averaging", "none"),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
+            (spec.top == 1, "top", "1"),
         ];
         match computed.into_iter().find(|(computed, ..)| !computed) {
             Some((_, field, supported)) => refused(field, "the setting given".into(), supported),
@@ -143,7 +144,7 @@ impl Implementation for Specimen {
         };
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let loss = Some(arr0(evaluation.loss as f32).into());
-        Ok(Candidate { loss, logp, entropy, token_loss, gradient: logits, metrics: None })
+        Ok(Candidate { loss, logp, logp_of_others: None, entropy, token_loss, gradient: logits, metrics: None })
     }
 }
 

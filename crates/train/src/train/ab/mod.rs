@@ -236,6 +236,7 @@ impl Judged {
             },
             // A loss step returns none of these.
             logp: None,
+            logp_of_others: None,
             entropy: None,
             token_loss: None,
             metrics: None,

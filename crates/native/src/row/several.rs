@@ -1,0 +1,90 @@
+//! The columns of a token's ids, where it has several.
+//!
+//! Sums leave out the likeliest of them, so that `1 − p` is exact on it; on the others `p ≤ ½`, and nothing cancels in
+//! `(S − e)/S`. Its log-probability gives those of the others, `log p_k = log p_y − (x_y − x_k)/T`, and with `C` the sum of the
+//! derivatives by an id's logp over the places that it stands at, and `R` that over the others,
+//!
+//! ```text
+//! dx = C·(1 − p)/T − R·p/T        and that of entropy, as on every column
+//! ```
+
+use super::packed::Element;
+use super::{Gradients, Ids, Row, Scores, Softmaxes};
+
+/// The column of an id.
+#[derive(Clone, Copy)]
+pub(super) struct Column {
+    id: usize,
+    /// As its transform has it.
+    logit: f64,
+    /// `1 − tanh²` under a cap.
+    slope: f64,
+    /// Its log-probability, once there is one.
+    logp: f64,
+}
+
+impl Softmaxes {
+    /// The id that sums leave out, and the columns of all, where there are several.
+    pub(super) fn target_of<E: Element>(&self, row: &[E], ids: &Ids) -> (usize, Vec<Column>) {
+        if ids.others.is_empty() {
+            return (ids.first, Vec::new());
+        }
+        let column = |id: usize| {
+            let (logit, slope) = self.transform.of_column(id, row[id]);
+            Column { id, logit, slope, logp: f64::NAN }
+        };
+        let several: Vec<Column> = std::iter::once(ids.first).chain(ids.others.iter().copied()).map(column).collect();
+        let likeliest = several.iter().max_by(|a, b| a.logit.total_cmp(&b.logit));
+        (likeliest.map_or(ids.first, |column| column.id), several)
+    }
+}
+
+impl Scores {
+    /// With the log-probabilities of `several` columns, where there are any.
+    pub(super) fn with(mut self, mut several: Vec<Column>, inverse_temperature: f64) -> Self {
+        let Some(target) = several.iter().find(|column| column.id == self.target).map(|column| column.logit) else {
+            return self;
+        };
+        for column in &mut several {
+            let below = if column.logit == target { 0.0 } else { (target - column.logit) * inverse_temperature };
+            column.logp = self.logp - below;
+        }
+        self.logp = several[0].logp;
+        self.several = several;
+        self
+    }
+
+    /// Log-probabilities of the ids beside the first.
+    pub(crate) fn logp_of_others(&self) -> impl Iterator<Item = f64> + '_ {
+        self.several.iter().skip(1).map(|column| column.logp)
+    }
+
+    /// Writes the dlogits of the columns of several ids, from what a logit's exponent is multiplied by, `E/S` and `−ā·E/S`, both times
+    /// that too.
+    pub(super) fn write_several<E: Element>(
+        &self,
+        row: &mut Row<E>,
+        grad: &Gradients,
+        by_logit: f64,
+        [bonus, offset]: [f64; 2],
+    ) {
+        let grads = || std::iter::once(grad.logp).chain(grad.others.iter().copied()).zip(&self.several);
+        let sum =
+            |of: &dyn Fn(usize) -> bool| -> f64 { grads().filter(|(_, at)| of(at.id)).map(|(grad, _)| grad).sum() };
+        for column in &self.several {
+            let (own, rest) = (sum(&|id| id == column.id), sum(&|id| id != column.id));
+            let logp = &self.logp_softmax;
+            let gap = |max: f32, inverse_temperature: f64| (f64::from(max) - column.logit) * inverse_temperature;
+            let e = (-gap(logp.exponent.max, logp.exponent.inverse_temperature)).exp();
+            let others = if column.id == self.target { logp.end.others } else { logp.end.sum - e };
+            let of_own = if own == 0.0 { 0.0 } else { own * others };
+            let of_rest = if rest == 0.0 || e == 0.0 { 0.0 } else { rest * e };
+            let of_logp = if of_own == of_rest { 0.0 } else { (of_own - of_rest) * by_logit / logp.end.sum };
+            let entropy = self.entropy_softmax.exponent;
+            let gap = gap(entropy.max, entropy.inverse_temperature);
+            let q = (-gap).exp();
+            let of_entropy = if bonus == 0.0 || q == 0.0 { 0.0 } else { q * (offset + bonus * gap) };
+            row.dlogits[column.id] = E::from_f32(((of_logp + of_entropy) * column.slope) as f32);
+        }
+    }
+}
