@@ -21,7 +21,7 @@ use assay_judge::variants;
 
 /// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
 /// supports are run.
-const DRAWN: usize = 1200;
+const DRAWN: usize = 500;
 
 /// The same of heads.
 const DRAWN_HEADS: usize = 400;
