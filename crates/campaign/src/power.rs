@@ -93,7 +93,10 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
     };
     match gate.output {
         Output::Loss => candidate.loss.iter().map(FloatArray::value).collect(),
-        Output::Logp => of_tokens(&candidate.logp),
+        Output::Logp => {
+            let others = candidate.logp_of_others.iter().flat_map(FloatArray::to_f64);
+            of_tokens(&candidate.logp).into_iter().chain(others).collect()
+        }
         Output::Entropy => of_tokens(&candidate.entropy),
         Output::TokenLoss => of_tokens(&candidate.token_loss),
         _ => P::values(&candidate.gradient),
