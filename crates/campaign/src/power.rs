@@ -34,7 +34,7 @@ const ALIKE: f64 = 0.05;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
 pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
-    BANK.iter().filter(|mutant| P::is_of(mutant.class, packed) && mutant.class.is_reached(spec)).collect()
+    BANK.iter().filter(|mutant| P::is_of(mutant.class) && mutant.class.is_reached(spec, packed)).collect()
 }
 
 /// What a mutant returns, with its verdicts; `None` where it does not compute that.

@@ -116,7 +116,7 @@ impl Tests {
     /// What they say of `mutant`.
     pub fn judge(&self, mutant: &Mutant) -> Cell {
         let specimen = Specimen::with(mutant.bug);
-        let reached = self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec));
+        let reached = self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec, false));
         reached.map(|check| check.judge(&specimen)).max().unwrap_or(Cell::NotExercised)
     }
 
