@@ -10,7 +10,7 @@ import ctypes
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _native
 from ._errors import AssayError, ProblemError
+from ._tape import compute
 
 #: Columns of what is handed over a token.
 COLUMNS = 8
@@ -98,49 +99,6 @@ class Sequences(NamedTuple):
         if self.segment_ids is None:
             return of_each
         return jnp.take_along_axis(of_each, self.segment_ids, 1, mode="promise_in_bounds")
-
-
-# ---- the arithmetic between the logits and their gradient
-
-
-def _select(condition: Array, yes: Array, no: Array) -> Array:
-    return jnp.where(condition, yes, no)
-
-
-_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": jnp.add,
-    "sub": jnp.subtract,
-    "mul": jnp.multiply,
-    "div": jnp.divide,
-    "neg": jnp.negative,
-    "exp": jnp.exp,
-    "exp_m1": jnp.expm1,
-    "ln": jnp.log,
-    "ln_1p": jnp.log1p,
-    "less": jnp.less,
-    "equal": jnp.equal,
-    "and": jnp.logical_and,
-    "or": jnp.logical_or,
-    "select": _select,
-}
-
-
-def compute(
-    tape: Mapping[str, Any], inputs: Mapping[str, Array], row_sum: Callable[[Array], Array] | None = None
-) -> dict[str, Array]:
-    """The outputs of a list of operations, in f32."""
-    values: list[Array] = []
-    for name, operands in tape["operations"]:
-        if name == "input":
-            values.append(inputs[operands])
-        elif name == "constant":
-            values.append(jnp.float32(float(operands)))
-        elif name == "row_sum":
-            assert row_sum is not None
-            values.append(row_sum(values[operands[0]]))
-        else:
-            values.append(_OPERATIONS[name](*(values[operand] for operand in operands)))
-    return {name: values[place] for name, place in tape["outputs"]}
 
 
 # ---- kernels, by implementation
@@ -474,7 +432,7 @@ def token_losses(
     logp, entropy = scores
     given = dict(zip(plan.inputs, inputs), logp=logp, advantages=advantages)
     given.update(weight=weights[..., 0], kl_share=weights[..., 1], row_count=row_sum(jnp.ones_like(advantages)))
-    token = compute(plan.of["loss"], given, row_sum)
+    token = compute(jnp, plan.of["loss"], given, jnp.float32, row_sum)
     every = dict(token, logp=logp, entropy=entropy)
     results = _stacked([jnp.where(mask, jnp.broadcast_to(every[name], mask.shape), 0.0) for name in RESULTS])
     return results, token["grad_logp"]
@@ -507,7 +465,7 @@ def _share(
     local = ids - first
     local = jnp.where((local >= 0) & (local < columns), local, -1)
     statistics = _joined(plan, rate, kernels.statistics(plan, part, local, mask), vocab_axes)
-    softmax = compute(of["softmax"], {**statistics, "rate": rate})
+    softmax = compute(jnp, of["softmax"], {**statistics, "rate": rate}, jnp.float32)
 
     # An id that no device has is no number, where it counts.
     found = local >= 0

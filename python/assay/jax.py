@@ -20,6 +20,7 @@ from . import _native
 from ._errors import AssayError, ProblemError, SpecError
 from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
+from ._tape import logged, row_weights, weighed
 from . import spec as spec_of
 
 __all__ = [
@@ -616,53 +617,25 @@ def _size(axes: Axes) -> int:
 def _weights(plan: Plan, mask: Array, sequences: rows.Sequences, count: float | Array, axes: _Axes) -> Array:
     """`[B,T,3]`, what a token's terms are multiplied by: the loss's, its KL penalty's share and its entropy's. 0 where it is masked, NaN
     where it is of none of the `count` sequences."""
-    tokens_of = sequences.sum(mask.astype(jnp.float32), axes.tokens)
-    batch_alone = axes._replace(tokens=())
-    filled = tokens_of > 0.0
-
-    def weight(divisor: dict[str, Any]) -> Array:
-        total: Array = jnp.ones_like(tokens_of)
-        if divisor["tokens"] == "row":
-            total = tokens_of + divisor["epsilon"]
-        elif divisor["tokens"] == "batch":
-            total = jnp.maximum(batch_alone.total(tokens_of), 1.0) + divisor["epsilon"]
-        number = divisor["number"]
-        if divisor["rows"] == "filled":
-            total = total * jnp.maximum(batch_alone.total(filled.astype(jnp.float32)), 1.0)
-        elif divisor["rows"] == "all":
-            number = number * count
-        return jnp.where(filled, 1.0 / (total * number), 0.0)
-
-    of = plan.of
-    policy = weight(of["policy"])
-    kl_share = jnp.ones_like(policy) if of["kl"] is None else jnp.where(filled, weight(of["kl"]) / policy, 0.0)
-    entropy = jnp.zeros_like(policy) if of["entropy"] is None else -of["entropy_coef"] * weight(of["entropy"])
-    of_tokens = jnp.stack([sequences.spread(weight) for weight in (policy, kl_share, entropy)], -1)
+    counts = sequences.sum(mask.astype(jnp.float32), axes.tokens)
+    of_rows = row_weights(jnp, plan.of, counts, axes._replace(tokens=()).total, count)
+    of_tokens = jnp.stack([sequences.spread(weight) for weight in of_rows], -1)
     if sequences.segment_ids is not None:
         of_tokens = jnp.where(sequences.segment_ids[..., None] > 0, of_tokens, jnp.nan)
     return jnp.where(mask[..., None], of_tokens, 0.0)
 
 
 def _reduced(plan: Plan, results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
-    """The loss. Beside a weight of 0 stands anything, infinities too."""
+    """The loss."""
     _, mask, _, weights, *others = arrays
     _, inputs, _ = rows.apart(plan, others)
-    terms = [results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")]
-    factors = [weights[..., 0], rows.of_entropy(plan, weights, inputs)]
-    weighed = [
-        jnp.where(mask & (factor != 0.0), factor * term, 0.0) for factor, term in zip(factors, terms, strict=True)
-    ]
-    return axes.total(sum(weighed[1:], weighed[0]))
+    terms = {name: results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")}
+    return axes.total(weighed(jnp, mask, terms, weights[..., 0], rows.of_entropy(plan, weights, inputs)))
 
 
 def _metrics(plan: Plan, of: dict[str, Array], mask: Array, axes: _Axes) -> dict[str, Array]:
     count = jnp.maximum(axes.total(mask.astype(jnp.float32)), 1.0)
-    logged = {"entropy_mean": of["entropy"], "ratio_mean": of["ratio"]}
-    if plan.of["has_kl"]:
-        logged["kl_mean"] = of["kl"]
-    low, high = of["clipped_low"], of["clipped_high"]
-    logged.update(clip_low=low, clip_high=high, clip_region=jnp.maximum(low, high))
-    return {name: axes.total(values) / count for name, values in logged.items()}
+    return {name: axes.total(values) / count for name, values in logged(jnp, plan.of, of).items()}
 
 
 # ---- arguments
