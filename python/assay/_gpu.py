@@ -268,9 +268,15 @@ class _Batch:
         for name, source in zip(plan["inputs"], plan["sources"], strict=True):
             if name in settled:
                 inputs[name] = arrays.upload(settled[name])
+            elif name == "rate":
+                inputs[name], unlike = _rates(arrays, plan, given.get(source), sequences, mask)
+                wrong = wrong | unlike
             else:
                 inputs[name], unlike = _input(arrays, source, given.get(source), per_token)
                 wrong = wrong if unlike is None else wrong | unlike
+        if "rate" in inputs:
+            # As the kernels have it.
+            inputs["rate"] = arrays.cast(arrays.cast(inputs["rate"], "f32"), "f64")
         if "dentropy" in inputs:
             entropy = entropy * on.where(mask, inputs["dentropy"], 0.0)
         return cls(
@@ -310,6 +316,24 @@ def _input(arrays: Arrays, field: str, array: Array | None, shape: tuple[int, in
     return arrays.cast(array, "f64"), None
 
 
+def _rates(
+    arrays: Arrays, plan: Mapping[str, Any], array: Array | None, sequences: Any, mask: Array
+) -> tuple[Array, Array]:
+    """What gaps of each token are multiplied by, and whose temperatures are none."""
+    on, shape = arrays.on, [int(extent) for extent in mask.shape]
+    if array is None:
+        raise ProblemError(f"`temperature`: not given, expected shape {shape} because the spec has `temperature: given`")
+    _expect_dtype(arrays, "temperature", array, _FLOATS)
+    given, count = [int(extent) for extent in array.shape], sequences.count
+    if given not in (shape, [count], [count, 1]):
+        raise ProblemError(f"`temperature`: got shape {given}, expected {shape} or {[count, 1]}")
+    of_tokens = arrays.cast(array, "f64")
+    if given != shape:
+        of_tokens = sequences.spread(of_tokens.reshape(-1))
+    fits = (of_tokens > 0.0) & (of_tokens < math.inf)
+    return on.where(mask, plan["rate"] / on.where(fits, of_tokens, math.nan), 1.0), ~fits
+
+
 def _advantages(arrays: Arrays, array: Array, sequences: Any, per_token: tuple[int, int], of_tokens: bool) -> Array:
     _expect_dtype(arrays, "advantages", array, _FLOATS)
     if tuple(array.shape) == (sequences.count,):
@@ -333,11 +357,12 @@ def _enqueue(
     logits: Array,
     targets: _Targets,
     plan: Mapping[str, Any],
+    rates: Array | None,
     others: Mapping[str, Array],
     dlogits: Array | None = None,
 ) -> None:
     """Enqueues a kernel on `[B,T,V]` of logits, at once where the rows of all sequences follow each other, else sequence by
-    sequence. `others` are arrays of a row a token."""
+    sequence. `rates` are what gaps of tokens are multiplied by, where they have their own; `others` are arrays of a row a token."""
     batch, tokens, vocab = (int(extent) for extent in logits.shape)
     on, size = arrays.on, _SIZES[arrays.dtype(logits)]
     strides = [_strides(arrays, "logits", logits)]
@@ -348,10 +373,11 @@ def _enqueue(
     # Each piece of these begins at a multiple of 16 bytes too.
     of_rows = {"ids": targets.ids}
     name, numbers = plan["numbers"]
-    whole = {
-        name: on.stack([arrays.full((), number, "f32") for number in numbers]),
-        "columns": arrays.full((1,), vocab, "i32"),
-    }
+    whole = {"columns": arrays.full((1,), vocab, "i32")}
+    if numbers:
+        whole[name] = on.stack([arrays.full((), number, "f32") for number in numbers])
+    if rates is not None:
+        of_rows["rate"] = arrays.cast(rates, "f32")
     if targets.biases is not None:
         whole["column_bias"], of_rows["target_bias"] = targets.biases
     by_row = {name: _padded(arrays, array.reshape(pieces, rows)) for name, array in of_rows.items()}
@@ -407,9 +433,9 @@ def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | N
         normalizer = normalizer / of_spec
     targets = _Targets(arrays, _of(spec, given, tokens), given["ids"], given.get("bias"), shape)
     of = _Batch.of(arrays, spec, shape, given, targets, normalizer)
-    plan, mask = of.plan, of.mask
+    plan, mask, rates = of.plan, of.mask, of.inputs.get("rate")
     statistics = arrays.empty((batch * tokens, COLUMNS), "f32")
-    _enqueue(arrays, spec, "statistics", False, logits, targets, plan, {"statistics": statistics})
+    _enqueue(arrays, spec, "statistics", False, logits, targets, plan, rates, {"statistics": statistics})
     wide = arrays.cast(statistics, "f64").reshape(batch, tokens, COLUMNS)
     columns = {
         name: wide[..., i] * -math.log(2.0) if "weighted" in name else wide[..., i] for i, name in enumerate(_STATISTICS)
@@ -421,7 +447,7 @@ def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | N
     def row_sum(values: Array) -> Array:
         return of.sequences.spread(of.sequences.sums(on.where(mask, values, 0.0)))
 
-    softmax = compute(on, plan["softmax"], columns, constant)
+    softmax = compute(on, plan["softmax"], {**columns, "rate": rates}, constant)
     logp = on.where(of.wrong, math.nan, softmax["logp"])
     row_count = row_sum(on.ones_like(logp))
     inputs = {
@@ -443,13 +469,13 @@ def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | N
     count = on.where(count > 1.0, count, 1.0)
     means = {name: values.sum() / count for name, values in logged(on, plan, every).items()}
     means.setdefault("kl_mean", constant(0.0))
-    inverse = plan["inverse_temperature"]
+    inverse = plan["inverse_temperature"] if rates is None else rates
     kept = (
         columns["max"],
         token["grad_logp"],
         inverse / softmax["sum"],
         softmax["others"],
-        on.ones_like(logp),
+        on.ones_like(logp) if rates is None else rates,
         of.entropy,
         inverse / softmax["entropy_sum"],
         softmax["mean_gap"],
@@ -478,15 +504,18 @@ def gradient(
     on, shape = arrays.on, _expect_logits(arrays, logits)
     plan = _of(spec, given, shape[1])
     targets = _Targets(arrays, plan, given["ids"], given.get("bias"), shape)
-    max, grad_logp, by_sum, others, counts, entropy, by_entropy_sum, mean_gap = (kept[:, i] for i in range(COLUMNS))
-    mask = counts > 0.0
+    max, grad_logp, by_sum, others, rates, entropy, by_entropy_sum, mean_gap = (kept[:, i] for i in range(COLUMNS))
+    # A temperature that is none has left a NaN.
+    mask = rates != 0.0
 
     def beside(weight: Array, cotangent: Array | None) -> Array:
         of_loss = weight * (0.0 if sent[0] is None else arrays.cast(sent[0], "f64"))
         return of_loss if cotangent is None else of_loss + arrays.cast(cotangent, "f64").reshape(-1)
 
-    scales = [max, -beside(grad_logp, sent[1]) * by_sum, others, counts, beside(entropy, sent[2]) * by_entropy_sum, mean_gap]
+    one = on.ones_like(max)
+    scales = [max, -beside(grad_logp, sent[1]) * by_sum, others, one, beside(entropy, sent[2]) * by_entropy_sum, mean_gap]
     columns = [on.where(mask, scale, 0.0) for scale in scales]
     nothing = on.zeros_like(max)
     stacked = arrays.cast(on.stack([*columns, nothing, nothing], -1), "f32")
-    _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, {"scales": stacked}, dlogits)
+    own = rates if "rate" in plan["inputs"] else None
+    _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, own, {"scales": stacked}, dlogits)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _native
 from ._errors import AssayError, ProblemError
+from ._tape import compute
 
 #: Columns of what is handed over a token.
 COLUMNS = 8
@@ -64,6 +65,11 @@ class Plan:
         """The per-token arrays beside ids, mask and advantages."""
         return tuple(self.of["inputs"])
 
+    def rate(self, inputs: Sequence[Array]) -> Array | float:
+        """What gaps from the maximum are multiplied by in the softmax that entropy is of: a number, or of each token, `[B,T]`."""
+        of_tokens = dict(zip(self.inputs, inputs)).get("rate")
+        return self.of["inverse_temperature"] if of_tokens is None else of_tokens
+
     @functools.cached_property
     def biased(self) -> bool:
         """Whether an array of columns comes after those: a bias."""
@@ -95,49 +101,6 @@ class Sequences(NamedTuple):
         return jnp.take_along_axis(of_each, self.segment_ids, 1, mode="promise_in_bounds")
 
 
-# ---- the arithmetic between the logits and their gradient
-
-
-def _select(condition: Array, yes: Array, no: Array) -> Array:
-    return jnp.where(condition, yes, no)
-
-
-_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": jnp.add,
-    "sub": jnp.subtract,
-    "mul": jnp.multiply,
-    "div": jnp.divide,
-    "neg": jnp.negative,
-    "exp": jnp.exp,
-    "exp_m1": jnp.expm1,
-    "ln": jnp.log,
-    "ln_1p": jnp.log1p,
-    "less": jnp.less,
-    "equal": jnp.equal,
-    "and": jnp.logical_and,
-    "or": jnp.logical_or,
-    "select": _select,
-}
-
-
-def compute(
-    tape: Mapping[str, Any], inputs: Mapping[str, Array], row_sum: Callable[[Array], Array] | None = None
-) -> dict[str, Array]:
-    """The outputs of a list of operations, in f32."""
-    values: list[Array] = []
-    for name, operands in tape["operations"]:
-        if name == "input":
-            values.append(inputs[operands])
-        elif name == "constant":
-            values.append(jnp.float32(float(operands)))
-        elif name == "row_sum":
-            assert row_sum is not None
-            values.append(row_sum(values[operands[0]]))
-        else:
-            values.append(_OPERATIONS[name](*(values[operand] for operand in operands)))
-    return {name: values[place] for name, place in tape["outputs"]}
-
-
 # ---- kernels, by implementation
 
 
@@ -147,8 +110,19 @@ class Part(NamedTuple):
     logits: Array
     #: Of its columns, among the vocabulary's.
     first: Array | int
+    #: As of `Plan`.
+    rate: Array | float
     #: Of its columns, where the spec has one.
     bias: Array | None
+
+    @property
+    def rates(self) -> tuple[Array, ...]:
+        """The rate, where tokens have their own."""
+        return () if isinstance(self.rate, float) else (self.rate,)
+
+    @property
+    def rate_of_columns(self) -> Array | float:
+        return self.rates[0][..., None] if self.rates else self.rate
 
 
 class Xla:
@@ -174,18 +148,18 @@ class Xla:
         max = jnp.maximum(x.max(-1), jnp.finfo(jnp.float32).min)
         gap = Xla._gaps(logits, max)
 
-        def sums(inverse: float) -> list[Array]:
+        def sums(inverse: Array | float) -> list[Array]:
             e = jnp.where(hit, 0.0, jnp.exp(-gap * inverse))
             return [e.sum(-1), jnp.where(e == 0.0, 0.0, e * gap * inverse).sum(-1)]
 
-        columns = [max, jnp.where(hit, x, 0.0).sum(-1), *sums(of["inverse_temperature"])]
+        columns = [max, jnp.where(hit, x, 0.0).sum(-1), *sums(part.rate_of_columns)]
         if of["two_softmaxes"]:
             columns += sums(of["logp_inverse_temperature"])
         return _stacked(columns)
 
     @staticmethod
     def gradient(plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
-        of, logits, inverse = plan.of, part.logits, plan.of["inverse_temperature"]
+        of, logits, inverse = plan.of, part.logits, part.rate_of_columns
         max, share, others, mask, bonus, mean_gap = (scales[..., i] for i in range(6))
         hit = Xla._hits(logits, ids)
         gap = Xla._gaps(logits, max)
@@ -237,7 +211,7 @@ class Native:
 
     @staticmethod
     def _columns(part: Part) -> tuple[Array, ...]:
-        return (jnp.int32(part.first), *([] if part.bias is None else [part.bias]))
+        return (jnp.int32(part.first), *part.rates, *([] if part.bias is None else [part.bias]))
 
     @staticmethod
     def loss(plan: Plan, part: Part, sequences: Sequences, *tokens: Array) -> tuple[Array, Array]:
@@ -273,10 +247,11 @@ class _Emitted:
         return cls._stored(logits.reshape(1, -1, logits.shape[-1]))
 
     @classmethod
-    def _operands(cls, plan: Plan, logits: Array, ids: Array) -> list[Array]:
-        inverse = jnp.full(1, plan.of["inverse_temperature"], jnp.float32)
-        columns = jnp.full(1, logits.shape[-1], jnp.int32)
-        return [inverse, columns, cls._rows(logits), ids.reshape(1, -1, 1)]
+    def _operands(cls, part: Part, ids: Array) -> list[Array]:
+        inverse = [] if part.rates else [jnp.full(1, part.rate, jnp.float32)]
+        columns = jnp.full(1, part.logits.shape[-1], jnp.int32)
+        of_tokens = (array.reshape(1, -1, 1) for array in (ids, *part.rates))
+        return [*inverse, columns, cls._rows(part.logits), *of_tokens]
 
     @staticmethod
     def _stored(rows: Array) -> Array:
@@ -289,7 +264,7 @@ class _Emitted:
     @classmethod
     def statistics(cls, plan: Plan, part: Part, ids: Array, mask: Array) -> Array:
         kernel = cls._kernels(plan, part.logits)["statistics"]
-        operands = cls._operands(plan, part.logits, ids)
+        operands = cls._operands(part, ids)
         result = _like((1, ids.size, COLUMNS), jnp.float32, *operands)
         statistics = cls._called(kernel, [result], operands)[0].reshape(*ids.shape, COLUMNS)
         in_nats = [statistics[..., i] * (-math.log(2) if "weighted" in name else 1.0) for i, name in enumerate(STATISTICS)]
@@ -298,8 +273,8 @@ class _Emitted:
     @classmethod
     def gradient(cls, plan: Plan, part: Part, ids: Array, scales: Array) -> Array:
         kernel = cls._kernels(plan, part.logits)["gradient"]
-        operands = [*cls._operands(plan, part.logits, ids), scales.reshape(1, -1, COLUMNS)]
-        result = _like(operands[2].shape, operands[2].dtype, *operands)
+        rows, operands = cls._rows(part.logits), [*cls._operands(part, ids), scales.reshape(1, -1, COLUMNS)]
+        result = _like(rows.shape, rows.dtype, *operands)
         return cls._like_logits(cls._called(kernel, [result], operands)[0], part.logits)
 
     @staticmethod
@@ -412,7 +387,7 @@ def _stacked(columns: Sequence[Array], width: int = COLUMNS) -> Array:
     return jnp.stack([*columns, *nothing], -1)
 
 
-def _joined(plan: Plan, statistics: Array, vocab_axes: Axes) -> dict[str, Array]:
+def _joined(plan: Plan, rate: Array | float, statistics: Array, vocab_axes: Axes) -> dict[str, Array]:
     """Statistics of whole rows, from those of every device's part."""
     of = {name: statistics[..., i] for i, name in enumerate(STATISTICS)}
     if not vocab_axes:
@@ -420,7 +395,7 @@ def _joined(plan: Plan, statistics: Array, vocab_axes: Axes) -> dict[str, Array]
     max = lax.pmax(of["max"], vocab_axes)
     rise = jnp.minimum(max - of["max"], FARTHEST)
     joined = {"max": max, "target_logit": lax.psum(of["target_logit"], vocab_axes)}
-    softmaxes = [("", plan.of["inverse_temperature"])]
+    softmaxes = [("", rate)]
     if plan.of["two_softmaxes"]:
         softmaxes.append(("logp_", plan.of["logp_inverse_temperature"]))
     for prefix, inverse in softmaxes:
@@ -457,7 +432,7 @@ def token_losses(
     logp, entropy = scores
     given = dict(zip(plan.inputs, inputs), logp=logp, advantages=advantages)
     given.update(weight=weights[..., 0], kl_share=weights[..., 1], row_count=row_sum(jnp.ones_like(advantages)))
-    token = compute(plan.of["loss"], given, row_sum)
+    token = compute(jnp, plan.of["loss"], given, jnp.float32, row_sum)
     every = dict(token, logp=logp, entropy=entropy)
     results = _stacked([jnp.where(mask, jnp.broadcast_to(every[name], mask.shape), 0.0) for name in RESULTS])
     return results, token["grad_logp"]
@@ -480,7 +455,8 @@ def _share(
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
     sequences, inputs, bias = apart(plan, others)
-    part = Part(logits, first, *bias)
+    rate = plan.rate(inputs)
+    part = Part(logits, first, rate, *bias)
     if backward and not vocab_axes and not (of["couples_rows"] and token_axes):
         evaluated = kernels.loss(plan, part, sequences, ids, mask, advantages, weights, *inputs)
         if evaluated is not None:
@@ -488,8 +464,8 @@ def _share(
 
     local = ids - first
     local = jnp.where((local >= 0) & (local < columns), local, -1)
-    statistics = _joined(plan, kernels.statistics(plan, part, local, mask), vocab_axes)
-    softmax = compute(of["softmax"], statistics)
+    statistics = _joined(plan, rate, kernels.statistics(plan, part, local, mask), vocab_axes)
+    softmax = compute(jnp, of["softmax"], {**statistics, "rate": rate}, jnp.float32)
 
     # An id that no device has is no number, where it counts.
     found = local >= 0
@@ -500,9 +476,8 @@ def _share(
     if not backward:
         return (results,)
 
-    inverse = of["inverse_temperature"]
-    share = -grad_logp * inverse / softmax["sum"]
-    bonus = of_entropy(plan, weights, inputs) * inverse / softmax["entropy_sum"]
+    share = -grad_logp * rate / softmax["sum"]
+    bonus = of_entropy(plan, weights, inputs) * rate / softmax["entropy_sum"]
     counts = mask.astype(jnp.float32)
     scales = [statistics["max"], share, softmax["others"], counts, bonus, softmax["mean_gap"]]
     return results, kernels.gradient(plan, part, local, _stacked([jnp.where(mask, scale, 0.0) for scale in scales]))

@@ -20,6 +20,7 @@ from . import _native
 from ._errors import AssayError, ProblemError, SpecError
 from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
+from ._tape import logged, row_weights, weighed
 from . import spec as spec_of
 
 __all__ = [
@@ -65,6 +66,7 @@ def grpo_loss(
     bias: Array | None = None,
     cu_seqlens: Array | None = None,
     segment_ids: Array | None = None,
+    temperature: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     implementation: str | None = None,
@@ -94,6 +96,9 @@ def grpo_loss(
             what is told of tokens and returned of them is then `[N]`.
         segment_ids: `[1,N]` or `[N]`, integers, in place of it: 1, 2, … in order, 0 for padding. There are as many sequences as
             advantages, or as the highest id says where those are told of tokens, as N of them are with logits `[N,V]`.
+        temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
+            option is; a `Spec` has `temperature: given`. Packed `[S]`, `[S,1]` or `[1,N]`, the last `[N]` with logits `[N,V]`. It has no
+            gradient.
         spec: of `assay.spec`, or a project's name; plain PPO-clip if none is given.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
@@ -109,13 +114,14 @@ def grpo_loss(
 
     Raises:
         SpecError: the spec is none, or has what no kernel of these computes.
-        ProblemError: an array does not fit; where they are known, as under `jit` they are not, also the values of `cu_seqlens` and
-            `segment_ids`. An unmasked token of no sequence is else a NaN in the loss, or an error of `native`'s.
+        ProblemError: an array does not fit; where they are known, as under `jit` they are not, also the values of `cu_seqlens`,
+            `segment_ids` and `temperature`. An unmasked token of no sequence, or of a temperature that is no finite number > 0, is
+            else a NaN in the loss, or an error of `native`'s.
         AssayError: the implementation is not there, or another argument is none.
     """
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    tokens = _Tokens(ids, mask, advantages, given, cu_seqlens, segment_ids)
+    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
     logits, tokens, flat = _in_a_row(logits, tokens)
     _expect_logits(logits, tokens.ids)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, logits.shape[2])
@@ -135,6 +141,7 @@ def grpo_loss_of_hidden(
     bias: Array | None = None,
     cu_seqlens: Array | None = None,
     segment_ids: Array | None = None,
+    temperature: Array | None = None,
     spec: Spec | str | None = None,
     loss_scale: float | Array = 1.0,
     chunk: int = 256,
@@ -164,7 +171,7 @@ def grpo_loss_of_hidden(
     """
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
-    tokens = _Tokens(ids, mask, advantages, given, cu_seqlens, segment_ids)
+    tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
     hidden, tokens, flat = _in_a_row(hidden, tokens)
     part = _chunk(hidden, lm_head, tokens.ids, chunk, logits_dtype)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, lm_head.shape[1])
@@ -178,6 +185,7 @@ def logp_and_entropy(
     *,
     mask: Array | None = None,
     bias: Array | None = None,
+    temperature: Array | None = None,
     spec: Spec | str | None = None,
     implementation: str | None = None,
     target: str | None = None,
@@ -192,7 +200,7 @@ def logp_and_entropy(
     """
     axes = _Axes.of(None, None, vocab_axis)
     _expect_logits(logits, ids)
-    plan, tokens = _scoring(axes, ids, mask, bias, logits.shape[2], spec, implementation, target)
+    plan, tokens = _scoring(axes, ids, mask, temperature, bias, logits.shape[2], spec, implementation, target)
     return _scores(plan, axes, logits, *tokens)  # type: ignore[no-any-return]
 
 
@@ -203,6 +211,7 @@ def logp_and_entropy_of_hidden(
     *,
     mask: Array | None = None,
     bias: Array | None = None,
+    temperature: Array | None = None,
     spec: Spec | str | None = None,
     chunk: int = 256,
     logits_dtype: Any = None,
@@ -216,7 +225,7 @@ def logp_and_entropy_of_hidden(
     """
     part = _chunk(hidden, lm_head, ids, chunk, logits_dtype)
     axes = _Axes.of(None, None, vocab_axis)
-    plan, tokens = _scoring(axes, ids, mask, bias, lm_head.shape[1], spec, implementation, target)
+    plan, tokens = _scoring(axes, ids, mask, temperature, bias, lm_head.shape[1], spec, implementation, target)
     return _head_scores(plan, axes, part, hidden, lm_head, *tokens)  # type: ignore[no-any-return]
 
 
@@ -225,6 +234,7 @@ def gather_logp(
     ids: Array,
     *,
     mask: Array | None = None,
+    temperature: Array | None = None,
     spec: Spec | str | None = None,
     implementation: str | None = None,
     target: str | None = None,
@@ -247,29 +257,33 @@ def gather_logp(
         raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected [B,T,K] with K ≥ 1")
     axes = _Axes.of(None, None, vocab_axis)
     _expect_logits(logits, ids[..., 0])
-    plan, (_, counts) = _scoring(axes, ids[..., 0], mask, None, logits.shape[2], spec, implementation, target)
-    read = _spec(spec).to_dict()
+    tokens = ids[..., 0], mask, temperature, None
+    plan, (_, *of_tokens) = _scoring(axes, *tokens, logits.shape[2], spec, implementation, target)
+    read = plan.spec.to_dict()
     if read["support"]["vocab"] is not None or read["support"]["excluded_ids"]:
         raise SpecError(f"`support`: got {read['support']}, expected the whole vocabulary")
     divides = 1.0 if read["temperature_divides"] == "logits" else read["temperature"]
     change = _Change(read["logits"]["scale"], read["logits"]["softcap"], read["temperature"], divides)
-    return _gathered(plan, axes, change, logits, ids.astype(jnp.int32), counts)
+    return _gathered(plan, axes, change, logits, ids.astype(jnp.int32), *of_tokens)
 
 
 def _scoring(
     axes: _Axes,
     ids: Array,
     mask: Array | None,
+    temperature: Array | None,
     bias: Array | None,
     columns: int,
     spec: Spec | str | None,
     implementation: str | None,
     target: str | None,
 ) -> tuple[Plan, tuple[Array, ...]]:
-    """What scores tokens, and ids, mask and where there is one the bias as it takes them."""
-    plan = Plan(_of_logp(_spec(spec)), ids.shape[1], None, *_implementation(implementation, target))
+    """What scores tokens, and ids, mask and where there are such their rates and the bias as it takes them."""
+    plan = Plan(_of_logp(_spec(spec, temperature)), ids.shape[1], None, *_implementation(implementation, target))
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
-    return plan, (ids.astype(jnp.int32), counts, *(lax.stop_gradient(array) for array in _bias(plan, bias, columns)))
+    of_tokens = [_of_tokens(array, ids.shape) for array in _temperature(plan, temperature, counts, None)]
+    arrays = (*(_rate(plan, array, counts) for array in of_tokens), *_bias(plan, bias, columns))
+    return plan, (ids.astype(jnp.int32), counts, *(lax.stop_gradient(array) for array in arrays))
 
 
 def _of_logp(spec: Spec) -> Spec:
@@ -347,8 +361,8 @@ _head_loss.defvjp(_head_forward, _head_backward)
 
 def _sent(of_tokens: tuple[Array, ...], dlogp: Array, dentropy: Array) -> tuple[Array, ...]:
     """The arrays of a loss that is the sum of logp and entropy times these."""
-    ids, mask, *bias = of_tokens
-    return ids, mask, -dlogp, jnp.ones((*ids.shape, 3), jnp.float32), dentropy, *bias
+    ids, mask, *others = of_tokens
+    return ids, mask, -dlogp, jnp.ones((*ids.shape, 3), jnp.float32), dentropy, *others
 
 
 def _unsent(of_tokens: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -380,8 +394,13 @@ class _Change(NamedTuple):
 
     scale: float
     softcap: float | None
-    temperature: float
+    #: Or `given`.
+    temperature: float | str
     logp_times: float
+
+    def divisor(self, plan: Plan, rates: tuple[Array, ...]) -> Array | float:
+        """The temperature, of each token's ids where it is given."""
+        return plan.of["rate"] / rates[0][..., None] if rates else self.temperature
 
 
 class _Gathered(NamedTuple):
@@ -397,7 +416,7 @@ class _Gathered(NamedTuple):
     below: Array
 
     @classmethod
-    def of(cls, axes: _Axes, change: _Change, logits: Array, ids: Array, mask: Array) -> _Gathered:
+    def of(cls, axes: _Axes, change: _Change, temperature: Array | float, logits: Array, ids: Array, mask: Array) -> _Gathered:
         local = ids - lax.axis_index(axes.vocab) * logits.shape[2] if axes.vocab else ids
         here = mask[..., None] & (local >= 0) & (local < logits.shape[2])
         columns = jnp.where(here, local, logits.shape[2])
@@ -410,14 +429,14 @@ class _Gathered(NamedTuple):
             taken = change.softcap * jnp.tanh(taken / change.softcap)
         most = taken.max(2, keepdims=True)
         likeliest = jnp.take_along_axis(ids, taken.argmax(2, keepdims=True), axis=2)[..., 0]
-        below = jnp.where(taken == most, 0.0, (most - taken) / change.temperature)
+        below = jnp.where(taken == most, 0.0, (most - taken) / temperature)
         return cls(columns, taken, slopes, likeliest, below)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(plan: Plan, axes: _Axes, change: _Change, logits: Array, ids: Array, mask: Array) -> Array:
-    of = _Gathered.of(axes, change, logits, ids, mask)
-    (results,) = rows.evaluate(plan, False, axes.manual, logits, *_unsent((of.likeliest, mask)))
+def _gathered(plan: Plan, axes: _Axes, change: _Change, logits: Array, ids: Array, mask: Array, *rates: Array) -> Array:
+    of = _Gathered.of(axes, change, change.divisor(plan, rates), logits, ids, mask)
+    (results,) = rows.evaluate(plan, False, axes.manual, logits, *_unsent((of.likeliest, mask, *rates)))
     return jnp.where(mask[..., None], results[..., :1] - of.below, 0.0)
 
 
@@ -427,20 +446,21 @@ def _gathered_forward(plan: Plan, axes: _Axes, change: _Change, *arrays: Array) 
 
 def _gathered_backward(
     plan: Plan, axes: _Axes, change: _Change, kept: tuple[Array, ...], dlogp: Array
-) -> tuple[Array, None, None]:
-    logits, ids, mask = kept
-    of = _Gathered.of(axes, change, logits, ids, mask)
+) -> tuple[Array | None, ...]:
+    logits, ids, mask, *rates = kept
+    temperature = change.divisor(plan, tuple(rates))
+    of = _Gathered.of(axes, change, temperature, logits, ids, mask)
     dlogp = jnp.where(mask[..., None], dlogp, 0.0)
-    sent = _sent((of.likeliest, mask), dlogp.sum(2), jnp.zeros(mask.shape, jnp.float32))
+    sent = _sent((of.likeliest, mask, *rates), dlogp.sum(2), jnp.zeros(mask.shape, jnp.float32))
     results, dlogits = rows.evaluate(plan, True, axes.manual, logits, *sent)
     log_p = (results[..., :1] - of.below) * change.logp_times
     same = ids[..., :, None] == ids[..., None, :]
     own = jnp.where(same, dlogp[..., None, :], 0.0).sum(3)
     rest = jnp.where(same, 0.0, dlogp[..., None, :]).sum(3)
-    columns = (-own * jnp.expm1(log_p) - rest * jnp.exp(log_p)) * of.slopes / change.temperature
+    columns = (-own * jnp.expm1(log_p) - rest * jnp.exp(log_p)) * of.slopes / temperature
     batch, tokens, _ = jnp.ogrid[: ids.shape[0], : ids.shape[1], : ids.shape[2]]
     dlogits = dlogits.at[batch, tokens, of.columns].set(columns.astype(dlogits.dtype), mode="drop")
-    return dlogits, None, None
+    return dlogits, *[None] * (2 + len(rates))
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -531,7 +551,8 @@ def _sweep_twice(
     ids, mask, advantages, weights, *others = arrays
     _, inputs, bias = rows.apart(plan, others)
     scored = dataclasses.replace(plan, spec=_of_logp(plan.spec), packed=None)
-    of_tokens = (ids, mask, *bias[: int(plan.biased)])
+    rates = (array for name, array in zip(plan.inputs, inputs) if name == "rate")
+    of_tokens = (ids, mask, *rates, *bias[: int(plan.biased)])
     scores, *nothing = _sweep(scored, axes, chunk, False, hidden, lm_head, _unsent(of_tokens))
 
     def between(*arrays: Array) -> tuple[Array, Array]:
@@ -596,53 +617,25 @@ def _size(axes: Axes) -> int:
 def _weights(plan: Plan, mask: Array, sequences: rows.Sequences, count: float | Array, axes: _Axes) -> Array:
     """`[B,T,3]`, what a token's terms are multiplied by: the loss's, its KL penalty's share and its entropy's. 0 where it is masked, NaN
     where it is of none of the `count` sequences."""
-    tokens_of = sequences.sum(mask.astype(jnp.float32), axes.tokens)
-    batch_alone = axes._replace(tokens=())
-    filled = tokens_of > 0.0
-
-    def weight(divisor: dict[str, Any]) -> Array:
-        total: Array = jnp.ones_like(tokens_of)
-        if divisor["tokens"] == "row":
-            total = tokens_of + divisor["epsilon"]
-        elif divisor["tokens"] == "batch":
-            total = jnp.maximum(batch_alone.total(tokens_of), 1.0) + divisor["epsilon"]
-        number = divisor["number"]
-        if divisor["rows"] == "filled":
-            total = total * jnp.maximum(batch_alone.total(filled.astype(jnp.float32)), 1.0)
-        elif divisor["rows"] == "all":
-            number = number * count
-        return jnp.where(filled, 1.0 / (total * number), 0.0)
-
-    of = plan.of
-    policy = weight(of["policy"])
-    kl_share = jnp.ones_like(policy) if of["kl"] is None else jnp.where(filled, weight(of["kl"]) / policy, 0.0)
-    entropy = jnp.zeros_like(policy) if of["entropy"] is None else -of["entropy_coef"] * weight(of["entropy"])
-    of_tokens = jnp.stack([sequences.spread(weight) for weight in (policy, kl_share, entropy)], -1)
+    counts = sequences.sum(mask.astype(jnp.float32), axes.tokens)
+    of_rows = row_weights(jnp, plan.of, counts, axes._replace(tokens=()).total, count)
+    of_tokens = jnp.stack([sequences.spread(weight) for weight in of_rows], -1)
     if sequences.segment_ids is not None:
         of_tokens = jnp.where(sequences.segment_ids[..., None] > 0, of_tokens, jnp.nan)
     return jnp.where(mask[..., None], of_tokens, 0.0)
 
 
 def _reduced(plan: Plan, results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
-    """The loss. Beside a weight of 0 stands anything, infinities too."""
+    """The loss."""
     _, mask, _, weights, *others = arrays
     _, inputs, _ = rows.apart(plan, others)
-    terms = [results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")]
-    factors = [weights[..., 0], rows.of_entropy(plan, weights, inputs)]
-    weighed = [
-        jnp.where(mask & (factor != 0.0), factor * term, 0.0) for factor, term in zip(factors, terms, strict=True)
-    ]
-    return axes.total(sum(weighed[1:], weighed[0]))
+    terms = {name: results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")}
+    return axes.total(weighed(jnp, mask, terms, weights[..., 0], rows.of_entropy(plan, weights, inputs)))
 
 
 def _metrics(plan: Plan, of: dict[str, Array], mask: Array, axes: _Axes) -> dict[str, Array]:
     count = jnp.maximum(axes.total(mask.astype(jnp.float32)), 1.0)
-    logged = {"entropy_mean": of["entropy"], "ratio_mean": of["ratio"]}
-    if plan.of["has_kl"]:
-        logged["kl_mean"] = of["kl"]
-    low, high = of["clipped_low"], of["clipped_high"]
-    logged.update(clip_low=low, clip_high=high, clip_region=jnp.maximum(low, high))
-    return {name: axes.total(values) / count for name, values in logged.items()}
+    return {name: axes.total(values) / count for name, values in logged(jnp, plan.of, of).items()}
 
 
 # ---- arguments
@@ -655,6 +648,7 @@ class _Tokens(NamedTuple):
     mask: Array
     advantages: Array
     given: dict[str, Array | None]
+    temperature: Array | None
     cu_seqlens: Array | None
     segment_ids: Array | None
 
@@ -671,8 +665,8 @@ class _Tokens(NamedTuple):
         # As many sequences as tokens have theirs.
         of_sequences = self.cu_seqlens is not None and self.cu_seqlens.shape == (length + 1,)
         advantages = self.advantages if of_sequences else row(self.advantages)
-        given = {name: row(array) for name, array in self.given.items()}
-        return self._replace(ids=row(self.ids), mask=row(self.mask), advantages=advantages, given=given)
+        arrays = {name: row(getattr(self, name)) for name in ("ids", "mask", "temperature")}
+        return self._replace(**arrays, advantages=advantages, given={name: row(array) for name, array in self.given.items()})
 
 
 def _in_a_row(array: Array, tokens: _Tokens) -> tuple[Array, _Tokens, bool]:
@@ -768,23 +762,27 @@ class _Batch(NamedTuple):
         mask = _mask(tokens.mask, shape)
         packing = _Packing.of(tokens, mask, axes) if tokens.packed else None
         most = None if packing is None else packing.most
-        plan = Plan(_spec(spec), shape[1] * _size(axes.tokens), most, *_implementation(implementation, target))
-        inputs = [_per_token(name, tokens.given.get(name), shape) for name in plan.inputs]
+        plan = Plan(_spec(spec, tokens.temperature), shape[1] * _size(axes.tokens), most, *_implementation(implementation, target))
+        inputs = [_per_token(name, tokens.given.get(name), shape) for name in plan.inputs if name != "rate"]
+        given = (_advantages(tokens.advantages, shape, most), *_temperature(plan, tokens.temperature, mask, most))
 
-        def by_sequence(mask: Array, advantages: Array, *packed: Array) -> tuple[Array, ...]:
+        def by_sequence(mask: Array, given: tuple[Array, ...], *packed: Array) -> tuple[Array, ...]:
             if packing is None:
                 sequences, count = rows.Sequences(None, None), shape[0] * _size(axes.batch)
-                spread = jnp.broadcast_to(advantages if advantages.ndim == 2 else advantages[:, None], shape)
             else:
                 sequences, count = packing.sequences(packed[0], shape[1], axes)
-                spread = advantages if advantages.ndim == 2 else sequences.spread(jnp.pad(advantages, (1, 0))[None])
+            advantages, *temperatures = (_of_tokens(array, shape, sequences) for array in given)
             weights = _weights(plan, mask, sequences, count, axes)
-            return (spread, weights) if packing is None else (spread, weights, sequences.segment_ids)
+            of_packing = [] if sequences.segment_ids is None else [sequences.segment_ids]
+            return advantages, weights, *(_rate(plan, array, mask) for array in temperatures), *of_packing
 
         packed = [] if packing is None else [jnp.asarray(tokens.segment_ids if packing.by_ids else tokens.cu_seqlens, jnp.int32)]
-        settle = rows.automatic(by_sequence, mask, (2, 3, *[2] * len(packed)))
-        settled = settle(mask, _advantages(tokens.advantages, shape, most), *packed)
-        arrays = (tokens.ids.astype(jnp.int32), mask, *settled, *inputs, *_bias(plan, bias, columns))
+        settle = rows.automatic(by_sequence, mask, (2, 3, *[2] * (len(given) - 1 + len(packed))))
+        advantages, weights, *settled = settle(mask, given, *packed)
+        rates, segment_ids = settled[: len(given) - 1], settled[len(given) - 1 :]
+        # The rate is the last of the inputs.
+        of_tokens = (advantages, weights, *segment_ids, *inputs, *rates)
+        arrays = (tokens.ids.astype(jnp.int32), mask, *of_tokens, *_bias(plan, bias, columns))
         return cls(plan, axes, tuple(lax.stop_gradient(array) for array in arrays))
 
     def logged(self, loss: Array, results: Array, flat: bool) -> GrpoLoss:
@@ -815,13 +813,20 @@ def _scale(given: float | Array) -> Array:
     return lax.stop_gradient(scale)
 
 
-def _spec(given: Any) -> Spec:
+def _spec(given: Any, temperature: Array | None) -> Spec:
+    """The loss, at the temperatures of the batch where there are such; unless it is a project's it must have them so."""
     if isinstance(given, (jax.Array, jax.core.Tracer)):
         raise SpecError(
             f"`spec`: got {type(given).__name__}, expected a spec that is known while tracing: close over it, or have it among "
             "`static_argnums`"
         )
-    return spec_of(given) if given is not None else spec_of()
+    spec = spec_of(given) if given is not None else spec_of()
+    if temperature is None:
+        return spec
+    fields = spec.to_dict()
+    if isinstance(given, Spec) and fields["temperature"] != "given":
+        raise ProblemError("`temperature`: got an array beside a Spec with a number, expected a Spec with `temperature: given`")
+    return spec_of(**{**fields, "temperature": "given"})
 
 
 def _implementation(given: str | None, target: str | None) -> tuple[str, str | None]:
@@ -883,6 +888,48 @@ def _advantages(advantages: Array, shape: tuple[int, ...], most: int | None) -> 
         expected = f"{list(of_sequences)} or {list(shape)} ({meaning})"
         raise ProblemError(f"`advantages`: got shape {list(advantages.shape)}, expected {expected}")
     return advantages.astype(jnp.float32)
+
+
+def _temperature(plan: Plan, temperature: Array | None, mask: Array, most: int | None) -> tuple[Array, ...]:
+    """What each token's logits are divided by, where the spec has it given: `[B,T]`, or by sequence, `[B]`, or `[S]` of what is packed."""
+    if "rate" not in plan.inputs:
+        return ()
+    sequences = mask.shape[0] if most is None else most
+    if temperature is None:
+        raise ProblemError(f"`temperature`: not given, expected shape {list(mask.shape)} because the spec has `temperature: given`")
+    temperature = jnp.asarray(temperature)
+    _dtype("temperature", temperature, (jnp.floating,), "floats")
+    of_tokens = temperature.shape == mask.shape
+    if not of_tokens and temperature.shape not in ((sequences,), (sequences, 1)):
+        expected = f"{list(mask.shape)} or {[sequences, 1]}"
+        raise ProblemError(f"`temperature`: got shape {list(temperature.shape)}, expected {expected}")
+    known, counts = _known(temperature), _known(mask)
+    if known is not None and counts is not None:
+        # Which sequences of a packed row have no token is not known here.
+        counts = counts if of_tokens else counts.any(1) if most is None else np.ones(sequences, bool)
+        wrong = counts & ~((known > 0) & np.isfinite(known)).reshape(counts.shape)
+        if wrong.any():
+            at = tuple(int(place) for place in np.argwhere(wrong)[0])
+            place = ",".join(map(str, at if of_tokens else (*at, 0)))
+            got = float(known.reshape(counts.shape)[at])
+            raise ProblemError(f"`temperature[{place}]`: got {got}, expected a finite number > 0")
+    return (temperature.astype(jnp.float32) if of_tokens else temperature.astype(jnp.float32).reshape(-1),)
+
+
+def _of_tokens(array: Array, shape: tuple[int, ...], sequences: rows.Sequences = rows.Sequences(None, None)) -> Array:
+    """`[B,T]` of what is told of tokens, or of sequences, `[B]` or `[S]`."""
+    if array.ndim == 2:
+        return array
+    by_number = array[:, None] if sequences.segment_ids is None else jnp.pad(array, (1, 0))[None]
+    return jnp.broadcast_to(sequences.spread(by_number), shape)
+
+
+def _rate(plan: Plan, temperatures: Array, mask: Array) -> Array:
+    """The input of that name; NaN of what is no temperature, but for `native`, which says which it is."""
+    if plan.implementation != "native":
+        fits = (temperatures > 0.0) & (temperatures < jnp.inf)
+        temperatures = jnp.where(fits, temperatures, jnp.nan)
+    return jnp.where(mask, plan.of["rate"] / temperatures, 1.0)
 
 
 def _per_token(name: str, array: Array | None, shape: tuple[int, ...]) -> Array:

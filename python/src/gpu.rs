@@ -33,7 +33,7 @@ struct GpuPlan<'s> {
     sources: Vec<&'static str>,
     /// Whether the mask, or an input, is worked out before there are logits: see [`gpu_settled`].
     settles: bool,
-    /// The first array of the kernels: its name, and what it holds.
+    /// The first array of the kernels: its name, and what it holds; without numbers there is none.
     numbers: (&'static str, Vec<f32>),
     /// Whether kernels are told what differs by column.
     by_column: bool,
@@ -76,7 +76,8 @@ fn source(spec: &LossSpec, input: Input) -> &'static str {
         Input::OldLogp => of_policy(spec.old_logp),
         Input::Behaviour => of_policy(spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour)),
         Input::RefLogp | Input::Selected | Input::RolloutLogp | Input::Dentropy => input.name(),
-        Input::PolicyWeight | Input::KlWeight | Input::LogWeight | Input::Rate => SETTLED,
+        Input::Rate => "temperature",
+        Input::PolicyWeight | Input::KlWeight | Input::LogWeight => SETTLED,
     }
 }
 

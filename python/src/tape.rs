@@ -18,6 +18,7 @@ use assay_algebra::family::{Reach, expect_one_id, expect_plain_logits};
 use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
+use assay_algebra::transform;
 
 /// One operation: its name, and the places of its operands in the list, or the text of a constant or of an input's name.
 #[derive(Serialize)]
@@ -124,10 +125,12 @@ struct Divisor {
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
 pub(crate) struct Plan {
-    /// `1/T` of the softmax that entropy is of.
-    inverse_temperature: f64,
+    /// `1/T` of the softmax that entropy is of; none where each token has its own, the input `rate`.
+    inverse_temperature: Option<f64>,
     /// That of logp, where it is another.
     logp_inverse_temperature: f64,
+    /// What `1/T` of a token is multiplied by to be its `rate`.
+    rate: f64,
     /// Whether logp is of another softmax than entropy.
     two_softmaxes: bool,
     /// Whether tokens of a row depend on each other.
@@ -189,12 +192,6 @@ impl Plan {
                 format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
             )
         })?;
-        if spec.temperature == assay::spec::Temperature::Given {
-            return Err(error::of_spec(
-                py,
-                "`temperature`: got given, expected a number; `assay.torch` takes one a sequence or a token on the CPU",
-            ));
-        }
         let loss @ Shaped { structure, .. } = Shaped::of(spec);
         let number = |number: Number| number.of(spec, extents);
         let of_kernels = |which: Number| match around {
@@ -213,9 +210,11 @@ impl Plan {
         let kl = structure.kl.and_then(|kl| kl.denominator);
         let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
         let [inverse_temperature, logp_inverse_temperature] = [Number::Rate, Number::LogpRate].map(of_kernels);
+        let inverse_temperature = (structure.temperature != Temperature::Given).then_some(inverse_temperature);
         Ok(Self {
             inverse_temperature,
             logp_inverse_temperature,
+            rate: transform::rate(spec),
             two_softmaxes: structure.temperature == Temperature::Logp,
             couples_rows: structure.couples_rows(),
             inputs: structure.inputs().into_iter().map(Input::name).collect(),
@@ -234,7 +233,8 @@ impl Plan {
             entropy_coef: number(Number::EntropyCoef),
             softmax: softmax(
                 structure,
-                [inverse_temperature, logp_inverse_temperature],
+                inverse_temperature,
+                logp_inverse_temperature,
                 of_kernels(Number::InverseTemperature),
             ),
             loss: token_losses(loss, extents),
@@ -256,13 +256,17 @@ fn rows(reduction: Reduction) -> Option<&'static str> {
     }
 }
 
-/// From the statistics of whole rows, of logits over their rate; `gaps` are what these are multiplied by in the softmax that entropy is
-/// of and in that of logp.
-fn softmax(structure: Structure, gaps: [f64; 2], inverse_temperature: f64) -> Tape {
+/// From the statistics of whole rows, of logits over their rate; these are multiplied by `of_entropy`, or each token's own where there is
+/// none, in the softmax that entropy is of, and by `of_logp` in that of logp.
+fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_temperature: f64) -> Tape {
     let on = &mut Tape::default();
     let [max, target_logit] = ["max", "target_logit"].map(|name| on.input(name));
-    let [of_entropy, of_logp] = gaps.map(|x| (x != 1.0).then(|| on.constant(x)));
-    let inverse_temperature = on.constant(inverse_temperature);
+    let constant = |on: &mut Tape, x: f64| (x != 1.0).then(|| on.constant(x));
+    let of_entropy = match of_entropy {
+        Some(x) => constant(on, x),
+        None => Some(on.input(Input::Rate.name())),
+    };
+    let of_logp = constant(on, of_logp);
     let end = |on: &mut Tape, [others, weighted]: [&str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
         Sums { max, target_logit, others, weighted }.softmax(on, inverse)
@@ -271,7 +275,12 @@ fn softmax(structure: Structure, gaps: [f64; 2], inverse_temperature: f64) -> Ta
     let two = structure.temperature == Temperature::Logp;
     let of_logp = if two { end(on, ["logp_others", "logp_weighted"], of_logp) } else { of_entropy };
     let logp = of_logp.logp(on);
-    let logp = if two { on.mul(logp, inverse_temperature) } else { logp };
+    let logp = if two {
+        let inverse_temperature = on.constant(inverse_temperature);
+        on.mul(logp, inverse_temperature)
+    } else {
+        logp
+    };
     let entropy = of_entropy.entropy(on);
     on.output("logp", logp);
     on.output("entropy", entropy);

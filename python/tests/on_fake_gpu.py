@@ -135,6 +135,7 @@ _ARRAYS = (
     "bias",
     "cu_seqlens",
     "dentropy",
+    "temperature",
 )
 
 

@@ -103,11 +103,11 @@ def test_recorded_losses_are_exact_or_refused_by_name(fake: Fake) -> None:  # no
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logits": {"softcap": 20.0, "scale": 0.7}, "temperature": 0.7},
+        {"logits": {"softcap": 20.0, "scale": 0.7}, "temperature": "given"},
         {"logits": {"scale": -1.3}, "entropy_coef": 0.02},
         {"logits": {"bias": True}, "support": {"vocab": 250, "excluded_ids": [0, 3, 999], "keep_sampled": True}},
         {"temperature": 0.7, "temperature_divides": "logp", "entropy_coef": 0.01},
-        {"temperature": 1.7, "ratio": {"level": "sequence"}},
+        {"temperature": "given", "ratio": {"level": "sequence"}},
     ],
     ids=["softcap", "flipped", "columns", "logp", "tempered"],
 )
@@ -185,14 +185,16 @@ def test_sequences_may_lie_apart_but_not_their_rows(fake: Fake) -> None:  # noqa
 
 
 def test_a_token_that_is_none_is_nan_and_nothing_else_is(fake: Fake) -> None:  # noqa: F811
-    problem = one()
-    mask = np.ones((3, 5), np.int64)
-    whole = computed(problem, mask=mask)
+    problem = one(assay.spec(kl=_KL, temperature="given"))
+    mask, temperature = np.ones((3, 5), np.int64), np.linspace(0.6, 1.8, 15).reshape(3, 5)
+    whole = computed(problem, mask=mask, temperature=temperature)
     assert np.isfinite(whole["loss"])
     ids, twice = np.array(problem.numpy().ids), mask.copy()
     ids[1, 2], twice[1, 2] = 257, 2
-    for changed in ({"ids": ids, "mask": mask}, {"mask": twice}):
-        outputs = computed(problem, **changed)
+    none = np.where(np.arange(15).reshape(3, 5) == 7, -0.5, temperature)
+    for changed in ({"ids": ids}, {"mask": twice}, {"temperature": none}):
+        given: dict[str, Any] = {"mask": mask, "temperature": temperature, **changed}
+        outputs = computed(problem, **given)
         assert np.isnan(outputs["loss"]) and np.isnan(outputs["logp"][1, 2]) and np.isnan(outputs["dlogits"][1, 2]).all()
         others = np.arange(15).reshape(3, 5) != 7
         assert np.array_equal(outputs["dlogits"][others], whole["dlogits"][others])
@@ -217,7 +219,9 @@ def test_what_does_not_fit_is_refused_by_name(fake: Fake) -> None:  # noqa: F811
     assert refused(one(assay.spec(top_entropy={"fraction": 0.2}))).startswith("`top_entropy`: got")
     assert refused(one(assay.spec(logits={"bias": True})), bias=None).startswith("`bias`: not given, expected shape [257]")
     given = one(assay.spec(temperature="given"))
-    assert refused(given).startswith("`temperature`: got given, expected a number")
+    expected = "`temperature`: not given, expected shape [3, 5] because the spec has `temperature: given`"
+    assert refused(given, temperature=None) == expected
+    assert refused(given, temperature=np.ones(4)) == "`temperature`: got shape [4], expected [3, 5] or [3, 1]"
     rejects = one(assay.spec(rejection=[{"estimator": "k1", "level": "token", "max": 2.0}]))
     assert refused(rejects, mask=np.full((3, 5), 0.5)) == "`mask[0,0]`: got 0.5, expected 0 or 1"
     assert "it has no device 7; expected one of 0 to 2" in refused(device=7)

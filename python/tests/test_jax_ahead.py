@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,8 +33,8 @@ def compiled(target: str, *ways: str) -> list[dict[str, int]]:
 @pytest.mark.skipif(not (PLUGINS / "libtpu.so").exists(), reason="no libtpu (make setup-tpu)")
 def test_a_v6e_runs_the_tile_kernels_over_its_logits() -> None:
     pytest.importorskip("jax")
-    rows, mesh = compiled("v6e:2x4", "mosaic:rows:8x64x151936", "mosaic:mesh:4x256x151936")
-    assert rows["calls"] == 1, "of whole rows each logit is read once"
+    rows, mesh = compiled("v6e:2x4", "mosaic:rows:8x256x151936", "mosaic:mesh:4x256x151936")
+    assert rows["calls"] == 1, "of whole rows, here packed ones, each logit is read once"
     assert mesh["calls"] == 2, "statistics and dlogits"
     for way in (rows, mesh):
         assert way["logits"] <= way["peak"] <= 1.01 * way["logits"], way
@@ -91,7 +93,7 @@ def test_what_an_h100_is_given_is_assembled(tmp_path: Path) -> None:
 
 
 def one_pass(kernel: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """What docs/jax.md says of such a kernel, under PPO-clip with a k3 penalty, by autodiff."""
+    """What docs/jax.md says of such a kernel, under PPO-clip with a k3 penalty or the policy gradient, by autodiff."""
     import jax
     import jax.numpy as jnp
 
@@ -100,11 +102,16 @@ def one_pass(kernel: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     token = {name: tokens[0, :, i] for i, name in enumerate(kernel["given"])}
     mask = token["mask"] > 0.0
     ids = jnp.clip(ids, 0, logits.shape[-1] - 1)
+    rate = token["rate"][:, None] if "rate" in token else number["inverse_temperature"]
 
     def evaluated(logits: Any) -> Any:
-        logps = jax.nn.log_softmax(logits[0] * number["inverse_temperature"])
+        logps = jax.nn.log_softmax(logits[0] * rate)
         logp = jnp.take_along_axis(logps, ids[:, None], 1)[:, 0]
         entropy = -(jnp.exp(logps) * logps).sum(1)
+        if "low" not in number:
+            policy = -token["advantage"] * logp
+            weighed = token["weight"] * policy + token["entropy_factor"] * entropy
+            return jnp.where(mask, weighed, 0.0).sum(), {"logp": logp, "entropy": entropy, "token_loss": policy}
         ratio, advantage = jnp.exp(logp - token["old_logp"]), token["advantage"]
         low, high = ratio < number["low"], ratio > number["high"]
         policy = -jnp.minimum(ratio * advantage, jnp.clip(ratio, number["low"], number["high"]) * advantage)
@@ -122,6 +129,42 @@ def one_pass(kernel: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
     return [jnp.where(mask[None, :, None], dlogits, 0.0), columns[None]]
 
 
+def two_pass(kernel: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """What docs/jax.md says of the two, whose parameters have these names; of logits that nothing changes."""
+    import jax.numpy as jnp
+
+    names = re.findall(r"\.param .* (\w+)", kernel["text"].partition(")")[0])
+    assert len(names) == len(operands) + 1, "the result is the last"
+    of = dict(zip(names, operands, strict=False))
+    logits, rate = of["logits"][0], of["rate"][0] if "rate" in of else of["inverse_temperature"]
+    hit = jnp.arange(logits.shape[1]) == of["ids"][0]
+    if kernel["name"] == "grpo_statistics":
+        max = logits.max(1, keepdims=True)
+        gap = (max - logits) * rate
+        e = jnp.where(hit, 0.0, jnp.exp(-gap))
+        columns = [max[:, 0], jnp.where(hit, logits, 0.0).sum(1), e.sum(1), -(e * gap).sum(1) / math.log(2)]
+        return [jnp.stack([*columns, *[jnp.full_like(max[:, 0], jnp.nan)] * 4], -1)[None]]
+    max, share, others, mask, bonus, mean_gap = (of["scales"][0, :, i, None] for i in range(6))
+    gap = (max - logits) * rate
+    e = jnp.exp(-gap)
+    dlogits = jnp.where(hit, -share * others, share * e) + bonus * e * (gap - mean_gap)
+    return [jnp.where(mask > 0.0, dlogits, 0.0)[None]]
+
+
+def stood_in(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are called, from now on without their chip."""
+    called: list[str] = []
+
+    def call(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        called.append(kernel["name"])
+        returned = (one_pass if kernel["name"] == "grpo_one_pass" else two_pass)(kernel, operands)
+        assert [array.shape for array in returned] == [result.shape for result in results]
+        return returned
+
+    monkeypatch.setattr(kernels, "_called", staticmethod(call))
+    return called
+
+
 # The kernels of both are called alike.
 @pytest.mark.parametrize("implementation", ["mosaic", *["ptx"] * ("ASSAY_CASES" in os.environ)])
 def test_a_kernel_of_one_pass_is_given_what_the_documents_say(
@@ -134,14 +177,9 @@ def test_a_kernel_of_one_pass_is_given_what_the_documents_say(
     from assay import _jax_rows as rows
 
     batch, target = Batch(3, 5, 40), {"mosaic": "v6e", "ptx": "h100"}[implementation]
-    spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"}, entropy_coef=0.1, temperature=0.7)
-    called: list[str] = []
-
-    def call(kernel: dict[str, Any], results: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        called.append(kernel["name"])
-        return one_pass(kernel, operands)
-
-    monkeypatch.setattr(rows.KERNELS[implementation], "_called", staticmethod(call))
+    spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"}, entropy_coef=0.1, temperature="given")
+    batch.given["temperature"] = jnp.linspace(0.6, 1.8, 15).reshape(3, 5)
+    called = stood_in(rows.KERNELS[implementation], monkeypatch)
 
     @jax.jit
     def both(logits: Any, others: Any) -> Any:
@@ -159,11 +197,55 @@ def test_a_kernel_of_one_pass_is_given_what_the_documents_say(
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(native), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
-    # The kernel takes the nearest id: no number comes of another, and it is in no one else's gradient.
+    # The kernel takes the nearest id: no number comes of another, nor of what is no temperature, and it is in no one else's gradient.
     ids = np.array(batch.ids)
     ids[1, 0] = 40
     batch.ids = jnp.asarray(ids)
-    value = batch.value(spec=spec, implementation=implementation, target=target)
-    loss, dlogits = jax.jit(jax.value_and_grad(value))(batch.logits)
+
+    def value(logits: Any, temperature: Any) -> Any:
+        return batch.loss(logits, spec=spec, temperature=temperature, implementation=implementation, target=target).loss
+
+    temperature = batch.given.pop("temperature").at[2, 0].set(-0.5)
+    loss, dlogits = jax.jit(jax.value_and_grad(value))(batch.logits, temperature)
     loss, dlogits = np.asarray(loss), np.asarray(dlogits)
-    assert np.isnan(loss) and np.isnan(dlogits[1, 0]).all() and np.isnan(dlogits).sum() == 40
+    assert np.isnan(loss) and np.isnan(dlogits[[1, 2], 0]).all() and np.isnan(dlogits).sum() == 2 * 40
+
+
+def test_kernels_are_given_packed_rows_and_several_ids_as_padded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax, jnp = pytest.importorskip("jax"), pytest.importorskip("jax.numpy")
+    import numpy as np
+    from test_jax_op import LEVELS, Batch, Packed
+
+    from assay import _jax_rows as rows
+    from assay.jax import gather_logp, grpo_loss
+
+    packed = Packed(Batch(4, 5, 40))
+    batch, temperature = packed.padded, np.linspace(0.6, 1.8, 4, dtype=np.float32)
+    ids = jnp.stack([batch.ids, (batch.ids * 7 + 3) % 40, batch.ids], -1)
+    sent = jnp.linspace(-1.0, 2.0, ids.size).reshape(ids.shape)
+    # The loss of a token reads logits once, that of a sequence twice.
+    token = assay.spec(kl={"beta": 0.04, "estimator": "k3"}, reduction={"sequence_mean": {"rows": "non_empty"}}, temperature=0.7)
+    sequence = assay.spec(**LEVELS["sequence"].to_dict() | {"temperature": "given", "entropy_coef": 0.1})
+    called = stood_in(rows.KERNELS["ptx"], monkeypatch)
+
+    @jax.jit
+    def both(row: Any, logits: Any) -> Any:
+        def evaluated(**implementation: Any) -> Any:
+            def logp(logits: Any) -> Any:
+                given = {"mask": batch.given["mask"], "temperature": temperature, **implementation}
+                return (gather_logp(logits, ids, **given) * sent).sum()
+
+            def loss(row: Any, **options: Any) -> Any:
+                of = grpo_loss(row, packed.ids, cu_seqlens=packed.ends, **packed.given, **options, **implementation)
+                return of.loss, (of.logp, of.entropy)
+
+            of_row = jax.value_and_grad(loss, has_aux=True)
+            rows = of_row(row, spec=token), of_row(row, spec=sequence, temperature=temperature)
+            return rows, jax.value_and_grad(logp)(logits)
+
+        return evaluated(implementation="ptx", target="h100"), evaluated(implementation="native")
+
+    ours, native = both(packed.logits, batch.logits)
+    assert set(called) == {"grpo_one_pass", "grpo_statistics", "grpo_dlogits"}
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(native), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)

@@ -33,7 +33,7 @@ from assay.jax import (  # noqa: E402
 )
 
 TRL = assay.spec("trl", beta=0.04)
-NAMES = ("mask", "advantages", "old_logp", "ref_logp", "bias")
+NAMES = ("mask", "advantages", "old_logp", "ref_logp", "bias", "temperature")
 CALLS = ("grpo_assay_loss", "grpo_assay_gradient", "grpo_assay_statistics")
 
 
@@ -125,15 +125,19 @@ def exact(kernel: Any, spec: assay.Spec, cases: int, *dtypes: str) -> assay.Repo
     return assay.check(kernel, spec, cases=cases, dtypes=dtypes, grade="exact", **options)
 
 
+def given_temperatures(spec: assay.Spec) -> assay.Spec:
+    return assay.spec(**spec.to_dict() | {"temperature": "given"})
+
+
 SEQUENCE = assay.spec("trl", importance_sampling_level="sequence", beta=0.02)
 SPECS = {
     "trl": TRL,
     "sequence level": SEQUENCE,
     "temperature on logp": assay.spec("mllm-jax", temperature=0.7),
     "kl of its own mean": assay.spec("skyrl"),
-    "rows with tokens": assay.spec("tunix"),
-    "entropy bonus": assay.spec(temperature=0.6, entropy_coef=0.01),
-    "capped": assay.spec(logits={"softcap": 20.0, "scale": 0.5, "bias": True}, temperature=0.6, entropy_coef=0.01),
+    "rows with tokens": given_temperatures(assay.spec("tunix")),
+    "entropy bonus": assay.spec(temperature="given", entropy_coef=0.01),
+    "capped": assay.spec(logits={"softcap": 20.0, "scale": 0.5, "bias": True}, temperature="given", entropy_coef=0.01),
     "a part of the columns": assay.spec(support={"vocab": 100, "excluded_ids": [3, 5], "keep_sampled": True}, entropy_coef=0.01),
 }
 #: Which implementations compute logits before their softmax.
@@ -223,23 +227,23 @@ def test_nothing_but_the_loss_is_differentiable(implementation: str) -> None:
     batch = Batch(2, 3, 16)
 
     @jax.jit
-    def gradients(logits: Any) -> list[Any]:
+    def gradients(logits: Any, temperature: Any) -> list[Any]:
         """With a cotangent of 1 into the loss, and into it and everything of another field."""
 
-        def added(field: str | None) -> Callable[[Any], Any]:
-            def value(logits: Any) -> Any:
-                of = batch.loss(logits, implementation=implementation)
+        def added(field: str | None) -> Callable[[Any, Any], Any]:
+            def value(logits: Any, temperature: Any) -> Any:
+                of = batch.loss(logits, spec=given_temperatures(TRL), temperature=temperature, implementation=implementation)
                 more = [] if field is None else jax.tree.leaves(jax.tree.map(jnp.sum, getattr(of, field)))
                 return of.loss + sum(more)
 
             return value
 
         fields = (None, *GrpoLoss._fields[1:])
-        return [jax.grad(added(field))(logits) for field in fields]
+        return [jax.grad(added(field), argnums=(0, 1))(logits, temperature) for field in fields]
 
-    alone, *others = gradients(batch.logits)
-    assert alone.any() and len(others) == 4
-    assert all((other == alone).all() for other in others)
+    (alone, of_temperature), *others = gradients(batch.logits, jnp.array([0.6, 1.3]))
+    assert alone.any() and len(others) == 4 and not of_temperature.any()
+    assert all((other == alone).all() and not of_temperature.any() for other, of_temperature in others)
 
 
 def test_without_a_gradient_none_is_computed() -> None:
@@ -358,11 +362,17 @@ def test_gather_logp_of_a_cut_vocabulary_has_the_same_gradient() -> None:
     ids = jnp.stack([batch.ids, (batch.ids * 7 + 3) % batch.logits.shape[2], batch.ids], -1)
     sent = jnp.linspace(-1, 2, ids.size).reshape(ids.shape)
 
+    mask, temperature = batch.given["mask"], jnp.linspace(0.6, 1.8, 8)
+
+    def plain(logits: Any) -> Any:
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits / temperature[:, None, None]), ids, 2)
+        return jnp.where(mask[..., None], logp * sent, 0.0).sum()
+
     def total(logits: Any, axis: str | None = None) -> Any:
-        logp = gather_logp(logits, ids, mask=batch.given["mask"], implementation="xla", vocab_axis=axis)
+        logp = gather_logp(logits, ids, mask=mask, temperature=temperature, implementation="xla", vocab_axis=axis)
         return (logp * sent).sum()
 
-    whole = jax.grad(total)(batch.logits)
+    whole = jax.jit(jax.grad(plain))(batch.logits)
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
     sharded = jax.device_put(batch.logits, NamedSharding(mesh, P(None, None, "model")))
     columns = P(None, None, "model")
@@ -396,6 +406,7 @@ def test_logp_and_entropy_of_a_cut_vocabulary_have_the_same_gradient() -> None:
 
     def total(logits: Any, axis: str | None = None, implementation: str = "xla") -> Any:
         options: dict[str, Any] = {"mask": batch.given["mask"], "implementation": implementation, "vocab_axis": axis}
+        options["temperature"] = jnp.linspace(0.6, 1.8, 8)
         logp, entropy = logp_and_entropy(logits, batch.ids, **options)
         return (logp * batch.given["old_logp"] + entropy * batch.given["ref_logp"]).sum()
 
@@ -488,7 +499,8 @@ def test_packed_sequences_are_those_of_the_padded_batch(implementation: str) -> 
 def test_packed_hidden_states_have_the_gradient_of_their_logits() -> None:
     packed, rng = Packed(Batch()), np.random.default_rng(0)
     hidden, head = (rng.normal(size=size).astype(np.float32) for size in ((*packed.ids.shape, 16), (16, 64)))
-    options = {"spec": LEVELS["sequence"], "cu_seqlens": packed.ends, **packed.given}
+    options: dict[str, Any] = {"spec": given_temperatures(LEVELS["sequence"]), "cu_seqlens": packed.ends, **packed.given}
+    options["temperature"] = np.linspace(0.6, 1.8, 8, dtype=np.float32)
 
     @jax.jit
     def both(hidden: Any, head: Any) -> Any:
@@ -529,10 +541,10 @@ def cut_over(kind: AxisType) -> Any:
 
 #: The spec of a cut: tokens that share a ratio where they are cut, columns that differ where those are.
 CUT_SPECS = {
-    "tokens too": SEQUENCE,
+    "tokens too": given_temperatures(SEQUENCE),
     "both": assay.spec(
         **TRL.to_dict()
-        | {"logits": {"softcap": 5.0, "bias": True}, "entropy_coef": 0.01, "scale": 1.0}
+        | {"logits": {"softcap": 5.0, "bias": True}, "entropy_coef": 0.01, "scale": 1.0, "temperature": "given"}
         | {"support": {"vocab": 50, "excluded_ids": [3, 40], "keep_sampled": True}}
     ),
 }
@@ -545,8 +557,11 @@ def test_no_collective_is_of_the_logits_size(name: str) -> None:
     of_tokens, of_rows = P(*cut[:2]), P(cut[0])
     if spec.to_dict()["logits"]["bias"]:
         batch.given["bias"] = jnp.linspace(-2, 2, 64)
-    specs = {name: of_rows if name == "advantages" else of_tokens for name in NAMES} | {"bias": P(cut[2])}
-    specs = {name: specs[name] for name in batch.given}
+    if spec.to_dict()["temperature"] == "given":
+        of_sequences = jnp.linspace(0.6, 1.8, 8)
+        batch.given["temperature"] = of_sequences if name == "both" else of_sequences[:, None] * jnp.linspace(1.0, 0.7, 6)
+    specs = {name: of_tokens if array.ndim == 2 else of_rows for name, array in batch.given.items()}
+    specs |= {"bias": P(cut[2])} if "bias" in specs else {}
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
     ids, given = place(batch.ids, of_tokens), {name: place(array, specs[name]) for name, array in batch.given.items()}
 
@@ -633,15 +648,16 @@ def test_a_cut_into_unlike_parts_is_refused(cut: Any, said: str) -> None:
 
 def test_the_cuts_that_types_say_are_taken() -> None:
     batch, packed = Batch(), Packed(Batch())
+    packed.given["temperature"] = np.linspace(0.6, 1.8, 8, dtype=np.float32)
 
     def both(logits: Any, row: Any, ids: Any, given: dict[str, Any]) -> Any:
-        options: dict[str, Any] = {"spec": LEVELS["sequence"], "cu_seqlens": packed.ends, **given}
+        options: dict[str, Any] = {"spec": given_temperatures(LEVELS["sequence"]), "cu_seqlens": packed.ends, **given}
         return jax.grad(batch.value())(logits), jax.grad(lambda x: grpo_loss(x, ids, **options).loss)(row)
 
     whole = jax.jit(both)(batch.logits, packed.logits, packed.ids, packed.given)
     with jax.set_mesh(cut_over(AxisType.Explicit)):
         placed = jax.device_put(batch.logits, CUTS["both"]), jax.device_put(packed.logits, P("tokens", "model"))
-        of_tokens = {name: P() if name == "advantages" else P("tokens") for name in packed.given}
+        of_tokens = {name: P("tokens") if array.shape == packed.ids.shape else P() for name, array in packed.given.items()}
         placed += jax.device_put((packed.ids, packed.given), (P("tokens"), of_tokens))
         compiled = jax.jit(both).lower(*placed).compile()
         cut = compiled(*placed)
@@ -730,6 +746,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "`support`: got .*12.*, expected the whole vocabulary; `native` takes it",
     ),
     "bias of none": ({"bias": jnp.ones(16)}, "`bias`: got an array, expected none: the spec has no `logits.bias`"),
+    "a number's spec": (
+        {"temperature": jnp.ones(2)},
+        "`temperature`: got an array beside a Spec with a number, expected a Spec with `temperature: given`",
+    ),
+    "no temperature": (
+        {"spec": given_temperatures(TRL)},
+        r"`temperature`: not given, expected shape \[2, 3\] because the spec has `temperature: given`",
+    ),
+    "temperatures": ({"spec": "trl", "temperature": jnp.ones(3)}, r"`temperature`: got shape \[3\], expected \[2, 3\] or \[2, 1\]"),
+    "no temperature at all": (
+        {"spec": "trl", "temperature": jnp.array([[1.0], [-0.5]])},
+        r"`temperature\[1,0\]`: got -0.5, expected a finite number > 0",
+    ),
     "no bias": ({"spec": BIASED}, r"`bias`: not given, expected shape \[16\]: the spec has `logits.bias`"),
     "bias": ({"spec": BIASED, "bias": jnp.ones(15)}, r"`bias`: got shape \[15\], expected \[16\]"),
     "two rows": ({"cu_seqlens": np.array([0, 3])}, "`cu_seqlens`: got it for 2 rows of logits, expected one, "),
@@ -775,9 +804,11 @@ def test_a_traced_option_is_refused() -> None:
         ({"ids": BATCH.ids.at[1, 0].set(16)}, r"`ids\[1,0\]`: got 16, expected 0 ≤ id < V = 16"),
         ({"old_logp": BATCH.given["old_logp"].at[0, 0].set(jnp.nan)}, r"`old_logp\[0,0\]`: got NaN, expected a finite"),
         ({"ids": BATCH.ids.at[1, 0].set(15), "spec": PART}, r"`ids\[1,0\]`: got 15, expected an id within `support`"),
+        ({"temperature": jnp.array([1.0, -0.5]), "spec": given_temperatures(TRL)}, r"`temperature\[1,0\]`: got -0.5, expected a finite"),
     ],
 )
 def test_the_cpu_kernel_names_the_token_that_is_wrong(change: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"ids": jnp.minimum(BATCH.ids, 14), "spec": TRL, **BATCH.given, **change}
+    spec = given.pop("spec")
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=said):
-        jax.grad(lambda x: grpo_loss(x, **given).loss)(BATCH.logits).block_until_ready()
+        jax.jit(jax.grad(lambda x, given: grpo_loss(x, spec=spec, **given).loss))(BATCH.logits, given).block_until_ready()

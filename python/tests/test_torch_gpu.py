@@ -23,7 +23,8 @@ def on_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:  # noqa: F811
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_campaign_passes(inplace: bool) -> None:
-    spec = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.01)
+    trl = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level="sequence", entropy_coef=0.01)
+    spec = assay.spec(**trl.to_dict() | {"temperature": "given"})
     for problem in assay.problems(spec, 12, 7, dtypes=("f32", "bf16", "f16"), shapes=["2x3x65", "3x4x96"]):
         for laid_out in (problem, problem.pack()):
             verdicts = laid_out.check(on_logits(laid_out, inplace=inplace), grade="exact")

@@ -27,7 +27,7 @@ const ID: &str = "gpu-two-pass";
 /// Which half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// `inverse_temperature` or `softmax_numbers`, `columns`, `logits`, `ids`, of some specs `column_bias` and `target_bias`; and
+    /// `inverse_temperature` or `softmax_numbers`, `columns`, `logits`, `ids`, of some specs `rate`, `column_bias` and `target_bias`; and
     /// `statistics`, which it writes: `[rows,8]` f32.
     Statistics,
     /// The same with `scales`, `[rows,8]` f32, and `dlogits`, which it writes: over the logits or apart from them.

@@ -46,13 +46,15 @@ pub const RESULTS: [&str; COLUMNS] =
 /// What `1/T` is multiplied by between statistics and gradient.
 pub use assay_algebra::transform::rate;
 
-/// Which columns of the vocabulary a device has, and what is added to them.
+/// Which columns of the vocabulary a device has, what is added to them, and what divides their rows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Part<'a> {
     /// The first one.
     pub first_column: usize,
     /// `[V]`, of each; what the spec reads.
     pub bias: Option<ArrayView1<'a, f32>>,
+    /// `[B,T]`, [`Input::Rate`] of each row, where temperatures are given.
+    pub rates: Option<ArrayView2<'a, f32>>,
 }
 
 impl Part<'_> {
@@ -81,6 +83,41 @@ impl Part<'_> {
             Some(bias) => Ok(Some(bias.mapv(f64::from))),
         }
     }
+
+    /// What gaps of the row at a place are multiplied by, where temperatures are given.
+    fn rate(&self, at: (usize, usize)) -> Option<f64> {
+        self.rates.map(|rates| rates[at].into())
+    }
+
+    /// Checks the rates of the rows that count.
+    fn check_rates(
+        &self,
+        spec: &LossSpec,
+        (batch, tokens): (usize, usize),
+        counts: impl Fn((usize, usize)) -> bool,
+    ) -> Result<(), ProblemError> {
+        let rates = match self.rates {
+            _ if spec.temperature != Temperature::Given => return Ok(()),
+            None => {
+                let because = "`temperature: given`";
+                return Err(ProblemError::Missing { field: "rate", expected: vec![batch, tokens], because });
+            }
+            Some(rates) => rates,
+        };
+        if rates.dim() != (batch, tokens) {
+            let expected = format!("[{batch}, {tokens}]");
+            return Err(ProblemError::Shape { field: "rate", given: rates.shape().to_vec(), expected });
+        }
+        rates.indexed_iter().filter(|(at, _)| counts(*at)).try_for_each(|(at, &of_row)| check_rate(spec, at, of_row))
+    }
+}
+
+/// That it is one of a temperature `> 0`.
+fn check_rate(spec: &LossSpec, (b, t): (usize, usize), of_row: f32) -> Result<(), ProblemError> {
+    if of_row > 0.0 && of_row.is_finite() {
+        return Ok(());
+    }
+    Err(ProblemError::Temperature { b, t, given: rate(spec) / f64::from(of_row) })
 }
 
 /// Whether a target in this column is refused: one that the support has not, where none is put back for its own token.
@@ -139,19 +176,6 @@ impl<E: Element> Place<'_, E> {
     }
 }
 
-/// Rows that come in parts have one temperature.
-fn expect_one_temperature(spec: &LossSpec) -> Result<(), Unsupported> {
-    if spec.temperature != Temperature::Given {
-        return Ok(());
-    }
-    Err(Unsupported {
-        implementation: "native, columns over devices".into(),
-        field: "temperature",
-        given: "given".into(),
-        supported: "a number".into(),
-    })
-}
-
 /// The column of an id, if it is among `vocab`.
 fn column(id: i32, vocab: usize) -> Option<usize> {
     usize::try_from(id).ok().filter(|&id| id < vocab)
@@ -163,7 +187,7 @@ impl Native {
     /// Arrays are dense and of one batch.
     ///
     /// # Errors
-    /// [`RunError`] where the kernel does not do `spec`, or the bias does not fit.
+    /// [`RunError`] where the kernel does not do `spec`, or the bias or the rate of an unmasked token does not fit.
     pub fn share_statistics<E: Element>(
         &self,
         spec: &LossSpec,
@@ -172,16 +196,16 @@ impl Native {
         tokens: Tokens,
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
-        expect_one_temperature(spec)?;
         let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
         let support = part.support(&spec.support);
-        let (_, length, vocab) = logits.dim();
+        let (batch, length, vocab) = logits.dim();
+        part.check_rates(spec, (batch, length), |at| tokens.mask[at])?;
         rows_of(&logits).into_par_iter().zip(columns_of(statistics)).enumerate().for_each(|(i, (row, to))| {
             let at = (i / length, i % length);
             *to = [0.0; COLUMNS];
             if tokens.mask[at] {
                 let target = column(tokens.ids[at], vocab);
-                let mut of_row = softmaxes.statistics(row, target);
+                let mut of_row = softmaxes.statistics(row, target, part.rate(at).unwrap_or(softmaxes.rate));
                 if target.is_some_and(|target| refused(&support, target)) {
                     of_row.target_logit = f64::NAN;
                 }
@@ -204,16 +228,16 @@ impl Native {
         ids: ArrayView2<i32>,
         scales: ArrayView3<f32>,
     ) -> Result<(), RunError> {
-        expect_one_temperature(spec)?;
         let (batch, length, vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
+        part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
         place.rows().par_iter_mut().enumerate().for_each(|(i, row)| {
             let at = (i / length, i % length);
             let of_row = scales.index_axis(Axis(0), at.0);
             let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
             if mask > 0.0 {
                 let scales = Scales { max, share, others, bonus, mean_gap };
-                softmaxes.write_part(row, column(ids[at], vocab), scales);
+                softmaxes.write_part(row, column(ids[at], vocab), scales, part.rate(at).unwrap_or(softmaxes.rate));
             } else {
                 row.dlogits.fill(E::from_f32(0.0));
             }
@@ -225,8 +249,8 @@ impl Native {
     ///
     /// # Errors
     /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, is of no sequence or has no finite number
-    /// in an array, where sequences do not lie one after another, the bias does not fit or the kernel does not do `spec`; nothing is
-    /// written then.
+    /// in an array or no temperature `> 0`, where sequences do not lie one after another, the bias does not fit or the kernel does not
+    /// do `spec`; nothing is written then.
     pub fn share_loss<E: Element>(
         &self,
         spec: &LossSpec,
@@ -235,8 +259,8 @@ impl Native {
         results: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
         let dim @ (.., vocab) = place.dlogits.dim();
-        let softmaxes = self.softmaxes::<E>(spec, dim, Part { first_column: 0, bias: weighed.bias })?;
-        weighed.check(&spec.support, vocab)?;
+        let softmaxes = self.softmaxes::<E>(spec, dim, Part { bias: weighed.bias, ..Part::default() })?;
+        weighed.check(spec, vocab)?;
         let sequences = weighed.sequences()?;
         let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
@@ -333,15 +357,18 @@ impl Weighed<'_> {
         Ok(all)
     }
 
-    fn check(&self, support: &Support, vocab: usize) -> Result<(), ProblemError> {
+    fn check(&self, spec: &LossSpec, vocab: usize) -> Result<(), ProblemError> {
         let Tokens { ids, mask } = self.tokens;
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
             let id = ids[[b, t]].into();
             let Some(target) = column(ids[[b, t]], vocab) else {
                 return Err(ProblemError::IdOutOfRange { b, t, k: None, id, vocab });
             };
-            if refused(support, target) {
+            if refused(&spec.support, target) {
                 return Err(ProblemError::IdOutsideSupport { b, t, k: None, id });
+            }
+            if let Some((_, rates)) = self.inputs.iter().find(|(input, _)| *input == Input::Rate) {
+                check_rate(spec, (b, t), rates[[b, t]])?;
             }
             let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
             // NaN is how a sampler says that it did not score a token.

@@ -11,17 +11,17 @@ use pyo3::prelude::*;
 
 use assay::native::share::{self, Part, Place, Tokens, Weighed};
 use assay::native::{Element, Native};
-use assay::spec::LossSpec;
+use assay::spec::{LossSpec, Temperature};
 use assay_algebra::structure::Structure;
 use frame::{Buffer, Call, Error, Frame, Output};
 
-/// `logits, ids, mask, first_column`, and `bias` where the spec has one, to `statistics`.
+/// `logits, ids, mask, first_column`, `rate` where temperatures are given, and `bias` where the spec has one, to `statistics`.
 extern "C" fn statistics(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, of_statistics) }
 }
 
-/// `logits, ids, scales, first_column`, and `bias` where the spec has one, to `dlogits`, which may be over the logits.
+/// `logits, ids, scales, first_column`, `rate` and `bias` likewise, to `dlogits`, which may be over the logits.
 extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
     unsafe { frame::answer(frame, of_gradient) }
@@ -65,14 +65,17 @@ fn bias<'f>(spec: &LossSpec, rest: &mut Vec<&'f Buffer>) -> Result<Option<ArrayV
     read.map(|bias| bias.view::<f32, Ix1>("bias")).transpose()
 }
 
-/// Where a device's columns begin, and the bias that the spec reads of them.
+/// Where a device's columns begin, the rates of its rows where temperatures are given, and the bias that the spec reads.
 fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Result<Part<'f>, String> {
     let first = first.view::<i32, Ix0>("first_column")?[()];
     let expected = || format!("`first_column`: got {first}, expected 0 or more");
     let first_column = usize::try_from(first).map_err(|_| expected())?;
     let bias = bias(spec, &mut rest)?;
+    let given = spec.temperature == Temperature::Given;
+    let rates = given.then(|| rest.pop().ok_or("`rate`: not given, expected [B,T]")).transpose()?;
+    let rates = rates.map(|rates| rates.view::<f32, Ix2>("rate")).transpose()?;
     if rest.is_empty() {
-        Ok(Part { first_column, bias })
+        Ok(Part { first_column, bias, rates })
     } else {
         Err(format!("arguments: got {} too many", rest.len()))
     }

@@ -2,7 +2,6 @@
 //! they are made of never is.
 
 use std::collections::BTreeSet;
-use std::sync::OnceLock;
 
 use rayon::prelude::*;
 
@@ -12,30 +11,17 @@ use assay_judge::judge::Status;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
-    AtWidth, BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Part, Production, Project, Score, Specimen, Suite, Trial,
+    AtWidth, BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Part, Production, Project, Specimen, Suite, Trial,
     head_cases, property_cases,
 };
 
-/// The whole bank through all property cases, once.
-fn score() -> &'static Score {
-    static SCORE: OnceLock<Score> = OnceLock::new();
-    SCORE.get_or_init(|| {
-        let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) =
-            BANK.iter().partition(|mutant| mutant.class.of_heads());
-        let (mut trial, mut heads) = (Trial::of(&on_logits, Grade::Standard), Trial::of(&of_heads, Grade::Standard));
-        assert_eq!(trial.run(&property_cases()), Ok(()), "the correct kernel passes every case");
-        assert_eq!(heads.run(&head_cases()), Ok(()), "so does the correct head");
-        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
-        for tests in &elsewhere {
-            assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
-        }
-        trial.score(&elsewhere).and(heads.score(&[]))
-    })
-}
-
 #[test]
 fn no_mutant_survives_and_the_correct_kernel_passes() {
-    let score = score();
+    let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) = BANK.iter().partition(|mutant| mutant.class.of_heads());
+    let (mut trial, mut heads) = (Trial::of(&on_logits, Grade::Standard), Trial::of(&of_heads, Grade::Standard));
+    assert_eq!(trial.run(&property_cases()), Ok(()), "the correct kernel passes every case");
+    assert_eq!(heads.run(&head_cases()), Ok(()), "so does the correct head");
+    let score = trial.score(&[]).and(heads.score(&[]));
     assert!(score.cases > 900, "{} cases", score.cases);
     assert_eq!(score.survived, Vec::<&str>::new());
     assert_eq!(score.admitted, ["target-collapses"]);
@@ -178,15 +164,27 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
     })
 }
 
+/// Those that are named here and every fourth: `assay mutants` gives them all of them.
 #[test]
 fn tests_of_others_accept_some_mutants_and_reject_some() {
-    for (project, [caught, passes, not_exercised]) in score().elsewhere() {
-        assert!(caught > 10 && passes > 5, "{project}: {caught} caught, {passes} pass");
-        let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).count();
-        assert_eq!(caught + passes + not_exercised, on_logits, "{project}");
+    const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
+    let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+    for tests in &elsewhere {
+        assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
+    let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).enumerate();
+    let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(4) || NAMED.contains(&mutant.name));
+    let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
+    let score = Trial::of(&chosen, Grade::Standard).score(&elsewhere);
+    let mut pass = 0;
+    for (project, [caught, passes, not_exercised]) in score.elsewhere() {
+        assert!(caught > 5, "{project}: {caught} caught");
+        assert_eq!(caught + passes + not_exercised, chosen.len(), "{project}");
+        pass += passes;
+    }
+    assert!(pass > 20, "{pass} pass");
     let cell = |mutant: &str, project: &str| {
-        score().mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
+        score.mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
     };
     // Their inputs are drawn around 0, and their masks are all ones.
     for project in PROJECTS {

@@ -321,11 +321,12 @@ impl Softmaxes {
         transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
     }
 
-    /// Reads a row that may be a part of one, under the one temperature of all rows: its target is one of its columns or, where another part has it, none.
-    pub(super) fn statistics<E: Element>(&self, row: &[E], id: Option<usize>) -> Statistics {
+    /// Reads a row that may be a part of one, whose gaps `rate` multiplies: its target is one of its columns or, where another part has
+    /// it, none.
+    pub(super) fn statistics<E: Element>(&self, row: &[E], id: Option<usize>, rate: f64) -> Statistics {
         let transform = &self.transform;
         let walk = |inverse_temperature| self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None });
-        let entropy = walk(self.rate);
+        let entropy = walk(rate);
         let sums = |softmax: Softmax| [softmax.end.others, softmax.weighted];
         Statistics {
             max: entropy.exponent.max.into(),
@@ -336,14 +337,14 @@ impl Softmaxes {
     }
 
     /// Writes the dlogits of such a part, from what follows from the statistics of all of them.
-    pub(super) fn write_part<E: Element>(&self, row: &mut Row<E>, id: Option<usize>, scales: Scales) {
+    pub(super) fn write_part<E: Element>(&self, row: &mut Row<E>, id: Option<usize>, scales: Scales, rate: f64) {
         let Scales { max, share, others, bonus, mean_gap } = scales;
         let (share, bonus) = (share * self.transform.factor, bonus * self.transform.factor);
         if share == 0.0 && bonus == 0.0 {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
-        let inverse_temperature = self.rate;
+        let inverse_temperature = rate;
         let entropy = Exponent { max: max as f32, inverse_temperature };
         let logp = if self.two { Exponent { inverse_temperature: self.transform.rate, ..entropy } } else { entropy };
         let factors = Factors {

@@ -116,8 +116,14 @@ impl Tests {
     /// What they say of `mutant`.
     pub fn judge(&self, mutant: &Mutant) -> Cell {
         let specimen = Specimen::with(mutant.bug);
-        let reached = self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec, false));
-        reached.map(|check| check.judge(&specimen)).max().unwrap_or(Cell::NotExercised)
+        let mut cell = Cell::NotExercised;
+        for check in self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec, false)) {
+            cell = cell.max(check.judge(&specimen));
+            if cell == Cell::Caught {
+                break;
+            }
+        }
+        cell
     }
 
     /// What they say of the correct kernel.

@@ -103,6 +103,8 @@ pub(super) struct Launch<'l> {
     pub(super) shape: Shape,
     pub(super) tokens: Tokens<'l>,
     pub(super) mesh: Mesh,
+    /// Whether the softmaxes are of the logits as they are given.
+    pub(super) takes_logits_as_given: bool,
     /// What weighs and rejects tokens.
     pub(super) corrections: Corrections,
 }

@@ -17,16 +17,11 @@ pub(super) struct Reader {
 }
 
 impl Launch<'_> {
-    /// Whether the softmaxes are of the logits as they are given.
-    fn takes_logits_as_given(&self) -> bool {
-        self.spec.support.is_whole() && self.spec.logits == LogitsTransform::default()
-    }
-
     /// What the softmaxes are of in a column of the shard `columns`, from the logit that stands there:
     /// `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the support.
     pub(super) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: Reader) -> f32 {
         let x = x.to_f64();
-        if self.takes_logits_as_given() {
+        if self.takes_logits_as_given {
             return x as f32;
         }
         if self.is_left_out(columns, column, reader) {

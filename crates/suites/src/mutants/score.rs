@@ -15,6 +15,9 @@ use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Tolerances};
 use assay_schema::mutants as schema;
 
+/// Cases that are evaluated before mutants are run through them.
+const EVALUATED_AT_ONCE: usize = 64;
+
 /// Mutants, and what has rejected each so far.
 pub struct Trial {
     mutants: Vec<(&'static Mutant, Option<Kill>)>,
@@ -28,7 +31,7 @@ impl Trial {
         Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0, grade }
     }
 
-    /// Runs those that are left through more cases.
+    /// Runs those that are left through more cases, as long as there are any.
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
@@ -36,14 +39,18 @@ impl Trial {
     where
         Specimen: Implementation<P>,
     {
-        let suite = Suite::of(cases, self.grade)?;
-        let before = self.cases;
-        let mut left: Vec<_> = self.mutants.iter_mut().filter(|(_, kill)| kill.is_none()).collect();
-        let fates = suite.run(&left.iter().map(|(mutant, _)| *mutant).collect::<Vec<_>>());
-        for ((_, kill), fate) in left.iter_mut().zip(fates) {
-            *kill = fate.kill().map(|kill| Kill { cases: before + kill.cases, ..kill });
+        for cases in cases.chunks(EVALUATED_AT_ONCE) {
+            let mut left: Vec<_> = self.mutants.iter_mut().filter(|(_, kill)| kill.is_none()).collect();
+            if left.is_empty() {
+                break;
+            }
+            let suite = Suite::of(cases, self.grade)?;
+            let fates = suite.run(&left.iter().map(|(mutant, _)| *mutant).collect::<Vec<_>>());
+            for ((_, kill), fate) in left.iter_mut().zip(fates) {
+                *kill = fate.kill().map(|kill| Kill { cases: self.cases + kill.cases, ..kill });
+            }
+            self.cases += suite.len();
         }
-        self.cases += suite.len();
         Ok(())
     }
 

@@ -23,7 +23,7 @@ use super::logits::Reader;
 use super::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
-use assay_core::spec::{LossSpec, Objective, TemperatureDivides};
+use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
 pub(super) const TILE: usize = 256;
@@ -81,7 +81,8 @@ impl Specimen {
     pub(super) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
         let corrections = Corrections::none(tokens.mask);
         let turn = self.runs.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut launch = Launch { bug: self.bug, turn, spec, shape, tokens, mesh, corrections };
+        let takes_logits_as_given = spec.support.is_whole() && spec.logits == LogitsTransform::default();
+        let mut launch = Launch { bug: self.bug, turn, spec, shape, tokens, mesh, takes_logits_as_given, corrections };
         launch.corrections = Corrections::of(&launch);
         launch
     }
@@ -327,6 +328,10 @@ impl Launch<'_> {
                 let column = columns.start + tile * TILE + lane;
                 let t = (x - scratch.max) * rate;
                 let is_chosen = self.is_chosen(columns, column, id);
+                // It adds 0 to every sum.
+                if t == f32::NEG_INFINITY && column >= columns.end && !is_chosen {
+                    continue;
+                }
                 let is_dropped = is_chosen && self.has(Bug::KeptIdNotInSum) && self.is_excluded(columns, column);
                 let e = if is_dropped { 0.0 } else { self.exp(t) };
                 scratch.sum = self.add(scratch.sum, e);
