@@ -644,7 +644,7 @@ bank! {
         KlDifferenceClampOfExp, "kl-difference-clamp-of-exp",
             "e^d is held to e^±clamp, the d beside it is not", "";
         KlK2GradientClamped, "kl-gradient-k2-clamped",
-            "the gradient of k2 in the value's place stops at the clamp too", "";
+            "the gradient of k2, which no clamp holds, is 0 where the difference is clamped", "";
         KlValueClampIgnored, "kl-value-clamp-ignored",
             "the estimate is not clamped", "";
         KlValueClampGradientKept, "kl-value-clamp-gradient-kept",
