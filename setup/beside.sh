@@ -17,10 +17,11 @@ until exec 9>"$ASSAY_TEST_RUNS/place$place" && flock --nonblock 9; do
 	sleep 0.1
 done
 
-# XLA's CPU compiler writes a fused kernel by MLIR's passes, four times as long as by its older emitters; no field of the compile options
-# that every plugin has says so, and the flag reaches the commands that tests start too.
+# XLA's CPU compiler writes a fused kernel by MLIR's passes, four times as long as by its older emitters, and cuts a program into up to 32
+# modules, which takes a fourth more of the processors where two of them are all there are; no field of the compile options that every
+# plugin has says so, and the flags reach the commands that tests start too.
 if [ -z "${ASSAY_FULL_OPTIMIZATION-}" ]; then
-	export XLA_FLAGS="${XLA_FLAGS-} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true"
+	export XLA_FLAGS="${XLA_FLAGS-} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true --xla_cpu_parallel_codegen_split_count=1"
 fi
 
 name=$(basename "$1")

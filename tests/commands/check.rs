@@ -22,7 +22,7 @@ fn answered(computed: &LossSpec) -> (TempDir, [String; 2]) {
     let folder = TempDir::new().unwrap();
     let [suite, candidates] =
         ["suite", "candidates"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
-    let output = assay(&["suite", "--preset", "trl", "--cases", "24", "--wide", "0", "-o", &suite]);
+    let output = assay(&["suite", "--preset", "trl", "--cases", "8", "--wide", "0", "-o", &suite]);
     assert_eq!(output.code, 0, "{}", output.stderr);
     fs::create_dir(&candidates).unwrap();
     let native = find::<Problem>("native", None).unwrap();
@@ -94,7 +94,7 @@ fn truncated_answer_in_a_folder_is_named_and_the_others_are_judged() {
         assert_eq!(output.code, 1, "{}{}", output.stdout, output.stderr);
         let said = output.stdout.lines().find(|line| line.contains(&path)).expect(&output.stdout);
         assert!(said.contains(field) && said.contains("expected"), "{said}");
-        assert!(output.stdout.contains(": 24 problems at grade standard, seed 0, 1 failed"), "{}", output.stdout);
+        assert!(output.stdout.contains(": 8 problems at grade standard, seed 0, 1 failed"), "{}", output.stdout);
     }
 }
 
