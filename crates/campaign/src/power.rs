@@ -34,7 +34,7 @@ const ALIKE: f64 = 0.05;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
 pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
-    BANK.iter().filter(|mutant| P::is_of(mutant.class, packed) && mutant.class.is_reached(spec)).collect()
+    BANK.iter().filter(|mutant| P::is_of(mutant.class) && mutant.class.is_reached(spec, packed)).collect()
 }
 
 /// What a mutant returns, with its verdicts; `None` where it does not compute that.
@@ -93,7 +93,10 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
     };
     match gate.output {
         Output::Loss => candidate.loss.iter().map(FloatArray::value).collect(),
-        Output::Logp => of_tokens(&candidate.logp),
+        Output::Logp => {
+            let others = candidate.logp_of_others.iter().flat_map(FloatArray::to_f64);
+            of_tokens(&candidate.logp).into_iter().chain(others).collect()
+        }
         Output::Entropy => of_tokens(&candidate.entropy),
         Output::TokenLoss => of_tokens(&candidate.token_loss),
         _ => P::values(&candidate.gradient),

@@ -42,9 +42,9 @@ pub trait Subject: Judgeable + StoredProblem {
     /// clip.
     fn telling(index: u64) -> Self::Recipe;
 
-    /// Whether a wrong kernel of this class is one of such problems, packed or not, on one device.
+    /// Whether a wrong kernel of this class is one of such problems on one device.
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class, packed: bool) -> bool;
+    fn is_of(class: Class) -> bool;
 
     /// Its tokens in one row, of which `cu_seqlens` makes as many sequences as it has.
     #[must_use]
@@ -181,8 +181,8 @@ impl Subject for Problem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class, packed: bool) -> bool {
-        !class.of_heads() && class != Class::Devices && (packed || class != Class::Packing)
+    fn is_of(class: Class) -> bool {
+        !class.of_heads() && class != Class::Devices
     }
 
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
@@ -258,8 +258,8 @@ impl Subject for HeadProblem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class, packed: bool) -> bool {
-        !matches!(class, Class::HeadDevices | Class::Devices) && (packed || class != Class::Packing)
+    fn is_of(class: Class) -> bool {
+        !matches!(class, Class::HeadDevices | Class::Devices)
     }
 
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {

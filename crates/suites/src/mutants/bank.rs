@@ -1,6 +1,6 @@
 //! The bugs: one small change each to a correct kernel.
 
-use assay_core::spec::{Kl, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective};
+use assay_core::spec::{Kl, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OffPolicyMask, OldLogp};
 
 /// A deliberately wrong kernel: what [`Specimen`](super::Specimen) becomes with one bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub enum Class {
     Support,
     /// The bounds of the ratio.
     Clip,
+    /// Log-ratios that are held: GMPO's clip, and the cap.
+    LogClip,
     /// TOPR, which takes tokens by their sign.
     Topr,
     /// ASPO, whose ratio is upside down.
@@ -48,8 +50,12 @@ pub enum Class {
     Kl,
     /// What the KL penalty is multiplied by, and whose gradient it has.
     KlWeight,
+    /// The clamps of the KL penalty, and its own mean.
+    KlClamp,
     /// The off-policy mask.
     OffPolicy,
+    /// The sampler's policy in the place of the old one.
+    Sampler,
     /// Weights against the sampler's policy.
     Rollout,
     /// Tokens and sequences that are rejected.
@@ -58,6 +64,10 @@ pub enum Class {
     TokenWeights,
     /// Entropy and its bonus.
     Entropy,
+    /// The tokens of the highest entropy.
+    TopEntropy,
+    /// Logp of several ids a token.
+    Several,
     /// Masked tokens.
     Mask,
     /// From token losses to one number.
@@ -82,7 +92,7 @@ pub enum Class {
 
 impl Class {
     /// All of them.
-    pub const ALL: [Class; 29] = [
+    pub const ALL: [Class; 34] = [
         Class::Columns,
         Class::Maximum,
         Class::Holes,
@@ -92,16 +102,21 @@ impl Class {
         Class::Logits,
         Class::Support,
         Class::Clip,
+        Class::LogClip,
         Class::Topr,
         Class::Aspo,
         Class::Overflow,
         Class::Kl,
         Class::KlWeight,
+        Class::KlClamp,
         Class::OffPolicy,
+        Class::Sampler,
         Class::Rollout,
         Class::Rejection,
         Class::TokenWeights,
         Class::Entropy,
+        Class::TopEntropy,
+        Class::Several,
         Class::Mask,
         Class::Reduction,
         Class::SequenceRatio,
@@ -119,15 +134,23 @@ impl Class {
         matches!(self, Class::HeadChunks | Class::HeadProducts | Class::HeadDevices)
     }
 
-    /// Whether a spec has what it is of: under another its mutants have the bits of the correct kernel.
-    pub fn is_reached(self, spec: &LossSpec) -> bool {
+    /// Whether a spec, and a batch that is `packed` or not, have what it is of: elsewhere its mutants have the bits of the correct kernel.
+    pub fn is_reached(self, spec: &LossSpec, packed: bool) -> bool {
         let weighs = |kl: &Kl| kl.importance != KlImportance::One || kl.gradient != KlGradient::Own;
+        let bounds = |kl: &Kl| kl.difference_clamp.is_some() || kl.value_clamp.is_some() || kl.averaging.is_some();
+        let of_sampler = |mask: OffPolicyMask| mask.behaviour == OldLogp::Rollout;
         match self {
             Class::Logits => spec.logits != LogitsTransform::default(),
             Class::Support => !spec.support.is_whole(),
             Class::Topr => matches!(spec.objective, Objective::Topr(_)),
             Class::Aspo => matches!(spec.objective, Objective::Aspo(_)),
             Class::KlWeight => spec.kl.as_ref().is_some_and(weighs),
+            Class::KlClamp => spec.kl.as_ref().is_some_and(bounds),
+            Class::LogClip => spec.ratio.clip.is_some() || spec.ratio.cap.is_some(),
+            Class::Sampler => spec.old_logp == OldLogp::Rollout || spec.off_policy_mask.is_some_and(of_sampler),
+            Class::TopEntropy => spec.top_entropy.is_some(),
+            Class::Several => spec.top > 1,
+            Class::Packing => packed,
             Class::Rollout => spec.rollout.is_some(),
             Class::Rejection => !spec.rejection.is_empty(),
             Class::TokenWeights => spec.token_weights.is_some(),
@@ -135,16 +158,22 @@ impl Class {
         }
     }
 
-    /// Whether it has to do with how wide a vocabulary is: the others are of the tokens' losses, or of where sequences lie.
+    /// Whether it has to do with how wide a vocabulary is: the others are of the tokens' losses, of where sequences lie, or of the ids
+    /// of a token beside its first.
     pub fn is_of_columns(self) -> bool {
         !matches!(
             self,
             Class::Topr
                 | Class::Aspo
+                | Class::LogClip
                 | Class::KlWeight
+                | Class::KlClamp
+                | Class::Sampler
                 | Class::Rollout
                 | Class::Rejection
                 | Class::TokenWeights
+                | Class::TopEntropy
+                | Class::Several
                 | Class::Packing
         )
     }
@@ -161,16 +190,21 @@ impl Class {
             Class::Logits => "logits",
             Class::Support => "support",
             Class::Clip => "clip",
+            Class::LogClip => "log_clip",
             Class::Topr => "topr",
             Class::Aspo => "aspo",
             Class::Overflow => "overflow",
             Class::Kl => "kl",
             Class::KlWeight => "kl_weight",
+            Class::KlClamp => "kl_clamp",
             Class::OffPolicy => "off_policy",
+            Class::Sampler => "sampler",
             Class::Rollout => "rollout",
             Class::Rejection => "rejection",
             Class::TokenWeights => "token_weights",
             Class::Entropy => "entropy",
+            Class::TopEntropy => "top_entropy",
+            Class::Several => "several_ids",
             Class::Mask => "mask",
             Class::Reduction => "reduction",
             Class::SequenceRatio => "sequence_ratio",
@@ -196,16 +230,21 @@ impl Class {
             Class::Logits => "Logits that are changed before the softmax",
             Class::Support => "Support: columns that are left out",
             Class::Clip => "Clip",
+            Class::LogClip => "Log-ratios that are held: clip and cap",
             Class::Topr => "TOPR",
             Class::Aspo => "ASPO",
             Class::Overflow => "Overflow: ratios beyond f32",
             Class::Kl => "KL penalty",
             Class::KlWeight => "KL penalty: what weighs it, and whose gradient it has",
+            Class::KlClamp => "KL penalty: its clamps, and a mean of its own",
             Class::OffPolicy => "Off-policy mask",
+            Class::Sampler => "The sampler's policy for the old one",
             Class::Rollout => "Weights against the sampler's policy",
             Class::Rejection => "Rejections",
             Class::TokenWeights => "Weights of tokens",
             Class::Entropy => "Entropy",
+            Class::TopEntropy => "Tokens of the highest entropy",
+            Class::Several => "Logp of several ids",
             Class::Mask => "Mask",
             Class::Reduction => "Reduction",
             Class::SequenceRatio => "Ratios of sequences",
@@ -461,6 +500,30 @@ bank! {
         RatioToFirstOrder, "ratio-to-first-order",
             "1 + x for exp(x)", "";
     }
+    LogClip {
+        LogClipIgnored, "log-clip-ignored",
+            "no token's log-ratio is clipped", "";
+        LogClipGradientKept, "log-clip-gradient-kept",
+            "a clipped log-ratio keeps its gradient", "";
+        LogClipOfBothSides, "log-clip-of-both-sides",
+            "log-ratios are held from −low to high whatever the sign of A", "";
+        LogClipOnTheWrongSide, "log-clip-on-the-wrong-side",
+            "−low where A > 0, high where A < 0", "";
+        LogClipOfMean, "log-clip-of-mean",
+            "the row's mean is clipped, not what it is a mean of", "";
+        LogClipWithoutAdvantage, "log-clip-without-advantage",
+            "a token of A = 0 keeps its log-ratio in the row's mean", "";
+        CapIgnored, "ratio-cap-ignored",
+            "the level's log-ratio has no upper bound", "";
+        CapGradientKept, "ratio-cap-gradient-kept",
+            "a capped log-ratio keeps its gradient", "";
+        CapOfTokens, "ratio-cap-of-tokens",
+            "the cap is on what the row's log-ratio is a mean of", "";
+        CapOfRatio, "ratio-cap-of-ratio",
+            "the cap is on the ratio, not on its logarithm", "";
+        CapOfBothSides, "ratio-cap-of-both-sides",
+            "the level's log-ratio is held to ±cap", "";
+    }
     Topr {
         ToprWeightsSwapped, "topr-weights-swapped",
             "w₋ where a token is positive, w₊ elsewhere", "";
@@ -571,6 +634,36 @@ bank! {
         KlK2WeightOfSequence, "kl-k2-weight-of-sequence",
             "its weight is the ratio of the sequence", "";
     }
+    KlClamp {
+        KlDifferenceClampIgnored, "kl-difference-clamp-ignored",
+            "`ref_logp` − ℓ is not clamped", "";
+        KlDifferenceClampGradientKept, "kl-difference-clamp-gradient-kept",
+            "a clamped difference keeps its gradient", "";
+        KlDifferenceClampFromAbove, "kl-difference-clamp-from-above",
+            "the difference has no lower bound", "";
+        KlDifferenceClampOfExp, "kl-difference-clamp-of-exp",
+            "e^d is held to e^±clamp, the d beside it is not", "";
+        KlK2GradientClamped, "kl-gradient-k2-clamped",
+            "the gradient of k2, which no clamp holds, is 0 where the difference is clamped", "";
+        KlValueClampIgnored, "kl-value-clamp-ignored",
+            "the estimate is not clamped", "";
+        KlValueClampGradientKept, "kl-value-clamp-gradient-kept",
+            "a clamped estimate keeps its gradient", "";
+        KlValueClampFromAbove, "kl-value-clamp-from-above",
+            "the estimate has no lower bound", "";
+        KlValueClampOfPenalty, "kl-value-clamp-of-penalty",
+            "the clamp is on beta · kl", "";
+        KlValueClampOnTheWrongSide, "kl-value-clamp-on-the-wrong-side",
+            "the clamp is on the product with the importance for the estimate, and the other way round", "";
+        KlAveragingIgnored, "kl-averaging-ignored",
+            "the penalty has the policy term's mean", "";
+        KlAveragingOfPolicy, "kl-averaging-of-policy",
+            "the policy term has the penalty's mean", "";
+        KlAveragingNotInGradient, "kl-averaging-not-in-gradient",
+            "the loss has the penalty's own mean, its gradient the policy term's", "";
+        KlAveragingCountsEmptyRows, "kl-averaging-counts-empty-rows",
+            "rows without a token count in the penalty's B′", "";
+    }
     OffPolicy {
         OffPolicyMaskIgnored, "off-policy-mask-ignored",
             "every sequence keeps its policy term", "";
@@ -583,6 +676,18 @@ bank! {
             "the mean divergence is over T", "";
         OffPolicySignFlipped, "off-policy-sign-flipped",
             "ℓ − `old_logp` against the threshold", "";
+    }
+    Sampler {
+        SamplerIgnored, "sampler-ignored",
+            "`old_logp` is the ratio's denominator where `rollout_logp` should be", "";
+        SamplerShifted, "sampler-shifted",
+            "the sampler's log-probability of the token before", "";
+        SamplerInBf16, "sampler-in-bf16",
+            "the sampler's log-probabilities are stored in bf16", "";
+        OffPolicyOfOldPolicy, "off-policy-of-old-policy",
+            "the off-policy mask compares `old_logp` where it should compare `rollout_logp`", "";
+        OffPolicyUnscoredNan, "off-policy-unscored-nan",
+            "a token that was not scored makes its row's divergence NaN, which is not below the threshold", "";
     }
     Rollout {
         RolloutIgnored, "rollout-ignored",
@@ -729,6 +834,8 @@ bank! {
             "the policy term alone is weighed where the penalty should be too", "";
         TokenWeightsOfFirstToken, "token-weights-of-first-token",
             "the weight of a row's first token for all of them", "";
+        TokenWeightOfFirstSequence, "token-weight-of-first-sequence",
+            "the weight of the first sequence for all of them", "";
         ZeroWeightCounts, "zero-weight-counts",
             "a token of weight 0 stays in denominators", "";
         ZeroWeightOutOfRollout, "zero-weight-out-of-rollout",
@@ -754,6 +861,50 @@ bank! {
             "the bonus is a mean over B·T", "";
         EntropyFromLogpSoftmax, "entropy-of-the-sampled-token",
             "−logp for the entropy", "";
+    }
+    TopEntropy {
+        TopEntropyIgnored, "top-entropy-ignored",
+            "every token keeps its policy term", "";
+        TopEntropyAbove, "top-entropy-above",
+            "a token whose entropy is the quantile itself is left out: > for ≥", "";
+        TopEntropyLowest, "top-entropy-lowest",
+            "the tokens of the lowest entropy stay", "";
+        TopEntropyOfFraction, "top-entropy-of-fraction",
+            "the threshold is the quantile `fraction`, not 1 − `fraction`", "";
+        TopEntropyOverPadding, "top-entropy-over-padding",
+            "masked tokens have a part in the quantile, of entropy 0", "";
+        TopEntropyOfRow, "top-entropy-of-row",
+            "each row has a threshold of its own", "";
+        TopEntropyOfDevice, "top-entropy-of-device",
+            "each row shard has a threshold of its own", "";
+        TopEntropyNotInterpolated, "top-entropy-not-interpolated",
+            "the threshold is the entropy below the quantile", "";
+        TopEntropyOutOfDenominator, "top-entropy-out-of-denominator",
+            "tokens of low entropy do not count in denominators", "";
+        TopEntropyTakesKl, "top-entropy-takes-kl",
+            "tokens of low entropy lose the penalty too", "";
+        TopEntropyBonusOfAll, "top-entropy-bonus-of-all",
+            "tokens of low entropy keep their part in the entropy bonus", "";
+        TopEntropyDropsTheOther, "top-entropy-drops-the-other",
+            "tokens of low entropy are left out of the row's log-ratio where they should lose their policy term, and the other way round", "";
+        TopEntropyMeanOfAll, "top-entropy-mean-of-all",
+            "tokens that are left out of the row's log-ratio still count in its mean", "";
+    }
+    Several {
+        SoftmaxOfFirstIdAlone, "several-softmax-of-first-alone",
+            "−p is multiplied by the first id's cotangent, not by the sum of all", "";
+        OneHotOfFirstIdAlone, "several-one-hot-of-first-alone",
+            "only the first id's column has the 1 of its cotangent", "";
+        RepeatedIdOverwritten, "several-repeated-id-overwritten",
+            "the cotangents' ones are scattered, not added: of an id that stands twice the last stays", "";
+        DlogpOfFirstId, "several-dlogp-of-first",
+            "every id has the first one's cotangent", "";
+        OtherIdsSorted, "several-logp-sorted",
+            "logp comes back from the largest down, not in the order of the ids", "";
+        OtherIdsStrideOne, "several-ids-stride-one",
+            "the ids of the next token begin an id later, not K later", "";
+        OtherIdFromEveryShard, "several-logit-of-every-shard",
+            "a shard without an id adds the column at its edge", "";
     }
     Mask {
         MaskMultiplied, "mask-multiplied",
@@ -828,8 +979,10 @@ bank! {
             "a weight against the sampler is that of all that is packed", "";
         RejectionOfPack, "rejection-of-pack",
             "what is packed is rejected as one sequence", "";
-        TokenWeightOfFirstSequence, "token-weight-of-first-sequence",
-            "the weight of the first sequence for all of them", "";
+        PackedAdvantageZero, "packed-advantage-zero",
+            "tokens of packed sequences have the advantage 0: none is found for them", "";
+        SegmentIdsFromOne, "segment-ids-from-one",
+            "segment ids that begin at 1 are taken for rows of the advantages: each sequence has that of the next", "";
     }
     Indexing {
         AdvantageOfNeighbour, "advantage-of-neighbour",

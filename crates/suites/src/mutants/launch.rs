@@ -6,6 +6,7 @@ use ndarray::{Array2, Ix2};
 
 use super::bank::Bug;
 use super::corrections::Corrections;
+use super::several::Picked;
 use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
 
@@ -74,7 +75,7 @@ pub(super) struct Softmax {
 }
 
 /// What the logits of a token come to.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) struct Scored {
     pub(super) logp: f64,
     pub(super) entropy: f64,
@@ -82,12 +83,14 @@ pub(super) struct Scored {
     pub(super) temperature: f64,
     pub(super) logp_softmax: Softmax,
     pub(super) entropy_softmax: Softmax,
+    /// Its ids beside the first.
+    pub(super) others: Vec<Picked>,
 }
 
 impl Scored {
     /// The same token with the maxima and sums of another.
     pub(super) fn with_softmax_of(self, other: &Self) -> Self {
-        Self { logp: self.logp, entropy: self.entropy, id: self.id, temperature: self.temperature, ..*other }
+        Self { logp_softmax: other.logp_softmax, entropy_softmax: other.entropy_softmax, ..self }
     }
 }
 

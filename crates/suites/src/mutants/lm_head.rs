@@ -156,7 +156,7 @@ impl<'l> Head<'l> {
                 dlogits_dtype: Dtype::F32,
             },
             logp,
-            logp_of_others: None,
+            logp_of_others: self.launch.logp_of_others(&evaluation),
             entropy,
             token_loss,
             metrics: None,

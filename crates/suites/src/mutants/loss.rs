@@ -4,24 +4,26 @@ use ndarray::Array2;
 
 use super::bank::Bug;
 use super::corrections::{Factor, token_weights};
+use super::kl::kl;
 use super::launch::{Evaluation, Graded, Launch, Scored, part};
+use super::top_entropy::High;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Cispo, Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive,
-    PpoClip, RatioLevel, Reduction, Rows, Topr,
+    AdvantageLevel, Aspo, Averaging, Cispo, LogClip, Objective, OldLogp, Positive, PpoClip, RatioLevel, Reduction,
+    Rows, Topr,
 };
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]
-struct Term {
-    value: f64,
-    by_logp: f64,
-    by_log_ratio: f64,
+pub(super) struct Term {
+    pub(super) value: f64,
+    pub(super) by_logp: f64,
+    pub(super) by_log_ratio: f64,
 }
 
 impl Term {
     /// `factor` times the term; 0 where the factor is, even if the term overflows.
-    fn times(self, factor: f64) -> Self {
+    pub(super) fn times(self, factor: f64) -> Self {
         if factor == 0.0 {
             return Self::default();
         }
@@ -29,41 +31,37 @@ impl Term {
     }
 
     /// The same with a weight that a bug may leave out of the gradient.
-    fn weighed(self, by: Factor) -> Self {
+    pub(super) fn weighed(self, by: Factor) -> Self {
         if by.value == 0.0 {
             return Self::default();
         }
         let Factor { value, gradient } = by;
         Self { value: self.value * value, by_logp: self.by_logp * gradient, by_log_ratio: self.by_log_ratio * gradient }
     }
-
-    fn plus(self, other: Self) -> Self {
-        Self {
-            value: self.value + other.value,
-            by_logp: self.by_logp + other.by_logp,
-            by_log_ratio: self.by_log_ratio + other.by_log_ratio,
-        }
-    }
 }
 
 /// What a token's loss depends on.
 #[derive(Clone, Copy)]
-struct Inputs {
-    logp: f64,
-    ref_logp: f64,
-    old_logp: f64,
-    rollout_logp: f64,
-    advantage: f64,
+pub(super) struct Inputs {
+    pub(super) logp: f64,
+    pub(super) ref_logp: f64,
+    pub(super) old_logp: f64,
+    pub(super) rollout_logp: f64,
+    pub(super) advantage: f64,
     is_selected: bool,
     /// What the policy term and the penalty are multiplied by.
-    factors: [Factor; 2],
+    pub(super) factors: [Factor; 2],
     /// `ℓ` less the ratio's denominator.
-    moved: f64,
-    /// The token's own log-ratio after its clamp, and whether it follows `ℓ` there.
-    own: (f64, bool),
-    /// That of its level.
-    log_ratio: f64,
-    on_policy: bool,
+    pub(super) moved: f64,
+    /// The token's own log-ratio after its clamp and clip, and whether it follows `ℓ` there.
+    pub(super) own: (f64, bool),
+    /// That of its level after its cap, and whether it follows what it is of there.
+    pub(super) level: (f64, bool),
+    /// What of its level's log-ratio is the token's own: of a mean over `n` tokens `1/n`.
+    share: f64,
+    pub(super) on_policy: bool,
+    /// Whether its entropy leaves it its policy term.
+    pub(super) is_high: bool,
 }
 
 /// Losses, their sum and their gradients.
@@ -72,16 +70,18 @@ pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evalu
     let mut graded = Array2::from_elem((batch, tokens), None);
     let mut loss = 0.0;
     let sequences = launch.sequences();
+    let high = High::of(launch, &scored);
     for device_row in 0..launch.mesh.rows {
         let rows = part(batch, launch.mesh.rows, device_row);
-        let weights = Weights::of(launch, &sequences, device_row);
+        let weights = Weights::of(launch, &sequences, &high, device_row);
         let mut of_device = 0.0;
         for sequence in sequences.iter().filter(|sequence| rows.contains(&sequence.row)) {
             let first = if launch.has(Bug::AdvantagesOfFirstDevice) { rows.start } else { 0 };
             let b = sequence.row;
-            let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]]?)));
+            let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]].clone()?)));
             let row: Vec<(usize, Scored)> = row.collect();
-            for (t, token) in grade(launch, (sequence, sequence.index - first), &row, &weights, &mut of_device) {
+            let advantages_of = sequence.index - first;
+            for (t, token) in grade(launch, (sequence, advantages_of), &row, (&weights, &high), &mut of_device) {
                 graded[[b, t]] = Some(token);
             }
         }
@@ -94,25 +94,30 @@ pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evalu
 
 /// What multiplies token losses and entropies.
 struct Weights {
-    /// Of the tokens of each sequence.
+    /// Of the policy terms of the tokens of each sequence.
     rows: Vec<f64>,
+    /// Of their penalties.
+    kl_rows: Vec<f64>,
     /// `∂loss/∂H`
     entropy: f64,
 }
 
 impl Weights {
-    fn of(launch: &Launch, sequences: &[Sequence], device_row: usize) -> Self {
+    fn of(launch: &Launch, sequences: &[Sequence], high: &High, device_row: usize) -> Self {
         let (spec, mask) = (launch.spec, launch.mask());
         let Shape { batch: rows, tokens, .. } = launch.shape;
         let weights = launch.has(Bug::TokenWeightsInDenominator).then(|| token_weights(launch));
         let weight = |at| weights.as_ref().map_or(1.0, |weights| weights[at]);
-        let count = |sequence: &Sequence| sequence.places().filter(|&at| mask[at]).map(weight).sum::<f64>();
+        let counted = |at| mask[at] && (high.policy[at] || !launch.has(Bug::TopEntropyOutOfDenominator));
+        let count = |sequence: &Sequence| sequence.places().filter(|&at| counted(at)).map(weight).sum::<f64>();
         let counts: Vec<f64> = sequences.iter().map(count).collect();
         let local = launch.has(Bug::NormaliserLocal);
         let summed = if local { part(rows, launch.mesh.rows, device_row) } else { 0..rows };
         let packed = launch.tokens.extra.sequences.packed().is_some();
         let least = if packed && launch.has(Bug::EmptySequenceCountsAToken) { 1.0 } else { 0.0 };
         let summed = sequences.iter().zip(&counts).filter(|(sequence, _)| summed.contains(&sequence.row));
+        let kept = summed.clone().flat_map(|(sequence, _)| sequence.places()).filter(|&at| mask[at] && high.bonus[at]);
+        let kept = kept.count().max(1) as f64;
         let summed: f64 = summed.map(|(_, n)| f64::max(*n, least)).sum();
         let (batch, width) = (counts.len(), tokens as f64);
         let total = match () {
@@ -128,22 +133,39 @@ impl Weights {
             Rows::NonEmpty => filled,
             Rows::Given(count) => count,
         };
-        let epsilon = if launch.has(Bug::DenominatorEpsilonForgotten) { 0.0 } else { spec.denominator_epsilon };
-        let denominator = |n: f64| match spec.reduction {
-            Reduction::TokenMean => total + epsilon,
-            Reduction::SequenceMean { .. } if launch.has(Bug::SequenceMeanOverTokens) => total + epsilon,
-            Reduction::SequenceMean { rows } => (n + epsilon) * rows_of(rows),
-            Reduction::SequenceSum { rows } if launch.has(Bug::LengthFactor) => rows_of(rows) * width / n,
-            Reduction::SequenceSum { rows } => rows_of(rows),
-            Reduction::FixedLength { rows, .. } if launch.has(Bug::FixedLengthOfWidth) => rows_of(rows) * width,
-            Reduction::FixedLength { rows, length } => rows_of(rows) * length.map_or(width, |length| length as f64),
-            Reduction::Normalizer(_) if launch.has(Bug::NormaliserOfBatchIgnored) => total,
-            Reduction::Normalizer(given) => given,
+        let denominator = |Averaging { reduction, denominator_epsilon }, n: f64| {
+            let epsilon = if launch.has(Bug::DenominatorEpsilonForgotten) { 0.0 } else { denominator_epsilon };
+            match reduction {
+                Reduction::TokenMean => total + epsilon,
+                Reduction::SequenceMean { .. } if launch.has(Bug::SequenceMeanOverTokens) => total + epsilon,
+                Reduction::SequenceMean { rows } => (n + epsilon) * rows_of(rows),
+                Reduction::SequenceSum { rows } if launch.has(Bug::LengthFactor) => rows_of(rows) * width / n,
+                Reduction::SequenceSum { rows } => rows_of(rows),
+                Reduction::FixedLength { rows, .. } if launch.has(Bug::FixedLengthOfWidth) => rows_of(rows) * width,
+                Reduction::FixedLength { rows, length } => rows_of(rows) * length.map_or(width, |length| length as f64),
+                Reduction::Normalizer(_) if launch.has(Bug::NormaliserOfBatchIgnored) => total,
+                Reduction::Normalizer(given) => given,
+            }
         };
-        let bonus_over = if launch.has(Bug::EntropyOverPadding) { batch as f64 * width } else { total };
+        let own = Averaging { reduction: spec.reduction, denominator_epsilon: spec.denominator_epsilon };
+        let of_kl = spec.kl.as_ref().and_then(|kl| kl.averaging).filter(|_| !launch.has(Bug::KlAveragingIgnored));
+        let of_kl = of_kl.map_or(own, |of_kl| match of_kl.reduction {
+            Reduction::SequenceMean { .. } if launch.has(Bug::KlAveragingCountsEmptyRows) => {
+                Averaging { reduction: Reduction::SequenceMean { rows: Rows::All }, ..of_kl }
+            }
+            _ => of_kl,
+        });
+        let of_policy = if launch.has(Bug::KlAveragingOfPolicy) { of_kl } else { own };
+        let weights_of = |of: Averaging| counts.iter().map(|&n| spec.scale / denominator(of, n.max(1.0))).collect();
+        let bonus_over = match () {
+            () if launch.has(Bug::EntropyOverPadding) => batch as f64 * width,
+            () if spec.top_entropy.is_some() => kept,
+            () => total,
+        };
         let sign = if launch.has(Bug::EntropyBonusSubtracted) { 1.0 } else { -1.0 };
         Self {
-            rows: counts.iter().map(|&n| spec.scale / denominator(n.max(1.0))).collect(),
+            rows: weights_of(of_policy),
+            kl_rows: weights_of(of_kl),
             entropy: if spec.entropy_coef == 0.0 { 0.0 } else { sign * spec.entropy_coef * spec.scale / bonus_over },
         }
     }
@@ -154,32 +176,43 @@ fn grade(
     launch: &Launch,
     (sequence, advantages_of): (&Sequence, usize),
     row: &[(usize, Scored)],
-    weights: &Weights,
+    (weights, high): (&Weights, &High),
     sum: &mut f64,
 ) -> Vec<(usize, Graded)> {
     let spec = launch.spec;
     let b = sequence.row;
-    let weight = weights.rows[sequence.index];
-    let inputs = inputs(launch, b, advantages_of, row);
+    let (weight, kl_weight) = (weights.rows[sequence.index], weights.kl_rows[sequence.index]);
+    let kl_gradient_weight = if launch.has(Bug::KlAveragingNotInGradient) { weight } else { kl_weight };
+    let inputs = inputs(launch, b, advantages_of, row, high);
     // A mask that multiplies has masked tokens here too.
     let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.mask()[[b, t]] { 0.0 } else { 1.0 };
     let terms: Vec<[Term; 2]> = inputs.iter().map(|inputs| [policy(launch, inputs), kl(launch, inputs)]).collect();
-    let share = share(launch, row.len());
-    let owed: f64 = terms.iter().map(|[policy, kl]| weight * (policy.by_log_ratio + kl.by_log_ratio)).sum();
+    let through_level = |inputs: &Inputs, [policy, kl]: &[Term; 2]| {
+        let (_, follows) = inputs.level;
+        let by_log_ratio = weight * policy.by_log_ratio + kl_gradient_weight * kl.by_log_ratio;
+        if follows || launch.has(Bug::RatioClampGradientKept) || launch.has(Bug::CapGradientKept) {
+            by_log_ratio
+        } else {
+            0.0
+        }
+    };
+    let owed: f64 = inputs.iter().zip(&terms).map(|(inputs, terms)| through_level(inputs, terms)).sum();
 
     let level = match spec.ratio.level {
         RatioLevel::Sequence if launch.has(Bug::SequenceGradientOfToken) => RatioLevel::SequenceToken,
         RatioLevel::SequenceToken if launch.has(Bug::TokenGradientOfSequence) => RatioLevel::Sequence,
         level => level,
     };
-    let graded = row.iter().zip(inputs).zip(terms).map(|((&(t, scored), inputs), [policy, kl])| {
-        let Term { value, by_logp, by_log_ratio } = policy.plus(kl);
+    let graded = row.iter().zip(inputs).zip(terms).map(|((&(t, ref scored), inputs), terms @ [policy, kl])| {
+        let of_others: f64 = scored.others.iter().map(|of| of.grad_logp * of.logp).sum();
+        let value = policy.value + kl.value + of_others;
+        let own = through_level(&inputs, &terms);
         let (_, follows) = inputs.own;
-        let follows = follows || launch.has(Bug::RatioClampGradientKept);
+        let follows = follows || launch.has(Bug::RatioClampGradientKept) || launch.has(Bug::LogClipGradientKept);
         let through_ratio = match level {
-            RatioLevel::Token if follows => weight * by_log_ratio,
-            RatioLevel::SequenceToken => weight * by_log_ratio,
-            RatioLevel::Sequence | RatioLevel::SequenceProduct if follows => share * owed,
+            RatioLevel::Token if follows => own,
+            RatioLevel::SequenceToken => own,
+            RatioLevel::Sequence | RatioLevel::SequenceProduct if follows => inputs.share * owed,
             RatioLevel::Token | RatioLevel::Sequence | RatioLevel::SequenceProduct => 0.0,
         };
         let through_ratio = match spec.old_logp {
@@ -187,12 +220,13 @@ fn grade(
             _ if launch.has(Bug::RatioDetached) => 0.0,
             _ => through_ratio,
         };
-        let mut grad_logp = weight * by_logp + through_ratio;
+        let mut grad_logp = weight * policy.by_logp + kl_gradient_weight * kl.by_logp + through_ratio;
         let entropy_weight = match &launch.tokens.extra.dentropy {
             Some(dentropy) if spec.dentropy => {
                 spec.scale * dentropy[[b, if launch.has(Bug::DentropyOfFirstToken) { 0 } else { t }]]
             }
-            _ => weights.entropy,
+            _ if high.bonus[[b, t]] => weights.entropy,
+            _ => 0.0,
         };
         let mut grad_entropy = entropy_weight;
         match () {
@@ -205,8 +239,8 @@ fn grade(
             () if launch.has(Bug::DlogpSignFlipped) && spec.is_of_cotangents() => grad_logp = -grad_logp,
             () => {}
         }
-        let counted = if launch.has(Bug::LossOfPolicyAlone) { policy.value } else { value };
-        *sum += weight * counted * factor(t);
+        let of_kl = if launch.has(Bug::LossOfPolicyAlone) { 0.0 } else { kl_weight * kl.value };
+        *sum += (weight * (policy.value + of_others) + of_kl) * factor(t);
         if entropy_weight != 0.0 {
             *sum += entropy_weight * scored.entropy * factor(t);
         }
@@ -216,110 +250,212 @@ fn grade(
             grad_logp *= 0.0;
             grad_entropy *= 0.0;
         }
-        (t, Graded { scored, loss: value, grad_logp, grad_entropy })
+        (t, Graded { scored: scored.clone(), loss: value, grad_logp, grad_entropy })
     });
     graded.collect()
 }
 
-/// `1 / (n + ε)`
-fn share(launch: &Launch, tokens: usize) -> f64 {
-    let tokens = if launch.has(Bug::RatioOverWidth) { launch.shape.tokens } else { tokens };
-    let of_product = launch.spec.ratio.level == RatioLevel::SequenceProduct;
-    if launch.has(Bug::ShareForgotten) || of_product {
-        1.0
-    } else {
-        1.0 / (tokens as f64 + launch.spec.ratio.denominator_epsilon)
-    }
-}
-
-fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored)]) -> Vec<Inputs> {
-    let Launch { spec, tokens, shape, .. } = launch;
+fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored)], high: &High) -> Vec<Inputs> {
+    let Launch { spec, tokens, .. } = launch;
     let at = |array: Option<&Array2<f64>>, b: usize, t: usize| array.map_or(f64::NAN, |array| array[[b, t]]);
+    let rollout_logp = |t: usize| at(tokens.extra.rollout_logp.as_ref(), b, t);
     let given = |t: usize| {
         let t = if launch.has(Bug::OldLogpShifted) { t.saturating_sub(1) } else { t };
         let old_logp = at(tokens.old_logp, b, t);
         if launch.has(Bug::OldLogpInBf16) { half::bf16::from_f64(old_logp).to_f64() } else { old_logp }
     };
-    let old_logp = |t: usize, scored: &Scored| if spec.old_logp == OldLogp::Current { scored.logp } else { given(t) };
-    let held = |x: f64| match spec.ratio.clamp {
-        Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
-        _ => (x, true),
-    };
-    // Of a product the sum is held.
-    let of_product = spec.ratio.level == RatioLevel::SequenceProduct;
-    let own = |&(t, ref scored): &(usize, Scored)| {
-        let x = scored.logp - old_logp(t, scored);
-        if of_product { (x, true) } else { held(x) }
-    };
-    let mut owns: Vec<(f64, bool)> = row.iter().map(own).collect();
-    let count = if launch.has(Bug::RatioOverWidth) { shape.tokens } else { row.len() } as f64;
-    let count = count + spec.ratio.denominator_epsilon;
-    let mut total: f64 = owns.iter().map(|(x, _)| x).sum();
-    if of_product {
-        let (of_row, follows) = held(total);
-        total = of_row;
-        for own in &mut owns {
-            own.1 = follows;
+    let of_sampler = |t: usize| match () {
+        () if launch.has(Bug::SamplerIgnored) => at(tokens.old_logp, b, t),
+        // The first token has none before it.
+        () if launch.has(Bug::SamplerShifted) => {
+            rollout_logp(row.iter().map(|(u, _)| *u).filter(|u| *u < t).max().unwrap_or(t))
         }
-    }
-    let mean = match () {
-        () if launch.has(Bug::RatioOfSum) || of_product => total,
-        () if launch.has(Bug::MeanOfRatios) => (owns.iter().map(|(x, _)| x.exp()).sum::<f64>() / count).ln(),
-        () => total / count,
+        () if launch.has(Bug::SamplerInBf16) => half::bf16::from_f64(rollout_logp(t)).to_f64(),
+        () => rollout_logp(t),
     };
+    let old_logp = |t: usize, scored: &Scored| match spec.old_logp {
+        OldLogp::Given => given(t),
+        OldLogp::Current => scored.logp,
+        OldLogp::Rollout => of_sampler(t),
+    };
+    let advantages: Vec<f64> = row.iter().map(|(t, _)| advantage(launch, (b, *t), advantages_of)).collect();
+    let of_row = LogRatios::of(launch, b, row, &advantages, high, old_logp);
     let near = spec.off_policy_mask.is_none_or(|mask| {
-        let count = if launch.has(Bug::OffPolicyOverWidth) { shape.tokens } else { row.len() };
-        let fallen = row.iter().map(|(t, scored)| at(tokens.old_logp, b, *t) - scored.logp).sum::<f64>() / count as f64;
-        let fallen = if launch.has(Bug::OffPolicySignFlipped) { -fallen } else { fallen };
-        fallen <= mask.threshold || launch.has(Bug::OffPolicyMaskIgnored)
+        let behaviour = |t: usize| match mask.behaviour {
+            OldLogp::Rollout if !launch.has(Bug::OffPolicyOfOldPolicy) => rollout_logp(t),
+            _ => at(tokens.old_logp, b, t),
+        };
+        let fallen = |(t, scored): &(usize, Scored)| {
+            let fallen = behaviour(*t) - scored.logp;
+            if fallen.is_nan() && !launch.has(Bug::OffPolicyUnscoredNan) { 0.0 } else { fallen }
+        };
+        let count = if launch.has(Bug::OffPolicyOverWidth) { launch.shape.tokens } else { row.len() };
+        let mean = row.iter().map(fallen).sum::<f64>() / count as f64;
+        let mean = if launch.has(Bug::OffPolicySignFlipped) { -mean } else { mean };
+        mean <= mask.threshold || launch.has(Bug::OffPolicyMaskIgnored)
     });
-    let of_own = spec.ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
-    let of_token = |((t, scored), own): (&(usize, Scored), (f64, bool))| {
-        let sequences = &tokens.extra.sequences;
-        let count = sequences.count(shape.batch);
-        let row = match () {
-            () if launch.has(Bug::AdvantageOfNeighbour) => (advantages_of + 1) % count,
-            () if launch.has(Bug::PackTakenForRow) => sequences.owner((b, *t)).unwrap_or(0),
-            () => advantages_of,
-        };
-        let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
-        let advantage = match tokens.advantages {
-            Advantages::Sequence(advantages) => advantages[row],
-            Advantages::Token(_) | Advantages::Dlogp(_) => {
-                let row = if sequences.packed().is_some() { 0 } else { row };
-                tokens.advantages.at(row, if of_first { 0 } else { *t })
-            }
-        };
+    let of_token = |(i, (t, scored)): (usize, &(usize, Scored))| {
         let ref_row = if launch.has(Bug::RefLogpOfFirstRow) { 0 } else { b };
+        let advantage = advantages[i];
         Inputs {
             logp: scored.logp,
             ref_logp: at(tokens.ref_logp, ref_row, *t),
             old_logp: at(tokens.old_logp, b, *t),
-            rollout_logp: at(tokens.extra.rollout_logp.as_ref(), b, *t),
+            rollout_logp: rollout_logp(*t),
             advantage,
             is_selected: tokens.extra.selected.as_ref().is_some_and(|selected| selected[[b, *t]]),
             factors: launch.corrections.factors[[b, *t]],
             moved: scored.logp - old_logp(*t, scored),
-            own,
-            log_ratio: if of_own { own.0 } else { mean },
+            own: of_row.owns[i],
+            level: of_row.level(i),
+            share: of_row.shares[i],
             on_policy: near || (advantage >= 0.0 && !launch.has(Bug::OffPolicyMaskForPositive)),
+            is_high: high.policy[[b, *t]],
         }
     };
-    row.iter().zip(owns).map(of_token).collect()
+    row.iter().enumerate().map(of_token).collect()
+}
+
+/// `A` of token `at`, whose sequence's advantage is at `advantages_of`.
+fn advantage(launch: &Launch, at @ (_, t): (usize, usize), advantages_of: usize) -> f64 {
+    let Launch { spec, tokens, shape, .. } = launch;
+    let sequences = &tokens.extra.sequences;
+    let is_packed = sequences.packed().is_some();
+    let count = sequences.count(shape.batch);
+    let row = match () {
+        () if launch.has(Bug::AdvantageOfNeighbour) => (advantages_of + 1) % count,
+        () if launch.has(Bug::PackTakenForRow) => sequences.owner(at).unwrap_or(0),
+        // A gather beyond the last takes the last.
+        () if launch.has(Bug::SegmentIdsFromOne) && is_packed => (advantages_of + 1).min(count - 1),
+        () => advantages_of,
+    };
+    if launch.has(Bug::PackedAdvantageZero) && is_packed {
+        return 0.0;
+    }
+    let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
+    match tokens.advantages {
+        Advantages::Sequence(advantages) => advantages[row],
+        Advantages::Token(_) | Advantages::Dlogp(_) => {
+            tokens.advantages.at(if is_packed { 0 } else { row }, if of_first { 0 } else { t })
+        }
+    }
+}
+
+/// A log-ratio, or what it is made of, and whether it follows that there.
+type Held = (f64, bool);
+
+/// The log-ratios of a row.
+struct LogRatios<'l> {
+    launch: &'l Launch<'l>,
+    /// Each token's own, after its clamp and clip.
+    owns: Vec<Held>,
+    /// The row's, which its tokens share, after the clamp of a product.
+    row: Held,
+    /// What of that is each token's own.
+    shares: Vec<f64>,
+}
+
+impl<'l> LogRatios<'l> {
+    fn of(
+        launch: &'l Launch<'l>,
+        b: usize,
+        row: &[(usize, Scored)],
+        advantages: &[f64],
+        high: &High,
+        old_logp: impl Fn(usize, &Scored) -> f64,
+    ) -> Self {
+        let ratio = &launch.spec.ratio;
+        let held = |x: f64| match ratio.clamp {
+            Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
+            _ => (x, true),
+        };
+        let capped = |(x, follows): Held| match ratio.cap {
+            Some(cap) if launch.has(Bug::CapOfTokens) && x > cap => (cap, false),
+            _ => (x, follows),
+        };
+        // Of a product the sum is held.
+        let of_product = ratio.level == RatioLevel::SequenceProduct;
+        let own = |((t, scored), &advantage): (&(usize, Scored), &f64)| {
+            let x = scored.logp - old_logp(*t, scored);
+            let (x, follows) = if of_product { (x, true) } else { held(x) };
+            let (x, still_follows) = clipped(launch, x, advantage);
+            capped((x, follows && still_follows))
+        };
+        let owns: Vec<Held> = row.iter().zip(advantages).map(own).collect();
+        let is_in = |i: &usize| high.ratio[[b, row[*i].0]];
+        let within: Vec<f64> = (0..row.len()).filter(is_in).map(|i| owns[i].0).collect();
+        let count = match () {
+            () if launch.has(Bug::RatioOverWidth) => launch.shape.tokens,
+            () if launch.has(Bug::TopEntropyMeanOfAll) => row.len(),
+            () => within.len(),
+        };
+        let count = count as f64 + ratio.denominator_epsilon;
+        let total: f64 = within.iter().sum();
+        let of_row = match () {
+            () if within.is_empty() => (0.0, true),
+            () if of_product => held(total),
+            () if launch.has(Bug::RatioOfSum) => (total, true),
+            () if launch.has(Bug::MeanOfRatios) => ((within.iter().map(|x| x.exp()).sum::<f64>() / count).ln(), true),
+            () if launch.has(Bug::LogClipOfMean) => clipped_to(launch, total / count, advantages[0]),
+            () => (total / count, true),
+        };
+        let share = if of_product || launch.has(Bug::ShareForgotten) { 1.0 } else { 1.0 / count };
+        let shares = (0..row.len()).map(|i| if is_in(&i) { share } else { 0.0 }).collect();
+        Self { launch, owns, row: of_row, shares }
+    }
+
+    /// What the ratio of a token is the exponential of, and whether it follows its own log-ratio, or that of its row, there.
+    fn level(&self, i: usize) -> Held {
+        let Self { launch, owns, row, .. } = self;
+        let ratio = &launch.spec.ratio;
+        let of_own = ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
+        // Whether a token's own follows is asked beside.
+        let (x, follows) = if of_own { (owns[i].0, true) } else { *row };
+        match ratio.cap {
+            Some(_) if launch.has(Bug::CapIgnored) || launch.has(Bug::CapOfTokens) => (x, follows),
+            Some(cap) if launch.has(Bug::CapOfRatio) => (x.min(cap.ln()), follows && x.exp() <= cap),
+            Some(cap) if launch.has(Bug::CapOfBothSides) && x < -cap => (-cap, false),
+            Some(cap) if x > cap => (cap, false),
+            _ => (x, follows),
+        }
+    }
+}
+
+/// The log-ratio of a token after GMPO's clip.
+fn clipped(launch: &Launch, x: f64, advantage: f64) -> Held {
+    if launch.has(Bug::LogClipIgnored) || launch.has(Bug::LogClipOfMean) {
+        (x, true)
+    } else {
+        clipped_to(launch, x, advantage)
+    }
+}
+
+/// At most `high` where `A > 0`, at least `−low` where `A < 0`, 0 where it is 0.
+fn clipped_to(launch: &Launch, x: f64, advantage: f64) -> Held {
+    let Some(LogClip { low, high }) = launch.spec.ratio.clip else { return (x, true) };
+    let advantage = if launch.has(Bug::LogClipOnTheWrongSide) { -advantage } else { advantage };
+    let bounded = match () {
+        () if launch.has(Bug::LogClipOfBothSides) => x.clamp(-low, high),
+        () if advantage > 0.0 => x.min(high),
+        () if advantage < 0.0 => x.max(-low),
+        () if launch.has(Bug::LogClipWithoutAdvantage) => x,
+        () => return (0.0, false),
+    };
+    (bounded, bounded == x)
 }
 
 /// `ρ`, in f32.
-fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
+pub(super) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
     if launch.has(Bug::RatioToFirstOrder) {
-        return 1.0 + inputs.log_ratio;
+        return 1.0 + inputs.level.0;
     }
-    f64::from((inputs.log_ratio as f32).exp())
+    f64::from((inputs.level.0 as f32).exp())
 }
 
 /// The policy term.
-fn policy(launch: &Launch, inputs: &Inputs) -> Term {
+pub(super) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
-    if idle || !inputs.on_policy {
+    if idle || !inputs.on_policy || !inputs.is_high {
         return Term::default();
     }
     let term = match &launch.spec.objective {
@@ -456,99 +592,4 @@ fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
         () => value,
     };
     Term { value, by_logp: 0.0, by_log_ratio }
-}
-
-/// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
-fn kl_gradient(launch: &Launch, kl: &Kl, inputs: &Inputs, own: f64) -> f64 {
-    let d = inputs.ref_logp - inputs.logp;
-    let of_k2 = if launch.has(Bug::KlK2SignFlipped) { d } else { -d };
-    match kl.gradient {
-        KlGradient::Own => own,
-        KlGradient::K2 | KlGradient::K2Weighted(_) if launch.has(Bug::KlK2Ignored) => own,
-        KlGradient::K2 => of_k2,
-        KlGradient::K2Weighted(_) if launch.has(Bug::KlK2WeightForgotten) => of_k2,
-        KlGradient::K2Weighted(bound) => {
-            let moved = if launch.has(Bug::KlK2WeightOfSequence) { inputs.log_ratio } else { inputs.moved };
-            let bound = if launch.has(Bug::KlK2WeightUnbounded) { f64::INFINITY } else { bound };
-            of_k2 * moved.exp().min(bound)
-        }
-    }
-}
-
-/// The penalty times what weighs it, with its gradient.
-fn weighed_kl(launch: &Launch, kl: &Kl, inputs: &Inputs, (value, by_logp): (f64, f64)) -> Term {
-    let of_level = |by: &Inputs| {
-        let ratio = ratio(launch, by);
-        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
-        Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
-    };
-    // Of the token's own log-ratio: `follows` is whether the weight has a gradient.
-    let own = |log_weight: f64, follows: bool| {
-        let weight = log_weight.exp();
-        let of_weight = if follows { weight * value } else { 0.0 };
-        Term { value: weight * value, by_logp: weight * by_logp + of_weight, by_log_ratio: 0.0 }
-    };
-    let (own_log_ratio, follows) = inputs.own;
-    match kl.importance {
-        KlImportance::Ratio if launch.has(Bug::BiasCorrectionIgnored) => Term { value, by_logp, by_log_ratio: 0.0 },
-        KlImportance::Ratio if launch.has(Bug::KlRatioOfToken) => own(own_log_ratio, follows),
-        KlImportance::Ratio => of_level(inputs),
-        KlImportance::TokenRatio if launch.has(Bug::KlTokenRatioOfSequence) => of_level(inputs),
-        KlImportance::TokenRatio => own(own_log_ratio, follows && !launch.has(Bug::KlTokenRatioDetached)),
-        KlImportance::Rollout => {
-            let policy = if launch.has(Bug::KlRolloutOfOldPolicy) { inputs.old_logp } else { inputs.logp };
-            let log_weight = policy - inputs.rollout_logp;
-            let is_detached = launch.has(Bug::KlRolloutDetached) || launch.has(Bug::KlRolloutOfOldPolicy);
-            match () {
-                () if launch.has(Bug::KlRolloutIgnored) => own(0.0, false),
-                () if log_weight.is_nan() && launch.has(Bug::KlUnscoredAsOne) => own(0.0, false),
-                () if log_weight.is_nan() && !launch.has(Bug::KlUnscoredNan) => Term::default(),
-                () if launch.has(Bug::KlRolloutInverted) => own(-log_weight, !is_detached),
-                () => own(log_weight, !is_detached),
-            }
-        }
-        KlImportance::Score => match () {
-            () if launch.has(Bug::KlScoreForgotten) => own(0.0, false),
-            () if launch.has(Bug::KlScoreAlone) => Term { value, by_logp: value, by_log_ratio: 0.0 },
-            () if launch.has(Bug::KlScoreInValue) => Term { value: value * inputs.logp, ..own(0.0, true) },
-            () => own(0.0, true),
-        },
-        KlImportance::One => Term { value, by_logp, by_log_ratio: 0.0 },
-    }
-}
-
-/// `beta · kl`
-fn kl(launch: &Launch, inputs: &Inputs) -> Term {
-    let spec: &LossSpec = launch.spec;
-    let Some(kl) = &spec.kl else { return Term::default() };
-    if launch.has(Bug::KlMaskedByOffPolicyMask) && !inputs.on_policy {
-        return Term::default();
-    }
-    let compared = if launch.has(Bug::KlAgainstOldPolicy) { inputs.old_logp } else { inputs.ref_logp };
-    let d = compared - inputs.logp;
-    let estimator = match kl.estimator {
-        KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
-        KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
-        KlEstimator::Abs if launch.has(Bug::K1ForAbs) => KlEstimator::K1,
-        _ if kl.gradient != KlGradient::Own && launch.has(Bug::KlK2InValue) => KlEstimator::K2,
-        other => other,
-    };
-    let (value, by_logp) = match estimator {
-        KlEstimator::K1 => (-d, 1.0),
-        KlEstimator::K2 => (d * d / 2.0, -d),
-        KlEstimator::K3 if launch.has(Bug::K3SignFlipped) => ((-d).exp_m1() + d, (-d).exp_m1()),
-        KlEstimator::K3 if launch.has(Bug::K3GradientOfK1) => (d.exp_m1() - d, 1.0),
-        KlEstimator::K3 => (d.exp_m1() - d, -d.exp_m1()),
-        KlEstimator::Abs => (d.abs(), if d == 0.0 { 0.0 } else { -d.signum() }),
-    };
-    let by_logp = kl_gradient(launch, kl, inputs, by_logp);
-    let mut term = weighed_kl(launch, kl, inputs, (value, by_logp)).times(kl.beta).weighed(inputs.factors[1]);
-    if launch.has(Bug::BetaTwiceInGradient) {
-        term.by_logp *= kl.beta;
-    }
-    let clipped = || matches!(spec.objective, Objective::PpoClip(_)) && policy(launch, inputs).by_log_ratio == 0.0;
-    if launch.has(Bug::KlDetached) || (launch.has(Bug::KlClipped) && clipped()) {
-        (term.by_logp, term.by_log_ratio) = (0.0, 0.0);
-    }
-    term
 }

@@ -6,6 +6,7 @@
 mod bank;
 mod corrections;
 mod elsewhere;
+mod kl;
 mod launch;
 mod lm_head;
 mod logits;
@@ -13,7 +14,9 @@ mod loss;
 mod property;
 mod run;
 mod score;
+mod several;
 mod specimen;
+mod top_entropy;
 
 pub use bank::{BANK, Bug, Class, Mutant};
 pub use elsewhere::{Cell, PROJECTS, Project, Tests};

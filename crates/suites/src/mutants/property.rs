@@ -5,10 +5,10 @@ use super::bank::Class;
 use super::run::Case;
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Cispo, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective,
-    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, Terms,
-    TokenWeights, Topr, Unscored,
+    AdvantageLevel, Aspo, Averaging, Cispo, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
+    LossSpec, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel,
+    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
+    Support, Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, Topr, Unscored,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::packed::Packable;
@@ -260,6 +260,21 @@ impl Class {
                 regimes: vec![Regime::Normal, Regime::Ties],
                 ..Grid::default()
             },
+            // Of token advantages a row has some of either sign, and some of 0.
+            Class::LogClip => {
+                let of = |ratio| LossSpec { ratio, objective: Objective::PpoClip(wide_clip()), ..by_token() };
+                let clip = Some(LogClip { low: 0.2, high: 0.1 });
+                Grid {
+                    specs: vec![
+                        of(Ratio { clip, ..Ratio::default() }),
+                        of(Ratio { clip, level: RatioLevel::Sequence, ..Ratio::default() }),
+                        of(Ratio { cap: Some(0.1), ..Ratio::default() }),
+                        of(Ratio { cap: Some(0.05), level: RatioLevel::Sequence, ..Ratio::default() }),
+                    ],
+                    shapes: vec![[8, 6, 5]],
+                    ..Grid::default()
+                }
+            }
             Class::Topr => {
                 let of = |positive| {
                     let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
@@ -305,6 +320,36 @@ impl Class {
                     ],
                     // A token in twenty is not scored.
                     shapes: vec![[8, 8, 33]],
+                    ..Grid::default()
+                }
+            }
+            Class::KlClamp => {
+                let k1 = Kl::plain(0.1, KlEstimator::K1);
+                let held = |kl| Kl { difference_clamp: Some(0.2), ..kl };
+                let averaging =
+                    Averaging { reduction: Reduction::SequenceMean { rows: Rows::NonEmpty }, denominator_epsilon: 0.0 };
+                let of_product = Kl { value_clamp: Some(0.02), clamp_after_importance: true, ..of_ratio() };
+                Grid {
+                    specs: vec![
+                        penalised(held(k3())),
+                        penalised(Kl { gradient: KlGradient::K2, ..held(k3()) }),
+                        penalised(Kl { value_clamp: Some(0.2), ..k1 }),
+                        penalised(Kl { value_clamp: Some(0.02), ..of_ratio() }),
+                        penalised(of_product),
+                        penalised(Kl { averaging: Some(averaging), ..k3() }),
+                    ],
+                    ..Grid::default()
+                }
+            }
+            Class::Sampler => {
+                let from = OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Rollout };
+                Grid {
+                    specs: vec![
+                        LossSpec { old_logp: OldLogp::Rollout, ..plain() },
+                        LossSpec { off_policy_mask: Some(from), ..plain() },
+                    ],
+                    // A token in twenty is not scored.
+                    shapes: vec![[4, 6, 5], [32, 8, 5]],
                     ..Grid::default()
                 }
             }
@@ -386,6 +431,27 @@ impl Class {
                 let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
                 Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
             }
+            // One token is the quantile itself. Without a bonus, which counts the tokens that stay, either choice is right there.
+            Class::TopEntropy => {
+                let of = |drops, spec| {
+                    let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };
+                    LossSpec { top_entropy: Some(top), ..spec }
+                };
+                Grid {
+                    specs: vec![
+                        of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..penalised(k3()) }),
+                        of(Drops::Ratio, levelled(RatioLevel::Sequence, plain())),
+                    ],
+                    shapes: vec![[4, 6, 5], [5, 6, 5], [1, 1, 5]],
+                    ..Grid::default()
+                }
+            }
+            // Two columns a shard: ids that repeat, and ids in the other one.
+            Class::Several => Grid {
+                specs: vec![LossSpec { temperature: 0.7.into(), top: 3, ..LossSpec::of_cotangents(true) }],
+                shapes: vec![[3, 4, 5], [2, 3, 33]],
+                ..Grid::default()
+            },
             Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::of_cotangents(true)], ..Grid::default() },
             Class::Reduction => Grid {
                 specs: vec![
@@ -416,8 +482,6 @@ impl Class {
                     reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
                     rolled(weights(RolloutLevel::Geometric)),
                     rejected(vec![rejection(RejectionEstimator::K2, RejectionLevel::SequenceMean, None, 0.04)]),
-                    // Of two seeds one makes a weight a sequence.
-                    token_weighed(Terms::Policy, plain()),
                 ],
                 shapes: vec![[6, 6, 33], [8, 3, 33]],
                 ..Grid::default()

@@ -21,22 +21,27 @@ use assay_judge::variants;
 
 /// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
 /// supports are run.
-const DRAWN: usize = 500;
+const DRAWN: usize = 400;
 
 /// The same of heads.
-const DRAWN_HEADS: usize = 400;
+const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [Class; 11] = [
+const SELDOM_DRAWN: [Class; 16] = [
     Class::Logits,
     Class::Support,
     Class::Topr,
     Class::Aspo,
+    Class::LogClip,
     Class::KlWeight,
+    Class::KlClamp,
     Class::OffPolicy,
+    Class::Sampler,
     Class::Rollout,
     Class::Rejection,
     Class::TokenWeights,
+    Class::TopEntropy,
+    Class::Several,
     Class::SequenceRatio,
     Class::Packing,
 ];
@@ -60,6 +65,12 @@ impl Case {
         let regime = regime.as_str().unwrap_or_default();
         let label = format!("{family}: {} {} {regime}, seed {}", problem.shape(), recipe.dtype, recipe.seed);
         Self { label, spec, problem }
+    }
+}
+
+impl<P: Workload> Case<P> {
+    fn is_packed(&self) -> bool {
+        self.problem.which_sequences().packed().is_some()
     }
 }
 
@@ -227,7 +238,8 @@ where
         for (prepared, cases) in self.cases.iter().zip(1..) {
             // A mutant of what the spec does not have has the bits of the correct kernel.
             let is_left = |((_, fate), mutant): &((_, &mut Fate), &&Mutant)| {
-                !matches!(fate, Fate::Killed(_)) && mutant.class.is_reached(&prepared.case.spec)
+                !matches!(fate, Fate::Killed(_))
+                    && mutant.class.is_reached(&prepared.case.spec, prepared.case.is_packed())
             };
             let kernels = specimens.iter().zip(&mut fates).zip(mutants);
             let mut left: Vec<(&Specimen, &mut Fate)> = kernels.filter(is_left).map(|(kernel, _)| kernel).collect();

@@ -23,7 +23,7 @@ use super::logits::Reader;
 use super::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
-use assay_core::spec::{LogitsTransform, LossSpec, Objective, OldLogp, Ratio, TemperatureDivides};
+use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
 pub(super) const TILE: usize = 256;
@@ -67,21 +67,9 @@ impl Specimen {
                 | Objective::Aspo(_)
                 | Objective::None
         );
-        let Ratio { clip, cap, .. } = &spec.ratio;
-        let behaviour = spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour);
-        let kl = |plain: fn(&assay_core::spec::Kl) -> bool| spec.kl.as_ref().is_none_or(plain);
         let computed = [
             (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo and none"),
-            (clip.is_none(), "ratio.clip", "none"),
-            (cap.is_none(), "ratio.cap", "none"),
-            (spec.old_logp != OldLogp::Rollout, "old_logp", "given and current"),
-            (behaviour == OldLogp::Given, "off_policy_mask.behaviour", "given"),
-            (spec.top_entropy.is_none(), "top_entropy", "none"),
-            (kl(|kl| kl.difference_clamp.is_none()), "kl.difference_clamp", "none"),
-            (kl(|kl| kl.value_clamp.is_none()), "kl.value_clamp", "none"),
-            (kl(|kl| kl.averaging.is_none()), "kl.averaging", "none"),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),
-            (spec.top == 1, "top", "1"),
         ];
         match computed.into_iter().find(|(computed, ..)| !computed) {
             Some((_, field, supported)) => refused(field, "the setting given".into(), supported),
@@ -145,7 +133,8 @@ impl Implementation for Specimen {
         };
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let loss = Some(arr0(evaluation.loss as f32).into());
-        Ok(Candidate { loss, logp, logp_of_others: None, entropy, token_loss, gradient: logits, metrics: None })
+        let logp_of_others = launch.logp_of_others(&evaluation);
+        Ok(Candidate { loss, logp, logp_of_others, entropy, token_loss, gradient: logits, metrics: None })
     }
 }
 
@@ -215,13 +204,13 @@ impl Launch<'_> {
         [of_logp, if self.has(Bug::EntropyWithoutTemperature) { 1.0 } else { tempered }]
     }
 
-    fn divides_logits(&self) -> bool {
+    pub(super) fn divides_logits(&self) -> bool {
         let divides_logits = self.spec.temperature_divides == TemperatureDivides::Logits;
         divides_logits != self.has(Bug::TemperatureOnTheWrongSide)
     }
 
     /// One tile of the columns `columns` of a row: what the softmaxes are of, −∞ beyond their end.
-    fn load<E: Float>(
+    pub(super) fn load<E: Float>(
         &self,
         logits: &[E],
         row: usize,
@@ -296,7 +285,8 @@ impl Launch<'_> {
         };
         let of_logp = of_rate(0);
         let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
-        Scored { temperature, ..self.score::<E>(logits, row, id, of_rate, rates) }
+        let others = self.pick(logits, row, at, &of_logp.0, temperature);
+        Scored { temperature, others, ..self.score::<E>(logits, row, id, of_rate, rates) }
     }
 
     /// One grid step: the columns of one row on one device.
@@ -463,7 +453,7 @@ impl Launch<'_> {
         if self.has(Bug::EntropyInLogitsDtype) {
             entropy = E::DTYPE.round(entropy);
         }
-        Scored { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax }
+        Scored { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
     }
 
     /// dlogits over the logits.
@@ -498,7 +488,7 @@ impl Launch<'_> {
         shard: usize,
         token: &Graded,
     ) {
-        let Scored { id, temperature, logp_softmax, entropy_softmax, .. } = token.scored;
+        let Scored { id, temperature, logp_softmax, entropy_softmax, ref others, .. } = token.scored;
         let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
         let per_logit = match () {
             () if self.has(Bug::TemperatureForgottenInGradient) => 1.0,
@@ -544,6 +534,7 @@ impl Launch<'_> {
                     }
                     dx = match () {
                         () if sampled && self.has(Bug::OneHotForgotten) => -grad_logp * p,
+                        () if sampled && self.forgets_first(id, others) => -grad_logp * p,
                         () if sampled && self.has(Bug::TargetCollapses) => grad_logp * f64::from(1.0 - p as f32),
                         () if sampled && self.has(Bug::SampledColumnUnscaled) => 1.0 - grad_logp * p,
                         () if sampled => grad_logp * (logp_softmax.others / logp_softmax.sum),
@@ -552,6 +543,10 @@ impl Launch<'_> {
                         () if p == 0.0 => 0.0,
                         () => -grad_logp * p,
                     };
+                }
+                if !others.is_empty() {
+                    let (p, _) = probability(&logp_softmax, logp_max, x);
+                    dx += self.of_others(others, column, p);
                 }
                 if self.has(Bug::GradientAddedInLogitsDtype) {
                     dx = E::DTYPE.round(dx);

@@ -1,0 +1,148 @@
+//! The specimen's KL penalty: its estimate, the clamps of it, and what weighs it.
+
+use super::bank::Bug;
+use super::launch::Launch;
+use super::loss::{Inputs, Term, policy, ratio};
+use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective};
+
+/// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
+fn kl_gradient(launch: &Launch, kl: &Kl, inputs: &Inputs, own: f64, follows: bool) -> f64 {
+    let d = inputs.ref_logp - inputs.logp;
+    let of_k2 = if launch.has(Bug::KlK2SignFlipped) { d } else { -d };
+    match kl.gradient {
+        KlGradient::Own => own,
+        KlGradient::K2 | KlGradient::K2Weighted(_) if launch.has(Bug::KlK2GradientClamped) && !follows => 0.0,
+        KlGradient::K2 | KlGradient::K2Weighted(_) if launch.has(Bug::KlK2Ignored) => own,
+        KlGradient::K2 => of_k2,
+        KlGradient::K2Weighted(_) if launch.has(Bug::KlK2WeightForgotten) => of_k2,
+        KlGradient::K2Weighted(bound) => {
+            let moved = if launch.has(Bug::KlK2WeightOfSequence) { inputs.level.0 } else { inputs.moved };
+            let bound = if launch.has(Bug::KlK2WeightUnbounded) { f64::INFINITY } else { bound };
+            of_k2 * moved.exp().min(bound)
+        }
+    }
+}
+
+/// The penalty times what weighs it, with its gradient. `is_free` where no clamp holds the difference.
+fn weighed_kl(launch: &Launch, kl: &Kl, inputs: &Inputs, (value, by_logp): (f64, f64), is_free: bool) -> Term {
+    let of_level = |by: &Inputs| {
+        let ratio = ratio(launch, by);
+        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
+        Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
+    };
+    // Of the token's own log-ratio: `follows` is whether the weight has a gradient.
+    let own = |log_weight: f64, follows: bool| {
+        let weight = log_weight.exp();
+        let of_weight = if follows { weight * value } else { 0.0 };
+        Term { value: weight * value, by_logp: weight * by_logp + of_weight, by_log_ratio: 0.0 }
+    };
+    let (own_log_ratio, follows) = inputs.own;
+    match kl.importance {
+        KlImportance::Ratio if launch.has(Bug::BiasCorrectionIgnored) => Term { value, by_logp, by_log_ratio: 0.0 },
+        KlImportance::Ratio if launch.has(Bug::KlRatioOfToken) => own(own_log_ratio, follows),
+        KlImportance::Ratio => of_level(inputs),
+        KlImportance::TokenRatio if launch.has(Bug::KlTokenRatioOfSequence) => of_level(inputs),
+        KlImportance::TokenRatio => own(own_log_ratio, follows && !launch.has(Bug::KlTokenRatioDetached)),
+        KlImportance::Rollout => {
+            let policy = if launch.has(Bug::KlRolloutOfOldPolicy) { inputs.old_logp } else { inputs.logp };
+            let log_weight = policy - inputs.rollout_logp;
+            let is_detached = !is_free || launch.has(Bug::KlRolloutDetached) || launch.has(Bug::KlRolloutOfOldPolicy);
+            match () {
+                () if launch.has(Bug::KlRolloutIgnored) => own(0.0, false),
+                () if log_weight.is_nan() && launch.has(Bug::KlUnscoredAsOne) => own(0.0, false),
+                () if log_weight.is_nan() && !launch.has(Bug::KlUnscoredNan) => Term::default(),
+                () if launch.has(Bug::KlRolloutInverted) => own(-log_weight, !is_detached),
+                () => own(log_weight, !is_detached),
+            }
+        }
+        KlImportance::Score => match () {
+            () if launch.has(Bug::KlScoreForgotten) => own(0.0, false),
+            () if launch.has(Bug::KlScoreAlone) => Term { value, by_logp: value, by_log_ratio: 0.0 },
+            () if launch.has(Bug::KlScoreInValue) => Term { value: value * inputs.logp, ..own(0.0, is_free) },
+            () => own(0.0, is_free),
+        },
+        KlImportance::One => Term { value, by_logp, by_log_ratio: 0.0 },
+    }
+}
+
+/// `ref_logp − ℓ` after its clamp, and whether it follows `ℓ` there.
+fn difference(launch: &Launch, kl: &Kl, inputs: &Inputs) -> (f64, bool) {
+    let compared = if launch.has(Bug::KlAgainstOldPolicy) { inputs.old_logp } else { inputs.ref_logp };
+    let d = compared - inputs.logp;
+    let is_unclamped = launch.has(Bug::KlDifferenceClampIgnored) || launch.has(Bug::KlDifferenceClampOfExp);
+    match kl.difference_clamp.filter(|_| !is_unclamped) {
+        Some(clamp) if launch.has(Bug::KlDifferenceClampFromAbove) => (d.min(clamp), d <= clamp),
+        Some(clamp) => (d.clamp(-clamp, clamp), d.abs() <= clamp || launch.has(Bug::KlDifferenceClampGradientKept)),
+        None => (d, true),
+    }
+}
+
+/// The estimate of a difference, and its derivative by `ℓ` where that follows.
+fn estimate(launch: &Launch, kl: &Kl, d: f64) -> (f64, f64) {
+    let estimator = match kl.estimator {
+        KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
+        KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
+        KlEstimator::Abs if launch.has(Bug::K1ForAbs) => KlEstimator::K1,
+        _ if kl.gradient != KlGradient::Own && launch.has(Bug::KlK2InValue) => KlEstimator::K2,
+        other => other,
+    };
+    match (estimator, kl.difference_clamp) {
+        (KlEstimator::K3, Some(clamp)) if launch.has(Bug::KlDifferenceClampOfExp) => {
+            let held = d.clamp(-clamp, clamp);
+            (held.exp_m1() - d, if held == d { -d.exp_m1() } else { 1.0 })
+        }
+        (KlEstimator::K1, _) => (-d, 1.0),
+        (KlEstimator::K2, _) => (d * d / 2.0, -d),
+        (KlEstimator::K3, _) if launch.has(Bug::K3SignFlipped) => ((-d).exp_m1() + d, (-d).exp_m1()),
+        (KlEstimator::K3, _) if launch.has(Bug::K3GradientOfK1) => (d.exp_m1() - d, 1.0),
+        (KlEstimator::K3, _) => (d.exp_m1() - d, -d.exp_m1()),
+        (KlEstimator::Abs, _) => (d.abs(), if d == 0.0 { 0.0 } else { -d.signum() }),
+    }
+}
+
+/// The bound that a value is beyond.
+fn bound(launch: &Launch, kl: &Kl, value: f64) -> Option<f64> {
+    let clamp = kl.value_clamp.filter(|_| !launch.has(Bug::KlValueClampIgnored))?;
+    let clamp = if launch.has(Bug::KlValueClampOfPenalty) { clamp / kl.beta } else { clamp };
+    match () {
+        () if value > clamp => Some(clamp),
+        () if value < -clamp && !launch.has(Bug::KlValueClampFromAbove) => Some(-clamp),
+        () => None,
+    }
+}
+
+/// `beta · kl`
+pub(super) fn kl(launch: &Launch, inputs: &Inputs) -> Term {
+    let spec: &LossSpec = launch.spec;
+    let Some(kl) = &spec.kl else { return Term::default() };
+    if launch.has(Bug::KlMaskedByOffPolicyMask) && !inputs.on_policy {
+        return Term::default();
+    }
+    if launch.has(Bug::TopEntropyTakesKl) && !inputs.is_high {
+        return Term::default();
+    }
+    let is_kept = launch.has(Bug::KlValueClampGradientKept);
+    let after_importance = kl.clamp_after_importance != launch.has(Bug::KlValueClampOnTheWrongSide);
+    let (d, is_free) = difference(launch, kl, inputs);
+    let (mut value, mut by_logp) = estimate(launch, kl, d);
+    if !is_free {
+        by_logp = 0.0;
+    }
+    if let Some(bound) = bound(launch, kl, value).filter(|_| !after_importance) {
+        (value, by_logp) = (bound, if is_kept { by_logp } else { 0.0 });
+    }
+    let by_logp = kl_gradient(launch, kl, inputs, by_logp, is_free);
+    let mut term = weighed_kl(launch, kl, inputs, (value, by_logp), is_free);
+    if let Some(bound) = bound(launch, kl, term.value).filter(|_| after_importance) {
+        term = if is_kept { Term { value: bound, ..term } } else { Term { value: bound, ..Term::default() } };
+    }
+    let mut term = term.times(kl.beta).weighed(inputs.factors[1]);
+    if launch.has(Bug::BetaTwiceInGradient) {
+        term.by_logp *= kl.beta;
+    }
+    let clipped = || matches!(spec.objective, Objective::PpoClip(_)) && policy(launch, inputs).by_log_ratio == 0.0;
+    if launch.has(Bug::KlDetached) || (launch.has(Bug::KlClipped) && clipped()) {
+        (term.by_logp, term.by_log_ratio) = (0.0, 0.0);
+    }
+    term
+}

@@ -1,0 +1,124 @@
+//! The ids of a token beside its first, where logp is asked of several.
+//!
+//! Each vocabulary shard picks the logits of those that it has, and sums the exponentials of the other columns; both are exchanged
+//! as sums.
+
+use ndarray::{Array3, Ix3};
+
+use super::bank::Bug;
+use super::launch::{Evaluation, Launch, Softmax, part};
+use super::logits::Reader;
+use super::specimen::TILE;
+use assay_core::problem::{Float, FloatArray};
+
+/// One of them.
+#[derive(Clone, Copy)]
+pub(super) struct Picked {
+    pub(super) id: usize,
+    pub(super) logp: f64,
+    /// `1 − p` of its column, summed over the others.
+    others: f64,
+    /// `∂loss/∂logp`
+    pub(super) grad_logp: f64,
+}
+
+impl Launch<'_> {
+    /// The ids, as the kernel reads them, with their cotangents.
+    fn other_ids(&self, at @ (b, t): (usize, usize)) -> Vec<(usize, f64)> {
+        let Some(others) = &self.tokens.extra.others else { return Vec::new() };
+        let (vocab, count) = (self.shape.vocab as i64, others.count());
+        let flat = others.ids.as_slice().expect("checked: dense");
+        let token = b * self.shape.tokens + t;
+        let id = |k: usize| {
+            let id = if self.has(Bug::OtherIdsStrideOne) { flat[token + k] } else { others.ids[[b, t, k]] };
+            // Only a bug reads the id of a masked token.
+            usize::try_from(id.clamp(0, vocab - 1)).expect("not negative")
+        };
+        let dlogp = |k: usize| match () {
+            () if self.has(Bug::DlogpOfFirstId) => -self.tokens.advantages.at(at.0, at.1),
+            () => others.dlogp[[b, t, k]],
+        };
+        (0..count).map(|k| (id(k), dlogp(k))).collect()
+    }
+
+    /// Their log-probabilities, of the row that begins at `row` and has this softmax.
+    pub(super) fn pick<E: Float>(
+        &self,
+        logits: &[E],
+        row: usize,
+        at: (usize, usize),
+        softmax: &Softmax,
+        temperature: f64,
+    ) -> Vec<Picked> {
+        let picked = |(id, grad_logp): (usize, f64)| {
+            let (mut chosen, mut others) = (0.0_f32, 0.0);
+            for shard in 0..self.mesh.columns {
+                let columns = part(self.shape.vocab, self.mesh.columns, shard);
+                let is_elsewhere = !columns.contains(&id) && !columns.is_empty();
+                let edge = id.clamp(columns.start, columns.end.max(columns.start + 1) - 1);
+                for tile in 0..columns.len().div_ceil(TILE) {
+                    let x = self.load(logits, row, &columns, tile, Reader { id, backward: false });
+                    for (column, x) in (columns.start + tile * TILE..columns.end).zip(x) {
+                        if column == id || (is_elsewhere && column == edge && self.has(Bug::OtherIdFromEveryShard)) {
+                            chosen += x;
+                        }
+                        if column != id {
+                            others += f64::from(((x - softmax.max) * softmax.rate).exp());
+                        }
+                    }
+                }
+            }
+            let t = f64::from((chosen - softmax.max) * softmax.rate);
+            let log_sum = if t == 0.0 { others.ln_1p() } else { softmax.sum.ln() };
+            let divisor = if self.divides_logits() { 1.0 } else { temperature };
+            Picked { id, logp: (t - log_sum) / divisor, others: others / softmax.sum, grad_logp }
+        };
+        self.other_ids(at).into_iter().map(picked).collect()
+    }
+
+    /// What they add to a dlogit of probability `p`, but for the temperature: `Σ_k G_k·(1[j = y_k] − p_j)`.
+    pub(super) fn of_others(&self, picked: &[Picked], column: usize, p: f64) -> f64 {
+        let of = |(k, of): (usize, &Picked)| {
+            let is_overwritten = picked[k + 1..].iter().any(|later| later.id == of.id);
+            let own = of.id == column && !(is_overwritten && self.has(Bug::RepeatedIdOverwritten));
+            match () {
+                () if of.grad_logp == 0.0 => 0.0,
+                () if self.has(Bug::SoftmaxOfFirstIdAlone) => {
+                    if own {
+                        of.grad_logp
+                    } else {
+                        0.0
+                    }
+                }
+                () if own && !self.has(Bug::OneHotOfFirstIdAlone) => of.grad_logp * of.others,
+                // ∞ · 0: a column of probability 0 has no part even in an infinite gradient.
+                () if p == 0.0 => 0.0,
+                () => -of.grad_logp * p,
+            }
+        };
+        picked.iter().enumerate().map(of).sum()
+    }
+
+    /// Whether a later one has the first id too, which a bug forgets over it.
+    pub(super) fn forgets_first(&self, first: usize, picked: &[Picked]) -> bool {
+        self.has(Bug::RepeatedIdOverwritten) && picked.iter().any(|later| later.id == first)
+    }
+
+    /// `[B,T,K−1]`, 0 where a token is masked; `None` where it has no other.
+    pub(super) fn logp_of_others(&self, evaluation: &Evaluation) -> Option<FloatArray<Ix3>> {
+        let count = self.tokens.extra.others.as_ref()?.count();
+        let of_token = |at| {
+            let picked = evaluation.tokens[at].as_ref().map_or(&[][..], |token| &token.scored.others);
+            let mut logp: Vec<f64> = picked.iter().map(|of| of.logp).collect();
+            if self.has(Bug::OtherIdsSorted) {
+                logp.sort_by(|a, b| b.total_cmp(a));
+            }
+            logp.resize(count, 0.0);
+            logp
+        };
+        let all: Vec<f32> =
+            ndarray::indices(evaluation.tokens.dim()).into_iter().flat_map(of_token).map(|x| x as f32).collect();
+        let (batch, tokens) = evaluation.tokens.dim();
+        Some(Array3::from_shape_vec((batch, tokens, count), all).expect("K − 1 values a token").into())
+    }
+}
