@@ -187,7 +187,9 @@ fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() 
     for (place, plugin) in cpu_plugins().iter().enumerate() {
         let cases = if place == 0 { cases() } else { vec![cases().swap_remove(9)] };
         for head in in_chunks(plugin).iter().filter(|head| head.program().is_whole()) {
-            for (seed, case) in cases.iter().enumerate() {
+            // What is XLA's own has no pairs to go wrong in: each spec is met by two layouts, each layout by two specs.
+            let step = if head.id() == "xla-lm-head" { 2 } else { 1 };
+            for (seed, case) in cases.iter().enumerate().filter(|(seed, _)| (seed + seed / 4).is_multiple_of(step)) {
                 run(head, case, 1, seed as u64);
             }
         }
