@@ -217,6 +217,3 @@ def test_a_fake_tensor_of_a_gpu_has_results_there(monkeypatch: pytest.MonkeyPatc
             assay.torch.grpo_loss(None, ids.cpu(), advantages, hidden=logits, lm_head=logits[0], spec="trl", loss_type="grpo")
         with pytest.raises(assay.ProblemError, match="`hidden`: got a tensor on cuda:0, expected one on the CPU: `gather_logp`"):
             assay.torch.gather_logp(None, ids.cpu()[..., None], hidden=logits, lm_head=logits[0])
-        # What 16-bit heads need of PyTorch.
-        sums = torch.empty(8, 8, device="cuda")
-        assay.torch._multiply(logits[0].detach().T, logits[0].detach(), sums, True)
