@@ -1,4 +1,5 @@
-"""The loss on a GPU: two kernels, enqueued on the framework's stream, and what lies between them by its own operations, in f64.
+"""The loss on a GPU: two kernels, enqueued on the framework's stream, and what lies between them by its own operations, in f64. With an
+LM head the framework's products stand around each kernel, a chunk of the tokens at a time (`Head`).
 
 Nothing waits for the device but what is settled before there are logits, for specs that settle something (`Batch.of`). So nothing can
 be refused for what a tensor on the device holds: a token whose mask, id or sequence is none has a loss that is NaN.
@@ -11,9 +12,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from . import _native
 from ._errors import ProblemError
@@ -66,8 +67,52 @@ class Evaluated(NamedTuple):
     token_loss: Array
     #: In the order of `_METRICS`.
     metrics: Array
-    #: `[B·T,8]`, f64: what `gradient` needs of each token.
+    #: `[B·T,8]`, f64: what `gradient` and `head_gradient` need of each token.
     kept: Array
+
+
+# ---- logits that are never all there
+
+#: Bytes of what a chunk holds for each logit, at most, unless the caller says how many tokens it has: as on the CPU.
+_CHUNK_BYTES = 320 << 20
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hidden states `[B,T,H]` and a head `[V,H]`, both dense: logits are `hidden · lm_headᵀ`, f32 sums in f32, or rounded to the dtype of
+    `hidden`. They are made a chunk at a time, each where the last one was."""
+
+    hidden: Array
+    lm_head: Array
+    rounds_logits: bool
+    #: Tokens of a chunk; 0: as many as 320 MiB hold.
+    chunk: int
+    #: `multiply(a, b, out, adds)`: over `out`, or added to it, the product of two matrices of one dtype, summed in f32; `out` has that
+    #: dtype too, or is f32.
+    multiply: Callable[[Array, Array, Array, bool], None]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(B, T, V)`."""
+        batch, tokens, _ = self.hidden.shape
+        return int(batch), int(tokens), int(self.lm_head.shape[0])
+
+    def chunks(self, arrays: Arrays, mask: Array) -> Iterator[tuple[slice, Array, Array]]:
+        """Of each chunk which tokens it has, their hidden states `[n,H]`, 0 where the `mask` hides them, and logits `[1,n,V]`, which stand
+        until the next are asked for."""
+        batch, tokens, vocab = self.shape
+        rows, own = batch * tokens, arrays.dtype(self.hidden)
+        dtype = own if self.rounds_logits else "f32"
+        # Products of dlogits are taken of dlogits in the dtype of hidden: a copy, where that is another.
+        size = _SIZES[dtype] + (_SIZES[own] if dtype != own else 0)
+        chunk = min(rows, self.chunk or max(1, _CHUNK_BYTES // (size * vocab)))
+        room = arrays.empty((chunk, vocab), dtype)
+        for start in range(0, rows, chunk):
+            at = slice(start, min(start + chunk, rows))
+            hidden = arrays.on.where(mask.reshape(rows, 1)[at], self.hidden.reshape(rows, -1)[at], 0)
+            logits = room[: at.stop - start]
+            self.multiply(hidden, self.lm_head.T, logits, False)
+            yield at, hidden, logits[None]
 
 
 # ---- the batch beside its logits
@@ -152,11 +197,40 @@ def _expect_shape(field: str, array: Array, shape: Sequence[int], meaning: str) 
 
 
 def _expect_logits(arrays: Arrays, logits: Array) -> tuple[int, int, int]:
-    if len(logits.shape) != 3 or 0 in logits.shape:
-        raise ProblemError(f"`logits`: got shape {list(logits.shape)}, expected [B,T,V] with B, T, V ≥ 1")
+    shape = _expect_extents(logits.shape)
     _expect_dtype(arrays, "logits", logits, _FLOATS[:3])
-    batch, tokens, vocab = (int(extent) for extent in logits.shape)
+    return shape
+
+
+def _expect_extents(logits: Sequence[int]) -> tuple[int, int, int]:
+    if len(logits) != 3 or 0 in logits:
+        raise ProblemError(f"`logits`: got shape {list(logits)}, expected [B,T,V] with B, T, V ≥ 1")
+    batch, tokens, vocab = (int(extent) for extent in logits)
     return batch, tokens, vocab
+
+
+def _expect_head(arrays: Arrays, head: Head) -> tuple[int, int, int]:
+    given = {"hidden": (head.hidden, "[B,T,H]"), "lm_head": (head.lm_head, "[V,H]")}
+    for field, (array, expected) in given.items():
+        dtype, extents = arrays.dtype(array), list(array.shape)
+        if dtype not in _FLOATS or len(extents) != expected.count(",") + 1:
+            raise ProblemError(f"`{field}`: got dtype {dtype} and shape {extents}, expected floats {expected}")
+        dense = [math.prod(extents[axis + 1 :]) for axis in range(len(extents))]
+        runs = zip(extents, arrays.strides(array), dense, strict=True)
+        if 0 not in extents and any(extent > 1 and stride != own for extent, stride, own in runs):
+            raise ProblemError(f"`{field}`: got a strided array, expected dense row-major (take `{field}.contiguous()`)")
+    width = int(head.hidden.shape[2])
+    if width == 0:
+        raise ProblemError(f"`hidden`: got shape {list(head.hidden.shape)}, expected [B,T,H] with H ≥ 1")
+    if head.lm_head.shape[1] != width:
+        raise ProblemError(
+            f"`lm_head`: got shape {list(head.lm_head.shape)}, expected [V,H] with H = {width}, that of `hidden`"
+        )
+    own = arrays.dtype(head.hidden)
+    if arrays.dtype(head.lm_head) != own:
+        raise ProblemError(f"`lm_head`: got dtype {arrays.dtype(head.lm_head)}, expected {own}, that of `hidden`")
+    _expect_dtype(arrays, "hidden", head.hidden, _FLOATS[:3])
+    return _expect_extents(head.shape)
 
 
 def _truths(arrays: Arrays, field: str, array: Array) -> tuple[Array, Array]:
@@ -360,9 +434,11 @@ def _enqueue(
     rates: Array | None,
     others: Mapping[str, Array],
     dlogits: Array | None = None,
+    at: slice = slice(None),
 ) -> None:
     """Enqueues a kernel on `[B,T,V]` of logits, at once where the rows of all sequences follow each other, else sequence by
-    sequence. `rates` are what gaps of tokens are multiplied by, where they have their own; `others` are arrays of a row a token."""
+    sequence. `rates` are what gaps of tokens are multiplied by, where they have their own; `others` are arrays of a row a token. `at` are
+    the tokens that the logits are of, where they are not of all."""
     batch, tokens, vocab = (int(extent) for extent in logits.shape)
     on, size = arrays.on, _SIZES[arrays.dtype(logits)]
     strides = [_strides(arrays, "logits", logits)]
@@ -380,7 +456,8 @@ def _enqueue(
         of_rows["rate"] = arrays.cast(rates, "f32")
     if targets.biases is not None:
         whole["column_bias"], of_rows["target_bias"] = targets.biases
-    by_row = {name: _padded(arrays, array.reshape(pieces, rows)) for name, array in of_rows.items()}
+    by_row = {name: _padded(arrays, array.reshape(-1)[at].reshape(pieces, rows)) for name, array in of_rows.items()}
+    others = {name: array[at] for name, array in others.items()}
     launched = {}
     for piece in range(pieces):
         launched = {name: (arrays.address(array), array.shape[0] * 4) for name, array in whole.items()}
@@ -412,9 +489,9 @@ def _strides(arrays: Arrays, field: str, logits: Array) -> int:
 
 
 def _padded(arrays: Arrays, array: Array) -> Array:
-    """With as many columns that each row begins at a multiple of 16 bytes, of elements of 4."""
+    """Where, and with as many columns, that each row begins at a multiple of 16 bytes, of elements of 4."""
     rows, columns = array.shape
-    if rows == 1 or columns % 4 == 0:
+    if (rows == 1 or columns % 4 == 0) and arrays.address(array) % 16 == 0:
         return array
     padded = arrays.full((rows, columns + -columns % 4), 0, arrays.dtype(array))
     padded[:, :columns] = array
@@ -424,9 +501,13 @@ def _padded(arrays: Arrays, array: Array) -> Array:
 # ---- the two halves
 
 
-def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | None], normalizer: Array | None) -> Evaluated:
-    """The loss of a spec, as JSON, and what its gradient needs: the logits are read once, and nothing of their size is written."""
-    on, shape = arrays.on, _expect_logits(arrays, logits)
+def loss(
+    arrays: Arrays, spec: str, logits: Array | Head, given: Mapping[str, Array | None], normalizer: Array | None
+) -> Evaluated:
+    """The loss of a spec, as JSON, and what its gradient needs: the logits are read once, and nothing of their size is written; a chunk
+    of them, where they are a head's."""
+    on = arrays.on
+    shape = _expect_head(arrays, logits) if isinstance(logits, Head) else _expect_logits(arrays, logits)
     batch, tokens, _ = shape
     if normalizer is not None:
         spec, of_spec = _normalized(spec)
@@ -435,7 +516,12 @@ def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | N
     of = _Batch.of(arrays, spec, shape, given, targets, normalizer)
     plan, mask, rates = of.plan, of.mask, of.inputs.get("rate")
     statistics = arrays.empty((batch * tokens, COLUMNS), "f32")
-    _enqueue(arrays, spec, "statistics", False, logits, targets, plan, rates, {"statistics": statistics})
+    to = {"statistics": statistics}
+    if isinstance(logits, Head):
+        for at, _, chunk in logits.chunks(arrays, mask):
+            _enqueue(arrays, spec, "statistics", False, chunk, targets, plan, rates, to, at=at)
+    else:
+        _enqueue(arrays, spec, "statistics", False, logits, targets, plan, rates, to)
     wide = arrays.cast(statistics, "f64").reshape(batch, tokens, COLUMNS)
     columns = {
         name: wide[..., i] * -math.log(2.0) if "weighted" in name else wide[..., i] for i, name in enumerate(_STATISTICS)
@@ -490,23 +576,67 @@ def loss(arrays: Arrays, spec: str, logits: Array, given: Mapping[str, Array | N
     )
 
 
+#: The derivatives by loss, logp and entropy, of which None is 0.
+_Sent: TypeAlias = tuple[Array | None, Array | None, Array | None]
+
+
 def gradient(
+    arrays: Arrays, spec: str, logits: Array, dlogits: Array, given: Mapping[str, Array | None], kept: Array, sent: _Sent
+) -> None:
+    """Writes dlogits, elsewhere or over the logits, for what is sent: the logits are read once more. What is sent goes into the token
+    weights in f64, and each dlogit is rounded once."""
+    _writes_dlogits(arrays, spec, _expect_logits(arrays, logits), given, kept, sent)(logits, dlogits, slice(None))
+
+
+def head_gradient(
+    arrays: Arrays, spec: str, head: Head, given: Mapping[str, Array | None], kept: Array, sent: _Sent
+) -> tuple[Array, Array]:
+    """dhidden `[B,T,H]`, f32 sums over V rounded once to the dtype of `hidden`, and dlm_head `[V,H]`, f32 sums over tokens: each chunk's
+    logits are made once more, and dlogits go over them. Products are taken of dlogits in the dtype of `hidden`: 16-bit ones are rounded
+    to it."""
+    write = _writes_dlogits(arrays, spec, _expect_head(arrays, head), given, kept, sent)
+    dtype, counts = arrays.dtype(head.hidden), _counts(kept)
+    dhidden = arrays.empty(head.hidden.shape, dtype)
+    dlm_head = arrays.empty(head.lm_head.shape, "f32")
+    rows = dhidden.reshape(counts.shape[0], -1)
+
+    def of_chunk(at: slice, hidden: Array, logits: Array) -> None:
+        # What is made here is gone before the next chunk's.
+        write(logits, logits, at)
+        dlogits = arrays.cast(logits[0], dtype)
+        head.multiply(dlogits.T, hidden, dlm_head, at.start > 0)
+        sums = arrays.empty(hidden.shape, "f32")
+        head.multiply(dlogits, head.lm_head, sums, False)
+        rows[at] = arrays.cast(sums, dtype)
+
+    for chunk in head.chunks(arrays, counts):
+        of_chunk(*chunk)
+    return dhidden, dlm_head
+
+
+def _counts(kept: Array) -> Array:
+    """Which tokens count. A temperature that is none has left a NaN."""
+    return kept[:, _RATE] != 0.0
+
+
+#: The column of what is kept that holds what gaps are multiplied by, 0 where a token is masked.
+_RATE = 4
+
+
+def _writes_dlogits(
     arrays: Arrays,
     spec: str,
-    logits: Array,
-    dlogits: Array,
+    shape: tuple[int, int, int],
     given: Mapping[str, Array | None],
     kept: Array,
-    sent: tuple[Array | None, Array | None, Array | None],
-) -> None:
-    """Writes dlogits, elsewhere or over the logits, for the derivatives by loss, logp and entropy, of which None is 0: the logits are
-    read once more. What is sent goes into the token weights in f64, and each dlogit is rounded once."""
-    on, shape = arrays.on, _expect_logits(arrays, logits)
+    sent: _Sent,
+) -> Callable[[Array, Array, slice], None]:
+    """What enqueues the dlogits of such tokens' logits."""
+    on = arrays.on
     plan = _of(spec, given, shape[1])
     targets = _Targets(arrays, plan, given["ids"], given.get("bias"), shape)
     max, grad_logp, by_sum, others, rates, entropy, by_entropy_sum, mean_gap = (kept[:, i] for i in range(COLUMNS))
-    # A temperature that is none has left a NaN.
-    mask = rates != 0.0
+    mask = _counts(kept)
 
     def beside(weight: Array, cotangent: Array | None) -> Array:
         of_loss = weight * (0.0 if sent[0] is None else arrays.cast(sent[0], "f64"))
@@ -516,6 +646,10 @@ def gradient(
     scales = [max, -beside(grad_logp, sent[1]) * by_sum, others, one, beside(entropy, sent[2]) * by_entropy_sum, mean_gap]
     columns = [on.where(mask, scale, 0.0) for scale in scales]
     nothing = on.zeros_like(max)
-    stacked = arrays.cast(on.stack([*columns, nothing, nothing], -1), "f32")
+    to = {"scales": arrays.cast(on.stack([*columns, nothing, nothing], -1), "f32")}
     own = rates if "rate" in plan["inputs"] else None
-    _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, own, {"scales": stacked}, dlogits)
+
+    def write(logits: Array, dlogits: Array, at: slice) -> None:
+        _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, own, to, dlogits, at)
+
+    return write

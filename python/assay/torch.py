@@ -123,9 +123,11 @@ def _evaluated(evaluated: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tens
     return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *_as_given(of_tokens, given), metrics)
 
 
-def _fake_evaluated(ids: Tensor) -> tuple[Tensor, ...]:
+def _fake_evaluated(ids: Tensor, on_gpu: bool) -> tuple[Tensor, ...]:
     per_token = (ids.new_empty(ids.shape, dtype=torch.float32) for _ in range(3))
-    return (ids.new_empty((), dtype=torch.float32), *per_token, ids.new_empty((len(METRICS),), dtype=torch.float32))
+    metrics = ids.new_empty((len(METRICS),), dtype=torch.float32)
+    kept = ids.new_empty((ids.numel() if on_gpu else 0, _gpu.COLUMNS), dtype=torch.float64)
+    return (ids.new_empty((), dtype=torch.float32), *per_token, metrics, kept)
 
 
 class _Tensors:
@@ -185,6 +187,12 @@ class _Tensors:
         return array.cpu()
 
 
+def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
+    """As `_gpu.Head.multiply`."""
+    wider = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    torch.addmm(out, a, b, beta=int(adds), out=out, **wider)
+
+
 def _on_gpu(tensor: Tensor) -> bool:
     return bool(tensor.is_cuda)
 
@@ -199,13 +207,19 @@ _LOGITS = ("cpu", "cuda")
 def _loss_of(logits: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The outputs of `_loss`: the last is what the backward pass needs of each token on a GPU, nothing on the CPU."""
     if _on_gpu(logits):
-        *_, of_batch, json = given
-        evaluated = _gpu.loss(_Tensors(logits.device), json, _row(logits, given), _detached(given), of_batch)
-        loss, *of_tokens, metrics, kept = evaluated
-        return loss, *_as_given(of_tokens, given), metrics, kept
+        return _loss_on_gpu(logits.device, _row(logits, given), given)
     spec, arrays, normalizer = _given(given)
-    outputs = _evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given)
-    return *outputs, torch.empty((0, _gpu.COLUMNS), dtype=torch.float64, device="cpu")
+    return *_evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given), _nothing_kept()
+
+
+def _loss_on_gpu(device: torch.device, logits: Tensor | _gpu.Head, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    *_, of_batch, json = given
+    loss, *of_tokens, metrics, kept = _gpu.loss(_Tensors(device), json, logits, _detached(given), of_batch)
+    return loss, *_as_given(of_tokens, given), metrics, kept
+
+
+def _nothing_kept() -> Tensor:
+    return torch.empty((0, _gpu.COLUMNS), dtype=torch.float64, device="cpu")
 
 
 def _gradient_of(
@@ -243,36 +257,44 @@ def _gradient(
     return dlogits
 
 
-@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> ({_EVALUATED})", ("cpu",))
+@_op("grpo_loss_of_head", f"({_HEAD}, {_GIVEN}) -> ({_EVALUATED}, Tensor)", _LOGITS)
 def _head_loss(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
-    spec, arrays, normalizer = _given(given)
     head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
-    return _evaluated(_native.op_head_loss(spec, head, arrays, normalizer), given)
+    if _on_gpu(hidden):
+        return _loss_on_gpu(hidden.device, _gpu.Head(*head, _multiply), given)
+    spec, arrays, normalizer = _given(given)
+    return *_evaluated(_native.op_head_loss(spec, head, arrays, normalizer), given), _nothing_kept()
 
 
-@_op("grpo_loss_of_head_gradient", f"({_SENT}, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", ("cpu",))
+@_op("grpo_loss_of_head_gradient", f"({_SENT}, Tensor kept, {_HEAD}, {_GIVEN}) -> (Tensor, Tensor)", _LOGITS)
 def _head_gradient(
     loss: Tensor | None,
     logp: Tensor | None,
     entropy: Tensor | None,
+    kept: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
     chunk: int,
     *given: Any,
 ) -> tuple[Tensor, Tensor]:
-    spec, arrays, normalizer = _given(given)
     head = (_row(hidden, given).contiguous(), lm_head.detach(), rounds_logits, chunk)
     of_logp, of_entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in (logp, entropy))
-    of_loss = 0.0 if loss is None else float(loss)
-    dhidden, dlm_head = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, of_loss, of_logp, of_entropy))
+    if _on_gpu(hidden):
+        sent = (None if loss is None else loss.detach(), of_logp, of_entropy)
+        of_head = _gpu.Head(*head, _multiply)
+        gradients = _gpu.head_gradient(_Tensors(hidden.device), given[-1], of_head, _detached(given), kept, sent)
+    else:
+        spec, arrays, normalizer = _given(given)
+        number = 0.0 if loss is None else float(loss)
+        gradients = _tensors(_native.op_head_gradient(spec, head, arrays, normalizer, number, of_logp, of_entropy))
+    dhidden, dlm_head = gradients
     return dhidden.view(hidden.shape), dlm_head.to(lm_head.dtype)
 
 
 @_loss.register_fake
 def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    rows = given[0].numel() if _on_gpu(logits) else 0
-    return *_fake_evaluated(given[0]), logits.new_empty((rows, _gpu.COLUMNS), dtype=torch.float64)
+    return _fake_evaluated(given[0], _on_gpu(logits))
 
 
 @_gradient.register_fake
@@ -284,7 +306,7 @@ def _(
 
 @_head_loss.register_fake
 def _(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_evaluated(given[0])
+    return _fake_evaluated(given[0], _on_gpu(hidden))
 
 
 @_head_gradient.register_fake
@@ -292,6 +314,7 @@ def _(
     loss: Tensor | None,
     logp: Tensor | None,
     entropy: Tensor | None,
+    kept: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     rounds_logits: bool,
@@ -302,20 +325,11 @@ def _(
 
 
 # How many arguments the gradient is of: the logits, or hidden states and head. The rest have none.
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), output[-1])
     ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs), output[-1])
-    _keep(ctx, inputs, output)
-
-
-def _head_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-    _keep(ctx, inputs, output)
 
 
 def _saved(ctx: Any) -> list[Any]:
@@ -334,11 +348,11 @@ def _backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Se
 
 def _head_backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
     inputs = _saved(ctx)
-    return (*_head_gradient(loss, logp, entropy, *inputs), *[None] * (len(inputs) - 2))
+    return (*_head_gradient(loss, logp, entropy, ctx.saved_tensors[-1], *inputs), *[None] * (len(inputs) - 2))
 
 
 _loss.register_autograd(_backward, setup_context=_setup)
-_head_loss.register_autograd(_head_backward, setup_context=_head_setup)
+_head_loss.register_autograd(_head_backward, setup_context=_setup)
 
 
 @_op("gather_logp", "(Tensor logits, Tensor ids, Tensor mask, str spec) -> Tensor", ("cpu",))
@@ -484,18 +498,18 @@ def _expect_as_flat(field: str, tensor: Tensor, ids: Tensor) -> None:
 def _expect_host(field: str, tensor: Tensor) -> None:
     if tensor.device.type != "cpu":
         raise ProblemError(
-            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: with an LM head there is nothing for GPUs here; "
-            "hand over logits"
+            f"`{field}`: got a tensor on {tensor.device}, expected one on the CPU: `gather_logp` has nothing for GPUs here"
         )
 
 
-def _expect_together(logits: Tensor, given: Mapping[str, Tensor | None]) -> None:
+def _expect_together(field: str, first: Tensor, given: Mapping[str, Tensor | None]) -> None:
     """All on the CPU, or on one GPU."""
-    if logits.device.type not in _LOGITS:
-        raise ProblemError(f"`logits`: got a tensor on {logits.device}, expected one on the CPU or an NVIDIA GPU")
-    for field, array in given.items():
-        if array is not None and array.device != logits.device:
-            raise ProblemError(f"`{field}`: got a tensor on {array.device}, expected one on {logits.device}, as the logits are")
+    if first.device.type not in _LOGITS:
+        raise ProblemError(f"`{field}`: got a tensor on {first.device}, expected one on the CPU or an NVIDIA GPU")
+    theirs = "the logits are" if field == "logits" else f"`{field}` is"
+    for other, array in given.items():
+        if array is not None and array.device != first.device:
+            raise ProblemError(f"`{other}`: got a tensor on {array.device}, expected one on {first.device}, as {theirs}")
 
 
 @torch._dynamo.assume_constant_result
@@ -633,31 +647,37 @@ def grpo_loss(
         _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_together(logits, given)
+        _expect_together("logits", logits, given)
         if inplace:
             _expect_in_place(logits)
             outputs = _InPlace.apply(logits, *arguments)
         else:
             outputs = _loss(logits, *arguments)
-        outputs = outputs[:-1]
     else:
-        for field, array in given.items():
-            if array is not None:
-                _expect_host(field, array)
-        outputs = _head_loss(*_head_of(hidden, lm_head, inplace, ids), rounds_logits, chunk, *arguments)
-    loss, logp, entropy, token_loss, metrics = outputs
+        head = _head_of(hidden, lm_head, rounds_logits, chunk, ids, given)
+        if inplace:
+            raise ProblemError("`inplace`: got True with an LM head, expected False: its logits are never all there")
+        outputs = _head_loss(*head, *arguments)
+    loss, logp, entropy, token_loss, metrics, _ = outputs
     return GrpoLoss(loss, logp, entropy, token_loss, dict(zip(METRICS, metrics.unbind(), strict=True)))
 
 
-def _head_of(hidden: Tensor | None, lm_head: Tensor | None, inplace: bool, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _head_of(
+    hidden: Tensor | None,
+    lm_head: Tensor | None,
+    rounds_logits: bool,
+    chunk: int,
+    ids: Tensor,
+    given: Mapping[str, Tensor | None],
+) -> tuple[Tensor, Tensor, bool, int]:
+    """The first arguments of the operations with a head."""
     if hidden is None or lm_head is None:
         raise ProblemError("`logits`: got None, expected a tensor, or both `hidden` and `lm_head`")
-    if inplace:
-        raise ProblemError("`inplace`: got True with an LM head, expected False: its logits are never all there")
+    if chunk < 0:
+        raise ProblemError(f"`chunk`: got {chunk}, expected so many tokens, or 0: as many as 320 MiB hold")
     _expect_as_flat("hidden", hidden, ids)
-    _expect_host("hidden", hidden)
-    _expect_host("lm_head", lm_head)
-    return hidden, lm_head
+    _expect_together("hidden", hidden, {"lm_head": lm_head, **given})
+    return hidden, lm_head, rounds_logits, chunk
 
 
 def logp_and_entropy(
@@ -699,12 +719,9 @@ def logp_and_entropy(
         _expect_as_flat("logits", logits, ids)
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_together(logits, given)
+        _expect_together("logits", logits, given)
         return _loss(logits, *arguments)[1:3]  # type: ignore[no-any-return]
-    for field, array in given.items():
-        if array is not None:
-            _expect_host(field, array)
-    return _head_loss(*_head_of(hidden, lm_head, False, ids), rounds_logits, chunk, *arguments)[1:3]  # type: ignore[no-any-return]
+    return _head_loss(*_head_of(hidden, lm_head, rounds_logits, chunk, ids, given), *arguments)[1:3]  # type: ignore[no-any-return]
 
 
 def gather_logp(
@@ -738,14 +755,15 @@ def gather_logp(
     mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask
     asked = (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap}), ("top", int(ids.shape[2])))
     json = _json_of_options("logp", (), asked)
-    for field, array in (("ids", ids), ("mask", mask)):
-        _expect_host(field, array)
+    given = {"ids": ids, "mask": mask, "logits": logits, "hidden": hidden, "lm_head": lm_head}
+    for field, array in given.items():
+        if array is not None:
+            _expect_host(field, array)
     if logits is not None:
         if hidden is not None or lm_head is not None:
             raise ProblemError("`hidden`, `lm_head`: got one beside `logits`, expected either logits or what makes them")
-        _expect_host("logits", logits)
         return _gather(logits, ids, mask, json)
-    return _head_gather(*_head_of(hidden, lm_head, False, ids[..., 0]), rounds_logits, chunk, ids, mask, json)
+    return _head_gather(*_head_of(hidden, lm_head, rounds_logits, chunk, ids[..., 0], {}), ids, mask, json)
 
 
 def empty_cache() -> None:

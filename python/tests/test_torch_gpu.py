@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import pytest
 
 import assay
+from assay import _gpu, _native
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
 from on_fake_gpu import STREAM, Fake, fake  # noqa: E402, F401
-from test_torch_op import given, on_logits, one, outputs  # noqa: E402
+from test_torch_op import given, on_head, on_logits, one  # noqa: E402
+
+_ATEN = torch.library.Library("aten", "IMPL")
+
+
+@torch.library.impl(_ATEN, "addmm.dtype_out", "CPU")  # type: ignore[untyped-decorator]
+def of_f32_sums(added: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Any) -> Any:
+    """PyTorch's product of 16-bit matrices in f32, which it has on GPUs alone."""
+    assert out_dtype == out.dtype == torch.float32
+    return torch.addmm(added, a.float(), b.float(), beta=beta, alpha=alpha, out=out)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +40,31 @@ def test_a_campaign_passes(inplace: bool) -> None:
         for laid_out in (problem, problem.pack()):
             verdicts = laid_out.check(on_logits(laid_out, inplace=inplace), grade="exact")
             assert verdicts, verdicts
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_campaign_of_heads_passes(
+    level: str, tmp_path: pathlib.Path, on_gpu: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of five tokens, the last of fewer."""
+    trl = assay.spec("trl", beta=0.04, loss_type="grpo", importance_sampling_level=level, entropy_coef=0.01)
+    logits = {"scale": 0.8, "softcap": 20.0, "bias": True} if level == "token" else {}
+    spec = assay.spec(**trl.to_dict() | {"temperature": "given", "logits": logits})
+    for problem in assay.problems(spec, 9, 7, dtypes=("f32", "bf16", "f16"), shapes=["2x3x65", "3x4x96"], lm_head=True):
+        for laid_out in (problem, problem.pack()):
+            verdicts = laid_out.check(on_head(laid_out), grade="exact")
+            assert verdicts, verdicts
+    # A head [H,V], logits that are rounded, and anything where the mask hides it.
+    file, loss = tmp_path / "problem.safetensors", tmp_path / "loss.yaml"
+    loss.write_text(spec.yaml)
+    asked = f"--shape 2x6x32x65 --dtype bf16 --layout hv --masked-garbage --spec {loss} -o {file}"
+    assert _native.run(["assay", "generate", "-q", *asked.split()]) == 0
+    on_gpu.set("devices=3,capability=9.0/8.0/7.5")
+    monkeypatch.setattr(_gpu, "_CHUNK_BYTES", 5 * 65 * 2)
+    problem = assay.load(file)
+    verdicts = problem.check(on_head(problem, rounds_logits=True, chunk=0), grade="exact")
+    assert verdicts, verdicts
+    assert [call.split()[1] for call in on_gpu.launches] == 3 * ["grpo_statistics"] + 3 * ["grpo_dlogits"]
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -84,13 +120,15 @@ def test_a_normalizer_divides_the_loss() -> None:
         assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
 
 
-def test_it_is_traced() -> None:
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+def test_it_is_traced(lm_head: bool) -> None:
     problem = one()
     arguments = given(problem)
     logits = problem.torch().logits.clone().requires_grad_()
 
     def step(logits: Any, ids: Any, advantages: Any, **rest: Any) -> Any:
-        return assay.torch.grpo_loss(logits * 1.5, ids, advantages, **rest, spec=problem.spec).loss / 7
+        of = {"logits": None, "hidden": logits * 1.5, "lm_head": torch.eye(257)} if lm_head else {"logits": logits * 1.5}
+        return assay.torch.grpo_loss(ids=ids, advantages=advantages, **of, **rest, spec=problem.spec).loss / 7
 
     eager = step(logits, **arguments)
     eager.backward()
@@ -100,13 +138,21 @@ def test_it_is_traced() -> None:
     assert torch.equal(loss, eager) and torch.equal(logits.grad, expected)
 
 
-def test_logp_and_entropy_are_exact(on_gpu: Fake) -> None:
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+def test_logp_and_entropy_are_exact(lm_head: bool, on_gpu: Fake) -> None:
     report = assay.check_logp(
-        lambda logits, ids: assay.torch.logp_and_entropy(logits, ids, temperature=0.7, softcap=20.0),
+        lambda *of: assay.torch.logp_and_entropy(
+            None if lm_head else of[0],
+            of[-1],
+            **{"hidden": of[0], "lm_head": of[1], "chunk": 4} if lm_head else {},
+            temperature=0.7,
+            softcap=20.0,
+        ),
         entropy=True,
+        lm_head=lm_head,
         temperature=0.7,
         logits={"softcap": 20.0},
-        cases=8,
+        cases=4 if lm_head else 8,
         wide=0,
         shapes="few",
         power=False,
@@ -117,8 +163,42 @@ def test_logp_and_entropy_are_exact(on_gpu: Fake) -> None:
     arrays = one("bf16").torch()
     on_gpu.set("devices=3,capability=9.0/8.0/7.5")
     with torch.no_grad():
-        assay.torch.logp_and_entropy(arrays.logits, arrays.ids, arrays.mask)
+        if lm_head:
+            head = torch.eye(257, dtype=torch.bfloat16)
+            assay.torch.logp_and_entropy(None, arrays.ids, arrays.mask, hidden=arrays.logits, lm_head=head)
+        else:
+            assay.torch.logp_and_entropy(arrays.logits, arrays.ids, arrays.mask)
     assert [call.split()[1] for call in on_gpu.launches] == ["grpo_statistics"]
+
+
+def test_a_head_that_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {**given(one()), "spec": "trl", "loss_type": "grpo", "beta": 0.04}
+
+    def refused(**changed: Any) -> str:
+        fits = {"hidden": torch.zeros(3, 5, 8), "lm_head": torch.zeros(257, 8)}
+        with pytest.raises(assay.ProblemError) as error:
+            assay.torch.grpo_loss(None, **arguments, **{**fits, **changed})
+        return str(error.value)
+
+    head = torch.zeros(257, 8)
+    wrong: list[dict[str, Any]] = [
+        {"lm_head": torch.zeros(257, 4)},
+        {"lm_head": head.bfloat16()},
+        {"lm_head": head.int()},
+        {"lm_head": head[0]},
+        {"hidden": torch.zeros(3, 5, 0), "lm_head": torch.zeros(257, 0)},
+        {"lm_head": head[:0]},
+        {"lm_head": head.to("meta")},
+        {"chunk": -1},
+        {"inplace": True},
+        {"hidden": torch.zeros(3, 5, 8).to("meta")},
+    ]
+    on_device = [refused(**changed) for changed in wrong]
+    turned = refused(lm_head=torch.zeros(8, 257).T)
+    assert turned == "`lm_head`: got a strided array, expected dense row-major (take `lm_head.contiguous()`)"
+    monkeypatch.setattr(assay.torch, "_on_gpu", lambda tensor: False)
+    assert on_device == [refused(**changed) for changed in wrong]
+    assert refused(lm_head=torch.zeros(8, 257).T).startswith("`lm_head`: got a strided array, expected dense row-major")
 
 
 def test_a_fake_tensor_of_a_gpu_has_results_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,5 +211,9 @@ def test_a_fake_tensor_of_a_gpu_has_results_there(monkeypatch: pytest.MonkeyPatc
         for field, arrays in {"ids": (ids.cpu(), advantages), "advantages": (ids, advantages.to("cuda:1"))}.items():
             with pytest.raises(assay.ProblemError, match=f"`{field}`: got a tensor on c.*, expected one on cuda:0"):
                 assay.torch.grpo_loss(logits, *arrays, spec="trl", loss_type="grpo")
-        with pytest.raises(assay.ProblemError, match="`hidden`: got a tensor on cuda:0, expected one on the CPU"):
-            assay.torch.grpo_loss(None, ids.cpu(), advantages.cpu(), hidden=logits, lm_head=logits[0], spec="trl")
+        of_head = assay.torch.grpo_loss(None, ids, advantages, hidden=logits, lm_head=logits[0], spec="trl", loss_type="grpo")
+        assert of_head.loss.device == of_head.logp.device == logits.device
+        with pytest.raises(assay.ProblemError, match="`ids`: got a tensor on cpu, expected one on cuda:0, as `hidden` is"):
+            assay.torch.grpo_loss(None, ids.cpu(), advantages, hidden=logits, lm_head=logits[0], spec="trl", loss_type="grpo")
+        with pytest.raises(assay.ProblemError, match="`hidden`: got a tensor on cuda:0, expected one on the CPU: `gather_logp`"):
+            assay.torch.gather_logp(None, ids.cpu()[..., None], hidden=logits, lm_head=logits[0])
