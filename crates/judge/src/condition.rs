@@ -758,6 +758,9 @@ fn within(band: f64) -> impl Iterator<Item = f64> {
     (1..=steps).flat_map(move |i| [-1.0, 1.0].map(|side| side * band * f64::from(i) / f64::from(steps)))
 }
 
+/// One of a token's choices.
+type ChoiceOf = fn(&mut TokenInputs) -> &mut bool;
+
 /// Inputs around the token's own, which come first, on every side of what may be crossed.
 ///
 /// The kinks of `|d|` and `|w|` are themselves among them when they are near: a kernel may find 0 exactly.
@@ -780,7 +783,7 @@ fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBa
         all.extend(more);
     }
     let [on_policy, selected] = choice_bands(token, base, bands, batch, row);
-    let choices: [(bool, fn(&mut TokenInputs) -> &mut bool); 3] = [
+    let choices: [(bool, ChoiceOf); 3] = [
         (here.on_policy.margin <= on_policy, |inputs| &mut inputs.on_policy.holds),
         (batch.open[token.at], |inputs| &mut inputs.top_entropy),
         (here.selected.margin <= selected, |inputs| &mut inputs.selected.holds),
