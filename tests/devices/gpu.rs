@@ -143,11 +143,9 @@ fn one_pass_at_a_qwen_shape() -> Result<(), Failed> {
 fn lm_head_at_a_qwen_shape() -> Result<(), Failed> {
     let sequence = "ratio: {level: sequence}";
     let logits = 2048.0 * 151_936.0 * 2.0;
-    for (target, spec, kernels) in [
-        ("h100", "{}", ["grpo_one_pass"].as_slice()),
-        ("a100", "{}", &["grpo_statistics", "grpo_dlogits"]),
-        ("h200", sequence, &["grpo_statistics", "grpo_dlogits"]),
-    ] {
+    for (target, spec, kernels) in
+        [("h100", "{}", ["grpo_one_pass"].as_slice()), ("a100", sequence, &["grpo_statistics", "grpo_dlogits"])]
+    {
         let figures = compiled_of(spec, target, "gpu-lm-head", "1x8192x4096x151936", "bf16")?;
         let of = |path| number(&figures, path);
         assert!((logits..=1.06 * logits).contains(&of("/memory/temp_bytes")), "{target}: {figures}");

@@ -91,7 +91,8 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
     .into_iter()
     .enumerate()
     {
-        for (turn, dtype) in Dtype::KERNEL.into_iter().enumerate() {
+        for turn in 0..2 {
+            let dtype = Dtype::KERNEL[(place + turn) % 3];
             let layout = [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden][(place + turn) % 2];
             let rounds_logits = turn != place % 3;
             let regime = [Regime::Normal, Regime::Peaked, Regime::Confident, Regime::LongTail][(place + turn) % 4];

@@ -344,8 +344,7 @@ where
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Production {
     /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16, of logits as they are, on one
-    /// device but for what several do; of heads what targets their products, on one device, six tokens at 4096 × 4,099 and at 68 × 151,936: the judge of a head takes its time by the hidden
-    /// unit, and a vocabulary's tail needs few.
+    /// device but for what several do.
     Short,
     /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
     /// of devices.
@@ -384,6 +383,10 @@ pub struct Part {
     production: Production,
 }
 
+/// Hidden units, columns and layout of the heads at the widths that kernels are made for.
+const HEADS: [(usize, usize, HeadLayout); 2] =
+    [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
+
 impl Production {
     /// What is run.
     pub fn parts(self) -> impl Iterator<Item = Part> {
@@ -394,21 +397,9 @@ impl Production {
         let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && class.is_of_columns());
         let on_logits = on_logits.filter(is_run);
         let on_logits = on_logits.map(|class| (class, None));
-        let of_heads = Class::ALL.into_iter().filter(move |class| match self {
-            Self::Short => *class == Class::HeadProducts,
-            Self::Full => class.of_heads(),
-        });
-        let of_heads = of_heads.flat_map(move |class| self.heads().map(|head| (class, Some(head))));
+        let of_heads = Class::ALL.into_iter().filter(move |class| self == Self::Full && class.of_heads());
+        let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
         on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
-    }
-
-    /// Hidden units, columns and layout of the heads.
-    fn heads(self) -> [(usize, usize, HeadLayout); 2] {
-        let hidden = match self {
-            Self::Short => 68,
-            Self::Full => 896,
-        };
-        [(4096, 4099, HeadLayout::VocabByHidden), (hidden, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)]
     }
 }
 
@@ -427,20 +418,18 @@ impl Part {
         let family = self.class.name();
         let Some((hidden, vocab, layout)) = self.head else {
             let mut recipes = self.class.production(if short { [2, 3] } else { [4, 4] });
-            if short {
-                one_dtype(&mut recipes, |recipe| recipe.dtype);
+            // Of several dtypes bf16 alone.
+            if short && recipes.iter().any(|(_, recipe)| recipe.dtype == Dtype::Bf16) {
+                recipes.retain(|(_, recipe)| recipe.dtype == Dtype::Bf16);
             }
             let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
             // What goes wrong within a row does so on one device.
             let on_all = !short || matches!(self.class, Class::Devices | Class::State);
             return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
         };
-        let mut recipes = self.class.head_production(hidden, [2, 3, vocab], layout);
-        if short {
-            one_dtype(&mut recipes, |head| head.recipe.dtype);
-        }
-        let cases = recipes.into_iter().map(|(spec, head)| Case::of_head(family, spec, &head));
-        self.fates(if short { &[1] } else { &DEVICE_COUNTS }, cases, grade)
+        let recipes = self.class.head_production(hidden, [2, 3, vocab], layout).into_iter();
+        let cases = recipes.map(|(spec, head)| Case::of_head(family, spec, &head));
+        self.fates(&DEVICE_COUNTS, cases, grade)
     }
 
     /// What becomes of the mutants, one case after the other: a wide one, and what is known of it, take gigabytes.
@@ -474,12 +463,5 @@ impl Part {
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} at {}", self.class.name(), self.width())
-    }
-}
-
-/// Of several dtypes bf16 alone.
-fn one_dtype<R>(recipes: &mut Vec<(LossSpec, R)>, dtype: impl Fn(&R) -> Dtype) {
-    if recipes.iter().any(|(_, recipe)| dtype(recipe) == Dtype::Bf16) {
-        recipes.retain(|(_, recipe)| dtype(recipe) == Dtype::Bf16);
     }
 }
