@@ -272,6 +272,10 @@ impl<'c> DlogitsCondition<'c> {
                     value[y] = target.own * target.others + target.rest * p[y];
                 }
                 flushed[y] += target.own * (reference.shape().vocab as f64 - 1.0);
+                // G/S itself, before Σ_{j≠y} e_j multiplies it; of another column, whose e_j is at most 1, that is no more than what
+                // the output may lose.
+                let sum_of_others = logp.stats.log_sum.exp() * target.others;
+                flushed[y] += sum_of_others * self.targets.len() as f64;
             }
         }
         if grad_entropy > 0.0 {
@@ -302,9 +306,11 @@ impl<'c> DlogitsCondition<'c> {
                 *value += grad_entropy * q * span;
             });
             // ā may lose e·a of every column, at most where e is the smallest number that stays.
+            let sum = entropy.stats.log_sum.exp();
             let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
             for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
-                *flushed += 1.0 + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
+                // And E/S, before e_j·(a_j − ā) multiplies it.
+                *flushed += 1.0 + q * sum * span + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
         }
         if let Some(slopes) = columns.slopes() {

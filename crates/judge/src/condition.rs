@@ -43,7 +43,9 @@ use rayon::prelude::*;
 use super::U;
 use super::arm::{self, Arm};
 use super::gate::Output;
+use super::quantile;
 use super::tolerance::{Grade, Limits};
+use assay_core::problem::Shape;
 use assay_core::spec::{
     Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, RatioLevel, TrustRegion,
 };
@@ -213,7 +215,7 @@ impl Condition {
             .map(|at| base(at).map_or((None, LogitErrors::default()), |(base, errors)| (Some(base), errors)))
             .unzip();
         let bases = Array2::from_shape_vec((shape.batch, shape.tokens), bases).expect("one entry a token");
-        let of_batch = OfBatch::of(reference, &bases);
+        let of_batch = OfBatch::of(reference, &bases, bands);
         let mut all = Array2::from_elem(bases.dim(), None);
         for sequence in reference.problem().sequences() {
             let row = sequence.places().filter_map(|at| Some((at, reference.token(at.0, at.1)?, bases[at]?)));
@@ -454,19 +456,42 @@ pub(super) fn transform_rounding(spec: &LossSpec, largest: f64) -> f64 {
     if identity { 0.0 } else { largest.abs() }
 }
 
-/// The largest conditions of a batch, near which a choice between its tokens is open.
+/// How far each token's entropy may be off, as it is held in f32.
+pub(super) fn errors_of_entropies(reference: &Reference, bands: Bands, errors: ErrorsOf) -> Array2<Option<f64>> {
+    let Shape { batch, tokens, .. } = reference.shape();
+    Array2::from_shape_fn((batch, tokens), |(b, t)| {
+        let token = reference.token(b, t)?;
+        Some(error_of_entropy(token, Base::of(reference, (b, t), token, &errors(b, t), bands), bands))
+    })
+}
+
+fn error_of_entropy(token: &Token, base: Base, bands: Bands) -> f64 {
+    U * (token.entropy.abs() + bands.entropy * base.entropy.scale) + base.entropy.floor
+}
+
+/// Near what a choice between the tokens of a batch is open.
 struct OfBatch {
-    entropy: Bound,
+    /// Of its logps, the largest.
     logp: Bound,
+    /// The largest.
     advantage: f64,
+    /// Whether a token may be of high entropy or not, whatever the others are.
+    open: Array2<bool>,
 }
 
 impl OfBatch {
-    fn of(reference: &Reference, bases: &Array2<Option<Base>>) -> Self {
-        let mut all = Self { entropy: Bound::default(), logp: Bound::default(), advantage: 0.0 };
+    fn of(reference: &Reference, bases: &Array2<Option<Base>>, bands: Bands) -> Self {
+        let spec = reference.spec();
+        let mut open = Array2::from_elem(bases.dim(), false);
+        if spec.top_entropy.is_some() && !quantile::is_counted(spec) {
+            let error = |(b, t)| Some(error_of_entropy(reference.token(b, t)?, bases[[b, t]]?, bands));
+            for at in quantile::open(reference, &Array2::from_shape_fn(bases.dim(), error)) {
+                open[at] = true;
+            }
+        }
+        let mut all = Self { logp: Bound::default(), advantage: 0.0, open };
         for ((b, t), base) in bases.indexed_iter() {
             let (Some(base), Some(token)) = (base, reference.token(b, t)) else { continue };
-            all.entropy = all.entropy.or(base.entropy);
             all.logp = all.logp.or(base.logp);
             all.advantage = all.advantage.max(token.inputs.advantage.abs());
         }
@@ -709,27 +734,21 @@ fn at_row_kink(inputs: &TokenInputs, band: f64) -> Option<TokenInputs> {
     near.then_some(TokenInputs { row_log_ratio: Some(0.0), ..*inputs })
 }
 
-/// How near each of a token's choices is to being made otherwise: on policy, top entropy, selected.
-fn choice_bands(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> [f64; 3] {
+/// How near each of a token's choices is to being made otherwise: on policy, selected.
+fn choice_bands(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow) -> [f64; 2] {
     let on_policy = U * (2.0 * bands.logp * row.mean.scale + 4.0) + 2.0 * row.mean.floor;
     let two = |kappa: f64, a: Bound, b: Bound| U * kappa * (a.scale + b.scale) + a.floor + b.floor;
-    let entropy = two(bands.entropy, base.entropy, batch.entropy) + U * 8.0;
     let logps = two(bands.logp, base.logp, batch.logp) + U * (8.0 + token.inputs.logp.abs());
     let selected = (token.inputs.advantage.abs() + batch.advantage) * logps;
-    [on_policy, entropy, selected]
+    [on_policy, selected]
 }
 
 /// The token's inputs, with every open choice made as `holds`.
 fn choose(token: &Token, base: Base, bands: Bands, batch: &OfBatch, row: &OfRow, holds: bool) -> TokenInputs {
-    let [on_policy, entropy, selected] = choice_bands(token, base, bands, batch, row);
+    let [on_policy, selected] = choice_bands(token, base, bands, batch, row);
     let made = |choice: Choice, band: f64| if choice.margin <= band { Choice { holds, ..choice } } else { choice };
     let inputs = &token.inputs;
-    TokenInputs {
-        on_policy: made(inputs.on_policy, on_policy),
-        top_entropy: made(inputs.top_entropy, entropy),
-        selected: made(inputs.selected, selected),
-        ..*inputs
-    }
+    TokenInputs { on_policy: made(inputs.on_policy, on_policy), selected: made(inputs.selected, selected), ..*inputs }
 }
 
 /// Both ends of a band around 0, and points in it where it is wide enough to hold a whole piece between two kinks, as between
@@ -738,6 +757,9 @@ fn within(band: f64) -> impl Iterator<Item = f64> {
     let steps = if band < 1e-3 { 1 } else { 16 };
     (1..=steps).flat_map(move |i| [-1.0, 1.0].map(|side| side * band * f64::from(i) / f64::from(steps)))
 }
+
+/// One of a token's choices.
+type ChoiceOf = fn(&mut TokenInputs) -> &mut bool;
 
 /// Inputs around the token's own, which come first, on every side of what may be crossed.
 ///
@@ -760,19 +782,21 @@ fn nearby(spec: &LossSpec, token: &Token, base: Base, bands: Bands, batch: &OfBa
         let more: Vec<TokenInputs> = all.iter().flat_map(of_row).collect();
         all.extend(more);
     }
-    for (i, band) in choice_bands(token, base, bands, batch, row).into_iter().enumerate() {
-        let flip = |choice: &mut Choice| choice.holds = !choice.holds;
-        if [here.on_policy, here.top_entropy, here.selected][i].margin <= band {
-            let flipped: Vec<TokenInputs> = all
-                .iter()
-                .map(|inputs| {
-                    let mut inputs = *inputs;
-                    flip([&mut inputs.on_policy, &mut inputs.top_entropy, &mut inputs.selected][i]);
-                    inputs
-                })
-                .collect();
-            all.extend(flipped);
-        }
+    let [on_policy, selected] = choice_bands(token, base, bands, batch, row);
+    let choices: [(bool, ChoiceOf); 3] = [
+        (here.on_policy.margin <= on_policy, |inputs| &mut inputs.on_policy.holds),
+        (batch.open[token.at], |inputs| &mut inputs.top_entropy),
+        (here.selected.margin <= selected, |inputs| &mut inputs.selected.holds),
+    ];
+    for (_, choice) in choices.into_iter().filter(|(open, _)| *open) {
+        let otherwise = |inputs: &TokenInputs| {
+            let mut inputs = *inputs;
+            let holds = choice(&mut inputs);
+            *holds = !*holds;
+            inputs
+        };
+        let flipped: Vec<TokenInputs> = all.iter().map(otherwise).collect();
+        all.extend(flipped);
     }
     all
 }

@@ -3,17 +3,18 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use ndarray::{Ix0, Ix2, Ix3};
+use ndarray::{Array2, Ix0, Ix2, Ix3};
 use rayon::prelude::*;
 
 use super::U;
 use super::arm;
 use super::column_bounds::{Bounds, DlogitsCondition};
-use super::condition::{Alternative, Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
+use super::condition::{self, Alternative, Bound, Condition, ErrorsOf, FLUSHED, GIVEN};
 use super::gate::{Edge, Gate, Model, Output};
 use super::metric::{Allowance, Allowances, Comparison, Position, Spacing, Tally, half_ulp, min_normal};
+use super::quantile::{self, Sets};
 use super::tolerance::{Grade, Limits, ToleranceError};
-use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, ProblemError, Shape};
 use assay_core::spec::{LossSpec, Objective};
 use assay_reference::{Columns, Reference, Token};
 pub use assay_schema::verdicts::Status;
@@ -37,6 +38,9 @@ pub struct Verdict {
     pub grade: Option<Grade>,
     /// Where grade `standard` was asked for and is the better one: what keeps it from `exact`.
     pub short_of_exact: Option<ShortOfExact>,
+    /// Where nothing was compared for it: the tokens whose entropies are the quantile to within rounding, more than sets of which
+    /// are told apart.
+    pub open_entropies: Option<usize>,
 }
 
 /// What keeps values of grade `standard` from `exact`.
@@ -158,20 +162,76 @@ pub(super) fn judge_all(
         expect_outputs(reference.spec(), candidate)?;
         check_shapes(reference, candidate)?;
     }
-    Ok(graded(limits, reference, candidates, |limits, asked| {
-        let cases = cases(reference, limits, GIVEN);
-        let given = asked.iter().map(|Asked { candidate, .. }| PerToken {
-            dlogits: Some(candidate.gradient.view()),
-            ..PerToken::without_gradient(candidate)
-        });
-        let mut all = judge_per_token(reference, &given.collect::<Vec<_>>(), &cases, limits);
-        for (verdicts, asked) in all.iter_mut().zip(asked) {
-            if let Some(metrics) = &asked.candidate.metrics {
-                verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
+    let judge_by = |reference: &Reference, candidates: &[Candidate<FloatView<Ix3>>]| {
+        graded(limits, reference, candidates, |limits, asked| judge_asked(reference, asked, limits))
+    };
+    Ok(on_each_set(reference, reference, candidates, (limits, GIVEN), |high| reference.keeping(high), judge_by))
+}
+
+fn judge_asked(
+    reference: &Reference,
+    asked: &[Asked<Candidate<FloatView<Ix3>>>],
+    limits: &Limits,
+) -> Vec<Vec<Verdict>> {
+    let cases = cases(reference, limits, GIVEN);
+    let given = asked.iter().map(|Asked { candidate, .. }| PerToken {
+        dlogits: Some(candidate.gradient.view()),
+        ..PerToken::without_gradient(candidate)
+    });
+    let mut all = judge_per_token(reference, &given.collect::<Vec<_>>(), &cases, limits);
+    for (verdicts, asked) in all.iter_mut().zip(asked) {
+        if let Some(metrics) = &asked.candidate.metrics {
+            verdicts.extend(judge_metrics(reference, metrics, &cases, limits));
+        }
+    }
+    all
+}
+
+/// The verdicts of `judge_by` on `candidates`: where tokens of high entropy are counted, and one fails, on each set of them that a
+/// right kernel may have. Of each candidate those of the set that it fails the fewest gates on.
+///
+/// Where there are more sets than are told apart, what depends on them is not compared unless it is right for the reference's own.
+pub(super) fn on_each_set<R, C>(
+    own: &R,
+    on_logits: &Reference,
+    candidates: &[C],
+    (limits, errors): (&Limits, ErrorsOf),
+    keeping: impl Fn(&Array2<bool>) -> Result<R, ProblemError>,
+    judge_by: impl Fn(&R, &[C]) -> Vec<Vec<Verdict>>,
+) -> Vec<Vec<Verdict>> {
+    let mut all = judge_by(own, candidates);
+    let failed = |verdicts: &[Verdict]| verdicts.iter().filter(|verdict| verdict.status.failed()).count();
+    if !quantile::is_counted(on_logits.spec()) || all.iter().all(|verdicts| failed(verdicts) == 0) {
+        return all;
+    }
+    let errors = condition::errors_of_entropies(on_logits, limits.into(), errors);
+    let references = match quantile::sets(on_logits, &errors) {
+        // With other tokens a covariance may select more than there are to be taken.
+        Sets::Known(sets) => sets
+            .iter()
+            .map(keeping)
+            .collect::<Result<Vec<R>, _>>()
+            .map_err(|_| quantile::open(on_logits, &errors).len()),
+        Sets::Unknown(open) => Err(open),
+    };
+    match references {
+        Ok(references) => {
+            for (verdicts, candidate) in all.iter_mut().zip(candidates) {
+                for reference in &references {
+                    if failed(verdicts) == 0 {
+                        break;
+                    }
+                    let others = judge_by(reference, std::slice::from_ref(candidate));
+                    let others = others.into_iter().next().expect("verdicts a candidate");
+                    if failed(&others) < failed(verdicts) {
+                        *verdicts = others;
+                    }
+                }
             }
         }
-        all
-    }))
+        Err(open) => all.iter_mut().flatten().for_each(|verdict| verdict.leave_open(open)),
+    }
+    all
 }
 
 /// Judges a candidate without a gradient, of a reference whose logits have `errors` of their own: on what else it has.
@@ -186,11 +246,15 @@ pub(super) fn judge_forward(
 ) -> Result<Vec<Verdict>, JudgeError> {
     expect_outputs(reference.spec(), candidate)?;
     expect_per_token(reference.shape(), candidate, reference.spec().top)?;
-    let all = graded(limits, reference, std::slice::from_ref(candidate), |limits, asked| {
-        let cases = cases(reference, limits, errors);
-        let given: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
-        judge_per_token(reference, &given, &cases, limits)
-    });
+    let judge_by = |reference: &Reference, candidates: &[Candidate<()>]| {
+        graded(limits, reference, candidates, |limits, asked| {
+            let cases = cases(reference, limits, errors);
+            let given: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
+            judge_per_token(reference, &given, &cases, limits)
+        })
+    };
+    let candidates = std::slice::from_ref(candidate);
+    let all = on_each_set(reference, reference, candidates, (limits, errors), |high| reference.keeping(high), judge_by);
     Ok(all.into_iter().next().expect("verdicts a candidate"))
 }
 
@@ -461,7 +525,7 @@ impl Tallies {
             let status = tally.status();
             let grade = (status == Status::Pass).then_some(grade);
             let Stored { given: dtype, promised } = stored;
-            Verdict { gate, dtype, promised, status, kappa, tally, grade, short_of_exact: None }
+            Verdict { gate, dtype, promised, status, kappa, tally, grade, short_of_exact: None, open_entropies: None }
         };
         self.by_gate.into_iter().map(verdict).collect()
     }
@@ -917,6 +981,17 @@ pub(super) fn judge_metrics(reference: &Reference, actual: &Metrics, cases: &[Ca
 }
 
 impl Verdict {
+    /// Where it failed, and what it is of depends on which of `open` tokens are kept: nothing is compared.
+    fn leave_open(&mut self, open: usize) {
+        let depends = !matches!(self.gate.output, Output::Logp | Output::Entropy | Output::EntropyMean)
+            && self.gate.edge != Some(Edge::Masked);
+        if depends && self.status == Status::Fail && self.tally.silent.is_none() {
+            (self.status, self.tally, self.grade) = (Status::NotCompared, Tally::default(), None);
+            self.tally.not_compared = 1;
+            self.open_entropies = Some(open);
+        }
+    }
+
     /// The comparison that came closest to its limit, or went furthest beyond.
     pub fn worst(&self) -> Option<Comparison> {
         self.tally.worst

@@ -16,6 +16,7 @@ pub mod judgeable;
 mod lm_head;
 pub mod metric;
 pub mod packed;
+mod quantile;
 pub mod recorded;
 pub mod report;
 pub mod summary;

@@ -30,7 +30,7 @@ use super::condition::{FLUSHED, LogitErrors};
 use super::gate::{Edge, Gate, Model, Output};
 use super::judge::{
     self, Asked, Case, JudgeError, PerToken, Stored, Tallies, Verdict, cases, exactly_zero, expect_outputs,
-    expect_per_token, graded, judge_metrics, judge_per_token, shared_edge,
+    expect_per_token, graded, judge_metrics, judge_per_token, on_each_set, shared_edge,
 };
 use super::metric::{Allowance, Allowances, Position, Tally, half_ulp};
 use super::tolerance::Limits;
@@ -65,20 +65,25 @@ pub(super) fn judge_all(
     let (on_logits, tokens) = (reference.on_logits(), reference.shape().tokens);
     let errors = errors_of_problem(reference, problem, limits);
     let errors_of = |b: usize, t: usize| errors[b * tokens + t].clone();
-    let dhidden = reference.dhidden(|columns| reference.dlogits(columns));
-    Ok(graded(limits, on_logits, candidates, |limits, asked| {
-        let cases = cases(on_logits, limits, &errors_of);
-        let per_token: Vec<PerToken> = asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
-        let mut all = judge_per_token(on_logits, &per_token, &cases, limits);
-        let gradients = judge_gradients(reference, (problem, &dhidden), asked, &cases, limits);
-        for ((verdicts, of_gradients), asked) in all.iter_mut().zip(gradients).zip(asked) {
-            verdicts.extend(of_gradients);
-            if let Some(metrics) = &asked.candidate.metrics {
-                verdicts.extend(judge_metrics(on_logits, metrics, &cases, limits));
+    let judge_by = |reference: &HeadReference, candidates: &[HeadCandidate]| {
+        let on_logits = reference.on_logits();
+        let dhidden = reference.dhidden(|columns| reference.dlogits(columns));
+        graded(limits, on_logits, candidates, |limits, asked| {
+            let cases = cases(on_logits, limits, &errors_of);
+            let per_token: Vec<PerToken> =
+                asked.iter().map(|asked| PerToken::without_gradient(asked.candidate)).collect();
+            let mut all = judge_per_token(on_logits, &per_token, &cases, limits);
+            let gradients = judge_gradients(reference, (problem, &dhidden), asked, &cases, limits);
+            for ((verdicts, of_gradients), asked) in all.iter_mut().zip(gradients).zip(asked) {
+                verdicts.extend(of_gradients);
+                if let Some(metrics) = &asked.candidate.metrics {
+                    verdicts.extend(judge_metrics(on_logits, metrics, &cases, limits));
+                }
             }
-        }
-        all
-    }))
+            all
+        })
+    };
+    Ok(on_each_set(reference, on_logits, candidates, (limits, &errors_of), |high| reference.keeping(high), judge_by))
 }
 
 /// Judges a candidate without gradients, on what else it has.

@@ -212,5 +212,6 @@ pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances
         tally,
         grade: (!status.failed()).then_some(Grade::Exact),
         short_of_exact: None,
+        open_entropies: None,
     }
 }

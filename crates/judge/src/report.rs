@@ -35,6 +35,8 @@ pub struct Check {
     pub grade: Option<Grade>,
     /// What keeps it from grade `exact`, where `standard` was asked for and is the better one.
     pub short_of_exact: Option<String>,
+    /// Where nothing was compared for it: so many tokens have an entropy that is the quantile of `top_entropy` to within rounding.
+    pub open_entropies: Option<usize>,
     /// Error of the comparison closest to its limit, or furthest beyond; `None` where there was nothing to compare.
     pub worst: Option<f64>,
     /// Its limit.
@@ -77,6 +79,7 @@ impl Check {
             promised: verdict.promised,
             grade: verdict.grade,
             short_of_exact: verdict.short_of_exact.map(|short| short.to_string()),
+            open_entropies: verdict.open_entropies,
             worst: worst.map(|worst| worst.error),
             limit: worst.map(|worst| worst.limit),
             at: odd.or(worst.map(|worst| worst.at)).map_or_else(String::new, |at| at.to_string()),
@@ -301,6 +304,11 @@ impl Report {
                 said.push((&check.output, short));
                 let _ = writeln!(text, "short of grade exact  {}: {short}", check.output);
             }
+        }
+        for check in &self.checks {
+            let Some(open) = check.open_entropies else { continue };
+            let why = "have the quantile's entropy to within rounding, more than sets of are told apart";
+            let _ = writeln!(text, "not compared  {}: {open} tokens {why}", check.output);
         }
         for diagnosis in &self.diagnoses {
             let _ = writeln!(text, "likely   {diagnosis}");

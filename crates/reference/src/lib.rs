@@ -33,7 +33,7 @@ pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, clipped};
 pub use ratio::Held;
-pub use selection::Choice;
+pub use selection::{Choice, quantile_index};
 pub use sum::Sum;
 pub use token::{Term, TokenInputs};
 
@@ -141,6 +141,15 @@ struct Scored {
     of_others: f64,
 }
 
+impl Scored {
+    /// What those of a token came to.
+    fn of(token: &Token) -> Self {
+        let &Token { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, inputs, of_others, .. } =
+            token;
+        Self { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, logp: inputs.logp, of_others }
+    }
+}
+
 /// Evaluates `problem` under `spec`.
 ///
 /// # Errors
@@ -160,7 +169,26 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored).expect("one entry a token");
     let others = Array2::from_shape_vec((shape.batch, shape.tokens), others).expect("one entry a token");
 
-    let mut tokens = join(spec, problem, &corrections, &scored)?;
+    let entropies = scored.mapv(|token| token.map(|token| token.entropy));
+    let high = match &spec.top_entropy {
+        Some(top) => selection::top_entropy(top, &entropies),
+        None => entropies.mapv(|_| true),
+    };
+    joined(spec, given, &corrections, &scored, others, &high)
+}
+
+/// What is more than one token's, where those of `high` entropy are these.
+fn joined<'p>(
+    spec: &'p LossSpec,
+    given: Cow<'p, Problem>,
+    corrections: &Corrections,
+    scored: &Array2<Option<Scored>>,
+    others: Array2<Vec<Other>>,
+    high: &Array2<bool>,
+) -> Result<Reference<'p>, ProblemError> {
+    let problem = &*given;
+    let shape = problem.shape();
+    let mut tokens = join(spec, problem, corrections, scored, high)?;
     let sequences = problem.sequences();
     weigh(spec, problem, &sequences, &mut tokens);
     couple(spec, &sequences, &mut tokens);
@@ -225,12 +253,8 @@ fn join(
     problem: &Problem,
     corrections: &Corrections,
     scored: &Array2<Option<Scored>>,
+    high: &Array2<bool>,
 ) -> Result<Array2<Option<Token>>, ProblemError> {
-    let entropies = scored.map(|token| token.map(|token| token.entropy));
-    let high = match &spec.top_entropy {
-        Some(top) => selection::top_entropy(top, &entropies),
-        None => entropies.mapv(|_| Choice::fixed(true)),
-    };
     let drops = spec.top_entropy.map_or(Drops::PolicyTerm, |top| top.drops);
     let at = |array: &Option<Array2<f64>>, place: (usize, usize)| array.as_ref().map(|array| array[place]);
     let old_logp = |place, logp| {
@@ -240,7 +264,7 @@ fn join(
     // (x after clamp and clip, whether it is in the row's mean)
     let log_ratio = |place: (usize, usize), token: &Scored| {
         let x = token.logp - old_logp(place, token.logp);
-        let in_mean = drops != Drops::Ratio || high[place].holds;
+        let in_mean = drops != Drops::Ratio || high[place];
         (ratio::log_ratio(&spec.ratio, x, advantages[place]), in_mean)
     };
 
@@ -278,7 +302,7 @@ fn join(
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
-                top_entropy: if drops == Drops::PolicyTerm { high[place] } else { Choice::fixed(true) },
+                top_entropy: drops != Drops::PolicyTerm || high[place],
                 selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[place])),
             };
             let share = match spec.ratio.level {
@@ -389,7 +413,7 @@ fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mu
     let weights = reduction::row_weights(spec.averaging(), &counts, width);
     let kl_weights = reduction::row_weights(spec.kl_averaging(), &counts, width);
     // The default is over the tokens that `top_entropy` keeps.
-    let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy.holds));
+    let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy));
     let all_kept: Vec<usize> =
         sequences.iter().map(|sequence| sequence.places().filter(|&at| kept[at]).count()).collect();
     let own = spec.entropy_averaging.map(|averaging| reduction::row_weights(averaging, &counts, width));
@@ -450,6 +474,16 @@ impl Token {
 }
 
 impl Reference<'_> {
+    /// The same batch, were these the tokens whose entropy [`TopEntropy`](assay_core::spec::TopEntropy) takes for high.
+    ///
+    /// # Errors
+    /// As [`evaluate`].
+    pub fn keeping(&self, high: &Array2<bool>) -> Result<Reference<'_>, ProblemError> {
+        let corrections = rollout::corrections(self.spec, &self.problem);
+        let scored = self.tokens.mapv(|token| token.map(|token| Scored::of(&token)));
+        joined(self.spec, Cow::Borrowed(&self.problem), &corrections, &scored, self.others.clone(), high)
+    }
+
     /// The loss.
     pub fn loss(&self) -> f64 {
         self.loss

@@ -34,7 +34,7 @@ const OF_UNITS: usize = 1 << 22;
 pub struct HeadReference<'p> {
     shape: HeadShape,
     /// `[B·T,H]`; zeros where a token is masked.
-    hidden: Array2<f64>,
+    hidden: Cow<'p, Array2<f64>>,
     projection: &'p Projection,
     reference: Reference<'p>,
 }
@@ -63,7 +63,7 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result
     }
     let logits = logits.into_shape_with_order((batch, tokens, vocab)).expect("dense");
     let reference = evaluate_owned(spec, Cow::Owned(problem.with_logits(FloatArray::F64(logits))))?;
-    Ok(HeadReference { shape, hidden, projection, reference })
+    Ok(HeadReference { shape, hidden: Cow::Owned(hidden), projection, reference })
 }
 
 /// `0..count`, so many at a time that their weights, `of` each, are at most as many as `weights`.
@@ -73,6 +73,16 @@ fn chunks(count: usize, of: usize, weights: usize) -> impl Iterator<Item = Range
 }
 
 impl<'p> HeadReference<'p> {
+    /// As [`Reference::keeping`].
+    ///
+    /// # Errors
+    /// As [`evaluate_head`].
+    pub fn keeping(&self, high: &Array2<bool>) -> Result<HeadReference<'_>, ProblemError> {
+        let reference = self.reference.keeping(high)?;
+        let Self { shape, projection, .. } = *self;
+        Ok(HeadReference { shape, hidden: Cow::Borrowed(&*self.hidden), projection, reference })
+    }
+
     /// Extents.
     pub fn shape(&self) -> HeadShape {
         self.shape

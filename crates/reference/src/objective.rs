@@ -81,7 +81,7 @@ impl Branch {
         };
         Self {
             coefficient,
-            kept: inputs.on_policy.holds && inputs.top_entropy.holds,
+            kept: inputs.on_policy.holds && inputs.top_entropy,
             within,
             selected: inputs.selected.holds,
             slope: inputs.log_ratio(spec).slope,

@@ -27,39 +27,43 @@ impl Choice {
 /// Whether `entropy ≥ threshold`, for every token that has one. The threshold is the linearly interpolated quantile
 /// `q = 1 − fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is
 /// `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
-pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<Choice> {
+pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<bool> {
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
     ascending.sort_by(f64::total_cmp);
     if ascending.is_empty() {
-        return entropies.mapv(|_| Choice::fixed(true));
+        return entropies.mapv(|_| true);
     }
-    let quantile = 1.0 - top.fraction;
+    let index = quantile_index(top, ascending.len());
     let threshold = match top.precision {
-        QuantilePrecision::Exact => quantile_of(&ascending, quantile),
-        QuantilePrecision::F32Threshold | QuantilePrecision::F32 => f32_quantile(&ascending, quantile),
+        QuantilePrecision::Exact => quantile_of(&ascending, index),
+        QuantilePrecision::F32Threshold | QuantilePrecision::F32 => f32_quantile(&ascending, index),
     };
     let rounded = |entropy: f64| match top.precision {
         QuantilePrecision::F32 => f64::from(entropy as f32),
         QuantilePrecision::Exact | QuantilePrecision::F32Threshold => entropy,
     };
-    entropies.mapv(|entropy| {
-        let Some(entropy) = entropy else { return Choice::fixed(true) };
-        Choice { holds: rounded(entropy) >= threshold, margin: (entropy - threshold).abs() }
-    })
+    entropies.mapv(|entropy| entropy.is_none_or(|entropy| rounded(entropy) >= threshold))
 }
 
-fn quantile_of(ascending: &[f64], quantile: f64) -> f64 {
+/// `i = q·(n−1)`, which is of given numbers alone. In f32 the share is rounded, and not the product.
+pub fn quantile_index(top: &TopEntropy, count: usize) -> f64 {
+    let quantile = 1.0 - top.fraction;
+    let quantile = match top.precision {
+        QuantilePrecision::Exact => quantile,
+        QuantilePrecision::F32Threshold | QuantilePrecision::F32 => f64::from(quantile as f32),
+    };
+    quantile * count.saturating_sub(1) as f64
+}
+
+fn quantile_of(ascending: &[f64], index: f64) -> f64 {
     let last = ascending.len() - 1;
-    let index = quantile * last as f64;
     let (below, above) = (ascending[index.floor() as usize], ascending[(index.ceil() as usize).min(last)]);
     below + index.fract() * (above - below)
 }
 
-/// The same as torch has it in f32: the share rounded, the index in f64, the values and their interpolation in f32, which
-/// from the middle on counts from above.
-fn f32_quantile(ascending: &[f64], quantile: f64) -> f64 {
+/// The same as torch has it in f32: the values and their interpolation, which from the middle on counts from above.
+fn f32_quantile(ascending: &[f64], index: f64) -> f64 {
     let last = ascending.len() - 1;
-    let index = f64::from(quantile as f32) * last as f64;
     let at = |index: f64| ascending[(index as usize).min(last)] as f32;
     let (below, above, fraction) = (at(index.floor()), at(index.ceil()), index.fract() as f32);
     let between =

@@ -28,7 +28,7 @@ pub struct TokenInputs {
     /// Whether the row is near enough to the policy that acted.
     pub on_policy: Choice,
     /// Whether the entropy is among the highest.
-    pub top_entropy: Choice,
+    pub top_entropy: bool,
     /// Whether KL-Cov or Clip-Cov selects the token.
     pub selected: Choice,
 }

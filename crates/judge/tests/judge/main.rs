@@ -1,6 +1,7 @@
 //! The judge rejects what is wrong and accepts what is right.
 
 mod diagnoses;
+mod entropy_quantile;
 mod false_passes;
 mod invariance;
 mod lm_head;

@@ -442,6 +442,26 @@ fn where_the_loss_jumps_no_gradient_between_is_right() {
     assert_rejected(&scaled(0.5), DLOGITS, Status::Fail);
 }
 
+/// `G/S` of five equal logits: a device that flushes it to 0 has no gradient, and one that need not flush it has.
+#[test]
+fn what_multiplies_exponentials_may_be_flushed() {
+    let (spec, mut problem) = at_the_clip(0.0);
+    let vocab = 5;
+    problem.logits = ndarray::Array3::<f32>::zeros((1, 1, vocab)).into();
+    problem.ids.fill(2);
+    let zeros = |times: f64| {
+        let ratio = times * f64::from(f32::MIN_POSITIVE) * vocab as f64;
+        let problem =
+            Problem { old_logp: Some(ndarray::arr2(&[[-(vocab as f64).ln() - ratio.ln()]])), ..problem.clone() };
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        let mut candidate = Candidate::from(reference.outcome());
+        candidate.gradient.fill_row(0, 0, 0.0);
+        problem.judge(&reference, &candidate.lend(), &Limits::external(Grade::Exact)).unwrap()
+    };
+    assert!(zeros(0.9).iter().all(Verdict::passed));
+    assert_rejected(&zeros(2.0), DLOGITS, Status::Fail);
+}
+
 /// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
 fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
     let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };

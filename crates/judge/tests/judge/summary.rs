@@ -33,6 +33,7 @@ fn check(fixture: &str, needed: Option<f64>) -> Check {
         tally,
         grade: None,
         short_of_exact: None,
+        open_entropies: None,
     };
     Check::new(fixture, "native", "logp", &verdict)
 }

@@ -431,7 +431,7 @@ impl Class {
                 let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
                 Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
             }
-            // One token is the quantile itself. Without a bonus, which counts the tokens that stay, either choice is right there.
+            // Of one token more than a multiple of five, one is the quantile itself.
             Class::TopEntropy => {
                 let of = |drops, spec| {
                     let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };

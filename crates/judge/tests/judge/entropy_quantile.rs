@@ -1,0 +1,66 @@
+//! Tokens whose entropy is the quantile, or within rounding of it: a right kernel keeps some of them, and counts those.
+
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, Problem};
+use assay_core::spec::{Drops, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy};
+use assay_judge::generate::{Recipe, Regime};
+use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::trial::{Judged, Known};
+use assay_suites::mutants::{BANK, Specimen};
+
+const GRADES: [Grade; 2] = [Grade::Exact, Grade::Standard];
+
+/// What a loss can make of the tokens that stay: a ratio that they share, a mean over them, or nothing.
+fn specs() -> [LossSpec; 3] {
+    let of = |drops, spec| LossSpec {
+        top_entropy: Some(TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact }),
+        ..spec
+    };
+    let ratio = Ratio { level: RatioLevel::Sequence, ..Ratio::default() };
+    [
+        of(Drops::Ratio, LossSpec { ratio, ..LossSpec::default() }),
+        of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..LossSpec::default() }),
+        of(Drops::PolicyTerm, LossSpec::default()),
+    ]
+}
+
+fn problem(spec: &LossSpec, shape: [usize; 3], regime: Regime, seed: u64) -> Problem {
+    let recipe = Recipe { shape, dtype: Dtype::F32, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: false };
+    recipe.unmasked_problem(spec).unwrap()
+}
+
+fn judged(spec: &LossSpec, problem: &Problem, specimen: Specimen, grade: Grade) -> Judged {
+    let outcome = specimen.run(spec, problem.clone(), 2).unwrap();
+    Known::of(spec, problem).unwrap().judge(outcome, &Limits::external(grade)).unwrap()
+}
+
+/// Logits of −1, 0 and 1: rows that are each other's in another order have one entropy, but for the last bits.
+#[test]
+fn a_right_kernel_may_tell_equal_entropies_apart() {
+    for spec in &specs() {
+        for seed in 0..12 {
+            let problem = problem(spec, [4, 3, 5], Regime::Ties, seed);
+            for grade in GRADES {
+                let judged = judged(spec, &problem, Specimen::default(), grade);
+                let failed: Vec<_> = judged.failed().collect();
+                assert!(failed.is_empty(), "{spec:?} {seed} {grade:?}: {failed:?}");
+            }
+        }
+    }
+}
+
+/// The threshold is the very number of a token, which is kept.
+#[test]
+fn the_token_that_is_the_quantile_is_kept() {
+    let above = BANK.iter().find(|mutant| mutant.name == "top-entropy-above").unwrap();
+    for spec in &specs() {
+        let problem = problem(spec, [2, 3, 33], Regime::Normal, 1);
+        for grade in GRADES {
+            assert_eq!(judged(spec, &problem, Specimen::default(), grade).failed().count(), 0, "{spec:?} {grade:?}");
+            assert!(
+                judged(spec, &problem, Specimen::with(above.bug), grade).failed().count() > 0,
+                "{spec:?} {grade:?}"
+            );
+        }
+    }
+}
