@@ -126,7 +126,14 @@ fn ratios() -> Vec<(&'static str, LossSpec)> {
     let clip = Some(LogClip { low: 0.2, high: 0.1 });
     vec![
         ("level: sequence", with(sequence())),
-        ("level: sequence_token", with(Ratio { level: RatioLevel::SequenceToken, ..Ratio::default() })),
+        // Where no token is held, its gradient is that of a token's ratio; where all of a row have one advantage, that of the row's.
+        (
+            "level: sequence_token",
+            LossSpec {
+                advantages: AdvantageLevel::Token,
+                ..with(Ratio { level: RatioLevel::SequenceToken, clamp: Some(0.25), ..Ratio::default() })
+            },
+        ),
         ("level: sequence_product", with(product())),
         ("clamp, sequence_product", with(Ratio { clamp: Some(0.25), ..product() })),
         ("clamp", with(Ratio { clamp: Some(0.25), ..Ratio::default() })),
