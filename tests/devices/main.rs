@@ -9,6 +9,7 @@
 
 mod alternatives;
 mod gpu;
+mod interpreted;
 mod tpu;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -103,6 +104,9 @@ fn main() {
     trials.push(trial("other_ways_to_write_xla_reach_their_grades".into(), &plugins[0].hindrance, move || {
         alternatives::reach_their_grades(&path)
     }));
+    let path = plugins[0].path.clone();
+    let name = "programs_for_gpus_of_several_ids_interpreted_match_reference";
+    trials.push(trial(name.into(), &plugins[0].hindrance, move || interpreted::several_ids(&path)));
     trials.push(tpu_plugin());
     trials.push(trial("what_cudas_driver_is_handed_matches_reference".into(), &None, driver_without_a_device));
     trials.extend(gpu::trials());

@@ -109,7 +109,7 @@ fn a_choice_that_nobody_makes_is_named() {
 }
 
 /// What is written for people.
-const DOCUMENTS: [&str; 12] = [
+const DOCUMENTS: [&str; 14] = [
     "LICENSE-Apache-2.0.txt",
     "LICENSE-GSM8K.txt",
     "README.md",
@@ -118,9 +118,11 @@ const DOCUMENTS: [&str; 12] = [
     "parity/record/archer.py",
     "parity/record/areal.py",
     "parity/record/batch.py",
+    "parity/record/prime_rl.py",
     "parity/record/roll.py",
     "parity/record/trl_rloo.py",
     "parity/record/verl_bypass.py",
+    "parity/record/verl_temperatures.py",
     "tpu/README.md",
     // How the `pallas_*` files were made.
     "tpu/pallas.py",

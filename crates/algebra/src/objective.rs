@@ -345,7 +345,7 @@ impl<A: Arithmetic> Policy<'_, A> {
                 term.map(on, |on, x| on.select(trusted, x, zero))
             }
             Form::Topr { selected } => self.tapered(on, selected),
-            Form::Aspo => self.upside_down(on),
+            Form::Aspo { selected } => self.upside_down(on, selected),
             Form::None => Term { value: on.constant(0.0), by_logp: None, by_log_ratio: None },
         }
     }
@@ -363,11 +363,16 @@ impl<A: Arithmetic> Policy<'_, A> {
 
     /// For `a > 0` `−a/u` with `u = min(r, high)`, for others `−a·v` with `v = max(r, low)`, each with the slope that it has in
     /// `ln r` while it follows; beyond its second bound `c` a score function, `−c·a·ℓ`.
-    fn upside_down(&self, on: &mut A) -> Term<A::Value> {
+    fn upside_down(&self, on: &mut A, selected: bool) -> Term<A::Value> {
         let (r, a) = (self.ratio, self.token.advantage);
         let (zero, one) = (on.constant(0.0), on.constant(1.0));
         let positive = on.less(zero, a);
-        let (low, high) = (self.number(Number::Low), self.number(Number::High));
+        let (mut low, mut high) = (self.number(Number::Low), self.number(Number::High));
+        if let Some(chosen) = self.token.selected.filter(|_| selected) {
+            let chosen = on.less(zero, chosen);
+            low = on.select(chosen, self.number(Number::LowOfSelected), low);
+            high = on.select(chosen, self.number(Number::HighOfSelected), high);
+        }
         let (below, above) = (on.less(r, low), on.less(high, r));
         let (raised, lowered) = (on.select(below, low, r), on.select(above, high, r));
         let inverse = on.div(one, lowered);

@@ -98,7 +98,10 @@ pub enum Form {
         selected: bool,
     },
     /// The ratio upside down where the advantage is positive, with a bound below and above.
-    Aspo,
+    Aspo {
+        /// Whether some, which are given, have other bounds of the ratio.
+        selected: bool,
+    },
     /// No policy term.
     None,
 }
@@ -303,7 +306,7 @@ impl Structure {
 
     /// Whether it is told which tokens are selected.
     pub fn selected(self) -> bool {
-        matches!(self.form, Form::KlCov | Form::Topr { selected: true })
+        matches!(self.form, Form::KlCov | Form::Topr { selected: true } | Form::Aspo { selected: true })
     }
 
     /// Whether the KL estimate is weighed against the sampler.
@@ -333,7 +336,10 @@ impl Structure {
             Form::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
             Form::Dro | Form::KlCov => &[N::Penalty],
             Form::Topr { .. } => &[N::PositiveWeight, N::NegativeWeight, N::High],
-            Form::Aspo => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
+            Form::Aspo { selected: false } => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
+            Form::Aspo { selected: true } => {
+                &[N::Low, N::High, N::LowOfSelected, N::HighOfSelected, N::DualClipPositive, N::DualClip]
+            }
             Form::PolicyGradient | Form::ImportanceSampling | Form::None => &[],
         };
         let kl = self.kl;
@@ -438,7 +444,7 @@ impl Form {
             Objective::Dro(_) => Form::Dro,
             Objective::KlCov(_) => Form::KlCov,
             Objective::Topr(topr) => Form::Topr { selected: topr.positive == Positive::Selected },
-            Objective::Aspo(_) => Form::Aspo,
+            Objective::Aspo(aspo) => Form::Aspo { selected: aspo.selected.is_some() },
             Objective::None => Form::None,
         }
     }
@@ -455,7 +461,7 @@ pub enum Input {
     PolicyWeight,
     /// And its KL estimate.
     KlWeight,
-    /// 1 where KL-Cov penalizes, or a token is positive.
+    /// 1 where KL-Cov penalizes, a token is positive, or its ratio has other bounds.
     Selected,
     /// The sampler's log-probability, NaN where there is none.
     RolloutLogp,
@@ -516,6 +522,10 @@ pub enum Number {
     Truncate,
     /// Upper bound of the ratio upside down.
     DualClipPositive,
+    /// Lower bound of a selected token's ratio.
+    LowOfSelected,
+    /// And upper bound.
+    HighOfSelected,
     /// Weight of the positive.
     PositiveWeight,
     /// And of the others.
@@ -591,6 +601,8 @@ impl Number {
             Number::OffPolicyThreshold => "off_policy_threshold",
             Number::RatioEpsilon => "ratio_epsilon",
             Number::DualClipPositive => "dual_clip_positive",
+            Number::LowOfSelected => "low_of_selected",
+            Number::HighOfSelected => "high_of_selected",
             Number::PositiveWeight => "positive_weight",
             Number::NegativeWeight => "negative_weight",
             Number::KlWeightBound => "kl_weight_bound",
@@ -682,6 +694,8 @@ impl Number {
             (Objective::Topr(topr), Number::High) => Some(topr.upper),
             (Objective::Aspo(aspo), Number::Low) => Some(1.0 - aspo.epsilon_low),
             (Objective::Aspo(aspo), Number::High) => Some(1.0 + aspo.epsilon_high),
+            (Objective::Aspo(aspo), Number::LowOfSelected) => aspo.selected.map(|widths| 1.0 - widths.epsilon_low),
+            (Objective::Aspo(aspo), Number::HighOfSelected) => aspo.selected.map(|widths| 1.0 + widths.epsilon_high),
             (Objective::Aspo(aspo), Number::DualClipPositive) => Some(aspo.dual_clip_positive),
             (Objective::Aspo(aspo), Number::DualClip) => Some(aspo.dual_clip_negative),
             _ => None,

@@ -7,7 +7,7 @@ use assay_core::spec::{
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
     OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
     RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
-    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo, Widths,
 };
 
 /// A named choice.
@@ -46,6 +46,9 @@ pub fn variants() -> Vec<Variant> {
         "top",
         vec![("logp of three ids, by its cotangents", LossSpec { top: 3, ..LossSpec::of_cotangents(false) })],
     ));
+    let widths = Widths { epsilon_low: 0.05, epsilon_high: 0.4 };
+    let objective = Objective::Aspo(aspo(Some(widths)));
+    all.extend(of("objective", vec![("aspo, selected", LossSpec { objective, ..plain() })]));
     all
 }
 
@@ -66,6 +69,10 @@ pub fn recipe(variant: usize, step: usize) -> Recipe {
 
 fn plain() -> LossSpec {
     LossSpec::default()
+}
+
+fn aspo(selected: Option<Widths>) -> Aspo {
+    Aspo { selected, dual_clip_positive: 1.3, dual_clip_negative: 1.4, ..Aspo::default() }
 }
 
 fn objectives() -> Vec<(&'static str, LossSpec)> {
@@ -114,7 +121,7 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("clip_cov, selection", clip_cov(Some(band))),
         ("topr", topr(Positive::Advantage)),
         ("topr, positive: selected", topr(Positive::Selected)),
-        ("aspo", of(Objective::Aspo(Aspo { dual_clip_positive: 1.3, dual_clip_negative: 1.4, ..Aspo::default() }))),
+        ("aspo", of(Objective::Aspo(aspo(None)))),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
     ]
 }
@@ -126,7 +133,14 @@ fn ratios() -> Vec<(&'static str, LossSpec)> {
     let clip = Some(LogClip { low: 0.2, high: 0.1 });
     vec![
         ("level: sequence", with(sequence())),
-        ("level: sequence_token", with(Ratio { level: RatioLevel::SequenceToken, ..Ratio::default() })),
+        // Where no token is held, its gradient is that of a token's ratio; where all of a row have one advantage, that of the row's.
+        (
+            "level: sequence_token",
+            LossSpec {
+                advantages: AdvantageLevel::Token,
+                ..with(Ratio { level: RatioLevel::SequenceToken, clamp: Some(0.25), ..Ratio::default() })
+            },
+        ),
         ("level: sequence_product", with(product())),
         ("clamp, sequence_product", with(Ratio { clamp: Some(0.25), ..product() })),
         ("clamp", with(Ratio { clamp: Some(0.25), ..Ratio::default() })),

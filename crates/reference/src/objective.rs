@@ -71,7 +71,7 @@ impl Branch {
                 between(ratio, f64::NEG_INFINITY, *most)
             }
             Objective::Topr(topr) => between(ratio, f64::NEG_INFINITY, topr.upper),
-            Objective::Aspo(aspo) => upside_down(aspo, ratio, advantage),
+            Objective::Aspo(aspo) => upside_down(aspo, inputs.selected.holds, ratio, advantage),
             _ => Coefficient::Ratio,
         };
         let within = match &spec.objective {
@@ -215,9 +215,13 @@ fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
 }
 
 /// ASPO: for `A > 0` `u = min(ρ, 1 + εh)`, but `c₊` where `1/u` is above it; for `A < 0` `v = max(ρ, 1 − εl)`, but `c₋` where
-/// `v` is.
-fn upside_down(aspo: &Aspo, ratio: f64, advantage: f64) -> Coefficient {
-    let (low, high) = (1.0 - aspo.epsilon_low, 1.0 + aspo.epsilon_high);
+/// `v` is. A selected token may have an `εl` and an `εh` of its own.
+fn upside_down(aspo: &Aspo, selected: bool, ratio: f64, advantage: f64) -> Coefficient {
+    let (epsilon_low, epsilon_high) = match aspo.selected {
+        Some(widths) if selected => (widths.epsilon_low, widths.epsilon_high),
+        _ => (aspo.epsilon_low, aspo.epsilon_high),
+    };
+    let (low, high) = (1.0 - epsilon_low, 1.0 + epsilon_high);
     if advantage > 0.0 {
         match () {
             () if ratio > high => Coefficient::Bound(high),

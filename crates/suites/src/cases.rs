@@ -13,7 +13,7 @@ use assay_core::spec::{
     KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
     Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
     RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, Terms,
-    TokenWeights, Topr, TrustRegion, Unscored, Vespo,
+    TokenWeights, Topr, TrustRegion, Unscored, Vespo, Widths,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -156,10 +156,13 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
             upper,
             positive,
         });
-    let aspo = (0.0..0.9_f64, 0.0..1.5_f64, 1.05..4.0_f64, 1.05..4.0_f64).prop_map(
-        |(epsilon_low, epsilon_high, dual_clip_positive, dual_clip_negative)| Aspo {
+    let widths =
+        (0.0..0.9_f64, 0.0..1.5_f64).prop_map(|(epsilon_low, epsilon_high)| Widths { epsilon_low, epsilon_high });
+    let aspo = (widths.clone(), proptest::option::of(widths), 1.05..4.0_f64, 1.05..4.0_f64).prop_map(
+        |(Widths { epsilon_low, epsilon_high }, selected, dual_clip_positive, dual_clip_negative)| Aspo {
             epsilon_low,
             epsilon_high,
+            selected,
             dual_clip_positive,
             dual_clip_negative,
         },

@@ -9,7 +9,7 @@ use assay_core::spec::{
     KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
     OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
     RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
-    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
+    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo, Widths,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -180,7 +180,10 @@ impl Arms {
                     Positive::Selected => "selected",
                 });
             },
-            Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo",
+            Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, selected, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo" {
+                self.option("aspo.selected", selected.as_ref());
+                if let Some(Widths { epsilon_low: _, epsilon_high: _ }) = selected {}
+            },
             Objective::None => "none",
         });
     }

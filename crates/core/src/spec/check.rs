@@ -154,6 +154,10 @@ impl LossSpec {
             Objective::Aspo(aspo) => {
                 non_negative("objective.aspo.epsilon_low", aspo.epsilon_low)?;
                 non_negative("objective.aspo.epsilon_high", aspo.epsilon_high)?;
+                if let Some(selected) = aspo.selected {
+                    non_negative("objective.aspo.selected.epsilon_low", selected.epsilon_low)?;
+                    non_negative("objective.aspo.selected.epsilon_high", selected.epsilon_high)?;
+                }
                 above_one("objective.aspo.dual_clip_positive", aspo.dual_clip_positive)?;
                 above_one("objective.aspo.dual_clip_negative", aspo.dual_clip_negative)
             }

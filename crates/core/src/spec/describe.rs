@@ -308,7 +308,11 @@ impl Objective {
                 format!("−{positive}A·ℓ where {which}, else −{negative}sg(min(ρ, {}))·A·ℓ", number(topr.upper))
             }
             Objective::Aspo(aspo) => {
-                let (low, high) = (number(1.0 - aspo.epsilon_low), number(1.0 + aspo.epsilon_high));
+                let bound = |own: f64, selected: Option<f64>| {
+                    selected.map_or(number(own), |other| format!("{} ({} if selected)", number(own), number(other)))
+                };
+                let low = bound(1.0 - aspo.epsilon_low, aspo.selected.map(|widths| 1.0 - widths.epsilon_low));
+                let high = bound(1.0 + aspo.epsilon_high, aspo.selected.map(|widths| 1.0 + widths.epsilon_high));
                 let [positive, negative] = [aspo.dual_clip_positive, aspo.dual_clip_negative].map(number);
                 format!(
                     "A > 0: −A·u/sg(u²), u = min(ρ, {high}), or −{positive}·A·ℓ where 1/u > {positive}; \

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 pub use check::SpecError;
 pub use objective::{
     Aspo, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, Positive,
-    PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
+    PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo, Widths,
 };
 pub use temperature::Temperature;
 
@@ -686,6 +686,7 @@ impl LossSpec {
             Objective::KlCov(cov) => cov.selection.is_none(),
             Objective::ClipCov(cov) => cov.selection.is_none(),
             Objective::Topr(topr) => topr.positive == Positive::Selected,
+            Objective::Aspo(aspo) => aspo.selected.is_some(),
             _ => false,
         }
     }

@@ -280,6 +280,9 @@ pub struct Aspo {
     pub epsilon_low: f64,
     /// `≥ 0`
     pub epsilon_high: f64,
+    /// Those of the problem's `selected`, where they differ: in Archer2.0 the tokens of the lower entropies of their row.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub selected: Option<Widths>,
     /// `c₊ > 1`
     pub dual_clip_positive: f64,
     /// `c₋ > 1`
@@ -288,6 +291,16 @@ pub struct Aspo {
 
 impl Default for Aspo {
     fn default() -> Self {
-        Self { epsilon_low: 0.2, epsilon_high: 0.2, dual_clip_positive: 3.0, dual_clip_negative: 3.0 }
+        Self { epsilon_low: 0.2, epsilon_high: 0.2, selected: None, dual_clip_positive: 3.0, dual_clip_negative: 3.0 }
     }
+}
+
+/// How far a ratio may go from 1 before it is clipped.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Widths {
+    /// `≥ 0`
+    pub epsilon_low: f64,
+    /// `≥ 0`
+    pub epsilon_high: f64,
 }

@@ -133,6 +133,8 @@ pub(crate) fn number(spec: &LossSpec, name: &str) -> f64 {
         (Objective::Topr(topr), "high") => topr.upper,
         (Objective::Aspo(aspo), "low") => 1.0 - aspo.epsilon_low,
         (Objective::Aspo(aspo), "high") => 1.0 + aspo.epsilon_high,
+        (Objective::Aspo(aspo), "low_of_selected") => 1.0 - aspo.selected.unwrap().epsilon_low,
+        (Objective::Aspo(aspo), "high_of_selected") => 1.0 + aspo.selected.unwrap().epsilon_high,
         (Objective::Aspo(aspo), "dual_clip_positive") => aspo.dual_clip_positive,
         (Objective::Aspo(aspo), "dual_clip") => aspo.dual_clip_negative,
         (_, other) => panic!("{other}: not known here"),

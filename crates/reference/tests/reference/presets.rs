@@ -5,7 +5,7 @@ use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, W
 use assay_core::spec::{
     AdvantageLevel, Averaging, Cispo, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LossSpec,
     Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, Rows, Temperature, TemperatureDivides, Terms, Unscored,
+    RolloutLevel, RolloutSource, Rows, Temperature, TemperatureDivides, Terms, Unscored, Widths,
 };
 
 fn resolve(preset: Preset, function: Option<&str>, pairs: &[&str], given: &Given) -> Result<Resolved, PresetError> {
@@ -66,9 +66,6 @@ fn names_are_read_back() {
 fn of_any(preset: Preset, function: &str) -> Result<Resolved, PresetError> {
     let pairs: &[&str] = match function {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
-        "compute_policy_loss_archer" => {
-            &["negative_high_entropy_clip_ratio_low=0.2", "positive_high_entropy_clip_ratio_high=0.2"]
-        }
         _ => &[],
     };
     resolve(preset, Some(function), pairs, &SAMPLED)
@@ -419,6 +416,17 @@ fn skyrl_rejections_spare_the_kl_term() {
 }
 
 #[test]
+fn archer_clips_the_tokens_of_its_mask_nearer() {
+    let widths = |pairs: &[&str]| match of(Preset::Archer, None, pairs).objective {
+        Objective::Aspo(aspo) => (aspo.epsilon_low, aspo.epsilon_high, aspo.selected),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(widths(&[]), (0.4, 0.4, Some(Widths { epsilon_low: 0.2, epsilon_high: 0.2 })));
+    let alike = ["negative_high_entropy_clip_ratio_low=0.2", "positive_high_entropy_clip_ratio_high=0.2"];
+    assert_eq!(widths(&alike), (0.2, 0.2, None));
+}
+
+#[test]
 fn prime_rl_scales_the_advantages_by_scaling_the_loss() {
     let spec = of(Preset::PrimeRl, Some("ipo_loss_fn"), &["adv_tau=0.5", "kl_tau=0.1", "rl_scale=40"]);
     let Objective::TrustRegion(region) = spec.objective else { panic!("a trust region") };
@@ -498,7 +506,6 @@ fn what_is_not_reproduced_is_refused_by_name() {
     refuses(Preset::Verl, None, &["temperature=given", "use_fused_kernels=true"], &["`use_fused_kernels`", "one"]);
     refuses(Preset::Trl, None, &["temperature=given"], &["`temperature`", "a number"]);
     refuses(Preset::Trl, Some("RLOOTrainer"), &["delta=2"], &["`delta`"]);
-    refuses(Preset::Archer, None, &[], &["`negative_high_entropy_clip_ratio_low`", "0.2", "not reproduced"]);
     refuses(Preset::Roll, None, &["train_infer_correction.filters=[1]"], &["`train_infer_correction.filters`"]);
     refuses(Preset::Roll, Some("agentic_actor_pg_worker"), &["ratio_type=segment"], &["`ratio_type`", "packed"]);
     refuses(Preset::Roll, Some("agentic_actor_pg_worker"), &["actor_train.pg_variant=ppg"], &["`pg_variant`", "topr"]);

@@ -10,7 +10,7 @@ use super::top_entropy::High;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, LogClip, Objective, OldLogp, Positive, PpoClip, RatioLevel, Reduction,
-    Rows, Topr,
+    Rows, Topr, Widths,
 };
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
@@ -555,9 +555,11 @@ fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
 /// `v`, is above `c`.
 fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    let own = Widths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
+    let Widths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| inputs.is_selected).unwrap_or(own);
     let (epsilon_low, epsilon_high) = match () {
-        () if launch.has(Bug::AspoEpsilonsSwapped) => (aspo.epsilon_high, aspo.epsilon_low),
-        () => (aspo.epsilon_low, aspo.epsilon_high),
+        () if launch.has(Bug::AspoEpsilonsSwapped) => (epsilon_high, epsilon_low),
+        () => (epsilon_low, epsilon_high),
     };
     let (of_positive, of_negative) = match () {
         () if launch.has(Bug::AspoDualClipsSwapped) => (aspo.dual_clip_negative, aspo.dual_clip_positive),

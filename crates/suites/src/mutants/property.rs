@@ -283,8 +283,13 @@ impl Class {
                 Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
             }
             Class::Aspo => {
-                let aspo =
-                    Aspo { epsilon_low: 0.1, epsilon_high: 0.3, dual_clip_positive: 1.3, dual_clip_negative: 1.4 };
+                let aspo = Aspo {
+                    epsilon_low: 0.1,
+                    epsilon_high: 0.3,
+                    selected: None,
+                    dual_clip_positive: 1.3,
+                    dual_clip_negative: 1.4,
+                };
                 Grid {
                     specs: vec![LossSpec { objective: Objective::Aspo(aspo), ..by_token() }],
                     shapes: vec![[4, 6, 33], [8, 8, 33]],

@@ -2,7 +2,7 @@
 
 use super::options::Reader;
 use super::{Found, Given, PresetError};
-use crate::spec::{AdvantageLevel, Aspo, Averaging, LossSpec, Objective, Ratio, Reduction, Rows};
+use crate::spec::{AdvantageLevel, Aspo, Averaging, LossSpec, Objective, Ratio, Reduction, Rows, Widths};
 
 pub(super) const FUNCTIONS: &[&str] = &["compute_policy_loss_archer"];
 
@@ -18,16 +18,20 @@ const KNOWN: &[&str] = &[
     "use_dynamic_clip",
 ];
 
-/// The policy term alone.
+/// The policy term alone. Tokens of its `high_entropy_mask`, which are those of the lower entropies, have the widths called low.
 pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
-    let epsilon_low = width(reader, ["negative_low_entropy_clip_ratio_low", "negative_high_entropy_clip_ratio_low"])?;
-    let epsilon_high =
-        width(reader, ["positive_low_entropy_clip_ratio_high", "positive_high_entropy_clip_ratio_high"])?;
+    let widths = |low, high, usual| {
+        let [epsilon_low, epsilon_high] = [reader.number(low, usual)?, reader.number(high, usual)?];
+        Ok(Widths { epsilon_low, epsilon_high })
+    };
+    let masked = widths("negative_low_entropy_clip_ratio_low", "positive_low_entropy_clip_ratio_high", 0.2)?;
+    let others = widths("negative_high_entropy_clip_ratio_low", "positive_high_entropy_clip_ratio_high", 0.4)?;
     let Averaging { reduction, denominator_epsilon } = averaging(reader)?;
     let spec = LossSpec {
         objective: Objective::Aspo(Aspo {
-            epsilon_low,
-            epsilon_high,
+            epsilon_low: others.epsilon_low,
+            epsilon_high: others.epsilon_high,
+            selected: (masked != others).then_some(masked),
             dual_clip_positive: reader.number("positive_clip_ratio_c", 3.0)?,
             dual_clip_negative: reader.number("negative_clip_ratio_c", 3.0)?,
         }),
@@ -38,20 +42,12 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         denominator_epsilon,
         ..LossSpec::default()
     };
-    Ok(Found::new(spec, KNOWN))
-}
-
-/// One for tokens of low and of high entropy.
-fn width(reader: &Reader, [low, high]: [&'static str; 2]) -> Result<f64, PresetError> {
-    let of_low = reader.number(low, 0.2)?;
-    if reader.number(high, 0.4)? != of_low {
-        let expected = format!(
-            "{of_low}, that of `{low}` (0.4 unless given): a width by the entropy of a token, whose quantile is the trainer's, \
-             is not reproduced"
-        );
-        return Err(reader.refuse(high, expected));
+    let mut found = Found::new(spec, KNOWN);
+    if masked != others {
+        let mask = "`selected` is the function's high_entropy_mask: in its trainer a row's tokens up to the 0.8 quantile of its entropies";
+        found.notes.push(mask.into());
     }
-    Ok(of_low)
+    Ok(found)
 }
 
 /// `agg_loss`; a mean over rows counts those without a token, whose own mean is 0/0.

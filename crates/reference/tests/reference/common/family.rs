@@ -839,17 +839,21 @@ impl Loss<'_> {
         }
     }
 
-    /// Archer2.0's `compute_policy_loss_archer`, with one ε for each sign: a clipped ratio, over its own constant square where
+    /// Archer2.0's `compute_policy_loss_archer`, with an ε for each sign, and others for the selected: a clipped ratio, over its own constant square where
     /// the advantage is positive, and a score function beyond the dual clip.
     fn aspo<N: Number>(&self, aspo: &Aspo, frozen: &Frozen<N>, policy: &Policy<N>, b: usize, t: usize) -> N {
         let advantage = self.advantage(b, t);
         let a = || N::from(advantage);
+        let selected = self.problem.extra.selected.as_ref().is_some_and(|selected| selected[[b, t]]);
+        let widths = aspo.selected.filter(|_| selected);
+        let epsilon_low = widths.map_or(aspo.epsilon_low, |widths| widths.epsilon_low);
+        let epsilon_high = widths.map_or(aspo.epsilon_high, |widths| widths.epsilon_high);
         let clipped = |policy: &Policy<N>| {
             let ratio = self.log_ratio(frozen, policy, b, t).exp();
             if advantage > 0.0 {
-                ratio.min(N::from(1.0) + N::from(aspo.epsilon_high))
+                ratio.min(N::from(1.0) + N::from(epsilon_high))
             } else {
-                ratio.max(N::from(1.0) - N::from(aspo.epsilon_low))
+                ratio.max(N::from(1.0) - N::from(epsilon_low))
             }
         };
         let held = clipped(&frozen.base);
