@@ -27,7 +27,8 @@ const DRAWN: usize = 400;
 const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [Class; 16] = [
+const SELDOM_DRAWN: [Class; 17] = [
+    Class::Overflow,
     Class::Logits,
     Class::Support,
     Class::Topr,
