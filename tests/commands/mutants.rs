@@ -12,7 +12,8 @@ fn json_has_the_score_and_says_that_there_are_no_fixtures() {
     // The project's fixtures are found from any working directory, but not by an executable that lies elsewhere.
     let folder = tempfile::tempdir().unwrap();
     let elsewhere = folder.path().join("assay");
-    fs::copy(cargo_bin!("assay"), &elsewhere).unwrap();
+    // By another process: a file that is written here is busy as long as one that another test starts has inherited it.
+    Command::new("cp").args([cargo_bin!("assay"), &elsewhere]).assert().success();
     let args = ["mutants", "--quiet", "--only", "max-starts-at-zero", "--only", "length-factor", "--json", "out.json"];
     Command::new(elsewhere).current_dir(&folder).args(args).assert().success().stdout("");
     let json: Value = serde_json::from_str(&fs::read_to_string(folder.path().join("out.json")).unwrap()).unwrap();
