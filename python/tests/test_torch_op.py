@@ -335,23 +335,11 @@ def test_logp_and_entropy_are_those_of_the_loss() -> None:
     torch.testing.assert_close(of_head, of_logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_logp_and_entropy_pass_forward_and_backward(softcap: float | None, lm_head: bool) -> None:
-    """The grade that is asked of kernels of ours."""
-
-    def on_logits(logits: Any, ids: Any) -> Any:
-        return assay.torch.logp_and_entropy(logits, ids, temperature=0.7, softcap=softcap)
-
-    def on_hidden(hidden: Any, lm_head: Any, ids: Any) -> Any:
-        head = lm_head.contiguous()
-        return assay.torch.logp_and_entropy(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=softcap, chunk=3)
-
+def expect_exact(kernel: Any, lm_head: bool, **asked: Any) -> None:
+    """Logp at a temperature of 0.7, forward and backward, at the grade that is asked of kernels of ours."""
     report = assay.check_logp(
-        on_hidden if lm_head else on_logits,
-        entropy=True,
+        kernel,
         temperature=0.7,
-        logits={"softcap": softcap},
         lm_head=lm_head,
         dtypes=["f32"] if lm_head else ["f32", "bf16", "f16"],
         cases=24,
@@ -359,8 +347,22 @@ def test_logp_and_entropy_pass_forward_and_backward(softcap: float | None, lm_he
         power=False,
         repro_dir=None,
         grade="exact",
+        **asked,
     )
     assert report, report
+
+
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_logp_and_entropy_pass_forward_and_backward(softcap: float | None, lm_head: bool) -> None:
+    def on_logits(logits: Any, ids: Any) -> Any:
+        return assay.torch.logp_and_entropy(logits, ids, temperature=0.7, softcap=softcap)
+
+    def on_hidden(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        head = lm_head.contiguous()
+        return assay.torch.logp_and_entropy(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=softcap, chunk=3)
+
+    expect_exact(on_hidden if lm_head else on_logits, lm_head, entropy=True, logits={"softcap": softcap})
 
 
 @pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
@@ -372,20 +374,7 @@ def test_gather_logp_passes_forward_and_backward(lm_head: bool) -> None:
         head = lm_head.contiguous()
         return assay.torch.gather_logp(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=20.0, chunk=3)
 
-    report = assay.check_logp(
-        on_hidden if lm_head else on_logits,
-        top=3,
-        temperature=0.7,
-        logits={"softcap": 20.0},
-        lm_head=lm_head,
-        dtypes=["f32"] if lm_head else ["f32", "bf16", "f16"],
-        cases=24,
-        wide=0,
-        power=False,
-        repro_dir=None,
-        grade="exact",
-    )
-    assert report, report
+    expect_exact(on_hidden if lm_head else on_logits, lm_head, top=3, logits={"softcap": 20.0})
 
 
 def test_gather_logp_of_one_id_is_logp_and_an_operation_that_can_be_traced() -> None:

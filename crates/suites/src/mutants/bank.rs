@@ -551,6 +551,10 @@ bank! {
             "u² is not held: the derivative is that of 1/u, of the other sign", "";
         AspoEpsilonsSwapped, "aspo-epsilons-swapped",
             "1 + εl and 1 − εh", "";
+        AspoSelectedIgnored, "aspo-selected-ignored",
+            "the widths of selected tokens are those of the others", "";
+        AspoSelectedReversed, "aspo-selected-reversed",
+            "selected tokens have the widths of the others, and these theirs", "";
         AspoClipAfterInverting, "aspo-clip-after-inverting",
             "where A > 0 the bound 1 + εh is on 1/ρ", "";
         AspoGradientKept, "aspo-clip-gradient-kept",

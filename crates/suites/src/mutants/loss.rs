@@ -556,7 +556,11 @@ fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
 fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
     let own = Widths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
-    let Widths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| inputs.is_selected).unwrap_or(own);
+    let is_selected = match () {
+        () if launch.has(Bug::AspoSelectedIgnored) => false,
+        () => inputs.is_selected != launch.has(Bug::AspoSelectedReversed),
+    };
+    let Widths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| is_selected).unwrap_or(own);
     let (epsilon_low, epsilon_high) = match () {
         () if launch.has(Bug::AspoEpsilonsSwapped) => (epsilon_high, epsilon_low),
         () => (epsilon_low, epsilon_high),

@@ -8,7 +8,7 @@ use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
     LossSpec, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
-    Support, Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, Topr, Unscored,
+    Support, Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, Topr, Unscored, Widths,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::packed::Packable;
@@ -283,15 +283,14 @@ impl Class {
                 Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
             }
             Class::Aspo => {
-                let aspo = Aspo {
-                    epsilon_low: 0.1,
-                    epsilon_high: 0.3,
-                    selected: None,
-                    dual_clip_positive: 1.3,
-                    dual_clip_negative: 1.4,
+                let of = |selected| {
+                    let [dual_clip_positive, dual_clip_negative] = [1.3, 1.4];
+                    let aspo =
+                        Aspo { epsilon_low: 0.1, epsilon_high: 0.3, selected, dual_clip_positive, dual_clip_negative };
+                    LossSpec { objective: Objective::Aspo(aspo), ..by_token() }
                 };
                 Grid {
-                    specs: vec![LossSpec { objective: Objective::Aspo(aspo), ..by_token() }],
+                    specs: vec![of(None), of(Some(Widths { epsilon_low: 0.3, epsilon_high: 0.1 }))],
                     shapes: vec![[4, 6, 33], [8, 8, 33]],
                     ..Grid::default()
                 }
