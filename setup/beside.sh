@@ -31,9 +31,11 @@ run() {
 	echo $! >>"$ASSAY_TEST_RUNS/pids"
 	wait $! || status=$?
 	[ "$status" = 0 ] || echo "$name ended with $status" >>"$ASSAY_TEST_RUNS/failed"
+	# Of this script, and on the last line of the binary.
+	times >"$log.times"
 	{
 		flock 8
-		printf '\n     Of %s\n' "$name"
+		printf '\n     Of %s, user and system time %s\n' "$name" "$(tail -n 1 "$log.times")"
 		cat "$log"
 	} 8>"$ASSAY_TEST_RUNS/print"
 }

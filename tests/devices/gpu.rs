@@ -26,7 +26,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         ("memory_pipes_bytes_small_shape_are_reported_for_every_chip", a_small_shape_compiles),
         ("peak_registers_bytes_one_pass_bf16_qwen_shape_are_within_reach", one_pass_at_a_qwen_shape),
         ("memory_lm_head_bf16_qwen_shape_is_that_of_a_chunks_logits", lm_head_at_a_qwen_shape),
-        ("vocabularies_of_every_alignment_and_dtype_compile_without_spills", every_vocabulary_compiles),
+        ("odd_vocabularies_compile_without_spills", odd_vocabularies_compile),
         ("xla_compiles_for_several_devices_and_names_its_collectives", several_devices),
         ("one_pass_on_an_a100_is_refused_with_what_to_use", one_pass_on_an_a100),
         ("a_vocabulary_beyond_a_clusters_shared_memory_is_refused_with_the_limit", too_wide_a_vocabulary),
@@ -84,31 +84,29 @@ fn number(figures: &Value, path: &str) -> f64 {
     figures.pointer(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} in {figures}"))
 }
 
+/// Every other chip by the kernel, the others, A100s among them, by XLA alone.
 fn a_small_shape_compiles() -> Result<(), Failed> {
-    for target in Target::all() {
+    for (target, id) in Target::all().zip(["xla", "gpu-one-pass"].into_iter().cycle()) {
         let logits = f64::from(2 * 16 * 1000 * 2);
-        let ids = if target.chip.largest_cluster > 1 { ["xla", "gpu-one-pass"].as_slice() } else { &["xla"] };
-        for id in ids {
-            let figures = compiled(&target.to_string(), id, "2x16x1000", "bf16")?;
-            let of = |path| number(&figures, path);
-            assert!(of("/memory/alias_bytes") >= logits, "dlogits lie over the logits: {figures}");
-            assert!(of("/hbm_bytes") >= 2.0 * logits, "{figures}");
-            let launches = figures["launches"].as_array().expect("launches");
-            assert_eq!(launches.len(), usize::from(*id != "xla"), "{figures}");
-            for launch in launches {
-                assert_eq!((launch["runs"].as_u64(), launch["spill_bytes"].as_u64()), (Some(1), Some(0)), "{launch}");
-                assert!((1.0..=255.0).contains(&number(launch, "/registers")), "{launch}");
-                assert!(number(launch, "/resident") >= 1.0, "{launch}");
-                // An exponential, and more, of each of 32,000 logits.
-                let pipes = launch["pipes"].as_array().expect("pipes");
-                let of = |name: &str| pipes.iter().find(|pipe| pipe["name"] == name).expect("it is used");
-                assert!(number(of("xu"), "/instructions") >= 32_000.0 / 32.0, "{launch}");
-                assert!(number(of("issue"), "/instructions") > 10.0 * 32_000.0 / 32.0, "{launch}");
-                // No loop was unrolled, no instruction is unknown: what a masked token takes is all that is left out.
-                let uncounted = launch["uncounted"].as_array().expect("a list");
-                let of_batch = |what: &Value| what.as_str().is_some_and(|what| what.ends_with("numbers of the batch"));
-                assert!(uncounted.iter().all(of_batch), "{launch}");
-            }
+        let figures = compiled(&target.to_string(), id, "2x16x1000", "bf16")?;
+        let of = |path| number(&figures, path);
+        assert!(of("/memory/alias_bytes") >= logits, "dlogits lie over the logits: {figures}");
+        assert!(of("/hbm_bytes") >= 2.0 * logits, "{figures}");
+        let launches = figures["launches"].as_array().expect("launches");
+        assert_eq!(launches.len(), usize::from(id != "xla"), "{figures}");
+        for launch in launches {
+            assert_eq!((launch["runs"].as_u64(), launch["spill_bytes"].as_u64()), (Some(1), Some(0)), "{launch}");
+            assert!((1.0..=255.0).contains(&number(launch, "/registers")), "{launch}");
+            assert!(number(launch, "/resident") >= 1.0, "{launch}");
+            // An exponential, and more, of each of 32,000 logits.
+            let pipes = launch["pipes"].as_array().expect("pipes");
+            let of = |name: &str| pipes.iter().find(|pipe| pipe["name"] == name).expect("it is used");
+            assert!(number(of("xu"), "/instructions") >= 32_000.0 / 32.0, "{launch}");
+            assert!(number(of("issue"), "/instructions") > 10.0 * 32_000.0 / 32.0, "{launch}");
+            // No loop was unrolled, no instruction is unknown: what a masked token takes is all that is left out.
+            let uncounted = launch["uncounted"].as_array().expect("a list");
+            let of_batch = |what: &Value| what.as_str().is_some_and(|what| what.ends_with("numbers of the batch"));
+            assert!(uncounted.iter().all(of_batch), "{launch}");
         }
     }
     Ok(())
@@ -163,8 +161,8 @@ fn lm_head_at_a_qwen_shape() -> Result<(), Failed> {
     Ok(())
 }
 
-fn every_vocabulary_compiles() -> Result<(), Failed> {
-    for (vocab, dtype) in [(151_643, "bf16"), (151_643, "f32"), (256_000, "f16")] {
+fn odd_vocabularies_compile() -> Result<(), Failed> {
+    for (vocab, dtype) in [(151_643, "f32"), (255_999, "f16")] {
         let figures = compiled("h200", "gpu-one-pass", &format!("1x64x{vocab}"), dtype)?;
         let bytes = if dtype == "f32" { 4.0 } else { 2.0 };
         assert!(number(&figures, "/memory/peak_bytes") <= 1.01 * 64.0 * f64::from(vocab) * bytes, "{figures}");

@@ -283,9 +283,9 @@ impl Trials<'_> {
             self.push("all_outputs_products_beyond_f32_match_reference", devices, "", |run| run.products_beyond_f32());
         }
         self.push("all_outputs_packed_sequences_match_reference", devices, "", |run| run.packed());
-        // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once. Around the kernels that
-        // CUDA's driver launches twice it is computed here; what the other one computes within is judged by the interpreter.
-        if id == "xla" || id == "gpu-two-pass-driver" && self.hindrance(devices).is_none() {
+        // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once, which the interpreter
+        // judges.
+        if id == "xla" {
             let specs = covering::pairs(&self.supports());
             for (part, specs) in specs.chunks(specs.len().div_ceil(2)).map(<[_]>::to_vec).enumerate() {
                 let detail = format!(" {}/2", part + 1);
@@ -293,9 +293,9 @@ impl Trials<'_> {
                 self.push(claim, devices, &detail, |run| run.structures(specs, None));
             }
         }
-        // The kernel's own lowering of every pair is judged by the interpreter; here, that it is handed what it asks for. How logits are
-        // stored has no part in that, and f16, which the kernel takes apart, makes the longest programs.
-        if id == "tile-one-pass" {
+        // Here, that it is handed what it asks for. How logits are stored has no part in that, and f16, which the kernel takes apart, makes
+        // the longest programs. Around the kernels that CUDA's driver launches twice the loss is computed as native's is.
+        if id == "tile-one-pass" || id == "gpu-two-pass-driver" && self.hindrance(devices).is_none() {
             let specs = covering::choices(&self.supports());
             let claim = "all_outputs_every_structure_match_reference";
             self.push(claim, devices, "", |run| run.structures(specs, Some(Dtype::F32)));
@@ -372,7 +372,7 @@ fn driver_without_a_device() -> Result<(), Failed> {
     let output = trials.args(["--test-threads", "2", "pass-driver"]).env(DRIVER_VARIABLE, driver).output()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let ran = |id: &str| text.lines().filter(|line| line.contains(id) && line.trim_end().ends_with("... ok")).count();
-    let enough = ran("gpu-one-pass-driver") == 7 && ran("gpu-two-pass-driver") == 10;
+    let enough = ran("gpu-one-pass-driver") == 7 && ran("gpu-two-pass-driver") == 9;
     if output.status.success() && enough && text.contains(" 0 ignored") { Ok(()) } else { Err(text.into()) }
 }
 

@@ -150,7 +150,7 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
     })
 }
 
-/// Those that are named here and every fourth: `assay mutants` gives them all of them.
+/// Those that are named here and every eighth: `assay mutants` gives them all of them.
 #[test]
 fn tests_of_others_accept_some_mutants_and_reject_some() {
     const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
@@ -159,7 +159,7 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
         assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
     let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).enumerate();
-    let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(4) || NAMED.contains(&mutant.name));
+    let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(8) || NAMED.contains(&mutant.name));
     let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
     let score = Trial::of(&chosen, Grade::Standard).score(&elsewhere);
     let mut pass = 0;
@@ -168,7 +168,7 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
         assert_eq!(caught + passes + not_exercised, chosen.len(), "{project}");
         pass += passes;
     }
-    assert!(pass > 20, "{pass} pass");
+    assert!(pass > 10, "{pass} pass");
     let cell = |mutant: &str, project: &str| {
         score.mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
     };
