@@ -17,4 +17,5 @@ ln -s "$extension" "$package/assay/_native.abi3.so"
 export PYTHONPATH=$package MYPYPATH=$package PYTHONDONTWRITEBYTECODE=1
 "$python" -m mypy --config-file python/pyproject.toml --cache-dir target/python/mypy python/assay python/tests
 "$python" -m mypy.stubtest --mypy-config-file python/pyproject.toml --allowlist python/tests/stubs_allowed.txt assay._native
-"$python" -m pytest -c python/pyproject.toml -p no:cacheprovider -q -r s --durations 5 python/tests "$@"
+# Tests of a file stay together: they share what is compiled.
+"$python" -m pytest -n auto --dist loadfile -c python/pyproject.toml -p no:cacheprovider -q -r s --durations 5 python/tests "$@"

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::sync::Arc;
 
+use crate::common::command::command;
 use assay::implementation::{Given, Implementation};
 use assay::native::Isa;
 use assay::problem::{Dtype, HeadProblem, Problem, Shape};
 use assay::registry::{Listed, find, registry};
 use assay::spec::LossSpec;
-use assert_cmd::cargo::cargo_bin_cmd;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -49,7 +49,7 @@ fn bench(config: &str, args: &[&str]) -> (i32, String, String, Option<Value>) {
     let folder = TempDir::new().unwrap();
     let (path, json) = (folder.path().join("bench.yaml"), folder.path().join("bench.json"));
     fs::write(&path, config).unwrap();
-    let mut command = cargo_bin_cmd!("assay");
+    let mut command = command();
     command.args(["bench", "--config"]).arg(&path).arg("--json").arg(&json).args(args);
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
@@ -70,7 +70,7 @@ fn config(implementation: &str, devices: usize, shape: [usize; 3], dtype: Dtype)
 fn bench_of(args: &[&str]) -> (i32, String, String, Option<Value>) {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("bench.json");
-    let output = cargo_bin_cmd!("assay").arg("bench").args(args).arg("--json").arg(&json).output().unwrap();
+    let output = command().arg("bench").args(args).arg("--json").arg(&json).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let json = fs::read_to_string(&json).ok().map(|text| serde_json::from_str(&text).unwrap());
     (output.status.code().expect("not killed"), text(output.stdout), text(output.stderr), json)
@@ -301,6 +301,8 @@ fn quiet_prints_nothing_and_counts_have_defaults() {
 
 #[test]
 fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
+    #[cfg(feature = "pjrt")]
+    assay_testkit::plugins::cpu_clients();
     let spec = LossSpec::default();
     let recipe = assay::judge::generate::Recipe {
         shape: [2, 4, 130],

@@ -1,11 +1,11 @@
 //! The command line with plugins and devices that cannot be had, and with those that can.
-use assert_cmd::cargo::cargo_bin_cmd;
+use crate::common::command::command;
 
 const FIXTURE: &str = "fixtures/qwen_tiny.safetensors";
 
 /// Runs `assay` and returns its exit code, stdout and stderr.
 fn assay(args: &[&str], plugin: Option<&str>) -> (i32, String, String) {
-    let mut command = cargo_bin_cmd!("assay");
+    let mut command = command();
     command.args(args).env_remove("ASSAY_PJRT_PLUGIN");
     if let Some(plugin) = plugin {
         command.env("ASSAY_PJRT_PLUGIN", plugin);

@@ -1,5 +1,8 @@
 //! The `assay` command in a process of its own.
 
+use std::env;
+
+use assert_cmd::Command;
 use assert_cmd::cargo::cargo_bin_cmd;
 
 pub(crate) struct Output {
@@ -8,8 +11,19 @@ pub(crate) struct Output {
     pub(crate) stderr: String,
 }
 
+/// The command, whose programs XLA's CPU compiler optimises as little as those of tests themselves (`assay_testkit::plugins`).
+pub(crate) fn command() -> Command {
+    let mut command = cargo_bin_cmd!("assay");
+    if env::var_os("ASSAY_FULL_OPTIMIZATION").is_none() {
+        let own = env::var("XLA_FLAGS").unwrap_or_default();
+        let least = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true";
+        command.env("XLA_FLAGS", format!("{own} {least}"));
+    }
+    command
+}
+
 pub(crate) fn assay(args: &[&str]) -> Output {
-    cargo_bin_cmd!("assay").args(args).output().unwrap().into()
+    command().args(args).output().unwrap().into()
 }
 
 impl From<std::process::Output> for Output {

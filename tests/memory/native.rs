@@ -34,8 +34,8 @@ pub(crate) fn extra_memory() {
 }
 
 fn lm_head() {
-    let (spec, tokens, hidden, vocab) = (LossSpec::default(), 96, 64, 151_936);
-    for (dtype, chunk) in [(Dtype::F32, 96), (Dtype::F32, 32), (Dtype::Bf16, 32)] {
+    let (spec, tokens, hidden, vocab) = (LossSpec::default(), 48, 64, 151_936);
+    for (dtype, chunk) in [(Dtype::F32, 48), (Dtype::F32, 16), (Dtype::Bf16, 16)] {
         let recipe = Recipe {
             shape: [1, tokens, vocab],
             dtype,
@@ -60,7 +60,7 @@ fn lm_head() {
 
 fn rows() {
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
-    for (tokens, threads) in [(24, 1), (24, 2), (96, 2)] {
+    for (tokens, threads) in [(12, 1), (12, 2), (48, 2)] {
         let recipe = Recipe {
             shape: [1, tokens, 151_936],
             dtype: Dtype::Bf16,

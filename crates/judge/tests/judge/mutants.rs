@@ -150,7 +150,7 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
     })
 }
 
-/// Those that are named here and every eighth: `assay mutants` gives them all of them.
+/// Those that are named here and every sixth: `assay mutants` gives them all of them.
 #[test]
 fn tests_of_others_accept_some_mutants_and_reject_some() {
     const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
@@ -159,12 +159,12 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
         assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
     let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).enumerate();
-    let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(8) || NAMED.contains(&mutant.name));
+    let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(6) || NAMED.contains(&mutant.name));
     let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
     let score = Trial::of(&chosen, Grade::Standard).score(&elsewhere);
     let mut pass = 0;
     for (project, [caught, passes, not_exercised]) in score.elsewhere() {
-        assert!(caught > 5, "{project}: {caught} caught");
+        assert!(caught > 3, "{project}: {caught} caught");
         assert_eq!(caught + passes + not_exercised, chosen.len(), "{project}");
         pass += passes;
     }

@@ -548,7 +548,7 @@ fn cases_have_every_option_with_a_gradient() {
     for (name, objective) in cases::objectives() {
         let mut runner = TestRunner::deterministic();
         let cases = cases::of_family(objective);
-        for _ in 0..80 {
+        for _ in 0..50 {
             let case = cases.new_tree(&mut runner).expect("a case").current();
             let Ok(exact) = Exact::of(&case) else { continue };
             let scale = Scale::of(&exact);
