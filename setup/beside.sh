@@ -6,6 +6,10 @@
 # makes its own trials says it by itself; what comes from documentation is run as it is.
 set -euo pipefail
 case $1 in
+# Whose training steps multiply small matrices: two threads take twice the processor's time of one.
+*/deps/it-*) export RAYON_NUM_THREADS=1 ;;
+esac
+case $1 in
 */deps/devices-* | */deps/memory-*) timed=() ;;
 */deps/*) timed=(-Z unstable-options --report-time) ;;
 *) exec "$@" ;;

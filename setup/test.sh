@@ -9,7 +9,7 @@ mkdir -p "$ASSAY_TEST_RUNS"
 touch "$ASSAY_TEST_RUNS/"{pids,failed}
 # Candle's own pool has its threads spin between two operations, four fifths of the processor's time at a test's sizes, and without a
 # number of threads it reads the kernel's list of processors before each product.
-export CANDLE_NUM_THREADS=${CANDLE_NUM_THREADS:-1} RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-1}
+export CANDLE_NUM_THREADS=${CANDLE_NUM_THREADS:-1} RAYON_NUM_THREADS=${RAYON_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}
 # What was started beside is not ended by a key.
 trap 'xargs -r kill <"$ASSAY_TEST_RUNS/pids"; exit 130' INT TERM
 
