@@ -64,7 +64,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         ("emitted_modules_compile_and_write_dlogits_over_logits", emitted_modules_compile),
         ("scratch_of_the_seeds_program_is_what_hardware_reserved", scratch_of_the_seeds_program_is_the_records),
         ("memory_of_a_head_falls_as_devices_cut_it", memory_of_a_head_falls),
-        ("memory_of_a_head_falls_up_to_a_pod", || memory_of_a_cut_head("v6e:16x16", "tile-lm-head-mesh", 2)),
+        ("memory_of_a_head_falls_up_to_a_pod", || memory_of_a_cut_head("v6e:16x16", "tile-lm-head-mesh", 16_384, 2)),
         ("what_scattered_heads_send_runs_beside_products", scattered_heads_overlap),
     ];
     needing_libtpu.extend(checks.map(|(name, check)| (name.to_string(), Box::new(check) as Check)));
@@ -277,17 +277,17 @@ fn bytes_of_arrays(HeadShape { batch, tokens, hidden, vocab }: HeadShape) -> usi
     2 * states + head * (Dtype::Bf16.size() + Dtype::F32.size())
 }
 
-/// On 8 devices, and of a mesh on 32.
+/// On 8 devices, and of a mesh on 32: a part's gradient is more than what a token's numbers may take.
 fn memory_of_a_head_falls() -> Result<(), Failed> {
-    memory_of_a_cut_head("v6e:2x4", "tile-lm-head-rows", 1)?;
-    memory_of_a_cut_head("v6e:2x4", "tile-lm-head-vocab", 8)?;
-    memory_of_a_cut_head("v6e:4x8", "tile-lm-head-mesh", 2)
+    memory_of_a_cut_head("v6e:2x4", "tile-lm-head-rows", 8192, 1)?;
+    memory_of_a_cut_head("v6e:2x4", "tile-lm-head-vocab", 16_384, 8)?;
+    memory_of_a_cut_head("v6e:4x8", "tile-lm-head-mesh", 8192, 2)
 }
 
-/// Each device holds its part of the tokens and, of `columns`, of the columns, the whole gradient of those columns, and the logits of its
-/// tokens, which are one chunk, or later the gradient's sum over devices beside what is summed.
-fn memory_of_a_cut_head(target: &str, id: &str, columns: usize) -> Result<(), Failed> {
-    let given = bf16_head("8x64x256x8192", HeadLayout::HiddenByVocab);
+/// Each device holds its part of the tokens and, of `columns` of them, of the vocabulary, the whole gradient of its columns, and the logits
+/// of its tokens, which are one chunk, or later the gradient's sum over devices beside what is summed.
+fn memory_of_a_cut_head(target: &str, id: &str, vocab: usize, columns: usize) -> Result<(), Failed> {
+    let given = bf16_head(&format!("8x64x256x{vocab}"), HeadLayout::HiddenByVocab);
     let HeadShape { batch, tokens, hidden, vocab } = given.shape;
     let target = Target::parse(target)?;
     let devices = target.devices();
