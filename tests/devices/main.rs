@@ -293,7 +293,7 @@ impl Trials<'_> {
                 self.push(claim, devices, &detail, |run| run.structures(specs, None));
             }
         }
-        // Here, that it is handed what it asks for. How logits are stored has no part in that, and f16, which the kernel takes apart, makes
+        // Here, that this kernel is handed what it asks for. How logits are stored has no part in that, and f16, which the kernel takes apart, makes
         // the longest programs. Around the kernels that CUDA's driver launches twice the loss is computed as native's is.
         if id == "tile-one-pass" || id == "gpu-two-pass-driver" && self.hindrance(devices).is_none() {
             let specs = covering::choices(&self.supports());
