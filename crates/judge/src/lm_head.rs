@@ -12,12 +12,22 @@
 //!
 //! with `x` the hidden states and `w` the head; `c` how far dlogits may be off in what all columns of a token but its target share, in
 //! proportion to their probabilities; `o` what is a column's own; `i` that of a token's ids instead, where it has several; `f` what f32 flushes to 0 of one, always toward 0; `s` of
-//! `c` and `o` what follows from a ratio that the tokens of a row share; and `R` their rounding to the dtype of the products, the smaller
-//! of `Σ r·|w|` and `λ′·√Σ r²w²` with `r` half an ulp. A walk to `x` in `H` steps `t` has partial sums of at most about
-//! `|x| + ‖t‖₂` in the root of their mean square, and each is rounded once (Higham and Mary 2019). Equal logits round alike: where
-//! many columns of a token are equal, or hidden states, their errors add up first, and for √V, or √N, stands their number.
+//! `c` and `o` what follows from a ratio that the tokens of a row share; and `R` their rounding to the dtype of the products. A walk to
+//! `x` in `H` steps `t` has partial sums of at most about `|x| + ‖t‖₂` in the root of their mean square, and each is rounded once
+//! (Higham and Mary 2019). Equal logits err alike: where many columns of a token are equal, or hidden states, their errors add up
+//! first, and for √V, or √N, stands their number.
+//!
+//! Dlogits that lie within a step of the products' dtype round alike, equal or not: with an entropy bonus they are `p·(a + b·ln p)`,
+//! which has a minimum, about which half of a row may crowd. With `r` half an ulp and `ρ` by how much rounding moves a dlogit,
+//!
+//! `R = min(Σ r·|w|, √(λ′²·Σ r²w² + max(|Σ ρ·w|, |Σ r·w·e^(πi·dx/r)|)²))`
+//!
+//! The last sum is the most that rounding may move those that lie close together, wherever between two values of the dtype they lie,
+//! and next to nothing where they fill a step: a kernel that scales its sums rounds at other places than one that scales its dlogits,
+//! and what dlogits are off may carry all of them over a tie.
 
 use std::collections::HashMap;
+use std::f64::consts::PI;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
@@ -173,6 +183,8 @@ fn steepest_exponent(spec: &LossSpec, temperature: f64) -> f64 {
 
 /// How far an honest kernel's dlogits may be off, `[cases,columns]`.
 struct Dlogits {
+    /// That of the products.
+    dtype: Dtype,
     exact: Array2<f64>,
     /// `c`: what all columns of a token share.
     common: Array2<f64>,
@@ -254,6 +266,7 @@ impl Dlogits {
             Array2::from_shape_vec((cases.len(), columns.len()), values).expect("a value a column")
         };
         Self {
+            dtype,
             exact: of_rows(|row| &row.exact),
             common: of_rows(|row| &row.common),
             own: of_rows(|row| &row.own),
@@ -308,6 +321,28 @@ fn stacked(parts: &[&Array2<f64>]) -> Array2<f64> {
 
 fn square(x: f64) -> f64 {
     x * x
+}
+
+/// What is summed of roundings: `ρ`, and the two parts of `r·e^(πi·dx/r)`.
+const OF_ROUNDING: usize = 3;
+
+/// These of all of `exact`, one above the other.
+fn roundings(exact: &Array2<f64>, dtype: Dtype) -> Array2<f64> {
+    let moved = exact.mapv(|x| dtype.round(x) - x);
+    let mut sin = exact.mapv(|x| half_ulp(x, dtype));
+    let cos = Zip::from(&mut sin).and(exact).map_collect(|part, x| {
+        let half = *part;
+        let (sin, cos) = f64::sin_cos(PI * x / half);
+        *part = half * sin;
+        half * cos
+    });
+    stacked(&[&moved, &cos, &sin])
+}
+
+/// `R` of `Σ r·|w|`, `Σ r²w²`, and the sums of [`roundings`] times `w`.
+fn rounding_of_sum(by_size: f64, by_square: f64, [moved, cos, sin]: [f64; OF_ROUNDING], limits: &Limits) -> f64 {
+    let alike = moved.abs().max(f64::hypot(cos, sin));
+    by_size.min(f64::hypot(limits.spread() * by_square.sqrt(), alike))
 }
 
 /// A gradient under its two gates: of each element, and of each row's norm.
@@ -499,7 +534,9 @@ struct Dhidden<'r> {
     by_size: Array2<f64>,
     /// `Σ_v o_v² w_hv²` of all cases, then `Σ_v r_v² w_hv²`, and then `Σ_v dx_v² w_hv²`.
     by_square: Array2<f64>,
-    /// What equal logits make of the roots of the first two of these, where they do, `[cases,H]`.
+    /// [`roundings`], times `w_hv`, of all cases, one after the other.
+    roundings: Array2<f64>,
+    /// What equal logits make of the first of the squares, where they do, `[cases,H]`.
     alike: Array2<f64>,
     /// By how much of its size a sum over columns may be off.
     each: Vec<f64>,
@@ -514,6 +551,7 @@ impl<'r> Dhidden<'r> {
             common: zeros(1),
             by_size: zeros(2),
             by_square: zeros(3),
+            roundings: zeros(OF_ROUNDING),
             alike: zeros(1),
             each: vec![limits.spread() * U * f64::sqrt(vocab as f64); cases.len()],
         }
@@ -521,11 +559,12 @@ impl<'r> Dhidden<'r> {
 
     /// Adds up some columns, whose weights are `[columns,H]`.
     fn add(&mut self, dlogits: &Dlogits, weights: &Array2<f64>) {
-        let Dlogits { exact, common, own, rounding, one_sided, of_ids, .. } = dlogits;
+        let Dlogits { exact, common, own, rounding, one_sided, of_ids, dtype, .. } = dlogits;
         add_product(&mut self.common, common, weights.view(), |w| w);
         add_product(&mut self.by_size, &stacked(&[rounding, &(one_sided + of_ids)]), weights.view(), f64::abs);
         let squares = stacked(&[own, rounding, exact]).mapv_into(square);
         add_product(&mut self.by_square, &squares, weights.view(), square);
+        add_product(&mut self.roundings, &roundings(exact, *dtype), weights.view(), |w| w);
     }
 
     /// Adds up the columns of equal logits before they are squared, some hidden units at a time.
@@ -554,9 +593,11 @@ impl<'r> Dhidden<'r> {
         let cases = self.each.len();
         let [rounding, one_sided] = [0, 1].map(|sum| self.by_size[[sum * cases + i, h]]);
         let [own2, rounding2, exact2] = [0, 1, 2].map(|sum| self.by_square[[sum * cases + i, h]]);
-        let off = own2.sqrt() + rounding.min(self.limits.spread() * rounding2.sqrt()) + one_sided;
+        let roundings = std::array::from_fn(|sum| self.roundings[[sum * cases + i, h]]);
         self.common[[i, h]].abs()
-            + off.max(self.alike[[i, h]].sqrt())
+            + own2.max(self.alike[[i, h]]).sqrt()
+            + rounding_of_sum(rounding, rounding2, roundings, self.limits)
+            + one_sided
             + of_token.relative * exact.abs()
             + self.each[i] * (exact.abs() + exact2.sqrt())
     }
@@ -621,7 +662,7 @@ struct Alike {
 /// Columns of one logit.
 struct Group {
     columns: Vec<usize>,
-    /// The largest `o² + (λ′r)²` of one of them.
+    /// The largest `o²` of one of them.
     own2: f64,
 }
 
@@ -636,8 +677,8 @@ impl Alike {
         }
         let most = groups.values().map(Vec::len).max().filter(|most| *most >= ALIKE)?;
         let row = Row::of(reference, case, 0..logits.len(), dtype, limits);
-        let own2 = |v: usize| row.own[v].powi(2) + (limits.spread() * row.rounding[v]).powi(2);
-        let group = |columns: Vec<usize>| Group { own2: columns.iter().map(|&v| own2(v)).fold(0.0, f64::max), columns };
+        let own2 = |columns: &[usize]| columns.iter().map(|&v| square(row.own[v])).fold(0.0, f64::max);
+        let group = |columns: Vec<usize>| Group { own2: own2(&columns), columns };
         Some(Self { groups: groups.into_values().map(group).collect(), most })
     }
 
@@ -665,7 +706,8 @@ struct DlmHead<'r> {
     given: Vec<(FloatView<'r, Ix2>, Gradient)>,
     /// One a given.
     tallies: Vec<Tallies>,
-    /// Squares of the hidden states, and their sizes, `[cases,H]`.
+    /// The hidden states, their squares, and their sizes, `[cases,H]`.
+    hidden: Array2<f64>,
     hidden2: Array2<f64>,
     sizes: Array2<f64>,
     /// Of each case the first of the same hidden state.
@@ -709,6 +751,7 @@ impl<'r> DlmHead<'r> {
             given,
             hidden2: hidden.mapv(square),
             sizes: hidden.mapv(f64::abs),
+            hidden,
             first,
             each: U * f64::max(limits.spread() * f64::sqrt(cases.len() as f64), most as f64),
             relative: of_tokens.iter().map(|of| of.relative).fold(0.0, f64::max),
@@ -745,11 +788,12 @@ impl<'r> DlmHead<'r> {
         let of = |terms: &Array2<f64>| terms.slice(s![.., part.clone()]).t().to_owned();
         let of_ratio = of(&dlogits.of_ratio);
         let own = self.alike(of(&dlogits.common) + of(&dlogits.own) + of(&dlogits.of_ids) - &of_ratio);
-        let rounding = of(&dlogits.rounding);
+        let (rounding, exact_dlogits) = (of(&dlogits.rounding), of(&dlogits.exact));
         // Each `[count,H]`, one above the other.
         let by_size = stacked(&[&rounding, &(of(&dlogits.one_sided) + of_ratio)]).dot(&self.sizes);
-        let squares = stacked(&[&own, &self.alike(rounding), &of(&dlogits.exact)]).mapv_into(square);
+        let squares = stacked(&[&own, &rounding, &exact_dlogits]).mapv_into(square);
         let by_square = squares.dot(&self.hidden2);
+        let roundings = roundings(&exact_dlogits, dlogits.dtype).dot(&self.hidden);
         let columns = start + part.start..start + part.end;
         let of_given =
             |(given, _): &(FloatView<Ix2>, _)| self.reference.layout().part(given, columns.clone(), 0..width);
@@ -762,9 +806,10 @@ impl<'r> DlmHead<'r> {
                 [0, 1, 2].map(|sum| by_square.row(sum * count + i).to_slice().expect("dense"));
             let limit = |h: usize| {
                 let x = exact[h].abs();
+                let roundings = std::array::from_fn(|sum| roundings[[sum * count + i, h]]);
+                let rounding = rounding_of_sum(rounding[h], rounding2[h], roundings, self.limits);
                 // What has no random sign: that of all tokens may add up.
-                let off = own2[h].sqrt() + rounding[h].min(self.limits.spread() * rounding2[h].sqrt()) + one_sided[h];
-                off + self.relative * x + self.each * (x + exact2[h].sqrt())
+                own2[h].sqrt() + rounding + one_sided[h] + self.relative * x + self.each * (x + exact2[h].sqrt())
             };
             let limits: Vec<f64> = (0..width).map(limit).collect();
             let judged = |(actual, (_, gradient)): (&Array2<f64>, &(_, Gradient))| {

@@ -1,14 +1,16 @@
 //! The judge of the LM head with the loss.
 
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, FloatArray, HeadCandidate, HeadGradient, HeadShape};
-use assay_core::spec::LossSpec;
+use assay_core::problem::{Advantages, Dtype, FloatArray, HeadCandidate, HeadGradient, HeadProblem, HeadShape};
+use assay_core::spec::{LossSpec, Objective, OldLogp, PpoClip, Reduction, Temperature};
+use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::Limits;
 use assay_native::NativeHead;
+use assay_reference::HeadReference;
 use assay_suites::cases;
-use ndarray::{Array2, ArrayView1, Ix2, Ix3, s};
+use ndarray::{Array1, Array2, ArrayView1, Ix2, Ix3, s};
 
 fn described(verdict: &Verdict) -> String {
     format!("{} {}: {:?}, {:?}", verdict.gate, verdict.dtype, verdict.status, verdict.tally)
@@ -149,4 +151,78 @@ fn wrong_gradients_are_rejected() {
             assert_eq!(failed(&outcome).is_empty(), exact_anyway, "{dtype}: {what}");
         }
     }
+}
+
+/// With an entropy bonus dlogits have a minimum as a function of p. In this problem half of a row lies about it, within one step of
+/// f16: a kernel that rounds right is off by as much in each of those columns, and one that scales its sums too.
+#[test]
+fn dlogits_of_a_token_that_share_a_step_round_alike() {
+    let spec = LossSpec {
+        objective: Objective::PpoClip(PpoClip { epsilon_high: 0.04, dual_clip: Some(1.98), ..PpoClip::default() }),
+        old_logp: OldLogp::Current,
+        temperature: Temperature::Number(1.932859166440017),
+        entropy_coef: 0.023377706135705424,
+        reduction: Reduction::Normalizer(198.22747457859907),
+        ..LossSpec::default()
+    };
+    let mut recipe = cases::head_recipe(HeadShape { batch: 3, tokens: 9, hidden: 65, vocab: 1031 });
+    recipe.recipe = Recipe {
+        dtype: Dtype::F16,
+        regime: Regime::Negative,
+        seed: 13819931197442770434,
+        old_logp_noise_scale: 0.0,
+        masked_garbage: true,
+        ..recipe.recipe
+    };
+    expect_right(&recipe.problem(&spec).unwrap(), &spec);
+}
+
+/// Before its first step a head of zeros gives every column the same dlogit, in all tokens of one advantage. In f16 it is flushed to 0.
+#[test]
+fn dlogits_of_a_column_that_share_a_step_round_alike() {
+    let spec = LossSpec {
+        scale: 131.0 * 0.9 * f64::exp2(-25.0),
+        old_logp: OldLogp::Current,
+        reduction: Reduction::Normalizer(1.0),
+        ..LossSpec::default()
+    };
+    let recipe = cases::head_recipe(HeadShape { batch: 4, tokens: 32, hidden: 8, vocab: 131 });
+    let mut problem = recipe.problem(&spec).unwrap();
+    let (FloatArray::F32(lm_head), FloatArray::F32(hidden)) = (&mut problem.logits.lm_head, &mut problem.logits.hidden)
+    else {
+        panic!("the recipe's dtype")
+    };
+    lm_head.fill(0.0);
+    hidden.mapv_inplace(|x| x.abs() + 1.0);
+    problem.advantages = Advantages::Sequence(Array1::ones(4));
+    expect_right(&problem, &spec);
+}
+
+/// Expects a kernel to pass whose dlogits are rounded to f16, at several scales, and one to fail whose subnormal numbers are flushed.
+fn expect_right(problem: &HeadProblem, spec: &LossSpec) {
+    let reference = problem.evaluate(spec).unwrap();
+    let failed = |candidate: &HeadCandidate| -> Vec<String> {
+        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect()
+    };
+    for scale in (0..20).map(|k| 1.0 + f64::from(k) / 20.0) {
+        let failed = failed(&with_dlogits(&reference, |x| Dtype::F16.round(x * scale) / scale));
+        assert_eq!(failed, Vec::<String>::new(), "rounded at {scale} times its size");
+    }
+    let flushed = failed(&with_dlogits(&reference, |x| if x.abs() < f64::exp2(-14.0) { 0.0 } else { x }));
+    assert_ne!(flushed, Vec::<String>::new());
+}
+
+/// The gradients of a head whose dlogits go into exact products as `rounded`, in f16.
+fn with_dlogits(reference: &HeadReference, rounded: impl Fn(f64) -> f64) -> HeadCandidate {
+    let HeadShape { batch, tokens, hidden, vocab } = reference.shape();
+    let dlogits = reference.dlogits(0..vocab).mapv(rounded);
+    let dhidden = reference.dhidden(|columns| dlogits.slice(s![.., columns]).to_owned());
+    let dlm_head = reference.dlm_head(&dlogits).reversed_axes().as_standard_layout().into_owned();
+    let gradient = HeadGradient {
+        dhidden: dhidden.into_shape_with_order((batch, tokens, hidden)).unwrap().into(),
+        dlm_head: dlm_head.into(),
+        dlogits_dtype: Dtype::F16,
+    };
+    HeadCandidate { gradient, ..reference.outcome().into() }
 }
