@@ -160,16 +160,16 @@ fn dlogits_of_a_token_that_share_a_step_round_alike() {
     let spec = LossSpec {
         objective: Objective::PpoClip(PpoClip { epsilon_high: 0.04, dual_clip: Some(1.98), ..PpoClip::default() }),
         old_logp: OldLogp::Current,
-        temperature: Temperature::Number(1.932859166440017),
-        entropy_coef: 0.023377706135705424,
-        reduction: Reduction::Normalizer(198.22747457859907),
+        temperature: Temperature::Number(1.932_859_166_440_017),
+        entropy_coef: 0.023_377_706_135_705_424,
+        reduction: Reduction::Normalizer(198.227_474_578_599_07),
         ..LossSpec::default()
     };
     let mut recipe = cases::head_recipe(HeadShape { batch: 3, tokens: 9, hidden: 65, vocab: 1031 });
     recipe.recipe = Recipe {
         dtype: Dtype::F16,
         regime: Regime::Negative,
-        seed: 13819931197442770434,
+        seed: 13_819_931_197_442_770_434,
         old_logp_noise_scale: 0.0,
         masked_garbage: true,
         ..recipe.recipe
