@@ -57,8 +57,8 @@ const LARGEST_SUM: f64 = f32::MAX as f64 / 2.0;
 /// Judges `candidates` against `reference`, by `limits`. Outputs that a candidate lacks get no verdict.
 ///
 /// The hidden states of masked tokens must have a gradient of exactly 0. Where a token's reference is not finite, or
-/// overflows f32, or its dlogits the dtype in which they go into the products, values of its dhidden and of `dlm_head` may be
-/// NaN or ∞; and so may a value whose own sum overflows f32 before its terms cancel.
+/// overflows f32, or its dlogits, with what they may be off, the dtype in which they go into the products, values of its dhidden
+/// and of `dlm_head` may be NaN or ∞; and so may a value whose own sum overflows f32 before its terms cancel.
 ///
 /// # Errors
 /// [`JudgeError`] where an output has the wrong shape.
@@ -255,6 +255,11 @@ impl Row {
         }
         Self { exact, common, own, rounding, one_sided, of_ratio, of_ids }
     }
+
+    /// How far the dlogit of column `v` of these may be off before it is rounded.
+    fn off(&self, v: usize) -> f64 {
+        self.common[v] + self.own[v] + self.of_ids[v] + self.one_sided[v]
+    }
 }
 
 impl Dlogits {
@@ -288,13 +293,17 @@ struct OfProducts {
 }
 
 /// One a case.
-fn of_tokens(reference: &Reference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
+fn of_tokens(reference: &HeadReference, cases: &[Case], dtype: Dtype, limits: &Limits) -> Vec<OfProducts> {
+    let on_logits = reference.on_logits();
+    let overflows = |case: &Case, columns| {
+        let row = Row::of(on_logits, case, columns, dtype, limits);
+        (0..row.exact.len()).any(|v| !dtype.round(2.0 * (row.exact[v].abs() + row.off(v))).is_finite())
+    };
     let of = |case: &Case| {
-        let row = reference.dlogits_row(case.b, case.t);
         let of_entropy = case.token.grad_entropy != 0.0;
         let mean_gap = case.token.entropy_softmax.stats.mean_gap;
         OfProducts {
-            overflow: row.iter().any(|x| !dtype.round(2.0 * x.abs()).is_finite()),
+            overflow: reference.column_chunks().any(|columns| overflows(case, columns)),
             relative: if of_entropy { limits.kappa(Output::Dlogits) * U * (1.0 + mean_gap) } else { 0.0 },
         }
     };
@@ -496,7 +505,7 @@ fn judge_given(
     cases: &[Case],
     limits: &Limits,
 ) -> Vec<Vec<Verdict>> {
-    let of_tokens = of_tokens(reference.on_logits(), cases, dtype, limits);
+    let of_tokens = of_tokens(reference, cases, dtype, limits);
     let of_hidden = given.iter().any(|given| given.dhidden.is_some());
     let mut dhidden = of_hidden.then(|| Dhidden::new(reference, cases, limits));
     let of_head: Vec<_> =

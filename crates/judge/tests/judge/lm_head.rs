@@ -2,7 +2,7 @@
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Dtype, FloatArray, HeadCandidate, HeadGradient, HeadProblem, HeadShape};
-use assay_core::spec::{LossSpec, Objective, OldLogp, PpoClip, Reduction, Temperature};
+use assay_core::spec::{Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, PpoClip, Reduction, Temperature};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
@@ -30,6 +30,31 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
         outcome.gradient.dlogits_dtype = dtype;
         let verdicts = problem.judge(&reference, &outcome.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
+        assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
+    }
+}
+
+/// A ratio's derivative takes what k3's own one adds, and leaves `−β·ρ·(ref_logp − ℓ)` of `e^42`: f32 leaves what it happens to, which
+/// may overflow f16 where the exact dlogits do not.
+#[test]
+fn gradients_may_be_infinite_where_what_dlogits_may_be_off_overflows_the_dtype_of_the_products() {
+    let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
+    let spec = LossSpec { old_logp: OldLogp::Current, kl: Some(kl), ..LossSpec::default() };
+    let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
+    (recipe.recipe.dtype, recipe.recipe.old_logp_noise_scale) = (Dtype::F16, 0.0);
+    let mut problem = recipe.problem(&spec).unwrap();
+    let (b, t) = problem.mask.indexed_iter().find(|(_, counts)| **counts).unwrap().0;
+    problem.ref_logp.as_mut().unwrap()[[b, t]] += 42.0;
+    let reference = problem.evaluate(&spec).unwrap();
+    let most = reference.dlogits(0..7).iter().fold(0.0, |most, x| f64::max(most, x.abs()));
+    assert!(most < 1e3, "{most}");
+    let mut candidate: HeadCandidate = reference.outcome().into();
+    let FloatArray::F64(dhidden) = &mut candidate.gradient.dhidden else { panic!("the reference's dtype") };
+    dhidden[[b, t, 0]] = f64::NAN;
+    for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
+        candidate.gradient.dlogits_dtype = dtype;
+        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
