@@ -113,9 +113,8 @@ impl Chunks {
     pub(super) fn parts_of_columns(self, width: usize, vocab: usize) -> Vec<Range<usize>> {
         let unit = SCATTERED_REGISTERS * self.register;
         let column = width * DeviceDtype::F32.size();
-        let bytes = self.sum_bytes.unwrap_or(vocab * column / MOST_BLOCKS);
-        let bytes = bytes.clamp(vocab * column / MOST_BLOCKS, *SUM_BYTES.end());
-        let columns = (bytes / column).next_multiple_of(unit);
+        let bytes = self.sum_bytes.unwrap_or(0).min(*SUM_BYTES.end());
+        let columns = (bytes / column).max(vocab / MOST_BLOCKS).max(1).next_multiple_of(unit);
         let whole = vocab / unit * unit;
         let parts = (0..whole).step_by(columns).map(|from| from..(from + columns).min(whole));
         parts.chain((whole < vocab).then_some(whole..vocab)).collect()
@@ -227,5 +226,26 @@ impl Program {
             array = self.builder.dynamic_update_slice(array, part, &start);
         }
         array
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fewer columns than blocks, and a gradient of which a sixteenth is more than is summed at a time.
+    #[test]
+    fn parts_cover_any_vocabulary_in_at_most_as_many_blocks_and_a_rest() {
+        let chunks = |sum_bytes| Chunks { tokens: 8, parts: 1, rows: 8, padded: 8, sum_bytes, register: 128 };
+        for (width, vocab) in [(8, 1), (8, 7), (8, 15), (64, 1024), (896, 151_936), (16_384, 262_144)] {
+            for sum_bytes in [None, Some(1), Some(100_000_000), Some(usize::MAX)] {
+                let parts = chunks(sum_bytes).parts_of_columns(width, vocab);
+                let ends =
+                    parts.iter().scan(0, |end, part| Some((part.start == std::mem::replace(end, part.end), *end)));
+                assert!(ends.clone().all(|(adjoins, _)| adjoins), "{width} × {vocab}: {parts:?}");
+                assert_eq!(ends.last().map(|(_, end)| end), Some(vocab), "{width} × {vocab}");
+                assert!(parts.len() <= MOST_BLOCKS + 1, "{width} × {vocab}: {parts:?}");
+            }
+        }
     }
 }
