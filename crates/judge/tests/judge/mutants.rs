@@ -12,7 +12,7 @@ use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
     AtWidth, BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Part, Production, Project, Specimen, Suite, Trial,
-    head_cases, property_cases,
+    head_cases, head_property, property, property_cases,
 };
 
 #[test]
@@ -52,11 +52,7 @@ fn every_class_falls_to_its_own_property() {
     let missed: Vec<&str> = Class::ALL
         .into_iter()
         .flat_map(|class| {
-            if class.of_heads() {
-                missed_by(class, &class.head_property())
-            } else {
-                missed_by(class, &class.property())
-            }
+            if class.of_heads() { missed_by(class, &head_property(class)) } else { missed_by(class, &property(class)) }
         })
         .collect();
     assert_eq!(missed, Vec::<&str>::new());
@@ -82,7 +78,7 @@ fn a_loss_that_lacks_what_a_class_is_of_does_not_reach_it() {
         (candidate.loss.unwrap().value().to_bits(), candidate.gradient)
     };
     for class in Class::ALL.into_iter().filter(|class| !class.of_heads()) {
-        let case = &class.property()[0];
+        let case = &property(class)[0];
         let packed = case.problem.extra.sequences.packed().is_some();
         let correct = bits(&Specimen::default(), case);
         for mutant in BANK.iter().filter(|mutant| !mutant.class.is_reached(&case.spec, packed)) {
@@ -132,7 +128,7 @@ const NOT_EXERCISED: [&str; 9] = [
 #[test]
 fn mutants_of_heads_are_rejected_for_a_wrong_number() {
     for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
-        let cases = class.head_property();
+        let cases = head_property(class);
         for mutant in BANK.iter().filter(|mutant| mutant.class == class) {
             let specimen = Specimen::with(mutant.bug);
             assert!(cases.iter().any(|case| fails_by_a_number(&specimen, case)), "{}", mutant.name);

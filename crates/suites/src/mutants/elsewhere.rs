@@ -9,8 +9,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal, Uniform};
 use rayon::prelude::*;
 
-use super::specimen::Specimen;
-use super::{Mutant, QWEN_VOCABULARY};
+use super::{Mutant, QWEN_VOCABULARY, Specimen};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::{

@@ -1,28 +1,15 @@
-//! A bank of deliberately wrong kernels: what a suite is worth is what it catches.
-//!
-//! [`Specimen`] is a correct kernel, of the loss on logits and of the LM head with the loss; each [`Mutant`] is one small
-//! change to it.
+//! The bank of wrong kernels before the suites: what each case, each project's tests and each class's own property catch.
 
-mod bank;
-mod corrections;
 mod elsewhere;
-mod kl;
-mod launch;
-mod lm_head;
-mod logits;
-mod loss;
 mod property;
 mod run;
 mod score;
-mod several;
-mod specimen;
-mod top_entropy;
 
-pub use bank::{BANK, Bug, Class, Mutant};
+pub use assay_mutants::{BANK, Bug, Class, Mutant, Specimen};
 pub use elsewhere::{Cell, PROJECTS, Project, Tests};
+pub use property::{head_property, property};
 pub use run::{AtWidth, Case, Fate, Kill, Part, Production, Suite, head_cases, property_cases};
 pub use score::{Outcome, Score, Trial};
-pub use specimen::Specimen;
 
 /// The vocabulary of Qwen: no tile divides it evenly.
 const QWEN_VOCABULARY: usize = 151_936;

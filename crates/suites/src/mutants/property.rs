@@ -1,8 +1,7 @@
 //! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
 
-use super::QWEN_VOCABULARY;
-use super::bank::Class;
 use super::run::Case;
+use super::{Class, QWEN_VOCABULARY};
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
@@ -122,406 +121,394 @@ fn token_weighed(applies_to: Terms, spec: LossSpec) -> LossSpec {
     LossSpec { token_weights: Some(TokenWeights { applies_to }), ..spec }
 }
 
-impl Class {
-    /// The cases that target it.
-    pub fn property(self) -> Vec<Case> {
-        let case = |(spec, recipe)| self.of_layout(Case::generated(self.name(), spec, &recipe));
-        self.grid().recipes(true).into_iter().map(case).collect()
-    }
+/// The cases that target a class.
+pub fn property(class: Class) -> Vec<Case> {
+    let case = |(spec, recipe)| of_layout(class, Case::generated(class.name(), spec, &recipe));
+    grid(class).recipes(true).into_iter().map(case).collect()
+}
 
-    /// The same of heads, in both layouts. Masked hidden states are finite: what they reach is a wrong number, and no NaN.
-    pub fn head_property(self) -> Vec<Case<HeadProblem>> {
-        let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
-        let case = |(spec, recipe): (LossSpec, Recipe)| {
-            heads.map(|(layout, rounds_logits)| {
-                let recipe = HeadRecipe { hidden: WIDTH, layout, rounds_logits, recipe: recipe.clone() };
-                self.of_layout(Case::of_head(self.name(), spec.clone(), &recipe))
-            })
-        };
-        self.grid().recipes(false).into_iter().flat_map(case).collect()
-    }
+/// The same of heads, in both layouts. Masked hidden states are finite: what they reach is a wrong number, and no NaN.
+pub fn head_property(class: Class) -> Vec<Case<HeadProblem>> {
+    let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
+    let case = |(spec, recipe): (LossSpec, Recipe)| {
+        heads.map(|(layout, rounds_logits)| {
+            let recipe = HeadRecipe { hidden: WIDTH, layout, rounds_logits, recipe: recipe.clone() };
+            of_layout(class, Case::of_head(class.name(), spec.clone(), &recipe))
+        })
+    };
+    grid(class).recipes(false).into_iter().flat_map(case).collect()
+}
 
-    /// The case with its sequences packed, where that is what goes wrong.
-    fn of_layout<P: Packable>(self, case: Case<P>) -> Case<P> {
-        if self == Class::Packing { case.packed() } else { case }
-    }
+/// The case with its sequences packed, where that is what goes wrong.
+fn of_layout<P: Packable>(class: Class, case: Case<P>) -> Case<P> {
+    if class == Class::Packing { case.packed() } else { case }
+}
 
-    /// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
-    pub(super) fn production(self, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
-        Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..self.grid() }.recipes(true)
-    }
+/// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
+pub(super) fn production(class: Class, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
+    Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..grid(class) }.recipes(true)
+}
 
-    /// The same of a head of `hidden` states a column.
-    pub(super) fn head_production(
-        self,
-        hidden: usize,
-        shape: [usize; 3],
-        layout: HeadLayout,
-    ) -> Vec<(LossSpec, HeadRecipe)> {
-        let recipes = Grid { shapes: vec![shape], ..self.grid() }.recipes(false).into_iter();
-        recipes.map(|(spec, recipe)| (spec, HeadRecipe { hidden, layout, rounds_logits: false, recipe })).collect()
-    }
+/// The same of a head of `hidden` states a column.
+pub(super) fn head_production(
+    class: Class,
+    hidden: usize,
+    shape: [usize; 3],
+    layout: HeadLayout,
+) -> Vec<(LossSpec, HeadRecipe)> {
+    let recipes = Grid { shapes: vec![shape], ..grid(class) }.recipes(false).into_iter();
+    recipes.map(|(spec, recipe)| (spec, HeadRecipe { hidden, layout, rounds_logits: false, recipe })).collect()
+}
 
-    #[expect(clippy::too_many_lines, reason = "one arm a class")]
-    fn grid(self) -> Grid {
-        let of_ratio = || Kl { importance: KlImportance::Ratio, ..k3() };
-        let by_token = || LossSpec { advantages: AdvantageLevel::Token, ..plain() };
-        match self {
-            // One column counts as much as another, so that one too few or too many shows.
-            Class::Columns => Grid {
-                shapes: [1, 255, 257, 513, 600].map(|vocab| [2, 3, vocab]).into(),
-                regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
-                ..Grid::default()
-            },
-            Class::Maximum => Grid {
-                shapes: vec![[4, 6, 515], [2, 4, 1025]],
-                regimes: vec![
-                    Regime::ShiftedUp,
-                    Regime::ShiftedDown,
-                    Regime::Negative,
-                    Regime::Peaked,
-                    Regime::Confident,
-                ],
-                ..Grid::default()
-            },
-            Class::Holes => {
-                Grid { shapes: vec![[4, 8, 1025], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
-            }
-            Class::Precision => Grid {
-                specs: vec![plain(), tempered(TemperatureDivides::Logits)],
-                shapes: vec![[2, 6, 1025], [2, 4, 4099]],
-                regimes: vec![Regime::Small, Regime::Normal, Regime::Confident, Regime::ShiftedUp],
-                dtypes: Dtype::KERNEL.into(),
-                ..Grid::default()
-            },
-            Class::Gradient => Grid {
-                specs: vec![
-                    plain(),
-                    LossSpec { scale: 0.25, ..plain() },
-                    LossSpec { old_logp: OldLogp::Current, ..plain() },
-                    LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) },
-                ],
-                dtypes: Dtype::KERNEL.into(),
-                ..Grid::default()
-            },
-            Class::Temperature => Grid {
-                specs: [TemperatureDivides::Logits, TemperatureDivides::Logp]
-                    .map(tempered)
-                    .into_iter()
-                    .chain([
-                        LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
-                        LossSpec { temperature: Temperature::Given, ..bonus() },
-                    ])
-                    .collect(),
-                ..Grid::default()
-            },
-            // A cap that all logits are near to; where a bias and a scale come before it their order shows.
-            Class::Logits => {
-                let changed = |scale, softcap, bias| LossSpec {
-                    logits: LogitsTransform { scale, softcap, bias },
-                    ..tempered(TemperatureDivides::Logits)
-                };
-                Grid {
-                    specs: vec![
-                        changed(0.5, None, true),
-                        changed(1.7, Some(3.0), false),
-                        changed(0.5, Some(2.0), true),
-                    ],
-                    shapes: vec![[3, 5, 33], [2, 3, 600]],
-                    dtypes: vec![Dtype::F32, Dtype::Bf16],
-                    ..Grid::default()
-                }
-            }
-            // Few tokens' ids are outside the support where they may be.
-            Class::Support => {
-                let over = |vocab, excluded_ids, keep_sampled| LossSpec {
-                    support: Support { vocab, excluded_ids, keep_sampled },
-                    ..bonus()
-                };
-                Grid {
-                    specs: vec![
-                        over(Some(30), Vec::new(), false),
-                        over(None, vec![1, 7], false),
-                        over(Some(20), vec![3, 18], true),
-                    ],
-                    shapes: vec![[4, 6, 33], [6, 8, 33]],
-                    regimes: vec![Regime::Small, Regime::Normal],
-                    ..Grid::default()
-                }
-            }
-            Class::Clip => Grid {
-                specs: vec![
-                    clipped(PpoClip { epsilon_low: 0.1, epsilon_high: 0.4, ..PpoClip::default() }),
-                    clipped(PpoClip { epsilon_high: 0.7, delta: Some(1.1), ..PpoClip::default() }),
-                    clipped(PpoClip { epsilon_high: 0.7, dual_clip: Some(1.1), ..PpoClip::default() }),
-                    LossSpec { objective: Objective::Cispo(Cispo { lower: Some(0.8), upper: 1.3 }), ..plain() },
-                    LossSpec { ratio: Ratio { clamp: Some(0.25), ..Ratio::default() }, ..clipped(wide_clip()) },
-                ],
-                regimes: vec![Regime::Normal, Regime::Ties],
-                ..Grid::default()
-            },
-            // Of token advantages a row has some of either sign, and some of 0.
-            Class::LogClip => {
-                let of = |ratio| LossSpec { ratio, objective: Objective::PpoClip(wide_clip()), ..by_token() };
-                let clip = Some(LogClip { low: 0.2, high: 0.1 });
-                Grid {
-                    specs: vec![
-                        of(Ratio { clip, ..Ratio::default() }),
-                        of(Ratio { clip, level: RatioLevel::Sequence, ..Ratio::default() }),
-                        of(Ratio { cap: Some(0.1), ..Ratio::default() }),
-                        of(Ratio { cap: Some(0.05), level: RatioLevel::Sequence, ..Ratio::default() }),
-                    ],
-                    shapes: vec![[8, 6, 5]],
-                    ..Grid::default()
-                }
-            }
-            Class::Topr => {
-                let of = |positive| {
-                    let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
-                    LossSpec { objective: Objective::Topr(topr), ..by_token() }
-                };
-                Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
-            }
-            Class::Aspo => {
-                let of = |selected| {
-                    let [dual_clip_positive, dual_clip_negative] = [1.3, 1.4];
-                    let aspo =
-                        Aspo { epsilon_low: 0.1, epsilon_high: 0.3, selected, dual_clip_positive, dual_clip_negative };
-                    LossSpec { objective: Objective::Aspo(aspo), ..by_token() }
-                };
-                Grid {
-                    specs: vec![of(None), of(Some(Widths { epsilon_low: 0.3, epsilon_high: 0.1 }))],
-                    shapes: vec![[4, 6, 33], [8, 8, 33]],
-                    ..Grid::default()
-                }
-            }
-            Class::Overflow => Grid {
-                specs: vec![by_token()],
-                shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
-                regimes: vec![Regime::Normal, Regime::Small, Regime::Peaked, Regime::Ties],
-                noise: 200.0,
-                ..Grid::default()
-            },
-            Class::Kl => Grid {
-                specs: [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]
-                    .map(|estimator| penalised(Kl::plain(0.1, estimator)))
-                    .into_iter()
-                    .chain([penalised(of_ratio()), levelled(RatioLevel::Sequence, penalised(of_ratio()))])
-                    .collect(),
-                ..Grid::default()
-            },
-            Class::KlWeight => {
-                let weighs = |importance| penalised(Kl { importance, ..k3() });
-                let with_gradient = |gradient| penalised(Kl { gradient, ..k3() });
-                Grid {
-                    specs: vec![
-                        levelled(RatioLevel::Sequence, weighs(KlImportance::Ratio)),
-                        levelled(RatioLevel::Sequence, weighs(KlImportance::TokenRatio)),
-                        weighs(KlImportance::Rollout),
-                        weighs(KlImportance::Score),
-                        with_gradient(KlGradient::K2),
-                        levelled(RatioLevel::Sequence, with_gradient(KlGradient::K2Weighted(1.1))),
-                    ],
-                    // A token in twenty is not scored.
-                    shapes: vec![[8, 8, 33]],
-                    ..Grid::default()
-                }
-            }
-            Class::KlClamp => {
-                let k1 = Kl::plain(0.1, KlEstimator::K1);
-                let held = |kl| Kl { difference_clamp: Some(0.2), ..kl };
-                let averaging =
-                    Averaging { reduction: Reduction::SequenceMean { rows: Rows::NonEmpty }, denominator_epsilon: 0.0 };
-                let of_product = Kl { value_clamp: Some(0.02), clamp_after_importance: true, ..of_ratio() };
-                Grid {
-                    specs: vec![
-                        penalised(held(k3())),
-                        penalised(Kl { gradient: KlGradient::K2, ..held(k3()) }),
-                        penalised(Kl { value_clamp: Some(0.2), ..k1 }),
-                        penalised(Kl { value_clamp: Some(0.02), ..of_ratio() }),
-                        penalised(of_product),
-                        penalised(Kl { averaging: Some(averaging), ..k3() }),
-                    ],
-                    ..Grid::default()
-                }
-            }
-            Class::Sampler => {
-                let from = OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Rollout };
-                Grid {
-                    specs: vec![
-                        LossSpec { old_logp: OldLogp::Rollout, ..plain() },
-                        LossSpec { off_policy_mask: Some(from), ..plain() },
-                    ],
-                    // A token in twenty is not scored.
-                    shapes: vec![[4, 6, 5], [32, 8, 5]],
-                    ..Grid::default()
-                }
-            }
-            Class::OffPolicy => Grid {
-                specs: vec![LossSpec {
-                    off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
-                    ..penalised(k3())
-                }],
-                shapes: vec![[8, 3, 33], [8, 6, 33], [8, 8, 33]],
-                regimes: Regime::FINITE.into(),
-                ..Grid::default()
-            },
-            Class::Rollout => {
-                let (token, sequence) = (weights(RolloutLevel::Token), weights(RolloutLevel::Sequence));
-                let geometric = weights(RolloutLevel::Geometric);
-                let gated =
-                    RolloutWeights { min: Some(0.95), max: Some(1.05), ..weights(RolloutLevel::TokenGatedByGeometric) };
-                let given = RolloutWeights { source: RolloutSource::Given, ..geometric.clone() };
-                let all = vec![
-                    RolloutWeights { max: Some(1.1), ..token.clone() },
-                    RolloutWeights { min: Some(0.9), max: Some(1.1), outside: Outside::Mask, ..token.clone() },
-                    RolloutWeights { min: Some(0.9), unscored: Unscored::Zero, ..token.clone() },
-                    RolloutWeights { clamp: Some(0.2), applies_to: Terms::PolicyAndKl, ..token.clone() },
-                    RolloutWeights { max: Some(1.2), normalize: true, unscored: Unscored::Zero, ..token.clone() },
-                    sequence.clone(),
-                    RolloutWeights { normalize: true, unscored: Unscored::Zero, ..sequence },
-                    RolloutWeights { min: Some(0.97), max: Some(1.03), ..geometric },
-                    gated.clone(),
-                    RolloutWeights { unscored: Unscored::Zero, ..gated },
-                    given,
-                ];
-                // A token in twenty is not scored.
-                Grid { specs: all.into_iter().map(rolled).collect(), shapes: vec![[9, 8, 33]], ..Grid::default() }
-            }
-            Class::Rejection => {
-                use RejectionEstimator::{AbsoluteRatio, BinaryKl, K1, K2, K3, Probability, TotalVariation};
-                use RejectionLevel::{SecondMoment, SequenceMax, SequenceMean, SequenceMin, SequenceSum, Token};
-                let of_rows = rejection(AbsoluteRatio, SequenceMean, None, 1.25);
-                let counted = |drops_from| Rejection { counts: true, drops_from, ..rejection(K2, Token, None, 0.03) };
-                let mut all: Vec<LossSpec> = [
-                    rejection(K2, Token, None, 0.03),
-                    rejection(K1, Token, Some(-0.2), 0.4),
-                    rejection(K3, Token, None, 0.03),
-                    rejection(BinaryKl, Token, Some(0.0005), 0.002),
-                    rejection(BinaryKl, Token, Some(0.001), 0.006),
-                    rejection(TotalVariation, Token, None, 0.005),
-                    rejection(Probability, Token, Some(-0.02), 0.003),
-                    rejection(K2, SequenceSum, None, 0.15),
-                    rejection(K2, SequenceMean, None, 0.04),
-                    rejection(K1, SequenceMax, None, 0.3),
-                    rejection(K1, SequenceMin, Some(-0.3), 1.0),
-                    rejection(K2, SecondMoment, None, 0.05),
-                    of_rows,
-                    counted(Terms::Policy),
-                    counted(Terms::PolicyAndKl),
-                ]
-                .map(|rejection| rejected(vec![rejection]))
-                .into();
-                all.push(rejected(vec![rejection(K1, Token, Some(-0.2), 0.4), of_rows]));
-                let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
-                all.push(LossSpec { rollout: Some(normalised), ..rejected(vec![rejection(K2, Token, None, 0.03)]) });
-                // Of five columns some probabilities are large: the two ways round of a divergence are far apart.
-                Grid { specs: all, shapes: vec![[9, 8, 33], [9, 8, 5]], ..Grid::default() }
-            }
-            Class::TokenWeights => {
-                let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
-                Grid {
-                    specs: vec![
-                        token_weighed(Terms::Policy, penalised(k3())),
-                        token_weighed(Terms::PolicyAndKl, penalised(k3())),
-                        token_weighed(Terms::Policy, rolled(normalised)),
-                    ],
-                    ..Grid::default()
-                }
-            }
-            // At the largest vocabulary what is added to each probability adds up.
-            Class::Entropy => {
-                let specs = vec![bonus(), LossSpec::of_cotangents(true)];
-                let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
-                Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
-            }
-            // Of one token more than a multiple of five, one is the quantile itself.
-            Class::TopEntropy => {
-                let of = |drops, spec| {
-                    let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };
-                    LossSpec { top_entropy: Some(top), ..spec }
-                };
-                Grid {
-                    specs: vec![
-                        of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..penalised(k3()) }),
-                        of(Drops::Ratio, levelled(RatioLevel::Sequence, plain())),
-                    ],
-                    shapes: vec![[4, 6, 5], [5, 6, 5], [1, 1, 5]],
-                    ..Grid::default()
-                }
-            }
-            // Two columns a shard: ids that repeat, and ids in the other one.
-            Class::Several => Grid {
-                specs: vec![LossSpec { temperature: 0.7.into(), top: 3, ..LossSpec::of_cotangents(true) }],
-                shapes: vec![[3, 4, 5], [2, 3, 33]],
-                ..Grid::default()
-            },
-            Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::of_cotangents(true)], ..Grid::default() },
-            Class::Reduction => Grid {
-                specs: vec![
-                    penalised(k3()),
-                    reduced(Reduction::SequenceMean { rows: Rows::All }),
-                    reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
-                    reduced(Reduction::SequenceSum { rows: Rows::All }),
-                    reduced(Reduction::FixedLength { rows: Rows::All, length: Some(1024) }),
-                    reduced(Reduction::Normalizer(64.0)),
-                    LossSpec { denominator_epsilon: 0.5, ..reduced(Reduction::SequenceMean { rows: Rows::All }) },
-                ],
-                shapes: vec![[6, 3, 33]],
-                regimes: vec![Regime::Normal, Regime::Ties],
-                ..Grid::default()
-            },
-            // Where all tokens of a row have one weight and one advantage, GSPO and GSPO-token are the same.
-            Class::SequenceRatio => Grid {
-                specs: [RatioLevel::Sequence, RatioLevel::SequenceToken]
-                    .into_iter()
-                    .flat_map(|level| [levelled(level, plain()), levelled(level, by_token())])
-                    .collect(),
-                ..Grid::default()
-            },
-            Class::Packing => Grid {
-                specs: vec![
-                    plain(),
-                    levelled(RatioLevel::Sequence, plain()),
-                    reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
-                    rolled(weights(RolloutLevel::Geometric)),
-                    rejected(vec![rejection(RejectionEstimator::K2, RejectionLevel::SequenceMean, None, 0.04)]),
-                ],
-                shapes: vec![[6, 6, 33], [8, 3, 33]],
-                ..Grid::default()
-            },
-            Class::Indexing => Grid {
-                specs: vec![LossSpec { advantages: AdvantageLevel::Token, ..penalised(k3()) }],
-                shapes: vec![[4, 6, 33], [4, 8, 4099], [2, 8, 60_000]],
-                ..Grid::default()
-            },
-            Class::Devices => Grid {
-                specs: vec![bonus()],
-                shapes: vec![[5, 6, 97], [4, 4, 33]],
-                regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
-                ..Grid::default()
-            },
-            Class::State => Grid {
-                shapes: vec![[4, 6, 67], [2, 6, 1025]],
-                regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
-                ..Grid::default()
-            },
-            // Among five columns tokens of a chunk have the same id.
-            Class::HeadChunks => Grid {
-                specs: vec![plain(), bonus()],
-                shapes: vec![[4, 6, 5], [4, 6, 97]],
+#[expect(clippy::too_many_lines, reason = "one arm a class")]
+fn grid(class: Class) -> Grid {
+    let of_ratio = || Kl { importance: KlImportance::Ratio, ..k3() };
+    let by_token = || LossSpec { advantages: AdvantageLevel::Token, ..plain() };
+    match class {
+        // One column counts as much as another, so that one too few or too many shows.
+        Class::Columns => Grid {
+            shapes: [1, 255, 257, 513, 600].map(|vocab| [2, 3, vocab]).into(),
+            regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
+            ..Grid::default()
+        },
+        Class::Maximum => Grid {
+            shapes: vec![[4, 6, 515], [2, 4, 1025]],
+            regimes: vec![Regime::ShiftedUp, Regime::ShiftedDown, Regime::Negative, Regime::Peaked, Regime::Confident],
+            ..Grid::default()
+        },
+        Class::Holes => {
+            Grid { shapes: vec![[4, 8, 1025], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
+        }
+        Class::Precision => Grid {
+            specs: vec![plain(), tempered(TemperatureDivides::Logits)],
+            shapes: vec![[2, 6, 1025], [2, 4, 4099]],
+            regimes: vec![Regime::Small, Regime::Normal, Regime::Confident, Regime::ShiftedUp],
+            dtypes: Dtype::KERNEL.into(),
+            ..Grid::default()
+        },
+        Class::Gradient => Grid {
+            specs: vec![
+                plain(),
+                LossSpec { scale: 0.25, ..plain() },
+                LossSpec { old_logp: OldLogp::Current, ..plain() },
+                LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) },
+            ],
+            dtypes: Dtype::KERNEL.into(),
+            ..Grid::default()
+        },
+        Class::Temperature => Grid {
+            specs: [TemperatureDivides::Logits, TemperatureDivides::Logp]
+                .map(tempered)
+                .into_iter()
+                .chain([
+                    LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
+                    LossSpec { temperature: Temperature::Given, ..bonus() },
+                ])
+                .collect(),
+            ..Grid::default()
+        },
+        // A cap that all logits are near to; where a bias and a scale come before it their order shows.
+        Class::Logits => {
+            let changed = |scale, softcap, bias| LossSpec {
+                logits: LogitsTransform { scale, softcap, bias },
+                ..tempered(TemperatureDivides::Logits)
+            };
+            Grid {
+                specs: vec![changed(0.5, None, true), changed(1.7, Some(3.0), false), changed(0.5, Some(2.0), true)],
+                shapes: vec![[3, 5, 33], [2, 3, 600]],
                 dtypes: vec![Dtype::F32, Dtype::Bf16],
                 ..Grid::default()
-            },
-            Class::HeadProducts => Grid {
-                specs: vec![LossSpec { scale: 0.25, ..tempered(TemperatureDivides::Logits) }],
-                shapes: vec![[3, 6, 97], [2, 4, 515]],
-                dtypes: Dtype::KERNEL.into(),
-                ..Grid::default()
-            },
-            Class::HeadDevices => {
-                Grid { shapes: vec![[5, 6, 97], [4, 4, 33]], dtypes: vec![Dtype::F32, Dtype::Bf16], ..Grid::default() }
             }
+        }
+        // Few tokens' ids are outside the support where they may be.
+        Class::Support => {
+            let over = |vocab, excluded_ids, keep_sampled| LossSpec {
+                support: Support { vocab, excluded_ids, keep_sampled },
+                ..bonus()
+            };
+            Grid {
+                specs: vec![
+                    over(Some(30), Vec::new(), false),
+                    over(None, vec![1, 7], false),
+                    over(Some(20), vec![3, 18], true),
+                ],
+                shapes: vec![[4, 6, 33], [6, 8, 33]],
+                regimes: vec![Regime::Small, Regime::Normal],
+                ..Grid::default()
+            }
+        }
+        Class::Clip => Grid {
+            specs: vec![
+                clipped(PpoClip { epsilon_low: 0.1, epsilon_high: 0.4, ..PpoClip::default() }),
+                clipped(PpoClip { epsilon_high: 0.7, delta: Some(1.1), ..PpoClip::default() }),
+                clipped(PpoClip { epsilon_high: 0.7, dual_clip: Some(1.1), ..PpoClip::default() }),
+                LossSpec { objective: Objective::Cispo(Cispo { lower: Some(0.8), upper: 1.3 }), ..plain() },
+                LossSpec { ratio: Ratio { clamp: Some(0.25), ..Ratio::default() }, ..clipped(wide_clip()) },
+            ],
+            regimes: vec![Regime::Normal, Regime::Ties],
+            ..Grid::default()
+        },
+        // Of token advantages a row has some of either sign, and some of 0.
+        Class::LogClip => {
+            let of = |ratio| LossSpec { ratio, objective: Objective::PpoClip(wide_clip()), ..by_token() };
+            let clip = Some(LogClip { low: 0.2, high: 0.1 });
+            Grid {
+                specs: vec![
+                    of(Ratio { clip, ..Ratio::default() }),
+                    of(Ratio { clip, level: RatioLevel::Sequence, ..Ratio::default() }),
+                    of(Ratio { cap: Some(0.1), ..Ratio::default() }),
+                    of(Ratio { cap: Some(0.05), level: RatioLevel::Sequence, ..Ratio::default() }),
+                ],
+                shapes: vec![[8, 6, 5]],
+                ..Grid::default()
+            }
+        }
+        Class::Topr => {
+            let of = |positive| {
+                let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
+                LossSpec { objective: Objective::Topr(topr), ..by_token() }
+            };
+            Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
+        }
+        Class::Aspo => {
+            let of = |selected| {
+                let [dual_clip_positive, dual_clip_negative] = [1.3, 1.4];
+                let aspo =
+                    Aspo { epsilon_low: 0.1, epsilon_high: 0.3, selected, dual_clip_positive, dual_clip_negative };
+                LossSpec { objective: Objective::Aspo(aspo), ..by_token() }
+            };
+            Grid {
+                specs: vec![of(None), of(Some(Widths { epsilon_low: 0.3, epsilon_high: 0.1 }))],
+                shapes: vec![[4, 6, 33], [8, 8, 33]],
+                ..Grid::default()
+            }
+        }
+        Class::Overflow => Grid {
+            specs: vec![by_token()],
+            shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
+            regimes: vec![Regime::Normal, Regime::Small, Regime::Peaked, Regime::Ties],
+            noise: 200.0,
+            ..Grid::default()
+        },
+        Class::Kl => Grid {
+            specs: [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]
+                .map(|estimator| penalised(Kl::plain(0.1, estimator)))
+                .into_iter()
+                .chain([penalised(of_ratio()), levelled(RatioLevel::Sequence, penalised(of_ratio()))])
+                .collect(),
+            ..Grid::default()
+        },
+        Class::KlWeight => {
+            let weighs = |importance| penalised(Kl { importance, ..k3() });
+            let with_gradient = |gradient| penalised(Kl { gradient, ..k3() });
+            Grid {
+                specs: vec![
+                    levelled(RatioLevel::Sequence, weighs(KlImportance::Ratio)),
+                    levelled(RatioLevel::Sequence, weighs(KlImportance::TokenRatio)),
+                    weighs(KlImportance::Rollout),
+                    weighs(KlImportance::Score),
+                    with_gradient(KlGradient::K2),
+                    levelled(RatioLevel::Sequence, with_gradient(KlGradient::K2Weighted(1.1))),
+                ],
+                // A token in twenty is not scored.
+                shapes: vec![[8, 8, 33]],
+                ..Grid::default()
+            }
+        }
+        Class::KlClamp => {
+            let k1 = Kl::plain(0.1, KlEstimator::K1);
+            let held = |kl| Kl { difference_clamp: Some(0.2), ..kl };
+            let averaging =
+                Averaging { reduction: Reduction::SequenceMean { rows: Rows::NonEmpty }, denominator_epsilon: 0.0 };
+            let of_product = Kl { value_clamp: Some(0.02), clamp_after_importance: true, ..of_ratio() };
+            Grid {
+                specs: vec![
+                    penalised(held(k3())),
+                    penalised(Kl { gradient: KlGradient::K2, ..held(k3()) }),
+                    penalised(Kl { value_clamp: Some(0.2), ..k1 }),
+                    penalised(Kl { value_clamp: Some(0.02), ..of_ratio() }),
+                    penalised(of_product),
+                    penalised(Kl { averaging: Some(averaging), ..k3() }),
+                ],
+                ..Grid::default()
+            }
+        }
+        Class::Sampler => {
+            let from = OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Rollout };
+            Grid {
+                specs: vec![
+                    LossSpec { old_logp: OldLogp::Rollout, ..plain() },
+                    LossSpec { off_policy_mask: Some(from), ..plain() },
+                ],
+                // A token in twenty is not scored.
+                shapes: vec![[4, 6, 5], [32, 8, 5]],
+                ..Grid::default()
+            }
+        }
+        Class::OffPolicy => Grid {
+            specs: vec![LossSpec {
+                off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
+                ..penalised(k3())
+            }],
+            shapes: vec![[8, 3, 33], [8, 6, 33], [8, 8, 33]],
+            regimes: Regime::FINITE.into(),
+            ..Grid::default()
+        },
+        Class::Rollout => {
+            let (token, sequence) = (weights(RolloutLevel::Token), weights(RolloutLevel::Sequence));
+            let geometric = weights(RolloutLevel::Geometric);
+            let gated =
+                RolloutWeights { min: Some(0.95), max: Some(1.05), ..weights(RolloutLevel::TokenGatedByGeometric) };
+            let given = RolloutWeights { source: RolloutSource::Given, ..geometric.clone() };
+            let all = vec![
+                RolloutWeights { max: Some(1.1), ..token.clone() },
+                RolloutWeights { min: Some(0.9), max: Some(1.1), outside: Outside::Mask, ..token.clone() },
+                RolloutWeights { min: Some(0.9), unscored: Unscored::Zero, ..token.clone() },
+                RolloutWeights { clamp: Some(0.2), applies_to: Terms::PolicyAndKl, ..token.clone() },
+                RolloutWeights { max: Some(1.2), normalize: true, unscored: Unscored::Zero, ..token.clone() },
+                sequence.clone(),
+                RolloutWeights { normalize: true, unscored: Unscored::Zero, ..sequence },
+                RolloutWeights { min: Some(0.97), max: Some(1.03), ..geometric },
+                gated.clone(),
+                RolloutWeights { unscored: Unscored::Zero, ..gated },
+                given,
+            ];
+            // A token in twenty is not scored.
+            Grid { specs: all.into_iter().map(rolled).collect(), shapes: vec![[9, 8, 33]], ..Grid::default() }
+        }
+        Class::Rejection => {
+            use RejectionEstimator::{AbsoluteRatio, BinaryKl, K1, K2, K3, Probability, TotalVariation};
+            use RejectionLevel::{SecondMoment, SequenceMax, SequenceMean, SequenceMin, SequenceSum, Token};
+            let of_rows = rejection(AbsoluteRatio, SequenceMean, None, 1.25);
+            let counted = |drops_from| Rejection { counts: true, drops_from, ..rejection(K2, Token, None, 0.03) };
+            let mut all: Vec<LossSpec> = [
+                rejection(K2, Token, None, 0.03),
+                rejection(K1, Token, Some(-0.2), 0.4),
+                rejection(K3, Token, None, 0.03),
+                rejection(BinaryKl, Token, Some(0.0005), 0.002),
+                rejection(BinaryKl, Token, Some(0.001), 0.006),
+                rejection(TotalVariation, Token, None, 0.005),
+                rejection(Probability, Token, Some(-0.02), 0.003),
+                rejection(K2, SequenceSum, None, 0.15),
+                rejection(K2, SequenceMean, None, 0.04),
+                rejection(K1, SequenceMax, None, 0.3),
+                rejection(K1, SequenceMin, Some(-0.3), 1.0),
+                rejection(K2, SecondMoment, None, 0.05),
+                of_rows,
+                counted(Terms::Policy),
+                counted(Terms::PolicyAndKl),
+            ]
+            .map(|rejection| rejected(vec![rejection]))
+            .into();
+            all.push(rejected(vec![rejection(K1, Token, Some(-0.2), 0.4), of_rows]));
+            let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
+            all.push(LossSpec { rollout: Some(normalised), ..rejected(vec![rejection(K2, Token, None, 0.03)]) });
+            // Of five columns some probabilities are large: the two ways round of a divergence are far apart.
+            Grid { specs: all, shapes: vec![[9, 8, 33], [9, 8, 5]], ..Grid::default() }
+        }
+        Class::TokenWeights => {
+            let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
+            Grid {
+                specs: vec![
+                    token_weighed(Terms::Policy, penalised(k3())),
+                    token_weighed(Terms::PolicyAndKl, penalised(k3())),
+                    token_weighed(Terms::Policy, rolled(normalised)),
+                ],
+                ..Grid::default()
+            }
+        }
+        // At the largest vocabulary what is added to each probability adds up.
+        Class::Entropy => {
+            let specs = vec![bonus(), LossSpec::of_cotangents(true)];
+            let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
+            Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
+        }
+        // Of one token more than a multiple of five, one is the quantile itself.
+        Class::TopEntropy => {
+            let of = |drops, spec| {
+                let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };
+                LossSpec { top_entropy: Some(top), ..spec }
+            };
+            Grid {
+                specs: vec![
+                    of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..penalised(k3()) }),
+                    of(Drops::Ratio, levelled(RatioLevel::Sequence, plain())),
+                ],
+                shapes: vec![[4, 6, 5], [5, 6, 5], [1, 1, 5]],
+                ..Grid::default()
+            }
+        }
+        // Two columns a shard: ids that repeat, and ids in the other one.
+        Class::Several => Grid {
+            specs: vec![LossSpec { temperature: 0.7.into(), top: 3, ..LossSpec::of_cotangents(true) }],
+            shapes: vec![[3, 4, 5], [2, 3, 33]],
+            ..Grid::default()
+        },
+        Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::of_cotangents(true)], ..Grid::default() },
+        Class::Reduction => Grid {
+            specs: vec![
+                penalised(k3()),
+                reduced(Reduction::SequenceMean { rows: Rows::All }),
+                reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
+                reduced(Reduction::SequenceSum { rows: Rows::All }),
+                reduced(Reduction::FixedLength { rows: Rows::All, length: Some(1024) }),
+                reduced(Reduction::Normalizer(64.0)),
+                LossSpec { denominator_epsilon: 0.5, ..reduced(Reduction::SequenceMean { rows: Rows::All }) },
+            ],
+            shapes: vec![[6, 3, 33]],
+            regimes: vec![Regime::Normal, Regime::Ties],
+            ..Grid::default()
+        },
+        // Where all tokens of a row have one weight and one advantage, GSPO and GSPO-token are the same.
+        Class::SequenceRatio => Grid {
+            specs: [RatioLevel::Sequence, RatioLevel::SequenceToken]
+                .into_iter()
+                .flat_map(|level| [levelled(level, plain()), levelled(level, by_token())])
+                .collect(),
+            ..Grid::default()
+        },
+        Class::Packing => Grid {
+            specs: vec![
+                plain(),
+                levelled(RatioLevel::Sequence, plain()),
+                reduced(Reduction::SequenceMean { rows: Rows::NonEmpty }),
+                rolled(weights(RolloutLevel::Geometric)),
+                rejected(vec![rejection(RejectionEstimator::K2, RejectionLevel::SequenceMean, None, 0.04)]),
+            ],
+            shapes: vec![[6, 6, 33], [8, 3, 33]],
+            ..Grid::default()
+        },
+        Class::Indexing => Grid {
+            specs: vec![LossSpec { advantages: AdvantageLevel::Token, ..penalised(k3()) }],
+            shapes: vec![[4, 6, 33], [4, 8, 4099], [2, 8, 60_000]],
+            ..Grid::default()
+        },
+        Class::Devices => Grid {
+            specs: vec![bonus()],
+            shapes: vec![[5, 6, 97], [4, 4, 33]],
+            regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
+            ..Grid::default()
+        },
+        Class::State => Grid {
+            shapes: vec![[4, 6, 67], [2, 6, 1025]],
+            regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
+            ..Grid::default()
+        },
+        // Among five columns tokens of a chunk have the same id.
+        Class::HeadChunks => Grid {
+            specs: vec![plain(), bonus()],
+            shapes: vec![[4, 6, 5], [4, 6, 97]],
+            dtypes: vec![Dtype::F32, Dtype::Bf16],
+            ..Grid::default()
+        },
+        Class::HeadProducts => Grid {
+            specs: vec![LossSpec { scale: 0.25, ..tempered(TemperatureDivides::Logits) }],
+            shapes: vec![[3, 6, 97], [2, 4, 515]],
+            dtypes: Dtype::KERNEL.into(),
+            ..Grid::default()
+        },
+        Class::HeadDevices => {
+            Grid { shapes: vec![[5, 6, 97], [4, 4, 33]], dtypes: vec![Dtype::F32, Dtype::Bf16], ..Grid::default() }
         }
     }
 }

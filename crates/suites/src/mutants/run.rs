@@ -5,8 +5,9 @@ use std::fmt;
 use rayon::prelude::*;
 
 use super::QWEN_VOCABULARY;
-use super::bank::{BANK, Class, Mutant};
-use super::specimen::{DEVICE_COUNTS, Specimen};
+use super::{BANK, Class, Mutant, Specimen, property};
+use assay_mutants::DEVICE_COUNTS;
+
 use crate::{measured_cases, measured_heads};
 use assay_core::implementation::{Implementation, Workload};
 use assay_core::problem::{Candidate, Dtype, HeadLayout, HeadProblem, Problem};
@@ -118,7 +119,7 @@ pub fn property_cases() -> Vec<Case> {
             })
         },
     );
-    let seldom_drawn = SELDOM_DRAWN.into_iter().flat_map(Class::property);
+    let seldom_drawn = SELDOM_DRAWN.into_iter().flat_map(property::property);
     random.chain(named).chain(wide_cases()).chain(seldom_drawn.collect::<Vec<_>>()).collect()
 }
 
@@ -418,7 +419,7 @@ impl Part {
         let short = self.production == Production::Short;
         let family = self.class.name();
         let Some((hidden, vocab, layout)) = self.head else {
-            let mut recipes = self.class.production(if short { [2, 3] } else { [4, 4] });
+            let mut recipes = property::production(self.class, if short { [2, 3] } else { [4, 4] });
             // Of several dtypes bf16 alone.
             if short && recipes.iter().any(|(_, recipe)| recipe.dtype == Dtype::Bf16) {
                 recipes.retain(|(_, recipe)| recipe.dtype == Dtype::Bf16);
@@ -428,7 +429,7 @@ impl Part {
             let on_all = !short || matches!(self.class, Class::Devices | Class::State);
             return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
         };
-        let recipes = self.class.head_production(hidden, [2, 3, vocab], layout).into_iter();
+        let recipes = property::head_production(self.class, hidden, [2, 3, vocab], layout).into_iter();
         let cases = recipes.map(|(spec, head)| Case::of_head(family, spec, &head));
         self.fates(&DEVICE_COUNTS, cases, grade)
     }

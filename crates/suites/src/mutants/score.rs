@@ -8,8 +8,8 @@ use rayon::prelude::*;
 
 use super::elsewhere::{Cell, PROJECTS, Tests};
 use super::run::{Case, Kill, Suite};
-use super::specimen::Specimen;
-use super::{Class, Mutant};
+
+use super::{Class, Mutant, Specimen};
 use assay_core::implementation::Implementation;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Tolerances};

@@ -19,10 +19,10 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
 use rayon::prelude::*;
 
-use super::bank::Bug;
-use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
-use super::loss;
-use super::specimen::{DEVICE_COUNTS, Specimen, TILE};
+use crate::bank::Bug;
+use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
+use crate::loss;
+use crate::specimen::{DEVICE_COUNTS, Specimen, TILE};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Projection,

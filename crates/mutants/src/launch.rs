@@ -4,23 +4,23 @@ use std::ops::Range;
 
 use ndarray::{Array2, Ix2};
 
-use super::bank::Bug;
-use super::corrections::Corrections;
-use super::several::Picked;
+use crate::bank::Bug;
+use crate::corrections::Corrections;
+use crate::several::Picked;
 use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
 
 /// How devices cut a batch.
 #[derive(Clone, Copy)]
-pub(super) struct Mesh {
+pub(crate) struct Mesh {
     /// Parts that the sequences are cut in.
-    pub(super) rows: usize,
+    pub(crate) rows: usize,
     /// Parts that the vocabulary is cut in.
-    pub(super) columns: usize,
+    pub(crate) columns: usize,
 }
 
 impl Mesh {
-    pub(super) fn of(devices: usize) -> Self {
+    pub(crate) fn of(devices: usize) -> Self {
         match devices {
             1 => Self { rows: 1, columns: 1 },
             2 => Self { rows: 1, columns: 2 },
@@ -30,20 +30,20 @@ impl Mesh {
 }
 
 /// The `i`th of `parts` of `0..length`, the last of them shorter or empty.
-pub(super) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
+pub(crate) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
     let each = length.div_ceil(parts);
     (each * i).min(length)..(each * (i + 1)).min(length)
 }
 
 /// What the tokens of a batch come to.
-pub(super) struct Evaluation {
-    pub(super) loss: f64,
-    pub(super) tokens: Array2<Option<Graded>>,
+pub(crate) struct Evaluation {
+    pub(crate) loss: f64,
+    pub(crate) tokens: Array2<Option<Graded>>,
 }
 
 impl Evaluation {
     /// Log-probabilities, entropies and losses, 0 where a token is masked.
-    pub(super) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
+    pub(crate) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
         let values: [fn(&Graded) -> f64; 3] =
             [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
         values.map(|value| self.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32).into())
@@ -52,75 +52,75 @@ impl Evaluation {
 
 /// A token when all is known but its dlogits.
 #[derive(Clone)]
-pub(super) struct Graded {
-    pub(super) scored: Scored,
+pub(crate) struct Graded {
+    pub(crate) scored: Scored,
     /// Policy term plus `beta · kl`.
-    pub(super) loss: f64,
+    pub(crate) loss: f64,
     /// `∂loss/∂logp`
-    pub(super) grad_logp: f64,
+    pub(crate) grad_logp: f64,
     /// `∂loss/∂entropy`
-    pub(super) grad_entropy: f64,
+    pub(crate) grad_entropy: f64,
 }
 
 /// A softmax over logits times `rate`.
 #[derive(Clone, Copy)]
-pub(super) struct Softmax {
-    pub(super) max: f32,
-    pub(super) rate: f32,
-    pub(super) sum: f64,
-    pub(super) others: f64,
-    pub(super) mean_gap: f64,
+pub(crate) struct Softmax {
+    pub(crate) max: f32,
+    pub(crate) rate: f32,
+    pub(crate) sum: f64,
+    pub(crate) others: f64,
+    pub(crate) mean_gap: f64,
     /// The maximum of each vocabulary shard.
-    pub(super) shard_max: [f32; 2],
+    pub(crate) shard_max: [f32; 2],
 }
 
 /// What the logits of a token come to.
 #[derive(Clone)]
-pub(super) struct Scored {
-    pub(super) logp: f64,
-    pub(super) entropy: f64,
-    pub(super) id: usize,
-    pub(super) temperature: f64,
-    pub(super) logp_softmax: Softmax,
-    pub(super) entropy_softmax: Softmax,
+pub(crate) struct Scored {
+    pub(crate) logp: f64,
+    pub(crate) entropy: f64,
+    pub(crate) id: usize,
+    pub(crate) temperature: f64,
+    pub(crate) logp_softmax: Softmax,
+    pub(crate) entropy_softmax: Softmax,
     /// Its ids beside the first.
-    pub(super) others: Vec<Picked>,
+    pub(crate) others: Vec<Picked>,
 }
 
 impl Scored {
     /// The same token with the maxima and sums of another.
-    pub(super) fn with_softmax_of(self, other: &Self) -> Self {
+    pub(crate) fn with_softmax_of(self, other: &Self) -> Self {
         Self { logp_softmax: other.logp_softmax, entropy_softmax: other.entropy_softmax, ..self }
     }
 }
 
 /// One evaluation.
-pub(super) struct Launch<'l> {
-    pub(super) bug: Option<Bug>,
+pub(crate) struct Launch<'l> {
+    pub(crate) bug: Option<Bug>,
     /// Which evaluation it is of its kernel: what one whose sums have no order depends on.
-    pub(super) turn: usize,
-    pub(super) spec: &'l LossSpec,
-    pub(super) shape: Shape,
-    pub(super) tokens: Tokens<'l>,
-    pub(super) mesh: Mesh,
+    pub(crate) turn: usize,
+    pub(crate) spec: &'l LossSpec,
+    pub(crate) shape: Shape,
+    pub(crate) tokens: Tokens<'l>,
+    pub(crate) mesh: Mesh,
     /// Whether the softmaxes are of the logits as they are given.
-    pub(super) takes_logits_as_given: bool,
+    pub(crate) takes_logits_as_given: bool,
     /// What weighs and rejects tokens.
-    pub(super) corrections: Corrections,
+    pub(crate) corrections: Corrections,
 }
 
 impl Launch<'_> {
-    pub(super) fn has(&self, bug: Bug) -> bool {
+    pub(crate) fn has(&self, bug: Bug) -> bool {
         self.bug == Some(bug)
     }
 
     /// The tokens that count: those that are unmasked, and that nothing rejects as if they were.
-    pub(super) fn mask(&self) -> &Array2<bool> {
+    pub(crate) fn mask(&self) -> &Array2<bool> {
         &self.corrections.mask
     }
 
     /// Whether the kernel looks at token `[b,t]`.
-    pub(super) fn counts(&self, b: usize, t: usize) -> bool {
+    pub(crate) fn counts(&self, b: usize, t: usize) -> bool {
         let mask = self.mask();
         if self.has(Bug::MaskMultiplied) {
             return true;
@@ -138,7 +138,7 @@ impl Launch<'_> {
     }
 
     /// The tokens of each sequence, as the kernel has them.
-    pub(super) fn sequences(&self) -> Vec<Sequence> {
+    pub(crate) fn sequences(&self) -> Vec<Sequence> {
         let sequences = &self.tokens.extra.sequences;
         let mut all = sequences.places(self.tokens.mask.dim());
         if sequences.packed().is_none() {
@@ -160,7 +160,7 @@ impl Launch<'_> {
     }
 
     /// The sampled column, as the kernel reads it.
-    pub(super) fn id(&self, b: usize, t: usize) -> usize {
+    pub(crate) fn id(&self, b: usize, t: usize) -> usize {
         let id = self.tokens.ids[[b, t]];
         let vocab = self.shape.vocab as i64;
         let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };

@@ -4,22 +4,22 @@
 
 use ndarray::Array2;
 
-use super::bank::Bug;
-use super::launch::{Launch, Scored, part};
+use crate::bank::Bug;
+use crate::launch::{Launch, Scored, part};
 use assay_core::spec::{Drops, QuantilePrecision, TopEntropy};
 
 /// What each token has a part in.
-pub(super) struct High {
+pub(crate) struct High {
     /// The policy term.
-    pub(super) policy: Array2<bool>,
+    pub(crate) policy: Array2<bool>,
     /// Its row's log-ratio.
-    pub(super) ratio: Array2<bool>,
+    pub(crate) ratio: Array2<bool>,
     /// The entropy bonus.
-    pub(super) bonus: Array2<bool>,
+    pub(crate) bonus: Array2<bool>,
 }
 
 impl High {
-    pub(super) fn of(launch: &Launch, scored: &Array2<Option<Scored>>) -> Self {
+    pub(crate) fn of(launch: &Launch, scored: &Array2<Option<Scored>>) -> Self {
         let all = Array2::from_elem(scored.dim(), true);
         let Some(top) = launch.spec.top_entropy.filter(|_| !launch.has(Bug::TopEntropyIgnored)) else {
             return Self { policy: all.clone(), ratio: all.clone(), bonus: all };

@@ -2,24 +2,24 @@
 
 use std::ops::Range;
 
-use super::bank::Bug;
-use super::launch::Launch;
-use super::specimen::TILE;
+use crate::bank::Bug;
+use crate::launch::Launch;
+use crate::specimen::TILE;
 use assay_core::problem::{Dtype, Float};
 use assay_core::spec::{LogitsTransform, Support};
 
 /// Who reads a row: its token, and the pass.
 #[derive(Clone, Copy)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     /// The sampled column.
-    pub(super) id: usize,
-    pub(super) backward: bool,
+    pub(crate) id: usize,
+    pub(crate) backward: bool,
 }
 
 impl Launch<'_> {
     /// What the softmaxes are of in a column of the shard `columns`, from the logit that stands there:
     /// `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the support.
-    pub(super) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: Reader) -> f32 {
+    pub(crate) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: Reader) -> f32 {
         let x = x.to_f64();
         if self.takes_logits_as_given {
             return x as f32;
@@ -61,7 +61,7 @@ impl Launch<'_> {
     }
 
     /// `∂h/∂x` of a column: `scale · (1 − tanh²)`.
-    pub(super) fn slope<E: Float>(&self, x: E, columns: &Range<usize>, column: usize) -> f64 {
+    pub(crate) fn slope<E: Float>(&self, x: E, columns: &Range<usize>, column: usize) -> f64 {
         let LogitsTransform { scale, softcap, .. } = self.spec.logits;
         let outer = if self.has(Bug::LogitScaleForgottenInGradient) { 1.0 } else { scale };
         let Some(cap) = softcap.filter(|_| !self.has(Bug::SoftcapSlopeForgotten)) else { return outer };
@@ -94,7 +94,7 @@ impl Launch<'_> {
     }
 
     /// Whether `column` of the shard `columns` is outside the support.
-    pub(super) fn is_excluded(&self, columns: &Range<usize>, column: usize) -> bool {
+    pub(crate) fn is_excluded(&self, columns: &Range<usize>, column: usize) -> bool {
         let Support { vocab, excluded_ids, .. } = &self.spec.support;
         let whole = self.shape.vocab;
         let end = match vocab {

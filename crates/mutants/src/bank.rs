@@ -2,7 +2,7 @@
 
 use assay_core::spec::{Kl, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OffPolicyMask, OldLogp};
 
-/// A deliberately wrong kernel: what [`Specimen`](super::Specimen) becomes with one bug.
+/// A deliberately wrong kernel: what [`Specimen`](crate::Specimen) becomes with one bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mutant {
     /// The change.

@@ -2,8 +2,8 @@
 
 use ndarray::Array2;
 
-use super::bank::Bug;
-use super::launch::{Launch, part};
+use crate::bank::Bug;
+use crate::launch::{Launch, part};
 use assay_core::problem::Sequence;
 use assay_core::spec::{
     Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Terms,
@@ -12,9 +12,9 @@ use assay_core::spec::{
 
 /// What a term of a token's loss, and its gradient, are multiplied by.
 #[derive(Clone, Copy)]
-pub(super) struct Factor {
-    pub(super) value: f64,
-    pub(super) gradient: f64,
+pub(crate) struct Factor {
+    pub(crate) value: f64,
+    pub(crate) gradient: f64,
 }
 
 impl Factor {
@@ -27,20 +27,20 @@ impl Factor {
 }
 
 /// What becomes of each token.
-pub(super) struct Corrections {
+pub(crate) struct Corrections {
     /// Those that count.
-    pub(super) mask: Array2<bool>,
+    pub(crate) mask: Array2<bool>,
     /// Of the policy term and of the penalty.
-    pub(super) factors: Array2<[Factor; 2]>,
+    pub(crate) factors: Array2<[Factor; 2]>,
 }
 
 impl Corrections {
     /// Every unmasked token counts, and nothing is weighed.
-    pub(super) fn none(mask: &Array2<bool>) -> Self {
+    pub(crate) fn none(mask: &Array2<bool>) -> Self {
         Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [Factor::ONE; 2]) }
     }
 
-    pub(super) fn of(launch: &Launch) -> Self {
+    pub(crate) fn of(launch: &Launch) -> Self {
         let (spec, given) = (launch.spec, launch.tokens.mask);
         let mut all = Self::none(given);
         all.reject(launch);
@@ -126,7 +126,7 @@ fn of_tokens(launch: &Launch, given: &Array2<f64>) -> Array2<f64> {
 }
 
 /// The trainer's weights, as the kernel reads them.
-pub(super) fn token_weights(launch: &Launch) -> Array2<f64> {
+pub(crate) fn token_weights(launch: &Launch) -> Array2<f64> {
     let dim = launch.tokens.mask.dim();
     let Some(given) = launch.tokens.extra.token_weights.as_ref() else { return Array2::ones(dim) };
     let mut all = of_tokens(launch, given);

@@ -16,24 +16,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use half::{bf16, f16};
 use ndarray::{Array2, arr0};
 
-use super::bank::Bug;
-use super::corrections::Corrections;
-use super::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
-use super::logits::Reader;
-use super::loss;
+use crate::bank::Bug;
+use crate::corrections::Corrections;
+use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
+use crate::logits::Reader;
+use crate::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
 use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides};
 
 /// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
-pub(super) const TILE: usize = 256;
+pub(crate) const TILE: usize = 256;
 
 const ID: &str = "specimen";
 
-/// Simulated.
-pub(super) const DEVICE_COUNTS: [usize; 3] = [1, 2, 4];
+/// How many devices it simulates.
+pub const DEVICE_COUNTS: [usize; 3] = [1, 2, 4];
 
-/// A correct GRPO kernel, or one with a bug of the [bank](super::BANK).
+/// A correct GRPO kernel, or one with a bug of the [bank](crate::BANK).
 #[derive(Debug, Default)]
 pub struct Specimen {
     bug: Option<Bug>,
@@ -47,8 +47,11 @@ impl Specimen {
         Self { bug: Some(bug), ..Self::default() }
     }
 
-    /// Says what is not computed, on logits or hidden states of `dtype`.
-    pub(super) fn expect_computed(spec: &LossSpec, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+    /// Whether it computes `spec` on logits or hidden states of `dtype` over `devices` devices.
+    ///
+    /// # Errors
+    /// [`Unsupported`], naming the first thing it does not do.
+    pub fn expect_computed(spec: &LossSpec, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let refused = |field, given: String, supported: &str| {
             Err(Unsupported { implementation: ID.into(), field, given, supported: supported.into() })
         };
@@ -78,7 +81,7 @@ impl Specimen {
     }
 
     /// One evaluation more.
-    pub(super) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
+    pub(crate) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
         let corrections = Corrections::none(tokens.mask);
         let turn = self.runs.fetch_add(1, Ordering::Relaxed) + 1;
         let takes_logits_as_given = spec.support.is_whole() && spec.logits == LogitsTransform::default();
@@ -140,7 +143,7 @@ impl Implementation for Specimen {
 
 /// What one device keeps of a row while it walks the tiles.
 #[derive(Clone, Copy)]
-pub(super) struct Scratch {
+pub(crate) struct Scratch {
     /// `m`, in logits.
     max: f32,
     /// `Σ e_j`
@@ -204,13 +207,13 @@ impl Launch<'_> {
         [of_logp, if self.has(Bug::EntropyWithoutTemperature) { 1.0 } else { tempered }]
     }
 
-    pub(super) fn divides_logits(&self) -> bool {
+    pub(crate) fn divides_logits(&self) -> bool {
         let divides_logits = self.spec.temperature_divides == TemperatureDivides::Logits;
         divides_logits != self.has(Bug::TemperatureOnTheWrongSide)
     }
 
     /// One tile of the columns `columns` of a row: what the softmaxes are of, −∞ beyond their end.
-    pub(super) fn load<E: Float>(
+    pub(crate) fn load<E: Float>(
         &self,
         logits: &[E],
         row: usize,
@@ -260,12 +263,12 @@ impl Launch<'_> {
     }
 
     /// What the devices of a row shard keep from one grid step to the next.
-    pub(super) fn scratch(&self) -> Vec<[Scratch; 2]> {
+    pub(crate) fn scratch(&self) -> Vec<[Scratch; 2]> {
         vec![[Scratch::default(); 2]; self.mesh.columns]
     }
 
     /// The row of token `[b,t]`, which begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
-    pub(super) fn score_row<E: Float>(
+    pub(crate) fn score_row<E: Float>(
         &self,
         logits: &[E],
         row: usize,
@@ -480,7 +483,7 @@ impl Launch<'_> {
     /// ```text
     /// dx_j = (G·(1[j=y] − p_j) + E·q_j(a_j − ā)) / T · ∂h_j/∂x_j        1 − p_y summed over the other columns
     /// ```
-    pub(super) fn write<E: Float>(
+    pub(crate) fn write<E: Float>(
         &self,
         logits: &mut [E],
         row: usize,

@@ -2,11 +2,11 @@
 
 use ndarray::Array2;
 
-use super::bank::Bug;
-use super::corrections::{Factor, token_weights};
-use super::kl::kl;
-use super::launch::{Evaluation, Graded, Launch, Scored, part};
-use super::top_entropy::High;
+use crate::bank::Bug;
+use crate::corrections::{Factor, token_weights};
+use crate::kl::kl;
+use crate::launch::{Evaluation, Graded, Launch, Scored, part};
+use crate::top_entropy::High;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, LogClip, Objective, OldLogp, Positive, PpoClip, RatioLevel, Reduction,
@@ -15,15 +15,15 @@ use assay_core::spec::{
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Term {
-    pub(super) value: f64,
-    pub(super) by_logp: f64,
-    pub(super) by_log_ratio: f64,
+pub(crate) struct Term {
+    pub(crate) value: f64,
+    pub(crate) by_logp: f64,
+    pub(crate) by_log_ratio: f64,
 }
 
 impl Term {
     /// `factor` times the term; 0 where the factor is, even if the term overflows.
-    pub(super) fn times(self, factor: f64) -> Self {
+    pub(crate) fn times(self, factor: f64) -> Self {
         if factor == 0.0 {
             return Self::default();
         }
@@ -31,7 +31,7 @@ impl Term {
     }
 
     /// The same with a weight that a bug may leave out of the gradient.
-    pub(super) fn weighed(self, by: Factor) -> Self {
+    pub(crate) fn weighed(self, by: Factor) -> Self {
         if by.value == 0.0 {
             return Self::default();
         }
@@ -42,30 +42,30 @@ impl Term {
 
 /// What a token's loss depends on.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs {
-    pub(super) logp: f64,
-    pub(super) ref_logp: f64,
-    pub(super) old_logp: f64,
-    pub(super) rollout_logp: f64,
-    pub(super) advantage: f64,
+pub(crate) struct Inputs {
+    pub(crate) logp: f64,
+    pub(crate) ref_logp: f64,
+    pub(crate) old_logp: f64,
+    pub(crate) rollout_logp: f64,
+    pub(crate) advantage: f64,
     is_selected: bool,
     /// What the policy term and the penalty are multiplied by.
-    pub(super) factors: [Factor; 2],
+    pub(crate) factors: [Factor; 2],
     /// `ℓ` less the ratio's denominator.
-    pub(super) moved: f64,
+    pub(crate) moved: f64,
     /// The token's own log-ratio after its clamp and clip, and whether it follows `ℓ` there.
-    pub(super) own: (f64, bool),
+    pub(crate) own: (f64, bool),
     /// That of its level after its cap, and whether it follows what it is of there.
-    pub(super) level: (f64, bool),
+    pub(crate) level: (f64, bool),
     /// What of its level's log-ratio is the token's own: of a mean over `n` tokens `1/n`.
     share: f64,
-    pub(super) on_policy: bool,
+    pub(crate) on_policy: bool,
     /// Whether its entropy leaves it its policy term.
-    pub(super) is_high: bool,
+    pub(crate) is_high: bool,
 }
 
 /// Losses, their sum and their gradients.
-pub(super) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evaluation {
+pub(crate) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evaluation {
     let Shape { batch, tokens, .. } = launch.shape;
     let mut graded = Array2::from_elem((batch, tokens), None);
     let mut loss = 0.0;
@@ -445,7 +445,7 @@ fn clipped_to(launch: &Launch, x: f64, advantage: f64) -> Held {
 }
 
 /// `ρ`, in f32.
-pub(super) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
+pub(crate) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
     if launch.has(Bug::RatioToFirstOrder) {
         return 1.0 + inputs.level.0;
     }
@@ -453,7 +453,7 @@ pub(super) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
 }
 
 /// The policy term.
-pub(super) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
+pub(crate) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
     if idle || !inputs.on_policy || !inputs.is_high {
         return Term::default();

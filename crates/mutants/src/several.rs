@@ -5,21 +5,21 @@
 
 use ndarray::{Array3, Ix3};
 
-use super::bank::Bug;
-use super::launch::{Evaluation, Launch, Softmax, part};
-use super::logits::Reader;
-use super::specimen::TILE;
+use crate::bank::Bug;
+use crate::launch::{Evaluation, Launch, Softmax, part};
+use crate::logits::Reader;
+use crate::specimen::TILE;
 use assay_core::problem::{Float, FloatArray};
 
 /// One of them.
 #[derive(Clone, Copy)]
-pub(super) struct Picked {
-    pub(super) id: usize,
-    pub(super) logp: f64,
+pub(crate) struct Picked {
+    pub(crate) id: usize,
+    pub(crate) logp: f64,
     /// `1 − p` of its column, summed over the others.
     others: f64,
     /// `∂loss/∂logp`
-    pub(super) grad_logp: f64,
+    pub(crate) grad_logp: f64,
 }
 
 impl Launch<'_> {
@@ -42,7 +42,7 @@ impl Launch<'_> {
     }
 
     /// Their log-probabilities, of the row that begins at `row` and has this softmax.
-    pub(super) fn pick<E: Float>(
+    pub(crate) fn pick<E: Float>(
         &self,
         logits: &[E],
         row: usize,
@@ -77,7 +77,7 @@ impl Launch<'_> {
     }
 
     /// What they add to a dlogit of probability `p`, but for the temperature: `Σ_k G_k·(1[j = y_k] − p_j)`.
-    pub(super) fn of_others(&self, picked: &[Picked], column: usize, p: f64) -> f64 {
+    pub(crate) fn of_others(&self, picked: &[Picked], column: usize, p: f64) -> f64 {
         let of = |(k, of): (usize, &Picked)| {
             let is_overwritten = picked[k + 1..].iter().any(|later| later.id == of.id);
             let own = of.id == column && !(is_overwritten && self.has(Bug::RepeatedIdOverwritten));
@@ -100,12 +100,12 @@ impl Launch<'_> {
     }
 
     /// Whether a later one has the first id too, which a bug forgets over it.
-    pub(super) fn forgets_first(&self, first: usize, picked: &[Picked]) -> bool {
+    pub(crate) fn forgets_first(&self, first: usize, picked: &[Picked]) -> bool {
         self.has(Bug::RepeatedIdOverwritten) && picked.iter().any(|later| later.id == first)
     }
 
     /// `[B,T,K−1]`, 0 where a token is masked; `None` where it has no other.
-    pub(super) fn logp_of_others(&self, evaluation: &Evaluation) -> Option<FloatArray<Ix3>> {
+    pub(crate) fn logp_of_others(&self, evaluation: &Evaluation) -> Option<FloatArray<Ix3>> {
         let count = self.tokens.extra.others.as_ref()?.count();
         let of_token = |at| {
             let picked = evaluation.tokens[at].as_ref().map_or(&[][..], |token| &token.scored.others);

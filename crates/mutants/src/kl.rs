@@ -1,8 +1,8 @@
 //! The specimen's KL penalty: its estimate, the clamps of it, and what weighs it.
 
-use super::bank::Bug;
-use super::launch::Launch;
-use super::loss::{Inputs, Term, policy, ratio};
+use crate::bank::Bug;
+use crate::launch::Launch;
+use crate::loss::{Inputs, Term, policy, ratio};
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective};
 
 /// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
@@ -112,7 +112,7 @@ fn bound(launch: &Launch, kl: &Kl, value: f64) -> Option<f64> {
 }
 
 /// `beta · kl`
-pub(super) fn kl(launch: &Launch, inputs: &Inputs) -> Term {
+pub(crate) fn kl(launch: &Launch, inputs: &Inputs) -> Term {
     let spec: &LossSpec = launch.spec;
     let Some(kl) = &spec.kl else { return Term::default() };
     if launch.has(Bug::KlMaskedByOffPolicyMask) && !inputs.on_policy {

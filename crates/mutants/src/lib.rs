@@ -1,0 +1,18 @@
+//! A bank of deliberately wrong kernels: what a suite is worth is what it catches.
+//!
+//! [`Specimen`] is a correct kernel, of the loss on logits and of the LM head with the loss; each [`Mutant`] is one small
+//! change to it.
+
+mod bank;
+mod corrections;
+mod kl;
+mod launch;
+mod lm_head;
+mod logits;
+mod loss;
+mod several;
+mod specimen;
+mod top_entropy;
+
+pub use bank::{BANK, Bug, Class, Mutant};
+pub use specimen::{DEVICE_COUNTS, Specimen};
