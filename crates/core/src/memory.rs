@@ -78,7 +78,7 @@ pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Opti
 /// as containers are; `None` where neither says.
 pub fn available_host_bytes() -> Option<usize> {
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let of_groups = [UNIFIED, OF_MEMORY].into_iter().filter_map(|hierarchy| {
+    let of_groups = [Hierarchy::UNIFIED, Hierarchy::OF_MEMORY].into_iter().filter_map(|hierarchy| {
         let group = own.lines().find_map(|line| line.split_once(hierarchy.mark)?.1.strip_prefix('/'))?;
         hierarchy.available(Path::new(hierarchy.root), Path::new(group))
     });
@@ -86,7 +86,7 @@ pub fn available_host_bytes() -> Option<usize> {
 }
 
 /// Where a hierarchy of control groups says what memory they may hold.
-struct Hierarchy {
+pub struct Hierarchy {
     /// What stands before a process's group.
     mark: &'static str,
     root: &'static str,
@@ -96,27 +96,27 @@ struct Hierarchy {
     cached: &'static str,
 }
 
-/// Version 2.
-const UNIFIED: Hierarchy = Hierarchy {
-    mark: "0::",
-    root: "/sys/fs/cgroup",
-    most: "memory.max",
-    held: "memory.current",
-    cached: "inactive_file ",
-};
-
-/// Version 1.
-const OF_MEMORY: Hierarchy = Hierarchy {
-    mark: ":memory:",
-    root: "/sys/fs/cgroup/memory",
-    most: "memory.limit_in_bytes",
-    held: "memory.usage_in_bytes",
-    cached: "total_inactive_file ",
-};
-
 impl Hierarchy {
-    /// The least that `group` and those around it, below `root`, have left; `None` where none of them has a limit.
-    fn available(&self, root: &Path, group: &Path) -> Option<usize> {
+    /// Version 2 of control groups.
+    pub const UNIFIED: Hierarchy = Hierarchy {
+        mark: "0::",
+        root: "/sys/fs/cgroup",
+        most: "memory.max",
+        held: "memory.current",
+        cached: "inactive_file ",
+    };
+
+    /// Version 1, the controller of memory.
+    pub const OF_MEMORY: Hierarchy = Hierarchy {
+        mark: ":memory:",
+        root: "/sys/fs/cgroup/memory",
+        most: "memory.limit_in_bytes",
+        held: "memory.usage_in_bytes",
+        cached: "total_inactive_file ",
+    };
+
+    /// Bytes: the least that `group` and those around it, below `root`, have left; `None` where none of them has a limit.
+    pub fn available(&self, root: &Path, group: &Path) -> Option<usize> {
         let left = |group: &Path| {
             let read = |name: &str| fs::read_to_string(root.join(group).join(name)).ok();
             // A word where there is none.
@@ -135,29 +135,4 @@ fn available_on_machine() -> Option<usize> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_narrowest_group_around_a_process_is_its_limit() {
-        let root = tempfile::tempdir().unwrap();
-        let write = |group: &str, name: &str, text: &str| {
-            let folder = root.path().join(group);
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join(name), text).unwrap();
-        };
-        for (group, most, held) in [("pod", "1000\n", "400\n"), ("pod/container", "max\n", "300\n")] {
-            write(group, "memory.max", most);
-            write(group, "memory.current", held);
-        }
-        write("pod", "memory.stat", "anon 300\ninactive_file 50\nactive_file 50\n");
-        let left = |group: &str| UNIFIED.available(root.path(), Path::new(group));
-        assert_eq!(left("pod/container"), Some(650));
-        assert_eq!(left("elsewhere"), None);
-        write("pod/container", "memory.max", "200\n");
-        assert_eq!(left("pod/container"), Some(0));
-    }
 }

@@ -35,7 +35,7 @@ pub fn any_spec() -> BoxedStrategy<LossSpec> {
     // A trust region has four choices of its own.
     let weight = |name| if name == "trust_region" { 2 } else { 1 };
     let objective = Union::new_weighted(objectives().into_iter().map(|(name, arm)| (weight(name), arm)).collect());
-    prop_oneof![2 => any_ppo_spec().boxed(), 3 => family(objective).prop_map(or_logp).boxed()].boxed()
+    prop_oneof![2 => any_ppo_spec(), 3 => family(objective.boxed()).prop_map(or_logp).boxed()].boxed()
 }
 
 /// Logp of two to four ids by its cotangents in place of a policy gradient by tokens that is weighed against its sampler or has its
@@ -54,7 +54,7 @@ fn or_logp(spec: LossSpec) -> LossSpec {
 }
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
-pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Value = LossSpec> {
+pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
     let levels = (
         select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
         select(vec![OldLogp::Given, OldLogp::Given, OldLogp::Current, OldLogp::Rollout]),
@@ -72,8 +72,8 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
     );
     let columns = prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => changed_logits()];
     let bonus = (prop_oneof![Just(0.0), -0.3..0.3_f64], weighted(0.4, averaging()));
-    (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale()).prop_map(
-        |(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
+    (objective, ratio(), levels, corrections, weighted(0.5, kl()), columns, bonus, averaging(), scale())
+        .prop_map(|(objective, ratio, levels, corrections, kl, columns, bonus, averaging, scale)| {
             let (advantages, old_logp, temperature, temperature_divides) = levels;
             let (rollout, rejection, off_policy_mask, token_weights) = corrections;
             // No draw of its own, which would change every case.
@@ -109,14 +109,19 @@ pub fn family(objective: impl Strategy<Value = Objective>) -> impl Strategy<Valu
                     && spec.reduction == Reduction::SequenceMean { rows: Rows::All };
             }
             spec
-        },
-    )
+        })
+        .boxed()
 }
 
-fn clip() -> impl Strategy<Value = PpoClip> {
-    (0.0..0.9_f64, 0.0..1.5_f64, option(0.5..3.0_f64), option(1.01..4.0_f64)).prop_map(
-        |(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip { epsilon_low, epsilon_high, delta, dual_clip },
-    )
+fn clip() -> BoxedStrategy<PpoClip> {
+    (0.0..0.9_f64, 0.0..1.5_f64, option(0.5..3.0_f64), option(1.01..4.0_f64))
+        .prop_map(|(epsilon_low, epsilon_high, delta, dual_clip)| PpoClip {
+            epsilon_low,
+            epsilon_high,
+            delta,
+            dual_clip,
+        })
+        .boxed()
 }
 
 /// Every objective, by its name in a file.
@@ -187,7 +192,7 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     ]
 }
 
-fn ratio() -> impl Strategy<Value = Ratio> {
+fn ratio() -> BoxedStrategy<Ratio> {
     let level = select(vec![
         RatioLevel::Token,
         RatioLevel::Token,
@@ -210,9 +215,10 @@ fn ratio() -> impl Strategy<Value = Ratio> {
             cap,
             denominator_epsilon: if level == RatioLevel::SequenceProduct { 0.0 } else { denominator_epsilon },
         })
+        .boxed()
 }
 
-fn kl() -> impl Strategy<Value = Kl> {
+fn kl() -> BoxedStrategy<Kl> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
     let gradient = prop_oneof![
         2 => Just(KlGradient::Own),
@@ -227,8 +233,8 @@ fn kl() -> impl Strategy<Value = Kl> {
         KlImportance::Score,
     ]);
     let clamps = (weighted(0.3, 0.05..20.0_f64), weighted(0.3, 0.01..10.0_f64), any::<bool>());
-    (0.0..1.0_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging())).prop_map(
-        |(beta, estimator, gradient, importance, clamps, averaging)| Kl {
+    (0.0..1.0_f64, estimator, gradient, importance, clamps, weighted(0.2, averaging()))
+        .prop_map(|(beta, estimator, gradient, importance, clamps, averaging)| Kl {
             beta,
             estimator,
             gradient,
@@ -237,11 +243,11 @@ fn kl() -> impl Strategy<Value = Kl> {
             value_clamp: clamps.1,
             clamp_after_importance: clamps.2,
             averaging,
-        },
-    )
+        })
+        .boxed()
 }
 
-fn averaging() -> impl Strategy<Value = Averaging> {
+fn averaging() -> BoxedStrategy<Averaging> {
     let rows = || prop_oneof![Just(Rows::All), Just(Rows::NonEmpty), (0.5..20.0_f64).prop_map(Rows::Given)];
     let reduction = prop_oneof![
         Just(Reduction::TokenMean),
@@ -252,13 +258,14 @@ fn averaging() -> impl Strategy<Value = Averaging> {
     ];
     (reduction, select(vec![0.0, 0.0, 1e-8, 0.5]))
         .prop_map(|(reduction, denominator_epsilon)| Averaging { reduction, denominator_epsilon })
+        .boxed()
 }
 
-fn scale() -> impl Strategy<Value = f64> {
-    prop_oneof![Just(1.0), 0.1..8.0_f64]
+fn scale() -> BoxedStrategy<f64> {
+    prop_oneof![Just(1.0), 0.1..8.0_f64].boxed()
 }
 
-fn rollout() -> impl Strategy<Value = RolloutWeights> {
+fn rollout() -> BoxedStrategy<RolloutWeights> {
     let of_logp = select(vec![
         RolloutLevel::Token,
         RolloutLevel::Sequence,
@@ -296,9 +303,10 @@ fn rollout() -> impl Strategy<Value = RolloutWeights> {
                 RolloutWeights { outside, min, max, clamp, unscored, ..plain }
             }
         })
+        .boxed()
 }
 
-fn rejection() -> impl Strategy<Value = Rejection> {
+fn rejection() -> BoxedStrategy<Rejection> {
     (
         select(vec![
             RejectionEstimator::K1,
@@ -332,16 +340,18 @@ fn rejection() -> impl Strategy<Value = Rejection> {
                 drawn
             }
         })
+        .boxed()
 }
 
-fn off_policy_mask() -> impl Strategy<Value = OffPolicyMask> {
+fn off_policy_mask() -> BoxedStrategy<OffPolicyMask> {
     (-0.5..0.5_f64, select(vec![OldLogp::Given, OldLogp::Rollout]))
         .prop_map(|(threshold, behaviour)| OffPolicyMask { threshold, behaviour })
+        .boxed()
 }
 
 /// What becomes of logits before their softmax, and over which columns that is.
-pub fn changed_logits() -> impl Strategy<Value = (LogitsTransform, Support)> {
-    (logits_transform(), support())
+pub fn changed_logits() -> BoxedStrategy<(LogitsTransform, Support)> {
+    (logits_transform(), support()).boxed()
 }
 
 fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
@@ -358,7 +368,7 @@ fn support() -> impl Strategy<Value = Support> {
 }
 
 /// Every option of PPO-clip, clip widths and bounds on either side of each other.
-pub fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
+pub fn any_ppo_spec() -> BoxedStrategy<LossSpec> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
     let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
     let reduction = prop_oneof![
@@ -391,10 +401,11 @@ pub fn any_ppo_spec() -> impl Strategy<Value = LossSpec> {
                 ..LossSpec::default()
             }
         })
+        .boxed()
 }
 
 /// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
-pub fn any_recipe() -> impl Strategy<Value = Recipe> {
+pub fn any_recipe() -> BoxedStrategy<Recipe> {
     let around_tiles =
         select(vec![8_usize, 16, 32, 64, 128, 256, 1024, 2048]).prop_flat_map(|tile| tile - 1..=tile + 1);
     let vocab = prop_oneof![1..10_usize, around_tiles, select(vec![97_usize, 997, 4099])];
@@ -414,18 +425,21 @@ pub fn any_recipe() -> impl Strategy<Value = Recipe> {
             old_logp_noise_scale,
             masked_garbage,
         })
+        .boxed()
 }
 
 /// Small batches over heads of any width, in both layouts, with and without rounded logits.
-pub fn any_head_recipe() -> impl Strategy<Value = HeadRecipe> {
+pub fn any_head_recipe() -> BoxedStrategy<HeadRecipe> {
     let width = prop_oneof![1..10_usize, select(vec![16_usize, 31, 64, 65, 128, 257])];
     let layout = select(vec![HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]);
-    (any_recipe(), width, layout, any::<bool>()).prop_map(|(mut recipe, hidden, layout, rounds_logits)| {
-        if recipe.regime.has_holes() {
-            recipe.regime = Regime::Normal;
-        }
-        HeadRecipe { hidden, layout, rounds_logits, recipe }
-    })
+    (any_recipe(), width, layout, any::<bool>())
+        .prop_map(|(mut recipe, hidden, layout, rounds_logits)| {
+            if recipe.regime.has_holes() {
+                recipe.regime = Regime::Normal;
+            }
+            HeadRecipe { hidden, layout, rounds_logits, recipe }
+        })
+        .boxed()
 }
 
 /// One batch of f32, `[H,V]`.

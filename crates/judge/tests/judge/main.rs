@@ -6,6 +6,7 @@ mod false_passes;
 mod invariance;
 mod lm_head;
 mod logp;
+mod metric;
 mod mutants;
 mod rejects;
 mod summary;

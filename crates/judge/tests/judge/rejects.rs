@@ -242,9 +242,11 @@ fn a_bias_dropped_a_support_ignored_and_a_caps_derivative_missing_are_rejected()
 
 #[test]
 fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() {
-    let file =
-        assay_fixture::ProblemFile::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_gsm8k.safetensors"))
-            .unwrap();
+    let file = assay_fixture::ProblemFile::open(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../../fixtures/qwen_gsm8k.safetensors"
+    ))
+    .unwrap();
     let (spec, problem) = (recorded_spec(), file.problem("logits", Some("old_logps")).unwrap());
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let mut candidate = Candidate::from(reference.outcome());

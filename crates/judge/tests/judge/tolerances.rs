@@ -4,7 +4,7 @@ use assay_judge::gate::Output;
 use assay_judge::tolerance::{Grade, Limits, ToleranceError, Tolerances};
 
 fn text() -> String {
-    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tolerances.toml")).unwrap()
+    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../tolerances.toml")).unwrap()
 }
 
 #[test]

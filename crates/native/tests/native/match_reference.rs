@@ -52,7 +52,7 @@ fn failures(spec: &LossSpec, problem: &Problem, recipe: &Recipe) -> Option<Vec<S
 fn config(cases: u32) -> Config {
     let persistence = FileFailurePersistence::Direct(concat!(
         env!("CARGO_MANIFEST_DIR"),
-        "/../../fixtures/regressions/proptest-seeds.txt"
+        "/../../../fixtures/regressions/proptest-seeds.txt"
     ));
     Config { failure_persistence: Some(Box::new(persistence)), ..cases::config(cases) }
 }

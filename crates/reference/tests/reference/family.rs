@@ -525,7 +525,7 @@ fn sweep(name: &str) {
     let (_, objective) = cases::objectives().into_iter().find(|(arm, _)| *arm == name).expect("an arm");
     let record = RefCell::new(Record::default());
     let mut runner =
-        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_family.txt"), 48);
+        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_family.txt"), 48);
     let result =
         runner.run(&cases::of_family(objective), |case| check(&case, &OF_EVERY_SPEC, &mut record.borrow_mut()));
     let record = record.into_inner();

@@ -37,7 +37,7 @@ const REGIMES: [Regime; 8] = [
 fn for_every_case(check: impl Fn(Case)) {
     for regime in REGIMES {
         let mut runner = draws::runner(
-            concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_identities.txt"),
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_identities.txt"),
             64,
         );
         let result = runner.run(&cases::plain(regime), |case| {
@@ -267,8 +267,10 @@ fn outcome_f64_packing_into_one_row_changes_nothing() {
 /// Every option, choices over the whole batch too.
 #[test]
 fn outcome_f64_packed_sequences_have_the_bits_of_their_padded_twin() {
-    let mut runner =
-        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_identities.txt"), 600);
+    let mut runner = draws::runner(
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_identities.txt"),
+        600,
+    );
     let objectives = Union::new(cases::objectives().into_iter().map(|(_, arm)| arm));
     let result = runner.run(&cases::of_family(objectives.boxed()), |Case { spec, problem }| {
         let Some(twins) = Twins::of(&spec, &problem) else { return Ok(()) };

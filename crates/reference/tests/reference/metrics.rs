@@ -19,7 +19,7 @@ const LIMIT_F32: f64 = 1e-5;
 const SETTINGS: [&str; 2] = ["entropy_coef", "kl_coef"];
 
 fn recorded() -> Vec<(String, ParityFile, Map<String, Value>)> {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/parity");
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../fixtures/parity");
     let mut files: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     files.sort();

@@ -23,7 +23,7 @@ struct Case {
 
 impl Case {
     fn of(file: &str) -> Self {
-        let path = format!("{}/../../fixtures/parity/{file}.json", env!("CARGO_MANIFEST_DIR"));
+        let path = format!("{}/../../../fixtures/parity/{file}.json", env!("CARGO_MANIFEST_DIR"));
         let recorded = ParityFile::read(path).unwrap();
         let spec = recorded.resolve().unwrap().spec;
         let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
@@ -105,7 +105,7 @@ const DEFECTS: [(&str, &[&str]); 3] = [
 
 #[test]
 fn recorded_defects_fail_their_gates_and_other_runs_pass() {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/parity");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/parity");
     let (mut judged, mut with_entropy) = (0, 0);
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

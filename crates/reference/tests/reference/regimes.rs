@@ -122,7 +122,7 @@ fn scales(exact: &Exact, _: &Scale, _: &ByLogp) -> Scales {
 fn sweep(regime: Regime) {
     let record = RefCell::new(Record::default());
     let mut runner =
-        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/regressions/reference_regimes.txt"), 48);
+        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_regimes.txt"), 48);
     let result = runner.run(&cases::plain(regime), |case| family::check(&case, &PLAIN, &mut record.borrow_mut()));
     let record = record.into_inner();
     println!("{regime:?}: {:.2?}\n{:?}", record.worst, record.seen);

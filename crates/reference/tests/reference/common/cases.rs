@@ -49,12 +49,12 @@ struct Layout {
 }
 
 /// A case of the plain PPO-clip loss, its logits in `regime`.
-pub(crate) fn plain(regime: Regime) -> impl Strategy<Value = Case> {
-    case(any_ppo_spec(), Just(regime), |_| Just(Support::default()).boxed())
+pub(crate) fn plain(regime: Regime) -> BoxedStrategy<Case> {
+    case(any_ppo_spec(), Just(regime), |_| Just(Support::default()).boxed()).boxed()
 }
 
 /// A case of any loss with `objective`.
-pub(crate) fn of_family(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = Case> {
+pub(crate) fn of_family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<Case> {
     let regime = prop_oneof![
         8 => Just(Regime::Normal),
         2 => Just(Regime::Small),
@@ -65,7 +65,7 @@ pub(crate) fn of_family(objective: BoxedStrategy<Objective>) -> impl Strategy<Va
         1 => Just(Regime::Low),
         1 => Just(Regime::Tied),
     ];
-    case(spec(objective), regime, support)
+    case(spec(objective), regime, support).boxed()
 }
 
 /// Batches of at most 3 × 4 tokens over at most 7 columns; `support` is of so many.
@@ -244,34 +244,36 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     }
 }
 
-fn draw(regime: Regime, vocab: usize) -> impl Strategy<Value = Draw> {
+fn draw(regime: Regime, vocab: usize) -> BoxedStrategy<Draw> {
     // Most near the bounds of clips, some beyond clamps, some so near 0 that exp(d) − 1 − d would cancel.
     let log_ratio = || prop_oneof![8 => -0.6..0.6, 4 => -3.0..3.0, 1 => -30.0..30.0, 2 => -1e-4..1e-4];
     let advantage = prop_oneof![8 => -2.0..2.0, 1 => Just(0.0), 1 => Just(1.0)];
     let weight = prop_oneof![6 => 0.1..3.0, 1 => Just(0.0), 1 => Just(1.0)];
-    (0..vocab).prop_flat_map(move |id| {
-        let inputs = (Just(id), regime.row(vocab, id), prop::bool::weighted(0.8), advantage.clone());
-        let from_sampler = prop_oneof![12 => -0.6..0.6, 3 => -3.0..3.0, 1 => -25.0..25.0];
-        let ratios = (log_ratio(), log_ratio(), from_sampler, prop::bool::weighted(0.1));
-        let weights = (weight.clone(), weight.clone());
-        (inputs, ratios, weights, any::<bool>()).prop_map(|(inputs, ratios, (weight, own_weight), selected)| {
-            let (id, logits, counts, advantage) = inputs;
-            let (log_ratio, from_reference, from_sampler, unscored) = ratios;
-            Draw {
-                id,
-                logits,
-                counts,
-                advantage,
-                log_ratio,
-                from_reference,
-                from_sampler,
-                unscored,
-                weight,
-                own_weight,
-                selected,
-            }
+    (0..vocab)
+        .prop_flat_map(move |id| {
+            let inputs = (Just(id), regime.row(vocab, id), prop::bool::weighted(0.8), advantage.clone());
+            let from_sampler = prop_oneof![12 => -0.6..0.6, 3 => -3.0..3.0, 1 => -25.0..25.0];
+            let ratios = (log_ratio(), log_ratio(), from_sampler, prop::bool::weighted(0.1));
+            let weights = (weight.clone(), weight.clone());
+            (inputs, ratios, weights, any::<bool>()).prop_map(|(inputs, ratios, (weight, own_weight), selected)| {
+                let (id, logits, counts, advantage) = inputs;
+                let (log_ratio, from_reference, from_sampler, unscored) = ratios;
+                Draw {
+                    id,
+                    logits,
+                    counts,
+                    advantage,
+                    log_ratio,
+                    from_reference,
+                    from_sampler,
+                    unscored,
+                    weight,
+                    own_weight,
+                    selected,
+                }
+            })
         })
-    })
+        .boxed()
 }
 
 /// Every arm, by its name in a file, with the tokens of a batch that the oracle selects and no kernel.
@@ -294,25 +296,28 @@ pub(crate) fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     suites::objectives().into_iter().map(|(name, arm)| (name, selecting(arm).boxed())).collect()
 }
 
-fn logits_transform() -> impl Strategy<Value = LogitsTransform> {
+fn logits_transform() -> BoxedStrategy<LogitsTransform> {
     let whole = (select(vec![1.0, 0.5, -0.7]), weighted(0.5, select(vec![3.0, 30.0])), any::<bool>())
         .prop_map(|(scale, softcap, bias)| LogitsTransform { scale, softcap, bias });
-    prop_oneof![2 => Just(LogitsTransform::default()), 1 => whole]
+    prop_oneof![2 => Just(LogitsTransform::default()), 1 => whole].boxed()
 }
 
 /// Every option of the loss; the support comes with the vocabulary.
-fn spec(objective: BoxedStrategy<Objective>) -> impl Strategy<Value = LossSpec> {
+fn spec(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
     let fraction = prop_oneof![0.1..0.95, select(vec![0.25, 0.5, 0.75])];
     let top_entropy = (fraction, select(vec![Drops::PolicyTerm, Drops::Ratio]))
         .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
-    let drawn = (objective, logits_transform(), weighted(0.3, top_entropy), suites::family(Just(Objective::None)));
-    drawn.prop_map(|(objective, logits, top_entropy, rest)| {
-        let mut spec = LossSpec { objective, logits, top_entropy, support: Support::default(), ..rest };
-        if matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows) {
-            spec.ratio.level = RatioLevel::Sequence;
-            spec.advantages = AdvantageLevel::Sequence;
-            spec.reduction = Reduction::SequenceMean { rows: Rows::All };
-        }
-        spec
-    })
+    let drawn =
+        (objective, logits_transform(), weighted(0.3, top_entropy), suites::family(Just(Objective::None).boxed()));
+    drawn
+        .prop_map(|(objective, logits, top_entropy, rest)| {
+            let mut spec = LossSpec { objective, logits, top_entropy, support: Support::default(), ..rest };
+            if matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows) {
+                spec.ratio.level = RatioLevel::Sequence;
+                spec.advantages = AdvantageLevel::Sequence;
+                spec.reduction = Reduction::SequenceMean { rows: Rows::All };
+            }
+            spec
+        })
+        .boxed()
 }
