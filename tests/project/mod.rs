@@ -8,4 +8,5 @@ mod fixture_stream;
 mod panel;
 mod spreads;
 mod text;
+mod unit_tests;
 mod unsafe_code;

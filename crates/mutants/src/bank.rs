@@ -17,7 +17,7 @@ pub struct Mutant {
     pub seen: &'static str,
 }
 
-/// What goes wrong. Every class has a property that targets it: [`Class::property`].
+/// What goes wrong. Every class has a property of its own that targets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     /// Tiles of the vocabulary, and the tail that does not fill one.
