@@ -31,8 +31,16 @@ fn no_default_features_need_neither_libclang_nor_protoc() {
 /// A kernel's bytes are emitted with cargo alone, and the judge knows no kernel.
 #[test]
 fn crates_stand_on_what_they_may() {
-    let kernels =
-        ["assay-native", "assay-tile", "assay-ptx", "assay-programs", "assay-algebra", "assay-pjrt", "assay-cuda"];
+    let kernels = [
+        "assay-native",
+        "assay-tile",
+        "assay-ptx",
+        "assay-programs",
+        "assay-algebra",
+        "assay-pjrt",
+        "assay-cuda",
+        "assay-mutants",
+    ];
     let judge = tree("normal", &["--package", "assay-judge"]);
     assert_eq!(any(&judge, &["proptest", "toml_edit", "plotters", "clap"]), Vec::<&str>::new());
     assert_eq!(any(&judge, &kernels), Vec::<&str>::new());
