@@ -70,7 +70,7 @@ test-extensive: test
 	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
 	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3 --judge-every 10 --controls
 	$(CARGO) test --release --locked --no-default-features
-	$(CARGO) test --release --locked --package assay-native --lib every_f32 -- --ignored
+	$(CARGO) test --release --locked --package assay-simd every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native-tests more_than_2_31 -- --ignored
 	@$(MAKE) --no-print-directory sanitize miri neon
 	@$(MAKE) --no-print-directory libtpus jax-example jax-gpu-example panel
@@ -89,7 +89,7 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 sanitize: export RUSTC_BOOTSTRAP = 1
 sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
-	$(CARGO) test --locked --target $(HOST) --package 'assay-native*'
+	$(CARGO) test --locked --target $(HOST) --package assay-simd --package 'assay-native*'
 
 # The portable path's exponential and operations, interpreted: Miri has no vector unit, no hints and no streaming stores. Whole
 # rows take it too long. Tree borrows are what rayon's queues keep to; its threads stay.
@@ -97,7 +97,7 @@ miri: export MIRIFLAGS = -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri
 miri:
 	@if cargo +nightly miri --version >/dev/null 2>&1 || \
 		rustup toolchain install nightly --profile minimal --component miri,rust-src; then \
-		set -ex; $(CARGO) +nightly miri test --locked --package assay-native --lib -- exp:: simd::tests::every_; \
+		set -ex; $(CARGO) +nightly miri test --locked --package assay-simd -- exp:: tests::every_; \
 	else \
 		echo "miri: skipped, no nightly toolchain with Miri can be had (rustup toolchain install nightly --component miri,rust-src)"; \
 	fi
@@ -112,7 +112,7 @@ neon:
 	elif ! rustup target add $(NEON); then \
 		echo "neon: skipped, Rust's library for $(NEON) cannot be had"; \
 	else \
-		set -ex; $(CARGO) test --locked --target $(NEON) --package 'assay-native*'; \
+		set -ex; $(CARGO) test --locked --target $(NEON) --package assay-simd --package 'assay-native*'; \
 	fi
 
 # Kernels of NumPy, PyTorch and JAX, honest and wrong, before the judge: PANEL_CASES problems of up to 4,099 columns and

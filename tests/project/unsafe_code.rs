@@ -8,9 +8,9 @@ use std::path::Path;
 const UNSAFE: [&str; 7] = [
     "crates/cuda/examples/fake_cuda.rs",
     "crates/cuda/src/driver",
-    "crates/native/src/simd",
     "crates/pjrt/examples/fake_tpu.rs",
     "crates/pjrt/src/runtime",
+    "crates/simd/src",
     "python/src/memory",
     "python/src/xla",
 ];

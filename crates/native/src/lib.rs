@@ -12,17 +12,14 @@
 
 pub mod bandwidth;
 mod cotangents;
-mod exp;
 mod lm_head;
 pub mod op;
 pub mod products;
 mod row;
 pub mod share;
-mod simd;
-mod tanh;
+mod threads;
 
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
-use rayon::prelude::*;
 
 use assay_algebra::family::Reach;
 use assay_algebra::loss::{Graded, Known, Loss, Scored};
@@ -34,11 +31,12 @@ use assay_core::problem::{
     Candidate, Dtype, FloatArray, Metrics, Others, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
 };
 use assay_core::spec::{LossSpec, Objective};
+pub use assay_simd::{Isa, gemm};
 pub use cotangents::Cotangents;
 pub use lm_head::NativeHead;
 pub use row::Element;
 use row::{Gradients, Ids, Kept, LogitsTransform, Row, Scores, Softmaxes};
-pub use simd::{Isa, gemm};
+use threads::{Task, over_threads};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
 pub struct Native {
@@ -319,7 +317,7 @@ impl<'s> Batch<'s> {
     }
 
     fn forward<E: Element>(&self, rows: &[&[E]]) -> LogpEntropy {
-        self.logp_and_entropy(&self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row))))
+        self.logp_and_entropy(&self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row))))
     }
 
     fn logp_and_entropy(&self, scores: &[Option<Scores>]) -> LogpEntropy {
@@ -347,7 +345,7 @@ impl<'s> Batch<'s> {
 
     /// Evaluates the batch and keeps nothing of its rows.
     fn evaluate<E: Element>(&self, rows: &[&[E]]) -> Evaluation {
-        let scores = self.scores(rows.par_iter().enumerate().map(|(i, row)| (self.place(i), *row)));
+        let scores = self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row)));
         self.evaluation(&self.by_place(self.graded(&scores)))
     }
 
@@ -363,27 +361,31 @@ impl<'s> Batch<'s> {
     }
 
     /// Writes dlogits; what is left of each token, `[B,T]`.
-    fn write_dlogits<E: Element>(&self, mut rows: Vec<Row<E>>) -> Array2<Option<Graded>> {
+    fn write_dlogits<E: Element>(&self, rows: Vec<Row<E>>) -> Array2<Option<Graded>> {
         let place = |(i, row)| (self.place(i), row);
         if self.structure.couples_rows() {
-            let scores = self.scores(rows.par_iter().map(Row::logits).enumerate().map(place));
+            let scores = self.scores(rows.iter().map(Row::logits).enumerate().map(place));
             let graded = self.graded(&scores);
-            self.write_rows(rows.par_iter_mut().enumerate().map(|(i, row)| (graded[i].as_ref(), self.place(i), row)));
+            self.write_rows(
+                rows.into_iter()
+                    .zip(&graded)
+                    .enumerate()
+                    .map(|(i, (row, graded))| (graded.as_ref(), self.place(i), row)),
+            );
             self.by_place(graded)
         } else {
-            let places = (0..rows.len()).into_par_iter().map(|i| self.place(i));
-            let graded = self.score_and_write(places.zip(&mut rows));
+            let graded = self.score_and_write(rows.into_iter().enumerate().map(|(i, row)| (self.place(i), row)));
             Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
         }
     }
 
     /// Reads rows, each with its place, and keeps nothing of them.
-    fn scores<'r, E: Element>(
-        &self,
-        rows: impl IndexedParallelIterator<Item = (Place, &'r [E])>,
-    ) -> Vec<Option<Scores>> {
+    fn scores<'r, E: Element>(&self, rows: impl Iterator<Item = (Place, &'r [E])>) -> Vec<Option<Scores>> {
         let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
-        rows.map(|(at, row)| self.settled.mask[at].then(|| score(at, row))).collect()
+        let score = &score;
+        over_threads(
+            rows.map(|(at, row)| -> Task<_> { Box::new(move |_| self.settled.mask[at].then(|| score(at, row))) }),
+        )
     }
 
     /// The loss of every token from the scores of every token.
@@ -408,34 +410,34 @@ impl<'s> Batch<'s> {
     }
 
     /// Writes the dlogits of rows whose loss is known; zeros where there is none.
-    fn write_rows<'g, 'r: 'w, 'w, E: Element + 'r>(
+    fn write_rows<'r, E: Element>(
         &self,
-        rows: impl IndexedParallelIterator<Item = (Option<&'g (Scores, Graded)>, Place, &'w mut Row<'r, E>)>,
+        rows: impl Iterator<Item = (Option<&'r (Scores, Graded)>, Place, Row<'r, E>)>,
     ) {
-        rows.for_each(|(graded, at, row)| match graded {
-            Some((scores, graded)) => self.write(row, at, None, scores, graded),
-            None => row.dlogits.fill(E::from_f32(0.0)),
-        });
+        over_threads(rows.map(|(graded, at, mut row)| -> Task<()> {
+            Box::new(move |_| match graded {
+                Some((scores, graded)) => self.write(&mut row, at, None, scores, graded),
+                None => row.dlogits.fill(E::from_f32(0.0)),
+            })
+        }));
     }
 
     /// Reads rows, each with its place, and writes their dlogits: where no token looks at another.
-    fn score_and_write<'r: 'w, 'w, E: Element + 'r>(
-        &self,
-        rows: impl IndexedParallelIterator<Item = (Place, &'w mut Row<'r, E>)>,
-    ) -> Vec<Option<Graded>> {
+    fn score_and_write<'r, E: Element>(&self, rows: impl Iterator<Item = (Place, Row<'r, E>)>) -> Vec<Option<Graded>> {
         let loss = self.loss();
-        let both = |kept: &mut Kept, (at, row): (Place, &mut Row<E>)| {
+        let both = |at: Place, mut row: Row<E>, kept: &mut Kept| {
             if !self.settled.mask[at] {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
-            let scores = self.softmaxes.score_and_keep(row, &self.ids(at), self.rate(at), kept);
+            let scores = self.softmaxes.score_and_keep(&mut row, &self.ids(at), self.rate(at), kept);
             let mut graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
             graded.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
-            self.write(row, at, Some(kept), &scores, &graded);
+            self.write(&mut row, at, Some(kept), &scores, &graded);
             Some(graded)
         };
-        rows.map_init(Kept::default, both).collect()
+        let both = &both;
+        over_threads(rows.map(|(at, row)| -> Task<_> { Box::new(move |kept| both(at, row, kept)) }))
     }
 
     fn loss(&self) -> Loss {

@@ -240,7 +240,7 @@ impl<'p> Work<'p> {
         let mut scores: Array2<Option<Scores>> = Array2::from_elem((batch, tokens), None);
         for places in &self.chunks() {
             self.write_logits(&self.hidden_of(places));
-            let rows = self.logits.par_chunks(vocab).zip(places).map(|(row, &at)| (at, row));
+            let rows = self.logits.chunks(vocab).zip(places).map(|(row, &at)| (at, row));
             for (&at, token) in places.iter().zip(self.batch.scores(rows)) {
                 scores[at] = token;
             }
@@ -261,10 +261,8 @@ impl<'p> Work<'p> {
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
-                let mut rows = rows_of(&mut self.logits, vocab, places.len());
-                let rows =
-                    rows.par_iter_mut().zip(places).map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row));
-                self.batch.write_rows(rows);
+                let rows = rows_of(&mut self.logits, vocab).zip(places);
+                self.batch.write_rows(rows.map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row)));
                 self.write_gradients(&mut to, &hidden, places, i > 0);
             }
             graded = self.batch.by_place(known);
@@ -272,8 +270,8 @@ impl<'p> Work<'p> {
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
-                let mut rows = rows_of(&mut self.logits, vocab, places.len());
-                let tokens = self.batch.score_and_write(places.par_iter().copied().zip(&mut rows));
+                let rows = rows_of(&mut self.logits, vocab);
+                let tokens = self.batch.score_and_write(places.iter().copied().zip(rows));
                 for (&at, token) in places.iter().zip(tokens) {
                     graded[at] = token;
                 }
@@ -350,8 +348,8 @@ impl<'p> Work<'p> {
 }
 
 /// The rows of a chunk, over which their dlogits are written.
-fn rows_of(logits: &mut [f32], vocab: usize, tokens: usize) -> Vec<Row<'_, f32>> {
-    logits.chunks_mut(vocab).take(tokens).map(|dlogits| Row { logits: None, dlogits }).collect()
+fn rows_of(logits: &mut [f32], vocab: usize) -> impl Iterator<Item = Row<'_, f32>> {
+    logits.chunks_mut(vocab).map(|dlogits| Row { logits: None, dlogits })
 }
 
 fn round(x: f32, dtype: Dtype) -> f32 {

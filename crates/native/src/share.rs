@@ -14,12 +14,12 @@
 //! `1/T`: with neither it is the logit.
 
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
-use rayon::prelude::*;
 
 use super::{
     Batch, Cotangents, Element, Graded, LogitsTransform, Native, Row, Softmaxes, Weights, rows_of, rows_of_mut,
 };
 use crate::row::Scales;
+use crate::threads::{Task, over_threads};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped};
 use assay_core::implementation::{RunError, Unsupported};
@@ -200,8 +200,7 @@ impl Native {
         let support = part.support(&spec.support);
         let (batch, length, vocab) = logits.dim();
         part.check_rates(spec, (batch, length), |at| tokens.mask[at])?;
-        rows_of(&logits).into_par_iter().zip(columns_of(statistics)).enumerate().for_each(|(i, (row, to))| {
-            let at = (i / length, i % length);
+        let of_row = |at, row, to: &mut [f32; COLUMNS]| {
             *to = [0.0; COLUMNS];
             if tokens.mask[at] {
                 let target = column(tokens.ids[at], vocab);
@@ -212,7 +211,12 @@ impl Native {
                 let columns = [of_row.max, of_row.target_logit].into_iter().chain(of_row.entropy).chain(of_row.logp);
                 to.iter_mut().zip(columns).for_each(|(to, column)| *to = column as f32);
             }
-        });
+        };
+        let of_row = &of_row;
+        let rows = rows_of(&logits).into_iter().zip(columns_of(statistics)).enumerate();
+        over_threads(
+            rows.map(|(i, (row, to))| -> Task<()> { Box::new(move |_| of_row((i / length, i % length), row, to)) }),
+        );
         Ok(())
     }
 
@@ -231,17 +235,19 @@ impl Native {
         let (batch, length, vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
-        place.rows().par_iter_mut().enumerate().for_each(|(i, row)| {
-            let at = (i / length, i % length);
+        let of_row = |at: (usize, usize), mut row: Row<E>| {
             let of_row = scales.index_axis(Axis(0), at.0);
             let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
             if mask > 0.0 {
                 let scales = Scales { max, share, others, bonus, mean_gap };
-                softmaxes.write_part(row, column(ids[at], vocab), scales, part.rate(at).unwrap_or(softmaxes.rate));
+                softmaxes.write_part(&mut row, column(ids[at], vocab), scales, part.rate(at).unwrap_or(softmaxes.rate));
             } else {
                 row.dlogits.fill(E::from_f32(0.0));
             }
-        });
+        };
+        let of_row = &of_row;
+        let rows = place.rows().into_iter().enumerate();
+        over_threads(rows.map(|(i, row)| -> Task<()> { Box::new(move |_| of_row((i / length, i % length), row)) }));
         Ok(())
     }
 
@@ -293,8 +299,7 @@ impl Native {
             cotangents: Cotangents::default(),
         };
         let graded: Array2<Option<Graded>> = batch.write_dlogits(place.rows());
-        let graded = graded.as_slice().expect("dense").par_iter();
-        columns_of(results).zip(graded).for_each(|(to, graded)| {
+        columns_of(results).zip(&graded).for_each(|(to, graded)| {
             *to = graded.as_ref().map_or([0.0; COLUMNS], |Graded { token, logp, entropy, .. }| {
                 let clipped = [token.clipped_low, token.clipped_high].map(|clipped| f64::from(u8::from(clipped)));
                 let numbers = [*logp, *entropy, token.loss, token.reduced, token.ratio, token.kl.unwrap_or(0.0)];
@@ -385,7 +390,6 @@ impl Weighed<'_> {
 }
 
 /// What is handed over of each token, of a dense `[B,T,8]`.
-fn columns_of(array: ArrayViewMut3<'_, f32>) -> impl IndexedParallelIterator<Item = &mut [f32; COLUMNS]> {
-    let columns = array.into_slice().expect("dense").as_chunks_mut::<COLUMNS>().0;
-    columns.into_par_iter()
+fn columns_of(array: ArrayViewMut3<'_, f32>) -> impl Iterator<Item = &mut [f32; COLUMNS]> {
+    array.into_slice().expect("dense").as_chunks_mut::<COLUMNS>().0.iter_mut()
 }

@@ -3,7 +3,6 @@
 //! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff. Where `S` sequences are
 //! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and what has `B` of sequences has `S`.
 
-mod array;
 mod extents;
 mod lm_head;
 mod others;
@@ -16,10 +15,10 @@ use std::str::FromStr;
 
 use ndarray::{Array1, Array2, Ix3};
 
-pub use array::{Dtype, Float, FloatArray, FloatView};
+pub use assay_array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
 pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
-pub use others::{Others, first_and_others, with_others};
+pub use others::Others;
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 pub use select::Part;
 pub use sequences::{CuSeqlens, Sequence, Sequences};

@@ -3,12 +3,11 @@
 
 use ndarray::Array1;
 
-use super::packed::{Element, Packed};
-use super::{BLOCK, UNITS};
-use crate::simd::{LANES, Simd, UNIT};
-use crate::tanh::Tanh;
+use super::{BLOCK, Element, UNITS};
 use assay_algebra::transform;
 use assay_core::spec::LossSpec;
+use assay_simd::tanh::Tanh;
+use assay_simd::{LANES, Packed, Simd, UNIT};
 
 /// Units whose `tanh` is taken together.
 const TOGETHER: usize = 2;

@@ -14,21 +14,25 @@
 //! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
 
 mod logits_transform;
-mod packed;
 mod score;
 mod several;
 mod write;
 
-use super::exp::{FAR, step};
-use super::simd::{Isa, UNIT};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
+use assay_core::problem::Float;
 use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
+use assay_simd::exp::{FAR, step};
+use assay_simd::{Isa, Packed, UNIT};
 pub(super) use logits_transform::LogitsTransform;
-pub use packed::Element;
 use score::{Walk, WalkOver};
 use several::Column;
 use write::{Factors, Write};
+
+/// An element of logits that the CPU kernel reads: f32, bf16 or f16.
+pub trait Element: Float + Packed {}
+
+impl<E: Float + Packed> Element for E {}
 
 /// Units in a block.
 const UNITS: usize = 16;
@@ -363,57 +367,6 @@ impl Softmaxes {
         self.write_by(row, [logp, entropy], None, factors);
         if let Some((id, target)) = target {
             row.dlogits[id] = E::from_f32(target as f32);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use half::bf16;
-
-    use super::*;
-
-    /// Dlogits of a row that goes down to e^-110 of its largest, which is the target, against f64.
-    fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, keeps: bool, entropy_coef: f64) {
-        let columns = BLOCK + 50;
-        let logits: Vec<E> = (0..columns).map(|j| E::from_f32(-110.0 * j as f32 / columns as f32)).collect();
-        let gaps: Vec<f64> = logits.iter().map(|x| -f64::from(x.to_f32())).collect();
-        let (mut dlogits, mut kept) = (logits.clone(), Kept::default());
-        let mut row = Row { logits: None, dlogits: &mut dlogits };
-        let spec = LossSpec { entropy_coef, ..LossSpec::default() };
-        let softmaxes = Softmaxes::of(&spec, isa, LogitsTransform::of::<E>(&spec, None, columns));
-        let grad = Gradients { logp: 1e-3, entropy: entropy_coef, others: Vec::new() };
-        let ids = Ids { first: 0, others: Vec::new() };
-        if keeps {
-            let scores = softmaxes.score_and_keep(&mut row, &ids, softmaxes.rate, &mut kept);
-            softmaxes.write(&mut row, &scores, Some(&kept), &grad);
-        } else {
-            softmaxes.write(&mut row, &softmaxes.score(&logits, &ids, softmaxes.rate), None, &grad);
-        }
-        let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
-        let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;
-        for (j, (&a, dx)) in gaps.iter().zip(dlogits).enumerate().skip(1) {
-            let exact = (-a).exp() / sum * (entropy_coef * (a - mean_gap) - grad.logp);
-            let (dx, case) = (dx.to_f32(), format!("{isa}, {:?}, column {j}, kept {keeps}, {entropy_coef}", E::DTYPE));
-            // The part of entropy differs from column to column, so that a few slip through.
-            assert!(dx == 0.0 || dx.is_normal() || entropy_coef != 0.0, "{case}: {dx:e}");
-            let error = (f64::from(dx) - exact).abs();
-            let allowed = if dx == 0.0 {
-                f32::MIN_POSITIVE.into()
-            } else {
-                exact.abs() * if size_of::<E>() == 2 { 2.0_f64.powi(-8) } else { 1e-5 }
-            };
-            assert!(error <= allowed, "{case}: {dx:e} for {exact:e}");
-        }
-    }
-
-    #[test]
-    fn dlogits_below_the_normal_numbers_are_0_and_no_others() {
-        for isa in Isa::available() {
-            for (keeps, entropy_coef) in [(true, 0.0), (false, 0.0), (true, 1e-3), (false, 1e-3)] {
-                dlogits_are_normal_numbers_or_0::<f32>(isa, keeps, entropy_coef);
-                dlogits_are_normal_numbers_or_0::<bf16>(isa, keeps, entropy_coef);
-            }
         }
     }
 }

@@ -10,13 +10,11 @@
 //! will be, and the walk of the blocks that follow takes care of them at once.
 
 use super::logits_transform::{Absent, LogitsTransform, Map, Mapped};
-use super::packed::{Element, Packed};
-use super::write::smallest;
-use super::{BLOCK, Exponent, Exps, Kept, Softmax, UNITS};
-use crate::exp::{Exp, SCALE, step};
-use crate::simd::{LANES, Simd, UNIT, Work, prefetch};
+use super::{BLOCK, Element, Exponent, Exps, Kept, Softmax, UNITS};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
+use assay_simd::exp::{Exp, SCALE, step};
+use assay_simd::{LANES, Packed, Simd, UNIT, Work, prefetch, smallest};
 
 /// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;

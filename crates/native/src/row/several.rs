@@ -8,8 +8,7 @@
 //! dx = C·(1 − p)/T − R·p/T        and that of entropy, as on every column
 //! ```
 
-use super::packed::Element;
-use super::{Gradients, Ids, Row, Scores, Softmaxes};
+use super::{Element, Gradients, Ids, Row, Scores, Softmaxes};
 
 /// The column of an id.
 #[derive(Clone, Copy)]

@@ -3,11 +3,10 @@
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::logits_transform::{LogitsTransform, Map, Mapped};
-use super::packed::{Element, Factor, Packed, SPLIT};
 use super::score::units;
-use super::{BLOCK, Exponent, Exps, Kept, Row, UNITS};
-use crate::exp::{Exp, SCALE};
-use crate::simd::{Simd, Streaming, UNIT, Work};
+use super::{BLOCK, Element, Exponent, Exps, Kept, Row, UNITS};
+use assay_simd::exp::{Exp, SCALE};
+use assay_simd::{Factor, Packed, Simd, Streaming, UNIT, Work, smallest};
 
 /// `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax that entropy is of.
 #[derive(Clone, Copy)]
@@ -19,7 +18,7 @@ pub(super) struct Factors {
 
 impl Factors {
     /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond
-    /// [`FAR`](crate::exp::FAR).
+    /// [`FAR`](assay_simd::exp::FAR).
     pub(super) fn in_range(self, entropy: Exponent) -> bool {
         let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * entropy.farthest();
         (largest as f32).is_finite()
@@ -62,14 +61,6 @@ impl Factors {
             row.dlogits[j] = E::from_f32(if sum == 0.0 { 0.0 } else { sum * tanh_slope as f32 });
         }
     }
-}
-
-/// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
-/// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
-pub(super) fn smallest(factor: f64) -> f32 {
-    // So much more that no rounding leads below.
-    let margin = 1.0 + 1e-6;
-    (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
 }
 
 /// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
@@ -140,8 +131,8 @@ impl<E: Element> Work for Write<'_, '_, E> {
                     }
                     let logits = self.row.logits;
                     let Exps(exps) = &kept.exps[i];
-                    if let (true, Some(scaled)) = (slope == 0.0, Scaled::by(simd, scaled)) {
-                        write(simd, &streaming, None, i, logits, dlogits, exps, &scaled);
+                    if let (true, Some(factor)) = (slope == 0.0, Factor::of(simd, scaled)) {
+                        write(simd, &streaming, None, i, logits, dlogits, exps, &Scaled(factor));
                     } else {
                         let sloped = Sloped { again, factors };
                         write(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped);
@@ -249,21 +240,6 @@ impl<S: Simd> Unit<S> for Over<S> {
 
 /// `e_j·factor`, of exponentials that were kept.
 struct Scaled<S: Simd>(Factor<S>);
-
-impl<S: Simd> Scaled<S> {
-    /// Of `2^-64·factor`, where that is a normal number and no product is out of range on the way.
-    #[inline(always)]
-    fn by(simd: S, factor: f32) -> Option<Self> {
-        let split = factor * SPLIT;
-        // An exponential is 2^64 at most.
-        let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
-        in_range.then_some(Self(Factor {
-            value: simd.splat(factor),
-            split: simd.splat(split),
-            smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
-        }))
-    }
-}
 
 impl<S: Simd> Unit<S> for Scaled<S> {
     const READS_LOGITS: bool = false;
@@ -375,68 +351,5 @@ impl<S: Simd> Again<S> {
     fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
         let a = self.gap(simd, x);
         simd.mul(self.exp(simd, a), simd.mul_add(a, slope, factor))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use half::bf16;
-    use rand::{RngExt as _, SeedableRng};
-    use rand_chacha::ChaCha8Rng;
-
-    use super::*;
-    use crate::simd::{Isa, LANES};
-
-    /// Products of `exps` and a factor, in bf16, if the factor is in range.
-    struct Products<'x>(&'x [f32; UNIT], f32);
-
-    impl Work for Products<'_> {
-        type Output = Option<[bf16; UNIT]>;
-
-        #[inline(always)]
-        fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
-            let mut products = [bf16::ZERO; UNIT];
-            Scaled::by(simd, self.1)?.write(simd, &mut products, self.0);
-            Some(products)
-        }
-    }
-
-    #[test]
-    fn products_are_rounded_once_to_the_nearest_bf16() {
-        let mut rng = ChaCha8Rng::seed_from_u64(6);
-        for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
-            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
-            exps[..5].copy_from_slice(&[0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0]);
-            let factor = match case % 4 {
-                0 => 1.0,
-                1 => -(1.0 + f32::EPSILON),
-                2 => 1.0 - f32::EPSILON / 2.0,
-                _ => rng.random_range(-4.0_f32..4.0),
-            };
-            // In the order in which they are stored.
-            let exact = |j: usize| f64::from(exps[j / 2 + j % 2 * LANES]) * f64::from(factor);
-            for isa in Isa::available() {
-                for (j, product) in isa.run(Products(&exps, factor)).unwrap().into_iter().enumerate() {
-                    let (exact, product) = (exact(j), f64::from(product.to_f32()));
-                    let half_ulp = if exact == 0.0 { 0.0 } else { (exact.abs().log2().floor() - 8.0).exp2() };
-                    assert!((product - exact).abs() <= half_ulp, "{isa}: {exact:e} as {product:e}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn factors_are_in_range_as_long_as_no_product_overflows_or_loses_bits() {
-        let power = |exponent: i32| f64::from(exponent).exp2() as f32;
-        let largest = [power(64); UNIT];
-        for isa in Isa::available() {
-            let product = |factor: f32| isa.run(Products(&largest, factor)).map(|products| products[0].to_f32());
-            for factor in [power(-126), -power(-126), 1.0, 1.75 * power(46), -1.75 * power(46)] {
-                assert_eq!(product(factor), Some(factor * power(64)), "{isa}: {factor:e}");
-            }
-            for factor in [0.0, power(-127), power(47), -power(47), power(127), f32::INFINITY, f32::NAN] {
-                assert_eq!(product(factor), None, "{isa}: {factor:e}");
-            }
-        }
     }
 }

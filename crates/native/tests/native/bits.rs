@@ -5,11 +5,14 @@
 
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Advantages, Dtype, FloatArray, Problem, ProblemError};
-use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, Temperature, TemperatureDivides};
+use assay_core::spec::{
+    Kl, KlEstimator, LogitsTransform, LossSpec, RatioLevel, Support, Temperature, TemperatureDivides,
+};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
 use assay_native::{Cotangents, Element, Evaluation, Isa, Native};
 use assay_suites::cases;
+use half::bf16;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
 use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
@@ -58,7 +61,7 @@ fn walks() -> Vec<LossSpec> {
         for (temperature, temperature_divides) in
             [(1.0, TemperatureDivides::Logits), (0.7, TemperatureDivides::Logits), (1.4, TemperatureDivides::Logp)]
         {
-            for level in [assay_core::spec::RatioLevel::Token, assay_core::spec::RatioLevel::Sequence] {
+            for level in [RatioLevel::Token, RatioLevel::Sequence] {
                 let mut spec = LossSpec {
                     temperature: Temperature::Number(temperature),
                     temperature_divides,
@@ -164,6 +167,52 @@ fn all_outputs_garbage_outside_the_support_changes_no_bit() {
             .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens(), Cotangents::default())
             .expect("supported");
         assert!(bits(&evaluation, dlogits.view()) == expected, "beside them, {spec:?}");
+    }
+}
+
+/// Dlogits of a row that goes down to e^-110 of its largest, which is the target, against f64. Its exponentials are `kept` where no
+/// token looks at another.
+fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, kept: bool, entropy: f64) {
+    let (columns, logp) = (562, 1e-3);
+    let logits: Vec<E> = (0..columns).map(|j| E::from_f64(-110.0 * j as f64 / columns as f64)).collect();
+    let gaps: Vec<f64> = logits.iter().map(|x| -x.to_f64()).collect();
+    let mut spec = LossSpec::default();
+    spec.ratio.level = if kept { RatioLevel::Token } else { RatioLevel::Sequence };
+    let mut problem = recipe([1, 1, columns], E::DTYPE, Regime::Normal, 0).problem(&spec).expect("a valid recipe");
+    problem.ids.fill(0);
+    problem.mask.fill(true);
+    let mut dlogits = Array3::from_shape_vec((1, 1, columns), logits).expect("one row");
+    let of_token = |x: f64| Array2::from_elem((1, 1), x);
+    let (logp_grad, entropy_grad) = (of_token(logp), of_token(entropy));
+    let entropy_grad = (entropy != 0.0).then_some(&entropy_grad);
+    let cotangents = Cotangents { loss: 0.0, logp: Some(&logp_grad), entropy: entropy_grad };
+    Native::on(isa)
+        .forward_backward_in_place(&spec, dlogits.view_mut(), problem.tokens(), cotangents)
+        .expect("supported");
+    let sum: f64 = gaps.iter().map(|a| (-a).exp()).sum();
+    let mean_gap = gaps.iter().map(|a| (-a).exp() * a).sum::<f64>() / sum;
+    for (j, (&a, dx)) in gaps.iter().zip(dlogits).enumerate().skip(1) {
+        let exact = (-a).exp() / sum * (entropy * (a - mean_gap) - logp);
+        let (dx, case) = (dx.to_f64() as f32, format!("{isa}, {:?}, column {j}, kept {kept}, {entropy}", E::DTYPE));
+        // The part of entropy differs from column to column, so that a few slip through.
+        assert!(dx == 0.0 || dx.is_normal() || entropy != 0.0, "{case}: {dx:e}");
+        let error = (f64::from(dx) - exact).abs();
+        let allowed = if dx == 0.0 {
+            f32::MIN_POSITIVE.into()
+        } else {
+            exact.abs() * if size_of::<E>() == 2 { 2.0_f64.powi(-8) } else { 1e-5 }
+        };
+        assert!(error <= allowed, "{case}: {dx:e} for {exact:e}");
+    }
+}
+
+#[test]
+fn dlogits_below_the_normal_numbers_are_0_and_no_others() {
+    for isa in Isa::available() {
+        for (kept, entropy) in [(true, 0.0), (false, 0.0), (true, 1e-3), (false, 1e-3)] {
+            dlogits_are_normal_numbers_or_0::<f32>(isa, kept, entropy);
+            dlogits_are_normal_numbers_or_0::<bf16>(isa, kept, entropy);
+        }
     }
 }
 

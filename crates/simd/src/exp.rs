@@ -1,9 +1,9 @@
 //! `exp` of what lies at or below the maximum of a row.
 
-use super::simd::Simd;
+use crate::Simd;
 
 /// Exponentials are made times `2^64`, so that all of them are normal numbers.
-pub(super) const SCALE: f64 = (1_u128 << 64) as f64;
+pub const SCALE: f64 = (1_u128 << 64) as f64;
 
 /// `1.5·2^23`, so that a sum is rounded to an integer, which stands in its low bits.
 const MAGIC: f32 = 12_582_912.0;
@@ -13,17 +13,17 @@ const MAGIC: f32 = 12_582_912.0;
 const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_063, 0.001_341_815_2, 0.000_158_215_87];
 
 /// As far below the maximum as an exponential times [`SCALE`] is a normal number.
-pub(super) const FAR: f64 = 131.0;
+pub const FAR: f64 = 131.0;
 
 /// Gaps `a = m − x ≥ 0` to the maximum are counted in steps: the largest power of two of which two are within [`FAR`], so
 /// that what is nearer has neither of its two highest bits set.
-pub(super) fn step(inverse_temperature: f64) -> f64 {
+pub fn step(inverse_temperature: f64) -> f64 {
     (FAR / 2.0 / inverse_temperature).log2().floor().clamp(-126.0, 126.0).exp2()
 }
 
 /// `a ↦ e^(−a/T)` of gaps in steps, right to `1.56u` of itself, `u = 2⁻²⁴`. `log₂ e / T` is off by 2⁻⁴⁸ of itself too.
 #[derive(Clone, Copy)]
-pub(super) struct Exp<S: Simd> {
+pub struct Exp<S: Simd> {
     steps_a_unit: S::Lanes,
     far: S::Lanes,
     magic: S::Lanes,
@@ -37,7 +37,7 @@ pub(super) struct Exp<S: Simd> {
 impl<S: Simd> Exp<S> {
     /// Of `1/T`.
     #[inline(always)]
-    pub(super) fn new(simd: S, inverse_temperature: f64) -> Self {
+    pub fn new(simd: S, inverse_temperature: f64) -> Self {
         let step = step(inverse_temperature);
         let rate = -std::f64::consts::LOG2_E * inverse_temperature * step;
         let scaled = |x: f32| simd.splat(x * SCALE as f32);
@@ -54,7 +54,7 @@ impl<S: Simd> Exp<S> {
 
     /// The gap of `x` below `max`, or where that is larger, one whose exponential is 0. NaN stays.
     #[inline(always)]
-    pub(super) fn gap(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
+    pub fn gap(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
         simd.min(self.far, simd.mul(simd.sub(max, x), self.steps_a_unit))
     }
 
@@ -62,7 +62,7 @@ impl<S: Simd> Exp<S> {
     /// a NaN. The vectors go step by step together: each step waits for the one before it, and no processor looks far
     /// enough ahead to find others to do meanwhile.
     #[inline(always)]
-    pub(super) fn scaled<const N: usize>(&self, simd: S, a: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn scaled<const N: usize>(&self, simd: S, a: [S::Lanes; N]) -> [S::Lanes; N] {
         let [high, low] = self.rate;
         let [c1, c2, c3, c4, c5, c6] = self.powers;
         let (mut raised, mut k, mut f, mut p) = (a, a, a, [c6; N]);
@@ -92,7 +92,7 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::simd::{Isa, LANES, Work};
+    use crate::{Isa, LANES, Work};
 
     /// What an exponential may be off by, in `u` of itself, as roundings add up where `2^f` is smallest, `f = −½`: in `u` they are ½
     /// of the last sum, ¼ of its factor of `f`, ¼ of `f`, 0.03 of the next coefficients and 0.07 of the polynomial, over `√½`.

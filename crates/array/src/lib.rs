@@ -1,11 +1,14 @@
 //! Arrays whose element type is chosen at run time.
 
+mod others;
+
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
 use half::{bf16, f16};
 use ndarray::{Array, Array2, ArrayView, Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, ShapeBuilder, s};
+pub use others::{first_and_others, with_others};
 use serde::{Deserialize, Serialize};
 
 /// Floating-point element types.

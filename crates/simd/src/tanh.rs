@@ -1,6 +1,6 @@
 //! `tanh` of any number.
 
-use super::simd::Simd;
+use crate::Simd;
 use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
 
 /// `(tanh(y)/y − 1)/y²` on `|y| ≤ 1`, with which `tanh` is right to `0.93u` of itself, `u = 2⁻²⁴`: a minimax polynomial (Remez).
@@ -16,7 +16,7 @@ const AT_LEAST_2: u32 = 1 << 30;
 /// `x ↦ tanh(factor·x)`, right to `8u` of itself, and to `5u` where `|factor·x|` is at most 1 for all that it is taken together
 /// with and the factor is one of [`FACTORS`]: the factor is a part of the polynomial's coefficients.
 #[derive(Clone, Copy)]
-pub(super) struct Tanh<S: Simd> {
+pub struct Tanh<S: Simd> {
     factor: S::Lanes,
     near: [S::Lanes; 6],
     /// Times `x²` at least 2 where the polynomial is not for it; NaN where it is for none.
@@ -26,8 +26,9 @@ pub(super) struct Tanh<S: Simd> {
 }
 
 impl<S: Simd> Tanh<S> {
+    /// Of the factor.
     #[inline(always)]
-    pub(super) fn new(simd: S, factor: f64) -> Self {
+    pub fn new(simd: S, factor: f64) -> Self {
         let square = factor * factor;
         let (mut near, mut power) = ([simd.splat(0.0); 6], factor);
         for (lanes, coefficient) in near.iter_mut().zip(NEAR) {
@@ -44,9 +45,9 @@ impl<S: Simd> Tanh<S> {
         }
     }
 
-    /// NaN stays. The vectors go step by step together, as those of [`Exp::scaled`](super::exp::Exp::scaled).
+    /// NaN stays. The vectors go step by step together, as those of [`Exp::scaled`](crate::exp::Exp::scaled).
     #[inline(always)]
-    pub(super) fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         let (mut square, mut p) = (x, [self.near[5]; N]);
         for i in 0..N {
             square[i] = simd.mul(x[i], x[i]);
@@ -94,7 +95,7 @@ impl<S: Simd> Tanh<S> {
 
     /// `1 − tanh²` of a `tanh`, at least 0; off by `1.5u` beside what that is off by. NaN stays.
     #[inline(always)]
-    pub(super) fn slopes<const N: usize>(&self, simd: S, mut tanh: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn slopes<const N: usize>(&self, simd: S, mut tanh: [S::Lanes; N]) -> [S::Lanes; N] {
         for x in &mut tanh {
             *x = simd.max(self.zero, simd.sub(self.one, simd.mul(*x, *x)));
         }
@@ -108,7 +109,7 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::simd::{Isa, LANES, Work};
+    use crate::{Isa, LANES, Work};
 
     /// What `tanh` may be off by, in `u` of itself: the polynomial's 0.93, the factor's rounding, up to 1.3 of the smaller sum, that
     /// sum's 1 and the product's 1, and half of one of what is added to the factor, a quarter of it at most; the quotient's 0.37, the factor's and its product's, a rounding of each of its four parts and of their products.

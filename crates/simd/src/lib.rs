@@ -9,26 +9,31 @@
 
 #![allow(unsafe_code)]
 #![allow(clippy::cast_ptr_alignment, reason = "loads and stores are those of any alignment")]
+#![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub mod exp;
 mod gemm;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod packed;
 mod portable;
+pub mod tanh;
 
 use std::fmt;
 
 pub use gemm::gemm;
 use half::{bf16, f16};
+pub use packed::{Factor, Packed, smallest};
 
 /// Lanes of a vector.
-pub(super) const LANES: usize = 16;
+pub const LANES: usize = 16;
 
 /// Elements that are loaded and stored at once: two vectors.
-pub(super) const UNIT: usize = 2 * LANES;
+pub const UNIT: usize = 2 * LANES;
 
 /// A vector unit of sixteen `f32` lanes. A value of such a type shows that the machine has it.
 pub trait Simd: Copy {
@@ -103,7 +108,7 @@ const AHEAD: usize = 8 << 10;
 
 /// Asks for the cache lines that lie [`AHEAD`] of a unit, over the ends of pages, where hardware stops.
 #[inline(always)]
-pub(super) fn prefetch<E>(unit: &[E; UNIT]) {
+pub fn prefetch<E>(unit: &[E; UNIT]) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..size_of_val(unit)).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -116,18 +121,19 @@ pub(super) fn prefetch<E>(unit: &[E; UNIT]) {
 
 /// Stores that leave the caches as they are and do not read the lines that they fill. They have happened when it is
 /// dropped.
-pub(super) struct Streaming(());
+pub struct Streaming(());
 
 #[allow(clippy::unused_self, reason = "the value is what waits for the stores when it is dropped")]
 impl Streaming {
-    pub(super) fn begin() -> Self {
+    /// Before the first of them.
+    pub fn begin() -> Self {
         Self(())
     }
 
     /// Copies `from` to `to`, of the same length.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[inline(always)]
-    pub(super) fn copy(&self, from: &[u8], to: &mut [u8]) {
+    pub fn copy(&self, from: &[u8], to: &mut [u8]) {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
         // SAFETY: a register is bytes of any value.
         let (head, body, tail) = unsafe { to.align_to_mut::<__m128i>() };
@@ -143,7 +149,7 @@ impl Streaming {
 
     /// Copies `from` to `to`, of the same length.
     #[cfg(any(not(target_arch = "x86_64"), miri))]
-    pub(super) fn copy(&self, from: &[u8], to: &mut [u8]) {
+    pub fn copy(&self, from: &[u8], to: &mut [u8]) {
         to.copy_from_slice(from);
     }
 }
@@ -163,7 +169,7 @@ fn by_halves([a, b, c, d, e, f, g, h]: [f64; 8]) -> f64 {
 }
 
 /// Something to compute on a vector unit.
-pub(super) trait Work {
+pub trait Work {
     /// What comes of it.
     type Output;
 
@@ -230,7 +236,7 @@ impl Isa {
     }
 
     /// Does `work` with these instructions.
-    pub(crate) fn run<W: Work>(self, work: W) -> W::Output {
+    pub fn run<W: Work>(self, work: W) -> W::Output {
         match self.0 {
             // SAFETY: an `Isa` of this kind is made only where the machine was seen to have what `run` asks for.
             #[cfg(target_arch = "x86_64")]

@@ -1,0 +1,196 @@
+//! Elements of 16 and of 32 bits: how they are loaded and stored, and how exponentials are multiplied into them.
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+
+use crate::exp::SCALE;
+use crate::{LANES, Simd, UNIT};
+
+/// `2^16 + 1`, by which [`Simd::high_product`] takes off all but eight bits.
+const SPLIT: f32 = 65_537.0;
+
+/// What kept exponentials `2^64·e` are multiplied by.
+#[derive(Clone, Copy)]
+pub struct Factor<S: Simd> {
+    value: S::Lanes,
+    /// [`SPLIT`] times it.
+    split: S::Lanes,
+    /// What is below has a product of 0.
+    smallest: S::Lanes,
+}
+
+impl<S: Simd> Factor<S> {
+    /// `factor`, where that is a normal number and no product with an exponential is out of range on the way.
+    #[inline(always)]
+    pub fn of(simd: S, factor: f32) -> Option<Self> {
+        let split = factor * SPLIT;
+        // An exponential is 2^64 at most.
+        let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
+        in_range.then_some(Self {
+            value: simd.splat(factor),
+            split: simd.splat(split),
+            smallest: simd.splat(smallest(f64::from(factor) * SCALE)),
+        })
+    }
+}
+
+/// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
+/// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
+pub fn smallest(factor: f64) -> f32 {
+    // So much more that no rounding leads below.
+    let margin = 1.0 + 1e-6;
+    (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
+}
+
+/// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
+pub trait Packed: PartialEq + Pod + Send + Sync {
+    /// −∞
+    const MINUS_INFINITY: Self;
+    /// Exactly.
+    fn to_f32(self) -> f32;
+    /// Rounded.
+    fn from_f32(x: f32) -> Self;
+    /// In an order of the type's own, [`Packed::place`].
+    fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
+    /// Where the `j`th of a unit is among the lanes that are loaded.
+    fn place(j: usize) -> usize {
+        j
+    }
+    /// In the same order. Nothing is said of a NaN.
+    fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
+    /// `x·factor`, or 0 where `x` is below the factor's smallest, in the same.
+    #[inline(always)]
+    fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+        let (low, high) = (simd.at_least(low, by.smallest), simd.at_least(high, by.smallest));
+        Self::store(simd, [simd.mul(low, by.value), simd.mul(high, by.value)], to);
+    }
+    /// A row as what exponentials may be kept in, if it is.
+    fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
+        None
+    }
+}
+
+impl Packed for f32 {
+    const MINUS_INFINITY: Self = Self::NEG_INFINITY;
+    fn to_f32(self) -> f32 {
+        self
+    }
+    fn from_f32(x: f32) -> Self {
+        x
+    }
+    #[inline(always)]
+    fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2] {
+        let (halves, _) = from.as_chunks();
+        [simd.load(&halves[0]), simd.load(&halves[1])]
+    }
+    #[inline(always)]
+    fn store<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], to: &mut [Self; UNIT]) {
+        let (halves, _) = to.as_chunks_mut();
+        simd.store(low, &mut halves[0]);
+        simd.store(high, &mut halves[1]);
+    }
+    fn as_floats(row: &mut [Self]) -> Option<&mut [f32]> {
+        Some(row)
+    }
+}
+
+macro_rules! sixteen_bits {
+    ($type:ident, $load:ident, $store:ident $(, $own:item)*) => {
+        impl Packed for $type {
+            const MINUS_INFINITY: Self = Self::NEG_INFINITY;
+            fn to_f32(self) -> f32 {
+                $type::to_f32(self)
+            }
+            fn from_f32(x: f32) -> Self {
+                $type::from_f32(x)
+            }
+            #[inline(always)]
+            fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2] {
+                simd.$load(from)
+            }
+            #[inline(always)]
+            fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]) {
+                simd.$store(x, to);
+            }
+            $($own)*
+        }
+    };
+}
+sixteen_bits!(
+    bf16,
+    load_bf16,
+    store_bf16,
+    fn place(j: usize) -> usize {
+        j / 2 + j % 2 * LANES
+    },
+    #[inline(always)]
+    fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+        let even = simd.high_product(even, by.smallest, by.value, by.split);
+        let odd = simd.high_product(odd, by.smallest, by.value, by.split);
+        simd.truncate_bf16([even, odd], to);
+    }
+);
+sixteen_bits!(f16, load_f16, store_f16);
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+    use rand::{RngExt as _, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+    use crate::{Isa, Work};
+
+    /// Products of `exps` and a factor, in bf16, if the factor is in range.
+    struct Products<'x>(&'x [f32; UNIT], f32);
+
+    impl Work for Products<'_> {
+        type Output = Option<[bf16; UNIT]>;
+
+        #[inline(always)]
+        fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
+            let mut products = [bf16::ZERO; UNIT];
+            bf16::store_products(simd, f32::load(simd, self.0), Factor::of(simd, self.1)?, &mut products);
+            Some(products)
+        }
+    }
+
+    #[test]
+    fn products_are_rounded_once_to_the_nearest_bf16() {
+        let mut rng = ChaCha8Rng::seed_from_u64(6);
+        for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
+            let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
+            exps[..5].copy_from_slice(&[0.0, 1.0, 1.0 + f32::EPSILON, 2.0 - f32::EPSILON, 257.0 / 256.0]);
+            let factor = match case % 4 {
+                0 => 1.0,
+                1 => -(1.0 + f32::EPSILON),
+                2 => 1.0 - f32::EPSILON / 2.0,
+                _ => rng.random_range(-4.0_f32..4.0),
+            };
+            // In the order in which they are stored.
+            let exact = |j: usize| f64::from(exps[j / 2 + j % 2 * LANES]) * f64::from(factor);
+            for isa in Isa::available() {
+                for (j, product) in isa.run(Products(&exps, factor)).unwrap().into_iter().enumerate() {
+                    let (exact, product) = (exact(j), f64::from(product.to_f32()));
+                    let half_ulp = if exact == 0.0 { 0.0 } else { (exact.abs().log2().floor() - 8.0).exp2() };
+                    assert!((product - exact).abs() <= half_ulp, "{isa}: {exact:e} as {product:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn factors_are_in_range_as_long_as_no_product_overflows_or_loses_bits() {
+        let power = |exponent: i32| f64::from(exponent).exp2() as f32;
+        let largest = [power(64); UNIT];
+        for isa in Isa::available() {
+            let product = |factor: f32| isa.run(Products(&largest, factor)).map(|products| products[0].to_f32());
+            for factor in [power(-126), -power(-126), 1.0, 1.75 * power(46), -1.75 * power(46)] {
+                assert_eq!(product(factor), Some(factor * power(64)), "{isa}: {factor:e}");
+            }
+            for factor in [0.0, power(-127), power(47), -power(47), power(127), f32::INFINITY, f32::NAN] {
+                assert_eq!(product(factor), None, "{isa}: {factor:e}");
+            }
+        }
+    }
+}
