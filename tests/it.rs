@@ -3,6 +3,7 @@
 
 mod commands;
 mod common;
+mod crates;
 #[cfg(feature = "pjrt")]
 mod pjrt;
 mod project;

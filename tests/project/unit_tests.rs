@@ -23,6 +23,6 @@ fn no_crate_with_unit_tests_leaves_them_out() {
             }
         }
     }
-    assert!(tested > 5, "else this test shows nothing");
+    assert!(tested > 3, "else this test shows nothing");
     assert_eq!(left_out, Vec::<PathBuf>::new());
 }

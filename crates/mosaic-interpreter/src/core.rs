@@ -60,35 +60,3 @@ fn vmem_bytes(ty: &Shaped) -> usize {
     }
     extents.iter().product::<usize>() * ty.kind.bits().clamp(8, 32) as usize / 8
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Races are looked for by element. That finds those within a tile too, as long as this holds.
-    #[test]
-    fn whole_blocks_that_share_no_element_share_no_tile() {
-        for size in 1..=40 {
-            let extents: Vec<usize> = (1..=48).filter(|&extent| is_whole(extent, size, SUBLANES)).collect();
-            let blocks = |extent: usize| {
-                (0..size).step_by(extent).map(move |start| start..size.min(start + extent)).collect::<Vec<_>>()
-            };
-            for (a, b) in extents.iter().flat_map(|&a| extents.iter().map(move |&b| (a, b))) {
-                for (a, b) in blocks(a).iter().flat_map(|a| blocks(b).into_iter().map(move |b| (a.clone(), b))) {
-                    let share = a.start < b.end && b.start < a.end;
-                    let last = |block: &std::ops::Range<usize>| (block.end - 1) / SUBLANES;
-                    let share_a_tile = a.start / SUBLANES <= last(&b) && b.start / SUBLANES <= last(&a);
-                    assert_eq!(share, share_a_tile, "{a:?} and {b:?} of {size}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn memory_is_counted_in_whole_tiles() {
-        let bytes = |kind, shape: &[usize]| vmem_bytes(&Shaped { kind, shape: shape.to_vec() });
-        assert_eq!(bytes(Kind::F32, &[2, 9, 130]), 2 * 16 * 256 * 4);
-        assert_eq!(bytes(Kind::Bf16, &[9, 130]), 16 * 256 * 2);
-        assert_eq!(bytes(Kind::F32, &[129]), 8 * 256 * 4);
-    }
-}

@@ -15,11 +15,11 @@ mod compiled;
 mod compiled_gpu;
 mod input;
 mod mutants;
-mod number;
+pub mod number;
 mod page;
 mod parity;
 mod part;
-mod plot;
+pub mod plot;
 mod verdicts;
 
 pub use self::input::{Input, InputError, LONGEST};

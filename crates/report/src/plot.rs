@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use maud::{Markup, PreEscaped, html};
+pub use maud::Markup;
+use maud::{PreEscaped, html};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -11,7 +12,8 @@ use super::number::{clipped, count, short};
 
 /// What the page's style gives a colour of its own: no colour here is ever seen.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Tone {
+#[expect(missing_docs, reason = "named after the style sheet's variables")]
+pub enum Tone {
     Ink,
     Rule,
     First,
@@ -28,7 +30,7 @@ impl Tone {
     }
 
     /// The variable of the style sheet.
-    pub(super) fn variable(self) -> &'static str {
+    pub fn variable(self) -> &'static str {
         match self {
             Tone::Ink => "--ink",
             Tone::Rule => "--rule",
@@ -41,7 +43,7 @@ impl Tone {
     }
 
     /// Rules that put the style's colours in the place of all stand-ins.
-    pub(super) fn rules() -> String {
+    pub fn rules() -> String {
         let tones = [Tone::Ink, Tone::Rule, Tone::First, Tone::Second, Tone::Third, Tone::Bad, Tone::Faint];
         let rule = |tone: Tone| {
             let RGBColor(n, ..) = tone.stand_in();
@@ -85,7 +87,7 @@ fn figure(caption: &Markup, size: (u32, u32), draw: impl FnOnce(&Area) -> Drawn)
 }
 
 /// The colours of a plot, in words.
-pub(super) fn key(entries: &[(Tone, &str)]) -> Markup {
+pub fn key(entries: &[(Tone, &str)]) -> Markup {
     html! {
         p.key {
             @for (tone, name) in entries {
@@ -96,14 +98,15 @@ pub(super) fn key(entries: &[(Tone, &str)]) -> Markup {
 }
 
 /// Values on one line of a [`strips`] plot.
-pub(super) struct Strip {
-    pub(super) name: String,
+pub struct Strip {
+    /// What stands before it.
+    pub name: String,
     /// Shares of the limit, of which those beyond 1 are failures.
-    pub(super) shares: Vec<f64>,
+    pub shares: Vec<f64>,
 }
 
 /// One line a strip, a dot a value, on a logarithmic axis whose 1 is the limit. Values of 0 are not drawn but counted.
-pub(super) fn strips(strips: &[Strip], caption: &Markup) -> Markup {
+pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
     const ROW: u32 = 24;
     const DRAWN: Range<f64> = 1e-12..1e12;
     let exact = |strip: &Strip| strip.shares.iter().filter(|share| **share < DRAWN.start).count();
@@ -159,15 +162,18 @@ pub(super) fn strips(strips: &[Strip], caption: &Markup) -> Markup {
 }
 
 /// One bar of parts, end to end.
-pub(super) struct Bar {
-    pub(super) name: String,
-    pub(super) parts: Vec<(f64, Tone)>,
+pub struct Bar {
+    /// What stands before it.
+    pub name: String,
+    /// Lengths.
+    pub parts: Vec<(f64, Tone)>,
     /// What stands at its end.
-    pub(super) note: String,
+    pub note: String,
 }
 
 impl Bar {
-    pub(super) fn of(name: impl Into<String>, value: f64, tone: Tone, note: impl Into<String>) -> Self {
+    /// Of one part.
+    pub fn of(name: impl Into<String>, value: f64, tone: Tone, note: impl Into<String>) -> Self {
         Self { name: name.into(), parts: vec![(value, tone)], note: note.into() }
     }
 
@@ -177,7 +183,7 @@ impl Bar {
 }
 
 /// Horizontal bars from 0, and an upright line at `mark` where there is one.
-pub(super) fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
+pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
     const ROW: u32 = 26;
     let bars: Vec<&Bar> = bars.iter().filter(|bar| bar.end().is_finite() && bar.end() >= 0.0).collect();
     let mark = mark.filter(|mark| mark.is_finite());
@@ -217,7 +223,7 @@ pub(super) fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup 
 }
 
 /// How many values lie in each bucket, on a logarithmic axis, so that a single one still shows.
-pub(super) fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup {
+pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup {
     const FLOOR: f64 = 0.5;
     let most = counts.iter().copied().max().unwrap_or(0) as f64;
     let columns = counts.len() as f64;
@@ -248,21 +254,23 @@ pub(super) fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> 
 }
 
 /// A curve and its tone.
-pub(super) struct Curve {
-    pub(super) tone: Tone,
+pub struct Curve {
+    /// Its colour.
+    pub tone: Tone,
     /// Where the value is not finite, the curve is broken.
-    pub(super) points: Vec<(f64, f64)>,
+    pub points: Vec<(f64, f64)>,
 }
 
 /// An upright axis.
-pub(super) struct Axis {
-    pub(super) format: fn(f64) -> String,
+pub struct Axis {
+    /// How its numbers are written.
+    pub format: fn(f64) -> String,
     /// Whether it begins at 0, so that heights compare as amounts do.
-    pub(super) from_zero: bool,
+    pub from_zero: bool,
 }
 
 /// Curves over steps of training.
-pub(super) fn curves(curves: &[Curve], axis: &Axis, caption: &Markup) -> Markup {
+pub fn curves(curves: &[Curve], axis: &Axis, caption: &Markup) -> Markup {
     let finite = |(x, y): &&(f64, f64)| x.is_finite() && y.is_finite();
     let all = || curves.iter().flat_map(|curve| curve.points.iter().filter(finite));
     let Some(x) = extent(all().map(|(x, _)| *x)) else { return html! {} };
@@ -320,7 +328,7 @@ fn label_width<'t>(labels: impl Iterator<Item = &'t str>) -> u32 {
 }
 
 /// `10⁻³`; 1 is the limit.
-fn power_of_ten(x: f64) -> String {
+pub fn power_of_ten(x: f64) -> String {
     const DIGITS: [char; 10] = ['⁰', '¹', '²', '³', '⁴', '⁵', '⁶', '⁷', '⁸', '⁹'];
     let exponent = x.log10().round();
     if (x.log10() - exponent).abs() > 1e-9 {
@@ -334,27 +342,5 @@ fn power_of_ten(x: f64) -> String {
             let sign = if exponent < 0 { "⁻" } else { "" };
             format!("10{sign}{}", raised.collect::<String>())
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn powers_of_ten_are_written_small() {
-        assert_eq!([1e-12, 0.1, 1.0, 100.0].map(power_of_ten), ["10⁻¹²", "10⁻¹", "limit", "10²"]);
-    }
-
-    #[test]
-    fn whatever_the_numbers_something_is_drawn_or_said() {
-        let odd = [0.0, f64::NAN, f64::INFINITY, -1.0, 1e300, 1e-300, f64::MAX];
-        let drawn = strips(&[Strip { name: "<b>".into(), shares: odd.to_vec() }], &html! {}).into_string();
-        assert!(drawn.contains("&lt;b&gt;") && !drawn.contains("<b>"), "{drawn}");
-        let points = odd.iter().map(|&y| (y, y)).collect();
-        curves(&[Curve { tone: Tone::First, points }], &Axis { format: short, from_zero: true }, &html! {});
-        bars(&odd.map(|x| Bar::of("x", x, Tone::First, "x")), Some(f64::NAN), &html! {});
-        histogram(&["a".into(), "b".into()], &[0, u64::MAX], &html! {});
-        strips(&[], &html! {});
     }
 }

@@ -24,8 +24,6 @@
 //! StableHLO lowering, so that a kernel which reads it shows. What is written there is dropped by both.
 
 mod build;
-#[cfg(test)]
-mod golden;
 mod ir;
 mod lower;
 mod machine;

@@ -2,9 +2,8 @@
 
 use std::{env, fs};
 
-use super::{Builder, Column, Fold, Kernel, Machine, Type, Window, mosaic, xla};
-use crate::stablehlo;
 use assay_core::device_dtype::DeviceDtype;
+use assay_tile::{Builder, Column, Fold, Kernel, Machine, Type, Window, mosaic, stablehlo, xla};
 
 const MACHINE: Machine = Machine::tpu(120 << 20, true);
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use assay_core::memory::Hierarchy;
+use assay::memory::Hierarchy;
 
 #[test]
 fn the_narrowest_group_around_a_process_is_its_limit() {

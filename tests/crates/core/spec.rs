@@ -1,6 +1,6 @@
 //! The keys of a spec.
 
-use assay_core::spec::{LogitsTransform, LossSpec};
+use assay::spec::{LogitsTransform, LossSpec};
 use serde_json::json;
 
 #[test]

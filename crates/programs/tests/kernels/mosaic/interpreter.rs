@@ -1,5 +1,6 @@
 //! Small kernels whose results are known, and texts and runs that must be refused.
 
+use std::ops::Range;
 use std::slice::from_ref;
 
 use half::{bf16, f16};
@@ -709,6 +710,43 @@ fn a_core_refuses_blocks_that_are_no_whole_tiles_and_more_vmem_than_it_has() {
     ] {
         let problem = copy_on_a_core(window, x, 1 << 20).unwrap_err().to_string();
         assert!(problem.starts_with(expected), "{problem}");
+    }
+}
+
+/// Races are looked for by element. That finds those within a tile too, as long as this holds of the blocks that a core takes.
+#[test]
+fn whole_blocks_that_share_no_element_share_no_tile() {
+    const ROWS_OF_A_TILE: usize = 8;
+    for size in 1..=40 {
+        let x = array(DeviceDtype::F32, &[size, 128], &vec![0.0; size * 128]);
+        let taken = |extent: &usize| copy_on_a_core([*extent, 128], &x, 1 << 20).is_ok();
+        let extents: Vec<usize> = (1..=48).filter(taken).collect();
+        assert!(extents.contains(&size) && extents.len() >= size / ROWS_OF_A_TILE, "{size}: {extents:?}");
+        let blocks = |extent: usize| {
+            (0..size).step_by(extent).map(move |start| start..size.min(start + extent)).collect::<Vec<_>>()
+        };
+        for (a, b) in extents.iter().flat_map(|&a| extents.iter().map(move |&b| (a, b))) {
+            for (a, b) in blocks(a).iter().flat_map(|a| blocks(b).into_iter().map(move |b| (a.clone(), b))) {
+                let share = a.start < b.end && b.start < a.end;
+                let last = |block: &Range<usize>| (block.end - 1) / ROWS_OF_A_TILE;
+                let share_a_tile = a.start / ROWS_OF_A_TILE <= last(&b) && b.start / ROWS_OF_A_TILE <= last(&a);
+                assert_eq!(share, share_a_tile, "{a:?} and {b:?} of {size}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scratch_is_counted_in_whole_tiles() {
+    let x = array(DeviceDtype::F32, &[8, 128], &[0.0; 8 * 128]);
+    for (scratch, bytes) in [("2x9x130xf32", 2 * 16 * 256 * 4), ("9x130xbf16", 16 * 256 * 2), ("129xf32", 8 * 256 * 4)]
+    {
+        let windows = &[("8x128xf32", "", "%i0, %i0"), ("8x128xf32", "", "%i0, %i0")];
+        let text = Kernel { grid: &[1], prefetch: &[], windows, scratch: &[scratch], body: "" }.text();
+        let options = Options { core: Some(Core { vmem_bytes: 1 }), ..Options::default() };
+        let outputs = [(x.element, x.shape.clone())];
+        let problem = run_with(options, &text, vec![x.clone()], &outputs, &[]).unwrap_err().to_string();
+        assert!(problem.contains(&format!("and scratch {bytes}, expected at most 1 in all")), "{scratch}: {problem}");
     }
 }
 

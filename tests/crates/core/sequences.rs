@@ -1,6 +1,6 @@
 //! Sequences that lie one after another.
 
-use assay_core::problem::{CuSeqlens, Sequences};
+use assay::problem::{CuSeqlens, Sequences};
 use ndarray::{Array2, arr2};
 
 #[test]

@@ -5,13 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use assay_core::implementation::Implementation;
-use assay_core::problem::{Candidate, Dtype, Problem};
-use assay_core::spec::LossSpec;
-use assay_fixture::write_candidate;
-use assay_judge::generate::{Recipe, Regime};
-use assay_native::Native;
-use assay_worker::{Answer, Launch, Worker, WorkerError};
+use assay::fixture::write_candidate;
+use assay::implementation::Implementation;
+use assay::judge::generate::{Recipe, Regime};
+use assay::native::Native;
+use assay::problem::{Candidate, Dtype, Problem};
+use assay::spec::LossSpec;
+use assay::worker::{Answer, Launch, Worker, WorkerError};
 
 const HELLO: &str = r#"echo '{"protocol":"assay-check/1","dtypes":["f32"],"outputs":["logp","entropy"],"about":"sh"}'"#;
 
@@ -63,7 +63,7 @@ impl Fixture {
         Worker::start(self.launch(script)).unwrap()
     }
 
-    fn ask(&self, worker: &mut Worker) -> Result<Answer<assay_core::problem::FloatArray<ndarray::Ix3>>, WorkerError> {
+    fn ask(&self, worker: &mut Worker) -> Result<Answer<assay::problem::FloatArray<ndarray::Ix3>>, WorkerError> {
         worker.ask(&LossSpec::default(), &self.problem)
     }
 

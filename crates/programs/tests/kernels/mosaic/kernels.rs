@@ -200,7 +200,7 @@ fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: M
     };
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
-    if let Some(failure) = known.failures(&judged, id, "cargo test --test mosaic").first() {
+    if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels mosaic::").first() {
         return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
@@ -388,7 +388,7 @@ fn columns_outside_the_support_are_0_whatever_they_hold() {
             assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
             assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
             let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
-            assert!(known.failures(&judged, id, "cargo test --test mosaic").is_empty(), "{id} {softcap:?}");
+            assert!(known.failures(&judged, id, "cargo test --test kernels mosaic::").is_empty(), "{id} {softcap:?}");
         }
     }
 }

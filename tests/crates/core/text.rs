@@ -1,6 +1,6 @@
 //! Names that are nearly right.
 
-use assay_core::text::nearest;
+use assay::text::nearest;
 
 #[test]
 fn the_nearest_name_is_found_and_a_stranger_has_none() {

@@ -328,7 +328,7 @@ fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Re
     let candidate = candidate.map_err(|error| format!("{recipe:?} {spec:?}\n{error}"))?;
     let known = Known::of(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
-    if let Some(failure) = known.failures(&judged, id, "cargo test -p assay-programs --test ptx").first() {
+    if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels ptx::").first() {
         return Err(format!("{id} for {target:?} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
@@ -409,7 +409,7 @@ fn columns_outside_the_support_are_0_whatever_they_hold() {
             assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
             assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
             let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
-            assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
+            assert_eq!(known.failures(&judged, id, "cargo test --test kernels ptx::"), [""; 0]);
         }
     }
 }
@@ -503,7 +503,7 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
         [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
     {
         let judged = known.judge(candidate.unwrap(), &Limits::of("gpu").unwrap()).unwrap();
-        assert_eq!(known.failures(&judged, id, "cargo test -p assay-programs --test ptx"), [""; 0]);
+        assert_eq!(known.failures(&judged, id, "cargo test --test kernels ptx::"), [""; 0]);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The kernels that an LM head's program calls in its loop, on chunks of logits whose products are made here, in f64.
 
-use crate::kernels::Around;
+use super::kernels::Around;
 use assay_core::implementation::Given;
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, HeadCandidate, HeadForm, HeadGradient, HeadLayout, HeadProblem, Problem,
@@ -122,7 +122,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
             let known = Known::of(spec, &problem).unwrap();
             let judged = known.judge(candidate, &Limits::of(program.class()).unwrap()).unwrap();
             let name = format!("{id} on {devices} devices for {target:?}, {recipe:?}");
-            assert_eq!(known.failures(&judged, &name, "cargo test -p assay-programs --test ptx"), [""; 0]);
+            assert_eq!(known.failures(&judged, &name, "cargo test --test kernels ptx::"), [""; 0]);
         }
     }
 }
