@@ -44,10 +44,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 #[cfg(feature = "train")]
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
-};
+use std::sync::{Arc, atomic::AtomicBool};
 use std::sync::{Mutex, PoisonError};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -380,11 +377,8 @@ fn as_typed(arguments: &[OsString]) -> String {
 /// Set by Ctrl-C: who sees it ends in good order.
 #[cfg(feature = "train")]
 fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let set = Arc::clone(&stop);
-    ctrlc::set_handler(move || set.store(true, Ordering::Relaxed))
-        .map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))?;
-    Ok(stop)
+    assay_train::interrupt::stop_flag()
+        .map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))
 }
 
 impl Printing {

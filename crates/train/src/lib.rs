@@ -5,5 +5,6 @@
 #![cfg(feature = "candle")]
 
 mod checkpoint;
+pub mod interrupt;
 pub mod record;
 pub mod train;
