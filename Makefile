@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -11,11 +11,14 @@ FUZZ_SECONDS ?= 60
 PYTHON ?= python3
 
 # Idempotent: says what it does only where something is missing.
-setup:
+setup: tools
+	@setup/install.sh cpu
+
+tools:
 	@command -v $(CARGO) >/dev/null || { echo "cargo is missing: install Rust 1.95 or newer from https://rustup.rs"; exit 1; }
 	@$(CARGO) fmt --version >/dev/null 2>&1 || rustup component add rustfmt
 	@$(CARGO) clippy --version >/dev/null 2>&1 || rustup component add clippy
-	@setup/install.sh build-tools cpu
+	@setup/install.sh build-tools
 
 # libtpu, 205 MB to fetch: only what compiles for a TPU needs it.
 setup-tpu: setup
@@ -30,29 +33,38 @@ setup-gpu: setup
 	@setup/install.sh gpu
 
 # Every recorded fixture through every implementation that this machine can run.
-replay: setup
-	$(CARGO) build --locked --bin assay --quiet
+# The plugin is fetched meanwhile: nothing that is compiled needs it.
+replay: tools
+	@setup/install.sh cpu & $(CARGO) build --locked --bin assay --quiet; built=$$?; wait $$! && exit $$built
 	@mkdir -p target/assay
 	./target/debug/assay replay --json target/assay/report.json
 
-# Everything that CI runs.
-test: setup
+# Everything that CI runs. The plugin and Python's packages are fetched meanwhile: nothing that is compiled needs them.
+test: tools
+	@{ setup/install.sh cpu && $(MAKE) --no-print-directory python-packages; } & \
+		$(MAKE) --no-print-directory lint; linted=$$?; wait $$! && exit $$linted
+	setup/test.sh --locked --all-features
+	@$(MAKE) --no-print-directory python
+
+lint:
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets --locked --all-features -- -D warnings
 	@# With cargo alone: what would look for libclang or protoc finds none.
 	LIBCLANG_PATH=/nowhere PROTOC=/nowhere $(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
-	setup/test.sh --locked --all-features
-	@$(MAKE) --no-print-directory python
 
 # The Python package, with the extension that the workspace's one build made: types and tests, those of PyTorch *skipped*.
-# NumPy, JAX and what tests with them is installed once, 0.5 GB.
-python: setup
-	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		$(MAKE) --no-print-directory target/python/venv/made && \
+python: setup python-packages
+	@if [ -f target/python/venv/made ]; then \
 		$(CARGO) build --locked --all-features --quiet && \
 		$(CARGO) build --locked --all-features --quiet --example fake_cuda && \
 		setup/python.sh target/python/venv; \
+	fi
+
+# NumPy, JAX and what tests with them, 0.5 GB to install.
+python-packages:
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		$(MAKE) --no-print-directory target/python/venv/made; \
 	else \
 		echo "python: skipped, $(PYTHON) is older than 3.11 (make PYTHON=…)"; \
 	fi

@@ -104,7 +104,7 @@ pub trait Simd: Copy {
 
 /// Bytes by which [`prefetch`] is ahead of what is read: as far as the first cache is from memory in the time of a vector's
 /// arithmetic. Between 4 and 16 KiB it makes no difference.
-const AHEAD: usize = 8 << 10;
+pub const AHEAD: usize = 8 << 10;
 
 /// Asks for the cache lines that lie [`AHEAD`] of a unit, over the ends of pages, where hardware stops.
 #[inline(always)]

@@ -8,7 +8,7 @@ const NEAR: [f64; 6] =
     [-0.333_329_867_7, 0.133_264_088_4, -0.053_498_707_3, 0.020_359_760_9, -0.006_259_342_2, 0.001_058_266_0];
 
 /// Factors with whose thirteenth power, and all before it, the coefficients are normal numbers of f32.
-const FACTORS: std::ops::RangeInclusive<f64> = 1.0 / 400.0..=400.0;
+pub const FACTORS: std::ops::RangeInclusive<f64> = 1.0 / 400.0..=400.0;
 
 /// The bit of a number from 0 on that is set where it is at least 2, and of NaN.
 const AT_LEAST_2: u32 = 1 << 30;
