@@ -31,7 +31,7 @@ use std::f64::consts::PI;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Ix3, Zip, concatenate, s};
+use ndarray::{Array1, Array2, ArrayView2, Axis, Ix2, Ix3, concatenate, s};
 use rayon::prelude::*;
 
 use super::U;
@@ -337,21 +337,20 @@ const OF_ROUNDING: usize = 3;
 
 /// These of all of `exact`, one above the other.
 fn roundings(exact: &Array2<f64>, dtype: Dtype) -> Array2<f64> {
-    let moved = exact.mapv(|x| dtype.round(x) - x);
-    let mut sin = exact.mapv(|x| half_ulp(x, dtype));
-    let cos = Zip::from(&mut sin).and(exact).map_collect(|part, x| {
-        let half = *part;
-        let (sin, cos) = f64::sin_cos(PI * x / half);
-        *part = half * sin;
-        half * cos
+    let each = exact.iter().map(|&x| {
+        let (moved, half) = (dtype.round(x) - x, half_ulp(x, dtype));
+        let (sin, cos) = f64::sin_cos(PI * moved / half);
+        (moved, (half * cos, half * sin))
     });
-    stacked(&[&moved, &cos, &sin])
+    let (moved, (cos, sin)): (Vec<_>, (Vec<_>, Vec<_>)) = each.unzip();
+    let shape = [OF_ROUNDING * exact.nrows(), exact.ncols()];
+    Array2::from_shape_vec(shape, [moved, cos, sin].concat()).expect("three of each")
 }
 
 /// `R` of `Σ r·|w|`, `Σ r²w²`, and the sums of [`roundings`] times `w`.
 fn rounding_of_sum(by_size: f64, by_square: f64, [moved, cos, sin]: [f64; OF_ROUNDING], limits: &Limits) -> f64 {
-    let alike = moved.abs().max(f64::hypot(cos, sin));
-    by_size.min(f64::hypot(limits.spread() * by_square.sqrt(), alike))
+    let alike2 = f64::max(square(moved), square(cos) + square(sin));
+    by_size.min(f64::sqrt(square(limits.spread()) * by_square + alike2))
 }
 
 /// A gradient under its two gates: of each element, and of each row's norm.
@@ -695,14 +694,16 @@ impl Alike {
     fn squares(&self, weights: &Array2<f64>) -> Array1<f64> {
         let mut all = Array1::zeros(weights.ncols());
         for Group { columns, own2 } in &self.groups {
-            let (mut sum, mut squares) = (Array1::<f64>::zeros(all.dim()), Array1::<f64>::zeros(all.dim()));
+            let mut sums = vec![(0.0, 0.0); all.len()];
             for &v in columns {
-                sum += &weights.row(v);
-                squares.zip_mut_with(&weights.row(v), |sum, x| *sum += x * x);
+                for ((sum, squares), x) in sums.iter_mut().zip(weights.row(v)) {
+                    *sum += x;
+                    *squares += square(*x);
+                }
             }
-            Zip::from(&mut all).and(&sum).and(&squares).for_each(|all, sum, squares| {
-                *all += own2 * f64::max(*squares, sum * sum);
-            });
+            for (all, (sum, squares)) in all.iter_mut().zip(sums) {
+                *all += own2 * f64::max(squares, square(sum));
+            }
         }
         all
     }
@@ -813,9 +814,11 @@ impl<'r> DlmHead<'r> {
             let [rounding, one_sided] = [0, 1].map(|sum| by_size.row(sum * count + i).to_slice().expect("dense"));
             let [own2, rounding2, exact2] =
                 [0, 1, 2].map(|sum| by_square.row(sum * count + i).to_slice().expect("dense"));
+            let roundings: [&[f64]; OF_ROUNDING] =
+                std::array::from_fn(|sum| roundings.row(sum * count + i).to_slice().expect("dense"));
             let limit = |h: usize| {
                 let x = exact[h].abs();
-                let roundings = std::array::from_fn(|sum| roundings[[sum * count + i, h]]);
+                let roundings = roundings.map(|sum| sum[h]);
                 let rounding = rounding_of_sum(rounding[h], rounding2[h], roundings, self.limits);
                 // What has no random sign: that of all tokens may add up.
                 own2[h].sqrt() + rounding + one_sided[h] + self.relative * x + self.each * (x + exact2[h].sqrt())

@@ -72,10 +72,12 @@ const GPU_KINDS: [(&str, Target); 4] =
 pub const ANY_TPU: Machine = TpuCore::V6E.machine();
 
 /// Any other device: rows of its arrays follow one another, so that nothing is padded to be cut over several (`xla-vocab`
-/// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels'
-/// loops are those of a TPU: they are there to be judged, and take their sums in its order. Registers of 32 lanes in place
-/// of 128 would take a CPU 0.9 (`tile-one-pass`) and 0.75 of the time (`tile-two-pass`, 1x64x32000), of 512 up to twice it.
-pub const ANY_DEVICE: Machine = Machine { memory_columns: 1, ..ANY_TPU };
+/// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels' loops take their
+/// sums in a TPU's order, as they are there to be judged: lanes stay (32 of them took a CPU 0.9 of the time of `tile-one-pass` and 0.75 of
+/// that of `tile-two-pass`, of blocks of a TPU's rows at 1x64x32000, 512 up to twice it). Rows, each summed alone, are fewer a block: a
+/// block of them stays in cache, and XLA compiles code for each row's target (`tile-one-pass` at 1x64x32000 in bf16: 18 ms a step, 46 by a
+/// TPU's blocks).
+pub const ANY_DEVICE: Machine = Machine { sublanes: 2, memory_columns: 1, ..ANY_TPU };
 
 impl Device {
     /// Any device but a TPU.

@@ -42,7 +42,7 @@ use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
 use crate::two_pass::Local;
-use crate::{ANY_DEVICE, Device, Lowering, Named, Programs, Target, baseline, gpu, unsupported};
+use crate::{ANY_DEVICE, ANY_TPU, Device, Lowering, Named, Programs, Target, baseline, gpu, unsupported};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -178,7 +178,7 @@ impl Programs for LossProgram {
             return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_fits(Structure::of(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_DEVICE)?;
+        self.expect_fits(Structure::of(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_TPU)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if !self.is_xla() && tokens.is_none() {
