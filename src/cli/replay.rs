@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -13,7 +15,7 @@ use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Given, Implementation, RunError};
+use crate::implementation::{Given, Implementation};
 use crate::judge::invariance::Invariance;
 use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
@@ -304,10 +306,8 @@ impl Session {
                     self.check_recorded(&label, &mut expected, logits, *old_logp, &values, &command)?;
                     self.check_recorded_tokens(&label, &file, logits, &known.reference, &command)?;
                 }
-                for implementation in self.implementations.clone() {
-                    let command = args.command(path, Some(logits), *old_logp, Some(implementation.id()));
-                    self.check_on_devices(&label, &*implementation, &known, None, &command)?;
-                }
+                let command = |id: Option<&str>| args.command(path, Some(logits), *old_logp, id);
+                self.check_all(&label, &self.implementations.clone(), &known, None, &command)?;
             }
         }
         if args.packed {
@@ -343,10 +343,8 @@ impl Session {
                 continue;
             }
             let known = known(spec, &problem, path)?;
-            for implementation in self.heads.clone() {
-                let command = args.command(path, None, old_logp, Some(implementation.id()));
-                self.check_on_devices(&label, &*implementation, &known, None, &command)?;
-            }
+            let command = |id: Option<&str>| args.command(path, None, old_logp, id);
+            self.check_all(&label, &self.heads.clone(), &known, None, &command)?;
         }
         Ok(())
     }
@@ -380,11 +378,42 @@ impl Session {
             packed: true,
             invariance: twins.between(&P::outcome(&packed.reference), &P::outcome(&padded.reference)),
         });
-        for implementation in implementations {
-            let command = command(Some(implementation.id()));
-            self.check_on_devices(&label, &**implementation, &packed, Some(&twins), &command)?;
-        }
-        Ok(())
+        self.check_all(&label, implementations, &packed, Some(&twins), command)
+    }
+
+    /// Each of `implementations` on one problem, as [`check_on_devices`](Self::check_on_devices) does. While one runs and is judged, the
+    /// programs of the next are compiled: a compiler leaves the second core idle for half of its time.
+    fn check_all<P: Judgeable + Sync>(
+        &mut self,
+        label: &str,
+        implementations: &[Arc<dyn Implementation<P>>],
+        known: &Known<P>,
+        twins: Option<&dyn Twin<P>>,
+        command: &dyn Fn(Option<&str>) -> String,
+    ) -> Result<(), CliError> {
+        let (spec, problem, devices, done) = (known.spec, known.problem, self.devices.clone(), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for implementation in implementations {
+                    for devices in device_counts(&devices, &**implementation, spec, problem) {
+                        if done.load(Ordering::Relaxed) {
+                            return;
+                        }
+                        // Whatever hinders it is said where it is run.
+                        if let Ok(given) = Given::of(spec, problem) {
+                            drop(implementation.prepare(spec, given, devices));
+                        }
+                    }
+                }
+            });
+            let mut all = implementations.iter();
+            let checked = all.try_for_each(|implementation| {
+                let command = command(Some(implementation.id()));
+                self.check_on_devices(label, &**implementation, known, twins, &command)
+            });
+            done.store(true, Ordering::Relaxed);
+            checked
+        })
     }
 
     /// One implementation on one problem, on the device counts asked for, or on the most that it supports; and on the padded twin of a
@@ -398,15 +427,8 @@ impl Session {
         command: &str,
     ) -> Result<(), CliError> {
         let &Known { spec, problem, .. } = known;
-        let given = Given::of(spec, problem).map_err(RunError::from)?;
-        let supports = |devices| implementation.supports_given(spec, given, devices);
-        let most = || {
-            let counts = implementation.device_counts();
-            counts.iter().rev().copied().find(|&devices| supports(devices).is_ok()).or(counts.first().copied())
-        };
-        let asked = if self.devices.is_empty() { vec![most().unwrap_or(1)] } else { self.devices.clone() };
         let mut first: Option<(usize, Candidate<P::Gradient>)> = None;
-        for devices in asked {
+        for devices in device_counts(&self.devices, implementation, spec, problem) {
             let name = on_devices(implementation.id(), devices);
             if let Some(why) = hindrance(implementation, spec, problem, devices) {
                 self.ignored.push(Ignored { what: format!("{label} with {name}"), why, not_run: Some(name) });
@@ -529,14 +551,25 @@ impl Session {
         let spec = recorded_spec();
         let known = known(&spec, &problem, path)?;
         let label = label(path, SOURCE, old_logp);
-        let command = args.command(path, None, None, None);
-        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&known.reference), &command)?;
-        for implementation in self.heads.clone() {
-            let command = args.command(path, None, None, Some(implementation.id()));
-            self.check_on_devices(&label, &*implementation, &known, None, &command)?;
-        }
-        Ok(())
+        let command = |id: Option<&str>| args.command(path, None, None, id);
+        self.check_recorded(&label, expected, SOURCE, old_logp, &head_scalars(&known.reference), &command(None))?;
+        self.check_all(&label, &self.heads.clone(), &known, None, &command)
     }
+}
+
+/// The device counts to run on: those `asked` for, or the most that `implementation` takes the problem on.
+fn device_counts<P: Judgeable>(
+    asked: &[usize],
+    implementation: &dyn Implementation<P>,
+    spec: &LossSpec,
+    problem: &P,
+) -> Vec<usize> {
+    if !asked.is_empty() {
+        return asked.to_vec();
+    }
+    let counts = implementation.device_counts();
+    let supported = |devices: &usize| hindrance(implementation, spec, problem, *devices).is_none();
+    vec![counts.iter().rev().copied().find(supported).or(counts.first().copied()).unwrap_or(1)]
 }
 
 fn known<'p, P: Judgeable>(spec: &'p LossSpec, problem: &'p P, path: &Path) -> Result<Known<'p, P>, CliError> {

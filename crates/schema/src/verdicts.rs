@@ -232,7 +232,7 @@ pub struct Summary {
     pub not_compared: usize,
     /// The check that needed most of its `κ`; `None` where none has a `κ`.
     pub worst_kappa: Option<WorstKappa>,
-    /// Seconds that its runs took, compiling among them; `None` where it was not run.
+    /// Seconds that its runs took, and what they waited for programs that are compiled ahead; `None` where it was not run.
     pub run_s: Option<f64>,
 }
 

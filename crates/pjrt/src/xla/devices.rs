@@ -77,40 +77,49 @@ pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
     })
 }
 
-/// A compiled program, with the plugin and the text that it was compiled from. The text holds the shapes; the numbers of
-/// a spec are run-time inputs.
-struct Compiled {
+/// A program, with the plugin and the text that it is compiled from. The text holds the shapes; the numbers of a spec are run-time
+/// inputs.
+struct Kept {
     plugin: PathBuf,
-    code: String,
-    executable: Arc<Executable>,
+    code: Arc<str>,
+    executable: Arc<Compiled>,
 }
 
+/// `None` until the first that asks for it has compiled it.
+type Compiled = Mutex<Option<Arc<Executable>>>;
+
 /// The programs used last, the latest at the end.
-static COMPILED: Mutex<VecDeque<Compiled>> = Mutex::new(VecDeque::new());
+static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
 
 /// How many are kept: each takes megabytes.
-const KEPT: usize = 64;
+const MOST_KEPT: usize = 64;
 
 /// The executable of a program, compiled unless it is one of those used last.
 pub(super) fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
-    let plugin = client.plugin().path();
-    let lock = || COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut kept = lock();
-    if let Some(at) = kept.iter().position(|entry| entry.code == code && entry.plugin == plugin) {
-        let entry = kept.remove(at).expect("just found");
-        let executable = Arc::clone(&entry.executable);
-        kept.push_back(entry);
-        return Ok(executable);
+    let code: Arc<str> = code.into();
+    // Others may compile another program meanwhile; who asks for this one waits.
+    let kept = kept(client.plugin().path(), &code);
+    let mut executable = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(executable) = &*executable {
+        return Ok(Arc::clone(executable));
     }
-    // Others may compile meanwhile.
-    drop(kept);
-    let executable = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
-    let mut kept = lock();
-    if kept.len() == KEPT {
-        kept.pop_front();
+    let compiled = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
+    Ok(Arc::clone(executable.insert(compiled)))
+}
+
+/// The place of a program among those used last, of which it is then the latest.
+fn kept(plugin: &Path, code: &Arc<str>) -> Arc<Compiled> {
+    let mut all = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    let entry = match all.iter().position(|entry| entry.code == *code && entry.plugin == plugin) {
+        Some(at) => all.remove(at).expect("just found"),
+        None => Kept { plugin: plugin.to_path_buf(), code: Arc::clone(code), executable: Arc::default() },
+    };
+    if all.len() == MOST_KEPT {
+        all.pop_front();
     }
-    kept.push_back(Compiled { plugin: plugin.to_path_buf(), code, executable: Arc::clone(&executable) });
-    Ok(executable)
+    let executable = Arc::clone(&entry.executable);
+    all.push_back(entry);
+    executable
 }
 
 /// The program of one shape, and how a batch is cut for it.
