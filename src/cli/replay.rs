@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -382,7 +382,7 @@ impl Session {
     }
 
     /// Each of `implementations` on one problem, as [`check_on_devices`](Self::check_on_devices) does. While one runs and is judged, the
-    /// programs of the next are compiled: a compiler leaves the second core idle for half of its time.
+    /// programs of the next are compiled, one a thread: half of a compile leaves the other cores idle.
     fn check_all<P: Judgeable + Sync>(
         &mut self,
         label: &str,
@@ -391,27 +391,28 @@ impl Session {
         twins: Option<&dyn Twin<P>>,
         command: &dyn Fn(Option<&str>) -> String,
     ) -> Result<(), CliError> {
-        let (spec, problem, devices, done) = (known.spec, known.problem, self.devices.clone(), AtomicBool::new(false));
-        thread::scope(|scope| {
-            scope.spawn(|| {
-                for implementation in implementations {
-                    for devices in device_counts(&devices, &**implementation, spec, problem) {
-                        if done.load(Ordering::Relaxed) {
-                            return;
-                        }
-                        // Whatever hinders it is said where it is run.
-                        if let Ok(given) = Given::of(spec, problem) {
-                            drop(implementation.prepare(spec, given, devices));
-                        }
+        let (spec, problem, devices, next) = (known.spec, known.problem, self.devices.clone(), AtomicUsize::new(0));
+        let compile = || {
+            while let Some(implementation) = implementations.get(next.fetch_add(1, Ordering::Relaxed)) {
+                for devices in device_counts(&devices, &**implementation, spec, problem) {
+                    // Whatever hinders it is said where it is run.
+                    if let Ok(given) = Given::of(spec, problem) {
+                        drop(implementation.prepare(spec, given, devices));
                     }
                 }
-            });
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..rayon::current_num_threads().min(implementations.len()) {
+                scope.spawn(compile);
+            }
             let mut all = implementations.iter();
             let checked = all.try_for_each(|implementation| {
                 let command = command(Some(implementation.id()));
                 self.check_on_devices(label, &**implementation, known, twins, &command)
             });
-            done.store(true, Ordering::Relaxed);
+            // Where one has ended in an error, none is left to compile.
+            next.store(implementations.len(), Ordering::Relaxed);
             checked
         })
     }
