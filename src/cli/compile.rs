@@ -178,6 +178,8 @@ impl Compile {
             }
         };
         let asked = of(&self.implementation, target, shape);
+        // What no program can be written of is said whether libtpu is here or not.
+        asked.code()?;
         let progress = self.printing.progress(1);
         progress.set_message(format!("compiling for {target}"));
         let figures = asked.compile(&self.compiler()?)?;

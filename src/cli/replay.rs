@@ -569,7 +569,10 @@ fn device_counts<P: Judgeable>(
         return asked.to_vec();
     }
     let counts = implementation.device_counts();
-    let supported = |devices: &usize| hindrance(implementation, spec, problem, *devices).is_none();
+    let supported = |devices: &usize| {
+        let supports = |given| implementation.supports_given(spec, given, *devices);
+        Given::of(spec, problem).is_ok_and(|given| supports(given).is_ok())
+    };
     vec![counts.iter().rev().copied().find(supported).or(counts.first().copied()).unwrap_or(1)]
 }
 
