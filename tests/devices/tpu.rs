@@ -601,6 +601,8 @@ fn bad_usage_is_refused() -> Result<(), Failed> {
     for (option, value, parts) in cases {
         let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
         command.arg("compile").arg("--json").arg(&json).args([option, value]);
+        // What is wrong is said though libtpu is not here.
+        command.env("TPU_LIBRARY_PATH", "/nowhere/libtpu.so");
         command.args(good.iter().filter(|(name, _)| *name != option).flat_map(|&(name, value)| [name, value]));
         let output = command.output()?;
         let stderr = String::from_utf8(output.stderr)?;
