@@ -102,8 +102,8 @@ fn wrong_kernel_is_found_shrunk_and_named() {
 /// Every eighth of the mutants; all of them where `ASSAY_PRODUCTION` is set.
 #[test]
 fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
-    let mut wrongly = Vec::new();
-    let mut counts = [0; 3];
+    let (mut wrongly, mut unnamed) = (Vec::new(), Vec::new());
+    let (mut rejected, mut of_one_cause) = (0, 0);
     let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 8 };
     let elsewhere = |class: Class| class.of_heads() || class == Class::Devices;
     let of_this_loss = BANK.iter().filter(|mutant| !elsewhere(mutant.class) && mutant.class.is_reached(&trl(), false));
@@ -112,11 +112,15 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
         if causes.is_empty() {
             continue;
         }
-        counts[0] += 1;
+        rejected += 1;
+        of_one_cause += usize::from(causes.len() == 1);
         let named: Vec<&Cause> = causes.iter().filter(|cause| !cause.like.is_empty()).collect();
         let own = |cause: &&Cause| cause.like.iter().any(|name| name.mutant == mutant.name);
-        counts[1] += usize::from(named.iter().any(own));
-        counts[2] += usize::from(causes.len() == 1);
+        // Without a clip it computes another loss, whose name says more.
+        let computes = causes.iter().any(|cause| !cause.computes.is_empty());
+        if !computes && !named.iter().any(own) {
+            unnamed.push(mutant.name);
+        }
         // Some are one kernel under this loss; many are not.
         assert!(named.iter().all(|cause| cause.like.len() <= 3), "{}: {named:#?}", mutant.name);
         if named.iter().any(|cause| !own(cause)) {
@@ -124,9 +128,9 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
         }
     }
     assert!(wrongly.is_empty(), "{wrongly:#?}");
-    // One that fails by what no other output shows, such as bits of a second call, has no name.
-    let [rejected, named, of_one_cause] = counts;
-    assert!(rejected >= 5 && named + 1 >= rejected && of_one_cause + 2 >= rejected, "{counts:?}");
+    // Bits of a second call are no kernel's values on a problem.
+    assert!(unnamed.iter().all(|name| *name == "sum-in-any-order"), "{unnamed:?}");
+    assert!(rejected >= 5 && of_one_cause + 2 >= rejected, "{of_one_cause} of {rejected}");
 }
 
 #[test]
