@@ -7,6 +7,8 @@ from collections.abc import Callable
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FAST = "" if "ASSAY_FULL_OPTIMIZATION" in os.environ else " --xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8" + FAST)
+# Before PyTorch imports Triton, whose own functions are interpreted or compiled for good from then on.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
 
