@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -56,11 +56,12 @@ lint: tools
 
 # The Python package, with the extension that the workspace's one build made: types and tests, those of PyTorch *skipped*.
 python: setup python-packages
-	@if [ -f target/python/venv/made ]; then \
-		$(CARGO) build --locked --all-features --quiet && \
-		$(CARGO) build --locked --all-features --quiet --example fake_cuda && \
-		setup/python.sh target/python/venv; \
-	fi
+	@if [ -f target/python/venv/made ]; then $(MAKE) --no-print-directory python-extension && setup/python.sh target/python/venv; fi
+
+# The package's extension, and what stands for a driver in its tests.
+python-extension:
+	@$(CARGO) build --locked --all-features --quiet
+	@$(CARGO) build --locked --all-features --quiet --example fake_cuda
 
 # NumPy, JAX and what tests with them, 0.5 GB to install.
 python-packages:
@@ -81,20 +82,35 @@ wheel:
 	PYTHON=$(PYTHON) setup/wheel.sh
 	PYTHON=$(PYTHON) setup/readme-python.sh
 
-# Hours of machine time for what minutes cannot find.
-test-extensive: test
-	ASSAY_CASES=10000 PROPTEST_CASES=5000 PROPTEST_RNG_SEED=$$(date +%s) ASSAY_DEVICE_CASES=40 \
-		ASSAY_FULL_OPTIMIZATION=1 ASSAY_PRODUCTION=1 $(CARGO) test --release --locked --all-features
-	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
-	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3 --judge-every 10 --controls
-	$(CARGO) test --release --locked --no-default-features
+# Hours of machine time for what minutes cannot find. Each part is a command by itself: after a failure go on with the next.
+test-extensive: test more-cases production bare sanitize miri neon libtpus jax-example jax-gpu-example panel python-frameworks \
+	trl-example tunix-example jax-train fuzz
+
+# Every property on PROPERTY_CASES cases of another seed, DEVICE_CASES random specs an implementation, programs as users have them, and
+# what `make test` has no time for.
+PROPERTY_CASES ?= 1000
+DEVICE_CASES ?= 6
+more-cases: setup
+	ASSAY_CASES=10000 PROPTEST_CASES=$(PROPERTY_CASES) PROPTEST_RNG_SEED=$$(date +%s) ASSAY_DEVICE_CASES=$(DEVICE_CASES) \
+		ASSAY_FULL_OPTIMIZATION=1 ASSAY_PRODUCTION=1 setup/test.sh --locked --all-features
 	$(CARGO) test --release --locked --package assay-simd every_f32 -- --ignored
 	$(CARGO) test --release --locked --package assay-native-tests more_than_2_31 -- --ignored
-	@$(MAKE) --no-print-directory sanitize miri neon
-	@$(MAKE) --no-print-directory libtpus jax-example jax-gpu-example panel
+
+# Mutants at the width of a model's vocabulary, and a training run whose gates are to fail what is wrong on purpose.
+production: setup
+	$(CARGO) run --release --locked --all-features --quiet -- mutants --production
+	$(CARGO) run --release --locked --all-features --quiet -- ab --config configs/ab_small.yaml --seeds 3 --judge-every 10 --controls
+
+# All that there is without what `make setup` installs, as it is released.
+bare:
+	$(CARGO) test --release --locked --no-default-features
+
+# The Python package's tests where PyTorch and JAX are, and more of their cases.
+python-frameworks: setup python-extension target/panel/made
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	ASSAY_CASES=40 ASSAY_FULL_OPTIMIZATION=1 setup/python.sh target/panel
-	@$(MAKE) --no-print-directory trl-example tunix-example jax-train
+
+fuzz:
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
 	mkdir -p fuzz/corpus/fixture_reader
 	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
@@ -104,7 +120,9 @@ test-extensive: test
 # The vector units, whose loads and stores are unsafe code, under the address sanitizer. RUSTC_BOOTSTRAP: its flag is
 # nightly's, and a fresh machine has only stable.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+# In a folder of its own: build scripts ask for that variable, and what stands on them would be built anew without it.
 sanitize: export RUSTC_BOOTSTRAP = 1
+sanitize: export CARGO_TARGET_DIR = target/sanitize
 sanitize: export RUSTFLAGS = -Zsanitizer=address
 sanitize:
 	$(CARGO) test --locked --target $(HOST) --package assay-simd --package 'assay-native*'
@@ -221,16 +239,14 @@ libtpus: setup-tpu-next
 	$(CARGO) build --release --locked --quiet
 	PYTHON=$(PYTHON) setup/libtpus.sh 0.0.51=.plugins/libtpu.so 0.0.52=.plugins/libtpu_0_0_52.so
 
-# The same of the kernels for GPUs, compiled for one that is not here: where JAX, XLA's CUDA plugin and the toolkit are.
-jax-gpu-example:
-	@if ! $(PYTHON) -c 'import jax' 2>/dev/null; then \
-		echo "examples/gpu/jax_ffi.py: skipped, $(PYTHON) has no JAX (pip install jax; make PYTHON=…)"; \
-	elif [ ! -e .plugins/xla_cuda_plugin.so ]; then \
+# The same of the kernels for GPUs, compiled for one that is not here.
+jax-gpu-example: target/jax/made
+	@if [ ! -e .plugins/xla_cuda_plugin.so ]; then \
 		echo "examples/gpu/jax_ffi.py: skipped, no plugin (make setup-gpu)"; \
 	else \
 		set -e; folder=$$(mktemp -d); trap 'rm -r "$$folder"' EXIT; \
 		$(CARGO) run --release --locked --quiet -- emit -q --shape 1x2048x151936 --target h100 -o "$$folder/kernel"; \
-		$(PYTHON) examples/gpu/jax_ffi.py "$$folder/kernel" --plugin .plugins/xla_cuda_plugin.so --toolkit .plugins/cuda; \
+		target/jax/bin/python examples/gpu/jax_ffi.py "$$folder/kernel" --plugin .plugins/xla_cuda_plugin.so --toolkit .plugins/cuda; \
 	fi
 
 # What `setup/gpu-record.sh` needs on a machine with a GPU and no Rust: the command and the test of devices, stripped, without `train`,
