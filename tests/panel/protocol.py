@@ -26,6 +26,7 @@ PLAIN = {
     "support": {"vocab": None, "excluded_ids": [], "keep_sampled": False},
     "temperature_divides": "logits",
     "rejection": [],
+    "dentropy": False,
     "denominator_epsilon": 0.0,
     "scale": 1.0,
 }
