@@ -55,8 +55,8 @@ lint: tools
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
 
 # The Python package, with the extension that the workspace's one build made: types and tests, those of PyTorch *skipped*.
-python: setup python-packages
-	@if [ -f target/python/venv/made ]; then $(MAKE) --no-print-directory python-extension && setup/python.sh target/python/venv; fi
+python: setup python-packages python-extension
+	@if [ -f target/python/venv/made ]; then setup/python.sh target/python/venv; fi
 
 # The package's extension, and what stands for a driver in its tests.
 python-extension:

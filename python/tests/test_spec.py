@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pickle
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,3 +55,20 @@ def test_what_is_wrong_is_named(given: object, said: str) -> None:
     with pytest.raises(assay.SpecError) as error:
         given()  # type: ignore[operator]
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({"loss_type": "dapo"}, ("ppo_clip", "token", "none", False)),
+        ({"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}, ("ppo_clip", "token", "one", True)),
+        ({"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": True}, ("ppo_clip", "token", "ratio", True)),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, ("ppo_clip", "sequence", "none", True)),
+        ({"loss_type": "cispo"}, ("cispo", "token", "none", False)),
+        ({"loss_type": "sapo"}, ("sapo", "token", "none", True)),
+    ],
+)
+def test_the_panels_kernels_read_trls_losses(options: dict[str, Any], form: tuple[Any, ...]) -> None:
+    protocol = Path(__file__).parents[2] / "tests" / "panel" / "protocol.py"
+    read = runpy.run_path(str(protocol))["read_spec"]
+    assert read(assay.spec("trl", **options).to_dict())[0] == form
