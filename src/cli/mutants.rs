@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use clap::Args;
 
@@ -100,10 +101,18 @@ impl Mutants {
         let mut fates = Vec::new();
         for part in parts {
             progress.set_message(part.to_string());
-            match part.run(self.grade) {
-                Ok(of_part) => fates.extend(of_part),
+            let started = Instant::now();
+            let of_part = match part.run(self.grade) {
+                Ok(of_part) => of_part,
                 Err(kill) => return rejected(&kill),
+            };
+            let killed = of_part.iter().filter(|at| matches!(at.fate, Fate::Killed(_))).count();
+            let (total, seconds) = (of_part.len(), started.elapsed().as_secs_f64());
+            if !self.printing.quiet {
+                // At once: all parts together take minutes.
+                progress.suspend(|| super::print(&format!("{part}: {killed} of {total} killed, {seconds:.1} s\n")))?;
             }
+            fates.extend(of_part);
             progress.inc(1);
         }
         progress.finish_and_clear();

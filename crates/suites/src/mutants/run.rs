@@ -152,6 +152,7 @@ pub struct Suite<'c, P: Judgeable = Problem> {
     cases: Vec<Prepared<'c, P>>,
     devices: &'static [usize],
     limits: Limits<'static>,
+    at_once: usize,
 }
 
 struct Prepared<'c, P: Judgeable> {
@@ -201,26 +202,24 @@ where
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
     pub fn of(cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
-        Self::on(&DEVICE_COUNTS, cases, grade)
+        Self::on(&DEVICE_COUNTS, cases, AT_ONCE, grade)
     }
 
-    /// The same, run on these numbers of devices alone.
-    fn on(devices: &'static [usize], cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
+    /// The same, run on these numbers of devices alone, so many mutants at once.
+    fn on(devices: &'static [usize], cases: &'c [Case<P>], at_once: usize, grade: Grade) -> Result<Self, Kill> {
         let limits = Limits::external(grade).alone();
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
             let mut prepared = Prepared { case, known, correct: Vec::new() };
-            let judged = prepared.judged(&[&Specimen::default()], devices, &limits).into_iter().next();
-            prepared.correct = judged.expect("of each kernel").map_err(|(gate, devices)| Kill {
-                gate,
-                case: case.label.clone(),
-                devices,
-                cases: 0,
-            })?;
+            for (i, &on) in devices.iter().enumerate() {
+                let judged = prepared.judged_on(&[&Specimen::default()], on, i == 0, &limits).remove(0);
+                let of_gate = |gate| Kill { gate, case: case.label.clone(), devices: on, cases: 0 };
+                prepared.correct.push((on, judged.map_err(of_gate)?.candidate));
+            }
             Ok(prepared)
         });
-        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, devices, limits })
+        Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, devices, limits, at_once })
     }
 
     /// How many cases there are.
@@ -245,7 +244,7 @@ where
             };
             let kernels = specimens.iter().zip(&mut fates).zip(mutants);
             let mut left: Vec<(&Specimen, &mut Fate)> = kernels.filter(is_left).map(|(kernel, _)| kernel).collect();
-            for left in left.chunks_mut(AT_ONCE) {
+            for left in left.chunks_mut(self.at_once) {
                 let kernels: Vec<&Specimen> = left.iter().map(|(kernel, _)| *kernel).collect();
                 let judged = prepared.judged(&kernels, self.devices, &self.limits);
                 for ((_, fate), judged) in left.iter_mut().zip(judged) {
@@ -254,8 +253,8 @@ where
                             let case = prepared.case.label.clone();
                             **fate = Fate::Killed(Kill { gate, case, devices, cases });
                         }
-                        Ok(outcomes) if !prepared.has_bits_of_the_correct(&outcomes) => **fate = Fate::Accepted,
-                        Ok(_) => {}
+                        Ok(true) => {}
+                        Ok(false) => **fate = Fate::Accepted,
                     }
                 }
             }
@@ -264,39 +263,39 @@ where
     }
 }
 
-/// Mutants that are judged at once: what they return for a case is held.
+/// Mutants that are judged at once, and of wide heads: the gradients that they return on one number of devices are held.
 const AT_ONCE: usize = 8;
-
-/// What a kernel returns on each number of devices.
-type Outcomes<P> = Vec<(usize, Candidate<<P as Workload>::Gradient>)>;
+const HEADS_AT_ONCE: usize = 2;
 
 /// What rejects a kernel, and on how many devices.
 type Rejection = (String, usize);
+
+/// What a kernel that nothing rejects returns on some number of devices.
+struct Accepted<G> {
+    candidate: Candidate<G>,
+    /// Whether that is not what the correct one returns there.
+    is_new: bool,
+}
 
 impl<P: Judgeable> Prepared<'_, P>
 where
     Specimen: Implementation<P>,
 {
-    /// What each of `kernels` returns on each number of devices, or the gate that rejects it and the first number that it does on.
-    fn judged(&self, kernels: &[&Specimen], devices: &[usize], limits: &Limits) -> Vec<Result<Outcomes<P>, Rejection>> {
-        let mut all: Vec<Result<Outcomes<P>, Rejection>> = kernels.iter().map(|_| Ok(Vec::new())).collect();
-        for (&devices, is_first) in devices.iter().zip(std::iter::once(true).chain(std::iter::repeat(false))) {
+    /// Whether each of `kernels` returns the bits of the correct one on each number of devices, or the gate that rejects it and the
+    /// first number that it does on.
+    fn judged(&self, kernels: &[&Specimen], devices: &[usize], limits: &Limits) -> Vec<Result<bool, Rejection>> {
+        let mut all: Vec<Result<bool, Rejection>> = kernels.iter().map(|_| Ok(true)).collect();
+        for (i, &devices) in devices.iter().enumerate() {
             let left: Vec<_> = all.iter_mut().zip(kernels).filter(|(judged, _)| judged.is_ok()).collect();
             let kernels: Vec<&Specimen> = left.iter().map(|(_, kernel)| **kernel).collect();
-            for ((judged, _), on_devices) in left.into_iter().zip(self.judged_on(&kernels, devices, is_first, limits)) {
-                match (&mut *judged, on_devices) {
-                    (Ok(outcomes), Ok(candidate)) => outcomes.push((devices, candidate)),
-                    (_, Err(gate)) => *judged = Err((gate, devices)),
-                    (Err(_), Ok(_)) => {}
+            for ((judged, _), on_devices) in left.into_iter().zip(self.judged_on(&kernels, devices, i == 0, limits)) {
+                match on_devices {
+                    Ok(Accepted { is_new, .. }) => *judged = judged.clone().map(|so_far| so_far && !is_new),
+                    Err(gate) => *judged = Err((gate, devices)),
                 }
             }
         }
         all
-    }
-
-    fn has_bits_of_the_correct(&self, outcomes: &Outcomes<P>) -> bool {
-        let mut both = self.correct.iter().zip(outcomes);
-        both.all(|((_, correct), (_, outcome))| Invariance::between(correct, outcome).other.is_empty())
     }
 
     /// The same on one number of devices, with a second run for its bits where it is the first of them.
@@ -306,7 +305,7 @@ where
         devices: usize,
         runs_again: bool,
         limits: &Limits,
-    ) -> Vec<Result<Candidate<P::Gradient>, String>> {
+    ) -> Vec<Result<Accepted<P::Gradient>, String>> {
         let Case { spec, problem, .. } = self.case;
         // The judge has seen the bits of the correct kernel.
         let correct = self.correct.iter().find(|(of, _)| *of == devices).map(|(_, correct)| correct);
@@ -326,17 +325,17 @@ where
                 let of_new = if is_new { verdicts.next().expect("of each that is new") } else { Vec::new() };
                 match of_new.iter().find(|verdict| !verdict.passed()) {
                     Some(failed) => Err(format!("{} {}", failed.gate, failed.dtype)),
-                    None => Ok(candidate),
+                    None => Ok(Accepted { candidate, is_new }),
                 }
             }));
         }
-        let again = |(kernel, judged): (&&Specimen, Result<Candidate<P::Gradient>, String>)| {
-            let candidate = judged?;
+        let again = |(kernel, judged): (&&Specimen, Result<Accepted<P::Gradient>, String>)| {
+            let accepted = judged?;
             if !runs_again {
-                return Ok(candidate);
+                return Ok(accepted);
             }
-            let other = Invariance::between(&candidate, &run(kernel)?).other;
-            if other.is_empty() { Ok(candidate) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
+            let other = Invariance::between(&accepted.candidate, &run(kernel)?).other;
+            if other.is_empty() { Ok(accepted) } else { Err(format!("bits of a second run: {}", other.join(", "))) }
         };
         kernels.par_iter().zip(judged).map(again).collect()
     }
@@ -452,7 +451,8 @@ impl Part {
             if left.is_empty() {
                 break;
             }
-            let suite = Suite::on(devices, std::slice::from_ref(&case), grade)?;
+            let at_once = if self.head.is_some() { HEADS_AT_ONCE } else { AT_ONCE };
+            let suite = Suite::on(devices, std::slice::from_ref(&case), at_once, grade)?;
             let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
             for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
                 at.fate = fate;
