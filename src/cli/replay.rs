@@ -3,8 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,6 +36,10 @@ use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
+
+/// Implementations whose programs are compiled before they run. Fewer programs than are kept for who asks again, on as many device
+/// counts as there are.
+const AHEAD: usize = 8;
 
 /// The id of what is compared with recorded values.
 const REFERENCE: &str = "reference";
@@ -382,7 +385,7 @@ impl Session {
     }
 
     /// Each of `implementations` on one problem, as [`check_on_devices`](Self::check_on_devices) does. While one runs and is judged, the
-    /// programs of the next are compiled, one a thread: half of a compile leaves the other cores idle.
+    /// programs of the next [`AHEAD`] are compiled, one a thread: half of a compile leaves the other cores idle.
     fn check_all<P: Judgeable + Sync>(
         &mut self,
         label: &str,
@@ -391,10 +394,13 @@ impl Session {
         twins: Option<&dyn Twin<P>>,
         command: &dyn Fn(Option<&str>) -> String,
     ) -> Result<(), CliError> {
-        let (spec, problem, devices, next) = (known.spec, known.problem, self.devices.clone(), AtomicUsize::new(0));
+        let (spec, problem, devices) = (known.spec, known.problem, self.devices.clone());
+        let (next, ahead) = mpsc::channel::<&dyn Implementation<P>>();
+        let ahead = Mutex::new(ahead);
+        let take = || ahead.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let compile = || {
-            while let Some(implementation) = implementations.get(next.fetch_add(1, Ordering::Relaxed)) {
-                for devices in device_counts(&devices, &**implementation, spec, problem) {
+            while let Ok(implementation) = take() {
+                for devices in device_counts(&devices, implementation, spec, problem) {
                     // Whatever hinders it is said where it is run.
                     if let Ok(given) = Given::of(spec, problem) {
                         drop(implementation.prepare(spec, given, devices));
@@ -403,16 +409,24 @@ impl Session {
             }
         };
         thread::scope(|scope| {
-            for _ in 0..rayon::current_num_threads().min(implementations.len()) {
+            for _ in 0..rayon::current_num_threads().min(AHEAD) {
                 scope.spawn(compile);
             }
-            let mut all = implementations.iter();
-            let checked = all.try_for_each(|implementation| {
+            let mut left = implementations.iter();
+            let mut compile_one = || {
+                if let Some(one) = left.next() {
+                    next.send(&**one).expect("`ahead` outlives this");
+                }
+            };
+            (0..AHEAD).for_each(|_| compile_one());
+            let checked = implementations.iter().try_for_each(|implementation| {
+                compile_one();
                 let command = command(Some(implementation.id()));
                 self.check_on_devices(label, &**implementation, known, twins, &command)
             });
+            drop(next);
             // Where one has ended in an error, none is left to compile.
-            next.store(implementations.len(), Ordering::Relaxed);
+            while take().is_ok() {}
             checked
         })
     }
@@ -617,5 +631,89 @@ impl<'f> Expected<'f> {
     fn rest(&self) -> impl Iterator<Item = &'f str> {
         let numbers = self.entries.iter().filter(|(_, text)| text.parse::<f64>().is_ok());
         numbers.map(|(key, _)| *key).filter(|key| !self.taken.contains(*key))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::implementation::{Prepared, RunError, Unavailable, Unsupported};
+    use crate::judge::generate::{Recipe, Regime};
+    use crate::problem::{Dtype, Shape};
+
+    /// Of implementations: how many were prepared, and run, and the most that were prepared and not run.
+    #[derive(Debug, Default)]
+    struct Counts {
+        prepared: usize,
+        run: usize,
+        most: usize,
+    }
+
+    /// `native`, counted.
+    struct Counting {
+        native: Arc<dyn Implementation>,
+        counts: Arc<Mutex<Counts>>,
+    }
+
+    impl Implementation for Counting {
+        fn id(&self) -> &str {
+            self.native.id()
+        }
+
+        fn summary(&self) -> &str {
+            self.native.summary()
+        }
+
+        fn class(&self) -> &str {
+            self.native.class()
+        }
+
+        fn available(&self) -> Result<(), Unavailable> {
+            Ok(())
+        }
+
+        fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
+            self.native.supports(spec, shape, dtype, devices)
+        }
+
+        fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
+            // Whoever compiles has time to go too far.
+            while self.counts.lock().unwrap().prepared < AHEAD {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(2));
+            self.counts.lock().unwrap().run += 1;
+            self.native.run(spec, problem, devices)
+        }
+
+        fn prepare<'s>(
+            &'s self,
+            spec: &'s LossSpec,
+            given: Given<Problem>,
+            devices: usize,
+        ) -> Result<Box<dyn Prepared + 's>, RunError> {
+            let mut counts = self.counts.lock().unwrap();
+            counts.prepared += 1;
+            counts.most = counts.most.max(counts.prepared - counts.run);
+            self.native.prepare(spec, given, devices)
+        }
+    }
+
+    #[test]
+    fn programs_are_compiled_ahead_of_their_runs_but_not_all_at_once() {
+        let (native, counts) = (find("native", None).unwrap(), Arc::default());
+        let counting = |_| Arc::new(Counting { native: Arc::clone(&native), counts: Arc::clone(&counts) });
+        let implementations: Vec<Arc<dyn Implementation>> = (0..3 * AHEAD).map(|i| counting(i) as Arc<_>).collect();
+        let spec = LossSpec::default();
+        let (shape, dtype, regime) = ([1, 2, 5], Dtype::F32, Regime::Normal);
+        let recipe = Recipe { shape, dtype, regime, seed: 1, old_logp_noise_scale: 0.3, masked_garbage: false };
+        let problem = recipe.problem(&spec).unwrap();
+        let known = Known::of(&spec, &problem).unwrap();
+        let mut session = Session::default();
+        session.check_all("a problem", &implementations, &known, None, &|_| String::new()).unwrap();
+        assert!(session.failures.is_empty(), "{:?}", session.failures);
+        let Counts { prepared, run, most } = &*counts.lock().unwrap();
+        assert_eq!([prepared, run], [&implementations.len(); 2]);
+        assert!((AHEAD..=AHEAD + 1).contains(most), "{most} were compiled before they ran");
     }
 }
