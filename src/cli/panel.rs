@@ -1,5 +1,6 @@
 //! `assay panel`: kernels written in Python, honest and wrong, before the judge.
 
+use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -245,9 +246,10 @@ fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
         let path = |name: &str| folder.join(format!("{index}.{name}.safetensors"));
         for kernel in &mut *kernels {
             let answer = kernel.answer(&case, &problem);
-            let Found { kernel: name, about, failures, .. } = &kernel.found;
+            let Found { kernel: name, about, failures, unsupported, .. } = &kernel.found;
             let Some(candidate) = answer else {
-                let why = failures.first().map_or("it does not compute that", |failure| &failure.words);
+                let unsupported = unsupported.keys().next().map(|what| format!("it does not compute {what}"));
+                let why = failures.first().map(|failure| failure.words.clone()).or(unsupported).unwrap_or_default();
                 return Err(CliError::Usage(format!("--record: {name}: sample {index}: {why}")));
             };
             let about = about.iter().map(|about| ("about".to_string(), about.clone())).collect();
@@ -260,7 +262,7 @@ fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
     Ok(Passed::Yes)
 }
 
-/// A row a kernel: the largest κ that each gate needed.
+/// A row a kernel: the largest κ that each gate needed. Below it, what they do not compute.
 fn table(outcome: &Outcome) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
@@ -292,8 +294,14 @@ fn table(outcome: &Outcome) -> String {
     }
     let unexpected = outcome.kernels.iter().filter(|kernel| !kernel.as_expected).count();
     let Outcome { cases, wide, seconds, kernels } = outcome;
+    let mut unsupported = String::new();
+    for OfKernel { found, .. } in kernels {
+        for (what, problems) in &found.unsupported {
+            let _ = writeln!(unsupported, "{} does not compute {what}: {problems} problems", found.kernel);
+        }
+    }
     format!(
-        "{table}\nκ needed, the largest of each gate, at the better grade that it reaches: one near the limit has just reached exact; ∞ where a value is NaN or ∞ that should not be\n{}  {} kernels, {cases} problems and {wide} of V = 151,936 each, {unexpected} kernels not as expected, {seconds:.0} s\n",
+        "{table}\nκ needed, the largest of each gate, at the better grade that it reaches: one near the limit has just reached exact; ∞ where a value is NaN or ∞ that should not be\n{unsupported}{}  {} kernels, {cases} problems and {wide} of V = 151,936 each, {unexpected} kernels not as expected, {seconds:.0} s\n",
         if unexpected == 0 { "PASS" } else { "FAIL" },
         kernels.len(),
     )
@@ -391,7 +399,7 @@ mod tests {
             kernel: "k".into(),
             about: Some("k 1.0".into()),
             judged: 8,
-            unsupported: 0,
+            unsupported: std::collections::BTreeMap::new(),
             failed: 1,
             unanswered: 0,
             answer_s: 0.0,

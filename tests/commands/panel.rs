@@ -27,11 +27,12 @@ fn run(folder: &tempfile::TempDir, more: &[&str]) -> (i32, String) {
 fn kernel_that_answers_nothing_is_not_right() {
     let unsupported = format!(
         r#"{HELLO}; while read -r line; do
-        id=$(printf '%s' "$line" | sed 's/.*"id":\([0-9]*\).*/\1/'); echo "{{\"id\":$id,\"unsupported\":\"all\"}}"; done"#
+        id=$(printf '%s' "$line" | sed 's/.*"id":\([0-9]*\).*/\1/'); echo "{{\"id\":$id,\"unsupported\":\"kl k2\"}}"; done"#
     );
     let (code, text) = run(&panel("right", &unsupported), &["--cases", "4", "--wide", "0"]);
     assert_eq!(code, 1, "{text}");
     assert!(text.contains("UNEXPECTED") && text.contains("4 problems and 0 of"), "{text}");
+    assert!(text.contains("shell does not compute kl k2: 4 problems"), "{text}");
 }
 
 #[test]

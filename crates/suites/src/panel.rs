@@ -2,6 +2,7 @@
 //!
 //! What they need says whether the law holds for anybody's kernel: honest ones never fail, wrong ones do.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use rand::{RngExt, SeedableRng};
@@ -185,8 +186,8 @@ pub struct Found {
     pub about: Option<String>,
     /// Candidates that it returned.
     pub judged: u64,
-    /// Problems that it does not compute.
-    pub unsupported: u64,
+    /// How many problems it does not compute, by why not in its own words.
+    pub unsupported: BTreeMap<String, u64>,
     /// Candidates that failed a gate, or cannot be judged.
     pub failed: u64,
     /// Problems without an answer: the kernel failed, broke the protocol or took too long.
@@ -257,7 +258,7 @@ impl Panelist {
             kernel: name.into(),
             about: worker.hello().about.clone(),
             judged: 0,
-            unsupported: 0,
+            unsupported: BTreeMap::new(),
             failed: 0,
             unanswered: 0,
             answer_s: 0.0,
@@ -278,8 +279,8 @@ impl Panelist {
         self.found.answer_s += started.elapsed().as_secs_f64();
         match answer {
             Ok(Answer::Candidate(candidate)) => Some(*candidate),
-            Ok(Answer::Unsupported(_)) => {
-                self.found.unsupported += 1;
+            Ok(Answer::Unsupported(what)) => {
+                *self.found.unsupported.entry(what).or_default() += 1;
                 None
             }
             Err(error) => {
