@@ -1,12 +1,15 @@
 //! Tokens whose entropy is the quantile, or within rounding of it: a right kernel keeps some of them, and counts those.
 
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, Problem};
+use assay_core::problem::{Candidate, Dtype, Problem};
 use assay_core::spec::{Drops, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy};
+use assay_judge::gate::Output;
 use assay_judge::generate::{Recipe, Regime};
+use assay_judge::judge::Status;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::{Judged, Known};
 use assay_suites::mutants::{BANK, Specimen};
+use ndarray::{Array3, arr0};
 
 const GRADES: [Grade; 2] = [Grade::Exact, Grade::Standard];
 
@@ -62,5 +65,24 @@ fn the_token_that_is_the_quantile_is_kept() {
                 "{spec:?} {grade:?}"
             );
         }
+    }
+}
+
+/// A loss that no set of tokens has. Of eight with one entropy every set is tried; of nine nothing is compared, which is said.
+#[test]
+fn of_more_equal_entropies_than_sets_are_told_apart_what_depends_on_them_is_not_compared() {
+    for spec in &specs()[..2] {
+        let of_loss = |tokens: usize| {
+            let mut problem = problem(spec, [1, tokens, 5], Regime::Normal, 1);
+            problem.logits = Array3::<f32>::zeros((1, tokens, 5)).into();
+            let known = Known::of(spec, &problem).unwrap();
+            let mut outcome = Candidate::from(known.reference.outcome());
+            outcome.loss = Some(arr0(100.0_f32).into());
+            let judged = known.judge(outcome, &Limits::external(Grade::Standard)).unwrap();
+            let of_loss = judged.verdicts.iter().find(|verdict| verdict.gate.output == Output::Loss).unwrap();
+            (of_loss.status, of_loss.open_entropies)
+        };
+        assert_eq!(of_loss(8), (Status::Fail, None), "{spec:?}");
+        assert_eq!(of_loss(9), (Status::NotCompared, Some(9)), "{spec:?}");
     }
 }

@@ -464,6 +464,27 @@ fn what_multiplies_exponentials_may_be_flushed() {
     assert_rejected(&zeros(2.0), DLOGITS, Status::Fail);
 }
 
+/// `E/S` of an entropy bonus, with one logit above all others: its `a − ā` is some multiple of what is lost of `E/S`.
+#[test]
+fn what_multiplies_the_gaps_of_an_entropy_bonus_may_be_flushed() {
+    let (spec, mut problem) = at_the_clip(0.0);
+    let mut logits = Array3::<f32>::from_elem((1, 1, 4097), -6.0);
+    logits[[0, 0, 0]] = 0.0;
+    let sum: f64 = logits.iter().map(|&x| f64::from(x).exp()).sum();
+    problem.logits = logits.into();
+    problem.ids.fill(2);
+    problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::arr1(&[0.0]));
+    let zeros = |times: f64| {
+        let spec = LossSpec { entropy_coef: times * f64::from(f32::MIN_POSITIVE) * sum, ..spec.clone() };
+        let reference = reference::evaluate(&spec, &problem).unwrap();
+        let mut candidate = Candidate::from(reference.outcome());
+        candidate.gradient.fill_row(0, 0, 0.0);
+        problem.judge(&reference, &candidate.lend(), &Limits::external(Grade::Exact)).unwrap()
+    };
+    assert!(zeros(0.9).iter().all(Verdict::passed));
+    assert_rejected(&zeros(2.0), DLOGITS, Status::Fail);
+}
+
 /// `ρ·(e^d − d − 1)` of one token, whose `ρ` is 0.005 and whose `e^d` is what f32 overflows at, or not.
 fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
     let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
