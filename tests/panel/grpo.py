@@ -90,7 +90,7 @@ def closed_form(
 
     With `gaps` the maximum is subtracted before the temperature divides, and the gradient of the entropy is that of
     gaps; without, logits are divided first and the gradient is the textbook's −p·(log p + H). `total` adds up the
-    softmax's denominator.
+    softmax's denominator, and with `gaps` the entropy's terms.
     """
     if gaps:
         x = (logits - xp.amax(logits, -1, keepdims=True)) / numbers.temperature
@@ -104,7 +104,7 @@ def closed_form(
     logp = take(logps, tokens.ids[..., None], -1)[..., 0]
     if gaps:
         seen = xp.where(p > 0, x, 0.0)
-        mean = (p * seen).sum(-1, keepdims=True)
+        mean = total(p * seen)
         entropy, of_entropy = xp.log(sums) - mean, p * (seen - mean)
     else:
         seen = xp.where(p > 0, logps, 0.0)

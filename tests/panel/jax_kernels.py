@@ -44,9 +44,16 @@ def autodiff(logps: Callable, logits: Array, tokens: Tokens, form: Form, numbers
     return values | {"dlogits": dlogits}
 
 
+def total(x: Array) -> Array:
+    """In parts of 128: left to itself XLA's CPU compiler may add a long row in eight sums, one term after the other."""
+    parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)]).reshape(*x.shape[:-1], -1, 128)
+    return jax.lax.optimization_barrier(parts.sum(-1)).sum(-1, keepdims=True)
+
+
 @partial(jax.jit, static_argnums=(0, 3))
 def closed(gaps: bool, logits: Array, tokens: Tokens, form: Form, numbers: Numbers) -> dict[str, Array]:
-    return closed_form(jnp, jnp.take_along_axis, logits, tokens, form, numbers, gaps=gaps)
+    sums = {"total": total} if gaps else {}
+    return closed_form(jnp, jnp.take_along_axis, logits, tokens, form, numbers, gaps=gaps, **sums)
 
 
 def compute(program: Callable, option: object, problem: Problem, *, upcast: bool = True) -> Outputs:
