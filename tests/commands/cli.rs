@@ -604,7 +604,8 @@ fn the_matrix_goes_between_its_marks_in_a_document() {
     assert_eq!(fs::read_to_string(&document).unwrap(), expected);
     if cfg!(feature = "pjrt") {
         let shipped = fs::read_to_string("docs/support.md").unwrap();
-        assert!(shipped.contains(&matrix), "`assay list --markdown --into docs/support.md`");
+        let cells = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(cells(&shipped).contains(&cells(&matrix)), "`assay list --markdown --into docs/support.md`");
     }
     fs::write(&document, "nothing to fill\n").unwrap();
     let refused = list();
@@ -658,7 +659,8 @@ fn list_shows_every_implementation() {
     for entry in listed.as_array().unwrap() {
         assert!(descriptions.contains(entry["summary"].as_str().unwrap()), "{entry} {descriptions}");
         let options: Vec<&str> = entry["unsupported"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
-        let groups = below.split("refused by ").filter_map(|group| group.trim().split_once(": "));
+        // What stands before the first says what is not here.
+        let groups = below.split("refused by ").skip(1).filter_map(|group| group.trim().split_once(": "));
         let own: Vec<&str> =
             groups.filter(|(ids, _)| ids.split(", ").any(|id| entry["id"] == id)).map(|(_, of_them)| of_them).collect();
         assert_eq!(own, [options.join(", ")], "{entry} {below}");
