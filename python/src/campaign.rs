@@ -10,13 +10,13 @@ use pyo3::exceptions::{PyKeyboardInterrupt, PyNotImplementedError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping};
 
+use crate::deck::Dealt;
 use crate::error;
 use crate::outputs::{Answered, Returned};
 use crate::problem::{Batch, Lent, Problem};
 use crate::spec::Spec;
-use assay::campaign::{self, Deck, Fault, HeadDeck, Kernel, Progress, Shapes, Subject};
+use assay::campaign::{self, Fault, HeadDeck, Progress, Subject, UnderTest};
 use assay::fixture::write_candidate;
-use assay::judge::generate::Regime;
 use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
@@ -39,58 +39,6 @@ impl Asked for core::Problem {
 impl Asked for HeadProblem {
     fn batch(problem: &Arc<Self>) -> Batch {
         Batch::Head(Arc::clone(problem))
-    }
-}
-
-/// What a campaign's problems are, as Python tells it.
-pub(crate) struct Dealt {
-    pub(crate) deck: Deck,
-    /// Of problems with an LM head.
-    pub(crate) heads: Option<HeadDeck>,
-}
-
-impl Dealt {
-    /// The deck of `shapes`, as [`Shapes::read`] takes them, packed or not.
-    ///
-    /// # Errors
-    /// `ProblemError` naming what is none.
-    pub(crate) fn of(
-        py: Python<'_>,
-        dtypes: &[String],
-        shapes: &[String],
-        regimes: Option<Vec<String>>,
-        lm_head: bool,
-        packed: bool,
-    ) -> PyResult<Self> {
-        let wrong = |reason: String| error::of_problem(py, reason);
-        let dtypes = dtypes.iter().map(|name| name.parse().map_err(wrong)).collect::<PyResult<_>>()?;
-        let regime = |name: &String| {
-            let found = Regime::ALL.into_iter().find(|regime| regime.to_string() == *name);
-            let all = || Regime::ALL.map(|regime| regime.to_string()).join(", ");
-            found.ok_or_else(|| wrong(format!("regimes: got `{name}`, expected one of {}", all())))
-        };
-        let mut deck = Deck { dtypes, packed, ..Deck::default() };
-        if let Some(named) = regimes {
-            deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
-        }
-        let (shapes, hidden) = Shapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
-        deck.shapes = shapes;
-        if !lm_head && hidden.is_empty() {
-            return Ok(Self { deck, heads: None });
-        }
-        let mut heads = HeadDeck::of(deck.clone());
-        if !hidden.is_empty() {
-            heads.hidden = hidden;
-        }
-        Ok(Self { deck, heads: Some(heads) })
-    }
-
-    /// The same with so many problems, of this seed, the last `wide` with a large vocabulary.
-    pub(crate) fn counted(mut self, cases: u64, wide: u64, seed: u64) -> Self {
-        for deck in [&mut self.deck].into_iter().chain(self.heads.as_mut().map(|heads| &mut heads.deck)) {
-            (deck.cases, deck.wide, deck.seed) = (cases, wide, seed);
-        }
-        self
     }
 }
 
@@ -185,7 +133,7 @@ impl Campaign {
 }
 
 impl Campaign {
-    fn on<K: Kernel<core::Problem> + Kernel<HeadProblem> + Send>(
+    fn on<K: UnderTest<core::Problem> + UnderTest<HeadProblem> + Send>(
         &self,
         py: Python<'_>,
         mut kernel: K,
@@ -272,7 +220,7 @@ struct Function {
     question: Question,
 }
 
-impl<P: Asked> Kernel<P> for Function {
+impl<P: Asked> UnderTest<P> for Function {
     fn answer(
         &mut self,
         _: &LossSpec,
@@ -320,9 +268,9 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
 /// A worker, which Ctrl-C does not reach: between two questions it is looked whether somebody pressed it.
 struct Served(Worker);
 
-impl<P: Asked> Kernel<P> for Served
+impl<P: Asked> UnderTest<P> for Served
 where
-    Worker: Kernel<P>,
+    Worker: UnderTest<P>,
 {
     fn answer(
         &mut self,

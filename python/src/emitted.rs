@@ -14,8 +14,8 @@ use assay_algebra::structure::{Number, Tokens};
 /// The kernels of a device.
 #[derive(Serialize)]
 struct Kernels {
-    statistics: Kernel,
-    gradient: Kernel,
+    statistics: Emitted,
+    gradient: Emitted,
     /// What reads logits once, where a row and the loss of a token are all that the spec needs, and a row fits.
     one_pass: Option<OnePass>,
 }
@@ -23,7 +23,7 @@ struct Kernels {
 #[derive(Serialize)]
 struct OnePass {
     #[serde(flatten)]
-    kernel: Kernel,
+    kernel: Emitted,
     /// The numbers that it is given, by name, but for `entropy_factor`: as text, for some are infinite.
     numbers: Vec<(&'static str, String)>,
     /// The columns of what it is given of a token, and of what it returns.
@@ -33,7 +33,7 @@ struct OnePass {
 
 /// A kernel, and how it is called. Its operands and results are those of docs/jax.md.
 #[derive(Serialize)]
-struct Kernel {
+struct Emitted {
     name: String,
     /// The `backend_config` of a `tpu_custom_call`, or PTX.
     text: String,
@@ -62,7 +62,7 @@ pub(crate) fn mosaic_kernels(
     let machine = tpu_machine(target).map_err(|reason| error::other(py, format!("`target`: {reason}")))?;
     kernels(py, spec, asked(py, shape, dtype)?, ["tile-one-pass", "tile-two-pass"], |program, loss, shape, dtype| {
         let kernels = program.kernels_for(loss, shape, dtype, 1, machine)?.into_iter();
-        let kernels = kernels.map(|kernel| Kernel {
+        let kernels = kernels.map(|kernel| Emitted {
             name: kernel.name,
             text: kernel.payload,
             aliases: kernel.aliases,
@@ -88,7 +88,7 @@ pub(crate) fn ptx_kernels(
     let written_for = gpu_target(target).map_err(|reason| error::other(py, format!("`target`: {reason}")))?;
     kernels(py, spec, asked(py, shape, dtype)?, ["gpu-one-pass", "gpu-two-pass"], |program, loss, shape, dtype| {
         let kernels = program.gpu_kernels_for(loss, shape, dtype, 1, written_for)?.into_iter();
-        let kernels = kernels.map(|kernel| Kernel {
+        let kernels = kernels.map(|kernel| Emitted {
             aliases: kernel.aliases(),
             launch: Some([kernel.grid, kernel.block]),
             shared_bytes: Some(kernel.shared_bytes),
@@ -104,7 +104,7 @@ fn kernels(
     spec: &Spec,
     (shape, dtype): (Shape, Dtype),
     programs: [&str; 2],
-    write: impl Fn(LossProgram, Shaped, Shape, Dtype) -> Result<Vec<Kernel>, Unsupported>,
+    write: impl Fn(LossProgram, Shaped, Shape, Dtype) -> Result<Vec<Emitted>, Unsupported>,
 ) -> PyResult<String> {
     let mut loss = Shaped::of(&spec.loss);
     // Rows may be of several batches, by `vmap`.
@@ -113,7 +113,7 @@ fn kernels(
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is among them");
         write(program, loss, shape, dtype)
     });
-    let two_pass: [Kernel; 2] =
+    let two_pass: [Emitted; 2] =
         two_pass.map_err(|reason| error::other(py, reason))?.try_into().ok().expect("two passes");
     let [statistics, gradient] = two_pass;
     // Where it is not, the other two are.

@@ -12,7 +12,7 @@ use crate::memory::{Array as LentArray, Element, device};
 use crate::op::{Given, done, lent};
 use crate::spec::Spec;
 use crate::tape::{Around, Plan};
-use assay::cuda::op::{Called, Gpu, Kernel};
+use assay::cuda::op::{Called, Gpu, Half};
 use assay::implementation::RunError;
 use assay::problem::{Dtype, Sequences, Shape};
 use assay::programs::{Shaped, arrays::softmax_numbers};
@@ -132,7 +132,7 @@ pub(crate) fn gpu_enqueue(
     arrays: BTreeMap<String, (u64, usize)>,
 ) -> PyResult<()> {
     let dtype: Dtype = dtype.parse().map_err(|reason| error::of_problem(py, format!("`logits`: {reason}")))?;
-    let kernel = if kernel == "dlogits" { Kernel::Dlogits { entropy } } else { Kernel::Statistics };
+    let kernel = if kernel == "dlogits" { Half::Dlogits { entropy } } else { Half::Statistics };
     let (place, stream) = (place.0, device::stream(place.1));
     let arrays: Vec<_> =
         arrays.iter().map(|(name, &(address, bytes))| (name.as_str(), device::lent(address, bytes))).collect();

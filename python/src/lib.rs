@@ -3,6 +3,7 @@
 //! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
 
 mod campaign;
+mod deck;
 mod emitted;
 mod error;
 mod gpu;

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
-use crate::campaign::Dealt;
+use crate::deck::Dealt;
 use crate::error;
 use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;

@@ -18,7 +18,7 @@ from on_fake_gpu import fake  # noqa: F401  isort: skip
 #: Of masked garbage, in NumPy's arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-_PARITY = pathlib.Path(__file__).parents[2] / "fixtures/parity"
+_PEERS = pathlib.Path(__file__).parents[2] / "fixtures/peers"
 _KL = {"beta": 0.04, "estimator": "k3"}
 _SAMPLER = (
     "sampling_per_token_logps",
@@ -59,7 +59,7 @@ def judged(problem: assay.Problem, outputs: dict[str, Any], name: object = "") -
 def recorded() -> dict[str, tuple[str, assay.Spec]]:
     """The losses of all recorded runs of other projects, by their JSON, each with one file that has it."""
     found = {}
-    for path in sorted(_PARITY.glob("*.json")):
+    for path in sorted(_PEERS.glob("*.json")):
         run = json.loads(path.read_text())
         arrays = {name for name, array in run["inputs"].items() if array is not None}
         inputs = run["inputs"]

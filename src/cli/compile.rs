@@ -15,7 +15,7 @@ use crate::ahead;
 use crate::config;
 use crate::gpu;
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::schema::compile::{Beside, Bound, Compiled, HeldBy, Launch, Loop, Table};
+use crate::schema::compile::{Beside, Bound, Compiled, Launch, Loop, Table};
 use crate::schema::gpu::Table as GpuTable;
 use crate::spec::LossSpec;
 use crate::tpu::figures::{Asked, flags_for};
@@ -295,13 +295,6 @@ fn this_executable() -> Result<PathBuf, CliError> {
     env::current_exe().map_err(|reason| CliError::Io { path: "this executable".into(), action: "find", reason })
 }
 
-pub(super) fn held_by(held_by: HeldBy) -> &'static str {
-    match held_by {
-        HeldBy::EachDevice => "on each of",
-        HeldBy::AllDevices => "over",
-    }
-}
-
 /// Kernels, the heaviest first, and all else that is known.
 fn table_of(asked: &Asked, figures: &Compiled) -> String {
     let mut kernels = comfy_table::Table::new();
@@ -325,7 +318,7 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
     table.load_style(UTF8_FULL_CONDENSED);
     table.set_header([
         format!("{} on {}", figures.implementation, figures.target),
-        format!("{} {} {} {} devices", asked.shape, figures.dtype, held_by(figures.held_by), figures.devices),
+        format!("{} {} {} {} devices", asked.shape, figures.dtype, figures.held_by.preposition(), figures.devices),
     ]);
     table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
     let memory = &figures.memory;

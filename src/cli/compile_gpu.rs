@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
-use super::compile::held_by;
 use super::document::Marks;
 use crate::gpu::figures::Asked;
 use crate::schema::gpu::{Bound, Compiled, Launch, Limit};
@@ -25,7 +24,7 @@ pub(super) fn table_of(asked: &Asked, figures: &Compiled) -> String {
     table.load_style(UTF8_FULL_CONDENSED);
     table.set_header([
         format!("{} on {}", figures.implementation, figures.target),
-        format!("{} {} {} {} devices", asked.shape, figures.dtype, held_by(figures.held_by), figures.devices),
+        format!("{} {} {} {} devices", asked.shape, figures.dtype, figures.held_by.preposition(), figures.devices),
     ]);
     table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
     let memory = &figures.memory;

@@ -9,7 +9,7 @@ const HEADINGS: [(&str, &[&str]); 4] = [
     ("Judge a kernel", &["check", "judge", "suite", "generate", "replay", "gradcheck", "report"]),
     (
         "Look at losses, limits and implementations",
-        &["list", "spec", "metrics", "parity", "tolerances", "mutants", "panel"],
+        &["list", "spec", "metrics", "peers", "tolerances", "mutants", "panel"],
     ),
     ("Time, compile and take kernels", &["bench", "compile", "emit"]),
     ("Train", &["train", "ab", "record"]),

@@ -12,8 +12,6 @@ mod deck_choice;
 mod document;
 #[cfg(feature = "pjrt")]
 mod emit;
-#[cfg(feature = "pjrt")]
-mod emit_gpu;
 mod generate;
 mod gradcheck;
 mod head_choice;
@@ -24,7 +22,7 @@ mod metrics;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod panel;
-mod parity;
+mod peers;
 mod problem_choice;
 #[cfg(feature = "train")]
 mod record;
@@ -113,7 +111,8 @@ enum Command {
     /// Show the implementations and what they support
     List(list::List),
     /// Compare the reference with what published implementations returned
-    Parity(parity::Parity),
+    #[command(alias = "parity")]
+    Peers(peers::Peers),
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
     #[cfg(feature = "mutants")]
     Mutants(mutants::Mutants),
@@ -336,7 +335,7 @@ impl Command {
             #[cfg(feature = "pjrt")]
             Command::Emit(command) => command.run(),
             Command::List(command) => command.run(),
-            Command::Parity(command) => command.run(),
+            Command::Peers(command) => command.run(),
             #[cfg(feature = "mutants")]
             Command::Mutants(command) => command.run(),
             Command::Panel(command) => command.run(),

@@ -77,8 +77,8 @@ impl Mutants {
             return rejected(&kill);
         }
 
-        let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
-        let score = trial.score(&elsewhere).and(heads.score(&[]));
+        let peers: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+        let score = trial.score(&peers).and(heads.score(&[]));
         let mut text = if self.markdown { score.markdown() } else { score.table() };
         if let Some(path) = &self.into {
             document::put_into(path, [(MARKS, text.as_str())])?;

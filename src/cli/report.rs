@@ -9,7 +9,7 @@ use crate::report::{Input, render};
 
 #[derive(Args)]
 pub(super) struct Report {
-    /// What `--json` of replay, gradcheck, judge, bench, compile, mutants, parity, ab or check wrote
+    /// What `--json` of replay, gradcheck, judge, bench, compile, mutants, peers, ab or check wrote
     #[arg(value_name = "INPUT.json", required = true)]
     inputs: Vec<PathBuf>,
     /// The page to write

@@ -12,7 +12,7 @@ use super::deck_choice::{AnyDeck, DeckChoice};
 use super::generate::json;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
-use crate::campaign::{Campaign, Deals, Fault, Kernel, Subject};
+use crate::campaign::{Campaign, Deals, Fault, Subject, UnderTest};
 use crate::config;
 use crate::fixture::{StoredGradient, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
@@ -143,7 +143,7 @@ impl Answers {
     }
 }
 
-impl<P: Subject<Gradient: StoredGradient>> Kernel<P> for Answers {
+impl<P: Subject<Gradient: StoredGradient>> UnderTest<P> for Answers {
     fn answer(
         &mut self,
         _: &LossSpec,

@@ -10,7 +10,7 @@ mod logp;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod panel;
-mod parity;
+mod peers;
 #[cfg(feature = "pjrt")]
 mod plugin_choice;
 mod regressions;

@@ -26,7 +26,7 @@ fn json_has_the_score_and_says_that_there_are_no_fixtures() {
     assert!(mutant["killed_by"].as_str().unwrap().contains(mutant["gate"].as_str().unwrap()));
     assert!(mutant["cases"].as_u64().unwrap() > 0);
     assert!(mutant["seen"].as_str().unwrap().contains("verl"));
-    assert!(mutant["passes_elsewhere"].is_array());
+    assert!(mutant["passes_peers"].is_array());
 }
 
 #[test]

@@ -94,14 +94,14 @@ fn each_commands_result_has_its_part_and_its_command() {
     let (replay, _) = result_of(&folder, "replay.json", &["replay", &problem, "--impl", "native"]);
     let (bench, _) =
         result_of(&folder, "bench.json", &["bench", "--impl", "native", "--shape", "1x4x65", "--against", "copy"]);
-    let (parity, _) = result_of(&folder, "parity.json", &["parity", "fixtures/parity/trl_grpo_basic.json"]);
+    let (peers, _) = result_of(&folder, "peers.json", &["peers", "fixtures/peers/trl_grpo_basic.json"]);
     let ab = written(&folder, "ab.json", &serde_json::to_value(comparison()).unwrap());
-    let page = page(&folder, &[&replay, &bench, &parity, &ab]);
+    let page = page(&folder, &[&replay, &bench, &peers, &ab]);
 
     for part in ["Verdicts", "Time and memory", "Recorded runs of others", "Kernel off and on"] {
         assert!(page.contains(&format!("<h2>{part}")), "{part}");
     }
-    for command in ["assay replay ", "assay bench --impl native --shape 1x4x65 --against copy", "assay parity fixtures"]
+    for command in ["assay replay ", "assay bench --impl native --shape 1x4x65 --against copy", "assay peers fixtures"]
     {
         assert!(page.contains(&format!("<pre><code>{command}")), "{command}");
     }
@@ -163,7 +163,7 @@ fn mutants_and_compiled_programs_have_their_parts() {
     let folder = TempDir::new().unwrap();
     let mutant = |name: &str, gate: Option<&str>, cell: &str| {
         json!({"name": name, "class": "clip", "does": "d", "seen": "", "killed_by": gate, "gate": gate, "case": null, "devices": null,
-               "cases": 3, "elsewhere": {"TRL": cell}, "passes_elsewhere": []})
+               "cases": 3, "peers": {"TRL": cell}, "passes_peers": []})
     };
     let mutants = json!({"total": 2, "killed": 1, "survived": ["survivor"], "cases": 9, "ignored": [],
                          "mutants": [mutant("caught", Some("dlogits"), "passes"), mutant("survivor", None, "not_exercised")]});

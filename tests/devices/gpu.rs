@@ -13,7 +13,7 @@ use assay::implementation::Given;
 use assay::problem::{Dtype, Shape};
 use assay::programs::{Device, LossProgram, Programs, Shaped};
 use assay::spec::LossSpec;
-use assay_ptx::Kernel;
+use assay_ptx::PtxKernel;
 use assay_testkit::slowest;
 use libtest_mimic::{Failed, Trial};
 use serde_json::Value;
@@ -213,7 +213,7 @@ fn compiler(plugin: PathBuf) -> Result<Compiler, GpuError> {
 }
 
 /// A program with the kernel of one pass, and that kernel.
-fn small() -> Result<(String, Vec<Kernel>), Failed> {
+fn small() -> Result<(String, Vec<PtxKernel>), Failed> {
     let (target, spec, shape) =
         (Target::parse("h100")?, LossSpec::default(), Shape { batch: 1, tokens: 8, vocab: 1000 });
     let program =

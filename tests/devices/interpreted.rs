@@ -13,7 +13,7 @@ use assay::runtime::{Buffer, Client, Executable, Program};
 use assay::spec::{LogitsTransform, LossSpec, Support, Temperature};
 use assay_algebra::rollout::Settled;
 use assay_algebra::transform::Columns;
-use assay_ptx::{Kernel, Role};
+use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{Buffer as Array, Launch, Module, Units};
 use assay_testkit::Known;
 use assay_testkit::plugins::client;
@@ -60,7 +60,7 @@ struct Interpreted<'s> {
     loss: Shaped<'s>,
     inputs: Vec<Named>,
     parts: Vec<Executable>,
-    kernels: Vec<Kernel>,
+    kernels: Vec<PtxKernel>,
 }
 
 impl<'s> Interpreted<'s> {
@@ -185,7 +185,7 @@ fn parts(text: &str) -> Vec<String> {
 }
 
 /// What a kernel makes of its operands, in sequence and shuffled alike.
-fn interpret(kernel: &Kernel, operands: &[Buffer]) -> Result<Vec<Vec<u8>>, Failed> {
+fn interpret(kernel: &PtxKernel, operands: &[Buffer]) -> Result<Vec<Vec<u8>>, Failed> {
     let module = Module::parse(&kernel.text)?;
     let mut operands = operands.iter();
     let (mut arrays, mut arguments) = (Vec::new(), Vec::new());
@@ -206,7 +206,7 @@ fn interpret(kernel: &Kernel, operands: &[Buffer]) -> Result<Vec<Vec<u8>>, Faile
         arguments.push(arrays.len());
         arrays.push(array);
     }
-    let Kernel { grid, block, cluster, shared_bytes, .. } = *kernel;
+    let PtxKernel { grid, block, cluster, shared_bytes, .. } = *kernel;
     let launch = Launch { grid, block, cluster: [cluster, 1, 1], dynamic_shared: shared_bytes };
     let arrays = module.run_both(&kernel.name, &launch, arrays, &arguments, Units::Rounded, 1)?;
     let outputs = kernel.parameters.iter().zip(arguments).filter(|(parameter, _)| parameter.role != Role::Input);

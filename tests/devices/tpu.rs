@@ -17,7 +17,7 @@ use assay::spec::LossSpec;
 use assay::suites::cases;
 use assay::tpu::compile::locate;
 use assay::tpu::figures::flags_for;
-use assay::tpu::recorded::RECORDED;
+use assay::tpu::seed_measurements::SEED_MEASUREMENTS;
 use assay::tpu::traffic::{Collective, Kind};
 use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
 use libtest_mimic::{Failed, Trial};
@@ -381,7 +381,7 @@ fn two_programs_compile_at_once() -> Result<(), Failed> {
 fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
     let target = Target::parse("v6e:2x4")?;
     let local = shape(4, 1024, 151_643);
-    let reserved = RECORDED.iter().find_map(|recorded| match recorded.shape {
+    let reserved = SEED_MEASUREMENTS.iter().find_map(|recorded| match recorded.shape {
         Extents::Logits(shape) if shape == local => recorded.peak_bytes_reserved,
         _ => None,
     });

@@ -113,16 +113,16 @@ const DOCUMENTS: [&str; 14] = [
     "LICENSE-Apache-2.0.txt",
     "LICENSE-GSM8K.txt",
     "README.md",
-    "parity/README.md",
+    "peers/README.md",
     // How runs of other projects were made.
-    "parity/record/archer.py",
-    "parity/record/areal.py",
-    "parity/record/batch.py",
-    "parity/record/prime_rl.py",
-    "parity/record/roll.py",
-    "parity/record/trl_rloo.py",
-    "parity/record/verl_bypass.py",
-    "parity/record/verl_temperatures.py",
+    "peers/record/archer.py",
+    "peers/record/areal.py",
+    "peers/record/batch.py",
+    "peers/record/prime_rl.py",
+    "peers/record/roll.py",
+    "peers/record/trl_rloo.py",
+    "peers/record/verl_bypass.py",
+    "peers/record/verl_temperatures.py",
     "tpu/README.md",
     // How the `pallas_*` files were made.
     "tpu/pallas.py",
@@ -131,7 +131,7 @@ const DOCUMENTS: [&str; 14] = [
 /// Folders of which a test opens every file of one kind.
 const WALKED: [(&str, &str, &str); 4] = [
     ("panel", "safetensors", "tests/project/panel.rs"),
-    ("parity", "json", "tests/commands/parity.rs"),
+    ("peers", "json", "tests/commands/peers.rs"),
     ("regressions", "yaml", "tests/commands/regressions.rs"),
     ("regressions/devices", "yaml", "tests/devices/main.rs"),
 ];
@@ -215,7 +215,7 @@ fn every_fixture_is_opened() {
 
 #[test]
 fn a_fixture_that_nobody_opens_is_named() {
-    let stray = ["tpu/golden.other.mlir", "parity/notes.txt", "exported/grpo_f64.mlir", "new/other.yaml"];
+    let stray = ["tpu/golden.other.mlir", "peers/notes.txt", "exported/grpo_f64.mlir", "new/other.yaml"];
     let stray = stray.map(String::from);
     assert_eq!(unopened(&stray), stray.iter().collect::<Vec<_>>());
 }

@@ -12,7 +12,6 @@
 
 use super::arithmetic::Immediate;
 use super::objective::{Held, Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
-use super::reduction::Weights;
 use super::structure::{Input, Number, Numbers, Structure};
 use assay_core::spec::{LossSpec, RatioLevel};
 
@@ -27,14 +26,6 @@ pub struct Known {
     pub kl_share: f64,
     /// The place of the token, to look arrays up.
     pub at: (usize, usize),
-}
-
-impl Known {
-    /// Of the token at `(b, t)`, with the weights of its batch.
-    pub fn of(weights: &Weights, advantage: f64, at: (usize, usize)) -> Self {
-        let (weight, kl) = (weights.policy[at], weights.kl[at]);
-        Self { advantage, weight, kl_share: kl / weight, at }
-    }
 }
 
 /// The same with what its logits say.

@@ -2,7 +2,7 @@
 
 use ndarray::Array2;
 
-use super::loss::Graded;
+use super::loss::{Graded, Known};
 use super::rollout::Settled;
 use super::structure::Input;
 use assay_core::problem::{Metrics, Sequence, Sequences};
@@ -36,6 +36,12 @@ impl Weights {
             times(-spec.entropy_coef * spec.scale, averaging)
         };
         Self { policy: times(spec.scale, spec.averaging()), kl: times(spec.scale, spec.kl_averaging()), entropy }
+    }
+
+    /// What is known of the token at `(b, t)`.
+    pub fn known(&self, advantage: f64, at: (usize, usize)) -> Known {
+        let (weight, kl) = (self.policy[at], self.kl[at]);
+        Known { advantage, weight, kl_share: kl / weight, at }
     }
 }
 

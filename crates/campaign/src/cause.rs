@@ -13,10 +13,12 @@ use rayon::prelude::*;
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::{BANK, Mutant};
 
+use crate::campaign::{Campaign, CampaignError};
 use crate::deck::{Deals, Shapes};
+use crate::examine::{Bench, Bucket, Failing, Kind, SEEDS, reseeded};
 use crate::kernel::Fault;
 use crate::neighbours::{Computed, computed, neighbours};
-use crate::run::{Bench, Bucket, Campaign, CampaignError, Failing, Kind, SEEDS, keep, reseeded};
+use crate::repros::keep;
 use crate::shrink::{Effort, shrink};
 use crate::subject::Subject;
 

@@ -1,4 +1,4 @@
-//! [`Kernel`]: what a campaign asks, and [`Fault`], why it has no answer.
+//! [`UnderTest`]: what a campaign asks, and [`Fault`], why it has no answer.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use assay_worker::{Answer, Worker, WorkerError};
 use crate::subject::Subject;
 
 /// Somebody's kernel, wherever it runs.
-pub trait Kernel<P: Subject = Problem> {
+pub trait UnderTest<P: Subject = Problem> {
     /// Computes `problem` under `spec`, and shows what came of it to `read`, once. What is shown may be borrowed from arrays
     /// that are gone afterwards.
     ///
@@ -85,7 +85,7 @@ impl Fault {
 /// An implementation of this project, on one device.
 pub struct Local<'i, P: Subject = Problem>(pub &'i dyn Implementation<P>);
 
-impl<P: Subject> Kernel<P> for Local<'_, P> {
+impl<P: Subject> UnderTest<P> for Local<'_, P> {
     fn answer(
         &mut self,
         spec: &LossSpec,
@@ -101,7 +101,7 @@ impl<P: Subject> Kernel<P> for Local<'_, P> {
 }
 
 /// A kernel in a process of its own.
-impl<P: Subject> Kernel<P> for Worker {
+impl<P: Subject> UnderTest<P> for Worker {
     fn answer(
         &mut self,
         spec: &LossSpec,

@@ -15,8 +15,9 @@ use assay_suites::mutants::{BANK, Mutant, Specimen};
 use ndarray::Ix2;
 use rayon::prelude::*;
 
+use crate::campaign::{Campaign, CampaignError};
 use crate::deck::Deals;
-use crate::run::{Campaign, CampaignError, Kind, reseeded};
+use crate::examine::{Kind, reseeded};
 use crate::subject::{Dealt, Subject};
 
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.

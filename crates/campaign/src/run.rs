@@ -1,30 +1,26 @@
 //! [`Campaign`]: the problems one by one, and what is made of those that fail.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use assay_core::problem::{Candidate, HeadProblem, Problem, ProblemError};
+use assay_core::problem::{HeadProblem, Problem, ProblemError};
 use assay_core::spec::LossSpec;
-use assay_core::spec::presets::Preset;
-use assay_fixture::{FixtureError, ProblemFile, write_problem};
-use assay_judge::gate::{Edge, Gate, Model, Output};
-use assay_judge::generate::{Recipe, RecipeError};
-use assay_judge::judge::{JudgeError, Verdict};
-use assay_judge::tolerance::{Grade, Limits};
+use assay_fixture::ProblemFile;
+use assay_judge::gate::Edge;
+use assay_judge::generate::RecipeError;
+use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_reference::Reference;
 use assay_schema::campaign as schema;
-use assay_schema::verdicts::Status;
 
+use crate::campaign::{Campaign, CampaignError, Progress};
 use crate::cause::{self, Found};
 use crate::deck::{Deals, Deck, HeadDeck, Shapes};
-use crate::kernel::{Fault, Kernel};
-use crate::subject::{Dealt, Subject, kept};
-
-/// The metadata key under which a problem's file carries its spec, as JSON.
-const SPEC_KEY: &str = "spec";
+use crate::examine::{Bench, Bucket, Examined, Failing, Kind, SEEDS, elements, reseeded, same_bits};
+use crate::kernel::{Fault, UnderTest};
+use crate::repros::{SPEC_KEY, files};
+use crate::subject::{Dealt, Subject};
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
 const TWICE: u64 = 8;
@@ -35,276 +31,20 @@ const KEPT: usize = 6;
 /// Problems that the kernel passes and wrong kernels must pass too, to give a cause its name.
 const PASSING: usize = 12;
 
-/// Seeds that are tried for a problem with a gradient.
-pub(crate) const SEEDS: u64 = 8;
-
 /// Ends of a process in a row after which it is not started again.
 const ENDS: u64 = 3;
 
 /// A tile of columns, for what is counted of targets at its edges.
 const TILE: usize = 128;
 
-/// One kernel before a deck of problems.
-#[derive(Clone, Debug)]
-pub struct Campaign {
-    /// What the kernel is called.
-    pub kernel: String,
-    /// The loss.
-    pub spec: LossSpec,
-    /// The project and the options that the spec is of, where it is one's.
-    pub project: Option<(Preset, Vec<String>)>,
-    /// The problems.
-    pub deck: Deck,
-    /// What is asked of accuracy.
-    pub grade: Grade,
-    /// Names of causes, edges, mutants or faults that may fail.
-    pub allow: Vec<String>,
-    /// Whether some problems are asked twice, and others in memory that held one before. Not where answers are files.
-    pub repeats: bool,
-    /// Whether problems that fail are made smaller.
-    pub shrink: bool,
-    /// Whether wrong kernels are run on the deck.
-    pub power: bool,
-    /// After which no problem more is tried.
-    pub time: Option<Duration>,
-    /// Where problems that failed are kept, and tried first the next time.
-    pub repros: Option<PathBuf>,
-}
-
-/// What has been done so far.
-#[derive(Clone, Copy, Debug)]
-pub struct Progress {
-    /// Problems tried.
-    pub tried: u64,
-    /// Of so many.
-    pub cases: u64,
-    /// Problems that failed.
-    pub failed: u64,
-}
-
-/// A campaign that cannot be made.
-#[derive(Debug, thiserror::Error)]
-pub enum CampaignError {
-    /// A problem of the deck is none.
-    #[error(transparent)]
-    Recipe(#[from] RecipeError),
-    /// There is nothing to try.
-    #[error("{field}: got {given}, expected {expected}")]
-    Empty {
-        /// Of the deck.
-        field: &'static str,
-        /// What it is.
-        given: String,
-        /// What would do.
-        expected: &'static str,
-    },
-    /// A name that nothing has.
-    #[error("allow: got `{given}`, expected {expected}")]
-    Allow {
-        /// The name.
-        given: String,
-        /// The names there are.
-        expected: String,
-    },
-    /// A file of an earlier campaign cannot be read, or a new one not written.
-    #[error(transparent)]
-    File(#[from] FixtureError),
-    /// The wrong kernels' correct original failed: the judge is wrong.
-    #[error("the correct kernel that mutants are made of fails {gate} on {case}: a false alarm of the judge")]
-    FalseAlarm {
-        /// The gate.
-        gate: String,
-        /// The problem.
-        case: String,
-    },
-}
-
-/// What a failure looks like; what looks alike may have one cause.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
-    /// The most telling of the gates that failed, and how.
-    Gate(u8, Gate, Failed),
-    /// An output that cannot be judged.
-    Shape(String),
-    /// There was no answer.
-    Fault(&'static str, String),
-    /// A second call had other bits.
-    OtherBits,
-    /// The answer to other content in the same memory is wrong, and right in memory of its own.
-    Stale,
-}
-
-/// A status that fails, in an order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Failed {
-    Beyond,
-    Nonfinite,
-}
-
-impl Kind {
-    fn of(verdict: &Verdict) -> Option<Self> {
-        let failed = match verdict.status {
-            Status::Fail => Failed::Beyond,
-            Status::Nonfinite => Failed::Nonfinite,
-            _ => return None,
-        };
-        Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
-    }
-
-    /// As a cause is called.
-    pub(crate) fn name(&self) -> String {
-        match self {
-            Kind::Gate(_, gate, Failed::Beyond) => gate.to_string(),
-            Kind::Gate(_, gate, Failed::Nonfinite) => format!("{gate} not finite"),
-            Kind::Shape(output) => format!("{output}, its shape"),
-            Kind::Fault(name, _) => (*name).into(),
-            Kind::OtherBits => "not-reproducible".into(),
-            Kind::Stale => "stale-memory".into(),
-        }
-    }
-}
-
-/// What goes wrong first makes the rest wrong: log-probabilities before losses, losses before gradients; single values before
-/// norms and sums.
-fn rank(gate: Gate) -> u8 {
-    let output = match gate.output {
-        Output::Logp => 0,
-        Output::Entropy => 1,
-        Output::TokenLoss => 2,
-        Output::Dlogits | Output::Dhidden => 3,
-        Output::DlmHead => 4,
-        Output::Loss => 5,
-        _ => 6,
-    };
-    3 * output
-        + match gate.model {
-            Model::Elementwise | Model::Count => 0,
-            Model::RowL2 => 1,
-            Model::RowSum => 2,
-        }
-}
-
-/// What came of one problem.
-pub(crate) struct Examined {
-    /// Nothing where it passed.
-    pub(crate) kinds: Vec<Kind>,
-    /// What the kernel said.
-    pub(crate) fault: Option<Fault>,
-    outputs: Vec<&'static str>,
-}
-
-/// A problem that failed.
-pub(crate) struct Failing<P> {
-    pub(crate) label: String,
-    pub(crate) problem: Arc<P>,
-    pub(crate) fault: Option<Fault>,
-}
-
-/// Those that look alike.
-pub(crate) struct Bucket<P> {
-    pub(crate) cases: u64,
-    pub(crate) first: String,
-    /// The small ones.
-    pub(crate) kept: Vec<Failing<P>>,
-}
-
-/// A kernel under examination: what all of a campaign's steps ask it by.
-pub(crate) struct Bench<'b, P: Subject> {
-    pub(crate) kernel: &'b mut dyn Kernel<P>,
-    pub(crate) spec: &'b LossSpec,
-    pub(crate) limits: Limits<'static>,
-    /// Edges at which it may fail.
-    pub(crate) allowed: &'b [Edge],
-    pub(crate) calls: u64,
-}
-
-impl<P: Subject> Bench<'_, P> {
-    /// Lets it compute `problem`, and shows the candidate to `read`.
-    fn call(&mut self, problem: &Arc<P>, read: &mut dyn FnMut(&Candidate<P::View<'_>>)) -> Result<(), Fault> {
-        self.calls += 1;
-        self.kernel.answer(self.spec, problem, read)
-    }
-
-    /// What it returns, kept.
-    pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Result<Candidate<P::Gradient>, Fault> {
-        let mut candidate = None;
-        self.call(problem, &mut |given| candidate = Some(kept::<P>(given)))?;
-        candidate.ok_or_else(|| Fault::Raised("it showed no outputs".into()))
-    }
-
-    /// Judges what it returns for what is `known`.
-    fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
-        let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
-        let mut read = |candidate: &Candidate<P::View<'_>>| {
-            let Candidate { logp, entropy, token_loss, .. } = candidate;
-            let there =
-                [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
-            outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
-            match known.verdicts(candidate, &limits) {
-                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),
-                Err(JudgeError::Shape { output, .. }) => kinds.push(Kind::Shape(output.into())),
-                Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
-                Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
-            }
-        };
-        let fault = self.call(problem, &mut read).err();
-        let fault = fault.or(missing.map(|(field, because)| Fault::Output {
-            field: field.into(),
-            given: "nothing".into(),
-            expected: format!("it: {because}"),
-        }));
-        if let Some(fault) = &fault {
-            let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
-            kinds = vec![Kind::Fault(fault.name(), field)];
-        }
-        kinds.sort();
-        Examined { kinds, fault, outputs }
-    }
-
-    /// Whether `problem` still fails as `kind` says.
-    pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &Kind) -> bool {
-        let Ok(known) = Known::of(self.spec, &**problem) else { return false };
-        match kind {
-            Kind::OtherBits => {
-                let both = (self.candidate(problem), self.candidate(problem));
-                matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
-            }
-            // It is a matter of what was there before.
-            Kind::Stale => false,
-            _ => self.judged(problem, &known).kinds.contains(kind),
-        }
-    }
-}
-
-fn same_bits<G: assay_judge::invariance::Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
-    assay_judge::invariance::Invariance::between(a, b).other.is_empty()
-}
-
 impl Campaign {
-    /// A campaign of 200 problems, at grade `standard`.
-    pub fn new(kernel: &str, spec: LossSpec) -> Self {
-        Self {
-            kernel: kernel.into(),
-            spec,
-            project: None,
-            deck: Deck::default(),
-            grade: Grade::Standard,
-            allow: Vec::new(),
-            repeats: true,
-            shrink: true,
-            power: true,
-            time: None,
-            repros: None,
-        }
-    }
-
     /// Runs it on problems of logits.
     ///
     /// # Errors
     /// [`CampaignError`] where it cannot be made. What a kernel does is a finding, never an error.
     pub fn run(
         &self,
-        kernel: &mut dyn Kernel<Problem>,
+        kernel: &mut dyn UnderTest<Problem>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.run_on::<Problem>(&self.deck, kernel, progress)
@@ -317,7 +57,7 @@ impl Campaign {
     pub fn run_heads(
         &self,
         heads: &HeadDeck,
-        kernel: &mut dyn Kernel<HeadProblem>,
+        kernel: &mut dyn UnderTest<HeadProblem>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.run_on::<HeadProblem>(heads, kernel, progress)
@@ -326,7 +66,7 @@ impl Campaign {
     fn run_on<P: Subject>(
         &self,
         deals: &dyn Deals<P>,
-        kernel: &mut dyn Kernel<P>,
+        kernel: &mut dyn UnderTest<P>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.check(deals.deck())?;
@@ -605,11 +345,6 @@ impl<P: Subject> Round<'_, P> {
     }
 }
 
-/// Elements of the logits.
-pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
-    problem.extents().into_iter().product()
-}
-
 /// The problem of a number, with its recipe: of the seeds that are tried the first under which a token has a gradient.
 ///
 /// # Errors
@@ -629,13 +364,6 @@ pub fn dealt<P: Subject>(
         }
     }
     Ok(None)
-}
-
-/// The recipe with another seed, after `step` that were of no use.
-pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recipe {
-    let Recipe { seed, .. } = recipe.of_logits_mut();
-    *seed = seed.wrapping_add(step << 48);
-    recipe
 }
 
 /// Adds what a problem has in it.
@@ -660,36 +388,4 @@ fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
         }
         coverage.empty_rows += u64::from(empty);
     }
-}
-
-/// Writes a problem that failed; the same one has the same name.
-pub(crate) fn keep<P: Subject>(
-    folder: &Path,
-    name: &str,
-    spec: &LossSpec,
-    problem: &P,
-) -> Result<PathBuf, CampaignError> {
-    let io = |reason| FixtureError::io(folder, "write", reason);
-    std::fs::create_dir_all(folder).map_err(io)?;
-    let word = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
-    let spec = serde_json::to_string(spec).expect("plain data has a JSON form");
-    let [batch, tokens, vocab] = problem.extents();
-    let stem: String = name.chars().map(word).collect();
-    let packed = if problem.which_sequences().packed().is_some() { "-packed" } else { "" };
-    let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}{packed}.safetensors", problem.dtype()));
-    write_problem(&path, problem, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
-    Ok(path)
-}
-
-/// The problems in a folder, by name; nothing where there is no folder.
-fn files(folder: &Path) -> Result<Vec<PathBuf>, CampaignError> {
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(reason) => return Err(FixtureError::io(folder, "read", reason).into()),
-    };
-    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut paths: Vec<PathBuf> = paths.filter(|path| path.extension().is_some_and(|e| e == "safetensors")).collect();
-    paths.sort();
-    Ok(paths)
 }

@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use ndarray::{Array2, Ix3};
 use serde::Serialize;
 
+#[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
 use assay_core::problem::{
     Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout,

@@ -82,7 +82,7 @@ impl<'s> Frame<'s> {
     }
 
     fn known(&self, at: (usize, usize)) -> Known {
-        Known::of(&self.weights, self.advantages[at], at)
+        self.weights.known(self.advantages[at], at)
     }
 
     fn input(&self, input: Input, at: (usize, usize)) -> Option<f64> {

@@ -2,8 +2,8 @@
 //! for, and nothing is copied.
 //!
 //! ```text
-//! Kernel::Statistics   reads logits, writes what the loss of a token is made of
-//! Kernel::Dlogits      reads them once more, and writes dlogits over them or elsewhere
+//! Half::Statistics   reads logits, writes what the loss of a token is made of
+//! Half::Dlogits      reads them once more, and writes dlogits over them or elsewhere
 //! ```
 //!
 //! What lies between, a few numbers a token, is the framework's to compute.
@@ -26,7 +26,7 @@ const ID: &str = "gpu-two-pass";
 
 /// Which half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kernel {
+pub enum Half {
     /// `inverse_temperature` or `softmax_numbers`, `columns`, `logits`, `ids`, of some specs `rate`, `column_bias` and `target_bias`; and
     /// `statistics`, which it writes: `[rows,8]` f32.
     Statistics,
@@ -41,7 +41,7 @@ pub enum Kernel {
 #[derive(Clone, Copy, Debug)]
 pub struct Called<'a> {
     /// The half.
-    pub kernel: Kernel,
+    pub kernel: Half,
     /// The loss.
     pub spec: &'a LossSpec,
     /// `[rows, vocab]` of the logits, which are dense.
@@ -110,13 +110,13 @@ impl Gpu {
         self.program.supports(spec, row, dtype, 1)?;
         let own = Structure::of(spec);
         let entropy_bonus = match kernel {
-            Kernel::Dlogits { entropy } if entropy || own.entropy_bonus.is_some() => Some(Denominator::ONE),
+            Half::Dlogits { entropy } if entropy || own.entropy_bonus.is_some() => Some(Denominator::ONE),
             _ => None,
         };
         let (transform, temperature) = (own.transform, own.temperature);
         // All that the two kernels see of a loss.
         let structure = Structure { transform, temperature, entropy_bonus, ..Structure::of(&LossSpec::default()) };
-        let text = Text { dlogits: kernel != Kernel::Statistics, structure, vocab, dtype };
+        let text = Text { dlogits: kernel != Half::Statistics, structure, vocab, dtype };
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, kernel)) = loaded.iter().find(|(other, _)| *other == text) {
             return Ok(Arc::clone(kernel));

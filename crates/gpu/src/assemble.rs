@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use assay_core::project;
-use assay_ptx::Kernel;
+use assay_ptx::PtxKernel;
 use assay_schema::gpu::{Launch, Pipe};
 
 use crate::error::GpuError;
@@ -82,7 +82,7 @@ impl Toolkit {
     /// # Errors
     /// [`GpuError::Beyond`] where the chip lacks what it asks for; [`GpuError::Assembler`] with the assembler's words;
     /// [`GpuError::Text`] where what it or the disassembler wrote is not understood; [`GpuError::Io`].
-    pub fn assemble(&self, kernel: &Kernel, target: &Target) -> Result<Launch, GpuError> {
+    pub fn assemble(&self, kernel: &PtxKernel, target: &Target) -> Result<Launch, GpuError> {
         let chip = target.chip;
         expect_launch(kernel, target)?;
         let temporary = env::temp_dir();
@@ -157,7 +157,7 @@ const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
 ///
 /// # Errors
 /// [`GpuError::Beyond`].
-pub fn expect_launch(kernel: &Kernel, target: &Target) -> Result<(), GpuError> {
+pub fn expect_launch(kernel: &PtxKernel, target: &Target) -> Result<(), GpuError> {
     let beyond = |what, given: String, expected: String| {
         Err(GpuError::Beyond { target: target.to_string(), kernel: kernel.name.clone(), what, given, expected })
     };
@@ -178,7 +178,7 @@ pub fn expect_launch(kernel: &Kernel, target: &Target) -> Result<(), GpuError> {
     expect_shared(kernel, target, kernel.shared_bytes)
 }
 
-fn expect_shared(kernel: &Kernel, target: &Target, bytes: u32) -> Result<(), GpuError> {
+fn expect_shared(kernel: &PtxKernel, target: &Target, bytes: u32) -> Result<(), GpuError> {
     let most = target.chip.shared_bytes_a_cta;
     if bytes <= most {
         return Ok(());
@@ -339,11 +339,11 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
     }
 
     /// For which chip a kernel is changed how, and what the error says.
-    type Case = (&'static str, fn(&mut Kernel), &'static [&'static str]);
+    type Case = (&'static str, fn(&mut PtxKernel), &'static [&'static str]);
 
     #[test]
     fn what_a_chip_lacks_is_named_with_what_to_use_instead() {
-        let of = |target, change: fn(&mut Kernel)| {
+        let of = |target, change: fn(&mut PtxKernel)| {
             let mut kernel = kernel(SWEEP);
             change(&mut kernel);
             expect_launch(&kernel, &Target::parse(target).unwrap()).map_err(|error| error.to_string())

@@ -8,7 +8,7 @@ use std::{env, fs};
 use assay_core::memory::CompiledMemory;
 use assay_pjrt::ahead::{AheadError, HLO, Job, Worker};
 use assay_pjrt::runtime::find_installed;
-use assay_ptx::Kernel;
+use assay_ptx::PtxKernel;
 use assay_schema::gpu::{Bound, Launch, Limit};
 use assay_tpu::traffic::Traffic;
 
@@ -31,7 +31,7 @@ pub struct Request<'r> {
     /// StableHLO text.
     pub code: &'r str,
     /// The kernels of PTX that it calls.
-    pub kernels: &'r [Kernel],
+    pub kernels: &'r [PtxKernel],
     /// For which devices, each of which runs a copy.
     pub target: &'r Target,
 }

@@ -4,7 +4,7 @@ use assay_core::implementation::Given;
 use assay_core::problem::{Dtype, Extents, HeadForm, HeadLayout};
 use assay_core::spec::LossSpec;
 use assay_programs::{Device, HeadProgram, LossProgram, Programs, Shaped};
-use assay_ptx::Kernel;
+use assay_ptx::PtxKernel;
 use assay_schema::compile::HeldBy;
 #[cfg(feature = "plugin")]
 use assay_schema::compile::Memory;
@@ -42,7 +42,7 @@ pub struct Code {
     /// StableHLO.
     pub text: String,
     /// In the order of their calls.
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<PtxKernel>,
     /// What its shape is the extent of.
     pub held_by: HeldBy,
 }

@@ -12,7 +12,7 @@
 
 use std::collections::HashMap;
 
-use assay_ptx::Kernel;
+use assay_ptx::PtxKernel;
 
 use crate::error::GpuError;
 use crate::target::WARP;
@@ -150,7 +150,7 @@ fn malformed(line: usize, given: &str, expected: &'static str) -> GpuError {
 }
 
 impl Program {
-    fn parse(kernel: &Kernel) -> Result<Self, GpuError> {
+    fn parse(kernel: &PtxKernel) -> Result<Self, GpuError> {
         let lines: Vec<&str> = kernel.text.lines().collect();
         let code = |line: &str| line.split("//").next().unwrap_or_default().trim().to_string();
         let mut labels = HashMap::new();
@@ -302,7 +302,7 @@ fn signed(value: u64, bits: u32) -> i64 {
 
 /// One launch's threads.
 struct Threads<'k> {
-    kernel: &'k Kernel,
+    kernel: &'k PtxKernel,
     program: Program,
     undecided: Vec<usize>,
 }
@@ -524,7 +524,7 @@ impl Trips {
     ///
     /// # Errors
     /// [`GpuError::Text`] where the text is not understood, or a thread comes to no end.
-    pub(crate) fn of_kernel(kernel: &Kernel) -> Result<Self, GpuError> {
+    pub(crate) fn of_kernel(kernel: &PtxKernel) -> Result<Self, GpuError> {
         let program = Program::parse(kernel)?;
         let (loops, lines) = (program.loops(), program.lines);
         let mut threads = Threads { kernel, program, undecided: Vec::new() };
@@ -568,7 +568,7 @@ pub(crate) mod tests {
     use assay_ptx::{Parameter, Role};
 
     /// A row of 1,000 floats, and one of a mask, for each CTA.
-    pub(crate) fn kernel(body: &str) -> Kernel {
+    pub(crate) fn kernel(body: &str) -> PtxKernel {
         let text = format!(
             ".version 8.0\n.target sm_80\n.address_size 64\n\n.visible .entry scale(\n\t.param .u64 logits,\n\t.param .u64 mask,\n\t.param .u64 dlogits\n)\n.reqntid 256, 1, 1\n{{\n\t.reg .pred %p<8>;\n\t.reg .b32 %r<32>;\n\t.reg .b64 %d<32>;\n\t.reg .f32 %f<32>;\n{body}\tret;\n}}\n"
         );
@@ -578,7 +578,7 @@ pub(crate) mod tests {
             shape: shape.to_vec(),
             role,
         };
-        Kernel {
+        PtxKernel {
             name: "scale".into(),
             text,
             grid: [64, 1, 1],
@@ -620,7 +620,7 @@ $sweep:
 $masked:
 ";
 
-    fn line(kernel: &Kernel, part: &str) -> usize {
+    fn line(kernel: &PtxKernel, part: &str) -> usize {
         1 + kernel.text.lines().position(|line| line.contains(part)).unwrap()
     }
 

@@ -3,43 +3,14 @@
 use ndarray::Array2;
 
 use crate::bank::Bug;
-use crate::launch::{Launch, part};
+use crate::launch::{Corrections, Launch, part};
 use assay_core::problem::Sequence;
 use assay_core::spec::{
     Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Terms,
     TokenWeights, Unscored,
 };
 
-/// What a term of a token's loss, and its gradient, are multiplied by.
-#[derive(Clone, Copy)]
-pub(crate) struct Factor {
-    pub(crate) value: f64,
-    pub(crate) gradient: f64,
-}
-
-impl Factor {
-    const ONE: Self = Self { value: 1.0, gradient: 1.0 };
-
-    fn times(&mut self, weight: f64, in_gradient: bool) {
-        self.value *= weight;
-        self.gradient *= if in_gradient { weight } else { 1.0 };
-    }
-}
-
-/// What becomes of each token.
-pub(crate) struct Corrections {
-    /// Those that count.
-    pub(crate) mask: Array2<bool>,
-    /// Of the policy term and of the penalty.
-    pub(crate) factors: Array2<[Factor; 2]>,
-}
-
 impl Corrections {
-    /// Every unmasked token counts, and nothing is weighed.
-    pub(crate) fn none(mask: &Array2<bool>) -> Self {
-        Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [Factor::ONE; 2]) }
-    }
-
     pub(crate) fn of(launch: &Launch) -> Self {
         let (spec, given) = (launch.spec, launch.tokens.mask);
         let mut all = Self::none(given);

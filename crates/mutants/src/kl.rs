@@ -2,7 +2,7 @@
 
 use crate::bank::Bug;
 use crate::launch::Launch;
-use crate::loss::{Inputs, Term, policy, ratio};
+use crate::policy::{Inputs, Term, policy, ratio};
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective};
 
 /// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.

@@ -5,10 +5,11 @@ use std::ops::Range;
 use ndarray::{Array2, Ix2};
 
 use crate::bank::Bug;
-use crate::corrections::Corrections;
-use crate::several::Picked;
 use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
+
+/// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
+pub(crate) const TILE: usize = 256;
 
 /// How devices cut a batch.
 #[derive(Clone, Copy)]
@@ -74,6 +75,17 @@ pub(crate) struct Softmax {
     pub(crate) shard_max: [f32; 2],
 }
 
+/// An id of a token beside its first.
+#[derive(Clone, Copy)]
+pub(crate) struct Picked {
+    pub(crate) id: usize,
+    pub(crate) logp: f64,
+    /// `1 − p` of its column, summed over the others.
+    pub(crate) others: f64,
+    /// `∂loss/∂logp`
+    pub(crate) grad_logp: f64,
+}
+
 /// What the logits of a token come to.
 #[derive(Clone)]
 pub(crate) struct Scored {
@@ -91,6 +103,37 @@ impl Scored {
     /// The same token with the maxima and sums of another.
     pub(crate) fn with_softmax_of(self, other: &Self) -> Self {
         Self { logp_softmax: other.logp_softmax, entropy_softmax: other.entropy_softmax, ..self }
+    }
+}
+
+/// What a term of a token's loss, and its gradient, are multiplied by.
+#[derive(Clone, Copy)]
+pub(crate) struct Factor {
+    pub(crate) value: f64,
+    pub(crate) gradient: f64,
+}
+
+impl Factor {
+    pub(crate) const ONE: Self = Self { value: 1.0, gradient: 1.0 };
+
+    pub(crate) fn times(&mut self, weight: f64, in_gradient: bool) {
+        self.value *= weight;
+        self.gradient *= if in_gradient { weight } else { 1.0 };
+    }
+}
+
+/// What becomes of each token.
+pub(crate) struct Corrections {
+    /// Those that count.
+    pub(crate) mask: Array2<bool>,
+    /// Of the policy term and of the penalty.
+    pub(crate) factors: Array2<[Factor; 2]>,
+}
+
+impl Corrections {
+    /// Every unmasked token counts, and nothing is weighed.
+    pub(crate) fn none(mask: &Array2<bool>) -> Self {
+        Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [Factor::ONE; 2]) }
     }
 }
 

@@ -10,6 +10,7 @@ mod launch;
 mod lm_head;
 mod logits;
 mod loss;
+mod policy;
 mod several;
 mod specimen;
 mod top_entropy;

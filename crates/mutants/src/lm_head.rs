@@ -20,9 +20,9 @@ use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
 use rayon::prelude::*;
 
 use crate::bank::Bug;
-use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, part};
+use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, TILE, part};
 use crate::loss;
-use crate::specimen::{DEVICE_COUNTS, Specimen, TILE};
+use crate::specimen::{DEVICE_COUNTS, Specimen};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Projection,

@@ -3,8 +3,7 @@
 use std::ops::Range;
 
 use crate::bank::Bug;
-use crate::launch::Launch;
-use crate::specimen::TILE;
+use crate::launch::{Launch, TILE};
 use assay_core::problem::{Dtype, Float};
 use assay_core::spec::{LogitsTransform, Support};
 

@@ -6,21 +6,9 @@
 use ndarray::{Array3, Ix3};
 
 use crate::bank::Bug;
-use crate::launch::{Evaluation, Launch, Softmax, part};
+use crate::launch::{Evaluation, Launch, Picked, Softmax, TILE, part};
 use crate::logits::Reader;
-use crate::specimen::TILE;
 use assay_core::problem::{Float, FloatArray};
-
-/// One of them.
-#[derive(Clone, Copy)]
-pub(crate) struct Picked {
-    pub(crate) id: usize,
-    pub(crate) logp: f64,
-    /// `1 − p` of its column, summed over the others.
-    others: f64,
-    /// `∂loss/∂logp`
-    pub(crate) grad_logp: f64,
-}
 
 impl Launch<'_> {
     /// The ids, as the kernel reads them, with their cotangents.

@@ -17,16 +17,12 @@ use half::{bf16, f16};
 use ndarray::{Array2, arr0};
 
 use crate::bank::Bug;
-use crate::corrections::Corrections;
-use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, Softmax, part};
+use crate::launch::{Corrections, Evaluation, Graded, Launch, Mesh, Scored, Softmax, TILE, part};
 use crate::logits::Reader;
 use crate::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
 use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides};
-
-/// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
-pub(crate) const TILE: usize = 256;
 
 const ID: &str = "specimen";
 

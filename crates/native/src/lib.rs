@@ -22,7 +22,7 @@ mod threads;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 
 use assay_algebra::family::Reach;
-use assay_algebra::loss::{Graded, Known, Loss, Scored};
+use assay_algebra::loss::{Graded, Loss, Scored};
 use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
@@ -464,7 +464,7 @@ impl<'s> Batch<'s> {
     }
 
     fn scored(&self, at: Place, scores: &Scores) -> Scored {
-        let known = Known::of(&self.weights, self.advantage[at], at);
+        let known = self.weights.known(self.advantage[at], at);
         Scored { known, logp: scores.logp, entropy: scores.entropy }
     }
 

@@ -311,7 +311,8 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use super::super::program::{LogitsGiven, Share, program};
+    use super::super::frame::{LogitsGiven, program};
+    use super::super::program::Share;
     use super::*;
     use crate::ANY_DEVICE;
     use crate::mesh::Mesh;

@@ -36,7 +36,7 @@ pub struct Device {
 
 /// A core of a TPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TpuCore {
+pub struct TpuKind {
     /// What PJRT calls a device that is made of it.
     pub kinds: [&'static str; 2],
     /// VMEM, 2²⁰ bytes.
@@ -45,18 +45,18 @@ pub struct TpuCore {
     pub bf16_arithmetic: bool,
 }
 
-impl TpuCore {
+impl TpuKind {
     /// Of a v5e.
-    pub const V5E: TpuCore = TpuCore { kinds: ["TPU v5 lite", "TPU v5e"], vmem_mib: 128, bf16_arithmetic: false };
+    pub const V5E: TpuKind = TpuKind { kinds: ["TPU v5 lite", "TPU v5e"], vmem_mib: 128, bf16_arithmetic: false };
     /// Of a v5p.
-    pub const V5P: TpuCore = TpuCore { kinds: ["TPU v5", "TPU v5p"], vmem_mib: 64, bf16_arithmetic: false };
+    pub const V5P: TpuKind = TpuKind { kinds: ["TPU v5", "TPU v5p"], vmem_mib: 64, bf16_arithmetic: false };
     /// Of a v6e.
-    pub const V6E: TpuCore = TpuCore { kinds: ["TPU v6 lite", "TPU v6e"], vmem_mib: 128, bf16_arithmetic: true };
+    pub const V6E: TpuKind = TpuKind { kinds: ["TPU v6 lite", "TPU v6e"], vmem_mib: 128, bf16_arithmetic: true };
     /// Of a v7x.
-    pub const V7X: TpuCore = TpuCore { kinds: ["TPU7x", "TPU v7x"], vmem_mib: 64, bf16_arithmetic: true };
+    pub const V7X: TpuKind = TpuKind { kinds: ["TPU7x", "TPU v7x"], vmem_mib: 64, bf16_arithmetic: true };
 
     /// All that programs are written for.
-    pub const ALL: [TpuCore; 4] = [TpuCore::V5E, TpuCore::V5P, TpuCore::V6E, TpuCore::V7X];
+    pub const ALL: [TpuKind; 4] = [TpuKind::V5E, TpuKind::V5P, TpuKind::V6E, TpuKind::V7X];
 
     /// What it has for a kernel: of its VMEM one part in sixteen stays the compiler's own.
     pub const fn machine(self) -> Machine {
@@ -69,7 +69,7 @@ const GPU_KINDS: [(&str, Target); 4] =
     [("A100", Target::Sm80), ("H100", Target::Sm90), ("H200", Target::Sm90), ("B200", Target::Sm100)];
 
 /// A TPU core with 128 MiB of VMEM, as a v6e has.
-pub const ANY_TPU: Machine = TpuCore::V6E.machine();
+pub const ANY_TPU: Machine = TpuKind::V6E.machine();
 
 /// Any other device: rows of its arrays follow one another, so that nothing is padded to be cut over several (`xla-vocab`
 /// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels' loops take their
@@ -101,8 +101,8 @@ impl Device {
         if platform != "tpu" {
             return Ok(Device::ANY);
         }
-        let core = TpuCore::ALL.into_iter().find(|core| core.kinds.contains(&kind)).ok_or_else(|| {
-            let kinds = TpuCore::ALL.map(|core| core.kinds[0]).join(", ");
+        let core = TpuKind::ALL.into_iter().find(|core| core.kinds.contains(&kind)).ok_or_else(|| {
+            let kinds = TpuKind::ALL.map(|core| core.kinds[0]).join(", ");
             format!("{kinds}; or any, with tile kernels as loops ({LOOPS_VARIABLE}=1)")
         })?;
         Ok(Device { machine: core.machine(), lowering: Lowering::Mosaic })

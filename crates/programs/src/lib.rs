@@ -20,6 +20,7 @@ pub mod arrays {
 mod alternatives;
 mod baseline;
 mod device;
+mod frame;
 mod gpu;
 pub mod lm_head;
 pub mod loss;
@@ -33,10 +34,11 @@ mod tiled;
 mod transform;
 mod two_pass;
 
-pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuCore};
+pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuKind};
+pub use frame::logits_in_rows;
 pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
-pub use program::{Named, Output, Scalars, local_shape, logits_in_rows};
+pub use program::{Named, Output, Scalars, local_shape};
 pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 

@@ -35,9 +35,10 @@ use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
 
 use crate::alternatives::Alternative;
+use crate::frame::{self, LogitsGiven};
 use crate::mesh::Mesh;
 use crate::one_pass::{most_tokens, one_pass, rows_of_a_block};
-use crate::program::{self, Evaluated, Given, LogitsGiven, Program, Share, local_shape};
+use crate::program::{Evaluated, Given, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
@@ -258,7 +259,7 @@ impl LossProgram {
         };
         let share = Share::of(shape, packed, mesh, machine);
         let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
-            program::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
+            frame::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.core {
             Core::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
@@ -277,7 +278,7 @@ impl LossProgram {
             Core::TwoPass | Core::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
             }
-            Core::Entropy | Core::GpuLogp => program::forward(structure, share, logits, |on, given| {
+            Core::Entropy | Core::GpuLogp => frame::forward(structure, share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -378,7 +379,7 @@ impl LossProgram {
         dtype: Dtype,
         devices: usize,
         target: Target,
-    ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
+    ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
@@ -410,8 +411,8 @@ impl LossProgram {
         let mesh = self.mesh(shape, of_mesh)?;
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
-            Core::Entropy | Core::GpuLogp => program::forward_signature(loss.structure, local, dtype),
-            _ => program::signature(loss.structure, local, dtype, !self.is_xla()),
+            Core::Entropy | Core::GpuLogp => frame::forward_signature(loss.structure, local, dtype),
+            _ => frame::signature(loss.structure, local, dtype, !self.is_xla()),
         };
         if mesh.vocab > 1 {
             inputs.push(Named { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });

@@ -11,20 +11,13 @@
 //! digits however near 0 it is, and of the others `p ≤ ½`. These columns are then set, all places of an id to the same number, rounded
 //! once. Of a cut vocabulary the gathered logits, `[b,t,K]`, are added up over the devices.
 
-use super::program::{ColumnsGiven, Evaluated, Given, Program};
+use super::program::{ColumnsGiven, Evaluated, Given, OtherGiven, Program};
 use crate::mesh::Axis;
 use crate::rows::stored_as;
 use assay_algebra::structure::{Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
-
-/// An id of each token beside its first, and the cotangent of its logp, `[b,t]`, i32 and f32.
-#[derive(Clone, Copy)]
-pub(crate) struct OtherGiven {
-    pub(crate) ids: Value,
-    pub(crate) dlogp: Value,
-}
 
 /// What `core` makes of logits of `dtype`, or where tokens have several ids, what comes of all.
 pub(crate) fn around(

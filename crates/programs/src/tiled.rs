@@ -174,7 +174,7 @@ fn column(on: &mut Program, array: Value, place: usize) -> Value {
 }
 
 /// Calls a kernel of PTX.
-fn call_ptx(on: &mut Program, kernel: &assay_ptx::Kernel, operands: &[Value]) -> Vec<Value> {
+fn call_ptx(on: &mut Program, kernel: &assay_ptx::PtxKernel, operands: &[Value]) -> Vec<Value> {
     let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
     let inputs: Vec<Type> = kernel.inputs().map(of).collect();
     let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
@@ -217,7 +217,7 @@ pub(crate) fn tile_one_pass_core(
 /// The core that is one kernel of PTX.
 pub(crate) fn gpu_one_pass_core(
     on: &mut Program,
-    kernel: &assay_ptx::Kernel,
+    kernel: &assay_ptx::PtxKernel,
     structure: Structure,
     given: &Given,
     logits: Value,

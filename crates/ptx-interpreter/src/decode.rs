@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::InterpretError;
 use super::arithmetic::wrapped;
-use super::instruction::{Action, Address, Fill, Instruction, Kernel, Limits, Slot, Space, Special};
+use super::instruction::{Action, Address, Fill, Instruction, Limits, Routine, Slot, Space, Special};
 use super::parse::{Entry, Instruction as Written, Limit, Number, Operand, Statement, Text, Variable};
 use super::types::{Float, PREDICATE, Type};
 
@@ -34,7 +34,7 @@ pub(super) struct Decoder {
 }
 
 /// The entries of a module.
-pub(super) fn decode(text: &Text) -> Result<Vec<Kernel>, InterpretError> {
+pub(super) fn decode(text: &Text) -> Result<Vec<Routine>, InterpretError> {
     text.entries.iter().map(|entry| kernel(entry, &text.shared)).collect()
 }
 
@@ -67,7 +67,7 @@ fn limits(written: &[Limit]) -> Result<Limits, InterpretError> {
     Ok(limits)
 }
 
-fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Kernel, InterpretError> {
+fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretError> {
     let mut decoder = Decoder {
         scopes: vec![HashMap::new()],
         slots: Vec::new(),
@@ -130,7 +130,7 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Kernel, InterpretErro
             action: Action::Exit,
         });
     }
-    Ok(Kernel {
+    Ok(Routine {
         name: entry.name.clone(),
         parameters: entry.parameters.iter().map(|(name, _)| name.clone()).collect(),
         limits: limits(&entry.limits)?,

@@ -7,7 +7,7 @@ use super::types::Type;
 pub(super) type Slot = usize;
 
 /// An entry that can run.
-pub(super) struct Kernel {
+pub(super) struct Routine {
     pub(super) name: String,
     /// Names of the parameters, each a pointer.
     pub(super) parameters: Vec<String>,

@@ -59,7 +59,7 @@ const MOST_WORK: u64 = 1 << 32;
 
 /// A module that was read, and whose entries were decoded.
 pub struct Module {
-    entries: Vec<instruction::Kernel>,
+    entries: Vec<instruction::Routine>,
 }
 
 impl fmt::Debug for Module {

@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::arithmetic::{approximate, mask};
 use super::decode::MOST_SHARED;
-use super::instruction::{Action, Fill, Instruction, Kernel, Slot, Special};
+use super::instruction::{Action, Fill, Instruction, Routine, Slot, Special};
 use super::memory::Memory;
 use super::state::{ClusterBarrier, Cta, Known, LANES, Lanes, Ran, Thread, Warp, Wrong, lanes_of, lanes_where};
 use super::{Buffer, Fault, InterpretError, Launch, Options, Order};
@@ -22,7 +22,7 @@ const LONGEST_TURN: u64 = 64;
 
 /// A cluster at a moment of a run.
 pub(super) struct Machine<'a> {
-    pub(super) kernel: &'a Kernel,
+    pub(super) kernel: &'a Routine,
     pub(super) launch: &'a Launch,
     pub(super) options: &'a Options,
     pub(super) names: &'a [String],
@@ -51,7 +51,7 @@ fn split(index: u32, extents: [u32; 3]) -> [u32; 3] {
 }
 
 /// What is wrong with the launch, or with the buffers.
-fn check(kernel: &Kernel, launch: &Launch, buffers: &[Buffer], arguments: &[usize]) -> Result<(), String> {
+fn check(kernel: &Routine, launch: &Launch, buffers: &[Buffer], arguments: &[usize]) -> Result<(), String> {
     let Launch { grid, block, cluster, dynamic_shared } = *launch;
     let threads = volume(block).filter(|&threads| threads <= 1024);
     let Some(threads) = threads else {
@@ -100,7 +100,7 @@ fn check(kernel: &Kernel, launch: &Launch, buffers: &[Buffer], arguments: &[usiz
 
 /// [`super::Module::run`] of one entry.
 pub(super) fn run(
-    kernel: &Kernel,
+    kernel: &Routine,
     launch: &Launch,
     buffers: Vec<Buffer>,
     arguments: &[usize],

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::value::{ELEMENTS, Element, Number, Stored, Value, Whole};
-use crate::{ALIGNMENT, Kernel, Launch, Parameter, Role, Target};
+use crate::{ALIGNMENT, Launch, Parameter, PtxKernel, Role, Target};
 use assay_core::device_dtype::DeviceDtype;
 
 /// An address, and how many bytes are added to it.
@@ -106,7 +106,7 @@ impl Builder {
     }
 
     /// The kernel, launched so.
-    pub fn finish(mut self, launch: Launch) -> Kernel {
+    pub fn finish(mut self, launch: Launch) -> PtxKernel {
         self.write("ret");
         let Launch { grid, block, cluster, least_resident } = launch;
         let mut text =
@@ -134,7 +134,7 @@ impl Builder {
         text += &self.shared;
         text += &self.body;
         text += "}\n";
-        Kernel {
+        PtxKernel {
             name: self.name,
             text,
             grid,

@@ -69,7 +69,7 @@ pub struct Launch {
 
 /// A kernel as text, and how it is launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Kernel {
+pub struct PtxKernel {
     /// The name of its entry.
     pub name: String,
     /// The module, PTX text.
@@ -122,7 +122,7 @@ impl Parameter {
     }
 }
 
-impl Kernel {
+impl PtxKernel {
     /// The arrays that it reads, in order.
     pub fn inputs(&self) -> impl Iterator<Item = &Parameter> {
         self.parameters.iter().filter(|parameter| parameter.role == Role::Input)

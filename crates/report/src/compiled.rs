@@ -1,6 +1,6 @@
 //! Programs compiled for TPUs that were not there, beside what hardware took: results of `assay compile`.
 
-use assay_schema::compile::{Bound, Compiled, Recorded, Table};
+use assay_schema::compile::{Bound, Compiled, SeedMeasurement, Table};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
@@ -12,7 +12,7 @@ fn size(program: &Compiled) -> String {
 }
 
 /// The recorded baseline, and whatever else was recorded at this shape.
-fn records(program: &Compiled) -> impl Iterator<Item = &Recorded> {
+fn records(program: &Compiled) -> impl Iterator<Item = &SeedMeasurement> {
     let baseline = program.recorded.as_ref().map(|beside| &beside.recorded);
     [baseline, program.recorded_kernel.as_ref()].into_iter().flatten()
 }
@@ -30,7 +30,7 @@ fn together(programs: &[&Compiled]) -> Markup {
         let peak = program.memory.peak_bytes as f64;
         memory.push(Bar::of(program.implementation.as_str(), peak, Tone::First, bytes(peak)));
     }
-    for Recorded { program, step_ms: [least, most], peak_bytes_in_use, .. } in records(first) {
+    for SeedMeasurement { program, step_ms: [least, most], peak_bytes_in_use, .. } in records(first) {
         let note = if least == most {
             milliseconds(*least)
         } else {

@@ -10,7 +10,7 @@ use assay_schema::campaign::Campaign;
 use assay_schema::compile::{Compiled, Table};
 use assay_schema::gpu;
 use assay_schema::mutants::Mutants;
-use assay_schema::parity::Parity;
+use assay_schema::peers::Peers;
 use assay_schema::verdicts::Verdicts;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -68,7 +68,7 @@ const KINDS: [(&str, &str, &str, Parse); 10] = [
     ("launches", "compile", "Compiled for a GPU", parse::<gpu::Compiled>),
     ("gpu_rows", "compile --table gpus", "Compiled for a GPU", parse::<gpu::Table>),
     ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
-    ("files", "parity", "Recorded runs of others", parse::<Parity>),
+    ("files", "peers", "Recorded runs of others", parse::<Peers>),
     ("arms", "ab", "Kernel off and on", parse::<Comparison>),
     ("causes", "check", "Campaign", parse::<Campaign>),
 ];

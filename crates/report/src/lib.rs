@@ -17,8 +17,8 @@ mod input;
 mod mutants;
 pub mod number;
 mod page;
-mod parity;
 mod part;
+mod peers;
 pub mod plot;
 mod verdicts;
 

@@ -11,7 +11,7 @@ use super::plot::{Bar, Tone, bars, key};
 use super::verdicts::not_checked;
 
 fn projects(all: &[Mutant]) -> BTreeSet<&str> {
-    all.iter().flat_map(|mutant| mutant.elsewhere.keys().map(String::as_str)).collect()
+    all.iter().flat_map(|mutant| mutant.peers.keys().map(String::as_str)).collect()
 }
 
 fn killed(all: &[Mutant]) -> usize {
@@ -20,7 +20,7 @@ fn killed(all: &[Mutant]) -> usize {
 
 fn score(all: &[Mutant], project: &str) -> [usize; 3] {
     [Cell::Caught, Cell::Passes, Cell::NotExercised]
-        .map(|cell| all.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count())
+        .map(|cell| all.iter().filter(|mutant| mutant.peers.get(project) == Some(&cell)).count())
 }
 
 fn scores(all: &[Mutant]) -> Vec<Bar> {
@@ -64,7 +64,7 @@ impl Part for Mutants {
                         @match &mutant.gate { Some(gate) => td { (clipped(gate)) }, None => td.bad { "nothing" } }
                         td.number { (mutant.cases) }
                         @for project in &projects {
-                            @match mutant.elsewhere.get(*project) {
+                            @match mutant.peers.get(*project) {
                                 Some(Cell::Caught) => td { "rejected" },
                                 Some(Cell::Passes) => td.bad { "accepted" },
                                 Some(Cell::NotExercised) | None => td.none { "·" },

@@ -52,7 +52,7 @@ pub struct Compiled {
     /// The recorded baseline of this target, shape and dtype.
     pub recorded: Option<Beside>,
     /// What the seed project's own kernel took there.
-    pub recorded_kernel: Option<Recorded>,
+    pub recorded_kernel: Option<SeedMeasurement>,
 }
 
 /// What a shape is the extent of.
@@ -64,6 +64,16 @@ pub enum HeldBy {
     EachDevice,
     /// Of arrays that are cut over the devices.
     AllDevices,
+}
+
+impl HeldBy {
+    /// What stands before "devices".
+    pub fn preposition(self) -> &'static str {
+        match self {
+            HeldBy::EachDevice => "on each of",
+            HeldBy::AllDevices => "over",
+        }
+    }
 }
 
 /// Bytes that one run takes on each device.
@@ -195,7 +205,7 @@ pub struct Bound {
 
 /// What hardware measured at one shape.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Recorded {
+pub struct SeedMeasurement {
     /// What ran.
     pub program: String,
     /// What each device held, as `BxTxV` or `BxTxHxV`.
@@ -214,7 +224,7 @@ pub struct Recorded {
 pub struct Beside {
     /// What was measured.
     #[serde(flatten)]
-    pub recorded: Recorded,
+    pub recorded: SeedMeasurement,
     /// `bound / recorded`, the least of it; a lower bound that holds is at most 1.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub ratio: f64,

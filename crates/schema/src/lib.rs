@@ -13,7 +13,7 @@ pub mod compile;
 pub mod gpu;
 pub mod mutants;
 mod number;
-pub mod parity;
+pub mod peers;
 pub mod verdicts;
 
 use serde::{Deserialize, Serialize};

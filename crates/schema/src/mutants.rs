@@ -78,10 +78,10 @@ pub struct Mutant {
     pub cases: usize,
     /// What the tests of others say of it, by project.
     #[serde(default)]
-    pub elsewhere: BTreeMap<String, Cell>,
+    pub peers: BTreeMap<String, Cell>,
     /// The projects that accept it.
     #[serde(default)]
-    pub passes_elsewhere: Vec<String>,
+    pub passes_peers: Vec<String>,
 }
 
 /// What a project's tests say of a mutant, the mildest first.

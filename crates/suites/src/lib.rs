@@ -6,7 +6,7 @@ pub mod measure;
 #[cfg(feature = "mutants")]
 pub mod mutants;
 pub mod panel;
-pub mod parity;
+pub mod peers;
 pub mod sampler;
 pub mod supported;
 

@@ -1,6 +1,6 @@
 //! The panel: kernels that are not ours, in processes of their own, on problems in every regime and dtype.
 //!
-//! What they need says whether the law holds for anybody's kernel: honest ones never fail, wrong ones do.
+//! What they need says whether the limits hold for anybody's kernel: honest ones never fail, wrong ones do.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -11,12 +11,12 @@ use super::error::TpuError;
 use super::files::failed;
 use super::links::Links;
 use super::schedule::{self, Launch};
-use super::target::{Chip, Exposed, Target};
+use super::target::{Chip, Target};
 use super::traffic::{self, Traffic};
 use assay_core::memory::CompiledMemory;
 use assay_pjrt::ahead::{AheadError, HLO, Job, Worker, after_those_of};
 use assay_pjrt::runtime::find_installed;
-use assay_schema::compile::Bound;
+use assay_schema::compile::{Bound, Limit};
 
 /// Names the library where no option does; JAX reads the same.
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
@@ -72,10 +72,21 @@ impl Compiled {
         self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
 
-    /// The bounds of one run on `chip`.
+    /// The bounds of one run on `chip`. What collectives take between chips while something is computed bounds it beside cycles and HBM;
+    /// the rest comes on top of what is left without them.
     pub fn bound(&self, chip: &Chip) -> Bound {
-        let exposed = Exposed { cycles: self.exposed_cycles(), hbm_bytes: self.traffic.exposed_bytes };
-        chip.bound_with_links(self.cycles(), self.traffic.hbm_bytes, &exposed, &self.links)
+        let (links, cycles, bytes) = (&self.links, self.cycles(), self.traffic.hbm_bytes);
+        let (exposed_cycles, exposed_bytes) = (self.exposed_cycles(), self.traffic.exposed_bytes);
+        let all = chip.bound(cycles, bytes);
+        let alone = chip.bound(exposed_cycles, exposed_bytes);
+        let rest = chip.bound(cycles.saturating_sub(exposed_cycles), bytes.saturating_sub(exposed_bytes));
+        let hidden_ms = links.all_ms - links.exposed_ms;
+        let computing_ms = rest.predicted_ms.max(hidden_ms);
+        let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
+        let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
+        let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
+        let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
+        Bound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
     }
 }
 

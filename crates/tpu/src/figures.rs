@@ -10,7 +10,7 @@ use assay_schema::compile::{self as schema, Memory};
 
 use super::error::TpuError;
 #[cfg(feature = "libtpu")]
-use super::recorded::{self, BASELINE, SEED_KERNEL};
+use super::seed_measurements::{self, BASELINE, SEED_KERNEL};
 use super::target::{Chip, Target};
 #[cfg(feature = "libtpu")]
 use super::{Compiled, Compiler, Request};
@@ -87,7 +87,7 @@ impl Asked {
         let (cycles, hbm_bytes) = (compiled.cycles(), compiled.traffic.hbm_bytes);
         let bound = compiled.bound(chip);
         let recorded = |program| {
-            let recorded = recorded::find(program, &self.target, self.shape, self.dtype);
+            let recorded = seed_measurements::find(program, &self.target, self.shape, self.dtype);
             recorded.filter(|_| held_by == HeldBy::EachDevice)
         };
         let memory = &compiled.memory;

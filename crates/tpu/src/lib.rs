@@ -7,7 +7,7 @@
 //! - the optimized HLO ([`traffic`]): bytes that move between HBM and the cores.
 //!
 //! From these, and from what must cross the [`links`] between chips, follow lower bounds on the time of one run, [`Bound`]. They are
-//! bounds, not predictions: DMA latency, stalls within a kernel and `SparseCore` work are in none. [`recorded`] holds what hardware measured, to
+//! bounds, not predictions: DMA latency, stalls within a kernel and `SparseCore` work are in none. [`seed_measurements`] holds what hardware measured, to
 //! put beside them. [`figures`] brings all of it together for one program, [`table`] for every recorded shape.
 
 #[cfg(feature = "libtpu")]
@@ -16,8 +16,8 @@ mod error;
 pub mod figures;
 mod files;
 pub mod links;
-pub mod recorded;
 pub mod schedule;
+pub mod seed_measurements;
 pub mod table;
 pub mod target;
 pub mod traffic;

@@ -7,7 +7,7 @@ use assay_core::problem::{Dtype, Extents, Shape};
 use assay_programs::{LossProgram, Programs};
 use assay_schema::compile::{Compiled, Memory, Table};
 
-use super::recorded::{BASELINE, RECORDED};
+use super::seed_measurements::{BASELINE, SEED_MEASUREMENTS};
 use super::target::Target;
 
 /// The only target that was recorded.
@@ -29,7 +29,8 @@ const LOGITS: Extents = Extents::Logits(Shape { batch: 1, tokens: 4096, vocab: 1
 /// Never: [`TARGET`] is one.
 pub fn rows() -> impl Iterator<Item = (Target, &'static str, Extents)> {
     let here = Target::parse(TARGET).expect("a target");
-    let recorded = RECORDED.iter().filter(|recorded| recorded.program == BASELINE).map(|recorded| recorded.shape);
+    let recorded =
+        SEED_MEASUREMENTS.iter().filter(|recorded| recorded.program == BASELINE).map(|recorded| recorded.shape);
     let on_recorded = recorded.clone().map({
         let here = here.clone();
         move |shape| (here.clone(), shape)

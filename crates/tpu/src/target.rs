@@ -30,9 +30,7 @@
 use std::fmt;
 
 use super::error::TpuError;
-#[cfg(feature = "libtpu")]
-use super::links::Links;
-use assay_programs::{Machine, TpuCore};
+use assay_programs::{Machine, TpuKind};
 use assay_schema::compile::{Bound, Limit};
 
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
@@ -55,7 +53,7 @@ pub struct Chip {
     /// HBM, 2³⁰ bytes.
     pub hbm_gib: f64,
     /// One of its tensor cores.
-    pub core: TpuCore,
+    pub core: TpuKind,
     /// Tensor cores.
     pub cores: usize,
     /// Devices that a program sees.
@@ -69,13 +67,6 @@ pub struct Chip {
     pub bf16_tflops: f64,
     /// Bundles that issue after a branch before it is taken.
     pub(super) branch_delay: usize,
-}
-
-/// What collectives take of a core and of HBM while nothing else is computed.
-#[cfg(feature = "libtpu")]
-pub(super) struct Exposed {
-    pub(super) cycles: u64,
-    pub(super) hbm_bytes: u64,
 }
 
 impl Chip {
@@ -108,22 +99,6 @@ impl Chip {
         let predicted_ms = cycles_ms.max(hbm_ms);
         Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, links: None, predicted_ms, limit }
     }
-
-    /// The same with what collectives take between chips: what overlaps with computing bounds it beside cycles and HBM, the rest comes on
-    /// top of what is left without them.
-    #[cfg(feature = "libtpu")]
-    pub(super) fn bound_with_links(&self, cycles: u64, bytes: u64, exposed: &Exposed, links: &Links) -> Bound {
-        let all = self.bound(cycles, bytes);
-        let alone = self.bound(exposed.cycles, exposed.hbm_bytes);
-        let rest = self.bound(cycles.saturating_sub(exposed.cycles), bytes.saturating_sub(exposed.hbm_bytes));
-        let hidden_ms = links.all_ms - links.exposed_ms;
-        let computing_ms = rest.predicted_ms.max(hidden_ms);
-        let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
-        let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
-        let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
-        let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
-        Bound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
-    }
 }
 
 /// Every chip that there is a target for.
@@ -137,7 +112,7 @@ pub const CHIPS: [Chip; 4] = [
         port_gb_per_s: 50.0,
         rings_of: 16,
         hbm_gib: 16.0,
-        core: TpuCore::V5E,
+        core: TpuKind::V5E,
         cores: 1,
         devices: 1,
         offloads_collectives: false,
@@ -154,7 +129,7 @@ pub const CHIPS: [Chip; 4] = [
         port_gb_per_s: 100.0,
         rings_of: 4,
         hbm_gib: 95.0,
-        core: TpuCore::V5P,
+        core: TpuKind::V5P,
         cores: 2,
         devices: 1,
         offloads_collectives: false,
@@ -171,7 +146,7 @@ pub const CHIPS: [Chip; 4] = [
         port_gb_per_s: 100.0,
         rings_of: 16,
         hbm_gib: 32.0,
-        core: TpuCore::V6E,
+        core: TpuKind::V6E,
         cores: 1,
         devices: 1,
         offloads_collectives: true,
@@ -188,7 +163,7 @@ pub const CHIPS: [Chip; 4] = [
         port_gb_per_s: 100.0,
         rings_of: 4,
         hbm_gib: 192.0,
-        core: TpuCore::V7X,
+        core: TpuKind::V7X,
         cores: 2,
         devices: 2,
         offloads_collectives: true,

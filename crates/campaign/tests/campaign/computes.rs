@@ -14,7 +14,7 @@ use super::finds::{campaign, run, trl};
 /// Computes `spec`, whatever is asked.
 struct Other(LossSpec);
 
-impl assay_campaign::Kernel for Other {
+impl assay_campaign::UnderTest for Other {
     fn answer(
         &mut self,
         _: &LossSpec,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Deck, Fault, HeadDeck, Kernel, Local, Shapes};
+use assay_campaign::{Campaign, Deck, Fault, HeadDeck, Local, Shapes, UnderTest};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, Given, Options, Preset};
@@ -21,7 +21,7 @@ pub(crate) fn campaign(spec: LossSpec, cases: u64) -> Campaign {
     Campaign { deck, power: false, ..Campaign::new("kernel", spec) }
 }
 
-pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn Kernel) -> Found {
+pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn UnderTest) -> Found {
     campaign.run(kernel, &mut |_| ()).unwrap()
 }
 
@@ -37,7 +37,7 @@ fn causes_of(name: &str, spec: LossSpec) -> Vec<Cause> {
 /// A kernel that does as a function says.
 pub(crate) struct Does<F>(pub(crate) F);
 
-impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> Kernel for Does<F> {
+impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> UnderTest for Does<F> {
     fn answer(
         &mut self,
         spec: &LossSpec,

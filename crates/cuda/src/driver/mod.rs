@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use assay_core::memory::DeviceMemory;
-use assay_ptx::{ALIGNMENT, Kernel, Parameter, Role};
+use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
 use libloading::Library;
 
 use crate::error::CudaError;
@@ -356,7 +356,7 @@ impl Context {
     ///
     /// # Errors
     /// [`CudaError::Refused`] with the assembler's words; [`CudaError::SharedMemory`]; [`CudaError::Call`].
-    pub fn load(self: &Arc<Self>, kernel: Kernel) -> Result<Loaded, CudaError> {
+    pub fn load(self: &Arc<Self>, kernel: PtxKernel) -> Result<Loaded, CudaError> {
         let current = self.enter()?;
         let (driver, device) = (current.driver, &self.device.name);
         let text = CString::new(kernel.text.as_str()).expect("PTX has no byte 0");
@@ -503,7 +503,7 @@ pub struct Loaded {
     context: Arc<Context>,
     module: *mut c_void,
     function: *mut c_void,
-    kernel: Kernel,
+    kernel: PtxKernel,
 }
 
 // SAFETY: modules and functions may be used from any thread that the context is current on.
@@ -522,7 +522,7 @@ impl Drop for Loaded {
 
 impl Loaded {
     /// What it is.
-    pub fn kernel(&self) -> &Kernel {
+    pub fn kernel(&self) -> &PtxKernel {
         &self.kernel
     }
 
@@ -555,7 +555,7 @@ impl Loaded {
     /// # Panics
     /// Where no array of a parameter's name is lent.
     pub fn enqueue(&self, rows: usize, stream: Stream, lent: &[(&str, Lent)]) -> Result<(), CudaError> {
-        let Kernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
+        let PtxKernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
         let most = c_int::MAX as usize / *of_row as usize;
         if rows > most {
             return Err(CudaError::Rows { kernel: name.clone(), given: rows, most });

@@ -150,23 +150,23 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
 #[test]
 fn tests_of_others_accept_some_mutants_and_reject_some() {
     const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
-    let elsewhere: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
-    for tests in &elsewhere {
+    let peers: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+    for tests in &peers {
         assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
     let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).enumerate();
     let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(6) || NAMED.contains(&mutant.name));
     let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
-    let score = Trial::of(&chosen, Grade::Standard).score(&elsewhere);
+    let score = Trial::of(&chosen, Grade::Standard).score(&peers);
     let mut pass = 0;
-    for (project, [caught, passes, not_exercised]) in score.elsewhere() {
+    for (project, [caught, passes, not_exercised]) in score.peers() {
         assert!(caught > 3, "{project}: {caught} caught");
         assert_eq!(caught + passes + not_exercised, chosen.len(), "{project}");
         pass += passes;
     }
     assert!(pass > 10, "{pass} pass");
     let cell = |mutant: &str, project: &str| {
-        score.mutants.iter().find(|other| other.name == mutant).expect("in the bank").elsewhere[project]
+        score.mutants.iter().find(|other| other.name == mutant).expect("in the bank").peers[project]
     };
     // Their inputs are drawn around 0, and their masks are all ones.
     for project in PROJECTS {

@@ -6,9 +6,11 @@ use std::time::Duration;
 use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode_Args, PJRT_Error_Message_Args};
 
 use super::abi::bytes_from;
-use super::execute::LIMIT_VARIABLE;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::memory::Shortage;
+
+/// Says in the environment how many seconds a run may take.
+pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
 
 /// Why the runtime did not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

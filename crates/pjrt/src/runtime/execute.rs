@@ -14,7 +14,7 @@ use pjrt_sys::{
 
 use super::buffers::{Buffer, wait_until};
 use super::client::Client;
-use super::error::RuntimeError;
+use super::error::{LIMIT_VARIABLE, RuntimeError};
 use super::plugin::call;
 
 /// `env_option_overrides { key: "xla_backend_optimization_level" value { int_field: 0 } }`, a field of `CompileOptionsProto`
@@ -23,9 +23,6 @@ const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_lev
 
 /// How long a run may take.
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
-
-/// Says in the environment how many seconds it may take instead.
-pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
 
 /// [`TIME_LIMIT`], unless something else is `given`.
 fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {

@@ -24,7 +24,7 @@ mod topology;
 
 pub use buffers::Buffer;
 pub use client::Client;
-pub use error::RuntimeError;
-pub use execute::{Executable, LIMIT_VARIABLE, Program, TIME_LIMIT};
+pub use error::{LIMIT_VARIABLE, RuntimeError};
+pub use execute::{Executable, Program, TIME_LIMIT};
 pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, find_installed, locate, quiet_plugins};
 pub use topology::{Topology, Unloaded};

@@ -10,7 +10,7 @@ pub(crate) mod two_pass;
 
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Kernel, Target};
+use assay_ptx::{PtxKernel, Target};
 
 use row::{Cut, Logits};
 
@@ -45,7 +45,7 @@ fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: Target) -> Result<Cu
 }
 
 /// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
-pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype, target: Target) -> Kernel {
+pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype, target: Target) -> PtxKernel {
     let Ok(cut) = cut(local, element, target) else { panic!("checked: it fits") };
     one_pass::one_pass(structure, local, element, cut)
 }
@@ -56,7 +56,7 @@ pub(crate) fn one_pass_if(
     local: [usize; 3],
     element: DeviceDtype,
     target: Target,
-) -> Option<Kernel> {
+) -> Option<PtxKernel> {
     let cut = cut(local, element, target).ok().filter(|_| target >= Target::Sm90)?;
     Some(one_pass::one_pass(structure, local, element, cut))
 }

@@ -31,13 +31,13 @@ use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
 use assay_algebra::structure::{Number, Numbers, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Arrival, Builder, Kernel, Launch, Target, Value};
+use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
 
 /// The kernel for `[1,n,v]` logits.
 ///
 /// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
 /// logits and results `[1,n,8]` f32. They begin at multiples of 16 bytes.
-pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> Kernel {
+pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> PtxKernel {
     let mut on = Builder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);

@@ -20,7 +20,7 @@ use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic, numbers};
 use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Kernel, Launch, Target, Value};
+use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
 
 /// Threads of a CTA, at most; of a short row as many as it has blocks.
 const THREADS: u32 = 512;
@@ -329,7 +329,7 @@ fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weigh
 }
 
 /// Called as the [tile kernel](crate::two_pass::statistics) is; returns `[1,n,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
+pub(crate) fn statistics(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> PtxKernel {
     let begun = begin("grpo_statistics", target, structure, local, element, false);
     let (Given { on: mut builder, stream, scales }, results) = begun;
     let on = &mut builder;
@@ -438,7 +438,7 @@ impl Meeting {
 }
 
 /// Called as [`statistics`], dlogits written over the logits, and with scales `[1,n,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> Kernel {
+pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> PtxKernel {
     let begun = begin("grpo_dlogits", target, structure, local, element, true);
     let (Given { on: mut builder, stream, scales }, token) = begun;
     let on = &mut builder;

@@ -459,7 +459,7 @@ impl Head {
 /// A kernel that reads a chunk's logits once.
 enum OnePass {
     Tile(assay_tile::Kernel),
-    Gpu(assay_ptx::Kernel),
+    Gpu(assay_ptx::PtxKernel),
 }
 
 impl OnePass {

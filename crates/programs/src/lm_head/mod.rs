@@ -54,9 +54,10 @@ use chunks::{CHUNK_ROWS, Chunks};
 use head::Head;
 
 use crate::alternatives::Alternative;
+use crate::frame::frame;
 use crate::mesh::Mesh;
 use crate::one_pass::most_tokens;
-use crate::program::{Given, Output, Program, Share, frame, local_shape};
+use crate::program::{Given, Output, Program, Share, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::Calls;
@@ -292,7 +293,7 @@ impl HeadProgram {
         given: implementation::Given<HeadProblem>,
         devices: usize,
         target: Target,
-    ) -> Result<Vec<assay_ptx::Kernel>, Unsupported> {
+    ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         let implementation::Given { shape, dtype, form, .. } = given;
         self.supports(loss.spec, shape, dtype, devices)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use assay_fixture::ParityFile;
+use assay_fixture::PeerFile;
 use assay_reference as reference;
 use assay_reference::metrics::{Metric, Project};
 use serde_json::{Map, Value};
@@ -18,8 +18,8 @@ const LIMIT_F32: f64 = 1e-5;
 /// Options that are logged as they are set.
 const SETTINGS: [&str; 2] = ["entropy_coef", "kl_coef"];
 
-fn recorded() -> Vec<(String, ParityFile, Map<String, Value>)> {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../fixtures/parity");
+fn recorded() -> Vec<(String, PeerFile, Map<String, Value>)> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../fixtures/peers");
     let mut files: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
     files.sort();
@@ -28,7 +28,7 @@ fn recorded() -> Vec<(String, ParityFile, Map<String, Value>)> {
         value["expected"]["metrics"].as_object().cloned().unwrap_or_default()
     };
     let named = |path: &PathBuf| path.file_stem().unwrap().to_string_lossy().into_owned();
-    files.iter().map(|path| (named(path), ParityFile::read(path).unwrap(), metrics(path))).collect()
+    files.iter().map(|path| (named(path), PeerFile::read(path).unwrap(), metrics(path))).collect()
 }
 
 fn project(peer: &str) -> Option<Project> {

@@ -2,11 +2,11 @@
 //! `external` as `assay judge` would hold it. Three runs record a defect of their release; `docs/peers.md` has the figures.
 //!
 //! A float64 run is held to the limits of f32 kernels too, which it meets with ease: a candidate stored wider gets no wider
-//! limit. `reference_parity` holds it to float64's own precision.
+//! limit. `reference` holds it to float64's own precision.
 
 use std::fs;
 
-use assay_fixture::ParityFile;
+use assay_fixture::PeerFile;
 use assay_judge::gate::{Model, Output};
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
@@ -15,7 +15,7 @@ use assay_reference as reference;
 
 /// A recorded run under judgement.
 struct Case {
-    recorded: ParityFile,
+    recorded: PeerFile,
     /// The loss of its options' formula.
     loss: f64,
     verdicts: Vec<Verdict>,
@@ -23,8 +23,8 @@ struct Case {
 
 impl Case {
     fn of(file: &str) -> Self {
-        let path = format!("{}/../../../fixtures/parity/{file}.json", env!("CARGO_MANIFEST_DIR"));
-        let recorded = ParityFile::read(path).unwrap();
+        let path = format!("{}/../../../fixtures/peers/{file}.json", env!("CARGO_MANIFEST_DIR"));
+        let recorded = PeerFile::read(path).unwrap();
         let spec = recorded.resolve().unwrap().spec;
         let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
         let verdicts =
@@ -105,7 +105,7 @@ const DEFECTS: [(&str, &[&str]); 3] = [
 
 #[test]
 fn recorded_defects_fail_their_gates_and_other_runs_pass() {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/parity");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/peers");
     let (mut judged, mut with_entropy) = (0, 0);
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

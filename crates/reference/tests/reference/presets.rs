@@ -1,5 +1,5 @@
 //! What presets make of a project's defaults and options, and what they refuse. The numbers themselves are compared in
-//! `reference_parity.rs`.
+//! `reference.rs`.
 
 use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, WeightShape, spec};
 use assay_core::spec::{

@@ -1,14 +1,18 @@
 //! The bank of wrong kernels before the suites: what each case, each project's tests and each class's own property catch.
 
-mod elsewhere;
+mod case;
+mod peers;
+mod production;
 mod property;
 mod run;
 mod score;
 
 pub use assay_mutants::{BANK, Bug, Class, Mutant, Specimen};
-pub use elsewhere::{Cell, PROJECTS, Project, Tests};
+pub use case::Case;
+pub use peers::{Cell, PROJECTS, Project, Tests};
+pub use production::{AtWidth, Part, Production};
 pub use property::{head_property, property};
-pub use run::{AtWidth, Case, Fate, Kill, Part, Production, Suite, head_cases, property_cases};
+pub use run::{Fate, Kill, Suite, head_cases, property_cases};
 pub use score::{Outcome, Score, Trial};
 
 /// The vocabulary of Qwen: no tile divides it evenly.

@@ -1,6 +1,6 @@
 //! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
 
-use super::run::Case;
+use super::case::Case;
 use super::{Class, QWEN_VOCABULARY};
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{

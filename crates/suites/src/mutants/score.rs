@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use rayon::prelude::*;
 
-use super::elsewhere::{Cell, PROJECTS, Tests};
-use super::run::{Case, Kill, Suite};
+use super::case::Case;
+use super::peers::{Cell, PROJECTS, Tests};
+use super::run::{Kill, Suite};
 
 use super::{Class, Mutant, Specimen};
 use assay_core::implementation::Implementation;
@@ -55,9 +56,9 @@ impl Trial {
     }
 
     /// The score, with what the tests of others say of each mutant.
-    pub fn score(&self, elsewhere: &[Tests]) -> Score {
+    pub fn score(&self, peers: &[Tests]) -> Score {
         let outcome = |(mutant, kill): &(&'static Mutant, Option<Kill>)| {
-            let cells = elsewhere.iter().map(|tests| (tests.project.name, tests.judge(mutant))).collect();
+            let cells = peers.iter().map(|tests| (tests.project.name, tests.judge(mutant))).collect();
             Outcome::of(mutant, kill.as_ref(), self.cases, cells)
         };
         let mutants: Vec<Outcome> = self.mutants.par_iter().map(outcome).collect();
@@ -114,14 +115,14 @@ pub struct Outcome {
     /// Cases that it was given, the last among them.
     pub cases: usize,
     /// What the tests of others say of it.
-    pub elsewhere: BTreeMap<&'static str, Cell>,
+    pub peers: BTreeMap<&'static str, Cell>,
     /// Those that accept it.
-    pub passes_elsewhere: Vec<&'static str>,
+    pub passes_peers: Vec<&'static str>,
 }
 
 impl Outcome {
-    fn of(mutant: &Mutant, kill: Option<&Kill>, cases: usize, elsewhere: BTreeMap<&'static str, Cell>) -> Self {
-        let passes = elsewhere.iter().filter(|(_, cell)| **cell == Cell::Passes);
+    fn of(mutant: &Mutant, kill: Option<&Kill>, cases: usize, peers: BTreeMap<&'static str, Cell>) -> Self {
+        let passes = peers.iter().filter(|(_, cell)| **cell == Cell::Passes);
         Self {
             name: mutant.name,
             class: mutant.class,
@@ -132,8 +133,8 @@ impl Outcome {
             case: kill.map(|kill| kill.case.clone()),
             devices: kill.map(|kill| kill.devices),
             cases: kill.map_or(cases, |kill| kill.cases),
-            passes_elsewhere: passes.map(|(name, _)| *name).collect(),
-            elsewhere,
+            passes_peers: passes.map(|(name, _)| *name).collect(),
+            peers,
         }
     }
 }
@@ -150,8 +151,8 @@ impl From<Outcome> for schema::Mutant {
             case: outcome.case,
             devices: outcome.devices,
             cases: outcome.cases,
-            elsewhere: outcome.elsewhere.into_iter().map(|(project, cell)| (project.into(), cell)).collect(),
-            passes_elsewhere: outcome.passes_elsewhere.into_iter().map(String::from).collect(),
+            peers: outcome.peers.into_iter().map(|(project, cell)| (project.into(), cell)).collect(),
+            passes_peers: outcome.passes_peers.into_iter().map(String::from).collect(),
         }
     }
 }
@@ -200,11 +201,11 @@ impl Score {
                 mutant.case.clone().unwrap_or_default(),
                 mutant.devices.map_or_else(String::new, |devices| format!("×{devices}")),
                 mutant.cases.to_string(),
-                mutant.passes_elsewhere.join(", "),
+                mutant.passes_peers.join(", "),
             ]);
         }
         let mut text = format!("{table}\n");
-        for (project, [caught, passes, not_exercised]) in self.elsewhere() {
+        for (project, [caught, passes, not_exercised]) in self.peers() {
             let _ = writeln!(text, "{project:<10} {caught} caught, {passes} pass, {not_exercised} not exercised");
         }
         let verdict = if self.survived.is_empty() { "PASS" } else { "FAIL" };
@@ -218,12 +219,11 @@ impl Score {
     }
 
     /// How many mutants the tests of each project catch, accept and do not exercise.
-    pub fn elsewhere(&self) -> Vec<(&'static str, [usize; 3])> {
+    pub fn peers(&self) -> Vec<(&'static str, [usize; 3])> {
         let count = |project: &str, cell: Cell| {
-            self.mutants.iter().filter(|mutant| mutant.elsewhere.get(project) == Some(&cell)).count()
+            self.mutants.iter().filter(|mutant| mutant.peers.get(project) == Some(&cell)).count()
         };
-        let asked =
-            PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.elsewhere.contains_key(project.name)));
+        let asked = PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.peers.contains_key(project.name)));
         let cells = [Cell::Caught, Cell::Passes, Cell::NotExercised];
         asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
     }
@@ -234,7 +234,7 @@ impl Score {
         let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
         let passes = self.survived.len() + self.admitted.len();
         let _ = writeln!(text, "| **these, grade {}** | **{}** | **{passes}** | |", self.grade, self.killed);
-        for (project, [caught, passes, not_exercised]) in self.elsewhere() {
+        for (project, [caught, passes, not_exercised]) in self.peers() {
             let _ = writeln!(text, "| {project} | {caught} | {passes} | {not_exercised} |");
         }
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
@@ -247,7 +247,7 @@ impl Score {
             let _ = writeln!(text, "{}", line(&columns));
             let _ = writeln!(text, "|---|---|---|---|--:|{}", "---|".repeat(projects.len()));
             for mutant in self.mutants.iter().filter(|mutant| mutant.class == class) {
-                let word = |project: &&str| match mutant.elsewhere.get(project) {
+                let word = |project: &&str| match mutant.peers.get(project) {
                     Some(Cell::Caught) => "caught",
                     Some(Cell::Passes) => "**passes**",
                     Some(Cell::NotExercised) | None => "–",

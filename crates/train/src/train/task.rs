@@ -26,6 +26,13 @@ pub struct Exercise {
     pub answer: i64,
 }
 
+/// An exercise in tokens.
+pub(super) struct Prompted {
+    pub(super) prompt: Vec<u32>,
+    pub(super) solution: Vec<u32>,
+    pub(super) answer: i64,
+}
+
 /// Arithmetic word problems of two numbers up to `largest`, the first no less than the second.
 ///
 /// No two numbers that are evaluated on stand together in an exercise that is trained on: a policy that knows the answer has

@@ -21,7 +21,7 @@ use super::reward::Reward;
 use super::rollout::{Completion, Distribution, Sampling, generate};
 use super::scores::{logp_of, off_policy, sampler_gap};
 use super::sequences::Sequences;
-use super::task::{Exercise, read_gsm8k};
+use super::task::{Exercise, Prompted, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::warm::{drawn, warm};
 use super::{Arm, Batch, LossStep, Observer, TrainError};
@@ -53,13 +53,6 @@ pub struct Trainer {
     train: Vec<Prompted>,
     evaluate: Vec<Prompted>,
     journal: Journal,
-}
-
-/// An exercise in tokens.
-pub(super) struct Prompted {
-    pub(super) prompt: Vec<u32>,
-    pub(super) solution: Vec<u32>,
-    answer: i64,
 }
 
 /// The completions of a step.

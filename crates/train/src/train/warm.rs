@@ -14,7 +14,7 @@ use super::loss_step::Graded;
 use super::optimizer::{AdamW, AdamWConfig, Gradients};
 use super::qwen2::{Qwen2, Weights};
 use super::sequences::Sequences;
-use super::trainer::Prompted;
+use super::task::Prompted;
 use super::{Arm, GrpoLoss, TrainError};
 use crate::checkpoint::Qwen2Config;
 use assay_core::spec::{LossSpec, Objective, OldLogp};

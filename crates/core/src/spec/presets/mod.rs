@@ -89,7 +89,7 @@ impl Preset {
         Self::Areal,
     ];
 
-    /// What it is called on the command line and in parity files.
+    /// What it is called on the command line and in recorded runs.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Trl => "trl",

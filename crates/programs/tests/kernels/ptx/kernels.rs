@@ -16,7 +16,7 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_programs::{ANY_TPU, Device, LossProgram, Programs, Shaped, Target};
-use assay_ptx::{Kernel, Role};
+use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
 use ndarray::Array3;
@@ -31,20 +31,20 @@ const SHAPES: [[usize; 3]; 8] =
 /// What texts of the one-pass kernel differ between.
 const TARGETS: [Target; 2] = [Target::Sm90, Target::Sm100];
 
-fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<Kernel> {
+fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<PtxKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
     implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, target).unwrap()
 }
 
 /// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
-pub(crate) fn run(kernel: &Kernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+pub(crate) fn run(kernel: &PtxKernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
     run_without(kernel, units, inputs, &[])
 }
 
 /// The same, where these bytes of the logits may be read only when dlogits were written over them.
 fn run_without(
-    kernel: &Kernel,
+    kernel: &PtxKernel,
     units: Units,
     inputs: &[(&str, Vec<u8>)],
     unwritten: &[Range<usize>],
@@ -84,7 +84,7 @@ fn run_without(
 /// Runs a kernel on all rows of a batch, as many at a time as it takes: `shared` is given to each run, of `rows` those that are its own,
 /// and zeros beyond the last.
 fn run_rows(
-    kernel: &Kernel,
+    kernel: &PtxKernel,
     units: Units,
     tokens: usize,
     shared: &[(&'static str, Vec<u8>)],
@@ -145,7 +145,7 @@ impl<'p> Around<'p> {
     }
 
     /// The same by a kernel that was changed, or is another's.
-    pub(crate) fn one_pass_by(&self, kernel: &Kernel) -> Result<Candidate, String> {
+    pub(crate) fn one_pass_by(&self, kernel: &PtxKernel) -> Result<Candidate, String> {
         let [numbers, tokens] = self.given_to_one_pass();
         let rows = [("ids", self.ids()), ("logits", logits_bytes(&self.problem.logits)), ("tokens", tokens)];
         let shared = [("numbers", numbers), ("column_bias", column_bias(self.spec, self.problem))];
@@ -204,7 +204,7 @@ impl<'p> Around<'p> {
     }
 
     /// The same by the two kernels of one of `devices` that have as many columns each, the last of them fewer.
-    pub(crate) fn two_pass_by(&self, kernels: &[Kernel], devices: usize) -> Result<Candidate, String> {
+    pub(crate) fn two_pass_by(&self, kernels: &[PtxKernel], devices: usize) -> Result<Candidate, String> {
         let [statistics, dlogits] = kernels else { panic!("two kernels") };
         let (logits, dtype) = (self.problem.logits.to_f64(), self.problem.logits.dtype());
         let local = Shape { vocab: self.shape.vocab.div_ceil(devices), ..self.shape };
@@ -591,7 +591,7 @@ fn statistics_without_one_of_their_waits_are_refused() {
     assert_eq!(places.len(), 4);
     for place in places {
         let text = format!("{}{}", &kernel.text[..place], &kernel.text[place + barrier.len()..]);
-        let why = run(&Kernel { text, ..kernel.clone() }, Units::Rounded, &inputs).unwrap_err();
+        let why = run(&PtxKernel { text, ..kernel.clone() }, Units::Rounded, &inputs).unwrap_err();
         println!("statistics without the barrier at byte {place}: {why}");
     }
 }

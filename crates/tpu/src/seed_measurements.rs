@@ -1,6 +1,6 @@
 //! What a v6e measured: the record that bounds are put beside.
 //!
-//! Recorded by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
+//! SeedMeasurement by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
 //! data-parallel devices; the shape is what one device holds. Its baseline is `log_softmax` and autodiff, with an LM head
 //! the head's product before it; not the program that `xla` or `xla-lm-head` compiles here, so a ratio says how far a
 //! bound lies from a careful user's time, no more.
@@ -11,7 +11,7 @@ use assay_schema::compile as schema;
 
 /// One measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Recorded {
+pub struct SeedMeasurement {
     /// What ran.
     pub program: &'static str,
     /// What each device held.
@@ -36,15 +36,15 @@ const fn shape(batch: usize, tokens: usize, vocab: usize) -> Extents {
 const HEAD: Extents = Extents::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: 151_936 });
 
 /// Every measurement there is.
-pub const RECORDED: [Recorded; 6] = [
-    Recorded {
+pub const SEED_MEASUREMENTS: [SeedMeasurement; 6] = [
+    SeedMeasurement {
         program: BASELINE,
         shape: shape(1, 4096, 151_936),
         step_ms: (9.01, 9.01),
         peak_bytes_in_use: Some(6_226_795_008),
         peak_bytes_reserved: None,
     },
-    Recorded {
+    SeedMeasurement {
         program: SEED_KERNEL,
         shape: shape(1, 4096, 151_936),
         step_ms: (52.9, 55.2),
@@ -52,28 +52,28 @@ pub const RECORDED: [Recorded; 6] = [
         peak_bytes_reserved: None,
     },
     // Half the tokens in twice the time: so it stands in the record.
-    Recorded {
+    SeedMeasurement {
         program: BASELINE,
         shape: shape(1, 2048, 151_643),
         step_ms: (20.40, 20.40),
         peak_bytes_in_use: None,
         peak_bytes_reserved: Some(2_485_075_968),
     },
-    Recorded {
+    SeedMeasurement {
         program: BASELINE,
         shape: shape(4, 1024, 151_643),
         step_ms: (8.73, 8.73),
         peak_bytes_in_use: None,
         peak_bytes_reserved: Some(2_484_649_984),
     },
-    Recorded {
+    SeedMeasurement {
         program: BASELINE,
         shape: HEAD,
         step_ms: (63.7, 63.7),
         peak_bytes_in_use: None,
         peak_bytes_reserved: None,
     },
-    Recorded {
+    SeedMeasurement {
         program: SEED_KERNEL,
         shape: HEAD,
         step_ms: (128.8, 155.8),
@@ -83,21 +83,22 @@ pub const RECORDED: [Recorded; 6] = [
 ];
 
 /// The record of `program` at this shape and dtype on this target, if there is one.
-pub fn find(program: &str, target: &Target, shape: Extents, dtype: Dtype) -> Option<&'static Recorded> {
+pub fn find(program: &str, target: &Target, shape: Extents, dtype: Dtype) -> Option<&'static SeedMeasurement> {
     let there = target.to_string() == "v6e:2x4" && dtype == Dtype::Bf16;
-    RECORDED.iter().find(|recorded| there && recorded.program == program && recorded.shape == shape)
+    SEED_MEASUREMENTS.iter().find(|recorded| there && recorded.program == program && recorded.shape == shape)
 }
 
-impl Recorded {
+impl SeedMeasurement {
     /// `predicted / recorded`, the least of it; a lower bound that holds is at most 1.
     pub fn ratio(&self, predicted_ms: f64) -> f64 {
         predicted_ms / self.step_ms.0
     }
 }
 
-impl From<&Recorded> for schema::Recorded {
-    fn from(recorded: &Recorded) -> Self {
-        let &Recorded { program, shape, step_ms: (least, most), peak_bytes_in_use, peak_bytes_reserved } = recorded;
+impl From<&SeedMeasurement> for schema::SeedMeasurement {
+    fn from(recorded: &SeedMeasurement) -> Self {
+        let &SeedMeasurement { program, shape, step_ms: (least, most), peak_bytes_in_use, peak_bytes_reserved } =
+            recorded;
         let (program, shape) = (program.into(), shape.to_string());
         Self { program, shape, step_ms: [least, most], peak_bytes_in_use, peak_bytes_reserved }
     }

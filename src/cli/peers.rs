@@ -1,4 +1,4 @@
-//! `assay parity`: recorded runs of published implementations against the reference, and under the judge.
+//! `assay peers`: recorded runs of published implementations against the reference, and under the judge.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -9,21 +9,21 @@ use clap::Args;
 use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 
 use super::{CliError, Passed, Printing};
-use crate::fixture::ParityFile;
+use crate::fixture::PeerFile;
 use crate::judge::judge::JudgeError;
 use crate::judge::judgeable::Judgeable;
 use crate::judge::tolerance::Limits;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
-use crate::schema::parity::{self as schema, Run, Verdict, Worst};
+use crate::schema::peers::{self as schema, Run, Verdict, Worst};
 use crate::schema::verdicts::Grade;
-use crate::suites::parity::{Difference, limit};
+use crate::suites::peers::{Difference, limit};
 
 /// How the names end of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
 
 #[derive(Args)]
-pub(super) struct Parity {
+pub(super) struct Peers {
     /// A recorded run in JSON, or a folder of them
     #[arg(value_name = "DIR|FILE.json")]
     path: PathBuf,
@@ -31,7 +31,7 @@ pub(super) struct Parity {
     printing: Printing,
 }
 
-impl Parity {
+impl Peers {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let paths = self.paths()?;
         let progress = self.printing.progress(paths.len());
@@ -49,7 +49,7 @@ impl Parity {
         let pass = refused.is_empty() && files.iter().all(|file| file.run.verdict != Verdict::Fail);
         let worst = worst(&files);
         let files = files.into_iter().map(|compared| compared.run).collect();
-        let comparison = schema::Parity { pass, files, worst, refused };
+        let comparison = schema::Peers { pass, files, worst, refused };
         // Where nothing could be compared, the error says it all.
         if !comparison.files.is_empty() {
             self.printing.finish(&text(&comparison), &comparison)?;
@@ -92,7 +92,7 @@ struct Compared {
 
 /// File, peer, function and options to a preset's spec, and that through the reference.
 fn compare(path: &Path) -> Result<Compared, CliError> {
-    let recorded = ParityFile::read(path)?;
+    let recorded = PeerFile::read(path)?;
     let in_file = |reason: String| CliError::Config { path: path.into(), reason };
     let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
     let in_problem = |reason| CliError::Problem { path: path.into(), reason };
@@ -129,7 +129,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
 
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
 /// kernels, as any candidate is; that it agrees to float64's own precision is for [`Difference`] to say.
-fn judged(recorded: &ParityFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
+fn judged(recorded: &PeerFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
     let verdicts =
         recorded.problem.judge(reference, &recorded.candidate().lend(), &Limits::external(Grade::Standard))?;
     Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
@@ -177,7 +177,7 @@ fn word(verdict: Verdict) -> &'static str {
     }
 }
 
-fn text(comparison: &schema::Parity) -> String {
+fn text(comparison: &schema::Peers) -> String {
     let table = |header: &[&str]| {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);

@@ -1,6 +1,6 @@
-//! The reference against what published implementations returned: results of `assay parity`.
+//! The reference against what published implementations returned: results of `assay peers`.
 
-use assay_schema::parity::{Parity, Run, Verdict, Worst};
+use assay_schema::peers::{Peers, Run, Verdict, Worst};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash};
@@ -12,18 +12,18 @@ fn finite(error: f64) -> Option<f64> {
     error.is_finite().then_some(error)
 }
 
-fn errors(parity: &Parity) -> Vec<Strip> {
+fn errors(peers: &Peers) -> Vec<Strip> {
     let share = |error: f64, limit: f64| finite(error).map_or(f64::INFINITY, |error| error / limit);
     let of = |worst: &Worst, what: &str, error: fn(&Run) -> f64| {
         let theirs =
             |run: &&Run| run.peer == worst.peer && run.dtype == worst.dtype && run.verdict != Verdict::KnownDifference;
         Strip {
             name: format!("{} {}, {what}", worst.peer, worst.dtype),
-            shares: parity.files.iter().filter(theirs).map(|run| share(error(run), run.limit)).collect(),
+            shares: peers.files.iter().filter(theirs).map(|run| share(error(run), run.limit)).collect(),
         }
     };
     let both = |worst| [of(worst, "loss", |run| run.loss_rel), of(worst, "dlogits", |run| run.dlogits_rel)];
-    parity.worst.iter().flat_map(both).collect()
+    peers.worst.iter().flat_map(both).collect()
 }
 
 fn runs<'r>(runs: impl Iterator<Item = &'r Run>) -> Markup {
@@ -47,7 +47,7 @@ fn runs<'r>(runs: impl Iterator<Item = &'r Run>) -> Markup {
     }
 }
 
-impl Part for Parity {
+impl Part for Peers {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }

@@ -1,5 +1,5 @@
-//! The reference against what thirteen projects returned, TRL and verl among them: `fixtures/parity/` holds the inputs, options
-//! and outputs of their own functions, the presets make a spec of the options, and `assay parity` compares.
+//! The reference against what thirteen projects returned, TRL and verl among them: `fixtures/peers/` holds the inputs, options
+//! and outputs of their own functions, the presets make a spec of the options, and `assay peers` compares.
 //!
 //! float64 files differ from the reference by the order of summation only, float32 files by f32's rounding of every
 //! step: both are held to four times what was measured, far below the limits of the command.
@@ -22,7 +22,7 @@ const LIMIT_F32: f64 = 7.2e-6;
 const DLOGITS_F32: f64 = 2.0e-6;
 
 fn folder() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures/parity")
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures/peers")
 }
 
 fn path(name: &str) -> String {
@@ -33,11 +33,11 @@ fn read_json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The report of `assay parity` on `path`, and what it printed.
-fn parity(path: &str) -> (Value, Output) {
+/// The report of `assay peers` on `path`, and what it printed.
+fn peers(path: &str) -> (Value, Output) {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("report.json");
-    let output = assay(&["parity", path, "--json", json.to_str().unwrap()]);
+    let output = assay(&["peers", path, "--json", json.to_str().unwrap()]);
     (read_json(&json), output)
 }
 
@@ -70,7 +70,7 @@ impl Changed {
 
 #[test]
 fn outcome_of_every_recorded_run_matches_reference() {
-    let (report, output) = parity(folder().to_str().unwrap());
+    let (report, output) = peers(folder().to_str().unwrap());
     assert_eq!(output.code, 0, "{}", output.stdout);
     assert_eq!(report["pass"], true);
 
@@ -94,7 +94,7 @@ fn outcome_of_every_recorded_run_matches_reference() {
 
 #[test]
 fn quirks_are_shown_with_their_size_and_counted_neither_way() {
-    let (report, output) = parity(&path("liger_triton_delta_quirk.json"));
+    let (report, output) = peers(&path("liger_triton_delta_quirk.json"));
     assert_eq!(output.code, 0);
     let file = &report["files"][0];
     assert_eq!(file["verdict"], "known_difference");
@@ -119,7 +119,7 @@ fn one_wrong_dlogit_fails_and_is_named() {
         *dlogit = json!(dlogit.as_f64().unwrap() + 1e-8);
     });
     changed.add("trl_grpo_basic.json", |_| {});
-    let (report, output) = parity(changed.folder());
+    let (report, output) = peers(changed.folder());
     assert_eq!((output.code, &report["pass"]), (1, &json!(false)));
     let verdict = |file: &str| {
         let files = report["files"].as_array().unwrap();
@@ -127,7 +127,7 @@ fn one_wrong_dlogit_fails_and_is_named() {
     };
     assert_eq!((verdict("trl_grpo_kl.json"), verdict("trl_grpo_basic.json")), (json!("fail"), json!("pass")));
 
-    let quiet = assay(&["parity", changed.folder(), "--quiet"]);
+    let quiet = assay(&["peers", changed.folder(), "--quiet"]);
     assert_eq!(quiet.code, 1);
     assert!(quiet.stdout.starts_with("trl_grpo_kl.json: loss off by"), "{}", quiet.stdout);
     assert_eq!(quiet.stdout.lines().count(), 1);
@@ -139,7 +139,7 @@ fn one_wrong_loss_fails() {
         let loss = run["expected"]["loss"].as_f64().unwrap();
         run["expected"]["loss"] = json!(loss * (1.0 + 1e-8));
     });
-    assert_eq!(parity(changed.folder()).1.code, 1);
+    assert_eq!(peers(changed.folder()).1.code, 1);
 }
 
 /// Its loss and dlogits still agree with the reference: the gate of logp alone can tell.
@@ -150,7 +150,7 @@ fn one_wrong_logp_fails_its_gate() {
         let logp = &mut run["expected"]["logps"][0][0];
         *logp = json!(logp.as_f64().unwrap() + 1e-5);
     });
-    let (report, output) = parity(changed.folder());
+    let (report, output) = peers(changed.folder());
     assert_eq!(report["files"][0]["caught_by"], json!(["logp"]));
     assert!(output.stdout.contains("1 fail a gate of the judge"), "{}", output.stdout);
 }
@@ -161,9 +161,9 @@ fn options_decide_what_is_compared() {
     let changed = Changed::new("trl_grpo_kl_biascorr.json", |run| {
         run["options"].as_object_mut().unwrap().remove("use_bias_correction_kl");
     });
-    assert_eq!(parity(changed.folder()).1.code, 0);
+    assert_eq!(peers(changed.folder()).1.code, 0);
     changed.add("trl_grpo_kl_biascorr.json", |run| run["options"]["use_bias_correction_kl"] = json!(false));
-    assert_eq!(parity(changed.folder()).1.code, 1);
+    assert_eq!(peers(changed.folder()).1.code, 1);
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn bad_input_is_refused_in_one_line_that_names_file_and_field() {
     let name = "trl_grpo_kl.json";
     let refused = |change: fn(&mut Value), parts: &[&str]| {
         let changed = Changed::new(name, change);
-        assert_refused(&["parity", &changed.file(name)], &[&[name], parts].concat());
+        assert_refused(&["peers", &changed.file(name)], &[&[name], parts].concat());
     };
     refused(|run| run["dtype"] = json!("float16"), &["dtype", "float16", "float64 or float32"]);
     refused(|run| run["peer"] = json!("nobody"), &["preset", "nobody", "trl"]);
@@ -200,17 +200,17 @@ fn bad_input_is_refused_in_one_line_that_names_file_and_field() {
 fn what_is_no_recorded_run_is_refused() {
     let empty = TempDir::new().unwrap();
     let folder = empty.path().to_str().unwrap();
-    assert_refused(&["parity", folder], &[folder, "no .json file"]);
-    assert_refused(&["parity", "nowhere"], &["nowhere", "cannot read"]);
+    assert_refused(&["peers", folder], &[folder, "no .json file"]);
+    assert_refused(&["peers", "nowhere"], &["nowhere", "cannot read"]);
     fs::write(empty.path().join("broken.json"), "{\"peer\": NaN}").unwrap();
-    assert_refused(&["parity", folder], &["broken.json", "expected JSON"]);
+    assert_refused(&["peers", folder], &["broken.json", "expected JSON"]);
 }
 
 #[test]
 fn a_bad_file_does_not_hide_the_others() {
     let changed = Changed::new("trl_grpo_kl.json", |_| {});
     fs::write(changed.file("broken.json"), "{").unwrap();
-    let (report, output) = parity(changed.folder());
+    let (report, output) = peers(changed.folder());
     assert_eq!(output.code, 2);
     assert!(output.stderr.contains("broken.json"), "{}", output.stderr);
     assert_eq!((&report["pass"], &report["files"][0]["verdict"]), (&json!(false), &json!("pass")));
@@ -231,5 +231,5 @@ fn numbers_of_float32_files_are_rounded_first() {
         }
     });
     let same = |report: &Value| (report["files"][0]["loss_rel"].clone(), report["files"][0]["dlogits_rel"].clone());
-    assert_eq!(same(&parity(changed.folder()).0), same(&parity(&path(name)).0));
+    assert_eq!(same(&peers(changed.folder()).0), same(&peers(&path(name)).0));
 }

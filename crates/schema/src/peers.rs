@@ -1,4 +1,4 @@
-//! Recorded runs of published implementations against the reference: `assay parity`.
+//! Recorded runs of published implementations against the reference: `assay peers`.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use crate::number::{nan, or_nan};
 
 /// Every run, and the largest errors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Parity {
+pub struct Peers {
     /// Whether every run could be compared and agrees, known differences apart.
     pub pass: bool,
     /// A line for each run.

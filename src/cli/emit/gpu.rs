@@ -1,44 +1,23 @@
 //! What `assay emit` writes for a GPU: PTX, how it is launched, and the program that calls it.
 
-use std::fmt::Write as _;
-use std::path::Path;
-use std::{fs, iter};
-
-use assay_ptx::{ALIGNMENT, Kernel, Parameter, Role};
+use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
 use serde::Serialize;
 
-use super::emit::{Alias, Emit, MODULE, Module, by_name, make_folder};
-use super::{CliError, Passed};
+use super::manifest::{Asked, Manifest, Of};
+use crate::cli::{CliError, Passed};
 use crate::device_dtype::DeviceDtype;
 use crate::gpu::Target;
 use crate::gpu::assemble::expect_launch;
 use crate::gpu::figures::compiled_for_gpus;
 use crate::implementation::{Given, RunError};
-use crate::problem::Dtype;
 use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, Shaped};
-use crate::spec::LossSpec;
 
-/// What was emitted, and how it is called. Described in `docs/gpu.md`.
 #[derive(Serialize)]
-struct Manifest<'e> {
-    assay: &'static str,
-    #[serde(rename = "impl")]
-    implementation: &'e str,
-    target: String,
+struct OfGpu {
     /// What the text asks for at least: a driver assembles it for that or a newer chip.
     architecture: &'static str,
-    devices: usize,
     /// What XLA's CUDA plugin is told of the chip where there is none: a `GpuTargetConfigProto` as text.
     target_config: String,
-    /// `[B,T,V]` on each device.
-    shape: [usize; 3],
-    dtype: Dtype,
-    spec: &'e LossSpec,
-    #[serde(serialize_with = "by_name")]
-    numbers: &'e [(&'static str, f32)],
-    /// In the order of their calls.
-    kernels: Vec<Emitted<'e>>,
-    module: Module<'e>,
 }
 
 #[derive(Serialize)]
@@ -73,8 +52,8 @@ struct Argument<'e> {
     over: Option<usize>,
 }
 
-impl<'e> From<&'e Kernel> for Emitted<'e> {
-    fn from(kernel: &'e Kernel) -> Self {
+impl<'e> From<&'e PtxKernel> for Emitted<'e> {
+    fn from(kernel: &'e PtxKernel) -> Self {
         let argument = |parameter: &'e Parameter| {
             let (role, over) = match parameter.role {
                 Role::Input => ("input", None),
@@ -95,12 +74,13 @@ impl<'e> From<&'e Kernel> for Emitted<'e> {
     }
 }
 
-/// Writes the kernels of `asked` for `target`.
-pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Passed, CliError> {
+/// Writes the kernels that are `asked` for, for `target`.
+pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
+    let spec = asked.spec()?;
     let id = asked.implementation.as_deref().unwrap_or("gpu-one-pass");
     let program: LossProgram = compiled_for_gpus(id)?;
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
-    let (written_for, loss) = (target.chip.written_for(), Shaped::of(spec));
+    let (written_for, loss) = (target.chip.written_for(), Shaped::of(&spec));
     if !program.has_kernels() {
         let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
         let ids = all.map(LossProgram::id).collect::<Vec<_>>().join(", ");
@@ -112,45 +92,15 @@ pub(super) fn run(asked: &Emit, target: &Target, spec: &LossSpec) -> Result<Pass
     let given = Given { shape, dtype, form: (), packed: None };
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;
     let signature = program.signature_for(loss, shape, dtype, devices, ANY_DEVICE).map_err(RunError::from)?;
-    let manifest = Manifest {
-        assay: env!("CARGO_PKG_VERSION"),
-        implementation: id,
-        target: target.to_string(),
-        architecture: written_for.name(),
-        devices,
-        target_config: target.chip.target_config(),
-        shape: program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?,
-        dtype,
-        spec,
-        numbers: &signature.numbers,
-        kernels: kernels.iter().map(Emitted::from).collect(),
-        module: Module {
-            file: MODULE,
-            inputs: &signature.inputs,
-            outputs: &signature.outputs,
-            aliases: [Alias { operand: 0, result: 0 }],
-        },
-    };
-    make_folder(&asked.output, |folder| {
-        for (kernel, entry) in iter::zip(&kernels, &manifest.kernels) {
-            fs::write(folder.join(&entry.ptx), &kernel.text)?;
-        }
-        fs::write(folder.join(MODULE), &module)?;
-        fs::write(folder.join("manifest.json"), serde_json::to_string_pretty(&manifest)? + "\n")
-    })?;
-    asked.printing.finish(&summary(&manifest, &asked.output), &manifest)?;
-    Ok(Passed::Yes)
-}
-
-fn summary(manifest: &Manifest, folder: &Path) -> String {
-    let Manifest { implementation, target, devices, shape: [b, t, v], dtype, kernels, .. } = manifest;
-    let folder = folder.display();
-    let mut text = format!("{folder}: {implementation} {b}x{t}x{v} {dtype} on each of {devices} devices, {target}\n");
-    for Emitted { name, ptx, grid: [ctas, ..], block: [threads, ..], cluster, shared_bytes, .. } in kernels {
-        let _ = writeln!(
-            text,
-            "{name}: {ptx}, {ctas} CTAs of {threads} threads in clusters of {cluster}, {shared_bytes} bytes of dynamic shared memory"
-        );
-    }
-    text
+    let local = program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?;
+    let of_target = OfGpu { architecture: written_for.name(), target_config: target.chip.target_config() };
+    let of = Of { target: target.to_string(), devices, of_target };
+    let emitted = kernels.iter().map(Emitted::from).collect();
+    let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
+    let files = kernels.iter().zip(&manifest.kernels).map(|(kernel, emitted)| (&emitted.ptx, &kernel.text));
+    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |emitted: &Emitted| {
+        let Emitted { name, ptx, grid: [ctas, ..], block: [threads, ..], cluster, shared_bytes, .. } = emitted;
+        let launch = format!("{ctas} CTAs of {threads} threads in clusters of {cluster}");
+        format!("{name}: {ptx}, {launch}, {shared_bytes} bytes of dynamic shared memory\n")
+    })
 }

@@ -1,0 +1,195 @@
+//! What a kernel returns for one problem, and what a failure looks like.
+
+use std::sync::Arc;
+
+use assay_core::problem::Candidate;
+use assay_core::spec::LossSpec;
+use assay_judge::gate::{Edge, Gate, Model, Output};
+use assay_judge::generate::Recipe;
+use assay_judge::judge::{JudgeError, Verdict};
+use assay_judge::tolerance::Limits;
+use assay_judge::trial::Known;
+use assay_schema::verdicts::Status;
+
+use crate::kernel::{Fault, UnderTest};
+use crate::subject::{Dealt as _, Subject, kept};
+
+/// What a failure looks like; what looks alike may have one cause.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    /// The most telling of the gates that failed, and how.
+    Gate(u8, Gate, Failed),
+    /// An output that cannot be judged.
+    Shape(String),
+    /// There was no answer.
+    Fault(&'static str, String),
+    /// A second call had other bits.
+    OtherBits,
+    /// The answer to other content in the same memory is wrong, and right in memory of its own.
+    Stale,
+}
+
+/// A status that fails, in an order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Failed {
+    Beyond,
+    Nonfinite,
+}
+
+impl Kind {
+    pub(crate) fn of(verdict: &Verdict) -> Option<Self> {
+        let failed = match verdict.status {
+            Status::Fail => Failed::Beyond,
+            Status::Nonfinite => Failed::Nonfinite,
+            _ => return None,
+        };
+        Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
+    }
+
+    /// As a cause is called.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Kind::Gate(_, gate, Failed::Beyond) => gate.to_string(),
+            Kind::Gate(_, gate, Failed::Nonfinite) => format!("{gate} not finite"),
+            Kind::Shape(output) => format!("{output}, its shape"),
+            Kind::Fault(name, _) => (*name).into(),
+            Kind::OtherBits => "not-reproducible".into(),
+            Kind::Stale => "stale-memory".into(),
+        }
+    }
+}
+
+/// What goes wrong first makes the rest wrong: log-probabilities before losses, losses before gradients; single values before
+/// norms and sums.
+fn rank(gate: Gate) -> u8 {
+    let output = match gate.output {
+        Output::Logp => 0,
+        Output::Entropy => 1,
+        Output::TokenLoss => 2,
+        Output::Dlogits | Output::Dhidden => 3,
+        Output::DlmHead => 4,
+        Output::Loss => 5,
+        _ => 6,
+    };
+    3 * output
+        + match gate.model {
+            Model::Elementwise | Model::Count => 0,
+            Model::RowL2 => 1,
+            Model::RowSum => 2,
+        }
+}
+
+/// What came of one problem.
+pub(crate) struct Examined {
+    /// Nothing where it passed.
+    pub(crate) kinds: Vec<Kind>,
+    /// What the kernel said.
+    pub(crate) fault: Option<Fault>,
+    pub(crate) outputs: Vec<&'static str>,
+}
+
+/// A problem that failed.
+pub(crate) struct Failing<P> {
+    pub(crate) label: String,
+    pub(crate) problem: Arc<P>,
+    pub(crate) fault: Option<Fault>,
+}
+
+/// Those that look alike.
+pub(crate) struct Bucket<P> {
+    pub(crate) cases: u64,
+    pub(crate) first: String,
+    /// The small ones.
+    pub(crate) kept: Vec<Failing<P>>,
+}
+
+/// A kernel under examination: what all of a campaign's steps ask it by.
+pub(crate) struct Bench<'b, P: Subject> {
+    pub(crate) kernel: &'b mut dyn UnderTest<P>,
+    pub(crate) spec: &'b LossSpec,
+    pub(crate) limits: Limits<'static>,
+    /// Edges at which it may fail.
+    pub(crate) allowed: &'b [Edge],
+    pub(crate) calls: u64,
+}
+
+impl<P: Subject> Bench<'_, P> {
+    /// Lets it compute `problem`, and shows the candidate to `read`.
+    pub(crate) fn call(
+        &mut self,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        self.calls += 1;
+        self.kernel.answer(self.spec, problem, read)
+    }
+
+    /// What it returns, kept.
+    pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Result<Candidate<P::Gradient>, Fault> {
+        let mut candidate = None;
+        self.call(problem, &mut |given| candidate = Some(kept::<P>(given)))?;
+        candidate.ok_or_else(|| Fault::Raised("it showed no outputs".into()))
+    }
+
+    /// Judges what it returns for what is `known`.
+    pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
+        let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
+        let mut read = |candidate: &Candidate<P::View<'_>>| {
+            let Candidate { logp, entropy, token_loss, .. } = candidate;
+            let there =
+                [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
+            outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
+            match known.verdicts(candidate, &limits) {
+                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),
+                Err(JudgeError::Shape { output, .. }) => kinds.push(Kind::Shape(output.into())),
+                Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
+                Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
+            }
+        };
+        let fault = self.call(problem, &mut read).err();
+        let fault = fault.or(missing.map(|(field, because)| Fault::Output {
+            field: field.into(),
+            given: "nothing".into(),
+            expected: format!("it: {because}"),
+        }));
+        if let Some(fault) = &fault {
+            let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
+            kinds = vec![Kind::Fault(fault.name(), field)];
+        }
+        kinds.sort();
+        Examined { kinds, fault, outputs }
+    }
+
+    /// Whether `problem` still fails as `kind` says.
+    pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &Kind) -> bool {
+        let Ok(known) = Known::of(self.spec, &**problem) else { return false };
+        match kind {
+            Kind::OtherBits => {
+                let both = (self.candidate(problem), self.candidate(problem));
+                matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
+            }
+            // It is a matter of what was there before.
+            Kind::Stale => false,
+            _ => self.judged(problem, &known).kinds.contains(kind),
+        }
+    }
+}
+
+pub(crate) fn same_bits<G: assay_judge::invariance::Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
+    assay_judge::invariance::Invariance::between(a, b).other.is_empty()
+}
+
+/// Elements of the logits.
+pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
+    problem.extents().into_iter().product()
+}
+
+/// Seeds that are tried for a problem with a gradient.
+pub(crate) const SEEDS: u64 = 8;
+
+/// The recipe with another seed, after `step` that were of no use.
+pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recipe {
+    let Recipe { seed, .. } = recipe.of_logits_mut();
+    *seed = seed.wrapping_add(step << 48);
+    recipe
+}

@@ -1,0 +1,212 @@
+//! The policy term of a token, as the specimen has it, and what a token's loss depends on.
+
+use crate::bank::Bug;
+use crate::launch::{Factor, Launch};
+use assay_core::spec::{Aspo, Cispo, Objective, Positive, PpoClip, Topr, Widths};
+
+/// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Term {
+    pub(crate) value: f64,
+    pub(crate) by_logp: f64,
+    pub(crate) by_log_ratio: f64,
+}
+
+impl Term {
+    /// `factor` times the term; 0 where the factor is, even if the term overflows.
+    pub(crate) fn times(self, factor: f64) -> Self {
+        if factor == 0.0 {
+            return Self::default();
+        }
+        Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
+    }
+
+    /// The same with a weight that a bug may leave out of the gradient.
+    pub(crate) fn weighed(self, by: Factor) -> Self {
+        if by.value == 0.0 {
+            return Self::default();
+        }
+        let Factor { value, gradient } = by;
+        Self { value: self.value * value, by_logp: self.by_logp * gradient, by_log_ratio: self.by_log_ratio * gradient }
+    }
+}
+
+/// What a token's loss depends on.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs {
+    pub(crate) logp: f64,
+    pub(crate) ref_logp: f64,
+    pub(crate) old_logp: f64,
+    pub(crate) rollout_logp: f64,
+    pub(crate) advantage: f64,
+    pub(crate) is_selected: bool,
+    /// What the policy term and the penalty are multiplied by.
+    pub(crate) factors: [Factor; 2],
+    /// `ℓ` less the ratio's denominator.
+    pub(crate) moved: f64,
+    /// The token's own log-ratio after its clamp and clip, and whether it follows `ℓ` there.
+    pub(crate) own: (f64, bool),
+    /// That of its level after its cap, and whether it follows what it is of there.
+    pub(crate) level: (f64, bool),
+    /// What of its level's log-ratio is the token's own: of a mean over `n` tokens `1/n`.
+    pub(crate) share: f64,
+    pub(crate) on_policy: bool,
+    /// Whether its entropy leaves it its policy term.
+    pub(crate) is_high: bool,
+}
+
+/// `ρ`, in f32.
+pub(crate) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
+    if launch.has(Bug::RatioToFirstOrder) {
+        return 1.0 + inputs.level.0;
+    }
+    f64::from((inputs.level.0 as f32).exp())
+}
+
+/// The policy term.
+pub(crate) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
+    let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
+    if idle || !inputs.on_policy || !inputs.is_high {
+        return Term::default();
+    }
+    let term = match &launch.spec.objective {
+        Objective::PpoClip(clip) => ppo_clip(launch, clip, inputs),
+        Objective::Cispo(cispo) => cispo_weight(launch, cispo, inputs),
+        Objective::PolicyGradient => score(1.0, inputs),
+        Objective::Topr(topr) => tapered(launch, topr, inputs),
+        Objective::Aspo(aspo) => upside_down(launch, aspo, inputs),
+        _ => Term::default(),
+    };
+    term.weighed(inputs.factors[0])
+}
+
+/// `−coefficient·A·ℓ`, the coefficient held.
+fn score(coefficient: f64, inputs: &Inputs) -> Term {
+    let by_logp = -coefficient * inputs.advantage;
+    Term { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
+}
+
+/// `−min(min(ρ, δ)·A, clip(ρ)·A)`, for `A < 0` at most `−c·A`. It follows the ratio where it is the ratio.
+fn ppo_clip(launch: &Launch, clip: &PpoClip, inputs: &Inputs) -> Term {
+    let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    let (epsilon_low, epsilon_high) = match () {
+        () if launch.has(Bug::EpsilonsSwapped) => (clip.epsilon_high, clip.epsilon_low),
+        () => (clip.epsilon_low, clip.epsilon_high),
+    };
+    // ε_low may exceed 1 once it is not itself.
+    let (low, high) = (1.0 - epsilon_low, 1.0 + epsilon_high);
+    let delta = if launch.has(Bug::DeltaIgnored) { None } else { clip.delta };
+    let bounded = delta.map_or(ratio, |delta| ratio.min(delta));
+    let clipped = if launch.has(Bug::ClipIgnored) { bounded } else { ratio.clamp(low, high) };
+    let smaller = advantage > 0.0 || launch.has(Bug::ClipOnTheWrongSide);
+    let mut k = match () {
+        () if launch.has(Bug::ClipWithoutMin) => clipped,
+        () if smaller => bounded.min(clipped),
+        () => bounded.max(clipped),
+    };
+    let stops = advantage < 0.0 || launch.has(Bug::DualClipForPositive);
+    if let Some(most) = clip.dual_clip.filter(|_| stops && !launch.has(Bug::DualClipIgnored)) {
+        k = k.min(most);
+    }
+    let mut follows = k == ratio;
+    if launch.has(Bug::DeltaStopsGradient) {
+        follows &= delta.is_none_or(|delta| ratio <= delta);
+    }
+    let by_log_ratio = match () {
+        () if launch.has(Bug::OverflowingRatioTimesZero) => -ratio * advantage * f64::from(u8::from(follows)),
+        () if follows || launch.has(Bug::ClipGradientKept) => -ratio * advantage,
+        () => 0.0,
+    };
+    Term { value: -k * advantage, by_logp: 0.0, by_log_ratio }
+}
+
+/// `−sg(clip(ρ))·A·ℓ`
+fn cispo_weight(launch: &Launch, cispo: &Cispo, inputs: &Inputs) -> Term {
+    let ratio = ratio(launch, inputs);
+    let lower = cispo.lower.filter(|_| !launch.has(Bug::CispoLowerIgnored)).unwrap_or(f64::NEG_INFINITY);
+    let upper = if launch.has(Bug::CispoBoundFromOne) { 1.0 + cispo.upper } else { cispo.upper };
+    let weight = ratio.clamp(lower, upper);
+    let term = score(weight, inputs);
+    if launch.has(Bug::CispoGradientClipped) && weight != ratio {
+        return Term { by_logp: 0.0, ..term };
+    }
+    if launch.has(Bug::CispoWithoutLogp) {
+        return Term { value: term.value, by_logp: 0.0, by_log_ratio: term.value };
+    }
+    term
+}
+
+/// `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
+fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
+    let ratio = ratio(launch, inputs);
+    let k = match () {
+        () if launch.has(Bug::ToprClipIgnored) => ratio,
+        () if launch.has(Bug::ToprClipFromBelow) => ratio.max(topr.upper),
+        () => ratio.min(topr.upper),
+    };
+    let given = topr.positive == Positive::Selected && !launch.has(Bug::ToprSelectedIgnored);
+    let is_positive = if given { inputs.is_selected } else { inputs.advantage > 0.0 };
+    let (of_positive, of_others) = match () {
+        () if launch.has(Bug::ToprWeightsSwapped) => (topr.negative_weight, topr.positive_weight),
+        () if launch.has(Bug::ToprNegativeWeightForgotten) => (topr.positive_weight, 1.0),
+        () => (topr.positive_weight, topr.negative_weight),
+    };
+    if is_positive {
+        return score(if launch.has(Bug::ToprRatioForPositive) { of_positive * k } else { of_positive }, inputs);
+    }
+    let term = score(of_others * k, inputs);
+    match () {
+        () if launch.has(Bug::ToprRatioNotDetached) && k == ratio => Term { by_log_ratio: term.value, ..term },
+        () if launch.has(Bug::ToprGradientClipped) && k != ratio => Term { by_logp: 0.0, ..term },
+        () => term,
+    }
+}
+
+/// For `A > 0` `−A·u/sg(u²)` with `u = min(ρ, 1 + εh)`, for `A < 0` `−A·v` with `v = max(ρ, 1 − εl)`; `−sg(c)·A·ℓ` where `1/u`, or
+/// `v`, is above `c`.
+fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
+    let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    let own = Widths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
+    let is_selected = match () {
+        () if launch.has(Bug::AspoSelectedIgnored) => false,
+        () => inputs.is_selected != launch.has(Bug::AspoSelectedReversed),
+    };
+    let Widths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| is_selected).unwrap_or(own);
+    let (epsilon_low, epsilon_high) = match () {
+        () if launch.has(Bug::AspoEpsilonsSwapped) => (epsilon_high, epsilon_low),
+        () => (epsilon_low, epsilon_high),
+    };
+    let (of_positive, of_negative) = match () {
+        () if launch.has(Bug::AspoDualClipsSwapped) => (aspo.dual_clip_negative, aspo.dual_clip_positive),
+        () => (aspo.dual_clip_positive, aspo.dual_clip_negative),
+    };
+    let is_inverted =
+        if advantage > 0.0 { !launch.has(Bug::AspoRatioNotInverted) } else { launch.has(Bug::AspoInvertedForAll) };
+    // 1/u of the clipped ratio where A > 0.
+    let (clipped, compared, most) = if advantage > 0.0 {
+        let clipped = ratio.min(1.0 + epsilon_high);
+        let compared = if launch.has(Bug::AspoDualClipOfRatio) { ratio } else { clipped.recip() };
+        (clipped, compared, of_positive)
+    } else {
+        let clipped = ratio.max(1.0 - epsilon_low);
+        (clipped, clipped, of_negative)
+    };
+    if compared > most && !launch.has(Bug::AspoDualClipIgnored) {
+        let value = -most * advantage;
+        let without_logp = Term { value, by_logp: 0.0, by_log_ratio: 0.0 };
+        return if launch.has(Bug::AspoDualClipWithoutLogp) { without_logp } else { score(most, inputs) };
+    }
+    let mut k = if is_inverted { clipped.recip() } else { clipped };
+    let mut follows = clipped == ratio;
+    if launch.has(Bug::AspoClipAfterInverting) && advantage > 0.0 {
+        k = ratio.recip().min(1.0 + epsilon_high);
+        follows = k == ratio.recip();
+    }
+    let value = -k * advantage;
+    let by_log_ratio = match () {
+        () if !follows && !launch.has(Bug::AspoGradientKept) => 0.0,
+        () if is_inverted && launch.has(Bug::AspoGradientOfInverse) => -value,
+        () => value,
+    };
+    Term { value, by_logp: 0.0, by_log_ratio }
+}

@@ -1,0 +1,57 @@
+//! What mutants are run on.
+
+use assay_core::implementation::Workload;
+use assay_core::problem::{HeadProblem, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{HeadRecipe, Recipe};
+use assay_judge::packed::Packable;
+
+/// One batch, and the loss that is asked for.
+#[derive(Clone, Debug)]
+pub struct Case<P = Problem> {
+    /// What a report calls it.
+    pub label: String,
+    /// The loss.
+    pub spec: LossSpec,
+    /// The batch.
+    pub problem: P,
+}
+
+impl Case {
+    /// The case of a recipe, called after `family`.
+    pub(super) fn generated(family: &str, spec: LossSpec, recipe: &Recipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let regime = serde_json::to_value(recipe.regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let label = format!("{family}: {} {} {regime}, seed {}", problem.shape(), recipe.dtype, recipe.seed);
+        Self { label, spec, problem }
+    }
+}
+
+impl<P: Workload> Case<P> {
+    pub(super) fn is_packed(&self) -> bool {
+        self.problem.which_sequences().packed().is_some()
+    }
+}
+
+impl<P: Packable> Case<P> {
+    /// The same with its sequences packed into one row.
+    pub(super) fn packed(self) -> Self {
+        let spec = self.spec.of_width(self.problem.width());
+        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
+    }
+}
+
+impl Case<HeadProblem> {
+    /// The same with an LM head.
+    pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
+        let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
+        let HeadRecipe { layout, rounds_logits, recipe: Recipe { dtype, regime, seed, .. }, .. } = recipe;
+        let regime = serde_json::to_value(regime).expect("a name");
+        let regime = regime.as_str().unwrap_or_default();
+        let rounding = if *rounds_logits { "rounded" } else { "f32 logits" };
+        let (shape, layout) = (problem.shape(), layout.key());
+        let label = format!("{family}: {shape} {layout} {dtype} {rounding} {regime}, seed {seed}");
+        Self { label, spec, problem }
+    }
+}

@@ -1,0 +1,142 @@
+//! Mutants at the widths that kernels are made for.
+
+use std::fmt;
+
+use super::case::Case;
+use super::run::{AT_ONCE, Fate, Kill, Suite};
+use super::{BANK, Class, Mutant, QWEN_VOCABULARY, Specimen, property};
+use assay_core::implementation::Implementation;
+use assay_core::problem::{Dtype, HeadLayout};
+use assay_judge::judgeable::Judgeable;
+use assay_judge::tolerance::{Grade, Tolerances};
+use assay_mutants::DEVICE_COUNTS;
+
+/// How much is run at the widths that kernels are made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Production {
+    /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16, of logits as they are, on one
+    /// device but for what several do.
+    Short,
+    /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
+    /// of devices.
+    Full,
+}
+
+/// What became of a mutant at one width.
+#[derive(Clone, Debug)]
+pub struct AtWidth {
+    /// The mutant.
+    pub mutant: &'static Mutant,
+    /// Columns, or hidden units by columns.
+    pub width: String,
+    /// What became of it.
+    pub fate: Fate,
+}
+
+/// Mutants that are as accurate as the correct kernel at production widths, but for what their narrow cases show: a shift that is
+/// not the maximum is right until logits are further apart than f32's exponents reach.
+const ACCURATE_WHERE_WIDE: [&str; 2] = ["max-of-first-tile", "stale-max"];
+
+impl AtWidth {
+    /// Whether its acceptance at `grade` is by design.
+    pub fn is_admitted(&self, grade: Grade) -> bool {
+        let by_design = |name| Tolerances::builtin().admitted.iter().any(|admitted| admitted.mutant == name);
+        (grade == Grade::Standard && by_design(self.mutant.name)) || ACCURATE_WHERE_WIDE.contains(&self.mutant.name)
+    }
+}
+
+/// A class of mutants at one of the widths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    class: Class,
+    /// Hidden units, columns and layout of an LM head; without one Qwen's vocabulary.
+    head: Option<(usize, usize, HeadLayout)>,
+    production: Production,
+}
+
+/// Mutants of wide heads that are judged at once: the gradients that each returns take half a gigabyte.
+const HEADS_AT_ONCE: usize = 2;
+
+/// Hidden units, columns and layout of the heads at the widths that kernels are made for.
+const HEADS: [(usize, usize, HeadLayout); 2] =
+    [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
+
+impl Production {
+    /// What is run.
+    pub fn parts(self) -> impl Iterator<Item = Part> {
+        let is_run = move |class: &Class| match self {
+            Self::Short => !matches!(class, Class::Logits | Class::Support),
+            Self::Full => true,
+        };
+        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && class.is_of_columns());
+        let on_logits = on_logits.filter(is_run);
+        let on_logits = on_logits.map(|class| (class, None));
+        let of_heads = Class::ALL.into_iter().filter(move |class| self == Self::Full && class.of_heads());
+        let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
+        on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
+    }
+}
+
+impl Part {
+    /// Columns, or hidden units by columns.
+    pub fn width(&self) -> String {
+        self.head.map_or(QWEN_VOCABULARY.to_string(), |(hidden, vocab, _)| format!("{hidden}x{vocab}"))
+    }
+
+    /// Every mutant of the class, up to the first case that rejects it.
+    ///
+    /// # Errors
+    /// What rejected the correct kernel: a false alarm.
+    pub fn run(self, grade: Grade) -> Result<Vec<AtWidth>, Kill> {
+        let short = self.production == Production::Short;
+        let family = self.class.name();
+        let Some((hidden, vocab, layout)) = self.head else {
+            let mut recipes = property::production(self.class, if short { [2, 3] } else { [4, 4] });
+            // Of several dtypes bf16 alone.
+            if short && recipes.iter().any(|(_, recipe)| recipe.dtype == Dtype::Bf16) {
+                recipes.retain(|(_, recipe)| recipe.dtype == Dtype::Bf16);
+            }
+            let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
+            // What goes wrong within a row does so on one device.
+            let on_all = !short || matches!(self.class, Class::Devices | Class::State);
+            return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
+        };
+        let recipes = property::head_production(self.class, hidden, [2, 3, vocab], layout).into_iter();
+        let cases = recipes.map(|(spec, head)| Case::of_head(family, spec, &head));
+        self.fates(&DEVICE_COUNTS, cases, grade)
+    }
+
+    /// What becomes of the mutants, one case after the other: a wide one, and what is known of it, take gigabytes.
+    fn fates<P: Judgeable>(
+        self,
+        devices: &'static [usize],
+        cases: impl Iterator<Item = Case<P>>,
+        grade: Grade,
+    ) -> Result<Vec<AtWidth>, Kill>
+    where
+        Specimen: Implementation<P>,
+    {
+        let mutants = BANK.iter().filter(|mutant| mutant.class == self.class);
+        let mut all: Vec<AtWidth> =
+            mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: Fate::NotExercised }).collect();
+        for case in cases {
+            let mut left: Vec<&mut AtWidth> = all.iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).collect();
+            if left.is_empty() {
+                break;
+            }
+            let at_once = if self.head.is_some() { HEADS_AT_ONCE } else { AT_ONCE };
+            let suite = Suite::on(devices, std::slice::from_ref(&case), at_once, grade)?;
+            let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
+            for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
+                at.fate = fate;
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{} at {}", self.class.name(), self.width())
+    }
+}

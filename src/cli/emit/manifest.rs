@@ -1,0 +1,156 @@
+//! What `assay emit` is asked for and writes, whatever the device.
+
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use clap::Args;
+use serde::{Serialize, Serializer, ser::SerializeMap};
+
+use crate::cli::{CliError, Passed, Printing};
+use crate::config;
+use crate::problem::{Dtype, Shape};
+use crate::programs::{Named, Signature};
+use crate::spec::LossSpec;
+
+/// The whole program, within the folder.
+const MODULE: &str = "module.mlir";
+
+/// What is emitted, and where to.
+#[derive(Args)]
+pub(super) struct Asked {
+    /// The implementation: of a TPU tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab,
+    /// -mesh); of a GPU gpu-one-pass, gpu-two-pass, their cuts, or gpu-logp. The one-pass kernel if none is given
+    #[arg(long = "impl", value_name = "ID")]
+    pub(super) implementation: Option<String>,
+    /// Sequences, tokens and vocabulary that each device holds; of -rows, -vocab and -mesh all that the devices hold together
+    #[arg(long, value_name = "BxTxV")]
+    pub(super) shape: Shape,
+    /// Dtype of the logits: f32, bf16 or f16
+    #[arg(long, default_value = "bf16")]
+    pub(super) dtype: Dtype,
+    /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
+    #[arg(long, value_name = "FILE")]
+    spec: Option<PathBuf>,
+    /// The folder to make
+    #[arg(short, long, value_name = "DIR")]
+    pub(super) output: PathBuf,
+    #[command(flatten)]
+    pub(super) printing: Printing,
+}
+
+impl Asked {
+    /// The loss.
+    pub(super) fn spec(&self) -> Result<LossSpec, CliError> {
+        Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default())
+    }
+}
+
+/// What was emitted, and how it is called. Described in `docs/jax.md` and `docs/gpu.md`.
+#[derive(Serialize)]
+pub(super) struct Manifest<'e, T, K> {
+    assay: &'static str,
+    /// What is said of such a target alone.
+    #[serde(flatten)]
+    of_target: T,
+    #[serde(rename = "impl")]
+    implementation: &'e str,
+    target: String,
+    devices: usize,
+    /// `[B,T,V]` on each device.
+    shape: [usize; 3],
+    dtype: Dtype,
+    spec: &'e LossSpec,
+    #[serde(serialize_with = "by_name")]
+    numbers: &'e [(&'static str, f32)],
+    /// In the order of their calls.
+    pub(super) kernels: Vec<K>,
+    module: Module<'e>,
+}
+
+/// A target by name, its devices, and what is said of it.
+pub(super) struct Of<T> {
+    pub(super) target: String,
+    pub(super) devices: usize,
+    pub(super) of_target: T,
+}
+
+impl<'e, T: Serialize, K: Serialize> Manifest<'e, T, K> {
+    /// `shape` is what each device holds.
+    pub(super) fn new(
+        Of { target, devices, of_target }: Of<T>,
+        (implementation, shape, dtype): (&'e str, [usize; 3], Dtype),
+        spec: &'e LossSpec,
+        signature: &'e Signature,
+        kernels: Vec<K>,
+    ) -> Self {
+        let Signature { numbers, inputs, outputs } = signature;
+        let module = Module { file: MODULE, inputs, outputs, aliases: [Alias { operand: 0, result: 0 }] };
+        let assay = env!("CARGO_PKG_VERSION");
+        Self { assay, of_target, implementation, target, devices, shape, dtype, spec, numbers, kernels, module }
+    }
+
+    /// Writes it, the whole program and what belongs to each kernel, and prints a line of each.
+    pub(super) fn write(
+        &self,
+        Asked { output, printing, .. }: &Asked,
+        module: &str,
+        files: &[(&String, &String)],
+        line: impl Fn(&K) -> String,
+    ) -> Result<Passed, CliError> {
+        make_folder(output, |folder| {
+            files.iter().try_for_each(|(name, text)| fs::write(folder.join(name), text))?;
+            fs::write(folder.join(MODULE), module)?;
+            fs::write(folder.join("manifest.json"), serde_json::to_string_pretty(self)? + "\n")
+        })?;
+        let Self { implementation, target, devices, shape: [b, t, v], dtype, kernels, .. } = self;
+        let of_all = format!("{implementation} {b}x{t}x{v} {dtype} on each of {devices} devices, {target}");
+        let lines: String = kernels.iter().map(line).collect();
+        printing.finish(&format!("{}: {of_all}\n{lines}", output.display()), self)?;
+        Ok(Passed::Yes)
+    }
+}
+
+/// Places of an operand and of a result that share one array.
+#[derive(Serialize)]
+pub(super) struct Alias {
+    pub(super) operand: usize,
+    pub(super) result: usize,
+}
+
+#[derive(Serialize)]
+struct Module<'e> {
+    file: &'static str,
+    inputs: &'e [Named],
+    outputs: &'e [Named],
+    aliases: [Alias; 1],
+}
+
+/// As an object. JSON has no infinity: `"inf"`.
+fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
+    let mut map = serializer.serialize_map(Some(numbers.len()))?;
+    for (name, value) in *numbers {
+        if value.is_finite() {
+            map.serialize_entry(name, value)?;
+        } else {
+            map.serialize_entry(name, &value.to_string())?;
+        }
+    }
+    map.end()
+}
+
+/// Makes `folder` whole or not at all: it is filled under another name and renamed.
+fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
+    let failed = |reason| CliError::Io { path: folder.into(), action: "write", reason };
+    if folder.symlink_metadata().is_ok() {
+        return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
+    }
+    let mut builder = tempfile::Builder::new();
+    // Temporary folders are private by default; this one should obey the umask like any other.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    let temporary = builder.tempdir_in(folder.parent().unwrap_or(folder)).map_err(failed)?;
+    fill(temporary.path()).map_err(failed)?;
+    fs::rename(temporary.path(), folder).map_err(failed)?;
+    let _ = temporary.keep();
+    Ok(())
+}

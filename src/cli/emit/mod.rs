@@ -1,0 +1,30 @@
+//! `assay emit`: the kernels of an implementation in files, for a program of the user's own.
+
+mod gpu;
+mod manifest;
+mod tpu;
+
+use clap::Args;
+
+use super::compile::Chosen;
+use super::{CliError, Passed};
+use manifest::Asked;
+
+#[derive(Args)]
+pub(super) struct Emit {
+    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: h100, h200 or b200, alone or, as in h100:8, so
+    /// many of them
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse)]
+    target: Chosen,
+    #[command(flatten)]
+    asked: Asked,
+}
+
+impl Emit {
+    pub(super) fn run(&self) -> Result<Passed, CliError> {
+        match &self.target {
+            Chosen::Tpu(target) => tpu::emit(&self.asked, target),
+            Chosen::Gpu(target) => gpu::emit(&self.asked, target),
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What `assay emit` writes for a TPU: Mosaic, and the program that calls it.
+
+use serde::Serialize;
+
+use super::manifest::{Alias, Asked, Manifest, Of};
+use crate::cli::{CliError, Passed};
+use crate::implementation::RunError;
+use crate::problem::Dtype;
+use crate::programs::{MOSAIC_VERSION, Named, Programs as _, Shaped, TpuKernel};
+use crate::tpu::Target;
+use crate::tpu::figures::loss_program;
+
+/// The libtpu that kernels were compiled with: the one that `make setup-tpu` installs.
+const LIBTPU: &str = "0.0.51";
+
+#[derive(Serialize)]
+struct OfTpu {
+    mosaic_version: usize,
+    libtpu: &'static str,
+}
+
+#[derive(Serialize)]
+struct Emitted<'e> {
+    name: &'e str,
+    payload: String,
+    text: String,
+    operands: Vec<Dense<'e>>,
+    results: Vec<Dense<'e>>,
+    aliases: Vec<Alias>,
+    /// The least and the most that its operand `columns` may say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    columns: Option<[usize; 2]>,
+    vmem_bytes: usize,
+}
+
+/// An array of a kernel.
+#[derive(Serialize)]
+struct Dense<'e> {
+    #[serde(flatten)]
+    named: &'e Named,
+    /// Axes, from major to minor.
+    layout: Vec<usize>,
+    /// What its integers are the bits of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bits_of: Option<Dtype>,
+}
+
+impl<'e> Emitted<'e> {
+    fn new(kernel: &'e TpuKernel, dtype: Dtype) -> Self {
+        let dense = |named: &'e Named| {
+            let stored_as_bits = named.name.ends_with("logits") && named.dtype != dtype.into();
+            Dense { named, layout: (0..named.shape.len()).collect(), bits_of: stored_as_bits.then_some(dtype) }
+        };
+        Self {
+            name: &kernel.name,
+            payload: format!("{}.payload.json", kernel.name),
+            text: format!("{}.mlir", kernel.name),
+            operands: kernel.operands.iter().map(dense).collect(),
+            results: kernel.results.iter().map(dense).collect(),
+            aliases: kernel.aliases.iter().map(|&(operand, result)| Alias { operand, result }).collect(),
+            columns: kernel.columns,
+            vmem_bytes: kernel.vmem_bytes,
+        }
+    }
+}
+
+/// Writes the kernels that are `asked` for, for `target`.
+pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
+    let spec = asked.spec()?;
+    let id = asked.implementation.as_deref().unwrap_or("tile-one-pass");
+    let implementation = loss_program(id)?;
+    let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
+    let (machine, loss) = (target.chip.machine(), Shaped::of(&spec));
+    if !implementation.has_kernels() {
+        let reason = format!("implementation: got `{id}`, expected one that has kernels: ");
+        let supported = "tile-one-pass, tile-two-pass, or one of these with -rows, -vocab or -mesh";
+        return Err(CliError::Usage(reason + supported));
+    }
+    let kernels = implementation.kernels_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+    let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+    let signature = implementation.signature_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
+    let local = implementation.held_by_each(shape, devices, machine).map_err(RunError::from)?;
+    let of_target = OfTpu { mosaic_version: MOSAIC_VERSION, libtpu: LIBTPU };
+    let of = Of { target: target.to_string(), devices, of_target };
+    let emitted = kernels.iter().map(|kernel| Emitted::new(kernel, dtype)).collect();
+    let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
+    let files = kernels
+        .iter()
+        .zip(&manifest.kernels)
+        .flat_map(|(kernel, Emitted { payload, text, .. })| [(payload, &kernel.payload), (text, &kernel.text)]);
+    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |Emitted { name, vmem_bytes, payload, .. }| {
+        format!("{name}: {payload}, {vmem_bytes} bytes of VMEM\n")
+    })
+}
