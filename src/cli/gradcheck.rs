@@ -12,13 +12,11 @@ use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::Case;
 use crate::config;
-use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report};
 use crate::judge::trial::Known;
-use crate::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
-use crate::reference::{HeadReference, Reference};
 use crate::registry::Listed;
 use crate::schema::verdicts::Verdicts;
+use crate::suites::differences::{Differences, Differentiated};
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -58,7 +56,7 @@ impl Gradcheck {
         }
     }
 
-    fn check<P: Differentiated>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
+    fn check<P: Differentiated + Listed>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let plugin = self.plugin.checked_path()?;
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
@@ -97,68 +95,6 @@ impl Gradcheck {
         };
         self.printing.finish(&(table + &result.text()), &result)?;
         Ok(result.verdicts.pass.into())
-    }
-}
-
-/// A problem whose gradients are compared plainly.
-trait Differentiated: Judgeable + Listed {
-    /// By output.
-    fn differences(
-        reference: &Self::Reference<'_>,
-        outcome: &Candidate<Self::Gradient>,
-    ) -> Vec<(&'static str, Differences)>;
-}
-
-impl Differentiated for Problem {
-    fn differences(reference: &Reference, outcome: &Candidate) -> Vec<(&'static str, Differences)> {
-        let shape = reference.shape();
-        let tokens = || ndarray::indices((shape.batch, shape.tokens)).into_iter();
-        let pairs = tokens().flat_map(|(b, t)| reference.dlogits_row(b, t).into_iter().zip(outcome.gradient.row(b, t)));
-        vec![("dlogits", Differences::of(pairs))]
-    }
-}
-
-impl Differentiated for HeadProblem {
-    fn differences(reference: &HeadReference, outcome: &HeadCandidate) -> Vec<(&'static str, Differences)> {
-        let exact = reference.outcome();
-        let pairs = |exact: Vec<f64>, actual: Vec<f64>| Differences::of(exact.into_iter().zip(actual));
-        let [dhidden, actual] =
-            [&exact.gradient.dhidden, &outcome.gradient.dhidden].map(|array| array.to_f64().into_iter().collect());
-        let of_hidden = pairs(dhidden, actual);
-        let [dlm_head, actual] =
-            [&exact.gradient.dlm_head, &outcome.gradient.dlm_head].map(|array| array.to_f64().into_iter().collect());
-        vec![("dhidden", of_hidden), ("dlm_head", pairs(dlm_head, actual))]
-    }
-}
-
-/// Plain differences of a gradient, as the seed project reports them.
-#[derive(Default)]
-struct Differences {
-    max_abs: f64,
-    /// Over the elements with `|reference| > 1e-6`.
-    max_rel: f64,
-    mean_abs: f64,
-}
-
-impl Differences {
-    /// Of `(reference, candidate)` of every element.
-    fn of(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
-        const SMALLEST: f64 = 1e-6;
-        let mut all = Self::default();
-        let (mut total, mut count) = (0.0, 0_usize);
-        for (x, y) in pairs {
-            let error = (x - y).abs();
-            // `max` would pass over a NaN.
-            let worse = |max: f64, x: f64| if x > max || x.is_nan() { x } else { max };
-            all.max_abs = worse(all.max_abs, error);
-            if x.abs() > SMALLEST {
-                all.max_rel = worse(all.max_rel, error / x.abs());
-            }
-            total += error;
-            count += 1;
-        }
-        all.mean_abs = total / count.max(1) as f64;
-        all
     }
 }
 

@@ -16,7 +16,7 @@ use crate::config;
 use crate::fixture::{write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
-use crate::suites::panel::{self, Cell, Deck, Found, Panelist};
+use crate::suites::panel::{self, Cell, Deck, Expected, Found, Panelist};
 use crate::worker::{Launch, Worker};
 
 /// The gates of a problem on logits, and what the table calls them.
@@ -67,18 +67,6 @@ pub(super) struct Panel {
     into: Option<PathBuf>,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// What is expected of a kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Expected {
-    /// No failure.
-    Right,
-    /// A failure.
-    Wrong,
-    /// A failure where the vocabulary is large.
-    WrongIfWide,
 }
 
 /// A list of kernels.
@@ -176,18 +164,8 @@ impl Panel {
         progress.finish_and_clear();
 
         let of_kernel = |(entry, kernel): (Entry, Panelist)| {
-            let Entry { what, expected, .. } = entry;
-            let found = kernel.found;
-            // A kernel that does not answer shows nothing.
-            let answered = found.judged > 0 && found.unanswered == 0;
-            let as_expected = answered
-                && match expected {
-                    None => true,
-                    Some(Expected::Right) => found.failed == 0,
-                    Some(Expected::Wrong) => found.failed > 0,
-                    Some(Expected::WrongIfWide) => found.failed > 0 || wide.is_empty(),
-                };
-            OfKernel { what, expected, as_expected, found }
+            let (Entry { what, expected, .. }, found) = (entry, kernel.found);
+            OfKernel { what, expected, as_expected: found.is_as(expected, !wide.is_empty()), found }
         };
         let kernels: Vec<OfKernel> = entries.into_iter().zip(kernels).map(of_kernel).collect();
         let seconds = started.elapsed().as_secs_f64();

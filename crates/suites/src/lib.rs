@@ -2,6 +2,7 @@
 
 pub mod cases;
 pub mod covering;
+pub mod differences;
 pub mod measure;
 #[cfg(feature = "mutants")]
 pub mod mutants;

@@ -8,7 +8,7 @@ use std::time::Instant;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use assay_core::problem::{Candidate, Dtype, Problem, ProblemError};
 use assay_core::spec::{
@@ -177,6 +177,18 @@ pub struct Failure {
     pub words: String,
 }
 
+/// What is expected of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Expected {
+    /// No failure.
+    Right,
+    /// A failure.
+    Wrong,
+    /// A failure where the vocabulary is large.
+    WrongIfWide,
+}
+
 /// What became of one kernel.
 #[derive(Clone, Debug, Serialize)]
 pub struct Found {
@@ -201,6 +213,19 @@ pub struct Found {
 }
 
 impl Found {
+    /// Whether that is as expected, of problems of a large vocabulary too if `has_wide`. A kernel that does not answer shows nothing.
+    pub fn is_as(&self, expected: Option<Expected>, has_wide: bool) -> bool {
+        let failed = self.failed > 0;
+        self.judged > 0
+            && self.unanswered == 0
+            && match expected {
+                None => true,
+                Some(Expected::Right) => !failed,
+                Some(Expected::Wrong) => failed,
+                Some(Expected::WrongIfWide) => failed || !has_wide,
+            }
+    }
+
     /// The largest κ that a gate needed; `None` where it was never judged.
     pub fn kappa(&self, gate: &str) -> Option<f64> {
         let cells = self.cells.iter().filter(|cell| cell.gate == gate);

@@ -101,13 +101,13 @@ impl XlaEntropy {
         let given = Given { shape, dtype: problem.logits.dtype(), form: (), packed: None };
         let program = LossProgram::entropy();
         let device = device(&client, program.id())?;
-        let text = program.text(Shaped::of(spec), given, 1, device)?;
+        let loss = Shaped::of(spec);
+        let text = program.text(loss, given, 1, device)?;
         let executable = compiled(&client, text, 1)?;
         let in_rows = program.takes_rows(device);
         let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
-        let loss = Shaped::of(spec);
         let inverse_temperature = if let Some(rates) = Settled::of(loss, &problem.tokens()).input(Input::Rate) {
             shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?
         } else {
