@@ -1,6 +1,6 @@
 //! What a v6e measured: the record that bounds are put beside.
 //!
-//! SeedMeasurement by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
+//! Recorded by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
 //! data-parallel devices; the shape is what one device holds. Its baseline is `log_softmax` and autodiff, with an LM head
 //! the head's product before it; not the program that `xla` or `xla-lm-head` compiles here, so a ratio says how far a
 //! bound lies from a careful user's time, no more.

@@ -3,7 +3,7 @@
 use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
 use serde::Serialize;
 
-use super::manifest::{Asked, Manifest, Of};
+use super::manifest::{Asked, For, Manifest};
 use crate::cli::{CliError, Passed};
 use crate::device_dtype::DeviceDtype;
 use crate::gpu::Target;
@@ -93,8 +93,8 @@ pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;
     let signature = program.signature_for(loss, shape, dtype, devices, ANY_DEVICE).map_err(RunError::from)?;
     let local = program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?;
-    let of_target = OfGpu { architecture: written_for.name(), target_config: target.chip.target_config() };
-    let of = Of { target: target.to_string(), devices, of_target };
+    let facts = OfGpu { architecture: written_for.name(), target_config: target.chip.target_config() };
+    let of = For { target: target.to_string(), devices, facts };
     let emitted = kernels.iter().map(Emitted::from).collect();
     let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
     let files = kernels.iter().zip(&manifest.kernels).map(|(kernel, emitted)| (&emitted.ptx, &kernel.text));

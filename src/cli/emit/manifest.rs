@@ -51,7 +51,7 @@ pub(super) struct Manifest<'e, T, K> {
     assay: &'static str,
     /// What is said of such a target alone.
     #[serde(flatten)]
-    of_target: T,
+    facts: T,
     #[serde(rename = "impl")]
     implementation: &'e str,
     target: String,
@@ -68,16 +68,16 @@ pub(super) struct Manifest<'e, T, K> {
 }
 
 /// A target by name, its devices, and what is said of it.
-pub(super) struct Of<T> {
+pub(super) struct For<T> {
     pub(super) target: String,
     pub(super) devices: usize,
-    pub(super) of_target: T,
+    pub(super) facts: T,
 }
 
 impl<'e, T: Serialize, K: Serialize> Manifest<'e, T, K> {
     /// `shape` is what each device holds.
     pub(super) fn new(
-        Of { target, devices, of_target }: Of<T>,
+        For { target, devices, facts }: For<T>,
         (implementation, shape, dtype): (&'e str, [usize; 3], Dtype),
         spec: &'e LossSpec,
         signature: &'e Signature,
@@ -86,7 +86,7 @@ impl<'e, T: Serialize, K: Serialize> Manifest<'e, T, K> {
         let Signature { numbers, inputs, outputs } = signature;
         let module = Module { file: MODULE, inputs, outputs, aliases: [Alias { operand: 0, result: 0 }] };
         let assay = env!("CARGO_PKG_VERSION");
-        Self { assay, of_target, implementation, target, devices, shape, dtype, spec, numbers, kernels, module }
+        Self { assay, facts, implementation, target, devices, shape, dtype, spec, numbers, kernels, module }
     }
 
     /// Writes it, the whole program and what belongs to each kernel, and prints a line of each.

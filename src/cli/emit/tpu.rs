@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::manifest::{Alias, Asked, Manifest, Of};
+use super::manifest::{Alias, Asked, For, Manifest};
 use crate::cli::{CliError, Passed};
 use crate::implementation::RunError;
 use crate::problem::Dtype;
@@ -80,8 +80,8 @@ pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
     let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
     let signature = implementation.signature_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
     let local = implementation.held_by_each(shape, devices, machine).map_err(RunError::from)?;
-    let of_target = OfTpu { mosaic_version: MOSAIC_VERSION, libtpu: LIBTPU };
-    let of = Of { target: target.to_string(), devices, of_target };
+    let facts = OfTpu { mosaic_version: MOSAIC_VERSION, libtpu: LIBTPU };
+    let of = For { target: target.to_string(), devices, facts };
     let emitted = kernels.iter().map(|kernel| Emitted::new(kernel, dtype)).collect();
     let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
     let files = kernels
