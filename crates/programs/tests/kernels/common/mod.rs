@@ -4,8 +4,16 @@ pub(crate) mod batch;
 
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{ClipCov, KlGradient, LossSpec, Objective};
+use assay_judge::trial::Known;
 use half::{bf16, f16};
 use ndarray::Array3;
+
+/// Tokens that count and whose logp is −∞.
+pub(crate) fn impossible_targets(problem: &Problem, spec: &LossSpec) -> usize {
+    let known = Known::of(spec, problem).unwrap();
+    let tokens = problem.mask.indexed_iter().filter(|(_, counts)| **counts);
+    tokens.filter(|((b, t), _)| known.reference.token(*b, *t).unwrap().inputs.logp == f64::NEG_INFINITY).count()
+}
 
 pub(crate) fn bytes_of<const N: usize>(values: impl IntoIterator<Item = [u8; N]>) -> Vec<u8> {
     values.into_iter().flatten().collect()

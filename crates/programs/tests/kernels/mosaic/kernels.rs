@@ -2,7 +2,9 @@
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
 use crate::common::batch::{Batch, plain, token_by_token};
-use crate::common::{PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, number, per_token, target_bias};
+use crate::common::{
+    PerToken, bytes_of, column_bias, f32_bytes, impossible_targets, logits_bytes, number, per_token, target_bias,
+};
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem, Shape};
 use assay_core::spec::{
     Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, Support, Temperature, TemperatureDivides,
@@ -204,6 +206,22 @@ fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: M
         return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }
     Ok(())
+}
+
+/// A target that no column can be has `logp` −∞, in every dtype: what stands for −∞ while a row is walked is another number in each.
+#[test]
+fn all_outputs_text_of_targets_at_minus_infinity_match_reference() {
+    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
+    for dtype in Dtype::KERNEL {
+        for (shape, seed) in [([2, 5, 131], 3), ([1, 12, 2049], 5)] {
+            let regime = Regime::TargetHoles;
+            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.1, masked_garbage: true };
+            assert!(impossible_targets(&recipe.problem(&spec).unwrap(), &spec) > 0, "{recipe:?} shows nothing");
+            for id in ["tile-one-pass", "tile-two-pass"] {
+                check(id, &spec, &recipe, ANY_TPU).unwrap();
+            }
+        }
+    }
 }
 
 /// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within eight ulp (`OFF_ULP`).

@@ -3,7 +3,8 @@
 
 use crate::common::batch::{Batch, plain, token_by_token};
 use crate::common::{
-    PerToken, bytes_of, column_bias, f32_bytes, logits_bytes, logits_of, number, per_token, target_bias,
+    PerToken, bytes_of, column_bias, f32_bytes, impossible_targets, logits_bytes, logits_of, number, per_token,
+    target_bias,
 };
 use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
 use assay_core::spec::{
@@ -465,6 +466,22 @@ fn all_outputs_awkward_shapes_match_reference() {
                 check(target, "gpu-one-pass", &spec, &recipe).unwrap();
             }
             check(Target::Sm80, "gpu-two-pass", &spec, &recipe).unwrap();
+        }
+    }
+}
+
+/// A target that no column can be has `logp` −∞, in every dtype.
+#[test]
+fn all_outputs_of_targets_at_minus_infinity_match_reference() {
+    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
+    for dtype in Dtype::KERNEL {
+        for (i, (shape, seed)) in [([2, 5, 131], 3), ([1, 12, 2049], 5)].into_iter().enumerate() {
+            let regime = Regime::TargetHoles;
+            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.1, masked_garbage: true };
+            assert!(impossible_targets(&recipe.problem(&spec).unwrap(), &spec) > 0, "{recipe:?} shows nothing");
+            for id in ["gpu-one-pass", "gpu-two-pass"] {
+                check(TARGETS[i], id, &spec, &recipe).unwrap();
+            }
         }
     }
 }
