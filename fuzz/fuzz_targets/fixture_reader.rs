@@ -4,8 +4,8 @@
 
 use std::io::Cursor;
 
-use assay::fixture::{ProblemFile, SafetensorsFile, candidate};
-use assay::problem::{FloatArray, HeadGradient};
+use assay_core::problem::{FloatArray, HeadGradient};
+use assay_fixture::{ProblemFile, SafetensorsFile, candidate};
 use libfuzzer_sys::fuzz_target;
 use ndarray::{Ix3, IxDyn};
 
