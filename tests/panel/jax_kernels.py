@@ -45,7 +45,7 @@ def autodiff(logps: Callable, logits: Array, tokens: Tokens, form: Form, numbers
 
 
 def total(x: Array) -> Array:
-    """In parts of 128: left to itself XLA's CPU compiler may add a long row in eight sums, one term after the other."""
+    """In parts of 128: left to itself XLA's CPU compiler may add a long row one term after the other."""
     parts = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 128)]).reshape(*x.shape[:-1], -1, 128)
     return jax.lax.optimization_barrier(parts.sum(-1)).sum(-1, keepdims=True)
 
