@@ -123,7 +123,7 @@ impl Builder {
         let [x, y, z] = block;
         let _ = writeln!(text, ".reqntid {x}, {y}, {z}\n.minnctapersm {least_resident}");
         if cluster > 1 {
-            let _ = writeln!(text, ".reqnctapercluster {cluster}, 1, 1");
+            let _ = writeln!(text, ".explicitcluster\n.reqnctapercluster {cluster}, 1, 1");
         }
         text += "{\n";
         for ((declared, prefix), count) in ELEMENTS.iter().zip(self.registers) {
