@@ -576,6 +576,7 @@ pub(crate) mod tests {
             name: name.into(),
             dtype,
             shape: shape.to_vec(),
+            alignment: assay_ptx::ALIGNMENT,
             role,
         };
         PtxKernel {

@@ -107,15 +107,22 @@ impl Machine<'_> {
 
     /// The global array that holds `bytes` at an address, and where in it.
     fn in_array(&self, at: u64, bytes: usize) -> Option<(usize, usize)> {
-        let (array, start) = near_array(at);
+        let (array, start) = self.near_array(at);
         let start = usize::try_from(start).ok()?;
         self.global.get(array).filter(|memory| start + bytes <= memory.bytes.len()).map(|_| (array, start))
+    }
+
+    /// The global array in whose range an address lies, and how far from its beginning.
+    fn near_array(&self, at: u64) -> (usize, i64) {
+        let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
+        let late = self.late.get(array).copied().unwrap_or(0);
+        (array, (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)) - i64::from(late))
     }
 
     /// An address as messages have it.
     pub(super) fn spelt(&self, space: Space, at: u64) -> String {
         if space == Space::Global {
-            let (array, start) = near_array(at);
+            let (array, start) = self.near_array(at);
             return match (self.names.get(array), self.global.get(array)) {
                 (Some(name), Some(memory)) => format!("byte {start} of {name}, which has {}", memory.bytes.len()),
                 _ => format!("{at:#x}, which is in no array"),
@@ -321,12 +328,6 @@ impl Machine<'_> {
             }
         }
     }
-}
-
-/// The global array in whose range an address lies, and how far from its beginning.
-fn near_array(at: u64) -> (usize, i64) {
-    let array = (at >> ARRAY_RANGE) as usize;
-    (array.wrapping_sub(1), (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)))
 }
 
 /// A little-endian number.

@@ -90,12 +90,14 @@ pub struct Buffer {
     pub bytes: Vec<u8>,
     /// Bytes that the kernel must write, and may read only when it did.
     pub unwritten: Vec<Range<usize>>,
+    /// How many bytes past a multiple of 2³⁹ it begins: 0 unless [told](Self::late).
+    pub late: u32,
 }
 
 impl Buffer {
     /// An array that is there before the kernel runs; it may be overwritten.
     pub fn input(name: &str, bytes: Vec<u8>) -> Self {
-        Self { name: name.into(), bytes, unwritten: vec![] }
+        Self { name: name.into(), bytes, unwritten: vec![], late: 0 }
     }
 
     /// An array that the kernel must write whole.
@@ -107,6 +109,12 @@ impl Buffer {
     #[must_use]
     pub fn unwritten(self, bytes: impl IntoIterator<Item = Range<usize>>) -> Self {
         Self { unwritten: bytes.into_iter().collect(), ..self }
+    }
+
+    /// Lets it begin `bytes` past a multiple of 2³⁹, so that its addresses are no better aligned than those.
+    #[must_use]
+    pub fn late(self, bytes: u32) -> Self {
+        Self { late: bytes, ..self }
     }
 }
 

@@ -27,6 +27,8 @@ pub(super) struct Machine<'a> {
     pub(super) options: &'a Options,
     pub(super) names: &'a [String],
     pub(super) global: &'a mut [Memory],
+    /// How late each of them begins, bytes.
+    pub(super) late: &'a [u32],
     pub(super) arguments: &'a [usize],
     pub(super) arrays: Vec<(u32, u32)>,
     pub(super) random: Option<SmallRng>,
@@ -91,7 +93,7 @@ fn check(kernel: &Routine, launch: &Launch, buffers: &[Buffer], arguments: &[usi
     if let Some(buffer) = arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
         return Err(format!("argument {buffer} of {} buffers", buffers.len()));
     }
-    let beyond = |Buffer { name, bytes, unwritten }: &Buffer| {
+    let beyond = |Buffer { name, bytes, unwritten, .. }: &Buffer| {
         let range = unwritten.iter().find(|range| range.start > range.end || range.end > bytes.len())?;
         Some(format!("unwritten bytes {range:?} of {name}, which has {}", bytes.len()))
     };
@@ -112,8 +114,10 @@ pub(super) fn run(
     let mut names = Vec::new();
     let mut global = Vec::new();
     let mut not_there = Vec::new();
-    for Buffer { name, bytes, unwritten } in buffers {
+    let mut late = Vec::new();
+    for Buffer { name, bytes, unwritten, late: of_buffer } in buffers {
         names.push(name);
+        late.push(of_buffer);
         let mut memory = Memory::written(bytes);
         for bytes in &unwritten {
             memory.forget(bytes.clone());
@@ -138,6 +142,7 @@ pub(super) fn run(
             options,
             names: &names,
             global: &mut global,
+            late: &late,
             arguments,
             arrays: arrays.clone(),
             random: random.take(),
@@ -163,8 +168,10 @@ pub(super) fn run(
             return Err(InterpretError::Unwritten { buffer: name.clone(), bytes, first });
         }
     }
-    let all = global.into_iter().zip(names).zip(not_there);
-    Ok(all.map(|((memory, name), unwritten)| Buffer { name, bytes: memory.bytes, unwritten }).collect())
+    let all = global.into_iter().zip(names).zip(not_there.into_iter().zip(late));
+    let buffer =
+        |((memory, name), (unwritten, late)): ((Memory, _), _)| Buffer { name, bytes: memory.bytes, unwritten, late };
+    Ok(all.map(buffer).collect())
 }
 
 impl Machine<'_> {
@@ -223,8 +230,9 @@ impl Machine<'_> {
             Fill::Unwritten => return [0xA5A5_A5A5_A5A5_A5A5; LANES],
             Fill::Value(value) => return [value; LANES],
             Fill::Parameter(parameter) => {
-                let address = (self.arguments[parameter] as u64 + 1) << ARRAY_RANGE | 1 << (ARRAY_RANGE - 1);
-                return [address; LANES];
+                let array = self.arguments[parameter];
+                let address = (array as u64 + 1) << ARRAY_RANGE | 1 << (ARRAY_RANGE - 1);
+                return [address + u64::from(self.late[array]); LANES];
             }
             Fill::Special(special) => special,
         };

@@ -117,7 +117,7 @@ impl Builder {
         let parameters: Vec<String> = self
             .parameters
             .iter()
-            .map(|parameter| format!("\t.param .u64 .ptr .global .align {ALIGNMENT} {}", parameter.name))
+            .map(|Parameter { name, alignment, .. }| format!("\t.param .u64 .ptr .global .align {alignment} {name}"))
             .collect();
         let _ = writeln!(text, ".visible .entry {}(\n{}\n)", self.name, parameters.join(",\n"));
         let [x, y, z] = block;
@@ -169,26 +169,32 @@ impl Builder {
 
 /// Parameters and memory.
 impl Builder {
-    /// An array that is read, and its address.
+    /// Adds an array that is read, and returns its address, a multiple of [`ALIGNMENT`].
     pub fn input(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
-        self.parameter(name, dtype, shape, Role::Input)
+        self.input_aligned(ALIGNMENT, name, dtype, shape)
     }
 
-    /// An array that is written, and its address.
+    /// Adds an array that is read, and returns its address, a multiple of `alignment`, a power of two: the size of the
+    /// largest access that is made of it.
+    pub fn input_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+        self.parameter(name, dtype, shape, alignment, Role::Input)
+    }
+
+    /// Adds an array that is written, and returns its address, a multiple of [`ALIGNMENT`].
     pub fn output(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
-        self.parameter(name, dtype, shape, Role::Output { over: None })
+        self.parameter(name, dtype, shape, ALIGNMENT, Role::Output { over: None })
     }
 
     /// An array that is written over the input called `over`.
     pub fn output_over(&mut self, name: &str, over: &str) -> Value<u64> {
         let place = self.parameters.iter().position(|parameter| parameter.name == over);
         let place = place.unwrap_or_else(|| panic!("output over `{over}`: no such input"));
-        let Parameter { dtype, shape, .. } = self.parameters[place].clone();
-        self.parameter(name, dtype, &shape, Role::Output { over: Some(place) })
+        let Parameter { dtype, shape, alignment, .. } = self.parameters[place].clone();
+        self.parameter(name, dtype, &shape, alignment, Role::Output { over: Some(place) })
     }
 
-    fn parameter(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize], role: Role) -> Value<u64> {
-        self.parameters.push(Parameter { name: name.into(), dtype, shape: shape.to_vec(), role });
+    fn parameter(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize], alignment: u64, role: Role) -> Value<u64> {
+        self.parameters.push(Parameter { name: name.into(), dtype, shape: shape.to_vec(), alignment, role });
         self.define("ld.param.u64", &format!("[{name}]"))
     }
 

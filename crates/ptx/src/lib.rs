@@ -46,10 +46,18 @@ impl Target {
     }
 
     /// The version of PTX that a text for it is in, the lowest that has it.
-    fn version(self) -> &'static str {
+    pub fn version(self) -> &'static str {
         match self {
             Self::Sm80 | Self::Sm90 => "8.0",
             Self::Sm100 => "8.6",
+        }
+    }
+
+    /// The oldest CUDA whose driver takes a text for it, as CUDA counts versions: 12070 is 12.7.
+    pub fn least_cuda(self) -> i32 {
+        match self {
+            Self::Sm80 | Self::Sm90 => 12_000,
+            Self::Sm100 => 12_070,
         }
     }
 }
@@ -87,10 +95,10 @@ pub struct PtxKernel {
     pub parameters: Vec<Parameter>,
 }
 
-/// Where arrays begin: at multiples of so many bytes, for kernels read and write as many at once.
+/// The most bytes that a kernel reads or writes at once. An array that begins at a multiple of it suits every kernel.
 pub const ALIGNMENT: u64 = 16;
 
-/// An array of global memory that a kernel is given. It begins at a multiple of [`ALIGNMENT`].
+/// An array of global memory that a kernel is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     /// What it is called in docs and manifests.
@@ -99,6 +107,8 @@ pub struct Parameter {
     pub dtype: DeviceDtype,
     /// Its extents, row-major.
     pub shape: Vec<usize>,
+    /// The array begins at a multiple of so many bytes, at most [`ALIGNMENT`]; the text says so too, and relies on it.
+    pub alignment: u64,
     /// Whether it is read or written.
     pub role: Role,
 }

@@ -1,6 +1,6 @@
 //! What `assay emit` writes for a GPU: PTX, how it is launched, and the program that calls it.
 
-use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
+use assay_ptx::{Parameter, PtxKernel, Role};
 use serde::Serialize;
 
 use super::manifest::{Asked, For, Manifest};
@@ -59,8 +59,8 @@ impl<'e> From<&'e PtxKernel> for Emitted<'e> {
                 Role::Input => ("input", None),
                 Role::Output { over } => ("output", over),
             };
-            let Parameter { name, dtype, shape, .. } = parameter;
-            Argument { name, dtype: *dtype, shape, alignment: ALIGNMENT, role, over }
+            let Parameter { name, dtype, shape, alignment, .. } = parameter;
+            Argument { name, dtype: *dtype, shape, alignment: *alignment, role, over }
         };
         Self {
             name: &kernel.name,

@@ -22,7 +22,7 @@
 
 use std::f64::consts::LOG2_E;
 
-use super::row::{Along, Block, Cut, Logits, Pair, Row, dot, exp, over_lanes, sum};
+use super::row::{Along, Block, Cut, Logits, Pair, Row, SCALAR, dot, exp, over_lanes, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
@@ -36,17 +36,20 @@ use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
 /// The kernel for `[1,n,v]` logits.
 ///
 /// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
-/// logits and results `[1,n,8]` f32. They begin at multiples of 16 bytes.
+/// logits and results `[1,n,8]` f32. Each [says](assay_ptx::Parameter::alignment) where it begins.
 pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> PtxKernel {
     let mut on = Builder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);
     let arrays = Arrays {
-        ids: on.input("ids", DeviceDtype::I32, &[n]),
-        numbers: on.input("numbers", DeviceDtype::F32, &[of_spec.len()]),
-        logits: on.input("logits", element, &[1, n, v]),
+        ids: on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[n]),
+        numbers: on.input_aligned(SCALAR, "numbers", DeviceDtype::F32, &[of_spec.len()]),
+        logits: on.input_aligned(cut.logits.alignment(v), "logits", element, &[1, n, v]),
         tokens: on.input("tokens", DeviceDtype::F32, &[1, n, width(given.len())]),
-        biases: given.contains(&Given::TargetBias).then(|| on.input("column_bias", DeviceDtype::F32, &[1, v])),
+        biases: given.contains(&Given::TargetBias).then(|| {
+            let alignment = cut.logits.alignment_of_biases(v);
+            on.input_aligned(alignment, "column_bias", DeviceDtype::F32, &[1, v])
+        }),
         dlogits: on.output_over("dlogits", "logits"),
         results: on.output("results", DeviceDtype::F32, &[1, n, PER_TOKEN]),
     };

@@ -14,7 +14,7 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use super::row::{BLOCK, Logits, Pair, dot, exp, over_lanes, sum};
+use super::row::{BLOCK, Logits, Pair, SCALAR, dot, exp, over_lanes, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic, numbers};
@@ -236,18 +236,20 @@ fn begin(
     let mut on = Builder::new(name, target);
     let of_spec = numbers(structure);
     let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
-    let numbers = (!of_spec.is_empty()).then(|| on.input(name, DeviceDtype::F32, &[of_spec.len()]));
-    let columns = on.input("columns", DeviceDtype::I32, &[1]);
-    let logits = on.input("logits", element, &[1, n, v]);
-    let ids = on.input("ids", DeviceDtype::I32, &[1, n, 1]);
+    let numbers = (!of_spec.is_empty()).then(|| on.input_aligned(SCALAR, name, DeviceDtype::F32, &[of_spec.len()]));
+    let columns = on.input_aligned(SCALAR, "columns", DeviceDtype::I32, &[1]);
+    let of_logits = Logits::of(element);
+    let logits = on.input_aligned(of_logits.alignment(v), "logits", element, &[1, n, v]);
+    let ids = on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[1, n, 1]);
     let by_token = structure.temperature == Temperature::Given;
-    let rates = by_token.then(|| on.input(Input::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
+    let rates = by_token.then(|| on.input_aligned(SCALAR, Input::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
     let biases = structure.transform.filter(|transform| transform.columns).map(|_| {
-        [("column_bias", vec![1, v]), ("target_bias", vec![1, n, 1])]
-            .map(|(name, shape)| on.input(name, DeviceDtype::F32, &shape))
+        let of_columns = (of_logits.alignment_of_biases(v), "column_bias", vec![1, v]);
+        [of_columns, (SCALAR, "target_bias", vec![1, n, 1])]
+            .map(|(alignment, name, shape)| on.input_aligned(alignment, name, DeviceDtype::F32, &shape))
     });
     let (arrays, tokens) = if writes {
-        let scales = on.input("scales", DeviceDtype::F32, &[1, n, PER_TOKEN]);
+        let scales = on.input_aligned(SCALAR, "scales", DeviceDtype::F32, &[1, n, PER_TOKEN]);
         (vec![logits, on.output_over("dlogits", "logits")], scales)
     } else {
         (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN]))
@@ -283,7 +285,7 @@ fn begin(
     });
     let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
     let token = on.add(tokens, offset);
-    let (logits, vocab) = (Logits::of(element), v as u32);
+    let (logits, vocab) = (of_logits, v as u32);
     let offset = on.mul_wide(row, vocab * logits.size());
     let mut starts: Vec<Value<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
     let bytes = vocab * logits.size();

@@ -104,6 +104,29 @@ fn accesses_are_aligned_to_their_size() {
     assert_eq!(WARP.run(&kept).unwrap(), [16; 32]);
 }
 
+/// A kernel sees where an array begins, and reads no more at once than suits that.
+#[test]
+fn arrays_that_begin_late_are_no_better_aligned() {
+    let place = format!("{{ .reg .b64 %q<2>; and.b64 %q0, %rd0, 15; cvt.u32.u64 %r10, %q0; }}\n{OUT}");
+    let word = format!("ld.global.b32 %r10, [%rd0 + 16];\n{OUT}");
+    let block = format!("ld.global.v4.b32 {{%r6, %r7, %r8, %r10}}, [%rd0 + 16];\n{OUT}");
+    for late in [0, 4, 12] {
+        assert_eq!(WARP.run_late(&place, late).unwrap(), [late; 32]);
+        assert_eq!(WARP.run_late(&word, late).unwrap(), [4; 32]);
+        let ran = WARP.run_late(&block, late);
+        match ran {
+            Ok(words) => assert_eq!((late, words), (0, vec![7; 32])),
+            Err(InterpretError::Fault { fault, problem, .. }) => {
+                assert_eq!(fault, Fault::Misaligned);
+                assert!(late > 0 && problem.contains("16 bytes at byte 16 of a"), "{problem}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+    let word = word.replace("+ 16", "+ 128");
+    assert!(WARP.run_late(&word, 4).unwrap_err().to_string().contains("byte 128 of a, which has 128"));
+}
+
 #[test]
 fn copies_are_waited_for() {
     let kept = format!("{COPY} cp.async.wait_all;\n ld.shared.b32 %r10, [%r5];\n{OUT}");

@@ -55,12 +55,16 @@ impl Shape {
 
     /// The words that are in `b` after `body` ran on words `a` of 0, 1, 2 … and a `b` for each thread.
     pub(crate) fn run(self, body: &str) -> Result<Vec<u32>, InterpretError> {
+        self.run_late(body, 0)
+    }
+
+    /// As [`run`](Self::run), where both arrays begin `late` bytes late.
+    pub(crate) fn run_late(self, body: &str, late: u32) -> Result<Vec<u32>, InterpretError> {
         let words = self.ctas * self.threads;
         let a = (0..words).flat_map(u32::to_le_bytes).collect();
-        let b = Buffer::output("b", 4 * words as usize);
+        let buffers = vec![Buffer::input("a", a).late(late), Buffer::output("b", 4 * words as usize).late(late)];
         let module = Module::parse(&text(self.cluster, body))?;
-        let out =
-            module.run_both("small", &self.launch(), vec![Buffer::input("a", a), b], &[0, 1], Units::Rounded, 1)?;
+        let out = module.run_both("small", &self.launch(), buffers, &[0, 1], Units::Rounded, 1)?;
         Ok(out[1].bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect())
     }
 
