@@ -4,7 +4,9 @@
 //! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
 //! PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends when
 //! all of them are there. The logits have to be put back, because dlogits lie over them, and the last step's dlogits
-//! would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave early.
+//! would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave early. Where an implementation
+//! [holds](crate::implementation::Held) the problem on its device, it is restored from there, and its kernels are timed alone as well: back
+//! to back, at least 20 times, with nothing but the restoring copies between them, which are timed too.
 //!
 //! Every token of a bench counts, whatever mask the recipe draws.
 //!
@@ -25,7 +27,10 @@ use serde::Deserialize;
 use self::timed::Timed;
 use crate::case::{Batch, Case, Counts, KernelSettings};
 use crate::gpu::Chip;
-use crate::implementation::{Answer, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Workload};
+use crate::implementation::{
+    Answer, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step, Unavailable,
+    Workload,
+};
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
@@ -34,8 +39,11 @@ use crate::judge::tolerance::Limits;
 use crate::judge::trial::Known;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
-use crate::schema::bench::{Bench, Ratios};
+use crate::schema::bench::{Bench, BenchKernel, KernelFigures, Ratios};
 use crate::spec::LossSpec;
+
+/// Launches of kernels that are timed alone at least, so that neither a clock nor a single launch decides.
+const LEAST_LAUNCHES: usize = 20;
 
 /// What a bench is told beside its [`Case`].
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -217,69 +225,70 @@ impl<W: Timed> Subject<'_, W> {
 
         progress(Progress::Doing("judging"));
         let part = recipe.judged_part(devices);
-        if let Some(part) = &part {
-            let problem = part.unmasked_problem(spec)?;
-            for (implementation, devices) in self.implementations() {
-                let prepared = implementation.prepare(spec, part.given(), devices)?;
-                let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
-                if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, outcome, command)? {
-                    return Ok(wrong);
-                }
-            }
+        if let Some(part) = &part
+            && let Some(wrong) = self.judge_part(part, command)?
+        {
+            return Ok(wrong);
         }
         progress(Progress::Doing("generating"));
         let problem = recipe.unmasked_problem(spec)?;
         progress(Progress::Doing("the first step"));
-        let step = prepared.load(&problem)?;
+        let placed = Placed::new(&*prepared, &problem)?;
+        let step = placed.load()?;
         let after_alloc = prepared.device_memory();
         let (answer, first) = timed::<W::Problem>(step)?;
-        if part.is_none() {
+        let mut kernels = None;
+        let whole = part.is_none();
+        if whole {
             progress(Progress::Doing("judging"));
-            if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, answer()?, command)? {
+            let answer = answer()?;
+            // What kernels leave when they are timed is compared with the answer that was judged.
+            let judged = placed.held.as_ref().map(|held| (held, answer.clone()));
+            if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, answer, command)? {
                 return Ok(wrong);
             }
-            for (opponent, ready) in opponents.iter().zip(&ready) {
-                if let (Opponent::Implementation(implementation), Some(prepared)) = (opponent, ready) {
-                    let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
-                    if let Some(wrong) = judge_answer(&**implementation, spec, &problem, 1, outcome, command)? {
-                        return Ok(wrong);
-                    }
-                }
+            if let Some((held, judged)) = judged {
+                progress(Progress::Doing("timing the kernels"));
+                kernels = Some(held.time_kernels(&judged, counts.steps.max(LEAST_LAUNCHES))?);
             }
         }
-        let mut bound = (bounds > 0).then(|| recipe.bound(&problem));
-        let mut turn = |ready: &Option<Box<dyn Prepared<W::Problem> + '_>>| -> Result<Duration, BenchError> {
-            match (ready, &mut bound) {
-                (Some(prepared), _) => Ok(timed::<W::Problem>(prepared.load(&problem)?)?.1),
-                (None, Some(bound)) => Ok(bound()),
-                (None, None) => unreachable!("there is one where it takes a turn"),
+        let mut rivals = Vec::new();
+        for (opponent, ready) in opponents.iter().zip(&ready) {
+            let (Opponent::Implementation(implementation), Some(prepared)) = (opponent, ready) else {
+                rivals.push(Rival::Bound(recipe.bound(&problem)));
+                continue;
+            };
+            let placed = Placed::new(&**prepared, &problem)?;
+            if whole {
+                let outcome = timed::<W::Problem>(placed.load()?)?.0()?;
+                if let Some(wrong) = judge_answer(&**implementation, spec, &problem, 1, outcome, command)? {
+                    return Ok(wrong);
+                }
             }
-        };
+            rivals.push(Rival::Implementation(placed));
+        }
         progress(Progress::Step);
 
         progress(Progress::Doing("steps"));
-        for _ in 0..counts.warmup {
-            drop(timed::<W::Problem>(prepared.load(&problem)?)?);
-            ready.iter().try_for_each(|ready| turn(ready).map(drop))?;
-            progress(Progress::Step);
-        }
-        let (mut steps, mut kernels) = (Vec::new(), Vec::new());
-        let mut of_opponents = vec![Vec::new(); opponents.len()];
-        let mut after_run = after_alloc.clone();
-        for _ in 0..counts.steps {
-            let (answer, took) = timed::<W::Problem>(prepared.load(&problem)?)?;
-            steps.push(took);
-            kernels.extend(prepared.kernel_time());
-            after_run = prepared.device_memory();
-            drop(answer);
-            for (ready, times) in ready.iter().zip(&mut of_opponents) {
-                times.push(turn(ready)?);
-            }
-            progress(Progress::Step);
-        }
-        let times = Times { first: compiling + first, steps, kernels, of_opponents };
+        let (mut times, after_run) = take_turns(counts, &placed, &mut rivals, progress)?;
+        times.first = compiling + first;
+        times.kernels = kernels;
+        let after_run = after_run.unwrap_or_else(|| after_alloc.clone());
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
         Ok(Measured::Right(Box::new(self.figures(counts, times, memory, prepared.runs_on()))))
+    }
+
+    /// Judges all answers to a part of the problem, and returns the verdicts on the first that is wrong.
+    fn judge_part(&self, part: &W, command: &str) -> Result<Option<Measured>, BenchError> {
+        let problem = part.unmasked_problem(self.spec)?;
+        for (implementation, devices) in self.implementations() {
+            let prepared = implementation.prepare(self.spec, part.given(), devices)?;
+            let outcome = timed::<W::Problem>(prepared.load(&problem)?)?.0()?;
+            if let Some(wrong) = judge_answer(implementation, self.spec, &problem, devices, outcome, command)? {
+                return Ok(Some(wrong));
+            }
+        }
+        Ok(None)
     }
 
     /// The subject and those of its opponents that have an answer, with the devices that they run on.
@@ -349,7 +358,14 @@ impl<W: Timed> Subject<'_, W> {
             step_s_max: percentile(&steps, 100),
             gb_per_s: None,
             device: None,
-            kernel_s_p50: (!times.kernels.is_empty()).then(|| percentile(&sorted(&times.kernels), 50)),
+            kernel_launches: None,
+            kernel_s_p50: None,
+            kernel_s_min: None,
+            kernel_gb_per_s: None,
+            device_copy_s_p50: None,
+            device_copy_gb_per_s: None,
+            device_copy_share: None,
+            kernels: Vec::new(),
             device_gb_per_s: None,
             device_gb_per_s_from: None,
             device_share: None,
@@ -370,10 +386,51 @@ impl<W: Timed> Subject<'_, W> {
             why_null,
         };
         self.recipe.add_own(self.devices, &mut figures);
+        if let Some(kernels) = &times.kernels {
+            add_kernels(&mut figures, kernels);
+        }
         if let Some(runs_on) = runs_on {
             add_device(&mut figures, runs_on, self.devices);
         }
         figures
+    }
+}
+
+/// Adds what was seen of a step's kernels, and of the copies between them.
+fn add_kernels(figures: &mut Bench, KernelTimings { kernels, copies, copied_bytes }: &KernelTimings) {
+    // A launch of all kernels takes what each of them takes.
+    let launch = |i: usize| kernels.iter().map(|kernel| kernel.took[i]).sum();
+    let launches: Vec<Duration> = (0..copies.len()).map(launch).collect();
+    let (launches, copies) = (sorted(&launches), sorted(copies));
+    let (kernel, copy) = (percentile(&launches, 50), percentile(&copies, 50));
+    figures.kernel_launches = Some(launches.len());
+    figures.kernel_s_p50 = Some(kernel);
+    figures.kernel_s_min = Some(percentile(&launches, 0));
+    figures.kernel_gb_per_s = figures.gb_per_s.map(|rate| rate * figures.step_s_p50 / kernel);
+    let of_copy = 2.0 * *copied_bytes as f64 / 1e9 / copy;
+    figures.device_copy_s_p50 = Some(copy);
+    figures.device_copy_gb_per_s = Some(of_copy);
+    figures.device_copy_share = figures.kernel_gb_per_s.map(|rate| rate / of_copy);
+    figures.kernels = kernels.iter().map(figures_of_kernel).collect();
+}
+
+fn figures_of_kernel(KernelTiming { kernel, took }: &KernelTiming) -> BenchKernel {
+    let took = sorted(took);
+    BenchKernel {
+        name: kernel.name.clone(),
+        s_p50: percentile(&took, 50),
+        s_min: percentile(&took, 0),
+        assembled: KernelFigures {
+            registers: kernel.registers,
+            local_bytes: kernel.local_bytes,
+            static_shared_bytes: kernel.static_shared_bytes,
+            dynamic_shared_bytes: kernel.dynamic_shared_bytes,
+            most_threads: kernel.most_threads,
+            ptx_version: kernel.ptx_version,
+            binary_version: kernel.binary_version,
+            ctas_a_multiprocessor: kernel.ctas_a_multiprocessor,
+            clusters: kernel.clusters,
+        },
     }
 }
 
@@ -413,6 +470,72 @@ fn judge_answer<P: Judgeable>(
     Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
 }
 
+/// A problem where an implementation's steps are loaded from: its device's memory, or this machine's.
+struct Placed<'p, P: Workload> {
+    prepared: &'p dyn Prepared<P>,
+    problem: &'p P,
+    held: Option<Box<dyn Held<'p, P> + 'p>>,
+}
+
+impl<'p, P: Workload> Placed<'p, P> {
+    fn new(prepared: &'p dyn Prepared<P>, problem: &'p P) -> Result<Self, RunError> {
+        Ok(Self { prepared, problem, held: prepared.hold(problem)? })
+    }
+
+    fn load(&self) -> Result<Step<'p, P>, RunError> {
+        match &self.held {
+            Some(held) => held.load(),
+            None => self.prepared.load(self.problem),
+        }
+    }
+}
+
+/// An opponent that was made ready.
+enum Rival<'p, P: Workload> {
+    Bound(Box<dyn FnMut() -> Duration + 'p>),
+    Implementation(Placed<'p, P>),
+}
+
+impl<P: Workload> Rival<'_, P> {
+    fn take_a_turn(&mut self) -> Result<Duration, BenchError> {
+        match self {
+            Self::Bound(bound) => Ok(bound()),
+            Self::Implementation(placed) => Ok(timed::<P>(placed.load()?)?.1),
+        }
+    }
+}
+
+/// The memory of a device when outputs are there; `None` where no step was timed.
+type AfterRun = Option<Result<DeviceMemory, Unavailable>>;
+
+/// Makes all steps but the first, and says how long those took that are not for warming up.
+fn take_turns<P: Workload>(
+    counts: Counts,
+    placed: &Placed<P>,
+    rivals: &mut [Rival<P>],
+    progress: Told,
+) -> Result<(Times, AfterRun), BenchError> {
+    for _ in 0..counts.warmup {
+        drop(timed::<P>(placed.load()?)?);
+        rivals.iter_mut().try_for_each(|rival| rival.take_a_turn().map(drop))?;
+        progress(Progress::Step);
+    }
+    let of_opponents = vec![Vec::new(); rivals.len()];
+    let mut times = Times { first: Duration::ZERO, steps: Vec::new(), kernels: None, of_opponents };
+    let mut after_run = None;
+    for _ in 0..counts.steps {
+        let (answer, took) = timed::<P>(placed.load()?)?;
+        times.steps.push(took);
+        after_run = Some(placed.prepared.device_memory());
+        drop(answer);
+        for (rival, took) in rivals.iter_mut().zip(&mut times.of_opponents) {
+            took.push(rival.take_a_turn()?);
+        }
+        progress(Progress::Step);
+    }
+    Ok((times, after_run))
+}
+
 /// Makes a step, and says how long it took.
 fn timed<P: Workload>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError> {
     let started = Instant::now();
@@ -423,8 +546,8 @@ fn timed<P: Workload>(step: Step<P>) -> Result<(Answer<P>, Duration), BenchError
 struct Times {
     first: Duration,
     steps: Vec<Duration>,
-    /// Of their kernels alone, where the device's clock is read.
-    kernels: Vec<Duration>,
+    /// Kernels alone, where a device's driver times them.
+    kernels: Option<KernelTimings>,
     /// In the order of the opponents.
     of_opponents: Vec<Vec<Duration>>,
 }

@@ -154,9 +154,7 @@ fn table(figures: &schema::Bench) -> String {
     if let Some(device) = &figures.device {
         table.add_row(["device", device]);
     }
-    if let Some(seconds) = figures.kernel_s_p50 {
-        table.add_row(["kernel_s_p50".into(), format!("{seconds:.6}")]);
-    }
+    add_kernels(&mut table, figures);
     if let (Some(rate), Some(from)) = (figures.device_gb_per_s, &figures.device_gb_per_s_from) {
         table.add_row(["device_gb_per_s".into(), format!("{rate:.2} ({from})")]);
     }
@@ -189,6 +187,46 @@ fn table(figures: &schema::Bench) -> String {
         let _ = writeln!(text, "ignored  {}: {reason}", keys.collect::<Vec<_>>().join(", "));
     }
     text
+}
+
+/// Adds what was seen of kernels that were timed alone.
+fn add_kernels(table: &mut Table, figures: &schema::Bench) {
+    if let Some(launches) = figures.kernel_launches {
+        table.add_row(["kernel_launches".into(), launches.to_string()]);
+    }
+    let seconds = |seconds: f64| format!("{seconds:.6}");
+    let rate = |rate: f64| format!("{rate:.2}");
+    let rows = [
+        ("kernel_s_p50", figures.kernel_s_p50.map(seconds)),
+        ("kernel_s_min", figures.kernel_s_min.map(seconds)),
+        ("kernel_gb_per_s", figures.kernel_gb_per_s.map(rate)),
+        ("device_copy_s_p50", figures.device_copy_s_p50.map(seconds)),
+        ("device_copy_gb_per_s", figures.device_copy_gb_per_s.map(rate)),
+        ("device_copy_share", figures.device_copy_share.map(|share| format!("{share:.3}"))),
+    ];
+    for (key, value) in rows {
+        if let Some(value) = value {
+            table.add_row([key.to_string(), value]);
+        }
+    }
+    for schema::BenchKernel { name, s_p50, s_min, assembled } in &figures.kernels {
+        let known = |figure: Option<u32>| figure.map_or("–".to_string(), |figure| figure.to_string());
+        table.add_row([name.clone(), format!("{s_p50:.6}, fastest {s_min:.6}")]);
+        let rows = [
+            ("registers", known(assembled.registers)),
+            ("local_bytes", known(assembled.local_bytes)),
+            ("static_shared_bytes", known(assembled.static_shared_bytes)),
+            ("dynamic_shared_bytes", assembled.dynamic_shared_bytes.to_string()),
+            ("most_threads", known(assembled.most_threads)),
+            ("ptx_version", known(assembled.ptx_version)),
+            ("binary_version", known(assembled.binary_version)),
+            ("ctas_a_multiprocessor", known(assembled.ctas_a_multiprocessor)),
+            ("clusters", known(assembled.clusters)),
+        ];
+        for (key, value) in rows {
+            table.add_row([format!("  {key}"), value]);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub trait Workload: Clone + Send + Sync + 'static {
     /// The gradient that it comes to, borrowed.
     type View<'a>: Clone;
     /// The same, held.
-    type Gradient: Send + Sync + for<'a> Lend<'a, View = Self::View<'a>>;
+    type Gradient: Clone + Send + Sync + for<'a> Lend<'a, View = Self::View<'a>>;
     /// What has the extents, and is given in a dtype.
     const ARRAY: &'static str;
 
@@ -223,18 +223,80 @@ pub trait Prepared<P: Workload = Problem> {
     /// [`Unavailable`], saying why it says nothing.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable>;
 
-    /// What the kernels of the last step took by the device's own clock: without what starts them, and without what lies between.
+    /// Holds a problem where steps are restored from without this machine's memory, and where kernels can be timed alone; `None` where an
+    /// implementation has no such place, and each step is [loaded](Self::load) again.
     ///
     /// # Errors
-    /// [`Unavailable`], saying why nobody looked at it.
-    fn kernel_time(&self) -> Result<Duration, Unavailable> {
-        Err(Unavailable { reason: "only the driver of a GPU reads its clock around a kernel".into() })
+    /// As [`load`](Self::load).
+    fn hold<'p>(&'p self, _problem: &'p P) -> Result<Option<Box<dyn Held<'p, P> + 'p>>, RunError> {
+        Ok(None)
     }
 
     /// The device that a step runs on; `None` where it is this machine's cores.
     fn runs_on(&self) -> Option<RunsOn> {
         None
     }
+}
+
+/// A problem in a device's memory, beside a copy of what steps write over.
+pub trait Held<'p, P: Workload = Problem> {
+    /// Restores the problem for a step. An answer that was not fetched by then is lost.
+    ///
+    /// # Errors
+    /// [`RunError`] where the device fails.
+    fn load(&self) -> Result<Step<'p, P>, RunError>;
+
+    /// Launches the kernels of a step `launches` times back to back, from the same problem each time, and times them by the device's own
+    /// clock. The answer that is then there must have the bits of `judged`, which a step has given.
+    ///
+    /// # Errors
+    /// [`RunError`] where it has not, or where the device fails.
+    fn time_kernels(&self, judged: &Candidate<P::Gradient>, launches: usize) -> Result<KernelTimings, RunError>;
+}
+
+/// Times of kernels alone, by the device's own clock: without what starts them, and without what lies between.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTimings {
+    /// The kernels of a step, in order.
+    pub kernels: Vec<KernelTiming>,
+    /// Times of the copies that restored the problem between the launches, from the device's memory to the device's memory.
+    pub copies: Vec<Duration>,
+    /// Bytes that such a copy reads; it writes as many.
+    pub copied_bytes: usize,
+}
+
+/// A kernel and its times.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTiming {
+    /// What the driver made of it.
+    pub kernel: AssembledKernel,
+    /// One time for each launch, in order.
+    pub took: Vec<Duration>,
+}
+
+/// What a GPU's driver made of a kernel, in its own figures; `None` where it does not say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AssembledKernel {
+    /// The kernel's entry.
+    pub name: String,
+    /// Registers of a thread.
+    pub registers: Option<u32>,
+    /// Local memory of a thread, bytes: registers are spilled there.
+    pub local_bytes: Option<u32>,
+    /// Static shared memory of a CTA, bytes.
+    pub static_shared_bytes: Option<u32>,
+    /// Dynamic shared memory of a CTA, bytes.
+    pub dynamic_shared_bytes: u32,
+    /// The most threads that a CTA may have.
+    pub most_threads: Option<u32>,
+    /// The version of PTX that it was assembled from: 80 is 8.0.
+    pub ptx_version: Option<u32>,
+    /// The architecture that it was assembled for: 90 is sm_90.
+    pub binary_version: Option<u32>,
+    /// CTAs that have room on a multiprocessor together.
+    pub ctas_a_multiprocessor: Option<u32>,
+    /// Clusters that have room on the device together; `None` also where there are no clusters.
+    pub clusters: Option<u32>,
 }
 
 /// A device.

@@ -3,7 +3,10 @@
 //!
 //! `ASSAY_FAKE_CUDA` holds settings, `name=value` with commas between: `devices`, `capability` (`9.0`, or `9.0/7.5`: of each device),
 //! `shared` (bytes a CTA may have), `memory` (bytes), `version` (12040), `clock` (kHz), `refuses` (any text is no PTX), `odd` (arrays begin
-//! two bytes late), `fail` (`cuMemAlloc_v2:2`: the second call of that name fails), `shuffled` (threads run in the order of that seed). What
+//! two bytes late), `fail` (`cuMemAlloc_v2:2`: the second call of that name fails; `cuMemAlloc_v2:2:709`: with that error), `shuffled`
+//! (threads run in the order of that seed), `silent` (of a function only its static shared memory is said), `clusters` (that have room on
+//! the device together), `capturing` (every stream is captured), `flips` (from the third launch on one bit
+//! of the array that is the argument of that number, from 0 on, once the kernel has run). What
 //! is called is written to the file that `ASSAY_FAKE_CUDA_RECORD` names, a line a call, `+` what was made and `-` what was given back.
 //!
 //! Memory of this process's stands for a framework's on the device once it was lent (`fake_cuda_lend`), until it is taken back
@@ -31,6 +34,9 @@ const INVALID_CONTEXT: c_int = 201;
 const INVALID_PTX: c_int = 218;
 const INVALID_HANDLE: c_int = 400;
 const ILLEGAL_ADDRESS: c_int = 700;
+const CONTEXT_IS_DESTROYED: c_int = 709;
+const CAPTURE_UNSUPPORTED: c_int = 900;
+const INVALID_CLUSTER_SIZE: c_int = 912;
 const UNKNOWN: c_int = 999;
 
 /// Where the first array lies: nothing of this process.
@@ -38,6 +44,14 @@ const FIRST_ADDRESS: u64 = 0x7F00_0000_0000;
 
 /// Shared memory that a launch has without asking.
 const PLAIN_SHARED: u32 = 48 << 10;
+
+/// Shared memory and threads of a multiprocessor, and what of the memory every CTA costs.
+const OF_A_MULTIPROCESSOR: [c_int; 2] = [228 << 10, 2048];
+const SHARED_OF_THE_SYSTEM: c_int = 1 << 10;
+
+/// Milliseconds of the device's clock that a launch and a copy on the device take.
+const LAUNCH: f32 = 1.0;
+const COPY: f32 = 0.25;
 
 struct Array {
     bytes: Vec<u8>,
@@ -109,8 +123,12 @@ fn answered(name: &'static str, answer: impl FnOnce(&mut State) -> Answer) -> c_
     let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
     let calls = state.calls.entry(name).or_default();
     *calls += 1;
-    let fails = setting("fail").is_some_and(|fails| fails == format!("{name}:{calls}"));
-    let answer = if fails { Err(UNKNOWN) } else { answer(&mut state) };
+    let fails = setting("fail").and_then(|fails| fails.strip_prefix(&format!("{name}:{calls}")));
+    let error = fails.and_then(|error| match error.strip_prefix(':') {
+        Some(error) => error.parse().ok(),
+        None => error.is_empty().then_some(UNKNOWN),
+    });
+    let answer = error.map_or_else(|| answer(&mut state), Err);
     match answer {
         Ok(what) => {
             record(format!("{name} {what}").trim_end());
@@ -144,6 +162,11 @@ fn in_context() -> Result<(), c_int> {
     if CURRENT.with_borrow(Vec::is_empty) { Err(INVALID_CONTEXT) } else { Ok(()) }
 }
 
+/// What may not be done while a stream is captured into a graph.
+fn not_captured() -> Result<(), c_int> {
+    if setting("capturing").is_some() { Err(CAPTURE_UNSUPPORTED) } else { Ok(()) }
+}
+
 fn handle(number: usize) -> *mut c_void {
     ptr::without_provenance_mut(number)
 }
@@ -158,8 +181,68 @@ impl State {
         self.arrays.get_mut(&address).filter(|array| array.bytes.len() >= bytes).ok_or(INVALID_VALUE)
     }
 
+    /// The clusters of a launch: those that the launch asks for, or else those that the text has.
+    fn cluster(&self, config: &Config, function: usize) -> Result<[u32; 3], c_int> {
+        let (module, _) = self.functions.get(&function).ok_or(INVALID_HANDLE)?;
+        let text = &self.modules.get(module).ok_or(INVALID_HANDLE)?.text;
+        let of_text = text.lines().find_map(|line| line.trim().strip_prefix(".reqnctapercluster "));
+        let of_text = of_text.map(|axes| {
+            let mut axes = axes.split(',').map(|axis| axis.trim().parse().unwrap_or(0));
+            [(); 3].map(|()| axes.next().unwrap_or(1))
+        });
+        let explicit = text.lines().any(|line| line.trim() == ".explicitcluster");
+        let of_launch = (config.attribute_count > 0).then(|| {
+            // SAFETY: there is one of them at least.
+            let attribute = unsafe { &*config.attributes };
+            (attribute.id == 4).then(|| [0, 1, 2].map(|axis| attribute.value[axis])).ok_or(INVALID_VALUE)
+        });
+        let cluster = match (of_launch.transpose()?, of_text) {
+            // A launch that is at odds with its text.
+            (Some(asked), Some(said)) if asked != said => return Err(INVALID_CLUSTER_SIZE),
+            (Some(cluster), _) => cluster,
+            (None, Some(cluster)) if explicit => cluster,
+            // A device would run this, and nobody would wait for the other CTAs.
+            (None, Some(_)) => return Err(INVALID_CLUSTER_SIZE),
+            (None, None) if explicit => return Err(INVALID_CLUSTER_SIZE),
+            (None, None) => return Ok([1; 3]),
+        };
+        if capability(device()).0 == "8" {
+            return Err(INVALID_VALUE);
+        }
+        let whole = (0..3).all(|axis| cluster[axis] > 0 && config.grid[axis].is_multiple_of(cluster[axis]));
+        if whole { Ok(cluster) } else { Err(INVALID_CLUSTER_SIZE) }
+    }
+
+    /// Registers are counted as if there were 64 of each thread; local memory as if none were spilled.
+    fn attribute(&self, function: usize, attribute: c_int) -> Result<c_int, c_int> {
+        let (module, _) = self.functions.get(&function).ok_or(INVALID_HANDLE)?;
+        let text = &self.modules[module].text;
+        let after = |word: &str| text.lines().find_map(|line| line.trim().strip_prefix(word));
+        let digits = |text: &str| text.chars().filter(char::is_ascii_digit).collect::<String>().parse().ok();
+        if attribute != 1 && setting("silent").is_some() {
+            return Err(INVALID_VALUE);
+        }
+        match attribute {
+            0 => Ok(1024),
+            1 => {
+                let declared = text.lines().filter(|line| line.trim_start().starts_with(".shared"));
+                let bytes = |line: &str| line.split_once('[')?.1.split_once(']')?.0.parse::<c_int>().ok();
+                Ok(declared.filter_map(bytes).sum())
+            }
+            3 => Ok(0),
+            4 => Ok(64),
+            5 => after(".version").and_then(digits).ok_or(INVALID_VALUE),
+            6 => {
+                let (major, minor) = capability(device());
+                digits(&format!("{major}{minor}")).ok_or(INVALID_VALUE)
+            }
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
     fn launch(&mut self, config: &Config, function: usize, arguments: *mut *mut c_void) -> Answer {
         let (module, entry) = self.functions.get(&function).cloned().ok_or(INVALID_HANDLE)?;
+        let cluster = self.cluster(config, function)?;
         let loaded = self.modules.get(&module).ok_or(INVALID_HANDLE)?;
         if config.shared_bytes > loaded.dynamic {
             return Err(INVALID_VALUE);
@@ -177,7 +260,7 @@ impl State {
         let mut buffers = Vec::new();
         for address in &names {
             let name = format!("array {address:#x}");
-            buffers.push(match (self.arrays.get(address), self.lent.get(address)) {
+            let buffer = match (self.arrays.get(address), self.lent.get(address)) {
                 (Some(array), _) if array.written => Buffer::input(&name, array.bytes.clone()),
                 (Some(array), _) => Buffer::output(&name, array.bytes.len()),
                 // SAFETY: so many bytes were lent there.
@@ -185,24 +268,21 @@ impl State {
                     std::slice::from_raw_parts(ptr::with_exposed_provenance::<u8>(*address as usize), bytes).to_vec()
                 }),
                 (None, None) => return Err(INVALID_VALUE),
-            });
+            };
+            // No better aligned than here.
+            buffers.push(buffer.late((address % 256) as u32));
         }
-        let cluster = if config.attribute_count == 0 {
-            [1; 3]
-        } else {
-            // SAFETY: there is one of them at least.
-            let attribute = unsafe { &*config.attributes };
-            if attribute.id != 4 || capability(device()).0 == "8" {
-                return Err(INVALID_VALUE);
-            }
-            [attribute.value[0], attribute.value[1], attribute.value[2]]
-        };
         let launch = Launch { grid: config.grid, block: config.block, cluster, dynamic_shared: config.shared_bytes };
         let order =
             setting("shuffled").map_or(Order::InSequence, |seed| Order::Shuffled(seed.parse().expect("a seed")));
         let ran = loaded.module.run(&entry, &launch, buffers, &places, &Options { order, ..Options::default() });
+        let launches = self.calls.get("cuLaunchKernelEx").copied().unwrap_or(0);
         match ran {
-            Ok(buffers) => {
+            Ok(mut buffers) => {
+                let flipped = setting("flips").and_then(|argument| places.get(argument.parse::<usize>().ok()?));
+                if let Some(&array) = flipped.filter(|_| launches >= 3) {
+                    buffers[array].bytes[0] ^= 1;
+                }
                 for (address, buffer) in names.iter().zip(buffers) {
                     if let Some(array) = self.arrays.get_mut(address) {
                         *array = Array { bytes: buffer.bytes, written: true };
@@ -217,7 +297,7 @@ impl State {
             }
             Err(error) => self.fault = Some(CString::new(error.to_string()).unwrap_or_default()),
         }
-        self.clock += 1.0;
+        self.clock += LAUNCH;
         let Config { grid, block, shared_bytes, stream, .. } = config;
         let (device, stream) = (device(), stream.addr());
         Ok(format!(
@@ -336,6 +416,7 @@ exported! {
 
     fn cuMemAlloc_v2(state, address: *mut u64, bytes: usize) {
         in_context()?;
+        not_captured()?;
         let held: usize = state.arrays.values().map(|array| array.bytes.len()).sum();
         if bytes == 0 { return Err(INVALID_VALUE) }
         if held + bytes > number("memory", 1 << 30) as usize { return Err(OUT_OF_MEMORY) }
@@ -354,6 +435,7 @@ exported! {
 
     fn cuMemcpyHtoD_v2(state, to: u64, from: *const c_void, bytes: usize) {
         in_context()?;
+        not_captured()?;
         let array = state.array(to, bytes)?;
         // SAFETY: the caller's array has so many bytes.
         array.bytes[..bytes].copy_from_slice(unsafe { std::slice::from_raw_parts(from.cast(), bytes) });
@@ -363,23 +445,40 @@ exported! {
 
     fn cuMemcpyDtoH_v2(state, to: *mut c_void, from: u64, bytes: usize) {
         in_context()?;
-        let array = state.array(from, bytes)?;
+        not_captured()?;
+        let (&begin, array) = state.arrays.range(..=from).next_back().ok_or(INVALID_VALUE)?;
+        let array = array.bytes.get((from - begin) as usize..).filter(|array| array.len() >= bytes).ok_or(INVALID_VALUE)?;
         // SAFETY: the caller's array has so many bytes.
-        unsafe { ptr::copy_nonoverlapping(array.bytes.as_ptr(), to.cast(), bytes) };
+        unsafe { ptr::copy_nonoverlapping(array.as_ptr(), to.cast(), bytes) };
         Ok(format!("{from:#x} {bytes}"))
+    }
+
+    fn cuMemcpyDtoDAsync_v2(state, to: u64, from: u64, bytes: usize, stream: *mut c_void) {
+        in_context()?;
+        let array = state.array(from, bytes)?;
+        if !array.written { return Err(INVALID_VALUE) }
+        let copy = array.bytes[..bytes].to_vec();
+        let array = state.array(to, bytes)?;
+        array.bytes[..bytes].copy_from_slice(&copy);
+        array.written = true;
+        state.clock += COPY;
+        Ok(format!("{to:#x} {from:#x} {bytes} stream {}", stream.addr()))
     }
 
     fn cuModuleLoadDataEx(state, module: *mut *mut c_void, text: *const c_void, options: c_uint, keys: *mut c_int, values: *mut *mut c_void) {
         in_context()?;
+        not_captured()?;
         // SAFETY: the caller gives text that ends in 0.
         let text = unsafe { CStr::from_ptr(text.cast()) }.to_str().map_err(|_| INVALID_PTX)?.to_string();
         let read = if setting("refuses").is_some() { Err("ptxas application ptx input, line 1; fatal: no PTX".into()) } else { Module::parse(&text).map_err(|error| error.to_string()) };
         match read {
             Ok(read) => {
                 let made = state.new_handle();
+                let after = |word: &str| text.lines().find_map(|line| line.trim().strip_prefix(word)).unwrap_or("?").to_string();
+                let (version, target) = (after(".version "), after(".target "));
                 state.modules.insert(made, Loaded { module: read, text, dynamic: PLAIN_SHARED });
                 put(module, handle(made));
-                Ok(format!("+module {made}"))
+                Ok(format!("{version} {target} +module {made}"))
             }
             Err(error) => {
                 for i in 0..options as usize {
@@ -418,21 +517,55 @@ exported! {
     }
 
     fn cuFuncGetAttribute(state, value: *mut c_int, attribute: c_int, function: *mut c_void) {
-        let (module, _) = state.functions.get(&function.addr()).ok_or(INVALID_HANDLE)?;
-        if attribute != 1 { return Err(INVALID_VALUE) }
-        let text = &state.modules[module].text;
-        let declared = text.lines().filter(|line| line.trim_start().starts_with(".shared"));
-        let bytes = |line: &str| line.split_once('[')?.1.split_once(']')?.0.parse::<c_int>().ok();
-        put(value, declared.filter_map(bytes).sum());
+        put(value, state.attribute(function.addr(), attribute)?);
         Ok(attribute.to_string())
     }
 
     fn cuFuncSetAttribute(state, function: *mut c_void, attribute: c_int, value: c_int) {
-        let (module, _) = state.functions.get(&function.addr()).cloned().ok_or(INVALID_HANDLE)?;
-        let dynamic = u32::try_from(value).map_err(|_| INVALID_VALUE)?;
-        if attribute != 8 || u64::from(dynamic) > number("shared", 232_448) { return Err(INVALID_VALUE) }
-        state.modules.get_mut(&module).ok_or(INVALID_HANDLE)?.dynamic = dynamic;
-        Ok(format!("{attribute} {value}"))
+        let (module, name) = state.functions.get(&function.addr()).cloned().ok_or(INVALID_HANDLE)?;
+        match attribute {
+            8 => {
+                let dynamic = u32::try_from(value).map_err(|_| INVALID_VALUE)?;
+                if u64::from(dynamic) > number("shared", 232_448) { return Err(INVALID_VALUE) }
+                state.modules.get_mut(&module).ok_or(INVALID_HANDLE)?.dynamic = dynamic;
+            }
+            9 if (-1..=100).contains(&value) => {}
+            _ => return Err(INVALID_VALUE),
+        }
+        Ok(format!("{name} {attribute} {value}"))
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(state, ctas: *mut c_int, function: *mut c_void, threads: c_int, dynamic: usize) {
+        in_context()?;
+        if setting("silent").is_some() { return Err(INVALID_VALUE) }
+        let shared = state.attribute(function.addr(), 1)? + dynamic as c_int + SHARED_OF_THE_SYSTEM;
+        put(ctas, OF_A_MULTIPROCESSOR[0].div_euclid(shared).min(OF_A_MULTIPROCESSOR[1].div_euclid(threads)));
+        Ok(String::new())
+    }
+
+    fn cuOccupancyMaxActiveClusters(state, clusters: *mut c_int, function: *mut c_void, config: *const Config) {
+        in_context()?;
+        if setting("silent").is_some() { return Err(INVALID_VALUE) }
+        // SAFETY: the caller gives a pointer to one.
+        let cluster = state.cluster(unsafe { &*config }, function.addr())?;
+        put(clusters, number("clusters", 16) as c_int);
+        Ok(format!("{cluster:?}"))
+    }
+
+    fn cuStreamIsCapturing(_state, stream: *mut c_void, status: *mut c_int) {
+        in_context()?;
+        put(status, c_int::from(setting("capturing").is_some()));
+        Ok(stream.addr().to_string())
+    }
+
+    fn cuLaunchKernel(
+        state, function: *mut c_void, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared_bytes: c_uint, stream: *mut c_void, arguments: *mut *mut c_void, _extra: *mut *mut c_void
+    ) {
+        in_context()?;
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let config = Config { grid, block, shared_bytes, stream, attributes: ptr::null_mut(), attribute_count: 0 };
+        state.launch(&config, function.addr(), arguments)
     }
 
     fn cuLaunchKernelEx(state, config: *const Config, function: *mut c_void, arguments: *mut *mut c_void, _extra: *mut *mut c_void) {
@@ -461,6 +594,7 @@ exported! {
     }
 
     fn cuEventSynchronize(state, event: *mut c_void) {
+        not_captured()?;
         state.events.get(&event.addr()).filter(|clock| !clock.is_nan()).ok_or(INVALID_HANDLE)?;
         if let Some(fault) = state.fault.take() {
             record(&format!("fault {}", fault.to_string_lossy()));
@@ -481,6 +615,9 @@ exported! {
             INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
             OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
             INVALID_CONTEXT => c"CUDA_ERROR_INVALID_CONTEXT",
+            CONTEXT_IS_DESTROYED => c"CUDA_ERROR_CONTEXT_IS_DESTROYED",
+            CAPTURE_UNSUPPORTED => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+            INVALID_CLUSTER_SIZE => c"CUDA_ERROR_INVALID_CLUSTER_SIZE",
             INVALID_PTX => c"CUDA_ERROR_INVALID_PTX",
             ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
             _ => c"CUDA_ERROR_UNKNOWN",

@@ -105,7 +105,10 @@ impl Gpu {
     }
 
     /// The kernel, assembled at its first use.
-    fn loaded(&self, Called { kernel, spec, extents: [_, vocab], dtype, .. }: Called) -> Result<Arc<Loaded>, RunError> {
+    fn loaded(
+        &self,
+        Called { kernel, spec, extents: [_, vocab], dtype, stream, .. }: Called,
+    ) -> Result<Arc<Loaded>, RunError> {
         let row = Shape { batch: 1, tokens: 1, vocab };
         self.program.supports(spec, row, dtype, 1)?;
         let own = Structure::of(spec);
@@ -123,6 +126,7 @@ impl Gpu {
         }
         let kernels = self.program.gpu_kernels_for(Shaped { spec, structure }, row, dtype, 1, self.target)?;
         let kernel = kernels.into_iter().nth(usize::from(text.dlogits)).expect("two kernels");
+        self.context.expect_no_capture(stream, &kernel.name)?;
         let kernel = Arc::new(self.context.load(kernel)?);
         loaded.push((text, Arc::clone(&kernel)));
         Ok(kernel)

@@ -4,13 +4,15 @@
 //! tokens; a step has the kernels, that, and the copies of a few numbers a token, but not the copies of logits.
 
 use std::borrow::Cow;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use assay_algebra::transform::Columns;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
-    Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported,
+    Answer, BackendError, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step,
+    Unavailable, Unsupported,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
@@ -19,12 +21,18 @@ use assay_programs::{LossProgram, Programs as _, Shaped, Target};
 use assay_ptx::Parameter;
 use ndarray::{Ix2, Ix3};
 
-use crate::driver::{Context, Device, Driver, Loaded, Memory};
+use crate::driver::{Context, Device, Driver, KernelCall, Loaded, Memory};
 use crate::error::CudaError;
 use crate::frame::{Frame, Results};
 
 /// What follows the id of a kernel that the driver launches.
 const SUFFIX: &str = "-driver";
+
+/// Launches before those that are timed, of the same kind: the device's clocks rise in them.
+const WARMUP_LAUNCHES: usize = 5;
+
+/// Bytes of a gradient that are compared at once.
+const COMPARED_BYTES: usize = 16 << 20;
 
 /// A kernel of PTX, launched by the driver on its first device.
 pub struct Driven {
@@ -54,12 +62,18 @@ pub(crate) fn program(id: &str) -> LossProgram {
 /// What the kernels of `program`, which errors call `id`, are written for on `device`.
 ///
 /// # Errors
-/// [`CudaError::Capability`]
+/// [`CudaError::Capability`]; [`CudaError::Version`].
 pub(crate) fn written_for(device: &Device, program: LossProgram, id: &str) -> Result<Target, CudaError> {
     let given = device.capability();
-    let target = if given >= (9, 0) { Target::Sm90 } else { Target::Sm80 };
+    let target = match given.0 {
+        ..9 => Target::Sm80,
+        9 => Target::Sm90,
+        10.. => Target::Sm100,
+    };
     let needed = program.least_target().expect("a kernel of PTX");
     if given >= (8, 0) && target >= needed {
+        // A newer chip's text is in a newer PTX, which not every driver that runs takes.
+        device.driver().expect_version(target)?;
         return Ok(target);
     }
     let (needed, instead) = if needed == Target::Sm90 && given >= (8, 0) {
@@ -113,7 +127,7 @@ impl Driven {
         let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
         let kernels = kernels.map_err(|error| self.unsupported(error))?;
         let kernels = kernels.into_iter().map(|kernel| context.load(kernel)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Ready { id: self.id.clone(), context, kernels, loss, given, took: Mutex::new(None) })
+        Ok(Ready { id: self.id.clone(), context, kernels, loss, given, held_bytes: AtomicUsize::new(0) })
     }
 }
 
@@ -161,10 +175,9 @@ impl Implementation for Driven {
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let ready = self.ready(spec, Given::of(spec, &problem)?, devices)?;
         let arrays = ready.upload(&problem)?;
+        let results = ready.step(&arrays)?;
         // The gradient takes the place of the logits.
-        let room = problem.logits;
-        let done = ready.step(arrays)?;
-        Ok(done.outcome(room)?.into())
+        Ok(arrays.outcome(results, problem.logits)?.into())
     }
 
     fn prepare<'s>(
@@ -200,7 +213,8 @@ impl DrivenLogp {
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
         let ready = self.driven.ready(spec, Given::of(spec, problem)?, 1)?;
         let arrays = ready.upload(problem)?;
-        let (statistics, _) = arrays.statistics(&ready.kernels[0])?;
+        arrays.first_call(&ready.kernels[0]).launch()?;
+        let statistics = floats(&arrays.results)?;
         Ok(arrays.frame.logp_and_entropy_of_all(&arrays.frame.softmaxes(&statistics)))
     }
 }
@@ -212,8 +226,8 @@ struct Ready<'s> {
     kernels: Vec<Loaded>,
     loss: Shaped<'s>,
     given: Given,
-    /// What the kernels of the last step took.
-    took: Mutex<Option<Duration>>,
+    /// Bytes of copies of logits that are on the device so that steps can be restored from them.
+    held_bytes: AtomicUsize,
 }
 
 /// A problem on the device.
@@ -228,10 +242,13 @@ struct Arrays<'s> {
     scales: Option<Memory>,
 }
 
-/// A step that was made: the gradient lies where the logits did.
-struct Done {
-    results: Results,
-    dlogits: Memory,
+/// A problem on the device that is restored there.
+struct HeldArrays<'p> {
+    ready: &'p Ready<'p>,
+    /// After a step the gradient is where the logits were.
+    arrays: Rc<Arrays<'p>>,
+    /// The logits, which no kernel writes over.
+    copy: Memory,
 }
 
 fn bytes_of(logits: &FloatArray<Ix3>) -> Cow<'_, [u8]> {
@@ -309,26 +326,38 @@ impl<'s> Ready<'s> {
         Ok(Arrays { frame, logits, inputs, results, scales: scales.transpose()? })
     }
 
-    fn step(&self, arrays: Arrays) -> Result<Done, CudaError> {
-        let (results, took) = match &self.kernels[..] {
-            [one] => {
-                let took = arrays.launch_first(one)?;
-                (arrays.frame.results(&arrays.frame.graded_by_kernel(&floats(&arrays.results)?)), took)
-            }
-            [first, second] => {
-                let (statistics, took) = arrays.statistics(first)?;
-                let softmaxes = arrays.frame.softmaxes(&statistics);
-                let graded = arrays.frame.graded(&softmaxes);
-                let scales = arrays.scales.as_ref().expect("there is room where there are two kernels");
-                scales.write(bytemuck::cast_slice(&arrays.frame.scales(&softmaxes, &graded)))?;
-                let mut inputs = arrays.of_first(second);
-                inputs.push(scales);
-                (arrays.frame.results(&graded), took + second.launch(&inputs, &[])?)
-            }
-            _ => unreachable!("one kernel or two"),
-        };
-        *self.took.lock().unwrap_or_else(PoisonError::into_inner) = Some(took);
-        Ok(Done { results, dlogits: arrays.logits })
+    /// Makes a step, after which the gradient is where the logits were.
+    fn step(&self, arrays: &Arrays) -> Result<Results, CudaError> {
+        arrays.first_call(&self.kernels[0]).launch()?;
+        let (results, scales) = self.after_first(arrays)?;
+        if let (Some(second), Some(to)) = (self.kernels.get(1), &arrays.scales) {
+            to.write(bytemuck::cast_slice(&scales))?;
+            arrays.second_call(second).launch()?;
+        }
+        Ok(results)
+    }
+
+    /// What the first kernel's numbers come to, and the scales for the second one where there is one.
+    fn after_first(&self, arrays: &Arrays) -> Result<(Results, Vec<f32>), CudaError> {
+        let (frame, numbers) = (&arrays.frame, floats(&arrays.results)?);
+        if self.kernels.len() == 1 {
+            return Ok((frame.results(&frame.graded_by_kernel(&numbers)), Vec::new()));
+        }
+        let softmaxes = frame.softmaxes(&numbers);
+        let graded = frame.graded(&softmaxes);
+        Ok((frame.results(&graded), frame.scales(&softmaxes, &graded)))
+    }
+
+    /// A step on arrays that are there, whose answer is fetched from them.
+    fn step_on<'p>(&'p self, arrays: Rc<Arrays<'p>>) -> Step<'p> {
+        Box::new(move || {
+            let results = self.step(&arrays)?;
+            let answer: Answer<'p> = Box::new(move || {
+                let Given { shape: Shape { batch, tokens, vocab }, dtype, .. } = self.given;
+                Ok(arrays.outcome(results, FloatArray::zeros((batch, tokens, vocab), dtype))?.into())
+            });
+            Ok(answer)
+        })
     }
 }
 
@@ -342,38 +371,110 @@ impl Arrays<'_> {
         kernel.kernel().inputs().filter_map(|parameter| named(&parameter.name)).collect()
     }
 
-    fn launch_first(&self, kernel: &Loaded) -> Result<Duration, CudaError> {
-        kernel.launch(&self.of_first(kernel), &[&self.results])
+    fn first_call<'a>(&'a self, kernel: &'a Loaded) -> KernelCall<'a> {
+        KernelCall { kernel, inputs: self.of_first(kernel), outputs: vec![&self.results] }
     }
 
-    /// What the statistics kernel makes of the logits.
-    fn statistics(&self, kernel: &Loaded) -> Result<(Vec<f32>, Duration), CudaError> {
-        let took = self.launch_first(kernel)?;
-        Ok((floats(&self.results)?, took))
+    fn second_call<'a>(&'a self, kernel: &'a Loaded) -> KernelCall<'a> {
+        let scales = self.scales.as_ref().expect("there is room where there are two kernels");
+        let inputs = self.of_first(kernel).into_iter().chain([scales]).collect();
+        KernelCall { kernel, inputs, outputs: vec![] }
+    }
+
+    /// The results of a step with its gradient, which is read into `room`.
+    fn outcome(&self, results: Results, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
+        self.logits.read(bytes_of_mut(&mut room))?;
+        let Results { loss, logp, entropy, token_loss, metrics } = results;
+        Ok(Outcome { loss, logp, logp_of_others: None, entropy, token_loss, gradient: room, metrics })
     }
 }
 
-impl Done {
-    /// With the gradient in `room`.
-    fn outcome(self, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
-        self.dlogits.read(bytes_of_mut(&mut room))?;
-        let Results { loss, logp, entropy, token_loss, metrics } = self.results;
-        Ok(Outcome { loss, logp, logp_of_others: None, entropy, token_loss, gradient: room, metrics })
+impl Drop for HeldArrays<'_> {
+    fn drop(&mut self) {
+        self.ready.held_bytes.fetch_sub(self.copy.bytes(), Ordering::Relaxed);
+    }
+}
+
+impl<'p> Held<'p> for HeldArrays<'p> {
+    fn load(&self) -> Result<Step<'p>, RunError> {
+        self.arrays.logits.copy_from(&self.copy)?;
+        Ok(self.ready.step_on(Rc::clone(&self.arrays)))
+    }
+
+    fn time_kernels(&self, judged: &Candidate, launches: usize) -> Result<KernelTimings, RunError> {
+        let Self { ready, arrays, copy } = self;
+        // The scales between two kernels are those of a whole step, and stay: the same logits have the same.
+        arrays.logits.copy_from(copy)?;
+        ready.step(arrays)?;
+        let calls = match &ready.kernels[..] {
+            [one] => vec![arrays.first_call(one)],
+            [first, second] => vec![arrays.first_call(first), arrays.second_call(second)],
+            _ => unreachable!("one kernel or two"),
+        };
+        let replayed = ready.context.replay((copy, &arrays.logits), &calls, WARMUP_LAUNCHES, launches)?;
+        let (results, _) = ready.after_first(arrays)?;
+        self.expect_same(judged, &results, launches)?;
+        let kernels = ready.kernels.iter().zip(replayed.kernels);
+        let kernels = kernels.map(|(kernel, took)| KernelTiming { kernel: kernel.assembled().clone(), took });
+        Ok(KernelTimings { kernels: kernels.collect(), copies: replayed.copies, copied_bytes: copy.bytes() })
+    }
+}
+
+impl HeldArrays<'_> {
+    /// Checks that what is on the device, and what follows from it, is the answer that was judged, bit for bit.
+    fn expect_same(&self, judged: &Candidate, results: &Results, launches: usize) -> Result<(), CudaError> {
+        let expect = |array, differing: usize, all: usize| {
+            if differing == 0 {
+                return Ok(());
+            }
+            Err(CudaError::Differs { kernel: self.ready.id.clone(), array, differing, all, launches })
+        };
+        let of_tokens = [
+            ("logp", &judged.logp, &results.logp),
+            ("entropy", &judged.entropy, &results.entropy),
+            ("token_loss", &judged.token_loss, &results.token_loss),
+        ];
+        let Shape { batch, tokens, .. } = self.ready.given.shape;
+        for (array, judged, given) in of_tokens {
+            let judged = judged.as_ref().expect("a step gives it");
+            expect(array, numbers_that_differ(judged, given), batch * tokens)?;
+        }
+        // A part at a time: this machine need not hold a second gradient.
+        let (judged, size) = (bytes_of(&judged.gradient), self.ready.given.dtype.size());
+        let mut part = vec![0; COMPARED_BYTES.min(judged.len())];
+        let mut differing = 0;
+        for (place, judged) in judged.chunks(COMPARED_BYTES).enumerate() {
+            let given = &mut part[..judged.len()];
+            self.arrays.logits.read_from(place * COMPARED_BYTES, given)?;
+            let numbers = given.chunks(size).zip(judged.chunks(size));
+            differing += if given == judged { 0 } else { numbers.filter(|(given, judged)| given != judged).count() };
+        }
+        expect("dlogits", differing, judged.len() / size)
+    }
+}
+
+/// Numbers of two arrays of f32 whose bits differ.
+fn numbers_that_differ(a: &FloatArray<Ix2>, b: &FloatArray<Ix2>) -> usize {
+    match (a, b) {
+        (FloatArray::F32(a), FloatArray::F32(b)) => a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count(),
+        _ => unreachable!("what there is of each token is f32"),
     }
 }
 
 impl Prepared for Ready<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
         self.given.expect(self.loss.spec, problem)?;
+        Ok(self.step_on(Rc::new(self.upload(problem)?)))
+    }
+
+    fn hold<'p>(&'p self, problem: &'p Problem) -> Result<Option<Box<dyn Held<'p> + 'p>>, RunError> {
+        self.given.expect(self.loss.spec, problem)?;
         let arrays = self.upload(problem)?;
-        Ok(Box::new(move || {
-            let done = self.step(arrays)?;
-            let answer: Answer<'p> = Box::new(move || {
-                let Given { shape: Shape { batch, tokens, vocab }, dtype, .. } = self.given;
-                Ok(done.outcome(FloatArray::zeros((batch, tokens, vocab), dtype))?.into())
-            });
-            Ok(answer)
-        }))
+        let copy =
+            self.context.allocate("a copy of the logits, from which steps are restored", arrays.logits.bytes())?;
+        copy.copy_from(&arrays.logits)?;
+        self.held_bytes.fetch_add(copy.bytes(), Ordering::Relaxed);
+        Ok(Some(Box::new(HeldArrays { ready: self, arrays: Rc::new(arrays), copy })))
     }
 
     /// What is known of the tokens.
@@ -409,13 +510,11 @@ impl Prepared for Ready<'_> {
         })
     }
 
+    /// Without the copies that are held for a bench: a step has none.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
-        self.context.memory().map_err(|error| Unavailable { reason: error.to_string() })
-    }
-
-    fn kernel_time(&self) -> Result<Duration, Unavailable> {
-        let took = *self.took.lock().unwrap_or_else(PoisonError::into_inner);
-        took.ok_or_else(|| Unavailable { reason: format!("{} has made no step yet", self.id) })
+        let seen = self.context.memory().map_err(|error| Unavailable { reason: error.to_string() })?;
+        let held = self.held_bytes.load(Ordering::Relaxed) as i64;
+        Ok(DeviceMemory { bytes_in_use: seen.bytes_in_use - held, ..seen })
     }
 
     fn runs_on(&self) -> Option<RunsOn> {

@@ -1,6 +1,6 @@
 //! Times and memory of one implementation on this machine: results of `assay bench`.
 
-use assay_schema::bench::Bench;
+use assay_schema::bench::{Bench, BenchKernel};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, milliseconds, ran, shape, short};
@@ -41,6 +41,38 @@ fn device_rate(bench: &Bench) -> String {
     format!("{} GB/s{from}", short(rate))
 }
 
+/// A line for each kernel that was timed alone.
+fn kernels(kernels: &[BenchKernel]) -> Markup {
+    let known = |figure: Option<u32>| figure.map_or("–".to_string(), |figure| figure.to_string());
+    html! {
+        h3 { "Kernels" }
+        p { "As the GPU's driver has assembled them. Local memory is where registers are spilled to." }
+        div.scroll { table {
+            thead { tr {
+                @for head in [
+                    "kernel", "median", "fastest", "registers", "local bytes", "static shared bytes", "dynamic shared bytes",
+                    "architecture", "CTAs a multiprocessor", "clusters",
+                ] { th { (head) } }
+            } }
+            tbody { @for kernel in kernels {
+                @let assembled = &kernel.assembled;
+                tr {
+                    th { (clipped(&kernel.name)) }
+                    td.number { (milliseconds(kernel.s_p50 * 1e3)) }
+                    td.number { (milliseconds(kernel.s_min * 1e3)) }
+                    td.number { (known(assembled.registers)) }
+                    td.number { (known(assembled.local_bytes)) }
+                    td.number { (known(assembled.static_shared_bytes)) }
+                    td.number { (assembled.dynamic_shared_bytes) }
+                    td.number { (assembled.binary_version.map_or("–".into(), |version| format!("sm_{version}"))) }
+                    td.number { (known(assembled.ctas_a_multiprocessor)) }
+                    td.number { (known(assembled.clusters)) }
+                }
+            } }
+        } }
+    }
+}
+
 impl Part for Bench {
     fn passed(&self) -> Option<bool> {
         None
@@ -54,23 +86,24 @@ impl Part for Bench {
 
     fn body(&self) -> Markup {
         let seconds = |s: f64| milliseconds(s * 1e3);
+        let rate = |rate: f64| format!("{} GB/s", short(rate));
+        let percent = |share: f64| format!("{} %", short(100.0 * share));
         let rows = [
             ("median step", seconds(self.step_s_p50)),
             ("90th percentile", seconds(self.step_s_p90)),
             ("fastest and slowest", format!("{} and {}", seconds(self.step_s_min), seconds(self.step_s_max))),
             ("first call", seconds(self.first_call_s)),
             ("steps timed", self.steps.to_string()),
-            (
-                "logits read and dlogits written",
-                self.gb_per_s.map_or("–".into(), |rate| format!("{} GB/s", short(rate))),
-            ),
+            ("logits read and dlogits written", self.gb_per_s.map_or("–".into(), rate)),
             ("device", self.device.as_deref().map_or("–".into(), clipped)),
             ("kernels alone, by the device's clock", self.kernel_s_p50.map_or("–".into(), seconds)),
+            ("their fastest launch", self.kernel_s_min.map_or("–".into(), seconds)),
+            ("launches timed", self.kernel_launches.map_or("–".into(), |launches| launches.to_string())),
+            ("by them logits read and dlogits written", self.kernel_gb_per_s.map_or("–".into(), rate)),
+            ("by a copy on the device, between them", self.device_copy_gb_per_s.map_or("–".into(), rate)),
+            ("of the copy's rate is reached", self.device_copy_share.map_or("–".into(), percent)),
             ("the device's memory gives at most", device_rate(self)),
-            (
-                "of which is reached",
-                self.device_share.map_or("–".into(), |share| format!("{} %", short(100.0 * share))),
-            ),
+            ("of which is reached", self.device_share.map_or("–".into(), percent)),
             ("threads", self.threads.to_string()),
             ("instruction set", self.isa.as_deref().map_or("–".into(), clipped)),
         ];
@@ -89,6 +122,7 @@ impl Part for Bench {
             div.scroll { table { tbody {
                 @for (name, value) in &rows { tr { th { (name) } td.number { (value) } } }
             } } }
+            @if !self.kernels.is_empty() { (kernels(&self.kernels)) }
         }
     }
 }

@@ -59,9 +59,30 @@ pub struct Bench {
     /// What it ran on, where that is not this machine's cores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// The kernels' median alone, by the device's own clock: without what starts them, and without what lies between.
+    /// Launches of the step's kernels that were timed alone, back to back, each on the same logits, restored from a copy on the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel_launches: Option<usize>,
+    /// The kernels' median over these launches, by the device's own clock: without what starts them, and without what lies between.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_s_p50: Option<f64>,
+    /// The kernels' fastest launch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel_s_min: Option<f64>,
+    /// On logits: 10⁹ bytes a second over the kernels' median, of logits read once and dlogits written once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kernel_gb_per_s: Option<f64>,
+    /// The median of the copies between these launches, which restore the logits from the device's memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_copy_s_p50: Option<f64>,
+    /// 10⁹ bytes a second over that median, of bytes read and bytes written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_copy_gb_per_s: Option<f64>,
+    /// The share of the copy's rate that the kernels reach: `kernel_gb_per_s` over `device_copy_gb_per_s`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_copy_share: Option<f64>,
+    /// The kernels that were timed, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kernels: Vec<BenchKernel>,
     /// 10⁹ bytes a second that the device's memory gives at most.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_gb_per_s: Option<f64>,
@@ -104,6 +125,43 @@ pub struct Bench {
     /// Why a figure is `null`, by its key.
     #[serde(default)]
     pub why_null: BTreeMap<String, String>,
+}
+
+/// A kernel of a step, as a GPU's driver has assembled it; a figure that the driver does not say is `null`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelFigures {
+    /// Registers of a thread.
+    pub registers: Option<u32>,
+    /// Local memory of a thread, bytes: registers are spilled there.
+    pub local_bytes: Option<u32>,
+    /// Shared memory of a CTA that the kernel's text declares, bytes.
+    pub static_shared_bytes: Option<u32>,
+    /// Shared memory of a CTA that the launch gives, bytes.
+    pub dynamic_shared_bytes: u32,
+    /// The most threads that a CTA may have.
+    pub most_threads: Option<u32>,
+    /// The version of PTX that it was assembled from: 80 is 8.0.
+    pub ptx_version: Option<u32>,
+    /// The architecture that it was assembled for: 90 is sm_90.
+    pub binary_version: Option<u32>,
+    /// CTAs that have room on a multiprocessor together.
+    pub ctas_a_multiprocessor: Option<u32>,
+    /// Clusters that have room on the device together; `null` also where there are no clusters.
+    pub clusters: Option<u32>,
+}
+
+/// A kernel of a step: its times, and what the driver made of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BenchKernel {
+    /// The kernel's entry.
+    pub name: String,
+    /// Its median launch, seconds.
+    pub s_p50: f64,
+    /// Its fastest launch, seconds.
+    pub s_min: f64,
+    /// The driver's figures.
+    #[serde(flatten)]
+    pub assembled: KernelFigures,
 }
 
 /// The median step over that of each opponent, by the opponent's name. Each is written under a key of its own,

@@ -8,22 +8,27 @@
 // The C API. Each block gives its reason.
 #![allow(unsafe_code)]
 
+mod kernel;
 mod table;
+#[cfg(test)]
+mod tests;
+mod timing;
 
 use std::env;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use assay_core::memory::DeviceMemory;
-use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
+use assay_ptx::Target;
 use libloading::Library;
 
 use crate::error::CudaError;
-use table::{CLUSTER_DIMENSION, LaunchAttribute, LaunchConfig, Table};
+use table::Table;
+
+pub use kernel::{KernelCall, Loaded};
 
 /// Names a driver to use instead of the one that the loader finds.
 pub const DRIVER_VARIABLE: &str = "ASSAY_CUDA_DRIVER";
@@ -31,18 +36,12 @@ pub const DRIVER_VARIABLE: &str = "ASSAY_CUDA_DRIVER";
 /// What the loader looks for.
 const LIBRARY: &str = "libcuda.so.1";
 
-/// The oldest driver that takes PTX 8.0.
-const OLDEST: c_int = 12_000;
-
-/// Shared memory that a launch may have without asking for more, bytes.
-const PLAIN_SHARED: usize = 48 << 10;
-
-/// Bytes of what the assembler says.
-const LOG_BYTES: usize = 8192;
-
 // `CUresult`.
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
+const INVALID_CONTEXT: c_int = 201;
+const CONTEXT_IS_DESTROYED: c_int = 709;
+const STREAM_CAPTURE_IMPLICIT: c_int = 906;
 
 // `CUdevice_attribute`.
 const MEMORY_CLOCK_RATE: c_int = 36;
@@ -50,18 +49,12 @@ const MEMORY_BUS_WIDTH: c_int = 37;
 const CAPABILITY: [c_int; 2] = [75, 76];
 const SHARED_BYTES_A_CTA: c_int = 97;
 
-// `CUfunction_attribute`.
-const STATIC_SHARED_BYTES: c_int = 1;
-const DYNAMIC_SHARED_BYTES: c_int = 8;
-
-// `CUjit_option`.
-const ERROR_LOG: c_int = 5;
-const ERROR_LOG_BYTES: c_int = 6;
-
 /// A loaded driver.
 pub struct Driver {
     path: PathBuf,
     table: Table,
+    /// The newest CUDA that it is of, as CUDA counts versions: 12040 is 12.4.
+    version: c_int,
 }
 
 /// The drivers of this process.
@@ -92,21 +85,31 @@ impl Driver {
         let table = Table::of(&library).map_err(|symbol| CudaError::NotADriver { library: path.clone(), symbol })?;
         // The table outlives any owner.
         std::mem::forget(library);
-        let driver = Self { path, table };
+        let mut driver = Self { path, table, version: 0 };
         // SAFETY: it may be called at any time, and again.
         let status = unsafe { (driver.table.init)(0) };
         if status == NO_DEVICE {
             return Err(CudaError::NoDevice { library: driver.path });
         }
         driver.check(status, || "initialise the driver".into())?;
-        let given = driver.number("ask for the driver's version", |number| {
+        driver.version = driver.number("ask for the driver's version", |number| {
             // SAFETY: the number is alive over the call.
             unsafe { (driver.table.version)(number) }
         })?;
-        if given < OLDEST {
-            return Err(CudaError::Version { library: driver.path, given });
-        }
+        driver.expect_version(Target::Sm80)?;
         Ok(driver)
+    }
+
+    /// Checks that it takes texts that are written for `target`.
+    ///
+    /// # Errors
+    /// [`CudaError::Version`].
+    pub fn expect_version(&self, target: Target) -> Result<(), CudaError> {
+        let given = self.version;
+        if given >= target.least_cuda() {
+            return Ok(());
+        }
+        Err(CudaError::Version { library: self.path.clone(), given, target })
     }
 
     /// The library, as it was named.
@@ -114,8 +117,17 @@ impl Driver {
         &self.path
     }
 
-    /// An error in the driver's own words.
+    /// An error in the driver's own words, and what to do where it is known.
     fn failure(&self, status: c_int, what: impl FnOnce() -> String) -> CudaError {
+        let (what, [code, message]) = (what(), self.words(status));
+        match status {
+            INVALID_CONTEXT | CONTEXT_IS_DESTROYED => CudaError::Context { what, code, message },
+            _ => CudaError::Call { what, code, message },
+        }
+    }
+
+    /// The driver's name of an error, and its message.
+    fn words(&self, status: c_int) -> [String; 2] {
         let mut words = [ptr::null(); 2];
         let [code, message] = &mut words;
         // SAFETY: both pointers are alive over the calls; what they are set to is text that the driver keeps, or null.
@@ -123,14 +135,13 @@ impl Driver {
             (self.table.error_name)(status, code);
             (self.table.error_text)(status, message);
         }
-        let [code, message] = words.map(|text: *const c_char| {
+        words.map(|text: *const c_char| {
             if text.is_null() {
                 return format!("error {status}");
             }
             // SAFETY: not null: a text that ends in 0 and stays.
             unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-        });
-        CudaError::Call { what: what(), code, message }
+        })
     }
 
     fn check(&self, status: c_int, what: impl FnOnce() -> String) -> Result<(), CudaError> {
@@ -220,6 +231,11 @@ impl Device {
     /// `NVIDIA H100 80GB HBM3`
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The driver that has it.
+    pub fn driver(&self) -> &'static Driver {
+        self.driver
     }
 
     /// Compute capability: `(9, 0)` is `sm_90`.
@@ -323,6 +339,22 @@ impl Context {
         })
     }
 
+    /// Checks that what is enqueued on `stream` is run, and not captured into a graph, which a first use of `kernel` cannot be.
+    ///
+    /// # Errors
+    /// [`CudaError::Capturing`]; [`CudaError::Call`].
+    pub fn expect_no_capture(&self, stream: Stream, kernel: &str) -> Result<(), CudaError> {
+        let current = self.enter()?;
+        let mut capturing = 0;
+        // SAFETY: the stream is one of the context, and the number is alive over the call.
+        let status = unsafe { (current.driver.table.is_capturing)(stream.pointer(), &raw mut capturing) };
+        // The default stream may not even be asked while another is captured.
+        if status == STREAM_CAPTURE_IMPLICIT || (status == 0 && capturing != 0) {
+            return Err(CudaError::Capturing { kernel: kernel.into() });
+        }
+        current.driver.check(status, || "ask whether a stream is captured".into())
+    }
+
     /// `bytes` of memory, which hold anything; `what` they are for is said where there are not as many.
     ///
     /// # Errors
@@ -350,65 +382,6 @@ impl Context {
         let memory = self.allocate(what, bytes.len())?;
         memory.write(bytes)?;
         Ok(memory)
-    }
-
-    /// Has the driver assemble a kernel for the device.
-    ///
-    /// # Errors
-    /// [`CudaError::Refused`] with the assembler's words; [`CudaError::SharedMemory`]; [`CudaError::Call`].
-    pub fn load(self: &Arc<Self>, kernel: PtxKernel) -> Result<Loaded, CudaError> {
-        let current = self.enter()?;
-        let (driver, device) = (current.driver, &self.device.name);
-        let text = CString::new(kernel.text.as_str()).expect("PTX has no byte 0");
-        let entry = CString::new(kernel.name.as_str()).expect("a name has no byte 0");
-        let mut log = [0_u8; LOG_BYTES];
-        let mut options = [ERROR_LOG, ERROR_LOG_BYTES];
-        let mut values = [log.as_mut_ptr().cast(), ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
-        let mut module = ptr::null_mut();
-        // SAFETY: the text ends in 0; options and values are as many as is said, and they, the log and the handle are alive over the call.
-        let status = unsafe {
-            (driver.table.load)(
-                &raw mut module,
-                text.as_ptr().cast(),
-                options.len() as c_uint,
-                options.as_mut_ptr(),
-                values.as_mut_ptr(),
-            )
-        };
-        if status != 0 {
-            let CudaError::Call { code, message, .. } = driver.failure(status, String::new) else {
-                unreachable!("that is what it makes")
-            };
-            let said = CStr::from_bytes_until_nul(&log)
-                .map_or_else(|_| String::new(), |log| log.to_string_lossy().trim().into());
-            let log = if said.is_empty() { message } else { said };
-            return Err(CudaError::Refused { device: device.clone(), kernel: kernel.name, code, log });
-        }
-        // From here on it is unloaded whatever happens.
-        let mut loaded = Loaded { context: Arc::clone(self), module, function: ptr::null_mut(), kernel };
-        let what = || format!("find the kernel {}", loaded.kernel.name);
-        let function = driver.handle(what, |handle| {
-            // SAFETY: the name ends in 0, the module is loaded, and the handle is alive over the call.
-            unsafe { (driver.table.function)(handle, loaded.module, entry.as_ptr()) }
-        })?;
-        loaded.function = function;
-        let fixed = driver.number("ask for static shared memory", |number| {
-            // SAFETY: the number is alive over the call, the function one of a loaded module.
-            unsafe { (driver.table.function_attribute)(number, STATIC_SHARED_BYTES, function) }
-        })?;
-        let dynamic = loaded.kernel.shared_bytes;
-        let given = usize::try_from(fixed).unwrap_or(0) + dynamic as usize;
-        let most = self.device.shared_bytes_a_cta;
-        if given > most {
-            let (device, kernel) = (device.clone(), loaded.kernel.name.clone());
-            return Err(CudaError::SharedMemory { device, kernel, given, most });
-        }
-        if given > PLAIN_SHARED {
-            // SAFETY: the function is one of a loaded module.
-            let status = unsafe { (driver.table.set_attribute)(function, DYNAMIC_SHARED_BYTES, dynamic as c_int) };
-            driver.check(status, || format!("ask for {dynamic} bytes of dynamic shared memory"))?;
-        }
-        Ok(loaded)
     }
 }
 
@@ -456,9 +429,24 @@ impl Memory {
     /// [`CudaError::Call`].
     pub fn read(&self, bytes: &mut [u8]) -> Result<(), CudaError> {
         self.expect_bytes(bytes.len());
+        self.read_from(0, bytes)
+    }
+
+    /// Copies its bytes from `start` on to `bytes`, as many as these are.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    ///
+    /// # Panics
+    /// If it has not as many.
+    pub fn read_from(&self, start: usize, bytes: &mut [u8]) -> Result<(), CudaError> {
+        let end = start.checked_add(bytes.len());
+        assert!(end.is_some_and(|end| end <= self.bytes), "bytes of an array are within it");
         let current = self.context.enter()?;
-        // SAFETY: both sides hold as many bytes; the host's are written before the call returns.
-        let status = unsafe { (current.driver.table.to_host)(bytes.as_mut_ptr().cast(), self.address, bytes.len()) };
+        // SAFETY: both sides hold as many bytes, as was checked; the host's are written before the call returns.
+        let status = unsafe {
+            (current.driver.table.to_host)(bytes.as_mut_ptr().cast(), self.address + start as u64, bytes.len())
+        };
         current.driver.check(status, || format!("copy {} bytes from the device", bytes.len()))
     }
 }
@@ -496,192 +484,13 @@ impl Stream {
     pub unsafe fn new(handle: usize) -> Self {
         Self { handle }
     }
-}
 
-/// A kernel that the driver has assembled.
-pub struct Loaded {
-    context: Arc<Context>,
-    module: *mut c_void,
-    function: *mut c_void,
-    kernel: PtxKernel,
-}
-
-// SAFETY: modules and functions may be used from any thread that the context is current on.
-unsafe impl Send for Loaded {}
-// SAFETY: as above.
-unsafe impl Sync for Loaded {}
-
-impl Drop for Loaded {
-    fn drop(&mut self) {
-        if let Ok(current) = self.context.enter() {
-            // SAFETY: it was loaded in this context, and is unloaded once. Its launches have been waited for.
-            unsafe { (current.driver.table.unload)(self.module) };
-        }
-    }
-}
-
-impl Loaded {
-    /// What it is.
-    pub fn kernel(&self) -> &PtxKernel {
-        &self.kernel
+    /// The default stream of the context that is current.
+    fn default_one() -> Self {
+        Self { handle: 0 }
     }
 
-    /// Launches it on `inputs` and on `outputs` that lie over none of them, in order, and waits until it is done; says how long it ran
-    /// by the device's own clock.
-    ///
-    /// # Errors
-    /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
-    pub fn launch(&self, inputs: &[&Memory], outputs: &[&Memory]) -> Result<Duration, CudaError> {
-        let addresses = self.addresses(inputs, outputs)?;
-        let current = self.context.enter()?;
-        let (driver, name) = (current.driver, &self.kernel.name);
-        let [before, after] = [Event::new(driver)?, Event::new(driver)?];
-        before.record()?;
-        // SAFETY: the arrays are as large as the kernel reads and writes and are alive until the launch has been waited for; 0 is the
-        // default stream.
-        unsafe { self.call(&current, self.kernel.grid, 0, addresses) }?;
-        after.record()?;
-        after.wait(name)?;
-        after.since(&before)
-    }
-
-    /// Launches a kernel that was written for one row on `rows` of them, on arrays that are lent under the parameters' names, and returns
-    /// before it is done: what goes wrong on the device is said to whoever waits for it. An array of the shape `[1, 1, …]` is then of
-    /// `[1, rows, …]`; one that lies over another may have a place of its own.
-    ///
-    /// # Errors
-    /// [`CudaError::Rows`]; [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
-    ///
-    /// # Panics
-    /// Where no array of a parameter's name is lent.
-    pub fn enqueue(&self, rows: usize, stream: Stream, lent: &[(&str, Lent)]) -> Result<(), CudaError> {
-        let PtxKernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
-        let most = c_int::MAX as usize / *of_row as usize;
-        if rows > most {
-            return Err(CudaError::Rows { kernel: name.clone(), given: rows, most });
-        }
-        let arrays = parameters.iter().map(|parameter| {
-            let Some((_, array)) = lent.iter().find(|(name, _)| *name == parameter.name) else {
-                panic!("{name} is given no {}", parameter.name);
-            };
-            let by_row = matches!(parameter.shape[..], [1, 1, _]);
-            self.expect(parameter, parameter.bytes() * if by_row { rows } else { 1 }, *array)?;
-            Ok(array.address)
-        });
-        let addresses = arrays.collect::<Result<Vec<_>, CudaError>>()?;
-        let current = self.context.enter()?;
-        // SAFETY: the arrays were lent as large as the kernel reads and writes, and arrays and stream until it has run.
-        unsafe { self.call(&current, [*of_row * rows as u32, *y, *z], stream.handle, addresses) }
-    }
-
-    /// Launches it on the arrays that begin at these addresses.
-    ///
-    /// # Safety
-    /// There is one for each parameter, as large as the kernel reads and writes with so many CTAs, alive until that has run; `stream` is
-    /// the default stream, 0, or another of the context.
-    unsafe fn call(
-        &self,
-        current: &Current,
-        grid: [u32; 3],
-        stream: usize,
-        mut addresses: Vec<u64>,
-    ) -> Result<(), CudaError> {
-        let driver = current.driver;
-        let mut cluster = LaunchAttribute { id: CLUSTER_DIMENSION, padding: 0, value: [0; 16] };
-        cluster.value[..3].copy_from_slice(&[self.kernel.cluster, 1, 1]);
-        let config = LaunchConfig {
-            grid,
-            block: self.kernel.block,
-            shared_bytes: self.kernel.shared_bytes,
-            stream: ptr::without_provenance_mut(stream),
-            attributes: &raw mut cluster,
-            // Chips without clusters do not know the attribute.
-            attribute_count: c_uint::from(self.kernel.cluster > 1),
-        };
-        let mut arguments: Vec<*mut c_void> =
-            addresses.iter_mut().map(|address| ptr::from_mut(address).cast()).collect();
-        let (launch, arguments) = (driver.table.launch, arguments.as_mut_ptr());
-        // SAFETY: the function is loaded; there is an argument for each of its parameters, to arrays that the caller vouches for;
-        // attribute and arguments are alive over the call.
-        let status = unsafe { launch(&raw const config, self.function, arguments, ptr::null_mut()) };
-        driver.check(status, || format!("launch {}", self.kernel.name))
-    }
-
-    /// Where the arrays of the parameters begin, after a check.
-    fn addresses(&self, inputs: &[&Memory], outputs: &[&Memory]) -> Result<Vec<u64>, CudaError> {
-        let kernel = &self.kernel;
-        let (mut inputs, mut outputs) = (inputs.iter(), outputs.iter());
-        let mut arrays: Vec<&Memory> = Vec::new();
-        for Parameter { role, .. } in &kernel.parameters {
-            arrays.push(match role {
-                Role::Input => inputs.next().expect("an array for each input"),
-                Role::Output { over: None } => outputs.next().expect("an array for each output"),
-                Role::Output { over: Some(input) } => arrays[*input],
-            });
-        }
-        assert!(inputs.next().is_none() && outputs.next().is_none(), "no more arrays than {} has", kernel.name);
-        for (&&Memory { address, bytes, .. }, parameter) in arrays.iter().zip(&kernel.parameters) {
-            self.expect(parameter, parameter.bytes(), Lent { address, bytes })?;
-        }
-        Ok(arrays.iter().map(|array| array.address).collect())
-    }
-
-    /// Checks that `array` has as many bytes as the kernel takes of a parameter, and begins where it may.
-    fn expect(&self, parameter: &Parameter, expected: usize, array: Lent) -> Result<(), CudaError> {
-        let (kernel, name) = (|| self.kernel.name.clone(), || parameter.name.clone());
-        if array.bytes != expected {
-            return Err(CudaError::Size { kernel: kernel(), array: name(), given: array.bytes, expected });
-        }
-        if !array.address.is_multiple_of(ALIGNMENT) {
-            return Err(CudaError::Misaligned { kernel: kernel(), array: name(), address: array.address });
-        }
-        Ok(())
-    }
-}
-
-/// A moment of the device's clock, in the current context.
-struct Event<'d> {
-    driver: &'d Driver,
-    handle: *mut c_void,
-}
-
-impl Drop for Event<'_> {
-    fn drop(&mut self) {
-        // SAFETY: it was created once; one that is still to come is freed when it has.
-        unsafe { (self.driver.table.destroy_event)(self.handle) };
-    }
-}
-
-impl<'d> Event<'d> {
-    fn new(driver: &'d Driver) -> Result<Self, CudaError> {
-        let handle = driver.handle(
-            || "create an event".into(),
-            |handle| {
-                // SAFETY: the handle is alive over the call, in a current context.
-                unsafe { (driver.table.create_event)(handle, 0) }
-            },
-        )?;
-        Ok(Self { driver, handle })
-    }
-
-    fn record(&self) -> Result<(), CudaError> {
-        // SAFETY: the event is alive; null is the default stream.
-        let status = unsafe { (self.driver.table.record)(self.handle, ptr::null_mut()) };
-        self.driver.check(status, || "record an event".into())
-    }
-
-    /// Until it has come. What went wrong on the device since is said here.
-    fn wait(&self, kernel: &str) -> Result<(), CudaError> {
-        // SAFETY: the event is alive and was recorded.
-        let status = unsafe { (self.driver.table.synchronize)(self.handle) };
-        self.driver.check(status, || format!("run {kernel}"))
-    }
-
-    fn since(&self, before: &Self) -> Result<Duration, CudaError> {
-        let mut milliseconds = 0.0;
-        // SAFETY: both events have come, and the number is alive over the call.
-        let status = unsafe { (self.driver.table.elapsed)(&raw mut milliseconds, before.handle, self.handle) };
-        self.driver.check(status, || "read the device's clock".into())?;
-        Ok(Duration::from_secs_f32(milliseconds.max(0.0) / 1e3))
+    fn pointer(self) -> *mut c_void {
+        ptr::without_provenance_mut(self.handle)
     }
 }

@@ -69,11 +69,15 @@ table! {
     free "cuMemFree_v2" (u64);
     to_device "cuMemcpyHtoD_v2" (u64, *const c_void, usize);
     to_host "cuMemcpyDtoH_v2" (*mut c_void, u64, usize);
+    copy "cuMemcpyDtoDAsync_v2" (u64, u64, usize, *mut c_void);
     load "cuModuleLoadDataEx" (*mut *mut c_void, *const c_void, c_uint, *mut c_int, *mut *mut c_void);
     unload "cuModuleUnload" (*mut c_void);
     function "cuModuleGetFunction" (*mut *mut c_void, *mut c_void, *const c_char);
     function_attribute "cuFuncGetAttribute" (*mut c_int, c_int, *mut c_void);
     set_attribute "cuFuncSetAttribute" (*mut c_void, c_int, c_int);
+    resident_ctas "cuOccupancyMaxActiveBlocksPerMultiprocessor" (*mut c_int, *mut c_void, c_int, usize);
+    resident_clusters "cuOccupancyMaxActiveClusters" (*mut c_int, *mut c_void, *const LaunchConfig);
+    is_capturing "cuStreamIsCapturing" (*mut c_void, *mut c_int);
     launch "cuLaunchKernelEx" (*const LaunchConfig, *mut c_void, *mut *mut c_void, *mut *mut c_void);
     create_event "cuEventCreate" (*mut *mut c_void, c_uint);
     destroy_event "cuEventDestroy_v2" (*mut c_void);

@@ -1,0 +1,353 @@
+//! Kernels: assembled by the driver, asked what became of them, and launched.
+
+use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use assay_core::implementation::AssembledKernel;
+use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
+
+use super::table::{CLUSTER_DIMENSION, LaunchAttribute, LaunchConfig};
+use super::timing::Event;
+use super::{Context, Current, Driver, Lent, Memory, Stream};
+use crate::error::CudaError;
+
+/// Shared memory that a launch may have without asking for more, bytes.
+const PLAIN_SHARED: usize = 48 << 10;
+
+/// Bytes of what the assembler says.
+const LOG_BYTES: usize = 8192;
+
+// `CUresult`.
+const INVALID_CLUSTER_SIZE: c_int = 912;
+
+// `CUfunction_attribute`.
+const MOST_THREADS: c_int = 0;
+const STATIC_SHARED_BYTES: c_int = 1;
+const LOCAL_BYTES: c_int = 3;
+const REGISTERS: c_int = 4;
+const PTX_VERSION: c_int = 5;
+const BINARY_VERSION: c_int = 6;
+const DYNAMIC_SHARED_BYTES: c_int = 8;
+const SHARED_CARVEOUT: c_int = 9;
+
+/// The share of a multiprocessor's cache that is to be shared memory, percent.
+const ALL_SHARED: c_int = 100;
+
+// `CUjit_option`.
+const ERROR_LOG: c_int = 5;
+const ERROR_LOG_BYTES: c_int = 6;
+
+/// A kernel that the driver has assembled.
+pub struct Loaded {
+    context: Arc<Context>,
+    module: *mut c_void,
+    function: *mut c_void,
+    kernel: PtxKernel,
+    assembled: AssembledKernel,
+}
+
+// SAFETY: modules and functions may be used from any thread that the context is current on.
+unsafe impl Send for Loaded {}
+// SAFETY: as above.
+unsafe impl Sync for Loaded {}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        if let Ok(current) = self.context.enter() {
+            // SAFETY: it was loaded in this context, and is unloaded once. Its launches have been waited for.
+            unsafe { (current.driver.table.unload)(self.module) };
+        }
+    }
+}
+
+/// A kernel and the arrays of one of its launches: `inputs`, and `outputs` that lie over none of them, each in order.
+pub struct KernelCall<'a> {
+    /// The kernel.
+    pub kernel: &'a Loaded,
+    /// The arrays that it reads.
+    pub inputs: Vec<&'a Memory>,
+    /// The arrays that it writes, without those that are inputs too.
+    pub outputs: Vec<&'a Memory>,
+}
+
+impl KernelCall<'_> {
+    /// Launches the kernel, and waits until it is done.
+    ///
+    /// # Errors
+    /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
+    pub fn launch(&self) -> Result<(), CudaError> {
+        let Self { kernel, inputs, outputs } = self;
+        let addresses = kernel.addresses(inputs, outputs)?;
+        let current = kernel.context.enter()?;
+        let done = Event::new(current.driver)?;
+        // SAFETY: the arrays are as large as the kernel reads and writes and are alive until the launch has been waited for.
+        unsafe { kernel.call(&current, kernel.kernel.grid, Stream::default_one(), addresses) }?;
+        done.record()?;
+        done.wait(&kernel.kernel.name)
+    }
+}
+
+impl Context {
+    /// Has the driver assemble a kernel for the device.
+    ///
+    /// # Errors
+    /// [`CudaError::Refused`] with the assembler's words; [`CudaError::SharedMemory`]; [`CudaError::NoRoom`]; [`CudaError::Call`].
+    pub fn load(self: &Arc<Self>, kernel: PtxKernel) -> Result<Loaded, CudaError> {
+        let current = self.enter()?;
+        let mut loaded = self.assemble(&current, kernel)?;
+        let name = CString::new(loaded.kernel.name.as_str()).expect("a name has no byte 0");
+        let what = || format!("find the kernel {}", loaded.kernel.name);
+        loaded.function = current.driver.handle(what, |handle| {
+            // SAFETY: the name ends in 0, the module is loaded, and the handle is alive over the call.
+            unsafe { (current.driver.table.function)(handle, loaded.module, name.as_ptr()) }
+        })?;
+        loaded.ask_for_shared_memory(&current)?;
+        loaded.assembled = loaded.answers(&current);
+        // On a part of a device there may be no group of multiprocessors that is large enough. Nothing is known where nobody says.
+        if loaded.assembled.clusters == Some(0) {
+            let PtxKernel { name, cluster, .. } = &loaded.kernel;
+            let shared = loaded.assembled.static_shared_bytes.unwrap_or(0) + loaded.kernel.shared_bytes;
+            let (device, kernel, cluster) = (self.device.name.clone(), name.clone(), *cluster);
+            return Err(CudaError::NoRoom { device, kernel, cluster, shared });
+        }
+        Ok(loaded)
+    }
+
+    /// The module of a kernel, whose function is still to be found.
+    fn assemble(self: &Arc<Self>, current: &Current, kernel: PtxKernel) -> Result<Loaded, CudaError> {
+        let driver = current.driver;
+        let text = CString::new(kernel.text.as_str()).expect("PTX has no byte 0");
+        let mut log = [0_u8; LOG_BYTES];
+        let mut options = [ERROR_LOG, ERROR_LOG_BYTES];
+        let mut values = [log.as_mut_ptr().cast(), ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
+        let mut module = ptr::null_mut();
+        // SAFETY: the text ends in 0; options and values are as many as is said, and they, the log and the handle are alive over the call.
+        let status = unsafe {
+            (driver.table.load)(
+                &raw mut module,
+                text.as_ptr().cast(),
+                options.len() as c_uint,
+                options.as_mut_ptr(),
+                values.as_mut_ptr(),
+            )
+        };
+        if status == super::INVALID_CONTEXT || status == super::CONTEXT_IS_DESTROYED {
+            return Err(driver.failure(status, || format!("load the kernel {}", kernel.name)));
+        }
+        if status != 0 {
+            let [code, message] = driver.words(status);
+            let said = CStr::from_bytes_until_nul(&log)
+                .map_or_else(|_| String::new(), |log| log.to_string_lossy().trim().into());
+            let log = if said.is_empty() { message } else { said };
+            return Err(CudaError::Refused { device: self.device.name.clone(), kernel: kernel.name, code, log });
+        }
+        let (context, function) = (Arc::clone(self), ptr::null_mut());
+        // From here on it is unloaded whatever happens.
+        Ok(Loaded { context, module, function, kernel, assembled: AssembledKernel::default() })
+    }
+}
+
+impl Loaded {
+    /// The kernel that was assembled.
+    pub fn kernel(&self) -> &PtxKernel {
+        &self.kernel
+    }
+
+    /// The driver's figures of it.
+    pub fn assembled(&self) -> &AssembledKernel {
+        &self.assembled
+    }
+
+    /// A figure of the function.
+    fn attribute(&self, driver: &Driver, which: c_int) -> Result<c_int, CudaError> {
+        driver.number(&format!("ask {} for attribute {which}", self.kernel.name), |number| {
+            // SAFETY: the number is alive over the call, the function one of a loaded module.
+            unsafe { (driver.table.function_attribute)(number, which, self.function) }
+        })
+    }
+
+    /// Asks for as much shared memory as the kernel has.
+    fn ask_for_shared_memory(&self, current: &Current) -> Result<(), CudaError> {
+        let (driver, device) = (current.driver, &self.context.device);
+        let fixed = self.attribute(driver, STATIC_SHARED_BYTES)?;
+        let dynamic = self.kernel.shared_bytes;
+        let given = usize::try_from(fixed).unwrap_or(0) + dynamic as usize;
+        let most = device.shared_bytes_a_cta;
+        if given > most {
+            let (device, kernel) = (device.name.clone(), self.kernel.name.clone());
+            return Err(CudaError::SharedMemory { device, kernel, given, most });
+        }
+        // SAFETY: the function is one of a loaded module.
+        let set = |which, value| unsafe { (driver.table.set_attribute)(self.function, which, value) };
+        if given > PLAIN_SHARED {
+            let status = set(DYNAMIC_SHARED_BYTES, dynamic as c_int);
+            driver.check(status, || format!("ask for {dynamic} bytes of dynamic shared memory"))?;
+        }
+        if dynamic > 0 {
+            // By itself the driver may leave so much to the cache that fewer CTAs have room together. A wish: none of it is needed.
+            let _ = set(SHARED_CARVEOUT, ALL_SHARED);
+        }
+        Ok(())
+    }
+
+    /// What the driver says of the function. A driver that does not know a question gives no answer to it.
+    fn answers(&self, current: &Current) -> AssembledKernel {
+        let driver = current.driver;
+        let PtxKernel { name, block: [x, y, z], cluster, shared_bytes, .. } = &self.kernel;
+        let known = |number: Result<c_int, CudaError>| number.ok().and_then(|number| u32::try_from(number).ok());
+        let of = |which| known(self.attribute(driver, which));
+        let ctas = driver.number("ask how many CTAs have room", |number| {
+            let (threads, dynamic) = ((x * y * z) as c_int, *shared_bytes as usize);
+            // SAFETY: the number is alive over the call, the function one of a loaded module.
+            unsafe { (driver.table.resident_ctas)(number, self.function, threads, dynamic) }
+        });
+        AssembledKernel {
+            name: name.clone(),
+            registers: of(REGISTERS),
+            local_bytes: of(LOCAL_BYTES),
+            static_shared_bytes: of(STATIC_SHARED_BYTES),
+            dynamic_shared_bytes: *shared_bytes,
+            most_threads: of(MOST_THREADS),
+            ptx_version: of(PTX_VERSION),
+            binary_version: of(BINARY_VERSION),
+            ctas_a_multiprocessor: known(ctas),
+            clusters: if *cluster > 1 { self.resident_clusters(driver) } else { None },
+        }
+    }
+
+    /// Clusters of the kernel that have room on the device together, if the driver says.
+    fn resident_clusters(&self, driver: &Driver) -> Option<u32> {
+        let mut cluster = self.cluster_attribute();
+        let config = self.config(self.kernel.grid, Stream::default_one(), &mut cluster);
+        let mut clusters = 0;
+        // SAFETY: the number, the configuration and its attribute are alive over the call, the function is one of a loaded module.
+        let status = unsafe { (driver.table.resident_clusters)(&raw mut clusters, self.function, &raw const config) };
+        match status {
+            0 => u32::try_from(clusters).ok(),
+            // That, too, says that there is no room for even one.
+            INVALID_CLUSTER_SIZE => Some(0),
+            _ => None,
+        }
+    }
+
+    fn cluster_attribute(&self) -> LaunchAttribute {
+        let mut cluster = LaunchAttribute { id: CLUSTER_DIMENSION, padding: 0, value: [0; 16] };
+        cluster.value[..3].copy_from_slice(&[self.kernel.cluster, 1, 1]);
+        cluster
+    }
+
+    fn config(&self, grid: [u32; 3], stream: Stream, cluster: &mut LaunchAttribute) -> LaunchConfig {
+        LaunchConfig {
+            grid,
+            block: self.kernel.block,
+            shared_bytes: self.kernel.shared_bytes,
+            stream: stream.pointer(),
+            attributes: ptr::from_mut(cluster),
+            // Chips without clusters do not know the attribute.
+            attribute_count: c_uint::from(self.kernel.cluster > 1),
+        }
+    }
+
+    /// Launches a kernel that was written for one row on `rows` of them, on arrays that are lent under the parameters' names, and returns
+    /// before it is done: what goes wrong on the device is said to whoever waits for it. An array of the shape `[1, 1, …]` is then of
+    /// `[1, rows, …]`; one that lies over another may have a place of its own, as far past a multiple of 16 bytes as the other.
+    ///
+    /// All that a stream that is being captured into a graph refuses was done when the kernel was loaded.
+    ///
+    /// # Errors
+    /// [`CudaError::Rows`]; [`CudaError::Misaligned`]; [`CudaError::Apart`]; [`CudaError::Size`]; [`CudaError::Call`].
+    ///
+    /// # Panics
+    /// Where no array of a parameter's name is lent.
+    pub fn enqueue(&self, rows: usize, stream: Stream, lent: &[(&str, Lent)]) -> Result<(), CudaError> {
+        let PtxKernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
+        let most = c_int::MAX as usize / *of_row as usize;
+        if rows > most {
+            return Err(CudaError::Rows { kernel: name.clone(), given: rows, most });
+        }
+        let arrays = parameters.iter().map(|parameter| {
+            let Some((_, array)) = lent.iter().find(|(name, _)| *name == parameter.name) else {
+                panic!("{name} is given no {}", parameter.name);
+            };
+            let by_row = matches!(parameter.shape[..], [1, 1, _]);
+            self.expect(parameter, parameter.bytes() * if by_row { rows } else { 1 }, *array)?;
+            Ok(array.address)
+        });
+        let addresses = arrays.collect::<Result<Vec<_>, CudaError>>()?;
+        self.expect_together(&addresses)?;
+        let current = self.context.enter()?;
+        // SAFETY: the arrays were lent as large as the kernel reads and writes, and arrays and stream until it has run.
+        unsafe { self.call(&current, [*of_row * rows as u32, *y, *z], stream, addresses) }
+    }
+
+    /// Launches it on the arrays that begin at these addresses.
+    ///
+    /// # Safety
+    /// There is one for each parameter, as large as the kernel reads and writes with so many CTAs, alive until that has run; `stream` is
+    /// the default stream, or another of the context.
+    pub(super) unsafe fn call(
+        &self,
+        current: &Current,
+        grid: [u32; 3],
+        stream: Stream,
+        mut addresses: Vec<u64>,
+    ) -> Result<(), CudaError> {
+        let driver = current.driver;
+        let mut cluster = self.cluster_attribute();
+        let config = self.config(grid, stream, &mut cluster);
+        let mut arguments: Vec<*mut c_void> =
+            addresses.iter_mut().map(|address| ptr::from_mut(address).cast()).collect();
+        let (launch, arguments) = (driver.table.launch, arguments.as_mut_ptr());
+        // SAFETY: the function is loaded; there is an argument for each of its parameters, to arrays that the caller vouches for;
+        // attribute and arguments are alive over the call.
+        let status = unsafe { launch(&raw const config, self.function, arguments, ptr::null_mut()) };
+        driver.check(status, || format!("launch {}", self.kernel.name))
+    }
+
+    /// Where the arrays of the parameters begin, after a check.
+    pub(super) fn addresses(&self, inputs: &[&Memory], outputs: &[&Memory]) -> Result<Vec<u64>, CudaError> {
+        let kernel = &self.kernel;
+        let (mut inputs, mut outputs) = (inputs.iter(), outputs.iter());
+        let mut arrays: Vec<&Memory> = Vec::new();
+        for Parameter { role, .. } in &kernel.parameters {
+            arrays.push(match role {
+                Role::Input => inputs.next().expect("an array for each input"),
+                Role::Output { over: None } => outputs.next().expect("an array for each output"),
+                Role::Output { over: Some(input) } => arrays[*input],
+            });
+        }
+        assert!(inputs.next().is_none() && outputs.next().is_none(), "no more arrays than {} has", kernel.name);
+        for (&&Memory { address, bytes, .. }, parameter) in arrays.iter().zip(&kernel.parameters) {
+            self.expect(parameter, parameter.bytes(), Lent { address, bytes })?;
+        }
+        Ok(arrays.iter().map(|array| array.address).collect())
+    }
+
+    /// Checks that `array` has as many bytes as the kernel takes of a parameter, and begins where it may.
+    fn expect(&self, parameter: &Parameter, expected: usize, array: Lent) -> Result<(), CudaError> {
+        let (kernel, name) = (|| self.kernel.name.clone(), || parameter.name.clone());
+        if array.bytes != expected {
+            return Err(CudaError::Size { kernel: kernel(), array: name(), given: array.bytes, expected });
+        }
+        let (address, alignment) = (array.address, parameter.alignment);
+        if !address.is_multiple_of(alignment) {
+            return Err(CudaError::Misaligned { kernel: kernel(), array: name(), address, alignment });
+        }
+        Ok(())
+    }
+
+    /// Checks that an output that may lie over an input begins as far past a multiple of [`ALIGNMENT`] as that: a kernel finds the blocks
+    /// of both by the input's address.
+    fn expect_together(&self, addresses: &[u64]) -> Result<(), CudaError> {
+        for (parameter, &address) in self.kernel.parameters.iter().zip(addresses) {
+            let Role::Output { over: Some(input) } = parameter.role else { continue };
+            let late = [addresses[input], address].map(|address| address % ALIGNMENT);
+            if late[0] != late[1] {
+                let arrays = [&self.kernel.parameters[input], parameter].map(|parameter| parameter.name.clone());
+                return Err(CudaError::Apart { kernel: self.kernel.name.clone(), arrays, late });
+            }
+        }
+        Ok(())
+    }
+}
