@@ -42,7 +42,7 @@ const ERROR_LOG_BYTES: c_int = 6;
 pub struct Loaded {
     context: Arc<Context>,
     module: *mut c_void,
-    function: *mut c_void,
+    pub(super) function: *mut c_void,
     kernel: PtxKernel,
     assembled: AssembledKernel,
 }
