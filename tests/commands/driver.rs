@@ -162,7 +162,7 @@ fn what_cannot_be_had_is_one_error_that_says_what_would_do() {
     }
 }
 
-/// A B200 is given the text for sm_100, with two f32 at a time, by a driver that takes it.
+/// A B200 is given the text for `sm_100`, with two f32 at a time, by a driver that takes it.
 #[test]
 fn b200_runs_its_own_text() {
     let spec = json!({"temperature": 0.7, "entropy_coef": 0.02});
@@ -330,6 +330,9 @@ fn bench_restores_logits_on_the_device() {
             (0, launches, launches * kernels),
             "{id}"
         );
+        // So it is of every step; one copy more made what all are restored from.
+        let all = |of: &str| names.iter().filter(|&&call| call == of).count();
+        assert_eq!(all("cuMemcpyDtoDAsync_v2"), 1 + all("cuLaunchKernelEx") / kernels, "{id}");
         assert!(["cuMemcpyHtoD_v2", "cuMemAlloc_v2"].iter().all(|call| count(call) == 0), "{id}: {timed:?}");
     }
 }

@@ -291,7 +291,7 @@ pub struct AssembledKernel {
     pub most_threads: Option<u32>,
     /// The version of PTX that it was assembled from: 80 is 8.0.
     pub ptx_version: Option<u32>,
-    /// The architecture that it was assembled for: 90 is sm_90.
+    /// The architecture that it was assembled for: 90 is `sm_90`.
     pub binary_version: Option<u32>,
     /// CTAs that have room on a multiprocessor together.
     pub ctas_a_multiprocessor: Option<u32>,
