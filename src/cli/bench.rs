@@ -215,7 +215,7 @@ fn add_kernels(table: &mut Table, figures: &schema::Bench) {
         let rows = [
             ("registers", known(assembled.registers)),
             ("local_bytes", known(assembled.local_bytes)),
-            ("static_shared_bytes", known(assembled.static_shared_bytes)),
+            ("static_shared_bytes", assembled.static_shared_bytes.to_string()),
             ("dynamic_shared_bytes", assembled.dynamic_shared_bytes.to_string()),
             ("most_threads", known(assembled.most_threads)),
             ("ptx_version", known(assembled.ptx_version)),

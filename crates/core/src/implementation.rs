@@ -284,7 +284,7 @@ pub struct AssembledKernel {
     /// Local memory of a thread, bytes: registers are spilled there.
     pub local_bytes: Option<u32>,
     /// Static shared memory of a CTA, bytes.
-    pub static_shared_bytes: Option<u32>,
+    pub static_shared_bytes: u32,
     /// Dynamic shared memory of a CTA, bytes.
     pub dynamic_shared_bytes: u32,
     /// The most threads that a CTA may have.

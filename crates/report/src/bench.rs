@@ -62,7 +62,7 @@ fn kernels(kernels: &[BenchKernel]) -> Markup {
                     td.number { (milliseconds(kernel.s_min * 1e3)) }
                     td.number { (known(assembled.registers)) }
                     td.number { (known(assembled.local_bytes)) }
-                    td.number { (known(assembled.static_shared_bytes)) }
+                    td.number { (assembled.static_shared_bytes) }
                     td.number { (assembled.dynamic_shared_bytes) }
                     td.number { (assembled.binary_version.map_or("–".into(), |version| format!("sm_{version}"))) }
                     td.number { (known(assembled.ctas_a_multiprocessor)) }

@@ -135,7 +135,7 @@ pub struct KernelFigures {
     /// Local memory of a thread, bytes: registers are spilled there.
     pub local_bytes: Option<u32>,
     /// Shared memory of a CTA that the kernel's text declares, bytes.
-    pub static_shared_bytes: Option<u32>,
+    pub static_shared_bytes: u32,
     /// Shared memory of a CTA that the launch gives, bytes.
     pub dynamic_shared_bytes: u32,
     /// The most threads that a CTA may have.

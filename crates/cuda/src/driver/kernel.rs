@@ -102,12 +102,12 @@ impl Context {
             // SAFETY: the name ends in 0, the module is loaded, and the handle is alive over the call.
             unsafe { (current.driver.table.function)(handle, loaded.module, name.as_ptr()) }
         })?;
-        loaded.ask_for_shared_memory(&current)?;
-        loaded.assembled = loaded.answers(&current);
+        let static_shared = loaded.ask_for_shared_memory(&current)?;
+        loaded.assembled = loaded.answers(&current, static_shared);
         // On a part of a device there may be no group of multiprocessors that is large enough. Nothing is known where nobody says.
         if loaded.assembled.clusters == Some(0) {
             let PtxKernel { name, cluster, .. } = &loaded.kernel;
-            let shared = loaded.assembled.static_shared_bytes.unwrap_or(0) + loaded.kernel.shared_bytes;
+            let shared = static_shared + loaded.kernel.shared_bytes;
             let (device, kernel, cluster) = (self.device.name.clone(), name.clone(), *cluster);
             return Err(CudaError::NoRoom { device, kernel, cluster, shared });
         }
@@ -167,12 +167,12 @@ impl Loaded {
         })
     }
 
-    /// Asks for as much shared memory as the kernel has.
-    fn ask_for_shared_memory(&self, current: &Current) -> Result<(), CudaError> {
+    /// Asks for as much shared memory as the kernel has, and returns how much of it is static, bytes.
+    fn ask_for_shared_memory(&self, current: &Current) -> Result<u32, CudaError> {
         let (driver, device) = (current.driver, &self.context.device);
-        let fixed = self.attribute(driver, STATIC_SHARED_BYTES)?;
+        let fixed = u32::try_from(self.attribute(driver, STATIC_SHARED_BYTES)?).unwrap_or(0);
         let dynamic = self.kernel.shared_bytes;
-        let given = usize::try_from(fixed).unwrap_or(0) + dynamic as usize;
+        let given = fixed as usize + dynamic as usize;
         let most = device.shared_bytes_a_cta;
         if given > most {
             let (device, kernel) = (device.name.clone(), self.kernel.name.clone());
@@ -188,11 +188,11 @@ impl Loaded {
             // By itself the driver may leave so much to the cache that fewer CTAs have room together. A wish: none of it is needed.
             let _ = set(SHARED_CARVEOUT, ALL_SHARED);
         }
-        Ok(())
+        Ok(fixed)
     }
 
     /// What the driver says of the function. A driver that does not know a question gives no answer to it.
-    fn answers(&self, current: &Current) -> AssembledKernel {
+    fn answers(&self, current: &Current, static_shared_bytes: u32) -> AssembledKernel {
         let driver = current.driver;
         let PtxKernel { name, block: [x, y, z], cluster, shared_bytes, .. } = &self.kernel;
         let known = |number: Result<c_int, CudaError>| number.ok().and_then(|number| u32::try_from(number).ok());
@@ -206,7 +206,7 @@ impl Loaded {
             name: name.clone(),
             registers: of(REGISTERS),
             local_bytes: of(LOCAL_BYTES),
-            static_shared_bytes: of(STATIC_SHARED_BYTES),
+            static_shared_bytes,
             dynamic_shared_bytes: *shared_bytes,
             most_threads: of(MOST_THREADS),
             ptx_version: of(PTX_VERSION),

@@ -16,7 +16,8 @@ use super::*;
 use crate::op::{Called, Gpu, Half};
 use crate::run::program;
 
-/// `cuLaunchKernel`
+/// The entry `cuLaunchKernel` of the C API.
+// SAFETY: who calls it keeps to what the Driver API Reference says of the function.
 type LaunchKernel = unsafe extern "C" fn(
     *mut c_void,
     c_uint,
