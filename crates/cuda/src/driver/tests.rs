@@ -275,3 +275,14 @@ fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
     assert!(gpu.enqueue(other).unwrap_err().to_string().contains("captured into a CUDA graph"));
     fake.take_back();
 }
+
+/// A framework's tensors on a B200 are given its own text, which this driver is too old for.
+#[test]
+fn b200_of_a_framework_needs_a_newer_driver() {
+    let _fake = Fake::new("devices=2,capability=9.0/10.0");
+    assert!(Gpu::at(0).is_ok());
+    let error = Gpu::at(1).err().unwrap().to_string();
+    for part in ["it is of CUDA 12.4", "expected 12.7 or newer", "PTX 8.6", "sm_100", "update the driver"] {
+        assert!(error.contains(part), "`{part}` not in: {error}");
+    }
+}
