@@ -12,103 +12,13 @@ use serde::Serialize;
 use crate::error;
 use crate::spec::Spec;
 use assay::problem::ProblemError;
-use assay::spec::{Averaging, LossSpec, RatioLevel, Reduction, Rows};
+use assay::spec::{Averaging, LossSpec, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::family::{Reach, expect_one_id, expect_plain_logits};
-use assay_algebra::objective::{Token, own_log_ratio, sum, token_loss, unless};
 use assay_algebra::softmax::Sums;
-use assay_algebra::structure::{Denominator, Input, Number, Numbers, Shaped, Structure, Temperature, Tokens};
+use assay_algebra::structure::{Denominator, Input, Number, Structure, Temperature, Tokens};
+use assay_algebra::tape::{Tape, token_losses};
 use assay_algebra::transform;
-
-/// One operation: its name, and the places of its operands in the list, or the text of a constant or of an input's name.
-#[derive(Serialize)]
-#[serde(untagged)]
-enum Operation {
-    Leaf(&'static str, String),
-    Of(&'static str, Vec<usize>),
-}
-
-/// The operations so far. Each value is the place of one.
-#[derive(Default, Serialize)]
-struct Tape {
-    operations: Vec<Operation>,
-    outputs: Vec<(&'static str, usize)>,
-}
-
-impl Tape {
-    fn push(&mut self, operation: Operation) -> usize {
-        self.operations.push(operation);
-        self.operations.len() - 1
-    }
-
-    fn of<const N: usize>(&mut self, name: &'static str, operands: [usize; N]) -> usize {
-        self.push(Operation::Of(name, operands.to_vec()))
-    }
-
-    fn input(&mut self, name: &str) -> usize {
-        self.push(Operation::Leaf("input", name.into()))
-    }
-
-    /// The sum over the unmasked tokens of each row, in the places of all its tokens.
-    fn row_sum(&mut self, value: usize) -> usize {
-        self.of("row_sum", [value])
-    }
-
-    fn output(&mut self, name: &'static str, value: usize) {
-        self.outputs.push((name, value));
-    }
-}
-
-impl Arithmetic for Tape {
-    type Value = usize;
-    type Truth = usize;
-
-    fn constant(&mut self, x: f64) -> usize {
-        self.push(Operation::Leaf("constant", x.to_string()))
-    }
-    fn add(&mut self, a: usize, b: usize) -> usize {
-        self.of("add", [a, b])
-    }
-    fn sub(&mut self, a: usize, b: usize) -> usize {
-        self.of("sub", [a, b])
-    }
-    fn mul(&mut self, a: usize, b: usize) -> usize {
-        self.of("mul", [a, b])
-    }
-    fn div(&mut self, a: usize, b: usize) -> usize {
-        self.of("div", [a, b])
-    }
-    fn neg(&mut self, a: usize) -> usize {
-        self.of("neg", [a])
-    }
-    fn exp(&mut self, a: usize) -> usize {
-        self.of("exp", [a])
-    }
-    fn exp_m1(&mut self, a: usize) -> usize {
-        self.of("exp_m1", [a])
-    }
-    fn ln(&mut self, a: usize) -> usize {
-        self.of("ln", [a])
-    }
-    fn ln_1p(&mut self, a: usize) -> usize {
-        self.of("ln_1p", [a])
-    }
-    fn less(&mut self, a: usize, b: usize) -> usize {
-        self.of("less", [a, b])
-    }
-    fn equal(&mut self, a: usize, b: usize) -> usize {
-        self.of("equal", [a, b])
-    }
-    fn and(&mut self, a: usize, b: usize) -> usize {
-        self.of("and", [a, b])
-    }
-    fn or(&mut self, a: usize, b: usize) -> usize {
-        self.of("or", [a, b])
-    }
-    fn select(&mut self, condition: usize, yes: usize, no: usize) -> usize {
-        self.of("select", [condition, yes, no])
-    }
-}
 
 /// What a term of the loss is divided by, as [`Denominator`] has it.
 #[derive(Serialize)]
@@ -192,7 +102,7 @@ impl Plan {
                 format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
             )
         })?;
-        let loss @ Shaped { structure, .. } = Shaped::of(spec);
+        let structure = Structure::of(spec);
         let number = |number: Number| number.of(spec, extents);
         let of_kernels = |which: Number| match around {
             Around::Device => f64::from(number(which) as f32),
@@ -237,7 +147,7 @@ impl Plan {
                 logp_inverse_temperature,
                 of_kernels(Number::InverseTemperature),
             ),
-            loss: token_losses(loss, extents),
+            loss: token_losses(structure, |tape, which| tape.constant(number(which))),
         })
     }
 }
@@ -267,7 +177,7 @@ fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_
         None => Some(on.input(Input::Rate.name())),
     };
     let of_logp = constant(on, of_logp);
-    let end = |on: &mut Tape, [others, weighted]: [&str; 2], inverse| {
+    let end = |on: &mut Tape, [others, weighted]: [&'static str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
         Sums { max, target_logit, others, weighted }.softmax(on, inverse)
     };
@@ -288,105 +198,5 @@ fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_
     on.output("others", of_logp.others);
     on.output("entropy_sum", of_entropy.sum);
     on.output("mean_gap", of_entropy.mean_gap);
-    std::mem::take(on)
-}
-
-/// With `c` the weights of the policy term, `x` the tokens' own log-ratios, `f` their losses and `n` the tokens of the row:
-///
-/// ```text
-/// token            w_t = x_t               G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
-/// sequence_token   w   = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
-/// sequence         w   = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
-/// sequence_product w   = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
-/// ```
-fn token_losses(Shaped { spec, structure }: Shaped, extents: [usize; 2]) -> Tape {
-    let on = &mut Tape::default();
-    let [logp, advantage, weight] = ["logp", "advantages", "weight"].map(|name| on.input(name));
-    let inputs: Vec<(Input, usize)> =
-        structure.inputs().into_iter().map(|input| (input, on.input(input.name()))).collect();
-    let input = |wanted: Input| inputs.iter().find(|(input, _)| *input == wanted).map(|(_, value)| *value);
-    let numbers: Vec<(Number, usize)> =
-        structure.numbers().into_iter().map(|number| (number, on.constant(number.of(spec, extents)))).collect();
-    let numbers = Numbers::new(numbers);
-    let old_logp = input(Input::OldLogp).unwrap_or(logp);
-    let own = own_log_ratio(on, structure, &numbers, [logp, old_logp, advantage]);
-    let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
-        let count = on.input("row_count");
-        on.add(count, numbers.get(Number::RatioEpsilon))
-    });
-    let over_count = |on: &mut Tape, sum: usize| count.map_or(sum, |count| on.div(sum, count));
-    let log_ratio = if structure.level == RatioLevel::Token {
-        own.value
-    } else {
-        let total = on.row_sum(own.value);
-        over_count(on, total)
-    };
-    let log_weight = input(Input::LogWeight).map(|of_sampler| {
-        let x = on.sub(logp, old_logp);
-        let [least, most] = [-20.0, 20.0].map(|bound| on.constant(bound));
-        let (below, above) = (on.less(x, least), on.less(most, x));
-        let x = on.select(below, least, x);
-        let x = on.select(above, most, x);
-        let of_tokens = on.row_sum(x);
-        on.add(of_tokens, of_sampler)
-    });
-    let on_policy = input(Input::Behaviour).map(|behaviour| {
-        let zero = on.constant(0.0);
-        let scored = on.equal(behaviour, behaviour);
-        let fallen = on.sub(behaviour, logp);
-        let fallen = on.select(scored, fallen, zero);
-        let (total, count) = (on.row_sum(fallen), on.input("row_count"));
-        let mean = on.div(total, count);
-        let threshold = numbers.get(Number::OffPolicyThreshold);
-        let (below, at) = (on.less(mean, threshold), on.equal(mean, threshold));
-        let near = on.or(below, at);
-        let (positive, idle) = (on.less(zero, advantage), on.equal(zero, advantage));
-        let gains = on.or(positive, idle);
-        on.or(gains, near)
-    });
-    let token = Token {
-        logp,
-        old_logp,
-        advantage,
-        log_ratio,
-        own,
-        ref_logp: input(Input::RefLogp),
-        rollout_logp: input(Input::RolloutLogp),
-        policy_weight: input(Input::PolicyWeight),
-        kl_weight: input(Input::KlWeight),
-        kl_share: structure.kl_share().then(|| on.input("kl_share")),
-        selected: input(Input::Selected),
-        log_weight,
-        on_policy,
-    };
-    let token = token_loss(on, structure, &numbers, &token);
-    let grad = match structure.level {
-        RatioLevel::Sequence | RatioLevel::SequenceProduct => {
-            let at_first_hand = token.by_logp.map(|slope| on.mul(weight, slope));
-            let through_ratio = token.by_log_ratio.map(|slope| {
-                let owed = on.mul(weight, slope);
-                let owed = on.row_sum(owed);
-                let owed = over_count(on, owed);
-                unless(on, own.held, owed)
-            });
-            sum(on, at_first_hand, through_ratio)
-        }
-        RatioLevel::SequenceToken => {
-            let slope = sum(on, token.by_logp, token.by_log_ratio);
-            on.mul(weight, slope)
-        }
-        RatioLevel::Token => {
-            let slope = token.grad(on, own);
-            on.mul(weight, slope)
-        }
-    };
-    on.output("token_loss", token.loss);
-    on.output("reduced", token.reduced);
-    on.output("ratio", token.ratio);
-    let kl = token.kl.unwrap_or_else(|| on.constant(0.0));
-    on.output("kl", kl);
-    on.output("clipped_low", token.clipped_low);
-    on.output("clipped_high", token.clipped_high);
-    on.output("grad_logp", grad);
     std::mem::take(on)
 }

@@ -10,4 +10,5 @@ pub mod reduction;
 pub mod rollout;
 pub mod softmax;
 pub mod structure;
+pub mod tape;
 pub mod transform;

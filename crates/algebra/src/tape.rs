@@ -1,0 +1,260 @@
+//! A token's loss written down as a list of operations on `[B,T]` arrays, for somebody else to compute: a framework, or the writer of a
+//! kernel that needs to know which operations a sum over a sequence waits for.
+//!
+//! ```text
+//! let tape = token_losses(structure, |tape, number| tape.constant(number.of(spec, extents)));
+//! logp, arrays of the batch, weights ─▶ tape ─▶ the loss of each token, its metrics, ∂loss/∂logp
+//! ```
+
+use serde::{Serialize, Serializer};
+
+use super::arithmetic::Arithmetic;
+use super::objective::{Token, own_log_ratio, sum, token_loss, unless};
+use super::structure::{Input, Number, Numbers, Structure};
+use assay_core::spec::RatioLevel;
+
+/// An operation whose operands are results of earlier operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "each is the method of `Arithmetic` of that name")]
+pub enum Operator {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Neg,
+    Exp,
+    ExpM1,
+    Ln,
+    #[serde(rename = "ln_1p")]
+    Ln1P,
+    Less,
+    Equal,
+    And,
+    Or,
+    Select,
+    /// The sum over the unmasked tokens of each sequence, in the places of all its tokens.
+    RowSum,
+}
+
+/// One entry of a [`Tape`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Operation {
+    /// The array of this name.
+    Input(&'static str),
+    /// A number.
+    Constant(f64),
+    /// An operator, applied to the results of the operations at these places of the tape.
+    Apply(Operator, Vec<usize>),
+}
+
+impl Serialize for Operation {
+    /// Writes `[name, operands]`: of an input its own name, of a constant its text.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Input(name) => ("input", name).serialize(serializer),
+            Self::Constant(number) => ("constant", number.to_string()).serialize(serializer),
+            Self::Apply(operator, operands) => (operator, operands).serialize(serializer),
+        }
+    }
+}
+
+/// A list of operations; an [`Arithmetic`] whose values are their places in it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Tape {
+    operations: Vec<Operation>,
+    outputs: Vec<(&'static str, usize)>,
+}
+
+impl Tape {
+    fn push(&mut self, operation: Operation) -> usize {
+        self.operations.push(operation);
+        self.operations.len() - 1
+    }
+
+    fn apply<const N: usize>(&mut self, operator: Operator, operands: [usize; N]) -> usize {
+        self.push(Operation::Apply(operator, operands.to_vec()))
+    }
+
+    /// Adds the array called `name`.
+    pub fn input(&mut self, name: &'static str) -> usize {
+        self.push(Operation::Input(name))
+    }
+
+    /// Adds the sum of `value` over the unmasked tokens of each sequence, in the places of all its tokens.
+    pub fn row_sum(&mut self, value: usize) -> usize {
+        self.apply(Operator::RowSum, [value])
+    }
+
+    /// Names `value` as a result.
+    pub fn output(&mut self, name: &'static str, value: usize) {
+        self.outputs.push((name, value));
+    }
+
+    /// All operations, in order: each comes after those that it reads.
+    pub fn operations(&self) -> &[Operation] {
+        &self.operations
+    }
+
+    /// The place of the result called `name`.
+    ///
+    /// # Panics
+    /// If the tape has no such result.
+    pub fn place_of(&self, name: &str) -> usize {
+        let found = self.outputs.iter().find(|(output, _)| *output == name);
+        found.unwrap_or_else(|| panic!("a tape has no result called `{name}`")).1
+    }
+}
+
+impl Arithmetic for Tape {
+    type Value = usize;
+    type Truth = usize;
+
+    fn constant(&mut self, x: f64) -> usize {
+        self.push(Operation::Constant(x))
+    }
+    fn add(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Add, [a, b])
+    }
+    fn sub(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Sub, [a, b])
+    }
+    fn mul(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Mul, [a, b])
+    }
+    fn div(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Div, [a, b])
+    }
+    fn neg(&mut self, a: usize) -> usize {
+        self.apply(Operator::Neg, [a])
+    }
+    fn exp(&mut self, a: usize) -> usize {
+        self.apply(Operator::Exp, [a])
+    }
+    fn exp_m1(&mut self, a: usize) -> usize {
+        self.apply(Operator::ExpM1, [a])
+    }
+    fn ln(&mut self, a: usize) -> usize {
+        self.apply(Operator::Ln, [a])
+    }
+    fn ln_1p(&mut self, a: usize) -> usize {
+        self.apply(Operator::Ln1P, [a])
+    }
+    fn less(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Less, [a, b])
+    }
+    fn equal(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Equal, [a, b])
+    }
+    fn and(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::And, [a, b])
+    }
+    fn or(&mut self, a: usize, b: usize) -> usize {
+        self.apply(Operator::Or, [a, b])
+    }
+    fn select(&mut self, condition: usize, yes: usize, no: usize) -> usize {
+        self.apply(Operator::Select, [condition, yes, no])
+    }
+}
+
+/// Writes down the losses of tokens, their metrics and their derivatives by logp, `number` giving the place of each number of the spec.
+///
+/// With `c` the weights of the policy term, `x` the tokens' own log-ratios, `f` their losses and `n` the tokens of the sequence:
+///
+/// ```text
+/// token            w_t = x_t               G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
+/// sequence_token   w   = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
+/// sequence         w   = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
+/// sequence_product w   = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
+/// ```
+pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, Number) -> usize) -> Tape {
+    let on = &mut Tape::default();
+    let [logp, advantage, weight] = ["logp", "advantages", "weight"].map(|name| on.input(name));
+    let inputs: Vec<(Input, usize)> =
+        structure.inputs().into_iter().map(|input| (input, on.input(input.name()))).collect();
+    let input = |wanted: Input| inputs.iter().find(|(input, _)| *input == wanted).map(|(_, value)| *value);
+    let numbers: Vec<(Number, usize)> =
+        structure.numbers().into_iter().map(|which| (which, number(on, which))).collect();
+    let numbers = Numbers::new(numbers);
+    let old_logp = input(Input::OldLogp).unwrap_or(logp);
+    let own = own_log_ratio(on, structure, &numbers, [logp, old_logp, advantage]);
+    let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
+        let count = on.input("row_count");
+        on.add(count, numbers.get(Number::RatioEpsilon))
+    });
+    let over_count = |on: &mut Tape, sum: usize| count.map_or(sum, |count| on.div(sum, count));
+    let log_ratio = if structure.level == RatioLevel::Token {
+        own.value
+    } else {
+        let total = on.row_sum(own.value);
+        over_count(on, total)
+    };
+    let log_weight = input(Input::LogWeight).map(|of_sampler| {
+        let x = on.sub(logp, old_logp);
+        let [least, most] = [-20.0, 20.0].map(|bound| on.constant(bound));
+        let (below, above) = (on.less(x, least), on.less(most, x));
+        let x = on.select(below, least, x);
+        let x = on.select(above, most, x);
+        let of_tokens = on.row_sum(x);
+        on.add(of_tokens, of_sampler)
+    });
+    let on_policy = input(Input::Behaviour).map(|behaviour| {
+        let zero = on.constant(0.0);
+        let scored = on.equal(behaviour, behaviour);
+        let fallen = on.sub(behaviour, logp);
+        let fallen = on.select(scored, fallen, zero);
+        let (total, count) = (on.row_sum(fallen), on.input("row_count"));
+        let mean = on.div(total, count);
+        let threshold = numbers.get(Number::OffPolicyThreshold);
+        let (below, at) = (on.less(mean, threshold), on.equal(mean, threshold));
+        let near = on.or(below, at);
+        let (positive, idle) = (on.less(zero, advantage), on.equal(zero, advantage));
+        let gains = on.or(positive, idle);
+        on.or(gains, near)
+    });
+    let token = Token {
+        logp,
+        old_logp,
+        advantage,
+        log_ratio,
+        own,
+        ref_logp: input(Input::RefLogp),
+        rollout_logp: input(Input::RolloutLogp),
+        policy_weight: input(Input::PolicyWeight),
+        kl_weight: input(Input::KlWeight),
+        kl_share: structure.kl_share().then(|| on.input("kl_share")),
+        selected: input(Input::Selected),
+        log_weight,
+        on_policy,
+    };
+    let token = token_loss(on, structure, &numbers, &token);
+    let grad = match structure.level {
+        RatioLevel::Sequence | RatioLevel::SequenceProduct => {
+            let at_first_hand = token.by_logp.map(|slope| on.mul(weight, slope));
+            let through_ratio = token.by_log_ratio.map(|slope| {
+                let owed = on.mul(weight, slope);
+                let owed = on.row_sum(owed);
+                let owed = over_count(on, owed);
+                unless(on, own.held, owed)
+            });
+            sum(on, at_first_hand, through_ratio)
+        }
+        RatioLevel::SequenceToken => {
+            let slope = sum(on, token.by_logp, token.by_log_ratio);
+            on.mul(weight, slope)
+        }
+        RatioLevel::Token => {
+            let slope = token.grad(on, own);
+            on.mul(weight, slope)
+        }
+    };
+    on.output("token_loss", token.loss);
+    on.output("reduced", token.reduced);
+    on.output("ratio", token.ratio);
+    let kl = token.kl.unwrap_or_else(|| on.constant(0.0));
+    on.output("kl", kl);
+    on.output("clipped_low", token.clipped_low);
+    on.output("clipped_high", token.clipped_high);
+    on.output("grad_logp", grad);
+    std::mem::take(on)
+}
