@@ -17,6 +17,13 @@ pub mod arrays {
     pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
 }
 
+/// The kernels of a framework's operation on a GPU, one after another on its arrays.
+pub mod operation {
+    pub use crate::gpu::batch::{BatchForm, BatchKernel, EXTENTS, METRICS, Per, batch_numbers};
+    pub use crate::gpu::cotangents::Cotangents;
+    pub use crate::gpu::operation::{OperationKernel, OperationText, takes_one_pass};
+}
+
 mod alternatives;
 mod baseline;
 mod device;

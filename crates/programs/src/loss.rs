@@ -388,7 +388,9 @@ impl LossProgram {
         let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
             Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
-            Core::GpuTwoPass => vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element)],
+            Core::GpuTwoPass => {
+                vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element, gpu::Factors::Scales)]
+            }
             Core::GpuLogp => vec![statistics()],
             _ => vec![],
         })

@@ -465,7 +465,8 @@ fn gradient(
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
     let (element, values) = (calls.dtype.into(), [&operands.values[..], &[scales]].concat());
     let dlogits = if let Some(target) = calls.ptx {
-        call_ptx(on, &gpu::two_pass::dlogits(target, structure, operands.local, element), &values)[0]
+        call_ptx(on, &gpu::two_pass::dlogits(target, structure, operands.local, element, gpu::Factors::Scales), &values)
+            [0]
     } else {
         let kernel = two_pass::dlogits(structure, operands.local, element, calls.machine);
         call(on, &kernel, calls, &values)[0]

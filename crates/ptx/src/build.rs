@@ -182,7 +182,12 @@ impl Builder {
 
     /// Adds an array that is written, and returns its address, a multiple of [`ALIGNMENT`].
     pub fn output(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
-        self.parameter(name, dtype, shape, ALIGNMENT, Role::Output { over: None })
+        self.output_aligned(ALIGNMENT, name, dtype, shape)
+    }
+
+    /// Adds an array that is written, and returns its address, aligned as that of [`input_aligned`](Self::input_aligned).
+    pub fn output_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+        self.parameter(name, dtype, shape, alignment, Role::Output { over: None })
     }
 
     /// An array that is written over the input called `over`.

@@ -3,7 +3,11 @@
 //! They are called with the arrays of the tile kernels of the same names, so that one frame holds both. What a CTA, a warp and a thread do is
 //! their own: there are no windows and no grid in sequence.
 
+pub(crate) mod batch;
+pub(crate) mod cotangents;
+mod losses;
 mod one_pass;
+pub(crate) mod operation;
 mod row;
 mod transform;
 pub(crate) mod two_pass;
@@ -12,6 +16,9 @@ use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{PtxKernel, Target};
 
+pub(crate) use cotangents::Cotangents;
+pub(crate) use cotangents::Factors;
+use one_pass::Returned;
 use row::{Cut, Logits};
 
 /// What does not fit.
@@ -47,7 +54,7 @@ fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: Target) -> Result<Cu
 /// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
 pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype, target: Target) -> PtxKernel {
     let Ok(cut) = cut(local, element, target) else { panic!("checked: it fits") };
-    one_pass::one_pass(structure, local, element, cut)
+    one_pass::one_pass(structure, local, element, cut, Returned::Results)
 }
 
 /// The same where `target` has clusters and a row fits one.
@@ -58,7 +65,7 @@ pub(crate) fn one_pass_if(
     target: Target,
 ) -> Option<PtxKernel> {
     let cut = cut(local, element, target).ok().filter(|_| target >= Target::Sm90)?;
-    Some(one_pass::one_pass(structure, local, element, cut))
+    Some(one_pass::one_pass(structure, local, element, cut, Returned::Results))
 }
 
 /// Checks that a row of `[1,n,v]` logits has no more bytes than its offsets count.

@@ -26,9 +26,10 @@ use super::row::{Along, Block, Cut, Logits, Pair, Row, SCALAR, dot, exp, over_la
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
+use crate::two_pass::Statistic;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
-use assay_algebra::softmax::{Softmax, Sums};
+use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Number, Numbers, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
@@ -36,8 +37,16 @@ use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
 /// The kernel for `[1,n,v]` logits.
 ///
 /// Its arrays are those of the [tile kernel](crate::one_pass): ids `[n]` i32, numbers f32, logits, tokens `[1,n,width]` f32; dlogits over the
-/// logits and results `[1,n,8]` f32. Each [says](assay_ptx::Parameter::alignment) where it begins.
-pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, cut: Cut) -> PtxKernel {
+/// logits and results `[1,n,8]` f32. Each [says](assay_ptx::Parameter::alignment) where it begins. What it
+/// `returns` may be statistics in place of results, for a framework that has the loss from those; dlogits are then multiplied by one more
+/// input, `upstream` `[1]`, the cotangent of the loss that is likely.
+pub(crate) fn one_pass(
+    structure: Structure,
+    [_, n, v]: [usize; 3],
+    element: DeviceDtype,
+    cut: Cut,
+    returns: Returned,
+) -> PtxKernel {
     let mut on = Builder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);
@@ -50,8 +59,10 @@ pub(crate) fn one_pass(structure: Structure, [_, n, v]: [usize; 3], element: Dev
             let alignment = cut.logits.alignment_of_biases(v);
             on.input_aligned(alignment, "column_bias", DeviceDtype::F32, &[1, v])
         }),
+        upstream: (returns == Returned::Statistics)
+            .then(|| on.input_aligned(SCALAR, "upstream", DeviceDtype::F32, &[1])),
         dlogits: on.output_over("dlogits", "logits"),
-        results: on.output("results", DeviceDtype::F32, &[1, n, PER_TOKEN]),
+        returned: on.output(returns.name(), DeviceDtype::F32, &[1, n, PER_TOKEN]),
     };
     let sums = 2 * softmaxes(structure) as u32;
     let of_warps = 4 * cut.cluster * cut.warps();
@@ -81,6 +92,24 @@ const KEPT: u32 = 48;
 /// The same where an entropy bonus needs gaps beside them, of all softmaxes together.
 const KEPT_BESIDE_GAPS: u32 = 16;
 
+/// What the kernel returns of each token, `[1,n,8]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Returned {
+    /// Logp, entropy, loss and metrics.
+    Results,
+    /// The statistics of its row, as [`two_pass::statistics`](super::two_pass::statistics) returns them.
+    Statistics,
+}
+
+impl Returned {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Results => "results",
+            Self::Statistics => "statistics",
+        }
+    }
+}
+
 /// Softmaxes of a row.
 fn softmaxes(structure: Structure) -> usize {
     structure.gap_rates().len()
@@ -94,8 +123,11 @@ struct Arrays {
     tokens: Value<u64>,
     /// Of columns, where they differ in it.
     biases: Option<Value<u64>>,
+    /// A factor of all dlogits, where there is one.
+    upstream: Option<Value<u64>>,
     dlogits: Value<u64>,
-    results: Value<u64>,
+    /// Results or statistics of each token.
+    returned: Value<u64>,
 }
 
 /// Shared memory of a CTA.
@@ -200,7 +232,7 @@ impl Writer {
         let part = Row::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
         let results = {
             let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
-            on.add(self.arrays.results, offset)
+            on.add(self.arrays.returned, offset)
         };
         let hidden = on.not(counts);
         on.when(hidden, |on| {
@@ -475,21 +507,36 @@ impl Writer {
         kept
     }
 
-    /// What one softmax's sums come to.
-    fn softmax(
+    /// The sums of one softmax of the row.
+    fn sums(
         &self,
         on: &mut Builder,
         place: Place,
         which: u32,
         [max, target_logit]: [Value<f32>; 2],
         inverse: Option<Value<f32>>,
-    ) -> Softmax<Value<f32>> {
+    ) -> Sums<Value<f32>> {
         let add = |on: &mut Builder, a, b| on.add(a, b);
         let here = self.shared.sums;
         let others = self.gather(on, place, here, 2 * which, add);
         let weighted = self.gather(on, place, here, 2 * which + 1, add);
         let weighted = inverse.map_or(weighted, |inverse| on.mul(weighted, inverse));
-        Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+        Sums { max, target_logit, others, weighted }
+    }
+
+    /// The columns of the row's statistics, from the sums of the softmax that entropy is of and of that of logp.
+    fn statistics(&self, on: &mut Builder, [of_entropy, of_logp]: [Sums<Value<f32>>; 2]) -> [Value<f32>; PER_TOKEN] {
+        let mut columns = [Value::from(0.0); PER_TOKEN];
+        columns[Statistic::Max as usize] = of_entropy.max;
+        columns[Statistic::TargetLogit as usize] = of_entropy.target_logit;
+        let places = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
+        let softmaxes = softmaxes(self.structure);
+        for ([others, weighted], sums) in places.into_iter().zip([of_entropy, of_logp]).take(softmaxes) {
+            columns[others as usize] = sums.others;
+            // Statistics weigh by exponents of 2.
+            columns[weighted as usize] = on.mul(sums.weighted, -LOG2_E as f32);
+        }
+        columns
     }
 
     /// The token's results, and the third walk's [scales](Scales), by one warp.
@@ -507,8 +554,14 @@ impl Writer {
         let gap_scales = structure.gap_rates().into_iter();
         let gap_scales: Vec<_> = gap_scales.map(|rate| rate.map(|rate| self.rate(on, rate))).collect();
         let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
-        let entropy_softmax = self.softmax(on, place, 0, ends, tempered);
-        let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(on, place, 1, ends, gap_scales[1]) };
+        let entropy_sums = self.sums(on, place, 0, ends, tempered);
+        let entropy_softmax = entropy_sums.softmax(on, tempered);
+        let (logp_sums, logp_softmax) = if one_softmax {
+            (entropy_sums, entropy_softmax)
+        } else {
+            let sums = self.sums(on, place, 1, ends, gap_scales[1]);
+            (sums, sums.softmax(on, gap_scales[1]))
+        };
         let logp = logp_softmax.logp(on);
         let logp = match inverse {
             Some(inverse) if !one_softmax => on.mul(logp, inverse),
@@ -550,9 +603,15 @@ impl Writer {
         let first = first_of_row(on, place);
         // In the order of the columns.
         let columns = [logp, entropy, loss, ratio, kl.unwrap_or(zero), low, high, reduced];
+        let upstream = self.arrays.upstream.map(|upstream| on.load(Address::Global(upstream, 0)));
+        // Statistics in place of results go with the factor of a framework's loss.
+        let columns = if upstream.is_some() { self.statistics(on, [entropy_sums, logp_sums]) } else { columns };
         on.when(first, |on| give(on, results, columns));
 
+        let times_upstream =
+            |on: &mut Builder, factor: Value<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
         let weight = self.given(on, Given::Weight);
+        let weight = times_upstream(on, weight);
         let of_row = self.given_if(on, Given::EntropyFactor);
         let factor = on.mul(weight, grad);
         let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
@@ -563,6 +622,7 @@ impl Writer {
         let mut scales = Scales { policy, base: policy, slope: zero, target };
         if structure.entropy_bonus.is_some() {
             let factor = of_row.unwrap_or_else(|| self.number(on, Number::EntropyFactor));
+            let factor = times_upstream(on, factor);
             let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
             let factor = on.div(factor, entropy_softmax.sum);
             let minus = on.neg(factor);

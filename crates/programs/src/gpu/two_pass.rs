@@ -14,10 +14,11 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
+use super::cotangents::{Cotangents, Factors, SentArrays, TokenFactors};
 use super::row::{BLOCK, Logits, Pair, SCALAR, dot, exp, over_lanes, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
-use crate::two_pass::{Local, PER_TOKEN, Scale, Statistic, numbers};
+use crate::two_pass::{Local, PER_TOKEN, Statistic, numbers};
 use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
@@ -71,6 +72,29 @@ struct Place {
 }
 
 impl Stream {
+    /// Of row `row` of arrays of `vocab` columns, all of them real and none of them the target's.
+    fn new(
+        on: &mut Builder,
+        [thread, row]: [Value<u32>; 2],
+        arrays: Vec<Value<u64>>,
+        logits: Logits,
+        vocab: u32,
+    ) -> Self {
+        let bytes = vocab * logits.size();
+        let offset = on.mul_wide(row, bytes);
+        let mut starts: Vec<Value<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
+        let threads = bytes.div_ceil(BLOCK).next_power_of_two().clamp(32, THREADS);
+        let before = (!bytes.is_multiple_of(BLOCK)).then(|| {
+            let low = on.truncate(starts[0]);
+            on.bits_and(low, BLOCK - 1)
+        });
+        if let Some(before) = before {
+            let before = on.extend(before);
+            starts = starts.into_iter().map(|start| on.sub(start, before)).collect();
+        }
+        Self { logits, vocab, threads, thread, before, starts, real: vocab.into(), id: NOWHERE.into(), change: None }
+    }
+
     fn row_bytes(&self) -> u32 {
         self.vocab * self.logits.size()
     }
@@ -184,6 +208,20 @@ impl Stream {
         }
     }
 
+    /// Rounds a block of gradients and writes those that are the row's.
+    fn write(&self, on: &mut Builder, place: &Place, gradients: &[Pair]) {
+        let logits = self.logits;
+        let to = on.add(self.starts[1], place.offset);
+        let Some(inside) = &place.inside else {
+            let words = logits.pack_block(on, gradients);
+            on.store_all(Address::Global(to, 0), words);
+            return;
+        };
+        for ((&gradient, &inside), element) in gradients.as_flattened().iter().zip(inside).zip(0..) {
+            on.when(inside, |on| logits.store(on, Address::Global(to, element * logits.size()), gradient));
+        }
+    }
+
     /// Leaves what the logits become, −∞ outside the support and in columns of other rows.
     fn transform(&self, on: &mut Builder, part: &Part, place: &Place) -> Option<Changed> {
         let change = self.change?;
@@ -225,13 +263,20 @@ struct Given {
     scales: Vec<Value<f32>>,
 }
 
+/// The array of a row a token: what dlogits are made of, under this name, or the statistics that are written.
+#[derive(Clone, Copy)]
+enum PerToken {
+    Given(&'static str),
+    Returned,
+}
+
 fn begin(
     name: &str,
     target: Target,
     structure: Structure,
     Local { shape: [_, n, v], .. }: Local,
     element: DeviceDtype,
-    writes: bool,
+    per_token: PerToken,
 ) -> (Given, Value<u64>) {
     let mut on = Builder::new(name, target);
     let of_spec = numbers(structure);
@@ -248,11 +293,12 @@ fn begin(
         [of_columns, (SCALAR, "target_bias", vec![1, n, 1])]
             .map(|(alignment, name, shape)| on.input_aligned(alignment, name, DeviceDtype::F32, &shape))
     });
-    let (arrays, tokens) = if writes {
-        let scales = on.input_aligned(SCALAR, "scales", DeviceDtype::F32, &[1, n, PER_TOKEN]);
-        (vec![logits, on.output_over("dlogits", "logits")], scales)
-    } else {
-        (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN]))
+    let (arrays, tokens) = match per_token {
+        PerToken::Given(name) => {
+            let given = on.input_aligned(SCALAR, name, DeviceDtype::F32, &[1, n, PER_TOKEN]);
+            (vec![logits, on.output_over("dlogits", "logits")], given)
+        }
+        PerToken::Returned => (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN])),
     };
     let (thread, row) = (on.thread(), on.cta());
     let number = |on: &mut Builder, which: Number| -> Value<f32> {
@@ -285,26 +331,14 @@ fn begin(
     });
     let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
     let token = on.add(tokens, offset);
-    let (logits, vocab) = (of_logits, v as u32);
-    let offset = on.mul_wide(row, vocab * logits.size());
-    let mut starts: Vec<Value<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
-    let bytes = vocab * logits.size();
-    let threads = bytes.div_ceil(BLOCK).next_power_of_two().clamp(32, THREADS);
-    let aligned = bytes.is_multiple_of(BLOCK);
-    let before = (!aligned).then(|| {
-        let low = on.truncate(starts[0]);
-        on.bits_and(low, BLOCK - 1)
-    });
-    if let Some(before) = before {
-        let before = on.extend(before);
-        starts = starts.into_iter().map(|start| on.sub(start, before)).collect();
-    }
-    let biases = own.map(|(all, own)| Biases { all, own, aligned, vocab });
+    let vocab = v as u32;
+    let stream = Stream::new(&mut on, [thread, row], arrays, of_logits, vocab);
+    let biases = own.map(|(all, own)| Biases { all, own, aligned: stream.before.is_none(), vocab });
     let change = structure.transform.map(|transform| {
         let factor = number(&mut on, Number::LogitFactor);
         Change::new(transform, factor, biases)
     });
-    let stream = Stream { logits, vocab, threads, thread, before, starts, real, id, change };
+    let stream = Stream { real, id, change, ..stream };
     (Given { on, stream, scales }, token)
 }
 
@@ -332,7 +366,7 @@ fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weigh
 
 /// Called as the [tile kernel](crate::two_pass::statistics) is; returns `[1,n,8]` f32, see [`Statistic`].
 pub(crate) fn statistics(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> PtxKernel {
-    let begun = begin("grpo_statistics", target, structure, local, element, false);
+    let begun = begin("grpo_statistics", target, structure, local, element, PerToken::Returned);
     let (Given { on: mut builder, stream, scales }, results) = begun;
     let on = &mut builder;
     let max: Value<f32> = on.variable(f32::MIN);
@@ -439,27 +473,25 @@ impl Meeting {
     }
 }
 
-/// Called as [`statistics`], dlogits written over the logits, and with scales `[1,n,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> PtxKernel {
-    let begun = begin("grpo_dlogits", target, structure, local, element, true);
+/// Called as [`statistics`], dlogits written over the logits or apart from them, and with what they are made of.
+pub(crate) fn dlogits(
+    target: Target,
+    structure: Structure,
+    local: Local,
+    element: DeviceDtype,
+    factors: Factors,
+) -> PtxKernel {
+    let name = if factors == Factors::Scales { "scales" } else { "record" };
+    let begun = begin("grpo_dlogits", target, structure, local, element, PerToken::Given(name));
     let (Given { on: mut builder, stream, scales }, token) = begun;
     let on = &mut builder;
-    let mut given = |column: Scale| -> Value<f32> { on.load(Address::Global(token, 4 * column as u32)) };
-    let [max, share, others, mask] = [Scale::Max, Scale::Share, Scale::Others, Scale::Mask].map(&mut given);
-    let bonus = structure.entropy_bonus.map(|_| [Scale::Bonus, Scale::MeanGap].map(&mut given));
-    let logits = stream.logits;
-    let write = |on: &mut Builder, place: &Place, gradients: &[Pair]| {
-        let to = on.add(stream.starts[1], place.offset);
-        match &place.inside {
-            None => {
-                let words = logits.pack_block(on, gradients);
-                on.store_all(Address::Global(to, 0), words);
-            }
-            Some(inside) => {
-                for ((&gradient, &inside), element) in gradients.as_flattened().iter().zip(inside).zip(0..) {
-                    on.when(inside, |on| logits.store(on, Address::Global(to, element * logits.size()), gradient));
-                }
-            }
+    let TokenFactors { max, share, others, mask, bonus } = match factors {
+        Factors::Scales => TokenFactors::of_scales(on, structure, token),
+        Factors::Record(cotangents) => {
+            let arrays = SentArrays::declare(on, local.shape[1], cotangents);
+            let row = on.cta();
+            let sent = arrays.load(on, [stream.thread, row]);
+            TokenFactors::of_record(on, structure, token, sent)
         }
     };
     let hidden = {
@@ -468,8 +500,8 @@ pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, elemen
         on.not(counts)
     };
     on.when(hidden, |on| {
-        let zeros = vec![[0.0.into(); 2]; logits.of_a_block() as usize / 2];
-        stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| write(on, place, &zeros)));
+        let zeros = vec![[0.0.into(); 2]; stream.logits.of_a_block() as usize / 2];
+        stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| stream.write(on, place, &zeros)));
         on.exit();
     });
     let of_others = on.mul(share, others);
@@ -504,8 +536,32 @@ pub(crate) fn dlogits(target: Target, structure: Structure, local: Local, elemen
                 (Some(change), Some(changed)) => change.through(on, &gradients, changed),
                 _ => gradients,
             };
-            write(on, place, &gradients);
+            stream.write(on, place, &gradients);
         }
     });
     builder.finish(launch(local.shape[1], stream.threads))
+}
+
+/// Multiplies dlogits `[1,n,v]` by the cotangent that was sent over the one that they were made for, where the two differ: each is rounded
+/// once more.
+pub(crate) fn multiply_dlogits(target: Target, [_, n, v]: [usize; 3], element: DeviceDtype) -> PtxKernel {
+    let mut on = Builder::new("grpo_multiply", target);
+    let logits = Logits::of(element);
+    let dlogits = on.input_aligned(logits.alignment(v), "dlogits_before", element, &[1, n, v]);
+    let written = on.output_over("dlogits", "dlogits_before");
+    let cotangents = Cotangents { logp: false, entropy: false, unless_used: true };
+    let arrays = SentArrays::declare(&mut on, n, cotangents);
+    let (thread, row) = (on.thread(), on.cta());
+    let stream = Stream::new(&mut on, [thread, row], vec![dlogits, written], logits, v as u32);
+    let sent = arrays.load(&mut on, [thread, row]);
+    let [used, _] = arrays.used.expect("it was asked for");
+    let used = on.load(Address::Global(used, 0));
+    let factor = on.div(sent.loss, used);
+    stream.walk(&mut on, true, |on, parts| {
+        for (part, place) in parts {
+            let scaled: Vec<Pair> = part.values.iter().map(|&pair| on.mul_pair(pair, [factor; 2])).collect();
+            stream.write(on, place, &scaled);
+        }
+    });
+    on.finish(launch(n, stream.threads))
 }

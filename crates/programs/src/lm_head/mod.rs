@@ -312,7 +312,7 @@ impl HeadProgram {
         }
         let local = Local::of(chunk, shape.vocab, mesh);
         let statistics = gpu::two_pass::statistics(target, loss.structure, local, logits.into());
-        Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into())])
+        Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into(), gpu::Factors::Scales)])
     }
 
     /// The program of one device of `mesh`.

@@ -1,0 +1,398 @@
+//! The losses of tokens between the statistics of their rows and their gradients, a sequence by each CTA.
+//!
+//! The arithmetic is that of [`assay_algebra::tape`], which all kernels share. A loss whose tokens depend on each other has sums over
+//! its sequence in the middle of it, and a CTA has more tokens than threads. So it walks its sequence once for each sum, computing of
+//! each token no more than that sum waits for, and once more for the results:
+//!
+//! ```text
+//! for each sum of the tape     for each token: softmax, the operations that lead to the sum; add it up; threads meet
+//! results                      for each token: all operations, with the sums known
+//! ```
+
+use std::collections::BTreeMap;
+use std::f64::consts::LN_2;
+
+use super::batch::{
+    Array, BatchForm, BatchKernel, FOLDS_OF_WEIGHTS, Inputs, Numbers, Per, SUMS, Sequences, Threads, Weights, Writer,
+    entropy_factor,
+};
+use crate::two_pass::{PER_TOKEN, Statistic};
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::softmax::{Softmax, Sums};
+use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
+use assay_algebra::tape::{Operation, Operator, Tape, token_losses};
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Address, Builder, Target, Value};
+
+/// The columns of a token's record, from which [`dlogits`](super::two_pass::dlogits) makes its gradient for whatever cotangents.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Record {
+    /// The largest logit.
+    Max,
+    /// `∂loss/∂logp`
+    GradLogp,
+    /// `1/(S·T)` of the softmax that logp is of.
+    LogpShare,
+    /// `s` of it: the sum without the target.
+    Others,
+    /// 1 where the token counts, else 0.
+    Counts,
+    /// `∂loss/∂entropy`, without `1/T`.
+    Entropy,
+    /// `1/(S·T)` of the softmax that entropy is of.
+    EntropyShare,
+    /// Its mean gap.
+    MeanGap,
+}
+
+/// The softmaxes of a token: of the one that entropy is of, and of that of logp.
+struct Softmaxes {
+    max: Value<f32>,
+    /// What gaps are multiplied by, where it is not 1.
+    tempered: Option<Value<f32>>,
+    of_entropy: Softmax<Value<f32>>,
+    of_logp: Softmax<Value<f32>>,
+    logp: Value<f32>,
+}
+
+/// What the kernel knows of its tokens.
+struct Tokens {
+    structure: Structure,
+    sequences: Sequences,
+    numbers: Numbers,
+    inputs: Inputs,
+    statistics: Array,
+    /// The sequence whose advantage they have.
+    owner: Value<u32>,
+    /// How many of them count.
+    row_count: Value<f32>,
+    weights: Weights,
+    tape: Tape,
+    /// The sums over the sequence so far, by their places on the tape.
+    known: BTreeMap<usize, Computed>,
+}
+
+/// A result of the tape within the kernel.
+#[derive(Clone, Copy)]
+enum Computed {
+    Number(Value<f32>),
+    Truth(Value<bool>),
+}
+
+impl Computed {
+    fn number(self) -> Value<f32> {
+        match self {
+            Self::Number(value) => value,
+            Self::Truth(_) => panic!("a tape computes with a truth value as if it were a number"),
+        }
+    }
+
+    fn truth(self) -> Value<bool> {
+        match self {
+            Self::Truth(value) => value,
+            Self::Number(_) => panic!("a tape decides by a number as if it were a truth value"),
+        }
+    }
+}
+
+/// A token in a walk.
+#[derive(Clone, Copy)]
+struct At {
+    token: Value<u32>,
+    /// 1, or NaN where it is invalid.
+    counted: Value<f32>,
+}
+
+/// What the kernel writes.
+struct Written {
+    /// Logp, entropy and loss of each token.
+    of_token: [Array; 3],
+    record: Array,
+    /// Sums of each sequence.
+    sums: Array,
+}
+
+/// Writes losses, metrics and records of all tokens, from the statistics of their rows.
+pub(crate) fn losses(target: Target, structure: Structure, form: BatchForm, threads: u32) -> BatchKernel {
+    let mut writer = Writer::new("grpo_losses", target, structure, threads);
+    let sequences = Sequences::declare(&mut writer);
+    let numbers = Numbers::declare(&mut writer);
+    let normalizer = writer.f32s("normalizer", Per::Batch);
+    let inputs = Inputs::declare(&mut writer, form);
+    let statistics = writer.input("statistics", DeviceDtype::F32, Per::Token, PER_TOKEN);
+    let of_token = ["logp", "entropy", "token_loss"].map(|name| writer.output(name, DeviceDtype::F32, Per::Token, 1));
+    let record = writer.output("record", DeviceDtype::F32, Per::Token, PER_TOKEN);
+    let sums = writer.output("sums", DeviceDtype::F32, Per::SequenceAndRest, SUMS);
+    let written = Written { of_token, record, sums };
+
+    let tape = token_losses(structure, |tape, number| tape.input(number.name()));
+    let of_sequence: Vec<usize> = (0..tape.operations().len()).filter(|&place| is_row_sum(&tape, place)).collect();
+
+    let on = &mut writer.on;
+    let mut threads = Threads::new(on, threads, FOLDS_OF_WEIGHTS + (of_sequence.len() + SUMS) as u32);
+    let span = sequences.span(on, threads.cta);
+    let weights = Weights::new(on, structure, &mut threads, sequences, &numbers, normalizer);
+    let owner = sequences.owner(on, threads.cta);
+    let row_count = sequences.count(on, threads.cta);
+    let mut tokens = Tokens {
+        structure,
+        sequences,
+        numbers,
+        inputs,
+        statistics,
+        owner,
+        row_count,
+        weights,
+        tape,
+        known: BTreeMap::new(),
+    };
+
+    // Each sum over the sequence, in the order of the tape: a later one may wait for an earlier.
+    for place in of_sequence {
+        let total = on.variable(0.0);
+        tokens.each(on, &threads, span, |on, at, hidden| {
+            let counts = on.not(hidden);
+            on.when(counts, |on| {
+                let softmaxes = tokens.softmaxes(on, at);
+                let summand = operands(&tokens.tape, place)[0];
+                let computed = tokens.compute(on, &[summand], at, &softmaxes);
+                let next = Builder::add(on, total, computed[&summand].number());
+                on.set(total, next);
+            });
+        });
+        let total = threads.sum(on, total);
+        tokens.known.insert(place, Computed::Number(total));
+    }
+
+    let totals: [Value<f32>; SUMS] = std::array::from_fn(|_| on.variable(0.0));
+    tokens.each(on, &threads, span, |on, at, hidden| {
+        on.when(hidden, |on| written.hide(on, at.token));
+        let counts = on.not(hidden);
+        on.when(counts, |on| {
+            let terms = tokens.results(on, &written, at);
+            for (total, term) in totals.into_iter().zip(terms) {
+                let next = Builder::add(on, total, term);
+                on.set(total, next);
+            }
+        });
+    });
+    let totals = totals.map(|total| threads.sum(on, total));
+    let first = threads.is_first(on);
+    on.when(first, |on| {
+        let to = written.sums.at(on, threads.cta);
+        store_8(on, to, totals);
+    });
+    writer.finish(Per::SequenceAndRest)
+}
+
+/// Writes eight values that follow one another.
+fn store_8(on: &mut Builder, to: Address, values: [Value<f32>; 8]) {
+    let [a, b, c, d, e, f, g, h] = values.map(|value| on.variable(value));
+    on.store_all(to, [a, b, c, d]);
+    on.store_all(to.plus(16), [e, f, g, h]);
+}
+
+impl Written {
+    /// Writes zeros for a masked token.
+    fn hide(&self, on: &mut Builder, token: Value<u32>) {
+        for array in self.of_token {
+            let to = array.at(on, token);
+            on.store(to, 0.0);
+        }
+        let to = self.record.at(on, token);
+        store_8(on, to, [0.0.into(); 8]);
+    }
+}
+
+/// `factor · term`; 0 where the factor is, whatever the term.
+fn weighed(on: &mut Builder, factor: Value<f32>, term: Value<f32>) -> Value<f32> {
+    let product = Builder::mul(on, factor, term);
+    let nothing = on.equal(factor, 0.0);
+    on.select(nothing, 0.0, product)
+}
+
+fn is_row_sum(tape: &Tape, place: usize) -> bool {
+    matches!(tape.operations()[place], Operation::Apply(Operator::RowSum, _))
+}
+
+/// The places that an operation reads.
+fn operands(tape: &Tape, place: usize) -> &[usize] {
+    match &tape.operations()[place] {
+        Operation::Apply(_, operands) => operands,
+        Operation::Input(_) | Operation::Constant(_) => &[],
+    }
+}
+
+/// The operations that lead to `wanted`, in order; what stands before a sum over the sequence is not among them.
+fn needed(tape: &Tape, wanted: &[usize]) -> Vec<usize> {
+    let mut is_needed = vec![false; tape.operations().len()];
+    for &place in wanted {
+        is_needed[place] = true;
+    }
+    for place in (0..is_needed.len()).rev() {
+        if is_needed[place] && !is_row_sum(tape, place) {
+            for &operand in operands(tape, place) {
+                is_needed[operand] = true;
+            }
+        }
+    }
+    (0..is_needed.len()).filter(|&place| is_needed[place]).collect()
+}
+
+impl Tokens {
+    /// Calls `body` on each token of the sequence, and whether the mask hides it.
+    fn each(
+        &self,
+        on: &mut Builder,
+        threads: &Threads,
+        span: [Value<u32>; 2],
+        body: impl FnOnce(&mut Builder, At, Value<bool>),
+    ) {
+        threads.each(on, span, |on, token| {
+            let counted = self.sequences.counted.load(on, token);
+            let hidden = on.equal(counted, 0.0);
+            body(on, At { token, counted }, hidden);
+        });
+    }
+
+    /// Writes the results of a token that counts, and returns its terms of the [sums](SUMS).
+    fn results(&self, on: &mut Builder, written: &Written, at: At) -> [Value<f32>; SUMS] {
+        let At { token, counted } = at;
+        let softmaxes = self.softmaxes(on, at);
+        let names = ["token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high", "grad_logp"];
+        let places = names.map(|name| self.tape.place_of(name));
+        let computed = self.compute(on, &places, at, &softmaxes);
+        let [loss, reduced, ratio, kl, clipped_low, clipped_high, grad_logp] = places.map(|place| computed[&place]);
+        let entropy = softmaxes.of_entropy.entropy(on);
+        for (array, value) in written.of_token.into_iter().zip([softmaxes.logp, entropy, loss.number()]) {
+            let to = array.at(on, token);
+            on.store(to, value);
+        }
+        let factor = entropy_factor(on, self.structure, &self.weights, &self.inputs, token);
+        let record = softmaxes.record(on, grad_logp.number(), factor);
+        let to = written.record.at(on, token);
+        store_8(on, to, record);
+
+        let weight = Builder::mul(on, self.weights.policy, counted);
+        let [policy, bonus] =
+            [(weight, reduced.number()), (factor, entropy)].map(|(factor, term)| weighed(on, factor, term));
+        let of_loss = Builder::add(on, policy, bonus);
+        let [low, high] = [clipped_low, clipped_high].map(|clipped| on.select(clipped.truth(), 1.0, 0.0));
+        let either = on.max(low, high);
+        [of_loss, low, high, either, kl.number(), entropy, ratio.number(), 1.0.into()]
+    }
+
+    /// What gaps of a token are multiplied by.
+    fn rate(&self, on: &mut Builder, rate: Rate, token: Value<u32>) -> Value<f32> {
+        match rate {
+            Rate::OfAll(number) => self.numbers.load(on, number),
+            Rate::OfToken => self.inputs.load(on, Input::Rate, token).expect("temperatures are given"),
+        }
+    }
+
+    fn softmaxes(&self, on: &mut Builder, at: At) -> Softmaxes {
+        let from = self.statistics.at(on, at.token);
+        let mut column = |which: Statistic| -> Value<f32> { on.load(from.plus(4 * which as u32)) };
+        let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(&mut column);
+        let entropy_sums = [Statistic::Others, Statistic::Weighted].map(&mut column);
+        let logp_sums = [Statistic::LogpOthers, Statistic::LogpWeighted].map(&mut column);
+        let rates = self.structure.gap_rates().into_iter();
+        let rates: Vec<_> = rates.map(|rate| rate.map(|rate| self.rate(on, rate, at.token))).collect();
+        // The statistics weigh by exponents of 2.
+        let mut softmax = |[others, weighted]: [Value<f32>; 2], rate| {
+            let weighted = Builder::mul(on, weighted, -LN_2 as f32);
+            Sums { max, target_logit, others, weighted }.softmax(on, rate)
+        };
+        let of_entropy = softmax(entropy_sums, rates[0]);
+        let of_logp = if rates.len() > 1 { softmax(logp_sums, rates[1]) } else { of_entropy };
+        let mut logp = of_logp.logp(on);
+        if self.structure.temperature == Temperature::Logp {
+            let inverse = self.numbers.load(on, Number::InverseTemperature);
+            logp = Builder::mul(on, logp, inverse);
+        }
+        // NaN of an invalid token.
+        let logp = Builder::mul(on, logp, at.counted);
+        Softmaxes { max, tempered: rates[0], of_entropy, of_logp, logp }
+    }
+
+    /// The results of the tape at `wanted`, and what led to them.
+    fn compute(&self, on: &mut Builder, wanted: &[usize], at: At, softmaxes: &Softmaxes) -> BTreeMap<usize, Computed> {
+        let mut computed = BTreeMap::new();
+        for place in needed(&self.tape, wanted) {
+            let value = match &self.tape.operations()[place] {
+                Operation::Constant(number) => Computed::Number(on.constant(*number)),
+                Operation::Input(name) => Computed::Number(self.leaf(on, name, at, softmaxes)),
+                Operation::Apply(Operator::RowSum, _) => self.known[&place],
+                Operation::Apply(operator, operands) => {
+                    let operands: Vec<Computed> = operands.iter().map(|operand| computed[operand]).collect();
+                    apply(on, *operator, &operands)
+                }
+            };
+            computed.insert(place, value);
+        }
+        computed
+    }
+
+    /// An input of the tape: a number of the spec, or an element of an array of the batch.
+    fn leaf(&self, on: &mut Builder, name: &str, At { token, counted }: At, softmaxes: &Softmaxes) -> Value<f32> {
+        match name {
+            "logp" => softmaxes.logp,
+            "advantages" => self.inputs.advantage(on, [token, self.owner]),
+            "weight" => Builder::mul(on, self.weights.policy, counted),
+            "row_count" => self.row_count,
+            "kl_share" => self.weights.kl_share.expect("a KL penalty with a reduction of its own"),
+            _ => {
+                if let Some(value) = self.inputs.named(on, name, token) {
+                    return value;
+                }
+                let number = self.structure.numbers().into_iter().find(|number| number.name() == name);
+                self.numbers.load(on, number.unwrap_or_else(|| panic!("a token is given no `{name}`")))
+            }
+        }
+    }
+}
+
+fn apply(on: &mut Builder, operator: Operator, operands: &[Computed]) -> Computed {
+    let number = |place: usize| operands[place].number();
+    let truth = |place: usize| operands[place].truth();
+    Computed::Number(match operator {
+        Operator::Add => Arithmetic::add(on, number(0), number(1)),
+        Operator::Sub => Arithmetic::sub(on, number(0), number(1)),
+        Operator::Mul => Arithmetic::mul(on, number(0), number(1)),
+        Operator::Div => Arithmetic::div(on, number(0), number(1)),
+        Operator::Neg => Arithmetic::neg(on, number(0)),
+        Operator::Exp => on.exp(number(0)),
+        Operator::ExpM1 => on.exp_m1(number(0)),
+        Operator::Ln => on.ln(number(0)),
+        Operator::Ln1P => on.ln_1p(number(0)),
+        Operator::Select => Arithmetic::select(on, truth(0), number(1), number(2)),
+        Operator::Less => return Computed::Truth(Arithmetic::less(on, number(0), number(1))),
+        Operator::Equal => return Computed::Truth(Arithmetic::equal(on, number(0), number(1))),
+        Operator::And => return Computed::Truth(Arithmetic::and(on, truth(0), truth(1))),
+        Operator::Or => return Computed::Truth(Arithmetic::or(on, truth(0), truth(1))),
+        Operator::RowSum => unreachable!("a sum over the sequence is known before"),
+    })
+}
+
+impl Softmaxes {
+    /// The columns of a [`Record`].
+    fn record(&self, on: &mut Builder, grad_logp: Value<f32>, entropy: Value<f32>) -> [Value<f32>; PER_TOKEN] {
+        let rate = self.tempered.unwrap_or(1.0.into());
+        let [logp_share, entropy_share] = [&self.of_logp, &self.of_entropy].map(|of| on.div(rate, of.sum));
+        let mut columns = [Value::from(0.0); PER_TOKEN];
+        let named = [
+            (Record::Max, self.max),
+            (Record::GradLogp, grad_logp),
+            (Record::LogpShare, logp_share),
+            (Record::Others, self.of_logp.others),
+            (Record::Counts, 1.0.into()),
+            (Record::Entropy, entropy),
+            (Record::EntropyShare, entropy_share),
+            (Record::MeanGap, self.of_entropy.mean_gap),
+        ];
+        for (column, value) in named {
+            columns[column as usize] = value;
+        }
+        columns
+    }
+}
