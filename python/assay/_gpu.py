@@ -1,7 +1,7 @@
-"""The loss on a GPU: two kernels, enqueued on the framework's stream, and what lies between them by its own operations, in f64. With an
-LM head the framework's products stand around each kernel, a chunk of the tokens at a time (`Head`).
+"""The loss on a GPU: a handful of kernels, enqueued on the framework's stream one after another (`crates/programs/src/gpu/operation.rs`). The
+framework gives them arrays and memory and computes nothing itself, but for the products of an LM head (`Head`).
 
-Nothing waits for the device but what is settled before there are logits, for specs that settle something (`Batch.of`). So nothing can
+Nothing waits for the device but what is settled before there are logits, for specs that settle something (`_Batch.of`). So nothing can
 be refused for what a tensor on the device holds: a token whose mask, id or sequence is none has a loss that is NaN.
 
 Which framework it is, `Arrays` knows: `assay.torch` has PyTorch's, the tests have NumPy's, whose memory a driver without a device takes.
@@ -13,21 +13,23 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from . import _native
 from ._errors import ProblemError
 from ._native import Spec
-from ._tape import Array, compute, logged, row_weights, weighed
+from ._tape import Array
 
-#: Columns of what is handed over a token.
+#: Floats of a token's statistics, and of its record.
 COLUMNS = 8
-#: A kernel's statistics of a row, in order; those that are weighted are sums of exponents of 2.
-_STATISTICS = ("max", "target_logit", "others", "weighted", "logp_others", "logp_weighted")
-_METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
+_METRICS = 6
 _FLOATS = ("f32", "bf16", "f16", "f64")
 _INTEGERS = ("i64", "i32")
+
+
+#: Numbers, or what makes them.
+Numbers: TypeAlias = tuple[float, ...] | Callable[[], tuple[float, ...]]
 
 
 class Arrays(Protocol):
@@ -39,19 +41,24 @@ class Arrays(Protocol):
     @property
     def place(self) -> tuple[int, int]:
         """The device's number, and the stream that is current there."""
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued on that stream becomes a graph, to run later."""
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Array: ...
     def empty(self, shape: Sequence[int], dtype: str) -> Array: ...
-    def arange(self, end: int) -> Array: ...
+    def ends(self, count: int, length: int) -> Array:
+        """`0, length, 2·length, … count·length`, i32."""
+    def constant(self, numbers: Numbers, dtype: str, name: str = "") -> Array:
+        """An array that holds these numbers at its first use and is kept as long as the process runs: the same one for the same name, or
+        for the same numbers without a name."""
     def cast(self, array: Array, dtype: str) -> Array: ...
+    def dense(self, array: Array) -> Array:
+        """The array, or a copy, whose elements follow each other."""
     def dtype(self, array: Array) -> str:
         """The dtype's name, in the framework's words where it is none of the package's."""
     def strides(self, array: Array) -> Sequence[int]:
         """In elements."""
     def address(self, array: Array) -> int: ...
-    def group_sums(self, values: Array, groups: Array, count: int) -> Array:
-        """`[count]`: the sum of the `values` of each group."""
-    def groups(self, ends: Array, places: Array) -> Array:
-        """Of each place how many of the ascending `ends` are not behind it."""
     def upload(self, array: Any) -> Array:
         """A list of integers, or an array in the host's memory, on the device; nothing is waited for."""
     def download(self, array: Array) -> Any:
@@ -59,15 +66,15 @@ class Arrays(Protocol):
 
 
 class Evaluated(NamedTuple):
-    """What `loss` computes, f32 but for the last."""
+    """The results of `loss`, f32."""
 
     loss: Array
     logp: Array
     entropy: Array
     token_loss: Array
-    #: In the order of `_METRICS`.
+    #: Clip low, clip high, either, KL, entropy and ratio: means over the tokens that count.
     metrics: Array
-    #: `[B·T,8]`, f64: what `gradient` and `head_gradient` need of each token.
+    #: What `gradient` and `head_gradient` need of each token: see `_Kept`.
     kept: Array
 
 
@@ -97,8 +104,8 @@ class Head:
         batch, tokens, _ = self.hidden.shape
         return int(batch), int(tokens), int(self.lm_head.shape[0])
 
-    def chunks(self, arrays: Arrays, mask: Array) -> Iterator[tuple[slice, Array, Array]]:
-        """Of each chunk which tokens it has, their hidden states `[n,H]`, 0 where the `mask` hides them, and logits `[1,n,V]`, which stand
+    def chunks(self, arrays: Arrays, counted: Array) -> Iterator[tuple[slice, Array, Array]]:
+        """Of each chunk which tokens it has, their hidden states `[n,H]`, 0 where the tokens do not count, and logits `[1,n,V]`, which stand
         until the next are asked for."""
         batch, tokens, vocab = self.shape
         rows, own = batch * tokens, arrays.dtype(self.hidden)
@@ -109,49 +116,13 @@ class Head:
         room = arrays.empty((chunk, vocab), dtype)
         for start in range(0, rows, chunk):
             at = slice(start, min(start + chunk, rows))
-            hidden = arrays.on.where(mask.reshape(rows, 1)[at], self.hidden.reshape(rows, -1)[at], 0)
+            hidden = arrays.on.where(counted[at, None] != 0.0, self.hidden.reshape(rows, -1)[at], 0)
             logits = room[: at.stop - start]
             self.multiply(hidden, self.lm_head.T, logits, False)
             yield at, hidden, logits[None]
 
 
-# ---- the batch beside its logits
-
-
-class _Rows:
-    """A sequence a row."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def sums(self, values: Array) -> Array:
-        """Of each sequence."""
-        return values.sum(1, keepdims=True)
-
-    def spread(self, of_sequences: Array) -> Array:
-        """A number of each sequence in the places of its tokens."""
-        return of_sequences.reshape(-1, 1)
-
-
-class _Packed:
-    """Sequences in one row, each up to one of `ends`."""
-
-    def __init__(self, arrays: Arrays, ends: Array, tokens: int) -> None:
-        places = arrays.arange(tokens)
-        self.count, self._arrays = int(ends.shape[0]) - 1, arrays
-        self._of_token = arrays.groups(ends[1:], places)
-        owned = self._of_token < self.count
-        #: Tokens behind the last sequence.
-        self.nobodys = ~owned[None]
-        #: Whether they are no ascending ends within the row.
-        self.wrong = (ends[0] != 0) | (ends[-1] > tokens) | (ends[1:] < ends[:-1]).any()
-        self._owner = arrays.on.where(owned, self._of_token, 0)
-
-    def sums(self, values: Array) -> Array:
-        return self._arrays.group_sums(values[0], self._of_token, self.count + 1)[:-1]
-
-    def spread(self, of_sequences: Array) -> Array:
-        return self._arrays.on.where(self.nobodys, 0.0, of_sequences[self._owner][None])
+# ---- what is checked before anything is launched
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,139 +204,6 @@ def _expect_head(arrays: Arrays, head: Head) -> tuple[int, int, int]:
     return _expect_extents(head.shape)
 
 
-def _truths(arrays: Arrays, field: str, array: Array) -> tuple[Array, Array]:
-    """Which are true, and which are neither 0 nor 1."""
-    _expect_dtype(arrays, field, array, ("bool", *_INTEGERS, *_FLOATS))
-    if arrays.dtype(array) == "bool":
-        return array, array & ~array
-    numbers = arrays.cast(array, "f64")
-    return numbers != 0.0, (numbers != 0.0) & (numbers != 1.0)
-
-
-class _Targets:
-    """The sampled tokens of `[B,T]`, as kernels are given them."""
-
-    def __init__(self, arrays: Arrays, plan: Mapping[str, Any], ids: Array, bias: Array | None, shape: tuple[int, int, int]) -> None:
-        on, vocab = arrays.on, shape[2]
-        _expect_dtype(arrays, "ids", ids, _INTEGERS)
-        _expect_shape("ids", ids, shape[:2], "[B,T] of the logits")
-        found = (ids >= 0) & (ids < vocab)
-        #: i32, −1 where an id is none.
-        self.ids = arrays.cast(on.where(found, ids, -1), "i32")
-        #: Which are an id's of no column that may be sampled.
-        self.wrong = ~found
-        #: `[V]`, f32, −∞ outside the support, and `[B,T]`, the bias of each token's own column; where columns differ.
-        self.biases: tuple[Array, Array] | None = None
-        if plan["bias"] and bias is None:
-            raise ProblemError(f"`bias`: not given, expected shape [{vocab}]: the spec has `logits.bias`")
-        if not plan["by_column"]:
-            return
-        # As `Columns` of crates/algebra/src/transform.rs: a bias of −∞ is no mark.
-        own = arrays.cast(on.where(found, ids, 0), "i64")
-        by_column = arrays.full((vocab,), 0.0, "f32")
-        if plan["bias"]:
-            assert bias is not None
-            _expect_dtype(arrays, "bias", bias, _FLOATS)
-            _expect_shape("bias", bias, (vocab,), "[V] of the logits")
-            given = arrays.cast(bias, "f32")
-            by_column = on.where(given < _LEAST, _LEAST, given)
-        of_target = by_column[own]
-        support = plan["support"]
-        outside = arrays.arange(vocab) >= (vocab if support["vocab"] is None else support["vocab"])
-        excluded = [column for column in support["excluded_ids"] if column < vocab]
-        if excluded:
-            outside[arrays.upload(excluded)] = True
-        by_column = arrays.cast(on.where(outside, -math.inf, by_column), "f32")
-        if not support["keep_sampled"]:
-            self.wrong = self.wrong | outside[own]
-        self.biases = (by_column, of_target)
-
-
-#: The least f32.
-_LEAST = -(2.0**128 - 2.0**104)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What is known of the tokens before their logits are, `[B,T]` or of a shape that spreads to it; f64."""
-
-    plan: dict[str, Any]
-    sequences: Any
-    mask: Array
-    #: Tokens whose loss is no number.
-    wrong: Array
-    advantages: Array
-    weights: Array
-    kl_share: Array
-    entropy: Array
-    inputs: dict[str, Array]
-
-    @classmethod
-    def of(
-        cls,
-        arrays: Arrays,
-        spec: str,
-        shape: tuple[int, int, int],
-        given: Mapping[str, Array | None],
-        targets: _Targets,
-        normalizer: Array | None,
-    ) -> _Batch:
-        """Of the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
-        sequences are told by `segment_ids`, all of them are copied to the host, which waits for the device, and settled there."""
-        on, per_token = arrays.on, shape[:2]
-        advantages, ends = given["advantages"], given.get("cu_seqlens")
-        packed = _packed(given)
-        settled: dict[str, Any] = {}
-        plan = _of(spec, given, shape[1])
-        if plan["settles"] or given.get("segment_ids") is not None:
-            on_host = {name: None if array is None else arrays.download(array) for name, array in given.items()}
-            settled, of_ends = _native.gpu_settled(_read(spec), shape, on_host)
-            ends = None if of_ends is None else arrays.upload(of_ends)
-        sequences: Any = _Rows(shape[0])
-        mask = given["mask"]
-        assert mask is not None and advantages is not None
-        _expect_shape("mask", mask, per_token, "[B,T] of the logits")
-        mask, wrong = _truths(arrays, "mask", mask)
-        if "mask" in settled:
-            mask = arrays.upload(settled["mask"])
-        wrong = wrong | targets.wrong
-        if packed:
-            assert ends is not None
-            _expect_ends(arrays, ends, per_token)
-            sequences = _Packed(arrays, arrays.cast(ends, "i64"), shape[1])
-            wrong = wrong | sequences.nobodys | sequences.wrong
-        one = arrays.full((), 1.0, "f64")
-        counts = sequences.sums(on.where(mask, one, 0.0))
-        of_rows = row_weights(on, plan, counts, lambda values: values.sum(), sequences.count, normalizer=1.0 if normalizer is None else normalizer)
-        policy, kl_share, entropy = (sequences.spread(weight) for weight in of_rows)
-        inputs = {}
-        for name, source in zip(plan["inputs"], plan["sources"], strict=True):
-            if name in settled:
-                inputs[name] = arrays.upload(settled[name])
-            elif name == "rate":
-                inputs[name], unlike = _rates(arrays, plan, given.get(source), sequences, mask)
-                wrong = wrong | unlike
-            else:
-                inputs[name], unlike = _input(arrays, source, given.get(source), per_token)
-                wrong = wrong if unlike is None else wrong | unlike
-        if "rate" in inputs:
-            # As the kernels have it.
-            inputs["rate"] = arrays.cast(arrays.cast(inputs["rate"], "f32"), "f64")
-        if "dentropy" in inputs:
-            entropy = entropy * on.where(mask, inputs["dentropy"], 0.0)
-        return cls(
-            plan=plan,
-            sequences=sequences,
-            mask=mask,
-            wrong=wrong,
-            advantages=_advantages(arrays, advantages, sequences, per_token, plan["token_advantages"]),
-            weights=on.where(wrong, math.nan, policy),
-            kl_share=kl_share,
-            entropy=entropy,
-            inputs=inputs,
-        )
-
-
 def _expect_ends(arrays: Arrays, ends: Array, per_token: tuple[int, int]) -> None:
     _expect_dtype(arrays, "cu_seqlens", ends, _INTEGERS)
     if len(ends.shape) != 1 or ends.shape[0] < 2:
@@ -378,97 +216,281 @@ def _expect_ends(arrays: Arrays, ends: Array, per_token: tuple[int, int]) -> Non
         )
 
 
-def _input(arrays: Arrays, field: str, array: Array | None, shape: tuple[int, int]) -> tuple[Array, Array | None]:
-    """In f64, and which of them are none, where they are truth values."""
+
+
+# ---- memory of the kernels
+
+#: An array of the device: its address, and its bytes.
+_Space: TypeAlias = tuple[int, int]
+
+
+def _padded(floats: int) -> int:
+    """So many floats, or a few more, that what follows them begins at a multiple of 16 bytes."""
+    return floats + -floats % 4
+
+
+class _Room:
+    """Arrays of 4-byte elements in one allocation, each at a multiple of 16 bytes."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes, self._starts, self.size = dict(sizes), {}, 0
+        for name, size in sizes.items():
+            self._starts[name] = self.size
+            self.size += _padded(size)
+
+    def spaces(self, address: int) -> dict[str, _Space]:
+        return {name: (address + 4 * start, 4 * self._sizes[name]) for name, start in self._starts.items()}
+
+    def of(self, array: Array, name: str) -> Array:
+        """One of them, as a view of the allocation."""
+        return array[self._starts[name] : self._starts[name] + self._sizes[name]]
+
+
+def _kept(spec: str, tokens: int, vocab: int) -> _Room:
+    """What a forward pass leaves for its backward pass: the record of each token, whether it counts, what the kernels that read logits
+    are given of it, and the cotangent of the loss that dlogits were made for, if they were."""
+    sizes = {"record": COLUMNS * tokens, "counted": tokens, "targets": tokens, "rate": tokens, "target_bias": tokens, "used": 1}
+    return _Room({**sizes, "column_bias": vocab} if _plan(spec, 1)["by_column"] else sizes)
+
+
+def kept_size(spec: str, tokens: int, vocab: int) -> int:
+    """Floats of what is kept of `[tokens, vocab]` logits."""
+    return _kept(spec, tokens, vocab).size
+
+
+# ---- the batch beside its logits
+
+
+def _truths(arrays: Arrays, field: str, array: Array) -> Array:
+    """Truth values in f32; the kernels find those that are neither 0 nor 1."""
+    _expect_dtype(arrays, field, array, ("bool", *_INTEGERS, *_FLOATS))
+    return arrays.dense(arrays.cast(array, "f32"))
+
+
+def _column_biases(arrays: Arrays, plan: Mapping[str, Any], bias: Array | None, vocab: int) -> dict[str, Array]:
+    """By name, `[V]` f32: the `bias` of each vocabulary entry, if it has one, and the same with −∞ outside the support."""
+    if plan["bias"] and bias is None:
+        raise ProblemError(f"`bias`: not given, expected shape [{vocab}]: the spec has `logits.bias`")
+    if not plan["by_column"]:
+        return {}
+    support = plan["support"]
+    outside = _outside(arrays, support["vocab"], tuple(support["excluded_ids"]), vocab)
+    if not plan["bias"]:
+        return {"column_bias": outside}
+    assert bias is not None
+    _expect_dtype(arrays, "bias", bias, _FLOATS)
+    _expect_shape("bias", bias, (vocab,), "[V] of the logits")
+    # As `Columns` of crates/algebra/src/transform.rs: a bias of −∞ is no mark.
+    own = arrays.on.clip(arrays.cast(bias, "f32"), _LEAST, None)
+    return {"bias": own, "column_bias": own + outside}
+
+
+#: The least f32.
+_LEAST = -(2.0**128 - 2.0**104)
+
+
+def _outside(arrays: Arrays, end: int | None, excluded: tuple[int, ...], vocab: int) -> Array:
+    """`[V]`, f32: −∞ for the vocabulary entries outside the support, 0 for the others."""
+
+    def numbers() -> tuple[float, ...]:
+        marks = [0.0] * vocab
+        for column in (*range(vocab if end is None else end, vocab), *(column for column in excluded if column < vocab)):
+            marks[column] = -math.inf
+        return tuple(marks)
+
+    return arrays.constant(numbers, "f32", f"support {end} {excluded} {vocab}")
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arrays of a batch, as its kernels are given them."""
+
+    spec: Spec
+    plan: dict[str, Any]
+    sequences: int
+    #: Whether advantages, and temperatures, are each token's own.
+    of_tokens: tuple[bool, bool]
+    given: dict[str, Array]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        spec: str,
+        shape: tuple[int, int, int],
+        given: Mapping[str, Array | None],
+        normalizer: Array | float | None,
+    ) -> _Batch:
+        """Of the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
+        sequences are told by `segment_ids`, all of them are copied to the host, which waits for the device, and settled there."""
+        plan, per_token = _of(spec, given, shape[1]), shape[:2]
+        settled, ends = _settled(arrays, spec, plan, shape, given)
+        mask, ids, advantages = given["mask"], given["ids"], given["advantages"]
+        assert mask is not None and ids is not None and advantages is not None
+        _expect_dtype(arrays, "ids", ids, _INTEGERS)
+        _expect_shape("ids", ids, per_token, "[B,T] of the logits")
+        _expect_shape("mask", mask, per_token, "[B,T] of the logits")
+        if _packed(given):
+            assert ends is not None
+            _expect_ends(arrays, ends, per_token)
+            sequences, ends = int(ends.shape[0]) - 1, arrays.dense(arrays.cast(ends, "i32"))
+        else:
+            sequences, ends = shape[0], arrays.ends(*per_token)
+        width = None if _packed(given) else shape[1]
+        of_tokens = (_of_tokens(arrays, advantages, sequences, per_token, plan["token_advantages"]), False)
+        inputs = {
+            "sampled_ids": arrays.dense(arrays.cast(ids, "i64")),
+            "mask": arrays.cast(arrays.upload(settled["mask"]), "f32") if "mask" in settled else _truths(arrays, "mask", mask),
+            "advantages": arrays.dense(arrays.cast(advantages, "f32")),
+            "cu_seqlens": ends,
+            "extents": arrays.constant((per_token[0] * per_token[1], sequences, shape[2]), "i32"),
+            "numbers": arrays.constant(tuple(_native.gpu_numbers(_read(spec), sequences, width)), "f32"),
+            "normalizer": _number(arrays, 1.0 if normalizer is None else normalizer),
+            **_column_biases(arrays, plan, given.get("bias"), shape[2]),
+        }
+        for name, source in plan["inputs"]:
+            if name == "rate":
+                temperature, each = _temperatures(arrays, given.get(source), sequences, per_token)
+                inputs["temperature"], of_tokens = temperature, (of_tokens[0], each)
+            elif name in settled:
+                inputs[name] = arrays.cast(arrays.upload(settled[name]), "f32")
+            else:
+                inputs[name] = _input(arrays, source, given.get(source), per_token)
+        return cls(spec=_read(spec), plan=plan, sequences=sequences, of_tokens=of_tokens, given=inputs)
+
+
+def _settled(
+    arrays: Arrays, spec: str, plan: Mapping[str, Any], shape: tuple[int, int, int], given: Mapping[str, Array | None]
+) -> tuple[dict[str, Any], Array | None]:
+    """What is worked out on the host before there are logits, by name, and the ends of packed sequences."""
+    ends, by_ids = given.get("cu_seqlens"), given.get("segment_ids") is not None
+    if not plan["settles"] and not by_ids:
+        return {}, ends
+    if arrays.is_capturing:
+        field, instead = ("segment_ids", "`cu_seqlens`") if by_ids else ("spec", "a spec without rejections and weights of the sampler")
+        raise ProblemError(
+            f"`{field}`: got what the host works out from the batch, in the capture of a CUDA graph; expected {instead}, or a call "
+            "outside the capture"
+        )
+    on_host = {name: None if array is None else arrays.download(array) for name, array in given.items()}
+    settled, of_ends = _native.gpu_settled(_read(spec), shape, on_host)
+    return settled, None if of_ends is None else arrays.upload(of_ends)
+
+
+def _number(arrays: Arrays, number: Array | float) -> Array:
+    """A number in f32 on the device."""
+    if isinstance(number, (int, float)):
+        return arrays.constant((1.0,), "f32") if number == 1.0 else arrays.full((1,), number, "f32")
+    return arrays.cast(number, "f32")
+
+
+def _input(arrays: Arrays, field: str, array: Array | None, shape: tuple[int, int]) -> Array:
     if array is None:
         raise ProblemError(f"`{field}`: not given, expected shape {list(shape)}: the spec reads it")
     _expect_shape(field, array, shape, "[B,T] of the logits")
     if field == "selected":
-        truths, wrong = _truths(arrays, field, array)
-        return arrays.cast(truths, "f64"), wrong
+        return _truths(arrays, field, array)
     _expect_dtype(arrays, field, array, _FLOATS)
-    return arrays.cast(array, "f64"), None
+    return arrays.dense(arrays.cast(array, "f32"))
 
 
-def _rates(
-    arrays: Arrays, plan: Mapping[str, Any], array: Array | None, sequences: Any, mask: Array
-) -> tuple[Array, Array]:
-    """What gaps of each token are multiplied by, and whose temperatures are none."""
-    on, shape = arrays.on, [int(extent) for extent in mask.shape]
+def _temperatures(
+    arrays: Arrays, array: Array | None, sequences: int, per_token: tuple[int, int]
+) -> tuple[Array, bool]:
+    """Temperatures, and whether each token has its own."""
+    shape = list(per_token)
     if array is None:
         raise ProblemError(f"`temperature`: not given, expected shape {shape} because the spec has `temperature: given`")
     _expect_dtype(arrays, "temperature", array, _FLOATS)
-    given, count = [int(extent) for extent in array.shape], sequences.count
-    if given not in (shape, [count], [count, 1]):
-        raise ProblemError(f"`temperature`: got shape {given}, expected {shape} or {[count, 1]}")
-    of_tokens = arrays.cast(array, "f64")
-    if given != shape:
-        of_tokens = sequences.spread(of_tokens.reshape(-1))
-    fits = (of_tokens > 0.0) & (of_tokens < math.inf)
-    return on.where(mask, plan["rate"] / on.where(fits, of_tokens, math.nan), 1.0), ~fits
+    given = [int(extent) for extent in array.shape]
+    if given not in (shape, [sequences], [sequences, 1]):
+        raise ProblemError(f"`temperature`: got shape {given}, expected {shape} or {[sequences, 1]}")
+    # One token a sequence is both; then a sequence's is the token's.
+    return arrays.dense(arrays.cast(array, "f32")), given == shape
 
 
-def _advantages(arrays: Arrays, array: Array, sequences: Any, per_token: tuple[int, int], of_tokens: bool) -> Array:
-    _expect_dtype(arrays, "advantages", array, _FLOATS)
-    if tuple(array.shape) == (sequences.count,):
-        return sequences.spread(arrays.cast(array, "f64"))
-    if of_tokens:
-        _expect_shape("advantages", array, per_token, "[B,T] of the logits, as the spec has `advantages: token`")
-        return arrays.cast(array, "f64")
-    meaning = "[B] of the logits" if isinstance(sequences, _Rows) else "[S] of `cu_seqlens`"
-    _expect_shape("advantages", array, (sequences.count,), f"{meaning}, as the spec has `advantages: sequence`")
+def _of_tokens(arrays: Arrays, advantages: Array, sequences: int, per_token: tuple[int, int], each: bool) -> bool:
+    """Whether each token has an advantage of its own."""
+    _expect_dtype(arrays, "advantages", advantages, _FLOATS)
+    if tuple(advantages.shape) == (sequences,):
+        return False
+    if each:
+        _expect_shape("advantages", advantages, per_token, "[B,T] of the logits, as the spec has `advantages: token`")
+        return True
+    meaning = "[S] of `cu_seqlens`" if per_token[0] == 1 and sequences != 1 else "[B] of the logits"
+    _expect_shape("advantages", advantages, (sequences,), f"{meaning}, as the spec has `advantages: sequence`")
     raise AssertionError("it has another shape")
 
 
 # ---- the kernels
 
+#: Bytes of a row, of the arrays that have one a token and are read by the kernels that read logits.
+_BYTES_OF_A_ROW = {
+    "ids": 4,
+    "rate": 4,
+    "target_bias": 4,
+    "logp_cotangent": 4,
+    "entropy_cotangent": 4,
+    "statistics": 4 * COLUMNS,
+    "record": 4 * COLUMNS,
+}
 
-def _enqueue(
-    arrays: Arrays,
-    spec: str,
-    kernel: str,
-    entropy: bool,
-    logits: Array,
-    targets: _Targets,
-    plan: Mapping[str, Any],
-    rates: Array | None,
-    others: Mapping[str, Array],
-    dlogits: Array | None = None,
-    at: slice = slice(None),
-) -> None:
-    """Enqueues a kernel on `[B,T,V]` of logits, at once where the rows of all sequences follow each other, else sequence by
-    sequence. `rates` are what gaps of tokens are multiplied by, where they have their own; `others` are arrays of a row a token. `at` are
-    the tokens that the logits are of, where they are not of all."""
-    batch, tokens, vocab = (int(extent) for extent in logits.shape)
-    on, size = arrays.on, _SIZES[arrays.dtype(logits)]
-    strides = [_strides(arrays, "logits", logits)]
-    if dlogits is not None:
-        strides.append(_strides(arrays, "dlogits", dlogits))
-    pieces = 1 if batch == 1 or all(stride == tokens * vocab for stride in strides) else batch
-    rows = batch * tokens // pieces
-    # Each piece of these begins at a multiple of 16 bytes too.
-    of_rows = {"ids": targets.ids}
-    name, numbers = plan["numbers"]
-    whole = {"columns": arrays.full((1,), vocab, "i32")}
-    if numbers:
-        whole[name] = on.stack([arrays.full((), number, "f32") for number in numbers])
-    if rates is not None:
-        of_rows["rate"] = arrays.cast(rates, "f32")
-    if targets.biases is not None:
-        whole["column_bias"], of_rows["target_bias"] = targets.biases
-    by_row = {name: _padded(arrays, array.reshape(-1)[at].reshape(pieces, rows)) for name, array in of_rows.items()}
-    others = {name: array[at] for name, array in others.items()}
-    launched = {}
-    for piece in range(pieces):
-        launched = {name: (arrays.address(array), array.shape[0] * 4) for name, array in whole.items()}
-        for name, array in by_row.items():
-            launched[name] = (arrays.address(array) + piece * int(array.shape[1]) * 4, rows * 4)
-        for name, array in others.items():
-            launched[name] = (arrays.address(array) + piece * rows * COLUMNS * 4, rows * COLUMNS * 4)
-        for name, array, stride in zip(("logits", "dlogits"), (logits, dlogits), strides, strict=False):
-            launched[name] = (arrays.address(array) + piece * stride * size, rows * vocab * size)
-        extents = (rows, vocab)
-        _native.gpu_enqueue(_read(spec), kernel, entropy, arrays.place, extents, arrays.dtype(logits), launched)
+
+@dataclass
+class _Kernels:
+    """Enqueues the kernels of a loss on its arrays."""
+
+    arrays: Arrays
+    spec: Spec
+    plan: Mapping[str, Any]
+    dtype: str
+    #: `(tokens, sequences, vocabulary)`
+    extents: tuple[int, int, int]
+    of_tokens: tuple[bool, bool]
+    spaces: dict[str, _Space]
+    #: Arrays that nobody else holds: their memory must not be another's before the kernels are enqueued.
+    held: list[Array] = field(default_factory=list)
+
+    def give(self, **arrays: Array) -> None:
+        """Gives arrays to the kernels that come, by the names of their parameters."""
+        self.held.extend(arrays.values())
+        for name, array in arrays.items():
+            size = math.prod(int(extent) for extent in array.shape) * _BYTES[self.arrays.dtype(array)]
+            self.spaces[name] = (self.arrays.address(array), size)
+
+    def launch(self, kernel: str) -> None:
+        """Enqueues a kernel around those that read logits."""
+        self._enqueue(kernel, self.extents, self.spaces, (False, False, False))
+
+    def launch_rows(
+        self,
+        kernel: str,
+        arrays: Mapping[str, Array],
+        at: slice = slice(None),
+        sent: tuple[bool, bool, bool] = (False, False, False),
+    ) -> None:
+        """Enqueues a kernel on `[B,T,V]` arrays, logits and dlogits, at once where the rows of all sequences follow each other, else
+        sequence by sequence. `at` are the tokens that they are of, where they are not of all."""
+        first = next(iter(arrays.values()))
+        batch, tokens, vocab = (int(extent) for extent in first.shape)
+        strides = {name: _strides(self.arrays, name, array) for name, array in arrays.items()}
+        pieces = 1 if batch == 1 or all(stride == tokens * vocab for stride in strides.values()) else batch
+        rows, size = batch * tokens // pieces, _SIZES[self.dtype]
+        by_row = {**_BYTES_OF_A_ROW, "tokens": 4 * self.plan["token_columns"]}
+        for piece in range(pieces):
+            start, spaces = (at.start or 0) + piece * rows, dict(self.spaces)
+            for name, width in by_row.items():
+                if name in spaces:
+                    spaces[name] = (spaces[name][0] + start * width, rows * width)
+            for name, array in arrays.items():
+                address = self.arrays.address(array) + piece * strides[name] * size
+                spaces[name] = (address, rows * vocab * size)
+            self._enqueue(kernel, (rows, self.extents[1], vocab), spaces, sent)
+
+    def _enqueue(
+        self, kernel: str, extents: tuple[int, int, int], spaces: dict[str, _Space], sent: tuple[bool, bool, bool]
+    ) -> None:
+        _native.gpu_enqueue(self.spec, kernel, self.arrays.place, extents, self.dtype, self.of_tokens, sent, spaces)
 
 
 _SIZES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -488,104 +510,142 @@ def _strides(arrays: Arrays, field: str, logits: Array) -> int:
     return of_sequence
 
 
-def _padded(arrays: Arrays, array: Array) -> Array:
-    """Where, and with as many columns, that each row begins at a multiple of 16 bytes, of elements of 4."""
-    rows, columns = array.shape
-    if (rows == 1 or columns % 4 == 0) and arrays.address(array) % 16 == 0:
-        return array
-    padded = arrays.full((rows, columns + -columns % 4), 0, arrays.dtype(array))
-    padded[:, :columns] = array
-    return padded
+#: Bytes of an element.
+_BYTES = {"bool": 1, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+
+
+def _give_softmax(kernels: _Kernels) -> None:
+    """Gives what the kernels that read logits need of the spec."""
+    arrays = kernels.arrays
+    name, numbers = kernels.plan["softmax_numbers"]
+    kernels.give(columns=arrays.constant((kernels.extents[2],), "i32"))
+    if numbers:
+        kernels.give(**{name: arrays.constant(tuple(numbers), "f32")})
 
 
 # ---- the two halves
 
 
+def takes_one_pass(arrays: Arrays, spec: str, vocab: int, dtype: str) -> bool:
+    """Whether the device makes dlogits in the forward pass, so that logits are read once: where one token decides its loss, and a row
+    fits a cluster's shared memory."""
+    return vocab > 0 and dtype in _SIZES and _takes_one_pass(spec, arrays.place[0], vocab, dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_one_pass(spec: str, place: int, vocab: int, dtype: str) -> bool:
+    return _native.gpu_takes_one_pass(_read(spec), place, vocab, dtype)
+
+
+def _upstream(arrays: Arrays, spec: str) -> Array:
+    """The cotangent of the loss that is likely: the last one that was sent, 1 at first."""
+    return arrays.constant((1.0,), "f32", f"upstream {spec}")
+
+
 def loss(
-    arrays: Arrays, spec: str, logits: Array | Head, given: Mapping[str, Array | None], normalizer: Array | None
+    arrays: Arrays,
+    spec: str,
+    logits: Array | Head,
+    given: Mapping[str, Array | None],
+    normalizer: Array | float | None,
+    dlogits: Array | None = None,
 ) -> Evaluated:
-    """The loss of a spec, as JSON, and what its gradient needs: the logits are read once, and nothing of their size is written; a chunk
-    of them, where they are a head's."""
-    on = arrays.on
+    """The loss of a spec, as JSON, and what its gradient needs: the logits are read once, and nothing of their size is written but
+    `dlogits`, if there are some, which may be the logits. With an LM head they are read a chunk at a time."""
     shape = _expect_head(arrays, logits) if isinstance(logits, Head) else _expect_logits(arrays, logits)
-    batch, tokens, _ = shape
+    batch, tokens, vocab = shape
+    likely = _upstream(arrays, spec)
     if normalizer is not None:
         spec, of_spec = _normalized(spec)
         normalizer = normalizer / of_spec
-    targets = _Targets(arrays, _of(spec, given, tokens), given["ids"], given.get("bias"), shape)
-    of = _Batch.of(arrays, spec, shape, given, targets, normalizer)
-    plan, mask, rates = of.plan, of.mask, of.inputs.get("rate")
-    statistics = arrays.empty((batch * tokens, COLUMNS), "f32")
-    to = {"statistics": statistics}
+    of = _Batch.of(arrays, spec, shape, given, normalizer)
+    count, sequences = batch * tokens, of.sequences
+    room = _kept(spec, count, vocab)
+    kept = arrays.empty((room.size,), "f32")
+    scratch = _Room({
+        "counts": sequences + 1,
+        "spans": 2 * (sequences + 1),
+        "sums": COLUMNS * (sequences + 1),
+        "statistics": COLUMNS * count,
+        "tokens": of.plan["token_columns"] * count if dlogits is not None else 0,
+        "numbers_of_kernel": of.plan["kernel_numbers"],
+    })
+    between = arrays.empty((scratch.size,), "f32")
+    spaces = {**room.spaces(arrays.address(kept)), **scratch.spaces(arrays.address(between))}
+    spaces["ids"] = spaces["targets"]
+    dtype = _dtype_of(arrays, logits)
+    kernels = _Kernels(arrays, of.spec, of.plan, dtype, (count, sequences, vocab), of.of_tokens, spaces)
+    empty, per_token = functools.partial(arrays.empty, dtype="f32"), shape[:2]
+    results = Evaluated(empty(()), empty(per_token), empty(per_token), empty(per_token), empty((_METRICS,)), kept)
+    kernels.give(**of.given, upstream=likely)
+    kernels.give(**{name: array for name, array in results._asdict().items() if name != "kept"})
+    if "column_bias" in of.given:
+        room.of(kept, "column_bias")[...] = of.given["column_bias"]
+    kernels.launch("count")
+    _read_logits(kernels, logits, dlogits, room.of(kept, "counted"))
+    kernels.launch("losses")
+    kernels.launch("sums")
+    return results
+
+
+def _dtype_of(arrays: Arrays, logits: Array | Head) -> str:
+    """The dtype of the logits, also of those that a head makes."""
+    if not isinstance(logits, Head):
+        return arrays.dtype(logits)
+    return arrays.dtype(logits.hidden) if logits.rounds_logits else "f32"
+
+
+def _read_logits(kernels: _Kernels, logits: Array | Head, dlogits: Array | None, counted: Array) -> None:
+    """Enqueues what reads the logits: statistics of their rows, and where dlogits are wanted these."""
+    if dlogits is not None:
+        kernels.launch("tokens")
+        # The kernel's numbers are those of the batch with one more, which the batch decides.
+        of_batch = kernels.spaces["numbers"]
+        kernels.spaces["numbers"] = kernels.spaces["numbers_of_kernel"]
+        kernels.launch_rows("one_pass", {"logits": logits, "dlogits": dlogits})
+        kernels.spaces["numbers"] = of_batch
+        return
+    _give_softmax(kernels)
     if isinstance(logits, Head):
-        for at, _, chunk in logits.chunks(arrays, mask):
-            _enqueue(arrays, spec, "statistics", False, chunk, targets, plan, rates, to, at=at)
+        for at, _, chunk in logits.chunks(kernels.arrays, counted):
+            kernels.launch_rows("statistics", {"logits": chunk}, at=at)
     else:
-        _enqueue(arrays, spec, "statistics", False, logits, targets, plan, rates, to)
-    wide = arrays.cast(statistics, "f64").reshape(batch, tokens, COLUMNS)
-    columns = {
-        name: wide[..., i] * -math.log(2.0) if "weighted" in name else wide[..., i] for i, name in enumerate(_STATISTICS)
-    }
-
-    def constant(number: float) -> Array:
-        return arrays.full((), number, "f64")
-
-    def row_sum(values: Array) -> Array:
-        return of.sequences.spread(of.sequences.sums(on.where(mask, values, 0.0)))
-
-    softmax = compute(on, plan["softmax"], {**columns, "rate": rates}, constant)
-    logp = on.where(of.wrong, math.nan, softmax["logp"])
-    row_count = row_sum(on.ones_like(logp))
-    inputs = {
-        **of.inputs,
-        "logp": logp,
-        "advantages": of.advantages,
-        "weight": of.weights,
-        "kl_share": of.kl_share,
-        "row_count": row_count,
-    }
-    token = compute(on, plan["loss"], inputs, constant, row_sum)
-
-    def counted(values: Array) -> Array:
-        # A truth value becomes 1 or 0.
-        return on.where(mask, values * on.ones_like(logp), 0.0)
-
-    every = {name: counted(values) for name, values in {**token, "logp": logp, "entropy": softmax["entropy"]}.items()}
-    count = on.where(mask, on.ones_like(logp), 0.0).sum()
-    count = on.where(count > 1.0, count, 1.0)
-    means = {name: values.sum() / count for name, values in logged(on, plan, every).items()}
-    means.setdefault("kl_mean", constant(0.0))
-    inverse = plan["inverse_temperature"] if rates is None else rates
-    kept = (
-        columns["max"],
-        token["grad_logp"],
-        inverse / softmax["sum"],
-        softmax["others"],
-        on.ones_like(logp) if rates is None else rates,
-        of.entropy,
-        inverse / softmax["entropy_sum"],
-        softmax["mean_gap"],
-    )
-    return Evaluated(
-        loss=arrays.cast(weighed(on, mask, every, of.weights, of.entropy).sum(), "f32"),
-        logp=arrays.cast(every["logp"], "f32"),
-        entropy=arrays.cast(every["entropy"], "f32"),
-        token_loss=arrays.cast(every["token_loss"], "f32"),
-        metrics=arrays.cast(on.stack([means[name] for name in _METRICS]), "f32"),
-        kept=on.stack([counted(column).reshape(-1) for column in kept], -1),
-    )
+        kernels.launch_rows("statistics", {"logits": logits})
 
 
-#: The derivatives by loss, logp and entropy, of which None is 0.
+#: The cotangents of loss, logp and entropy, of which None is 0.
 _Sent: TypeAlias = tuple[Array | None, Array | None, Array | None]
 
 
 def gradient(
-    arrays: Arrays, spec: str, logits: Array, dlogits: Array, given: Mapping[str, Array | None], kept: Array, sent: _Sent
+    arrays: Arrays,
+    spec: str,
+    logits: Array,
+    dlogits: Array,
+    given: Mapping[str, Array | None],
+    kept: Array,
+    sent: _Sent,
+    made: bool = False,
 ) -> None:
-    """Writes dlogits, elsewhere or over the logits, for what is sent: the logits are read once more. What is sent goes into the token
-    weights in f64, and each dlogit is rounded once."""
-    _writes_dlogits(arrays, spec, _expect_logits(arrays, logits), given, kept, sent)(logits, dlogits, slice(None))
+    """Writes dlogits, elsewhere or over the logits, for what is sent: the logits are read once more, and each dlogit is rounded once.
+    Where dlogits were `made` in the forward pass, for the cotangent that was likely, and it is the one that is sent, nothing is read or
+    written."""
+    kernels = _gradient_kernels(arrays, spec, _expect_logits(arrays, logits), arrays.dtype(logits), given, kept)
+    flags = _give_cotangents(kernels, sent)
+    unless_used = made and sent[0] is not None and flags == (False, False)
+    kernels.give(upstream=_upstream(arrays, spec))
+    kernels.launch_rows("dlogits", {"logits": logits, "dlogits": dlogits}, sent=(*flags, unless_used))
+
+
+def multiply(
+    arrays: Arrays, spec: str, dlogits: Array, given: Mapping[str, Array | None], kept: Array, loss: Array | None
+) -> None:
+    """Multiplies dlogits that the forward pass made by the cotangent of the loss over the one that was likely, where they differ: each
+    is rounded once more."""
+    kernels = _gradient_kernels(arrays, spec, _expect_logits(arrays, dlogits), arrays.dtype(dlogits), given, kept)
+    _give_cotangents(kernels, (loss, None, None))
+    kernels.give(upstream=_upstream(arrays, spec))
+    kernels.launch_rows("multiply", {"dlogits_before": dlogits, "dlogits": dlogits})
 
 
 def head_gradient(
@@ -594,62 +654,54 @@ def head_gradient(
     """dhidden `[B,T,H]`, f32 sums over V rounded once to the dtype of `hidden`, and dlm_head `[V,H]`, f32 sums over tokens: each chunk's
     logits are made once more, and dlogits go over them. Products are taken of dlogits in the dtype of `hidden`: 16-bit ones are rounded
     to it."""
-    write = _writes_dlogits(arrays, spec, _expect_head(arrays, head), given, kept, sent)
-    dtype, counts = arrays.dtype(head.hidden), _counts(kept)
+    shape = _expect_head(arrays, head)
+    kernels = _gradient_kernels(arrays, spec, shape, _dtype_of(arrays, head), given, kept)
+    flags = _give_cotangents(kernels, sent)
+    dtype, counted = arrays.dtype(head.hidden), _kept(spec, shape[0] * shape[1], shape[2]).of(kept, "counted")
     dhidden = arrays.empty(head.hidden.shape, dtype)
     dlm_head = arrays.empty(head.lm_head.shape, "f32")
-    rows = dhidden.reshape(counts.shape[0], -1)
+    rows = dhidden.reshape(counted.shape[0], -1)
 
     def of_chunk(at: slice, hidden: Array, logits: Array) -> None:
         # What is made here is gone before the next chunk's.
-        write(logits, logits, at)
+        kernels.launch_rows("dlogits", {"logits": logits, "dlogits": logits}, at=at, sent=(*flags, False))
         dlogits = arrays.cast(logits[0], dtype)
         head.multiply(dlogits.T, hidden, dlm_head, at.start > 0)
         sums = arrays.empty(hidden.shape, "f32")
         head.multiply(dlogits, head.lm_head, sums, False)
         rows[at] = arrays.cast(sums, dtype)
 
-    for chunk in head.chunks(arrays, counts):
+    for chunk in head.chunks(arrays, counted):
         of_chunk(*chunk)
     return dhidden, dlm_head
 
 
-def _counts(kept: Array) -> Array:
-    """Which tokens count. A temperature that is none has left a NaN."""
-    return kept[:, _RATE] != 0.0
-
-
-#: The column of what is kept that holds what gaps are multiplied by, 0 where a token is masked.
-_RATE = 4
-
-
-def _writes_dlogits(
+def _gradient_kernels(
     arrays: Arrays,
     spec: str,
     shape: tuple[int, int, int],
+    dtype: str,
     given: Mapping[str, Array | None],
     kept: Array,
-    sent: _Sent,
-) -> Callable[[Array, Array, slice], None]:
-    """What enqueues the dlogits of such tokens' logits."""
-    on = arrays.on
-    plan = _of(spec, given, shape[1])
-    targets = _Targets(arrays, plan, given["ids"], given.get("bias"), shape)
-    max, grad_logp, by_sum, others, rates, entropy, by_entropy_sum, mean_gap = (kept[:, i] for i in range(COLUMNS))
-    mask = _counts(kept)
+) -> _Kernels:
+    """The kernels of a backward pass, with what its forward pass kept."""
+    batch, tokens, vocab = shape
+    plan = _of(spec, given, tokens)
+    spaces = _kept(spec, batch * tokens, vocab).spaces(arrays.address(kept))
+    spaces["ids"] = spaces["targets"]
+    kernels = _Kernels(arrays, _read(spec), plan, dtype, (batch * tokens, batch, vocab), (False, False), spaces)
+    _give_softmax(kernels)
+    return kernels
 
-    def beside(weight: Array, cotangent: Array | None) -> Array:
-        of_loss = weight * (0.0 if sent[0] is None else arrays.cast(sent[0], "f64"))
-        return of_loss if cotangent is None else of_loss + arrays.cast(cotangent, "f64").reshape(-1)
 
-    one = on.ones_like(max)
-    scales = [max, -beside(grad_logp, sent[1]) * by_sum, others, one, beside(entropy, sent[2]) * by_entropy_sum, mean_gap]
-    columns = [on.where(mask, scale, 0.0) for scale in scales]
-    nothing = on.zeros_like(max)
-    to = {"scales": arrays.cast(on.stack([*columns, nothing, nothing], -1), "f32")}
-    own = rates if "rate" in plan["inputs"] else None
-
-    def write(logits: Array, dlogits: Array, at: slice) -> None:
-        _enqueue(arrays, spec, "dlogits", sent[2] is not None, logits, targets, plan, own, to, dlogits, at)
-
-    return write
+def _give_cotangents(kernels: _Kernels, sent: _Sent) -> tuple[bool, bool]:
+    """Gives the cotangents to the kernels, and says whether there are some of logp and of the entropy."""
+    arrays = kernels.arrays
+    loss = arrays.constant((0.0,), "f32") if sent[0] is None else arrays.cast(sent[0], "f32")
+    kernels.give(loss_cotangent=loss)
+    flags = []
+    for name, cotangent in zip(("logp_cotangent", "entropy_cotangent"), sent[1:], strict=True):
+        flags.append(cotangent is not None)
+        if cotangent is not None:
+            kernels.give(**{name: arrays.dense(arrays.cast(cotangent, "f32"))})
+    return flags[0], flags[1]

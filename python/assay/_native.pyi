@@ -14,8 +14,10 @@ __all__ = [
     "answer",
     "load",
     "gpu_enqueue",
+    "gpu_numbers",
     "gpu_plan",
     "gpu_settled",
+    "gpu_takes_one_pass",
     "op_gather_logp",
     "op_gather_logp_gradient",
     "op_gradient",
@@ -322,13 +324,16 @@ def gpu_plan(spec: Spec, width: int | None) -> str: ...
 def gpu_settled(
     spec: Spec, shape: tuple[int, int, int], arrays: dict[str, Any]
 ) -> tuple[dict[str, Array], list[int] | None]: ...
+def gpu_numbers(spec: Spec, sequences: int, width: int | None) -> list[float]: ...
+def gpu_takes_one_pass(spec: Spec, place: int, vocab: int, dtype: str) -> bool: ...
 def gpu_enqueue(
     spec: Spec,
     kernel: str,
-    entropy: bool,
     place: tuple[int, int],
-    extents: tuple[int, int],
+    extents: tuple[int, int, int],
     dtype: str,
+    of_tokens: tuple[bool, bool],
+    sent: tuple[bool, bool, bool],
     arrays: dict[str, tuple[int, int]],
 ) -> None: ...
 def xla_handlers() -> list[tuple[str, int]]: ...

@@ -7,8 +7,9 @@
     loss.backward()
 
 Without a copy of the logits: on the CPU by the kernel that `assay` judges under the name `native`, on an NVIDIA GPU by those of
-`gpu-two-pass`. The forward pass reads them once; the backward pass reads them once more and writes dlogits, which are so of whatever
-cotangent there is and rounded once.
+`gpu-one-pass` and `gpu-two-pass`. The forward pass reads them once; the backward pass reads them once more and writes dlogits, which are so
+of whatever cotangent there is and rounded once. On a GPU of sm_90 and up the forward pass of a loss that one token decides writes dlogits
+too, for the cotangent that the loss had at the last step: where it has that one again, the backward pass reads and writes nothing.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
 `segment_ids` S sequences are packed into one row of N tokens, `[1,N]`, or flat, `[N]`.
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from . import _gpu, _native, _pool
 from . import spec as _spec
@@ -123,11 +125,17 @@ def _evaluated(evaluated: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Tens
     return (torch.tensor(loss, dtype=torch.float32, device="cpu"), *_as_given(of_tokens, given), metrics)
 
 
-def _fake_evaluated(ids: Tensor, on_gpu: bool) -> tuple[Tensor, ...]:
+def _fake_evaluated(logits: Tensor, vocab: int, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The outputs of logits, or of hidden states, as far as they are known without numbers."""
+    ids = given[0]
     per_token = (ids.new_empty(ids.shape, dtype=torch.float32) for _ in range(3))
     metrics = ids.new_empty((len(METRICS),), dtype=torch.float32)
-    kept = ids.new_empty((ids.numel() if on_gpu else 0, _gpu.COLUMNS), dtype=torch.float64)
+    kept = ids.new_empty((_gpu.kept_size(given[-1], ids.numel(), vocab) if _on_gpu(logits) else 0,), dtype=torch.float32)
     return (ids.new_empty((), dtype=torch.float32), *per_token, metrics, kept)
+
+
+#: Numbers that kernels read, for as long as the process runs: a graph that was captured has their addresses.
+_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
 
 
 class _Tensors:
@@ -152,17 +160,36 @@ class _Tensors:
     def place(self) -> tuple[int, int]:
         return self._device.index, torch.cuda.current_stream(self._device).cuda_stream
 
+    @property
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Tensor:
         return torch.full(tuple(shape), value, dtype=self._DTYPES[dtype], device=self._device)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
         return torch.empty(tuple(shape), dtype=self._DTYPES[dtype], device=self._device)
 
-    def arange(self, end: int) -> Tensor:
-        return torch.arange(end, device=self._device)
+    def ends(self, count: int, length: int) -> Tensor:
+        return torch.arange(0, count * length + 1, length, dtype=torch.int32, device=self._device)
+
+    def constant(self, numbers: _gpu.Numbers, dtype: str, name: str = "") -> Tensor:
+        key = (self._device, dtype, name or numbers)
+        if key not in _CONSTANTS:
+            if self.is_capturing:
+                raise ProblemError(
+                    "`logits`: got a loss or a shape for the first time in the capture of a CUDA graph, expected one of which a step was "
+                    "made before: what its kernels read is copied to the device there"
+                )
+            numbers = numbers() if callable(numbers) else numbers
+            _CONSTANTS[key] = torch.tensor(numbers, dtype=self._DTYPES[dtype], device=self._device)
+        return _CONSTANTS[key]
 
     def cast(self, array: Tensor, dtype: str) -> Tensor:
         return array.to(self._DTYPES[dtype])
+
+    def dense(self, array: Tensor) -> Tensor:
+        return array.contiguous()
 
     def dtype(self, array: Tensor) -> str:
         return self._NAMES.get(array.dtype, str(array.dtype))
@@ -172,12 +199,6 @@ class _Tensors:
 
     def address(self, array: Tensor) -> int:
         return int(array.data_ptr())
-
-    def group_sums(self, values: Tensor, groups: Tensor, count: int) -> Tensor:
-        return self.full((count,), 0.0, "f64").index_add_(0, groups, values)
-
-    def groups(self, ends: Tensor, places: Tensor) -> Tensor:
-        return torch.searchsorted(ends, places, right=True)
 
     def upload(self, array: Any) -> Tensor:
         on_host = torch.tensor(array) if isinstance(array, list) else torch.from_dlpack(array)
@@ -212,14 +233,37 @@ def _loss_of(logits: Tensor, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return *_evaluated(_native.op_loss(spec, _row(logits, given), arrays, normalizer), given), _nothing_kept()
 
 
-def _loss_on_gpu(device: torch.device, logits: Tensor | _gpu.Head, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def _loss_on_gpu(
+    device: torch.device, logits: Tensor | _gpu.Head, given: tuple[Any, ...], dlogits: Tensor | None = None
+) -> tuple[Tensor, ...]:
     *_, of_batch, json = given
-    loss, *of_tokens, metrics, kept = _gpu.loss(_Tensors(device), json, logits, _detached(given), of_batch)
+    # A number of the host's goes with the launch.
+    if of_batch is not None and not _on_gpu(of_batch):
+        of_batch = float(of_batch)
+    loss, *of_tokens, metrics, kept = _gpu.loss(_Tensors(device), json, logits, _detached(given), of_batch, dlogits)
     return loss, *_as_given(of_tokens, given), metrics, kept
 
 
 def _nothing_kept() -> Tensor:
-    return torch.empty((0, _gpu.COLUMNS), dtype=torch.float64, device="cpu")
+    return torch.empty((0,), dtype=torch.float32, device="cpu")
+
+
+def _place_for_dlogits(logits: Tensor) -> Tensor:
+    """Memory for dlogits on a GPU: dense, but where rows begin within the blocks of 16 bytes that kernels read. There dlogits lie in
+    their blocks as the logits do in theirs."""
+    size, strides = logits.element_size(), _strides_of_dlogits(logits)
+    if logits.shape[-1] * size % 16 == 0:
+        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    late = logits.data_ptr() % 16 // size
+    last = sum((extent - 1) * stride for extent, stride in zip(logits.shape, strides, strict=True))
+    room = torch.empty((late + last + 1,), dtype=logits.dtype, device=logits.device)
+    return room.as_strided(logits.shape, strides, late)
+
+
+def _strides_of_dlogits(logits: Tensor) -> tuple[int, ...]:
+    if logits.shape[-1] * logits.element_size() % 16 == 0:
+        return tuple(torch.empty(logits.shape, device="meta").stride())
+    return tuple(logits.stride())
 
 
 def _gradient_of(
@@ -249,10 +293,7 @@ def _loss(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
 def _gradient(
     loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
 ) -> Tensor:
-    if _on_gpu(logits):
-        dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    else:
-        dlogits = _pool.empty(logits.shape, logits.dtype)
+    dlogits = _place_for_dlogits(logits) if _on_gpu(logits) else _pool.empty(logits.shape, logits.dtype)
     _gradient_of(logits, dlogits, kept, (loss, logp, entropy), given)
     return dlogits
 
@@ -294,19 +335,20 @@ def _head_gradient(
 
 @_loss.register_fake
 def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_evaluated(given[0], _on_gpu(logits))
+    return _fake_evaluated(logits, logits.shape[-1], given)
 
 
 @_gradient.register_fake
 def _(
     loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
 ) -> Tensor:
-    return logits.new_empty(logits.shape)
+    strides = _strides_of_dlogits(logits) if _on_gpu(logits) else None
+    return logits.new_empty(logits.shape) if strides is None else logits.new_empty_strided(logits.shape, strides)
 
 
 @_head_loss.register_fake
 def _(hidden: Tensor, lm_head: Tensor, rounds_logits: bool, chunk: int, *given: Any) -> tuple[Tensor, ...]:
-    return _fake_evaluated(given[0], _on_gpu(hidden))
+    return _fake_evaluated(hidden, lm_head.shape[0], given)
 
 
 @_head_gradient.register_fake
@@ -428,6 +470,9 @@ _gather.register_autograd(_gather_backward, setup_context=_setup_gather)
 _head_gather.register_autograd(_head_gather_backward, setup_context=_setup_gather)
 
 
+_TWICE = "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
+
+
 class _InPlace(torch.autograd.Function):
     """The same with dlogits over the logits, in the backward pass."""
 
@@ -444,15 +489,74 @@ class _InPlace(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
         if ctx.done:
-            raise RuntimeError(
-                "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
-            )
+            raise RuntimeError(_TWICE)
         logits, kept = ctx.saved_tensors
         _gradient_of(logits, None, kept, (loss, logp, entropy), ctx.given)
         ctx.done = True
         # Whoever saved the logits and is differentiated later is told so by autograd.
         torch.autograd.graph.increment_version(logits)
         return (logits.detach(), *[None] * len(ctx.given))
+
+
+class _OnePass(torch.autograd.Function):
+    """The same with dlogits in the forward pass, apart from the logits or over them: of the cotangent that the loss had at the last step.
+    Where it has another one, dlogits are made anew in the backward pass, or multiplied where the logits are gone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inplace: bool, *given: Any) -> tuple[Tensor, ...]:
+        dlogits = logits.detach() if inplace else _place_for_dlogits(logits)
+        outputs = _loss_on_gpu(logits.device, _row(logits, given), given, _row(dlogits, given))
+        if inplace:
+            # Whoever saved the logits and is differentiated later is told so by autograd.
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits, outputs[-1])
+        ctx.given, ctx.inplace, ctx.dlogits = given, inplace, dlogits
+        ctx.mark_non_differentiable(*outputs[3:])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
+        logits, kept = ctx.saved_tensors
+        # Whoever gets them may write to them: another backward pass makes its own.
+        made, ctx.dlogits = ctx.dlogits, None
+        given = ctx.given
+        arrays, named = _Tensors(logits.device), _detached(given)
+        of_logp, of_entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in (logp, entropy))
+        sent = (None if loss is None else loss.detach(), of_logp, of_entropy)
+        if ctx.inplace:
+            _expect_loss_alone(made, sent[1:])
+            _gpu.multiply(arrays, given[-1], _row(logits, given), named, kept, sent[0])
+            torch.autograd.graph.increment_version(logits)
+            return (logits.detach(), *[None] * (1 + len(given)))
+        dlogits = _place_for_dlogits(logits) if made is None else made
+        _gpu.gradient(
+            arrays, given[-1], _row(logits, given), _row(dlogits, given), named, kept, sent, made=made is not None
+        )
+        return (dlogits, *[None] * (1 + len(given)))
+
+
+def _expect_loss_alone(dlogits: Tensor | None, beside: tuple[Tensor | None, ...]) -> None:
+    """That dlogits in the place of logits can be made those of what is sent."""
+    if dlogits is None:
+        raise RuntimeError(_TWICE)
+    for name, cotangent in zip(("logp", "entropy"), beside, strict=True):
+        if cotangent is not None:
+            raise ProblemError(
+                f"`inplace`: got True for a gradient through `{name}`, expected one through `loss` alone, or `inplace=False`: on this "
+                "GPU the forward pass has written dlogits over the logits"
+            )
+
+
+def _makes_dlogits_first(logits: Tensor, json: str) -> bool:
+    """Whether the forward pass makes dlogits."""
+    if torch.compiler.is_compiling() or isinstance(logits, FakeTensor):
+        return False
+    if not (_on_gpu(logits) and logits.requires_grad and torch.is_grad_enabled()):
+        return False
+    arrays = _Tensors(logits.device)
+    return _gpu.takes_one_pass(arrays, json, int(logits.shape[-1]), arrays.dtype(logits))
 
 
 # Nodes whose result is a view of their argument.
@@ -591,8 +695,10 @@ def grpo_loss(
         lm_head: `[V,H]`, of the dtype of `hidden`, contiguous.
         rounds_logits: Whether those logits are rounded to the dtype of `hidden` before anything reads them.
         chunk: Tokens of a chunk; 0: as many as 320 MiB hold.
-        inplace: Whether dlogits go over the logits, in the backward pass. Not under torch.compile, and not for logits that
-            whoever made them needs for a gradient of its own.
+        inplace: Whether dlogits go over the logits: in the backward pass, or on a GPU of sm_90 and up, where one token decides its loss,
+            in the forward pass. There the gradient is that of the loss alone, and dlogits are rounded once more at a step whose loss is
+            multiplied by another number than at the last. Not under torch.compile, and not for logits that whoever made them needs
+            for a gradient of its own.
 
     Returns:
         `GrpoLoss`. A gradient of a gradient is an error, and with `inplace=True` so is a second backward pass.
@@ -650,6 +756,9 @@ def grpo_loss(
         _expect_together("logits", logits, given)
         if inplace:
             _expect_in_place(logits)
+        if _makes_dlogits_first(logits, json):
+            outputs = _OnePass.apply(logits, inplace, *arguments)
+        elif inplace:
             outputs = _InPlace.apply(logits, *arguments)
         else:
             outputs = _loss(logits, *arguments)

@@ -1,5 +1,5 @@
-//! The loss on a GPU as an operation of a framework, whose arrays and whose stream it uses: kernels are enqueued from here, and what
-//! lies between them is computed by the framework, from a [tape](crate::tape).
+//! The loss on a GPU as an operation of a framework, whose arrays and whose stream it uses: kernels are enqueued from here, one after
+//! another.
 
 use std::collections::BTreeMap;
 
@@ -11,11 +11,13 @@ use crate::error;
 use crate::memory::{Array as LentArray, Element, device};
 use crate::op::{Given, done, lent};
 use crate::spec::Spec;
-use crate::tape::{Around, Plan};
-use assay::cuda::op::{Called, Gpu, Half};
+use crate::tape::expect_computed;
+use assay::cuda::op::{Called, Gpu};
 use assay::implementation::RunError;
 use assay::problem::{Dtype, Sequences, Shape};
-use assay::programs::{Shaped, arrays::softmax_numbers};
+use assay::programs::Shaped;
+use assay::programs::arrays::{given_columns, numbers as one_pass_numbers, softmax_numbers, width as width_of_tokens};
+use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, batch_numbers};
 use assay::spec::{LossSpec, OldLogp, Support};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Structure};
@@ -23,19 +25,20 @@ use assay_algebra::structure::{Input, Structure};
 /// What an input is that no argument is.
 const SETTLED: &str = "settled";
 
-/// A [`Plan`], and what else is to be known to call the kernels.
+/// How the kernels are called for a spec.
 #[derive(Serialize)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an answer, read by its name")]
 struct GpuPlan<'s> {
-    #[serde(flatten)]
-    plan: Plan,
-    /// Of each input the argument that it is, or [`SETTLED`].
-    sources: Vec<&'static str>,
+    /// The arrays that are read beside ids, mask and advantages, and of each the argument that it is, or [`SETTLED`].
+    inputs: Vec<(&'static str, &'static str)>,
     /// Whether the mask, or an input, is worked out before there are logits: see [`gpu_settled`].
     settles: bool,
-    /// The first array of the kernels: its name, and what it holds; without numbers there is none.
-    numbers: (&'static str, Vec<f32>),
-    /// Whether kernels are told what differs by column.
+    /// The first array of the kernels that read logits: its name, and what it holds; without numbers there is none.
+    softmax_numbers: (&'static str, Vec<f32>),
+    /// Columns of what the kernel of one pass is given of each token, and of its numbers.
+    token_columns: usize,
+    kernel_numbers: usize,
+    /// Whether vocabulary entries differ before their softmax.
     by_column: bool,
     bias: bool,
     support: &'s Support,
@@ -51,22 +54,50 @@ struct GpuPlan<'s> {
 #[pyo3(signature = (spec, width))]
 pub(crate) fn gpu_plan(py: Python<'_>, spec: &Spec, width: Option<usize>) -> PyResult<String> {
     let spec = &*spec.loss;
+    expect_computed(py, spec, width, true)?;
     let structure = Structure::of(spec);
-    let sources: Vec<&str> = structure.inputs().into_iter().map(|input| source(spec, input)).collect();
+    let inputs: Vec<_> = structure.inputs().into_iter().map(|input| (input.name(), source(spec, input))).collect();
     // None of these is of a batch's extents.
     let numbers = softmax_numbers(structure).into_iter().map(|number| number.of(spec, [1, 1]) as f32).collect();
     let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
+    let settled = inputs.iter().any(|(_, source)| *source == SETTLED);
     let plan = GpuPlan {
-        plan: Plan::of(py, spec, width, Around::Device)?,
-        settles: sources.contains(&SETTLED) || !spec.rejection.is_empty() || spec.token_weights.is_some(),
-        sources,
-        numbers: (name, numbers),
+        settles: settled || !spec.rejection.is_empty() || spec.token_weights.is_some(),
+        inputs,
+        softmax_numbers: (name, numbers),
+        token_columns: width_of_tokens(given_columns(structure).len()),
+        kernel_numbers: one_pass_numbers(structure).len(),
         by_column: structure.transform.is_some_and(|transform| transform.columns),
         bias: spec.logits.bias,
         support: &spec.support,
         token_advantages: spec.advantages == assay::spec::AdvantageLevel::Token,
     };
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
+}
+
+/// The numbers of a batch of so many sequences, padded to `width` or packed where there is none, in the order that kernels read them.
+#[pyfunction]
+#[pyo3(signature = (spec, sequences, width))]
+pub(crate) fn gpu_numbers(spec: &Spec, sequences: usize, width: Option<usize>) -> Vec<f64> {
+    let extents = [sequences, width.unwrap_or(1)];
+    batch_numbers(Structure::of(&spec.loss)).into_iter().map(|number| number.of(&spec.loss, extents)).collect()
+}
+
+/// Whether the device at `place` computes the loss of `spec` on rows of `vocab` logits in one pass.
+///
+/// # Errors
+/// `AssayError` in the driver's words.
+#[pyfunction]
+pub(crate) fn gpu_takes_one_pass(
+    py: Python<'_>,
+    spec: &Spec,
+    place: usize,
+    vocab: usize,
+    dtype: &str,
+) -> PyResult<bool> {
+    let dtype: Dtype = dtype.parse().map_err(|reason| error::of_problem(py, format!("`logits`: {reason}")))?;
+    let gpu = Gpu::at(place).map_err(|reason| error::other(py, reason))?;
+    Ok(gpu.takes_one_pass(&spec.loss, vocab, dtype))
 }
 
 /// The argument that an input is.
@@ -114,8 +145,10 @@ pub(crate) fn gpu_settled<'py>(
     Ok((of, ends))
 }
 
-/// Enqueues the `statistics` or the `dlogits` kernel of `spec` for `[rows, vocab]` of logits on a device's stream, and does not wait for
-/// it. `entropy`: whether the entropy has a derivative that is not the spec's. `arrays` are address and bytes by name.
+/// Enqueues a kernel of `spec` on a device's stream, and does not wait for it. `place` is the device's number and the stream's handle,
+/// `extents` are the tokens, the sequences and the vocabulary; `of_tokens` says whether advantages and temperatures are each token's own, and
+/// `sent` whether logp and entropy have cotangents, and whether dlogits are there already for one of the loss. `arrays` are address and
+/// bytes by name.
 ///
 /// # Errors
 /// `ProblemError` for what the kernels do not take, `AssayError` in the driver's words.
@@ -125,19 +158,36 @@ pub(crate) fn gpu_enqueue(
     py: Python<'_>,
     spec: Spec,
     kernel: &str,
-    entropy: bool,
     place: (usize, usize),
-    extents: (usize, usize),
+    extents: (usize, usize, usize),
     dtype: &str,
+    of_tokens: (bool, bool),
+    sent: (bool, bool, bool),
     arrays: BTreeMap<String, (u64, usize)>,
 ) -> PyResult<()> {
     let dtype: Dtype = dtype.parse().map_err(|reason| error::of_problem(py, format!("`logits`: {reason}")))?;
-    let kernel = if kernel == "dlogits" { Half::Dlogits { entropy } } else { Half::Statistics };
+    let (logp, entropy, unless_used) = sent;
+    let kernel = match kernel {
+        "count" => OperationKernel::Count,
+        "tokens" => OperationKernel::Tokens,
+        "one_pass" => OperationKernel::OnePass,
+        "statistics" => OperationKernel::Statistics,
+        "losses" => OperationKernel::Losses,
+        "sums" => OperationKernel::Sums,
+        "multiply" => OperationKernel::Multiply,
+        _ => OperationKernel::Dlogits(Cotangents { logp, entropy, unless_used }),
+    };
+    let form = BatchForm {
+        token_advantages: of_tokens.0,
+        token_temperatures: of_tokens.1,
+        bias: spec.loss.logits.bias,
+        keep_sampled: spec.loss.support.keep_sampled,
+    };
     let (place, stream) = (place.0, device::stream(place.1));
     let arrays: Vec<_> =
         arrays.iter().map(|(name, &(address, bytes))| (name.as_str(), device::lent(address, bytes))).collect();
     let enqueue = || {
-        let called = Called { kernel, spec: &spec.loss, extents: extents.into(), dtype, stream, arrays: &arrays };
+        let called = Called { kernel, spec: &spec.loss, form, extents: extents.into(), dtype, stream, arrays: &arrays };
         Gpu::at(place)?.enqueue(called)
     };
     error::apart(py, enqueue)?.map_err(|reason| match reason {

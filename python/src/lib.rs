@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use super::emitted::{mosaic_kernels, ptx_kernels};
     #[pymodule_export]
-    use super::gpu::{gpu_enqueue, gpu_plan, gpu_settled};
+    use super::gpu::{gpu_enqueue, gpu_numbers, gpu_plan, gpu_settled, gpu_takes_one_pass};
     #[pymodule_export]
     use super::memory::Array;
     #[pymodule_export]

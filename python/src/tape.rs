@@ -34,7 +34,7 @@ struct Divisor {
 
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
-pub(crate) struct Plan {
+struct Plan {
     /// `1/T` of the softmax that entropy is of; none where each token has its own, the input `rate`.
     inverse_temperature: Option<f64>,
     /// That of logp, where it is another.
@@ -58,17 +58,6 @@ pub(crate) struct Plan {
     loss: Tape,
 }
 
-/// What the arithmetic is around.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Around {
-    /// Kernels that take logits as they come.
-    Plain,
-    /// Kernels that change logits as the spec says: between statistics and dlogits their rate is a part of `1/T`.
-    Native,
-    /// The same, whose numbers are f32: the arithmetic in f64 between them has these.
-    Device,
-}
-
 /// The plan of `spec` for a batch that is padded to `width`, or packed where there is none, as JSON, around kernels that are `native`, or
 /// take logits as they come.
 ///
@@ -78,9 +67,28 @@ pub(crate) enum Around {
 #[pyfunction]
 #[pyo3(signature = (spec, width, native))]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
-    let around = if native { Around::Native } else { Around::Plain };
-    let plan = Plan::of(py, &spec.loss, width, around)?;
+    let plan = Plan::of(py, &spec.loss, width, native)?;
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
+}
+
+/// Checks that the loss of `spec` is computed around kernels, for a batch that is padded to `width`, or packed where there is none. They are
+/// `native`, or take logits as they come.
+///
+/// # Errors
+/// As [`plan`].
+pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<()> {
+    if width.is_none() {
+        let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
+        spec.expect_no_width().map_err(no_width)?;
+    }
+    let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
+    expect_one_id(spec).and_then(|()| Reach::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
+        let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
+        error::of_spec(
+            py,
+            format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
+        )
+    })
 }
 
 impl Plan {
@@ -88,26 +96,11 @@ impl Plan {
     ///
     /// # Errors
     /// As [`plan`].
-    pub(crate) fn of(py: Python<'_>, spec: &LossSpec, width: Option<usize>, around: Around) -> PyResult<Self> {
-        if width.is_none() {
-            let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
-            spec.expect_no_width().map_err(no_width)?;
-        }
+    fn of(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<Self> {
+        expect_computed(py, spec, width, native)?;
         let extents = [1, width.unwrap_or(1)];
-        let plain = || if around == Around::Plain { expect_plain_logits(spec) } else { Ok(()) };
-        expect_one_id(spec).and_then(|()| Reach::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
-            let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
-            error::of_spec(
-                py,
-                format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
-            )
-        })?;
         let structure = Structure::of(spec);
         let number = |number: Number| number.of(spec, extents);
-        let of_kernels = |which: Number| match around {
-            Around::Device => f64::from(number(which) as f32),
-            Around::Plain | Around::Native => number(which),
-        };
         let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
             tokens: denominator.tokens.map(|tokens| match tokens {
                 Tokens::OfBatch => "batch",
@@ -119,7 +112,7 @@ impl Plan {
         };
         let kl = structure.kl.and_then(|kl| kl.denominator);
         let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
-        let [inverse_temperature, logp_inverse_temperature] = [Number::Rate, Number::LogpRate].map(of_kernels);
+        let [inverse_temperature, logp_inverse_temperature] = [Number::Rate, Number::LogpRate].map(number);
         let inverse_temperature = (structure.temperature != Temperature::Given).then_some(inverse_temperature);
         Ok(Self {
             inverse_temperature,
@@ -145,7 +138,7 @@ impl Plan {
                 structure,
                 inverse_temperature,
                 logp_inverse_temperature,
-                of_kernels(Number::InverseTemperature),
+                number(Number::InverseTemperature),
             ),
             loss: token_losses(structure, |tape, which| tape.constant(number(which))),
         })

@@ -45,12 +45,12 @@ class Fake:
     def launches(self) -> list[str]:
         return [call for call in self.calls if call.startswith("cuLaunchKernelEx")]
 
-    def enqueue(self, spec: Any, kernel: Any, entropy: Any, place: Any, extents: Any, dtype: Any, arrays: Any) -> None:
-        """As `_native.gpu_enqueue`, with the arrays lent to the driver."""
-        for address, size in arrays.values():
+    def enqueue(self, *launch: Any) -> None:
+        """As `_native.gpu_enqueue`, with the arrays, its last argument, lent to the driver."""
+        for address, size in launch[-1].values():
             self._library.fake_cuda_lend(address, size)
         try:
-            self._enqueue(spec, kernel, entropy, place, extents, dtype, arrays)
+            self._enqueue(*launch)
         finally:
             self._library.fake_cuda_take_back()
 
@@ -76,6 +76,9 @@ class Host:
     _DTYPES = {"bool": "bool", "i32": "int32", "i64": "int64", "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
     _NAMES = {numpys: name for name, numpys in _DTYPES.items()}
 
+    _CONSTANTS: dict[Any, Any] = {}
+    is_capturing = False
+
     def __init__(self, device: int = 0) -> None:
         self.place = (device, STREAM)
 
@@ -85,8 +88,17 @@ class Host:
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         return self.full(shape, 77, dtype)
 
-    def arange(self, end: int) -> Any:
-        return np.arange(end)
+    def ends(self, count: int, length: int) -> Any:
+        return np.arange(count + 1, dtype=np.int32) * np.int32(length)
+
+    def constant(self, numbers: _gpu.Numbers, dtype: str, name: str = "") -> Any:
+        key = (dtype, name or numbers)
+        if key not in self._CONSTANTS:
+            self._CONSTANTS[key] = aligned(np.array(numbers() if callable(numbers) else numbers, self._DTYPES[dtype]))
+        return self._CONSTANTS[key]
+
+    def dense(self, array: Any) -> Any:
+        return np.ascontiguousarray(array)
 
     def cast(self, array: Any, dtype: str) -> Any:
         return np.asarray(array).astype(self._DTYPES[dtype])
@@ -99,12 +111,6 @@ class Host:
 
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
-
-    def group_sums(self, values: Any, groups: Any, count: int) -> Any:
-        return np.bincount(groups, values, count)
-
-    def groups(self, ends: Any, places: Any) -> Any:
-        return np.searchsorted(ends, places, side="right")
 
     def upload(self, array: Any) -> Any:
         return np.array(array)
@@ -153,13 +159,18 @@ def computed(
     arrays: Host | None = None,
     logp: Any = None,
     entropy: Any = None,
+    one_pass: bool = False,
     **changed: Any,
 ) -> dict[str, Any]:
-    """The outputs of a problem, with dlogits of `g` times its loss, and of these cotangents of logp and entropy."""
-    on, tokens = arrays or Host(), {**given(problem), **changed}
+    """The outputs of a problem, with dlogits of `g` times its loss, and of these cotangents of logp and entropy. With `one_pass` the
+    forward pass makes dlogits; `g` is then the only cotangent in place."""
+    on, tokens, spec = arrays or Host(), {**given(problem), **changed}, problem.spec.to_json()
     logits = aligned(problem.numpy().logits)
-    with np.errstate(all="ignore"):
-        of = _gpu.loss(on, problem.spec.to_json(), logits, tokens, None)
-        dlogits = logits if inplace else aligned(np.full_like(logits, 77))
-        _gpu.gradient(on, problem.spec.to_json(), logits, dlogits, tokens, of.kept, (np.float32(g), logp, entropy))
+    dlogits = logits if inplace else aligned(np.full_like(logits, 77))
+    loss = np.float32(g)
+    of = _gpu.loss(on, spec, logits, tokens, None, dlogits if one_pass else None)
+    if one_pass and inplace:
+        _gpu.multiply(on, spec, dlogits, tokens, of.kept, loss)
+    else:
+        _gpu.gradient(on, spec, logits, dlogits, tokens, of.kept, (loss, logp, entropy), made=one_pass)
     return {"loss": of.loss, "logp": of.logp, "entropy": of.entropy, "token_loss": of.token_loss, "dlogits": dlogits}

@@ -11,22 +11,26 @@ use assay::gpu::compile::{CALL, locate};
 use assay::gpu::{Compiler, GpuError, Request, Target, Toolkit};
 use assay::implementation::Given;
 use assay::problem::{Dtype, Shape};
-use assay::programs::{Device, LossProgram, Programs, Shaped};
+use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, OperationText};
+use assay::programs::{Device, LossProgram, Programs, Shaped, Target as PtxTarget};
 use assay::spec::LossSpec;
+use assay_algebra::structure::Structure;
+use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::PtxKernel;
 use assay_testkit::slowest;
 use libtest_mimic::{Failed, Trial};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 type Plain = fn() -> Result<(), Failed>;
 
 /// Its trials, named `gpu::…`.
 pub(crate) fn trials() -> Vec<Trial> {
-    let needing_tools: [(&str, Plain); 10] = [
+    let needing_tools: [(&str, Plain); 11] = [
         ("memory_pipes_bytes_small_shape_are_reported_for_every_chip", a_small_shape_compiles),
         ("peak_registers_bytes_one_pass_bf16_qwen_shape_are_within_reach", one_pass_at_a_qwen_shape),
         ("memory_lm_head_bf16_qwen_shape_is_that_of_a_chunks_logits", lm_head_at_a_qwen_shape),
         ("odd_vocabularies_compile_without_spills", odd_vocabularies_compile),
+        ("operation_kernels_assemble_for_every_target_without_spills", operation_kernels_assemble),
         ("xla_compiles_for_several_devices_and_names_its_collectives", several_devices),
         ("one_pass_on_an_a100_is_refused_with_what_to_use", one_pass_on_an_a100),
         ("a_vocabulary_beyond_a_clusters_shared_memory_is_refused_with_the_limit", too_wide_a_vocabulary),
@@ -167,6 +171,48 @@ fn odd_vocabularies_compile() -> Result<(), Failed> {
         let bytes = if dtype == "f32" { 4.0 } else { 2.0 };
         assert!(number(&figures, "/memory/peak_bytes") <= 1.01 * 64.0 * f64::from(vocab) * bytes, "{figures}");
         assert_eq!(number(&figures, "/launches/0/spill_bytes"), 0.0, "{figures}");
+    }
+    Ok(())
+}
+
+/// The kernels that a framework's operation launches one after another, by the assembler alone.
+fn operation_kernels_assemble() -> Result<(), Failed> {
+    let spec: LossSpec = serde_json::from_value(json!({
+        "ratio": {"level": "sequence"}, "kl": {"beta": 0.04, "estimator": "k3"}, "entropy_coef": 0.01,
+        "temperature": "given", "logits": {"softcap": 30.0, "bias": true},
+    }))?;
+    // As the kernels that read logits are compiled elsewhere: registers hold what becomes of plain logits.
+    let of_rows = LossSpec { logits: LossSpec::default().logits, ..spec.clone() };
+    let of_one_token = LossSpec { ratio: LossSpec::default().ratio, ..of_rows.clone() };
+    let cotangents = Cotangents { logp: true, entropy: true, unless_used: false };
+    let unless_used = Cotangents { logp: false, entropy: false, unless_used: true };
+    let kernels = [
+        (OperationKernel::Count, &spec),
+        (OperationKernel::Tokens, &spec),
+        (OperationKernel::Statistics, &of_rows),
+        (OperationKernel::Losses, &spec),
+        (OperationKernel::Sums, &spec),
+        (OperationKernel::Dlogits(cotangents), &of_rows),
+        (OperationKernel::Dlogits(unless_used), &of_rows),
+        (OperationKernel::Multiply, &of_rows),
+    ];
+    let form = BatchForm { token_temperatures: true, bias: true, ..BatchForm::default() };
+    let folder = tempfile::tempdir()?;
+    let ptxas = Toolkit::locate()?.root().join("bin/ptxas");
+    for (target, one_pass) in [(PtxTarget::Sm80, false), (PtxTarget::Sm90, true), (PtxTarget::Sm100, true)] {
+        let of_tokens = one_pass.then_some((OperationKernel::OnePass, &of_one_token));
+        for (kernel, spec) in kernels.into_iter().chain(of_tokens) {
+            let structure = Structure::of(spec);
+            let text = OperationText::new(kernel, structure, form, [4096, 1, 33_001], DeviceDtype::Bf16).write(target);
+            let [file, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
+            fs::write(&file, &text.ptx.text)?;
+            let mut command = Command::new(&ptxas);
+            command.args(["-v", "--gpu-name", target.name(), "--output-file"]).args([&binary, &file]);
+            let output = command.output()?;
+            let said = String::from_utf8_lossy(&output.stderr);
+            let fits = output.status.success() && said.contains("0 bytes spill stores, 0 bytes spill loads");
+            assert!(fits, "{kernel:?} for {}: {said}", target.name());
+        }
     }
     Ok(())
 }

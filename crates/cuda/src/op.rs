@@ -1,52 +1,35 @@
-//! The kernels of `gpu-two-pass` as the halves of a framework's operation, on arrays that it holds, on its stream. Nothing is waited
-//! for, and nothing is copied.
-//!
-//! ```text
-//! Half::Statistics   reads logits, writes what the loss of a token is made of
-//! Half::Dlogits      reads them once more, and writes dlogits over them or elsewhere
-//! ```
-//!
-//! What lies between, a few numbers a token, is the framework's to compute.
+//! The kernels of a framework's operation, on arrays that it holds, on its stream. Nothing is waited for, and nothing is copied: see
+//! [`assay_programs::operation`].
 
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use assay_algebra::structure::{Denominator, Structure};
+use assay_algebra::structure::Structure;
 use assay_core::implementation::RunError;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
-use assay_programs::{LossProgram, Programs as _, Shaped, Target};
+use assay_programs::operation::{BatchForm, BatchKernel, OperationKernel, OperationText, Per, takes_one_pass};
+use assay_programs::{LossProgram, Programs as _, Target};
 
 use crate::driver::{Context, Device, Driver, Lent, Loaded, Stream};
 use crate::error::CudaError;
 use crate::run::{program, written_for};
 
-/// The implementation whose kernels they are.
+/// The implementation whose limits the operation shares.
 const ID: &str = "gpu-two-pass";
 
-/// Which half.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Half {
-    /// `inverse_temperature` or `softmax_numbers`, `columns`, `logits`, `ids`, of some specs `rate`, `column_bias` and `target_bias`; and
-    /// `statistics`, which it writes: `[rows,8]` f32.
-    Statistics,
-    /// The same with `scales`, `[rows,8]` f32, and `dlogits`, which it writes: over the logits or apart from them.
-    Dlogits {
-        /// Whether the entropy of a token has a derivative though the spec has no bonus.
-        entropy: bool,
-    },
-}
-
-/// What a call is of.
+/// A launch of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Called<'a> {
-    /// The half.
-    pub kernel: Half,
+    /// The kernel.
+    pub kernel: OperationKernel,
     /// The loss.
     pub spec: &'a LossSpec,
-    /// `[rows, vocab]` of the logits, which are dense.
-    pub extents: [usize; 2],
-    /// Of the logits and of dlogits.
+    /// The batch.
+    pub form: BatchForm,
+    /// Tokens of the launch, sequences of the batch, and columns of the logits, which are dense.
+    pub extents: [usize; 3],
+    /// Dtype of the logits and of dlogits.
     pub dtype: Dtype,
     /// The framework's, one of this device's.
     pub stream: Stream,
@@ -55,23 +38,22 @@ pub struct Called<'a> {
 }
 
 /// A device, and the kernels that were assembled for it. It has the primary context, which a framework's runtime has too, until the
-/// process ends; so it has the kernels, one for each transform of logits, dtype and vocabulary.
+/// process ends, and so it has the kernels.
 pub struct Gpu {
     driver: &'static Driver,
     place: usize,
     program: LossProgram,
     target: Target,
     context: Arc<Context>,
-    loaded: Mutex<Vec<(Text, Arc<Loaded>)>>,
+    assembled: Mutex<Vec<Arc<Assembled>>>,
 }
 
-/// What a kernel's text depends on.
-#[derive(Clone, Copy, PartialEq)]
-struct Text {
-    dlogits: bool,
-    structure: Structure,
-    vocab: usize,
-    dtype: Dtype,
+/// A kernel that was assembled, and how its arrays and its grid grow.
+struct Assembled {
+    text: OperationText,
+    kernel: Loaded,
+    arrays: Vec<Per>,
+    grid: Per,
 }
 
 static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
@@ -90,9 +72,14 @@ impl Gpu {
         let (device, program) = (Device::of(driver, place)?, program(ID));
         let target = written_for(&device, program, ID)?;
         let context = device.context()?;
-        let gpu = Arc::new(Self { driver, place, program, target, context, loaded: Mutex::default() });
+        let gpu = Arc::new(Self { driver, place, program, target, context, assembled: Mutex::default() });
         gpus.push(Arc::clone(&gpu));
         Ok(gpu)
+    }
+
+    /// Whether the device computes the loss of `spec` on rows of `vocab` logits in one pass.
+    pub fn takes_one_pass(&self, spec: &LossSpec, vocab: usize, dtype: Dtype) -> bool {
+        takes_one_pass(Structure::of(spec), vocab, dtype.into(), self.target)
     }
 
     /// Enqueues a kernel, and does not wait for it.
@@ -100,35 +87,32 @@ impl Gpu {
     /// # Errors
     /// [`RunError`] where the kernel does not do this, an array does not fit, or the driver fails.
     pub fn enqueue(&self, called: Called) -> Result<(), RunError> {
-        let Called { extents: [rows, _], stream, arrays, .. } = called;
-        Ok(self.loaded(called)?.enqueue(rows, stream, arrays)?)
+        let Called { extents: [tokens, sequences, _], stream, arrays, .. } = called;
+        let assembled = self.assembled(called)?;
+        let count = |per| match per {
+            Per::Batch => 1,
+            Per::Token => tokens,
+            Per::Sequence => sequences,
+            Per::SequenceAndRest => sequences + 1,
+        };
+        let counts: Vec<usize> = assembled.arrays.iter().map(|&per| count(per)).collect();
+        Ok(assembled.kernel.enqueue(count(assembled.grid), &counts, stream, arrays)?)
     }
 
     /// The kernel, assembled at its first use.
-    fn loaded(
-        &self,
-        Called { kernel, spec, extents: [_, vocab], dtype, stream, .. }: Called,
-    ) -> Result<Arc<Loaded>, RunError> {
-        let row = Shape { batch: 1, tokens: 1, vocab };
-        self.program.supports(spec, row, dtype, 1)?;
-        let own = Structure::of(spec);
-        let entropy_bonus = match kernel {
-            Half::Dlogits { entropy } if entropy || own.entropy_bonus.is_some() => Some(Denominator::ONE),
-            _ => None,
-        };
-        let (transform, temperature) = (own.transform, own.temperature);
-        // All that the two kernels see of a loss.
-        let structure = Structure { transform, temperature, entropy_bonus, ..Structure::of(&LossSpec::default()) };
-        let text = Text { dlogits: kernel != Half::Statistics, structure, vocab, dtype };
-        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, kernel)) = loaded.iter().find(|(other, _)| *other == text) {
-            return Ok(Arc::clone(kernel));
+    fn assembled(&self, called: Called) -> Result<Arc<Assembled>, RunError> {
+        let Called { kernel, spec, form, extents, dtype, stream, .. } = called;
+        let text = OperationText::new(kernel, Structure::of(spec), form, extents, dtype.into());
+        let mut assembled = self.assembled.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = assembled.iter().find(|found| found.text == text) {
+            return Ok(Arc::clone(found));
         }
-        let kernels = self.program.gpu_kernels_for(Shaped { spec, structure }, row, dtype, 1, self.target)?;
-        let kernel = kernels.into_iter().nth(usize::from(text.dlogits)).expect("two kernels");
-        self.context.expect_no_capture(stream, &kernel.name)?;
-        let kernel = Arc::new(self.context.load(kernel)?);
-        loaded.push((text, Arc::clone(&kernel)));
-        Ok(kernel)
+        let row = Shape { batch: 1, tokens: 1, vocab: extents[2] };
+        self.program.supports(spec, row, dtype, 1)?;
+        let BatchKernel { ptx, arrays, grid } = text.write(self.target);
+        self.context.expect_no_capture(stream, &ptx.name)?;
+        let made = Arc::new(Assembled { text, kernel: self.context.load(ptx)?, arrays, grid });
+        assembled.push(Arc::clone(&made));
+        Ok(made)
     }
 }

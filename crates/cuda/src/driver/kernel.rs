@@ -249,9 +249,10 @@ impl Loaded {
         }
     }
 
-    /// Launches a kernel that was written for one row on `rows` of them, on arrays that are lent under the parameters' names, and returns
-    /// before it is done: what goes wrong on the device is said to whoever waits for it. An array of the shape `[1, 1, …]` is then of
-    /// `[1, rows, …]`; one that lies over another may have a place of its own, as far past a multiple of 16 bytes as the other.
+    /// Launches `times` as many CTAs as the kernel was written for, on arrays that are lent under the parameters' names, and returns before
+    /// it is done: an error on the device is reported to whoever waits for it. Each array has as many times the bytes of its parameter as
+    /// `counts` says, in the order of the parameters; one that lies over another may have a place of its own, as far past a multiple of 16
+    /// bytes as the other.
     ///
     /// All that a stream that is being captured into a graph refuses was done when the kernel was loaded.
     ///
@@ -260,25 +261,30 @@ impl Loaded {
     ///
     /// # Panics
     /// Where no array of a parameter's name is lent.
-    pub fn enqueue(&self, rows: usize, stream: Stream, lent: &[(&str, Lent)]) -> Result<(), CudaError> {
-        let PtxKernel { grid: [of_row, y, z], name, parameters, .. } = &self.kernel;
-        let most = c_int::MAX as usize / *of_row as usize;
-        if rows > most {
-            return Err(CudaError::Rows { kernel: name.clone(), given: rows, most });
+    pub fn enqueue(
+        &self,
+        times: usize,
+        counts: &[usize],
+        stream: Stream,
+        lent: &[(&str, Lent)],
+    ) -> Result<(), CudaError> {
+        let PtxKernel { grid: [of_one, y, z], name, parameters, .. } = &self.kernel;
+        let most = c_int::MAX as usize / *of_one as usize;
+        if times > most {
+            return Err(CudaError::Rows { kernel: name.clone(), given: times, most });
         }
-        let arrays = parameters.iter().map(|parameter| {
+        let arrays = parameters.iter().zip(counts).map(|(parameter, count)| {
             let Some((_, array)) = lent.iter().find(|(name, _)| *name == parameter.name) else {
                 panic!("{name} is given no {}", parameter.name);
             };
-            let by_row = matches!(parameter.shape[..], [1, 1, _]);
-            self.expect(parameter, parameter.bytes() * if by_row { rows } else { 1 }, *array)?;
+            self.expect(parameter, parameter.bytes() * count, *array)?;
             Ok(array.address)
         });
         let addresses = arrays.collect::<Result<Vec<_>, CudaError>>()?;
         self.expect_together(&addresses)?;
         let current = self.context.enter()?;
         // SAFETY: the arrays were lent as large as the kernel reads and writes, and arrays and stream until it has run.
-        unsafe { self.call(&current, [*of_row * rows as u32, *y, *z], stream, addresses) }
+        unsafe { self.call(&current, [*of_one * times as u32, *y, *z], stream, addresses) }
     }
 
     /// Launches it on the arrays that begin at these addresses.

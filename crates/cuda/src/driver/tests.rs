@@ -9,11 +9,12 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::Shaped;
-use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
+use assay_programs::operation::{BatchForm, OperationKernel};
+use assay_ptx::{Address, Builder, Launch, Parameter, PtxKernel, Target, Value};
 use libloading::Library;
 
 use super::*;
-use crate::op::{Called, Gpu, Half};
+use crate::op::{Called, Gpu};
 use crate::run::program;
 
 /// The entry `cuLaunchKernel` of the C API.
@@ -203,7 +204,11 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
     ];
     let lent = arrays.iter_mut().map(|(name, array)| (*name, fake.lend(array))).collect::<Vec<_>>();
     let stream = Stream::default_one();
-    let ran = loaded.iter().try_for_each(|kernel| kernel.enqueue(2, stream, &lent));
+    let rows = |parameter: &Parameter| if matches!(parameter.shape[..], [1, 1, _]) { 2 } else { 1 };
+    let ran = loaded.iter().try_for_each(|kernel| {
+        let counts: Vec<usize> = kernel.kernel().parameters.iter().map(rows).collect();
+        kernel.enqueue(2, &counts, stream, &lent)
+    });
     // What went wrong on the device is said to whoever waits.
     let current = context.enter()?;
     let done = timing::Event::new(current.driver)?;
@@ -257,8 +262,15 @@ fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
     ];
     let lent = arrays.iter_mut().map(|(name, array)| (*name, fake.lend(array))).collect::<Vec<_>>();
     let stream = Stream::default_one();
-    let called =
-        Called { kernel: Half::Statistics, spec: &spec, extents: [2, 64], dtype: Dtype::Bf16, stream, arrays: &lent };
+    let called = Called {
+        kernel: OperationKernel::Statistics,
+        spec: &spec,
+        form: BatchForm::default(),
+        extents: [2, 1, 64],
+        dtype: Dtype::Bf16,
+        stream,
+        arrays: &lent,
+    };
     let error = gpu.enqueue(called).unwrap_err().to_string();
     for part in
         ["kernel grpo_statistics", "captured into a CUDA graph", "one run of the same loss, dtype and vocabulary"]
