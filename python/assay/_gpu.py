@@ -599,11 +599,11 @@ def _read_logits(kernels: _Kernels, logits: Array | Head, dlogits: Array | None,
     """Enqueues what reads the logits: statistics of their rows, and where dlogits are wanted these."""
     if dlogits is not None:
         kernels.launch("tokens")
-        # The kernel's numbers are those of the batch with one more, which the batch decides.
-        of_batch = kernels.spaces["numbers"]
-        kernels.spaces["numbers"] = kernels.spaces["numbers_of_kernel"]
+        # Its numbers are those of the batch with one more, which the batch decides; the cotangent is this pass's copy.
+        of_batch = {name: kernels.spaces[name] for name in ("numbers", "upstream")}
+        kernels.spaces.update(numbers=kernels.spaces["numbers_of_kernel"], upstream=kernels.spaces["used"])
         kernels.launch_rows("one_pass", {"logits": logits, "dlogits": dlogits})
-        kernels.spaces["numbers"] = of_batch
+        kernels.spaces.update(of_batch)
         return
     _give_softmax(kernels)
     if isinstance(logits, Head):

@@ -258,6 +258,8 @@ pub(crate) fn count(target: Target, structure: Structure, form: BatchForm, vocab
     let counted = writer.output("counted", DeviceDtype::F32, Per::Token, 1);
     let counts = writer.output("counts", DeviceDtype::F32, Per::SequenceAndRest, 1);
     let spans = writer.output("spans", DeviceDtype::I32, Per::SequenceAndRest, 2);
+    let upstream = writer.f32s("upstream", Per::Batch);
+    let used = writer.output("used", DeviceDtype::F32, Per::Batch, 1);
 
     let on = &mut writer.on;
     let mut threads = Threads::new(on, threads, 2);
@@ -310,6 +312,12 @@ pub(crate) fn count(target: Target, structure: Structure, form: BatchForm, vocab
         let to = spans.at(on, threads.cta);
         let span = span.map(|end| on.variable(end));
         on.store_all(to, span);
+        // All that follows has this one copy: another stream may set the cotangent that is likely meanwhile.
+        let is_first_cta = on.equal(threads.cta, 0);
+        on.when(is_first_cta, |on| {
+            let upstream: Value<f32> = on.load(upstream.first());
+            on.store(used.first(), upstream);
+        });
     });
     writer.finish(Per::SequenceAndRest)
 }
@@ -742,11 +750,9 @@ pub const METRICS: usize = 6;
 pub(crate) fn sums(target: Target, structure: Structure, threads: u32) -> BatchKernel {
     let mut writer = Writer::new("grpo_sums", target, structure, threads);
     let extents = writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS);
-    let upstream = writer.f32s("upstream", Per::Batch);
     let of_sequences = writer.input("sums", DeviceDtype::F32, Per::SequenceAndRest, SUMS);
     let loss = writer.output("loss", DeviceDtype::F32, Per::Batch, 1);
     let metrics = writer.output("metrics", DeviceDtype::F32, Per::Batch, METRICS);
-    let used = writer.output("used", DeviceDtype::F32, Per::Batch, 1);
 
     let on = &mut writer.on;
     let mut threads = Threads::new(on, threads, SUMS as u32);
@@ -771,8 +777,6 @@ pub(crate) fn sums(target: Target, structure: Structure, threads: u32) -> BatchK
             let mean = on.div(sum, count);
             on.store(metrics.first().plus(4 * place), mean);
         }
-        let upstream: Value<f32> = on.load(upstream.first());
-        on.store(used.first(), upstream);
     });
     writer.finish(Per::Batch)
 }
