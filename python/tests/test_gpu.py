@@ -206,6 +206,16 @@ def test_cotangents_of_logp_and_entropy_make_dlogits_anew(fake: Fake) -> None:  
         assert not np.allclose(apart["dlogits"], computed(problem)["dlogits"], rtol=1e-2), only.keys()
 
 
+def test_a_first_sequence_without_tokens_takes_nothing_from_the_others(fake: Fake) -> None:  # noqa: F811
+    """In one pass the factor of an entropy bonus is a number of the batch, which one sequence works out for all."""
+    problem = one(assay.spec(kl=_KL, entropy_coef=0.5))
+    mask = np.ones((3, 5), bool)
+    mask[0] = False
+    apart, made = computed(problem, mask=mask), computed(problem, mask=mask, one_pass=True)
+    np.testing.assert_allclose(apart["dlogits"], made["dlogits"], rtol=1e-5, atol=1e-9)
+    assert not apart["dlogits"][0].any() and apart["dlogits"][1:].any()
+
+
 _FORWARD = ("grpo_count", "grpo_statistics", "grpo_losses", "grpo_sums")
 _ONE_PASS = ("grpo_count", "grpo_tokens", "grpo_one_pass", "grpo_losses", "grpo_sums")
 

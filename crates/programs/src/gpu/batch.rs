@@ -523,6 +523,8 @@ pub(super) struct Weights {
     pub(super) kl_share: Option<Value<f32>>,
     /// Of the entropy; where its cotangents come with the batch, what multiplies those.
     pub(super) entropy: Option<Value<f32>>,
+    /// The same where it is one number of the batch, whether the sequence has a token or not.
+    entropy_of_batch: Option<Value<f32>>,
 }
 
 /// Folds that [`Weights`] take.
@@ -570,18 +572,17 @@ impl Weights {
             let coef = numbers.load(on, Number::EntropyCoef);
             let coef = on.neg(coef);
             if structure.dentropy {
-                return coef;
+                return [coef; 2];
             }
-            let known = denominator != Denominator::ALL_TOKENS;
-            let weight = if known {
-                let own = [Number::EntropyDenominator, Number::EntropyDenominatorEpsilon];
-                of_sequence.weight(on, denominator, own)
-            } else {
-                of_sequence.share(on, of_batch[0])
-            };
-            on.mul(coef, weight)
+            let own = [Number::EntropyDenominator, Number::EntropyDenominatorEpsilon];
+            let has_own = denominator != Denominator::ALL_TOKENS;
+            let divisor = if has_own { of_sequence.divisor(on, denominator, own) } else { of_batch[0] };
+            let of_batch = on.div(coef, divisor);
+            let empty = on.equal(count, 0.0);
+            [on.select(empty, 0.0, of_batch), of_batch]
         });
-        Self { policy, kl_share, entropy }
+        let [entropy, entropy_of_batch] = [0, 1].map(|which| entropy.map(|both| both[which]));
+        Self { policy, kl_share, entropy, entropy_of_batch }
     }
 }
 
@@ -594,7 +595,16 @@ struct OfSequence<'n> {
 }
 
 impl OfSequence<'_> {
-    fn weight(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [Number; 2]) -> Value<f32> {
+    /// `1/divisor`, 0 where no token of the sequence counts.
+    fn weight(&self, on: &mut Builder, denominator: Denominator, numbers: [Number; 2]) -> Value<f32> {
+        let divisor = self.divisor(on, denominator, numbers);
+        let share = on.div(1.0.into(), divisor);
+        let empty = on.equal(self.count, 0.0);
+        on.select(empty, 0.0, share)
+    }
+
+    /// What a term of a token is divided by.
+    fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [Number; 2]) -> Value<f32> {
         let [tokens, filled] = self.of_batch;
         let mut divisor = self.numbers.load(on, known);
         let counted = denominator.tokens.map(|of| match of {
@@ -611,14 +621,7 @@ impl OfSequence<'_> {
         if denominator.filled_rows {
             divisor = on.mul(divisor, filled);
         }
-        self.share(on, divisor)
-    }
-
-    /// `1/divisor`, 0 where no token of the sequence counts.
-    fn share(&self, on: &mut Builder, divisor: Value<f32>) -> Value<f32> {
-        let share = on.div(1.0.into(), divisor);
-        let empty = on.equal(self.count, 0.0);
-        on.select(empty, 0.0, share)
+        divisor
     }
 }
 
@@ -711,7 +714,7 @@ pub(crate) fn tokens(target: Target, structure: Structure, form: BatchForm, thre
     on.when(is_first, |on| {
         for (&number, place) in of_kernel.iter().zip(0..) {
             let value = match number {
-                Number::EntropyFactor => weights.entropy.unwrap_or(0.0.into()),
+                Number::EntropyFactor => weights.entropy_of_batch.unwrap_or(0.0.into()),
                 other => numbers.load(on, other),
             };
             on.store(numbers_of_kernel.first().plus(4 * place), value);
