@@ -74,7 +74,7 @@ class Evaluated(NamedTuple):
     token_loss: Array
     #: Clip low, clip high, either, KL, entropy and ratio: means over the tokens that count.
     metrics: Array
-    #: What `gradient` and `head_gradient` need of each token: see `_Kept`.
+    #: The record of each token that `gradient` and `head_gradient` need: see `_kept`.
     kept: Array
 
 
@@ -247,7 +247,7 @@ class _Room:
 
 
 def _kept(spec: str, tokens: int, vocab: int) -> _Room:
-    """What a forward pass leaves for its backward pass: the record of each token, whether it counts, what the kernels that read logits
+    """The memory that a forward pass leaves for its backward pass: the record of each token, whether it counts, what the kernels that read logits
     are given of it, and the cotangent of the loss that dlogits were made for, if they were."""
     sizes = {"record": COLUMNS * tokens, "counted": tokens, "targets": tokens, "rate": tokens, "target_bias": tokens, "used": 1}
     return _Room({**sizes, "column_bias": vocab} if _plan(spec, 1)["by_column"] else sizes)
@@ -268,7 +268,7 @@ def _truths(arrays: Arrays, field: str, array: Array) -> Array:
 
 
 def _column_biases(arrays: Arrays, plan: Mapping[str, Any], bias: Array | None, vocab: int) -> dict[str, Array]:
-    """By name, `[V]` f32: the `bias` of each vocabulary entry, if it has one, and the same with −∞ outside the support."""
+    """Returns by name, `[V]` f32: the `bias` of each vocabulary entry, if it has one, and the same with −∞ outside the support."""
     if plan["bias"] and bias is None:
         raise ProblemError(f"`bias`: not given, expected shape [{vocab}]: the spec has `logits.bias`")
     if not plan["by_column"]:
@@ -321,7 +321,7 @@ class _Batch:
         given: Mapping[str, Array | None],
         normalizer: Array | float | None,
     ) -> _Batch:
-        """Of the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
+        """Takes the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
         sequences are told by `segment_ids`, all of them are copied to the host, which waits for the device, and settled there."""
         plan, per_token = _of(spec, given, shape[1]), shape[:2]
         settled, ends = _settled(arrays, spec, plan, shape, given)
@@ -362,7 +362,7 @@ class _Batch:
 def _settled(
     arrays: Arrays, spec: str, plan: Mapping[str, Any], shape: tuple[int, int, int], given: Mapping[str, Array | None]
 ) -> tuple[dict[str, Any], Array | None]:
-    """What is worked out on the host before there are logits, by name, and the ends of packed sequences."""
+    """Works out on the host what is known before there are logits, by name, and the ends of packed sequences."""
     ends, by_ids = given.get("cu_seqlens"), given.get("segment_ids") is not None
     if not plan["settles"] and not by_ids:
         return {}, ends

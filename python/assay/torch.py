@@ -499,8 +499,8 @@ class _InPlace(torch.autograd.Function):
 
 
 class _OnePass(torch.autograd.Function):
-    """The same with dlogits in the forward pass, apart from the logits or over them: of the cotangent that the loss had at the last step.
-    Where it has another one, dlogits are made anew in the backward pass, or multiplied where the logits are gone."""
+    """The loss with dlogits made in the forward pass, apart from the logits or over them: for the cotangent that the loss had at the last
+    step. If it has another one, the backward pass makes dlogits again, or multiplies them where the logits are gone."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, inplace: bool, *given: Any) -> tuple[Tensor, ...]:
@@ -519,7 +519,7 @@ class _OnePass(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
         logits, kept = ctx.saved_tensors
-        # Whoever gets them may write to them: another backward pass makes its own.
+        # The caller may write to them: another backward pass makes its own.
         made, ctx.dlogits = ctx.dlogits, None
         given = ctx.given
         arrays, named = _Tensors(logits.device), _detached(given)
@@ -538,7 +538,7 @@ class _OnePass(torch.autograd.Function):
 
 
 def _expect_loss_alone(dlogits: Tensor | None, beside: tuple[Tensor | None, ...]) -> None:
-    """That dlogits in the place of logits can be made those of what is sent."""
+    """Checks that dlogits in the place of logits can follow the cotangents."""
     if dlogits is None:
         raise RuntimeError(_TWICE)
     for name, cotangent in zip(("logp", "entropy"), beside, strict=True):

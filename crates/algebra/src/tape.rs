@@ -159,7 +159,7 @@ impl Arithmetic for Tape {
 
 /// Writes down the losses of tokens, their metrics and their derivatives by logp, `number` giving the place of each number of the spec.
 ///
-/// With `c` the weights of the policy term, `x` the tokens' own log-ratios, `f` their losses and `n` the tokens of the sequence:
+/// `c` are the weights of the policy term, `x` the tokens' own log-ratios, `f` their losses, and `n` counts the sequence's tokens:
 ///
 /// ```text
 /// token            w_t = x_t               G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)

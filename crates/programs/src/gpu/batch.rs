@@ -167,7 +167,7 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Of a CTA that folds `most` times.
+    /// Threads of a CTA that folds at most `most` times.
     pub(super) fn new(on: &mut Builder, threads: u32, most: u32) -> Self {
         let (thread, cta) = (on.thread(), on.cta());
         let (lane, warp) = (on.bits_and(thread, 31), on.shift_right(thread, 5));
@@ -244,7 +244,7 @@ fn unless_truth(on: &mut Builder, x: Value<f32>, yes: Value<f32>) -> Value<f32> 
 
 /// Counts the tokens of each sequence, and says of each token whether it counts: 0, 1, or NaN where it does and is invalid.
 ///
-/// Where `cu_seqlens` are no ascending ends within the batch, the first CTA takes all tokens and each that counts is NaN.
+/// If `cu_seqlens` are no ascending ends within the batch, the first CTA takes all tokens and each that counts is NaN.
 pub(crate) fn count(target: Target, structure: Structure, form: BatchForm, vocab: usize, threads: u32) -> BatchKernel {
     let mut writer = Writer::new("grpo_count", target, structure, threads);
     let extents = writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS);
@@ -419,9 +419,9 @@ impl Temperatures {
 /// The biases of vocabulary entries, and those of the targets.
 #[derive(Clone, Copy)]
 struct Columns {
-    /// With −∞ outside the support.
+    /// The bias of each vocabulary entry, −∞ outside the support.
     all: Array,
-    /// Without that, where entries have a bias.
+    /// The bias alone, where entries have one.
     own: Option<Array>,
     targets: Array,
 }
@@ -517,13 +517,13 @@ impl Sequences {
 /// Factors of a token's terms: of a sequence, the same for all of its tokens.
 #[derive(Clone, Copy)]
 pub(super) struct Weights {
-    /// Of the policy term.
+    /// The factor of the policy term.
     pub(super) policy: Value<f32>,
-    /// Of the KL penalty, over that of the policy term.
+    /// The factor of the KL penalty, over that of the policy term.
     pub(super) kl_share: Option<Value<f32>>,
-    /// Of the entropy; where its cotangents come with the batch, what multiplies those.
+    /// `∂loss/∂entropy` without `1/T`; if the entropy's cotangents come with the batch, the factor of those.
     pub(super) entropy: Option<Value<f32>>,
-    /// The same where it is one number of the batch, whether the sequence has a token or not.
+    /// `entropy` of a sequence that has a token: one number of the batch, unless sequences differ in it.
     entropy_of_batch: Option<Value<f32>>,
 }
 
@@ -531,7 +531,7 @@ pub(super) struct Weights {
 pub(super) const FOLDS_OF_WEIGHTS: u32 = 2;
 
 impl Weights {
-    /// Those of the CTA's sequence: `1 / (tokens · filled sequences · number)`, 0 for a sequence without a token.
+    /// Computes the factors of the CTA's sequence: `1 / (tokens · filled sequences · number)`, 0 for a sequence without a token.
     pub(super) fn new(
         on: &mut Builder,
         structure: Structure,
@@ -603,7 +603,7 @@ impl OfSequence<'_> {
         on.select(empty, 0.0, share)
     }
 
-    /// What a term of a token is divided by.
+    /// Computes the divisor of a term of a token.
     fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [Number; 2]) -> Value<f32> {
         let [tokens, filled] = self.of_batch;
         let mut divisor = self.numbers.load(on, known);

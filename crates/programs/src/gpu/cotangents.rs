@@ -16,7 +16,7 @@ use assay_ptx::{Address, Builder, Value};
 pub(crate) enum Factors {
     /// Scales `[1,n,8]` f32, see [`Scale`].
     Scales,
-    /// Its record `[1,n,8]` f32, see [`Record`], and the cotangents that a framework sends: of the loss `[1]`, and of logp and entropy
+    /// The token's record `[1,n,8]` f32, see [`Record`], and the cotangents that a framework sends: of the loss `[1]`, of logp and entropy
     /// `[1,n,1]` where there are some.
     Record(Cotangents),
 }
@@ -24,9 +24,9 @@ pub(crate) enum Factors {
 /// Cotangents that come beside that of the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cotangents {
-    /// Of logp.
+    /// Whether logp has one.
     pub logp: bool,
-    /// Of the entropy.
+    /// Whether the entropy has one.
     pub entropy: bool,
     /// Whether dlogits are there already, for the cotangent of the loss that `used` holds: where it is the one that was sent, nothing is
     /// read or written.
@@ -54,7 +54,7 @@ impl TokenFactors {
         Self { max, share, others, mask, bonus }
     }
 
-    /// From the token's record and the cotangents `sent`: of the loss, logp and entropy.
+    /// Computes the factors from the token's record and the cotangents that were sent.
     pub(super) fn of_record(
         on: &mut Builder,
         structure: Structure,

@@ -41,21 +41,21 @@ pub(crate) enum Record {
     Entropy,
     /// `1/(S·T)` of the softmax that entropy is of.
     EntropyShare,
-    /// Its mean gap.
+    /// The mean gap of that softmax.
     MeanGap,
 }
 
 /// The softmaxes of a token: of the one that entropy is of, and of that of logp.
 struct Softmaxes {
     max: Value<f32>,
-    /// What gaps are multiplied by, where it is not 1.
+    /// The factor of gaps, where it is not 1.
     tempered: Option<Value<f32>>,
     of_entropy: Softmax<Value<f32>>,
     of_logp: Softmax<Value<f32>>,
     logp: Value<f32>,
 }
 
-/// What the kernel knows of its tokens.
+/// The arrays, numbers and sums from which the kernel computes its tokens.
 struct Tokens {
     structure: Structure,
     sequences: Sequences,
@@ -103,7 +103,7 @@ struct At {
     counted: Value<f32>,
 }
 
-/// What the kernel writes.
+/// The arrays that the kernel writes.
 struct Written {
     /// Logp, entropy and loss of each token.
     of_token: [Array; 3],
@@ -282,7 +282,7 @@ impl Tokens {
         [of_loss, low, high, either, kl.number(), entropy, ratio.number(), 1.0.into()]
     }
 
-    /// What gaps of a token are multiplied by.
+    /// Loads the factor of a token's gaps.
     fn rate(&self, on: &mut Builder, rate: Rate, token: Value<u32>) -> Value<f32> {
         match rate {
             Rate::OfAll(number) => self.numbers.load(on, number),

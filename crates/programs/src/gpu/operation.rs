@@ -42,10 +42,10 @@ pub fn takes_one_pass(structure: Structure, vocab: usize, element: DeviceDtype, 
     target >= Target::Sm90 && !structure.couples_rows() && cut([1, 1, vocab], element, target).is_ok()
 }
 
-/// What a kernel's text depends on.
+/// The choices that a kernel's text depends on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OperationText {
-    /// Which.
+    /// The kernel.
     pub kernel: OperationKernel,
     /// The loss; for kernels that see a softmax alone, no more of it than they see.
     pub structure: Structure,
@@ -55,12 +55,12 @@ pub struct OperationText {
     pub threads: u32,
     /// Columns of the logits.
     pub vocab: usize,
-    /// Their dtype.
+    /// The dtype of the logits.
     pub element: DeviceDtype,
 }
 
 impl OperationText {
-    /// That of `kernel`, for `[tokens, vocab]` logits of so many sequences.
+    /// The choices for `kernel`, with `[tokens, vocab]` logits of so many sequences.
     pub fn new(
         kernel: OperationKernel,
         structure: Structure,
