@@ -249,20 +249,32 @@ jax-gpu-example: target/jax/made
 		target/jax/bin/python examples/gpu/jax_ffi.py "$$folder/kernel" --plugin .plugins/xla_cuda_plugin.so --toolkit .plugins/cuda; \
 	fi
 
-# What `setup/gpu-record.sh` needs on a machine with a GPU and no Rust: the command and the test of devices, stripped, without `train`,
-# and the recorded logits. 60 MB.
+# The programs that `setup/gpu-record.sh` runs on a machine with a GPU and no Rust, glibc 2.34 or newer: the command without `train` and the
+# mutants, and the test of devices. The recorded logits are not in it: they are in the tree. With EXTENSION=1 the Python package too, in an
+# archive of its own.
 BUNDLE = target/gpu-bundle
-gpu-bundle: setup
-	rm -rf $(BUNDLE)
-	mkdir -p $(BUNDLE)/fixtures
-	$(CARGO) build --release --locked --quiet
-	built=$$($(CARGO) test --release --locked --test devices --no-run --message-format json | \
-		sed -n 's/.*"executable":"\([^"]*devices-[0-9a-f]*\)".*/\1/p') && strip -o $(BUNDLE)/devices "$$built"
-	strip -o $(BUNDLE)/assay target/release/assay
-	cp fixtures/*.safetensors $(BUNDLE)/fixtures
-	cp setup/gpu-record.sh $(BUNDLE)
-	tar -C target -czf $(BUNDLE).tar.gz gpu-bundle
-	@ls -l $(BUNDLE).tar.gz
+BUNDLE_BYTES = 14000000
+BUNDLE_BUILD = $(CARGO) build --profile bundle --locked --quiet
+gpu-bundle: tools
+	rm -rf $(BUNDLE) $(BUNDLE).tar.gz $(BUNDLE)-python.tar.gz
+	mkdir -p $(BUNDLE)/setup $(BUNDLE)/examples/gpu
+	devices=$$($(BUNDLE_BUILD) --package grpo-assay --no-default-features --features pjrt --bin assay --test devices --message-format json | \
+		sed -n 's/.*"executable":"\([^"]*devices-[0-9a-f]*\)".*/\1/p') && cp "$$devices" $(BUNDLE)/devices
+	cp target/bundle/assay $(BUNDLE)
+	cp setup/gpu-record.sh setup/gpu_record_torch.py setup/gpu_record_kernel.py $(BUNDLE)/setup
+	cp examples/gpu/*.py $(BUNDLE)/examples/gpu
+	tar -C target -cf - gpu-bundle | gzip -9 >$(BUNDLE).tar.gz
+ifdef EXTENSION
+	$(BUNDLE_BUILD) --package assay-python
+	mkdir -p $(BUNDLE)/python/assay
+	cp python/assay/*.py* $(BUNDLE)/python/assay
+	cp target/bundle/lib_native.so $(BUNDLE)/python/assay/_native.abi3.so
+	tar -C target -cf - gpu-bundle/python | gzip -9 >$(BUNDLE)-python.tar.gz
+endif
+	@bytes=0; for archive in $(BUNDLE)*.tar.gz; do \
+		bytes=$$(wc -c <$$archive); echo "$$archive: $$bytes bytes"; \
+		[ $$bytes -le $(BUNDLE_BYTES) ] || { echo "$$archive: got $$bytes bytes, expected at most $(BUNDLE_BYTES)" >&2; exit 1; }; \
+	done
 
 # What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.
 measure: setup

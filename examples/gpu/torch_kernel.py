@@ -59,8 +59,8 @@ class Kernel:
         self.kernel = manifest["kernels"][place]
         text = (pathlib.Path(folder) / self.kernel["ptx"]).read_text()
         name, shared = self.kernel["name"], self.kernel["shared_bytes"]
-        torch.cuda.init()
-        torch.cuda.current_stream()  # A context must be there before a module is loaded.
+        # A module is loaded into a context, and PyTorch makes none before it allocates: a stream alone is none.
+        torch.empty(1, device="cuda")
         load = getattr(getattr(torch.cuda, "_utils", None), "_cuda_load_module", None)
         self.launch = None
         if load is not None and shared <= PLAIN_SHARED:
