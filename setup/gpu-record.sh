@@ -132,7 +132,7 @@ esac
 
 if [ -n "$small" ]; then
 	shape=1x2x257
-	vocabularies=(129 65) logp_shape=1x3x257 cluster_shape=1x1x33001 problem_shape=1x4x257 torch_shape=2x3x65
+	vocabularies=(129 65) logp_shape=1x3x257 cluster_shape=1x1x257 problem_shape=1x4x257 torch_shape=2x3x65
 else
 	rest=${shape%x*}
 	vocabularies=(151643 256000) logp_shape=1x8192x151936 cluster_shape=1x4x151936 problem_shape=1x64x151936 torch_shape=$shape
@@ -143,7 +143,7 @@ fi
 
 # Ends a step's processes if this script is killed outright.
 tied=()
-! setpriv --pdeathsig TERM true 2>/dev/null || tied=(setpriv --pdeathsig TERM)
+! setpriv --pdeathsig TERM bash -c : 2>/dev/null || tied=(setpriv --pdeathsig TERM)
 # ran LIMIT FILE COMMAND...: runs it, its output in FILE; returns its exit code, 124 or 137 if it was ended for time. In the background,
 # since bash heeds a signal between commands and while it waits, not while one runs.
 ran() {
@@ -307,7 +307,7 @@ for id in "${driven[@]}"; do
 		"${sections[@]}" -f -o "$record/ncu-$id" "$assay" bench --impl "$id" --shape "$shape" --dtype bf16
 done
 # shellcheck disable=SC2016 # of the shell that runs it, once there are results
-plan page 1 60 lacks_results '' "$BASH" -c 'shopt -s nullglob; exec "$0" report "$1"/replay-*.json "$1"/bench-*.json -o "$1/page.html"' "$assay" "$record"
+plan page 1 60 lacks_results '' bash -c 'shopt -s nullglob; exec "$0" report "$1"/replay-*.json "$1"/bench-*.json -o "$1/page.html"' "$assay" "$record"
 
 if [ -n "$list_only" ]; then
 	for i in "${!names[@]}"; do printf '%-34s at least %3d s of the budget, at most %3d s\n' "${names[i]}" "${needs[i]}" "${limits[i]}"; done

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// The driver that `crates/cuda/examples/fake_cuda.rs` is, which `cargo test` builds beside the commands.
-fn fake() -> PathBuf {
+pub(crate) fn fake() -> PathBuf {
     let folder = Path::new(env!("CARGO_BIN_EXE_assay")).parent().unwrap();
     let driver = folder.join("examples/libfake_cuda.so");
     assert!(driver.is_file(), "{} is missing: `cargo build --workspace --examples`", driver.display());

@@ -6,6 +6,7 @@ mod cli;
 mod driver;
 #[cfg(feature = "pjrt")]
 mod emit;
+mod gpu_record;
 mod logp;
 #[cfg(feature = "mutants")]
 mod mutants;
