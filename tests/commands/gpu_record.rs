@@ -169,10 +169,12 @@ fn gpu_record_whole_run_leaves_every_step_in_order() {
     let note = format!("echo \"${{0##*/}} $*\" >>{}", asked.display());
     let query = "case $* in *=name*) echo 'NVIDIA Fake' ;; *driver_version*) echo 575.1 ;; *compute_cap*) echo 9.0 ;; *) echo '1980 MHz, 2619 MHz' ;; esac";
     machine.program("bin/nvidia-smi", &format!("{note}\n{query}"));
-    for tool in ["compute-sanitizer", "ncu"] {
-        machine
-            .program(&format!("bin/{tool}"), &format!("{note}\nuntil [[ $1 = */assay ]]; do shift; done\nexec \"$@\""));
-    }
+    let exec = "until [[ $1 = */assay ]]; do shift; done\nexec \"$@\"";
+    machine.program("bin/compute-sanitizer", &format!("{note}\n{exec}"));
+    machine.program(
+        "bin/ncu",
+        &format!("{note}\necho '==PROF== Profiling \"grpo_one\"'\n[ \"$1\" != --import ] || exit 0\n{exec}"),
+    );
     machine.program("bin/python3", "[ \"$1\" = -c ] || echo \"[$XLA_FLAGS] $* \\\"passed\\\": true\"");
     let output = machine.run("", &[]);
     let (said, record) = (text(&output.stdout) + &text(&output.stderr), machine.record());
@@ -206,6 +208,7 @@ fn gpu_record_whole_run_leaves_every_step_in_order() {
                 arguments.is_empty() || arguments.starts_with("--query-gpu=") || arguments.starts_with("-q -d "),
                 "{line}"
             ),
+            "ncu" if arguments.starts_with("--import ") => {}
             "ncu" => {
                 for part in [
                     "--clock-control none",
@@ -265,6 +268,16 @@ fn gpu_record_missing_tools_read_ignored_with_why() {
     ] {
         assert!(outcome(&record, step).starts_with(why), "{step}: {}", outcome(&record, step));
     }
+}
+
+/// A machine whose administrator keeps the counters to himself.
+#[test]
+fn gpu_record_counters_not_permitted_read_ignored() {
+    let machine = Machine::new();
+    machine.program("bin/ncu", "echo '==PROF== Profiling \"grpo_one\"'; echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1");
+    assert_eq!(machine.run("", &[]).status.code(), Some(0));
+    let record = machine.record();
+    assert!(outcome(&record, "ncu-gpu-one-pass-driver").starts_with("ignored: this machine does not let"), "{record}");
 }
 
 #[test]
