@@ -28,7 +28,7 @@ fn given_to_a_tpu(implementation: &str, spec: &Value, dtype: &str, loops: bool) 
 
 /// The same of another device.
 fn given_to(
-    device: [(&str, &str); 2],
+    device: impl IntoIterator<Item = (&'static str, &'static str)>,
     implementation: &str,
     spec: &Value,
     dtype: &str,
@@ -78,6 +78,20 @@ fn a_tpu_is_given_kernels_as_they_are_compiled_ahead_of_time() {
             assert_eq!(report, None, "{implementation} {dtype}");
         }
     }
+}
+
+/// libtpu lays out what it is sent as pads least, and a program whose logits are row-major must not be given any other.
+#[test]
+fn logits_laid_out_in_columns_are_copied_row_major() {
+    let v6e = [("ASSAY_FAKE_TPU_PLATFORM", "tpu"), ("ASSAY_FAKE_TPU_KIND", "TPU v6 lite")];
+    let (program, report) = given_to(v6e, "xla", &json!({}), "f32", false);
+    assert!(program.contains("module @grpo") && report.is_some(), "row-major as they come: nothing is copied");
+    let in_columns = v6e.into_iter().chain([("ASSAY_FAKE_TPU_LAYOUT", "columns")]);
+    let (program, report) = given_to(in_columns, "xla", &json!({}), "f32", false);
+    // The program compiled last.
+    let copy = "@main(%0: tensor<2x3x300xf32>) -> (tensor<2x3x300xf32> {mhlo.layout_mode = \"{2,1,0}\"})";
+    assert!(program.contains(copy), "{program}");
+    assert!(report.is_some(), "and the program runs on the copy");
 }
 
 /// A GPU that kernels are written for is given PTX, in place, its tile kernels as loops.

@@ -53,9 +53,11 @@ pub use assay_algebra::structure::Shaped;
 pub use assay_ptx::Target;
 pub use assay_tile::Machine;
 
+use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{Given, Unsupported, Workload};
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
+use assay_tile::stablehlo;
 use mesh::Mesh;
 
 /// The programs of one kernel under one sharding, for one kind of problem.
@@ -177,6 +179,12 @@ pub trait Programs: Copy + Send + Sync {
         }
     }
 
+    /// Whether its logits, if it is given any, must be row-major on the device, in whatever order a plugin lays an array out that it
+    /// is sent: see [`row_major_copy`].
+    fn takes_row_major(self, _: Device) -> bool {
+        false
+    }
+
     /// Whether its logits, if it is given any, cross as [rows](logits_in_rows).
     fn takes_rows(self, device: Device) -> bool {
         self.lowering(device) == Some(Lowering::Mosaic)
@@ -190,6 +198,14 @@ fn unsupported(
     supported: impl Into<String>,
 ) -> Unsupported {
     Unsupported { implementation: programs.id().into(), field, given: given.to_string(), supported: supported.into() }
+}
+
+/// The program that lays an array out row-major on the device: its result is its parameter, in another order.
+///
+/// libtpu lays an array that it is sent out as pads least (`[1,6,300]` f32 as six registers of one row, `[4,1024,V]` with its sequences
+/// in one register), and refuses it where a program expects another order and size. Where the sizes agree, it does not notice.
+pub fn row_major_copy(element: DeviceDtype, shape: &[usize]) -> String {
+    stablehlo::row_major_copy(&stablehlo::Type::new(element, shape))
 }
 
 /// The version of Mosaic's dialects that kernels are written in.

@@ -211,6 +211,10 @@ impl Programs for LossProgram {
         !self.is_xla()
     }
 
+    fn takes_row_major(self, device: Device) -> bool {
+        device.lowering == Lowering::Mosaic
+    }
+
     fn least_target(self) -> Option<Target> {
         match self.core {
             Core::GpuOnePass => Some(Target::Sm90),

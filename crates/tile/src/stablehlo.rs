@@ -782,9 +782,7 @@ impl Builder {
 
     /// How a program says in what order the elements of a parameter lie on the device; `None` where that is left open.
     fn layout_mode(&self, parameter: Value) -> Option<String> {
-        let rank = self.type_of(parameter).shape.len();
-        let order: Vec<String> = (0..rank).rev().map(|dimension| dimension.to_string()).collect();
-        self.row_major.contains(&parameter).then(|| format!("mhlo.layout_mode = \"{{{}}}\"", order.join(",")))
+        self.row_major.contains(&parameter).then(|| row_major_mode(self.type_of(parameter).shape.len()))
     }
 
     /// The module: `main` from the parameters to `outputs`.
@@ -811,6 +809,19 @@ impl Builder {
             "module @grpo {{\n  func.func public @main({parameters}) -> ({results}) {{\n{body}    return {names} : {types}\n  }}\n}}\n"
         )
     }
+}
+
+/// The module whose one result is its one parameter, row-major on the device whatever order the parameter lies in.
+pub fn row_major_copy(ty: &Type) -> String {
+    let attributes = [row_major_mode(ty.shape.len())];
+    let result = with_attributes(ty.to_string(), &attributes);
+    format!("module @lay_out {{\n  func.func public @main(%0: {ty}) -> ({result}) {{\n    return %0 : {ty}\n  }}\n}}\n")
+}
+
+/// The attribute by which an array of `rank` lies row-major.
+fn row_major_mode(rank: usize) -> String {
+    let order: Vec<String> = (0..rank).rev().map(|dimension| dimension.to_string()).collect();
+    format!("mhlo.layout_mode = \"{{{}}}\"", order.join(","))
 }
 
 fn with_attributes(text: String, attributes: &[String]) -> String {

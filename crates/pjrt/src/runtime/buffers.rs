@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use pjrt_sys::{
     PJRT_Buffer, PJRT_Buffer_Destroy_Args, PJRT_Buffer_Dimensions_Args, PJRT_Buffer_ElementType_Args,
-    PJRT_Buffer_MemoryLayout, PJRT_Buffer_MemoryLayout_Tiled,
+    PJRT_Buffer_GetMemoryLayout_Args, PJRT_Buffer_MemoryLayout, PJRT_Buffer_MemoryLayout_Tiled,
     PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled, PJRT_Buffer_ToHostBuffer_Args, PJRT_Buffer_Type,
     PJRT_Buffer_Type_PJRT_Buffer_Type_BF16, PJRT_Buffer_Type_PJRT_Buffer_Type_F16,
     PJRT_Buffer_Type_PJRT_Buffer_Type_F32, PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
@@ -209,6 +209,23 @@ impl Buffer {
                 usize::try_from(extent).map_err(answer)
             })
             .collect()
+    }
+
+    /// Whether the array is known to lie row-major on its device. `false` where the plugin does not say: an array that is laid out anew
+    /// for nothing costs time, one that is not costs the run.
+    pub fn is_row_major(&self) -> bool {
+        let mut args = PJRT_Buffer_GetMemoryLayout_Args::new();
+        args.buffer = self.raw();
+        let asked = call!(self.client.plugin(), PJRT_Buffer_GetMemoryLayout, args, "read a buffer's layout");
+        if asked.is_err() || args.layout.type_ != PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled {
+            return false;
+        }
+        // SAFETY: the layout is a tiled one, of which this is the member; the buffer owns the list.
+        let order = unsafe {
+            let tiled = args.layout.__bindgen_anon_1.tiled;
+            slice_from(tiled.minor_to_major, tiled.minor_to_major_size)
+        };
+        order.iter().copied().eq((0..order.len() as i64).rev())
     }
 
     /// Copies the array into `bytes`, dense and row-major, after checking that it is `element` and `shape`.

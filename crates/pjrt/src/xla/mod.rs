@@ -104,8 +104,8 @@ impl XlaEntropy {
         let loss = Shaped::of(spec);
         let text = program.text(loss, given, 1, device)?;
         let executable = compiled(&client, text, 1)?;
-        let in_rows = program.takes_rows(device);
-        let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, scatters: false };
+        let (in_rows, row_major) = (program.takes_rows(device), program.takes_row_major(device));
+        let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, row_major, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         let inverse_temperature = if let Some(rates) = Settled::of(loss, &problem.tokens()).input(Input::Rate) {
@@ -114,13 +114,14 @@ impl XlaEntropy {
             let one = Number::InverseTemperature.of(spec, [shape.batch, shape.tokens]) as f32;
             shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
         };
-        let inputs = [
+        let mut inputs = [vec![
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
             shards.upload_per_token(0, DeviceDtype::I32, &ids, 0)?,
             shards.upload_per_token(0, DeviceDtype::Pred, &problem.mask.mapv(u8::from), 0)?,
             inverse_temperature,
-        ];
-        let outputs = executable.execute(&[inputs.iter().collect()])?;
+        ]];
+        shards.lay_out_logits(&mut inputs)?;
+        let outputs = executable.execute(&[inputs[0].iter().collect()])?;
         let fetched = |name, place| shards.gather_per_token(name, |device| output(&outputs, device, place));
         Ok([fetched("logp", 0)?, fetched("entropy", 1)?])
     }
@@ -283,7 +284,8 @@ where
         let device = device(&client, program.id())?;
         let text = program.text(loss, given, devices, device)?;
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
-        let shards = Shards { shape, mesh, client, device, in_rows, scatters: program.scatters() };
+        let (row_major, scatters) = (program.takes_row_major(device), program.scatters());
+        let shards = Shards { shape, mesh, client, device, in_rows, row_major, scatters };
         Ok(Self { plan: Plan::of(text, shards)?, loss, given })
     }
 
@@ -400,7 +402,7 @@ where
     let columns = transform.map(|_| Columns::of(loss.spec, &problem.tokens(), shards.shape.vocab));
     let inputs: Vec<Array2<f32>> = inputs.into_iter().map(|(_, values)| values.mapv(|x| x as f32)).collect();
 
-    (0..shards.mesh.devices())
+    let buffers = (0..shards.mesh.devices())
         .map(|device| {
             let mut buffers = problem.upload(shards, device)?;
             buffers.extend([
@@ -433,7 +435,10 @@ where
             }
             Ok(buffers)
         })
-        .collect()
+        .collect::<Result<Vec<_>, RuntimeError>>();
+    let mut buffers = buffers?;
+    shards.lay_out_logits(&mut buffers)?;
+    Ok(buffers)
 }
 
 /// Output `place` of a device.

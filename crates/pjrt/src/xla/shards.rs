@@ -10,7 +10,9 @@ use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
 use assay_core::problem::{Dtype, FloatArray, Shape};
 use assay_programs::mesh::{Axis, Mesh, shard};
-use assay_programs::{Device, local_shape, logits_in_rows};
+use assay_programs::{Device, local_shape, logits_in_rows, row_major_copy};
+
+use super::devices::compiled;
 
 /// A batch of `shape` over the devices of `mesh`.
 pub(super) struct Shards {
@@ -20,6 +22,8 @@ pub(super) struct Shards {
     pub(super) device: Device,
     /// Whether logits and dlogits cross as rows, as kernels take them.
     pub(super) in_rows: bool,
+    /// Whether logits must be row-major on the device.
+    pub(super) row_major: bool,
     /// Whether what is summed over devices comes back in parts.
     pub(super) scatters: bool,
 }
@@ -256,6 +260,22 @@ impl Shards {
         let bytes = block.part_of(array.bytes(), element, fill);
         let (on_device, extents) = block.on_device(element);
         self.client.upload(device, on_device, &extents, &bytes)
+    }
+
+    /// Replaces the logits, the first of each device's arguments, by row-major copies where the program needs them so and a plugin has laid
+    /// them out otherwise: libtpu lays what it is sent out as pads least. Until the first are freed a device holds both.
+    pub(super) fn lay_out_logits(&self, arguments: &mut [Vec<Buffer>]) -> Result<(), RuntimeError> {
+        if !self.row_major || arguments.iter().all(|buffers| buffers[0].is_row_major()) {
+            return Ok(());
+        }
+        let (element, shape) = (arguments[0][0].element()?, arguments[0][0].shape()?);
+        let copy = compiled(&self.client, row_major_copy(element, &shape), arguments.len())?;
+        let given: Vec<Vec<&Buffer>> = arguments.iter().map(|buffers| vec![&buffers[0]]).collect();
+        let copies = copy.execute(&given)?;
+        for (buffers, copy) in arguments.iter_mut().zip(copies.into_iter().flatten()) {
+            buffers[0] = copy;
+        }
+        Ok(())
     }
 
     /// Sends a device its part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.
