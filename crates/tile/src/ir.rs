@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::lower::stored_in;
 use super::machine::Machine;
 use assay_core::device_dtype::DeviceDtype;
 
@@ -44,7 +45,8 @@ pub struct Value(pub(super) usize);
 pub enum Memory {
     /// An array in SMEM.
     Scalars(usize),
-    /// The window of an input. The kernel may write to it: its own copy, which is lost.
+    /// The window of an input. The kernel may write to it: its own copy, which is lost. On a TPU it is one because the operand is then
+    /// asked to be in HBM.
     Input(usize),
     /// The window of an output.
     Output(usize),
@@ -248,6 +250,12 @@ impl Kernel {
     /// Operand and output that share an array, operands counted with the scalars.
     pub fn shared(&self) -> Vec<(usize, usize)> {
         self.aliases.iter().map(|&(input, output)| (input + self.scalars.len(), output)).collect()
+    }
+
+    /// The inputs whose windows the kernel writes to, ascending.
+    pub(super) fn written_inputs(&self) -> Vec<usize> {
+        let stored = stored_in(&self.body);
+        (0..self.inputs.len()).filter(|&input| stored.contains(&Memory::Input(input))).collect()
     }
 
     /// `[rows, columns]` of memory other than scalars.

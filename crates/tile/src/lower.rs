@@ -127,7 +127,7 @@ fn used_by(operation: &Operation) -> Vec<Value> {
 }
 
 /// The memory that statements write, each once.
-fn stored_in(statements: &[Statement]) -> Vec<Memory> {
+pub(super) fn stored_in(statements: &[Statement]) -> Vec<Memory> {
     let mut stored = Vec::new();
     let mut add = |memory| {
         if !stored.contains(&memory) {

@@ -19,19 +19,37 @@ use assay_core::device_dtype::DeviceDtype;
 /// The version of the dialects that the text is written in.
 pub const VERSION: usize = 11;
 
+/// libtpu's number for HBM in the fields that say where an array must be.
+const HBM: usize = 0;
+
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with all VMEM of its machine to use.
 pub fn payload(kernel: &Kernel) -> String {
-    json!({
-        "custom_call_config": {
-            "body": STANDARD.encode(text(kernel)),
-            "serialization_format": 1,
-            "needs_layout_passes": true,
-            "cost_estimate": {
-                "flops": kernel.flops(),
-                "transcendentals": kernel.transcendentals(),
-                "bytes_accessed": kernel.hbm_bytes(),
-            },
+    let mut config = json!({
+        "body": STANDARD.encode(text(kernel)),
+        "serialization_format": 1,
+        "needs_layout_passes": true,
+        "cost_estimate": {
+            "flops": kernel.flops(),
+            "transcendentals": kernel.transcendentals(),
+            "bytes_accessed": kernel.hbm_bytes(),
         },
+    });
+    // A small array may be in VMEM as a whole, and the window of an input is then a part of it, not a copy: what the kernel stores in a
+    // block that reaches beyond the array's end would be stored in whatever is next to it. From HBM every window is a copy.
+    let operand = |input: usize| input + kernel.scalars.len();
+    let written = kernel.written_inputs();
+    if !written.is_empty() {
+        let inputs = written.iter().map(|&input| json!({"operand_index": operand(input), "color": HBM}));
+        let over = kernel.aliases.iter().filter(|(input, _)| written.contains(input));
+        let outputs = over.map(|&(_, output)| match kernel.outputs.len() {
+            1 => json!({"color": HBM}),
+            _ => json!({"color": HBM, "shape_index": [output]}),
+        });
+        config["input_memory_space_colors"] = inputs.collect();
+        config["output_memory_space_colors"] = outputs.collect();
+    }
+    json!({
+        "custom_call_config": config,
         "scoped_memory_configs": [{"memory_space": 1, "offset": 0, "size": kernel.machine.vmem_bytes}],
     })
     .to_string()

@@ -521,3 +521,36 @@ fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
         }
     }
 }
+
+/// libtpu gives a kernel the window of an input that is in VMEM as a part of that array: a store to it beyond the array's last row would
+/// be one to whatever is next to it.
+#[test]
+fn written_input_windows_are_of_operands_in_hbm() {
+    let spec = LossSpec::default();
+    let shape = Shape { batch: 1, tokens: 40, vocab: 300 };
+    let mut written = 0;
+    for (id, dtype) in [("tile-one-pass", Dtype::Bf16), ("tile-one-pass", Dtype::F16), ("tile-two-pass", Dtype::F32)] {
+        for kernel in kernels(id, &spec, shape, dtype, ANY_TPU) {
+            let payload: serde_json::Value = serde_json::from_str(&kernel.payload).unwrap();
+            let config = &payload["custom_call_config"];
+            let scalars = kernel.text.split("scalar_prefetch = ").nth(1).unwrap().split(' ').next().unwrap();
+            let scalars: usize = scalars.parse().unwrap();
+            let stored = |input: usize| {
+                let into = format!(", %in{input}, ");
+                kernel.text.lines().any(|line| line.contains("vector_store") && line.contains(&into))
+            };
+            let inputs: Vec<usize> = (0..kernel.operands.len() - scalars).filter(|&input| stored(input)).collect();
+            let of = |colors: &[serde_json::Value]| (!colors.is_empty()).then(|| serde_json::json!(colors));
+            let operand = |input: &usize| serde_json::json!({"operand_index": input + scalars, "color": 0});
+            let operands: Vec<_> = inputs.iter().map(operand).collect();
+            assert_eq!(config.get("input_memory_space_colors"), of(&operands).as_ref(), "{id} {}", kernel.name);
+            // An output over such an operand is in the same place.
+            let over = kernel.aliases.iter().filter(|(operand, _)| inputs.contains(&(operand - scalars)));
+            let over = over.map(|(_, output)| serde_json::json!({"shape_index": [output], "color": 0}));
+            let over: Vec<_> = over.collect();
+            assert_eq!(config.get("output_memory_space_colors"), of(&over).as_ref(), "{id} {}", kernel.name);
+            written += inputs.len();
+        }
+    }
+    assert_eq!(written, 2, "the one-pass kernel takes each target's logit out of its window");
+}
