@@ -35,7 +35,7 @@ use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{Check, Report, on_devices};
-use crate::judge::tolerance::Limits;
+use crate::judge::tolerance::{Grade, Limits};
 use crate::judge::trial::Known;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
@@ -458,7 +458,9 @@ fn judge_answer<P: Judgeable>(
 ) -> Result<Option<Measured>, BenchError> {
     let id = implementation.id();
     let known = Known::of(spec, problem).map_err(RunError::from)?;
-    let judged = known.judge(outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?;
+    let limits = Limits::of(implementation.class()).map_err(JudgeError::from)?;
+    let limits = if implementation.keeps_digits() { limits } else { limits.at(Grade::Standard) };
+    let judged = known.judge(outcome, &limits)?;
     let failures = known.failures(&judged, id, command);
     if failures.is_empty() {
         return Ok(None);

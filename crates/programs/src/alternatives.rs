@@ -58,7 +58,7 @@ impl Alternative {
         }
     }
 
-    /// See [`LossProgram::keeps_digits`](crate::LossProgram::keeps_digits).
+    /// See [`Programs::keeps_digits`](crate::Programs::keeps_digits).
     pub(crate) fn keeps_digits(self) -> bool {
         matches!(self, Self::WideGather | Self::Kept)
     }

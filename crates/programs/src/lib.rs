@@ -97,6 +97,12 @@ pub trait Programs: Copy + Send + Sync {
         true
     }
 
+    /// Whether `1 − p_y` keeps its digits where the target has almost all the probability, and `p` where logits are large: what
+    /// the grade `exact` asks for, and what `log_softmax` and autodiff do not give.
+    fn keeps_digits(self) -> bool {
+        true
+    }
+
     /// Whether it computes `spec` on arrays of `shape` and `dtype` over `devices` devices.
     ///
     /// # Errors

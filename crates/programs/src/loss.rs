@@ -211,6 +211,10 @@ impl Programs for LossProgram {
         !self.is_xla()
     }
 
+    fn keeps_digits(self) -> bool {
+        !matches!(self.core, Core::Alternative(alternative) if !alternative.keeps_digits())
+    }
+
     fn takes_row_major(self, device: Device) -> bool {
         device.lowering == Lowering::Mosaic
     }
@@ -238,12 +242,6 @@ impl LossProgram {
     /// Other ways to write `xla`, to be compiled beside it.
     pub fn alternatives() -> impl Iterator<Item = LossProgram> {
         Self::all().into_iter().filter(|program| matches!(program.core, Core::Alternative(_)))
-    }
-
-    /// Whether `1 − p_y` keeps its digits where the target has almost all the probability, and `p` where logits are large: what
-    /// the grade `exact` asks for, and what `log_softmax` and autodiff do not give.
-    pub fn keeps_digits(self) -> bool {
-        !matches!(self.core, Core::Alternative(alternative) if !alternative.keeps_digits())
     }
 
     /// The program of one device of `mesh`.

@@ -40,7 +40,7 @@ impl Listed for Problem {
             return from_manifest(manifest, plugin);
         }
         let all = Self::all(plugin);
-        called(id, &all).ok_or_else(|| {
+        called(id, &all).or_else(|| alternative(id, plugin)).ok_or_else(|| {
             let (on_logits, heads) = (ids(&all), ids(&HeadProblem::all(plugin)));
             format!(
                 "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
@@ -90,7 +90,7 @@ fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
     ["xla", "tile", "gpu"].contains(&implementation.class().trim_end_matches("-lm-head"))
 }
 
-/// The implementation called `id` in [`registry`]; for `file:MANIFEST.toml` the program that the manifest describes.
+/// The implementation called `id` in [`registry`], or another way to write `xla`; for `file:MANIFEST.toml` the program that the manifest describes.
 ///
 /// # Errors
 /// A message that lists the ids there are, or says what is wrong with the manifest.
@@ -104,6 +104,18 @@ fn called<P: Workload>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<A
 
 fn ids<P: Workload>(all: &[Arc<dyn Implementation<P>>]) -> String {
     all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
+}
+
+/// The program called `id` among the other ways to write `xla`. They are in no list: they are there to be timed beside an implementation.
+#[cfg(feature = "pjrt")]
+fn alternative(id: &str, plugin: Option<&Path>) -> Option<Arc<dyn Implementation>> {
+    let found = Xla::alternatives(plugin).into_iter().find(|program| program.id() == id)?;
+    Some(Arc::new(found))
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn alternative(_: &str, _: Option<&Path>) -> Option<Arc<dyn Implementation>> {
+    None
 }
 
 #[cfg(feature = "pjrt")]

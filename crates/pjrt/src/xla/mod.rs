@@ -57,6 +57,14 @@ impl<P: Programs> Runner<P> {
     }
 }
 
+impl Xla {
+    /// The other ways to write `xla`, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds: to be timed
+    /// beside it.
+    pub fn alternatives(plugin: Option<&Path>) -> Vec<Self> {
+        LossProgram::alternatives().map(|program| Self::of(program, plugin)).collect()
+    }
+}
+
 impl XlaHead {
     /// With chunks of another size; see [`HeadProgram::chunk_bytes`].
     #[must_use]
@@ -176,6 +184,10 @@ where
         devices: usize,
     ) -> Result<(), Unsupported> {
         self.program.supports(spec, shape, dtype, devices)
+    }
+
+    fn keeps_digits(&self) -> bool {
+        self.program.keeps_digits()
     }
 
     fn takes_packed(&self) -> bool {
