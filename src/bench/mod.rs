@@ -1,12 +1,13 @@
 //! The bench engine: how long one implementation takes for one batch, how much memory, and how much longer than others, than a
 //! mere copy of the logits, or with an LM head than its three products.
 //!
-//! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again: for
-//! PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends when
-//! all of them are there. The logits have to be put back, because dlogits lie over them, and the last step's dlogits
-//! would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave early. Where an implementation
-//! [holds](crate::implementation::Held) the problem on its device, it is restored from there, and its kernels are timed alone as well: back
-//! to back, at least 20 times, with nothing but the restoring copies between them, which are timed too.
+//! A step is one evaluation of the loss and all its gradients. Before every step the problem is put in place again:
+//! for PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends
+//! when all of them are there. The logits have to be put back, because dlogits lie over them, and the last step's
+//! dlogits would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave
+//! early. Where an implementation [holds](crate::implementation::Held) the problem on its device, it is restored from
+//! there, and its kernels are timed alone as well: back to back, at least 20 times, with nothing but the restoring
+//! copies between them, which are timed too.
 //!
 //! Every token of a bench counts, whatever mask the recipe draws.
 //!

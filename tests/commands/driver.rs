@@ -188,7 +188,7 @@ fn carveout_is_asked_for_where_shared_memory_is_dynamic() {
     }
 }
 
-/// Where no cluster has room, a kernel that needs none runs.
+/// A kernel that needs no cluster runs where none has room.
 #[test]
 fn cluster_without_room_leaves_what_needs_none() {
     for (id, shape) in [("gpu-two-pass-driver", [1, 2, 33_001]), ("gpu-one-pass-driver", [1, 2, 64])] {
@@ -310,7 +310,8 @@ fn bench_counts_against_the_devices_own_figures() {
     assert_eq!((unknown, &kernel["dynamic_shared_bytes"]), ([&Value::Null; 4], &json!(1040)), "{kernel}");
 }
 
-/// Logits are sent to the device once; every launch has them again from a copy there, and the device waits for nobody between launches.
+/// Logits are sent to the device once; every launch has them again from a copy there, and the device waits for nobody
+/// between launches.
 #[test]
 fn bench_restores_logits_on_the_device() {
     for (id, kernels) in [("gpu-one-pass-driver", 1), ("gpu-two-pass-driver", 2)] {

@@ -228,8 +228,8 @@ pub trait Prepared<P: Workload = Problem> {
     /// [`Unavailable`], saying why it says nothing.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable>;
 
-    /// Holds a problem where steps are restored from without this machine's memory, and where kernels can be timed alone; `None` where an
-    /// implementation has no such place, and each step is [loaded](Self::load) again.
+    /// Holds a problem where steps are restored from without this machine's memory, and where kernels can be timed
+    /// alone; `None` where an implementation has no such place, and each step is [loaded](Self::load) again.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -251,11 +251,12 @@ pub trait Held<'p, P: Workload = Problem> {
     /// [`RunError`] where the device fails.
     fn load(&self) -> Result<Step<'p, P>, RunError>;
 
-    /// Launches the kernels of a step `launches` times back to back, from the same problem each time, and times them by the device's own
-    /// clock. The answer that is then there must have the bits of `judged`, which a step has given.
+    /// Launches the kernels of a step `launches` times back to back, from the same problem each time, and times them
+    /// by the device's own clock. The answer that is then there must have the bits of `judged`, which a step has
+    /// given.
     ///
     /// # Errors
-    /// [`RunError`] where it has not, or where the device fails.
+    /// [`RunError`] where the answer has other bits, or where the device fails.
     fn time_kernels(&self, judged: &Candidate<P::Gradient>, launches: usize) -> Result<KernelTimings, RunError>;
 }
 
@@ -264,7 +265,8 @@ pub trait Held<'p, P: Workload = Problem> {
 pub struct KernelTimings {
     /// The kernels of a step, in order.
     pub kernels: Vec<KernelTiming>,
-    /// Times of the copies that restored the problem between the launches, from the device's memory to the device's memory.
+    /// Times of the copies that restored the problem between the launches, from the device's memory to the device's
+    /// memory.
     pub copies: Vec<Duration>,
     /// Bytes that such a copy reads; it writes as many.
     pub copied_bytes: usize,
@@ -273,13 +275,13 @@ pub struct KernelTimings {
 /// A kernel and its times.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTiming {
-    /// What the driver made of it.
+    /// The driver's figures of the kernel.
     pub kernel: AssembledKernel,
     /// One time for each launch, in order.
     pub took: Vec<Duration>,
 }
 
-/// What a GPU's driver made of a kernel, in its own figures; `None` where it does not say.
+/// A kernel as a GPU's driver has assembled it, in the driver's own figures; `None` where it does not say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AssembledKernel {
     /// The kernel's entry.

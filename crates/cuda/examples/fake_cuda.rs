@@ -1,13 +1,14 @@
 //! A `libcuda` without a device: its memory is this machine's, its modules are read and its launches run by the interpreter of PTX, so
 //! that grid, cluster, shared memory, arguments and arrays are those that a driver would have been handed. For tests alone.
 //!
-//! `ASSAY_FAKE_CUDA` holds settings, `name=value` with commas between: `devices`, `capability` (`9.0`, or `9.0/7.5`: of each device),
-//! `shared` (bytes a CTA may have), `memory` (bytes), `version` (12040), `clock` (kHz), `refuses` (any text is no PTX), `odd` (arrays begin
-//! two bytes late), `fail` (`cuMemAlloc_v2:2`: the second call of that name fails; `cuMemAlloc_v2:2:709`: with that error), `shuffled`
-//! (threads run in the order of that seed), `silent` (of a function only its static shared memory is said), `clusters` (that have room on
-//! the device together), `capturing` (every stream is captured), `flips` (from the third launch on one bit
-//! of the array that is the argument of that number, from 0 on, once the kernel has run). What
-//! is called is written to the file that `ASSAY_FAKE_CUDA_RECORD` names, a line a call, `+` what was made and `-` what was given back.
+//! `ASSAY_FAKE_CUDA` holds settings, `name=value` with commas between: `devices`, `capability` (`9.0`, or `9.0/7.5`:
+//! of each device), `shared` (bytes a CTA may have), `memory` (bytes), `version` (12040), `clock` (kHz), `refuses`
+//! (any text is no PTX), `odd` (arrays begin two bytes late), `fail` (`cuMemAlloc_v2:2`: the second call of that name
+//! fails; `cuMemAlloc_v2:2:709`: with that error), `shuffled` (threads run in the order of that seed), `silent` (of a
+//! function only its static shared memory is said), `clusters` (that have room on the device together), `capturing`
+//! (every stream is captured), `flips` (from the third launch on one bit of the array that is the argument of that
+//! number, from 0 on, once the kernel has run). What is called is written to the file that `ASSAY_FAKE_CUDA_RECORD`
+//! names, a line a call, `+` what was made and `-` what was given back.
 //!
 //! Memory of this process's stands for a framework's on the device once it was lent (`fake_cuda_lend`), until it is taken back
 //! (`fake_cuda_take_back`); `fake_cuda_set` gives other settings to a process that runs.
@@ -162,7 +163,7 @@ fn in_context() -> Result<(), c_int> {
     if CURRENT.with_borrow(Vec::is_empty) { Err(INVALID_CONTEXT) } else { Ok(()) }
 }
 
-/// What may not be done while a stream is captured into a graph.
+/// Refuses what may not be done while a stream is captured into a graph.
 fn not_captured() -> Result<(), c_int> {
     if setting("capturing").is_some() { Err(CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
@@ -213,7 +214,7 @@ impl State {
         if whole { Ok(cluster) } else { Err(INVALID_CLUSTER_SIZE) }
     }
 
-    /// Registers are counted as if there were 64 of each thread; local memory as if none were spilled.
+    /// Returns a figure of a function, as if each thread had 64 registers and none were spilled.
     fn attribute(&self, function: usize, attribute: c_int) -> Result<c_int, c_int> {
         let (module, _) = self.functions.get(&function).ok_or(INVALID_HANDLE)?;
         let text = &self.modules[module].text;
@@ -447,7 +448,8 @@ exported! {
         in_context()?;
         not_captured()?;
         let (&begin, array) = state.arrays.range(..=from).next_back().ok_or(INVALID_VALUE)?;
-        let array = array.bytes.get((from - begin) as usize..).filter(|array| array.len() >= bytes).ok_or(INVALID_VALUE)?;
+        let array = array.bytes.get((from - begin) as usize..).filter(|array| array.len() >= bytes);
+        let array = array.ok_or(INVALID_VALUE)?;
         // SAFETY: the caller's array has so many bytes.
         unsafe { ptr::copy_nonoverlapping(array.as_ptr(), to.cast(), bytes) };
         Ok(format!("{from:#x} {bytes}"))
@@ -474,8 +476,8 @@ exported! {
         match read {
             Ok(read) => {
                 let made = state.new_handle();
-                let after = |word: &str| text.lines().find_map(|line| line.trim().strip_prefix(word)).unwrap_or("?").to_string();
-                let (version, target) = (after(".version "), after(".target "));
+                let after = |word: &str| text.lines().find_map(|line| line.trim().strip_prefix(word)).unwrap_or("?");
+                let (version, target) = (after(".version ").to_string(), after(".target ").to_string());
                 state.modules.insert(made, Loaded { module: read, text, dynamic: PLAIN_SHARED });
                 put(module, handle(made));
                 Ok(format!("{version} {target} +module {made}"))
@@ -535,7 +537,9 @@ exported! {
         Ok(format!("{name} {attribute} {value}"))
     }
 
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(state, ctas: *mut c_int, function: *mut c_void, threads: c_int, dynamic: usize) {
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        state, ctas: *mut c_int, function: *mut c_void, threads: c_int, dynamic: usize
+    ) {
         in_context()?;
         if setting("silent").is_some() { return Err(INVALID_VALUE) }
         let shared = state.attribute(function.addr(), 1)? + dynamic as c_int + SHARED_OF_THE_SYSTEM;
@@ -559,8 +563,8 @@ exported! {
     }
 
     fn cuLaunchKernel(
-        state, function: *mut c_void, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint, block_z: c_uint,
-        shared_bytes: c_uint, stream: *mut c_void, arguments: *mut *mut c_void, _extra: *mut *mut c_void
+        state, function: *mut c_void, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: *mut c_void, arguments: *mut *mut c_void, _extra: *mut *mut c_void
     ) {
         in_context()?;
         let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);

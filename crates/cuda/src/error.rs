@@ -33,8 +33,8 @@ pub enum CudaError {
     },
     /// A driver that does not know the PTX that kernels are written in.
     #[error(
-        "CUDA driver {library}: it is of CUDA {}; expected {} or newer, which takes PTX {}, in which kernels for {} are written: \
-         update the driver",
+        "CUDA driver {library}: it is of CUDA {}; expected {} or newer, which takes PTX {}, in which kernels for {} \
+         are written: update the driver",
         of_cuda(*given), of_cuda(target.least_cuda()), target.version(), target.name(), library = library.display()
     )]
     Version {
@@ -94,9 +94,9 @@ pub enum CudaError {
     },
     /// A device, or a part of one, on which no cluster of a kernel's CTAs has room.
     #[error(
-        "{device}, kernel {kernel}: it has no room for a cluster of {cluster} CTAs with {shared} bytes of shared memory each, expected \
-         room for one at least, which a slice of a GPU (MIG) may not have: use a larger slice or the whole GPU, or gpu-two-pass-driver, \
-         whose kernels need no cluster"
+        "{device}, kernel {kernel}: it has no room for a cluster of {cluster} CTAs with {shared} bytes of shared \
+         memory each, expected room for one at least, which a slice of a GPU (MIG) may not have: use a larger slice \
+         or the whole GPU, or gpu-two-pass-driver, whose kernels need no cluster"
     )]
     NoRoom {
         /// The device's name.
@@ -136,8 +136,8 @@ pub enum CudaError {
     },
     /// An array that a kernel would read in pieces that the hardware refuses.
     #[error(
-        "kernel {kernel}, array {array}: it begins at {address:#x}, expected a multiple of {alignment}, because the kernel reads or writes \
-         {alignment} bytes of it at a time: copy it to memory of its own"
+        "kernel {kernel}, array {array}: it begins at {address:#x}, expected a multiple of {alignment}, because the \
+         kernel reads or writes {alignment} bytes of it at a time: copy it to memory of its own"
     )]
     Misaligned {
         /// The kernel's entry.
@@ -151,9 +151,9 @@ pub enum CudaError {
     },
     /// An output that has a place of its own, which does not suit that of the input.
     #[error(
-        "kernel {kernel}, arrays {} and {}: they begin {} and {} bytes past a multiple of {ALIGNMENT}, expected both equally far, because \
-         the kernel finds blocks of both by the address of the first: write over the first, or begin the second as far past a multiple of \
-         {ALIGNMENT}",
+        "kernel {kernel}, arrays {} and {}: they begin {} and {} bytes past a multiple of {ALIGNMENT}, expected both \
+         equally far, because the kernel finds blocks of both by the address of the first: write over the first, or \
+         begin the second as far past a multiple of {ALIGNMENT}",
         arrays[0], arrays[1], late[0], late[1]
     )]
     Apart {
@@ -166,8 +166,8 @@ pub enum CudaError {
     },
     /// A kernel that is to be loaded while its stream is captured.
     #[error(
-        "kernel {kernel}: its stream is being captured into a CUDA graph, and the kernel is loaded at its first use, which no graph can \
-         hold: make one run of the same loss, dtype and vocabulary before the capture"
+        "kernel {kernel}: its stream is being captured into a CUDA graph, and the kernel is loaded at its first use, \
+         which no graph can hold: make one run of the same loss, dtype and vocabulary before the capture"
     )]
     Capturing {
         /// The kernel's entry.
@@ -175,8 +175,9 @@ pub enum CudaError {
     },
     /// An answer that is not the one that was judged, though nothing else was computed.
     #[error(
-        "{kernel}: after {launches} launches on the same logits {array} has {differing} of {all} numbers other than in the answer that was \
-         judged, expected the same bits: nothing is reported; the kernel or the device is not to be trusted"
+        "{kernel}: after {launches} launches on the same logits {array} has {differing} of {all} numbers other than \
+         in the answer that was judged, expected the same bits: nothing is reported; the kernel or the device is not \
+         to be trusted"
     )]
     Differs {
         /// The implementation.
@@ -214,15 +215,16 @@ pub enum CudaError {
     },
     /// A call for which the device's context is no longer there.
     #[error(
-        "{what}: {code}: {message}; expected the device's primary context, which this process holds until it ends: call neither \
-         cudaDeviceReset nor cuDevicePrimaryCtxReset, hand over streams of the same device only, and start the process again"
+        "{what}: {code}: {message}; expected the device's primary context, which this process holds until it ends: \
+         call neither cudaDeviceReset nor cuDevicePrimaryCtxReset, hand over streams of the same device only, and \
+         start the process again"
     )]
     Context {
-        /// What it was asked to do.
+        /// The operation that failed.
         what: String,
         /// The driver's name of the error.
         code: String,
-        /// Its words.
+        /// The driver's message.
         message: String,
     },
     /// Any other call that failed.

@@ -337,7 +337,7 @@ impl<'s> Ready<'s> {
         Ok(results)
     }
 
-    /// What the first kernel's numbers come to, and the scales for the second one where there is one.
+    /// Computes a step's results from the first kernel's numbers, and the scales for the second one where there is one.
     fn after_first(&self, arrays: &Arrays) -> Result<(Results, Vec<f32>), CudaError> {
         let (frame, numbers) = (&arrays.frame, floats(&arrays.results)?);
         if self.kernels.len() == 1 {
@@ -510,7 +510,7 @@ impl Prepared for Ready<'_> {
         })
     }
 
-    /// Without the copies that are held for a bench: a step has none.
+    /// Returns the memory in use without the copies that are held for a bench: a step has none.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
         let seen = self.context.memory().map_err(|error| Unavailable { reason: error.to_string() })?;
         let held = self.held_bytes.load(Ordering::Relaxed) as i64;

@@ -50,8 +50,8 @@ fn kernels(kernels: &[BenchKernel]) -> Markup {
         div.scroll { table {
             thead { tr {
                 @for head in [
-                    "kernel", "median", "fastest", "registers", "local bytes", "static shared bytes", "dynamic shared bytes",
-                    "architecture", "CTAs a multiprocessor", "clusters",
+                    "kernel", "median", "fastest", "registers", "local bytes", "static shared bytes",
+                    "dynamic shared bytes", "architecture", "CTAs a multiprocessor", "clusters",
                 ] { th { (head) } }
             } }
             tbody { @for kernel in kernels {

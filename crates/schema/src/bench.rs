@@ -59,16 +59,18 @@ pub struct Bench {
     /// What it ran on, where that is not this machine's cores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Launches of the step's kernels that were timed alone, back to back, each on the same logits, restored from a copy on the device.
+    /// Launches of the step's kernels that were timed alone, back to back, each on the same logits, restored from a
+    /// copy on the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_launches: Option<usize>,
-    /// The kernels' median over these launches, by the device's own clock: without what starts them, and without what lies between.
+    /// The kernels' median over these launches, by the device's own clock: without what starts them, and without what
+    /// lies between.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_s_p50: Option<f64>,
     /// The kernels' fastest launch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_s_min: Option<f64>,
-    /// On logits: 10⁹ bytes a second over the kernels' median, of logits read once and dlogits written once.
+    /// Logits read once and dlogits written once over the kernels' median, 10⁹ bytes a second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_gb_per_s: Option<f64>,
     /// The median of the copies between these launches, which restore the logits from the device's memory.
@@ -155,9 +157,9 @@ pub struct KernelFigures {
 pub struct BenchKernel {
     /// The kernel's entry.
     pub name: String,
-    /// Its median launch, seconds.
+    /// The median launch, seconds.
     pub s_p50: f64,
-    /// Its fastest launch, seconds.
+    /// The fastest launch, seconds.
     pub s_min: f64,
     /// The driver's figures.
     #[serde(flatten)]

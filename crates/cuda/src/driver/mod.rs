@@ -339,7 +339,8 @@ impl Context {
         })
     }
 
-    /// Checks that what is enqueued on `stream` is run, and not captured into a graph, which a first use of `kernel` cannot be.
+    /// Checks that what is enqueued on `stream` is run, and not captured into a graph, which a first use of `kernel`
+    /// cannot be.
     ///
     /// # Errors
     /// [`CudaError::Capturing`]; [`CudaError::Call`].

@@ -1,4 +1,5 @@
-//! Launches as other software makes them, and arrays of somebody else's, on a driver without a device (`crates/cuda/examples`).
+//! Launches as other software makes them, and arrays of somebody else's, on a driver without a device
+//! (`crates/cuda/examples`).
 
 use std::env;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -146,7 +147,8 @@ fn read(array: &Memory) -> Vec<i32> {
 
 const REFUSED: c_int = 912;
 
-/// A command buffer of XLA launches without attributes: the clusters are those of the text, if it says that it has some.
+/// A command buffer of XLA launches without attributes: the clusters are those of the text, if it says that it has
+/// some.
 #[test]
 fn cluster_of_the_text_alone_is_launched() {
     let fake = Fake::new("");
@@ -183,7 +185,8 @@ fn cluster_at_odds_with_the_text_is_refused() {
     assert!(matches!(error, CudaError::NoRoom { cluster: 2, .. }), "{error}");
 }
 
-/// Two rows of logits, `late` bytes past a multiple of 16, through both halves: statistics and dlogits, which begin `apart` bytes further.
+/// Two rows of logits, `late` bytes past a multiple of 16, through both halves: statistics and dlogits, which begin
+/// `apart` bytes further.
 fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u8>; 2], CudaError> {
     let context = Fake::context();
     let spec = LossSpec::default();
@@ -222,7 +225,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks(4).map(|word| f32::from_ne_bytes(word.try_into().unwrap())).collect()
 }
 
-/// Rows that are no whole blocks may begin at any element. Each element's gradient is the same; sums are in another order.
+/// Rows that are no whole blocks may begin at any element. Each element's gradient is the same; sums are in another
+/// order.
 #[test]
 fn array_of_odd_rows_may_begin_at_any_element() {
     let fake = Fake::new("");

@@ -17,9 +17,9 @@ pub struct Replayed {
 }
 
 impl Context {
-    /// Launches `calls` one after another, `launches` times after `warmup` times that are not timed, and before each time copies `input.0`
-    /// to `input.1`. The device waits for nobody in between: all of it is enqueued first, with an event between any two, and then waited
-    /// for.
+    /// Launches `calls` one after another, `launches` times after `warmup` times that are not timed, and before each
+    /// time copies `input.0` to `input.1`. The device waits for nobody in between: all of it is enqueued first, with
+    /// an event between any two, and then waited for.
     ///
     /// # Errors
     /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
@@ -45,7 +45,8 @@ impl Context {
             moment()?;
             for (call, addresses) in calls.iter().zip(&addresses) {
                 let (kernel, stream) = (call.kernel, Stream::default_one());
-                // SAFETY: the arrays are as large as the kernel reads and writes and are alive until all has been waited for.
+                // SAFETY: the arrays are as large as the kernel reads and writes and are alive until all has been
+                // waited for.
                 unsafe { kernel.call(&current, kernel.kernel().grid, stream, addresses.clone()) }?;
                 moment()?;
             }
@@ -80,7 +81,8 @@ impl Memory {
     fn enqueue_copy(&self, driver: &Driver, from: &Self) -> Result<(), CudaError> {
         self.expect_bytes(from.bytes);
         let stream = Stream::default_one().pointer();
-        // SAFETY: both sides hold as many bytes, in the context that is current; who calls it waits for the stream before either is freed.
+        // SAFETY: both sides hold as many bytes, in the context that is current; who calls it waits for the stream
+        // before either is freed.
         let status = unsafe { (driver.table.copy)(self.address, from.address, self.bytes, stream) };
         driver.check(status, || format!("copy {} bytes on the device", self.bytes))
     }

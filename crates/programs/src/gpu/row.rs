@@ -67,15 +67,16 @@ impl Logits {
         BLOCK / self.size()
     }
 
-    /// The bytes that an array of rows of `vocab` logits begins at a multiple of: a block where rows are whole blocks, which are
-    /// then read and written as such from the first byte on; else an element, because blocks are found by the addresses of rows.
+    /// The bytes that an array of rows of `vocab` logits begins at a multiple of: a block where rows are whole
+    /// blocks, which are then read and written as such from the first byte on; else an element, because blocks are
+    /// found by the addresses of rows.
     pub(crate) fn alignment(self, vocab: usize) -> u64 {
         let whole = (vocab * self.size() as usize).is_multiple_of(BLOCK as usize);
         u64::from(if whole { BLOCK } else { self.size() })
     }
 
-    /// The bytes that an array of `vocab` biases, f32, begins at a multiple of: a block where those of a block of logits are read
-    /// by blocks, which is where rows are whole blocks; else one bias.
+    /// The bytes that an array of `vocab` biases, f32, begins at a multiple of: a block where those of a block of
+    /// logits are read by blocks, which is where rows are whole blocks; else one bias.
     pub(crate) fn alignment_of_biases(self, vocab: usize) -> u64 {
         if self.alignment(vocab) == u64::from(BLOCK) { u64::from(BLOCK) } else { SCALAR }
     }

@@ -58,7 +58,7 @@ impl Shape {
         self.run_late(body, 0)
     }
 
-    /// As [`run`](Self::run), where both arrays begin `late` bytes late.
+    /// Runs `body` like [`run`](Self::run), but on arrays that begin `late` bytes late.
     pub(crate) fn run_late(self, body: &str, late: u32) -> Result<Vec<u32>, InterpretError> {
         let words = self.ctas * self.threads;
         let a = (0..words).flat_map(u32::to_le_bytes).collect();
