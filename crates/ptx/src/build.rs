@@ -571,6 +571,17 @@ impl Builder {
         self.label(&end);
     }
 
+    /// Runs `yes` in the threads where `condition` holds, and `no` in the others.
+    pub fn either(&mut self, condition: Value<bool>, yes: impl FnOnce(&mut Self), no: impl FnOnce(&mut Self)) {
+        let [otherwise, end] = [self.new_label(), self.new_label()];
+        self.write(&format!("@!{condition} bra {otherwise}"));
+        yes(self);
+        self.write(&format!("bra {end}"));
+        self.label(&otherwise);
+        no(self);
+        self.label(&end);
+    }
+
     /// Runs `body` again while what it returns holds.
     pub fn repeat(&mut self, body: impl FnOnce(&mut Self) -> Value<bool>) {
         let start = self.new_label();

@@ -3,6 +3,7 @@
 //! They are called with the arrays of the tile kernels of the same names, so that one frame holds both. What a CTA, a warp and a thread do is
 //! their own: there are no windows and no grid in sequence.
 
+mod affine;
 pub(crate) mod batch;
 pub(crate) mod cotangents;
 mod losses;

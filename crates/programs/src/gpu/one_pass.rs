@@ -22,7 +22,8 @@
 
 use std::f64::consts::LOG2_E;
 
-use super::row::{Along, Block, Cut, Logits, Pair, Row, SCALAR, dot, exp, over_lanes, sum};
+use super::affine::Affine;
+use super::row::{Along, BLOCK, Block, Cut, Logits, Pair, REGISTERS_AT_ONCE, Row, SCALAR, dot, exp, over_lanes, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
@@ -66,31 +67,36 @@ pub(crate) fn one_pass(
     };
     let sums = 2 * softmaxes(structure) as u32;
     let of_warps = 4 * cut.cluster * cut.warps();
-    let shared = Shared {
-        row: on.dynamic_shared(cut.shared_bytes()),
-        numbers: on.shared("numbers_here", 4 * of_spec.len() as u32),
-        token: on.shared("token", 4 * width(given.len()) as u32),
-        target: on.shared("target_logit", 16),
-        maxima: on.shared("maxima", of_warps),
-        sums: on.shared("sums", sums * of_warps),
-        scales: on.shared("scales", 16),
-    };
-    Writer { structure, cut, given, of_spec, arrays, shared }.body(&mut on);
+    let (of_numbers, of_token) = (4 * of_spec.len() as u32, 4 * width(given.len()) as u32);
+    let parts = [of_numbers + 4, of_token, of_warps.max(4 * SCALES), sums * of_warps];
+    let row = on.dynamic_shared(cut.shared_bytes());
+    let [numbers, token, maxima, sums] =
+        [("numbers_here", parts[0]), ("token", parts[1]), ("maxima", parts[2]), ("sums", parts[3])]
+            .map(|(name, bytes)| on.shared(name, bytes));
+    // Shared memory decides how many rows are on their way at once, so that what is never live together lies in one place. `x_y` is behind
+    // the numbers. The scales are written over the maxima, by their own CTA after the second meeting: all CTAs of the cluster wrote
+    // maxima before the first, and no thread comes to the second before it has read them.
+    let target = on.add(numbers, of_numbers);
+    let shared = Shared { row, numbers, token, target, maxima, sums, scales: maxima };
+    let beside = parts.into_iter().map(|bytes| bytes.next_multiple_of(BLOCK)).sum();
+    let resident = cut.resident(beside);
+    Writer { structure, cut, resident, given, of_spec, arrays, shared }.body(&mut on);
     let grid = n as u32 * cut.cluster;
-    on.finish(Launch {
-        grid: [grid, 1, 1],
-        block: [cut.threads, 1, 1],
-        cluster: cut.cluster,
-        least_resident: cut.resident(),
-    })
+    on.finish(Launch { grid: [grid, 1, 1], block: [cut.threads, 1, 1], cluster: cut.cluster, least_resident: resident })
 }
 
-/// Exponentials of logits of 16 bits that a thread keeps in registers where its chip's transcendental units have less time for each byte
-/// of HBM than its others: a B200's.
-const KEPT: u32 = 48;
+/// Numbers that the third walk multiplies by.
+const SCALES: u32 = 4;
 
-/// The same where an entropy bonus needs gaps beside them, of all softmaxes together.
-const KEPT_BESIDE_GAPS: u32 = 16;
+/// Registers of a thread beside exponentials that it keeps from walk 2 to walk 3. They are kept where a chip's transcendental units have
+/// less time for each byte of HBM than its others: on a B200, of logits of 16 bits.
+const BESIDE_KEPT: u32 = 32;
+
+/// Registers of which so many are kept that trips are full.
+const FEW_REGISTERS: u32 = 80;
+
+/// Registers beside those where an entropy bonus needs gaps too.
+const BESIDE_KEPT_AND_GAPS: u32 = 64;
 
 /// What the kernel returns of each token, `[1,n,8]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,6 +153,7 @@ struct Shared {
 }
 
 /// `dx_j = policy·e_j + e'_j (base + slope·g_j)`, `dx_y = target`. Where logp and entropy are of one softmax, `policy` is within `base`.
+/// Where a row may be walked by [exponents](Affine), there is no bonus: `base` is then the factor of their powers, and `slope` is `m`.
 struct Scales {
     policy: Value<f32>,
     base: Value<f32>,
@@ -157,6 +164,8 @@ struct Scales {
 struct Writer {
     structure: Structure,
     cut: Cut,
+    /// CTAs that are to find room on a multiprocessor.
+    resident: u32,
     given: Vec<Given>,
     of_spec: Vec<Number>,
     arrays: Arrays,
@@ -192,11 +201,15 @@ impl Writer {
         if self.cut.target < Target::Sm100 || self.logits() == Logits::F32 || changes {
             return 0;
         }
-        let exponentials = if self.structure.entropy_bonus.is_some() {
-            KEPT_BESIDE_GAPS / softmaxes(self.structure) as u32
-        } else {
-            KEPT
+        let registers = self.cut.registers(self.resident);
+        let softmaxes = softmaxes(self.structure) as u32;
+        let beside = match self.structure.entropy_bonus {
+            Some(_) => BESIDE_KEPT_AND_GAPS + REGISTERS_AT_ONCE * (softmaxes - 1),
+            None if registers > FEW_REGISTERS => BESIDE_KEPT,
+            // Full trips take more than half ones.
+            None => BESIDE_KEPT + REGISTERS_AT_ONCE,
         };
+        let exponentials = (registers - beside) / softmaxes;
         exponentials / self.logits().of_a_block()
     }
 
@@ -270,16 +283,41 @@ impl Writer {
         let walked = Walked { part: &part, change, id };
         let (max, target_logit) = self.max(on, &walked, place);
         let scales = self.exponent_scales(on);
-        let kept = self.sum(on, &walked, place, max, &scales);
+        let affine = self.affine(on, &walked, max, &scales);
+        let kept = self.sum(on, &walked, place, max, &scales, affine.as_ref());
 
         let zero = on.variable(0);
         let of_first_warp = on.equal(place.warp, zero);
-        on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], results));
+        on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], results, affine.as_ref()));
         on.barrier();
-        let [policy, base, slope, of_target] = on.load_all(Address::Shared(self.shared.scales, 0));
-        self.dlogits(on, &walked, max, &scales, &kept, &Scales { policy, base, slope, target: of_target });
+        match &affine {
+            None => {
+                let of = self.scales(on);
+                self.dlogits(on, &walked, max, &scales, &kept, &of);
+            }
+            // What either way needs of the row comes from shared memory: registers are for exponentials.
+            Some(affine) => on.either(
+                affine.is_beyond,
+                |on| {
+                    let of = self.scales(on);
+                    self.dlogits(on, &walked, of.slope, &scales, &kept, &of);
+                },
+                |on| {
+                    let policy = on.load(Address::Shared(self.shared.scales, 4));
+                    self.affine_dlogits(on, &part, affine, &kept, policy);
+                },
+            ),
+        }
         let in_array = part.global_of(on, target);
-        on.when(target.own, |on| self.cut.logits.store(on, in_array, of_target));
+        on.when(target.own, |on| {
+            let of_target: Value<f32> = on.load(Address::Shared(self.shared.scales, 12));
+            self.cut.logits.store(on, in_array, of_target);
+        });
+    }
+
+    fn scales(&self, on: &mut Builder) -> Scales {
+        let [policy, base, slope, target] = on.load_all(Address::Shared(self.shared.scales, 0));
+        Scales { policy, base, slope, target }
     }
 
     /// Where a column is in what is given of a token, bytes.
@@ -477,7 +515,16 @@ impl Writer {
         Some(Change::new(transform, factor, biases))
     }
 
-    /// Walk 2: every CTA is told `s` and `w` of each softmax. Of the blocks of which something is kept the exponentials, by each scale.
+    /// The [exponents](Affine) of one softmax of logits as they are. Beside a bonus there are none: its gradient is that of a gap, which
+    /// is exact near the largest logit, and 0 for a row of equal logits.
+    fn affine(&self, on: &mut Builder, walked: &Walked, max: Value<f32>, scales: &[Value<f32>]) -> Option<Affine> {
+        match (walked.change, self.structure.entropy_bonus, scales) {
+            (None, None, &[scale]) => Some(Affine::new(on, self.logits(), max, scale)),
+            _ => None,
+        }
+    }
+
+    /// Walk 2: every CTA is told `s` and `w` of each softmax. Returns the exponentials of the blocks of which they are kept, by each scale.
     fn sum(
         &self,
         on: &mut Builder,
@@ -485,25 +532,77 @@ impl Writer {
         place: Place,
         max: Value<f32>,
         scales: &[Value<f32>],
+        affine: Option<&Affine>,
+    ) -> Vec<Vec<Vec<Pair>>> {
+        let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
+        let kept = match affine {
+            None => self.sum_by_gaps(on, walked, max, scales, &sums),
+            Some(affine) => {
+                let kept = self.room_for_kept(on, scales.len());
+                on.either(
+                    affine.is_beyond,
+                    |on| {
+                        let own = self.sum_by_gaps(on, walked, max, scales, &sums);
+                        keep(on, &kept, &own);
+                    },
+                    |on| {
+                        let own = self.sum_affine(on, walked.part, affine, [sums[0], sums[1]]);
+                        keep(on, &kept, &own);
+                    },
+                );
+                kept
+            }
+        };
+        let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
+        self.tell(on, place, self.shared.sums, &sums);
+        self.meet(on);
+        kept
+    }
+
+    /// Registers for the exponentials that are kept.
+    fn room_for_kept(&self, on: &mut Builder, softmaxes: usize) -> Vec<Vec<Vec<Pair>>> {
+        let pairs = self.logits().of_a_block() / 2;
+        let mut pair = || std::array::from_fn(|_| on.variable(0.0));
+        let mut block = || (0..pairs).map(|_| pair()).collect();
+        (0..self.kept()).map(|_| (0..softmaxes).map(|_| block()).collect()).collect()
+    }
+
+    /// Adds up this thread's columns by their gaps; returns the exponentials of the blocks of which they are kept.
+    fn sum_by_gaps(
+        &self,
+        on: &mut Builder,
+        walked: &Walked,
+        max: Value<f32>,
+        scales: &[Value<f32>],
+        sums: &[Value<f32>],
     ) -> Vec<Vec<Vec<Pair>>> {
         let mut kept = Vec::new();
-        let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
         walked.part.walk(on, Along::Shared, |on, block| {
             let (x, _) = self.load(on, walked, block);
             let gaps = gaps(on, &x, max, true);
             let exps = exponentials(on, &gaps, scales);
             for (exps, sums) in exps.iter().zip(sums.chunks(2)) {
-                let of_block = [sum(on, exps), dot(on, exps, &gaps)];
-                for (&sum, of_block) in sums.iter().zip(of_block) {
-                    let next = on.add(sum, of_block);
-                    on.set(sum, next);
-                }
+                add_block(on, exps, &gaps, [sums[0], sums[1]]);
             }
             kept.extend(block.kept.map(|_| exps));
         });
-        let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
-        self.tell(on, place, self.shared.sums, &sums);
-        self.meet(on);
+        kept
+    }
+
+    /// The same by their exponents.
+    fn sum_affine(&self, on: &mut Builder, part: &Row, affine: &Affine, sums: [Value<f32>; 2]) -> Vec<Vec<Vec<Pair>>> {
+        let mut kept = Vec::new();
+        part.walk(on, Along::Shared, |on, block| {
+            let x = affine.load_block(on, block.shared);
+            let exponents = affine.exponents(on, &x);
+            let exps: Vec<Pair> = exponents.iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect();
+            add_block(on, &exps, &exponents, sums);
+            kept.extend(block.kept.map(|_| vec![exps]));
+        });
+        let restored = affine.sums(on, sums);
+        for (sum, restored) in sums.into_iter().zip(restored) {
+            on.set(sum, restored);
+        }
         kept
     }
 
@@ -547,6 +646,7 @@ impl Writer {
         change: Option<Change>,
         ends @ [_, target_logit]: [Value<f32>; 2],
         results: Value<u64>,
+        affine: Option<&Affine>,
     ) {
         let structure = self.structure;
         let by_token = structure.temperature == Temperature::Given;
@@ -640,12 +740,39 @@ impl Writer {
         if let Some(change) = change {
             scales.target = change.through_target(on, scales.target, target_logit);
         }
+        if let Some(affine) = affine {
+            scales.base = affine.restore(on, scales.policy);
+            scales.slope = ends[0];
+        }
         let first = on.less(place.lane, 1);
         let to = Address::Shared(self.shared.scales, 0);
         let Scales { policy, base, slope, target } = scales;
         on.when(first, |on| {
             let values = [policy, base, slope, target].map(|value| on.variable(value));
             on.store_all(to, values);
+        });
+    }
+
+    /// Walk 3 by exponents.
+    fn affine_dlogits(
+        &self,
+        on: &mut Builder,
+        part: &Row,
+        affine: &Affine,
+        kept: &[Vec<Vec<Pair>>],
+        policy: Value<f32>,
+    ) {
+        let (logits, policy) = (self.logits(), [policy; 2]);
+        part.write(on, |on, block| {
+            let exps = match block.kept {
+                Some(number) => kept[number][0].clone(),
+                None => {
+                    let x = logits.load_block(on, block.shared);
+                    affine.exponentials(on, &x)
+                }
+            };
+            let gradients: Vec<Pair> = exps.into_iter().map(|exp| on.mul_pair(exp, policy)).collect();
+            logits.pack_block(on, &gradients)
         });
     }
 
@@ -695,6 +822,23 @@ impl Writer {
             };
             logits.pack_block(on, &gradients)
         });
+    }
+}
+
+/// Adds the exponentials of a block, and these times gaps or exponents.
+fn add_block(on: &mut Builder, exps: &[Pair], weights: &[Pair], sums: [Value<f32>; 2]) {
+    let of_block = [sum(on, exps), dot(on, exps, weights)];
+    for (sum, of_block) in sums.into_iter().zip(of_block) {
+        let next = on.add(sum, of_block);
+        on.set(sum, next);
+    }
+}
+
+/// Puts exponentials where those of either way are kept.
+fn keep(on: &mut Builder, kept: &[Vec<Vec<Pair>>], own: &[Vec<Vec<Pair>>]) {
+    let flat = |blocks: &[Vec<Vec<Pair>>]| blocks.iter().flatten().flatten().flatten().copied().collect::<Vec<_>>();
+    for (place, value) in flat(kept).into_iter().zip(flat(own)) {
+        on.set(place, value);
     }
 }
 

@@ -17,6 +17,9 @@ pub(crate) const SCALAR: u64 = 4;
 /// Elements that a trip of a loop takes, at most.
 const UNROLLED: u32 = 32;
 
+/// Elements that are kept beside full trips, at most.
+const MANY_KEPT: u32 = 48;
+
 /// Threads of a multiprocessor that have 80 registers each: more than rows leave room for.
 const THREADS_AT_ONCE: u32 = 768;
 
@@ -25,6 +28,15 @@ const THREADS: u32 = 512;
 
 /// Shared memory of a multiprocessor of an H100 or a later one, bytes.
 const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
+
+/// Registers of a multiprocessor.
+const REGISTERS_OF_A_MULTIPROCESSOR: u32 = 64 << 10;
+
+/// Registers of a thread come by so many.
+pub(crate) const REGISTERS_AT_ONCE: u32 = 8;
+
+/// Registers that a thread has at most, in whole portions.
+const MOST_REGISTERS: u32 = 248;
 
 /// What of it every CTA costs beside its own.
 const SHARED_OF_THE_SYSTEM: u32 = 1 << 10;
@@ -227,13 +239,25 @@ impl Cut {
     }
 
     /// Whether every row begins at a multiple of 16.
-    fn is_aligned(self) -> bool {
+    pub(crate) fn is_aligned(self) -> bool {
         self.row_bytes().is_multiple_of(BLOCK)
     }
 
-    /// CTAs that find room on a multiprocessor by their registers.
-    pub(crate) fn resident(self) -> u32 {
-        THREADS_AT_ONCE / self.threads
+    /// CTAs that find room on a multiprocessor, each with `beside` bytes of shared memory beside its part of a row: as many as have
+    /// registers enough, or on a B200, which has a use for more registers, as have shared memory.
+    pub(crate) fn resident(self, beside: u32) -> u32 {
+        let by_registers = THREADS_AT_ONCE / self.threads;
+        if self.target < Target::Sm100 {
+            return by_registers;
+        }
+        let of_a_cta = self.shared_bytes() + beside + SHARED_OF_THE_SYSTEM;
+        by_registers.min(SHARED_OF_A_MULTIPROCESSOR / of_a_cta).max(1)
+    }
+
+    /// Registers that a thread may have, where so many CTAs find room on a multiprocessor.
+    pub(crate) fn registers(self, resident: u32) -> u32 {
+        let of_a_thread = REGISTERS_OF_A_MULTIPROCESSOR / (resident * self.threads);
+        (of_a_thread / REGISTERS_AT_ONCE * REGISTERS_AT_ONCE).min(MOST_REGISTERS)
     }
 
     pub(crate) fn warps(self) -> u32 {
@@ -349,12 +373,17 @@ impl Row {
         Self { cut, thread, before, first, count, shared, global, own_shared, own_global, whole, kept }
     }
 
+    /// Elements that a trip takes, at most: half as many where what is kept leaves few registers for them.
+    fn unrolled(&self) -> u32 {
+        if self.kept * self.cut.logits.of_a_block() > MANY_KEPT { UNROLLED / 2 } else { UNROLLED }
+    }
+
     /// Calls `body` on each of this thread's blocks: in a loop those that every thread has, then the rest.
     pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
         let not_kept = all - self.kept.min(all);
-        let trips = not_kept.div_ceil(UNROLLED / self.cut.logits.of_a_block());
+        let trips = not_kept.div_ceil(self.unrolled() / self.cut.logits.of_a_block());
         let unrolled = not_kept.checked_div(trips).unwrap_or(0);
         let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
         let mut at = |on: &mut Builder, shared, global, trip: u32, kept| {

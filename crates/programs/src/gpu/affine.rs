@@ -1,0 +1,129 @@
+//! Exponents of a row's logits by one operation each.
+//!
+//! An exponent of 2 is `(x − m)·c` with `c = log₂e/T`: a difference and a product. As `x·c − K` it is one operation, which rounds once, if
+//! `K` is a number that all of the row share. `m·c` is none in f32, and what its rounding loses would be lost of every exponent:
+//!
+//! ```text
+//! K = round(m·c)    λ = m·c − K, exact    t_j = x_j·c − K, rounded once    e_j = 2^t_j
+//! 2^((x_j − m)·c) = e_j·2^−λ              (m − x_j) = (λ − t_j)/c
+//! s = 2^−λ Σ e_j                          w = 2^−λ/c (λ Σ e_j − Σ e_j t_j)
+//! ```
+//!
+//! So `λ` goes into factors of the row, and nothing is lost. `|K| < 2¹⁶` leaves `|λ| ≤ 2⁻⁸`: the factors are near 1, and `λ Σ e − Σ e t` does
+//! not cancel. `Σ e t` needs finite exponents: logits are no less than a least one, whose exponential is 0. A row for which any of
+//! this does not hold is walked by its gaps.
+
+use super::row::{Logits, Pair};
+use assay_ptx::{Address, Builder, Packed, Value};
+
+/// The shifts of rows are below this.
+const LARGEST_SHIFT: f32 = 65_536.0;
+
+/// The least logit that sums are taken of, where the dtype goes further down: `−2¹⁰⁰`, a number of bf16 too.
+const LEAST: f32 = -(((1_u128) << 100) as f32);
+
+/// The least f16.
+const LEAST_OF_F16: f32 = -65_504.0;
+
+/// Exponents of 2 below this have an exponential of 0.
+const NOTHING: f32 = -160.0;
+
+/// Factors of gaps from this on, and to that, leave the exponent of the [least](LEAST) logit within f32 and below [`NOTHING`].
+const FACTORS: [f32; 2] = [1.0 / 1_048_576.0, 1_048_576.0];
+
+/// The exponents of a row.
+pub(super) struct Affine {
+    logits: Logits,
+    /// Whether the row is to be walked by its gaps.
+    pub(super) is_beyond: Value<bool>,
+    /// `c`
+    factor: Value<f32>,
+    /// `−K`
+    minus_shift: Value<f32>,
+    /// `λ`
+    lost: Value<f32>,
+    /// `2^−λ`
+    restores: Value<f32>,
+    /// A word of two least logits, where logits have 16 bits.
+    least: Option<Value<u32>>,
+}
+
+impl Affine {
+    /// Exponents of logits below `max`, whose gaps are multiplied by `scale`, `−log₂e/T`.
+    pub(super) fn new(on: &mut Builder, logits: Logits, max: Value<f32>, scale: Value<f32>) -> Self {
+        let factor = on.variable(scale);
+        let factor = on.neg(factor);
+        let shift = on.mul(max, factor);
+        let minus_shift = on.neg(shift);
+        let lost = on.mul_add(max, factor, minus_shift);
+        let minus_lost = on.neg(lost);
+        let restores = on.exp2(minus_lost);
+        let [above, below] = [on.less(Value::from(-LARGEST_SHIFT), shift), on.less(shift, LARGEST_SHIFT)];
+        let [not_small, not_large] = [on.less(Value::from(FACTORS[0]), factor), on.less(factor, FACTORS[1])];
+        let of_least = on.mul_add(Value::from(least(logits)), factor, minus_shift);
+        let has_least = on.less(of_least, NOTHING);
+        // A NaN fails every comparison.
+        let fits = [below, not_small, not_large, has_least].into_iter().fold(above, |all, one| on.and(all, one));
+        let least = match logits {
+            Logits::F32 => None,
+            Logits::Packed(packed) => Some(on.variable(twice(packed))),
+        };
+        Self { logits, is_beyond: on.not(fits), factor, minus_shift, lost, restores, least }
+    }
+
+    /// A block's logits, none of them below the least.
+    pub(super) fn load_block(&self, on: &mut Builder, from: Address) -> Vec<Pair> {
+        match (self.logits, self.least) {
+            (Logits::Packed(packed), Some(least)) => {
+                let words: [Value<u32>; 4] = on.load_all(from);
+                let words = words.map(|word| on.max_packed(packed, word, least));
+                words.into_iter().map(|word| on.unpack(packed, word)).collect()
+            }
+            _ => {
+                let block = self.logits.load_block(on, from);
+                block.into_iter().map(|pair| pair.map(|x| on.max(x, LEAST))).collect()
+            }
+        }
+    }
+
+    /// `t` of a block.
+    pub(super) fn exponents(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
+        x.iter().map(|&x| on.mul_add_pair(x, [self.factor; 2], [self.minus_shift; 2])).collect()
+    }
+
+    /// `s` and `w` from `Σ e` and `Σ e t`.
+    pub(super) fn sums(&self, on: &mut Builder, [exps, weighted]: [Value<f32>; 2]) -> [Value<f32>; 2] {
+        let minus_weighted = on.neg(weighted);
+        let gaps = on.mul_add(exps, self.lost, minus_weighted);
+        let gaps = on.mul(gaps, self.restores);
+        [on.mul(exps, self.restores), on.div(gaps, self.factor)]
+    }
+
+    /// `2^t` of a block.
+    pub(super) fn exponentials(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
+        let exponents = self.exponents(on, x);
+        exponents.into_iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect()
+    }
+
+    /// The factor of `e` that stands for one of `2^((x − m)·c)`.
+    pub(super) fn restore(&self, on: &mut Builder, factor: Value<f32>) -> Value<f32> {
+        on.mul(factor, self.restores)
+    }
+}
+
+/// The least logit that sums are taken of.
+fn least(logits: Logits) -> f32 {
+    match logits {
+        Logits::F32 | Logits::Packed(Packed::Bf16) => LEAST,
+        Logits::Packed(Packed::F16) => LEAST_OF_F16,
+    }
+}
+
+/// A word of two least logits.
+fn twice(packed: Packed) -> u32 {
+    let bits = match packed {
+        Packed::Bf16 => half::bf16::from_f32(LEAST).to_bits(),
+        Packed::F16 => half::f16::from_f32(LEAST_OF_F16).to_bits(),
+    };
+    u32::from(bits) << 16 | u32::from(bits)
+}
