@@ -319,16 +319,23 @@ fn gpu_record_interrupted_run_keeps_what_it_has() {
 
 #[test]
 fn gpu_record_failed_step_fails_the_run_and_no_other() {
-    let machine = Machine::new();
-    machine.program("bundle/devices", "echo 'no trial has run'");
-    let output = machine.run("fail=cuLaunchKernelEx:1", &[]);
-    let record = machine.record();
-    assert_eq!((output.status.code(), &record["outcome"]), (Some(1), &"failed".into()), "{}", text(&output.stdout));
-    assert!(outcome(&record, "replay-gpu-one-pass-driver").starts_with("failed: exit code "), "{record}");
-    assert!(outcome(&record, "devices").starts_with("failed: nothing in devices.log reads"), "{record}");
-    assert_eq!(outcome(&record, "list"), "passed");
-    assert!(outcome(&record, "torch-step").starts_with("ignored: no python3"), "{record}");
-    assert!(machine.archived().contains(&"replay-gpu-one-pass-driver.log".into()));
+    let launches_fail = "fail=cuLaunchKernelEx:1";
+    for (settings, trials, failed, why) in [
+        (launches_fail, "echo 'a trial ... ok'", "replay-gpu-one-pass-driver", "failed: exit code "),
+        ("", "echo 'no trial has run'", "devices", "failed: nothing in devices.log reads"),
+        ("", "echo 'a trial ... ok'; exit 101", "devices", "failed: exit code 101"),
+    ] {
+        let machine = Machine::new();
+        machine.program("bundle/devices", trials);
+        let output = machine.run(settings, &[]);
+        let record = machine.record();
+        assert_eq!((output.status.code(), &record["outcome"]), (Some(1), &"failed".into()), "{}", text(&output.stdout));
+        assert!(outcome(&record, failed).starts_with(why), "{record}");
+        let other = if settings.is_empty() { "bench-gpu-two-pass-driver-f16" } else { "devices" };
+        assert_eq!((outcome(&record, "list"), outcome(&record, other)), ("passed", "passed"));
+        assert!(outcome(&record, "torch-step").starts_with("ignored: no python3"), "{record}");
+        assert!(machine.archived().contains(&format!("{failed}.log")));
+    }
 }
 
 #[test]
