@@ -251,27 +251,29 @@ jax-gpu-example: target/jax/made
 
 # The programs that `setup/gpu-record.sh` runs on a machine with a GPU and no Rust, glibc 2.34 or newer: the command without `train` and the
 # mutants, and the test of devices. The recorded logits are not in it: they are in the tree. With EXTENSION=1 the Python package too, in an
-# archive of its own.
+# archive of its own. With PACKED=xz archives are a third smaller, for a machine that can unpack them.
 BUNDLE = target/gpu-bundle
+PACKED = gz
+PACK = $(if $(filter xz,$(PACKED)),xz -T0 -9e,gzip -9)
 BUNDLE_BYTES = 14000000
 BUNDLE_BUILD = $(CARGO) build --profile bundle --locked --quiet
 gpu-bundle: tools
-	rm -rf $(BUNDLE) $(BUNDLE).tar.gz $(BUNDLE)-python.tar.gz
+	rm -rf $(BUNDLE) $(BUNDLE)*.tar.*
 	mkdir -p $(BUNDLE)/setup $(BUNDLE)/examples/gpu
 	devices=$$($(BUNDLE_BUILD) --package grpo-assay --no-default-features --features pjrt --bin assay --test devices --message-format json | \
 		sed -n 's/.*"executable":"\([^"]*devices-[0-9a-f]*\)".*/\1/p') && cp "$$devices" $(BUNDLE)/devices
 	cp target/bundle/assay $(BUNDLE)
 	cp setup/gpu-record.sh setup/gpu_record_torch.py setup/gpu_record_kernel.py $(BUNDLE)/setup
 	cp examples/gpu/*.py $(BUNDLE)/examples/gpu
-	tar -C target -cf - gpu-bundle | gzip -9 >$(BUNDLE).tar.gz
+	tar -C target -cf - gpu-bundle | $(PACK) >$(BUNDLE).tar.$(PACKED)
 ifdef EXTENSION
 	$(BUNDLE_BUILD) --package assay-python
 	mkdir -p $(BUNDLE)/python/assay
 	cp python/assay/*.py* $(BUNDLE)/python/assay
 	cp target/bundle/lib_native.so $(BUNDLE)/python/assay/_native.abi3.so
-	tar -C target -cf - gpu-bundle/python | gzip -9 >$(BUNDLE)-python.tar.gz
+	tar -C target -cf - gpu-bundle/python | $(PACK) >$(BUNDLE)-python.tar.$(PACKED)
 endif
-	@bytes=0; for archive in $(BUNDLE)*.tar.gz; do \
+	@bytes=0; for archive in $(BUNDLE)*.tar.$(PACKED); do \
 		bytes=$$(wc -c <$$archive); echo "$$archive: $$bytes bytes"; \
 		[ $$bytes -le $(BUNDLE_BYTES) ] || { echo "$$archive: got $$bytes bytes, expected at most $(BUNDLE_BYTES)" >&2; exit 1; }; \
 	done

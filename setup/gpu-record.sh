@@ -5,8 +5,8 @@
 #   setup/gpu-record.sh [--bundle FOLDER|ARCHIVE] [--fixtures FOLDER] [--into FOLDER] [--budget SECONDS] [--shape BxTxV]
 #                       [--plugin xla_cuda_plugin.so] [--python FILE] [--small] [--list]
 #
-# --bundle    the unpacked bundle, or gpu-bundle.tar.gz; target/gpu-bundle if nothing is said. Of an archive, the Python part beside it
-#             (gpu-bundle-python.tar.gz) is unpacked too.
+# --bundle    the unpacked bundle, or its archive, gpu-bundle.tar.gz or .tar.xz; target/gpu-bundle if nothing is said. The Python part beside
+#             an archive (gpu-bundle-python.tar.gz) is unpacked too.
 # --fixtures  the recorded logits; `fixtures` of the tree if nothing is said.
 # --into      the folder for the record: DEVICE/DATE-gpu, and gpu-record.tar.gz with the same; `records` if nothing is said.
 # --budget    seconds in all, 900 if nothing is said. Steps run in the order of their worth; one that no longer fits reads *not run*.
@@ -77,9 +77,11 @@ trap 'exit 143' TERM HUP
 scratch=$(mktemp -d) || refuse "mktemp: there is no folder for temporary files; set TMPDIR to one"
 
 started=$EPOCHSECONDS
+# A machine without xz may have Python's.
+unpack() { tar -xf "$1" -C "$scratch" 2>/dev/null || "$python" -m tarfile -e "$1" "$scratch" 2>/dev/null; }
 if [ -f "$bundle" ]; then
-	for archive in "$bundle" "${bundle%.tar.gz}-python.tar.gz"; do
-		[ ! -f "$archive" ] || tar -xzf "$archive" -C "$scratch" || refuse "\`--bundle\`: got \`$archive\`, which tar cannot unpack"
+	for archive in "$bundle" "${bundle%.tar.*}-python.tar.${bundle##*.}"; do
+		[ ! -f "$archive" ] || unpack "$archive" || refuse "\`--bundle\`: got \`$archive\`, which neither tar nor $python can unpack"
 	done
 	bundle=$scratch/gpu-bundle
 elif [ -z "$bundle" ]; then

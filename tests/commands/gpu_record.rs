@@ -119,7 +119,7 @@ fn text(bytes: &[u8]) -> String {
 
 #[track_caller]
 fn wait_until(what: &str, holds: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + Duration::from_mins(1);
     while !holds() {
         assert!(Instant::now() < end, "after a minute it is not so that {what}");
         sleep(Duration::from_millis(20));
@@ -161,7 +161,7 @@ const ORDER: [&str; 15] = [
     "ncu-gpu-one-pass-driver",
 ];
 
-/// With everything on the machine, and every program of NVIDIA's and Python's one that writes down its arguments.
+/// Runs every step: programs that write down their arguments stand for those of NVIDIA and Python.
 #[test]
 fn gpu_record_whole_run_leaves_every_step_in_order() {
     let machine = Machine::new();
@@ -336,6 +336,38 @@ fn gpu_record_failed_step_fails_the_run_and_no_other() {
         assert!(outcome(&record, "torch-step").starts_with("ignored: no python3"), "{record}");
         assert!(machine.archived().contains(&format!("{failed}.log")));
     }
+}
+
+#[test]
+fn gpu_record_archives_of_the_bundle_are_unpacked() {
+    let machine = Machine::new();
+    fs::rename(machine.path("bundle"), machine.path("gpu-bundle")).unwrap();
+    fs::create_dir_all(machine.path("gpu-bundle/python/assay")).unwrap();
+    fs::write(machine.path("gpu-bundle/python/assay/_native.abi3.so"), "").unwrap();
+    let archive = machine.path("carried.tar.gz");
+    for (packed, what, without) in [
+        (&archive, "gpu-bundle", "--exclude=gpu-bundle/python"),
+        (&machine.path("carried-python.tar.gz"), "gpu-bundle/python", "--exclude=nothing"),
+    ] {
+        let mut tar = Command::new("tar");
+        tar.arg("-C").arg(machine.folder.path()).arg(without).arg("-czf").arg(packed).arg(what);
+        assert!(tar.status().unwrap().success());
+    }
+    fs::remove_dir_all(machine.path("gpu-bundle")).unwrap();
+    machine.program("bin/python3", "[ \"$1\" = -c ] || echo \"$PYTHONPATH \\\"passed\\\": true\"");
+    let output = machine.run("", &["--bundle", archive.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+    assert_eq!(outcome(&machine.record(), "devices"), "passed");
+    assert!(machine.log("torch-step").contains("/gpu-bundle/python \"passed\""), "{}", machine.log("torch-step"));
+    // What was unpacked is gone.
+    let unpacked = fs::read_dir(machine.folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let unpacked: Vec<_> = unpacked.filter(|name| name.to_string_lossy().starts_with("tmp.")).collect();
+    assert!(unpacked.is_empty(), "{unpacked:?}");
+    fs::write(&archive, "no archive").unwrap();
+    fs::remove_file(machine.path("bin/python3")).unwrap();
+    let output = machine.run("", &["--bundle", archive.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("`--bundle`: got `") && text(&output.stderr).contains("can unpack"));
 }
 
 #[test]
