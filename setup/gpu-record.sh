@@ -136,9 +136,7 @@ if [ -n "$small" ]; then
 	shape=1x2x257
 	vocabularies=(129 65) logp_shape=1x3x257 cluster_shape=1x1x257 problem_shape=1x4x257 torch_shape=2x3x65
 else
-	rest=${shape%x*}
 	vocabularies=(151643 256000) logp_shape=1x8192x151936 cluster_shape=1x4x151936 problem_shape=1x64x151936 torch_shape=$shape
-	[ "$rest" = 1x4096 ] || vocabularies=()
 fi
 
 # --- Whether a step can run: each sets `why` to the reason why not. ---
@@ -238,8 +236,8 @@ bench() {
 
 folder=${known//[^A-Za-z0-9]/-}
 folder=${folder,,}
-mkdir -p "$into" || refuse "\`--into\`: got \`$into\`, expected a folder that can be written"
-into=$(realpath "$into")
+[ -n "$list_only" ] || mkdir -p "$into" || refuse "\`--into\`: got \`$into\`, expected a folder that can be written"
+into=$(realpath -m "$into")
 place=$folder/$date-gpu
 # A second record of a day does not go over the first.
 for ((again = 2; ${#list_only} == 0; again++)); do
