@@ -114,6 +114,9 @@ queried() {
 	words "$answer"
 }
 queried name && known=$line
+# nvidia-smi may not know a slice of a device by the name that CUDA_VISIBLE_DEVICES gives it.
+of_gpu=()
+[ -z "$known" ] || of_gpu=(-i "$gpu")
 queried driver_version && driver=$line
 queried compute_cap && capability=$line
 date=$(date -u +%Y-%m-%d)
@@ -257,7 +260,7 @@ kernel_step() { # NAME LACKING jax|torch XLA_FLAGS
 }
 
 # Device and driver.
-plan device 2 30 'lacks_tool nvidia-smi' '' nvidia-smi -q -d MEMORY,CLOCK,POWER,TEMPERATURE,COMPUTE,ECC,PERFORMANCE -i "$gpu"
+plan device 2 30 'lacks_tool nvidia-smi' '' nvidia-smi -q -d MEMORY,CLOCK,POWER,TEMPERATURE,COMPUTE,ECC,PERFORMANCE "${of_gpu[@]}"
 plan driver 2 30 'lacks_tool nvidia-smi' '' nvidia-smi
 plan list 2 60 '' 'gpu-two-pass-driver .* yes ' "$assay" list "${through[@]}"
 # The recorded logits of a Qwen model through both kernels.
