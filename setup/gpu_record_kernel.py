@@ -113,13 +113,13 @@ class Jax:
         for calls in CHAIN:
 
             def chained(*given: Any, calls: int = calls) -> Any:
-                given, results = list(given), None
+                now, results = list(given), None
                 for _ in range(calls):
-                    given[place], results = self.run(*given)
-                return given[place], results
+                    now[place], results = self.run(*now)
+                return now[place], results
 
             program = self.jax.jit(chained, donate_argnums=place).lower(*arrays).compile()
-            buffers[calls] = program.as_text().count("command_buffer")
+            buffers[calls] = (program.as_text() or "").count("command_buffer")
             each = []
             for _ in range(8):
                 began = time.perf_counter()
@@ -173,7 +173,7 @@ class Torch:
         return {"call_ms": first.elapsed_time(last) / launches}
 
 
-def judged(asked: argparse.Namespace, called: type, folder: pathlib.Path) -> tuple[bool, str, str]:
+def judged(asked: argparse.Namespace, called: type[Jax] | type[Torch], folder: pathlib.Path) -> tuple[bool, str, str]:
     """Whether the judge passes what the kernel makes of a problem, the SHA-256 of that, and the device."""
     problem_file, candidate_file = folder / "problem.safetensors", folder / "candidate.safetensors"
     subprocess.run([asked.assay, "generate", "-q", "--shape", asked.problem_shape, "-o", problem_file], check=True)
@@ -212,7 +212,7 @@ def main() -> int:
     parser.add_argument("--scratch", type=pathlib.Path)
     parser.add_argument("--json", type=pathlib.Path)
     asked = parser.parse_args()
-    called = {"jax": Jax, "torch": Torch}[asked.through]
+    called: type[Jax] | type[Torch] = Jax if asked.through == "jax" else Torch
     with tempfile.TemporaryDirectory(dir=asked.scratch) as scratch:
         folder = pathlib.Path(scratch)
         passed, digest, device = judged(asked, called, folder)
