@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -249,3 +250,33 @@ def test_kernels_are_given_packed_rows_and_several_ids_as_padded_ones(monkeypatc
     assert set(called) == {"grpo_one_pass", "grpo_statistics", "grpo_dlogits"}
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(native), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["v6e", "v5e"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_mosaic_text_is_what_jax_writes_of_it(target: str, dtype: str) -> None:
+    """JAX's own reader takes each kernel's text, its verifier passes it, and its writer gives it back."""
+    pytest.importorskip("jax")
+    from jax._src.interpreters import mlir
+    from jax._src.lib import tpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    context = mlir.make_ir_context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    kernels = json.loads(_native.mosaic_kernels(assay.spec("trl", beta=0.04), SHAPE, dtype, target))
+    for name in ("statistics", "gradient", "one_pass"):
+        config = json.loads(kernels[name]["text"])["custom_call_config"]
+        assert (config["serialization_format"], config["needs_layout_passes"]) == (1, True)
+        text = base64.b64decode(config["body"]).decode()
+        version = re.search(r"stable_mosaic\.version = (\d+)", text)
+        assert version is not None
+        with context, ir.Location.unknown():
+            given, read = ir.Module.parse(text), ir.Module.parse(text)
+            PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(read.operation)
+            assert read.operation.verify()
+            back = f"builtin.module(mosaic-serde{{serialize=true target-version={version[1]}}})"
+            PassManager.parse(back).run(read.operation)
+            of_jax, ours = (module.operation.get_asm(print_generic_op_form=True) for module in (read, given))
+        assert ours == of_jax, name

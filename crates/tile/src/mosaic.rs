@@ -34,8 +34,9 @@ pub fn payload(kernel: &Kernel) -> String {
             "bytes_accessed": kernel.hbm_bytes(),
         },
     });
-    // A small array may be in VMEM as a whole, and the window of an input is then a part of it, not a copy: what the kernel stores in a
-    // block that reaches beyond the array's end would be stored in whatever is next to it. From HBM every window is a copy.
+    // A small array may be in VMEM as a whole, and the window of an input is then a part of it, not a copy: what the
+    // kernel stores in a block that reaches beyond the array's end would be stored in whatever is next to it. From HBM
+    // every window is a copy.
     let operand = |input: usize| input + kernel.scalars.len();
     let written = kernel.written_inputs();
     if !written.is_empty() {
@@ -346,7 +347,8 @@ impl Writer<'_> {
             }
             _ => "arith.sitofp",
         };
-        self.define(op, &[(a, &given)], "", &wanted)
+        let attributes = if op == "arith.trunci" { NO_OVERFLOW } else { "" };
+        self.define(op, &[(a, &given)], attributes, &wanted)
     }
 
     fn fold_lanes(&mut self, fold: Fold, from: Type, to: Type, a: Name) -> Name {
