@@ -1,5 +1,5 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -277,6 +277,13 @@ endif
 		bytes=$$(wc -c <$$archive); echo "$$archive: $$bytes bytes"; \
 		[ $$bytes -le $(BUNDLE_BYTES) ] || { echo "$$archive: got $$bytes bytes, expected at most $(BUNDLE_BYTES)" >&2; exit 1; }; \
 	done
+
+# On a host with a TPU: the kernels replayed, judged and timed, the record under benches/records. `RECORD` has its options, such as
+# `--budget 1800`.
+tpu-record: setup-tpu
+	$(CARGO) build --release --locked --quiet
+	$(CARGO) test --release --locked --quiet --test devices --no-run
+	setup/tpu-record.sh $(RECORD)
 
 # What correct implementations need of the limits, put into docs/tolerances.md, and kernels of others where their Python is.
 measure: setup

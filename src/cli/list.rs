@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use comfy_table::{ContentArrangement, Table, presets::UTF8_FULL_CONDENSED};
@@ -15,6 +15,8 @@ use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
 use crate::registry::registry;
+#[cfg(feature = "pjrt")]
+use crate::runtime::{Client, locate};
 use crate::spec::LossSpec;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
@@ -98,7 +100,7 @@ impl List {
             .map(|implementation| Listed::of(&**implementation, SHAPE))
             .collect();
         listed.extend(registry::<HeadProblem>(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
-        self.printing.finish_list(&text(&listed), &listed)?;
+        self.printing.finish_list(&text(&listed, devices(self.plugin.path())), &listed)?;
         Ok(Passed::Yes)
     }
 
@@ -113,8 +115,28 @@ impl List {
     }
 }
 
-/// A table, and below it what several implementations share: why they cannot run here, and the options they refuse.
-fn text(listed: &[Listed]) -> String {
+/// The plugin's devices and the plugin, a line each; nothing where there are none, which the implementations give the
+/// reason of.
+#[cfg(feature = "pjrt")]
+fn devices(plugin: Option<&Path>) -> Vec<(&'static str, String)> {
+    let Some(client) = locate(plugin).ok().and_then(|path| Client::shared(&path).ok()) else { return vec![] };
+    let (major, minor) = client.plugin().version();
+    let version = client.platform_version().split_whitespace().collect::<Vec<_>>().join(" ");
+    let path = client.plugin().path().display();
+    vec![
+        ("devices", format!("{} of {}, platform {}", client.device_count(), client.device_kind(), client.platform())),
+        ("plugin", format!("{path} (C API {major}.{minor}): {version}")),
+    ]
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn devices(_: Option<&Path>) -> Vec<(&'static str, String)> {
+    vec![]
+}
+
+/// A table, and below it the plugin's devices and what several implementations share: why they cannot run here, and the
+/// options they refuse.
+fn text(listed: &[Listed], devices: Vec<(&'static str, String)>) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS);
     table.set_header(["impl", "runs\nhere", "dtypes", "devices", "what it is"]);
@@ -137,7 +159,7 @@ fn text(listed: &[Listed]) -> String {
         let options = if options.is_empty() { "nothing".into() } else { join(options, ", ") };
         ("refused", format!("by {}: {options}", ids(&entries)))
     });
-    format!("{table}\n{}", notes(reasons.chain(refused)))
+    format!("{table}\n{}", notes(devices.into_iter().chain(reasons).chain(refused)))
 }
 
 fn join(items: impl IntoIterator<Item = impl ToString>, between: &str) -> String {

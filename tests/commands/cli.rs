@@ -656,6 +656,12 @@ fn list_shows_every_implementation() {
     let descriptions: Vec<&str> = table.lines().filter_map(|line| line.rsplit_once('┆')?.1.strip_suffix('│')).collect();
     let descriptions = words(&descriptions.join(" "));
     let below = words(below);
+    #[cfg(feature = "pjrt")]
+    if let Ok(path) = assay::runtime::locate(None) {
+        let client = assay::runtime::Client::shared(&path).unwrap();
+        let said = format!("devices {} of {}, platform cpu plugin ", client.device_count(), client.device_kind());
+        assert!(below.contains(&said) && below.contains("(C API 0."), "{below}");
+    }
     for entry in listed.as_array().unwrap() {
         assert!(descriptions.contains(entry["summary"].as_str().unwrap()), "{entry} {descriptions}");
         let options: Vec<&str> = entry["unsupported"].as_array().unwrap().iter().filter_map(Value::as_str).collect();

@@ -254,8 +254,8 @@ fn rows_are_shared_by_cores() -> Result<(), Failed> {
     Ok(())
 }
 
-/// A small array that nobody asks for in HBM libtpu moves to VMEM, where a kernel's window is a part of it: the kernel writes to that window
-/// beyond the last of 40 rows.
+/// A small array that nobody asks for in HBM libtpu moves to VMEM, where a kernel's window is a part of it: the kernel
+/// writes to that window beyond the last of 40 rows.
 fn small_logits_stay_in_hbm() -> Result<(), Failed> {
     let (target, local) = (Target::parse("v6e:2x4")?, shape(1, 40, 300));
     let spec = LossSpec::default();

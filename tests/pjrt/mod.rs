@@ -8,6 +8,7 @@ mod replicas;
 mod rewritten;
 mod runtime;
 mod scattered;
+mod tpu_record;
 
 /// The libraries of the CPU plugins.
 fn cpu_plugins() -> Vec<&'static std::path::Path> {

@@ -8,7 +8,7 @@ use super::cpu_plugins;
 use serde_json::{Value, json};
 
 /// The plugin that `crates/pjrt/examples/fake_tpu.rs` is, which `cargo test` builds beside the commands.
-fn fake() -> PathBuf {
+pub(super) fn fake() -> PathBuf {
     let folder = Path::new(env!("CARGO_BIN_EXE_assay")).parent().unwrap();
     let plugin = folder.join("examples/libfake_tpu.so");
     assert!(plugin.is_file(), "{} is missing: `cargo build --examples --all-features`", plugin.display());

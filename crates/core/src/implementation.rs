@@ -148,7 +148,8 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
     /// [`Unsupported`], naming the first thing it does not do.
     fn supports(&self, spec: &LossSpec, shape: P::Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
-    /// Whether it avoids every cancellation that can be avoided, as the grade `exact` asks. What does not is held to `standard`.
+    /// Whether it avoids every cancellation that can be avoided, as the grade `exact` asks. What does not is held to
+    /// `standard`.
     fn keeps_digits(&self) -> bool {
         true
     }

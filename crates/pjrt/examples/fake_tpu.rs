@@ -3,9 +3,10 @@
 //! is a kernel the CPU plugin refuses it, after it was kept. It creates a client with no option, as no TPU's plugin knows those of a CPU's;
 //! Structs to which arguments point must be longer than those of C API 0.54, as those of a later one may be.
 //! `ASSAY_FAKE_TPU_PLATFORM=cpu` makes it a CPU plugin that does not either, and `cuda`
-//! with a kind of GPU in `ASSAY_FAKE_TPU_KIND` a GPU's. With `ASSAY_FAKE_TPU_LAYOUT=columns` it says that arrays of three dimensions which
-//! it is sent lie column by column, as libtpu lays out some that pad less so, and ends the process where a program that expects its
-//! first parameter row-major is given one: libtpu refuses it, or reads it wrongly.
+//! with a kind of GPU in `ASSAY_FAKE_TPU_KIND` a GPU's. With `ASSAY_FAKE_TPU_LAYOUT=columns` it says that arrays of
+//! three dimensions which it is sent lie column by column, as libtpu lays out some that pad less so, and ends the
+//! process where a program that expects its first parameter row-major is given one: libtpu refuses it, or reads it
+//! wrongly.
 
 #![expect(unsafe_code, reason = "a foreign interface: the C API of PJRT")]
 

@@ -60,7 +60,8 @@ pub(crate) struct LogitsGiven {
     pub(crate) dtype: Dtype,
     /// To kernels that are not XLA's.
     pub(crate) to_kernels: bool,
-    /// In the order that kernels read. The compiler's own choice, which JAX's arrays have too, pads least: where four sequences are
+    /// In the order that kernels read. The compiler's own choice, which JAX's arrays have too, pads least: where four
+    /// sequences are
     /// cut into registers of four rows, half of each register is idle.
     pub(crate) row_major: bool,
     /// Dlogits are written over them.

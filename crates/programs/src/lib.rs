@@ -97,8 +97,8 @@ pub trait Programs: Copy + Send + Sync {
         true
     }
 
-    /// Whether `1 − p_y` keeps its digits where the target has almost all the probability, and `p` where logits are large: what
-    /// the grade `exact` asks for, and what `log_softmax` and autodiff do not give.
+    /// Whether `1 − p_y` keeps its digits where the target has almost all the probability, and `p` where logits are
+    /// large: what the grade `exact` asks for, and what `log_softmax` and autodiff do not give.
     fn keeps_digits(self) -> bool {
         true
     }
@@ -185,8 +185,8 @@ pub trait Programs: Copy + Send + Sync {
         }
     }
 
-    /// Whether its logits, if it is given any, must be row-major on the device, in whatever order a plugin lays an array out that it
-    /// is sent: see [`row_major_copy`].
+    /// Whether its logits, if it is given any, must be row-major on the device, in whatever order a plugin lays an
+    /// array out that it is sent: see [`row_major_copy`].
     fn takes_row_major(self, _: Device) -> bool {
         false
     }
@@ -208,8 +208,9 @@ fn unsupported(
 
 /// The program that lays an array out row-major on the device: its result is its parameter, in another order.
 ///
-/// libtpu lays an array that it is sent out as pads least (`[1,6,300]` f32 as six registers of one row, `[4,1024,V]` with its sequences
-/// in one register), and refuses it where a program expects another order and size. Where the sizes agree, it does not notice.
+/// libtpu lays an array that it is sent out as pads least (`[1,6,300]` f32 as six registers of one row, `[4,1024,V]`
+/// with its sequences in one register), and refuses it where a program expects another order and size. Where the sizes
+/// agree, it does not notice.
 pub fn row_major_copy(element: DeviceDtype, shape: &[usize]) -> String {
     stablehlo::row_major_copy(&stablehlo::Type::new(element, shape))
 }

@@ -90,7 +90,8 @@ fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
     ["xla", "tile", "gpu"].contains(&implementation.class().trim_end_matches("-lm-head"))
 }
 
-/// The implementation called `id` in [`registry`], or another way to write `xla`; for `file:MANIFEST.toml` the program that the manifest describes.
+/// The implementation called `id` in [`registry`], or another way to write `xla`; for `file:MANIFEST.toml` the program
+/// that the manifest describes.
 ///
 /// # Errors
 /// A message that lists the ids there are, or says what is wrong with the manifest.
@@ -106,7 +107,8 @@ fn ids<P: Workload>(all: &[Arc<dyn Implementation<P>>]) -> String {
     all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
 }
 
-/// The program called `id` among the other ways to write `xla`. They are in no list: they are there to be timed beside an implementation.
+/// The program called `id` among the other ways to write `xla`. They are in no list: they are there to be timed beside
+/// an implementation.
 #[cfg(feature = "pjrt")]
 fn alternative(id: &str, plugin: Option<&Path>) -> Option<Arc<dyn Implementation>> {
     let found = Xla::alternatives(plugin).into_iter().find(|program| program.id() == id)?;

@@ -45,8 +45,8 @@ pub struct Value(pub(super) usize);
 pub enum Memory {
     /// An array in SMEM.
     Scalars(usize),
-    /// The window of an input. The kernel may write to it: its own copy, which is lost. On a TPU it is one because the operand is then
-    /// asked to be in HBM.
+    /// The window of an input. The kernel may write to it: its own copy, which is lost. On a TPU it is one because the
+    /// operand is then asked to be in HBM.
     Input(usize),
     /// The window of an output.
     Output(usize),

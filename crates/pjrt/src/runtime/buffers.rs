@@ -211,8 +211,8 @@ impl Buffer {
             .collect()
     }
 
-    /// Whether the array is known to lie row-major on its device. `false` where the plugin does not say: an array that is laid out anew
-    /// for nothing costs time, one that is not costs the run.
+    /// Whether the array is known to lie row-major on its device. `false` where the plugin does not say: an array that
+    /// is laid out anew for nothing costs time, one that is not costs the run.
     pub fn is_row_major(&self) -> bool {
         let mut args = PJRT_Buffer_GetMemoryLayout_Args::new();
         args.buffer = self.raw();

@@ -58,8 +58,8 @@ impl<P: Programs> Runner<P> {
 }
 
 impl Xla {
-    /// The other ways to write `xla`, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds: to be timed
-    /// beside it.
+    /// The other ways to write `xla`, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate)
+    /// finds: to be timed beside it.
     pub fn alternatives(plugin: Option<&Path>) -> Vec<Self> {
         LossProgram::alternatives().map(|program| Self::of(program, plugin)).collect()
     }

@@ -262,8 +262,9 @@ impl Shards {
         self.client.upload(device, on_device, &extents, &bytes)
     }
 
-    /// Replaces the logits, the first of each device's arguments, by row-major copies where the program needs them so and a plugin has laid
-    /// them out otherwise: libtpu lays what it is sent out as pads least. Until the first are freed a device holds both.
+    /// Replaces the logits, the first of each device's arguments, by row-major copies where the program needs them so
+    /// and a plugin has laid them out otherwise: libtpu lays what it is sent out as pads least. Until the first are
+    /// freed a device holds both.
     pub(super) fn lay_out_logits(&self, arguments: &mut [Vec<Buffer>]) -> Result<(), RuntimeError> {
         if !self.row_major || arguments.iter().all(|buffers| buffers[0].is_row_major()) {
             return Ok(());

@@ -522,8 +522,8 @@ fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
     }
 }
 
-/// libtpu gives a kernel the window of an input that is in VMEM as a part of that array: a store to it beyond the array's last row would
-/// be one to whatever is next to it.
+/// libtpu gives a kernel the window of an input that is in VMEM as a part of that array: a store to it beyond the
+/// array's last row would be one to whatever is next to it.
 #[test]
 fn written_input_windows_are_of_operands_in_hbm() {
     let spec = LossSpec::default();
