@@ -2,14 +2,14 @@
 # On a host with a v5e, v6e, v5p or v7x: judges and times the kernels for TPUs there, and keeps a record of it with device, libtpu and
 # date, in a folder and as one archive. It changes no setting of the machine. `make tpu-record` builds what it needs and runs it.
 #
-#   setup/tpu-record.sh [--into FOLDER] [--budget SECONDS] [--shape BxTxV] [--plugin libtpu.so] [--python PYTHON]
+#   setup/tpu-record.sh [--into FOLDER] [--budget SECONDS] [--shape BxTxV] [--plugin libtpu.so] [--fixtures FOLDER] [--python PYTHON]
 #
 # Each step has a time limit, and record.json is written again after every step, so that a run that is ended keeps what it has. What a
 # machine lacks reads *ignored*, what the budget has no time for *not run*. Ends with 1 if a step failed, with 2 if it was called wrongly,
 # and with 128 and the signal's number where a signal ended it.
 #
-# It takes `assay`, the test of devices (`devices`) and `fixtures` from beside itself, where they were copied to, else from the tree and
-# target/release.
+# It takes `assay` and the test of devices, `devices`, from beside itself, where they were copied to, else from target/release; the
+# recorded logits from `fixtures` there, unless --fixtures says otherwise.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 refuse() {
@@ -17,17 +17,18 @@ refuse() {
 	exit 2
 }
 
-into='' budget=3600 shape=1x4096x151936 plugin='' python=python3
+into='' budget=3600 shape=1x4096x151936 plugin='' fixtures='' python=python3
 while [ $# -gt 0 ]; do
 	case $1 in
-	--into | --budget | --shape | --plugin | --python) [ $# -gt 1 ] || refuse "$1: a value is missing" ;;
-	*) refuse "got \`$1\`, expected --into FOLDER, --budget SECONDS, --shape BxTxV, --plugin FILE or --python PYTHON" ;;
+	--into | --budget | --shape | --plugin | --fixtures | --python) [ $# -gt 1 ] || refuse "$1: a value is missing" ;;
+	*) refuse "got \`$1\`, expected --into, --budget, --shape, --plugin, --fixtures or --python" ;;
 	esac
 	case $1 in
 	--into) into=$2 ;;
 	--budget) budget=$2 ;;
 	--shape) shape=$2 ;;
 	--plugin) plugin=$2 ;;
+	--fixtures) fixtures=$2 ;;
 	--python) python=$2 ;;
 	esac
 	shift 2
@@ -58,7 +59,12 @@ shopt -s nullglob
 built=("$root"/target/release/deps/devices-*[0-9a-f])
 [ ${#built[@]} -lt 2 ] || mapfile -t built < <(ls -t "${built[@]}")
 devices=$(first "$root/devices" ${built[@]+"${built[@]}"})
-recorded=("$root"/fixtures/*.safetensors)
+if [ -n "$fixtures" ]; then
+	[ -d "$fixtures" ] || refuse "--fixtures: got \`$fixtures\`, expected a folder of recorded *.safetensors"
+	fixtures=$(realpath "$fixtures")
+fi
+fixtures=${fixtures:-$root/fixtures}
+recorded=("$fixtures"/*.safetensors)
 # What tests look for they look for here.
 cd "$root" || refuse "$root: cannot be entered"
 
@@ -188,7 +194,7 @@ some_trial() { grep -q '\.\.\. ok$' "$into/$1.log" || echo 'no trial has run'; }
 # replay ID: the recorded logits of Qwen, judged.
 replay() {
 	if [ ${#recorded[@]} -eq 0 ]; then
-		absent "replay-$1" "there are no recorded logits in $root/fixtures"
+		absent "replay-$1" "there are no recorded logits in $fixtures"
 		return
 	fi
 	step "replay-$1" 600 is_mosaic "$assay" replay "${recorded[@]}" --impl "$1" --plugin "$plugin" -q --json "$into/replay-$1.json"
@@ -290,7 +296,7 @@ else
 	elif ! "$python" -c 'import jax, assay' 2>/dev/null; then
 		absent jax "$python has not both jax and assay (pip install jax, make wheel)"
 	else
-		step jax 300 anything env TPU_LIBRARY_PATH="$plugin" "$python" "$here/tpu-jax.py" --shape "$shape"
+		step jax 300 anything env TPU_LIBRARY_PATH="$plugin" "$python" "$here/tpu_record_jax.py" --shape "$shape"
 	fi
 	# By the shape that was asked for a dry run is known: the seed's shapes are a gigabyte.
 	seed=(1x2048x151643 4x1024x151643)

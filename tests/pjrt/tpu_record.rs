@@ -23,7 +23,7 @@ impl Bundle {
     fn new(devices: Option<&str>) -> Self {
         let folder = TempDir::new().unwrap();
         let setup = Path::new(env!("CARGO_MANIFEST_DIR")).join("setup");
-        for file in ["tpu-record.sh", "tpu-jax.py"] {
+        for file in ["tpu-record.sh", "tpu_record_jax.py"] {
             fs::copy(setup.join(file), folder.path().join(file)).unwrap();
         }
         symlink(env!("CARGO_BIN_EXE_assay"), folder.path().join("assay")).unwrap();
@@ -171,11 +171,12 @@ fn tpu_record_called_wrongly_is_refused_in_a_line() {
     fs::write(&text, "no library").unwrap();
     let cpu = fs::canonicalize(cpu_plugins()[0]).unwrap();
     let nowhere = PathBuf::from("/nowhere/libtpu.so");
-    let refused: [(&Path, &[&str], &str); 8] = [
+    let refused: [(&Path, &[&str], &str); 9] = [
         (&nowhere, &[], "--plugin: got `/nowhere/libtpu.so`, expected a libtpu.so; `make setup-tpu` installs one"),
         (&text, &[], "cannot be loaded"),
         (&cpu, &[], "whose platform is cpu, expected a TPU's"),
-        (&cpu, &["--colour", "x"], "got `--colour`, expected --into FOLDER, --budget SECONDS"),
+        (&cpu, &["--colour", "x"], "got `--colour`, expected --into, --budget, --shape"),
+        (&cpu, &["--fixtures", "/nowhere"], "--fixtures: got `/nowhere`, expected a folder of recorded"),
         (&cpu, &["--budget"], "--budget: a value is missing"),
         (&cpu, &["--budget", "0"], "--budget: got `0`, expected seconds, 1 to 999999"),
         (&cpu, &["--shape", "1x2"], "--shape: got `1x2`, expected BxTxV"),

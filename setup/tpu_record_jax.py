@@ -1,6 +1,6 @@
 """The loss and its gradient in JAX on all chips of a host, judged and timed: a step of setup/tpu-record.sh.
 
-    python setup/tpu-jax.py --shape 1x4096x151936     # what each chip holds
+    python setup/tpu_record_jax.py --shape 1x4096x151936     # what each chip holds
 
 Ends with 77, and the reason in its last line, where JAX has no TPU.
 """
