@@ -227,12 +227,13 @@ memory() {
 }
 # The seed project's shapes: what was recorded on a v6e, as docs/tpu.md has it, beside what runs now.
 beside_the_seed() {
-	local shape recorded took
+	local shape id recorded took
 	for shape in "$@"; do
 		recorded=$(sed -n "s/^| v6e:2x4 | $shape | xla-seed |.*| \([0-9.]*\) | [0-9.]* |\$/\1/p" "$root/docs/tpu.md" 2>/dev/null)
 		for id in xla-seed tile-one-pass; do
 			took=$(figure avg_step_ms "$into/bench-seed-$shape-$id.json")
-			echo "$shape $id: ${took:-not measured} ms here, xla-seed on a v6e recorded ${recorded:-as docs/tpu.md has it} ms"
+			took=${took:+$took ms}
+			echo "$shape $id: ${took:-no time} here, xla-seed on a v6e recorded ${recorded:-as docs/tpu.md has it} ms"
 		done
 	done >"$into/seed.txt"
 }
