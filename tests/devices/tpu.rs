@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use assay::device_dtype::DeviceDtype;
 use assay::implementation::Given;
 use assay::problem::{Dtype, Extents, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
-use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, Shaped};
+use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, Shaped, row_major_copy};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
@@ -49,7 +50,8 @@ pub(crate) fn trials() -> Vec<Trial> {
             needing_libtpu.push((name, Box::new(move || any_shape_compiles(id, dtype))));
         }
     }
-    let checks: [(&str, Plain); 17] = [
+    let checks: [(&str, Plain); 18] = [
+        ("row_major_copy_takes_logits_as_libtpu_lays_them_out", copies_are_row_major),
         ("small_logits_of_the_one_pass_kernel_stay_in_hbm", small_logits_stay_in_hbm),
         ("figures_stay_where_programs_of_a_cpu_compile_quickly", figures_stay),
         ("memory_cycles_one_pass_bf16_qwen_shape_are_those_pinned", one_pass_figures_are_those_pinned),
@@ -251,6 +253,19 @@ fn rows_are_shared_by_cores() -> Result<(), Failed> {
     };
     let [of_two, of_one] = [cycles("v5p")?, cycles("v7x")?];
     assert!(of_two <= 0.7 * of_one, "v5p: {of_two} cycles a core, v7x: {of_one}");
+    Ok(())
+}
+
+/// libtpu lays six rows of f32 out one by one, as pads least; a program that has them row-major has eight. The bytes of the copy's
+/// parameter and result tell the two layouts.
+fn copies_are_row_major() -> Result<(), Failed> {
+    let target = Target::parse("v6e:2x4")?;
+    let compiled = compile(&target, &row_major_copy(DeviceDtype::F32, &[1, 6, 300]))?;
+    let given = (compiled.memory.argument_bytes, compiled.memory.output_bytes);
+    let row = 384 * 4;
+    if given != (6 * row, 8 * row) {
+        return Err(format!("got {given:?} bytes, expected those of six rows and of eight").into());
+    }
     Ok(())
 }
 
