@@ -128,6 +128,9 @@ trap 'ended INT 130' INT
 trap 'ended TERM 143' TERM
 trap 'ended HUP 129' HUP
 
+# A step ends with this script, however that ends.
+tied=()
+! command -v setpriv >/dev/null || tied=(setpriv --pdeathsig TERM)
 # limited LIMIT LOG COMMAND...: runs it in a group of its own, for no longer than the limit and what is left of the budget. bash runs a
 # trap only between foreground commands, so that it is waited for in the background.
 limited() {
@@ -136,7 +139,7 @@ limited() {
 	[ "$left" -ge "$limit" ] || limit=$left
 	# 0 would be no limit.
 	[ "$limit" -ge 1 ] || limit=1
-	timeout -k 10 "$limit" "$@" >"$log" 2>&1 &
+	"${tied[@]}" timeout -k 10 "$limit" "$@" >"$log" 2>&1 &
 	child=$!
 	wait "$child" || status=$?
 	child=

@@ -124,13 +124,14 @@ fn tpu_record_on_a_fake_tpu_says_what_failed() {
 #[test]
 fn tpu_record_ended_by_a_signal_keeps_what_it_has() {
     // A number that no other process waits for.
-    let bundle = Bundle::new(Some("sleep 61.6180339 & wait")).with_logits();
+    const SLEEPS: &str = "61.6180339";
+    let bundle = Bundle::new(Some(&format!("sleep {SLEEPS} & wait"))).with_logits();
     let script = bundle.script(&fake(), &[]).env("ASSAY_LOOPS", "1").spawn().unwrap();
     wait_until("the test of devices runs", || bundle.record().is_some_and(|record| record["running"] == "devices"));
-    wait_until("it sleeps", || sleepers() == 1);
+    wait_until("it sleeps", || sleepers(SLEEPS) == 1);
     let output = terminated(script);
     assert_eq!(output.status.code(), Some(143), "{}", String::from_utf8_lossy(&output.stdout));
-    assert_eq!(sleepers(), 0, "what a step started is ended with it");
+    assert_eq!(sleepers(SLEEPS), 0, "what a step started is ended with it");
     let record = bundle.archived();
     let loops = "failed: loops were taken, not Mosaic kernels (ASSAY_LOOPS)";
     let expected = [
@@ -142,6 +143,22 @@ fn tpu_record_ended_by_a_signal_keeps_what_it_has() {
     assert_eq!(steps(&record), expected.map(|(name, outcome)| (name.to_string(), outcome.to_string())));
     let said = [&record["outcome"], &record["lowering"], &record["running"]];
     assert_eq!(said, ["failed: ended by SIGTERM", "loops", ""]);
+}
+
+/// A run that is killed leaves the record of the steps before, and nothing running.
+#[test]
+fn tpu_record_killed_leaves_a_whole_record() {
+    const SLEEPS: &str = "171.6180339";
+    let bundle = Bundle::new(Some(&format!("sleep {SLEEPS} & wait")));
+    let mut script = bundle.script(&fake(), &[]).spawn().unwrap();
+    wait_until("the test of devices sleeps", || sleepers(SLEEPS) == 1);
+    script.kill().unwrap();
+    script.wait().unwrap();
+    wait_until("the step ends with the script", || sleepers(SLEEPS) == 0);
+    let record = bundle.record().expect("a record");
+    assert_eq!([&record["outcome"], &record["running"]], ["running", "devices"]);
+    let names: Vec<String> = steps(&record).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["list", "replay-tile-one-pass", "replay-tile-two-pass"]);
 }
 
 /// A step gets what is left of the budget, and what there is no time for is not begun.
@@ -197,17 +214,11 @@ fn terminated(script: Child) -> Output {
     script.wait_with_output().unwrap()
 }
 
-/// How many processes sleep as long as the test of devices does.
-fn sleepers() -> usize {
-    let of =
-        |entry: fs::DirEntry| fs::read(entry.path().join("cmdline")).is_ok_and(|line| line == b"sleep\x0061.6180339\0");
-    fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter(|entry| entry.path().join("cmdline").exists())
-        .map(of)
-        .filter(|is| *is)
-        .count()
+/// How many processes sleep for so long.
+fn sleepers(seconds: &str) -> usize {
+    let wanted = format!("sleep\0{seconds}\0");
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    processes.filter(|entry| fs::read(entry.path().join("cmdline")).is_ok_and(|line| line == wanted.as_bytes())).count()
 }
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
