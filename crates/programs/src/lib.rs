@@ -19,7 +19,7 @@ pub mod arrays {
 
 /// The kernels of a framework's operation on a GPU, one after another on its arrays.
 pub mod operation {
-    pub use crate::gpu::batch::{BatchForm, BatchKernel, EXTENTS, METRICS, Per, batch_numbers};
+    pub use crate::gpu::batch::{BatchForm, BatchKernel, Per, batch_numbers};
     pub use crate::gpu::cotangents::Cotangents;
     pub use crate::gpu::operation::{OperationKernel, OperationText, takes_one_pass};
 }

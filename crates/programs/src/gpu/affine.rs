@@ -13,7 +13,7 @@
 //! not cancel. `Σ e t` needs finite exponents: logits are no less than a least one, whose exponential is 0. A row for which any of
 //! this does not hold is walked by its gaps.
 
-use super::row::{Logits, Pair};
+use super::row::{Along, Logits, Pair, Row, add_block};
 use assay_ptx::{Address, Builder, Packed, Value};
 
 /// The shifts of rows are below this.
@@ -72,37 +72,59 @@ impl Affine {
     }
 
     /// A block's logits, none of them below the least.
-    pub(super) fn load_block(&self, on: &mut Builder, from: Address) -> Vec<Pair> {
-        match (self.logits, self.least) {
-            (Logits::Packed(packed), Some(least)) => {
-                let words: [Value<u32>; 4] = on.load_all(from);
-                let words = words.map(|word| on.max_packed(packed, word, least));
-                words.into_iter().map(|word| on.unpack(packed, word)).collect()
-            }
-            _ => {
-                let block = self.logits.load_block(on, from);
-                block.into_iter().map(|pair| pair.map(|x| on.max(x, LEAST))).collect()
-            }
-        }
+    fn load_block(&self, on: &mut Builder, from: Address) -> Vec<Pair> {
+        let (Logits::Packed(packed), Some(least)) = (self.logits, self.least) else {
+            let block = self.logits.load_block(on, from);
+            return block.into_iter().map(|pair| pair.map(|x| on.max(x, LEAST))).collect();
+        };
+        let words: [Value<u32>; 4] = on.load_all(from);
+        let words = words.map(|word| on.max_packed(packed, word, least));
+        words.into_iter().map(|word| on.unpack(packed, word)).collect()
     }
 
     /// `t` of a block.
-    pub(super) fn exponents(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
+    fn exponents(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
         x.iter().map(|&x| on.mul_add_pair(x, [self.factor; 2], [self.minus_shift; 2])).collect()
     }
 
     /// `s` and `w` from `Σ e` and `Σ e t`.
-    pub(super) fn sums(&self, on: &mut Builder, [exps, weighted]: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    fn sums(&self, on: &mut Builder, [exps, weighted]: [Value<f32>; 2]) -> [Value<f32>; 2] {
         let minus_weighted = on.neg(weighted);
         let gaps = on.mul_add(exps, self.lost, minus_weighted);
         let gaps = on.mul(gaps, self.restores);
         [on.mul(exps, self.restores), on.div(gaps, self.factor)]
     }
 
-    /// `2^t` of a block.
-    pub(super) fn exponentials(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
-        let exponents = self.exponents(on, x);
-        exponents.into_iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect()
+    /// Adds up this thread's columns: `s` and `w` into `sums`. Returns the `e` of the blocks of which they are kept, of one softmax.
+    pub(super) fn sum(&self, on: &mut Builder, part: &Row, sums: [Value<f32>; 2]) -> Vec<Vec<Vec<Pair>>> {
+        let mut kept = Vec::new();
+        part.walk(on, Along::Shared, |on, block| {
+            let x = self.load_block(on, block.shared);
+            let exponents = self.exponents(on, &x);
+            let exps: Vec<Pair> = exponents.iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect();
+            add_block(on, &exps, &exponents, sums);
+            kept.extend(block.kept.map(|_| vec![exps]));
+        });
+        let restored = self.sums(on, sums);
+        for (sum, restored) in sums.into_iter().zip(restored) {
+            on.set(sum, restored);
+        }
+        kept
+    }
+
+    /// Writes dlogits, `policy` times `e`; of −∞ it is 0 without a least logit.
+    pub(super) fn write(&self, on: &mut Builder, part: &Row, kept: &[Vec<Vec<Pair>>], policy: Value<f32>) {
+        part.write(on, |on, block| {
+            let exps = if let Some(number) = block.kept {
+                kept[number][0].clone()
+            } else {
+                let x = self.logits.load_block(on, block.shared);
+                let exponents = self.exponents(on, &x);
+                exponents.into_iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect()
+            };
+            let gradients: Vec<Pair> = exps.into_iter().map(|exp| on.mul_pair(exp, [policy; 2])).collect();
+            self.logits.pack_block(on, &gradients)
+        });
     }
 
     /// The factor of `e` that stands for one of `2^((x − m)·c)`.

@@ -23,7 +23,7 @@
 use std::f64::consts::LOG2_E;
 
 use super::affine::Affine;
-use super::row::{Along, BLOCK, Block, Cut, Logits, Pair, REGISTERS_AT_ONCE, Row, SCALAR, dot, exp, over_lanes, sum};
+use super::row::{Along, BLOCK, Block, Cut, Logits, Pair, REGISTERS_AT_ONCE, Row, SCALAR, add_block, exp, over_lanes};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use crate::rows::FARTHEST;
@@ -304,7 +304,7 @@ impl Writer {
                 },
                 |on| {
                     let policy = on.load(Address::Shared(self.shared.scales, 4));
-                    self.affine_dlogits(on, &part, affine, &kept, policy);
+                    affine.write(on, &part, &kept, policy);
                 },
             ),
         }
@@ -546,7 +546,7 @@ impl Writer {
                         keep(on, &kept, &own);
                     },
                     |on| {
-                        let own = self.sum_affine(on, walked.part, affine, [sums[0], sums[1]]);
+                        let own = affine.sum(on, walked.part, [sums[0], sums[1]]);
                         keep(on, &kept, &own);
                     },
                 );
@@ -586,23 +586,6 @@ impl Writer {
             }
             kept.extend(block.kept.map(|_| exps));
         });
-        kept
-    }
-
-    /// The same by their exponents.
-    fn sum_affine(&self, on: &mut Builder, part: &Row, affine: &Affine, sums: [Value<f32>; 2]) -> Vec<Vec<Vec<Pair>>> {
-        let mut kept = Vec::new();
-        part.walk(on, Along::Shared, |on, block| {
-            let x = affine.load_block(on, block.shared);
-            let exponents = affine.exponents(on, &x);
-            let exps: Vec<Pair> = exponents.iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect();
-            add_block(on, &exps, &exponents, sums);
-            kept.extend(block.kept.map(|_| vec![exps]));
-        });
-        let restored = affine.sums(on, sums);
-        for (sum, restored) in sums.into_iter().zip(restored) {
-            on.set(sum, restored);
-        }
         kept
     }
 
@@ -753,29 +736,6 @@ impl Writer {
         });
     }
 
-    /// Walk 3 by exponents.
-    fn affine_dlogits(
-        &self,
-        on: &mut Builder,
-        part: &Row,
-        affine: &Affine,
-        kept: &[Vec<Vec<Pair>>],
-        policy: Value<f32>,
-    ) {
-        let (logits, policy) = (self.logits(), [policy; 2]);
-        part.write(on, |on, block| {
-            let exps = match block.kept {
-                Some(number) => kept[number][0].clone(),
-                None => {
-                    let x = logits.load_block(on, block.shared);
-                    affine.exponentials(on, &x)
-                }
-            };
-            let gradients: Vec<Pair> = exps.into_iter().map(|exp| on.mul_pair(exp, policy)).collect();
-            logits.pack_block(on, &gradients)
-        });
-    }
-
     /// Walk 3.
     fn dlogits(
         &self,
@@ -822,15 +782,6 @@ impl Writer {
             };
             logits.pack_block(on, &gradients)
         });
-    }
-}
-
-/// Adds the exponentials of a block, and these times gaps or exponents.
-fn add_block(on: &mut Builder, exps: &[Pair], weights: &[Pair], sums: [Value<f32>; 2]) {
-    let of_block = [sum(on, exps), dot(on, exps, weights)];
-    for (sum, of_block) in sums.into_iter().zip(of_block) {
-        let next = on.add(sum, of_block);
-        on.set(sum, next);
     }
 }
 

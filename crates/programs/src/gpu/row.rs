@@ -597,6 +597,15 @@ pub(crate) fn dot(on: &mut Builder, a: &[Pair], b: &[Pair]) -> Value<f32> {
     on.add(sum[0], sum[1])
 }
 
+/// Adds the exponentials of a block, and these times gaps or exponents.
+pub(crate) fn add_block(on: &mut Builder, exps: &[Pair], weights: &[Pair], sums: [Value<f32>; 2]) {
+    let of_block = [sum(on, exps), dot(on, exps, weights)];
+    for (sum, of_block) in sums.into_iter().zip(of_block) {
+        let next = on.add(sum, of_block);
+        on.set(sum, next);
+    }
+}
+
 /// Folds what `lanes` neighbours have: each of them then has the same.
 pub(crate) fn over_lanes(
     on: &mut Builder,

@@ -1,0 +1,223 @@
+//! Tokens of a batch, counted, and their ids, masks and temperatures, checked.
+
+use super::{
+    Array, BatchForm, BatchKernel, EXTENTS, Numbers, Per, SEQUENCES, TOKENS, Threads, VOCAB, Writer, extent, owner,
+};
+use assay_algebra::structure::{Input, Number, Structure, Temperature};
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Builder, Target, Value};
+
+/// `yes` where `x` is 0 or 1, else NaN.
+fn unless_truth(on: &mut Builder, x: Value<f32>, yes: Value<f32>) -> Value<f32> {
+    let [is_zero, is_one] = [0.0, 1.0].map(|number| on.equal(x, number));
+    let valid = on.or(is_zero, is_one);
+    on.select(valid, yes, f32::NAN)
+}
+
+/// Counts the tokens of each sequence, and says of each token whether it counts: 0, 1, or NaN where it does and is invalid.
+///
+/// If `cu_seqlens` are no ascending ends within the batch, the first CTA takes all tokens and each that counts is NaN.
+pub(crate) fn count(target: Target, structure: Structure, form: BatchForm, vocab: usize, threads: u32) -> BatchKernel {
+    let mut writer = Writer::new("grpo_count", target, structure, threads);
+    let extents = writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS);
+    let ends = writer.input("cu_seqlens", DeviceDtype::I32, Per::SequenceAndRest, 1);
+    let ids = writer.input("sampled_ids", DeviceDtype::I64, Per::Token, 1);
+    let mask = writer.f32s("mask", Per::Token);
+    let selected = structure.selected().then(|| writer.f32s("selected", Per::Token));
+    let temperatures = Temperatures::declare(&mut writer, form);
+    let columns = Columns::declare(&mut writer, form, vocab);
+    let targets = writer.output("targets", DeviceDtype::I32, Per::Token, 1);
+    let counted = writer.output("counted", DeviceDtype::F32, Per::Token, 1);
+    let counts = writer.output("counts", DeviceDtype::F32, Per::SequenceAndRest, 1);
+    let spans = writer.output("spans", DeviceDtype::I32, Per::SequenceAndRest, 2);
+    let upstream = writer.f32s("upstream", Per::Batch);
+    let used = writer.output("used", DeviceDtype::F32, Per::Batch, 1);
+
+    let on = &mut writer.on;
+    let mut threads = Threads::new(on, threads, 2);
+    let [tokens, sequences, vocab] = [TOKENS, SEQUENCES, VOCAB].map(|which| extent(on, extents, which));
+    let (span, valid) = validated_span(on, &mut threads, ends, [tokens, sequences]);
+    let counts_as: Value<f32> = on.select(valid, 1.0, f32::NAN);
+
+    let owner = owner(on, threads.cta, sequences);
+    let total = on.variable(0.0);
+    threads.each(on, span, |on, token| {
+        let from = ids.at(on, token);
+        let id: Value<u64> = on.load(from);
+        let vocab = on.extend(vocab);
+        // Unsigned, so that an id below 0 is beyond the vocabulary too.
+        let found = on.less(id, vocab);
+        let narrow = on.truncate(id);
+        let id: Value<u32> = on.select(found, narrow, NO_ID);
+        let to = targets.at(on, token);
+        on.store(to, id);
+
+        let masked = mask.load(on, token);
+        let hidden = on.equal(masked, 0.0);
+        let mut validity = unless_truth(on, masked, counts_as);
+        validity = on.select(found, validity, f32::NAN);
+        if let Some(selected) = selected {
+            let selected = selected.load(on, token);
+            validity = unless_truth(on, selected, validity);
+        }
+        if let Some(columns) = columns {
+            let id: Value<u32> = on.select(found, narrow, 0);
+            validity = columns.target_bias(on, form, [token, id], validity);
+        }
+        if let Some(temperatures) = temperatures {
+            let index = if form.token_temperatures { token } else { owner };
+            validity = temperatures.rate(on, [token, index], hidden, validity);
+        }
+        let counts_as = on.select(hidden, 0.0, validity);
+        let to = counted.at(on, token);
+        on.store(to, counts_as);
+        let one: Value<f32> = on.select(hidden, 0.0, 1.0);
+        let sum = on.add(total, one);
+        on.set(total, sum);
+    });
+    let total = threads.sum(on, total);
+    let first = threads.is_first(on);
+    on.when(first, |on| {
+        let count = on.select(valid, total, f32::NAN);
+        let to = counts.at(on, threads.cta);
+        on.store(to, count);
+        let to = spans.at(on, threads.cta);
+        let span = span.map(|end| on.variable(end));
+        on.store_all(to, span);
+        // All that follows has this one copy: another stream may set the cotangent that is likely meanwhile.
+        let is_first_cta = on.equal(threads.cta, 0);
+        on.when(is_first_cta, |on| {
+            let upstream: Value<f32> = on.load(upstream.first());
+            on.store(used.first(), upstream);
+        });
+    });
+    writer.finish(Per::SequenceAndRest)
+}
+
+/// The target of a token whose id is none: no vocabulary entry.
+const NO_ID: u32 = u32::MAX;
+
+/// The tokens of this CTA's sequence, or those behind the last sequence, and whether a token there may count.
+fn validated_span(
+    on: &mut Builder,
+    threads: &mut Threads,
+    ends: Array,
+    [tokens, sequences]: [Value<u32>; 2],
+) -> ([Value<u32>; 2], Value<bool>) {
+    // Every CTA looks at all ends: one that descends, or lies beyond the batch, makes all of them invalid.
+    let invalid = on.variable(0.0);
+    let zero = on.variable(0);
+    threads.each(on, [zero, sequences], |on, sequence| {
+        let [first, end] = ends_of(on, ends, sequence);
+        let [descends, is_beyond] = [on.less(end, first), on.less(tokens, end)];
+        let is_invalid = on.or(descends, is_beyond);
+        let next = on.select(is_invalid, 1.0, invalid);
+        on.set(invalid, next);
+    });
+    let first_end: Value<u32> = on.load(ends.first());
+    let starts_at_0 = on.equal(first_end, 0);
+    let next = on.select(starts_at_0, invalid, 1.0);
+    on.set(invalid, next);
+    let invalid = threads.sum(on, invalid);
+    let valid = on.equal(invalid, 0.0);
+
+    // The CTA behind those of the sequences takes what is behind the last end.
+    let owned = on.less(threads.cta, sequences);
+    let after = on.add(threads.cta, 1);
+    let after = on.min(after, sequences);
+    let [first, end] = [threads.cta, after].map(|index| {
+        let from = ends.at(on, index);
+        on.load::<u32>(from)
+    });
+    let end = on.select(owned, end, tokens);
+    let is_first_cta = on.equal(threads.cta, 0);
+    let start_of_all: Value<u32> = on.select(is_first_cta, 0, tokens);
+    let span = [on.select(valid, first, start_of_all), on.select(valid, end, tokens)];
+    (span, on.and(valid, owned))
+}
+
+fn ends_of(on: &mut Builder, ends: Array, sequence: Value<u32>) -> [Value<u32>; 2] {
+    let from = ends.at(on, sequence);
+    [on.load(from), on.load(from.plus(4))]
+}
+
+/// Temperatures that come with the batch, and the rates that follow from them.
+#[derive(Clone, Copy)]
+struct Temperatures {
+    given: Array,
+    numerator: Value<f32>,
+    rates: Array,
+}
+
+impl Temperatures {
+    fn declare(writer: &mut Writer, form: BatchForm) -> Option<Self> {
+        (writer.structure.temperature == Temperature::Given).then(|| {
+            let per = if form.token_temperatures { Per::Token } else { Per::Sequence };
+            let given = writer.f32s("temperature", per);
+            let numbers = Numbers::declare(writer);
+            let rates = writer.output(Input::Rate.name(), DeviceDtype::F32, Per::Token, 1);
+            Self { given, numerator: numbers.load(&mut writer.on, Number::LogpRate), rates }
+        })
+    }
+
+    /// Writes what gaps of the token are multiplied by, 1 where it is `hidden`; `validity`, or NaN where its temperature is not a
+    /// finite number above 0.
+    fn rate(
+        self,
+        on: &mut Builder,
+        [token, index]: [Value<u32>; 2],
+        hidden: Value<bool>,
+        validity: Value<f32>,
+    ) -> Value<f32> {
+        let temperature = self.given.load(on, index);
+        let zero: Value<f32> = 0.0.into();
+        let [is_positive, is_finite] = [on.less(zero, temperature), on.less(temperature, f32::INFINITY)];
+        let fits = on.and(is_positive, is_finite);
+        let temperature = on.select(fits, temperature, f32::NAN);
+        let rate = on.div(self.numerator, temperature);
+        let rate = on.select(hidden, 1.0, rate);
+        let to = self.rates.at(on, token);
+        on.store(to, rate);
+        on.select(fits, validity, f32::NAN)
+    }
+}
+
+/// The biases of vocabulary entries, and those of the targets.
+#[derive(Clone, Copy)]
+struct Columns {
+    /// The bias of each vocabulary entry, −∞ outside the support.
+    all: Array,
+    /// The bias alone, where entries have one.
+    own: Option<Array>,
+    targets: Array,
+}
+
+impl Columns {
+    fn declare(writer: &mut Writer, form: BatchForm, vocab: usize) -> Option<Self> {
+        let differ = writer.structure.transform.is_some_and(|transform| transform.columns);
+        differ.then(|| Self {
+            all: writer.vocabulary("column_bias", vocab),
+            own: form.bias.then(|| writer.vocabulary("bias", vocab)),
+            targets: writer.output("target_bias", DeviceDtype::F32, Per::Token, 1),
+        })
+    }
+
+    /// Writes the bias of the token's target; `validity`, or NaN where that is outside the support and may not be.
+    fn target_bias(
+        self,
+        on: &mut Builder,
+        form: BatchForm,
+        [token, id]: [Value<u32>; 2],
+        validity: Value<f32>,
+    ) -> Value<f32> {
+        let own = self.own.map_or(0.0.into(), |own| own.load(on, id));
+        let to = self.targets.at(on, token);
+        on.store(to, own);
+        if form.keep_sampled {
+            return validity;
+        }
+        let bias = self.all.load(on, id);
+        let outside = on.equal(bias, f32::NEG_INFINITY);
+        on.select(outside, f32::NAN, validity)
+    }
+}

@@ -1,0 +1,343 @@
+//! Kernels around those that read logits, for a framework that calls them all one after another: they prepare a batch on the device, so
+//! that a step launches a handful of kernels and not hundreds of small operations.
+//!
+//! ```text
+//! grpo_count    ids, mask, cu_seqlens  ─▶ targets, which tokens count, each sequence's place and its count of tokens
+//! grpo_tokens   those and the inputs   ─▶ what grpo_one_pass is given of each token
+//! grpo_losses   statistics of rows     ─▶ losses, metrics and what a gradient is made of      (see [losses](super::losses))
+//! grpo_sums     sums of sequences      ─▶ the loss and the means
+//! ```
+//!
+//! A sequence has a CTA, and all tokens that belong to no sequence have one more. A token whose mask, id, selection or temperature is
+//! invalid counts as NaN: its loss is NaN and so is its gradient, and nothing else is.
+
+mod count;
+mod sums;
+mod tokens;
+mod weights;
+
+pub(crate) use count::count;
+pub(crate) use sums::{COLUMNS as SUMS, sums};
+pub(super) use tokens::entropy_factor;
+pub(crate) use tokens::tokens;
+pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, Weights};
+
+use super::row::{SCALAR, over_lanes};
+use assay_algebra::structure::{Input, Number, Structure};
+use assay_core::device_dtype::DeviceDtype;
+use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
+
+/// The extent of a batch that an array or a grid grows with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Per {
+    /// None: there is one.
+    Batch,
+    /// The tokens.
+    Token,
+    /// The sequences.
+    Sequence,
+    /// The sequences, and one for the tokens that belong to none.
+    SequenceAndRest,
+}
+
+/// A kernel that was written for one token or one sequence, and how its arrays and its grid grow.
+pub struct BatchKernel {
+    /// The kernel.
+    pub ptx: PtxKernel,
+    /// The extent that each parameter grows with, in order.
+    pub arrays: Vec<Per>,
+    /// The extent that the grid grows with.
+    pub grid: Per,
+}
+
+/// The choices of a batch that decide the text of its kernels, beside the loss.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an array's form, read by its name")]
+pub struct BatchForm {
+    /// Whether each token has an advantage of its own, not each sequence.
+    pub token_advantages: bool,
+    /// Whether each token has a temperature of its own, not each sequence, where temperatures are given.
+    pub token_temperatures: bool,
+    /// Whether vocabulary entries have a bias.
+    pub bias: bool,
+    /// Whether an id outside the support is valid.
+    pub keep_sampled: bool,
+}
+
+/// The numbers that the kernels of a batch are given, in order.
+pub fn batch_numbers(structure: Structure) -> Vec<Number> {
+    let mut numbers = structure.program_numbers();
+    if !numbers.contains(&Number::LogpRate) {
+        numbers.push(Number::LogpRate);
+    }
+    numbers
+}
+
+/// The fewest and the most threads of a CTA that walks a sequence.
+const THREADS: [u32; 2] = [32, 512];
+
+/// How many threads suit CTAs that walk so many elements each: a power of two.
+pub(crate) fn threads_for(elements: usize) -> u32 {
+    let [fewest, most] = THREADS;
+    (elements.clamp(1, most as usize) as u32).next_power_of_two().max(fewest)
+}
+
+/// A kernel being written, with the extents of its arrays.
+pub(super) struct Writer {
+    pub(super) on: Builder,
+    pub(super) structure: Structure,
+    threads: u32,
+    arrays: Vec<Per>,
+}
+
+impl Writer {
+    pub(super) fn new(name: &str, target: Target, structure: Structure, threads: u32) -> Self {
+        Self { on: Builder::new(name, target), structure, threads, arrays: Vec::new() }
+    }
+
+    /// An array that is read, of `columns` elements for each of its extent.
+    pub(super) fn input(&mut self, name: &str, dtype: DeviceDtype, per: Per, columns: usize) -> Array {
+        self.arrays.push(per);
+        let stride = columns * dtype.size();
+        Array { base: self.on.input_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+    }
+
+    /// An array that is written.
+    pub(super) fn output(&mut self, name: &str, dtype: DeviceDtype, per: Per, columns: usize) -> Array {
+        self.arrays.push(per);
+        let stride = columns * dtype.size();
+        Array { base: self.on.output_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+    }
+
+    pub(super) fn f32s(&mut self, name: &str, per: Per) -> Array {
+        self.input(name, DeviceDtype::F32, per, 1)
+    }
+
+    /// An array of one element for each vocabulary entry.
+    fn vocabulary(&mut self, name: &str, vocab: usize) -> Array {
+        self.arrays.push(Per::Batch);
+        let base = self.on.input_aligned(SCALAR, name, DeviceDtype::F32, &[vocab]);
+        Array { base, stride: DeviceDtype::F32.size() as u32 }
+    }
+
+    pub(super) fn finish(self, grid: Per) -> BatchKernel {
+        let launch = Launch { grid: [1; 3], block: [self.threads, 1, 1], cluster: 1, least_resident: 1 };
+        BatchKernel { ptx: self.on.finish(launch), arrays: self.arrays, grid }
+    }
+}
+
+/// The alignment of an array whose elements are of so many bytes: no access is larger than an element, nor than 16 bytes.
+fn alignment(element: usize) -> u64 {
+    let powers = [16, 8, 4];
+    powers.into_iter().find(|&power| element.is_multiple_of(power)).unwrap_or(1) as u64
+}
+
+/// An array of global memory.
+#[derive(Clone, Copy)]
+pub(super) struct Array {
+    base: Value<u64>,
+    /// Bytes from element to element.
+    stride: u32,
+}
+
+impl Array {
+    /// The address of an element.
+    pub(super) fn at(self, on: &mut Builder, index: Value<u32>) -> Address {
+        let offset = on.mul_wide(index, self.stride);
+        Address::Global(on.add(self.base, offset), 0)
+    }
+
+    /// The address of the first.
+    pub(super) fn first(self) -> Address {
+        Address::Global(self.base, 0)
+    }
+
+    pub(super) fn load(self, on: &mut Builder, index: Value<u32>) -> Value<f32> {
+        let from = self.at(on, index);
+        on.load(from)
+    }
+}
+
+/// A thread of a CTA, and what the CTA's threads fold over their warps.
+pub(super) struct Threads {
+    in_cta: u32,
+    pub(super) thread: Value<u32>,
+    /// The number of the CTA.
+    pub(super) cta: Value<u32>,
+    lane: Value<u32>,
+    warp: Value<u32>,
+    /// Shared memory, one array for each fold: no thread waits for a reader of an earlier one.
+    folds: Value<u32>,
+    next: u32,
+    most: u32,
+}
+
+impl Threads {
+    /// Threads of a CTA that folds at most `most` times.
+    pub(super) fn new(on: &mut Builder, threads: u32, most: u32) -> Self {
+        let (thread, cta) = (on.thread(), on.cta());
+        let (lane, warp) = (on.bits_and(thread, 31), on.shift_right(thread, 5));
+        let folds = on.shared("folds", 4 * most.max(1) * threads / 32);
+        Self { in_cta: threads, thread, cta, lane, warp, folds, next: 0, most }
+    }
+
+    /// The sum of `value` over all threads, the same in each: lanes by halves, then warps by halves.
+    pub(super) fn sum(&mut self, on: &mut Builder, value: Value<f32>) -> Value<f32> {
+        assert!(self.next < self.most, "a CTA folds no more often than it has room for");
+        let warps = self.in_cta / 32;
+        let of_warp = over_lanes(on, value, 32, Builder::add);
+        let array = on.add(self.folds, 4 * warps * self.next);
+        self.next += 1;
+        let first = on.less(self.lane, 1);
+        on.when(first, |on| {
+            let to = on.mul_add(self.warp, 4, array);
+            on.store(Address::Shared(to, 0), of_warp);
+        });
+        on.barrier();
+        let own = on.bits_and(self.lane, warps - 1);
+        let from = on.mul_add(own, 4, array);
+        let value = on.load(Address::Shared(from, 0));
+        over_lanes(on, value, warps, Builder::add)
+    }
+
+    /// Calls `body` with `first`, `first + 1`, … below `end`, each in one thread.
+    pub(super) fn each(
+        &self,
+        on: &mut Builder,
+        [first, end]: [Value<u32>; 2],
+        body: impl FnOnce(&mut Builder, Value<u32>),
+    ) {
+        let start = on.add(self.thread, first);
+        let index = on.variable(start);
+        let some = on.less(index, end);
+        on.when(some, |on| {
+            on.repeat(|on| {
+                body(on, index);
+                let next = on.add(index, self.in_cta);
+                on.set(index, next);
+                on.less(index, end)
+            });
+        });
+    }
+
+    pub(super) fn is_first(&self, on: &mut Builder) -> Value<bool> {
+        on.less(self.thread, 1)
+    }
+}
+
+/// Places of the extents of a batch in the array `extents`, i32.
+const TOKENS: u32 = 0;
+const SEQUENCES: u32 = 1;
+const VOCAB: u32 = 2;
+/// Elements of that array.
+pub(crate) const EXTENTS: usize = 3;
+
+fn extent(on: &mut Builder, extents: Array, which: u32) -> Value<u32> {
+    on.load(extents.first().plus(4 * which))
+}
+
+/// The sequence whose numbers a CTA reads: its own, or the last one for tokens that belong to none, whose loss is NaN whatever it reads.
+fn owner(on: &mut Builder, cta: Value<u32>, sequences: Value<u32>) -> Value<u32> {
+    let last = on.sub(sequences, 1);
+    on.min(cta, last)
+}
+
+/// `count`, or 1 if it is less; a NaN stays one.
+fn at_least_one(on: &mut Builder, count: Value<f32>) -> Value<f32> {
+    let is_more = on.less(Value::from(1.0), count);
+    let is_number = on.equal(count, count);
+    // A NaN stays one.
+    let fewest: Value<f32> = on.select(is_number, 1.0, count);
+    on.select(is_more, count, fewest)
+}
+
+/// The numbers of a spec in global memory.
+#[derive(Clone)]
+pub(super) struct Numbers {
+    array: Array,
+    order: Vec<Number>,
+}
+
+impl Numbers {
+    pub(super) fn declare(writer: &mut Writer) -> Self {
+        let order = batch_numbers(writer.structure);
+        let array = writer.input("numbers", DeviceDtype::F32, Per::Batch, order.len());
+        Self { array, order }
+    }
+
+    pub(super) fn load(&self, on: &mut Builder, number: Number) -> Value<f32> {
+        let place = self.order.iter().position(|&other| other == number);
+        let place = place.unwrap_or_else(|| panic!("a batch is given no `{}`", number.name()));
+        on.load(self.array.first().plus(4 * place as u32))
+    }
+}
+
+/// The arrays that say which tokens a sequence has, written by [`count`].
+#[derive(Clone, Copy)]
+pub(super) struct Sequences {
+    extents: Array,
+    spans: Array,
+    counts: Array,
+    pub(super) counted: Array,
+}
+
+impl Sequences {
+    pub(super) fn declare(writer: &mut Writer) -> Self {
+        Self {
+            extents: writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS),
+            spans: writer.input("spans", DeviceDtype::I32, Per::SequenceAndRest, 2),
+            counts: writer.f32s("counts", Per::SequenceAndRest),
+            counted: writer.f32s("counted", Per::Token),
+        }
+    }
+
+    /// The tokens of the CTA's sequence: the first, and one behind the last.
+    pub(super) fn span(self, on: &mut Builder, sequence: Value<u32>) -> [Value<u32>; 2] {
+        let from = self.spans.at(on, sequence);
+        on.load_all(from)
+    }
+
+    /// The sequence whose numbers a CTA reads.
+    pub(super) fn owner(self, on: &mut Builder, cta: Value<u32>) -> Value<u32> {
+        let sequences = extent(on, self.extents, SEQUENCES);
+        owner(on, cta, sequences)
+    }
+
+    /// How many tokens of the sequence count.
+    pub(super) fn count(self, on: &mut Builder, sequence: Value<u32>) -> Value<f32> {
+        self.counts.load(on, sequence)
+    }
+}
+
+/// The arrays of a batch that a token's loss reads beside its logits.
+pub(super) struct Inputs {
+    advantages: Array,
+    token_advantages: bool,
+    arrays: Vec<(Input, Array)>,
+}
+
+impl Inputs {
+    pub(super) fn declare(writer: &mut Writer, form: BatchForm) -> Self {
+        let per = if form.token_advantages { Per::Token } else { Per::Sequence };
+        let advantages = writer.f32s("advantages", per);
+        let inputs = writer.structure.inputs().into_iter();
+        let arrays = inputs.map(|input| (input, writer.f32s(input.name(), Per::Token))).collect();
+        Self { advantages, token_advantages: form.token_advantages, arrays }
+    }
+
+    pub(super) fn advantage(&self, on: &mut Builder, [token, sequence]: [Value<u32>; 2]) -> Value<f32> {
+        self.advantages.load(on, if self.token_advantages { token } else { sequence })
+    }
+
+    /// The token's element of an array, if the structure reads it.
+    pub(super) fn load(&self, on: &mut Builder, wanted: Input, token: Value<u32>) -> Option<Value<f32>> {
+        let (_, array) = self.arrays.iter().find(|(input, _)| *input == wanted)?;
+        Some(array.load(on, token))
+    }
+
+    /// The token's element of the array of that name.
+    pub(super) fn named(&self, on: &mut Builder, name: &str, token: Value<u32>) -> Option<Value<f32>> {
+        let (_, array) = self.arrays.iter().find(|(input, _)| input.name() == name)?;
+        Some(array.load(on, token))
+    }
+}

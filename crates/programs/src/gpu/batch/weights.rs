@@ -1,0 +1,116 @@
+//! Factors of a token's terms: what its sequence and the batch divide them by.
+
+use super::{Array, Numbers, SEQUENCES, Sequences, Threads, at_least_one, extent};
+use assay_algebra::structure::{Denominator, Number, Structure, Tokens};
+use assay_ptx::{Builder, Value};
+
+/// Factors of a token's terms: of a sequence, the same for all of its tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct Weights {
+    /// The factor of the policy term.
+    pub(crate) policy: Value<f32>,
+    /// The factor of the KL penalty, over that of the policy term.
+    pub(crate) kl_share: Option<Value<f32>>,
+    /// `∂loss/∂entropy` without `1/T`; if the entropy's cotangents come with the batch, the factor of those.
+    pub(crate) entropy: Option<Value<f32>>,
+    /// `entropy` of a sequence that has a token: one number of the batch, unless sequences differ in it.
+    pub(crate) entropy_of_batch: Option<Value<f32>>,
+}
+
+/// Folds that [`Weights`] take.
+pub(crate) const FOLDS: u32 = 2;
+
+impl Weights {
+    /// Computes the factors of the CTA's sequence: `1 / (tokens · filled sequences · number)`, 0 for a sequence without a token.
+    pub(crate) fn new(
+        on: &mut Builder,
+        structure: Structure,
+        threads: &mut Threads,
+        sequences: Sequences,
+        numbers: &Numbers,
+        normalizer: Array,
+    ) -> Self {
+        let all = extent(on, sequences.extents, SEQUENCES);
+        let [tokens, filled] = [on.variable(0.0), on.variable(0.0)];
+        let zero = on.variable(0);
+        threads.each(on, [zero, all], |on, sequence| {
+            let count = sequences.count(on, sequence);
+            let next = on.add(tokens, count);
+            on.set(tokens, next);
+            let nothing: Value<f32> = 0.0.into();
+            let has_some = on.less(nothing, count);
+            let one = on.select(has_some, 1.0, 0.0);
+            let next = on.add(filled, one);
+            on.set(filled, next);
+        });
+        let of_batch = [threads.sum(on, tokens), threads.sum(on, filled)];
+        let of_batch = of_batch.map(|count| at_least_one(on, count));
+        let count = sequences.count(on, threads.cta);
+        let of_sequence = OfSequence { count, of_batch, numbers };
+
+        let policy = of_sequence.weight(on, structure.denominator, [Number::Denominator, Number::DenominatorEpsilon]);
+        let divisor = on.load(normalizer.first());
+        let policy = on.div(policy, divisor);
+        let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
+            let own = [Number::KlDenominator, Number::KlDenominatorEpsilon];
+            let own = of_sequence.weight(on, denominator, own);
+            let share = on.div(own, policy);
+            let empty = on.equal(count, 0.0);
+            on.select(empty, 0.0, share)
+        });
+        let entropy = structure.entropy_bonus.map(|denominator| {
+            let coef = numbers.load(on, Number::EntropyCoef);
+            let coef = on.neg(coef);
+            if structure.dentropy {
+                return [coef; 2];
+            }
+            let own = [Number::EntropyDenominator, Number::EntropyDenominatorEpsilon];
+            let has_own = denominator != Denominator::ALL_TOKENS;
+            let divisor = if has_own { of_sequence.divisor(on, denominator, own) } else { of_batch[0] };
+            let of_batch = on.div(coef, divisor);
+            let empty = on.equal(count, 0.0);
+            [on.select(empty, 0.0, of_batch), of_batch]
+        });
+        let [entropy, entropy_of_batch] = [0, 1].map(|which| entropy.map(|both| both[which]));
+        Self { policy, kl_share, entropy, entropy_of_batch }
+    }
+}
+
+/// Counts that weights are made of.
+struct OfSequence<'n> {
+    count: Value<f32>,
+    /// Tokens, and sequences that have one; at least 1 each.
+    of_batch: [Value<f32>; 2],
+    numbers: &'n Numbers,
+}
+
+impl OfSequence<'_> {
+    /// `1/divisor`, 0 where no token of the sequence counts.
+    fn weight(&self, on: &mut Builder, denominator: Denominator, numbers: [Number; 2]) -> Value<f32> {
+        let divisor = self.divisor(on, denominator, numbers);
+        let share = on.div(1.0.into(), divisor);
+        let empty = on.equal(self.count, 0.0);
+        on.select(empty, 0.0, share)
+    }
+
+    /// Computes the divisor of a term of a token.
+    fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [Number; 2]) -> Value<f32> {
+        let [tokens, filled] = self.of_batch;
+        let mut divisor = self.numbers.load(on, known);
+        let counted = denominator.tokens.map(|of| match of {
+            Tokens::OfBatch => tokens,
+            Tokens::OfRow => self.count,
+        });
+        if let Some(mut counted) = counted {
+            if denominator.epsilon {
+                let epsilon = self.numbers.load(on, epsilon);
+                counted = on.add(counted, epsilon);
+            }
+            divisor = on.mul(counted, divisor);
+        }
+        if denominator.filled_rows {
+            divisor = on.mul(divisor, filled);
+        }
+        divisor
+    }
+}
