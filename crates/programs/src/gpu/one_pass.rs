@@ -92,9 +92,6 @@ const SCALES: u32 = 4;
 /// less time for each byte of HBM than its others: on a B200, of logits of 16 bits.
 const BESIDE_KEPT: u32 = 32;
 
-/// Registers of which so many are kept that trips are full.
-const FEW_REGISTERS: u32 = 80;
-
 /// Registers beside those where an entropy bonus needs gaps too.
 const BESIDE_KEPT_AND_GAPS: u32 = 64;
 
@@ -205,9 +202,7 @@ impl Writer {
         let softmaxes = softmaxes(self.structure) as u32;
         let beside = match self.structure.entropy_bonus {
             Some(_) => BESIDE_KEPT_AND_GAPS + REGISTERS_AT_ONCE * (softmaxes - 1),
-            None if registers > FEW_REGISTERS => BESIDE_KEPT,
-            // Full trips take more than half ones.
-            None => BESIDE_KEPT + REGISTERS_AT_ONCE,
+            None => BESIDE_KEPT,
         };
         let exponentials = (registers - beside) / softmaxes;
         exponentials / self.logits().of_a_block()
@@ -243,15 +238,11 @@ impl Writer {
         };
         let arrays = [self.arrays.logits, self.arrays.dlogits];
         let part = Row::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
-        let results = {
-            let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
-            on.add(self.arrays.returned, offset)
-        };
         let hidden = on.not(counts);
         on.when(hidden, |on| {
             part.write(on, |_, _| [0.into(); 4]);
             let first = first_of_row(on, place);
-            on.when(first, |on| give(on, results, [0.0.into(); PER_TOKEN]));
+            on.when(first, |on| self.give(on, row, [0.0.into(); PER_TOKEN]));
             on.exit();
         });
 
@@ -288,7 +279,7 @@ impl Writer {
 
         let zero = on.variable(0);
         let of_first_warp = on.equal(place.warp, zero);
-        on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], results, affine.as_ref()));
+        on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], affine.as_ref()));
         on.barrier();
         match &affine {
             None => {
@@ -515,9 +506,13 @@ impl Writer {
         Some(Change::new(transform, factor, biases))
     }
 
-    /// The [exponents](Affine) of one softmax of logits as they are. Beside a bonus there are none: its gradient is that of a gap, which
-    /// is exact near the largest logit, and 0 for a row of equal logits.
+    /// The [exponents](Affine) of one softmax of logits as they are, where instructions are what a chip has least of: a B200 has fewer
+    /// transcendental units for its bandwidth, and its registers are for exponentials. Beside a bonus there are none: its gradient is that of
+    /// a gap, which is exact near the largest logit, and 0 for a row of equal logits.
     fn affine(&self, on: &mut Builder, walked: &Walked, max: Value<f32>, scales: &[Value<f32>]) -> Option<Affine> {
+        if self.cut.target >= Target::Sm100 {
+            return None;
+        }
         match (walked.change, self.structure.entropy_bonus, scales) {
             (None, None, &[scale]) => Some(Affine::new(on, self.logits(), max, scale)),
             _ => None,
@@ -628,7 +623,6 @@ impl Writer {
         place: Place,
         change: Option<Change>,
         ends @ [_, target_logit]: [Value<f32>; 2],
-        results: Value<u64>,
         affine: Option<&Affine>,
     ) {
         let structure = self.structure;
@@ -689,7 +683,7 @@ impl Writer {
         let upstream = self.arrays.upstream.map(|upstream| on.load(Address::Global(upstream, 0)));
         // Statistics in place of results go with the factor of a framework's loss.
         let columns = if upstream.is_some() { self.statistics(on, [entropy_sums, logp_sums]) } else { columns };
-        on.when(first, |on| give(on, results, columns));
+        on.when(first, |on| self.give(on, place.row, columns));
 
         let times_upstream =
             |on: &mut Builder, factor: Value<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
@@ -734,6 +728,16 @@ impl Writer {
             let values = [policy, base, slope, target].map(|value| on.variable(value));
             on.store_all(to, values);
         });
+    }
+
+    /// Writes the columns of what is returned of a row's token. The address is made where it is needed: a register that lives from the
+    /// start is one less for exponentials.
+    fn give(&self, on: &mut Builder, row: Value<u32>, columns: [Value<f32>; PER_TOKEN]) {
+        let [a, b, c, d, e, f, g, h] = columns.map(|column| on.variable(column));
+        let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
+        let to = Address::Global(on.add(self.arrays.returned, offset), 0);
+        on.store_all(to, [a, b, c, d]);
+        on.store_all(to.plus(16), [e, f, g, h]);
     }
 
     /// Walk 3.
@@ -816,13 +820,4 @@ fn in_cta(on: &mut Builder, cut: Cut, address: Value<u32>, rank: u32) -> Address
 fn first_of_row(on: &mut Builder, place: Place) -> Value<bool> {
     let [first_thread, first_cta] = [place.thread, place.rank].map(|number| on.less(number, 1));
     on.and(first_thread, first_cta)
-}
-
-/// Writes the columns of a token's results.
-fn give(on: &mut Builder, results: Value<u64>, columns: [Value<f32>; PER_TOKEN]) {
-    let columns = columns.map(|column| on.variable(column));
-    let [a, b, c, d, e, f, g, h] = columns;
-    let to = Address::Global(results, 0);
-    on.store_all(to, [a, b, c, d]);
-    on.store_all(to.plus(16), [e, f, g, h]);
 }

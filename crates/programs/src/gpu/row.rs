@@ -18,7 +18,7 @@ pub(crate) const SCALAR: u64 = 4;
 const UNROLLED: u32 = 32;
 
 /// Elements that are kept beside full trips, at most.
-const MANY_KEPT: u32 = 48;
+const MANY_KEPT: u32 = 40;
 
 /// Threads of a multiprocessor that have 80 registers each: more than rows leave room for.
 const THREADS_AT_ONCE: u32 = 768;
