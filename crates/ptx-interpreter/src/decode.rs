@@ -57,14 +57,31 @@ fn limits(written: &[Limit]) -> Result<Limits, InterpretError> {
             ("maxntid", Some([x, y, z])) => {
                 limits.most_threads = Some(x.checked_mul(y).and_then(|xy| xy.checked_mul(z)).unwrap_or(u32::MAX));
             }
-            ("minnctapersm" | "maxnreg" | "maxclusterrank", Some([_, 1, 1])) | ("pragma" | "explicitcluster", None) => {
-            }
+            ("explicitcluster", None) => limits.explicit_cluster = true,
+            ("minnctapersm" | "maxnreg" | "maxclusterrank", Some([_, 1, 1])) | ("pragma", None) => {}
             (name, _) => {
                 return text_error(limit.line, format!("directive .{name} with these numbers is not supported"));
             }
         }
     }
     Ok(limits)
+}
+
+/// Checks that an entry which relies on its cluster says so. Without `.explicitcluster` an assembler guards each barrier of the
+/// cluster by a flag of the launch, and a launch that leaves the flag out waits for nobody.
+fn expect_explicit_cluster(limits: &Limits, instructions: &[Instruction]) -> Result<(), InterpretError> {
+    let is_cluster = limits.cluster.is_some_and(|cluster| cluster != [1, 1, 1]);
+    let relies = |name: &str| {
+        name.starts_with("barrier.cluster") || name.starts_with("mapa") || name.contains("shared::cluster")
+    };
+    let Some(first) = instructions.iter().find(|instruction| relies(&instruction.name)) else { return Ok(()) };
+    if limits.explicit_cluster || !is_cluster {
+        return Ok(());
+    }
+    let problem = "the entry has .reqnctapercluster and no .explicitcluster, expected both: without it a launch that \
+                   sets no cluster runs the CTAs apart, and this waits for none of them or touches none"
+        .to_string();
+    Err(InterpretError::Instruction { line: first.line, name: first.name.clone(), problem })
 }
 
 fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretError> {
@@ -130,10 +147,12 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
             action: Action::Exit,
         });
     }
+    let limits = limits(&entry.limits)?;
+    expect_explicit_cluster(&limits, &instructions)?;
     Ok(Routine {
         name: entry.name.clone(),
         parameters: entry.parameters.iter().map(|(name, _)| name.clone()).collect(),
-        limits: limits(&entry.limits)?,
+        limits,
         slots: decoder.slots,
         instructions,
         arrays: decoder.arrays,

@@ -25,6 +25,8 @@ pub(super) struct Routine {
 #[derive(Default)]
 pub(super) struct Limits {
     pub(super) cluster: Option<[u32; 3]>,
+    /// Whether a launch must give the cluster's extents.
+    pub(super) explicit_cluster: bool,
     pub(super) block: Option<[u32; 3]>,
     pub(super) most_threads: Option<u32>,
 }

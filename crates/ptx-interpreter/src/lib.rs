@@ -28,7 +28,9 @@
 //!   Order does not follow from the order in which threads happened to run;
 //! - a touch of a peer's shared memory by a thread that does not know of a phase of the cluster's barrier by which the
 //!   peer had started, and one of which no thread of the peer knew at its exit;
-//! - a read through `ld.global.nc` of what the kernel writes.
+//! - a read through `ld.global.nc` of what the kernel writes;
+//! - an instruction of the cluster (its barrier, `mapa`, `shared::cluster`) in an entry with `.reqnctapercluster` and without
+//!   `.explicitcluster`, which a launch could run without clusters.
 //!
 //! # Threads
 //!

@@ -210,7 +210,7 @@ fn threads_of_a_cta_are_ordered_by_its_barrier() {
     let twice = format!("st.shared.b32 [%r2], 7;\n mov.u32 %r10, 0;\n{OUT}");
     let (fault, problem) = CTA.found(&twice);
     assert_eq!(fault, Fault::Race);
-    let told = "byte 0 of an array of 256 in shared memory, of CTA 0 was written by CTA 0, thread 0 at line 22 \
+    let told = "byte 0 of an array of 256 in shared memory, of CTA 0 was written by CTA 0, thread 0 at line 23 \
                 (st.shared.b32), and nothing orders that before this";
     assert_eq!(problem, told);
 }
@@ -368,8 +368,8 @@ fn that_a_peer_has_started_may_be_learnt_from_others() {
         "setp.lt.u32 %p0, %r0, 16;\n @%p0 barrier.cluster.arrive;\n @%p0 barrier.cluster.wait;\n bar.warp.sync -1;\n";
     let (fault, problem) = WARP.found(kept);
     assert_eq!(fault, Fault::Deadlock);
-    let told = "16 threads wait at line 24 (barrier.cluster.wait), the first CTA 0, thread 0; \
-                16 threads wait at line 25 (bar.warp.sync), the first CTA 0, thread 16; 0 threads have exited";
+    let told = "16 threads wait at line 25 (barrier.cluster.wait), the first CTA 0, thread 0; \
+                16 threads wait at line 26 (bar.warp.sync), the first CTA 0, thread 16; 0 threads have exited";
     assert_eq!(problem, told);
 }
 
@@ -385,8 +385,8 @@ fn phases_of_the_cluster_have_arrivals_and_waits_by_all() {
     // A warp that leaves out a phase, and waits for one that does not.
     let two = Shape { threads: 64, ..PAIR };
     let kept = kept.replace("%r1, 2;", "%r0, 64;").replace("mov", "bar.sync 0;\n mov");
-    let told = "64 threads wait at line 24 (barrier.cluster.wait.aligned), the first CTA 0, thread 0; \
-                64 threads wait at line 25 (bar.sync), the first CTA 0, thread 32; 0 threads have exited";
+    let told = "64 threads wait at line 25 (barrier.cluster.wait.aligned), the first CTA 0, thread 0; \
+                64 threads wait at line 26 (bar.sync), the first CTA 0, thread 32; 0 threads have exited";
     needs(two, &kept, |_| 1, "%r0, 64;", "%r0, 32;", Fault::Deadlock, told);
     // One that exits holds up nobody.
     assert_eq!(PAIR.run(&kept.replace("lt.u32 %p0, %r0, 64", "eq.u32 %p0, %r1, 1")).unwrap(), [1; 64]);
@@ -431,7 +431,7 @@ fn atomic_operations_order_nothing_and_race_with_plain_ones() {
     let module = Module::parse(&text(1, &kept.replace("bar.sync 1;", ""))).unwrap();
     let buffers = vec![Buffer::input("a", Vec::new()), Buffer::output("b", 128)];
     let error = module.run("small", &WARP.launch(), buffers, &[0, 1], &Options::default()).unwrap_err();
-    assert!(matches!(error, InterpretError::Fault { fault: Fault::Race, line: 27, .. }), "{error}");
+    assert!(matches!(error, InterpretError::Fault { fault: Fault::Race, line: 28, .. }), "{error}");
     needs(CTA, &kept, |_| 128, "bar.sync 0;", "", Fault::Race, "was written by CTA 0, thread 0");
     needs(CTA, &kept, |_| 128, "@%p0 st.shared.u32 [room], 0;", "", Fault::Uninitialised, "never written");
     // What comes first gets what depends on the order.

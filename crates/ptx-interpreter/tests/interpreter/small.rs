@@ -10,6 +10,7 @@ pub(crate) fn text(cluster: u32, body: &str) -> String {
 .target sm_90
 .address_size 64
 .visible .entry small(.param .u64 a, .param .u64 b)
+.explicitcluster
 .reqnctapercluster {cluster}, 1, 1
 {{
     .reg .pred %p<8>;

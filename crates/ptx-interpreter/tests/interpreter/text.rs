@@ -6,11 +6,11 @@ use proptest::sample::{Index, select};
 
 use crate::small::{WARP, text};
 
-/// What is told of a kernel whose body is the line 22.
+/// What is told of a kernel whose body is the line 23.
 #[track_caller]
 fn refused(body: &str, told: &str) {
     let error = Module::parse(&text(1, body)).unwrap_err().to_string();
-    assert_eq!(error, format!("line 22: {told}"));
+    assert_eq!(error, format!("line 23: {told}"));
 }
 
 #[test]
@@ -99,6 +99,28 @@ fn texts_that_are_malformed() {
     let none = Module::parse("// Nothing.\n/* at all */").unwrap();
     let error = none.run("f", &WARP.launch(), Vec::new(), &[], &Options::default()).unwrap_err();
     assert_eq!(error, InterpretError::Launch("there is no entry f, only []".into()));
+}
+
+/// An entry that a launch without clusters would run apart is refused, and one that relies on no cluster is not.
+#[test]
+fn cluster_entry_without_explicitcluster_is_refused() {
+    let body = |instruction: &str| text(2, &format!("    {instruction}"));
+    for instruction in [
+        "barrier.cluster.arrive.relaxed;",
+        "barrier.cluster.wait.acquire;",
+        "mapa.shared::cluster.u32 %r5, %r2, 0;",
+        "ld.shared::cluster.u32 %r5, [%r2];",
+    ] {
+        let explicit = body(instruction);
+        Module::parse(&explicit).unwrap();
+        let error = Module::parse(&explicit.replace(".explicitcluster\n", "")).unwrap_err().to_string();
+        let name = instruction.split_whitespace().next().unwrap().trim_end_matches(';');
+        let told = format!("{name}: the entry has .reqnctapercluster and no .explicitcluster, expected both");
+        assert!(error.contains(&told), "{error}");
+        // A cluster of one CTA is there however the kernel is launched.
+        Module::parse(&text(1, instruction).replace(".explicitcluster\n", "")).unwrap();
+    }
+    Module::parse(&body("bar.sync 0;").replace(".explicitcluster\n", "")).unwrap();
 }
 
 #[test]
