@@ -69,8 +69,34 @@ impl Machine<'_> {
         self.warps[w].slots[address.base][lane].wrapping_add_signed(address.offset)
     }
 
-    /// Which memory an access of `bytes` goes to, and where in it.
+    /// Which memory an access of `bytes` goes to, and where in it; barriers are not accessed.
     fn locate(&self, w: usize, lane: usize, space: Space, address: Address, bytes: usize) -> Ran<(Place, usize)> {
+        let (place, start) = self.locate_any(w, lane, space, address, bytes)?;
+        if let Place::Shared(cta) = place
+            && self.is_barrier(cta, start, bytes)
+        {
+            let problem = "bytes of an mbarrier, expected to be touched by instructions on it alone".to_string();
+            return Err(Wrong { lane, fault: Fault::Undefined, problem });
+        }
+        Ok((place, start))
+    }
+
+    /// The CTA to whose shared memory an access of `bytes` goes, and where in it.
+    pub(super) fn locate_shared(
+        &self,
+        w: usize,
+        lane: usize,
+        space: Space,
+        address: Address,
+        bytes: usize,
+    ) -> Ran<(usize, usize)> {
+        match self.locate_any(w, lane, space, address, bytes)? {
+            (Place::Shared(cta), start) => Ok((cta, start)),
+            (Place::Global(_), _) => unreachable!("an address of shared memory"),
+        }
+    }
+
+    fn locate_any(&self, w: usize, lane: usize, space: Space, address: Address, bytes: usize) -> Ran<(Place, usize)> {
         let wrong = |fault, problem| Err(Wrong { lane, fault, problem });
         let at = self.address(w, lane, address);
         if !at.is_multiple_of(bytes as u64) {
@@ -181,6 +207,10 @@ impl Machine<'_> {
         touch(memory, &by).map_err(|conflict| self.conflict(lane, place, &conflict))
     }
 
+    pub(super) fn shared_conflict(&self, lane: usize, cta: usize, conflict: &Conflict) -> Wrong {
+        self.conflict(lane, Place::Shared(cta), conflict)
+    }
+
     fn conflict(&self, lane: usize, place: Place, conflict: &Conflict) -> Wrong {
         let byte = match place {
             Place::Global(array) => format!("byte {} of {}", conflict.byte, self.names[array]),
@@ -191,6 +221,19 @@ impl Machine<'_> {
         };
         let problem = match conflict.other {
             None => format!("{byte} was never written"),
+            Some((agent, at, _)) if agent as usize % self.agents() >= self.threads.len() => {
+                let Instruction { line, name, .. } = &self.kernel.instructions[at as usize];
+                let problem = match self.kernel.instructions[at as usize].action {
+                    Action::StoreAsync { .. } => format!(
+                        "{byte} is being written since line {line} ({name}), and this thread did not wait for the end of \
+                         the phase by .acquire.cluster"
+                    ),
+                    _ => format!("{byte} was written at line {line} ({name}), and nothing orders that before this"),
+                };
+                let is_store = matches!(self.kernel.instructions[at as usize].action, Action::StoreAsync { .. });
+                let fault = if is_store { Fault::NotCopied } else { conflict.fault };
+                return Wrong { lane, fault, problem };
+            }
             Some((thread, at, wrote)) => {
                 let (cta, thread) = self.thread_of(thread);
                 let Instruction { line, name, .. } = &self.kernel.instructions[at as usize];

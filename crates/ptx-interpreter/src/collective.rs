@@ -190,7 +190,7 @@ impl Machine<'_> {
         (w, thread - self.warps[w].first)
     }
 
-    fn wake(&mut self, thread: usize) {
+    pub(super) fn wake(&mut self, thread: usize) {
         let (w, lane) = self.lane_of(thread);
         self.warps[w].waiting &= !(1 << lane);
     }

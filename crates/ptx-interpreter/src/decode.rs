@@ -6,6 +6,7 @@ use super::InterpretError;
 use super::arithmetic::wrapped;
 use super::instruction::{Action, Address, Fill, Instruction, Limits, Routine, Slot, Space, Special};
 use super::parse::{Entry, Instruction as Written, Limit, Number, Operand, Statement, Text, Variable};
+use super::transaction::MOST_BARRIERS;
 use super::types::{Float, PREDICATE, Type};
 
 /// Unused bytes before each array of shared memory: what runs over an array's end meets them.
@@ -148,6 +149,7 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
         });
     }
     let limits = limits(&entry.limits)?;
+    let has_barriers = instructions.iter().any(|written| matches!(written.action, Action::InitialiseBarrier { .. }));
     expect_explicit_cluster(&limits, &instructions)?;
     Ok(Routine {
         name: entry.name.clone(),
@@ -155,6 +157,7 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
         limits,
         slots: decoder.slots,
         instructions,
+        barriers_of_a_cta: if has_barriers { MOST_BARRIERS } else { 0 },
         arrays: decoder.arrays,
         dynamic: decoder.dynamic,
     })

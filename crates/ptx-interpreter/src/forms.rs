@@ -7,6 +7,7 @@ use super::arithmetic::{
 use super::decode::{Decoded, Decoder, Form, Named, constant};
 use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Space, Vote};
 use super::parse::{Instruction as Written, Number, Operand};
+use super::transaction::Acquires;
 use super::types::{Float, PREDICATE, Type};
 
 const ROUNDINGS: [(&str, Rounding); 4] =
@@ -134,6 +135,7 @@ impl Decoder {
                 form.operands::<0>()?;
                 Ok(Action::Exit)
             }
+            "mbarrier" => self.transaction_barrier(form),
             "bar" | "barrier" => self.barrier(opcode, form),
             "fence" | "membar" => fence(opcode, form),
             "shfl" => self.shuffle(form),
@@ -560,6 +562,9 @@ impl Decoder {
     }
 
     fn store(&mut self, form: &mut Form) -> Decoded<Action> {
+        if form.flag("async") {
+            return self.store_async(form);
+        }
         let ty = form.ty_of(|ty| ty != PREDICATE)?;
         let space = form.needs(&[
             ("global", Space::Global),
@@ -574,6 +579,50 @@ impl Decoder {
         let of = parts.iter().map(|operand| self.any_source(form, operand, ty, Type::serves_loosely));
         let of = of.collect::<Decoded<_>>()?;
         Ok(Action::Store { space, to, bytes: ty.bits() / 8, of })
+    }
+
+    fn store_async(&mut self, form: &mut Form) -> Decoded<Action> {
+        let ty = form.ty_of(|ty| !matches!(ty, Type::Two(_)) && ty.bits() >= 32)?;
+        form.flag("weak");
+        form.needs(&[("shared::cluster", ())])?;
+        form.needs(&[("mbarrier::complete_tx::bytes", ())])?;
+        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
+        let [to, value, barrier] = form.operands()?;
+        let [to, barrier] = [to, barrier].map(|operand| self.address(form, operand, Space::Cluster));
+        let parts = vector(form, value, width, ty)?;
+        let of = parts.iter().map(|operand| self.source(form, operand, ty)).collect::<Decoded<_>>()?;
+        Ok(Action::StoreAsync { to: to?, bytes: ty.bits() / 8, of, barrier: barrier? })
+    }
+
+    fn transaction_barrier(&mut self, form: &mut Form) -> Decoded<Action> {
+        form.ty_of(|ty| ty == Type::Bits(64))?;
+        form.needs(&[("shared", ()), ("shared::cta", ())])?;
+        if form.flag("init") {
+            let [at, count] = form.operands()?;
+            let at = self.address(form, at, Space::Shared)?;
+            return Ok(Action::InitialiseBarrier { at, count: self.source(form, count, U32)? });
+        }
+        if form.flag("arrive") {
+            let expects = form.flag("expect_tx");
+            let releases = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
+            form.one_of(&[("cta", ()), ("cluster", ())]);
+            let count = 2 + usize::from(expects);
+            let operands = form.some_operands(count, count)?;
+            if !matches!(&operands[0], Operand::Name(name) if name == "_") {
+                return form.error("a state that is kept is not supported, expected _".into());
+            }
+            let at = self.address(form, &operands[1], Space::Shared)?;
+            let bytes = operands.get(2).map(|bytes| self.source(form, bytes, U32)).transpose()?;
+            return Ok(Action::ArriveAtBarrier { at, bytes, releases });
+        }
+        form.needs(&[("try_wait", ())])?;
+        form.needs(&[("parity", ())])?;
+        let acquires = form.one_of(&[("acquire", true), ("relaxed", false)]).unwrap_or(true);
+        let scope = form.one_of(&[("cta", Acquires::OfCta), ("cluster", Acquires::OfCluster)]);
+        let acquires = if acquires { scope.unwrap_or(Acquires::OfCta) } else { Acquires::Nothing };
+        let [complete, at, parity] = form.operands()?;
+        let (complete, at) = (self.target(form, complete, PREDICATE)?, self.address(form, at, Space::Shared)?);
+        Ok(Action::TryWait { complete, at, parity: self.source(form, parity, U32)?, acquires })
     }
 
     /// The operands but for a cache policy, which changes no result.
@@ -783,6 +832,11 @@ fn fence(opcode: &str, form: &mut Form) -> Decoded<Action> {
     if opcode == "membar" {
         let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
         return Ok(Action::Fence { beyond_cta });
+    }
+    if form.flag("mbarrier_init") {
+        form.needs(&[("release", ())])?;
+        form.needs(&[("cluster", ())])?;
+        return Ok(Action::FenceInitialised);
     }
     form.one_of(&[("sc", ()), ("acq_rel", ())]);
     Ok(Action::Fence { beyond_cta: form.needs(&SCOPES)? })

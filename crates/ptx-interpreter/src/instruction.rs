@@ -1,6 +1,7 @@
 //! Instructions as they run: they name places, in which registers, constants and special registers alike lie.
 
 use super::arithmetic::{Approximate, Function};
+use super::transaction::Acquires;
 use super::types::Type;
 
 /// A row of a warp's lanes.
@@ -15,6 +16,8 @@ pub(super) struct Routine {
     /// What each slot holds from the beginning.
     pub(super) slots: Vec<Fill>,
     pub(super) instructions: Vec<Instruction>,
+    /// Barriers in shared memory that a CTA has room for.
+    pub(super) barriers_of_a_cta: usize,
     /// Where arrays of shared memory lie.
     pub(super) arrays: Vec<(u32, u32)>,
     /// Where the array lies whose extent is the launch's.
@@ -125,6 +128,31 @@ pub(super) enum Action {
         bytes: u32,
         of: Vec<Slot>,
     },
+    /// A store that completes on a barrier.
+    StoreAsync {
+        to: Address,
+        bytes: u32,
+        of: Vec<Slot>,
+        barrier: Address,
+    },
+    InitialiseBarrier {
+        at: Address,
+        count: Slot,
+    },
+    /// An arrival, and before it so many bytes are expected.
+    ArriveAtBarrier {
+        at: Address,
+        bytes: Option<Slot>,
+        releases: bool,
+    },
+    TryWait {
+        complete: Slot,
+        at: Address,
+        parity: Slot,
+        acquires: Acquires,
+    },
+    /// `fence.mbarrier_init`
+    FenceInitialised,
     Atomic {
         space: Space,
         at: Address,
@@ -295,6 +323,10 @@ impl Action {
             Action::Map { address, rank, .. } => vec![*address, *rank],
             Action::Load { from, .. } => vec![from.base],
             Action::Store { to, of, .. } => of.iter().copied().chain([to.base]).collect(),
+            Action::StoreAsync { to, of, barrier, .. } => of.iter().copied().chain([to.base, barrier.base]).collect(),
+            Action::InitialiseBarrier { at, count } => vec![at.base, *count],
+            Action::ArriveAtBarrier { at, bytes, .. } => [at.base].into_iter().chain(*bytes).collect(),
+            Action::TryWait { at, parity, .. } => vec![at.base, *parity],
             Action::Atomic { at, of, .. } => vec![at.base, of[0], of[1]],
             Action::Copy { to, from, read, ignore, .. } => {
                 [to.base, from.base].into_iter().chain(*read).chain(*ignore).collect()
@@ -314,6 +346,7 @@ impl Action {
             | Action::ClusterArrive { .. }
             | Action::ClusterWait { .. }
             | Action::Fence { .. }
+            | Action::FenceInitialised
             | Action::ActiveMask { .. }
             | Action::Nothing => Vec::new(),
         }

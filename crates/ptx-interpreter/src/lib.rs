@@ -29,6 +29,11 @@
 //! - a touch of a peer's shared memory by a thread that does not know of a phase of the cluster's barrier by which the
 //!   peer had started, and one of which no thread of the peer knew at its exit;
 //! - a read through `ld.global.nc` of what the kernel writes;
+//! - a touch of what an asynchronous store (`st.async`) writes by a thread that has not seen the end of the phase on which
+//!   it completes by a wait of `.acquire.cluster`, and a CTA of which no thread has seen it at its exit. Nothing else that
+//!   the storing thread did is known by that;
+//! - a barrier in shared memory (`mbarrier`) that is used before the thread knows that it is initialised, initialised
+//!   twice, touched as memory, or told of more arrivals or bytes than it counts;
 //! - an instruction of the cluster (its barrier, `mapa`, `shared::cluster`) in an entry with `.reqnctapercluster` and without
 //!   `.explicitcluster`, which a launch could run without clusters.
 //!
@@ -37,7 +42,8 @@
 //! All threads of a cluster run; clusters run one after another. A warp runs the threads that stand at one instruction
 //! together; shuffles, votes and barriers wait for the others of the warp. An `.aligned` barrier that some of a warp's
 //! threads do not reach, a `bra.uni` that diverges, and a shuffle from a thread that does not take part are errors; so is
-//! a deadlock, which says who waits where. Who exits is waited for no longer, as the manual has it.
+//! a deadlock, which says who waits where, and what an `mbarrier` lacks. The first `try_wait` of a thread for each phase
+//! fails, as a GPU's may, so that a wait that does not repeat it is found. Who exits is waited for no longer, as the manual has it.
 //! [`Order::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed (in which `bra.uni` is not judged:
 //! threads stand at one place in different rounds of a loop); [`Module::run_both`] demands the same bytes of both.
 
@@ -51,6 +57,7 @@ mod memory;
 mod parse;
 mod run;
 mod state;
+mod transaction;
 mod types;
 
 use std::ops::Range;

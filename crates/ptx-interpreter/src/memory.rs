@@ -270,6 +270,21 @@ impl Memory {
         Ok(())
     }
 
+    /// That `by` begins a write which is an agent's, and over at the agent's clock.
+    pub(super) fn write_as(
+        &mut self,
+        from: usize,
+        bytes: usize,
+        by: &Toucher,
+        (agent, clock): (u32, u32),
+    ) -> Result<(), Conflict> {
+        self.write(from, bytes, by)?;
+        for cell in &mut self.cells[from..from + bytes] {
+            cell.write = epoch_of(by.first() + agent, clock);
+        }
+        Ok(())
+    }
+
     /// That `by` reads and writes in one.
     pub(super) fn read_and_write(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
         for byte in from..from + bytes {

@@ -73,7 +73,9 @@ fn check(kernel: &Routine, launch: &Launch, buffers: &[Buffer], arguments: &[usi
         return Err(format!("clusters of {cluster:?}, and .reqnctapercluster says {expected:?}"));
     }
     let whole = (0..3).all(|axis| cluster[axis] > 0 && grid[axis].is_multiple_of(cluster[axis]));
-    let all = volume(grid).and_then(|ctas| ctas.checked_mul(threads)).filter(|&all| all < u32::MAX - 1);
+    let all = volume(grid)
+        .and_then(|ctas| ctas.checked_mul(threads + kernel.barriers_of_a_cta as u32))
+        .filter(|&all| all < u32::MAX - 1);
     if !whole || all.is_none() || volume(cluster).is_none_or(|ctas| ctas > 16) {
         return Err(format!("a grid of {grid:?} CTAs in clusters of {cluster:?}, expected whole clusters of 1 to 16"));
     }
@@ -180,7 +182,7 @@ impl Machine<'_> {
         let Launch { block, cluster, .. } = *self.launch;
         let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
         let all = per_cta * ctas;
-        let nothing: Known = vec![0; all].into();
+        let nothing: Known = vec![0; all + ctas * self.kernel.barriers_of_a_cta].into();
         let shared = self.arrays.iter().map(|&(_, end)| end).max().unwrap_or(0) as usize;
         self.alive = all;
         for _ in 0..all {
@@ -199,6 +201,7 @@ impl Machine<'_> {
             self.ctas.push(Cta {
                 shared: Memory::unwritten(vec![0xA5; shared]),
                 barriers: HashMap::new(),
+                transactions: Vec::new(),
                 alive: per_cta as u64,
                 touched: Vec::new(),
             });
@@ -273,15 +276,15 @@ impl Machine<'_> {
 
     /// CTA in the grid and thread in the CTA, of a thread of the grid counted by clusters.
     pub(super) fn thread_of(&self, thread: u32) -> (u32, u32) {
-        let all = self.threads.len() as u32;
-        let per_cta = all / self.ctas.len() as u32;
+        let all = self.agents() as u32;
+        let per_cta = (self.threads.len() / self.ctas.len()) as u32;
         let (cluster, inside) = (thread / all, thread % all);
         (self.cta_in_grid(cluster, inside / per_cta), inside % per_cta)
     }
 
     pub(super) fn fault(&self, thread: usize, at: usize, fault: Fault, problem: String) -> InterpretError {
         let Instruction { line, name, .. } = &self.kernel.instructions[at];
-        let (cta, thread) = self.thread_of(self.cluster * self.threads.len() as u32 + thread as u32);
+        let (cta, thread) = self.thread_of(self.cluster * self.agents() as u32 + thread as u32);
         InterpretError::Fault { line: *line, name: name.clone(), cta, thread, fault, problem }
     }
 
@@ -462,6 +465,12 @@ impl Machine<'_> {
                 self.exit(w, active)?;
                 Ok(None)
             }
+            // Lanes may go on at different times.
+            Action::TryWait { complete, at, parity, acquires } => {
+                self.set_pcs(w, group, pc + 1);
+                self.try_wait(w, active, pc, (*at, *parity, *complete), *acquires)?;
+                Ok(None)
+            }
             action if action.is_collective() => {
                 self.set_pcs(w, group, pc + 1);
                 self.collective(w, group, active, pc, action)?;
@@ -589,6 +598,14 @@ impl Machine<'_> {
                 self.commit_copies(w, active);
                 self.finish_copies(w, active, pc, 0);
             }
+            Action::StoreAsync { to, bytes, of, barrier } => {
+                self.store_async(w, active, pc, (*to, *barrier), (*bytes as usize, of))?;
+            }
+            Action::InitialiseBarrier { at, count } => self.initialise_barrier(w, active, pc, *at, *count)?,
+            Action::ArriveAtBarrier { at, bytes, releases } => {
+                self.arrive_at_barrier(w, active, pc, *at, (*bytes, *releases))?;
+            }
+            Action::FenceInitialised => self.fence_initialised(w, active),
             Action::Fence { beyond_cta } => {
                 for lane in lanes_of(active).filter(|_| *beyond_cta) {
                     let thread = &mut self.threads[self.warps[w].first + lane];
@@ -640,12 +657,12 @@ impl Machine<'_> {
         places.dedup();
         let told = places.iter().map(|&place| {
             let here: Vec<usize> = all.iter().filter(|&&(_, pc)| pc == place).map(|&(thread, _)| thread).collect();
-            let first = self.cluster * self.threads.len() as u32 + here[0] as u32;
+            let first = self.cluster * self.agents() as u32 + here[0] as u32;
             let (cta, thread) = self.thread_of(first);
             let Instruction { line, name, .. } = &self.kernel.instructions[place];
             format!("{} threads wait at line {line} ({name}), the first CTA {cta}, thread {thread}", here.len())
         });
-        let told: Vec<String> = told.collect();
+        let told: Vec<String> = told.chain(self.missing_on_barriers()).collect();
         let exited = self.threads.len() - all.len();
         let problem = format!("{}; {exited} threads have exited", told.join("; "));
         self.fault(all[0].0, all[0].1, Fault::Deadlock, problem)
@@ -655,6 +672,11 @@ impl Machine<'_> {
     fn check_peers(&self) -> Result<(), InterpretError> {
         let per_cta = self.threads.len() / self.ctas.len();
         for (rank, cta) in self.ctas.iter().enumerate() {
+            if let Some((thread, at)) = self.stored_after_exit(rank) {
+                let cta = self.cta_in_grid(self.cluster, rank as u32);
+                let problem = format!("nothing keeps CTA {cta} from exiting before these bytes are stored");
+                return Err(self.fault(thread, at as usize, Fault::PeerExited, problem));
+            }
             for (toucher, &(clock, at)) in cta.touched.iter().enumerate().filter(|(_, (clock, _))| *clock > 0) {
                 let threads = &self.threads[rank * per_cta..][..per_cta];
                 if !threads.iter().any(|thread| thread.known[toucher] >= clock) {

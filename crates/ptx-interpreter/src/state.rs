@@ -6,6 +6,7 @@ use std::rc::Rc;
 use super::Fault;
 use super::instruction::{BarrierReduction, Slot};
 use super::memory::Memory;
+use super::transaction::TransactionBarrier;
 
 /// Threads of a warp.
 pub(super) const LANES: usize = 32;
@@ -13,7 +14,7 @@ pub(super) const LANES: usize = 32;
 /// A value for each.
 pub(super) type Lanes = [u64; LANES];
 
-/// Of every thread of the cluster, the clock up to which a thread has learnt of what that did.
+/// Of every thread of the cluster, and of every barrier in its shared memory, the clock up to which a thread has learnt of what that did.
 pub(super) type Known = Rc<[u32]>;
 
 /// What a thread did wrong, before it is known where.
@@ -106,6 +107,8 @@ pub(super) struct Barrier {
 pub(super) struct Cta {
     pub(super) shared: Memory,
     pub(super) barriers: HashMap<u64, Barrier>,
+    /// Barriers in its shared memory, in the order in which they were initialised.
+    pub(super) transactions: Vec<TransactionBarrier>,
     pub(super) alive: u64,
     /// Of each thread of the cluster, the clock and the instruction of its last touch of this CTA's memory as a peer.
     pub(super) touched: Vec<(u32, u32)>,

@@ -8,6 +8,7 @@ mod rules;
 mod small;
 mod softmax;
 mod text;
+mod transactions;
 
 /// `cases` of one seed, unless the environment says another number or seed; what fails is printed, and no file is written.
 fn config(cases: u32) -> ProptestConfig {
