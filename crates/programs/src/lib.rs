@@ -43,6 +43,7 @@ mod two_pass;
 
 pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuKind};
 pub use frame::logits_in_rows;
+pub use gpu::meeting::{MEETING_VARIABLE, Meeting};
 pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
 pub use program::{Named, Output, Scalars, local_shape};

@@ -43,7 +43,10 @@ use crate::rows::in_rows;
 use crate::sharding::Sharding;
 use crate::tiled::{self, Calls, TpuKernel};
 use crate::two_pass::Local;
-use crate::{ANY_DEVICE, ANY_TPU, Device, Lowering, Named, Programs, Target, baseline, gpu, unsupported};
+use crate::{
+    ANY_DEVICE, ANY_TPU, Device, Lowering, MEETING_VARIABLE, Meeting, Named, Programs, Target, baseline, gpu,
+    unsupported,
+};
 use assay_tile::Machine;
 use assay_tile::stablehlo::Value;
 
@@ -185,7 +188,7 @@ impl Programs for LossProgram {
         if !self.is_xla() && tokens.is_none() {
             return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), "up to 2147483647"));
         }
-        Ok(())
+        self.meeting().map(|_| ())
     }
 
     fn is_implementation(self) -> bool {
@@ -274,7 +277,7 @@ impl LossProgram {
             }
             Core::GpuOnePass => {
                 let target = ptx.expect("checked: a GPU's");
-                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target);
+                let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target, self.meeting()?);
                 write(&|on, given, logits| tiled::gpu_one_pass_core(on, &kernel, structure, given, logits))
             }
             Core::TwoPass | Core::GpuTwoPass => {
@@ -382,6 +385,29 @@ impl LossProgram {
         devices: usize,
         target: Target,
     ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
+        self.gpu_kernels_that_meet(loss, shape, dtype, devices, (target, self.meeting()?))
+    }
+
+    /// The way in which the CTAs of its kernel meet that the environment chooses.
+    fn meeting(self) -> Result<Meeting, Unsupported> {
+        if self.core != Core::GpuOnePass {
+            return Ok(Meeting::default());
+        }
+        Meeting::chosen().map_err(|given| unsupported(self, MEETING_VARIABLE, given, "`barrier` and `stores`"))
+    }
+
+    /// The kernels of [`gpu_kernels_for`](Self::gpu_kernels_for), whose CTAs meet as `meeting` says.
+    ///
+    /// # Errors
+    /// As of [`gpu_kernels_for`](Self::gpu_kernels_for).
+    pub fn gpu_kernels_that_meet(
+        self,
+        loss: Shaped,
+        shape: Shape,
+        dtype: Dtype,
+        devices: usize,
+        (target, meeting): (Target, Meeting),
+    ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
@@ -389,7 +415,7 @@ impl LossProgram {
         let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
         let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
-            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target)],
+            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target, meeting)],
             Core::GpuTwoPass => {
                 vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element, gpu::Factors::Scales)]
             }

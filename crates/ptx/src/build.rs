@@ -87,6 +87,8 @@ pub struct Builder {
     shared: String,
     /// Dynamic shared memory, if there is some.
     dynamic: Option<u32>,
+    /// The version of PTX, which some instructions raise above the target's.
+    version: &'static str,
     body: String,
 }
 
@@ -101,6 +103,7 @@ impl Builder {
             labels: 0,
             shared: String::new(),
             dynamic: None,
+            version: target.version(),
             body: String::new(),
         }
     }
@@ -109,8 +112,7 @@ impl Builder {
     pub fn finish(mut self, launch: Launch) -> PtxKernel {
         self.write("ret");
         let Launch { grid, block, cluster, least_resident } = launch;
-        let mut text =
-            format!(".version {}\n.target {}\n.address_size 64\n\n", self.target.version(), self.target.name());
+        let mut text = format!(".version {}\n.target {}\n.address_size 64\n\n", self.version, self.target.name());
         if self.dynamic.is_some() {
             text += &format!(".extern .shared .align 16 .b8 {DYNAMIC}[];\n\n");
         }
@@ -253,6 +255,44 @@ impl Builder {
     /// Copies 4 bytes.
     pub fn copy_4(&mut self, to: Address, from: Address) {
         self.write(&format!("cp.async.ca.shared.global {to}, {from}, 4"));
+    }
+
+    /// Makes a barrier of 8 bytes of this CTA's shared memory, whose phases end when one thread has
+    /// [arrived](Self::expect_bytes) and as many bytes as that expects were [stored](Self::store_async).
+    pub fn init_barrier(&mut self, barrier: Address) {
+        self.write(&format!("mbarrier.init.shared::cta.b64 {barrier}, 1"));
+    }
+
+    /// Lets the barriers that this thread has made be known by its next arrival at the cluster's barrier, a relaxed one too.
+    pub fn fence_barriers(&mut self) {
+        self.write("fence.mbarrier_init.release.cluster");
+    }
+
+    /// Arrives at a barrier of this CTA, whose phase then waits for so many bytes.
+    pub fn expect_bytes(&mut self, barrier: Address, bytes: u32) {
+        self.write(&format!("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, {barrier}, {bytes}"));
+    }
+
+    /// Writes a value to a CTA of the cluster, and counts its bytes on a barrier of that CTA. Nobody may look at it before the phase
+    /// is over, and nothing else that this thread has done is known by that.
+    pub fn store_async<T: Stored>(&mut self, to: Address, value: impl Into<Value<T>>, barrier: Address) {
+        let value = value.into();
+        // Registers alone are stored so.
+        let value = if value.is_register() { value } else { self.variable(value) };
+        self.version = self.version.max("8.1");
+        self.write(&format!(
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{} {to}, {value}, {barrier}",
+            T::BITS
+        ));
+    }
+
+    /// Waits until the phase of that parity, 0 of the first, is over on a barrier of this CTA: what was stored is there to see.
+    pub fn wait_for_phase(&mut self, barrier: Address, parity: u32) {
+        let start = self.new_label();
+        self.label(&start);
+        let wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64";
+        let is_over: Value<bool> = self.define(wait, &format!("{barrier}, {parity}"));
+        self.write(&format!("@!{is_over} bra {start}"));
     }
 
     /// Waits until all that this thread copies is there, for this thread to see.

@@ -7,6 +7,7 @@ mod affine;
 pub(crate) mod batch;
 pub(crate) mod cotangents;
 mod losses;
+pub(crate) mod meeting;
 mod one_pass;
 pub(crate) mod operation;
 mod row;
@@ -19,6 +20,7 @@ use assay_ptx::{PtxKernel, Target};
 
 pub(crate) use cotangents::Cotangents;
 pub(crate) use cotangents::Factors;
+use meeting::Meeting;
 use one_pass::Returned;
 use row::{Cut, Logits};
 
@@ -53,9 +55,15 @@ fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: Target) -> Result<Cu
 }
 
 /// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
-pub(crate) fn one_pass(structure: Structure, local: [usize; 3], element: DeviceDtype, target: Target) -> PtxKernel {
+pub(crate) fn one_pass(
+    structure: Structure,
+    local: [usize; 3],
+    element: DeviceDtype,
+    target: Target,
+    meeting: Meeting,
+) -> PtxKernel {
     let Ok(cut) = cut(local, element, target) else { panic!("checked: it fits") };
-    one_pass::one_pass(structure, local, element, cut, Returned::Results)
+    one_pass::one_pass(structure, local, element, cut.meeting_by(meeting), Returned::Results)
 }
 
 /// The same where `target` has clusters and a row fits one.

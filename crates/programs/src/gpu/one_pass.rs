@@ -77,8 +77,10 @@ pub(crate) fn one_pass(
     // the numbers. The scales are written over the maxima, by their own CTA after the second meeting: all CTAs of the cluster wrote
     // maxima before the first, and no thread comes to the second before it has read them.
     let target = on.add(numbers, of_numbers);
-    let shared = Shared { row, numbers, token, target, maxima, sums, scales: maxima };
-    let beside = parts.into_iter().map(|bytes| bytes.next_multiple_of(BLOCK)).sum();
+    let of_meetings = if cut.meets_by_stores() { BARRIER * MEETINGS.len() as u32 } else { 0 };
+    let meetings = (of_meetings > 0).then(|| on.shared("meetings", of_meetings));
+    let shared = Shared { row, numbers, token, target, maxima, sums, scales: maxima, meetings };
+    let beside = parts.into_iter().chain([of_meetings]).map(|bytes| bytes.next_multiple_of(BLOCK)).sum();
     let resident = cut.resident(beside);
     Writer { structure, cut, resident, given, of_spec, arrays, shared }.body(&mut on);
     let grid = n as u32 * cut.cluster;
@@ -87,6 +89,19 @@ pub(crate) fn one_pass(
 
 /// Numbers that the third walk multiplies by.
 const SCALES: u32 = 4;
+
+/// Bytes of a barrier in shared memory.
+const BARRIER: u32 = 8;
+
+/// The meetings of a cluster, each with a barrier of its own where its CTAs meet by stores: a peer that is through the first may store
+/// for the second before this CTA has all of the first, and the bytes of the two must not be counted as one.
+#[derive(Clone, Copy)]
+enum Met {
+    Maxima,
+    Sums,
+}
+
+const MEETINGS: [Met; 2] = [Met::Maxima, Met::Sums];
 
 /// Registers of a thread beside exponentials that it keeps from walk 2 to walk 3. They are kept where a chip's transcendental units have
 /// less time for each byte of HBM than its others: on a B200, of logits of 16 bits.
@@ -147,6 +162,8 @@ struct Shared {
     sums: Value<u32>,
     /// What the third walk multiplies by: see [`Scales`].
     scales: Value<u32>,
+    /// A barrier for each of [`MEETINGS`], where CTAs meet by stores.
+    meetings: Option<Value<u32>>,
 }
 
 /// `dx_j = policy·e_j + e'_j (base + slope·g_j)`, `dx_y = target`. Where logp and entropy are of one softmax, `policy` is within `base`.
@@ -248,6 +265,7 @@ impl Writer {
 
         // Those who are told something must be there.
         if self.cut.cluster > 1 {
+            self.make_barriers(on, thread);
             on.arrive_at_cluster(Arrival::Relaxed);
         }
         part.copy_in(on);
@@ -267,8 +285,9 @@ impl Writer {
                 None => self.cut.logits.store(on, in_row, f32::NEG_INFINITY),
             }
             for rank in 0..self.cut.cluster {
+                let rank = rank.into();
                 let to = in_cta(on, self.cut, self.shared.target, rank);
-                on.store(to, x);
+                self.store(on, Met::Maxima, rank, [(to, x)]);
             }
         });
         let walked = Walked { part: &part, change, id };
@@ -363,9 +382,62 @@ impl Writer {
         }
     }
 
-    /// What the cluster has written so far is there for all of it.
-    fn meet(&self, on: &mut Builder) {
-        if self.cut.cluster > 1 {
+    /// The barrier of a meeting in this CTA, where CTAs meet by stores.
+    fn barrier_of(&self, met: Met) -> Option<Address> {
+        self.shared.meetings.map(|all| Address::Shared(all, BARRIER * met as u32))
+    }
+
+    /// Makes this CTA's barriers, where CTAs meet by stores, before it says that it is there: peers may then store.
+    fn make_barriers(&self, on: &mut Builder, thread: Value<u32>) {
+        let barriers = MEETINGS.map(|met| self.barrier_of(met).map(|barrier| (barrier, self.bytes_of(met))));
+        let [Some(maxima), Some(sums)] = barriers else { return };
+        let is_first = on.less(thread, 1);
+        on.when(is_first, |on| {
+            for (barrier, _) in [maxima, sums] {
+                on.init_barrier(barrier);
+            }
+            on.fence_barriers();
+            // The only arrival of each phase: what remains is the bytes, of which none can come before this.
+            for (barrier, bytes) in [maxima, sums] {
+                on.expect_bytes(barrier, bytes);
+            }
+        });
+    }
+
+    /// Bytes that a CTA is told at a meeting: a value of every warp of the cluster for each array, and before the first the target's logit.
+    fn bytes_of(&self, met: Met) -> u32 {
+        let of_warps = 4 * self.cut.cluster * self.cut.warps();
+        match met {
+            Met::Maxima => of_warps + 4,
+            Met::Sums => 2 * softmaxes(self.structure) as u32 * of_warps,
+        }
+    }
+
+    /// Stores values in CTA `rank`, which sees them once it has [met](Self::meet).
+    fn store(
+        &self,
+        on: &mut Builder,
+        met: Met,
+        rank: Value<u32>,
+        values: impl IntoIterator<Item = (Address, Value<f32>)>,
+    ) {
+        let barrier = self.barrier_of(met).map(|_| {
+            let all = self.shared.meetings.expect("a barrier is one of them");
+            Address::Cluster(on.of_cluster(all, rank), BARRIER * met as u32)
+        });
+        for (to, value) in values {
+            match barrier {
+                Some(barrier) => on.store_async(to, value, barrier),
+                None => on.store(to, value),
+            }
+        }
+    }
+
+    /// Waits until all that was stored for a meeting is there. By stores nothing else is: see [`order_cta`](Self::order_cta).
+    fn meet(&self, on: &mut Builder, met: Met) {
+        if let Some(barrier) = self.barrier_of(met) {
+            on.wait_for_phase(barrier, 0);
+        } else if self.cut.cluster > 1 {
             on.arrive_at_cluster(Arrival::Release);
             on.wait_for_cluster();
         } else {
@@ -373,8 +445,17 @@ impl Writer {
         }
     }
 
+    /// Orders what threads of this CTA did before the first meeting, and the reads of maxima, before what others of it do after. The
+    /// cluster's barrier does that by itself; stores let this CTA see no more than the values stored, and the copies of the token and of
+    /// the numbers are other threads'.
+    fn order_cta(&self, on: &mut Builder) {
+        if self.shared.meetings.is_some() {
+            on.barrier();
+        }
+    }
+
     /// Writes what a warp has into its place of every CTA's arrays, one after another.
-    fn tell(&self, on: &mut Builder, place: Place, arrays: Value<u32>, values: &[Value<f32>]) {
+    fn tell(&self, on: &mut Builder, place: Place, met: Met, arrays: Value<u32>, values: &[Value<f32>]) {
         let cut = self.cut;
         let is_teller = on.less(place.lane, cut.cluster);
         on.when(is_teller, |on| {
@@ -385,9 +466,9 @@ impl Writer {
             } else {
                 Address::Shared(to, 0)
             };
-            for (&value, i) in values.iter().zip(0..) {
-                on.store(to.plus(4 * i * cut.cluster * cut.warps()), value);
-            }
+            let array = 4 * cut.cluster * cut.warps();
+            let values = values.iter().zip(0..).map(|(&value, i)| (to.plus(i * array), value));
+            self.store(on, met, place.lane, values);
         });
     }
 
@@ -424,10 +505,11 @@ impl Writer {
         let larger = |on: &mut Builder, a, b| on.max(a, b);
         let max = over_lanes(on, max, 32, larger);
         let here = self.shared.maxima;
-        self.tell(on, place, here, &[max]);
-        self.meet(on);
+        self.tell(on, place, Met::Maxima, here, &[max]);
+        self.meet(on, Met::Maxima);
         let others = self.gather(on, place, here, 0, larger);
         let target_logit = on.load(Address::Shared(self.shared.target, 0));
+        self.order_cta(on);
         (on.max(others, target_logit), target_logit)
     }
 
@@ -549,8 +631,8 @@ impl Writer {
             }
         };
         let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
-        self.tell(on, place, self.shared.sums, &sums);
-        self.meet(on);
+        self.tell(on, place, Met::Sums, self.shared.sums, &sums);
+        self.meet(on, Met::Sums);
         kept
     }
 
@@ -812,7 +894,7 @@ fn gaps(on: &mut Builder, x: &[Pair], max: Value<f32>, bounded: bool) -> Vec<Pai
 }
 
 /// Shared memory of CTA `rank` of the cluster, that is `address` in this one.
-fn in_cta(on: &mut Builder, cut: Cut, address: Value<u32>, rank: u32) -> Address {
+fn in_cta(on: &mut Builder, cut: Cut, address: Value<u32>, rank: Value<u32>) -> Address {
     if cut.cluster > 1 { Address::Cluster(on.of_cluster(address, rank), 0) } else { Address::Shared(address, 0) }
 }
 

@@ -5,6 +5,7 @@
 //! begin at such addresses, their first and last block have elements of the neighbours', which are neither read nor written: −∞ stands for
 //! them in shared memory.
 
+use super::meeting::Meeting;
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Packed, Target, Value};
 
@@ -199,6 +200,8 @@ pub(crate) struct Cut {
     pub(crate) cluster: u32,
     /// Threads of a CTA, a power of two of whole warps.
     pub(crate) threads: u32,
+    /// How the CTAs of a cluster meet.
+    meeting: Meeting,
     /// Blocks of a CTA, at most.
     blocks: u32,
 }
@@ -231,11 +234,21 @@ impl Cut {
         let (cluster, resident) = cuts.find(fits).expect("no larger than the largest");
         let blocks = total.div_ceil(cluster);
         let threads = blocks.next_power_of_two().clamp(32, THREADS / resident);
-        Ok(Self { target, logits, vocab, cluster, threads, blocks })
+        Ok(Self { target, logits, vocab, cluster, threads, meeting: Meeting::default(), blocks })
     }
 
     fn row_bytes(self) -> u32 {
         self.vocab * self.logits.size()
+    }
+
+    /// The same cut, whose CTAs meet as `meeting` says.
+    pub(crate) fn meeting_by(self, meeting: Meeting) -> Self {
+        Self { meeting, ..self }
+    }
+
+    /// Whether CTAs of a cluster meet by asynchronous stores.
+    pub(crate) fn meets_by_stores(self) -> bool {
+        self.cluster > 1 && self.meeting == Meeting::Stores
     }
 
     /// Whether every row begins at a multiple of 16.

@@ -172,7 +172,8 @@ fn async_forms_that_are_not_known_are_refused() {
         let error = PAIR.run(&kept().replace(line, other)).unwrap_err().to_string();
         assert!(error.contains(told), "{error}");
     }
-    let many: String = (0..9).map(|i| format!("@%p0 mbarrier.init.shared.b64 [room + {}], 1;\n", 8 * i)).collect();
+    let many: String =
+        (0..9).fold(String::new(), |all, i| format!("{all}@%p0 mbarrier.init.shared.b64 [room + {}], 1;\n", 8 * i));
     let (fault, problem) = WARP.found(&format!("setp.eq.u32 %p0, %r0, 0;\n{many}"));
     assert_eq!((fault, problem), (Fault::Undefined, "a CTA with more than 8 barriers is not supported".into()));
 }

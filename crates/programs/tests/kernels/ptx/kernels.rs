@@ -16,7 +16,7 @@ use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_programs::{ANY_TPU, Device, LossProgram, Programs, Shaped, Target};
+use assay_programs::{ANY_TPU, Device, LossProgram, Meeting, Programs, Shaped, Target};
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
@@ -29,6 +29,9 @@ use std::ops::{Deref, Range};
 const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 5, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
+/// What tests call the one-pass kernel whose CTAs meet by asynchronous stores.
+const BY_STORES: &str = "gpu-one-pass, meeting by stores";
+
 /// What texts of the one-pass kernel differ between.
 const TARGETS: [Target; 2] = [Target::Sm90, Target::Sm100];
 
@@ -36,6 +39,13 @@ fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
     implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, target).unwrap()
+}
+
+/// The one-pass kernel whose CTAs meet by asynchronous stores.
+fn meeting_by_stores(target: Target, spec: &LossSpec, shape: Shape, dtype: Dtype) -> PtxKernel {
+    let all = LossProgram::all();
+    let program = all.iter().find(|program| program.id() == "gpu-one-pass").unwrap();
+    program.gpu_kernels_that_meet(Shaped::of(spec), shape, dtype, 1, (target, Meeting::Stores)).unwrap().remove(0)
 }
 
 /// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
@@ -329,7 +339,11 @@ fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Re
 
 fn check_problem(units: Units, target: Target, id: &str, spec: &LossSpec, problem: &Problem) -> Result<(), String> {
     let around = Around { target, units, ..Around::new(spec, problem) };
-    let candidate = if id == "gpu-one-pass" { around.one_pass() } else { around.two_pass() };
+    let candidate = match id {
+        "gpu-one-pass" => around.one_pass(),
+        BY_STORES => around.one_pass_by(&meeting_by_stores(target, spec, around.shape, problem.logits.dtype())),
+        _ => around.two_pass(),
+    };
     let candidate = candidate.map_err(|error| format!("{spec:?}\n{error}"))?;
     let known = Known::of(spec, problem).unwrap();
     let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
@@ -564,9 +578,20 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
 
 /// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
 fn refusal(target: Target, spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
+    let [batch, tokens, vocab] = recipe.shape;
+    let kernel = kernels(target, "gpu-one-pass", spec, Shape { batch, tokens, vocab }, recipe.dtype).remove(0);
+    refusal_of(kernel, spec, recipe, change)
+}
+
+/// The same of the kernel that is given.
+fn refusal_of(
+    mut kernel: PtxKernel,
+    spec: &LossSpec,
+    recipe: &Recipe,
+    change: impl Fn(String) -> String,
+) -> Option<String> {
     let problem = recipe.problem(spec).unwrap();
     let around = Around::new(spec, &problem);
-    let mut kernel = kernels(target, "gpu-one-pass", spec, around.shape, recipe.dtype).remove(0);
     let changed = change(kernel.text.clone());
     assert!(changed != kernel.text, "nothing was changed");
     kernel.text = changed;
@@ -624,6 +649,109 @@ fn a_kernel_without_one_of_its_waits_is_refused() {
                     .expect("an arrival that orders nothing is refused");
                 println!("{} columns, relaxed: {why}", shape.vocab);
             }
+        }
+    }
+}
+
+/// Clusters of 2, 4 and 8, bf16 and f32, with a bonus and without, for either chip; and a row of one CTA, which meets at its own barrier.
+#[test]
+fn meeting_by_stores_every_cluster_matches_reference() {
+    let bonus = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
+    let divided = LossSpec { temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
+    let specs = [LossSpec::default(), bonus, divided];
+    for (i, (vocab, dtype, cluster)) in [
+        (1031, Dtype::Bf16, 1),
+        (33_001, Dtype::Bf16, 2),
+        (17_000, Dtype::F32, 2),
+        (65_001, Dtype::Bf16, 4),
+        (33_001, Dtype::F32, 4),
+        (131_072, Dtype::Bf16, 8),
+        (66_003, Dtype::F32, 8),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let spec = &specs[i % specs.len()];
+        let recipe = recipe([1, 2, vocab], dtype, Regime::FINITE[i % Regime::FINITE.len()]);
+        let shape = Shape { batch: 1, tokens: 2, vocab };
+        for target in TARGETS {
+            let kernel = meeting_by_stores(target, spec, shape, dtype);
+            assert_eq!(kernel.cluster, cluster, "{vocab} {dtype}");
+            assert_eq!(kernel.text.contains("st.async"), cluster > 1);
+            assert!(!kernel.text.contains("arrive.release"), "a meeting at the cluster's barrier is left");
+            check(target, BY_STORES, spec, &recipe).unwrap();
+        }
+    }
+}
+
+/// Both ways of meeting fold the same numbers in the same order.
+#[test]
+fn meeting_by_stores_returns_the_bits_of_the_barrier() {
+    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
+    let recipe = recipe([1, 3, 33_001], Dtype::Bf16, Regime::Normal);
+    let problem = recipe.problem(&spec).unwrap();
+    let around = Around::new(&spec, &problem);
+    let [numbers, tokens] = around.given_to_one_pass();
+    let logits = logits_bytes(&problem.logits);
+    let inputs = [("ids", around.ids()), ("numbers", numbers), ("logits", logits), ("tokens", tokens)];
+    for target in TARGETS {
+        let of_barrier = &kernels(target, "gpu-one-pass", &spec, around.shape, Dtype::Bf16)[0];
+        let of_stores = &meeting_by_stores(target, &spec, around.shape, Dtype::Bf16);
+        let [of_barrier, of_stores] =
+            [of_barrier, of_stores].map(|kernel| run(kernel, Units::Rounded, &inputs).unwrap());
+        assert!(of_barrier == of_stores, "{target:?}: other bits");
+    }
+}
+
+/// Everything that makes the meeting by stores right is needed.
+#[test]
+fn meeting_by_stores_with_a_mistake_is_refused() {
+    let spec = LossSpec::default();
+    let recipe = recipe([1, 1, 33_001], Dtype::Bf16, Regime::Normal);
+    let shape = Shape { batch: 1, tokens: 1, vocab: 33_001 };
+    let expect = "\tmbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, ";
+    for target in TARGETS {
+        let kernel = meeting_by_stores(target, &spec, shape, Dtype::Bf16);
+        let lines: Vec<&str> = kernel.text.lines().collect();
+        let places = |what: &str| (0..lines.len()).filter(|&at| lines[at].contains(what)).collect::<Vec<_>>();
+        let mut changes: Vec<(usize, String)> = Vec::new();
+        // A line that is left out: each wait, each barrier, each fence, each arrival and each store.
+        for what in ["cp.async.wait", "barrier.", "fence.mbarrier_init", "try_wait", "st.async", "bra $L"] {
+            let found = places(what).into_iter();
+            // Of the branches those that repeat a wait, which follow it.
+            changes.extend(
+                found
+                    .filter(|&at| what != "bra $L" || lines[at - 1].contains("try_wait"))
+                    .map(|at| (at, String::new())),
+            );
+        }
+        for at in places(expect) {
+            let (before, bytes) = lines[at].trim_end_matches(';').rsplit_once(", ").unwrap();
+            let bytes: i64 = bytes.parse().unwrap();
+            changes.extend([-4, 4].map(|more| (at, format!("{before}, {};", bytes + more))));
+            changes.push((at, format!("{};", before.replace(".expect_tx", ""))));
+        }
+        for at in places("try_wait") {
+            changes.push((at, lines[at].replace(", 0;", ", 1;")));
+            changes.push((at, lines[at].replace("acquire.cluster", "acquire.cta")));
+        }
+        for at in places("mbarrier.init.") {
+            changes.push((at, lines[at].replace(", 1;", ", 2;")));
+            changes.push((at, lines[at].repeat(2)));
+        }
+        // Stores of both meetings that count on one barrier.
+        changes.extend(places("st.async").into_iter().map(|at| {
+            let swapped =
+                if lines[at].contains("+8]") { lines[at].replace("+8]", "]") } else { lines[at].replace("];", "+8];") };
+            (at, swapped)
+        }));
+        assert!(changes.len() > 30, "{} changes", changes.len());
+        for (at, line) in changes {
+            let changed: String =
+                lines.iter().enumerate().flat_map(|(i, old)| [if i == at { &line } else { *old }, "\n"]).collect();
+            let why = refusal_of(kernel.clone(), &spec, &recipe, |_| changed.clone());
+            let why = why.unwrap_or_else(|| panic!("{target:?}: {} as {line:?} is accepted", lines[at]));
+            println!("{} as {line:?}: {why}", lines[at].trim());
         }
     }
 }
