@@ -8,6 +8,8 @@ mod driver;
 mod emit;
 mod gpu_record;
 mod logp;
+#[cfg(feature = "pjrt")]
+mod meeting;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod panel;
