@@ -67,6 +67,10 @@ fn async_stores_before_their_phase_are_not_read() {
     breaks(WAIT, "", &unread, "");
     // One try may fail, whenever it is made.
     breaks("@!%p1 bra again;", "", &unread, "");
+    // Nor does it help that the phase is over by then.
+    let late = format!("barrier.cluster.arrive.relaxed;\n barrier.cluster.wait;\n{WAIT}");
+    assert_eq!(PAIR.run(&kept().replace(WAIT, &late)).unwrap().len(), 64);
+    breaks(WAIT, &late.replace("@!%p1 bra again;", ""), &[Fault::NotCopied], "did not wait for the end of the phase");
     // The parity of the phase before is that of one that is over.
     breaks("], 0;\n @!", "], 1;\n @!", &unread, "");
     // Nothing of peers is acquired.

@@ -711,6 +711,7 @@ fn meeting_by_stores_with_a_mistake_is_refused() {
     let shape = Shape { batch: 1, tokens: 1, vocab: 33_001 };
     let expect = "\tmbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, ";
     for target in TARGETS {
+        check(target, BY_STORES, &spec, &recipe).expect("the kernel without a mistake is right");
         let kernel = meeting_by_stores(target, &spec, shape, Dtype::Bf16);
         let lines: Vec<&str> = kernel.text.lines().collect();
         let places = |what: &str| (0..lines.len()).filter(|&at| lines[at].contains(what)).collect::<Vec<_>>();
