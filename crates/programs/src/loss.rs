@@ -388,7 +388,7 @@ impl LossProgram {
         self.gpu_kernels_that_meet(loss, shape, dtype, devices, (target, self.meeting()?))
     }
 
-    /// The way in which the CTAs of its kernel meet that the environment chooses.
+    /// Returns the way in which the CTAs of a cluster meet that the environment chooses.
     fn meeting(self) -> Result<Meeting, Unsupported> {
         if self.core != Core::GpuOnePass {
             return Ok(Meeting::default());
@@ -396,10 +396,10 @@ impl LossProgram {
         Meeting::chosen().map_err(|given| unsupported(self, MEETING_VARIABLE, given, "`barrier` and `stores`"))
     }
 
-    /// The kernels of [`gpu_kernels_for`](Self::gpu_kernels_for), whose CTAs meet as `meeting` says.
+    /// Writes the kernels of [`gpu_kernels_for`](Self::gpu_kernels_for) with clusters whose CTAs meet as `meeting` says.
     ///
     /// # Errors
-    /// As of [`gpu_kernels_for`](Self::gpu_kernels_for).
+    /// Fails where [`gpu_kernels_for`](Self::gpu_kernels_for) does.
     pub fn gpu_kernels_that_meet(
         self,
         loss: Shaped,

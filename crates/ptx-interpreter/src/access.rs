@@ -81,7 +81,7 @@ impl Machine<'_> {
         Ok((place, start))
     }
 
-    /// The CTA to whose shared memory an access of `bytes` goes, and where in it.
+    /// Returns the CTA to whose shared memory an access of `bytes` goes, and where in it.
     pub(super) fn locate_shared(
         &self,
         w: usize,

@@ -270,7 +270,7 @@ impl Memory {
         Ok(())
     }
 
-    /// That `by` begins a write which is an agent's, and over at the agent's clock.
+    /// Notes that `by` begins a write which counts as the agent's, at the agent's clock.
     pub(super) fn write_as(
         &mut self,
         from: usize,

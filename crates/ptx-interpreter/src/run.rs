@@ -598,14 +598,10 @@ impl Machine<'_> {
                 self.commit_copies(w, active);
                 self.finish_copies(w, active, pc, 0);
             }
-            Action::StoreAsync { to, bytes, of, barrier } => {
-                self.store_async(w, active, pc, (*to, *barrier), (*bytes as usize, of))?;
-            }
-            Action::InitialiseBarrier { at, count } => self.initialise_barrier(w, active, pc, *at, *count)?,
-            Action::ArriveAtBarrier { at, bytes, releases } => {
-                self.arrive_at_barrier(w, active, pc, *at, (*bytes, *releases))?;
-            }
-            Action::FenceInitialised => self.fence_initialised(w, active),
+            Action::StoreAsync { .. }
+            | Action::InitialiseBarrier { .. }
+            | Action::ArriveAtBarrier { .. }
+            | Action::FenceInitialised => self.act_on_barrier(w, active, pc, action)?,
             Action::Fence { beyond_cta } => {
                 for lane in lanes_of(active).filter(|_| *beyond_cta) {
                     let thread = &mut self.threads[self.warps[w].first + lane];

@@ -14,7 +14,7 @@ pub(super) const LANES: usize = 32;
 /// A value for each.
 pub(super) type Lanes = [u64; LANES];
 
-/// Of every thread of the cluster, and of every barrier in its shared memory, the clock up to which a thread has learnt of what that did.
+/// The clock of every thread of the cluster, and of every barrier in its shared memory, up to which a thread has learnt of it.
 pub(super) type Known = Rc<[u32]>;
 
 /// What a thread did wrong, before it is known where.

@@ -10,7 +10,7 @@
 use std::collections::HashSet;
 
 use super::Fault;
-use super::instruction::{Address, Slot, Space};
+use super::instruction::{Action, Address, Slot, Space};
 use super::memory::Toucher;
 use super::run::Machine;
 use super::state::{Known, LANES, Meeting, Ran, Thread, Wrong, lanes_of};
@@ -22,13 +22,13 @@ pub(super) const BARRIER_BYTES: usize = 8;
 /// The largest number of arrivals, and of bytes either way, that a barrier counts.
 const MOST_COUNTED: i64 = (1 << 20) - 1;
 
-/// What a wait makes known to the thread.
+/// The knowledge that a wait gives to the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Acquires {
     Nothing,
-    /// What threads of the CTA released by their arrivals.
+    /// All that threads of the CTA released by their arrivals.
     OfCta,
-    /// The same, and what peers stored.
+    /// All that threads of the CTA released, and the bytes that peers stored.
     OfCluster,
 }
 
@@ -42,7 +42,7 @@ struct Waiting {
 
 /// A barrier in shared memory.
 pub(super) struct TransactionBarrier {
-    /// Its first byte.
+    /// The first byte in shared memory.
     start: usize,
     /// Arrivals of a phase.
     count: i64,
@@ -52,7 +52,7 @@ pub(super) struct TransactionBarrier {
     /// Phases that are over.
     phases: u32,
     meeting: Meeting,
-    /// What the arrivals of the last phase passed on.
+    /// Knowledge that the arrivals of the last phase passed on.
     passed: Option<Known>,
     /// Cluster phases that those who arrived knew to be over.
     passed_phases: u32,
@@ -67,7 +67,25 @@ pub(super) struct TransactionBarrier {
 type Which = (usize, usize);
 
 impl Machine<'_> {
-    /// Threads of the cluster, and the barriers of its CTAs.
+    /// Runs an instruction on a barrier that waits for nothing.
+    pub(super) fn act_on_barrier(&mut self, w: usize, active: u32, pc: usize, action: &Action) -> Ran<()> {
+        match action {
+            Action::StoreAsync { to, bytes, of, barrier } => {
+                self.store_async(w, active, pc, (*to, *barrier), (*bytes as usize, of))
+            }
+            Action::InitialiseBarrier { at, count } => self.initialise_barrier(w, active, pc, *at, *count),
+            Action::ArriveAtBarrier { at, bytes, releases } => {
+                self.arrive_at_barrier(w, active, pc, *at, (*bytes, *releases))
+            }
+            Action::FenceInitialised => {
+                self.fence_initialised(w, active);
+                Ok(())
+            }
+            _ => unreachable!("an instruction on a barrier"),
+        }
+    }
+
+    /// Counts the threads of the cluster and the barriers that its CTAs have room for.
     pub(super) fn agents(&self) -> usize {
         self.threads.len() + self.ctas.len() * self.kernel.barriers_of_a_cta
     }
@@ -83,8 +101,8 @@ impl Machine<'_> {
         self.ctas[cta].transactions.iter().any(overlaps)
     }
 
-    /// `mbarrier.init`
-    pub(super) fn initialise_barrier(&mut self, w: usize, active: u32, pc: usize, at: Address, count: Slot) -> Ran<()> {
+    /// Runs `mbarrier.init`.
+    fn initialise_barrier(&mut self, w: usize, active: u32, pc: usize, at: Address, count: Slot) -> Ran<()> {
         for lane in lanes_of(active) {
             let undefined = |problem| Err(Wrong { lane, fault: Fault::Undefined, problem });
             let (cta, start) = self.locate_shared(w, lane, Space::Shared, at, BARRIER_BYTES)?;
@@ -119,7 +137,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// The thread knows of the agent up to `clock`.
+    /// Lets the thread know of the agent up to `clock`.
     fn learn(&mut self, thread: usize, agent: usize, clock: u32) {
         let known = &mut self.threads[thread].known;
         if known[agent] < clock {
@@ -129,8 +147,8 @@ impl Machine<'_> {
         }
     }
 
-    /// `fence.mbarrier_init`: what arrivals pass on that release nothing else is that barriers are initialised.
-    pub(super) fn fence_initialised(&mut self, w: usize, active: u32) {
+    /// Runs `fence.mbarrier_init`: later arrivals, relaxed ones too, pass on which barriers are initialised, and nothing else.
+    fn fence_initialised(&mut self, w: usize, active: u32) {
         for lane in lanes_of(active) {
             let (first, agents) = (self.threads.len(), self.agents());
             let thread = &mut self.threads[self.warps[w].first + lane];
@@ -143,7 +161,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The barrier at an address, which the lane must know to be initialised.
+    /// Returns the barrier at an address, which the lane must know to be initialised.
     fn barrier_at(&mut self, w: usize, lane: usize, pc: usize, space: Space, at: Address) -> Ran<Which> {
         let (cta, start) = self.locate_shared(w, lane, space, at, BARRIER_BYTES)?;
         let found = self.ctas[cta].transactions.iter().position(|barrier| barrier.start == start);
@@ -155,8 +173,8 @@ impl Machine<'_> {
         Ok((cta, number))
     }
 
-    /// `mbarrier.arrive`, with so many bytes that are expected besides.
-    pub(super) fn arrive_at_barrier(
+    /// Runs `mbarrier.arrive`, which expects so many bytes besides.
+    fn arrive_at_barrier(
         &mut self,
         w: usize,
         active: u32,
@@ -187,8 +205,8 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// `st.async`: the bytes are there at once, and nobody knows of them before the phase is over.
-    pub(super) fn store_async(
+    /// Runs `st.async`: the bytes are there at once, and nobody knows of them before the phase is over.
+    fn store_async(
         &mut self,
         w: usize,
         active: u32,
@@ -226,7 +244,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// `mbarrier.try_wait.parity`: fails the first time, as it may however late that is, and then waits until the phase is over.
+    /// Runs `mbarrier.try_wait.parity`, which fails the first time, as if the phase ended later, and then waits for its end.
     pub(super) fn try_wait(
         &mut self,
         w: usize,
@@ -259,7 +277,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Ends the phase of a barrier on which nothing is missing, and lets those go on who wait for its end.
+    /// Ends the phase of a barrier that lacks nothing, and lets the threads go on that wait for the end.
     fn finish_transactions(&mut self, which @ (cta, number): Which) {
         let barrier = &mut self.ctas[cta].transactions[number];
         if barrier.pending != 0 || barrier.bytes != 0 {
@@ -281,7 +299,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The thread knows what it acquires from the phase that is over.
+    /// Lets the thread know what it acquires from the phase that is over.
     fn acquire_phase(&mut self, thread: usize, which @ (cta, number): Which, acquires: Acquires) {
         if acquires == Acquires::Nothing {
             return;
@@ -302,7 +320,7 @@ impl Machine<'_> {
         }
     }
 
-    /// An asynchronous store of which no thread of its CTA knew at its exit: the thread that stored, and the instruction.
+    /// Finds an asynchronous store of which no thread of its CTA knew at its exit: the thread that stored, and the instruction.
     pub(super) fn stored_after_exit(&self, cta: usize) -> Option<(usize, u32)> {
         let per_cta = self.threads.len() / self.ctas.len();
         let threads = &self.threads[cta * per_cta..][..per_cta];
@@ -313,7 +331,7 @@ impl Machine<'_> {
         })
     }
 
-    /// What is missing on barriers for which threads wait.
+    /// Says what barriers lack for which threads wait.
     pub(super) fn missing_on_barriers(&self) -> Vec<String> {
         let all = (0_u32..).zip(&self.ctas);
         let all = all.flat_map(|(rank, cta)| cta.transactions.iter().map(move |barrier| (rank, barrier)));
@@ -326,7 +344,7 @@ impl Machine<'_> {
         told.collect()
     }
 
-    /// A write of bytes of a CTA by a lane that becomes known as the agent's, at its clock.
+    /// Writes bytes of a CTA by a lane; the write becomes known as the agent's, at the agent's clock.
     fn write_as(
         &mut self,
         w: usize,
@@ -342,7 +360,7 @@ impl Machine<'_> {
         written.map_err(|conflict| self.shared_conflict(lane, cta, &conflict))
     }
 
-    /// An operation on a barrier, of which none disturbs another.
+    /// Notes an operation on a barrier; none of them disturbs another.
     fn use_barrier(&mut self, w: usize, lane: usize, pc: usize, (cta, start, bytes): (usize, usize, usize)) -> Ran<()> {
         let thread = self.warps[w].first + lane;
         let Thread { clock, known, .. } = &self.threads[thread];

@@ -1,4 +1,4 @@
-//! How the CTAs of a cluster meet.
+//! Ways in which the CTAs of a cluster meet.
 
 /// The environment variable that chooses how the CTAs of `gpu-one-pass` meet: `barrier`, the default, or `stores`.
 pub const MEETING_VARIABLE: &str = "ASSAY_GPU_MEETING";
@@ -14,10 +14,10 @@ pub enum Meeting {
 }
 
 impl Meeting {
-    /// The way that [`MEETING_VARIABLE`] chooses.
+    /// Returns the way that [`MEETING_VARIABLE`] chooses.
     ///
     /// # Errors
-    /// The value that names no way.
+    /// Returns the variable's value where it names no way.
     pub fn chosen() -> Result<Self, String> {
         match std::env::var_os(MEETING_VARIABLE) {
             None => Ok(Self::default()),

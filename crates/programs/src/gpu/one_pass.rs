@@ -93,8 +93,8 @@ const SCALES: u32 = 4;
 /// Bytes of a barrier in shared memory.
 const BARRIER: u32 = 8;
 
-/// The meetings of a cluster, each with a barrier of its own where its CTAs meet by stores: a peer that is through the first may store
-/// for the second before this CTA has all of the first, and the bytes of the two must not be counted as one.
+/// A meeting of a cluster. Where CTAs meet by stores each has a separate barrier: a peer that is through the first may store for the
+/// second before this CTA has all of the first, and the bytes of the two must not be counted as one.
 #[derive(Clone, Copy)]
 enum Met {
     Maxima,
@@ -382,7 +382,7 @@ impl Writer {
         }
     }
 
-    /// The barrier of a meeting in this CTA, where CTAs meet by stores.
+    /// Returns the barrier of a meeting in this CTA, where CTAs meet by stores.
     fn barrier_of(&self, met: Met) -> Option<Address> {
         self.shared.meetings.map(|all| Address::Shared(all, BARRIER * met as u32))
     }
@@ -404,7 +404,7 @@ impl Writer {
         });
     }
 
-    /// Bytes that a CTA is told at a meeting: a value of every warp of the cluster for each array, and before the first the target's logit.
+    /// Counts the bytes that a CTA is told at a meeting: a value of every warp of the cluster for each array, and before the first the target's logit.
     fn bytes_of(&self, met: Met) -> u32 {
         let of_warps = 4 * self.cut.cluster * self.cut.warps();
         match met {
@@ -433,7 +433,7 @@ impl Writer {
         }
     }
 
-    /// Waits until all that was stored for a meeting is there. By stores nothing else is: see [`order_cta`](Self::order_cta).
+    /// Waits until all that was stored for a meeting is there. Where CTAs meet by stores nothing else is: see [`order_cta`](Self::order_cta).
     fn meet(&self, on: &mut Builder, met: Met) {
         if let Some(barrier) = self.barrier_of(met) {
             on.wait_for_phase(barrier, 0);

@@ -200,7 +200,7 @@ pub(crate) struct Cut {
     pub(crate) cluster: u32,
     /// Threads of a CTA, a power of two of whole warps.
     pub(crate) threads: u32,
-    /// How the CTAs of a cluster meet.
+    /// The way in which the CTAs of a cluster meet.
     meeting: Meeting,
     /// Blocks of a CTA, at most.
     blocks: u32,
@@ -241,7 +241,7 @@ impl Cut {
         self.vocab * self.logits.size()
     }
 
-    /// The same cut, whose CTAs meet as `meeting` says.
+    /// Returns this cut with CTAs that meet as `meeting` says.
     pub(crate) fn meeting_by(self, meeting: Meeting) -> Self {
         Self { meeting, ..self }
     }

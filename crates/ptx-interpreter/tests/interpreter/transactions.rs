@@ -133,7 +133,7 @@ fn async_stores_to_a_cta_that_exits_are_refused() {
     breaks(start, "", &[Fault::PeerNotStarted], "not known to have started");
 }
 
-/// What the storing thread did before is not known with its store, and what it is about to store over must be known to it.
+/// An asynchronous store makes nothing else known that its thread did, and its thread must know what it stores over.
 #[test]
 fn async_stores_order_nothing_else() {
     let four = Shape { threads: 64, ..PAIR };

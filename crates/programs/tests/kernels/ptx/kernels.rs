@@ -29,7 +29,7 @@ use std::ops::{Deref, Range};
 const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 5, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
-/// What tests call the one-pass kernel whose CTAs meet by asynchronous stores.
+/// The name in tests of the one-pass kernel whose CTAs meet by asynchronous stores.
 const BY_STORES: &str = "gpu-one-pass, meeting by stores";
 
 /// What texts of the one-pass kernel differ between.
@@ -41,7 +41,7 @@ fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype
     implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, target).unwrap()
 }
 
-/// The one-pass kernel whose CTAs meet by asynchronous stores.
+/// Writes the one-pass kernel whose CTAs meet by asynchronous stores.
 fn meeting_by_stores(target: Target, spec: &LossSpec, shape: Shape, dtype: Dtype) -> PtxKernel {
     let all = LossProgram::all();
     let program = all.iter().find(|program| program.id() == "gpu-one-pass").unwrap();
@@ -583,7 +583,7 @@ fn refusal(target: Target, spec: &LossSpec, recipe: &Recipe, change: impl Fn(Str
     refusal_of(kernel, spec, recipe, change)
 }
 
-/// The same of the kernel that is given.
+/// Returns why the kernel that is given is refused after a change, if it is.
 fn refusal_of(
     mut kernel: PtxKernel,
     spec: &LossSpec,
@@ -684,7 +684,7 @@ fn meeting_by_stores_every_cluster_matches_reference() {
     }
 }
 
-/// Both ways of meeting fold the same numbers in the same order.
+/// The two ways of meeting fold the same numbers in the same order.
 #[test]
 fn meeting_by_stores_returns_the_bits_of_the_barrier() {
     let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
@@ -703,7 +703,7 @@ fn meeting_by_stores_returns_the_bits_of_the_barrier() {
     }
 }
 
-/// Everything that makes the meeting by stores right is needed.
+/// Each wait, fence, count and parity of the meeting by stores is needed.
 #[test]
 fn meeting_by_stores_with_a_mistake_is_refused() {
     let spec = LossSpec::default();
