@@ -272,6 +272,10 @@ plan devices 20 240 lacks_trials '\.\.\. ok$' env ${plugin:+ASSAY_PJRT_PLUGIN="$
 for id in "${driven[@]}"; do
 	bench "bench-$id-bf16" "$id" lacks_kernel --shape "$shape" --dtype bf16
 done
+# The other way in which a cluster's CTAs may meet, beside the default.
+name=bench-gpu-one-pass-driver-bf16-stores
+plan "$name" 15 150 'lacks_kernel gpu-one-pass-driver' '' env ASSAY_GPU_MEETING=stores "$assay" bench --impl gpu-one-pass-driver \
+	--shape "$shape" --dtype bf16 --json "$record/$name.json"
 # The operation of PyTorch on CUDA tensors: a campaign, a step's time, and the same captured in a CUDA graph.
 torch_step torch-campaign campaign ${small:+--cases 6}
 torch_step torch-step step --shape "$torch_shape"
@@ -290,7 +294,8 @@ for id in "${driven[@]}"; do
 		bench "bench-$id-bf16-$v" "$id" lacks_kernel --shape "${shape%x*}x$v" --dtype bf16
 	done
 done
-bench bench-gpu-logp-bf16 gpu-logp lacks_kernel --shape "$logp_shape" --dtype bf16
+# gpu-logp is the first of the two kernels: its time is that of grpo_statistics.
+bench bench-gpu-logp-bf16 gpu-two-pass-driver lacks_kernel --shape "$logp_shape" --dtype bf16
 for id in "${compiled[@]}"; do
 	plan "replay-$id" 20 180 "lacks_plugin_or_fixtures $id" '' "$assay" replay "$fixtures"/*.safetensors --impl "$id" "${through[@]}" --json "$record/replay-$id.json"
 	bench "bench-$id-bf16" "$id" lacks_plugin --shape "$shape" --dtype bf16 "${through[@]}"
