@@ -631,3 +631,44 @@ pub(crate) fn over_lanes(
         fold(on, value, other)
     })
 }
+
+/// Folds over all threads of a CTA. Each has an array of shared memory of its own, so that no thread waits for a reader of an earlier one.
+pub(crate) struct CtaFolds {
+    warps: u32,
+    arrays: Value<u32>,
+    lane: Value<u32>,
+    warp: Value<u32>,
+}
+
+impl CtaFolds {
+    /// Room for so many `folds` of so many `threads`.
+    pub(crate) fn new(on: &mut Builder, [threads, folds]: [u32; 2], thread: Value<u32>) -> Self {
+        let warps = threads / 32;
+        let arrays = on.shared("folds", 4 * folds * warps);
+        Self { warps, arrays, lane: on.bits_and(thread, 31), warp: on.shift_right(thread, 5) }
+    }
+
+    /// Folds the `value` of all threads, lanes by halves and then warps by halves: every thread then has the same. `which` counts the folds
+    /// from 0.
+    pub(crate) fn fold(
+        &self,
+        on: &mut Builder,
+        which: u32,
+        value: Value<f32>,
+        fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
+    ) -> Value<f32> {
+        let warps = self.warps;
+        let of_warp = over_lanes(on, value, 32, &fold);
+        let array = on.add(self.arrays, 4 * warps * which);
+        let first = on.less(self.lane, 1);
+        on.when(first, |on| {
+            let to = on.mul_add(self.warp, 4, array);
+            on.store(Address::Shared(to, 0), of_warp);
+        });
+        on.barrier();
+        let own = on.bits_and(self.lane, warps - 1);
+        let from = on.mul_add(own, 4, array);
+        let value = on.load(Address::Shared(from, 0));
+        over_lanes(on, value, warps, &fold)
+    }
+}

@@ -15,7 +15,7 @@
 use std::f64::consts::{LN_2, LOG2_E};
 
 use super::cotangents::{Cotangents, Factors, SentArrays, TokenFactors};
-use super::row::{BLOCK, Logits, Pair, SCALAR, dot, exp, over_lanes, sum};
+use super::row::{BLOCK, CtaFolds, Logits, Pair, SCALAR, dot, exp, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Statistic, numbers};
@@ -405,8 +405,8 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
             }
         }
     });
-    let meeting = Meeting::new(on, &stream, 2 + 2 * scales.len() as u32);
-    let of_row = meeting.fold(on, 0, max, Builder::max);
+    let folds = CtaFolds::new(on, [stream.threads, 2 + 2 * scales.len() as u32], stream.thread);
+    let of_row = folds.fold(on, 0, max, Builder::max);
     let rise = gap(on, of_row, max);
     for (&scale, &sums) in scales.iter().zip(&sums) {
         rescale(on, scale, rise, sums);
@@ -421,7 +421,7 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
         .into_iter()
         .chain(places.into_iter().flatten().zip(sums.into_iter().flatten()));
     for (turn, (place, value)) in summed.enumerate() {
-        columns[place] = meeting.fold(on, 1 + turn as u32, value, Builder::add);
+        columns[place] = folds.fold(on, 1 + turn as u32, value, Builder::add);
     }
     let first = on.less(stream.thread, 1);
     on.when(first, |on| {
@@ -431,46 +431,6 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
         on.store_all(to.plus(16), [e, f, g, h]);
     });
     builder.finish(launch(local.shape[1], stream.threads))
-}
-
-/// Where the warps of a CTA put what is folded over all of them: one array for each fold, so that nobody waits for a reader.
-struct Meeting {
-    /// Of the CTA.
-    warps: u32,
-    arrays: Value<u32>,
-    lane: Value<u32>,
-    warp: Value<u32>,
-}
-
-impl Meeting {
-    fn new(on: &mut Builder, &Stream { threads, thread, .. }: &Stream, folds: u32) -> Self {
-        let warps = threads / 32;
-        let arrays = on.shared("folds", 4 * folds * warps);
-        Self { warps, arrays, lane: on.bits_and(thread, 31), warp: on.shift_right(thread, 5) }
-    }
-
-    /// `value` of all threads, folded: every thread then has the same.
-    fn fold(
-        &self,
-        on: &mut Builder,
-        which: u32,
-        value: Value<f32>,
-        fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
-    ) -> Value<f32> {
-        let warps = self.warps;
-        let of_warp = over_lanes(on, value, 32, &fold);
-        let array = on.add(self.arrays, 4 * warps * which);
-        let first = on.less(self.lane, 1);
-        on.when(first, |on| {
-            let to = on.mul_add(self.warp, 4, array);
-            on.store(Address::Shared(to, 0), of_warp);
-        });
-        on.barrier();
-        let own = on.bits_and(self.lane, warps - 1);
-        let from = on.mul_add(own, 4, array);
-        let value = on.load(Address::Shared(from, 0));
-        over_lanes(on, value, warps, &fold)
-    }
 }
 
 /// Called as [`statistics`], dlogits written over the logits or apart from them, and with what they are made of.

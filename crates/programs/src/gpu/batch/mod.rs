@@ -22,7 +22,7 @@ pub(super) use tokens::entropy_factor;
 pub(crate) use tokens::tokens;
 pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, Weights};
 
-use super::row::{SCALAR, over_lanes};
+use super::row::{CtaFolds, SCALAR};
 use assay_algebra::structure::{Input, Number, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
@@ -158,46 +158,31 @@ impl Array {
     }
 }
 
-/// A thread of a CTA, and what the CTA's threads fold over their warps.
+/// A thread of a CTA, and the sums over all of its threads.
 pub(super) struct Threads {
     in_cta: u32,
     pub(super) thread: Value<u32>,
     /// The number of the CTA.
     pub(super) cta: Value<u32>,
-    lane: Value<u32>,
-    warp: Value<u32>,
-    /// Shared memory, one array for each fold: no thread waits for a reader of an earlier one.
-    folds: Value<u32>,
-    next: u32,
-    most: u32,
+    folds: CtaFolds,
+    /// Sums so far, and at most.
+    summed: [u32; 2],
 }
 
 impl Threads {
-    /// Threads of a CTA that folds at most `most` times.
+    /// Threads of a CTA that sums at most `most` times.
     pub(super) fn new(on: &mut Builder, threads: u32, most: u32) -> Self {
         let (thread, cta) = (on.thread(), on.cta());
-        let (lane, warp) = (on.bits_and(thread, 31), on.shift_right(thread, 5));
-        let folds = on.shared("folds", 4 * most.max(1) * threads / 32);
-        Self { in_cta: threads, thread, cta, lane, warp, folds, next: 0, most }
+        let folds = CtaFolds::new(on, [threads, most], thread);
+        Self { in_cta: threads, thread, cta, folds, summed: [0, most] }
     }
 
-    /// The sum of `value` over all threads, the same in each: lanes by halves, then warps by halves.
+    /// The sum of `value` over all threads, the same in each.
     pub(super) fn sum(&mut self, on: &mut Builder, value: Value<f32>) -> Value<f32> {
-        assert!(self.next < self.most, "a CTA folds no more often than it has room for");
-        let warps = self.in_cta / 32;
-        let of_warp = over_lanes(on, value, 32, Builder::add);
-        let array = on.add(self.folds, 4 * warps * self.next);
-        self.next += 1;
-        let first = on.less(self.lane, 1);
-        on.when(first, |on| {
-            let to = on.mul_add(self.warp, 4, array);
-            on.store(Address::Shared(to, 0), of_warp);
-        });
-        on.barrier();
-        let own = on.bits_and(self.lane, warps - 1);
-        let from = on.mul_add(own, 4, array);
-        let value = on.load(Address::Shared(from, 0));
-        over_lanes(on, value, warps, Builder::add)
+        let [which, most] = self.summed;
+        assert!(which < most, "a CTA sums no more often than it has room for");
+        self.summed[0] += 1;
+        self.folds.fold(on, which, value, Builder::add)
     }
 
     /// Calls `body` with `first`, `first + 1`, … below `end`, each in one thread.

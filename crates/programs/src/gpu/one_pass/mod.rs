@@ -109,7 +109,7 @@ const BESIDE_KEPT: u32 = 32;
 /// Registers beside those where an entropy bonus needs gaps too.
 const BESIDE_KEPT_AND_GAPS: u32 = 64;
 
-/// What the kernel returns of each token, `[1,n,8]`.
+/// The array that the kernel returns, `[1,n,8]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Returned {
     /// Logp, entropy, loss and metrics.
@@ -166,7 +166,7 @@ struct Shared {
 }
 
 /// `dx_j = policy·e_j + e'_j (base + slope·g_j)`, `dx_y = target`. Where logp and entropy are of one softmax, `policy` is within `base`.
-/// Where a row may be walked by [exponents](Affine), there is no bonus: `base` is then the factor of their powers, and `slope` is `m`.
+/// If a row may be walked by [exponents](super::affine::Affine), there is no bonus: `base` is then the factor of their powers, and `slope` is `m`.
 struct Scales {
     policy: Value<f32>,
     base: Value<f32>,
