@@ -16,6 +16,8 @@ Notation as in the package: B sequences of T tokens over a vocabulary of V; H is
 """
 
 import functools
+import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -134,8 +136,41 @@ def _fake_evaluated(logits: Tensor, vocab: int, given: tuple[Any, ...]) -> tuple
     return (ids.new_empty((), dtype=torch.float32), *per_token, metrics, kept)
 
 
-#: Numbers that kernels read, for as long as the process runs: a graph that was captured has their addresses.
-_CONSTANTS: dict[tuple[Any, ...], Tensor] = {}
+class _Constants:
+    """Small arrays of numbers that kernels read, by what they hold. They are copied to a device once and kept, the last 4,096 of them, and
+    for as long as the process runs those that a captured graph has the addresses of."""
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+        self._captured: dict[tuple[Any, ...], Tensor] = {}
+
+    def get(self, key: tuple[Any, ...], capturing: bool) -> Tensor | None:
+        found = self._captured.get(key)
+        if found is None and (found := self._kept.pop(key, None)) is not None:
+            # The one that was used longest ago goes first: no kernel that is still to run has it.
+            self._kept[key] = found
+            if capturing:
+                self._captured[key] = found
+        return found
+
+    def add(self, key: tuple[Any, ...], numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if len(self._kept) >= self._MOST:
+            del self._kept[next(iter(self._kept))]
+        host = torch.tensor(numbers, dtype=dtype, device="cpu")
+        if device.type == "cuda":
+            # On a stream of its own the copy waits for nothing that the caller has enqueued, and is there for all streams afterwards.
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                self._kept[key] = host.to(device)
+            stream.synchronize()
+        else:
+            self._kept[key] = host.to(device)
+        return self._kept[key]
+
+
+_CONSTANTS = _Constants()
 
 
 class _Tensors:
@@ -174,16 +209,18 @@ class _Tensors:
         return torch.arange(0, count * length + 1, length, dtype=torch.int32, device=self._device)
 
     def constant(self, numbers: _gpu.Numbers, dtype: str, name: str = "") -> Tensor:
-        key = (self._device, dtype, name or numbers)
-        if key not in _CONSTANTS:
-            if self.is_capturing:
-                raise ProblemError(
-                    "`logits`: got a loss or a shape for the first time in the capture of a CUDA graph, expected one of which a step was "
-                    "made before: what its kernels read is copied to the device there"
-                )
-            numbers = numbers() if callable(numbers) else numbers
-            _CONSTANTS[key] = torch.tensor(numbers, dtype=self._DTYPES[dtype], device=self._device)
-        return _CONSTANTS[key]
+        # By their bytes: a NaN is no other number than itself.
+        key = (self._device, dtype, name or struct.pack(f"{len(numbers)}d", *numbers))  # type: ignore[arg-type, misc]
+        capturing = self.is_capturing
+        found = _CONSTANTS.get(key, capturing)
+        if found is not None:
+            return found
+        if capturing:
+            raise ProblemError(
+                "`logits`: got a loss or a shape for the first time in the capture of a CUDA graph, expected one of which a step was "
+                "made before: what its kernels read is copied to the device there"
+            )
+        return _CONSTANTS.add(key, numbers() if callable(numbers) else numbers, self._DTYPES[dtype], self._device)
 
     def cast(self, array: Tensor, dtype: str) -> Tensor:
         return array.to(self._DTYPES[dtype])
@@ -261,9 +298,13 @@ def _place_for_dlogits(logits: Tensor) -> Tensor:
 
 
 def _strides_of_dlogits(logits: Tensor) -> tuple[int, ...]:
-    if logits.shape[-1] * logits.element_size() % 16 == 0:
-        return tuple(torch.empty(logits.shape, device="meta").stride())
-    return tuple(logits.stride())
+    dense = [math.prod(logits.shape[axis + 1 :]) for axis in range(logits.ndim)]
+    in_blocks = logits.shape[-1] * logits.element_size() % 16 == 0
+    # Rows that lie over one another, as those of an expanded tensor, have a gradient each.
+    overlap = any(
+        extent > 1 and stride < own for extent, stride, own in zip(logits.shape, logits.stride(), dense, strict=True)
+    )
+    return tuple(dense) if in_blocks or overlap else tuple(logits.stride())
 
 
 def _gradient_of(

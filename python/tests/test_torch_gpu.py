@@ -348,3 +348,38 @@ def test_a_graphs_capture_before_a_first_step_is_refused(on_gpu: Fake, monkeypat
     step()
     monkeypatch.setattr(assay.torch._Tensors, "is_capturing", True)
     step()
+
+
+def test_numbers_of_many_shapes_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that a graph was captured with."""
+    constants = assay.torch._Constants()
+    monkeypatch.setattr(constants, "_MOST", 2)
+    monkeypatch.setattr(assay.torch, "_CONSTANTS", constants)
+    arrays = assay.torch._Tensors(torch.device("cpu"))
+    first = arrays.constant((1.0, float("nan")), "f32")
+    monkeypatch.setattr(assay.torch._Tensors, "is_capturing", True)
+    assert arrays.constant((1.0, float("nan")), "f32") is first
+    monkeypatch.setattr(assay.torch._Tensors, "is_capturing", False)
+    second = arrays.constant((2.0,), "f32")
+    for number in (3.0, 4.0):
+        arrays.constant((number,), "f32")
+    assert arrays.constant((1.0, float("nan")), "f32") is first and len(constants._kept) == 2
+    assert arrays.constant((2.0,), "f32") is not second
+
+
+def test_an_expanded_tensor_has_a_gradient_of_each_sequence() -> None:
+    """Of whole blocks; where rows are none, dlogits cannot lie in their blocks as such logits do."""
+    for vocab, fits in ((64, True), (65, False)):
+        spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"})
+        problem = next(iter(assay.problems(spec, 1, seed=3, dtypes=("bf16",), shapes=[f"3x5x{vocab}"])))
+        leaf = problem.torch().logits[:1].clone().requires_grad_()
+        if not fits:
+            with pytest.raises(assay.AssayError, match="arrays logits and dlogits: they begin"):
+                assay.torch.grpo_loss(leaf.expand(3, -1, -1), **given(problem), spec=spec)
+            continue
+        gradients = []
+        for logits in (leaf.expand(3, -1, -1), leaf.repeat(3, 1, 1)):
+            result = assay.torch.grpo_loss(logits, **given(problem), spec=spec)
+            (gradient,) = torch.autograd.grad(result.loss, leaf)
+            gradients.append(gradient)
+        assert torch.equal(*gradients) and gradients[0].any()
