@@ -264,6 +264,9 @@ def kept_size(spec: str, tokens: int, vocab: int) -> int:
 def _truths(arrays: Arrays, field: str, array: Array) -> Array:
     """Truth values in f32; the kernels find those that are neither 0 nor 1."""
     _expect_dtype(arrays, field, array, ("bool", *_INTEGERS, *_FLOATS))
+    if arrays.dtype(array) == "f64":
+        # What f32 would round to 0 or 1 is neither.
+        array = arrays.on.where((array == 0) | (array == 1), array, math.nan)
     return arrays.dense(arrays.cast(array, "f32"))
 
 
@@ -333,11 +336,15 @@ class _Batch:
         if _packed(given):
             assert ends is not None
             _expect_ends(arrays, ends, per_token)
-            sequences, ends = int(ends.shape[0]) - 1, arrays.dense(arrays.cast(ends, "i32"))
+            sequences = int(ends.shape[0]) - 1
+            if arrays.dtype(ends) == "i64":
+                # What is too large for i32 stays so, as no end is.
+                ends = arrays.on.clip(ends, -1, 2**31 - 1)
+            ends = arrays.dense(arrays.cast(ends, "i32"))
         else:
             sequences, ends = shape[0], arrays.ends(*per_token)
         width = None if _packed(given) else shape[1]
-        of_tokens = (_of_tokens(arrays, advantages, sequences, per_token, plan["token_advantages"]), False)
+        of_tokens = (_of_tokens(arrays, advantages, sequences, per_token, plan["token_advantages"], _packed(given)), False)
         inputs = {
             "sampled_ids": arrays.dense(arrays.cast(ids, "i64")),
             "mask": arrays.cast(arrays.upload(settled["mask"]), "f32") if "mask" in settled else _truths(arrays, "mask", mask),
@@ -409,11 +416,15 @@ def _temperatures(
     return arrays.dense(arrays.cast(array, "f32")), given == shape
 
 
-def _of_tokens(arrays: Arrays, advantages: Array, sequences: int, per_token: tuple[int, int], each: bool) -> bool:
-    """Whether each token has an advantage of its own."""
+def _of_tokens(
+    arrays: Arrays, advantages: Array, sequences: int, per_token: tuple[int, int], each: bool, is_packed: bool
+) -> bool:
+    """Whether each token has an advantage of its own, in `[B,T]` or, packed into one row, in `[N]`."""
     _expect_dtype(arrays, "advantages", advantages, _FLOATS)
     if tuple(advantages.shape) == (sequences,):
         return False
+    if each and is_packed and tuple(advantages.shape) == per_token[1:]:
+        return True
     if each:
         _expect_shape("advantages", advantages, per_token, "[B,T] of the logits, as the spec has `advantages: token`")
         return True

@@ -275,23 +275,36 @@ def _loss_on_gpu(
 ) -> tuple[Tensor, ...]:
     *_, of_batch, json = given
     # A number of the host's goes with the launch.
+    arrays = _Tensors(device)
     if of_batch is not None and not _on_gpu(of_batch):
-        of_batch = float(of_batch)
-    loss, *of_tokens, metrics, kept = _gpu.loss(_Tensors(device), json, logits, _detached(given), of_batch, dlogits)
+        of_batch = _number_of_host(float(of_batch), arrays.is_capturing)
+    loss, *of_tokens, metrics, kept = _gpu.loss(arrays, json, logits, _detached(given), of_batch, dlogits)
     return loss, *_as_given(of_tokens, given), metrics, kept
+
+
+def _number_of_host(normalizer: float, capturing: bool) -> float:
+    if not 0 < normalizer < math.inf:
+        raise ProblemError(f"`normalizer`: got {normalizer:g}, expected a finite number > 0")
+    if capturing:
+        raise ProblemError(
+            "`normalizer`: got a number of the host's in the capture of a CUDA graph, which would have it at every replay; expected a "
+            "tensor on the device"
+        )
+    return normalizer
 
 
 def _nothing_kept() -> Tensor:
     return torch.empty((0,), dtype=torch.float32, device="cpu")
 
 
-def _place_for_dlogits(logits: Tensor) -> Tensor:
+def _place_for_dlogits(logits: Tensor, late: int | None = None) -> Tensor:
     """Memory for dlogits on a GPU: dense, but where rows begin within the blocks of 16 bytes that kernels read. There dlogits lie in
-    their blocks as the logits do in theirs."""
+    their blocks as the logits do in theirs, which begin `late` elements into one; None: as their address says."""
     size, strides = logits.element_size(), _strides_of_dlogits(logits)
     if logits.shape[-1] * size % 16 == 0:
         return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    late = logits.data_ptr() % 16 // size
+    if late is None:
+        late = logits.data_ptr() % 16 // size
     last = sum((extent - 1) * stride for extent, stride in zip(logits.shape, strides, strict=True))
     room = torch.empty((late + last + 1,), dtype=logits.dtype, device=logits.device)
     return room.as_strided(logits.shape, strides, late)
@@ -299,12 +312,14 @@ def _place_for_dlogits(logits: Tensor) -> Tensor:
 
 def _strides_of_dlogits(logits: Tensor) -> tuple[int, ...]:
     dense = [math.prod(logits.shape[axis + 1 :]) for axis in range(logits.ndim)]
-    in_blocks = logits.shape[-1] * logits.element_size() % 16 == 0
-    # Rows that lie over one another, as those of an expanded tensor, have a gradient each.
-    overlap = any(
-        extent > 1 and stride < own for extent, stride, own in zip(logits.shape, logits.stride(), dense, strict=True)
+    if logits.shape[-1] * logits.element_size() % 16 == 0:
+        return tuple(dense)
+    # Rows that lie over one another, as those of an expanded tensor, have a gradient each, which begins as far into a block.
+    of_block = 16 // logits.element_size()
+    return tuple(
+        own + (stride - own) % of_block if extent > 1 and stride < own else stride
+        for extent, stride, own in zip(logits.shape, logits.stride(), dense, strict=True)
     )
-    return tuple(dense) if in_blocks or overlap else tuple(logits.stride())
 
 
 def _gradient_of(
@@ -383,8 +398,9 @@ def _(logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
 def _(
     loss: Tensor | None, logp: Tensor | None, entropy: Tensor | None, kept: Tensor, logits: Tensor, *given: Any
 ) -> Tensor:
-    strides = _strides_of_dlogits(logits) if _on_gpu(logits) else None
-    return logits.new_empty(logits.shape) if strides is None else logits.new_empty_strided(logits.shape, strides)
+    # Memory of PyTorch's begins with a block of 16 bytes: where in one the logits begin is said by their offset.
+    late = logits.storage_offset() % (16 // logits.element_size())
+    return _place_for_dlogits(logits, late) if _on_gpu(logits) else logits.new_empty(logits.shape)
 
 
 @_head_loss.register_fake
@@ -415,8 +431,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _saved(ctx: Any) -> list[Any]:
-    tensors = ctx.saved_tensors[: len(ctx.rest)]
+def _arguments(tensors: Sequence[Tensor | None], ctx: Any) -> list[Any]:
+    """An operation's arguments: those that are tensors were saved, once unpacked; a checkpoint unpacks them no second time."""
     return [x if x is not None else rest for x, rest in zip(tensors, ctx.rest, strict=True)]
 
 
@@ -425,13 +441,13 @@ _Sent: TypeAlias = Tensor | None
 
 
 def _backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
-    inputs = _saved(ctx)
-    return (_gradient(loss, logp, entropy, ctx.saved_tensors[-1], *inputs), *[None] * (len(inputs) - 1))
+    *tensors, kept = ctx.saved_tensors
+    return (_gradient(loss, logp, entropy, kept, *_arguments(tensors, ctx)), *[None] * (len(tensors) - 1))
 
 
 def _head_backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
-    inputs = _saved(ctx)
-    return (*_head_gradient(loss, logp, entropy, ctx.saved_tensors[-1], *inputs), *[None] * (len(inputs) - 2))
+    *tensors, kept = ctx.saved_tensors
+    return (*_head_gradient(loss, logp, entropy, kept, *_arguments(tensors, ctx)), *[None] * (len(tensors) - 2))
 
 
 _loss.register_autograd(_backward, setup_context=_setup)
@@ -498,12 +514,12 @@ def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = _saved(ctx)
+    inputs = _arguments(ctx.saved_tensors, ctx)
     return (_gather_gradient(dlogp, *inputs), *[None] * (len(inputs) - 1))
 
 
 def _head_gather_backward(ctx: Any, dlogp: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = _saved(ctx)
+    inputs = _arguments(ctx.saved_tensors, ctx)
     return (*_head_gather_gradient(dlogp, *inputs), *[None] * (len(inputs) - 2))
 
 
@@ -512,6 +528,24 @@ _head_gather.register_autograd(_head_gather_backward, setup_context=_setup_gathe
 
 
 _TWICE = "grpo_loss: got a second backward pass with `inplace=True`, expected one: the logits are dlogits by now"
+
+
+class _NoFurther(torch.autograd.Function):
+    """Dlogits that have no gradient of their own. They hang on the logits: whoever asks for that of the logits comes by here, also where
+    the cotangents had none, as `once_differentiable` would not notice."""
+
+    @staticmethod
+    def forward(ctx: Any, dlogits: Tensor, logits: Tensor) -> Tensor:
+        return dlogits
+
+    @staticmethod
+    def backward(ctx: Any, sent: Tensor) -> tuple[None, None]:
+        raise RuntimeError("grpo_loss: got a gradient of its gradient to make, expected none: dlogits have no derivative")
+
+
+def _once(dlogits: Tensor, logits: Tensor) -> Tensor:
+    """Dlogits, as a backward pass returns them."""
+    return _NoFurther.apply(dlogits, logits) if torch.is_grad_enabled() else dlogits
 
 
 class _InPlace(torch.autograd.Function):
@@ -527,7 +561,6 @@ class _InPlace(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
         if ctx.done:
             raise RuntimeError(_TWICE)
@@ -536,7 +569,7 @@ class _InPlace(torch.autograd.Function):
         ctx.done = True
         # Whoever saved the logits and is differentiated later is told so by autograd.
         torch.autograd.graph.increment_version(logits)
-        return (logits.detach(), *[None] * len(ctx.given))
+        return (_once(logits.detach(), logits), *[None] * len(ctx.given))
 
 
 class _OnePass(torch.autograd.Function):
@@ -550,37 +583,36 @@ class _OnePass(torch.autograd.Function):
         if inplace:
             # Whoever saved the logits and is differentiated later is told so by autograd.
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits, outputs[-1])
-        ctx.given, ctx.inplace, ctx.dlogits = given, inplace, dlogits
+        # Dlogits beside what says for which cotangent: a checkpoint runs this again and has both of its second run. What the caller
+        # writes to dlogits later is no change to what was saved, as `.data` of both counts its own.
+        ctx.save_for_backward(logits, outputs[-1], None if inplace else dlogits.data)
+        ctx.given, ctx.inplace, ctx.is_made = given, inplace, True
         ctx.mark_non_differentiable(*outputs[3:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss: _Sent, logp: _Sent, entropy: _Sent, *detached: _Sent) -> tuple[Tensor | None, ...]:
-        logits, kept = ctx.saved_tensors
+        logits, kept, dlogits = ctx.saved_tensors
         # The caller may write to them: another backward pass makes its own.
-        made, ctx.dlogits = ctx.dlogits, None
+        is_made, ctx.is_made = ctx.is_made, False
         given = ctx.given
         arrays, named = _Tensors(logits.device), _detached(given)
         of_logp, of_entropy = (None if cotangent is None else _row(cotangent, given) for cotangent in (logp, entropy))
         sent = (None if loss is None else loss.detach(), of_logp, of_entropy)
         if ctx.inplace:
-            _expect_loss_alone(made, sent[1:])
+            _expect_loss_alone(is_made, sent[1:])
             _gpu.multiply(arrays, given[-1], _row(logits, given), named, kept, sent[0])
             torch.autograd.graph.increment_version(logits)
-            return (logits.detach(), *[None] * (1 + len(given)))
-        dlogits = _place_for_dlogits(logits) if made is None else made
-        _gpu.gradient(
-            arrays, given[-1], _row(logits, given), _row(dlogits, given), named, kept, sent, made=made is not None
-        )
-        return (dlogits, *[None] * (1 + len(given)))
+            return (_once(logits.detach(), logits), *[None] * (1 + len(given)))
+        dlogits = dlogits.data if is_made else _place_for_dlogits(logits)
+        _gpu.gradient(arrays, given[-1], _row(logits, given), _row(dlogits, given), named, kept, sent, made=is_made)
+        return (_once(dlogits, logits), *[None] * (1 + len(given)))
 
 
-def _expect_loss_alone(dlogits: Tensor | None, beside: tuple[Tensor | None, ...]) -> None:
+def _expect_loss_alone(is_made: bool, beside: tuple[Tensor | None, ...]) -> None:
     """Checks that dlogits in the place of logits can follow the cotangents."""
-    if dlogits is None:
+    if not is_made:
         raise RuntimeError(_TWICE)
     for name, cotangent in zip(("logp", "entropy"), beside, strict=True):
         if cotangent is not None:
@@ -590,8 +622,11 @@ def _expect_loss_alone(dlogits: Tensor | None, beside: tuple[Tensor | None, ...]
             )
 
 
-def _makes_dlogits_first(logits: Tensor, json: str) -> bool:
+def _makes_dlogits_first(logits: Tensor, json: str, inplace: bool) -> bool:
     """Whether the forward pass makes dlogits."""
+    if inplace and logits.dtype == torch.float16:
+        # What is less than 6e-8 for the last loss's cotangent would be 0 for this one's too: a scaler's, or another normalizer's.
+        return False
     if torch.compiler.is_compiling() or isinstance(logits, FakeTensor):
         return False
     if not (_on_gpu(logits) and logits.requires_grad and torch.is_grad_enabled()):
@@ -736,8 +771,8 @@ def grpo_loss(
         lm_head: `[V,H]`, of the dtype of `hidden`, contiguous.
         rounds_logits: Whether those logits are rounded to the dtype of `hidden` before anything reads them.
         chunk: Tokens of a chunk; 0: as many as 320 MiB hold.
-        inplace: Whether dlogits go over the logits: in the backward pass, or on a GPU of sm_90 and up, where one token decides its loss,
-            in the forward pass. There the gradient is that of the loss alone, and dlogits are rounded once more at a step whose loss is
+        inplace: Whether dlogits go over the logits: in the backward pass, or on a GPU of sm_90 and up, where one token decides its loss
+            and the logits are f32 or bf16, in the forward pass. There the gradient is that of the loss alone, and dlogits are rounded once more at a step whose loss is
             multiplied by another number than at the last. Not under torch.compile, and not for logits that whoever made them needs
             for a gradient of its own.
 
@@ -782,6 +817,8 @@ def grpo_loss(
             normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
         elif normalizer.ndim != 0:
             raise ProblemError(f"`normalizer`: got shape {list(normalizer.shape)}, expected one number")
+        elif normalizer.device.type != "cpu":
+            given["normalizer"] = normalizer
     if isinstance(temperature, Tensor):
         json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
     else:
@@ -797,7 +834,7 @@ def grpo_loss(
         _expect_together("logits", logits, given)
         if inplace:
             _expect_in_place(logits)
-        if _makes_dlogits_first(logits, json):
+        if _makes_dlogits_first(logits, json, inplace):
             outputs = _OnePass.apply(logits, inplace, *arguments)
         elif inplace:
             outputs = _InPlace.apply(logits, *arguments)

@@ -12,6 +12,7 @@ from assay import _gpu, _native
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # noqa: E402
 from on_fake_gpu import STREAM, Fake, fake  # noqa: E402, F401
 from test_torch_op import given, on_head, on_logits, one  # noqa: E402
@@ -367,19 +368,124 @@ def test_numbers_of_many_shapes_are_not_all_kept(monkeypatch: pytest.MonkeyPatch
     assert arrays.constant((2.0,), "f32") is not second
 
 
-def test_an_expanded_tensor_has_a_gradient_of_each_sequence() -> None:
-    """Of whole blocks; where rows are none, dlogits cannot lie in their blocks as such logits do."""
-    for vocab, fits in ((64, True), (65, False)):
-        spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"})
-        problem = next(iter(assay.problems(spec, 1, seed=3, dtypes=("bf16",), shapes=[f"3x5x{vocab}"])))
-        leaf = problem.torch().logits[:1].clone().requires_grad_()
-        if not fits:
-            with pytest.raises(assay.AssayError, match="arrays logits and dlogits: they begin"):
-                assay.torch.grpo_loss(leaf.expand(3, -1, -1), **given(problem), spec=spec)
-            continue
-        gradients = []
-        for logits in (leaf.expand(3, -1, -1), leaf.repeat(3, 1, 1)):
-            result = assay.torch.grpo_loss(logits, **given(problem), spec=spec)
-            (gradient,) = torch.autograd.grad(result.loss, leaf)
-            gradients.append(gradient)
-        assert torch.equal(*gradients) and gradients[0].any()
+@pytest.mark.parametrize("vocab", [64, 65, 67])
+def test_an_expanded_tensor_has_a_gradient_of_each_sequence(vocab: int) -> None:
+    """Also where rows begin within blocks of 16 bytes, which dlogits then do as the logits."""
+    spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"})
+    problem = next(iter(assay.problems(spec, 1, seed=3, dtypes=("bf16",), shapes=[f"3x5x{vocab}"])))
+    leaf = problem.torch().logits[:1].clone().requires_grad_()
+    gradients = []
+    for logits in (leaf.expand(3, -1, -1), leaf.repeat(3, 1, 1)):
+        result = assay.torch.grpo_loss(logits, **given(problem), spec=spec)
+        (gradient,) = torch.autograd.grad(result.loss, leaf)
+        gradients.append(gradient)
+    assert torch.equal(*gradients) and gradients[0].any()
+
+
+def test_a_checkpoint_has_the_gradient_of_its_second_run() -> None:
+    """Two losses under cotangents that are never those of the last step: the first backward pass changes what is likely for the second."""
+    problem = one("f32", assay.spec(kl={"beta": 0.041, "estimator": "k3"}))
+    leaves = [(problem.torch().logits * by).requires_grad_() for by in (1.0, 0.5)]
+
+    def loss(logits: Any) -> Any:
+        return assay.torch.grpo_loss(logits * 1.0, **given(problem), spec=problem.spec).loss
+
+    for factor in (0.25, 0.5, 3.0):
+        with_checkpoint = [checkpoint(loss, leaf, use_reentrant=False) for leaf in leaves]
+        found = torch.autograd.grad(factor * (with_checkpoint[0] + with_checkpoint[1]), leaves)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            (alone,) = torch.autograd.grad(factor * loss(leaf), leaf)
+            torch.testing.assert_close(gradient, alone, rtol=3e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_place_nothing_is_lost_when_the_loss_grows(dtype: Any) -> None:
+    """Ten million times from a step to the next, as a scale does that a scaler found too small."""
+    problem = one("f32", assay.spec(kl={"beta": 0.042, "estimator": "k3"}))
+    leaf = problem.torch().logits.to(dtype).requires_grad_()
+
+    def gradient(factor: float, inplace: bool) -> Any:
+        result = assay.torch.grpo_loss(leaf * 1.0, **given(problem), spec=problem.spec, inplace=inplace)
+        return torch.autograd.grad(factor * result.loss, leaf)[0]
+
+    expected = gradient(1.0, False)
+    gradient(1e-7, True)
+    torch.testing.assert_close(gradient(1.0, True), expected, rtol=2**-6, atol=2**-23)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_gradient_of_a_gradient_is_an_error(inplace: bool, level: str) -> None:
+    spec = assay.spec("trl", loss_type="grpo", importance_sampling_level=level, beta=0.04)
+    problem = one("f32", spec)
+    leaf = problem.torch().logits.clone().requires_grad_()
+    logits = leaf * 1.0
+    loss = assay.torch.grpo_loss(logits, **given(problem), spec=spec, inplace=inplace).loss
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of its gradient|no autograd formula was registered"):
+        torch.autograd.grad(loss.detach() + gradient.pow(2).sum(), leaf)
+
+
+def test_a_normalizer_that_is_none_is_refused(on_gpu: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's numbers alone are f64 here."""
+    monkeypatch.setattr(assay.torch, "_on_gpu", lambda tensor: tensor.dtype != torch.float64)
+    problem = one()
+    logits, arguments = problem.torch().logits, given(problem)
+
+    def loss(normalizer: Any) -> Any:
+        return assay.torch.grpo_loss(logits, **arguments, spec="trl", beta=0.04, normalizer=normalizer).loss
+
+    assert torch.isfinite(loss(3))
+    on_gpu.set("devices=3,capability=9.0/8.0/7.5")
+    for number in (0, -3.0, float("nan"), float("inf")):
+        with pytest.raises(assay.ProblemError, match=rf"`normalizer`: got {number:g}, expected a finite number > 0"):
+            loss(number)
+    with pytest.raises(assay.ProblemError, match="`normalizer`: got a tensor on meta, expected one on cpu"):
+        loss(torch.tensor(3.0, device="meta"))
+    monkeypatch.setattr(assay.torch._Tensors, "is_capturing", True)
+    with pytest.raises(assay.ProblemError, match="`normalizer`: got a number of the host's in the capture of a CUDA graph"):
+        loss(3)
+    assert not on_gpu.launches
+    assert torch.isfinite(loss(torch.tensor(3.0)))
+
+
+def test_flat_advantages_of_tokens_are_one_row() -> None:
+    problem = one("f32", assay.spec(kl={"beta": 0.04, "estimator": "k3"}, advantages="token")).pack()
+    arguments = given(problem)
+    row = assay.torch.grpo_loss(problem.torch().logits, **arguments, spec=problem.spec)
+    in_rows = ("ids", "mask", "old_logp", "ref_logp", "advantages")
+    flat = {name: array[0] if name in in_rows and array is not None else array for name, array in arguments.items()}
+    tokens = assay.torch.grpo_loss(problem.torch().logits[0], **flat, spec=problem.spec)
+    assert torch.equal(row.loss, tokens.loss) and torch.equal(row.token_loss[0], tokens.token_loss)
+
+
+def test_what_f32_and_i32_would_round_is_no_number() -> None:
+    """Ends beyond 2³¹ that end in those of sequences, and a mask that is nearly 0."""
+    problem = one("f32", assay.spec("trl", loss_type="grpo", beta=0.04)).pack()
+    logits, arguments = problem.torch().logits, given(problem)
+
+    def loss(**changed: Any) -> Any:
+        return assay.torch.grpo_loss(logits, **{**arguments, **changed}, spec=problem.spec).loss
+
+    ends = arguments["cu_seqlens"].to(torch.int64)
+    assert torch.isfinite(loss(cu_seqlens=ends))
+    mask = arguments["mask"].to(torch.float64)
+    assert torch.isfinite(loss(mask=mask))
+    assert torch.isnan(loss(cu_seqlens=ends + torch.tensor([0] + [2**32] * (len(ends) - 1))))
+    mask[0, 0] = 1e-60
+    assert torch.isnan(loss(mask=mask))
+
+
+def test_a_fake_of_dlogits_lies_as_they_do() -> None:
+    """`logits[:, 1:]`, which begins within a block."""
+    spec = assay.spec(kl={"beta": 0.04, "estimator": "k3"})
+    problem = next(iter(assay.problems(spec, 1, seed=3, dtypes=("bf16",), shapes=["3x5x65"])))
+    longer = torch.zeros((3, 6, 65), dtype=torch.bfloat16)
+    longer[:, 1:] = problem.torch().logits
+    arguments = given(problem)
+    inputs = (*(arguments.get(name) for name in assay.torch._ARRAYS), None, problem.spec.to_json())
+    *_, kept = assay.torch._loss(longer[:, 1:], *inputs)
+    cotangent = torch.ones((3, 5))
+    torch.library.opcheck(
+        assay.torch._gradient, (None, cotangent, None, kept, longer[:, 1:], *inputs), test_utils=("test_faketensor",)
+    )

@@ -13,6 +13,7 @@ from assay import _native
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-extensive")
 import assay.torch  # noqa: E402
 from assay import _pool  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 ARRAYS = (
     "ids",
@@ -110,6 +111,24 @@ KL = {"beta": 0.04, "estimator": "k3"}
 
 def one(dtype: str = "f32", spec: assay.Spec | None = None) -> assay.Problem:
     return next(iter(assay.problems(spec or assay.spec(kl=KL), 1, seed=3, dtypes=(dtype,), shapes=["3x5x257"])))
+
+
+@pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
+def test_a_checkpoint_has_the_same_gradient(lm_head: bool) -> None:
+    """Which unpacks what was saved once."""
+    problem = one()
+    arrays, arguments = problem.torch(), given(problem)
+    hidden = torch.linspace(-1, 1, 3 * 5 * 8).reshape(3, 5, 8)
+    lm_head_of = torch.linspace(-1, 1, 257 * 8).reshape(257, 8)
+    leaf = (hidden if lm_head else arrays.logits.clone()).requires_grad_()
+
+    def loss(leaf: Any) -> Any:
+        made_of = {"logits": None, "hidden": leaf, "lm_head": lm_head_of} if lm_head else {"logits": leaf}
+        result = assay.torch.grpo_loss(**made_of, **arguments, spec=problem.spec)
+        return result.loss + result.logp.sum()
+
+    expected = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(*torch.autograd.grad(checkpoint(loss, leaf, use_reentrant=False), leaf), *expected)
 
 
 def test_logp_and_entropy_are_differentiable_and_the_rest_is_detached() -> None:
