@@ -15,7 +15,7 @@ use std::str::FromStr;
 
 use ndarray::{Array1, Array2, Ix3};
 
-pub use assay_array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
+pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
 pub use extents::Extents;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use others::Others;

@@ -2,7 +2,7 @@
 
 use ndarray::{Array, Array2, Array3, Axis, Ix2, Ix3, concatenate, s};
 
-use crate::FloatArray;
+use crate::array::FloatArray;
 
 /// `[B,T,K]`, `K ≥ 1`, as the first, `[B,T]`, and the others, `[B,T,K−1]`, where there are any.
 ///
