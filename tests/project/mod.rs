@@ -6,6 +6,7 @@ mod documents;
 mod fixture_reader;
 mod fixture_stream;
 mod panel;
+mod prose;
 mod spreads;
 mod text;
 mod unit_tests;
