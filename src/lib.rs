@@ -12,18 +12,19 @@
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
+pub use assay_ahead as ahead;
+pub use assay_ahead::{gpu, tpu};
 pub use assay_algebra::parts;
 pub use assay_campaign as campaign;
 use assay_core::project;
 pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
 pub use assay_cuda as cuda;
 pub use assay_fixture as fixture;
-pub use assay_gpu as gpu;
 pub use assay_judge as judge;
 pub use assay_native as native;
 pub use assay_native::{bandwidth, products};
 #[cfg(feature = "pjrt")]
-pub use assay_pjrt::{ahead, exported, runtime, xla};
+pub use assay_pjrt::{compile_worker, exported, runtime, xla};
 pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;
@@ -31,7 +32,6 @@ pub use assay_report as report;
 pub use assay_schema as schema;
 pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
-pub use assay_tpu as tpu;
 #[cfg(feature = "train")]
 pub use assay_train::{record, train};
 pub use assay_worker as worker;

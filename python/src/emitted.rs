@@ -5,10 +5,11 @@ use serde::Serialize;
 
 use crate::error;
 use crate::spec::Spec;
+use assay::gpu::GpuTarget;
 use assay::implementation::Unsupported;
 use assay::problem::{Dtype, Shape};
 use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, Shaped, arrays};
-use assay::{gpu, tpu};
+use assay::tpu::TpuTarget;
 use assay_algebra::structure::{Number, Tokens};
 
 /// The kernels of a device.
@@ -139,13 +140,13 @@ fn asked(py: Python<'_>, shape: (usize, usize, usize), dtype: &str) -> PyResult<
 fn tpu_machine(target: &str) -> Result<Machine, String> {
     match Device::of("tpu", target) {
         Ok(device) => Ok(device.machine),
-        Err(_) => tpu::Target::parse(target).map(|target| target.chip.machine()).map_err(|reason| reason.to_string()),
+        Err(_) => TpuTarget::parse(target).map(|target| target.chip.machine()).map_err(|reason| reason.to_string()),
     }
 }
 
 fn gpu_target(target: &str) -> Result<assay::programs::Target, String> {
     match Device::of("cuda", target).map(|device| device.lowering) {
         Ok(Lowering::Ptx(written_for)) => Ok(written_for),
-        _ => gpu::Target::parse(target).map(|target| target.chip.written_for()).map_err(|reason| reason.to_string()),
+        _ => GpuTarget::parse(target).map(|target| target.chip.written_for()).map_err(|reason| reason.to_string()),
     }
 }

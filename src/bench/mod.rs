@@ -27,7 +27,7 @@ use serde::Deserialize;
 
 use self::timed::Timed;
 use crate::case::{Batch, Case, Counts, KernelSettings};
-use crate::gpu::Chip;
+use crate::gpu::GpuChip;
 use crate::implementation::{
     Answer, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step, Unavailable,
     Workload,
@@ -437,7 +437,7 @@ fn figures_of_kernel(KernelTiming { kernel, took }: &KernelTiming) -> BenchKerne
 
 /// What `devices` of a kind give at most, by what they say themselves or by NVIDIA's datasheet, and what part of it is reached.
 fn add_device(figures: &mut Bench, RunsOn { device, bytes_per_s }: RunsOn, devices: usize) {
-    let by_datasheet = || Chip::called(&device).map(|chip| (chip.hbm_tb_per_s * 1e12, "datasheet"));
+    let by_datasheet = || GpuChip::with_device_name(&device).map(|chip| (chip.hbm_tb_per_s * 1e12, "datasheet"));
     if let Some((bytes_per_s, from)) = bytes_per_s.map(|own| (own, "device")).or_else(by_datasheet) {
         let most = bytes_per_s / 1e9 * devices as f64;
         let took = figures.kernel_s_p50.unwrap_or(figures.step_s_p50);

@@ -1,26 +1,25 @@
 //! `assay compile`: a program compiled for TPUs or GPUs that need not be there, and what its compilers say of it.
 
 use std::env;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
+use serde::Serialize;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, Printing, compile_gpu};
-use crate::ahead;
+use crate::ahead::{AheadError, CompileOptions, CompileRequest};
+use crate::compile_worker;
 use crate::config;
-use crate::gpu;
+use crate::gpu::{self, CudaToolkit, GpuCompiler, GpuTarget};
 use crate::problem::{Dtype, Extents, HeadLayout};
-use crate::schema::compile::{Beside, Bound, Compiled, Launch, Loop, Table};
+use crate::schema::compile::{Beside, Bound, Compiled, Launch, Loop, Memory, Table};
 use crate::schema::gpu::Table as GpuTable;
-use crate::spec::LossSpec;
-use crate::tpu::figures::{Asked, flags_for};
-use crate::tpu::table::{self, markdown};
-use crate::tpu::{self, Compiler, Target};
+use crate::tpu::{self, TpuCompiler, TpuTarget};
 
 /// Kernels that take less than this part of all cycles share one row of the table.
 const SMALL: f64 = 0.01;
@@ -36,8 +35,8 @@ const MARKS: [Marks; 3] = [
 pub(super) struct Compile {
     /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or, as in
     /// h100:8, so many of them
-    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse, required_unless_present = "table")]
-    target: Option<Chosen>,
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse, required_unless_present = "table")]
+    target: Option<AnyTarget>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
     /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, for a GPU gpu-lm-head; or one of these over rows, vocabulary or both (-rows, -vocab, -mesh); xla-lm-head or tile-lm-head with what is summed in parts (-rows-scattered, -vocab-scattered)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
@@ -51,7 +50,7 @@ pub(super) struct Compile {
     dtype: Dtype,
     /// How the LM head lies
     #[arg(long, value_enum, default_value = "hv")]
-    layout: Layout,
+    layout: HeadAxes,
     /// Logits of an LM head stay in f32 instead of being rounded to the dtype
     #[arg(long)]
     f32_logits: bool,
@@ -72,7 +71,7 @@ pub(super) struct Compile {
         long, value_name = "CHIPS", num_args = 0..=1, default_missing_value = "tpus",
         conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"]
     )]
-    table: Option<Tabled>,
+    table: Option<ChipKind>,
     /// Also put the tables between their marks in a document, such as docs/tpu.md or docs/gpu.md
     #[arg(long, value_name = "FILE.md", requires = "table")]
     into: Option<PathBuf>,
@@ -88,7 +87,7 @@ pub(super) struct Compile {
     #[arg(long, value_name = "FILE.so")]
     cuda_plugin: Option<PathBuf>,
     /// Seconds that compiling may take
-    #[arg(long, value_name = "SECONDS", default_value_t = ahead::TIME_LIMIT.as_secs())]
+    #[arg(long, value_name = "SECONDS", default_value_t = compile_worker::TIME_LIMIT.as_secs())]
     timeout: u64,
     #[command(flatten)]
     printing: Printing,
@@ -96,17 +95,17 @@ pub(super) struct Compile {
 
 /// What a program is compiled for.
 #[derive(Clone)]
-pub(super) enum Chosen {
-    Tpu(Target),
-    Gpu(gpu::Target),
+pub(super) enum AnyTarget {
+    Tpu(TpuTarget),
+    Gpu(GpuTarget),
 }
 
-impl Chosen {
+impl AnyTarget {
     pub(super) fn parse(text: &str) -> Result<Self, String> {
-        if gpu::Target::is_meant(text) {
-            return gpu::Target::parse(text).map(Self::Gpu).map_err(|error| error.to_string());
+        if GpuTarget::is_meant(text) {
+            return GpuTarget::parse(text).map(Self::Gpu).map_err(|error| error.to_string());
         }
-        Target::parse(text).map(Self::Tpu).map_err(|error| {
+        TpuTarget::parse(text).map(Self::Tpu).map_err(|error| {
             let gpus = gpu::target::CHIPS.map(|chip| chip.name).join(", ");
             format!("{error}; or a GPU, {gpus}")
         })
@@ -115,80 +114,82 @@ impl Chosen {
 
 /// What a table is of.
 #[derive(Clone, Copy, ValueEnum)]
-enum Tabled {
+enum ChipKind {
     Tpus,
     Gpus,
 }
 
 /// [`HeadLayout`], on the command line.
 #[derive(Clone, Copy, ValueEnum)]
-enum Layout {
+enum HeadAxes {
     /// `[H,V]`
     Hv,
     /// `[V,H]`
     Vh,
 }
 
-impl From<Layout> for HeadLayout {
-    fn from(layout: Layout) -> Self {
+impl From<HeadAxes> for HeadLayout {
+    fn from(layout: HeadAxes) -> Self {
         match layout {
-            Layout::Hv => Self::HiddenByVocab,
-            Layout::Vh => Self::VocabByHidden,
+            HeadAxes::Hv => Self::HiddenByVocab,
+            HeadAxes::Vh => Self::VocabByHidden,
         }
     }
 }
 
 /// A child of [`Compile`]: compiles what lies in a folder.
 #[derive(Args)]
-pub(super) struct Worker {
+pub(super) struct CompileWorker {
     folder: PathBuf,
 }
 
-impl Worker {
+impl CompileWorker {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        ahead::work(&self.folder)?;
+        compile_worker::work(&self.folder)?;
         Ok(Passed::Yes)
     }
 }
 
 impl Compile {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let spec = config::read_spec(self.spec.as_deref())?.unwrap_or_default();
-        let of = |implementation: &str, target: &Target, shape: Extents| Asked {
-            target: target.clone(),
-            implementation: implementation.into(),
-            shape,
+        let options = CompileOptions {
             dtype: self.dtype,
             layout: self.layout.into(),
             rounds_logits: !self.f32_logits,
             chunk_bytes: self.chunk_bytes.map(NonZeroUsize::get),
             sum_bytes: self.sum_bytes.map(NonZeroUsize::get),
-            spec: spec.clone(),
-            libtpu_flags: self.libtpu_flags.clone().unwrap_or_else(|| flags_for(implementation, shape, target.chip)),
+            spec: config::read_spec(self.spec.as_deref())?.unwrap_or_default(),
         };
-        let on_gpu = matches!(self.target, Some(Chosen::Gpu(_))) || matches!(self.table, Some(Tabled::Gpus));
+        let on_gpu = matches!(self.target, Some(AnyTarget::Gpu(_))) || matches!(self.table, Some(ChipKind::Gpus));
         self.expect_options_of(on_gpu)?;
-        let (target, shape) = match (&self.target, self.shape) {
-            (Some(Chosen::Tpu(target)), Some(shape)) => (target, shape),
-            (Some(Chosen::Gpu(target)), Some(shape)) => return self.run_gpu(target, shape, &spec),
-            _ if on_gpu => return self.run_gpu_table(&spec),
-            _ => {
-                let rows = table::rows().map(|(target, id, shape)| of(id, &target, shape));
-                return self.run_table(&rows.collect::<Vec<_>>());
+        match (&self.target, self.shape) {
+            (Some(AnyTarget::Tpu(target)), Some(shape)) => {
+                let request = self.request(target, shape, options);
+                // What no program can be written for is reported whether libtpu is installed or not.
+                request.text()?;
+                let compiler = self.tpu_compiler()?;
+                self.run_one(&request, |request| request.compile(&compiler), table_of)
             }
-        };
-        let asked = of(&self.implementation, target, shape);
-        // What no program can be written of is said whether libtpu is here or not.
-        asked.code()?;
-        let progress = self.printing.progress(1);
-        progress.set_message(format!("compiling for {target}"));
-        let figures = asked.compile(&self.compiler()?)?;
-        progress.finish_and_clear();
-        self.printing.finish(&table_of(&asked, &figures), &figures)?;
-        Ok(Passed::Yes)
+            (Some(AnyTarget::Gpu(target)), Some(shape)) => {
+                let (request, compiler) = (self.request(target, shape, options), self.gpu_compiler()?);
+                self.run_one(&request, |request| request.compile(&compiler), compile_gpu::table_of)
+            }
+            _ if on_gpu => {
+                let compiler = self.gpu_compiler()?;
+                let gpu_rows = self.run_all(&gpu::table::requests(&options), |request| request.compile(&compiler))?;
+                let table = GpuTable { gpu_rows };
+                self.finish_table(compile_gpu::MARKS, &gpu::table::markdown(&table), &table)
+            }
+            _ => {
+                let compiler = self.tpu_compiler()?;
+                let rows = self.run_all(&tpu::table::requests(&options), |request| request.compile(&compiler))?;
+                let table = Table { rows };
+                self.finish_table(MARKS, &tpu::table::markdown(&table), &table)
+            }
+        }
     }
 
-    /// Options that the other kind of chip has are refused, for they would do nothing.
+    /// Refuses options of the other kind of chip, which would have no effect.
     fn expect_options_of(&self, on_gpu: bool) -> Result<(), CliError> {
         let (kind, others) = if on_gpu {
             let others = [
@@ -208,85 +209,70 @@ impl Compile {
         }
     }
 
-    fn run_gpu(&self, target: &gpu::Target, shape: Extents, spec: &LossSpec) -> Result<Passed, CliError> {
-        let asked = self.asked_of_gpu(target, &self.implementation, shape, self.dtype, spec);
-        let progress = self.printing.progress(1);
-        progress.set_message(format!("compiling for {target}"));
-        let figures = asked.compile(&self.gpu_compiler()?)?;
-        progress.finish_and_clear();
-        self.printing.finish(&compile_gpu::table_of(&asked, &figures), &figures)?;
-        Ok(Passed::Yes)
+    fn request<T: Clone>(&self, target: &T, shape: Extents, options: CompileOptions) -> CompileRequest<T> {
+        CompileRequest { target: target.clone(), implementation: self.implementation.clone(), shape, options }
     }
 
-    fn run_gpu_table(&self, spec: &LossSpec) -> Result<Passed, CliError> {
-        let (rows, compiler) = (gpu::table::rows(), self.gpu_compiler()?);
-        let progress = self.printing.progress(rows.len());
-        let compile = |row: gpu::table::Row| {
-            progress.set_message(format!("{} for {} at {}", row.implementation, row.target, row.shape));
-            let spec = LossSpec { entropy_coef: row.entropy_coef, ..spec.clone() };
-            let asked = self.asked_of_gpu(&row.target, row.implementation, row.shape, row.dtype, &spec);
-            let figures = asked.compile(&compiler);
-            progress.inc(1);
-            figures
-        };
-        let table = GpuTable { gpu_rows: rows.into_iter().map(compile).collect::<Result<_, _>>()? };
-        progress.finish_and_clear();
-        let tables = gpu::table::markdown(&table);
-        if let Some(path) = &self.into {
-            document::put_into(path, compile_gpu::MARKS.into_iter().zip(tables.iter().map(String::as_str)))?;
-        }
-        self.printing.finish(&tables.join("\n"), &table)?;
-        Ok(Passed::Yes)
-    }
-
-    fn asked_of_gpu(
+    /// Compiles one program and prints `table` of its figures.
+    fn run_one<T: fmt::Display, F: Serialize>(
         &self,
-        target: &gpu::Target,
-        implementation: &str,
-        shape: Extents,
-        dtype: Dtype,
-        spec: &LossSpec,
-    ) -> gpu::figures::Asked {
-        gpu::figures::Asked {
-            target: target.clone(),
-            implementation: implementation.into(),
-            shape,
-            dtype,
-            layout: self.layout.into(),
-            rounds_logits: !self.f32_logits,
-            chunk_bytes: self.chunk_bytes.map(NonZeroUsize::get),
-            spec: spec.clone(),
-        }
-    }
-
-    fn gpu_compiler(&self) -> Result<gpu::Compiler, CliError> {
-        let plugin = gpu::compile::locate(self.cuda_plugin.as_deref())?;
-        Ok(gpu::Compiler::new(plugin, gpu::Toolkit::locate()?, this_executable()?)
-            .limit(Duration::from_secs(self.timeout)))
-    }
-
-    fn run_table(&self, rows: &[Asked]) -> Result<Passed, CliError> {
-        let compiler = self.compiler()?;
-        let progress = self.printing.progress(rows.len());
-        let compile = |asked: &Asked| {
-            progress.set_message(format!("{} at {}", asked.implementation, asked.shape));
-            let figures = asked.compile(&compiler);
-            progress.inc(1);
-            figures
-        };
-        let table = Table { rows: rows.iter().map(compile).collect::<Result<_, _>>()? };
+        request: &CompileRequest<T>,
+        compile: impl Fn(&CompileRequest<T>) -> Result<F, AheadError>,
+        table: impl Fn(&CompileRequest<T>, &F) -> String,
+    ) -> Result<Passed, CliError> {
+        let progress = self.printing.progress(1);
+        progress.set_message(format!("compiling for {}", request.target));
+        let figures = compile(request)?;
         progress.finish_and_clear();
-        if let Some(path) = &self.into {
-            let tables = markdown(&table);
-            document::put_into(path, MARKS.into_iter().zip(tables.iter().map(String::as_str)))?;
-        }
-        self.printing.finish(&markdown(&table).join("\n"), &table)?;
+        self.printing.finish(&table(request, &figures), &figures)?;
         Ok(Passed::Yes)
     }
 
-    fn compiler(&self) -> Result<Compiler, CliError> {
+    /// Compiles the programs of a table one after another.
+    fn run_all<T: fmt::Display, F>(
+        &self,
+        requests: &[CompileRequest<T>],
+        compile: impl Fn(&CompileRequest<T>) -> Result<F, AheadError>,
+    ) -> Result<Vec<F>, CliError> {
+        let progress = self.printing.progress(requests.len());
+        let mut figures = Vec::new();
+        for request in requests {
+            let CompileRequest { target, implementation, shape, .. } = request;
+            progress.set_message(format!("{implementation} for {target} at {shape}"));
+            figures.push(compile(request)?);
+            progress.inc(1);
+        }
+        progress.finish_and_clear();
+        Ok(figures)
+    }
+
+    /// Prints the tables in Markdown, and puts them into the document that `--into` names.
+    fn finish_table<const N: usize>(
+        &self,
+        marks: [Marks; N],
+        tables: &[String; N],
+        table: &impl Serialize,
+    ) -> Result<Passed, CliError> {
+        if let Some(path) = &self.into {
+            document::put_into(path, marks.into_iter().zip(tables.iter().map(String::as_str)))?;
+        }
+        self.printing.finish(&tables.join("\n"), table)?;
+        Ok(Passed::Yes)
+    }
+
+    fn tpu_compiler(&self) -> Result<TpuCompiler, CliError> {
         let library = tpu::compile::locate(self.libtpu.as_deref())?;
-        Ok(Compiler::new(library, this_executable()?).limit(Duration::from_secs(self.timeout)))
+        let compiler = TpuCompiler::new(library, this_executable()?).with_limit(Duration::from_secs(self.timeout));
+        Ok(match &self.libtpu_flags {
+            Some(flags) => compiler.with_flags(flags),
+            None => compiler,
+        })
+    }
+
+    fn gpu_compiler(&self) -> Result<GpuCompiler, CliError> {
+        let plugin = gpu::compile::locate(self.cuda_plugin.as_deref())?;
+        let compiler = GpuCompiler::new(plugin, CudaToolkit::locate()?, this_executable()?);
+        Ok(compiler.with_limit(Duration::from_secs(self.timeout)))
     }
 }
 
@@ -296,7 +282,7 @@ fn this_executable() -> Result<PathBuf, CliError> {
 }
 
 /// Kernels, the heaviest first, and all else that is known.
-fn table_of(asked: &Asked, figures: &Compiled) -> String {
+fn table_of(request: &CompileRequest<TpuTarget>, figures: &Compiled) -> String {
     let mut kernels = comfy_table::Table::new();
     kernels.load_style(UTF8_FULL_CONDENSED);
     kernels.set_header(["kernel", "cycles", "loops: bundles × trips + once", "busiest slot"]);
@@ -314,25 +300,8 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
         kernels.add_row([format!("{} more", small.len()), cycles.to_string(), String::new(), String::new()]);
     }
 
-    let mut table = comfy_table::Table::new();
-    table.load_style(UTF8_FULL_CONDENSED);
-    table.set_header([
-        format!("{} on {}", figures.implementation, figures.target),
-        format!("{} {} {} {} devices", asked.shape, figures.dtype, figures.held_by.preposition(), figures.devices),
-    ]);
-    table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
-    let memory = &figures.memory;
-    let bytes = [
-        ("argument_bytes", memory.argument_bytes),
-        ("output_bytes", memory.output_bytes),
-        ("temp_bytes", memory.temp_bytes),
-        ("alias_bytes", memory.alias_bytes),
-        ("peak_bytes", memory.peak_bytes),
-    ];
-    for (key, bytes) in bytes {
-        table.add_row([key.to_string(), bytes.to_string()]);
-    }
-    table.add_row(["hbm_bytes".into(), figures.hbm_bytes.to_string()]);
+    let Compiled { target, devices, held_by, memory, hbm_bytes, .. } = figures;
+    let mut table = table_of_memory(request, [target, held_by.preposition()], *devices, memory, *hbm_bytes);
     table.add_row(["cycles".into(), figures.cycles.to_string()]);
     let Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, predicted_ms, limit, .. } = figures.bound;
     table.add_row([format!("cycles at {} GHz (assumed)", figures.clock_ghz), format!("{cycles_ms:.3} ms")]);
@@ -345,7 +314,7 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
     table.add_row([format!("lower bound ({})", limit.name()), format!("{predicted_ms:.3} ms")]);
     if let Some(products_ms) = figures.products_ms {
         let ratio = predicted_ms / products_ms;
-        let label = format!("3 products at {} TFLOP/s", asked.target.chip.bf16_tflops);
+        let label = format!("3 products at {} TFLOP/s", request.target.chip.bf16_tflops);
         table.add_row([label, format!("{products_ms:.3} ms; bound / products {ratio:.3}")]);
     }
     if let Some(Beside { recorded, ratio }) = &figures.recorded {
@@ -365,6 +334,36 @@ fn table_of(asked: &Asked, figures: &Compiled) -> String {
         let _ = writeln!(text, "not counted in cycles: {collective}");
     }
     text
+}
+
+/// Starts the table of a program with its memory and its HBM bytes; `place` has the target and the word before "devices".
+pub(super) fn table_of_memory<T>(
+    request: &CompileRequest<T>,
+    [target, preposition]: [&str; 2],
+    devices: usize,
+    memory: &Memory,
+    hbm_bytes: u64,
+) -> comfy_table::Table {
+    let CompileRequest { implementation, shape, options, .. } = request;
+    let mut table = comfy_table::Table::new();
+    table.load_style(UTF8_FULL_CONDENSED);
+    table.set_header([
+        format!("{implementation} on {target}"),
+        format!("{shape} {} {preposition} {devices} devices", options.dtype),
+    ]);
+    table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
+    let bytes = [
+        ("argument_bytes", memory.argument_bytes),
+        ("output_bytes", memory.output_bytes),
+        ("temp_bytes", memory.temp_bytes),
+        ("alias_bytes", memory.alias_bytes),
+        ("peak_bytes", memory.peak_bytes),
+    ];
+    for (key, bytes) in bytes {
+        table.add_row([key.to_string(), bytes.to_string()]);
+    }
+    table.add_row(["hbm_bytes".into(), hbm_bytes.to_string()]);
+    table
 }
 
 /// `1274 × 594, 12 × ?`, the heaviest first.

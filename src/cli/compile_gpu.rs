@@ -4,8 +4,10 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 
+use super::compile::table_of_memory;
 use super::document::Marks;
-use crate::gpu::figures::Asked;
+use crate::ahead::CompileRequest;
+use crate::gpu::GpuTarget;
 use crate::schema::gpu::{Bound, Compiled, Launch, Limit};
 
 /// The lines that stand around each table in docs/gpu.md: that of logits and that of LM heads.
@@ -15,31 +17,15 @@ pub(super) const MARKS: [Marks; 2] = [
 ];
 
 /// Kernels of PTX, and all else that is known.
-pub(super) fn table_of(asked: &Asked, figures: &Compiled) -> String {
+pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &Compiled) -> String {
     let mut text = String::new();
     for launch in &figures.launches {
         let _ = writeln!(text, "{}", table_of_launch(launch));
     }
-    let mut table = comfy_table::Table::new();
-    table.load_style(UTF8_FULL_CONDENSED);
-    table.set_header([
-        format!("{} on {}", figures.implementation, figures.target),
-        format!("{} {} {} {} devices", asked.shape, figures.dtype, figures.held_by.preposition(), figures.devices),
-    ]);
-    table.column_mut(1).expect("two columns").set_cell_alignment(CellAlignment::Right);
-    let memory = &figures.memory;
-    for (key, bytes) in [
-        ("argument_bytes", memory.argument_bytes),
-        ("output_bytes", memory.output_bytes),
-        ("temp_bytes", memory.temp_bytes),
-        ("alias_bytes", memory.alias_bytes),
-        ("peak_bytes", memory.peak_bytes),
-    ] {
-        table.add_row([key.to_string(), bytes.to_string()]);
-    }
-    table.add_row(["hbm_bytes".into(), figures.hbm_bytes.to_string()]);
+    let Compiled { target, devices, held_by, memory, hbm_bytes, .. } = figures;
+    let mut table = table_of_memory(request, [target, held_by.preposition()], *devices, memory, *hbm_bytes);
     let Bound { hbm_ms, pipe_ms, pipe, predicted_ms, limit } = &figures.bound;
-    let bandwidth = asked.target.chip.hbm_tb_per_s;
+    let bandwidth = request.target.chip.hbm_tb_per_s;
     table.add_row([format!("bytes at {bandwidth} TB/s"), format!("{hbm_ms:.3} ms")]);
     if !pipe.is_empty() {
         let label = format!("busiest pipe ({pipe}) at {} GHz (assumed)", figures.clock_ghz);

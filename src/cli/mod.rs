@@ -54,10 +54,10 @@ use serde::Serialize;
 use crate::ahead::AheadError;
 use crate::bench::BenchError;
 use crate::campaign::CampaignError;
+#[cfg(feature = "pjrt")]
+use crate::compile_worker::{CompileWorkerError, WORKER_COMMAND};
 use crate::config::ConfigError;
 use crate::fixture::FixtureError;
-#[cfg(feature = "pjrt")]
-use crate::gpu::GpuError;
 use crate::implementation::RunError;
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::JudgeError;
@@ -70,8 +70,6 @@ use crate::schema::Made;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
 use crate::suites::panel::PanelError;
-#[cfg(feature = "pjrt")]
-use crate::tpu::TpuError;
 #[cfg(feature = "train")]
 use crate::train::TrainError;
 use crate::worker::WorkerError;
@@ -143,8 +141,8 @@ enum Command {
     #[cfg(not(feature = "train"))]
     Ab(NotBuilt),
     #[cfg(feature = "pjrt")]
-    #[command(hide = true, name = crate::ahead::WORKER_COMMAND)]
-    CompileWorker(compile::Worker),
+    #[command(hide = true, name = WORKER_COMMAND)]
+    CompileWorker(compile::CompileWorker),
 }
 
 /// What every command takes.
@@ -245,10 +243,7 @@ enum CliError {
     Ahead(#[from] AheadError),
     #[cfg(feature = "pjrt")]
     #[error(transparent)]
-    Gpu(#[from] GpuError),
-    #[cfg(feature = "pjrt")]
-    #[error(transparent)]
-    Tpu(#[from] TpuError),
+    CompileWorker(#[from] CompileWorkerError),
     #[cfg(feature = "train")]
     #[error(transparent)]
     Train(#[from] TrainError),

@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
+use assay::ahead::{CompileOptions, CompileRequest};
 use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::{Grade, Limits};
-use assay::problem::{Dtype, HeadLayout};
+use assay::problem::Dtype;
 use assay::programs::{LossProgram, Programs};
 use assay::spec::LossSpec;
-use assay::tpu::Target;
-use assay::tpu::figures::Asked;
+use assay::tpu::TpuTarget;
 use assay::tpu::table;
 use assay::xla::Xla;
 use assay_testkit::Known;
@@ -62,21 +62,15 @@ pub(crate) fn reach_their_grades(plugin: &Path) -> Result<(), Failed> {
 /// At 1x4096x151936 bf16 on `v6e:2x4`.
 pub(crate) fn none_beats_xla() -> Result<(), Failed> {
     let compiler = super::tpu::compiler()?;
-    let target = Target::parse(table::TARGET)?;
+    let target = TpuTarget::parse(table::TARGET)?;
     let bound = |program: LossProgram| -> Result<f64, Failed> {
-        let asked = Asked {
+        let request = CompileRequest {
             target: target.clone(),
             implementation: program.id().into(),
             shape: "1x4096x151936".parse()?,
-            dtype: Dtype::Bf16,
-            layout: HeadLayout::HiddenByVocab,
-            rounds_logits: true,
-            chunk_bytes: None,
-            sum_bytes: None,
-            spec: LossSpec::default(),
-            libtpu_flags: String::new(),
+            options: CompileOptions::new(LossSpec::default(), Dtype::Bf16),
         };
-        Ok(asked.compile(&compiler)?.bound.predicted_ms)
+        Ok(request.compile(&compiler)?.bound.predicted_ms)
     };
     let xla = bound(LossProgram::all()[0])?;
     let as_accurate: Vec<LossProgram> = LossProgram::alternatives().filter(|program| program.keeps_digits()).collect();

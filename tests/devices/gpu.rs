@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
+use assay::ahead::{AheadError, StableHloModule};
 use assay::gpu::compile::{CALL, locate};
-use assay::gpu::{Compiler, GpuError, Request, Target, Toolkit};
+use assay::gpu::{CudaToolkit, GpuCompiler, GpuTarget};
 use assay::implementation::Given;
 use assay::problem::{Dtype, Shape};
 use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, OperationText};
@@ -38,7 +39,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         ("a_plugin_without_the_ptx_call_is_named", a_plugin_without_the_call),
         ("a_toolkit_without_ptxas_is_named", a_toolkit_without_ptxas),
     ];
-    let absent = locate(None).err().or(Toolkit::locate().err()).map(|error| error.to_string());
+    let absent = locate(None).err().or(CudaToolkit::locate().err()).map(|error| error.to_string());
     let mut trials: Vec<Trial> = needing_tools
         .into_iter()
         .map(|(name, check)| match &absent {
@@ -90,7 +91,7 @@ fn number(figures: &Value, path: &str) -> f64 {
 
 /// Every other chip by the kernel, the others, A100s among them, by XLA alone.
 fn a_small_shape_compiles() -> Result<(), Failed> {
-    for (target, id) in Target::all().zip(["xla", "gpu-one-pass"].into_iter().cycle()) {
+    for (target, id) in GpuTarget::all().zip(["xla", "gpu-one-pass"].into_iter().cycle()) {
         let logits = f64::from(2 * 16 * 1000 * 2);
         let figures = compiled(&target.to_string(), id, "2x16x1000", "bf16")?;
         let of = |path| number(&figures, path);
@@ -206,7 +207,7 @@ fn operation_kernels_assemble() -> Result<(), Failed> {
     ];
     let form = BatchForm { token_temperatures: true, bias: true, ..BatchForm::default() };
     let folder = tempfile::tempdir()?;
-    let ptxas = Toolkit::locate()?.root().join("bin/ptxas");
+    let ptxas = CudaToolkit::locate()?.root().join("bin/ptxas");
     for (target, one_pass) in [(PtxTarget::Sm80, false), (PtxTarget::Sm90, true), (PtxTarget::Sm100, true)] {
         let of_tokens = one_pass.then_some((OperationKernel::OnePass, &of_one_token));
         for (kernel, spec) in kernels.into_iter().chain(of_tokens) {
@@ -261,15 +262,15 @@ fn too_wide_a_vocabulary() -> Result<(), Failed> {
     Ok(())
 }
 
-fn compiler(plugin: PathBuf) -> Result<Compiler, GpuError> {
-    let compiler = Compiler::new(plugin, Toolkit::locate()?, env!("CARGO_BIN_EXE_assay").into());
-    Ok(compiler.limit(Duration::from_mins(5)))
+fn compiler(plugin: PathBuf) -> Result<GpuCompiler, AheadError> {
+    let compiler = GpuCompiler::new(plugin, CudaToolkit::locate()?, env!("CARGO_BIN_EXE_assay").into());
+    Ok(compiler.with_limit(Duration::from_mins(5)))
 }
 
 /// A program with the kernel of one pass, and that kernel.
 fn small() -> Result<(String, Vec<PtxKernel>), Failed> {
     let (target, spec, shape) =
-        (Target::parse("h100")?, LossSpec::default(), Shape { batch: 1, tokens: 8, vocab: 1000 });
+        (GpuTarget::parse("h100")?, LossSpec::default(), Shape { batch: 1, tokens: 8, vocab: 1000 });
     let program =
         LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").ok_or("no gpu-one-pass")?;
     let (loss, target) = (Shaped::of(&spec), target.chip.written_for());
@@ -280,15 +281,17 @@ fn small() -> Result<(String, Vec<PtxKernel>), Failed> {
 
 fn bad_ptx_is_refused() -> Result<(), Failed> {
     let (code, mut kernels) = small()?;
-    let target = Target::parse("h100")?;
+    let target = GpuTarget::parse("h100")?;
     kernels[0].text = kernels[0].text.replace("ex2.approx", "ex3.approx");
-    let request = Request { code: &code.replace("ex2.approx", "ex3.approx"), kernels: &kernels, target: &target };
+    let code = code.replace("ex2.approx", "ex3.approx");
+    let module = StableHloModule::replicated(&code, 1);
     let compiler = compiler(locate(None)?)?;
-    let error = compiler.compile(&request).err().ok_or("it was assembled")?;
-    assert!(matches!(error, GpuError::Assembler { .. }), "{error}");
+    let error =
+        compiler.compile(&target, &StableHloModule { kernels: &kernels, ..module }).err().ok_or("it was assembled")?;
+    assert!(matches!(error, AheadError::Assembler { .. }), "{error}");
     expect_parts(&error.to_string(), &["h100", "ptxas refused it", "known instruction: 'ex3'", "more lines"]);
     // The plugin would take it.
-    compiler.compile(&Request { kernels: &[], ..request })?;
+    compiler.compile(&target, &module)?;
     Ok(())
 }
 
@@ -297,17 +300,17 @@ fn a_plugin_without_the_call() -> Result<(), Failed> {
     let (code, _) = small()?;
     let unknown = code.replace(CALL, &format!("{CALL}2"));
     assert_ne!(code, unknown);
-    let target = Target::parse("h100")?;
-    let error = compiler(locate(None)?)?.compile(&Request { code: &unknown, kernels: &[], target: &target }).err();
+    let target = GpuTarget::parse("h100")?;
+    let error = compiler(locate(None)?)?.compile(&target, &StableHloModule::replicated(&unknown, 1)).err();
     let error = error.ok_or("it compiled")?;
-    assert!(matches!(error, GpuError::NoPtx { .. }), "{error}");
+    assert!(matches!(error, AheadError::NoPtx { .. }), "{error}");
     expect_parts(&error.to_string(), &["does not know", CALL, "make setup-gpu", "xla"]);
     Ok(())
 }
 
 fn a_toolkit_without_ptxas() -> Result<(), Failed> {
     let folder = tempfile::tempdir()?;
-    let installed = Toolkit::locate()?;
+    let installed = CudaToolkit::locate()?;
     for part in ["bin/nvdisasm", "nvvm/libdevice/libdevice.10.bc"] {
         let path = folder.path().join(part);
         fs::create_dir_all(path.parent().ok_or("a folder")?)?;

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use assay::ahead::traffic::{Collective, Kind};
+use assay::ahead::{AheadError, StableHloModule};
 use assay::device_dtype::DeviceDtype;
 use assay::implementation::Given;
 use assay::problem::{Dtype, Extents, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
@@ -18,9 +20,8 @@ use assay::spec::LossSpec;
 use assay::suites::cases;
 use assay::tpu::compile::locate;
 use assay::tpu::figures::flags_for;
-use assay::tpu::seed_measurements::SEED_MEASUREMENTS;
-use assay::tpu::traffic::{Collective, Kind};
-use assay::tpu::{Compiled, Compiler, Request, Target, TpuError};
+use assay::tpu::mllm_jax::MEASUREMENTS;
+use assay::tpu::{TpuCompilation, TpuCompiler, TpuTarget};
 use libtest_mimic::{Failed, Trial};
 use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
@@ -40,7 +41,7 @@ const LONG: [&str; 3] = [
 /// Its trials, named `tpu::…`.
 pub(crate) fn trials() -> Vec<Trial> {
     let mut needing_libtpu: Vec<(String, Check)> = Vec::new();
-    for target in Target::defaults() {
+    for target in TpuTarget::defaults() {
         let name = format!("memory_cycles_bytes_small_shape_are_reported: {target}");
         needing_libtpu.push((name, Box::new(move || a_small_shape_compiles(&target))));
     }
@@ -100,20 +101,20 @@ fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
 }
 
 /// The `xla` program where each device of `target` holds `local`.
-fn program(target: &Target, local: Shape) -> Result<String, Failed> {
+fn program(target: &TpuTarget, local: Shape) -> Result<String, Failed> {
     let xla = LossProgram::all()[0];
     Ok(xla.program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?)
 }
 
-pub(crate) fn compiler() -> Result<Compiler, TpuError> {
-    Ok(Compiler::new(locate(None)?, env!("CARGO_BIN_EXE_assay").into()))
+pub(crate) fn compiler() -> Result<TpuCompiler, AheadError> {
+    Ok(TpuCompiler::new(locate(None)?, env!("CARGO_BIN_EXE_assay").into()))
 }
 
-fn compile(target: &Target, code: &str) -> Result<Compiled, TpuError> {
-    compiler()?.compile(&Request { code, target, replicas: target.devices(), partitions: 1 })
+fn compile(target: &TpuTarget, code: &str) -> Result<TpuCompilation, AheadError> {
+    compiler()?.compile(target, &StableHloModule::replicated(code, target.devices()))
 }
 
-fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
+fn a_small_shape_compiles(target: &TpuTarget) -> Result<(), Failed> {
     let local = shape(2, 16, 1000);
     let compiled = compile(target, &program(target, local)?)?;
     let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
@@ -131,7 +132,7 @@ fn a_small_shape_compiles(target: &Target) -> Result<(), Failed> {
 /// Tests let programs of a CPU compile with the least optimisation: of that nothing reaches libtpu. A command of its own, where
 /// nobody asked for it, comes to the same figures.
 fn figures_stay() -> Result<(), Failed> {
-    let target = Target::parse("v6e")?;
+    let target = TpuTarget::parse("v6e")?;
     let folder = tempfile::tempdir()?;
     let json = folder.path().join("figures.json");
     let mut command = Command::new(env!("CARGO_BIN_EXE_assay"));
@@ -159,7 +160,7 @@ fn xla(id: &str) -> LossProgram {
 fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
     let cases = env::var("ASSAY_DEVICE_CASES").ok();
     let cases = cases.map_or(usize::from(dtype == Dtype::F32), |text| text.parse().expect("a number of cases"));
-    let target = Target::parse("v6e:2x4")?;
+    let target = TpuTarget::parse("v6e:2x4")?;
     let seed = [dtype as u8 + 1; 32];
     let mut runner = TestRunner::new_with_rng(Config::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
     let vocab = prop_oneof![1..300_usize, 1_900..2_100_usize, 100_000..200_000_usize];
@@ -191,8 +192,8 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
 }
 
 /// What libtpu 0.0.51 says of (1, 4096, 151936) bf16 on each device: exact for a version, so 3 % is a change.
-fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<Compiled, Failed> {
-    let target = Target::parse("v6e:2x4")?;
+fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<TpuCompilation, Failed> {
+    let target = TpuTarget::parse("v6e:2x4")?;
     let local = shape(1, 4096, 151_936);
     let code = xla(id).program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?;
     let compiled = compile(&target, &code)?;
@@ -206,7 +207,7 @@ fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<Co
 
 fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-one-pass", 1_245_086_752, 2_238_608)?;
-    let chip = Target::parse("v6e")?.chip;
+    let chip = TpuTarget::parse("v6e")?.chip;
     let logits = 4096 * 151_936 * 2;
     assert!(compiled.memory.peak_bytes() as f64 <= 1.02 * f64::from(logits), "{:?}", compiled.memory);
     let bound = chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
@@ -216,7 +217,7 @@ fn one_pass_figures_are_those_pinned() -> Result<(), Failed> {
 
 fn two_pass_figures_are_those_pinned() -> Result<(), Failed> {
     let compiled = figures_are_those_pinned("tile-two-pass", 1_247_265_824, 4_008_146)?;
-    let bound = Target::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
+    let bound = TpuTarget::parse("v6e")?.chip.bound(compiled.cycles(), compiled.traffic.hbm_bytes);
     // Bounding gaps, without which a row of `finfo.min` is NaN, brought it from 0.98 to 1.02.
     assert!(bound.cycles_ms <= 1.02 * bound.hbm_ms, "{bound:?}");
     Ok(())
@@ -229,7 +230,7 @@ fn cut_losses_compile() -> Result<(), Failed> {
     let local = shape(8, 16, 8192);
     let logits = i64::try_from(local.elements().expect("a small shape") * Dtype::Bf16.size())?;
     let ids = ["xla-vocab", "tile-two-pass-mesh", "tile-two-pass-vocab", "xla-mesh"];
-    for (target, id) in Target::defaults().zip(ids) {
+    for (target, id) in TpuTarget::defaults().zip(ids) {
         let machine = target.chip.machine();
         let code = xla(id).program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;
         let compiled = compile(&target, &code).map_err(|error| format!("{id} for {target}: {error}"))?;
@@ -245,7 +246,7 @@ fn cut_losses_compile() -> Result<(), Failed> {
 fn rows_are_shared_by_cores() -> Result<(), Failed> {
     let spec = LossSpec::default();
     let cycles = |target: &str| -> Result<f64, Failed> {
-        let target = Target::parse(target)?;
+        let target = TpuTarget::parse(target)?;
         let (devices, machine) = (target.devices(), target.chip.machine());
         let local = shape(1, 512, 151_936);
         let code = xla("tile-one-pass").program_for(Shaped::of(&spec), local, Dtype::Bf16, devices, machine)?;
@@ -259,7 +260,7 @@ fn rows_are_shared_by_cores() -> Result<(), Failed> {
 /// libtpu lays six rows of f32 out one by one, as pads least; a program that has them row-major has eight. The bytes of the copy's
 /// parameter and result tell the two layouts.
 fn copies_are_row_major() -> Result<(), Failed> {
-    let target = Target::parse("v6e:2x4")?;
+    let target = TpuTarget::parse("v6e:2x4")?;
     let compiled = compile(&target, &row_major_copy(DeviceDtype::F32, &[1, 6, 300]))?;
     let given = (compiled.memory.argument_bytes, compiled.memory.output_bytes);
     let row = 384 * 4;
@@ -272,7 +273,7 @@ fn copies_are_row_major() -> Result<(), Failed> {
 /// A small array that nobody asks for in HBM libtpu moves to VMEM, where a kernel's window is a part of it: the kernel
 /// writes to that window beyond the last of 40 rows.
 fn small_logits_stay_in_hbm() -> Result<(), Failed> {
-    let (target, local) = (Target::parse("v6e:2x4")?, shape(1, 40, 300));
+    let (target, local) = (TpuTarget::parse("v6e:2x4")?, shape(1, 40, 300));
     let spec = LossSpec::default();
     let machine = target.chip.machine();
     let code = xla("tile-one-pass").program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;
@@ -295,11 +296,11 @@ fn bf16_head(shape: &str, layout: HeadLayout) -> Given<HeadProblem> {
     Given { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form, packed: None }
 }
 
-fn compile_head(id: &str, given: Given<HeadProblem>, target: &Target) -> Result<Compiled, Failed> {
+fn compile_head(id: &str, given: Given<HeadProblem>, target: &TpuTarget) -> Result<TpuCompilation, Failed> {
     let code = head(id).program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
-    let request = Request { code: &code, target, replicas: target.devices(), partitions: 1 };
+    let module = StableHloModule::replicated(&code, target.devices());
     // Large products take libtpu long.
-    let compiled = compiler()?.limit(Duration::from_mins(10)).compile(&request);
+    let compiled = compiler()?.with_limit(Duration::from_mins(10)).compile(target, &module);
     Ok(compiled.map_err(|error| format!("{id} {} on {target}: {error}", given.shape))?)
 }
 
@@ -321,7 +322,7 @@ fn memory_of_a_head_falls() -> Result<(), Failed> {
 fn memory_of_a_cut_head(target: &str, id: &str, vocab: usize, columns: usize) -> Result<(), Failed> {
     let given = bf16_head(&format!("8x64x256x{vocab}"), HeadLayout::HiddenByVocab);
     let HeadShape { batch, tokens, hidden, vocab } = given.shape;
-    let target = Target::parse(target)?;
+    let target = TpuTarget::parse(target)?;
     let devices = target.devices();
     let compiled = compile_head(id, given, &target)?;
     let (tokens, vocab) = (batch * tokens * columns / devices, vocab / columns);
@@ -339,7 +340,7 @@ fn memory_of_a_cut_head(target: &str, id: &str, vocab: usize, columns: usize) ->
 /// the logits of the chunk before, of dhidden beside the head's gradient, of that beside its next columns and dhidden. Only the first
 /// chunk's hidden states are awaited; after the last chunk they are sent once more.
 fn scattered_heads_overlap() -> Result<(), Failed> {
-    let target = Target::parse("v6e:2x4")?;
+    let target = TpuTarget::parse("v6e:2x4")?;
     let given = bf16_head("8x256x256x8192", HeadLayout::HiddenByVocab);
     let HeadShape { batch, tokens, hidden, vocab } = given.shape;
     let shards = target.devices();
@@ -360,9 +361,9 @@ fn scattered_heads_overlap() -> Result<(), Failed> {
     for (id, chunk_bytes, expected) in expected {
         let program = head(id).chunk_bytes(chunk_bytes);
         let code = program.program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
-        let request = Request { code: &code, target: &target, replicas: target.devices(), partitions: 1 };
+        let module = StableHloModule::replicated(&code, target.devices());
         let flags = flags_for(id, Extents::Head(given.shape), target.chip);
-        let compiled = compiler()?.flags(&flags).limit(Duration::from_mins(10)).compile(&request)?;
+        let compiled = compiler()?.with_flags(&flags).with_limit(Duration::from_mins(10)).compile(&target, &module)?;
         let multiplies = |name: &String| {
             let kernel = compiled.kernels.iter().find(|kernel| kernel.name == *name);
             kernel.is_some_and(|kernel| kernel.slots.iter().any(|slot| slot.name == "MATMUL" && slot.used > 0))
@@ -384,24 +385,24 @@ fn scattered_heads_overlap() -> Result<(), Failed> {
 }
 
 fn a_broken_program_is_refused() -> Result<(), Failed> {
-    let target = Target::parse("v6e")?;
+    let target = TpuTarget::parse("v6e")?;
     let code = "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> }";
     match compile(&target, code) {
-        Err(TpuError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
+        Err(AheadError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
         other => Err(format!("{other:?}").into()),
     }
 }
 
 fn an_impossible_topology_is_refused() -> Result<(), Failed> {
-    let target = Target::parse("v6e:3x5")?;
+    let target = TpuTarget::parse("v6e:3x5")?;
     match compile(&target, &program(&target, shape(1, 8, 256))?) {
-        Err(TpuError::Refused { message, .. }) if message.contains("not divisible") => Ok(()),
+        Err(AheadError::Refused { message, .. }) if message.contains("not divisible") => Ok(()),
         other => Err(format!("{other:?}").into()),
     }
 }
 
 fn two_programs_compile_at_once() -> Result<(), Failed> {
-    let target = Target::parse("v6e")?;
+    let target = TpuTarget::parse("v6e")?;
     let code = program(&target, shape(1, 8, 256))?;
     std::thread::scope(|scope| {
         let both = [0, 1].map(|_| scope.spawn(|| compile(&target, &code)));
@@ -411,9 +412,9 @@ fn two_programs_compile_at_once() -> Result<(), Failed> {
 
 /// The scratch of `xla-seed` is what a v6e reserved for the seed's program, to a thousandth; `xla` has next to none.
 fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
-    let target = Target::parse("v6e:2x4")?;
+    let target = TpuTarget::parse("v6e:2x4")?;
     let local = shape(4, 1024, 151_643);
-    let reserved = SEED_MEASUREMENTS.iter().find_map(|recorded| match recorded.shape {
+    let reserved = MEASUREMENTS.iter().find_map(|recorded| match recorded.shape {
         Extents::Logits(shape) if shape == local => recorded.peak_bytes_reserved,
         _ => None,
     });
@@ -431,7 +432,7 @@ fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
 
 fn emitted_modules_compile() -> Result<(), Failed> {
     let folder = tempfile::tempdir()?;
-    let target = Target::parse("v6e")?;
+    let target = TpuTarget::parse("v6e")?;
     for id in ["tile-one-pass", "tile-two-pass"] {
         let out = folder.path().join(id);
         let mut emit = Command::new(env!("CARGO_BIN_EXE_assay"));
@@ -454,13 +455,12 @@ fn scripted(script: &str) -> Result<(tempfile::TempDir, PathBuf), Failed> {
 }
 
 /// What comes of a program when `worker` compiles it.
-fn worked_by(worker: PathBuf, limit: Duration) -> Result<TpuError, Failed> {
-    let target = Target::parse("v6e")?;
+fn worked_by(worker: PathBuf, limit: Duration) -> Result<AheadError, Failed> {
+    let target = TpuTarget::parse("v6e")?;
     // No worker here loads it.
     let library = Path::new("Cargo.toml").to_path_buf();
-    let compiler = Compiler::new(library, worker).flags("--a_flag=1").limit(limit);
-    let request = Request { code: "module {}", target: &target, replicas: 8, partitions: 1 };
-    compiler.compile(&request).err().ok_or_else(|| "it compiled".into())
+    let compiler = TpuCompiler::new(library, worker).with_flags("--a_flag=1").with_limit(limit);
+    compiler.compile(&target, &StableHloModule::replicated("module {}", 8)).err().ok_or_else(|| "it compiled".into())
 }
 
 fn a_worker_that_aborts() -> Result<(), Failed> {
@@ -485,7 +485,7 @@ fn a_worker_that_hangs() -> Result<(), Failed> {
     let (_folder, worker) = scripted("echo compiling >&2; exec sleep 60")?;
     let started = Instant::now();
     let error = worked_by(worker, Duration::from_millis(500))?;
-    assert!(matches!(error, TpuError::TimedOut { .. }), "{error}");
+    assert!(matches!(error, AheadError::TimedOut { .. }), "{error}");
     assert!(error.to_string().contains("compiling"), "{error}");
     assert!(started.elapsed() < Duration::from_secs(20), "it was waited for");
     Ok(())
@@ -502,7 +502,7 @@ fn schedules_that_are_not_understood() -> Result<(), Failed> {
     {
         let (_folder, worker) = scripted(&format!("{wrote}\n{answer}"))?;
         let error = worked_by(worker, Duration::from_secs(20))?;
-        assert!(matches!(error, TpuError::Unread { .. }), "{error}");
+        assert!(matches!(error, AheadError::Unread { .. }), "{error}");
         let error = error.to_string();
         for part in
             ["takes 6 bytes at its peak", "cycles and HBM bytes are not known", expected, "libtpu 0.0.51 writes"]
@@ -608,11 +608,11 @@ fn users_flags_and_a_blank() -> Result<(), Failed> {
 fn a_worker_that_answers_nonsense() -> Result<(), Failed> {
     let (_folder, worker) = scripted("echo '{\"compiled\": 1}' > \"$2/answer.json\"")?;
     let error = worked_by(worker, Duration::from_secs(20))?;
-    assert!(matches!(error, TpuError::Dump { .. }), "{error}");
+    assert!(matches!(error, AheadError::Malformed { .. }), "{error}");
     // An answer before the end is none: libtpu may still have been writing.
     let (_folder, worker) = scripted("echo '{\"refused\": \"no\"}' > \"$2/answer.json\"; exit 3")?;
     let error = worked_by(worker, Duration::from_secs(20))?;
-    assert!(matches!(error, TpuError::Died { .. }), "{error}");
+    assert!(matches!(error, AheadError::Died { .. }), "{error}");
     Ok(())
 }
 

@@ -6,9 +6,9 @@ use serde::Serialize;
 use super::manifest::{Asked, For, Manifest};
 use crate::cli::{CliError, Passed};
 use crate::device_dtype::DeviceDtype;
-use crate::gpu::Target;
+use crate::gpu::GpuTarget;
 use crate::gpu::assemble::expect_launch;
-use crate::gpu::figures::compiled_for_gpus;
+use crate::gpu::figures::gpu_program;
 use crate::implementation::{Given, RunError};
 use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, Shaped};
 
@@ -75,10 +75,10 @@ impl<'e> From<&'e PtxKernel> for Emitted<'e> {
 }
 
 /// Writes the kernels that are `asked` for, for `target`.
-pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
+pub(super) fn emit(asked: &Asked, target: &GpuTarget) -> Result<Passed, CliError> {
     let spec = asked.spec()?;
     let id = asked.implementation.as_deref().unwrap_or("gpu-one-pass");
-    let program: LossProgram = compiled_for_gpus(id)?;
+    let program: LossProgram = gpu_program(id)?;
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
     let (written_for, loss) = (target.chip.written_for(), Shaped::of(&spec));
     if !program.has_kernels() {

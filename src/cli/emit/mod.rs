@@ -6,7 +6,7 @@ mod tpu;
 
 use clap::Args;
 
-use super::compile::Chosen;
+use super::compile::AnyTarget;
 use super::{CliError, Passed};
 use manifest::Asked;
 
@@ -14,8 +14,8 @@ use manifest::Asked;
 pub(super) struct Emit {
     /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: h100, h200 or b200, alone or, as in h100:8, so
     /// many of them
-    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = Chosen::parse)]
-    target: Chosen,
+    #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse)]
+    target: AnyTarget,
     #[command(flatten)]
     asked: Asked,
 }
@@ -23,8 +23,8 @@ pub(super) struct Emit {
 impl Emit {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         match &self.target {
-            Chosen::Tpu(target) => tpu::emit(&self.asked, target),
-            Chosen::Gpu(target) => gpu::emit(&self.asked, target),
+            AnyTarget::Tpu(target) => tpu::emit(&self.asked, target),
+            AnyTarget::Gpu(target) => gpu::emit(&self.asked, target),
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::cli::{CliError, Passed};
 use crate::implementation::RunError;
 use crate::problem::Dtype;
 use crate::programs::{MOSAIC_VERSION, Named, Programs as _, Shaped, TpuKernel};
-use crate::tpu::Target;
+use crate::tpu::TpuTarget;
 use crate::tpu::figures::loss_program;
 
 /// The libtpu that kernels were compiled with: the one that `make setup-tpu` installs.
@@ -65,7 +65,7 @@ impl<'e> Emitted<'e> {
 }
 
 /// Writes the kernels that are `asked` for, for `target`.
-pub(super) fn emit(asked: &Asked, target: &Target) -> Result<Passed, CliError> {
+pub(super) fn emit(asked: &Asked, target: &TpuTarget) -> Result<Passed, CliError> {
     let spec = asked.spec()?;
     let id = asked.implementation.as_deref().unwrap_or("tile-one-pass");
     let implementation = loss_program(id)?;

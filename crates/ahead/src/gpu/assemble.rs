@@ -1,0 +1,361 @@
+//! A kernel's PTX assembled by `ptxas` and read back by `nvdisasm`.
+//!
+//! XLA's plugin embeds PTX as it stands: what no assembler would take, and what no chip has room for, "compiles". So every kernel is
+//! assembled, and held to what the chip has. A user's driver assembles the same text again, and may do it otherwise.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use assay_core::project;
+use assay_ptx::PtxKernel;
+use assay_schema::gpu::{Launch, Pipe};
+
+use super::pipes::{PIPES, taken};
+use super::sass::{self, Instruction};
+use super::target::{GpuChip, GpuTarget, THREADS_A_CTA};
+use super::trips::{Loop, Trips};
+use crate::error::AheadError;
+use crate::files::{failed, temporary_folder};
+
+/// What of NVIDIA's toolkit compiles with no GPU: `ptxas`, `nvdisasm`, and the library that XLA's own kernels call.
+#[derive(Clone, Debug)]
+pub struct CudaToolkit {
+    root: PathBuf,
+}
+
+/// Names a CUDA toolkit's folder where set-up's is not to be taken.
+pub const TOOLKIT_VARIABLE: &str = "ASSAY_CUDA_TOOLKIT";
+
+/// The parts of a toolkit that are used, within it.
+const PTXAS: &str = "bin/ptxas";
+const NVDISASM: &str = "bin/nvdisasm";
+
+/// What `ptxas -v` says of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Said {
+    registers: u32,
+    spill_bytes: u32,
+    /// Static.
+    shared_bytes: u32,
+}
+
+impl Said {
+    fn parse(text: &str) -> Option<Self> {
+        let before = |unit: &str| {
+            let words: Vec<&str> = text.split([' ', ',', '\n']).filter(|word| !word.is_empty()).collect();
+            let unit: Vec<&str> = unit.split(' ').collect();
+            let at = words.windows(unit.len()).position(|window| window == unit)?;
+            words.get(at.checked_sub(1)?)?.parse::<u32>().ok()
+        };
+        Some(Self {
+            registers: before("registers")?,
+            spill_bytes: before("bytes spill stores")? + before("bytes spill loads")?,
+            shared_bytes: before("bytes smem").unwrap_or(0),
+        })
+    }
+}
+
+impl CudaToolkit {
+    /// What [`TOOLKIT_VARIABLE`] names, else what `make setup-gpu` installed.
+    ///
+    /// # Errors
+    /// [`AheadError::Absent`], with the part that is.
+    pub fn locate() -> Result<Self, AheadError> {
+        let absent =
+            |what| move |looked| AheadError::Absent { what, looked, setup: "setup-gpu", instead: TOOLKIT_VARIABLE };
+        let named = env::var_os(TOOLKIT_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let root = named.map_or_else(|| project::find(".plugins/cuda").map_err(absent("ptxas")), Ok)?;
+        let parts = [("ptxas", PTXAS), ("nvdisasm", NVDISASM), ("libdevice", "nvvm/libdevice/libdevice.10.bc")];
+        match parts.into_iter().map(|(what, part)| (what, root.join(part))).find(|(_, path)| !path.is_file()) {
+            Some((what, path)) => Err(absent(what)(vec![path])),
+            None => Ok(Self { root }),
+        }
+    }
+
+    /// Its folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Assembles `kernel` for `target`, and counts what all its threads take.
+    ///
+    /// # Errors
+    /// [`AheadError::Beyond`] where the chip lacks what it asks for; [`AheadError::Assembler`] with the assembler's words;
+    /// [`AheadError::Malformed`] where what it or the disassembler wrote is not understood; [`AheadError::Io`].
+    pub fn assemble(&self, kernel: &PtxKernel, target: &GpuTarget) -> Result<Launch, AheadError> {
+        let chip = target.chip;
+        expect_launch(kernel, target)?;
+        let folder = temporary_folder("assay-gpu-")?;
+        let [text, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
+        fs::write(&text, &kernel.text).map_err(failed("write", &text))?;
+        let [ptxas_path, nvdisasm_path] = [PTXAS, NVDISASM].map(|part| self.root.join(part));
+        let mut ptxas = Command::new(&ptxas_path);
+        ptxas.args(["-v", "--generate-line-info", "--gpu-name", &chip.architecture(), "--output-file"]);
+        let output = ptxas.args([&binary, &text]).output().map_err(failed("run", &ptxas_path))?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        if !output.status.success() {
+            let message = first_error(&said).unwrap_or_else(|| output.status.to_string());
+            return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
+        }
+        let Said { registers, spill_bytes, shared_bytes } =
+            Said::parse(&said).ok_or_else(|| AheadError::quoted("ptxas -v", 0, &said, "registers and spills"))?;
+        let shared_bytes = shared_bytes + kernel.shared_bytes;
+        expect_shared(kernel, target, shared_bytes)?;
+        let mut nvdisasm = Command::new(&nvdisasm_path);
+        let output = nvdisasm.args(["-gp", "-c"]).arg(&binary).output().map_err(failed("run", &nvdisasm_path))?;
+        if !output.status.success() {
+            let message = format!("nvdisasm: {}", String::from_utf8_lossy(&output.stderr).trim());
+            return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
+        }
+        let instructions = sass::parse(&kernel.name, &String::from_utf8_lossy(&output.stdout))?;
+        let trips = Trips::of_kernel(kernel)?;
+        let (weights, mut uncounted) = weighed(&instructions, &trips);
+        let pipes = pipes(chip, &instructions, &weights, &mut uncounted);
+        let threads = kernel.block.iter().product();
+        let (resident, by) = chip.resident(threads, registers, shared_bytes);
+        Ok(Launch {
+            name: kernel.name.clone(),
+            runs: 1,
+            grid: kernel.grid,
+            block: kernel.block,
+            cluster: kernel.cluster,
+            registers,
+            spill_bytes,
+            shared_bytes,
+            resident,
+            resident_by: by.into(),
+            instructions: weights.iter().sum(),
+            pipes,
+            uncounted,
+        })
+    }
+}
+
+/// Of an assembler's words the first error, and how many more lines there are.
+fn first_error(said: &str) -> Option<String> {
+    let mut lines = said.lines().map(str::trim).filter(|line| line.contains("error") || line.contains("fatal"));
+    let first = lines.next().or_else(|| said.lines().find(|line| !line.trim().is_empty()))?;
+    Some(match lines.count() {
+        0 => first.into(),
+        more => format!("{first} (and {more} more lines)"),
+    })
+}
+
+/// What is used where a kernel asks for more than a chip has.
+const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
+
+/// Checks a launch against the chip.
+///
+/// # Errors
+/// [`AheadError::Beyond`].
+pub fn expect_launch(kernel: &PtxKernel, target: &GpuTarget) -> Result<(), AheadError> {
+    let beyond = |what, given: String, expected: String| {
+        Err(AheadError::Beyond { target: target.to_string(), kernel: kernel.name.clone(), what, given, expected })
+    };
+    let (chip, threads) = (target.chip, kernel.block.iter().product::<u32>());
+    if kernel.cluster > chip.largest_cluster {
+        let most = chip.largest_cluster;
+        let architecture = chip.architecture();
+        let expected = if most == 1 {
+            format!("none: {architecture} has no clusters, sm_90 and up do; {INSTEAD}")
+        } else {
+            format!("up to {most}; {INSTEAD}")
+        };
+        return beyond("cluster of CTAs", kernel.cluster.to_string(), expected);
+    }
+    if !(1..=THREADS_A_CTA).contains(&threads) {
+        return beyond("threads of a CTA", threads.to_string(), format!("1 to {THREADS_A_CTA}"));
+    }
+    expect_shared(kernel, target, kernel.shared_bytes)
+}
+
+fn expect_shared(kernel: &PtxKernel, target: &GpuTarget, bytes: u32) -> Result<(), AheadError> {
+    let most = target.chip.shared_bytes_a_cta;
+    if bytes <= most {
+        return Ok(());
+    }
+    Err(AheadError::Beyond {
+        target: target.to_string(),
+        kernel: kernel.name.clone(),
+        what: "bytes of shared memory a CTA",
+        given: bytes.to_string(),
+        expected: format!("up to {most}; {INSTEAD}"),
+    })
+}
+
+/// What became of a loop of PTX.
+struct Made {
+    /// Addresses of the round, if it is a loop still: of several the one with most rounds in it.
+    place: Option<(u64, u64)>,
+    /// Rounds of the PTX in one round of it, or, where it is none, all there are.
+    rounds: f64,
+    /// Whether parts of rounds stand outside too.
+    spilled_over: bool,
+}
+
+/// Instructions of which each comes from one of PTX, so that they tell how often that was copied.
+const TELLING: [&str; 8] = ["LDS", "STS", "LDG", "STG", "LD", "ST", "LDGSTS", "MUFU"];
+
+impl Made {
+    fn of(of: &Loop, instructions: &[Instruction]) -> Self {
+        let telling = instructions.iter().filter(|one| {
+            let opcode = one.mnemonic.split('.').next().unwrap_or_default();
+            TELLING.contains(&opcode) && one.line.is_some_and(|line| (of.first..=of.last).contains(&line))
+        });
+        let telling: Vec<&Instruction> = telling.collect();
+        // The most copies of a line among those in `place`.
+        let copies = |place: Option<(u64, u64)>| {
+            let within = telling.iter().filter(|one| is_within(place, one));
+            let lines: Vec<_> = within.map(|one| one.line).collect();
+            lines.iter().map(|line| lines.iter().filter(|other| *other == line).count()).max().unwrap_or(0)
+        };
+        let backs = instructions.iter().filter(|branch| branch.line == Some(of.last));
+        let places = backs.filter_map(|branch| Some((branch.target?, branch.address))).filter(|(to, from)| to <= from);
+        let place = places.max_by_key(|&place| copies(Some(place)));
+        let everywhere = Some((0, u64::MAX));
+        let rounds = copies(place.or(everywhere)).max(1) as f64;
+        Self { place, rounds, spilled_over: telling.iter().any(|one| !is_within(place.or(everywhere), one)) }
+    }
+}
+
+fn is_within(place: Option<(u64, u64)>, instruction: &Instruction) -> bool {
+    place.is_some_and(|(first, last)| (first..=last).contains(&instruction.address))
+}
+
+/// How often warps issue each instruction, and what is left out.
+///
+/// An instruction runs as often as the line of PTX that it comes from. One that the assembler has taken out of the loop of its line
+/// runs as often as that is entered, one that it has put into a loop as often as that goes round. Of a loop that it has unrolled the
+/// round that has most of the PTX's rounds in it stands for all: other copies, which are there for what is left over, are no cheaper.
+fn weighed(instructions: &[Instruction], trips: &Trips) -> (Vec<f64>, Vec<String>) {
+    let made: Vec<Made> = trips.loops.iter().map(|of| Made::of(of, instructions)).collect();
+    let weights = instructions.iter().map(|instruction| {
+        let line = instruction.line.unwrap_or(0);
+        if let Some(at) = trips.around(line) {
+            let (of, made) = (&trips.loops[at], &made[at]);
+            return match made.place {
+                None => trips.of(line) / made.rounds,
+                Some(_) if is_within(made.place, instruction) => trips.of(line) / made.rounds,
+                Some(_) if made.spilled_over => 0.0,
+                Some(_) => trips.entries(of).min(trips.of(line)),
+            };
+        }
+        let put_into = trips.loops.iter().zip(&made).filter(|(_, made)| is_within(made.place, instruction));
+        let innermost = put_into.min_by_key(|(of, _)| of.last - of.first);
+        innermost.map_or(trips.of(line), |(of, made)| trips.of(of.last) / made.rounds)
+    });
+    let told = trips.undecided.iter();
+    let told =
+        told.map(|line| format!("what the branch in line {line} jumps over, which hangs on numbers of the batch"));
+    (weights.collect(), told.collect())
+}
+
+/// What pipes take, the busiest first.
+fn pipes(chip: &GpuChip, instructions: &[Instruction], weights: &[f64], uncounted: &mut Vec<String>) -> Vec<Pipe> {
+    let mut clocks = [0.0; PIPES.len()];
+    let mut through = [0.0; PIPES.len()];
+    for (instruction, weight) in instructions.iter().zip(weights) {
+        let known = taken(chip, &instruction.mnemonic);
+        if known.is_none() {
+            let name = format!("the pipe of {}, which is not known", instruction.mnemonic);
+            if !uncounted.contains(&name) {
+                uncounted.push(name);
+            }
+        }
+        let known = known.unwrap_or_else(|| taken(chip, "NOP").unwrap_or_default());
+        for (pipe, taken) in known {
+            let at = PIPES.iter().position(|name| *name == pipe).unwrap_or(0);
+            clocks[at] += taken * weight;
+            through[at] += weight;
+        }
+    }
+    let pipe = |at: usize| Pipe { name: PIPES[at].into(), instructions: through[at], ms: chip.ms(clocks[at]) };
+    let mut pipes: Vec<Pipe> = (0..PIPES.len()).map(pipe).filter(|pipe| pipe.instructions > 0.0).collect();
+    pipes.sort_by(|a, b| b.ms.total_cmp(&a.ms));
+    pipes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gpu::trips::tests::{SWEEP, kernel};
+
+    #[test]
+    fn what_ptxas_says_is_read_with_and_without_shared_memory_and_spills() {
+        let said = |text| Said::parse(text);
+        let plain = "ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'scale' for 'sm_90'
+ptxas info    : Function properties for scale
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 16 registers, used 0 barriers
+";
+        assert_eq!(said(plain), Some(Said { registers: 16, spill_bytes: 0, shared_bytes: 0 }));
+        let full = "    40 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack size, 84672 bytes smem, 400 bytes cmem[0]
+";
+        assert_eq!(said(full), Some(Said { registers: 255, spill_bytes: 32, shared_bytes: 84672 }));
+        assert_eq!(said("ptxas info : nothing"), None);
+    }
+
+    #[test]
+    fn instructions_out_of_and_in_a_loop_count_as_often_as_they_run() {
+        let kernel = kernel(SWEEP);
+        let trips = Trips::of_kernel(&kernel).unwrap();
+        let line = |part: &str| 1 + kernel.text.lines().position(|line| line.contains(part)).unwrap();
+        let of = |address, mnemonic: &str, line, target| Instruction {
+            address,
+            mnemonic: mnemonic.into(),
+            line: Some(line),
+            target,
+        };
+        let (outside, inside, back) = (line("cvt.u64"), line("ex2"), line("bra $sweep"));
+        let once = vec![
+            of(0, "S2R", outside, None),
+            of(16, "HOISTED", inside, None),
+            of(32, "MUFU.EX2", inside, None),
+            of(48, "SUNK", outside, None),
+            of(64, "BRA", back, Some(32)),
+            of(80, "EXIT", line("\tret"), None),
+        ];
+        let warps = 64.0 * 8.0;
+        let (weights, uncounted) = weighed(&once, &trips);
+        assert_eq!(weights, [1.0, 1.0, 4.0, 4.0, 4.0, 1.0].map(|times| times * warps));
+        assert!(uncounted.is_empty(), "{uncounted:?}");
+        // Unrolled: two rounds in one and one for what is left over; or all four, one after another.
+        let twice = [&once[..4], &[of(56, "MUFU.EX2", inside, None)], &once[4..5], &[of(80, "MUFU.EX2", inside, None)]];
+        let (weights, _) = weighed(&twice.concat(), &trips);
+        assert_eq!(weights, [1.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0].map(|times| times * warps));
+        let flat: Vec<_> = (0..4).map(|at| of(16 * at, "MUFU.EX2", inside, None)).collect();
+        assert_eq!(weighed(&flat, &trips).0, [warps; 4]);
+    }
+
+    /// For which chip a kernel is changed how, and what the error says.
+    type Case = (&'static str, fn(&mut PtxKernel), &'static [&'static str]);
+
+    #[test]
+    fn what_a_chip_lacks_is_named_with_what_to_use_instead() {
+        let of = |target, change: fn(&mut PtxKernel)| {
+            let mut kernel = kernel(SWEEP);
+            change(&mut kernel);
+            expect_launch(&kernel, &GpuTarget::parse(target).unwrap()).map_err(|error| error.to_string())
+        };
+        assert_eq!(of("a100", |_| ()), Ok(()));
+        assert_eq!(of("h100", |kernel| kernel.cluster = 8), Ok(()));
+        let cases: [Case; 4] = [
+            (
+                "a100",
+                |kernel| kernel.cluster = 4,
+                &["a100", "scale", "cluster of CTAs 4", "sm_80 has no clusters", "gpu-two-pass"],
+            ),
+            ("h100", |kernel| kernel.cluster = 16, &["cluster of CTAs 16", "up to 8", "gpu-two-pass"]),
+            ("h100", |kernel| kernel.shared_bytes = 300_000, &["300000", "up to 232448", "gpu-two-pass"]),
+            ("h100", |kernel| kernel.block = [2048, 1, 1], &["threads of a CTA 2048", "1 to 1024"]),
+        ];
+        for (target, change, parts) in cases {
+            let message = of(target, change).unwrap_err();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Compiling with XLA's CUDA plugin in a child process; the program's kernels of PTX are assembled as well.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use assay_core::memory::CompiledMemory;
+use assay_pjrt::compile_worker::{CompileJob, CompileWorker, HLO};
+use assay_schema::gpu::{Bound, Launch, Limit};
+
+use super::assemble::CudaToolkit;
+use super::target::{GpuChip, GpuTarget};
+use crate::error::AheadError;
+use crate::files::{failed, temporary_folder};
+use crate::plugin::{self, StableHloModule, worker_error};
+use crate::traffic::{Traffic, read_optimized};
+
+/// Names the plugin where no option does.
+pub const PLUGIN_VARIABLE: &str = "ASSAY_CUDA_PLUGIN";
+
+/// The custom call by which a program calls a kernel of PTX.
+pub const CALL: &str = "__gpu$xla.gpu.ptx";
+
+/// How names of files with optimized HLO end.
+const OPTIMIZED: &str = "gpu_after_optimizations.txt";
+
+/// What came of it.
+#[derive(Clone, Debug)]
+pub struct GpuCompilation {
+    /// Of one run, on one device.
+    pub memory: CompiledMemory,
+    /// Seconds that the plugin took.
+    pub compile_s: f64,
+    /// The kernels of PTX, assembled.
+    pub launches: Vec<Launch>,
+    /// Bytes through HBM.
+    pub traffic: Traffic,
+}
+
+impl GpuCompilation {
+    /// The bounds of one run on `chip`.
+    pub fn bound(&self, chip: &GpuChip) -> Bound {
+        let hbm_ms = chip.hbm_ms(self.traffic.hbm_bytes);
+        let mut pipes: Vec<(&str, f64)> = Vec::new();
+        for launch in &self.launches {
+            for pipe in &launch.pipes {
+                let ms = pipe.ms * launch.runs as f64;
+                match pipes.iter_mut().find(|(name, _)| *name == pipe.name) {
+                    Some((_, sum)) => *sum += ms,
+                    None => pipes.push((&pipe.name, ms)),
+                }
+            }
+        }
+        let busiest = pipes.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
+        let (pipe, pipe_ms) = busiest.unwrap_or_default();
+        let limit = if pipe_ms > hbm_ms { Limit::Pipe } else { Limit::Hbm };
+        Bound { hbm_ms, pipe_ms, pipe: pipe.into(), predicted_ms: hbm_ms.max(pipe_ms), limit }
+    }
+}
+
+/// A plugin, what it needs of NVIDIA's toolkit, and the executable that loads it.
+#[derive(Clone, Debug)]
+pub struct GpuCompiler {
+    plugin: PathBuf,
+    toolkit: CudaToolkit,
+    worker: CompileWorker,
+}
+
+/// Returns the CUDA plugin `given`, else the one that [`PLUGIN_VARIABLE`] names, else the one that `make setup-gpu` installed.
+///
+/// # Errors
+/// [`AheadError::Absent`] with every path that was tried.
+pub fn locate(given: Option<&Path>) -> Result<PathBuf, AheadError> {
+    plugin::locate(given, PLUGIN_VARIABLE, "xla_cuda_plugin.so", |looked| AheadError::Absent {
+        what: "XLA's CUDA plugin",
+        looked,
+        setup: "setup-gpu",
+        instead: "--cuda-plugin or ASSAY_CUDA_PLUGIN",
+    })
+}
+
+impl GpuCompiler {
+    /// With the plugin at `plugin`, loaded by `worker`: an `assay` executable.
+    pub fn new(plugin: PathBuf, toolkit: CudaToolkit, worker: PathBuf) -> GpuCompiler {
+        GpuCompiler { plugin, toolkit, worker: CompileWorker::new(worker) }
+    }
+
+    /// The same with another time limit.
+    #[must_use]
+    pub fn with_limit(self, limit: Duration) -> GpuCompiler {
+        GpuCompiler { worker: self.worker.with_limit(limit), ..self }
+    }
+
+    /// Compiles a program, assembles its kernels and reads what the compilers say of both.
+    ///
+    /// # Errors
+    /// As of [`CudaToolkit::assemble`]; [`AheadError::Refused`] with the plugin's message where it does not compile and
+    /// [`AheadError::NoPtx`] where it does not know kernels of PTX; [`AheadError::Died`] or [`AheadError::TimedOut`] where the worker gave
+    /// no answer; [`AheadError::Unread`], with the memory, where its HLO is not understood.
+    pub fn compile(&self, target: &GpuTarget, module: &StableHloModule) -> Result<GpuCompilation, AheadError> {
+        // Kernels first: the plugin embeds PTX unread, so that only the assembler finds what is wrong with it.
+        let assembled = module.kernels.iter().map(|kernel| self.toolkit.assemble(kernel, target));
+        let mut launches = assembled.collect::<Result<Vec<_>, _>>()?;
+        let folder = temporary_folder("assay-gpu-")?;
+        // The plugin looks for a toolkit in `cuda_sdk_lib` of its working folder first.
+        let (root, sdk) = (self.toolkit.root(), folder.path().join("cuda_sdk_lib"));
+        let root = fs::canonicalize(root).map_err(failed("find", root))?;
+        symlink(root, &sdk).map_err(failed("create", &sdk))?;
+        let job = CompileJob {
+            library: &self.plugin,
+            topology: "cuda",
+            options: &target.options(),
+            code: module.code,
+            replicas: module.replicas,
+            partitions: module.partitions,
+        };
+        let compiled = self.worker.compile(&job, folder.path(), |_| ());
+        let compiled = compiled.map_err(|error| with_unknown_call(worker_error(target.to_string(), error)))?;
+        let memory = compiled.memory;
+        let (file, text) = read_optimized(&folder.path().join(HLO), OPTIMIZED)?;
+        let unread = |reason| AheadError::Unread {
+            target: target.to_string(),
+            memory,
+            unknown: "HBM bytes",
+            reason: Box::new(reason),
+            writer: "",
+        };
+        let traffic = Traffic::parse(&file, &text).map_err(unread)?;
+        for launch in &mut launches {
+            launch.runs = runs(&text, &launch.name, &traffic);
+        }
+        Ok(GpuCompilation { memory, compile_s: compiled.compile_s, launches, traffic })
+    }
+}
+
+/// How often a program calls the kernel called `name`.
+fn runs(hlo: &str, name: &str, traffic: &Traffic) -> u64 {
+    let named = format!("\"{name}\"");
+    let calls = hlo.lines().filter(|line| line.contains(CALL) && line.contains(&named));
+    let instruction = |line: &str| {
+        let (name, _) = line.trim_start().trim_start_matches("ROOT ").split_once(" = ")?;
+        Some(traffic.runs.get(name.trim_start_matches('%')).copied().unwrap_or(1))
+    };
+    calls.filter_map(instruction).sum()
+}
+
+/// Returns [`AheadError::NoPtx`] instead of a refusal that is about [`CALL`].
+fn with_unknown_call(error: AheadError) -> AheadError {
+    match error {
+        AheadError::Refused { target, message } if is_unknown_call(&message) => {
+            AheadError::NoPtx { target, call: CALL }
+        }
+        error => error,
+    }
+}
+
+/// Whether a plugin says that it does not know [`CALL`].
+fn is_unknown_call(message: &str) -> bool {
+    message.contains(CALL)
+        && ["No registered implementation", "UNIMPLEMENTED", "NOT_FOUND", "not found"]
+            .iter()
+            .any(|words| message.contains(words))
+}

@@ -1,0 +1,654 @@
+//! How often each line of a kernel's PTX runs, told by running its integers.
+//!
+//! Where a thread goes, and how often round, hangs on its number, on constants, and on very few numbers in memory: whether a token
+//! counts, and which its target is. So threads are run of which only integers are known: registers that come from thread numbers,
+//! constants and addresses have their values; what comes from floats, from shared memory or from other threads has none. The mask says
+//! that every token counts, and a target is the middle of the vocabulary. Where a branch hangs on something unknown the thread goes
+//! where less runs: past a part, once through a loop; the line is told.
+//!
+//! A warp runs a line as often as that of its threads which runs it most often. Of each warp the first and the last thread are run,
+//! and of the grid some clusters, spread over it so that rows of every alignment are among them. The count is no more than what
+//! really runs, but for the part of the grid that stands for the whole.
+
+use std::collections::HashMap;
+
+use assay_ptx::PtxKernel;
+
+use super::target::WARP;
+use crate::error::AheadError;
+
+/// Clusters that are run, at most.
+const CLUSTERS: u64 = 16;
+
+/// Lines that one thread may run.
+const MOST_STEPS: u64 = 4_000_000;
+
+/// Where arrays of global memory begin: far from one another.
+const FIRST_ADDRESS: u64 = 1 << 44;
+
+/// A branch back, which makes a loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Loop {
+    /// The line of its label.
+    pub(crate) first: usize,
+    /// The line of the branch.
+    pub(crate) last: usize,
+}
+
+/// What warps run of a kernel, in one launch.
+#[derive(Clone, Debug)]
+pub(crate) struct Trips {
+    /// By line, from 1: how often warps run it, all together; `None` where no instruction stands.
+    counts: Vec<Option<f64>>,
+    /// Its loops.
+    pub(crate) loops: Vec<Loop>,
+    /// Warps of the launch.
+    pub(crate) warps: f64,
+    /// Lines of branches that hang on what is unknown.
+    pub(crate) undecided: Vec<usize>,
+}
+
+impl Trips {
+    /// How often warps run `line`; as often as there are warps where no instruction stands.
+    pub(crate) fn of(&self, line: usize) -> f64 {
+        self.counts.get(line).copied().flatten().unwrap_or(self.warps)
+    }
+
+    /// The place of the innermost loop around `line`.
+    pub(crate) fn around(&self, line: usize) -> Option<usize> {
+        let around = self.loops.iter().enumerate().filter(|(_, of)| (of.first..=of.last).contains(&line));
+        around.min_by_key(|(_, of)| of.last - of.first).map(|(place, _)| place)
+    }
+
+    /// How often what stands before `of` runs: each of these times the loop is entered.
+    pub(crate) fn entries(&self, of: &Loop) -> f64 {
+        let before = self.counts[..of.first].iter().rev().find_map(|count| *count);
+        before.unwrap_or(self.warps).min(self.of(of.last))
+    }
+}
+
+/// A number, where it is known.
+type Number = Option<u64>;
+
+#[derive(Debug)]
+enum Operand {
+    Register(usize),
+    /// A constant, the address of an array in shared memory, or a parameter.
+    Known(u64),
+    Special(Special),
+    /// Of memory: what is in brackets.
+    Memory(Box<Operand>),
+    /// Several registers.
+    Several(Vec<usize>),
+    Label(usize),
+    Unknown,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Special {
+    Thread,
+    Threads,
+    Cta,
+    Ctas,
+    Rank,
+    Ranks,
+    Cluster,
+    Clusters,
+    Lane,
+    Warp,
+    Zero,
+    One,
+}
+
+#[derive(Debug)]
+struct Instruction {
+    line: usize,
+    /// A predicate, and whether it must be false.
+    guard: Option<(usize, bool)>,
+    opcode: String,
+    modifiers: Vec<String>,
+    operands: Vec<Operand>,
+}
+
+impl Instruction {
+    fn is(&self, modifier: &str) -> bool {
+        self.modifiers.iter().any(|one| one == modifier)
+    }
+
+    /// Of its type, which stands last.
+    fn integer(&self) -> Option<(u32, bool)> {
+        integer(self.modifiers.last()?)
+    }
+}
+
+/// Bits of a type and whether it has a sign; `None` where it is no integer.
+fn integer(name: &str) -> Option<(u32, bool)> {
+    let (kind, bits) = name.split_at_checked(1)?;
+    match (kind, bits.parse().ok()?) {
+        ("u" | "b", bits @ (8 | 16 | 32 | 64)) => Some((bits, false)),
+        ("s", bits @ (8 | 16 | 32 | 64)) => Some((bits, true)),
+        _ => None,
+    }
+}
+
+/// A kernel's text as what can be run of it.
+struct Program {
+    instructions: Vec<Instruction>,
+    registers: usize,
+    lines: usize,
+}
+
+/// Where one thread is.
+#[derive(Clone, Copy)]
+struct Place {
+    thread: u32,
+    cta: u64,
+}
+
+/// Creates the error of a line of PTX that does not read as expected.
+fn malformed(line: usize, given: &str, expected: &'static str) -> AheadError {
+    AheadError::quoted("PTX", line, given, expected)
+}
+
+impl Program {
+    fn parse(kernel: &PtxKernel) -> Result<Self, AheadError> {
+        let lines: Vec<&str> = kernel.text.lines().collect();
+        let code = |line: &str| line.split("//").next().unwrap_or_default().trim().to_string();
+        let mut labels = HashMap::new();
+        let mut known = HashMap::new();
+        let mut shared = 0_u64;
+        let mut count = 0;
+        for line in lines.iter().map(|line| code(line)) {
+            if let Some(label) = line.strip_suffix(':') {
+                labels.insert(label.to_string(), count);
+            } else if line.contains(".shared") && line.contains('[') && line.starts_with('.') {
+                let name = line.split('[').next().and_then(|line| line.split_whitespace().last()).unwrap_or_default();
+                let bytes = line.split(['[', ']']).nth(1).and_then(|bytes| bytes.parse().ok()).unwrap_or(0_u64);
+                // Dynamic shared memory has no size here; whatever lies there, only its address counts.
+                known.insert(name.to_string(), shared.next_multiple_of(16));
+                shared = shared.next_multiple_of(16) + bytes;
+            } else if is_instruction(&line) {
+                count += 1;
+            }
+        }
+        for (place, parameter) in kernel.parameters.iter().enumerate() {
+            known.insert(parameter.name.clone(), FIRST_ADDRESS * (place as u64 + 1));
+        }
+        let mut registers: HashMap<String, usize> = HashMap::new();
+        let mut instructions = Vec::new();
+        for (at, line) in lines.iter().enumerate() {
+            let line = code(line);
+            if !is_instruction(&line) {
+                continue;
+            }
+            let mut operand = |text: &str| operand(text, &mut registers, &known, &labels);
+            let text = line.trim_end_matches(';').trim();
+            let (guard, text) = match text.strip_prefix('@') {
+                None => (None, text),
+                Some(guarded) => {
+                    let (predicate, text) = guarded
+                        .split_once(' ')
+                        .ok_or_else(|| malformed(at + 1, &line, "an instruction behind its guard"))?;
+                    let (negated, name) = predicate.strip_prefix('!').map_or((false, predicate), |name| (true, name));
+                    match operand(name) {
+                        Operand::Register(register) => (Some((register, negated)), text.trim()),
+                        _ => return Err(malformed(at + 1, &line, "a predicate")),
+                    }
+                }
+            };
+            let (mnemonic, given) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
+            let mut modifiers = mnemonic.split('.').map(String::from);
+            let opcode = modifiers.next().unwrap_or_default();
+            let modifiers = modifiers.filter(|modifier| !modifier.is_empty()).collect();
+            let operands = split(given).into_iter().map(&mut operand).collect();
+            instructions.push(Instruction { line: at + 1, guard, opcode, modifiers, operands });
+        }
+        Ok(Self { instructions, registers: registers.len(), lines: lines.len() })
+    }
+
+    /// Its branches back.
+    fn loops(&self) -> Vec<Loop> {
+        let back = self.instructions.iter().enumerate().filter_map(|(at, branch)| match branch.operands.first() {
+            Some(&Operand::Label(to)) if branch.opcode == "bra" && to <= at => Some(Loop {
+                first: self.instructions.get(to).map_or(branch.line, |first| first.line),
+                last: branch.line,
+            }),
+            _ => None,
+        });
+        back.collect()
+    }
+}
+
+/// Declarations, directives and braces are none.
+fn is_instruction(line: &str) -> bool {
+    line.ends_with(';') && !line.starts_with(['.', '}']) && !line.is_empty()
+}
+
+/// Operands, apart at commas that stand in no braces.
+fn split(given: &str) -> Vec<&str> {
+    let mut depth = 0;
+    let parts = given.split(|c: char| {
+        match c {
+            '{' | '[' => depth += 1,
+            '}' | ']' => depth -= 1,
+            _ => {}
+        }
+        c == ',' && depth == 0
+    });
+    parts.map(str::trim).filter(|part| !part.is_empty()).collect()
+}
+
+fn operand(
+    text: &str,
+    registers: &mut HashMap<String, usize>,
+    known: &HashMap<String, u64>,
+    labels: &HashMap<String, usize>,
+) -> Operand {
+    let special = match text {
+        "%tid.x" => Some(Special::Thread),
+        "%ntid.x" => Some(Special::Threads),
+        "%ctaid.x" => Some(Special::Cta),
+        "%nctaid.x" => Some(Special::Ctas),
+        "%cluster_ctarank" | "%cluster_ctaid.x" => Some(Special::Rank),
+        "%cluster_nctarank" | "%cluster_nctaid.x" => Some(Special::Ranks),
+        "%clusterid.x" => Some(Special::Cluster),
+        "%nclusterid.x" => Some(Special::Clusters),
+        "%laneid" => Some(Special::Lane),
+        "%warpid" => Some(Special::Warp),
+        "%tid.y" | "%tid.z" | "%ctaid.y" | "%ctaid.z" | "%clusterid.y" | "%clusterid.z" => Some(Special::Zero),
+        "%ntid.y" | "%ntid.z" | "%nctaid.y" | "%nctaid.z" => Some(Special::One),
+        _ => None,
+    };
+    if let Some(special) = special {
+        return Operand::Special(special);
+    }
+    if let Some(inside) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) {
+        // The base alone: what is loaded is told by its array.
+        let base = inside.split('+').next().unwrap_or_default().trim();
+        return Operand::Memory(Box::new(operand(base, registers, known, labels)));
+    }
+    let mut register = |text: &str| {
+        let next = registers.len();
+        *registers.entry(text.to_string()).or_insert(next)
+    };
+    if let Some(inside) = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')) {
+        return Operand::Several(inside.split(',').map(|one| register(one.trim())).collect());
+    }
+    if text.starts_with('%') {
+        // `%p1|%p2` defines two; the second is unknown for ever.
+        return Operand::Register(register(text.split('|').next().unwrap_or(text)));
+    }
+    let number = text.strip_prefix("0x").map_or_else(
+        || text.parse().ok().map(i64::cast_unsigned).or_else(|| text.parse().ok()),
+        |hexadecimal| u64::from_str_radix(hexadecimal, 16).ok(),
+    );
+    let number = number.or_else(|| known.get(text).copied());
+    match (number, labels.get(text)) {
+        (Some(number), _) => Operand::Known(number),
+        (None, Some(&label)) => Operand::Label(label),
+        (None, None) => Operand::Unknown,
+    }
+}
+
+/// A value of so many bits, as it lies in a register of 64.
+fn cut(value: u64, bits: u32) -> u64 {
+    if bits >= 64 { value } else { value & ((1 << bits) - 1) }
+}
+
+/// The same with its sign drawn out.
+fn signed(value: u64, bits: u32) -> i64 {
+    let unused = 64 - bits.min(64);
+    ((value << unused) as i64) >> unused
+}
+
+/// One launch's threads.
+struct Threads<'k> {
+    kernel: &'k PtxKernel,
+    program: Program,
+    undecided: Vec<usize>,
+}
+
+impl Threads<'_> {
+    fn special(&self, special: Special, place: Place) -> u64 {
+        let cluster = u64::from(self.kernel.cluster.max(1));
+        let ctas = u64::from(self.kernel.grid[0]);
+        match special {
+            Special::Thread => place.thread.into(),
+            Special::Threads => self.kernel.block[0].into(),
+            Special::Cta => place.cta,
+            Special::Ctas => ctas,
+            Special::Rank => place.cta % cluster,
+            Special::Ranks => cluster,
+            Special::Cluster => place.cta / cluster,
+            Special::Clusters => ctas / cluster,
+            Special::Lane => (place.thread % WARP).into(),
+            Special::Warp => (place.thread / WARP).into(),
+            Special::Zero => 0,
+            Special::One => 1,
+        }
+    }
+
+    /// What an array of global memory holds, where that is taken for known.
+    fn held(&self, address: Number) -> Number {
+        let place = usize::try_from(address?.checked_div(FIRST_ADDRESS)?.checked_sub(1)?).ok()?;
+        let parameter = self.kernel.parameters.get(place)?;
+        match parameter.name.as_str() {
+            "mask" => Some(1),
+            "ids" => {
+                let logits = self.kernel.parameters.iter().find(|parameter| parameter.name.contains("logits"))?;
+                logits.shape.last().map(|&vocab| vocab as u64 / 2)
+            }
+            _ => None,
+        }
+    }
+
+    /// Runs one thread to its end; how often it ran each instruction.
+    fn run(&mut self, place: Place, counts: &mut [u32]) -> Result<(), AheadError> {
+        let mut registers: Vec<Number> = vec![None; self.program.registers];
+        let (mut at, mut steps) = (0, 0_u64);
+        while let Some(instruction) = self.program.instructions.get(at) {
+            steps += 1;
+            if steps > MOST_STEPS {
+                return Err(malformed(
+                    instruction.line,
+                    "4,000,000 lines by one thread",
+                    "a thread that comes to an end",
+                ));
+            }
+            counts[at] += 1;
+            at += 1;
+            let guard = instruction
+                .guard
+                .map_or(Some(true), |(register, negated)| registers[register].map(|value| (value != 0) != negated));
+            match instruction.opcode.as_str() {
+                "ret" | "exit" if guard != Some(false) && (guard.is_some() || instruction.guard.is_none()) => {
+                    return Ok(());
+                }
+                "bra" => {
+                    let Some(&Operand::Label(to)) = instruction.operands.first() else {
+                        return Err(malformed(instruction.line, "a branch", "a label"));
+                    };
+                    if guard.is_none() && !self.undecided.contains(&instruction.line) {
+                        self.undecided.push(instruction.line);
+                    }
+                    // Unknown: past a part, and out of a loop.
+                    let goes = guard.unwrap_or(to >= at);
+                    if goes {
+                        at = to;
+                    }
+                    continue;
+                }
+                _ => {}
+            }
+            if guard == Some(false) {
+                continue;
+            }
+            let defined = match instruction.operands.first() {
+                Some(Operand::Register(register)) => vec![*register],
+                Some(Operand::Several(several)) => several.clone(),
+                _ => continue,
+            };
+            let value = if guard.is_some() { self.value(instruction, &registers, place) } else { None };
+            let value = value.filter(|_| defined.len() == 1);
+            for register in defined {
+                registers[register] = value;
+            }
+        }
+        Ok(())
+    }
+
+    /// What an instruction makes of what is known.
+    fn value(&self, instruction: &Instruction, registers: &[Number], place: Place) -> Number {
+        let given = |at: usize| -> Number {
+            match instruction.operands.get(at)? {
+                Operand::Register(register) => registers[*register],
+                Operand::Known(value) => Some(*value),
+                Operand::Special(special) => Some(self.special(*special, place)),
+                _ => None,
+            }
+        };
+        let opcode = instruction.opcode.as_str();
+        match opcode {
+            "ld" => {
+                let Some(Operand::Memory(address)) = instruction.operands.get(1) else { return None };
+                let address = match address.as_ref() {
+                    Operand::Register(register) => registers[*register],
+                    Operand::Known(address) => Some(*address),
+                    _ => None,
+                };
+                return if instruction.is("param") {
+                    address
+                } else if instruction.is("shared") || instruction.is("shared::cluster") || instruction.is("local") {
+                    None
+                } else {
+                    self.held(address)
+                };
+            }
+            "mapa" | "cvta" => return given(1),
+            "selp" => {
+                let (yes, no) = (given(1), given(2));
+                return match given(3) {
+                    Some(condition) => {
+                        if condition == 0 {
+                            no
+                        } else {
+                            yes
+                        }
+                    }
+                    None => yes.filter(|_| yes == no),
+                };
+            }
+            "setp" => return compared(instruction, [given(1)?, given(2)?]),
+            "not" | "and" | "or" | "xor" | "mov" if instruction.is("pred") => {
+                let [a, b] = [given(1), given(2)];
+                return match opcode {
+                    "mov" => a,
+                    "not" => a.map(|a| u64::from(a == 0)),
+                    "and" if a == Some(0) || b == Some(0) => Some(0),
+                    "or" if a.is_some_and(|a| a != 0) || b.is_some_and(|b| b != 0) => Some(1),
+                    "and" | "or" => Some(u64::from((a? != 0) && (b? != 0))),
+                    _ => Some(u64::from((a? != 0) != (b? != 0))),
+                };
+            }
+            _ => {}
+        }
+        let (bits, has_sign) = instruction.integer()?;
+        let operand = |at| given(at).map(|value| cut(value, bits));
+        let (a, b) = (operand(1), operand(2));
+        let wide = |value: u64| if has_sign { i128::from(signed(value, bits)) } else { i128::from(value) };
+        let product = |c: i128| -> Number {
+            let product = wide(a?) * wide(b?);
+            let value = if instruction.is("hi") { product >> bits } else { product } + c;
+            Some(cut(value.cast_unsigned() as u64, if instruction.is("wide") { bits * 2 } else { bits }))
+        };
+        let amount = || given(2).map(|amount| (amount & 0xffff_ffff).min(64) as u32);
+        let value = match opcode {
+            "mov" => a?,
+            "add" => a?.wrapping_add(b?),
+            "sub" => a?.wrapping_sub(b?),
+            "mul" => return product(0),
+            "mad" => return product(i128::from(given(3)?)),
+            "div" if b? != 0 => (wide(a?) / wide(b?)).cast_unsigned() as u64,
+            "rem" if b? != 0 => (wide(a?) % wide(b?)).cast_unsigned() as u64,
+            "min" => {
+                if wide(a?) < wide(b?) {
+                    a?
+                } else {
+                    b?
+                }
+            }
+            "max" => {
+                if wide(a?) > wide(b?) {
+                    a?
+                } else {
+                    b?
+                }
+            }
+            "and" => a? & b?,
+            "or" => a? | b?,
+            "xor" => a? ^ b?,
+            "not" => !a?,
+            "neg" => a?.wrapping_neg(),
+            "shl" => a?.checked_shl(amount()?).unwrap_or(0),
+            "shr" if has_sign => (signed(a?, bits) >> amount()?.min(63)).cast_unsigned(),
+            "shr" => a?.checked_shr(amount()?).unwrap_or(0),
+            "cvt" => {
+                // From an integer, whose type stands last.
+                let (to, _) = integer(instruction.modifiers.iter().rev().nth(1)?)?;
+                return Some(cut(if has_sign { signed(a?, bits).cast_unsigned() } else { a? }, to));
+            }
+            _ => return None,
+        };
+        Some(cut(value, bits))
+    }
+}
+
+/// What `setp` makes of two integers.
+fn compared(instruction: &Instruction, [a, b]: [u64; 2]) -> Number {
+    let (bits, has_sign) = instruction.integer()?;
+    let (a, b) = (cut(a, bits), cut(b, bits));
+    let ordering = if has_sign { signed(a, bits).cmp(&signed(b, bits)) } else { a.cmp(&b) };
+    let holds = match instruction.modifiers.first()?.as_str() {
+        "eq" => ordering.is_eq(),
+        "ne" => ordering.is_ne(),
+        "lt" | "lo" => ordering.is_lt(),
+        "le" | "ls" => ordering.is_le(),
+        "gt" | "hi" => ordering.is_gt(),
+        "ge" | "hs" => ordering.is_ge(),
+        _ => return None,
+    };
+    (instruction.modifiers.len() == 2).then_some(u64::from(holds))
+}
+
+impl Trips {
+    /// Of one launch of `kernel`.
+    ///
+    /// # Errors
+    /// [`AheadError::Malformed`] where the text is not understood, or a thread comes to no end.
+    pub(crate) fn of_kernel(kernel: &PtxKernel) -> Result<Self, AheadError> {
+        let program = Program::parse(kernel)?;
+        let (loops, lines) = (program.loops(), program.lines);
+        let mut threads = Threads { kernel, program, undecided: Vec::new() };
+        let cluster = u64::from(kernel.cluster.max(1));
+        let clusters = kernel.grid.iter().map(|&extent| u64::from(extent)).product::<u64>() / cluster;
+        let threads_a_cta: u32 = kernel.block.iter().product();
+        let chosen = clusters.min(CLUSTERS);
+        let instructions = threads.program.instructions.len();
+        let mut sums = vec![0_u64; instructions];
+        for at in 0..chosen {
+            // One more each time, so that rows at every place within 16 bytes are met.
+            let number = (at * (clusters / chosen) + if clusters > 2 * CLUSTERS { at } else { 0 }) % clusters;
+            for cta in number * cluster..(number + 1) * cluster {
+                for first in (0..threads_a_cta).step_by(WARP as usize) {
+                    let last = (first + WARP).min(threads_a_cta) - 1;
+                    let mut most = vec![0_u32; instructions];
+                    for thread in [first, last] {
+                        let mut counts = vec![0_u32; instructions];
+                        threads.run(Place { thread, cta }, &mut counts)?;
+                        most.iter_mut().zip(counts).for_each(|(most, count)| *most = (*most).max(count));
+                    }
+                    sums.iter_mut().zip(most).for_each(|(sum, most)| *sum += u64::from(most));
+                }
+            }
+        }
+        let scale = clusters as f64 / chosen as f64;
+        let mut counts = vec![None; lines + 1];
+        for (instruction, sum) in threads.program.instructions.iter().zip(sums) {
+            counts[instruction.line] = Some(sum as f64 * scale);
+        }
+        let warps = clusters as f64 * cluster as f64 * f64::from(threads_a_cta.div_ceil(WARP));
+        threads.undecided.sort_unstable();
+        Ok(Self { counts, loops, warps, undecided: threads.undecided })
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use assay_core::device_dtype::DeviceDtype;
+    use assay_ptx::{Parameter, Role};
+
+    /// A row of 1,000 floats, and one of a mask, for each CTA.
+    pub(crate) fn kernel(body: &str) -> PtxKernel {
+        let text = format!(
+            ".version 8.0\n.target sm_80\n.address_size 64\n\n.visible .entry scale(\n\t.param .u64 logits,\n\t.param .u64 mask,\n\t.param .u64 dlogits\n)\n.reqntid 256, 1, 1\n{{\n\t.reg .pred %p<8>;\n\t.reg .b32 %r<32>;\n\t.reg .b64 %d<32>;\n\t.reg .f32 %f<32>;\n{body}\tret;\n}}\n"
+        );
+        let parameter = |name: &str, dtype, shape: &[usize], role| Parameter {
+            name: name.into(),
+            dtype,
+            shape: shape.to_vec(),
+            alignment: assay_ptx::ALIGNMENT,
+            role,
+        };
+        PtxKernel {
+            name: "scale".into(),
+            text,
+            grid: [64, 1, 1],
+            block: [256, 1, 1],
+            cluster: 1,
+            shared_bytes: 0,
+            parameters: vec![
+                parameter("logits", DeviceDtype::F32, &[64, 1000], Role::Input),
+                parameter("mask", DeviceDtype::Pred, &[64], Role::Input),
+                parameter("dlogits", DeviceDtype::F32, &[64, 1000], Role::Output { over: Some(0) }),
+            ],
+        }
+    }
+
+    /// Each thread takes every 256th of 1,000 columns: the last takes three, the first 232 four.
+    pub(crate) const SWEEP: &str = "\tld.param.u64 %d0, [logits];
+\tld.param.u64 %d1, [mask];
+\tld.param.u64 %d2, [dlogits];
+\tmov.u32 %r0, %tid.x;
+\tmov.u32 %r1, %ctaid.x;
+\tcvt.u64.u32 %d3, %r1;
+\tadd.u64 %d1, %d1, %d3;
+\tld.global.u8 %r2, [%d1];
+\tsetp.eq.u32 %p1, %r2, 0;
+\t@%p1 bra $masked;
+\tmul.wide.u32 %d3, %r1, 4000;
+\tadd.u64 %d0, %d0, %d3;
+\tadd.u64 %d2, %d2, %d3;
+$sweep:
+\tmul.wide.u32 %d4, %r0, 4;
+\tadd.u64 %d5, %d0, %d4;
+\tld.global.f32 %f0, [%d5];
+\tex2.approx.ftz.f32 %f0, %f0;
+\tadd.u64 %d6, %d2, %d4;
+\tst.global.f32 [%d6], %f0;
+\tadd.u32 %r0, %r0, 256;
+\tsetp.lt.u32 %p0, %r0, 1000;
+\t@%p0 bra $sweep;
+$masked:
+";
+
+    fn line(kernel: &PtxKernel, part: &str) -> usize {
+        1 + kernel.text.lines().position(|line| line.contains(part)).unwrap()
+    }
+
+    #[test]
+    fn a_warp_runs_a_line_as_often_as_its_most_diligent_thread() {
+        let kernel = kernel(SWEEP);
+        let trips = Trips::of_kernel(&kernel).unwrap();
+        assert_eq!(trips.warps, 64.0 * 8.0);
+        // Threads 0 to 231 go round four times: all warps but none of the last whole, whose first thread, 224, does.
+        assert_eq!(trips.of(line(&kernel, "ex2")), 64.0 * 8.0 * 4.0);
+        assert_eq!(trips.of(line(&kernel, "mul.wide.u32 %d3")), 64.0 * 8.0);
+        assert_eq!(trips.loops.len(), 1);
+        assert_eq!(trips.entries(&trips.loops[0]), 64.0 * 8.0);
+        assert!(trips.undecided.is_empty(), "{:?}", trips.undecided);
+        // Narrower rows: warps 0 to 6 of 700 columns three times, warp 5 (160 to 191) as its first thread does.
+        let narrow = self::kernel(&SWEEP.replace(", 1000", ", 700"));
+        assert_eq!(Trips::of_kernel(&narrow).unwrap().of(line(&narrow, "ex2")), 64.0 * (6.0 * 3.0 + 2.0 * 2.0));
+    }
+
+    #[test]
+    fn a_branch_on_what_is_unknown_goes_where_less_runs_and_is_told() {
+        let unknown = kernel(&SWEEP.replace("[mask]", "[logits]"));
+        let trips = Trips::of_kernel(&unknown).unwrap();
+        assert_eq!(trips.undecided, [line(&unknown, "bra $masked")]);
+        assert_eq!(trips.of(line(&unknown, "ex2")), 0.0);
+        let endless = kernel(&SWEEP.replace("add.u32 %r0, %r0, 256", "add.u32 %r0, %r0, 0"));
+        assert!(Trips::of_kernel(&endless).unwrap_err().to_string().contains("comes to an end"));
+    }
+}

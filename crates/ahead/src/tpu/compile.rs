@@ -1,0 +1,187 @@
+//! Compiling with libtpu in a child process, with the environment that libtpu reads when it loads and with its dumps of schedules.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use assay_core::memory::CompiledMemory;
+use assay_pjrt::compile_worker::{CompileJob, CompileWorker, HLO, append_flags};
+use assay_schema::compile::{Bound, Limit};
+
+use super::links::Links;
+use super::schedule::{self, Launch};
+use super::target::{TpuChip, TpuTarget};
+use crate::error::AheadError;
+use crate::files::{failed, temporary_folder};
+use crate::plugin::{self, StableHloModule, worker_error};
+use crate::traffic::{Traffic, read_optimized};
+
+/// Names the library where no option does; JAX reads the same.
+pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
+
+/// What libtpu reads of its own when it loads.
+const LIBTPU_VARIABLE: &str = "LIBTPU_INIT_ARGS";
+
+/// The end of the name of libtpu's file with optimized HLO.
+const OPTIMIZED: &str = ".after_optimizations.txt";
+
+/// The folder of its schedules, within the worker's.
+const SCHEDULES: &str = "schedules";
+
+/// What came of it.
+#[derive(Clone, Debug)]
+pub struct TpuCompilation {
+    /// Of one run, on one device.
+    pub memory: CompiledMemory,
+    /// Seconds that libtpu took.
+    pub compile_s: f64,
+    /// Every kernel's final program.
+    pub kernels: Vec<Launch>,
+    /// Bytes through HBM.
+    pub traffic: Traffic,
+    /// Collectives whose cycles are in no kernel.
+    pub uncounted: Vec<String>,
+    /// What its collectives take between chips.
+    pub links: Links,
+    /// What libtpu was told of its own, by the environment's `LIBTPU_INIT_ARGS` and after it by [`TpuCompiler::flags`].
+    pub flags: String,
+}
+
+impl TpuCompilation {
+    /// Cycles of all kernels, one after another, each as often as it is launched.
+    pub fn cycles(&self) -> u64 {
+        self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
+    }
+
+    /// Of these, cycles of collectives during which nothing else is computed.
+    fn exposed_cycles(&self) -> u64 {
+        let exposed =
+            |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && moved.is_alone());
+        self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
+    }
+
+    /// The bounds of one run on `chip`. What collectives take between chips while something is computed bounds it beside cycles and HBM;
+    /// the rest comes on top of what is left without them.
+    pub fn bound(&self, chip: &TpuChip) -> Bound {
+        let (links, cycles, bytes) = (&self.links, self.cycles(), self.traffic.hbm_bytes);
+        let (exposed_cycles, exposed_bytes) = (self.exposed_cycles(), self.traffic.exposed_bytes);
+        let all = chip.bound(cycles, bytes);
+        let alone = chip.bound(exposed_cycles, exposed_bytes);
+        let rest = chip.bound(cycles.saturating_sub(exposed_cycles), bytes.saturating_sub(exposed_bytes));
+        let hidden_ms = links.all_ms - links.exposed_ms;
+        let computing_ms = rest.predicted_ms.max(hidden_ms);
+        let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
+        let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
+        let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
+        let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
+        Bound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
+    }
+}
+
+/// A libtpu, and the executable that loads it.
+#[derive(Clone, Debug)]
+pub struct TpuCompiler {
+    library: PathBuf,
+    worker: CompileWorker,
+    flags: Option<String>,
+}
+
+/// Returns the libtpu `given`, else the one that [`LIBRARY_VARIABLE`] names, else the one that `make setup-tpu` installed.
+///
+/// # Errors
+/// [`AheadError::Absent`] with every path that was tried.
+pub fn locate(given: Option<&Path>) -> Result<PathBuf, AheadError> {
+    plugin::locate(given, LIBRARY_VARIABLE, "libtpu.so", |looked| AheadError::Absent {
+        what: "libtpu",
+        looked,
+        setup: "setup-tpu",
+        instead: "--libtpu or TPU_LIBRARY_PATH",
+    })
+}
+
+impl TpuCompiler {
+    /// With the library at `library`, loaded by `worker`: an `assay` executable.
+    pub fn new(library: PathBuf, worker: PathBuf) -> TpuCompiler {
+        TpuCompiler { library, worker: CompileWorker::new(worker), flags: None }
+    }
+
+    /// The same with another time limit.
+    #[must_use]
+    pub fn with_limit(self, limit: Duration) -> TpuCompiler {
+        TpuCompiler { worker: self.worker.with_limit(limit), ..self }
+    }
+
+    /// The same with flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`:
+    /// `--xla_tpu_scoped_vmem_limit_kib=61440 …`. libtpu dies of one that it does not know.
+    #[must_use]
+    pub fn with_flags(self, flags: &str) -> TpuCompiler {
+        TpuCompiler { flags: Some(flags.into()), ..self }
+    }
+
+    /// Returns a compiler with the flags that [`with_flags`](Self::with_flags) set, or with `flags` if it set none.
+    pub(super) fn or_flags(&self, flags: &str) -> TpuCompiler {
+        if self.flags.is_some() { self.clone() } else { self.clone().with_flags(flags) }
+    }
+
+    /// Compiles a program and reads what the compiler says of it.
+    ///
+    /// # Errors
+    /// [`AheadError::Refused`] with libtpu's message where it does not compile; [`AheadError::Died`] or
+    /// [`AheadError::TimedOut`] where the worker gave no answer; [`AheadError::Unread`], with the memory, where what libtpu wrote is
+    /// not understood; [`AheadError::Io`].
+    pub fn compile(&self, target: &TpuTarget, module: &StableHloModule) -> Result<TpuCompilation, AheadError> {
+        // libtpu writes its schedules to a folder within the worker's, where the worker runs.
+        let folder = temporary_folder("assay-tpu-")?;
+        let folder = folder.path();
+        let schedules = folder.join(SCHEDULES);
+        fs::create_dir(&schedules).map_err(failed("create", &schedules))?;
+        let flags = self.flags.as_deref().unwrap_or_default();
+        let job = CompileJob {
+            library: &self.library,
+            topology: &target.topology_name(),
+            options: &[],
+            code: module.code,
+            replicas: module.replicas,
+            partitions: module.partitions,
+        };
+        let answer = self.worker.compile(&job, folder, |worker| configure(target, flags, worker));
+        let compiled = answer.map_err(|error| worker_error(target.to_string(), error))?;
+        let (memory, compile_s, chips) = (compiled.memory, compiled.compile_s, compiled.chips);
+
+        // From here on the memory is known, so that every error carries it.
+        let unread = |reason| AheadError::Unread {
+            target: target.to_string(),
+            memory,
+            unknown: "cycles and HBM bytes",
+            reason: Box::new(reason),
+            writer: "; libtpu 0.0.51 writes what this reads",
+        };
+        let mut kernels = schedule::read(&schedules, target.chip).map_err(unread)?;
+        let (file, hlo) = read_optimized(&folder.join(HLO), OPTIMIZED).map_err(unread)?;
+        let traffic = Traffic::parse(&file, &hlo).map_err(unread)?;
+        if chips.len() != module.replicas * module.partitions || chips.iter().any(Vec::is_empty) {
+            let given = format!("places of {} devices", chips.iter().filter(|chip| !chip.is_empty()).count());
+            return Err(unread(AheadError::malformed("answer.json", 0, given, "the coordinates of each device")));
+        }
+        let uncounted = traffic.launch(&mut kernels);
+        // What is computed beside a collective hides it, so the links need the time of every other instruction.
+        let chip = target.chip;
+        let took = |name: &str| {
+            let kernel = kernels.iter().find(|kernel| kernel.name == name);
+            chip.bound(kernel.map_or(0, Launch::all_cycles), traffic.bytes_of.get(name).copied().unwrap_or(0))
+        };
+        let links = Links::of(target, &chips, &traffic, |name| took(name).predicted_ms);
+        let flags = append_flags(LIBTPU_VARIABLE, flags);
+        Ok(TpuCompilation { memory, compile_s, kernels, traffic, uncounted, links, flags })
+    }
+}
+
+/// Sets the environment that libtpu reads. Its dumps go to a name in the folder where the worker runs.
+fn configure(target: &TpuTarget, flags: &str, worker: &mut Command) {
+    let dump_schedules = format!(
+        "{flags} --xla_jf_dump_to={SCHEDULES} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={}",
+        schedule::PASSES
+    );
+    worker.envs(target.environment()).env(LIBTPU_VARIABLE, append_flags(LIBTPU_VARIABLE, dump_schedules.trim_start()));
+}

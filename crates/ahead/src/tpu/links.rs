@@ -1,0 +1,356 @@
+//! What collectives take at least on the links between chips.
+//!
+//! Chips stand in a grid and are joined to the neighbours along each axis, by a link each way. Whatever part of the grid is cut off
+//! from the rest, what must cross the cut goes over the links that do:
+//!
+//! | collective of `n` devices, `a` of them within the cut and `b` beyond | crosses it each way, of `S` bytes |
+//! |---|---|
+//! | all-reduce: `S` on each | `S`: the other side's sum |
+//! | reduce-scatter of `S` on each | out `S·b/n`, in `S·a/n`: the sum of what the other side keeps |
+//! | all-gather to `S` on each | out `S·a/n`, in `S·b/n` |
+//! | all-to-all of `S` on each | `S·a·b/n` |
+//! | permute of `S` | `S` for each pair |
+//!
+//! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
+//! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
+//! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
+//! over which all of them together take longest.
+//!
+//! What is computed between the start and the end of a collective hides as much of it as it takes itself, and so do its own reads and
+//! writes of HBM; for the rest everything stands still. Two of which one starts before the other has ended, and nothing is computed
+//! between, are counted one after the other: there the bound may be too high. Collectives between whose ends the same is computed share what it takes: each stalls by what of its own it does not hide, and
+//! all of them by what it does not hide of the cut over which they take longest together.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::target::TpuTarget;
+use crate::traffic::{Collective, Kind, Traffic};
+
+/// Boxes times devices that are looked at; of larger grids slabs and single chips alone.
+const MOST_LOOKS: usize = 20_000_000;
+
+/// What the collectives of a program take on the links, at least, in milliseconds.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Links {
+    /// All of them: those that run beside computing together, the others one after another.
+    pub all_ms: f64,
+    /// Of these, what passes while nothing else is computed: those that are waited for at once, and of the others what outlasts what is
+    /// computed meanwhile.
+    pub exposed_ms: f64,
+    /// Of these, the latter.
+    pub stalled_ms: f64,
+    /// The one that takes most, and the cut that it takes it at.
+    pub narrowest: Option<String>,
+}
+
+/// A part of the grid that is cut off.
+struct Cut {
+    from: Vec<usize>,
+    extents: Vec<usize>,
+}
+
+impl Cut {
+    fn holds(&self, chip: &[usize]) -> bool {
+        let mut axes = chip.iter().zip(&self.from).zip(&self.extents);
+        axes.all(|((&at, &from), &extent)| (from..from + extent).contains(&at))
+    }
+
+    /// Links that leave it.
+    fn links(&self, grid: &[usize], target: &TpuTarget) -> usize {
+        let faces = |axis: usize| {
+            let (from, extent, all) = (self.from[axis], self.extents[axis], grid[axis]);
+            if extent == all {
+                return 0;
+            }
+            let wraps = target.chip.wraps(all);
+            let ends = usize::from(from > 0 || wraps) + usize::from(from + extent < all || wraps);
+            let area: usize = (0..grid.len()).filter(|&other| other != axis).map(|other| self.extents[other]).product();
+            ends * area
+        };
+        (0..grid.len()).map(faces).sum()
+    }
+
+    fn name(&self) -> String {
+        let list = |numbers: &[usize]| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
+        format!("{} at {}", list(&self.extents), list(&self.from))
+    }
+}
+
+/// The boxes of a grid but all of it.
+fn boxes(grid: &[usize], devices: usize) -> Vec<Cut> {
+    let spans = |extent: usize| (0..extent).flat_map(move |from| (1..=extent - from).map(move |length| (from, length)));
+    let all: usize = grid.iter().map(|&extent| extent * (extent + 1) / 2).product();
+    let every = all.saturating_mul(devices) <= MOST_LOOKS;
+    let mut boxes = vec![Cut { from: vec![], extents: vec![] }];
+    for &extent in grid {
+        let spans: Vec<(usize, usize)> =
+            spans(extent).filter(|&(_, length)| every || length == extent || length == 1).collect();
+        let longer = |Cut { from, extents }: &Cut, (at, length)| Cut {
+            from: [&from[..], &[at]].concat(),
+            extents: [&extents[..], &[length]].concat(),
+        };
+        boxes = boxes.iter().flat_map(|part| spans.iter().map(move |&span| longer(part, span))).collect();
+    }
+    boxes.retain(|part| part.extents != grid);
+    boxes
+}
+
+impl Links {
+    /// Of a program for `target` whose device `i` is on the chip at `chips[i]`. `took` says of an instruction that computes what all its
+    /// runs take, in milliseconds.
+    pub fn of(target: &TpuTarget, chips: &[Vec<usize>], traffic: &Traffic, took: impl Fn(&str) -> f64) -> Links {
+        let mut links = Links::default();
+        let grid = target.topology();
+        let boxes = boxes(grid, chips.len());
+        let mut most = 0.0;
+        let mut beside_ms = vec![0.0; boxes.len()];
+        let mut windows: Vec<Window> = Vec::new();
+        let mut alone_ms = HashMap::new();
+        for collective in &traffic.moved {
+            let times = boxes.iter().enumerate().filter_map(|(i, part)| {
+                let within: Vec<bool> =
+                    chips.iter().map(|chip| part.holds(&chip[..grid.len().min(chip.len())])).collect();
+                let [out, back] = collective.crossing(&within);
+                let ms = out.max(back) / (part.links(grid, target) as f64 * target.chip.port_gb_per_s * 1e6);
+                (out.max(back) > 0.0).then_some((ms * collective.runs as f64, part, i))
+            });
+            let times: Vec<(f64, &Cut, usize)> = times.collect();
+            let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
+            if collective.is_alone() {
+                links.exposed_ms += ms;
+                alone_ms.insert(&*collective.name, ms);
+            } else {
+                let mut over = vec![0.0; boxes.len()];
+                for &(ms, _, i) in &times {
+                    over[i] = ms;
+                    beside_ms[i] += ms;
+                }
+                Window::of(collective, over).join(&mut windows);
+            }
+            if ms > most {
+                most = ms;
+                let Collective { name, runs, .. } = collective;
+                let (count, cut) = (part.links(grid, target), part.name());
+                let times = if *runs == 1 { String::new() } else { format!(" × {runs}") };
+                links.narrowest = Some(format!("{name}{times}, {cut}: {count} links"));
+            }
+        }
+        links.all_ms = links.exposed_ms + beside_ms.into_iter().fold(0.0, f64::max);
+        let took = |name: &str| alone_ms.get(name).copied().unwrap_or_else(|| took(name));
+        links.stalled_ms = windows.iter().map(|window| window.stalls(took)).sum();
+        links.exposed_ms += links.stalled_ms;
+        // Windows that have nothing in common come one after another.
+        links.all_ms = links.all_ms.max(links.exposed_ms);
+        links
+    }
+}
+
+/// What stands between the ends of collectives that have some of it in common.
+struct Window<'t> {
+    /// All of it, by name.
+    within: BTreeSet<&'t str>,
+    /// What each of them takes, and what stands between its own ends.
+    each: Vec<(f64, BTreeSet<&'t str>)>,
+    /// What they take together over each cut.
+    over: Vec<f64>,
+}
+
+impl<'t> Window<'t> {
+    fn of(collective: &'t Collective, over: Vec<f64>) -> Self {
+        // Its own bytes pass while it does.
+        let Collective { beside, awaited, ends, .. } = collective;
+        let within: BTreeSet<&str> = beside.iter().chain(awaited).chain(ends).map(String::as_str).collect();
+        let ms = over.iter().copied().fold(0.0, f64::max);
+        Self { each: vec![(ms, within.clone())], within, over }
+    }
+
+    /// Puts it to `windows`, as one with those that it shares something with.
+    fn join(mut self, windows: &mut Vec<Self>) {
+        let joined: Vec<Self> = windows.extract_if(.., |other| !other.within.is_disjoint(&self.within)).collect();
+        for other in joined {
+            self.within.extend(other.within);
+            self.each.extend(other.each);
+            for (all, ms) in self.over.iter_mut().zip(other.over) {
+                *all += ms;
+            }
+        }
+        windows.push(self);
+    }
+
+    /// How long nothing is computed, where what is computed takes what `took` says.
+    fn stalls(&self, took: impl Fn(&str) -> f64) -> f64 {
+        let hides = |within: &BTreeSet<&str>| within.iter().map(|name| took(name)).sum::<f64>();
+        let together = self.over.iter().copied().fold(0.0, f64::max) - hides(&self.within);
+        self.each.iter().map(|(ms, within)| ms - hides(within)).fold(together.max(0.0), f64::max)
+    }
+}
+
+impl Collective {
+    /// Bytes that leave what is `within` and that come to it, at least.
+    fn crossing(&self, within: &[bool]) -> [f64; 2] {
+        let is_within = |device: &usize| within.get(*device).copied().unwrap_or(false);
+        let bytes = self.bytes as f64;
+        let all = [(0..within.len()).collect()];
+        let groups: &[Vec<usize>] =
+            if self.groups.is_empty() && self.kind != Kind::Permute { &all } else { &self.groups };
+        let mut sums = [0.0; 2];
+        for group in groups {
+            if self.kind == Kind::Permute {
+                let [from, to] = group[..] else { continue };
+                let [from, to] = [from, to].map(|device| is_within(&device));
+                sums[0] += if from && !to { bytes } else { 0.0 };
+                sums[1] += if to && !from { bytes } else { 0.0 };
+                continue;
+            }
+            let n = group.len() as f64;
+            let a = group.iter().filter(|device| is_within(device)).count() as f64;
+            let b = n - a;
+            if a == 0.0 || b == 0.0 {
+                continue;
+            }
+            let [out, back] = match self.kind {
+                Kind::AllReduce => [bytes, bytes],
+                Kind::ReduceScatter => [bytes * b / n, bytes * a / n],
+                Kind::AllGather => [bytes * a / n, bytes * b / n],
+                Kind::AllToAll => [bytes * a * b / n; 2],
+                Kind::Permute => unreachable!("counted by pairs"),
+            };
+            sums[0] += out;
+            sums[1] += back;
+        }
+        sums
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Chips of a grid in order, the first axis fastest, a device each.
+    fn chips([x, y]: [usize; 2]) -> Vec<Vec<usize>> {
+        (0..y).flat_map(|j| (0..x).map(move |i| vec![i, j])).collect()
+    }
+
+    fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
+        let target = TpuTarget::parse(target).unwrap();
+        let groups = groups.iter().map(|group| group.to_vec()).collect();
+        let (beside, awaited, ends) = Default::default();
+        let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside, awaited, ends };
+        let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
+        let grid = target.topology().to_vec();
+        Links::of(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
+    }
+
+    /// The f32 gradient of a head of 4096 × 151,936, 2.489 GB, over a v6e:2x4: two links join its halves, and a corner has two ports.
+    #[test]
+    fn a_gradients_sum_is_bound_by_the_links_that_join_the_halves() {
+        const GRADIENT: u64 = 4096 * 151_936 * 4;
+        let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
+        let near = |found: f64, expected: f64| (found - expected).abs() < 0.005 * expected;
+        let sum = links("v6e:2x4", Kind::AllReduce, GRADIENT, &[all]);
+        assert!(near(sum.all_ms, 12.446) && sum.exposed_ms == sum.all_ms, "{sum:?}");
+        // Scattered, the seven eighths that a corner does not keep leave it by two ports.
+        let scattered = links("v6e:2x4", Kind::ReduceScatter, GRADIENT, &[all]);
+        assert!(near(scattered.all_ms, 10.891), "{scattered:?}");
+        assert!(scattered.narrowest.unwrap().contains("1x1 at"));
+        // Two lines of four, each with half of it: one link of each joins its halves.
+        let lines: [&[usize]; 2] = [&[0, 2, 4, 6], &[1, 3, 5, 7]];
+        let in_lines = links("v6e:2x4", Kind::AllReduce, GRADIENT / 2, &lines);
+        assert!(near(in_lines.all_ms, 12.446), "{in_lines:?}");
+        // A v5e's links carry half as much.
+        assert!(near(links("v5e:2x4", Kind::AllReduce, GRADIENT, &[all]).all_ms, 24.893));
+    }
+
+    #[test]
+    fn what_stays_on_a_side_crosses_nothing() {
+        // Pairs along the short axis: each has a link of its own.
+        let pairs: [&[usize]; 4] = [&[0, 1], &[2, 3], &[4, 5], &[6, 7]];
+        let ms = links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &pairs).all_ms;
+        assert!((ms - 10.0).abs() < 1e-9, "{ms}");
+        assert_eq!(links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &[&[3]]), Links::default());
+        // From one corner to its neighbour and back: a port each way, by the cut that joins nothing else.
+        let ms = links("v6e:2x4", Kind::Permute, 1_000_000_000, &[&[0, 1], &[1, 0]]).all_ms;
+        assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
+    }
+
+    /// A sum over pairs along either axis of a v6e:2x2, which takes 10 ms by links of its own and none of HBM's, and what stands between
+    /// its ends.
+    fn sum_of_pairs(groups: [[usize; 2]; 2], beside: &[&str], awaited: &[&str]) -> Collective {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect();
+        Collective {
+            name: format!("{groups:?}"),
+            kind: Kind::AllReduce,
+            bytes: 1_000_000_000,
+            groups: groups.map(Vec::from).to_vec(),
+            runs: 1,
+            beside: names(beside),
+            awaited: names(awaited),
+            ends: vec![format!("start of {groups:?} beside {beside:?}")],
+        }
+    }
+
+    const ALONG_X: [[usize; 2]; 2] = [[0, 1], [2, 3]];
+    const ALONG_Y: [[usize; 2]; 2] = [[0, 2], [1, 3]];
+
+    fn links_of_pairs(moved: Vec<Collective>, took: impl Fn(&str) -> f64) -> Links {
+        let target = TpuTarget::parse("v6e:2x2").unwrap();
+        Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() }, took)
+    }
+
+    /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
+    #[test]
+    fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
+        let both = |beside: &[&str]| {
+            let moved = [ALONG_X, ALONG_Y].map(|groups| sum_of_pairs(groups, beside, &[]));
+            links_of_pairs(moved.into(), |name| if name == "product" { 10.0 } else { 0.0 })
+        };
+        let (at_once, in_turn) = (both(&["product"]), both(&[]));
+        assert_eq!((at_once.exposed_ms, in_turn.exposed_ms), (0.0, 20.0));
+        assert_eq!((at_once.all_ms, in_turn.all_ms), (10.0, 20.0), "each axis has two links, a corner two ports");
+    }
+
+    #[test]
+    fn what_is_computed_meanwhile_hides_as_much_of_a_collective_as_it_takes() {
+        let stalls = |moved: Vec<Collective>| {
+            let takes = |name: &str| match name {
+                "short" | "other" => 3.0,
+                "long" => 12.0,
+                _ => 0.0,
+            };
+            let links = links_of_pairs(moved, takes);
+            assert!(links.exposed_ms >= links.stalled_ms && links.all_ms >= links.exposed_ms, "{links:?}");
+            links.stalled_ms
+        };
+        let x = |beside: &[&str]| sum_of_pairs(ALONG_X, beside, &[]);
+        let y = |beside: &[&str]| sum_of_pairs(ALONG_Y, beside, &[]);
+        assert_eq!(stalls(vec![x(&["short"])]), 7.0);
+        assert_eq!(stalls(vec![x(&["long"])]), 0.0);
+        assert_eq!(stalls(vec![x(&["short"]), x(&["long"])]), 7.0, "what the long one leaves is no help to the other");
+        // Between the ends of both stands one product, and the links are the same, or others.
+        assert_eq!(stalls(vec![x(&["long"]), x(&["long"])]), 8.0);
+        assert_eq!(stalls(vec![x(&["long"]), y(&["long"])]), 0.0);
+        assert_eq!(stalls(vec![x(&["short"]), y(&["short"])]), 7.0);
+        // With nothing in common they come one after another, by whatever links.
+        assert_eq!(stalls(vec![x(&["short"]), y(&["other"])]), 14.0);
+        // One after another, joined by a third.
+        assert_eq!(stalls(vec![x(&["short"]), x(&["long"]), x(&["short", "long"])]), 15.0);
+        // What is waited for meanwhile takes its own time.
+        let awaited = sum_of_pairs(ALONG_Y, &[], &[]);
+        let over_it = sum_of_pairs(ALONG_X, &["short"], &[&awaited.name]);
+        let links = links_of_pairs(vec![awaited, over_it], |_| 3.0);
+        assert_eq!((links.stalled_ms, links.exposed_ms), (0.0, 10.0));
+        // What it reads and writes itself passes meanwhile.
+        let own = sum_of_pairs(ALONG_X, &["short"], &[]);
+        let takes = |name: &str| if name == "short" { 3.0 } else { 2.0 };
+        assert_eq!(links_of_pairs(vec![own], takes).stalled_ms, 5.0);
+    }
+
+    #[test]
+    fn a_ring_has_a_link_more() {
+        // 16 of a v5e or v6e close a ring; four do not.
+        let line: Vec<usize> = (0..16).collect();
+        let ring = links("v6e:1x16", Kind::AllReduce, 1_000_000_000, &[&line]).all_ms;
+        let open = links("v6e:1x8", Kind::AllReduce, 1_000_000_000, &[&line[..8]]).all_ms;
+        assert!((ring - 5.0).abs() < 1e-9 && (open - 10.0).abs() < 1e-9, "{ring} {open}");
+    }
+}

@@ -1,0 +1,657 @@
+//! The final VLIW program of each kernel, as libtpu dumps it: loops, trips, cycles, slots.
+//!
+//! # Which files
+//! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel; the slots that each of its bundles uses are in
+//! `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`. `NAME` is the HLO instruction: a fusion of XLA
+//! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong
+//! to the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the
+//! smallest operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a
+//! kernel before its final one lie in files that are not read. Where a kernel was compiled twice under one name, the
+//! later one counts. `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
+//!
+//! # Bundles and loops
+//! A bundle is one line, `0x35 LB: >> { … ;; … }`, sometimes drawn out over several by a comment; it issues in one
+//! cycle. A loop starts at a bundle marked `LB` and ends with the branch back to the region that starts there, plus
+//! the branch's delay slots (4 bundles; 6 on v7x). The number of `>` is the loop depth, but branches and delay slots
+//! often lack the mark, so only the start is taken from it.
+//!
+//! # Trips
+//! The loop's branch hangs on a comparison `scmp.ge counter, N /* loop exit test */`; with a counter that starts at a
+//! constant and grows by one, spilled or not, trips are known. The loop over the grid of a Mosaic kernel, and the
+//! like loop of an XLA fusion, is a software pipeline: its exit test counts some trips more than the grid has steps
+//! (2 to 10), in which the pipeline fills and drains and the body is branched over. Its trips are the grid's steps,
+//! the product of the `iteration_bounds` that its DMAs carry. Any other exit test (a number from memory, a
+//! collective's barrier) leaves the trips unknown, `None`: such a loop is counted as one trip, and so is a loop
+//! that a branch may pass over, such as the copy of an argument that the caller did not donate.
+//! `cycles` are a lower bound in that sense.
+//!
+//! A trip takes the shortest way through its loop, and what is not on that counts once: the start of a copy that the last trips
+//! leave out, what only the first or the last step of a row does, the longer side of a choice. A branch that would pass over more than half
+//! of a trip is not taken: that half is what the loop is there for, and only the trips in which a pipeline fills and drains,
+//! which are not counted, pass over it.
+//!
+//! `cycles` are those of one launch; how often a kernel is launched, HLO says.
+
+use std::collections::{BTreeMap, HashMap};
+use std::iter;
+use std::path::{Path, PathBuf};
+
+pub use assay_schema::compile::{Launch, Loop, SlotUse};
+
+use super::target::TpuChip;
+use crate::error::AheadError;
+use crate::files::{read_text, sorted_names};
+
+const BUNDLES: &str = "-final_bundles.txt";
+const UTILIZATION: &str = "-final_hlo-static-per-bundle-utilization.txt";
+
+/// Passes whose dumps are read: what libtpu is asked to write, as a regular expression.
+#[cfg(feature = "plugin")]
+pub(super) const PASSES: &str = "final_bundles|final_hlo-static-per-bundle-utilization";
+
+/// The most steps by which a pipeline's exit test exceeds its grid, with room to spare: 10 were seen.
+const MOST_STAGES: u64 = 16;
+
+/// Trips of a loop of which they are not known, where loops are weighed: it may be what takes the most.
+const MANY: u64 = u32::MAX as u64;
+
+/// Cycles that these alone would take.
+fn cycles_of(slot: &SlotUse) -> f64 {
+    slot.used as f64 / slot.capacity as f64
+}
+
+/// Every kernel whose dump lies in `folder`, in the order of their names.
+///
+/// # Errors
+/// [`AheadError::Malformed`] for a file that does not read as expected, [`AheadError::Io`] for one that cannot be read.
+pub fn read(folder: &Path, chip: &TpuChip) -> Result<Vec<Launch>, AheadError> {
+    let mut utilizations = BTreeMap::new();
+    let mut bundles = BTreeMap::new();
+    // Names begin with the time, so that the latest of a kernel comes last and replaces the earlier ones.
+    let names = sorted_names(folder)?;
+    for name in &names {
+        if let Some(kernel) = kernel_of(name, BUNDLES) {
+            bundles.insert(kernel, folder.join(name));
+        } else if let Some(kernel) = kernel_of(name, UTILIZATION) {
+            utilizations.insert(kernel, folder.join(name));
+        }
+    }
+    let pair = |(name, path): (&str, PathBuf)| {
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let missing = || AheadError::malformed(&file, 0, "no utilization file beside it", "one of the same kernel");
+        let utilization = utilizations.get(name).ok_or_else(missing)?;
+        parse(name, &read_text(&path)?, &read_text(utilization)?, chip)
+    };
+    if bundles.is_empty() {
+        return Err(AheadError::malformed(BUNDLES, 0, "no such file", "the program of each kernel"));
+    }
+    bundles.into_iter().map(pair).collect()
+}
+
+/// `fusion.15` of `TIME-fusion.15-02-final_bundles.txt`.
+fn kernel_of<'n>(file: &'n str, suffix: &str) -> Option<&'n str> {
+    // The suffix begins with a dash, which `…-schedule-analysis_final_bundles.txt` lacks.
+    let (kernel, _number) = file.strip_suffix(suffix)?.rsplit_once('-')?;
+    let (time, name) = kernel.split_once('-')?;
+    time.bytes().all(|byte| byte.is_ascii_digit()).then_some(name)
+}
+
+/// One VLIW instruction.
+struct Bundle<'t> {
+    starts_loop: bool,
+    depth: usize,
+    /// Its text up to the next bundle.
+    lines: Vec<&'t str>,
+}
+
+impl<'t> Bundle<'t> {
+    /// `(address, bundle)` where `line` begins one.
+    fn begin(line: &'t str) -> Option<(u64, Bundle<'t>)> {
+        let (address, body) = line.split_once(':')?;
+        let mut words = address.split_whitespace();
+        let first = words.next()?;
+        let address = match first.strip_prefix("0x") {
+            Some(digits) => u64::from_str_radix(digits, 16).ok()?,
+            None => first.parse().ok().filter(|&address| address == 0)?,
+        };
+        let marks: Vec<&str> = words.collect();
+        if marks.iter().any(|mark| mark.len() != 2 || !mark.bytes().all(|byte| byte.is_ascii_uppercase())) {
+            return None;
+        }
+        let (depth, body) = body.split_once('{')?;
+        if !depth.chars().all(|c| c == '>' || c == ' ') {
+            return None;
+        }
+        let starts_loop = marks.contains(&"LB");
+        Some((address, Bundle { starts_loop, depth: depth.matches('>').count(), lines: vec![body] }))
+    }
+
+    /// Its instructions, each with the comment that follows it.
+    fn instructions(&self) -> impl Iterator<Item = &'t str> {
+        self.lines.first().into_iter().flat_map(|line| line.split(";;")).map(str::trim)
+    }
+
+    /// The numbers of the regions that start here.
+    fn regions(&self) -> impl Iterator<Item = &'t str> {
+        const STARTS: [&str; 2] = ["Start region ", "Start/End empty region "];
+        let after = |line: &'t str| STARTS.into_iter().flat_map(|start| line.split(start).skip(1));
+        self.lines.iter().copied().flat_map(after).map(leading_digits)
+    }
+
+    /// The products of the `iteration_bounds` of its DMAs.
+    fn grids(&self) -> impl Iterator<Item = u64> {
+        self.lines.iter().filter_map(|line| {
+            let extents = line.trim().strip_prefix("iteration_bounds: (")?.split_once(')')?.0;
+            extents.split(',').try_fold(1_u64, |grid, extent| grid.checked_mul(extent.trim().parse().ok()?))
+        })
+    }
+}
+
+fn leading_digits(text: &str) -> &str {
+    &text[..text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len())]
+}
+
+/// A branch: to which region, and on what.
+struct Branch<'t> {
+    region: &'t str,
+    /// The predicate that is false where it is taken.
+    unless: Option<&'t str>,
+}
+
+impl<'t> Branch<'t> {
+    /// `%36 = sbr.rel (!%p34_p13) target = $region3177`
+    fn of(instruction: &'t str) -> Option<Branch<'t>> {
+        let (_, branch) = instruction.split_once(" = sbr.rel ")?;
+        let (predicate, region) = branch.split_once("target = $region")?;
+        let unless = predicate.trim().strip_prefix("(!").and_then(|predicate| predicate.strip_suffix(')'));
+        Some(Branch { region: leading_digits(region), unless })
+    }
+}
+
+/// What a scalar or predicate is: operation and operands.
+type Definition<'t> = (&'t str, Vec<&'t str>);
+
+/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. A name has one definition: where that stands under a
+/// predicate, `smov.u32 (%p3), 0`, the predicate holds wherever the name is read.
+fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
+    let (name, expression) = instruction.split_once(" = ")?;
+    let expression = &expression[..expression.find(['/', '}']).unwrap_or(expression.len())];
+    let (operation, operands) = expression.trim().split_once(' ')?;
+    if !name.starts_with('%') {
+        return None;
+    }
+    let operands = operands.split(',').map(str::trim).filter(|operand| !operand.starts_with('('));
+    Some((name, (operation, operands.collect())))
+}
+
+/// The scalars of a kernel by name.
+struct Scalars<'t> {
+    definitions: HashMap<&'t str, Vec<Definition<'t>>>,
+    /// What is stored to each spill slot, `[smem:[#allocation7_spill]]`.
+    spilled: HashMap<&'t str, Vec<&'t str>>,
+}
+
+impl<'t> Scalars<'t> {
+    fn of(bundles: &[Bundle<'t>]) -> Scalars<'t> {
+        let (mut definitions, mut spilled): (HashMap<_, Vec<_>>, HashMap<_, Vec<_>>) = Default::default();
+        for (name, definition) in bundles.iter().flat_map(Bundle::instructions).filter_map(definition) {
+            if let ("sst", [store]) = (definition.0, definition.1.as_slice())
+                && let Some((slot, value)) = store.split_once(' ')
+            {
+                spilled.entry(slot).or_default().push(value);
+            }
+            definitions.entry(name).or_default().push(definition);
+        }
+        // A register, unlike a name, is written many times.
+        definitions.retain(|_, all| all.len() == 1);
+        Scalars { definitions, spilled }
+    }
+
+    /// What was spilled, where `name` is loaded from a slot that one value only is stored to; else `name`.
+    fn before_spill<'n>(&self, name: &'n str) -> &'n str
+    where
+        't: 'n,
+    {
+        let stored = self.operands(name, "sld").and_then(|slot| self.spilled.get(slot.first()?));
+        match stored.map(Vec::as_slice) {
+            Some([value]) => value,
+            _ => name,
+        }
+    }
+
+    /// The operands of `name`, where it is defined by `operation`.
+    fn operands(&self, name: &str, operation: &str) -> Option<&[&'t str]> {
+        let definitions = self.definitions.get(name)?;
+        definitions.iter().find(|(defined, _)| defined.starts_with(operation)).map(|(_, operands)| operands.as_slice())
+    }
+
+    fn constant(&self, operand: &str) -> Option<u64> {
+        match operand.parse() {
+            Ok(value) => Some(value),
+            Err(_) => self.operands(self.before_spill(operand), "smov.u32")?.first()?.parse().ok(),
+        }
+    }
+
+    /// Trips of the loop that is left when `exit` holds: `counter ≥ end`, counting up from a constant by one.
+    fn trips(&self, exit: &str) -> Option<u64> {
+        let &[counter, end] = self.operands(exit, "scmp.ge.s32")? else { return None };
+        let end = self.constant(end)?;
+        let &[step, before] = self.operands(counter, "sadd.s32")? else { return None };
+        let start = self.constant(self.operands(self.before_spill(before), "sphi")?.first()?)?;
+        (step == "1" && end > start).then(|| end - start)
+    }
+}
+
+/// Where a loop lies, and how often it turns.
+struct Span {
+    start: usize,
+    /// The last bundle, delay slots included.
+    last: usize,
+    depth: usize,
+    trips: Option<u64>,
+    optional: bool,
+    /// Bundles in it, inner loops' too, that a branch may pass over, ascending.
+    passed_over: Vec<usize>,
+}
+
+impl Span {
+    fn holds(&self, other: &Span) -> bool {
+        self.start <= other.start && self.last >= other.last
+    }
+}
+
+/// A branch from one bundle to another, and the predicate that is false where it is taken.
+type Jump<'t> = (usize, usize, Option<&'t str>);
+
+/// The kernel called `name` from the texts of its two files.
+///
+/// # Errors
+/// [`AheadError::Malformed`], with the line that does not read as expected.
+pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &TpuChip) -> Result<Launch, AheadError> {
+    let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
+    let file = format!("{name}{UTILIZATION}");
+    let (kinds, rows) = parse_utilization(&file, utilization)?;
+    if rows.len() != parsed.len() {
+        let given = format!("{} rows for {} bundles", rows.len(), parsed.len());
+        return Err(AheadError::malformed(&file, 0, given, "a row for each bundle"));
+    }
+    let spans = spans(&parsed, chip.branch_delay);
+    Ok(count(name, &spans, &kinds, &rows))
+}
+
+fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<Bundle<'t>>, AheadError> {
+    let mut bundles: Vec<Bundle> = Vec::new();
+    for (at, line) in text.lines().enumerate() {
+        if let Some((address, bundle)) = Bundle::begin(line) {
+            if address != bundles.len() as u64 {
+                return Err(AheadError::malformed(file, at + 1, line.trim(), "the bundle after the one before it"));
+            }
+            bundles.push(bundle);
+        } else if let Some(bundle) = bundles.last_mut() {
+            bundle.lines.push(line);
+        }
+        // What stands before the first bundle is a legend.
+    }
+    if bundles.is_empty() {
+        return Err(AheadError::malformed(file, 0, "no bundle", "lines such as `0x1 : { … }`"));
+    }
+    Ok(bundles)
+}
+
+/// Slot names with their capacities, and the slots that each bundle fills.
+type Utilization<'t> = (Vec<(&'t str, u64)>, Vec<Vec<u64>>);
+
+fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<Utilization<'t>, AheadError> {
+    let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    let mut next =
+        |expected| lines.next().ok_or_else(|| AheadError::malformed(file, 0, "the end of the file", expected));
+    let numbers = |(at, line): (usize, &str), count: usize| -> Result<Vec<u64>, AheadError> {
+        let row: Option<Vec<u64>> = line.split_whitespace().map(|number| number.parse().ok()).collect();
+        row.filter(|row| row.len() == count)
+            .ok_or_else(|| AheadError::malformed(file, at + 1, line, "a number for each slot"))
+    };
+    // `== CAPACTIY:`, as libtpu spells it.
+    let (at, heading) = next("a heading of capacities")?;
+    if !heading.starts_with("== CAP") {
+        return Err(AheadError::malformed(file, at + 1, heading, "a heading of capacities"));
+    }
+    let (_, names) = next("the names of the slots")?;
+    let names: Vec<&str> = names.split(',').map(str::trim).collect();
+    let capacity_line = next("the slots' capacities")?;
+    let capacities = numbers(capacity_line, names.len())?;
+    if capacities.contains(&0) {
+        return Err(AheadError::malformed(file, capacity_line.0 + 1, capacity_line.1, "capacities of at least 1"));
+    }
+    let (at, heading) = next("a heading of rows")?;
+    if !heading.starts_with("== UTIL") {
+        return Err(AheadError::malformed(file, at + 1, heading, "`== UTILIZATION:`"));
+    }
+    let rows = lines.map(|line| numbers(line, names.len())).collect::<Result<_, _>>()?;
+    Ok((names.into_iter().zip(capacities).collect(), rows))
+}
+
+/// The loops, in order of their start.
+fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
+    let scalars = Scalars::of(bundles);
+    let mut starts = HashMap::new();
+    for (at, bundle) in bundles.iter().enumerate() {
+        starts.extend(bundle.regions().map(|region| (region, at)));
+    }
+    let branches: Vec<Jump> = bundles
+        .iter()
+        .enumerate()
+        .flat_map(|(at, bundle)| bundle.instructions().filter_map(Branch::of).map(move |branch| (at, branch)))
+        .filter_map(|(at, branch)| Some((at, *starts.get(branch.region)?, branch.unless)))
+        .collect();
+
+    let mut spans: Vec<Span> = Vec::new();
+    for (start, bundle) in bundles.iter().enumerate().filter(|(_, bundle)| bundle.starts_loop) {
+        let back = branches.iter().rfind(|(at, to, _)| *to == start && *at >= start);
+        // Without a branch back, the loop is what is marked as deep as its start.
+        let marked = bundles[start..].iter().take_while(|inside| inside.depth >= bundle.depth).count();
+        let end = back.map_or(start + marked.max(1) - 1, |(at, ..)| at + delay);
+        let last = end.min(bundles.len() - 1);
+        let depth = 1 + spans.iter().filter(|outer| outer.last >= last).count();
+        let trips = back.and_then(|(_, _, unless)| scalars.trips((*unless)?));
+        spans.push(Span { start, last, depth, trips, optional: false, passed_over: vec![] });
+    }
+    for at in 0..spans.len() {
+        let Span { start, last, depth, trips, .. } = spans[at];
+        let inner =
+            |bundle: &usize| spans.iter().any(|span| span.start > start && (span.start..=span.last).contains(bundle));
+        let grids = (start..=last).filter(|bundle| !inner(bundle)).flat_map(|bundle| bundles[bundle].grids());
+        let grid = grids.filter(|&grid| trips.is_some_and(|trips| (grid..=grid + MOST_STAGES).contains(&trips))).max();
+        let passed = |&(from, to, _): &Jump| from < start && to > last;
+        spans[at].trips = grid.filter(|&grid| grid > 0).or(trips);
+        spans[at].optional = depth == 1 && branches.iter().any(passed);
+    }
+    for at in 0..spans.len() {
+        let passed_over = passed_over(&spans, at, &branches, delay);
+        let within = spans[at].depth + 1;
+        for span in spans.iter_mut().filter(|span| span.depth == within) {
+            span.optional |= passed_over.binary_search(&span.start).is_ok();
+        }
+        spans[at].passed_over = passed_over;
+    }
+    spans
+}
+
+/// The bundles of the loop at `at` that are not on the shortest way through it, ascending.
+fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Vec<usize> {
+    let Span { start, last, .. } = spans[at];
+    let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
+    let mut trips = vec![1_u64; last + 1 - start];
+    for span in inner() {
+        for bundle in &mut trips[span.start - start..=span.last - start] {
+            *bundle = bundle.saturating_mul(span.trips.unwrap_or(MANY));
+        }
+    }
+    // Cycles before each bundle, by the straight way.
+    let mut before = vec![0_u64];
+    before.extend(trips.iter().scan(0_u64, |sum, trips| {
+        *sum = sum.saturating_add(*trips);
+        Some(*sum)
+    }));
+    let all = before[trips.len()];
+    // Of those that go on within the loop and leave no inner one, from where to where, with what is run in the branch's delay.
+    let jumps = branches.iter().filter_map(|&(from, to, _)| {
+        let own = (start..=last).contains(&from) && !inner().any(|span| (span.start..=span.last).contains(&from));
+        let (leaves, lands) = ((from + 1 + delay).checked_sub(start)?, to.checked_sub(start)?);
+        let skips = own && leaves < lands && to <= last;
+        (skips && (before[lands] - before[leaves]).saturating_mul(2) <= all).then_some((leaves, lands))
+    });
+    let jumps: Vec<(usize, usize)> = jumps.collect();
+    // Of each place the least cycles before it, and whence: by a jump, or by the bundle before.
+    let mut shortest = vec![(0_u64, 0, false)];
+    for (here, trips) in trips.iter().enumerate() {
+        let straight = (shortest[here].0.saturating_add(*trips), here, false);
+        let jumped = jumps.iter().filter(|(_, lands)| *lands == here + 1);
+        let jumped = jumped.map(|&(leaves, _)| (shortest[leaves].0, leaves, true));
+        shortest.push(jumped.chain([straight]).min().expect("the straight way"));
+    }
+    let mut passed_over = Vec::new();
+    let mut here = trips.len();
+    while here > 0 {
+        let (_, from, jumped) = shortest[here];
+        if jumped {
+            passed_over.extend((from..here).rev().map(|bundle| start + bundle));
+        }
+        here = from;
+    }
+    passed_over.reverse();
+    passed_over
+}
+
+/// Cycles and slots, over the loops' trips.
+fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
+    // The innermost loop of each bundle, as an index into `spans` + 1; 0 is outside all.
+    let mut innermost = vec![0; rows.len()];
+    for (at, span) in spans.iter().enumerate() {
+        innermost[span.start..=span.last].fill(at + 1);
+    }
+    let nest = |span: &Span| spans.iter().filter(|outer| outer.holds(span)).collect::<Vec<_>>();
+    let turns = |span: &Span| {
+        let counted = nest(span).into_iter().rev().take_while(|outer| !outer.optional);
+        counted.map(|outer| outer.trips.unwrap_or(1)).fold(1, u64::saturating_mul)
+    };
+    let turns: Vec<u64> = iter::once(1).chain(spans.iter().map(turns)).collect();
+    let mut own = vec![0_u64; spans.len() + 1];
+    let mut passed_over = own.clone();
+    let mut used = vec![vec![0_u64; kinds.len()]; spans.len() + 1];
+    for (bundle, (row, &at)) in rows.iter().zip(&innermost).enumerate() {
+        let once = at > 0 && spans[at - 1].passed_over.binary_search(&bundle).is_ok();
+        let turns = if once { 1 } else { turns[at] };
+        *if once { &mut passed_over[at] } else { &mut own[at] } += 1;
+        for (sum, slots) in used[at].iter_mut().zip(row) {
+            *sum = sum.saturating_add(slots.saturating_mul(turns));
+        }
+    }
+    let slots = |used: &[u64]| -> Vec<SlotUse> {
+        let with_use = kinds.iter().zip(used);
+        with_use.map(|(&(name, capacity), &used)| SlotUse { name: name.into(), capacity, used }).collect()
+    };
+    let mut total = used[0].clone();
+    let mut cycles = own[0];
+    let mut loops = Vec::new();
+    for (at, span) in (1..).zip(spans) {
+        for (total, used) in total.iter_mut().zip(&used[at]) {
+            *total = total.saturating_add(*used);
+        }
+        let known = nest(span).iter().all(|outer| outer.trips.is_some() && !outer.optional);
+        let of_loop = own[at].saturating_mul(turns[at]).saturating_add(passed_over[at]);
+        cycles = cycles.saturating_add(of_loop);
+        loops.push(Loop {
+            depth: span.depth,
+            bundles: own[at],
+            passed_over: passed_over[at],
+            trips: span.trips,
+            cycles: known.then_some(of_loop),
+            optional: span.optional,
+            slots: slots(&used[at]),
+        });
+    }
+    let slots = slots(&total);
+    let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| cycles_of(a).total_cmp(&cycles_of(b)));
+    let binding = binding.map(|slot| slot.name.clone());
+    Launch { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tpu::TpuTarget;
+
+    const GRID: [&str; 2] = [
+        include_str!("../../../../fixtures/tpu/mosaic_grid.bundles.txt"),
+        include_str!("../../../../fixtures/tpu/mosaic_grid.utilization.txt"),
+    ];
+    const DYNAMIC: [&str; 2] = [
+        include_str!("../../../../fixtures/tpu/mosaic_dynamic.bundles.txt"),
+        include_str!("../../../../fixtures/tpu/mosaic_dynamic.utilization.txt"),
+    ];
+
+    fn parse([bundles, utilization]: [&str; 2]) -> Result<Launch, AheadError> {
+        super::parse("name.1", bundles, utilization, TpuTarget::parse("v6e").unwrap().chip)
+    }
+
+    /// `(depth, bundles, trips, cycles, optional)`
+    type LoopShape = (usize, u64, Option<u64>, Option<u64>, bool);
+
+    fn shape(l: &Loop) -> LoopShape {
+        (l.depth, l.bundles, l.trips, l.cycles, l.optional)
+    }
+
+    /// A program of one bundle a line of `bodies`, none of which fills a slot.
+    fn written(bodies: &[&str]) -> [String; 2] {
+        let lines: Vec<String> = bodies.iter().enumerate().map(|(at, body)| format!(" {at:#x} {body}\n")).collect();
+        let bundles = lines.concat().replacen("0x0", "0", 1);
+        let rows = "1 0\n".repeat(bodies.len());
+        [bundles, format!("== CAPACTIY:\nVALU, SALU\n 4 2\n== UTILIZATION:\n{rows}")]
+    }
+
+    fn loops_of(bodies: &[&str]) -> Vec<LoopShape> {
+        let [bundles, utilization] = written(bodies);
+        parse([&bundles, &utilization]).unwrap().loops.iter().map(shape).collect()
+    }
+
+    /// A pipeline over 16 blocks, 18 trips of its exit test, around 8 steps of 24 bundles and 4 delay slots.
+    #[test]
+    fn a_grid_and_the_loop_in_it_have_the_trips_that_were_written() {
+        let kernel = parse(GRID).unwrap();
+        let loops: Vec<_> = kernel.loops.iter().map(shape).collect();
+        // 0x5 to 0x75 without 0x35 to 0x50.
+        assert_eq!(loops, [(1, 85, Some(16), Some(85 * 16), false), (2, 28, Some(8), Some(28 * 16 * 8), false)]);
+        assert_eq!(kernel.bundles, 122);
+        assert_eq!(kernel.cycles, 122 - 85 - 28 + 85 * 16 + 28 * 16 * 8);
+    }
+
+    #[test]
+    fn slots_are_counted_over_all_trips() {
+        let kernel = parse(GRID).unwrap();
+        let slot = |name: &str| kernel.slots.iter().find(|slot| slot.name == name).unwrap();
+        // Eight vectors go through `exp` in each inner step.
+        assert_eq!((slot("EUP").used, slot("EUP").capacity), (8 * 16 * 8, 1));
+        assert_eq!((slot("VALU").capacity, slot("VLOAD").capacity, slot("MATMUL").used), (4, 3, 0));
+        assert_eq!(kernel.binding.as_deref(), Some("SALU"));
+    }
+
+    #[test]
+    fn trips_that_an_argument_decides_are_unknown_and_count_once() {
+        let kernel = parse(DYNAMIC).unwrap();
+        let [grid, inner] = &kernel.loops[..] else { panic!("{:?}", kernel.loops) };
+        assert_eq!((grid.trips, inner.depth, inner.trips, inner.cycles), (Some(16), 2, None, None));
+        let outside = kernel.bundles - grid.bundles - inner.bundles;
+        assert_eq!(kernel.cycles, outside + 16 * (grid.bundles + inner.bundles));
+    }
+
+    #[test]
+    fn a_counter_is_followed_through_a_spill_slot() {
+        let spilled = [
+            ": { %s1_s0 = smov.u32 2 }",
+            "LB: > { %s2_s1 = sphi %s1_s0 ;; %9 = sst [smem:[#allocation7_spill]] %s2_s1 } /* Start region 3 */",
+            ": > { %s3_s1 = sld [smem:[#allocation7_spill]] }",
+            ": > { %s4_s2 = sadd.s32 1, %s3_s1 ;; %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 12 /* loop exit test */ }",
+            ": { %6 = sbr.rel (!%p5_p0) target = $region3 }",
+            ": {}",
+        ];
+        assert_eq!(loops_of(&spilled), [(1, 5, Some(10), Some(50), false)]);
+        // A second value in the slot: which of them is loaded is not known.
+        let mut twice = spilled;
+        twice[2] = ": > { %s3_s1 = sld [smem:[#allocation7_spill]] ;; %8 = sst [smem:[#allocation7_spill]] %s1_s0 }";
+        assert_eq!(loops_of(&twice), [(1, 5, None, None, false)]);
+    }
+
+    #[test]
+    fn a_loop_that_may_be_passed_over_counts_once() {
+        let copied = [
+            ": { %1 = sbr.rel (%p0_p0) target = $region9 ;; %s1_s0 = smov.u32 0 }",
+            "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %s4_s2 = sadd.s32 1, %s2_s1 } /* Start region 3 */",
+            ": > { %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 18994 ;; %6 = sbr.rel (!%p5_p0) target = $region3 }",
+            ": {}",
+            ": {}",
+            ": {}",
+            ": {}",
+            "PF: {} /* Start/End empty region 9 */",
+        ];
+        assert_eq!(loops_of(&copied), [(1, 6, Some(18994), None, true)]);
+        let [bundles, utilization] = written(&copied);
+        assert_eq!(parse([&bundles, &utilization]).unwrap().cycles, 8);
+    }
+
+    /// A trip of 30 bundles and the delay, of which a branch passes over eight.
+    #[test]
+    fn what_a_branch_may_pass_over_within_a_loop_counts_once() {
+        let program = |skips: &str, inner: [&str; 2]| -> Vec<String> {
+            let mut bodies = vec![": { %s1_s0 = smov.u32 0 }".to_string()];
+            bodies.push(
+                "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %s4_s2 = sadd.s32 1, %s2_s1 } /* Start region 3 */".into(),
+            );
+            bodies.push(format!(": > {{ %8 = sbr.rel (%p7_p1) target = $region{skips} }}"));
+            bodies.extend((0..4).map(|_| ": > {}".to_string()));
+            bodies.extend(inner.map(String::from));
+            bodies.extend((0..6).map(|_| ": > {}".to_string()));
+            bodies.push("PF: > {} /* Start region 5 */".into());
+            bodies.extend((0..12).map(|_| ": > {}".to_string()));
+            bodies.push("PF: > {} /* Start region 6 */".into());
+            bodies.push(": > { %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 100 /* loop exit test */ }".into());
+            bodies.push(": > { %6 = sbr.rel (!%p5_p0) target = $region3 }".into());
+            bodies.extend((0..4).map(|_| ": > {}".to_string()));
+            bodies
+        };
+        let loops = |bodies: Vec<String>| {
+            let [bundles, utilization] = written(&bodies.iter().map(String::as_str).collect::<Vec<_>>());
+            let kernel = parse([&bundles, &utilization]).unwrap();
+            // Each bundle fills a VALU slot.
+            assert_eq!(kernel.slots[0].used, kernel.cycles);
+            let shape = |l: &Loop| (l.bundles, l.passed_over, l.trips, l.cycles, l.optional);
+            (kernel.cycles, kernel.loops.iter().map(shape).collect::<Vec<_>>())
+        };
+        let plain = [": > {}"; 2];
+        let all = 1 + 100 * 34;
+        assert_eq!(loops(program("9", plain)), (all, vec![(34, 0, Some(100), Some(100 * 34), false)]), "to nowhere");
+        let with_skip = (34 - 8, 8, Some(100), Some(100 * (34 - 8) + 8), false);
+        assert_eq!(loops(program("5", plain)), (1 + 100 * (34 - 8) + 8, vec![with_skip]));
+        // 21 of 34 are what the loop is there for.
+        assert_eq!(loops(program("6", plain)).0, all);
+        // What is passed over may be a loop: it counts as one trip, once.
+        let inner = [
+            "LB: >> { %s12_s1 = sphi %s1_s0, %s14_s2 ;; %s14_s2 = sadd.s32 1, %s12_s1 } /* Start region 4 */",
+            ": >> { %p15_p0 = scmp.ge.s32.totalorder %s14_s2, 2 ;; %16 = sbr.rel (!%p15_p0) target = $region4 }",
+        ];
+        let (cycles, found) = loops(program("5", inner));
+        // Two bundles and the four of its branch's delay.
+        assert_eq!(found[1], (6, 0, Some(2), None, true));
+        assert_eq!(cycles, 1 + 100 * (34 - 8) + 2 + 6);
+    }
+
+    #[test]
+    fn malformed_dumps_are_errors() {
+        let [bundles, utilization] = GRID;
+        let cut = |text: &str, bytes: usize| text[..bytes].to_string();
+        let broken = [
+            [String::new(), utilization.into()],
+            ["= control target key start\n".into(), utilization.into()],
+            [bundles.replace(" 0x10 ", " 0x11 "), utilization.into()],
+            [bundles.into(), String::new()],
+            [bundles.into(), cut(utilization, 60)],
+            [bundles.into(), cut(utilization, utilization.len() - 22)],
+            [bundles.into(), utilization.replace("    2     2     2     4", "    2     2     2     0")],
+            [bundles.into(), utilization.replace("0 0 0 0 0 0 1 0 0 0 0", "0 0 0 0 0 0 -1 0 0 0 0")],
+            [bundles.into(), utilization.replace("== UTILIZATION:", "== SOMETHING")],
+        ];
+        for (at, [bundles, utilization]) in broken.iter().enumerate() {
+            let error = parse([bundles, utilization]).unwrap_err();
+            assert!(matches!(error, AheadError::Malformed { .. }), "{at}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_kernels_files_are_told_from_those_of_earlier_passes() {
+        let name = |file| kernel_of(file, BUNDLES);
+        assert_eq!(name("1795258552235389527-all-reduce.2-02-final_bundles.txt"), Some("all-reduce.2"));
+        assert_eq!(name("17-<late-finalization>-02-final_bundles.txt"), Some("<late-finalization>"));
+        assert_eq!(name("17-fusion.15-01-schedule-analysis_final_bundles.txt"), None);
+        assert_eq!(name("final_bundles.txt"), None);
+        assert_eq!(name("other-fusion.15-02-final_bundles.txt"), None);
+    }
+}

@@ -1,0 +1,203 @@
+//! The bytes that each instruction moves, summed over a module.
+
+use std::collections::{HashMap, HashSet};
+
+use super::collectives::{COLLECTIVES, Likeness};
+use super::hlo::{Computation, Definitions, Instruction, Module};
+use super::trips::trips;
+use super::windows::{Windows, parts_taken};
+use super::{Collective, Traffic};
+use crate::error::AheadError;
+
+/// Opcodes that move nothing of themselves.
+const STILL: [&str; 10] = [
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "iota",
+    "after-all",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
+];
+
+/// What one run of `module` moves; `file` is its name.
+///
+/// # Errors
+/// [`AheadError::Malformed`], where an operand or a computation is named that is nowhere.
+pub(super) fn traffic(file: &str, module: &Module) -> Result<Traffic, AheadError> {
+    let mut traffic = Traffic::default();
+    let mut likenesses = Vec::new();
+    let mut waiting = vec![(&module.entry, 1)];
+    while let Some((instructions, runs)) = waiting.pop() {
+        for (body, trips) in traffic.count(file, instructions, runs, &module.computations, &mut likenesses)? {
+            let body =
+                module.computations.get(body).ok_or_else(|| AheadError::malformed(file, 0, body, "a computation"))?;
+            waiting.push((&body.instructions, trips));
+        }
+    }
+    Ok(traffic)
+}
+
+impl Traffic {
+    /// Counts a computation that runs `runs` times; the bodies of its loops come back, each with how often it runs.
+    fn count<'t>(
+        &mut self,
+        file: &str,
+        instructions: &[Instruction<'t>],
+        runs: u64,
+        computations: &HashMap<&str, Computation<'t>>,
+        likenesses: &mut Vec<Likeness<'t>>,
+    ) -> Result<Vec<(&'t str, u64)>, AheadError> {
+        let definitions = Definitions::of(instructions);
+        let by_name = &definitions.0;
+        let mut bodies = Vec::new();
+        let mut bytes = 0_u64;
+        for instruction in instructions.iter().filter(|instruction| !STILL.contains(&instruction.opcode)) {
+            let own_name = instruction.name.trim_start_matches('%');
+            if runs > 1 {
+                self.runs.insert(own_name.into(), runs);
+            }
+            let before = bytes;
+            let within = Collective::within(file, instruction, instructions, computations, runs)?;
+            let collective = within.or(Collective::of(file, instruction, instructions, computations, runs)?);
+            let exposed = collective.as_ref().is_some_and(Collective::is_alone);
+            self.moved.extend(collective);
+            if COLLECTIVES.contains(&instruction.opcode) {
+                let likeness = Likeness::of(instruction, &definitions, computations);
+                let place = likenesses.iter().position(|other| *other == likeness).unwrap_or_else(|| {
+                    likenesses.push(likeness);
+                    self.collectives.push(Vec::new());
+                    self.collectives.len() - 1
+                });
+                self.collectives[place].push(own_name.into());
+            }
+            if matches!(instruction.opcode, "while" | "conditional") {
+                let known = trips(instruction, &definitions, computations);
+                if let (Some(trips), Some(body)) = (known, instruction.attribute(" body=")) {
+                    bodies.push((body, runs.saturating_mul(trips)));
+                    continue;
+                }
+                self.uncounted.push(instruction.name.into());
+                continue;
+            }
+            // An async call is described where it starts: by the handle that `async-update` takes.
+            let handle = instruction.operands.first().filter(|_| instruction.opcode == "async-update");
+            let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
+            let before_operands = usize::from(handle.is_some());
+            let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
+            let mut counted = HashSet::new();
+            let windows = Windows::of(instruction, &definitions, computations);
+            for (place, operand) in instruction.operands.iter().enumerate() {
+                let (name, index) =
+                    operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));
+                let unknown = || {
+                    AheadError::malformed(
+                        file,
+                        0,
+                        format!("{operand} in {}", instruction.name),
+                        "an earlier instruction",
+                    )
+                };
+                let source = by_name.get(name).ok_or_else(unknown)?;
+                // The handle of an async call is no array.
+                let handle = source.opcode.ends_with("-start") || source.opcode == "async-update";
+                if handle || !counted.insert(operand) {
+                    continue;
+                }
+                let shape = match index {
+                    None => &source.shape,
+                    Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
+                };
+                let whole = shape.hbm_bytes();
+                let read = match instruction.opcode {
+                    "gather" | "slice" | "dynamic-slice" => whole.min(instruction.shape.bytes()),
+                    _ => parts_taken(described, place - before_operands, computations)
+                        .map_or(whole, |bytes| whole.min(bytes)),
+                };
+                let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
+                bytes = bytes.saturating_add(read);
+            }
+            if !starts {
+                bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
+            }
+            let moved = (bytes - before).saturating_mul(runs);
+            if exposed {
+                self.exposed_bytes = self.exposed_bytes.saturating_add(moved);
+            }
+            if moved > 0 {
+                self.bytes_of.insert(own_name.into(), moved);
+            }
+        }
+        self.hbm_bytes = self.hbm_bytes.saturating_add(bytes.saturating_mul(runs));
+        Ok(bodies)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const XLA: &str = include_str!("../../../../fixtures/tpu/xla.after_optimizations.txt");
+
+    /// Bytes of the bf16 logits `[1,4096,151936]`.
+    const LOGITS: u64 = 4096 * 151_936 * 2;
+
+    #[test]
+    fn the_baseline_moves_its_logits_six_times() {
+        let traffic = Traffic::parse("xla", XLA).unwrap();
+        // Read by three fusions, written once as dlogits and once, for the gather, as f32: 3 + 1 + 2.
+        let rest = traffic.hbm_bytes - 6 * LOGITS;
+        assert!(rest < LOGITS / 1000, "{rest} bytes per token");
+        assert!(traffic.uncounted.is_empty());
+    }
+
+    #[test]
+    fn a_gathered_operand_is_read_as_far_as_it_is_gathered() {
+        let whole = XLA.replace(" gather(", " notgather(");
+        let (gathered, whole) = (Traffic::parse("x", XLA).unwrap(), Traffic::parse("x", &whole).unwrap());
+        assert_eq!(whole.hbm_bytes - gathered.hbm_bytes, 2 * LOGITS - 4096 * 4);
+    }
+
+    #[test]
+    fn an_operand_counts_once_and_a_slice_as_far_as_it_goes() {
+        let text = "%cut (p: f32[100]) -> f32[10] {
+  %p = f32[100] parameter(0)
+  ROOT %s = f32[10] slice(%p), slice={[0:10]}
+}
+
+%pick (q: f32[100], i: s32[3]) -> f32[3] {
+  %q = f32[100] parameter(0)
+  %i = s32[3] parameter(1)
+  ROOT %g = f32[3] gather(%q, %i), slice_sizes={1}
+}
+
+ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100] parameter(0)
+  %start = ((f32[100]), f32[10], s32[]{:S(2)}) async-start(%a), calls=%cut
+  %done = f32[10] async-done(%start)
+  %ids = s32[3]{0:S(1)} iota(), iota_dimension=0
+  %picked = f32[3] fusion(%a, %ids), kind=kCustom, calls=%pick
+  %loop = f32[100] while(%a), condition=%c, body=%b
+  ROOT %twice = f32[100] add(%a, %a)
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        assert_eq!(traffic.hbm_bytes, (10 + 10 + 3 + 3 + 100 + 100) * 4);
+        assert_eq!(traffic.uncounted, ["%loop"]);
+    }
+
+    #[test]
+    fn an_operand_that_is_nowhere_is_an_error() {
+        let broken = [
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] add(%missing)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1] parameter(0)\n  %b = f32[1] add(%a#3)\n}\n",
+        ];
+        for text in broken {
+            let error = Traffic::parse("x", text).unwrap_err();
+            assert!(matches!(error, AheadError::Malformed { .. }), "{text}: {error}");
+        }
+    }
+}

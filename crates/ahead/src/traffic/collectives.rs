@@ -1,0 +1,324 @@
+//! The collectives of a module: their bytes, their groups of devices, and what runs between their ends.
+
+use std::collections::{HashMap, HashSet};
+
+use super::hlo::{Computation, Definitions, Instruction, Shape};
+use super::{Collective, Kind};
+use crate::error::AheadError;
+
+/// Opcodes of what devices do together, at once or from here on.
+pub(super) const COLLECTIVES: [&str; 9] = [
+    "all-gather",
+    "all-gather-start",
+    "all-reduce",
+    "all-reduce-start",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "collective-permute-start",
+    "reduce-scatter",
+];
+
+/// Those that stand in fusions and async calls.
+const WITHIN: [&str; 3] = ["all-gather", "all-reduce", "reduce-scatter"];
+
+/// What makes collectives alike.
+#[derive(PartialEq)]
+pub(super) struct Likeness<'t> {
+    opcode: &'t str,
+    shape: Shape,
+    operands: Vec<Option<Shape>>,
+    groups: Option<&'t str>,
+    /// What they reduce by.
+    by: Option<&'t str>,
+}
+
+impl<'t> Likeness<'t> {
+    pub(super) fn of(
+        instruction: &Instruction<'t>,
+        around: &Definitions,
+        computations: &HashMap<&str, Computation<'t>>,
+    ) -> Self {
+        let shape_of = |operand: &&str| around.0.get(*operand).map(|instruction| instruction.shape.clone());
+        let reducer = instruction.called().next().and_then(|name| computations.get(name));
+        let groups = instruction.attributes.split_once("replica_groups=").map(|(_, after)| after);
+        Likeness {
+            opcode: instruction.opcode,
+            shape: instruction.shape.clone(),
+            operands: instruction.operands.iter().map(shape_of).collect(),
+            groups: groups.map(|groups| groups.split_once(", ").map_or(groups, |(groups, _)| groups)),
+            by: reducer.and_then(|body| body.instructions.iter().find(|last| last.root)).map(|last| last.opcode),
+        }
+    }
+}
+
+/// Opcodes of what is computed.
+const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "while"];
+
+/// Custom calls in which nothing is.
+const MEMORY_CALLS: [&str; 2] = ["custom_call_target=\"AllocateBuffer\"", "custom_call_target=\"ConcatBitcast\""];
+
+/// `{{0,1},{2,3}}`, or `{}`, which is all devices and none here, or `[2,4]<=[8]`, which is eight devices in order, two groups of four, and `[4,2]<=[2,4]T(1,0)`, which are those of
+/// two rows of four by columns.
+fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
+    if let Some(listed) = text.strip_prefix("{{") {
+        let (listed, _) = listed.split_once("}}")?;
+        let numbers = |group: &str| group.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
+        return listed.split("},{").map(numbers).collect();
+    }
+    if text.starts_with("{}") {
+        return Some(vec![]);
+    }
+    let numbers = |text: &str| text.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
+    let (shape, rest) = text.strip_prefix('[')?.split_once("]<=[")?;
+    let (reshaped, rest) = rest.split_once(']')?;
+    let (shape, reshaped) = (numbers(shape)?, numbers(reshaped)?);
+    let order = match rest.strip_prefix("T(") {
+        Some(order) => numbers(order.split_once(')')?.0)?,
+        None => (0..reshaped.len()).collect(),
+    };
+    let [_, members] = shape[..] else { return None };
+    let mut strides = vec![1; reshaped.len()];
+    for axis in (1..reshaped.len()).rev() {
+        strides[axis - 1] = strides[axis] * reshaped[axis];
+    }
+    let mut ids = vec![0];
+    for &axis in &order {
+        let (extent, stride) = (*reshaped.get(axis)?, *strides.get(axis)?);
+        ids = ids.into_iter().flat_map(|id| (0..extent).map(move |i| id + i * stride)).collect();
+    }
+    Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
+}
+
+/// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for; and its own
+/// start, update and end. What an async call works on is only given to its update, where it has one.
+fn between(
+    start: &Instruction,
+    instructions: &[Instruction],
+    computations: &HashMap<&str, Computation>,
+) -> [Vec<String>; 3] {
+    let after = |name: &str| {
+        let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
+        instructions[at + 1..].iter()
+    };
+    let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
+    let handle = update.map_or(start.name, |update| update.name);
+    let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
+    let mut waiting: Vec<&Instruction> = until_done.collect();
+    let done = after(handle).nth(waiting.len());
+    let own = [Some(start), update, done].into_iter().flatten();
+    let own = own.map(|one| one.name.trim_start_matches('%').into()).collect();
+    waiting.reverse();
+    let mut seen = HashSet::new();
+    let [mut computed, mut awaited] = [vec![], vec![]];
+    while let Some(one) = waiting.pop() {
+        let name = one.name.trim_start_matches('%').to_string();
+        let only_memory = MEMORY_CALLS.iter().any(|call| one.attributes.contains(call));
+        let body = one.attribute(" body=").filter(|_| one.opcode == "while");
+        if let Some(body) = body.filter(|body| seen.insert(*body)).and_then(|body| computations.get(body)) {
+            waiting.extend(body.instructions.iter().rev());
+        } else if COLLECTIVES.contains(&one.opcode) && !one.opcode.ends_with("-start") {
+            awaited.push(name);
+        } else if COMPUTES.contains(&one.opcode) && !only_memory {
+            computed.push(name);
+        }
+    }
+    [computed, awaited, own]
+}
+
+impl Collective {
+    /// What a fusion, or an async call, is that has a collective in it: libtpu writes a reduce-scatter as an all-reduce of which a slice is
+    /// kept, an all-gather as one of a part among zeros, and sends no more than they need. What is left to `SparseCore`s, as a v7x leaves
+    /// sums, are async calls.
+    pub(super) fn within(
+        file: &str,
+        caller: &Instruction,
+        instructions: &[Instruction],
+        computations: &HashMap<&str, Computation>,
+        runs: u64,
+    ) -> Result<Option<Self>, AheadError> {
+        if !["fusion", "async-start"].contains(&caller.opcode) {
+            return Ok(None);
+        }
+        let mut waiting: Vec<&str> = caller.called().collect();
+        let mut seen = HashSet::new();
+        let mut found = None;
+        while let Some(name) = waiting.pop().filter(|_| found.is_none()) {
+            if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
+                let is_one = |inner: &&Instruction| WITHIN.contains(&inner.opcode);
+                let inner = computation.instructions.iter().find(is_one);
+                found = inner.map(|inner| (&computation.instructions, inner));
+                waiting.extend(&computation.called);
+            }
+        }
+        let Some((body, inner)) = found else { return Ok(None) };
+        let Some(collective) = Self::of(file, inner, body, computations, runs)? else { return Ok(None) };
+        let definitions = Definitions::of(body);
+        let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
+        let gathers = inner.operands.iter().filter_map(opcode).any(|opcode| opcode == "dynamic-update-slice");
+        let keeps = body.iter().any(|user| {
+            let source = user.operands.first().map(|source| definitions.followed(source, "bitcast"));
+            user.opcode == "dynamic-slice" && source == Some(inner.name)
+        });
+        let kind = match (collective.kind, gathers, keeps) {
+            (Kind::AllReduce, true, _) => Kind::AllGather,
+            (Kind::AllReduce, _, true) => Kind::ReduceScatter,
+            (kind, ..) => kind,
+        };
+        let starts = caller.opcode == "async-start";
+        let [beside, awaited, ends] =
+            if starts { between(caller, instructions, computations) } else { Default::default() };
+        let name = caller.name.trim_start_matches('%').into();
+        Ok(Some(Collective { name, kind, beside, awaited, ends, ..collective }))
+    }
+
+    /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
+    pub(super) fn of(
+        file: &str,
+        instruction: &Instruction,
+        instructions: &[Instruction],
+        computations: &HashMap<&str, Computation>,
+        runs: u64,
+    ) -> Result<Option<Self>, AheadError> {
+        let opcode = instruction.opcode.trim_end_matches("-start");
+        let kind = match opcode {
+            "all-reduce" => Kind::AllReduce,
+            "reduce-scatter" => Kind::ReduceScatter,
+            "all-gather" => Kind::AllGather,
+            "all-to-all" => Kind::AllToAll,
+            "collective-permute" => Kind::Permute,
+            _ => return Ok(None),
+        };
+        let definitions = Definitions::of(instructions);
+        let of_operands = || {
+            let shape = |operand: &&str| {
+                let (name, part) = operand.split_once('#').map_or((*operand, None), |(name, part)| (name, Some(part)));
+                let shape = &definitions.0.get(name)?.shape;
+                part.map_or(Some(shape), |part| shape.part(part.parse().ok()?)).map(Shape::bytes)
+            };
+            instruction.operands.iter().filter_map(shape).fold(0, u64::saturating_add)
+        };
+        let starts = instruction.opcode.ends_with("-start");
+        let bytes = match kind {
+            Kind::ReduceScatter | Kind::AllToAll | Kind::Permute => of_operands(),
+            // What is started returns what it was given too.
+            Kind::AllGather if starts => instruction.shape.part(1).map_or(0, Shape::bytes),
+            Kind::AllReduce | Kind::AllGather => instruction.shape.bytes(),
+        };
+        let attribute = if kind == Kind::Permute { "source_target_pairs=" } else { "replica_groups=" };
+        let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
+        let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
+        let groups =
+            groups(text).ok_or_else(|| AheadError::malformed(file, 0, format!("{attribute}{text}"), expected))?;
+        let [beside, awaited, ends] =
+            if starts { between(instruction, instructions, computations) } else { Default::default() };
+        let name = instruction.name.trim_start_matches('%').into();
+        Ok(Some(Collective { name, kind, bytes, groups, runs, beside, awaited, ends }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::traffic::Traffic;
+
+    /// What devices send of one another, in the forms that XLA and libtpu write.
+    #[test]
+    fn collectives_are_read_with_their_groups_and_what_runs_beside_them() {
+        const TEXT: &str = "HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (input: f32[64,128]) -> f32[16,128] {
+  %input = f32[64,128]{1,0} parameter(0)
+  %whole = f32[64,128]{1,0} bitcast(%input)
+  %inner = f32[64,128]{1,0} all-reduce(%whole), replica_groups={}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %kept = f32[16,128]{1,0} dynamic-slice(%inner, %zero, %zero), dynamic_slice_sizes={16,128}
+}
+
+%offloaded (given: f32[64,128]) -> f32[64,128] {
+  %given = f32[64,128]{1,0} parameter(0)
+  ROOT %called = f32[64,128]{1,0} call(%given), to_apply=%on-sparse-cores
+}
+
+%on-sparse-cores (part: f32[64,128]) -> f32[64,128] {
+  %part = f32[64,128]{1,0} parameter(0)
+  ROOT %by-others = f32[64,128]{1,0} all-reduce(%part), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+%turn (carried: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {
+  %carried = (s32[], f32[64,128]{1,0:S(1)}) parameter(0)
+  %in-loop = f32[64,128]{1,0:S(1)} fusion(%carried#1), kind=kLoop, calls=%add
+  ROOT %turned = (s32[], f32[64,128]{1,0:S(1)}) tuple(%carried#0, %in-loop)
+}
+
+%scattered-apart (parts: f32[64,128]) -> f32[16,128] {
+  %parts = f32[64,128]{1,0} parameter(0)
+  ROOT %called-too = f32[16,128]{1,0} custom-call(%parts), custom_call_target=\"any\", called_computations={%by-sparse-cores}
+}
+
+%by-sparse-cores (given-too: (f32[64,128], s32[])) -> f32[16,128] {
+  %given-too = (f32[64,128]{1,0}, s32[]) parameter(0)
+  ROOT %scatter = f32[16,128]{1,0} reduce-scatter(%given-too#0), replica_groups={}, dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
+  %x = f32[64,128]{1,0} parameter(0)
+  %y = f32[64,128]{1,0} parameter(1)
+  %scatter-start = ((), (), s32[]) async-start(), calls=%scattered-apart
+  %scatter-update = ((f32[64,128]{1,0}), f32[16,128]{1,0}, s32[]) async-update(%scatter-start, %y)
+  %room = f32[64,128]{1,0} custom-call(), custom_call_target=\"AllocateBuffer\"
+  %scatter-done = f32[16,128]{1,0} async-done(%scatter-update)
+  %pairs = f32[64,128]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %started = f32[64,128]{1,0} all-reduce-start(%pairs), replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+  %product = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
+  %done = f32[64,128]{1,0} all-reduce-done(%started)
+  %scattered = f32[16,128]{1,0} fusion(%done), kind=kCustom, calls=%all-reduce-scatter
+  %gathered = f32[64,128]{1,0} all-gather(%scattered), replica_groups=[1,4]<=[4], dimensions={0}
+  %moved = f32[64,128]{1,0} collective-permute(%gathered), source_target_pairs={{0,1},{1,0}}
+  %call-start = ((), (), s32[]) async-start(), calls=%offloaded
+  %call-update = ((f32[64,128]{1,0}), f32[64,128]{1,0}, s32[]) async-update(%call-start, %moved)
+  %beside = f32[64,128]{1,0} fusion(%y), kind=kLoop, calls=%add
+  %meanwhile = f32[64,128]{1,0} all-gather(%scattered), replica_groups=[1,4]<=[4], dimensions={0}
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[64,128]{1,0:S(1)}) tuple(%zero, %beside)
+  %loop = (s32[], f32[64,128]{1,0:S(1)}) while(%begin), condition=%any, body=%turn, backend_config={\"known_trip_count\":{\"n\":\"2\"}}
+  ROOT %call-done = f32[64,128]{1,0} async-done(%call-update)
+}
+";
+        let traffic = Traffic::parse("m", TEXT).unwrap();
+        let found: Vec<_> =
+            traffic.moved.iter().map(|moved| (moved.name.as_str(), moved.kind, moved.beside.join(" "))).collect();
+        let expected = [
+            // Room is made meanwhile, and nothing computed.
+            ("scatter-start", Kind::ReduceScatter, String::new()),
+            ("pairs", Kind::AllReduce, String::new()),
+            ("started", Kind::AllReduce, "product".into()),
+            ("scattered", Kind::ReduceScatter, String::new()),
+            ("gathered", Kind::AllGather, String::new()),
+            ("moved", Kind::Permute, String::new()),
+            ("call-start", Kind::AllReduce, "beside in-loop".into()),
+            ("meanwhile", Kind::AllGather, String::new()),
+        ];
+        assert_eq!(found, expected);
+        assert_eq!(traffic.moved.iter().find(|moved| moved.name == "call-start").unwrap().awaited, ["meanwhile"]);
+        let ends = |name: &str| traffic.moved.iter().find(|moved| moved.name == name).unwrap().ends.clone();
+        assert_eq!(ends("call-start"), ["call-start", "call-update", "call-done"]);
+        assert_eq!(traffic.bytes_of["product"], 2 * 64 * 128 * 4);
+        assert!(traffic.moved.iter().all(|moved| moved.bytes == 64 * 128 * 4 && moved.runs == 1), "{traffic:?}");
+        let groups: Vec<Vec<Vec<usize>>> = traffic.moved.iter().map(|moved| moved.groups.clone()).collect();
+        assert_eq!(groups[1], [[0, 1], [2, 3]]);
+        assert_eq!(groups[2], [[0, 2], [1, 3]], "two rows of two, by columns");
+        assert!(groups[0].is_empty() && groups[3].is_empty(), "all devices");
+        assert_eq!(groups[4], [[0, 1, 2, 3]]);
+        // What is reduced while the fusion runs is not exposed; all else that a collective reads and writes is.
+        assert_eq!(traffic.exposed_bytes, 4 * 128 * ((64 + 64) + (64 + 16) + 2 * (16 + 64) + (64 + 64)));
+        let spoilt = TEXT.replace("{{0,1},{2,3}}", "{{0,x}}");
+        assert!(Traffic::parse("m", &spoilt).unwrap_err().to_string().contains("groups of devices"));
+    }
+}

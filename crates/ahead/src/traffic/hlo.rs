@@ -1,0 +1,324 @@
+//! A parser of optimized HLO: shapes, instructions, computations.
+
+use std::collections::HashMap;
+
+use winnow::ascii::{dec_uint, multispace0, space0};
+use winnow::combinator::{alt, delimited, fail, opt, preceded, repeat, separated, terminated};
+use winnow::error::{ContextError, ErrMode};
+use winnow::token::{take_till, take_until, take_while};
+use winnow::{ModalResult, Parser};
+
+use crate::error::AheadError;
+
+/// An array or a tuple of them.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Shape {
+    Array(Array),
+    Tuple(Vec<Shape>),
+}
+
+/// An array: its type, its size and where it lies.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Array {
+    /// `bf16[1,4096,151936]`
+    pub(super) named: String,
+    /// Bytes in whole tiles.
+    bytes: u64,
+    /// Whether it lies in HBM.
+    hbm: bool,
+}
+
+impl Shape {
+    /// Bytes of the parts that lie in HBM.
+    pub(super) fn hbm_bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => {
+                if array.hbm {
+                    array.bytes
+                } else {
+                    0
+                }
+            }
+            Shape::Tuple(parts) => parts.iter().map(Shape::hbm_bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Bytes of all parts, wherever they lie.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Shape::Array(array) => array.bytes,
+            Shape::Tuple(parts) => parts.iter().map(Shape::bytes).fold(0, u64::saturating_add),
+        }
+    }
+
+    /// Part `index` of a tuple.
+    pub(super) fn part(&self, index: usize) -> Option<&Shape> {
+        match self {
+            Shape::Tuple(parts) => parts.get(index),
+            Shape::Array(_) => None,
+        }
+    }
+}
+
+/// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
+const DEEPEST: usize = 32;
+
+/// A shape within `depth` tuples.
+fn shape<'t>(depth: usize) -> impl Parser<&'t str, Shape, ErrMode<ContextError>> {
+    move |text: &mut &'t str| {
+        // `/*index=5*/`
+        let comment = opt(("/*", take_until(0.., "*/"), "*/"));
+        let front = (multispace0, comment);
+        if depth > DEEPEST {
+            return fail.parse_next(text);
+        }
+        let parts = separated(0.., shape(depth + 1), (multispace0, ','));
+        let tuple = delimited('(', parts, (multispace0, ')')).map(Shape::Tuple);
+        preceded(front, alt((tuple, array.map(Shape::Array)))).parse_next(text)
+    }
+}
+
+/// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
+fn array(text: &mut &str) -> ModalResult<Array> {
+    let element = take_while(1.., ('a'..='z', '0'..='9')).verify_map(bits);
+    let (named, (bits, extents)) =
+        (element, delimited('[', numbers, ']')).with_taken().map(|(read, named)| (named, read)).parse_next(text)?;
+    let attributes = preceded(':', repeat(0.., attribute));
+    let layout = (numbers, opt(attributes).map(Option::unwrap_or_default));
+    let layout = opt(delimited('{', layout, (take_till(0.., '}'), '}'))).parse_next(text)?;
+    let (order, attributes): (Vec<u64>, Vec<(&str, &str)>) = layout.unwrap_or_default();
+    let attribute = |name: &str| attributes.iter().find(|(of, _)| *of == name).map(|(_, value)| *value);
+    let tile = attribute("T").map_or(Some(vec![]), |tile| numbers.parse(tile).ok());
+    let Some(bytes) = tile.and_then(|tile| bytes_of(&extents, &order, &tile, bits)) else {
+        return fail.parse_next(text);
+    };
+    Ok(Array { named: named.into(), bytes, hbm: attribute("S").is_none_or(|space| space == "0") })
+}
+
+/// `T(8,128)`, and what follows it without a name.
+fn attribute<'t>(text: &mut &'t str) -> ModalResult<(&'t str, &'t str)> {
+    (take_till(0.., ['(', '}']), delimited('(', take_till(0.., [')', '}']), ')')).parse_next(text)
+}
+
+fn numbers(text: &mut &str) -> ModalResult<Vec<u64>> {
+    // `<=8`, a bound of a dynamic extent, is read as the bound.
+    let number = preceded((space0, opt("<=")), dec_uint::<_, u64, _>);
+    terminated(separated(0.., number, ','), space0).parse_next(text)
+}
+
+/// Bytes of an array of `bits` an element, whose axes lie in `order`, the innermost first, in whole tiles.
+fn bytes_of(extents: &[u64], order: &[u64], tile: &[u64], bits: u64) -> Option<u64> {
+    let extent = |axis: &u64| extents.get(usize::try_from(*axis).ok()?).copied();
+    let mut minor_to_major = order.iter().map(extent).collect::<Option<Vec<u64>>>()?;
+    // The first tile pads the innermost extents; tiles within it only order the elements.
+    for (extent, tile) in minor_to_major.iter_mut().zip(tile.iter().rev()) {
+        *extent = extent.checked_next_multiple_of(*tile)?;
+    }
+    let extents = if minor_to_major.is_empty() { extents } else { &minor_to_major };
+    let elements = extents.iter().try_fold(1_u64, |elements, extent| elements.checked_mul(*extent))?;
+    Some(elements.checked_mul(bits)?.div_ceil(8))
+}
+
+/// Bits of an element.
+fn bits(element: &str) -> Option<u64> {
+    Some(match element {
+        "token" | "opaque" => 0,
+        "s4" | "u4" | "f4e2m1fn" => 4,
+        "pred" | "s8" | "u8" => 8,
+        "s16" | "u16" | "f16" | "bf16" => 16,
+        "s32" | "u32" | "f32" => 32,
+        "s64" | "u64" | "f64" | "c64" => 64,
+        "c128" => 128,
+        _ if element.starts_with("f8") => 8,
+        _ => return None,
+    })
+}
+
+/// One instruction: `%name = shape opcode(operands), attributes`.
+pub(super) struct Instruction<'t> {
+    pub(super) name: &'t str,
+    pub(super) shape: Shape,
+    pub(super) opcode: &'t str,
+    /// What stands between the parentheses.
+    pub(super) given: &'t str,
+    pub(super) operands: Vec<&'t str>,
+    pub(super) attributes: &'t str,
+    /// Whether it is what its computation returns.
+    pub(super) root: bool,
+}
+
+impl<'t> Instruction<'t> {
+    fn parse(line: &'t str) -> Option<Instruction<'t>> {
+        let line = line.trim_start();
+        let returned = line.strip_prefix("ROOT ");
+        let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
+        let mut rest = rest;
+        let shape = shape(0).parse_next(&mut rest).ok()?;
+        let (opcode, rest) = rest.trim_start().split_once('(')?;
+        // Operands are names; a constant's value is none, and may hold anything.
+        let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
+        let operands = given.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
+        Some(Instruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
+    }
+
+    /// The computation that an attribute names.
+    pub(super) fn attribute(&self, name: &str) -> Option<&'t str> {
+        self.attributes.split(name).nth(1)?.split([',', ' ']).next()
+    }
+
+    /// Computations that it calls.
+    pub(super) fn called(&self) -> impl Iterator<Item = &'t str> {
+        const CALLS: [&str; 3] = [" calls=", " to_apply=", " called_computations={"];
+        let after = |call| self.attributes.split(call).nth(1);
+        CALLS.into_iter().filter_map(after).filter_map(|name| name.split([',', '}', ' ']).next())
+    }
+}
+
+/// A computation: what it does, and what it calls.
+#[derive(Default)]
+pub(super) struct Computation<'t> {
+    pub(super) instructions: Vec<Instruction<'t>>,
+    pub(super) called: Vec<&'t str>,
+}
+
+/// Instructions of one computation by name.
+pub(super) struct Definitions<'i, 't>(pub(super) HashMap<&'t str, &'i Instruction<'t>>);
+
+impl<'i, 't> Definitions<'i, 't> {
+    pub(super) fn of(instructions: &'i [Instruction<'t>]) -> Self {
+        Self(instructions.iter().map(|instruction| (instruction.name, instruction)).collect())
+    }
+
+    /// What `operand` is a copy of.
+    pub(super) fn origin<'o>(&'o self, operand: &'o str) -> &'o str {
+        self.followed(operand, "copy")
+    }
+
+    /// What is left of `name` where every `opcode` is its operand; copies that go round end somewhere in the round.
+    pub(super) fn followed<'o>(&'o self, mut name: &'o str, opcode: &str) -> &'o str {
+        for _ in 0..self.0.len() {
+            let view = self.0.get(name).filter(|instruction| instruction.opcode == opcode);
+            let Some(operand) = view.and_then(|view| view.operands.first()) else { break };
+            name = operand;
+        }
+        name
+    }
+
+    /// What `operand` is, whatever it is called: behind bitcasts and tuples.
+    pub(super) fn source<'o>(&'o self, mut operand: &'o str) -> &'o str {
+        for _ in 0..self.0.len() {
+            let (name, index) = operand.split_once('#').map_or((operand, None), |(name, index)| (name, Some(index)));
+            let Some(found) = self.0.get(name) else { break };
+            let part_of = |tuple: &str, index: &str| {
+                let tuple = self.0.get(tuple).filter(|found| found.opcode == "tuple")?;
+                tuple.operands.get(index.parse::<usize>().ok()?).copied()
+            };
+            let next = match (found.opcode, index) {
+                ("bitcast", None) => found.operands.first().copied(),
+                ("get-tuple-element", None) => found
+                    .operands
+                    .first()
+                    .zip(found.attribute(" index="))
+                    .and_then(|(tuple, index)| part_of(tuple, index)),
+                (_, Some(index)) => part_of(name, index),
+                _ => None,
+            };
+            let Some(next) = next else { break };
+            operand = next;
+        }
+        operand
+    }
+}
+
+/// A module's entry computation, and the computations that are called.
+pub(super) struct Module<'t> {
+    pub(super) entry: Vec<Instruction<'t>>,
+    /// By name, with its `%`.
+    pub(super) computations: HashMap<&'t str, Computation<'t>>,
+}
+
+impl<'t> Module<'t> {
+    /// From its text; `file` is its name.
+    ///
+    /// # Errors
+    /// [`AheadError::Malformed`], with the line that does not read as expected.
+    pub(super) fn parse(file: &str, text: &'t str) -> Result<Self, AheadError> {
+        let mut computations: HashMap<&str, Computation> = HashMap::new();
+        let mut current: Option<&str> = None;
+        let mut entry: Option<Vec<Instruction>> = None;
+        let mut in_entry = false;
+        for (at, line) in text.lines().enumerate() {
+            if line.starts_with('}') {
+                (current, in_entry) = (None, false);
+            } else if line.starts_with(['%', 'E']) && line.ends_with('{') {
+                in_entry = line.starts_with("ENTRY ");
+                if in_entry {
+                    entry = Some(Vec::new());
+                } else {
+                    current = Some(line.split(' ').next().unwrap_or_default());
+                }
+            } else if in_entry || current.is_some() {
+                let instruction = Instruction::parse(line).ok_or_else(|| {
+                    AheadError::malformed(file, at + 1, line.trim(), "`%name = shape opcode(operands)`")
+                })?;
+                if ["copy", "bitcast"].contains(&instruction.opcode) && instruction.operands.is_empty() {
+                    return Err(AheadError::malformed(file, at + 1, line.trim(), "an operand"));
+                }
+                if let (true, Some(entry)) = (in_entry, &mut entry) {
+                    entry.push(instruction);
+                } else if let Some(name) = current {
+                    let computation = computations.entry(name).or_default();
+                    computation.called.extend(instruction.called());
+                    computation.instructions.push(instruction);
+                }
+            }
+        }
+        let entry = entry.ok_or_else(|| AheadError::malformed(file, 0, "no ENTRY", "an entry computation"))?;
+        Ok(Self { entry, computations })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_whole_and_other_memories_are_not_hbm() {
+        let hbm = |text| shape(0).parse(text).unwrap().hbm_bytes();
+        assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
+        assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
+        assert_eq!(hbm("f32[4096]{0:T(1024)S(1)}"), 0);
+        // A scalar has no extent to pad.
+        assert_eq!(hbm("(s4[16]{0}, /*index=1*/(pred[]{:T(512)}, f32[2]))"), 8 + 1 + 8);
+    }
+
+    #[test]
+    fn malformed_hlo_is_an_error() {
+        let deep = format!("ENTRY %m () -> f32[] {{\n  %a = {}f32[] parameter(0)\n}}\n", "(".repeat(100_000));
+        let broken = [
+            "",
+            "ENTRY %m () -> f32[] {\n  nonsense\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f99[1] parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[18446744073709551615,9] add(%b)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{7} parameter(0)\n}\n",
+            "ENTRY %m () -> f32[] {\n  %a = f32[1]{0:T(0)} parameter(0)\n}\n",
+            &deep,
+        ];
+        for text in broken {
+            let error = Module::parse("x", text).map(|_| ()).unwrap_err();
+            assert!(matches!(error, AheadError::Malformed { .. }), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_copy_of_nothing_is_an_error_with_its_line_and_one_of_itself_ends() {
+        let text = |copy: &str| format!("ENTRY %main {{\n  %a = f32[8]{{0}} {copy}\n}}\n");
+        for copy in ["copy()", "bitcast()"] {
+            let error = Module::parse("hlo.txt", &text(copy)).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(error.contains("hlo.txt, line 2") && error.contains("expected an operand"), "{copy}: {error}");
+        }
+        let text = text("copy(%a)");
+        let module = Module::parse("hlo.txt", &text).unwrap();
+        assert_eq!(Definitions::of(&module.entry).origin("%a"), "%a");
+    }
+}

@@ -1,0 +1,209 @@
+//! Bytes that a program moves between HBM and the cores, from its optimized HLO.
+//!
+//! Each instruction of the entry computation reads its operands and writes its outputs, each once, in whole tiles of
+//! their layout. What does not move:
+//!
+//! - parameters, constants, tuples, bitcasts and `iota` of themselves;
+//! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
+//! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
+//!   places told at run time, beyond those;
+//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion does nothing else with an
+//!   operand, or an async call with one that it slices, the computations that are called tell.
+//!
+//! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
+//! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
+//! runs, where that can be told. What an instruction keeps to
+//! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
+//! least it can move. A collective reads its operand once and writes its result once, however often parts go round a ring: libtpu
+//! sends those from VMEM to VMEM. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
+//! named.
+
+mod account;
+mod collectives;
+mod hlo;
+mod trips;
+mod windows;
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::error::AheadError;
+use crate::files::{read_text, sorted_names};
+use assay_schema::compile::Launch;
+use hlo::Module;
+
+/// What one run moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// Bytes read from HBM and written to it, on one device.
+    pub hbm_bytes: u64,
+    /// Instructions with bodies that run a number of times that HLO does not say.
+    pub uncounted: Vec<String>,
+    /// How often the instructions of loops run, by name; every other runs once.
+    pub runs: BTreeMap<String, u64>,
+    /// Of [`hbm_bytes`](Self::hbm_bytes), those of each instruction that moves some, in all its runs, by name.
+    pub bytes_of: BTreeMap<String, u64>,
+    /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
+    pub collectives: Vec<Vec<String>>,
+    /// What they move between devices.
+    pub moved: Vec<Collective>,
+    /// Of [`hbm_bytes`](Self::hbm_bytes), what collectives read and write during which nothing else is computed.
+    pub exposed_bytes: u64,
+}
+
+/// What devices do together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// Every device has the sum, or the like, of what all had.
+    AllReduce,
+    /// Every device has its part of it.
+    ReduceScatter,
+    /// Every device has what all had.
+    AllGather,
+    /// Every device has a part of what each had.
+    AllToAll,
+    /// Devices have what others had.
+    Permute,
+}
+
+/// A collective.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Collective {
+    /// The HLO instruction.
+    pub name: String,
+    /// What it does.
+    pub kind: Kind,
+    /// Bytes of what is reduced, of what is gathered to, or of what each device sends.
+    pub bytes: u64,
+    /// Devices that work together, all of them where there is none; of a permute pairs (from, to).
+    pub groups: Vec<Vec<usize>>,
+    /// How often it runs.
+    pub runs: u64,
+    /// What is computed between its start and its end, by name; of a loop what its body computes.
+    pub beside: Vec<String>,
+    /// Collectives that are waited for between its start and its end, by name.
+    pub awaited: Vec<String>,
+    /// Of what has a start, where its own bytes are counted, by name: its start, its update, its end.
+    pub ends: Vec<String>,
+}
+
+impl Collective {
+    /// Whether nothing is.
+    pub fn is_alone(&self) -> bool {
+        self.beside.is_empty()
+    }
+}
+
+impl Traffic {
+    /// From the text of an optimized HLO module; `file` is its name.
+    ///
+    /// # Errors
+    /// [`AheadError::Malformed`], with the line that does not read as expected.
+    pub fn parse(file: &str, text: &str) -> Result<Traffic, AheadError> {
+        account::traffic(file, &Module::parse(file, text)?)
+    }
+
+    /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that
+    /// none serves come back.
+    pub fn launch(&self, kernels: &mut [Launch]) -> Vec<String> {
+        let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
+        for kernel in &mut *kernels {
+            kernel.runs = runs(&kernel.name);
+        }
+        let compiled: HashSet<String> = kernels.iter().map(|kernel| kernel.name.clone()).collect();
+        let mut unserved = Vec::new();
+        for alike in &self.collectives {
+            let (serving, served): (Vec<&String>, Vec<&String>) =
+                alike.iter().partition(|name| compiled.contains(*name));
+            match kernels.iter_mut().find(|kernel| serving.first().is_some_and(|name| **name == kernel.name)) {
+                Some(kernel) => {
+                    kernel.runs = served.iter().map(|name| runs(name)).fold(kernel.runs, u64::saturating_add);
+                }
+                None => unserved.extend(served.into_iter().cloned()),
+            }
+        }
+        unserved
+    }
+}
+
+/// Reads the name and the text of the optimized HLO that a compiler left in `folder`, in a file whose name ends with `suffix`.
+///
+/// # Errors
+/// [`AheadError::Malformed`] if there is none, [`AheadError::Io`] if it cannot be read.
+pub fn read_optimized(folder: &Path, suffix: &str) -> Result<(String, String), AheadError> {
+    // `module_0000.…` is the program; later modules are parts of it that were compiled separately, for the SparseCore.
+    let module = sorted_names(folder)?.into_iter().find(|name| name.ends_with(suffix));
+    let module = module.ok_or_else(|| AheadError::malformed(suffix, 0, "no such file", "a module's optimized HLO"))?;
+    let text = read_text(&folder.join(&module))?;
+    Ok((module, text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_serves_every_collective_that_is_like_its_own() {
+        let text = "%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%add.2 (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%max (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %most = f32[] maximum(%x, %y)
+}
+
+%goes_on (p: (s32[], f32[7])) -> pred[] {
+  %p = (s32[], f32[7]) parameter(0)
+  %end = s32[] constant(3)
+  ROOT %less = pred[] compare(%p#0, %end), direction=LT
+}
+
+%body (p: (s32[], f32[7])) -> (s32[], f32[7]) {
+  %p = (s32[], f32[7]) parameter(0)
+  %part = f32[7] copy(%p#1)
+  %in_loop = f32[7] all-reduce(%part), replica_groups={{0,1}}, to_apply=%add.2
+  %one = s32[] constant(1)
+  %next = s32[] add(%p#0, %one)
+  ROOT %t = (s32[], f32[7]) tuple(%next, %in_loop)
+}
+
+ENTRY %main (a: f32[7]) -> f32[7] {
+  %a = f32[7] parameter(0)
+  %first = f32[7] all-reduce(%a), replica_groups={{0,1}}, to_apply=%add
+  %second = f32[7] all-reduce(%first), replica_groups={{0,1}}, to_apply=%add
+  %largest = f32[7] all-reduce(%second), replica_groups={{0,1}}, to_apply=%max
+  %alone = f32[7] all-reduce(%largest), replica_groups={{0},{1}}, to_apply=%add
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[7]) tuple(%zero, %alone)
+  %loop = (s32[], f32[7]) while(%begin), condition=%goes_on, body=%body
+  ROOT %result = f32[7] get-tuple-element(%loop), index=1
+}
+";
+        let traffic = Traffic::parse("x", text).unwrap();
+        let kernel = |name: &str| Launch {
+            name: name.into(),
+            bundles: 1,
+            loops: vec![],
+            cycles: 1,
+            runs: 0,
+            slots: vec![],
+            binding: None,
+        };
+        let mut kernels = ["second", "largest", "part"].map(kernel);
+        assert_eq!(traffic.launch(&mut kernels), ["alone"]);
+        assert_eq!(kernels.each_ref().map(|kernel| kernel.runs), [1 + 1 + 3, 1, 3]);
+    }
+}

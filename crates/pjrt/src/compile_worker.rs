@@ -1,0 +1,333 @@
+//! Compiling ahead of time in a child process.
+//!
+//! A compiler may abort the process on an internal error, or never return. So the program, in a folder of its own, is compiled by
+//! a worker: the `assay` executable with the hidden command `compile-worker FOLDER`, with the environment that the plugin reads
+//! when it loads. The worker writes its answer to the folder, the compiler its dumps; a worker that dies or outlasts the limit
+//! becomes an error with the last lines of its stderr.
+//!
+//! Whoever waits holds the worker's standard input open. Where that is closed, since nobody waits any more, or the limit and
+//! [`GRACE`] have passed, the worker takes its folder away and ends itself. It is in a process group of its own, so that Ctrl-C
+//! ends who waits first.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use assay_core::memory::CompiledMemory;
+use serde::{Deserialize, Serialize};
+
+use crate::runtime::{Plugin, Program, RuntimeError, Topology};
+
+/// The hidden command that makes the `assay` executable a worker.
+pub const WORKER_COMMAND: &str = "compile-worker";
+
+/// How long one program may take to compile unless a [`CompileWorker`] says otherwise: it is there to end what hangs. The largest program
+/// of docs/tpu.md takes a minute, and many times that on a machine that does other things.
+pub const TIME_LIMIT: Duration = Duration::from_mins(30);
+
+/// How much longer than its limit a worker lives by itself.
+pub const GRACE: Duration = Duration::from_secs(10);
+
+/// The folder, within a worker's, where every XLA writes its HLO.
+pub const HLO: &str = "hlo";
+
+/// What every XLA reads.
+const XLA_VARIABLE: &str = "XLA_FLAGS";
+
+/// How much of a dead worker's stderr is told.
+const LAST_BYTES: u64 = 4 << 10;
+const LAST_LINES: usize = 12;
+
+/// The files of a folder that a worker is given.
+const JOB: &str = "job.json";
+const PROGRAM: &str = "program.mlir";
+const ANSWER: &str = "answer.json";
+const STDERR: &str = "stderr.txt";
+
+/// What to compile, and for which devices.
+#[derive(Clone, Copy, Debug)]
+pub struct CompileJob<'j> {
+    /// The plugin.
+    pub library: &'j Path,
+    /// The plugin's name for the devices.
+    pub topology: &'j str,
+    /// What else it is told of them.
+    pub options: &'j [(&'j str, String)],
+    /// StableHLO text.
+    pub code: &'j str,
+    /// Copies joined by collectives, one a device.
+    pub replicas: usize,
+    /// The same, for programs that count their devices as partitions.
+    pub partitions: usize,
+}
+
+/// The same as a worker reads it; the code is a file beside it.
+#[derive(Serialize, Deserialize)]
+struct JobFile {
+    library: PathBuf,
+    topology: String,
+    #[serde(default)]
+    options: Vec<(String, String)>,
+    replicas: usize,
+    partitions: usize,
+    limit: Duration,
+}
+
+/// What the plugin says of a program that compiled.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct CompiledJob {
+    /// Of one run, on one device.
+    pub memory: CompiledMemory,
+    /// Seconds that the plugin took.
+    pub compile_s: f64,
+    /// Of each device the chip that it is on, where the plugin says it.
+    pub chips: Vec<Vec<usize>>,
+}
+
+/// What a worker says.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum JobAnswer {
+    Compiled(CompiledJob),
+    Refused(String),
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileWorkerError {
+    /// A file or process of ours.
+    #[error("{path}: cannot {action}: {reason}")]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Why not.
+        reason: io::Error,
+    },
+    /// The plugin refused, in its own words.
+    #[error("{0}")]
+    Refused(String),
+    /// The worker died without an answer.
+    #[error("the compiling process ended with {status} and no answer; the last it wrote:\n{stderr}")]
+    Died {
+        /// How it ended.
+        status: String,
+        /// The last lines of its stderr.
+        stderr: String,
+    },
+    /// The worker took too long and was ended.
+    #[error("no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
+    TimedOut {
+        /// The limit.
+        limit: Duration,
+        /// The last lines of its stderr.
+        stderr: String,
+    },
+    /// A job or an answer that is none.
+    #[error("{file}, line {line}: got {given}, expected {expected}")]
+    Malformed {
+        /// The file's name.
+        file: &'static str,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        given: String,
+        /// What should stand there.
+        expected: &'static str,
+    },
+}
+
+fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CompileWorkerError {
+    let path = path.to_path_buf();
+    move |reason| CompileWorkerError::Io { path, action, reason }
+}
+
+fn malformed(file: &'static str, error: &serde_json::Error, expected: &'static str) -> CompileWorkerError {
+    CompileWorkerError::Malformed { file, line: error.line(), given: error.to_string(), expected }
+}
+
+/// `flags` behind those that `variable` has in this process.
+pub fn append_flags(variable: &str, flags: &str) -> String {
+    let own = env::var(variable).unwrap_or_default();
+    format!("{} {flags}", own.trim()).trim().into()
+}
+
+/// The executable that compiles, and how long it may take.
+#[derive(Clone, Debug)]
+pub struct CompileWorker {
+    /// Called as `executable compile-worker FOLDER`.
+    executable: PathBuf,
+    limit: Duration,
+}
+
+impl CompileWorker {
+    /// An `assay` executable.
+    pub fn new(executable: PathBuf) -> Self {
+        Self { executable, limit: TIME_LIMIT }
+    }
+
+    /// The same with another time limit.
+    #[must_use]
+    pub fn with_limit(self, limit: Duration) -> Self {
+        Self { limit, ..self }
+    }
+
+    /// Compiles a job in `folder`, where its dumps stay; HLO goes to [`HLO`]. `configure` adds what the plugin reads of its own.
+    ///
+    /// # Errors
+    /// [`CompileWorkerError`].
+    pub fn compile(
+        &self,
+        job: &CompileJob,
+        folder: &Path,
+        configure: impl FnOnce(&mut Command),
+    ) -> Result<CompiledJob, CompileWorkerError> {
+        let written = JobFile {
+            // The worker runs elsewhere.
+            library: fs::canonicalize(job.library).map_err(failed("find", job.library))?,
+            topology: job.topology.into(),
+            options: job.options.iter().map(|(name, value)| ((*name).into(), value.clone())).collect(),
+            replicas: job.replicas,
+            partitions: job.partitions,
+            limit: self.limit,
+        };
+        let hlo = folder.join(HLO);
+        fs::create_dir(&hlo).map_err(failed("create", &hlo))?;
+        write(&folder.join(JOB), &serde_json::to_vec(&written).expect("plain data has a JSON form"))?;
+        write(&folder.join(PROGRAM), job.code.as_bytes())?;
+        let status = self.work(folder, configure)?;
+
+        let answer = folder.join(ANSWER);
+        let stderr = || last_lines(&folder.join(STDERR));
+        match status {
+            None => return Err(CompileWorkerError::TimedOut { limit: self.limit, stderr: stderr() }),
+            Some(status) if !status.success() || !answer.is_file() => {
+                return Err(CompileWorkerError::Died { status: status.to_string(), stderr: stderr() });
+            }
+            Some(_) => {}
+        }
+        let text = fs::read_to_string(&answer).map_err(failed("read", &answer))?;
+        match serde_json::from_str(&text).map_err(|error| malformed(ANSWER, &error, "a worker's answer"))? {
+            JobAnswer::Refused(message) => Err(CompileWorkerError::Refused(message)),
+            JobAnswer::Compiled(compiled) => Ok(compiled),
+        }
+    }
+
+    /// Runs a worker to its end; `None` where it did not come to one in time.
+    fn work(
+        &self,
+        folder: &Path,
+        configure: impl FnOnce(&mut Command),
+    ) -> Result<Option<ExitStatus>, CompileWorkerError> {
+        let stderr = folder.join(STDERR);
+        let stderr = File::create(&stderr).map_err(failed("create", &stderr))?;
+        let executable = fs::canonicalize(&self.executable).map_err(failed("run", &self.executable))?;
+        // Flags are split at blanks, which the folder's name may have: dumps go to names in it, where the worker runs.
+        let mut worker = Command::new(executable);
+        worker
+            .arg(WORKER_COMMAND)
+            .arg(folder)
+            .current_dir(folder)
+            .process_group(0)
+            .env(XLA_VARIABLE, append_flags(XLA_VARIABLE, &format!("--xla_dump_to={HLO} --xla_dump_hlo_as_text")))
+            // Errors only: they are what is told of a worker that died. A compile cache would suppress the dumps.
+            .env("TF_CPP_MIN_LOG_LEVEL", "2")
+            .env_remove("JAX_COMPILATION_CACHE_DIR")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(stderr);
+        configure(&mut worker);
+        let mut worker = worker.spawn().map_err(failed("run", &self.executable))?;
+        // `try_wait` leaves it open, as `wait` would not.
+        let _held_open = worker.stdin.take();
+        let started = Instant::now();
+        loop {
+            if let Some(status) = worker.try_wait().map_err(failed("wait for", &self.executable))? {
+                return Ok(Some(status));
+            }
+            if started.elapsed() >= self.limit {
+                // It may have ended since; either way it is gone after this.
+                let _ = worker.kill();
+                worker.wait().map_err(failed("wait for", &self.executable))?;
+                return Ok(None);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The worker's part: compiles the job in `folder` and leaves the answer there.
+///
+/// # Errors
+/// [`CompileWorkerError`] where the job cannot be read or the answer not be written. A program that does not compile is an answer.
+pub fn work(folder: &Path) -> Result<(), CompileWorkerError> {
+    let read = |name| {
+        let path = folder.join(name);
+        fs::read_to_string(&path).map_err(failed("read", &path))
+    };
+    let expected = "a job, as `assay compile` writes it";
+    let job: JobFile = serde_json::from_str(&read(JOB)?).map_err(|error| malformed(JOB, &error, expected))?;
+    let code = read(PROGRAM)?;
+    end_with_who_waits(folder, job.limit + GRACE);
+    let answer = compile_here(&job, &code).unwrap_or_else(|error| JobAnswer::Refused(error.to_string()));
+    write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
+}
+
+/// Ends this process, and takes `folder` away, when standard input ends or `limit` has passed.
+fn end_with_who_waits(folder: &Path, limit: Duration) {
+    let end = |folder: PathBuf| {
+        // The compiler may be writing to it.
+        let _ = (0..10).find(|_| fs::remove_dir_all(&folder).is_ok());
+        // Without what the plugin would do at an exit, which may never end.
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    let [until_input_ends, until_limit] = [folder.to_path_buf(), folder.to_path_buf()];
+    thread::spawn(move || {
+        let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
+        end(until_input_ends);
+    });
+    thread::spawn(move || {
+        thread::sleep(limit);
+        end(until_limit);
+    });
+}
+
+fn compile_here(job: &JobFile, code: &str) -> Result<JobAnswer, RuntimeError> {
+    let topology = Topology::with_options(Plugin::load(&job.library)?, &job.topology, &job.options)?;
+    let program = Program { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
+    let started = Instant::now();
+    let unloaded = topology.compile(&program)?;
+    let compile_s = started.elapsed().as_secs_f64();
+    let place = |coordinates: &Vec<i64>| coordinates.iter().map(|&at| usize::try_from(at).unwrap_or(0)).collect();
+    let chips = topology.coordinates().iter().take(job.replicas * job.partitions).map(place).collect();
+    Ok(JobAnswer::Compiled(CompiledJob { compile_s, memory: unloaded.memory()?, chips }))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), CompileWorkerError> {
+    fs::write(path, bytes).map_err(failed("write", path))
+}
+
+/// The last lines of a file, or why there are none.
+fn last_lines(path: &Path) -> String {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(LAST_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(LAST_BYTES).read_to_end(&mut bytes)?;
+        let text = String::from_utf8_lossy(&bytes);
+        let lines: Vec<&str> = text.lines().collect();
+        Ok(lines[lines.len().saturating_sub(LAST_LINES)..].join("\n"))
+    };
+    match read() {
+        Ok(text) if text.trim().is_empty() => "(nothing)".into(),
+        Ok(text) => text,
+        Err(error) => format!("(unreadable: {error})"),
+    }
+}
