@@ -72,3 +72,13 @@ impl de::Visitor<'_> for NumberOrGiven {
         if text == "given" { Ok(Temperature::Given) } else { Err(E::invalid_value(de::Unexpected::Str(text), &self)) }
     }
 }
+
+/// What the temperature divides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TemperatureDivides {
+    /// `logp = log_softmax(logits / T)[id]`: every published project but one.
+    Logits,
+    /// `logp = log_softmax(logits)[id] / T`, while entropy keeps `softmax(logits / T)`: MLLM-JAX.
+    Logp,
+}
