@@ -77,6 +77,17 @@ pub fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, ConfigError> {
     Ok(Some(spec))
 }
 
+/// Returns a note for each old key in the spec file `path`, such as `top` for `ids_per_token`.
+///
+/// # Errors
+/// As [`read`].
+pub fn spec_notes(path: Option<&Path>) -> Result<Vec<String>, ConfigError> {
+    let Some(path) = path else { return Ok(Vec::new()) };
+    let fields: serde_json::Map<String, serde_json::Value> = read(path)?;
+    let old = LossSpec::OLD_KEYS.into_iter().filter(|(old, _)| fields.contains_key(*old));
+    Ok(old.map(|(old, new)| format!("`{old}` is the old name of `{new}`")).collect())
+}
+
 /// The spec that a generated problem carries, if it does.
 ///
 /// # Errors

@@ -83,8 +83,8 @@ def spec(
         source: The name of a project (trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal), the
             path of a YAML, TOML or JSON file, or nothing, where `options` are the fields of a spec. "logp" is no loss, but logp and
             entropy (`entropy=False`: logp alone) and their backward pass by given cotangents, the problem's `dlogp` and
-            `dentropy`; its other options are `temperature`, `temperature_divides`, `logits`, `support` and `top`, of how many ids a
-            token logp is asked.
+            `dentropy`; its other options are `temperature`, `temperature_divides`, `logits`, `support` and `ids_per_token`, the number of
+            ids whose logp is computed for each token.
         function: Which of the project's functions; the usual one if none is given.
         batch: What the batch has, where a project chooses by it what it computes: `old_logps`, `ref_logps`,
             `sampling_logps`, `token_weights` (bools), `rollout_weights` and `advantages` ("token" or "sequence"), `num_items_in_batch`.

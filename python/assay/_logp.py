@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def check_logp(
     *,
     framework: str = "torch",
     entropy: bool = False,
-    top: int = 1,
+    ids_per_token: int = 1,
     lm_head: bool = False,
     temperature: float = 1.0,
     temperature_divides: str = "logits",
@@ -36,12 +37,12 @@ def check_logp(
 
         print(assay.check_logp(logp, temperature=0.7))
 
-    With `top=K` the logp of K ids a token, as distillation has it:
+    With `ids_per_token=K` the function returns the logp of K ids of each token, as distillation needs it:
 
         def top_logp(logits, ids):                    # [B,T,V], [B,T,K] -> [B,T,K]
             return logits.log_softmax(-1).gather(-1, ids)
 
-        print(assay.check_logp(top_logp, top=8))
+        print(assay.check_logp(top_logp, ids_per_token=8))
 
     Ids are a token's largest logits and some others; in half of the tokens one stands at two places, each with a cotangent of its own,
     which add up.
@@ -54,7 +55,7 @@ def check_logp(
         fn: Takes `logits` and `ids`, or with `lm_head` `hidden` `[B,T,H]`, a head `[V,H]` and `ids`; returns logp `[B,T]`, with
             `entropy` a pair of that and entropies `[B,T]`. Masked tokens are given and asked for like any other; what is
             returned for them is not looked at, and their cotangents are 0.
-        top: K. With more than 1, `ids` and logp are `[B,T,K]`.
+        ids_per_token: K, the number of ids per token. With more than 1, `ids` and logp are `[B,T,K]`. `top` is the old name.
         framework: "torch" or "jax": whose arrays `fn` takes, and who differentiates it.
         entropy: Whether `fn` returns entropies too.
         lm_head: Whether `fn` takes hidden states and an LM head.
@@ -71,8 +72,11 @@ def check_logp(
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of logits and ids")
     if framework not in _KERNELS:
         raise AssayError(f"framework: got {framework!r}, expected one of {', '.join(_KERNELS)}")
-    if type(top) is not int or top < 1:
-        raise AssayError(f"top: got {top!r}, expected an integer of at least 1")
+    if "top" in options:
+        warnings.warn("`top` is the old name of `ids_per_token`", DeprecationWarning, stacklevel=2)
+        ids_per_token = options.pop("top")
+    if type(ids_per_token) is not int or ids_per_token < 1:
+        raise AssayError(f"ids_per_token: got {ids_per_token!r}, expected an integer of at least 1")
     if options.get("isolate"):
         raise AssayError("isolate: got True, expected False: another process cannot import what is made of `fn`")
     asked = {} if logits is None else {"logits": dict(logits)}
@@ -80,7 +84,13 @@ def check_logp(
         _specs.LOGP,
         None,
         None,
-        {"entropy": entropy, "temperature": temperature, "temperature_divides": temperature_divides, "top": top, **asked},
+        {
+            "entropy": entropy,
+            "temperature": temperature,
+            "temperature_divides": temperature_divides,
+            "ids_per_token": ids_per_token,
+            **asked,
+        },
     )
     return check(_KERNELS[framework](fn, entropy), spec, lm_head=lm_head, **options)
 

@@ -940,7 +940,12 @@ def gather_logp(
     if ids.ndim != 3 or ids.shape[2] == 0:
         raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected [B,T,K] with K ≥ 1")
     mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask
-    asked = (("entropy", False), ("temperature", temperature), ("logits", {"softcap": softcap}), ("top", int(ids.shape[2])))
+    asked = (
+        ("entropy", False),
+        ("temperature", temperature),
+        ("logits", {"softcap": softcap}),
+        ("ids_per_token", int(ids.shape[2])),
+    )
     json = _json_of_options("logp", (), asked)
     given = {"ids": ids, "mask": mask, "logits": logits, "hidden": hidden, "lm_head": lm_head}
     for field, array in given.items():

@@ -155,7 +155,7 @@ impl Returned {
         }
         let shape = problem.of_tokens();
         let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
-        let of_ids = |name| match spec.top {
+        let of_ids = |name| match spec.ids_per_token {
             1 => of_token(name),
             top => {
                 let shape = [shape[0], shape[1], top];

@@ -211,8 +211,9 @@ pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
 /// their softmax, and of how many ids logp is asked.
 #[pyfunction]
 pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -> PyResult<Spec> {
-    const OPTIONS: [&str; 5] = ["temperature", "temperature_divides", "logits", "support", "top"];
-    let given: Map<String, Value> = serde_json::from_str(options).map_err(|reason| error::of_spec(py, reason))?;
+    const OPTIONS: [&str; 5] = ["temperature", "temperature_divides", "logits", "support", "ids_per_token"];
+    let mut given: Map<String, Value> = serde_json::from_str(options).map_err(|reason| error::of_spec(py, reason))?;
+    let notes = rename_old_keys(&mut given);
     if let Some(stranger) = given.keys().find(|name| !OPTIONS.contains(&name.as_str())) {
         let meant = nearest(stranger, OPTIONS).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
         let all = OPTIONS.join(", ");
@@ -223,17 +224,35 @@ pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -
     let loss: LossSpec =
         serde_json::from_value(fields).map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
     loss.check().map_err(|reason| error::of_spec(py, reason))?;
-    Ok(Spec::of(loss))
+    Ok(Spec { notes, ..Spec::of(loss) })
+}
+
+/// Gives fields with an old key their new one, and returns a note for each; a field under both keys is left for the parser to refuse.
+fn rename_old_keys(fields: &mut Map<String, Value>) -> Vec<String> {
+    let mut notes = Vec::new();
+    for (old, new) in LossSpec::OLD_KEYS {
+        if !fields.contains_key(new)
+            && let Some(value) = fields.remove(old)
+        {
+            fields.insert(new.into(), value);
+            notes.push(format!("`{old}` is the old name of `{new}`"));
+        }
+    }
+    notes
 }
 
 /// The spec with `fields`, a JSON object; what is left out is as in plain PPO-clip.
 #[pyfunction]
 pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
-    let given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::of_spec(py, reason))?;
+    let mut given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::of_spec(py, reason))?;
+    let notes = rename_old_keys(&mut given);
     let plain = serde_json::to_value(LossSpec::default()).expect("plain data has a JSON form");
     // What is written where it is not 1 alone.
-    let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str).chain(["top"]);
-    if let Some(stranger) = given.keys().find(|name| *name != "head" && known().all(|field| field != *name)) {
+    let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str).chain(["ids_per_token"]);
+    if let Some(stranger) = given
+        .keys()
+        .find(|name| LossSpec::OLD_KEYS.iter().all(|(old, _)| old != name) && known().all(|field| field != *name))
+    {
         let meant = nearest(stranger, known()).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
         let all: Vec<&str> = known().collect();
         return Err(error::of_spec(
@@ -244,5 +263,5 @@ pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
     let loss: LossSpec = serde_json::from_value(Value::Object(given))
         .map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
     loss.check().map_err(|reason| error::of_spec(py, reason))?;
-    Ok(Spec::of(loss))
+    Ok(Spec { notes, ..Spec::of(loss) })
 }

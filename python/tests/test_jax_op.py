@@ -343,7 +343,7 @@ def test_gather_logp_passes_forward_and_backward(implementation: str) -> None:
     report = assay.check_logp(
         scores,
         framework="jax",
-        top=3,
+        ids_per_token=3,
         temperature=0.7,
         logits=changed,
         shapes=["2x3x257"],

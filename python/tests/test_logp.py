@@ -48,7 +48,7 @@ def test_a_problem_has_its_cotangents() -> None:
     assert arrays.dlogp.shape == arrays.dentropy.shape == arrays.ids.shape and not hasattr(arrays, "advantages")
     alone = next(assay.problems("logp", 1, dtypes=["f32"], entropy=False))
     assert not hasattr(alone.numpy(), "dentropy")
-    several = next(assay.problems("logp", 1, dtypes=["f32"], top=3)).numpy()
+    several = next(assay.problems("logp", 1, dtypes=["f32"], ids_per_token=3)).numpy()
     assert several.dlogp.shape == several.ids.shape == (*several.mask.shape, 3)
 
 
@@ -61,11 +61,16 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         assay.check_logp(3)  # type: ignore[arg-type]
     with pytest.raises(assay.AssayError, match="isolate: got True"):
         assay.check_logp(scored, isolate=True)
-    with pytest.raises(assay.AssayError, match="top: got 0, expected an integer of at least 1"):
+    with pytest.raises(assay.AssayError, match="ids_per_token: got 0, expected an integer of at least 1"):
+        assay.check_logp(scored, ids_per_token=0)
+    with pytest.raises(assay.SpecError, match="`ids_per_token`: got 2, expected 1, unless logp by its cotangents"):
+        assay.spec(ids_per_token=2)
+    old = assay.spec("logp", top=3)
+    assert old == assay.spec("logp", ids_per_token=3)
+    assert "note: `top` is the old name of `ids_per_token`" in old.describe()
+    with pytest.warns(DeprecationWarning, match="`top` is the old name"), pytest.raises(assay.AssayError):
         assay.check_logp(scored, top=0)
-    with pytest.raises(assay.SpecError, match="`top`: got 2, expected 1, unless logp by its cotangents"):
-        assay.spec(top=2)
-    several = next(assay.problems("logp", 1, dtypes=["f32"], top=3))
+    several = next(assay.problems("logp", 1, dtypes=["f32"], ids_per_token=3))
     with pytest.raises(assay.OutputError, match=r"`logp`: got shape .*, expected .* \[B,T,K\] of the ids"):
         several.check({"logp": np.zeros(several.numpy().mask.shape, np.float32)})
 
@@ -98,10 +103,10 @@ def test_logp_of_several_ids_is_judged_by_its_autograd() -> None:
         return torch.cat([scores[..., :1], scores[..., 1:].detach()], -1)
 
     options: dict[str, Any] = {"cases": 8, "wide": 0, "power": False, "repro_dir": None, "regimes": ["normal", "peaked"]}
-    assert assay.check_logp(logp, top=4, **options)
-    assert not assay.check_logp(Overwrites.apply, top=4, **{**options, "dtypes": ["f32"]})
-    assert not assay.check_logp(first_alone, top=4, **{**options, "dtypes": ["f32"]})
-    assert assay.check_logp(lambda logits, ids: logp(logits, ids[..., None])[..., 0], top=1, **options)
+    assert assay.check_logp(logp, ids_per_token=4, **options)
+    assert not assay.check_logp(Overwrites.apply, ids_per_token=4, **{**options, "dtypes": ["f32"]})
+    assert not assay.check_logp(first_alone, ids_per_token=4, **{**options, "dtypes": ["f32"]})
+    assert assay.check_logp(lambda logits, ids: logp(logits, ids[..., None])[..., 0], ids_per_token=1, **options)
 
 
 def test_a_function_of_logits_and_ids_is_judged_by_its_autograd() -> None:

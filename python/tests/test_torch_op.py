@@ -393,7 +393,7 @@ def test_gather_logp_passes_forward_and_backward(lm_head: bool) -> None:
         head = lm_head.contiguous()
         return assay.torch.gather_logp(None, ids, hidden=hidden, lm_head=head, temperature=0.7, softcap=20.0, chunk=3)
 
-    expect_exact(on_hidden if lm_head else on_logits, lm_head, top=3, logits={"softcap": 20.0})
+    expect_exact(on_hidden if lm_head else on_logits, lm_head, ids_per_token=3, logits={"softcap": 20.0})
 
 
 def test_gather_logp_of_one_id_is_logp_and_an_operation_that_can_be_traced() -> None:
@@ -406,7 +406,7 @@ def test_gather_logp_of_one_id_is_logp_and_an_operation_that_can_be_traced() -> 
     (gradient,) = torch.autograd.grad(gathered.sum(), logits)
     assert torch.equal(gradient, expected)
     ids = torch.stack([arrays.ids, arrays.ids, arrays.ids.flip(1)], -1)
-    json = assay.spec("logp", entropy=False, top=3).to_json()
+    json = assay.spec("logp", entropy=False, ids_per_token=3).to_json()
     mask = torch.ones_like(arrays.mask)
     ids = torch.where(arrays.mask[..., None] & arrays.mask.flip(1)[..., None], ids, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -73,7 +73,8 @@ impl Spec {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let Some(name) = &self.preset else {
             let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
-            return self.show(None, &Resolved { spec, function: "", without_effect: Vec::new(), notes: Vec::new() });
+            let notes = config::spec_notes(self.file.as_deref())?;
+            return self.show(None, &Resolved { spec, function: "", without_effect: Vec::new(), notes });
         };
         let preset: Preset = name.parse()?;
         let options = Options::from_pairs(&self.options)?;

@@ -17,9 +17,9 @@ pub(super) struct SpecChoice {
     /// No loss, but logp and entropy, and their backward pass by given cotangents `dlogp` and `dentropy`
     #[arg(long, conflicts_with_all = ["spec", "preset"])]
     logp: bool,
-    /// Logp of so many ids a token: `ids`, `dlogp` and `logp` are then `[B,T,K]`
-    #[arg(long, value_name = "K", requires = "logp", default_value_t = 1)]
-    top: usize,
+    /// Number of ids per token, K (old name: --top): `ids`, `dlogp` and `logp` are then `[B,T,K]`
+    #[arg(long, alias = "top", value_name = "K", requires = "logp", default_value_t = 1)]
+    ids_per_token: usize,
     /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
@@ -31,7 +31,7 @@ pub(super) struct SpecChoice {
 impl SpecChoice {
     pub(super) fn read(&self) -> Result<LossSpec, CliError> {
         if self.logp {
-            return Ok(LossSpec { top: self.top, ..LossSpec::of_cotangents(true) });
+            return Ok(LossSpec { ids_per_token: self.ids_per_token, ..LossSpec::of_cotangents(true) });
         }
         let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
         let options = Options::from_pairs(&self.options)?;

@@ -49,7 +49,7 @@ impl Workplace {
 fn logp_of_several_ids_goes_through_files() {
     let workplace = Workplace::new();
     let (problem, path) = (workplace.path("several.safetensors"), workplace.path("candidate.safetensors"));
-    let shape = ["generate", "--logp", "--top", "3", "--shape", "2x3x129", "--seed", "4", "-o", &problem];
+    let shape = ["generate", "--logp", "--ids-per-token", "3", "--shape", "2x3x129", "--seed", "4", "-o", &problem];
     let output = assay(&shape);
     assert_eq!(output.code, 0, "{}", output.stderr);
     let file = ProblemFile::open(&problem).unwrap();
@@ -57,7 +57,7 @@ fn logp_of_several_ids_goes_through_files() {
         assert_eq!(file.file().info(name).unwrap().1, [2, 3, 3], "{name}");
     }
     let read = file.problem("logits", None).unwrap();
-    let spec = LossSpec { top: 3, ..LossSpec::of_cotangents(true) };
+    let spec = LossSpec { ids_per_token: 3, ..LossSpec::of_cotangents(true) };
     let answer = find::<Problem>("native", None).unwrap().run(&spec, read, 1).unwrap();
     let judge = |candidate: &Candidate| {
         write_candidate(&path, candidate, &BTreeMap::new()).unwrap();
@@ -67,7 +67,7 @@ fn logp_of_several_ids_goes_through_files() {
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
     let one = judge(&Candidate { logp_of_others: None, ..answer });
     assert!(one.stderr.contains("candidate `logp`: got shape [2, 3], expected [2, 3, 3]"), "{}", one.stderr);
-    assert_refused(&["generate", "--logp", "--top", "0", "--shape", "1x1x2", "-o", &path], &["`top`: got 0"]);
+    assert_refused(&["generate", "--logp", "--top", "0", "--shape", "1x1x2", "-o", &path], &["`ids_per_token`: got 0"]);
 }
 
 #[test]

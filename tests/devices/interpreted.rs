@@ -27,7 +27,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
         logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
         support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
         temperature: Temperature::Given,
-        top: 4,
+        ids_per_token: 4,
         ..LossSpec::of_cotangents(false)
     };
     for (id, target, dtype) in [("gpu-one-pass", Target::Sm90, Dtype::Bf16), ("gpu-two-pass", Target::Sm80, Dtype::F32)]
@@ -96,7 +96,11 @@ impl<'s> Interpreted<'s> {
             loss: Some(arr0(scalars.to_f64()[Scalars::LOSS] as f32).into()),
             gradient: download(&outputs[Output::Gradient as usize], (batch, tokens, vocab), problem.logits.dtype())?,
             logp: Some(per_token(Output::Logp)?),
-            logp_of_others: Some(download(&outputs[others], (batch, tokens, self.loss.spec.top - 1), Dtype::F32)?),
+            logp_of_others: Some(download(
+                &outputs[others],
+                (batch, tokens, self.loss.spec.ids_per_token - 1),
+                Dtype::F32,
+            )?),
             entropy: Some(per_token(Output::Entropy)?),
             token_loss: Some(per_token(Output::TokenLoss)?),
             metrics: None,

@@ -699,7 +699,7 @@ impl Run {
             logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
             support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
             temperature: 0.8.into(),
-            top: 4,
+            ids_per_token: 4,
             ..LossSpec::of_cotangents(false)
         };
         let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];

@@ -241,7 +241,7 @@ fn every_output_of_several_ids_matches_reference() {
     let spec = LossSpec {
         temperature: 0.7.into(),
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
-        top: 3,
+        ids_per_token: 3,
         ..LossSpec::of_cotangents(false)
     };
     let asked = ["xla-lm-head", "tile-lm-head", "tile-lm-head-vocab", "tile-lm-head-rows-scattered"];

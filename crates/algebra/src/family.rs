@@ -70,10 +70,10 @@ impl Reach {
 /// Checks that logp is asked of one id a token.
 ///
 /// # Errors
-/// [`LossSpec::top`].
+/// [`LossSpec::ids_per_token`].
 pub fn expect_one_id(spec: &LossSpec) -> Result<(), Beyond> {
-    let beyond = || Beyond { field: "top", given: spec.top.to_string(), supported: "1 id a token" };
-    if spec.top == 1 { Ok(()) } else { Err(beyond()) }
+    let beyond = || Beyond { field: "ids_per_token", given: spec.ids_per_token.to_string(), supported: "1 id a token" };
+    if spec.ids_per_token == 1 { Ok(()) } else { Err(beyond()) }
 }
 
 /// Checks that logp of several ids a token can be made around a kernel that knows one of them: the columns of the others are set from
@@ -82,8 +82,8 @@ pub fn expect_one_id(spec: &LossSpec) -> Result<(), Beyond> {
 /// # Errors
 /// The first setting that it cannot be with.
 pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), Beyond> {
-    let beyond = || Beyond { field: "dentropy", given: "true".into(), supported: "false with `top` above 1" };
-    if spec.top > 1 && spec.dentropy { Err(beyond()) } else { Ok(()) }
+    let beyond = || Beyond { field: "dentropy", given: "true".into(), supported: "false with `ids_per_token` above 1" };
+    if spec.ids_per_token > 1 && spec.dentropy { Err(beyond()) } else { Ok(()) }
 }
 
 /// Checks that logits go into the softmax of `spec` as they come, every column of them, for what changes none.

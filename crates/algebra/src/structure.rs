@@ -29,7 +29,7 @@ pub struct Structure {
     /// Whether the cotangent of each token's entropy comes in.
     pub dentropy: bool,
     /// How many ids of a token logp is asked of.
-    pub top: usize,
+    pub ids_per_token: usize,
     /// The mean that the loss is.
     pub denominator: Denominator,
     /// Whether the policy term of each token has a factor that comes in.
@@ -290,7 +290,7 @@ impl Structure {
                 _ => Some(spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
             },
             dentropy: spec.dentropy,
-            top: spec.top,
+            ids_per_token: spec.ids_per_token,
             denominator: Denominator::of(spec.averaging()),
             policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects || own_weights.is_some(),
             kl_weight: spec.kl.is_some()

@@ -161,9 +161,9 @@ impl Implementation for Driven {
     }
 
     fn supports(&self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        if spec.top > 1 {
-            let (given, supported) = (spec.top.to_string(), "1 id a token".into());
-            return Err(Unsupported { implementation: self.id.clone(), field: "top", given, supported });
+        if spec.ids_per_token > 1 {
+            let (given, supported) = (spec.ids_per_token.to_string(), "1 id a token".into());
+            return Err(Unsupported { implementation: self.id.clone(), field: "ids_per_token", given, supported });
         }
         self.program.supports(spec, shape, dtype, devices).map_err(|error| self.unsupported(error))
     }

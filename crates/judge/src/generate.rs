@@ -194,7 +194,7 @@ impl Recipe {
 
     /// Whether there may be memory for the tokens and for `of_a_logit` bytes a logit.
     fn expect_memory(&self, spec: &LossSpec, of_a_logit: usize) -> Result<(), RecipeError> {
-        let of_a_token = spec.top.saturating_mul(OF_AN_ID).saturating_add(OF_A_TOKEN);
+        let of_a_token = spec.ids_per_token.saturating_mul(OF_AN_ID).saturating_add(OF_A_TOKEN);
         let [batch, tokens, vocab] = self.shape;
         let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
         let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
@@ -299,7 +299,7 @@ impl Recipe {
             off_policy_mask: None,
             top_entropy: None,
             dentropy: false,
-            top: 1,
+            ids_per_token: 1,
             reduction: Reduction::TokenMean,
             ..spec.clone()
         };
@@ -316,7 +316,7 @@ impl Recipe {
         let (old_logp, ref_logp) = (noisy(), noisy());
         self.draw_sampler(spec, &old_logp, &mut problem.extra, &mut normal);
         (problem.old_logp, problem.ref_logp) = (Some(old_logp), Some(ref_logp));
-        problem.extra.others = (spec.top > 1).then(|| self.draw_others(spec, &problem));
+        problem.extra.others = (spec.ids_per_token > 1).then(|| self.draw_others(spec, &problem));
         Ok(problem)
     }
 
@@ -327,7 +327,7 @@ impl Recipe {
         let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(2);
-        let mut ids = Array3::zeros((batch, tokens, spec.top - 1));
+        let mut ids = Array3::zeros((batch, tokens, spec.ids_per_token - 1));
         for ((b, t), &first) in problem.ids.indexed_iter() {
             let row = problem.logits.row(b, t);
             let mut columns: Vec<usize> = (0..vocab)
@@ -336,7 +336,7 @@ impl Recipe {
                 .collect();
             let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };
             columns.sort_by(|&v, &w| (raised * row[w]).total_cmp(&(raised * row[v])));
-            for k in 0..spec.top - 1 {
+            for k in 0..spec.ids_per_token - 1 {
                 let again = rng.random_bool(if k == 0 { 0.5 } else { 0.25 }) || columns.is_empty();
                 let any = rng.random_bool(0.125);
                 let drawn = if any { rng.random_range(0..columns.len().max(1)) } else { k };

@@ -245,7 +245,7 @@ pub(super) fn judge_forward(
     errors: ErrorsOf,
 ) -> Result<Vec<Verdict>, JudgeError> {
     expect_outputs(reference.spec(), candidate)?;
-    expect_per_token(reference.shape(), candidate, reference.spec().top)?;
+    expect_per_token(reference.shape(), candidate, reference.spec().ids_per_token)?;
     let judge_by = |reference: &Reference, candidates: &[Candidate<()>]| {
         graded(limits, reference, candidates, |limits, asked| {
             let cases = cases(reference, limits, errors);
@@ -413,7 +413,7 @@ fn check_shapes(reference: &Reference, candidate: &Candidate<FloatView<Ix3>>) ->
     if given != expected {
         return Err(JudgeError::Shape { output: "dlogits", given: given.to_vec(), expected: expected.to_vec() });
     }
-    expect_per_token(shape, candidate, reference.spec().top)
+    expect_per_token(shape, candidate, reference.spec().ids_per_token)
 }
 
 /// That what there is of each token is `[B,T]`, but for logp of `top` ids.

@@ -125,7 +125,7 @@ fn check_shapes(reference: &HeadReference, outcome: &HeadCandidate) -> Result<()
         ("dhidden", outcome.gradient.dhidden.shape(), vec![batch, tokens, hidden]),
         ("dlm_head", outcome.gradient.dlm_head.shape(), reference.layout().extents(hidden, vocab).to_vec()),
     ];
-    expect_per_token(reference.on_logits().shape(), outcome, reference.on_logits().spec().top)?;
+    expect_per_token(reference.on_logits().shape(), outcome, reference.on_logits().spec().ids_per_token)?;
     for (output, given, expected) in gradients {
         if given != expected {
             return Err(JudgeError::Shape { output, given: given.to_vec(), expected });

@@ -43,8 +43,8 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("support", supports()));
     // Last: a variant's problems are drawn by its number.
     all.extend(of(
-        "top",
-        vec![("logp of three ids, by its cotangents", LossSpec { top: 3, ..LossSpec::of_cotangents(false) })],
+        "ids_per_token",
+        vec![("logp of three ids, by its cotangents", LossSpec { ids_per_token: 3, ..LossSpec::of_cotangents(false) })],
     ));
     let widths = Widths { epsilon_low: 0.05, epsilon_high: 0.4 };
     let objective = Objective::Aspo(aspo(Some(widths)));

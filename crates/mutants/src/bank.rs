@@ -149,7 +149,7 @@ impl Class {
             Class::LogClip => spec.ratio.clip.is_some() || spec.ratio.cap.is_some(),
             Class::Sampler => spec.old_logp == OldLogp::Rollout || spec.off_policy_mask.is_some_and(of_sampler),
             Class::TopEntropy => spec.top_entropy.is_some(),
-            Class::Several => spec.top > 1,
+            Class::Several => spec.ids_per_token > 1,
             Class::Packing => packed,
             Class::Rollout => spec.rollout.is_some(),
             Class::Rejection => !spec.rejection.is_empty(),

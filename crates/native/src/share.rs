@@ -319,10 +319,16 @@ impl Native {
     ) -> Result<Softmaxes, RunError> {
         use assay_core::implementation::Implementation as _;
         self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
-        if spec.top > 1 {
+        if spec.ids_per_token > 1 {
             let supported = "1: one id a token is handed over".into();
             let implementation = self.id().into();
-            return Err(Unsupported { implementation, field: "top", given: spec.top.to_string(), supported }.into());
+            return Err(Unsupported {
+                implementation,
+                field: "ids_per_token",
+                given: spec.ids_per_token.to_string(),
+                supported,
+            }
+            .into());
         }
         let bias = part.bias(spec, vocab)?;
         let of_part = LossSpec { support: part.support(&spec.support), ..spec.clone() };

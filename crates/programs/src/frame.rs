@@ -32,8 +32,8 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         per_token("mask", DeviceDtype::Pred),
         per_token("advantages", DeviceDtype::F32),
     ];
-    let others = |name, dtype| named(name, dtype, &[b, t, structure.top - 1]);
-    if structure.top > 1 {
+    let others = |name, dtype| named(name, dtype, &[b, t, structure.ids_per_token - 1]);
+    if structure.ids_per_token > 1 {
         inputs.extend([others("other_ids", DeviceDtype::I32), others("dlogp_of_others", DeviceDtype::F32)]);
     }
     inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
@@ -50,7 +50,7 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         per_token("token_loss", DeviceDtype::F32),
         Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", DeviceDtype::F32, &[Scalars::COUNT]) },
     ];
-    outputs.extend((structure.top > 1).then(|| others("logp_of_others", DeviceDtype::F32)));
+    outputs.extend((structure.ids_per_token > 1).then(|| others("logp_of_others", DeviceDtype::F32)));
     [inputs, outputs]
 }
 
@@ -133,8 +133,8 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
     let packed = packed.map(|count| Packed { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
-    let others = (structure.top > 1).then(|| {
-        let others = |element| Type::new(element, &[b, t, structure.top - 1]);
+    let others = (structure.ids_per_token > 1).then(|| {
+        let others = |element| Type::new(element, &[b, t, structure.ids_per_token - 1]);
         [DeviceDtype::I32, DeviceDtype::F32].map(|element| builder.parameter(others(element), None))
     });
     let inputs = structure.inputs().into_iter();

@@ -28,7 +28,7 @@ pub(crate) fn around(
     dtype: Dtype,
     core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
 ) -> Evaluated {
-    if structure.top == 1 {
+    if structure.ids_per_token == 1 {
         return core(on, given, logits);
     }
     let several = Several::gather(on, structure, given, logits, dtype);
@@ -82,7 +82,7 @@ impl Several {
     /// Reads the logits of all ids, which are of `dtype`.
     fn gather(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Self {
         let [b, t, v] = on.local;
-        let shape = [b, t, structure.top];
+        let shape = [b, t, structure.ids_per_token];
         let integers = Type::new(DeviceDtype::I32, &shape);
         let (zero, none) = (on.several(&shape, 0.0), on.builder.constant(v as f64, integers.clone()));
         let first = OtherGiven { ids: given.ids, dlogp: on.builder.negate(given.advantage) };
@@ -105,7 +105,7 @@ impl Several {
         let columns = on.builder.select(here, columns, none);
 
         let logits = on.rows_of_floats(logits, dtype);
-        let places = on.builder.reshape(columns, &[1, b * t, structure.top]);
+        let places = on.builder.reshape(columns, &[1, b * t, structure.ids_per_token]);
         let taken = on.builder.take_several_along_last(logits, places);
         let taken = on.builder.convert(taken, DeviceDtype::F32);
         let taken = on.builder.reshape(taken, &shape);

@@ -49,8 +49,8 @@ fn or_logp(spec: LossSpec) -> LossSpec {
     let LossSpec { logits, mut support, temperature, temperature_divides, dentropy, .. } = spec;
     support.keep_sampled = false;
     let size = temperature.number().unwrap_or(1.0);
-    let top = if size < 0.9 { 2 } else { 2 + usize::from(size > 1.0) + usize::from(dentropy) };
-    LossSpec { logits, support, temperature, temperature_divides, top, ..LossSpec::of_cotangents(dentropy) }
+    let ids_per_token = if size < 0.9 { 2 } else { 2 + usize::from(size > 1.0) + usize::from(dentropy) };
+    LossSpec { logits, support, temperature, temperature_divides, ids_per_token, ..LossSpec::of_cotangents(dentropy) }
 }
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
@@ -97,7 +97,7 @@ pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
                 entropy_coef: bonus.0,
                 entropy_averaging: bonus.1.filter(|_| !dentropy),
                 dentropy,
-                top: 1,
+                ids_per_token: 1,
                 reduction: averaging.reduction,
                 denominator_epsilon: averaging.denominator_epsilon,
                 scale,

@@ -83,7 +83,7 @@ impl Arms {
             entropy_coef,
             entropy_averaging,
             dentropy,
-            top,
+            ids_per_token,
             reduction,
             denominator_epsilon,
             scale,
@@ -144,7 +144,7 @@ impl Arms {
         self.number("entropy_coef", *entropy_coef, 0.0);
         self.option("entropy_averaging", entropy_averaging.as_ref());
         self.flag("dentropy", *dentropy);
-        self.flag("top", *top > 1);
+        self.flag("ids_per_token", *ids_per_token > 1);
         let own = Averaging { reduction: *reduction, denominator_epsilon: *denominator_epsilon };
         for averaging in [Some(own), *entropy_averaging].iter().flatten() {
             self.averaging(averaging);

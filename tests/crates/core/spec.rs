@@ -1,19 +1,24 @@
-//! The keys of a spec.
+//! Old and new keys of a spec file.
 
-use assay::spec::{LogitsTransform, LossSpec};
-use serde_json::json;
+use assay::spec::LossSpec;
+use serde_json::{Value, json};
 
 #[test]
-fn the_transform_of_logits_is_read_under_both_names_and_written_under_one() {
-    let read = |file| serde_json::from_value::<LossSpec>(file);
+fn spec_old_key_is_read_and_new_key_is_written() {
     let transform = json!({"scale": 0.5, "softcap": 30.0, "bias": true});
-    let expected = LogitsTransform { scale: 0.5, softcap: Some(30.0), bias: true };
-    for name in ["logits", "head"] {
-        let spec = read(json!({ name: transform })).unwrap();
-        assert_eq!(spec, LossSpec { logits: expected.clone(), ..LossSpec::default() }, "{name}");
-        let written = serde_json::to_value(&spec).unwrap();
-        assert_eq!((&written["logits"], written.get("head")), (&transform, None), "{name}");
+    let plain = serde_json::to_value(LossSpec::default()).unwrap();
+    for ((old, new), value, default) in
+        [(LossSpec::OLD_KEYS[0], transform, Some(&plain["logits"])), (LossSpec::OLD_KEYS[1], json!(3), None)]
+    {
+        let read = |fields: Value| serde_json::from_value::<LossSpec>(fields);
+        for name in [new, old] {
+            let written = serde_json::to_value(read(json!({ name: value })).unwrap()).unwrap();
+            let mut expected = plain.clone();
+            expected[new] = value.clone();
+            assert_eq!(written, expected, "{name}");
+        }
+        assert_eq!(plain.get(new), default, "{new}");
+        let both = read(json!({ old: value, new: value })).unwrap_err();
+        assert_eq!(both.to_string(), format!("duplicate field `{new} (old key: {old})`"));
     }
-    let both = read(json!({"head": transform, "logits": transform})).unwrap_err();
-    assert_eq!(both.to_string(), "duplicate field `logits (old key: head)`");
 }

@@ -78,7 +78,7 @@ pub struct Extra {
     pub dentropy: Option<Array2<f64>>,
     /// `[B,T]` or `[B,1]`, `> 0`: the softmax temperature of each token, or one a sequence; `[1,N]` or `[S,1]` of packed sequences.
     pub temperature: Option<Array2<f64>>,
-    /// The ids of each token beside its first, where the spec asks for logp of [several](LossSpec::top).
+    /// The ids of each token beside its first, where the spec asks for logp of [several](LossSpec::ids_per_token).
     pub others: Option<Others>,
 }
 
@@ -499,15 +499,16 @@ impl Tokens<'_> {
             if let Some(count) = given.get_mut(2) {
                 *count += 1;
             }
-            let expected = format!("[{batch}, {tokens}, {top}], as the spec has `top: {top}`", top = spec.top);
+            let expected =
+                format!("[{batch}, {tokens}, {k}], as the spec has `ids_per_token: {k}`", k = spec.ids_per_token);
             Err(ProblemError::Shape { field, given, expected })
         };
         match others {
-            None if spec.top == 1 => Ok(()),
+            None if spec.ids_per_token == 1 => Ok(()),
             None => wrong("ids", self.ids.shape()),
             Some(others) => {
-                let expected = (batch, tokens, spec.top - 1);
-                if spec.top == 1 || others.ids.dim() != expected {
+                let expected = (batch, tokens, spec.ids_per_token - 1);
+                if spec.ids_per_token == 1 || others.ids.dim() != expected {
                     return wrong("ids", others.ids.shape());
                 }
                 if others.dlogp.dim() != expected {

@@ -14,7 +14,7 @@ pub struct Outcome<G = FloatArray<Ix3>> {
     pub loss: FloatArray<Ix0>,
     /// `[B,T]`, nats: log-probability of each sampled token.
     pub logp: FloatArray<Ix2>,
-    /// `[B,T,K−1]`, nats: the same of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::top).
+    /// `[B,T,K−1]`, nats: the same of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::ids_per_token).
     pub logp_of_others: Option<FloatArray<Ix3>>,
     /// `[B,T]`, nats: entropy of each token's distribution.
     pub entropy: FloatArray<Ix2>,
@@ -119,7 +119,7 @@ pub struct Candidate<G = FloatArray<Ix3>> {
     pub gradient: G,
     /// `[B,T]`, nats.
     pub logp: Option<FloatArray<Ix2>>,
-    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::top).
+    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::ids_per_token).
     pub logp_of_others: Option<FloatArray<Ix3>>,
     /// `[B,T]`, nats.
     pub entropy: Option<FloatArray<Ix2>>,

@@ -99,15 +99,15 @@ impl LossSpec {
         let bonus = self.entropy_coef != 0.0 || self.entropy_averaging.is_some();
         let expected = "false beside an `entropy_coef` or an `entropy_averaging`, which it stands in place of";
         ensure(!(self.dentropy && bonus), "dentropy", true, expected)?;
-        ensure(self.top != 0, "top", 0, "an integer ≥ 1")?;
+        ensure(self.ids_per_token != 0, "ids_per_token", 0, "an integer ≥ 1")?;
         let expected = "1, unless logp by its cotangents is all that is asked for";
-        ensure(self.top == 1 || self.is_of_cotangents(), "top", self.top, expected)?;
-        let puts_back = self.top > 1 && support.keep_sampled && !support.is_whole();
+        ensure(self.ids_per_token == 1 || self.is_of_cotangents(), "ids_per_token", self.ids_per_token, expected)?;
+        let puts_back = self.ids_per_token > 1 && support.keep_sampled && !support.is_whole();
         ensure(
             !puts_back,
             "support.keep_sampled",
             true,
-            "false with `top` above 1: no id is the one that is put back",
+            "false with `ids_per_token` above 1: no id is the one that is put back",
         )?;
         self.averaging().check()?;
         positive("scale", self.scale)

@@ -47,9 +47,11 @@ impl LossSpec {
         if self.entropy_coef != 0.0 {
             lines.push(("entropy", self.entropy_line()));
         }
-        if self.top > 1 {
-            lines
-                .push(("others", format!("Σ m·Σ_k dlogp_k·ℓ_k, with its gradient: {} more ids a token", self.top - 1)));
+        if self.ids_per_token > 1 {
+            lines.push((
+                "others",
+                format!("Σ m·Σ_k dlogp_k·ℓ_k, with its gradient: {} more ids a token", self.ids_per_token - 1),
+            ));
         }
         if self.dentropy {
             lines.push(("entropy", "Σ m·dentropy·H, with its gradient: one dentropy a token".into()));
@@ -92,7 +94,7 @@ impl LossSpec {
     fn policy_line(&self) -> String {
         let advantage = match self.advantages {
             AdvantageLevel::Sequence => "one A a sequence",
-            AdvantageLevel::Token if self.top > 1 => "A = −dlogp of each token's first id",
+            AdvantageLevel::Token if self.ids_per_token > 1 => "A = −dlogp of each token's first id",
             AdvantageLevel::Token if self.is_of_cotangents() => "A = −dlogp of each token",
             AdvantageLevel::Token => "one A a token",
         };
@@ -127,7 +129,7 @@ impl LossSpec {
             let space = if sum.is_empty() { "" } else { " " };
             sum += &format!("{space}{lead}{}mean(H)", times(self.entropy_coef.abs()));
         }
-        if self.top > 1 {
+        if self.ids_per_token > 1 {
             sum += " + Σ m·Σ_k dlogp_k·ℓ_k";
         }
         if self.dentropy {

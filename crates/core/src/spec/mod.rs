@@ -48,7 +48,7 @@ pub use temperature::{Temperature, TemperatureDivides};
 /// loss = scale · (Σ_b w_b Σ_t m · token_loss − entropy_coef · mean(H))    [`Reduction`]
 /// ```
 ///
-/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term; and with [`top`](Self::top) the cotangents of
+/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term; and with [`ids_per_token`](Self::ids_per_token) the cotangents of
 /// more ids than one.
 ///
 /// In a file every field may be left out and takes its value from [`LossSpec::default`]; an unknown field is an
@@ -95,8 +95,13 @@ pub struct LossSpec {
     pub dentropy: bool,
     /// How many ids of a token logp is asked of, `K ≥ 1`; more than one of [logp by its cotangents](Self::of_cotangents) alone, and
     /// none of them outside the [`Support`].
-    #[serde(skip_serializing_if = "is_one")]
-    pub top: usize,
+    #[serde(
+        rename(deserialize = "ids_per_token (old key: top)"),
+        alias = "ids_per_token",
+        alias = "top",
+        skip_serializing_if = "is_one"
+    )]
+    pub ids_per_token: usize,
     /// How token losses become one number.
     pub reduction: Reduction,
     /// Added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`], `≥ 0`: 1e-8 in verl and Tunix.
@@ -127,7 +132,7 @@ impl Default for LossSpec {
             entropy_coef: 0.0,
             entropy_averaging: None,
             dentropy: false,
-            top: 1,
+            ids_per_token: 1,
             reduction: Reduction::TokenMean,
             denominator_epsilon: 0.0,
             scale: 1.0,
@@ -136,6 +141,9 @@ impl Default for LossSpec {
 }
 
 impl LossSpec {
+    /// Old names of fields that files may still use, each with the name that is written now.
+    pub const OLD_KEYS: [(&str, &str); 2] = [("head", "logits"), ("top", "ids_per_token")];
+
     /// Logp without a loss: the sum `Σ m · dlogp · ℓ`, with `entropy` `+ Σ m · dentropy · H`, whose gradient sends the given
     /// cotangents back through the softmax,
     ///
@@ -143,7 +151,7 @@ impl LossSpec {
     /// dlogits_j = (dlogp · (1[j = y] − p_j) − dentropy · p_j (ln p_j + H)) / T
     /// ```
     ///
-    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`. With [`top`](Self::top) `K > 1`, each token has `K` ids,
+    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`. With [`ids_per_token`](Self::ids_per_token) `K > 1`, each token has `K` ids,
     /// some of them perhaps the same, and a cotangent of the logp `ℓ_k` of each: the sum is `Σ m (Σ_k dlogp_k · ℓ_k + dentropy · H)`, and
     ///
     /// ```text
@@ -163,8 +171,16 @@ impl LossSpec {
     /// Whether it is [`of_cotangents`](Self::of_cotangents), whatever becomes of logits before their softmax: there is no loss that
     /// anybody asks for, and logp and entropy are the result.
     pub fn is_of_cotangents(&self) -> bool {
-        let Self { logits, support, temperature, temperature_divides, dentropy, top, .. } = self.clone();
-        *self == Self { logits, support, temperature, temperature_divides, top, ..Self::of_cotangents(dentropy) }
+        let Self { logits, support, temperature, temperature_divides, dentropy, ids_per_token, .. } = self.clone();
+        *self
+            == Self {
+                logits,
+                support,
+                temperature,
+                temperature_divides,
+                ids_per_token,
+                ..Self::of_cotangents(dentropy)
+            }
     }
 }
 

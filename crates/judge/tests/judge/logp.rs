@@ -20,7 +20,7 @@ fn spec() -> LossSpec {
 
 /// Of so many ids that one stands at two places.
 fn of_several() -> LossSpec {
-    LossSpec { top: 4, ..spec() }
+    LossSpec { ids_per_token: 4, ..spec() }
 }
 
 fn recipe(dtype: Dtype, regime: Regime) -> Recipe {

@@ -232,8 +232,8 @@ impl Manifest {
         if self.spec.dentropy {
             return invalid("spec.dentropy", &true, "false: programs are given no cotangent of the entropy");
         }
-        if self.spec.top > 1 {
-            return invalid("spec.top", &self.spec.top, "1: programs are given one id a token");
+        if self.spec.ids_per_token > 1 {
+            return invalid("spec.ids_per_token", &self.spec.ids_per_token, "1: programs are given one id a token");
         }
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();

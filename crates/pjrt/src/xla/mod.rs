@@ -321,10 +321,16 @@ where
         let per_token = |name, place| shards.gather_per_token(name, of(place));
         let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
         shards.gather("scalars", |_| Block::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
-        let logp_of_others = (loss.spec.top > 1).then(|| {
+        let logp_of_others = (loss.spec.ids_per_token > 1).then(|| {
             let place = |device| output(outputs, device, Output::logp_of_others(Problem::<L>::GRADIENTS));
-            let mut logps = FloatArray::zeros([shards.shape.batch, shards.shape.tokens, loss.spec.top - 1], Dtype::F32);
-            shards.gather("logp_of_others", |device| shards.rows(device, loss.spec.top - 1), place, &mut logps)?;
+            let mut logps =
+                FloatArray::zeros([shards.shape.batch, shards.shape.tokens, loss.spec.ids_per_token - 1], Dtype::F32);
+            shards.gather(
+                "logp_of_others",
+                |device| shards.rows(device, loss.spec.ids_per_token - 1),
+                place,
+                &mut logps,
+            )?;
             Ok::<_, RuntimeError>(logps)
         });
         let logp_of_others = logp_of_others.transpose()?;

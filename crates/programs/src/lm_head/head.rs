@@ -183,7 +183,7 @@ impl Head {
         let resident = whole.then(|| OnePass::of(structure, [1, chunks.all_rows(), on.local[2]], calls)).flatten();
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
         // And logp of each id beside the first.
-        let of_others = vec![DeviceDtype::F32; structure.top - 1];
+        let of_others = vec![DeviceDtype::F32; structure.ids_per_token - 1];
         let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2], &of_others].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
         let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {

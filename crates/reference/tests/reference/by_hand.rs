@@ -154,7 +154,7 @@ fn dlogits_f64_of_given_cotangents_by_hand() {
 #[test]
 fn logp_and_dlogits_f64_of_several_ids_by_hand() {
     let (temperature, dlogp) = (0.5, [-0.75, 0.5, 2.0]);
-    let spec = LossSpec { temperature: temperature.into(), top: 3, ..LossSpec::of_cotangents(false) };
+    let spec = LossSpec { temperature: temperature.into(), ids_per_token: 3, ..LossSpec::of_cotangents(false) };
     assert!(spec.is_of_cotangents());
     let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
     problem.advantages = Advantages::Dlogp(arr2(&[[dlogp[0]]]));

@@ -90,7 +90,7 @@ fn several_ids_come_to_the_sum_of_each() {
     let divides_logp = LossSpec { temperature_divides: TemperatureDivides::Logp, ..plain.clone() };
     let changed = LossSpec { logits, support: left_out, ..plain.clone() };
     for (seed, one) in (0..).zip([plain, divides_logp, changed, LossSpec::of_cotangents(true)]) {
-        let spec = LossSpec { top: TOP, ..one.clone() };
+        let spec = LossSpec { ids_per_token: TOP, ..one.clone() };
         let (shape, dtype, regime) = ([3, 4, 31], Dtype::F32, assay_judge::generate::Regime::Sampled);
         let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
         let problem = recipe.problem(&spec).unwrap();

@@ -440,7 +440,7 @@ fn grid(class: Class) -> Grid {
         }
         // Two columns a shard: ids that repeat, and ids in the other one.
         Class::Several => Grid {
-            specs: vec![LossSpec { temperature: 0.7.into(), top: 3, ..LossSpec::of_cotangents(true) }],
+            specs: vec![LossSpec { temperature: 0.7.into(), ids_per_token: 3, ..LossSpec::of_cotangents(true) }],
             shapes: vec![[3, 4, 5], [2, 3, 33]],
             ..Grid::default()
         },

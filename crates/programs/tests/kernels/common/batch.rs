@@ -224,7 +224,7 @@ pub(crate) fn token_by_token(spec: LossSpec) -> LossSpec {
         ratio: Ratio { level: RatioLevel::Token, ..spec.ratio },
         token_weights: None,
         // What is around the kernel makes them.
-        top: 1,
+        ids_per_token: 1,
         rollout,
         rejection: vec![],
         off_policy_mask: None,
