@@ -37,20 +37,26 @@ fn one_row(logits: &[f64], advantage: f64) -> Problem {
     Problem { logits: FloatArray::F64(logits), ..uniform(&[[advantage]]) }
 }
 
+#[track_caller]
+fn assert_near(got: f64, expected: f64) {
+    assert_relative_eq!(got, expected, max_relative = ROUNDING, epsilon = 0.0);
+}
+
+#[track_caller]
 fn assert_row(got: &[f64], expected: &[f64]) {
     assert_eq!(got.len(), expected.len());
     for (got, expected) in got.iter().zip(expected) {
-        assert_relative_eq!(got, expected, max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(*got, *expected);
     }
 }
 
 #[test]
-fn outcome_f64_uniform_row_is_exact() {
+fn uniform_row_outcome_is_exact() {
     let (spec, problem) = (on_policy(), uniform(&[[1.0]]));
     let reference = evaluate(&spec, &problem).unwrap();
     let token = reference.token(0, 0).unwrap();
-    assert_relative_eq!(token.inputs.logp, -4_f64.ln(), max_relative = ROUNDING, epsilon = 0.0);
-    assert_relative_eq!(token.entropy, 4_f64.ln(), max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(token.inputs.logp, -4_f64.ln());
+    assert_near(token.entropy, 4_f64.ln());
     // r = 1, so loss = −A = −1 and ∂loss/∂ℓ = −rA = −1; dlogits_j = −(1[j=y] − 1/4).
     assert_eq!(reference.loss(), -1.0);
     assert_eq!(reference.dlogits_row(0, 0), [-0.75, 0.25, 0.25, 0.25]);
@@ -59,7 +65,7 @@ fn outcome_f64_uniform_row_is_exact() {
 }
 
 #[test]
-fn outcome_f64_clip_bounds_by_hand() {
+fn ppo_clip_bounds_by_hand() {
     let plain = PpoClip { epsilon_low: 0.25, epsilon_high: 0.5, ..PpoClip::default() };
     let delta = |delta| PpoClip { delta: Some(delta), ..plain.clone() };
     let dual = |c| PpoClip { dual_clip: Some(c), ..plain.clone() };
@@ -87,14 +93,14 @@ fn outcome_f64_clip_bounds_by_hand() {
         let (spec, problem) = (off_policy(clip), at_ratio(ratio, advantage));
         let reference = evaluate(&spec, &problem).unwrap();
         println!("{name}");
-        assert_relative_eq!(reference.loss(), -factor * advantage, max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(reference.loss(), -factor * advantage);
         let g = if carries_gradient { -ratio * advantage } else { 0.0 };
         assert_row(&reference.dlogits_row(0, 0), &[g * 3.0 / 4.0, -g / 4.0, -g / 4.0, -g / 4.0]);
     }
 }
 
 #[test]
-fn metrics_f64_clip_shares_by_hand() {
+fn metrics_clip_shares_by_hand() {
     // εl = 1/4, εh = 1/2. r = 2: clipped high where A > 0. r = 1/2: clipped low where A < 0. A = 0 never counts.
     let log_ratios = arr2(&[[LN_2, LN_2, -LN_2, -LN_2], [LN_2, -LN_2, LN_2, 0.0]]);
     let mut problem = uniform(&[[1.0, -1.0, 1.0, -1.0], [0.0, 0.0, 2.0, 1.0]]);
@@ -103,11 +109,11 @@ fn metrics_f64_clip_shares_by_hand() {
     let metrics = evaluate(&spec, &problem).unwrap().metrics();
     assert_eq!((metrics.clip_low, metrics.clip_high, metrics.clip_region), (1.0 / 8.0, 2.0 / 8.0, 3.0 / 8.0));
     // (4·2 + 3·1/2 + 1) / 8
-    assert_relative_eq!(metrics.ratio_mean, 10.5 / 8.0, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(metrics.ratio_mean, 10.5 / 8.0);
 }
 
 #[test]
-fn outcome_f64_kl_estimators_by_hand() {
+fn kl_estimators_by_hand() {
     // d = ref_logp − ℓ = ln 2, and A = 0 leaves the KL term alone.
     let cases = [
         (KlEstimator::K1, -LN_2, 1.0),
@@ -119,9 +125,9 @@ fn outcome_f64_kl_estimators_by_hand() {
         let spec = LossSpec { kl: Some(Kl::plain(0.5, estimator)), ..on_policy() };
         let problem = Problem { ref_logp: Some(arr2(&[[0.5_f64.ln()]])), ..uniform(&[[0.0]]) };
         let reference = evaluate(&spec, &problem).unwrap();
-        assert_relative_eq!(reference.loss(), value / 2.0, max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(reference.loss(), value / 2.0);
         let kl_mean = reference.metrics().kl_mean.expect("a KL term");
-        assert_relative_eq!(kl_mean, value, max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(kl_mean, value);
         let g = derivative / 2.0;
         assert_row(&reference.dlogits_row(0, 0), &[g * 3.0 / 4.0, -g / 4.0, -g / 4.0, -g / 4.0]);
     }
@@ -129,7 +135,7 @@ fn outcome_f64_kl_estimators_by_hand() {
 
 /// `dlogp·(1[j = y] − p_j) − dentropy·p_j(ln p_j + H)`, over `T`.
 #[test]
-fn dlogits_f64_of_given_cotangents_by_hand() {
+fn logp_dlogits_of_cotangents_by_hand() {
     let (temperature, dlogp, dentropy) = (0.5, -0.75, 0.25);
     let spec = LossSpec { temperature: temperature.into(), ..LossSpec::of_cotangents(true) };
     assert!(spec.is_of_cotangents());
@@ -140,7 +146,7 @@ fn dlogits_f64_of_given_cotangents_by_hand() {
     let reference = evaluate(&spec, &problem).unwrap();
     let (p, q) = (0.75_f64, 1.0 / 12.0_f64);
     let entropy = -p * p.ln() - 3.0 * q * q.ln();
-    assert_relative_eq!(reference.loss(), dlogp * p.ln() + dentropy * entropy, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(reference.loss(), dlogp * p.ln() + dentropy * entropy);
     let of_target = (dlogp * (1.0 - p) - dentropy * p * (p.ln() + entropy)) / temperature;
     let of_other = (-dlogp * q - dentropy * q * (q.ln() + entropy)) / temperature;
     let row = reference.dlogits_row(0, 0);
@@ -152,7 +158,7 @@ fn dlogits_f64_of_given_cotangents_by_hand() {
 
 /// `(Σ_k dlogp_k (1[j = y_k] − p_j))/T`, of an id that stands at two places and one that stands at one.
 #[test]
-fn logp_and_dlogits_f64_of_several_ids_by_hand() {
+fn ids_per_token_logp_and_dlogits_by_hand() {
     let (temperature, dlogp) = (0.5, [-0.75, 0.5, 2.0]);
     let spec = LossSpec { temperature: temperature.into(), ids_per_token: 3, ..LossSpec::of_cotangents(false) };
     assert!(spec.is_of_cotangents());
@@ -172,31 +178,31 @@ fn logp_and_dlogits_f64_of_several_ids_by_hand() {
 }
 
 #[test]
-fn dlogits_f64_entropy_bonus_by_hand() {
+fn entropy_bonus_dlogits_by_hand() {
     // x = [0, ln 3]: p = [1/4, 3/4], H = ln 4 − (3/4) ln 3, ∂H/∂x_0 = −p_0 (ln p_0 + H) = (3/16) ln 3.
     let spec = LossSpec { entropy_coef: 0.5, ..on_policy() };
     let problem = one_row(&[0.0, 3_f64.ln()], 0.0);
     let reference = evaluate(&spec, &problem).unwrap();
     let entropy = 4_f64.ln() - 0.75 * 3_f64.ln();
-    assert_relative_eq!(reference.loss(), -0.5 * entropy, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(reference.loss(), -0.5 * entropy);
     let slope = 3.0 / 16.0 * 3_f64.ln();
     assert_row(&reference.dlogits_row(0, 0), &[-0.5 * slope, 0.5 * slope]);
 }
 
 #[test]
-fn outcome_f64_temperature_dividing_logits_by_hand() {
+fn temperature_dividing_logits_by_hand() {
     // x/T = [0, 2 ln 3] / 2 = [0, ln 3], so p = [1/4, 3/4]; the chain rule halves the gradient.
     let spec = LossSpec { temperature: 2.0.into(), ..on_policy() };
     let problem = one_row(&[0.0, 2.0 * 3_f64.ln()], 1.0);
     let reference = evaluate(&spec, &problem).unwrap();
     let token = reference.token(0, 0).unwrap();
-    assert_relative_eq!(token.inputs.logp, 0.25_f64.ln(), max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(token.inputs.logp, 0.25_f64.ln());
     assert_row(&reference.dlogits_row(0, 0), &[-3.0 / 8.0, 3.0 / 8.0]);
 }
 
 /// Each token's softmax and gradient are over its own temperature: of a sequence, or of a token, and what the mask hides is not looked at.
 #[test]
-fn outcome_f64_given_temperatures_by_hand() {
+fn temperature_per_sequence_or_token_by_hand() {
     let spec = LossSpec { temperature: Temperature::Given, ..on_policy() };
     // x = [0, 2 ln 3] over 2 is [0, ln 3], p = [1/4, 3/4]; over 1 it is [0, ln 9], p = [1/10, 9/10].
     let x = 2.0 * 3_f64.ln();
@@ -215,24 +221,24 @@ fn outcome_f64_given_temperatures_by_hand() {
         for ((b, t), temperature) in [(0, 0), (0, 1), (1, 0)].into_iter().zip(temperatures) {
             let token = reference.token(b, t).unwrap();
             let logp = if temperature == 2.0 { 0.25_f64.ln() } else { 0.1_f64.ln() };
-            assert_relative_eq!(token.inputs.logp, logp, max_relative = ROUNDING, epsilon = 0.0);
+            assert_near(token.inputs.logp, logp);
             assert_row(&reference.dlogits_row(b, t), &row(temperature));
         }
     }
 }
 
 #[test]
-fn outcome_f64_temperature_dividing_logp_by_hand() {
+fn temperature_dividing_logp_by_hand() {
     // x = [0, ln 3]: p = [1/4, 3/4] and ℓ = ln(1/4) / 2 = −ln 2. Entropy is that of softmax(x / 2), with z = [0, ln √3]:
     // q = [1, √3] / (1 + √3) and H = ln(1 + √3) − q_1 ln √3.
     let spec = LossSpec { temperature: 2.0.into(), temperature_divides: TemperatureDivides::Logp, ..on_policy() };
     let problem = one_row(&[0.0, 3_f64.ln()], 1.0);
     let reference = evaluate(&spec, &problem).unwrap();
     let token = reference.token(0, 0).unwrap();
-    assert_relative_eq!(token.inputs.logp, -LN_2, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(token.inputs.logp, -LN_2);
     let root = 3_f64.sqrt();
     let entropy = (1.0 + root).ln() - root / (1.0 + root) * root.ln();
-    assert_relative_eq!(token.entropy, entropy, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(token.entropy, entropy);
     assert_row(&reference.dlogits_row(0, 0), &[-3.0 / 8.0, 3.0 / 8.0]);
 }
 
@@ -259,7 +265,7 @@ fn ragged_with_an_empty_row() -> Problem {
 fn assert_reduces(problem: &Problem, reduction: Reduction, loss: f64, weights: [f64; 2]) {
     let spec = LossSpec { reduction, ..on_policy() };
     let reference = evaluate(&spec, problem).unwrap();
-    assert_relative_eq!(reference.loss(), loss, max_relative = ROUNDING, epsilon = 0.0);
+    assert_near(reference.loss(), loss);
     let Advantages::Token(advantages) = &problem.advantages else { unreachable!("advantages are per token") };
     for ((b, t), counts) in problem.mask.indexed_iter() {
         let g = if *counts { -weights[b] * advantages[[b, t]] } else { 0.0 };
@@ -268,54 +274,45 @@ fn assert_reduces(problem: &Problem, reduction: Reduction, loss: f64, weights: [
 }
 
 #[test]
-fn loss_f64_token_mean_by_hand() {
-    // −(1 + 2 + 3 + 10) / 4
-    assert_reduces(&ragged(), Reduction::TokenMean, -4.0, [1.0 / 4.0; 2]);
-    assert_reduces(&ragged_with_an_empty_row(), Reduction::TokenMean, -4.0, [1.0 / 4.0; 2]);
-}
-
-#[test]
-fn loss_f64_sequence_mean_by_hand() {
-    // −((1 + 2 + 3) / 3 + 10 / 1) / 2
-    for rows in [Rows::All, Rows::NonEmpty] {
-        assert_reduces(&ragged(), Reduction::SequenceMean { rows }, -6.0, [1.0 / 6.0, 1.0 / 2.0]);
+fn reduction_weights_by_hand() {
+    let mean = |rows| Reduction::SequenceMean { rows };
+    let length = Reduction::FixedLength { rows: Rows::All, length: Some(8) };
+    let (ragged, with_empty) = (ragged(), ragged_with_an_empty_row());
+    for (problem, reduction, loss, weights) in [
+        // −(1 + 2 + 3 + 10) / 4
+        (&ragged, Reduction::TokenMean, -4.0, [1.0 / 4.0; 2]),
+        (&with_empty, Reduction::TokenMean, -4.0, [1.0 / 4.0; 2]),
+        // −((1 + 2 + 3) / 3 + 10 / 1) / 2
+        (&ragged, mean(Rows::All), -6.0, [1.0 / 6.0, 1.0 / 2.0]),
+        (&ragged, mean(Rows::NonEmpty), -6.0, [1.0 / 6.0, 1.0 / 2.0]),
+        // The same sum over three rows, and over the two that have a token.
+        (&with_empty, mean(Rows::All), -4.0, [1.0 / 9.0, 1.0 / 3.0]),
+        (&with_empty, mean(Rows::NonEmpty), -6.0, [1.0 / 6.0, 1.0 / 2.0]),
+        // −16 / (2 · 8), −16 / (3 · 8)
+        (&ragged, length, -1.0, [1.0 / 16.0; 2]),
+        (&with_empty, length, -2.0 / 3.0, [1.0 / 24.0; 2]),
+        // −16 / 32
+        (&ragged, Reduction::Normalizer(32.0), -0.5, [1.0 / 32.0; 2]),
+        (&with_empty, Reduction::Normalizer(32.0), -0.5, [1.0 / 32.0; 2]),
+    ] {
+        assert_reduces(problem, reduction, loss, weights);
     }
-    // The same over three rows, and over the two that have a token.
-    let with_empty = Reduction::SequenceMean { rows: Rows::All };
-    assert_reduces(&ragged_with_an_empty_row(), with_empty, -4.0, [1.0 / 9.0, 1.0 / 3.0]);
-    let without = Reduction::SequenceMean { rows: Rows::NonEmpty };
-    assert_reduces(&ragged_with_an_empty_row(), without, -6.0, [1.0 / 6.0, 1.0 / 2.0]);
 }
 
 #[test]
-fn loss_f64_fixed_length_by_hand() {
-    // −16 / (2 · 8), −16 / (3 · 8)
-    let reduction = Reduction::FixedLength { rows: Rows::All, length: Some(8) };
-    assert_reduces(&ragged(), reduction, -1.0, [1.0 / 16.0; 2]);
-    assert_reduces(&ragged_with_an_empty_row(), reduction, -2.0 / 3.0, [1.0 / 24.0; 2]);
-}
-
-#[test]
-fn loss_f64_normalizer_by_hand() {
-    // −16 / 32
-    assert_reduces(&ragged(), Reduction::Normalizer(32.0), -0.5, [1.0 / 32.0; 2]);
-    assert_reduces(&ragged_with_an_empty_row(), Reduction::Normalizer(32.0), -0.5, [1.0 / 32.0; 2]);
-}
-
-#[test]
-fn loss_f64_entropy_bonus_is_a_token_mean_under_every_reduction() {
+fn entropy_bonus_is_a_token_mean_under_every_reduction() {
     // Every token's entropy is ln 4, so the bonus is coef · ln 4 whatever the weights.
     for reduction in [Reduction::FixedLength { rows: Rows::All, length: Some(8) }, Reduction::Normalizer(32.0)] {
         let spec = LossSpec { reduction, ..on_policy() };
         let with_bonus = LossSpec { entropy_coef: 0.5, ..spec.clone() };
         let problem = ragged_with_an_empty_row();
         let bonus = evaluate(&spec, &problem).unwrap().loss() - evaluate(&with_bonus, &problem).unwrap().loss();
-        assert_relative_eq!(bonus, 0.5 * 4_f64.ln(), max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(bonus, 0.5 * 4_f64.ln());
     }
 }
 
 #[test]
-fn dlogits_f64_confident_target_keeps_its_gradient() {
+fn confident_target_keeps_its_gradient() {
     // x = [margin, 0, 0, 0]: 1 − p_y = 3e / (1 + 3e) with e = exp(−margin); 1 − p_y from a rounded p_y is 0 beyond 37.
     for margin in [30.0_f64, 60.0, 100.0, 700.0] {
         let (spec, problem) = (on_policy(), one_row(&[margin, 0.0, 0.0, 0.0], 1.0));
@@ -324,8 +321,8 @@ fn dlogits_f64_confident_target_keeps_its_gradient() {
         let p = e / (1.0 + (V - 1) as f64 * e);
         assert_row(&reference.dlogits_row(0, 0), &[-3.0 * p, p, p, p]);
         let token = reference.token(0, 0).unwrap();
-        assert_relative_eq!(token.inputs.logp, -(3.0 * e).ln_1p(), max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(token.inputs.logp, -(3.0 * e).ln_1p());
         let entropy = (3.0 * e).ln_1p() + 3.0 * p * margin;
-        assert_relative_eq!(token.entropy, entropy, max_relative = ROUNDING, epsilon = 0.0);
+        assert_near(token.entropy, entropy);
     }
 }

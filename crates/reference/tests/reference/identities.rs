@@ -15,7 +15,6 @@ use assay_reference::{Reference, evaluate};
 use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
 use proptest::prelude::*;
 use proptest::strategy::Union;
-use proptest::test_runner::TestError;
 
 /// `u`, f64's unit roundoff.
 const U: f64 = f64::EPSILON / 2.0;
@@ -36,19 +35,11 @@ const REGIMES: [Regime; 8] = [
 /// Runs `check` on cases of every regime.
 fn for_every_case(check: impl Fn(Case)) {
     for regime in REGIMES {
-        let mut runner = draws::runner(
-            concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_identities.txt"),
-            64,
-        );
-        let result = runner.run(&cases::plain(regime), |case| {
+        let checked = draws::run("reference_identities", 64, &cases::plain(regime), |case| {
             check(case);
             Ok(())
         });
-        match result {
-            Ok(()) => {}
-            Err(TestError::Fail(reason, case)) => panic!("{regime:?}: {reason}\n{case:#?}"),
-            Err(TestError::Abort(reason)) => panic!("{regime:?}: {reason}"),
-        }
+        checked.unwrap_or_else(|error| panic!("{regime:?}: {error}"));
     }
 }
 
@@ -82,7 +73,7 @@ fn loss_scale(reference: &Reference) -> f64 {
 
 /// Of several ids the loss and dlogits are the sums of those of one id each, whatever becomes of logits before their softmax.
 #[test]
-fn several_ids_come_to_the_sum_of_each() {
+fn ids_per_token_outcome_is_the_sum_of_each_id() {
     const TOP: usize = 4;
     let logits = LogitsTransform { softcap: Some(20.0), scale: -0.5, bias: true };
     let plain = LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) };
@@ -142,7 +133,7 @@ fn dense(array: Array3<f64>) -> FloatArray<Ix3> {
 }
 
 #[test]
-fn dlogits_f64_row_sums_to_zero() {
+fn dlogits_row_sums_to_zero() {
     for_every_case(|Case { spec, problem }| {
         let reference = evaluate(&spec, &problem).unwrap();
         let shape = reference.shape();
@@ -159,7 +150,7 @@ fn dlogits_f64_row_sums_to_zero() {
 }
 
 #[test]
-fn outcome_f64_exact_shift_of_logits_changes_nothing() {
+fn logits_exact_shift_changes_nothing() {
     for_every_case(|Case { spec, mut problem }| {
         // At T = 1/2 and on multiples of 1/8 the shift, the division and every gap are exact.
         let spec = LossSpec { temperature: 0.5.into(), ..spec };
@@ -172,7 +163,7 @@ fn outcome_f64_exact_shift_of_logits_changes_nothing() {
 }
 
 #[test]
-fn outcome_f64_permuted_sequences_permute_their_rows() {
+fn sequences_permuted_permute_their_rows() {
     for_every_case(|Case { spec, problem }| {
         let order: Vec<usize> = (0..problem.shape().batch).rev().collect();
         let flip = |a: &Array2<f64>| a.select(Axis(0), &order);
@@ -201,7 +192,7 @@ fn outcome_f64_permuted_sequences_permute_their_rows() {
 }
 
 #[test]
-fn outcome_f64_power_of_two_advantage_scales_exactly() {
+fn advantage_times_power_of_two_scales_exactly() {
     for_every_case(|Case { spec, problem }| {
         let spec = policy_only(spec);
         let once = outcome(&spec, &problem);
@@ -213,7 +204,7 @@ fn outcome_f64_power_of_two_advantage_scales_exactly() {
 }
 
 #[test]
-fn outcome_f64_scaled_advantage_scales_loss_and_dlogits() {
+fn advantage_scaled_scales_loss_and_dlogits() {
     for_every_case(|Case { spec, problem }| {
         let spec = policy_only(spec);
         let once = evaluate(&spec, &problem).unwrap();
@@ -228,7 +219,7 @@ fn outcome_f64_scaled_advantage_scales_loss_and_dlogits() {
 }
 
 #[test]
-fn outcome_f64_negated_advantage_negates_unclipped_loss() {
+fn advantage_negated_negates_the_unclipped_loss() {
     for_every_case(|Case { spec, problem }| {
         let unbounded = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
         let spec = LossSpec { objective: Objective::PpoClip(unbounded), ..policy_only(spec) };
@@ -241,7 +232,7 @@ fn outcome_f64_negated_advantage_negates_unclipped_loss() {
 }
 
 #[test]
-fn outcome_f64_packing_into_one_row_changes_nothing() {
+fn token_mean_of_one_long_row_is_the_same() {
     for_every_case(|Case { spec, mut problem }| {
         let shape = problem.shape();
         let advantages = Array2::from_shape_fn((shape.batch, shape.tokens), |(b, t)| problem.advantages.at(b, t));
@@ -266,13 +257,10 @@ fn outcome_f64_packing_into_one_row_changes_nothing() {
 
 /// Every option, choices over the whole batch too.
 #[test]
-fn outcome_f64_packed_sequences_have_the_bits_of_their_padded_twin() {
-    let mut runner = draws::runner(
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_identities.txt"),
-        600,
-    );
+fn packed_sequences_have_the_bits_of_padded_ones() {
     let objectives = Union::new(cases::objectives().into_iter().map(|(_, arm)| arm));
-    let result = runner.run(&cases::of_family(objectives.boxed()), |Case { spec, problem }| {
+    let cases = cases::of_family(objectives.boxed());
+    let result = draws::run("reference_identities", 600, &cases, |Case { spec, problem }| {
         let Some(twins) = Twins::of(&spec, &problem) else { return Ok(()) };
         let evaluated = |problem| evaluate(&twins.spec, problem).map(|reference| reference.outcome().into());
         let [packed, padded] = [&twins.packed, &twins.padded].map(evaluated);
@@ -290,7 +278,7 @@ fn outcome_f64_packed_sequences_have_the_bits_of_their_padded_twin() {
 // --- Masks. ---
 
 #[test]
-fn outcome_f64_garbage_under_the_mask_changes_nothing() {
+fn mask_garbage_under_it_changes_nothing() {
     for_every_case(|Case { spec, problem }| {
         let mut logits = problem.logits.to_f64();
         let mut garbage = problem.clone();
@@ -312,7 +300,7 @@ fn outcome_f64_garbage_under_the_mask_changes_nothing() {
 }
 
 #[test]
-fn outcome_f64_fully_masked_batch_is_zero() {
+fn mask_of_nothing_makes_the_outcome_zero() {
     for_every_case(|Case { spec, mut problem }| {
         problem.mask.fill(false);
         let reference = evaluate(&spec, &problem).unwrap();
@@ -331,7 +319,7 @@ fn ppo(clip: PpoClip) -> LossSpec {
 type ClipAt<'a> = &'a dyn Fn(f64) -> PpoClip;
 
 #[test]
-fn dlogits_f64_exact_tie_takes_the_unclipped_branch() {
+fn ppo_clip_exact_tie_takes_the_unclipped_branch() {
     let wide = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
     // The ratio lies in [1/2, 2], so that r − 1 is exact and 1 + (r − 1) is r again.
     let upper = |r: f64| PpoClip { epsilon_high: r - 1.0, ..wide.clone() };
@@ -365,7 +353,7 @@ fn dlogits_f64_exact_tie_takes_the_unclipped_branch() {
 }
 
 #[test]
-fn dlogits_f64_one_ulp_beyond_a_tie_is_clipped() {
+fn ppo_clip_one_ulp_beyond_a_tie_is_clipped() {
     let mut problem = uniform(&[[1.0]]);
     problem.old_logp = problem.old_logp.map(|logp| logp - 0.5);
     let spec = ppo(PpoClip::default());
@@ -386,27 +374,25 @@ fn overflowing(advantage: f64) -> Problem {
 }
 
 #[test]
-fn outcome_f64_overflowing_ratio_with_positive_advantage_is_clipped() {
-    let (spec, problem) = (ppo(PpoClip::default()), overflowing(2.0));
-    let reference = evaluate(&spec, &problem).unwrap();
-    assert_eq!(reference.token(0, 1).unwrap().token_loss, -1.2 * 2.0);
-    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
-    assert_eq!(reference.first_nonfinite(), None);
-    assert!(reference.loss().is_finite());
+fn overflowing_ratio_is_clipped_or_without_part_in_the_loss() {
+    let bounds = |delta, dual_clip| PpoClip { delta, dual_clip, ..PpoClip::default() };
+    for (clip, advantage, token_loss) in [
+        (PpoClip::default(), 2.0, -1.2 * 2.0),
+        (PpoClip::default(), 0.0, 0.0),
+        (bounds(Some(4.0), None), -2.0, 4.0 * 2.0),
+        (bounds(None, Some(3.0)), -2.0, 3.0 * 2.0),
+    ] {
+        let (spec, problem) = (ppo(clip), overflowing(advantage));
+        let reference = evaluate(&spec, &problem).unwrap();
+        assert_eq!(reference.token(0, 1).unwrap().token_loss, token_loss, "{spec:?}");
+        assert_eq!(reference.dlogits_row(0, 1), [0.0; 4], "{spec:?}");
+        assert_eq!(reference.first_nonfinite(), None, "{spec:?}");
+        assert!(reference.loss().is_finite(), "{spec:?}");
+    }
 }
 
 #[test]
-fn outcome_f64_overflowing_ratio_with_zero_advantage_is_zero() {
-    let (spec, problem) = (ppo(PpoClip::default()), overflowing(0.0));
-    let reference = evaluate(&spec, &problem).unwrap();
-    assert_eq!(reference.token(0, 1).unwrap().token_loss, 0.0);
-    assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
-    assert_eq!(reference.first_nonfinite(), None);
-    assert!(reference.loss().is_finite());
-}
-
-#[test]
-fn outcome_f64_overflowing_ratio_with_negative_advantage_is_infinite_and_named() {
+fn overflowing_ratio_of_negative_advantage_is_infinite() {
     let (spec, problem) = (ppo(PpoClip::default()), overflowing(-2.0));
     let reference = evaluate(&spec, &problem).unwrap();
     assert_eq!(reference.loss(), f64::INFINITY);
@@ -418,7 +404,7 @@ fn outcome_f64_overflowing_ratio_with_negative_advantage_is_infinite_and_named()
 
 /// Two ratios of `e^400` and one of 1 are, as a product, beyond f64.
 #[test]
-fn outcome_f64_overflowing_product_is_clipped_whole() {
+fn overflowing_sequence_product_is_clipped_as_a_whole() {
     let mut problem = uniform(&[[2.0; 3]]);
     problem.advantages = Advantages::Sequence(arr1(&[2.0]));
     let logp = problem.old_logp.as_ref().unwrap()[[0, 2]];
@@ -435,19 +421,6 @@ fn outcome_f64_overflowing_product_is_clipped_whole() {
     assert!((loss + 2.0 * 0.1_f64.exp()).abs() < 1e-15, "{loss}");
 }
 
-#[test]
-fn outcome_f64_overflowing_ratio_with_an_upper_bound_is_finite() {
-    let delta = PpoClip { delta: Some(4.0), ..PpoClip::default() };
-    let dual = PpoClip { dual_clip: Some(3.0), ..PpoClip::default() };
-    for (clip, bound) in [(delta, 4.0), (dual, 3.0)] {
-        let (spec, problem) = (ppo(clip), overflowing(-2.0));
-        let reference = evaluate(&spec, &problem).unwrap();
-        assert_eq!(reference.token(0, 1).unwrap().token_loss, bound * 2.0);
-        assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
-        assert_eq!(reference.first_nonfinite(), None);
-    }
-}
-
 /// [`uniform`] logits with row `[0,1]` replaced.
 fn with_row(row: [f64; 4], advantage: f64) -> Problem {
     let mut logits = Array3::zeros((1, 3, 4));
@@ -456,7 +429,7 @@ fn with_row(row: [f64; 4], advantage: f64) -> Problem {
 }
 
 #[test]
-fn outcome_f64_unusable_row_is_named_and_other_rows_stay_right() {
+fn nonfinite_row_is_named_and_other_rows_stay_right() {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let spec = LossSpec { entropy_coef: 0.1, ..ppo(PpoClip::default()) };
     let clean_problem = with_row([0.0; 4], 2.0);
@@ -478,7 +451,7 @@ fn outcome_f64_unusable_row_is_named_and_other_rows_stay_right() {
 }
 
 #[test]
-fn outcome_f64_excluded_id_has_no_probability_entropy_or_gradient() {
+fn excluded_id_has_no_probability_entropy_or_gradient() {
     let spec = LossSpec { entropy_coef: 0.1, ..ppo(PpoClip::default()) };
     let excluded = with_row([0.0, 1.0, f64::NEG_INFINITY, 2.0], 2.0);
     let without = {
@@ -496,7 +469,7 @@ fn outcome_f64_excluded_id_has_no_probability_entropy_or_gradient() {
 }
 
 #[test]
-fn dlogits_f64_excluded_id_stays_zero_under_an_infinite_loss() {
+fn excluded_id_keeps_dlogit_zero_under_infinite_loss() {
     let mut problem = with_row([0.0, 0.0, f64::NEG_INFINITY, 0.0], -2.0);
     problem.old_logp.as_mut().unwrap()[[0, 1]] = -800.0;
     let spec = ppo(PpoClip::default());
@@ -505,7 +478,7 @@ fn dlogits_f64_excluded_id_stays_zero_under_an_infinite_loss() {
 }
 
 #[test]
-fn dlogits_f64_zero_advantage_stays_zero_on_an_unusable_row() {
+fn nonfinite_row_of_zero_advantage_has_zero_dlogits() {
     let (spec, problem) = (ppo(PpoClip::default()), with_row([0.0, f64::NAN, 0.0, 0.0], 0.0));
     let reference = evaluate(&spec, &problem).unwrap();
     assert_eq!(reference.dlogits_row(0, 1), [0.0; 4]);
@@ -513,7 +486,7 @@ fn dlogits_f64_zero_advantage_stays_zero_on_an_unusable_row() {
 }
 
 #[test]
-fn logp_f64_excluded_target_is_minus_infinity_and_named() {
+fn excluded_target_has_logp_minus_infinity() {
     for advantage in [2.0, 0.0, -2.0] {
         let (spec, problem) = (ppo(PpoClip::default()), with_row([f64::NEG_INFINITY, 0.0, 0.0, 0.0], advantage));
         let reference = evaluate(&spec, &problem).unwrap();
@@ -655,7 +628,7 @@ fn problem_that_does_not_fit_is_refused_by_field() {
 }
 
 #[test]
-fn arrays_the_spec_does_not_read_are_not_asked_for() {
+fn problem_array_that_is_not_read_may_be_missing() {
     let spec = LossSpec { old_logp: OldLogp::Current, ..ppo(PpoClip::default()) };
     let problem = Problem { old_logp: None, ref_logp: None, ..uniform(&[[1.0]]) };
     assert!(evaluate(&spec, &problem).is_ok());

@@ -7,7 +7,7 @@ use assay_suites::cases;
 
 /// Central differences of the loss by every hidden state and every weight.
 #[test]
-fn gradients_of_the_reference_are_those_of_its_loss() {
+fn lm_head_gradients_match_differences_of_the_loss() {
     let logits = LogitsTransform { scale: 0.7, softcap: Some(3.0), bias: true };
     let specs = [
         LossSpec { entropy_coef: 0.03, temperature: 0.8.into(), ..LossSpec::default() },
@@ -54,7 +54,7 @@ fn f64_problem(spec: &LossSpec, layout: HeadLayout) -> HeadProblem {
 
 /// Logits, loss and log-probabilities are those of the logits-level reference on the product.
 #[test]
-fn the_reference_is_that_of_its_logits() {
+fn lm_head_loss_is_that_of_its_logits() {
     let spec = LossSpec::default();
     for layout in [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden] {
         let problem = f64_problem(&spec, layout);

@@ -2,7 +2,9 @@
 
 mod common {
     pub(crate) mod cases;
+    pub(crate) mod coverage;
     pub(crate) mod draws;
+    pub(crate) mod exact;
     pub(crate) mod family;
     pub(crate) mod real;
     pub(crate) mod running;
@@ -12,6 +14,7 @@ mod common {
 
 mod by_hand;
 mod family;
+mod family_edges;
 mod identities;
 mod lm_head;
 mod metrics;

@@ -43,6 +43,17 @@ impl Case {
         self.verdict(output, Model::Elementwise).worst().expect("compared").share()
     }
 
+    /// Checks the loss recorded and the formula's, that the loss and dlogits are rejected, and how many times their limit the worst errors are.
+    #[track_caller]
+    fn assert_defect(&self, losses: [f64; 2], loss: Option<f64>, dlogits: Option<f64>) {
+        assert_quoted(self.recorded.loss, losses[0]);
+        assert_quoted(self.loss, losses[1]);
+        for (output, share) in [(Output::Loss, loss), (Output::Dlogits, dlogits)] {
+            assert!(!self.verdict(output, Model::Elementwise).passed());
+            share.inspect(|&share| assert_quoted(self.share(output), share));
+        }
+    }
+
     /// `∂loss/∂logits` of a sampled token: the formula's, and the one recorded.
     fn target(&self, b: usize, t: usize) -> [f64; 2] {
         let spec = self.recorded.resolve().unwrap().spec;
@@ -59,36 +70,28 @@ fn assert_quoted(value: f64, quoted: f64) {
 }
 
 #[test]
-fn luspo_weights_of_a_ragged_mask_are_rejected() {
+fn peer_luspo_weights_of_a_ragged_mask_are_rejected() {
     let case = Case::of("liger_triton_luspo_quirk");
-    assert_quoted(case.recorded.loss, -1.9442);
-    assert_quoted(case.loss, -1.9455);
     for t in 0..4 {
         let [formula, recorded] = case.target(2, t);
         assert_quoted(recorded / formula, 0.8);
     }
-    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
-    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
-    assert_quoted(case.share(Output::Loss), 59.309);
-    assert_quoted(case.share(Output::Dlogits), 14_734.0);
+    case.assert_defect([-1.9442, -1.9455], Some(59.309), Some(14_734.0));
 }
 
 #[test]
-fn luspo_loss_of_masked_tokens_is_rejected() {
+fn peer_luspo_loss_of_masked_tokens_is_rejected() {
     let case = Case::of("liger_luspo_token_quirk");
-    assert_quoted(case.recorded.loss, -0.060_389);
-    assert_quoted(case.loss, -0.89297);
     let [formula, recorded] = case.target(1, 5);
     assert_eq!(formula, 0.0, "masked");
     assert_quoted(recorded, 1.1121);
-    assert!(!case.verdict(Output::Loss, Model::Elementwise).passed());
-    assert!(!case.verdict(Output::Dlogits, Model::Elementwise).passed());
+    case.assert_defect([-0.060_389, -0.89297], None, None);
 }
 
 #[test]
-fn delta_below_the_clip_bound_is_rejected_though_its_loss_is_right() {
+fn peer_delta_below_the_clip_bound_is_rejected() {
     let case = Case::of("liger_triton_delta_quirk");
-    assert!(case.verdict(Output::Loss, Model::Elementwise).passed());
+    assert!(case.verdict(Output::Loss, Model::Elementwise).passed(), "its loss is right");
     let [formula, recorded] = case.target(1, 2);
     assert_quoted(formula, 0.077_509);
     assert_eq!(recorded, 0.0);
@@ -104,7 +107,7 @@ const DEFECTS: [(&str, &[&str]); 3] = [
 ];
 
 #[test]
-fn recorded_defects_fail_their_gates_and_other_runs_pass() {
+fn peer_runs_pass_and_recorded_defects_fail_their_gates() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/peers");
     let (mut judged, mut with_entropy) = (0, 0);
     for entry in fs::read_dir(folder).unwrap() {

@@ -39,19 +39,13 @@ fn dual(epsilon_low: f64, epsilon_high: f64, c: f64) -> Objective {
     Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, dual_clip: Some(c), delta: None })
 }
 
-const SAMPLED: Given = Given {
-    old_logps: true,
-    ref_logps: true,
-    sampling_logps: true,
-    rollout_weights: None,
-    token_weights: false,
-    num_items_in_batch: None,
-    advantages: None,
-    float64: false,
-};
+/// Old, reference and sampler's log-probabilities.
+fn sampled() -> Given {
+    Given { sampling_logps: true, ..Given::default() }
+}
 
 #[test]
-fn names_are_read_back() {
+fn preset_names_are_read_back() {
     for preset in Preset::ALL {
         assert_eq!(preset.name().parse::<Preset>().unwrap(), preset);
         for function in preset.functions() {
@@ -68,11 +62,11 @@ fn of_any(preset: Preset, function: &str) -> Result<Resolved, PresetError> {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
         _ => &[],
     };
-    resolve(preset, Some(function), pairs, &SAMPLED)
+    resolve(preset, Some(function), pairs, &sampled())
 }
 
 #[test]
-fn defaults_are_those_of_each_project() {
+fn preset_defaults_are_those_of_each_project() {
     let trl = of(Preset::Trl, None, &[]);
     assert_eq!(trl, LossSpec::default());
 
@@ -127,7 +121,7 @@ fn trl_spreads_a_loss_over_accumulation_steps() {
 }
 
 #[test]
-fn trl_epsilon_high_is_epsilon_if_null_and_a_raw_bound_for_cispo() {
+fn trl_epsilon_high_of_null_and_of_cispo() {
     assert_eq!(of(Preset::Trl, None, &["epsilon=0.1", "epsilon_high=null"]).objective, clip(0.1, 0.1));
     let cispo = |upper| Objective::Cispo(Cispo { lower: None, upper });
     assert_eq!(of(Preset::Trl, None, &["loss_type=cispo", "epsilon_high=5"]).objective, cispo(5.0));
@@ -142,7 +136,7 @@ fn trl_inputs_decide_what_is_read() {
     assert_eq!(with(Preset::Trl, &[], &none).old_logp, OldLogp::Current);
     let mask = |given: &Given| with(Preset::Trl, &["off_policy_mask_threshold=0.1"], given).off_policy_mask;
     assert_eq!(mask(&Given::default()).unwrap().behaviour, OldLogp::Given);
-    assert_eq!(mask(&SAMPLED).unwrap().behaviour, OldLogp::Rollout);
+    assert_eq!(mask(&sampled()).unwrap().behaviour, OldLogp::Rollout);
     assert_eq!(mask(&none), None, "the divergence from the policy itself is 0");
 
     let ready = Given { rollout_weights: Some(WeightShape::Sequence), ..Given::default() };
@@ -151,7 +145,7 @@ fn trl_inputs_decide_what_is_read() {
     let unused = resolve(Preset::Trl, None, &[], &ready).unwrap();
     assert!(unused.spec.rollout.is_none() && unused.notes.iter().any(|note| note.contains("importance weights")));
 
-    let made = with(Preset::Trl, &["use_vllm=true"], &SAMPLED).rollout.unwrap();
+    let made = with(Preset::Trl, &["use_vllm=true"], &sampled()).rollout.unwrap();
     let expected = (RolloutSource::Logp, RolloutLevel::Sequence, Outside::Mask, Some(3.0));
     assert_eq!((made.source, made.level, made.outside, made.max), expected);
 
@@ -162,7 +156,7 @@ fn trl_inputs_decide_what_is_read() {
 }
 
 #[test]
-fn trl_bias_correction_is_on_and_beta_0_leaves_the_term_out() {
+fn trl_kl_is_corrected_and_beta_0_leaves_it_out() {
     assert!(of(Preset::Trl, None, &[]).kl.is_none());
     assert_eq!(of(Preset::Trl, None, &["beta=0.1"]).kl.unwrap().importance, KlImportance::Ratio);
     let plain = of(Preset::Trl, None, &["beta=0.1", "use_bias_correction_kl=False"]);
@@ -186,7 +180,7 @@ fn trl_head_and_entropy_quantile() {
 }
 
 #[test]
-fn gmpo_reads_few_of_its_options() {
+fn trl_gmpo_reads_few_of_its_options() {
     let pairs = ["beta=0.1", "entropy_coef=0.5", "loss_type=dapo", "delta=2"];
     let gmpo = resolve(Preset::Trl, Some("GMPOTrainer"), &pairs, &Given::default()).unwrap();
     assert_eq!(gmpo.without_effect, ["delta", "entropy_coef", "loss_type"]);
@@ -248,7 +242,7 @@ fn verl_rollout_correction_is_made_of_both_logps() {
         "rollout_correction.rollout_rs=token_k1,seq_max_k3",
         "rollout_correction.rollout_rs_threshold=2,0.1",
     ];
-    let spec = with(Preset::Verl, &pairs, &SAMPLED);
+    let spec = with(Preset::Verl, &pairs, &sampled());
     let weights = spec.rollout.unwrap();
     assert_eq!((weights.outside, weights.min, weights.max), (Outside::Mask, Some(0.5), Some(5.0)));
     let levels: Vec<_> = spec.rejection.iter().map(|rejection| (rejection.level, rejection.counts)).collect();
@@ -257,7 +251,7 @@ fn verl_rollout_correction_is_made_of_both_logps() {
 }
 
 #[test]
-fn tunix_temperature_0_is_1_and_a_missing_reference_drops_the_term() {
+fn tunix_temperature_0_and_missing_reference() {
     assert_eq!(of(Preset::Tunix, None, &["temperature=0"]).temperature, 1.0.into());
     let none = Given { ref_logps: false, ..Given::default() };
     let resolved = resolve(Preset::Tunix, None, &[], &none).unwrap();
@@ -269,7 +263,7 @@ fn tunix_temperature_0_is_1_and_a_missing_reference_drops_the_term() {
 }
 
 #[test]
-fn unsloth_clamps_kl_after_its_correction_and_counts_what_it_rejects() {
+fn unsloth_clamps_kl_late_and_counts_rejected_tokens() {
     let pairs = [
         "beta=0.1",
         "use_vllm=true",
@@ -278,14 +272,14 @@ fn unsloth_clamps_kl_after_its_correction_and_counts_what_it_rejects() {
         "rollout_rs_threshold=0.1",
     ];
     let geometric = "vllm_importance_sampling_mode=geometric_truncate";
-    let spec = with(Preset::Unsloth, &[&pairs[..], &[geometric]].concat(), &SAMPLED);
+    let spec = with(Preset::Unsloth, &[&pairs[..], &[geometric]].concat(), &sampled());
     assert!(spec.kl.unwrap().clamp_after_importance);
     assert_eq!(spec.rollout.unwrap().level, RolloutLevel::Geometric);
     assert!(spec.rejection[0].counts && spec.rejection[0].drops_from == Terms::PolicyAndKl);
 }
 
 #[test]
-fn unsloth_has_trls_bonus_and_the_columns_that_vllm_never_samples() {
+fn unsloth_entropy_bonus_and_support() {
     let steps = ["entropy_coef=0.02", "current_gradient_accumulation_steps=4"];
     let bonus = |pairs: &[&str]| {
         let spec = of(Preset::Unsloth, None, &[&steps[..], pairs].concat());
@@ -303,13 +297,13 @@ fn unsloth_has_trls_bonus_and_the_columns_that_vllm_never_samples() {
 
     let rejects = ["entropy_coef=0.1", "use_vllm=true", "vllm_importance_sampling_correction=true"];
     let rejects = [&rejects[..], &["rollout_rs=token_k2", "rollout_rs_threshold=0.1"]].concat();
-    let error = resolve(Preset::Unsloth, None, &rejects, &SAMPLED).expect_err("refused").to_string();
+    let error = resolve(Preset::Unsloth, None, &rejects, &sampled()).expect_err("refused").to_string();
     assert!(error.contains("`rollout_rs`") && error.contains("would leave the entropy bonus"), "{error}");
 }
 
 #[test]
 fn trl_async_clips_against_the_sampler() {
-    let given = Given { num_items_in_batch: Some(60.0), ..SAMPLED };
+    let given = Given { num_items_in_batch: Some(60.0), ..sampled() };
     let pairs = ["epsilon_high=0.28", "gradient_accumulation_steps=2", "num_processes=3"];
     let resolved = resolve(Preset::Trl, Some("AsyncGRPOTrainer"), &pairs, &given).unwrap();
     let LossSpec { objective, old_logp, reduction, scale, advantages, .. } = resolved.spec;
@@ -320,7 +314,7 @@ fn trl_async_clips_against_the_sampler() {
 }
 
 #[test]
-fn weights_of_a_trainer_stand_in_place_of_a_reduction() {
+fn token_weights_replace_the_reduction() {
     let given = Given { token_weights: true, ..Given::default() };
     let pairs = ["entropy_coef=0.02", "current_gradient_accumulation_steps=2", "steps_per_generation=4"];
     let unsloth = with(Preset::Unsloth, &pairs, &given);
@@ -338,27 +332,27 @@ fn weights_of_a_trainer_stand_in_place_of_a_reduction() {
 }
 
 #[test]
-fn rejections_are_those_of_each_project() {
+fn rejection_is_that_of_each_project() {
     let gate = ["is_correction_level=seq", "is_correction_gating=binary_kl", "is_correction_threshold_low=0"];
     let pairs = [&gate[..], &["is_correction_threshold_high=0.01"]].concat();
-    let openrlhf = with(Preset::OpenRlhf, &pairs, &SAMPLED);
+    let openrlhf = with(Preset::OpenRlhf, &pairs, &sampled());
     let weights = openrlhf.rollout.unwrap();
     assert_eq!((weights.level, weights.min, weights.max), (RolloutLevel::Token, None, None));
     let gate = openrlhf.rejection[0];
     assert_eq!((gate.estimator, gate.level), (RejectionEstimator::BinaryKl, RejectionLevel::SequenceMean));
     assert!(gate.counts && gate.drops_from == Terms::Policy && gate.max == 0.01);
-    let low = resolve(Preset::OpenRlhf, None, &["is_correction_level=token", "is_correction_gating=tv"], &SAMPLED);
+    let low = resolve(Preset::OpenRlhf, None, &["is_correction_level=token", "is_correction_gating=tv"], &sampled());
     assert!(low.unwrap_err().to_string().contains("`is_correction_threshold_low`"));
 
-    let nemo = with(Preset::Nemo, &["seq_logprob_error_threshold=1.5"], &SAMPLED).rejection[0];
+    let nemo = with(Preset::Nemo, &["seq_logprob_error_threshold=1.5"], &sampled()).rejection[0];
     assert_eq!((nemo.estimator, nemo.level), (RejectionEstimator::AbsoluteRatio, RejectionLevel::SequenceMean));
     assert!(!nemo.counts && nemo.max == 1.5);
-    let corrected = with(Preset::Nemo, &["use_importance_sampling_correction=true"], &SAMPLED).rollout.unwrap();
+    let corrected = with(Preset::Nemo, &["use_importance_sampling_correction=true"], &sampled()).rollout.unwrap();
     assert_eq!(corrected.unscored, Unscored::Zero);
 
     let outliers =
         ["low=1e-4", "high=100"].map(|pair| format!("off_policy_correction.outlier_token_is_threshold_{pair}"));
-    let skyrl = with(Preset::Skyrl, &outliers.each_ref().map(String::as_str), &SAMPLED).rejection;
+    let skyrl = with(Preset::Skyrl, &outliers.each_ref().map(String::as_str), &sampled()).rejection;
     let found: Vec<_> = skyrl.iter().map(|rejection| (rejection.level, rejection.min, rejection.max)).collect();
     let [low, high] = [1e-4_f64, 100.0].map(|bound| -bound.ln());
     assert_eq!(found, [(RejectionLevel::SequenceMax, None, low), (RejectionLevel::SequenceMin, Some(high), 20.0)]);
@@ -366,7 +360,7 @@ fn rejections_are_those_of_each_project() {
 
 /// Where parts of a batch do not add up to it in the project, its preset says so, and nowhere else.
 #[test]
-fn presets_say_what_is_a_mean_of_micro_batches() {
+fn preset_notes_name_means_of_micro_batches() {
     let says = |preset, pairs: &[&str], given: &Given| {
         let notes = resolve(preset, None, pairs, given).unwrap_or_else(|error| panic!("{error}")).notes;
         notes.iter().any(|note| ["micro-batch", "add up"].iter().any(|words| note.contains(words)))
@@ -386,17 +380,17 @@ fn presets_say_what_is_a_mean_of_micro_batches() {
 }
 
 #[test]
-fn kl_penalties_are_weighed_as_each_project_does() {
+fn kl_is_weighed_as_each_project_does() {
     let openrlhf = of(Preset::OpenRlhf, None, &["kl.use_loss=true", "kl.unbiased_gradient=true"]).kl.unwrap();
     assert_eq!((openrlhf.estimator, openrlhf.gradient), (KlEstimator::K1, KlGradient::K2Weighted(10.0)));
-    let nemo = with(Preset::Nemo, &["use_on_policy_kl_approximation=true"], &SAMPLED).kl.unwrap();
+    let nemo = with(Preset::Nemo, &["use_on_policy_kl_approximation=true"], &sampled()).kl.unwrap();
     assert_eq!((nemo.importance, nemo.clamp_after_importance), (KlImportance::Rollout, true));
 }
 
 #[test]
-fn presets_say_where_a_project_differs_at_an_edge() {
+fn preset_notes_name_differences_at_edges() {
     let notes = |preset, function, pairs: &[&str]| {
-        resolve(preset, function, pairs, &SAMPLED).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
+        resolve(preset, function, pairs, &sampled()).unwrap_or_else(|error| panic!("{error}")).notes.join("; ")
     };
     let bypass = ["loss_type=reinforce", "rollout_is=token", "rollout_is_threshold=0.5_2.0"]
         .map(|pair| format!("rollout_correction.{pair}"));
@@ -410,7 +404,7 @@ fn presets_say_where_a_project_differs_at_an_edge() {
 #[test]
 fn skyrl_rejections_spare_the_kl_term() {
     let pairs = ["off_policy_correction.sequence_mask_metric=product"];
-    let rejection = with(Preset::Skyrl, &pairs, &SAMPLED).rejection[0];
+    let rejection = with(Preset::Skyrl, &pairs, &sampled()).rejection[0];
     assert_eq!((rejection.level, rejection.drops_from), (RejectionLevel::SequenceSum, Terms::Policy));
     assert!((rejection.max - 2_f64.ln()).abs() < 1e-15 && rejection.counts);
 }
@@ -435,7 +429,7 @@ fn prime_rl_scales_the_advantages_by_scaling_the_loss() {
 }
 
 #[test]
-fn products_of_ratios_are_clipped_in_rloo_and_truncated_in_bypass_mode() {
+fn sequence_product_is_that_of_rloo_and_bypass_mode() {
     let rloo = of(Preset::Trl, Some("RLOOTrainer"), &["beta=0.05", "epsilon_high=0.3"]);
     assert_eq!((rloo.ratio.level, rloo.ratio.clamp), (RatioLevel::SequenceProduct, None));
     assert_eq!((rloo.kl, rloo.reduction), (None, Reduction::SequenceMean { rows: Rows::All }));
@@ -455,7 +449,7 @@ fn products_of_ratios_are_clipped_in_rloo_and_truncated_in_bypass_mode() {
 fn areal_gates_by_y_where_the_family_does_by_minus_y() {
     let gate = |pairs: &[&str]| {
         let pairs = [&["use_decoupled_loss=true"], pairs].concat();
-        with(Preset::Areal, &pairs, &SAMPLED).rejection
+        with(Preset::Areal, &pairs, &sampled()).rejection
     };
     let [ratio] = gate(&["rejection_sampling.upper=2", "rejection_sampling.lower=0.8"])[..] else { panic!("one gate") };
     assert_eq!((ratio.level, ratio.counts, ratio.drops_from), (RejectionLevel::Token, true, Terms::Policy));
@@ -466,11 +460,11 @@ fn areal_gates_by_y_where_the_family_does_by_minus_y() {
     let [m2] = gate(&["m2_threshold=0.04"])[..] else { panic!("one gate") };
     assert_eq!((m2.level, m2.max, m2.counts), (RejectionLevel::SecondMoment, 0.04, false));
     // Of one policy there is nothing to gate.
-    assert_eq!(with(Preset::Areal, &["m2_threshold=0.04"], &SAMPLED).rejection, []);
+    assert_eq!(with(Preset::Areal, &["m2_threshold=0.04"], &sampled()).rejection, []);
 }
 
 #[test]
-fn what_is_not_reproduced_is_refused_by_name() {
+fn preset_option_not_reproduced_is_refused_by_name() {
     refuses(Preset::Trl, None, &["use_adaptive_entropy=true"], &["`use_adaptive_entropy`", "true", "off"]);
     refuses(Preset::Trl, None, &["router_aux_loss_coef=0.1"], &["`router_aux_loss_coef`", "0.1"]);
     refuses(Preset::Trl, None, &["loss_type=grpo", "nonsense=1"], &["`nonsense`", "loss_type"]);
@@ -514,7 +508,7 @@ fn what_is_not_reproduced_is_refused_by_name() {
 }
 
 #[test]
-fn inputs_that_a_function_does_not_take_are_refused() {
+fn preset_input_not_taken_is_refused() {
     let refused = |preset, function, given: &Given, part: &str| {
         let error = resolve(preset, function, &["loss_type=grpo"], given).expect_err("refused").to_string();
         assert!(error.contains(part), "{error}");

@@ -1,19 +1,16 @@
-//! The plain PPO-clip loss in every regime of logits, against 640 bits as the whole family is ([`crate::family`]), with
+//! The plain PPO-clip loss in every regime of logits, against 640 bits as the whole family is ([`crate::common::exact`]), with
 //! scales by hand.
 //!
 //! [`crate::common::running`] counts a step of the whole family's formula even where the spec leaves it out, as a factor
 //! of 1. Here `scale` is the condition number of the value: what a relative error of one `u` in every elementary step of
 //! the plain loss can add up to, up to 16 times less.
 
-use std::cell::RefCell;
-
 use crate::common::cases;
-use crate::common::draws::{self, Regime};
+use crate::common::draws::Regime;
+use crate::common::exact::{ByLogp, Exact, Head, Precision, Scale, Scales, TokenScale, sweep};
 use crate::common::real::Real;
-use crate::family::{self, ByLogp, Exact, Head, Precision, Record, Scale, Scales, TokenScale};
 use assay_core::spec::{KlEstimator, Objective, OldLogp};
 use ndarray::Array2;
-use proptest::test_runner::TestError;
 
 /// The smallest value drawn is 1e-88 or so, a probability at margin 100 and temperature ½; its rounding in f64 is 1e-104.
 /// The truncation error of a central difference with step 2⁻⁸⁰ is 2⁻¹⁶⁰ of the third derivative, which vanishes where the
@@ -118,57 +115,23 @@ fn scales(exact: &Exact, _: &Scale, _: &ByLogp) -> Scales {
     Scales { loss: weighted.sum::<f64>() + exact.loss.spec.entropy_coef.abs() * entropy, tokens }
 }
 
-/// Draws cases of one regime, and prints the worst κ of each output.
-fn sweep(regime: Regime) {
-    let record = RefCell::new(Record::default());
-    let mut runner =
-        draws::runner(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../fixtures/regressions/reference_regimes.txt"), 48);
-    let result = runner.run(&cases::plain(regime), |case| family::check(&case, &PLAIN, &mut record.borrow_mut()));
-    let record = record.into_inner();
-    println!("{regime:?}: {:.2?}\n{:?}", record.worst, record.seen);
-    match result {
-        Ok(()) => {}
-        Err(TestError::Fail(reason, case)) => panic!("{reason}\n{case:#?}"),
-        Err(TestError::Abort(reason)) => panic!("{reason}"),
-    }
+/// Defines a test for each regime, so that they run at the same time.
+macro_rules! regimes_match_640_bits {
+    ($($test:ident: $regime:ident,)*) => {$(
+        #[test]
+        fn $test() {
+            sweep(stringify!($regime), "reference_regimes", &cases::plain(Regime::$regime), &PLAIN);
+        }
+    )*};
 }
 
-#[test]
-fn outcome_f64_small_logits_match_640_bits() {
-    sweep(Regime::Small);
-}
-
-#[test]
-fn outcome_f64_normal_logits_match_640_bits() {
-    sweep(Regime::Normal);
-}
-
-#[test]
-fn outcome_f64_wide_logits_match_640_bits() {
-    sweep(Regime::Wide);
-}
-
-#[test]
-fn outcome_f64_shifted_logits_match_640_bits() {
-    sweep(Regime::Shifted);
-}
-
-#[test]
-fn outcome_f64_low_logits_match_640_bits() {
-    sweep(Regime::Low);
-}
-
-#[test]
-fn outcome_f64_confident_logits_match_640_bits() {
-    sweep(Regime::Confident);
-}
-
-#[test]
-fn outcome_f64_excluded_columns_match_640_bits() {
-    sweep(Regime::Excluded);
-}
-
-#[test]
-fn outcome_f64_tied_logits_match_640_bits() {
-    sweep(Regime::Tied);
+regimes_match_640_bits! {
+    small_logits_match_640_bits: Small,
+    normal_logits_match_640_bits: Normal,
+    wide_logits_match_640_bits: Wide,
+    shifted_logits_match_640_bits: Shifted,
+    low_logits_match_640_bits: Low,
+    confident_logits_match_640_bits: Confident,
+    excluded_columns_match_640_bits: Excluded,
+    tied_logits_match_640_bits: Tied,
 }

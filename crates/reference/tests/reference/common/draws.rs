@@ -5,11 +5,11 @@ use std::fmt;
 
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
-use assay_suites::cases;
+use assay_suites::cases::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
-use proptest::test_runner::{Config, FileFailurePersistence, TestRunner};
+use proptest::test_runner::{Config, FileFailurePersistence, TestCaseResult, TestError, TestRunner};
 
 /// One spec and one batch for it.
 #[derive(Clone)]
@@ -77,13 +77,25 @@ fn normal() -> impl Strategy<Value = f64> {
     (f64::MIN_POSITIVE..1.0, 0.0..TAU).prop_map(|(u, angle): (f64, f64)| (-2.0 * u.ln()).sqrt() * angle.cos())
 }
 
-/// A runner of [`cases::config`] that writes the seeds of failures to `failures`.
-pub(crate) fn runner(failures: &'static str, cases: u32) -> TestRunner {
-    let config = cases::config(cases);
-    TestRunner::new(Config {
+/// Runs `check` on `count` draws of `cases`, unless the environment asks for another number, and returns the smallest case that
+/// fails, in words. Seeds of failures are kept in `fixtures/regressions/{failures}.txt`.
+pub(crate) fn run(
+    failures: &str,
+    count: u32,
+    cases: &BoxedStrategy<Case>,
+    check: impl Fn(Case) -> TestCaseResult,
+) -> Result<(), String> {
+    let path = format!("{}/../../../fixtures/regressions/{failures}.txt", env!("CARGO_MANIFEST_DIR"));
+    let failures = Box::leak(path.into_boxed_str());
+    let config = config(count);
+    let mut runner = TestRunner::new(Config {
         // Some arms reject several draws a case: proptest's own limit is for fewer cases.
         max_global_rejects: 4 * config.cases.max(config.max_global_rejects),
         failure_persistence: Some(Box::new(FileFailurePersistence::Direct(failures))),
         ..config
+    });
+    runner.run(cases, check).map_err(|error| match error {
+        TestError::Fail(reason, case) => format!("{reason}\n{case:#?}"),
+        TestError::Abort(reason) => reason.to_string(),
     })
 }
