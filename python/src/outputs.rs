@@ -139,7 +139,7 @@ impl Returned {
             Err(error::of_output(py, name, given, expected))
         };
         let has = |name: &str| dictionary.contains(name);
-        let loss = if spec.is_of_cotangents() { optional("loss")? } else { Some(required("loss")?) };
+        let loss = if spec.is_from_cotangents() { optional("loss")? } else { Some(required("loss")?) };
         if loss.is_none() {
             required("logp")?;
         }

@@ -19,7 +19,7 @@ use assay::campaign::{Deals, Subject, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::RecipeError;
-use assay::problem::{self, Advantages, Dtype, Extents, HeadProblem, Part, Sequences, with_others};
+use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemShape, Sequences, with_others};
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -94,10 +94,10 @@ impl Problem {
         &self.spec
     }
 
-    fn extents(&self) -> Extents {
+    fn extents(&self) -> ProblemShape {
         match &self.batch {
-            Batch::Logits(problem) => Extents::Logits(problem.shape()),
-            Batch::Head(problem) => Extents::Head(problem.shape()),
+            Batch::Logits(problem) => ProblemShape::Logits(problem.shape()),
+            Batch::Head(problem) => ProblemShape::Head(problem.shape()),
         }
     }
 
@@ -340,7 +340,7 @@ impl Problem {
                 Batch::Head(Arc::new(error::apart(py, || problem.pack().0)?))
             }
         };
-        Ok(Self::of(self.spec.of_width(width), packed, None).on_device(self.device.clone()))
+        Ok(Self::of(self.spec.with_width(width), packed, None).on_device(self.device.clone()))
     }
 
     /// `[V]`: bias of the LM head.
@@ -401,7 +401,7 @@ impl Problem {
             Batch::Logits(problem) => problem.extra.sequences.count(of_batch),
             Batch::Head(problem) => problem.extra.sequences.count(of_batch),
         };
-        let part = Part {
+        let part = ProblemPart {
             batch: indices(py, "batch", batch, sequences)?,
             tokens: indices(py, "tokens", tokens, of_tokens)?,
             columns: indices(py, "columns", columns, of_columns)?,

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::error;
 use assay::config::read_spec;
-use assay::spec::presets::{self, Given, Options, Preset, WeightShape};
+use assay::spec::presets::{self, BatchInputs, Preset, PresetOptions, WeightShape};
 use assay::spec::{AdvantageLevel, LossSpec};
 use assay::text::{nearest, one_line};
 
@@ -40,8 +40,8 @@ impl Spec {
     }
 
     /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
-    pub(crate) fn of_width(&self, width: usize) -> Self {
-        Self { loss: Arc::new((*self.loss).clone().of_width(width)), ..self.clone() }
+    pub(crate) fn with_width(&self, width: usize) -> Self {
+        Self { loss: Arc::new((*self.loss).clone().with_width(width)), ..self.clone() }
     }
 
     /// As JSON.
@@ -137,7 +137,7 @@ impl Default for Inputs {
     }
 }
 
-impl From<Inputs> for Given {
+impl From<Inputs> for BatchInputs {
     fn from(inputs: Inputs) -> Self {
         let shape = |level| match level {
             Level::Token => WeightShape::Token,
@@ -177,7 +177,7 @@ pub(crate) fn spec_of_preset(
     })?;
     let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
     let pairs = as_pairs("", &options);
-    let options = Options::from_json(&options).map_err(|reason| wrong(&reason))?;
+    let options = PresetOptions::from_json(&options).map_err(|reason| wrong(&reason))?;
     let inputs: Inputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
     let resolved = presets::spec(preset, function, &options, &inputs.into()).map_err(|reason| wrong(&reason))?;
     let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
@@ -219,7 +219,7 @@ pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -
         let all = OPTIONS.join(", ");
         return Err(error::of_spec(py, format!("`{stranger}`: no such option, {meant}expected entropy, {all}")));
     }
-    let mut fields = serde_json::to_value(LossSpec::of_cotangents(entropy)).expect("plain data has a JSON form");
+    let mut fields = serde_json::to_value(LossSpec::from_cotangents(entropy)).expect("plain data has a JSON form");
     fields.as_object_mut().expect("a spec is an object").extend(given);
     let loss: LossSpec =
         serde_json::from_value(fields).map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;

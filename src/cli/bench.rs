@@ -16,7 +16,7 @@ use crate::case::{Batch, Case};
 use crate::config;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::report::{on_devices, with_lowering};
-use crate::problem::{Dtype, Extents};
+use crate::problem::{Dtype, ProblemShape};
 use crate::schema::{bench as schema, verdicts::Verdicts};
 
 #[derive(Args)]
@@ -30,7 +30,7 @@ pub(super) struct Bench {
     implementation: Option<String>,
     /// Extents of the logits, half a gigabyte in bf16 if none are given; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV", requires = "implementation", default_value = "1x1792x151936")]
-    shape: Extents,
+    shape: ProblemShape,
     /// Dtype of the logits, or of hidden states and head
     #[arg(long, requires = "implementation", default_value = "bf16")]
     dtype: Dtype,

@@ -16,7 +16,7 @@ use crate::ahead::{AheadError, CompileOptions, CompileRequest};
 use crate::compile_worker;
 use crate::config;
 use crate::gpu::{self, CudaToolkit, GpuCompiler, GpuTarget};
-use crate::problem::{Dtype, Extents, HeadLayout};
+use crate::problem::{Dtype, HeadLayout, ProblemShape};
 use crate::schema::compile::{Beside, Bound, Compiled, Launch, Loop, Memory, Table};
 use crate::schema::gpu::Table as GpuTable;
 use crate::tpu::{self, TpuCompiler, TpuTarget};
@@ -44,7 +44,7 @@ pub(super) struct Compile {
     /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of what is cut over devices all
     /// that they hold together
     #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
-    shape: Option<Extents>,
+    shape: Option<ProblemShape>,
     /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
@@ -209,7 +209,7 @@ impl Compile {
         }
     }
 
-    fn request<T: Clone>(&self, target: &T, shape: Extents, options: CompileOptions) -> CompileRequest<T> {
+    fn request<T: Clone>(&self, target: &T, shape: ProblemShape, options: CompileOptions) -> CompileRequest<T> {
         CompileRequest { target: target.clone(), implementation: self.implementation.clone(), shape, options }
     }
 

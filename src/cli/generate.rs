@@ -15,7 +15,7 @@ use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::packed::Packable;
-use crate::problem::{Dtype, Extents};
+use crate::problem::{Dtype, ProblemShape};
 use crate::spec::LossSpec;
 
 #[derive(Args)]
@@ -24,7 +24,7 @@ pub(super) struct Generate {
     spec: SpecChoice,
     /// Sequences, tokens and vocabulary; with an LM head `BxTxHxV`
     #[arg(long, value_name = "BxTxV")]
-    shape: Extents,
+    shape: ProblemShape,
     /// Dtype of the logits, or of hidden states and head: f32, bf16, f16 or f64
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
@@ -72,7 +72,7 @@ impl Generate {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let [_, width, _] = self.shape.logits();
         let spec = self.spec.read()?;
-        let spec = if self.packed { spec.of_width(width) } else { spec };
+        let spec = if self.packed { spec.with_width(width) } else { spec };
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::CliError;
 use crate::judge::generate::{HeadRecipe, Recipe};
-use crate::problem::{Extents, HeadLayout, HeadShape};
+use crate::problem::{HeadLayout, HeadShape, ProblemShape};
 
 /// What is said of an LM head beside its extents.
 #[derive(Args)]
@@ -28,8 +28,8 @@ pub(super) enum AnyRecipe {
 
 impl HeadChoice {
     /// The recipe for problems of `extents`; `recipe` says the rest of it.
-    pub(super) fn recipe(&self, extents: Extents, recipe: Recipe) -> Result<AnyRecipe, CliError> {
-        let Extents::Head(HeadShape { hidden, .. }) = extents else {
+    pub(super) fn recipe(&self, extents: ProblemShape, recipe: Recipe) -> Result<AnyRecipe, CliError> {
+        let ProblemShape::Head(HeadShape { hidden, .. }) = extents else {
             let given = [("--layout", self.layout.is_some()), ("--f32-logits", self.f32_logits)];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((option, _)) => {

@@ -6,15 +6,15 @@ use comfy_table::{Table, presets::UTF8_FULL_CONDENSED};
 use super::problem_choice::{AnyProblem, ProblemChoice};
 use super::{CliError, Passed, Printing, one_of};
 use crate::judge::judgeable::Judgeable;
-use crate::reference::metrics::Project;
+use crate::reference::metrics::MetricsProject;
 
 #[derive(Args)]
 pub(super) struct Metrics {
     #[command(flatten)]
     choice: ProblemChoice,
     /// Under whose names, and by whose definitions
-    #[arg(long, value_name = "PROJECT", value_parser = one_of(&Project::ALL), default_value = "trl")]
-    names: Project,
+    #[arg(long, value_name = "PROJECT", value_parser = one_of(&MetricsProject::ALL), default_value = "trl")]
+    names: MetricsProject,
     #[command(flatten)]
     printing: Printing,
 }

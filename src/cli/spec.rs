@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{CliError, Passed, Printing};
 use crate::config;
-use crate::spec::presets::{self, Given, Options, Preset, Resolved, WeightShape};
+use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, PresetOptions, WeightShape};
 use crate::spec::{AdvantageLevel, LossSpec};
 
 #[derive(Args)]
@@ -74,15 +74,15 @@ impl Spec {
         let Some(name) = &self.preset else {
             let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
             let notes = config::spec_notes(self.file.as_deref())?;
-            return self.show(None, &Resolved { spec, function: "", without_effect: Vec::new(), notes });
+            return self.show(None, &PresetLoss { spec, function: "", without_effect: Vec::new(), notes });
         };
         let preset: Preset = name.parse()?;
-        let options = Options::from_pairs(&self.options)?;
+        let options = PresetOptions::from_pairs(&self.options)?;
         self.show(Some(preset), &presets::spec(preset, self.function.as_deref(), &options, &self.batch.given())?)
     }
 
-    fn show(&self, preset: Option<Preset>, resolved: &Resolved) -> Result<Passed, CliError> {
-        let Resolved { spec, function, without_effect, notes } = resolved;
+    fn show(&self, preset: Option<Preset>, resolved: &PresetLoss) -> Result<Passed, CliError> {
+        let PresetLoss { spec, function, without_effect, notes } = resolved;
         let yaml = serde_saphyr::to_string(spec)
             .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}")))?;
         let mut text = preset.map_or(String::new(), |preset| format!("# {preset}, {function}\n"));
@@ -107,9 +107,9 @@ impl Spec {
 }
 
 impl Batch {
-    fn given(&self) -> Given {
+    fn given(&self) -> BatchInputs {
         let is_token = |level: &String| level == "token";
-        Given {
+        BatchInputs {
             old_logps: !self.no_old_logps,
             ref_logps: !self.no_ref_logps,
             sampling_logps: self.sampling_logps,

@@ -7,7 +7,7 @@ use clap::Args;
 use super::CliError;
 use crate::config;
 use crate::spec::LossSpec;
-use crate::spec::presets::{self, Given, Options, Preset};
+use crate::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 
 #[derive(Args)]
 pub(super) struct SpecChoice {
@@ -31,11 +31,11 @@ pub(super) struct SpecChoice {
 impl SpecChoice {
     pub(super) fn read(&self) -> Result<LossSpec, CliError> {
         if self.logp {
-            return Ok(LossSpec { ids_per_token: self.ids_per_token, ..LossSpec::of_cotangents(true) });
+            return Ok(LossSpec { ids_per_token: self.ids_per_token, ..LossSpec::from_cotangents(true) });
         }
         let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
-        let options = Options::from_pairs(&self.options)?;
-        Ok(presets::spec(preset, None, &options, &Given::default())?.spec)
+        let options = PresetOptions::from_pairs(&self.options)?;
+        Ok(presets::spec(preset, None, &options, &BatchInputs::default())?.spec)
     }
 
     /// The project and its options, where the loss is one's.

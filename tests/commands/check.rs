@@ -7,14 +7,14 @@ use assay::fixture::{ProblemFile, write_candidate};
 use assay::problem::Problem;
 use assay::registry::find;
 use assay::spec::LossSpec;
-use assay::spec::presets::{Given, Options, Preset, spec};
+use assay::spec::presets::{BatchInputs, Preset, PresetOptions, spec};
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::common::command::{assay, assert_refused};
 
 fn trl(options: &[&str]) -> LossSpec {
-    spec(Preset::Trl, None, &Options::from_pairs(options).unwrap(), &Given::default()).unwrap().spec
+    spec(Preset::Trl, None, &PresetOptions::from_pairs(options).unwrap(), &BatchInputs::default()).unwrap().spec
 }
 
 /// A suite of TRL's default loss, and what the native kernel returns under `computed`.

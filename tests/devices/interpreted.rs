@@ -28,7 +28,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
         support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
         temperature: Temperature::Given,
         ids_per_token: 4,
-        ..LossSpec::of_cotangents(false)
+        ..LossSpec::from_cotangents(false)
     };
     for (id, target, dtype) in [("gpu-one-pass", Target::Sm90, Dtype::Bf16), ("gpu-two-pass", Target::Sm80, Dtype::F32)]
     {

@@ -442,7 +442,7 @@ fn forward_alone(
     for dtype in Dtype::KERNEL {
         for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
             let LossSpec { temperature, temperature_divides, .. } = spec;
-            let spec = LossSpec { temperature, temperature_divides, ..LossSpec::of_cotangents(false) };
+            let spec = LossSpec { temperature, temperature_divides, ..LossSpec::from_cotangents(false) };
             let problem = recipe.problem(&spec).expect("a valid recipe");
             let known = Known::of(&spec, &problem).expect("a valid problem");
             let [logp, entropy] = kernel(&spec, &problem)?.map(Some);
@@ -700,7 +700,7 @@ impl Run {
             support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
             temperature: 0.8.into(),
             ids_per_token: 4,
-            ..LossSpec::of_cotangents(false)
+            ..LossSpec::from_cotangents(false)
         };
         let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
         for (seed, regime) in (0..).zip(Regime::FINITE) {

@@ -13,7 +13,7 @@ use assay::ahead::traffic::{Collective, Kind};
 use assay::ahead::{AheadError, StableHloModule};
 use assay::device_dtype::DeviceDtype;
 use assay::implementation::Given;
-use assay::problem::{Dtype, Extents, HeadForm, HeadLayout, HeadProblem, HeadShape, Shape};
+use assay::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, ProblemShape, Shape};
 use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, Shaped, row_major_copy};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
@@ -362,7 +362,7 @@ fn scattered_heads_overlap() -> Result<(), Failed> {
         let program = head(id).chunk_bytes(chunk_bytes);
         let code = program.program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
         let module = StableHloModule::replicated(&code, target.devices());
-        let flags = flags_for(id, Extents::Head(given.shape), target.chip);
+        let flags = flags_for(id, ProblemShape::Head(given.shape), target.chip);
         let compiled = compiler()?.with_flags(&flags).with_limit(Duration::from_mins(10)).compile(&target, &module)?;
         let multiplies = |name: &String| {
             let kernel = compiled.kernels.iter().find(|kernel| kernel.name == *name);
@@ -415,7 +415,7 @@ fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
     let target = TpuTarget::parse("v6e:2x4")?;
     let local = shape(4, 1024, 151_643);
     let reserved = MEASUREMENTS.iter().find_map(|recorded| match recorded.shape {
-        Extents::Logits(shape) if shape == local => recorded.peak_bytes_reserved,
+        ProblemShape::Logits(shape) if shape == local => recorded.peak_bytes_reserved,
         _ => None,
     });
     let reserved = i64::try_from(reserved.expect("recorded"))?;

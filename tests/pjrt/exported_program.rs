@@ -16,7 +16,8 @@ use assay::judge::tolerance::Limits;
 use assay::problem::{Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Problem, Sequences};
 use assay::registry::find;
 use assay::spec::{
-    Kl, KlCov, KlEstimator, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Reduction, Rows, Terms, TokenWeights,
+    Kl, KlCov, KlEstimator, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, PpoClip, Reduction, Rows,
+    TokenWeights,
 };
 use assay_testkit::Known;
 use assert_cmd::cargo::cargo_bin_cmd;
@@ -289,7 +290,7 @@ fn arrays_that_only_some_specs_ask_for_arrive_as_the_problem_holds_them() {
     spec.logits.bias = true;
     spec.objective = Objective::KlCov(KlCov { coefficient: 1.0, selection: None });
     spec.rollout = serde_json::from_value(serde_json::json!({"source": "given"})).unwrap();
-    spec.token_weights = Some(TokenWeights { applies_to: Terms::Policy });
+    spec.token_weights = Some(TokenWeights { applies_to: LossTerms::Policy });
     spec.off_policy_mask = Some(OffPolicyMask { threshold: 1.0, behaviour: OldLogp::Rollout });
     let problem = Problem {
         logits: FloatArray::rounded_from(&Array3::zeros((1, 2, 4)), Dtype::F32),
@@ -345,7 +346,7 @@ fn packed_sequences_arrive_as_the_problem_holds_them_and_no_others_are_taken() {
     let head = "program = \"grpo_f32.mlir\"\nshape = [1, 4, 3]\nsequences = 3\n[spec]\ntoken_weights = {applies_to = \"policy\"}\n";
     fs::write(copy.manifest(), format!("{head}{}{}", entries.concat(), outputs.concat())).unwrap();
     let exported = read(copy.manifest(), cpu_plugins()[0]);
-    let spec = LossSpec { token_weights: Some(TokenWeights { applies_to: Terms::Policy }), ..LossSpec::default() };
+    let spec = LossSpec { token_weights: Some(TokenWeights { applies_to: LossTerms::Policy }), ..LossSpec::default() };
     let problem = |cu_seqlens: &[i64]| Problem {
         logits: FloatArray::rounded_from(&Array3::zeros((1, 4, 3)), Dtype::F32),
         ids: arr2(&[[2, 0, 1, 0]]),
@@ -378,7 +379,7 @@ fn packed_sequences_arrive_as_the_problem_holds_them_and_no_others_are_taken() {
     assert_eq!(refused(&exported, &spec, Problem { extra, ..padded }), says("one a row", "3 packed into one row"));
     let of_rows =
         read(Copy::with_manifest("shape = [2, 5, 1031]", "shape = [1, 10, 1031]").manifest(), cpu_plugins()[0]);
-    let packed = full_problem().laid_out(CuSeqlens::of_lengths([4, 6]));
+    let packed = full_problem().laid_out(CuSeqlens::from_lengths([4, 6]));
     assert_eq!(refused(&of_rows, &LossSpec::default(), packed), says("2 packed into one row", "one a row"));
 }
 
@@ -387,11 +388,11 @@ fn packed_sequences_arrive_as_the_problem_holds_them_and_no_others_are_taken() {
 fn shipped_example_of_packed_sequences_passes_every_gate() {
     let spec = LossSpec::default();
     let recipe = Recipe { shape: [4, 5, 131], masked_garbage: true, ..recipe(Regime::Normal, Dtype::F32, 3) };
-    let problem = recipe.problem(&spec).unwrap().laid_out(CuSeqlens::of_lengths([0, 7, 2, 9]));
+    let problem = recipe.problem(&spec).unwrap().laid_out(CuSeqlens::from_lengths([0, 7, 2, 9]));
     let plugin = cpu_plugins()[0];
     assert_eq!(failed(&verdicts(&read(PACKED, plugin), &problem)), Vec::<String>::new());
     let mut other = problem.clone();
-    other.extra.sequences = Sequences::Packed(CuSeqlens::of_lengths([0, 6, 3, 9]));
+    other.extra.sequences = Sequences::Packed(CuSeqlens::from_lengths([0, 6, 3, 9]));
     let candidate = run(&read(PACKED, plugin), &other).unwrap();
     let judged = Known::of(&spec, &problem).unwrap().judge(candidate, &Limits::of("external").unwrap()).unwrap();
     assert!(judged.failed().any(|verdict| verdict.gate.to_string() == "dlogits"));

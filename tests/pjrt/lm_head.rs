@@ -16,8 +16,8 @@ use assay::problem::{
 use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, Shaped};
 use assay::registry::registry;
 use assay::spec::{
-    Drops, Kl, KlEstimator, LogitsTransform, LossSpec, OldLogp, QuantilePrecision, Ratio, RatioLevel, Reduction, Rows,
-    Support, TopEntropy,
+    DroppedTerm, Kl, KlEstimator, LogitsTransform, LossSpec, OldLogp, QuantilePrecision, Ratio, RatioLevel, Reduction,
+    Rows, Support, TopEntropy,
 };
 use assay::suites;
 use assay::xla::XlaHead;
@@ -242,7 +242,7 @@ fn every_output_of_several_ids_matches_reference() {
         temperature: 0.7.into(),
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
         ids_per_token: 3,
-        ..LossSpec::of_cotangents(false)
+        ..LossSpec::from_cotangents(false)
     };
     let asked = ["xla-lm-head", "tile-lm-head", "tile-lm-head-vocab", "tile-lm-head-rows-scattered"];
     let placed = placements(cpu_plugins()[0]).into_iter().filter(|(head, _)| asked.contains(&head.id()));
@@ -385,6 +385,6 @@ fn what_is_not_computed_is_refused_by_name() {
     assert!(refused(&plain, long, Dtype::F32, 1).contains("tokens 3x2147483648"));
     let mut chosen = plain.clone();
     chosen.top_entropy =
-        Some(TopEntropy { fraction: 0.5, drops: Drops::default(), precision: QuantilePrecision::default() });
+        Some(TopEntropy { fraction: 0.5, drops: DroppedTerm::default(), precision: QuantilePrecision::default() });
     assert!(refused(&chosen, SHAPE, Dtype::F32, 1).contains("does not support top_entropy"));
 }

@@ -10,7 +10,7 @@ use assay::fixture::{
     verify, write_candidate, write_problem,
 };
 use assay::problem::{
-    Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, Others, Problem, ProblemError, Sequences,
+    Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, OtherIds, Problem, ProblemError, Sequences,
 };
 use ndarray::{Array1, Array2, Array3, Axis, Ix0, Ix1, Ix2, Ix3, IxDyn, arr0, array};
 use proptest::prelude::*;
@@ -373,7 +373,7 @@ fn problem_of_every_dtype_reads_back_unchanged() {
         let extents = (2, 3, 2);
         let ids = Array3::from_shape_fn(extents, |(b, t, k)| (b + t * k) as i64);
         let dlogp = Array3::from_shape_fn(extents, |(b, t, k)| (b * t) as f64 - 0.1 * k as f64);
-        given.extra = Extra { others: Some(Others { ids, dlogp }), ..Extra::default() };
+        given.extra = Extra { others: Some(OtherIds { ids, dlogp }), ..Extra::default() };
         write_problem(&path, &given, &BTreeMap::new()).unwrap();
         assert_same(&ProblemFile::open(&path).unwrap().problem("logits", None).unwrap(), &given);
     }

@@ -9,8 +9,8 @@ use assay::parts::Whole;
 use assay::problem::{Dtype, Problem};
 use assay::reference::evaluate;
 use assay::spec::{
-    AdvantageLevel, Drops, ImportanceSampling, LossSpec, Objective, QuantilePrecision, Ratio, RatioLevel, Reduction,
-    Rows, TopEntropy,
+    AdvantageLevel, DroppedTerm, ImportanceSampling, LossSpec, Objective, QuantilePrecision, Ratio, RatioLevel,
+    Reduction, Rows, TopEntropy,
 };
 use assay::suites::cases;
 use assay::train::metrics::Record;
@@ -128,7 +128,8 @@ fn every_reduction_adds_up_with_a_bonus_and_without_tokens_in_a_row() {
 
 #[test]
 fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
-    let top_entropy = Some(TopEntropy { fraction: 0.5, drops: Drops::default(), precision: QuantilePrecision::Exact });
+    let top_entropy =
+        Some(TopEntropy { fraction: 0.5, drops: DroppedTerm::default(), precision: QuantilePrecision::Exact });
     let spec = LossSpec { top_entropy, ..LossSpec::default() };
     let batch = problem(&spec, 1).with_logits(());
     let error = Whole::of(&spec, batch).err().unwrap().to_string();

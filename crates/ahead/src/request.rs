@@ -2,7 +2,7 @@
 
 use assay_core::implementation::Given;
 use assay_core::memory::CompiledMemory;
-use assay_core::problem::{Dtype, Extents, HeadForm, HeadLayout, HeadProblem, HeadShape};
+use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, ProblemShape};
 use assay_core::spec::LossSpec;
 use assay_programs::{HeadProgram, Programs};
 use assay_ptx::PtxKernel;
@@ -63,7 +63,7 @@ pub struct CompileRequest<T> {
     /// The id of the implementation, as `assay list` prints it.
     pub implementation: String,
     /// The extents on one device; for a program that is cut over devices, the extents on all of them together.
-    pub shape: Extents,
+    pub shape: ProblemShape,
     /// Dtype, loss and sizes of chunks.
     pub options: CompileOptions,
 }

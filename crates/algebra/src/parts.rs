@@ -9,8 +9,8 @@ use super::structure::Shaped;
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Candidate, Problem, ProblemError, Sequence, Tokens};
 use assay_core::spec::{
-    Averaging, LossSpec, Objective, Outside, Reduction, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, SpecError, Terms, TokenWeights, Unscored,
+    Averaging, LossSpec, LossTerms, Objective, OutOfBounds, Reduction, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, SpecError, TokenWeights, UnscoredWeight,
 };
 
 /// A batch, and what of its loss looks at all of it, worked out once: how many tokens and sequences there are, how wide the batch
@@ -84,7 +84,7 @@ impl Whole {
             let given = given.map(|given| of_tokens(&batch.tokens(), given));
             let own = |at| if mask[at] { given.as_ref().map_or(1.0, |given| given[at]) } else { 0.0 };
             batch.extra.token_weights = Some(Array2::from_shape_fn(mask.dim(), own));
-            spec.token_weights.get_or_insert(TokenWeights { applies_to: Terms::PolicyAndKl });
+            spec.token_weights.get_or_insert(TokenWeights { applies_to: LossTerms::PolicyAndKl });
             spec.rejection.retain(|rejection| rejection.counts);
         }
         if let Some(weights) = spec.rollout.as_mut().filter(|weights| weights.normalize) {
@@ -93,12 +93,12 @@ impl Whole {
             *weights = RolloutWeights {
                 source: RolloutSource::Given,
                 level: RolloutLevel::Token,
-                outside: Outside::Truncate,
+                outside: OutOfBounds::Truncate,
                 min: None,
                 max: None,
                 clamp: None,
                 normalize: false,
-                unscored: Unscored::One,
+                unscored: UnscoredWeight::One,
                 applies_to: weights.applies_to,
             };
         }
@@ -184,7 +184,7 @@ pub fn run(
         implementation.run(&spec, batch.with_logits(logits), devices)
     };
     let parts: Vec<Candidate> = whole.cut(parts).into_iter().map(run).collect::<Result<_, _>>()?;
-    Ok(Candidate::of_parts(sequences, &parts))
+    Ok(Candidate::from_parts(sequences, &parts))
 }
 
 impl Extents {

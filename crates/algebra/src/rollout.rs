@@ -9,8 +9,8 @@ use super::structure::{Form, Input, Shaped};
 use super::transform;
 use assay_core::problem::{Extra, Sequence, Tokens};
 use assay_core::spec::{
-    LossSpec, Objective, OldLogp, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Terms, Unscored,
+    LossSpec, LossTerms, Objective, OldLogp, OutOfBounds, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, UnscoredWeight,
 };
 
 /// The logarithm of the least weight that VESPO knows, and of the greatest.
@@ -39,7 +39,7 @@ impl Settled {
                     continue;
                 }
                 in_policy[at] = 0.0;
-                if rejection.drops_from == Terms::PolicyAndKl {
+                if rejection.drops_from == LossTerms::PolicyAndKl {
                     in_kl[at] = 0.0;
                 }
             }
@@ -48,7 +48,7 @@ impl Settled {
             let own = of_tokens(tokens, own);
             mask.zip_mut_with(&own, |counts, weight| *counts &= *weight != 0.0);
             in_policy *= &own;
-            if given.applies_to == Terms::PolicyAndKl {
+            if given.applies_to == LossTerms::PolicyAndKl {
                 in_kl *= &own;
             }
         }
@@ -73,7 +73,7 @@ impl Settled {
                 }
             }
             Input::KlWeight => {
-                let on_kl = |rollout: &RolloutWeights| rollout.applies_to == Terms::PolicyAndKl;
+                let on_kl = |rollout: &RolloutWeights| rollout.applies_to == LossTerms::PolicyAndKl;
                 times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
             Input::Selected => selected(),
@@ -256,13 +256,13 @@ fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     };
     let bounded = |weight: f64| match rollout.outside {
         _ if weight >= least && weight <= most => weight,
-        Outside::Truncate => weight.min(most).max(least),
-        Outside::Mask => 0.0,
+        OutOfBounds::Truncate => weight.min(most).max(least),
+        OutOfBounds::Mask => 0.0,
     };
     let mut weights = log_ratios(tokens);
     let known = match rollout.unscored {
-        Unscored::Zero => scored(tokens),
-        Unscored::One => Array2::from_elem(tokens.mask.dim(), true),
+        UnscoredWeight::Zero => scored(tokens),
+        UnscoredWeight::One => Array2::from_elem(tokens.mask.dim(), true),
     };
     for sequence in tokens.sequences() {
         let sum = unmasked(tokens.mask, &sequence).map(|at| weights[at]).sum::<f64>();

@@ -2,8 +2,8 @@
 
 use super::transform::{self, Transform};
 use assay_core::spec::{
-    Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Positive, PpoClip,
-    RatioLevel, Reduction, Rows, Temperature as OfSpec, TemperatureDivides, Terms,
+    Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, LossTerms, Objective, OldLogp,
+    PositiveTokens, PpoClip, RatioLevel, Reduction, Rows, Temperature as OfSpec, TemperatureDivides,
 };
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
@@ -246,14 +246,14 @@ fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2]) -> f64 {
 impl Structure {
     /// Everything but the numbers of `spec`.
     pub fn of(spec: &LossSpec) -> Self {
-        let drops = |from: &[Terms]| {
+        let drops = |from: &[LossTerms]| {
             spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
         };
         let form = Form::of(&spec.objective);
         let weighs = spec.rollout.is_some() && form != Form::Vespo;
         let selects = matches!(spec.objective, Objective::ClipCov(_));
         let own_weights = spec.token_weights.map(|weights| weights.applies_to);
-        let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+        let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl);
         Self {
             form,
             level: spec.ratio.level,
@@ -292,9 +292,12 @@ impl Structure {
             dentropy: spec.dentropy,
             ids_per_token: spec.ids_per_token,
             denominator: Denominator::of(spec.averaging()),
-            policy_weight: weighs || drops(&[Terms::Policy, Terms::PolicyAndKl]) || selects || own_weights.is_some(),
+            policy_weight: weighs
+                || drops(&[LossTerms::Policy, LossTerms::PolicyAndKl])
+                || selects
+                || own_weights.is_some(),
             kl_weight: spec.kl.is_some()
-                && (weighs_kl || drops(&[Terms::PolicyAndKl]) || own_weights == Some(Terms::PolicyAndKl)),
+                && (weighs_kl || drops(&[LossTerms::PolicyAndKl]) || own_weights == Some(LossTerms::PolicyAndKl)),
             off_policy_mask: spec.off_policy_mask.is_some(),
         }
     }
@@ -443,7 +446,7 @@ impl Form {
             },
             Objective::Dro(_) => Form::Dro,
             Objective::KlCov(_) => Form::KlCov,
-            Objective::Topr(topr) => Form::Topr { selected: topr.positive == Positive::Selected },
+            Objective::Topr(topr) => Form::Topr { selected: topr.positive == PositiveTokens::Selected },
             Objective::Aspo(aspo) => Form::Aspo { selected: aspo.selected.is_some() },
             Objective::None => Form::None,
         }

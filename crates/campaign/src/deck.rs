@@ -4,7 +4,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use assay_core::problem::{CuSeqlens, Dtype, Extents, HeadLayout, HeadProblem, Problem};
+use assay_core::problem::{CuSeqlens, Dtype, HeadLayout, HeadProblem, Problem, ProblemShape};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 
@@ -83,17 +83,18 @@ impl Shapes {
             [name] if name == "few" => return Ok((Shapes::Few, Vec::new())),
             _ => {}
         }
-        let read = |text: &String| text.parse::<Extents>().map_err(|reason| format!("{reason}; or one of many, few"));
+        let read =
+            |text: &String| text.parse::<ProblemShape>().map_err(|reason| format!("{reason}; or one of many, few"));
         let extents = given.iter().map(read).collect::<Result<Vec<_>, _>>()?;
-        let width = |extents: &Extents| match extents {
-            Extents::Logits(_) => None,
-            Extents::Head(shape) => Some(shape.hidden),
+        let width = |extents: &ProblemShape| match extents {
+            ProblemShape::Logits(_) => None,
+            ProblemShape::Head(shape) => Some(shape.hidden),
         };
         let hidden: Vec<usize> = extents.iter().filter_map(width).collect();
         if !hidden.is_empty() && hidden.len() < extents.len() {
             return Err("got BxTxV beside BxTxHxV, expected one of the two".into());
         }
-        Ok((Shapes::Given(extents.into_iter().map(Extents::logits).collect()), hidden))
+        Ok((Shapes::Given(extents.into_iter().map(ProblemShape::logits).collect()), hidden))
     }
 }
 
@@ -207,7 +208,7 @@ fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlens {
         ends[empty - 1] = ends[empty];
     }
     let starts = std::iter::once(0).chain(ends.iter().copied());
-    CuSeqlens::of_lengths(ends.iter().zip(starts).map(|(end, start)| end - start))
+    CuSeqlens::from_lengths(ends.iter().zip(starts).map(|(end, start)| end - start))
 }
 
 /// The deck of a kind of problem, by number.

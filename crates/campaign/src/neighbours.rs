@@ -2,10 +2,10 @@
 //! numbers.
 
 use assay_core::problem::Candidate;
-use assay_core::spec::presets::{self, Given, Options, Preset};
+use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_core::spec::{
-    Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, Objective, OldLogp, RatioLevel, Reduction,
-    Rows, Support, Temperature, TemperatureDivides, Terms,
+    Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp, RatioLevel,
+    Reduction, Rows, Support, Temperature, TemperatureDivides,
 };
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
@@ -99,8 +99,8 @@ const OPTIONS: &[(&str, &[&str])] = &[
 ];
 
 fn of_preset(preset: Preset, function: Option<&str>, pairs: &[String]) -> Option<LossSpec> {
-    let options = Options::from_pairs(pairs).ok()?;
-    presets::spec(preset, function, &options, &Given::default()).ok().map(|resolved| resolved.spec)
+    let options = PresetOptions::from_pairs(pairs).ok()?;
+    presets::spec(preset, function, &options, &BatchInputs::default()).ok().map(|resolved| resolved.spec)
 }
 
 /// Every setting that is often taken for another, changed alone.
@@ -182,14 +182,16 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     add("no rollout weights", &|spec| spec.rollout = None);
     add("rollout.applies_to: the other", &|spec| {
         if let Some(rollout) = &mut spec.rollout {
-            rollout.applies_to = if rollout.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+            rollout.applies_to =
+                if rollout.applies_to == LossTerms::Policy { LossTerms::PolicyAndKl } else { LossTerms::Policy };
         }
     });
     add("no rejection", &|spec| spec.rejection.clear());
     add("no token_weights", &|spec| spec.token_weights = None);
     add("token_weights.applies_to: the other", &|spec| {
         if let Some(weights) = &mut spec.token_weights {
-            weights.applies_to = if weights.applies_to == Terms::Policy { Terms::PolicyAndKl } else { Terms::Policy };
+            weights.applies_to =
+                if weights.applies_to == LossTerms::Policy { LossTerms::PolicyAndKl } else { LossTerms::Policy };
         }
     });
     add("no off_policy_mask", &|spec| spec.off_policy_mask = None);

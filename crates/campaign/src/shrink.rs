@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use assay_core::problem::{Advantages, Part};
+use assay_core::problem::{Advantages, ProblemPart};
 
 use crate::subject::Subject;
 
@@ -72,7 +72,7 @@ impl<P: Subject> Shrinker<'_, P> {
 
     /// One pass over all axes; whether anything went.
     fn narrow(&mut self) -> bool {
-        let axes: [fn(&mut Part) -> &mut Vec<usize>; 3] =
+        let axes: [fn(&mut ProblemPart) -> &mut Vec<usize>; 3] =
             [|part| &mut part.batch, |part| &mut part.tokens, |part| &mut part.columns];
         let mut any = false;
         for axis in axes {

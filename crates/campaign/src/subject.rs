@@ -9,7 +9,7 @@ use serde::Serialize;
 use assay_core::implementation::Implementation;
 use assay_core::problem::{
     Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout,
-    HeadProblem, Part, Problem, Projection,
+    HeadProblem, Problem, ProblemPart, Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
@@ -52,9 +52,9 @@ pub trait Subject: Judgeable + StoredProblem {
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self;
 
     /// All of it.
-    fn whole(&self) -> Part {
+    fn whole(&self) -> ProblemPart {
         let [batch, tokens, vocab] = self.extents();
-        Part::whole([self.which_sequences().count(batch), tokens, vocab])
+        ProblemPart::whole([self.which_sequences().count(batch), tokens, vocab])
     }
 
     /// Its tokens, whatever their logits are.
@@ -67,7 +67,7 @@ pub trait Subject: Judgeable + StoredProblem {
 
     /// A part of it, packed if it is; hidden units are all kept.
     #[must_use]
-    fn part(&self, part: &Part) -> Self;
+    fn part(&self, part: &ProblemPart) -> Self;
 
     /// `self`'s memory with the content of `other`, which has the same extents and dtype.
     #[must_use]
@@ -198,7 +198,7 @@ impl Subject for Problem {
         self.with_logits(mapped(&self.logits, edit))
     }
 
-    fn part(&self, part: &Part) -> Self {
+    fn part(&self, part: &ProblemPart) -> Self {
         self.select(part)
     }
 
@@ -275,7 +275,7 @@ impl Subject for HeadProblem {
         self.with_logits(Projection { hidden: mapped(&self.logits.hidden, edit), ..self.logits.clone() })
     }
 
-    fn part(&self, part: &Part) -> Self {
+    fn part(&self, part: &ProblemPart) -> Self {
         let units: Vec<usize> = (0..self.shape().hidden).collect();
         self.select(part, &units)
     }

@@ -7,7 +7,7 @@ use super::condition::{
 };
 use super::tolerance::Grade;
 use assay_core::spec::RatioLevel;
-use assay_reference::{Columns, Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenInputs};
+use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
 
 /// How far columns may be off: `κ·u·scale + floor`.
 #[derive(Clone, Debug)]
@@ -161,14 +161,14 @@ impl<'c> DlogitsCondition<'c> {
     }
 
     /// Of `columns`, all of it.
-    pub(super) fn whole(&self, columns: &Columns) -> Bounds {
+    pub(super) fn whole(&self, columns: &TokenColumns) -> Bounds {
         self.whole_and_flushed(columns).0
     }
 
     /// Of `columns`, all of it and what they have in common.
-    pub(super) fn parts(&self, columns: &Columns) -> ColumnBounds {
+    pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnBounds {
         let (whole, flushed) = self.whole_and_flushed(columns);
-        let p = &columns.of_logp().probabilities;
+        let p = &columns.logp().probabilities;
         let [mut common, mut of_ratio] = [(); 2].map(|()| Bounds::new(p.len()));
         let t = 1.0 / self.token.temperature();
         if self.grad != 0.0 {
@@ -193,7 +193,7 @@ impl<'c> DlogitsCondition<'c> {
     }
 
     /// The ids among `columns`, and where they stand.
-    fn targets_in(&self, columns: &Columns) -> impl Iterator<Item = (Target, usize)> {
+    fn targets_in(&self, columns: &TokenColumns) -> impl Iterator<Item = (Target, usize)> {
         self.targets.iter().filter_map(|target| Some((*target, columns.place_of(target.id)?)))
     }
 
@@ -235,10 +235,10 @@ impl<'c> DlogitsCondition<'c> {
     }
 
     /// All of it; and what of the floor is flushed.
-    fn whole_and_flushed(&self, columns: &Columns) -> (Bounds, Vec<f64>) {
+    fn whole_and_flushed(&self, columns: &TokenColumns) -> (Bounds, Vec<f64>) {
         let Self { reference, token, condition, grad, grad_entropy, rounded, .. } = *self;
         let spec = reference.spec();
-        let (of_logp, of_entropy) = (columns.of_logp(), columns.of_entropy());
+        let (of_logp, of_entropy) = (columns.logp(), columns.entropy());
         let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
         let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.base);
         let scale_of_logits = spec.logits.scale.abs();

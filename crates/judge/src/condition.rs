@@ -367,9 +367,9 @@ impl Base {
         let (mut mean_error, mut spread) = (0.0, 0.0);
         if !errors.is_empty() {
             let row = reference.row(b, t, token);
-            let SoftmaxColumns { z, probabilities } = row.of_entropy();
+            let SoftmaxColumns { z, probabilities } = row.entropy();
             let of_entropy = z.iter().zip(probabilities);
-            for (j, (p_j, (z_j, &q_j))) in row.of_logp().probabilities.iter().zip(of_entropy).enumerate() {
+            for (j, (p_j, (z_j, &q_j))) in row.logp().probabilities.iter().zip(of_entropy).enumerate() {
                 mean_error += p_j * error(j);
                 let (gap, error) = (if q_j == 0.0 { 0.0 } else { q.stats.max - z_j }, error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
@@ -394,7 +394,7 @@ impl Base {
 /// `z` of a token's column, of the softmax that logp is taken from.
 fn z_of(reference: &Reference, token: &Token, id: usize) -> f64 {
     let (b, t) = token.at;
-    reference.columns(b, t, token, id..id + 1).of_logp().z[0]
+    reference.columns(b, t, token, id..id + 1).logp().z[0]
 }
 
 /// What rounding transformed logits adds to the exponents of a token's largest column and of one of `z`.

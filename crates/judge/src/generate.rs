@@ -9,7 +9,7 @@ use rand_distr::{Distribution, Normal, StandardNormal, Uniform};
 use serde::{Deserialize, Serialize};
 
 use assay_core::problem::{
-    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, Others, Problem, ProblemError,
+    Advantages, Dtype, Extra, FloatArray, HeadLayout, HeadProblem, HeadShape, OtherIds, Problem, ProblemError,
     Projection, Shape,
 };
 use assay_core::spec::{
@@ -262,7 +262,7 @@ impl Recipe {
         }
         let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
         let advantages = match spec.advantages {
-            AdvantageLevel::Token if spec.is_of_cotangents() => {
+            AdvantageLevel::Token if spec.is_from_cotangents() => {
                 Advantages::Dlogp(Array2::from_shape_fn((batch, tokens), |_| advantage()))
             }
             AdvantageLevel::Sequence => Advantages::Sequence(Array1::from_shape_fn(batch, |_| advantage())),
@@ -323,7 +323,7 @@ impl Recipe {
     /// The ids of each token beside its first, and their cotangents: its largest logits, in order; in an eighth of the places any
     /// id, and in a quarter, half of the second places, the token's first once more. Ids are in the support, and have a
     /// logp wherever the regime has one for the first.
-    fn draw_others(&self, spec: &LossSpec, problem: &Problem) -> Others {
+    fn draw_others(&self, spec: &LossSpec, problem: &Problem) -> OtherIds {
         let [batch, tokens, vocab] = self.shape;
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(2);
@@ -345,7 +345,7 @@ impl Recipe {
             }
         }
         let dlogp = Array3::from_shape_simple_fn(ids.dim(), || f32_value(rng.sample(StandardNormal)));
-        Others { ids, dlogp }
+        OtherIds { ids, dlogp }
     }
 
     /// What the sampler says, and which tokens are selected, where the spec reads it.
@@ -704,7 +704,7 @@ fn put_garbage_under_the_mask(spec: &LossSpec, problem: &mut Problem) {
     if let Advantages::Token(advantages) | Advantages::Dlogp(advantages) = &mut problem.advantages {
         garbage(advantages);
     }
-    if let Some(Others { ids, dlogp }) = &mut problem.extra.others {
+    if let Some(OtherIds { ids, dlogp }) = &mut problem.extra.others {
         for ((b, t, k), dlogp) in dlogp.indexed_iter_mut().filter(|((b, t, _), _)| !mask[[*b, *t]]) {
             (ids[[b, t, k]], *dlogp) = (-100, f64::NAN);
         }

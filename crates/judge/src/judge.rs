@@ -16,7 +16,7 @@ use super::quantile::{self, Sets};
 use super::tolerance::{Grade, Limits, ToleranceError};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Metrics, ProblemError, Shape};
 use assay_core::spec::{LossSpec, Objective};
-use assay_reference::{Columns, Reference, Token};
+use assay_reference::{Reference, Token, TokenColumns};
 pub use assay_schema::verdicts::Status;
 
 /// What one gate found.
@@ -262,8 +262,8 @@ pub(super) fn judge_forward(
 pub(super) fn expect_outputs<G>(spec: &LossSpec, candidate: &Candidate<G>) -> Result<(), JudgeError> {
     let missing = |output, because| Err(JudgeError::Missing { output, because });
     match (&candidate.loss, &candidate.logp) {
-        (None, None) if spec.is_of_cotangents() => missing("logp", "it is what the spec asks for"),
-        (None, _) if !spec.is_of_cotangents() => missing("loss", "only logp and entropy by themselves have none"),
+        (None, None) if spec.is_from_cotangents() => missing("logp", "it is what the spec asks for"),
+        (None, _) if !spec.is_from_cotangents() => missing("loss", "only logp and entropy by themselves have none"),
         _ => Ok(()),
     }
 }
@@ -738,7 +738,7 @@ struct PieceDlogits<'c> {
 
 impl PieceDlogits<'_> {
     /// The exact ones of `columns`, and how far each may be off.
-    fn of(&self, reference: &Reference, case: &Case, columns: &Columns) -> (Vec<f64>, Bounds) {
+    fn of(&self, reference: &Reference, case: &Case, columns: &TokenColumns) -> (Vec<f64>, Bounds) {
         let bounds = self.condition.whole(columns);
         let bounds = match &self.towards {
             Some(other) => bounds.or(&other.whole(columns)),

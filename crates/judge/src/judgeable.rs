@@ -215,7 +215,7 @@ fn of_token<L>(
         .into_iter()
         .filter_map(given);
     if let Some(others) = &problem.extra.others {
-        let (ids, dlogp): (Vec<i64>, Vec<f64>) = others.of(b, t).unzip();
+        let (ids, dlogp): (Vec<i64>, Vec<f64>) = others.at(b, t).unzip();
         let _ = write!(text, ", other ids {ids:?}, their dlogp {dlogp:?}");
     }
     let temperature = problem.tokens().temperature(reference.spec(), (b, t));

@@ -27,7 +27,7 @@ impl<P: Packable> Twins<P> {
         let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
         let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
         let (packed, places) = padded.packed();
-        let spec = spec.clone().of_width(padded.width());
+        let spec = spec.clone().with_width(padded.width());
         (!(given && masked_too)).then(|| Self { spec, padded: padded.clone(), packed, places })
     }
 

@@ -18,7 +18,7 @@
 use ndarray::Array2;
 
 use super::U;
-use assay_core::spec::{Drops, LossSpec, QuantilePrecision, RatioLevel};
+use assay_core::spec::{DroppedTerm, LossSpec, QuantilePrecision, RatioLevel};
 use assay_reference::{Reference, quantile_index};
 
 /// Sets are told apart where no more tokens than these may be in or out: a token more doubles them.
@@ -65,8 +65,8 @@ pub(super) enum Sets {
 pub(super) fn is_counted(spec: &LossSpec) -> bool {
     let of_bonus = spec.entropy_coef != 0.0 && spec.entropy_averaging.is_none() && !spec.dentropy;
     spec.top_entropy.is_some_and(|top| match top.drops {
-        Drops::PolicyTerm => of_bonus || spec.ratio.level.is_shared(),
-        Drops::Ratio => spec.ratio.level != RatioLevel::Token,
+        DroppedTerm::PolicyTerm => of_bonus || spec.ratio.level.is_shared(),
+        DroppedTerm::Ratio => spec.ratio.level != RatioLevel::Token,
     })
 }
 

@@ -3,11 +3,12 @@
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
-    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
-    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
-    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo, Widths,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
+    ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
+    LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, TokenWeights, TopCovariance, TopEntropy,
+    Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 
 /// A named choice.
@@ -44,9 +45,12 @@ pub fn variants() -> Vec<Variant> {
     // Last: a variant's problems are drawn by its number.
     all.extend(of(
         "ids_per_token",
-        vec![("logp of three ids, by its cotangents", LossSpec { ids_per_token: 3, ..LossSpec::of_cotangents(false) })],
+        vec![(
+            "logp of three ids, by its cotangents",
+            LossSpec { ids_per_token: 3, ..LossSpec::from_cotangents(false) },
+        )],
     ));
-    let widths = Widths { epsilon_low: 0.05, epsilon_high: 0.4 };
+    let widths = ClipWidths { epsilon_low: 0.05, epsilon_high: 0.4 };
     let objective = Objective::Aspo(aspo(Some(widths)));
     all.extend(of("objective", vec![("aspo, selected", LossSpec { objective, ..plain() })]));
     all
@@ -71,7 +75,7 @@ fn plain() -> LossSpec {
     LossSpec::default()
 }
 
-fn aspo(selected: Option<Widths>) -> Aspo {
+fn aspo(selected: Option<ClipWidths>) -> Aspo {
     Aspo { selected, dual_clip_positive: 1.3, dual_clip_negative: 1.4, ..Aspo::default() }
 }
 
@@ -119,8 +123,8 @@ fn objectives() -> Vec<(&'static str, LossSpec)> {
         ("kl_cov, selection", kl_cov(Some(TopCovariance { fraction: 0.2 }))),
         ("clip_cov, selected given", clip_cov(None)),
         ("clip_cov, selection", clip_cov(Some(band))),
-        ("topr", topr(Positive::Advantage)),
-        ("topr, positive: selected", topr(Positive::Selected)),
+        ("topr", topr(PositiveTokens::Advantage)),
+        ("topr, positive: selected", topr(PositiveTokens::Selected)),
         ("aspo", of(Objective::Aspo(aspo(None)))),
         ("none", LossSpec { kl: Some(Kl::plain(0.1, KlEstimator::K3)), ..of(Objective::None) }),
     ]
@@ -216,10 +220,10 @@ fn entropies() -> Vec<(&'static str, LossSpec)> {
         ("entropy_averaging: sequence_mean", with(of(Reduction::SequenceMean { rows: Rows::NonEmpty }))),
         ("entropy_averaging: sequence_sum", with(of(Reduction::SequenceSum { rows: Rows::All }))),
         ("dentropy", LossSpec { dentropy: true, ..plain() }),
-        ("logp, by its cotangents", LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) }),
+        ("logp, by its cotangents", LossSpec { temperature: 0.7.into(), ..LossSpec::from_cotangents(false) }),
         (
             "logp and entropy, by their cotangents",
-            LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
+            LossSpec { temperature: 0.7.into(), ..LossSpec::from_cotangents(true) },
         ),
     ]
 }
@@ -228,13 +232,13 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
     let from = |source, level| RolloutWeights {
         source,
         level,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: Some(1.1),
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
-        applies_to: Terms::Policy,
+        unscored: UnscoredWeight::One,
+        applies_to: LossTerms::Policy,
     };
     let k3 = || Some(Kl::plain(0.1, KlEstimator::K3));
     let with = |rollout| LossSpec { rollout: Some(rollout), kl: k3(), ..plain() };
@@ -246,8 +250,8 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         ("given, token", with(given(RolloutLevel::Token))),
         ("given, geometric", with(given(RolloutLevel::Geometric))),
         ("token, truncate", with(token())),
-        ("token, mask", with(RolloutWeights { outside: Outside::Mask, min: Some(0.9), ..token() })),
-        ("sequence, mask", with(RolloutWeights { outside: Outside::Mask, ..of_logp(RolloutLevel::Sequence) })),
+        ("token, mask", with(RolloutWeights { outside: OutOfBounds::Mask, min: Some(0.9), ..token() })),
+        ("sequence, mask", with(RolloutWeights { outside: OutOfBounds::Mask, ..of_logp(RolloutLevel::Sequence) })),
         ("geometric", with(of_logp(RolloutLevel::Geometric))),
         (
             "token_gated_by_geometric",
@@ -255,8 +259,8 @@ fn rollouts() -> Vec<(&'static str, LossSpec)> {
         ),
         ("clamp", with(RolloutWeights { clamp: Some(0.05), ..token() })),
         ("normalize", with(RolloutWeights { normalize: true, ..token() })),
-        ("unscored: zero", with(RolloutWeights { unscored: Unscored::Zero, ..of_logp(RolloutLevel::Sequence) })),
-        ("applies_to: policy_and_kl", with(RolloutWeights { applies_to: Terms::PolicyAndKl, ..token() })),
+        ("unscored: zero", with(RolloutWeights { unscored: UnscoredWeight::Zero, ..of_logp(RolloutLevel::Sequence) })),
+        ("applies_to: policy_and_kl", with(RolloutWeights { applies_to: LossTerms::PolicyAndKl, ..token() })),
         (
             "within a sequence's ratio",
             LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..with(token()) },
@@ -278,7 +282,7 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         min: None,
         max,
         counts: false,
-        drops_from: Terms::PolicyAndKl,
+        drops_from: LossTerms::PolicyAndKl,
     };
     let token = || of(RejectionLevel::Token, 0.03);
     let estimated = |estimator, max| Rejection { estimator, ..of(RejectionLevel::Token, max) };
@@ -287,7 +291,10 @@ fn rejections() -> Vec<(&'static str, LossSpec)> {
         ("token, k1", with(Rejection { estimator: RejectionEstimator::K1, min: Some(-0.2), max: 0.3, ..token() })),
         ("token, k3", with(Rejection { estimator: RejectionEstimator::K3, ..token() })),
         ("token, counts", with(Rejection { counts: true, ..token() })),
-        ("token, counts, drops_from: policy", with(Rejection { counts: true, drops_from: Terms::Policy, ..token() })),
+        (
+            "token, counts, drops_from: policy",
+            with(Rejection { counts: true, drops_from: LossTerms::Policy, ..token() }),
+        ),
         ("sequence_sum", with(of(RejectionLevel::SequenceSum, 0.1))),
         ("sequence_mean", with(of(RejectionLevel::SequenceMean, 0.04))),
         ("sequence_max", with(of(RejectionLevel::SequenceMax, 0.1))),
@@ -325,9 +332,9 @@ fn token_weights() -> Vec<(&'static str, LossSpec)> {
     };
     let sum = LossSpec { reduction: Reduction::Normalizer(1.0), ..plain() };
     vec![
-        ("applies_to: policy", with(Terms::Policy, plain())),
-        ("applies_to: policy_and_kl", with(Terms::PolicyAndKl, plain())),
-        ("in place of a reduction", with(Terms::PolicyAndKl, sum)),
+        ("applies_to: policy", with(LossTerms::Policy, plain())),
+        ("applies_to: policy_and_kl", with(LossTerms::PolicyAndKl, plain())),
+        ("in place of a reduction", with(LossTerms::PolicyAndKl, sum)),
     ]
 }
 
@@ -343,12 +350,12 @@ fn masks() -> Vec<(&'static str, LossSpec)> {
     vec![
         ("off_policy_mask, given", off_policy(OldLogp::Given)),
         ("off_policy_mask, rollout", off_policy(OldLogp::Rollout)),
-        ("top_entropy", top(Drops::PolicyTerm)),
-        ("top_entropy, precision: f32_threshold", quantile(Drops::PolicyTerm, QuantilePrecision::F32Threshold)),
-        ("top_entropy, precision: f32", quantile(Drops::PolicyTerm, QuantilePrecision::F32)),
+        ("top_entropy", top(DroppedTerm::PolicyTerm)),
+        ("top_entropy, precision: f32_threshold", quantile(DroppedTerm::PolicyTerm, QuantilePrecision::F32Threshold)),
+        ("top_entropy, precision: f32", quantile(DroppedTerm::PolicyTerm, QuantilePrecision::F32)),
         (
             "top_entropy, drops: ratio",
-            LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..top(Drops::Ratio) },
+            LossSpec { ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() }, ..top(DroppedTerm::Ratio) },
         ),
     ]
 }

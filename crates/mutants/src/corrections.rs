@@ -6,8 +6,8 @@ use crate::bank::Bug;
 use crate::launch::{Corrections, Launch, part};
 use assay_core::problem::Sequence;
 use assay_core::spec::{
-    Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Terms,
-    TokenWeights, Unscored,
+    LossTerms, OutOfBounds, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    TokenWeights, UnscoredWeight,
 };
 
 impl Corrections {
@@ -19,8 +19,8 @@ impl Corrections {
         if let Some(TokenWeights { applies_to }) = spec.token_weights {
             let weights = token_weights(launch);
             let applies_to = match applies_to {
-                _ if launch.has(Bug::TokenWeightsOnKl) => Terms::PolicyAndKl,
-                _ if launch.has(Bug::TokenWeightsNotOnKl) => Terms::Policy,
+                _ if launch.has(Bug::TokenWeightsOnKl) => LossTerms::PolicyAndKl,
+                _ if launch.has(Bug::TokenWeightsNotOnKl) => LossTerms::Policy,
                 given => given,
             };
             all.weigh(&weights, applies_to, !launch.has(Bug::TokenWeightsNotInGradient));
@@ -32,8 +32,8 @@ impl Corrections {
             let narrowed = rejected.or_else(|| launch.has(Bug::ZeroWeightOutOfRollout).then(|| all.mask.clone()));
             let weights = Weighing { launch, rollout, mask: narrowed.as_ref().unwrap_or(given) }.weights();
             let applies_to = match rollout.applies_to {
-                _ if launch.has(Bug::RolloutOnKl) => Terms::PolicyAndKl,
-                _ if launch.has(Bug::RolloutNotOnKl) => Terms::Policy,
+                _ if launch.has(Bug::RolloutOnKl) => LossTerms::PolicyAndKl,
+                _ if launch.has(Bug::RolloutNotOnKl) => LossTerms::Policy,
                 given => given,
             };
             if !launch.has(Bug::RolloutIgnored) {
@@ -43,10 +43,10 @@ impl Corrections {
         all
     }
 
-    fn weigh(&mut self, weights: &Array2<f64>, applies_to: Terms, in_gradient: bool) {
+    fn weigh(&mut self, weights: &Array2<f64>, applies_to: LossTerms, in_gradient: bool) {
         self.factors.zip_mut_with(weights, |[policy, kl], weight| {
             policy.times(*weight, in_gradient);
-            if applies_to == Terms::PolicyAndKl {
+            if applies_to == LossTerms::PolicyAndKl {
                 kl.times(*weight, in_gradient);
             }
         });
@@ -70,8 +70,8 @@ impl Corrections {
                 counts => counts,
             };
             let drops_from = match rejection.drops_from {
-                _ if launch.has(Bug::RejectionKeepsKl) => Terms::Policy,
-                _ if launch.has(Bug::RejectionTakesKl) => Terms::PolicyAndKl,
+                _ if launch.has(Bug::RejectionKeepsKl) => LossTerms::Policy,
+                _ if launch.has(Bug::RejectionTakesKl) => LossTerms::PolicyAndKl,
                 given => given,
             };
             if counts {
@@ -329,23 +329,23 @@ impl Weighing<'_, '_> {
         let RolloutWeights { min, max, outside, .. } = *self.rollout;
         let min = min.filter(|_| !self.has(Bug::RolloutMinIgnored));
         let outside = match outside {
-            Outside::Truncate if self.has(Bug::RolloutMasks) => Outside::Mask,
-            Outside::Mask if self.has(Bug::RolloutTruncates) => Outside::Truncate,
+            OutOfBounds::Truncate if self.has(Bug::RolloutMasks) => OutOfBounds::Mask,
+            OutOfBounds::Mask if self.has(Bug::RolloutTruncates) => OutOfBounds::Truncate,
             outside => outside,
         };
         match outside {
             _ if self.is_within(weight) => weight,
-            Outside::Mask => 0.0,
-            Outside::Truncate if max.is_some_and(|max| weight > max) => max.unwrap_or(weight),
-            Outside::Truncate => min.map_or(weight, |min| min.max(weight)),
+            OutOfBounds::Mask => 0.0,
+            OutOfBounds::Truncate if max.is_some_and(|max| weight > max) => max.unwrap_or(weight),
+            OutOfBounds::Truncate => min.map_or(weight, |min| min.max(weight)),
         }
     }
 
     fn of_logp(&self) -> Array2<f64> {
         let mut weights = Array2::ones(self.mask.dim());
         let counts_as_one = match self.rollout.unscored {
-            Unscored::One => !self.has(Bug::UnscoredOneAsZero),
-            Unscored::Zero => self.has(Bug::UnscoredZeroAsOne),
+            UnscoredWeight::One => !self.has(Bug::UnscoredOneAsZero),
+            UnscoredWeight::Zero => self.has(Bug::UnscoredZeroAsOne),
         };
         for sequence in self.sequences() {
             let tokens = compared(self.launch, &sequence, |at| self.mask[at]);

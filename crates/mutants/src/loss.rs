@@ -183,7 +183,7 @@ fn grade(
             () if launch.has(Bug::EntropyDetached) => grad_entropy = 0.0,
             () if launch.has(Bug::DentropySignFlipped) && spec.dentropy => grad_entropy = -grad_entropy,
             () if launch.has(Bug::DentropyDropped) && spec.dentropy => grad_entropy = 0.0,
-            () if launch.has(Bug::DlogpSignFlipped) && spec.is_of_cotangents() => grad_logp = -grad_logp,
+            () if launch.has(Bug::DlogpSignFlipped) && spec.is_from_cotangents() => grad_logp = -grad_logp,
             () => {}
         }
         let of_kl = if launch.has(Bug::LossOfPolicyAlone) { 0.0 } else { kl_weight * kl.value };

@@ -2,7 +2,7 @@
 
 use crate::bank::Bug;
 use crate::launch::{Factor, Launch};
-use assay_core::spec::{Aspo, Cispo, Objective, Positive, PpoClip, Topr, Widths};
+use assay_core::spec::{Aspo, Cispo, ClipWidths, Objective, PositiveTokens, PpoClip, Topr};
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]
@@ -144,7 +144,7 @@ fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
         () if launch.has(Bug::ToprClipFromBelow) => ratio.max(topr.upper),
         () => ratio.min(topr.upper),
     };
-    let given = topr.positive == Positive::Selected && !launch.has(Bug::ToprSelectedIgnored);
+    let given = topr.positive == PositiveTokens::Selected && !launch.has(Bug::ToprSelectedIgnored);
     let is_positive = if given { inputs.is_selected } else { inputs.advantage > 0.0 };
     let (of_positive, of_others) = match () {
         () if launch.has(Bug::ToprWeightsSwapped) => (topr.negative_weight, topr.positive_weight),
@@ -166,12 +166,12 @@ fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
 /// `v`, is above `c`.
 fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
-    let own = Widths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
+    let own = ClipWidths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
     let is_selected = match () {
         () if launch.has(Bug::AspoSelectedIgnored) => false,
         () => inputs.is_selected != launch.has(Bug::AspoSelectedReversed),
     };
-    let Widths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| is_selected).unwrap_or(own);
+    let ClipWidths { epsilon_low, epsilon_high } = aspo.selected.filter(|_| is_selected).unwrap_or(own);
     let (epsilon_low, epsilon_high) = match () {
         () if launch.has(Bug::AspoEpsilonsSwapped) => (epsilon_high, epsilon_low),
         () => (epsilon_low, epsilon_high),

@@ -6,7 +6,7 @@ use ndarray::Array2;
 
 use crate::bank::Bug;
 use crate::launch::{Launch, Scored, part};
-use assay_core::spec::{Drops, QuantilePrecision, TopEntropy};
+use assay_core::spec::{DroppedTerm, QuantilePrecision, TopEntropy};
 
 /// What each token has a part in.
 pub(crate) struct High {
@@ -25,7 +25,7 @@ impl High {
             return Self { policy: all.clone(), ratio: all.clone(), bonus: all };
         };
         let high = above_quantile(launch, &top, scored);
-        let drops_ratio = (top.drops == Drops::Ratio) != launch.has(Bug::TopEntropyDropsTheOther);
+        let drops_ratio = (top.drops == DroppedTerm::Ratio) != launch.has(Bug::TopEntropyDropsTheOther);
         let (policy, ratio) = if drops_ratio { (all.clone(), high) } else { (high, all.clone()) };
         let bonus = if launch.has(Bug::TopEntropyBonusOfAll) { all } else { policy.clone() };
         Self { policy, ratio, bonus }

@@ -28,7 +28,7 @@ use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
-    Candidate, Dtype, FloatArray, Metrics, Others, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
+    Candidate, Dtype, FloatArray, Metrics, OtherIds, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
 };
 use assay_core::spec::{LossSpec, Objective};
 pub use assay_simd::{Isa, gemm};
@@ -273,7 +273,7 @@ struct Batch<'s> {
     structure: Structure,
     softmaxes: Softmaxes,
     ids: &'s Array2<i64>,
-    others: Option<&'s Others>,
+    others: Option<&'s OtherIds>,
     sequences: Vec<Sequence>,
     advantage: Array2<f64>,
     /// Of each sequence, also where it has no token.
@@ -455,12 +455,12 @@ impl<'s> Batch<'s> {
 
     fn ids(&self, at: Place) -> Ids {
         let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
-        let others = self.others.into_iter().flat_map(|others| others.of(at.0, at.1));
+        let others = self.others.into_iter().flat_map(|others| others.at(at.0, at.1));
         Ids { first: column(self.ids[at]), others: others.map(|(id, _)| column(id)).collect() }
     }
 
     fn dlogp_of_others(&self, at: Place) -> impl Iterator<Item = f64> {
-        self.others.into_iter().flat_map(move |others| others.of(at.0, at.1)).map(|(_, dlogp)| dlogp)
+        self.others.into_iter().flat_map(move |others| others.at(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
     fn scored(&self, at: Place, scores: &Scores) -> Scored {

@@ -16,7 +16,7 @@ use ndarray::{Array1, Array2, Array3, ArrayView3, ArrayViewD, ArrayViewMut3, Axi
 use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
 use assay_core::implementation::RunError;
 use assay_core::problem::{
-    Advantages, CuSeqlens, Extra, Float, Others, Problem, ProblemError, Sequences, first_and_others, mask_from,
+    Advantages, CuSeqlens, Extra, Float, OtherIds, Problem, ProblemError, Sequences, first_and_others, mask_from,
 };
 use assay_core::spec::{AdvantageLevel, LossSpec};
 
@@ -271,7 +271,7 @@ impl<'s> Op<'s> {
         let (advantages, others) = if several {
             let negatives = arguments.advantages.of_ids("advantages", Lent::floats::<Ix3>)?;
             let (first, dlogp) = first_and_others(&-negatives);
-            (Advantages::Dlogp(first), other_ids.zip(dlogp).map(|(ids, dlogp)| Others { ids, dlogp }))
+            (Advantages::Dlogp(first), other_ids.zip(dlogp).map(|(ids, dlogp)| OtherIds { ids, dlogp }))
         } else {
             (arguments.advantages_of(spec, &sequences, mask.ncols())?, None)
         };

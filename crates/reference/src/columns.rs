@@ -1,11 +1,11 @@
-//! [`Columns`]: what a token's softmaxes say of its columns.
+//! [`TokenColumns`]: what a token's softmaxes say of its columns.
 
-use super::logits_transform::Scaled;
+use super::logits_transform::TransformedLogits;
 use super::{ScaledSoftmax, Token};
 
 /// A token's transformed logits and its softmaxes, or those of some columns of it.
-pub struct Columns {
-    scaled: Scaled,
+pub struct TokenColumns {
+    scaled: TransformedLogits,
     logp: SoftmaxColumns,
     /// `None` where it is the same.
     entropy: Option<SoftmaxColumns>,
@@ -20,18 +20,18 @@ pub struct SoftmaxColumns {
 }
 
 impl SoftmaxColumns {
-    fn of(softmax: &ScaledSoftmax, logits: &[f64]) -> Self {
+    fn new(softmax: &ScaledSoftmax, logits: &[f64]) -> Self {
         let z: Vec<f64> = logits.iter().map(|h| h / softmax.divisor).collect();
         let probabilities = z.iter().map(|&z| softmax.stats.probability(z)).collect();
         Self { z, probabilities }
     }
 }
 
-impl Columns {
-    pub(super) fn of(scaled: Scaled, token: &Token) -> Self {
+impl TokenColumns {
+    pub(super) fn new(scaled: TransformedLogits, token: &Token) -> Self {
         let (logp, entropy) = (&token.logp_softmax, &token.entropy_softmax);
-        let entropy = (logp.divisor != entropy.divisor).then(|| SoftmaxColumns::of(entropy, &scaled.logits));
-        Self { logp: SoftmaxColumns::of(logp, &scaled.logits), entropy, scaled }
+        let entropy = (logp.divisor != entropy.divisor).then(|| SoftmaxColumns::new(entropy, &scaled.logits));
+        Self { logp: SoftmaxColumns::new(logp, &scaled.logits), entropy, scaled }
     }
 
     /// The first column.
@@ -55,12 +55,12 @@ impl Columns {
     }
 
     /// Of the softmax that logp is taken from: `z` and `p`.
-    pub fn of_logp(&self) -> &SoftmaxColumns {
+    pub fn logp(&self) -> &SoftmaxColumns {
         &self.logp
     }
 
     /// Of the softmax that entropy is taken from: `z` and `q`.
-    pub fn of_entropy(&self) -> &SoftmaxColumns {
+    pub fn entropy(&self) -> &SoftmaxColumns {
         self.entropy.as_ref().unwrap_or(&self.logp)
     }
 }

@@ -1,11 +1,11 @@
 //! `∂loss / ∂logits` of one row, in closed form.
 
 use super::Token;
-use super::columns::{Columns, SoftmaxColumns};
+use super::columns::{SoftmaxColumns, TokenColumns};
 
 /// A log-probability of a token, and what the loss has of it.
 #[derive(Clone, Copy)]
-pub(super) struct OfLogp {
+pub(super) struct LogpGradient {
     /// `y_k`
     pub(super) id: usize,
     /// `1 − p_y`
@@ -26,22 +26,27 @@ pub(super) struct OfLogp {
 ///
 /// On an id's own column `1 − p_y` is summed over the other columns. A term whose factor is 0 is 0, whatever the other factor:
 /// a clipped token has no gradient even where its softmax is not finite.
-pub(super) fn dlogits_row(columns: &Columns, token: &Token, of_logps: &[OfLogp], grad_entropy: f64) -> Vec<f64> {
+pub(super) fn dlogits_row(
+    columns: &TokenColumns,
+    token: &Token,
+    of_logps: &[LogpGradient],
+    grad_entropy: f64,
+) -> Vec<f64> {
     // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
     let elsewhere = |grad: f64, p: f64| if grad == 0.0 || p == 0.0 { 0.0 } else { -grad * p };
-    let on_own = |of: &OfLogp| if of.grad == 0.0 { 0.0 } else { of.grad * of.probability_of_others };
+    let on_own = |of: &LogpGradient| if of.grad == 0.0 { 0.0 } else { of.grad * of.probability_of_others };
     let sum: f64 = of_logps.iter().map(|of| of.grad).sum();
     let entropy_grad = |z: f64, q: f64| {
         let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
         if grad_entropy == 0.0 { 0.0 } else { grad_entropy * of_entropy }
     };
     let scaled = |dx: f64| if dx == 0.0 { 0.0 } else { dx / token.temperature() };
-    let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.of_logp().probabilities, columns.of_entropy());
+    let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.logp().probabilities, columns.entropy());
     let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(elsewhere(sum, p) + entropy_grad(z, q));
     let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();
     for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
         let of_logp =
-            |of: &OfLogp| if columns.place_of(of.id) == Some(y) { on_own(of) } else { elsewhere(of.grad, p[y]) };
+            |of: &LogpGradient| if columns.place_of(of.id) == Some(y) { on_own(of) } else { elsewhere(of.grad, p[y]) };
         dlogits[y] = scaled(of_logps.iter().map(of_logp).sum::<f64>() + entropy_grad(z[y], q[y]));
     }
     if let Some(slopes) = columns.slopes() {

@@ -18,7 +18,7 @@ pub(super) struct KlPiece {
 }
 
 /// `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
-fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::Held {
+fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::BoundedValue {
     let clamp = kl.difference_clamp.unwrap_or(f64::INFINITY);
     held(inputs.ref_logp.unwrap_or(f64::NAN) - inputs.logp, -clamp, clamp)
 }

@@ -28,21 +28,21 @@ use std::ops::Range;
 use ndarray::{Array2, Array3, arr0};
 use rayon::prelude::*;
 
-pub use columns::{Columns, SoftmaxColumns};
+pub use columns::{SoftmaxColumns, TokenColumns};
 pub use lm_head::{HeadReference, evaluate_head};
 pub use log_softmax::Softmax;
 pub use objective::{Branch, clipped};
-pub use ratio::Held;
+pub use ratio::BoundedValue;
 pub use selection::{Choice, quantile_index};
 pub use sum::Sum;
 pub use token::{Term, TokenInputs};
 
 use assay_core::problem::{Metrics, Outcome, Problem, ProblemError, Sequence, Shape};
 use assay_core::spec::{
-    Averaging, Drops, LossSpec, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides, Terms,
+    Averaging, DroppedTerm, LossSpec, LossTerms, Objective, OldLogp, RatioLevel, Reduction, TemperatureDivides,
 };
-use gradient::OfLogp;
-use logits_transform::Scaled;
+use gradient::LogpGradient;
+use logits_transform::TransformedLogits;
 use rollout::Corrections;
 use selection::Sample;
 
@@ -103,7 +103,7 @@ pub struct Token {
 
 /// An id of a token beside its first.
 #[derive(Clone, Copy, Debug)]
-pub struct Other {
+pub struct OtherLogp {
     /// `y_k`
     pub id: usize,
     /// `ℓ_k`, nats.
@@ -122,14 +122,14 @@ pub struct Reference<'p> {
     shape: Shape,
     tokens: Array2<Option<Token>>,
     /// Of each token, in order; none where it is masked.
-    others: Array2<Vec<Other>>,
+    others: Array2<Vec<OtherLogp>>,
     loss: f64,
     metrics: Metrics,
 }
 
 /// What the logits of one token come to.
 #[derive(Clone, Copy)]
-struct Scored {
+struct TokenScore {
     at: (usize, usize),
     id: usize,
     logp_softmax: ScaledSoftmax,
@@ -141,9 +141,9 @@ struct Scored {
     of_others: f64,
 }
 
-impl Scored {
+impl TokenScore {
     /// What those of a token came to.
-    fn of(token: &Token) -> Self {
+    fn from_token(token: &Token) -> Self {
         let &Token { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, inputs, of_others, .. } =
             token;
         Self { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, logp: inputs.logp, of_others }
@@ -182,8 +182,8 @@ fn joined<'p>(
     spec: &'p LossSpec,
     given: Cow<'p, Problem>,
     corrections: &Corrections,
-    scored: &Array2<Option<Scored>>,
-    others: Array2<Vec<Other>>,
+    scored: &Array2<Option<TokenScore>>,
+    others: Array2<Vec<OtherLogp>>,
     high: &Array2<bool>,
 ) -> Result<Reference<'p>, ProblemError> {
     let problem = &*given;
@@ -203,11 +203,11 @@ fn joined<'p>(
 }
 
 /// Softmax, log-probability and entropy of token `[b,t]`; and what there is of its other ids.
-fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (Scored, Vec<Other>) {
+fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore, Vec<OtherLogp>) {
     let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
     let id = column(problem.ids[at]);
-    let logits = Scaled::of(spec, problem, at, id, 0..problem.shape().vocab).logits;
-    let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::of(z) };
+    let logits = TransformedLogits::new(spec, problem, at, id, 0..problem.shape().vocab).logits;
+    let softmax = |divisor: f64, z: &[f64]| ScaledSoftmax { divisor, stats: Softmax::new(z) };
     let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
     let temperature = problem.tokens().temperature(spec, at);
@@ -225,7 +225,7 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (Scored, Vec
     };
     let other = |(id, dlogp): (i64, f64)| {
         let id = column(id);
-        Other {
+        OtherLogp {
             id,
             logp: logp_softmax.stats.log_probability(z[id]) * logp_factor,
             probability_of_others: logp_softmax.stats.probability_of_others(z[id]),
@@ -233,8 +233,8 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (Scored, Vec
         }
     };
     let others = problem.extra.others.as_ref();
-    let others: Vec<Other> = others.into_iter().flat_map(|others| others.of(at.0, at.1)).map(other).collect();
-    let scored = Scored {
+    let others: Vec<OtherLogp> = others.into_iter().flat_map(|others| others.at(at.0, at.1)).map(other).collect();
+    let scored = TokenScore {
         at,
         id,
         logp_softmax,
@@ -252,31 +252,33 @@ fn join(
     spec: &LossSpec,
     problem: &Problem,
     corrections: &Corrections,
-    scored: &Array2<Option<Scored>>,
+    scored: &Array2<Option<TokenScore>>,
     high: &Array2<bool>,
 ) -> Result<Array2<Option<Token>>, ProblemError> {
-    let drops = spec.top_entropy.map_or(Drops::PolicyTerm, |top| top.drops);
+    let drops = spec.top_entropy.map_or(DroppedTerm::PolicyTerm, |top| top.drops);
     let at = |array: &Option<Array2<f64>>, place: (usize, usize)| array.as_ref().map(|array| array[place]);
     let old_logp = |place, logp| {
         ratio::old_logp(spec.old_logp, at(&problem.old_logp, place), at(&problem.extra.rollout_logp, place), logp)
     };
     let advantages = problem.tokens().advantages_of_tokens();
     // (x after clamp and clip, whether it is in the row's mean)
-    let log_ratio = |place: (usize, usize), token: &Scored| {
+    let log_ratio = |place: (usize, usize), token: &TokenScore| {
         let x = token.logp - old_logp(place, token.logp);
-        let in_mean = drops != Drops::Ratio || high[place];
+        let in_mean = drops != DroppedTerm::Ratio || high[place];
         (ratio::log_ratio(&spec.ratio, x, advantages[place]), in_mean)
     };
 
     let mut tokens = Array2::from_elem(scored.dim(), None);
     for sequence in problem.sequences() {
-        let row: Vec<((usize, usize), Scored)> = sequence.places().filter_map(|at| Some((at, scored[at]?))).collect();
+        let row: Vec<((usize, usize), TokenScore)> =
+            sequence.places().filter_map(|at| Some((at, scored[at]?))).collect();
         let in_mean: Vec<f64> = row
             .iter()
             .map(|(at, token)| log_ratio(*at, token))
             .filter_map(|(x, in_mean)| in_mean.then_some(x.value))
             .collect();
-        let row_log_ratio = (spec.ratio.level != RatioLevel::Token).then(|| ratio::of_row(&spec.ratio, &in_mean));
+        let row_log_ratio =
+            (spec.ratio.level != RatioLevel::Token).then(|| ratio::row_log_ratio(&spec.ratio, &in_mean));
         let divergence = mean_divergence(spec, problem, &row);
         let row_log_weight = row_log_weight(spec, problem, corrections, &sequence, &row);
         for &(place, token) in &row {
@@ -284,9 +286,9 @@ fn join(
             let accepted = |by: &Array2<bool>| f64::from(u8::from(by[place]));
             let weight = corrections.weights[place];
             let in_vespo = matches!(spec.objective, Objective::Vespo(_));
-            let to_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+            let to_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl);
             let own_weight = corrections.token_weights[place];
-            let own_to_kl = spec.token_weights.is_some_and(|weights| weights.applies_to == Terms::PolicyAndKl);
+            let own_to_kl = spec.token_weights.is_some_and(|weights| weights.applies_to == LossTerms::PolicyAndKl);
             let inputs = TokenInputs {
                 logp: token.logp,
                 old_logp: old_logp(place, token.logp),
@@ -302,7 +304,7 @@ fn join(
                 on_policy: spec
                     .off_policy_mask
                     .map_or(Choice::fixed(true), |mask| selection::on_policy(advantage, divergence, mask.threshold)),
-                top_entropy: drops != Drops::PolicyTerm || high[place],
+                top_entropy: drops != DroppedTerm::PolicyTerm || high[place],
                 selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[place])),
             };
             let share = match spec.ratio.level {
@@ -318,11 +320,11 @@ fn join(
 }
 
 /// `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a row, for the off-policy mask.
-fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), Scored)]) -> f64 {
+fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), TokenScore)]) -> f64 {
     let Some(mask) = &spec.off_policy_mask else { return 0.0 };
     let behaviour = if mask.behaviour == OldLogp::Rollout { &problem.extra.rollout_logp } else { &problem.old_logp };
     let Some(behaviour) = behaviour else { return 0.0 };
-    let difference = |&(at, token): &((usize, usize), Scored)| {
+    let difference = |&(at, token): &((usize, usize), TokenScore)| {
         let difference = behaviour[at] - token.logp;
         if difference.is_nan() { 0.0 } else { difference }
     };
@@ -335,7 +337,7 @@ fn row_log_weight(
     problem: &Problem,
     corrections: &Corrections,
     sequence: &Sequence,
-    row: &[((usize, usize), Scored)],
+    row: &[((usize, usize), TokenScore)],
 ) -> f64 {
     let Objective::Vespo(_) = &spec.objective else { return 0.0 };
     let log_ratios = row.iter().map(|(place, token)| {
@@ -348,7 +350,7 @@ fn row_log_weight(
 }
 
 /// A token on its way: what its logits came to, its inputs, its share in the row's mean.
-type Joined = Array2<Option<(Scored, TokenInputs, f64)>>;
+type Joined = Array2<Option<(TokenScore, TokenInputs, f64)>>;
 
 /// What KL-Cov and Clip-Cov select by covariance, over the whole batch.
 fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
@@ -374,12 +376,12 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
 }
 
 /// Everything about a token but its weights.
-fn evaluated(spec: &LossSpec, scored: Scored, inputs: TokenInputs, share: f64) -> Token {
+fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f64) -> Token {
     let branch = Branch::at(spec, &inputs);
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
     let (clipped_low, clipped_high) = clipped(spec, &inputs);
-    let Scored { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, of_others, .. } = scored;
+    let TokenScore { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, of_others, .. } = scored;
     Token {
         at,
         id,
@@ -480,7 +482,7 @@ impl Reference<'_> {
     /// As [`evaluate`].
     pub fn keeping(&self, high: &Array2<bool>) -> Result<Reference<'_>, ProblemError> {
         let corrections = rollout::corrections(self.spec, &self.problem);
-        let scored = self.tokens.mapv(|token| token.map(|token| Scored::of(&token)));
+        let scored = self.tokens.mapv(|token| token.map(|token| TokenScore::from_token(&token)));
         joined(self.spec, Cow::Borrowed(&self.problem), &corrections, &scored, self.others.clone(), high)
     }
 
@@ -511,12 +513,12 @@ impl Reference<'_> {
 
     /// The logits that the softmaxes of `token`, at `[b,t]`, are of, with their probabilities and their derivatives by those given:
     /// those of `columns`.
-    pub fn columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> Columns {
-        Columns::of(Scaled::of(self.spec, &self.problem, (b, t), token.id, columns), token)
+    pub fn columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> TokenColumns {
+        TokenColumns::new(TransformedLogits::new(self.spec, &self.problem, (b, t), token.id, columns), token)
     }
 
     /// Those of all columns.
-    pub fn row(&self, b: usize, t: usize, token: &Token) -> Columns {
+    pub fn row(&self, b: usize, t: usize, token: &Token) -> TokenColumns {
         self.columns(b, t, token, 0..self.shape.vocab)
     }
 
@@ -531,7 +533,7 @@ impl Reference<'_> {
     }
 
     /// The ids of an unmasked token beside its first.
-    pub fn others(&self, token: &Token) -> &[Other] {
+    pub fn others(&self, token: &Token) -> &[OtherLogp] {
         &self.others[token.at]
     }
 
@@ -593,14 +595,14 @@ impl Reference<'_> {
     }
 
     /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
-    pub fn dlogits_of(&self, columns: &Columns, token: &Token, grad_logp: f64) -> Vec<f64> {
-        let first = OfLogp { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
-        let other = |&Other { id, probability_of_others, grad_logp, .. }: &Other| OfLogp {
+    pub fn dlogits_of(&self, columns: &TokenColumns, token: &Token, grad_logp: f64) -> Vec<f64> {
+        let first = LogpGradient { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
+        let other = |&OtherLogp { id, probability_of_others, grad_logp, .. }: &OtherLogp| LogpGradient {
             id,
             probability_of_others,
             grad: grad_logp,
         };
-        let of_logps: Vec<OfLogp> = std::iter::once(first).chain(self.others(token).iter().map(other)).collect();
+        let of_logps: Vec<LogpGradient> = std::iter::once(first).chain(self.others(token).iter().map(other)).collect();
         gradient::dlogits_row(columns, token, &of_logps, token.grad_entropy)
     }
 

@@ -32,7 +32,7 @@ const AT_ONCE: usize = 512;
 
 impl Softmax {
     /// Statistics of `z`.
-    pub fn of(z: &[f64]) -> Self {
+    pub fn new(z: &[f64]) -> Self {
         let nan = f64::NAN;
         let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
         let largest = |of: &[f64]| of.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m { x } else { m });

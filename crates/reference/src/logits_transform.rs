@@ -6,7 +6,7 @@ use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
 /// The transformed logits of one token, or of some columns of it.
-pub(super) struct Scaled {
+pub(super) struct TransformedLogits {
     /// The first column.
     pub(super) first: usize,
     /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
@@ -15,9 +15,9 @@ pub(super) struct Scaled {
     pub(super) slopes: Option<Vec<f64>>,
 }
 
-impl Scaled {
+impl TransformedLogits {
     /// Those of `columns` of token `[b,t]`, whose sampled id is `id`.
-    pub(super) fn of(
+    pub(super) fn new(
         spec: &LossSpec,
         problem: &Problem,
         (b, t): (usize, usize),

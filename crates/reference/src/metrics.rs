@@ -17,7 +17,7 @@ use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RolloutLevel};
 /// Whose metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Project {
+pub enum MetricsProject {
     /// TRL 1.16 `GRPOTrainer`, `GMPOTrainer`.
     Trl,
     /// verl 0.9 `compute_policy_loss_*`, `ppo_loss` and its rollout correction.
@@ -39,26 +39,27 @@ pub struct Metric {
     pub definition: &'static str,
 }
 
-impl fmt::Display for Project {
+impl fmt::Display for MetricsProject {
     /// As it is typed.
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         self.serialize(f)
     }
 }
 
-impl Project {
+impl MetricsProject {
     /// All of them.
-    pub const ALL: [Project; 4] = [Project::Trl, Project::Verl, Project::Tunix, Project::Liger];
+    pub const ALL: [MetricsProject; 4] =
+        [MetricsProject::Trl, MetricsProject::Verl, MetricsProject::Tunix, MetricsProject::Liger];
 
     /// The metrics that the project logs of a batch under its spec, in the order of its source.
     pub fn metrics(self, reference: &Reference) -> Vec<Metric> {
-        let batch = Batch::of(reference);
+        let batch = MetricsBatch::new(reference);
         let mut log = Log::default();
         match self {
-            Project::Trl => batch.trl(&mut log),
-            Project::Verl => batch.verl(&mut log),
-            Project::Tunix => batch.tunix(&mut log),
-            Project::Liger => batch.liger(&mut log),
+            MetricsProject::Trl => batch.trl(&mut log),
+            MetricsProject::Verl => batch.verl(&mut log),
+            MetricsProject::Tunix => batch.tunix(&mut log),
+            MetricsProject::Liger => batch.liger(&mut log),
         }
         log.0
     }
@@ -78,20 +79,20 @@ fn count(holds: bool) -> f64 {
 }
 
 /// The unmasked tokens of a batch, by rows.
-struct Batch<'r> {
+struct MetricsBatch<'r> {
     reference: &'r Reference<'r>,
     spec: &'r LossSpec,
     /// `((b, t), token)`; empty for a row without one.
-    rows: Vec<Row<'r>>,
+    rows: Vec<SequenceTokens<'r>>,
 }
 
 /// The unmasked tokens of a row, each with its place.
-type Row<'r> = Vec<((usize, usize), &'r Token)>;
+type SequenceTokens<'r> = Vec<((usize, usize), &'r Token)>;
 
-type OfToken<'f> = &'f dyn Fn(&Token) -> f64;
+type TokenFunction<'f> = &'f dyn Fn(&Token) -> f64;
 
-impl<'r> Batch<'r> {
-    fn of(reference: &'r Reference) -> Self {
+impl<'r> MetricsBatch<'r> {
+    fn new(reference: &'r Reference) -> Self {
         let row =
             |sequence: &Sequence| sequence.places().filter_map(|at| Some((at, reference.token(at.0, at.1)?))).collect();
         Self { reference, spec: reference.spec(), rows: reference.problem().sequences().iter().map(row).collect() }
@@ -101,29 +102,29 @@ impl<'r> Batch<'r> {
         self.rows.iter().flatten().map(|(_, token)| *token)
     }
 
-    fn sum(&self, value: OfToken) -> f64 {
+    fn sum(&self, value: TokenFunction) -> f64 {
         self.tokens().map(value).collect::<Sum>().value()
     }
 
     /// `Σ m·value / max(Σ m, 1)`
-    fn mean(&self, value: OfToken) -> f64 {
+    fn mean(&self, value: TokenFunction) -> f64 {
         self.sum(value) / self.tokens().count().max(1) as f64
     }
 
     /// `Σ m·value / (Σ m + 1e-8)`: verl's and Tunix's `masked_mean`.
-    fn masked_mean(&self, value: OfToken) -> f64 {
+    fn masked_mean(&self, value: TokenFunction) -> f64 {
         self.sum(value) / (self.tokens().count() as f64 + 1e-8)
     }
 
     /// `Σ w·m·value`, with the weights of the loss.
-    fn reduced(&self, value: OfToken) -> f64 {
+    fn reduced(&self, value: TokenFunction) -> f64 {
         self.sum(&|token| token.weight * value(token))
     }
 
     /// The mean of each row: `value` of any token where all share a ratio, else `Σ m·value / Σ m`, NaN for an empty row.
-    fn row_means(&self, value: OfToken) -> Vec<f64> {
+    fn row_means(&self, value: TokenFunction) -> Vec<f64> {
         let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
-        let mean = |row: &Row| match row.first() {
+        let mean = |row: &SequenceTokens| match row.first() {
             Some((_, token)) if shared => value(token),
             None if shared => 0.0,
             _ => row.iter().map(|(_, token)| value(token)).collect::<Sum>().value() / row.len() as f64,
@@ -132,7 +133,7 @@ impl<'r> Batch<'r> {
     }
 
     /// TRL's `global_masked_mean` of something that has the shape of the ratio: one a row counts rows, not tokens.
-    fn level_mean(&self, value: OfToken) -> f64 {
+    fn level_mean(&self, value: TokenFunction) -> f64 {
         let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
         if shared { self.row_means(value).into_iter().sum::<f64>() / self.rows.len() as f64 } else { self.mean(value) }
     }
@@ -272,7 +273,7 @@ impl<'r> Batch<'r> {
         let problem = self.reference.problem();
         let corrections = corrections(self.spec, problem);
         let sequences = problem.sequences();
-        let phi = |(s, row): (usize, &Row)| {
+        let phi = |(s, row): (usize, &SequenceTokens)| {
             let of_empty = || log_weights(self.spec, problem, &corrections, &sequences[s]);
             let log_weight = row.first().map_or_else(of_empty, |(_, token)| token.inputs.row_log_weight);
             gamma_weight(vespo, log_weight, problem.tokens().advantage_of(&sequences[s]))

@@ -12,7 +12,7 @@ use std::ops::RangeInclusive;
 use super::kl::KlPiece;
 use super::token::{Term, TokenInputs, sign};
 use assay_core::spec::{
-    Aspo, Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, Positive, PpoClip, Sapo, TrustRegion, Vespo,
+    Aspo, Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PositiveTokens, PpoClip, Sapo, TrustRegion, Vespo,
 };
 
 /// Which smooth piece of the loss a token is on.
@@ -116,7 +116,7 @@ impl Branch {
     /// Where `A = 0` only penalties are left, even if the ratio overflows.
     pub fn policy(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
         let w = inputs.level_log_ratio(spec).value;
-        let penalty = |weight: f64| Term::of_ratio(weight * w * w, 2.0 * weight * w);
+        let penalty = |weight: f64| Term::from_ratio(weight * w * w, 2.0 * weight * w);
         if !self.kept {
             return Term::default();
         }
@@ -126,7 +126,7 @@ impl Branch {
             Objective::TrustRegion(region) => surrogate.plus(penalty(region.penalty)),
             Objective::Dro(dro) => surrogate.plus(penalty(dro.beta / 2.0)),
             Objective::KlCov(cov) if self.selected => {
-                surrogate.plus(Term::of_ratio(cov.coefficient * self.sign * w, cov.coefficient * self.sign))
+                surrogate.plus(Term::from_ratio(cov.coefficient * self.sign * w, cov.coefficient * self.sign))
             }
             Objective::ClipCov(_) if self.selected => Term::default(),
             _ => surrogate,
@@ -144,30 +144,30 @@ impl Branch {
         let following = |on_ratio: bool| if on_ratio { -ratio * advantage } else { 0.0 };
         match &spec.objective {
             Objective::PpoClip(_) | Objective::ClipCov(_) => {
-                Term::of_ratio(-k * advantage, following(self.coefficient == Coefficient::Ratio))
+                Term::from_ratio(-k * advantage, following(self.coefficient == Coefficient::Ratio))
             }
             Objective::Cispo(_) => Term::score(k, inputs),
             Objective::Sapo(sapo) => soft_gate(sapo, ratio, advantage),
             Objective::Vespo(vespo) => Term::score(gamma_weight(vespo, inputs.row_log_weight, advantage), inputs),
             Objective::PolicyGradient | Objective::Dro(_) => Term::score(1.0, inputs),
             Objective::ImportanceSampling(_) | Objective::KlCov(_) => {
-                Term::of_ratio(-ratio * advantage, following(true))
+                Term::from_ratio(-ratio * advantage, following(true))
             }
             Objective::MaskedRatio(_) => Term::score(ratio, inputs),
             Objective::TrustRegion(region) if region.truncate.is_some() => Term::score(k, inputs),
-            Objective::TrustRegion(_) => Term::of_ratio(-ratio * advantage, following(true)),
+            Objective::TrustRegion(_) => Term::from_ratio(-ratio * advantage, following(true)),
             Objective::Topr(topr) => {
                 let positive = match topr.positive {
-                    Positive::Advantage => advantage > 0.0,
-                    Positive::Selected => self.selected,
+                    PositiveTokens::Advantage => advantage > 0.0,
+                    PositiveTokens::Selected => self.selected,
                 };
                 Term::score(if positive { topr.positive_weight } else { topr.negative_weight * k }, inputs)
             }
             Objective::Aspo(_) => {
                 let value = if advantage > 0.0 { -advantage / k } else { -k * advantage };
                 match self.coefficient {
-                    Coefficient::Ratio => Term::of_ratio(value, value),
-                    Coefficient::Bound(_) => Term::of_ratio(value, 0.0),
+                    Coefficient::Ratio => Term::from_ratio(value, value),
+                    Coefficient::Bound(_) => Term::from_ratio(value, 0.0),
                     Coefficient::Score(_) => Term::score(k, inputs),
                 }
             }
@@ -255,7 +255,7 @@ fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
     let sigmoid = |u: f64| 1.0 / (1.0 + (-u).exp());
     let gate = 4.0 / tau * sigmoid(u);
     let by_log_ratio = if ratio == f64::INFINITY { 0.0 } else { 4.0 * sigmoid(u) * sigmoid(-u) * ratio };
-    Term::of_ratio(-gate * advantage, -by_log_ratio * advantage)
+    Term::from_ratio(-gate * advantage, -by_log_ratio * advantage)
 }
 
 /// VESPO: `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 where that is NaN or ∞.

@@ -5,7 +5,7 @@ use assay_core::spec::{OldLogp, Ratio, RatioLevel};
 
 /// A value that follows its argument, or stands at a bound where its derivative is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Held {
+pub struct BoundedValue {
     /// The value.
     pub value: f64,
     /// 1 or 0.
@@ -13,13 +13,13 @@ pub struct Held {
 }
 
 /// `x` held within `[low, high]`; on a bound it still follows.
-pub(super) fn held(x: f64, low: f64, high: f64) -> Held {
+pub(super) fn held(x: f64, low: f64, high: f64) -> BoundedValue {
     if x > high {
-        Held { value: high, slope: 0.0 }
+        BoundedValue { value: high, slope: 0.0 }
     } else if x < low {
-        Held { value: low, slope: 0.0 }
+        BoundedValue { value: low, slope: 0.0 }
     } else {
-        Held { value: x, slope: 1.0 }
+        BoundedValue { value: x, slope: 1.0 }
     }
 }
 
@@ -29,7 +29,7 @@ pub(super) fn held(x: f64, low: f64, high: f64) -> Held {
 /// x clamped to ±clamp                                                unless it is the sum over a row that is
 /// x ≤ high where A > 0,  x ≥ −low where A < 0,  0 where A = 0        with a clip
 /// ```
-pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> Held {
+pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> BoundedValue {
     let clamp = if ratio.level == RatioLevel::SequenceProduct { None } else { ratio.clamp };
     let clamp = clamp.unwrap_or(f64::INFINITY);
     let clamped = held(x, -clamp, clamp);
@@ -39,13 +39,13 @@ pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> Held {
     } else if advantage < 0.0 {
         held(clamped.value, -clip.low, f64::INFINITY)
     } else {
-        Held { value: 0.0, slope: 0.0 }
+        BoundedValue { value: 0.0, slope: 0.0 }
     };
-    Held { slope: clamped.slope * clipped.slope, ..clipped }
+    BoundedValue { slope: clamped.slope * clipped.slope, ..clipped }
 }
 
 /// The log-ratio that `ρ` is the `exp` of, from the token's own or its row's.
-pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> Held {
+pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> BoundedValue {
     let cap = ratio.cap.unwrap_or(f64::INFINITY);
     match ratio.clamp {
         Some(clamp) if ratio.level == RatioLevel::SequenceProduct => held(log_ratio, -clamp, clamp.min(cap)),
@@ -54,7 +54,7 @@ pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> Held {
 }
 
 /// The log-ratio of a row: `Σ x / (n + ε)`, of a product `Σ x`; 0 without a token.
-pub(super) fn of_row(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
+pub(super) fn row_log_ratio(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
     if log_ratios.is_empty() {
         0.0
     } else {

@@ -5,8 +5,8 @@ use ndarray::Array2;
 use super::sum::Sum;
 use assay_core::problem::{Problem, Sequence};
 use assay_core::spec::{
-    LossSpec, Objective, Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Terms, Unscored,
+    LossSpec, LossTerms, Objective, OutOfBounds, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, UnscoredWeight,
 };
 
 /// What stands at each token because of the sampler's policy.
@@ -32,12 +32,12 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
         let within = |all: &mut Array2<bool>| all.zip_mut_with(&stays, |all, stays| *all &= stays);
         match (rejection.counts, rejection.drops_from) {
             (false, _) => within(&mut mask),
-            (true, Terms::Policy) => within(&mut accepted),
-            (true, Terms::PolicyAndKl) => [&mut accepted, &mut accepted_by_kl].into_iter().for_each(within),
+            (true, LossTerms::Policy) => within(&mut accepted),
+            (true, LossTerms::PolicyAndKl) => [&mut accepted, &mut accepted_by_kl].into_iter().for_each(within),
         }
     }
     let token_weights = match (spec.token_weights, &problem.extra.token_weights) {
-        (Some(_), Some(given)) => of_tokens(given, problem),
+        (Some(_), Some(given)) => spread_over_tokens(given, problem),
         _ => Array2::ones(mask.dim()),
     };
     mask.zip_mut_with(&token_weights, |counts, weight| *counts &= *weight != 0.0);
@@ -46,7 +46,7 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
 }
 
 /// A number a token, of an array that may have one a sequence.
-fn of_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
+fn spread_over_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
     if given.dim() == problem.mask.dim() {
         return given.clone();
     }
@@ -59,7 +59,7 @@ fn of_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
 
 /// What the two policies say of one token.
 #[derive(Clone, Copy)]
-struct Compared {
+struct SamplerDifference {
     at: (usize, usize),
     old_logp: f64,
     /// `old_logp` where the sampler did not score.
@@ -67,7 +67,7 @@ struct Compared {
     scored: bool,
 }
 
-impl Compared {
+impl SamplerDifference {
     /// `y`
     fn log_ratio(self) -> f64 {
         self.old_logp - self.rollout_logp
@@ -75,14 +75,14 @@ impl Compared {
 }
 
 /// The unmasked tokens of a sequence.
-fn compared(problem: &Problem, sequence: &Sequence) -> Vec<Compared> {
+fn compared(problem: &Problem, sequence: &Sequence) -> Vec<SamplerDifference> {
     let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
     let unmasked = sequence.places().filter(|&at| problem.mask[at]);
     unmasked
         .map(|at| {
             let (old_logp, rollout_logp) = (old[at], rollout[at]);
             let scored = !rollout_logp.is_nan();
-            Compared { at, old_logp, rollout_logp: if scored { rollout_logp } else { old_logp }, scored }
+            SamplerDifference { at, old_logp, rollout_logp: if scored { rollout_logp } else { old_logp }, scored }
         })
         .collect()
 }
@@ -135,7 +135,7 @@ fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
     stays
 }
 
-fn divergence(estimator: RejectionEstimator, of: Compared) -> f64 {
+fn divergence(estimator: RejectionEstimator, of: SamplerDifference) -> f64 {
     let y = of.log_ratio().clamp(-20.0, 20.0);
     let [p, q] = [of.rollout_logp, of.old_logp].map(f64::exp);
     let [inner_p, inner_q] = [p, q].map(|probability| probability.clamp(1e-6, 1.0 - 1e-6));
@@ -169,7 +169,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
-    let mut weights = of_tokens(given, problem);
+    let mut weights = spread_over_tokens(given, problem);
     if rollout.level == RolloutLevel::Geometric {
         for sequence in problem.sequences() {
             let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
@@ -187,15 +187,15 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
     let (min, max) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
     let within = |weight: f64| (min..=max).contains(&weight);
     let bounded = |weight: f64| match rollout.outside {
-        Outside::Truncate => weight.clamp(min, max),
-        Outside::Mask if within(weight) => weight,
-        Outside::Mask => 0.0,
+        OutOfBounds::Truncate => weight.clamp(min, max),
+        OutOfBounds::Mask if within(weight) => weight,
+        OutOfBounds::Mask => 0.0,
     };
     for sequence in problem.sequences() {
         let tokens = compared(problem, &sequence);
         let sum = tokens.iter().map(|of| of.log_ratio()).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
-        let counts = |scored: bool| scored || rollout.unscored == Unscored::One;
+        let counts = |scored: bool| scored || rollout.unscored == UnscoredWeight::One;
         // A weight that an unscored token has a part in may be 0, before its bounds.
         let where_scored = |scored: bool, weight: f64| if counts(scored) { weight } else { 0.0 };
         let all_scored = tokens.iter().all(|of| of.scored);

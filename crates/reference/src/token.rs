@@ -1,6 +1,6 @@
 //! What one token's loss depends on, and a term of it with its derivatives.
 
-use super::ratio::{self, Held};
+use super::ratio::{self, BoundedValue};
 use super::selection::Choice;
 use assay_core::spec::LossSpec;
 
@@ -35,12 +35,12 @@ pub struct TokenInputs {
 
 impl TokenInputs {
     /// `x = ℓ − old_logp` after its clamp and clip.
-    pub fn log_ratio(&self, spec: &LossSpec) -> Held {
+    pub fn log_ratio(&self, spec: &LossSpec) -> BoundedValue {
         ratio::log_ratio(&spec.ratio, self.logp - self.old_logp, self.advantage)
     }
 
     /// `w = ln ρ`, of the token or of its row.
-    pub fn level_log_ratio(&self, spec: &LossSpec) -> Held {
+    pub fn level_log_ratio(&self, spec: &LossSpec) -> BoundedValue {
         ratio::capped(&spec.ratio, self.row_log_ratio.unwrap_or_else(|| self.log_ratio(spec).value))
     }
 
@@ -63,7 +63,7 @@ pub struct Term {
 
 impl Term {
     /// A term that only depends on the ratio.
-    pub(super) fn of_ratio(value: f64, by_log_ratio: f64) -> Self {
+    pub(super) fn from_ratio(value: f64, by_log_ratio: f64) -> Self {
         Self { value, by_logp: 0.0, by_log_ratio }
     }
 

@@ -9,11 +9,11 @@ use proptest::test_runner::RngSeed;
 
 use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, Divergence, Dro, ImportanceSampling, Kl, KlCov, KlEstimator,
-    KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp,
-    Outside, Positive, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, Terms,
-    TokenWeights, Topr, TrustRegion, Unscored, Vespo, Widths,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, Divergence, Dro, ImportanceSampling, Kl, KlCov,
+    KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, LossTerms, MaskedRatio, Objective,
+    OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
+    TemperatureDivides, TokenWeights, Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
@@ -50,7 +50,7 @@ fn or_logp(spec: LossSpec) -> LossSpec {
     support.keep_sampled = false;
     let size = temperature.number().unwrap_or(1.0);
     let ids_per_token = if size < 0.9 { 2 } else { 2 + usize::from(size > 1.0) + usize::from(dentropy) };
-    LossSpec { logits, support, temperature, temperature_divides, ids_per_token, ..LossSpec::of_cotangents(dentropy) }
+    LossSpec { logits, support, temperature, temperature_divides, ids_per_token, ..LossSpec::from_cotangents(dentropy) }
 }
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
@@ -67,7 +67,7 @@ pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
         weighted(0.15, off_policy_mask()),
         weighted(
             0.2,
-            select(vec![Terms::Policy, Terms::PolicyAndKl]).prop_map(|applies_to| TokenWeights { applies_to }),
+            select(vec![LossTerms::Policy, LossTerms::PolicyAndKl]).prop_map(|applies_to| TokenWeights { applies_to }),
         ),
     );
     let columns = prop_oneof![6 => Just((LogitsTransform::default(), Support::default())), 1 => changed_logits()];
@@ -154,17 +154,18 @@ pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let sapo =
         (0.3..3.0_f64, 0.3..3.0_f64).prop_map(|(tau_positive, tau_negative)| Sapo { tau_positive, tau_negative });
     let masked_ratio = (0.0..0.95_f64, 1.0..3.0_f64).prop_map(|(lower, upper)| MaskedRatio { lower, upper });
-    let topr = (0.0..2.0_f64, 0.0..2.0_f64, 0.5..2.0_f64, select(vec![Positive::Advantage, Positive::Selected]))
-        .prop_map(|(positive_weight, negative_weight, upper, positive)| Topr {
-            positive_weight,
-            negative_weight,
-            upper,
-            positive,
-        });
+    let topr =
+        (0.0..2.0_f64, 0.0..2.0_f64, 0.5..2.0_f64, select(vec![PositiveTokens::Advantage, PositiveTokens::Selected]))
+            .prop_map(|(positive_weight, negative_weight, upper, positive)| Topr {
+                positive_weight,
+                negative_weight,
+                upper,
+                positive,
+            });
     let widths =
-        (0.0..0.9_f64, 0.0..1.5_f64).prop_map(|(epsilon_low, epsilon_high)| Widths { epsilon_low, epsilon_high });
+        (0.0..0.9_f64, 0.0..1.5_f64).prop_map(|(epsilon_low, epsilon_high)| ClipWidths { epsilon_low, epsilon_high });
     let aspo = (widths.clone(), proptest::option::of(widths), 1.05..4.0_f64, 1.05..4.0_f64).prop_map(
-        |(Widths { epsilon_low, epsilon_high }, selected, dual_clip_positive, dual_clip_negative)| Aspo {
+        |(ClipWidths { epsilon_low, epsilon_high }, selected, dual_clip_positive, dual_clip_negative)| Aspo {
             epsilon_low,
             epsilon_high,
             selected,
@@ -278,22 +279,22 @@ fn rollout() -> BoxedStrategy<RolloutWeights> {
     ];
     (
         source,
-        select(vec![Outside::Truncate, Outside::Mask]),
+        select(vec![OutOfBounds::Truncate, OutOfBounds::Mask]),
         (option(0.0..0.95_f64), option(1.0..3.0_f64), option(0.1..20.0_f64)),
         any::<bool>(),
-        select(vec![Unscored::One, Unscored::Zero]),
-        select(vec![Terms::Policy, Terms::PolicyAndKl]),
+        select(vec![UnscoredWeight::One, UnscoredWeight::Zero]),
+        select(vec![LossTerms::Policy, LossTerms::PolicyAndKl]),
     )
         .prop_map(|((source, level), outside, (min, max, clamp), normalize, unscored, applies_to)| {
             let plain = RolloutWeights {
                 source,
                 level,
-                outside: Outside::Truncate,
+                outside: OutOfBounds::Truncate,
                 min: None,
                 max: None,
                 clamp: None,
                 normalize,
-                unscored: Unscored::One,
+                unscored: UnscoredWeight::One,
                 applies_to,
             };
             // Given weights are taken as they are.
@@ -328,7 +329,7 @@ fn rejection() -> BoxedStrategy<Rejection> {
         option(-2.0..0.01_f64),
         0.01..3.0_f64,
         any::<bool>(),
-        select(vec![Terms::Policy, Terms::PolicyAndKl]),
+        select(vec![LossTerms::Policy, LossTerms::PolicyAndKl]),
     )
         .prop_map(|(estimator, level, min, max, counts, drops_from)| {
             // A ratio is 1 at least.

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use assay_core::problem::Shape;
 use assay_core::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
-    Objective, OldLogp, Outside, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
-    RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, Terms, Unscored,
+    LossTerms, Objective, OldLogp, OutOfBounds, Ratio, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, UnscoredWeight,
 };
 use assay_judge::variants::{SHAPE, variants};
 
@@ -85,9 +85,9 @@ const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>); 4] = [
     (None, None, Some(0.1)),
 ];
 /// What rollout weights apply to.
-const WEIGHTS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
+const WEIGHTS: [Option<LossTerms>; 3] = [None, Some(LossTerms::Policy), Some(LossTerms::PolicyAndKl)];
 /// What rejected tokens are dropped from.
-const DROPS: [Option<Terms>; 3] = [None, Some(Terms::Policy), Some(Terms::PolicyAndKl)];
+const DROPS: [Option<LossTerms>; 3] = [None, Some(LossTerms::Policy), Some(LossTerms::PolicyAndKl)];
 const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
 
 /// What becomes of logits: scale, softcap, bias, and how many columns are left out.
@@ -133,12 +133,12 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
     let rollout = WEIGHTS[weights].map(|applies_to| RolloutWeights {
         source: RolloutSource::Logp,
         level: RolloutLevel::Token,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: Some(1.1),
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
+        unscored: UnscoredWeight::One,
         applies_to,
     });
     let rejection = DROPS[drops].map(|drops_from| Rejection {

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl,
-    KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec, MaskedRatio, Objective,
-    OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection,
-    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Support, Temperature,
-    TemperatureDivides, Terms, TokenWeights, TopCovariance, TopEntropy, Topr, TrustRegion, Unscored, Vespo, Widths,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, DroppedTerm,
+    ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform, LossSpec,
+    LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Support, Temperature, TemperatureDivides, TokenWeights, TopCovariance, TopEntropy,
+    Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::generate::Recipe;
@@ -176,13 +177,13 @@ impl Arms {
             },
             Objective::Topr(Topr { positive_weight: _, negative_weight: _, upper: _, positive }) => "topr" {
                 choose!(self, "topr.positive", positive, {
-                    Positive::Advantage => "advantage",
-                    Positive::Selected => "selected",
+                    PositiveTokens::Advantage => "advantage",
+                    PositiveTokens::Selected => "selected",
                 });
             },
             Objective::Aspo(Aspo { epsilon_low: _, epsilon_high: _, selected, dual_clip_positive: _, dual_clip_negative: _ }) => "aspo" {
                 self.option("aspo.selected", selected.as_ref());
-                if let Some(Widths { epsilon_low: _, epsilon_high: _ }) = selected {}
+                if let Some(ClipWidths { epsilon_low: _, epsilon_high: _ }) = selected {}
             },
             Objective::None => "none",
         });
@@ -239,24 +240,24 @@ impl Arms {
             RolloutLevel::TokenGatedByGeometric => "token_gated_by_geometric",
         });
         choose!(self, "rollout.outside", outside, {
-            Outside::Truncate => "truncate",
-            Outside::Mask => "mask",
+            OutOfBounds::Truncate => "truncate",
+            OutOfBounds::Mask => "mask",
         });
         self.option("rollout.min", min.as_ref());
         self.option("rollout.max", max.as_ref());
         self.option("rollout.clamp", clamp.as_ref());
         self.flag("rollout.normalize", *normalize);
         choose!(self, "rollout.unscored", unscored, {
-            Unscored::One => "one",
-            Unscored::Zero => "zero",
+            UnscoredWeight::One => "one",
+            UnscoredWeight::Zero => "zero",
         });
         self.terms("rollout.applies_to", *applies_to);
     }
 
-    fn terms(&mut self, field: &str, terms: Terms) {
+    fn terms(&mut self, field: &str, terms: LossTerms) {
         choose!(self, field, terms, {
-            Terms::Policy => "policy",
-            Terms::PolicyAndKl => "policy_and_kl",
+            LossTerms::Policy => "policy",
+            LossTerms::PolicyAndKl => "policy_and_kl",
         });
     }
 
@@ -287,8 +288,8 @@ impl Arms {
     fn top_entropy(&mut self, top: &TopEntropy) {
         let TopEntropy { fraction: _, drops, precision } = top;
         choose!(self, "top_entropy.drops", drops, {
-            Drops::PolicyTerm => "policy_term",
-            Drops::Ratio => "ratio",
+            DroppedTerm::PolicyTerm => "policy_term",
+            DroppedTerm::Ratio => "ratio",
         });
         choose!(self, "top_entropy.precision", precision, {
             QuantilePrecision::Exact => "exact",

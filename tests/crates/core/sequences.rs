@@ -39,7 +39,7 @@ fn owners_pass_over_empty_sequences() {
     let cu_seqlens = CuSeqlens::new(&[0, 0, 2, 2, 5, 5]).unwrap();
     let owners: Vec<Option<usize>> = (0..7).map(|t| cu_seqlens.owner(t)).collect();
     assert_eq!(owners, [Some(1), Some(1), Some(3), Some(3), Some(3), None, None]);
-    assert_eq!(CuSeqlens::of_lengths([0, 2, 0, 3, 0]), cu_seqlens);
+    assert_eq!(CuSeqlens::from_lengths([0, 2, 0, 3, 0]), cu_seqlens);
 }
 
 #[test]

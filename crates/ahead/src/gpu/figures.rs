@@ -1,7 +1,7 @@
 //! The facts and bounds of one program that was compiled for a GPU.
 
 use assay_core::implementation::Given;
-use assay_core::problem::Extents;
+use assay_core::problem::ProblemShape;
 use assay_programs::{Device, HeadProgram, LossProgram, Programs, Shaped};
 #[cfg(feature = "plugin")]
 use assay_schema::{compile::HeldBy, gpu as schema};
@@ -27,7 +27,7 @@ impl CompileRequest<GpuTarget> {
         let target = self.target.chip.written_for();
         let device = Device::gpu(target);
         match self.shape {
-            Extents::Logits(shape) => {
+            ProblemShape::Logits(shape) => {
                 let program: LossProgram = gpu_program(&self.implementation)?;
                 let dtype = self.options.dtype;
                 let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, target)?;
@@ -35,7 +35,7 @@ impl CompileRequest<GpuTarget> {
                 let code = program.text(loss, given, devices, device)?;
                 Ok(ProgramText { code, kernels, held_by: held_by(program) })
             }
-            Extents::Head(shape) => {
+            ProblemShape::Head(shape) => {
                 let program: HeadProgram = self.sized(gpu_program(&self.implementation)?);
                 let kernels = program.gpu_kernels_for(loss, self.given_head(shape), devices, target)?;
                 let code = program.text(loss, self.given_head(shape), devices, device)?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use assay_core::problem::{Dtype, Extents, HeadShape, Shape};
+use assay_core::problem::{Dtype, HeadShape, ProblemShape, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::{HeadProgram, LossProgram, Programs as _};
 use assay_schema::gpu::{Compiled, Launch, Table};
@@ -22,7 +22,7 @@ const VOCAB: usize = 151_936;
 const ENTROPY_COEF: f64 = 0.01;
 
 /// An LM head of a 7B model.
-const HEAD: Extents = Extents::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: VOCAB });
+const HEAD: ProblemShape = ProblemShape::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: VOCAB });
 
 /// Lists the programs of the table, with the losses and sizes of `options`: on each chip `xla` and every kernel that it can run, on
 /// logits and with an LM head.
@@ -39,7 +39,7 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<GpuTarget>> {
                 ..options.clone()
             },
         };
-        let logits = |vocab| Extents::Logits(Shape { batch: 1, tokens: 4096, vocab });
+        let logits = |vocab| ProblemShape::Logits(Shape { batch: 1, tokens: 4096, vocab });
         requests.push(request("xla", logits(VOCAB), Dtype::Bf16, 0.0));
         let programs = LossProgram::all().into_iter().filter(|program| program.is_whole() && is_for_gpus(*program));
         for program in programs.filter(|program| program.has_kernels() && runs_on(program.id(), &target)) {

@@ -1,6 +1,6 @@
 //! The facts and bounds of one program that was compiled for a TPU, and the flags that libtpu compiles it best with.
 
-use assay_core::problem::{Dtype, Extents, HeadShape};
+use assay_core::problem::{Dtype, HeadShape, ProblemShape};
 use assay_programs::{HeadProgram, LossProgram, Programs, Shaped};
 #[cfg(feature = "plugin")]
 use assay_schema::compile as schema;
@@ -31,11 +31,11 @@ impl CompileRequest<TpuTarget> {
         let (devices, machine) = (self.target.devices(), self.target.chip.machine());
         let loss = Shaped::of(&self.options.spec);
         let (code, held_by) = match self.shape {
-            Extents::Logits(shape) => {
+            ProblemShape::Logits(shape) => {
                 let program = loss_program(&self.implementation)?;
                 (program.program_for(loss, shape, self.options.dtype, devices, machine)?, held_by(program))
             }
-            Extents::Head(shape) => {
+            ProblemShape::Head(shape) => {
                 let head = self.sized(head_program(&self.implementation)?);
                 (head.program_for(loss, self.given_head(shape), devices, machine)?, held_by(head))
             }
@@ -94,7 +94,7 @@ impl CompileRequest<TpuTarget> {
     /// Returns the milliseconds of an LM head's three products, `3 · 2 · B · T · H · V` operations or a device's share of them, at the
     /// chip's bf16 rate. It is a lower bound for every program of that head; `None` for logits and for other dtypes.
     pub fn products_ms(&self, held_by: HeldBy) -> Option<f64> {
-        let Extents::Head(HeadShape { batch, tokens, hidden, vocab }) = self.shape else { return None };
+        let ProblemShape::Head(HeadShape { batch, tokens, hidden, vocab }) = self.shape else { return None };
         let all = [3, batch, tokens, hidden, vocab].into_iter().map(|extent| extent as f64).product::<f64>();
         let devices = if held_by == HeldBy::AllDevices { self.target.devices() } else { 1 };
         (self.options.dtype == Dtype::Bf16).then(|| self.target.chip.products_ms(all / devices as f64))
@@ -104,8 +104,8 @@ impl CompileRequest<TpuTarget> {
 /// What libtpu is best told of an implementation over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless
 /// it is told otherwise, and its schedules of an LM head's products are better with more. Collectives that stand beside products run
 /// beside them where `SparseCore`s take them.
-pub fn flags_for(implementation: &str, shape: Extents, chip: &TpuChip) -> String {
-    let Extents::Head(_) = shape else { return String::new() };
+pub fn flags_for(implementation: &str, shape: ProblemShape, chip: &TpuChip) -> String {
+    let ProblemShape::Head(_) = shape else { return String::new() };
     let windows = (chip.core.vmem_mib >= 128).then(|| format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"));
     let scatters = head_program(implementation).is_ok_and(Programs::scatters);
     let offloads = ["all_gather", "reduce_scatter"]

@@ -6,7 +6,7 @@
 //! bound lies from a careful user's time, no more.
 
 use super::target::TpuTarget;
-use assay_core::problem::{Dtype, Extents, HeadShape, Shape};
+use assay_core::problem::{Dtype, HeadShape, ProblemShape, Shape};
 use assay_schema::compile as schema;
 
 /// One measurement.
@@ -15,7 +15,7 @@ pub struct MllmJaxMeasurement {
     /// What ran.
     pub program: &'static str,
     /// What each device held.
-    pub shape: Extents,
+    pub shape: ProblemShape,
     /// Least and most milliseconds a step.
     pub step_ms: (f64, f64),
     /// `peak_bytes_in_use` of the process, which holds the step before's gradient too.
@@ -29,11 +29,11 @@ pub const BASELINE: &str = "log_softmax and autodiff";
 /// The seed project's Pallas kernels.
 pub const PALLAS_KERNEL: &str = "the seed's Pallas kernels";
 
-const fn shape(batch: usize, tokens: usize, vocab: usize) -> Extents {
-    Extents::Logits(Shape { batch, tokens, vocab })
+const fn shape(batch: usize, tokens: usize, vocab: usize) -> ProblemShape {
+    ProblemShape::Logits(Shape { batch, tokens, vocab })
 }
 
-const HEAD: Extents = Extents::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: 151_936 });
+const HEAD: ProblemShape = ProblemShape::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: 151_936 });
 
 /// Every measurement there is.
 pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
@@ -83,7 +83,12 @@ pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
 ];
 
 /// The record of `program` at this shape and dtype on this target, if there is one.
-pub fn find(program: &str, target: &TpuTarget, shape: Extents, dtype: Dtype) -> Option<&'static MllmJaxMeasurement> {
+pub fn find(
+    program: &str,
+    target: &TpuTarget,
+    shape: ProblemShape,
+    dtype: Dtype,
+) -> Option<&'static MllmJaxMeasurement> {
     let there = target.to_string() == "v6e:2x4" && dtype == Dtype::Bf16;
     MEASUREMENTS.iter().find(|recorded| there && recorded.program == program && recorded.shape == shape)
 }

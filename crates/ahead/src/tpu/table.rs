@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 use std::iter;
 
-use assay_core::problem::{Extents, Shape};
+use assay_core::problem::{ProblemShape, Shape};
 use assay_programs::{LossProgram, Programs};
 use assay_schema::compile::{Compiled, Memory, Table};
 
@@ -23,7 +23,7 @@ const LOSS_BASELINE: &str = "xla-seed";
 const HEAD_BASELINE: &str = "xla-lm-head-seed";
 
 /// What the ways to write `xla` are compiled for.
-const LOGITS: Extents = Extents::Logits(Shape { batch: 1, tokens: 4096, vocab: 151_936 });
+const LOGITS: ProblemShape = ProblemShape::Logits(Shape { batch: 1, tokens: 4096, vocab: 151_936 });
 
 /// Lists the programs of the table, with the losses and sizes of `options`: the implementations and MLLM-JAX's baseline at the recorded
 /// shapes on [`TARGET`], at two of these shapes on the other chips, and every other way to write `xla` on [`TARGET`].
@@ -38,15 +38,15 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<TpuTarget>> {
     };
     let here = TpuTarget::parse(TARGET).expect("a target");
     let baselines = MEASUREMENTS.iter().filter(|recorded| recorded.program == BASELINE);
-    let recorded: Vec<Extents> = baselines.map(|recorded| recorded.shape).collect();
-    let heads = recorded.iter().copied().filter(|shape| matches!(shape, Extents::Head(_)));
-    let elsewhere: Vec<Extents> = iter::once(LOGITS).chain(heads).collect();
+    let recorded: Vec<ProblemShape> = baselines.map(|recorded| recorded.shape).collect();
+    let heads = recorded.iter().copied().filter(|shape| matches!(shape, ProblemShape::Head(_)));
+    let elsewhere: Vec<ProblemShape> = iter::once(LOGITS).chain(heads).collect();
     let others = TpuTarget::defaults().filter(|target| *target != here);
     for (target, shapes) in iter::once((here.clone(), &recorded)).chain(others.map(|target| (target, &elsewhere))) {
         for &shape in shapes {
             let ids: &[&str] = match shape {
-                Extents::Logits(_) => &["xla", LOSS_BASELINE, "tile-one-pass", "tile-two-pass"],
-                Extents::Head(_) => &["xla-lm-head", HEAD_BASELINE, "tile-lm-head"],
+                ProblemShape::Logits(_) => &["xla", LOSS_BASELINE, "tile-one-pass", "tile-two-pass"],
+                ProblemShape::Head(_) => &["xla-lm-head", HEAD_BASELINE, "tile-lm-head"],
             };
             ids.iter().for_each(|id| request(&target, id, shape));
         }

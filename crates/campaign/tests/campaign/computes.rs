@@ -4,7 +4,7 @@ use assay_campaign::{Computed, computed, neighbours};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, Problem};
 use assay_core::spec::LossSpec;
-use assay_core::spec::presets::{self, Given, Options, Preset};
+use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
 use assay_native::Native;
@@ -28,7 +28,9 @@ impl assay_campaign::UnderTest for Other {
 }
 
 fn trl_with(options: &[&str]) -> LossSpec {
-    presets::spec(Preset::Trl, None, &Options::from_pairs(options).unwrap(), &Given::default()).unwrap().spec
+    presets::spec(Preset::Trl, None, &PresetOptions::from_pairs(options).unwrap(), &BatchInputs::default())
+        .unwrap()
+        .spec
 }
 
 #[test]
@@ -49,7 +51,7 @@ fn every_presets_kernel_is_told_apart_under_every_other_spec() {
     let specs: Vec<(String, LossSpec)> = Preset::ALL
         .into_iter()
         .filter_map(|preset| {
-            let resolved = presets::spec(preset, None, &Options::default(), &Given::default()).ok()?;
+            let resolved = presets::spec(preset, None, &PresetOptions::default(), &BatchInputs::default()).ok()?;
             Some((format!("the default of {preset}"), resolved.spec))
         })
         .collect();

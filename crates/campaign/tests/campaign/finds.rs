@@ -5,7 +5,7 @@ use std::sync::Arc;
 use assay_campaign::{Campaign, Deck, Fault, HeadDeck, Local, Shapes, UnderTest};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
-use assay_core::spec::presets::{self, Given, Options, Preset};
+use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_native::{Native, NativeHead};
 use assay_schema::campaign::{Campaign as Found, Cause};
 use assay_suites::mutants::{BANK, Class, Mutant, Specimen};
@@ -13,7 +13,7 @@ use ndarray::Ix3;
 
 /// TRL's default.
 pub(crate) fn trl() -> LossSpec {
-    presets::spec(Preset::Trl, None, &Options::default(), &Given::default()).unwrap().spec
+    presets::spec(Preset::Trl, None, &PresetOptions::default(), &BatchInputs::default()).unwrap().spec
 }
 
 pub(crate) fn campaign(spec: LossSpec, cases: u64) -> Campaign {

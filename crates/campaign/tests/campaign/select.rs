@@ -2,7 +2,7 @@
 
 use ndarray::{Array2, Array3, arr1, arr2};
 
-use assay_core::problem::{Advantages, CuSeqlens, Extra, HeadLayout, Part, Problem, Projection, Sequences};
+use assay_core::problem::{Advantages, CuSeqlens, Extra, HeadLayout, Problem, ProblemPart, Projection, Sequences};
 use assay_core::spec::LossSpec;
 
 fn problem() -> Problem {
@@ -19,7 +19,7 @@ fn problem() -> Problem {
 
 #[test]
 fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
-    let part = Part { batch: vec![1], tokens: vec![0, 2], columns: vec![1, 2] };
+    let part = ProblemPart { batch: vec![1], tokens: vec![0, 2], columns: vec![1, 2] };
     let selected = problem().select(&part);
     assert!(selected.logits.is_standard_layout() && selected.check(&LossSpec::default()).is_ok());
     assert_eq!(selected.logits.row(0, 1), [121.0, 122.0]);
@@ -32,13 +32,13 @@ fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
 /// Sequences of 2, 0 and 3 tokens, and one token behind them.
 #[test]
 fn part_of_a_packed_problem_stays_packed() {
-    let mut packed = problem().laid_out(CuSeqlens::of_lengths([2, 3]));
-    packed.extra.sequences = Sequences::Packed(CuSeqlens::of_lengths([2, 0, 3]));
+    let mut packed = problem().laid_out(CuSeqlens::from_lengths([2, 3]));
+    packed.extra.sequences = Sequences::Packed(CuSeqlens::from_lengths([2, 0, 3]));
     packed.advantages = Advantages::Sequence(arr1(&[1.0, 2.0, 3.0]));
     packed.extra.rollout_weights = Some(arr2(&[[7.0], [8.0], [9.0]]));
-    let part = Part { batch: vec![1, 2], tokens: vec![0, 1, 3, 4, 5], columns: vec![0, 1, 2, 3] };
+    let part = ProblemPart { batch: vec![1, 2], tokens: vec![0, 1, 3, 4, 5], columns: vec![0, 1, 2, 3] };
     let selected = packed.select(&part);
-    assert_eq!(selected.extra.sequences, Sequences::Packed(CuSeqlens::of_lengths([0, 2])));
+    assert_eq!(selected.extra.sequences, Sequences::Packed(CuSeqlens::from_lengths([0, 2])));
     assert_eq!(selected.advantages, Advantages::Sequence(arr1(&[2.0, 3.0])));
     assert_eq!(selected.extra.rollout_weights, Some(arr2(&[[8.0], [9.0]])));
     assert_eq!(selected.old_logp, Some(arr2(&[[3.0, 4.0, 5.0]])));
@@ -47,7 +47,7 @@ fn part_of_a_packed_problem_stays_packed() {
         (selected.mask.clone(), selected.check(&LossSpec::default()).is_ok()),
         (arr2(&[[true, false, false]]), true)
     );
-    let whole = packed.select(&Part::whole([3, 6, 4]));
+    let whole = packed.select(&ProblemPart::whole([3, 6, 4]));
     assert_eq!((whole.extra, whole.advantages, whole.mask), (packed.extra, packed.advantages, packed.mask));
 }
 
@@ -61,7 +61,7 @@ fn head_loses_columns_and_units_in_either_layout() {
         });
         let hidden = Array3::from_shape_fn((2, 3, 3), |(.., h)| h as f32).into();
         let projection = Projection { hidden, lm_head: lm_head.into(), layout, rounds_logits: false };
-        let part = Part { columns: vec![3, 0], ..Part::whole([2, 3, 4]) };
+        let part = ProblemPart { columns: vec![3, 0], ..ProblemPart::whole([2, 3, 4]) };
         let selected = problem().with_logits(projection).select(&part, &[2]);
         assert_eq!(layout.part(&selected.logits.lm_head.view(), 0..2, 0..1), arr2(&[[23.0], [20.0]]));
         assert_eq!(selected.logits.hidden.row(1, 2), [2.0]);

@@ -1,4 +1,4 @@
-//! [`Extents`]: of logits, or of hidden states and an LM head.
+//! [`ProblemShape`]: of logits, or of hidden states and an LM head.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,19 +10,19 @@ use super::{HeadShape, Shape};
 /// Extents of the arrays that a loss is computed from: of logits, written `BxTxV`, or of hidden states and an LM head,
 /// `BxTxHxV`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Extents {
+pub enum ProblemShape {
     /// Of logits.
     Logits(Shape),
     /// Of hidden states and an LM head.
     Head(HeadShape),
 }
 
-impl Extents {
+impl ProblemShape {
     /// `[B,T,V]`, also where logits are a product.
     pub fn logits(self) -> [usize; 3] {
         let Shape { batch, tokens, vocab } = match self {
-            Extents::Logits(shape) => shape,
-            Extents::Head(shape) => shape.logits(),
+            ProblemShape::Logits(shape) => shape,
+            ProblemShape::Head(shape) => shape.logits(),
         };
         [batch, tokens, vocab]
     }
@@ -30,32 +30,32 @@ impl Extents {
     /// `[B,T,V]` or `[B,T,H,V]`.
     pub fn to_vec(self) -> Vec<usize> {
         match self {
-            Extents::Logits(Shape { batch, tokens, vocab }) => vec![batch, tokens, vocab],
-            Extents::Head(HeadShape { batch, tokens, hidden, vocab }) => vec![batch, tokens, hidden, vocab],
+            ProblemShape::Logits(Shape { batch, tokens, vocab }) => vec![batch, tokens, vocab],
+            ProblemShape::Head(HeadShape { batch, tokens, hidden, vocab }) => vec![batch, tokens, hidden, vocab],
         }
     }
 }
 
-impl Serialize for Extents {
+impl Serialize for ProblemShape {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.to_vec())
     }
 }
 
-impl FromStr for Extents {
+impl FromStr for ProblemShape {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let head = text.matches('x').count() == 3;
-        if head { text.parse().map(Extents::Head) } else { text.parse().map(Extents::Logits) }
+        if head { text.parse().map(ProblemShape::Head) } else { text.parse().map(ProblemShape::Logits) }
     }
 }
 
-impl fmt::Display for Extents {
+impl fmt::Display for ProblemShape {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Extents::Logits(shape) => shape.fmt(f),
-            Extents::Head(shape) => shape.fmt(f),
+            ProblemShape::Logits(shape) => shape.fmt(f),
+            ProblemShape::Head(shape) => shape.fmt(f),
         }
     }
 }

@@ -16,11 +16,11 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Ix3};
 
 pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
-pub use extents::Extents;
+pub use extents::ProblemShape;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
-pub use others::Others;
+pub use others::OtherIds;
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
-pub use select::Part;
+pub use select::ProblemPart;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
@@ -79,7 +79,7 @@ pub struct Extra {
     /// `[B,T]` or `[B,1]`, `> 0`: the softmax temperature of each token, or one a sequence; `[1,N]` or `[S,1]` of packed sequences.
     pub temperature: Option<Array2<f64>>,
     /// The ids of each token beside its first, where the spec asks for logp of [several](LossSpec::ids_per_token).
-    pub others: Option<Others>,
+    pub others: Option<OtherIds>,
 }
 
 /// Advantages, dimensionless.
@@ -89,7 +89,7 @@ pub enum Advantages {
     Sequence(Array1<f64>),
     /// One a token, `[B,T]`.
     Token(Array2<f64>),
-    /// The same by the cotangents of logp, `[B,T]`, of which they are the negatives: see [`LossSpec::of_cotangents`].
+    /// The same by the cotangents of logp, `[B,T]`, of which they are the negatives: see [`LossSpec::from_cotangents`].
     Dlogp(Array2<f64>),
 }
 
@@ -199,7 +199,7 @@ pub enum ProblemError {
         stride: isize,
     },
     /// A token id lies outside the vocabulary on an unmasked token.
-    #[error("`ids[{b},{t}{}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token", of_several(*.k))]
+    #[error("`ids[{b},{t}{}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token", id_index(*.k))]
     IdOutOfRange {
         /// Sequence.
         b: usize,
@@ -247,7 +247,7 @@ pub enum ProblemError {
         given: f64,
     },
     /// A token was sampled that the spec's support leaves out.
-    #[error("`ids[{b},{t}{}]`: got {id}, expected an id within `support`{}", of_several(*.k), or_kept(*.k))]
+    #[error("`ids[{b},{t}{}]`: got {id}, expected an id within `support`{}", id_index(*.k), or_kept(*.k))]
     IdOutsideSupport {
         /// Sequence.
         b: usize,
@@ -329,7 +329,7 @@ pub enum ProblemError {
     },
 }
 
-fn of_several(k: Option<usize>) -> String {
+fn id_index(k: Option<usize>) -> String {
     k.map_or(String::new(), |k| format!(",{k}"))
 }
 
@@ -443,7 +443,7 @@ impl Tokens<'_> {
                 expect_shape(advantages, self.advantages.shape(), &per_token, meaning)?;
             }
         }
-        for (field, array, because) in self.arrays_of(spec) {
+        for (field, array, because) in self.arrays_read(spec) {
             let Some(array) = array else {
                 return Err(ProblemError::Missing { field, expected: per_token.to_vec(), because });
             };
@@ -462,7 +462,7 @@ impl Tokens<'_> {
         let others = self.extra.others.as_ref();
         for ((b, t), &first) in self.ids.indexed_iter().filter(|(at, _)| self.mask[*at]) {
             let ids =
-                std::iter::once(first).chain(others.into_iter().flat_map(|others| others.of(b, t)).map(|of| of.0));
+                std::iter::once(first).chain(others.into_iter().flat_map(|others| others.at(b, t)).map(|of| of.0));
             for (k, id) in ids.enumerate() {
                 let kept = spec.support.keep_sampled;
                 let k = others.map(|_| k);
@@ -525,7 +525,7 @@ impl Tokens<'_> {
     }
 
     /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
-    fn arrays_of(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
+    fn arrays_read(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
         let compares = spec.compares_with_sampler();
         let (old_logp, rollout_logp) = (self.old_logp, self.extra.rollout_logp.as_ref());

@@ -8,21 +8,21 @@ use ndarray::{Array3, s};
 /// The ids of each token beside its first, and the cotangents of their logp. An id may stand at several places, the token's first
 /// too: its cotangents add up.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Others {
+pub struct OtherIds {
     /// `[B,T,K−1]`; anything may stand where the mask is false.
     pub ids: Array3<i64>,
     /// `[B,T,K−1]`, the same.
     pub dlogp: Array3<f64>,
 }
 
-impl Others {
+impl OtherIds {
     /// `K − 1`.
     pub fn count(&self) -> usize {
         self.ids.dim().2
     }
 
     /// Of token `[b,t]`: its ids, with their cotangents.
-    pub fn of(&self, b: usize, t: usize) -> impl Iterator<Item = (i64, f64)> + '_ {
+    pub fn at(&self, b: usize, t: usize) -> impl Iterator<Item = (i64, f64)> + '_ {
         self.ids.slice(s![b, t, ..]).into_iter().copied().zip(self.dlogp.slice(s![b, t, ..]).into_iter().copied())
     }
 }

@@ -113,7 +113,7 @@ pub struct Metrics {
 #[derive(Clone, Debug)]
 pub struct Candidate<G = FloatArray<Ix3>> {
     /// The loss, a scalar; `None` where there is none, as where logp and entropy are the result
-    /// ([`LossSpec::is_of_cotangents`](crate::spec::LossSpec::is_of_cotangents)).
+    /// ([`LossSpec::is_from_cotangents`](crate::spec::LossSpec::is_from_cotangents)).
     pub loss: Option<FloatArray<Ix0>>,
     /// Of logits `[B,T,V]`: `∂loss / ∂logits`.
     pub gradient: G,
@@ -157,7 +157,7 @@ impl Candidate {
     /// # Panics
     /// Where there is no part, or one is of another width.
     #[must_use]
-    pub fn of_parts(sequences: &Sequences, parts: &[Self]) -> Self {
+    pub fn from_parts(sequences: &Sequences, parts: &[Self]) -> Self {
         type PerToken = Option<FloatArray<Ix2>>;
         let axis = Axis(usize::from(sequences.packed().is_some()));
         let per_token = |of: fn(&Self) -> &PerToken| {

@@ -5,12 +5,12 @@ use std::ops::Range;
 use ndarray::{Array1, Array2, Array3, Axis, Ix3};
 
 use super::{
-    Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, Others, Problem, Projection, Sequences,
+    Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, OtherIds, Problem, Projection, Sequences,
 };
 
 /// Which part: indices in the order in which they shall stand.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct ProblemPart {
     /// Sequences: rows, or those that are packed into the one row.
     pub batch: Vec<usize>,
     /// Tokens, the same of every row. Of a packed batch those are in the part whose sequence is, and those of none.
@@ -19,7 +19,7 @@ pub struct Part {
     pub columns: Vec<usize>,
 }
 
-impl Part {
+impl ProblemPart {
     /// All `sequences` of `[sequences,tokens,vocab]`, or of the packed `[1,tokens,vocab]`.
     pub fn whole([sequences, tokens, vocab]: [usize; 3]) -> Self {
         Self { batch: (0..sequences).collect(), tokens: (0..tokens).collect(), columns: (0..vocab).collect() }
@@ -37,9 +37,9 @@ pub(super) trait Gather {
 }
 
 /// Of rows, each a sequence.
-struct Rows<'p>(&'p Part);
+struct PaddedPlaces<'p>(&'p ProblemPart);
 
-impl Gather for Rows<'_> {
+impl Gather for PaddedPlaces<'_> {
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T> {
         array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
     }
@@ -64,13 +64,13 @@ pub(super) struct Places {
 impl Places {
     /// Those of a part of a packed batch, and where its sequences lie: the tokens of one after those of another, behind the last
     /// those that belong to none.
-    fn of(cu_seqlens: &CuSeqlens, part: &Part) -> (Self, CuSeqlens) {
+    fn from_part(cu_seqlens: &CuSeqlens, part: &ProblemPart) -> (Self, CuSeqlens) {
         let mut owned = vec![Vec::new(); cu_seqlens.count() + 1];
         for &t in &part.tokens {
             owned[cu_seqlens.owner(t).unwrap_or(cu_seqlens.count())].push((0, t));
         }
         let lengths = part.batch.iter().map(|&sequence| owned[sequence].len());
-        let within = CuSeqlens::of_lengths(lengths);
+        let within = CuSeqlens::from_lengths(lengths);
         let behind = cu_seqlens.count();
         let tokens = part.batch.iter().chain([&behind]).flat_map(|&sequence| owned[sequence].iter().copied()).collect();
         (Self { tokens, sequences: part.batch.clone() }, within)
@@ -96,10 +96,10 @@ impl Gather for Places {
 
 impl<L> Problem<L> {
     /// What a `[B,T,…]` array has of `part`, its last axis whole.
-    fn of_tokens(&self, array: &FloatArray<Ix3>, part: &Part) -> FloatArray<Ix3> {
+    fn gather_part(&self, array: &FloatArray<Ix3>, part: &ProblemPart) -> FloatArray<Ix3> {
         match &self.extra.sequences {
             Sequences::Rows => array.select(Axis(0), &part.batch).select(Axis(1), &part.tokens),
-            Sequences::Packed(cu_seqlens) => array.at_places(&Places::of(cu_seqlens, part).0.tokens),
+            Sequences::Packed(cu_seqlens) => array.at_places(&Places::from_part(cu_seqlens, part).0.tokens),
         }
     }
 
@@ -146,24 +146,24 @@ impl<L> Problem<L> {
                 temperature: one_a_token_or_sequence(temperature),
                 others: others
                     .as_ref()
-                    .map(|Others { ids, dlogp }| Others { ids: places.several(ids), dlogp: places.several(dlogp) }),
+                    .map(|OtherIds { ids, dlogp }| OtherIds { ids: places.several(ids), dlogp: places.several(dlogp) }),
             },
         }
     }
 
     /// The sequences and tokens of `part` over all columns, with other logits.
-    fn with_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
+    fn with_tokens<M>(&self, part: &ProblemPart, logits: M) -> Problem<M> {
         match &self.extra.sequences {
-            Sequences::Rows => self.gathered(&Rows(part), Sequences::Rows, logits),
+            Sequences::Rows => self.gathered(&PaddedPlaces(part), Sequences::Rows, logits),
             Sequences::Packed(cu_seqlens) => {
-                let (places, within) = Places::of(cu_seqlens, part);
+                let (places, within) = Places::from_part(cu_seqlens, part);
                 self.gathered(&places, Sequences::Packed(within), logits)
             }
         }
     }
 
     /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.
-    fn select_tokens<M>(&self, part: &Part, logits: M) -> Problem<M> {
+    fn select_tokens<M>(&self, part: &ProblemPart, logits: M) -> Problem<M> {
         let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
         let mut problem = self.with_tokens(part, logits);
         let renamed = |id: i64| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column"));
@@ -192,7 +192,7 @@ impl Problem<()> {
             Sequences::Rows => 0..width,
             packed @ Sequences::Packed(_) => packed.block(rows.clone(), self.mask.dim()).1,
         };
-        self.with_tokens(&Part { batch: rows.collect(), tokens: tokens.collect(), columns: Vec::new() }, ())
+        self.with_tokens(&ProblemPart { batch: rows.collect(), tokens: tokens.collect(), columns: Vec::new() }, ())
     }
 }
 
@@ -202,8 +202,8 @@ impl Problem {
     /// # Panics
     /// Where an index is beyond its axis.
     #[must_use]
-    pub fn select(&self, part: &Part) -> Self {
-        self.select_tokens(part, self.of_tokens(&self.logits, part).select(Axis(2), &part.columns))
+    pub fn select(&self, part: &ProblemPart) -> Self {
+        self.select_tokens(part, self.gather_part(&self.logits, part).select(Axis(2), &part.columns))
     }
 }
 
@@ -213,14 +213,14 @@ impl HeadProblem {
     /// # Panics
     /// Where an index is beyond its axis.
     #[must_use]
-    pub fn select(&self, part: &Part, units: &[usize]) -> Self {
+    pub fn select(&self, part: &ProblemPart, units: &[usize]) -> Self {
         let Projection { hidden, lm_head, layout, rounds_logits } = &self.logits;
         let [units_axis, columns_axis] = match layout {
             HeadLayout::HiddenByVocab => [Axis(0), Axis(1)],
             HeadLayout::VocabByHidden => [Axis(1), Axis(0)],
         };
         let lm_head = lm_head.select(units_axis, units).select(columns_axis, &part.columns);
-        let hidden = self.of_tokens(hidden, part).select(Axis(2), units);
+        let hidden = self.gather_part(hidden, part).select(Axis(2), units);
         self.select_tokens(part, Projection { hidden, lm_head, layout: *layout, rounds_logits: *rounds_logits })
     }
 }

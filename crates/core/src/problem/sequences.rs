@@ -69,7 +69,7 @@ impl CuSeqlens {
     }
 
     /// Of sequences of these lengths.
-    pub fn of_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
+    pub fn from_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut end = 0;
         let ends = lengths.into_iter().map(|length| {
             end += length;
@@ -289,7 +289,7 @@ impl<L> Problem<L> {
     }
 
     /// The same of `count` sequences that lie so in its one row.
-    fn of_sequences(mut self, cu_seqlens: CuSeqlens, count: usize) -> Self {
+    fn with_cu_seqlens(mut self, cu_seqlens: CuSeqlens, count: usize) -> Self {
         assert_eq!(cu_seqlens.count(), count, "as many sequences as rows");
         self.mask.slice_mut(s![0, cu_seqlens.end()..]).fill(false);
         self.extra.sequences = Sequences::Packed(cu_seqlens);
@@ -310,7 +310,7 @@ impl<L> Problem<L> {
         }
         let places = sequences.iter().zip(&lengths).flat_map(|(sequence, length)| sequence.places().take(*length));
         let places = Places { tokens: places.collect(), sequences: (0..lengths.len()).collect() };
-        (CuSeqlens::of_lengths(lengths.iter().copied()), places)
+        (CuSeqlens::from_lengths(lengths.iter().copied()), places)
     }
 }
 
@@ -330,7 +330,7 @@ impl Problem {
     #[must_use]
     pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
         let logits = self.logits.in_one_row();
-        self.gathered(&self.row_after_row(), Sequences::Rows, logits).of_sequences(cu_seqlens, self.mask.nrows())
+        self.gathered(&self.row_after_row(), Sequences::Rows, logits).with_cu_seqlens(cu_seqlens, self.mask.nrows())
     }
 }
 
@@ -349,6 +349,6 @@ impl HeadProblem {
     #[must_use]
     pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
         let logits = Projection { hidden: self.logits.hidden.in_one_row(), ..self.logits.clone() };
-        self.gathered(&self.row_after_row(), Sequences::Rows, logits).of_sequences(cu_seqlens, self.mask.nrows())
+        self.gathered(&self.row_after_row(), Sequences::Rows, logits).with_cu_seqlens(cu_seqlens, self.mask.nrows())
     }
 }

@@ -1,9 +1,9 @@
 //! Ranges, and settings that exclude each other.
 
 use super::{
-    AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
+    AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, OutOfBounds, PpoClip, Ratio, RatioLevel,
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
-    Temperature, TemperatureDivides, Unscored,
+    Temperature, TemperatureDivides, UnscoredWeight,
 };
 
 /// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
@@ -18,37 +18,37 @@ pub struct SpecError {
     pub expected: &'static str,
 }
 
-type Checked = Result<(), SpecError>;
+type CheckResult = Result<(), SpecError>;
 
-fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'static str) -> Checked {
+fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'static str) -> CheckResult {
     if ok { Ok(()) } else { Err(SpecError { field, given: given.to_string(), expected }) }
 }
 
-fn finite(field: &'static str, x: f64) -> Checked {
+fn finite(field: &'static str, x: f64) -> CheckResult {
     ensure(x.is_finite(), field, x, "a finite number")
 }
 
-fn positive(field: &'static str, x: f64) -> Checked {
+fn positive(field: &'static str, x: f64) -> CheckResult {
     ensure(x > 0.0 && x.is_finite(), field, x, "a finite number > 0")
 }
 
-fn non_negative(field: &'static str, x: f64) -> Checked {
+fn non_negative(field: &'static str, x: f64) -> CheckResult {
     ensure(x >= 0.0 && x.is_finite(), field, x, "a finite number ≥ 0")
 }
 
-fn positive_or_none(field: &'static str, x: Option<f64>) -> Checked {
+fn positive_or_none(field: &'static str, x: Option<f64>) -> CheckResult {
     x.map_or(Ok(()), |x| positive(field, x))
 }
 
-fn above_one(field: &'static str, x: f64) -> Checked {
+fn above_one(field: &'static str, x: f64) -> CheckResult {
     ensure(x > 1.0 && x.is_finite(), field, x, "a finite number > 1")
 }
 
-fn share(field: &'static str, x: f64) -> Checked {
+fn share(field: &'static str, x: f64) -> CheckResult {
     ensure(x > 0.0 && x <= 1.0, field, x, "a share: above 0, at most 1")
 }
 
-fn interval(field: &'static str, low: f64, high: f64) -> Checked {
+fn interval(field: &'static str, low: f64, high: f64) -> CheckResult {
     ensure(low < high, field, format!("{low} to {high}"), "the lower end below the upper one")
 }
 
@@ -57,7 +57,7 @@ impl LossSpec {
     ///
     /// # Errors
     /// [`SpecError`] naming the first field that is wrong.
-    pub fn check(&self) -> Checked {
+    pub fn check(&self) -> CheckResult {
         match self.temperature {
             Temperature::Number(temperature) => positive("temperature", temperature)?,
             Temperature::Given => {
@@ -101,7 +101,7 @@ impl LossSpec {
         ensure(!(self.dentropy && bonus), "dentropy", true, expected)?;
         ensure(self.ids_per_token != 0, "ids_per_token", 0, "an integer ≥ 1")?;
         let expected = "1, unless logp by its cotangents is all that is asked for";
-        ensure(self.ids_per_token == 1 || self.is_of_cotangents(), "ids_per_token", self.ids_per_token, expected)?;
+        ensure(self.ids_per_token == 1 || self.is_from_cotangents(), "ids_per_token", self.ids_per_token, expected)?;
         let puts_back = self.ids_per_token > 1 && support.keep_sampled && !support.is_whole();
         ensure(
             !puts_back,
@@ -113,7 +113,7 @@ impl LossSpec {
         positive("scale", self.scale)
     }
 
-    fn check_objective(&self) -> Checked {
+    fn check_objective(&self) -> CheckResult {
         match &self.objective {
             Objective::PpoClip(clip) => clip.check(),
             Objective::Cispo(cispo) => {
@@ -177,7 +177,7 @@ impl LossSpec {
 }
 
 impl PpoClip {
-    fn check(&self) -> Checked {
+    fn check(&self) -> CheckResult {
         non_negative("objective.ppo_clip.epsilon_low", self.epsilon_low)?;
         non_negative("objective.ppo_clip.epsilon_high", self.epsilon_high)?;
         positive_or_none("objective.ppo_clip.delta", self.delta)?;
@@ -186,7 +186,7 @@ impl PpoClip {
 }
 
 impl Ratio {
-    fn check(&self) -> Checked {
+    fn check(&self) -> CheckResult {
         positive_or_none("ratio.clamp", self.clamp)?;
         if let Some(clip) = self.clip {
             non_negative("ratio.clip.low", clip.low)?;
@@ -201,7 +201,7 @@ impl Ratio {
 }
 
 impl RolloutWeights {
-    fn check(&self) -> Checked {
+    fn check(&self) -> CheckResult {
         self.min.map_or(Ok(()), |min| non_negative("rollout.min", min))?;
         positive_or_none("rollout.max", self.max)?;
         positive_or_none("rollout.clamp", self.clamp)?;
@@ -209,15 +209,15 @@ impl RolloutWeights {
         let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
         ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
         let changed = self.min.or(self.max).or(self.clamp);
-        let as_scored = self.unscored == Unscored::One;
-        let kept = !given || (changed.is_none() && self.outside == Outside::Truncate && as_scored);
+        let as_scored = self.unscored == UnscoredWeight::One;
+        let kept = !given || (changed.is_none() && self.outside == OutOfBounds::Truncate && as_scored);
         ensure(kept, "rollout.source", "bounds, a clamp or `unscored` of given weights", "none, or `source: logp`")?;
         interval("rollout.min", self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY))
     }
 }
 
 impl Rejection {
-    fn check_level(&self) -> Checked {
+    fn check_level(&self) -> CheckResult {
         if self.level != RejectionLevel::SecondMoment {
             return Ok(());
         }
@@ -229,7 +229,7 @@ impl Rejection {
 }
 
 impl Kl {
-    fn check(&self) -> Checked {
+    fn check(&self) -> CheckResult {
         non_negative("kl.beta", self.beta)?;
         if let KlGradient::K2Weighted(bound) = self.gradient {
             positive("kl.gradient.k2_weighted", bound)?;
@@ -241,7 +241,7 @@ impl Kl {
 }
 
 impl Averaging {
-    fn check(&self) -> Checked {
+    fn check(&self) -> CheckResult {
         non_negative("denominator_epsilon", self.denominator_epsilon)?;
         let rows = |rows| match rows {
             Rows::All | Rows::NonEmpty => Ok(()),

@@ -1,10 +1,11 @@
 //! A spec in words and formulas, with its numbers put in.
 
 use super::{
-    AdvantageLevel, Averaging, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform, LossSpec,
-    Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction,
-    Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Support,
-    Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, TrustRegion, Unscored,
+    AdvantageLevel, Averaging, Divergence, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform,
+    LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens, PpoClip, QuantilePrecision,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Support, Temperature, TemperatureDivides, TokenWeights, TopEntropy, TrustRegion,
+    UnscoredWeight,
 };
 
 /// What old log-probability a ratio is taken against.
@@ -70,8 +71,8 @@ impl LossSpec {
 
     /// Whether a mask or weight of the policy term is one of the KL penalty too.
     fn touches_kl(&self) -> bool {
-        self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == Terms::PolicyAndKl)
-            || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl)
+        self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == LossTerms::PolicyAndKl)
+            || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl)
             || self.token_weights.is_some()
     }
 
@@ -95,7 +96,7 @@ impl LossSpec {
         let advantage = match self.advantages {
             AdvantageLevel::Sequence => "one A a sequence",
             AdvantageLevel::Token if self.ids_per_token > 1 => "A = −dlogp of each token's first id",
-            AdvantageLevel::Token if self.is_of_cotangents() => "A = −dlogp of each token",
+            AdvantageLevel::Token if self.is_from_cotangents() => "A = −dlogp of each token",
             AdvantageLevel::Token => "one A a token",
         };
         if self.objective == Objective::None {
@@ -303,8 +304,8 @@ impl Objective {
             }
             Objective::Topr(topr) => {
                 let which = match topr.positive {
-                    Positive::Advantage => "A > 0",
-                    Positive::Selected => "the token is selected",
+                    PositiveTokens::Advantage => "A > 0",
+                    PositiveTokens::Selected => "the token is selected",
                 };
                 let (positive, negative) = (times(topr.positive_weight), times(topr.negative_weight));
                 format!("−{positive}A·ℓ where {which}, else −{negative}sg(min(ρ, {}))·A·ℓ", number(topr.upper))
@@ -367,8 +368,8 @@ impl Rejection {
         };
         let becomes = match (self.counts, self.drops_from) {
             (false, _) => "as if masked",
-            (true, Terms::Policy) => "without a policy term, but counted",
-            (true, Terms::PolicyAndKl) => "without a policy or KL term, but counted",
+            (true, LossTerms::Policy) => "without a policy term, but counted",
+            (true, LossTerms::PolicyAndKl) => "without a policy or KL term, but counted",
         };
         format!("where {statistic} {level} is not {bounds}, {of}: {becomes}")
     }
@@ -384,8 +385,8 @@ impl OffPolicyMask {
 impl TopEntropy {
     fn describe(&self) -> String {
         let what = match self.drops {
-            Drops::PolicyTerm => "the policy term stays",
-            Drops::Ratio => "a token is in its row's mean log-ratio",
+            DroppedTerm::PolicyTerm => "the policy term stays",
+            DroppedTerm::Ratio => "a token is in its row's mean log-ratio",
         };
         let rounded = match self.precision {
             QuantilePrecision::Exact => "",
@@ -418,16 +419,16 @@ impl RolloutWeights {
             (min, max) => {
                 let end = |bound: Option<f64>, none: &str| bound.map_or(none.to_string(), number);
                 let gated = self.level == RolloutLevel::TokenGatedByGeometric;
-                let outside = if self.outside == Outside::Mask || gated { "0 outside" } else { "held within" };
+                let outside = if self.outside == OutOfBounds::Mask || gated { "0 outside" } else { "held within" };
                 format!(", {outside} [{}, {}]", end(min, "0"), end(max, "∞"))
             }
         };
-        let unscored = if self.unscored == Unscored::Zero { ", 0 where a token was not scored" } else { "" };
+        let unscored = if self.unscored == UnscoredWeight::Zero { ", 0 where a token was not scored" } else { "" };
         let normalized = if self.normalize { ", over its mean" } else { "" };
         let on = match self.applies_to {
             _ if in_vespo => "within w",
-            Terms::Policy => "on the policy term",
-            Terms::PolicyAndKl => "on the policy term and KL",
+            LossTerms::Policy => "on the policy term",
+            LossTerms::PolicyAndKl => "on the policy term and KL",
         };
         format!("{made}{difference}{unscored}{bounds}{normalized}: {on}")
     }
@@ -436,8 +437,8 @@ impl RolloutWeights {
 impl TokenWeights {
     fn describe(self) -> String {
         let on = match self.applies_to {
-            Terms::Policy => "on the policy term",
-            Terms::PolicyAndKl => "on the policy term and KL",
+            LossTerms::Policy => "on the policy term",
+            LossTerms::PolicyAndKl => "on the policy term and KL",
         };
         format!("token_weights, as given: {on}; 0 is as if masked")
     }

@@ -1,6 +1,6 @@
 //! The optional inputs of a batch that a loss reads.
 
-use super::{KlImportance, LossSpec, Objective, OldLogp, Positive, RolloutSource, RolloutWeights};
+use super::{KlImportance, LossSpec, Objective, OldLogp, PositiveTokens, RolloutSource, RolloutWeights};
 
 impl LossSpec {
     /// Whether the loss needs the problem's `old_logp`.
@@ -28,7 +28,7 @@ impl LossSpec {
         match &self.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
             Objective::ClipCov(cov) => cov.selection.is_none(),
-            Objective::Topr(topr) => topr.positive == Positive::Selected,
+            Objective::Topr(topr) => topr.positive == PositiveTokens::Selected,
             Objective::Aspo(aspo) => aspo.selected.is_some(),
             _ => false,
         }

@@ -23,15 +23,15 @@ pub use check::SpecError;
 pub use kl::{Kl, KlEstimator, KlGradient, KlImportance};
 pub use logits::{LogitsTransform, Support};
 pub use objective::{
-    Aspo, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio, Objective, Positive,
-    PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo, Widths,
+    Aspo, Cispo, ClipCov, ClipWidths, CovarianceBand, Divergence, Dro, ImportanceSampling, KlCov, MaskedRatio,
+    Objective, PositiveTokens, PpoClip, Sapo, TopCovariance, Topr, TrustRegion, Vespo,
 };
 pub use ratio::{LogClip, OldLogp, Ratio, RatioLevel};
 pub use reduction::{Averaging, Reduction, Rows};
 pub use rejection::{
-    Drops, OffPolicyMask, QuantilePrecision, Rejection, RejectionEstimator, RejectionLevel, TopEntropy,
+    DroppedTerm, OffPolicyMask, QuantilePrecision, Rejection, RejectionEstimator, RejectionLevel, TopEntropy,
 };
-pub use rollout::{Outside, RolloutLevel, RolloutSource, RolloutWeights, Terms, TokenWeights, Unscored};
+pub use rollout::{LossTerms, OutOfBounds, RolloutLevel, RolloutSource, RolloutWeights, TokenWeights, UnscoredWeight};
 pub use temperature::{Temperature, TemperatureDivides};
 
 /// One GRPO loss, in full.
@@ -93,7 +93,7 @@ pub struct LossSpec {
     /// Whether the problem's `dentropy`, `[B,T]`, comes in: `∂loss/∂H` of each token, but for [`scale`](Self::scale), in place
     /// of an entropy bonus.
     pub dentropy: bool,
-    /// How many ids of a token logp is asked of, `K ≥ 1`; more than one of [logp by its cotangents](Self::of_cotangents) alone, and
+    /// How many ids of a token logp is asked of, `K ≥ 1`; more than one of [logp by its cotangents](Self::from_cotangents) alone, and
     /// none of them outside the [`Support`].
     #[serde(
         rename(deserialize = "ids_per_token (old key: top)"),
@@ -157,7 +157,7 @@ impl LossSpec {
     /// ```text
     /// dlogits_j = (Σ_k dlogp_k · (1[j = y_k] − p_j) − dentropy · p_j (ln p_j + H)) / T
     /// ```
-    pub fn of_cotangents(entropy: bool) -> Self {
+    pub fn from_cotangents(entropy: bool) -> Self {
         Self {
             objective: Objective::PolicyGradient,
             advantages: AdvantageLevel::Token,
@@ -168,9 +168,9 @@ impl LossSpec {
         }
     }
 
-    /// Whether it is [`of_cotangents`](Self::of_cotangents), whatever becomes of logits before their softmax: there is no loss that
+    /// Whether it is [`from_cotangents`](Self::from_cotangents), whatever becomes of logits before their softmax: there is no loss that
     /// anybody asks for, and logp and entropy are the result.
-    pub fn is_of_cotangents(&self) -> bool {
+    pub fn is_from_cotangents(&self) -> bool {
         let Self { logits, support, temperature, temperature_divides, dentropy, ids_per_token, .. } = self.clone();
         *self
             == Self {
@@ -179,7 +179,7 @@ impl LossSpec {
                 temperature,
                 temperature_divides,
                 ids_per_token,
-                ..Self::of_cotangents(dentropy)
+                ..Self::from_cotangents(dentropy)
             }
     }
 }

@@ -245,19 +245,19 @@ pub struct Topr {
     /// Upper bound of the ratio elsewhere, `> 0`.
     pub upper: f64,
     /// Which tokens are positive.
-    pub positive: Positive,
+    pub positive: PositiveTokens,
 }
 
 impl Default for Topr {
     fn default() -> Self {
-        Self { positive_weight: 1.0, negative_weight: 1.0, upper: 1.0, positive: Positive::Advantage }
+        Self { positive_weight: 1.0, negative_weight: 1.0, upper: 1.0, positive: PositiveTokens::Advantage }
     }
 }
 
 /// Which tokens TOPR learns from as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Positive {
+pub enum PositiveTokens {
     /// Those with `A > 0`.
     #[default]
     Advantage,
@@ -282,7 +282,7 @@ pub struct Aspo {
     pub epsilon_high: f64,
     /// Those of the problem's `selected`, where they differ: in Archer2.0 the tokens of the lower entropies of their row.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub selected: Option<Widths>,
+    pub selected: Option<ClipWidths>,
     /// `c₊ > 1`
     pub dual_clip_positive: f64,
     /// `c₋ > 1`
@@ -298,7 +298,7 @@ impl Default for Aspo {
 /// How far a ratio may go from 1 before it is clipped.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Widths {
+pub struct ClipWidths {
     /// `≥ 0`
     pub epsilon_low: f64,
     /// `≥ 0`

@@ -89,7 +89,7 @@ impl LossSpec {
 
     /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
     #[must_use]
-    pub fn of_width(mut self, width: usize) -> Self {
+    pub fn with_width(mut self, width: usize) -> Self {
         for (_, of) in self.averagings() {
             if let Reduction::FixedLength { length: length @ None, .. } = of {
                 *length = Some(width);

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{OldLogp, Terms};
+use super::{LossTerms, OldLogp};
 
 /// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds. A token that was not
 /// scored has `y = 0`, and both probabilities its old one. [`RolloutWeights`] are made of all unmasked tokens, those that are
@@ -25,11 +25,11 @@ pub struct Rejection {
     pub counts: bool,
     /// What a rejected token that counts has no part in.
     #[serde(default = "both_terms")]
-    pub drops_from: Terms,
+    pub drops_from: LossTerms,
 }
 
-fn both_terms() -> Terms {
-    Terms::PolicyAndKl
+fn both_terms() -> LossTerms {
+    LossTerms::PolicyAndKl
 }
 
 /// Divergence of one token between old and sampler's policy, with `p = exp(rollout_logp)` and `q = exp(old_logp)`.
@@ -93,7 +93,7 @@ pub struct TopEntropy {
     pub fraction: f64,
     /// What the others are left out of.
     #[serde(default)]
-    pub drops: Drops,
+    pub drops: DroppedTerm,
     /// What is rounded to f32 on the way, which shows where the quantile is a token's own entropy.
     #[serde(default)]
     pub precision: QuantilePrecision,
@@ -116,7 +116,7 @@ pub enum QuantilePrecision {
 /// What a token of low entropy is left out of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Drops {
+pub enum DroppedTerm {
     /// The policy loss; denominators and the row's ratio keep it.
     #[default]
     PolicyTerm,

@@ -15,7 +15,7 @@ pub struct RolloutWeights {
     pub level: RolloutLevel,
     /// What becomes of a weight out of bounds.
     #[serde(default)]
-    pub outside: Outside,
+    pub outside: OutOfBounds,
     /// Lower bound of a computed weight, `≥ 0`.
     #[serde(default)]
     pub min: Option<f64>,
@@ -31,10 +31,10 @@ pub struct RolloutWeights {
     pub normalize: bool,
     /// What a token that the sampler did not score adds.
     #[serde(default)]
-    pub unscored: Unscored,
+    pub unscored: UnscoredWeight,
     /// What they multiply.
     #[serde(default)]
-    pub applies_to: Terms,
+    pub applies_to: LossTerms,
 }
 
 /// Where rollout weights come from.
@@ -44,7 +44,7 @@ pub enum RolloutSource {
     /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, taken as they are but for `level: geometric`: bounds and a
     /// clamp are refused.
     Given,
-    /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored: see [`Unscored`].
+    /// `exp(old_logp − rollout_logp)`; a NaN `rollout_logp` is a token that was not scored: see [`UnscoredWeight`].
     Logp,
 }
 
@@ -66,7 +66,7 @@ pub enum RolloutLevel {
 /// What becomes of a rollout weight out of bounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outside {
+pub enum OutOfBounds {
     /// It is set to the bound.
     #[default]
     Truncate,
@@ -77,7 +77,7 @@ pub enum Outside {
 /// What a token with a NaN `rollout_logp` adds to computed rollout weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Unscored {
+pub enum UnscoredWeight {
     /// `y = 0`: nothing (TRL, Unsloth).
     #[default]
     One,
@@ -89,7 +89,7 @@ pub enum Unscored {
 /// Which terms of a token's loss a factor multiplies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Terms {
+pub enum LossTerms {
     /// The policy term alone.
     #[default]
     Policy,
@@ -106,5 +106,5 @@ pub enum Terms {
 #[serde(deny_unknown_fields, default)]
 pub struct TokenWeights {
     /// Which terms.
-    pub applies_to: Terms,
+    pub applies_to: LossTerms,
 }

@@ -2,7 +2,7 @@
 
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, Problem};
-use assay_core::spec::{Drops, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy};
+use assay_core::spec::{DroppedTerm, LossSpec, QuantilePrecision, Ratio, RatioLevel, TopEntropy};
 use assay_judge::gate::Output;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::Status;
@@ -21,9 +21,9 @@ fn specs() -> [LossSpec; 3] {
     };
     let ratio = Ratio { level: RatioLevel::Sequence, ..Ratio::default() };
     [
-        of(Drops::Ratio, LossSpec { ratio, ..LossSpec::default() }),
-        of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..LossSpec::default() }),
-        of(Drops::PolicyTerm, LossSpec::default()),
+        of(DroppedTerm::Ratio, LossSpec { ratio, ..LossSpec::default() }),
+        of(DroppedTerm::PolicyTerm, LossSpec { entropy_coef: 0.02, ..LossSpec::default() }),
+        of(DroppedTerm::PolicyTerm, LossSpec::default()),
     ]
 }
 

@@ -15,7 +15,7 @@ use ndarray::{Array2, Array3};
 const TEMPERATURE: f64 = 0.7;
 
 fn spec() -> LossSpec {
-    LossSpec { temperature: TEMPERATURE.into(), ..LossSpec::of_cotangents(true) }
+    LossSpec { temperature: TEMPERATURE.into(), ..LossSpec::from_cotangents(true) }
 }
 
 /// Of so many ids that one stands at two places.
@@ -65,7 +65,7 @@ fn textbook_but(problem: &Problem, (of_own, of_all): Sent) -> Candidate {
         let log_sum = max + sum.ln() as f32;
         let log_p: Vec<f32> = x.iter().map(|x| x - log_sum).collect();
         let first = (problem.ids[[b, t]], dlogp[[b, t]]);
-        let ids = std::iter::once(first).chain(others.iter().flat_map(|others| others.of(b, t)));
+        let ids = std::iter::once(first).chain(others.iter().flat_map(|others| others.at(b, t)));
         let ids: Vec<(usize, f32)> = ids.map(|(id, dlogp)| (usize::try_from(id).unwrap(), dlogp as f32)).collect();
         let h = -log_p.iter().map(|l| f64::from(l.exp() * l.max(f32::MIN))).sum::<f64>() as f32;
         (logp[[b, t]], entropy[[b, t]]) = (log_p[ids[0].0], h);

@@ -4,8 +4,8 @@
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::{
-    Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, QuantilePrecision, Ratio, RatioLevel, Support,
-    TopEntropy,
+    DroppedTerm, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, QuantilePrecision, Ratio, RatioLevel,
+    Support, TopEntropy,
 };
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, Regime};
@@ -417,7 +417,11 @@ fn part_of_a_gradient_at_a_bound_without_a_kink_is_forgiven_by_standard_alone() 
 #[test]
 fn where_the_loss_jumps_no_gradient_between_is_right() {
     let spec = LossSpec {
-        top_entropy: Some(TopEntropy { fraction: 0.5, drops: Drops::PolicyTerm, precision: QuantilePrecision::Exact }),
+        top_entropy: Some(TopEntropy {
+            fraction: 0.5,
+            drops: DroppedTerm::PolicyTerm,
+            precision: QuantilePrecision::Exact,
+        }),
         ..LossSpec::default()
     };
     let (_, of_one) = at_the_clip(-2000.0);

@@ -5,10 +5,11 @@
 
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Cispo, Divergence, Dro, Drops, ImportanceSampling, Kl, KlEstimator, KlGradient, KlImportance,
-    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
-    RolloutWeights, Rows, Sapo, Terms, TokenWeights, TopEntropy, Topr, TrustRegion, Unscored, Vespo,
+    AdvantageLevel, Aspo, Cispo, Divergence, Dro, DroppedTerm, ImportanceSampling, Kl, KlEstimator, KlGradient,
+    KlImportance, LogClip, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds,
+    PositiveTokens, PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, TokenWeights, TopEntropy, Topr,
+    TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
@@ -89,7 +90,7 @@ fn objective(objective: Objective) -> LossSpec {
     LossSpec { objective, ..LossSpec::default() }
 }
 
-fn weighted(applies_to: Terms, level: RolloutLevel, outside: Outside) -> LossSpec {
+fn weighted(applies_to: LossTerms, level: RolloutLevel, outside: OutOfBounds) -> LossSpec {
     let rollout = RolloutWeights {
         source: RolloutSource::Logp,
         level,
@@ -98,7 +99,7 @@ fn weighted(applies_to: Terms, level: RolloutLevel, outside: Outside) -> LossSpe
         max: Some(1.1),
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
+        unscored: UnscoredWeight::One,
         applies_to,
     };
     LossSpec { rollout: Some(rollout), ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
@@ -108,13 +109,13 @@ fn vespo(weights_of_masked_tokens: bool) -> LossSpec {
     let rollout = RolloutWeights {
         source: RolloutSource::Given,
         level: RolloutLevel::Token,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: None,
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
-        applies_to: Terms::Policy,
+        unscored: UnscoredWeight::One,
+        applies_to: LossTerms::Policy,
     };
     let vespo = Vespo { weights_of_masked_tokens, ..Vespo::default() };
     LossSpec { rollout: Some(rollout), ..objective(Objective::Vespo(vespo)) }
@@ -124,14 +125,14 @@ fn aspo() -> Aspo {
     Aspo { dual_clip_positive: 1.2, dual_clip_negative: 1.6, ..Aspo::default() }
 }
 
-fn given_weights(applies_to: Terms) -> LossSpec {
+fn given_weights(applies_to: LossTerms) -> LossSpec {
     let token_weights = Some(TokenWeights { applies_to });
     LossSpec { token_weights, reduction: Reduction::TokenMean, ..with_kl(Kl::plain(0.2, KlEstimator::K3)) }
 }
 
 fn rejecting(estimator: RejectionEstimator, level: RejectionLevel) -> LossSpec {
     let max = if level == RejectionLevel::SecondMoment { 0.01 } else { 0.005 };
-    let rejection = Rejection { estimator, level, min: None, max, counts: false, drops_from: Terms::PolicyAndKl };
+    let rejection = Rejection { estimator, level, min: None, max, counts: false, drops_from: LossTerms::PolicyAndKl };
     LossSpec { rejection: vec![rejection], ..grpo() }
 }
 
@@ -155,7 +156,7 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
     let sapo = |tau_positive, tau_negative| objective(Objective::Sapo(Sapo { tau_positive, tau_negative }));
     let mask = |behaviour| LossSpec { off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour }), ..grpo() };
     let top = |fraction| LossSpec {
-        top_entropy: Some(TopEntropy { fraction, drops: Drops::PolicyTerm, precision: QuantilePrecision::Exact }),
+        top_entropy: Some(TopEntropy { fraction, drops: DroppedTerm::PolicyTerm, precision: QuantilePrecision::Exact }),
         kl: Some(k3()),
         ..grpo()
     };
@@ -204,18 +205,18 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
         ("k1 or k3", with_kl(Kl::plain(0.2, KlEstimator::K1)), with_kl(k3())),
         (
             "rollout weights on the KL penalty",
-            weighted(Terms::Policy, token, Outside::Truncate),
-            weighted(Terms::PolicyAndKl, token, Outside::Truncate),
+            weighted(LossTerms::Policy, token, OutOfBounds::Truncate),
+            weighted(LossTerms::PolicyAndKl, token, OutOfBounds::Truncate),
         ),
         (
             "rollout weights truncated or masked",
-            weighted(Terms::Policy, token, Outside::Truncate),
-            weighted(Terms::Policy, token, Outside::Mask),
+            weighted(LossTerms::Policy, token, OutOfBounds::Truncate),
+            weighted(LossTerms::Policy, token, OutOfBounds::Mask),
         ),
         (
             "rollout weights of tokens or of sequences",
-            weighted(Terms::Policy, token, Outside::Truncate),
-            weighted(Terms::Policy, sequence, Outside::Truncate),
+            weighted(LossTerms::Policy, token, OutOfBounds::Truncate),
+            weighted(LossTerms::Policy, sequence, OutOfBounds::Truncate),
         ),
         ("off-policy mask left out", mask(OldLogp::Rollout), grpo()),
         ("top entropy left out", top(0.4), LossSpec { top_entropy: None, ..top(0.4) }),
@@ -248,11 +249,11 @@ fn pairs() -> Vec<(&'static str, LossSpec, LossSpec)> {
 /// Of weights that a trainer gives, and of rejections.
 fn weights_and_rejections() -> Vec<(&'static str, LossSpec, LossSpec)> {
     vec![
-        ("token weights on the KL penalty", given_weights(Terms::Policy), given_weights(Terms::PolicyAndKl)),
+        ("token weights on the KL penalty", given_weights(LossTerms::Policy), given_weights(LossTerms::PolicyAndKl)),
         (
             "a weight of 0 counted in the mean",
-            given_weights(Terms::PolicyAndKl),
-            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(Terms::PolicyAndKl) },
+            given_weights(LossTerms::PolicyAndKl),
+            LossSpec { token_weights: None, rollout: vespo(false).rollout, ..given_weights(LossTerms::PolicyAndKl) },
         ),
         (
             "rejected by ratio or by probability",
@@ -280,7 +281,7 @@ fn token_arms() -> Vec<(&'static str, LossSpec, LossSpec)> {
         (
             "TOPR: positive by its advantage or as selected",
             objective(Objective::Topr(Topr::default())),
-            objective(Objective::Topr(Topr { positive: Positive::Selected, ..Topr::default() })),
+            objective(Objective::Topr(Topr { positive: PositiveTokens::Selected, ..Topr::default() })),
         ),
         (
             "TOPR's taper left out",

@@ -3,8 +3,9 @@
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, HeadShape};
 use assay_core::spec::{
-    AdvantageLevel, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, Objective,
-    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, Rows, Sapo, TemperatureDivides, Terms,
+    AdvantageLevel, ImportanceSampling, Kl, KlCov, KlEstimator, KlGradient, KlImportance, LogClip, LossSpec, LossTerms,
+    Objective, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, Rows, Sapo,
+    TemperatureDivides,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
@@ -153,7 +154,7 @@ fn piece_between_two_kinks_of_one_band_is_found() {
         min: None,
         max: 0.01,
         counts: false,
-        drops_from: Terms::Policy,
+        drops_from: LossTerms::Policy,
     }];
     expect_right(&spec, &recipe);
 }

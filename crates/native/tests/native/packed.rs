@@ -1,7 +1,7 @@
 //! Packed sequences: the reference and the kernel give them the bits of their padded twin.
 
 use assay_core::implementation::Implementation as _;
-use assay_core::problem::{Advantages, Candidate, CuSeqlens, Dtype, HeadCandidate, Part, Sequences};
+use assay_core::problem::{Advantages, Candidate, CuSeqlens, Dtype, HeadCandidate, ProblemPart, Sequences};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Ratio, RatioLevel, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::packed::{Twin as _, Twins};
@@ -86,11 +86,11 @@ fn all_outputs_tokens_behind_the_last_sequence_change_no_bit() {
     sequences.truncate(last);
     let end = sequences.last().expect("more than one").tokens.end;
     long.extra.sequences =
-        Sequences::Packed(CuSeqlens::of_lengths(sequences.iter().map(|sequence| sequence.tokens.len())));
+        Sequences::Packed(CuSeqlens::from_lengths(sequences.iter().map(|sequence| sequence.tokens.len())));
     long.mask.slice_mut(s![0, end..]).fill(false);
     let Advantages::Sequence(advantages) = &long.advantages else { unreachable!("the default") };
     long.advantages = Advantages::Sequence(advantages.slice(s![..last]).to_owned());
-    let part = Part { tokens: (0..end).collect(), ..Part::whole([last, long.mask.ncols(), 300]) };
+    let part = ProblemPart { tokens: (0..end).collect(), ..ProblemPart::whole([last, long.mask.ncols(), 300]) };
     let short = long.select(&part);
     assert!(short.mask.ncols() < long.mask.ncols() && short.extra.sequences == long.extra.sequences);
 

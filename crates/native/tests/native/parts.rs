@@ -32,7 +32,7 @@ fn problem(spec: &LossSpec, seed: u64) -> Problem {
 
 /// The same in one row: sequences of several lengths, two of them empty, and tokens behind the last.
 fn laid_out(spec: LossSpec, problem: &Problem) -> (LossSpec, Problem) {
-    (spec.of_width(5), problem.laid_out(CuSeqlens::of_lengths([0, 9, 1, 12, 0, 6])))
+    (spec.with_width(5), problem.laid_out(CuSeqlens::from_lengths([0, 9, 1, 12, 0, 6])))
 }
 
 /// The gates that a candidate fails as the whole batch's.
@@ -79,6 +79,6 @@ fn a_sum_of_parts_own_means_is_told_from_it() {
                 Native::default().run(&spec, tokens.with_logits(logits), 1).unwrap()
             })
             .collect();
-        assert!(!failures(&spec, &problem, Candidate::of_parts(&Sequences::Rows, &own)).is_empty(), "{reduction:?}");
+        assert!(!failures(&spec, &problem, Candidate::from_parts(&Sequences::Rows, &own)).is_empty(), "{reduction:?}");
     }
 }

@@ -4,7 +4,7 @@ use std::f64::consts::LN_2;
 
 use crate::common::uniform::{V, uniform};
 use approx::assert_relative_eq;
-use assay_core::problem::{Advantages, FloatArray, Others, Problem};
+use assay_core::problem::{Advantages, FloatArray, OtherIds, Problem};
 use assay_core::spec::{
     AdvantageLevel, Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows, Temperature,
     TemperatureDivides,
@@ -137,8 +137,8 @@ fn kl_estimators_by_hand() {
 #[test]
 fn logp_dlogits_of_cotangents_by_hand() {
     let (temperature, dlogp, dentropy) = (0.5, -0.75, 0.25);
-    let spec = LossSpec { temperature: temperature.into(), ..LossSpec::of_cotangents(true) };
-    assert!(spec.is_of_cotangents());
+    let spec = LossSpec { temperature: temperature.into(), ..LossSpec::from_cotangents(true) };
+    assert!(spec.is_from_cotangents());
     // 2 ln 3 and three zeros: 9/12, and 1/12 each.
     let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
     problem.advantages = Advantages::Dlogp(arr2(&[[dlogp]]));
@@ -160,11 +160,11 @@ fn logp_dlogits_of_cotangents_by_hand() {
 #[test]
 fn ids_per_token_logp_and_dlogits_by_hand() {
     let (temperature, dlogp) = (0.5, [-0.75, 0.5, 2.0]);
-    let spec = LossSpec { temperature: temperature.into(), ids_per_token: 3, ..LossSpec::of_cotangents(false) };
-    assert!(spec.is_of_cotangents());
+    let spec = LossSpec { temperature: temperature.into(), ids_per_token: 3, ..LossSpec::from_cotangents(false) };
+    assert!(spec.is_from_cotangents());
     let mut problem = one_row(&[3_f64.ln(), 0.0, 0.0, 0.0], 0.0);
     problem.advantages = Advantages::Dlogp(arr2(&[[dlogp[0]]]));
-    problem.extra.others = Some(Others { ids: arr3(&[[[1, 0]]]), dlogp: arr3(&[[[dlogp[1], dlogp[2]]]]) });
+    problem.extra.others = Some(OtherIds { ids: arr3(&[[[1, 0]]]), dlogp: arr3(&[[[dlogp[1], dlogp[2]]]]) });
     let reference = evaluate(&spec, &problem).unwrap();
     let (p, q) = (0.75_f64, 1.0 / 12.0_f64);
     let outcome = reference.outcome();

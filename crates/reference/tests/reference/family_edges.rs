@@ -5,10 +5,10 @@ use crate::common::draws::Case;
 use crate::common::exact::{KINK, OF_EVERY_SPEC, Record, check};
 use assay_core::problem::{Advantages, Extra, Problem, ProblemError};
 use assay_core::spec::{
-    Cispo, ClipCov, CovarianceBand, Divergence, Dro, Drops, ImportanceSampling, Kl, KlCov, KlEstimator, KlImportance,
-    LogClip, LossSpec, MaskedRatio, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, QuantilePrecision, Ratio,
-    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, Sapo, Support, Terms, TopEntropy, TrustRegion, Unscored, Vespo,
+    Cispo, ClipCov, CovarianceBand, Divergence, Dro, DroppedTerm, ImportanceSampling, Kl, KlCov, KlEstimator,
+    KlImportance, LogClip, LossSpec, LossTerms, MaskedRatio, Objective, OffPolicyMask, OldLogp, OutOfBounds, PpoClip,
+    QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel,
+    RolloutSource, RolloutWeights, Rows, Sapo, Support, TopEntropy, TrustRegion, UnscoredWeight, Vespo,
 };
 use assay_reference as reference;
 use ndarray::{Array2, Array3, arr1, arr2};
@@ -61,23 +61,23 @@ fn weights(source: RolloutSource, level: RolloutLevel) -> RolloutWeights {
     RolloutWeights {
         source,
         level,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: None,
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
-        applies_to: Terms::Policy,
+        unscored: UnscoredWeight::One,
+        applies_to: LossTerms::Policy,
     }
 }
 
 /// A rejection above `max`, as if masked.
 fn rejection(estimator: RejectionEstimator, level: RejectionLevel, max: f64) -> Rejection {
-    Rejection { estimator, level, min: None, max, counts: false, drops_from: Terms::PolicyAndKl }
+    Rejection { estimator, level, min: None, max, counts: false, drops_from: LossTerms::PolicyAndKl }
 }
 
 /// The tokens of the highest entropies, exactly.
-fn top_entropy(fraction: f64, drops: Drops) -> Option<TopEntropy> {
+fn top_entropy(fraction: f64, drops: DroppedTerm) -> Option<TopEntropy> {
     Some(TopEntropy { fraction, drops, precision: QuantilePrecision::Exact })
 }
 
@@ -191,7 +191,7 @@ fn overflowing_ratio_without_advantage_is_zero() {
 fn mask_nan_under_it_is_never_read() {
     let weights = RolloutWeights {
         normalize: true,
-        applies_to: Terms::PolicyAndKl,
+        applies_to: LossTerms::PolicyAndKl,
         ..weights(RolloutSource::Given, RolloutLevel::Token)
     };
     let computed = RolloutWeights { source: RolloutSource::Logp, level: RolloutLevel::Sequence, ..weights.clone() };
@@ -212,7 +212,7 @@ fn mask_nan_under_it_is_never_read() {
                 rollout: Some(rollout),
                 rejection: vec![rejection],
                 off_policy_mask: Some(OffPolicyMask { threshold: 0.1, behaviour: OldLogp::Rollout }),
-                top_entropy: top_entropy(0.6, Drops::PolicyTerm),
+                top_entropy: top_entropy(0.6, DroppedTerm::PolicyTerm),
                 kl: Some(Kl::plain(0.1, KlEstimator::K3)),
                 entropy_coef: 0.01,
                 ..arm.clone()
@@ -251,7 +251,7 @@ fn support_without_the_sampled_id_is_refused_or_extended() {
 fn top_entropy_keeps_the_token_at_the_quantile() {
     let masks = [FULL, [[true, true, true], [true, true, false]]];
     for (mask, fraction, kept) in [(masks[0], 0.4, 3), (masks[1], 0.5, 3), (masks[1], 0.75, 4), (masks[1], 0.25, 2)] {
-        let top_entropy = top_entropy(fraction, Drops::PolicyTerm);
+        let top_entropy = top_entropy(fraction, DroppedTerm::PolicyTerm);
         let spec = LossSpec { top_entropy, ..with(Objective::PolicyGradient) };
         let mut problem = batch(mask);
         // All entropies differ: the peak of each row has its own height.
@@ -269,7 +269,7 @@ fn objectives_of_one_token_or_none_match_640_bits() {
         for level in LEVELS {
             let spec = LossSpec {
                 ratio: Ratio { level, ..Ratio::default() },
-                top_entropy: top_entropy(0.3, Drops::Ratio),
+                top_entropy: top_entropy(0.3, DroppedTerm::Ratio),
                 kl: Some(Kl { importance: KlImportance::Ratio, ..Kl::plain(0.2, KlEstimator::K3) }),
                 entropy_coef: 0.1,
                 ..spec.clone()

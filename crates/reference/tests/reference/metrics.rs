@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use assay_fixture::PeerFile;
 use assay_reference as reference;
-use assay_reference::metrics::{Metric, Project};
+use assay_reference::metrics::{Metric, MetricsProject};
 use serde_json::{Map, Value};
 
 /// Peers round some of their metrics to f32.
@@ -31,12 +31,12 @@ fn recorded() -> Vec<(String, PeerFile, Map<String, Value>)> {
     files.iter().map(|path| (named(path), PeerFile::read(path).unwrap(), metrics(path))).collect()
 }
 
-fn project(peer: &str) -> Option<Project> {
+fn project(peer: &str) -> Option<MetricsProject> {
     match peer {
-        "trl" => Some(Project::Trl),
-        "verl" => Some(Project::Verl),
-        "tunix" => Some(Project::Tunix),
-        "liger" => Some(Project::Liger),
+        "trl" => Some(MetricsProject::Trl),
+        "verl" => Some(MetricsProject::Verl),
+        "tunix" => Some(MetricsProject::Tunix),
+        "liger" => Some(MetricsProject::Liger),
         _ => None,
     }
 }

@@ -1,31 +1,37 @@
 //! What presets make of a project's defaults and options, and what they refuse. The numbers themselves are compared in
 //! `reference.rs`.
 
-use assay_core::spec::presets::{Given, Options, Preset, PresetError, Resolved, WeightShape, spec};
+use assay_core::spec::presets::{BatchInputs, Preset, PresetError, PresetLoss, PresetOptions, WeightShape, spec};
 use assay_core::spec::{
-    AdvantageLevel, Averaging, Cispo, Divergence, Drops, Kl, KlEstimator, KlGradient, KlImportance, LossSpec,
-    Objective, OldLogp, Outside, PpoClip, QuantilePrecision, RatioLevel, Reduction, RejectionEstimator, RejectionLevel,
-    RolloutLevel, RolloutSource, Rows, Temperature, TemperatureDivides, Terms, Unscored, Widths,
+    AdvantageLevel, Averaging, Cispo, ClipWidths, Divergence, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance,
+    LossSpec, LossTerms, Objective, OldLogp, OutOfBounds, PpoClip, QuantilePrecision, RatioLevel, Reduction,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, Rows, Temperature, TemperatureDivides,
+    UnscoredWeight,
 };
 
-fn resolve(preset: Preset, function: Option<&str>, pairs: &[&str], given: &Given) -> Result<Resolved, PresetError> {
-    spec(preset, function, &Options::from_pairs(pairs).unwrap(), given)
+fn resolve(
+    preset: Preset,
+    function: Option<&str>,
+    pairs: &[&str],
+    given: &BatchInputs,
+) -> Result<PresetLoss, PresetError> {
+    spec(preset, function, &PresetOptions::from_pairs(pairs).unwrap(), given)
 }
 
 #[track_caller]
 fn of(preset: Preset, function: Option<&str>, pairs: &[&str]) -> LossSpec {
-    resolve(preset, function, pairs, &Given::default()).unwrap_or_else(|error| panic!("{error}")).spec
+    resolve(preset, function, pairs, &BatchInputs::default()).unwrap_or_else(|error| panic!("{error}")).spec
 }
 
 #[track_caller]
-fn with(preset: Preset, pairs: &[&str], given: &Given) -> LossSpec {
+fn with(preset: Preset, pairs: &[&str], given: &BatchInputs) -> LossSpec {
     resolve(preset, None, pairs, given).unwrap_or_else(|error| panic!("{error}")).spec
 }
 
 /// Refused, and the message says all of `parts`.
 #[track_caller]
 fn refuses(preset: Preset, function: Option<&str>, pairs: &[&str], parts: &[&str]) {
-    let error = resolve(preset, function, pairs, &Given::default()).expect_err("refused").to_string();
+    let error = resolve(preset, function, pairs, &BatchInputs::default()).expect_err("refused").to_string();
     for part in [&[preset.name()], parts].concat() {
         assert!(error.contains(part), "`{part}` not in: {error}");
     }
@@ -40,8 +46,8 @@ fn dual(epsilon_low: f64, epsilon_high: f64, c: f64) -> Objective {
 }
 
 /// Old, reference and sampler's log-probabilities.
-fn sampled() -> Given {
-    Given { sampling_logps: true, ..Given::default() }
+fn sampled() -> BatchInputs {
+    BatchInputs { sampling_logps: true, ..BatchInputs::default() }
 }
 
 #[test]
@@ -57,7 +63,7 @@ fn preset_names_are_read_back() {
 }
 
 /// A function under the options that it cannot do without.
-fn of_any(preset: Preset, function: &str) -> Result<Resolved, PresetError> {
+fn of_any(preset: Preset, function: &str) -> Result<PresetLoss, PresetError> {
     let pairs: &[&str] = match function {
         "compute_policy_loss_dro" => &["dro_beta=0.1"],
         _ => &[],
@@ -114,7 +120,7 @@ fn trl_spreads_a_loss_over_accumulation_steps() {
     let eval = of(Preset::Trl, None, &[&["loss_type=grpo", "mode=eval"], &steps[..]].concat());
     assert_eq!((eval.scale, eval.entropy_coef), (1.0, 0.02));
 
-    let given = Given { num_items_in_batch: Some(60.0), ..Given::default() };
+    let given = BatchInputs { num_items_in_batch: Some(60.0), ..BatchInputs::default() };
     let dapo = with(Preset::Trl, &[&["num_processes=3"], &steps[..]].concat(), &given);
     assert_eq!((dapo.reduction, dapo.scale), (Reduction::Normalizer(10.0), 1.0));
     assert_eq!(dapo.entropy_coef, 0.01, "the bonus is divided by the steps, whatever the loss is divided by");
@@ -132,21 +138,21 @@ fn trl_epsilon_high_of_null_and_of_cispo() {
 
 #[test]
 fn trl_inputs_decide_what_is_read() {
-    let none = Given { old_logps: false, ..Given::default() };
+    let none = BatchInputs { old_logps: false, ..BatchInputs::default() };
     assert_eq!(with(Preset::Trl, &[], &none).old_logp, OldLogp::Current);
-    let mask = |given: &Given| with(Preset::Trl, &["off_policy_mask_threshold=0.1"], given).off_policy_mask;
-    assert_eq!(mask(&Given::default()).unwrap().behaviour, OldLogp::Given);
+    let mask = |given: &BatchInputs| with(Preset::Trl, &["off_policy_mask_threshold=0.1"], given).off_policy_mask;
+    assert_eq!(mask(&BatchInputs::default()).unwrap().behaviour, OldLogp::Given);
     assert_eq!(mask(&sampled()).unwrap().behaviour, OldLogp::Rollout);
     assert_eq!(mask(&none), None, "the divergence from the policy itself is 0");
 
-    let ready = Given { rollout_weights: Some(WeightShape::Sequence), ..Given::default() };
+    let ready = BatchInputs { rollout_weights: Some(WeightShape::Sequence), ..BatchInputs::default() };
     let weights = with(Preset::Trl, &["use_vllm=true"], &ready).rollout.unwrap();
-    assert_eq!((weights.source, weights.applies_to), (RolloutSource::Given, Terms::Policy));
+    assert_eq!((weights.source, weights.applies_to), (RolloutSource::Given, LossTerms::Policy));
     let unused = resolve(Preset::Trl, None, &[], &ready).unwrap();
     assert!(unused.spec.rollout.is_none() && unused.notes.iter().any(|note| note.contains("importance weights")));
 
     let made = with(Preset::Trl, &["use_vllm=true"], &sampled()).rollout.unwrap();
-    let expected = (RolloutSource::Logp, RolloutLevel::Sequence, Outside::Mask, Some(3.0));
+    let expected = (RolloutSource::Logp, RolloutLevel::Sequence, OutOfBounds::Mask, Some(3.0));
     assert_eq!((made.source, made.level, made.outside, made.max), expected);
 
     let vespo = with(Preset::Trl, &["loss_type=vespo"], &ready);
@@ -173,16 +179,16 @@ fn trl_head_and_entropy_quantile() {
     assert_eq!((spec.logits.scale, spec.logits.softcap), (0.5, Some(3.0)));
     let pairs = ["top_entropy_quantile=0.4"];
     let top = of(Preset::Trl, None, &pairs).top_entropy.unwrap();
-    assert_eq!((top.fraction, top.drops, top.precision), (0.4, Drops::PolicyTerm, QuantilePrecision::F32));
-    let f64_run = Given { float64: true, ..Given::default() };
+    assert_eq!((top.fraction, top.drops, top.precision), (0.4, DroppedTerm::PolicyTerm, QuantilePrecision::F32));
+    let f64_run = BatchInputs { float64: true, ..BatchInputs::default() };
     assert_eq!(with(Preset::Trl, &pairs, &f64_run).top_entropy.unwrap().precision, QuantilePrecision::F32Threshold);
-    assert_eq!(of(Preset::Trl, Some("GMPOTrainer"), &pairs).top_entropy.unwrap().drops, Drops::Ratio);
+    assert_eq!(of(Preset::Trl, Some("GMPOTrainer"), &pairs).top_entropy.unwrap().drops, DroppedTerm::Ratio);
 }
 
 #[test]
 fn trl_gmpo_reads_few_of_its_options() {
     let pairs = ["beta=0.1", "entropy_coef=0.5", "loss_type=dapo", "delta=2"];
-    let gmpo = resolve(Preset::Trl, Some("GMPOTrainer"), &pairs, &Given::default()).unwrap();
+    let gmpo = resolve(Preset::Trl, Some("GMPOTrainer"), &pairs, &BatchInputs::default()).unwrap();
     assert_eq!(gmpo.without_effect, ["delta", "entropy_coef", "loss_type"]);
     let clip = gmpo.spec.ratio.clip.unwrap();
     assert_eq!((clip.low, clip.high, gmpo.spec.entropy_coef), (0.4, 0.4, 0.0));
@@ -244,7 +250,7 @@ fn verl_rollout_correction_is_made_of_both_logps() {
     ];
     let spec = with(Preset::Verl, &pairs, &sampled());
     let weights = spec.rollout.unwrap();
-    assert_eq!((weights.outside, weights.min, weights.max), (Outside::Mask, Some(0.5), Some(5.0)));
+    assert_eq!((weights.outside, weights.min, weights.max), (OutOfBounds::Mask, Some(0.5), Some(5.0)));
     let levels: Vec<_> = spec.rejection.iter().map(|rejection| (rejection.level, rejection.counts)).collect();
     assert_eq!(levels, [(RejectionLevel::Token, false), (RejectionLevel::SequenceMax, false)]);
     assert_eq!((spec.rejection[0].min, spec.rejection[0].max), (Some(0.5_f64.ln()), 2_f64.ln()));
@@ -253,7 +259,7 @@ fn verl_rollout_correction_is_made_of_both_logps() {
 #[test]
 fn tunix_temperature_0_and_missing_reference() {
     assert_eq!(of(Preset::Tunix, None, &["temperature=0"]).temperature, 1.0.into());
-    let none = Given { ref_logps: false, ..Given::default() };
+    let none = BatchInputs { ref_logps: false, ..BatchInputs::default() };
     let resolved = resolve(Preset::Tunix, None, &[], &none).unwrap();
     assert!(resolved.spec.kl.is_none() && !resolved.notes.is_empty());
     let ppo = of(Preset::Tunix, Some("ppo_policy_loss_fn"), &["kl_coef=0.1", "entropy_coef=0.01"]);
@@ -275,7 +281,7 @@ fn unsloth_clamps_kl_late_and_counts_rejected_tokens() {
     let spec = with(Preset::Unsloth, &[&pairs[..], &[geometric]].concat(), &sampled());
     assert!(spec.kl.unwrap().clamp_after_importance);
     assert_eq!(spec.rollout.unwrap().level, RolloutLevel::Geometric);
-    assert!(spec.rejection[0].counts && spec.rejection[0].drops_from == Terms::PolicyAndKl);
+    assert!(spec.rejection[0].counts && spec.rejection[0].drops_from == LossTerms::PolicyAndKl);
 }
 
 #[test]
@@ -303,7 +309,7 @@ fn unsloth_entropy_bonus_and_support() {
 
 #[test]
 fn trl_async_clips_against_the_sampler() {
-    let given = Given { num_items_in_batch: Some(60.0), ..sampled() };
+    let given = BatchInputs { num_items_in_batch: Some(60.0), ..sampled() };
     let pairs = ["epsilon_high=0.28", "gradient_accumulation_steps=2", "num_processes=3"];
     let resolved = resolve(Preset::Trl, Some("AsyncGRPOTrainer"), &pairs, &given).unwrap();
     let LossSpec { objective, old_logp, reduction, scale, advantages, .. } = resolved.spec;
@@ -315,18 +321,18 @@ fn trl_async_clips_against_the_sampler() {
 
 #[test]
 fn token_weights_replace_the_reduction() {
-    let given = Given { token_weights: true, ..Given::default() };
+    let given = BatchInputs { token_weights: true, ..BatchInputs::default() };
     let pairs = ["entropy_coef=0.02", "current_gradient_accumulation_steps=2", "steps_per_generation=4"];
     let unsloth = with(Preset::Unsloth, &pairs, &given);
-    assert_eq!(unsloth.token_weights.unwrap().applies_to, Terms::PolicyAndKl);
+    assert_eq!(unsloth.token_weights.unwrap().applies_to, LossTerms::PolicyAndKl);
     assert_eq!((unsloth.reduction, unsloth.scale), (Reduction::Normalizer(0.5), 1.0));
     assert_eq!(unsloth.entropy_coef, 0.01);
-    let skyrl = resolve(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &Given::default()).unwrap();
-    assert_eq!(skyrl.spec.token_weights.unwrap().applies_to, Terms::Policy);
+    let skyrl = resolve(Preset::Skyrl, None, &["loss_reduction=prompt_mean"], &BatchInputs::default()).unwrap();
+    assert_eq!(skyrl.spec.token_weights.unwrap().applies_to, LossTerms::Policy);
     assert_eq!(skyrl.spec.reduction, Reduction::Normalizer(1.0));
     assert!(skyrl.notes.iter().any(|note| note.contains("1/(P·Σ n)")), "{:?}", skyrl.notes);
     let prime = with(Preset::PrimeRl, &[], &given);
-    assert_eq!(prime.token_weights.unwrap().applies_to, Terms::Policy);
+    assert_eq!(prime.token_weights.unwrap().applies_to, LossTerms::Policy);
     let unread = resolve(Preset::Trl, None, &[], &given).unwrap();
     assert!(unread.notes.iter().any(|note| note.contains("token weights")), "{:?}", unread.notes);
 }
@@ -340,7 +346,7 @@ fn rejection_is_that_of_each_project() {
     assert_eq!((weights.level, weights.min, weights.max), (RolloutLevel::Token, None, None));
     let gate = openrlhf.rejection[0];
     assert_eq!((gate.estimator, gate.level), (RejectionEstimator::BinaryKl, RejectionLevel::SequenceMean));
-    assert!(gate.counts && gate.drops_from == Terms::Policy && gate.max == 0.01);
+    assert!(gate.counts && gate.drops_from == LossTerms::Policy && gate.max == 0.01);
     let low = resolve(Preset::OpenRlhf, None, &["is_correction_level=token", "is_correction_gating=tv"], &sampled());
     assert!(low.unwrap_err().to_string().contains("`is_correction_threshold_low`"));
 
@@ -348,7 +354,7 @@ fn rejection_is_that_of_each_project() {
     assert_eq!((nemo.estimator, nemo.level), (RejectionEstimator::AbsoluteRatio, RejectionLevel::SequenceMean));
     assert!(!nemo.counts && nemo.max == 1.5);
     let corrected = with(Preset::Nemo, &["use_importance_sampling_correction=true"], &sampled()).rollout.unwrap();
-    assert_eq!(corrected.unscored, Unscored::Zero);
+    assert_eq!(corrected.unscored, UnscoredWeight::Zero);
 
     let outliers =
         ["low=1e-4", "high=100"].map(|pair| format!("off_policy_correction.outlier_token_is_threshold_{pair}"));
@@ -361,11 +367,11 @@ fn rejection_is_that_of_each_project() {
 /// Where parts of a batch do not add up to it in the project, its preset says so, and nowhere else.
 #[test]
 fn preset_notes_name_means_of_micro_batches() {
-    let says = |preset, pairs: &[&str], given: &Given| {
+    let says = |preset, pairs: &[&str], given: &BatchInputs| {
         let notes = resolve(preset, None, pairs, given).unwrap_or_else(|error| panic!("{error}")).notes;
         notes.iter().any(|note| ["micro-batch", "add up"].iter().any(|words| note.contains(words)))
     };
-    let counted = Given { num_items_in_batch: Some(60.0), ..Given::default() };
+    let counted = BatchInputs { num_items_in_batch: Some(60.0), ..BatchInputs::default() };
     for preset in [Preset::Trl, Preset::Unsloth] {
         assert!(!says(preset, &["loss_type=grpo"], &counted), "{preset}");
         assert!(!says(preset, &["loss_type=dapo"], &counted), "{preset}");
@@ -373,7 +379,7 @@ fn preset_notes_name_means_of_micro_batches() {
         assert!(says(preset, &["loss_type=grpo", "entropy_coef=0.1"], &counted), "{preset}");
         assert!(says(preset, &["loss_type=grpo", "top_entropy_quantile=0.5"], &counted), "{preset}");
     }
-    assert!(says(Preset::Liger, &[], &Given::default()) && !says(Preset::Liger, &[], &counted));
+    assert!(says(Preset::Liger, &[], &BatchInputs::default()) && !says(Preset::Liger, &[], &counted));
     assert!(says(Preset::Verl, &["loss_mode=geo_mean"], &counted) && !says(Preset::Verl, &[], &counted));
     assert!(says(Preset::Skyrl, &[], &counted) && !says(Preset::Skyrl, &["use_kl_loss=false"], &counted));
     assert!(says(Preset::Tunix, &[], &counted));
@@ -405,7 +411,7 @@ fn preset_notes_name_differences_at_edges() {
 fn skyrl_rejections_spare_the_kl_term() {
     let pairs = ["off_policy_correction.sequence_mask_metric=product"];
     let rejection = with(Preset::Skyrl, &pairs, &sampled()).rejection[0];
-    assert_eq!((rejection.level, rejection.drops_from), (RejectionLevel::SequenceSum, Terms::Policy));
+    assert_eq!((rejection.level, rejection.drops_from), (RejectionLevel::SequenceSum, LossTerms::Policy));
     assert!((rejection.max - 2_f64.ln()).abs() < 1e-15 && rejection.counts);
 }
 
@@ -415,7 +421,7 @@ fn archer_clips_the_tokens_of_its_mask_nearer() {
         Objective::Aspo(aspo) => (aspo.epsilon_low, aspo.epsilon_high, aspo.selected),
         other => panic!("{other:?}"),
     };
-    assert_eq!(widths(&[]), (0.4, 0.4, Some(Widths { epsilon_low: 0.2, epsilon_high: 0.2 })));
+    assert_eq!(widths(&[]), (0.4, 0.4, Some(ClipWidths { epsilon_low: 0.2, epsilon_high: 0.2 })));
     let alike = ["negative_high_entropy_clip_ratio_low=0.2", "positive_high_entropy_clip_ratio_high=0.2"];
     assert_eq!(widths(&alike), (0.2, 0.2, None));
 }
@@ -452,7 +458,7 @@ fn areal_gates_by_y_where_the_family_does_by_minus_y() {
         with(Preset::Areal, &pairs, &sampled()).rejection
     };
     let [ratio] = gate(&["rejection_sampling.upper=2", "rejection_sampling.lower=0.8"])[..] else { panic!("one gate") };
-    assert_eq!((ratio.level, ratio.counts, ratio.drops_from), (RejectionLevel::Token, true, Terms::Policy));
+    assert_eq!((ratio.level, ratio.counts, ratio.drops_from), (RejectionLevel::Token, true, LossTerms::Policy));
     assert!((ratio.min.unwrap() + 2_f64.ln()).abs() < 1e-15 && (ratio.max + 0.8_f64.ln()).abs() < 1e-15);
     let sequence = ["rejection_sampling.level=sequence", "rejection_sampling.agg=max", "rejection_sampling.upper=2"];
     let [largest] = gate(&sequence)[..] else { panic!("one gate") };
@@ -509,13 +515,13 @@ fn preset_option_not_reproduced_is_refused_by_name() {
 
 #[test]
 fn preset_input_not_taken_is_refused() {
-    let refused = |preset, function, given: &Given, part: &str| {
+    let refused = |preset, function, given: &BatchInputs, part: &str| {
         let error = resolve(preset, function, &["loss_type=grpo"], given).expect_err("refused").to_string();
         assert!(error.contains(part), "{error}");
     };
-    let by_token = Given { advantages: Some(AdvantageLevel::Token), ..Given::default() };
+    let by_token = BatchInputs { advantages: Some(AdvantageLevel::Token), ..BatchInputs::default() };
     refused(Preset::Liger, None, &by_token, "input `advantages`: got [B,T], expected [B]");
     refused(Preset::Trl, Some("GMPOTrainer"), &by_token, "input `advantages`");
-    let flat = Given { rollout_weights: Some(WeightShape::Flat), ..Given::default() };
+    let flat = BatchInputs { rollout_weights: Some(WeightShape::Flat), ..BatchInputs::default() };
     refused(Preset::Liger, Some("ppo_loss_fn"), &flat, "input `vllm_is_ratio`: got [B]");
 }

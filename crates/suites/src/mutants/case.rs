@@ -37,7 +37,7 @@ impl<P: Workload> Case<P> {
 impl<P: Packable> Case<P> {
     /// The same with its sequences packed into one row.
     pub(super) fn packed(self) -> Self {
-        let spec = self.spec.of_width(self.problem.width());
+        let spec = self.spec.with_width(self.problem.width());
         Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
     }
 }

@@ -4,10 +4,11 @@ use super::case::Case;
 use super::{Class, QWEN_VOCABULARY};
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Cispo, Drops, Kl, KlEstimator, KlGradient, KlImportance, LogClip, LogitsTransform,
-    LossSpec, Objective, OffPolicyMask, OldLogp, Outside, Positive, PpoClip, QuantilePrecision, Ratio, RatioLevel,
-    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
-    Support, Temperature, TemperatureDivides, Terms, TokenWeights, TopEntropy, Topr, Unscored, Widths,
+    AdvantageLevel, Aspo, Averaging, Cispo, ClipWidths, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance,
+    LogClip, LogitsTransform, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, OutOfBounds, PositiveTokens,
+    PpoClip, QuantilePrecision, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel,
+    RolloutLevel, RolloutSource, RolloutWeights, Rows, Support, Temperature, TemperatureDivides, TokenWeights,
+    TopEntropy, Topr, UnscoredWeight,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::packed::Packable;
@@ -97,13 +98,13 @@ fn weights(level: RolloutLevel) -> RolloutWeights {
     RolloutWeights {
         source: RolloutSource::Logp,
         level,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: None,
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
-        applies_to: Terms::Policy,
+        unscored: UnscoredWeight::One,
+        applies_to: LossTerms::Policy,
     }
 }
 
@@ -114,10 +115,10 @@ fn rejected(rejection: Vec<Rejection>) -> LossSpec {
 }
 
 fn rejection(estimator: RejectionEstimator, level: RejectionLevel, min: Option<f64>, max: f64) -> Rejection {
-    Rejection { estimator, level, min, max, counts: false, drops_from: Terms::PolicyAndKl }
+    Rejection { estimator, level, min, max, counts: false, drops_from: LossTerms::PolicyAndKl }
 }
 
-fn token_weighed(applies_to: Terms, spec: LossSpec) -> LossSpec {
+fn token_weighed(applies_to: LossTerms, spec: LossSpec) -> LossSpec {
     LossSpec { token_weights: Some(TokenWeights { applies_to }), ..spec }
 }
 
@@ -191,7 +192,7 @@ fn grid(class: Class) -> Grid {
                 plain(),
                 LossSpec { scale: 0.25, ..plain() },
                 LossSpec { old_logp: OldLogp::Current, ..plain() },
-                LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(false) },
+                LossSpec { temperature: 0.7.into(), ..LossSpec::from_cotangents(false) },
             ],
             dtypes: Dtype::KERNEL.into(),
             ..Grid::default()
@@ -201,7 +202,7 @@ fn grid(class: Class) -> Grid {
                 .map(tempered)
                 .into_iter()
                 .chain([
-                    LossSpec { temperature: 0.7.into(), ..LossSpec::of_cotangents(true) },
+                    LossSpec { temperature: 0.7.into(), ..LossSpec::from_cotangents(true) },
                     LossSpec { temperature: Temperature::Given, ..bonus() },
                 ])
                 .collect(),
@@ -268,7 +269,7 @@ fn grid(class: Class) -> Grid {
                 let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
                 LossSpec { objective: Objective::Topr(topr), ..by_token() }
             };
-            Grid { specs: vec![of(Positive::Advantage), of(Positive::Selected)], ..Grid::default() }
+            Grid { specs: vec![of(PositiveTokens::Advantage), of(PositiveTokens::Selected)], ..Grid::default() }
         }
         Class::Aspo => {
             let of = |selected| {
@@ -278,7 +279,7 @@ fn grid(class: Class) -> Grid {
                 LossSpec { objective: Objective::Aspo(aspo), ..by_token() }
             };
             Grid {
-                specs: vec![of(None), of(Some(Widths { epsilon_low: 0.3, epsilon_high: 0.1 }))],
+                specs: vec![of(None), of(Some(ClipWidths { epsilon_low: 0.3, epsilon_high: 0.1 }))],
                 shapes: vec![[4, 6, 33], [8, 8, 33]],
                 ..Grid::default()
             }
@@ -362,15 +363,15 @@ fn grid(class: Class) -> Grid {
             let given = RolloutWeights { source: RolloutSource::Given, ..geometric.clone() };
             let all = vec![
                 RolloutWeights { max: Some(1.1), ..token.clone() },
-                RolloutWeights { min: Some(0.9), max: Some(1.1), outside: Outside::Mask, ..token.clone() },
-                RolloutWeights { min: Some(0.9), unscored: Unscored::Zero, ..token.clone() },
-                RolloutWeights { clamp: Some(0.2), applies_to: Terms::PolicyAndKl, ..token.clone() },
-                RolloutWeights { max: Some(1.2), normalize: true, unscored: Unscored::Zero, ..token.clone() },
+                RolloutWeights { min: Some(0.9), max: Some(1.1), outside: OutOfBounds::Mask, ..token.clone() },
+                RolloutWeights { min: Some(0.9), unscored: UnscoredWeight::Zero, ..token.clone() },
+                RolloutWeights { clamp: Some(0.2), applies_to: LossTerms::PolicyAndKl, ..token.clone() },
+                RolloutWeights { max: Some(1.2), normalize: true, unscored: UnscoredWeight::Zero, ..token.clone() },
                 sequence.clone(),
-                RolloutWeights { normalize: true, unscored: Unscored::Zero, ..sequence },
+                RolloutWeights { normalize: true, unscored: UnscoredWeight::Zero, ..sequence },
                 RolloutWeights { min: Some(0.97), max: Some(1.03), ..geometric },
                 gated.clone(),
-                RolloutWeights { unscored: Unscored::Zero, ..gated },
+                RolloutWeights { unscored: UnscoredWeight::Zero, ..gated },
                 given,
             ];
             // A token in twenty is not scored.
@@ -395,8 +396,8 @@ fn grid(class: Class) -> Grid {
                 rejection(K1, SequenceMin, Some(-0.3), 1.0),
                 rejection(K2, SecondMoment, None, 0.05),
                 of_rows,
-                counted(Terms::Policy),
-                counted(Terms::PolicyAndKl),
+                counted(LossTerms::Policy),
+                counted(LossTerms::PolicyAndKl),
             ]
             .map(|rejection| rejected(vec![rejection]))
             .into();
@@ -410,16 +411,16 @@ fn grid(class: Class) -> Grid {
             let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
             Grid {
                 specs: vec![
-                    token_weighed(Terms::Policy, penalised(k3())),
-                    token_weighed(Terms::PolicyAndKl, penalised(k3())),
-                    token_weighed(Terms::Policy, rolled(normalised)),
+                    token_weighed(LossTerms::Policy, penalised(k3())),
+                    token_weighed(LossTerms::PolicyAndKl, penalised(k3())),
+                    token_weighed(LossTerms::Policy, rolled(normalised)),
                 ],
                 ..Grid::default()
             }
         }
         // At the largest vocabulary what is added to each probability adds up.
         Class::Entropy => {
-            let specs = vec![bonus(), LossSpec::of_cotangents(true)];
+            let specs = vec![bonus(), LossSpec::from_cotangents(true)];
             let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
             Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
         }
@@ -431,8 +432,8 @@ fn grid(class: Class) -> Grid {
             };
             Grid {
                 specs: vec![
-                    of(Drops::PolicyTerm, LossSpec { entropy_coef: 0.02, ..penalised(k3()) }),
-                    of(Drops::Ratio, levelled(RatioLevel::Sequence, plain())),
+                    of(DroppedTerm::PolicyTerm, LossSpec { entropy_coef: 0.02, ..penalised(k3()) }),
+                    of(DroppedTerm::Ratio, levelled(RatioLevel::Sequence, plain())),
                 ],
                 shapes: vec![[4, 6, 5], [5, 6, 5], [1, 1, 5]],
                 ..Grid::default()
@@ -440,11 +441,11 @@ fn grid(class: Class) -> Grid {
         }
         // Two columns a shard: ids that repeat, and ids in the other one.
         Class::Several => Grid {
-            specs: vec![LossSpec { temperature: 0.7.into(), ids_per_token: 3, ..LossSpec::of_cotangents(true) }],
+            specs: vec![LossSpec { temperature: 0.7.into(), ids_per_token: 3, ..LossSpec::from_cotangents(true) }],
             shapes: vec![[3, 4, 5], [2, 3, 33]],
             ..Grid::default()
         },
-        Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::of_cotangents(true)], ..Grid::default() },
+        Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::from_cotangents(true)], ..Grid::default() },
         Class::Reduction => Grid {
             specs: vec![
                 penalised(k3()),

@@ -1,8 +1,8 @@
 //! Archer2.0, commit b08d963d: `verl/trainer/ppo/core_algos.py`, `compute_policy_loss_archer`: ASPO.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError};
-use crate::spec::{AdvantageLevel, Aspo, Averaging, LossSpec, Objective, Ratio, Reduction, Rows, Widths};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss};
+use crate::spec::{AdvantageLevel, Aspo, Averaging, ClipWidths, LossSpec, Objective, Ratio, Reduction, Rows};
 
 pub(super) const FUNCTIONS: &[&str] = &["compute_policy_loss_archer"];
 
@@ -19,10 +19,10 @@ const KNOWN: &[&str] = &[
 ];
 
 /// The policy term alone. Tokens of its `high_entropy_mask`, which are those of the lower entropies, have the widths called low.
-pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let widths = |low, high, usual| {
         let [epsilon_low, epsilon_high] = [reader.number(low, usual)?, reader.number(high, usual)?];
-        Ok(Widths { epsilon_low, epsilon_high })
+        Ok(ClipWidths { epsilon_low, epsilon_high })
     };
     let masked = widths("negative_low_entropy_clip_ratio_low", "positive_low_entropy_clip_ratio_high", 0.2)?;
     let others = widths("negative_high_entropy_clip_ratio_low", "positive_high_entropy_clip_ratio_high", 0.4)?;
@@ -42,7 +42,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         denominator_epsilon,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if masked != others {
         let mask = "`selected` is the function's high_entropy_mask: in its trainer a row's tokens up to the 0.8 quantile of its entropies";
         found.notes.push(mask.into());
@@ -51,7 +51,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
 }
 
 /// `agg_loss`; a mean over rows counts those without a token, whose own mean is 0/0.
-fn averaging(reader: &Reader) -> Result<Averaging, PresetError> {
+fn averaging(reader: &OptionReader) -> Result<Averaging, PresetError> {
     let modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"];
     let plain = |reduction| Averaging { reduction, denominator_epsilon: 0.0 };
     Ok(match reader.word("loss_agg_mode", "token-mean", &modes.map(|mode| (mode, mode)))? {

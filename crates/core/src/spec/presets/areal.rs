@@ -1,11 +1,11 @@
 //! `AReaL` 1.0.4: `trainer/ppo/actor.py`, `grpo_loss_fn`, with `ppo_actor_loss_fn` and `sapo_loss_fn` of
 //! `utils/functional/functional.py`, and `PPOActorConfig`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, weights_from};
 use crate::spec::{
-    AdvantageLevel, LossSpec, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Sapo, Terms,
+    AdvantageLevel, LossSpec, LossTerms, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Rejection, RejectionEstimator,
+    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Sapo,
 };
 
 const SAPO: &str = "sapo_loss_fn";
@@ -54,7 +54,11 @@ const LEVEL: &str = "importance_sampling_level";
 /// The mean over the tokens of a micro-batch, which the engine weighs by their number.
 ///
 /// Of the decoupled loss `old_logp` is the proximal policy and `rollout_logp` the behaviour policy; else both are one.
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     for teacher in ["distill_loss_weight", "rl_loss_weight"] {
         reader.off(teacher, "a sum with distillation is two specs")?;
     }
@@ -92,7 +96,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         min: None,
         max,
         counts: false,
-        drops_from: Terms::Policy,
+        drops_from: LossTerms::Policy,
     }));
     let spec = LossSpec {
         objective: if by_sapo { sapo(reader)? } else { clip(reader)? },
@@ -104,7 +108,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         rejection,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if m2.is_some() {
         let parts = "M2PO chooses within a micro-batch, whose mean counts the tokens left and whose weight all: parts do \
                      not add up to their batch";
@@ -113,14 +117,14 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     Ok(found)
 }
 
-fn clip(reader: &Reader) -> Result<Objective, PresetError> {
+fn clip(reader: &OptionReader) -> Result<Objective, PresetError> {
     let epsilon_low = reader.number("eps_clip", 0.2)?;
     let epsilon_high = reader.number_or_null("eps_clip_higher", None)?.unwrap_or(epsilon_low);
     let dual_clip = reader.number_or_null("c_clip", None)?;
     Ok(Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip }))
 }
 
-fn sapo(reader: &Reader) -> Result<Objective, PresetError> {
+fn sapo(reader: &OptionReader) -> Result<Objective, PresetError> {
     Ok(Objective::Sapo(Sapo {
         tau_positive: reader.number("sapo_tau_pos", 1.0)?,
         tau_negative: reader.number("sapo_tau_neg", 1.05)?,
@@ -130,7 +134,7 @@ fn sapo(reader: &Reader) -> Result<Objective, PresetError> {
 /// `rejection_sampling`: weights `exp(y)` of tokens, or under `ratio` and `sequence` their geometric mean. `mask` takes the
 /// policy term of what is out of bounds, which still counts; `clamp` holds weights within them.
 fn correction(
-    reader: &Reader,
+    reader: &OptionReader,
     of_ratio: RatioLevel,
     thinned: bool,
 ) -> Result<(RolloutWeights, Option<Rejection>), PresetError> {
@@ -138,8 +142,13 @@ fn correction(
     const METRIC: &str = "rejection_sampling.metric";
     let masks = reader.word("rejection_sampling.action", true, &[("mask", true), ("clamp", false)])?;
     let whole = reader.word("rejection_sampling.level", false, &[("token", false), ("sequence", true)])?;
-    let metrics = [("ratio", Metric::Ratio), ("kl_k1", Metric::K1), ("kl_k2", Metric::K2), ("kl_k3", Metric::K3)];
-    let metric = reader.word(METRIC, Metric::Ratio, &metrics)?;
+    let metrics = [
+        ("ratio", ArealMetric::Ratio),
+        ("kl_k1", ArealMetric::K1),
+        ("kl_k2", ArealMetric::K2),
+        ("kl_k3", ArealMetric::K3),
+    ];
+    let metric = reader.word(METRIC, ArealMetric::Ratio, &metrics)?;
     let agg = reader.word(AGG, Agg::Mean, &[("sum", Agg::Sum), ("mean", Agg::Mean), ("max", Agg::Max)])?;
     let upper = reader.number("rejection_sampling.upper", 5.0)?;
     let lower = reader.number_or_null("rejection_sampling.lower", None)?;
@@ -147,7 +156,7 @@ fn correction(
         let expected = "token beside `m2_threshold`: a sequence's statistic would be of the tokens that it leaves";
         return Err(reader.refuse("rejection_sampling.level", expected));
     }
-    let geometric = whole && metric == Metric::Ratio;
+    let geometric = whole && metric == ArealMetric::Ratio;
     let level = if geometric { RolloutLevel::Geometric } else { RolloutLevel::Token };
     let weights = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
     if !masks {
@@ -158,7 +167,7 @@ fn correction(
         }
         return Ok((RolloutWeights { min: lower, max: Some(upper), ..weights }, None));
     }
-    if metric == Metric::K3 {
+    if metric == ArealMetric::K3 {
         let expected = "ratio, kl_k1 or kl_k2 with mask: AReaL's k3 is that of the ratio upside down";
         return Err(reader.refuse(METRIC, expected));
     }
@@ -170,9 +179,9 @@ fn correction(
     // The family's k1 is −y, never beyond ±20.
     let upside_down = |lower: Option<f64>, upper: f64| (Some(-upper), lower.map_or(20.0, |lower| -lower));
     let (estimator, (min, max)) = match metric {
-        Metric::Ratio => (RejectionEstimator::K1, upside_down(lower.map(f64::ln), upper.ln())),
-        Metric::K1 => (RejectionEstimator::K1, upside_down(lower, upper)),
-        Metric::K2 | Metric::K3 => (RejectionEstimator::K2, (lower, upper)),
+        ArealMetric::Ratio => (RejectionEstimator::K1, upside_down(lower.map(f64::ln), upper.ln())),
+        ArealMetric::K1 => (RejectionEstimator::K1, upside_down(lower, upper)),
+        ArealMetric::K2 | ArealMetric::K3 => (RejectionEstimator::K2, (lower, upper)),
     };
     let level = match agg {
         _ if !whole => RejectionLevel::Token,
@@ -181,11 +190,11 @@ fn correction(
         Agg::Max if estimator == RejectionEstimator::K1 => RejectionLevel::SequenceMin,
         Agg::Max => RejectionLevel::SequenceMax,
     };
-    Ok((weights, Some(Rejection { estimator, level, min, max, counts: true, drops_from: Terms::Policy })))
+    Ok((weights, Some(Rejection { estimator, level, min, max, counts: true, drops_from: LossTerms::Policy })))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Metric {
+enum ArealMetric {
     Ratio,
     K1,
     K2,

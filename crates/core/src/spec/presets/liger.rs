@@ -4,8 +4,8 @@
 //! width, and the Triton kernel has no gradient where `delta < ρ ≤ 1 + eps_high` and `A < 0`.
 
 use super::loss_type::{ClipNames, LossType, fold_weights, ratio_level};
-use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, ready_made};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made};
 use crate::spec::{
     AdvantageLevel, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, Ratio, RatioLevel, RolloutWeights,
 };
@@ -57,7 +57,11 @@ const KNOWN_OF_TRITON: &[&str] = &[
     "vespo_lambda_pos",
 ];
 
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
@@ -84,7 +88,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     } else {
         None
     };
-    let mut found = Found::new(LossSpec::default(), if triton { KNOWN_OF_TRITON } else { KNOWN });
+    let mut found = ProjectLoss::new(LossSpec::default(), if triton { KNOWN_OF_TRITON } else { KNOWN });
     let kl = kl(reader, function, given, &mut found.notes)?;
     let items = given.num_items_in_batch.filter(|_| loss_type.counts_items()).map(|items| items.max(1.0));
     found.spec = LossSpec {
@@ -104,9 +108,9 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
 }
 
 fn kl(
-    reader: &Reader,
+    reader: &OptionReader,
     function: &'static str,
-    given: &Given,
+    given: &BatchInputs,
     notes: &mut Vec<String>,
 ) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("beta", 0.04)?;
@@ -124,14 +128,18 @@ fn kl(
 }
 
 /// `vllm_is_ratio`, taken as it is; the pure function alone does not turn `[B]` into `[B,1]`.
-fn rollout(reader: &Reader, function: &'static str, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<Option<RolloutWeights>, PresetError> {
     if function == TORCH && given.rollout_weights == Some(WeightShape::Flat) {
         return Err(reader.lacks("vllm_is_ratio", "[B]", "[B,T] or [B,1]"));
     }
     Ok(given.rollout_weights.map(|_| ready_made()))
 }
 
-fn note_defects(loss_type: LossType, triton: bool, found: &mut Found) {
+fn note_defects(loss_type: LossType, triton: bool, found: &mut ProjectLoss) {
     if loss_type == LossType::Luspo {
         found
             .notes

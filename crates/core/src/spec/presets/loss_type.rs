@@ -1,9 +1,9 @@
 //! `loss_type` as TRL names it, and Liger and Unsloth after it.
 
-use super::options::Reader;
-use super::{Given, PresetError};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError};
 use crate::spec::{
-    Cispo, LossSpec, Objective, OffPolicyMask, OldLogp, Outside, PpoClip, RatioLevel, Reduction, RolloutLevel,
+    Cispo, LossSpec, Objective, OffPolicyMask, OldLogp, OutOfBounds, PpoClip, RatioLevel, Reduction, RolloutLevel,
     RolloutSource, RolloutWeights, Rows, Sapo, Vespo,
 };
 
@@ -39,7 +39,7 @@ pub(super) struct ClipNames {
 }
 
 impl ClipNames {
-    pub(super) fn read(&self, reader: &Reader) -> Result<(f64, f64), PresetError> {
+    pub(super) fn read(&self, reader: &OptionReader) -> Result<(f64, f64), PresetError> {
         let (name, default) = self.low;
         let low = reader.number(name, default)?;
         let high = match self.high {
@@ -51,7 +51,7 @@ impl ClipNames {
 }
 
 impl LossType {
-    pub(super) fn read(reader: &Reader, default: Self) -> Result<Self, PresetError> {
+    pub(super) fn read(reader: &OptionReader, default: Self) -> Result<Self, PresetError> {
         reader.word("loss_type", default, &LOSS_TYPES)
     }
 
@@ -80,7 +80,7 @@ impl LossType {
     }
 
     /// The policy term. CISPO's upper bound is `epsilon_high` itself, not one more.
-    pub(super) fn objective(self, reader: &Reader, clip: &ClipNames) -> Result<Objective, PresetError> {
+    pub(super) fn objective(self, reader: &OptionReader, clip: &ClipNames) -> Result<Objective, PresetError> {
         Ok(match self {
             Self::Cispo => Objective::Cispo(Cispo { lower: None, upper: clip.read(reader)?.1 }),
             Self::Sapo => {
@@ -130,7 +130,7 @@ pub(super) fn own_means(spec: &LossSpec) -> Vec<String> {
 }
 
 /// `importance_sampling_level`.
-pub(super) fn ratio_level(reader: &Reader) -> Result<RatioLevel, PresetError> {
+pub(super) fn ratio_level(reader: &OptionReader) -> Result<RatioLevel, PresetError> {
     let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];
     reader.word("importance_sampling_level", RatioLevel::Token, &levels)
 }
@@ -138,7 +138,10 @@ pub(super) fn ratio_level(reader: &Reader) -> Result<RatioLevel, PresetError> {
 /// `off_policy_mask_threshold`: the sampler's log-probabilities where the batch has them, else the old ones.
 ///
 /// Without either the divergence is 0, and the mask keeps every token that a threshold `≥ 0` is about.
-pub(super) fn off_policy_mask(reader: &Reader, given: &Given) -> Result<Option<OffPolicyMask>, PresetError> {
+pub(super) fn off_policy_mask(
+    reader: &OptionReader,
+    given: &BatchInputs,
+) -> Result<Option<OffPolicyMask>, PresetError> {
     const NAME: &str = "off_policy_mask_threshold";
     let Some(threshold) = reader.number_or_null(NAME, None)? else { return Ok(None) };
     let behaviour = match (given.sampling_logps, given.old_logps) {
@@ -154,10 +157,10 @@ pub(super) fn off_policy_mask(reader: &Reader, given: &Given) -> Result<Option<O
 
 /// `vllm_importance_sampling_mode` with its bounds: the weights that a trainer makes of both log-probabilities.
 pub(super) fn weights_of_mode(
-    reader: &Reader,
-    modes: &[(&str, (RolloutLevel, Outside))],
+    reader: &OptionReader,
+    modes: &[(&str, (RolloutLevel, OutOfBounds))],
 ) -> Result<RolloutWeights, PresetError> {
-    let usual = (RolloutLevel::Sequence, Outside::Mask);
+    let usual = (RolloutLevel::Sequence, OutOfBounds::Mask);
     let (level, outside) = reader.word("vllm_importance_sampling_mode", usual, modes)?;
     let min = reader.number_or_null("vllm_importance_sampling_clip_min", None)?;
     let max = reader.number_or_null("vllm_importance_sampling_clip_max", Some(3.0))?;
@@ -165,11 +168,11 @@ pub(super) fn weights_of_mode(
 }
 
 /// The modes that TRL has.
-pub(super) const MODES: [(&str, (RolloutLevel, Outside)); 4] = [
-    ("token_truncate", (RolloutLevel::Token, Outside::Truncate)),
-    ("token_mask", (RolloutLevel::Token, Outside::Mask)),
-    ("sequence_truncate", (RolloutLevel::Sequence, Outside::Truncate)),
-    ("sequence_mask", (RolloutLevel::Sequence, Outside::Mask)),
+pub(super) const MODES: [(&str, (RolloutLevel, OutOfBounds)); 4] = [
+    ("token_truncate", (RolloutLevel::Token, OutOfBounds::Truncate)),
+    ("token_mask", (RolloutLevel::Token, OutOfBounds::Mask)),
+    ("sequence_truncate", (RolloutLevel::Sequence, OutOfBounds::Truncate)),
+    ("sequence_mask", (RolloutLevel::Sequence, OutOfBounds::Mask)),
 ];
 
 /// Lets VESPO's weight hold rollout weights under the mask too, where they are given as an array.

@@ -1,7 +1,7 @@
 //! MLLM-JAX, commit 04809656: `plugins/training/kernels/grpo_loss_pallas.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss};
 use crate::spec::{AdvantageLevel, LossSpec, Objective, PpoClip, Reduction, TemperatureDivides};
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_per_token_loss_reference", "grpo_per_token_loss_pallas"];
@@ -22,7 +22,7 @@ const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
 
 /// The temperature divides the log-probability. The functions return losses per token: the mean over the mask, or over
 /// `total_valid_token_count` where it is given, is the caller's.
-pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
@@ -43,5 +43,5 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         reduction: given.num_items_in_batch.map_or(Reduction::TokenMean, Reduction::Normalizer),
         ..LossSpec::default()
     };
-    Ok(Found::new(spec, KNOWN))
+    Ok(ProjectLoss::new(spec, KNOWN))
 }

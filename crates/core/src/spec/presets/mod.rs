@@ -10,9 +10,9 @@
 //! # Ok::<(), assay::spec::presets::PresetError>(())
 //! ```
 //!
-//! A preset reproduces what one version of a project computes, its known defects left out: [`Resolved::notes`] names
+//! A preset reproduces what one version of a project computes, its known defects left out: [`PresetLoss::notes`] names
 //! them where they would show. An option that is not reproduced is an error that names it; one that has no effect on the
-//! loss is listed in [`Resolved::without_effect`].
+//! loss is listed in [`PresetLoss::without_effect`].
 
 mod archer;
 mod areal;
@@ -33,8 +33,8 @@ mod verl;
 use std::fmt;
 use std::str::FromStr;
 
-pub use options::Options;
-use options::{Reader, one_of};
+pub use options::PresetOptions;
+use options::{OptionReader, one_of};
 
 use super::{
     AdvantageLevel, LossSpec, OldLogp, QuantilePrecision, RolloutLevel, RolloutSource, RolloutWeights, SpecError,
@@ -166,7 +166,7 @@ impl FromStr for Preset {
 /// Which optional inputs a batch has: projects choose by them what they compute.
 #[allow(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
 #[derive(Clone, Debug, PartialEq)]
-pub struct Given {
+pub struct BatchInputs {
     /// Log-probabilities of the old policy.
     pub old_logps: bool,
     /// Log-probabilities of the reference policy.
@@ -185,7 +185,7 @@ pub struct Given {
     pub float64: bool,
 }
 
-impl Default for Given {
+impl Default for BatchInputs {
     /// Old and reference log-probabilities, and nothing else.
     fn default() -> Self {
         Self {
@@ -201,7 +201,7 @@ impl Default for Given {
     }
 }
 
-impl Given {
+impl BatchInputs {
     fn advantages_or(&self, usual: AdvantageLevel) -> AdvantageLevel {
         self.advantages.unwrap_or(usual)
     }
@@ -212,7 +212,7 @@ impl Given {
     }
 }
 
-impl Given {
+impl BatchInputs {
     /// What the batch has of the sampler's that `spec` does not read.
     fn unread_by(&self, spec: &LossSpec) -> Vec<String> {
         let source = spec.rollout.as_ref().map(|rollout| rollout.source);
@@ -256,19 +256,19 @@ fn weights_from(source: RolloutSource) -> RolloutWeights {
     RolloutWeights {
         source,
         level: RolloutLevel::default(),
-        outside: super::Outside::default(),
+        outside: super::OutOfBounds::default(),
         min: None,
         max: None,
         clamp: None,
         normalize: false,
-        unscored: super::Unscored::default(),
-        applies_to: super::Terms::default(),
+        unscored: super::UnscoredWeight::default(),
+        applies_to: super::LossTerms::default(),
     }
 }
 
 /// What a preset comes to.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Resolved {
+pub struct PresetLoss {
     /// The loss.
     pub spec: LossSpec,
     /// The function that computes it.
@@ -371,14 +371,19 @@ pub enum PresetError {
 ///
 /// # Errors
 /// [`PresetError`] naming the option or input that is not reproduced.
-pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &Given) -> Result<Resolved, PresetError> {
+pub fn spec(
+    preset: Preset,
+    function: Option<&str>,
+    options: &PresetOptions,
+    given: &BatchInputs,
+) -> Result<PresetLoss, PresetError> {
     let function = preset.function(function)?;
     let options = match preset {
         Preset::Verl => &options.without_prefix("policy_loss."),
         Preset::Roll => &options.without_prefix(roll::ACTOR_TRAIN),
         _ => options,
     };
-    let reader = Reader::new(preset, function, options);
+    let reader = OptionReader::new(preset, function, options);
     let resolve = match preset {
         Preset::Trl => trl::resolve,
         Preset::Verl => verl::resolve,
@@ -394,22 +399,22 @@ pub fn spec(preset: Preset, function: Option<&str>, options: &Options, given: &G
         Preset::Archer => archer::resolve,
         Preset::Areal => areal::resolve,
     };
-    let Found { spec, known, mut notes } = resolve(&reader, function, given)?;
+    let ProjectLoss { spec, known, mut notes } = resolve(&reader, function, given)?;
     let without_effect = reader.finish(known)?;
     spec.check().map_err(|reason| PresetError::Spec { preset, function, reason })?;
     notes.extend(given.unread_by(&spec));
-    Ok(Resolved { spec, function, without_effect, notes })
+    Ok(PresetLoss { spec, function, without_effect, notes })
 }
 
 /// What one project's file finds.
-struct Found {
+struct ProjectLoss {
     spec: LossSpec,
     /// Every option of the function: one that nothing asked for has no effect.
     known: &'static [&'static str],
     notes: Vec<String>,
 }
 
-impl Found {
+impl ProjectLoss {
     fn new(spec: LossSpec, known: &'static [&'static str]) -> Self {
         Self { spec, known, notes: Vec::new() }
     }

@@ -1,12 +1,12 @@
 //! NeMo RL: `nemo_rl/algorithms/loss/loss_functions.py`, `ClippedPGLossFn`, with `calculate_kl` and `masked_mean` of
 //! `nemo_rl/algorithms/utils.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, weights_from};
 use crate::spec::{
-    AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, Terms, Unscored,
+    AdvantageLevel, Cispo, Kl, KlEstimator, KlImportance, LossSpec, LossTerms, Objective, OldLogp, OutOfBounds,
+    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, UnscoredWeight,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
@@ -39,7 +39,7 @@ const KNOWN: &[&str] = &[
 /// The denominators of `masked_mean`.
 const EPSILON: f64 = 1e-8;
 
-pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     reader.off("positive_example_nll_weight", "it needs rewards")?;
     let token_level = reader.flag("token_level_loss", true)?;
     let by_sequence = reader.flag("sequence_level_importance_ratios", false)?;
@@ -67,7 +67,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     } else {
         Reduction::SequenceMean { rows: rows.map_or(Rows::NonEmpty, |rows| Rows::Given(rows + EPSILON)) }
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if found.spec.rollout.is_some() {
         let overflow =
             "a weight beyond the range of its dtype is 0 there, before it is truncated: here it is the bound";
@@ -80,7 +80,12 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     Ok(found)
 }
 
-fn objective(reader: &Reader, token_level: bool, by_sequence: bool, on_policy: bool) -> Result<Objective, PresetError> {
+fn objective(
+    reader: &OptionReader,
+    token_level: bool,
+    by_sequence: bool,
+    on_policy: bool,
+) -> Result<Objective, PresetError> {
     let plain = reader.flag("disable_ppo_ratio", false)?;
     let dual_clip = reader.number_or_null("ratio_clip_c", None)?;
     let cispo = reader.flag("use_cispo", false)?;
@@ -107,7 +112,7 @@ fn objective(reader: &Reader, token_level: bool, by_sequence: bool, on_policy: b
 /// The estimate is weighed by `exp(ℓ − sg(ℓ))`, whose gradient is that of the sampling, before its value is clamped.
 ///
 /// Or against the sampler, `exp(ℓ − rollout_logp)`.
-fn kl(reader: &Reader, given: &Given) -> Result<Option<Kl>, PresetError> {
+fn kl(reader: &OptionReader, given: &BatchInputs) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("reference_policy_kl_penalty", 0.01)?;
     if beta == 0.0 || reader.flag("use_kl_in_reward", false)? {
         return Ok(None);
@@ -129,7 +134,7 @@ fn kl(reader: &Reader, given: &Given) -> Result<Option<Kl>, PresetError> {
 }
 
 /// The trainer's own: rows whose mean `e^|y|` is above the threshold leave the sample mask.
-fn rejection(reader: &Reader, given: &Given, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
+fn rejection(reader: &OptionReader, given: &BatchInputs, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
     const NAME: &str = "seq_logprob_error_threshold";
     let Some(max) = reader.number_or_null(NAME, None)? else { return Ok(Vec::new()) };
     if on_policy {
@@ -144,13 +149,13 @@ fn rejection(reader: &Reader, given: &Given, on_policy: bool) -> Result<Vec<Reje
         min: None,
         max,
         counts: false,
-        drops_from: Terms::PolicyAndKl,
+        drops_from: LossTerms::PolicyAndKl,
     }])
 }
 
 fn rollout(
-    reader: &Reader,
-    given: &Given,
+    reader: &OptionReader,
+    given: &BatchInputs,
     by_sequence: bool,
     on_policy: bool,
 ) -> Result<Option<RolloutWeights>, PresetError> {
@@ -170,15 +175,15 @@ fn rollout(
         return Err(reader.lacks("generation_logprobs", "nothing", expected));
     }
     let level = if by_sequence { RolloutLevel::Sequence } else { RolloutLevel::Token };
-    let plain = RolloutWeights { level, unscored: Unscored::Zero, ..weights_from(RolloutSource::Logp) };
+    let plain = RolloutWeights { level, unscored: UnscoredWeight::Zero, ..weights_from(RolloutSource::Logp) };
     let (min, max) = (reader.number_or_null(MIN, None)?, reader.number_or_null(MAX, None)?);
     if !reader.is_given(TYPE) {
         return if max.is_some() { Err(reader.refuse(TYPE, "tis, icepop or seq-mask-tis")) } else { Ok(Some(plain)) };
     }
     let kinds = [
-        ("tis", (level, Outside::Truncate)),
-        ("icepop", (level, Outside::Mask)),
-        ("seq-mask-tis", (RolloutLevel::TokenGatedByGeometric, Outside::Mask)),
+        ("tis", (level, OutOfBounds::Truncate)),
+        ("icepop", (level, OutOfBounds::Mask)),
+        ("seq-mask-tis", (RolloutLevel::TokenGatedByGeometric, OutOfBounds::Mask)),
     ];
     let (level, outside) = reader.word(TYPE, kinds[0].1, &kinds)?;
     if by_sequence && level == RolloutLevel::TokenGatedByGeometric {
@@ -187,7 +192,7 @@ fn rollout(
     if max.is_none() {
         return Err(reader.refuse(MAX, "a number > 0"));
     }
-    if outside == Outside::Mask && min.is_none() {
+    if outside == OutOfBounds::Mask && min.is_none() {
         return Err(reader.refuse(MIN, "a number for icepop and seq-mask-tis"));
     }
     Ok(Some(RolloutWeights { level, outside, min, max, ..plain }))

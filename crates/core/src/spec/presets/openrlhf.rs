@@ -1,11 +1,11 @@
 //! OpenRLHF 0.11.2: `models/loss.py`, `PolicyLoss`, with the KL and entropy terms of `trainer/ray/ppo_actor.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, weights_from};
 use crate::spec::{
-    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio,
-    RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
-    Rows, Terms,
+    AdvantageLevel, Averaging, Kl, KlEstimator, KlGradient, LossSpec, LossTerms, Objective, OldLogp, OutOfBounds,
+    PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["PolicyLoss"];
@@ -32,7 +32,7 @@ const KNOWN: &[&str] = &[
     "token_level_loss",
 ];
 
-pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let gspo = reader.word("policy_loss_type", false, &[("ppo", false), ("gspo", true)])?;
     let levels =
         [("off", None), ("token", Some(RolloutLevel::Token)), ("seq", Some(RolloutLevel::TokenGatedByGeometric))];
@@ -76,11 +76,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
         denominator_epsilon: own.denominator_epsilon,
         ..LossSpec::default()
     };
-    Ok(Found::new(spec, KNOWN))
+    Ok(ProjectLoss::new(spec, KNOWN))
 }
 
 /// `aggregate_loss`: per token, or per row with 1e-8 in the row's count.
-fn averaging(reader: &Reader, by_token: bool) -> Result<Averaging, PresetError> {
+fn averaging(reader: &OptionReader, by_token: bool) -> Result<Averaging, PresetError> {
     let dp_size = reader.number("dp_size", 1.0)?;
     let count = |name| Ok(reader.number_or_null(name, None)?.map(|count| count / dp_size));
     Ok(if by_token {
@@ -94,7 +94,10 @@ fn averaging(reader: &Reader, by_token: bool) -> Result<Averaging, PresetError> 
 
 /// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`. The band is of the
 /// ratio, of a row its geometric mean, or of a divergence, of a row its mean.
-fn correction(reader: &Reader, level: RolloutLevel) -> Result<(Option<RolloutWeights>, Vec<Rejection>), PresetError> {
+fn correction(
+    reader: &OptionReader,
+    level: RolloutLevel,
+) -> Result<(Option<RolloutWeights>, Vec<Rejection>), PresetError> {
     const LOW: &str = "is_correction_threshold_low";
     let gates = [
         ("ratio", None),
@@ -102,9 +105,9 @@ fn correction(reader: &Reader, level: RolloutLevel) -> Result<(Option<RolloutWei
         ("tv", Some(RejectionEstimator::TotalVariation)),
     ];
     let gate = reader.word("is_correction_gating", None, &gates)?;
-    let modes = [("mask", Outside::Mask), ("clip", Outside::Truncate)];
-    let outside = reader.word("is_correction_mode", Outside::Mask, &modes)?;
-    if outside == Outside::Truncate && (level != RolloutLevel::Token || gate.is_some()) {
+    let modes = [("mask", OutOfBounds::Mask), ("clip", OutOfBounds::Truncate)];
+    let outside = reader.word("is_correction_mode", OutOfBounds::Mask, &modes)?;
+    if outside == OutOfBounds::Truncate && (level != RolloutLevel::Token || gate.is_some()) {
         let expected = "mask with `is_correction_level` seq, and with another `is_correction_gating` than ratio";
         return Err(reader.refuse("is_correction_mode", expected));
     }
@@ -123,13 +126,13 @@ fn correction(reader: &Reader, level: RolloutLevel) -> Result<(Option<RolloutWei
         min: None,
         max: high,
         counts: true,
-        drops_from: Terms::Policy,
+        drops_from: LossTerms::Policy,
     };
     Ok((Some(plain), vec![gate]))
 }
 
 /// Every estimate is clamped to ±10.
-fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     let used = reader.flag("kl.use_loss", false)?;
     let beta = reader.number("kl.init_coef", 0.01)?;
     if !used || beta <= 0.0 {

@@ -11,9 +11,9 @@ use crate::text::nearest;
 
 /// Option names and values of one project. Options within options are named with dots, such as `data.dp_size`.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Options(BTreeMap<String, Value>);
+pub struct PresetOptions(BTreeMap<String, Value>);
 
-impl Options {
+impl PresetOptions {
     /// The members of a JSON object.
     ///
     /// # Errors
@@ -73,15 +73,15 @@ impl Options {
 }
 
 /// Hands out options by name, and knows afterwards which were never asked for.
-pub(super) struct Reader<'o> {
+pub(super) struct OptionReader<'o> {
     preset: Preset,
     function: &'static str,
-    options: &'o Options,
+    options: &'o PresetOptions,
     read: RefCell<BTreeSet<&'static str>>,
 }
 
-impl<'o> Reader<'o> {
-    pub(super) fn new(preset: Preset, function: &'static str, options: &'o Options) -> Self {
+impl<'o> OptionReader<'o> {
+    pub(super) fn new(preset: Preset, function: &'static str, options: &'o PresetOptions) -> Self {
         Self { preset, function, options, read: RefCell::default() }
     }
 

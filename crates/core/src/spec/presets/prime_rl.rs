@@ -1,9 +1,9 @@
 //! prime-rl: `src/prime_rl/trainer/rl/loss.py`, the rl component, with `DefaultLossConfig` and `IPOLossConfig`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, ready_made};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, ready_made};
 use crate::spec::{
-    AdvantageLevel, Divergence, LossSpec, Objective, OldLogp, Reduction, Terms, TokenWeights, TrustRegion,
+    AdvantageLevel, Divergence, LossSpec, LossTerms, Objective, OldLogp, Reduction, TokenWeights, TrustRegion,
 };
 
 const DEFAULT: &str = "default_loss_fn";
@@ -28,7 +28,11 @@ const KNOWN: &[&str] = &[
 /// `temperatures` are one a token, `given`; `temperature` is one for all.
 ///
 /// `adv_tau` multiplies the whole loss here, and the penalty is divided by it.
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     let kinds = [("default", DEFAULT), ("ipo", IPO)];
     let kind = reader.word("type", function, &kinds)?;
     let adv_tau = reader.number("adv_tau", 1.0)?;
@@ -66,12 +70,12 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         temperature,
         rollout: given.rollout_weights.map(|_| ready_made()),
         // Of the policy term and its penalty; 0 takes the token out of the component.
-        token_weights: given.token_weights.then_some(TokenWeights { applies_to: Terms::Policy }),
+        token_weights: given.token_weights.then_some(TokenWeights { applies_to: LossTerms::Policy }),
         reduction: tokens.map_or(Reduction::TokenMean, Reduction::Normalizer),
         scale: adv_tau,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if tokens.is_none() {
         found.notes.push("rl_scale is not given: it is taken as the batch's own unmasked tokens".into());
     }

@@ -1,11 +1,11 @@
 //! ROLL, commit 8eb27cc2: `loss_func` of `ActorWorker` in `pipeline/rlvr/actor_worker.py` and in
 //! `pipeline/agentic/agentic_actor_pg_worker.py`, with `agg_loss` and `compute_approx_kl` of `utils/functionals.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, ready_made, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, ready_made, weights_from};
 use crate::spec::{
-    AdvantageLevel, Averaging, Cispo, Dro, Kl, KlEstimator, LossSpec, Objective, Positive, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Terms, TokenWeights, Topr,
+    AdvantageLevel, Averaging, Cispo, Dro, Kl, KlEstimator, LossSpec, LossTerms, Objective, PositiveTokens, PpoClip,
+    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, TokenWeights, Topr,
 };
 
 const AGENTIC: &str = "agentic_actor_pg_worker";
@@ -51,7 +51,11 @@ const KNOWN: &[&str] = &[
 ];
 
 /// Every term has the mean of `loss_agg_mode`. Masks and counts are integers there: the 1e-8 beside them are lost, in float32.
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     let agentic = function == AGENTIC;
     let filters = "a filtered token keeps its loss under token-mean; elsewhere say it as a `rejection`";
     reader.off("train_infer_correction.filters", filters)?;
@@ -77,7 +81,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         old_logp: given.old_logp(),
         temperature: reader.number("temperature", 1.0)?.into(),
         rollout: rollout(reader, given)?,
-        token_weights: weighted.then_some(TokenWeights { applies_to: Terms::Policy }),
+        token_weights: weighted.then_some(TokenWeights { applies_to: LossTerms::Policy }),
         kl,
         // `rl_loss_coef` multiplies the others alone.
         entropy_coef: entropy_coef / scale,
@@ -86,7 +90,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         scale,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     found.notes.extend(missing.map(|count| format!("{count} is not given: it is taken as the batch's own")));
     if averaging.reduction == Reduction::TokenMean || matches!(averaging.reduction, Reduction::Normalizer(_)) {
         let unmasked = "token-mean does not multiply by the mask: what the batch has under it, with an advantage other than \
@@ -97,7 +101,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
 }
 
 /// `agg_loss`, and which count of the global batch is not there.
-fn averaging(reader: &Reader) -> Result<(Averaging, Option<&'static str>), PresetError> {
+fn averaging(reader: &OptionReader) -> Result<(Averaging, Option<&'static str>), PresetError> {
     const TOKENS: &str = "batch_num_tokens";
     const SAMPLES: &str = "global_valid_samples";
     let modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"];
@@ -116,7 +120,7 @@ fn averaging(reader: &Reader) -> Result<(Averaging, Option<&'static str>), Prese
     Ok((Averaging { reduction, denominator_epsilon: 0.0 }, missing))
 }
 
-fn clip(reader: &Reader) -> Result<Objective, PresetError> {
+fn clip(reader: &OptionReader) -> Result<Objective, PresetError> {
     let width = reader.number("pg_clip", 0.2)?;
     let (epsilon_low, epsilon_high) = if reader.flag("use_pg_clip_range", false)? {
         (reader.number("pg_clip_low", 0.2)?, reader.number("pg_clip_high", 0.2)?)
@@ -127,17 +131,17 @@ fn clip(reader: &Reader) -> Result<Objective, PresetError> {
     Ok(Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip }))
 }
 
-fn ratio_of_rlvr(reader: &Reader) -> Result<Ratio, PresetError> {
+fn ratio_of_rlvr(reader: &OptionReader) -> Result<Ratio, PresetError> {
     let levels = [("token", RatioLevel::Token), ("seq", RatioLevel::Sequence)];
     Ok(Ratio { level: reader.word("importance_sampling", RatioLevel::Token, &levels)?, ..Ratio::default() })
 }
 
-fn weighs_samples(reader: &Reader) -> Result<bool, PresetError> {
+fn weighs_samples(reader: &OptionReader) -> Result<bool, PresetError> {
     Ok(reader.flag("difficulty_loss_weight", false)? | reader.flag("length_loss_weight", false)?)
 }
 
 /// `pg_variant` of the agentic pipeline.
-fn variant(reader: &Reader) -> Result<(Objective, Ratio), PresetError> {
+fn variant(reader: &OptionReader) -> Result<(Objective, Ratio), PresetError> {
     const SEGMENTS: &str = "token: a ratio of each run of the mask is one of sequences, packed";
     if !reader.word("ratio_type", true, &[("token", true), ("segment", false)])? {
         return Err(reader.refuse("ratio_type", SEGMENTS));
@@ -153,7 +157,7 @@ fn variant(reader: &Reader) -> Result<(Objective, Ratio), PresetError> {
             positive_weight: reader.number("topr_positive_weight", 1.0)?,
             negative_weight: reader.number("topr_negative_weight", 1.0)?,
             upper: 1.0,
-            positive: Positive::Selected,
+            positive: PositiveTokens::Selected,
         }),
         "cispo" => {
             reader.off("cispo_use_unified_mask", "of one project, and off by default")?;
@@ -167,7 +171,7 @@ fn variant(reader: &Reader) -> Result<(Objective, Ratio), PresetError> {
 }
 
 /// `train_infer_correction.is_weight`, on the policy term.
-fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     const TYPE: &str = "train_infer_correction.is_weight.weight_type";
     if !reader.flag("train_infer_correction.is_weight.enabled", false)? {
         return Ok(None);

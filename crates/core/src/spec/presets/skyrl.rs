@@ -4,13 +4,13 @@
 //! advantages as the trainer does it. The policy losses alone take advantages that are so scaled, and sum. SkyRL rounds
 //! ratios to f32 whatever the dtype.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, ImportanceSampling, Kl, KlCov, KlEstimator,
-    LossSpec, MaskedRatio, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator,
-    RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Terms, TokenWeights, TopCovariance,
-    TrustRegion,
+    LossSpec, LossTerms, MaskedRatio, Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, Rejection,
+    RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, TokenWeights,
+    TopCovariance, TrustRegion,
 };
 
 const TRAINER: &str = "trainer";
@@ -76,7 +76,7 @@ const KNOWN: &[&str] = &[
 
 /// The values of `policy_loss_type`.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Loss {
+enum SkyrlLoss {
     Regular,
     DualClip,
     Sapo,
@@ -89,31 +89,36 @@ enum Loss {
     ImportanceSampling,
 }
 
-const LOSSES: [(&str, Loss); 10] = [
-    ("regular", Loss::Regular),
-    ("dual_clip", Loss::DualClip),
-    ("sapo", Loss::Sapo),
-    ("gspo", Loss::Gspo),
-    ("cispo", Loss::Cispo),
-    ("rollout_is", Loss::RolloutIs),
-    ("dppo", Loss::Dppo),
-    ("clip_cov", Loss::ClipCov),
-    ("kl_cov", Loss::KlCov),
-    ("importance_sampling", Loss::ImportanceSampling),
+const LOSSES: [(&str, SkyrlLoss); 10] = [
+    ("regular", SkyrlLoss::Regular),
+    ("dual_clip", SkyrlLoss::DualClip),
+    ("sapo", SkyrlLoss::Sapo),
+    ("gspo", SkyrlLoss::Gspo),
+    ("cispo", SkyrlLoss::Cispo),
+    ("rollout_is", SkyrlLoss::RolloutIs),
+    ("dppo", SkyrlLoss::Dppo),
+    ("clip_cov", SkyrlLoss::ClipCov),
+    ("kl_cov", SkyrlLoss::KlCov),
+    ("importance_sampling", SkyrlLoss::ImportanceSampling),
 ];
 
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     reader.off("use_tis", "say `off_policy_correction.tis_ratio_type`")?;
     reader.off("use_kl_in_reward", "it changes the advantages; give those")?;
     let loss = loss(reader, function)?;
     let (objective, ratio) = objective(reader, loss)?;
-    let corrects = given.sampling_logps && !matches!(loss, Loss::ClipCov | Loss::KlCov | Loss::ImportanceSampling);
+    let corrects =
+        given.sampling_logps && !matches!(loss, SkyrlLoss::ClipCov | SkyrlLoss::KlCov | SkyrlLoss::ImportanceSampling);
     let behaviour = match loss {
-        Loss::RolloutIs if !given.sampling_logps => {
+        SkyrlLoss::RolloutIs if !given.sampling_logps => {
             return Err(reader.lacks("rollout_logprobs", "nothing", "it, as the loss is rollout_is"));
         }
-        Loss::RolloutIs => OldLogp::Rollout,
-        Loss::Dppo if given.sampling_logps => OldLogp::Rollout,
+        SkyrlLoss::RolloutIs => OldLogp::Rollout,
+        SkyrlLoss::Dppo if given.sampling_logps => OldLogp::Rollout,
         _ => OldLogp::Given,
     };
     let policy = LossSpec {
@@ -128,7 +133,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
         ..LossSpec::default()
     };
     let spec = if function == TRAINER { trainer(reader, loss, policy)? } else { policy };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if found.spec.kl.is_some() || found.spec.entropy_coef != 0.0 {
         let means = "the KL and entropy terms are means of each micro-batch: parts of a batch do not add up to them";
         found.notes.push(means.into());
@@ -141,22 +146,22 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
 }
 
 /// The loss that a function stands for.
-fn loss(reader: &Reader, function: &'static str) -> Result<Loss, PresetError> {
+fn loss(reader: &OptionReader, function: &'static str) -> Result<SkyrlLoss, PresetError> {
     Ok(match function {
-        TRAINER => reader.word("policy_loss_type", Loss::Regular, &LOSSES)?,
-        "ppo_policy_loss" => reader.word("policy_loss_type", Loss::Regular, &LOSSES[..2])?,
-        "sapo_policy_loss" => Loss::Sapo,
-        "gspo_policy_loss" => Loss::Gspo,
-        "compute_policy_loss_cispo" => Loss::Cispo,
-        "rollout_is_policy_loss" => Loss::RolloutIs,
-        "dppo_policy_loss" => Loss::Dppo,
-        "compute_policy_loss_clip_cov" => Loss::ClipCov,
-        "compute_policy_loss_kl_cov" => Loss::KlCov,
-        _ => Loss::ImportanceSampling,
+        TRAINER => reader.word("policy_loss_type", SkyrlLoss::Regular, &LOSSES)?,
+        "ppo_policy_loss" => reader.word("policy_loss_type", SkyrlLoss::Regular, &LOSSES[..2])?,
+        "sapo_policy_loss" => SkyrlLoss::Sapo,
+        "gspo_policy_loss" => SkyrlLoss::Gspo,
+        "compute_policy_loss_cispo" => SkyrlLoss::Cispo,
+        "rollout_is_policy_loss" => SkyrlLoss::RolloutIs,
+        "dppo_policy_loss" => SkyrlLoss::Dppo,
+        "compute_policy_loss_clip_cov" => SkyrlLoss::ClipCov,
+        "compute_policy_loss_kl_cov" => SkyrlLoss::KlCov,
+        _ => SkyrlLoss::ImportanceSampling,
     })
 }
 
-fn objective(reader: &Reader, loss: Loss) -> Result<(Objective, Ratio), PresetError> {
+fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio), PresetError> {
     let clip = || {
         let epsilon_low = reader.number("eps_clip_low", 0.2)?;
         let epsilon_high = reader.number("eps_clip_high", 0.2)?;
@@ -164,30 +169,30 @@ fn objective(reader: &Reader, loss: Loss) -> Result<(Objective, Ratio), PresetEr
     };
     let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
     Ok(match loss {
-        Loss::Regular => (Objective::PpoClip(clip()?), clamped),
-        Loss::DualClip => {
+        SkyrlLoss::Regular => (Objective::PpoClip(clip()?), clamped),
+        SkyrlLoss::DualClip => {
             let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
             (Objective::PpoClip(PpoClip { dual_clip, ..clip()? }), clamped)
         }
-        Loss::Sapo => {
+        SkyrlLoss::Sapo => {
             let tau_positive = reader.number("sapo.tau_pos", 1.0)?;
             (Objective::Sapo(Sapo { tau_positive, tau_negative: reader.number("sapo.tau_neg", 1.05)? }), clamped)
         }
-        Loss::Gspo => {
+        SkyrlLoss::Gspo => {
             let ratio = Ratio { level: RatioLevel::SequenceToken, cap: Some(10.0), ..Ratio::default() };
             (Objective::PpoClip(clip()?), ratio)
         }
-        Loss::Cispo => {
+        SkyrlLoss::Cispo => {
             let lower = Some(1.0 - reader.number("cispo.cispo_eps_clip_low", 0.0)?);
             let upper = 1.0 + reader.number("cispo.cispo_eps_clip_high", 5.0)?;
             (Objective::Cispo(Cispo { lower, upper }), clamped)
         }
-        Loss::RolloutIs => {
+        SkyrlLoss::RolloutIs => {
             let PpoClip { epsilon_low, epsilon_high, .. } = clip()?;
             let masked = MaskedRatio { lower: 1.0 - epsilon_low, upper: 1.0 + epsilon_high };
             (Objective::MaskedRatio(masked), clamped)
         }
-        Loss::Dppo => {
+        SkyrlLoss::Dppo => {
             let kinds = [("binary_tv", Divergence::TotalVariation), ("binary_kl", Divergence::BinaryKl)];
             let region = TrustRegion {
                 divergence: reader.word("dppo.dppo_type", Divergence::TotalVariation, &kinds)?,
@@ -199,7 +204,7 @@ fn objective(reader: &Reader, loss: Loss) -> Result<(Objective, Ratio), PresetEr
             };
             (Objective::TrustRegion(region), clamped)
         }
-        Loss::ClipCov => {
+        SkyrlLoss::ClipCov => {
             let selection = Some(CovarianceBand {
                 fraction: reader.number("clip_cov.clip_ratio", 0.0002)?,
                 lower: reader.number("clip_cov.clip_cov_lb", 1.0)?,
@@ -207,18 +212,20 @@ fn objective(reader: &Reader, loss: Loss) -> Result<(Objective, Ratio), PresetEr
             });
             (Objective::ClipCov(ClipCov { clip: clip()?, selection }), Ratio::default())
         }
-        Loss::KlCov => {
+        SkyrlLoss::KlCov => {
             let fraction = reader.number("kl_cov.kl_cov_frac", 0.2)?;
             let coefficient = reader.number("kl_cov.ppo_kl_coef", 1.0)?;
             (Objective::KlCov(KlCov { coefficient, selection: Some(TopCovariance { fraction }) }), Ratio::default())
         }
-        Loss::ImportanceSampling => (Objective::ImportanceSampling(ImportanceSampling::default()), Ratio::default()),
+        SkyrlLoss::ImportanceSampling => {
+            (Objective::ImportanceSampling(ImportanceSampling::default()), Ratio::default())
+        }
     })
 }
 
 /// `policy + kl_loss_coef · kl − entropy_loss_coef · entropy`: the KL mean is over rows, the entropy mean over tokens.
-fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, PresetError> {
-    if matches!(loss, Loss::ClipCov | Loss::KlCov) {
+fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<LossSpec, PresetError> {
+    if matches!(loss, SkyrlLoss::ClipCov | SkyrlLoss::KlCov) {
         let expected = "another loss: here `loss_reduction` changes the advantages that covariances and penalties are \
                         measured by; ask for the function alone";
         return Err(reader.refuse("policy_loss_type", expected));
@@ -246,7 +253,7 @@ fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, Pr
     let bonus = reader.flag("use_entropy_loss", false)?;
     Ok(LossSpec {
         reduction,
-        token_weights: by_prompts.then_some(TokenWeights { applies_to: Terms::Policy }),
+        token_weights: by_prompts.then_some(TokenWeights { applies_to: LossTerms::Policy }),
         kl,
         entropy_coef: if bonus { reader.number("entropy_loss_coef", 0.01)? } else { 0.0 },
         entropy_averaging: if bonus { averaging(Reduction::TokenMean) } else { None },
@@ -254,7 +261,7 @@ fn trainer(reader: &Reader, loss: Loss, policy: LossSpec) -> Result<LossSpec, Pr
     })
 }
 
-fn kl(reader: &Reader) -> Result<Kl, PresetError> {
+fn kl(reader: &OptionReader) -> Result<Kl, PresetError> {
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3), ("abs", KlEstimator::Abs)];
     let estimator = reader.word("kl_estimator_type", KlEstimator::K3, &kinds)?;
     let clamped = estimator == KlEstimator::K3;
@@ -265,7 +272,7 @@ fn kl(reader: &Reader) -> Result<Kl, PresetError> {
     })
 }
 
-fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
+fn weights(reader: &OptionReader) -> Result<Option<RolloutWeights>, PresetError> {
     const TOKEN_MASK: &str = "off_policy_correction.token_mask_is_threshold_low";
     const NAME: &str = "off_policy_correction.tis_ratio_type";
     if !reader.is_given(NAME) {
@@ -288,7 +295,7 @@ fn weights(reader: &Reader) -> Result<Option<RolloutWeights>, PresetError> {
 
 /// A rejected token loses its policy term and still counts, as the advantages were scaled before. `k1` is the logarithm
 /// of the sampler's ratio upside down: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
-fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+fn rejections(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     const METRIC: &str = "off_policy_correction.sequence_mask_metric";
     let within = |level, low: f64, high: f64| Rejection {
         estimator: RejectionEstimator::K1,
@@ -296,7 +303,7 @@ fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
         min: Some(-high.ln()),
         max: -low.ln(),
         counts: true,
-        drops_from: Terms::Policy,
+        drops_from: LossTerms::Policy,
     };
     let low = reader.number_or_null("off_policy_correction.token_mask_is_threshold_low", None)?;
     let high = reader.number_or_null("off_policy_correction.token_mask_is_threshold_high", None)?;
@@ -322,14 +329,14 @@ fn rejections(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
 }
 
 /// A sequence is rejected for one token whose ratio is out of bounds: by its largest `k1`, and its smallest.
-fn outliers(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+fn outliers(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let of = |level, min, max| Rejection {
         estimator: RejectionEstimator::K1,
         level,
         min,
         max,
         counts: true,
-        drops_from: Terms::Policy,
+        drops_from: LossTerms::Policy,
     };
     let low = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_low", None)?;
     let high = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_high", None)?;

@@ -4,10 +4,10 @@
 use super::loss_type::{
     ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
 };
-use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, ready_made};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made};
 use crate::spec::{
-    AdvantageLevel, Drops, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LogitsTransform, LossSpec,
+    AdvantageLevel, DroppedTerm, ImportanceSampling, Kl, KlEstimator, KlImportance, LogClip, LogitsTransform, LossSpec,
     Objective, OldLogp, PpoClip, Ratio, RatioLevel, Reduction, RolloutLevel, RolloutWeights, Rows, TopEntropy,
 };
 
@@ -77,7 +77,11 @@ const KNOWN: &[&str] = &[
     "vllm_mode",
 ];
 
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     reader.off("router_aux_loss_coef", "the loss of a router is the model's, not the batch's")?;
     reader.off("generation_batch_size", "say `steps_per_generation`")?;
     match function {
@@ -88,7 +92,7 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
     }
 }
 
-fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     reader.off("use_adaptive_entropy", "an adaptive coefficient changes from step to step")?;
     let loss_type = LossType::read(reader, LossType::Dapo)?;
     let clip = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) };
@@ -114,7 +118,7 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         temperature: reader.number("temperature", 1.0)?.into(),
         rollout: rollout(reader, given, loss_type)?,
         off_policy_mask: off_policy_mask(reader, given)?,
-        top_entropy: top_entropy(reader, given, Drops::PolicyTerm)?,
+        top_entropy: top_entropy(reader, given, DroppedTerm::PolicyTerm)?,
         kl: kl(reader)?,
         // The bonus is divided by the accumulation steps whatever the loss is divided by.
         entropy_coef: bonus * (steps.per_step() / scale),
@@ -125,12 +129,12 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
     fold_weights(&mut spec);
     let mut notes = own_means(&spec);
     notes.extend(loss_type.note(given.num_items_in_batch.is_some()));
-    Ok(Found { spec, known: KNOWN, notes })
+    Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
 /// GMPO: PPO's clip in log space, the geometric mean of a row's ratios, the mean over all rows. Of `GRPOConfig` it
 /// reads the clip, the KL penalty and the entropy mask; a row without a token counts with `−A`.
-fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
@@ -142,13 +146,13 @@ fn gmpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         old_logp: given.old_logp(),
         logits: logits_transform(reader)?,
         temperature: reader.number("temperature", 1.0)?.into(),
-        top_entropy: top_entropy(reader, given, Drops::Ratio)?,
+        top_entropy: top_entropy(reader, given, DroppedTerm::Ratio)?,
         kl: (beta != 0.0).then(|| Kl::plain(beta, KlEstimator::K3)),
         reduction: Reduction::SequenceMean { rows: Rows::All },
         scale: Steps::read(reader)?.per_step(),
         ..LossSpec::default()
     };
-    Ok(Found::new(spec, KNOWN))
+    Ok(ProjectLoss::new(spec, KNOWN))
 }
 
 /// Options of `AsyncGRPOConfig` that the loss reads, or that say how a batch comes about.
@@ -171,7 +175,7 @@ const KNOWN_OF_ASYNC: &[&str] = &[
 ];
 
 /// PPO's clip against the sampler, over the tokens of all ranks' rows, divided by the accumulation steps.
-fn asynchronous(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if !given.sampling_logps {
         return Err(reader.lacks("old_log_probs", "no sampling logps", "them: the old policy is the sampler's"));
     }
@@ -187,7 +191,7 @@ fn asynchronous(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         scale: 1.0 / steps.accumulation,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN_OF_ASYNC);
+    let mut found = ProjectLoss::new(spec, KNOWN_OF_ASYNC);
     found.notes.push("a count of tokens is of one row of each rank: micro-batches do not add up to their batch".into());
     Ok(found)
 }
@@ -227,7 +231,7 @@ const KNOWN_OF_RLOO: &[&str] = &[
 ];
 
 /// RLOO: PPO's clip of the product of a row's ratios, the mean over all rows. What divides by the accumulation steps is outside.
-fn rloo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn rloo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
@@ -243,7 +247,7 @@ fn rloo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         reduction: Reduction::SequenceMean { rows: Rows::All },
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN_OF_RLOO);
+    let mut found = ProjectLoss::new(spec, KNOWN_OF_RLOO);
     let empty = "a row without a token counts with −A/B in RLOOTrainer's loss, without a gradient, and with 0 here";
     found.notes.push(empty.into());
     Ok(found)
@@ -258,7 +262,7 @@ struct Steps {
 }
 
 impl Steps {
-    fn read(reader: &Reader) -> Result<Self, PresetError> {
+    fn read(reader: &OptionReader) -> Result<Self, PresetError> {
         let count = |name| Ok(reader.count_or_null(name)?.map(|steps| steps as f64));
         let accumulation = count("gradient_accumulation_steps")?.unwrap_or(1.0);
         Ok(Self {
@@ -281,7 +285,7 @@ impl Steps {
 }
 
 /// Of the streamed LM head's logits: `logit_scale`, then the soft cap.
-fn logits_transform(reader: &Reader) -> Result<LogitsTransform, PresetError> {
+fn logits_transform(reader: &OptionReader) -> Result<LogitsTransform, PresetError> {
     Ok(LogitsTransform {
         scale: reader.number_or_null("fused_lm_head.logit_scale", None)?.unwrap_or(1.0),
         softcap: reader.number_or_null("fused_lm_head.final_logit_softcapping", None)?,
@@ -289,13 +293,17 @@ fn logits_transform(reader: &Reader) -> Result<LogitsTransform, PresetError> {
     })
 }
 
-fn top_entropy(reader: &Reader, given: &Given, drops: Drops) -> Result<Option<TopEntropy>, PresetError> {
+fn top_entropy(
+    reader: &OptionReader,
+    given: &BatchInputs,
+    drops: DroppedTerm,
+) -> Result<Option<TopEntropy>, PresetError> {
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
     let top = TopEntropy { fraction, drops, precision: given.quantile_precision() };
     Ok((fraction < 1.0).then_some(top))
 }
 
-fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("beta", 0.0)?;
     if beta == 0.0 {
         return Ok(None);
@@ -307,7 +315,11 @@ fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
 
 /// The trainer's own weights where the batch has them; else those that it makes of both log-probabilities. VESPO reads
 /// the array whether vLLM is used or not.
-fn rollout(reader: &Reader, given: &Given, loss_type: LossType) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(
+    reader: &OptionReader,
+    given: &BatchInputs,
+    loss_type: LossType,
+) -> Result<Option<RolloutWeights>, PresetError> {
     const INPUT: &str = "importance_sampling_ratio";
     let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", true)?;
     if !corrects && loss_type != LossType::Vespo {

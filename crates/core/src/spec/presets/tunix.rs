@@ -1,7 +1,7 @@
 //! Tunix 0.1.7: `rl/algo_core.py`, with `rl/common.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, ready_made, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Kl, KlEstimator, LossSpec, Objective, PpoClip, Ratio, RatioLevel, Reduction,
     RolloutSource, RolloutWeights, Rows,
@@ -43,14 +43,18 @@ const KNOWN: &[&str] = &[
     "value_loss_fn",
 ];
 
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     let mut found = if function == "ppo_policy_loss_fn" { ppo(reader, given)? } else { grpo(reader, given)? };
     let means = "optax.MultiSteps takes the mean of micro-batches' own means: parts of a batch do not add up to it";
     found.notes.push(means.into());
     Ok(found)
 }
 
-fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let epsilon = reader.number("epsilon", 0.2)?;
     let clip = PpoClip {
         epsilon_low: epsilon,
@@ -97,11 +101,11 @@ fn grpo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         reduction: reader.word("loss_agg_mode", Reduction::SequenceMean { rows }, &modes)?,
         ..LossSpec::default()
     };
-    Ok(Found { spec, known: KNOWN, notes })
+    Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
 /// `sampler_is_weights` of the batch, or those that the learner makes for `sampler_is: token`.
-fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("sampler_is_weights", "[B]", "[B,T] or [B,1]")),
         Some(_) => Ok(Some(ready_made())),
@@ -116,7 +120,7 @@ fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, Pre
 }
 
 /// All three terms are token means with 1e-8 in the denominator; the temperature is not passed on.
-fn ppo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
+fn ppo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if !given.old_logps {
         return Err(reader.lacks("old_logps", "nothing", "[B,T]"));
     }
@@ -148,7 +152,7 @@ fn ppo(reader: &Reader, given: &Given) -> Result<Found, PresetError> {
         denominator_epsilon: averaging.denominator_epsilon,
         ..LossSpec::default()
     };
-    let mut found = Found::new(spec, KNOWN);
+    let mut found = ProjectLoss::new(spec, KNOWN);
     if kl_coef > 0.0 && !given.ref_logps {
         found.notes.push("the batch has no reference logps: the KL term is left out, whatever `kl_coef` says".into());
     }

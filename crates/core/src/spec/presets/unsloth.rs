@@ -3,12 +3,12 @@
 use super::loss_type::{
     ClipNames, LossType, MODES, fold_weights, off_policy_mask, own_means, ratio_level, weights_of_mode,
 };
-use super::options::Reader;
-use super::verl::{Wrong, rejections};
-use super::{Found, Given, PresetError};
+use super::options::OptionReader;
+use super::verl::{RejectionTextError, rejections};
+use super::{BatchInputs, PresetError, ProjectLoss};
 use crate::spec::{
-    AdvantageLevel, Drops, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, OldLogp, Outside, Ratio,
-    Reduction, Rejection, RolloutLevel, RolloutWeights, Support, Terms, TokenWeights, TopEntropy,
+    AdvantageLevel, DroppedTerm, Kl, KlEstimator, KlImportance, LogitsTransform, LossSpec, LossTerms, OldLogp,
+    OutOfBounds, Ratio, Reduction, Rejection, RolloutLevel, RolloutWeights, Support, TokenWeights, TopEntropy,
 };
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
@@ -54,14 +54,14 @@ const KNOWN: &[&str] = &[
     "vllm_importance_sampling_mode",
 ];
 
-const GEOMETRIC_MODES: [(&str, (RolloutLevel, Outside)); 2] = [
-    ("geometric_truncate", (RolloutLevel::Geometric, Outside::Truncate)),
-    ("geometric_mask", (RolloutLevel::Geometric, Outside::Mask)),
+const GEOMETRIC_MODES: [(&str, (RolloutLevel, OutOfBounds)); 2] = [
+    ("geometric_truncate", (RolloutLevel::Geometric, OutOfBounds::Truncate)),
+    ("geometric_mask", (RolloutLevel::Geometric, OutOfBounds::Mask)),
 ];
 
 /// TRL's losses, with the KL difference clamped to ±20 and its value to ±10 after the bias correction, weights of a
 /// geometric mean, and verl's rejections, whose tokens still count in the denominators.
-pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let loss_type = LossType::read(reader, LossType::Grpo)?;
     let clip = ClipNames { low: ("epsilon_low", 0.2), high: ("epsilon_high", Some(0.2)) };
     let as_old = reader.flag("rollout_logps_as_old", false)?;
@@ -92,7 +92,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     let adaptive = reader.flag("use_adaptive_entropy", false)?;
     let bonus = if adaptive { 0.0 } else { reader.number("entropy_coef", 0.0)? };
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
-    let top = TopEntropy { fraction, drops: Drops::PolicyTerm, precision: given.quantile_precision() };
+    let top = TopEntropy { fraction, drops: DroppedTerm::PolicyTerm, precision: given.quantile_precision() };
     let mut spec = LossSpec {
         objective: loss_type.objective(reader, &clip)?,
         ratio: Ratio { level: ratio_level(reader)?, clamp: as_old.then_some(20.0), ..Ratio::default() },
@@ -117,7 +117,7 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
     };
     if given.token_weights {
         // `sample_weight`, in place of the reduction: a row of weight 0 leaves the loss.
-        spec.token_weights = Some(TokenWeights { applies_to: Terms::PolicyAndKl });
+        spec.token_weights = Some(TokenWeights { applies_to: LossTerms::PolicyAndKl });
         spec.reduction = Reduction::Normalizer(items_factor);
         (spec.entropy_coef, spec.scale) = (bonus / accumulation, 1.0);
     }
@@ -141,11 +141,11 @@ pub(super) fn resolve(reader: &Reader, _: &'static str, given: &Given) -> Result
             "a token that the sampler did not score has the ratio 1 there: here a NaN among them is an error".into(),
         );
     }
-    Ok(Found { spec, known: KNOWN, notes })
+    Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
 /// The columns that vLLM never samples; a sampled one is put back for its own token.
-fn support(reader: &Reader) -> Result<Support, PresetError> {
+fn support(reader: &OptionReader) -> Result<Support, PresetError> {
     const WHY: &str = "a support that is made again from the logits is not reproduced";
     reader.off("support_top_k", WHY)?;
     reader.off("support_min_p", WHY)?;
@@ -158,16 +158,16 @@ fn support(reader: &Reader) -> Result<Support, PresetError> {
 }
 
 /// 0 leaves the option off.
-fn positive(reader: &Reader, name: &'static str) -> Result<Option<f64>, PresetError> {
+fn positive(reader: &OptionReader, name: &'static str) -> Result<Option<f64>, PresetError> {
     Ok(reader.number_or_null(name, None)?.filter(|x| *x != 0.0))
 }
 
-fn scale_of_logits(reader: &Reader) -> Result<f64, PresetError> {
+fn scale_of_logits(reader: &OptionReader) -> Result<f64, PresetError> {
     let times = positive(reader, "logit_scale_multiply")?.unwrap_or(1.0);
     Ok(times / positive(reader, "logit_scale_divide")?.unwrap_or(1.0))
 }
 
-fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
+fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("beta", 0.0)?;
     if beta == 0.0 {
         return Ok(None);
@@ -183,7 +183,7 @@ fn kl(reader: &Reader) -> Result<Option<Kl>, PresetError> {
 }
 
 /// Weights are made of both log-probabilities where the batch has them and vLLM's correction is on.
-fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", false)?;
     if given.rollout_weights.is_some() {
         let expected = "nothing: it is made of the sampling logps";
@@ -199,12 +199,14 @@ fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, Pre
     weights_of_mode(reader, &modes).map(Some)
 }
 
-fn rejection(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+fn rejection(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let Some(modes) = reader.text("rollout_rs")? else { return Ok(Vec::new()) };
     let thresholds = reader.text("rollout_rs_threshold")?;
     let found = rejections(&modes, thresholds.as_deref()).map_err(|wrong| match wrong {
-        Wrong::Mode => reader.refuse("rollout_rs", "verl's statistics, such as token_k3 or seq_mean_k1"),
-        Wrong::Threshold => reader.refuse("rollout_rs_threshold", "a threshold > 0, or one for each of `rollout_rs`"),
+        RejectionTextError::Mode => reader.refuse("rollout_rs", "verl's statistics, such as token_k3 or seq_mean_k1"),
+        RejectionTextError::Threshold => {
+            reader.refuse("rollout_rs_threshold", "a threshold > 0, or one for each of `rollout_rs`")
+        }
     })?;
     Ok(found.into_iter().map(|rejection| Rejection { counts: true, ..rejection }).collect())
 }

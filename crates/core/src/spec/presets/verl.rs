@@ -1,12 +1,12 @@
 //! verl 0.9.1: `trainer/ppo/core_algos.py`, `workers/utils/losses.py` and `trainer/ppo/rollout_corr_helper.py`.
 
-use super::options::Reader;
-use super::{Found, Given, PresetError, WeightShape, ready_made, weights_from};
+use super::options::OptionReader;
+use super::{BatchInputs, PresetError, ProjectLoss, WeightShape, ready_made, weights_from};
 use crate::spec::{
     AdvantageLevel, Averaging, Cispo, ClipCov, CovarianceBand, Divergence, Dro, ImportanceSampling, Kl, KlCov,
-    KlEstimator, KlGradient, LogClip, LossSpec, MaskedRatio, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo,
-    Temperature, Terms, TopCovariance, TrustRegion,
+    KlEstimator, KlGradient, LogClip, LossSpec, LossTerms, MaskedRatio, Objective, OldLogp, OutOfBounds, PpoClip,
+    Ratio, RatioLevel, Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource,
+    RolloutWeights, Rows, Sapo, Temperature, TopCovariance, TrustRegion,
 };
 
 /// What the names of the policy losses begin with.
@@ -82,7 +82,11 @@ const KNOWN: &[&str] = &[
 /// The denominators of verl's means, and of GMPO's.
 const EPSILON: f64 = 1e-8;
 
-pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) -> Result<Found, PresetError> {
+pub(super) fn resolve(
+    reader: &OptionReader,
+    function: &'static str,
+    given: &BatchInputs,
+) -> Result<ProjectLoss, PresetError> {
     let temperature = reader.temperature("temperature")?;
     if temperature == Temperature::Given && reader.flag("use_fused_kernels", false)? {
         return Err(reader.refuse("use_fused_kernels", "false: the fused kernels take one temperature"));
@@ -93,14 +97,14 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
             objective: Objective::None,
             old_logp: OldLogp::Current,
             kl: Some(kl(reader, "kl_penalty", 1.0)?),
-            ..aggregated(&Batch::read(reader, "global_batch_info", "token-mean")?)?
+            ..aggregated(&VerlBatch::read(reader, "global_batch_info", "token-mean")?)?
         },
         // The mean entropy itself: a bonus of −1.
         "compute_entropy_loss" => LossSpec {
             objective: Objective::None,
             old_logp: OldLogp::Current,
             entropy_coef: -1.0,
-            entropy_averaging: Some(Batch::read(reader, "", "token-mean")?.averaging()?),
+            entropy_averaging: Some(VerlBatch::read(reader, "", "token-mean")?.averaging()?),
             ..LossSpec::default()
         },
         _ => {
@@ -110,11 +114,11 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
                 "reinforce" => "seq-mean-token-sum",
                 _ => "token-mean",
             };
-            policy_loss(reader, given, mode, &Batch::read(reader, "global_batch_info", usual)?)?
+            policy_loss(reader, given, mode, &VerlBatch::read(reader, "global_batch_info", usual)?)?
         }
     };
     let advantages = given.advantages_or(AdvantageLevel::Token);
-    let mut found = Found::new(LossSpec { advantages, temperature, ..spec }, KNOWN);
+    let mut found = ProjectLoss::new(LossSpec { advantages, temperature, ..spec }, KNOWN);
     // Of geo_mean alone.
     if found.spec.ratio.clip.is_some() {
         let defect = "geo_mean is a mean of each micro-batch, and nothing divides by their number: not reproduced";
@@ -129,10 +133,10 @@ pub(super) fn resolve(reader: &Reader, function: &'static str, given: &Given) ->
 
 /// `policy − entropy_coeff · entropy + kl_loss_coef · kl`, where each is aggregated by `loss_agg_mode`, but the policy
 /// losses that have a mode of their own.
-fn ppo_loss(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
+fn ppo_loss(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
     let names: Vec<(&str, &str)> = MODES.iter().map(|mode| (*mode, *mode)).collect();
     let mode = reader.word("loss_mode", "vanilla", &names)?;
-    let batch = Batch::read(reader, "data", "token-mean")?;
+    let batch = VerlBatch::read(reader, "data", "token-mean")?;
     let mut spec = policy_loss(reader, given, mode, &batch)?;
     let averaging = batch.averaging()?;
     let entropy_coeff = reader.number("entropy_coeff", 0.0)?;
@@ -165,7 +169,12 @@ const MODES: [&str; 12] = [
 ];
 
 /// The policy loss alone.
-fn policy_loss(reader: &Reader, given: &Given, mode: &str, batch: &Batch) -> Result<LossSpec, PresetError> {
+fn policy_loss(
+    reader: &OptionReader,
+    given: &BatchInputs,
+    mode: &str,
+    batch: &VerlBatch,
+) -> Result<LossSpec, PresetError> {
     if mode == "bypass_mode" {
         return bypass(reader, given, batch);
     }
@@ -213,7 +222,8 @@ fn policy_loss(reader: &Reader, given: &Given, mode: &str, batch: &Batch) -> Res
         _ => (Objective::TrustRegion(dppo(reader, mode)?), clamped),
     };
     let reads_old = !matches!(objective, Objective::PolicyGradient);
-    let averaged = if mode == "sapo" { Batch { mode: "seq-mean-token-mean", ..batch.clone() } } else { batch.clone() };
+    let averaged =
+        if mode == "sapo" { VerlBatch { mode: "seq-mean-token-mean", ..batch.clone() } } else { batch.clone() };
     Ok(LossSpec {
         objective,
         ratio,
@@ -224,7 +234,7 @@ fn policy_loss(reader: &Reader, given: &Given, mode: &str, batch: &Batch) -> Res
     })
 }
 
-fn dppo(reader: &Reader, mode: &str) -> Result<TrustRegion, PresetError> {
+fn dppo(reader: &OptionReader, mode: &str) -> Result<TrustRegion, PresetError> {
     let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
     let divergence = if mode == "dppo_tv" { Divergence::TotalVariation } else { Divergence::BinaryKl };
     // `ActorConfig` sets 3; the function's own 20 is for configurations without the field.
@@ -233,7 +243,7 @@ fn dppo(reader: &Reader, mode: &str) -> Result<TrustRegion, PresetError> {
 }
 
 /// GMPO: `loss_agg_mode` and the global batch are not used, and every row counts.
-fn geo_mean(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
+fn geo_mean(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
     let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
     let mut rollout = rollout(reader, given)?;
     if let Some(rollout) = &mut rollout {
@@ -259,7 +269,7 @@ fn geo_mean(reader: &Reader, given: &Given) -> Result<LossSpec, PresetError> {
 }
 
 /// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE weighed by the truncated ratio.
-fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, PresetError> {
+fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Result<LossSpec, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
     let weighs = reader.word("rollout_correction.loss_type", false, &[("ppo_clip", false), ("reinforce", true)])?;
     reader.off("rollout_correction.rollout_rs", "here it would reject by the current policy")?;
@@ -283,7 +293,7 @@ fn bypass(reader: &Reader, given: &Given, batch: &Batch) -> Result<LossSpec, Pre
     Ok(LossSpec { objective, ratio: Ratio { level, clamp: Some(20.0), ..Ratio::default() }, ..aggregated(batch)? })
 }
 
-fn clip(reader: &Reader) -> Result<PpoClip, PresetError> {
+fn clip(reader: &OptionReader) -> Result<PpoClip, PresetError> {
     let both = reader.number("clip_ratio", 0.2)?;
     // The configuration's own 0.2 hides `clip_ratio` unless they are null.
     let epsilon_low = reader.number_or_null("clip_ratio_low", Some(0.2))?.unwrap_or(both);
@@ -292,7 +302,7 @@ fn clip(reader: &Reader) -> Result<PpoClip, PresetError> {
 }
 
 /// `kl_penalty`: `k3` clamps the difference to ±20 and the value to ±10; a `+` takes the gradient of `k2`.
-fn kl(reader: &Reader, name: &'static str, beta: f64) -> Result<Kl, PresetError> {
+fn kl(reader: &OptionReader, name: &'static str, beta: f64) -> Result<Kl, PresetError> {
     const EXPECTED: &str = "kl, k1, abs, mse, k2, low_var_kl or k3, and + for the gradient of k2";
     let kind = reader.text(name)?.unwrap_or_else(|| "low_var_kl".into());
     let (kind, gradient) = match kind.strip_suffix('+') {
@@ -317,7 +327,7 @@ fn kl(reader: &Reader, name: &'static str, beta: f64) -> Result<Kl, PresetError>
 
 /// What `agg_loss` is told of the global batch.
 #[derive(Clone)]
-struct Batch {
+struct VerlBatch {
     mode: &'static str,
     dp_size: f64,
     tokens: Option<f64>,
@@ -327,8 +337,8 @@ struct Batch {
     missing: PresetError,
 }
 
-impl Batch {
-    fn read(reader: &Reader, info: &'static str, usual: &'static str) -> Result<Self, PresetError> {
+impl VerlBatch {
+    fn read(reader: &OptionReader, info: &'static str, usual: &'static str) -> Result<Self, PresetError> {
         let modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"];
         let modes: Vec<(&str, &'static str)> = modes.into_iter().map(|mode| (mode, mode)).collect();
         let mode = reader.word("loss_agg_mode", usual, &modes)?;
@@ -375,13 +385,13 @@ impl Batch {
     }
 }
 
-fn aggregated(batch: &Batch) -> Result<LossSpec, PresetError> {
+fn aggregated(batch: &VerlBatch) -> Result<LossSpec, PresetError> {
     let Averaging { reduction, denominator_epsilon } = batch.averaging()?;
     Ok(LossSpec { reduction, denominator_epsilon, ..LossSpec::default() })
 }
 
 /// `rollout_is_weights` of the batch, or those that `rollout_correction` makes.
-fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, PresetError> {
+fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
     let switched_off = reader.names(NAME) && !reader.is_given(NAME);
     let corrects = reader.any_within("rollout_correction") && !switched_off;
@@ -396,7 +406,7 @@ fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, Pre
             let (min, max) = is_threshold(reader)?;
             Ok(Some(RolloutWeights {
                 level,
-                outside: if min.is_some() { Outside::Mask } else { Outside::Truncate },
+                outside: if min.is_some() { OutOfBounds::Mask } else { OutOfBounds::Truncate },
                 min,
                 max: Some(max),
                 clamp: Some(20.0),
@@ -408,7 +418,7 @@ fn rollout(reader: &Reader, given: &Given) -> Result<Option<RolloutWeights>, Pre
 }
 
 /// `upper`, or `lower_upper`.
-fn is_threshold(reader: &Reader) -> Result<(Option<f64>, f64), PresetError> {
+fn is_threshold(reader: &OptionReader) -> Result<(Option<f64>, f64), PresetError> {
     const NAME: &str = "rollout_correction.rollout_is_threshold";
     let expected = "a number > 0, or lower_upper such as 0.5_5.0";
     let text = reader.text(NAME)?.unwrap_or_else(|| "2.0".into());
@@ -422,16 +432,16 @@ fn is_threshold(reader: &Reader) -> Result<(Option<f64>, f64), PresetError> {
 
 /// `rollout_rs`: comma-separated statistics, all of which must stay within their thresholds; a ratio's bounds are those
 /// of its logarithm.
-fn rejection(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
+fn rejection(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let Some(modes) = reader.text("rollout_correction.rollout_rs")? else { return Ok(Vec::new()) };
     let thresholds = reader.text("rollout_correction.rollout_rs_threshold")?;
     rejections(&modes, thresholds.as_deref()).map_err(|wrong| match wrong {
-        Wrong::Mode => {
+        RejectionTextError::Mode => {
             let expected =
                 "token_k1, token_k2, token_k3, seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2 or seq_max_k3";
             reader.refuse("rollout_correction.rollout_rs", expected)
         }
-        Wrong::Threshold => {
+        RejectionTextError::Threshold => {
             let expected = "one threshold > 0, or one for each of `rollout_rs`; lower_upper for k1";
             reader.refuse("rollout_correction.rollout_rs_threshold", expected)
         }
@@ -439,13 +449,13 @@ fn rejection(reader: &Reader) -> Result<Vec<Rejection>, PresetError> {
 }
 
 /// Which of the two options is wrong.
-pub(super) enum Wrong {
+pub(super) enum RejectionTextError {
     Mode,
     Threshold,
 }
 
 /// As verl reads both options, and Unsloth after it.
-pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Rejection>, Wrong> {
+pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Rejection>, RejectionTextError> {
     let parts = |text: &str| -> Vec<String> {
         text.split(',').map(|part| part.trim().to_string()).filter(|part| !part.is_empty()).collect()
     };
@@ -455,35 +465,35 @@ pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Re
             seen.push(mode);
         }
     }
-    let thresholds = parts(thresholds.ok_or(Wrong::Threshold)?);
+    let thresholds = parts(thresholds.ok_or(RejectionTextError::Threshold)?);
     if thresholds.is_empty() || (thresholds.len() != 1 && thresholds.len() != seen.len()) {
-        return Err(Wrong::Threshold);
+        return Err(RejectionTextError::Threshold);
     }
     let threshold = |i: usize| thresholds.get(i).unwrap_or(&thresholds[0]).as_str();
     seen.iter().enumerate().map(|(i, mode)| one_rejection(mode, threshold(i))).collect()
 }
 
-fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, Wrong> {
-    let (level, estimator) = mode.rsplit_once('_').ok_or(Wrong::Mode)?;
+fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, RejectionTextError> {
+    let (level, estimator) = mode.rsplit_once('_').ok_or(RejectionTextError::Mode)?;
     let level = match level {
         "token" => RejectionLevel::Token,
         "seq_sum" => RejectionLevel::SequenceSum,
         "seq_mean" => RejectionLevel::SequenceMean,
         "seq_max" if estimator != "k1" => RejectionLevel::SequenceMax,
-        _ => return Err(Wrong::Mode),
+        _ => return Err(RejectionTextError::Mode),
     };
     let estimator = match estimator {
         "k1" => RejectionEstimator::K1,
         "k2" => RejectionEstimator::K2,
         "k3" => RejectionEstimator::K3,
-        _ => return Err(Wrong::Mode),
+        _ => return Err(RejectionTextError::Mode),
     };
-    let number = |text: &str| text.parse().ok().filter(|x: &f64| *x > 0.0).ok_or(Wrong::Threshold);
+    let number = |text: &str| text.parse().ok().filter(|x: &f64| *x > 0.0).ok_or(RejectionTextError::Threshold);
     let (min, max) = match (estimator, threshold.split_once('_')) {
         (RejectionEstimator::K1, Some((lower, upper))) => (Some(number(lower)?.ln()), number(upper)?.ln()),
         (RejectionEstimator::K1, None) => (Some((1.0 / number(threshold)?).ln()), number(threshold)?.ln()),
         (_, None) => (None, number(threshold)?),
-        (_, Some(_)) => return Err(Wrong::Threshold),
+        (_, Some(_)) => return Err(RejectionTextError::Threshold),
     };
-    Ok(Rejection { estimator, level, min, max, counts: false, drops_from: Terms::PolicyAndKl })
+    Ok(Rejection { estimator, level, min, max, counts: false, drops_from: LossTerms::PolicyAndKl })
 }

@@ -3,9 +3,9 @@
 use super::{bytes_of, f32_bytes, logits_of, number, per_token, target_bias};
 use assay_core::problem::{Candidate, Problem, Shape};
 use assay_core::spec::{
-    Averaging, ImportanceSampling, LogitsTransform, LossSpec, Objective, OldLogp, Outside, PpoClip, Ratio, RatioLevel,
-    Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Temperature, TemperatureDivides, Terms,
-    Unscored,
+    Averaging, ImportanceSampling, LogitsTransform, LossSpec, LossTerms, Objective, OldLogp, OutOfBounds, PpoClip,
+    Ratio, RatioLevel, Reduction, RolloutLevel, RolloutSource, RolloutWeights, Rows, Sapo, Temperature,
+    TemperatureDivides, UnscoredWeight,
 };
 use ndarray::{Array2, arr0};
 
@@ -166,7 +166,7 @@ impl<'p> Batch<'p> {
     /// What it is given of each token.
     pub(crate) fn tokens_of_one_pass(&self, names: &[&'static str]) -> Vec<u8> {
         let of_sampler = |applies: bool, token| if applies { self.rollout_weight(token) } else { 1.0 };
-        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
+        let on_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl);
         let spared =
             |token| if matches!(self.spec.objective, Objective::ClipCov(_)) { 1.0 - self.selected(token) } else { 1.0 };
         let old_logp = match self.spec.old_logp {
@@ -212,12 +212,12 @@ pub(crate) fn token_by_token(spec: LossSpec) -> LossSpec {
     let rollout = spec.rollout.map(|rollout| RolloutWeights {
         source: RolloutSource::Given,
         level: RolloutLevel::Token,
-        outside: Outside::Truncate,
+        outside: OutOfBounds::Truncate,
         min: None,
         max: None,
         clamp: None,
         normalize: false,
-        unscored: Unscored::One,
+        unscored: UnscoredWeight::One,
         ..rollout
     });
     LossSpec {

@@ -457,7 +457,7 @@ fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
 #[test]
 fn logp_and_entropy_text_by_given_cotangents_match_reference() {
     for (seed, entropy, temperature) in [(1, true, Temperature::Given), (2, false, 0.7.into())] {
-        let spec = LossSpec { temperature, ..LossSpec::of_cotangents(entropy) };
+        let spec = LossSpec { temperature, ..LossSpec::from_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {

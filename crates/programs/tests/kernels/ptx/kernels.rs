@@ -6,7 +6,7 @@ use crate::common::{
     PerToken, bytes_of, column_bias, f32_bytes, impossible_targets, logits_bytes, logits_of, number, per_token,
     target_bias,
 };
-use assay_core::problem::{Candidate, Dtype, FloatArray, Part, Problem, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, ProblemPart, Shape};
 use assay_core::spec::{
     LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, RatioLevel, Support, Temperature, TemperatureDivides,
 };
@@ -462,7 +462,7 @@ fn all_outputs_one_pass_every_variant_match_reference() {
 #[test]
 fn logp_and_entropy_by_given_cotangents_match_reference() {
     for (seed, entropy, temperature) in [(1, true, Temperature::Given), (2, false, 0.7.into())] {
-        let spec = LossSpec { temperature, ..LossSpec::of_cotangents(entropy) };
+        let spec = LossSpec { temperature, ..LossSpec::from_cotangents(entropy) };
         for (dtype, regime) in
             [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
         {
@@ -561,7 +561,7 @@ fn all_outputs_by_units_that_are_off_either_way_match_reference() {
 fn all_outputs_recorded_row_of_qwen_match_reference() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_tiny.safetensors");
     let recorded = ProblemFile::open(path).unwrap().problem("logits", Some("old_logps_stale")).unwrap();
-    let part = Part { batch: vec![1], tokens: vec![2, 3], ..Part::whole([2, 4, 151_936]) };
+    let part = ProblemPart { batch: vec![1], tokens: vec![2, 3], ..ProblemPart::whole([2, 4, 151_936]) };
     let problem = recorded.select(&part);
     assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
     let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };

@@ -2,7 +2,7 @@
 
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
-    AdvantageLevel, CovarianceBand, Drops, LogitsTransform, LossSpec, Objective, OldLogp, QuantilePrecision,
+    AdvantageLevel, CovarianceBand, DroppedTerm, LogitsTransform, LossSpec, Objective, OldLogp, QuantilePrecision,
     RatioLevel, Reduction, RolloutLevel, RolloutSource, Rows, Support, TopCovariance, TopEntropy,
 };
 use assay_suites::cases::{self as suites, any_ppo_spec};
@@ -305,7 +305,7 @@ fn logits_transform() -> BoxedStrategy<LogitsTransform> {
 /// Every option of the loss; the support comes with the vocabulary.
 fn spec(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
     let fraction = prop_oneof![0.1..0.95, select(vec![0.25, 0.5, 0.75])];
-    let top_entropy = (fraction, select(vec![Drops::PolicyTerm, Drops::Ratio]))
+    let top_entropy = (fraction, select(vec![DroppedTerm::PolicyTerm, DroppedTerm::Ratio]))
         .prop_map(|(fraction, drops)| TopEntropy { fraction, drops, precision: QuantilePrecision::Exact });
     let drawn =
         (objective, logits_transform(), weighted(0.3, top_entropy), suites::family(Just(Objective::None).boxed()));

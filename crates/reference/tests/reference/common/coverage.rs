@@ -2,8 +2,8 @@
 
 use super::exact::{ByLogp, Exact, Record};
 use assay_core::spec::{
-    Divergence, Drops, KlGradient, KlImportance, LossSpec, Objective, OldLogp, Outside, RatioLevel, RolloutLevel,
-    RolloutSource, Temperature, TemperatureDivides, Terms,
+    Divergence, DroppedTerm, KlGradient, KlImportance, LossSpec, LossTerms, Objective, OldLogp, OutOfBounds,
+    RatioLevel, RolloutLevel, RolloutSource, Temperature, TemperatureDivides,
 };
 
 /// Counts what a case had, where it had a gradient.
@@ -90,9 +90,9 @@ fn note_corrections(spec: &LossSpec, exact: &Exact, policy: bool, kl: bool, reco
             (_, RolloutLevel::TokenGatedByGeometric) => "rollout.level token_gated_by_geometric",
         };
         record.saw(level, policy);
-        record.saw("rollout.outside mask", policy && rollout.outside == Outside::Mask);
+        record.saw("rollout.outside mask", policy && rollout.outside == OutOfBounds::Mask);
         record.saw("rollout.normalize", policy && rollout.normalize);
-        record.saw("rollout.applies_to policy_and_kl", kl && rollout.applies_to == Terms::PolicyAndKl);
+        record.saw("rollout.applies_to policy_and_kl", kl && rollout.applies_to == LossTerms::PolicyAndKl);
     }
     let unmasked = || exact.loss.problem.mask.indexed_iter().filter(|(_, inside)| **inside).map(|(at, _)| at);
     record.saw("rejection", policy && unmasked().any(|at| !frozen.counts[at]));
@@ -103,7 +103,7 @@ fn note_corrections(spec: &LossSpec, exact: &Exact, policy: bool, kl: bool, reco
     }
     let some_low = policy && unmasked().any(|at| frozen.counts[at] && !frozen.top[at]);
     let drops = |drops| some_low && spec.top_entropy.is_some_and(|top| top.drops == drops);
-    record.saw("top_entropy.drops policy_term", drops(Drops::PolicyTerm));
+    record.saw("top_entropy.drops policy_term", drops(DroppedTerm::PolicyTerm));
     let shared = spec.ratio.level == RatioLevel::Sequence;
-    record.saw("top_entropy.drops ratio", shared && drops(Drops::Ratio));
+    record.saw("top_entropy.drops ratio", shared && drops(DroppedTerm::Ratio));
 }

@@ -1,6 +1,8 @@
 //! The part of a loss that is held constant while it is differentiated.
 
-use assay_core::spec::{Cispo, ClipCov, Drops, KlCov, MaskedRatio, Objective, Positive, Terms, Topr, TrustRegion};
+use assay_core::spec::{
+    Cispo, ClipCov, DroppedTerm, KlCov, LossTerms, MaskedRatio, Objective, PositiveTokens, Topr, TrustRegion,
+};
 use ndarray::Array2;
 
 use super::{Frozen, Loss, Number, Policy, Undetermined, grid};
@@ -15,8 +17,8 @@ impl Loss<'_> {
         let weight = |b, t| weights.as_ref().map_or(N::from(1.0), |weights| weights[[b, t]].clone());
         // VESPO has the weights within φ, and does not multiply its policy term by them.
         let vespo = matches!(self.spec.objective, Objective::Vespo(_));
-        let weighs_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == Terms::PolicyAndKl);
-        let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::PolicyTerm);
+        let weighs_kl = self.spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl);
+        let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == DroppedTerm::PolicyTerm);
         let near = grid(shape, |b, t| counts[[b, t]] && self.near_policy(&base, &counts, b, t));
         let policy_factor = grid(shape, |b, t| {
             let keeps = stays[[b, t]] && (!drops_policy || top[[b, t]]) && near[[b, t]];
@@ -27,7 +29,7 @@ impl Loss<'_> {
                 false => N::from(0.0),
             }
         });
-        let own_weighs_kl = self.spec.token_weights.is_some_and(|weights| weights.applies_to == Terms::PolicyAndKl);
+        let own_weighs_kl = self.spec.token_weights.is_some_and(|weights| weights.applies_to == LossTerms::PolicyAndKl);
         let kl_factor = grid(shape, |b, t| {
             let own = N::from(if own_weighs_kl { self.token_weight(b, t) } else { 1.0 });
             match (stays_for_kl[[b, t]], weighs_kl) {
@@ -68,8 +70,8 @@ impl Loss<'_> {
                 selection.map_or_else(|| Ok(given()), |band| self.within_band(band, clip, frozen))
             }
             Objective::Topr(topr) => Ok(match topr.positive {
-                Positive::Selected => given(),
-                Positive::Advantage => grid(self.shape(), |b, t| self.advantage(b, t) > 0.0),
+                PositiveTokens::Selected => given(),
+                PositiveTokens::Advantage => grid(self.shape(), |b, t| self.advantage(b, t) > 0.0),
             }),
             Objective::TrustRegion(region) => {
                 Ok(grid(self.shape(), |b, t| frozen.counts[[b, t]] && self.trusted(region, &frozen.base, b, t)))

@@ -3,8 +3,8 @@
 use std::cmp::Ordering;
 
 use assay_core::spec::{
-    Outside, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Terms,
-    Unscored,
+    LossTerms, OutOfBounds, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
+    UnscoredWeight,
 };
 use ndarray::Array2;
 
@@ -98,7 +98,7 @@ impl Loss<'_> {
             for b in 0..self.shape().0 {
                 for (t, passes) in self.passes::<N>(rejection, b).into_iter().enumerate() {
                     stays[[b, t]] &= passes;
-                    let spared = rejection.counts && rejection.drops_from == Terms::Policy;
+                    let spared = rejection.counts && rejection.drops_from == LossTerms::Policy;
                     stays_for_kl[[b, t]] &= passes || spared;
                     counts[[b, t]] &= passes || rejection.counts;
                 }
@@ -136,7 +136,7 @@ impl Loss<'_> {
         let geometric = |b: usize| exp(sum(b) / N::from(count(b).max(1.0)));
         let bounded = |weight: N| bounded(rollout, weight);
         // In NeMo a NaN goes through sum and exponential, and is then 0.
-        let nan = |t: usize, b: usize| rollout.unscored == Unscored::Zero && mask[[b, t]] && !self.scored(b, t);
+        let nan = |t: usize, b: usize| rollout.unscored == UnscoredWeight::Zero && mask[[b, t]] && !self.scored(b, t);
         let or_zero = |nan: bool, weight: N| if nan { N::from(0.0) } else { weight };
         let any_nan = |b: usize| (0..mask.ncols()).any(|t| nan(t, b));
         let weights = grid(self.shape(), |b, t| match rollout.level {
@@ -186,9 +186,9 @@ pub(super) fn inside<N: Number>(rollout: &RolloutWeights, weight: &N) -> bool {
 
 pub(super) fn bounded<N: Number>(rollout: &RolloutWeights, weight: N) -> N {
     match rollout.outside {
-        Outside::Mask if inside(rollout, &weight) => weight,
-        Outside::Mask => N::from(0.0),
-        Outside::Truncate => {
+        OutOfBounds::Mask if inside(rollout, &weight) => weight,
+        OutOfBounds::Mask => N::from(0.0),
+        OutOfBounds::Truncate => {
             let weight = rollout.min.map_or(weight.clone(), |min| weight.max(N::from(min)));
             rollout.max.map_or(weight.clone(), |max| weight.min(N::from(max)))
         }

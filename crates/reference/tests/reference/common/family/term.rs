@@ -1,8 +1,8 @@
 //! The part of a loss that is differentiated: ratio, policy term, KL penalty and reduction.
 
 use assay_core::spec::{
-    AdvantageLevel, Aspo, Averaging, Drops, Kl, KlEstimator, KlGradient, KlImportance, Objective, OldLogp, PpoClip,
-    RatioLevel, Reduction, Rows, Sapo,
+    AdvantageLevel, Aspo, Averaging, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, Objective, OldLogp,
+    PpoClip, RatioLevel, Reduction, Rows, Sapo,
 };
 
 use super::{Frozen, Loss, Number, Policy, RowLoss, TokenLoss, all, at};
@@ -36,7 +36,7 @@ impl Loss<'_> {
 
     /// `Σ x` over the tokens of the row that its ratio is made of, and how many they are.
     pub(super) fn sum_of_log_ratios<N: Number>(&self, frozen: &Frozen<N>, policy: &Policy<N>, b: usize) -> (N, usize) {
-        let drops = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::Ratio);
+        let drops = self.spec.top_entropy.is_some_and(|top| top.drops == DroppedTerm::Ratio);
         let tokens = self.tokens_of(if drops { &frozen.top } else { &frozen.counts }, b);
         (tokens.iter().map(|t| self.token_log_ratio(frozen, policy, b, *t)).sum::<N>(), tokens.len())
     }
@@ -214,7 +214,7 @@ impl Loss<'_> {
         if let Some(averaging) = self.spec.entropy_averaging {
             return coef * self.weight(averaging, frozen, b);
         }
-        let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == Drops::PolicyTerm);
+        let drops_policy = self.spec.top_entropy.is_some_and(|top| top.drops == DroppedTerm::PolicyTerm);
         let kept = if drops_policy { &frozen.top } else { &frozen.counts };
         if kept[[b, t]] { coef / N::from(all(kept).len().max(1) as f64) } else { N::from(0.0) }
     }
