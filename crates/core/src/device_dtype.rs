@@ -5,6 +5,7 @@ use std::fmt;
 use ndarray::Dimension;
 use serde::{Deserialize, Serialize};
 
+use crate::array::with_array;
 use crate::problem::{Dtype, FloatArray};
 
 /// A dtype that buffers and programs can hold.
@@ -110,20 +111,10 @@ pub trait ArrayBytes {
 
 impl<D: Dimension> ArrayBytes for FloatArray<D> {
     fn bytes(&self) -> &[u8] {
-        match self {
-            FloatArray::F64(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::F32(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::Bf16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-            FloatArray::F16(array) => bytemuck::cast_slice(array.as_slice().expect(DENSE)),
-        }
+        with_array!(FloatArray, self, array => bytemuck::cast_slice(array.as_slice().expect(DENSE)))
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            FloatArray::F64(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::F32(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::Bf16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-            FloatArray::F16(array) => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)),
-        }
+        with_array!(FloatArray, self, array => bytemuck::cast_slice_mut(array.as_slice_mut().expect(DENSE)))
     }
 }

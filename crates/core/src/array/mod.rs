@@ -90,6 +90,12 @@ pub trait Float: Copy + Send + Sync + 'static {
 
 macro_rules! float {
     ($type:ty, $dtype:ident, $widen:expr, $round:expr) => {
+        impl<D: Dimension> From<Array<$type, D>> for FloatArray<D> {
+            fn from(array: Array<$type, D>) -> Self {
+                FloatArray::$dtype(array)
+            }
+        }
+
         impl Float for $type {
             const DTYPE: Dtype = Dtype::$dtype;
             #[inline]
@@ -147,15 +153,24 @@ macro_rules! with_array {
     };
 }
 
+/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, and wraps the array that it gives in `$to` of the same element type.
+macro_rules! map_array {
+    ($from:ident => $to:ident, $float_array:expr, $array:ident => $body:expr) => {
+        match $float_array {
+            $from::F64($array) => $to::F64($body),
+            $from::F32($array) => $to::F32($body),
+            $from::Bf16($array) => $to::Bf16($body),
+            $from::F16($array) => $to::F16($body),
+        }
+    };
+}
+
+pub(crate) use with_array;
+
 impl<D: Dimension> FloatView<'_, D> {
     /// The same, borrowed for less long.
     pub fn view(&self) -> FloatView<'_, D> {
-        match self {
-            FloatView::F64(array) => FloatView::F64(array.view()),
-            FloatView::F32(array) => FloatView::F32(array.view()),
-            FloatView::Bf16(array) => FloatView::Bf16(array.view()),
-            FloatView::F16(array) => FloatView::F16(array.view()),
-        }
+        map_array!(FloatView => FloatView, self, array => array.view())
     }
 
     /// The element type.
@@ -208,12 +223,7 @@ impl<D: Dimension> FloatView<'_, D> {
 
     /// A copy of its own.
     pub fn to_owned(&self) -> FloatArray<D> {
-        match self {
-            FloatView::F64(array) => FloatArray::F64(array.to_owned()),
-            FloatView::F32(array) => FloatArray::F32(array.to_owned()),
-            FloatView::Bf16(array) => FloatArray::Bf16(array.to_owned()),
-            FloatView::F16(array) => FloatArray::F16(array.to_owned()),
-        }
+        map_array!(FloatView => FloatArray, self, array => array.to_owned())
     }
 }
 
@@ -267,12 +277,7 @@ impl FloatView<'_, Ix3> {
 impl<D: Dimension> FloatArray<D> {
     /// The same, borrowed.
     pub fn view(&self) -> FloatView<'_, D> {
-        match self {
-            FloatArray::F64(array) => FloatView::F64(array.view()),
-            FloatArray::F32(array) => FloatView::F32(array.view()),
-            FloatArray::Bf16(array) => FloatView::Bf16(array.view()),
-            FloatArray::F16(array) => FloatView::F16(array.view()),
-        }
+        map_array!(FloatArray => FloatView, self, array => array.view())
     }
 
     /// The element type.
@@ -344,12 +349,7 @@ impl<D: Dimension> FloatArray<D> {
         fn selected<T: Clone, D: RemoveAxis>(array: &Array<T, D>, axis: Axis, indices: &[usize]) -> Array<T, D> {
             array.select(axis, indices).as_standard_layout().into_owned()
         }
-        match self {
-            FloatArray::F64(array) => FloatArray::F64(selected(array, axis, indices)),
-            FloatArray::F32(array) => FloatArray::F32(selected(array, axis, indices)),
-            FloatArray::Bf16(array) => FloatArray::Bf16(selected(array, axis, indices)),
-            FloatArray::F16(array) => FloatArray::F16(selected(array, axis, indices)),
-        }
+        map_array!(FloatArray => FloatArray, self, array => selected(array, axis, indices))
     }
 }
 
@@ -414,40 +414,11 @@ impl FloatArray<Ix3> {
             let dense = array.as_standard_layout().into_owned();
             dense.into_shape_with_order((1, batch * tokens, width)).expect("dense")
         }
-        match self {
-            FloatArray::F64(array) => FloatArray::F64(flat(array)),
-            FloatArray::F32(array) => FloatArray::F32(flat(array)),
-            FloatArray::Bf16(array) => FloatArray::Bf16(flat(array)),
-            FloatArray::F16(array) => FloatArray::F16(flat(array)),
-        }
+        map_array!(FloatArray => FloatArray, self, array => flat(array))
     }
 
     /// Sets every element of row `[b,t,:]` to `x`, rounded.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));
-    }
-}
-
-impl<D: Dimension> From<Array<f64, D>> for FloatArray<D> {
-    fn from(array: Array<f64, D>) -> Self {
-        FloatArray::F64(array)
-    }
-}
-
-impl<D: Dimension> From<Array<f32, D>> for FloatArray<D> {
-    fn from(array: Array<f32, D>) -> Self {
-        FloatArray::F32(array)
-    }
-}
-
-impl<D: Dimension> From<Array<bf16, D>> for FloatArray<D> {
-    fn from(array: Array<bf16, D>) -> Self {
-        FloatArray::Bf16(array)
-    }
-}
-
-impl<D: Dimension> From<Array<f16, D>> for FloatArray<D> {
-    fn from(array: Array<f16, D>) -> Self {
-        FloatArray::F16(array)
     }
 }

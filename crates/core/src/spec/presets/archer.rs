@@ -6,17 +6,11 @@ use crate::spec::{AdvantageLevel, Aspo, Averaging, ClipWidths, LossSpec, Objecti
 
 pub(super) const FUNCTIONS: &[&str] = &["compute_policy_loss_archer"];
 
-const KNOWN: &[&str] = &[
-    "loss_agg_mode",
-    "negative_clip_ratio_c",
-    "negative_high_entropy_clip_ratio_low",
-    "negative_low_entropy_clip_ratio_low",
-    "positive_clip_ratio_c",
-    "positive_high_entropy_clip_ratio_high",
-    "positive_low_entropy_clip_ratio_high",
-    "temperature",
-    "use_dynamic_clip",
-];
+const KNOWN: &str = "
+    loss_agg_mode negative_clip_ratio_c negative_high_entropy_clip_ratio_low negative_low_entropy_clip_ratio_low
+    positive_clip_ratio_c positive_high_entropy_clip_ratio_high positive_low_entropy_clip_ratio_high temperature
+    use_dynamic_clip
+";
 
 /// The policy term alone. Tokens of its `high_entropy_mask`, which are those of the lower entropies, have the widths called low.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {

@@ -13,41 +13,14 @@ const SAPO: &str = "sapo_loss_fn";
 pub(super) const FUNCTIONS: &[&str] = &["grpo_loss_fn", "ppo_actor_loss_fn", SAPO];
 
 /// Those of `PPOActorConfig` that make advantages, KL in the reward among them, have no effect on a loss of given ones.
-const KNOWN: &[&str] = &[
-    "adv_norm",
-    "c_clip",
-    "discount",
-    "eps_clip",
-    "eps_clip_higher",
-    "gae_lambda",
-    "importance_sampling_level",
-    "kl_ctl",
-    "kl_estimator",
-    "m2_threshold",
-    "mask_no_eos_with_zero",
-    "max_new_tokens",
-    "overlong_penalty_factor",
-    "overlong_reward_penalty",
-    "overlong_tokens",
-    "ppo_n_minibatches",
-    "prox_logp_method",
-    "recompute_logprob",
-    "rejection_sampling.action",
-    "rejection_sampling.agg",
-    "rejection_sampling.level",
-    "rejection_sampling.lower",
-    "rejection_sampling.metric",
-    "rejection_sampling.upper",
-    "reward_bias",
-    "reward_clip",
-    "reward_norm",
-    "reward_scaling",
-    "sapo_tau_neg",
-    "sapo_tau_pos",
-    "temperature",
-    "use_decoupled_loss",
-    "use_sapo_loss",
-];
+const KNOWN: &str = "
+    adv_norm c_clip discount eps_clip eps_clip_higher gae_lambda importance_sampling_level kl_ctl kl_estimator
+    m2_threshold mask_no_eos_with_zero max_new_tokens overlong_penalty_factor overlong_reward_penalty
+    overlong_tokens ppo_n_minibatches prox_logp_method recompute_logprob rejection_sampling.action
+    rejection_sampling.agg rejection_sampling.level rejection_sampling.lower rejection_sampling.metric
+    rejection_sampling.upper reward_bias reward_clip reward_norm reward_scaling sapo_tau_neg sapo_tau_pos
+    temperature use_decoupled_loss use_sapo_loss
+";
 
 const LEVEL: &str = "importance_sampling_level";
 

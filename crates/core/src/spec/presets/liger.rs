@@ -16,46 +16,17 @@ const TRITON: &str = "triton_grpo_loss";
 
 pub(super) const FUNCTIONS: &[&str] = &[LINEAR, TORCH, TRITON];
 
-const KNOWN: &[&str] = &[
-    "beta",
-    "chunk_size",
-    "compiled",
-    "delta",
-    "epsilon_high",
-    "epsilon_low",
-    "importance_sampling_level",
-    "loss_type",
-    "max_completion_length",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "temperature",
-    "use_bias_correction_kl",
-    "use_ref_model",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-];
+const KNOWN: &str = "
+    beta chunk_size compiled delta epsilon_high epsilon_low importance_sampling_level loss_type
+    max_completion_length sapo_temperature_neg sapo_temperature_pos temperature use_bias_correction_kl use_ref_model
+    vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+";
 
-const KNOWN_OF_TRITON: &[&str] = &[
-    "beta",
-    "delta",
-    "eps_high",
-    "eps_low",
-    "importance_sampling_level",
-    "inplace",
-    "loss_type",
-    "max_completion_length",
-    "reduce",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "temperature",
-    "use_bias_correction_kl",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-];
+const KNOWN_OF_TRITON: &str = "
+    beta delta eps_high eps_low importance_sampling_level inplace loss_type max_completion_length reduce
+    sapo_temperature_neg sapo_temperature_pos temperature use_bias_correction_kl vespo_k_neg vespo_k_pos
+    vespo_lambda_neg vespo_lambda_pos
+";
 
 pub(super) fn resolve(
     reader: &OptionReader,

@@ -6,17 +6,8 @@ use crate::spec::{AdvantageLevel, LossSpec, Objective, PpoClip, Reduction, Tempe
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_per_token_loss_reference", "grpo_per_token_loss_pallas"];
 
-const KNOWN: &[&str] = &[
-    "block_size",
-    "bwd_impl",
-    "compute_dtype",
-    "epsilon_high",
-    "epsilon_low",
-    "interpret",
-    "reduction",
-    "temperature",
-    "time_block",
-];
+const KNOWN: &str =
+    "block_size bwd_impl compute_dtype epsilon_high epsilon_low interpret reduction temperature time_block";
 
 const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
 

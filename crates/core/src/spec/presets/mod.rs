@@ -89,42 +89,33 @@ impl Preset {
         Self::Areal,
     ];
 
-    /// What it is called on the command line and in recorded runs.
-    pub const fn name(self) -> &'static str {
+    /// Returns the name on the command line, the functions, the usual one first, and the reader of options.
+    const fn entry(self) -> (&'static str, &'static [&'static str], Resolve) {
         match self {
-            Self::Trl => "trl",
-            Self::Verl => "verl",
-            Self::Tunix => "tunix",
-            Self::Liger => "liger",
-            Self::MllmJax => "mllm-jax",
-            Self::Unsloth => "unsloth",
-            Self::Skyrl => "skyrl",
-            Self::Nemo => "nemo",
-            Self::PrimeRl => "prime-rl",
-            Self::OpenRlhf => "openrlhf",
-            Self::Roll => "roll",
-            Self::Archer => "archer",
-            Self::Areal => "areal",
+            Self::Trl => ("trl", trl::FUNCTIONS, trl::resolve),
+            Self::Verl => ("verl", verl::FUNCTIONS, verl::resolve),
+            Self::Tunix => ("tunix", tunix::FUNCTIONS, tunix::resolve),
+            Self::Liger => ("liger", liger::FUNCTIONS, liger::resolve),
+            Self::MllmJax => ("mllm-jax", mllm_jax::FUNCTIONS, mllm_jax::resolve),
+            Self::Unsloth => ("unsloth", unsloth::FUNCTIONS, unsloth::resolve),
+            Self::Skyrl => ("skyrl", skyrl::FUNCTIONS, skyrl::resolve),
+            Self::Nemo => ("nemo", nemo::FUNCTIONS, nemo::resolve),
+            Self::PrimeRl => ("prime-rl", prime_rl::FUNCTIONS, prime_rl::resolve),
+            Self::OpenRlhf => ("openrlhf", openrlhf::FUNCTIONS, openrlhf::resolve),
+            Self::Roll => ("roll", roll::FUNCTIONS, roll::resolve),
+            Self::Archer => ("archer", archer::FUNCTIONS, archer::resolve),
+            Self::Areal => ("areal", areal::FUNCTIONS, areal::resolve),
         }
     }
 
-    /// The functions that compute a loss, the usual one first.
+    /// Returns the name on the command line and in recorded runs, such as `mllm-jax`.
+    pub const fn name(self) -> &'static str {
+        self.entry().0
+    }
+
+    /// Returns the names of the project's functions that compute a loss, the usual one first.
     pub const fn functions(self) -> &'static [&'static str] {
-        match self {
-            Self::Trl => trl::FUNCTIONS,
-            Self::Verl => verl::FUNCTIONS,
-            Self::Tunix => tunix::FUNCTIONS,
-            Self::Liger => liger::FUNCTIONS,
-            Self::MllmJax => mllm_jax::FUNCTIONS,
-            Self::Unsloth => unsloth::FUNCTIONS,
-            Self::Skyrl => skyrl::FUNCTIONS,
-            Self::Nemo => nemo::FUNCTIONS,
-            Self::PrimeRl => prime_rl::FUNCTIONS,
-            Self::OpenRlhf => openrlhf::FUNCTIONS,
-            Self::Roll => roll::FUNCTIONS,
-            Self::Archer => archer::FUNCTIONS,
-            Self::Areal => areal::FUNCTIONS,
-        }
+        self.entry().1
     }
 
     /// The function that `name` means: alone, without verl's `compute_policy_loss_`, or as a word of a longer path such
@@ -384,21 +375,7 @@ pub fn spec(
         _ => options,
     };
     let reader = OptionReader::new(preset, function, options);
-    let resolve = match preset {
-        Preset::Trl => trl::resolve,
-        Preset::Verl => verl::resolve,
-        Preset::Tunix => tunix::resolve,
-        Preset::Liger => liger::resolve,
-        Preset::MllmJax => mllm_jax::resolve,
-        Preset::Unsloth => unsloth::resolve,
-        Preset::Skyrl => skyrl::resolve,
-        Preset::Nemo => nemo::resolve,
-        Preset::PrimeRl => prime_rl::resolve,
-        Preset::OpenRlhf => openrlhf::resolve,
-        Preset::Roll => roll::resolve,
-        Preset::Archer => archer::resolve,
-        Preset::Areal => areal::resolve,
-    };
+    let (_, _, resolve) = preset.entry();
     let ProjectLoss { spec, known, mut notes } = resolve(&reader, function, given)?;
     let without_effect = reader.finish(known)?;
     spec.check().map_err(|reason| PresetError::Spec { preset, function, reason })?;
@@ -406,16 +383,19 @@ pub fn spec(
     Ok(PresetLoss { spec, function, without_effect, notes })
 }
 
+/// A project's reading of its options for one of its functions and the inputs of a batch.
+type Resolve = fn(&OptionReader, &'static str, &BatchInputs) -> Result<ProjectLoss, PresetError>;
+
 /// What one project's file finds.
 struct ProjectLoss {
     spec: LossSpec,
     /// Every option of the function: one that nothing asked for has no effect.
-    known: &'static [&'static str],
+    known: &'static str,
     notes: Vec<String>,
 }
 
 impl ProjectLoss {
-    fn new(spec: LossSpec, known: &'static [&'static str]) -> Self {
+    fn new(spec: LossSpec, known: &'static str) -> Self {
         Self { spec, known, notes: Vec::new() }
     }
 }

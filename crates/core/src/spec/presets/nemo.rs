@@ -11,30 +11,14 @@ use crate::spec::{
 
 pub(super) const FUNCTIONS: &[&str] = &["ClippedPGLossFn"];
 
-const KNOWN: &[&str] = &[
-    "disable_ppo_ratio",
-    "force_on_policy_ratio",
-    "global_valid_seqs",
-    "global_valid_toks",
-    "kl_input_clamp_value",
-    "kl_output_clamp_value",
-    "ratio_clip_c",
-    "ratio_clip_max",
-    "ratio_clip_min",
-    "reference_policy_kl_penalty",
-    "reference_policy_kl_type",
-    "seq_logprob_error_threshold",
-    "sequence_level_importance_ratios",
-    "temperature",
-    "token_level_loss",
-    "truncated_importance_sampling_ratio",
-    "truncated_importance_sampling_ratio_min",
-    "truncated_importance_sampling_type",
-    "use_cispo",
-    "use_importance_sampling_correction",
-    "use_kl_in_reward",
-    "use_on_policy_kl_approximation",
-];
+const KNOWN: &str = "
+    disable_ppo_ratio force_on_policy_ratio global_valid_seqs global_valid_toks kl_input_clamp_value
+    kl_output_clamp_value ratio_clip_c ratio_clip_max ratio_clip_min reference_policy_kl_penalty
+    reference_policy_kl_type seq_logprob_error_threshold sequence_level_importance_ratios temperature
+    token_level_loss truncated_importance_sampling_ratio truncated_importance_sampling_ratio_min
+    truncated_importance_sampling_type use_cispo use_importance_sampling_correction use_kl_in_reward
+    use_on_policy_kl_approximation
+";
 
 /// The denominators of `masked_mean`.
 const EPSILON: f64 = 1e-8;

@@ -10,27 +10,12 @@ use crate::spec::{
 
 pub(super) const FUNCTIONS: &[&str] = &["PolicyLoss"];
 
-const KNOWN: &[&str] = &[
-    "batch_num_tokens",
-    "clip_eps_high",
-    "clip_eps_low",
-    "dp_size",
-    "dual_clip",
-    "entropy_coef",
-    "global_batch_size",
-    "is_correction_gating",
-    "is_correction_level",
-    "is_correction_mode",
-    "is_correction_threshold_high",
-    "is_correction_threshold_low",
-    "kl.estimator",
-    "kl.init_coef",
-    "kl.unbiased_gradient",
-    "kl.use_loss",
-    "policy_loss_type",
-    "temperature",
-    "token_level_loss",
-];
+const KNOWN: &str = "
+    batch_num_tokens clip_eps_high clip_eps_low dp_size dual_clip entropy_coef global_batch_size
+    is_correction_gating is_correction_level is_correction_mode is_correction_threshold_high
+    is_correction_threshold_low kl.estimator kl.init_coef kl.unbiased_gradient kl.use_loss policy_loss_type
+    temperature token_level_loss
+";
 
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let gspo = reader.word("policy_loss_type", false, &[("ppo", false), ("gspo", true)])?;

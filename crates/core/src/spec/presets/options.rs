@@ -207,8 +207,9 @@ impl<'o> OptionReader<'o> {
     ///
     /// # Errors
     /// [`PresetError::Unknown`] naming the first option that is neither.
-    pub(super) fn finish(&self, known: &[&'static str]) -> Result<Vec<String>, PresetError> {
+    pub(super) fn finish(&self, known: &'static str) -> Result<Vec<String>, PresetError> {
         let read = self.read.borrow();
+        let known: Vec<&str> = known.split_whitespace().collect();
         let mut without_effect = Vec::new();
         for (name, value) in &self.options.0 {
             let within = |known: &&str| known.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('.'));
@@ -216,9 +217,9 @@ impl<'o> OptionReader<'o> {
                 continue;
             }
             // `data: null` is `data` without members.
-            let is_absent_group = value.is_null() && read.iter().chain(known).any(within);
+            let is_absent_group = value.is_null() && read.iter().chain(&known).any(within);
             if !is_absent_group && !known.contains(&name.as_str()) {
-                let accepted: BTreeSet<&str> = read.iter().chain(known).copied().collect();
+                let accepted: BTreeSet<&str> = read.iter().chain(&known).copied().collect();
                 let meant = nearest(name, accepted.iter().copied());
                 let meant = meant.map_or(String::new(), |meant| format!("is `{meant}` meant? "));
                 return Err(PresetError::Unknown {

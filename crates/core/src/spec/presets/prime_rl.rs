@@ -11,17 +11,7 @@ const IPO: &str = "ipo_loss_fn";
 
 pub(super) const FUNCTIONS: &[&str] = &[DEFAULT, IPO];
 
-const KNOWN: &[&str] = &[
-    "adv_tau",
-    "dppo_mask_high",
-    "dppo_mask_low",
-    "ipo_threshold",
-    "kl_tau",
-    "rl_scale",
-    "temperature",
-    "temperatures",
-    "type",
-];
+const KNOWN: &str = "adv_tau dppo_mask_high dppo_mask_low ipo_threshold kl_tau rl_scale temperature temperatures type";
 
 /// The sum over tokens of `−keep·adv_tau·A·ρ + kl_tau·x²`, over `rl_scale`: the ratio is against the sampler.
 ///

@@ -16,39 +16,14 @@ pub(super) const FUNCTIONS: &[&str] = &["actor_worker", AGENTIC];
 /// What `actor_train.` may stand before.
 pub(super) const ACTOR_TRAIN: &str = "actor_train.";
 
-const KNOWN: &[&str] = &[
-    "cispo_epsilon_high",
-    "cispo_epsilon_low",
-    "difficulty_loss_weight",
-    "dual_clip_loss",
-    "enable_old_logprobs_recompute",
-    "entropy_loss_coef",
-    "importance_sampling",
-    "kimi15_tau",
-    "kl_loss_coef",
-    "length_loss_weight",
-    "loss_agg_mode",
-    "pg_clip",
-    "pg_clip_high",
-    "pg_clip_low",
-    "pg_variant",
-    "postive_loss_coef",
-    "ratio_type",
-    "rl_loss_coef",
-    "temperature",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "topr_negative_weight",
-    "topr_positive_weight",
-    "train_infer_correction.is_weight.detach",
-    "train_infer_correction.is_weight.enabled",
-    "train_infer_correction.is_weight.upper_bound",
-    "train_infer_correction.is_weight.weight_type",
-    "use_kl_loss",
-    "use_pg_clip_range",
-    "use_topr_loss",
-    "use_topr_neg_loss_coef",
-];
+const KNOWN: &str = "
+    cispo_epsilon_high cispo_epsilon_low difficulty_loss_weight dual_clip_loss enable_old_logprobs_recompute
+    entropy_loss_coef importance_sampling kimi15_tau kl_loss_coef length_loss_weight loss_agg_mode pg_clip
+    pg_clip_high pg_clip_low pg_variant postive_loss_coef ratio_type rl_loss_coef temperature tis_lower_bound
+    tis_upper_bound topr_negative_weight topr_positive_weight train_infer_correction.is_weight.detach
+    train_infer_correction.is_weight.enabled train_infer_correction.is_weight.upper_bound
+    train_infer_correction.is_weight.weight_type use_kl_loss use_pg_clip_range use_topr_loss use_topr_neg_loss_coef
+";
 
 /// Every term has the mean of `loss_agg_mode`. Masks and counts are integers there: the 1e-8 beside them are lost, in float32.
 pub(super) fn resolve(

@@ -28,51 +28,20 @@ pub(super) const FUNCTIONS: &[&str] = &[
     "importance_sampling_loss",
 ];
 
-const KNOWN: &[&str] = &[
-    "advantage_batch_normalize",
-    "advantage_estimator",
-    "cispo.cispo_eps_clip_high",
-    "cispo.cispo_eps_clip_low",
-    "clip_cov.clip_cov_lb",
-    "clip_cov.clip_cov_ub",
-    "clip_cov.clip_ratio",
-    "clip_ratio_c",
-    "dppo.delta_high",
-    "dppo.delta_low",
-    "dppo.dppo_type",
-    "entropy_loss_coef",
-    "eps_clip_high",
-    "eps_clip_low",
-    "gamma",
-    "grpo_norm_by_std",
-    "kl_cov.kl_cov_frac",
-    "kl_cov.ppo_kl_coef",
-    "kl_estimator_type",
-    "kl_loss_coef",
-    "lambd",
-    "loss_reduction",
-    "max_seq_len",
-    "off_policy_correction.geo_mask_high",
-    "off_policy_correction.geo_mask_low",
-    "off_policy_correction.outlier_token_is_threshold_high",
-    "off_policy_correction.outlier_token_is_threshold_low",
-    "off_policy_correction.product_mask_high",
-    "off_policy_correction.product_mask_low",
-    "off_policy_correction.sequence_mask_metric",
-    "off_policy_correction.sequence_tis_ratio_clip_high",
-    "off_policy_correction.tis_ratio_type",
-    "off_policy_correction.token_mask_is_threshold_high",
-    "off_policy_correction.token_mask_is_threshold_low",
-    "off_policy_correction.token_tis_ratio_clip_high",
-    "policy_loss_type",
-    "sapo.tau_neg",
-    "sapo.tau_pos",
-    "temperature",
-    "use_entropy_loss",
-    "use_kl_loss",
-    "value_clip",
-    "zero_variance_filter",
-];
+const KNOWN: &str = "
+    advantage_batch_normalize advantage_estimator cispo.cispo_eps_clip_high cispo.cispo_eps_clip_low
+    clip_cov.clip_cov_lb clip_cov.clip_cov_ub clip_cov.clip_ratio clip_ratio_c dppo.delta_high dppo.delta_low
+    dppo.dppo_type entropy_loss_coef eps_clip_high eps_clip_low gamma grpo_norm_by_std kl_cov.kl_cov_frac
+    kl_cov.ppo_kl_coef kl_estimator_type kl_loss_coef lambd loss_reduction max_seq_len
+    off_policy_correction.geo_mask_high off_policy_correction.geo_mask_low
+    off_policy_correction.outlier_token_is_threshold_high off_policy_correction.outlier_token_is_threshold_low
+    off_policy_correction.product_mask_high off_policy_correction.product_mask_low
+    off_policy_correction.sequence_mask_metric off_policy_correction.sequence_tis_ratio_clip_high
+    off_policy_correction.tis_ratio_type off_policy_correction.token_mask_is_threshold_high
+    off_policy_correction.token_mask_is_threshold_low off_policy_correction.token_tis_ratio_clip_high
+    policy_loss_type sapo.tau_neg sapo.tau_pos temperature use_entropy_loss use_kl_loss value_clip
+    zero_variance_filter
+";
 
 /// The values of `policy_loss_type`.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -15,67 +15,19 @@ pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer", "AsyncGRPO
 
 /// `GRPOConfig`, and what a recorded run says of the model's head. Those that say how a batch comes about, and not what
 /// its loss is, have no effect.
-const KNOWN: &[&str] = &[
-    "beta",
-    "cast_lm_head_to_fp32",
-    "delta",
-    "disable_dropout",
-    "ds3_gather_for_generation",
-    "entropy_coef",
-    "entropy_coef_delta",
-    "entropy_coef_max",
-    "entropy_coef_min",
-    "entropy_target",
-    "epsilon",
-    "epsilon_high",
-    "fused_lm_head.chunk_size",
-    "fused_lm_head.final_logit_softcapping",
-    "fused_lm_head.logit_scale",
-    "generation_batch_size",
-    "gradient_accumulation_steps",
-    "importance_sampling_level",
-    "learning_rate",
-    "loss_type",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "min_p",
-    "mode",
-    "multi_objective_aggregation",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "num_processes",
-    "off_policy_mask_threshold",
-    "per_device_train_batch_size",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "repetition_penalty",
-    "reward_weights",
-    "router_aux_loss_coef",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "scale_rewards",
-    "shuffle_dataset",
-    "steps_per_generation",
-    "sync_ref_model",
-    "temperature",
-    "top_entropy_quantile",
-    "top_k",
-    "top_p",
-    "use_adaptive_entropy",
-    "use_bias_correction_kl",
-    "use_vllm",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-    "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_mode",
-];
+const KNOWN: &str = "
+    beta cast_lm_head_to_fp32 delta disable_dropout ds3_gather_for_generation entropy_coef entropy_coef_delta
+    entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high fused_lm_head.chunk_size
+    fused_lm_head.final_logit_softcapping fused_lm_head.logit_scale generation_batch_size
+    gradient_accumulation_steps importance_sampling_level learning_rate loss_type mask_truncated_completions
+    max_completion_length min_p mode multi_objective_aggregation num_generations num_generations_eval num_iterations
+    num_processes off_policy_mask_threshold per_device_train_batch_size ref_model_mixup_alpha ref_model_sync_steps
+    repetition_penalty reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos scale_rewards
+    shuffle_dataset steps_per_generation sync_ref_model temperature top_entropy_quantile top_k top_p
+    use_adaptive_entropy use_bias_correction_kl use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+    vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode
+";
 
 pub(super) fn resolve(
     reader: &OptionReader,
@@ -156,23 +108,11 @@ fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
 }
 
 /// Options of `AsyncGRPOConfig` that the loss reads, or that say how a batch comes about.
-const KNOWN_OF_ASYNC: &[&str] = &[
-    "epsilon",
-    "epsilon_high",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "max_completion_length",
-    "max_staleness",
-    "min_p",
-    "num_generations",
-    "num_processes",
-    "per_device_train_batch_size",
-    "repetition_penalty",
-    "temperature",
-    "token_budget",
-    "top_k",
-    "top_p",
-];
+const KNOWN_OF_ASYNC: &str = "
+    epsilon epsilon_high gradient_accumulation_steps learning_rate max_completion_length max_staleness min_p
+    num_generations num_processes per_device_train_batch_size repetition_penalty temperature token_budget top_k
+    top_p
+";
 
 /// PPO's clip against the sampler, over the tokens of all ranks' rows, divided by the accumulation steps.
 fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
@@ -198,37 +138,13 @@ fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLos
 
 /// Options of `RLOOConfig` that the loss reads, or that say how a batch or its advantages come about: its `beta` is of a KL in the
 /// reward.
-const KNOWN_OF_RLOO: &[&str] = &[
-    "beta",
-    "disable_dropout",
-    "epsilon",
-    "epsilon_high",
-    "generation_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "mask_truncated_completions",
-    "max_completion_length",
-    "min_p",
-    "normalize_advantages",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "per_device_train_batch_size",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "repetition_penalty",
-    "reward_clip_range",
-    "reward_weights",
-    "router_aux_loss_coef",
-    "shuffle_dataset",
-    "steps_per_generation",
-    "sync_ref_model",
-    "temperature",
-    "top_k",
-    "top_p",
-    "use_vllm",
-    "vllm_mode",
-];
+const KNOWN_OF_RLOO: &str = "
+    beta disable_dropout epsilon epsilon_high generation_batch_size gradient_accumulation_steps learning_rate
+    mask_truncated_completions max_completion_length min_p normalize_advantages num_generations num_generations_eval
+    num_iterations per_device_train_batch_size ref_model_mixup_alpha ref_model_sync_steps repetition_penalty
+    reward_clip_range reward_weights router_aux_loss_coef shuffle_dataset steps_per_generation sync_ref_model
+    temperature top_k top_p use_vllm vllm_mode
+";
 
 /// RLOO: PPO's clip of the product of a row's ratios, the mean over all rows. What divides by the accumulation steps is outside.
 fn rloo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {

@@ -9,39 +9,12 @@ use crate::spec::{
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_loss_fn", "ppo_policy_loss_fn"];
 
-const KNOWN: &[&str] = &[
-    "advantage_estimator",
-    "algo_variant",
-    "beta",
-    "clip_range_value",
-    "degenerate_group_masking",
-    "entropy_coef",
-    "epsilon",
-    "epsilon_c",
-    "epsilon_high",
-    "epsilon_low",
-    "force_compute_kl",
-    "gae_lambda",
-    "gamma",
-    "kl_clamp_value",
-    "kl_coef",
-    "kl_loss_mode",
-    "kl_method",
-    "loss_agg_mode",
-    "loss_algo",
-    "max_concurrency",
-    "num_generations",
-    "num_iterations",
-    "off_policy_steps",
-    "policy_loss_fn",
-    "reward_manager",
-    "sampler_is",
-    "sampler_is_threshold",
-    "system_prompt",
-    "temperature",
-    "use_rollout_logps",
-    "value_loss_fn",
-];
+const KNOWN: &str = "
+    advantage_estimator algo_variant beta clip_range_value degenerate_group_masking entropy_coef epsilon epsilon_c
+    epsilon_high epsilon_low force_compute_kl gae_lambda gamma kl_clamp_value kl_coef kl_loss_mode kl_method
+    loss_agg_mode loss_algo max_concurrency num_generations num_iterations off_policy_steps policy_loss_fn
+    reward_manager sampler_is sampler_is_threshold system_prompt temperature use_rollout_logps value_loss_fn
+";
 
 pub(super) fn resolve(
     reader: &OptionReader,

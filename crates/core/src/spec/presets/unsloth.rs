@@ -13,46 +13,15 @@ use crate::spec::{
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_compute_loss"];
 
-const KNOWN: &[&str] = &[
-    "beta",
-    "current_gradient_accumulation_steps",
-    "delta",
-    "entropy_coef",
-    "epsilon_high",
-    "epsilon_low",
-    "importance_sampling_level",
-    "logit_scale_divide",
-    "logit_scale_multiply",
-    "logit_softcapping",
-    "loss_type",
-    "max_completion_length",
-    "num_processes",
-    "off_policy_mask_threshold",
-    "rollout_logps_as_old",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "steps_per_generation",
-    "support_excluded_ids",
-    "support_min_p",
-    "support_top_k",
-    "support_top_p",
-    "temperature",
-    "top_entropy_quantile",
-    "use_adaptive_entropy",
-    "use_bias_correction_kl",
-    "use_vllm",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-    "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-];
+const KNOWN: &str = "
+    beta current_gradient_accumulation_steps delta entropy_coef epsilon_high epsilon_low importance_sampling_level
+    logit_scale_divide logit_scale_multiply logit_softcapping loss_type max_completion_length num_processes
+    off_policy_mask_threshold rollout_logps_as_old rollout_rs rollout_rs_threshold sapo_temperature_neg
+    sapo_temperature_pos steps_per_generation support_excluded_ids support_min_p support_top_k support_top_p
+    temperature top_entropy_quantile use_adaptive_entropy use_bias_correction_kl use_vllm vespo_k_neg vespo_k_pos
+    vespo_lambda_neg vespo_lambda_pos vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
+";
 
 const GEOMETRIC_MODES: [(&str, (RolloutLevel, OutOfBounds)); 2] = [
     ("geometric_truncate", (RolloutLevel::Geometric, OutOfBounds::Truncate)),

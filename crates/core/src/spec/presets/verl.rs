@@ -31,53 +31,17 @@ pub(super) const FUNCTIONS: &[&str] = &[
     "compute_entropy_loss",
 ];
 
-const KNOWN: &[&str] = &[
-    "calculate_entropy",
-    "clip_cov_lb",
-    "clip_cov_ratio",
-    "clip_cov_ub",
-    "clip_ratio",
-    "clip_ratio_c",
-    "clip_ratio_high",
-    "clip_ratio_low",
-    "data.batch_num_tokens",
-    "data.dp_size",
-    "data.global_batch_size",
-    "dro_beta",
-    "entropy_coeff",
-    "global_batch_info.batch_num_tokens",
-    "global_batch_info.dp_size",
-    "global_batch_info.global_batch_size",
-    "global_batch_info.loss_scale_factor",
-    "kl_cov_ratio",
-    "kl_loss_coef",
-    "kl_loss_type",
-    "kl_penalty",
-    "loss_agg_mode",
-    "loss_mode",
-    "loss_scale_factor",
-    "ppo_epochs",
-    "ppo_kl_coef",
-    "ppo_micro_batch_size_per_gpu",
-    "ppo_mini_batch_size",
-    "rollout_correction.bypass_mode",
-    "rollout_correction.loss_type",
-    "rollout_correction.rollout_is",
-    "rollout_correction.rollout_is_batch_normalize",
-    "rollout_correction.rollout_is_threshold",
-    "rollout_correction.rollout_rs",
-    "rollout_correction.rollout_rs_threshold",
-    "rollout_n",
-    "shuffle",
-    "strategy",
-    "tau_neg",
-    "tau_pos",
-    "temperature",
-    "use_dynamic_bsz",
-    "use_fused_kernels",
-    "use_kl_loss",
-    "use_torch_compile",
-];
+const KNOWN: &str = "
+    calculate_entropy clip_cov_lb clip_cov_ratio clip_cov_ub clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low
+    data.batch_num_tokens data.dp_size data.global_batch_size dro_beta entropy_coeff
+    global_batch_info.batch_num_tokens global_batch_info.dp_size global_batch_info.global_batch_size
+    global_batch_info.loss_scale_factor kl_cov_ratio kl_loss_coef kl_loss_type kl_penalty loss_agg_mode loss_mode
+    loss_scale_factor ppo_epochs ppo_kl_coef ppo_micro_batch_size_per_gpu ppo_mini_batch_size
+    rollout_correction.bypass_mode rollout_correction.loss_type rollout_correction.rollout_is
+    rollout_correction.rollout_is_batch_normalize rollout_correction.rollout_is_threshold
+    rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold rollout_n shuffle strategy tau_neg tau_pos
+    temperature use_dynamic_bsz use_fused_kernels use_kl_loss use_torch_compile
+";
 
 /// The denominators of verl's means, and of GMPO's.
 const EPSILON: f64 = 1e-8;
