@@ -12,7 +12,7 @@ use crate::memory::{Array as LentArray, Element, device};
 use crate::op::{Given, done, lent};
 use crate::spec::Spec;
 use crate::tape::expect_computed;
-use assay::cuda::op::{Called, Gpu};
+use assay::cuda::op::{Gpu, OperationLaunch};
 use assay::implementation::RunError;
 use assay::problem::{Dtype, Sequences, Shape};
 use assay::programs::Shaped;
@@ -187,7 +187,8 @@ pub(crate) fn gpu_enqueue(
     let arrays: Vec<_> =
         arrays.iter().map(|(name, &(address, bytes))| (name.as_str(), device::lent(address, bytes))).collect();
     let enqueue = || {
-        let called = Called { kernel, spec: &spec.loss, form, extents: extents.into(), dtype, stream, arrays: &arrays };
+        let called =
+            OperationLaunch { kernel, spec: &spec.loss, form, extents: extents.into(), dtype, stream, arrays: &arrays };
         Gpu::at(place)?.enqueue(called)
     };
     error::apart(py, enqueue)?.map_err(|reason| match reason {

@@ -139,11 +139,11 @@ impl From<HeadAxes> for HeadLayout {
 
 /// A child of [`Compile`]: compiles what lies in a folder.
 #[derive(Args)]
-pub(super) struct CompileWorker {
+pub(super) struct CompileWorkerArgs {
     folder: PathBuf,
 }
 
-impl CompileWorker {
+impl CompileWorkerArgs {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         compile_worker::work(&self.folder)?;
         Ok(Passed::Yes)

@@ -142,7 +142,7 @@ enum Command {
     Ab(NotBuilt),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = WORKER_COMMAND)]
-    CompileWorker(compile::CompileWorker),
+    CompileWorker(compile::CompileWorkerArgs),
 }
 
 /// What every command takes.

@@ -20,7 +20,7 @@ pub(crate) fn reach_their_grades(plugin: &Path) -> Result<(), Failed> {
     let spec = LossSpec::default();
     assert_eq!(LossProgram::alternatives().count(), 5);
     for program in LossProgram::alternatives() {
-        let kernel = Xla::of(program, Some(plugin));
+        let kernel = Xla::new(program, Some(plugin));
         let mut short_of_exact = Vec::new();
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for regime in Regime::FINITE {

@@ -9,7 +9,7 @@ use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::Limits;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay::programs::{ANY_DEVICE, Device, LossProgram, Named, Output, Programs, Scalars, Shaped, Target};
-use assay::runtime::{Buffer, Client, Executable, Program};
+use assay::runtime::{Client, DeviceBuffer, Executable, PjrtProgram};
 use assay::spec::{LogitsTransform, LossSpec, Support, Temperature};
 use assay_algebra::rollout::Settled;
 use assay_algebra::transform::Columns;
@@ -69,7 +69,7 @@ impl<'s> Interpreted<'s> {
         let (loss, dtype, shape) = (Shaped::of(spec), recipe.dtype, recipe.problem(spec)?.shape());
         let text = program.text(loss, Given { shape, dtype, form: (), packed: None }, 1, Device::gpu(target))?;
         let parts: Vec<String> = parts(&text);
-        let compiled = |part: &String| client.compile(&Program::replicated(part.as_bytes(), 1));
+        let compiled = |part: &String| client.compile(&PjrtProgram::replicated(part.as_bytes(), 1));
         let parts = parts.iter().map(compiled).collect::<Result<Vec<_>, _>>()?;
         let kernels = program.gpu_kernels_for(loss, shape, dtype, 1, target)?;
         assert_eq!(parts.len(), kernels.len() + 1, "a part before each call, and one behind the last");
@@ -79,7 +79,7 @@ impl<'s> Interpreted<'s> {
 
     fn run(&self, problem: &Problem) -> Result<Candidate, Failed> {
         let given = self.inputs.iter().map(|input| self.upload(input, problem));
-        let mut given = given.collect::<Result<Vec<Buffer>, _>>()?;
+        let mut given = given.collect::<Result<Vec<DeviceBuffer>, _>>()?;
         for (part, kernel) in self.parts.iter().zip(&self.kernels) {
             let operands = part.execute(&[given.iter().collect()])?.remove(0);
             for (parameter, bytes) in kernel.outputs().zip(interpret(kernel, &operands)?) {
@@ -108,7 +108,7 @@ impl<'s> Interpreted<'s> {
     }
 
     /// What the program is given of a problem by one name.
-    fn upload(&self, Named { name, dtype, shape, .. }: &Named, problem: &Problem) -> Result<Buffer, Failed> {
+    fn upload(&self, Named { name, dtype, shape, .. }: &Named, problem: &Problem) -> Result<DeviceBuffer, Failed> {
         let tokens = problem.tokens();
         let Settled { mask, inputs } = Settled::of(self.loss, &tokens);
         let columns = || Columns::of(self.loss.spec, &tokens, problem.shape().vocab);
@@ -147,7 +147,7 @@ fn bytes_of<const N: usize>(values: impl Iterator<Item = [u8; N]>) -> Vec<u8> {
 }
 
 fn download<D: Dimension>(
-    buffer: &Buffer,
+    buffer: &DeviceBuffer,
     shape: impl IntoDimension<Dim = D>,
     dtype: Dtype,
 ) -> Result<FloatArray<D>, Failed> {
@@ -189,7 +189,7 @@ fn parts(text: &str) -> Vec<String> {
 }
 
 /// What a kernel makes of its operands, in sequence and shuffled alike.
-fn interpret(kernel: &PtxKernel, operands: &[Buffer]) -> Result<Vec<Vec<u8>>, Failed> {
+fn interpret(kernel: &PtxKernel, operands: &[DeviceBuffer]) -> Result<Vec<Vec<u8>>, Failed> {
     let module = Module::parse(&kernel.text)?;
     let mut operands = operands.iter();
     let (mut arrays, mut arguments) = (Vec::new(), Vec::new());

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
-use assay::cuda::DrivenLogp;
+use assay::cuda::DriverLogp;
 use assay::cuda::driver::DRIVER_VARIABLE;
 use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{Recipe, Regime};
@@ -319,7 +319,7 @@ impl Trials<'_> {
         }
         if id == "gpu-two-pass-driver" {
             self.push(claim, devices, "", |_| {
-                let kernel = DrivenLogp::default();
+                let kernel = DriverLogp::default();
                 forward_alone(&["gpu-logp", "gpu"], |spec, problem| kernel.logp_and_entropy(spec, problem))
             });
         }

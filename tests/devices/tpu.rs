@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use assay::ahead::traffic::{Collective, Kind};
+use assay::ahead::traffic::{Collective, CollectiveKind};
 use assay::ahead::{AheadError, StableHloModule};
 use assay::device_dtype::DeviceDtype;
 use assay::implementation::Given;
@@ -354,9 +354,9 @@ fn scattered_heads_overlap() -> Result<(), Failed> {
         (
             "tile-lm-head-vocab-scattered",
             two_chunks,
-            vec![(Kind::AllGather, gathered, 3, 1), (Kind::ReduceScatter, scattered, 2, 0)],
+            vec![(CollectiveKind::AllGather, gathered, 3, 1), (CollectiveKind::ReduceScatter, scattered, 2, 0)],
         ),
-        ("tile-lm-head-rows-scattered", at_once, vec![(Kind::ReduceScatter, part, vocab / 1024, 0)]),
+        ("tile-lm-head-rows-scattered", at_once, vec![(CollectiveKind::ReduceScatter, part, vocab / 1024, 0)]),
     ];
     for (id, chunk_bytes, expected) in expected {
         let program = head(id).chunk_bytes(chunk_bytes);

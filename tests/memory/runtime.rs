@@ -3,7 +3,7 @@
 use std::fs;
 
 use assay::device_dtype::DeviceDtype;
-use assay::runtime::Program;
+use assay::runtime::PjrtProgram;
 use assay_testkit::plugins;
 
 /// Resident memory of this process in KiB.
@@ -37,12 +37,12 @@ pub(crate) fn cycles_leak_nothing() {
     for client in plugins::cpu_clients() {
         let mut seen = Vec::new();
         for _ in 0..CYCLES {
-            let executable = client.compile(&Program::replicated(program.as_bytes(), 2)).unwrap();
+            let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 2)).unwrap();
             let x: Vec<_> =
                 (0..2).map(|device| client.upload(device, DeviceDtype::F32, &[1 << 16], &bytes).unwrap()).collect();
             let outputs = executable.execute(&[vec![&x[0]], vec![&x[1]]]).unwrap();
             outputs[1][1].download(DeviceDtype::F32, &[], &mut [0; 4]).unwrap();
-            assert!(client.compile(&Program::replicated(b"not a program", 1)).is_err());
+            assert!(client.compile(&PjrtProgram::replicated(b"not a program", 1)).is_err());
             seen.push(resident());
         }
         let slope = slope(&seen[WARM_UP..]);

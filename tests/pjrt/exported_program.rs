@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::command::{assay, assert_refused};
 use assay::device_dtype::DeviceDtype;
-use assay::exported::Exported;
+use assay::exported::ExportedProgram;
 use assay::fixture::write_problem;
 use assay::implementation::{Implementation, RunError};
 use assay::judge::generate::{Recipe, Regime};
@@ -44,15 +44,15 @@ fn full_problem() -> Problem {
     problem
 }
 
-fn read(manifest: impl AsRef<Path>, plugin: &Path) -> Exported {
-    Exported::read(manifest, Some(plugin)).unwrap_or_else(|error| panic!("{error}"))
+fn read(manifest: impl AsRef<Path>, plugin: &Path) -> ExportedProgram {
+    ExportedProgram::read(manifest, Some(plugin)).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn run(exported: &Exported, problem: &Problem) -> Result<Candidate, RunError> {
+fn run(exported: &ExportedProgram, problem: &Problem) -> Result<Candidate, RunError> {
     exported.run(&LossSpec::default(), problem.clone(), 1)
 }
 
-fn verdicts(exported: &Exported, problem: &Problem) -> Vec<Verdict> {
+fn verdicts(exported: &ExportedProgram, problem: &Problem) -> Vec<Verdict> {
     let candidate = run(exported, problem).unwrap_or_else(|error| panic!("{error}"));
     let spec = LossSpec::default();
     Known::of(&spec, problem).unwrap().judge(candidate, &Limits::of(exported.class()).unwrap()).unwrap().verdicts
@@ -110,7 +110,7 @@ impl Copy {
     /// The manifest is refused in one line that starts with its folder and says all of `parts`.
     #[track_caller]
     fn assert_refused(&self, parts: &[&str]) {
-        let error = Exported::read(self.manifest(), None).err().expect("a manifest that is wrong").to_string();
+        let error = ExportedProgram::read(self.manifest(), None).err().expect("a manifest that is wrong").to_string();
         assert!(error.starts_with(self.folder.path().to_str().unwrap()) && error.lines().count() == 1, "{error}");
         for part in parts {
             assert!(error.contains(part), "`{part}` not in: {error}");
@@ -368,7 +368,7 @@ fn packed_sequences_arrive_as_the_problem_holds_them_and_no_others_are_taken() {
     assert_eq!(candidate.token_loss.unwrap().to_f64(), arr2(&[[1.0, 1.0, 3.0, 0.0]]));
     assert_eq!(candidate.logp.unwrap().to_f64(), arr2(&[[0.5, 0.5, 2.5, 0.0]]));
 
-    let refused = |exported: &Exported, spec: &LossSpec, problem: Problem| {
+    let refused = |exported: &ExportedProgram, spec: &LossSpec, problem: Problem| {
         exported.run(spec, problem, 1).unwrap_err().to_string().split_once(' ').expect("its id").1.to_string()
     };
     let says =

@@ -22,7 +22,7 @@ fn run<P: Programs>(
 where
     Runner<Rewritten<P>>: Implementation<P::Problem>,
 {
-    let runner = Runner::of(Rewritten { program, rewrite: Rewrite::Output(place, "add") }, Some(plugin));
+    let runner = Runner::new(Rewritten { program, rewrite: Rewrite::Output(place, "add") }, Some(plugin));
     runner.run(&LossSpec::default(), problem.clone(), devices).map(|_| ())
 }
 

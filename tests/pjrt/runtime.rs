@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use assay::device_dtype::DeviceDtype;
-use assay::runtime::{Client, Plugin, Program, RuntimeError};
+use assay::runtime::{Client, PjrtProgram, Plugin, RuntimeError};
 
 /// `f(x, y) = (x + y, Σ over devices of x)` over four f32, on `devices` devices.
 fn add_and_all_reduce(devices: usize) -> String {
@@ -31,7 +31,7 @@ fn to_bytes(values: [f32; 4]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn download_f32(buffer: &assay::runtime::Buffer) -> Vec<f32> {
+fn download_f32(buffer: &assay::runtime::DeviceBuffer) -> Vec<f32> {
     let mut bytes = [0; 16];
     buffer.download(DeviceDtype::F32, &[4], &mut bytes).unwrap();
     bytes.chunks(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
@@ -65,7 +65,7 @@ fn results_have_other_bits_where_programs_compile_quickly() {
     for path in cpu_plugins() {
         let client = Client::create(Plugin::load(path).unwrap()).unwrap();
         let results = || {
-            let executable = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
+            let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 1)).unwrap();
             let x = client.upload(0, DeviceDtype::F32, &[LENGTH], &x).unwrap();
             let outputs = executable.execute(&[vec![&x]]).unwrap();
             let mut bytes = vec![0; 4 * LENGTH + 4];
@@ -103,7 +103,7 @@ fn a_program_runs_on_one_to_eight_devices_with_its_own_arguments_each() {
     for client in plugins::cpu_clients() {
         for devices in [1, 2, 4, 8] {
             let program = add_and_all_reduce(devices);
-            let executable = client.compile(&Program::replicated(program.as_bytes(), devices)).unwrap();
+            let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), devices)).unwrap();
             let x = |device: usize| [device as f32, 1.0, 0.5, -2.0];
             let upload = |device, values| client.upload(device, DeviceDtype::F32, &[4], &to_bytes(values)).unwrap();
             let buffers: Vec<_> =
@@ -129,7 +129,7 @@ fn a_donated_argument_is_written_over_and_gone() {
         return %y : tensor<4xf32>
     } }";
     for client in plugins::cpu_clients() {
-        let executable = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
+        let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 1)).unwrap();
         assert_eq!(executable.memory().unwrap().alias_bytes, 16);
         let x = client.upload(0, DeviceDtype::F32, &[4], &to_bytes([1.0, 2.0, 3.0, 4.0])).unwrap();
         let outputs = executable.execute(&[vec![&x]]).unwrap();
@@ -144,7 +144,7 @@ fn a_donated_argument_is_written_over_and_gone() {
 fn a_client_serves_several_threads() {
     let client = plugins::cpu_clients().remove(0);
     let program = add_and_all_reduce(1);
-    let executable = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
+    let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 1)).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let (client, executable) = (&client, &executable);
@@ -191,7 +191,7 @@ fn a_library_that_is_cut_short_is_an_error_that_says_so() {
 #[test]
 fn a_program_that_does_not_compile_is_the_plugins_own_message() {
     for client in plugins::cpu_clients() {
-        let compile = |code: &str| client.compile(&Program::replicated(code.as_bytes(), 1)).unwrap_err();
+        let compile = |code: &str| client.compile(&PjrtProgram::replicated(code.as_bytes(), 1)).unwrap_err();
         let syntax = compile("module { func.func public @main( }");
         assert!(
             matches!(&syntax, RuntimeError::Plugin { message, .. } if message.contains("error: expected")),
@@ -206,7 +206,7 @@ fn a_program_that_does_not_compile_is_the_plugins_own_message() {
 fn more_devices_than_there_are_is_an_error_with_both_counts() {
     for client in plugins::cpu_clients() {
         let program = add_and_all_reduce(9);
-        let error = client.compile(&Program::replicated(program.as_bytes(), 9)).unwrap_err();
+        let error = client.compile(&PjrtProgram::replicated(program.as_bytes(), 9)).unwrap_err();
         assert_eq!(error.to_string(), "device count: got 9, expected 1 to 8 (platform cpu)");
         assert!(client.upload(8, DeviceDtype::F32, &[4], &[0; 16]).is_err());
     }
@@ -232,13 +232,13 @@ fn bytes_and_shapes_that_disagree_are_refused_on_both_ways() {
 fn arguments_that_do_not_fit_the_program_are_refused() {
     for client in plugins::cpu_clients() {
         let program = add_and_all_reduce(2);
-        let executable = client.compile(&Program::replicated(program.as_bytes(), 2)).unwrap();
+        let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 2)).unwrap();
         let x = client.upload(0, DeviceDtype::F32, &[4], &[0; 16]).unwrap();
         for arguments in [vec![], vec![vec![&x, &x]], vec![vec![&x, &x], vec![&x]]] {
             let error = executable.execute(&arguments).unwrap_err();
             assert!(matches!(error, RuntimeError::Arguments { .. }), "{error}");
         }
-        let one = client.compile(&Program::replicated(add_and_all_reduce(1).as_bytes(), 1)).unwrap();
+        let one = client.compile(&PjrtProgram::replicated(add_and_all_reduce(1).as_bytes(), 1)).unwrap();
         let missing = one.execute(&[vec![&x]]).unwrap_err();
         assert!(matches!(missing, RuntimeError::Plugin { .. }), "{missing}");
         let small = client.upload(0, DeviceDtype::F32, &[2], &[0; 8]).unwrap();
@@ -255,14 +255,14 @@ fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
         return %y : tensor<35184372088832xf32>
     } }";
     for client in plugins::cpu_clients() {
-        let executable = client.compile(&Program::replicated(huge.as_bytes(), 1)).unwrap();
+        let executable = client.compile(&PjrtProgram::replicated(huge.as_bytes(), 1)).unwrap();
         let x = client.upload(0, DeviceDtype::F32, &[], &[0; 4]).unwrap();
         let error = executable.execute(&[vec![&x]]).unwrap_err();
         // Beside other tests on its devices a plugin has been seen to say `INTERNAL`, with the same words.
         let code = matches!(&error, RuntimeError::Plugin { code: "RESOURCE_EXHAUSTED" | "INTERNAL", .. });
         assert!(code && error.to_string().contains("Out of memory allocating 140737488355328 bytes"), "{error}");
         let program = add_and_all_reduce(1);
-        let small = client.compile(&Program::replicated(program.as_bytes(), 1)).unwrap();
+        let small = client.compile(&PjrtProgram::replicated(program.as_bytes(), 1)).unwrap();
         let x = client.upload(0, DeviceDtype::F32, &[4], &to_bytes([1.0; 4])).unwrap();
         assert_eq!(download_f32(&small.execute(&[vec![&x, &x]]).unwrap()[0][0]), [2.0; 4]);
     }
@@ -279,7 +279,7 @@ fn a_call_to_something_that_the_plugin_lacks_names_it() {
         let x: Vec<_> =
             (0..2).map(|device| client.upload(device, DeviceDtype::F32, &[4], &to_bytes([1.0; 4])).unwrap()).collect();
         let error = client
-            .compile(&Program::replicated(program.as_bytes(), 2))
+            .compile(&PjrtProgram::replicated(program.as_bytes(), 2))
             .and_then(|executable| executable.execute(&[vec![&x[0]], vec![&x[1]]]))
             .unwrap_err()
             .to_string();

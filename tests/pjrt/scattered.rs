@@ -35,7 +35,7 @@ fn a_part_that_is_dropped_or_another_devices_is_rejected() {
         let problem: HeadProblem = recipe.problem(&spec).unwrap();
         let program = HeadProgram::all().into_iter().find(|program| program.id() == id).unwrap();
         let known = Known::of(&spec, &problem).unwrap();
-        let judged = known.run(&Runner::of(Rewritten { program, rewrite }, Some(plugins[0])), 2).unwrap();
+        let judged = known.run(&Runner::new(Rewritten { program, rewrite }, Some(plugins[0])), 2).unwrap();
         known.failures(&judged, id, "this test")
     };
     let (dhidden, dlm_head) = (Output::Gradient as usize, Output::DlmHead as usize);

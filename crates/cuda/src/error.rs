@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use assay_ptx::{ALIGNMENT, Target};
 
 /// A version as CUDA counts them, 12040, in digits: 12.4.
-fn of_cuda(version: i32) -> String {
+fn dotted(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
@@ -35,7 +35,7 @@ pub enum CudaError {
     #[error(
         "CUDA driver {library}: it is of CUDA {}; expected {} or newer, which takes PTX {}, in which kernels for {} \
          are written: update the driver",
-        of_cuda(*given), of_cuda(target.least_cuda()), target.version(), target.name(), library = library.display()
+        dotted(*given), dotted(target.least_cuda()), target.version(), target.name(), library = library.display()
     )]
     Version {
         /// The library.

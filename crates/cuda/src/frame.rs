@@ -16,7 +16,7 @@ use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, St
 use ndarray::{Array2, Ix0, Ix2, arr0};
 
 /// The tokens of a batch, and the loss of a spec on them.
-pub(crate) struct Frame<'s> {
+pub(crate) struct HostLoss<'s> {
     loss: Shaped<'s>,
     ids: Vec<i32>,
     advantages: Array2<f64>,
@@ -29,14 +29,14 @@ pub(crate) struct Frame<'s> {
 
 /// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
 #[derive(Clone, Copy)]
-pub(crate) struct Softmaxes {
+pub(crate) struct RowSoftmaxes {
     max: f64,
     entropy: Softmax<f64>,
     logp: Softmax<f64>,
 }
 
 /// What a batch comes to, without its gradient.
-pub(crate) struct Results {
+pub(crate) struct HostResults {
     pub(crate) loss: FloatArray<Ix0>,
     pub(crate) logp: FloatArray<Ix2>,
     pub(crate) entropy: FloatArray<Ix2>,
@@ -44,9 +44,9 @@ pub(crate) struct Results {
     pub(crate) metrics: Metrics,
 }
 
-impl<'s> Frame<'s> {
+impl<'s> HostLoss<'s> {
     /// Of tokens over `vocab` columns, that were checked.
-    pub(crate) fn of(loss: Shaped<'s>, tokens: &Tokens, vocab: usize) -> Self {
+    pub(crate) fn new(loss: Shaped<'s>, tokens: &Tokens, vocab: usize) -> Self {
         let settled = Settled::of(loss, tokens);
         let transform = loss.structure.transform.filter(|transform| transform.columns);
         Self {
@@ -162,7 +162,7 @@ impl<'s> Frame<'s> {
     }
 
     /// What follows from the statistics of each row.
-    pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<Softmaxes> {
+    pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<RowSoftmaxes> {
         let on = &mut Immediate;
         let places = ndarray::indices(self.settled.mask.dim()).into_iter();
         let softmaxes = statistics.chunks(PER_TOKEN).zip(places).map(|(row, at)| {
@@ -178,7 +178,7 @@ impl<'s> Frame<'s> {
                 Some(&scale) => softmax([Statistic::LogpOthers, Statistic::LogpWeighted], scale),
                 None => entropy,
             };
-            Softmaxes { max, entropy, logp }
+            RowSoftmaxes { max, entropy, logp }
         });
         Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
     }
@@ -193,7 +193,7 @@ impl<'s> Frame<'s> {
     }
 
     /// Log-probability and entropy.
-    fn logp_and_entropy(&self, softmaxes: &Softmaxes) -> [f64; 2] {
+    fn logp_and_entropy(&self, softmaxes: &RowSoftmaxes) -> [f64; 2] {
         let on = &mut Immediate;
         let logp = softmaxes.logp.logp(on);
         let two = self.loss.structure.temperature == Temperature::Logp;
@@ -202,7 +202,7 @@ impl<'s> Frame<'s> {
     }
 
     /// `[B,T]` of each, 0 where the mask hides a token.
-    pub(crate) fn logp_and_entropy_of_all(&self, softmaxes: &Array2<Softmaxes>) -> [FloatArray<Ix2>; 2] {
+    pub(crate) fn logp_and_entropy_of_all(&self, softmaxes: &Array2<RowSoftmaxes>) -> [FloatArray<Ix2>; 2] {
         [0, 1].map(|which| {
             let of = |at: (usize, usize)| {
                 if self.settled.mask[at] { self.logp_and_entropy(&softmaxes[at])[which] as f32 } else { 0.0 }
@@ -212,7 +212,7 @@ impl<'s> Frame<'s> {
     }
 
     /// The losses of tokens between two kernels.
-    pub(crate) fn graded(&self, softmaxes: &Array2<Softmaxes>) -> Array2<Option<Graded>> {
+    pub(crate) fn graded(&self, softmaxes: &Array2<RowSoftmaxes>) -> Array2<Option<Graded>> {
         let Shaped { spec, structure } = self.loss;
         let (rows, columns) = softmaxes.dim();
         let loss = Loss::of(spec, structure, [rows, columns]);
@@ -232,12 +232,12 @@ impl<'s> Frame<'s> {
     }
 
     /// What the second kernel multiplies by, `[n, 8]`.
-    pub(crate) fn scales(&self, softmaxes: &Array2<Softmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
+    pub(crate) fn scales(&self, softmaxes: &Array2<RowSoftmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
         let structure = self.loss.structure;
         let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
         for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
             let Some(graded) = graded else { continue };
-            let Softmaxes { max, entropy, logp } = softmaxes[at];
+            let RowSoftmaxes { max, entropy, logp } = softmaxes[at];
             let tempered = self.gap_scales(at)[0].unwrap_or(1.0);
             let mut set = |place: Scale, value: f64| of_token[place as usize] = value as f32;
             set(Scale::Max, max);
@@ -253,10 +253,10 @@ impl<'s> Frame<'s> {
     }
 
     /// What the losses of tokens come to.
-    pub(crate) fn results(&self, graded: &Array2<Option<Graded>>) -> Results {
+    pub(crate) fn results(&self, graded: &Array2<Option<Graded>>) -> HostResults {
         let per_token =
             |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32).into();
-        Results {
+        HostResults {
             loss: arr0(reduction::loss(graded, &self.weights) as f32).into(),
             logp: per_token(|graded| graded.logp),
             entropy: per_token(|graded| graded.entropy),

@@ -11,4 +11,4 @@ pub mod op;
 pub mod run;
 
 pub use error::CudaError;
-pub use run::{Driven, DrivenLogp};
+pub use run::{DriverLogp, DriverLoss};

@@ -11,7 +11,7 @@ use assay_core::spec::LossSpec;
 use assay_programs::operation::{BatchForm, BatchKernel, OperationKernel, OperationText, Per, takes_one_pass};
 use assay_programs::{LossProgram, Programs as _, Target};
 
-use crate::driver::{Context, Device, Driver, Lent, Loaded, Stream};
+use crate::driver::{BorrowedArray, CudaContext, CudaDevice, CudaStream, Driver, LoadedKernel};
 use crate::error::CudaError;
 use crate::run::{program, written_for};
 
@@ -20,7 +20,7 @@ const ID: &str = "gpu-two-pass";
 
 /// A launch of a kernel.
 #[derive(Clone, Copy, Debug)]
-pub struct Called<'a> {
+pub struct OperationLaunch<'a> {
     /// The kernel.
     pub kernel: OperationKernel,
     /// The loss.
@@ -32,9 +32,9 @@ pub struct Called<'a> {
     /// Dtype of the logits and of dlogits.
     pub dtype: Dtype,
     /// The framework's, one of this device's.
-    pub stream: Stream,
+    pub stream: CudaStream,
     /// The arrays, by the names of the kernel's parameters.
-    pub arrays: &'a [(&'a str, Lent)],
+    pub arrays: &'a [(&'a str, BorrowedArray)],
 }
 
 /// A device, and the kernels that were assembled for it. It has the primary context, which a framework's runtime has too, until the
@@ -44,14 +44,14 @@ pub struct Gpu {
     place: usize,
     program: LossProgram,
     target: Target,
-    context: Arc<Context>,
-    assembled: Mutex<Vec<Arc<Assembled>>>,
+    context: Arc<CudaContext>,
+    assembled: Mutex<Vec<Arc<AssembledOperation>>>,
 }
 
 /// A kernel that was assembled, and how its arrays and its grid grow.
-struct Assembled {
+struct AssembledOperation {
     text: OperationText,
-    kernel: Loaded,
+    kernel: LoadedKernel,
     arrays: Vec<Per>,
     grid: Per,
 }
@@ -69,7 +69,7 @@ impl Gpu {
         if let Some(gpu) = gpus.iter().find(|gpu| ptr::eq(gpu.driver, driver) && gpu.place == place) {
             return Ok(Arc::clone(gpu));
         }
-        let (device, program) = (Device::of(driver, place)?, program(ID));
+        let (device, program) = (CudaDevice::new(driver, place)?, program(ID));
         let target = written_for(&device, program, ID)?;
         let context = device.context()?;
         let gpu = Arc::new(Self { driver, place, program, target, context, assembled: Mutex::default() });
@@ -86,8 +86,8 @@ impl Gpu {
     ///
     /// # Errors
     /// [`RunError`] where the kernel does not do this, an array does not fit, or the driver fails.
-    pub fn enqueue(&self, called: Called) -> Result<(), RunError> {
-        let Called { extents: [tokens, sequences, _], stream, arrays, .. } = called;
+    pub fn enqueue(&self, called: OperationLaunch) -> Result<(), RunError> {
+        let OperationLaunch { extents: [tokens, sequences, _], stream, arrays, .. } = called;
         let assembled = self.assembled(called)?;
         let count = |per| match per {
             Per::Batch => 1,
@@ -100,8 +100,8 @@ impl Gpu {
     }
 
     /// The kernel, assembled at its first use.
-    fn assembled(&self, called: Called) -> Result<Arc<Assembled>, RunError> {
-        let Called { kernel, spec, form, extents, dtype, stream, .. } = called;
+    fn assembled(&self, called: OperationLaunch) -> Result<Arc<AssembledOperation>, RunError> {
+        let OperationLaunch { kernel, spec, form, extents, dtype, stream, .. } = called;
         let text = OperationText::new(kernel, Structure::of(spec), form, extents, dtype.into());
         let mut assembled = self.assembled.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = assembled.iter().find(|found| found.text == text) {
@@ -111,7 +111,7 @@ impl Gpu {
         self.program.supports(spec, row, dtype, 1)?;
         let BatchKernel { ptx, arrays, grid } = text.write(self.target);
         self.context.expect_no_capture(stream, &ptx.name)?;
-        let made = Arc::new(Assembled { text, kernel: self.context.load(ptx)?, arrays, grid });
+        let made = Arc::new(AssembledOperation { text, kernel: self.context.load(ptx)?, arrays, grid });
         assembled.push(Arc::clone(&made));
         Ok(made)
     }

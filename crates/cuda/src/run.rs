@@ -21,9 +21,9 @@ use assay_programs::{LossProgram, Programs as _, Shaped, Target};
 use assay_ptx::Parameter;
 use ndarray::{Ix2, Ix3};
 
-use crate::driver::{Context, Device, Driver, KernelCall, Loaded, Memory};
+use crate::driver::{CudaContext, CudaDevice, CudaMemory, Driver, KernelCall, LoadedKernel};
 use crate::error::CudaError;
-use crate::frame::{Frame, Results};
+use crate::frame::{HostLoss, HostResults};
 
 /// What follows the id of a kernel that the driver launches.
 const SUFFIX: &str = "-driver";
@@ -35,18 +35,18 @@ const WARMUP_LAUNCHES: usize = 5;
 const COMPARED_BYTES: usize = 16 << 20;
 
 /// A kernel of PTX, launched by the driver on its first device.
-pub struct Driven {
+pub struct DriverLoss {
     program: LossProgram,
     id: String,
     /// Asked once where there is one.
-    device: OnceLock<Device>,
+    device: OnceLock<CudaDevice>,
     /// Opened once, and given back with this.
-    context: Mutex<Option<Arc<Context>>>,
+    context: Mutex<Option<Arc<CudaContext>>>,
 }
 
 /// Logp and entropy alone: the kernel `gpu-logp`.
-pub struct DrivenLogp {
-    driven: Driven,
+pub struct DriverLogp {
+    driven: DriverLoss,
 }
 
 impl From<CudaError> for RunError {
@@ -63,7 +63,7 @@ pub(crate) fn program(id: &str) -> LossProgram {
 ///
 /// # Errors
 /// [`CudaError::Capability`]; [`CudaError::Version`].
-pub(crate) fn written_for(device: &Device, program: LossProgram, id: &str) -> Result<Target, CudaError> {
+pub(crate) fn written_for(device: &CudaDevice, program: LossProgram, id: &str) -> Result<Target, CudaError> {
     let given = device.capability();
     let target = match given.0 {
         ..9 => Target::Sm80,
@@ -84,22 +84,22 @@ pub(crate) fn written_for(device: &Device, program: LossProgram, id: &str) -> Re
     Err(CudaError::Capability { device: device.name().into(), given, kernel: id.into(), needed, instead })
 }
 
-impl Driven {
+impl DriverLoss {
     /// One for each kernel that computes a loss on one device.
     pub fn all() -> Vec<Self> {
-        ["gpu-one-pass", "gpu-two-pass"].map(|id| Self::of(program(id))).into()
+        ["gpu-one-pass", "gpu-two-pass"].map(|id| Self::new(program(id))).into()
     }
 
-    fn of(program: LossProgram) -> Self {
+    fn new(program: LossProgram) -> Self {
         Self { program, id: format!("{}{SUFFIX}", program.id()), device: OnceLock::new(), context: Mutex::new(None) }
     }
 
     /// The driver's first device.
-    fn device(&self) -> Result<&Device, CudaError> {
+    fn device(&self) -> Result<&CudaDevice, CudaError> {
         if let Some(device) = self.device.get() {
             return Ok(device);
         }
-        let device = Device::of(Driver::load()?, 0)?;
+        let device = CudaDevice::new(Driver::load()?, 0)?;
         Ok(self.device.get_or_init(|| device))
     }
 
@@ -108,7 +108,7 @@ impl Driven {
         written_for(self.device()?, self.program, &self.id)
     }
 
-    fn context(&self) -> Result<Arc<Context>, CudaError> {
+    fn context(&self) -> Result<Arc<CudaContext>, CudaError> {
         let mut context = self.context.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(context) = &*context {
             return Ok(Arc::clone(context));
@@ -120,18 +120,18 @@ impl Driven {
         Unsupported { implementation: self.id.clone(), ..unsupported }
     }
 
-    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<Ready<'s>, RunError> {
+    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<LoadedProgram<'s>, RunError> {
         self.supports_given(spec, given, devices)?;
         let (target, context) = (self.target()?, self.context()?);
         let loss = Shaped::of(spec);
         let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
         let kernels = kernels.map_err(|error| self.unsupported(error))?;
         let kernels = kernels.into_iter().map(|kernel| context.load(kernel)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Ready { id: self.id.clone(), context, kernels, loss, given, held_bytes: AtomicUsize::new(0) })
+        Ok(LoadedProgram { id: self.id.clone(), context, kernels, loss, given, held_bytes: AtomicUsize::new(0) })
     }
 }
 
-impl Implementation for Driven {
+impl Implementation for DriverLoss {
     fn id(&self) -> &str {
         &self.id
     }
@@ -190,13 +190,13 @@ impl Implementation for Driven {
     }
 }
 
-impl Default for DrivenLogp {
+impl Default for DriverLogp {
     fn default() -> Self {
-        Self { driven: Driven::of(program("gpu-logp")) }
+        Self { driven: DriverLoss::new(program("gpu-logp")) }
     }
 }
 
-impl DrivenLogp {
+impl DriverLogp {
     /// Whether this machine can run it.
     ///
     /// # Errors
@@ -220,10 +220,10 @@ impl DrivenLogp {
 }
 
 /// Kernels that were assembled, and the loss whose numbers they are given.
-struct Ready<'s> {
+struct LoadedProgram<'s> {
     id: String,
-    context: Arc<Context>,
-    kernels: Vec<Loaded>,
+    context: Arc<CudaContext>,
+    kernels: Vec<LoadedKernel>,
     loss: Shaped<'s>,
     given: Given,
     /// Bytes of copies of logits that are on the device so that steps can be restored from them.
@@ -231,24 +231,24 @@ struct Ready<'s> {
 }
 
 /// A problem on the device.
-struct Arrays<'s> {
-    frame: Frame<'s>,
-    logits: Memory,
+struct ProblemArrays<'s> {
+    frame: HostLoss<'s>,
+    logits: CudaMemory,
     /// The other inputs of the first kernel, in its order, the logits' place left out.
-    inputs: Vec<(&'static str, Memory)>,
+    inputs: Vec<(&'static str, CudaMemory)>,
     /// What the first kernel gives of each token.
-    results: Memory,
+    results: CudaMemory,
     /// What the second is given.
-    scales: Option<Memory>,
+    scales: Option<CudaMemory>,
 }
 
 /// A problem on the device that is restored there.
-struct HeldArrays<'p> {
-    ready: &'p Ready<'p>,
+struct RestorableArrays<'p> {
+    ready: &'p LoadedProgram<'p>,
     /// After a step the gradient is where the logits were.
-    arrays: Rc<Arrays<'p>>,
+    arrays: Rc<ProblemArrays<'p>>,
     /// The logits, which no kernel writes over.
-    copy: Memory,
+    copy: CudaMemory,
 }
 
 fn bytes_of(logits: &FloatArray<Ix3>) -> Cow<'_, [u8]> {
@@ -272,22 +272,22 @@ fn bytes_of_mut(logits: &mut FloatArray<Ix3>) -> &mut [u8] {
 }
 
 /// f32 that a kernel wrote.
-fn floats(memory: &Memory) -> Result<Vec<f32>, CudaError> {
+fn floats(memory: &CudaMemory) -> Result<Vec<f32>, CudaError> {
     let mut values = vec![0.0_f32; memory.bytes() / size_of::<f32>()];
     memory.read(bytemuck::cast_slice_mut(&mut values))?;
     Ok(values)
 }
 
 /// The bytes of an array of what differs by column.
-fn of_columns(frame: &Frame, array: impl Fn(&Columns) -> Option<&[f32]>) -> Vec<u8> {
+fn column_bytes(frame: &HostLoss, array: impl Fn(&Columns) -> Option<&[f32]>) -> Vec<u8> {
     let columns = frame.columns().expect("a kernel is given biases where columns differ");
     bytemuck::cast_slice(array(columns).expect("made whole")).to_vec()
 }
 
-impl<'s> Ready<'s> {
+impl<'s> LoadedProgram<'s> {
     /// Puts a problem, which was checked, on the device, with room for what the kernels write.
-    fn upload(&self, problem: &Problem) -> Result<Arrays<'s>, CudaError> {
-        let frame = Frame::of(self.loss, &problem.tokens(), self.given.shape.vocab);
+    fn upload(&self, problem: &Problem) -> Result<ProblemArrays<'s>, CudaError> {
+        let frame = HostLoss::new(self.loss, &problem.tokens(), self.given.shape.vocab);
         let context = &self.context;
         let logits = context.upload("the logits", &bytes_of(&problem.logits))?;
         let first = self.kernels[0].kernel();
@@ -306,8 +306,8 @@ impl<'s> Ready<'s> {
                     ("rate", bytemuck::cast_slice(&rates).to_vec())
                 }
                 "softmax_numbers" => ("softmax_numbers", bytemuck::cast_slice(&frame.softmax_numbers()).to_vec()),
-                "column_bias" => ("column_bias", of_columns(&frame, |columns| columns.bias.as_slice())),
-                "target_bias" => ("target_bias", of_columns(&frame, |columns| columns.target.as_slice())),
+                "column_bias" => ("column_bias", column_bytes(&frame, |columns| columns.bias.as_slice())),
+                "target_bias" => ("target_bias", column_bytes(&frame, |columns| columns.target.as_slice())),
                 "columns" => {
                     let columns =
                         i32::try_from(self.given.shape.vocab).expect("checked: a vocabulary is counted in i32");
@@ -323,11 +323,11 @@ impl<'s> Ready<'s> {
             let scales = second.kernel().inputs().last().expect("it is given scales");
             context.allocate("what the second kernel multiplies by", scales.bytes())
         });
-        Ok(Arrays { frame, logits, inputs, results, scales: scales.transpose()? })
+        Ok(ProblemArrays { frame, logits, inputs, results, scales: scales.transpose()? })
     }
 
     /// Makes a step, after which the gradient is where the logits were.
-    fn step(&self, arrays: &Arrays) -> Result<Results, CudaError> {
+    fn step(&self, arrays: &ProblemArrays) -> Result<HostResults, CudaError> {
         arrays.first_call(&self.kernels[0]).launch()?;
         let (results, scales) = self.after_first(arrays)?;
         if let (Some(second), Some(to)) = (self.kernels.get(1), &arrays.scales) {
@@ -338,7 +338,7 @@ impl<'s> Ready<'s> {
     }
 
     /// Computes a step's results from the first kernel's numbers, and the scales for the second one where there is one.
-    fn after_first(&self, arrays: &Arrays) -> Result<(Results, Vec<f32>), CudaError> {
+    fn after_first(&self, arrays: &ProblemArrays) -> Result<(HostResults, Vec<f32>), CudaError> {
         let (frame, numbers) = (&arrays.frame, floats(&arrays.results)?);
         if self.kernels.len() == 1 {
             return Ok((frame.results(&frame.graded_by_kernel(&numbers)), Vec::new()));
@@ -349,7 +349,7 @@ impl<'s> Ready<'s> {
     }
 
     /// A step on arrays that are there, whose answer is fetched from them.
-    fn step_on<'p>(&'p self, arrays: Rc<Arrays<'p>>) -> Step<'p> {
+    fn step_on<'p>(&'p self, arrays: Rc<ProblemArrays<'p>>) -> Step<'p> {
         Box::new(move || {
             let results = self.step(&arrays)?;
             let answer: Answer<'p> = Box::new(move || {
@@ -361,9 +361,9 @@ impl<'s> Ready<'s> {
     }
 }
 
-impl Arrays<'_> {
+impl ProblemArrays<'_> {
     /// The inputs that a kernel has of the first one's, in its order.
-    fn of_first(&self, kernel: &Loaded) -> Vec<&Memory> {
+    fn first_inputs(&self, kernel: &LoadedKernel) -> Vec<&CudaMemory> {
         let named = |name: &str| match name {
             "logits" => Some(&self.logits),
             name => self.inputs.iter().find(|(other, _)| *other == name).map(|(_, memory)| memory),
@@ -371,31 +371,31 @@ impl Arrays<'_> {
         kernel.kernel().inputs().filter_map(|parameter| named(&parameter.name)).collect()
     }
 
-    fn first_call<'a>(&'a self, kernel: &'a Loaded) -> KernelCall<'a> {
-        KernelCall { kernel, inputs: self.of_first(kernel), outputs: vec![&self.results] }
+    fn first_call<'a>(&'a self, kernel: &'a LoadedKernel) -> KernelCall<'a> {
+        KernelCall { kernel, inputs: self.first_inputs(kernel), outputs: vec![&self.results] }
     }
 
-    fn second_call<'a>(&'a self, kernel: &'a Loaded) -> KernelCall<'a> {
+    fn second_call<'a>(&'a self, kernel: &'a LoadedKernel) -> KernelCall<'a> {
         let scales = self.scales.as_ref().expect("there is room where there are two kernels");
-        let inputs = self.of_first(kernel).into_iter().chain([scales]).collect();
+        let inputs = self.first_inputs(kernel).into_iter().chain([scales]).collect();
         KernelCall { kernel, inputs, outputs: vec![] }
     }
 
     /// The results of a step with its gradient, which is read into `room`.
-    fn outcome(&self, results: Results, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
+    fn outcome(&self, results: HostResults, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
         self.logits.read(bytes_of_mut(&mut room))?;
-        let Results { loss, logp, entropy, token_loss, metrics } = results;
+        let HostResults { loss, logp, entropy, token_loss, metrics } = results;
         Ok(Outcome { loss, logp, logp_of_others: None, entropy, token_loss, gradient: room, metrics })
     }
 }
 
-impl Drop for HeldArrays<'_> {
+impl Drop for RestorableArrays<'_> {
     fn drop(&mut self) {
         self.ready.held_bytes.fetch_sub(self.copy.bytes(), Ordering::Relaxed);
     }
 }
 
-impl<'p> Held<'p> for HeldArrays<'p> {
+impl<'p> Held<'p> for RestorableArrays<'p> {
     fn load(&self) -> Result<Step<'p>, RunError> {
         self.arrays.logits.copy_from(&self.copy)?;
         Ok(self.ready.step_on(Rc::clone(&self.arrays)))
@@ -420,9 +420,9 @@ impl<'p> Held<'p> for HeldArrays<'p> {
     }
 }
 
-impl HeldArrays<'_> {
+impl RestorableArrays<'_> {
     /// Checks that what is on the device, and what follows from it, is the answer that was judged, bit for bit.
-    fn expect_same(&self, judged: &Candidate, results: &Results, launches: usize) -> Result<(), CudaError> {
+    fn expect_same(&self, judged: &Candidate, results: &HostResults, launches: usize) -> Result<(), CudaError> {
         let expect = |array, differing: usize, all: usize| {
             if differing == 0 {
                 return Ok(());
@@ -461,7 +461,7 @@ fn numbers_that_differ(a: &FloatArray<Ix2>, b: &FloatArray<Ix2>) -> usize {
     }
 }
 
-impl Prepared for Ready<'_> {
+impl Prepared for LoadedProgram<'_> {
     fn load<'p>(&'p self, problem: &'p Problem) -> Result<Step<'p>, RunError> {
         self.given.expect(self.loss.spec, problem)?;
         Ok(self.step_on(Rc::new(self.upload(problem)?)))
@@ -474,12 +474,12 @@ impl Prepared for Ready<'_> {
             self.context.allocate("a copy of the logits, from which steps are restored", arrays.logits.bytes())?;
         copy.copy_from(&arrays.logits)?;
         self.held_bytes.fetch_add(copy.bytes(), Ordering::Relaxed);
-        Ok(Some(Box::new(HeldArrays { ready: self, arrays: Rc::new(arrays), copy })))
+        Ok(Some(Box::new(RestorableArrays { ready: self, arrays: Rc::new(arrays), copy })))
     }
 
     /// What is known of the tokens.
     fn host_bytes(&self) -> usize {
-        let beside = |kernel: &Loaded| {
+        let beside = |kernel: &LoadedKernel| {
             let arrays = kernel.kernel().parameters.iter().filter(|array| array.dtype == DeviceDtype::F32);
             arrays
                 .filter(|array| !["logits", "dlogits"].contains(&array.name.as_str()))

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use assay_core::memory::CompiledMemory;
 use serde::{Deserialize, Serialize};
 
-use crate::runtime::{Plugin, Program, RuntimeError, Topology};
+use crate::runtime::{PjrtProgram, Plugin, RuntimeError, Topology};
 
 /// The hidden command that makes the `assay` executable a worker.
 pub const WORKER_COMMAND: &str = "compile-worker";
@@ -300,7 +300,7 @@ fn end_with_who_waits(folder: &Path, limit: Duration) {
 
 fn compile_here(job: &JobFile, code: &str) -> Result<JobAnswer, RuntimeError> {
     let topology = Topology::with_options(Plugin::load(&job.library)?, &job.topology, &job.options)?;
-    let program = Program { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
+    let program = PjrtProgram { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
     let started = Instant::now();
     let unloaded = topology.compile(&program)?;
     let compile_s = started.elapsed().as_secs_f64();

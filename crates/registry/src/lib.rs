@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use assay_core::implementation::{FILE_PREFIX, Implementation, Workload};
 use assay_core::problem::{HeadProblem, Problem};
-use assay_cuda::Driven;
+use assay_cuda::DriverLoss;
 use assay_native::{Native, NativeHead};
 #[cfg(feature = "pjrt")]
-use assay_pjrt::exported::Exported;
+use assay_pjrt::exported::ExportedProgram;
 #[cfg(feature = "pjrt")]
 use assay_pjrt::xla::{Xla, XlaHead};
 
@@ -31,7 +31,7 @@ impl Listed for Problem {
         all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
         #[cfg(not(feature = "pjrt"))]
         let _ = plugin;
-        all.extend(Driven::all().into_iter().map(|driven| Arc::new(driven) as Arc<dyn Implementation>));
+        all.extend(DriverLoss::all().into_iter().map(|driven| Arc::new(driven) as Arc<dyn Implementation>));
         all
     }
 
@@ -122,7 +122,7 @@ fn alternative(_: &str, _: Option<&Path>) -> Option<Arc<dyn Implementation>> {
 
 #[cfg(feature = "pjrt")]
 fn from_manifest(manifest: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-    let exported = Exported::read(manifest, plugin).map_err(|error| error.to_string())?;
+    let exported = ExportedProgram::read(manifest, plugin).map_err(|error| error.to_string())?;
     Ok(Arc::new(exported))
 }
 

@@ -1,16 +1,16 @@
 //! What a framework holds on a GPU, which is known here by its address alone.
 
-use assay::cuda::driver::{Lent, Stream};
+use assay::cuda::driver::{BorrowedArray, CudaStream};
 
 /// The array of so many bytes at an address.
-pub(crate) fn lent(address: u64, bytes: usize) -> Lent {
+pub(crate) fn lent(address: u64, bytes: usize) -> BorrowedArray {
     // SAFETY: the package hands over what its own tensors say of themselves. Their framework frees memory in the order of the stream
     // that it was used on, which is the one that kernels are enqueued on, as those of any other operation are.
-    unsafe { Lent::new(address, bytes) }
+    unsafe { BorrowedArray::new(address, bytes) }
 }
 
 /// The stream of a `CUstream`.
-pub(crate) fn stream(handle: usize) -> Stream {
+pub(crate) fn stream(handle: usize) -> CudaStream {
     // SAFETY: it is the framework's current one on the device of the tensors, in the primary context; it keeps its streams.
-    unsafe { Stream::new(handle) }
+    unsafe { CudaStream::new(handle) }
 }

@@ -13,9 +13,9 @@ use assay_ptx::PtxKernel;
 use assay_schema::gpu::{Launch, Pipe};
 
 use super::pipes::{PIPES, taken};
-use super::sass::{self, Instruction};
+use super::sass::{self, SassInstruction};
 use super::target::{GpuChip, GpuTarget, THREADS_A_CTA};
-use super::trips::{Loop, Trips};
+use super::trips::{PtxLoop, TripCounts};
 use crate::error::AheadError;
 use crate::files::{failed, temporary_folder};
 
@@ -34,14 +34,14 @@ const NVDISASM: &str = "bin/nvdisasm";
 
 /// What `ptxas -v` says of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Said {
+struct PtxasFigures {
     registers: u32,
     spill_bytes: u32,
     /// Static.
     shared_bytes: u32,
 }
 
-impl Said {
+impl PtxasFigures {
     fn parse(text: &str) -> Option<Self> {
         let before = |unit: &str| {
             let words: Vec<&str> = text.split([' ', ',', '\n']).filter(|word| !word.is_empty()).collect();
@@ -99,8 +99,8 @@ impl CudaToolkit {
             let message = first_error(&said).unwrap_or_else(|| output.status.to_string());
             return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
         }
-        let Said { registers, spill_bytes, shared_bytes } =
-            Said::parse(&said).ok_or_else(|| AheadError::quoted("ptxas -v", 0, &said, "registers and spills"))?;
+        let PtxasFigures { registers, spill_bytes, shared_bytes } = PtxasFigures::parse(&said)
+            .ok_or_else(|| AheadError::quoted("ptxas -v", 0, &said, "registers and spills"))?;
         let shared_bytes = shared_bytes + kernel.shared_bytes;
         expect_shared(kernel, target, shared_bytes)?;
         let mut nvdisasm = Command::new(&nvdisasm_path);
@@ -110,7 +110,7 @@ impl CudaToolkit {
             return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
         }
         let instructions = sass::parse(&kernel.name, &String::from_utf8_lossy(&output.stdout))?;
-        let trips = Trips::of_kernel(kernel)?;
+        let trips = TripCounts::count(kernel)?;
         let (weights, mut uncounted) = weighed(&instructions, &trips);
         let pipes = pipes(chip, &instructions, &weights, &mut uncounted);
         let threads = kernel.block.iter().product();
@@ -186,7 +186,7 @@ fn expect_shared(kernel: &PtxKernel, target: &GpuTarget, bytes: u32) -> Result<(
 }
 
 /// What became of a loop of PTX.
-struct Made {
+struct AssembledLoop {
     /// Addresses of the round, if it is a loop still: of several the one with most rounds in it.
     place: Option<(u64, u64)>,
     /// Rounds of the PTX in one round of it, or, where it is none, all there are.
@@ -198,13 +198,13 @@ struct Made {
 /// Instructions of which each comes from one of PTX, so that they tell how often that was copied.
 const TELLING: [&str; 8] = ["LDS", "STS", "LDG", "STG", "LD", "ST", "LDGSTS", "MUFU"];
 
-impl Made {
-    fn of(of: &Loop, instructions: &[Instruction]) -> Self {
+impl AssembledLoop {
+    fn find(of: &PtxLoop, instructions: &[SassInstruction]) -> Self {
         let telling = instructions.iter().filter(|one| {
             let opcode = one.mnemonic.split('.').next().unwrap_or_default();
             TELLING.contains(&opcode) && one.line.is_some_and(|line| (of.first..=of.last).contains(&line))
         });
-        let telling: Vec<&Instruction> = telling.collect();
+        let telling: Vec<&SassInstruction> = telling.collect();
         // The most copies of a line among those in `place`.
         let copies = |place: Option<(u64, u64)>| {
             let within = telling.iter().filter(|one| is_within(place, one));
@@ -220,7 +220,7 @@ impl Made {
     }
 }
 
-fn is_within(place: Option<(u64, u64)>, instruction: &Instruction) -> bool {
+fn is_within(place: Option<(u64, u64)>, instruction: &SassInstruction) -> bool {
     place.is_some_and(|(first, last)| (first..=last).contains(&instruction.address))
 }
 
@@ -229,22 +229,22 @@ fn is_within(place: Option<(u64, u64)>, instruction: &Instruction) -> bool {
 /// An instruction runs as often as the line of PTX that it comes from. One that the assembler has taken out of the loop of its line
 /// runs as often as that is entered, one that it has put into a loop as often as that goes round. Of a loop that it has unrolled the
 /// round that has most of the PTX's rounds in it stands for all: other copies, which are there for what is left over, are no cheaper.
-fn weighed(instructions: &[Instruction], trips: &Trips) -> (Vec<f64>, Vec<String>) {
-    let made: Vec<Made> = trips.loops.iter().map(|of| Made::of(of, instructions)).collect();
+fn weighed(instructions: &[SassInstruction], trips: &TripCounts) -> (Vec<f64>, Vec<String>) {
+    let made: Vec<AssembledLoop> = trips.loops.iter().map(|of| AssembledLoop::find(of, instructions)).collect();
     let weights = instructions.iter().map(|instruction| {
         let line = instruction.line.unwrap_or(0);
         if let Some(at) = trips.around(line) {
             let (of, made) = (&trips.loops[at], &made[at]);
             return match made.place {
-                None => trips.of(line) / made.rounds,
-                Some(_) if is_within(made.place, instruction) => trips.of(line) / made.rounds,
+                None => trips.times(line) / made.rounds,
+                Some(_) if is_within(made.place, instruction) => trips.times(line) / made.rounds,
                 Some(_) if made.spilled_over => 0.0,
-                Some(_) => trips.entries(of).min(trips.of(line)),
+                Some(_) => trips.entries(of).min(trips.times(line)),
             };
         }
         let put_into = trips.loops.iter().zip(&made).filter(|(_, made)| is_within(made.place, instruction));
         let innermost = put_into.min_by_key(|(of, _)| of.last - of.first);
-        innermost.map_or(trips.of(line), |(of, made)| trips.of(of.last) / made.rounds)
+        innermost.map_or(trips.times(line), |(of, made)| trips.times(of.last) / made.rounds)
     });
     let told = trips.undecided.iter();
     let told =
@@ -253,7 +253,7 @@ fn weighed(instructions: &[Instruction], trips: &Trips) -> (Vec<f64>, Vec<String
 }
 
 /// What pipes take, the busiest first.
-fn pipes(chip: &GpuChip, instructions: &[Instruction], weights: &[f64], uncounted: &mut Vec<String>) -> Vec<Pipe> {
+fn pipes(chip: &GpuChip, instructions: &[SassInstruction], weights: &[f64], uncounted: &mut Vec<String>) -> Vec<Pipe> {
     let mut clocks = [0.0; PIPES.len()];
     let mut through = [0.0; PIPES.len()];
     for (instruction, weight) in instructions.iter().zip(weights) {
@@ -284,27 +284,27 @@ mod tests {
 
     #[test]
     fn what_ptxas_says_is_read_with_and_without_shared_memory_and_spills() {
-        let said = |text| Said::parse(text);
+        let said = |text| PtxasFigures::parse(text);
         let plain = "ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'scale' for 'sm_90'
 ptxas info    : Function properties for scale
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 16 registers, used 0 barriers
 ";
-        assert_eq!(said(plain), Some(Said { registers: 16, spill_bytes: 0, shared_bytes: 0 }));
+        assert_eq!(said(plain), Some(PtxasFigures { registers: 16, spill_bytes: 0, shared_bytes: 0 }));
         let full = "    40 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack size, 84672 bytes smem, 400 bytes cmem[0]
 ";
-        assert_eq!(said(full), Some(Said { registers: 255, spill_bytes: 32, shared_bytes: 84672 }));
+        assert_eq!(said(full), Some(PtxasFigures { registers: 255, spill_bytes: 32, shared_bytes: 84672 }));
         assert_eq!(said("ptxas info : nothing"), None);
     }
 
     #[test]
     fn instructions_out_of_and_in_a_loop_count_as_often_as_they_run() {
         let kernel = kernel(SWEEP);
-        let trips = Trips::of_kernel(&kernel).unwrap();
+        let trips = TripCounts::count(&kernel).unwrap();
         let line = |part: &str| 1 + kernel.text.lines().position(|line| line.contains(part)).unwrap();
-        let of = |address, mnemonic: &str, line, target| Instruction {
+        let of = |address, mnemonic: &str, line, target| SassInstruction {
             address,
             mnemonic: mnemonic.into(),
             line: Some(line),

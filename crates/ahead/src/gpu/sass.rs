@@ -4,7 +4,7 @@ use crate::error::AheadError;
 
 /// One instruction.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Instruction {
+pub(crate) struct SassInstruction {
     /// Byte in the kernel.
     pub(crate) address: u64,
     /// `MUFU.EX2`
@@ -24,8 +24,8 @@ fn malformed(line: usize, given: &str, expected: &'static str) -> AheadError {
 ///
 /// # Errors
 /// [`AheadError::Malformed`] where the text does not read as expected.
-pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<Instruction>, AheadError> {
-    let mut instructions: Vec<Instruction> = Vec::new();
+pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<SassInstruction>, AheadError> {
+    let mut instructions: Vec<SassInstruction> = Vec::new();
     // Where labels stand, and which instruction goes to which.
     let mut labels: Vec<(String, u64)> = Vec::new();
     let mut waiting: Vec<String> = Vec::new();
@@ -69,7 +69,7 @@ pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<Instruction>, AheadE
             let label = label.split(')').next().unwrap_or_default();
             branches.push((at + 1, instructions.len(), label.into()));
         }
-        instructions.push(Instruction { address, mnemonic: mnemonic.into(), line: line_of_ptx, target: None });
+        instructions.push(SassInstruction { address, mnemonic: mnemonic.into(), line: line_of_ptx, target: None });
     }
     if instructions.is_empty() {
         return Err(malformed(0, text.lines().next().unwrap_or_default(), "a section of the kernel"));
@@ -111,7 +111,7 @@ scale:
     #[test]
     fn instructions_have_their_lines_and_branches_their_targets() {
         let read = parse("scale", TEXT).unwrap();
-        let of = |address, mnemonic: &str, line, target| Instruction {
+        let of = |address, mnemonic: &str, line, target| SassInstruction {
             address,
             mnemonic: mnemonic.into(),
             line: Some(line),

@@ -84,7 +84,7 @@ fn program(row: &Compiled) -> String {
 }
 
 /// A figure of each launch; of one kernel that is itself.
-fn of_launches(row: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
+fn per_launch(row: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
     let figures: Vec<String> = row.launches.iter().map(figure).collect();
     if figures.is_empty() { "–".into() } else { figures.join(", ") }
 }
@@ -105,10 +105,10 @@ fn row_of_logits(table: &mut String, row: &Compiled) -> std::fmt::Result {
         row.dtype,
         program(row),
         relative_to_logits(peak, &row.shape, &row.dtype).map_or("–".into(), |ratio| format!("{ratio:.5} ×")),
-        of_launches(row, |launch| launch.registers.to_string()),
-        of_launches(row, |launch| launch.spill_bytes.to_string()),
-        of_launches(row, |launch| launch.shared_bytes.to_string()),
-        of_launches(row, |launch| launch.resident.to_string()),
+        per_launch(row, |launch| launch.registers.to_string()),
+        per_launch(row, |launch| launch.spill_bytes.to_string()),
+        per_launch(row, |launch| launch.shared_bytes.to_string()),
+        per_launch(row, |launch| launch.resident.to_string()),
         busiest(row),
         row.hbm_bytes,
         bound.hbm_ms,

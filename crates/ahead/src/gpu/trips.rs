@@ -28,7 +28,7 @@ const FIRST_ADDRESS: u64 = 1 << 44;
 
 /// A branch back, which makes a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Loop {
+pub(crate) struct PtxLoop {
     /// The line of its label.
     pub(crate) first: usize,
     /// The line of the branch.
@@ -37,20 +37,20 @@ pub(crate) struct Loop {
 
 /// What warps run of a kernel, in one launch.
 #[derive(Clone, Debug)]
-pub(crate) struct Trips {
+pub(crate) struct TripCounts {
     /// By line, from 1: how often warps run it, all together; `None` where no instruction stands.
     counts: Vec<Option<f64>>,
     /// Its loops.
-    pub(crate) loops: Vec<Loop>,
+    pub(crate) loops: Vec<PtxLoop>,
     /// Warps of the launch.
     pub(crate) warps: f64,
     /// Lines of branches that hang on what is unknown.
     pub(crate) undecided: Vec<usize>,
 }
 
-impl Trips {
+impl TripCounts {
     /// How often warps run `line`; as often as there are warps where no instruction stands.
-    pub(crate) fn of(&self, line: usize) -> f64 {
+    pub(crate) fn times(&self, line: usize) -> f64 {
         self.counts.get(line).copied().flatten().unwrap_or(self.warps)
     }
 
@@ -61,23 +61,23 @@ impl Trips {
     }
 
     /// How often what stands before `of` runs: each of these times the loop is entered.
-    pub(crate) fn entries(&self, of: &Loop) -> f64 {
+    pub(crate) fn entries(&self, of: &PtxLoop) -> f64 {
         let before = self.counts[..of.first].iter().rev().find_map(|count| *count);
-        before.unwrap_or(self.warps).min(self.of(of.last))
+        before.unwrap_or(self.warps).min(self.times(of.last))
     }
 }
 
 /// A number, where it is known.
-type Number = Option<u64>;
+type KnownInteger = Option<u64>;
 
 #[derive(Debug)]
-enum Operand {
+enum TracedOperand {
     Register(usize),
     /// A constant, the address of an array in shared memory, or a parameter.
     Known(u64),
-    Special(Special),
+    Special(SpecialRegister),
     /// Of memory: what is in brackets.
-    Memory(Box<Operand>),
+    Memory(Box<TracedOperand>),
     /// Several registers.
     Several(Vec<usize>),
     Label(usize),
@@ -85,7 +85,7 @@ enum Operand {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Special {
+enum SpecialRegister {
     Thread,
     Threads,
     Cta,
@@ -101,16 +101,16 @@ enum Special {
 }
 
 #[derive(Debug)]
-struct Instruction {
+struct TracedInstruction {
     line: usize,
     /// A predicate, and whether it must be false.
     guard: Option<(usize, bool)>,
     opcode: String,
     modifiers: Vec<String>,
-    operands: Vec<Operand>,
+    operands: Vec<TracedOperand>,
 }
 
-impl Instruction {
+impl TracedInstruction {
     fn is(&self, modifier: &str) -> bool {
         self.modifiers.iter().any(|one| one == modifier)
     }
@@ -132,15 +132,15 @@ fn integer(name: &str) -> Option<(u32, bool)> {
 }
 
 /// A kernel's text as what can be run of it.
-struct Program {
-    instructions: Vec<Instruction>,
+struct TracedProgram {
+    instructions: Vec<TracedInstruction>,
     registers: usize,
     lines: usize,
 }
 
 /// Where one thread is.
 #[derive(Clone, Copy)]
-struct Place {
+struct ThreadPlace {
     thread: u32,
     cta: u64,
 }
@@ -150,7 +150,7 @@ fn malformed(line: usize, given: &str, expected: &'static str) -> AheadError {
     AheadError::quoted("PTX", line, given, expected)
 }
 
-impl Program {
+impl TracedProgram {
     fn parse(kernel: &PtxKernel) -> Result<Self, AheadError> {
         let lines: Vec<&str> = kernel.text.lines().collect();
         let code = |line: &str| line.split("//").next().unwrap_or_default().trim().to_string();
@@ -191,7 +191,7 @@ impl Program {
                         .ok_or_else(|| malformed(at + 1, &line, "an instruction behind its guard"))?;
                     let (negated, name) = predicate.strip_prefix('!').map_or((false, predicate), |name| (true, name));
                     match operand(name) {
-                        Operand::Register(register) => (Some((register, negated)), text.trim()),
+                        TracedOperand::Register(register) => (Some((register, negated)), text.trim()),
                         _ => return Err(malformed(at + 1, &line, "a predicate")),
                     }
                 }
@@ -201,15 +201,15 @@ impl Program {
             let opcode = modifiers.next().unwrap_or_default();
             let modifiers = modifiers.filter(|modifier| !modifier.is_empty()).collect();
             let operands = split(given).into_iter().map(&mut operand).collect();
-            instructions.push(Instruction { line: at + 1, guard, opcode, modifiers, operands });
+            instructions.push(TracedInstruction { line: at + 1, guard, opcode, modifiers, operands });
         }
         Ok(Self { instructions, registers: registers.len(), lines: lines.len() })
     }
 
     /// Its branches back.
-    fn loops(&self) -> Vec<Loop> {
+    fn loops(&self) -> Vec<PtxLoop> {
         let back = self.instructions.iter().enumerate().filter_map(|(at, branch)| match branch.operands.first() {
-            Some(&Operand::Label(to)) if branch.opcode == "bra" && to <= at => Some(Loop {
+            Some(&TracedOperand::Label(to)) if branch.opcode == "bra" && to <= at => Some(PtxLoop {
                 first: self.instructions.get(to).map_or(branch.line, |first| first.line),
                 last: branch.line,
             }),
@@ -243,40 +243,40 @@ fn operand(
     registers: &mut HashMap<String, usize>,
     known: &HashMap<String, u64>,
     labels: &HashMap<String, usize>,
-) -> Operand {
+) -> TracedOperand {
     let special = match text {
-        "%tid.x" => Some(Special::Thread),
-        "%ntid.x" => Some(Special::Threads),
-        "%ctaid.x" => Some(Special::Cta),
-        "%nctaid.x" => Some(Special::Ctas),
-        "%cluster_ctarank" | "%cluster_ctaid.x" => Some(Special::Rank),
-        "%cluster_nctarank" | "%cluster_nctaid.x" => Some(Special::Ranks),
-        "%clusterid.x" => Some(Special::Cluster),
-        "%nclusterid.x" => Some(Special::Clusters),
-        "%laneid" => Some(Special::Lane),
-        "%warpid" => Some(Special::Warp),
-        "%tid.y" | "%tid.z" | "%ctaid.y" | "%ctaid.z" | "%clusterid.y" | "%clusterid.z" => Some(Special::Zero),
-        "%ntid.y" | "%ntid.z" | "%nctaid.y" | "%nctaid.z" => Some(Special::One),
+        "%tid.x" => Some(SpecialRegister::Thread),
+        "%ntid.x" => Some(SpecialRegister::Threads),
+        "%ctaid.x" => Some(SpecialRegister::Cta),
+        "%nctaid.x" => Some(SpecialRegister::Ctas),
+        "%cluster_ctarank" | "%cluster_ctaid.x" => Some(SpecialRegister::Rank),
+        "%cluster_nctarank" | "%cluster_nctaid.x" => Some(SpecialRegister::Ranks),
+        "%clusterid.x" => Some(SpecialRegister::Cluster),
+        "%nclusterid.x" => Some(SpecialRegister::Clusters),
+        "%laneid" => Some(SpecialRegister::Lane),
+        "%warpid" => Some(SpecialRegister::Warp),
+        "%tid.y" | "%tid.z" | "%ctaid.y" | "%ctaid.z" | "%clusterid.y" | "%clusterid.z" => Some(SpecialRegister::Zero),
+        "%ntid.y" | "%ntid.z" | "%nctaid.y" | "%nctaid.z" => Some(SpecialRegister::One),
         _ => None,
     };
     if let Some(special) = special {
-        return Operand::Special(special);
+        return TracedOperand::Special(special);
     }
     if let Some(inside) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) {
         // The base alone: what is loaded is told by its array.
         let base = inside.split('+').next().unwrap_or_default().trim();
-        return Operand::Memory(Box::new(operand(base, registers, known, labels)));
+        return TracedOperand::Memory(Box::new(operand(base, registers, known, labels)));
     }
     let mut register = |text: &str| {
         let next = registers.len();
         *registers.entry(text.to_string()).or_insert(next)
     };
     if let Some(inside) = text.strip_prefix('{').and_then(|text| text.strip_suffix('}')) {
-        return Operand::Several(inside.split(',').map(|one| register(one.trim())).collect());
+        return TracedOperand::Several(inside.split(',').map(|one| register(one.trim())).collect());
     }
     if text.starts_with('%') {
         // `%p1|%p2` defines two; the second is unknown for ever.
-        return Operand::Register(register(text.split('|').next().unwrap_or(text)));
+        return TracedOperand::Register(register(text.split('|').next().unwrap_or(text)));
     }
     let number = text.strip_prefix("0x").map_or_else(
         || text.parse().ok().map(i64::cast_unsigned).or_else(|| text.parse().ok()),
@@ -284,9 +284,9 @@ fn operand(
     );
     let number = number.or_else(|| known.get(text).copied());
     match (number, labels.get(text)) {
-        (Some(number), _) => Operand::Known(number),
-        (None, Some(&label)) => Operand::Label(label),
-        (None, None) => Operand::Unknown,
+        (Some(number), _) => TracedOperand::Known(number),
+        (None, Some(&label)) => TracedOperand::Label(label),
+        (None, None) => TracedOperand::Unknown,
     }
 }
 
@@ -302,34 +302,34 @@ fn signed(value: u64, bits: u32) -> i64 {
 }
 
 /// One launch's threads.
-struct Threads<'k> {
+struct ThreadTracer<'k> {
     kernel: &'k PtxKernel,
-    program: Program,
+    program: TracedProgram,
     undecided: Vec<usize>,
 }
 
-impl Threads<'_> {
-    fn special(&self, special: Special, place: Place) -> u64 {
+impl ThreadTracer<'_> {
+    fn special(&self, special: SpecialRegister, place: ThreadPlace) -> u64 {
         let cluster = u64::from(self.kernel.cluster.max(1));
         let ctas = u64::from(self.kernel.grid[0]);
         match special {
-            Special::Thread => place.thread.into(),
-            Special::Threads => self.kernel.block[0].into(),
-            Special::Cta => place.cta,
-            Special::Ctas => ctas,
-            Special::Rank => place.cta % cluster,
-            Special::Ranks => cluster,
-            Special::Cluster => place.cta / cluster,
-            Special::Clusters => ctas / cluster,
-            Special::Lane => (place.thread % WARP).into(),
-            Special::Warp => (place.thread / WARP).into(),
-            Special::Zero => 0,
-            Special::One => 1,
+            SpecialRegister::Thread => place.thread.into(),
+            SpecialRegister::Threads => self.kernel.block[0].into(),
+            SpecialRegister::Cta => place.cta,
+            SpecialRegister::Ctas => ctas,
+            SpecialRegister::Rank => place.cta % cluster,
+            SpecialRegister::Ranks => cluster,
+            SpecialRegister::Cluster => place.cta / cluster,
+            SpecialRegister::Clusters => ctas / cluster,
+            SpecialRegister::Lane => (place.thread % WARP).into(),
+            SpecialRegister::Warp => (place.thread / WARP).into(),
+            SpecialRegister::Zero => 0,
+            SpecialRegister::One => 1,
         }
     }
 
     /// What an array of global memory holds, where that is taken for known.
-    fn held(&self, address: Number) -> Number {
+    fn held(&self, address: KnownInteger) -> KnownInteger {
         let place = usize::try_from(address?.checked_div(FIRST_ADDRESS)?.checked_sub(1)?).ok()?;
         let parameter = self.kernel.parameters.get(place)?;
         match parameter.name.as_str() {
@@ -343,8 +343,8 @@ impl Threads<'_> {
     }
 
     /// Runs one thread to its end; how often it ran each instruction.
-    fn run(&mut self, place: Place, counts: &mut [u32]) -> Result<(), AheadError> {
-        let mut registers: Vec<Number> = vec![None; self.program.registers];
+    fn run(&mut self, place: ThreadPlace, counts: &mut [u32]) -> Result<(), AheadError> {
+        let mut registers: Vec<KnownInteger> = vec![None; self.program.registers];
         let (mut at, mut steps) = (0, 0_u64);
         while let Some(instruction) = self.program.instructions.get(at) {
             steps += 1;
@@ -365,7 +365,7 @@ impl Threads<'_> {
                     return Ok(());
                 }
                 "bra" => {
-                    let Some(&Operand::Label(to)) = instruction.operands.first() else {
+                    let Some(&TracedOperand::Label(to)) = instruction.operands.first() else {
                         return Err(malformed(instruction.line, "a branch", "a label"));
                     };
                     if guard.is_none() && !self.undecided.contains(&instruction.line) {
@@ -384,8 +384,8 @@ impl Threads<'_> {
                 continue;
             }
             let defined = match instruction.operands.first() {
-                Some(Operand::Register(register)) => vec![*register],
-                Some(Operand::Several(several)) => several.clone(),
+                Some(TracedOperand::Register(register)) => vec![*register],
+                Some(TracedOperand::Several(several)) => several.clone(),
                 _ => continue,
             };
             let value = if guard.is_some() { self.value(instruction, &registers, place) } else { None };
@@ -398,22 +398,22 @@ impl Threads<'_> {
     }
 
     /// What an instruction makes of what is known.
-    fn value(&self, instruction: &Instruction, registers: &[Number], place: Place) -> Number {
-        let given = |at: usize| -> Number {
+    fn value(&self, instruction: &TracedInstruction, registers: &[KnownInteger], place: ThreadPlace) -> KnownInteger {
+        let given = |at: usize| -> KnownInteger {
             match instruction.operands.get(at)? {
-                Operand::Register(register) => registers[*register],
-                Operand::Known(value) => Some(*value),
-                Operand::Special(special) => Some(self.special(*special, place)),
+                TracedOperand::Register(register) => registers[*register],
+                TracedOperand::Known(value) => Some(*value),
+                TracedOperand::Special(special) => Some(self.special(*special, place)),
                 _ => None,
             }
         };
         let opcode = instruction.opcode.as_str();
         match opcode {
             "ld" => {
-                let Some(Operand::Memory(address)) = instruction.operands.get(1) else { return None };
+                let Some(TracedOperand::Memory(address)) = instruction.operands.get(1) else { return None };
                 let address = match address.as_ref() {
-                    Operand::Register(register) => registers[*register],
-                    Operand::Known(address) => Some(*address),
+                    TracedOperand::Register(register) => registers[*register],
+                    TracedOperand::Known(address) => Some(*address),
                     _ => None,
                 };
                 return if instruction.is("param") {
@@ -456,7 +456,7 @@ impl Threads<'_> {
         let operand = |at| given(at).map(|value| cut(value, bits));
         let (a, b) = (operand(1), operand(2));
         let wide = |value: u64| if has_sign { i128::from(signed(value, bits)) } else { i128::from(value) };
-        let product = |c: i128| -> Number {
+        let product = |c: i128| -> KnownInteger {
             let product = wide(a?) * wide(b?);
             let value = if instruction.is("hi") { product >> bits } else { product } + c;
             Some(cut(value.cast_unsigned() as u64, if instruction.is("wide") { bits * 2 } else { bits }))
@@ -504,7 +504,7 @@ impl Threads<'_> {
 }
 
 /// What `setp` makes of two integers.
-fn compared(instruction: &Instruction, [a, b]: [u64; 2]) -> Number {
+fn compared(instruction: &TracedInstruction, [a, b]: [u64; 2]) -> KnownInteger {
     let (bits, has_sign) = instruction.integer()?;
     let (a, b) = (cut(a, bits), cut(b, bits));
     let ordering = if has_sign { signed(a, bits).cmp(&signed(b, bits)) } else { a.cmp(&b) };
@@ -520,15 +520,15 @@ fn compared(instruction: &Instruction, [a, b]: [u64; 2]) -> Number {
     (instruction.modifiers.len() == 2).then_some(u64::from(holds))
 }
 
-impl Trips {
+impl TripCounts {
     /// Of one launch of `kernel`.
     ///
     /// # Errors
     /// [`AheadError::Malformed`] where the text is not understood, or a thread comes to no end.
-    pub(crate) fn of_kernel(kernel: &PtxKernel) -> Result<Self, AheadError> {
-        let program = Program::parse(kernel)?;
+    pub(crate) fn count(kernel: &PtxKernel) -> Result<Self, AheadError> {
+        let program = TracedProgram::parse(kernel)?;
         let (loops, lines) = (program.loops(), program.lines);
-        let mut threads = Threads { kernel, program, undecided: Vec::new() };
+        let mut threads = ThreadTracer { kernel, program, undecided: Vec::new() };
         let cluster = u64::from(kernel.cluster.max(1));
         let clusters = kernel.grid.iter().map(|&extent| u64::from(extent)).product::<u64>() / cluster;
         let threads_a_cta: u32 = kernel.block.iter().product();
@@ -544,7 +544,7 @@ impl Trips {
                     let mut most = vec![0_u32; instructions];
                     for thread in [first, last] {
                         let mut counts = vec![0_u32; instructions];
-                        threads.run(Place { thread, cta }, &mut counts)?;
+                        threads.run(ThreadPlace { thread, cta }, &mut counts)?;
                         most.iter_mut().zip(counts).for_each(|(most, count)| *most = (*most).max(count));
                     }
                     sums.iter_mut().zip(most).for_each(|(sum, most)| *sum += u64::from(most));
@@ -629,26 +629,26 @@ $masked:
     #[test]
     fn a_warp_runs_a_line_as_often_as_its_most_diligent_thread() {
         let kernel = kernel(SWEEP);
-        let trips = Trips::of_kernel(&kernel).unwrap();
+        let trips = TripCounts::count(&kernel).unwrap();
         assert_eq!(trips.warps, 64.0 * 8.0);
         // Threads 0 to 231 go round four times: all warps but none of the last whole, whose first thread, 224, does.
-        assert_eq!(trips.of(line(&kernel, "ex2")), 64.0 * 8.0 * 4.0);
-        assert_eq!(trips.of(line(&kernel, "mul.wide.u32 %d3")), 64.0 * 8.0);
+        assert_eq!(trips.times(line(&kernel, "ex2")), 64.0 * 8.0 * 4.0);
+        assert_eq!(trips.times(line(&kernel, "mul.wide.u32 %d3")), 64.0 * 8.0);
         assert_eq!(trips.loops.len(), 1);
         assert_eq!(trips.entries(&trips.loops[0]), 64.0 * 8.0);
         assert!(trips.undecided.is_empty(), "{:?}", trips.undecided);
         // Narrower rows: warps 0 to 6 of 700 columns three times, warp 5 (160 to 191) as its first thread does.
         let narrow = self::kernel(&SWEEP.replace(", 1000", ", 700"));
-        assert_eq!(Trips::of_kernel(&narrow).unwrap().of(line(&narrow, "ex2")), 64.0 * (6.0 * 3.0 + 2.0 * 2.0));
+        assert_eq!(TripCounts::count(&narrow).unwrap().times(line(&narrow, "ex2")), 64.0 * (6.0 * 3.0 + 2.0 * 2.0));
     }
 
     #[test]
     fn a_branch_on_what_is_unknown_goes_where_less_runs_and_is_told() {
         let unknown = kernel(&SWEEP.replace("[mask]", "[logits]"));
-        let trips = Trips::of_kernel(&unknown).unwrap();
+        let trips = TripCounts::count(&unknown).unwrap();
         assert_eq!(trips.undecided, [line(&unknown, "bra $masked")]);
-        assert_eq!(trips.of(line(&unknown, "ex2")), 0.0);
+        assert_eq!(trips.times(line(&unknown, "ex2")), 0.0);
         let endless = kernel(&SWEEP.replace("add.u32 %r0, %r0, 256", "add.u32 %r0, %r0, 0"));
-        assert!(Trips::of_kernel(&endless).unwrap_err().to_string().contains("comes to an end"));
+        assert!(TripCounts::count(&endless).unwrap_err().to_string().contains("comes to an end"));
     }
 }

@@ -9,7 +9,7 @@ use assay_core::memory::CompiledMemory;
 use assay_pjrt::compile_worker::{CompileJob, CompileWorker, HLO, append_flags};
 use assay_schema::compile::{Bound, Limit};
 
-use super::links::Links;
+use super::links::LinkTimes;
 use super::schedule::{self, Launch};
 use super::target::{TpuChip, TpuTarget};
 use crate::error::AheadError;
@@ -43,7 +43,7 @@ pub struct TpuCompilation {
     /// Collectives whose cycles are in no kernel.
     pub uncounted: Vec<String>,
     /// What its collectives take between chips.
-    pub links: Links,
+    pub links: LinkTimes,
     /// What libtpu was told of its own, by the environment's `LIBTPU_INIT_ARGS` and after it by [`TpuCompiler::flags`].
     pub flags: String,
 }
@@ -171,7 +171,7 @@ impl TpuCompiler {
             let kernel = kernels.iter().find(|kernel| kernel.name == name);
             chip.bound(kernel.map_or(0, Launch::all_cycles), traffic.bytes_of.get(name).copied().unwrap_or(0))
         };
-        let links = Links::of(target, &chips, &traffic, |name| took(name).predicted_ms);
+        let links = LinkTimes::new(target, &chips, &traffic, |name| took(name).predicted_ms);
         let flags = append_flags(LIBTPU_VARIABLE, flags);
         Ok(TpuCompilation { memory, compile_s, kernels, traffic, uncounted, links, flags })
     }

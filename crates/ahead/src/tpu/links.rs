@@ -24,14 +24,14 @@
 use std::collections::{BTreeSet, HashMap};
 
 use super::target::TpuTarget;
-use crate::traffic::{Collective, Kind, Traffic};
+use crate::traffic::{Collective, CollectiveKind, Traffic};
 
 /// Boxes times devices that are looked at; of larger grids slabs and single chips alone.
 const MOST_LOOKS: usize = 20_000_000;
 
 /// What the collectives of a program take on the links, at least, in milliseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Links {
+pub struct LinkTimes {
     /// All of them: those that run beside computing together, the others one after another.
     pub all_ms: f64,
     /// Of these, what passes while nothing else is computed: those that are waited for at once, and of the others what outlasts what is
@@ -44,12 +44,12 @@ pub struct Links {
 }
 
 /// A part of the grid that is cut off.
-struct Cut {
+struct GridBox {
     from: Vec<usize>,
     extents: Vec<usize>,
 }
 
-impl Cut {
+impl GridBox {
     fn holds(&self, chip: &[usize]) -> bool {
         let mut axes = chip.iter().zip(&self.from).zip(&self.extents);
         axes.all(|((&at, &from), &extent)| (from..from + extent).contains(&at))
@@ -77,15 +77,15 @@ impl Cut {
 }
 
 /// The boxes of a grid but all of it.
-fn boxes(grid: &[usize], devices: usize) -> Vec<Cut> {
+fn boxes(grid: &[usize], devices: usize) -> Vec<GridBox> {
     let spans = |extent: usize| (0..extent).flat_map(move |from| (1..=extent - from).map(move |length| (from, length)));
     let all: usize = grid.iter().map(|&extent| extent * (extent + 1) / 2).product();
     let every = all.saturating_mul(devices) <= MOST_LOOKS;
-    let mut boxes = vec![Cut { from: vec![], extents: vec![] }];
+    let mut boxes = vec![GridBox { from: vec![], extents: vec![] }];
     for &extent in grid {
         let spans: Vec<(usize, usize)> =
             spans(extent).filter(|&(_, length)| every || length == extent || length == 1).collect();
-        let longer = |Cut { from, extents }: &Cut, (at, length)| Cut {
+        let longer = |GridBox { from, extents }: &GridBox, (at, length)| GridBox {
             from: [&from[..], &[at]].concat(),
             extents: [&extents[..], &[length]].concat(),
         };
@@ -95,16 +95,16 @@ fn boxes(grid: &[usize], devices: usize) -> Vec<Cut> {
     boxes
 }
 
-impl Links {
+impl LinkTimes {
     /// Of a program for `target` whose device `i` is on the chip at `chips[i]`. `took` says of an instruction that computes what all its
     /// runs take, in milliseconds.
-    pub fn of(target: &TpuTarget, chips: &[Vec<usize>], traffic: &Traffic, took: impl Fn(&str) -> f64) -> Links {
-        let mut links = Links::default();
+    pub fn new(target: &TpuTarget, chips: &[Vec<usize>], traffic: &Traffic, took: impl Fn(&str) -> f64) -> LinkTimes {
+        let mut links = LinkTimes::default();
         let grid = target.topology();
         let boxes = boxes(grid, chips.len());
         let mut most = 0.0;
         let mut beside_ms = vec![0.0; boxes.len()];
-        let mut windows: Vec<Window> = Vec::new();
+        let mut windows: Vec<OverlapWindow> = Vec::new();
         let mut alone_ms = HashMap::new();
         for collective in &traffic.moved {
             let times = boxes.iter().enumerate().filter_map(|(i, part)| {
@@ -114,7 +114,7 @@ impl Links {
                 let ms = out.max(back) / (part.links(grid, target) as f64 * target.chip.port_gb_per_s * 1e6);
                 (out.max(back) > 0.0).then_some((ms * collective.runs as f64, part, i))
             });
-            let times: Vec<(f64, &Cut, usize)> = times.collect();
+            let times: Vec<(f64, &GridBox, usize)> = times.collect();
             let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
             if collective.is_alone() {
                 links.exposed_ms += ms;
@@ -125,7 +125,7 @@ impl Links {
                     over[i] = ms;
                     beside_ms[i] += ms;
                 }
-                Window::of(collective, over).join(&mut windows);
+                OverlapWindow::new(collective, over).join(&mut windows);
             }
             if ms > most {
                 most = ms;
@@ -146,7 +146,7 @@ impl Links {
 }
 
 /// What stands between the ends of collectives that have some of it in common.
-struct Window<'t> {
+struct OverlapWindow<'t> {
     /// All of it, by name.
     within: BTreeSet<&'t str>,
     /// What each of them takes, and what stands between its own ends.
@@ -155,8 +155,8 @@ struct Window<'t> {
     over: Vec<f64>,
 }
 
-impl<'t> Window<'t> {
-    fn of(collective: &'t Collective, over: Vec<f64>) -> Self {
+impl<'t> OverlapWindow<'t> {
+    fn new(collective: &'t Collective, over: Vec<f64>) -> Self {
         // Its own bytes pass while it does.
         let Collective { beside, awaited, ends, .. } = collective;
         let within: BTreeSet<&str> = beside.iter().chain(awaited).chain(ends).map(String::as_str).collect();
@@ -192,10 +192,10 @@ impl Collective {
         let bytes = self.bytes as f64;
         let all = [(0..within.len()).collect()];
         let groups: &[Vec<usize>] =
-            if self.groups.is_empty() && self.kind != Kind::Permute { &all } else { &self.groups };
+            if self.groups.is_empty() && self.kind != CollectiveKind::Permute { &all } else { &self.groups };
         let mut sums = [0.0; 2];
         for group in groups {
-            if self.kind == Kind::Permute {
+            if self.kind == CollectiveKind::Permute {
                 let [from, to] = group[..] else { continue };
                 let [from, to] = [from, to].map(|device| is_within(&device));
                 sums[0] += if from && !to { bytes } else { 0.0 };
@@ -209,11 +209,11 @@ impl Collective {
                 continue;
             }
             let [out, back] = match self.kind {
-                Kind::AllReduce => [bytes, bytes],
-                Kind::ReduceScatter => [bytes * b / n, bytes * a / n],
-                Kind::AllGather => [bytes * a / n, bytes * b / n],
-                Kind::AllToAll => [bytes * a * b / n; 2],
-                Kind::Permute => unreachable!("counted by pairs"),
+                CollectiveKind::AllReduce => [bytes, bytes],
+                CollectiveKind::ReduceScatter => [bytes * b / n, bytes * a / n],
+                CollectiveKind::AllGather => [bytes * a / n, bytes * b / n],
+                CollectiveKind::AllToAll => [bytes * a * b / n; 2],
+                CollectiveKind::Permute => unreachable!("counted by pairs"),
             };
             sums[0] += out;
             sums[1] += back;
@@ -231,14 +231,14 @@ mod tests {
         (0..y).flat_map(|j| (0..x).map(move |i| vec![i, j])).collect()
     }
 
-    fn links(target: &str, kind: Kind, bytes: u64, groups: &[&[usize]]) -> Links {
+    fn links(target: &str, kind: CollectiveKind, bytes: u64, groups: &[&[usize]]) -> LinkTimes {
         let target = TpuTarget::parse(target).unwrap();
         let groups = groups.iter().map(|group| group.to_vec()).collect();
         let (beside, awaited, ends) = Default::default();
         let collective = Collective { name: "it".into(), kind, bytes, groups, runs: 1, beside, awaited, ends };
         let traffic = Traffic { moved: vec![collective], ..Traffic::default() };
         let grid = target.topology().to_vec();
-        Links::of(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
+        LinkTimes::new(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
     }
 
     /// The f32 gradient of a head of 4096 × 151,936, 2.489 GB, over a v6e:2x4: two links join its halves, and a corner has two ports.
@@ -247,29 +247,29 @@ mod tests {
         const GRADIENT: u64 = 4096 * 151_936 * 4;
         let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
         let near = |found: f64, expected: f64| (found - expected).abs() < 0.005 * expected;
-        let sum = links("v6e:2x4", Kind::AllReduce, GRADIENT, &[all]);
+        let sum = links("v6e:2x4", CollectiveKind::AllReduce, GRADIENT, &[all]);
         assert!(near(sum.all_ms, 12.446) && sum.exposed_ms == sum.all_ms, "{sum:?}");
         // Scattered, the seven eighths that a corner does not keep leave it by two ports.
-        let scattered = links("v6e:2x4", Kind::ReduceScatter, GRADIENT, &[all]);
+        let scattered = links("v6e:2x4", CollectiveKind::ReduceScatter, GRADIENT, &[all]);
         assert!(near(scattered.all_ms, 10.891), "{scattered:?}");
         assert!(scattered.narrowest.unwrap().contains("1x1 at"));
         // Two lines of four, each with half of it: one link of each joins its halves.
         let lines: [&[usize]; 2] = [&[0, 2, 4, 6], &[1, 3, 5, 7]];
-        let in_lines = links("v6e:2x4", Kind::AllReduce, GRADIENT / 2, &lines);
+        let in_lines = links("v6e:2x4", CollectiveKind::AllReduce, GRADIENT / 2, &lines);
         assert!(near(in_lines.all_ms, 12.446), "{in_lines:?}");
         // A v5e's links carry half as much.
-        assert!(near(links("v5e:2x4", Kind::AllReduce, GRADIENT, &[all]).all_ms, 24.893));
+        assert!(near(links("v5e:2x4", CollectiveKind::AllReduce, GRADIENT, &[all]).all_ms, 24.893));
     }
 
     #[test]
     fn what_stays_on_a_side_crosses_nothing() {
         // Pairs along the short axis: each has a link of its own.
         let pairs: [&[usize]; 4] = [&[0, 1], &[2, 3], &[4, 5], &[6, 7]];
-        let ms = links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &pairs).all_ms;
+        let ms = links("v6e:2x4", CollectiveKind::AllReduce, 1_000_000_000, &pairs).all_ms;
         assert!((ms - 10.0).abs() < 1e-9, "{ms}");
-        assert_eq!(links("v6e:2x4", Kind::AllReduce, 1_000_000_000, &[&[3]]), Links::default());
+        assert_eq!(links("v6e:2x4", CollectiveKind::AllReduce, 1_000_000_000, &[&[3]]), LinkTimes::default());
         // From one corner to its neighbour and back: a port each way, by the cut that joins nothing else.
-        let ms = links("v6e:2x4", Kind::Permute, 1_000_000_000, &[&[0, 1], &[1, 0]]).all_ms;
+        let ms = links("v6e:2x4", CollectiveKind::Permute, 1_000_000_000, &[&[0, 1], &[1, 0]]).all_ms;
         assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
     }
 
@@ -279,7 +279,7 @@ mod tests {
         let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect();
         Collective {
             name: format!("{groups:?}"),
-            kind: Kind::AllReduce,
+            kind: CollectiveKind::AllReduce,
             bytes: 1_000_000_000,
             groups: groups.map(Vec::from).to_vec(),
             runs: 1,
@@ -292,9 +292,9 @@ mod tests {
     const ALONG_X: [[usize; 2]; 2] = [[0, 1], [2, 3]];
     const ALONG_Y: [[usize; 2]; 2] = [[0, 2], [1, 3]];
 
-    fn links_of_pairs(moved: Vec<Collective>, took: impl Fn(&str) -> f64) -> Links {
+    fn links_of_pairs(moved: Vec<Collective>, took: impl Fn(&str) -> f64) -> LinkTimes {
         let target = TpuTarget::parse("v6e:2x2").unwrap();
-        Links::of(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() }, took)
+        LinkTimes::new(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() }, took)
     }
 
     /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
@@ -349,8 +349,8 @@ mod tests {
     fn a_ring_has_a_link_more() {
         // 16 of a v5e or v6e close a ring; four do not.
         let line: Vec<usize> = (0..16).collect();
-        let ring = links("v6e:1x16", Kind::AllReduce, 1_000_000_000, &[&line]).all_ms;
-        let open = links("v6e:1x8", Kind::AllReduce, 1_000_000_000, &[&line[..8]]).all_ms;
+        let ring = links("v6e:1x16", CollectiveKind::AllReduce, 1_000_000_000, &[&line]).all_ms;
+        let open = links("v6e:1x8", CollectiveKind::AllReduce, 1_000_000_000, &[&line[..8]]).all_ms;
         assert!((ring - 5.0).abs() < 1e-9 && (open - 10.0).abs() < 1e-9, "{ring} {open}");
     }
 }

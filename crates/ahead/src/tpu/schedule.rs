@@ -97,16 +97,16 @@ fn kernel_of<'n>(file: &'n str, suffix: &str) -> Option<&'n str> {
 }
 
 /// One VLIW instruction.
-struct Bundle<'t> {
+struct VliwBundle<'t> {
     starts_loop: bool,
     depth: usize,
     /// Its text up to the next bundle.
     lines: Vec<&'t str>,
 }
 
-impl<'t> Bundle<'t> {
+impl<'t> VliwBundle<'t> {
     /// `(address, bundle)` where `line` begins one.
-    fn begin(line: &'t str) -> Option<(u64, Bundle<'t>)> {
+    fn begin(line: &'t str) -> Option<(u64, VliwBundle<'t>)> {
         let (address, body) = line.split_once(':')?;
         let mut words = address.split_whitespace();
         let first = words.next()?;
@@ -123,7 +123,7 @@ impl<'t> Bundle<'t> {
             return None;
         }
         let starts_loop = marks.contains(&"LB");
-        Some((address, Bundle { starts_loop, depth: depth.matches('>').count(), lines: vec![body] }))
+        Some((address, VliwBundle { starts_loop, depth: depth.matches('>').count(), lines: vec![body] }))
     }
 
     /// Its instructions, each with the comment that follows it.
@@ -152,28 +152,28 @@ fn leading_digits(text: &str) -> &str {
 }
 
 /// A branch: to which region, and on what.
-struct Branch<'t> {
+struct VliwBranch<'t> {
     region: &'t str,
     /// The predicate that is false where it is taken.
     unless: Option<&'t str>,
 }
 
-impl<'t> Branch<'t> {
+impl<'t> VliwBranch<'t> {
     /// `%36 = sbr.rel (!%p34_p13) target = $region3177`
-    fn of(instruction: &'t str) -> Option<Branch<'t>> {
+    fn parse(instruction: &'t str) -> Option<VliwBranch<'t>> {
         let (_, branch) = instruction.split_once(" = sbr.rel ")?;
         let (predicate, region) = branch.split_once("target = $region")?;
         let unless = predicate.trim().strip_prefix("(!").and_then(|predicate| predicate.strip_suffix(')'));
-        Some(Branch { region: leading_digits(region), unless })
+        Some(VliwBranch { region: leading_digits(region), unless })
     }
 }
 
 /// What a scalar or predicate is: operation and operands.
-type Definition<'t> = (&'t str, Vec<&'t str>);
+type ScalarDefinition<'t> = (&'t str, Vec<&'t str>);
 
 /// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. A name has one definition: where that stands under a
 /// predicate, `smov.u32 (%p3), 0`, the predicate holds wherever the name is read.
-fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
+fn definition(instruction: &str) -> Option<(&str, ScalarDefinition<'_>)> {
     let (name, expression) = instruction.split_once(" = ")?;
     let expression = &expression[..expression.find(['/', '}']).unwrap_or(expression.len())];
     let (operation, operands) = expression.trim().split_once(' ')?;
@@ -185,16 +185,16 @@ fn definition(instruction: &str) -> Option<(&str, Definition<'_>)> {
 }
 
 /// The scalars of a kernel by name.
-struct Scalars<'t> {
-    definitions: HashMap<&'t str, Vec<Definition<'t>>>,
+struct ScalarDefinitions<'t> {
+    definitions: HashMap<&'t str, Vec<ScalarDefinition<'t>>>,
     /// What is stored to each spill slot, `[smem:[#allocation7_spill]]`.
     spilled: HashMap<&'t str, Vec<&'t str>>,
 }
 
-impl<'t> Scalars<'t> {
-    fn of(bundles: &[Bundle<'t>]) -> Scalars<'t> {
+impl<'t> ScalarDefinitions<'t> {
+    fn new(bundles: &[VliwBundle<'t>]) -> ScalarDefinitions<'t> {
         let (mut definitions, mut spilled): (HashMap<_, Vec<_>>, HashMap<_, Vec<_>>) = Default::default();
-        for (name, definition) in bundles.iter().flat_map(Bundle::instructions).filter_map(definition) {
+        for (name, definition) in bundles.iter().flat_map(VliwBundle::instructions).filter_map(definition) {
             if let ("sst", [store]) = (definition.0, definition.1.as_slice())
                 && let Some((slot, value)) = store.split_once(' ')
             {
@@ -204,7 +204,7 @@ impl<'t> Scalars<'t> {
         }
         // A register, unlike a name, is written many times.
         definitions.retain(|_, all| all.len() == 1);
-        Scalars { definitions, spilled }
+        ScalarDefinitions { definitions, spilled }
     }
 
     /// What was spilled, where `name` is loaded from a slot that one value only is stored to; else `name`.
@@ -243,7 +243,7 @@ impl<'t> Scalars<'t> {
 }
 
 /// Where a loop lies, and how often it turns.
-struct Span {
+struct LoopSpan {
     start: usize,
     /// The last bundle, delay slots included.
     last: usize,
@@ -254,14 +254,14 @@ struct Span {
     passed_over: Vec<usize>,
 }
 
-impl Span {
-    fn holds(&self, other: &Span) -> bool {
+impl LoopSpan {
+    fn holds(&self, other: &LoopSpan) -> bool {
         self.start <= other.start && self.last >= other.last
     }
 }
 
 /// A branch from one bundle to another, and the predicate that is false where it is taken.
-type Jump<'t> = (usize, usize, Option<&'t str>);
+type BranchJump<'t> = (usize, usize, Option<&'t str>);
 
 /// The kernel called `name` from the texts of its two files.
 ///
@@ -279,10 +279,10 @@ pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &TpuChip) -> Re
     Ok(count(name, &spans, &kinds, &rows))
 }
 
-fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<Bundle<'t>>, AheadError> {
-    let mut bundles: Vec<Bundle> = Vec::new();
+fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<VliwBundle<'t>>, AheadError> {
+    let mut bundles: Vec<VliwBundle> = Vec::new();
     for (at, line) in text.lines().enumerate() {
-        if let Some((address, bundle)) = Bundle::begin(line) {
+        if let Some((address, bundle)) = VliwBundle::begin(line) {
             if address != bundles.len() as u64 {
                 return Err(AheadError::malformed(file, at + 1, line.trim(), "the bundle after the one before it"));
             }
@@ -299,9 +299,9 @@ fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<Bundle<'t>>, Ahead
 }
 
 /// Slot names with their capacities, and the slots that each bundle fills.
-type Utilization<'t> = (Vec<(&'t str, u64)>, Vec<Vec<u64>>);
+type SlotUtilization<'t> = (Vec<(&'t str, u64)>, Vec<Vec<u64>>);
 
-fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<Utilization<'t>, AheadError> {
+fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<SlotUtilization<'t>, AheadError> {
     let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let mut next =
         |expected| lines.next().ok_or_else(|| AheadError::malformed(file, 0, "the end of the file", expected));
@@ -331,20 +331,20 @@ fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<Utilization<'t>, A
 }
 
 /// The loops, in order of their start.
-fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
-    let scalars = Scalars::of(bundles);
+fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
+    let scalars = ScalarDefinitions::new(bundles);
     let mut starts = HashMap::new();
     for (at, bundle) in bundles.iter().enumerate() {
         starts.extend(bundle.regions().map(|region| (region, at)));
     }
-    let branches: Vec<Jump> = bundles
+    let branches: Vec<BranchJump> = bundles
         .iter()
         .enumerate()
-        .flat_map(|(at, bundle)| bundle.instructions().filter_map(Branch::of).map(move |branch| (at, branch)))
+        .flat_map(|(at, bundle)| bundle.instructions().filter_map(VliwBranch::parse).map(move |branch| (at, branch)))
         .filter_map(|(at, branch)| Some((at, *starts.get(branch.region)?, branch.unless)))
         .collect();
 
-    let mut spans: Vec<Span> = Vec::new();
+    let mut spans: Vec<LoopSpan> = Vec::new();
     for (start, bundle) in bundles.iter().enumerate().filter(|(_, bundle)| bundle.starts_loop) {
         let back = branches.iter().rfind(|(at, to, _)| *to == start && *at >= start);
         // Without a branch back, the loop is what is marked as deep as its start.
@@ -353,15 +353,15 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
         let last = end.min(bundles.len() - 1);
         let depth = 1 + spans.iter().filter(|outer| outer.last >= last).count();
         let trips = back.and_then(|(_, _, unless)| scalars.trips((*unless)?));
-        spans.push(Span { start, last, depth, trips, optional: false, passed_over: vec![] });
+        spans.push(LoopSpan { start, last, depth, trips, optional: false, passed_over: vec![] });
     }
     for at in 0..spans.len() {
-        let Span { start, last, depth, trips, .. } = spans[at];
+        let LoopSpan { start, last, depth, trips, .. } = spans[at];
         let inner =
             |bundle: &usize| spans.iter().any(|span| span.start > start && (span.start..=span.last).contains(bundle));
         let grids = (start..=last).filter(|bundle| !inner(bundle)).flat_map(|bundle| bundles[bundle].grids());
         let grid = grids.filter(|&grid| trips.is_some_and(|trips| (grid..=grid + MOST_STAGES).contains(&trips))).max();
-        let passed = |&(from, to, _): &Jump| from < start && to > last;
+        let passed = |&(from, to, _): &BranchJump| from < start && to > last;
         spans[at].trips = grid.filter(|&grid| grid > 0).or(trips);
         spans[at].optional = depth == 1 && branches.iter().any(passed);
     }
@@ -377,8 +377,8 @@ fn spans(bundles: &[Bundle], delay: usize) -> Vec<Span> {
 }
 
 /// The bundles of the loop at `at` that are not on the shortest way through it, ascending.
-fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Vec<usize> {
-    let Span { start, last, .. } = spans[at];
+fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: usize) -> Vec<usize> {
+    let LoopSpan { start, last, .. } = spans[at];
     let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
     let mut trips = vec![1_u64; last + 1 - start];
     for span in inner() {
@@ -423,14 +423,14 @@ fn passed_over(spans: &[Span], at: usize, branches: &[Jump], delay: usize) -> Ve
 }
 
 /// Cycles and slots, over the loops' trips.
-fn count(name: &str, spans: &[Span], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
+fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
     // The innermost loop of each bundle, as an index into `spans` + 1; 0 is outside all.
     let mut innermost = vec![0; rows.len()];
     for (at, span) in spans.iter().enumerate() {
         innermost[span.start..=span.last].fill(at + 1);
     }
-    let nest = |span: &Span| spans.iter().filter(|outer| outer.holds(span)).collect::<Vec<_>>();
-    let turns = |span: &Span| {
+    let nest = |span: &LoopSpan| spans.iter().filter(|outer| outer.holds(span)).collect::<Vec<_>>();
+    let turns = |span: &LoopSpan| {
         let counted = nest(span).into_iter().rev().take_while(|outer| !outer.optional);
         counted.map(|outer| outer.trips.unwrap_or(1)).fold(1, u64::saturating_mul)
     };

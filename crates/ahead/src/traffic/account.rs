@@ -2,10 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::collectives::{COLLECTIVES, Likeness};
-use super::hlo::{Computation, Definitions, Instruction, Module};
+use super::collectives::{COLLECTIVES, CollectiveSignature};
+use super::hlo::{HloComputation, HloDefinitions, HloInstruction, HloModule};
 use super::trips::trips;
-use super::windows::{Windows, parts_taken};
+use super::windows::{PartialAccesses, parts_taken};
 use super::{Collective, Traffic};
 use crate::error::AheadError;
 
@@ -27,7 +27,7 @@ const STILL: [&str; 10] = [
 ///
 /// # Errors
 /// [`AheadError::Malformed`], where an operand or a computation is named that is nowhere.
-pub(super) fn traffic(file: &str, module: &Module) -> Result<Traffic, AheadError> {
+pub(super) fn traffic(file: &str, module: &HloModule) -> Result<Traffic, AheadError> {
     let mut traffic = Traffic::default();
     let mut likenesses = Vec::new();
     let mut waiting = vec![(&module.entry, 1)];
@@ -46,12 +46,12 @@ impl Traffic {
     fn count<'t>(
         &mut self,
         file: &str,
-        instructions: &[Instruction<'t>],
+        instructions: &[HloInstruction<'t>],
         runs: u64,
-        computations: &HashMap<&str, Computation<'t>>,
-        likenesses: &mut Vec<Likeness<'t>>,
+        computations: &HashMap<&str, HloComputation<'t>>,
+        likenesses: &mut Vec<CollectiveSignature<'t>>,
     ) -> Result<Vec<(&'t str, u64)>, AheadError> {
-        let definitions = Definitions::of(instructions);
+        let definitions = HloDefinitions::new(instructions);
         let by_name = &definitions.0;
         let mut bodies = Vec::new();
         let mut bytes = 0_u64;
@@ -62,11 +62,12 @@ impl Traffic {
             }
             let before = bytes;
             let within = Collective::within(file, instruction, instructions, computations, runs)?;
-            let collective = within.or(Collective::of(file, instruction, instructions, computations, runs)?);
+            let collective =
+                within.or(Collective::from_instruction(file, instruction, instructions, computations, runs)?);
             let exposed = collective.as_ref().is_some_and(Collective::is_alone);
             self.moved.extend(collective);
             if COLLECTIVES.contains(&instruction.opcode) {
-                let likeness = Likeness::of(instruction, &definitions, computations);
+                let likeness = CollectiveSignature::new(instruction, &definitions, computations);
                 let place = likenesses.iter().position(|other| *other == likeness).unwrap_or_else(|| {
                     likenesses.push(likeness);
                     self.collectives.push(Vec::new());
@@ -89,7 +90,7 @@ impl Traffic {
             let before_operands = usize::from(handle.is_some());
             let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
             let mut counted = HashSet::new();
-            let windows = Windows::of(instruction, &definitions, computations);
+            let windows = PartialAccesses::new(instruction, &definitions, computations);
             for (place, operand) in instruction.operands.iter().enumerate() {
                 let (name, index) =
                     operand.split_once('#').map_or((*operand, None), |(name, index)| (name, Some(index)));

@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::hlo::{Computation, Definitions, Instruction, Shape};
-use super::{Collective, Kind};
+use super::hlo::{HloComputation, HloDefinitions, HloInstruction, HloShape};
+use super::{Collective, CollectiveKind};
 use crate::error::AheadError;
 
 /// Opcodes of what devices do together, at once or from here on.
@@ -24,25 +24,25 @@ const WITHIN: [&str; 3] = ["all-gather", "all-reduce", "reduce-scatter"];
 
 /// What makes collectives alike.
 #[derive(PartialEq)]
-pub(super) struct Likeness<'t> {
+pub(super) struct CollectiveSignature<'t> {
     opcode: &'t str,
-    shape: Shape,
-    operands: Vec<Option<Shape>>,
+    shape: HloShape,
+    operands: Vec<Option<HloShape>>,
     groups: Option<&'t str>,
     /// What they reduce by.
     by: Option<&'t str>,
 }
 
-impl<'t> Likeness<'t> {
-    pub(super) fn of(
-        instruction: &Instruction<'t>,
-        around: &Definitions,
-        computations: &HashMap<&str, Computation<'t>>,
+impl<'t> CollectiveSignature<'t> {
+    pub(super) fn new(
+        instruction: &HloInstruction<'t>,
+        around: &HloDefinitions,
+        computations: &HashMap<&str, HloComputation<'t>>,
     ) -> Self {
         let shape_of = |operand: &&str| around.0.get(*operand).map(|instruction| instruction.shape.clone());
         let reducer = instruction.called().next().and_then(|name| computations.get(name));
         let groups = instruction.attributes.split_once("replica_groups=").map(|(_, after)| after);
-        Likeness {
+        CollectiveSignature {
             opcode: instruction.opcode,
             shape: instruction.shape.clone(),
             operands: instruction.operands.iter().map(shape_of).collect(),
@@ -93,9 +93,9 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
 /// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for; and its own
 /// start, update and end. What an async call works on is only given to its update, where it has one.
 fn between(
-    start: &Instruction,
-    instructions: &[Instruction],
-    computations: &HashMap<&str, Computation>,
+    start: &HloInstruction,
+    instructions: &[HloInstruction],
+    computations: &HashMap<&str, HloComputation>,
 ) -> [Vec<String>; 3] {
     let after = |name: &str| {
         let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
@@ -104,7 +104,7 @@ fn between(
     let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
     let handle = update.map_or(start.name, |update| update.name);
     let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
-    let mut waiting: Vec<&Instruction> = until_done.collect();
+    let mut waiting: Vec<&HloInstruction> = until_done.collect();
     let done = after(handle).nth(waiting.len());
     let own = [Some(start), update, done].into_iter().flatten();
     let own = own.map(|one| one.name.trim_start_matches('%').into()).collect();
@@ -132,9 +132,9 @@ impl Collective {
     /// sums, are async calls.
     pub(super) fn within(
         file: &str,
-        caller: &Instruction,
-        instructions: &[Instruction],
-        computations: &HashMap<&str, Computation>,
+        caller: &HloInstruction,
+        instructions: &[HloInstruction],
+        computations: &HashMap<&str, HloComputation>,
         runs: u64,
     ) -> Result<Option<Self>, AheadError> {
         if !["fusion", "async-start"].contains(&caller.opcode) {
@@ -145,15 +145,15 @@ impl Collective {
         let mut found = None;
         while let Some(name) = waiting.pop().filter(|_| found.is_none()) {
             if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
-                let is_one = |inner: &&Instruction| WITHIN.contains(&inner.opcode);
+                let is_one = |inner: &&HloInstruction| WITHIN.contains(&inner.opcode);
                 let inner = computation.instructions.iter().find(is_one);
                 found = inner.map(|inner| (&computation.instructions, inner));
                 waiting.extend(&computation.called);
             }
         }
         let Some((body, inner)) = found else { return Ok(None) };
-        let Some(collective) = Self::of(file, inner, body, computations, runs)? else { return Ok(None) };
-        let definitions = Definitions::of(body);
+        let Some(collective) = Self::from_instruction(file, inner, body, computations, runs)? else { return Ok(None) };
+        let definitions = HloDefinitions::new(body);
         let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
         let gathers = inner.operands.iter().filter_map(opcode).any(|opcode| opcode == "dynamic-update-slice");
         let keeps = body.iter().any(|user| {
@@ -161,8 +161,8 @@ impl Collective {
             user.opcode == "dynamic-slice" && source == Some(inner.name)
         });
         let kind = match (collective.kind, gathers, keeps) {
-            (Kind::AllReduce, true, _) => Kind::AllGather,
-            (Kind::AllReduce, _, true) => Kind::ReduceScatter,
+            (CollectiveKind::AllReduce, true, _) => CollectiveKind::AllGather,
+            (CollectiveKind::AllReduce, _, true) => CollectiveKind::ReduceScatter,
             (kind, ..) => kind,
         };
         let starts = caller.opcode == "async-start";
@@ -173,39 +173,39 @@ impl Collective {
     }
 
     /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
-    pub(super) fn of(
+    pub(super) fn from_instruction(
         file: &str,
-        instruction: &Instruction,
-        instructions: &[Instruction],
-        computations: &HashMap<&str, Computation>,
+        instruction: &HloInstruction,
+        instructions: &[HloInstruction],
+        computations: &HashMap<&str, HloComputation>,
         runs: u64,
     ) -> Result<Option<Self>, AheadError> {
         let opcode = instruction.opcode.trim_end_matches("-start");
         let kind = match opcode {
-            "all-reduce" => Kind::AllReduce,
-            "reduce-scatter" => Kind::ReduceScatter,
-            "all-gather" => Kind::AllGather,
-            "all-to-all" => Kind::AllToAll,
-            "collective-permute" => Kind::Permute,
+            "all-reduce" => CollectiveKind::AllReduce,
+            "reduce-scatter" => CollectiveKind::ReduceScatter,
+            "all-gather" => CollectiveKind::AllGather,
+            "all-to-all" => CollectiveKind::AllToAll,
+            "collective-permute" => CollectiveKind::Permute,
             _ => return Ok(None),
         };
-        let definitions = Definitions::of(instructions);
+        let definitions = HloDefinitions::new(instructions);
         let of_operands = || {
             let shape = |operand: &&str| {
                 let (name, part) = operand.split_once('#').map_or((*operand, None), |(name, part)| (name, Some(part)));
                 let shape = &definitions.0.get(name)?.shape;
-                part.map_or(Some(shape), |part| shape.part(part.parse().ok()?)).map(Shape::bytes)
+                part.map_or(Some(shape), |part| shape.part(part.parse().ok()?)).map(HloShape::bytes)
             };
             instruction.operands.iter().filter_map(shape).fold(0, u64::saturating_add)
         };
         let starts = instruction.opcode.ends_with("-start");
         let bytes = match kind {
-            Kind::ReduceScatter | Kind::AllToAll | Kind::Permute => of_operands(),
+            CollectiveKind::ReduceScatter | CollectiveKind::AllToAll | CollectiveKind::Permute => of_operands(),
             // What is started returns what it was given too.
-            Kind::AllGather if starts => instruction.shape.part(1).map_or(0, Shape::bytes),
-            Kind::AllReduce | Kind::AllGather => instruction.shape.bytes(),
+            CollectiveKind::AllGather if starts => instruction.shape.part(1).map_or(0, HloShape::bytes),
+            CollectiveKind::AllReduce | CollectiveKind::AllGather => instruction.shape.bytes(),
         };
-        let attribute = if kind == Kind::Permute { "source_target_pairs=" } else { "replica_groups=" };
+        let attribute = if kind == CollectiveKind::Permute { "source_target_pairs=" } else { "replica_groups=" };
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
         let groups =
@@ -296,14 +296,14 @@ ENTRY %main (x: f32[64,128], y: f32[64,128]) -> f32[64,128] {
             traffic.moved.iter().map(|moved| (moved.name.as_str(), moved.kind, moved.beside.join(" "))).collect();
         let expected = [
             // Room is made meanwhile, and nothing computed.
-            ("scatter-start", Kind::ReduceScatter, String::new()),
-            ("pairs", Kind::AllReduce, String::new()),
-            ("started", Kind::AllReduce, "product".into()),
-            ("scattered", Kind::ReduceScatter, String::new()),
-            ("gathered", Kind::AllGather, String::new()),
-            ("moved", Kind::Permute, String::new()),
-            ("call-start", Kind::AllReduce, "beside in-loop".into()),
-            ("meanwhile", Kind::AllGather, String::new()),
+            ("scatter-start", CollectiveKind::ReduceScatter, String::new()),
+            ("pairs", CollectiveKind::AllReduce, String::new()),
+            ("started", CollectiveKind::AllReduce, "product".into()),
+            ("scattered", CollectiveKind::ReduceScatter, String::new()),
+            ("gathered", CollectiveKind::AllGather, String::new()),
+            ("moved", CollectiveKind::Permute, String::new()),
+            ("call-start", CollectiveKind::AllReduce, "beside in-loop".into()),
+            ("meanwhile", CollectiveKind::AllGather, String::new()),
         ];
         assert_eq!(found, expected);
         assert_eq!(traffic.moved.iter().find(|moved| moved.name == "call-start").unwrap().awaited, ["meanwhile"]);

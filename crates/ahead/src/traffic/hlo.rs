@@ -12,14 +12,14 @@ use crate::error::AheadError;
 
 /// An array or a tuple of them.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Shape {
-    Array(Array),
-    Tuple(Vec<Shape>),
+pub(super) enum HloShape {
+    Array(HloArray),
+    Tuple(Vec<HloShape>),
 }
 
 /// An array: its type, its size and where it lies.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Array {
+pub(super) struct HloArray {
     /// `bf16[1,4096,151936]`
     pub(super) named: String,
     /// Bytes in whole tiles.
@@ -28,34 +28,34 @@ pub(super) struct Array {
     hbm: bool,
 }
 
-impl Shape {
+impl HloShape {
     /// Bytes of the parts that lie in HBM.
     pub(super) fn hbm_bytes(&self) -> u64 {
         match self {
-            Shape::Array(array) => {
+            HloShape::Array(array) => {
                 if array.hbm {
                     array.bytes
                 } else {
                     0
                 }
             }
-            Shape::Tuple(parts) => parts.iter().map(Shape::hbm_bytes).fold(0, u64::saturating_add),
+            HloShape::Tuple(parts) => parts.iter().map(HloShape::hbm_bytes).fold(0, u64::saturating_add),
         }
     }
 
     /// Bytes of all parts, wherever they lie.
     pub(super) fn bytes(&self) -> u64 {
         match self {
-            Shape::Array(array) => array.bytes,
-            Shape::Tuple(parts) => parts.iter().map(Shape::bytes).fold(0, u64::saturating_add),
+            HloShape::Array(array) => array.bytes,
+            HloShape::Tuple(parts) => parts.iter().map(HloShape::bytes).fold(0, u64::saturating_add),
         }
     }
 
     /// Part `index` of a tuple.
-    pub(super) fn part(&self, index: usize) -> Option<&Shape> {
+    pub(super) fn part(&self, index: usize) -> Option<&HloShape> {
         match self {
-            Shape::Tuple(parts) => parts.get(index),
-            Shape::Array(_) => None,
+            HloShape::Tuple(parts) => parts.get(index),
+            HloShape::Array(_) => None,
         }
     }
 }
@@ -64,7 +64,7 @@ impl Shape {
 const DEEPEST: usize = 32;
 
 /// A shape within `depth` tuples.
-fn shape<'t>(depth: usize) -> impl Parser<&'t str, Shape, ErrMode<ContextError>> {
+fn shape<'t>(depth: usize) -> impl Parser<&'t str, HloShape, ErrMode<ContextError>> {
     move |text: &mut &'t str| {
         // `/*index=5*/`
         let comment = opt(("/*", take_until(0.., "*/"), "*/"));
@@ -73,13 +73,13 @@ fn shape<'t>(depth: usize) -> impl Parser<&'t str, Shape, ErrMode<ContextError>>
             return fail.parse_next(text);
         }
         let parts = separated(0.., shape(depth + 1), (multispace0, ','));
-        let tuple = delimited('(', parts, (multispace0, ')')).map(Shape::Tuple);
-        preceded(front, alt((tuple, array.map(Shape::Array)))).parse_next(text)
+        let tuple = delimited('(', parts, (multispace0, ')')).map(HloShape::Tuple);
+        preceded(front, alt((tuple, array.map(HloShape::Array)))).parse_next(text)
     }
 }
 
 /// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
-fn array(text: &mut &str) -> ModalResult<Array> {
+fn array(text: &mut &str) -> ModalResult<HloArray> {
     let element = take_while(1.., ('a'..='z', '0'..='9')).verify_map(bits);
     let (named, (bits, extents)) =
         (element, delimited('[', numbers, ']')).with_taken().map(|(read, named)| (named, read)).parse_next(text)?;
@@ -92,7 +92,7 @@ fn array(text: &mut &str) -> ModalResult<Array> {
     let Some(bytes) = tile.and_then(|tile| bytes_of(&extents, &order, &tile, bits)) else {
         return fail.parse_next(text);
     };
-    Ok(Array { named: named.into(), bytes, hbm: attribute("S").is_none_or(|space| space == "0") })
+    Ok(HloArray { named: named.into(), bytes, hbm: attribute("S").is_none_or(|space| space == "0") })
 }
 
 /// `T(8,128)`, and what follows it without a name.
@@ -135,9 +135,9 @@ fn bits(element: &str) -> Option<u64> {
 }
 
 /// One instruction: `%name = shape opcode(operands), attributes`.
-pub(super) struct Instruction<'t> {
+pub(super) struct HloInstruction<'t> {
     pub(super) name: &'t str,
-    pub(super) shape: Shape,
+    pub(super) shape: HloShape,
     pub(super) opcode: &'t str,
     /// What stands between the parentheses.
     pub(super) given: &'t str,
@@ -147,8 +147,8 @@ pub(super) struct Instruction<'t> {
     pub(super) root: bool,
 }
 
-impl<'t> Instruction<'t> {
-    fn parse(line: &'t str) -> Option<Instruction<'t>> {
+impl<'t> HloInstruction<'t> {
+    fn parse(line: &'t str) -> Option<HloInstruction<'t>> {
         let line = line.trim_start();
         let returned = line.strip_prefix("ROOT ");
         let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
@@ -158,7 +158,7 @@ impl<'t> Instruction<'t> {
         // Operands are names; a constant's value is none, and may hold anything.
         let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
         let operands = given.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
-        Some(Instruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
+        Some(HloInstruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
     }
 
     /// The computation that an attribute names.
@@ -176,16 +176,16 @@ impl<'t> Instruction<'t> {
 
 /// A computation: what it does, and what it calls.
 #[derive(Default)]
-pub(super) struct Computation<'t> {
-    pub(super) instructions: Vec<Instruction<'t>>,
+pub(super) struct HloComputation<'t> {
+    pub(super) instructions: Vec<HloInstruction<'t>>,
     pub(super) called: Vec<&'t str>,
 }
 
 /// Instructions of one computation by name.
-pub(super) struct Definitions<'i, 't>(pub(super) HashMap<&'t str, &'i Instruction<'t>>);
+pub(super) struct HloDefinitions<'i, 't>(pub(super) HashMap<&'t str, &'i HloInstruction<'t>>);
 
-impl<'i, 't> Definitions<'i, 't> {
-    pub(super) fn of(instructions: &'i [Instruction<'t>]) -> Self {
+impl<'i, 't> HloDefinitions<'i, 't> {
+    pub(super) fn new(instructions: &'i [HloInstruction<'t>]) -> Self {
         Self(instructions.iter().map(|instruction| (instruction.name, instruction)).collect())
     }
 
@@ -231,21 +231,21 @@ impl<'i, 't> Definitions<'i, 't> {
 }
 
 /// A module's entry computation, and the computations that are called.
-pub(super) struct Module<'t> {
-    pub(super) entry: Vec<Instruction<'t>>,
+pub(super) struct HloModule<'t> {
+    pub(super) entry: Vec<HloInstruction<'t>>,
     /// By name, with its `%`.
-    pub(super) computations: HashMap<&'t str, Computation<'t>>,
+    pub(super) computations: HashMap<&'t str, HloComputation<'t>>,
 }
 
-impl<'t> Module<'t> {
+impl<'t> HloModule<'t> {
     /// From its text; `file` is its name.
     ///
     /// # Errors
     /// [`AheadError::Malformed`], with the line that does not read as expected.
     pub(super) fn parse(file: &str, text: &'t str) -> Result<Self, AheadError> {
-        let mut computations: HashMap<&str, Computation> = HashMap::new();
+        let mut computations: HashMap<&str, HloComputation> = HashMap::new();
         let mut current: Option<&str> = None;
-        let mut entry: Option<Vec<Instruction>> = None;
+        let mut entry: Option<Vec<HloInstruction>> = None;
         let mut in_entry = false;
         for (at, line) in text.lines().enumerate() {
             if line.starts_with('}') {
@@ -258,7 +258,7 @@ impl<'t> Module<'t> {
                     current = Some(line.split(' ').next().unwrap_or_default());
                 }
             } else if in_entry || current.is_some() {
-                let instruction = Instruction::parse(line).ok_or_else(|| {
+                let instruction = HloInstruction::parse(line).ok_or_else(|| {
                     AheadError::malformed(file, at + 1, line.trim(), "`%name = shape opcode(operands)`")
                 })?;
                 if ["copy", "bitcast"].contains(&instruction.opcode) && instruction.operands.is_empty() {
@@ -305,7 +305,7 @@ mod tests {
             &deep,
         ];
         for text in broken {
-            let error = Module::parse("x", text).map(|_| ()).unwrap_err();
+            let error = HloModule::parse("x", text).map(|_| ()).unwrap_err();
             assert!(matches!(error, AheadError::Malformed { .. }), "{text}: {error}");
         }
     }
@@ -314,11 +314,12 @@ mod tests {
     fn a_copy_of_nothing_is_an_error_with_its_line_and_one_of_itself_ends() {
         let text = |copy: &str| format!("ENTRY %main {{\n  %a = f32[8]{{0}} {copy}\n}}\n");
         for copy in ["copy()", "bitcast()"] {
-            let error = Module::parse("hlo.txt", &text(copy)).err().map(|error| error.to_string()).unwrap_or_default();
+            let error =
+                HloModule::parse("hlo.txt", &text(copy)).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(error.contains("hlo.txt, line 2") && error.contains("expected an operand"), "{copy}: {error}");
         }
         let text = text("copy(%a)");
-        let module = Module::parse("hlo.txt", &text).unwrap();
-        assert_eq!(Definitions::of(&module.entry).origin("%a"), "%a");
+        let module = HloModule::parse("hlo.txt", &text).unwrap();
+        assert_eq!(HloDefinitions::new(&module.entry).origin("%a"), "%a");
     }
 }

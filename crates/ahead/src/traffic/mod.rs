@@ -32,7 +32,7 @@ use serde::Serialize;
 use crate::error::AheadError;
 use crate::files::{read_text, sorted_names};
 use assay_schema::compile::Launch;
-use hlo::Module;
+use hlo::HloModule;
 
 /// What one run moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -56,7 +56,7 @@ pub struct Traffic {
 /// What devices do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum CollectiveKind {
     /// Every device has the sum, or the like, of what all had.
     AllReduce,
     /// Every device has its part of it.
@@ -75,7 +75,7 @@ pub struct Collective {
     /// The HLO instruction.
     pub name: String,
     /// What it does.
-    pub kind: Kind,
+    pub kind: CollectiveKind,
     /// Bytes of what is reduced, of what is gathered to, or of what each device sends.
     pub bytes: u64,
     /// Devices that work together, all of them where there is none; of a permute pairs (from, to).
@@ -103,7 +103,7 @@ impl Traffic {
     /// # Errors
     /// [`AheadError::Malformed`], with the line that does not read as expected.
     pub fn parse(file: &str, text: &str) -> Result<Traffic, AheadError> {
-        account::traffic(file, &Module::parse(file, text)?)
+        account::traffic(file, &HloModule::parse(file, text)?)
     }
 
     /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::hlo::{Computation, Definitions, Instruction};
+use super::hlo::{HloComputation, HloDefinitions, HloInstruction};
 
-impl Definitions<'_, '_> {
+impl HloDefinitions<'_, '_> {
     /// Which part of the computation's parameter `operand` is.
     fn carried(&self, operand: &str) -> Option<usize> {
         let (tuple, place) = self.origin(operand).split_once('#')?;
@@ -22,35 +22,39 @@ impl Definitions<'_, '_> {
 /// How often the body of `repeated` runs, a `while` among `around`: as its configuration says, or where a number that it carries starts
 /// at a constant, grows by one and is compared with a third.
 pub(super) fn trips(
-    repeated: &Instruction,
-    around: &Definitions,
-    computations: &HashMap<&str, Computation>,
+    repeated: &HloInstruction,
+    around: &HloDefinitions,
+    computations: &HashMap<&str, HloComputation>,
 ) -> Option<u64> {
     configured(repeated).or_else(|| counted(repeated, around, computations))
 }
 
 /// What the compiler has found and written down: `"known_trip_count":{"n":"4"}`.
-fn configured(repeated: &Instruction) -> Option<u64> {
+fn configured(repeated: &HloInstruction) -> Option<u64> {
     let (_, known) = repeated.attributes.split_once("\"known_trip_count\":{\"n\":\"")?;
     known.split_once('"')?.0.parse().ok()
 }
 
-fn counted(repeated: &Instruction, around: &Definitions, computations: &HashMap<&str, Computation>) -> Option<u64> {
+fn counted(
+    repeated: &HloInstruction,
+    around: &HloDefinitions,
+    computations: &HashMap<&str, HloComputation>,
+) -> Option<u64> {
     let [condition, body] =
         [" condition=", " body="].map(|name| repeated.attribute(name).and_then(|name| computations.get(name)));
     let (condition, body) = (&condition?.instructions, &body?.instructions);
-    let root = |instructions: &[Instruction]| instructions.iter().position(|instruction| instruction.root);
+    let root = |instructions: &[HloInstruction]| instructions.iter().position(|instruction| instruction.root);
     let compare = &condition[root(condition)?];
     let [counter, end] = compare.operands[..] else { return None };
     if compare.opcode != "compare" || !compare.attributes.contains("direction=LT") {
         return None;
     }
-    let end = Definitions::of(condition).constant(end)?;
-    let place = Definitions::of(condition).carried(counter)?;
+    let end = HloDefinitions::new(condition).constant(end)?;
+    let place = HloDefinitions::new(condition).carried(counter)?;
     let start = around.0.get(repeated.operands.first()?).filter(|tuple| tuple.opcode == "tuple")?;
     let start = around.constant(start.operands.get(place)?)?;
     let next = &body[root(body)?];
-    let inside = Definitions::of(body);
+    let inside = HloDefinitions::new(body);
     let add = inside.0.get(next.operands.get(place)?).filter(|add| add.opcode == "add")?;
     let [left, right] = add.operands[..] else { return None };
     let step = inside.constant(right).filter(|&step| step > 0)?;

@@ -2,44 +2,44 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::hlo::{Computation, Definitions, Instruction, Shape};
+use super::hlo::{HloComputation, HloDefinitions, HloInstruction, HloShape};
 
 /// Bytes that `instruction` takes of its operand `place`, where it gathers from it or slices it and does nothing else with it.
 pub(super) fn parts_taken(
-    instruction: &Instruction,
+    instruction: &HloInstruction,
     place: usize,
-    computations: &HashMap<&str, Computation>,
+    computations: &HashMap<&str, HloComputation>,
 ) -> Option<u64> {
     let opcodes: &[&str] = match instruction.opcode {
         "async-start" => &["gather", "slice", "dynamic-slice"],
         _ => &["gather", "slice"],
     };
     let name = instruction.called().next()?;
-    Parts { opcodes, computations, found: HashMap::new() }.of(name, place)
+    PartialReads { opcodes, computations, found: HashMap::new() }.bytes(name, place)
 }
 
 /// Opcodes of calls: what is called takes the operands as its parameters.
 const CALLS: [&str; 4] = ["async-start", "call", "custom-call", "fusion"];
 
 /// Where parameters of computations are taken parts of.
-struct Parts<'c, 't> {
+struct PartialReads<'c, 't> {
     /// What takes a part of its first operand.
     opcodes: &'c [&'c str],
-    computations: &'c HashMap<&'t str, Computation<'t>>,
-    /// What [`of`](Self::of) a computation's parameter is.
+    computations: &'c HashMap<&'t str, HloComputation<'t>>,
+    /// What [`bytes`](Self::bytes) a computation's parameter is.
     found: HashMap<(&'t str, usize), Option<u64>>,
 }
 
-impl<'t> Parts<'_, 't> {
+impl<'t> PartialReads<'_, 't> {
     /// Bytes of all parts that the computation `name` takes of its parameter `place`; `None` where it reads it whole, or nowhere.
-    fn of(&mut self, name: &'t str, place: usize) -> Option<u64> {
+    fn bytes(&mut self, name: &'t str, place: usize) -> Option<u64> {
         if let Some(&known) = self.found.get(&(name, place)) {
             return known;
         }
         // Of what calls itself nothing is known.
         self.found.insert((name, place), None);
         let body = &self.computations.get(name)?.instructions;
-        let definitions = Definitions::of(body);
+        let definitions = HloDefinitions::new(body);
         let parameter =
             body.iter().find(|inner| inner.opcode == "parameter" && inner.given.trim() == place.to_string())?;
         let mut bytes = None;
@@ -53,7 +53,7 @@ impl<'t> Parts<'_, 't> {
                 }
                 let part = match user.called().next() {
                     _ if takes && at == 0 => user.shape.bytes(),
-                    Some(called) if CALLS.contains(&user.opcode) => self.of(called, at)?,
+                    Some(called) if CALLS.contains(&user.opcode) => self.bytes(called, at)?,
                     _ => return None,
                 };
                 bytes = Some(bytes.unwrap_or(0_u64).saturating_add(part));
@@ -66,25 +66,25 @@ impl<'t> Parts<'_, 't> {
 
 /// Bytes that an instruction moves of arrays that it does not read or write whole.
 #[derive(Default)]
-pub(super) struct Windows {
+pub(super) struct PartialAccesses {
     /// By place among the operands.
     pub(super) read: HashMap<usize, u64>,
     /// By place among the results.
     written: HashMap<usize, u64>,
 }
 
-impl Windows {
-    pub(super) fn of(
-        instruction: &Instruction,
-        around: &Definitions,
-        computations: &HashMap<&str, Computation>,
+impl PartialAccesses {
+    pub(super) fn new(
+        instruction: &HloInstruction,
+        around: &HloDefinitions,
+        computations: &HashMap<&str, HloComputation>,
     ) -> Self {
         const TAKE: &str = "dynamic-slice";
         const PUT: &str = "dynamic-update-slice";
-        let bytes = |definitions: &Definitions, name: &str| {
+        let bytes = |definitions: &HloDefinitions, name: &str| {
             definitions.0.get(name).map_or(0, |instruction| instruction.shape.bytes())
         };
-        let mut windows = Windows::default();
+        let mut windows = PartialAccesses::default();
         if let (PUT, [_, part, ..]) = (instruction.opcode, &instruction.operands[..]) {
             windows.read.insert(0, 0);
             windows.written.insert(0, bytes(around, part));
@@ -93,7 +93,7 @@ impl Windows {
         let Some(body) = body.filter(|_| instruction.opcode == "fusion").map(|body| &body.instructions) else {
             return windows;
         };
-        let inside = Definitions::of(body);
+        let inside = HloDefinitions::new(body);
         let source = |name| inside.followed(name, "bitcast");
         let parameter = |name| -> Option<usize> {
             let parameter = inside.0.get(source(name)).filter(|instruction| instruction.opcode == "parameter")?;
@@ -126,14 +126,14 @@ impl Windows {
     }
 
     /// Of the results, those that lie in HBM.
-    pub(super) fn bytes_written(&self, results: &Shape) -> u64 {
-        let part = |(place, part): (usize, &Shape)| {
+    pub(super) fn bytes_written(&self, results: &HloShape) -> u64 {
+        let part = |(place, part): (usize, &HloShape)| {
             let whole = part.hbm_bytes();
             self.written.get(&place).map_or(whole, |&bytes| whole.min(bytes))
         };
         match results {
-            Shape::Array(_) => part((0, results)),
-            Shape::Tuple(parts) => parts.iter().enumerate().map(part).fold(0, u64::saturating_add),
+            HloShape::Array(_) => part((0, results)),
+            HloShape::Tuple(parts) => parts.iter().enumerate().map(part).fold(0, u64::saturating_add),
         }
     }
 }

@@ -8,8 +8,8 @@ use assay_core::implementation::AssembledKernel;
 use assay_ptx::{ALIGNMENT, Parameter, PtxKernel, Role};
 
 use super::table::{CLUSTER_DIMENSION, LaunchAttribute, LaunchConfig};
-use super::timing::Event;
-use super::{Context, Current, Driver, Lent, Memory, Stream};
+use super::timing::CudaEvent;
+use super::{BorrowedArray, CudaContext, CudaMemory, CudaStream, CurrentContext, Driver};
 use crate::error::CudaError;
 
 /// Shared memory that a launch may have without asking for more, bytes.
@@ -39,8 +39,8 @@ const ERROR_LOG: c_int = 5;
 const ERROR_LOG_BYTES: c_int = 6;
 
 /// A kernel that the driver has assembled.
-pub struct Loaded {
-    context: Arc<Context>,
+pub struct LoadedKernel {
+    context: Arc<CudaContext>,
     module: *mut c_void,
     pub(super) function: *mut c_void,
     kernel: PtxKernel,
@@ -48,11 +48,11 @@ pub struct Loaded {
 }
 
 // SAFETY: modules and functions may be used from any thread that the context is current on.
-unsafe impl Send for Loaded {}
+unsafe impl Send for LoadedKernel {}
 // SAFETY: as above.
-unsafe impl Sync for Loaded {}
+unsafe impl Sync for LoadedKernel {}
 
-impl Drop for Loaded {
+impl Drop for LoadedKernel {
     fn drop(&mut self) {
         if let Ok(current) = self.context.enter() {
             // SAFETY: it was loaded in this context, and is unloaded once. Its launches have been waited for.
@@ -64,11 +64,11 @@ impl Drop for Loaded {
 /// A kernel and the arrays of one of its launches: `inputs`, and `outputs` that lie over none of them, each in order.
 pub struct KernelCall<'a> {
     /// The kernel.
-    pub kernel: &'a Loaded,
+    pub kernel: &'a LoadedKernel,
     /// The arrays that it reads.
-    pub inputs: Vec<&'a Memory>,
+    pub inputs: Vec<&'a CudaMemory>,
     /// The arrays that it writes, without those that are inputs too.
-    pub outputs: Vec<&'a Memory>,
+    pub outputs: Vec<&'a CudaMemory>,
 }
 
 impl KernelCall<'_> {
@@ -80,20 +80,20 @@ impl KernelCall<'_> {
         let Self { kernel, inputs, outputs } = self;
         let addresses = kernel.addresses(inputs, outputs)?;
         let current = kernel.context.enter()?;
-        let done = Event::new(current.driver)?;
+        let done = CudaEvent::new(current.driver)?;
         // SAFETY: the arrays are as large as the kernel reads and writes and are alive until the launch has been waited for.
-        unsafe { kernel.call(&current, kernel.kernel.grid, Stream::default_one(), addresses) }?;
+        unsafe { kernel.call(&current, kernel.kernel.grid, CudaStream::default_one(), addresses) }?;
         done.record()?;
         done.wait(&kernel.kernel.name)
     }
 }
 
-impl Context {
+impl CudaContext {
     /// Has the driver assemble a kernel for the device.
     ///
     /// # Errors
     /// [`CudaError::Refused`] with the assembler's words; [`CudaError::SharedMemory`]; [`CudaError::NoRoom`]; [`CudaError::Call`].
-    pub fn load(self: &Arc<Self>, kernel: PtxKernel) -> Result<Loaded, CudaError> {
+    pub fn load(self: &Arc<Self>, kernel: PtxKernel) -> Result<LoadedKernel, CudaError> {
         let current = self.enter()?;
         let mut loaded = self.assemble(&current, kernel)?;
         let name = CString::new(loaded.kernel.name.as_str()).expect("a name has no byte 0");
@@ -115,7 +115,7 @@ impl Context {
     }
 
     /// The module of a kernel, whose function is still to be found.
-    fn assemble(self: &Arc<Self>, current: &Current, kernel: PtxKernel) -> Result<Loaded, CudaError> {
+    fn assemble(self: &Arc<Self>, current: &CurrentContext, kernel: PtxKernel) -> Result<LoadedKernel, CudaError> {
         let driver = current.driver;
         let text = CString::new(kernel.text.as_str()).expect("PTX has no byte 0");
         let mut log = [0_u8; LOG_BYTES];
@@ -144,11 +144,11 @@ impl Context {
         }
         let (context, function) = (Arc::clone(self), ptr::null_mut());
         // From here on it is unloaded whatever happens.
-        Ok(Loaded { context, module, function, kernel, assembled: AssembledKernel::default() })
+        Ok(LoadedKernel { context, module, function, kernel, assembled: AssembledKernel::default() })
     }
 }
 
-impl Loaded {
+impl LoadedKernel {
     /// The kernel that was assembled.
     pub fn kernel(&self) -> &PtxKernel {
         &self.kernel
@@ -168,7 +168,7 @@ impl Loaded {
     }
 
     /// Asks for as much shared memory as the kernel has, and returns how much of it is static, bytes.
-    fn ask_for_shared_memory(&self, current: &Current) -> Result<u32, CudaError> {
+    fn ask_for_shared_memory(&self, current: &CurrentContext) -> Result<u32, CudaError> {
         let (driver, device) = (current.driver, &self.context.device);
         let fixed = u32::try_from(self.attribute(driver, STATIC_SHARED_BYTES)?).unwrap_or(0);
         let dynamic = self.kernel.shared_bytes;
@@ -192,7 +192,7 @@ impl Loaded {
     }
 
     /// What the driver says of the function. A driver that does not know a question gives no answer to it.
-    fn answers(&self, current: &Current, static_shared_bytes: u32) -> AssembledKernel {
+    fn answers(&self, current: &CurrentContext, static_shared_bytes: u32) -> AssembledKernel {
         let driver = current.driver;
         let PtxKernel { name, block: [x, y, z], cluster, shared_bytes, .. } = &self.kernel;
         let known = |number: Result<c_int, CudaError>| number.ok().and_then(|number| u32::try_from(number).ok());
@@ -219,7 +219,7 @@ impl Loaded {
     /// Clusters of the kernel that have room on the device together, if the driver says.
     fn resident_clusters(&self, driver: &Driver) -> Option<u32> {
         let mut cluster = self.cluster_attribute();
-        let config = self.config(self.kernel.grid, Stream::default_one(), &mut cluster);
+        let config = self.config(self.kernel.grid, CudaStream::default_one(), &mut cluster);
         let mut clusters = 0;
         // SAFETY: the number, the configuration and its attribute are alive over the call, the function is one of a loaded module.
         let status = unsafe { (driver.table.resident_clusters)(&raw mut clusters, self.function, &raw const config) };
@@ -237,7 +237,7 @@ impl Loaded {
         cluster
     }
 
-    fn config(&self, grid: [u32; 3], stream: Stream, cluster: &mut LaunchAttribute) -> LaunchConfig {
+    fn config(&self, grid: [u32; 3], stream: CudaStream, cluster: &mut LaunchAttribute) -> LaunchConfig {
         LaunchConfig {
             grid,
             block: self.kernel.block,
@@ -265,8 +265,8 @@ impl Loaded {
         &self,
         times: usize,
         counts: &[usize],
-        stream: Stream,
-        lent: &[(&str, Lent)],
+        stream: CudaStream,
+        lent: &[(&str, BorrowedArray)],
     ) -> Result<(), CudaError> {
         let PtxKernel { grid: [of_one, y, z], name, parameters, .. } = &self.kernel;
         let most = c_int::MAX as usize / *of_one as usize;
@@ -294,9 +294,9 @@ impl Loaded {
     /// the default stream, or another of the context.
     pub(super) unsafe fn call(
         &self,
-        current: &Current,
+        current: &CurrentContext,
         grid: [u32; 3],
-        stream: Stream,
+        stream: CudaStream,
         mut addresses: Vec<u64>,
     ) -> Result<(), CudaError> {
         let driver = current.driver;
@@ -312,10 +312,10 @@ impl Loaded {
     }
 
     /// Where the arrays of the parameters begin, after a check.
-    pub(super) fn addresses(&self, inputs: &[&Memory], outputs: &[&Memory]) -> Result<Vec<u64>, CudaError> {
+    pub(super) fn addresses(&self, inputs: &[&CudaMemory], outputs: &[&CudaMemory]) -> Result<Vec<u64>, CudaError> {
         let kernel = &self.kernel;
         let (mut inputs, mut outputs) = (inputs.iter(), outputs.iter());
-        let mut arrays: Vec<&Memory> = Vec::new();
+        let mut arrays: Vec<&CudaMemory> = Vec::new();
         for Parameter { role, .. } in &kernel.parameters {
             arrays.push(match role {
                 Role::Input => inputs.next().expect("an array for each input"),
@@ -324,14 +324,14 @@ impl Loaded {
             });
         }
         assert!(inputs.next().is_none() && outputs.next().is_none(), "no more arrays than {} has", kernel.name);
-        for (&&Memory { address, bytes, .. }, parameter) in arrays.iter().zip(&kernel.parameters) {
-            self.expect(parameter, parameter.bytes(), Lent { address, bytes })?;
+        for (&&CudaMemory { address, bytes, .. }, parameter) in arrays.iter().zip(&kernel.parameters) {
+            self.expect(parameter, parameter.bytes(), BorrowedArray { address, bytes })?;
         }
         Ok(arrays.iter().map(|array| array.address).collect())
     }
 
     /// Checks that `array` has as many bytes as the kernel takes of a parameter, and begins where it may.
-    fn expect(&self, parameter: &Parameter, expected: usize, array: Lent) -> Result<(), CudaError> {
+    fn expect(&self, parameter: &Parameter, expected: usize, array: BorrowedArray) -> Result<(), CudaError> {
         let (kernel, name) = (|| self.kernel.name.clone(), || parameter.name.clone());
         if array.bytes != expected {
             return Err(CudaError::Size { kernel: kernel(), array: name(), given: array.bytes, expected });

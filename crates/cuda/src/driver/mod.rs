@@ -1,8 +1,8 @@
-//! CUDA's driver: the [`Driver`] is a library, a [`Device`] what it says of one GPU, a [`Context`] what holds its memory and its
-//! kernels, [`Memory`] an array there, a [`Loaded`] kernel one that the driver has assembled.
+//! CUDA's driver: the [`Driver`] is a library, a [`CudaDevice`] what it says of one GPU, a [`CudaContext`] what holds its memory and its
+//! kernels, [`CudaMemory`] an array there, a [`LoadedKernel`] kernel one that the driver has assembled.
 //!
 //! Every object keeps alive what it was made from and frees itself, so that any order of drops is right, whatever failed before. Calls
-//! go to the device's default stream, one after another, or to a [`Stream`] of somebody else's with arrays that are [`Lent`]; the context
+//! go to the device's default stream, one after another, or to a [`CudaStream`] of somebody else's with arrays that are [`BorrowedArray`]; the context
 //! is made current around each, and what was current before is so again afterwards. The library stays loaded until the process ends.
 
 // The C API. Each block gives its reason.
@@ -26,9 +26,9 @@ use assay_ptx::Target;
 use libloading::Library;
 
 use crate::error::CudaError;
-use table::Table;
+use table::DriverTable;
 
-pub use kernel::{KernelCall, Loaded};
+pub use kernel::{KernelCall, LoadedKernel};
 
 /// Names a driver to use instead of the one that the loader finds.
 pub const DRIVER_VARIABLE: &str = "ASSAY_CUDA_DRIVER";
@@ -52,7 +52,7 @@ const SHARED_BYTES_A_CTA: c_int = 97;
 /// A loaded driver.
 pub struct Driver {
     path: PathBuf,
-    table: Table,
+    table: DriverTable,
     /// The newest CUDA that it is of, as CUDA counts versions: 12040 is 12.4.
     version: c_int,
 }
@@ -82,7 +82,8 @@ impl Driver {
         // SAFETY: the library's initialisers run; it is NVIDIA's driver, or one that the user has named.
         let library = unsafe { Library::new(&path) }
             .map_err(|error| CudaError::NoDriver { library: path.clone(), reason: error.to_string() })?;
-        let table = Table::of(&library).map_err(|symbol| CudaError::NotADriver { library: path.clone(), symbol })?;
+        let table =
+            DriverTable::load(&library).map_err(|symbol| CudaError::NotADriver { library: path.clone(), symbol })?;
         // The table outlives any owner.
         std::mem::forget(library);
         let mut driver = Self { path, table, version: 0 };
@@ -169,7 +170,7 @@ impl Driver {
 
 /// What the driver says of a GPU. Nothing is held there.
 #[derive(Clone)]
-pub struct Device {
+pub struct CudaDevice {
     driver: &'static Driver,
     handle: c_int,
     name: String,
@@ -178,18 +179,18 @@ pub struct Device {
     bandwidth: Option<f64>,
 }
 
-impl fmt::Debug for Device {
+impl fmt::Debug for CudaDevice {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} (sm_{}{})", self.name, self.capability.0, self.capability.1)
     }
 }
 
-impl Device {
+impl CudaDevice {
     /// The one that `driver` has at `place`, from 0 on.
     ///
     /// # Errors
     /// [`CudaError::NoDevice`]; [`CudaError::NoSuchDevice`]; [`CudaError::Call`].
-    pub fn of(driver: &'static Driver, place: usize) -> Result<Self, CudaError> {
+    pub fn new(driver: &'static Driver, place: usize) -> Result<Self, CudaError> {
         let table = &driver.table;
         let count = driver.number("count devices", |number| {
             // SAFETY: the number is alive over the call.
@@ -258,7 +259,7 @@ impl Device {
     ///
     /// # Errors
     /// [`CudaError::Call`].
-    pub fn context(self) -> Result<Arc<Context>, CudaError> {
+    pub fn context(self) -> Result<Arc<CudaContext>, CudaError> {
         let driver = self.driver;
         let handle = driver.handle(
             || format!("open a context on {}", self.name),
@@ -267,22 +268,22 @@ impl Device {
                 unsafe { (driver.table.retain)(handle, self.handle) }
             },
         )?;
-        Ok(Arc::new(Context { device: self, handle }))
+        Ok(Arc::new(CudaContext { device: self, handle }))
     }
 }
 
 /// A device's primary context; given back when the last of its objects goes.
-pub struct Context {
-    device: Device,
+pub struct CudaContext {
+    device: CudaDevice,
     handle: *mut c_void,
 }
 
 // SAFETY: a context may be current on several threads, and the calls made here may come from any of them.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaContext {}
 
-impl Drop for Context {
+impl Drop for CudaContext {
     fn drop(&mut self) {
         // SAFETY: it was retained once, by this object; what was made in it is gone, for that keeps it alive.
         unsafe { (self.device.driver.table.release)(self.device.handle) };
@@ -290,11 +291,11 @@ impl Drop for Context {
 }
 
 /// While it lives the context is this thread's current one.
-struct Current<'c> {
+struct CurrentContext<'c> {
     driver: &'c Driver,
 }
 
-impl Drop for Current<'_> {
+impl Drop for CurrentContext<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // SAFETY: the pointer is alive over the call; the context that is popped was pushed by this thread.
@@ -302,18 +303,18 @@ impl Drop for Current<'_> {
     }
 }
 
-impl Context {
+impl CudaContext {
     /// The device.
-    pub fn device(&self) -> &Device {
+    pub fn device(&self) -> &CudaDevice {
         &self.device
     }
 
-    fn enter(&self) -> Result<Current<'_>, CudaError> {
+    fn enter(&self) -> Result<CurrentContext<'_>, CudaError> {
         let driver = self.device.driver;
         // SAFETY: the context is alive as long as `self`.
         let status = unsafe { (driver.table.push)(self.handle) };
         driver.check(status, || "make the context current".into())?;
-        Ok(Current { driver })
+        Ok(CurrentContext { driver })
     }
 
     /// Bytes that are free, and bytes that there are.
@@ -344,7 +345,7 @@ impl Context {
     ///
     /// # Errors
     /// [`CudaError::Capturing`]; [`CudaError::Call`].
-    pub fn expect_no_capture(&self, stream: Stream, kernel: &str) -> Result<(), CudaError> {
+    pub fn expect_no_capture(&self, stream: CudaStream, kernel: &str) -> Result<(), CudaError> {
         let current = self.enter()?;
         let mut capturing = 0;
         // SAFETY: the stream is one of the context, and the number is alive over the call.
@@ -360,7 +361,7 @@ impl Context {
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`]; [`CudaError::Call`].
-    pub fn allocate(self: &Arc<Self>, what: &str, bytes: usize) -> Result<Memory, CudaError> {
+    pub fn allocate(self: &Arc<Self>, what: &str, bytes: usize) -> Result<CudaMemory, CudaError> {
         let current = self.enter()?;
         let driver = current.driver;
         let mut address = 0;
@@ -372,14 +373,14 @@ impl Context {
             return Err(CudaError::OutOfMemory { device, what: what.into(), needed: bytes, free, total });
         }
         driver.check(status, || format!("allocate {bytes} bytes for {what}"))?;
-        Ok(Memory { context: Arc::clone(self), address, bytes })
+        Ok(CudaMemory { context: Arc::clone(self), address, bytes })
     }
 
     /// The same with these bytes in it.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
-    pub fn upload(self: &Arc<Self>, what: &str, bytes: &[u8]) -> Result<Memory, CudaError> {
+    pub fn upload(self: &Arc<Self>, what: &str, bytes: &[u8]) -> Result<CudaMemory, CudaError> {
         let memory = self.allocate(what, bytes.len())?;
         memory.write(bytes)?;
         Ok(memory)
@@ -387,13 +388,13 @@ impl Context {
 }
 
 /// An array on a device.
-pub struct Memory {
-    context: Arc<Context>,
+pub struct CudaMemory {
+    context: Arc<CudaContext>,
     address: u64,
     bytes: usize,
 }
 
-impl Drop for Memory {
+impl Drop for CudaMemory {
     fn drop(&mut self) {
         if let Ok(current) = self.context.enter() {
             // SAFETY: it was allocated in this context, and is freed once. Who used it has been waited for.
@@ -402,7 +403,7 @@ impl Drop for Memory {
     }
 }
 
-impl Memory {
+impl CudaMemory {
     /// How many bytes it has.
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -454,12 +455,12 @@ impl Memory {
 
 /// Memory of a device that somebody else holds.
 #[derive(Clone, Copy, Debug)]
-pub struct Lent {
+pub struct BorrowedArray {
     address: u64,
     bytes: usize,
 }
 
-impl Lent {
+impl BorrowedArray {
     /// `bytes` of memory at `address`.
     ///
     /// # Safety
@@ -472,12 +473,12 @@ impl Lent {
 
 /// A stream that somebody else holds.
 #[derive(Clone, Copy, Debug)]
-pub struct Stream {
+pub struct CudaStream {
     /// A `CUstream`, as the number that it is: 0 is the default one.
     handle: usize,
 }
 
-impl Stream {
+impl CudaStream {
     /// That of a `CUstream`.
     ///
     /// # Safety

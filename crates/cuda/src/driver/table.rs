@@ -29,19 +29,19 @@ pub(super) const CLUSTER_DIMENSION: c_int = 4;
 macro_rules! table {
     ($($field:ident $symbol:literal ($($argument:ty),*);)*) => {
         /// The driver's functions.
-        pub(super) struct Table {
+        pub(super) struct DriverTable {
             $(
                 // SAFETY: who calls it keeps to what CUDA's Driver API Reference says of the function.
                 pub(super) $field: unsafe extern "C" fn($($argument),*) -> c_int,
             )*
         }
 
-        impl Table {
+        impl DriverTable {
             /// Those of `library`.
             ///
             /// # Errors
             /// The first name that it does not export.
-            pub(super) fn of(library: &Library) -> Result<Self, &'static str> {
+            pub(super) fn load(library: &Library) -> Result<Self, &'static str> {
                 Ok(Self {
                     $(
                         // SAFETY: the symbol's type is fixed by CUDA's Driver API.

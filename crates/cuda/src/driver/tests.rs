@@ -15,7 +15,7 @@ use assay_ptx::{Address, Builder, Launch, Parameter, PtxKernel, Target, Value};
 use libloading::Library;
 
 use super::*;
-use crate::op::{Called, Gpu};
+use crate::op::{Gpu, OperationLaunch};
 use crate::run::program;
 
 /// The entry `cuLaunchKernel` of the C API.
@@ -69,12 +69,12 @@ impl Fake {
         unsafe { set(settings.as_ptr()) };
     }
 
-    fn context() -> Arc<Context> {
-        Device::of(Driver::load().unwrap(), 0).unwrap().context().unwrap()
+    fn context() -> Arc<CudaContext> {
+        CudaDevice::new(Driver::load().unwrap(), 0).unwrap().context().unwrap()
     }
 
     /// Launches as XLA does, without attributes.
-    fn launch_plainly(&self, loaded: &Loaded, ctas: u32, array: &Memory) -> c_int {
+    fn launch_plainly(&self, loaded: &LoadedKernel, ctas: u32, array: &CudaMemory) -> c_int {
         let launch: LaunchKernel = self.symbol("cuLaunchKernel");
         let mut address = array.address;
         let mut arguments: [*mut c_void; 1] = [ptr::from_mut(&mut address).cast()];
@@ -86,14 +86,14 @@ impl Fake {
     }
 
     /// Lends an array of this process to the device.
-    fn lend(&self, array: &mut Late) -> Lent {
+    fn lend(&self, array: &mut Late) -> BorrowedArray {
         // SAFETY: that is its type.
         let lend = self.symbol::<unsafe extern "C" fn(u64, usize)>("fake_cuda_lend");
         let (address, bytes) = (array.bytes().as_mut_ptr().expose_provenance() as u64, array.bytes().len());
         // SAFETY: the array is there until all is taken back, and nobody else touches it meanwhile.
         unsafe {
             lend(address, bytes);
-            Lent::new(address, bytes)
+            BorrowedArray::new(address, bytes)
         }
     }
 
@@ -139,7 +139,7 @@ fn ranks(ctas: u32, cluster: u32) -> PtxKernel {
     on.finish(Launch { grid: [ctas, 1, 1], block: [32, 1, 1], cluster, least_resident: 1 })
 }
 
-fn read(array: &Memory) -> Vec<i32> {
+fn read(array: &CudaMemory) -> Vec<i32> {
     let mut bytes = vec![0; array.bytes()];
     array.read(&mut bytes).unwrap();
     bytes.chunks(4).map(|word| i32::from_ne_bytes(word.try_into().unwrap())).collect()
@@ -206,7 +206,7 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
         ("dlogits", Late::new(&vec![0; logits.len()], late + apart)),
     ];
     let lent = arrays.iter_mut().map(|(name, array)| (*name, fake.lend(array))).collect::<Vec<_>>();
-    let stream = Stream::default_one();
+    let stream = CudaStream::default_one();
     let rows = |parameter: &Parameter| if matches!(parameter.shape[..], [1, 1, _]) { 2 } else { 1 };
     let ran = loaded.iter().try_for_each(|kernel| {
         let counts: Vec<usize> = kernel.kernel().parameters.iter().map(rows).collect();
@@ -214,7 +214,7 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
     });
     // What went wrong on the device is said to whoever waits.
     let current = context.enter()?;
-    let done = timing::Event::new(current.driver)?;
+    let done = timing::CudaEvent::new(current.driver)?;
     done.record()?;
     done.wait("both")?;
     fake.take_back();
@@ -265,8 +265,8 @@ fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
         ("statistics", Late::new(&[0; 64], 0)),
     ];
     let lent = arrays.iter_mut().map(|(name, array)| (*name, fake.lend(array))).collect::<Vec<_>>();
-    let stream = Stream::default_one();
-    let called = Called {
+    let stream = CudaStream::default_one();
+    let called = OperationLaunch {
         kernel: OperationKernel::Statistics,
         spec: &spec,
         form: BatchForm::default(),
@@ -287,7 +287,7 @@ fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
     gpu.enqueue(called).unwrap();
     // The default stream may not be asked while another is captured.
     fake.set("fail=cuStreamIsCapturing:1:906");
-    let other = Called { dtype: Dtype::F16, ..called };
+    let other = OperationLaunch { dtype: Dtype::F16, ..called };
     assert!(gpu.enqueue(other).unwrap_err().to_string().contains("captured into a CUDA graph"));
     fake.take_back();
 }

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::kernel::KernelCall;
-use super::{Context, Driver, Memory, Stream};
+use super::{CudaContext, CudaMemory, CudaStream, Driver};
 use crate::error::CudaError;
 
 /// Times of launches that followed one another, each of the same input.
-pub struct Replayed {
+pub struct ReplayTimes {
     /// Times of the copies that restored the input, one for each launch.
     pub copies: Vec<Duration>,
     /// Times of each kernel, one for each launch.
     pub kernels: Vec<Vec<Duration>>,
 }
 
-impl Context {
+impl CudaContext {
     /// Launches `calls` one after another, `launches` times after `warmup` times that are not timed, and before each
     /// time copies `input.0` to `input.1`. The device waits for nobody in between: all of it is enqueued first, with
     /// an event between any two, and then waited for.
@@ -25,26 +25,26 @@ impl Context {
     /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
     pub fn replay(
         self: &Arc<Self>,
-        input: (&Memory, &Memory),
+        input: (&CudaMemory, &CudaMemory),
         calls: &[KernelCall],
         warmup: usize,
         launches: usize,
-    ) -> Result<Replayed, CudaError> {
+    ) -> Result<ReplayTimes, CudaError> {
         let current = self.enter()?;
         let driver = current.driver;
         let addresses = |call: &KernelCall| call.kernel.addresses(&call.inputs, &call.outputs);
         let addresses = calls.iter().map(addresses).collect::<Result<Vec<_>, CudaError>>()?;
         // Before the copy, after it, and after each kernel.
-        let of_launch = || (0..calls.len() + 2).map(|_| Event::new(driver)).collect::<Result<Vec<_>, CudaError>>();
+        let of_launch = || (0..calls.len() + 2).map(|_| CudaEvent::new(driver)).collect::<Result<Vec<_>, CudaError>>();
         let events = (0..launches).map(|_| of_launch()).collect::<Result<Vec<_>, CudaError>>()?;
         for launch in 0..warmup + launches {
             let mut moments = launch.checked_sub(warmup).map(|timed| events[timed].iter()).into_iter().flatten();
-            let mut moment = || moments.next().map_or(Ok(()), Event::record);
+            let mut moment = || moments.next().map_or(Ok(()), CudaEvent::record);
             moment()?;
             input.1.enqueue_copy(driver, input.0)?;
             moment()?;
             for (call, addresses) in calls.iter().zip(&addresses) {
-                let (kernel, stream) = (call.kernel, Stream::default_one());
+                let (kernel, stream) = (call.kernel, CudaStream::default_one());
                 // SAFETY: the arrays are as large as the kernel reads and writes and are alive until all has been
                 // waited for.
                 unsafe { kernel.call(&current, kernel.kernel().grid, stream, addresses.clone()) }?;
@@ -53,7 +53,7 @@ impl Context {
         }
         let names: Vec<&str> = calls.iter().map(|call| call.kernel.kernel().name.as_str()).collect();
         events.last().and_then(|events| events.last()).map_or(Ok(()), |last| last.wait(&names.join(", ")))?;
-        let mut replayed = Replayed { copies: Vec::new(), kernels: vec![Vec::new(); calls.len()] };
+        let mut replayed = ReplayTimes { copies: Vec::new(), kernels: vec![Vec::new(); calls.len()] };
         for events in &events {
             let took = events.windows(2).map(|two| two[1].since(&two[0]));
             let took = took.collect::<Result<Vec<_>, CudaError>>()?;
@@ -64,14 +64,14 @@ impl Context {
     }
 }
 
-impl Memory {
+impl CudaMemory {
     /// Copies `from`, which is as large, to it, and waits until it is there.
     ///
     /// # Errors
     /// [`CudaError::Call`].
     pub fn copy_from(&self, from: &Self) -> Result<(), CudaError> {
         let current = self.context.enter()?;
-        let done = Event::new(current.driver)?;
+        let done = CudaEvent::new(current.driver)?;
         self.enqueue_copy(current.driver, from)?;
         done.record()?;
         done.wait("a copy on the device")
@@ -80,7 +80,7 @@ impl Memory {
     /// Enqueues such a copy on the default stream of the context that is current.
     fn enqueue_copy(&self, driver: &Driver, from: &Self) -> Result<(), CudaError> {
         self.expect_bytes(from.bytes);
-        let stream = Stream::default_one().pointer();
+        let stream = CudaStream::default_one().pointer();
         // SAFETY: both sides hold as many bytes, in the context that is current; who calls it waits for the stream
         // before either is freed.
         let status = unsafe { (driver.table.copy)(self.address, from.address, self.bytes, stream) };
@@ -89,19 +89,19 @@ impl Memory {
 }
 
 /// A moment of the device's clock, in the current context.
-pub(super) struct Event<'d> {
+pub(super) struct CudaEvent<'d> {
     driver: &'d Driver,
     handle: *mut c_void,
 }
 
-impl Drop for Event<'_> {
+impl Drop for CudaEvent<'_> {
     fn drop(&mut self) {
         // SAFETY: it was created once; one that is still to come is freed when it has.
         unsafe { (self.driver.table.destroy_event)(self.handle) };
     }
 }
 
-impl<'d> Event<'d> {
+impl<'d> CudaEvent<'d> {
     pub(super) fn new(driver: &'d Driver) -> Result<Self, CudaError> {
         let handle = driver.handle(
             || "create an event".into(),
@@ -115,7 +115,7 @@ impl<'d> Event<'d> {
 
     pub(super) fn record(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive, the stream that of the current context.
-        let status = unsafe { (self.driver.table.record)(self.handle, Stream::default_one().pointer()) };
+        let status = unsafe { (self.driver.table.record)(self.handle, CudaStream::default_one().pointer()) };
         self.driver.check(status, || "record an event".into())
     }
 

@@ -21,7 +21,7 @@ const BYTECODE: &[u8] = b"ML\xefR";
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Manifest {
+pub(super) struct ExportManifest {
     program: PathBuf,
     /// `[B, T, V]`.
     shape: [usize; 3],
@@ -34,9 +34,9 @@ pub(super) struct Manifest {
     #[serde(default)]
     pub(super) spec: LossSpec,
     #[serde(rename = "input")]
-    pub(super) inputs: Vec<Input>,
+    pub(super) inputs: Vec<ExportInput>,
     #[serde(rename = "output")]
-    pub(super) outputs: Vec<Output>,
+    pub(super) outputs: Vec<ExportOutput>,
 }
 
 fn one_device() -> usize {
@@ -56,33 +56,33 @@ pub(super) enum DevicesAre {
 
 /// An axis of `[B,T,V]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub(super) enum Cut {
+pub(super) enum ExportAxis {
     B,
     T,
     V,
 }
 
-impl Cut {
-    const ALL: [Cut; 3] = [Cut::B, Cut::T, Cut::V];
+impl ExportAxis {
+    const ALL: [ExportAxis; 3] = [ExportAxis::B, ExportAxis::T, ExportAxis::V];
 
     /// Its place among the `axes` of an array that has it.
-    pub(super) fn of(self, axes: &[Cut]) -> usize {
+    pub(super) fn position(self, axes: &[ExportAxis]) -> usize {
         axes.iter().position(|&axis| axis == self).expect("checked: the array has the axis")
     }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Input {
-    pub(super) name: InputName,
+pub(super) struct ExportInput {
+    pub(super) name: ExportInputName,
     pub(super) dtype: DeviceDtype,
     /// The axis along which each device has a part; every device has all of it where there is none.
-    pub(super) cut: Option<Cut>,
+    pub(super) cut: Option<ExportAxis>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum InputName {
+pub(super) enum ExportInputName {
     Logits,
     Ids,
     Mask,
@@ -99,56 +99,56 @@ pub(super) enum InputName {
     SegmentIds,
 }
 
-impl InputName {
-    const ALL: [InputName; 14] = [
-        InputName::Logits,
-        InputName::Ids,
-        InputName::Mask,
-        InputName::Advantages,
-        InputName::OldLogp,
-        InputName::RefLogp,
-        InputName::RolloutLogp,
-        InputName::RolloutWeights,
-        InputName::TokenWeights,
-        InputName::Selected,
-        InputName::Bias,
-        InputName::Temperature,
-        InputName::CuSeqlens,
-        InputName::SegmentIds,
+impl ExportInputName {
+    const ALL: [ExportInputName; 14] = [
+        ExportInputName::Logits,
+        ExportInputName::Ids,
+        ExportInputName::Mask,
+        ExportInputName::Advantages,
+        ExportInputName::OldLogp,
+        ExportInputName::RefLogp,
+        ExportInputName::RolloutLogp,
+        ExportInputName::RolloutWeights,
+        ExportInputName::TokenWeights,
+        ExportInputName::Selected,
+        ExportInputName::Bias,
+        ExportInputName::Temperature,
+        ExportInputName::CuSeqlens,
+        ExportInputName::SegmentIds,
     ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            InputName::Logits => "logits",
-            InputName::Ids => "ids",
-            InputName::Mask => "mask",
-            InputName::Advantages => "advantages",
-            InputName::OldLogp => "old_logp",
-            InputName::RefLogp => "ref_logp",
-            InputName::RolloutLogp => "rollout_logp",
-            InputName::RolloutWeights => "rollout_weights",
-            InputName::TokenWeights => "token_weights",
-            InputName::Selected => "selected",
-            InputName::Bias => "bias",
-            InputName::Temperature => "temperature",
-            InputName::CuSeqlens => "cu_seqlens",
-            InputName::SegmentIds => "segment_ids",
+            ExportInputName::Logits => "logits",
+            ExportInputName::Ids => "ids",
+            ExportInputName::Mask => "mask",
+            ExportInputName::Advantages => "advantages",
+            ExportInputName::OldLogp => "old_logp",
+            ExportInputName::RefLogp => "ref_logp",
+            ExportInputName::RolloutLogp => "rollout_logp",
+            ExportInputName::RolloutWeights => "rollout_weights",
+            ExportInputName::TokenWeights => "token_weights",
+            ExportInputName::Selected => "selected",
+            ExportInputName::Bias => "bias",
+            ExportInputName::Temperature => "temperature",
+            ExportInputName::CuSeqlens => "cu_seqlens",
+            ExportInputName::SegmentIds => "segment_ids",
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Output {
-    pub(super) name: OutputName,
+pub(super) struct ExportOutput {
+    pub(super) name: ExportOutputName,
     pub(super) dtype: Dtype,
-    /// As of an [`Input`].
-    pub(super) cut: Option<Cut>,
+    /// As of an [`ExportInput`].
+    pub(super) cut: Option<ExportAxis>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum OutputName {
+pub(super) enum ExportOutputName {
     Loss,
     Dlogits,
     Logp,
@@ -156,34 +156,34 @@ pub(super) enum OutputName {
     TokenLoss,
 }
 
-impl OutputName {
+impl ExportOutputName {
     pub(super) fn name(self) -> &'static str {
         match self {
-            OutputName::Loss => "loss",
-            OutputName::Dlogits => "dlogits",
-            OutputName::Logp => "logp",
-            OutputName::Entropy => "entropy",
-            OutputName::TokenLoss => "token_loss",
+            ExportOutputName::Loss => "loss",
+            ExportOutputName::Dlogits => "dlogits",
+            ExportOutputName::Logp => "logp",
+            ExportOutputName::Entropy => "entropy",
+            ExportOutputName::TokenLoss => "token_loss",
         }
     }
 
     /// Its axes.
-    pub(super) fn axes(self) -> &'static [Cut] {
+    pub(super) fn axes(self) -> &'static [ExportAxis] {
         match self {
-            OutputName::Loss => &[],
-            OutputName::Dlogits => &Cut::ALL,
-            OutputName::Logp | OutputName::Entropy | OutputName::TokenLoss => &Cut::ALL[..2],
+            ExportOutputName::Loss => &[],
+            ExportOutputName::Dlogits => &ExportAxis::ALL,
+            ExportOutputName::Logp | ExportOutputName::Entropy | ExportOutputName::TokenLoss => &ExportAxis::ALL[..2],
         }
     }
 }
 
-impl Manifest {
+impl ExportManifest {
     /// Reads and checks the manifest at `path`.
     pub(super) fn read(path: &Path) -> Result<Self, ExportedError> {
         let bytes = read(path, LONGEST_MANIFEST)?;
         let text = str::from_utf8(&bytes)
             .map_err(|_| ExportedError::invalid(path, "text", "bytes that are no UTF-8", "TOML"))?;
-        let manifest: Manifest = toml::from_str(text).map_err(|error| {
+        let manifest: ExportManifest = toml::from_str(text).map_err(|error| {
             let line = error.span().map_or(0, |span| text[..span.start].matches('\n').count());
             let within = text.lines().nth(line).unwrap_or_default().trim();
             ExportedError::program(
@@ -206,7 +206,7 @@ impl Manifest {
     }
 
     pub(super) fn logits_dtype(&self) -> DeviceDtype {
-        let logits = self.inputs.iter().find(|input| input.name == InputName::Logits);
+        let logits = self.inputs.iter().find(|input| input.name == ExportInputName::Logits);
         logits.expect("checked: every manifest has logits").dtype
     }
 
@@ -264,14 +264,14 @@ impl Manifest {
                 return invalid("output", &format!("`{}` twice", output.name.name()), "each name once");
             }
         }
-        for name in InputName::ALL {
+        for name in ExportInputName::ALL {
             let listed = self.inputs.iter().any(|input| input.name == name);
             if let Err(expected) = self.expects(name, listed) {
                 let given = format!("{} `{}`", if listed { "an" } else { "no" }, name.name());
                 return invalid("input", &given, expected);
             }
         }
-        for name in [OutputName::Loss, OutputName::Dlogits] {
+        for name in [ExportOutputName::Loss, ExportOutputName::Dlogits] {
             if !self.outputs.iter().any(|output| output.name == name) {
                 return invalid("output", &format!("no `{}`", name.name()), "at least `loss` and `dlogits`");
             }
@@ -280,32 +280,28 @@ impl Manifest {
     }
 
     /// The axes of an input.
-    pub(super) fn axes(&self, name: InputName) -> &'static [Cut] {
+    pub(super) fn axes(&self, name: ExportInputName) -> &'static [ExportAxis] {
         match name {
-            InputName::Logits => &Cut::ALL,
-            InputName::CuSeqlens => &[],
-            InputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => {
-                if self.sequences.is_some() {
-                    &[]
-                } else {
-                    &Cut::ALL[..1]
-                }
+            ExportInputName::Logits => &ExportAxis::ALL,
+            ExportInputName::CuSeqlens => &[],
+            ExportInputName::Advantages if self.spec.advantages == AdvantageLevel::Sequence => {
+                if self.sequences.is_some() { &[] } else { &ExportAxis::ALL[..1] }
             }
-            InputName::Bias => &Cut::ALL[2..],
-            _ => &Cut::ALL[..2],
+            ExportInputName::Bias => &ExportAxis::ALL[2..],
+            _ => &ExportAxis::ALL[..2],
         }
     }
 
     /// Whether a program may take this input in this dtype; otherwise what it may be.
-    fn accepts(&self, input: Input) -> Result<(), &'static str> {
+    fn accepts(&self, input: ExportInput) -> Result<(), &'static str> {
         match input.name {
-            InputName::Mask | InputName::Selected => Ok(()),
-            InputName::Ids => match input.dtype {
+            ExportInputName::Mask | ExportInputName::Selected => Ok(()),
+            ExportInputName::Ids => match input.dtype {
                 DeviceDtype::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
                 DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
                 _ => Err("i32 or i64"),
             },
-            InputName::CuSeqlens | InputName::SegmentIds => match input.dtype {
+            ExportInputName::CuSeqlens | ExportInputName::SegmentIds => match input.dtype {
                 DeviceDtype::I32 if i32::try_from(self.shape().tokens).is_err() => Err("i64, as N is beyond i32"),
                 DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
                 _ => Err("i32 or i64"),
@@ -317,55 +313,57 @@ impl Manifest {
 
     /// Whether an input may be listed or left out under this spec; otherwise what is expected. Without a mask a program
     /// is for batches in which every token counts; without any of the others it computes no GRPO loss.
-    fn expects(&self, name: InputName, listed: bool) -> Result<(), &'static str> {
+    fn expects(&self, name: ExportInputName, listed: bool) -> Result<(), &'static str> {
         let spec = &self.spec;
         let (old_logp, kl) = (spec.reads_old_logp(), spec.kl.is_some());
-        let has = |name: InputName| self.inputs.iter().any(|input| input.name == name);
+        let has = |name: ExportInputName| self.inputs.iter().any(|input| input.name == name);
         match (name, listed) {
-            (InputName::CuSeqlens, false) if self.sequences.is_some() && !has(InputName::SegmentIds) => {
+            (ExportInputName::CuSeqlens, false) if self.sequences.is_some() && !has(ExportInputName::SegmentIds) => {
                 Err("it or `segment_ids`, as the manifest has `sequences`")
             }
-            (InputName::CuSeqlens | InputName::SegmentIds, true) if self.sequences.is_none() => {
+            (ExportInputName::CuSeqlens | ExportInputName::SegmentIds, true) if self.sequences.is_none() => {
                 Err("none, as the manifest has no `sequences`, which are packed into one row")
             }
-            (InputName::Logits | InputName::Ids | InputName::Advantages, false) => {
+            (ExportInputName::Logits | ExportInputName::Ids | ExportInputName::Advantages, false) => {
                 Err("at least `logits`, `ids` and `advantages`")
             }
-            (InputName::OldLogp, false) if old_logp => {
+            (ExportInputName::OldLogp, false) if old_logp => {
                 Err("one, as the spec has `old_logp: given`, or compares it with another")
             }
-            (InputName::OldLogp, true) if spec.old_logp == OldLogp::Current && !old_logp => {
+            (ExportInputName::OldLogp, true) if spec.old_logp == OldLogp::Current && !old_logp => {
                 Err("none, as the spec has `old_logp: current`")
             }
-            (InputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: rollout`"),
-            (InputName::RefLogp, false) if kl => Err("one, as the spec has a `kl` term"),
-            (InputName::RefLogp, true) if !kl => Err("none, as the spec has no `kl` term"),
-            (InputName::RolloutLogp, false) if spec.reads_rollout_logp() => Err("one, as the spec reads it"),
-            (InputName::RolloutLogp, true) if !spec.reads_rollout_logp() => Err("none, as the spec does not read it"),
-            (InputName::RolloutWeights, false) if spec.reads_rollout_weights() => {
+            (ExportInputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: rollout`"),
+            (ExportInputName::RefLogp, false) if kl => Err("one, as the spec has a `kl` term"),
+            (ExportInputName::RefLogp, true) if !kl => Err("none, as the spec has no `kl` term"),
+            (ExportInputName::RolloutLogp, false) if spec.reads_rollout_logp() => Err("one, as the spec reads it"),
+            (ExportInputName::RolloutLogp, true) if !spec.reads_rollout_logp() => {
+                Err("none, as the spec does not read it")
+            }
+            (ExportInputName::RolloutWeights, false) if spec.reads_rollout_weights() => {
                 Err("one, as the spec has `rollout.source: given`")
             }
-            (InputName::RolloutWeights, true) if !spec.reads_rollout_weights() => {
+            (ExportInputName::RolloutWeights, true) if !spec.reads_rollout_weights() => {
                 Err("none, as the spec has no `rollout.source: given`")
             }
-            (InputName::TokenWeights, false) if spec.token_weights.is_some() => {
+            (ExportInputName::TokenWeights, false) if spec.token_weights.is_some() => {
                 Err("one, as the spec has `token_weights`")
             }
-            (InputName::TokenWeights, true) if spec.token_weights.is_none() => {
+            (ExportInputName::TokenWeights, true) if spec.token_weights.is_none() => {
                 Err("none, as the spec has no `token_weights`")
             }
-            (InputName::Selected, false) if spec.reads_selected() => Err(
+            (ExportInputName::Selected, false) if spec.reads_selected() => Err(
                 "one, as the spec has an objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
             ),
-            (InputName::Selected, true) if !spec.reads_selected() => Err(
+            (ExportInputName::Selected, true) if !spec.reads_selected() => Err(
                 "none, as the spec has no objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
             ),
-            (InputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
-            (InputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
-            (InputName::Temperature, false) if spec.temperature == Temperature::Given => {
+            (ExportInputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
+            (ExportInputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
+            (ExportInputName::Temperature, false) if spec.temperature == Temperature::Given => {
                 Err("one, as the spec has `temperature: given`")
             }
-            (InputName::Temperature, true) if spec.temperature != Temperature::Given => {
+            (ExportInputName::Temperature, true) if spec.temperature != Temperature::Given => {
                 Err("none, as the spec has one `temperature` for all tokens")
             }
             _ => Ok(()),

@@ -63,8 +63,8 @@ use bytemuck::Pod;
 use ndarray::{Dimension, ShapeBuilder};
 use serde_json::Value;
 
-use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
-use crate::xla::shards::{Block, gather};
+use crate::runtime::{Client, DeviceBuffer, Executable, PjrtProgram, RuntimeError, locate};
+use crate::xla::shards::{ArrayBlock, gather};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{
     BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
@@ -72,14 +72,16 @@ use assay_core::implementation::{
 use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Float, FloatArray, Problem, Sequences, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
-use manifest::{Cut, DevicesAre, Input, InputName, Manifest, Output, OutputName, read_program};
+use manifest::{
+    DevicesAre, ExportAxis, ExportInput, ExportInputName, ExportManifest, ExportOutput, ExportOutputName, read_program,
+};
 
 /// A user's own program. See [the module](self).
-pub struct Exported {
+pub struct ExportedProgram {
     /// `file:` and the manifest's path as given, so that a report's line runs again as it stands.
     id: String,
     path: PathBuf,
-    manifest: Manifest,
+    manifest: ExportManifest,
     program: PathBuf,
     code: Vec<u8>,
     /// The plugin; `None` means the one that [`locate`] finds.
@@ -105,7 +107,7 @@ pub enum ExportedError {
     },
     /// The file cannot be read, or the program does not compile or run.
     #[error("{at}: {reason}")]
-    Program {
+    PjrtProgram {
         /// The file, and where in it.
         at: String,
         /// The system's, the parser's or the plugin's message.
@@ -125,11 +127,11 @@ impl ExportedError {
     }
 
     fn program(at: impl fmt::Display, reason: impl fmt::Display) -> Self {
-        Self::Program { at: at.to_string(), reason: one_line(&reason.to_string()) }
+        Self::PjrtProgram { at: at.to_string(), reason: one_line(&reason.to_string()) }
     }
 }
 
-impl Exported {
+impl ExportedProgram {
     /// Reads the manifest at `path` and the program that it names, to be run by `plugin`, or the one that [`locate`]
     /// finds.
     ///
@@ -139,7 +141,7 @@ impl Exported {
     /// it, or the program is no MLIR. Whether it compiles shows when it runs.
     pub fn read(path: impl AsRef<Path>, plugin: Option<&Path>) -> Result<Self, ExportedError> {
         let path = path.as_ref().to_path_buf();
-        let manifest = Manifest::read(&path)?;
+        let manifest = ExportManifest::read(&path)?;
         let program = manifest.program(&path);
         Ok(Self {
             id: format!("{FILE_PREFIX}{}", path.display()),
@@ -161,10 +163,10 @@ impl Exported {
         if let Some(executable) = &*executable {
             return Ok(Arc::clone(executable));
         }
-        let Manifest { devices, devices_are, .. } = self.manifest;
+        let ExportManifest { devices, devices_are, .. } = self.manifest;
         let (replicas, partitions) = if devices_are == DevicesAre::Replicas { (devices, 1) } else { (1, devices) };
         let compiled = client
-            .compile(&Program { code: &self.code, replicas, partitions })
+            .compile(&PjrtProgram { code: &self.code, replicas, partitions })
             .map_err(|error| ExportedError::program(self.program.display(), error))?;
         Ok(Arc::clone(executable.insert(Arc::new(compiled))))
     }
@@ -175,7 +177,7 @@ impl Exported {
     }
 
     /// The outputs, each checked against its name's shape and the manifest's dtype.
-    fn candidate(&self, buffers: &[Vec<Buffer>]) -> Result<Candidate, ExportedError> {
+    fn candidate(&self, buffers: &[Vec<DeviceBuffer>]) -> Result<Candidate, ExportedError> {
         const CHECKED: &str = "checked: every manifest has loss and dlogits";
         let (returned, listed) = (buffers[0].len(), self.manifest.outputs.len());
         if returned != listed {
@@ -184,24 +186,24 @@ impl Exported {
         }
         let Shape { batch, tokens, vocab } = self.manifest.shape();
         Ok(Candidate {
-            loss: Some(self.download(buffers, OutputName::Loss, ())?.expect(CHECKED)),
-            gradient: self.download(buffers, OutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
-            logp: self.download(buffers, OutputName::Logp, (batch, tokens))?,
+            loss: Some(self.download(buffers, ExportOutputName::Loss, ())?.expect(CHECKED)),
+            gradient: self.download(buffers, ExportOutputName::Dlogits, (batch, tokens, vocab))?.expect(CHECKED),
+            logp: self.download(buffers, ExportOutputName::Logp, (batch, tokens))?,
             logp_of_others: None,
-            entropy: self.download(buffers, OutputName::Entropy, (batch, tokens))?,
-            token_loss: self.download(buffers, OutputName::TokenLoss, (batch, tokens))?,
+            entropy: self.download(buffers, ExportOutputName::Entropy, (batch, tokens))?,
+            token_loss: self.download(buffers, ExportOutputName::TokenLoss, (batch, tokens))?,
             metrics: None,
         })
     }
 
     fn download<D: Dimension>(
         &self,
-        buffers: &[Vec<Buffer>],
-        name: OutputName,
+        buffers: &[Vec<DeviceBuffer>],
+        name: ExportOutputName,
         shape: impl ShapeBuilder<Dim = D>,
     ) -> Result<Option<FloatArray<D>>, ExportedError> {
         let Some(at) = self.manifest.outputs.iter().position(|output| output.name == name) else { return Ok(None) };
-        let Output { dtype, cut, .. } = self.manifest.outputs[at];
+        let ExportOutput { dtype, cut, .. } = self.manifest.outputs[at];
         let mut array = FloatArray::zeros(shape, dtype);
         let (devices, extents) = (self.manifest.devices, array.shape().to_vec());
         let block = |device: usize| part(&extents, name.axes(), cut, [device, devices]);
@@ -213,9 +215,9 @@ impl Exported {
 }
 
 /// What one of some devices holds of an array.
-fn part(extents: &[usize], axes: &[Cut], cut: Option<Cut>, [device, devices]: [usize; 2]) -> Block {
-    let whole = Block::all(extents);
-    let Some(axis) = cut.map(|cut| cut.of(axes)).filter(|_| devices > 1) else { return whole };
+fn part(extents: &[usize], axes: &[ExportAxis], cut: Option<ExportAxis>, [device, devices]: [usize; 2]) -> ArrayBlock {
+    let whole = ArrayBlock::all(extents);
+    let Some(axis) = cut.map(|cut| cut.position(axes)).filter(|_| devices > 1) else { return whole };
     let length = extents[axis] / devices;
     whole.cut(axis, device * length..(device + 1) * length, length)
 }
@@ -224,12 +226,12 @@ fn part(extents: &[usize], axes: &[Cut], cut: Option<Cut>, [device, devices]: [u
 fn upload(
     client: &Client,
     place: [usize; 2],
-    axes: &[Cut],
-    input: Input,
+    axes: &[ExportAxis],
+    input: ExportInput,
     problem: &Problem,
-) -> Result<Buffer, RuntimeError> {
+) -> Result<DeviceBuffer, RuntimeError> {
     const CHECKED: &str = "checked: the spec needs it, so the problem has it";
-    let Input { name, dtype, cut } = input;
+    let ExportInput { name, dtype, cut } = input;
     let per_token = problem.ids.shape();
     let send = |shape: &[usize], bytes: &[u8]| {
         let ([device, devices], block) = (place, part(shape, axes, cut, place));
@@ -239,10 +241,10 @@ fn upload(
         client.upload(device, dtype, block.extents(), &block.part_of(bytes, dtype, 0))
     };
     match name {
-        InputName::Logits => send(problem.logits.shape(), problem.logits.bytes()),
-        InputName::Ids => send(per_token, &ids(problem.ids.iter().copied(), dtype)),
-        InputName::Mask => send(per_token, &numbers(problem.mask.iter().map(|&counts| f64::from(counts)), dtype)),
-        InputName::Advantages => {
+        ExportInputName::Logits => send(problem.logits.shape(), problem.logits.bytes()),
+        ExportInputName::Ids => send(per_token, &ids(problem.ids.iter().copied(), dtype)),
+        ExportInputName::Mask => send(per_token, &numbers(problem.mask.iter().map(|&counts| f64::from(counts)), dtype)),
+        ExportInputName::Advantages => {
             let bytes = match &problem.advantages {
                 Advantages::Sequence(advantages) => numbers(advantages.iter().copied(), dtype),
                 Advantages::Token(advantages) => numbers(advantages.iter().copied(), dtype),
@@ -250,20 +252,20 @@ fn upload(
             };
             send(problem.advantages.shape(), &bytes)
         }
-        InputName::OldLogp => {
+        ExportInputName::OldLogp => {
             send(per_token, &numbers(problem.old_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
         }
-        InputName::RefLogp => {
+        ExportInputName::RefLogp => {
             send(per_token, &numbers(problem.ref_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
         }
-        InputName::RolloutLogp => {
+        ExportInputName::RolloutLogp => {
             send(per_token, &numbers(problem.extra.rollout_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
         }
-        InputName::RolloutWeights | InputName::TokenWeights | InputName::Temperature => {
+        ExportInputName::RolloutWeights | ExportInputName::TokenWeights | ExportInputName::Temperature => {
             let Extra { rollout_weights, token_weights, temperature, .. } = &problem.extra;
             let given = match name {
-                InputName::RolloutWeights => rollout_weights,
-                InputName::TokenWeights => token_weights,
+                ExportInputName::RolloutWeights => rollout_weights,
+                ExportInputName::TokenWeights => token_weights,
                 _ => temperature,
             };
             let given = given.as_ref().expect(CHECKED);
@@ -274,20 +276,20 @@ fn upload(
             };
             send(per_token, &numbers(of_tokens.iter().copied(), dtype))
         }
-        InputName::Selected => {
+        ExportInputName::Selected => {
             let selected = problem.extra.selected.as_ref().expect(CHECKED).iter();
             send(per_token, &numbers(selected.map(|&selected| f64::from(selected)), dtype))
         }
-        InputName::CuSeqlens => {
+        ExportInputName::CuSeqlens => {
             let Sequences::Packed(cu_seqlens) = &problem.extra.sequences else { unreachable!("checked: packed") };
             let ends = cu_seqlens.values();
             send(ends.shape(), &ids(ends.iter().map(|&end| end as i64), dtype))
         }
-        InputName::SegmentIds => {
+        ExportInputName::SegmentIds => {
             let number = |at| problem.extra.sequences.owner(at).map_or(0, |sequence| sequence as i64 + 1);
             send(per_token, &ids(problem.ids.indexed_iter().map(|(at, _)| number(at)), dtype))
         }
-        InputName::Bias => {
+        ExportInputName::Bias => {
             let bias = problem.extra.bias.as_ref().expect(CHECKED);
             send(bias.shape(), &numbers(bias.iter().copied(), dtype))
         }
@@ -334,7 +336,7 @@ fn difference(path: &str, given: &Value, supported: &Value) -> Option<(String, S
     }
 }
 
-impl Implementation for Exported {
+impl Implementation for ExportedProgram {
     fn id(&self) -> &str {
         &self.id
     }
@@ -392,14 +394,14 @@ impl Implementation for Exported {
         self.supports_given(spec, Given::of(spec, &problem)?, devices)?;
         let client = self.client()?;
         let executable = self.executable(&client)?;
-        let on_one = |device: usize| -> Result<Vec<Buffer>, RuntimeError> {
+        let on_one = |device: usize| -> Result<Vec<DeviceBuffer>, RuntimeError> {
             let inputs = self.manifest.inputs.iter();
             inputs
                 .map(|&input| upload(&client, [device, devices], self.manifest.axes(input.name), input, &problem))
                 .collect()
         };
         let inputs = (0..devices).map(on_one).collect::<Result<Vec<_>, _>>()?;
-        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|inputs| inputs.iter().collect()).collect();
+        let arguments: Vec<Vec<&DeviceBuffer>> = inputs.iter().map(|inputs| inputs.iter().collect()).collect();
         let outputs =
             executable.execute(&arguments).map_err(|error| ExportedError::program(self.path.display(), error))?;
         Ok(self.candidate(&outputs)?)

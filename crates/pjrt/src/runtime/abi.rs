@@ -33,7 +33,7 @@ pub const ROOM: usize = 1024;
 struct Roomy([u8; ROOM]);
 
 // SAFETY: who calls one promises that the pointer is to the argument struct of that very entry.
-type Entry = unsafe extern "C" fn(*mut c_void) -> *mut PJRT_Error;
+type PjrtEntry = unsafe extern "C" fn(*mut c_void) -> *mut PJRT_Error;
 
 /// The plugins' own tables.
 static TABLES: [AtomicPtr<PJRT_Api>; SLOTS] = [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS];
@@ -82,13 +82,13 @@ pub unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> 
 /// The entry at byte `OFFSET` of the table in `SLOT`, given room.
 ///
 /// # Safety
-/// As [`Entry`].
+/// As [`PjrtEntry`].
 unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args: *mut c_void) -> *mut PJRT_Error {
     let table = TABLES[SLOT].load(Ordering::Acquire);
     // SAFETY: `table_with_room` put a table there before it handed out this function, and only for an entry that the
     // table has. PJRT's argument structs begin with their size.
     unsafe {
-        let entry = *table.byte_add(OFFSET).cast::<Entry>();
+        let entry = *table.byte_add(OFFSET).cast::<PjrtEntry>();
         with_room(args, |args| entry(args))
     }
 }
@@ -96,7 +96,7 @@ unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args:
 /// The same for a call whose argument struct points, at byte `FIELD`, to another that may have grown, or nowhere.
 ///
 /// # Safety
-/// As [`Entry`].
+/// As [`PjrtEntry`].
 unsafe extern "C" fn with_room_behind<const SLOT: usize, const OFFSET: usize, const FIELD: usize>(
     args: *mut c_void,
 ) -> *mut PJRT_Error {
@@ -121,7 +121,7 @@ unsafe extern "C" fn with_room_behind<const SLOT: usize, const OFFSET: usize, co
 /// known before it is asked; one alone has room.
 ///
 /// # Safety
-/// As [`Entry`].
+/// As [`PjrtEntry`].
 unsafe extern "C" fn with_room_behind_one<
     const SLOT: usize,
     const OFFSET: usize,
@@ -144,9 +144,9 @@ unsafe extern "C" fn with_room_behind_one<
 macro_rules! give_room {
     ($table:ident, $slot:ident: $($entry:ident)*) => {$(
         if $table.$entry.is_some() {
-            let entry: Entry = with_room_for::<$slot, { offset_of!(PJRT_Api, $entry) }>;
+            let entry: PjrtEntry = with_room_for::<$slot, { offset_of!(PJRT_Api, $entry) }>;
             // SAFETY: both are C functions from one pointer to one pointer.
-            $table.$entry = unsafe { transmute::<Option<Entry>, pjrt_sys::$entry>(Some(entry)) };
+            $table.$entry = unsafe { transmute::<Option<PjrtEntry>, pjrt_sys::$entry>(Some(entry)) };
         }
     )*};
 }
@@ -155,9 +155,9 @@ macro_rules! give_room {
 macro_rules! give_room_behind {
     ($table:ident, $slot:ident: $($entry:ident: $args:ident.$field:ident $(of $count:ident)?;)*) => {$(
         if $table.$entry.is_some() {
-            let entry: Entry = give_room_behind!(@entry $slot, $entry, $args, $field $(, $count)?);
+            let entry: PjrtEntry = give_room_behind!(@entry $slot, $entry, $args, $field $(, $count)?);
             // SAFETY: both are C functions from one pointer to one pointer.
-            $table.$entry = unsafe { transmute::<Option<Entry>, pjrt_sys::$entry>(Some(entry)) };
+            $table.$entry = unsafe { transmute::<Option<PjrtEntry>, pjrt_sys::$entry>(Some(entry)) };
         }
     )*};
     (@entry $slot:ident, $entry:ident, $args:ident, $field:ident) => {

@@ -25,17 +25,17 @@ use assay_core::device_dtype::DeviceDtype;
 
 /// A dense array on one device. Freed when dropped.
 #[derive(Debug)]
-pub struct Buffer {
+pub struct DeviceBuffer {
     client: Client,
     raw: NonNull<PJRT_Buffer>,
 }
 
 // SAFETY: PJRT buffers may be used from any thread.
-unsafe impl Send for Buffer {}
+unsafe impl Send for DeviceBuffer {}
 // SAFETY: as above.
-unsafe impl Sync for Buffer {}
+unsafe impl Sync for DeviceBuffer {}
 
-impl Drop for Buffer {
+impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let mut args = PJRT_Buffer_Destroy_Args::new();
         args.buffer = self.raw.as_ptr();
@@ -78,7 +78,7 @@ pub(super) fn wait(plugin: &Plugin, event: *mut PJRT_Event, what: &str) -> Resul
 }
 
 /// What the plugin tells of an event once it is ready.
-struct Ready {
+struct EventWaiter {
     plugin: &'static Plugin,
     what: String,
     tell: Sender<Result<(), RuntimeError>>,
@@ -87,7 +87,7 @@ struct Ready {
 // SAFETY: a plugin calls it once, with what it was registered with and an error that is then the callee's.
 unsafe extern "C" fn tell(error: *mut PJRT_Error, ready: *mut c_void) {
     // SAFETY: `wait_until` made it of a box, for this one call.
-    let Ready { plugin, what, tell } = *unsafe { Box::from_raw(ready.cast::<Ready>()) };
+    let EventWaiter { plugin, what, tell } = *unsafe { Box::from_raw(ready.cast::<EventWaiter>()) };
     // SAFETY: the error came from this plugin, and is used nowhere else.
     let result = unsafe { check(plugin.table(), error, || what) };
     // Who waited may have given up.
@@ -106,7 +106,7 @@ pub(super) fn wait_until(
         return Some(Ok(()));
     }
     let (tell_it, told) = mpsc::channel();
-    let ready = Box::into_raw(Box::new(Ready { plugin, what: what.into(), tell: tell_it }));
+    let ready = Box::into_raw(Box::new(EventWaiter { plugin, what: what.into(), tell: tell_it }));
     let mut args = PJRT_Event_OnReady_Args::new();
     args.event = event;
     args.callback = Some(tell);
@@ -134,7 +134,7 @@ impl Client {
         element: DeviceDtype,
         shape: &[usize],
         bytes: &[u8],
-    ) -> Result<Buffer, RuntimeError> {
+    ) -> Result<DeviceBuffer, RuntimeError> {
         let what = || format!("upload {element} {shape:?} to device {device}");
         let expected = byte_count(element, shape).unwrap_or(usize::MAX);
         if bytes.len() != expected {
@@ -151,22 +151,22 @@ impl Client {
         args.host_buffer_semantics = PJRT_HostBufferSemantics_PJRT_HostBufferSemantics_kImmutableUntilTransferCompletes;
         args.device = self.device(device)?;
         call!(self.plugin(), PJRT_Client_BufferFromHostBuffer, args, what())?;
-        let buffer = Buffer::own(self, args.buffer, &what());
+        let buffer = DeviceBuffer::own(self, args.buffer, &what());
         // The plugin reads `bytes` until this event.
         wait(self.plugin(), args.done_with_host_buffer, &what())?;
         buffer
     }
 }
 
-impl Buffer {
+impl DeviceBuffer {
     /// Takes ownership of what the plugin returned.
-    pub(super) fn own(client: &Client, raw: *mut PJRT_Buffer, what: &str) -> Result<Buffer, RuntimeError> {
+    pub(super) fn own(client: &Client, raw: *mut PJRT_Buffer, what: &str) -> Result<DeviceBuffer, RuntimeError> {
         let raw = NonNull::new(raw).ok_or_else(|| RuntimeError::Answer {
             what: what.into(),
             given: "null".into(),
             expected: "a buffer".into(),
         })?;
-        Ok(Buffer { client: client.clone(), raw })
+        Ok(DeviceBuffer { client: client.clone(), raw })
     }
 
     pub(super) fn raw(&self) -> *mut PJRT_Buffer {

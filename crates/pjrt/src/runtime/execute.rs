@@ -12,7 +12,7 @@ use pjrt_sys::{
     PJRT_LoadedExecutable_Execute_Args, PJRT_LoadedExecutable_GetExecutable_Args, PJRT_Program,
 };
 
-use super::buffers::{Buffer, wait_until};
+use super::buffers::{DeviceBuffer, wait_until};
 use super::client::Client;
 use super::error::{LIMIT_VARIABLE, RuntimeError};
 use super::plugin::call;
@@ -33,7 +33,7 @@ fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
 
 /// A program to compile.
 #[derive(Clone, Copy, Debug)]
-pub struct Program<'p> {
+pub struct PjrtProgram<'p> {
     /// StableHLO, as MLIR text or bytecode.
     pub code: &'p [u8],
     /// How many copies of it run side by side, each on a device of its own, joined by collectives.
@@ -42,7 +42,7 @@ pub struct Program<'p> {
     pub partitions: usize,
 }
 
-impl<'p> Program<'p> {
+impl<'p> PjrtProgram<'p> {
     /// A program for `replicas` devices.
     pub fn replicated(code: &'p [u8], replicas: usize) -> Self {
         Self { code, replicas, partitions: 1 }
@@ -116,7 +116,7 @@ impl Client {
     ///
     /// # Errors
     /// [`RuntimeError::Devices`]; the plugin's own error where the program does not compile.
-    pub fn compile(&self, program: &Program) -> Result<Executable, RuntimeError> {
+    pub fn compile(&self, program: &PjrtProgram) -> Result<Executable, RuntimeError> {
         let devices = program.devices();
         self.expect_devices(devices)?;
         let mut options = program.options(self.device_ids());
@@ -179,7 +179,7 @@ impl Executable {
     /// # Errors
     /// [`RuntimeError::Arguments`] where the lists do not have one entry a device; the plugin's own error, from the
     /// call or from any device; [`RuntimeError::TimedOut`]; [`RuntimeError::Limit`].
-    pub fn execute(&self, arguments: &[Vec<&Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
+    pub fn execute(&self, arguments: &[Vec<&DeviceBuffer>]) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError> {
         let limit = time_limit(env::var(LIMIT_VARIABLE).ok().as_deref())?;
         let counts: Vec<usize> = arguments.iter().map(Vec::len).collect();
         if counts.len() != self.devices || counts.iter().any(|&count| count != counts[0]) {
@@ -217,7 +217,7 @@ impl Executable {
         drop(alone);
         let owned: Vec<Vec<_>> = outputs
             .iter()
-            .map(|list| list.iter().map(|&raw| Buffer::own(&self.client, raw, "execute")).collect())
+            .map(|list| list.iter().map(|&raw| DeviceBuffer::own(&self.client, raw, "execute")).collect())
             .collect();
         launched?;
         if finished.iter().any(|result| matches!(result, Err(RuntimeError::TimedOut { .. }))) {

@@ -1,6 +1,6 @@
 //! PJRT: the one door to devices. A [`Plugin`] is a shared library with a `GetPjrtApi`; a [`Client`] holds its devices;
-//! a [`Buffer`] is an array on one of them; an [`Executable`] is a compiled StableHLO program. A
-//! [`Topology`] describes devices that are not here; a program compiled for one is [`Unloaded`].
+//! a [`DeviceBuffer`] is an array on one of them; an [`Executable`] is a compiled StableHLO program. A
+//! [`Topology`] describes devices that are not here; a program compiled for one is [`UnloadedExecutable`].
 //!
 //! Every object keeps alive what it was made from and frees itself, so that any order of drops is right. PJRT objects
 //! may be used from any thread, and so may these. Plugins stay loaded until the process ends: none can be unloaded.
@@ -22,9 +22,9 @@ mod memory;
 mod plugin;
 mod topology;
 
-pub use buffers::Buffer;
+pub use buffers::DeviceBuffer;
 pub use client::Client;
 pub use error::{LIMIT_VARIABLE, RuntimeError};
-pub use execute::{Executable, Program, TIME_LIMIT};
+pub use execute::{Executable, PjrtProgram, TIME_LIMIT};
 pub use plugin::{PLUGIN_VARIABLE, Plugin, asked_for, find_installed, locate, quiet_plugins};
-pub use topology::{Topology, Unloaded};
+pub use topology::{Topology, UnloadedExecutable};

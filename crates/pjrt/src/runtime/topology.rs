@@ -12,7 +12,7 @@ use pjrt_sys::{
 
 use super::abi::{bytes_from, slice_from};
 use super::error::RuntimeError;
-use super::execute::Program;
+use super::execute::PjrtProgram;
 use super::memory::compiled_memory;
 use super::plugin::{Plugin, call};
 use assay_core::memory::CompiledMemory;
@@ -116,7 +116,7 @@ impl Topology {
     ///
     /// # Errors
     /// [`RuntimeError::Devices`]; the plugin's own error where the program does not compile.
-    pub fn compile(&self, program: &Program) -> Result<Unloaded, RuntimeError> {
+    pub fn compile(&self, program: &PjrtProgram) -> Result<UnloadedExecutable, RuntimeError> {
         let available = self.device_count();
         if !(1..=available).contains(&program.devices()) {
             return Err(RuntimeError::Devices { given: program.devices(), available, platform: self.name.clone() });
@@ -134,7 +134,7 @@ impl Topology {
             let (given, expected) = ("null".into(), "an executable".into());
             return Err(RuntimeError::Answer { what: "compile".into(), given, expected });
         };
-        Ok(Unloaded { plugin: self.plugin, raw })
+        Ok(UnloadedExecutable { plugin: self.plugin, raw })
     }
 }
 
@@ -170,17 +170,17 @@ fn coordinates(plugin: &Plugin, description: *mut PJRT_DeviceDescription) -> Res
 
 /// A program compiled for devices that are not here. Freed when dropped.
 #[derive(Debug)]
-pub struct Unloaded {
+pub struct UnloadedExecutable {
     plugin: &'static Plugin,
     raw: NonNull<PJRT_Executable>,
 }
 
 // SAFETY: PJRT executables may be used from any thread.
-unsafe impl Send for Unloaded {}
+unsafe impl Send for UnloadedExecutable {}
 // SAFETY: as above.
-unsafe impl Sync for Unloaded {}
+unsafe impl Sync for UnloadedExecutable {}
 
-impl Drop for Unloaded {
+impl Drop for UnloadedExecutable {
     fn drop(&mut self) {
         let mut args = PJRT_Executable_Destroy_Args::new();
         args.executable = self.raw.as_ptr();
@@ -189,7 +189,7 @@ impl Drop for Unloaded {
     }
 }
 
-impl Unloaded {
+impl UnloadedExecutable {
     /// What one run takes on each device, as the compiler counted.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::shards::Shards;
-use crate::runtime::{Buffer, Client, Executable, Program, RuntimeError, locate};
+use crate::runtime::{Client, DeviceBuffer, Executable, PjrtProgram, RuntimeError, locate};
 use assay_core::implementation::{RunsOn, Unavailable, Unsupported};
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
@@ -15,13 +15,13 @@ use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
 const MOST_DEVICES: usize = 8;
 
 /// Where an implementation runs.
-pub(super) struct Devices {
+pub(super) struct PluginDevices {
     sharding: Sharding,
     /// The plugin; `None` means the one that [`locate`] finds.
     plugin: Option<PathBuf>,
 }
 
-impl Devices {
+impl PluginDevices {
     pub(super) fn new(sharding: Sharding, plugin: Option<&Path>) -> Self {
         Self { sharding, plugin: plugin.map(Path::to_path_buf) }
     }
@@ -79,17 +79,17 @@ pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
 
 /// A program, with the plugin and the text that it is compiled from. The text holds the shapes; the numbers of a spec are run-time
 /// inputs.
-struct Kept {
+struct CachedProgram {
     plugin: PathBuf,
     code: Arc<str>,
-    executable: Arc<Compiled>,
+    executable: Arc<CachedExecutable>,
 }
 
 /// `None` until the first that asks for it has compiled it.
-type Compiled = Mutex<Option<Arc<Executable>>>;
+type CachedExecutable = Mutex<Option<Arc<Executable>>>;
 
 /// The programs used last, the latest at the end.
-static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
+static KEPT: Mutex<VecDeque<CachedProgram>> = Mutex::new(VecDeque::new());
 
 /// How many are kept: each takes megabytes.
 const MOST_KEPT: usize = 64;
@@ -103,16 +103,16 @@ pub(super) fn compiled(client: &Client, code: String, devices: usize) -> Result<
     if let Some(executable) = &*executable {
         return Ok(Arc::clone(executable));
     }
-    let compiled = Arc::new(client.compile(&Program::replicated(code.as_bytes(), devices))?);
+    let compiled = Arc::new(client.compile(&PjrtProgram::replicated(code.as_bytes(), devices))?);
     Ok(Arc::clone(executable.insert(compiled)))
 }
 
 /// The place of a program among those used last, of which it is then the latest.
-fn kept(plugin: &Path, code: &Arc<str>) -> Arc<Compiled> {
+fn kept(plugin: &Path, code: &Arc<str>) -> Arc<CachedExecutable> {
     let mut all = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
     let entry = match all.iter().position(|entry| entry.code == *code && entry.plugin == plugin) {
         Some(at) => all.remove(at).expect("just found"),
-        None => Kept { plugin: plugin.to_path_buf(), code: Arc::clone(code), executable: Arc::default() },
+        None => CachedProgram { plugin: plugin.to_path_buf(), code: Arc::clone(code), executable: Arc::default() },
     };
     if all.len() == MOST_KEPT {
         all.pop_front();
@@ -123,14 +123,14 @@ fn kept(plugin: &Path, code: &Arc<str>) -> Arc<Compiled> {
 }
 
 /// The program of one shape, and how a batch is cut for it.
-pub(super) struct Plan {
+pub(super) struct ShardedProgram {
     pub(super) shards: Shards,
     executable: Arc<Executable>,
 }
 
-impl Plan {
+impl ShardedProgram {
     /// Compiles `code`, and checks that a run of it fits.
-    pub(super) fn of(code: String, shards: Shards) -> Result<Self, RuntimeError> {
+    pub(super) fn compile(code: String, shards: Shards) -> Result<Self, RuntimeError> {
         let devices = shards.mesh.devices();
         shards.client.expect_devices(devices)?;
         let executable = compiled(&shards.client, code, devices)?;
@@ -140,8 +140,8 @@ impl Plan {
 
     /// `outputs[device][output]` from `inputs[device][argument]`; what is written over among the inputs is gone
     /// afterwards.
-    pub(super) fn execute(&self, inputs: &[Vec<Buffer>]) -> Result<Vec<Vec<Buffer>>, RuntimeError> {
-        let arguments: Vec<Vec<&Buffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
+    pub(super) fn execute(&self, inputs: &[Vec<DeviceBuffer>]) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError> {
+        let arguments: Vec<Vec<&DeviceBuffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
         self.executable.execute(&arguments)
     }
 

@@ -5,18 +5,18 @@ use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProbl
 use assay_programs::Output;
 use assay_programs::mesh::{Axis, shard};
 
-use super::shards::{Block, Padding, Shards};
-use super::{Arrays, output};
-use crate::runtime::{Buffer, RuntimeError};
+use super::shards::{ArrayBlock, Padding, Shards};
+use super::{DeviceArrays, output};
+use crate::runtime::{DeviceBuffer, RuntimeError};
 
-impl Arrays for HeadProblem {
+impl DeviceArrays for HeadProblem {
     const GRADIENTS: usize = 2;
 
     fn logits(shape: HeadShape) -> Shape {
         shape.logits()
     }
 
-    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError> {
         let packed = self.extra.sequences.packed();
         let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form(), packed };
         let rows = states(shards, device, given.shape);
@@ -40,7 +40,7 @@ impl Arrays for HeadProblem {
     fn download(
         shards: &Shards,
         given: Given<Self>,
-        outputs: &[Vec<Buffer>],
+        outputs: &[Vec<DeviceBuffer>],
         mut gradient: HeadGradient,
     ) -> Result<HeadGradient, RuntimeError> {
         let of = |place: Output| move |device| output(outputs, device, place as usize);
@@ -54,18 +54,18 @@ impl Arrays for HeadProblem {
 
 /// What `device` holds of hidden states and dhidden: the rows of its logits, or, where columns are cut and these scattered, a part of
 /// them.
-fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. }: HeadShape) -> Block {
+fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. }: HeadShape) -> ArrayBlock {
     let (parts, rows) = (shards.mesh.vocab, batch * tokens);
     if !shards.scatters || parts == 1 {
         return shards.rows(device, hidden);
     }
     let local = rows.div_ceil(parts);
     let part = shard(rows, local, shards.mesh.coordinate(device, Axis::Vocab));
-    Block::all(&[rows, hidden]).cut(0, part, local)
+    ArrayBlock::all(&[rows, hidden]).cut(0, part, local)
 }
 
 /// What `device` holds of the head's gradient: that of its columns, or, where rows are cut and it is scattered, of some hidden units.
-fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) -> Block {
+fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
     let parts = shards.mesh.batch * shards.mesh.tokens;
     let block = block_of_head(shards, device, given);
     if !shards.scatters || parts == 1 {
@@ -80,12 +80,12 @@ fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) 
 }
 
 /// What `device` holds of the head.
-fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> Block {
+fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
     let (shape, layout) = (given.shape, given.form.layout);
     let [_, _, v] = shards.local();
     let axis = match layout {
         HeadLayout::HiddenByVocab => 1,
         HeadLayout::VocabByHidden => 0,
     };
-    Block::all(&layout.extents(shape.hidden, shape.vocab)).cut(axis, shards.part(device).vocab, v)
+    ArrayBlock::all(&layout.extents(shape.hidden, shape.vocab)).cut(axis, shards.part(device).vocab, v)
 }

@@ -22,14 +22,14 @@ use assay_programs::mesh::Mesh;
 use assay_programs::{HeadProgram, LossProgram, Lowering, Output, Programs, Scalars, Shaped};
 use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
-use crate::runtime::{Buffer, RuntimeError};
-use devices::{Devices, Plan, compiled, device};
-use shards::{Block, Padding, Shards};
+use crate::runtime::{DeviceBuffer, RuntimeError};
+use devices::{PluginDevices, ShardedProgram, compiled, device};
+use shards::{ArrayBlock, Padding, Shards};
 
 /// Programs of one kernel under one sharding, run by a plugin.
 pub struct Runner<P> {
     program: P,
-    on: Devices,
+    on: PluginDevices,
 }
 
 /// A loss on logits, run by a plugin.
@@ -43,12 +43,12 @@ impl<P: Programs> Runner<P> {
     /// [`locate`](crate::runtime::locate) finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Self> {
         let programs = P::all().into_iter().filter(|program| program.is_implementation());
-        programs.map(|program| Self::of(program, plugin)).collect()
+        programs.map(|program| Self::new(program, plugin)).collect()
     }
 
     /// A program, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
-    pub fn of(program: P, plugin: Option<&Path>) -> Self {
-        Self { program, on: Devices::new(program.sharding(), plugin) }
+    pub fn new(program: P, plugin: Option<&Path>) -> Self {
+        Self { program, on: PluginDevices::new(program.sharding(), plugin) }
     }
 
     /// Its programs.
@@ -61,7 +61,7 @@ impl Xla {
     /// The other ways to write `xla`, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate)
     /// finds: to be timed beside it.
     pub fn alternatives(plugin: Option<&Path>) -> Vec<Self> {
-        LossProgram::alternatives().map(|program| Self::of(program, plugin)).collect()
+        LossProgram::alternatives().map(|program| Self::new(program, plugin)).collect()
     }
 }
 
@@ -81,13 +81,13 @@ impl XlaHead {
 
 /// Logp and entropy alone, run by a plugin: [`LossProgram::entropy`].
 pub struct XlaEntropy {
-    on: Devices,
+    on: PluginDevices,
 }
 
 impl XlaEntropy {
     /// On one device of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
     pub fn new(plugin: Option<&Path>) -> Self {
-        Self { on: Devices::new(LossProgram::entropy().sharding(), plugin) }
+        Self { on: PluginDevices::new(LossProgram::entropy().sharding(), plugin) }
     }
 
     /// Whether this machine can run it.
@@ -138,7 +138,7 @@ impl XlaEntropy {
 impl<L, P> Implementation<Problem<L>> for Runner<P>
 where
     P: Programs<Problem = Problem<L>>,
-    Problem<L>: Arrays,
+    Problem<L>: DeviceArrays,
 {
     fn id(&self) -> &'static str {
         self.program.id()
@@ -200,7 +200,7 @@ where
         problem: Problem<L>,
         devices: usize,
     ) -> Result<Candidate<<Problem<L> as Workload>::Gradient>, RunError> {
-        Ready::of(self, spec, Given::of(spec, &problem)?, devices)?.run(problem)
+        PreparedProgram::compile(self, spec, Given::of(spec, &problem)?, devices)?.run(problem)
     }
 
     fn prepare<'s>(
@@ -209,18 +209,18 @@ where
         given: Given<Problem<L>>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<Problem<L>> + 's>, RunError> {
-        Ok(Box::new(Ready::of(self, spec, given, devices)?))
+        Ok(Box::new(PreparedProgram::compile(self, spec, given, devices)?))
     }
 }
 
-impl Arrays for Problem {
+impl DeviceArrays for Problem {
     const GRADIENTS: usize = 1;
 
     fn logits(shape: Shape) -> Shape {
         shape
     }
 
-    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError> {
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError> {
         Ok(vec![shards.upload_block(device, &self.logits, &shards.logits(device), Padding::Nan)?])
     }
 
@@ -235,7 +235,7 @@ impl Arrays for Problem {
     fn download(
         shards: &Shards,
         _: Given,
-        outputs: &[Vec<Buffer>],
+        outputs: &[Vec<DeviceBuffer>],
         mut dlogits: FloatArray<Ix3>,
     ) -> Result<FloatArray<Ix3>, RuntimeError> {
         let buffer = |device| output(outputs, device, Output::Gradient as usize);
@@ -245,7 +245,7 @@ impl Arrays for Problem {
 }
 
 /// What the devices are sent of a kind of problem beside what is known of its tokens, and what they send back.
-trait Arrays: Workload {
+trait DeviceArrays: Workload {
     /// How many arrays its gradient is.
     const GRADIENTS: usize;
 
@@ -253,7 +253,7 @@ trait Arrays: Workload {
     fn logits(shape: Self::Shape) -> Shape;
 
     /// What `device` is sent.
-    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<Buffer>, RuntimeError>;
+    fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError>;
 
     /// Room for the gradient.
     fn room(given: Given<Self>) -> Self::Gradient;
@@ -268,24 +268,24 @@ trait Arrays: Workload {
     fn download(
         shards: &Shards,
         given: Given<Self>,
-        outputs: &[Vec<Buffer>],
+        outputs: &[Vec<DeviceBuffer>],
         room: Self::Gradient,
     ) -> Result<Self::Gradient, RuntimeError>;
 }
 
 /// A compiled program, what it was compiled for, and the loss whose numbers it is given.
-struct Ready<'s, P: Workload> {
-    plan: Plan,
+struct PreparedProgram<'s, P: Workload> {
+    plan: ShardedProgram,
     loss: Shaped<'s>,
     given: Given<P>,
 }
 
-impl<'s, L> Ready<'s, Problem<L>>
+impl<'s, L> PreparedProgram<'s, Problem<L>>
 where
-    Problem<L>: Arrays,
+    Problem<L>: DeviceArrays,
 {
     /// Compiles the program of what is `given`, and checks that a run of it fits.
-    fn of<P: Programs<Problem = Problem<L>>>(
+    fn compile<P: Programs<Problem = Problem<L>>>(
         Runner { program, on }: &Runner<P>,
         spec: &'s LossSpec,
         given: Given<Problem<L>>,
@@ -298,7 +298,7 @@ where
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
         let (row_major, scatters) = (program.takes_row_major(device), program.scatters());
         let shards = Shards { shape, mesh, client, device, in_rows, row_major, scatters };
-        Ok(Self { plan: Plan::of(text, shards)?, loss, given })
+        Ok(Self { plan: ShardedProgram::compile(text, shards)?, loss, given })
     }
 
     fn run(self, problem: Problem<L>) -> Result<Candidate<<Problem<L> as Workload>::Gradient>, RunError> {
@@ -311,7 +311,7 @@ where
     /// The outcome, from each device's outputs, its gradient in `room`.
     fn download(
         &self,
-        outputs: &[Vec<Buffer>],
+        outputs: &[Vec<DeviceBuffer>],
         room: <Problem<L> as Workload>::Gradient,
     ) -> Result<Outcome<<Problem<L> as Workload>::Gradient>, RuntimeError> {
         let Self { plan, loss, given } = self;
@@ -320,7 +320,7 @@ where
         let of = |place: Output| move |device| output(outputs, device, place as usize);
         let per_token = |name, place| shards.gather_per_token(name, of(place));
         let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
-        shards.gather("scalars", |_| Block::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
+        shards.gather("scalars", |_| ArrayBlock::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
         let logp_of_others = (loss.spec.ids_per_token > 1).then(|| {
             let place = |device| output(outputs, device, Output::logp_of_others(Problem::<L>::GRADIENTS));
             let mut logps =
@@ -355,9 +355,9 @@ where
     }
 }
 
-impl<L> Prepared<Problem<L>> for Ready<'_, Problem<L>>
+impl<L> Prepared<Problem<L>> for PreparedProgram<'_, Problem<L>>
 where
-    Problem<L>: Arrays,
+    Problem<L>: DeviceArrays,
 {
     fn load<'p>(&'p self, problem: &'p Problem<L>) -> Result<Step<'p, Problem<L>>, RunError> {
         self.given.expect(self.loss.spec, problem)?;
@@ -397,9 +397,9 @@ impl From<RuntimeError> for RunError {
 }
 
 /// Each device's arguments, in the program's order: what logits are or are made of, and what is known of the tokens.
-fn upload<L>(shards: &Shards, loss: Shaped, problem: &Problem<L>) -> Result<Vec<Vec<Buffer>>, RuntimeError>
+fn upload<L>(shards: &Shards, loss: Shaped, problem: &Problem<L>) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError>
 where
-    Problem<L>: Arrays,
+    Problem<L>: DeviceArrays,
 {
     let sequences = problem.sequences();
     let numbers = loss.program_numbers([sequences.len(), shards.shape.tokens]);
@@ -460,7 +460,7 @@ where
 }
 
 /// Output `place` of a device.
-fn output(outputs: &[Vec<Buffer>], device: usize, place: usize) -> Result<&Buffer, RuntimeError> {
+fn output(outputs: &[Vec<DeviceBuffer>], device: usize, place: usize) -> Result<&DeviceBuffer, RuntimeError> {
     outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
         what: "execute".into(),
         given: format!("{} outputs", outputs[device].len()),

@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytemuck::Pod;
 use ndarray::{Array2, Array3, Dimension, Ix2};
 
-use crate::runtime::{Buffer, Client, Executable, RuntimeError};
+use crate::runtime::{Client, DeviceBuffer, Executable, RuntimeError};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
 use assay_core::problem::{Dtype, FloatArray, Shape};
@@ -29,14 +29,14 @@ pub(super) struct Shards {
 }
 
 /// What one device holds; the rest of its local shape is padding.
-pub(super) struct Part {
+pub(super) struct ShardRanges {
     pub(super) batch: Range<usize>,
     pub(super) tokens: Range<usize>,
     pub(super) vocab: Range<usize>,
 }
 
 /// What a device holds of an array: `ranges` of `whole`, in `local` extents, with padding behind.
-pub(crate) struct Block {
+pub(crate) struct ArrayBlock {
     whole: Vec<usize>,
     ranges: Vec<Range<usize>>,
     local: Vec<usize>,
@@ -53,7 +53,7 @@ pub(super) enum Padding {
     Nan,
 }
 
-impl Block {
+impl ArrayBlock {
     /// All of an array.
     pub(crate) fn all(extents: &[usize]) -> Self {
         let ranges = extents.iter().map(|&extent| 0..extent).collect();
@@ -112,7 +112,7 @@ impl Block {
     }
 
     /// What a device holds, in order.
-    fn bytes(&self, buffer: &Buffer, element: DeviceDtype) -> Result<Vec<u8>, RuntimeError> {
+    fn bytes(&self, buffer: &DeviceBuffer, element: DeviceDtype) -> Result<Vec<u8>, RuntimeError> {
         let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
         let (on_device, extents) = self.on_device(element);
         buffer.download(on_device, &extents, &mut bytes)?;
@@ -120,7 +120,7 @@ impl Block {
     }
 
     /// Writes a device's block to its place in the whole.
-    fn download<D: Dimension>(&self, buffer: &Buffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
+    fn download<D: Dimension>(&self, buffer: &DeviceBuffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
         let element = DeviceDtype::from(whole.dtype());
         if self.is_whole() {
             let (on_device, extents) = self.on_device(element);
@@ -138,9 +138,9 @@ impl Block {
     /// The first element that a device holds otherwise than the whole. One NaN is as good as another.
     fn differs<D: Dimension>(
         &self,
-        buffer: &Buffer,
+        buffer: &DeviceBuffer,
         whole: &FloatArray<D>,
-    ) -> Result<Option<Difference>, RuntimeError> {
+    ) -> Result<Option<ReplicaDifference>, RuntimeError> {
         let element = DeviceDtype::from(whole.dtype());
         let (size, bytes) = (element.size(), self.bytes(buffer, element)?);
         for (first, part, length) in self.runs() {
@@ -153,7 +153,7 @@ impl Block {
                 pairs.filter(|(_, (held, own))| held != own && !(is_nan(element, held) && is_nan(element, own)));
             if let Some((at, (held, own))) = other.next() {
                 let [expected, given] = [held, own].map(in_hexadecimal);
-                return Ok(Some(Difference { element: first + at, given, expected }));
+                return Ok(Some(ReplicaDifference { element: first + at, given, expected }));
             }
         }
         Ok(None)
@@ -161,7 +161,7 @@ impl Block {
 }
 
 /// An element that a device holds otherwise than one before it.
-struct Difference {
+struct ReplicaDifference {
     /// Where it is in the whole.
     element: usize,
     given: String,
@@ -194,10 +194,10 @@ impl Shards {
     }
 
     /// What `device` holds.
-    pub(super) fn part(&self, device: usize) -> Part {
+    pub(super) fn part(&self, device: usize) -> ShardRanges {
         let [b, t, v] = self.local();
         let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
-        Part {
+        ShardRanges {
             batch: along(Axis::Batch, self.shape.batch, b),
             tokens: along(Axis::Tokens, self.shape.tokens, t),
             vocab: along(Axis::Vocab, self.shape.vocab, v),
@@ -224,19 +224,19 @@ impl Shards {
     }
 
     /// The rows of a `[B,T,width]` array that `device` holds.
-    pub(super) fn rows(&self, device: usize, width: usize) -> Block {
+    pub(super) fn rows(&self, device: usize, width: usize) -> ArrayBlock {
         let [b, t, _] = self.local();
-        let Part { batch, tokens, .. } = self.part(device);
+        let ShardRanges { batch, tokens, .. } = self.part(device);
         let Shape { batch: rows, tokens: columns, .. } = self.shape;
         let whole = vec![rows, columns, width];
-        Block { whole, ranges: vec![batch, tokens, 0..width], local: vec![b, t, width], in_rows: false }
+        ArrayBlock { whole, ranges: vec![batch, tokens, 0..width], local: vec![b, t, width], in_rows: false }
     }
 
     /// What `device` holds of the logits.
-    pub(super) fn logits(&self, device: usize) -> Block {
+    pub(super) fn logits(&self, device: usize) -> ArrayBlock {
         let rows = self.rows(device, self.shape.vocab);
         let [_, _, v] = self.local();
-        Block { in_rows: self.in_rows, ..rows.cut(2, self.part(device).vocab, v) }
+        ArrayBlock { in_rows: self.in_rows, ..rows.cut(2, self.part(device).vocab, v) }
     }
 
     /// Sends a device its block of an array.
@@ -244,9 +244,9 @@ impl Shards {
         &self,
         device: usize,
         array: &FloatArray<D>,
-        block: &Block,
+        block: &ArrayBlock,
         padding: Padding,
-    ) -> Result<Buffer, RuntimeError> {
+    ) -> Result<DeviceBuffer, RuntimeError> {
         let element = DeviceDtype::from(array.dtype());
         if block.is_whole() {
             let (on_device, extents) = block.on_device(element);
@@ -265,13 +265,13 @@ impl Shards {
     /// Replaces the logits, the first of each device's arguments, by row-major copies where the program needs them so
     /// and a plugin has laid them out otherwise: libtpu lays what it is sent out as pads least. Until the first are
     /// freed a device holds both.
-    pub(super) fn lay_out_logits(&self, arguments: &mut [Vec<Buffer>]) -> Result<(), RuntimeError> {
+    pub(super) fn lay_out_logits(&self, arguments: &mut [Vec<DeviceBuffer>]) -> Result<(), RuntimeError> {
         if !self.row_major || arguments.iter().all(|buffers| buffers[0].is_row_major()) {
             return Ok(());
         }
         let (element, shape) = (arguments[0][0].element()?, arguments[0][0].shape()?);
         let copy = compiled(&self.client, row_major_copy(element, &shape), arguments.len())?;
-        let given: Vec<Vec<&Buffer>> = arguments.iter().map(|buffers| vec![&buffers[0]]).collect();
+        let given: Vec<Vec<&DeviceBuffer>> = arguments.iter().map(|buffers| vec![&buffers[0]]).collect();
         let copies = copy.execute(&given)?;
         for (buffers, copy) in arguments.iter_mut().zip(copies.into_iter().flatten()) {
             buffers[0] = copy;
@@ -286,7 +286,7 @@ impl Shards {
         element: DeviceDtype,
         values: &Array2<P>,
         padding: P,
-    ) -> Result<Buffer, RuntimeError> {
+    ) -> Result<DeviceBuffer, RuntimeError> {
         let [b, t, _] = self.local();
         let part = self.part(device);
         let local = Array2::from_shape_fn((b, t), |(b, t)| {
@@ -303,7 +303,7 @@ impl Shards {
         element: DeviceDtype,
         values: &Array3<P>,
         padding: P,
-    ) -> Result<Buffer, RuntimeError> {
+    ) -> Result<DeviceBuffer, RuntimeError> {
         let ([b, t, _], count) = (self.local(), values.dim().2);
         let part = self.part(device);
         let local = Array3::from_shape_fn((b, t, count), |(b, t, k)| {
@@ -314,7 +314,12 @@ impl Shards {
     }
 
     /// Sends a device its part of a `[V]` f32 array, with `padding` in the columns past `V`.
-    pub(super) fn upload_columns(&self, device: usize, values: &[f32], padding: f32) -> Result<Buffer, RuntimeError> {
+    pub(super) fn upload_columns(
+        &self,
+        device: usize,
+        values: &[f32],
+        padding: f32,
+    ) -> Result<DeviceBuffer, RuntimeError> {
         let [_, _, v] = self.local();
         let mut local = values[self.part(device).vocab].to_vec();
         local.resize(v, padding);
@@ -322,18 +327,18 @@ impl Shards {
     }
 
     /// What `device` holds of a `[B,T]` array.
-    fn per_token(&self, device: usize) -> Block {
+    fn per_token(&self, device: usize) -> ArrayBlock {
         let [b, t, _] = self.local();
-        let Part { batch, tokens, .. } = self.part(device);
+        let ShardRanges { batch, tokens, .. } = self.part(device);
         let whole = vec![self.shape.batch, self.shape.tokens];
-        Block { whole, ranges: vec![batch, tokens], local: vec![b, t], in_rows: false }
+        ArrayBlock { whole, ranges: vec![batch, tokens], local: vec![b, t], in_rows: false }
     }
 
     /// A `[B,T]` f32 array, called `output`.
     pub(super) fn gather_per_token<'b>(
         &self,
         output: &'static str,
-        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+        buffer: impl Fn(usize) -> Result<&'b DeviceBuffer, RuntimeError>,
     ) -> Result<FloatArray<Ix2>, RuntimeError> {
         let mut whole = FloatArray::zeros([self.shape.batch, self.shape.tokens], Dtype::F32);
         self.gather(output, |device| self.per_token(device), buffer, &mut whole)?;
@@ -344,8 +349,8 @@ impl Shards {
     pub(super) fn gather<'b, D: Dimension>(
         &self,
         output: &'static str,
-        block: impl Fn(usize) -> Block,
-        buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+        block: impl Fn(usize) -> ArrayBlock,
+        buffer: impl Fn(usize) -> Result<&'b DeviceBuffer, RuntimeError>,
         whole: &mut FloatArray<D>,
     ) -> Result<(), RuntimeError> {
         gather(self.mesh.devices(), output, block, buffer, whole)
@@ -357,8 +362,8 @@ impl Shards {
 pub(crate) fn gather<'b, D: Dimension>(
     devices: usize,
     output: &'static str,
-    block: impl Fn(usize) -> Block,
-    buffer: impl Fn(usize) -> Result<&'b Buffer, RuntimeError>,
+    block: impl Fn(usize) -> ArrayBlock,
+    buffer: impl Fn(usize) -> Result<&'b DeviceBuffer, RuntimeError>,
     whole: &mut FloatArray<D>,
 ) -> Result<(), RuntimeError> {
     let mut held = Vec::new();
@@ -367,7 +372,7 @@ pub(crate) fn gather<'b, D: Dimension>(
         if !held.contains(&block.ranges) {
             block.download(buffer, whole)?;
             held.push(block.ranges);
-        } else if let Some(Difference { element, given, expected }) = block.differs(buffer, whole)? {
+        } else if let Some(ReplicaDifference { element, given, expected }) = block.differs(buffer, whole)? {
             return Err(RuntimeError::Replicas { output, device, element, given, expected });
         }
     }
