@@ -1,6 +1,6 @@
 //! The constants that kernels compute with.
 
-use assay_algebra::transform::tanh;
+use assay_core::tanh;
 
 /// The quotient as kernels write it, with fused products and without: what docs/tolerances.md counts for it.
 #[test]

@@ -59,6 +59,18 @@ pub trait Arithmetic {
     fn and(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
     /// `a ∨ b`
     fn or(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
+    /// `a ≥ b`; false if either is NaN
+    fn at_least(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth {
+        let (less, equal) = (self.less(b, a), self.equal(b, a));
+        self.or(less, equal)
+    }
+    /// `a` held within `[least, most]`; a NaN stays
+    fn clamp(&mut self, a: Self::Value, bounds: [f64; 2]) -> Self::Value {
+        let [least, most] = bounds.map(|bound| self.constant(bound));
+        let (below, above) = (self.less(a, least), self.less(most, a));
+        let raised = self.select(below, least, a);
+        self.select(above, most, raised)
+    }
     /// `yes` where `condition` holds, else `no`
     fn select(&mut self, condition: Self::Truth, yes: Self::Value, no: Self::Value) -> Self::Value;
 }

@@ -3,12 +3,16 @@
 
 pub mod arithmetic;
 pub mod family;
+mod kl;
 pub mod loss;
+mod number;
 pub mod objective;
 pub mod parts;
+mod policy;
 pub mod reduction;
 pub mod rollout;
 pub mod softmax;
 pub mod structure;
 pub mod tape;
+mod term;
 pub mod transform;

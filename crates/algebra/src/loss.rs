@@ -1,60 +1,52 @@
-//! The losses of tokens that may share a ratio, and their derivatives: everything between the softmaxes and dlogits, in
-//! f64.
-//!
-//! With `x_t` the tokens' own log-ratios, `c_t` their weights and `f_t` their losses, in a row of `n`:
-//!
-//! ```text
-//! token            w_t = x_t                    G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
-//! sequence_token   w   = Σ x / (n + ε)          G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
-//! sequence         w   = Σ x / (n + ε)          G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
-//! sequence_product w   = Σ x                    G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
-//! ```
+//! The losses of tokens that may share a ratio, and their derivatives: everything between the softmaxes and dlogits, in f64. The
+//! formulas are those of [`objective`](super::objective).
 
 use super::arithmetic::Immediate;
-use super::objective::{Held, Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
+use super::objective::{LossInputs, TokenArray, TokenArrays, TokenLoss, VESPO_LOG_RATIO, own_slope, token_loss};
 use super::structure::{Input, Number, Numbers, Structure};
+use super::term::{sum, unless};
 use assay_core::spec::{LossSpec, RatioLevel};
 
-/// What is known of an unmasked token before its logits are looked at.
+/// An unmasked token before its logits are read: its advantage and its weights in the loss.
 #[derive(Clone, Copy)]
-pub struct Known {
-    /// `A`
+pub struct WeightedToken {
+    /// Advantage `A` of the token.
     pub advantage: f64,
-    /// What the reduction multiplies the token's loss by.
+    /// Factor of the token's loss in the reduction, `∂loss/∂token_loss`.
     pub weight: f64,
-    /// What that of the KL penalty multiplies it by, over `weight`.
+    /// Factor of the KL penalty in its own reduction, divided by `weight`.
     pub kl_share: f64,
-    /// The place of the token, to look arrays up.
+    /// Position `[b,t]` of the token, by which arrays are read.
     pub at: (usize, usize),
 }
 
-/// The same with what its logits say.
+/// A token whose logits have been read.
 #[derive(Clone, Copy)]
-pub struct Scored {
-    /// What was known before.
-    pub known: Known,
-    /// Log-probability of its id.
+pub struct TokenScore {
+    /// The token with its weights.
+    pub weighted: WeightedToken,
+    /// Log-probability of the sampled id, nats.
     pub logp: f64,
-    /// Entropy of its distribution, nats.
+    /// Entropy of the token's distribution, nats.
     pub entropy: f64,
 }
 
-/// What is left of a token besides its dlogits.
-pub struct Graded {
-    /// Its loss.
+/// Every result of a token except its dlogits.
+pub struct TokenEvaluation {
+    /// The loss with its derivatives and metrics.
     pub token: TokenLoss<f64, bool>,
-    /// Log-probability of its id.
+    /// Log-probability of the sampled id, nats.
     pub logp: f64,
-    /// Entropy of its distribution, nats.
+    /// Entropy of the token's distribution, nats.
     pub entropy: f64,
-    /// `∂loss/∂logp`
+    /// Derivative `∂loss/∂logp` of the whole loss.
     pub grad_logp: f64,
-    /// Log-probabilities of its other ids, where the spec asks for them.
+    /// Log-probabilities of the token's other ids, nats, if the spec asks for several ids a token.
     pub logp_of_others: Vec<f64>,
 }
 
-impl Graded {
-    /// With log-probabilities of other ids, and their cotangents, which are terms of the loss too.
+impl TokenEvaluation {
+    /// Adds the token's other ids, given as `(logp, cotangent of logp)`: their products are terms of the loss.
     pub fn add_others(&mut self, others: impl Iterator<Item = (f64, f64)>) {
         for (logp, dlogp) in others {
             self.token.loss += dlogp * logp;
@@ -64,29 +56,56 @@ impl Graded {
     }
 }
 
-/// The loss of a spec.
-pub struct Loss {
+/// The loss of a spec with its numbers, ready to evaluate tokens.
+///
+/// ```
+/// use assay_algebra::loss::{LossEvaluator, TokenScore, WeightedToken};
+/// use assay_algebra::structure::{Input, Structure};
+/// use assay_core::spec::LossSpec;
+///
+/// // PPO-clip with ε = 0.2: one token of advantage 2 whose probability has grown by a tenth.
+/// let spec = LossSpec::default();
+/// let evaluator = LossEvaluator::new(&spec, Structure::of(&spec), [1, 1]);
+/// let weighted = WeightedToken { advantage: 2.0, weight: 1.0, kl_share: 1.0, at: (0, 0) };
+/// let score = TokenScore { weighted, logp: 0.55_f64.ln(), entropy: 0.69 };
+/// let old_logp = 0.5_f64.ln();
+/// let tokens = evaluator.evaluate(&[score], |input, _| match input {
+///     Input::OldLogp => old_logp,
+///     other => unreachable!("PPO-clip reads no {}", other.name()),
+/// });
+/// // The ratio is 1.1, within the clip: the loss −r·A follows it, and so does its derivative by logp.
+/// assert!((tokens[0].token.loss + 2.2).abs() < 1e-12);
+/// assert!((tokens[0].grad_logp + 2.2).abs() < 1e-12);
+/// ```
+pub struct LossEvaluator {
     structure: Structure,
     numbers: Numbers<f64>,
 }
 
-impl Loss {
-    /// That of `spec`, whose structure is given, on `[B, T]` tokens.
-    pub fn of(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Self {
+impl LossEvaluator {
+    /// Reads the numbers of `spec`, whose structure is given, for a batch of `[B,T]` tokens.
+    pub fn new(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Self {
         let numbers = structure.numbers().into_iter().map(|number| (number, number.of(spec, extents)));
         Self { structure, numbers: Numbers::new(numbers) }
     }
 
-    /// The tokens of a row; or one of them, where none depends on others. `input` gives the arrays that the structure
-    /// reads.
-    pub fn grade(&self, row: &[Scored], input: impl Fn(Input, (usize, usize)) -> Option<f64>) -> Vec<Graded> {
+    /// Evaluates the unmasked tokens of a sequence, or one of them alone if none depends on others. `input` gives the elements of
+    /// the arrays that the structure reads.
+    pub fn evaluate(&self, row: &[TokenScore], input: impl Fn(Input, (usize, usize)) -> f64) -> Vec<TokenEvaluation> {
         let Self { structure, numbers } = self;
         let (on, structure) = (&mut Immediate, *structure);
-        let old_logp = |token: &Scored| input(Input::OldLogp, token.known.at).unwrap_or(token.logp);
-        let own: Vec<Held<f64, bool>> = row
-            .iter()
-            .map(|token| own_log_ratio(on, structure, numbers, [token.logp, old_logp(token), token.known.advantage]))
-            .collect();
+        let gathered = row.iter().map(|token| {
+            let WeightedToken { advantage, kl_share, at, .. } = token.weighted;
+            let arrays = TokenArrays::load(structure, |array| match array {
+                TokenArray::Advantage => advantage,
+                TokenArray::KlShare => kl_share,
+                TokenArray::Input(wanted) => input(wanted, at),
+            });
+            LossInputs::new(on, structure, numbers, token.logp, arrays)
+        });
+        let mut tokens: Vec<LossInputs<f64, bool>> = gathered.collect();
+
+        // What the tokens of a sequence share: its log-ratio, VESPO's weight, and whether the off-policy mask keeps it.
         let share = match structure.level {
             RatioLevel::Token => None,
             RatioLevel::Sequence | RatioLevel::SequenceToken => {
@@ -94,54 +113,39 @@ impl Loss {
             }
             RatioLevel::SequenceProduct => Some(1.0),
         };
-        let of_row = share.map(|share| share * own.iter().map(|x| x.value).sum::<f64>());
-        let log_weight = {
-            let x = |token: &Scored| (token.logp - old_logp(token)).clamp(-20.0, 20.0);
-            let of_sampler = row.first().and_then(|token| input(Input::LogWeight, token.known.at));
-            of_sampler.map(|of_sampler| of_sampler + row.iter().map(x).sum::<f64>())
-        };
+        let log_ratio = share.map(|share| share * tokens.iter().map(|token| token.own.value).sum::<f64>());
+        let [least, most] = VESPO_LOG_RATIO;
+        let log_weight = tokens.first().and_then(|token| token.arrays.sampler_log_weight).map(|sampler| {
+            sampler + tokens.iter().map(|token| (token.logp - token.old_logp).clamp(least, most)).sum::<f64>()
+        });
         let near = structure.off_policy_mask.then(|| {
-            let fallen = |token: &Scored| Some(input(Input::Behaviour, token.known.at)? - token.logp);
-            let scored = row.iter().filter_map(fallen).filter(|difference| !difference.is_nan());
+            let fallen = tokens.iter().filter_map(|token| Some(token.arrays.behaviour_logp? - token.logp));
+            let scored = fallen.filter(|difference| !difference.is_nan());
             scored.sum::<f64>() / row.len() as f64 <= numbers.get(Number::OffPolicyThreshold)
         });
+        for token in &mut tokens {
+            token.log_ratio = log_ratio.unwrap_or(token.log_ratio);
+            token.log_weight = log_weight;
+            token.on_policy = near.map(|near| near || token.arrays.advantage >= 0.0);
+        }
 
-        let losses: Vec<TokenLoss<f64, bool>> = row
-            .iter()
-            .zip(&own)
-            .map(|(scored @ Scored { known, logp, .. }, own)| {
-                let token = Token {
-                    logp: *logp,
-                    old_logp: old_logp(scored),
-                    advantage: known.advantage,
-                    log_ratio: of_row.unwrap_or(own.value),
-                    own: *own,
-                    ref_logp: input(Input::RefLogp, known.at),
-                    rollout_logp: input(Input::RolloutLogp, known.at),
-                    policy_weight: input(Input::PolicyWeight, known.at),
-                    kl_weight: input(Input::KlWeight, known.at),
-                    kl_share: structure.kl_share().then_some(known.kl_share),
-                    selected: input(Input::Selected, known.at),
-                    log_weight,
-                    on_policy: near.map(|near| near || known.advantage >= 0.0),
-                };
-                token_loss(on, structure, numbers, &token)
-            })
-            .collect();
-        let owed = row.iter().zip(&losses);
-        let owed = owed.map(|(token, loss)| token.known.weight * loss.by_log_ratio.unwrap_or(0.0));
-        let owed: f64 = owed.sum();
+        let losses: Vec<TokenLoss<f64, bool>> =
+            tokens.iter().map(|token| token_loss(on, structure, numbers, token)).collect();
 
-        let graded = row.iter().zip(&own).zip(losses).map(|((&Scored { known, logp, entropy }, own), token)| {
+        // The derivative of all losses together by the log-ratio that they share.
+        let shared: f64 =
+            row.iter().zip(&losses).map(|(token, loss)| token.weighted.weight * loss.by_log_ratio.unwrap_or(0.0)).sum();
+        let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), token)| {
+            let &TokenScore { weighted: WeightedToken { weight, .. }, logp, entropy } = score;
             let grad_logp = match (structure.level, share) {
                 (RatioLevel::Sequence | RatioLevel::SequenceProduct, Some(share)) => {
-                    known.weight * token.by_logp.unwrap_or(0.0) + unless(on, own.held, share * owed)
+                    weight * token.by_logp.unwrap_or(0.0) + unless(on, inputs.own.replaced, share * shared)
                 }
-                (RatioLevel::SequenceToken, _) => known.weight * sum(on, token.by_logp, token.by_log_ratio),
-                _ => known.weight * token.grad(on, *own),
+                (RatioLevel::SequenceToken, _) => weight * sum(on, token.by_logp, token.by_log_ratio),
+                _ => weight * own_slope(on, &token, inputs),
             };
-            Graded { token, logp, entropy, grad_logp, logp_of_others: Vec::new() }
+            TokenEvaluation { token, logp, entropy, grad_logp, logp_of_others: Vec::new() }
         });
-        graded.collect()
+        evaluated.collect()
     }
 }

@@ -2,7 +2,7 @@
 
 use ndarray::Array2;
 
-use super::loss::{Graded, Known};
+use super::loss::{TokenEvaluation, WeightedToken};
 use super::rollout::Settled;
 use super::structure::Input;
 use assay_core::problem::{Metrics, Sequence, Sequences};
@@ -38,10 +38,10 @@ impl Weights {
         Self { policy: times(spec.scale, spec.averaging()), kl: times(spec.scale, spec.kl_averaging()), entropy }
     }
 
-    /// What is known of the token at `(b, t)`.
-    pub fn known(&self, advantage: f64, at: (usize, usize)) -> Known {
+    /// Gives the token at `[b,t]` its weights.
+    pub fn token(&self, advantage: f64, at: (usize, usize)) -> WeightedToken {
         let (weight, kl) = (self.policy[at], self.kl[at]);
-        Known { advantage, weight, kl_share: kl / weight, at }
+        WeightedToken { advantage, weight, kl_share: kl / weight, at }
     }
 }
 
@@ -73,7 +73,7 @@ fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
 }
 
 /// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
-pub fn loss(tokens: &Array2<Option<Graded>>, weights: &Weights) -> f64 {
+pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &Weights) -> f64 {
     let mut total = 0.0;
     for (at, token) in tokens.indexed_iter() {
         let Some(token) = token else { continue };
@@ -97,17 +97,17 @@ pub fn empty_rows(
 }
 
 /// Means over unmasked tokens.
-pub fn metrics(spec: &LossSpec, tokens: &Array2<Option<Graded>>) -> Metrics {
+pub fn metrics(spec: &LossSpec, tokens: &Array2<Option<TokenEvaluation>>) -> Metrics {
     let count = tokens.iter().flatten().count();
-    let mean = |value: fn(&Graded) -> f64| {
+    let mean = |value: fn(&TokenEvaluation) -> f64| {
         if count == 0 { 0.0 } else { tokens.iter().flatten().map(value).sum::<f64>() / count as f64 }
     };
     Metrics {
-        clip_low: mean(|graded| f64::from(u8::from(graded.token.clipped_low))),
-        clip_high: mean(|graded| f64::from(u8::from(graded.token.clipped_high))),
-        clip_region: mean(|graded| f64::from(u8::from(graded.token.clipped_low || graded.token.clipped_high))),
-        kl_mean: spec.kl.as_ref().map(|_| mean(|graded| graded.token.kl.unwrap_or(0.0))),
-        entropy_mean: mean(|graded| graded.entropy),
-        ratio_mean: mean(|graded| graded.token.ratio),
+        clip_low: mean(|evaluated| f64::from(u8::from(evaluated.token.clipped_low))),
+        clip_high: mean(|evaluated| f64::from(u8::from(evaluated.token.clipped_high))),
+        clip_region: mean(|evaluated| f64::from(u8::from(evaluated.token.clipped_low || evaluated.token.clipped_high))),
+        kl_mean: spec.kl.as_ref().map(|_| mean(|evaluated| evaluated.token.kl.unwrap_or(0.0))),
+        entropy_mean: mean(|evaluated| evaluated.entropy),
+        ratio_mean: mean(|evaluated| evaluated.token.ratio),
     }
 }

@@ -9,9 +9,8 @@
 use serde::{Serialize, Serializer};
 
 use super::arithmetic::Arithmetic;
-use super::objective::{Token, own_log_ratio, sum, token_loss, unless};
+use super::objective::{TokenArray, TokenArrays, sequence_losses};
 use super::structure::{Input, Number, Numbers, Structure};
-use assay_core::spec::RatioLevel;
 
 /// An operation whose operands are results of earlier operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -157,97 +156,25 @@ impl Arithmetic for Tape {
     }
 }
 
-/// Writes down the losses of tokens, their metrics and their derivatives by logp, `number` giving the place of each number of the spec.
-///
-/// `c` are the weights of the policy term, `x` the tokens' own log-ratios, `f` their losses, and `n` counts the sequence's tokens:
-///
-/// ```text
-/// token            w_t = x_t               G_t = c_t (∂f_t/∂ℓ + x′_t ∂f_t/∂w)
-/// sequence_token   w   = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
-/// sequence         w   = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
-/// sequence_product w   = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
-/// ```
+/// Writes down the losses of tokens, their metrics and their derivatives by logp, as [`sequence_losses`] has them. `number` gives
+/// the place of each number of the spec.
 pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, Number) -> usize) -> Tape {
     let on = &mut Tape::default();
     let [logp, advantage, weight] = ["logp", "advantages", "weight"].map(|name| on.input(name));
     let inputs: Vec<(Input, usize)> =
         structure.inputs().into_iter().map(|input| (input, on.input(input.name()))).collect();
-    let input = |wanted: Input| inputs.iter().find(|(input, _)| *input == wanted).map(|(_, value)| *value);
     let numbers: Vec<(Number, usize)> =
         structure.numbers().into_iter().map(|which| (which, number(on, which))).collect();
+    let arrays = TokenArrays::load(structure, |array| match array {
+        TokenArray::Advantage => advantage,
+        TokenArray::KlShare => on.input("kl_share"),
+        TokenArray::Input(wanted) => {
+            inputs.iter().find(|(input, _)| *input == wanted).expect("the structure reads it").1
+        }
+    });
+    let token_count = |on: &mut Tape| on.input("row_count");
     let numbers = Numbers::new(numbers);
-    let old_logp = input(Input::OldLogp).unwrap_or(logp);
-    let own = own_log_ratio(on, structure, &numbers, [logp, old_logp, advantage]);
-    let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
-        let count = on.input("row_count");
-        on.add(count, numbers.get(Number::RatioEpsilon))
-    });
-    let over_count = |on: &mut Tape, sum: usize| count.map_or(sum, |count| on.div(sum, count));
-    let log_ratio = if structure.level == RatioLevel::Token {
-        own.value
-    } else {
-        let total = on.row_sum(own.value);
-        over_count(on, total)
-    };
-    let log_weight = input(Input::LogWeight).map(|of_sampler| {
-        let x = on.sub(logp, old_logp);
-        let [least, most] = [-20.0, 20.0].map(|bound| on.constant(bound));
-        let (below, above) = (on.less(x, least), on.less(most, x));
-        let x = on.select(below, least, x);
-        let x = on.select(above, most, x);
-        let of_tokens = on.row_sum(x);
-        on.add(of_tokens, of_sampler)
-    });
-    let on_policy = input(Input::Behaviour).map(|behaviour| {
-        let zero = on.constant(0.0);
-        let scored = on.equal(behaviour, behaviour);
-        let fallen = on.sub(behaviour, logp);
-        let fallen = on.select(scored, fallen, zero);
-        let (total, count) = (on.row_sum(fallen), on.input("row_count"));
-        let mean = on.div(total, count);
-        let threshold = numbers.get(Number::OffPolicyThreshold);
-        let (below, at) = (on.less(mean, threshold), on.equal(mean, threshold));
-        let near = on.or(below, at);
-        let (positive, idle) = (on.less(zero, advantage), on.equal(zero, advantage));
-        let gains = on.or(positive, idle);
-        on.or(gains, near)
-    });
-    let token = Token {
-        logp,
-        old_logp,
-        advantage,
-        log_ratio,
-        own,
-        ref_logp: input(Input::RefLogp),
-        rollout_logp: input(Input::RolloutLogp),
-        policy_weight: input(Input::PolicyWeight),
-        kl_weight: input(Input::KlWeight),
-        kl_share: structure.kl_share().then(|| on.input("kl_share")),
-        selected: input(Input::Selected),
-        log_weight,
-        on_policy,
-    };
-    let token = token_loss(on, structure, &numbers, &token);
-    let grad = match structure.level {
-        RatioLevel::Sequence | RatioLevel::SequenceProduct => {
-            let at_first_hand = token.by_logp.map(|slope| on.mul(weight, slope));
-            let through_ratio = token.by_log_ratio.map(|slope| {
-                let owed = on.mul(weight, slope);
-                let owed = on.row_sum(owed);
-                let owed = over_count(on, owed);
-                unless(on, own.held, owed)
-            });
-            sum(on, at_first_hand, through_ratio)
-        }
-        RatioLevel::SequenceToken => {
-            let slope = sum(on, token.by_logp, token.by_log_ratio);
-            on.mul(weight, slope)
-        }
-        RatioLevel::Token => {
-            let slope = token.grad(on, own);
-            on.mul(weight, slope)
-        }
-    };
+    let (token, grad) = sequence_losses(on, structure, &numbers, [logp, weight], arrays, Tape::row_sum, token_count);
     on.output("token_loss", token.loss);
     on.output("reduced", token.reduced);
     on.output("ratio", token.ratio);

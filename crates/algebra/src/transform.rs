@@ -74,14 +74,3 @@ impl Columns {
         Self { bias, target: tokens.ids.map(of_token) }
     }
 }
-
-/// `tanh(y)/y = P(y²)/Q(y²)` as far as [`FAR`](tanh::FAR) on either side, right to `0.37u` of itself: a minimax quotient (Lawson). Both
-/// begin with 1; the coefficients from the first power on.
-pub mod tanh {
-    /// Of `P`.
-    pub const NUMERATOR: [f32; 4] = [0.133_833_35, 0.003_498_230_6, 0.000_020_648_526, 1.340_202_7e-8];
-    /// Of `Q`.
-    pub const DENOMINATOR: [f32; 4] = [0.467_166_4, 0.025_887_314, 0.000_328_977_5, 7.797_520_4e-7];
-    /// From where on `tanh` is 1 in f32.
-    pub const FAR: f32 = 9.01;
-}

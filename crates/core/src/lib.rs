@@ -11,4 +11,5 @@ pub mod memory;
 pub mod problem;
 pub mod project;
 pub mod spec;
+pub mod tanh;
 pub mod text;

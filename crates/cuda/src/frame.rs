@@ -4,7 +4,7 @@
 use std::f64::consts::LN_2;
 
 use assay_algebra::arithmetic::Immediate;
-use assay_algebra::loss::{Graded, Known, Loss, Scored};
+use assay_algebra::loss::{LossEvaluator, TokenEvaluation, TokenScore, WeightedToken};
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
@@ -81,8 +81,8 @@ impl<'s> HostLoss<'s> {
         self.columns.as_ref()
     }
 
-    fn known(&self, at: (usize, usize)) -> Known {
-        self.weights.known(self.advantages[at], at)
+    fn weighted(&self, at: (usize, usize)) -> WeightedToken {
+        self.weights.token(self.advantages[at], at)
     }
 
     fn input(&self, input: Input, at: (usize, usize)) -> Option<f64> {
@@ -112,11 +112,11 @@ impl<'s> HostLoss<'s> {
         let width = arrays::width(columns.len());
         let mut values = vec![0.0; self.ids.len() * width];
         for ((at, &counts), of_token) in self.settled.mask.indexed_iter().zip(values.chunks_mut(width)) {
-            let known = self.known(at);
+            let weighted = self.weighted(at);
             for (value, column) in of_token.iter_mut().zip(&columns) {
                 let input = |input| self.input(input, at).unwrap_or(0.0);
                 let given = match column {
-                    Given::Advantage => known.advantage,
+                    Given::Advantage => weighted.advantage,
                     Given::OldLogp => input(Input::OldLogp),
                     Given::RefLogp => input(Input::RefLogp),
                     Given::PolicyWeight => input(Input::PolicyWeight),
@@ -127,9 +127,9 @@ impl<'s> HostLoss<'s> {
                     Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
-                    Given::Weight => known.weight,
+                    Given::Weight => weighted.weight,
                     Given::Mask => 1.0,
-                    Given::KlShare => known.kl_share,
+                    Given::KlShare => weighted.kl_share,
                     Given::EntropyFactor => self.weights.entropy[at],
                 };
                 *value = given as f32;
@@ -139,9 +139,9 @@ impl<'s> HostLoss<'s> {
     }
 
     /// The losses of tokens that the kernel has worked out, from what it gives of each.
-    pub(crate) fn graded_by_kernel(&self, results: &[f32]) -> Array2<Option<Graded>> {
+    pub(crate) fn evaluated_by_kernel(&self, results: &[f32]) -> Array2<Option<TokenEvaluation>> {
         let structure = self.loss.structure;
-        let graded = self.settled.mask.iter().zip(results.chunks(PER_TOKEN)).map(|(&counts, results)| {
+        let evaluated = self.settled.mask.iter().zip(results.chunks(PER_TOKEN)).map(|(&counts, results)| {
             let of = |column: Column| f64::from(results[column as usize]);
             let loss = of(Column::Loss);
             let token = TokenLoss {
@@ -156,9 +156,9 @@ impl<'s> HostLoss<'s> {
                 clipped_high: of(Column::ClippedHigh) > 0.0,
             };
             let [logp, entropy] = [Column::Logp, Column::Entropy].map(of);
-            counts.then_some(Graded { token, logp, entropy, grad_logp: f64::NAN, logp_of_others: Vec::new() })
+            counts.then_some(TokenEvaluation { token, logp, entropy, grad_logp: f64::NAN, logp_of_others: Vec::new() })
         });
-        Array2::from_shape_vec(self.settled.mask.dim(), graded.collect()).expect("one entry a token")
+        Array2::from_shape_vec(self.settled.mask.dim(), evaluated.collect()).expect("one entry a token")
     }
 
     /// What follows from the statistics of each row.
@@ -212,36 +212,42 @@ impl<'s> HostLoss<'s> {
     }
 
     /// The losses of tokens between two kernels.
-    pub(crate) fn graded(&self, softmaxes: &Array2<RowSoftmaxes>) -> Array2<Option<Graded>> {
+    pub(crate) fn evaluated(&self, softmaxes: &Array2<RowSoftmaxes>) -> Array2<Option<TokenEvaluation>> {
         let Shaped { spec, structure } = self.loss;
         let (rows, columns) = softmaxes.dim();
-        let loss = Loss::of(spec, structure, [rows, columns]);
+        let loss = LossEvaluator::new(spec, structure, [rows, columns]);
         let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
         for sequence in &self.sequences {
             let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
-                Scored { known: self.known(at), logp, entropy }
+                TokenScore { weighted: self.weighted(at), logp, entropy }
             });
-            let graded = loss.grade(&scored.collect::<Vec<_>>(), |input, at| self.input(input, at));
-            for (at, graded) in places.into_iter().zip(graded) {
-                all[at] = Some(graded);
+            let evaluated = loss.evaluate(&scored.collect::<Vec<_>>(), |input, at| {
+                self.input(input, at).expect("the structure reads it")
+            });
+            for (at, evaluated) in places.into_iter().zip(evaluated) {
+                all[at] = Some(evaluated);
             }
         }
         all
     }
 
     /// What the second kernel multiplies by, `[n, 8]`.
-    pub(crate) fn scales(&self, softmaxes: &Array2<RowSoftmaxes>, graded: &Array2<Option<Graded>>) -> Vec<f32> {
+    pub(crate) fn scales(
+        &self,
+        softmaxes: &Array2<RowSoftmaxes>,
+        evaluated: &Array2<Option<TokenEvaluation>>,
+    ) -> Vec<f32> {
         let structure = self.loss.structure;
         let mut values = vec![0.0; self.ids.len() * PER_TOKEN];
-        for ((at, graded), of_token) in graded.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
-            let Some(graded) = graded else { continue };
+        for ((at, evaluated), of_token) in evaluated.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
+            let Some(evaluated) = evaluated else { continue };
             let RowSoftmaxes { max, entropy, logp } = softmaxes[at];
             let tempered = self.gap_scales(at)[0].unwrap_or(1.0);
             let mut set = |place: Scale, value: f64| of_token[place as usize] = value as f32;
             set(Scale::Max, max);
-            set(Scale::Share, -graded.grad_logp * tempered / logp.sum);
+            set(Scale::Share, -evaluated.grad_logp * tempered / logp.sum);
             set(Scale::Others, logp.others);
             set(Scale::Mask, 1.0);
             if structure.entropy_bonus.is_some() {
@@ -253,15 +259,16 @@ impl<'s> HostLoss<'s> {
     }
 
     /// What the losses of tokens come to.
-    pub(crate) fn results(&self, graded: &Array2<Option<Graded>>) -> HostResults {
-        let per_token =
-            |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32).into();
+    pub(crate) fn results(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> HostResults {
+        let per_token = |value: fn(&TokenEvaluation) -> f64| {
+            evaluated.map(|evaluated| evaluated.as_ref().map_or(0.0, value) as f32).into()
+        };
         HostResults {
-            loss: arr0(reduction::loss(graded, &self.weights) as f32).into(),
-            logp: per_token(|graded| graded.logp),
-            entropy: per_token(|graded| graded.entropy),
-            token_loss: per_token(|graded| graded.token.loss),
-            metrics: reduction::metrics(self.loss.spec, graded),
+            loss: arr0(reduction::loss(evaluated, &self.weights) as f32).into(),
+            logp: per_token(|evaluated| evaluated.logp),
+            entropy: per_token(|evaluated| evaluated.entropy),
+            token_loss: per_token(|evaluated| evaluated.token.loss),
+            metrics: reduction::metrics(self.loss.spec, evaluated),
         }
     }
 }

@@ -341,11 +341,11 @@ impl<'s> LoadedProgram<'s> {
     fn after_first(&self, arrays: &ProblemArrays) -> Result<(HostResults, Vec<f32>), CudaError> {
         let (frame, numbers) = (&arrays.frame, floats(&arrays.results)?);
         if self.kernels.len() == 1 {
-            return Ok((frame.results(&frame.graded_by_kernel(&numbers)), Vec::new()));
+            return Ok((frame.results(&frame.evaluated_by_kernel(&numbers)), Vec::new()));
         }
         let softmaxes = frame.softmaxes(&numbers);
-        let graded = frame.graded(&softmaxes);
-        Ok((frame.results(&graded), frame.scales(&softmaxes, &graded)))
+        let evaluated = frame.evaluated(&softmaxes);
+        Ok((frame.results(&evaluated), frame.scales(&softmaxes, &evaluated)))
     }
 
     /// A step on arrays that are there, whose answer is fetched from them.

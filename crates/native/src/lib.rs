@@ -22,7 +22,7 @@ mod threads;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 
 use assay_algebra::family::Reach;
-use assay_algebra::loss::{Graded, Loss, Scored};
+use assay_algebra::loss::{LossEvaluator, TokenEvaluation, TokenScore};
 use assay_algebra::reduction::{self, Weights};
 use assay_algebra::rollout::Settled;
 use assay_algebra::structure::{Input, Shaped, Structure};
@@ -346,13 +346,13 @@ impl<'s> Batch<'s> {
     /// Evaluates the batch and keeps nothing of its rows.
     fn evaluate<E: Element>(&self, rows: &[&[E]]) -> Evaluation {
         let scores = self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row)));
-        self.evaluation(&self.by_place(self.graded(&scores)))
+        self.evaluation(&self.by_place(self.evaluated(&scores)))
     }
 
     /// What is left of tokens, `[B,T]`.
-    fn by_place(&self, graded: Vec<Option<(Scores, Graded)>>) -> Array2<Option<Graded>> {
-        let graded = graded.into_iter().map(|token| token.map(|(_, graded)| graded)).collect();
-        Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
+    fn by_place(&self, evaluated: Vec<Option<(Scores, TokenEvaluation)>>) -> Array2<Option<TokenEvaluation>> {
+        let evaluated = evaluated.into_iter().map(|token| token.map(|(_, evaluated)| evaluated)).collect();
+        Array2::from_shape_vec(self.ids.dim(), evaluated).expect("one entry a token")
     }
 
     /// Evaluates the batch and writes dlogits.
@@ -361,21 +361,21 @@ impl<'s> Batch<'s> {
     }
 
     /// Writes dlogits; what is left of each token, `[B,T]`.
-    fn write_dlogits<E: Element>(&self, rows: Vec<Row<E>>) -> Array2<Option<Graded>> {
+    fn write_dlogits<E: Element>(&self, rows: Vec<Row<E>>) -> Array2<Option<TokenEvaluation>> {
         let place = |(i, row)| (self.place(i), row);
         if self.structure.couples_rows() {
             let scores = self.scores(rows.iter().map(Row::logits).enumerate().map(place));
-            let graded = self.graded(&scores);
+            let evaluated = self.evaluated(&scores);
             self.write_rows(
                 rows.into_iter()
-                    .zip(&graded)
+                    .zip(&evaluated)
                     .enumerate()
-                    .map(|(i, (row, graded))| (graded.as_ref(), self.place(i), row)),
+                    .map(|(i, (row, evaluated))| (evaluated.as_ref(), self.place(i), row)),
             );
-            self.by_place(graded)
+            self.by_place(evaluated)
         } else {
-            let graded = self.score_and_write(rows.into_iter().enumerate().map(|(i, row)| (self.place(i), row)));
-            Array2::from_shape_vec(self.ids.dim(), graded).expect("one entry a token")
+            let evaluated = self.score_and_write(rows.into_iter().enumerate().map(|(i, row)| (self.place(i), row)));
+            Array2::from_shape_vec(self.ids.dim(), evaluated).expect("one entry a token")
         }
     }
 
@@ -389,21 +389,21 @@ impl<'s> Batch<'s> {
     }
 
     /// The loss of every token from the scores of every token.
-    fn graded(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, Graded)>> {
+    fn evaluated(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, TokenEvaluation)>> {
         let loss = self.loss();
         let of_token = |(b, t): Place| scores[b * self.ids.ncols() + t].clone();
-        let mut all: Vec<Option<(Scores, Graded)>> = scores.iter().map(|_| None).collect();
+        let mut all: Vec<Option<(Scores, TokenEvaluation)>> = scores.iter().map(|_| None).collect();
         for sequence in &self.sequences {
             let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
             let scored = |(at, scores): (Place, Scores)| {
                 let scored = self.scored(at, &scores);
                 ((at, scores), scored)
             };
-            let (places, there): (Vec<(Place, Scores)>, Vec<Scored>) = there.map(scored).unzip();
-            let graded = loss.grade(&there, |input, at| self.input(input, at));
-            for ((at @ (b, t), scores), mut graded) in places.into_iter().zip(graded) {
-                graded.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
-                all[b * self.ids.ncols() + t] = Some((scores, graded));
+            let (places, there): (Vec<(Place, Scores)>, Vec<TokenScore>) = there.map(scored).unzip();
+            let evaluated = loss.evaluate(&there, |input, at| self.input(input, at).expect("the structure reads it"));
+            for ((at @ (b, t), scores), mut evaluated) in places.into_iter().zip(evaluated) {
+                evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
+                all[b * self.ids.ncols() + t] = Some((scores, evaluated));
             }
         }
         all
@@ -412,18 +412,21 @@ impl<'s> Batch<'s> {
     /// Writes the dlogits of rows whose loss is known; zeros where there is none.
     fn write_rows<'r, E: Element>(
         &self,
-        rows: impl Iterator<Item = (Option<&'r (Scores, Graded)>, Place, Row<'r, E>)>,
+        rows: impl Iterator<Item = (Option<&'r (Scores, TokenEvaluation)>, Place, Row<'r, E>)>,
     ) {
-        over_threads(rows.map(|(graded, at, mut row)| -> Task<()> {
-            Box::new(move |_| match graded {
-                Some((scores, graded)) => self.write(&mut row, at, None, scores, graded),
+        over_threads(rows.map(|(evaluated, at, mut row)| -> Task<()> {
+            Box::new(move |_| match evaluated {
+                Some((scores, evaluated)) => self.write(&mut row, at, None, scores, evaluated),
                 None => row.dlogits.fill(E::from_f32(0.0)),
             })
         }));
     }
 
     /// Reads rows, each with its place, and writes their dlogits: where no token looks at another.
-    fn score_and_write<'r, E: Element>(&self, rows: impl Iterator<Item = (Place, Row<'r, E>)>) -> Vec<Option<Graded>> {
+    fn score_and_write<'r, E: Element>(
+        &self,
+        rows: impl Iterator<Item = (Place, Row<'r, E>)>,
+    ) -> Vec<Option<TokenEvaluation>> {
         let loss = self.loss();
         let both = |at: Place, mut row: Row<E>, kept: &mut Kept| {
             if !self.settled.mask[at] {
@@ -431,17 +434,21 @@ impl<'s> Batch<'s> {
                 return None;
             }
             let scores = self.softmaxes.score_and_keep(&mut row, &self.ids(at), self.rate(at), kept);
-            let mut graded = loss.grade(&[self.scored(at, &scores)], |input, at| self.input(input, at)).pop()?;
-            graded.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
-            self.write(&mut row, at, Some(kept), &scores, &graded);
-            Some(graded)
+            let mut evaluated = loss
+                .evaluate(&[self.scored(at, &scores)], |input, at| {
+                    self.input(input, at).expect("the structure reads it")
+                })
+                .pop()?;
+            evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
+            self.write(&mut row, at, Some(kept), &scores, &evaluated);
+            Some(evaluated)
         };
         let both = &both;
         over_threads(rows.map(|(at, row)| -> Task<_> { Box::new(move |kept| both(at, row, kept)) }))
     }
 
-    fn loss(&self) -> Loss {
-        Loss::of(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()])
+    fn loss(&self) -> LossEvaluator {
+        LossEvaluator::new(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()])
     }
 
     fn input(&self, input: Input, at: Place) -> Option<f64> {
@@ -463,25 +470,32 @@ impl<'s> Batch<'s> {
         self.others.into_iter().flat_map(move |others| others.at(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
-    fn scored(&self, at: Place, scores: &Scores) -> Scored {
-        let known = self.weights.known(self.advantage[at], at);
-        Scored { known, logp: scores.logp, entropy: scores.entropy }
+    fn scored(&self, at: Place, scores: &Scores) -> TokenScore {
+        let weighted = self.weights.token(self.advantage[at], at);
+        TokenScore { weighted, logp: scores.logp, entropy: scores.entropy }
     }
 
     /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.
-    fn write<E: Element>(&self, row: &mut Row<E>, at: Place, kept: Option<&Kept>, scores: &Scores, graded: &Graded) {
+    fn write<E: Element>(
+        &self,
+        row: &mut Row<E>,
+        at: Place,
+        kept: Option<&Kept>,
+        scores: &Scores,
+        evaluated: &TokenEvaluation,
+    ) {
         let Cotangents { loss, logp, entropy } = self.cotangents;
         let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
         let grad = Gradients {
-            logp: graded.grad_logp * loss + beside(logp),
+            logp: evaluated.grad_logp * loss + beside(logp),
             entropy: self.weights.entropy[at] * loss + beside(entropy),
             others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
         };
         self.softmaxes.write(row, scores, kept, &grad);
     }
 
-    fn evaluation(&self, graded: &Array2<Option<Graded>>) -> Evaluation {
-        let mut loss = reduction::loss(graded, &self.weights);
+    fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> Evaluation {
+        let mut loss = reduction::loss(evaluated, &self.weights);
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows
         {
@@ -489,16 +503,20 @@ impl<'s> Batch<'s> {
                 self.advantage_of_rows[sequence.index]
             });
         }
-        let per_token = |value: fn(&Graded) -> f64| graded.map(|graded| graded.as_ref().map_or(0.0, value) as f32);
+        let per_token = |value: fn(&TokenEvaluation) -> f64| {
+            evaluated.map(|evaluated| evaluated.as_ref().map_or(0.0, value) as f32)
+        };
         Evaluation {
             loss: loss as f32,
-            logp: per_token(|graded| graded.logp),
+            logp: per_token(|evaluated| evaluated.logp),
             logp_of_others: self.of_others(
-                graded.indexed_iter().filter_map(|(at, graded)| Some((at, graded.as_ref()?.logp_of_others.clone()))),
+                evaluated
+                    .indexed_iter()
+                    .filter_map(|(at, evaluated)| Some((at, evaluated.as_ref()?.logp_of_others.clone()))),
             ),
-            entropy: per_token(|graded| graded.entropy),
-            token_loss: per_token(|graded| graded.token.loss),
-            metrics: reduction::metrics(self.spec, graded),
+            entropy: per_token(|evaluated| evaluated.entropy),
+            token_loss: per_token(|evaluated| evaluated.token.loss),
+            metrics: reduction::metrics(self.spec, evaluated),
         }
     }
 }

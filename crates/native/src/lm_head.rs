@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
-use super::{Batch, Cotangents, Evaluation, Graded, Isa, LogpEntropy, Place, Row, Scores, gemm};
+use super::{Batch, Cotangents, Evaluation, Isa, LogpEntropy, Place, Row, Scores, TokenEvaluation, gemm};
 use assay_algebra::family::Reach;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
@@ -142,7 +142,7 @@ impl NativeHead {
     ) -> Result<Evaluation, RunError> {
         let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
         let scores = work.scores();
-        Ok(work.batch.evaluation(&work.batch.by_place(work.batch.graded(&scores))))
+        Ok(work.batch.evaluation(&work.batch.by_place(work.batch.evaluated(&scores))))
     }
 
     /// Logp and entropy alone, without a loss: one product.
@@ -254,10 +254,10 @@ impl<'p> Work<'p> {
             dhidden: FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype()),
             dlm_head: Array2::zeros(self.projection.layout.extents(hidden, vocab)),
         };
-        let mut graded: Array2<Option<Graded>> = Array2::from_shape_simple_fn((batch, tokens), || None);
+        let mut evaluated: Array2<Option<TokenEvaluation>> = Array2::from_shape_simple_fn((batch, tokens), || None);
         if self.batch.structure.couples_rows() {
             let scores = self.scores();
-            let known = self.batch.graded(&scores);
+            let known = self.batch.evaluated(&scores);
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
@@ -265,7 +265,7 @@ impl<'p> Work<'p> {
                 self.batch.write_rows(rows.map(|(row, &at)| (known[at.0 * tokens + at.1].as_ref(), at, row)));
                 self.write_gradients(&mut to, &hidden, places, i > 0);
             }
-            graded = self.batch.by_place(known);
+            evaluated = self.batch.by_place(known);
         } else {
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
@@ -273,14 +273,14 @@ impl<'p> Work<'p> {
                 let rows = rows_of(&mut self.logits, vocab);
                 let tokens = self.batch.score_and_write(places.iter().copied().zip(rows));
                 for (&at, token) in places.iter().zip(tokens) {
-                    graded[at] = token;
+                    evaluated[at] = token;
                 }
                 self.write_gradients(&mut to, &hidden, places, i > 0);
             }
         }
         let Gradients { dhidden, dlm_head } = to;
         let gradient = HeadGradient { dhidden, dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F32 };
-        (self.batch.evaluation(&graded), gradient)
+        (self.batch.evaluation(&evaluated), gradient)
     }
 
     /// The hidden states of `places`, `[n,H]`.

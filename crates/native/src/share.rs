@@ -16,7 +16,7 @@
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 
 use super::{
-    Batch, Cotangents, Element, Graded, LogitsTransform, Native, Row, Softmaxes, Weights, rows_of, rows_of_mut,
+    Batch, Cotangents, Element, LogitsTransform, Native, Row, Softmaxes, TokenEvaluation, Weights, rows_of, rows_of_mut,
 };
 use crate::row::Scales;
 use crate::threads::{Task, over_threads};
@@ -298,9 +298,9 @@ impl Native {
             // They are in the weights.
             cotangents: Cotangents::default(),
         };
-        let graded: Array2<Option<Graded>> = batch.write_dlogits(place.rows());
-        columns_of(results).zip(&graded).for_each(|(to, graded)| {
-            *to = graded.as_ref().map_or([0.0; COLUMNS], |Graded { token, logp, entropy, .. }| {
+        let evaluated: Array2<Option<TokenEvaluation>> = batch.write_dlogits(place.rows());
+        columns_of(results).zip(&evaluated).for_each(|(to, evaluated)| {
+            *to = evaluated.as_ref().map_or([0.0; COLUMNS], |TokenEvaluation { token, logp, entropy, .. }| {
                 let clipped = [token.clipped_low, token.clipped_high].map(|clipped| f64::from(u8::from(clipped)));
                 let numbers = [*logp, *entropy, token.loss, token.reduced, token.ratio, token.kl.unwrap_or(0.0)];
                 let [logp, entropy, loss, reduced, ratio, kl] = numbers.map(|x| x as f32);

@@ -24,9 +24,9 @@ use super::rows::{
 };
 use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, single_token_loss};
 use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Numbers, Rate, Structure, Temperature};
+use assay_algebra::structure::{Input, Number, Numbers, Rate, Structure, Temperature};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -83,6 +83,22 @@ impl Given {
             Given::EntropyFactor => "entropy_factor",
             Given::TargetBias => "target_bias",
             Given::Rate => "rate",
+        }
+    }
+}
+
+impl From<TokenArray> for Given {
+    fn from(array: TokenArray) -> Self {
+        match array {
+            TokenArray::Advantage => Given::Advantage,
+            TokenArray::KlShare => Given::KlShare,
+            TokenArray::Input(Input::OldLogp) => Given::OldLogp,
+            TokenArray::Input(Input::RefLogp) => Given::RefLogp,
+            TokenArray::Input(Input::PolicyWeight) => Given::PolicyWeight,
+            TokenArray::Input(Input::KlWeight) => Given::KlWeight,
+            TokenArray::Input(Input::Selected) => Given::Selected,
+            TokenArray::Input(Input::RolloutLogp) => Given::RolloutLogp,
+            TokenArray::Input(other) => unreachable!("a kernel of single tokens reads no {}", other.name()),
         }
     }
 }
@@ -330,33 +346,8 @@ impl Writer {
             writer.on.broadcast(scalar, writer.rows, 1)
         };
         let spec_numbers = Numbers::new(structure.numbers().into_iter().map(|which| (which, spread(self, which))));
-        let advantage = self.given(Given::Advantage);
-        let old_logp = if structure.old_logp_given { self.given(Given::OldLogp) } else { logp };
-        let ref_logp = structure.kl.map(|_| self.given(Given::RefLogp));
-        let policy_weight = self.given_if(Given::PolicyWeight);
-        let kl_weight = self.given_if(Given::KlWeight);
-        let kl_share = self.given_if(Given::KlShare);
-        let selected = self.given_if(Given::Selected);
-        let rollout_logp = self.given_if(Given::RolloutLogp);
-        let on = &mut self.per_row();
-        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
-        let token = Token {
-            logp,
-            old_logp,
-            advantage,
-            log_ratio: own.value,
-            own,
-            ref_logp,
-            rollout_logp,
-            policy_weight,
-            kl_weight,
-            kl_share,
-            selected,
-            log_weight: None,
-            on_policy: None,
-        };
-        let token = token_loss(on, structure, &spec_numbers, &token);
-        let grad = token.grad(on, own);
+        let arrays = TokenArrays::load(structure, |array| self.given(array.into()));
+        let (token, grad) = single_token_loss(&mut self.per_row(), structure, &spec_numbers, logp, arrays);
         let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
         self.give(Result::Logp, logp);

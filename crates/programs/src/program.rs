@@ -4,11 +4,10 @@ use serde::Serialize;
 
 use crate::mesh::{Axis, Mesh};
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, sum, token_loss, unless};
+use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, sequence_losses};
 use assay_algebra::structure::{Input, Number, Numbers, Rate, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Shape;
-use assay_core::spec::RatioLevel;
 use assay_tile::Machine;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
 
@@ -285,15 +284,7 @@ impl Program {
         self.builder.all_reduce(fold, a, &self.mesh.groups(axes))
     }
 
-    /// The loss of each token, and `∂loss/∂logp` of each: see [`own_log_ratio`] and [`token_loss`].
-    ///
-    /// Where tokens share a ratio, with `c` their weights, `x` their own log-ratios and `n` the tokens of the row:
-    ///
-    /// ```text
-    /// sequence_token   w = Σ x / (n + ε)     G_t = c_t (∂f_t/∂ℓ + ∂f_t/∂w)
-    /// sequence         w = Σ x / (n + ε)     G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w / (n + ε)
-    /// sequence_product w = Σ x               G_t = c_t ∂f_t/∂ℓ + x′_t Σ_u c_u ∂f_u/∂w
-    /// ```
+    /// The loss of each token, and `∂loss/∂logp` of each: see [`sequence_losses`].
     pub(crate) fn token_loss(
         &mut self,
         structure: Structure,
@@ -302,80 +293,14 @@ impl Program {
     ) -> (TokenLoss<Value, Value>, Value) {
         let numbers = structure.numbers().into_iter().map(|number| (number, self.per_token(given.number(number))));
         let numbers = Numbers::new(numbers.collect::<Vec<_>>());
-        let old_logp = given.input(Input::OldLogp).unwrap_or(logp);
-        let own = own_log_ratio(self, structure, &numbers, [logp, old_logp, given.advantage]);
-        let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
-            let count = self.of_rows(given.row_counts);
-            self.builder.add(count, numbers.get(Number::RatioEpsilon))
+        let arrays = TokenArrays::load(structure, |array| match array {
+            TokenArray::Advantage => given.advantage,
+            TokenArray::KlShare => given.kl_share.expect("a KL penalty with a reduction of its own"),
+            TokenArray::Input(input) => given.input(input).expect("the structure reads it"),
         });
-        let over_count = |on: &mut Self, sum: Value| match count {
-            Some(count) => on.builder.divide(sum, count),
-            None => sum,
-        };
-        let log_ratio = if structure.level == RatioLevel::Token {
-            own.value
-        } else {
-            let sum = self.row_sum(given.mask, own.value);
-            over_count(self, sum)
-        };
-        let log_weight = given.input(Input::LogWeight).map(|of_sampler| {
-            let x = self.builder.subtract(logp, old_logp);
-            let (least, most) = (self.constant(-20.0), self.constant(20.0));
-            let x = self.builder.maximum(x, least);
-            let x = self.builder.minimum(x, most);
-            let of_tokens = self.row_sum(given.mask, x);
-            self.builder.add(of_tokens, of_sampler)
-        });
-        let on_policy = given.input(Input::Behaviour).map(|behaviour| {
-            let zero = self.constant(0.0);
-            let scored = self.equal(behaviour, behaviour);
-            let fallen = self.builder.subtract(behaviour, logp);
-            let fallen = self.builder.select(scored, fallen, zero);
-            let sum = self.row_sum(given.mask, fallen);
-            let count = self.of_rows(given.row_counts);
-            let mean = self.builder.divide(sum, count);
-            let gains = self.builder.compare(Comparison::AtLeast, given.advantage, zero);
-            let near = self.builder.compare(Comparison::AtLeast, numbers.get(Number::OffPolicyThreshold), mean);
-            self.builder.or(gains, near)
-        });
-        let token = Token {
-            logp,
-            old_logp,
-            advantage: given.advantage,
-            log_ratio,
-            own,
-            ref_logp: given.input(Input::RefLogp),
-            rollout_logp: given.input(Input::RolloutLogp),
-            policy_weight: given.input(Input::PolicyWeight),
-            kl_weight: given.input(Input::KlWeight),
-            kl_share: given.kl_share,
-            selected: given.input(Input::Selected),
-            log_weight,
-            on_policy,
-        };
-        let token = token_loss(self, structure, &numbers, &token);
-        let weighed = |on: &mut Self, slope: Value| on.builder.multiply(given.grad_weight, slope);
-        let grad = match structure.level {
-            RatioLevel::Sequence | RatioLevel::SequenceProduct => {
-                let at_first_hand = token.by_logp.map(|slope| weighed(self, slope));
-                let through_ratio = token.by_log_ratio.map(|slope| {
-                    let owed = weighed(self, slope);
-                    let owed = self.row_sum(given.mask, owed);
-                    let owed = over_count(self, owed);
-                    unless(self, own.held, owed)
-                });
-                sum(self, at_first_hand, through_ratio)
-            }
-            RatioLevel::SequenceToken => {
-                let slope = sum(self, token.by_logp, token.by_log_ratio);
-                weighed(self, slope)
-            }
-            RatioLevel::Token => {
-                let slope = token.grad(self, own);
-                weighed(self, slope)
-            }
-        };
-        (token, grad)
+        let sequence_sum = |on: &mut Self, value: Value| on.row_sum(given.mask, value);
+        let token_count = |on: &mut Self| on.of_rows(given.row_counts);
+        sequence_losses(self, structure, &numbers, [logp, given.grad_weight], arrays, sequence_sum, token_count)
     }
 
     /// A number of each row, `[b]`, or of each packed sequence, `[S]`, in the places of its tokens; 0 in those of none.
@@ -476,6 +401,14 @@ impl Arithmetic for Program {
     }
     fn or(&mut self, a: Value, b: Value) -> Value {
         self.builder.or(a, b)
+    }
+    fn at_least(&mut self, a: Value, b: Value) -> Value {
+        self.builder.compare(Comparison::AtLeast, a, b)
+    }
+    fn clamp(&mut self, a: Value, bounds: [f64; 2]) -> Value {
+        let [least, most] = bounds.map(|bound| self.constant(bound));
+        let raised = self.builder.maximum(a, least);
+        self.builder.minimum(raised, most)
     }
     fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
         self.builder.select(condition, yes, no)

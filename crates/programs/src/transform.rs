@@ -1,8 +1,8 @@
 //! What becomes of logits within a tile kernel: the `t` of [`transform`](assay_algebra::transform), by columns.
 
 use assay_algebra::structure::{Number, Structure};
-use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_core::device_dtype::DeviceDtype;
+use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_tile::{Builder, Memory, Type, Value};
 
 use crate::rows::{Chunk, REGISTERS, widen};

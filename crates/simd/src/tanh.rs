@@ -1,7 +1,7 @@
 //! `tanh` of any number.
 
 use crate::Simd;
-use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
+use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 
 /// `(tanh(y)/y − 1)/y²` on `|y| ≤ 1`, with which `tanh` is right to `0.93u` of itself, `u = 2⁻²⁴`: a minimax polynomial (Remez).
 const NEAR: [f64; 6] =

@@ -1,7 +1,7 @@
 //! What becomes of logits within a kernel for GPUs: the `t` of [`transform`](assay_algebra::transform), by twos.
 
 use assay_algebra::transform::Transform;
-use assay_algebra::transform::tanh::{DENOMINATOR, FAR, NUMERATOR};
+use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_ptx::{Address, Builder, Value};
 
 use super::row::Pair;

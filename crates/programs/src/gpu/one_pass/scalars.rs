@@ -8,7 +8,7 @@ use super::{Place, Scales, Writer, first_of_row, softmaxes};
 use crate::one_pass::{Given, PER_TOKEN};
 use crate::two_pass::Statistic;
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::objective::{Token, TokenLoss, own_log_ratio, token_loss};
+use assay_algebra::objective::{TokenArrays, TokenLoss, single_token_loss};
 use assay_algebra::softmax::Sums;
 use assay_algebra::structure::{Number, Numbers, Temperature};
 use assay_ptx::{Address, Builder, Value};
@@ -82,32 +82,8 @@ impl Writer {
 
         let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));
         let spec_numbers = Numbers::new(spec_numbers.collect::<Vec<_>>());
-        let advantage = self.given(on, Given::Advantage);
-        let old_logp = if structure.old_logp_given { self.given(on, Given::OldLogp) } else { logp };
-        let ref_logp = structure.kl.map(|_| self.given(on, Given::RefLogp));
-        let policy_weight = self.given_if(on, Given::PolicyWeight);
-        let kl_weight = self.given_if(on, Given::KlWeight);
-        let kl_share = self.given_if(on, Given::KlShare);
-        let selected = self.given_if(on, Given::Selected);
-        let rollout_logp = self.given_if(on, Given::RolloutLogp);
-        let own = own_log_ratio(on, structure, &spec_numbers, [logp, old_logp, advantage]);
-        let token = Token {
-            logp,
-            old_logp,
-            advantage,
-            log_ratio: own.value,
-            own,
-            ref_logp,
-            rollout_logp,
-            policy_weight,
-            kl_weight,
-            kl_share,
-            selected,
-            log_weight: None,
-            on_policy: None,
-        };
-        let token = token_loss(on, structure, &spec_numbers, &token);
-        let grad = token.grad(on, own);
+        let arrays = TokenArrays::load(structure, |array| self.given(on, array.into()));
+        let (token, grad) = single_token_loss(on, structure, &spec_numbers, logp, arrays);
         let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
         let [low, high] = [clipped_low, clipped_high].map(|clipped| on.select(clipped, 1.0, 0.0));
         let zero = on.constant(0.0);
