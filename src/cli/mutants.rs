@@ -57,7 +57,7 @@ impl Mutants {
         let mutants = self.chosen()?;
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
-        let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.class.of_heads());
+        let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.kind.is_of_heads());
         let (mut trial, mut heads) = (Trial::of(&on_logits, self.grade), Trial::of(&of_heads, self.grade));
         let progress = self.printing.progress(2 + fixtures.len());
         let mut false_alarm = trial.run(&property_cases()).err();

@@ -3,7 +3,7 @@
 use super::arithmetic::Arithmetic;
 use super::objective::LossInputs;
 use super::structure::{KlForm, KlSlope, Number, Numbers, ValueClamp};
-use super::term::{BoundedValue, LossTerm, bounded, unless, within};
+use super::term::{HeldValue, LossTerm, bounded, unless, within};
 use assay_core::spec::{KlEstimator, KlImportance};
 
 /// Writes the KL estimate at `d = ref_logp − logp`, not multiplied by `beta`, with its derivatives by `logp` and by the log-ratio.
@@ -15,7 +15,7 @@ pub(crate) fn kl_penalty<A: Arithmetic>(
     [ref_logp, ratio]: [A::Value; 2],
 ) -> LossTerm<A::Value> {
     let difference = on.sub(ref_logp, inputs.logp);
-    let mut d = BoundedValue { value: difference, replaced: None };
+    let mut d = HeldValue { value: difference, replaced: None };
     if form.difference_clamp {
         d = within(on, difference, numbers.get(Number::KlDifferenceClamp));
     }

@@ -21,7 +21,7 @@ use super::arithmetic::Arithmetic;
 use super::kl::kl_penalty;
 use super::policy::PolicyFormula;
 use super::structure::{Form, Input, Number, Numbers, Structure};
-use super::term::{BoundedValue, bounded, sum, sum_if_any, unless, within};
+use super::term::{HeldValue, bounded, sum, sum_if_any, unless, within};
 use assay_core::spec::RatioLevel;
 
 /// Bounds of a token's log-ratio in VESPO's weight of a sequence.
@@ -85,7 +85,7 @@ pub struct LossInputs<V, T> {
     /// Log-ratio `w` of the token's level: its own, or that of its sequence.
     pub(crate) log_ratio: V,
     /// The token's own log-ratio `x` after its bounds, whatever the level.
-    pub(crate) own: BoundedValue<V, T>,
+    pub(crate) own: HeldValue<V, T>,
     /// Logarithm of VESPO's weight of the sequence, not yet clamped.
     pub(crate) log_weight: Option<V>,
     /// Whether the off-policy mask keeps the token.
@@ -231,9 +231,9 @@ fn own_log_ratio<A: Arithmetic>(
     structure: Structure,
     numbers: &Numbers<A::Value>,
     [logp, old_logp, advantage]: [A::Value; 3],
-) -> BoundedValue<A::Value, A::Truth> {
+) -> HeldValue<A::Value, A::Truth> {
     let x = on.sub(logp, old_logp);
-    let mut clamped = BoundedValue { value: x, replaced: None };
+    let mut clamped = HeldValue { value: x, replaced: None };
     if structure.bounds.clamp && structure.level != RatioLevel::SequenceProduct {
         clamped = within(on, x, numbers.get(Number::LogRatioClamp));
     }
@@ -253,7 +253,7 @@ fn own_log_ratio<A: Arithmetic>(
     let below = low.replaced.map(|replaced| on.and(negative, replaced));
     let reasons = [above, below, clamped.replaced].into_iter().flatten();
     let replaced = reasons.fold(idle, |any, reason| on.or(any, reason));
-    BoundedValue { value, replaced: Some(replaced) }
+    HeldValue { value, replaced: Some(replaced) }
 }
 
 /// Evaluates the loss of one token from inputs that are complete.
@@ -271,7 +271,7 @@ pub(crate) fn token_loss<A: Arithmetic>(
     if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
         let clamped = within(on, capped.value, numbers.get(Number::LogRatioClamp));
         let reasons = [capped.replaced, clamped.replaced].into_iter().flatten();
-        capped = BoundedValue { value: clamped.value, replaced: reasons.reduce(|cap, clamp| on.or(cap, clamp)) };
+        capped = HeldValue { value: clamped.value, replaced: reasons.reduce(|cap, clamp| on.or(cap, clamp)) };
     }
     let ratio = on.exp(capped.value);
 

@@ -6,7 +6,7 @@ use super::arithmetic::Arithmetic;
 
 /// A value after its bounds, and whether a bound replaced it, so that it has no gradient.
 #[derive(Clone, Copy)]
-pub(crate) struct BoundedValue<V, T> {
+pub(crate) struct HeldValue<V, T> {
     /// The value to compute with, within its bounds.
     pub(crate) value: V,
     /// Whether a bound replaced the value; `None` if it has no bound. A value that equals a bound is not replaced.
@@ -80,7 +80,7 @@ pub(crate) fn bounded<A: Arithmetic>(
     x: A::Value,
     low: Option<A::Value>,
     high: Option<A::Value>,
-) -> BoundedValue<A::Value, A::Truth> {
+) -> HeldValue<A::Value, A::Truth> {
     let below = low.map(|low| (on.less(x, low), low));
     let above = high.map(|high| (on.less(high, x), high));
     let value = below.map_or(x, |(below, low)| on.select(below, low, x));
@@ -89,11 +89,11 @@ pub(crate) fn bounded<A: Arithmetic>(
         (Some((below, _)), Some((above, _))) => Some(on.or(below, above)),
         (one, other) => one.or(other).map(|(beyond, _)| beyond),
     };
-    BoundedValue { value, replaced }
+    HeldValue { value, replaced }
 }
 
 /// Holds `x` within `±bound`.
-pub(crate) fn within<A: Arithmetic>(on: &mut A, x: A::Value, bound: A::Value) -> BoundedValue<A::Value, A::Truth> {
+pub(crate) fn within<A: Arithmetic>(on: &mut A, x: A::Value, bound: A::Value) -> HeldValue<A::Value, A::Truth> {
     let low = on.neg(bound);
     bounded(on, x, Some(low), Some(bound))
 }

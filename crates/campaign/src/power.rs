@@ -35,7 +35,7 @@ const ALIKE: f64 = 0.05;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
 pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
-    BANK.iter().filter(|mutant| P::is_of(mutant.class) && mutant.class.is_reached(spec, packed)).collect()
+    BANK.iter().filter(|mutant| P::is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
 }
 
 /// What a mutant returns, with its verdicts; `None` where it does not compute that.

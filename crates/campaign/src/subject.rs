@@ -17,7 +17,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_reference::{HeadReference, Reference};
 #[cfg(feature = "mutants")]
-use assay_suites::mutants::{Class, Specimen};
+use assay_suites::mutants::{MutantKind, Specimen};
 
 /// A problem that a deck deals.
 pub trait Subject: Judgeable + StoredProblem {
@@ -45,7 +45,7 @@ pub trait Subject: Judgeable + StoredProblem {
 
     /// Whether a wrong kernel of this class is one of such problems on one device.
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool;
+    fn is_of(class: MutantKind) -> bool;
 
     /// Its tokens in one row, of which `cu_seqlens` makes as many sequences as it has.
     #[must_use]
@@ -182,8 +182,8 @@ impl Subject for Problem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool {
-        !class.of_heads() && class != Class::Devices
+    fn is_of(class: MutantKind) -> bool {
+        !class.is_of_heads() && class != MutantKind::Devices
     }
 
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
@@ -259,8 +259,8 @@ impl Subject for HeadProblem {
     }
 
     #[cfg(feature = "mutants")]
-    fn is_of(class: Class) -> bool {
-        !matches!(class, Class::HeadDevices | Class::Devices)
+    fn is_of(class: MutantKind) -> bool {
+        !matches!(class, MutantKind::HeadDevices | MutantKind::Devices)
     }
 
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {

@@ -5,6 +5,7 @@
 
 mod bank;
 mod corrections;
+mod kind;
 mod kl;
 mod launch;
 mod lm_head;
@@ -15,5 +16,6 @@ mod several;
 mod specimen;
 mod top_entropy;
 
-pub use bank::{BANK, Bug, Class, Mutant};
+pub use bank::{BANK, Bug, Mutant};
+pub use kind::MutantKind;
 pub use specimen::{DEVICE_COUNTS, Specimen};

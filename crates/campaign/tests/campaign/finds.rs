@@ -8,7 +8,7 @@ use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_native::{Native, NativeHead};
 use assay_schema::campaign::{Campaign as Found, Cause};
-use assay_suites::mutants::{BANK, Class, Mutant, Specimen};
+use assay_suites::mutants::{BANK, Mutant, MutantKind, Specimen};
 use ndarray::Ix3;
 
 /// TRL's default.
@@ -105,8 +105,8 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
     let (mut wrongly, mut unnamed) = (Vec::new(), Vec::new());
     let (mut rejected, mut of_one_cause) = (0, 0);
     let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 8 };
-    let elsewhere = |class: Class| class.of_heads() || class == Class::Devices;
-    let of_this_loss = BANK.iter().filter(|mutant| !elsewhere(mutant.class) && mutant.class.is_reached(&trl(), false));
+    let elsewhere = |class: MutantKind| class.is_of_heads() || class == MutantKind::Devices;
+    let of_this_loss = BANK.iter().filter(|mutant| !elsewhere(mutant.kind) && mutant.kind.is_reached(&trl(), false));
     for mutant in of_this_loss.step_by(step) {
         let causes = causes_of(mutant.name, trl());
         if causes.is_empty() {

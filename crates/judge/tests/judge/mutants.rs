@@ -11,13 +11,13 @@ use assay_judge::judge::Status;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
-    AtWidth, BANK, Case, Cell, Class, Fate, Mutant, PROJECTS, Part, Production, Project, Specimen, Suite, Trial,
+    AtWidth, BANK, Case, Cell, Fate, Mutant, MutantKind, PROJECTS, Part, Production, Project, Specimen, Suite, Trial,
     head_cases, head_property, property, property_cases,
 };
 
 #[test]
 fn no_mutant_survives_and_the_correct_kernel_passes() {
-    let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) = BANK.iter().partition(|mutant| mutant.class.of_heads());
+    let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) = BANK.iter().partition(|mutant| mutant.kind.is_of_heads());
     let (mut trial, mut heads) = (Trial::of(&on_logits, Grade::Standard), Trial::of(&of_heads, Grade::Standard));
     assert_eq!(trial.run(&property_cases()), Ok(()), "the correct kernel passes every case");
     assert_eq!(heads.run(&head_cases()), Ok(()), "so does the correct head");
@@ -40,7 +40,7 @@ fn a_mutant_that_nothing_rejects_is_a_survivor() {
 fn names_are_unique_and_say_what_is_computed() {
     let names: BTreeSet<&str> = BANK.iter().map(|mutant| mutant.name).collect();
     assert_eq!(names.len(), BANK.len());
-    for mutant in BANK {
+    for mutant in BANK.iter() {
         let kebab = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
         assert!(mutant.name.chars().all(kebab), "{}", mutant.name);
         assert!(!mutant.does.is_empty(), "{}", mutant.name);
@@ -49,22 +49,26 @@ fn names_are_unique_and_say_what_is_computed() {
 
 #[test]
 fn every_class_falls_to_its_own_property() {
-    let missed: Vec<&str> = Class::ALL
+    let missed: Vec<&str> = MutantKind::ALL
         .into_iter()
         .flat_map(|class| {
-            if class.of_heads() { missed_by(class, &head_property(class)) } else { missed_by(class, &property(class)) }
+            if class.is_of_heads() {
+                missed_by(class, &head_property(class))
+            } else {
+                missed_by(class, &property(class))
+            }
         })
         .collect();
     assert_eq!(missed, Vec::<&str>::new());
 }
 
-fn missed_by<P: Judgeable>(class: Class, cases: &[Case<P>]) -> Vec<&'static str>
+fn missed_by<P: Judgeable>(class: MutantKind, cases: &[Case<P>]) -> Vec<&'static str>
 where
     Specimen: Implementation<P>,
 {
     let suite = Suite::of(cases, Grade::Exact).unwrap_or_else(|false_alarm| panic!("{class:?}: {false_alarm:?}"));
     assert_eq!(suite.len(), cases.len(), "{class:?} has a case that the specimen does not support");
-    let of_class: Vec<_> = BANK.iter().filter(|mutant| mutant.class == class).collect();
+    let of_class: Vec<_> = BANK.iter().filter(|mutant| mutant.kind == class).collect();
     assert!(!of_class.is_empty(), "{class:?} has no mutant");
     let fates = of_class.iter().zip(suite.run(&of_class));
     fates.filter(|(_, fate)| !matches!(fate, Fate::Killed(_))).map(|(mutant, _)| mutant.name).collect()
@@ -77,11 +81,11 @@ fn a_loss_that_lacks_what_a_class_is_of_does_not_reach_it() {
         let candidate = specimen.run(&case.spec, case.problem.clone(), 2).unwrap();
         (candidate.loss.unwrap().value().to_bits(), candidate.gradient)
     };
-    for class in Class::ALL.into_iter().filter(|class| !class.of_heads()) {
+    for class in MutantKind::ALL.into_iter().filter(|class| !class.is_of_heads()) {
         let case = &property(class)[0];
         let packed = case.problem.extra.sequences.packed().is_some();
         let correct = bits(&Specimen::default(), case);
-        for mutant in BANK.iter().filter(|mutant| !mutant.class.is_reached(&case.spec, packed)) {
+        for mutant in BANK.iter().filter(|mutant| !mutant.kind.is_reached(&case.spec, packed)) {
             assert_eq!(bits(&Specimen::with(mutant.bug), case), correct, "{} is reached by {class:?}", mutant.name);
         }
     }
@@ -99,9 +103,9 @@ fn mutants_are_rejected_at_production_width() {
     };
     let [killed, accepted, not_exercised]: [fn(&Fate) -> bool; 3] =
         [|fate| matches!(fate, Fate::Killed(_)), |fate| *fate == Fate::Accepted, |fate| *fate == Fate::NotExercised];
-    let at_width = |class: Class| !class.of_heads() && class.is_of_columns();
-    let changed = |class: Class| matches!(class, Class::Logits | Class::Support);
-    let on_logits = BANK.iter().filter(|mutant| at_width(mutant.class) && !changed(mutant.class)).count();
+    let at_width = |class: MutantKind| !class.is_of_heads() && class.is_of_columns();
+    let changed = |class: MutantKind| matches!(class, MutantKind::Logits | MutantKind::Support);
+    let on_logits = BANK.iter().filter(|mutant| at_width(mutant.kind) && !changed(mutant.kind)).count();
     assert_eq!(named(accepted), ACCEPTED);
     assert_eq!(named(not_exercised), NOT_EXERCISED);
     assert_eq!(named(killed).len() + ACCEPTED.len() + NOT_EXERCISED.len(), on_logits);
@@ -127,9 +131,9 @@ const NOT_EXERCISED: [&str; 9] = [
 /// A NaN is seen by any test; these have to be seen without.
 #[test]
 fn mutants_of_heads_are_rejected_for_a_wrong_number() {
-    for class in Class::ALL.into_iter().filter(|class| class.of_heads()) {
+    for class in MutantKind::ALL.into_iter().filter(|class| class.is_of_heads()) {
         let cases = head_property(class);
-        for mutant in BANK.iter().filter(|mutant| mutant.class == class) {
+        for mutant in BANK.iter().filter(|mutant| mutant.kind == class) {
             let specimen = Specimen::with(mutant.bug);
             assert!(cases.iter().any(|case| fails_by_a_number(&specimen, case)), "{}", mutant.name);
         }
@@ -154,7 +158,7 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
     for tests in &peers {
         assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
-    let on_logits = BANK.iter().filter(|mutant| !mutant.class.of_heads()).enumerate();
+    let on_logits = BANK.iter().filter(|mutant| !mutant.kind.is_of_heads()).enumerate();
     let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(6) || NAMED.contains(&mutant.name));
     let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
     let score = Trial::of(&chosen, Grade::Standard).score(&peers);

@@ -7,7 +7,7 @@ mod property;
 mod run;
 mod score;
 
-pub use assay_mutants::{BANK, Bug, Class, Mutant, Specimen};
+pub use assay_mutants::{BANK, Bug, Mutant, MutantKind, Specimen};
 pub use case::Case;
 pub use peers::{Cell, PROJECTS, Project, Tests};
 pub use production::{AtWidth, Part, Production};

@@ -116,7 +116,7 @@ impl Tests {
     pub fn judge(&self, mutant: &Mutant) -> Cell {
         let specimen = Specimen::with(mutant.bug);
         let mut cell = Cell::NotExercised;
-        for check in self.checks.iter().filter(|check| mutant.class.is_reached(&check.check.spec, false)) {
+        for check in self.checks.iter().filter(|check| mutant.kind.is_reached(&check.check.spec, false)) {
             cell = cell.max(check.judge(&specimen));
             if cell == Cell::Caught {
                 break;

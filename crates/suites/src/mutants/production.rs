@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::case::Case;
 use super::run::{AT_ONCE, Fate, Kill, Suite};
-use super::{BANK, Class, Mutant, QWEN_VOCABULARY, Specimen, property};
+use super::{BANK, Mutant, MutantKind, QWEN_VOCABULARY, Specimen, property};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, HeadLayout};
 use assay_judge::judgeable::Judgeable;
@@ -48,7 +48,7 @@ impl AtWidth {
 /// A class of mutants at one of the widths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    class: Class,
+    class: MutantKind,
     /// Hidden units, columns and layout of an LM head; without one Qwen's vocabulary.
     head: Option<(usize, usize, HeadLayout)>,
     production: Production,
@@ -64,14 +64,14 @@ const HEADS: [(usize, usize, HeadLayout); 2] =
 impl Production {
     /// What is run.
     pub fn parts(self) -> impl Iterator<Item = Part> {
-        let is_run = move |class: &Class| match self {
-            Self::Short => !matches!(class, Class::Logits | Class::Support),
+        let is_run = move |class: &MutantKind| match self {
+            Self::Short => !matches!(class, MutantKind::Logits | MutantKind::Support),
             Self::Full => true,
         };
-        let on_logits = Class::ALL.into_iter().filter(|class| !class.of_heads() && class.is_of_columns());
+        let on_logits = MutantKind::ALL.into_iter().filter(|class| !class.is_of_heads() && class.is_of_columns());
         let on_logits = on_logits.filter(is_run);
         let on_logits = on_logits.map(|class| (class, None));
-        let of_heads = Class::ALL.into_iter().filter(move |class| self == Self::Full && class.of_heads());
+        let of_heads = MutantKind::ALL.into_iter().filter(move |class| self == Self::Full && class.is_of_heads());
         let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
         on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
     }
@@ -98,7 +98,7 @@ impl Part {
             }
             let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
             // What goes wrong within a row does so on one device.
-            let on_all = !short || matches!(self.class, Class::Devices | Class::State);
+            let on_all = !short || matches!(self.class, MutantKind::Devices | MutantKind::State);
             return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
         };
         let recipes = property::head_production(self.class, hidden, [2, 3, vocab], layout).into_iter();
@@ -116,7 +116,7 @@ impl Part {
     where
         Specimen: Implementation<P>,
     {
-        let mutants = BANK.iter().filter(|mutant| mutant.class == self.class);
+        let mutants = BANK.iter().filter(|mutant| mutant.kind == self.class);
         let mut all: Vec<AtWidth> =
             mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: Fate::NotExercised }).collect();
         for case in cases {

@@ -1,7 +1,7 @@
 //! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
 
 use super::case::Case;
-use super::{Class, QWEN_VOCABULARY};
+use super::{MutantKind, QWEN_VOCABULARY};
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipWidths, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance,
@@ -123,13 +123,13 @@ fn token_weighed(applies_to: LossTerms, spec: LossSpec) -> LossSpec {
 }
 
 /// The cases that target a class.
-pub fn property(class: Class) -> Vec<Case> {
+pub fn property(class: MutantKind) -> Vec<Case> {
     let case = |(spec, recipe)| of_layout(class, Case::generated(class.name(), spec, &recipe));
     grid(class).recipes(true).into_iter().map(case).collect()
 }
 
 /// The same of heads, in both layouts. Masked hidden states are finite: what they reach is a wrong number, and no NaN.
-pub fn head_property(class: Class) -> Vec<Case<HeadProblem>> {
+pub fn head_property(class: MutantKind) -> Vec<Case<HeadProblem>> {
     let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
     let case = |(spec, recipe): (LossSpec, Recipe)| {
         heads.map(|(layout, rounds_logits)| {
@@ -141,18 +141,18 @@ pub fn head_property(class: Class) -> Vec<Case<HeadProblem>> {
 }
 
 /// The case with its sequences packed, where that is what goes wrong.
-fn of_layout<P: Packable>(class: Class, case: Case<P>) -> Case<P> {
-    if class == Class::Packing { case.packed() } else { case }
+fn of_layout<P: Packable>(class: MutantKind, case: Case<P>) -> Case<P> {
+    if class == MutantKind::Packing { case.packed() } else { case }
 }
 
 /// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
-pub(super) fn production(class: Class, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
+pub(super) fn production(class: MutantKind, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
     Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..grid(class) }.recipes(true)
 }
 
 /// The same of a head of `hidden` states a column.
 pub(super) fn head_production(
-    class: Class,
+    class: MutantKind,
     hidden: usize,
     shape: [usize; 3],
     layout: HeadLayout,
@@ -162,32 +162,32 @@ pub(super) fn head_production(
 }
 
 #[expect(clippy::too_many_lines, reason = "one arm a class")]
-fn grid(class: Class) -> Grid {
+fn grid(class: MutantKind) -> Grid {
     let of_ratio = || Kl { importance: KlImportance::Ratio, ..k3() };
     let by_token = || LossSpec { advantages: AdvantageLevel::Token, ..plain() };
     match class {
         // One column counts as much as another, so that one too few or too many shows.
-        Class::Columns => Grid {
+        MutantKind::Columns => Grid {
             shapes: [1, 255, 257, 513, 600].map(|vocab| [2, 3, vocab]).into(),
             regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
             ..Grid::default()
         },
-        Class::Maximum => Grid {
+        MutantKind::Maximum => Grid {
             shapes: vec![[4, 6, 515], [2, 4, 1025]],
             regimes: vec![Regime::ShiftedUp, Regime::ShiftedDown, Regime::Negative, Regime::Peaked, Regime::Confident],
             ..Grid::default()
         },
-        Class::Holes => {
+        MutantKind::Holes => {
             Grid { shapes: vec![[4, 8, 1025], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
         }
-        Class::Precision => Grid {
+        MutantKind::Precision => Grid {
             specs: vec![plain(), tempered(TemperatureDivides::Logits)],
             shapes: vec![[2, 6, 1025], [2, 4, 4099]],
             regimes: vec![Regime::Small, Regime::Normal, Regime::Confident, Regime::ShiftedUp],
             dtypes: Dtype::KERNEL.into(),
             ..Grid::default()
         },
-        Class::Gradient => Grid {
+        MutantKind::Gradient => Grid {
             specs: vec![
                 plain(),
                 LossSpec { scale: 0.25, ..plain() },
@@ -197,7 +197,7 @@ fn grid(class: Class) -> Grid {
             dtypes: Dtype::KERNEL.into(),
             ..Grid::default()
         },
-        Class::Temperature => Grid {
+        MutantKind::Temperature => Grid {
             specs: [TemperatureDivides::Logits, TemperatureDivides::Logp]
                 .map(tempered)
                 .into_iter()
@@ -209,7 +209,7 @@ fn grid(class: Class) -> Grid {
             ..Grid::default()
         },
         // A cap that all logits are near to; where a bias and a scale come before it their order shows.
-        Class::Logits => {
+        MutantKind::Logits => {
             let changed = |scale, softcap, bias| LossSpec {
                 logits: LogitsTransform { scale, softcap, bias },
                 ..tempered(TemperatureDivides::Logits)
@@ -222,7 +222,7 @@ fn grid(class: Class) -> Grid {
             }
         }
         // Few tokens' ids are outside the support where they may be.
-        Class::Support => {
+        MutantKind::Support => {
             let over = |vocab, excluded_ids, keep_sampled| LossSpec {
                 support: Support { vocab, excluded_ids, keep_sampled },
                 ..bonus()
@@ -238,7 +238,7 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::Clip => Grid {
+        MutantKind::Clip => Grid {
             specs: vec![
                 clipped(PpoClip { epsilon_low: 0.1, epsilon_high: 0.4, ..PpoClip::default() }),
                 clipped(PpoClip { epsilon_high: 0.7, delta: Some(1.1), ..PpoClip::default() }),
@@ -250,7 +250,7 @@ fn grid(class: Class) -> Grid {
             ..Grid::default()
         },
         // Of token advantages a row has some of either sign, and some of 0.
-        Class::LogClip => {
+        MutantKind::LogClip => {
             let of = |ratio| LossSpec { ratio, objective: Objective::PpoClip(wide_clip()), ..by_token() };
             let clip = Some(LogClip { low: 0.2, high: 0.1 });
             Grid {
@@ -264,14 +264,14 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::Topr => {
+        MutantKind::Topr => {
             let of = |positive| {
                 let topr = Topr { positive_weight: 1.3, negative_weight: 0.7, upper: 1.1, positive };
                 LossSpec { objective: Objective::Topr(topr), ..by_token() }
             };
             Grid { specs: vec![of(PositiveTokens::Advantage), of(PositiveTokens::Selected)], ..Grid::default() }
         }
-        Class::Aspo => {
+        MutantKind::Aspo => {
             let of = |selected| {
                 let [dual_clip_positive, dual_clip_negative] = [1.3, 1.4];
                 let aspo =
@@ -284,14 +284,14 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::Overflow => Grid {
+        MutantKind::Overflow => Grid {
             specs: vec![by_token()],
             shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
             regimes: vec![Regime::Normal, Regime::Small, Regime::Peaked, Regime::Ties],
             noise: 200.0,
             ..Grid::default()
         },
-        Class::Kl => Grid {
+        MutantKind::Kl => Grid {
             specs: [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]
                 .map(|estimator| penalised(Kl::plain(0.1, estimator)))
                 .into_iter()
@@ -299,7 +299,7 @@ fn grid(class: Class) -> Grid {
                 .collect(),
             ..Grid::default()
         },
-        Class::KlWeight => {
+        MutantKind::KlWeight => {
             let weighs = |importance| penalised(Kl { importance, ..k3() });
             let with_gradient = |gradient| penalised(Kl { gradient, ..k3() });
             Grid {
@@ -316,7 +316,7 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::KlClamp => {
+        MutantKind::KlClamp => {
             let k1 = Kl::plain(0.1, KlEstimator::K1);
             let held = |kl| Kl { difference_clamp: Some(0.2), ..kl };
             let averaging =
@@ -334,7 +334,7 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::Sampler => {
+        MutantKind::Sampler => {
             let from = OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Rollout };
             Grid {
                 specs: vec![
@@ -346,7 +346,7 @@ fn grid(class: Class) -> Grid {
                 ..Grid::default()
             }
         }
-        Class::OffPolicy => Grid {
+        MutantKind::OffPolicy => Grid {
             specs: vec![LossSpec {
                 off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
                 ..penalised(k3())
@@ -355,7 +355,7 @@ fn grid(class: Class) -> Grid {
             regimes: Regime::FINITE.into(),
             ..Grid::default()
         },
-        Class::Rollout => {
+        MutantKind::Rollout => {
             let (token, sequence) = (weights(RolloutLevel::Token), weights(RolloutLevel::Sequence));
             let geometric = weights(RolloutLevel::Geometric);
             let gated =
@@ -377,7 +377,7 @@ fn grid(class: Class) -> Grid {
             // A token in twenty is not scored.
             Grid { specs: all.into_iter().map(rolled).collect(), shapes: vec![[9, 8, 33]], ..Grid::default() }
         }
-        Class::Rejection => {
+        MutantKind::Rejection => {
             use RejectionEstimator::{AbsoluteRatio, BinaryKl, K1, K2, K3, Probability, TotalVariation};
             use RejectionLevel::{SecondMoment, SequenceMax, SequenceMean, SequenceMin, SequenceSum, Token};
             let of_rows = rejection(AbsoluteRatio, SequenceMean, None, 1.25);
@@ -407,7 +407,7 @@ fn grid(class: Class) -> Grid {
             // Of five columns some probabilities are large: the two ways round of a divergence are far apart.
             Grid { specs: all, shapes: vec![[9, 8, 33], [9, 8, 5]], ..Grid::default() }
         }
-        Class::TokenWeights => {
+        MutantKind::TokenWeights => {
             let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
             Grid {
                 specs: vec![
@@ -419,13 +419,13 @@ fn grid(class: Class) -> Grid {
             }
         }
         // At the largest vocabulary what is added to each probability adds up.
-        Class::Entropy => {
+        MutantKind::Entropy => {
             let specs = vec![bonus(), LossSpec::from_cotangents(true)];
             let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
             Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
         }
         // Of one token more than a multiple of five, one is the quantile itself.
-        Class::TopEntropy => {
+        MutantKind::TopEntropy => {
             let of = |drops, spec| {
                 let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };
                 LossSpec { top_entropy: Some(top), ..spec }
@@ -440,13 +440,13 @@ fn grid(class: Class) -> Grid {
             }
         }
         // Two columns a shard: ids that repeat, and ids in the other one.
-        Class::Several => Grid {
+        MutantKind::Several => Grid {
             specs: vec![LossSpec { temperature: 0.7.into(), ids_per_token: 3, ..LossSpec::from_cotangents(true) }],
             shapes: vec![[3, 4, 5], [2, 3, 33]],
             ..Grid::default()
         },
-        Class::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::from_cotangents(true)], ..Grid::default() },
-        Class::Reduction => Grid {
+        MutantKind::Mask => Grid { specs: vec![plain(), bonus(), LossSpec::from_cotangents(true)], ..Grid::default() },
+        MutantKind::Reduction => Grid {
             specs: vec![
                 penalised(k3()),
                 reduced(Reduction::SequenceMean { rows: Rows::All }),
@@ -461,14 +461,14 @@ fn grid(class: Class) -> Grid {
             ..Grid::default()
         },
         // Where all tokens of a row have one weight and one advantage, GSPO and GSPO-token are the same.
-        Class::SequenceRatio => Grid {
+        MutantKind::SequenceRatio => Grid {
             specs: [RatioLevel::Sequence, RatioLevel::SequenceToken]
                 .into_iter()
                 .flat_map(|level| [levelled(level, plain()), levelled(level, by_token())])
                 .collect(),
             ..Grid::default()
         },
-        Class::Packing => Grid {
+        MutantKind::Packing => Grid {
             specs: vec![
                 plain(),
                 levelled(RatioLevel::Sequence, plain()),
@@ -479,36 +479,36 @@ fn grid(class: Class) -> Grid {
             shapes: vec![[6, 6, 33], [8, 3, 33]],
             ..Grid::default()
         },
-        Class::Indexing => Grid {
+        MutantKind::Indexing => Grid {
             specs: vec![LossSpec { advantages: AdvantageLevel::Token, ..penalised(k3()) }],
             shapes: vec![[4, 6, 33], [4, 8, 4099], [2, 8, 60_000]],
             ..Grid::default()
         },
-        Class::Devices => Grid {
+        MutantKind::Devices => Grid {
             specs: vec![bonus()],
             shapes: vec![[5, 6, 97], [4, 4, 33]],
             regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
             ..Grid::default()
         },
-        Class::State => Grid {
+        MutantKind::State => Grid {
             shapes: vec![[4, 6, 67], [2, 6, 1025]],
             regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
             ..Grid::default()
         },
         // Among five columns tokens of a chunk have the same id.
-        Class::HeadChunks => Grid {
+        MutantKind::HeadChunks => Grid {
             specs: vec![plain(), bonus()],
             shapes: vec![[4, 6, 5], [4, 6, 97]],
             dtypes: vec![Dtype::F32, Dtype::Bf16],
             ..Grid::default()
         },
-        Class::HeadProducts => Grid {
+        MutantKind::HeadProducts => Grid {
             specs: vec![LossSpec { scale: 0.25, ..tempered(TemperatureDivides::Logits) }],
             shapes: vec![[3, 6, 97], [2, 4, 515]],
             dtypes: Dtype::KERNEL.into(),
             ..Grid::default()
         },
-        Class::HeadDevices => {
+        MutantKind::HeadDevices => {
             Grid { shapes: vec![[5, 6, 97], [4, 4, 33]], dtypes: vec![Dtype::F32, Dtype::Bf16], ..Grid::default() }
         }
     }

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::case::Case;
-use super::{Class, Mutant, QWEN_VOCABULARY, Specimen, property};
+use super::{Mutant, MutantKind, QWEN_VOCABULARY, Specimen, property};
 use assay_mutants::DEVICE_COUNTS;
 
 use crate::{measured_cases, measured_heads};
@@ -25,24 +25,24 @@ const DRAWN: usize = 400;
 const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
-const SELDOM_DRAWN: [Class; 17] = [
-    Class::Overflow,
-    Class::Logits,
-    Class::Support,
-    Class::Topr,
-    Class::Aspo,
-    Class::LogClip,
-    Class::KlWeight,
-    Class::KlClamp,
-    Class::OffPolicy,
-    Class::Sampler,
-    Class::Rollout,
-    Class::Rejection,
-    Class::TokenWeights,
-    Class::TopEntropy,
-    Class::Several,
-    Class::SequenceRatio,
-    Class::Packing,
+const SELDOM_DRAWN: [MutantKind; 17] = [
+    MutantKind::Overflow,
+    MutantKind::Logits,
+    MutantKind::Support,
+    MutantKind::Topr,
+    MutantKind::Aspo,
+    MutantKind::LogClip,
+    MutantKind::KlWeight,
+    MutantKind::KlClamp,
+    MutantKind::OffPolicy,
+    MutantKind::Sampler,
+    MutantKind::Rollout,
+    MutantKind::Rejection,
+    MutantKind::TokenWeights,
+    MutantKind::TopEntropy,
+    MutantKind::Several,
+    MutantKind::SequenceRatio,
+    MutantKind::Packing,
 ];
 
 fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
@@ -192,7 +192,7 @@ where
             // A mutant of what the spec does not have has the bits of the correct kernel.
             let is_left = |((_, fate), mutant): &((_, &mut Fate), &&Mutant)| {
                 !matches!(fate, Fate::Killed(_))
-                    && mutant.class.is_reached(&prepared.case.spec, prepared.case.is_packed())
+                    && mutant.kind.is_reached(&prepared.case.spec, prepared.case.is_packed())
             };
             let kernels = specimens.iter().zip(&mut fates).zip(mutants);
             let mut left: Vec<(&Specimen, &mut Fate)> = kernels.filter(is_left).map(|(kernel, _)| kernel).collect();

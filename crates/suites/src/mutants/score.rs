@@ -10,7 +10,7 @@ use super::case::Case;
 use super::peers::{Cell, PROJECTS, Tests};
 use super::run::{Kill, Suite};
 
-use super::{Class, Mutant, Specimen};
+use super::{Mutant, MutantKind, Specimen};
 use assay_core::implementation::Implementation;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Tolerances};
@@ -99,7 +99,7 @@ pub struct Outcome {
     /// Named after the bug.
     pub name: &'static str,
     /// What kind of mistake it is.
-    pub class: Class,
+    pub class: MutantKind,
     /// What it computes instead.
     pub does: &'static str,
     /// Where it was seen; empty where it is only conceivable.
@@ -125,7 +125,7 @@ impl Outcome {
         let passes = peers.iter().filter(|(_, cell)| **cell == Cell::Passes);
         Self {
             name: mutant.name,
-            class: mutant.class,
+            class: mutant.kind,
             does: mutant.does,
             seen: mutant.seen,
             killed_by: kill.map(|kill| format!("{} in {} on ×{}", kill.gate, kill.case, kill.devices)),
@@ -238,10 +238,10 @@ impl Score {
             let _ = writeln!(text, "| {project} | {caught} | {passes} | {not_exercised} |");
         }
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
-        for class in Class::ALL {
+        for class in MutantKind::ALL {
             let _ = writeln!(text, "\n### {}\n", class.title());
             // Their inputs here are logits.
-            let projects: &[&str] = if class.of_heads() { &[] } else { &projects };
+            let projects: &[&str] = if class.is_of_heads() { &[] } else { &projects };
             let line = |cells: &[&str]| format!("| {} |", cells.join(" | "));
             let columns = [&["mutant", "what it does", "seen", "killed by", "cases"], projects].concat();
             let _ = writeln!(text, "{}", line(&columns));
