@@ -11,28 +11,37 @@ use ndarray::{Array, Array2, ArrayView, Axis, Dimension, Ix0, Ix2, Ix3, RemoveAx
 pub use others::{first_and_others, with_others};
 use serde::{Deserialize, Serialize};
 
-/// Floating-point element types.
+/// A floating-point element type.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::Dtype;
+///
+/// assert_eq!(Dtype::Bf16.round(1.0 + 1.0 / 256.0), 1.0); // a tie, rounded to even
+/// assert_eq!(Dtype::F16.round(65_520.0), f64::INFINITY);
+/// assert_eq!("bf16".parse(), Ok(Dtype::Bf16));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// IEEE binary64; inputs of the reference only.
+    /// IEEE binary64, for inputs of the reference only.
     F64,
-    /// IEEE binary32.
+    /// IEEE binary32, 24 bits of significand.
     #[serde(alias = "float32")]
     F32,
-    /// bfloat16: f32's exponent, 8 bits of significand.
+    /// bfloat16, with f32's exponent and 8 bits of significand.
     #[serde(alias = "bfloat16")]
     Bf16,
-    /// IEEE binary16.
+    /// IEEE binary16, 11 bits of significand.
     #[serde(alias = "float16")]
     F16,
 }
 
 impl Dtype {
-    /// The dtypes that a kernel may be given, widest first.
+    /// The dtypes of inputs that kernels support, widest first.
     pub const KERNEL: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 
-    /// Bytes an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Dtype::F64 => 8,
@@ -41,7 +50,7 @@ impl Dtype {
         }
     }
 
-    /// `x` rounded to this dtype, to nearest even, and widened again.
+    /// Rounds `x` to this dtype, to nearest even, and widens it again.
     #[inline]
     pub fn round(self, x: f64) -> f64 {
         match self {
@@ -78,13 +87,13 @@ impl FromStr for Dtype {
     }
 }
 
-/// An element type that [`FloatArray`] can hold. Widening to f64 is exact for all of them.
+/// An element type that [`FloatArray`] can have. Widening to f64 is exact for each of them.
 pub trait Float: Copy + Send + Sync + 'static {
-    /// This type's name.
+    /// The dtype that names this type.
     const DTYPE: Dtype;
-    /// Exact value.
+    /// Widens the element to f64, exactly.
     fn to_f64(self) -> f64;
-    /// `x` rounded to nearest even.
+    /// Rounds `x` to this type, to nearest even.
     fn from_f64(x: f64) -> Self;
 }
 
@@ -115,33 +124,45 @@ float!(f32, F32, f64::from, |x| x as f32);
 float!(bf16, Bf16, |x| f64::from(f32::from(x)), bf16::from_f64);
 float!(f16, F16, |x| f64::from(f32::from(x)), f16::from_f64);
 
-/// A dense row-major array of one of four float types, of static rank.
+/// A dense row-major array of static rank with one of four element types.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::{Dtype, FloatArray};
+/// use ndarray::arr2;
+///
+/// let exact = arr2(&[[0.1, 0.5], [1.0, 3.0]]);
+/// let rounded = FloatArray::rounded_from(&exact, Dtype::Bf16);
+/// assert_eq!(rounded.dtype(), Dtype::Bf16);
+/// assert_eq!((rounded.at(0, 0), rounded.at(0, 1)), (0.10009765625, 0.5));
+/// assert!(rounded.same_bits(&FloatArray::rounded_from(&rounded.to_f64(), Dtype::Bf16)));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum FloatArray<D: Dimension> {
-    /// f64 elements.
+    /// An array of f64 elements.
     F64(Array<f64, D>),
-    /// f32 elements.
+    /// An array of f32 elements.
     F32(Array<f32, D>),
-    /// bf16 elements.
+    /// An array of bf16 elements.
     Bf16(Array<bf16, D>),
-    /// f16 elements.
+    /// An array of f16 elements.
     F16(Array<f16, D>),
 }
 
-/// A dense row-major array of one of four float types, borrowed from whoever holds it.
+/// A borrowed row-major array of static rank with one of four element types.
 #[derive(Clone, Debug)]
 pub enum FloatView<'a, D: Dimension> {
-    /// f64 elements.
+    /// A view of f64 elements.
     F64(ArrayView<'a, f64, D>),
-    /// f32 elements.
+    /// A view of f32 elements.
     F32(ArrayView<'a, f32, D>),
-    /// bf16 elements.
+    /// A view of bf16 elements.
     Bf16(ArrayView<'a, bf16, D>),
-    /// f16 elements.
+    /// A view of f16 elements.
     F16(ArrayView<'a, f16, D>),
 }
 
-/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, whatever its element type.
+/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, of any element type.
 macro_rules! with_array {
     ($kind:ident, $float_array:expr, $array:ident => $body:expr) => {
         match $float_array {
@@ -153,7 +174,8 @@ macro_rules! with_array {
     };
 }
 
-/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, and wraps the array that it gives in `$to` of the same element type.
+/// Evaluates `$body` with `$array` bound to the `ndarray` array inside, and wraps the result in `$to` of the same
+/// element type.
 macro_rules! map_array {
     ($from:ident => $to:ident, $float_array:expr, $array:ident => $body:expr) => {
         match $float_array {
@@ -168,12 +190,12 @@ macro_rules! map_array {
 pub(crate) use with_array;
 
 impl<D: Dimension> FloatView<'_, D> {
-    /// The same, borrowed for less long.
+    /// Borrows the view again, for a shorter lifetime.
     pub fn view(&self) -> FloatView<'_, D> {
         map_array!(FloatView => FloatView, self, array => array.view())
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         match self {
             FloatView::F64(_) => Dtype::F64,
@@ -183,17 +205,18 @@ impl<D: Dimension> FloatView<'_, D> {
         }
     }
 
-    /// The extents.
+    /// Returns the shape, one length per axis.
     pub fn shape(&self) -> &[usize] {
         with_array!(FloatView, self, array => array.shape())
     }
 
-    /// Whether elements lie densely in row-major order.
+    /// Whether the elements are dense and in row-major order.
     pub fn is_standard_layout(&self) -> bool {
         with_array!(FloatView, self, array => array.is_standard_layout())
     }
 
-    /// Whether dtype, extents and the bits of every element are those of `other`: −0 is not 0, and a NaN is itself.
+    /// Whether dtype, shape and the bits of every element equal those of `other`: −0 differs from 0, and a NaN equals
+    /// itself.
     pub fn same_bits(&self, other: &FloatView<D>) -> bool {
         fn same<T, B: PartialEq, D: Dimension>(
             a: &ArrayView<T, D>,
@@ -216,24 +239,25 @@ impl<D: Dimension> FloatView<'_, D> {
         }
     }
 
-    /// Every element, exactly.
+    /// Widens every element to f64, exactly.
     pub fn to_f64(&self) -> Array<f64, D> {
         with_array!(FloatView, self, array => array.mapv(Float::to_f64))
     }
 
-    /// A copy of its own.
+    /// Copies the elements into an array.
     pub fn to_owned(&self) -> FloatArray<D> {
         map_array!(FloatView => FloatArray, self, array => array.to_owned())
     }
 }
 
 impl FloatView<'_, Ix2> {
-    /// The part of `rows` by `columns`, exactly.
+    /// Widens the elements of `rows` by `columns` to f64, exactly.
     pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         with_array!(FloatView, self, array => array.slice(s![rows, columns]).mapv(Float::to_f64))
     }
 
-    /// The same as `[columns,rows]`: row by row, so that what is read lies together.
+    /// Widens the elements of `rows` by `columns` to f64 as `[columns,rows]`, reading row by row so that reads are
+    /// contiguous.
     pub fn part_transposed(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         let height = rows.len();
         let mut values = vec![0.0; height * columns.len()];
@@ -248,12 +272,12 @@ impl FloatView<'_, Ix2> {
 }
 
 impl FloatView<'_, Ix3> {
-    /// Row `[b,t,:]`, exactly.
+    /// Widens row `[b,t,:]` to f64, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
         self.row_part(b, t, 0..self.shape()[2])
     }
 
-    /// Whether an element of row `[b,t,:]` is at most `bound`.
+    /// Whether any element of row `[b,t,:]` is at most `bound`.
     pub fn at_most(&self, b: usize, t: usize, bound: f64) -> bool {
         // All are looked at: without a way out the loop is one of vectors.
         with_array!(FloatView, self, array => {
@@ -261,7 +285,7 @@ impl FloatView<'_, Ix3> {
         })
     }
 
-    /// Its part `[b,t,columns]`.
+    /// Widens elements `[b,t,columns]` to f64, exactly.
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         with_array!(FloatView, self, array => {
             let row = array.slice(s![b, t, columns]);
@@ -275,27 +299,27 @@ impl FloatView<'_, Ix3> {
 }
 
 impl<D: Dimension> FloatArray<D> {
-    /// The same, borrowed.
+    /// Borrows the array without copying it.
     pub fn view(&self) -> FloatView<'_, D> {
         map_array!(FloatArray => FloatView, self, array => array.view())
     }
 
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.view().dtype()
     }
 
-    /// The extents.
+    /// Returns the shape, one length per axis.
     pub fn shape(&self) -> &[usize] {
         with_array!(FloatArray, self, array => array.shape())
     }
 
-    /// Whether elements lie densely in row-major order, as every kernel expects.
+    /// Whether the elements are dense and in row-major order, as every kernel expects.
     pub fn is_standard_layout(&self) -> bool {
         self.view().is_standard_layout()
     }
 
-    /// Zeros.
+    /// Returns an array of zeros.
     pub fn zeros(shape: impl ShapeBuilder<Dim = D>, dtype: Dtype) -> Self {
         match dtype {
             Dtype::F64 => FloatArray::F64(Array::from_elem(shape, 0.0)),
@@ -305,7 +329,7 @@ impl<D: Dimension> FloatArray<D> {
         }
     }
 
-    /// `values` rounded to `dtype`, to nearest even.
+    /// Rounds `values` to `dtype`, to nearest even.
     pub fn rounded_from(values: &Array<f64, D>, dtype: Dtype) -> Self {
         match dtype {
             Dtype::F64 => FloatArray::F64(values.clone()),
@@ -315,20 +339,20 @@ impl<D: Dimension> FloatArray<D> {
         }
     }
 
-    /// As [`FloatView::same_bits`].
+    /// Whether dtype, shape and the bits of every element equal those of `other`, as [`FloatView::same_bits`].
     pub fn same_bits(&self, other: &Self) -> bool {
         self.view().same_bits(&other.view())
     }
 
-    /// Every element, exactly.
+    /// Widens every element to f64, exactly.
     pub fn to_f64(&self) -> Array<f64, D> {
         self.view().to_f64()
     }
 
-    /// Takes over the elements of `other`, into the memory that is there.
+    /// Copies the elements of `other` into this array's memory.
     ///
     /// # Panics
-    /// Where dtype or extents are others.
+    /// If dtype or shape differ.
     pub fn assign(&mut self, other: &Self) {
         match (self, other) {
             (FloatArray::F64(a), FloatArray::F64(b)) => a.assign(b),
@@ -339,7 +363,7 @@ impl<D: Dimension> FloatArray<D> {
         }
     }
 
-    /// The indices along `axis` that are named, in that order: row-major again.
+    /// Selects `indices` along `axis`, in their order, into a row-major array.
     #[must_use]
     pub fn select(&self, axis: Axis, indices: &[usize]) -> Self
     where
@@ -354,36 +378,36 @@ impl<D: Dimension> FloatArray<D> {
 }
 
 impl FloatArray<Ix0> {
-    /// The one value.
+    /// Returns the one value of a scalar, as f64.
     pub fn value(&self) -> f64 {
         with_array!(FloatArray, self, array => Float::to_f64(array[()]))
     }
 }
 
 impl FloatArray<Ix2> {
-    /// Element `[b,t]`, exactly.
+    /// Returns element `[b,t]` as f64, exactly.
     pub fn at(&self, b: usize, t: usize) -> f64 {
         with_array!(FloatArray, self, array => Float::to_f64(array[[b, t]]))
     }
 
-    /// The part of `rows` by `columns`, exactly.
+    /// Widens the elements of `rows` by `columns` to f64, exactly.
     pub fn part(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         self.view().part(rows, columns)
     }
 }
 
 impl FloatArray<Ix3> {
-    /// Row `[b,t,:]`, exactly.
+    /// Widens row `[b,t,:]` to f64, exactly.
     pub fn row(&self, b: usize, t: usize) -> Vec<f64> {
         self.view().row(b, t)
     }
 
-    /// Whether an element of row `[b,t,:]` is at most `bound`.
+    /// Whether any element of row `[b,t,:]` is at most `bound`.
     pub fn at_most(&self, b: usize, t: usize, bound: f64) -> bool {
         self.view().at_most(b, t, bound)
     }
 
-    /// Its part `[b,t,columns]`.
+    /// Widens elements `[b,t,columns]` to f64, exactly.
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         self.view().row_part(b, t, columns)
     }
@@ -396,17 +420,17 @@ impl FloatArray<Ix3> {
         });
     }
 
-    /// `[1,N,…]`: the rows at `places`, which are `(b, t)`.
+    /// Selects the rows at `places`, which are `(b, t)`, as `[1,N,…]`.
     ///
     /// # Panics
-    /// Where one is beyond its axis.
+    /// If a place is out of range.
     #[must_use]
     pub fn at_places(&self, places: &[(usize, usize)]) -> Self {
         let tokens = self.shape()[1];
         self.in_one_row().select(Axis(1), &places.iter().map(|&(b, t)| b * tokens + t).collect::<Vec<_>>())
     }
 
-    /// `[1,B·T,…]`: the rows of each sequence after those of the one before.
+    /// Concatenates the rows of all sequences, as `[1,B·T,…]`.
     #[must_use]
     pub fn in_one_row(&self) -> Self {
         fn flat<T: Clone>(array: &Array<T, Ix3>) -> Array<T, Ix3> {
@@ -417,7 +441,7 @@ impl FloatArray<Ix3> {
         map_array!(FloatArray => FloatArray, self, array => flat(array))
     }
 
-    /// Sets every element of row `[b,t,:]` to `x`, rounded.
+    /// Sets every element of row `[b,t,:]` to `x`, rounded to nearest even.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));
     }

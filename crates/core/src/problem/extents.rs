@@ -1,4 +1,4 @@
-//! [`ProblemShape`]: of logits, or of hidden states and an LM head.
+//! [`ProblemShape`]: the shape of a problem, on logits or with an LM head.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,18 +7,17 @@ use serde::{Serialize, Serializer};
 
 use super::{HeadShape, Shape};
 
-/// Extents of the arrays that a loss is computed from: of logits, written `BxTxV`, or of hidden states and an LM head,
-/// `BxTxHxV`.
+/// The shape of a problem: of logits, written `BxTxV`, or of hidden states and an LM head, `BxTxHxV`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProblemShape {
-    /// Of logits.
+    /// The shape of logits, `BxTxV`.
     Logits(Shape),
-    /// Of hidden states and an LM head.
+    /// The shape of hidden states and an LM head, `BxTxHxV`.
     Head(HeadShape),
 }
 
 impl ProblemShape {
-    /// `[B,T,V]`, also where logits are a product.
+    /// Returns the shape of the logits, `[B,T,V]`, also if they are a product.
     pub fn logits(self) -> [usize; 3] {
         let Shape { batch, tokens, vocab } = match self {
             ProblemShape::Logits(shape) => shape,
@@ -27,7 +26,7 @@ impl ProblemShape {
         [batch, tokens, vocab]
     }
 
-    /// `[B,T,V]` or `[B,T,H,V]`.
+    /// Returns the dimensions `[B,T,V]` or `[B,T,H,V]`.
     pub fn to_vec(self) -> Vec<usize> {
         match self {
             ProblemShape::Logits(Shape { batch, tokens, vocab }) => vec![batch, tokens, vocab],

@@ -11,37 +11,63 @@ use super::{Dtype, FloatArray, FloatView, Problem, ProblemError, Shape, Tokens};
 use crate::spec::LossSpec;
 
 /// A batch without logits: `logits[b,t,v] = Σ_h hidden[b,t,h] · lm_head[h,v]`.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::{Advantages, Extra, FloatArray, HeadLayout, HeadProblem, Projection};
+/// use assay::spec::LossSpec;
+/// use ndarray::{Array1, Array2, Array3};
+///
+/// // One sequence of 3 tokens, a model of width 8 and a head over 16 entries, stored as PyTorch does.
+/// let problem = HeadProblem {
+///     logits: Projection {
+///         hidden: Array3::<f32>::ones((1, 3, 8)).into(),
+///         lm_head: Array2::<f32>::ones((16, 8)).into(),
+///         layout: HeadLayout::VocabByHidden,
+///         rounds_logits: false,
+///     },
+///     ids: Array2::zeros((1, 3)),
+///     mask: Array2::from_elem((1, 3), true),
+///     advantages: Advantages::Sequence(Array1::ones(1)),
+///     old_logp: Some(Array2::from_elem((1, 3), -2.7)),
+///     ref_logp: None,
+///     extra: Extra::default(),
+/// };
+/// assert_eq!(problem.check(&LossSpec::default())?.to_string(), "1x3x8x16");
+/// # Ok::<(), assay::problem::ProblemError>(())
+/// ```
 pub type HeadProblem = Problem<Projection>;
 
-/// What logits are made of. What comes between them and the softmax (scale, softcap, bias) is [`crate::spec::LogitsTransform`].
+/// The factors of the logits. The transform between product and softmax (scale, softcap, bias) is
+/// [`crate::spec::LogitsTransform`].
 #[derive(Clone, Debug)]
 pub struct Projection {
-    /// `[B,T,H]`: what the last norm of the model left.
+    /// The hidden states, `[B,T,H]`, after the last norm of the model.
     pub hidden: FloatArray<Ix3>,
-    /// `[H,V]` or `[V,H]`, of the same dtype.
+    /// The LM head, `[H,V]` or `[V,H]`, of the same dtype as `hidden`.
     pub lm_head: FloatArray<Ix2>,
-    /// Which of the two.
+    /// The layout of `lm_head`, `[H,V]` or `[V,H]`.
     pub layout: HeadLayout,
-    /// Whether logits are rounded to the dtype of `hidden` before anything reads them, as a matrix product in that dtype
-    /// leaves them. Their gradient is passed on as it is.
+    /// Whether logits are rounded to the dtype of `hidden` before anything reads them, as a matrix product in that
+    /// dtype rounds them. Their gradient is not rounded on the way back.
     pub rounds_logits: bool,
 }
 
-/// A [`Projection`], borrowed.
+/// A borrowed [`Projection`], whose arrays are not copied.
 #[derive(Clone, Debug)]
 pub struct ProjectionView<'a> {
-    /// `[B,T,H]`.
+    /// The hidden states, `[B,T,H]`.
     pub hidden: FloatView<'a, Ix3>,
-    /// `[H,V]` or `[V,H]`.
+    /// The LM head, `[H,V]` or `[V,H]`.
     pub lm_head: FloatView<'a, Ix2>,
-    /// Which of the two.
+    /// The layout of `lm_head`, `[H,V]` or `[V,H]`.
     pub layout: HeadLayout,
-    /// As [`Projection::rounds_logits`].
+    /// Whether logits are rounded, as [`Projection::rounds_logits`].
     pub rounds_logits: bool,
 }
 
 impl Projection {
-    /// The same, borrowed.
+    /// Borrows both arrays without copying them.
     pub fn view(&self) -> ProjectionView<'_> {
         let Self { hidden, lm_head, layout, rounds_logits } = self;
         ProjectionView {
@@ -54,7 +80,7 @@ impl Projection {
 }
 
 impl ProjectionView<'_> {
-    /// The same, borrowed for less long.
+    /// Borrows the arrays again, for a shorter lifetime.
     pub fn view(&self) -> ProjectionView<'_> {
         let Self { hidden, lm_head, layout, rounds_logits } = self;
         ProjectionView {
@@ -65,7 +91,7 @@ impl ProjectionView<'_> {
         }
     }
 
-    /// `(B, T, H, V)`.
+    /// Returns the shape `(B, T, H, V)`.
     pub fn shape(&self) -> HeadShape {
         let &[batch, tokens, hidden] = self.hidden.shape() else { unreachable!("hidden has rank 3") };
         let &[rows, columns] = self.lm_head.shape() else { unreachable!("lm_head has rank 2") };
@@ -76,7 +102,7 @@ impl ProjectionView<'_> {
         HeadShape { batch, tokens, hidden, vocab }
     }
 
-    /// Checks that both arrays are dense and fit each other, and the `tokens` them and `spec`.
+    /// Checks that both arrays are dense and fit each other, and that `tokens` fit them and `spec`.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
@@ -106,28 +132,28 @@ impl ProjectionView<'_> {
     }
 }
 
-/// How an LM head lies in memory, row-major.
+/// The layout of an LM head in memory, row-major.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum HeadLayout {
-    /// `[H,V]`, as JAX stores it.
+    /// The layout `[H,V]`, as JAX stores a head.
     #[serde(rename = "hv")]
     HiddenByVocab,
-    /// `[V,H]`, as `PyTorch` stores it, and as the embedding that it may be tied to.
+    /// The layout `[V,H]`, as `PyTorch` stores a head and the embedding that it may be tied to.
     #[serde(rename = "vh")]
     VocabByHidden,
 }
 
-/// How the arrays of a [`HeadProblem`] lie, and what its logits are.
+/// The layout of a [`HeadProblem`]'s head, and the rounding of its logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadForm {
-    /// How `lm_head` lies.
+    /// The layout of `lm_head`, `[H,V]` or `[V,H]`.
     pub layout: HeadLayout,
     /// Whether logits are rounded to the dtype of `hidden`.
     pub rounds_logits: bool,
 }
 
 impl HeadLayout {
-    /// The extents of a head of `hidden` by `vocab`.
+    /// Returns the shape of a head of `hidden` by `vocab` in this layout.
     pub fn extents(self, hidden: usize, vocab: usize) -> [usize; 2] {
         match self {
             HeadLayout::HiddenByVocab => [hidden, vocab],
@@ -135,12 +161,12 @@ impl HeadLayout {
         }
     }
 
-    /// Where the weight of hidden unit `h` for column `v` is.
+    /// Returns the index of the weight of hidden unit `h` for vocabulary entry `v`.
     pub fn at(self, h: usize, v: usize) -> [usize; 2] {
         self.extents(h, v)
     }
 
-    /// `[v,h]`: the weights, or the gradient, of hidden units `h` for columns `v`, exactly and row-major.
+    /// Widens the weights, or the gradient, of hidden units `h` for vocabulary entries `v` to f64, as `[v,h]`, exactly.
     pub fn part(self, of: &FloatView<Ix2>, v: Range<usize>, h: Range<usize>) -> Array2<f64> {
         match self {
             HeadLayout::HiddenByVocab => of.part_transposed(h, v),
@@ -148,7 +174,7 @@ impl HeadLayout {
         }
     }
 
-    /// `hv` or `vh`, as files and options have it.
+    /// Returns the key `hv` or `vh` that files and options use.
     pub fn key(self) -> &'static str {
         match self {
             HeadLayout::HiddenByVocab => "hv",
@@ -156,7 +182,7 @@ impl HeadLayout {
         }
     }
 
-    /// `[H,V]` or `[V,H]`.
+    /// Returns the shape in symbols, `[H,V]` or `[V,H]`.
     pub fn name(self) -> &'static str {
         match self {
             HeadLayout::HiddenByVocab => "[H,V]",
@@ -176,21 +202,21 @@ impl FromStr for HeadLayout {
     }
 }
 
-/// Extents of a [`HeadProblem`], written `BxTxHxV`.
+/// The shape of a [`HeadProblem`], written `BxTxHxV`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct HeadShape {
-    /// `B`, sequences.
+    /// The number of sequences, `B`.
     pub batch: usize,
-    /// `T`, tokens a sequence.
+    /// The number of tokens per sequence, `T`.
     pub tokens: usize,
-    /// `H`, width of the model.
+    /// The hidden width of the model, `H`.
     pub hidden: usize,
-    /// `V`, vocabulary.
+    /// The size of the vocabulary, `V`.
     pub vocab: usize,
 }
 
 impl HeadShape {
-    /// Extents of the logits.
+    /// Returns the shape `(B, T, V)` of the logits.
     pub fn logits(self) -> Shape {
         let Self { batch, tokens, vocab, .. } = self;
         Shape { batch, tokens, vocab }
@@ -220,17 +246,17 @@ impl FromStr for HeadShape {
 }
 
 impl HeadProblem {
-    /// `(B, T, H, V)`.
+    /// Returns the shape `(B, T, H, V)`.
     pub fn shape(&self) -> HeadShape {
         self.logits.view().shape()
     }
 
-    /// The dtype of `hidden` and of `lm_head`.
+    /// Returns the dtype of `hidden` and of `lm_head`.
     pub fn dtype(&self) -> Dtype {
         self.logits.hidden.dtype()
     }
 
-    /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value.
+    /// Checks that this batch can be evaluated under `spec`: every range, every shape and every unmasked value.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.

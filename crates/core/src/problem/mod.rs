@@ -1,7 +1,7 @@
-//! One batch, and what an implementation makes of it.
+//! Problems, and the outcomes that implementations compute from them.
 //!
-//! Notation: `B` sequences of `T` tokens over a vocabulary of `V`; `u` is a dtype's unit roundoff. Where `S` sequences are
-//! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and what has `B` of sequences has `S`.
+//! Notation: `B` sequences of `T` tokens over a vocabulary of `V` entries; `u` is a dtype's unit roundoff. If `S` sequences are
+//! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and an array with one value per sequence is `[S]`.
 
 mod extents;
 mod lm_head;
@@ -25,29 +25,54 @@ pub use sequences::{CuSeqlens, Sequence, Sequences};
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
 
-/// One GRPO batch: position `[b,t]` of `logits` scores token `ids[b,t]`.
+/// One GRPO batch, in which position `[b,t]` of `logits` scores token `ids[b,t]`.
 ///
-/// The logits are an array, or in a [`HeadProblem`] the [`Projection`] that they are the product of.
+/// The logits are an array, or in a [`HeadProblem`] the [`Projection`] whose product they are.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::{Advantages, Extra, Problem};
+/// use assay::spec::LossSpec;
+/// use ndarray::{Array2, Array3, arr1, arr2};
+///
+/// // Two sequences of three tokens over four entries; the last token of the second is padding.
+/// let mut problem = Problem {
+///     logits: Array3::<f32>::zeros((2, 3, 4)).into(),
+///     ids: arr2(&[[0, 1, 2], [3, 0, -100]]),
+///     mask: arr2(&[[true, true, true], [true, true, false]]),
+///     advantages: Advantages::Sequence(arr1(&[1.0, -0.5])),
+///     old_logp: Some(Array2::from_elem((2, 3), -1.4)),
+///     ref_logp: None,
+///     extra: Extra::default(),
+/// };
+/// let shape = problem.check(&LossSpec::default())?;
+/// assert_eq!(shape.to_string(), "2x3x4");
+///
+/// problem.ids[[1, 1]] = 4;
+/// let error = problem.check(&LossSpec::default()).unwrap_err();
+/// assert_eq!(error.to_string(), "`ids[1,1]`: got 4, expected 0 ≤ id < V = 4 on an unmasked token");
+/// # Ok::<(), assay::problem::ProblemError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Problem<L = FloatArray<Ix3>> {
-    /// `[B,T,V]`, in nats before the temperature.
+    /// The logits, `[B,T,V]`, in nats before the temperature.
     pub logits: L,
-    /// `[B,T]`, the sampled tokens, or the first of a token's ids where the spec asks for logp of several; anything may stand where
+    /// The sampled tokens, `[B,T]`, or the first id of each token if the spec has several; any value is allowed where
     /// `mask` is false.
     pub ids: Array2<i64>,
-    /// `[B,T]`, true for the tokens that count.
+    /// The mask, `[B,T]`: true for the tokens that count.
     pub mask: Array2<bool>,
-    /// `[B]` or `[B,T]`, as the spec says; `[S]` of packed sequences.
+    /// The advantages: `[B]` or `[B,T]` as the spec says, `[S]` for packed sequences.
     pub advantages: Advantages,
-    /// `[B,T]`, nats: log-probability under the policy that sampled, or that the last epoch left.
+    /// Log-probabilities under the old policy, `[B,T]`, nats: the policy that sampled, or that the last epoch left.
     pub old_logp: Option<Array2<f64>>,
-    /// `[B,T]`, nats: log-probability under the reference policy of the KL penalty.
+    /// Log-probabilities under the reference policy of the KL penalty, `[B,T]`, nats.
     pub ref_logp: Option<Array2<f64>>,
-    /// What only some specs ask for, or some batches have.
+    /// The arrays that only some specs read, and the layout of the sequences.
     pub extra: Extra,
 }
 
-/// A [`Problem`] without its logits, borrowed: what a kernel is told of the tokens. Fields as there.
+/// The part of a [`Problem`] other than its logits, borrowed: all that a kernel gets of the tokens.
 #[derive(Clone, Copy, Debug)]
 #[expect(missing_docs, reason = "they stand with `Problem`")]
 pub struct Tokens<'p> {
@@ -59,42 +84,46 @@ pub struct Tokens<'p> {
     pub extra: &'p Extra,
 }
 
-/// Arrays that only some specs read, and how sequences lie where a row is not one.
+/// Arrays that only some specs read, and the layout of sequences that are not rows.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Extra {
-    /// `[B,T]`, nats: log-probability under the policy that the sampler ran. NaN: not scored.
+    /// Log-probabilities under the policy that the sampler ran, `[B,T]`, nats; NaN where the sampler did not score the
+    /// token.
     pub rollout_logp: Option<Array2<f64>>,
-    /// `[B,T]` or `[B,1]`, `≥ 0`: importance weights against the sampler's policy; `[1,N]` or `[S,1]` of packed sequences.
+    /// Importance weights `≥ 0` against the sampler's policy, `[B,T]` or `[B,1]`; `[1,N]` or `[S,1]` for packed
+    /// sequences.
     pub rollout_weights: Option<Array2<f64>>,
-    /// `[B,T]` or `[B,1]`, `≥ 0`: weights of tokens that the trainer gives; `[1,N]` or `[S,1]` of packed sequences.
+    /// Weights `≥ 0` of tokens that the trainer gives, `[B,T]` or `[B,1]`; `[1,N]` or `[S,1]` for packed sequences.
     pub token_weights: Option<Array2<f64>>,
-    /// `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
+    /// The selected tokens, `[B,T]`: KL-Cov penalizes them, Clip-Cov drops them.
     pub selected: Option<Array2<bool>>,
-    /// `[V]`: bias of the LM head.
+    /// The bias of the LM head, `[V]`, added to the logits.
     pub bias: Option<Array1<f64>>,
-    /// Which tokens make a sequence.
+    /// The assignment of tokens to sequences.
     pub sequences: Sequences,
-    /// `[B,T]`: the cotangent of each token's entropy.
+    /// The cotangent of each token's entropy, `[B,T]`.
     pub dentropy: Option<Array2<f64>>,
-    /// `[B,T]` or `[B,1]`, `> 0`: the softmax temperature of each token, or one a sequence; `[1,N]` or `[S,1]` of packed sequences.
+    /// The softmax temperature `> 0` of each token, `[B,T]`, or of each sequence, `[B,1]`; `[1,N]` or `[S,1]` for
+    /// packed sequences.
     pub temperature: Option<Array2<f64>>,
-    /// The ids of each token beside its first, where the spec asks for logp of [several](LossSpec::ids_per_token).
+    /// The ids of each token after its first, if the spec has several [ids per token](LossSpec::ids_per_token).
     pub others: Option<OtherIds>,
 }
 
-/// Advantages, dimensionless.
+/// The advantages of a batch, dimensionless, in one of three forms.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Advantages {
-    /// One a sequence, `[B]`, or `[S]` of packed ones.
+    /// One advantage per sequence, `[B]`, or `[S]` for packed sequences.
     Sequence(Array1<f64>),
-    /// One a token, `[B,T]`.
+    /// One advantage per token, `[B,T]`.
     Token(Array2<f64>),
-    /// The same by the cotangents of logp, `[B,T]`, of which they are the negatives: see [`LossSpec::from_cotangents`].
+    /// The negatives of the advantages, `[B,T]`: the cotangents of logp, as in [`LossSpec::from_cotangents`].
     Dlogp(Array2<f64>),
 }
 
 impl Advantages {
-    /// The advantage of token `[b,t]` of a batch whose rows are its sequences; see [`Problem::advantage`].
+    /// Returns the advantage of token `[b,t]` of a batch whose sequences are its rows; [`Problem::advantage`] is for
+    /// any batch.
     pub fn at(&self, b: usize, t: usize) -> f64 {
         match self {
             Advantages::Sequence(a) => a[b],
@@ -103,7 +132,7 @@ impl Advantages {
         }
     }
 
-    /// What the array is called.
+    /// Returns the name of the array, `advantages` or `dlogp`.
     pub fn name(&self) -> &'static str {
         match self {
             Advantages::Sequence(_) | Advantages::Token(_) => "advantages",
@@ -111,7 +140,7 @@ impl Advantages {
         }
     }
 
-    /// The extents, `[B]` or `[B,T]`.
+    /// Returns the shape of the array, `[B]` or `[B,T]`.
     pub fn shape(&self) -> &[usize] {
         match self {
             Advantages::Sequence(a) => a.shape(),
@@ -120,19 +149,19 @@ impl Advantages {
     }
 }
 
-/// Extents of a batch, written `BxTxV`.
+/// The shape of a batch's logits, written `BxTxV`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// `B`, sequences.
+    /// The number of sequences, `B`.
     pub batch: usize,
-    /// `T`, tokens a sequence.
+    /// The number of tokens per sequence, `T`.
     pub tokens: usize,
-    /// `V`, vocabulary.
+    /// The size of the vocabulary, `V`.
     pub vocab: usize,
 }
 
 impl Shape {
-    /// `B·T·V`, or `None` where that does not fit.
+    /// Returns `B·T·V`, or `None` if that exceeds `usize`.
     pub fn elements(self) -> Option<usize> {
         self.batch.checked_mul(self.tokens)?.checked_mul(self.vocab)
     }
@@ -158,173 +187,174 @@ impl FromStr for Shape {
     }
 }
 
-/// A [`Problem`] that cannot be evaluated under its spec.
+/// A [`Problem`] that cannot be evaluated under its spec. Each message names the array, its value and the accepted
+/// values.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProblemError {
     /// The spec itself is out of range.
     #[error(transparent)]
     Spec(#[from] SpecError),
-    /// An array is missing that the spec needs.
+    /// An array is missing that the spec reads.
     #[error("`{field}`: not given, expected shape {expected:?} because the spec has {because}")]
     Missing {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Shape it should have.
+        /// The shape that it should have.
         expected: Vec<usize>,
-        /// The setting that needs it.
+        /// The setting of the spec that reads it.
         because: &'static str,
     },
     /// An array has the wrong shape.
     #[error("`{field}`: got shape {given:?}, expected {expected}")]
     Shape {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Shape found.
+        /// The shape that it has.
         given: Vec<usize>,
-        /// Shape wanted, in words.
+        /// The shape that it should have, in words.
         expected: String,
     },
     /// An array is not dense and row-major.
     #[error("`{field}`: got a strided array, expected dense row-major (use `as_standard_layout`)")]
     Strided {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
     },
-    /// The elements of each row are not side by side.
+    /// The elements of each row are not contiguous.
     #[error("`{field}`: got rows with a stride of {stride}, expected 1: a row's elements must lie side by side")]
     StridedRows {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Elements from one column to the next.
+        /// The distance between neighbouring elements of a row, in elements.
         stride: isize,
     },
-    /// A token id lies outside the vocabulary on an unmasked token.
+    /// A token id is outside the vocabulary on an unmasked token.
     #[error("`ids[{b},{t}{}]`: got {id}, expected 0 ≤ id < V = {vocab} on an unmasked token", id_index(*.k))]
     IdOutOfRange {
-        /// Sequence.
+        /// The sequence of the token.
         b: usize,
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// Which of its ids, where it has several.
+        /// The index of the id, if a token has several.
         k: Option<usize>,
-        /// The id found.
+        /// The id that was given.
         id: i64,
-        /// `V`.
+        /// The size of the vocabulary, `V`.
         vocab: usize,
     },
-    /// A NaN or infinity on an unmasked token.
+    /// A value is NaN or infinite on an unmasked token.
     #[error("`{field}[{b},{t}]`: got {given}, expected a finite number on an unmasked token")]
     NotFinite {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Sequence.
+        /// The sequence of the token.
         b: usize,
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// The value found.
+        /// The value that was given.
         given: f64,
     },
-    /// A weight that is none.
+    /// A weight is negative or not finite.
     #[error("`{field}[{b},{t}]`: got {given}, expected a finite number ≥ 0")]
     Weight {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Sequence.
+        /// The sequence of the weight.
         b: usize,
-        /// Token, or 0 where there is one weight a sequence.
+        /// The position of the token, or 0 if there is one weight per sequence.
         t: usize,
-        /// The value found.
+        /// The value that was given.
         given: f64,
     },
-    /// A temperature that is none.
+    /// A temperature is not finite and positive.
     #[error("`temperature[{b},{t}]`: got {given}, expected a finite number > 0")]
     Temperature {
-        /// Sequence.
+        /// The sequence of the temperature.
         b: usize,
-        /// Token, or 0 where there is one a sequence.
+        /// The position of the token, or 0 if there is one temperature per sequence.
         t: usize,
-        /// The value found.
+        /// The value that was given.
         given: f64,
     },
-    /// A token was sampled that the spec's support leaves out.
+    /// A sampled token is outside the spec's support.
     #[error("`ids[{b},{t}{}]`: got {id}, expected an id within `support`{}", id_index(*.k), or_kept(*.k))]
     IdOutsideSupport {
-        /// Sequence.
+        /// The sequence of the token.
         b: usize,
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// Which of its ids, where it has several.
+        /// The index of the id, if a token has several.
         k: Option<usize>,
-        /// The id found.
+        /// The id that was given.
         id: i64,
     },
-    /// Cumulative lengths that are none.
+    /// The cumulative lengths of packed sequences are invalid.
     #[error("`cu_seqlens[{at}]`: got {given}, expected {expected}")]
     CuSeqlens {
-        /// Which of them.
+        /// The index of the first wrong value.
         at: usize,
-        /// The value found.
+        /// The value that was given.
         given: i64,
-        /// The value wanted, in words.
+        /// The values that would be accepted, in words.
         expected: String,
     },
-    /// A segment id that is none.
+    /// A segment id is invalid.
     #[error("`segment_ids[{t}]`: got {given}, expected {expected}")]
     SegmentId {
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// The id found.
+        /// The id that was given.
         given: i64,
-        /// The id wanted, in words.
+        /// The ids that would be accepted, in words.
         expected: String,
     },
-    /// A token counts that belongs to no sequence.
+    /// An unmasked token belongs to no sequence.
     #[error("`mask[0,{t}]`: got 1, expected 0: the last sequence of `cu_seqlens` ends at {end}")]
     NoSequence {
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// Where the last sequence ends.
+        /// The end of the last sequence, in tokens.
         end: usize,
     },
-    /// A width is asked for that packed sequences do not have.
+    /// The spec divides by the padded width, which packed sequences do not have.
     #[error("`{field}`: not given, expected a number ≥ 1, since packed sequences have no padded width")]
     NoWidth {
-        /// The setting.
+        /// The path of the spec's field.
         field: &'static str,
     },
-    /// Clip-Cov has more candidates than it takes.
+    /// Clip-Cov has more candidates than it selects, and which ones is not determined.
     #[error(
         "`selected`: not given, expected [B,T] because {candidates} tokens are within `objective.clip_cov.selection`, \
          of which a peer draws {taken} at random"
     )]
     Undetermined {
-        /// How many tokens are within the band.
+        /// The number of tokens within the band.
         candidates: usize,
-        /// How many are left out.
+        /// The number of tokens that are selected.
         taken: usize,
     },
-    /// Two arrays have different dtypes that must have one.
+    /// Two arrays must have the same dtype and do not.
     #[error("`{field}`: got dtype {given}, expected {expected}, that of `{like}`")]
     Dtype {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Its dtype.
+        /// The dtype that it has.
         given: Dtype,
-        /// The dtype wanted.
+        /// The dtype that it should have.
         expected: Dtype,
-        /// The array that has it.
+        /// The name of the array that has that dtype.
         like: &'static str,
     },
-    /// A mask value other than 0 and 1.
+    /// A mask has a value other than 0 and 1.
     #[error("`{field}[{b},{t}]`: got {given}, expected 0 or 1")]
     Mask {
-        /// Name of the array.
+        /// The name of the array.
         field: &'static str,
-        /// Sequence.
+        /// The sequence of the token.
         b: usize,
-        /// Token.
+        /// The position of the token.
         t: usize,
-        /// The value found.
+        /// The value that was given.
         given: f64,
     },
 }
@@ -333,13 +363,13 @@ fn id_index(k: Option<usize>) -> String {
     k.map_or(String::new(), |k| format!(",{k}"))
 }
 
-/// Of several ids none is put back.
+/// Returns the hint about `keep_sampled`, which exists only for tokens with one id.
 fn or_kept(k: Option<usize>) -> &'static str {
     if k.is_none() { ", or `support.keep_sampled: true`" } else { "" }
 }
 
 impl<L> Problem<L> {
-    /// All but the logits.
+    /// Borrows everything except the logits.
     pub fn tokens(&self) -> Tokens<'_> {
         Tokens {
             ids: &self.ids,
@@ -351,7 +381,8 @@ impl<L> Problem<L> {
         }
     }
 
-    /// With `[B]` advantages as `[B,T]` where `spec` reads one a token: each sequence's for all of its tokens.
+    /// Repeats `[B]` advantages as `[B,T]` if `spec` reads one per token: each sequence's advantage for all of its
+    /// tokens.
     #[must_use]
     pub fn with_advantages_for(mut self, spec: &LossSpec) -> Self {
         if let (AdvantageLevel::Token, Advantages::Sequence(of_rows)) = (spec.advantages, &self.advantages)
@@ -364,7 +395,7 @@ impl<L> Problem<L> {
         self
     }
 
-    /// The same tokens with other logits.
+    /// Copies the tokens of this problem to other logits.
     pub fn with_logits<M>(&self, logits: M) -> Problem<M> {
         let Self { logits: _, ids, mask, advantages, old_logp, ref_logp, extra } = self;
         Problem {
@@ -380,14 +411,14 @@ impl<L> Problem<L> {
 }
 
 impl Problem {
-    /// `(B, T, V)` of the logits.
+    /// Returns the shape `(B, T, V)` of the logits.
     pub fn shape(&self) -> Shape {
         let [batch, tokens, vocab] = self.logits.shape() else { unreachable!("logits have rank 3") };
         Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
     }
 
-    /// Checks that this batch can be evaluated under `spec`: every range, shape and unmasked value. Values under the
-    /// mask are not looked at.
+    /// Checks that this batch can be evaluated under `spec`: every range, every shape and every unmasked value. Values
+    /// of masked tokens are not read.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
@@ -402,7 +433,7 @@ impl Problem {
 }
 
 impl Tokens<'_> {
-    /// Checks that these can be evaluated under `spec` with logits of `shape`, as [`Problem::check`] does.
+    /// Checks that these tokens can be evaluated under `spec` with logits of `shape`, as [`Problem::check`] does.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
@@ -478,7 +509,8 @@ impl Tokens<'_> {
         Ok(())
     }
 
-    /// The softmax temperature of the token at `[b,t]` under `spec`; NaN where it is to be given and is not.
+    /// Returns the softmax temperature of the token at `[b,t]` under `spec`; NaN if the batch should have it and does
+    /// not.
     pub fn temperature(&self, spec: &LossSpec, at: (usize, usize)) -> f64 {
         let given = || {
             let given = self.extra.temperature.as_ref()?;
@@ -490,7 +522,7 @@ impl Tokens<'_> {
         spec.temperature.number().or_else(given).unwrap_or(f64::NAN)
     }
 
-    /// That each token has as many ids as the spec asks for logp of, and a cotangent of each.
+    /// Checks that each token has as many ids as the spec says, and a finite cotangent of each.
     fn check_others(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
         let Shape { batch, tokens, .. } = shape;
         let others = self.extra.others.as_ref();
@@ -524,7 +556,7 @@ impl Tokens<'_> {
         }
     }
 
-    /// The `[B,T]` arrays that `spec` reads, with their names and the setting that asks for them.
+    /// Lists the `[B,T]` arrays that `spec` reads, each with its name and the setting that reads it.
     fn arrays_read(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
         let compares = spec.compares_with_sampler();
@@ -587,7 +619,8 @@ impl Tokens<'_> {
         Ok(())
     }
 
-    /// Finite numbers `≥ 0`, `[B,T]` or, `one_a_row`, a number a sequence: where a token counts, or `everywhere`.
+    /// Checks that weights are finite and `≥ 0`: `[B,T]`, or with `one_a_row` one per sequence; where a token counts,
+    /// or `everywhere`.
     fn check_weights(
         &self,
         field: &'static str,
@@ -602,7 +635,8 @@ impl Tokens<'_> {
         })
     }
 
-    /// Numbers that pass `check`, `[B,T]` or, `one_a_row`, a number a sequence: where a token counts, or `everywhere`.
+    /// Checks numbers with `check`: `[B,T]`, or with `one_a_row` one per sequence; where a token counts, or
+    /// `everywhere`.
     fn check_given(
         &self,
         field: &'static str,
@@ -643,7 +677,7 @@ impl Tokens<'_> {
     }
 }
 
-/// Reads the truth values of `field`, such as `mask`, from numbers.
+/// Converts the numbers 0 and 1 of `field`, such as `mask`, to truth values.
 ///
 /// # Errors
 /// [`ProblemError::Mask`] at the first value other than 0 and 1.

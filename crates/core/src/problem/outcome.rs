@@ -3,57 +3,57 @@ use serde::Serialize;
 
 use super::{Dtype, FloatArray, FloatView, Sequences};
 
-/// Everything that a batch comes to, from the reference or a kernel of ours; `gradient` is dlogits of a [`super::Problem`],
-/// and a [`HeadGradient`] of a [`super::HeadProblem`]. Arrays keep the dtype that the implementation computed them in, so
-/// that a judge knows how they were rounded.
+/// The complete result of a batch, from the reference or one of this project's kernels.
 ///
-/// Masked tokens hold 0 in every array.
+/// `gradient` is dlogits for a [`super::Problem`] and a [`HeadGradient`] for a [`super::HeadProblem`]. Each array has the dtype in
+/// which the implementation computed it, so that the judge knows how it was rounded. Masked tokens have 0 in every array.
 #[derive(Clone, Debug)]
 pub struct Outcome<G = FloatArray<Ix3>> {
     /// The loss, a scalar.
     pub loss: FloatArray<Ix0>,
-    /// `[B,T]`, nats: log-probability of each sampled token.
+    /// The log-probability of each sampled token, `[B,T]`, nats.
     pub logp: FloatArray<Ix2>,
-    /// `[B,T,K−1]`, nats: the same of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::ids_per_token).
+    /// The log-probabilities of each token's other ids, `[B,T,K−1]`, nats, if the spec has several [ids per
+    /// token](crate::spec::LossSpec::ids_per_token).
     pub logp_of_others: Option<FloatArray<Ix3>>,
-    /// `[B,T]`, nats: entropy of each token's distribution.
+    /// The entropy of each token's distribution, `[B,T]`, nats.
     pub entropy: FloatArray<Ix2>,
-    /// `[B,T]`: policy term plus `beta · kl`, before mask and normaliser, without the entropy bonus.
+    /// The policy term plus `beta · kl` of each token, `[B,T]`, before mask and normalizer, without the entropy bonus.
     pub token_loss: FloatArray<Ix2>,
-    /// Of logits `[B,T,V]`: `∂loss / ∂logits`, entropy bonus included.
+    /// The gradient: for logits `[B,T,V]` it is `∂loss / ∂logits`, entropy bonus included.
     pub gradient: G,
-    /// What trainers log.
+    /// The means that trainers log.
     pub metrics: Metrics,
 }
 
-/// The gradient of the loss where logits are the product of hidden states and an LM head.
+/// The gradient of the loss with respect to hidden states and an LM head, whose product are the logits.
 #[derive(Clone, Debug)]
 pub struct HeadGradient {
-    /// `[B,T,H]`: `∂loss / ∂hidden`, entropy bonus included; 0 where a token is masked.
+    /// The gradient `∂loss / ∂hidden`, `[B,T,H]`, entropy bonus included; 0 for a masked token.
     pub dhidden: FloatArray<Ix3>,
-    /// `[H,V]` or `[V,H]`, as the problem's `lm_head`: `∂loss / ∂lm_head`.
+    /// The gradient `∂loss / ∂lm_head`, `[H,V]` or `[V,H]` as the problem's `lm_head`.
     pub dlm_head: FloatArray<Ix2>,
-    /// The dtype that dlogits were rounded to before those two products.
+    /// The dtype to which dlogits were rounded before the two products.
     pub dlogits_dtype: Dtype,
 }
 
-/// A [`HeadGradient`], borrowed.
+/// A borrowed [`HeadGradient`], which is not copied to be judged.
 #[derive(Clone, Debug)]
 pub struct HeadGradientView<'a> {
-    /// `[B,T,H]`.
+    /// The gradient `∂loss / ∂hidden`, `[B,T,H]`.
     pub dhidden: FloatView<'a, Ix3>,
-    /// `[H,V]` or `[V,H]`.
+    /// The gradient `∂loss / ∂lm_head`, `[H,V]` or `[V,H]`.
     pub dlm_head: FloatView<'a, Ix2>,
-    /// The dtype that dlogits were rounded to before those two products.
+    /// The dtype to which dlogits were rounded before the two products.
     pub dlogits_dtype: Dtype,
 }
 
-/// What can be read in place, and what is so read already: a gradient is as large as the logits, or as the head, and is not copied to be judged.
+/// A gradient that can be borrowed: as large as the logits or the head, it is not copied to be judged.
 pub trait Lend<'a> {
-    /// It, borrowed.
+    /// The borrowed gradient, a view.
     type View;
 
-    /// Borrows it.
+    /// Borrows the gradient without copying it.
     fn lend(&'a self) -> Self::View;
 }
 
@@ -91,49 +91,68 @@ impl<'a> Lend<'a> for HeadGradient {
     }
 }
 
-/// Means over unmasked tokens; all 0 where there is none.
+/// Means over the unmasked tokens, as trainers log them; all 0 for a batch without any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Metrics {
-    /// Share of tokens with `r < 1 − epsilon_low` and `A < 0`.
+    /// The fraction of tokens with `ρ < 1 − epsilon_low` and `A < 0`.
     pub clip_low: f64,
-    /// Share of tokens with `r > 1 + epsilon_high` and `A > 0`.
+    /// The fraction of tokens with `ρ > 1 + epsilon_high` and `A > 0`.
     pub clip_high: f64,
-    /// Share of tokens with either.
+    /// The fraction of tokens that are clipped on either side.
     pub clip_region: f64,
-    /// Mean KL estimate, with what it is multiplied by but for `beta`; `None` without a KL term.
+    /// The mean of the KL estimate with its importance weight and without `beta`; `None` without a KL term.
     pub kl_mean: Option<f64>,
-    /// Mean entropy, nats.
+    /// The mean entropy of the tokens, nats.
     pub entropy_mean: f64,
-    /// Mean ratio `r`.
+    /// The mean ratio `ρ` of the tokens.
     pub ratio_mean: f64,
 }
 
-/// What an implementation returns, to be judged: a kernel of ours, a user's program, or a file that somebody's kernel
-/// wrote. As [`Outcome`], but only `gradient` is always there, and it may be `()`: what has none is judged on the rest.
+/// The result that is judged: of one of this project's kernels, of a user's program, or read from a file.
+///
+/// Only `gradient` is always there, and may be `()`: an implementation without one is judged on the remaining outputs.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::{Candidate, FloatArray};
+/// use ndarray::{Array3, arr0, arr2};
+///
+/// let candidate = Candidate {
+///     loss: Some(arr0(-0.25_f32).into()),
+///     gradient: FloatArray::from(Array3::<f32>::zeros((1, 2, 4))),
+///     logp: Some(arr2(&[[-1.5_f32, -0.5]]).into()),
+///     logp_of_others: None,
+///     entropy: None,
+///     token_loss: None,
+///     metrics: None,
+/// };
+/// assert_eq!(candidate.lend().gradient.shape(), [1, 2, 4]);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Candidate<G = FloatArray<Ix3>> {
-    /// The loss, a scalar; `None` where there is none, as where logp and entropy are the result
-    /// ([`LossSpec::is_from_cotangents`](crate::spec::LossSpec::is_from_cotangents)).
+    /// The loss, a scalar; `None` if there is none, as for [logp from
+    /// cotangents](crate::spec::LossSpec::is_from_cotangents).
     pub loss: Option<FloatArray<Ix0>>,
-    /// Of logits `[B,T,V]`: `∂loss / ∂logits`.
+    /// The gradient: for logits `[B,T,V]` it is `∂loss / ∂logits`.
     pub gradient: G,
-    /// `[B,T]`, nats.
+    /// The log-probability of each sampled token, `[B,T]`, nats.
     pub logp: Option<FloatArray<Ix2>>,
-    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of [several](crate::spec::LossSpec::ids_per_token).
+    /// The log-probabilities of each token's other ids, `[B,T,K−1]`, nats, if the spec has several [ids per
+    /// token](crate::spec::LossSpec::ids_per_token).
     pub logp_of_others: Option<FloatArray<Ix3>>,
-    /// `[B,T]`, nats.
+    /// The entropy of each token's distribution, `[B,T]`, nats.
     pub entropy: Option<FloatArray<Ix2>>,
-    /// `[B,T]`.
+    /// The policy term plus `beta · kl` of each token, `[B,T]`.
     pub token_loss: Option<FloatArray<Ix2>>,
-    /// What trainers log.
+    /// The means that trainers log.
     pub metrics: Option<Metrics>,
 }
 
-/// What comes of a [`super::HeadProblem`].
+/// The candidate of a [`super::HeadProblem`], with a [`HeadGradient`].
 pub type HeadCandidate = Candidate<HeadGradient>;
 
 impl<G> Candidate<G> {
-    /// The same with its gradient borrowed; what there is of each token is copied.
+    /// Borrows the gradient, and copies the scalars and per-token arrays.
     pub fn lend<'a>(&'a self) -> Candidate<G::View>
     where
         G: Lend<'a>,
@@ -151,8 +170,8 @@ impl<G> Candidate<G> {
 }
 
 impl Candidate {
-    /// What a batch comes to whose parts, cut between its [`Sequences`], came to `parts`: the sum of their losses, and their rows one
-    /// after another, or of packed sequences their tokens. Metrics are left out.
+    /// Joins the outcomes `parts` of a batch that was cut between its [`Sequences`]: losses are added, and rows, or the
+    /// tokens of packed sequences, are concatenated. Metrics are left out.
     ///
     /// # Panics
     /// Where there is no part, or one is of another width.
@@ -178,7 +197,7 @@ impl Candidate {
     }
 }
 
-/// Arrays one after another along `axis`, in the dtype of the first.
+/// Concatenates arrays along `axis`, in the dtype of the first.
 fn joined<D: Dimension + RemoveAxis>(axis: Axis, arrays: &[&FloatArray<D>]) -> FloatArray<D> {
     let values: Vec<_> = arrays.iter().map(|array| array.to_f64()).collect();
     let views: Vec<_> = values.iter().map(|values| values.view()).collect();

@@ -1,4 +1,4 @@
-//! Parts of a problem: some of its sequences, tokens, columns and hidden units.
+//! Parts of a problem: some of its sequences, tokens, vocabulary entries and hidden units.
 
 use std::ops::Range;
 
@@ -8,35 +8,37 @@ use super::{
     Advantages, CuSeqlens, Extra, FloatArray, HeadLayout, HeadProblem, OtherIds, Problem, Projection, Sequences,
 };
 
-/// Which part: indices in the order in which they shall stand.
+/// The indices of a part of a problem, in the order in which the part has them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProblemPart {
-    /// Sequences: rows, or those that are packed into the one row.
+    /// The sequences of the part: rows, or indices of packed sequences.
     pub batch: Vec<usize>,
-    /// Tokens, the same of every row. Of a packed batch those are in the part whose sequence is, and those of none.
+    /// The tokens of the part, the same for every row. In a packed batch a token is in the part if its sequence is, or
+    /// if it belongs to none.
     pub tokens: Vec<usize>,
-    /// Columns of the vocabulary.
+    /// The vocabulary entries of the part.
     pub columns: Vec<usize>,
 }
 
 impl ProblemPart {
-    /// All `sequences` of `[sequences,tokens,vocab]`, or of the packed `[1,tokens,vocab]`.
+    /// Returns the part that is everything: all `sequences` of `[sequences,tokens,vocab]`, or of the packed
+    /// `[1,tokens,vocab]`.
     pub fn whole([sequences, tokens, vocab]: [usize; 3]) -> Self {
         Self { batch: (0..sequences).collect(), tokens: (0..tokens).collect(), columns: (0..vocab).collect() }
     }
 }
 
-/// Where the tokens of another batch stand in this one.
+/// A rule that gathers the tokens of another batch from the arrays of this one.
 pub(super) trait Gather {
-    /// Of a `[B,T]` array.
+    /// Gathers the tokens of a `[B,T]` array.
     fn tokens<T: Clone>(&self, array: &Array2<T>) -> Array2<T>;
-    /// Of a `[B,T,n]` array.
+    /// Gathers the tokens of a `[B,T,n]` array.
     fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T>;
-    /// Of one number a sequence.
+    /// Gathers an array with one number per sequence.
     fn sequences(&self, array: &Array1<f64>) -> Array1<f64>;
 }
 
-/// Of rows, each a sequence.
+/// The gathering of a batch whose rows are its sequences.
 struct PaddedPlaces<'p>(&'p ProblemPart);
 
 impl Gather for PaddedPlaces<'_> {
@@ -53,17 +55,17 @@ impl Gather for PaddedPlaces<'_> {
     }
 }
 
-/// Of sequences in one row.
+/// The gathering of packed sequences, or of rows into one row.
 pub(super) struct Places {
-    /// Where each token is.
+    /// The position `(b, t)` of each gathered token, in order.
     pub(super) tokens: Vec<(usize, usize)>,
-    /// Which sequences there are.
+    /// The indices of the gathered sequences, in order.
     pub(super) sequences: Vec<usize>,
 }
 
 impl Places {
-    /// Those of a part of a packed batch, and where its sequences lie: the tokens of one after those of another, behind the last
-    /// those that belong to none.
+    /// Finds the tokens of a part of a packed batch, sequence after sequence and then those that belong to none, and
+    /// the cumulative lengths of its sequences.
     fn from_part(cu_seqlens: &CuSeqlens, part: &ProblemPart) -> (Self, CuSeqlens) {
         let mut owned = vec![Vec::new(); cu_seqlens.count() + 1];
         for &t in &part.tokens {
@@ -95,7 +97,7 @@ impl Gather for Places {
 }
 
 impl<L> Problem<L> {
-    /// What a `[B,T,…]` array has of `part`, its last axis whole.
+    /// Gathers the tokens of `part` from a `[B,T,…]` array, with its last axis whole.
     fn gather_part(&self, array: &FloatArray<Ix3>, part: &ProblemPart) -> FloatArray<Ix3> {
         match &self.extra.sequences {
             Sequences::Rows => array.select(Axis(0), &part.batch).select(Axis(1), &part.tokens),
@@ -103,7 +105,7 @@ impl<L> Problem<L> {
         }
     }
 
-    /// The batch of the tokens that `places` gathers, over all columns, with other logits.
+    /// Gathers the tokens of `places` over all vocabulary entries, with other logits.
     pub(super) fn gathered<M>(&self, places: &impl Gather, sequences: Sequences, logits: M) -> Problem<M> {
         let Extra {
             rollout_logp,
@@ -151,7 +153,7 @@ impl<L> Problem<L> {
         }
     }
 
-    /// The sequences and tokens of `part` over all columns, with other logits.
+    /// Gathers the sequences and tokens of `part` over all vocabulary entries, with other logits.
     fn with_tokens<M>(&self, part: &ProblemPart, logits: M) -> Problem<M> {
         match &self.extra.sequences {
             Sequences::Rows => self.gathered(&PaddedPlaces(part), Sequences::Rows, logits),
@@ -162,7 +164,7 @@ impl<L> Problem<L> {
         }
     }
 
-    /// The part without its logits. An id whose column is left out becomes −1, which is none: such a token no longer counts.
+    /// Gathers the part without its logits. An id whose entry is left out becomes −1, and its token no longer counts.
     fn select_tokens<M>(&self, part: &ProblemPart, logits: M) -> Problem<M> {
         let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
         let mut problem = self.with_tokens(part, logits);
@@ -181,8 +183,8 @@ impl<L> Problem<L> {
 }
 
 impl Problem<()> {
-    /// Its sequences `rows`, and of each the first `width` tokens; of packed ones all tokens where they
-    /// [lie](Sequences::block).
+    /// Returns the sequences `rows`, and of each the first `width` tokens; of packed sequences all tokens of their
+    /// [block](Sequences::block).
     ///
     /// # Panics
     /// Where either is beyond its axis.
@@ -197,7 +199,7 @@ impl Problem<()> {
 }
 
 impl Problem {
-    /// The part of it, a problem of its own. A token whose sampled column is left out no longer counts.
+    /// Returns the part as a separate problem. A token whose sampled entry is left out no longer counts.
     ///
     /// # Panics
     /// Where an index is beyond its axis.
@@ -208,7 +210,8 @@ impl Problem {
 }
 
 impl HeadProblem {
-    /// The part of it with the hidden `units` named. A token whose sampled column is left out no longer counts.
+    /// Returns the part with the hidden `units` as a separate problem. A token whose sampled entry is left out no
+    /// longer counts.
     ///
     /// # Panics
     /// Where an index is beyond its axis.

@@ -1,7 +1,7 @@
-//! [`Sequences`]: which tokens of a batch make a sequence.
+//! [`Sequences`]: the assignment of a batch's tokens to sequences.
 //!
-//! Everything that a loss takes of a sequence (its length, its ratio, its mean, its advantage, whether it is empty) asks
-//! here, and nothing else does: a token's logits are its own.
+//! Everything that a loss reads of a sequence (length, ratio, mean, advantage, whether it is empty) is defined here and nowhere
+//! else; a token's logits do not depend on it.
 
 use std::ops::Range;
 
@@ -10,35 +10,51 @@ use ndarray::{Array1, Array2, s};
 use super::select::Places;
 use super::{Advantages, HeadProblem, Problem, ProblemError, Projection, Tokens};
 
-/// Which tokens of `[B,T]` make a sequence.
+/// The assignment of the tokens of `[B,T]` to sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Sequences {
-    /// Those of a row: `B` sequences of `T` tokens.
+    /// Each row is a sequence: `B` sequences of `T` tokens.
     #[default]
     Rows,
-    /// Sequences lie one after another in one row, `B = 1`.
+    /// The sequences are concatenated in one row, `B = 1`.
     Packed(CuSeqlens),
 }
 
-/// Cumulative lengths of `S` sequences, `[S+1]`: sequence `s` has the tokens `cu_seqlens[s]..cu_seqlens[s+1]`, which may
-/// be none. It starts at 0, does not decrease, and may end before the tokens do: those behind belong to no sequence, and
-/// the mask hides them.
+/// The cumulative lengths of `S` packed sequences, `[S+1]`. Sequence `s` has the tokens
+/// `cu_seqlens[s]..cu_seqlens[s+1]`, possibly none. The values start at 0, do not decrease, and may end before the
+/// tokens do: the tokens after the last sequence belong to none, and the mask must hide them.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::problem::{CuSeqlens, Sequences};
+/// use ndarray::Array2;
+///
+/// let cu_seqlens = CuSeqlens::new(&[0, 2, 2, 5])?;
+/// assert_eq!((cu_seqlens.count(), cu_seqlens.owner(3)), (3, Some(2)));
+/// assert_eq!(cu_seqlens, CuSeqlens::from_lengths([2, 0, 3]));
+///
+/// // The sixth token belongs to no sequence, and counts.
+/// let packed = Sequences::Packed(cu_seqlens);
+/// let error = packed.check(&Array2::from_elem((1, 6), true)).unwrap_err();
+/// assert_eq!(error.to_string(), "`mask[0,5]`: got 1, expected 0: the last sequence of `cu_seqlens` ends at 5");
+/// # Ok::<(), assay::problem::ProblemError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CuSeqlens(Array1<usize>);
 
-/// The places of a sequence's tokens.
+/// The positions of one sequence's tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sequence {
-    /// Which sequence it is.
+    /// The index of the sequence in its batch.
     pub index: usize,
-    /// The row that it lies in.
+    /// The row that contains the sequence.
     pub row: usize,
-    /// Its tokens there.
+    /// The positions of its tokens in that row.
     pub tokens: Range<usize>,
 }
 
 impl Sequence {
-    /// `(b, t)` of each token, in order.
+    /// Lists the position `(b, t)` of each token, in order.
     pub fn places(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let row = self.row;
         self.tokens.clone().map(move |t| (row, t))
@@ -46,10 +62,10 @@ impl Sequence {
 }
 
 impl CuSeqlens {
-    /// Of `values`, `[S+1]`.
+    /// Checks and takes the cumulative lengths `values`, `[S+1]`.
     ///
     /// # Errors
-    /// [`ProblemError::Shape`] where there are fewer than two; [`ProblemError::CuSeqlens`] at the first that is wrong.
+    /// [`ProblemError::Shape`] for fewer than two values; [`ProblemError::CuSeqlens`] naming the first wrong one.
     pub fn new(values: &[i64]) -> Result<Self, ProblemError> {
         if values.len() < 2 {
             let expected = "[S+1] with S ≥ 1: 0, and where each sequence ends".into();
@@ -68,7 +84,7 @@ impl CuSeqlens {
         Ok(Self(values.iter().map(|&end| usize::try_from(end).unwrap_or(usize::MAX)).collect()))
     }
 
-    /// Of sequences of these lengths.
+    /// Returns the cumulative lengths of sequences with these `lengths`.
     pub fn from_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut end = 0;
         let ends = lengths.into_iter().map(|length| {
@@ -78,13 +94,13 @@ impl CuSeqlens {
         Self(std::iter::once(0).chain(ends).collect())
     }
 
-    /// Of segment ids, `[N]`: 1 for the tokens of the first sequence, 2 for those of the second, and so on; 0 for padding,
-    /// which `mask`, `[1,N]`, hides, and which is a part of the sequence before it. An id that is passed over is an empty
-    /// sequence.
+    /// Converts segment ids, `[N]`: 1 for the tokens of the first sequence, 2 for those of the second, and so on.
+    /// Padding has the id 0, must be hidden by `mask`, `[1,N]`, and becomes a part of the sequence before it. A skipped
+    /// id is an empty sequence.
     ///
     /// # Errors
-    /// [`ProblemError::SegmentId`] at the first that is 0 on an unmasked token, negative, smaller than one before it or beyond
-    /// `N`, or where all are 0.
+    /// [`ProblemError::SegmentId`] naming the first id that is 0 on an unmasked token, negative, smaller than an earlier one or
+    /// above `N`; or if all ids are 0.
     pub fn from_segment_ids(ids: &[i64], mask: &Array2<bool>) -> Result<Self, ProblemError> {
         let mut ends = vec![0];
         if let Some(t) = ids.iter().zip(mask).position(|(id, counts)| *id == 0 && *counts) {
@@ -121,7 +137,7 @@ impl CuSeqlens {
         Ok(Self(ends.into()))
     }
 
-    /// The values, `[S+1]`.
+    /// Returns the cumulative lengths, `[S+1]`.
     pub fn values(&self) -> &Array1<usize> {
         &self.0
     }
@@ -130,24 +146,24 @@ impl CuSeqlens {
         self.0.as_slice().expect("dense")
     }
 
-    /// `S`.
+    /// Returns the number of sequences, `S`.
     pub fn count(&self) -> usize {
         self.0.len() - 1
     }
 
-    /// Where the last sequence ends.
+    /// Returns the end of the last sequence, in tokens.
     pub fn end(&self) -> usize {
         self.0[self.count()]
     }
 
-    /// The sequence of token `t`; `None` behind the last.
+    /// Returns the sequence of token `t`; `None` for a token after the last sequence.
     pub fn owner(&self, t: usize) -> Option<usize> {
         (t < self.end()).then(|| self.ends().partition_point(|&end| end <= t) - 1)
     }
 }
 
 impl Sequences {
-    /// How many there are in `batch` rows.
+    /// Returns the number of sequences in `batch` rows.
     pub fn count(&self, batch: usize) -> usize {
         match self {
             Sequences::Rows => batch,
@@ -155,7 +171,7 @@ impl Sequences {
         }
     }
 
-    /// How many are packed into the one row; `None` where each row is one.
+    /// Returns the number of packed sequences; `None` if each row is a sequence.
     pub fn packed(&self) -> Option<usize> {
         match self {
             Sequences::Rows => None,
@@ -163,7 +179,7 @@ impl Sequences {
         }
     }
 
-    /// The places of each one's tokens in `[B,T]`, in order.
+    /// Lists the positions of each sequence's tokens in `[B,T]`, in order.
     pub fn places(&self, (batch, tokens): (usize, usize)) -> Vec<Sequence> {
         match self {
             Sequences::Rows => (0..batch).map(|row| Sequence { index: row, row, tokens: 0..tokens }).collect(),
@@ -174,7 +190,7 @@ impl Sequences {
         }
     }
 
-    /// The sequence of token `[b,t]`, if it is of any.
+    /// Returns the sequence of token `[b,t]`; `None` if it belongs to none.
     pub fn owner(&self, (b, t): (usize, usize)) -> Option<usize> {
         match self {
             Sequences::Rows => Some(b),
@@ -182,7 +198,8 @@ impl Sequences {
         }
     }
 
-    /// A number of each sequence in the places of its tokens, of which there are `dim`; 0 in those of none.
+    /// Repeats one number per sequence for each of its tokens, as `[B,T]` of shape `dim`; tokens that belong to no
+    /// sequence get 0.
     pub fn spread(&self, dim: (usize, usize), of_sequences: &[f64]) -> Array2<f64> {
         let mut spread = Array2::zeros(dim);
         for sequence in self.places(dim) {
@@ -191,10 +208,10 @@ impl Sequences {
         spread
     }
 
-    /// Checks that they are of a batch of `[B,T]`, and that `mask` hides what belongs to none.
+    /// Checks that the sequences fit a batch of `[B,T]`, and that `mask` hides the tokens that belong to none.
     ///
     /// # Errors
-    /// The first that is longer than the batch, or the first unmasked token behind the last.
+    /// [`ProblemError`] naming the first sequence that is longer than the batch, or the first unmasked token after the last sequence.
     pub fn check(&self, mask: &Array2<bool>) -> Result<(), ProblemError> {
         let Sequences::Packed(cu_seqlens) = self else { return Ok(()) };
         let (batch, tokens) = mask.dim();
@@ -220,11 +237,11 @@ impl Sequences {
         }
     }
 
-    /// The rows and the tokens in which those `of` a batch of `[B,T]` lie: their rows, or of packed ones their tokens in the one
-    /// row, with the last also those behind it.
+    /// Returns the rows and the token positions of the sequences `of` in a batch of `[B,T]`: their rows, or for packed
+    /// sequences their tokens in the one row, with the tokens after the last sequence if it is among them.
     ///
     /// # Panics
-    /// Where `of` is empty, or beyond what there are.
+    /// If `of` is empty or out of range.
     pub fn block(&self, of: Range<usize>, (_, tokens): (usize, usize)) -> (Range<usize>, Range<usize>) {
         match self {
             Sequences::Rows => (of, 0..tokens),
@@ -237,12 +254,12 @@ impl Sequences {
 }
 
 impl Tokens<'_> {
-    /// The places of each sequence's tokens, in order.
+    /// Lists the positions of each sequence's tokens, in order.
     pub fn sequences(&self) -> Vec<Sequence> {
         self.extra.sequences.places(self.mask.dim())
     }
 
-    /// The advantage of a sequence, that of its first token where tokens have their own; 0 where it has neither.
+    /// Returns the advantage of a sequence, or of its first token if tokens have their own; 0 if it has neither.
     pub fn advantage_of(&self, sequence: &Sequence) -> f64 {
         match self.advantages {
             Advantages::Sequence(of_sequences) => of_sequences[sequence.index],
@@ -252,7 +269,7 @@ impl Tokens<'_> {
         }
     }
 
-    /// The advantage of each token, `[B,T]`; 0 where it belongs to no sequence.
+    /// Returns the advantage of each token, `[B,T]`; 0 for a token that belongs to no sequence.
     pub fn advantages_of_tokens(&self) -> Array2<f64> {
         match self.advantages {
             Advantages::Token(of_tokens) => of_tokens.clone(),
@@ -263,12 +280,12 @@ impl Tokens<'_> {
 }
 
 impl<L> Problem<L> {
-    /// The places of each sequence's tokens, in order.
+    /// Lists the positions of each sequence's tokens, in order.
     pub fn sequences(&self) -> Vec<Sequence> {
         self.tokens().sequences()
     }
 
-    /// The advantage of token `[b,t]`; 0 where it belongs to no sequence.
+    /// Returns the advantage of token `[b,t]`; 0 for a token that belongs to no sequence.
     pub fn advantage(&self, at: (usize, usize)) -> f64 {
         match &self.advantages {
             Advantages::Token(of_tokens) => of_tokens[at],
@@ -279,7 +296,7 @@ impl<L> Problem<L> {
         }
     }
 
-    /// Where the tokens are of this batch laid out in one row.
+    /// Returns the positions of all tokens, row after row.
     fn row_after_row(&self) -> Places {
         let (batch, tokens) = self.mask.dim();
         Places {
@@ -288,7 +305,7 @@ impl<L> Problem<L> {
         }
     }
 
-    /// The same of `count` sequences that lie so in its one row.
+    /// Cuts the one row of this batch into `count` sequences, and masks the tokens after the last.
     fn with_cu_seqlens(mut self, cu_seqlens: CuSeqlens, count: usize) -> Self {
         assert_eq!(cu_seqlens.count(), count, "as many sequences as rows");
         self.mask.slice_mut(s![0, cu_seqlens.end()..]).fill(false);
@@ -296,8 +313,8 @@ impl<L> Problem<L> {
         self
     }
 
-    /// Where the tokens of a packed batch are here: of each sequence those up to the last that counts; the first of the
-    /// first where none does.
+    /// Finds the tokens that packing keeps: of each sequence those up to the last unmasked one, or the very first token
+    /// if none counts.
     fn packed_places(&self) -> (CuSeqlens, Places) {
         let counts = |sequence: &Sequence| {
             let last = sequence.places().enumerate().filter(|(_, at)| self.mask[*at]).last();
@@ -315,18 +332,20 @@ impl<L> Problem<L> {
 }
 
 impl Problem {
-    /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
+    /// Packs the sequences, each without the tokens after its last unmasked one; also returns the former position of
+    /// each token.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
         let logits = self.logits.at_places(&places.tokens);
         (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
     }
 
-    /// The tokens of all rows in one, `[1,B·T]`, of which `cu_seqlens` makes as many sequences as there were rows, of other
-    /// tokens: each has what the row of its number had beside them. What lies behind the last no longer counts.
+    /// Concatenates the tokens of all rows, `[1,B·T]`, and cuts them by `cu_seqlens` into as many sequences as there
+    /// were rows. Sequence `s` keeps the advantage, and other values per sequence, of row `s`; tokens after the last
+    /// sequence no longer count.
     ///
     /// # Panics
-    /// Where `cu_seqlens` has another number of sequences, or ends behind `B·T`.
+    /// If `cu_seqlens` has another number of sequences, or ends after `B·T`.
     #[must_use]
     pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
         let logits = self.logits.in_one_row();
@@ -335,17 +354,18 @@ impl Problem {
 }
 
 impl HeadProblem {
-    /// The same sequences packed, each without the tokens behind the last that counts; and where each token was.
+    /// Packs the sequences, each without the tokens after its last unmasked one; also returns the former position of
+    /// each token.
     pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
         let logits = Projection { hidden: self.logits.hidden.at_places(&places.tokens), ..self.logits.clone() };
         (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
     }
 
-    /// As [`Problem::laid_out`].
+    /// Concatenates the tokens of all rows and cuts them by `cu_seqlens`, as [`Problem::laid_out`] does.
     ///
     /// # Panics
-    /// As [`Problem::laid_out`].
+    /// If `cu_seqlens` has another number of sequences, or ends after `B·T`.
     #[must_use]
     pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
         let logits = Projection { hidden: self.logits.hidden.in_one_row(), ..self.logits.clone() };

@@ -1,4 +1,4 @@
-//! Ranges, and settings that exclude each other.
+//! The check of a spec: ranges of numbers, and settings that exclude each other.
 
 use super::{
     AdvantageLevel, Averaging, Kl, KlGradient, LossSpec, Objective, OldLogp, OutOfBounds, PpoClip, Ratio, RatioLevel,
@@ -6,15 +6,15 @@ use super::{
     Temperature, TemperatureDivides, UnscoredWeight,
 };
 
-/// A [`LossSpec`] that means nothing: which field, what it held, what it may hold.
+/// A field of a [`LossSpec`] that is out of range or contradicts another: its path, its value and the accepted values.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("spec field `{field}`: got {given}, expected {expected}")]
 pub struct SpecError {
-    /// Path of the field, as a file spells it.
+    /// The path of the field, as a file spells it, such as `kl.beta`.
     pub field: &'static str,
-    /// The value found.
+    /// The value that the spec has there.
     pub given: String,
-    /// What would have been accepted.
+    /// The values that would be accepted, in words.
     pub expected: &'static str,
 }
 
@@ -53,10 +53,19 @@ fn interval(field: &'static str, low: f64, high: f64) -> CheckResult {
 }
 
 impl LossSpec {
-    /// Checks every number's range, and that no two settings contradict each other.
+    /// Checks the range of every number, and that no two settings contradict each other.
     ///
     /// # Errors
     /// [`SpecError`] naming the first field that is wrong.
+    ///
+    /// ```
+    /// # use assay_core as assay;
+    /// use assay::spec::{Kl, KlEstimator, LossSpec};
+    ///
+    /// let spec = LossSpec { kl: Some(Kl::plain(-0.5, KlEstimator::K3)), ..LossSpec::default() };
+    /// let error = spec.check().unwrap_err();
+    /// assert_eq!(error.to_string(), "spec field `kl.beta`: got -0.5, expected a finite number ≥ 0");
+    /// ```
     pub fn check(&self) -> CheckResult {
         match self.temperature {
             Temperature::Number(temperature) => positive("temperature", temperature)?,

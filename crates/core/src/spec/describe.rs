@@ -1,4 +1,4 @@
-//! A spec in words and formulas, with its numbers put in.
+//! The description of a spec in words and formulas, with its numbers inserted.
 
 use super::{
     AdvantageLevel, Averaging, Divergence, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance, LogitsTransform,
@@ -8,7 +8,7 @@ use super::{
     UnscoredWeight,
 };
 
-/// What old log-probability a ratio is taken against.
+/// Returns the symbol of the log-probability that a ratio is taken against.
 fn old(source: OldLogp) -> &'static str {
     match source {
         OldLogp::Given => "old_logp",
@@ -17,7 +17,7 @@ fn old(source: OldLogp) -> &'static str {
     }
 }
 
-/// `x` with at most twelve digits after the point, or as a power of ten where it is small.
+/// Writes `x` with at most twelve digits after the point, or as a power of ten if it is small.
 fn number(x: f64) -> String {
     if x != 0.0 && x.abs() < 1e-3 {
         return format!("{x:e}");
@@ -27,8 +27,16 @@ fn number(x: f64) -> String {
 }
 
 impl LossSpec {
-    /// What this computes, a line a part. `ℓ` is the log-probability, `A` the advantage, `m` the mask, `H` the entropy,
-    /// `n_b` the unmasked tokens of row `b`, and `sg` stops the gradient.
+    /// Describes what the loss computes, one line per part.
+    ///
+    /// In it `ℓ` is the log-probability, `A` the advantage, `m` the mask, `H` the entropy, `n_b` the number of unmasked tokens of
+    /// sequence `b`, and `sg` stops the gradient.
+    ///
+    /// ```
+    /// # use assay_core as assay;
+    /// let text = assay::spec::LossSpec::default().describe();
+    /// assert!(text.starts_with("logp       ℓ = log_softmax(logits)[id], H of the same softmax\n"));
+    /// ```
     pub fn describe(&self) -> String {
         let mut lines = vec![("logp", self.logp_line())];
         if self.reads_ratio() {
@@ -69,7 +77,7 @@ impl LossSpec {
                 .is_some_and(|kl| matches!(kl.importance, KlImportance::Ratio | KlImportance::TokenRatio))
     }
 
-    /// Whether a mask or weight of the policy term is one of the KL penalty too.
+    /// Whether a mask or weight of the policy term applies to the KL penalty too.
     fn touches_kl(&self) -> bool {
         self.rejection.iter().any(|rejection| !rejection.counts || rejection.drops_from == LossTerms::PolicyAndKl)
             || self.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl)
@@ -143,7 +151,7 @@ impl LossSpec {
     }
 }
 
-/// `factor · `, or nothing where that is 1.
+/// Returns `factor · `, or nothing if the factor is 1.
 fn times(factor: f64) -> String {
     if factor == 1.0 { String::new() } else { format!("{}·", number(factor)) }
 }

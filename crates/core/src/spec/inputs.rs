@@ -3,14 +3,14 @@
 use super::{KlImportance, LossSpec, Objective, OldLogp, PositiveTokens, RolloutSource, RolloutWeights};
 
 impl LossSpec {
-    /// Whether the loss needs the problem's `old_logp`.
+    /// Whether the loss reads the problem's `old_logp`.
     pub fn reads_old_logp(&self) -> bool {
         self.old_logp == OldLogp::Given
             || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Given)
             || self.compares_with_sampler()
     }
 
-    /// Whether it needs the problem's `rollout_logp`.
+    /// Whether the loss reads the problem's `rollout_logp`.
     pub fn reads_rollout_logp(&self) -> bool {
         self.old_logp == OldLogp::Rollout
             || self.off_policy_mask.is_some_and(|mask| mask.behaviour == OldLogp::Rollout)
@@ -18,12 +18,12 @@ impl LossSpec {
             || self.weighs_kl_by_rollout()
     }
 
-    /// Whether it needs the problem's `rollout_weights`.
+    /// Whether the loss reads the problem's `rollout_weights`.
     pub fn reads_rollout_weights(&self) -> bool {
         self.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given)
     }
 
-    /// Whether it needs the problem's `selected`.
+    /// Whether the objective reads the problem's `selected`.
     pub fn reads_selected(&self) -> bool {
         match &self.objective {
             Objective::KlCov(cov) => cov.selection.is_none(),
@@ -34,12 +34,12 @@ impl LossSpec {
         }
     }
 
-    /// Whether the KL penalty is weighed against the sampler by the current policy.
+    /// Whether the KL penalty is weighted by the ratio of the current policy to the sampler's.
     pub fn weighs_kl_by_rollout(&self) -> bool {
         self.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Rollout)
     }
 
-    /// Whether it compares `old_logp` with `rollout_logp`.
+    /// Whether rollout weights or rejections compare `old_logp` with `rollout_logp`.
     pub fn compares_with_sampler(&self) -> bool {
         let of_logp = |rollout: &RolloutWeights| rollout.source == RolloutSource::Logp;
         self.rollout.as_ref().is_some_and(of_logp) || !self.rejection.is_empty()

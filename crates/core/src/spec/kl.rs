@@ -11,37 +11,37 @@ use super::Averaging;
 /// kl  = estimator(d) · importance            clamped to ±value_clamp after the estimator, or after the product
 /// ```
 ///
-/// Beyond a clamp the gradient is 0.
+/// The gradient is 0 beyond a clamp.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Kl {
-    /// Weight, `≥ 0`.
+    /// The factor of the penalty in the loss, `≥ 0`.
     pub beta: f64,
-    /// The estimator.
+    /// The estimator of the divergence from one sampled token.
     #[serde(default)]
     pub estimator: KlEstimator,
-    /// Whose gradient it has.
+    /// The gradient of the penalty: the estimator's own, or that of `k2`.
     #[serde(default)]
     pub gradient: KlGradient,
-    /// What it is multiplied by.
+    /// The importance weight that multiplies the estimate.
     #[serde(default)]
     pub importance: KlImportance,
-    /// Bound of `|d|`, `> 0`, nats. 20 in verl.
+    /// The bound of `|d|`, `> 0`, nats; 20 in verl.
     #[serde(default)]
     pub difference_clamp: Option<f64>,
-    /// Bound of `|kl|`, `> 0`, nats. 10 in verl.
+    /// The bound of `|kl|`, `> 0`, nats; 10 in verl.
     #[serde(default)]
     pub value_clamp: Option<f64>,
-    /// Whether `value_clamp` bounds the product with the importance (unsloth), or the estimate before it.
+    /// Whether `value_clamp` bounds the product with the importance weight (Unsloth) instead of the estimate before it.
     #[serde(default)]
     pub clamp_after_importance: bool,
-    /// How it becomes one number; `None`: with the weights of the policy term.
+    /// The reduction of the penalty; `None` is that of the policy term.
     #[serde(default)]
     pub averaging: Option<Averaging>,
 }
 
 impl Kl {
-    /// `beta · estimator`, and nothing more.
+    /// Returns the penalty `beta · estimator(ref_logp − ℓ)`, without clamps, importance weight or a separate reduction.
     pub fn plain(beta: f64, estimator: KlEstimator) -> Self {
         Self {
             beta,
@@ -56,48 +56,50 @@ impl Kl {
     }
 }
 
-/// Estimators of `KL(policy ‖ reference)` from one sampled token, with `d = ref_logp − logp`.
+/// The estimator of `KL(policy ‖ reference)` from one sampled token, with `d = ref_logp − logp`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
-    /// `−d`
+    /// The log-ratio itself, `−d`: unbiased, of any sign.
     K1,
-    /// `d² / 2`
+    /// Half its square, `d² / 2`: biased, never negative.
     K2,
-    /// `exp(d) − d − 1`
+    /// The difference `exp(d) − d − 1`: unbiased, never negative.
     #[default]
     K3,
-    /// `|d|`
+    /// The absolute value `|d|`, with gradient 0 at 0.
     Abs,
 }
 
-/// Whose gradient the KL estimate has.
+/// The gradient of the KL estimate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlGradient {
-    /// Its own.
+    /// The derivative of the estimate as it is.
     #[default]
     Own,
-    /// That of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value (verl's `k1+`, `k3+`).
+    /// The derivative of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value is (verl's `k1+`, `k3+`).
     K2,
-    /// The same times `sg(min(exp(ℓ − old_logp), bound))` of the token, the bound given, `> 0`: 10 in OpenRLHF.
+    /// The gradient of [`K2`](Self::K2) times the token's `sg(min(exp(ℓ − old_logp), bound))`, with the given bound `>
+    /// 0`: 10 in OpenRLHF.
     K2Weighted(f64),
 }
 
-/// What the KL estimate is multiplied by, with its gradient.
+/// The factor of the KL estimate, differentiated along with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KlImportance {
-    /// Nothing.
+    /// No factor: the estimate alone.
     #[default]
     One,
     /// The ratio `ρ` of the token's level, before any clip: DeepSeek-V3.2's bias correction.
     Ratio,
-    /// `exp(x)` of the token's own log-ratio after its clamp and clip, whatever the level (slime's GSPO).
+    /// The factor `exp(x)` of the token's own log-ratio after its clamp and clip, at any level (slime's GSPO).
     TokenRatio,
-    /// `exp(ℓ − rollout_logp)`, without gradient where `difference_clamp` holds the difference; 0 where `rollout_logp` is NaN
-    /// (NeMo's `use_on_policy_kl_approximation`).
+    /// The factor `exp(ℓ − rollout_logp)`, constant where `difference_clamp` bounds the difference, and 0 where
+    /// `rollout_logp` is NaN (NeMo's `use_on_policy_kl_approximation`).
     Rollout,
-    /// `exp(ℓ − stop_gradient(ℓ))`: 1, whose derivative is 1, or 0 where `difference_clamp` holds the difference (NeMo).
+    /// The factor `exp(ℓ − stop_gradient(ℓ))`, which is 1 and has the derivative 1, or 0 where `difference_clamp`
+    /// bounds the difference (NeMo).
     Score,
 }

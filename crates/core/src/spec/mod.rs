@@ -1,8 +1,24 @@
-//! [`LossSpec`]: which member of the GRPO loss family is meant.
+//! [`LossSpec`]: one member of the family of GRPO losses, as plain data.
 //!
-//! Plain serde data (YAML, TOML, JSON), with no behaviour that needs arrays. What each choice computes is written
-//! once in `assay-reference` and once, apart, for the kernels. [`presets`] turns the options of published projects
-//! into it.
+//! A spec is read from YAML, TOML or JSON and has no behaviour that needs arrays. The formula of each choice is implemented twice: in
+//! `assay-reference`, and independently for the kernels. [`presets`] turns the options of published projects into specs.
+//!
+//! ```
+//! # use assay_core as assay;
+//! use assay::spec::{LossSpec, Objective};
+//!
+//! let spec: LossSpec = serde_saphyr::from_str(
+//!     "objective: {ppo_clip: {epsilon_low: 0.2, epsilon_high: 0.28}}
+//! temperature: 0.7
+//! kl: {beta: 0.04}
+//! reduction: {sequence_mean: {rows: all}}",
+//! )?;
+//! spec.check()?;
+//! let Objective::PpoClip(clip) = &spec.objective else { panic!("a PPO clip") };
+//! assert_eq!(clip.epsilon_high, 0.28);
+//! assert!(spec.describe().contains("ℓ = log_softmax(logits / 0.7)[id]"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod check;
 mod describe;
@@ -34,10 +50,10 @@ pub use rejection::{
 pub use rollout::{LossTerms, OutOfBounds, RolloutLevel, RolloutSource, RolloutWeights, TokenWeights, UnscoredWeight};
 pub use temperature::{Temperature, TemperatureDivides};
 
-/// One GRPO loss, in full.
+/// A complete GRPO loss: every choice and every number that its value depends on.
 ///
-/// With `m` the mask, `ℓ = logp` and `H = entropy`, both of the softmax over [`Support`] of the logits after their
-/// [`LogitsTransform`], at the temperature, the loss is
+/// `m` is the mask; `ℓ = logp` and `H = entropy` are of the softmax over the [`Support`] of the logits after their
+/// [`LogitsTransform`], at the temperature. The loss is
 ///
 /// ```text
 /// x    = ℓ − old_logp, clamped                                     [`Ratio::clamp`], [`Ratio::clip`]
@@ -48,53 +64,66 @@ pub use temperature::{Temperature, TemperatureDivides};
 /// loss = scale · (Σ_b w_b Σ_t m · token_loss − entropy_coef · mean(H))    [`Reduction`]
 /// ```
 ///
-/// or, with [`dentropy`](Self::dentropy), `+ Σ m · dentropy · H` for the last term; and with [`ids_per_token`](Self::ids_per_token) the cotangents of
-/// more ids than one.
+/// With [`dentropy`](Self::dentropy) the last term is `+ Σ m · dentropy · H` instead; with
+/// [`ids_per_token`](Self::ids_per_token) above 1 each token has several ids and a cotangent of each logp.
 ///
-/// In a file every field may be left out and takes its value from [`LossSpec::default`]; an unknown field is an
-/// error.
+/// A file may leave out any field, which then has its value of [`LossSpec::default`]; an unknown field is an error.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction, Rows};
+///
+/// let spec = LossSpec {
+///     objective: Objective::PpoClip(PpoClip { epsilon_high: 0.28, ..PpoClip::default() }),
+///     kl: Some(Kl::plain(0.04, KlEstimator::K3)),
+///     reduction: Reduction::SequenceMean { rows: Rows::All },
+///     ..LossSpec::default()
+/// };
+/// assert!(spec.check().is_ok() && spec.reads_old_logp() && !spec.reads_rollout_logp());
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossSpec {
-    /// The policy term.
+    /// The policy term of a token, such as PPO's clipped surrogate.
     pub objective: Objective,
-    /// What the policy term takes for the ratio.
+    /// The ratio `ρ` that the policy term reads.
     pub ratio: Ratio,
     /// Whether `advantages` holds one value a sequence, `[B]`, or one a token, `[B,T]`.
     pub advantages: AdvantageLevel,
-    /// Where the ratio's denominator comes from.
+    /// The source of the log-probability that the ratio divides by.
     pub old_logp: OldLogp,
-    /// What becomes of logits before the temperature. Older files call it `head`.
-    // What is read under two names has a third, which messages call it by: both in one file are a duplicate field.
+    /// The transform of the logits before the temperature: scale, softcap and bias. Older files call it `head`.
+    // A key that is read under two names has a third, which messages show: both in one file are a duplicate field.
     #[serde(rename(deserialize = "logits (old key: head)"), alias = "logits", alias = "head")]
     pub logits: LogitsTransform,
-    /// Which columns the softmax runs over.
+    /// The vocabulary entries that the softmax runs over.
     pub support: Support,
     /// Softmax temperature `T > 0`, dimensionless: a number, or the problem's `temperature`.
     pub temperature: Temperature,
-    /// What the temperature divides.
+    /// The value that the temperature divides, logits or log-probabilities.
     pub temperature_divides: TemperatureDivides,
-    /// Weights that correct for the sampler's own policy.
+    /// Importance weights that correct for the difference between the sampler's policy and the old one.
     pub rollout: Option<RolloutWeights>,
-    /// Tokens and sequences that are rejected because the sampler's policy was too far away.
+    /// Rules that reject tokens and sequences on which the old policy is too far from the sampler's.
     pub rejection: Vec<Rejection>,
-    /// Weights of tokens that the trainer gives.
+    /// Weights of tokens that the trainer gives, `[B,T]` or one per sequence.
     pub token_weights: Option<TokenWeights>,
-    /// Leaves out the policy term of sequences that the policy has moved away from.
+    /// A mask that removes the policy term of sequences from which the policy has moved away.
     pub off_policy_mask: Option<OffPolicyMask>,
-    /// Keeps the policy term of the tokens with the highest entropy only.
+    /// A mask that keeps the policy term of the tokens with the highest entropy only.
     pub top_entropy: Option<TopEntropy>,
-    /// The KL penalty against a reference policy; `None` leaves the term out and `ref_logp` unread.
+    /// The KL penalty against a reference policy; with `None` the loss has no such term and does not read `ref_logp`.
     pub kl: Option<Kl>,
-    /// Entropy bonus `coef`: the loss gets `−coef · mean(H)`, with its gradient.
+    /// Coefficient of the entropy bonus: the loss gets `−entropy_coef · mean(H)`, with its gradient; any finite number.
     pub entropy_coef: f64,
-    /// Which mean: `None` is over the unmasked tokens whose policy term [`TopEntropy`] keeps, `max(Σ m, 1)` of them.
+    /// The mean of the entropy bonus; `None` is the mean over the unmasked tokens whose policy term [`TopEntropy`]
+    /// keeps, `max(Σ m, 1)` of them.
     pub entropy_averaging: Option<Averaging>,
-    /// Whether the problem's `dentropy`, `[B,T]`, comes in: `∂loss/∂H` of each token, but for [`scale`](Self::scale), in place
-    /// of an entropy bonus.
+    /// Whether the loss has the term `scale · Σ m · dentropy · H` with the problem's `dentropy`, `[B,T]`, instead of an
+    /// entropy bonus.
     pub dentropy: bool,
-    /// How many ids of a token logp is asked of, `K ≥ 1`; more than one of [logp by its cotangents](Self::from_cotangents) alone, and
-    /// none of them outside the [`Support`].
+    /// The number `K ≥ 1` of ids per token whose logp is computed. More than one is for [logp by its
+    /// cotangents](Self::from_cotangents) only, with all ids inside the [`Support`]. Older files call it `top`.
     #[serde(
         rename(deserialize = "ids_per_token (old key: top)"),
         alias = "ids_per_token",
@@ -102,17 +131,18 @@ pub struct LossSpec {
         skip_serializing_if = "is_one"
     )]
     pub ids_per_token: usize,
-    /// How token losses become one number.
+    /// The reduction of token losses to one number: the weight of each token.
     pub reduction: Reduction,
-    /// Added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`], `≥ 0`: 1e-8 in verl and Tunix.
+    /// A number `≥ 0` that is added to token counts in [`Reduction::TokenMean`] and [`Reduction::SequenceMean`]: 1e-8
+    /// in verl and Tunix.
     pub denominator_epsilon: f64,
-    /// What the whole loss is multiplied by, `> 0`: the data-parallel size in verl, the reciprocal of the accumulation
-    /// steps in TRL.
+    /// The factor of the whole loss, `> 0`: the data-parallel size in verl, the reciprocal of the accumulation steps in
+    /// TRL.
     pub scale: f64,
 }
 
 impl Default for LossSpec {
-    /// PPO-clip at 0.2/0.2, temperature 1, no KL, no entropy bonus, mean over all unmasked tokens.
+    /// Returns PPO-clip at 0.2/0.2, temperature 1, no KL, no entropy bonus, and the mean over all unmasked tokens.
     fn default() -> Self {
         Self {
             objective: Objective::PpoClip(PpoClip::default()),
@@ -144,18 +174,27 @@ impl LossSpec {
     /// Old names of fields that files may still use, each with the name that is written now.
     pub const OLD_KEYS: [(&str, &str); 2] = [("head", "logits"), ("top", "ids_per_token")];
 
-    /// Logp without a loss: the sum `Σ m · dlogp · ℓ`, with `entropy` `+ Σ m · dentropy · H`, whose gradient sends the given
-    /// cotangents back through the softmax,
+    /// Returns logp without a loss: the sum `Σ m · dlogp · ℓ`, and with `entropy` the term `Σ m · dentropy · H` as
+    /// well. Its gradient sends the given cotangents back through the softmax:
     ///
     /// ```text
     /// dlogits_j = (dlogp · (1[j = y] − p_j) − dentropy · p_j (ln p_j + H)) / T
     /// ```
     ///
-    /// which is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`. With [`ids_per_token`](Self::ids_per_token) `K > 1`, each token has `K` ids,
-    /// some of them perhaps the same, and a cotangent of the logp `ℓ_k` of each: the sum is `Σ m (Σ_k dlogp_k · ℓ_k + dentropy · H)`, and
+    /// This is [`Objective::PolicyGradient`] with the advantages `A = −dlogp`. With [`ids_per_token`](Self::ids_per_token) `K > 1` each
+    /// token has `K` ids, possibly with repetitions, and a cotangent of the logp `ℓ_k` of each: the sum is
+    /// `Σ m (Σ_k dlogp_k · ℓ_k + dentropy · H)`, and
     ///
     /// ```text
     /// dlogits_j = (Σ_k dlogp_k · (1[j = y_k] − p_j) − dentropy · p_j (ln p_j + H)) / T
+    /// ```
+    ///
+    /// ```
+    /// # use assay_core as assay;
+    /// use assay::spec::LossSpec;
+    ///
+    /// let spec = LossSpec { temperature: 0.7.into(), ids_per_token: 8, ..LossSpec::from_cotangents(false) };
+    /// assert!(spec.is_from_cotangents() && spec.check().is_ok());
     /// ```
     pub fn from_cotangents(entropy: bool) -> Self {
         Self {
@@ -168,8 +207,8 @@ impl LossSpec {
         }
     }
 
-    /// Whether it is [`from_cotangents`](Self::from_cotangents), whatever becomes of logits before their softmax: there is no loss that
-    /// anybody asks for, and logp and entropy are the result.
+    /// Whether the spec is [`from_cotangents`](Self::from_cotangents), with any transform, support, temperature and
+    /// number of ids: the result is logp and entropy, and there is no loss.
     pub fn is_from_cotangents(&self) -> bool {
         let Self { logits, support, temperature, temperature_divides, dentropy, ids_per_token, .. } = self.clone();
         *self
@@ -189,12 +228,12 @@ fn is_one(count: &usize) -> bool {
     *count == 1
 }
 
-/// Shape of `advantages`.
+/// The shape of the problem's `advantages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageLevel {
-    /// One value a sequence, `[B]`.
+    /// One advantage per sequence, an array `[B]`.
     Sequence,
-    /// One value a token, `[B,T]`.
+    /// One advantage per token, an array `[B,T]`.
     Token,
 }

@@ -1,55 +1,71 @@
-//! The policy terms.
+//! The policy terms of the loss family, with the numbers of each.
+//!
+//! ```
+//! # use assay_core as assay;
+//! use assay::spec::{Cispo, Objective, PpoClip, Sapo, TrustRegion};
+//!
+//! let decoupled = Objective::PpoClip(PpoClip { epsilon_low: 0.2, epsilon_high: 0.28, ..PpoClip::default() });
+//! let cispo = Objective::Cispo(Cispo { lower: None, upper: 5.0 });
+//! let sapo = Objective::Sapo(Sapo { tau_positive: 1.0, tau_negative: 1.05 });
+//! let ipo: Objective = serde_json::from_str(
+//!     r#"{"trust_region": {"divergence": "total_variation", "low": 0.1, "high": 0.1, "two_sided": true}}"#,
+//! )?;
+//! assert!(matches!(ipo, Objective::TrustRegion(TrustRegion { truncate: None, .. })));
+//! assert_eq!(serde_json::to_string(&cispo)?, r#"{"cispo":{"lower":null,"upper":5.0}}"#);
+//! # Ok::<(), serde_json::Error>(())
+//! ```
 
 use serde::{Deserialize, Serialize};
 
-/// The policy term of one token, with `ρ` its [`Ratio`](super::Ratio) and `sg` for stop-gradient.
+/// The policy term of one token, with `ρ` its [`Ratio`](super::Ratio), `A` its advantage, `ℓ` its log-probability and
+/// `sg` for stop-gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Objective {
     /// PPO's clipped surrogate, with the optional bounds that GRPO code adds to it.
     PpoClip(PpoClip),
-    /// CISPO: `−sg(clip(ρ, lower, upper))·A·ℓ`.
+    /// CISPO, the score function `−sg(clip(ρ, lower, upper))·A·ℓ`.
     Cispo(Cispo),
-    /// SAPO: a soft gate instead of a clip.
+    /// SAPO, the surrogate with a sigmoid gate instead of a clip.
     Sapo(Sapo),
-    /// VESPO: `−φ·A·ℓ` with a gamma weight `φ` of the whole row's ratio.
+    /// VESPO, `−φ·A·ℓ` with a gamma weight `φ` of the whole sequence's ratio.
     Vespo(Vespo),
-    /// `−A·ℓ`: REINFORCE, GPG, RLOO without a clip.
+    /// The policy gradient `−A·ℓ`: REINFORCE, GPG, and RLOO without a clip.
     PolicyGradient,
-    /// `−ρ·A`: Tinker's importance sampling; GMPO on the sequence's ratio.
+    /// The importance-sampled surrogate `−ρ·A`: Tinker's, and GMPO with the ratio of the sequence.
     ImportanceSampling(ImportanceSampling),
-    /// `−sg(ρ·1[lower < ρ < upper])·A·ℓ`: SkyRL's `rollout_is`.
+    /// The masked score function `−sg(ρ·1[lower < ρ < upper])·A·ℓ`: SkyRL's `rollout_is`.
     MaskedRatio(MaskedRatio),
-    /// DPPO, and prime-rl's losses: a token has a policy term while its probability has not moved too far.
+    /// A trust region (DPPO, prime-rl): a token has a policy term while its probability has not moved too far.
     TrustRegion(TrustRegion),
-    /// DRO: `−(A·ℓ − beta/2·(ln ρ)²)`.
+    /// DRO, the quadratic penalty `−(A·ℓ − beta/2·(ln ρ)²)`.
     Dro(Dro),
-    /// KL-Cov: `−ρ·A`, plus `coefficient·|ln ρ|` on the tokens selected.
+    /// KL-Cov, `−ρ·A` and in addition `coefficient·|ln ρ|` on the selected tokens.
     KlCov(KlCov),
-    /// Clip-Cov: PPO-clip, but 0 on the tokens selected.
+    /// Clip-Cov, PPO-clip with 0 on the selected tokens.
     ClipCov(ClipCov),
-    /// TOPR: `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
+    /// TOPR, `−w₊·A·ℓ` on positive tokens and `−w₋·sg(min(ρ, upper))·A·ℓ` on the others.
     Topr(Topr),
-    /// ASPO: the ratio upside down where `A > 0`.
+    /// ASPO, PPO-clip with the inverse ratio where `A > 0`.
     Aspo(Aspo),
     /// No policy term: the loss is the KL penalty and the entropy bonus alone.
     None,
 }
 
-/// PPO-clip: `−min(min(ρ, delta)·A, clip(ρ, 1 − epsilon_low, 1 + epsilon_high)·A)`, and for `A < 0` with a dual clip
-/// `c` the smaller of that and `−c·A`.
+/// PPO-clip: `−min(min(ρ, delta)·A, clip(ρ, 1 − epsilon_low, 1 + epsilon_high)·A)`. With a dual clip `c`, and where `A
+/// < 0`, the term is the smaller of that and `−c·A`.
 ///
-/// Exactly at a bound the unclipped branch, and so its gradient, is taken.
+/// A ratio exactly at a bound takes the unclipped branch, and so has its gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PpoClip {
-    /// Lower clip width, `≥ 0`: the ratio is clipped at `1 − epsilon_low` where `A < 0`.
+    /// The lower clip width, `≥ 0`: the ratio is clipped at `1 − epsilon_low` where `A < 0`.
     pub epsilon_low: f64,
-    /// Upper clip width, `≥ 0`: the ratio is clipped at `1 + epsilon_high` where `A > 0`.
+    /// The upper clip width, `≥ 0`: the ratio is clipped at `1 + epsilon_high` where `A > 0`.
     pub epsilon_high: f64,
-    /// Two-sided clip (INTELLECT-2): an upper bound on the unclipped ratio, `> 0`.
+    /// The upper bound of the unclipped ratio, `> 0`, of a two-sided clip (INTELLECT-2).
     pub delta: Option<f64>,
-    /// Dual-clip PPO: for `A < 0` the loss stops at `−c·A`, `c > 1`.
+    /// The bound `c > 1` of dual-clip PPO: where `A < 0` the loss is at most `−c·A`.
     pub dual_clip: Option<f64>,
 }
 
@@ -59,25 +75,25 @@ impl Default for PpoClip {
     }
 }
 
-/// The bounds of CISPO's weight, on the ratio itself: TRL's and Liger's `epsilon_high` is `upper`, verl's and SkyRL's is
-/// `upper − 1`.
+/// The bounds of CISPO's weight, on the ratio itself: `upper` is `epsilon_high` in TRL and Liger, and `1 +
+/// epsilon_high` in verl and SkyRL.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cispo {
-    /// `None`: no lower bound.
+    /// The lower bound of the weight; `None` is no lower bound.
     #[serde(default)]
     pub lower: Option<f64>,
-    /// `> 0`.
+    /// The upper bound of the weight, `> 0`.
     pub upper: f64,
 }
 
-/// SAPO: `−(4/τ)·σ(τ(ρ − 1))·A`, with `τ` by the sign of `A`.
+/// SAPO: `−(4/τ)·σ(τ(ρ − 1))·A`, with `τ` chosen by the sign of `A`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sapo {
-    /// `τ` where `A > 0`; `> 0`.
+    /// The temperature `τ > 0` of the gate where `A > 0`.
     pub tau_positive: f64,
-    /// `τ` where `A ≤ 0`; `> 0`.
+    /// The temperature `τ > 0` of the gate where `A ≤ 0`.
     pub tau_negative: f64,
 }
 
@@ -87,26 +103,27 @@ impl Default for Sapo {
     }
 }
 
-/// VESPO: `−φ·A·ℓ`, `φ = sg(exp(λ + k·ln w − λ·w))`, NaN and ∞ read as 0, with
+/// VESPO: `−φ·A·ℓ` with `φ = sg(exp(λ + k·ln w − λ·w))`, or 0 where that is NaN or ∞, and
 ///
 /// ```text
 /// ln w = Σ_t m·clamp(ℓ_t − old_logp_t, ±20) + Σ_t m·clamp(ln rollout weight, ln 1e-8, 20)
 /// ```
 ///
-/// clamped to `[ln 1e-8, 20]`; `k` and `λ` by the sign of `A`, 0 counting as positive. The rollout weight of a whole
+/// clamped to `[ln 1e-8, 20]`. The sign of `A` chooses `k` and `λ`, with 0 as positive. The rollout weight of a whole
 /// sequence is added once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Vespo {
-    /// `k` where `A ≥ 0`.
+    /// The exponent `k` where `A ≥ 0`.
     pub k_positive: f64,
-    /// `λ` where `A ≥ 0`; raised to 1e-4.
+    /// The rate `λ` where `A ≥ 0`; values below 1e-4 are raised to it.
     pub lambda_positive: f64,
-    /// `k` where `A < 0`.
+    /// The exponent `k` where `A < 0`.
     pub k_negative: f64,
-    /// `λ` where `A < 0`; raised to 1e-4.
+    /// The rate `λ` where `A < 0`; values below 1e-4 are raised to it.
     pub lambda_negative: f64,
-    /// Whether the given rollout weights of masked tokens are summed too (TRL, Liger); those computed are 1.
+    /// Whether the given rollout weights of masked tokens are summed too (TRL, Liger); computed weights of masked
+    /// tokens are 1.
     pub weights_of_masked_tokens: bool,
 }
 
@@ -122,129 +139,130 @@ impl Default for Vespo {
     }
 }
 
-/// `−ρ·A`.
+/// The surrogate `−ρ·A`, without a clip.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ImportanceSampling {
-    /// Whether a row without tokens counts with `−A/B`, as its ratio is `exp(0)` (TRL's GMPO). Asks for one advantage a
-    /// sequence, the ratio of a sequence and [`Rows::All`](super::Rows::All).
+    /// Whether a sequence without unmasked tokens counts with `−A/B`, since its ratio is `exp(0)` (TRL's GMPO). It
+    /// requires one advantage per sequence, the ratio of a sequence and [`Rows::All`](super::Rows::All).
     pub empty_rows: bool,
 }
 
-/// The open interval that a ratio counts in.
+/// The open interval of ratios that count.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MaskedRatio {
-    /// Lower end.
+    /// The lower end of the interval, itself excluded.
     pub lower: f64,
-    /// Upper end.
+    /// The upper end of the interval, itself excluded.
     pub upper: f64,
 }
 
-/// With `p = exp(ℓ)` and `p_old = exp(old_logp)`, the policy term is
+/// A trust region around the old policy. With `p = exp(ℓ)` and `p_old = exp(old_logp)` the policy term is
 ///
 /// ```text
 /// keep · (−ρ·A)  + penalty·(ln ρ)²                         or, as a score function,
 /// keep · (−sg(min(ρ, truncate))·A·ℓ) + penalty·(ln ρ)²
 /// ```
 ///
-/// where a token is kept while its probability has not moved, in the direction that `A` asks for, further than `high`
-/// where `A > 0` and `low` elsewhere.
+/// A token is kept unless its probability has moved in the direction of `A` by more than `high` where `A > 0`, or `low`
+/// elsewhere.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrustRegion {
-    /// How far.
+    /// The divergence between the current and the old probability of the token.
     pub divergence: Divergence,
-    /// `≥ 0`
+    /// The largest divergence that keeps a token with `A ≤ 0`, `≥ 0`.
     pub low: f64,
-    /// `≥ 0`
+    /// The largest divergence that keeps a token with `A > 0`, `≥ 0`.
     pub high: f64,
-    /// Whether it may not have moved further in either direction (prime-rl's IPO), or only in that of `A`.
+    /// Whether a move in either direction removes the token (prime-rl's IPO); otherwise only a move in the direction of
+    /// `A` does.
     #[serde(default)]
     pub two_sided: bool,
-    /// Upper bound of a score function's ratio, `> 0`; `None`: the gradient goes through the ratio.
+    /// The upper bound of the score function's ratio, `> 0`; with `None` the gradient goes through the ratio.
     #[serde(default)]
     pub truncate: Option<f64>,
-    /// Weight of the squared log-ratio, `≥ 0`, on every token (prime-rl's `kl_tau`).
+    /// The weight `≥ 0` of the squared log-ratio on every token (prime-rl's `kl_tau`).
     #[serde(default)]
     pub penalty: f64,
 }
 
-/// Distance of the Bernoulli distributions of "this token" under two policies.
+/// The divergence between the Bernoulli distributions "this token or another" under two policies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {
-    /// `p − p_old ≤ high` where `A > 0`, `p_old − p ≤ low` elsewhere.
+    /// The distance `|p − p_old|`: at most `high` where `A > 0`, at most `low` elsewhere.
     TotalVariation,
-    /// `p_old·(old_logp − ℓ) + (1 − p_old)·ln((1 − p_old + 1e-8)/(1 − p + 1e-8))` at most `high` or `low`, asked only
-    /// where `p` has moved in the direction of `A`.
+    /// The divergence `p_old·(old_logp − ℓ) + (1 − p_old)·ln((1 − p_old + 1e-8)/(1 − p + 1e-8))`: at most `high` where
+    /// `A > 0`, at most `low` elsewhere.
     BinaryKl,
 }
 
-/// See [`Objective::Dro`].
+/// The number of [`Objective::Dro`], the quadratic penalty.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dro {
-    /// `> 0`
+    /// The weight of the squared log-ratio, `> 0`.
     pub beta: f64,
 }
 
-/// See [`Objective::KlCov`].
+/// The numbers of [`Objective::KlCov`], a penalty on the tokens with the largest covariance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KlCov {
-    /// `≥ 0`; `ppo_kl_coef` in verl.
+    /// The weight `≥ 0` of `|ln ρ|` on the selected tokens; `ppo_kl_coef` in verl.
     pub coefficient: f64,
-    /// Which tokens; `None`: the problem's `selected`.
+    /// The rule that selects tokens; `None` reads the problem's `selected`.
     #[serde(default)]
     pub selection: Option<TopCovariance>,
 }
 
-/// The `max(1, ⌊fraction · Σ m⌋)` unmasked tokens with the largest `(A − mean A)·(ℓ − mean ℓ)`.
+/// The `max(1, ⌊fraction · Σ m⌋)` unmasked tokens with the largest covariance `(A − mean A)·(ℓ − mean ℓ)`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TopCovariance {
-    /// Above 0, at most 1.
+    /// The fraction of unmasked tokens that are selected, above 0 and at most 1.
     pub fraction: f64,
 }
 
-/// See [`Objective::ClipCov`].
+/// The numbers of [`Objective::ClipCov`], which drops tokens by their covariance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClipCov {
-    /// The surrogate of the other tokens.
+    /// The clip of the tokens that are not selected.
     #[serde(default)]
     pub clip: PpoClip,
-    /// Which tokens; `None`: the problem's `selected`.
+    /// The rule that selects tokens; `None` reads the problem's `selected`.
     #[serde(default)]
     pub selection: Option<CovarianceBand>,
 }
 
-/// The unmasked, unclipped tokens whose covariance `(A − mean A)·(ℓ − mean ℓ)` lies strictly between `lower` and
-/// `upper`; the means are over `Σ m + 1e-8`. Projects draw `max(1, ⌊fraction · Σ m⌋)` of them at random: where there are
-/// more, the selection is not determined, and must be given.
+/// The unmasked, unclipped tokens whose covariance `(A − mean A)·(ℓ − mean ℓ)` is strictly between `lower` and `upper`,
+/// with means over `Σ m + 1e-8`. Projects draw `max(1, ⌊fraction · Σ m⌋)` of them at random; if there are more, the
+/// selection is not determined and must be given.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CovarianceBand {
-    /// `> 0`
+    /// The fraction of unmasked tokens that may be selected, `> 0`.
     pub fraction: f64,
-    /// Lower end.
+    /// The lower end of the band, itself excluded.
     pub lower: f64,
-    /// Upper end.
+    /// The upper end of the band, itself excluded.
     pub upper: f64,
 }
 
-/// See [`Objective::Topr`].
+/// The numbers of [`Objective::Topr`], which weights positive and other tokens separately.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Topr {
-    /// `w₊ ≥ 0`.
+    /// The weight `w₊ ≥ 0` of positive tokens.
     pub positive_weight: f64,
-    /// `w₋ ≥ 0`.
+    /// The weight `w₋ ≥ 0` of the other tokens.
     pub negative_weight: f64,
-    /// Upper bound of the ratio elsewhere, `> 0`.
+    /// The upper bound `> 0` of the ratio of the other tokens.
     pub upper: f64,
-    /// Which tokens are positive.
+    /// The rule that calls a token positive.
     pub positive: PositiveTokens,
 }
 
@@ -254,14 +272,14 @@ impl Default for Topr {
     }
 }
 
-/// Which tokens TOPR learns from as they are.
+/// The rule by which TOPR calls a token positive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PositiveTokens {
-    /// Those with `A > 0`.
+    /// Tokens with an advantage `A > 0`.
     #[default]
     Advantage,
-    /// The problem's `selected`: those of a reward above 0 (ROLL).
+    /// The problem's `selected`, such as the tokens of a reward above 0 (ROLL).
     Selected,
 }
 
@@ -272,20 +290,21 @@ pub enum PositiveTokens {
 /// A < 0   v = max(ρ, 1 − epsilon_low)    −A·v                 −sg(c₋)·A·ℓ  where v > c₋
 /// ```
 ///
-/// Exactly at a bound the unclipped branch is taken.
+/// A ratio exactly at a bound takes the unclipped branch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Aspo {
-    /// `≥ 0`
+    /// The lower clip width, `≥ 0`.
     pub epsilon_low: f64,
-    /// `≥ 0`
+    /// The upper clip width, `≥ 0`.
     pub epsilon_high: f64,
-    /// Those of the problem's `selected`, where they differ: in Archer2.0 the tokens of the lower entropies of their row.
+    /// The clip widths of the problem's `selected` tokens, if they differ: in Archer2.0 the tokens with the lower
+    /// entropies of their sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub selected: Option<ClipWidths>,
-    /// `c₊ > 1`
+    /// The bound `c₊ > 1` of the inverse ratio where `A > 0`.
     pub dual_clip_positive: f64,
-    /// `c₋ > 1`
+    /// The bound `c₋ > 1` of the ratio where `A < 0`.
     pub dual_clip_negative: f64,
 }
 
@@ -295,12 +314,12 @@ impl Default for Aspo {
     }
 }
 
-/// How far a ratio may go from 1 before it is clipped.
+/// The largest distances of a ratio from 1 before it is clipped.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClipWidths {
-    /// `≥ 0`
+    /// The lower clip width, `≥ 0`.
     pub epsilon_low: f64,
-    /// `≥ 0`
+    /// The upper clip width, `≥ 0`.
     pub epsilon_high: f64,
 }

@@ -4,65 +4,66 @@ use serde::{Deserialize, Serialize};
 
 use super::LossSpec;
 
-/// How token losses become one number: the weight `w_b` of every token of row `b`, with `n_b = Σ_t m[b,t]` and `ε` the
-/// `denominator_epsilon`.
+/// The reduction of token losses to one number: the weight `w_b` of every token of sequence `b`, with `n_b = Σ_t
+/// m[b,t]` and `ε` the `denominator_epsilon`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Reduction {
-    /// `1 / (Σ n_b + ε)`: mean over the batch's unmasked tokens (bnpo; dapo on one device).
+    /// The mean over the unmasked tokens of the batch, `w_b = 1 / (Σ n_b + ε)` (bnpo; dapo on one device).
     TokenMean,
-    /// `1 / (B′ · (n_b + ε))`: mean over rows of each row's token mean (grpo).
+    /// The mean over sequences of their token means, `w_b = 1 / (B′ · (n_b + ε))` (grpo).
     SequenceMean {
-        /// What is `B′`.
+        /// The number of sequences, `B′`.
         rows: Rows,
     },
-    /// `1 / B′`: mean over rows of each row's token sum (luspo, verl's `seq-mean-token-sum`).
+    /// The mean over sequences of their token sums, `w_b = 1 / B′` (luspo, verl's `seq-mean-token-sum`).
     SequenceSum {
-        /// What is `B′`.
+        /// The number of sequences, `B′`.
         rows: Rows,
     },
-    /// `1 / (B′ · length)` (`dr_grpo`).
+    /// The token sum over a fixed length, `w_b = 1 / (B′ · length)` (`dr_grpo`).
     FixedLength {
-        /// What is `B′`.
+        /// The number of sequences, `B′`.
         rows: Rows,
-        /// The completion length that every row is divided by, `≥ 1`; `None`: the padded width `T`.
+        /// The completion length that every sequence is divided by, `≥ 1`; `None` is the padded width `T`.
         #[serde(default)]
         length: Option<usize>,
     },
-    /// `1 / normalizer`, a count taken elsewhere, such as the tokens of the global batch (dapo).
+    /// The sum over tokens divided by a given number, `w_b = 1 / normalizer`, such as the token count of the global
+    /// batch (dapo).
     Normalizer(f64),
 }
 
-/// How many rows a reduction divides by, `B′`.
+/// The number of sequences that a reduction divides by, `B′`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rows {
-    /// `B`: a fully masked row counts with loss 0 (TRL, Liger).
+    /// All `B` sequences: one without an unmasked token counts with loss 0 (TRL, Liger).
     All,
-    /// The number of rows with at least one token (verl, Tunix).
+    /// The number of sequences with at least one unmasked token (verl, Tunix).
     NonEmpty,
-    /// A count taken elsewhere, `> 0`: the sequences of the global batch.
+    /// A given number `> 0`, such as the sequences of the global batch.
     Given(f64),
 }
 
-/// A reduction of its own for one term.
+/// A reduction of one term of the loss, other than that of the policy term.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Averaging {
-    /// The weights.
+    /// The weights of the tokens.
     pub reduction: Reduction,
-    /// As [`LossSpec::denominator_epsilon`].
+    /// A number `≥ 0` that is added to token counts, as [`LossSpec::denominator_epsilon`].
     #[serde(default)]
     pub denominator_epsilon: f64,
 }
 
 impl LossSpec {
-    /// The reduction of the policy term.
+    /// Returns the reduction of the policy term, with its epsilon.
     pub fn averaging(&self) -> Averaging {
         Averaging { reduction: self.reduction, denominator_epsilon: self.denominator_epsilon }
     }
 
-    /// The averagings that are asked for, by the name of the length that each may have.
+    /// Lists every reduction in the spec with the path of its field.
     fn averagings(&mut self) -> impl Iterator<Item = (&'static str, &mut Reduction)> {
         let kl = self.kl.as_mut().and_then(|kl| kl.averaging.as_mut());
         let entropy = self.entropy_averaging.as_mut();
@@ -71,10 +72,10 @@ impl LossSpec {
         std::iter::once(("reduction", &mut self.reduction)).chain(own)
     }
 
-    /// Checks that no mean is over the padded width, which packed sequences do not have.
+    /// Checks that no reduction divides by the padded width, which packed sequences do not have.
     ///
     /// # Errors
-    /// The setting that has one.
+    /// The path of the first field that has to be set, such as `reduction.fixed_length.length`.
     pub fn expect_no_width(&self) -> Result<(), &'static str> {
         let mut spec = self.clone();
         let wide = spec.averagings().find(|(_, of)| matches!(of, Reduction::FixedLength { length: None, .. }));
@@ -87,7 +88,7 @@ impl LossSpec {
         })
     }
 
-    /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
+    /// Fixes the padded width that reductions divide by to `width`, for a batch that is cut into narrower parts.
     #[must_use]
     pub fn with_width(mut self, width: usize) -> Self {
         for (_, of) in self.averagings() {
@@ -98,7 +99,7 @@ impl LossSpec {
         self
     }
 
-    /// The reduction of the KL penalty.
+    /// Returns the reduction of the KL penalty: its own, or that of the policy term.
     pub fn kl_averaging(&self) -> Averaging {
         self.kl.as_ref().and_then(|kl| kl.averaging).unwrap_or_else(|| self.averaging())
     }

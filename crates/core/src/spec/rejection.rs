@@ -4,26 +4,27 @@ use serde::{Deserialize, Serialize};
 
 use super::{LossTerms, OldLogp};
 
-/// Leaves tokens out where a statistic of `y_t = old_logp_t − rollout_logp_t` is not within bounds. A token that was not
-/// scored has `y = 0`, and both probabilities its old one. [`RolloutWeights`] are made of all unmasked tokens, those that are
-/// rejected too.
+/// A rule that rejects tokens where a statistic of `y_t = old_logp_t − rollout_logp_t` is out of bounds. A token that
+/// the sampler did not score has `y = 0`, and its old probability for both. [`RolloutWeights`](super::RolloutWeights)
+/// are computed from all unmasked tokens, rejected ones included.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
-    /// Of one token.
+    /// The estimator of one token's divergence.
     pub estimator: RejectionEstimator,
-    /// Over which tokens.
+    /// The tokens that the statistic is taken over.
     pub level: RejectionLevel,
-    /// Smallest value that stays.
+    /// The smallest value that is accepted; `None` is no lower bound.
     #[serde(default)]
     pub min: Option<f64>,
-    /// Largest value that stays.
+    /// The largest value that is accepted.
     pub max: f64,
-    /// Whether a rejected token only loses the terms of `drops_from`, and still counts in denominators, in the row's ratio
-    /// and in the entropy bonus (SkyRL; Unsloth but for the bonus), or is as if masked (verl).
+    /// Whether a rejected token loses only the terms of `drops_from` and still counts in denominators, in its
+    /// sequence's ratio and in the entropy bonus (SkyRL; Unsloth except for the bonus). Otherwise it is treated as
+    /// masked (verl).
     #[serde(default)]
     pub counts: bool,
-    /// What a rejected token that counts has no part in.
+    /// The terms that a rejected token loses if it still counts.
     #[serde(default = "both_terms")]
     pub drops_from: LossTerms,
 }
@@ -32,94 +33,96 @@ fn both_terms() -> LossTerms {
     LossTerms::PolicyAndKl
 }
 
-/// Divergence of one token between old and sampler's policy, with `p = exp(rollout_logp)` and `q = exp(old_logp)`.
+/// The estimator of one token's divergence between the old policy and the sampler's, with `p = exp(rollout_logp)` and
+/// `q = exp(old_logp)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RejectionEstimator {
-    /// `−y`, with `|y| ≤ 20`.
+    /// The log-ratio `−y`, with `|y| ≤ 20`.
     K1,
-    /// `y²/2`, with `|y| ≤ 20`.
+    /// Half its square `y²/2`, with `|y| ≤ 20`.
     K2,
-    /// `e^y − 1 − y`, with `|y| ≤ 20`.
+    /// The difference `e^y − 1 − y`, with `|y| ≤ 20`.
     K3,
-    /// `p·ln(p/q) + (1−p)·ln((1−p)/(1−q))`, both held to `[1e-6, 1 − 1e-6]` (OpenRLHF).
+    /// The divergence `p·ln(p/q) + (1−p)·ln((1−p)/(1−q))`, both probabilities clamped to `[1e-6, 1 − 1e-6]` (OpenRLHF).
     BinaryKl,
-    /// `|p − q|`, both so held (OpenRLHF's `tv`).
+    /// The distance `|p − q|`, both probabilities clamped to `[1e-6, 1 − 1e-6]` (OpenRLHF's `tv`).
     TotalVariation,
-    /// `q − p` (ROLL).
+    /// The difference of probabilities, `q − p` (ROLL).
     Probability,
-    /// `e^|y|` (NeMo's `seq_logprob_error_threshold`, as a row's mean).
+    /// The larger of ratio and inverse ratio, `e^|y|` (NeMo's `seq_logprob_error_threshold`, as a sequence's mean).
     AbsoluteRatio,
 }
 
-/// Over which tokens of a row a rejection looks.
+/// The statistic that a rejection compares with its bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RejectionLevel {
-    /// Each by itself.
+    /// The estimate of each token, for this token alone.
     Token,
-    /// Their sum.
+    /// The sum of the estimates over the sequence.
     SequenceSum,
-    /// Their mean.
+    /// The mean of the estimates over the sequence.
     SequenceMean,
-    /// The largest.
+    /// The largest estimate of the sequence.
     SequenceMax,
-    /// The smallest: of K1 with a minimum alone, the other end of [`SequenceMax`](Self::SequenceMax) (SkyRL's outliers).
+    /// The smallest estimate of the sequence: with K1 and a minimum alone it is the other end of
+    /// [`SequenceMax`](Self::SequenceMax) (SkyRL's outliers).
     SequenceMin,
-    /// The mean of `y²` over the batch, `y` as it is: the fewest of the largest leave that bring the mean of the rest below
-    /// `max`, the earlier of equal ones first; one token stays (M2PO). Asks for [`RejectionEstimator::K2`], no `min` and
-    /// `counts: false`.
+    /// The mean of unclamped `y²` over the batch (M2PO): the tokens with the largest values are rejected, as few as
+    /// bring the mean of the remaining ones below `max`, the earlier of equal ones first; at least one token remains.
+    /// It requires [`RejectionEstimator::K2`], no `min` and `counts: false`.
     SecondMoment,
 }
 
-/// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or
-/// `Σ m (behaviour − ℓ) / Σ m ≤ threshold`.
+/// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or `Σ m (behaviour − ℓ) / Σ m
+/// ≤ threshold`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OffPolicyMask {
-    /// Nats.
+    /// The largest mean divergence that is kept, nats.
     pub threshold: f64,
-    /// Whose log-probabilities are `behaviour`: `given` for `old_logp`, `rollout` for `rollout_logp`. A NaN
+    /// The source of the log-probabilities `behaviour`: `given` for `old_logp`, `rollout` for `rollout_logp`. A NaN in
     /// `rollout_logp` adds 0.
     pub behaviour: OldLogp,
 }
 
-/// A token keeps its policy term where its entropy is at least the `1 − fraction` quantile of the batch's unmasked
-/// tokens, interpolated linearly.
+/// A mask that keeps the policy term of tokens whose entropy is at least the `1 − fraction` quantile of the batch's
+/// unmasked tokens, interpolated linearly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TopEntropy {
-    /// The share of tokens that stay, above 0 and below 1.
+    /// The fraction of tokens that keep their policy term, above 0 and at most 1.
     pub fraction: f64,
-    /// What the others are left out of.
+    /// The quantity from which the other tokens are dropped.
     #[serde(default)]
     pub drops: DroppedTerm,
-    /// What is rounded to f32 on the way, which shows where the quantile is a token's own entropy.
+    /// The values that are rounded to f32 on the way; it matters where the quantile is the entropy of a token.
     #[serde(default)]
     pub precision: QuantilePrecision,
 }
 
-/// What of [`TopEntropy`] is rounded to f32.
+/// The values of [`TopEntropy`] that are rounded to f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QuantilePrecision {
-    /// Nothing.
+    /// No value is rounded: all are f64.
     #[default]
     Exact,
-    /// The share, the entropies that the quantile is taken of, and the quantile; not the entropies that are compared with
-    /// it: TRL in f64.
+    /// The fraction, the entropies that the quantile is taken of, and the quantile; not the entropies that are compared
+    /// with it. This is TRL in f64.
     F32Threshold,
-    /// Those too: TRL as it usually runs.
+    /// The entropies that are compared with the quantile as well: TRL as it usually runs.
     F32,
 }
 
-/// What a token of low entropy is left out of.
+/// The quantity from which a token of low entropy is dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DroppedTerm {
-    /// The policy loss; denominators and the row's ratio keep it.
+    /// The policy loss; the token still counts in denominators and in its sequence's ratio.
     #[default]
     PolicyTerm,
-    /// The row's mean log-ratio; the policy loss keeps it (TRL's GMPO).
+    /// The mean log-ratio of the sequence; the token keeps its policy loss (TRL's GMPO).
     Ratio,
 }

@@ -1,23 +1,34 @@
-//! The softmax temperature: one, or those that come with the batch.
+//! The softmax temperature: one number, or the temperatures that come with the batch.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Softmax temperature `T > 0`, dimensionless. In a file it is a number, or `given`.
+/// The softmax temperature `T > 0`, dimensionless: a number, or `given` in a file.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::spec::{LossSpec, Temperature};
+///
+/// let cool = LossSpec { temperature: 0.7.into(), ..LossSpec::default() };
+/// assert_eq!(cool.temperature.number(), Some(0.7));
+/// let per_token = LossSpec { temperature: Temperature::Given, ..LossSpec::default() };
+/// assert_eq!(per_token.temperature.number(), None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Temperature {
-    /// One for all tokens.
+    /// One temperature for all tokens.
     Number(f64),
-    /// The problem's `temperature`, one a sequence or one a token: verl's per-sequence temperatures, prime-rl's `temperatures`.
+    /// The problem's `temperature`, one per sequence or one per token: verl's per-sequence temperatures, prime-rl's
+    /// `temperatures`.
     Given,
 }
 
 impl Temperature {
-    /// That of a softmax of the logits as they are.
+    /// The temperature 1: a softmax of the logits as they are.
     pub const ONE: Self = Self::Number(1.0);
 
-    /// The one for all tokens, if it is one.
+    /// Returns the temperature of all tokens; `None` if it comes with the batch.
     pub fn number(self) -> Option<f64> {
         match self {
             Self::Number(temperature) => Some(temperature),
@@ -73,12 +84,13 @@ impl de::Visitor<'_> for NumberOrGiven {
     }
 }
 
-/// What the temperature divides.
+/// The value that the temperature divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TemperatureDivides {
-    /// `logp = log_softmax(logits / T)[id]`: every published project but one.
+    /// The logits, `logp = log_softmax(logits / T)[id]`, as in every published project but one.
     Logits,
-    /// `logp = log_softmax(logits)[id] / T`, while entropy keeps `softmax(logits / T)`: MLLM-JAX.
+    /// The log-probability, `logp = log_softmax(logits)[id] / T`, while the entropy is of `softmax(logits / T)`:
+    /// MLLM-JAX.
     Logp,
 }
