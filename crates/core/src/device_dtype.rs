@@ -1,4 +1,4 @@
-//! [`DeviceDtype`]: what arrays on a device hold.
+//! [`DeviceDtype`]: the element types of arrays on a device.
 
 use std::fmt;
 
@@ -8,32 +8,32 @@ use serde::{Deserialize, Serialize};
 use crate::array::with_array;
 use crate::problem::{Dtype, FloatArray};
 
-/// A dtype that buffers and programs can hold.
+/// An element type of buffers and programs on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceDtype {
-    /// IEEE binary64.
+    /// IEEE binary64, eight bytes.
     F64,
-    /// IEEE binary32.
+    /// IEEE binary32, four bytes.
     F32,
-    /// bfloat16.
+    /// bfloat16, with f32's exponent, two bytes.
     Bf16,
-    /// IEEE binary16.
+    /// IEEE binary16, two bytes.
     F16,
-    /// Signed 64-bit integer.
+    /// A signed 64-bit integer.
     I64,
-    /// Signed 32-bit integer.
+    /// A signed 32-bit integer.
     I32,
-    /// Signed 16-bit integer.
+    /// A signed 16-bit integer.
     I16,
-    /// Unsigned byte.
+    /// An unsigned 8-bit integer.
     U8,
-    /// Truth value, one byte on the host: 0 or 1.
+    /// A truth value, one byte on the host: 0 or 1.
     Pred,
 }
 
 impl DeviceDtype {
-    /// Each of them.
+    /// The list of all element types.
     pub const ALL: [DeviceDtype; 9] = [
         DeviceDtype::F64,
         DeviceDtype::F32,
@@ -46,7 +46,7 @@ impl DeviceDtype {
         DeviceDtype::Pred,
     ];
 
-    /// Bytes an element on the host.
+    /// Returns the size of an element on the host, in bytes.
     pub fn size(self) -> usize {
         match self {
             DeviceDtype::F64 | DeviceDtype::I64 => 8,
@@ -56,12 +56,12 @@ impl DeviceDtype {
         }
     }
 
-    /// Whether it is one of the floating-point types.
+    /// Whether the type is one of the floating-point types.
     pub fn is_float(self) -> bool {
         matches!(self, DeviceDtype::F64 | DeviceDtype::F32 | DeviceDtype::Bf16 | DeviceDtype::F16)
     }
 
-    /// Its name in MLIR.
+    /// Returns the name of the type in MLIR, such as `ui8`.
     pub fn mlir(self) -> &'static str {
         match self {
             DeviceDtype::F64 => "f64",
@@ -100,12 +100,12 @@ impl From<Dtype> for DeviceDtype {
 
 const DENSE: &str = "checked: dense row-major";
 
-/// The bytes of a dense row-major array, as a device is sent them.
+/// The bytes of a dense row-major array, as they are sent to a device.
 pub trait ArrayBytes {
-    /// Of every element, the last axis fastest.
+    /// Borrows the bytes of all elements, the last axis fastest.
     fn bytes(&self) -> &[u8];
 
-    /// The same, to be written.
+    /// Borrows the bytes of all elements to write them, the last axis fastest.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 

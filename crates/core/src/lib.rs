@@ -1,5 +1,5 @@
-//! What every other crate speaks of: [`spec::LossSpec`] says which loss, [`problem::Problem`] is one batch, and an
-//! [`implementation::Implementation`] makes a [`problem::Candidate`] of the two.
+//! The types that every other crate uses: a [`spec::LossSpec`] defines a loss, a [`problem::Problem`] is one batch, and
+//! an [`implementation::Implementation`] computes a [`problem::Candidate`] from the two.
 //!
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.

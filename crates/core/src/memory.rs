@@ -1,4 +1,4 @@
-//! Bytes: what a compiled program takes, what a device's allocator says of itself, what this machine has left.
+//! Memory in bytes: of compiled programs, of a device's allocator, and of this machine.
 
 use std::fmt;
 use std::fs;
@@ -6,23 +6,23 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes that one run of a compiled program takes on each device.
+/// The memory of one run of a compiled program on each device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CompiledMemory {
-    /// Inputs.
+    /// The size of the inputs, in bytes.
     pub argument_bytes: i64,
-    /// Outputs, those that lie over an input included.
+    /// The size of the outputs, in bytes, including those in the memory of an input.
     pub output_bytes: i64,
-    /// Scratch.
+    /// The size of temporary buffers, in bytes.
     pub temp_bytes: i64,
-    /// Outputs that lie over a donated input.
+    /// The size of the outputs in the memory of a donated input, in bytes.
     pub alias_bytes: i64,
-    /// The program itself.
+    /// The size of the program itself, in bytes.
     pub code_bytes: i64,
 }
 
 impl CompiledMemory {
-    /// `argument + output + temp − alias`: what is held while it runs.
+    /// Returns the memory in use during a run, `argument + output + temp − alias`, in bytes.
     pub fn peak_bytes(&self) -> i64 {
         self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
     }
@@ -38,35 +38,35 @@ impl fmt::Display for CompiledMemory {
     }
 }
 
-/// What a device's allocator says of itself; `None` where it does not say.
+/// The figures of a device's allocator, in bytes; `None` where it does not report one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DeviceMemory {
-    /// Bytes allocated now.
+    /// The bytes that are allocated now.
     pub bytes_in_use: i64,
-    /// The most that were.
+    /// The largest number of bytes that was allocated so far.
     pub peak_bytes_in_use: Option<i64>,
-    /// The most that were reserved from the device.
+    /// The largest number of bytes that was reserved from the device so far.
     pub peak_bytes_reserved: Option<i64>,
-    /// Bytes that may be allocated.
+    /// The number of bytes that may be allocated in all.
     pub bytes_limit: Option<i64>,
 }
 
-/// It would not fit.
+/// An allocation that does not fit into the available memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("memory: {what} needs {needed} bytes, {available} are available")]
 pub struct Shortage {
-    /// What was to be allocated.
+    /// The thing to be allocated, in words.
     pub what: String,
-    /// Bytes it takes.
+    /// The bytes that it needs.
     pub needed: usize,
-    /// Bytes there are.
+    /// The bytes that are available.
     pub available: usize,
 }
 
-/// Checks that `needed` bytes are `available`; where that is not known, they are taken to be.
+/// Checks that `needed` bytes are `available`; memory of unknown size is taken to suffice.
 ///
 /// # Errors
-/// [`Shortage`], with `what` was to be allocated and both numbers.
+/// [`Shortage`], with the description `what` and both numbers.
 pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Option<usize>) -> Result<(), Shortage> {
     match available {
         Some(available) if needed > available => Err(Shortage { what: what(), needed, available }),
@@ -74,8 +74,8 @@ pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Opti
     }
 }
 
-/// Bytes of memory that this process could be given now, without swapping: of the machine, and of every control group that it is in,
-/// as containers are; `None` where neither says.
+/// Returns the bytes of memory that this process could get now without swapping: the least that the machine and each
+/// control group around the process, such as a container, have left; `None` if neither reports it.
 pub fn available_host_bytes() -> Option<usize> {
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let of_groups = [Hierarchy::UNIFIED, Hierarchy::OF_MEMORY].into_iter().filter_map(|hierarchy| {
@@ -85,19 +85,19 @@ pub fn available_host_bytes() -> Option<usize> {
     available_on_machine().into_iter().chain(of_groups).min()
 }
 
-/// Where a hierarchy of control groups says what memory they may hold.
+/// The files in which a hierarchy of control groups reports its memory.
 pub struct Hierarchy {
-    /// What stands before a process's group.
+    /// The text before a process's group in `/proc/self/cgroup`.
     mark: &'static str,
     root: &'static str,
     most: &'static str,
     held: &'static str,
-    /// Of what is held, files that are cached and were not read lately: they can be given up.
+    /// The name, in `memory.stat`, of cached files that were not read lately and can be given up.
     cached: &'static str,
 }
 
 impl Hierarchy {
-    /// Version 2 of control groups.
+    /// The hierarchy of version 2 of control groups.
     pub const UNIFIED: Hierarchy = Hierarchy {
         mark: "0::",
         root: "/sys/fs/cgroup",
@@ -106,7 +106,7 @@ impl Hierarchy {
         cached: "inactive_file ",
     };
 
-    /// Version 1, the controller of memory.
+    /// The memory controller of version 1 of control groups.
     pub const OF_MEMORY: Hierarchy = Hierarchy {
         mark: ":memory:",
         root: "/sys/fs/cgroup/memory",
@@ -115,7 +115,8 @@ impl Hierarchy {
         cached: "total_inactive_file ",
     };
 
-    /// Bytes: the least that `group` and those around it, below `root`, have left; `None` where none of them has a limit.
+    /// Returns the least number of bytes that `group` and the groups around it, below `root`, have left; `None` if none
+    /// has a limit.
     pub fn available(&self, root: &Path, group: &Path) -> Option<usize> {
         let left = |group: &Path| {
             let read = |name: &str| fs::read_to_string(root.join(group).join(name)).ok();

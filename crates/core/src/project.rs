@@ -1,13 +1,13 @@
-//! Where the project's own files lie, whatever the working directory is.
+//! The search for the project's own files, whatever the working directory is.
 
 use std::env;
 use std::path::{Path, PathBuf};
 
-/// `name`, a file or folder of the project, as it lies in the working directory or in one of the folders that hold this
+/// Finds `name`, a file or folder of the project, in the working directory or in a folder that contains this
 /// executable.
 ///
 /// # Errors
-/// Where was looked.
+/// The paths that were tried.
 pub fn find(name: impl AsRef<Path>) -> Result<PathBuf, Vec<PathBuf>> {
     let executable = env::current_exe().unwrap_or_default();
     // target/release/assay and target/debug/deps/test-…: the project is at most three folders up.

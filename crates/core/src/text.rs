@@ -1,10 +1,10 @@
-//! Strangers' text in our messages.
+//! Text of other programs, and names that are nearly right, in error messages.
 
-/// The most characters of it that are shown.
+/// The largest number of characters that a message quotes.
 const LONGEST: usize = 300;
 
-/// `text` from a file, a compiler or another project, fit for an error message: on one line, what would drive a terminal
-/// escaped, and cut after 300 characters.
+/// Makes `text` from a file, a compiler or another project fit for an error message: on one line, with control
+/// characters escaped, and cut after 300 characters.
 pub fn one_line(text: &str) -> String {
     let mut line = String::new();
     for c in text.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
@@ -22,15 +22,15 @@ pub fn one_line(text: &str) -> String {
     line
 }
 
-/// The one of `names` that `given` is most likely meant to be: at most a third of its letters, or one, are other.
+/// Returns the one of `names` that `given` is most likely meant to be: at most a third of its letters, or one, differ.
 pub fn nearest<'n>(given: &str, names: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let most = (given.chars().count() / 3).max(1);
     let near = names.into_iter().map(|name| (edits(given, name), name)).filter(|(edits, _)| *edits <= most);
     near.min().map(|(_, name)| name)
 }
 
-/// How many letters must be put in, taken out or exchanged to make one of the other, and how often neighbours are swapped
-/// (the "optimal string alignment" distance).
+/// Counts the letters that must be inserted, deleted or replaced to turn one word into the other, and the neighbours
+/// that must be swapped (the "optimal string alignment" distance).
 fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];

@@ -36,7 +36,7 @@ use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, Ro
 /// use ndarray::{Array2, Array3, arr1, arr2};
 ///
 /// // Two sequences of three tokens over four entries; the last token of the second is padding.
-/// let mut problem = Problem {
+/// let mut problem: Problem = Problem {
 ///     logits: Array3::<f32>::zeros((2, 3, 4)).into(),
 ///     ids: arr2(&[[0, 1, 2], [3, 0, -100]]),
 ///     mask: arr2(&[[true, true, true], [true, true, false]]),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// let logits = LogitsTransform { softcap: Some(30.0), ..LogitsTransform::default() };
 /// let spec = LossSpec { logits, temperature: 0.7.into(), ..LossSpec::default() };
-/// assert!(spec.describe().contains("30·tanh(logits/30)"));
+/// assert!(spec.describe().contains("30·tanh(logits / 30)"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]

@@ -12,7 +12,8 @@ const KNOWN: &str = "
     use_dynamic_clip
 ";
 
-/// The policy term alone. Tokens of its `high_entropy_mask`, which are those of the lower entropies, have the widths called low.
+/// Resolves the policy term alone. Tokens of `high_entropy_mask`, which are those of the lower entropies, have the
+/// widths named `low`.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let widths = |low, high, usual| {
         let [epsilon_low, epsilon_high] = [reader.number(low, usual)?, reader.number(high, usual)?];
@@ -44,7 +45,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     Ok(found)
 }
 
-/// `agg_loss`; a mean over rows counts those without a token, whose own mean is 0/0.
+/// Reads `agg_loss`; a mean over sequences counts those without a token, whose own mean is 0/0 there.
 fn averaging(reader: &OptionReader) -> Result<Averaging, PresetError> {
     let modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"];
     let plain = |reduction| Averaging { reduction, denominator_epsilon: 0.0 };

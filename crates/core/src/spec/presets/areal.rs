@@ -12,7 +12,8 @@ const SAPO: &str = "sapo_loss_fn";
 
 pub(super) const FUNCTIONS: &[&str] = &["grpo_loss_fn", "ppo_actor_loss_fn", SAPO];
 
-/// Those of `PPOActorConfig` that make advantages, KL in the reward among them, have no effect on a loss of given ones.
+/// The options of `PPOActorConfig`. Those that make advantages, KL in the reward among them, have no effect on a loss
+/// of given ones.
 const KNOWN: &str = "
     adv_norm c_clip discount eps_clip eps_clip_higher gae_lambda importance_sampling_level kl_ctl kl_estimator
     m2_threshold mask_no_eos_with_zero max_new_tokens overlong_penalty_factor overlong_reward_penalty
@@ -24,9 +25,9 @@ const KNOWN: &str = "
 
 const LEVEL: &str = "importance_sampling_level";
 
-/// The mean over the tokens of a micro-batch, which the engine weighs by their number.
+/// Resolves the mean over the tokens of a micro-batch, which the engine weights by their number.
 ///
-/// Of the decoupled loss `old_logp` is the proximal policy and `rollout_logp` the behaviour policy; else both are one.
+/// In the decoupled loss `old_logp` is the proximal policy and `rollout_logp` the behaviour policy; otherwise both are the same.
 pub(super) fn resolve(
     reader: &OptionReader,
     function: &'static str,
@@ -104,8 +105,8 @@ fn sapo(reader: &OptionReader) -> Result<Objective, PresetError> {
     }))
 }
 
-/// `rejection_sampling`: weights `exp(y)` of tokens, or under `ratio` and `sequence` their geometric mean. `mask` takes the
-/// policy term of what is out of bounds, which still counts; `clamp` holds weights within them.
+/// Reads `rejection_sampling`: weights `exp(y)` of tokens, or with `ratio` and `sequence` their geometric mean. `mask` removes
+/// the policy term of a token that is out of bounds and still counts; `clamp` bounds its weight.
 fn correction(
     reader: &OptionReader,
     of_ratio: RatioLevel,

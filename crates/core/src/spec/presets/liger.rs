@@ -1,6 +1,6 @@
 //! Liger Kernel 0.8.5: `chunked_loss/grpo_loss.py` and `transformers/grpo_loss.py`.
 //!
-//! Two of its defects are left out: LUSPO weighs every token, masked ones included, by its row's count over the padded
+//! Two of its defects are not reproduced: LUSPO weights every token, masked ones included, by its row's count over the padded
 //! width, and the Triton kernel has no gradient where `delta < ρ ≤ 1 + eps_high` and `A < 0`.
 
 use super::loss_type::{ClipNames, LossType, fold_weights, ratio_level};
@@ -98,7 +98,7 @@ fn kl(
     Ok(Some(Kl { importance, ..Kl::plain(beta, KlEstimator::K3) }))
 }
 
-/// `vllm_is_ratio`, taken as it is; the pure function alone does not turn `[B]` into `[B,1]`.
+/// Reads `vllm_is_ratio`, used unchanged; the pure function alone does not turn `[B]` into `[B,1]`.
 fn rollout(
     reader: &OptionReader,
     function: &'static str,

@@ -1,4 +1,4 @@
-//! `loss_type` as TRL names it, and Liger and Unsloth after it.
+//! The option `loss_type` as TRL, Liger and Unsloth name its values.
 
 use super::options::OptionReader;
 use super::{BatchInputs, PresetError};
@@ -31,10 +31,10 @@ const LOSS_TYPES: [(&str, LossType); 8] = [
     ("vespo", LossType::Vespo),
 ];
 
-/// The two clip widths of one function.
+/// The names and defaults of the two clip widths of one function.
 pub(super) struct ClipNames {
     pub(super) low: (&'static str, f64),
-    /// Without a default it is that of `low`, and so is null.
+    /// The name and default of the upper width; without a default, or if it is null, it equals the lower one.
     pub(super) high: (&'static str, Option<f64>),
 }
 
@@ -65,7 +65,7 @@ impl LossType {
         matches!(self, Self::Dapo | Self::Cispo | Self::Vespo)
     }
 
-    /// What is to be known of its denominator, with or without `num_items_in_batch`.
+    /// Returns the note about the denominator, with or without `num_items_in_batch`.
     pub(super) fn note(self, items: bool) -> Option<String> {
         let note = match self {
             _ if self.counts_items() && !items => {
@@ -79,7 +79,7 @@ impl LossType {
         Some(note.into())
     }
 
-    /// The policy term. CISPO's upper bound is `epsilon_high` itself, not one more.
+    /// Returns the policy term. The upper bound of CISPO is `epsilon_high` itself, not one more.
     pub(super) fn objective(self, reader: &OptionReader, clip: &ClipNames) -> Result<Objective, PresetError> {
         Ok(match self {
             Self::Cispo => Objective::Cispo(Cispo { lower: None, upper: clip.read(reader)?.1 }),
@@ -108,7 +108,7 @@ impl LossType {
         })
     }
 
-    /// How token losses become one number, but for the item count, which the caller knows.
+    /// Returns the reduction, with the item count if the caller has one.
     pub(super) fn reduction(self, max_completion_length: Option<usize>, items: Option<f64>) -> Reduction {
         let rows = Rows::All;
         match self {
@@ -121,7 +121,7 @@ impl LossType {
     }
 }
 
-/// What of TRL's and Unsloth's losses is a mean of micro-batches' own.
+/// Lists the parts of TRL's and Unsloth's losses that are means over each micro-batch.
 pub(super) fn own_means(spec: &LossSpec) -> Vec<String> {
     let bonus = (spec.entropy_coef != 0.0)
         .then_some("the entropy bonus is a mean of each micro-batch: parts of a batch do not add up to it");
@@ -129,15 +129,15 @@ pub(super) fn own_means(spec: &LossSpec) -> Vec<String> {
     bonus.into_iter().chain(top).map(Into::into).collect()
 }
 
-/// `importance_sampling_level`.
+/// Reads `importance_sampling_level`, token or sequence.
 pub(super) fn ratio_level(reader: &OptionReader) -> Result<RatioLevel, PresetError> {
     let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];
     reader.word("importance_sampling_level", RatioLevel::Token, &levels)
 }
 
-/// `off_policy_mask_threshold`: the sampler's log-probabilities where the batch has them, else the old ones.
+/// Reads `off_policy_mask_threshold`, against the sampler's log-probabilities if the batch has them, else the old ones.
 ///
-/// Without either the divergence is 0, and the mask keeps every token that a threshold `≥ 0` is about.
+/// The divergence is 0 without either, and the mask then keeps every token if the threshold is `≥ 0`.
 pub(super) fn off_policy_mask(
     reader: &OptionReader,
     given: &BatchInputs,
@@ -155,7 +155,7 @@ pub(super) fn off_policy_mask(
     Ok(Some(OffPolicyMask { threshold, behaviour }))
 }
 
-/// `vllm_importance_sampling_mode` with its bounds: the weights that a trainer makes of both log-probabilities.
+/// Reads `vllm_importance_sampling_mode` with its bounds: weights that a trainer computes from both log-probabilities.
 pub(super) fn weights_of_mode(
     reader: &OptionReader,
     modes: &[(&str, (RolloutLevel, OutOfBounds))],
@@ -167,7 +167,7 @@ pub(super) fn weights_of_mode(
     Ok(RolloutWeights { level, outside, min, max, ..super::weights_from(RolloutSource::Logp) })
 }
 
-/// The modes that TRL has.
+/// The modes of TRL's weights, with level and treatment of weights that are out of bounds.
 pub(super) const MODES: [(&str, (RolloutLevel, OutOfBounds)); 4] = [
     ("token_truncate", (RolloutLevel::Token, OutOfBounds::Truncate)),
     ("token_mask", (RolloutLevel::Token, OutOfBounds::Mask)),
@@ -175,7 +175,7 @@ pub(super) const MODES: [(&str, (RolloutLevel, OutOfBounds)); 4] = [
     ("sequence_mask", (RolloutLevel::Sequence, OutOfBounds::Mask)),
 ];
 
-/// Lets VESPO's weight hold rollout weights under the mask too, where they are given as an array.
+/// Lets VESPO's weight include rollout weights of masked tokens, if they are given as an array.
 pub(super) fn fold_weights(spec: &mut LossSpec) {
     let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
     if let Objective::Vespo(vespo) = &mut spec.objective {

@@ -11,8 +11,8 @@ const KNOWN: &str =
 
 const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
 
-/// The temperature divides the log-probability. The functions return losses per token: the mean over the mask, or over
-/// `total_valid_token_count` where it is given, is the caller's.
+/// Resolves a loss whose temperature divides the log-probability. The functions return losses per token; the caller
+/// takes the mean over the mask, or over `total_valid_token_count` if it is given.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));

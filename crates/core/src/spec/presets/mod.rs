@@ -1,17 +1,17 @@
-//! What published projects call their losses, as [`LossSpec`]s: option names and defaults included.
+//! The losses of published projects as [`LossSpec`]s, by the projects' own option names and defaults.
 //!
 //! ```
 //! # use assay_core as assay;
-//! use assay::spec::presets::{Given, Options, Preset, spec};
+//! use assay::spec::presets::{BatchInputs, Preset, PresetOptions, spec};
 //!
-//! let options = Options::from_pairs(&["loss_type=grpo", "epsilon_high=0.28"])?;
-//! let resolved = spec(Preset::Trl, None, &options, &Given::default())?;
+//! let options = PresetOptions::from_pairs(&["loss_type=grpo", "epsilon_high=0.28"])?;
+//! let resolved = spec(Preset::Trl, None, &options, &BatchInputs::default())?;
 //! assert_eq!(resolved.spec.temperature.number(), Some(1.0));
 //! # Ok::<(), assay::spec::presets::PresetError>(())
 //! ```
 //!
-//! A preset reproduces what one version of a project computes, its known defects left out: [`PresetLoss::notes`] names
-//! them where they would show. An option that is not reproduced is an error that names it; one that has no effect on the
+//! A preset reproduces what one version of a project computes, without its known defects: [`PresetLoss::notes`] names
+//! them if the options would show them. An option that is not reproduced is an error that names it; one that has no effect on the
 //! loss is listed in [`PresetLoss::without_effect`].
 
 mod archer;
@@ -40,39 +40,39 @@ use super::{
     AdvantageLevel, LossSpec, OldLogp, QuantilePrecision, RolloutLevel, RolloutSource, RolloutWeights, SpecError,
 };
 
-/// A project whose losses are known here.
+/// A project whose losses are known here, at a fixed version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Preset {
-    /// TRL 1.16.0.
+    /// TRL, version 1.16.0, and its experimental trainers.
     Trl,
-    /// verl 0.9.1.
+    /// verl, version 0.9.1, by policy loss.
     Verl,
-    /// Tunix 0.1.7.
+    /// Tunix, version 0.1.7, on JAX.
     Tunix,
-    /// Liger Kernel 0.8.5.
+    /// Liger Kernel, version 0.8.5.
     Liger,
-    /// MLLM-JAX, commit 04809656.
+    /// MLLM-JAX, commit 04809656, on TPU.
     MllmJax,
-    /// Unsloth Zoo 2026.10.9.
+    /// Unsloth Zoo, version 2026.10.9.
     Unsloth,
-    /// SkyRL 0.3.0.
+    /// SkyRL, version 0.3.0, by loss type.
     Skyrl,
     /// NeMo RL, commit 7ea279ab.
     Nemo,
-    /// prime-rl, commit 559b4477.
+    /// prime-rl, commit 559b4477, default and IPO.
     PrimeRl,
-    /// OpenRLHF 0.11.2.
+    /// OpenRLHF, version 0.11.2, `PolicyLoss`.
     OpenRlhf,
-    /// ROLL, commit 8eb27cc2.
+    /// ROLL, commit 8eb27cc2, both pipelines.
     Roll,
-    /// Archer2.0, commit b08d963d.
+    /// Archer2.0, commit b08d963d, ASPO.
     Archer,
-    /// `AReaL` 1.0.4.
+    /// `AReaL`, version 1.0.4, also decoupled.
     Areal,
 }
 
 impl Preset {
-    /// All of them.
+    /// The list of all projects.
     pub const ALL: [Self; 13] = [
         Self::Trl,
         Self::Verl,
@@ -118,8 +118,8 @@ impl Preset {
         self.entry().1
     }
 
-    /// The function that `name` means: alone, without verl's `compute_policy_loss_`, or as a word of a longer path such
-    /// as `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss`.
+    /// Finds the function that `name` means: alone, without verl's `compute_policy_loss_`, or as a word of a longer
+    /// path such as `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss`.
     fn function(self, name: Option<&str>) -> Result<&'static str, PresetError> {
         let Some(name) = name else { return Ok(self.functions()[0]) };
         let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
@@ -144,7 +144,7 @@ impl fmt::Display for Preset {
 impl FromStr for Preset {
     type Err = PresetError;
 
-    /// Hyphens and underscores are the same.
+    /// Parses the name of a project; hyphens and underscores are equivalent.
     fn from_str(name: &str) -> Result<Self, PresetError> {
         let wanted = name.replace('_', "-");
         Self::ALL.into_iter().find(|preset| preset.name() == wanted).ok_or_else(|| PresetError::Preset {
@@ -154,30 +154,30 @@ impl FromStr for Preset {
     }
 }
 
-/// Which optional inputs a batch has: projects choose by them what they compute.
+/// The optional inputs of a batch, by which projects choose the loss that they compute.
 #[allow(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
 #[derive(Clone, Debug, PartialEq)]
 pub struct BatchInputs {
-    /// Log-probabilities of the old policy.
+    /// Whether the batch has log-probabilities of the old policy.
     pub old_logps: bool,
-    /// Log-probabilities of the reference policy.
+    /// Whether the batch has log-probabilities of the reference policy.
     pub ref_logps: bool,
-    /// Log-probabilities that the sampler returned.
+    /// Whether the batch has log-probabilities that the sampler returned.
     pub sampling_logps: bool,
-    /// Importance weights against the sampler, ready made.
+    /// The shape of ready-made importance weights against the sampler, if the batch has them.
     pub rollout_weights: Option<WeightShape>,
-    /// Weights of tokens or rows that the trainer gives.
+    /// Whether the batch has weights of tokens or sequences that the trainer gives.
     pub token_weights: bool,
-    /// The tokens of the whole generation batch.
+    /// The number of tokens of the whole generation batch, if it is given.
     pub num_items_in_batch: Option<f64>,
     /// The shape of the advantages; `None` is the project's own.
     pub advantages: Option<AdvantageLevel>,
-    /// Whether the project is run in float64, which shows where it rounds to float32 on its way.
+    /// Whether the project runs in float64, which shows where it rounds to float32 on its way.
     pub float64: bool,
 }
 
 impl Default for BatchInputs {
-    /// Old and reference log-probabilities, and nothing else.
+    /// Returns a batch with old and reference log-probabilities, and nothing else.
     fn default() -> Self {
         Self {
             old_logps: true,
@@ -197,14 +197,14 @@ impl BatchInputs {
         self.advantages.unwrap_or(usual)
     }
 
-    /// Where the ratio's denominator comes from in projects that take the current policy for a missing old one.
+    /// Returns the source of the ratio's denominator in projects that use the current policy for a missing old one.
     fn old_logp(&self) -> OldLogp {
         if self.old_logps { OldLogp::Given } else { OldLogp::Current }
     }
 }
 
 impl BatchInputs {
-    /// What the batch has of the sampler's that `spec` does not read.
+    /// Lists the inputs of the sampler that the batch has and `spec` does not read.
     fn unread_by(&self, spec: &LossSpec) -> Vec<String> {
         let source = spec.rollout.as_ref().map(|rollout| rollout.source);
         let reads_logps = source == Some(RolloutSource::Logp)
@@ -220,29 +220,29 @@ impl BatchInputs {
         unread.map(|(_, what)| format!("the batch's {what} have no part in the loss under these options")).collect()
     }
 
-    /// How TRL takes a quantile of entropies: in f32, whatever it runs in.
+    /// Returns the precision of TRL's quantile of entropies: f32, whatever dtype it runs in.
     fn quantile_precision(&self) -> QuantilePrecision {
         if self.float64 { QuantilePrecision::F32Threshold } else { QuantilePrecision::F32 }
     }
 }
 
-/// Shape of importance weights.
+/// The shape of an array of importance weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightShape {
-    /// `[B,T]`
+    /// One weight per token, `[B,T]`.
     Token,
-    /// `[B,1]`
+    /// One weight per sequence, `[B,1]`.
     Sequence,
-    /// `[B]`, which some functions read as `[B,1]`.
+    /// One weight per sequence as `[B]`, which some functions read as `[B,1]`.
     Flat,
 }
 
-/// Ready-made weights, taken as they are.
+/// Returns the use of ready-made weights, unchanged.
 fn ready_made() -> RolloutWeights {
     weights_from(RolloutSource::Given)
 }
 
-/// Weights per token, without bounds, on the policy term.
+/// Returns weights per token on the policy term, without bounds.
 fn weights_from(source: RolloutSource) -> RolloutWeights {
     RolloutWeights {
         source,
@@ -257,108 +257,108 @@ fn weights_from(source: RolloutSource) -> RolloutWeights {
     }
 }
 
-/// What a preset comes to.
+/// A project's loss, resolved to a spec.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PresetLoss {
-    /// The loss.
+    /// The loss that the options define.
     pub spec: LossSpec,
-    /// The function that computes it.
+    /// The name of the project's function that computes it.
     pub function: &'static str,
-    /// Options that were given and have no effect on the loss.
+    /// The options that were given and have no effect on the loss.
     pub without_effect: Vec<String>,
-    /// What else there is to know.
+    /// Notes about defects that are not reproduced, and differences at edges.
     pub notes: Vec<String>,
 }
 
-/// Why options do not come to a [`LossSpec`].
+/// Options that do not define a [`LossSpec`], with the project, its function and the accepted values.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PresetError {
-    /// No such project.
+    /// The project's name is unknown.
     #[error("preset: got `{given}`, expected {expected}")]
     Preset {
-        /// The name found.
+        /// The name that was given.
         given: String,
-        /// The names there are.
+        /// The names that are known.
         expected: String,
     },
-    /// No such function.
+    /// The function's name is unknown.
     #[error("preset {preset}, function: got `{given}`, expected {expected}")]
     Function {
-        /// The project.
+        /// The project of the function.
         preset: Preset,
-        /// The name found.
+        /// The name that was given.
         given: String,
-        /// The names there are.
+        /// The names that are known.
         expected: String,
     },
-    /// Not `name=value`.
+    /// An option is not of the form `name=value`.
     #[error("option: got `{given}`, expected name=value")]
     NotAPair {
-        /// The text found.
+        /// The text that was given.
         given: String,
     },
-    /// Options that are not an object.
+    /// The options are not a JSON object.
     #[error("options: got {given}, expected an object of names and values")]
     NotAnObject {
-        /// The value found.
+        /// The value that was given.
         given: String,
     },
-    /// A name that the function does not have, or that is not reproduced.
+    /// An option is unknown to the function, or is not reproduced.
     #[error("preset {preset}, {function}: option `{option}` (given {given}) is not known, {expected}")]
     Unknown {
-        /// The project.
+        /// The project of the option.
         preset: Preset,
-        /// Its function.
+        /// The function of the option.
         function: &'static str,
-        /// The name found.
+        /// The name that was given.
         option: String,
-        /// Its value.
+        /// The value that was given.
         given: String,
-        /// The nearest name, where one is near, and all that are accepted.
+        /// The nearest name, if one is near, and all accepted names.
         expected: String,
     },
-    /// A value that means nothing, or that is not reproduced.
+    /// The value of an option is invalid, or is not reproduced.
     #[error("preset {preset}, {function}: option `{option}`: got {given}, expected {expected}")]
     Option {
-        /// The project.
+        /// The project of the option.
         preset: Preset,
-        /// Its function.
+        /// The function of the option.
         function: &'static str,
-        /// The option.
+        /// The name of the option.
         option: String,
-        /// The value found.
+        /// The value that was given.
         given: String,
-        /// What would have been accepted.
+        /// The values that would be accepted, in words.
         expected: String,
     },
-    /// An input of the batch that is missing, or that the function does not take.
+    /// An input of the batch is missing, or the function does not take it.
     #[error("preset {preset}, {function}: input `{input}`: got {given}, expected {expected}")]
     Input {
-        /// The project.
+        /// The project of the input.
         preset: Preset,
-        /// Its function.
+        /// The function of the input.
         function: &'static str,
-        /// The input.
+        /// The name of the input.
         input: &'static str,
-        /// What was there.
+        /// The input that the batch has, in words.
         given: &'static str,
-        /// What would have been accepted.
+        /// The inputs that would be accepted, in words.
         expected: String,
     },
-    /// A number out of range.
+    /// An option makes a number of the spec invalid.
     #[error("preset {preset}, {function}: {reason}")]
     Spec {
-        /// The project.
+        /// The project of the option.
         preset: Preset,
-        /// Its function.
+        /// The function of the option.
         function: &'static str,
-        /// Which field.
+        /// The field of the spec that is wrong.
         reason: SpecError,
     },
 }
 
-/// What one project computes under `options`, when `function` is run on a batch that has `given`; `None` is the
-/// project's usual function.
+/// Resolves the loss that one project computes under `options`, when `function` runs on a batch with the inputs
+/// `given`; `None` is the project's usual function.
 ///
 /// # Errors
 /// [`PresetError`] naming the option or input that is not reproduced.
@@ -386,10 +386,11 @@ pub fn spec(
 /// A project's reading of its options for one of its functions and the inputs of a batch.
 type Resolve = fn(&OptionReader, &'static str, &BatchInputs) -> Result<ProjectLoss, PresetError>;
 
-/// What one project's file finds.
+/// One project's reading of its options.
 struct ProjectLoss {
     spec: LossSpec,
-    /// Every option of the function: one that nothing asked for has no effect.
+    /// The names of all options of the function, separated by white space: one that was given and not read has no
+    /// effect.
     known: &'static str,
     notes: Vec<String>,
 }

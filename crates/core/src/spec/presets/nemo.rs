@@ -20,7 +20,7 @@ const KNOWN: &str = "
     use_on_policy_kl_approximation
 ";
 
-/// The denominators of `masked_mean`.
+/// The number that `masked_mean` adds to its denominators.
 const EPSILON: f64 = 1e-8;
 
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
@@ -93,9 +93,8 @@ fn objective(
     })
 }
 
-/// The estimate is weighed by `exp(ℓ − sg(ℓ))`, whose gradient is that of the sampling, before its value is clamped.
-///
-/// Or against the sampler, `exp(ℓ − rollout_logp)`.
+/// Reads the KL penalty, whose estimate is multiplied by `exp(ℓ − sg(ℓ))`, which has the gradient of the sampling,
+/// before its value is clamped; or by `exp(ℓ − rollout_logp)` against the sampler.
 fn kl(reader: &OptionReader, given: &BatchInputs) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("reference_policy_kl_penalty", 0.01)?;
     if beta == 0.0 || reader.flag("use_kl_in_reward", false)? {
@@ -117,7 +116,7 @@ fn kl(reader: &OptionReader, given: &BatchInputs) -> Result<Option<Kl>, PresetEr
     }))
 }
 
-/// The trainer's own: rows whose mean `e^|y|` is above the threshold leave the sample mask.
+/// Reads the trainer's own rejection: sequences whose mean `e^|y|` is above the threshold leave the sample mask.
 fn rejection(reader: &OptionReader, given: &BatchInputs, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
     const NAME: &str = "seq_logprob_error_threshold";
     let Some(max) = reader.number_or_null(NAME, None)? else { return Ok(Vec::new()) };

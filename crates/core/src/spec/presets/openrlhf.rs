@@ -64,7 +64,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     Ok(ProjectLoss::new(spec, KNOWN))
 }
 
-/// `aggregate_loss`: per token, or per row with 1e-8 in the row's count.
+/// Reads `aggregate_loss`: per token, or per sequence with 1e-8 added to its count.
 fn averaging(reader: &OptionReader, by_token: bool) -> Result<Averaging, PresetError> {
     let dp_size = reader.number("dp_size", 1.0)?;
     let count = |name| Ok(reader.number_or_null(name, None)?.map(|count| count / dp_size));
@@ -77,8 +77,9 @@ fn averaging(reader: &OptionReader, by_token: bool) -> Result<Averaging, PresetE
     })
 }
 
-/// Tokens or rows outside the band lose their weight; those inside keep `exp(old_logp − rollout_logp)`. The band is of the
-/// ratio, of a row its geometric mean, or of a divergence, of a row its mean.
+/// Reads the correction: tokens or sequences outside the band lose their weight, and those inside keep
+/// `exp(old_logp − rollout_logp)`. The band is of the ratio, for a sequence its geometric mean, or of a divergence, for a
+/// sequence its mean.
 fn correction(
     reader: &OptionReader,
     level: RolloutLevel,
@@ -116,7 +117,7 @@ fn correction(
     Ok((Some(plain), vec![gate]))
 }
 
-/// Every estimate is clamped to ±10.
+/// Reads the KL penalty, of which every estimate is clamped to ±10.
 fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     let used = reader.flag("kl.use_loss", false)?;
     let beta = reader.number("kl.init_coef", 0.01)?;

@@ -1,4 +1,4 @@
-//! Options as a project spells them, and the one reader that all presets take them from.
+//! Options as a project spells them, and the reader that all presets use.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,12 +9,22 @@ use super::{Preset, PresetError};
 use crate::spec::Temperature;
 use crate::text::nearest;
 
-/// Option names and values of one project. Options within options are named with dots, such as `data.dp_size`.
+/// The option names and values of one project. Nested options are named with dots, such as `data.dp_size`.
+///
+/// ```
+/// # use assay_core as assay;
+/// use assay::spec::presets::{BatchInputs, Preset, PresetOptions, spec};
+///
+/// let options = PresetOptions::from_pairs(&["loss_type=grpo", "epsilon_hihg=0.28"])?;
+/// let error = spec(Preset::Trl, None, &options, &BatchInputs::default()).unwrap_err();
+/// assert!(error.to_string().contains("is `epsilon_high` meant?"));
+/// # Ok::<(), assay::spec::presets::PresetError>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PresetOptions(BTreeMap<String, Value>);
 
 impl PresetOptions {
-    /// The members of a JSON object.
+    /// Reads the members of a JSON object.
     ///
     /// # Errors
     /// [`PresetError::NotAnObject`] for any other value.
@@ -27,7 +37,7 @@ impl PresetOptions {
         Ok(options)
     }
 
-    /// `name=value` pairs. A value is JSON, or Python's `True`, `False` and `None`, or else a plain word.
+    /// Reads `name=value` pairs. A value is JSON, or Python's `True`, `False` and `None`, or else a plain word.
     ///
     /// # Errors
     /// [`PresetError::NotAPair`] for text without a name and `=`.
@@ -49,7 +59,7 @@ impl PresetOptions {
         Ok(options)
     }
 
-    /// Sets one option; the members of an object become options of their own.
+    /// Sets one option; the members of an object become separate options.
     pub fn insert(&mut self, name: &str, value: Value) {
         match value {
             Value::Object(members) => {
@@ -61,7 +71,7 @@ impl PresetOptions {
         }
     }
 
-    /// The same options without a leading `prefix` in their names, which some projects write and some leave out.
+    /// Copies the options without a leading `prefix` in their names, which some projects write and some leave out.
     pub(super) fn without_prefix(&self, prefix: &str) -> Self {
         Self(
             self.0
@@ -72,7 +82,7 @@ impl PresetOptions {
     }
 }
 
-/// Hands out options by name, and knows afterwards which were never asked for.
+/// The options of one call, which records the names that were read.
 pub(super) struct OptionReader<'o> {
     preset: Preset,
     function: &'static str,
@@ -106,7 +116,7 @@ impl<'o> OptionReader<'o> {
         self.options.0.iter().any(|(key, value)| within(key) && !value.is_null())
     }
 
-    /// An error about the option `name`: what it holds is not what is `expected`.
+    /// Returns the error that the option `name` has another value than `expected`.
     pub(super) fn refuse(&self, name: &str, expected: impl Into<String>) -> PresetError {
         PresetError::Option {
             preset: self.preset,
@@ -117,17 +127,17 @@ impl<'o> OptionReader<'o> {
         }
     }
 
-    /// An error about an input of the batch.
+    /// Returns the error that an input of the batch is missing or of another form.
     pub(super) fn lacks(&self, input: &'static str, given: &'static str, expected: impl Into<String>) -> PresetError {
         PresetError::Input { preset: self.preset, function: self.function, input, given, expected: expected.into() }
     }
 
-    /// A number; null is refused.
+    /// Reads a number; null is refused.
     pub(super) fn number(&self, name: &'static str, default: f64) -> Result<f64, PresetError> {
         self.get(name).map_or(Ok(default), |value| value.as_f64().ok_or_else(|| self.refuse(name, "a number")))
     }
 
-    /// A softmax temperature: a number, `given` where it comes with the batch, 1 where nothing is said.
+    /// Reads a softmax temperature: a number, or `given` if it comes with the batch; 1 by default.
     pub(super) fn temperature(&self, name: &'static str) -> Result<Temperature, PresetError> {
         match self.get(name) {
             None => Ok(Temperature::ONE),
@@ -139,7 +149,7 @@ impl<'o> OptionReader<'o> {
         }
     }
 
-    /// A number, or null for none.
+    /// Reads a number, or null for none.
     pub(super) fn number_or_null(&self, name: &'static str, default: Option<f64>) -> Result<Option<f64>, PresetError> {
         match self.get(name) {
             None => Ok(default),
@@ -148,7 +158,7 @@ impl<'o> OptionReader<'o> {
         }
     }
 
-    /// A whole number `≥ 1` or null; absent is null.
+    /// Reads a whole number `≥ 1`, or null; the default is null.
     pub(super) fn count_or_null(&self, name: &'static str) -> Result<Option<usize>, PresetError> {
         let Some(number) = self.number_or_null(name, None)? else { return Ok(None) };
         let whole = number >= 1.0 && number.fract() == 0.0 && number <= 2_f64.powi(53);
@@ -156,7 +166,7 @@ impl<'o> OptionReader<'o> {
         if whole { Ok(Some(number as usize)) } else { Err(self.refuse(name, "a whole number ≥ 1, or null")) }
     }
 
-    /// Token ids, in a list; null or absent is none of them.
+    /// Reads a list of token ids; null or a missing option is an empty list.
     pub(super) fn ids(&self, name: &'static str) -> Result<Vec<usize>, PresetError> {
         let expected = || self.refuse(name, "a list of token ids, or null");
         match self.get(name) {
@@ -169,12 +179,12 @@ impl<'o> OptionReader<'o> {
         }
     }
 
-    /// A truth value.
+    /// Reads a truth value; null is refused.
     pub(super) fn flag(&self, name: &'static str, default: bool) -> Result<bool, PresetError> {
         self.get(name).map_or(Ok(default), |value| value.as_bool().ok_or_else(|| self.refuse(name, "true or false")))
     }
 
-    /// Text, or a number written as text; null or absent is `None`.
+    /// Reads text, or a number as text; null or a missing option is `None`.
     pub(super) fn text(&self, name: &'static str) -> Result<Option<String>, PresetError> {
         match self.get(name) {
             None | Some(Value::Null) => Ok(None),
@@ -184,14 +194,14 @@ impl<'o> OptionReader<'o> {
         }
     }
 
-    /// One of `words`; null is refused.
+    /// Reads one of `words`; null is refused.
     pub(super) fn word<T: Copy>(&self, name: &'static str, default: T, words: &[(&str, T)]) -> Result<T, PresetError> {
         let Some(value) = self.get(name) else { return Ok(default) };
         let found = words.iter().find(|(word, _)| value.as_str() == Some(word));
         found.map(|(_, meaning)| *meaning).ok_or_else(|| self.refuse(name, one_of(words.iter().map(|(word, _)| *word))))
     }
 
-    /// Refuses every value but those that leave the option off: null, false, 0 and an empty list.
+    /// Refuses every value except those that leave the option off: null, false, 0 and an empty list.
     pub(super) fn off(&self, name: &'static str, why: &str) -> Result<(), PresetError> {
         let off = |value: &Value| match value {
             Value::Null => true,
@@ -203,7 +213,7 @@ impl<'o> OptionReader<'o> {
         if self.get(name).is_none_or(off) { Ok(()) } else { Err(self.refuse(name, format!("it to be off: {why}"))) }
     }
 
-    /// The options that were given and that nothing asked for, all of them among the function's `known` ones.
+    /// Lists the options that were given and never read, all of which are among the function's `known` ones.
     ///
     /// # Errors
     /// [`PresetError::Unknown`] naming the first option that is neither.
@@ -236,7 +246,7 @@ impl<'o> OptionReader<'o> {
     }
 }
 
-/// `one of a, b and c`
+/// Joins words as `one of a, b and c`.
 pub(super) fn one_of<'w>(words: impl Iterator<Item = &'w str>) -> String {
     let words: Vec<&str> = words.collect();
     match words.as_slice() {

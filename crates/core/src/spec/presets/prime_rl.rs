@@ -13,11 +13,11 @@ pub(super) const FUNCTIONS: &[&str] = &[DEFAULT, IPO];
 
 const KNOWN: &str = "adv_tau dppo_mask_high dppo_mask_low ipo_threshold kl_tau rl_scale temperature temperatures type";
 
-/// The sum over tokens of `−keep·adv_tau·A·ρ + kl_tau·x²`, over `rl_scale`: the ratio is against the sampler.
+/// Resolves the sum over tokens of `−keep·adv_tau·A·ρ + kl_tau·x²`, over `rl_scale`, with the ratio against the
+/// sampler.
 ///
-/// `temperatures` are one a token, `given`; `temperature` is one for all.
-///
-/// `adv_tau` multiplies the whole loss here, and the penalty is divided by it.
+/// `temperatures` is `given`, one per token; `temperature` is one for all tokens. `adv_tau` multiplies the whole loss here, and
+/// the penalty is divided by it.
 pub(super) fn resolve(
     reader: &OptionReader,
     function: &'static str,

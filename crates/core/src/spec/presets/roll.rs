@@ -10,10 +10,10 @@ use crate::spec::{
 
 const AGENTIC: &str = "agentic_actor_pg_worker";
 
-/// The modules whose `ActorWorker.loss_func` it is.
+/// The modules whose `ActorWorker.loss_func` is reproduced.
 pub(super) const FUNCTIONS: &[&str] = &["actor_worker", AGENTIC];
 
-/// What `actor_train.` may stand before.
+/// The prefix that option names may have.
 pub(super) const ACTOR_TRAIN: &str = "actor_train.";
 
 const KNOWN: &str = "
@@ -25,7 +25,8 @@ const KNOWN: &str = "
     train_infer_correction.is_weight.weight_type use_kl_loss use_pg_clip_range use_topr_loss use_topr_neg_loss_coef
 ";
 
-/// Every term has the mean of `loss_agg_mode`. Masks and counts are integers there: the 1e-8 beside them are lost, in float32.
+/// Resolves a loss in which every term has the mean of `loss_agg_mode`. Masks and counts are integers there, so that
+/// the 1e-8 added to them is lost in float32.
 pub(super) fn resolve(
     reader: &OptionReader,
     function: &'static str,
@@ -75,7 +76,7 @@ pub(super) fn resolve(
     Ok(found)
 }
 
-/// `agg_loss`, and which count of the global batch is not there.
+/// Reads `agg_loss`; also returns the count of the global batch that is missing.
 fn averaging(reader: &OptionReader) -> Result<(Averaging, Option<&'static str>), PresetError> {
     const TOKENS: &str = "batch_num_tokens";
     const SAMPLES: &str = "global_valid_samples";
@@ -115,7 +116,7 @@ fn weighs_samples(reader: &OptionReader) -> Result<bool, PresetError> {
     Ok(reader.flag("difficulty_loss_weight", false)? | reader.flag("length_loss_weight", false)?)
 }
 
-/// `pg_variant` of the agentic pipeline.
+/// Reads `pg_variant` of the agentic pipeline.
 fn variant(reader: &OptionReader) -> Result<(Objective, Ratio), PresetError> {
     const SEGMENTS: &str = "token: a ratio of each run of the mask is one of sequences, packed";
     if !reader.word("ratio_type", true, &[("token", true), ("segment", false)])? {
@@ -145,7 +146,7 @@ fn variant(reader: &OptionReader) -> Result<(Objective, Ratio), PresetError> {
     Ok((objective, Ratio::default()))
 }
 
-/// `train_infer_correction.is_weight`, on the policy term.
+/// Reads `train_infer_correction.is_weight`, a weight of the policy term.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     const TYPE: &str = "train_infer_correction.is_weight.weight_type";
     if !reader.flag("train_infer_correction.is_weight.enabled", false)? {

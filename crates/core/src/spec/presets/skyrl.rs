@@ -1,7 +1,7 @@
 //! SkyRL 0.3.0: `skyrl_train/utils/ppo_utils.py`, `utils/off_policy_correction_utils.py` and `workers/worker.py`.
 //!
 //! `trainer` is the loss of one mini-batch that is one micro-batch on one worker, with `loss_reduction` folded into the
-//! advantages as the trainer does it. The policy losses alone take advantages that are so scaled, and sum. SkyRL rounds
+//! advantages as the trainer does it. The policy losses alone take advantages scaled in this way, and sum. SkyRL rounds
 //! ratios to f32 whatever the dtype.
 
 use super::options::OptionReader;
@@ -114,7 +114,7 @@ pub(super) fn resolve(
     Ok(found)
 }
 
-/// The loss that a function stands for.
+/// Returns the policy loss that a function computes.
 fn loss(reader: &OptionReader, function: &'static str) -> Result<SkyrlLoss, PresetError> {
     Ok(match function {
         TRAINER => reader.word("policy_loss_type", SkyrlLoss::Regular, &LOSSES)?,
@@ -192,7 +192,8 @@ fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio
     })
 }
 
-/// `policy + kl_loss_coef · kl − entropy_loss_coef · entropy`: the KL mean is over rows, the entropy mean over tokens.
+/// Resolves `policy + kl_loss_coef · kl − entropy_loss_coef · entropy`: the KL mean is over sequences, the entropy mean
+/// over tokens.
 fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<LossSpec, PresetError> {
     if matches!(loss, SkyrlLoss::ClipCov | SkyrlLoss::KlCov) {
         let expected = "another loss: here `loss_reduction` changes the advantages that covariances and penalties are \
@@ -262,8 +263,8 @@ fn weights(reader: &OptionReader) -> Result<Option<RolloutWeights>, PresetError>
     Ok(Some(RolloutWeights { level, max: Some(max), clamp: Some(20.0), ..weights_from(RolloutSource::Logp) }))
 }
 
-/// A rejected token loses its policy term and still counts, as the advantages were scaled before. `k1` is the logarithm
-/// of the sampler's ratio upside down: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
+/// Reads the rejections. A rejected token loses its policy term and still counts, as the advantages were scaled before. `k1` is
+/// the logarithm of the inverse of the sampler's ratio: a ratio within `[low, high]` is a `k1` within `[−ln high, −ln low]`.
 fn rejections(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     const METRIC: &str = "off_policy_correction.sequence_mask_metric";
     let within = |level, low: f64, high: f64| Rejection {
@@ -297,7 +298,7 @@ fn rejections(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     Ok(found)
 }
 
-/// A sequence is rejected for one token whose ratio is out of bounds: by its largest `k1`, and its smallest.
+/// Reads the rejection of a sequence for one token whose ratio is out of bounds: by its largest `k1` and its smallest.
 fn outliers(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let of = |level, min, max| Rejection {
         estimator: RejectionEstimator::K1,

@@ -13,8 +13,8 @@ use crate::spec::{
 
 pub(super) const FUNCTIONS: &[&str] = &["GRPOTrainer", "GMPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer"];
 
-/// `GRPOConfig`, and what a recorded run says of the model's head. Those that say how a batch comes about, and not what
-/// its loss is, have no effect.
+/// The options of `GRPOConfig`, and those by which a recorded run describes the model's head. Options about the making
+/// of a batch have no effect on its loss.
 const KNOWN: &str = "
     beta cast_lm_head_to_fp32 delta disable_dropout ds3_gather_for_generation entropy_coef entropy_coef_delta
     entropy_coef_max entropy_coef_min entropy_target epsilon epsilon_high fused_lm_head.chunk_size
@@ -84,8 +84,8 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
-/// GMPO: PPO's clip in log space, the geometric mean of a row's ratios, the mean over all rows. Of `GRPOConfig` it
-/// reads the clip, the KL penalty and the entropy mask; a row without a token counts with `−A`.
+/// Resolves GMPO: PPO's clip in log space, the geometric mean of a sequence's ratios, and the mean over all sequences. It reads
+/// the clip, the KL penalty and the entropy mask of `GRPOConfig`; a sequence without a token counts with `−A`.
 fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
@@ -107,14 +107,14 @@ fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     Ok(ProjectLoss::new(spec, KNOWN))
 }
 
-/// Options of `AsyncGRPOConfig` that the loss reads, or that say how a batch comes about.
+/// The options of `AsyncGRPOConfig` that the loss reads, or that are about the making of a batch.
 const KNOWN_OF_ASYNC: &str = "
     epsilon epsilon_high gradient_accumulation_steps learning_rate max_completion_length max_staleness min_p
     num_generations num_processes per_device_train_batch_size repetition_penalty temperature token_budget top_k
     top_p
 ";
 
-/// PPO's clip against the sampler, over the tokens of all ranks' rows, divided by the accumulation steps.
+/// Resolves PPO's clip against the sampler, over the tokens of all ranks, divided by the accumulation steps.
 fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if !given.sampling_logps {
         return Err(reader.lacks("old_log_probs", "no sampling logps", "them: the old policy is the sampler's"));
@@ -136,8 +136,8 @@ fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLos
     Ok(found)
 }
 
-/// Options of `RLOOConfig` that the loss reads, or that say how a batch or its advantages come about: its `beta` is of a KL in the
-/// reward.
+/// The options of `RLOOConfig` that the loss reads, or that are about the making of a batch or its advantages: `beta`
+/// is of a KL in the reward.
 const KNOWN_OF_RLOO: &str = "
     beta disable_dropout epsilon epsilon_high generation_batch_size gradient_accumulation_steps learning_rate
     mask_truncated_completions max_completion_length min_p normalize_advantages num_generations num_generations_eval
@@ -146,7 +146,8 @@ const KNOWN_OF_RLOO: &str = "
     temperature top_k top_p use_vllm vllm_mode
 ";
 
-/// RLOO: PPO's clip of the product of a row's ratios, the mean over all rows. What divides by the accumulation steps is outside.
+/// Resolves RLOO: PPO's clip of the product of a sequence's ratios, and the mean over all sequences. The division by
+/// the accumulation steps is outside.
 fn rloo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
@@ -169,7 +170,7 @@ fn rloo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     Ok(found)
 }
 
-/// How a loss is spread over accumulation steps; in evaluation it is not.
+/// The division of a loss over accumulation steps, which evaluation does not have.
 struct Steps {
     train: bool,
     accumulation: f64,
@@ -193,14 +194,14 @@ impl Steps {
         if self.train { 1.0 / self.accumulation } else { 1.0 }
     }
 
-    /// From the tokens of a generation batch to those of one accumulation window of one process.
+    /// Returns the factor from the tokens of a generation batch to those of one accumulation window of one process.
     fn items_factor(&self) -> f64 {
         let window = if self.train { self.accumulation / self.generation } else { 1.0 };
         window / self.processes
     }
 }
 
-/// Of the streamed LM head's logits: `logit_scale`, then the soft cap.
+/// Reads the transform of the streamed LM head's logits: `logit_scale`, then the soft cap.
 fn logits_transform(reader: &OptionReader) -> Result<LogitsTransform, PresetError> {
     Ok(LogitsTransform {
         scale: reader.number_or_null("fused_lm_head.logit_scale", None)?.unwrap_or(1.0),
@@ -229,7 +230,7 @@ fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     Ok(Some(Kl { importance, ..Kl::plain(beta, KlEstimator::K3) }))
 }
 
-/// The trainer's own weights where the batch has them; else those that it makes of both log-probabilities. VESPO reads
+/// Reads the trainer's own weights if the batch has them, else those computed from both log-probabilities. VESPO reads
 /// the array whether vLLM is used or not.
 fn rollout(
     reader: &OptionReader,

@@ -77,7 +77,7 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
-/// `sampler_is_weights` of the batch, or those that the learner makes for `sampler_is: token`.
+/// Reads `sampler_is_weights` of the batch, or the weights that the learner computes for `sampler_is: token`.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("sampler_is_weights", "[B]", "[B,T] or [B,1]")),
@@ -92,7 +92,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     }
 }
 
-/// All three terms are token means with 1e-8 in the denominator; the temperature is not passed on.
+/// Resolves a loss whose three terms are token means with 1e-8 in the denominator; the temperature is not passed on.
 fn ppo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     if !given.old_logps {
         return Err(reader.lacks("old_logps", "nothing", "[B,T]"));

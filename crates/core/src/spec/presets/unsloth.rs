@@ -28,8 +28,8 @@ const GEOMETRIC_MODES: [(&str, (RolloutLevel, OutOfBounds)); 2] = [
     ("geometric_mask", (RolloutLevel::Geometric, OutOfBounds::Mask)),
 ];
 
-/// TRL's losses, with the KL difference clamped to ±20 and its value to ±10 after the bias correction, weights of a
-/// geometric mean, and verl's rejections, whose tokens still count in the denominators.
+/// Resolves TRL's losses with the KL difference clamped to ±20 and its value to ±10 after the bias correction, weights
+/// of a geometric mean, and verl's rejections, whose tokens still count in the denominators.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let loss_type = LossType::read(reader, LossType::Grpo)?;
     let clip = ClipNames { low: ("epsilon_low", 0.2), high: ("epsilon_high", Some(0.2)) };
@@ -113,7 +113,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
 
-/// The columns that vLLM never samples; a sampled one is put back for its own token.
+/// Reads the vocabulary entries that vLLM never samples; a sampled one is put back for its own token.
 fn support(reader: &OptionReader) -> Result<Support, PresetError> {
     const WHY: &str = "a support that is made again from the logits is not reproduced";
     reader.off("support_top_k", WHY)?;
@@ -126,7 +126,7 @@ fn support(reader: &OptionReader) -> Result<Support, PresetError> {
     Ok(Support { vocab: None, excluded_ids, keep_sampled })
 }
 
-/// 0 leaves the option off.
+/// Reads a number that 0 turns off.
 fn positive(reader: &OptionReader, name: &'static str) -> Result<Option<f64>, PresetError> {
     Ok(reader.number_or_null(name, None)?.filter(|x| *x != 0.0))
 }
@@ -151,7 +151,7 @@ fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     }))
 }
 
-/// Weights are made of both log-probabilities where the batch has them and vLLM's correction is on.
+/// Reads the weights, computed from both log-probabilities if the batch has them and vLLM's correction is on.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", false)?;
     if given.rollout_weights.is_some() {

@@ -9,7 +9,7 @@ use crate::spec::{
     RolloutWeights, Rows, Sapo, Temperature, TopCovariance, TrustRegion,
 };
 
-/// What the names of the policy losses begin with.
+/// The prefix of the names of the policy losses.
 pub(super) const POLICY_LOSS: &str = "compute_policy_loss_";
 
 pub(super) const FUNCTIONS: &[&str] = &[
@@ -43,7 +43,7 @@ const KNOWN: &str = "
     temperature use_dynamic_bsz use_fused_kernels use_kl_loss use_torch_compile
 ";
 
-/// The denominators of verl's means, and of GMPO's.
+/// The number that verl's means, and GMPO's, add to their denominators.
 const EPSILON: f64 = 1e-8;
 
 pub(super) fn resolve(
@@ -95,8 +95,8 @@ pub(super) fn resolve(
     Ok(found)
 }
 
-/// `policy − entropy_coeff · entropy + kl_loss_coef · kl`, where each is aggregated by `loss_agg_mode`, but the policy
-/// losses that have a mode of their own.
+/// Resolves `policy − entropy_coeff · entropy + kl_loss_coef · kl`, each term aggregated by `loss_agg_mode` except
+/// policy losses that have their own mode.
 fn ppo_loss(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
     let names: Vec<(&str, &str)> = MODES.iter().map(|mode| (*mode, *mode)).collect();
     let mode = reader.word("loss_mode", "vanilla", &names)?;
@@ -116,7 +116,7 @@ fn ppo_loss(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, Pres
     Ok(spec)
 }
 
-/// What `loss_mode` may be.
+/// The values of `loss_mode`.
 const MODES: [&str; 12] = [
     "vanilla",
     "gspo",
@@ -132,7 +132,7 @@ const MODES: [&str; 12] = [
     "bypass_mode",
 ];
 
-/// The policy loss alone.
+/// Resolves the policy loss alone, of one `loss_mode`.
 fn policy_loss(
     reader: &OptionReader,
     given: &BatchInputs,
@@ -206,7 +206,7 @@ fn dppo(reader: &OptionReader, mode: &str) -> Result<TrustRegion, PresetError> {
     Ok(TrustRegion { divergence, low, high, two_sided: false, truncate, penalty: 0.0 })
 }
 
-/// GMPO: `loss_agg_mode` and the global batch are not used, and every row counts.
+/// Resolves GMPO, which does not use `loss_agg_mode` and the global batch, and counts every sequence.
 fn geo_mean(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
     let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
     let mut rollout = rollout(reader, given)?;
@@ -232,7 +232,8 @@ fn geo_mean(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, Pres
     })
 }
 
-/// The sampler's policy is the old one: PPO's clip without weights, or REINFORCE weighed by the truncated ratio.
+/// Resolves losses whose old policy is the sampler's: PPO's clip without weights, or REINFORCE weighted by the
+/// truncated ratio.
 fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Result<LossSpec, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
     let weighs = reader.word("rollout_correction.loss_type", false, &[("ppo_clip", false), ("reinforce", true)])?;
@@ -265,7 +266,7 @@ fn clip(reader: &OptionReader) -> Result<PpoClip, PresetError> {
     Ok(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip: None })
 }
 
-/// `kl_penalty`: `k3` clamps the difference to ±20 and the value to ±10; a `+` takes the gradient of `k2`.
+/// Reads `kl_penalty`: `k3` clamps the difference to ±20 and the value to ±10; a `+` takes the gradient of `k2`.
 fn kl(reader: &OptionReader, name: &'static str, beta: f64) -> Result<Kl, PresetError> {
     const EXPECTED: &str = "kl, k1, abs, mse, k2, low_var_kl or k3, and + for the gradient of k2";
     let kind = reader.text(name)?.unwrap_or_else(|| "low_var_kl".into());
@@ -289,7 +290,7 @@ fn kl(reader: &OptionReader, name: &'static str, beta: f64) -> Result<Kl, Preset
     })
 }
 
-/// What `agg_loss` is told of the global batch.
+/// The counts of the global batch that `agg_loss` gets.
 #[derive(Clone)]
 struct VerlBatch {
     mode: &'static str,
@@ -297,7 +298,7 @@ struct VerlBatch {
     tokens: Option<f64>,
     sequences: Option<f64>,
     length: Option<usize>,
-    /// What to say where a count is missing.
+    /// The error for a count that is missing.
     missing: PresetError,
 }
 
@@ -330,7 +331,7 @@ impl VerlBatch {
         })
     }
 
-    /// The weights of `agg_loss`, `dp_size` within: it multiplies a sum that the ranks then average.
+    /// Returns the weights of `agg_loss` with `dp_size` included: it multiplies a sum that the ranks then average.
     fn averaging(&self) -> Result<Averaging, PresetError> {
         let global = |count: Option<f64>| match count {
             Some(count) => Ok(Some(count / self.dp_size)),
@@ -354,7 +355,7 @@ fn aggregated(batch: &VerlBatch) -> Result<LossSpec, PresetError> {
     Ok(LossSpec { reduction, denominator_epsilon, ..LossSpec::default() })
 }
 
-/// `rollout_is_weights` of the batch, or those that `rollout_correction` makes.
+/// Reads `rollout_is_weights` of the batch, or the weights that `rollout_correction` computes.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
     let switched_off = reader.names(NAME) && !reader.is_given(NAME);
@@ -381,7 +382,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     }
 }
 
-/// `upper`, or `lower_upper`.
+/// Reads a threshold, `upper` or `lower_upper`.
 fn is_threshold(reader: &OptionReader) -> Result<(Option<f64>, f64), PresetError> {
     const NAME: &str = "rollout_correction.rollout_is_threshold";
     let expected = "a number > 0, or lower_upper such as 0.5_5.0";
@@ -394,8 +395,8 @@ fn is_threshold(reader: &OptionReader) -> Result<(Option<f64>, f64), PresetError
     bounds.ok_or_else(|| reader.refuse(NAME, expected))
 }
 
-/// `rollout_rs`: comma-separated statistics, all of which must stay within their thresholds; a ratio's bounds are those
-/// of its logarithm.
+/// Reads `rollout_rs`: comma-separated statistics, all of which must be within their thresholds; bounds of a ratio are
+/// converted to bounds of its logarithm.
 fn rejection(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let Some(modes) = reader.text("rollout_correction.rollout_rs")? else { return Ok(Vec::new()) };
     let thresholds = reader.text("rollout_correction.rollout_rs_threshold")?;
@@ -412,13 +413,13 @@ fn rejection(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     })
 }
 
-/// Which of the two options is wrong.
+/// The option that is wrong, of the two about rejections.
 pub(super) enum RejectionTextError {
     Mode,
     Threshold,
 }
 
-/// As verl reads both options, and Unsloth after it.
+/// Parses both options about rejections as verl does, and Unsloth after it.
 pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Rejection>, RejectionTextError> {
     let parts = |text: &str| -> Vec<String> {
         text.split(',').map(|part| part.trim().to_string()).filter(|part| !part.is_empty()).collect()
