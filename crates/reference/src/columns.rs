@@ -1,21 +1,21 @@
-//! [`TokenColumns`]: what a token's softmaxes say of its columns.
+//! [`TokenColumns`]: the softmaxes of one token over the vocabulary.
 
 use super::logits_transform::TransformedLogits;
 use super::{ScaledSoftmax, Token};
 
-/// A token's transformed logits and its softmaxes, or those of some columns of it.
+/// The transformed logits and the softmaxes of one token, over all vocabulary entries or a range of them.
 pub struct TokenColumns {
     scaled: TransformedLogits,
     logp: SoftmaxColumns,
-    /// `None` where it is the same.
+    /// The softmax of the entropy; `None` if it equals that of logp.
     entropy: Option<SoftmaxColumns>,
 }
 
-/// Columns of a softmax.
+/// A softmax over a range of vocabulary entries.
 pub struct SoftmaxColumns {
-    /// `z_j`, the logits divided by what the softmax divides them by.
+    /// The logits divided by the softmax's divisor, `z_j`.
     pub z: Vec<f64>,
-    /// Their probabilities.
+    /// The probabilities `p_j` of the entries.
     pub probabilities: Vec<f64>,
 }
 
@@ -34,32 +34,32 @@ impl TokenColumns {
         Self { logp: SoftmaxColumns::new(logp, &scaled.logits), entropy, scaled }
     }
 
-    /// The first column.
+    /// Returns the first vocabulary entry of the range.
     pub fn first(&self) -> usize {
         self.scaled.first
     }
 
-    /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    /// Returns the transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
     pub fn logits(&self) -> &[f64] {
         &self.scaled.logits
     }
 
-    /// `∂h_j/∂x_j`; `None` where it is 1 for all.
+    /// Returns the derivatives `∂h_j/∂x_j`; `None` if all are 1.
     pub fn slopes(&self) -> Option<&[f64]> {
         self.scaled.slopes.as_deref()
     }
 
-    /// Where the sampled id stands among them, if it does.
+    /// Returns the index of `id` in the range; `None` if it is outside.
     pub fn place_of(&self, id: usize) -> Option<usize> {
         id.checked_sub(self.first()).filter(|&at| at < self.logits().len())
     }
 
-    /// Of the softmax that logp is taken from: `z` and `p`.
+    /// Returns `z` and `p` of the softmax that logp is taken from.
     pub fn logp(&self) -> &SoftmaxColumns {
         &self.logp
     }
 
-    /// Of the softmax that entropy is taken from: `z` and `q`.
+    /// Returns `z` and `q` of the softmax that entropy is taken from.
     pub fn entropy(&self) -> &SoftmaxColumns {
         self.entropy.as_ref().unwrap_or(&self.logp)
     }

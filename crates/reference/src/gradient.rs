@@ -1,20 +1,20 @@
-//! `∂loss / ∂logits` of one row, in closed form.
+//! The gradient `∂loss / ∂logits` of one token, in closed form.
 
 use super::Token;
 use super::columns::{SoftmaxColumns, TokenColumns};
 
-/// A log-probability of a token, and what the loss has of it.
+/// One log-probability of a token, and the derivative of the loss with respect to it.
 #[derive(Clone, Copy)]
 pub(super) struct LogpGradient {
-    /// `y_k`
+    /// The id `y_k` that is scored.
     pub(super) id: usize,
-    /// `1 − p_y`
+    /// The probability of the other entries, `1 − p_y`.
     pub(super) probability_of_others: f64,
-    /// `∂loss/∂ℓ_k`
+    /// The derivative `∂loss/∂ℓ_k`.
     pub(super) grad: f64,
 }
 
-/// `dlogits[b,t,:]` of an unmasked token, or of some columns of it.
+/// Returns `dlogits[b,t,:]` of an unmasked token, for all vocabulary entries or a range of them.
 ///
 /// With `h` the transformed logits, `y_k` the token's ids, of which most often there is one, `G_k = ∂loss/∂ℓ_k` and `E = ∂loss/∂H`:
 ///

@@ -1,23 +1,23 @@
-//! The KL estimate of one token, value and derivatives side by side.
+//! The KL estimate of one token, with its derivatives.
 
 use super::ratio::held;
 use super::token::{Term, TokenInputs, sign};
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec};
 
-/// Which smooth piece of its KL estimate a token is on.
+/// The smooth piece of its KL estimate that a token is on.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct KlPiece {
-    /// Derivative of the clamped difference by the difference: 1 or 0.
+    /// The derivative of the clamped difference by the difference: 1 or 0.
     slope: f64,
-    /// `sign d` for the estimator `|d|`, which has its kink at 0; 0 for the others.
+    /// The sign of `d` for the estimator `|d|`, which has its kink at 0; 0 for the other estimators.
     sign: f64,
-    /// The bound of the value that the estimate is beyond.
+    /// The bound that the estimate exceeds, if it does.
     bound: Option<f64>,
-    /// Derivative of the token's own log-ratio by `ℓ`: 1 or 0.
+    /// The derivative of the token's own log-ratio by `ℓ`: 1 or 0.
     own_slope: f64,
 }
 
-/// `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
+/// Returns the clamped difference `d = clamp(ref_logp − ℓ, ±difference_clamp)`.
 fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::BoundedValue {
     let clamp = kl.difference_clamp.unwrap_or(f64::INFINITY);
     held(inputs.ref_logp.unwrap_or(f64::NAN) - inputs.logp, -clamp, clamp)
@@ -44,7 +44,8 @@ impl KlPiece {
         piece
     }
 
-    /// With `d = ref_logp − ℓ`, `dd/dℓ = −1`, or 0 beyond its clamp:
+    /// Returns value and derivatives of the estimate on this piece. With `d = ref_logp − ℓ`, `dd/dℓ = −1`, or 0 beyond
+    /// its clamp:
     ///
     /// ```text
     /// k1:  −d            d/dℓ = 1

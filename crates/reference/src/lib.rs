@@ -1,11 +1,11 @@
-//! The oracle: the GRPO loss, entropy and dlogits in f64, written to be read beside the formulas.
+//! The oracle: the GRPO loss, entropy and dlogits in f64, written to be compared with the formulas line by line.
 //!
-//! Inputs are widened exactly, sums are compensated ([`Sum`]), gradients are in closed form. Nothing here is shared
-//! with any kernel, and nothing outside [`assay_core::spec`] and [`assay_core::problem`] is used.
+//! Inputs are widened exactly, sums are compensated ([`Sum`]), and gradients are in closed form. The crate shares no code with any
+//! kernel, and uses nothing outside [`assay_core::spec`] and [`assay_core::problem`].
 //!
-//! A masked token is never looked at: it is absent from every sum, whatever stands in its logits, id, advantage or
-//! log-probabilities, and its dlogits are 0. Where a value cannot be finite (a NaN logit, `exp` beyond 1.8e308) the
-//! result holds the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay right.
+//! The values of a masked token are never read: it is absent from every sum, whatever its logits, id, advantage and
+//! log-probabilities are, and its dlogits are 0. If a value cannot be finite (a NaN logit, `exp` beyond 1.8e308), the
+//! result contains the NaN or ∞ and [`Reference::first_nonfinite`] names the token; other rows stay correct.
 
 mod columns;
 mod gradient;
@@ -46,88 +46,113 @@ use logits_transform::TransformedLogits;
 use rollout::Corrections;
 use selection::Sample;
 
-/// A softmax over logits divided by `divisor`.
+/// A softmax over logits that were divided by `divisor`.
 #[derive(Clone, Copy, Debug)]
 pub struct ScaledSoftmax {
-    /// What divides the logits before the softmax.
+    /// The divisor of the logits before the softmax, dimensionless.
     pub divisor: f64,
-    /// Statistics of the divided row.
+    /// The statistics of the divided logits.
     pub stats: Softmax,
 }
 
-/// Everything the loss knows about one unmasked token.
+/// Everything that the loss knows of one unmasked token.
 #[derive(Clone, Copy, Debug)]
 pub struct Token {
-    /// Its place, `[b,t]`.
+    /// The position `[b,t]` of the token.
     pub at: (usize, usize),
-    /// The sampled id, `y`; the first where it has several.
+    /// The sampled id, `y`; the first if the token has several.
     pub id: usize,
     /// The softmax that `logp` is taken from.
     pub logp_softmax: ScaledSoftmax,
-    /// The softmax that `entropy` is taken from, whose divisor is the token's temperature: the same unless that divides the
-    /// log-probability.
+    /// The softmax that `entropy` is taken from, whose divisor is the token's temperature. It equals the other unless
+    /// the temperature divides the log-probability.
     pub entropy_softmax: ScaledSoftmax,
-    /// `1 − p_y`, summed over the other columns.
+    /// The probability of the other entries, `1 − p_y`, summed over them.
     pub probability_of_others: f64,
-    /// `H`, nats.
+    /// The entropy `H` of the token's distribution, nats.
     pub entropy: f64,
-    /// `ℓ` and what it is compared with.
+    /// The log-probability `ℓ` and the values that it is compared with.
     pub inputs: TokenInputs,
     /// The smooth piece of the loss that the token is on.
     pub branch: Branch,
-    /// Policy term, with its masks and weights.
+    /// The policy term, with its masks and weights.
     pub policy: Term,
-    /// KL estimate, without `beta`.
+    /// The KL estimate, without `beta`.
     pub kl: Term,
-    /// `Σ dlogp_k · ℓ_k` of its other ids; 0 where it has none.
+    /// The sum `Σ dlogp_k · ℓ_k` over the token's other ids; 0 if it has none.
     pub of_others: f64,
-    /// `policy + beta · kl`, and that.
+    /// The loss of the token, `policy + beta · kl + of_others`, before the reduction.
     pub token_loss: f64,
     /// Whether the token counts as clipped low.
     pub clipped_low: bool,
     /// Whether the token counts as clipped high.
     pub clipped_high: bool,
-    /// What the reduction, and `scale`, multiply the policy term by.
+    /// The factor of the policy term in the loss: the reduction's weight times `scale`.
     pub weight: f64,
-    /// And `beta · kl`.
+    /// The factor of `beta · kl` in the loss: the reduction's weight times `scale`.
     pub kl_weight: f64,
-    /// And `entropy_coef · H`.
+    /// The factor of `entropy_coef · H` in the loss, with the opposite sign.
     pub entropy_weight: f64,
-    /// `∂loss/∂H`: of the entropy bonus, or given.
+    /// The derivative `∂loss/∂H`, from the entropy bonus or given.
     pub grad_entropy: f64,
-    /// `∂w/∂x` of this token in its row's log-ratio: `1/n` of a token in its mean, 1 in its sum; 1 where the ratio is the token's own.
+    /// The derivative `∂w/∂x` of the sequence's log-ratio by this token's: `1/n` for a mean, 1 for a sum; 1 if the
+    /// ratio is the token's own.
     pub share: f64,
-    /// `Σ_u ∂loss/∂w_u` over the row where its tokens share a ratio that has a gradient; else 0.
+    /// The sum `Σ_u ∂loss/∂w_u` over the sequence, if its tokens share a ratio that has a gradient; else 0.
     pub coupling: f64,
 }
 
-/// An id of a token beside its first.
+/// One of a token's ids after its first.
 #[derive(Clone, Copy, Debug)]
 pub struct OtherLogp {
-    /// `y_k`
+    /// The id `y_k` that is scored.
     pub id: usize,
-    /// `ℓ_k`, nats.
+    /// The log-probability `ℓ_k` of the id, nats.
     pub logp: f64,
-    /// `1 − p_y`, summed over the other columns.
+    /// The probability of the other entries, `1 − p_y`, summed over them.
     pub probability_of_others: f64,
-    /// `∂loss/∂ℓ_k`.
+    /// The derivative `∂loss/∂ℓ_k`, which is given.
     pub grad_logp: f64,
 }
 
-/// A problem, evaluated. Rows of dlogits are made on request, so that a large vocabulary needs no `[B,T,V]` of f64.
+/// The reference's evaluation of a problem. Rows of dlogits are computed on request, so that a large vocabulary needs
+/// no `[B,T,V]` of f64.
+///
+/// ```
+/// # mod assay { pub use {assay_core::{problem, spec}, assay_reference as reference}; }
+/// use assay::problem::{Advantages, Extra, Problem};
+/// use assay::spec::LossSpec;
+/// use ndarray::{Array2, Array3, arr1};
+///
+/// let problem: Problem = Problem {
+///     logits: Array3::<f64>::zeros((1, 2, 4)).into(),
+///     ids: Array2::zeros((1, 2)),
+///     mask: Array2::from_elem((1, 2), true),
+///     advantages: Advantages::Sequence(arr1(&[2.0])),
+///     old_logp: Some(Array2::from_elem((1, 2), -4_f64.ln())), // the ratio is 1
+///     ref_logp: None,
+///     extra: Extra::default(),
+/// };
+/// let spec = LossSpec::default();
+/// let reference = assay::reference::evaluate(&spec, &problem)?;
+/// assert_eq!(reference.loss(), -2.0); // −ρ·A, the mean of two equal tokens
+/// assert_eq!(reference.dlogits_row(0, 0), [-0.75, 0.25, 0.25, 0.25]); // A/2 · (p_j − 1[j = y])
+/// assert_eq!(reference.metrics().entropy_mean, 4_f64.ln());
+/// # Ok::<(), assay::problem::ProblemError>(())
+/// ```
 #[derive(Debug)]
 pub struct Reference<'p> {
     spec: &'p LossSpec,
     problem: Cow<'p, Problem>,
     shape: Shape,
     tokens: Array2<Option<Token>>,
-    /// Of each token, in order; none where it is masked.
+    /// The other ids of each token, in order; empty for a masked token.
     others: Array2<Vec<OtherLogp>>,
     loss: f64,
     metrics: Metrics,
 }
 
-/// What the logits of one token come to.
+/// The softmaxes, log-probability and entropy of one token.
 #[derive(Clone, Copy)]
 struct TokenScore {
     at: (usize, usize),
@@ -137,12 +162,12 @@ struct TokenScore {
     probability_of_others: f64,
     entropy: f64,
     logp: f64,
-    /// `Σ dlogp_k · ℓ_k` of the other ids.
+    /// The sum `Σ dlogp_k · ℓ_k` over the other ids.
     of_others: f64,
 }
 
 impl TokenScore {
-    /// What those of a token came to.
+    /// Takes the score of a token that was evaluated before.
     fn from_token(token: &Token) -> Self {
         let &Token { at, id, logp_softmax, entropy_softmax, probability_of_others, entropy, inputs, of_others, .. } =
             token;
@@ -150,10 +175,34 @@ impl TokenScore {
     }
 }
 
-/// Evaluates `problem` under `spec`.
+/// Evaluates `problem` under `spec` in f64.
 ///
 /// # Errors
-/// [`ProblemError`] where the spec is out of range or the problem does not fit it.
+/// [`ProblemError`] if the spec is out of range or the problem does not fit it.
+///
+/// ```
+/// # mod assay { pub use {assay_core::{problem, spec}, assay_reference as reference}; }
+/// # use assay::problem::{Advantages, Extra, Problem};
+/// # use ndarray::{Array2, Array3, arr1};
+/// # let mut problem: Problem = Problem {
+/// #     logits: Array3::<f64>::zeros((1, 2, 4)).into(),
+/// #     ids: Array2::zeros((1, 2)),
+/// #     mask: Array2::from_elem((1, 2), true),
+/// #     advantages: Advantages::Sequence(arr1(&[2.0])),
+/// #     old_logp: Some(Array2::from_elem((1, 2), -4_f64.ln())),
+/// #     ref_logp: None,
+/// #     extra: Extra::default(),
+/// # };
+/// use assay::{reference, spec::LossSpec};
+///
+/// // The sampler gave both tokens a third of their old probability: their weights of 3 are truncated to 2.
+/// problem.extra.rollout_logp = Some(Array2::from_elem((1, 2), -12_f64.ln()));
+/// let spec: LossSpec = serde_json::from_str(r#"{"rollout": {"source": "logp", "max": 2.0}}"#)?;
+/// let reference = reference::evaluate(&spec, &problem)?;
+/// assert_eq!(reference.token(0, 0).unwrap().inputs.policy_weight, 2.0);
+/// assert_eq!(reference.loss(), -2.0 * 2.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem) -> Result<Reference<'p>, ProblemError> {
     evaluate_owned(spec, Cow::Borrowed(problem))
 }
@@ -177,7 +226,7 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     joined(spec, given, &corrections, &scored, others, &high)
 }
 
-/// What is more than one token's, where those of `high` entropy are these.
+/// Completes the evaluation with all that depends on more than one token, given the tokens of `high` entropy.
 fn joined<'p>(
     spec: &'p LossSpec,
     given: Cow<'p, Problem>,
@@ -202,7 +251,7 @@ fn joined<'p>(
     Ok(Reference { spec, problem: given, shape, tokens, others, loss, metrics })
 }
 
-/// Softmax, log-probability and entropy of token `[b,t]`; and what there is of its other ids.
+/// Computes softmax, log-probability and entropy of token `[b,t]`, and the log-probabilities of its other ids.
 fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore, Vec<OtherLogp>) {
     let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
     let id = column(problem.ids[at]);
@@ -247,7 +296,8 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
     (scored, others)
 }
 
-/// The tokens with their losses, but without weights: what looks at a row or at the batch is looked up here.
+/// Computes the losses of the tokens, without weights: everything that depends on a sequence or on the batch is looked
+/// up here.
 fn join(
     spec: &LossSpec,
     problem: &Problem,
@@ -319,7 +369,7 @@ fn join(
     Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
 }
 
-/// `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a row, for the off-policy mask.
+/// Returns `Σ m (behaviour − ℓ) / max(Σ m, 1)` of a sequence, for the off-policy mask.
 fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), TokenScore)]) -> f64 {
     let Some(mask) = &spec.off_policy_mask else { return 0.0 };
     let behaviour = if mask.behaviour == OldLogp::Rollout { &problem.extra.rollout_logp } else { &problem.old_logp };
@@ -331,7 +381,7 @@ fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), T
     row.iter().map(difference).collect::<Sum>().value() / row.len().max(1) as f64
 }
 
-/// VESPO's `ln w` of a sequence, not yet clamped.
+/// Returns VESPO's `ln w` of a sequence, before it is clamped.
 fn row_log_weight(
     spec: &LossSpec,
     problem: &Problem,
@@ -349,10 +399,10 @@ fn row_log_weight(
     of_tokens + rollout::log_weights(spec, problem, corrections, sequence)
 }
 
-/// A token on its way: what its logits came to, its inputs, its share in the row's mean.
+/// The tokens before their losses: softmaxes, inputs, and the share in the sequence's mean.
 type Joined = Array2<Option<(TokenScore, TokenInputs, f64)>>;
 
-/// What KL-Cov and Clip-Cov select by covariance, over the whole batch.
+/// Makes the selection by covariance of KL-Cov and Clip-Cov, over the whole batch.
 fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
     let sample = |inputs: &TokenInputs| {
         let clipped = match &spec.objective {
@@ -375,7 +425,7 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
     Ok(())
 }
 
-/// Everything about a token but its weights.
+/// Evaluates the terms of one token, without weights.
 fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f64) -> Token {
     let branch = Branch::at(spec, &inputs);
     let policy = branch.policy(spec, &inputs);
@@ -406,7 +456,7 @@ fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f6
     }
 }
 
-/// Fills in what the reductions multiply each token by, and `∂loss/∂H`.
+/// Sets the factors of each token's terms by the reductions, and `∂loss/∂H`.
 fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
     let count = |sequence: &Sequence| sequence.places().filter(|&at| tokens[at].is_some()).count();
     let counts: Vec<usize> = sequences.iter().map(count).collect();
@@ -439,7 +489,7 @@ fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mu
     }
 }
 
-/// Fills in what the tokens of a row owe to the ratio that they share.
+/// Sets the coupling of tokens that share a ratio: the derivative of the loss with respect to its logarithm.
 fn couple(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<Token>>) {
     if !spec.ratio.level.is_shared() {
         return;
@@ -453,7 +503,7 @@ fn couple(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<To
     }
 }
 
-/// `∂loss/∂w` of a token, were it on `branch`.
+/// Returns `∂loss/∂w` of a token, if it were on `branch`.
 fn by_log_ratio(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
     let policy = token.weight * branch.policy(spec, &token.inputs).by_log_ratio;
     let kl = spec
@@ -463,20 +513,21 @@ fn by_log_ratio(spec: &LossSpec, token: &Token, branch: &Branch) -> f64 {
     branch.cap_slope * (policy + kl)
 }
 
-/// `beta · term`; 0 where `beta` is, even if the term overflows.
+/// Returns `beta · term`; 0 if `beta` is 0, even if the term overflows.
 fn times_beta(beta: f64, term: f64) -> f64 {
     if beta == 0.0 { 0.0 } else { beta * term }
 }
 
 impl Token {
-    /// `T`, of this token.
+    /// Returns the temperature `T` of this token.
     pub fn temperature(&self) -> f64 {
         self.entropy_softmax.divisor
     }
 }
 
 impl Reference<'_> {
-    /// The same batch, were these the tokens whose entropy [`TopEntropy`](assay_core::spec::TopEntropy) takes for high.
+    /// Evaluates the batch again with `high` as the tokens whose entropy [`TopEntropy`](assay_core::spec::TopEntropy)
+    /// keeps.
     ///
     /// # Errors
     /// As [`evaluate`].
@@ -486,70 +537,70 @@ impl Reference<'_> {
         joined(self.spec, Cow::Borrowed(&self.problem), &corrections, &scored, self.others.clone(), high)
     }
 
-    /// The loss.
+    /// Returns the loss of the batch.
     pub fn loss(&self) -> f64 {
         self.loss
     }
 
-    /// What trainers log.
+    /// Returns the means that trainers log.
     pub fn metrics(&self) -> Metrics {
         self.metrics
     }
 
-    /// `(B, T, V)`.
+    /// Returns the shape `(B, T, V)` of the logits.
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
-    /// The spec this was evaluated under.
+    /// Returns the spec of the evaluation.
     pub fn spec(&self) -> &LossSpec {
         self.spec
     }
 
-    /// The problem that was evaluated.
+    /// Returns the problem that was evaluated.
     pub fn problem(&self) -> &Problem {
         &self.problem
     }
 
-    /// The logits that the softmaxes of `token`, at `[b,t]`, are of, with their probabilities and their derivatives by those given:
-    /// those of `columns`.
+    /// Returns the softmaxes of `token`, at `[b,t]`, over a range of vocabulary entries, with the transformed logits
+    /// and their derivatives by the given ones.
     pub fn columns(&self, b: usize, t: usize, token: &Token, columns: Range<usize>) -> TokenColumns {
         TokenColumns::new(TransformedLogits::new(self.spec, &self.problem, (b, t), token.id, columns), token)
     }
 
-    /// Those of all columns.
+    /// Returns the softmaxes of `token`, at `[b,t]`, over all vocabulary entries.
     pub fn row(&self, b: usize, t: usize, token: &Token) -> TokenColumns {
         self.columns(b, t, token, 0..self.shape.vocab)
     }
 
-    /// Token `[b,t]`, or `None` where it is masked.
+    /// Returns token `[b,t]`, or `None` if it is masked.
     pub fn token(&self, b: usize, t: usize) -> Option<&Token> {
         self.tokens[[b, t]].as_ref()
     }
 
-    /// Number of unmasked tokens, `Σ m`.
+    /// Returns the number of unmasked tokens, `Σ m`.
     pub fn count(&self) -> usize {
         self.tokens.iter().flatten().count()
     }
 
-    /// The ids of an unmasked token beside its first.
+    /// Returns the ids of an unmasked token after its first.
     pub fn others(&self, token: &Token) -> &[OtherLogp] {
         &self.others[token.at]
     }
 
-    /// `policy + beta · kl` at `inputs`, on `branch`.
+    /// Returns `policy + beta · kl` at `inputs`, on `branch`.
     pub fn token_loss(&self, inputs: &TokenInputs, branch: &Branch) -> f64 {
         let kl = self.spec.kl.as_ref();
         let kl = kl.map_or(0.0, |kl| times_beta(kl.beta, branch.kl(self.spec, kl, inputs).value));
         branch.policy(self.spec, inputs).value + kl
     }
 
-    /// `∂loss/∂w` of a token, were it on `branch`: what it adds to the coupling of its row.
+    /// Returns `∂loss/∂w` of a token, if it were on `branch`: its contribution to the coupling of its sequence.
     pub fn by_log_ratio(&self, token: &Token, branch: &Branch) -> f64 {
         by_log_ratio(self.spec, token, branch)
     }
 
-    /// `∂loss/∂ℓ` of a token, were it on `branch` and its row's coupling `coupling`:
+    /// Returns `∂loss/∂ℓ` of a token, if it were on `branch` and its sequence's coupling were `coupling`:
     ///
     /// ```text
     /// w·policy_ℓ + w_kl·beta·kl_ℓ + ∂x/∂ℓ · share · Σ_u (w_u·policy_w + w_kl,u·beta·kl_w)
@@ -570,7 +621,7 @@ impl Reference<'_> {
         policy + kl + through_ratio
     }
 
-    /// Whether a dlogit of a token is other than 0, but for columns of no probability.
+    /// Whether any dlogit of a token differs from 0, apart from entries of probability 0.
     pub fn has_gradient(&self, token: &Token) -> bool {
         let first = (self.grad_logp(token, &token.branch, token.coupling), token.probability_of_others);
         let others = self.others(token).iter().map(|other| (other.grad_logp, other.probability_of_others));
@@ -578,12 +629,12 @@ impl Reference<'_> {
             || token.grad_entropy != 0.0
     }
 
-    /// `dlogits[b,t,:]`; zeros where the token is masked.
+    /// Returns `dlogits[b,t,:]`; zeros if the token is masked.
     pub fn dlogits_row(&self, b: usize, t: usize) -> Vec<f64> {
         self.dlogits_columns(b, t, 0..self.shape.vocab)
     }
 
-    /// `dlogits[b,t,columns]`.
+    /// Returns `dlogits[b,t,columns]`; zeros if the token is masked.
     pub fn dlogits_columns(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         match self.token(b, t) {
             Some(token) => {
@@ -594,7 +645,7 @@ impl Reference<'_> {
         }
     }
 
-    /// The dlogits of a token's `columns`, were its `∂loss/∂ℓ` `grad_logp`.
+    /// Returns the dlogits of a token's `columns`, if its `∂loss/∂ℓ` were `grad_logp`.
     pub fn dlogits_of(&self, columns: &TokenColumns, token: &Token, grad_logp: f64) -> Vec<f64> {
         let first = LogpGradient { id: token.id, probability_of_others: token.probability_of_others, grad: grad_logp };
         let other = |&OtherLogp { id, probability_of_others, grad_logp, .. }: &OtherLogp| LogpGradient {
@@ -606,18 +657,20 @@ impl Reference<'_> {
         gradient::dlogits_row(columns, token, &of_logps, token.grad_entropy)
     }
 
-    /// The first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or gradient.
+    /// Returns the first unmasked token, in row-major order, with a NaN or infinite log-probability, entropy, loss or
+    /// gradient.
     pub fn first_nonfinite(&self) -> Option<(usize, usize)> {
         self.tokens.indexed_iter().find_map(|(at, token)| token.as_ref().is_some_and(|t| !self.finite(t)).then_some(at))
     }
 
-    /// Whether all of a token's values are finite.
+    /// Whether all values of a token are finite.
     pub fn finite(&self, token: &Token) -> bool {
         let grad = self.grad_logp(token, &token.branch, token.coupling);
         [token.inputs.logp, token.entropy, token.token_loss, grad].iter().all(|x| x.is_finite())
     }
 
-    /// `[B,T,K−1]`, nats: log-probabilities of each token's ids beside its first, 0 where it is masked; `None` where it has no other.
+    /// Returns the log-probabilities of each token's ids after its first, `[B,T,K−1]`, nats, 0 if it is masked; `None`
+    /// if tokens have one id.
     pub fn logp_of_others(&self) -> Option<Array3<f64>> {
         let count = self.problem.extra.others.as_ref()?.count();
         let Shape { batch, tokens, .. } = self.shape;
@@ -625,7 +678,7 @@ impl Reference<'_> {
         Some(Array3::from_shape_fn((batch, tokens, count), logp))
     }
 
-    /// All outputs at once, `8·B·T·V` bytes of dlogits among them.
+    /// Computes all outputs at once, including `8·B·T·V` bytes of dlogits.
     pub fn outcome(&self) -> Outcome {
         let Shape { batch, tokens, vocab } = self.shape;
         let per_token = |value: &dyn Fn(&Token) -> f64| self.tokens.map(|token| token.as_ref().map_or(0.0, value));

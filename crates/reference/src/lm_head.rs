@@ -8,8 +8,8 @@
 //! dlm_head[h,v] = Σ_n hidden[n,h] · dx[n,v]
 //! ```
 //!
-//! Products are of exact f64 values, sums compensated. A masked token is never looked at, whatever its hidden state holds. A head
-//! of 4096 × 151,936 is 5 GB of f64: its columns are widened a few at a time.
+//! Products are of exact f64 values, and sums are compensated. The hidden state of a masked token is never read. A head
+//! of 4096 × 151,936 weights is 5 GB of f64: a few of its columns are widened at a time.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -23,26 +23,26 @@ use assay_core::problem::{
 };
 use assay_core::spec::LossSpec;
 
-/// Weights that are widened at a time, column by column: 2 MiB of f64, which a cache holds.
+/// The number of weights that are widened at a time by vocabulary entries: 2 MiB of f64, which fits in a cache.
 const OF_COLUMNS: usize = 1 << 18;
 
-/// And by hidden units, of which each is a whole row or column of the head: 32 MiB.
+/// The number of weights that are widened at a time by hidden units, each a whole row or column of the head: 32 MiB.
 const OF_UNITS: usize = 1 << 22;
 
-/// A [`HeadProblem`], evaluated. `8·B·T·V` bytes of logits are held, and nothing of the head's size.
+/// The reference's evaluation of a [`HeadProblem`]. It holds `8·B·T·V` bytes of logits, and nothing of the head's size.
 #[derive(Debug)]
 pub struct HeadReference<'p> {
     shape: HeadShape,
-    /// `[B·T,H]`; zeros where a token is masked.
+    /// The hidden states, `[B·T,H]`; zeros for a masked token.
     hidden: Cow<'p, Array2<f64>>,
     projection: &'p Projection,
     reference: Reference<'p>,
 }
 
-/// Evaluates `problem` under `spec`.
+/// Evaluates `problem` under `spec` in f64, LM head included.
 ///
 /// # Errors
-/// [`ProblemError`] where the spec is out of range or the problem does not fit it.
+/// [`ProblemError`] if the spec is out of range or the problem does not fit it.
 pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result<HeadReference<'p>, ProblemError> {
     let shape = problem.check(spec)?;
     let HeadShape { batch, tokens, hidden: width, vocab } = shape;
@@ -66,64 +66,64 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result
     Ok(HeadReference { shape, hidden: Cow::Owned(hidden), projection, reference })
 }
 
-/// `0..count`, so many at a time that their weights, `of` each, are at most as many as `weights`.
+/// Splits `0..count` into ranges of at most `weights` weights, with `of` weights for each index.
 fn chunks(count: usize, of: usize, weights: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (weights / of).max(1);
     (0..count).step_by(at_once).map(move |first| first..count.min(first + at_once))
 }
 
 impl<'p> HeadReference<'p> {
-    /// As [`Reference::keeping`].
+    /// Evaluates the batch again with `high` as the tokens that the entropy mask keeps, as [`Reference::keeping`].
     ///
     /// # Errors
-    /// As [`evaluate_head`].
+    /// [`ProblemError`] as [`evaluate_head`].
     pub fn keeping(&self, high: &Array2<bool>) -> Result<HeadReference<'_>, ProblemError> {
         let reference = self.reference.keeping(high)?;
         let Self { shape, projection, .. } = *self;
         Ok(HeadReference { shape, hidden: Cow::Borrowed(&*self.hidden), projection, reference })
     }
 
-    /// Extents.
+    /// Returns the shape `(B, T, H, V)`.
     pub fn shape(&self) -> HeadShape {
         self.shape
     }
 
-    /// How the head of the problem lies, and so its gradient.
+    /// Returns the layout of the problem's head, and of its gradient.
     pub fn layout(&self) -> HeadLayout {
         self.projection.layout
     }
 
-    /// The loss on the logits that the product left.
+    /// Returns the evaluation of the loss on the product's logits.
     pub fn on_logits(&self) -> &Reference<'p> {
         &self.reference
     }
 
-    /// `[B·T,H]`; zeros where a token is masked.
+    /// Returns the hidden states, `[B·T,H]`; zeros for a masked token.
     pub fn hidden(&self) -> &Array2<f64> {
         &self.hidden
     }
 
-    /// All columns in order, so many at a time that their weights take 2 MiB of f64.
+    /// Splits all vocabulary entries into ranges whose weights take 2 MiB of f64.
     pub fn column_chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         chunks(self.shape.vocab, self.shape.hidden, OF_COLUMNS)
     }
 
-    /// All hidden units in order, so many at a time that their weights take 32 MiB of f64.
+    /// Splits all hidden units into ranges whose weights take 32 MiB of f64.
     pub fn unit_chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         chunks(self.shape.hidden, self.shape.vocab, OF_UNITS)
     }
 
-    /// `[columns,H]` of the head, whatever its layout.
+    /// Widens the head's weights of vocabulary entries to f64, `[columns,H]` for either layout.
     pub fn columns(&self, columns: Range<usize>) -> Array2<f64> {
         self.projection.layout.part(&self.projection.lm_head.view(), columns, 0..self.shape.hidden)
     }
 
-    /// `[V,units]` of the head, whatever its layout.
+    /// Widens the head's weights of hidden units to f64, `[V,units]` for either layout.
     pub fn units(&self, units: Range<usize>) -> Array2<f64> {
         self.projection.layout.part(&self.projection.lm_head.view(), 0..self.shape.vocab, units)
     }
 
-    /// `[B·T,columns]`.
+    /// Returns dlogits of vocabulary entries, `[B·T,columns]`.
     pub fn dlogits(&self, columns: Range<usize>) -> Array2<f64> {
         let HeadShape { batch, tokens, .. } = self.shape;
         let row = |n: usize| self.reference.dlogits_columns(n / tokens, n % tokens, columns.clone());
@@ -131,7 +131,8 @@ impl<'p> HeadReference<'p> {
         Array2::from_shape_vec((batch * tokens, columns.len()), rows.collect()).expect("a value a column")
     }
 
-    /// `dhidden`, `[B·T,H]`, from the dlogits, `[B·T,columns]`, of any columns; zeros where a token has no gradient.
+    /// Computes `dhidden`, `[B·T,H]`, from the function that returns `[B·T,columns]` dlogits; zeros for a token without
+    /// a gradient.
     pub fn dhidden(&self, dlogits: impl Fn(Range<usize>) -> Array2<f64>) -> Array2<f64> {
         let mut sums = Array2::from_elem(self.hidden.dim(), Sum::default());
         let reference = &self.reference;
@@ -149,12 +150,12 @@ impl<'p> HeadReference<'p> {
         sums.mapv(Sum::value)
     }
 
-    /// `dlm_head` as `[columns,H]`, from the dlogits, `[B·T,columns]`, of these columns.
+    /// Computes `dlm_head` as `[columns,H]` from the `[B·T,columns]` dlogits of the same entries.
     pub fn dlm_head(&self, dlogits: &Array2<f64>) -> Array2<f64> {
         products(dlogits.t(), self.hidden.view())
     }
 
-    /// All outputs at once, the gradient of the head in f64 among them.
+    /// Computes all outputs at once, including the head's gradient in f64.
     pub fn outcome(&self) -> Outcome<HeadGradient> {
         let HeadShape { batch, tokens, hidden, vocab } = self.shape;
         let reference = &self.reference;
@@ -186,14 +187,14 @@ impl<'p> HeadReference<'p> {
     }
 }
 
-/// `[I,J]` from `a [I,K]` and `b [K,J]`: `Σ_k a[i,k] · b[k,j]`. A row of `a` that is all 0 is not multiplied.
+/// Multiplies `a [I,K]` and `b [K,J]` to `[I,J]`, `Σ_k a[i,k] · b[k,j]`. A row of `a` that is all 0 is skipped.
 fn products(a: ArrayView2<f64>, b: ArrayView2<f64>) -> Array2<f64> {
     let mut sums = Array2::from_elem((a.nrows(), b.ncols()), Sum::default());
     add_products(&mut sums, a, b, |i| a.row(i).iter().any(|x| *x != 0.0));
     sums.mapv(Sum::value)
 }
 
-/// The same of the rows that are `live`, added to sums.
+/// Adds the products of the `live` rows of `a` to `sums`.
 fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>, live: impl Fn(usize) -> bool) {
     const AT_ONCE: usize = 256;
     let live: Vec<bool> = (0..a.nrows()).map(live).collect();

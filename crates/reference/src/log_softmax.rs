@@ -1,4 +1,4 @@
-//! Softmax of one row, its log-probability and its entropy.
+//! The softmax of one row of logits, its log-probabilities and its entropy.
 
 use super::sum::Sum;
 
@@ -10,28 +10,36 @@ use super::sum::Sum;
 /// e_j = exp(−a_j)          S = Σ_j e_j          p_j = e_j / S          ā = Σ_j p_j a_j          ā₂ = Σ_j p_j a_j²
 /// ```
 ///
-/// A logit of −∞ has `e_j = 0` and contributes nothing. A NaN or +∞ logit, or a row all −∞, makes every statistic NaN.
+/// A logit of −∞ has `e_j = 0` and contributes nothing. A NaN or +∞ logit, or a row of −∞ only, makes every statistic NaN.
+///
+/// ```
+/// # use assay_reference as reference;
+/// let softmax = reference::Softmax::new(&[0.0, 3_f64.ln()]);
+/// assert!((softmax.log_probability(0.0) - 0.25_f64.ln()).abs() < 1e-15);
+/// assert!((softmax.entropy() - (4_f64.ln() - 0.75 * 3_f64.ln())).abs() < 1e-15);
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Softmax {
-    /// `m`, nats.
+    /// The largest logit `m`, nats.
     pub max: f64,
-    /// `S`, between 1 and `V`.
+    /// The sum of exponentials `S`, between 1 and `V`.
     pub sum: f64,
-    /// `S − 1`: what all columns but one maximal one sum to.
+    /// The sum without one maximal entry, `S − 1`.
     rest: f64,
-    /// `ln S`, nats.
+    /// The logarithm of the sum, `ln S`, nats.
     pub log_sum: f64,
-    /// `ā`, nats.
+    /// The mean gap `ā`, nats.
     pub mean_gap: f64,
-    /// `ā₂`, nats².
+    /// The mean square gap `ā₂`, nats².
     pub mean_square_gap: f64,
 }
 
-/// Columns whose exponentials are made before they are added: a call between two additions would have the sums leave their registers.
+/// The number of exponentials that are computed before they are added: a call between two additions would force the
+/// sums out of registers.
 const AT_ONCE: usize = 512;
 
 impl Softmax {
-    /// Statistics of `z`.
+    /// Computes the statistics of the row `z`.
     pub fn new(z: &[f64]) -> Self {
         let nan = f64::NAN;
         let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
@@ -72,30 +80,31 @@ impl Softmax {
         }
     }
 
-    /// `p = exp(z − m) / S`.
+    /// Returns the probability `p = exp(z − m) / S` of the logit `z`.
     pub fn probability(&self, z: f64) -> f64 {
         (z - self.max).exp() / self.sum
     }
 
-    /// `log p = −a − ln S`, nats.
+    /// Returns the log-probability `log p = −a − ln S` of the logit `z`, nats.
     pub fn log_probability(&self, z: f64) -> f64 {
         (z - self.max) - self.log_sum
     }
 
-    /// `1 − p_y = (S − e_y)/S` of a column's `z`, as the sum of the other probabilities: correct to the last bits even where `p_y`
-    /// rounds to 1. `S` is 1, of one maximal column, and the rest; where `y` is maximal the rest is what others have, and where it
-    /// is not, `rest − e_y` takes nothing from the 1.
+    /// Returns `1 − p_y = (S − e_y)/S` for the logit `z` of `y`, as the sum of the other probabilities, which is
+    /// correct to the last bits even if `p_y` rounds to 1. `S` is 1, from one maximal entry, plus the rest. If `y` is
+    /// maximal, the rest is the sum of the others; if not, `rest − e_y` subtracts nothing from the 1.
     pub fn probability_of_others(&self, z: f64) -> f64 {
         let others = if z == self.max { self.rest } else { 1.0 + (self.rest - (z - self.max).exp()) };
         others / self.sum
     }
 
-    /// `H = −Σ p_j log p_j = ln S + ā`, nats: two non-negative terms, so nothing cancels.
+    /// Returns the entropy `H = −Σ p_j log p_j = ln S + ā`, nats: two non-negative terms, so nothing cancels.
     pub fn entropy(&self) -> f64 {
         self.log_sum + self.mean_gap
     }
 
-    /// `∂H/∂z_j = −p_j (log p_j + H) = p_j (a_j − ā)` of a logit and its probability; 0 where that is 0.
+    /// Returns `∂H/∂z_j = −p_j (log p_j + H) = p_j (a_j − ā)` for a logit and its probability; 0 if the probability is
+    /// 0.
     pub fn entropy_gradient(&self, z: f64, p: f64) -> f64 {
         if p == 0.0 { 0.0 } else { p * ((self.max - z) - self.mean_gap) }
     }

@@ -1,22 +1,22 @@
-//! From the logits given to those that the softmax is of.
+//! The transform from the given logits to those of the softmax.
 
 use std::ops::Range;
 
 use assay_core::problem::Problem;
 use assay_core::spec::LossSpec;
 
-/// The transformed logits of one token, or of some columns of it.
+/// The transformed logits of one token, for all vocabulary entries or a range of them.
 pub(super) struct TransformedLogits {
-    /// The first column.
+    /// The first vocabulary entry of the range.
     pub(super) first: usize,
-    /// From that on `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
+    /// The transformed logits `h_j = softcap · tanh(scale · (x_j + bias_j) / softcap)`; −∞ outside the support.
     pub(super) logits: Vec<f64>,
-    /// `∂h_j/∂x_j`; `None` where it is 1 for all.
+    /// The derivatives `∂h_j/∂x_j`; `None` if all are 1.
     pub(super) slopes: Option<Vec<f64>>,
 }
 
 impl TransformedLogits {
-    /// Those of `columns` of token `[b,t]`, whose sampled id is `id`.
+    /// Transforms the logits `columns` of token `[b,t]`, whose sampled id is `id`.
     pub(super) fn new(
         spec: &LossSpec,
         problem: &Problem,

@@ -1,7 +1,30 @@
-//! What trainers log, under their own names and by their own definitions.
+//! The metrics that trainers log, under their own names and by their own definitions.
 //!
-//! [`assay_core::problem::Metrics`] is what kernels of ours return. This is what a project's dashboard shows of the same
-//! batch: the same name is not the same number in two of them. Options that are logged as they are set are left out.
+//! [`assay_core::problem::Metrics`] is what this project's kernels return. This module computes the numbers of a project's
+//! dashboard for the same batch: one name is not the same number in two projects. Options that are logged as they are set are left
+//! out.
+//!
+//! ```
+//! # mod assay { pub use {assay_core::{problem, spec}, assay_reference as reference}; }
+//! # use assay::problem::{Advantages, Extra, Problem};
+//! # use ndarray::{Array2, Array3, arr1};
+//! # let problem: Problem = Problem {
+//! #     logits: Array3::<f64>::zeros((1, 2, 4)).into(),
+//! #     ids: Array2::zeros((1, 2)),
+//! #     mask: Array2::from_elem((1, 2), true),
+//! #     advantages: Advantages::Sequence(arr1(&[2.0])),
+//! #     old_logp: Some(Array2::from_elem((1, 2), -4_f64.ln())),
+//! #     ref_logp: None,
+//! #     extra: Extra::default(),
+//! # };
+//! use assay::reference::{evaluate, metrics::MetricsProject};
+//!
+//! let spec = assay::spec::LossSpec::default();
+//! let metrics = MetricsProject::Trl.metrics(&evaluate(&spec, &problem)?);
+//! let entropy = metrics.iter().find(|metric| metric.name == "entropy").unwrap();
+//! assert_eq!((entropy.value, entropy.definition), (4_f64.ln(), "Σ m·H / Σ m, nats"));
+//! # Ok::<(), assay::problem::ProblemError>(())
+//! ```
 
 use std::fmt;
 
@@ -14,44 +37,44 @@ use super::{Reference, Token};
 use assay_core::problem::Sequence;
 use assay_core::spec::{Cispo, LossSpec, Objective, PpoClip, RolloutLevel};
 
-/// Whose metrics.
+/// A project whose logged metrics are reproduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MetricsProject {
-    /// TRL 1.16 `GRPOTrainer`, `GMPOTrainer`.
+    /// The metrics of TRL 1.16, `GRPOTrainer` and `GMPOTrainer`.
     Trl,
-    /// verl 0.9 `compute_policy_loss_*`, `ppo_loss` and its rollout correction.
+    /// The metrics of verl 0.9, `compute_policy_loss_*`, `ppo_loss` and its rollout correction.
     Verl,
-    /// Tunix 0.1 `grpo_loss_fn`, `ppo_policy_loss_fn`.
+    /// The metrics of Tunix 0.1, `grpo_loss_fn` and `ppo_policy_loss_fn`.
     Tunix,
-    /// Liger 0.8 GRPO losses.
+    /// The metrics of Liger 0.8, its GRPO losses.
     Liger,
 }
 
-/// One logged number.
+/// One number that a project logs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Metric {
-    /// The project's name for it.
+    /// The project's name for the number.
     pub name: &'static str,
-    /// Its value.
+    /// The value of the number for the batch.
     pub value: f64,
-    /// What it is.
+    /// The definition of the number, as a formula or in words.
     pub definition: &'static str,
 }
 
 impl fmt::Display for MetricsProject {
-    /// As it is typed.
+    /// Writes the name as it is typed, such as `trl`.
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         self.serialize(f)
     }
 }
 
 impl MetricsProject {
-    /// All of them.
+    /// The list of all projects.
     pub const ALL: [MetricsProject; 4] =
         [MetricsProject::Trl, MetricsProject::Verl, MetricsProject::Tunix, MetricsProject::Liger];
 
-    /// The metrics that the project logs of a batch under its spec, in the order of its source.
+    /// Computes the metrics that the project logs of a batch under its spec, in the order of its source.
     pub fn metrics(self, reference: &Reference) -> Vec<Metric> {
         let batch = MetricsBatch::new(reference);
         let mut log = Log::default();
@@ -78,15 +101,15 @@ fn count(holds: bool) -> f64 {
     f64::from(u8::from(holds))
 }
 
-/// The unmasked tokens of a batch, by rows.
+/// The unmasked tokens of a batch, by sequences.
 struct MetricsBatch<'r> {
     reference: &'r Reference<'r>,
     spec: &'r LossSpec,
-    /// `((b, t), token)`; empty for a row without one.
+    /// The tokens of each sequence; empty for a sequence without an unmasked one.
     rows: Vec<SequenceTokens<'r>>,
 }
 
-/// The unmasked tokens of a row, each with its place.
+/// The unmasked tokens of a sequence, each with its position.
 type SequenceTokens<'r> = Vec<((usize, usize), &'r Token)>;
 
 type TokenFunction<'f> = &'f dyn Fn(&Token) -> f64;
@@ -106,22 +129,23 @@ impl<'r> MetricsBatch<'r> {
         self.tokens().map(value).collect::<Sum>().value()
     }
 
-    /// `Σ m·value / max(Σ m, 1)`
+    /// Returns the mean `Σ m·value / max(Σ m, 1)`.
     fn mean(&self, value: TokenFunction) -> f64 {
         self.sum(value) / self.tokens().count().max(1) as f64
     }
 
-    /// `Σ m·value / (Σ m + 1e-8)`: verl's and Tunix's `masked_mean`.
+    /// Returns `Σ m·value / (Σ m + 1e-8)`, the `masked_mean` of verl and Tunix.
     fn masked_mean(&self, value: TokenFunction) -> f64 {
         self.sum(value) / (self.tokens().count() as f64 + 1e-8)
     }
 
-    /// `Σ w·m·value`, with the weights of the loss.
+    /// Returns `Σ w·m·value`, with the weights of the loss.
     fn reduced(&self, value: TokenFunction) -> f64 {
         self.sum(&|token| token.weight * value(token))
     }
 
-    /// The mean of each row: `value` of any token where all share a ratio, else `Σ m·value / Σ m`, NaN for an empty row.
+    /// Returns the mean of each sequence: `value` of any token if all share a ratio, else `Σ m·value / Σ m`, NaN for an
+    /// empty sequence.
     fn row_means(&self, value: TokenFunction) -> Vec<f64> {
         let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
         let mean = |row: &SequenceTokens| match row.first() {
@@ -132,7 +156,8 @@ impl<'r> MetricsBatch<'r> {
         self.rows.iter().map(mean).collect()
     }
 
-    /// TRL's `global_masked_mean` of something that has the shape of the ratio: one a row counts rows, not tokens.
+    /// Returns TRL's `global_masked_mean` of a value that has the shape of the ratio: one value per sequence counts
+    /// sequences, not tokens.
     fn level_mean(&self, value: TokenFunction) -> f64 {
         let shared = self.spec.ratio.level.is_shared() && self.spec.ratio.clip.is_none();
         if shared { self.row_means(value).into_iter().sum::<f64>() / self.rows.len() as f64 } else { self.mean(value) }
@@ -142,7 +167,7 @@ impl<'r> MetricsBatch<'r> {
         token.inputs.ratio(self.spec)
     }
 
-    /// The clip of the objective, where it has PPO's.
+    /// Returns the clip of the objective, if it has PPO's.
     fn ppo_clip(&self) -> Option<&PpoClip> {
         match &self.spec.objective {
             Objective::PpoClip(clip) => Some(clip),
@@ -151,29 +176,29 @@ impl<'r> MetricsBatch<'r> {
         }
     }
 
-    /// `−A·clip(ρ, 1 − εl, 1 + εh)`
+    /// Returns the clipped loss `−A·clip(ρ, 1 − εl, 1 + εh)`.
     fn clipped_loss(&self, clip: &PpoClip, token: &Token) -> f64 {
         -token.inputs.advantage * self.ratio(token).clamp(1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high)
     }
 
-    /// `−A·ρ`
+    /// Returns the unclipped loss `−A·ρ` of a token.
     fn unclipped_loss(&self, token: &Token) -> f64 {
         -token.inputs.advantage * self.ratio(token)
     }
 
-    /// Whether the clipped loss is the larger, as `pg_clipfrac` counts.
+    /// Whether the clipped loss is the larger, as `pg_clipfrac` counts it.
     fn held(&self, clip: &PpoClip, token: &Token) -> bool {
         self.clipped_loss(clip, token) > self.unclipped_loss(token)
     }
 
-    /// Whether the dual clip holds.
+    /// Whether the dual clip bounds the loss.
     fn held_by_dual_clip(&self, clip: &PpoClip, token: &Token) -> bool {
         let loss = self.unclipped_loss(token).max(self.clipped_loss(clip, token));
         let advantage = token.inputs.advantage;
         clip.dual_clip.is_some_and(|c| loss > -advantage * c && advantage < 0.0)
     }
 
-    /// `old_logp − rollout_logp` of every token that the sampler scored, with its row.
+    /// Lists `old_logp − rollout_logp` of every token that the sampler scored, with its sequence.
     fn sampler_differences(&self) -> Vec<(usize, f64)> {
         let problem = self.reference.problem();
         let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
@@ -267,7 +292,7 @@ impl<'r> MetricsBatch<'r> {
         }
     }
 
-    /// The mean of VESPO's `φ` over all rows; a row without tokens has what its rollout weights give.
+    /// Returns the mean of VESPO's `φ` over all sequences; one without tokens has the `φ` of its rollout weights.
     fn phi_mean(&self) -> f64 {
         let Objective::Vespo(vespo) = &self.spec.objective else { return f64::NAN };
         let problem = self.reference.problem();

@@ -1,11 +1,11 @@
-//! The policy term of one token, value and derivatives side by side.
+//! The policy term of one token, with its derivatives.
 //!
-//! A term depends on the token's log-probability in two ways: at first hand, and through the log-ratio `w = ln ρ` of its
-//! level, which may be that of the whole row. Both derivatives are given; [`super::Reference::grad_logp`] joins them.
+//! A term depends on the token's log-probability in two ways: directly, and through the log-ratio `w = ln ρ` of its level, which
+//! may be that of the whole sequence. Both derivatives are computed here; [`super::Reference::grad_logp`] combines them.
 //!
-//! Every objective is smooth between its kinks. [`Branch::at`] says between which kinks a token lies; [`Branch::policy`]
-//! and [`Branch::kl`] are the smooth functions there. Kept apart, so that a judge can ask for the other side of a kink
-//! that rounding may have crossed.
+//! Every objective is smooth between its kinks. [`Branch::at`] finds the kinks between which a token is; [`Branch::policy`] and
+//! [`Branch::kl`] are the smooth functions there. They are separate so that the judge can ask for the other side of a kink that
+//! rounding may have crossed.
 
 use std::ops::RangeInclusive;
 
@@ -15,41 +15,41 @@ use assay_core::spec::{
     Aspo, Cispo, ClipCov, Divergence, Kl, LossSpec, Objective, PositiveTokens, PpoClip, Sapo, TrustRegion, Vespo,
 };
 
-/// Which smooth piece of the loss a token is on.
+/// The smooth piece of the loss that a token is on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Branch {
-    /// What the objective multiplies `A` by: the ratio, or a bound.
+    /// The coefficient of `A`: the ratio, or a bound.
     coefficient: Coefficient,
-    /// Whether the masks leave the token a policy term.
+    /// Whether the masks leave the token its policy term.
     pub kept: bool,
     /// Whether the token is within the objective's own window.
     pub within: bool,
     /// Whether KL-Cov or Clip-Cov selects the token.
     pub selected: bool,
-    /// Derivative of the token's log-ratio by `ℓ`: 1, or 0 beyond a clamp.
+    /// The derivative of the token's log-ratio by `ℓ`: 1, or 0 beyond a clamp.
     pub slope: f64,
-    /// Derivative of `w` by the log-ratio that it caps.
+    /// The derivative of `w` by the log-ratio before its cap: 1 or 0.
     pub cap_slope: f64,
-    /// `sign w`, where the objective has `|w|`.
+    /// The sign of `w`, for an objective that contains `|w|`.
     sign: f64,
     pub(super) kl: KlPiece,
 }
 
-/// Pieces of a clipped coefficient.
+/// The pieces of a clipped coefficient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Coefficient {
-    /// `ρ`
+    /// The ratio `ρ` itself, with its gradient.
     Ratio,
     /// A bound, which has no gradient.
     Bound(f64),
-    /// A bound that the token's log-probability is multiplied by.
+    /// A bound that multiplies the token's log-probability.
     Score(f64),
 }
 
 impl Branch {
-    /// The same branch, were PPO's clip to hold a ratio that is at one of its bounds; `None` where neither is among `ratios`. For one sign of
-    /// the advantage the loss has no kink there, but `min(ρ·A, clip(ρ)·A)` has two equal arguments, of which automatic differentiation
-    /// takes a part each.
+    /// Returns this branch if PPO's clip bounds a ratio that equals one of its bounds; `None` if neither bound is among
+    /// `ratios`. For one sign of the advantage the loss has no kink there, but `min(ρ·A, clip(ρ)·A)` has two equal
+    /// arguments, and automatic differentiation takes a part of each.
     #[must_use]
     pub fn held_by_clip(self, spec: &LossSpec, ratios: RangeInclusive<f64>) -> Option<Self> {
         let (Objective::PpoClip(clip) | Objective::ClipCov(ClipCov { clip, .. })) = &spec.objective else {
@@ -60,7 +60,7 @@ impl Branch {
         Some(Self { coefficient: Coefficient::Bound(bound), ..self })
     }
 
-    /// The branch at `inputs`. Exactly on a kink the unclipped branch is taken.
+    /// Finds the branch at `inputs`. A value exactly on a kink takes the unclipped branch.
     pub fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
         let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
         let coefficient = match &spec.objective {
@@ -94,7 +94,7 @@ impl Branch {
         }
     }
 
-    /// The policy term on this branch, times the rollout weight. With `k` the coefficient and `dρ/dw = ρ`:
+    /// Returns the policy term on this branch, times the rollout weight. With `k` the coefficient and `dρ/dw = ρ`:
     ///
     /// ```text
     /// ppo_clip             −k·A                        d/dw = −ρ·A on the ratio, 0 on a bound
@@ -134,7 +134,7 @@ impl Branch {
         term.times(inputs.policy_weight)
     }
 
-    /// The part of [`policy`](Self::policy) that `A` multiplies.
+    /// Returns the part of [`policy`](Self::policy) that `A` multiplies.
     fn surrogate(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
         let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
         let k = match self.coefficient {
@@ -175,13 +175,13 @@ impl Branch {
         }
     }
 
-    /// The KL estimate on this branch, without `beta`. See `KlPiece::term`.
+    /// Returns the KL estimate on this branch, without `beta`, as `KlPiece::term` defines it.
     pub fn kl(&self, spec: &LossSpec, kl: &Kl, inputs: &TokenInputs) -> Term {
         self.kl.term(spec, kl, inputs).times(inputs.kl_weight)
     }
 }
 
-/// Where `−min(min(ρ, δ)·A, clip(ρ, 1 − εl, 1 + εh)·A)` lies, and for `A < 0` its cap `−c·A`:
+/// Finds the piece of `−min(min(ρ, δ)·A, clip(ρ, 1 − εl, 1 + εh)·A)`, and for `A < 0` of its cap `−c·A`:
 ///
 /// ```text
 /// A > 0:  k = min(ρ, δ, 1 + εh)
@@ -214,8 +214,8 @@ fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
     }
 }
 
-/// ASPO: for `A > 0` `u = min(ρ, 1 + εh)`, but `c₊` where `1/u` is above it; for `A < 0` `v = max(ρ, 1 − εl)`, but `c₋` where
-/// `v` is. A selected token may have an `εl` and an `εh` of its own.
+/// Finds the piece of ASPO: for `A > 0` it is `u = min(ρ, 1 + εh)`, or `c₊` if `1/u` exceeds it; for `A < 0` it is `v =
+/// max(ρ, 1 − εl)`, or `c₋` if `v` exceeds it. Selected tokens may have their own `εl` and `εh`.
 fn upside_down(aspo: &Aspo, selected: bool, ratio: f64, advantage: f64) -> Coefficient {
     let (epsilon_low, epsilon_high) = match aspo.selected {
         Some(widths) if selected => (widths.epsilon_low, widths.epsilon_high),
@@ -237,7 +237,7 @@ fn upside_down(aspo: &Aspo, selected: bool, ratio: f64, advantage: f64) -> Coeff
     }
 }
 
-/// `clip(ρ, lower, upper)`.
+/// Finds the piece of `clip(ρ, lower, upper)`.
 fn between(ratio: f64, lower: f64, upper: f64) -> Coefficient {
     if ratio > upper {
         Coefficient::Bound(upper)
@@ -248,7 +248,7 @@ fn between(ratio: f64, lower: f64, upper: f64) -> Coefficient {
     }
 }
 
-/// SAPO: `f = −(4/τ)·σ(u)·A` with `u = τ(ρ − 1)`; `df/dw = −4·σ(u)·σ(−u)·ρ·A`, 0 where ρ is beyond f64.
+/// Returns SAPO's term `f = −(4/τ)·σ(u)·A` with `u = τ(ρ − 1)`; `df/dw = −4·σ(u)·σ(−u)·ρ·A`, or 0 if ρ overflows f64.
 fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
     let tau = if advantage > 0.0 { sapo.tau_positive } else { sapo.tau_negative };
     let u = tau * (ratio - 1.0);
@@ -258,7 +258,7 @@ fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
     Term::from_ratio(-gate * advantage, -by_log_ratio * advantage)
 }
 
-/// VESPO: `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 where that is NaN or ∞.
+/// Returns VESPO's weight `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 if that is NaN or ∞.
 pub(super) fn gamma_weight(vespo: &Vespo, row_log_weight: f64, advantage: f64) -> f64 {
     let log_weight = row_log_weight.clamp(1e-8_f64.ln(), 20.0);
     let (k, lambda) = if advantage >= 0.0 {
@@ -287,7 +287,8 @@ fn in_trust_region(region: &TrustRegion, inputs: &TokenInputs) -> bool {
     divergence <= limit || !(with_advantage || region.two_sided)
 }
 
-/// Whether a token counts as clipped low or clipped high: what TRL logs as `clip_ratio/low_mean` and `high_mean`.
+/// Returns whether a token counts as clipped low and as clipped high: TRL logs them as `clip_ratio/low_mean` and
+/// `high_mean`.
 ///
 /// ```text
 /// ppo_clip, clip_cov   ρ < 1 − εl and A < 0          ρ > 1 + εh and A > 0
@@ -312,7 +313,7 @@ pub fn clipped(spec: &LossSpec, inputs: &TokenInputs) -> (bool, bool) {
     (ratio < low && negative, ratio > high && positive)
 }
 
-/// Whether PPO's clip holds a token's loss above that of the ratio: what Clip-Cov does not select.
+/// Whether PPO's clip raises a token's loss above that of the ratio; Clip-Cov does not select such a token.
 pub(super) fn held_by_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> bool {
     let clamped = ratio.clamp(1.0 - clip.epsilon_low, 1.0 + clip.epsilon_high);
     -advantage * clamped > -advantage * ratio

@@ -1,18 +1,18 @@
-//! The log-ratios of a row, and what its tokens take for their ratio.
+//! The log-ratios of a sequence, and the ratio of each of its tokens.
 
 use super::sum::Sum;
 use assay_core::spec::{OldLogp, Ratio, RatioLevel};
 
-/// A value that follows its argument, or stands at a bound where its derivative is 0.
+/// A value that follows its argument, or is at a bound where its derivative is 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BoundedValue {
-    /// The value.
+    /// The value after its bounds.
     pub value: f64,
-    /// 1 or 0.
+    /// The derivative by the argument: 1 or 0.
     pub slope: f64,
 }
 
-/// `x` held within `[low, high]`; on a bound it still follows.
+/// Bounds `x` to `[low, high]`; exactly at a bound the value still follows `x`.
 pub(super) fn held(x: f64, low: f64, high: f64) -> BoundedValue {
     if x > high {
         BoundedValue { value: high, slope: 0.0 }
@@ -23,7 +23,7 @@ pub(super) fn held(x: f64, low: f64, high: f64) -> BoundedValue {
     }
 }
 
-/// A token's log-ratio, from `x = ℓ − old_logp`:
+/// Returns a token's log-ratio, from `x = ℓ − old_logp`:
 ///
 /// ```text
 /// x clamped to ±clamp                                                unless it is the sum over a row that is
@@ -44,7 +44,7 @@ pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> BoundedValue {
     BoundedValue { slope: clamped.slope * clipped.slope, ..clipped }
 }
 
-/// The log-ratio that `ρ` is the `exp` of, from the token's own or its row's.
+/// Returns the log-ratio `w = ln ρ`, from the token's own or its sequence's.
 pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> BoundedValue {
     let cap = ratio.cap.unwrap_or(f64::INFINITY);
     match ratio.clamp {
@@ -53,7 +53,7 @@ pub(super) fn capped(ratio: &Ratio, log_ratio: f64) -> BoundedValue {
     }
 }
 
-/// The log-ratio of a row: `Σ x / (n + ε)`, of a product `Σ x`; 0 without a token.
+/// Returns the log-ratio of a sequence: `Σ x / (n + ε)`, for a product `Σ x`; 0 without a token.
 pub(super) fn row_log_ratio(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
     if log_ratios.is_empty() {
         0.0
@@ -62,7 +62,7 @@ pub(super) fn row_log_ratio(ratio: &Ratio, log_ratios: &[f64]) -> f64 {
     }
 }
 
-/// `1 / (n + ε)`, of a product 1: the derivative of the row's log-ratio by each of its terms.
+/// Returns the derivative of the sequence's log-ratio by each of its terms: `1 / (n + ε)`, for a product 1.
 pub(super) fn share(ratio: &Ratio, count: usize) -> f64 {
     match ratio.level {
         RatioLevel::SequenceProduct => 1.0,
@@ -70,7 +70,7 @@ pub(super) fn share(ratio: &Ratio, count: usize) -> f64 {
     }
 }
 
-/// The denominator of the ratio, as the spec means it.
+/// Returns the log-probability that the ratio is taken against, as the spec chooses it.
 pub(super) fn old_logp(source: OldLogp, old_logp: Option<f64>, rollout_logp: Option<f64>, logp: f64) -> f64 {
     match source {
         OldLogp::Given => old_logp.unwrap_or(f64::NAN),

@@ -1,4 +1,4 @@
-//! Token losses to one number.
+//! The reduction of token losses to one number, and the means that trainers log.
 
 use ndarray::Array2;
 
@@ -7,7 +7,8 @@ use super::sum::Sum;
 use assay_core::problem::Metrics;
 use assay_core::spec::{Averaging, LossSpec, Objective, Reduction, Rows};
 
-/// The weight `w_b` of every unmasked token of row `b`, whose row has `counts[b]` of them; 0 for a row without one.
+/// Returns the weight `w_b` of the unmasked tokens of each sequence `b`, of which it has `counts[b]`; 0 for a sequence
+/// without any.
 pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) -> Vec<f64> {
     let rows = |rows: Rows| match rows {
         Rows::All => counts.len() as f64,
@@ -26,8 +27,8 @@ pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) 
     counts.iter().map(|&count| if count == 0 { 0.0 } else { weight(count) }).collect()
 }
 
-/// `scale · (Σ w·policy + Σ w_kl·beta·kl) + Σ ∂loss/∂H·H`, and what those of the `rows` without a token add: the weights hold `scale`
-/// already.
+/// Returns `scale · (Σ w·policy + Σ w_kl·beta·kl) + Σ ∂loss/∂H·H`, with `scale` already in the weights, and the
+/// contribution of the sequences without a token, of `rows` in all.
 pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
     for token in tokens.iter().flatten() {
@@ -49,7 +50,7 @@ pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize,
     total.value()
 }
 
-/// Means over unmasked tokens; 0 where there is none.
+/// Returns the means over unmasked tokens; 0 if there is none.
 pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Token>>) -> Metrics {
     let count = tokens.iter().flatten().count();
     let mean = |value: &dyn Fn(&Token) -> f64| {

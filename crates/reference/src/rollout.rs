@@ -1,4 +1,4 @@
-//! Weights and rejections against the sampler's policy: constants, made of what the problem gives.
+//! Weights and rejections against the sampler's policy: constants of the loss, computed from the problem's arrays.
 
 use ndarray::Array2;
 
@@ -9,17 +9,17 @@ use assay_core::spec::{
     RolloutSource, RolloutWeights, UnscoredWeight,
 };
 
-/// What stands at each token because of the sampler's policy.
+/// The corrections of each token for the sampler's policy, all `[B,T]`.
 pub(super) struct Corrections {
-    /// The problem's mask without the tokens that are rejected as if masked.
+    /// The problem's mask, without the tokens that are rejected as if masked.
     pub(super) mask: Array2<bool>,
-    /// False where a rejected token has no policy term, though it counts.
+    /// The mask of tokens that keep their policy term; a rejected token may still count.
     pub(super) accepted: Array2<bool>,
-    /// False where it has no KL term either.
+    /// The mask of tokens that keep their KL term.
     pub(super) accepted_by_kl: Array2<bool>,
-    /// The weights; 1 without any.
+    /// The rollout weights; 1 if the spec has none.
     pub(super) weights: Array2<f64>,
-    /// The trainer's own; 1 without any.
+    /// The weights that the trainer gives; 1 if the spec has none.
     pub(super) token_weights: Array2<f64>,
 }
 
@@ -45,7 +45,7 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     Corrections { mask, accepted, accepted_by_kl, weights, token_weights }
 }
 
-/// A number a token, of an array that may have one a sequence.
+/// Repeats an array with one number per sequence for each token; an array `[B,T]` is copied.
 fn spread_over_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
     if given.dim() == problem.mask.dim() {
         return given.clone();
@@ -57,24 +57,24 @@ fn spread_over_tokens(given: &Array2<f64>, problem: &Problem) -> Array2<f64> {
     all
 }
 
-/// What the two policies say of one token.
+/// The log-probabilities of one token under the old policy and the sampler's.
 #[derive(Clone, Copy)]
 struct SamplerDifference {
     at: (usize, usize),
     old_logp: f64,
-    /// `old_logp` where the sampler did not score.
+    /// The sampler's log-probability; `old_logp` if the sampler did not score the token.
     rollout_logp: f64,
     scored: bool,
 }
 
 impl SamplerDifference {
-    /// `y`
+    /// Returns the log-ratio `y = old_logp − rollout_logp`.
     fn log_ratio(self) -> f64 {
         self.old_logp - self.rollout_logp
     }
 }
 
-/// The unmasked tokens of a sequence.
+/// Lists the unmasked tokens of a sequence under both policies.
 fn compared(problem: &Problem, sequence: &Sequence) -> Vec<SamplerDifference> {
     let (Some(old), Some(rollout)) = (&problem.old_logp, &problem.extra.rollout_logp) else { return Vec::new() };
     let unmasked = sequence.places().filter(|&at| problem.mask[at]);
@@ -87,7 +87,7 @@ fn compared(problem: &Problem, sequence: &Sequence) -> Vec<SamplerDifference> {
         .collect()
 }
 
-/// Which tokens a rejection leaves.
+/// Returns the mask of the tokens that a rejection accepts.
 fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
     if rejection.level == RejectionLevel::SecondMoment {
         return below_second_moment(rejection.max, problem);
@@ -113,7 +113,7 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
     stays
 }
 
-/// Leaves the tokens, smallest `y²` first, whose mean is below `bound`, and one at least.
+/// Accepts the tokens with the smallest `y²`, as many as keep their mean below `bound`, and at least one.
 fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
     let all = problem.sequences().into_iter().flat_map(|sequence| compared(problem, &sequence));
     let mut tokens: Vec<((usize, usize), f64)> = all.map(|of| (of.at, of.log_ratio().powi(2))).collect();
@@ -152,7 +152,7 @@ fn divergence(estimator: RejectionEstimator, of: SamplerDifference) -> f64 {
     }
 }
 
-/// The weights; under the mask 1, or what is given there.
+/// Returns the rollout weights; a masked token has 1, or the weight that is given for it.
 fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let mut weights = match rollout.source {
         RolloutSource::Given => given_weights(rollout, problem),
@@ -213,7 +213,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
     weights
 }
 
-/// The mean over unmasked tokens, or over rows that have any of their own mean.
+/// Returns the mean over unmasked tokens, or over the sequences that have any of their own means.
 fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) -> f64 {
     let of_row = |sequence: &Sequence| {
         let row = sequence.places().filter(|&at| problem.mask[at]).map(|at| weights[at]);
@@ -230,8 +230,8 @@ fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) ->
     }
 }
 
-/// VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of a sequence: over all tokens or the unmasked ones, or once where the weight
-/// is of the whole sequence.
+/// Returns VESPO's `Σ_t clamp(ln weight, ln 1e-8, 20)` of a sequence: over all tokens or the unmasked ones, or once if
+/// the weight is of the whole sequence.
 pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, sequence: &Sequence) -> f64 {
     let Some(rollout) = &spec.rollout else { return 0.0 };
     let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);

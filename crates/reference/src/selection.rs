@@ -1,4 +1,4 @@
-//! Which tokens keep their policy term, and which are selected: choices that look at the row or at the whole batch.
+//! The choice of tokens that keep their policy term, or are selected, by looking at a sequence or at the whole batch.
 
 #![allow(clippy::cast_sign_loss, reason = "indices and counts are made of numbers that are ≥ 0")]
 
@@ -8,25 +8,24 @@ use super::sum::Sum;
 use assay_core::problem::ProblemError;
 use assay_core::spec::{CovarianceBand, QuantilePrecision, TopCovariance, TopEntropy};
 
-/// A choice about one token, and how far what it was made by lies from making it otherwise.
+/// A choice about one token, and its distance from the other choice.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choice {
-    /// The choice.
+    /// Whether the choice was made.
     pub holds: bool,
-    /// `≥ 0`, in the unit of what was compared; ∞ where it could not be otherwise.
+    /// The distance `≥ 0` of the compared values, in their unit; ∞ if the choice could not be otherwise.
     pub margin: f64,
 }
 
 impl Choice {
-    /// A choice that could not be otherwise.
+    /// Returns a choice that could not be otherwise.
     pub const fn fixed(holds: bool) -> Self {
         Self { holds, margin: f64::INFINITY }
     }
 }
 
-/// Whether `entropy ≥ threshold`, for every token that has one. The threshold is the linearly interpolated quantile
-/// `q = 1 − fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is
-/// `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
+/// Returns the tokens with `entropy ≥ threshold`. The threshold is the linearly interpolated quantile `q = 1 −
+/// fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
 pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<bool> {
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
     ascending.sort_by(f64::total_cmp);
@@ -45,7 +44,8 @@ pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> 
     entropies.mapv(|entropy| entropy.is_none_or(|entropy| rounded(entropy) >= threshold))
 }
 
-/// `i = q·(n−1)`, which is of given numbers alone. In f32 the share is rounded, and not the product.
+/// Returns the index `i = q·(n−1)` of the quantile, which depends on given numbers only. In f32 `q` is rounded, and not
+/// the product.
 pub fn quantile_index(top: &TopEntropy, count: usize) -> f64 {
     let quantile = 1.0 - top.fraction;
     let quantile = match top.precision {
@@ -61,7 +61,8 @@ fn quantile_of(ascending: &[f64], index: f64) -> f64 {
     below + index.fract() * (above - below)
 }
 
-/// The same as torch has it in f32: the values and their interpolation, which from the middle on counts from above.
+/// Returns the quantile as torch computes it in f32: both values are rounded, and from the middle on the interpolation
+/// counts from above.
 fn f32_quantile(ascending: &[f64], index: f64) -> f64 {
     let last = ascending.len() - 1;
     let at = |index: f64| ascending[(index as usize).min(last)] as f32;
@@ -71,7 +72,8 @@ fn f32_quantile(ascending: &[f64], index: f64) -> f64 {
     f64::from(between)
 }
 
-/// DeepSeek-V3.2's mask: kept where `A ≥ 0` or the mean of `behaviour − ℓ` is at most the threshold.
+/// Makes the choice of DeepSeek-V3.2's mask: a token is kept where `A ≥ 0` or the mean of `behaviour − ℓ` is at most
+/// the threshold.
 pub(super) fn on_policy(advantage: f64, mean_divergence: f64, threshold: f64) -> Choice {
     if advantage >= 0.0 {
         return Choice::fixed(true);
@@ -79,16 +81,16 @@ pub(super) fn on_policy(advantage: f64, mean_divergence: f64, threshold: f64) ->
     Choice { holds: mean_divergence <= threshold, margin: (mean_divergence - threshold).abs() }
 }
 
-/// What a covariance looks at.
+/// The values of one token that a covariance reads.
 #[derive(Clone, Copy)]
 pub(super) struct Sample {
     pub(super) advantage: f64,
     pub(super) logp: f64,
-    /// Whether PPO's clip holds the token.
+    /// Whether PPO's clip bounds the token's loss.
     pub(super) clipped: bool,
 }
 
-/// `(A − mean A)·(ℓ − mean ℓ)`, with `n + epsilon` for the number of tokens in both means.
+/// Returns the covariances `(A − mean A)·(ℓ − mean ℓ)`, with `n + epsilon` as the number of tokens in both means.
 fn covariances(samples: &[Sample], epsilon: f64) -> Vec<f64> {
     let count = samples.len() as f64 + epsilon;
     let mean = |value: fn(&Sample) -> f64| samples.iter().map(value).collect::<Sum>().value() / count;
@@ -97,7 +99,7 @@ fn covariances(samples: &[Sample], epsilon: f64) -> Vec<f64> {
     samples.iter().map(|sample| (sample.advantage - advantage) * (sample.logp - logp) + 0.0).collect()
 }
 
-/// The `max(1, ⌊fraction·n⌋)` samples with the largest covariance; of equal ones the first.
+/// Selects the `max(1, ⌊fraction·n⌋)` samples with the largest covariance; of equal ones the first.
 pub(super) fn top_covariance(top: TopCovariance, samples: &[Sample]) -> Vec<Choice> {
     let covariances = covariances(samples, 0.0);
     let mut order: Vec<usize> = (0..samples.len()).collect();
@@ -113,7 +115,7 @@ pub(super) fn top_covariance(top: TopCovariance, samples: &[Sample]) -> Vec<Choi
     choices
 }
 
-/// The samples that Clip-Cov leaves out.
+/// Selects the samples that Clip-Cov drops.
 ///
 /// # Errors
 /// [`ProblemError::Undetermined`] where there are more in the band than are taken.

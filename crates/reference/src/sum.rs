@@ -1,4 +1,4 @@
-//! Compensated summation.
+//! Compensated summation of f64 terms.
 
 /// A running sum of f64 that carries its rounding error along (Knuth's two-sum; Ogita, Rump and Oishi 2005): the result is as if the terms had been
 /// summed in twice the precision and rounded once, `|error| ≤ u·|Σ x| + O(n·u²)·Σ|x|` with `u = 2⁻⁵³`.
@@ -9,7 +9,7 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Adds a term.
+    /// Adds a term to the sum.
     #[inline]
     pub fn add(&mut self, x: f64) {
         let total = self.total + x;
@@ -19,7 +19,7 @@ impl Sum {
         self.total = total;
     }
 
-    /// The sum.
+    /// Returns the sum with its compensation.
     pub fn value(self) -> f64 {
         // Beyond ±∞ the lost part is ∞ − ∞; the total alone is then the answer.
         if self.total.is_finite() { self.total + self.lost } else { self.total }
