@@ -8,9 +8,9 @@ use crate::spec::Spec;
 use assay::gpu::GpuTarget;
 use assay::implementation::Unsupported;
 use assay::problem::{Dtype, Shape};
-use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, Shaped, arrays};
+use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, StructuredSpec, arrays};
 use assay::tpu::TpuTarget;
-use assay_algebra::structure::{Number, Tokens};
+use assay_algebra::structure::{DenominatorTokens, SpecNumber};
 
 /// The kernels of a device.
 #[derive(Serialize)]
@@ -105,11 +105,11 @@ fn kernels(
     spec: &Spec,
     (shape, dtype): (Shape, Dtype),
     programs: [&str; 2],
-    write: impl Fn(LossProgram, Shaped, Shape, Dtype) -> Result<Vec<Emitted>, Unsupported>,
+    write: impl Fn(LossProgram, StructuredSpec, Shape, Dtype) -> Result<Vec<Emitted>, Unsupported>,
 ) -> PyResult<String> {
-    let mut loss = Shaped::of(&spec.loss);
+    let mut loss = StructuredSpec::new(&spec.loss);
     // Rows may be of several batches, by `vmap`.
-    loss.structure.entropy_bonus.iter_mut().for_each(|bonus| bonus.tokens = Some(Tokens::OfRow));
+    loss.structure.entropy_bonus.iter_mut().for_each(|bonus| bonus.tokens = Some(DenominatorTokens::OfRow));
     let [one_pass, two_pass] = programs.map(|id| {
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is among them");
         write(program, loss, shape, dtype)
@@ -120,7 +120,8 @@ fn kernels(
     // Where it is not, the other two are.
     let one_pass = one_pass.ok().and_then(|kernels| kernels.into_iter().next()).map(|kernel| {
         let numbers = arrays::numbers(loss.structure).into_iter();
-        let value = |number: Number| (number.name(), number.of(loss.spec, [shape.batch, shape.tokens]).to_string());
+        let value =
+            |number: SpecNumber| (number.name(), number.value_in(loss.spec, [shape.batch, shape.tokens]).to_string());
         OnePass {
             kernel,
             numbers: numbers.map(value).collect(),

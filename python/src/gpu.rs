@@ -15,12 +15,12 @@ use crate::tape::expect_computed;
 use assay::cuda::op::{Gpu, OperationLaunch};
 use assay::implementation::RunError;
 use assay::problem::{Dtype, Sequences, Shape};
-use assay::programs::Shaped;
+use assay::programs::StructuredSpec;
 use assay::programs::arrays::{given_columns, numbers as one_pass_numbers, softmax_numbers, width as width_of_tokens};
 use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, batch_numbers};
 use assay::spec::{LossSpec, OldLogp, Support};
-use assay_algebra::rollout::Settled;
-use assay_algebra::structure::{Input, Structure};
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::structure::{Structure, TokenInput};
 
 /// What an input is that no argument is.
 const SETTLED: &str = "settled";
@@ -55,10 +55,10 @@ struct GpuPlan<'s> {
 pub(crate) fn gpu_plan(py: Python<'_>, spec: &Spec, width: Option<usize>) -> PyResult<String> {
     let spec = &*spec.loss;
     expect_computed(py, spec, width, true)?;
-    let structure = Structure::of(spec);
+    let structure = Structure::from_spec(spec);
     let inputs: Vec<_> = structure.inputs().into_iter().map(|input| (input.name(), source(spec, input))).collect();
     // None of these is of a batch's extents.
-    let numbers = softmax_numbers(structure).into_iter().map(|number| number.of(spec, [1, 1]) as f32).collect();
+    let numbers = softmax_numbers(structure).into_iter().map(|number| number.value_in(spec, [1, 1]) as f32).collect();
     let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
     let settled = inputs.iter().any(|(_, source)| *source == SETTLED);
     let plan = GpuPlan {
@@ -80,7 +80,10 @@ pub(crate) fn gpu_plan(py: Python<'_>, spec: &Spec, width: Option<usize>) -> PyR
 #[pyo3(signature = (spec, sequences, width))]
 pub(crate) fn gpu_numbers(spec: &Spec, sequences: usize, width: Option<usize>) -> Vec<f64> {
     let extents = [sequences, width.unwrap_or(1)];
-    batch_numbers(Structure::of(&spec.loss)).into_iter().map(|number| number.of(&spec.loss, extents)).collect()
+    batch_numbers(Structure::from_spec(&spec.loss))
+        .into_iter()
+        .map(|number| number.value_in(&spec.loss, extents))
+        .collect()
 }
 
 /// Whether the device at `place` computes the loss of `spec` on rows of `vocab` logits in one pass.
@@ -101,14 +104,14 @@ pub(crate) fn gpu_takes_one_pass(
 }
 
 /// The argument that an input is.
-fn source(spec: &LossSpec, input: Input) -> &'static str {
+fn source(spec: &LossSpec, input: TokenInput) -> &'static str {
     let of_policy = |which: OldLogp| if which == OldLogp::Rollout { "rollout_logp" } else { "old_logp" };
     match input {
-        Input::OldLogp => of_policy(spec.old_logp),
-        Input::Behaviour => of_policy(spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour)),
-        Input::RefLogp | Input::Selected | Input::RolloutLogp | Input::Dentropy => input.name(),
-        Input::Rate => "temperature",
-        Input::PolicyWeight | Input::KlWeight | Input::LogWeight => SETTLED,
+        TokenInput::OldLogp => of_policy(spec.old_logp),
+        TokenInput::Behaviour => of_policy(spec.off_policy_mask.map_or(OldLogp::Given, |mask| mask.behaviour)),
+        TokenInput::RefLogp | TokenInput::Selected | TokenInput::RolloutLogp | TokenInput::Dentropy => input.name(),
+        TokenInput::Rate => "temperature",
+        TokenInput::PolicyWeight | TokenInput::KlWeight | TokenInput::LogWeight => SETTLED,
     }
 }
 
@@ -137,7 +140,7 @@ pub(crate) fn gpu_settled<'py>(
             Sequences::Rows => None,
             Sequences::Packed(cu_seqlens) => Some(cu_seqlens.values().to_vec()),
         };
-        Ok((Settled::of(Shaped::of(&given.spec), &tokens_of), ends))
+        Ok((KernelInputs::new(StructuredSpec::new(&given.spec), &tokens_of), ends))
     })?;
     let inputs = settled.inputs.into_iter();
     let mut of = BTreeMap::from([("mask", lent(Element::Bool, settled.mask))]);

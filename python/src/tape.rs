@@ -14,9 +14,9 @@ use crate::spec::Spec;
 use assay::problem::ProblemError;
 use assay::spec::{Averaging, LossSpec, Reduction, Rows};
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::family::{Reach, expect_one_id, expect_plain_logits};
-use assay_algebra::softmax::Sums;
-use assay_algebra::structure::{Denominator, Input, Number, Structure, Temperature, Tokens};
+use assay_algebra::family::{KernelScope, expect_one_id, expect_plain_logits};
+use assay_algebra::softmax::SoftmaxSums;
+use assay_algebra::structure::{Denominator, DenominatorTokens, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_algebra::tape::{Tape, token_losses};
 use assay_algebra::transform;
 
@@ -82,7 +82,7 @@ pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usi
         spec.expect_no_width().map_err(no_width)?;
     }
     let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
-    expect_one_id(spec).and_then(|()| Reach::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
+    expect_one_id(spec).and_then(|()| KernelScope::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
         let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
         error::of_spec(
             py,
@@ -99,12 +99,12 @@ impl Plan {
     fn of(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<Self> {
         expect_computed(py, spec, width, native)?;
         let extents = [1, width.unwrap_or(1)];
-        let structure = Structure::of(spec);
-        let number = |number: Number| number.of(spec, extents);
+        let structure = Structure::from_spec(spec);
+        let number = |number: SpecNumber| number.value_in(spec, extents);
         let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
             tokens: denominator.tokens.map(|tokens| match tokens {
-                Tokens::OfBatch => "batch",
-                Tokens::OfRow => "row",
+                DenominatorTokens::OfBatch => "batch",
+                DenominatorTokens::OfRow => "row",
             }),
             rows: averaging.and_then(|averaging| rows(averaging.reduction)),
             number: number(known),
@@ -112,33 +112,34 @@ impl Plan {
         };
         let kl = structure.kl.and_then(|kl| kl.denominator);
         let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
-        let [inverse_temperature, logp_inverse_temperature] = [Number::Rate, Number::LogpRate].map(number);
-        let inverse_temperature = (structure.temperature != Temperature::Given).then_some(inverse_temperature);
+        let [inverse_temperature, logp_inverse_temperature] = [SpecNumber::Rate, SpecNumber::LogpRate].map(number);
+        let inverse_temperature = (structure.temperature != TemperaturePlace::Given).then_some(inverse_temperature);
         Ok(Self {
             inverse_temperature,
             logp_inverse_temperature,
             rate: transform::rate(spec),
-            two_softmaxes: structure.temperature == Temperature::Logp,
+            two_softmaxes: structure.temperature == TemperaturePlace::Logp,
             couples_rows: structure.couples_rows(),
-            inputs: structure.inputs().into_iter().map(Input::name).collect(),
+            inputs: structure.inputs().into_iter().map(TokenInput::name).collect(),
             has_kl: structure.kl.is_some(),
             policy: divisor(
                 structure.denominator,
                 Some(spec.averaging()),
-                Number::Denominator,
-                Number::DenominatorEpsilon,
+                SpecNumber::Denominator,
+                SpecNumber::DenominatorEpsilon,
             ),
-            kl: kl
-                .map(|kl| divisor(kl, Some(spec.kl_averaging()), Number::KlDenominator, Number::KlDenominatorEpsilon)),
-            entropy: structure
-                .entropy_bonus
-                .map(|bonus| divisor(bonus, own, Number::EntropyDenominator, Number::EntropyDenominatorEpsilon)),
-            entropy_coef: number(Number::EntropyCoef),
+            kl: kl.map(|kl| {
+                divisor(kl, Some(spec.kl_averaging()), SpecNumber::KlDenominator, SpecNumber::KlDenominatorEpsilon)
+            }),
+            entropy: structure.entropy_bonus.map(|bonus| {
+                divisor(bonus, own, SpecNumber::EntropyDenominator, SpecNumber::EntropyDenominatorEpsilon)
+            }),
+            entropy_coef: number(SpecNumber::EntropyCoef),
             softmax: softmax(
                 structure,
                 inverse_temperature,
                 logp_inverse_temperature,
-                number(Number::InverseTemperature),
+                number(SpecNumber::InverseTemperature),
             ),
             loss: token_losses(structure, |tape, which| tape.constant(number(which))),
         })
@@ -167,15 +168,15 @@ fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_
     let constant = |on: &mut Tape, x: f64| (x != 1.0).then(|| on.constant(x));
     let of_entropy = match of_entropy {
         Some(x) => constant(on, x),
-        None => Some(on.input(Input::Rate.name())),
+        None => Some(on.input(TokenInput::Rate.name())),
     };
     let of_logp = constant(on, of_logp);
     let end = |on: &mut Tape, [others, weighted]: [&'static str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
-        Sums { max, target_logit, others, weighted }.softmax(on, inverse)
+        SoftmaxSums { max, target_logit, others, weighted }.softmax(on, inverse)
     };
     let of_entropy = end(on, ["others", "weighted"], of_entropy);
-    let two = structure.temperature == Temperature::Logp;
+    let two = structure.temperature == TemperaturePlace::Logp;
     let of_logp = if two { end(on, ["logp_others", "logp_weighted"], of_logp) } else { of_entropy };
     let logp = of_logp.logp(on);
     let logp = if two {

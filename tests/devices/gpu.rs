@@ -13,7 +13,7 @@ use assay::gpu::{CudaToolkit, GpuCompiler, GpuTarget};
 use assay::implementation::Given;
 use assay::problem::{Dtype, Shape};
 use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, OperationText};
-use assay::programs::{Device, LossProgram, Programs, Shaped, Target as PtxTarget};
+use assay::programs::{Device, LossProgram, Programs, StructuredSpec, Target as PtxTarget};
 use assay::spec::LossSpec;
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
@@ -211,7 +211,7 @@ fn operation_kernels_assemble() -> Result<(), Failed> {
     for (target, one_pass) in [(PtxTarget::Sm80, false), (PtxTarget::Sm90, true), (PtxTarget::Sm100, true)] {
         let of_tokens = one_pass.then_some((OperationKernel::OnePass, &of_one_token));
         for (kernel, spec) in kernels.into_iter().chain(of_tokens) {
-            let structure = Structure::of(spec);
+            let structure = Structure::from_spec(spec);
             let text = OperationText::new(kernel, structure, form, [4096, 1, 33_001], DeviceDtype::Bf16).write(target);
             let [file, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
             fs::write(&file, &text.ptx.text)?;
@@ -273,7 +273,7 @@ fn small() -> Result<(String, Vec<PtxKernel>), Failed> {
         (GpuTarget::parse("h100")?, LossSpec::default(), Shape { batch: 1, tokens: 8, vocab: 1000 });
     let program =
         LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").ok_or("no gpu-one-pass")?;
-    let (loss, target) = (Shaped::of(&spec), target.chip.written_for());
+    let (loss, target) = (StructuredSpec::new(&spec), target.chip.written_for());
     let given = Given { shape, dtype: Dtype::Bf16, form: (), packed: None };
     let text = program.text(loss, given, 1, Device::gpu(target))?;
     Ok((text, program.gpu_kernels_for(loss, shape, Dtype::Bf16, 1, target)?))

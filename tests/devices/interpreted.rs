@@ -8,11 +8,11 @@ use assay::implementation::Given;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::Limits;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
-use assay::programs::{ANY_DEVICE, Device, LossProgram, Named, Output, Programs, Scalars, Shaped, Target};
+use assay::programs::{ANY_DEVICE, Device, LossProgram, Named, Output, Programs, Scalars, StructuredSpec, Target};
 use assay::runtime::{Client, DeviceBuffer, Executable, PjrtProgram};
 use assay::spec::{LogitsTransform, LossSpec, Support, Temperature};
-use assay_algebra::rollout::Settled;
-use assay_algebra::transform::Columns;
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::transform::ColumnBiases;
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{Buffer as Array, Launch, Module, Units};
 use assay_testkit::Known;
@@ -57,7 +57,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
 /// returned; it returns what the next is given, the last part what the program does.
 struct Interpreted<'s> {
     client: Client,
-    loss: Shaped<'s>,
+    loss: StructuredSpec<'s>,
     inputs: Vec<Named>,
     parts: Vec<Executable>,
     kernels: Vec<PtxKernel>,
@@ -66,7 +66,7 @@ struct Interpreted<'s> {
 impl<'s> Interpreted<'s> {
     fn of(client: Client, id: &str, target: Target, spec: &'s LossSpec, recipe: &Recipe) -> Result<Self, Failed> {
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).ok_or("no such program")?;
-        let (loss, dtype, shape) = (Shaped::of(spec), recipe.dtype, recipe.problem(spec)?.shape());
+        let (loss, dtype, shape) = (StructuredSpec::new(spec), recipe.dtype, recipe.problem(spec)?.shape());
         let text = program.text(loss, Given { shape, dtype, form: (), packed: None }, 1, Device::gpu(target))?;
         let parts: Vec<String> = parts(&text);
         let compiled = |part: &String| client.compile(&PjrtProgram::replicated(part.as_bytes(), 1));
@@ -110,8 +110,8 @@ impl<'s> Interpreted<'s> {
     /// What the program is given of a problem by one name.
     fn upload(&self, Named { name, dtype, shape, .. }: &Named, problem: &Problem) -> Result<DeviceBuffer, Failed> {
         let tokens = problem.tokens();
-        let Settled { mask, inputs } = Settled::of(self.loss, &tokens);
-        let columns = || Columns::of(self.loss.spec, &tokens, problem.shape().vocab);
+        let KernelInputs { mask, inputs } = KernelInputs::new(self.loss, &tokens);
+        let columns = || ColumnBiases::new(self.loss.spec, &tokens, problem.shape().vocab);
         let others = || problem.extra.others.as_ref().expect("as the spec has several ids");
         let id = |&id: &i64| i32::try_from(id).unwrap_or(0).to_ne_bytes();
         let number = |x: f64| (x as f32).to_ne_bytes();

@@ -14,7 +14,7 @@ use assay::ahead::{AheadError, StableHloModule};
 use assay::device_dtype::DeviceDtype;
 use assay::implementation::Given;
 use assay::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, ProblemShape, Shape};
-use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, Shaped, row_major_copy};
+use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, StructuredSpec, row_major_copy};
 use assay::runtime::Client;
 use assay::spec::LossSpec;
 use assay::suites::cases;
@@ -103,7 +103,7 @@ fn shape(batch: usize, tokens: usize, vocab: usize) -> Shape {
 /// The `xla` program where each device of `target` holds `local`.
 fn program(target: &TpuTarget, local: Shape) -> Result<String, Failed> {
     let xla = LossProgram::all()[0];
-    Ok(xla.program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?)
+    Ok(xla.program_for(StructuredSpec::new(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?)
 }
 
 pub(crate) fn compiler() -> Result<TpuCompiler, AheadError> {
@@ -180,7 +180,7 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
             vocab = text.split(' ').find_map(|word| word.parse().ok()).unwrap_or(1_000_000);
         }
         let local = shape(batch, tokens, vocab);
-        let code = xla(id).program_for(Shaped::of(&spec), local, dtype, target.devices(), ANY_TPU)?;
+        let code = xla(id).program_for(StructuredSpec::new(&spec), local, dtype, target.devices(), ANY_TPU)?;
         let compiled = compile(&target, &code).map_err(|error| format!("{local} {spec:?}: {error}"))?;
         let logits = i64::try_from(local.elements().expect("it fits") * dtype.size())?;
         assert!(compiled.memory.alias_bytes >= logits, "{local}: dlogits lie over the logits: {:?}", compiled.memory);
@@ -195,7 +195,13 @@ fn any_shape_compiles(id: &str, dtype: Dtype) -> Result<(), Failed> {
 fn figures_are_those_pinned(id: &str, peak_bytes: i64, cycles: u64) -> Result<TpuCompilation, Failed> {
     let target = TpuTarget::parse("v6e:2x4")?;
     let local = shape(1, 4096, 151_936);
-    let code = xla(id).program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?;
+    let code = xla(id).program_for(
+        StructuredSpec::new(&LossSpec::default()),
+        local,
+        Dtype::Bf16,
+        target.devices(),
+        ANY_TPU,
+    )?;
     let compiled = compile(&target, &code)?;
     let near = |given: f64, pinned: f64| (given - pinned).abs() <= 0.03 * pinned;
     assert!(near(compiled.memory.peak_bytes() as f64, peak_bytes as f64), "{:?}, pinned {peak_bytes}", compiled.memory);
@@ -232,7 +238,7 @@ fn cut_losses_compile() -> Result<(), Failed> {
     let ids = ["xla-vocab", "tile-two-pass-mesh", "tile-two-pass-vocab", "xla-mesh"];
     for (target, id) in TpuTarget::defaults().zip(ids) {
         let machine = target.chip.machine();
-        let code = xla(id).program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;
+        let code = xla(id).program_for(StructuredSpec::new(&spec), local, Dtype::Bf16, target.devices(), machine)?;
         let compiled = compile(&target, &code).map_err(|error| format!("{id} for {target}: {error}"))?;
         let (held, peak) = (compiled.memory.alias_bytes, compiled.memory.peak_bytes());
         assert!(held >= logits / 8 && peak < logits, "{id} for {target}: {:?}", compiled.memory);
@@ -249,7 +255,8 @@ fn rows_are_shared_by_cores() -> Result<(), Failed> {
         let target = TpuTarget::parse(target)?;
         let (devices, machine) = (target.devices(), target.chip.machine());
         let local = shape(1, 512, 151_936);
-        let code = xla("tile-one-pass").program_for(Shaped::of(&spec), local, Dtype::Bf16, devices, machine)?;
+        let code =
+            xla("tile-one-pass").program_for(StructuredSpec::new(&spec), local, Dtype::Bf16, devices, machine)?;
         Ok(compile(&target, &code)?.cycles() as f64)
     };
     let [of_two, of_one] = [cycles("v5p")?, cycles("v7x")?];
@@ -276,7 +283,8 @@ fn small_logits_stay_in_hbm() -> Result<(), Failed> {
     let (target, local) = (TpuTarget::parse("v6e:2x4")?, shape(1, 40, 300));
     let spec = LossSpec::default();
     let machine = target.chip.machine();
-    let code = xla("tile-one-pass").program_for(Shaped::of(&spec), local, Dtype::Bf16, target.devices(), machine)?;
+    let code =
+        xla("tile-one-pass").program_for(StructuredSpec::new(&spec), local, Dtype::Bf16, target.devices(), machine)?;
     let compiled = compile(&target, &code)?;
     let kernel = compiled.traffic.bytes_of.iter().find(|(name, _)| name.starts_with("grpo_one_pass"));
     let (given, expected) = (kernel.map_or(0, |(_, bytes)| *bytes), 2 * 40 * 300 * 2);
@@ -297,7 +305,7 @@ fn bf16_head(shape: &str, layout: HeadLayout) -> Given<HeadProblem> {
 }
 
 fn compile_head(id: &str, given: Given<HeadProblem>, target: &TpuTarget) -> Result<TpuCompilation, Failed> {
-    let code = head(id).program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
+    let code = head(id).program_for(StructuredSpec::new(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
     let module = StableHloModule::replicated(&code, target.devices());
     // Large products take libtpu long.
     let compiled = compiler()?.with_limit(Duration::from_mins(10)).compile(target, &module);
@@ -360,7 +368,7 @@ fn scattered_heads_overlap() -> Result<(), Failed> {
     ];
     for (id, chunk_bytes, expected) in expected {
         let program = head(id).chunk_bytes(chunk_bytes);
-        let code = program.program_for(Shaped::of(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
+        let code = program.program_for(StructuredSpec::new(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
         let module = StableHloModule::replicated(&code, target.devices());
         let flags = flags_for(id, ProblemShape::Head(given.shape), target.chip);
         let compiled = compiler()?.with_flags(&flags).with_limit(Duration::from_mins(10)).compile(&target, &module)?;
@@ -420,8 +428,13 @@ fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
     });
     let reserved = i64::try_from(reserved.expect("recorded"))?;
     let scratch = |id: &str| -> Result<i64, Failed> {
-        let code =
-            xla(id).program_for(Shaped::of(&LossSpec::default()), local, Dtype::Bf16, target.devices(), ANY_TPU)?;
+        let code = xla(id).program_for(
+            StructuredSpec::new(&LossSpec::default()),
+            local,
+            Dtype::Bf16,
+            target.devices(),
+            ANY_TPU,
+        )?;
         Ok(compile(&target, &code)?.memory.temp_bytes)
     };
     let [seed, own] = [scratch("xla-seed")?, scratch("xla")?];

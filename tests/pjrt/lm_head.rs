@@ -13,7 +13,7 @@ use assay::problem::{
     Advantages, Dtype, Extra, FloatArray, HeadCandidate, HeadForm, HeadLayout, HeadProblem, HeadShape, Problem,
     Projection,
 };
-use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, Shaped};
+use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, StructuredSpec};
 use assay::registry::registry;
 use assay::spec::{
     DroppedTerm, Kl, KlEstimator, LogitsTransform, LossSpec, OldLogp, QuantilePrecision, Ratio, RatioLevel, Reduction,
@@ -340,7 +340,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
-                largest_array(&head.program().program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap())
+                largest_array(&head.program().program_for(StructuredSpec::new(&spec), given, 8, ANY_TPU).unwrap())
             };
             let chunk = CHUNK_BYTES / if rounds_logits { 2 } else { 4 };
             assert!(largest("tile-lm-head") <= chunk, "{name}, {rounds_logits}");
@@ -357,7 +357,7 @@ fn a_program_for_many_devices_holds_the_part_of_one() {
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();
-        head.program().program_for(Shaped::of(&LossSpec::default()), given, devices, ANY_TPU)
+        head.program().program_for(StructuredSpec::new(&LossSpec::default()), given, devices, ANY_TPU)
     };
     for (id, batch, vocab) in [("tile-lm-head-rows", 1, 151_936), ("tile-lm-head-vocab", 256, 594)] {
         let text = program(id, 256).unwrap();

@@ -2,7 +2,7 @@
 
 use assay::implementation::{Given, Unsupported, Workload};
 use assay::problem::Dtype;
-use assay::programs::{Device, Programs, Shaped, Sharding};
+use assay::programs::{Device, Programs, Sharding, StructuredSpec};
 use assay::spec::LossSpec;
 
 /// A program that does something else.
@@ -97,7 +97,7 @@ impl<P: Programs> Programs for Rewritten<P> {
 
     fn text(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: Given<P::Problem>,
         devices: usize,
         device: Device,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::common::training::{run, settings, with};
 use assay::judge::generate::{Recipe, Regime};
-use assay::parts::Whole;
+use assay::parts::SeparableBatch;
 use assay::problem::{Dtype, Problem};
 use assay::reference::evaluate;
 use assay::spec::{
@@ -56,7 +56,7 @@ fn cut(spec: &LossSpec, problem: &Problem, parts: usize) -> Vec<(Range<usize>, u
 
 /// Loss and dlogits by the f64 reference, of the parts by themselves.
 fn of_parts(spec: &LossSpec, problem: &Problem, parts: usize) -> (f64, Array3<f64>) {
-    let whole = Whole::of(spec, problem.with_logits(())).unwrap();
+    let whole = SeparableBatch::new(spec, problem.with_logits(())).unwrap();
     let logits = problem.logits.to_f64();
     let (mut loss, mut dlogits) = (0.0, Array3::zeros(logits.dim()));
     for (rows, width) in cut(spec, problem, parts) {
@@ -132,7 +132,7 @@ fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
         Some(TopEntropy { fraction: 0.5, drops: DroppedTerm::default(), precision: QuantilePrecision::Exact });
     let spec = LossSpec { top_entropy, ..LossSpec::default() };
     let batch = problem(&spec, 1).with_logits(());
-    let error = Whole::of(&spec, batch).err().unwrap().to_string();
+    let error = SeparableBatch::new(&spec, batch).err().unwrap().to_string();
     assert!(error.starts_with("spec field `top_entropy`: got a choice, expected none"), "{error}");
 }
 

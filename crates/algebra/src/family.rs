@@ -6,7 +6,7 @@ use assay_core::spec::{LogitsTransform, LossSpec, Objective, RatioLevel};
 
 /// How much of a batch a kernel sees where it computes a token's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
+pub enum KernelScope {
     /// The token alone.
     Token,
     /// Its row.
@@ -19,7 +19,7 @@ pub enum Reach {
 
 /// A setting that a kernel does not compute.
 #[derive(Debug)]
-pub struct Beyond {
+pub struct UnsupportedSetting {
     /// As a file spells it.
     pub field: &'static str,
     /// Its value.
@@ -31,16 +31,16 @@ pub struct Beyond {
 const ROWS: &str = "what one token decides: its row's tokens are not seen together";
 const TOKENS: &str = "choices that are made before there are logits: those of a whole batch are not";
 
-impl Reach {
+impl KernelScope {
     /// Checks that a kernel of this reach computes `spec`.
     ///
     /// # Errors
     /// The first setting that it does not.
-    pub fn expect(self, spec: &LossSpec) -> Result<(), Beyond> {
+    pub fn expect(self, spec: &LossSpec) -> Result<(), UnsupportedSetting> {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
-            if computed { Ok(()) } else { Err(Beyond { field, given: given(), supported }) }
+            if computed { Ok(()) } else { Err(UnsupportedSetting { field, given: given(), supported }) }
         };
-        if self == Reach::Softmax {
+        if self == KernelScope::Softmax {
             return expect_one_id(spec).and_then(|()| expect_plain_logits(spec));
         }
         let selection = match &spec.objective {
@@ -49,14 +49,14 @@ impl Reach {
             _ => None,
         };
         if let Some((field, given)) = selection {
-            return Err(Beyond { field, given, supported: "`selected` given with the batch" });
+            return Err(UnsupportedSetting { field, given, supported: "`selected` given with the batch" });
         }
         unless(spec.top_entropy.is_none(), "top_entropy", &|| written(&spec.top_entropy), TOKENS)?;
         let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
         let native = "false: a row without tokens has no part in a program for devices";
         let field = "objective.importance_sampling.empty_rows";
-        unless(self == Reach::AnyRow || !empty_rows, field, &|| "true".into(), native)?;
-        if self != Reach::Token {
+        unless(self == KernelScope::AnyRow || !empty_rows, field, &|| "true".into(), native)?;
+        if self != KernelScope::Token {
             return Ok(());
         }
         let level = spec.ratio.level;
@@ -71,8 +71,12 @@ impl Reach {
 ///
 /// # Errors
 /// [`LossSpec::ids_per_token`].
-pub fn expect_one_id(spec: &LossSpec) -> Result<(), Beyond> {
-    let beyond = || Beyond { field: "ids_per_token", given: spec.ids_per_token.to_string(), supported: "1 id a token" };
+pub fn expect_one_id(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
+    let beyond = || UnsupportedSetting {
+        field: "ids_per_token",
+        given: spec.ids_per_token.to_string(),
+        supported: "1 id a token",
+    };
     if spec.ids_per_token == 1 { Ok(()) } else { Err(beyond()) }
 }
 
@@ -81,8 +85,12 @@ pub fn expect_one_id(spec: &LossSpec) -> Result<(), Beyond> {
 ///
 /// # Errors
 /// The first setting that it cannot be with.
-pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), Beyond> {
-    let beyond = || Beyond { field: "dentropy", given: "true".into(), supported: "false with `ids_per_token` above 1" };
+pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
+    let beyond = || UnsupportedSetting {
+        field: "dentropy",
+        given: "true".into(),
+        supported: "false with `ids_per_token` above 1",
+    };
     if spec.ids_per_token > 1 && spec.dentropy { Err(beyond()) } else { Ok(()) }
 }
 
@@ -90,13 +98,17 @@ pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), Beyond> {
 ///
 /// # Errors
 /// The first setting that has it otherwise.
-pub fn expect_plain_logits(spec: &LossSpec) -> Result<(), Beyond> {
+pub fn expect_plain_logits(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
     if spec.logits != LogitsTransform::default() {
         let supported = "logits as they come: `scale: 1`, no `softcap`, no `bias`";
-        return Err(Beyond { field: "logits", given: written(&spec.logits), supported });
+        return Err(UnsupportedSetting { field: "logits", given: written(&spec.logits), supported });
     }
     if !spec.support.is_whole() {
-        return Err(Beyond { field: "support", given: written(&spec.support), supported: "the whole vocabulary" });
+        return Err(UnsupportedSetting {
+            field: "support",
+            given: written(&spec.support),
+            supported: "the whole vocabulary",
+        });
     }
     Ok(())
 }

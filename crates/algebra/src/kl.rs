@@ -2,7 +2,7 @@
 
 use super::arithmetic::Arithmetic;
 use super::objective::LossInputs;
-use super::structure::{KlForm, KlSlope, Number, Numbers, ValueClamp};
+use super::structure::{KlForm, KlSlope, SpecNumber, SpecNumbers, ValueClamp};
 use super::term::{HeldValue, LossTerm, bounded, unless, within};
 use assay_core::spec::{KlEstimator, KlImportance};
 
@@ -10,20 +10,20 @@ use assay_core::spec::{KlEstimator, KlImportance};
 pub(crate) fn kl_penalty<A: Arithmetic>(
     on: &mut A,
     form: KlForm,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     inputs: &LossInputs<A::Value, A::Truth>,
     [ref_logp, ratio]: [A::Value; 2],
 ) -> LossTerm<A::Value> {
     let difference = on.sub(ref_logp, inputs.logp);
     let mut d = HeldValue { value: difference, replaced: None };
     if form.difference_clamp {
-        d = within(on, difference, numbers.get(Number::KlDifferenceClamp));
+        d = within(on, difference, numbers.get(SpecNumber::KlDifferenceClamp));
     }
     // The estimate, within its bound if that applies before the importance.
     let (mut value, slope) = estimate(on, form.estimator, d.value);
     let mut slope = unless(on, d.replaced, slope);
     if form.value_clamp == Some(ValueClamp::BeforeImportance) {
-        let limited = within(on, value, numbers.get(Number::KlValueClamp));
+        let limited = within(on, value, numbers.get(SpecNumber::KlValueClamp));
         (value, slope) = (limited.value, unless(on, limited.replaced, slope));
     }
     // Some specs take the derivative of another estimate, without bounds.
@@ -33,7 +33,7 @@ pub(crate) fn kl_penalty<A: Arithmetic>(
         KlSlope::K2Weighted => {
             let log_ratio = on.sub(inputs.logp, inputs.old_logp);
             let ratio = on.exp(log_ratio);
-            let weight = bounded(on, ratio, None, Some(numbers.get(Number::KlWeightBound))).value;
+            let weight = bounded(on, ratio, None, Some(numbers.get(SpecNumber::KlWeightBound))).value;
             let weighed = on.mul(weight, difference);
             slope = on.neg(weighed);
         }
@@ -65,7 +65,7 @@ pub(crate) fn kl_penalty<A: Arithmetic>(
         }
     };
     if form.value_clamp == Some(ValueClamp::AfterImportance) {
-        let limited = within(on, term.value, numbers.get(Number::KlValueClamp));
+        let limited = within(on, term.value, numbers.get(SpecNumber::KlValueClamp));
         if let Some(replaced) = limited.replaced {
             term = LossTerm { value: limited.value, ..term.unless(on, replaced) };
         }

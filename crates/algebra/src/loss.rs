@@ -3,7 +3,7 @@
 
 use super::arithmetic::Immediate;
 use super::objective::{LossInputs, TokenArray, TokenArrays, TokenLoss, VESPO_LOG_RATIO, own_slope, token_loss};
-use super::structure::{Input, Number, Numbers, Structure};
+use super::structure::{SpecNumber, SpecNumbers, Structure, TokenInput};
 use super::term::{sum, unless};
 use assay_core::spec::{LossSpec, RatioLevel};
 
@@ -22,7 +22,7 @@ pub struct WeightedToken {
 
 /// A token whose logits have been read.
 #[derive(Clone, Copy)]
-pub struct TokenScore {
+pub struct ScoredToken {
     /// The token with its weights.
     pub weighted: WeightedToken,
     /// Log-probability of the sampled id, nats.
@@ -59,18 +59,18 @@ impl TokenEvaluation {
 /// The loss of a spec with its numbers, ready to evaluate tokens.
 ///
 /// ```
-/// use assay_algebra::loss::{LossEvaluator, TokenScore, WeightedToken};
-/// use assay_algebra::structure::{Input, Structure};
+/// use assay_algebra::loss::{LossEvaluator, ScoredToken, WeightedToken};
+/// use assay_algebra::structure::{TokenInput, Structure};
 /// use assay_core::spec::LossSpec;
 ///
 /// // PPO-clip with ε = 0.2: one token of advantage 2 whose probability has grown by a tenth.
 /// let spec = LossSpec::default();
-/// let evaluator = LossEvaluator::new(&spec, Structure::of(&spec), [1, 1]);
+/// let evaluator = LossEvaluator::new(&spec, Structure::from_spec(&spec), [1, 1]);
 /// let weighted = WeightedToken { advantage: 2.0, weight: 1.0, kl_share: 1.0, at: (0, 0) };
-/// let score = TokenScore { weighted, logp: 0.55_f64.ln(), entropy: 0.69 };
+/// let score = ScoredToken { weighted, logp: 0.55_f64.ln(), entropy: 0.69 };
 /// let old_logp = 0.5_f64.ln();
 /// let tokens = evaluator.evaluate(&[score], |input, _| match input {
-///     Input::OldLogp => old_logp,
+///     TokenInput::OldLogp => old_logp,
 ///     other => unreachable!("PPO-clip reads no {}", other.name()),
 /// });
 /// // The ratio is 1.1, within the clip: the loss −r·A follows it, and so does its derivative by logp.
@@ -79,19 +79,23 @@ impl TokenEvaluation {
 /// ```
 pub struct LossEvaluator {
     structure: Structure,
-    numbers: Numbers<f64>,
+    numbers: SpecNumbers<f64>,
 }
 
 impl LossEvaluator {
     /// Reads the numbers of `spec`, whose structure is given, for a batch of `[B,T]` tokens.
     pub fn new(spec: &LossSpec, structure: Structure, extents: [usize; 2]) -> Self {
-        let numbers = structure.numbers().into_iter().map(|number| (number, number.of(spec, extents)));
-        Self { structure, numbers: Numbers::new(numbers) }
+        let numbers = structure.numbers().into_iter().map(|number| (number, number.value_in(spec, extents)));
+        Self { structure, numbers: SpecNumbers::new(numbers) }
     }
 
     /// Evaluates the unmasked tokens of a sequence, or one of them alone if none depends on others. `input` gives the elements of
     /// the arrays that the structure reads.
-    pub fn evaluate(&self, row: &[TokenScore], input: impl Fn(Input, (usize, usize)) -> f64) -> Vec<TokenEvaluation> {
+    pub fn evaluate(
+        &self,
+        row: &[ScoredToken],
+        input: impl Fn(TokenInput, (usize, usize)) -> f64,
+    ) -> Vec<TokenEvaluation> {
         let Self { structure, numbers } = self;
         let (on, structure) = (&mut Immediate, *structure);
         let gathered = row.iter().map(|token| {
@@ -109,7 +113,7 @@ impl LossEvaluator {
         let share = match structure.level {
             RatioLevel::Token => None,
             RatioLevel::Sequence | RatioLevel::SequenceToken => {
-                Some((row.len() as f64 + numbers.get(Number::RatioEpsilon)).recip())
+                Some((row.len() as f64 + numbers.get(SpecNumber::RatioEpsilon)).recip())
             }
             RatioLevel::SequenceProduct => Some(1.0),
         };
@@ -121,7 +125,7 @@ impl LossEvaluator {
         let near = structure.off_policy_mask.then(|| {
             let fallen = tokens.iter().filter_map(|token| Some(token.arrays.behaviour_logp? - token.logp));
             let scored = fallen.filter(|difference| !difference.is_nan());
-            scored.sum::<f64>() / row.len() as f64 <= numbers.get(Number::OffPolicyThreshold)
+            scored.sum::<f64>() / row.len() as f64 <= numbers.get(SpecNumber::OffPolicyThreshold)
         });
         for token in &mut tokens {
             token.log_ratio = log_ratio.unwrap_or(token.log_ratio);
@@ -136,7 +140,7 @@ impl LossEvaluator {
         let shared: f64 =
             row.iter().zip(&losses).map(|(token, loss)| token.weighted.weight * loss.by_log_ratio.unwrap_or(0.0)).sum();
         let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), token)| {
-            let &TokenScore { weighted: WeightedToken { weight, .. }, logp, entropy } = score;
+            let &ScoredToken { weighted: WeightedToken { weight, .. }, logp, entropy } = score;
             let grad_logp = match (structure.level, share) {
                 (RatioLevel::Sequence | RatioLevel::SequenceProduct, Some(share)) => {
                     weight * token.by_logp.unwrap_or(0.0) + unless(on, inputs.own.replaced, share * shared)

@@ -26,7 +26,7 @@ macro_rules! named {
 
 named! {
     /// A `[B,T]` array, f32 on devices.
-    Input {
+    TokenInput {
         /// The denominator of the ratio.
         OldLogp = "old_logp",
         /// The reference policy's log-probability.
@@ -52,7 +52,7 @@ named! {
 
 named! {
     /// A number of a spec, f32 on devices. A bound that the spec lacks is infinite.
-    Number {
+    SpecNumber {
         /// Lower end of the ratio, or of a trust region.
         Low = "low",
         /// Upper end.
@@ -136,80 +136,84 @@ named! {
     }
 }
 
-impl Number {
+impl SpecNumber {
     /// Its value in `spec`, for a batch of `[B,T]`; NaN where the spec has no such number.
-    pub fn of(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
+    pub fn value_in(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
         let none = f64::NAN;
         let kl = spec.kl.as_ref();
-        let of_entropy = spec.entropy_averaging;
+        let entropy = spec.entropy_averaging;
         match self {
-            Number::LogRatioClamp => spec.ratio.clamp.unwrap_or(none),
-            Number::LogRatioLow => spec.ratio.clip.map_or(none, |clip| -clip.low),
-            Number::LogRatioHigh => spec.ratio.clip.map_or(none, |clip| clip.high),
-            Number::LogRatioCap => spec.ratio.cap.unwrap_or(none),
-            Number::OffPolicyThreshold => spec.off_policy_mask.map_or(none, |mask| mask.threshold),
-            Number::RatioEpsilon => spec.ratio.denominator_epsilon,
-            Number::Beta => kl.map_or(0.0, |kl| kl.beta),
-            Number::KlDifferenceClamp => kl.and_then(|kl| kl.difference_clamp).unwrap_or(none),
-            Number::KlWeightBound => match kl.map(|kl| kl.gradient) {
+            SpecNumber::LogRatioClamp => spec.ratio.clamp.unwrap_or(none),
+            SpecNumber::LogRatioLow => spec.ratio.clip.map_or(none, |clip| -clip.low),
+            SpecNumber::LogRatioHigh => spec.ratio.clip.map_or(none, |clip| clip.high),
+            SpecNumber::LogRatioCap => spec.ratio.cap.unwrap_or(none),
+            SpecNumber::OffPolicyThreshold => spec.off_policy_mask.map_or(none, |mask| mask.threshold),
+            SpecNumber::RatioEpsilon => spec.ratio.denominator_epsilon,
+            SpecNumber::Beta => kl.map_or(0.0, |kl| kl.beta),
+            SpecNumber::KlDifferenceClamp => kl.and_then(|kl| kl.difference_clamp).unwrap_or(none),
+            SpecNumber::KlWeightBound => match kl.map(|kl| kl.gradient) {
                 Some(KlGradient::K2Weighted(bound)) => bound,
                 _ => none,
             },
-            Number::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
-            Number::InverseTemperature => spec.temperature.number().map_or(none, f64::recip),
-            Number::LogitFactor => transform::factor(spec),
-            Number::Rate => spec.temperature.number().map_or(none, |temperature| transform::rate(spec) / temperature),
-            Number::LogpRate => transform::rate(spec),
-            Number::EntropyFactor => none,
-            Number::EntropyCoef if spec.dentropy => -spec.scale,
-            Number::EntropyCoef => spec.entropy_coef * spec.scale,
-            Number::Denominator => known_denominator(spec.averaging(), extents) / spec.scale,
-            Number::LossScale => 1.0,
-            Number::DenominatorEpsilon => spec.denominator_epsilon,
-            Number::KlDenominator => known_denominator(spec.kl_averaging(), extents) / spec.scale,
-            Number::KlDenominatorEpsilon => spec.kl_averaging().denominator_epsilon,
-            Number::EntropyDenominator => of_entropy.map_or(1.0, |averaging| known_denominator(averaging, extents)),
-            Number::EntropyDenominatorEpsilon => of_entropy.map_or(0.0, |averaging| averaging.denominator_epsilon),
-            _ => self.of_objective(&spec.objective).unwrap_or(none),
+            SpecNumber::KlValueClamp => kl.and_then(|kl| kl.value_clamp).unwrap_or(none),
+            SpecNumber::InverseTemperature => spec.temperature.number().map_or(none, f64::recip),
+            SpecNumber::LogitFactor => transform::factor(spec),
+            SpecNumber::Rate => {
+                spec.temperature.number().map_or(none, |temperature| transform::rate(spec) / temperature)
+            }
+            SpecNumber::LogpRate => transform::rate(spec),
+            SpecNumber::EntropyFactor => none,
+            SpecNumber::EntropyCoef if spec.dentropy => -spec.scale,
+            SpecNumber::EntropyCoef => spec.entropy_coef * spec.scale,
+            SpecNumber::Denominator => known_denominator(spec.averaging(), extents) / spec.scale,
+            SpecNumber::LossScale => 1.0,
+            SpecNumber::DenominatorEpsilon => spec.denominator_epsilon,
+            SpecNumber::KlDenominator => known_denominator(spec.kl_averaging(), extents) / spec.scale,
+            SpecNumber::KlDenominatorEpsilon => spec.kl_averaging().denominator_epsilon,
+            SpecNumber::EntropyDenominator => entropy.map_or(1.0, |averaging| known_denominator(averaging, extents)),
+            SpecNumber::EntropyDenominatorEpsilon => entropy.map_or(0.0, |averaging| averaging.denominator_epsilon),
+            _ => self.objective_value(&spec.objective).unwrap_or(none),
         }
     }
 
-    fn of_objective(self, objective: &Objective) -> Option<f64> {
-        let of_clip = |clip: &PpoClip| match self {
-            Number::Low => Some(1.0 - clip.epsilon_low),
-            Number::High => Some(1.0 + clip.epsilon_high),
-            Number::Delta => Some(clip.delta.unwrap_or(f64::INFINITY)),
-            Number::DualClip => Some(clip.dual_clip.unwrap_or(f64::INFINITY)),
+    fn objective_value(self, objective: &Objective) -> Option<f64> {
+        let clip_value = |clip: &PpoClip| match self {
+            SpecNumber::Low => Some(1.0 - clip.epsilon_low),
+            SpecNumber::High => Some(1.0 + clip.epsilon_high),
+            SpecNumber::Delta => Some(clip.delta.unwrap_or(f64::INFINITY)),
+            SpecNumber::DualClip => Some(clip.dual_clip.unwrap_or(f64::INFINITY)),
             _ => None,
         };
         match (objective, self) {
-            (Objective::PpoClip(clip), _) => of_clip(clip),
-            (Objective::ClipCov(cov), _) => of_clip(&cov.clip),
-            (Objective::Cispo(cispo), Number::Low) => Some(cispo.lower.unwrap_or(f64::NEG_INFINITY)),
-            (Objective::Cispo(cispo), Number::High) => Some(cispo.upper),
-            (Objective::MaskedRatio(masked), Number::Low) => Some(masked.lower),
-            (Objective::MaskedRatio(masked), Number::High) => Some(masked.upper),
-            (Objective::Sapo(sapo), Number::TauPositive) => Some(sapo.tau_positive),
-            (Objective::Sapo(sapo), Number::TauNegative) => Some(sapo.tau_negative),
-            (Objective::Vespo(vespo), Number::KPositive) => Some(vespo.k_positive),
-            (Objective::Vespo(vespo), Number::KNegative) => Some(vespo.k_negative),
-            (Objective::Vespo(vespo), Number::LambdaPositive) => Some(vespo.lambda_positive.max(1e-4)),
-            (Objective::Vespo(vespo), Number::LambdaNegative) => Some(vespo.lambda_negative.max(1e-4)),
-            (Objective::TrustRegion(region), Number::Low) => Some(region.low),
-            (Objective::TrustRegion(region), Number::High) => Some(region.high),
-            (Objective::TrustRegion(region), Number::Penalty) => Some(region.penalty),
-            (Objective::TrustRegion(region), Number::Truncate) => region.truncate,
-            (Objective::Dro(dro), Number::Penalty) => Some(dro.beta / 2.0),
-            (Objective::KlCov(cov), Number::Penalty) => Some(cov.coefficient),
-            (Objective::Topr(topr), Number::PositiveWeight) => Some(topr.positive_weight),
-            (Objective::Topr(topr), Number::NegativeWeight) => Some(topr.negative_weight),
-            (Objective::Topr(topr), Number::High) => Some(topr.upper),
-            (Objective::Aspo(aspo), Number::Low) => Some(1.0 - aspo.epsilon_low),
-            (Objective::Aspo(aspo), Number::High) => Some(1.0 + aspo.epsilon_high),
-            (Objective::Aspo(aspo), Number::LowOfSelected) => aspo.selected.map(|widths| 1.0 - widths.epsilon_low),
-            (Objective::Aspo(aspo), Number::HighOfSelected) => aspo.selected.map(|widths| 1.0 + widths.epsilon_high),
-            (Objective::Aspo(aspo), Number::DualClipPositive) => Some(aspo.dual_clip_positive),
-            (Objective::Aspo(aspo), Number::DualClip) => Some(aspo.dual_clip_negative),
+            (Objective::PpoClip(clip), _) => clip_value(clip),
+            (Objective::ClipCov(cov), _) => clip_value(&cov.clip),
+            (Objective::Cispo(cispo), SpecNumber::Low) => Some(cispo.lower.unwrap_or(f64::NEG_INFINITY)),
+            (Objective::Cispo(cispo), SpecNumber::High) => Some(cispo.upper),
+            (Objective::MaskedRatio(masked), SpecNumber::Low) => Some(masked.lower),
+            (Objective::MaskedRatio(masked), SpecNumber::High) => Some(masked.upper),
+            (Objective::Sapo(sapo), SpecNumber::TauPositive) => Some(sapo.tau_positive),
+            (Objective::Sapo(sapo), SpecNumber::TauNegative) => Some(sapo.tau_negative),
+            (Objective::Vespo(vespo), SpecNumber::KPositive) => Some(vespo.k_positive),
+            (Objective::Vespo(vespo), SpecNumber::KNegative) => Some(vespo.k_negative),
+            (Objective::Vespo(vespo), SpecNumber::LambdaPositive) => Some(vespo.lambda_positive.max(1e-4)),
+            (Objective::Vespo(vespo), SpecNumber::LambdaNegative) => Some(vespo.lambda_negative.max(1e-4)),
+            (Objective::TrustRegion(region), SpecNumber::Low) => Some(region.low),
+            (Objective::TrustRegion(region), SpecNumber::High) => Some(region.high),
+            (Objective::TrustRegion(region), SpecNumber::Penalty) => Some(region.penalty),
+            (Objective::TrustRegion(region), SpecNumber::Truncate) => region.truncate,
+            (Objective::Dro(dro), SpecNumber::Penalty) => Some(dro.beta / 2.0),
+            (Objective::KlCov(cov), SpecNumber::Penalty) => Some(cov.coefficient),
+            (Objective::Topr(topr), SpecNumber::PositiveWeight) => Some(topr.positive_weight),
+            (Objective::Topr(topr), SpecNumber::NegativeWeight) => Some(topr.negative_weight),
+            (Objective::Topr(topr), SpecNumber::High) => Some(topr.upper),
+            (Objective::Aspo(aspo), SpecNumber::Low) => Some(1.0 - aspo.epsilon_low),
+            (Objective::Aspo(aspo), SpecNumber::High) => Some(1.0 + aspo.epsilon_high),
+            (Objective::Aspo(aspo), SpecNumber::LowOfSelected) => aspo.selected.map(|widths| 1.0 - widths.epsilon_low),
+            (Objective::Aspo(aspo), SpecNumber::HighOfSelected) => {
+                aspo.selected.map(|widths| 1.0 + widths.epsilon_high)
+            }
+            (Objective::Aspo(aspo), SpecNumber::DualClipPositive) => Some(aspo.dual_clip_positive),
+            (Objective::Aspo(aspo), SpecNumber::DualClip) => Some(aspo.dual_clip_negative),
             _ => None,
         }
     }
@@ -217,16 +221,16 @@ impl Number {
 
 /// Numbers by name.
 #[derive(Clone)]
-pub struct Numbers<V>(Vec<(Number, V)>);
+pub struct SpecNumbers<V>(Vec<(SpecNumber, V)>);
 
-impl<V: Copy> Numbers<V> {
+impl<V: Copy> SpecNumbers<V> {
     /// Those of `numbers`.
-    pub fn new(numbers: impl IntoIterator<Item = (Number, V)>) -> Self {
+    pub fn new(numbers: impl IntoIterator<Item = (SpecNumber, V)>) -> Self {
         Self(numbers.into_iter().collect())
     }
 
     /// A number that the structure reads.
-    pub fn get(&self, number: Number) -> V {
+    pub fn get(&self, number: SpecNumber) -> V {
         let found = self.0.iter().find(|(other, _)| *other == number);
         found.unwrap_or_else(|| panic!("the structure does not read `{}`", number.name())).1
     }

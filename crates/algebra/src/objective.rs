@@ -20,7 +20,7 @@
 use super::arithmetic::Arithmetic;
 use super::kl::kl_penalty;
 use super::policy::PolicyFormula;
-use super::structure::{Form, Input, Number, Numbers, Structure};
+use super::structure::{ObjectiveForm, SpecNumber, SpecNumbers, Structure, TokenInput};
 use super::term::{HeldValue, bounded, sum, sum_if_any, unless, within};
 use assay_core::spec::RatioLevel;
 
@@ -35,7 +35,7 @@ pub enum TokenArray {
     /// The weight of the KL penalty over that of the policy term, if the penalty has its own reduction.
     KlShare,
     /// An array that is prepared from the batch before there are logits.
-    Input(Input),
+    Input(TokenInput),
 }
 
 /// Elements of one token in the arrays that its loss reads; `None` in those that the structure does not read.
@@ -60,15 +60,18 @@ impl<V> TokenArrays<V> {
         let mut load_if = |reads: bool, array: TokenArray| reads.then(|| load(array));
         Self {
             advantage,
-            old_logp: load_if(structure.old_logp_given, TokenArray::Input(Input::OldLogp)),
-            ref_logp: load_if(structure.kl.is_some(), TokenArray::Input(Input::RefLogp)),
-            policy_weight: load_if(structure.policy_weight, TokenArray::Input(Input::PolicyWeight)),
-            kl_weight: load_if(structure.kl_weight, TokenArray::Input(Input::KlWeight)),
+            old_logp: load_if(structure.old_logp_given, TokenArray::Input(TokenInput::OldLogp)),
+            ref_logp: load_if(structure.kl.is_some(), TokenArray::Input(TokenInput::RefLogp)),
+            policy_weight: load_if(structure.policy_weight, TokenArray::Input(TokenInput::PolicyWeight)),
+            kl_weight: load_if(structure.kl_weight, TokenArray::Input(TokenInput::KlWeight)),
             kl_share: load_if(structure.kl_share(), TokenArray::KlShare),
-            selected: load_if(structure.selected(), TokenArray::Input(Input::Selected)),
-            rollout_logp: load_if(structure.rollout_logp(), TokenArray::Input(Input::RolloutLogp)),
-            sampler_log_weight: load_if(structure.form == Form::Vespo, TokenArray::Input(Input::LogWeight)),
-            behaviour_logp: load_if(structure.off_policy_mask, TokenArray::Input(Input::Behaviour)),
+            selected: load_if(structure.selected(), TokenArray::Input(TokenInput::Selected)),
+            rollout_logp: load_if(structure.rollout_logp(), TokenArray::Input(TokenInput::RolloutLogp)),
+            sampler_log_weight: load_if(
+                structure.form == ObjectiveForm::Vespo,
+                TokenArray::Input(TokenInput::LogWeight),
+            ),
+            behaviour_logp: load_if(structure.off_policy_mask, TokenArray::Input(TokenInput::Behaviour)),
         }
     }
 }
@@ -117,7 +120,7 @@ impl<V: Copy, T: Copy> LossInputs<V, T> {
     pub(crate) fn new<A: Arithmetic<Value = V, Truth = T>>(
         on: &mut A,
         structure: Structure,
-        numbers: &Numbers<V>,
+        numbers: &SpecNumbers<V>,
         logp: V,
         arrays: TokenArrays<V>,
     ) -> Self {
@@ -131,7 +134,7 @@ impl<V: Copy, T: Copy> LossInputs<V, T> {
 pub fn single_token_loss<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     logp: A::Value,
     arrays: TokenArrays<A::Value>,
 ) -> (TokenLoss<A::Value, A::Truth>, A::Value) {
@@ -149,7 +152,7 @@ pub fn single_token_loss<A: Arithmetic>(
 pub fn sequence_losses<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     [logp, weight]: [A::Value; 2],
     arrays: TokenArrays<A::Value>,
     sequence_sum: impl Fn(&mut A, A::Value) -> A::Value,
@@ -160,7 +163,7 @@ pub fn sequence_losses<A: Arithmetic>(
     // The log-ratio of the level, over the count of tokens unless it is a product.
     let count = matches!(structure.level, RatioLevel::Sequence | RatioLevel::SequenceToken).then(|| {
         let count = token_count(on);
-        on.add(count, numbers.get(Number::RatioEpsilon))
+        on.add(count, numbers.get(SpecNumber::RatioEpsilon))
     });
     let over_count = |on: &mut A, sum: A::Value| count.map_or(sum, |count| on.div(sum, count));
     if structure.level != RatioLevel::Token {
@@ -185,7 +188,7 @@ pub fn sequence_losses<A: Arithmetic>(
         let (total, count) = (sequence_sum(on, fallen), token_count(on));
         let mean = on.div(total, count);
         let gains = on.at_least(arrays.advantage, zero);
-        let near = on.at_least(numbers.get(Number::OffPolicyThreshold), mean);
+        let near = on.at_least(numbers.get(SpecNumber::OffPolicyThreshold), mean);
         on.or(gains, near)
     });
 
@@ -229,21 +232,21 @@ pub(crate) fn own_slope<A: Arithmetic>(
 fn own_log_ratio<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     [logp, old_logp, advantage]: [A::Value; 3],
 ) -> HeldValue<A::Value, A::Truth> {
     let x = on.sub(logp, old_logp);
     let mut clamped = HeldValue { value: x, replaced: None };
     if structure.bounds.clamp && structure.level != RatioLevel::SequenceProduct {
-        clamped = within(on, x, numbers.get(Number::LogRatioClamp));
+        clamped = within(on, x, numbers.get(SpecNumber::LogRatioClamp));
     }
     if !structure.bounds.clip {
         return clamped;
     }
     let zero = on.constant(0.0);
     // GMPO bounds a gain from above and a loss from below.
-    let high = bounded(on, clamped.value, None, Some(numbers.get(Number::LogRatioHigh)));
-    let low = bounded(on, clamped.value, Some(numbers.get(Number::LogRatioLow)), None);
+    let high = bounded(on, clamped.value, None, Some(numbers.get(SpecNumber::LogRatioHigh)));
+    let low = bounded(on, clamped.value, Some(numbers.get(SpecNumber::LogRatioLow)), None);
     let (positive, negative) = (on.less(zero, advantage), on.less(advantage, zero));
     // Without an advantage the ratio is 1, and does not follow `x`.
     let value = on.select(negative, low.value, zero);
@@ -260,16 +263,16 @@ fn own_log_ratio<A: Arithmetic>(
 pub(crate) fn token_loss<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     inputs: &LossInputs<A::Value, A::Truth>,
 ) -> TokenLoss<A::Value, A::Truth> {
     let zero = on.constant(0.0);
 
     // The ratio, of a log-ratio within the bounds of its level.
-    let cap = structure.bounds.cap.then(|| numbers.get(Number::LogRatioCap));
+    let cap = structure.bounds.cap.then(|| numbers.get(SpecNumber::LogRatioCap));
     let mut capped = bounded(on, inputs.log_ratio, None, cap);
     if structure.bounds.clamp && structure.level == RatioLevel::SequenceProduct {
-        let clamped = within(on, capped.value, numbers.get(Number::LogRatioClamp));
+        let clamped = within(on, capped.value, numbers.get(SpecNumber::LogRatioClamp));
         let reasons = [capped.replaced, clamped.replaced].into_iter().flatten();
         capped = HeldValue { value: clamped.value, replaced: reasons.reduce(|cap, clamp| on.or(cap, clamp)) };
     }
@@ -288,7 +291,7 @@ pub(crate) fn token_loss<A: Arithmetic>(
     let kl = inputs.arrays.kl_weight.map_or(kl, |weight| kl.weighed(on, weight));
 
     // A `beta` of 0 leaves the penalty out, even where it overflows.
-    let beta = numbers.get(Number::Beta);
+    let beta = numbers.get(SpecNumber::Beta);
     let without = on.equal(beta, zero);
     let penalty = |on: &mut A, term: A::Value| {
         let weighted = on.mul(beta, term);
@@ -324,16 +327,16 @@ pub(crate) fn token_loss<A: Arithmetic>(
 fn clipped<A: Arithmetic>(
     on: &mut A,
     structure: Structure,
-    numbers: &Numbers<A::Value>,
+    numbers: &SpecNumbers<A::Value>,
     inputs: &LossInputs<A::Value, A::Truth>,
     ratio: A::Value,
 ) -> (A::Truth, A::Truth) {
     let zero = on.constant(0.0);
     let compared = if structure.bounds.clip {
         let x = on.sub(inputs.logp, inputs.old_logp);
-        Some((x, numbers.get(Number::LogRatioLow), numbers.get(Number::LogRatioHigh)))
-    } else if matches!(structure.form, Form::PpoClip | Form::Cispo) {
-        Some((ratio, numbers.get(Number::Low), numbers.get(Number::High)))
+        Some((x, numbers.get(SpecNumber::LogRatioLow), numbers.get(SpecNumber::LogRatioHigh)))
+    } else if matches!(structure.form, ObjectiveForm::PpoClip | ObjectiveForm::Cispo) {
+        Some((ratio, numbers.get(SpecNumber::Low), numbers.get(SpecNumber::High)))
     } else {
         None
     };

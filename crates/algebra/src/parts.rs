@@ -1,11 +1,11 @@
-//! [`Whole`]: a batch whose parts' losses add up to its own.
+//! [`SeparableBatch`]: a batch whose parts' losses add up to its own.
 
 use std::ops::Range;
 
 use ndarray::{Array1, Array2, Axis};
 
-use super::rollout::{self, Settled, of_tokens};
-use super::structure::Shaped;
+use super::rollout::{self, KernelInputs, per_token};
+use super::structure::StructuredSpec;
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{Candidate, Problem, ProblemError, Sequence, Tokens};
 use assay_core::spec::{
@@ -23,14 +23,14 @@ use assay_core::spec::{
 /// The part's spec says by numbers what that of the batch says by its sequences, which a spec calls rows: `rows: all` becomes
 /// `rows: {given: B}`, a mean over tokens a `normalizer`. It has the structure of any other part's, so that a compiled program
 /// serves all.
-pub struct Whole {
+pub struct SeparableBatch {
     spec: LossSpec,
     batch: Problem<()>,
-    extents: Extents,
+    extents: ReductionCounts,
 }
 
 /// What reductions count.
-struct Extents {
+struct ReductionCounts {
     rows: usize,
     filled_rows: usize,
     tokens: usize,
@@ -56,22 +56,22 @@ pub fn expect_separable(spec: &LossSpec) -> Result<(), SpecError> {
     }
 }
 
-impl Whole {
+impl SeparableBatch {
     /// `batch`, whose loss is `spec`.
     ///
     /// # Errors
     /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or means over a width that packed
     /// sequences do not have.
-    pub fn of(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
+    pub fn new(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
         expect_separable(spec)?;
         if batch.extra.sequences.packed().is_some() {
             let expected = "a number ≥ 1, since packed sequences have no padded width";
             spec.expect_no_width().map_err(|field| SpecError { field, given: "none".into(), expected })?;
         }
-        let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
+        let mask = KernelInputs::new(StructuredSpec::new(spec), &batch.tokens()).mask;
         let count = |sequence: Sequence| sequence.places().filter(|&at| mask[at]).count();
         let counts: Vec<usize> = batch.sequences().into_iter().map(count).collect();
-        let extents = Extents {
+        let extents = ReductionCounts {
             rows: counts.len(),
             filled_rows: counts.iter().filter(|count| **count > 0).count(),
             tokens: counts.iter().sum(),
@@ -81,7 +81,7 @@ impl Whole {
         if spec.rejection.iter().any(|rejection| rejection.level == RejectionLevel::SecondMoment) {
             // What they leave out over the batch is said token by token.
             let given = batch.extra.token_weights.as_ref().filter(|_| spec.token_weights.is_some());
-            let given = given.map(|given| of_tokens(&batch.tokens(), given));
+            let given = given.map(|given| per_token(&batch.tokens(), given));
             let own = |at| if mask[at] { given.as_ref().map_or(1.0, |given| given[at]) } else { 0.0 };
             batch.extra.token_weights = Some(Array2::from_shape_fn(mask.dim(), own));
             spec.token_weights.get_or_insert(TokenWeights { applies_to: LossTerms::PolicyAndKl });
@@ -130,7 +130,7 @@ impl Whole {
     /// sequences their [`block`](assay_core::problem::Sequences::block). VESPO with `weights_of_masked_tokens` reads given weights of
     /// all tokens, masked ones too.
     pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Problem<()>) {
-        let (spec, share) = self.spec_of(rows.len());
+        let (spec, share) = self.part_spec(rows.len());
         let mut batch = self.batch.rows(rows, width);
         // What is given of each token is no mean.
         if let Some(dentropy) = &mut batch.extra.dentropy {
@@ -140,7 +140,7 @@ impl Whole {
     }
 
     /// The loss of a part, and what it is scaled by as a whole.
-    fn spec_of(&self, rows: usize) -> (LossSpec, f64) {
+    fn part_spec(&self, rows: usize) -> (LossSpec, f64) {
         let mut spec = self.spec.clone();
         // Rows without tokens have a loss only where all rows are counted: such a part is scaled as a whole.
         let share = match &spec.objective {
@@ -163,7 +163,7 @@ impl Whole {
     }
 }
 
-/// What `implementation` makes of a batch in [parts](Whole::cut) of whole sequences: as of the batch at once, but for rounding.
+/// What `implementation` makes of a batch in [parts](SeparableBatch::cut) of whole sequences: as of the batch at once, but for rounding.
 ///
 /// # Errors
 /// [`RunError`] where the spec cannot be cut, or a part is not run.
@@ -174,7 +174,7 @@ pub fn run(
     parts: usize,
     devices: usize,
 ) -> Result<Candidate, RunError> {
-    let whole = Whole::of(spec, problem.with_logits(())).map_err(ProblemError::from)?;
+    let whole = SeparableBatch::new(spec, problem.with_logits(())).map_err(ProblemError::from)?;
     let sequences = &problem.extra.sequences;
     let run = |of: Range<usize>| {
         let (rows, tokens) = sequences.block(of.clone(), problem.mask.dim());
@@ -187,7 +187,7 @@ pub fn run(
     Ok(Candidate::from_parts(sequences, &parts))
 }
 
-impl Extents {
+impl ReductionCounts {
     /// The same weights by numbers instead of counts, each divided by `share`.
     fn fixed(&self, Averaging { reduction, denominator_epsilon }: Averaging, share: f64) -> Averaging {
         let rows = |rows| {

@@ -2,14 +2,14 @@
 
 use super::arithmetic::Arithmetic;
 use super::objective::LossInputs;
-use super::structure::{Form, Number, Numbers, Structure};
+use super::structure::{ObjectiveForm, SpecNumber, SpecNumbers, Structure};
 use super::term::{LossTerm, bounded, unless};
 use assay_core::spec::Divergence;
 
 /// The policy term of one token before it is written down: the inputs, and the ratio that they have.
 pub(crate) struct PolicyFormula<'t, A: Arithmetic> {
     pub(crate) structure: Structure,
-    pub(crate) numbers: &'t Numbers<A::Value>,
+    pub(crate) numbers: &'t SpecNumbers<A::Value>,
     pub(crate) inputs: &'t LossInputs<A::Value, A::Truth>,
     /// Log-ratio `w` of the token's level, within its bounds.
     pub(crate) log_ratio: A::Value,
@@ -18,7 +18,7 @@ pub(crate) struct PolicyFormula<'t, A: Arithmetic> {
 }
 
 impl<A: Arithmetic> PolicyFormula<'_, A> {
-    fn number(&self, number: Number) -> A::Value {
+    fn number(&self, number: SpecNumber) -> A::Value {
         self.numbers.get(number)
     }
 
@@ -43,33 +43,33 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
 
     /// Writes the part of the term that is 0 without an advantage.
     fn surrogate(&self, on: &mut A) -> LossTerm<A::Value> {
-        let (low, high) = (Number::Low, Number::High);
+        let (low, high) = (SpecNumber::Low, SpecNumber::High);
         match self.structure.form {
-            Form::PpoClip => self.ppo_clip(on),
-            Form::Cispo => {
+            ObjectiveForm::PpoClip => self.ppo_clip(on),
+            ObjectiveForm::Cispo => {
                 let bounded = bounded(on, self.ratio, Some(self.number(low)), Some(self.number(high)));
                 self.score(on, bounded.value)
             }
-            Form::Sapo => self.sapo(on),
-            Form::Vespo => {
+            ObjectiveForm::Sapo => self.sapo(on),
+            ObjectiveForm::Vespo => {
                 let weight = self.gamma_weight(on);
                 self.score(on, weight)
             }
-            Form::PolicyGradient | Form::Dro => {
+            ObjectiveForm::PolicyGradient | ObjectiveForm::Dro => {
                 let by_logp = on.neg(self.inputs.arrays.advantage);
                 self.linear(on, by_logp)
             }
-            Form::ImportanceSampling | Form::KlCov => self.times_ratio(on),
-            Form::MaskedRatio => {
+            ObjectiveForm::ImportanceSampling | ObjectiveForm::KlCov => self.times_ratio(on),
+            ObjectiveForm::MaskedRatio => {
                 let (above, below) = (on.less(self.number(low), self.ratio), on.less(self.ratio, self.number(high)));
                 let inside = on.and(above, below);
                 let zero = on.constant(0.0);
                 let term = self.score(on, self.ratio);
                 term.map(on, |on, x| on.select(inside, x, zero))
             }
-            Form::TrustRegion { divergence, two_sided, score } => {
+            ObjectiveForm::TrustRegion { divergence, two_sided, score } => {
                 let term = if score {
-                    let bounded = bounded(on, self.ratio, None, Some(self.number(Number::Truncate)));
+                    let bounded = bounded(on, self.ratio, None, Some(self.number(SpecNumber::Truncate)));
                     self.score(on, bounded.value)
                 } else {
                     self.times_ratio(on)
@@ -78,9 +78,9 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
                 let zero = on.constant(0.0);
                 term.map(on, |on, x| on.select(trusted, x, zero))
             }
-            Form::Topr { selected } => self.tapered(on, selected),
-            Form::Aspo { selected } => self.upside_down(on, selected),
-            Form::None => LossTerm { value: on.constant(0.0), by_logp: None, by_log_ratio: None },
+            ObjectiveForm::Topr { selected } => self.tapered(on, selected),
+            ObjectiveForm::Aspo { selected } => self.upside_down(on, selected),
+            ObjectiveForm::None => LossTerm { value: on.constant(0.0), by_logp: None, by_log_ratio: None },
         }
     }
 
@@ -90,9 +90,9 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         // A token is positive by its advantage, or because the batch says so.
         let sign = self.inputs.arrays.selected.filter(|_| selected).unwrap_or(self.inputs.arrays.advantage);
         let positive = on.less(zero, sign);
-        let bounded = bounded(on, self.ratio, None, Some(self.number(Number::High))).value;
-        let other_weight = on.mul(self.number(Number::NegativeWeight), bounded);
-        let coefficient = on.select(positive, self.number(Number::PositiveWeight), other_weight);
+        let bounded = bounded(on, self.ratio, None, Some(self.number(SpecNumber::High))).value;
+        let other_weight = on.mul(self.number(SpecNumber::NegativeWeight), bounded);
+        let coefficient = on.select(positive, self.number(SpecNumber::PositiveWeight), other_weight);
         self.score(on, coefficient)
     }
 
@@ -103,11 +103,11 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let (zero, one) = (on.constant(0.0), on.constant(1.0));
         let positive = on.less(zero, a);
         // Selected tokens have bounds of their own.
-        let (mut low, mut high) = (self.number(Number::Low), self.number(Number::High));
+        let (mut low, mut high) = (self.number(SpecNumber::Low), self.number(SpecNumber::High));
         if let Some(chosen) = self.inputs.arrays.selected.filter(|_| selected) {
             let chosen = on.less(zero, chosen);
-            low = on.select(chosen, self.number(Number::LowOfSelected), low);
-            high = on.select(chosen, self.number(Number::HighOfSelected), high);
+            low = on.select(chosen, self.number(SpecNumber::LowOfSelected), low);
+            high = on.select(chosen, self.number(SpecNumber::HighOfSelected), high);
         }
         // The coefficient is 1/u or v, by the sign of the advantage.
         let (below, above) = (on.less(r, low), on.less(high, r));
@@ -115,7 +115,8 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let inverse = on.div(one, lowered);
         let coefficient = on.select(positive, inverse, raised);
         // Beyond the second bound the coefficient no longer follows the ratio.
-        let (positive_bound, other_bound) = (self.number(Number::DualClipPositive), self.number(Number::DualClip));
+        let (positive_bound, other_bound) =
+            (self.number(SpecNumber::DualClipPositive), self.number(SpecNumber::DualClip));
         let bound = on.select(positive, positive_bound, other_bound);
         let beyond = on.less(bound, coefficient);
         let following = on.mul(coefficient, a);
@@ -157,13 +158,13 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
     fn penalty(&self, on: &mut A) -> Option<LossTerm<A::Value>> {
         let w = self.log_ratio;
         match self.structure.form {
-            Form::TrustRegion { .. } | Form::Dro => {
-                let half_slope = on.mul(self.number(Number::Penalty), w);
+            ObjectiveForm::TrustRegion { .. } | ObjectiveForm::Dro => {
+                let half_slope = on.mul(self.number(SpecNumber::Penalty), w);
                 let slope = on.add(half_slope, half_slope);
                 Some(LossTerm { value: on.mul(half_slope, w), by_logp: None, by_log_ratio: Some(slope) })
             }
-            Form::KlCov => {
-                let (zero, coefficient) = (on.constant(0.0), self.number(Number::Penalty));
+            ObjectiveForm::KlCov => {
+                let (zero, coefficient) = (on.constant(0.0), self.number(SpecNumber::Penalty));
                 let (negative, positive) = (on.less(w, zero), on.less(zero, w));
                 let minus = on.neg(coefficient);
                 let slope = on.select(positive, coefficient, zero);
@@ -183,7 +184,8 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
     fn ppo_clip(&self, on: &mut A) -> LossTerm<A::Value> {
         let (r, a) = (self.ratio, self.inputs.arrays.advantage);
         let zero = on.constant(0.0);
-        let (low, high, delta) = (self.number(Number::Low), self.number(Number::High), self.number(Number::Delta));
+        let (low, high, delta) =
+            (self.number(SpecNumber::Low), self.number(SpecNumber::High), self.number(SpecNumber::Delta));
         let (below, above) = (on.less(r, low), on.less(high, r));
         // The two operands of the `min`.
         let beyond_delta = on.less(delta, r);
@@ -205,7 +207,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let slope = on.select(picks_clipped, clipped_slope, unclipped_slope);
 
         // Dual clip: a negative advantage costs at most −c·a, without a gradient beyond that.
-        let cap = on.mul(self.number(Number::DualClip), a);
+        let cap = on.mul(self.number(SpecNumber::DualClip), a);
         let cap = on.neg(cap);
         let negative = on.less(a, zero);
         let over_cap = on.less(cap, loss);
@@ -222,7 +224,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let (zero, one) = (on.constant(0.0), on.constant(1.0));
         let minus_four = on.constant(-4.0);
         let positive = on.less(zero, a);
-        let tau = on.select(positive, self.number(Number::TauPositive), self.number(Number::TauNegative));
+        let tau = on.select(positive, self.number(SpecNumber::TauPositive), self.number(SpecNumber::TauNegative));
         let over_one = on.sub(r, one);
         let u = on.mul(tau, over_one);
         // e = exp(−|u|), then σ(u).
@@ -256,8 +258,8 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
             let (positive, other) = (self.number(positive), self.number(other));
             on.select(negative, other, positive)
         };
-        let k = by_sign(on, Number::KPositive, Number::KNegative);
-        let lambda = by_sign(on, Number::LambdaPositive, Number::LambdaNegative);
+        let k = by_sign(on, SpecNumber::KPositive, SpecNumber::KNegative);
+        let lambda = by_sign(on, SpecNumber::LambdaPositive, SpecNumber::LambdaNegative);
         // λ(1 − w) + k·ln w
         let minus_over_one = {
             let over_one = on.exp_m1(log_weight);
@@ -278,7 +280,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let zero = on.constant(0.0);
         let (logp, old_logp) = (self.inputs.logp, self.inputs.old_logp);
         let positive = on.less(zero, self.inputs.arrays.advantage);
-        let limit = on.select(positive, self.number(Number::High), self.number(Number::Low));
+        let limit = on.select(positive, self.number(SpecNumber::High), self.number(SpecNumber::Low));
         let (p, p_old) = (on.exp(logp), on.exp(old_logp));
         let rise = on.sub(p, p_old);
         let fall = on.sub(p_old, p);

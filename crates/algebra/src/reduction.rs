@@ -3,13 +3,13 @@
 use ndarray::Array2;
 
 use super::loss::{TokenEvaluation, WeightedToken};
-use super::rollout::Settled;
-use super::structure::Input;
+use super::rollout::KernelInputs;
+use super::structure::TokenInput;
 use assay_core::problem::{Metrics, Sequence, Sequences};
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
 /// What the terms of each token are multiplied by, `[B,T]`.
-pub struct Weights {
+pub struct ReductionWeights {
     /// The policy term: the same for all tokens of a sequence.
     pub policy: Array2<f64>,
     /// The KL penalty, likewise.
@@ -18,9 +18,9 @@ pub struct Weights {
     pub entropy: Array2<f64>,
 }
 
-impl Weights {
+impl ReductionWeights {
     /// Those of `spec` where the mask lets tokens count.
-    pub fn of(spec: &LossSpec, settled: &Settled, sequences: &Sequences) -> Self {
+    pub fn new(spec: &LossSpec, settled: &KernelInputs, sequences: &Sequences) -> Self {
         let mask = &settled.mask;
         let counts = counts(mask, sequences);
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
@@ -29,7 +29,7 @@ impl Weights {
             let weights: Vec<f64> = of_rows.into_iter().map(|weight| factor * weight).collect();
             sequences.spread(mask.dim(), &weights)
         };
-        let entropy = if let Some(dentropy) = settled.input(Input::Dentropy) {
+        let entropy = if let Some(dentropy) = settled.input(TokenInput::Dentropy) {
             Array2::from_shape_fn(mask.dim(), |at| if mask[at] { spec.scale * dentropy[at] } else { 0.0 })
         } else {
             let averaging = spec.entropy_averaging.unwrap_or(all_tokens);
@@ -73,7 +73,7 @@ fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
 }
 
 /// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
-pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &Weights) -> f64 {
+pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &ReductionWeights) -> f64 {
     let mut total = 0.0;
     for (at, token) in tokens.indexed_iter() {
         let Some(token) = token else { continue };

@@ -5,7 +5,7 @@
 
 use ndarray::{Array2, Zip};
 
-use super::structure::{Form, Input, Shaped};
+use super::structure::{ObjectiveForm, StructuredSpec, TokenInput};
 use super::transform;
 use assay_core::problem::{Extra, Sequence, Tokens};
 use assay_core::spec::{
@@ -17,16 +17,16 @@ use assay_core::spec::{
 const LOG_WEIGHTS: [f64; 2] = [-18.420_680_743_952_367, 20.0];
 
 /// The part of a batch that is no logits, as kernels are given it.
-pub struct Settled {
+pub struct KernelInputs {
     /// The tokens that count: the problem's mask without those that are rejected as if masked.
     pub mask: Array2<bool>,
     /// What the structure reads, in its order.
-    pub inputs: Vec<(Input, Array2<f64>)>,
+    pub inputs: Vec<(TokenInput, Array2<f64>)>,
 }
 
-impl Settled {
+impl KernelInputs {
     /// What `spec`, whose structure is given, makes of the `tokens`.
-    pub fn of(Shaped { spec, structure }: Shaped, tokens: &Tokens) -> Self {
+    pub fn new(StructuredSpec { spec, structure }: StructuredSpec, tokens: &Tokens) -> Self {
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term; else the trainer's own weight.
         let mut in_policy = Array2::ones(mask.dim());
@@ -45,7 +45,7 @@ impl Settled {
             }
         }
         if let (Some(given), Some(own)) = (spec.token_weights, &tokens.extra.token_weights) {
-            let own = of_tokens(tokens, own);
+            let own = per_token(tokens, own);
             mask.zip_mut_with(&own, |counts, weight| *counts &= *weight != 0.0);
             in_policy *= &own;
             if given.applies_to == LossTerms::PolicyAndKl {
@@ -62,28 +62,28 @@ impl Settled {
             None => Array2::zeros(mask.dim()),
         };
         let logp_of = |which: OldLogp| if which == OldLogp::Rollout { rollout_logp.as_ref() } else { tokens.old_logp };
-        let value = |input: Input| match input {
-            Input::OldLogp => array(logp_of(spec.old_logp)),
-            Input::RefLogp => array(tokens.ref_logp),
-            Input::PolicyWeight => {
-                let of_sampler = times(&in_policy, weights.as_ref().filter(|_| structure.form != Form::Vespo));
+        let value = |input: TokenInput| match input {
+            TokenInput::OldLogp => array(logp_of(spec.old_logp)),
+            TokenInput::RefLogp => array(tokens.ref_logp),
+            TokenInput::PolicyWeight => {
+                let of_sampler = times(&in_policy, weights.as_ref().filter(|_| structure.form != ObjectiveForm::Vespo));
                 match spec.objective {
                     Objective::ClipCov(_) => of_sampler * selected().mapv(|selected| 1.0 - selected),
                     _ => of_sampler,
                 }
             }
-            Input::KlWeight => {
+            TokenInput::KlWeight => {
                 let on_kl = |rollout: &RolloutWeights| rollout.applies_to == LossTerms::PolicyAndKl;
                 times(&in_kl, weights.as_ref().filter(|_| spec.rollout.as_ref().is_some_and(on_kl)))
             }
-            Input::Selected => selected(),
-            Input::RolloutLogp => array(rollout_logp.as_ref()),
-            Input::LogWeight => log_weights(spec, tokens, &mask, weights.as_ref()),
-            Input::Behaviour => {
+            TokenInput::Selected => selected(),
+            TokenInput::RolloutLogp => array(rollout_logp.as_ref()),
+            TokenInput::LogWeight => log_weights(spec, tokens, &mask, weights.as_ref()),
+            TokenInput::Behaviour => {
                 array(logp_of(spec.off_policy_mask.map_or(OldLogp::Given, |off_policy| off_policy.behaviour)))
             }
-            Input::Dentropy => array(tokens.extra.dentropy.as_ref()),
-            Input::Rate => {
+            TokenInput::Dentropy => array(tokens.extra.dentropy.as_ref()),
+            TokenInput::Rate => {
                 let rate = transform::rate(spec);
                 let of_token = |(at, &counts): ((usize, usize), &bool)| {
                     if counts { rate / tokens.temperature(spec, at) } else { 1.0 }
@@ -97,7 +97,7 @@ impl Settled {
     }
 
     /// An array that the structure reads.
-    pub fn input(&self, input: Input) -> Option<&Array2<f64>> {
+    pub fn input(&self, input: TokenInput) -> Option<&Array2<f64>> {
         self.inputs.iter().find(|(other, _)| *other == input).map(|(_, values)| values)
     }
 }
@@ -229,7 +229,7 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
 }
 
 /// A number a token, where one a sequence is given too.
-pub(super) fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
+pub(super) fn per_token(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
     if given.dim() == tokens.mask.dim() {
         return given.clone();
     }
@@ -237,7 +237,7 @@ pub(super) fn of_tokens(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
 }
 
 fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
-    let mut weights = of_tokens(tokens, given);
+    let mut weights = per_token(tokens, given);
     if level == RolloutLevel::Geometric {
         for sequence in tokens.sequences() {
             let logs = unmasked(tokens.mask, &sequence).map(|at| (weights[at] + 1e-10).ln());

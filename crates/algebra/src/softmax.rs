@@ -14,7 +14,7 @@ use super::arithmetic::Arithmetic;
 
 /// What a walk has summed of a row.
 #[derive(Clone, Copy, Debug)]
-pub struct Sums<V> {
+pub struct SoftmaxSums<V> {
     /// `m`, of all columns.
     pub max: V,
     /// `x_y`
@@ -27,7 +27,7 @@ pub struct Sums<V> {
 
 /// One softmax of a row.
 #[derive(Clone, Copy, Debug)]
-pub struct Softmax<V> {
+pub struct SoftmaxStatistics<V> {
     /// `a_y`
     pub target_gap: V,
     /// `e_y`
@@ -42,9 +42,9 @@ pub struct Softmax<V> {
     pub mean_gap: V,
 }
 
-impl<V: Copy> Sums<V> {
+impl<V: Copy> SoftmaxSums<V> {
     /// The softmax of logits that `1/T` multiplies; without one, of the logits as they are.
-    pub fn softmax<A: Arithmetic<Value = V>>(self, on: &mut A, inverse_temperature: Option<V>) -> Softmax<V> {
+    pub fn softmax<A: Arithmetic<Value = V>>(self, on: &mut A, inverse_temperature: Option<V>) -> SoftmaxStatistics<V> {
         let Self { max, target_logit, others, weighted } = self;
         let gap = on.sub(max, target_logit);
         let target_gap = inverse_temperature.map_or(gap, |inverse| on.mul(gap, inverse));
@@ -60,11 +60,11 @@ impl<V: Copy> Sums<V> {
         let of_target = on.select(nothing, zero, of_target);
         let weighted = on.add(weighted, of_target);
         let mean_gap = on.div(weighted, sum);
-        Softmax { target_gap, target, others, sum, log_sum, mean_gap }
+        SoftmaxStatistics { target_gap, target, others, sum, log_sum, mean_gap }
     }
 }
 
-impl<V: Copy> Softmax<V> {
+impl<V: Copy> SoftmaxStatistics<V> {
     /// The log-probability of the target.
     pub fn logp<A: Arithmetic<Value = V>>(&self, on: &mut A) -> V {
         let to_target = on.add(self.target_gap, self.log_sum);

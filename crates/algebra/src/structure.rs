@@ -1,10 +1,10 @@
 //! What of a spec shapes a program, and which numbers and arrays that program reads.
 
-pub use super::number::{Input, Number, Numbers};
+pub use super::number::{SpecNumber, SpecNumbers, TokenInput};
 use super::transform::Transform;
 use assay_core::spec::{
     Averaging, Divergence, KlEstimator, KlGradient, KlImportance, LossSpec, LossTerms, Objective, OldLogp,
-    PositiveTokens, RatioLevel, Reduction, Rows, Temperature as OfSpec, TemperatureDivides,
+    PositiveTokens, RatioLevel, Reduction, Rows, Temperature, TemperatureDivides,
 };
 
 /// What of a spec shapes a program. Its numbers are run-time inputs.
@@ -12,17 +12,17 @@ use assay_core::spec::{
 #[expect(clippy::struct_excessive_bools, reason = "each is an input that a program has or lacks")]
 pub struct Structure {
     /// The policy term.
-    pub form: Form,
+    pub form: ObjectiveForm,
     /// Whose log-ratio that term takes.
     pub level: RatioLevel,
     /// Which bounds log-ratios have.
-    pub bounds: Bounds,
+    pub bounds: LogRatioBounds,
     /// Whether old log-probabilities come in; else they are the policy's own.
     pub old_logp_given: bool,
     /// What becomes of logits before their softmax, where anything does.
     pub transform: Option<Transform>,
     /// What the temperature divides.
-    pub temperature: Temperature,
+    pub temperature: TemperaturePlace,
     /// The KL penalty, if there is one.
     pub kl: Option<KlForm>,
     /// The mean that the entropy bonus is of, if there is one; of cotangents that are given it is the sum.
@@ -43,29 +43,29 @@ pub struct Structure {
 
 /// A spec with its structure, which is made of it once and handed on.
 #[derive(Clone, Copy, Debug)]
-pub struct Shaped<'s> {
+pub struct StructuredSpec<'s> {
     /// The spec, for its numbers.
     pub spec: &'s LossSpec,
     /// What of it shapes a program.
     pub structure: Structure,
 }
 
-impl<'s> Shaped<'s> {
+impl<'s> StructuredSpec<'s> {
     /// With the structure of `spec`.
-    pub fn of(spec: &'s LossSpec) -> Self {
-        Self { spec, structure: Structure::of(spec) }
+    pub fn new(spec: &'s LossSpec) -> Self {
+        Self { spec, structure: Structure::from_spec(spec) }
     }
 
     /// The run-time numbers of a program for a batch of `[B,T]`, in the order that it reads them.
-    pub fn program_numbers(self, extents: [usize; 2]) -> Vec<(Number, f32)> {
+    pub fn program_numbers(self, extents: [usize; 2]) -> Vec<(SpecNumber, f32)> {
         let numbers = self.structure.program_numbers().into_iter();
-        numbers.map(|number| (number, number.of(self.spec, extents) as f32)).collect()
+        numbers.map(|number| (number, number.value_in(self.spec, extents) as f32)).collect()
     }
 }
 
 /// The policy term. Clip-Cov is PPO-clip with a weight of 0 on the tokens selected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum ObjectiveForm {
     /// The lesser of the ratio's and the clipped ratio's surrogate.
     PpoClip,
     /// `−sg(clipped ratio) · A · ℓ`.
@@ -109,7 +109,7 @@ pub enum Form {
 
 /// The bounds of log-ratios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
+pub struct LogRatioBounds {
     /// `|x| ≤ clamp` of each token, or of the product's `Σ x`.
     pub clamp: bool,
     /// GMPO's, by the sign of the advantage.
@@ -157,7 +157,7 @@ pub enum ValueClamp {
 
 /// What the temperature divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Temperature {
+pub enum TemperaturePlace {
     /// Nothing: it is 1.
     One,
     /// The logits, before their softmax.
@@ -170,10 +170,10 @@ pub enum Temperature {
 
 /// What gaps from the maximum are multiplied by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rate {
+pub enum GapRate {
     /// One number for all tokens.
-    OfAll(Number),
-    /// Each token's own: [`Input::Rate`].
+    OfAll(SpecNumber),
+    /// Each token's own: [`TokenInput::Rate`].
     OfToken,
 }
 
@@ -182,7 +182,7 @@ pub enum Rate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Denominator {
     /// The tokens counted, if any are.
-    pub tokens: Option<Tokens>,
+    pub tokens: Option<DenominatorTokens>,
     /// The rows that have a token.
     pub filled_rows: bool,
     /// Whether there is an `ε`.
@@ -191,7 +191,7 @@ pub struct Denominator {
 
 /// Which tokens are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tokens {
+pub enum DenominatorTokens {
     /// All.
     OfBatch,
     /// Those of the same row.
@@ -200,15 +200,15 @@ pub enum Tokens {
 
 impl Denominator {
     /// The mean over all tokens.
-    pub const ALL_TOKENS: Self = Self { tokens: Some(Tokens::OfBatch), filled_rows: false, epsilon: false };
+    pub const ALL_TOKENS: Self = Self { tokens: Some(DenominatorTokens::OfBatch), filled_rows: false, epsilon: false };
 
     /// The sum.
     pub const ONE: Self = Self { tokens: None, filled_rows: false, epsilon: false };
 
-    fn of(averaging: Averaging) -> Self {
+    fn from_averaging(averaging: Averaging) -> Self {
         let tokens = match averaging.reduction {
-            Reduction::TokenMean => Some(Tokens::OfBatch),
-            Reduction::SequenceMean { .. } => Some(Tokens::OfRow),
+            Reduction::TokenMean => Some(DenominatorTokens::OfBatch),
+            Reduction::SequenceMean { .. } => Some(DenominatorTokens::OfRow),
             Reduction::SequenceSum { .. } | Reduction::FixedLength { .. } | Reduction::Normalizer(_) => None,
         };
         let filled_rows = rows_of(averaging.reduction) == Some(Rows::NonEmpty);
@@ -217,7 +217,7 @@ impl Denominator {
 
     /// Whether rows differ in it.
     pub fn by_row(self) -> bool {
-        self.tokens == Some(Tokens::OfRow)
+        self.tokens == Some(DenominatorTokens::OfRow)
     }
 }
 
@@ -246,30 +246,30 @@ pub(super) fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2
 
 impl Structure {
     /// Everything but the numbers of `spec`.
-    pub fn of(spec: &LossSpec) -> Self {
+    pub fn from_spec(spec: &LossSpec) -> Self {
         let drops = |from: &[LossTerms]| {
             spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
         };
-        let form = Form::of(&spec.objective);
-        let weighs = spec.rollout.is_some() && form != Form::Vespo;
+        let form = ObjectiveForm::from_objective(&spec.objective);
+        let weighs = spec.rollout.is_some() && form != ObjectiveForm::Vespo;
         let selects = matches!(spec.objective, Objective::ClipCov(_));
         let own_weights = spec.token_weights.map(|weights| weights.applies_to);
         let weighs_kl = spec.rollout.as_ref().is_some_and(|rollout| rollout.applies_to == LossTerms::PolicyAndKl);
         Self {
             form,
             level: spec.ratio.level,
-            bounds: Bounds {
+            bounds: LogRatioBounds {
                 clamp: spec.ratio.clamp.is_some(),
                 clip: spec.ratio.clip.is_some(),
                 cap: spec.ratio.cap.is_some(),
             },
             old_logp_given: spec.old_logp != OldLogp::Current,
-            transform: Transform::of(spec),
+            transform: Transform::from_spec(spec),
             temperature: match (spec.temperature, spec.temperature_divides) {
-                (OfSpec::Given, _) => Temperature::Given,
-                (OfSpec::Number(1.0), _) => Temperature::One,
-                (OfSpec::Number(_), TemperatureDivides::Logits) => Temperature::Logits,
-                (OfSpec::Number(_), TemperatureDivides::Logp) => Temperature::Logp,
+                (Temperature::Given, _) => TemperaturePlace::Given,
+                (Temperature::Number(1.0), _) => TemperaturePlace::One,
+                (Temperature::Number(_), TemperatureDivides::Logits) => TemperaturePlace::Logits,
+                (Temperature::Number(_), TemperatureDivides::Logp) => TemperaturePlace::Logp,
             },
             kl: spec.kl.as_ref().map(|kl| KlForm {
                 estimator: kl.estimator,
@@ -283,16 +283,17 @@ impl Structure {
                 value_clamp: kl.value_clamp.map(|_| {
                     if kl.clamp_after_importance { ValueClamp::AfterImportance } else { ValueClamp::BeforeImportance }
                 }),
-                denominator: (spec.kl_averaging() != spec.averaging()).then(|| Denominator::of(spec.kl_averaging())),
+                denominator: (spec.kl_averaging() != spec.averaging())
+                    .then(|| Denominator::from_averaging(spec.kl_averaging())),
             }),
             entropy_bonus: match spec.entropy_coef {
                 _ if spec.dentropy => Some(Denominator::ONE),
                 0.0 => None,
-                _ => Some(spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::of)),
+                _ => Some(spec.entropy_averaging.map_or(Denominator::ALL_TOKENS, Denominator::from_averaging)),
             },
             dentropy: spec.dentropy,
             ids_per_token: spec.ids_per_token,
-            denominator: Denominator::of(spec.averaging()),
+            denominator: Denominator::from_averaging(spec.averaging()),
             policy_weight: weighs
                 || drops(&[LossTerms::Policy, LossTerms::PolicyAndKl])
                 || selects
@@ -305,12 +306,15 @@ impl Structure {
 
     /// Whether the loss of a token depends on other tokens of its row.
     pub fn couples_rows(self) -> bool {
-        self.level != RatioLevel::Token || self.form == Form::Vespo || self.off_policy_mask
+        self.level != RatioLevel::Token || self.form == ObjectiveForm::Vespo || self.off_policy_mask
     }
 
     /// Whether it is told which tokens are selected.
     pub fn selected(self) -> bool {
-        matches!(self.form, Form::KlCov | Form::Topr { selected: true } | Form::Aspo { selected: true })
+        matches!(
+            self.form,
+            ObjectiveForm::KlCov | ObjectiveForm::Topr { selected: true } | ObjectiveForm::Aspo { selected: true }
+        )
     }
 
     /// Whether the KL estimate is weighed against the sampler.
@@ -329,22 +333,22 @@ impl Structure {
     }
 
     /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
-    pub fn numbers(self) -> Vec<Number> {
-        use Number as N;
-        let of_form: &[Number] = match self.form {
-            Form::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
-            Form::Cispo | Form::MaskedRatio => &[N::Low, N::High],
-            Form::Sapo => &[N::TauPositive, N::TauNegative],
-            Form::Vespo => &[N::KPositive, N::LambdaPositive, N::KNegative, N::LambdaNegative],
-            Form::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
-            Form::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
-            Form::Dro | Form::KlCov => &[N::Penalty],
-            Form::Topr { .. } => &[N::PositiveWeight, N::NegativeWeight, N::High],
-            Form::Aspo { selected: false } => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
-            Form::Aspo { selected: true } => {
+    pub fn numbers(self) -> Vec<SpecNumber> {
+        use SpecNumber as N;
+        let of_form: &[SpecNumber] = match self.form {
+            ObjectiveForm::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
+            ObjectiveForm::Cispo | ObjectiveForm::MaskedRatio => &[N::Low, N::High],
+            ObjectiveForm::Sapo => &[N::TauPositive, N::TauNegative],
+            ObjectiveForm::Vespo => &[N::KPositive, N::LambdaPositive, N::KNegative, N::LambdaNegative],
+            ObjectiveForm::TrustRegion { score: false, .. } => &[N::Low, N::High, N::Penalty],
+            ObjectiveForm::TrustRegion { score: true, .. } => &[N::Low, N::High, N::Penalty, N::Truncate],
+            ObjectiveForm::Dro | ObjectiveForm::KlCov => &[N::Penalty],
+            ObjectiveForm::Topr { .. } => &[N::PositiveWeight, N::NegativeWeight, N::High],
+            ObjectiveForm::Aspo { selected: false } => &[N::Low, N::High, N::DualClipPositive, N::DualClip],
+            ObjectiveForm::Aspo { selected: true } => {
                 &[N::Low, N::High, N::LowOfSelected, N::HighOfSelected, N::DualClipPositive, N::DualClip]
             }
-            Form::PolicyGradient | Form::ImportanceSampling | Form::None => &[],
+            ObjectiveForm::PolicyGradient | ObjectiveForm::ImportanceSampling | ObjectiveForm::None => &[],
         };
         let kl = self.kl;
         let optional = [
@@ -364,36 +368,36 @@ impl Structure {
     }
 
     /// The numbers that its softmaxes read, in order.
-    pub fn softmax_numbers(self) -> Vec<Number> {
-        let (one, changes) = (self.temperature != Temperature::Given, self.transform.is_some());
+    pub fn softmax_numbers(self) -> Vec<SpecNumber> {
+        let (one, changes) = (self.temperature != TemperaturePlace::Given, self.transform.is_some());
         let all = [
-            (one, Number::InverseTemperature),
-            (changes, Number::LogitFactor),
-            (changes && one, Number::Rate),
-            (changes && self.temperature == Temperature::Logp, Number::LogpRate),
+            (one, SpecNumber::InverseTemperature),
+            (changes, SpecNumber::LogitFactor),
+            (changes && one, SpecNumber::Rate),
+            (changes && self.temperature == TemperaturePlace::Logp, SpecNumber::LogpRate),
         ];
         all.into_iter().filter_map(|(read, number)| read.then_some(number)).collect()
     }
 
     /// What gaps from the maximum are multiplied by, nothing where it is 1: in the softmax that entropy is of, and in that of logp where
     /// it is another. Derivatives by what the softmax is of are multiplied by the first.
-    pub fn gap_rates(self) -> Vec<Option<Rate>> {
+    pub fn gap_rates(self) -> Vec<Option<GapRate>> {
         let [of_entropy, of_logp] = match self.transform {
-            Some(_) => [Some(Number::Rate), Some(Number::LogpRate)],
-            None => [Some(Number::InverseTemperature), None],
+            Some(_) => [Some(SpecNumber::Rate), Some(SpecNumber::LogpRate)],
+            None => [Some(SpecNumber::InverseTemperature), None],
         };
-        let [of_entropy, of_logp] = [of_entropy, of_logp].map(|number| number.map(Rate::OfAll));
+        let [of_entropy, of_logp] = [of_entropy, of_logp].map(|number| number.map(GapRate::OfAll));
         match self.temperature {
-            Temperature::Given => vec![Some(Rate::OfToken)],
-            Temperature::One if self.transform.is_none() => vec![None],
-            Temperature::One | Temperature::Logits => vec![of_entropy],
-            Temperature::Logp => vec![of_entropy, of_logp],
+            TemperaturePlace::Given => vec![Some(GapRate::OfToken)],
+            TemperaturePlace::One if self.transform.is_none() => vec![None],
+            TemperaturePlace::One | TemperaturePlace::Logits => vec![of_entropy],
+            TemperaturePlace::Logp => vec![of_entropy, of_logp],
         }
     }
 
     /// The numbers that a whole program reads, in order.
-    pub fn program_numbers(self) -> Vec<Number> {
-        use Number as N;
+    pub fn program_numbers(self) -> Vec<SpecNumber> {
+        use SpecNumber as N;
         let epsilon = |denominator: Option<Denominator>| denominator.is_some_and(|denominator| denominator.epsilon);
         let kl = self.kl.and_then(|kl| kl.denominator);
         let entropy =
@@ -413,43 +417,43 @@ impl Structure {
     }
 
     /// The `[B,T]` arrays that a program reads beside ids, mask and advantages, in order.
-    pub fn inputs(self) -> Vec<Input> {
+    pub fn inputs(self) -> Vec<TokenInput> {
         let all = [
-            (self.old_logp_given, Input::OldLogp),
-            (self.kl.is_some(), Input::RefLogp),
-            (self.policy_weight, Input::PolicyWeight),
-            (self.kl_weight, Input::KlWeight),
-            (self.selected(), Input::Selected),
-            (self.rollout_logp(), Input::RolloutLogp),
-            (self.form == Form::Vespo, Input::LogWeight),
-            (self.off_policy_mask, Input::Behaviour),
-            (self.dentropy, Input::Dentropy),
-            (self.temperature == Temperature::Given, Input::Rate),
+            (self.old_logp_given, TokenInput::OldLogp),
+            (self.kl.is_some(), TokenInput::RefLogp),
+            (self.policy_weight, TokenInput::PolicyWeight),
+            (self.kl_weight, TokenInput::KlWeight),
+            (self.selected(), TokenInput::Selected),
+            (self.rollout_logp(), TokenInput::RolloutLogp),
+            (self.form == ObjectiveForm::Vespo, TokenInput::LogWeight),
+            (self.off_policy_mask, TokenInput::Behaviour),
+            (self.dentropy, TokenInput::Dentropy),
+            (self.temperature == TemperaturePlace::Given, TokenInput::Rate),
         ];
         all.into_iter().filter_map(|(read, input)| read.then_some(input)).collect()
     }
 }
 
-impl Form {
-    fn of(objective: &Objective) -> Self {
+impl ObjectiveForm {
+    fn from_objective(objective: &Objective) -> Self {
         match objective {
-            Objective::PpoClip(_) | Objective::ClipCov(_) => Form::PpoClip,
-            Objective::Cispo(_) => Form::Cispo,
-            Objective::Sapo(_) => Form::Sapo,
-            Objective::Vespo(_) => Form::Vespo,
-            Objective::PolicyGradient => Form::PolicyGradient,
-            Objective::ImportanceSampling(_) => Form::ImportanceSampling,
-            Objective::MaskedRatio(_) => Form::MaskedRatio,
-            Objective::TrustRegion(region) => Form::TrustRegion {
+            Objective::PpoClip(_) | Objective::ClipCov(_) => ObjectiveForm::PpoClip,
+            Objective::Cispo(_) => ObjectiveForm::Cispo,
+            Objective::Sapo(_) => ObjectiveForm::Sapo,
+            Objective::Vespo(_) => ObjectiveForm::Vespo,
+            Objective::PolicyGradient => ObjectiveForm::PolicyGradient,
+            Objective::ImportanceSampling(_) => ObjectiveForm::ImportanceSampling,
+            Objective::MaskedRatio(_) => ObjectiveForm::MaskedRatio,
+            Objective::TrustRegion(region) => ObjectiveForm::TrustRegion {
                 divergence: region.divergence,
                 two_sided: region.two_sided,
                 score: region.truncate.is_some(),
             },
-            Objective::Dro(_) => Form::Dro,
-            Objective::KlCov(_) => Form::KlCov,
-            Objective::Topr(topr) => Form::Topr { selected: topr.positive == PositiveTokens::Selected },
-            Objective::Aspo(aspo) => Form::Aspo { selected: aspo.selected.is_some() },
-            Objective::None => Form::None,
+            Objective::Dro(_) => ObjectiveForm::Dro,
+            Objective::KlCov(_) => ObjectiveForm::KlCov,
+            Objective::Topr(topr) => ObjectiveForm::Topr { selected: topr.positive == PositiveTokens::Selected },
+            Objective::Aspo(aspo) => ObjectiveForm::Aspo { selected: aspo.selected.is_some() },
+            Objective::None => ObjectiveForm::None,
         }
     }
 }

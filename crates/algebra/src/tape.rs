@@ -2,7 +2,7 @@
 //! kernel that needs to know which operations a sum over a sequence waits for.
 //!
 //! ```text
-//! let tape = token_losses(structure, |tape, number| tape.constant(number.of(spec, extents)));
+//! let tape = token_losses(structure, |tape, number| tape.constant(number.value_in(spec, extents)));
 //! logp, arrays of the batch, weights ─▶ tape ─▶ the loss of each token, its metrics, ∂loss/∂logp
 //! ```
 
@@ -10,13 +10,13 @@ use serde::{Serialize, Serializer};
 
 use super::arithmetic::Arithmetic;
 use super::objective::{TokenArray, TokenArrays, sequence_losses};
-use super::structure::{Input, Number, Numbers, Structure};
+use super::structure::{SpecNumber, SpecNumbers, Structure, TokenInput};
 
 /// An operation whose operands are results of earlier operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "each is the method of `Arithmetic` of that name")]
-pub enum Operator {
+pub enum TapeOperator {
     Add,
     Sub,
     Mul,
@@ -38,16 +38,16 @@ pub enum Operator {
 
 /// One entry of a [`Tape`].
 #[derive(Clone, Debug, PartialEq)]
-pub enum Operation {
+pub enum TapeOperation {
     /// The array of this name.
     Input(&'static str),
     /// A number.
     Constant(f64),
     /// An operator, applied to the results of the operations at these places of the tape.
-    Apply(Operator, Vec<usize>),
+    Apply(TapeOperator, Vec<usize>),
 }
 
-impl Serialize for Operation {
+impl Serialize for TapeOperation {
     /// Writes `[name, operands]`: of an input its own name, of a constant its text.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
@@ -61,28 +61,28 @@ impl Serialize for Operation {
 /// A list of operations; an [`Arithmetic`] whose values are their places in it.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Tape {
-    operations: Vec<Operation>,
+    operations: Vec<TapeOperation>,
     outputs: Vec<(&'static str, usize)>,
 }
 
 impl Tape {
-    fn push(&mut self, operation: Operation) -> usize {
+    fn push(&mut self, operation: TapeOperation) -> usize {
         self.operations.push(operation);
         self.operations.len() - 1
     }
 
-    fn apply<const N: usize>(&mut self, operator: Operator, operands: [usize; N]) -> usize {
-        self.push(Operation::Apply(operator, operands.to_vec()))
+    fn apply<const N: usize>(&mut self, operator: TapeOperator, operands: [usize; N]) -> usize {
+        self.push(TapeOperation::Apply(operator, operands.to_vec()))
     }
 
     /// Adds the array called `name`.
     pub fn input(&mut self, name: &'static str) -> usize {
-        self.push(Operation::Input(name))
+        self.push(TapeOperation::Input(name))
     }
 
     /// Adds the sum of `value` over the unmasked tokens of each sequence, in the places of all its tokens.
     pub fn row_sum(&mut self, value: usize) -> usize {
-        self.apply(Operator::RowSum, [value])
+        self.apply(TapeOperator::RowSum, [value])
     }
 
     /// Names `value` as a result.
@@ -91,7 +91,7 @@ impl Tape {
     }
 
     /// All operations, in order: each comes after those that it reads.
-    pub fn operations(&self) -> &[Operation] {
+    pub fn operations(&self) -> &[TapeOperation] {
         &self.operations
     }
 
@@ -110,60 +110,60 @@ impl Arithmetic for Tape {
     type Truth = usize;
 
     fn constant(&mut self, x: f64) -> usize {
-        self.push(Operation::Constant(x))
+        self.push(TapeOperation::Constant(x))
     }
     fn add(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Add, [a, b])
+        self.apply(TapeOperator::Add, [a, b])
     }
     fn sub(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Sub, [a, b])
+        self.apply(TapeOperator::Sub, [a, b])
     }
     fn mul(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Mul, [a, b])
+        self.apply(TapeOperator::Mul, [a, b])
     }
     fn div(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Div, [a, b])
+        self.apply(TapeOperator::Div, [a, b])
     }
     fn neg(&mut self, a: usize) -> usize {
-        self.apply(Operator::Neg, [a])
+        self.apply(TapeOperator::Neg, [a])
     }
     fn exp(&mut self, a: usize) -> usize {
-        self.apply(Operator::Exp, [a])
+        self.apply(TapeOperator::Exp, [a])
     }
     fn exp_m1(&mut self, a: usize) -> usize {
-        self.apply(Operator::ExpM1, [a])
+        self.apply(TapeOperator::ExpM1, [a])
     }
     fn ln(&mut self, a: usize) -> usize {
-        self.apply(Operator::Ln, [a])
+        self.apply(TapeOperator::Ln, [a])
     }
     fn ln_1p(&mut self, a: usize) -> usize {
-        self.apply(Operator::Ln1P, [a])
+        self.apply(TapeOperator::Ln1P, [a])
     }
     fn less(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Less, [a, b])
+        self.apply(TapeOperator::Less, [a, b])
     }
     fn equal(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Equal, [a, b])
+        self.apply(TapeOperator::Equal, [a, b])
     }
     fn and(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::And, [a, b])
+        self.apply(TapeOperator::And, [a, b])
     }
     fn or(&mut self, a: usize, b: usize) -> usize {
-        self.apply(Operator::Or, [a, b])
+        self.apply(TapeOperator::Or, [a, b])
     }
     fn select(&mut self, condition: usize, yes: usize, no: usize) -> usize {
-        self.apply(Operator::Select, [condition, yes, no])
+        self.apply(TapeOperator::Select, [condition, yes, no])
     }
 }
 
 /// Writes down the losses of tokens, their metrics and their derivatives by logp, as [`sequence_losses`] has them. `number` gives
 /// the place of each number of the spec.
-pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, Number) -> usize) -> Tape {
+pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, SpecNumber) -> usize) -> Tape {
     let on = &mut Tape::default();
     let [logp, advantage, weight] = ["logp", "advantages", "weight"].map(|name| on.input(name));
-    let inputs: Vec<(Input, usize)> =
+    let inputs: Vec<(TokenInput, usize)> =
         structure.inputs().into_iter().map(|input| (input, on.input(input.name()))).collect();
-    let numbers: Vec<(Number, usize)> =
+    let numbers: Vec<(SpecNumber, usize)> =
         structure.numbers().into_iter().map(|which| (which, number(on, which))).collect();
     let arrays = TokenArrays::load(structure, |array| match array {
         TokenArray::Advantage => advantage,
@@ -173,7 +173,7 @@ pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, Numb
         }
     });
     let token_count = |on: &mut Tape| on.input("row_count");
-    let numbers = Numbers::new(numbers);
+    let numbers = SpecNumbers::new(numbers);
     let (token, grad) = sequence_losses(on, structure, &numbers, [logp, weight], arrays, Tape::row_sum, token_count);
     on.output("token_loss", token.loss);
     on.output("reduced", token.reduced);

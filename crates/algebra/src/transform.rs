@@ -33,7 +33,7 @@ pub struct Transform {
 
 impl Transform {
     /// That of `spec`; `None` where logits go into the softmax as they come.
-    pub fn of(spec: &LossSpec) -> Option<Self> {
+    pub fn from_spec(spec: &LossSpec) -> Option<Self> {
         let columns = spec.logits.bias || !spec.support.is_whole();
         let changes = columns || spec.logits != LogitsTransform::default();
         changes.then_some(Self { caps: spec.logits.softcap.is_some(), flips: spec.logits.scale < 0.0, columns })
@@ -52,16 +52,16 @@ pub fn factor(spec: &LossSpec) -> f64 {
 }
 
 /// The arrays of a [`Transform`] whose columns differ, as devices are given them.
-pub struct Columns {
+pub struct ColumnBiases {
     /// `[V]`: the bias of each column, −∞ outside the support.
     pub bias: Array1<f32>,
     /// `[B,T]`: that of each token's own column, which is put back where it is outside; anything under the mask.
     pub target: Array2<f32>,
 }
 
-impl Columns {
+impl ColumnBiases {
     /// Those of `tokens` over `vocab` columns.
-    pub fn of(spec: &LossSpec, tokens: &Tokens, vocab: usize) -> Self {
+    pub fn new(spec: &LossSpec, tokens: &Tokens, vocab: usize) -> Self {
         let given = tokens.extra.bias.as_ref().filter(|_| spec.logits.bias);
         // A bias of −∞ is no mark: what a cap makes of it is the least logit, and without one it has no weight either way.
         let of_column = |j: usize| given.map_or(0.0, |bias| bias[j].max(f32::MIN.into()) as f32);

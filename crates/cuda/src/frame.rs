@@ -4,35 +4,35 @@
 use std::f64::consts::LN_2;
 
 use assay_algebra::arithmetic::Immediate;
-use assay_algebra::loss::{LossEvaluator, TokenEvaluation, TokenScore, WeightedToken};
+use assay_algebra::loss::{LossEvaluator, ScoredToken, TokenEvaluation, WeightedToken};
 use assay_algebra::objective::TokenLoss;
-use assay_algebra::reduction::{self, Weights};
-use assay_algebra::rollout::Settled;
-use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Rate, Shaped, Temperature};
-use assay_algebra::transform::Columns;
+use assay_algebra::reduction::{self, ReductionWeights};
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
+use assay_algebra::structure::{GapRate, SpecNumber, StructuredSpec, TemperaturePlace, TokenInput};
+use assay_algebra::transform::ColumnBiases;
 use assay_core::problem::{FloatArray, Metrics, Sequence, Tokens};
 use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
 use ndarray::{Array2, Ix0, Ix2, arr0};
 
 /// The tokens of a batch, and the loss of a spec on them.
 pub(crate) struct HostLoss<'s> {
-    loss: Shaped<'s>,
+    loss: StructuredSpec<'s>,
     ids: Vec<i32>,
     advantages: Array2<f64>,
     sequences: Vec<Sequence>,
-    settled: Settled,
-    weights: Weights,
+    settled: KernelInputs,
+    weights: ReductionWeights,
     /// Where columns differ before their softmax.
-    columns: Option<Columns>,
+    columns: Option<ColumnBiases>,
 }
 
 /// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
 #[derive(Clone, Copy)]
 pub(crate) struct RowSoftmaxes {
     max: f64,
-    entropy: Softmax<f64>,
-    logp: Softmax<f64>,
+    entropy: SoftmaxStatistics<f64>,
+    logp: SoftmaxStatistics<f64>,
 }
 
 /// What a batch comes to, without its gradient.
@@ -46,8 +46,8 @@ pub(crate) struct HostResults {
 
 impl<'s> HostLoss<'s> {
     /// Of tokens over `vocab` columns, that were checked.
-    pub(crate) fn new(loss: Shaped<'s>, tokens: &Tokens, vocab: usize) -> Self {
-        let settled = Settled::of(loss, tokens);
+    pub(crate) fn new(loss: StructuredSpec<'s>, tokens: &Tokens, vocab: usize) -> Self {
+        let settled = KernelInputs::new(loss, tokens);
         let transform = loss.structure.transform.filter(|transform| transform.columns);
         Self {
             loss,
@@ -55,9 +55,9 @@ impl<'s> HostLoss<'s> {
             ids: tokens.ids.iter().map(|&id| i32::try_from(id).unwrap_or(0)).collect(),
             advantages: tokens.advantages_of_tokens(),
             sequences: tokens.sequences(),
-            weights: Weights::of(loss.spec, &settled, &tokens.extra.sequences),
+            weights: ReductionWeights::new(loss.spec, &settled, &tokens.extra.sequences),
             settled,
-            columns: transform.map(|_| Columns::of(loss.spec, tokens, vocab)),
+            columns: transform.map(|_| ColumnBiases::new(loss.spec, tokens, vocab)),
         }
     }
 
@@ -66,9 +66,9 @@ impl<'s> HostLoss<'s> {
         &self.ids
     }
 
-    fn number(&self, number: Number) -> f32 {
+    fn number(&self, number: SpecNumber) -> f32 {
         let (rows, columns) = self.settled.mask.dim();
-        number.of(self.loss.spec, [rows, columns]) as f32
+        number.value_in(self.loss.spec, [rows, columns]) as f32
     }
 
     /// The numbers of the two kernels that read logits twice.
@@ -77,7 +77,7 @@ impl<'s> HostLoss<'s> {
     }
 
     /// What differs by column.
-    pub(crate) fn columns(&self) -> Option<&Columns> {
+    pub(crate) fn columns(&self) -> Option<&ColumnBiases> {
         self.columns.as_ref()
     }
 
@@ -85,7 +85,7 @@ impl<'s> HostLoss<'s> {
         self.weights.token(self.advantages[at], at)
     }
 
-    fn input(&self, input: Input, at: (usize, usize)) -> Option<f64> {
+    fn input(&self, input: TokenInput, at: (usize, usize)) -> Option<f64> {
         self.settled.input(input).map(|values| values[at])
     }
 
@@ -93,8 +93,8 @@ impl<'s> HostLoss<'s> {
     pub(crate) fn numbers(&self) -> Vec<f32> {
         // Where tokens differ in it, it comes with them. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
-        let value = |number: Number| match number {
-            Number::EntropyFactor => entropy_factor as f32,
+        let value = |number: SpecNumber| match number {
+            SpecNumber::EntropyFactor => entropy_factor as f32,
             other => self.number(other),
         };
         arrays::numbers(self.loss.structure).into_iter().map(value).collect()
@@ -102,7 +102,7 @@ impl<'s> HostLoss<'s> {
 
     /// What gaps of each token are multiplied by, `[n]`, where temperatures are given.
     pub(crate) fn rates(&self) -> Option<Vec<f32>> {
-        let rates = self.settled.input(Input::Rate)?;
+        let rates = self.settled.input(TokenInput::Rate)?;
         Some(rates.iter().map(|&rate| rate as f32).collect())
     }
 
@@ -117,13 +117,13 @@ impl<'s> HostLoss<'s> {
                 let input = |input| self.input(input, at).unwrap_or(0.0);
                 let given = match column {
                     Given::Advantage => weighted.advantage,
-                    Given::OldLogp => input(Input::OldLogp),
-                    Given::RefLogp => input(Input::RefLogp),
-                    Given::PolicyWeight => input(Input::PolicyWeight),
-                    Given::KlWeight => input(Input::KlWeight),
-                    Given::Selected => input(Input::Selected),
-                    Given::RolloutLogp => input(Input::RolloutLogp),
-                    Given::Rate => input(Input::Rate),
+                    Given::OldLogp => input(TokenInput::OldLogp),
+                    Given::RefLogp => input(TokenInput::RefLogp),
+                    Given::PolicyWeight => input(TokenInput::PolicyWeight),
+                    Given::KlWeight => input(TokenInput::KlWeight),
+                    Given::Selected => input(TokenInput::Selected),
+                    Given::RolloutLogp => input(TokenInput::RolloutLogp),
+                    Given::Rate => input(TokenInput::Rate),
                     Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
                     Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
@@ -171,7 +171,7 @@ impl<'s> HostLoss<'s> {
             let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(of);
             let mut softmax = |[others, weighted]: [Statistic; 2], scale| {
                 let (others, weighted) = (of(others), -LN_2 * of(weighted));
-                Sums { max, target_logit, others, weighted }.softmax(on, scale)
+                SoftmaxSums { max, target_logit, others, weighted }.softmax(on, scale)
             };
             let entropy = softmax([Statistic::Others, Statistic::Weighted], scales[0]);
             let logp = match scales.get(1) {
@@ -186,8 +186,8 @@ impl<'s> HostLoss<'s> {
     /// What gaps of a token are multiplied by in each softmax, as the kernels have it.
     fn gap_scales(&self, at: (usize, usize)) -> Vec<Option<f64>> {
         let rate = |rate| match rate {
-            Rate::OfAll(number) => self.number(number),
-            Rate::OfToken => self.input(Input::Rate, at).expect("the structure reads it") as f32,
+            GapRate::OfAll(number) => self.number(number),
+            GapRate::OfToken => self.input(TokenInput::Rate, at).expect("the structure reads it") as f32,
         };
         self.loss.structure.gap_rates().into_iter().map(|of| of.map(|of| rate(of).into())).collect()
     }
@@ -196,8 +196,8 @@ impl<'s> HostLoss<'s> {
     fn logp_and_entropy(&self, softmaxes: &RowSoftmaxes) -> [f64; 2] {
         let on = &mut Immediate;
         let logp = softmaxes.logp.logp(on);
-        let two = self.loss.structure.temperature == Temperature::Logp;
-        let logp = if two { logp * f64::from(self.number(Number::InverseTemperature)) } else { logp };
+        let two = self.loss.structure.temperature == TemperaturePlace::Logp;
+        let logp = if two { logp * f64::from(self.number(SpecNumber::InverseTemperature)) } else { logp };
         [logp, softmaxes.entropy.entropy(on)]
     }
 
@@ -213,7 +213,7 @@ impl<'s> HostLoss<'s> {
 
     /// The losses of tokens between two kernels.
     pub(crate) fn evaluated(&self, softmaxes: &Array2<RowSoftmaxes>) -> Array2<Option<TokenEvaluation>> {
-        let Shaped { spec, structure } = self.loss;
+        let StructuredSpec { spec, structure } = self.loss;
         let (rows, columns) = softmaxes.dim();
         let loss = LossEvaluator::new(spec, structure, [rows, columns]);
         let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
@@ -221,7 +221,7 @@ impl<'s> HostLoss<'s> {
             let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
-                TokenScore { weighted: self.weighted(at), logp, entropy }
+                ScoredToken { weighted: self.weighted(at), logp, entropy }
             });
             let evaluated = loss.evaluate(&scored.collect::<Vec<_>>(), |input, at| {
                 self.input(input, at).expect("the structure reads it")

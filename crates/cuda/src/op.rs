@@ -79,7 +79,7 @@ impl Gpu {
 
     /// Whether the device computes the loss of `spec` on rows of `vocab` logits in one pass.
     pub fn takes_one_pass(&self, spec: &LossSpec, vocab: usize, dtype: Dtype) -> bool {
-        takes_one_pass(Structure::of(spec), vocab, dtype.into(), self.target)
+        takes_one_pass(Structure::from_spec(spec), vocab, dtype.into(), self.target)
     }
 
     /// Enqueues a kernel, and does not wait for it.
@@ -102,7 +102,7 @@ impl Gpu {
     /// The kernel, assembled at its first use.
     fn assembled(&self, called: OperationLaunch) -> Result<Arc<AssembledOperation>, RunError> {
         let OperationLaunch { kernel, spec, form, extents, dtype, stream, .. } = called;
-        let text = OperationText::new(kernel, Structure::of(spec), form, extents, dtype.into());
+        let text = OperationText::new(kernel, Structure::from_spec(spec), form, extents, dtype.into());
         let mut assembled = self.assembled.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = assembled.iter().find(|found| found.text == text) {
             return Ok(Arc::clone(found));

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use assay_algebra::transform::Columns;
+use assay_algebra::transform::ColumnBiases;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step,
@@ -17,7 +17,7 @@ use assay_core::implementation::{
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
-use assay_programs::{LossProgram, Programs as _, Shaped, Target};
+use assay_programs::{LossProgram, Programs as _, StructuredSpec, Target};
 use assay_ptx::Parameter;
 use ndarray::{Ix2, Ix3};
 
@@ -123,7 +123,7 @@ impl DriverLoss {
     fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<LoadedProgram<'s>, RunError> {
         self.supports_given(spec, given, devices)?;
         let (target, context) = (self.target()?, self.context()?);
-        let loss = Shaped::of(spec);
+        let loss = StructuredSpec::new(spec);
         let kernels = self.program.gpu_kernels_for(loss, given.shape, given.dtype, 1, target);
         let kernels = kernels.map_err(|error| self.unsupported(error))?;
         let kernels = kernels.into_iter().map(|kernel| context.load(kernel)).collect::<Result<Vec<_>, _>>()?;
@@ -224,7 +224,7 @@ struct LoadedProgram<'s> {
     id: String,
     context: Arc<CudaContext>,
     kernels: Vec<LoadedKernel>,
-    loss: Shaped<'s>,
+    loss: StructuredSpec<'s>,
     given: Given,
     /// Bytes of copies of logits that are on the device so that steps can be restored from them.
     held_bytes: AtomicUsize,
@@ -279,7 +279,7 @@ fn floats(memory: &CudaMemory) -> Result<Vec<f32>, CudaError> {
 }
 
 /// The bytes of an array of what differs by column.
-fn column_bytes(frame: &HostLoss, array: impl Fn(&Columns) -> Option<&[f32]>) -> Vec<u8> {
+fn column_bytes(frame: &HostLoss, array: impl Fn(&ColumnBiases) -> Option<&[f32]>) -> Vec<u8> {
     let columns = frame.columns().expect("a kernel is given biases where columns differ");
     bytemuck::cast_slice(array(columns).expect("made whole")).to_vec()
 }

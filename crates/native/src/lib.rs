@@ -21,11 +21,11 @@ mod threads;
 
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, arr0};
 
-use assay_algebra::family::Reach;
-use assay_algebra::loss::{LossEvaluator, TokenEvaluation, TokenScore};
-use assay_algebra::reduction::{self, Weights};
-use assay_algebra::rollout::Settled;
-use assay_algebra::structure::{Input, Shaped, Structure};
+use assay_algebra::family::KernelScope;
+use assay_algebra::loss::{LossEvaluator, ScoredToken, TokenEvaluation};
+use assay_algebra::reduction::{self, ReductionWeights};
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::structure::{Structure, StructuredSpec, TokenInput};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, Metrics, OtherIds, Outcome, Problem, ProblemError, Sequence, Shape, Tokens,
@@ -225,7 +225,7 @@ impl Implementation for Native {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::AnyRow.expect(spec) {
+        match KernelScope::AnyRow.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }
@@ -278,8 +278,8 @@ struct Batch<'s> {
     advantage: Array2<f64>,
     /// Of each sequence, also where it has no token.
     advantage_of_rows: Vec<f64>,
-    settled: Settled,
-    weights: Weights,
+    settled: KernelInputs,
+    weights: ReductionWeights,
     cotangents: Cotangents<'s>,
 }
 
@@ -293,8 +293,8 @@ impl<'s> Batch<'s> {
         cotangents: Cotangents<'s>,
     ) -> Self {
         let transform = LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab);
-        let loss @ Shaped { structure, .. } = Shaped::of(spec);
-        let settled = Settled::of(loss, &tokens);
+        let loss @ StructuredSpec { structure, .. } = StructuredSpec::new(spec);
+        let settled = KernelInputs::new(loss, &tokens);
         let sequences = tokens.sequences();
         Self {
             spec,
@@ -305,7 +305,7 @@ impl<'s> Batch<'s> {
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
             sequences,
             advantage: tokens.advantages_of_tokens(),
-            weights: Weights::of(spec, &settled, &tokens.extra.sequences),
+            weights: ReductionWeights::new(spec, &settled, &tokens.extra.sequences),
             settled,
             cotangents,
         }
@@ -399,7 +399,7 @@ impl<'s> Batch<'s> {
                 let scored = self.scored(at, &scores);
                 ((at, scores), scored)
             };
-            let (places, there): (Vec<(Place, Scores)>, Vec<TokenScore>) = there.map(scored).unzip();
+            let (places, there): (Vec<(Place, Scores)>, Vec<ScoredToken>) = there.map(scored).unzip();
             let evaluated = loss.evaluate(&there, |input, at| self.input(input, at).expect("the structure reads it"));
             for ((at @ (b, t), scores), mut evaluated) in places.into_iter().zip(evaluated) {
                 evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
@@ -451,13 +451,13 @@ impl<'s> Batch<'s> {
         LossEvaluator::new(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()])
     }
 
-    fn input(&self, input: Input, at: Place) -> Option<f64> {
+    fn input(&self, input: TokenInput, at: Place) -> Option<f64> {
         self.settled.input(input).map(|values| values[at])
     }
 
     /// What gaps of a row are multiplied by.
     fn rate(&self, at: Place) -> f64 {
-        self.input(Input::Rate, at).unwrap_or(self.softmaxes.rate)
+        self.input(TokenInput::Rate, at).unwrap_or(self.softmaxes.rate)
     }
 
     fn ids(&self, at: Place) -> Ids {
@@ -470,9 +470,9 @@ impl<'s> Batch<'s> {
         self.others.into_iter().flat_map(move |others| others.at(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
-    fn scored(&self, at: Place, scores: &Scores) -> TokenScore {
+    fn scored(&self, at: Place, scores: &Scores) -> ScoredToken {
         let weighted = self.weights.token(self.advantage[at], at);
-        TokenScore { weighted, logp: scores.logp, entropy: scores.entropy }
+        ScoredToken { weighted, logp: scores.logp, entropy: scores.entropy }
     }
 
     /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.

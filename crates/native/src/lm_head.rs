@@ -7,7 +7,7 @@ use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
 use super::{Batch, Cotangents, Evaluation, Isa, LogpEntropy, Place, Row, Scores, TokenEvaluation, gemm};
-use assay_algebra::family::Reach;
+use assay_algebra::family::KernelScope;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
     Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome,
@@ -91,7 +91,7 @@ impl Implementation<HeadProblem> for NativeHead {
         if devices != 1 {
             return unsupported("device count", devices.to_string(), "1");
         }
-        match Reach::AnyRow.expect(spec) {
+        match KernelScope::AnyRow.expect(spec) {
             Ok(()) => Ok(()),
             Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
         }

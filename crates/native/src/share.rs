@@ -16,12 +16,13 @@
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 
 use super::{
-    Batch, Cotangents, Element, LogitsTransform, Native, Row, Softmaxes, TokenEvaluation, Weights, rows_of, rows_of_mut,
+    Batch, Cotangents, Element, LogitsTransform, Native, ReductionWeights, Row, Softmaxes, TokenEvaluation, rows_of,
+    rows_of_mut,
 };
 use crate::row::Scales;
 use crate::threads::{Task, over_threads};
-use assay_algebra::rollout::Settled;
-use assay_algebra::structure::{Input, Shaped};
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::structure::{StructuredSpec, TokenInput};
 use assay_core::implementation::{RunError, Unsupported};
 use assay_core::problem::{ProblemError, Sequence, Shape};
 use assay_core::spec::{LossSpec, Support, Temperature};
@@ -53,7 +54,7 @@ pub struct Part<'a> {
     pub first_column: usize,
     /// `[V]`, of each; what the spec reads.
     pub bias: Option<ArrayView1<'a, f32>>,
-    /// `[B,T]`, [`Input::Rate`] of each row, where temperatures are given.
+    /// `[B,T]`, [`TokenInput::Rate`] of each row, where temperatures are given.
     pub rates: Option<ArrayView2<'a, f32>>,
 }
 
@@ -149,7 +150,7 @@ pub struct Weighed<'a> {
     /// anywhere.
     pub segment_ids: Option<ArrayView2<'a, i32>>,
     /// What the spec's structure reads, `[B,T]` each, in its order.
-    pub inputs: Vec<(Input, ArrayView2<'a, f32>)>,
+    pub inputs: Vec<(TokenInput, ArrayView2<'a, f32>)>,
     /// `[V]`, where the spec has one.
     pub bias: Option<ArrayView1<'a, f32>>,
 }
@@ -272,10 +273,10 @@ impl Native {
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
         let [policy, kl_share, entropy] = [0, 1, 2].map(|i| wide(&weights.index_axis(Axis(2), i)));
         let ids = ids.mapv(i64::from);
-        let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, values)| wide(values));
+        let dentropy = inputs.iter().find(|(input, _)| *input == TokenInput::Dentropy).map(|(_, values)| wide(values));
         let batch = Batch {
             spec,
-            structure: Shaped::of(spec).structure,
+            structure: StructuredSpec::new(spec).structure,
             softmaxes,
             ids: &ids,
             others: None,
@@ -283,11 +284,11 @@ impl Native {
             advantage_of_rows: vec![0.0; sequences.len()],
             sequences,
             advantage: wide(advantages),
-            settled: Settled {
+            settled: KernelInputs {
                 mask: mask.to_owned(),
                 inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
             },
-            weights: Weights {
+            weights: ReductionWeights {
                 kl: &policy * kl_share,
                 policy,
                 entropy: match dentropy {
@@ -378,13 +379,14 @@ impl Weighed<'_> {
             if refused(&spec.support, target) {
                 return Err(ProblemError::IdOutsideSupport { b, t, k: None, id });
             }
-            if let Some((_, rates)) = self.inputs.iter().find(|(input, _)| *input == Input::Rate) {
+            if let Some((_, rates)) = self.inputs.iter().find(|(input, _)| *input == TokenInput::Rate) {
                 check_rate(spec, (b, t), rates[[b, t]])?;
             }
             let arrays = self.inputs.iter().map(|(input, values)| (input.name(), values));
             // NaN is how a sampler says that it did not score a token.
-            let arrays =
-                arrays.filter(|(field, _)| ![Input::Behaviour, Input::RolloutLogp].map(Input::name).contains(field));
+            let arrays = arrays.filter(|(field, _)| {
+                ![TokenInput::Behaviour, TokenInput::RolloutLogp].map(TokenInput::name).contains(field)
+            });
             for (field, values) in arrays.chain([("advantages", &self.advantages)]) {
                 if !values[[b, t]].is_finite() {
                     return Err(ProblemError::NotFinite { field, b, t, given: values[[b, t]].into() });

@@ -28,8 +28,8 @@
 use super::program::{ColumnsGiven, Evaluated, Given, Program};
 use crate::mesh::Axis;
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Number, Structure};
+use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
+use assay_algebra::structure::{SpecNumber, Structure};
 use assay_algebra::transform::Transform;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
@@ -66,7 +66,7 @@ pub(crate) fn core_gathering(
     let logp_softmax = if two_softmaxes { on.softmax(&row, scales[1]) } else { entropy_softmax };
 
     let logp = logp_softmax.softmax.logp(on);
-    let logp = if two_softmaxes { on.times(logp, given.number(Number::InverseTemperature)) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, given.number(SpecNumber::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.softmax.entropy(on);
 
     let (token, grad_logp) = on.token_loss(structure, given, logp);
@@ -116,7 +116,7 @@ struct Exponentials {
     /// `e`, `[b,t,v]`
     exp: Value,
     /// `[b,t]`
-    softmax: Softmax<Value>,
+    softmax: SoftmaxStatistics<Value>,
 }
 
 /// A derivative of the loss, and the softmax that it goes through.
@@ -192,7 +192,7 @@ impl Program {
         target_logit: Value,
         columns: &Columns,
     ) -> (Value, Value) {
-        let factor = given.number(Number::LogitFactor);
+        let factor = given.number(SpecNumber::LogitFactor);
         let changed = |on: &mut Self, x| {
             let x = on.times(x, factor);
             if transform.caps { on.builder.tanh(x) } else { x }
@@ -214,7 +214,7 @@ impl Program {
 
     /// The derivatives by the logits, from those by what the softmax is of.
     fn through(&mut self, transform: Transform, given: &Given, row: &Row, dlogits: Value) -> Value {
-        let factor = given.number(Number::LogitFactor);
+        let factor = given.number(SpecNumber::LogitFactor);
         let through_factor = self.times(dlogits, factor);
         if !transform.caps {
             return through_factor;
@@ -252,7 +252,7 @@ impl Program {
         let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
 
         let inverse = inverse_temperature.map(|inverse| self.per_token(inverse));
-        let sums = Sums { max: row.max, target_logit: row.target_logit, others, weighted };
+        let sums = SoftmaxSums { max: row.max, target_logit: row.target_logit, others, weighted };
         Exponentials { gap, exp, softmax: sums.softmax(self, inverse) }
     }
 
@@ -316,14 +316,14 @@ mod tests {
     use super::*;
     use crate::ANY_DEVICE;
     use crate::mesh::Mesh;
-    use assay_algebra::structure::Shaped;
+    use assay_algebra::structure::StructuredSpec;
     use assay_core::problem::Shape;
     use assay_core::spec::{Kl, KlEstimator, LossSpec, Objective, PpoClip, Reduction, Rows};
 
     const SHAPE: Shape = Shape { batch: 4, tokens: 6, vocab: 13 };
 
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
-        let structure = Structure::of(spec);
+        let structure = Structure::from_spec(spec);
         let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
         let given = LogitsGiven { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
         program(structure, Share::of(SHAPE, None, mesh, ANY_DEVICE), given, inside)
@@ -358,8 +358,8 @@ mod tests {
     fn numbers_hold_what_the_program_divides_by() {
         let denominator = |reduction| {
             let spec = LossSpec { reduction, scale: 0.5, ..spec(1.0) };
-            let numbers = Shaped::of(&spec).program_numbers([4, 6]);
-            numbers.into_iter().find(|(number, _)| *number == Number::Denominator).unwrap().1
+            let numbers = StructuredSpec::new(&spec).program_numbers([4, 6]);
+            numbers.into_iter().find(|(number, _)| *number == SpecNumber::Denominator).unwrap().1
         };
         assert_eq!(denominator(Reduction::Normalizer(7.0)), 14.0);
         assert_eq!(denominator(Reduction::FixedLength { rows: Rows::All, length: Some(9) }), 72.0);

@@ -15,7 +15,9 @@ use crate::rows::{in_rows, stored_as};
 use crate::several;
 use assay_algebra::arithmetic::Arithmetic as _;
 use assay_algebra::objective::TokenLoss;
-use assay_algebra::structure::{Denominator, Input, Number, Numbers, Structure, Temperature, Tokens};
+use assay_algebra::structure::{
+    Denominator, DenominatorTokens, SpecNumber, SpecNumbers, Structure, TemperaturePlace, TokenInput,
+};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
@@ -41,7 +43,7 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
     if columns {
         inputs.extend([named("column_bias", DeviceDtype::F32, &[v]), per_token("target_bias", DeviceDtype::F32)]);
     }
-    let numbers: Vec<&str> = structure.program_numbers().into_iter().map(Number::name).collect();
+    let numbers: Vec<&str> = structure.program_numbers().into_iter().map(SpecNumber::name).collect();
     inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
     let mut outputs = vec![
         named("dlogits", element, &shape),
@@ -138,7 +140,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         [DeviceDtype::I32, DeviceDtype::F32].map(|element| builder.parameter(others(element), None))
     });
     let inputs = structure.inputs().into_iter();
-    let inputs: Vec<(Input, Value)> =
+    let inputs: Vec<(TokenInput, Value)> =
         inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
     let columns = structure.transform.is_some_and(|transform| transform.columns);
     let columns = columns.then(|| ColumnsGiven {
@@ -151,39 +153,41 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 
     let mut on = Program { builder, local, mesh, vocab, packed };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
-    let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+    let numbers = SpecNumbers::new(numbers.collect::<Vec<_>>());
     let others = others.map_or_else(Vec::new, |others| {
         let [ids, dlogp] = others.map(|array| several::apart(&mut on, array));
         ids.into_iter().zip(dlogp).map(|(ids, dlogp)| OtherGiven { ids, dlogp }).collect()
     });
-    let loss_scale = numbers.get(Number::LossScale);
+    let loss_scale = numbers.get(SpecNumber::LossScale);
     let counts = on.counts(mask);
     let known = |known, epsilon, denominator: Denominator| Known {
         denominator,
         given: Some(numbers.get(known)),
         epsilon: denominator.epsilon.then(|| numbers.get(epsilon)),
     };
-    let divisor = on.divisor(&counts, known(Number::Denominator, Number::DenominatorEpsilon, structure.denominator));
+    let divisor =
+        on.divisor(&counts, known(SpecNumber::Denominator, SpecNumber::DenominatorEpsilon, structure.denominator));
     let weight = on.share(mask, divisor);
     let grad_weight = on.times(weight, loss_scale);
     let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
-        let of_kl = on.divisor(&counts, known(Number::KlDenominator, Number::KlDenominatorEpsilon, denominator));
+        let of_kl =
+            on.divisor(&counts, known(SpecNumber::KlDenominator, SpecNumber::KlDenominatorEpsilon, denominator));
         let [divisor, of_kl] = [divisor, of_kl].map(|divisor| on.per_token(divisor));
         on.builder.divide(divisor, of_kl)
     });
-    let dentropy = inputs.iter().find(|(input, _)| *input == Input::Dentropy).map(|(_, value)| *value);
+    let dentropy = inputs.iter().find(|(input, _)| *input == TokenInput::Dentropy).map(|(_, value)| *value);
     let entropy_weight = if let Some(dentropy) = dentropy {
         // Nothing that the mask hides is multiplied.
         let nothing = on.constant(0.0);
         let counted = on.builder.select(mask, dentropy, nothing);
-        on.times(counted, numbers.get(Number::EntropyCoef))
+        on.times(counted, numbers.get(SpecNumber::EntropyCoef))
     } else {
         let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
         let own = denominator != Denominator::ALL_TOKENS;
-        let (known_part, epsilon) = (Number::EntropyDenominator, Number::EntropyDenominatorEpsilon);
+        let (known_part, epsilon) = (SpecNumber::EntropyDenominator, SpecNumber::EntropyDenominatorEpsilon);
         let plain = Known { denominator, given: None, epsilon: None };
         let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
-        let coef = numbers.get(Number::EntropyCoef);
+        let coef = numbers.get(SpecNumber::EntropyCoef);
         if denominator.by_row() {
             let share = on.share(mask, divisor);
             on.times(share, coef)
@@ -256,11 +260,11 @@ pub(crate) fn forward(
     let logits = logits_parameter(&mut builder, local, given);
     let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
     let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
-    let by_token = structure.temperature == Temperature::Given;
+    let by_token = structure.temperature == TemperaturePlace::Given;
     let extents: &[usize] = if by_token { &[b, t] } else { &[] };
     let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, extents), None);
     let mut on = Program { builder, local, mesh, vocab, packed: None };
-    let numbers = Numbers::new((!by_token).then_some((Number::InverseTemperature, inverse_temperature)));
+    let numbers = SpecNumbers::new((!by_token).then_some((SpecNumber::InverseTemperature, inverse_temperature)));
     let of_tokens = by_token.then_some(inverse_temperature);
     let given = Forward { logits, ids, columns: None, of_tokens, numbers, first_column: None };
     let outputs = core(&mut on, &given);
@@ -274,13 +278,13 @@ pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: 
     let [b, t, _] = local;
     let Type { element, shape } = logits_array(local, dtype, true);
     let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
-    let by_token = structure.temperature == Temperature::Given;
+    let by_token = structure.temperature == TemperaturePlace::Given;
     let inputs = vec![
         named("logits", element, &shape),
         named("ids", DeviceDtype::I32, &[b, t]),
         named("mask", DeviceDtype::Pred, &[b, t]),
         if by_token {
-            named(Input::Rate.name(), DeviceDtype::F32, &[b, t])
+            named(TokenInput::Rate.name(), DeviceDtype::F32, &[b, t])
         } else {
             named("inverse_temperature", DeviceDtype::F32, &[])
         },
@@ -315,8 +319,8 @@ impl Program {
     /// 0 even where no token counts.
     fn divisor(&mut self, counts: &Counts, Known { denominator, given, epsilon }: Known) -> Value {
         let tokens = denominator.tokens.map(|tokens| match tokens {
-            Tokens::OfBatch => self.at_least_one(counts.of_batch),
-            Tokens::OfRow => self.of_rows(counts.of_rows),
+            DenominatorTokens::OfBatch => self.at_least_one(counts.of_batch),
+            DenominatorTokens::OfRow => self.of_rows(counts.of_rows),
         });
         let tokens = match (tokens, epsilon) {
             (Some(tokens), Some(epsilon)) if denominator.by_row() => {

@@ -50,7 +50,7 @@ pub use program::{Named, Output, Scalars, local_shape};
 pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 
-pub use assay_algebra::structure::Shaped;
+pub use assay_algebra::structure::StructuredSpec;
 pub use assay_ptx::Target;
 pub use assay_tile::Machine;
 
@@ -131,7 +131,7 @@ pub trait Programs: Copy + Send + Sync {
     /// [`Unsupported`], as of [`supports`](Self::supports).
     fn text(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: Given<Self::Problem>,
         devices: usize,
         device: Device,

@@ -27,8 +27,8 @@
 //! Arithmetic: logits widened to f32, every sum and everything per token in f32, in the order that XLA chooses; dlogits
 //! rounded once. dlogits lie over the logits on every device.
 
-use assay_algebra::family::{Reach, expect_around_one_id, expect_one_id, expect_plain_logits};
-use assay_algebra::structure::{Shaped, Structure};
+use assay_algebra::family::{KernelScope, expect_around_one_id, expect_one_id, expect_plain_logits};
+use assay_algebra::structure::{Structure, StructuredSpec};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, Problem, Shape};
@@ -182,7 +182,7 @@ impl Programs for LossProgram {
             return Err(unsupported(self, "vocabulary", shape.vocab, "up to 2147483647"));
         }
         let mesh = self.mesh(shape, devices)?;
-        self.expect_fits(Structure::of(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_TPU)?;
+        self.expect_fits(Structure::from_spec(spec), local_shape(shape, mesh, ANY_DEVICE), dtype, ANY_TPU)?;
         // So are the rows that kernels are given.
         let tokens = shape.batch.checked_mul(shape.tokens).filter(|&tokens| i32::try_from(tokens).is_ok());
         if !self.is_xla() && tokens.is_none() {
@@ -197,7 +197,7 @@ impl Programs for LossProgram {
 
     fn text(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: implementation::Given<Problem>,
         devices: usize,
         device @ Device { machine, lowering }: Device,
@@ -298,7 +298,7 @@ impl LossProgram {
     /// [`Unsupported`], for f64 logits, for a vocabulary or a batch beyond i32, and for devices that do not cut the logits.
     pub fn program_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         local: Shape,
         dtype: Dtype,
         devices: usize,
@@ -348,7 +348,7 @@ impl LossProgram {
     /// As [`program_for`](Self::program_for).
     pub fn kernels_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         shape: Shape,
         dtype: Dtype,
         devices: usize,
@@ -379,7 +379,7 @@ impl LossProgram {
     /// As of [`expect_device`](Programs::expect_device) and [`supports`](Programs::supports).
     pub fn gpu_kernels_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         shape: Shape,
         dtype: Dtype,
         devices: usize,
@@ -402,7 +402,7 @@ impl LossProgram {
     /// Fails where [`gpu_kernels_for`](Self::gpu_kernels_for) does.
     pub fn gpu_kernels_that_meet(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         shape: Shape,
         dtype: Dtype,
         devices: usize,
@@ -430,7 +430,7 @@ impl LossProgram {
     /// As [`program_for`](Self::program_for).
     pub fn signature_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         shape: Shape,
         dtype: Dtype,
         devices: usize,
@@ -497,11 +497,11 @@ impl LossProgram {
     }
 
     /// How much of a batch it sees where it computes a token's loss.
-    fn reach(self) -> Reach {
+    fn reach(self) -> KernelScope {
         match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::TwoPass | Core::GpuTwoPass => Reach::Row,
-            Core::OnePass | Core::GpuOnePass => Reach::Token,
-            Core::Entropy | Core::GpuLogp => Reach::Softmax,
+            Core::Baseline | Core::Alternative(_) | Core::TwoPass | Core::GpuTwoPass => KernelScope::Row,
+            Core::OnePass | Core::GpuOnePass => KernelScope::Token,
+            Core::Entropy | Core::GpuLogp => KernelScope::Softmax,
         }
     }
 }
@@ -518,7 +518,8 @@ mod tests {
     fn kernels_of_a_batch_are_those_of_its_rows_whatever_its_sequences() {
         let text = |xla: &LossProgram, batch, tokens| {
             let shape = Shape { batch, tokens, vocab: 1031 };
-            let kernels = xla.kernels_for(Shaped::of(&LossSpec::default()), shape, Dtype::Bf16, 1, ANY_DEVICE).unwrap();
+            let kernels =
+                xla.kernels_for(StructuredSpec::new(&LossSpec::default()), shape, Dtype::Bf16, 1, ANY_DEVICE).unwrap();
             kernels.into_iter().map(|kernel| kernel.text).collect::<Vec<_>>()
         };
         for xla in LossProgram::all().iter().filter(|xla| xla.is_whole() && xla.class() == "tile" && !xla.is_for_gpus())
@@ -542,11 +543,11 @@ mod tests {
             let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
             let cut = LossProgram::all().into_iter();
             let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
-            let texts = cut.map(|xla| xla.text(Shaped::of(&spec), given, 8, device).unwrap());
+            let texts = cut.map(|xla| xla.text(StructuredSpec::new(&spec), given, 8, device).unwrap());
             let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = HeadProgram::all().into_iter();
             let cut = cut.filter(|head| head.sharding() == Sharding::Vocab && !head.is_for_gpus());
-            let of_heads = cut.map(|head| head.text(Shaped::of(&spec), given, 8, device).unwrap());
+            let of_heads = cut.map(|head| head.text(StructuredSpec::new(&spec), given, 8, device).unwrap());
             let held = |text: String| {
                 let parameters = text.lines().find(|line| line.contains("@main(")).unwrap();
                 [18_992, 19_072].map(|columns| parameters.contains(&format!("x{columns}xbf16>")))
@@ -576,7 +577,7 @@ mod tests {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
                 let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
-                xla.text(Shaped::of(spec), given, 1, Device::ANY).unwrap()
+                xla.text(StructuredSpec::new(spec), given, 1, Device::ANY).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
                 let whole = all.iter().find(|xla| xla.is_whole() && xla.core == cut.core).unwrap();
@@ -591,7 +592,7 @@ mod tests {
                 let alike = |head: &&HeadProgram| head.class() == cut.class() && head.is_for_gpus() == of_gpus;
                 let whole = heads.iter().filter(alike).find(|head| head.is_whole()).unwrap();
                 let device = if of_gpus { Device::gpu(Target::Sm90) } else { Device::ANY };
-                let text = |head: &HeadProgram| head.text(Shaped::of(spec), given, 1, device).unwrap();
+                let text = |head: &HeadProgram| head.text(StructuredSpec::new(spec), given, 1, device).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;
             }

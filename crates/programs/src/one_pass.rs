@@ -25,8 +25,8 @@ use super::rows::{
 use super::transform::{Change, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, single_token_loss};
-use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Numbers, Rate, Structure, Temperature};
+use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
+use assay_algebra::structure::{GapRate, SpecNumber, SpecNumbers, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -62,7 +62,7 @@ pub enum Given {
     EntropyFactor,
     /// The bias of the target, where columns differ before their softmax.
     TargetBias,
-    /// What gaps are multiplied by, where temperatures are given: see [`Input::Rate`](assay_algebra::structure::Input::Rate).
+    /// What gaps are multiplied by, where temperatures are given: see [`TokenInput::Rate`](assay_algebra::structure::TokenInput::Rate).
     Rate,
 }
 
@@ -92,12 +92,12 @@ impl From<TokenArray> for Given {
         match array {
             TokenArray::Advantage => Given::Advantage,
             TokenArray::KlShare => Given::KlShare,
-            TokenArray::Input(Input::OldLogp) => Given::OldLogp,
-            TokenArray::Input(Input::RefLogp) => Given::RefLogp,
-            TokenArray::Input(Input::PolicyWeight) => Given::PolicyWeight,
-            TokenArray::Input(Input::KlWeight) => Given::KlWeight,
-            TokenArray::Input(Input::Selected) => Given::Selected,
-            TokenArray::Input(Input::RolloutLogp) => Given::RolloutLogp,
+            TokenArray::Input(TokenInput::OldLogp) => Given::OldLogp,
+            TokenArray::Input(TokenInput::RefLogp) => Given::RefLogp,
+            TokenArray::Input(TokenInput::PolicyWeight) => Given::PolicyWeight,
+            TokenArray::Input(TokenInput::KlWeight) => Given::KlWeight,
+            TokenArray::Input(TokenInput::Selected) => Given::Selected,
+            TokenArray::Input(TokenInput::RolloutLogp) => Given::RolloutLogp,
             TokenArray::Input(other) => unreachable!("a kernel of single tokens reads no {}", other.name()),
         }
     }
@@ -113,7 +113,7 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
         (structure.kl_share(), Given::KlShare),
         (structure.entropy_by_token(), Given::EntropyFactor),
         (differ_by_column(structure), Given::TargetBias),
-        (structure.temperature == Temperature::Given, Given::Rate),
+        (structure.temperature == TemperaturePlace::Given, Given::Rate),
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
@@ -162,10 +162,10 @@ pub fn result_names(structure: Structure) -> &'static [&'static str] {
 pub(crate) const PER_TOKEN: usize = 8;
 
 /// The numbers that it is given, in SMEM, in order.
-pub fn numbers(structure: Structure) -> Vec<Number> {
+pub fn numbers(structure: Structure) -> Vec<SpecNumber> {
     let mut numbers = structure.numbers();
     numbers.extend(structure.softmax_numbers());
-    numbers.push(Number::EntropyFactor);
+    numbers.push(SpecNumber::EntropyFactor);
     numbers
 }
 
@@ -220,7 +220,7 @@ fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usi
 struct Exponentials {
     /// What gaps are multiplied by.
     scale: Value,
-    softmax: Softmax<Value>,
+    softmax: SoftmaxStatistics<Value>,
 }
 
 struct Writer {
@@ -267,7 +267,7 @@ fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, mach
 }
 
 /// A number of those in SMEM.
-fn number(on: &mut Builder, structure: Structure, numbers: Memory, which: Number) -> Value {
+fn number(on: &mut Builder, structure: Structure, numbers: Memory, which: SpecNumber) -> Value {
     let place = self::numbers(structure).iter().position(|&other| other == which);
     let at = on.integer(place.expect("the structure has the number"));
     on.load_scalar(numbers, at)
@@ -319,13 +319,13 @@ impl Writer {
             self.leave_targets(&targets);
         }
 
-        let by_token = structure.temperature == Temperature::Given;
-        let inverse = (!by_token).then(|| number(&mut self.on, Number::InverseTemperature));
+        let by_token = structure.temperature == TemperaturePlace::Given;
+        let inverse = (!by_token).then(|| number(&mut self.on, SpecNumber::InverseTemperature));
         let rates = structure.gap_rates().into_iter();
         let scales: Vec<_> = rates
             .map(|rate| match rate? {
-                Rate::OfAll(which) => Some(number(&mut self.on, which)),
-                Rate::OfToken => self.given_if(Given::Rate),
+                GapRate::OfAll(which) => Some(number(&mut self.on, which)),
+                GapRate::OfToken => self.given_if(Given::Rate),
             })
             .collect();
         let (tempered, one_softmax) = (scales[0], scales.len() == 1);
@@ -345,7 +345,7 @@ impl Writer {
             let scalar = number(&mut writer.on, which);
             writer.on.broadcast(scalar, writer.rows, 1)
         };
-        let spec_numbers = Numbers::new(structure.numbers().into_iter().map(|which| (which, spread(self, which))));
+        let spec_numbers = SpecNumbers::new(structure.numbers().into_iter().map(|which| (which, spread(self, which))));
         let arrays = TokenArrays::load(structure, |array| self.given(array.into()));
         let (token, grad) = single_token_loss(&mut self.per_row(), structure, &spec_numbers, logp, arrays);
         let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
@@ -372,7 +372,7 @@ impl Writer {
         let factor = with_temperature(self, factor);
         let of_row = self.given_if(Given::EntropyFactor);
         let bonus = structure.entropy_bonus.map(|_| {
-            let factor = of_row.unwrap_or_else(|| number(&mut self.on, Number::EntropyFactor));
+            let factor = of_row.unwrap_or_else(|| number(&mut self.on, SpecNumber::EntropyFactor));
             let factor = with_temperature(self, factor);
             let factor = self.on.div(factor, entropy_softmax.softmax.sum);
             Bonus { factor, softmax: entropy_softmax, same_exps: one_softmax }
@@ -512,7 +512,7 @@ impl Writer {
         let per_row = &mut self.per_row();
         let minus_ln_2 = per_row.constant(-LN_2);
         let weighted = per_row.mul(weighted, minus_ln_2);
-        let sums = Sums { max, target_logit, others, weighted };
+        let sums = SoftmaxSums { max, target_logit, others, weighted };
         Exponentials { scale, softmax: sums.softmax(per_row, inverse_temperature) }
     }
 
@@ -642,7 +642,7 @@ mod tests {
         let machine = Machine::tpu(120 << 20, true);
         let support = Support { vocab: Some(1), ..Support::default() };
         let structures =
-            [LossSpec::default(), LossSpec { support, ..LossSpec::default() }].map(|spec| Structure::of(&spec));
+            [LossSpec::default(), LossSpec { support, ..LossSpec::default() }].map(|spec| Structure::from_spec(&spec));
         let dtypes = [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::F16];
         for (structure, logits) in structures.into_iter().flat_map(|structure| dtypes.map(|logits| (structure, logits)))
         {

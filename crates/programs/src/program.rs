@@ -5,7 +5,7 @@ use serde::Serialize;
 use crate::mesh::{Axis, Mesh};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, sequence_losses};
-use assay_algebra::structure::{Input, Number, Numbers, Rate, Structure};
+use assay_algebra::structure::{GapRate, SpecNumber, SpecNumbers, Structure, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Shape;
 use assay_tile::Machine;
@@ -136,7 +136,7 @@ pub(crate) struct Given {
     /// Of each id beside the first.
     pub(crate) others: Vec<OtherGiven>,
     /// What the structure reads beside.
-    pub(crate) inputs: Vec<(Input, Value)>,
+    pub(crate) inputs: Vec<(TokenInput, Value)>,
     /// Where columns differ before their softmax.
     pub(crate) columns: Option<ColumnsGiven>,
     /// What `∂token_loss` is multiplied by: 0 where it is masked.
@@ -145,7 +145,7 @@ pub(crate) struct Given {
     pub(crate) kl_share: Option<Value>,
     /// `∂loss/∂entropy` of an unmasked token: a number, or an array where tokens differ in it.
     pub(crate) entropy_factor: Value,
-    pub(crate) numbers: Numbers<Value>,
+    pub(crate) numbers: SpecNumbers<Value>,
     /// Unmasked tokens of each row, over all devices that have some of it: `[b]`; `[S]` of packed sequences.
     pub(crate) row_counts: Value,
     /// This device's first column, a scalar i32, where the vocabulary is cut.
@@ -159,7 +159,7 @@ pub(crate) struct OtherGiven {
     pub(crate) dlogp: Value,
 }
 
-/// What differs by column: see [`Columns`](assay_algebra::transform::Columns).
+/// What differs by column: see [`ColumnBiases`](assay_algebra::transform::ColumnBiases).
 #[derive(Clone, Copy)]
 pub(crate) struct ColumnsGiven {
     /// `[v]`: that of each column, −∞ outside the support.
@@ -170,20 +170,20 @@ pub(crate) struct ColumnsGiven {
 
 impl Given {
     /// An array, where the structure reads it.
-    pub(crate) fn input(&self, input: Input) -> Option<Value> {
+    pub(crate) fn input(&self, input: TokenInput) -> Option<Value> {
         self.inputs.iter().find(|(other, _)| *other == input).map(|(_, value)| *value)
     }
 
     /// A number that the structure reads.
-    pub(crate) fn number(&self, number: Number) -> Value {
+    pub(crate) fn number(&self, number: SpecNumber) -> Value {
         self.numbers.get(number)
     }
 
     /// What gaps are multiplied by: a scalar, or `[b,t]`.
-    pub(crate) fn rate(&self, rate: Rate) -> Value {
+    pub(crate) fn rate(&self, rate: GapRate) -> Value {
         match rate {
-            Rate::OfAll(number) => self.number(number),
-            Rate::OfToken => self.input(Input::Rate).expect("the structure reads it"),
+            GapRate::OfAll(number) => self.number(number),
+            GapRate::OfToken => self.input(TokenInput::Rate).expect("the structure reads it"),
         }
     }
 }
@@ -195,21 +195,21 @@ pub(crate) struct Forward {
     pub(crate) columns: Option<ColumnsGiven>,
     /// What gaps are multiplied by, `[b,t]`, where tokens differ in it.
     pub(crate) of_tokens: Option<Value>,
-    pub(crate) numbers: Numbers<Value>,
+    pub(crate) numbers: SpecNumbers<Value>,
     pub(crate) first_column: Option<Value>,
 }
 
 impl Forward {
     /// A number of its softmaxes.
-    pub(crate) fn number(&self, number: Number) -> Value {
+    pub(crate) fn number(&self, number: SpecNumber) -> Value {
         self.numbers.get(number)
     }
 
     /// As [`Given::rate`].
-    pub(crate) fn rate(&self, rate: Rate) -> Value {
+    pub(crate) fn rate(&self, rate: GapRate) -> Value {
         match rate {
-            Rate::OfAll(number) => self.number(number),
-            Rate::OfToken => self.of_tokens.expect("the structure reads it"),
+            GapRate::OfAll(number) => self.number(number),
+            GapRate::OfToken => self.of_tokens.expect("the structure reads it"),
         }
     }
 }
@@ -217,7 +217,7 @@ impl Forward {
 impl Given {
     pub(crate) fn forward(&self, logits: Value) -> Forward {
         let &Self { ids, columns, first_column, .. } = self;
-        let of_tokens = self.input(Input::Rate);
+        let of_tokens = self.input(TokenInput::Rate);
         Forward { logits, ids, columns, of_tokens, numbers: self.numbers.clone(), first_column }
     }
 
@@ -292,7 +292,7 @@ impl Program {
         logp: Value,
     ) -> (TokenLoss<Value, Value>, Value) {
         let numbers = structure.numbers().into_iter().map(|number| (number, self.per_token(given.number(number))));
-        let numbers = Numbers::new(numbers.collect::<Vec<_>>());
+        let numbers = SpecNumbers::new(numbers.collect::<Vec<_>>());
         let arrays = TokenArrays::load(structure, |array| match array {
             TokenArray::Advantage => given.advantage,
             TokenArray::KlShare => given.kl_share.expect("a KL penalty with a reduction of its own"),

@@ -14,7 +14,7 @@
 use super::program::{ColumnsGiven, Evaluated, Given, OtherGiven, Program};
 use crate::mesh::Axis;
 use crate::rows::stored_as;
-use assay_algebra::structure::{Number, Structure};
+use assay_algebra::structure::{SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
@@ -122,7 +122,7 @@ impl Several {
             x = on.builder.add(x, bias);
         }
         if let Some(transform) = structure.transform {
-            x = on.times(x, given.number(Number::LogitFactor));
+            x = on.times(x, given.number(SpecNumber::LogitFactor));
             if transform.caps {
                 x = on.builder.tanh(x);
             }
@@ -183,7 +183,7 @@ impl Several {
         let rest = on.builder.reduce(Fold::Add, rest, &[3]);
         // Where the temperature divides the log-probability, that of the softmax is T times it.
         let log_p = if structure.gap_rates().len() > 1 {
-            let inverse = on.builder.broadcast(given.number(Number::InverseTemperature), &[], &shape);
+            let inverse = on.builder.broadcast(given.number(SpecNumber::InverseTemperature), &[], &shape);
             on.builder.divide(logps, inverse)
         } else {
             logps
@@ -198,7 +198,7 @@ impl Several {
             dx = on.times(dx, given.rate(rate));
         }
         if let Some(transform) = structure.transform {
-            dx = on.times(dx, given.number(Number::LogitFactor));
+            dx = on.times(dx, given.number(SpecNumber::LogitFactor));
             if transform.caps {
                 let (zero, one) = (on.several(&shape, 0.0), on.several(&shape, 1.0));
                 let square = on.builder.multiply(x, x);

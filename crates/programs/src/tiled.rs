@@ -11,8 +11,8 @@ use crate::rows::{FARTHEST, in_rows, stored_as};
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
-use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Structure, Temperature};
+use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
+use assay_algebra::structure::{SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_ptx::Target;
@@ -76,7 +76,7 @@ fn described(kernel: &Kernel, columns: Option<[usize; 2]>, operands: &[Label], r
 
 /// [`one_pass`] for a TPU.
 pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKernel {
-    let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(Number::name).collect();
+    let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
     let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given), ("column_bias", &[])];
     described(kernel, None, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
@@ -96,18 +96,18 @@ pub(crate) fn describe_statistics(
 }
 
 fn names_of_two_pass(structure: Structure) -> Vec<&'static str> {
-    two_pass::numbers(structure).into_iter().map(Number::name).collect()
+    two_pass::numbers(structure).into_iter().map(SpecNumber::name).collect()
 }
 
 /// What both kernels are called with.
 fn two_pass_operands<'n>(structure: Structure, numbers: &'n [&'static str]) -> Vec<Label<'n>> {
-    let by_token = structure.temperature == Temperature::Given;
+    let by_token = structure.temperature == TemperaturePlace::Given;
     let numbers: Option<Label> = match *numbers {
         [] => None,
         [name] if structure.transform.is_none() => Some((name, &[])),
         _ => Some(("softmax_numbers", numbers)),
     };
-    let rates = by_token.then_some((Input::Rate.name(), &[][..]));
+    let rates = by_token.then_some((TokenInput::Rate.name(), &[][..]));
     let of_columns: [Label; 2] = [("column_bias", &[]), ("target_bias", &[])];
     let differ = structure.transform.is_some_and(|transform| transform.columns);
     let biases = of_columns.into_iter().filter(|_| differ);
@@ -252,18 +252,18 @@ fn one_pass_core(
         .filter_map(|(place, column)| {
             let value = match column {
                 Column::Advantage => Some(given.advantage),
-                Column::OldLogp => given.input(Input::OldLogp),
-                Column::RefLogp => given.input(Input::RefLogp),
+                Column::OldLogp => given.input(TokenInput::OldLogp),
+                Column::RefLogp => given.input(TokenInput::RefLogp),
                 Column::Weight => Some(given.grad_weight),
                 Column::Mask => Some(mask),
-                Column::PolicyWeight => given.input(Input::PolicyWeight),
-                Column::KlWeight => given.input(Input::KlWeight),
-                Column::Selected => given.input(Input::Selected),
-                Column::RolloutLogp => given.input(Input::RolloutLogp),
+                Column::PolicyWeight => given.input(TokenInput::PolicyWeight),
+                Column::KlWeight => given.input(TokenInput::KlWeight),
+                Column::Selected => given.input(TokenInput::Selected),
+                Column::RolloutLogp => given.input(TokenInput::RolloutLogp),
                 Column::KlShare => given.kl_share,
                 Column::EntropyFactor => Some(given.entropy_factor),
                 Column::TargetBias => given.columns.map(|columns| columns.target),
-                Column::Rate => given.input(Input::Rate),
+                Column::Rate => given.input(TokenInput::Rate),
             };
             Some((place, value?))
         })
@@ -272,10 +272,10 @@ fn one_pass_core(
     let ids = on.builder.reshape(given.ids, &[b * t]);
     // Where tokens differ in it, it comes with them.
     let entropy_factor =
-        if structure.entropy_by_token() { given.number(Number::EntropyCoef) } else { given.entropy_factor };
+        if structure.entropy_by_token() { given.number(SpecNumber::EntropyCoef) } else { given.entropy_factor };
     let numbers: Vec<Value> = one_pass::numbers(structure)
         .into_iter()
-        .map(|which| if which == Number::EntropyFactor { entropy_factor } else { given.number(which) })
+        .map(|which| if which == SpecNumber::EntropyFactor { entropy_factor } else { given.number(which) })
         .collect();
     let numbers = on.builder.vector(&numbers);
     let own = on.builder.type_of(logits).clone();
@@ -390,7 +390,7 @@ fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands:
         logp_sums.map_or(entropy_softmax, |sums| on.joined_softmax(max, rise, target_logit, sums, scales[1]));
 
     let logp = logp_softmax.logp(on);
-    let logp = if two_softmaxes { on.times(logp, given.number(Number::InverseTemperature)) } else { logp };
+    let logp = if two_softmaxes { on.times(logp, given.number(SpecNumber::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.entropy(on);
     let statistics = Statistics {
         max,
@@ -522,7 +522,7 @@ impl Program {
         target_logit: Value,
         [others, weighted]: [Value; 2],
         inverse: Option<Value>,
-    ) -> Softmax<Value> {
+    ) -> SoftmaxStatistics<Value> {
         let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
         let rise = tempered(self, rise);
         let minus_rise = self.builder.negate(rise);
@@ -539,6 +539,6 @@ impl Program {
         let minus_ln_2 = self.constant(-LN_2);
         let weighted = self.builder.multiply(weighted, minus_ln_2);
         let inverse = inverse.map(|inverse| self.per_token(inverse));
-        Sums { max, target_logit, others, weighted }.softmax(self, inverse)
+        SoftmaxSums { max, target_logit, others, weighted }.softmax(self, inverse)
     }
 }

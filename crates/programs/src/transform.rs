@@ -1,6 +1,6 @@
 //! What becomes of logits within a tile kernel: the `t` of [`transform`](assay_algebra::transform), by columns.
 
-use assay_algebra::structure::{Number, Structure};
+use assay_algebra::structure::{SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_tile::{Builder, Memory, Type, Value};
@@ -39,11 +39,11 @@ impl Change {
     pub(crate) fn of(
         on: &mut Builder,
         structure: Structure,
-        number: impl FnOnce(&mut Builder, Number) -> Value,
+        number: impl FnOnce(&mut Builder, SpecNumber) -> Value,
         bias: Option<Memory>,
     ) -> Option<Self> {
         let caps = structure.transform?.caps;
-        let factor = number(on, Number::LogitFactor);
+        let factor = number(on, SpecNumber::LogitFactor);
         Some(Self { caps, factor, outside: on.number(f64::NEG_INFINITY), bias })
     }
 

@@ -20,7 +20,7 @@ use super::rows::{
     stored_as, widen,
 };
 use super::transform::{Change, Target, registers};
-use assay_algebra::structure::{Number, Rate, Structure, Temperature};
+use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
 
@@ -97,10 +97,10 @@ impl Local {
 }
 
 /// The numbers that both kernels are given, in SMEM, in order; without any there is no array of them.
-pub fn numbers(structure: Structure) -> Vec<Number> {
+pub fn numbers(structure: Structure) -> Vec<SpecNumber> {
     let mut numbers = structure.softmax_numbers();
     // What gaps are multiplied by has the temperature in it.
-    numbers.retain(|&number| structure.transform.is_none() || number != Number::InverseTemperature);
+    numbers.retain(|&number| structure.transform.is_none() || number != SpecNumber::InverseTemperature);
     numbers
 }
 
@@ -203,7 +203,7 @@ impl Given {
         let logits = cut.logits(on, element);
         let (shape, window) = cut.per_token(1);
         let ids = on.input(DeviceDtype::I32, &shape, window.clone());
-        let by_token = structure.temperature == Temperature::Given;
+        let by_token = structure.temperature == TemperaturePlace::Given;
         let rates = by_token.then(|| on.input(DeviceDtype::F32, &shape, window.clone()));
         let biases = structure.transform.is_some_and(|transform| transform.columns).then(|| {
             let of_columns = Window { block: vec![1, cut.columns], along: vec![None, Some(2)] };
@@ -212,7 +212,7 @@ impl Given {
         Self { numbers, real, logits, ids, rates, biases }
     }
 
-    fn number(&self, on: &mut Builder, structure: Structure, which: Number) -> Value {
+    fn number(&self, on: &mut Builder, structure: Structure, which: SpecNumber) -> Value {
         let place = numbers(structure).iter().position(|&other| other == which).expect("the structure has the number");
         let place = on.integer(place);
         on.load_scalar(self.numbers.expect("the structure has numbers"), place)
@@ -223,8 +223,8 @@ impl Given {
         let rates = structure.gap_rates().into_iter();
         let scales = rates.map(|rate| {
             let rate = rate.map(|rate| match rate {
-                Rate::OfAll(number) => self.number(on, structure, number),
-                Rate::OfToken => on.load(self.rates.expect("tokens differ in it"), Column::Static(0), 1),
+                GapRate::OfAll(number) => self.number(on, structure, number),
+                GapRate::OfToken => on.load(self.rates.expect("tokens differ in it"), Column::Static(0), 1),
             });
             exponent_scale(on, rate)
         });
@@ -263,7 +263,7 @@ impl Row {
 }
 
 /// Called with the [numbers] f32, the number of real columns `[1]` i32, logits `[1,n,V]`, ids `[1,n,1]` i32, where temperatures are
-/// given [`Input::Rate`](assay_algebra::structure::Input::Rate) `[1,n,1]` f32 and, where columns differ before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
+/// given [`TokenInput::Rate`](assay_algebra::structure::TokenInput::Rate) `[1,n,1]` f32 and, where columns differ before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
 pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
     let cut = Cut::of(local, element, machine);
     let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);

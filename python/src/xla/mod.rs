@@ -159,7 +159,7 @@ fn of_loss(call: &Call) -> Result<(), String> {
         let [b, t, _] = *place.dlogits.shape() else { unreachable!("three axes") };
         let (ids, mask) = (ids.view::<i32, Ix2>("ids")?, truths(mask, "mask", [b, t])?);
         let (advantages, weights) = (advantages.view::<f32, Ix2>("advantages")?, weights.view::<f32, Ix3>("weights")?);
-        let expected = Structure::of(&spec).inputs();
+        let expected = Structure::from_spec(&spec).inputs();
         if rest.len() != expected.len() {
             return Err(format!("arguments: got {} beside the five, expected {}", rest.len(), expected.len()));
         }

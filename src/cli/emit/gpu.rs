@@ -10,7 +10,7 @@ use crate::gpu::GpuTarget;
 use crate::gpu::assemble::expect_launch;
 use crate::gpu::figures::gpu_program;
 use crate::implementation::{Given, RunError};
-use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, Shaped};
+use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, StructuredSpec};
 
 #[derive(Serialize)]
 struct OfGpu {
@@ -80,7 +80,7 @@ pub(super) fn emit(asked: &Asked, target: &GpuTarget) -> Result<Passed, CliError
     let id = asked.implementation.as_deref().unwrap_or("gpu-one-pass");
     let program: LossProgram = gpu_program(id)?;
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
-    let (written_for, loss) = (target.chip.written_for(), Shaped::of(&spec));
+    let (written_for, loss) = (target.chip.written_for(), StructuredSpec::new(&spec));
     if !program.has_kernels() {
         let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
         let ids = all.map(LossProgram::id).collect::<Vec<_>>().join(", ");

@@ -6,7 +6,7 @@ use super::manifest::{Alias, Asked, For, Manifest};
 use crate::cli::{CliError, Passed};
 use crate::implementation::RunError;
 use crate::problem::Dtype;
-use crate::programs::{MOSAIC_VERSION, Named, Programs as _, Shaped, TpuKernel};
+use crate::programs::{MOSAIC_VERSION, Named, Programs as _, StructuredSpec, TpuKernel};
 use crate::tpu::TpuTarget;
 use crate::tpu::figures::loss_program;
 
@@ -70,7 +70,7 @@ pub(super) fn emit(asked: &Asked, target: &TpuTarget) -> Result<Passed, CliError
     let id = asked.implementation.as_deref().unwrap_or("tile-one-pass");
     let implementation = loss_program(id)?;
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
-    let (machine, loss) = (target.chip.machine(), Shaped::of(&spec));
+    let (machine, loss) = (target.chip.machine(), StructuredSpec::new(&spec));
     if !implementation.has_kernels() {
         let reason = format!("implementation: got `{id}`, expected one that has kernels: ");
         let supported = "tile-one-pass, tile-two-pass, or one of these with -rows, -vocab or -mesh";

@@ -2,7 +2,7 @@
 
 use assay_core::implementation::Given;
 use assay_core::problem::ProblemShape;
-use assay_programs::{Device, HeadProgram, LossProgram, Programs, Shaped};
+use assay_programs::{Device, HeadProgram, LossProgram, Programs, StructuredSpec};
 #[cfg(feature = "plugin")]
 use assay_schema::{compile::HeldBy, gpu as schema};
 
@@ -23,7 +23,7 @@ impl CompileRequest<GpuTarget> {
     /// [`AheadError::Implementation`] for an id of no program that compiles for GPUs; [`AheadError::Unsupported`].
     pub fn text(&self) -> Result<ProgramText, AheadError> {
         let devices = self.target.devices();
-        let loss = Shaped::of(&self.options.spec);
+        let loss = StructuredSpec::new(&self.options.spec);
         let target = self.target.chip.written_for();
         let device = Device::gpu(target);
         match self.shape {

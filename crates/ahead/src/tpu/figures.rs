@@ -1,7 +1,7 @@
 //! The facts and bounds of one program that was compiled for a TPU, and the flags that libtpu compiles it best with.
 
 use assay_core::problem::{Dtype, HeadShape, ProblemShape};
-use assay_programs::{HeadProgram, LossProgram, Programs, Shaped};
+use assay_programs::{HeadProgram, LossProgram, Programs, StructuredSpec};
 #[cfg(feature = "plugin")]
 use assay_schema::compile as schema;
 pub use assay_schema::compile::HeldBy;
@@ -29,7 +29,7 @@ impl CompileRequest<TpuTarget> {
     /// [`AheadError::Implementation`] for an id of no program of this kind; [`AheadError::Unsupported`].
     pub fn text(&self) -> Result<ProgramText, AheadError> {
         let (devices, machine) = (self.target.devices(), self.target.chip.machine());
-        let loss = Shaped::of(&self.options.spec);
+        let loss = StructuredSpec::new(&self.options.spec);
         let (code, held_by) = match self.shape {
             ProblemShape::Logits(shape) => {
                 let program = loss_program(&self.implementation)?;

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
-use assay_programs::Shaped;
+use assay_programs::StructuredSpec;
 use assay_programs::operation::{BatchForm, OperationKernel};
 use assay_ptx::{Address, Builder, Launch, Parameter, PtxKernel, Target, Value};
 use libloading::Library;
@@ -191,7 +191,8 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
     let context = Fake::context();
     let spec = LossSpec::default();
     let row = Shape { batch: 1, tokens: 1, vocab };
-    let kernels = program("gpu-two-pass").gpu_kernels_for(Shaped::of(&spec), row, Dtype::Bf16, 1, Target::Sm90);
+    let kernels =
+        program("gpu-two-pass").gpu_kernels_for(StructuredSpec::new(&spec), row, Dtype::Bf16, 1, Target::Sm90);
     let loaded = kernels.unwrap().into_iter().map(|kernel| context.load(kernel).unwrap()).collect::<Vec<_>>();
     let ones = |count: usize| 1.0_f32.to_ne_bytes().repeat(count);
     // Numbers near 1, all of them different.

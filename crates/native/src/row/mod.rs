@@ -107,7 +107,7 @@ struct Softmax {
     weighted: f64,
     /// `x_y`; −∞ where another part of the row has it.
     target_logit: f64,
-    end: softmax::Softmax<f64>,
+    end: softmax::SoftmaxStatistics<f64>,
 }
 
 /// What makes an exponential of a logit, `exp(−(m − x)/T)`.

@@ -308,7 +308,7 @@ impl<'t, S: Simd> Sums<'t, S> {
         let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
         let weighted = weighted / SCALE * self.step * self.inverse_temperature;
         let (max, target_logit) = (f64::from(self.max), f64::from(self.target));
-        let sums = softmax::Sums { max, target_logit, others, weighted };
+        let sums = softmax::SoftmaxSums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
         let exponent = Exponent { max: self.max, inverse_temperature: self.inverse_temperature };
         Softmax { exponent, weighted, target_logit, end }

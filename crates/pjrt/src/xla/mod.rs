@@ -8,9 +8,9 @@ pub(crate) mod shards;
 
 use std::path::Path;
 
-use assay_algebra::rollout::Settled;
-use assay_algebra::structure::{Input, Number};
-use assay_algebra::transform::Columns;
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::structure::{SpecNumber, TokenInput};
+use assay_algebra::transform::ColumnBiases;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
     Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported, Workload,
@@ -19,7 +19,7 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
-use assay_programs::{HeadProgram, LossProgram, Lowering, Output, Programs, Scalars, Shaped};
+use assay_programs::{HeadProgram, LossProgram, Lowering, Output, Programs, Scalars, StructuredSpec};
 use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
 use crate::runtime::{DeviceBuffer, RuntimeError};
@@ -109,19 +109,20 @@ impl XlaEntropy {
         let given = Given { shape, dtype: problem.logits.dtype(), form: (), packed: None };
         let program = LossProgram::entropy();
         let device = device(&client, program.id())?;
-        let loss = Shaped::of(spec);
+        let loss = StructuredSpec::new(spec);
         let text = program.text(loss, given, 1, device)?;
         let executable = compiled(&client, text, 1)?;
         let (in_rows, row_major) = (program.takes_rows(device), program.takes_row_major(device));
         let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, row_major, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
-        let inverse_temperature = if let Some(rates) = Settled::of(loss, &problem.tokens()).input(Input::Rate) {
-            shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?
-        } else {
-            let one = Number::InverseTemperature.of(spec, [shape.batch, shape.tokens]) as f32;
-            shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
-        };
+        let inverse_temperature =
+            if let Some(rates) = KernelInputs::new(loss, &problem.tokens()).input(TokenInput::Rate) {
+                shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?
+            } else {
+                let one = SpecNumber::InverseTemperature.value_in(spec, [shape.batch, shape.tokens]) as f32;
+                shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
+            };
         let mut inputs = [vec![
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
             shards.upload_per_token(0, DeviceDtype::I32, &ids, 0)?,
@@ -276,7 +277,7 @@ trait DeviceArrays: Workload {
 /// A compiled program, what it was compiled for, and the loss whose numbers it is given.
 struct PreparedProgram<'s, P: Workload> {
     plan: ShardedProgram,
-    loss: Shaped<'s>,
+    loss: StructuredSpec<'s>,
     given: Given<P>,
 }
 
@@ -292,7 +293,7 @@ where
         devices: usize,
     ) -> Result<Self, RunError> {
         program.supports(spec, given.shape, given.dtype, devices)?;
-        let (client, loss, shape) = (on.client()?, Shaped::of(spec), Problem::<L>::logits(given.shape));
+        let (client, loss, shape) = (on.client()?, StructuredSpec::new(spec), Problem::<L>::logits(given.shape));
         let device = device(&client, program.id())?;
         let text = program.text(loss, given, devices, device)?;
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
@@ -397,14 +398,18 @@ impl From<RuntimeError> for RunError {
 }
 
 /// Each device's arguments, in the program's order: what logits are or are made of, and what is known of the tokens.
-fn upload<L>(shards: &Shards, loss: Shaped, problem: &Problem<L>) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError>
+fn upload<L>(
+    shards: &Shards,
+    loss: StructuredSpec,
+    problem: &Problem<L>,
+) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError>
 where
     Problem<L>: DeviceArrays,
 {
     let sequences = problem.sequences();
     let numbers = loss.program_numbers([sequences.len(), shards.shape.tokens]);
     let numbers: Vec<f32> = numbers.into_iter().map(|(_, value)| value).collect();
-    let Settled { mask, inputs } = Settled::of(loss, &problem.tokens());
+    let KernelInputs { mask, inputs } = KernelInputs::new(loss, &problem.tokens());
     // What the mask hides may be anything; the program never uses it.
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);
@@ -417,7 +422,7 @@ where
         of_tokens
     });
     let transform = loss.structure.transform.filter(|transform| transform.columns);
-    let columns = transform.map(|_| Columns::of(loss.spec, &problem.tokens(), shards.shape.vocab));
+    let columns = transform.map(|_| ColumnBiases::new(loss.spec, &problem.tokens(), shards.shape.vocab));
     let inputs: Vec<Array2<f32>> = inputs.into_iter().map(|(_, values)| values.mapv(|x| x as f32)).collect();
 
     let buffers = (0..shards.mesh.devices())
@@ -440,7 +445,7 @@ where
             for values in &inputs {
                 buffers.push(shards.upload_per_token(device, DeviceDtype::F32, values, f32::NAN)?);
             }
-            if let Some(Columns { bias, target }) = &columns {
+            if let Some(ColumnBiases { bias, target }) = &columns {
                 let bias = bias.as_slice().expect("one axis, made whole");
                 buffers.push(shards.upload_columns(device, bias, f32::NEG_INFINITY)?);
                 buffers.push(shards.upload_per_token(device, DeviceDtype::F32, target, 0.0)?);

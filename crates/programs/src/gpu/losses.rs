@@ -18,9 +18,9 @@ use super::batch::{
 };
 use crate::two_pass::{PER_TOKEN, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
-use assay_algebra::softmax::{Softmax, Sums};
-use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
-use assay_algebra::tape::{Operation, Operator, Tape, token_losses};
+use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
+use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
+use assay_algebra::tape::{Tape, TapeOperation, TapeOperator, token_losses};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Target, Value};
 
@@ -50,8 +50,8 @@ struct Softmaxes {
     max: Value<f32>,
     /// The factor of gaps, where it is not 1.
     tempered: Option<Value<f32>>,
-    of_entropy: Softmax<Value<f32>>,
-    of_logp: Softmax<Value<f32>>,
+    of_entropy: SoftmaxStatistics<Value<f32>>,
+    of_logp: SoftmaxStatistics<Value<f32>>,
     logp: Value<f32>,
 }
 
@@ -212,14 +212,14 @@ fn weighed(on: &mut Builder, factor: Value<f32>, term: Value<f32>) -> Value<f32>
 }
 
 fn is_row_sum(tape: &Tape, place: usize) -> bool {
-    matches!(tape.operations()[place], Operation::Apply(Operator::RowSum, _))
+    matches!(tape.operations()[place], TapeOperation::Apply(TapeOperator::RowSum, _))
 }
 
 /// The places that an operation reads.
 fn operands(tape: &Tape, place: usize) -> &[usize] {
     match &tape.operations()[place] {
-        Operation::Apply(_, operands) => operands,
-        Operation::Input(_) | Operation::Constant(_) => &[],
+        TapeOperation::Apply(_, operands) => operands,
+        TapeOperation::Input(_) | TapeOperation::Constant(_) => &[],
     }
 }
 
@@ -283,10 +283,10 @@ impl Tokens {
     }
 
     /// Loads the factor of a token's gaps.
-    fn rate(&self, on: &mut Builder, rate: Rate, token: Value<u32>) -> Value<f32> {
+    fn rate(&self, on: &mut Builder, rate: GapRate, token: Value<u32>) -> Value<f32> {
         match rate {
-            Rate::OfAll(number) => self.numbers.load(on, number),
-            Rate::OfToken => self.inputs.load(on, Input::Rate, token).expect("temperatures are given"),
+            GapRate::OfAll(number) => self.numbers.load(on, number),
+            GapRate::OfToken => self.inputs.load(on, TokenInput::Rate, token).expect("temperatures are given"),
         }
     }
 
@@ -301,13 +301,13 @@ impl Tokens {
         // The statistics weigh by exponents of 2.
         let mut softmax = |[others, weighted]: [Value<f32>; 2], rate| {
             let weighted = Builder::mul(on, weighted, -LN_2 as f32);
-            Sums { max, target_logit, others, weighted }.softmax(on, rate)
+            SoftmaxSums { max, target_logit, others, weighted }.softmax(on, rate)
         };
         let of_entropy = softmax(entropy_sums, rates[0]);
         let of_logp = if rates.len() > 1 { softmax(logp_sums, rates[1]) } else { of_entropy };
         let mut logp = of_logp.logp(on);
-        if self.structure.temperature == Temperature::Logp {
-            let inverse = self.numbers.load(on, Number::InverseTemperature);
+        if self.structure.temperature == TemperaturePlace::Logp {
+            let inverse = self.numbers.load(on, SpecNumber::InverseTemperature);
             logp = Builder::mul(on, logp, inverse);
         }
         // NaN of an invalid token.
@@ -320,10 +320,10 @@ impl Tokens {
         let mut computed = BTreeMap::new();
         for place in needed(&self.tape, wanted) {
             let value = match &self.tape.operations()[place] {
-                Operation::Constant(number) => Computed::Number(on.constant(*number)),
-                Operation::Input(name) => Computed::Number(self.leaf(on, name, at, softmaxes)),
-                Operation::Apply(Operator::RowSum, _) => self.known[&place],
-                Operation::Apply(operator, operands) => {
+                TapeOperation::Constant(number) => Computed::Number(on.constant(*number)),
+                TapeOperation::Input(name) => Computed::Number(self.leaf(on, name, at, softmaxes)),
+                TapeOperation::Apply(TapeOperator::RowSum, _) => self.known[&place],
+                TapeOperation::Apply(operator, operands) => {
                     let operands: Vec<Computed> = operands.iter().map(|operand| computed[operand]).collect();
                     apply(on, *operator, &operands)
                 }
@@ -352,25 +352,25 @@ impl Tokens {
     }
 }
 
-fn apply(on: &mut Builder, operator: Operator, operands: &[Computed]) -> Computed {
+fn apply(on: &mut Builder, operator: TapeOperator, operands: &[Computed]) -> Computed {
     let number = |place: usize| operands[place].number();
     let truth = |place: usize| operands[place].truth();
     Computed::Number(match operator {
-        Operator::Add => Arithmetic::add(on, number(0), number(1)),
-        Operator::Sub => Arithmetic::sub(on, number(0), number(1)),
-        Operator::Mul => Arithmetic::mul(on, number(0), number(1)),
-        Operator::Div => Arithmetic::div(on, number(0), number(1)),
-        Operator::Neg => Arithmetic::neg(on, number(0)),
-        Operator::Exp => on.exp(number(0)),
-        Operator::ExpM1 => on.exp_m1(number(0)),
-        Operator::Ln => on.ln(number(0)),
-        Operator::Ln1P => on.ln_1p(number(0)),
-        Operator::Select => Arithmetic::select(on, truth(0), number(1), number(2)),
-        Operator::Less => return Computed::Truth(Arithmetic::less(on, number(0), number(1))),
-        Operator::Equal => return Computed::Truth(Arithmetic::equal(on, number(0), number(1))),
-        Operator::And => return Computed::Truth(Arithmetic::and(on, truth(0), truth(1))),
-        Operator::Or => return Computed::Truth(Arithmetic::or(on, truth(0), truth(1))),
-        Operator::RowSum => unreachable!("a sum over the sequence is known before"),
+        TapeOperator::Add => Arithmetic::add(on, number(0), number(1)),
+        TapeOperator::Sub => Arithmetic::sub(on, number(0), number(1)),
+        TapeOperator::Mul => Arithmetic::mul(on, number(0), number(1)),
+        TapeOperator::Div => Arithmetic::div(on, number(0), number(1)),
+        TapeOperator::Neg => Arithmetic::neg(on, number(0)),
+        TapeOperator::Exp => on.exp(number(0)),
+        TapeOperator::ExpM1 => on.exp_m1(number(0)),
+        TapeOperator::Ln => on.ln(number(0)),
+        TapeOperator::Ln1P => on.ln_1p(number(0)),
+        TapeOperator::Select => Arithmetic::select(on, truth(0), number(1), number(2)),
+        TapeOperator::Less => return Computed::Truth(Arithmetic::less(on, number(0), number(1))),
+        TapeOperator::Equal => return Computed::Truth(Arithmetic::equal(on, number(0), number(1))),
+        TapeOperator::And => return Computed::Truth(Arithmetic::and(on, truth(0), truth(1))),
+        TapeOperator::Or => return Computed::Truth(Arithmetic::or(on, truth(0), truth(1))),
+        TapeOperator::RowSum => unreachable!("a sum over the sequence is known before"),
     })
 }
 

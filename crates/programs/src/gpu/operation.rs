@@ -69,14 +69,14 @@ impl OperationText {
         element: DeviceDtype,
     ) -> Self {
         let Structure { transform, temperature, entropy_bonus, .. } = structure;
-        let softmax_alone = Structure { transform, temperature, ..Structure::of(&LossSpec::default()) };
+        let softmax_alone = Structure { transform, temperature, ..Structure::from_spec(&LossSpec::default()) };
         let structure = match kernel {
             OperationKernel::Statistics => softmax_alone,
             OperationKernel::Dlogits(cotangents) => {
                 let has_bonus = cotangents.entropy || entropy_bonus.is_some();
                 Structure { entropy_bonus: has_bonus.then_some(Denominator::ONE), ..softmax_alone }
             }
-            OperationKernel::Sums | OperationKernel::Multiply => Structure::of(&LossSpec::default()),
+            OperationKernel::Sums | OperationKernel::Multiply => Structure::from_spec(&LossSpec::default()),
             _ => structure,
         };
         // What a kernel's text does not depend on is left out, so that it is assembled once.

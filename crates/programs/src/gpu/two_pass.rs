@@ -19,7 +19,7 @@ use super::row::{BLOCK, CtaFolds, Logits, Pair, SCALAR, dot, exp, sum};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
 use crate::two_pass::{Local, PER_TOKEN, Statistic, numbers};
-use assay_algebra::structure::{Input, Number, Rate, Structure, Temperature};
+use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
 
@@ -286,8 +286,8 @@ fn begin(
     let of_logits = Logits::of(element);
     let logits = on.input_aligned(of_logits.alignment(v), "logits", element, &[1, n, v]);
     let ids = on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[1, n, 1]);
-    let by_token = structure.temperature == Temperature::Given;
-    let rates = by_token.then(|| on.input_aligned(SCALAR, Input::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
+    let by_token = structure.temperature == TemperaturePlace::Given;
+    let rates = by_token.then(|| on.input_aligned(SCALAR, TokenInput::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
     let biases = structure.transform.filter(|transform| transform.columns).map(|_| {
         let of_columns = (of_logits.alignment_of_biases(v), "column_bias", vec![1, v]);
         [of_columns, (SCALAR, "target_bias", vec![1, n, 1])]
@@ -301,7 +301,7 @@ fn begin(
         PerToken::Returned => (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN])),
     };
     let (thread, row) = (on.thread(), on.cta());
-    let number = |on: &mut Builder, which: Number| -> Value<f32> {
+    let number = |on: &mut Builder, which: SpecNumber| -> Value<f32> {
         let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
         on.load(Address::Global(numbers.expect("the structure has numbers"), 4 * place as u32))
     };
@@ -309,8 +309,8 @@ fn begin(
     let scales = structure.gap_rates().into_iter().map(|rate| {
         let rate = match rate {
             None => return minus_log2_e.into(),
-            Some(Rate::OfAll(which)) => number(&mut on, which),
-            Some(Rate::OfToken) => {
+            Some(GapRate::OfAll(which)) => number(&mut on, which),
+            Some(GapRate::OfToken) => {
                 let offset = on.mul_wide(row, 4);
                 let at = on.add(rates.expect("tokens differ in it"), offset);
                 on.load(Address::Global(at, 0))
@@ -335,7 +335,7 @@ fn begin(
     let stream = Stream::new(&mut on, [thread, row], arrays, of_logits, vocab);
     let biases = own.map(|(all, own)| Biases { all, own, aligned: stream.before.is_none(), vocab });
     let change = structure.transform.map(|transform| {
-        let factor = number(&mut on, Number::LogitFactor);
+        let factor = number(&mut on, SpecNumber::LogitFactor);
         Change::new(transform, factor, biases)
     });
     let stream = Stream { real, id, change, ..stream };

@@ -43,8 +43,8 @@
 mod chunks;
 mod head;
 
-use assay_algebra::family::{Reach, expect_around_one_id, expect_one_id, expect_plain_logits};
-use assay_algebra::structure::Shaped;
+use assay_algebra::family::{KernelScope, expect_around_one_id, expect_one_id, expect_plain_logits};
+use assay_algebra::structure::StructuredSpec;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, HeadForm, HeadProblem, HeadShape};
@@ -183,7 +183,7 @@ impl Programs for HeadProgram {
             Core::Seed => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
         };
         changes
-            .and_then(|()| Reach::Row.expect(spec))
+            .and_then(|()| KernelScope::Row.expect(spec))
             .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
         if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
             && self.core == Core::Seed
@@ -216,7 +216,7 @@ impl Programs for HeadProgram {
 
     fn text(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         devices: usize,
         device: Device,
@@ -260,7 +260,7 @@ impl HeadProgram {
     /// [`Unsupported`], for f64, for a vocabulary or a batch beyond i32, and for devices that do not cut the arrays.
     pub fn program_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         devices: usize,
         machine: Machine,
@@ -289,7 +289,7 @@ impl HeadProgram {
     /// As of [`expect_device`](Programs::expect_device) and [`supports`](Programs::supports).
     pub fn gpu_kernels_for(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         devices: usize,
         target: Target,
@@ -305,7 +305,7 @@ impl HeadProgram {
         let logits = if form.rounds_logits { dtype } else { Dtype::F32 };
         let rows = self.chunks([b * t, shape.hidden, v], mesh, logits, ANY_DEVICE).rows;
         let chunk = [1, rows, v];
-        let by_token = Reach::Token.expect(loss.spec).is_ok() && mesh.vocab == 1;
+        let by_token = KernelScope::Token.expect(loss.spec).is_ok() && mesh.vocab == 1;
         if let Some(kernel) = by_token.then(|| gpu::one_pass_if(loss.structure, chunk, logits.into(), target)).flatten()
         {
             return Ok(vec![kernel]);
@@ -318,7 +318,7 @@ impl HeadProgram {
     /// The program of one device of `mesh`.
     fn program(
         self,
-        loss: Shaped,
+        loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         mesh: Mesh,
         lowering: Lowering,
@@ -351,7 +351,7 @@ impl HeadProgram {
             Core::Tile | Core::Gpu => {
                 let chunks = self.chunks([b * t, shape.hidden, v], mesh, logits_dtype, machine);
                 let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: self.ptx_target(lowering) };
-                if Reach::Token.expect(loss.spec).is_ok() {
+                if KernelScope::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
                     head.in_two_loops(on, structure, given, hidden, chunks, calls)
@@ -393,7 +393,7 @@ mod tests {
             sum_bytes,
             ..HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head").unwrap()
         };
-        let text = head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap();
+        let text = head.program_for(StructuredSpec::new(&spec), given, 8, ANY_TPU).unwrap();
         // The sum's region ends with its type.
         let of_gradient = text.lines().filter(|line| line.trim_start().starts_with("}) : (tensor<"));
         let rows = of_gradient.filter_map(|line| {
@@ -420,7 +420,7 @@ mod tests {
         let text = |tokens| {
             let shape = HeadShape { batch: 8, tokens, hidden: 4094, vocab: 151_936 };
             let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
-            head.program_for(Shaped::of(&spec), given, 8, ANY_TPU).unwrap()
+            head.program_for(StructuredSpec::new(&spec), given, 8, ANY_TPU).unwrap()
         };
         // As many logits as the gradient has bytes in f32, less than a chunk of eight rows.
         let at_once = text(8184);

@@ -8,8 +8,8 @@ use super::qwen2::Qwen2;
 use super::rollout::one_temperature;
 use super::sequences::Sequences;
 use super::{Batch, TrainError};
-use assay_algebra::rollout::Settled;
-use assay_algebra::structure::Shaped;
+use assay_algebra::rollout::KernelInputs;
+use assay_algebra::structure::StructuredSpec;
 use assay_core::spec::{AdvantageLevel, LossSpec, Objective, OldLogp};
 use assay_native::{Native, gemm};
 
@@ -100,7 +100,7 @@ pub(super) fn off_policy(
     let size = norm(hidden)? * norm(lm_head)? * spec.logits.scale.abs() / one_temperature(spec);
     let products = 4.0 * (width as f64 + 8.0) * size;
     // A rejected token that is as if masked has none.
-    let mask = Settled::of(Shaped::of(spec), &batch.tokens()).mask;
+    let mask = KernelInputs::new(StructuredSpec::new(spec), &batch.tokens()).mask;
     for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
         let (given, expected) = (logp[[b, t]], old[[b, t]]);
         let limit = U * (products + vocab as f64 + 16.0 * (1.0 + expected.abs()));

@@ -26,7 +26,7 @@ use super::tokenizer::Tokenizer;
 use super::warm::{drawn, warm};
 use super::{Arm, Batch, LossStep, Observer, TrainError};
 use crate::checkpoint::Qwen2Config;
-use assay_algebra::parts::Whole;
+use assay_algebra::parts::SeparableBatch;
 use assay_core::problem::ProblemError;
 use assay_core::problem::{HeadShape, Metrics};
 use assay_fixture::hexadecimal;
@@ -190,7 +190,7 @@ impl Trainer {
         let score_s = score_started.elapsed().as_secs_f64();
 
         let update_started = Instant::now();
-        let whole = Whole::of(&self.config.loss, batch).map_err(ProblemError::from)?;
+        let whole = SeparableBatch::new(&self.config.loss, batch).map_err(ProblemError::from)?;
         let mut optimizer = std::mem::take(&mut self.optimizer);
         let updated = self.update(&mut optimizer, &sequences, &whole, observer);
         self.optimizer = optimizer;
@@ -356,7 +356,7 @@ impl Trainer {
         &self,
         optimizer: &mut AdamW,
         sequences: &Sequences,
-        whole: &Whole,
+        whole: &SeparableBatch,
         observer: &mut dyn Observer,
     ) -> Result<Updated, TrainError> {
         let mut meter = Meter::start();

@@ -3,7 +3,7 @@
 use super::{
     Array, BatchForm, BatchKernel, EXTENTS, Numbers, Per, SEQUENCES, TOKENS, Threads, VOCAB, Writer, extent, owner,
 };
-use assay_algebra::structure::{Input, Number, Structure, Temperature};
+use assay_algebra::structure::{SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Builder, Target, Value};
 
@@ -151,12 +151,12 @@ struct Temperatures {
 
 impl Temperatures {
     fn declare(writer: &mut Writer, form: BatchForm) -> Option<Self> {
-        (writer.structure.temperature == Temperature::Given).then(|| {
+        (writer.structure.temperature == TemperaturePlace::Given).then(|| {
             let per = if form.token_temperatures { Per::Token } else { Per::Sequence };
             let given = writer.f32s("temperature", per);
             let numbers = Numbers::declare(writer);
-            let rates = writer.output(Input::Rate.name(), DeviceDtype::F32, Per::Token, 1);
-            Self { given, numerator: numbers.load(&mut writer.on, Number::LogpRate), rates }
+            let rates = writer.output(TokenInput::Rate.name(), DeviceDtype::F32, Per::Token, 1);
+            Self { given, numerator: numbers.load(&mut writer.on, SpecNumber::LogpRate), rates }
         })
     }
 

@@ -23,7 +23,7 @@ pub(crate) use tokens::tokens;
 pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, Weights};
 
 use super::row::{CtaFolds, SCALAR};
-use assay_algebra::structure::{Input, Number, Structure};
+use assay_algebra::structure::{SpecNumber, Structure, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
 
@@ -65,10 +65,10 @@ pub struct BatchForm {
 }
 
 /// The numbers that the kernels of a batch are given, in order.
-pub fn batch_numbers(structure: Structure) -> Vec<Number> {
+pub fn batch_numbers(structure: Structure) -> Vec<SpecNumber> {
     let mut numbers = structure.program_numbers();
-    if !numbers.contains(&Number::LogpRate) {
-        numbers.push(Number::LogpRate);
+    if !numbers.contains(&SpecNumber::LogpRate) {
+        numbers.push(SpecNumber::LogpRate);
     }
     numbers
 }
@@ -240,7 +240,7 @@ fn at_least_one(on: &mut Builder, count: Value<f32>) -> Value<f32> {
 #[derive(Clone)]
 pub(super) struct Numbers {
     array: Array,
-    order: Vec<Number>,
+    order: Vec<SpecNumber>,
 }
 
 impl Numbers {
@@ -250,7 +250,7 @@ impl Numbers {
         Self { array, order }
     }
 
-    pub(super) fn load(&self, on: &mut Builder, number: Number) -> Value<f32> {
+    pub(super) fn load(&self, on: &mut Builder, number: SpecNumber) -> Value<f32> {
         let place = self.order.iter().position(|&other| other == number);
         let place = place.unwrap_or_else(|| panic!("a batch is given no `{}`", number.name()));
         on.load(self.array.first().plus(4 * place as u32))
@@ -298,7 +298,7 @@ impl Sequences {
 pub(super) struct Inputs {
     advantages: Array,
     token_advantages: bool,
-    arrays: Vec<(Input, Array)>,
+    arrays: Vec<(TokenInput, Array)>,
 }
 
 impl Inputs {
@@ -315,7 +315,7 @@ impl Inputs {
     }
 
     /// The token's element of an array, if the structure reads it.
-    pub(super) fn load(&self, on: &mut Builder, wanted: Input, token: Value<u32>) -> Option<Value<f32>> {
+    pub(super) fn load(&self, on: &mut Builder, wanted: TokenInput, token: Value<u32>) -> Option<Value<f32>> {
         let (_, array) = self.arrays.iter().find(|(input, _)| *input == wanted)?;
         Some(array.load(on, token))
     }

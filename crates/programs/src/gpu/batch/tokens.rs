@@ -2,7 +2,7 @@
 
 use super::{BatchForm, BatchKernel, FOLDS_OF_WEIGHTS, Inputs, Numbers, Per, Sequences, Threads, Weights, Writer};
 use crate::one_pass::{Given, given_columns, numbers as one_pass_numbers, width};
-use assay_algebra::structure::{Input, Number, Structure};
+use assay_algebra::structure::{SpecNumber, Structure, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Builder, Target, Value};
 
@@ -31,15 +31,15 @@ pub(crate) fn tokens(target: Target, structure: Structure, form: BatchForm, thre
         for (column, place) in columns.iter().zip(0..) {
             let value = match column {
                 Given::Advantage => inputs.advantage(on, [token, sequence]),
-                Given::OldLogp => inputs.load(on, Input::OldLogp, token).unwrap_or(0.0.into()),
-                Given::RefLogp => inputs.load(on, Input::RefLogp, token).unwrap_or(0.0.into()),
+                Given::OldLogp => inputs.load(on, TokenInput::OldLogp, token).unwrap_or(0.0.into()),
+                Given::RefLogp => inputs.load(on, TokenInput::RefLogp, token).unwrap_or(0.0.into()),
                 Given::Weight => on.mul(weights.policy, counted),
                 Given::Mask => on.select(hidden, 0.0, 1.0),
-                Given::PolicyWeight => given(on, &inputs, Input::PolicyWeight, token),
-                Given::KlWeight => given(on, &inputs, Input::KlWeight, token),
-                Given::Selected => given(on, &inputs, Input::Selected, token),
-                Given::RolloutLogp => given(on, &inputs, Input::RolloutLogp, token),
-                Given::Rate => given(on, &inputs, Input::Rate, token),
+                Given::PolicyWeight => given(on, &inputs, TokenInput::PolicyWeight, token),
+                Given::KlWeight => given(on, &inputs, TokenInput::KlWeight, token),
+                Given::Selected => given(on, &inputs, TokenInput::Selected, token),
+                Given::RolloutLogp => given(on, &inputs, TokenInput::RolloutLogp, token),
+                Given::Rate => given(on, &inputs, TokenInput::Rate, token),
                 Given::KlShare => weights.kl_share.expect("a KL penalty with a reduction of its own"),
                 Given::EntropyFactor => entropy_factor(on, structure, &weights, &inputs, token),
                 Given::TargetBias => target_bias.expect("vocabulary entries differ").load(on, token),
@@ -54,7 +54,7 @@ pub(crate) fn tokens(target: Target, structure: Structure, form: BatchForm, thre
     on.when(is_first, |on| {
         for (&number, place) in of_kernel.iter().zip(0..) {
             let value = match number {
-                Number::EntropyFactor => weights.entropy_of_batch.unwrap_or(0.0.into()),
+                SpecNumber::EntropyFactor => weights.entropy_of_batch.unwrap_or(0.0.into()),
                 other => numbers.load(on, other),
             };
             on.store(numbers_of_kernel.first().plus(4 * place), value);
@@ -63,7 +63,7 @@ pub(crate) fn tokens(target: Target, structure: Structure, form: BatchForm, thre
     writer.finish(Per::SequenceAndRest)
 }
 
-fn given(on: &mut Builder, inputs: &Inputs, input: Input, token: Value<u32>) -> Value<f32> {
+fn given(on: &mut Builder, inputs: &Inputs, input: TokenInput, token: Value<u32>) -> Value<f32> {
     inputs.load(on, input, token).expect("the structure reads it")
 }
 
@@ -77,7 +77,7 @@ pub(crate) fn entropy_factor(
 ) -> Value<f32> {
     let factor = weights.entropy.unwrap_or(0.0.into());
     if structure.dentropy {
-        let cotangent = given(on, inputs, Input::Dentropy, token);
+        let cotangent = given(on, inputs, TokenInput::Dentropy, token);
         return on.mul(cotangent, factor);
     }
     factor

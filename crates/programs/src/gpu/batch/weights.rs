@@ -1,7 +1,7 @@
 //! Factors of a token's terms: what its sequence and the batch divide them by.
 
 use super::{Array, Numbers, SEQUENCES, Sequences, Threads, at_least_one, extent};
-use assay_algebra::structure::{Denominator, Number, Structure, Tokens};
+use assay_algebra::structure::{Denominator, DenominatorTokens, SpecNumber, Structure};
 use assay_ptx::{Builder, Value};
 
 /// Factors of a token's terms: of a sequence, the same for all of its tokens.
@@ -48,23 +48,24 @@ impl Weights {
         let count = sequences.count(on, threads.cta);
         let of_sequence = OfSequence { count, of_batch, numbers };
 
-        let policy = of_sequence.weight(on, structure.denominator, [Number::Denominator, Number::DenominatorEpsilon]);
+        let policy =
+            of_sequence.weight(on, structure.denominator, [SpecNumber::Denominator, SpecNumber::DenominatorEpsilon]);
         let divisor = on.load(normalizer.first());
         let policy = on.div(policy, divisor);
         let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
-            let own = [Number::KlDenominator, Number::KlDenominatorEpsilon];
+            let own = [SpecNumber::KlDenominator, SpecNumber::KlDenominatorEpsilon];
             let own = of_sequence.weight(on, denominator, own);
             let share = on.div(own, policy);
             let empty = on.equal(count, 0.0);
             on.select(empty, 0.0, share)
         });
         let entropy = structure.entropy_bonus.map(|denominator| {
-            let coef = numbers.load(on, Number::EntropyCoef);
+            let coef = numbers.load(on, SpecNumber::EntropyCoef);
             let coef = on.neg(coef);
             if structure.dentropy {
                 return [coef; 2];
             }
-            let own = [Number::EntropyDenominator, Number::EntropyDenominatorEpsilon];
+            let own = [SpecNumber::EntropyDenominator, SpecNumber::EntropyDenominatorEpsilon];
             let has_own = denominator != Denominator::ALL_TOKENS;
             let divisor = if has_own { of_sequence.divisor(on, denominator, own) } else { of_batch[0] };
             let of_batch = on.div(coef, divisor);
@@ -86,7 +87,7 @@ struct OfSequence<'n> {
 
 impl OfSequence<'_> {
     /// `1/divisor`, 0 where no token of the sequence counts.
-    fn weight(&self, on: &mut Builder, denominator: Denominator, numbers: [Number; 2]) -> Value<f32> {
+    fn weight(&self, on: &mut Builder, denominator: Denominator, numbers: [SpecNumber; 2]) -> Value<f32> {
         let divisor = self.divisor(on, denominator, numbers);
         let share = on.div(1.0.into(), divisor);
         let empty = on.equal(self.count, 0.0);
@@ -94,12 +95,12 @@ impl OfSequence<'_> {
     }
 
     /// Computes the divisor of a term of a token.
-    fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [Number; 2]) -> Value<f32> {
+    fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [SpecNumber; 2]) -> Value<f32> {
         let [tokens, filled] = self.of_batch;
         let mut divisor = self.numbers.load(on, known);
         let counted = denominator.tokens.map(|of| match of {
-            Tokens::OfBatch => tokens,
-            Tokens::OfRow => self.count,
+            DenominatorTokens::OfBatch => tokens,
+            DenominatorTokens::OfRow => self.count,
         });
         if let Some(mut counted) = counted {
             if denominator.epsilon {

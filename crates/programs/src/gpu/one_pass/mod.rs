@@ -30,7 +30,7 @@ use self::meet::in_cta;
 use super::row::{BLOCK, Cut, Logits, REGISTERS_AT_ONCE, Row, SCALAR};
 use super::transform::{Biases, Change};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
-use assay_algebra::structure::{Number, Rate, Structure};
+use assay_algebra::structure::{GapRate, SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
 
@@ -180,7 +180,7 @@ struct Writer {
     /// CTAs that are to find room on a multiprocessor.
     resident: u32,
     given: Vec<Given>,
-    of_spec: Vec<Number>,
+    of_spec: Vec<SpecNumber>,
     arrays: Arrays,
     shared: Shared,
 }
@@ -345,20 +345,20 @@ impl Writer {
     }
 
     /// Where a number is among those that the kernel is given, bytes.
-    fn place_of_number(&self, which: Number) -> u32 {
+    fn place_of_number(&self, which: SpecNumber) -> u32 {
         4 * self.of_spec.iter().position(|&other| other == which).expect("the structure has the number") as u32
     }
 
-    fn number(&self, on: &mut Builder, which: Number) -> Value<f32> {
+    fn number(&self, on: &mut Builder, which: SpecNumber) -> Value<f32> {
         let place = self.place_of_number(which);
         on.load(Address::Shared(self.shared.numbers, place))
     }
 
     /// What gaps are multiplied by.
-    fn rate(&self, on: &mut Builder, rate: Rate) -> Value<f32> {
+    fn rate(&self, on: &mut Builder, rate: GapRate) -> Value<f32> {
         match rate {
-            Rate::OfAll(which) => self.number(on, which),
-            Rate::OfToken => self.given(on, Given::Rate),
+            GapRate::OfAll(which) => self.number(on, which),
+            GapRate::OfToken => self.given(on, Given::Rate),
         }
     }
 
@@ -397,7 +397,7 @@ impl Writer {
     /// What becomes of the row's logits. Its numbers are read where they came from: no thread has waited for what others copied.
     fn change(&self, on: &mut Builder, part: &Row, token: Value<u64>) -> Option<Change> {
         let transform = self.structure.transform?;
-        let place = self.place_of_number(Number::LogitFactor);
+        let place = self.place_of_number(SpecNumber::LogitFactor);
         let factor = on.load(Address::Global(self.arrays.numbers, place));
         let biases = self.arrays.biases.map(|all| {
             let own = on.load(Address::Global(token, self.place_of(Given::TargetBias)));

@@ -9,8 +9,8 @@ use crate::one_pass::{Given, PER_TOKEN};
 use crate::two_pass::Statistic;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArrays, TokenLoss, single_token_loss};
-use assay_algebra::softmax::Sums;
-use assay_algebra::structure::{Number, Numbers, Temperature};
+use assay_algebra::softmax::SoftmaxSums;
+use assay_algebra::structure::{SpecNumber, SpecNumbers, TemperaturePlace};
 use assay_ptx::{Address, Builder, Value};
 
 impl Writer {
@@ -22,20 +22,20 @@ impl Writer {
         which: u32,
         [max, target_logit]: [Value<f32>; 2],
         inverse: Option<Value<f32>>,
-    ) -> Sums<Value<f32>> {
+    ) -> SoftmaxSums<Value<f32>> {
         let add = |on: &mut Builder, a, b| on.add(a, b);
         let here = self.shared.sums;
         let others = self.gather(on, place, here, 2 * which, add);
         let weighted = self.gather(on, place, here, 2 * which + 1, add);
         let weighted = inverse.map_or(weighted, |inverse| on.mul(weighted, inverse));
-        Sums { max, target_logit, others, weighted }
+        SoftmaxSums { max, target_logit, others, weighted }
     }
 
     /// The columns of the row's statistics, from the sums of the softmax that entropy is of and of that of logp.
     pub(super) fn statistics(
         &self,
         on: &mut Builder,
-        [of_entropy, of_logp]: [Sums<Value<f32>>; 2],
+        [of_entropy, of_logp]: [SoftmaxSums<Value<f32>>; 2],
     ) -> [Value<f32>; PER_TOKEN] {
         let mut columns = [Value::from(0.0); PER_TOKEN];
         columns[Statistic::Max as usize] = of_entropy.max;
@@ -60,8 +60,8 @@ impl Writer {
         affine: Option<&Affine>,
     ) {
         let structure = self.structure;
-        let by_token = structure.temperature == Temperature::Given;
-        let inverse = (!by_token).then(|| self.number(on, Number::InverseTemperature));
+        let by_token = structure.temperature == TemperaturePlace::Given;
+        let inverse = (!by_token).then(|| self.number(on, SpecNumber::InverseTemperature));
         let gap_scales = structure.gap_rates().into_iter();
         let gap_scales: Vec<_> = gap_scales.map(|rate| rate.map(|rate| self.rate(on, rate))).collect();
         let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
@@ -81,7 +81,7 @@ impl Writer {
         let entropy = entropy_softmax.entropy(on);
 
         let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));
-        let spec_numbers = Numbers::new(spec_numbers.collect::<Vec<_>>());
+        let spec_numbers = SpecNumbers::new(spec_numbers.collect::<Vec<_>>());
         let arrays = TokenArrays::load(structure, |array| self.given(on, array.into()));
         let (token, grad) = single_token_loss(on, structure, &spec_numbers, logp, arrays);
         let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
@@ -108,7 +108,7 @@ impl Writer {
         let target = on.mul(factor, share_of_others);
         let mut scales = Scales { policy, base: policy, slope: zero, target };
         if structure.entropy_bonus.is_some() {
-            let factor = of_row.unwrap_or_else(|| self.number(on, Number::EntropyFactor));
+            let factor = of_row.unwrap_or_else(|| self.number(on, SpecNumber::EntropyFactor));
             let factor = times_upstream(on, factor);
             let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
             let factor = on.div(factor, entropy_softmax.sum);

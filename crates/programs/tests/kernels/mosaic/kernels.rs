@@ -14,7 +14,7 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, Array, Core, Options, Units};
-use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, Shaped, TpuKernel};
+use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, StructuredSpec, TpuKernel};
 use assay_suites::supported::recipe;
 use assay_suites::{cases, covering};
 use ndarray::{Array1, Array2, Array3};
@@ -28,7 +28,7 @@ const SHAPES: [[usize; 3]; 8] =
 fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machine) -> Vec<TpuKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.kernels_for(Shaped::of(spec), shape, dtype, 1, machine).unwrap()
+    implementation.kernels_for(StructuredSpec::new(spec), shape, dtype, 1, machine).unwrap()
 }
 
 /// Runs a kernel on operands given by name.

@@ -16,7 +16,7 @@ use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_programs::{ANY_TPU, Device, LossProgram, Meeting, Programs, Shaped, Target};
+use assay_programs::{ANY_TPU, Device, LossProgram, Meeting, Programs, StructuredSpec, Target};
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
 use assay_suites::cases;
@@ -38,14 +38,17 @@ const TARGETS: [Target; 2] = [Target::Sm90, Target::Sm100];
 fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<PtxKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
-    implementation.gpu_kernels_for(Shaped::of(spec), shape, dtype, 1, target).unwrap()
+    implementation.gpu_kernels_for(StructuredSpec::new(spec), shape, dtype, 1, target).unwrap()
 }
 
 /// Writes the one-pass kernel whose CTAs meet by asynchronous stores.
 fn meeting_by_stores(target: Target, spec: &LossSpec, shape: Shape, dtype: Dtype) -> PtxKernel {
     let all = LossProgram::all();
     let program = all.iter().find(|program| program.id() == "gpu-one-pass").unwrap();
-    program.gpu_kernels_that_meet(Shaped::of(spec), shape, dtype, 1, (target, Meeting::Stores)).unwrap().remove(0)
+    program
+        .gpu_kernels_that_meet(StructuredSpec::new(spec), shape, dtype, 1, (target, Meeting::Stores))
+        .unwrap()
+        .remove(0)
 }
 
 /// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
@@ -125,7 +128,7 @@ fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
     let all = LossProgram::all();
     let tile = all.iter().find(|implementation| implementation.id() == id.replace("gpu", "tile")).unwrap();
     let shape = Shape { batch: 1, tokens: 1, vocab: 1 };
-    let kernels = tile.kernels_for(Shaped::of(spec), shape, Dtype::F32, 1, ANY_TPU).unwrap();
+    let kernels = tile.kernels_for(StructuredSpec::new(spec), shape, Dtype::F32, 1, ANY_TPU).unwrap();
     let arrays = kernels.into_iter().flat_map(|kernel| [kernel.operands, kernel.results].concat());
     arrays.into_iter().find(|named| named.name == array).expect("the array is one of the kernel's").columns
 }
@@ -889,7 +892,8 @@ fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
     let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     let shape = Shape { batch: 1, tokens: 2, vocab: 127 };
     for dtype in Dtype::KERNEL {
-        let [statistics, dlogits] = &cut.gpu_kernels_for(Shaped::of(&spec), shape, dtype, 2, Target::Sm80).unwrap()[..]
+        let [statistics, dlogits] =
+            &cut.gpu_kernels_for(StructuredSpec::new(&spec), shape, dtype, 2, Target::Sm80).unwrap()[..]
         else {
             panic!("two kernels")
         };

@@ -9,7 +9,7 @@ use assay_core::spec::{LogitsTransform, LossSpec, Ratio, RatioLevel, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
-use assay_programs::{Device, HeadProgram, Programs, Shaped, Target};
+use assay_programs::{Device, HeadProgram, Programs, StructuredSpec, Target};
 use ndarray::{Array2, Array3};
 
 fn head(id: &str) -> HeadProgram {
@@ -109,7 +109,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
             let problem = recipe.problem(spec).unwrap();
             let given = Given { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits }, packed: None };
             let program = head(id).chunk_bytes(1);
-            let called = program.gpu_kernels_for(Shaped::of(spec), given, devices, target).unwrap();
+            let called = program.gpu_kernels_for(StructuredSpec::new(spec), given, devices, target).unwrap();
             assert_eq!(called.len(), kernels, "{id} for {target:?}");
             assert!(called.iter().all(|kernel| kernel.text.contains(target.name())), "{id} for {target:?}");
             let logits = with_logits(&problem);
@@ -139,8 +139,8 @@ fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
     {
         let program = head("gpu-lm-head");
         let device = Device::gpu(target);
-        let text = program.text(Shaped::of(spec), given, 1, device).unwrap();
-        let called = program.gpu_kernels_for(Shaped::of(spec), given, 1, target).unwrap();
+        let text = program.text(StructuredSpec::new(spec), given, 1, device).unwrap();
+        let called = program.gpu_kernels_for(StructuredSpec::new(spec), given, 1, target).unwrap();
         assert_eq!(called.len(), kernels);
         assert_eq!(text.matches("custom_call @__gpu$xla.gpu.ptx").count(), kernels);
         for kernel in called {
@@ -162,13 +162,14 @@ fn an_lm_head_for_gpus_is_refused_elsewhere() {
     let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
     let (spec, tpu) = (LossSpec::default(), Device::of("tpu", "TPU v6e").unwrap());
     for device in [Device::ANY, tpu] {
-        let error = head("gpu-lm-head").text(Shaped::of(&spec), given, 1, device).unwrap_err().to_string();
+        let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), given, 1, device).unwrap_err().to_string();
         assert!(error.contains("gpu-lm-head") && error.contains("sm_80"), "{error}");
     }
-    let error = head("gpu-lm-head").program_for(Shaped::of(&spec), given, 1, tpu.machine).unwrap_err().to_string();
+    let error =
+        head("gpu-lm-head").program_for(StructuredSpec::new(&spec), given, 1, tpu.machine).unwrap_err().to_string();
     assert!(error.contains("mosaic") && error.contains("sm_80"), "{error}");
     let wide = Given { shape: "1x8x16x2147483647".parse().unwrap(), ..given };
-    let error = head("gpu-lm-head").text(Shaped::of(&spec), wide, 1, Device::gpu(Target::Sm90));
+    let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), wide, 1, Device::gpu(Target::Sm90));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("vocabulary 2147483647") && error.contains("bytes"), "{error}");
 }
