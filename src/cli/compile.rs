@@ -24,7 +24,7 @@ use crate::tpu::{self, TpuCompiler, TpuTarget};
 /// Kernels that take less than this part of all cycles share one row of the table.
 const SMALL: f64 = 0.01;
 
-/// The lines that stand around each table in a document: that of logits, that of LM heads, and that of the ways to write `xla`.
+/// The marks around each table in a document: logits, LM heads, and the ways to write `xla`.
 const MARKS: [Marks; 3] = [
     ["<!-- assay compile --table -->", "<!-- end of table -->"],
     ["<!-- assay compile --table, LM heads -->", "<!-- end of table, LM heads -->"],
@@ -48,25 +48,26 @@ pub(super) struct Compile {
     /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
     #[arg(long, default_value = "bf16")]
     dtype: Dtype,
-    /// How the LM head lies
+    /// Order of the axes of the LM head
     #[arg(long, value_enum, default_value = "hv")]
     layout: HeadAxes,
     /// Logits of an LM head stay in f32 instead of being rounded to the dtype
     #[arg(long)]
     f32_logits: bool,
-    /// Bytes of logits that tile-lm-head or gpu-lm-head holds at a time, at most; 640000000 if none is given, or of -rows-scattered, if
-    /// that is more, as many as the head's gradient takes in f32
+    /// Most bytes of logits that tile-lm-head or gpu-lm-head holds at a time; 640000000 if none is given. -rows-scattered takes as many as
+    /// the head's gradient has in f32, if that is more
     #[arg(long, value_name = "BYTES")]
     chunk_bytes: Option<NonZeroUsize>,
-    /// Bytes of its gradient that tile-lm-head sums over devices at a time, about, in sixteen parts at most; a quarter of it if none is given, or of -rows-scattered a sixteenth
+    /// Approximate bytes of its gradient that tile-lm-head sums over devices at a time, in sixteen parts at most; a quarter of it if none
+    /// is given, a sixteenth for -rows-scattered
     #[arg(long, value_name = "BYTES")]
     sum_bytes: Option<NonZeroUsize>,
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// Instead, as Markdown: of TPUs every recorded shape with xla, the seed's program, tile-one-pass and tile-two-pass, or the same
-    /// with an LM head, in bf16 for v6e:2x4, two of the shapes for the other chips, and the ways to write xla; of GPUs every kernel
-    /// for every chip, and xla beside it
+    /// Compile whole tables and print them as Markdown. tpus: every recorded shape with xla, MLLM-JAX's program and the tile kernels, or
+    /// the same with an LM head, in bf16 for v6e:2x4; two of the shapes for the other chips; and the ways to write xla. gpus: every kernel
+    /// for every chip, and xla
     #[arg(
         long, value_name = "CHIPS", num_args = 0..=1, default_missing_value = "tpus",
         conflicts_with_all = ["target", "shape", "implementation", "dtype", "spec"]
@@ -93,7 +94,7 @@ pub(super) struct Compile {
     printing: Printing,
 }
 
-/// What a program is compiled for.
+/// A target of either kind, as `--target` names it.
 #[derive(Clone)]
 pub(super) enum AnyTarget {
     Tpu(TpuTarget),
@@ -112,7 +113,7 @@ impl AnyTarget {
     }
 }
 
-/// What a table is of.
+/// The kind of chip that a table is about.
 #[derive(Clone, Copy, ValueEnum)]
 enum ChipKind {
     Tpus,
@@ -122,9 +123,9 @@ enum ChipKind {
 /// [`HeadLayout`], on the command line.
 #[derive(Clone, Copy, ValueEnum)]
 enum HeadAxes {
-    /// `[H,V]`
+    /// The head as `[H,V]`, hidden units by vocabulary
     Hv,
-    /// `[V,H]`
+    /// The head as `[V,H]`, vocabulary by hidden units
     Vh,
 }
 
@@ -137,7 +138,7 @@ impl From<HeadAxes> for HeadLayout {
     }
 }
 
-/// A child of [`Compile`]: compiles what lies in a folder.
+/// The arguments of [`Compile`]'s child process, which compiles the job in a folder.
 #[derive(Args)]
 pub(super) struct CompileWorkerArgs {
     folder: PathBuf,
@@ -276,7 +277,7 @@ impl Compile {
     }
 }
 
-/// Which is a worker too.
+/// Returns the running executable, which is also the worker.
 fn this_executable() -> Result<PathBuf, CliError> {
     env::current_exe().map_err(|reason| CliError::Io { path: "this executable".into(), action: "find", reason })
 }
@@ -366,7 +367,7 @@ pub(super) fn table_of_memory<T>(
     table
 }
 
-/// `1274 × 594, 12 × ?`, the heaviest first.
+/// Formats the loops of a kernel as `1274 × 594, 12 × ?`, the most cycles first.
 fn loops(kernel: &Launch) -> String {
     const SHOWN: usize = 3;
     let mut loops: Vec<_> = kernel.loops.iter().collect();
@@ -385,7 +386,7 @@ fn loops(kernel: &Launch) -> String {
     text
 }
 
-/// `VALU 62 %`
+/// Formats the use of the busiest slot as `VALU 62 %`.
 fn busiest(kernel: &Launch) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;

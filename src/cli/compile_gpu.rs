@@ -1,4 +1,4 @@
-//! What `assay compile` prints of a GPU.
+//! The output of `assay compile` for a GPU.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use crate::ahead::CompileRequest;
 use crate::gpu::GpuTarget;
 use crate::schema::gpu::{Bound, Compiled, Launch, Limit};
 
-/// The lines that stand around each table in docs/gpu.md: that of logits and that of LM heads.
+/// The marks around each table in docs/gpu.md: logits, and LM heads.
 pub(super) const MARKS: [Marks; 2] = [
     ["<!-- assay compile --table gpus -->", "<!-- end of table -->"],
     ["<!-- assay compile --table gpus, LM heads -->", "<!-- end of table, LM heads -->"],

@@ -32,7 +32,7 @@ pub enum AheadError {
         given: String,
         /// The names of all chips, separated by commas.
         expected: String,
-        /// How several devices are written, with an example that is valid.
+        /// The form of a target with several devices, with a valid example.
         devices: String,
     },
     /// No implementation has this id, or the one that has it does not compile for this kind of target.

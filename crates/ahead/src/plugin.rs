@@ -12,7 +12,7 @@ use crate::error::AheadError;
 /// A program to compile, as text, with the number of its copies.
 #[derive(Clone, Copy, Debug)]
 pub struct StableHloModule<'m> {
-    /// The StableHLO text.
+    /// The program as StableHLO text, in MLIR's syntax.
     pub code: &'m str,
     /// The kernels of PTX that the text calls; empty for a TPU.
     pub kernels: &'m [PtxKernel],

@@ -71,7 +71,7 @@ pub struct CompileRequest<T> {
 /// A program as text, before any compiler has seen it.
 #[derive(Clone, Debug)]
 pub struct ProgramText {
-    /// The StableHLO module.
+    /// The program as StableHLO text, in MLIR's syntax.
     pub code: String,
     /// The kernels of PTX in the order of their calls; empty for a TPU, whose kernels are inside the module.
     pub kernels: Vec<PtxKernel>,

@@ -14,7 +14,7 @@ pub(crate) fn relative_to_logits(bytes: i64, shape: &[usize], dtype: &str) -> Op
     Some(bytes as f64 / (elements * dtype.size() as f64))
 }
 
-/// Formats a number with `digits` decimals; a dash stands for a missing one.
+/// Formats a number with `digits` decimals, or a dash for a missing number.
 pub(crate) fn or_dash(number: Option<f64>, digits: usize) -> String {
     number.map_or("–".into(), |number| format!("{number:.digits$}"))
 }

@@ -26,20 +26,20 @@ use crate::runtime::{PjrtProgram, Plugin, RuntimeError, Topology};
 /// The hidden command that makes the `assay` executable a worker.
 pub const WORKER_COMMAND: &str = "compile-worker";
 
-/// How long one program may take to compile unless a [`CompileWorker`] says otherwise: it is there to end what hangs. The largest program
-/// of docs/tpu.md takes a minute, and many times that on a machine that does other things.
+/// The time that one program may take to compile unless a [`CompileWorker`] has another limit. It exists to end compilers that hang: the
+/// largest program of docs/tpu.md takes a minute, and many times that on a busy machine.
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
 
-/// How much longer than its limit a worker lives by itself.
+/// The time after its limit at which a worker ends itself.
 pub const GRACE: Duration = Duration::from_secs(10);
 
 /// The folder, within a worker's, where every XLA writes its HLO.
 pub const HLO: &str = "hlo";
 
-/// What every XLA reads.
+/// The environment variable from which every XLA reads its flags.
 const XLA_VARIABLE: &str = "XLA_FLAGS";
 
-/// How much of a dead worker's stderr is told.
+/// The end of a dead worker's stderr that errors quote, in bytes and lines.
 const LAST_BYTES: u64 = 4 << 10;
 const LAST_LINES: usize = 12;
 
@@ -49,24 +49,24 @@ const PROGRAM: &str = "program.mlir";
 const ANSWER: &str = "answer.json";
 const STDERR: &str = "stderr.txt";
 
-/// What to compile, and for which devices.
+/// The program and the devices that a worker compiles it for.
 #[derive(Clone, Copy, Debug)]
 pub struct CompileJob<'j> {
-    /// The plugin.
+    /// The file of the PJRT plugin.
     pub library: &'j Path,
     /// The plugin's name for the devices.
     pub topology: &'j str,
-    /// What else it is told of them.
+    /// The other options of the topology, as name and value.
     pub options: &'j [(&'j str, String)],
-    /// StableHLO text.
+    /// The program as StableHLO text, in MLIR's syntax.
     pub code: &'j str,
     /// Copies joined by collectives, one a device.
     pub replicas: usize,
-    /// The same, for programs that count their devices as partitions.
+    /// The number of copies of a program that counts its devices as partitions.
     pub partitions: usize,
 }
 
-/// The same as a worker reads it; the code is a file beside it.
+/// The part of a [`CompileJob`] that is written to `job.json`; the code is a file next to it.
 #[derive(Serialize, Deserialize)]
 struct JobFile {
     library: PathBuf,
@@ -78,18 +78,18 @@ struct JobFile {
     limit: Duration,
 }
 
-/// What the plugin says of a program that compiled.
+/// The figures that the plugin reports for a compiled program.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CompiledJob {
-    /// Of one run, on one device.
+    /// The memory of one run on one device.
     pub memory: CompiledMemory,
     /// Seconds that the plugin took.
     pub compile_s: f64,
-    /// Of each device the chip that it is on, where the plugin says it.
+    /// The coordinates of each device's chip; empty where the plugin gives none.
     pub chips: Vec<Vec<usize>>,
 }
 
-/// What a worker says.
+/// The content of `answer.json`, which a worker writes last.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum JobAnswer {
@@ -103,11 +103,11 @@ pub enum CompileWorkerError {
     /// A file or process of ours.
     #[error("{path}: cannot {action}: {reason}")]
     Io {
-        /// Which.
+        /// The file or folder concerned.
         path: PathBuf,
-        /// What was tried.
+        /// The failed action as a verb: `read`, `create`.
         action: &'static str,
-        /// Why not.
+        /// The error of the operating system.
         reason: io::Error,
     },
     /// The plugin refused, in its own words.
@@ -116,7 +116,7 @@ pub enum CompileWorkerError {
     /// The worker died without an answer.
     #[error("the compiling process ended with {status} and no answer; the last it wrote:\n{stderr}")]
     Died {
-        /// How it ended.
+        /// The exit status or the signal.
         status: String,
         /// The last lines of its stderr.
         stderr: String,
@@ -124,21 +124,21 @@ pub enum CompileWorkerError {
     /// The worker took too long and was ended.
     #[error("no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
     TimedOut {
-        /// The limit.
+        /// The time limit that was exceeded.
         limit: Duration,
         /// The last lines of its stderr.
         stderr: String,
     },
-    /// A job or an answer that is none.
+    /// A job or an answer that is not valid JSON of its kind.
     #[error("{file}, line {line}: got {given}, expected {expected}")]
     Malformed {
-        /// The file's name.
+        /// The file's name, without its folder.
         file: &'static str,
-        /// Line, from 1.
+        /// The line number, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The error of the JSON parser.
         given: String,
-        /// What should stand there.
+        /// A description of the valid content.
         expected: &'static str,
     },
 }
@@ -152,7 +152,7 @@ fn malformed(file: &'static str, error: &serde_json::Error, expected: &'static s
     CompileWorkerError::Malformed { file, line: error.line(), given: error.to_string(), expected }
 }
 
-/// `flags` behind those that `variable` has in this process.
+/// Returns the flags that the environment's `variable` has, followed by `flags`.
 pub fn append_flags(variable: &str, flags: &str) -> String {
     let own = env::var(variable).unwrap_or_default();
     format!("{} {flags}", own.trim()).trim().into()
@@ -167,18 +167,18 @@ pub struct CompileWorker {
 }
 
 impl CompileWorker {
-    /// An `assay` executable.
+    /// Creates a worker that runs an `assay` executable.
     pub fn new(executable: PathBuf) -> Self {
         Self { executable, limit: TIME_LIMIT }
     }
 
-    /// The same with another time limit.
+    /// Sets the time after which the worker is killed.
     #[must_use]
     pub fn with_limit(self, limit: Duration) -> Self {
         Self { limit, ..self }
     }
 
-    /// Compiles a job in `folder`, where its dumps stay; HLO goes to [`HLO`]. `configure` adds what the plugin reads of its own.
+    /// Compiles a job in `folder`, where its dumps remain; HLO goes to [`HLO`]. `configure` sets the environment that the plugin reads.
     ///
     /// # Errors
     /// [`CompileWorkerError`].
@@ -262,7 +262,7 @@ impl CompileWorker {
     }
 }
 
-/// The worker's part: compiles the job in `folder` and leaves the answer there.
+/// Compiles the job in `folder` and writes the answer there. This runs in the worker.
 ///
 /// # Errors
 /// [`CompileWorkerError`] where the job cannot be read or the answer not be written. A program that does not compile is an answer.
@@ -313,7 +313,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), CompileWorkerError> {
     fs::write(path, bytes).map_err(failed("write", path))
 }
 
-/// The last lines of a file, or why there are none.
+/// Returns the last lines of a file, or the reason why there are none.
 fn last_lines(path: &Path) -> String {
     let read = || -> io::Result<String> {
         let mut file = File::open(path)?;

@@ -1,7 +1,8 @@
 //! A kernel's PTX assembled by `ptxas` and read back by `nvdisasm`.
 //!
-//! XLA's plugin embeds PTX as it stands: what no assembler would take, and what no chip has room for, "compiles". So every kernel is
-//! assembled, and held to what the chip has. A user's driver assembles the same text again, and may do it otherwise.
+//! XLA's plugin embeds PTX without reading it, so a text that no assembler accepts, or that needs more than the chip has, "compiles".
+//! Therefore every kernel is assembled here, and compared with the chip's resources. A user's driver assembles the same text again,
+//! and may do it in another way.
 
 use std::env;
 use std::fs;
@@ -19,7 +20,7 @@ use super::trips::{PtxLoop, TripCounts};
 use crate::error::AheadError;
 use crate::files::{failed, temporary_folder};
 
-/// What of NVIDIA's toolkit compiles with no GPU: `ptxas`, `nvdisasm`, and the library that XLA's own kernels call.
+/// The tools of NVIDIA's toolkit that need no GPU: `ptxas`, `nvdisasm`, and the library that XLA's own kernels call.
 #[derive(Clone, Debug)]
 pub struct CudaToolkit {
     root: PathBuf,
@@ -32,17 +33,18 @@ pub const TOOLKIT_VARIABLE: &str = "ASSAY_CUDA_TOOLKIT";
 const PTXAS: &str = "bin/ptxas";
 const NVDISASM: &str = "bin/nvdisasm";
 
-/// What `ptxas -v` says of a kernel.
+/// The figures that `ptxas -v` prints for a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PtxasFigures {
     registers: u32,
     spill_bytes: u32,
-    /// Static.
+    /// Static shared memory of a CTA, in bytes.
     shared_bytes: u32,
 }
 
 impl PtxasFigures {
     fn parse(text: &str) -> Option<Self> {
+        // Every figure is the number before its unit: `Used 16 registers`, `12 bytes spill stores`.
         let before = |unit: &str| {
             let words: Vec<&str> = text.split([' ', ',', '\n']).filter(|word| !word.is_empty()).collect();
             let unit: Vec<&str> = unit.split(' ').collect();
@@ -58,7 +60,7 @@ impl PtxasFigures {
 }
 
 impl CudaToolkit {
-    /// What [`TOOLKIT_VARIABLE`] names, else what `make setup-gpu` installed.
+    /// Finds the toolkit that [`TOOLKIT_VARIABLE`] names, else the one that `make setup-gpu` installed.
     ///
     /// # Errors
     /// [`AheadError::Absent`], with the part that is.
@@ -74,7 +76,7 @@ impl CudaToolkit {
         }
     }
 
-    /// Its folder.
+    /// Returns the toolkit's folder, which contains `bin` and `nvvm`.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -87,6 +89,7 @@ impl CudaToolkit {
     pub fn assemble(&self, kernel: &PtxKernel, target: &GpuTarget) -> Result<Launch, AheadError> {
         let chip = target.chip;
         expect_launch(kernel, target)?;
+        // `ptxas` writes the machine code to a file, with the line of PTX of each instruction.
         let folder = temporary_folder("assay-gpu-")?;
         let [text, binary] = ["kernel.ptx", "kernel.cubin"].map(|name| folder.path().join(name));
         fs::write(&text, &kernel.text).map_err(failed("write", &text))?;
@@ -99,8 +102,10 @@ impl CudaToolkit {
             let message = first_error(&said).unwrap_or_else(|| output.status.to_string());
             return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
         }
+        // The figures are on stderr, as are errors.
         let PtxasFigures { registers, spill_bytes, shared_bytes } = PtxasFigures::parse(&said)
             .ok_or_else(|| AheadError::quoted("ptxas -v", 0, &said, "registers and spills"))?;
+        // Static shared memory is known only now; the sum must fit as well.
         let shared_bytes = shared_bytes + kernel.shared_bytes;
         expect_shared(kernel, target, shared_bytes)?;
         let mut nvdisasm = Command::new(&nvdisasm_path);
@@ -109,11 +114,13 @@ impl CudaToolkit {
             let message = format!("nvdisasm: {}", String::from_utf8_lossy(&output.stderr).trim());
             return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
         }
+        // Weighs each machine instruction by the runs of its line of PTX, and adds up what the pipes take.
         let instructions = sass::parse(&kernel.name, &String::from_utf8_lossy(&output.stdout))?;
         let trips = TripCounts::count(kernel)?;
         let (weights, mut uncounted) = weighed(&instructions, &trips);
         let pipes = pipes(chip, &instructions, &weights, &mut uncounted);
         let threads = kernel.block.iter().product();
+        // Residency depends on the registers that the assembler chose.
         let (resident, by) = chip.resident(threads, registers, shared_bytes);
         Ok(Launch {
             name: kernel.name.clone(),
@@ -133,7 +140,7 @@ impl CudaToolkit {
     }
 }
 
-/// Of an assembler's words the first error, and how many more lines there are.
+/// Returns the first error that an assembler printed, and how many more lines there are.
 fn first_error(said: &str) -> Option<String> {
     let mut lines = said.lines().map(str::trim).filter(|line| line.contains("error") || line.contains("fatal"));
     let first = lines.next().or_else(|| said.lines().find(|line| !line.trim().is_empty()))?;
@@ -143,7 +150,7 @@ fn first_error(said: &str) -> Option<String> {
     })
 }
 
-/// What is used where a kernel asks for more than a chip has.
+/// The alternative for a kernel that asks for more than a chip has.
 const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
 
 /// Checks a launch against the chip.
@@ -185,13 +192,13 @@ fn expect_shared(kernel: &PtxKernel, target: &GpuTarget, bytes: u32) -> Result<(
     })
 }
 
-/// What became of a loop of PTX.
+/// The machine code that the assembler made of one loop of PTX.
 struct AssembledLoop {
     /// Addresses of the round, if it is a loop still: of several the one with most rounds in it.
     place: Option<(u64, u64)>,
-    /// Rounds of the PTX in one round of it, or, where it is none, all there are.
+    /// The rounds of the PTX loop in one round of the machine's loop, or all rounds if it was unrolled completely.
     rounds: f64,
-    /// Whether parts of rounds stand outside too.
+    /// Whether copies of the loop's instructions exist outside of `place`.
     spilled_over: bool,
 }
 
@@ -206,15 +213,19 @@ impl AssembledLoop {
         });
         let telling: Vec<&SassInstruction> = telling.collect();
         // The most copies of a line among those in `place`.
+        // Counts, for each line, the instructions that came from it: an unrolled loop has several.
         let copies = |place: Option<(u64, u64)>| {
             let within = telling.iter().filter(|one| is_within(place, one));
             let lines: Vec<_> = within.map(|one| one.line).collect();
             lines.iter().map(|line| lines.iter().filter(|other| *other == line).count()).max().unwrap_or(0)
         };
+        // A loop of the machine is a branch backwards that comes from the last line of the PTX's loop.
         let backs = instructions.iter().filter(|branch| branch.line == Some(of.last));
         let places = backs.filter_map(|branch| Some((branch.target?, branch.address))).filter(|(to, from)| to <= from);
+        // Among several such loops, the one with most copies of the body is the main one; the others handle the remaining rounds.
         let place = places.max_by_key(|&place| copies(Some(place)));
         let everywhere = Some((0, u64::MAX));
+        // Without a loop, all rounds were written one after another.
         let rounds = copies(place.or(everywhere)).max(1) as f64;
         Self { place, rounds, spilled_over: telling.iter().any(|one| !is_within(place.or(everywhere), one)) }
     }
@@ -224,17 +235,20 @@ fn is_within(place: Option<(u64, u64)>, instruction: &SassInstruction) -> bool {
     place.is_some_and(|(first, last)| (first..=last).contains(&instruction.address))
 }
 
-/// How often warps issue each instruction, and what is left out.
+/// Returns how often warps issue each instruction, and a description of what is not counted.
 ///
-/// An instruction runs as often as the line of PTX that it comes from. One that the assembler has taken out of the loop of its line
-/// runs as often as that is entered, one that it has put into a loop as often as that goes round. Of a loop that it has unrolled the
-/// round that has most of the PTX's rounds in it stands for all: other copies, which are there for what is left over, are no cheaper.
+/// An instruction runs as often as the line of PTX that it comes from. An instruction that the assembler moved out of the loop of its
+/// line runs as often as the loop is entered, and one that it moved into a loop as often as the loop turns. If a loop was unrolled, the
+/// copy with most of the PTX's rounds represents all copies: those for the remaining rounds are not cheaper.
 fn weighed(instructions: &[SassInstruction], trips: &TripCounts) -> (Vec<f64>, Vec<String>) {
     let made: Vec<AssembledLoop> = trips.loops.iter().map(|of| AssembledLoop::find(of, instructions)).collect();
     let weights = instructions.iter().map(|instruction| {
         let line = instruction.line.unwrap_or(0);
         if let Some(at) = trips.around(line) {
             let (of, made) = (&trips.loops[at], &made[at]);
+            // The line is in a loop of PTX. Inside of the machine's loop, or where that was unrolled away, its runs are shared by its
+            // copies. Outside, it is either a copy for remaining rounds, which counts as part of the main loop, or was moved before the
+            // loop and runs as often as the loop is entered.
             return match made.place {
                 None => trips.times(line) / made.rounds,
                 Some(_) if is_within(made.place, instruction) => trips.times(line) / made.rounds,
@@ -242,21 +256,23 @@ fn weighed(instructions: &[SassInstruction], trips: &TripCounts) -> (Vec<f64>, V
                 Some(_) => trips.entries(of).min(trips.times(line)),
             };
         }
+        // The line is in no loop of PTX, but its instruction may have been moved into one of the machine's loops.
         let put_into = trips.loops.iter().zip(&made).filter(|(_, made)| is_within(made.place, instruction));
         let innermost = put_into.min_by_key(|(of, _)| of.last - of.first);
         innermost.map_or(trips.times(line), |(of, made)| trips.times(of.last) / made.rounds)
     });
     let told = trips.undecided.iter();
     let told =
-        told.map(|line| format!("what the branch in line {line} jumps over, which hangs on numbers of the batch"));
+        told.map(|line| format!("what the branch in line {line} jumps over, which depends on numbers of the batch"));
     (weights.collect(), told.collect())
 }
 
-/// What pipes take, the busiest first.
+/// Returns the time of every pipe that is used, the busiest first.
 fn pipes(chip: &GpuChip, instructions: &[SassInstruction], weights: &[f64], uncounted: &mut Vec<String>) -> Vec<Pipe> {
     let mut clocks = [0.0; PIPES.len()];
     let mut through = [0.0; PIPES.len()];
     for (instruction, weight) in instructions.iter().zip(weights) {
+        // An unknown instruction takes an issue slot, and is reported once.
         let known = taken(chip, &instruction.mnemonic);
         if known.is_none() {
             let name = format!("the pipe of {}, which is not known", instruction.mnemonic);
@@ -283,7 +299,7 @@ mod tests {
     use crate::gpu::trips::tests::{SWEEP, kernel};
 
     #[test]
-    fn what_ptxas_says_is_read_with_and_without_shared_memory_and_spills() {
+    fn ptxas_figures_with_and_without_spills_are_read() {
         let said = |text| PtxasFigures::parse(text);
         let plain = "ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'scale' for 'sm_90'
@@ -300,7 +316,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
     }
 
     #[test]
-    fn instructions_out_of_and_in_a_loop_count_as_often_as_they_run() {
+    fn weights_of_moved_and_unrolled_instructions_are_their_runs() {
         let kernel = kernel(SWEEP);
         let trips = TripCounts::count(&kernel).unwrap();
         let line = |part: &str| 1 + kernel.text.lines().position(|line| line.contains(part)).unwrap();
@@ -331,11 +347,11 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
         assert_eq!(weighed(&flat, &trips).0, [warps; 4]);
     }
 
-    /// For which chip a kernel is changed how, and what the error says.
+    /// A target, a change of the kernel, and the words that the error must have.
     type Case = (&'static str, fn(&mut PtxKernel), &'static [&'static str]);
 
     #[test]
-    fn what_a_chip_lacks_is_named_with_what_to_use_instead() {
+    fn launch_beyond_a_chip_is_refused_with_an_alternative() {
         let of = |target, change: fn(&mut PtxKernel)| {
             let mut kernel = kernel(SWEEP);
             change(&mut kernel);

@@ -22,26 +22,27 @@ pub const PLUGIN_VARIABLE: &str = "ASSAY_CUDA_PLUGIN";
 /// The custom call by which a program calls a kernel of PTX.
 pub const CALL: &str = "__gpu$xla.gpu.ptx";
 
-/// How names of files with optimized HLO end.
+/// The end of the name of the plugin's file with optimized HLO.
 const OPTIMIZED: &str = "gpu_after_optimizations.txt";
 
-/// What came of it.
+/// The result of compiling one program with XLA's CUDA plugin and `ptxas`.
 #[derive(Clone, Debug)]
 pub struct GpuCompilation {
-    /// Of one run, on one device.
+    /// The memory of one run on one device, as the plugin reports it.
     pub memory: CompiledMemory,
     /// Seconds that the plugin took.
     pub compile_s: f64,
     /// The kernels of PTX, assembled.
     pub launches: Vec<Launch>,
-    /// Bytes through HBM.
+    /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
 }
 
 impl GpuCompilation {
-    /// The bounds of one run on `chip`.
+    /// Returns the lower bounds of one run on `chip`: HBM's, and that of the busiest pipe over all launches.
     pub fn bound(&self, chip: &GpuChip) -> Bound {
         let hbm_ms = chip.hbm_ms(self.traffic.hbm_bytes);
+        // Adds up each pipe over all launches; the launches run one after another.
         let mut pipes: Vec<(&str, f64)> = Vec::new();
         for launch in &self.launches {
             for pipe in &launch.pipes {
@@ -54,6 +55,7 @@ impl GpuCompilation {
         }
         let busiest = pipes.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
         let (pipe, pipe_ms) = busiest.unwrap_or_default();
+        // Computing and HBM overlap in the best case.
         let limit = if pipe_ms > hbm_ms { Limit::Pipe } else { Limit::Hbm };
         Bound { hbm_ms, pipe_ms, pipe: pipe.into(), predicted_ms: hbm_ms.max(pipe_ms), limit }
     }
@@ -81,12 +83,12 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, AheadError> {
 }
 
 impl GpuCompiler {
-    /// With the plugin at `plugin`, loaded by `worker`: an `assay` executable.
+    /// Creates a compiler from the file of the plugin, a toolkit, and the `assay` executable that loads the plugin as a worker.
     pub fn new(plugin: PathBuf, toolkit: CudaToolkit, worker: PathBuf) -> GpuCompiler {
         GpuCompiler { plugin, toolkit, worker: CompileWorker::new(worker) }
     }
 
-    /// The same with another time limit.
+    /// Sets the time after which the worker is killed.
     #[must_use]
     pub fn with_limit(self, limit: Duration) -> GpuCompiler {
         GpuCompiler { worker: self.worker.with_limit(limit), ..self }
@@ -126,6 +128,7 @@ impl GpuCompiler {
             reason: Box::new(reason),
             writer: "",
         };
+        // The HLO has the bytes, and how often each kernel is called.
         let traffic = Traffic::parse(&file, &text).map_err(unread)?;
         for launch in &mut launches {
             launch.runs = runs(&text, &launch.name, &traffic);
@@ -134,10 +137,11 @@ impl GpuCompiler {
     }
 }
 
-/// How often a program calls the kernel called `name`.
+/// Returns how often a program calls the kernel called `name`.
 fn runs(hlo: &str, name: &str, traffic: &Traffic) -> u64 {
     let named = format!("\"{name}\"");
     let calls = hlo.lines().filter(|line| line.contains(CALL) && line.contains(&named));
+    // A call inside of a loop runs as often as the loop turns.
     let instruction = |line: &str| {
         let (name, _) = line.trim_start().trim_start_matches("ROOT ").split_once(" = ")?;
         Some(traffic.runs.get(name.trim_start_matches('%')).copied().unwrap_or(1))

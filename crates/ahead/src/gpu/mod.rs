@@ -1,16 +1,15 @@
-//! Programs compiled ahead of time for GPUs, on a machine that has none, and what the compilers say of them.
+//! Programs compiled for GPUs: memory, registers, HBM traffic and instructions by pipe.
 //!
-//! Three tools are asked, none of which needs a GPU or a driver:
+//! Three tools compile a program, and need neither a GPU nor a driver:
 //!
 //! - XLA's CUDA plugin compiles the whole program ([`compile`]): the memory of one run, and the optimized HLO, from which follow the
 //!   bytes that move through HBM;
 //! - `ptxas` assembles every kernel of PTX ([`assemble`]): registers, spills, shared memory, and how many CTAs find room together;
-//! - `nvdisasm` reads the machine's instructions back, each with its line of PTX. How often that line runs is told by running the
-//!   kernel's integers (`trips`), and which unit an instruction takes by NVIDIA's documents (`pipes`).
+//! - `nvdisasm` lists the machine's instructions, each with its line of PTX. Executing the kernel's integers gives the number of runs of
+//!   that line (`trips`), and NVIDIA's documents give the execution unit of an instruction (`pipes`).
 //!
-//! From these follow two lower bounds on the time of one run: HBM's, and that of the busiest unit. They are bounds, not predictions:
-//! latency, stalls, conflicts of banks and collectives are in neither. [`figures`] brings all of it together for one program,
-//! [`table`] for many.
+//! These give two lower bounds on the time of one run: HBM's, and that of the busiest unit. They are bounds and not predictions:
+//! latency, stalls, bank conflicts and collectives are in neither. [`figures`] collects all of it for one program, [`table`] for many.
 
 pub mod assemble;
 #[cfg(feature = "plugin")]

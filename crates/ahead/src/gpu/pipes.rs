@@ -1,4 +1,4 @@
-//! Which execution units an instruction of the machine takes, and for how long.
+//! The execution units that a machine instruction occupies, and for how many clocks.
 //!
 //! | pipe | what goes through it |
 //! |---|---|
@@ -11,12 +11,12 @@
 //! | `lsu` | loads, stores, copies, shuffles, reads of special registers |
 //! | `shared` | bytes that instructions read of shared memory and write to it; conflicts of banks, and what copies write, are left out |
 //!
-//! By Nsight Compute's documentation ("Pipelines"); rates are [`GpuRates`](super::target::GpuRates). Branches, barriers, waits, constants
-//! and the uniform data path count as `issue` alone, and so does what is not known, by name.
+//! The pipes are those of Nsight Compute's documentation ("Pipelines"); the rates are [`GpuRates`](super::target::GpuRates). Branches, barriers, waits, constants
+//! and the uniform data path count as `issue` alone. So do unknown instructions, which are reported by name.
 
 use super::target::{GpuChip, ISSUED, SHARED_BYTES_A_CLOCK, WARP};
 
-/// Names of the pipes.
+/// The names of the pipes, in the order of the module's table.
 pub(crate) const PIPES: [&str; 8] = ["issue", "fma", "product", "half", "alu", "xu", "lsu", "shared"];
 
 /// Clocks of pipes that one instruction of a warp takes on a multiprocessor. `None` where the instruction is not known: `issue` is all
@@ -26,12 +26,14 @@ pub(crate) fn taken(chip: &GpuChip, mnemonic: &str) -> Option<Vec<(&'static str,
     let clocks = |rate: f64| f64::from(WARP) / rate;
     let (opcode, modifiers) = mnemonic.split_once('.').unwrap_or((mnemonic, ""));
     let is = |modifier: &str| modifiers.split('.').any(|one| one == modifier);
+    // Every instruction takes an issue slot, and most take one more pipe.
     let mut pipes = vec![("issue", clocks(ISSUED))];
     let integer = clocks(rates.integer);
     match opcode {
         "FFMA" | "FADD" | "FMUL" | "FFMA32I" | "FADD32I" | "FMUL32I" => pipes.push(("fma", clocks(rates.f32))),
         // Two results a thread.
         "FFMA2" | "FADD2" | "FMUL2" => pipes.push(("fma", 2.0 * clocks(rates.f32))),
+        // Integer products go through `fma`, of which one half can compute them.
         "IMAD" | "IMUL" | "IMAD32I" | "IDP" | "IDP4A" => {
             pipes.push(("fma", clocks(rates.f32)));
             pipes.push(("product", clocks(rates.integer_product)));
@@ -87,7 +89,7 @@ mod tests {
     use crate::gpu::GpuTarget;
 
     #[test]
-    fn an_instruction_takes_the_pipes_that_nvidias_documents_name() {
+    fn pipes_of_instructions_follow_nvidias_documents() {
         let taken = |chip, mnemonic| {
             let pipes = super::taken(GpuTarget::parse(chip).unwrap().chip, mnemonic).unwrap();
             pipes.into_iter().filter(|(name, _)| *name != "issue").collect::<Vec<_>>()
@@ -108,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn every_pipe_has_a_name() {
+    fn pipes_all_have_names() {
         let chip = GpuTarget::parse("h100").unwrap().chip;
         for mnemonic in ["FFMA", "IMAD", "HFMA2", "IADD3", "MUFU", "LDS.64", "SHFL", "EXIT"] {
             for (pipe, clocks) in taken(chip, mnemonic).unwrap() {

@@ -2,16 +2,16 @@
 
 use crate::error::AheadError;
 
-/// One instruction.
+/// An instruction of a kernel's machine code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SassInstruction {
-    /// Byte in the kernel.
+    /// The offset from the start of the kernel, in bytes.
     pub(crate) address: u64,
-    /// `MUFU.EX2`
+    /// The opcode with its modifiers, such as `MUFU.EX2`.
     pub(crate) mnemonic: String,
-    /// Line of the PTX, from 1; `None` where the assembler names none.
+    /// The line of the PTX, from 1; `None` if the assembler gives none.
     pub(crate) line: Option<usize>,
-    /// Where a branch goes.
+    /// The address that a branch jumps to.
     pub(crate) target: Option<u64>,
 }
 
@@ -20,7 +20,7 @@ fn malformed(line: usize, given: &str, expected: &'static str) -> AheadError {
     AheadError::quoted("nvdisasm", line, given, expected)
 }
 
-/// The instructions of `kernel`, in order, without what fills its end.
+/// Parses the instructions of `kernel` in order, without the padding at its end.
 ///
 /// # Errors
 /// [`AheadError::Malformed`] where the text does not read as expected.
@@ -35,6 +35,7 @@ pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<SassInstruction>, Ah
     let section = format!(".text.{kernel}:");
     for (at, line) in text.lines().enumerate() {
         let trimmed = line.trim();
+        // The listing has sections; the kernel's code is in `.text.NAME`.
         if trimmed == section {
             inside = true;
             continue;
@@ -45,15 +46,18 @@ pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<SassInstruction>, Ah
         if trimmed.starts_with("//---") || trimmed.starts_with(".section") {
             break;
         }
+        // A comment before an instruction has the line of PTX, for all instructions up to the next such comment.
         if let Some(place) = trimmed.strip_prefix("//## File \".nv_debug_ptx_txt") {
             let number = place.split_once("line ").map(|(_, rest)| rest.split(|c: char| !c.is_ascii_digit()));
             line_of_ptx = number.and_then(|mut digits| digits.next()).and_then(|digits| digits.parse().ok());
             continue;
         }
+        // A label belongs to the next instruction, whose address is not known yet.
         if let Some(label) = trimmed.strip_suffix(':').filter(|label| !label.contains(' ')) {
             waiting.push(label.into());
             continue;
         }
+        // `/*0020*/ @!P0 BRA `(.L_x_0) ;`: the address, an optional guard, the mnemonic.
         let Some((address, rest)) = trimmed.strip_prefix("/*").and_then(|rest| rest.split_once("*/")) else { continue };
         let address = u64::from_str_radix(address, 16).map_err(|_| malformed(at + 1, line, "an address"))?;
         let text = rest.split(';').next().unwrap_or_default().trim();
@@ -74,6 +78,7 @@ pub(crate) fn parse(kernel: &str, text: &str) -> Result<Vec<SassInstruction>, Ah
     if instructions.is_empty() {
         return Err(malformed(0, text.lines().next().unwrap_or_default(), "a section of the kernel"));
     }
+    // Now that all labels have addresses, branches get their targets.
     for (line, at, label) in branches {
         let found = labels.iter().find(|(name, _)| *name == label);
         let (_, address) = found.ok_or_else(|| malformed(line, &label, "a label of the kernel"))?;
@@ -109,7 +114,7 @@ scale:
 ";
 
     #[test]
-    fn instructions_have_their_lines_and_branches_their_targets() {
+    fn sass_instructions_have_lines_and_branches_targets() {
         let read = parse("scale", TEXT).unwrap();
         let of = |address, mnemonic: &str, line, target| SassInstruction {
             address,
@@ -127,7 +132,7 @@ scale:
     }
 
     #[test]
-    fn what_is_no_disassembly_of_the_kernel_is_an_error() {
+    fn sass_of_another_form_is_an_error() {
         for (given, replaced, expected) in [
             (TEXT, "", "a section of the kernel"),
             ("text.scale", "text.other", "a section of the kernel"),

@@ -1,4 +1,4 @@
-//! The kernels of PTX for every chip, vocabulary and dtype, and XLA's own programs beside them.
+//! The tables of docs/gpu.md: the kernels of PTX for every chip, vocabulary and dtype, and XLA's own programs.
 
 use std::fmt::Write as _;
 
@@ -18,7 +18,7 @@ const VOCABS: [usize; 3] = [151_643, 151_936, 256_000];
 /// The one that XLA's programs and losses with an entropy bonus are compiled at.
 const VOCAB: usize = 151_936;
 
-/// The bonus of those.
+/// The coefficient of the losses with an entropy bonus.
 const ENTROPY_COEF: f64 = 0.01;
 
 /// An LM head of a 7B model.
@@ -63,7 +63,7 @@ fn runs_on(id: &str, target: &GpuTarget) -> bool {
     !id.contains("one-pass") || target.chip.largest_cluster > 1
 }
 
-/// The rows as Markdown: those on logits, and those with an LM head.
+/// Formats the rows as two tables in Markdown: logits, and LM heads.
 pub fn markdown(table: &Table) -> [String; 2] {
     let mut logits = String::from(
         "| target | shape | dtype | program | peak, bytes | of the logits | registers | spills | SMEM a CTA | CTAs an SM | busiest pipe, ms | HBM bytes | HBM, ms | pipe / HBM | bound, ms |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n",
@@ -77,13 +77,13 @@ pub fn markdown(table: &Table) -> [String; 2] {
     [logits, heads]
 }
 
-/// With what its loss has beside.
+/// Formats the implementation's id, with a note on the entropy bonus if the loss has one.
 fn program(row: &Compiled) -> String {
     let bonus = if row.entropy_coef == 0.0 { "" } else { ", entropy bonus" };
     format!("{}{bonus}", row.implementation)
 }
 
-/// A figure of each launch; of one kernel that is itself.
+/// Formats a figure of each launch, separated by commas.
 fn per_launch(row: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
     let figures: Vec<String> = row.launches.iter().map(figure).collect();
     if figures.is_empty() { "–".into() } else { figures.join(", ") }

@@ -1,12 +1,12 @@
-//! What is compiled for: a chip, and how many of them are in one machine.
+//! GPU targets: a chip, and the number of them in one machine.
 //!
 //! # Names
-//! A target is written `h100`, or `h100:8` for eight of them. XLA's CUDA plugin is told of it by two options of a topology of the
+//! A target is written `h100`, or `h100:8` for eight of them. XLA's CUDA plugin gets it as two options of a topology of the
 //! platform `cuda`: `topology`, `1x1x8` (slices, hosts of one, devices of one), and `target_config`, a `GpuTargetConfigProto` as
 //! text. It needs no GPU, no driver and no other library.
 //!
 //! # Figures
-//! What the plugin is told is what openxla/xla keeps in `xla/backends/gpu/target_config/specs` (`a100_sxm_80`, `h100_sxm`, `h200`,
+//! The plugin gets the description that openxla/xla keeps in `xla/backends/gpu/target_config/specs` (`a100_sxm_80`, `h100_sxm`, `h200`,
 //! `b200.txtpb`). HBM bandwidth: NVIDIA's datasheets of the A100 80GB SXM, H100 SXM, H200 SXM and DGX B200. The clock is the boost
 //! clock of the same files of XLA, and an assumption wherever a time is printed: under load a chip may run slower.
 //!
@@ -15,32 +15,32 @@
 //! 10.0; half-precision there counts both halves up to 9.0. openxla/xla quotes f32, f16 and i32 of the same table
 //! (`xla/stream_executor/cuda/cuda_core_info_table.cc`). Which instruction takes which pipe:
 //! Nsight Compute's documentation, "Pipelines" (`pipes`). Banks of shared memory give 4 bytes a clock each, 32 of them (CUDA
-//! C++ Programming Guide). Where neither says it, the faster of what is possible is taken, for a bound must not be too large.
+//! C++ Programming Guide). Where no document has a rate, the fastest possible one is used, because a bound must not be too large.
 
 use std::fmt;
 
 use crate::error::AheadError;
 
-/// A generation of GPU.
+/// A generation of GPU with the figures that bounds depend on.
 #[derive(Debug, PartialEq)]
 pub struct GpuChip {
-    /// `h100`
+    /// The name of the chip in targets, such as `h100`.
     pub name: &'static str,
-    /// What CUDA calls it.
+    /// The name that CUDA reports for the device.
     device: &'static str,
-    /// Compute capability.
+    /// The compute capability, major and minor version.
     pub capability: (u32, u32),
-    /// Multiprocessors.
+    /// The number of streaming multiprocessors.
     pub multiprocessors: u32,
     /// Boost clock, 10⁹ a second.
     pub clock_ghz: f64,
     /// HBM bandwidth, 10¹² bytes a second.
     pub hbm_tb_per_s: f64,
-    /// The same as XLA has it, bytes a second.
+    /// The HBM bandwidth that XLA's configuration has, in bytes a second.
     xla_bandwidth: u64,
-    /// HBM, bytes.
+    /// The size of the HBM, in bytes.
     memory_bytes: u64,
-    /// The second cache, bytes.
+    /// The size of the L2 cache, in bytes.
     l2_bytes: u64,
     /// Shared memory of a multiprocessor, bytes.
     pub shared_bytes: u32,
@@ -48,7 +48,7 @@ pub struct GpuChip {
     pub shared_bytes_a_cta: u32,
     /// The most CTAs that a cluster may have everywhere; 1 where there are no clusters.
     pub largest_cluster: u32,
-    /// See [`GpuRates`].
+    /// The rates of the execution units of a multiprocessor.
     pub rates: GpuRates,
 }
 
@@ -57,21 +57,21 @@ pub struct GpuChip {
 pub struct GpuRates {
     /// f32 additions, multiplications and both at once.
     pub f32: f64,
-    /// The same of two f16 a thread.
+    /// Additions, multiplications and fused multiply-adds of two f16 a thread.
     pub f16x2: f64,
-    /// The same of two bf16.
+    /// Additions, multiplications and fused multiply-adds of two bf16 a thread.
     pub bf16x2: f64,
     /// Minimum and maximum of f32.
     pub f32_min_max: f64,
     /// Integers, logic, shifts, comparisons, selections.
     pub integer: f64,
-    /// Products of integers.
+    /// Integer multiplications, with or without an addition.
     pub integer_product: f64,
-    /// Exponential, logarithm, reciprocal.
+    /// Exponential, logarithm and reciprocal, of the special function unit.
     pub transcendental: f64,
     /// Conversions that share their unit.
     pub conversion: f64,
-    /// Loads, stores, shuffles.
+    /// Loads, stores and shuffles of any size.
     pub memory: f64,
 }
 
@@ -81,10 +81,10 @@ pub(crate) const ISSUED: f64 = 128.0;
 /// Bytes that shared memory gives a clock.
 pub(crate) const SHARED_BYTES_A_CLOCK: f64 = 128.0;
 
-/// Threads of a warp.
+/// The number of threads of a warp.
 pub const WARP: u32 = 32;
 
-/// What is the same on all of them: threads of a CTA and of a multiprocessor, its registers, its CTAs.
+/// The limits that all these chips have in common: threads of a CTA here; threads, registers and CTAs of a multiprocessor below.
 pub(crate) const THREADS_A_CTA: u32 = 1024;
 const THREADS: u32 = 2048;
 const REGISTERS: u32 = 65_536;
@@ -185,13 +185,13 @@ impl GpuChip {
         CHIPS.iter().find(|chip| device == chip.device)
     }
 
-    /// `sm_90`
+    /// Returns the architecture that `ptxas` takes, such as `sm_90`.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}")
     }
 
-    /// What kernels for it are written for.
+    /// Returns the target for which kernels of this chip are written.
     pub fn written_for(&self) -> assay_ptx::Target {
         use assay_ptx::Target::{Sm80, Sm90, Sm100};
         match self.capability.0 {
@@ -211,11 +211,12 @@ impl GpuChip {
         clocks / (f64::from(self.multiprocessors) * self.clock_ghz * 1e6)
     }
 
-    /// How many CTAs find room on a multiprocessor, and what holds their number there.
+    /// Returns how many CTAs are resident on a multiprocessor at once, and the resource that limits them.
     pub fn resident(&self, threads: u32, registers: u32, shared_bytes: u32) -> (u32, &'static str) {
         let warps = threads.div_ceil(WARP).max(1);
         // Each quarter has its registers, given to a warp by 256.
         let of_a_warp = registers.next_multiple_of(8).max(8) * WARP;
+        // Each limit gives a number of CTAs, and the smallest of them decides.
         let by_registers = 4 * (REGISTERS / 4 / of_a_warp) / warps;
         let by_shared = self.shared_bytes / (shared_bytes + RESERVED).next_multiple_of(128);
         let by_threads = THREADS / WARP / warps;
@@ -224,7 +225,7 @@ impl GpuChip {
         all.into_iter().min_by_key(|(ctas, _)| *ctas).expect("four")
     }
 
-    /// What the plugin is told of the chip: a `GpuTargetConfigProto` as text.
+    /// Writes the description of the chip that the plugin takes, a `GpuTargetConfigProto` as text.
     pub fn target_config(&self) -> String {
         let Self { device, multiprocessors, clock_ghz, xla_bandwidth, memory_bytes, l2_bytes, .. } = self;
         let Self { shared_bytes, shared_bytes_a_cta, rates, capability: (major, minor), .. } = self;
@@ -264,7 +265,7 @@ const MOST_DEVICES: usize = 8;
 /// A chip, and how many of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GpuTarget {
-    /// The chip.
+    /// The chip that all devices of the target are.
     pub chip: &'static GpuChip,
     devices: usize,
 }
@@ -279,7 +280,7 @@ impl fmt::Display for GpuTarget {
 }
 
 impl GpuTarget {
-    /// `h100`, or `h100:8`. See [the module](self).
+    /// Parses `h100`, or `h100:8` for eight devices. See [the module](self).
     ///
     /// # Errors
     /// [`AheadError::UnknownTarget`], which lists the chips there are.
@@ -301,7 +302,7 @@ impl GpuTarget {
         CHIPS.iter().any(|chip| chip.name == name)
     }
 
-    /// One of each chip.
+    /// Returns a target with one device of each chip.
     pub fn all() -> impl Iterator<Item = GpuTarget> {
         CHIPS.iter().map(|chip| GpuTarget { chip, devices: 1 })
     }
@@ -311,7 +312,7 @@ impl GpuTarget {
         self.devices
     }
 
-    /// What the plugin is told, by name.
+    /// Returns the options by which the plugin is told the topology and the chip.
     #[cfg(feature = "plugin")]
     pub(crate) fn options(&self) -> [(&'static str, String); 2] {
         [("topology", format!("1x1x{}", self.devices)), ("target_config", self.chip.target_config())]
@@ -323,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_target_is_a_chip_and_a_number_of_devices_of_one_machine() {
+    fn gpu_target_is_a_chip_and_a_number_of_devices() {
         for target in GpuTarget::all() {
             assert_eq!(GpuTarget::parse(target.chip.name).unwrap(), target);
         }
@@ -337,7 +338,7 @@ mod tests {
 
     /// Figures of NVIDIA's occupancy calculator.
     #[test]
-    fn ctas_find_room_by_what_there_is_least_of() {
+    fn resident_ctas_are_limited_by_the_scarcest_resource() {
         let h100 = GpuTarget::parse("h100").unwrap().chip;
         assert_eq!(h100.resident(512, 64, 82_700), (2, "registers"));
         assert_eq!(h100.resident(256, 64, 82_700), (2, "shared memory"));

@@ -1,14 +1,14 @@
-//! How often each line of a kernel's PTX runs, told by running its integers.
+//! The number of times that each line of a kernel's PTX runs, found by executing its integer instructions.
 //!
-//! Where a thread goes, and how often round, hangs on its number, on constants, and on very few numbers in memory: whether a token
-//! counts, and which its target is. So threads are run of which only integers are known: registers that come from thread numbers,
-//! constants and addresses have their values; what comes from floats, from shared memory or from other threads has none. The mask says
-//! that every token counts, and a target is the middle of the vocabulary. Where a branch hangs on something unknown the thread goes
-//! where less runs: past a part, once through a loop; the line is told.
+//! The path of a thread depends on its number, on constants, and on very few numbers in memory: the mask and the target of a token.
+//! So threads are executed with integers alone. Registers that derive from thread numbers, constants and addresses have values;
+//! registers that derive from floats, from shared memory or from other threads are unknown. The mask counts every token, and the
+//! target is the middle of the vocabulary. At a branch on an unknown value the thread takes the way on which less runs: it skips
+//! forward, or leaves the loop after one round; the line is reported.
 //!
-//! A warp runs a line as often as that of its threads which runs it most often. Of each warp the first and the last thread are run,
-//! and of the grid some clusters, spread over it so that rows of every alignment are among them. The count is no more than what
-//! really runs, but for the part of the grid that stands for the whole.
+//! A warp runs a line as often as the thread that runs it most often. Of each warp the first and the last thread are executed, and
+//! of the grid some clusters, spread so that rows of every alignment are among them. The count is a lower bound, apart from the
+//! scaling from these clusters to the whole grid.
 
 use std::collections::HashMap;
 
@@ -23,7 +23,7 @@ const CLUSTERS: u64 = 16;
 /// Lines that one thread may run.
 const MOST_STEPS: u64 = 4_000_000;
 
-/// Where arrays of global memory begin: far from one another.
+/// The distance between the assumed addresses of arrays in global memory.
 const FIRST_ADDRESS: u64 = 1 << 44;
 
 /// A branch back, which makes a loop.
@@ -35,32 +35,32 @@ pub(crate) struct PtxLoop {
     pub(crate) last: usize,
 }
 
-/// What warps run of a kernel, in one launch.
+/// The number of times that warps run each line of a kernel in one launch.
 #[derive(Clone, Debug)]
 pub(crate) struct TripCounts {
-    /// By line, from 1: how often warps run it, all together; `None` where no instruction stands.
+    /// The runs of all warps together, by line from 1; `None` for lines without an instruction.
     counts: Vec<Option<f64>>,
-    /// Its loops.
+    /// The loops of the kernel, in the order of their branches.
     pub(crate) loops: Vec<PtxLoop>,
-    /// Warps of the launch.
+    /// The number of warps of the launch.
     pub(crate) warps: f64,
-    /// Lines of branches that hang on what is unknown.
+    /// The lines of branches that depend on unknown values, ascending.
     pub(crate) undecided: Vec<usize>,
 }
 
 impl TripCounts {
-    /// How often warps run `line`; as often as there are warps where no instruction stands.
+    /// Returns how often warps run `line`; a line without an instruction counts once for each warp.
     pub(crate) fn times(&self, line: usize) -> f64 {
         self.counts.get(line).copied().flatten().unwrap_or(self.warps)
     }
 
-    /// The place of the innermost loop around `line`.
+    /// Returns the index of the innermost loop around `line`.
     pub(crate) fn around(&self, line: usize) -> Option<usize> {
         let around = self.loops.iter().enumerate().filter(|(_, of)| (of.first..=of.last).contains(&line));
         around.min_by_key(|(_, of)| of.last - of.first).map(|(place, _)| place)
     }
 
-    /// How often what stands before `of` runs: each of these times the loop is entered.
+    /// Returns how often the loop is entered: as often as the line before it runs.
     pub(crate) fn entries(&self, of: &PtxLoop) -> f64 {
         let before = self.counts[..of.first].iter().rev().find_map(|count| *count);
         before.unwrap_or(self.warps).min(self.times(of.last))
@@ -76,9 +76,9 @@ enum TracedOperand {
     /// A constant, the address of an array in shared memory, or a parameter.
     Known(u64),
     Special(SpecialRegister),
-    /// Of memory: what is in brackets.
+    /// The address inside of the brackets of a memory operand.
     Memory(Box<TracedOperand>),
-    /// Several registers.
+    /// The registers inside of the braces of a vector operand.
     Several(Vec<usize>),
     Label(usize),
     Unknown,
@@ -115,7 +115,7 @@ impl TracedInstruction {
         self.modifiers.iter().any(|one| one == modifier)
     }
 
-    /// Of its type, which stands last.
+    /// Returns bits and signedness of the instruction's type, its last modifier; `None` if it is not an integer.
     fn integer(&self) -> Option<(u32, bool)> {
         integer(self.modifiers.last()?)
     }
@@ -138,7 +138,7 @@ struct TracedProgram {
     lines: usize,
 }
 
-/// Where one thread is.
+/// The position of one thread in the launch.
 #[derive(Clone, Copy)]
 struct ThreadPlace {
     thread: u32,
@@ -154,6 +154,7 @@ impl TracedProgram {
     fn parse(kernel: &PtxKernel) -> Result<Self, AheadError> {
         let lines: Vec<&str> = kernel.text.lines().collect();
         let code = |line: &str| line.split("//").next().unwrap_or_default().trim().to_string();
+        // First pass: instructions are numbered, so that labels have the number of the next one, and arrays in shared memory get addresses.
         let mut labels = HashMap::new();
         let mut known = HashMap::new();
         let mut shared = 0_u64;
@@ -164,16 +165,18 @@ impl TracedProgram {
             } else if line.contains(".shared") && line.contains('[') && line.starts_with('.') {
                 let name = line.split('[').next().and_then(|line| line.split_whitespace().last()).unwrap_or_default();
                 let bytes = line.split(['[', ']']).nth(1).and_then(|bytes| bytes.parse().ok()).unwrap_or(0_u64);
-                // Dynamic shared memory has no size here; whatever lies there, only its address counts.
+                // Dynamic shared memory has no size here: only its address matters.
                 known.insert(name.to_string(), shared.next_multiple_of(16));
                 shared = shared.next_multiple_of(16) + bytes;
             } else if is_instruction(&line) {
                 count += 1;
             }
         }
+        // Arrays in global memory get addresses far apart, so that an address tells the array.
         for (place, parameter) in kernel.parameters.iter().enumerate() {
             known.insert(parameter.name.clone(), FIRST_ADDRESS * (place as u64 + 1));
         }
+        // Second pass: operands become indices of registers, constants, addresses and labels.
         let mut registers: HashMap<String, usize> = HashMap::new();
         let mut instructions = Vec::new();
         for (at, line) in lines.iter().enumerate() {
@@ -183,6 +186,7 @@ impl TracedProgram {
             }
             let mut operand = |text: &str| operand(text, &mut registers, &known, &labels);
             let text = line.trim_end_matches(';').trim();
+            // `@%p1 bra $end` runs if the predicate is true, `@!%p1 bra $end` if it is false.
             let (guard, text) = match text.strip_prefix('@') {
                 None => (None, text),
                 Some(guarded) => {
@@ -196,6 +200,7 @@ impl TracedProgram {
                     }
                 }
             };
+            // `mad.wide.u32 %d1, %r1, 4, %d0`: the opcode, its modifiers, its operands.
             let (mnemonic, given) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
             let mut modifiers = mnemonic.split('.').map(String::from);
             let opcode = modifiers.next().unwrap_or_default();
@@ -206,7 +211,7 @@ impl TracedProgram {
         Ok(Self { instructions, registers: registers.len(), lines: lines.len() })
     }
 
-    /// Its branches back.
+    /// Finds the loops: branches to an earlier line.
     fn loops(&self) -> Vec<PtxLoop> {
         let back = self.instructions.iter().enumerate().filter_map(|(at, branch)| match branch.operands.first() {
             Some(&TracedOperand::Label(to)) if branch.opcode == "bra" && to <= at => Some(PtxLoop {
@@ -219,14 +224,15 @@ impl TracedProgram {
     }
 }
 
-/// Declarations, directives and braces are none.
+/// Returns whether a line is an instruction, and not a declaration, a directive or a brace.
 fn is_instruction(line: &str) -> bool {
     line.ends_with(';') && !line.starts_with(['.', '}']) && !line.is_empty()
 }
 
-/// Operands, apart at commas that stand in no braces.
+/// Splits operands at commas outside of braces and brackets.
 fn split(given: &str) -> Vec<&str> {
     let mut depth = 0;
+    // Tracks the nesting, so that the commas of `{%f1, %f2}` do not split.
     let parts = given.split(|c: char| {
         match c {
             '{' | '[' => depth += 1,
@@ -244,6 +250,7 @@ fn operand(
     known: &HashMap<String, u64>,
     labels: &HashMap<String, usize>,
 ) -> TracedOperand {
+    // Grids and blocks have one dimension, so that y and z are constant.
     let special = match text {
         "%tid.x" => Some(SpecialRegister::Thread),
         "%ntid.x" => Some(SpecialRegister::Threads),
@@ -267,6 +274,7 @@ fn operand(
         let base = inside.split('+').next().unwrap_or_default().trim();
         return TracedOperand::Memory(Box::new(operand(base, registers, known, labels)));
     }
+    // Registers are numbered in the order in which they first occur.
     let mut register = |text: &str| {
         let next = registers.len();
         *registers.entry(text.to_string()).or_insert(next)
@@ -278,11 +286,13 @@ fn operand(
         // `%p1|%p2` defines two; the second is unknown for ever.
         return TracedOperand::Register(register(text.split('|').next().unwrap_or(text)));
     }
+    // A constant is decimal, possibly negative, or hexadecimal.
     let number = text.strip_prefix("0x").map_or_else(
         || text.parse().ok().map(i64::cast_unsigned).or_else(|| text.parse().ok()),
         |hexadecimal| u64::from_str_radix(hexadecimal, 16).ok(),
     );
     let number = number.or_else(|| known.get(text).copied());
+    // Anything else, such as a float constant `0f3F800000`, is unknown.
     match (number, labels.get(text)) {
         (Some(number), _) => TracedOperand::Known(number),
         (None, Some(&label)) => TracedOperand::Label(label),
@@ -290,18 +300,18 @@ fn operand(
     }
 }
 
-/// A value of so many bits, as it lies in a register of 64.
+/// Truncates a value to its lowest `bits` bits.
 fn cut(value: u64, bits: u32) -> u64 {
     if bits >= 64 { value } else { value & ((1 << bits) - 1) }
 }
 
-/// The same with its sign drawn out.
+/// Sign-extends the lowest `bits` bits of a value.
 fn signed(value: u64, bits: u32) -> i64 {
     let unused = 64 - bits.min(64);
     ((value << unused) as i64) >> unused
 }
 
-/// One launch's threads.
+/// The state of a launch whose threads are run one after another.
 struct ThreadTracer<'k> {
     kernel: &'k PtxKernel,
     program: TracedProgram,
@@ -328,8 +338,10 @@ impl ThreadTracer<'_> {
         }
     }
 
-    /// What an array of global memory holds, where that is taken for known.
+    /// Returns the value at an address of global memory if it is assumed known: the mask counts every token, and the target is the middle
+    /// of the vocabulary.
     fn held(&self, address: KnownInteger) -> KnownInteger {
+        // The distance between arrays is so large that the quotient is the array's index.
         let place = usize::try_from(address?.checked_div(FIRST_ADDRESS)?.checked_sub(1)?).ok()?;
         let parameter = self.kernel.parameters.get(place)?;
         match parameter.name.as_str() {
@@ -344,23 +356,22 @@ impl ThreadTracer<'_> {
 
     /// Runs one thread to its end; how often it ran each instruction.
     fn run(&mut self, place: ThreadPlace, counts: &mut [u32]) -> Result<(), AheadError> {
+        // All registers are unknown at first. The program counter is `at`.
         let mut registers: Vec<KnownInteger> = vec![None; self.program.registers];
         let (mut at, mut steps) = (0, 0_u64);
         while let Some(instruction) = self.program.instructions.get(at) {
             steps += 1;
             if steps > MOST_STEPS {
-                return Err(malformed(
-                    instruction.line,
-                    "4,000,000 lines by one thread",
-                    "a thread that comes to an end",
-                ));
+                return Err(malformed(instruction.line, "4,000,000 lines by one thread", "a thread that ends"));
             }
             counts[at] += 1;
             at += 1;
+            // An unknown guard is `None`: the instruction may run or not.
             let guard = instruction
                 .guard
                 .map_or(Some(true), |(register, negated)| registers[register].map(|value| (value != 0) != negated));
             match instruction.opcode.as_str() {
+                // A thread ends at a return, unless its guard is known to be false or is unknown.
                 "ret" | "exit" if guard != Some(false) && (guard.is_some() || instruction.guard.is_none()) => {
                     return Ok(());
                 }
@@ -380,14 +391,17 @@ impl ThreadTracer<'_> {
                 }
                 _ => {}
             }
+            // A guarded instruction that does not run leaves its registers as they are.
             if guard == Some(false) {
                 continue;
             }
+            // The first operand is the destination. Stores and barriers have none.
             let defined = match instruction.operands.first() {
                 Some(TracedOperand::Register(register)) => vec![*register],
                 Some(TracedOperand::Several(several)) => several.clone(),
                 _ => continue,
             };
+            // Where the guard is unknown the result is unknown as well.
             let value = if guard.is_some() { self.value(instruction, &registers, place) } else { None };
             let value = value.filter(|_| defined.len() == 1);
             for register in defined {
@@ -397,7 +411,7 @@ impl ThreadTracer<'_> {
         Ok(())
     }
 
-    /// What an instruction makes of what is known.
+    /// Computes the result of an instruction from the known operands; `None` if it depends on an unknown one.
     fn value(&self, instruction: &TracedInstruction, registers: &[KnownInteger], place: ThreadPlace) -> KnownInteger {
         let given = |at: usize| -> KnownInteger {
             match instruction.operands.get(at)? {
@@ -409,6 +423,7 @@ impl ThreadTracer<'_> {
         };
         let opcode = instruction.opcode.as_str();
         match opcode {
+            // A parameter is known by its address; memory of arrays only as far as `held` says.
             "ld" => {
                 let Some(TracedOperand::Memory(address)) = instruction.operands.get(1) else { return None };
                 let address = match address.as_ref() {
@@ -452,10 +467,12 @@ impl ThreadTracer<'_> {
             }
             _ => {}
         }
+        // Integer arithmetic, in the width and the signedness of the type. Anything that is not an integer is unknown.
         let (bits, has_sign) = instruction.integer()?;
         let operand = |at| given(at).map(|value| cut(value, bits));
         let (a, b) = (operand(1), operand(2));
         let wide = |value: u64| if has_sign { i128::from(signed(value, bits)) } else { i128::from(value) };
+        // `mul` and `mad` keep the low half of a product, `.hi` the high half, `.wide` both.
         let product = |c: i128| -> KnownInteger {
             let product = wide(a?) * wide(b?);
             let value = if instruction.is("hi") { product >> bits } else { product } + c;
@@ -493,7 +510,7 @@ impl ThreadTracer<'_> {
             "shr" if has_sign => (signed(a?, bits) >> amount()?.min(63)).cast_unsigned(),
             "shr" => a?.checked_shr(amount()?).unwrap_or(0),
             "cvt" => {
-                // From an integer, whose type stands last.
+                // The source type is the last modifier, the destination type the one before it.
                 let (to, _) = integer(instruction.modifiers.iter().rev().nth(1)?)?;
                 return Some(cut(if has_sign { signed(a?, bits).cast_unsigned() } else { a? }, to));
             }
@@ -503,10 +520,11 @@ impl ThreadTracer<'_> {
     }
 }
 
-/// What `setp` makes of two integers.
+/// Evaluates `setp` on two integers.
 fn compared(instruction: &TracedInstruction, [a, b]: [u64; 2]) -> KnownInteger {
     let (bits, has_sign) = instruction.integer()?;
     let (a, b) = (cut(a, bits), cut(b, bits));
+    // Only comparisons without a second predicate have two modifiers: `setp.lt.u32`.
     let ordering = if has_sign { signed(a, bits).cmp(&signed(b, bits)) } else { a.cmp(&b) };
     let holds = match instruction.modifiers.first()?.as_str() {
         "eq" => ordering.is_eq(),
@@ -521,11 +539,12 @@ fn compared(instruction: &TracedInstruction, [a, b]: [u64; 2]) -> KnownInteger {
 }
 
 impl TripCounts {
-    /// Of one launch of `kernel`.
+    /// Counts one launch of `kernel`.
     ///
     /// # Errors
     /// [`AheadError::Malformed`] where the text is not understood, or a thread comes to no end.
     pub(crate) fn count(kernel: &PtxKernel) -> Result<Self, AheadError> {
+        // A few clusters represent the grid: at most `CLUSTERS`, evenly spread.
         let program = TracedProgram::parse(kernel)?;
         let (loops, lines) = (program.loops(), program.lines);
         let mut threads = ThreadTracer { kernel, program, undecided: Vec::new() };
@@ -536,9 +555,10 @@ impl TripCounts {
         let instructions = threads.program.instructions.len();
         let mut sums = vec![0_u64; instructions];
         for at in 0..chosen {
-            // One more each time, so that rows at every place within 16 bytes are met.
+            // One cluster further each time, so that rows of every alignment modulo 16 bytes are among them.
             let number = (at * (clusters / chosen) + if clusters > 2 * CLUSTERS { at } else { 0 }) % clusters;
             for cta in number * cluster..(number + 1) * cluster {
+                // Of each warp the first and the last thread are executed; the warp runs a line as often as the more diligent of the two.
                 for first in (0..threads_a_cta).step_by(WARP as usize) {
                     let last = (first + WARP).min(threads_a_cta) - 1;
                     let mut most = vec![0_u32; instructions];
@@ -551,6 +571,7 @@ impl TripCounts {
                 }
             }
         }
+        // Scales the sums to the whole grid.
         let scale = clusters as f64 / chosen as f64;
         let mut counts = vec![None; lines + 1];
         for (instruction, sum) in threads.program.instructions.iter().zip(sums) {
@@ -568,7 +589,7 @@ pub(crate) mod tests {
     use assay_core::device_dtype::DeviceDtype;
     use assay_ptx::{Parameter, Role};
 
-    /// A row of 1,000 floats, and one of a mask, for each CTA.
+    /// Writes a kernel with a row of 1,000 floats, and an element of the mask, for each CTA.
     pub(crate) fn kernel(body: &str) -> PtxKernel {
         let text = format!(
             ".version 8.0\n.target sm_80\n.address_size 64\n\n.visible .entry scale(\n\t.param .u64 logits,\n\t.param .u64 mask,\n\t.param .u64 dlogits\n)\n.reqntid 256, 1, 1\n{{\n\t.reg .pred %p<8>;\n\t.reg .b32 %r<32>;\n\t.reg .b64 %d<32>;\n\t.reg .f32 %f<32>;\n{body}\tret;\n}}\n"
@@ -627,7 +648,7 @@ $masked:
     }
 
     #[test]
-    fn a_warp_runs_a_line_as_often_as_its_most_diligent_thread() {
+    fn trips_of_a_warp_are_those_of_its_busiest_thread() {
         let kernel = kernel(SWEEP);
         let trips = TripCounts::count(&kernel).unwrap();
         assert_eq!(trips.warps, 64.0 * 8.0);
@@ -643,12 +664,12 @@ $masked:
     }
 
     #[test]
-    fn a_branch_on_what_is_unknown_goes_where_less_runs_and_is_told() {
+    fn trips_at_an_unknown_branch_are_the_least_and_reported() {
         let unknown = kernel(&SWEEP.replace("[mask]", "[logits]"));
         let trips = TripCounts::count(&unknown).unwrap();
         assert_eq!(trips.undecided, [line(&unknown, "bra $masked")]);
         assert_eq!(trips.times(line(&unknown, "ex2")), 0.0);
         let endless = kernel(&SWEEP.replace("add.u32 %r0, %r0, 256", "add.u32 %r0, %r0, 0"));
-        assert!(TripCounts::count(&endless).unwrap_err().to_string().contains("comes to an end"));
+        assert!(TripCounts::count(&endless).unwrap_err().to_string().contains("a thread that ends"));
     }
 }

@@ -20,7 +20,7 @@ use crate::traffic::{Traffic, read_optimized};
 /// Names the library where no option does; JAX reads the same.
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
-/// What libtpu reads of its own when it loads.
+/// The environment variable from which libtpu reads its flags when it loads.
 const LIBTPU_VARIABLE: &str = "LIBTPU_INIT_ARGS";
 
 /// The end of the name of libtpu's file with optimized HLO.
@@ -29,22 +29,22 @@ const OPTIMIZED: &str = ".after_optimizations.txt";
 /// The folder of its schedules, within the worker's.
 const SCHEDULES: &str = "schedules";
 
-/// What came of it.
+/// The result of compiling one program with libtpu.
 #[derive(Clone, Debug)]
 pub struct TpuCompilation {
-    /// Of one run, on one device.
+    /// The memory of one run on one device, as libtpu reports it.
     pub memory: CompiledMemory,
-    /// Seconds that libtpu took.
+    /// The seconds that libtpu took, without starting the worker.
     pub compile_s: f64,
-    /// Every kernel's final program.
+    /// The final VLIW program of every kernel, with its number of launches.
     pub kernels: Vec<Launch>,
-    /// Bytes through HBM.
+    /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
     /// Collectives whose cycles are in no kernel.
     pub uncounted: Vec<String>,
-    /// What its collectives take between chips.
+    /// The time that the collectives take on the links between chips.
     pub links: LinkTimes,
-    /// What libtpu was told of its own, by the environment's `LIBTPU_INIT_ARGS` and after it by [`TpuCompiler::flags`].
+    /// The flags that libtpu read: those of the environment's `LIBTPU_INIT_ARGS`, then those of [`TpuCompiler::with_flags`].
     pub flags: String,
 }
 
@@ -54,24 +54,30 @@ impl TpuCompilation {
         self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
 
-    /// Of these, cycles of collectives during which nothing else is computed.
+    /// Sums the cycles of collectives during which nothing else is computed.
     fn exposed_cycles(&self) -> u64 {
+        // A kernel has the name of the collective that it serves.
         let exposed =
             |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && moved.is_alone());
         self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
 
-    /// The bounds of one run on `chip`. What collectives take between chips while something is computed bounds it beside cycles and HBM;
-    /// the rest comes on top of what is left without them.
+    /// Returns the lower bounds of one run on `chip`. A collective that runs during other work overlaps with cycles and HBM; the time of
+    /// the other collectives is added to the bound of the remaining work.
     pub fn bound(&self, chip: &TpuChip) -> Bound {
         let (links, cycles, bytes) = (&self.links, self.cycles(), self.traffic.hbm_bytes);
         let (exposed_cycles, exposed_bytes) = (self.exposed_cycles(), self.traffic.exposed_bytes);
+        // Three bounds without links: of everything, of the exposed collectives, and of everything else.
         let all = chip.bound(cycles, bytes);
         let alone = chip.bound(exposed_cycles, exposed_bytes);
         let rest = chip.bound(cycles.saturating_sub(exposed_cycles), bytes.saturating_sub(exposed_bytes));
+        // Hidden links are busy during the other work, so that the longer of both counts.
         let hidden_ms = links.all_ms - links.exposed_ms;
         let computing_ms = rest.predicted_ms.max(hidden_ms);
+        // An exposed collective moves its HBM bytes while its links are busy; the stalls of overlapping collectives are added, since their
+        // HBM bytes are part of the other work.
         let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
+        // Never below the bound that ignores links.
         let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
         let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
         let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
@@ -101,25 +107,25 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, AheadError> {
 }
 
 impl TpuCompiler {
-    /// With the library at `library`, loaded by `worker`: an `assay` executable.
+    /// Creates a compiler from the file of libtpu and the `assay` executable that loads it as a worker.
     pub fn new(library: PathBuf, worker: PathBuf) -> TpuCompiler {
         TpuCompiler { library, worker: CompileWorker::new(worker), flags: None }
     }
 
-    /// The same with another time limit.
+    /// Sets the time after which the worker is killed.
     #[must_use]
     pub fn with_limit(self, limit: Duration) -> TpuCompiler {
         TpuCompiler { worker: self.worker.with_limit(limit), ..self }
     }
 
-    /// The same with flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`:
-    /// `--xla_tpu_scoped_vmem_limit_kib=61440 …`. libtpu dies of one that it does not know.
+    /// Sets flags of libtpu as a job sets them in `LIBTPU_INIT_ARGS`: `--xla_tpu_scoped_vmem_limit_kib=61440 …`. libtpu aborts on an
+    /// unknown flag.
     #[must_use]
     pub fn with_flags(self, flags: &str) -> TpuCompiler {
         TpuCompiler { flags: Some(flags.into()), ..self }
     }
 
-    /// Returns a compiler with the flags that [`with_flags`](Self::with_flags) set, or with `flags` if it set none.
+    /// Sets `flags` unless [`with_flags`](Self::with_flags) has set others.
     pub(super) fn or_flags(&self, flags: &str) -> TpuCompiler {
         if self.flags.is_some() { self.clone() } else { self.clone().with_flags(flags) }
     }
@@ -164,6 +170,7 @@ impl TpuCompiler {
             let given = format!("places of {} devices", chips.iter().filter(|chip| !chip.is_empty()).count());
             return Err(unread(AheadError::malformed("answer.json", 0, given, "the coordinates of each device")));
         }
+        // The dumps have one launch of each kernel; HLO has the number of launches.
         let uncounted = traffic.launch(&mut kernels);
         // What is computed beside a collective hides it, so the links need the time of every other instruction.
         let chip = target.chip;

@@ -95,18 +95,20 @@ impl CompileRequest<TpuTarget> {
     /// chip's bf16 rate. It is a lower bound for every program of that head; `None` for logits and for other dtypes.
     pub fn products_ms(&self, held_by: HeldBy) -> Option<f64> {
         let ProblemShape::Head(HeadShape { batch, tokens, hidden, vocab }) = self.shape else { return None };
+        // Logits, dhidden and dlm_head: three products of the same size.
         let all = [3, batch, tokens, hidden, vocab].into_iter().map(|extent| extent as f64).product::<f64>();
         let devices = if held_by == HeldBy::AllDevices { self.target.devices() } else { 1 };
         (self.options.dtype == Dtype::Bf16).then(|| self.target.chip.products_ms(all / devices as f64))
     }
 }
 
-/// What libtpu is best told of an implementation over arrays of `shape`. XLA keeps what a product works on within 32 MiB of VMEM unless
-/// it is told otherwise, and its schedules of an LM head's products are better with more. Collectives that stand beside products run
-/// beside them where `SparseCore`s take them.
+/// Returns the flags of libtpu that suit an implementation at this shape. XLA limits the windows of a product to 32 MiB of VMEM by default,
+/// and its schedules of an LM head's products improve with more. Collectives overlap with products where `SparseCore`s execute them.
 pub fn flags_for(implementation: &str, shape: ProblemShape, chip: &TpuChip) -> String {
     let ProblemShape::Head(_) = shape else { return String::new() };
+    // 72 MiB of windows fit only where a core has 128 MiB of VMEM.
     let windows = (chip.core.vmem_mib >= 128).then(|| format!("--xla_tpu_scoped_vmem_limit_kib={WINDOWS_KIB}"));
+    // Only programs that scatter their sums have all-gathers and reduce-scatters to overlap.
     let scatters = head_program(implementation).is_ok_and(Programs::scatters);
     let offloads = ["all_gather", "reduce_scatter"]
         .map(|collective| format!("--xla_tpu_enable_sparse_core_collective_offload_{collective}=true"));
@@ -135,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lm_heads_alone_have_more_vmem_where_there_is_enough() {
+    fn libtpu_flags_of_lm_heads_have_more_vmem_where_it_fits() {
         let flags =
             |id, shape: &str, target| flags_for(id, shape.parse().unwrap(), TpuTarget::parse(target).unwrap().chip);
         let more = "--xla_tpu_scoped_vmem_limit_kib=73728";
@@ -145,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn what_scatters_leaves_collectives_to_sparse_cores_where_there_are_some() {
+    fn libtpu_flags_of_scattered_heads_offload_collectives() {
         let flags = |target| {
             let chip = TpuTarget::parse(target).unwrap().chip;
             flags_for("tile-lm-head-vocab-scattered", "1x8x16x64".parse().unwrap(), chip)

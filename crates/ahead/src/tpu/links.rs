@@ -1,9 +1,9 @@
-//! What collectives take at least on the links between chips.
+//! Lower bounds on the time of collectives on the links between chips.
 //!
-//! Chips stand in a grid and are joined to the neighbours along each axis, by a link each way. Whatever part of the grid is cut off
-//! from the rest, what must cross the cut goes over the links that do:
+//! The chips form a grid, and each is connected to its neighbours along each axis by a link in each direction. For every part of the
+//! grid, the bytes that must cross its boundary use the links that cross it:
 //!
-//! | collective of `n` devices, `a` of them within the cut and `b` beyond | crosses it each way, of `S` bytes |
+//! | collective of `n` devices, `a` of them inside the part and `b` outside | bytes across its boundary, of `S` bytes |
 //! |---|---|
 //! | all-reduce: `S` on each | `S`: the other side's sum |
 //! | reduce-scatter of `S` on each | out `S·b/n`, in `S·a/n`: the sum of what the other side keeps |
@@ -11,15 +11,15 @@
 //! | all-to-all of `S` on each | `S·a·b/n` |
 //! | permute of `S` | `S` for each pair |
 //!
-//! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, whose
-//! own ports they are, a line, a half. It leaves out hops, latency, and whatever an algorithm sends beyond that. Between two devices on
-//! one chip nothing is counted. Collectives that run beside computing may run beside one another too: of these the bound is the cut
-//! over which all of them together take longest.
+//! Groups that work at once share the links. The bound of a collective is the largest over all boxes of the grid: a single chip, a
+//! line, a half. It leaves out hops, latency, and bytes that an algorithm sends in addition. Two devices on one chip exchange bytes
+//! for free. Collectives that overlap with computing may overlap with each other too: their bound is that of the box over whose
+//! boundary all of them together take longest.
 //!
-//! What is computed between the start and the end of a collective hides as much of it as it takes itself, and so do its own reads and
-//! writes of HBM; for the rest everything stands still. Two of which one starts before the other has ended, and nothing is computed
-//! between, are counted one after the other: there the bound may be too high. Collectives between whose ends the same is computed share what it takes: each stalls by what of its own it does not hide, and
-//! all of them by what it does not hide of the cut over which they take longest together.
+//! The operations between the start and the end of a collective hide it for as long as they take, and so do its own reads and writes
+//! of HBM; for the remaining time the chip stalls. Two collectives that overlap each other but no computation are counted one after
+//! the other: there the bound may be too high. Collectives that overlap with the same operations share the time of these: each
+//! stalls for the part of its own time that they do not hide, and all of them for the part of their joint time over one boundary.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -29,15 +29,15 @@ use crate::traffic::{Collective, CollectiveKind, Traffic};
 /// Boxes times devices that are looked at; of larger grids slabs and single chips alone.
 const MOST_LOOKS: usize = 20_000_000;
 
-/// What the collectives of a program take on the links, at least, in milliseconds.
+/// Lower bounds on the time that a program's collectives take on the links between chips, in milliseconds.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LinkTimes {
-    /// All of them: those that run beside computing together, the others one after another.
+    /// The time of all collectives: those that overlap with computing run together, the others one after another.
     pub all_ms: f64,
-    /// Of these, what passes while nothing else is computed: those that are waited for at once, and of the others what outlasts what is
-    /// computed meanwhile.
+    /// The part of [`all_ms`](Self::all_ms) during which nothing else is computed: collectives without overlap, and the part of the others
+    /// that exceeds the work they overlap with.
     pub exposed_ms: f64,
-    /// Of these, the latter.
+    /// The part of [`exposed_ms`](Self::exposed_ms) that comes from collectives with overlap.
     pub stalled_ms: f64,
     /// The one that takes most, and the cut that it takes it at.
     pub narrowest: Option<String>,
@@ -51,19 +51,23 @@ struct GridBox {
 
 impl GridBox {
     fn holds(&self, chip: &[usize]) -> bool {
+        // A chip is in the box if its coordinate is within the box on every axis.
         let mut axes = chip.iter().zip(&self.from).zip(&self.extents);
         axes.all(|((&at, &from), &extent)| (from..from + extent).contains(&at))
     }
 
-    /// Links that leave it.
+    /// Returns the number of links that leave the box, each in one direction.
     fn links(&self, grid: &[usize], target: &TpuTarget) -> usize {
         let faces = |axis: usize| {
+            // A box that spans the whole axis has no face across it.
             let (from, extent, all) = (self.from[axis], self.extents[axis], grid[axis]);
             if extent == all {
                 return 0;
             }
             let wraps = target.chip.wraps(all);
+            // Each end has a face where the grid goes on, or where the axis closes to a ring.
             let ends = usize::from(from > 0 || wraps) + usize::from(from + extent < all || wraps);
+            // A face has one link for each chip on it.
             let area: usize = (0..grid.len()).filter(|&other| other != axis).map(|other| self.extents[other]).product();
             ends * area
         };
@@ -76,10 +80,12 @@ impl GridBox {
     }
 }
 
-/// The boxes of a grid but all of it.
+/// Returns all boxes of a grid but the whole grid. Large grids have slabs and single chips alone, so that at most [`MOST_LOOKS`] pairs of
+/// box and device are examined.
 fn boxes(grid: &[usize], devices: usize) -> Vec<GridBox> {
     let spans = |extent: usize| (0..extent).flat_map(move |from| (1..=extent - from).map(move |length| (from, length)));
     let all: usize = grid.iter().map(|&extent| extent * (extent + 1) / 2).product();
+    // Every box of a small grid; of a large one, along each axis, the whole axis or one chip.
     let every = all.saturating_mul(devices) <= MOST_LOOKS;
     let mut boxes = vec![GridBox { from: vec![], extents: vec![] }];
     for &extent in grid {
@@ -89,6 +95,7 @@ fn boxes(grid: &[usize], devices: usize) -> Vec<GridBox> {
             from: [&from[..], &[at]].concat(),
             extents: [&extents[..], &[length]].concat(),
         };
+        // Extends each box by every span along the next axis.
         boxes = boxes.iter().flat_map(|part| spans.iter().map(move |&span| longer(part, span))).collect();
     }
     boxes.retain(|part| part.extents != grid);
@@ -96,8 +103,8 @@ fn boxes(grid: &[usize], devices: usize) -> Vec<GridBox> {
 }
 
 impl LinkTimes {
-    /// Of a program for `target` whose device `i` is on the chip at `chips[i]`. `took` says of an instruction that computes what all its
-    /// runs take, in milliseconds.
+    /// Computes the times of a program for `target` whose device `i` is on the chip at `chips[i]`. `took` returns the milliseconds of all
+    /// runs of an instruction, by name.
     pub fn new(target: &TpuTarget, chips: &[Vec<usize>], traffic: &Traffic, took: impl Fn(&str) -> f64) -> LinkTimes {
         let mut links = LinkTimes::default();
         let grid = target.topology();
@@ -107,15 +114,20 @@ impl LinkTimes {
         let mut windows: Vec<OverlapWindow> = Vec::new();
         let mut alone_ms = HashMap::new();
         for collective in &traffic.moved {
+            // The milliseconds over each box whose boundary the collective crosses.
             let times = boxes.iter().enumerate().filter_map(|(i, part)| {
                 let within: Vec<bool> =
                     chips.iter().map(|chip| part.holds(&chip[..grid.len().min(chip.len())])).collect();
+                // Both directions of a link work at once, so that the fuller one counts.
                 let [out, back] = collective.crossing(&within);
                 let ms = out.max(back) / (part.links(grid, target) as f64 * target.chip.port_gb_per_s * 1e6);
                 (out.max(back) > 0.0).then_some((ms * collective.runs as f64, part, i))
             });
             let times: Vec<(f64, &GridBox, usize)> = times.collect();
+            // The narrowest box bounds the collective; one that crosses no link takes no time.
             let Some(&(ms, part, _)) = times.iter().max_by(|(a, ..), (b, ..)| a.total_cmp(b)) else { continue };
+            // An exposed collective takes its own turn. One with overlap shares the links with others: its time is added box by box, and
+            // the largest sum is taken at the end.
             if collective.is_alone() {
                 links.exposed_ms += ms;
                 alone_ms.insert(&*collective.name, ms);
@@ -135,7 +147,9 @@ impl LinkTimes {
                 links.narrowest = Some(format!("{name}{times}, {cut}: {count} links"));
             }
         }
+        // Collectives with overlap run at once in the best case.
         links.all_ms = links.exposed_ms + beside_ms.into_iter().fold(0.0, f64::max);
+        // A collective that is waited for during another one hides it for its own time on the links.
         let took = |name: &str| alone_ms.get(name).copied().unwrap_or_else(|| took(name));
         links.stalled_ms = windows.iter().map(|window| window.stalls(took)).sum();
         links.exposed_ms += links.stalled_ms;
@@ -145,13 +159,13 @@ impl LinkTimes {
     }
 }
 
-/// What stands between the ends of collectives that have some of it in common.
+/// Collectives whose spans from start to end have instructions in common.
 struct OverlapWindow<'t> {
     /// All of it, by name.
     within: BTreeSet<&'t str>,
-    /// What each of them takes, and what stands between its own ends.
+    /// The milliseconds of each collective, and the instructions between its own ends.
     each: Vec<(f64, BTreeSet<&'t str>)>,
-    /// What they take together over each cut.
+    /// The milliseconds of all these collectives together, for each cut.
     over: Vec<f64>,
 }
 
@@ -166,6 +180,7 @@ impl<'t> OverlapWindow<'t> {
 
     /// Puts it to `windows`, as one with those that it shares something with.
     fn join(mut self, windows: &mut Vec<Self>) {
+        // Collectives that overlap with the same instructions share the time of these.
         let joined: Vec<Self> = windows.extract_if(.., |other| !other.within.is_disjoint(&self.within)).collect();
         for other in joined {
             self.within.extend(other.within);
@@ -177,9 +192,11 @@ impl<'t> OverlapWindow<'t> {
         windows.push(self);
     }
 
-    /// How long nothing is computed, where what is computed takes what `took` says.
+    /// Returns the milliseconds during which nothing is computed; `took` returns those of an instruction.
     fn stalls(&self, took: impl Fn(&str) -> f64) -> f64 {
+        // Each instruction hides for as long as it runs.
         let hides = |within: &BTreeSet<&str>| within.iter().map(|name| took(name)).sum::<f64>();
+        // Jointly they stall for the part of the joint time over one boundary that is not hidden, and each alone for its own.
         let together = self.over.iter().copied().fold(0.0, f64::max) - hides(&self.within);
         self.each.iter().map(|(ms, within)| ms - hides(within)).fold(together.max(0.0), f64::max)
     }
@@ -191,6 +208,7 @@ impl Collective {
         let is_within = |device: &usize| within.get(*device).copied().unwrap_or(false);
         let bytes = self.bytes as f64;
         let all = [(0..within.len()).collect()];
+        // No groups means one group of all devices.
         let groups: &[Vec<usize>] =
             if self.groups.is_empty() && self.kind != CollectiveKind::Permute { &all } else { &self.groups };
         let mut sums = [0.0; 2];
@@ -202,6 +220,7 @@ impl Collective {
                 sums[1] += if to && !from { bytes } else { 0.0 };
                 continue;
             }
+            // The formulas of the module's table: `a` devices inside of the box, `b` outside.
             let n = group.len() as f64;
             let a = group.iter().filter(|device| is_within(device)).count() as f64;
             let b = n - a;
@@ -241,9 +260,10 @@ mod tests {
         LinkTimes::new(&target, &chips([grid[0], grid[1]]), &traffic, |_| unreachable!("nothing is computed"))
     }
 
-    /// The f32 gradient of a head of 4096 × 151,936, 2.489 GB, over a v6e:2x4: two links join its halves, and a corner has two ports.
+    /// A head of 4096 × 151,936 has an f32 gradient of 2.489 GB. On a v6e:2x4 two links join the halves of the grid, and a corner has two
+    /// ports.
     #[test]
-    fn a_gradients_sum_is_bound_by_the_links_that_join_the_halves() {
+    fn links_of_a_gradient_sum_are_bound_by_the_halves() {
         const GRADIENT: u64 = 4096 * 151_936 * 4;
         let all: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7];
         let near = |found: f64, expected: f64| (found - expected).abs() < 0.005 * expected;
@@ -262,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_on_a_side_crosses_nothing() {
+    fn links_of_pairs_and_single_devices_count_their_boundary() {
         // Pairs along the short axis: each has a link of its own.
         let pairs: [&[usize]; 4] = [&[0, 1], &[2, 3], &[4, 5], &[6, 7]];
         let ms = links("v6e:2x4", CollectiveKind::AllReduce, 1_000_000_000, &pairs).all_ms;
@@ -273,8 +293,8 @@ mod tests {
         assert!((ms - 5.0).abs() < 1e-9, "by either of a corner's two ports: {ms}");
     }
 
-    /// A sum over pairs along either axis of a v6e:2x2, which takes 10 ms by links of its own and none of HBM's, and what stands between
-    /// its ends.
+    /// Creates an all-reduce over pairs along one axis of a v6e:2x2. It takes 10 ms on links that the other axis does not use, and has no
+    /// HBM bytes.
     fn sum_of_pairs(groups: [[usize; 2]; 2], beside: &[&str], awaited: &[&str]) -> Collective {
         let names = |names: &[&str]| names.iter().map(|name| (*name).into()).collect();
         Collective {
@@ -297,9 +317,10 @@ mod tests {
         LinkTimes::new(&target, &chips([2, 2]), &Traffic { moved, ..Traffic::default() }, took)
     }
 
-    /// Sums over pairs along either axis need other links: beside computing they may run at once, and otherwise may not.
+    /// Sums over pairs along different axes use different links: they may run at once if both overlap with computing, and otherwise run in
+    /// turn.
     #[test]
-    fn what_runs_beside_computing_shares_links_and_what_does_not_takes_turns() {
+    fn links_are_shared_with_overlap_and_taken_in_turn_without() {
         let both = |beside: &[&str]| {
             let moved = [ALONG_X, ALONG_Y].map(|groups| sum_of_pairs(groups, beside, &[]));
             links_of_pairs(moved.into(), |name| if name == "product" { 10.0 } else { 0.0 })
@@ -310,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_meanwhile_hides_as_much_of_a_collective_as_it_takes() {
+    fn links_stall_for_the_part_that_computing_does_not_hide() {
         let stalls = |moved: Vec<Collective>| {
             let takes = |name: &str| match name {
                 "short" | "other" => 3.0,
@@ -346,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_has_a_link_more() {
+    fn links_of_a_ring_are_one_more() {
         // 16 of a v5e or v6e close a ring; four do not.
         let line: Vec<usize> = (0..16).collect();
         let ring = links("v6e:1x16", CollectiveKind::AllReduce, 1_000_000_000, &[&line]).all_ms;

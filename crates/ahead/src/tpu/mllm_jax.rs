@@ -1,33 +1,32 @@
-//! What a v6e measured: the record that bounds are put beside.
+//! Measurements of MLLM-JAX on a v6e, to compare bounds with.
 //!
-//! Recorded by the seed project (MLLM-JAX) on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight
-//! data-parallel devices; the shape is what one device holds. Its baseline is `log_softmax` and autodiff, with an LM head
-//! the head's product before it; not the program that `xla` or `xla-lm-head` compiles here, so a ratio says how far a
-//! bound lies from a careful user's time, no more.
+//! MLLM-JAX recorded them on `v6e:2x4` with JAX 0.9.0 and libtpu 0.0.34, bf16 logits, eight data-parallel devices; the shape is that
+//! of one device. Its baseline is `log_softmax` and autodiff, after the product with the LM head if there is one. That is not the
+//! program that `xla` or `xla-lm-head` compiles here, so a ratio only tells how far a bound is from a careful user's time.
 
 use super::target::TpuTarget;
 use assay_core::problem::{Dtype, HeadShape, ProblemShape, Shape};
 use assay_schema::compile as schema;
 
-/// One measurement.
+/// A time that MLLM-JAX measured for one program at one shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MllmJaxMeasurement {
-    /// What ran.
+    /// The program that ran, [`BASELINE`] or [`PALLAS_KERNEL`].
     pub program: &'static str,
-    /// What each device held.
+    /// The extents of the arrays on each device.
     pub shape: ProblemShape,
     /// Least and most milliseconds a step.
     pub step_ms: (f64, f64),
     /// `peak_bytes_in_use` of the process, which holds the step before's gradient too.
     pub peak_bytes_in_use: Option<u64>,
-    /// `peak_bytes_reserved`: scratch.
+    /// `peak_bytes_reserved` of the process: scratch memory.
     pub peak_bytes_reserved: Option<u64>,
 }
 
-/// The seed project's baseline.
+/// MLLM-JAX's baseline: `log_softmax` and autodiff.
 pub const BASELINE: &str = "log_softmax and autodiff";
-/// The seed project's Pallas kernels.
-pub const PALLAS_KERNEL: &str = "the seed's Pallas kernels";
+/// MLLM-JAX's Pallas kernels, which compute the loss in one call.
+pub const PALLAS_KERNEL: &str = "MLLM-JAX's Pallas kernels";
 
 const fn shape(batch: usize, tokens: usize, vocab: usize) -> ProblemShape {
     ProblemShape::Logits(Shape { batch, tokens, vocab })
@@ -35,7 +34,7 @@ const fn shape(batch: usize, tokens: usize, vocab: usize) -> ProblemShape {
 
 const HEAD: ProblemShape = ProblemShape::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: 151_936 });
 
-/// Every measurement there is.
+/// All measurements of the record, in its order.
 pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
     MllmJaxMeasurement {
         program: BASELINE,
@@ -51,7 +50,7 @@ pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
         peak_bytes_in_use: Some(6_226_977_280),
         peak_bytes_reserved: None,
     },
-    // Half the tokens in twice the time: so it stands in the record.
+    // Half the tokens take twice the time in the record: it is quoted unchanged.
     MllmJaxMeasurement {
         program: BASELINE,
         shape: shape(1, 2048, 151_643),
@@ -82,7 +81,7 @@ pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
     },
 ];
 
-/// The record of `program` at this shape and dtype on this target, if there is one.
+/// Returns the measurement of `program` at this shape and dtype on this target; `None` if there is none.
 pub fn find(
     program: &str,
     target: &TpuTarget,
@@ -94,7 +93,7 @@ pub fn find(
 }
 
 impl MllmJaxMeasurement {
-    /// `predicted / recorded`, the least of it; a lower bound that holds is at most 1.
+    /// Returns `predicted / recorded` for the shortest step; a valid lower bound gives at most 1.
     pub fn ratio(&self, predicted_ms: f64) -> f64 {
         predicted_ms / self.step_ms.0
     }
@@ -114,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_of_its_target_shape_and_dtype_only() {
+    fn mllm_jax_record_is_found_by_target_shape_and_dtype() {
         let v6e = TpuTarget::parse("v6e:2x4").unwrap();
         let baseline = |target, shape, dtype| find(BASELINE, target, shape, dtype);
         let recorded = baseline(&v6e, shape(1, 4096, 151_936), Dtype::Bf16).unwrap();

@@ -4,10 +4,10 @@
 //! `TIME-NAME-NN-final_bundles.txt` is the program of one kernel; the slots that each of its bundles uses are in
 //! `TIME-NAME-NN-final_hlo-static-per-bundle-utilization.txt`. `NAME` is the HLO instruction: a fusion of XLA
 //! (`fusion.15`), an all-reduce, or a Mosaic custom call under the name that its instruction has. Three more belong
-//! to the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and holds the
-//! smallest operations itself, and `<late-initialization>` and `<late-finalization>` around it. All stages of a
-//! kernel before its final one lie in files that are not read. Where a kernel was compiled twice under one name, the
-//! later one counts. `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
+//! to the program as a whole: `TLP`, the top level, which launches the kernels, waits for copies and executes the
+//! smallest operations itself, and `<late-initialization>` and `<late-finalization>` around it. The files of a
+//! kernel's earlier stages are not read. If a kernel was compiled twice under one name, the later one counts.
+//! `SparseCore` programs (offloaded gathers) leave no such file: their time is not counted.
 //!
 //! # Bundles and loops
 //! A bundle is one line, `0x35 LB: >> { … ;; … }`, sometimes drawn out over several by a comment; it issues in one
@@ -16,7 +16,7 @@
 //! often lack the mark, so only the start is taken from it.
 //!
 //! # Trips
-//! The loop's branch hangs on a comparison `scmp.ge counter, N /* loop exit test */`; with a counter that starts at a
+//! The loop's branch depends on a comparison `scmp.ge counter, N /* loop exit test */`; with a counter that starts at a
 //! constant and grows by one, spilled or not, trips are known. The loop over the grid of a Mosaic kernel, and the
 //! like loop of an XLA fusion, is a software pipeline: its exit test counts some trips more than the grid has steps
 //! (2 to 10), in which the pipeline fills and drains and the body is branched over. Its trips are the grid's steps,
@@ -25,12 +25,12 @@
 //! that a branch may pass over, such as the copy of an argument that the caller did not donate.
 //! `cycles` are a lower bound in that sense.
 //!
-//! A trip takes the shortest way through its loop, and what is not on that counts once: the start of a copy that the last trips
-//! leave out, what only the first or the last step of a row does, the longer side of a choice. A branch that would pass over more than half
-//! of a trip is not taken: that half is what the loop is there for, and only the trips in which a pipeline fills and drains,
-//! which are not counted, pass over it.
+//! A trip takes the shortest way through its loop, and the bundles off that way count once: the start of a copy that the last trips
+//! leave out, the work of the first or the last step of a row, the longer side of a choice. A branch that would pass over more than
+//! half of a trip is not taken: that half is the purpose of the loop, and only the trips in which a pipeline fills and drains, which
+//! are not counted, pass over it.
 //!
-//! `cycles` are those of one launch; how often a kernel is launched, HLO says.
+//! `cycles` are those of one launch; the HLO has the number of launches.
 
 use std::collections::{BTreeMap, HashMap};
 use std::iter;
@@ -60,7 +60,7 @@ fn cycles_of(slot: &SlotUse) -> f64 {
     slot.used as f64 / slot.capacity as f64
 }
 
-/// Every kernel whose dump lies in `folder`, in the order of their names.
+/// Reads every kernel whose dump is in `folder`, in the order of their names.
 ///
 /// # Errors
 /// [`AheadError::Malformed`] for a file that does not read as expected, [`AheadError::Io`] for one that cannot be read.
@@ -76,6 +76,7 @@ pub fn read(folder: &Path, chip: &TpuChip) -> Result<Vec<Launch>, AheadError> {
             utilizations.insert(kernel, folder.join(name));
         }
     }
+    // Each kernel needs both files: the bundles, and the slots that each of them fills.
     let pair = |(name, path): (&str, PathBuf)| {
         let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let missing = || AheadError::malformed(&file, 0, "no utilization file beside it", "one of the same kernel");
@@ -88,7 +89,7 @@ pub fn read(folder: &Path, chip: &TpuChip) -> Result<Vec<Launch>, AheadError> {
     bundles.into_iter().map(pair).collect()
 }
 
-/// `fusion.15` of `TIME-fusion.15-02-final_bundles.txt`.
+/// Returns the kernel's name, `fusion.15` for `TIME-fusion.15-02-final_bundles.txt`.
 fn kernel_of<'n>(file: &'n str, suffix: &str) -> Option<&'n str> {
     // The suffix begins with a dash, which `…-schedule-analysis_final_bundles.txt` lacks.
     let (kernel, _number) = file.strip_suffix(suffix)?.rsplit_once('-')?;
@@ -96,17 +97,18 @@ fn kernel_of<'n>(file: &'n str, suffix: &str) -> Option<&'n str> {
     time.bytes().all(|byte| byte.is_ascii_digit()).then_some(name)
 }
 
-/// One VLIW instruction.
+/// A bundle: the operations that issue in one cycle.
 struct VliwBundle<'t> {
     starts_loop: bool,
     depth: usize,
-    /// Its text up to the next bundle.
+    /// The lines of the dump up to the next bundle.
     lines: Vec<&'t str>,
 }
 
 impl<'t> VliwBundle<'t> {
-    /// `(address, bundle)` where `line` begins one.
+    /// Parses a line that begins a bundle, and returns its address and the bundle.
     fn begin(line: &'t str) -> Option<(u64, VliwBundle<'t>)> {
+        // `0x35 LB: >> { … }`: an address, marks of two capitals, the loop depth, and the instructions.
         let (address, body) = line.split_once(':')?;
         let mut words = address.split_whitespace();
         let first = words.next()?;
@@ -126,19 +128,19 @@ impl<'t> VliwBundle<'t> {
         Some((address, VliwBundle { starts_loop, depth: depth.matches('>').count(), lines: vec![body] }))
     }
 
-    /// Its instructions, each with the comment that follows it.
+    /// Splits the bundle into instructions, each with the comment that follows it.
     fn instructions(&self) -> impl Iterator<Item = &'t str> {
         self.lines.first().into_iter().flat_map(|line| line.split(";;")).map(str::trim)
     }
 
-    /// The numbers of the regions that start here.
+    /// Returns the numbers of the regions that start at this bundle.
     fn regions(&self) -> impl Iterator<Item = &'t str> {
         const STARTS: [&str; 2] = ["Start region ", "Start/End empty region "];
         let after = |line: &'t str| STARTS.into_iter().flat_map(|start| line.split(start).skip(1));
         self.lines.iter().copied().flat_map(after).map(leading_digits)
     }
 
-    /// The products of the `iteration_bounds` of its DMAs.
+    /// Returns the product of each of the `iteration_bounds` that the DMAs of the bundle have.
     fn grids(&self) -> impl Iterator<Item = u64> {
         self.lines.iter().filter_map(|line| {
             let extents = line.trim().strip_prefix("iteration_bounds: (")?.split_once(')')?.0;
@@ -159,7 +161,7 @@ struct VliwBranch<'t> {
 }
 
 impl<'t> VliwBranch<'t> {
-    /// `%36 = sbr.rel (!%p34_p13) target = $region3177`
+    /// Parses a branch such as `%36 = sbr.rel (!%p34_p13) target = $region3177`.
     fn parse(instruction: &'t str) -> Option<VliwBranch<'t>> {
         let (_, branch) = instruction.split_once(" = sbr.rel ")?;
         let (predicate, region) = branch.split_once("target = $region")?;
@@ -168,13 +170,14 @@ impl<'t> VliwBranch<'t> {
     }
 }
 
-/// What a scalar or predicate is: operation and operands.
+/// The operation and the operands that define a scalar or a predicate.
 type ScalarDefinition<'t> = (&'t str, Vec<&'t str>);
 
-/// `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. A name has one definition: where that stands under a
-/// predicate, `smov.u32 (%p3), 0`, the predicate holds wherever the name is read.
+/// Parses a definition such as `%p34 = scmp.ge.s32.totalorder %s37, 598 /* loop exit test */`. A predicate before the operands, as in
+/// `smov.u32 (%p3), 0`, is dropped: a name has one definition, and the predicate holds wherever the name is read.
 fn definition(instruction: &str) -> Option<(&str, ScalarDefinition<'_>)> {
     let (name, expression) = instruction.split_once(" = ")?;
+    // Comments and the end of the bundle are not part of the expression.
     let expression = &expression[..expression.find(['/', '}']).unwrap_or(expression.len())];
     let (operation, operands) = expression.trim().split_once(' ')?;
     if !name.starts_with('%') {
@@ -187,7 +190,7 @@ fn definition(instruction: &str) -> Option<(&str, ScalarDefinition<'_>)> {
 /// The scalars of a kernel by name.
 struct ScalarDefinitions<'t> {
     definitions: HashMap<&'t str, Vec<ScalarDefinition<'t>>>,
-    /// What is stored to each spill slot, `[smem:[#allocation7_spill]]`.
+    /// The values that are stored to each spill slot, `[smem:[#allocation7_spill]]`.
     spilled: HashMap<&'t str, Vec<&'t str>>,
 }
 
@@ -195,6 +198,7 @@ impl<'t> ScalarDefinitions<'t> {
     fn new(bundles: &[VliwBundle<'t>]) -> ScalarDefinitions<'t> {
         let (mut definitions, mut spilled): (HashMap<_, Vec<_>>, HashMap<_, Vec<_>>) = Default::default();
         for (name, definition) in bundles.iter().flat_map(VliwBundle::instructions).filter_map(definition) {
+            // A store to a spill slot: `sst [smem:[#allocation7_spill]] %s2_s1`.
             if let ("sst", [store]) = (definition.0, definition.1.as_slice())
                 && let Some((slot, value)) = store.split_once(' ')
             {
@@ -207,7 +211,7 @@ impl<'t> ScalarDefinitions<'t> {
         ScalarDefinitions { definitions, spilled }
     }
 
-    /// What was spilled, where `name` is loaded from a slot that one value only is stored to; else `name`.
+    /// Returns the spilled value if `name` is loaded from a slot that only one value is stored to, and otherwise `name`.
     fn before_spill<'n>(&self, name: &'n str) -> &'n str
     where
         't: 'n,
@@ -219,7 +223,7 @@ impl<'t> ScalarDefinitions<'t> {
         }
     }
 
-    /// The operands of `name`, where it is defined by `operation`.
+    /// Returns the operands of `name` if `operation` defines it.
     fn operands(&self, name: &str, operation: &str) -> Option<&[&'t str]> {
         let definitions = self.definitions.get(name)?;
         definitions.iter().find(|(defined, _)| defined.starts_with(operation)).map(|(_, operands)| operands.as_slice())
@@ -234,15 +238,17 @@ impl<'t> ScalarDefinitions<'t> {
 
     /// Trips of the loop that is left when `exit` holds: `counter ≥ end`, counting up from a constant by one.
     fn trips(&self, exit: &str) -> Option<u64> {
+        // The exit test: `scmp.ge counter, end`.
         let &[counter, end] = self.operands(exit, "scmp.ge.s32")? else { return None };
         let end = self.constant(end)?;
+        // The counter grows by one in each trip, from the value of a `sphi` at the loop's start.
         let &[step, before] = self.operands(counter, "sadd.s32")? else { return None };
         let start = self.constant(self.operands(self.before_spill(before), "sphi")?.first()?)?;
         (step == "1" && end > start).then(|| end - start)
     }
 }
 
-/// Where a loop lies, and how often it turns.
+/// The bundles of one loop, and how often it turns.
 struct LoopSpan {
     start: usize,
     /// The last bundle, delay slots included.
@@ -263,11 +269,12 @@ impl LoopSpan {
 /// A branch from one bundle to another, and the predicate that is false where it is taken.
 type BranchJump<'t> = (usize, usize, Option<&'t str>);
 
-/// The kernel called `name` from the texts of its two files.
+/// Parses the kernel called `name` from the texts of its two files.
 ///
 /// # Errors
 /// [`AheadError::Malformed`], with the line that does not read as expected.
 pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &TpuChip) -> Result<Launch, AheadError> {
+    // Both files list the bundles in the same order.
     let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
     let file = format!("{name}{UTILIZATION}");
     let (kinds, rows) = parse_utilization(&file, utilization)?;
@@ -290,7 +297,7 @@ fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<VliwBundle<'t>>, A
         } else if let Some(bundle) = bundles.last_mut() {
             bundle.lines.push(line);
         }
-        // What stands before the first bundle is a legend.
+        // The lines before the first bundle are a legend.
     }
     if bundles.is_empty() {
         return Err(AheadError::malformed(file, 0, "no bundle", "lines such as `0x1 : { … }`"));
@@ -330,8 +337,9 @@ fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<SlotUtilization<'t
     Ok((names.into_iter().zip(capacities).collect(), rows))
 }
 
-/// The loops, in order of their start.
+/// Finds the loops with their trips, in order of their start.
 fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
+    // Branches name regions, and regions start at bundles: each branch becomes a jump from bundle to bundle.
     let scalars = ScalarDefinitions::new(bundles);
     let mut starts = HashMap::new();
     for (at, bundle) in bundles.iter().enumerate() {
@@ -346,11 +354,13 @@ fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
 
     let mut spans: Vec<LoopSpan> = Vec::new();
     for (start, bundle) in bundles.iter().enumerate().filter(|(_, bundle)| bundle.starts_loop) {
+        // The last branch to the loop's first bundle closes the loop; its delay slots belong to the loop.
         let back = branches.iter().rfind(|(at, to, _)| *to == start && *at >= start);
         // Without a branch back, the loop is what is marked as deep as its start.
         let marked = bundles[start..].iter().take_while(|inside| inside.depth >= bundle.depth).count();
         let end = back.map_or(start + marked.max(1) - 1, |(at, ..)| at + delay);
         let last = end.min(bundles.len() - 1);
+        // The loops found so far that end later enclose this one.
         let depth = 1 + spans.iter().filter(|outer| outer.last >= last).count();
         let trips = back.and_then(|(_, _, unless)| scalars.trips((*unless)?));
         spans.push(LoopSpan { start, last, depth, trips, optional: false, passed_over: vec![] });
@@ -359,13 +369,17 @@ fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
         let LoopSpan { start, last, depth, trips, .. } = spans[at];
         let inner =
             |bundle: &usize| spans.iter().any(|span| span.start > start && (span.start..=span.last).contains(bundle));
+        // A pipeline's exit test counts more trips than its grid has steps. The grid is the product in its DMAs' `iteration_bounds` that is
+        // at most 16 below the exit test.
         let grids = (start..=last).filter(|bundle| !inner(bundle)).flat_map(|bundle| bundles[bundle].grids());
         let grid = grids.filter(|&grid| trips.is_some_and(|trips| (grid..=grid + MOST_STAGES).contains(&trips))).max();
         let passed = |&(from, to, _): &BranchJump| from < start && to > last;
         spans[at].trips = grid.filter(|&grid| grid > 0).or(trips);
+        // A branch from before the loop to a place after it may pass over it.
         spans[at].optional = depth == 1 && branches.iter().any(passed);
     }
     for at in 0..spans.len() {
+        // An inner loop that the outer one may pass over is optional too.
         let passed_over = passed_over(&spans, at, &branches, delay);
         let within = spans[at].depth + 1;
         for span in spans.iter_mut().filter(|span| span.depth == within) {
@@ -376,10 +390,11 @@ fn spans(bundles: &[VliwBundle], delay: usize) -> Vec<LoopSpan> {
     spans
 }
 
-/// The bundles of the loop at `at` that are not on the shortest way through it, ascending.
+/// Returns the bundles of the loop at `at` that are not on the shortest way through it, ascending.
 fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: usize) -> Vec<usize> {
     let LoopSpan { start, last, .. } = spans[at];
     let inner = || spans.iter().filter(|span| span.start > start && span.last <= last);
+    // The weight of a bundle is the product of the trips of all inner loops around it.
     let mut trips = vec![1_u64; last + 1 - start];
     for span in inner() {
         for bundle in &mut trips[span.start - start..=span.last - start] {
@@ -392,8 +407,11 @@ fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: us
         *sum = sum.saturating_add(*trips);
         Some(*sum)
     }));
+    // Prefix sums give the cycles between any two bundles.
     let all = before[trips.len()];
     // Of those that go on within the loop and leave no inner one, from where to where, with what is run in the branch's delay.
+    // Candidates are forward jumps within this loop that start outside of inner loops. A jump over more than half of a trip is not taken:
+    // that half is the purpose of the loop.
     let jumps = branches.iter().filter_map(|&(from, to, _)| {
         let own = (start..=last).contains(&from) && !inner().any(|span| (span.start..=span.last).contains(&from));
         let (leaves, lands) = ((from + 1 + delay).checked_sub(start)?, to.checked_sub(start)?);
@@ -402,6 +420,7 @@ fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: us
     });
     let jumps: Vec<(usize, usize)> = jumps.collect();
     // Of each place the least cycles before it, and whence: by a jump, or by the bundle before.
+    // Dynamic programming over the bundles: the least cycles to each bundle, and the bundle before it on that way.
     let mut shortest = vec![(0_u64, 0, false)];
     for (here, trips) in trips.iter().enumerate() {
         let straight = (shortest[here].0.saturating_add(*trips), here, false);
@@ -409,6 +428,7 @@ fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: us
         let jumped = jumped.map(|&(leaves, _)| (shortest[leaves].0, leaves, true));
         shortest.push(jumped.chain([straight]).min().expect("the straight way"));
     }
+    // Walks the shortest way back and collects the bundles that its jumps pass over.
     let mut passed_over = Vec::new();
     let mut here = trips.len();
     while here > 0 {
@@ -429,12 +449,14 @@ fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>
     for (at, span) in spans.iter().enumerate() {
         innermost[span.start..=span.last].fill(at + 1);
     }
+    // A loop turns as often as the trips of its whole nest say, up to the first loop that may be passed over.
     let nest = |span: &LoopSpan| spans.iter().filter(|outer| outer.holds(span)).collect::<Vec<_>>();
     let turns = |span: &LoopSpan| {
         let counted = nest(span).into_iter().rev().take_while(|outer| !outer.optional);
         counted.map(|outer| outer.trips.unwrap_or(1)).fold(1, u64::saturating_mul)
     };
     let turns: Vec<u64> = iter::once(1).chain(spans.iter().map(turns)).collect();
+    // Counts bundles and slots by loop: a bundle that is passed over counts one turn.
     let mut own = vec![0_u64; spans.len() + 1];
     let mut passed_over = own.clone();
     let mut used = vec![vec![0_u64; kinds.len()]; spans.len() + 1];
@@ -450,6 +472,7 @@ fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>
         let with_use = kinds.iter().zip(used);
         with_use.map(|(&(name, capacity), &used)| SlotUse { name: name.into(), capacity, used }).collect()
     };
+    // The kernel's sums are those outside of all loops, plus those of each loop.
     let mut total = used[0].clone();
     let mut cycles = own[0];
     let mut loops = Vec::new();
@@ -457,6 +480,7 @@ fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>
         for (total, used) in total.iter_mut().zip(&used[at]) {
             *total = total.saturating_add(*used);
         }
+        // Cycles of a loop are known if the trips of its whole nest are.
         let known = nest(span).iter().all(|outer| outer.trips.is_some() && !outer.optional);
         let of_loop = own[at].saturating_mul(turns[at]).saturating_add(passed_over[at]);
         cycles = cycles.saturating_add(of_loop);
@@ -471,6 +495,7 @@ fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>
         });
     }
     let slots = slots(&total);
+    // The slot that alone would take most cycles is the one that binds.
     let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| cycles_of(a).total_cmp(&cycles_of(b)));
     let binding = binding.map(|slot| slot.name.clone());
     Launch { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
@@ -501,7 +526,7 @@ mod tests {
         (l.depth, l.bundles, l.trips, l.cycles, l.optional)
     }
 
-    /// A program of one bundle a line of `bodies`, none of which fills a slot.
+    /// Writes the two files of a program with one bundle for each of `bodies`, which fill no slot but `VALU`.
     fn written(bodies: &[&str]) -> [String; 2] {
         let lines: Vec<String> = bodies.iter().enumerate().map(|(at, body)| format!(" {at:#x} {body}\n")).collect();
         let bundles = lines.concat().replacen("0x0", "0", 1);
@@ -514,9 +539,9 @@ mod tests {
         parse([&bundles, &utilization]).unwrap().loops.iter().map(shape).collect()
     }
 
-    /// A pipeline over 16 blocks, 18 trips of its exit test, around 8 steps of 24 bundles and 4 delay slots.
+    /// The kernel is a pipeline over 16 blocks, whose exit test counts 18 trips, around 8 steps of 24 bundles and 4 delay slots.
     #[test]
-    fn a_grid_and_the_loop_in_it_have_the_trips_that_were_written() {
+    fn schedule_of_a_grid_has_the_trips_that_were_written() {
         let kernel = parse(GRID).unwrap();
         let loops: Vec<_> = kernel.loops.iter().map(shape).collect();
         // 0x5 to 0x75 without 0x35 to 0x50.
@@ -526,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_counted_over_all_trips() {
+    fn schedule_slots_are_counted_over_all_trips() {
         let kernel = parse(GRID).unwrap();
         let slot = |name: &str| kernel.slots.iter().find(|slot| slot.name == name).unwrap();
         // Eight vectors go through `exp` in each inner step.
@@ -536,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn trips_that_an_argument_decides_are_unknown_and_count_once() {
+    fn schedule_trips_of_an_argument_are_unknown_and_count_once() {
         let kernel = parse(DYNAMIC).unwrap();
         let [grid, inner] = &kernel.loops[..] else { panic!("{:?}", kernel.loops) };
         assert_eq!((grid.trips, inner.depth, inner.trips, inner.cycles), (Some(16), 2, None, None));
@@ -545,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_is_followed_through_a_spill_slot() {
+    fn schedule_counter_is_followed_through_a_spill_slot() {
         let spilled = [
             ": { %s1_s0 = smov.u32 2 }",
             "LB: > { %s2_s1 = sphi %s1_s0 ;; %9 = sst [smem:[#allocation7_spill]] %s2_s1 } /* Start region 3 */",
@@ -562,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_that_may_be_passed_over_counts_once() {
+    fn schedule_loop_that_may_be_passed_over_counts_once() {
         let copied = [
             ": { %1 = sbr.rel (%p0_p0) target = $region9 ;; %s1_s0 = smov.u32 0 }",
             "LB: > { %s2_s1 = sphi %s1_s0, %s4_s2 ;; %s4_s2 = sadd.s32 1, %s2_s1 } /* Start region 3 */",
@@ -578,9 +603,9 @@ mod tests {
         assert_eq!(parse([&bundles, &utilization]).unwrap().cycles, 8);
     }
 
-    /// A trip of 30 bundles and the delay, of which a branch passes over eight.
+    /// A trip has 30 bundles and the branch's delay; a branch passes over eight of them.
     #[test]
-    fn what_a_branch_may_pass_over_within_a_loop_counts_once() {
+    fn schedule_bundles_passed_over_in_a_loop_count_once() {
         let program = |skips: &str, inner: [&str; 2]| -> Vec<String> {
             let mut bodies = vec![": { %s1_s0 = smov.u32 0 }".to_string()];
             bodies.push(
@@ -625,7 +650,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_dumps_are_errors() {
+    fn schedule_malformed_dumps_are_errors() {
         let [bundles, utilization] = GRID;
         let cut = |text: &str, bytes: usize| text[..bytes].to_string();
         let broken = [
@@ -646,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernels_files_are_told_from_those_of_earlier_passes() {
+    fn schedule_files_of_earlier_passes_are_left_out() {
         let name = |file| kernel_of(file, BUNDLES);
         assert_eq!(name("1795258552235389527-all-reduce.2-02-final_bundles.txt"), Some("all-reduce.2"));
         assert_eq!(name("17-<late-finalization>-02-final_bundles.txt"), Some("<late-finalization>"));

@@ -1,5 +1,5 @@
-//! Every recorded shape, with the implementations that compile for TPUs, beside what hardware measured; two of them for every
-//! chip; and `xla` beside the other ways to write it.
+//! The tables of docs/tpu.md: every recorded shape with the implementations that compile for TPUs and the recorded times, two of the
+//! shapes for every chip, and `xla` next to the other ways to write it.
 
 use std::fmt::Write as _;
 use std::iter;
@@ -22,7 +22,7 @@ const LOSS_BASELINE: &str = "xla-seed";
 /// The program of an LM head that MLLM-JAX measured as its baseline.
 const HEAD_BASELINE: &str = "xla-lm-head-seed";
 
-/// What the ways to write `xla` are compiled for.
+/// The shape at which the other ways to write `xla` are compared.
 const LOGITS: ProblemShape = ProblemShape::Logits(Shape { batch: 1, tokens: 4096, vocab: 151_936 });
 
 /// Lists the programs of the table, with the losses and sizes of `options`: the implementations and MLLM-JAX's baseline at the recorded
@@ -56,7 +56,7 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<TpuTarget>> {
     requests
 }
 
-/// The rows as Markdown: those on logits, those with an LM head, and the ways to write `xla`.
+/// Formats the rows as three tables in Markdown: logits, LM heads, and the ways to write `xla`.
 pub fn markdown(table: &Table) -> [String; 3] {
     let mut logits = String::from(
         "| target | shape a device | program | peak, bytes | of the logits | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n",
@@ -102,7 +102,7 @@ fn row_of_way(table: &mut String, program: LossProgram, row: &Compiled) {
     let _ = writeln!(table, "| {} | {} | {grade} | {} |", program.id(), program.summary(), figures(row));
 }
 
-/// From the peak to the bound.
+/// Formats the columns from the peak to the bound.
 fn figures(row: &Compiled) -> String {
     let (peak, bound) = (row.memory.peak_bytes, &row.bound);
     format!(

@@ -1,4 +1,4 @@
-//! What is compiled for: a chip, and how many of them are joined in which grid.
+//! TPU targets: a chip, and the grid in which several of them are connected.
 //!
 //! # Names
 //! A target is written `CHIP:TOPOLOGY`, or `CHIP` for the topology that has eight devices. Tried with libtpu 0.0.51:
@@ -11,7 +11,7 @@
 //! | `v7x` | `tpu7x:2x2x1` (`v7x:…` is unknown to it) | 2x2x1 | 8 | a core, two a chip |
 //!
 //! A topology is one to three extents in chips, 1x1 included; those that hosts of 2x2 chips do not tile (`3x5`) are
-//! refused by libtpu in words. An extent of 0 would end it by a signal, so that is refused here.
+//! refused by libtpu with a message. An extent of 0 would kill it by a signal, so that is refused here.
 //!
 //! # Environment
 //! Only `TPU_SKIP_MDS_QUERY=1` is needed, for every chip alike: without it libtpu asks the metadata server of a cloud
@@ -36,30 +36,31 @@ use assay_schema::compile::{Bound, Limit};
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
 #[derive(Debug, PartialEq)]
 pub struct TpuChip {
-    /// `v6e`
+    /// The name of the generation in targets, such as `v6e`.
     pub name: &'static str,
-    /// What libtpu calls it.
+    /// The name of the generation in libtpu's topologies.
     libtpu: &'static str,
-    /// `TPU_ACCELERATOR_TYPE` that libtpu knows.
+    /// The value of `TPU_ACCELERATOR_TYPE` for eight devices.
     accelerator: &'static str,
-    /// Chips along each axis where the target names none.
+    /// The chips along each axis of a target without a topology.
     default_topology: &'static [usize],
     /// HBM bandwidth, 10¹² bytes a second.
     pub hbm_tb_per_s: f64,
-    /// What a link between two chips carries each way, 10⁹ bytes a second: of the documented sum of all links both ways, that of one.
+    /// The bandwidth of one link between two chips in each direction, 10⁹ bytes a second. Documents give the sum of all links in both
+    /// directions.
     pub port_gb_per_s: f64,
     /// Chips along an axis from which on its ends are joined.
     rings_of: usize,
-    /// HBM, 2³⁰ bytes.
+    /// The HBM of a chip, 2³⁰ bytes.
     pub hbm_gib: f64,
     /// One of its tensor cores.
     pub core: TpuKind,
-    /// Tensor cores.
+    /// The number of tensor cores of a chip.
     pub cores: usize,
     /// Devices that a program sees.
     pub devices: usize,
-    /// Whether libtpu leaves all-gathers and reduce-scatters to `SparseCore`s where it is told to, so that tensor cores compute meanwhile:
-    /// a v5e has none, and for a v5p it does not.
+    /// Whether libtpu can move all-gathers and reduce-scatters to `SparseCore`s, so that tensor cores compute at the same time. A v5e has
+    /// no `SparseCore`, and on a v5p libtpu does not do it.
     pub offloads_collectives: bool,
     /// Assumed clock, 10⁹ a second.
     pub clock_ghz: f64,
@@ -70,12 +71,12 @@ pub struct TpuChip {
 }
 
 impl TpuChip {
-    /// HBM bandwidth that falls to one device, 10¹² bytes a second.
+    /// Returns the HBM bandwidth of one device, 10¹² bytes a second.
     pub fn device_hbm_tb_per_s(&self) -> f64 {
         self.hbm_tb_per_s / self.devices as f64
     }
 
-    /// What its cores have for a kernel.
+    /// Returns the resources that a kernel may use on one device.
     pub fn machine(&self) -> Machine {
         self.core.machine()
     }
@@ -90,8 +91,9 @@ impl TpuChip {
         2.0 * multiplications * self.devices as f64 / (self.bf16_tflops * 1e9)
     }
 
-    /// The bounds of `cycles` on one core and `bytes` through one device's HBM.
+    /// Returns the lower bounds of `cycles` on one core and `bytes` through one device's HBM.
     pub fn bound(&self, cycles: u64, bytes: u64) -> Bound {
+        // Instructions and HBM overlap in the best case, so that the larger time bounds the run.
         let cycles_ms = cycles as f64 / (self.clock_ghz * 1e6);
         let hbm_ms = bytes as f64 / (self.device_hbm_tb_per_s() * 1e9);
         let limit = if cycles_ms > hbm_ms { Limit::Cycles } else { Limit::Hbm };
@@ -179,9 +181,9 @@ const MOST_CHIPS: usize = 9_216;
 /// A chip and a grid of them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TpuTarget {
-    /// The chip.
+    /// The chip that all devices of the target are part of.
     pub chip: &'static TpuChip,
-    /// Chips along each axis.
+    /// The chips along each axis of the grid.
     topology: Vec<usize>,
 }
 
@@ -192,13 +194,14 @@ impl fmt::Display for TpuTarget {
 }
 
 impl TpuTarget {
-    /// `v6e:2x4`, or `v6e` alone. See [the module](self).
+    /// Parses `v6e:2x4`, or `v6e` for the default topology. See [the module](self).
     ///
     /// # Errors
     /// [`AheadError::UnknownTarget`], which lists the chips there are and a target that works.
     pub fn parse(text: &str) -> Result<TpuTarget, AheadError> {
         let (name, topology) = text.split_once(':').map_or((text, None), |(name, topology)| (name, Some(topology)));
         let chip = CHIPS.iter().find(|chip| chip.name == name);
+        // The error shows a valid topology of the chip that was meant, or of a v6e.
         let refused = || AheadError::UnknownTarget {
             given: text.into(),
             expected: CHIPS.map(|chip| chip.name).join(", "),
@@ -208,6 +211,7 @@ impl TpuTarget {
         let Some(extents) = topology else { return Ok(TpuTarget::with_default_topology(chip)) };
         let topology: Vec<usize> =
             extents.split('x').map(|extent| extent.parse().map_err(|_| refused())).collect::<Result<_, _>>()?;
+        // An extent of 0 kills libtpu, and absurd extents must not overflow.
         let chips = topology.iter().try_fold(1_usize, |chips, &extent| chips.checked_mul(extent));
         match chips {
             Some(1..=MOST_CHIPS) if topology.len() <= 3 => Ok(TpuTarget { chip, topology }),
@@ -219,7 +223,7 @@ impl TpuTarget {
         TpuTarget { chip, topology: chip.default_topology.to_vec() }
     }
 
-    /// One of each chip, with the topology that has eight devices.
+    /// Returns a target of each chip, with the topology that has eight devices.
     pub fn defaults() -> impl Iterator<Item = TpuTarget> {
         CHIPS.iter().map(TpuTarget::with_default_topology)
     }
@@ -229,7 +233,7 @@ impl TpuTarget {
         self.topology.iter().product::<usize>() * self.chip.devices
     }
 
-    /// Chips along each axis.
+    /// Returns the chips along each axis of the grid.
     pub fn topology(&self) -> &[usize] {
         &self.topology
     }
@@ -238,13 +242,13 @@ impl TpuTarget {
         self.topology.iter().map(ToString::to_string).collect::<Vec<_>>().join("x")
     }
 
-    /// The topology under libtpu's name for it.
+    /// Returns the name that libtpu has for the topology.
     #[cfg(any(feature = "plugin", test))]
     pub(super) fn topology_name(&self) -> String {
         format!("{}:{}", self.chip.libtpu, self.extents())
     }
 
-    /// What the environment must say before libtpu loads.
+    /// Returns the environment variables that must be set before libtpu loads.
     #[cfg(feature = "plugin")]
     pub(super) fn environment(&self) -> [(&'static str, &'static str); 4] {
         [
@@ -261,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bound_is_the_larger_of_cycles_and_bytes() {
+    fn tpu_bound_is_the_larger_of_cycles_and_bytes() {
         let chip = TpuTarget::parse("v6e").unwrap().chip;
         let bound = chip.bound(1_750_000, 1_638_000_000);
         assert_eq!((bound.cycles_ms, bound.hbm_ms), (1.0, 1.0));
@@ -272,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chip_alone_has_eight_devices() {
+    fn tpu_target_without_topology_has_eight_devices() {
         for target in TpuTarget::defaults() {
             assert_eq!(target.devices(), 8, "{target}");
             assert_eq!(TpuTarget::parse(target.chip.name).unwrap(), target);
@@ -281,14 +285,14 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_cores_on_v7x_and_chips_elsewhere() {
+    fn tpu_devices_are_cores_on_v7x_and_chips_elsewhere() {
         let devices = |text| TpuTarget::parse(text).unwrap().devices();
         assert_eq!([devices("v5e:4x4"), devices("v5p:2x2x1"), devices("v7x:2x2x1")], [16, 4, 8]);
         assert_eq!(TpuTarget::parse("v7x").unwrap().topology_name(), "tpu7x:2x2x1");
     }
 
     #[test]
-    fn what_is_no_target_is_refused_with_those_that_are() {
+    fn tpu_target_unknown_is_refused_with_the_known_ones() {
         for text in ["", "v4", "v6e:", "v6e:0x4", "v6e:2x", "v6e:-1", "v6e:1x1x1x1", "v6e:99999x99999", "tpu7x:2x2x1"] {
             let message = TpuTarget::parse(text).unwrap_err().to_string();
             assert!(message.contains("v5e, v5p, v6e, v7x"), "{message}");

@@ -23,13 +23,14 @@ const STILL: [&str; 10] = [
     "replica-id",
 ];
 
-/// What one run of `module` moves; `file` is its name.
+/// Counts the traffic of one run of `module`, which was read from `file`.
 ///
 /// # Errors
 /// [`AheadError::Malformed`], where an operand or a computation is named that is nowhere.
 pub(super) fn traffic(file: &str, module: &HloModule) -> Result<Traffic, AheadError> {
     let mut traffic = Traffic::default();
     let mut likenesses = Vec::new();
+    // The entry runs once. Each loop body is counted with the product of the trips around it.
     let mut waiting = vec![(&module.entry, 1)];
     while let Some((instructions, runs)) = waiting.pop() {
         for (body, trips) in traffic.count(file, instructions, runs, &module.computations, &mut likenesses)? {
@@ -60,12 +61,16 @@ impl Traffic {
             if runs > 1 {
                 self.runs.insert(own_name.into(), runs);
             }
+            // The bytes of this instruction are those added until the end of the loop body.
             let before = bytes;
+            // A collective may be inside of a fusion or an async call, or be the instruction itself.
             let within = Collective::within(file, instruction, instructions, computations, runs)?;
             let collective =
                 within.or(Collective::from_instruction(file, instruction, instructions, computations, runs)?);
             let exposed = collective.as_ref().is_some_and(Collective::is_alone);
             self.moved.extend(collective);
+            // libtpu compiles one program for collectives that agree in everything that matters; the schedule has it under the name of one
+            // of them.
             if COLLECTIVES.contains(&instruction.opcode) {
                 let likeness = CollectiveSignature::new(instruction, &definitions, computations);
                 let place = likenesses.iter().position(|other| *other == likeness).unwrap_or_else(|| {
@@ -75,6 +80,7 @@ impl Traffic {
                 });
                 self.collectives[place].push(own_name.into());
             }
+            // A loop moves nothing itself. Its body is counted later if its trips are known, and reported if not.
             if matches!(instruction.opcode, "while" | "conditional") {
                 let known = trips(instruction, &definitions, computations);
                 if let (Some(trips), Some(body)) = (known, instruction.attribute(" body=")) {
@@ -89,6 +95,7 @@ impl Traffic {
             let described = handle.and_then(|handle| by_name.get(handle)).copied().unwrap_or(instruction);
             let before_operands = usize::from(handle.is_some());
             let starts = instruction.opcode.ends_with("-start") || instruction.opcode == "async-update";
+            // Each operand counts once, however often it is listed.
             let mut counted = HashSet::new();
             let windows = PartialAccesses::new(instruction, &definitions, computations);
             for (place, operand) in instruction.operands.iter().enumerate() {
@@ -108,11 +115,13 @@ impl Traffic {
                 if handle || !counted.insert(operand) {
                     continue;
                 }
+                // An operand may be one element of a tuple, `%name#1`.
                 let shape = match index {
                     None => &source.shape,
                     Some(index) => index.parse().ok().and_then(|index| source.shape.part(index)).ok_or_else(unknown)?,
                 };
                 let whole = shape.hbm_bytes();
+                // Only the gathered or sliced part of an operand moves, whether the instruction does it or a computation that it calls.
                 let read = match instruction.opcode {
                     "gather" | "slice" | "dynamic-slice" => whole.min(instruction.shape.bytes()),
                     _ => parts_taken(described, place - before_operands, computations)
@@ -121,9 +130,11 @@ impl Traffic {
                 let read = windows.read.get(&place).map_or(read, |&bytes| read.min(bytes));
                 bytes = bytes.saturating_add(read);
             }
+            // The outputs of an async pair are counted at its end.
             if !starts {
                 bytes = bytes.saturating_add(windows.bytes_written(&instruction.shape));
             }
+            // Times the runs of the computation around it.
             let moved = (bytes - before).saturating_mul(runs);
             if exposed {
                 self.exposed_bytes = self.exposed_bytes.saturating_add(moved);
@@ -147,7 +158,7 @@ mod tests {
     const LOGITS: u64 = 4096 * 151_936 * 2;
 
     #[test]
-    fn the_baseline_moves_its_logits_six_times() {
+    fn traffic_of_the_baseline_is_six_times_its_logits() {
         let traffic = Traffic::parse("xla", XLA).unwrap();
         // Read by three fusions, written once as dlogits and once, for the gather, as f32: 3 + 1 + 2.
         let rest = traffic.hbm_bytes - 6 * LOGITS;
@@ -156,14 +167,14 @@ mod tests {
     }
 
     #[test]
-    fn a_gathered_operand_is_read_as_far_as_it_is_gathered() {
+    fn traffic_of_a_gather_is_its_result() {
         let whole = XLA.replace(" gather(", " notgather(");
         let (gathered, whole) = (Traffic::parse("x", XLA).unwrap(), Traffic::parse("x", &whole).unwrap());
         assert_eq!(whole.hbm_bytes - gathered.hbm_bytes, 2 * LOGITS - 4096 * 4);
     }
 
     #[test]
-    fn an_operand_counts_once_and_a_slice_as_far_as_it_goes() {
+    fn traffic_of_an_operand_counts_once_and_of_a_slice_its_part() {
         let text = "%cut (p: f32[100]) -> f32[10] {
   %p = f32[100] parameter(0)
   ROOT %s = f32[10] slice(%p), slice={[0:10]}
@@ -191,7 +202,7 @@ ENTRY %main (a: f32[100]) -> f32[100] {
     }
 
     #[test]
-    fn an_operand_that_is_nowhere_is_an_error() {
+    fn traffic_of_an_undefined_operand_is_an_error() {
         let broken = [
             "ENTRY %m () -> f32[] {\n  %a = f32[1] add(%missing)\n}\n",
             "ENTRY %m () -> f32[] {\n  %a = f32[1] parameter(0)\n  %b = f32[1] add(%a#3)\n}\n",

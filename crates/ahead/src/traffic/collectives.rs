@@ -19,17 +19,17 @@ pub(super) const COLLECTIVES: [&str; 9] = [
     "reduce-scatter",
 ];
 
-/// Those that stand in fusions and async calls.
+/// The collectives that occur inside of fusions and async calls.
 const WITHIN: [&str; 3] = ["all-gather", "all-reduce", "reduce-scatter"];
 
-/// What makes collectives alike.
+/// The properties in which collectives agree that share one compiled program.
 #[derive(PartialEq)]
 pub(super) struct CollectiveSignature<'t> {
     opcode: &'t str,
     shape: HloShape,
     operands: Vec<Option<HloShape>>,
     groups: Option<&'t str>,
-    /// What they reduce by.
+    /// The operation of the reduction, such as `add`.
     by: Option<&'t str>,
 }
 
@@ -40,6 +40,7 @@ impl<'t> CollectiveSignature<'t> {
         computations: &HashMap<&str, HloComputation<'t>>,
     ) -> Self {
         let shape_of = |operand: &&str| around.0.get(*operand).map(|instruction| instruction.shape.clone());
+        // Two reducers agree if their last operation does, whatever their names are.
         let reducer = instruction.called().next().and_then(|name| computations.get(name));
         let groups = instruction.attributes.split_once("replica_groups=").map(|(_, after)| after);
         CollectiveSignature {
@@ -58,9 +59,10 @@ const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "whi
 /// Custom calls in which nothing is.
 const MEMORY_CALLS: [&str; 2] = ["custom_call_target=\"AllocateBuffer\"", "custom_call_target=\"ConcatBitcast\""];
 
-/// `{{0,1},{2,3}}`, or `{}`, which is all devices and none here, or `[2,4]<=[8]`, which is eight devices in order, two groups of four, and `[4,2]<=[2,4]T(1,0)`, which are those of
-/// two rows of four by columns.
+/// Parses groups of devices in three notations: `{{0,1},{2,3}}` lists them; `{}` means all devices, and returns no group; `[2,4]<=[8]` is
+/// eight devices in order, as two groups of four; `[4,2]<=[2,4]T(1,0)` transposes two rows of four first.
 fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
+    // The list form: `{{0,1},{2,3}}`.
     if let Some(listed) = text.strip_prefix("{{") {
         let (listed, _) = listed.split_once("}}")?;
         let numbers = |group: &str| group.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
@@ -70,6 +72,8 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
         return Some(vec![]);
     }
     let numbers = |text: &str| text.split(',').map(|id| id.trim().parse().ok()).collect::<Option<Vec<usize>>>();
+    // The iota form, `[groups,members]<=[extents]T(order)`: the numbers 0, 1, … in an array of these extents, transposed, then cut into
+    // groups.
     let (shape, rest) = text.strip_prefix('[')?.split_once("]<=[")?;
     let (reshaped, rest) = rest.split_once(']')?;
     let (shape, reshaped) = (numbers(shape)?, numbers(reshaped)?);
@@ -78,10 +82,12 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
         None => (0..reshaped.len()).collect(),
     };
     let [_, members] = shape[..] else { return None };
+    // Row-major strides of the array before the transposition.
     let mut strides = vec![1; reshaped.len()];
     for axis in (1..reshaped.len()).rev() {
         strides[axis - 1] = strides[axis] * reshaped[axis];
     }
+    // Visits the axes in the transposed order, the last one fastest.
     let mut ids = vec![0];
     for &axis in &order {
         let (extent, stride) = (*reshaped.get(axis)?, *strides.get(axis)?);
@@ -90,8 +96,8 @@ fn groups(text: &str) -> Option<Vec<Vec<usize>>> {
     Some(ids.chunks(members.max(1)).map(<[usize]>::to_vec).collect())
 }
 
-/// What stands between the start of something and its end, by name: what is computed, and collectives that are waited for; and its own
-/// start, update and end. What an async call works on is only given to its update, where it has one.
+/// Collects three lists of names: what is computed between an operation's start and its end, the collectives that are waited for in
+/// between, and its own start, update and end. An async call gets its operands at its update, if it has one.
 fn between(
     start: &HloInstruction,
     instructions: &[HloInstruction],
@@ -101,9 +107,11 @@ fn between(
         let at = instructions.iter().position(|other| other.name == name).unwrap_or(0);
         instructions[at + 1..].iter()
     };
+    // The end takes the handle of the update if there is one, and otherwise that of the start.
     let update = after(start.name).find(|next| next.opcode == "async-update" && next.operands.contains(&start.name));
     let handle = update.map_or(start.name, |update| update.name);
     let until_done = after(handle).take_while(|other| !other.operands.contains(&handle));
+    // In the scheduled order; loops are replaced by their bodies, each once.
     let mut waiting: Vec<&HloInstruction> = until_done.collect();
     let done = after(handle).nth(waiting.len());
     let own = [Some(start), update, done].into_iter().flatten();
@@ -127,9 +135,9 @@ fn between(
 }
 
 impl Collective {
-    /// What a fusion, or an async call, is that has a collective in it: libtpu writes a reduce-scatter as an all-reduce of which a slice is
-    /// kept, an all-gather as one of a part among zeros, and sends no more than they need. What is left to `SparseCore`s, as a v7x leaves
-    /// sums, are async calls.
+    /// Finds the collective inside of a fusion or an async call. libtpu writes a reduce-scatter as an all-reduce of which a slice is kept,
+    /// and an all-gather as an all-reduce of a part among zeros, and sends no more bytes than those need. Collectives on `SparseCore`s,
+    /// such as the sums of a v7x, are async calls.
     pub(super) fn within(
         file: &str,
         caller: &HloInstruction,
@@ -137,11 +145,13 @@ impl Collective {
         computations: &HashMap<&str, HloComputation>,
         runs: u64,
     ) -> Result<Option<Self>, AheadError> {
+        // Other instructions do not contain collectives.
         if !["fusion", "async-start"].contains(&caller.opcode) {
             return Ok(None);
         }
         let mut waiting: Vec<&str> = caller.called().collect();
         let mut seen = HashSet::new();
+        // Searches the called computations, depth first, for the first collective.
         let mut found = None;
         while let Some(name) = waiting.pop().filter(|_| found.is_none()) {
             if let Some(computation) = computations.get(name).filter(|_| seen.insert(name)) {
@@ -155,6 +165,7 @@ impl Collective {
         let Some(collective) = Self::from_instruction(file, inner, body, computations, runs)? else { return Ok(None) };
         let definitions = HloDefinitions::new(body);
         let opcode = |name: &&str| definitions.0.get(definitions.followed(name, "bitcast")).map(|found| found.opcode);
+        // An all-reduce of a part among zeros is an all-gather; one of which a slice is kept is a reduce-scatter.
         let gathers = inner.operands.iter().filter_map(opcode).any(|opcode| opcode == "dynamic-update-slice");
         let keeps = body.iter().any(|user| {
             let source = user.operands.first().map(|source| definitions.followed(source, "bitcast"));
@@ -172,7 +183,7 @@ impl Collective {
         Ok(Some(Collective { name, kind, beside, awaited, ends, ..collective }))
     }
 
-    /// What `instruction` is of those in `instructions`, if it is one, and runs `runs` times.
+    /// Reads a collective that runs `runs` times from `instruction`, one of `instructions`; `None` if it is another operation.
     pub(super) fn from_instruction(
         file: &str,
         instruction: &HloInstruction,
@@ -190,6 +201,7 @@ impl Collective {
             _ => return Ok(None),
         };
         let definitions = HloDefinitions::new(instructions);
+        // The bytes of the operands, some of which are elements of tuples.
         let of_operands = || {
             let shape = |operand: &&str| {
                 let (name, part) = operand.split_once('#').map_or((*operand, None), |(name, part)| (name, Some(part)));
@@ -199,12 +211,14 @@ impl Collective {
             instruction.operands.iter().filter_map(shape).fold(0, u64::saturating_add)
         };
         let starts = instruction.opcode.ends_with("-start");
+        // The bytes that the formulas of the links start from: the larger side of a collective.
         let bytes = match kind {
             CollectiveKind::ReduceScatter | CollectiveKind::AllToAll | CollectiveKind::Permute => of_operands(),
             // What is started returns what it was given too.
             CollectiveKind::AllGather if starts => instruction.shape.part(1).map_or(0, HloShape::bytes),
             CollectiveKind::AllReduce | CollectiveKind::AllGather => instruction.shape.bytes(),
         };
+        // A permute has pairs of devices instead of groups.
         let attribute = if kind == CollectiveKind::Permute { "source_target_pairs=" } else { "replica_groups=" };
         let text = instruction.attributes.split_once(attribute).map_or("{}", |(_, after)| after);
         let expected = "groups of devices, {{0,1},{2,3}} or [2,2]<=[4]";
@@ -222,9 +236,9 @@ mod tests {
     use super::*;
     use crate::traffic::Traffic;
 
-    /// What devices send of one another, in the forms that XLA and libtpu write.
+    /// The module has collectives in all forms that XLA and libtpu write.
     #[test]
-    fn collectives_are_read_with_their_groups_and_what_runs_beside_them() {
+    fn collectives_have_groups_and_overlapping_operations() {
         const TEXT: &str = "HloModule m, is_scheduled=true
 
 %add (a: f32[], b: f32[]) -> f32[] {

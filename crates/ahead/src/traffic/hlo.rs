@@ -17,19 +17,19 @@ pub(super) enum HloShape {
     Tuple(Vec<HloShape>),
 }
 
-/// An array: its type, its size and where it lies.
+/// The type, size and memory space of an array.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct HloArray {
-    /// `bf16[1,4096,151936]`
+    /// The dtype and the extents as HLO writes them, `bf16[1,4096,151936]`.
     pub(super) named: String,
-    /// Bytes in whole tiles.
+    /// The size in bytes, in whole tiles of the layout.
     bytes: u64,
-    /// Whether it lies in HBM.
+    /// Whether the array is in HBM, and not in VMEM or another memory.
     hbm: bool,
 }
 
 impl HloShape {
-    /// Bytes of the parts that lie in HBM.
+    /// Sums the bytes of all arrays that are in HBM.
     pub(super) fn hbm_bytes(&self) -> u64 {
         match self {
             HloShape::Array(array) => {
@@ -43,7 +43,7 @@ impl HloShape {
         }
     }
 
-    /// Bytes of all parts, wherever they lie.
+    /// Sums the bytes of all arrays, in whatever memory.
     pub(super) fn bytes(&self) -> u64 {
         match self {
             HloShape::Array(array) => array.bytes,
@@ -51,7 +51,7 @@ impl HloShape {
         }
     }
 
-    /// Part `index` of a tuple.
+    /// Returns element `index` of a tuple; `None` for an array.
     pub(super) fn part(&self, index: usize) -> Option<&HloShape> {
         match self {
             HloShape::Tuple(parts) => parts.get(index),
@@ -63,11 +63,12 @@ impl HloShape {
 /// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
 const DEEPEST: usize = 32;
 
-/// A shape within `depth` tuples.
+/// Parses a shape inside of `depth` tuples.
 fn shape<'t>(depth: usize) -> impl Parser<&'t str, HloShape, ErrMode<ContextError>> {
     move |text: &mut &'t str| {
         // `/*index=5*/`
         let comment = opt(("/*", take_until(0.., "*/"), "*/"));
+        // Long tuples have comments such as `/*index=5*/` between their elements.
         let front = (multispace0, comment);
         if depth > DEEPEST {
             return fail.parse_next(text);
@@ -78,7 +79,7 @@ fn shape<'t>(depth: usize) -> impl Parser<&'t str, HloShape, ErrMode<ContextErro
     }
 }
 
-/// `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`
+/// Parses an array such as `bf16[4096,128]{1,0:T(8,128)(2,1)S(1)}`.
 fn array(text: &mut &str) -> ModalResult<HloArray> {
     let element = take_while(1.., ('a'..='z', '0'..='9')).verify_map(bits);
     let (named, (bits, extents)) =
@@ -87,6 +88,7 @@ fn array(text: &mut &str) -> ModalResult<HloArray> {
     let layout = (numbers, opt(attributes).map(Option::unwrap_or_default));
     let layout = opt(delimited('{', layout, (take_till(0.., '}'), '}'))).parse_next(text)?;
     let (order, attributes): (Vec<u64>, Vec<(&str, &str)>) = layout.unwrap_or_default();
+    // `T` is the tile, `S` the memory space; 0 or none is HBM.
     let attribute = |name: &str| attributes.iter().find(|(of, _)| *of == name).map(|(_, value)| *value);
     let tile = attribute("T").map_or(Some(vec![]), |tile| numbers.parse(tile).ok());
     let Some(bytes) = tile.and_then(|tile| bytes_of(&extents, &order, &tile, bits)) else {
@@ -95,7 +97,7 @@ fn array(text: &mut &str) -> ModalResult<HloArray> {
     Ok(HloArray { named: named.into(), bytes, hbm: attribute("S").is_none_or(|space| space == "0") })
 }
 
-/// `T(8,128)`, and what follows it without a name.
+/// Parses one attribute of a layout, `T(8,128)`, or a second tile, which has no name.
 fn attribute<'t>(text: &mut &'t str) -> ModalResult<(&'t str, &'t str)> {
     (take_till(0.., ['(', '}']), delimited('(', take_till(0.., [')', '}']), ')')).parse_next(text)
 }
@@ -106,9 +108,10 @@ fn numbers(text: &mut &str) -> ModalResult<Vec<u64>> {
     terminated(separated(0.., number, ','), space0).parse_next(text)
 }
 
-/// Bytes of an array of `bits` an element, whose axes lie in `order`, the innermost first, in whole tiles.
+/// Computes the bytes of an array in whole tiles. Its elements have `bits` bits; `order` lists the axes from the innermost outwards.
 fn bytes_of(extents: &[u64], order: &[u64], tile: &[u64], bits: u64) -> Option<u64> {
     let extent = |axis: &u64| extents.get(usize::try_from(*axis).ok()?).copied();
+    // The layout lists the axes from the innermost outwards, and the tile from the outermost inwards.
     let mut minor_to_major = order.iter().map(extent).collect::<Option<Vec<u64>>>()?;
     // The first tile pads the innermost extents; tiles within it only order the elements.
     for (extent, tile) in minor_to_major.iter_mut().zip(tile.iter().rev()) {
@@ -119,7 +122,7 @@ fn bytes_of(extents: &[u64], order: &[u64], tile: &[u64], bits: u64) -> Option<u
     Some(elements.checked_mul(bits)?.div_ceil(8))
 }
 
-/// Bits of an element.
+/// Returns the bits of one element of an HLO dtype.
 fn bits(element: &str) -> Option<u64> {
     Some(match element {
         "token" | "opaque" => 0,
@@ -139,7 +142,7 @@ pub(super) struct HloInstruction<'t> {
     pub(super) name: &'t str,
     pub(super) shape: HloShape,
     pub(super) opcode: &'t str,
-    /// What stands between the parentheses.
+    /// The text between the parentheses.
     pub(super) given: &'t str,
     pub(super) operands: Vec<&'t str>,
     pub(super) attributes: &'t str,
@@ -151,22 +154,23 @@ impl<'t> HloInstruction<'t> {
     fn parse(line: &'t str) -> Option<HloInstruction<'t>> {
         let line = line.trim_start();
         let returned = line.strip_prefix("ROOT ");
+        // `ROOT %name = shape opcode(operands), attributes`
         let (name, rest) = returned.unwrap_or(line).split_once(" = ")?;
         let mut rest = rest;
         let shape = shape(0).parse_next(&mut rest).ok()?;
         let (opcode, rest) = rest.trim_start().split_once('(')?;
-        // Operands are names; a constant's value is none, and may hold anything.
+        // Operands are names; a constant's value is not a name, and may contain anything.
         let (given, attributes) = rest.split_once(')').unwrap_or((rest, ""));
         let operands = given.split([',', ' ', '/']).filter(|operand| operand.starts_with('%')).collect();
         Some(HloInstruction { name, shape, opcode, given, operands, attributes, root: returned.is_some() })
     }
 
-    /// The computation that an attribute names.
+    /// Returns the computation that the attribute `name` refers to.
     pub(super) fn attribute(&self, name: &str) -> Option<&'t str> {
         self.attributes.split(name).nth(1)?.split([',', ' ']).next()
     }
 
-    /// Computations that it calls.
+    /// Returns the names of the computations that the instruction calls.
     pub(super) fn called(&self) -> impl Iterator<Item = &'t str> {
         const CALLS: [&str; 3] = [" calls=", " to_apply=", " called_computations={"];
         let after = |call| self.attributes.split(call).nth(1);
@@ -189,12 +193,12 @@ impl<'i, 't> HloDefinitions<'i, 't> {
         Self(instructions.iter().map(|instruction| (instruction.name, instruction)).collect())
     }
 
-    /// What `operand` is a copy of.
+    /// Follows copies from `operand` to the instruction that they copy.
     pub(super) fn origin<'o>(&'o self, operand: &'o str) -> &'o str {
         self.followed(operand, "copy")
     }
 
-    /// What is left of `name` where every `opcode` is its operand; copies that go round end somewhere in the round.
+    /// Replaces `name` by its first operand as long as its operation is `opcode`. A cycle of such operations ends at one of them.
     pub(super) fn followed<'o>(&'o self, mut name: &'o str, opcode: &str) -> &'o str {
         for _ in 0..self.0.len() {
             let view = self.0.get(name).filter(|instruction| instruction.opcode == opcode);
@@ -204,9 +208,10 @@ impl<'i, 't> HloDefinitions<'i, 't> {
         name
     }
 
-    /// What `operand` is, whatever it is called: behind bitcasts and tuples.
+    /// Follows bitcasts and elements of tuples from `operand` to the instruction that computes it.
     pub(super) fn source<'o>(&'o self, mut operand: &'o str) -> &'o str {
         for _ in 0..self.0.len() {
+            // `%tuple#1` is element 1 of a tuple.
             let (name, index) = operand.split_once('#').map_or((operand, None), |(name, index)| (name, Some(index)));
             let Some(found) = self.0.get(name) else { break };
             let part_of = |tuple: &str, index: &str| {
@@ -233,16 +238,17 @@ impl<'i, 't> HloDefinitions<'i, 't> {
 /// A module's entry computation, and the computations that are called.
 pub(super) struct HloModule<'t> {
     pub(super) entry: Vec<HloInstruction<'t>>,
-    /// By name, with its `%`.
+    /// The called computations by name, which includes the `%`.
     pub(super) computations: HashMap<&'t str, HloComputation<'t>>,
 }
 
 impl<'t> HloModule<'t> {
-    /// From its text; `file` is its name.
+    /// Parses the text of a module that was read from `file`.
     ///
     /// # Errors
     /// [`AheadError::Malformed`], with the line that does not read as expected.
     pub(super) fn parse(file: &str, text: &'t str) -> Result<Self, AheadError> {
+        // A computation starts at a line such as `%name (…) {` or `ENTRY %main (…) {`, and ends at `}`; the lines between are instructions.
         let mut computations: HashMap<&str, HloComputation> = HashMap::new();
         let mut current: Option<&str> = None;
         let mut entry: Option<Vec<HloInstruction>> = None;
@@ -283,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_are_whole_and_other_memories_are_not_hbm() {
+    fn hlo_arrays_count_whole_tiles_in_hbm_alone() {
         let hbm = |text| shape(0).parse(text).unwrap().hbm_bytes();
         assert_eq!(hbm("bf16[4,100]{1,0:T(8,128)(2,1)}"), 8 * 128 * 2);
         assert_eq!(hbm("f32[2048,151643]{0,1:T(8,128)}"), 151_648 * 2048 * 4);
@@ -293,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_hlo_is_an_error() {
+    fn hlo_malformed_is_an_error() {
         let deep = format!("ENTRY %m () -> f32[] {{\n  %a = {}f32[] parameter(0)\n}}\n", "(".repeat(100_000));
         let broken = [
             "",
@@ -311,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_of_nothing_is_an_error_with_its_line_and_one_of_itself_ends() {
+    fn hlo_copy_of_nothing_is_an_error_and_of_itself_ends() {
         let text = |copy: &str| format!("ENTRY %main {{\n  %a = f32[8]{{0}} {copy}\n}}\n");
         for copy in ["copy()", "bitcast()"] {
             let error =

@@ -1,22 +1,20 @@
 //! Bytes that a program moves between HBM and the cores, from its optimized HLO.
 //!
 //! Each instruction of the entry computation reads its operands and writes its outputs, each once, in whole tiles of
-//! their layout. What does not move:
+//! their layout. These do not count:
 //!
-//! - parameters, constants, tuples, bitcasts and `iota` of themselves;
+//! - parameters, constants, tuples, bitcasts and `iota` themselves;
 //! - arrays that the layout puts elsewhere, `S(1)` (VMEM) and the like;
-//! - an array of which a part is written, in place, beyond that part; and one of which a fusion takes no more than parts at
-//!   places told at run time, beyond those;
-//! - an operand that is only gathered from or sliced, beyond what comes out. Whether a fusion does nothing else with an
-//!   operand, or an async call with one that it slices, the computations that are called tell.
+//! - the rest of an array of which a part is written in place, or of which a fusion only reads parts at offsets known at run time;
+//! - the rest of an operand that is only gathered from or sliced. The called computations tell whether a fusion, or an async
+//!   call that slices, does nothing else with an operand.
 //!
 //! An async pair is counted where it starts, for its operands, and where it is done, for its output; an in-place
 //! custom call reads its operands once and writes its outputs once like any other. The body of a `while` counts as often as it
-//! runs, where that can be told. What an instruction keeps to
-//! itself (spills to HBM, a kernel's own DMAs that fetch a window twice) is not seen: for a Mosaic kernel this is the
-//! least it can move. A collective reads its operand once and writes its result once, however often parts go round a ring: libtpu
-//! sends those from VMEM to VMEM. Bodies of a `conditional`, and of a `while` of unknown trips, are not counted; the instructions are
-//! named.
+//! runs, if its trips are known. Traffic inside of an instruction (spills to HBM, a kernel's own DMAs that fetch a window
+//! twice) is not visible: for a Mosaic kernel the count is a lower bound. A collective reads its operand once and writes its result
+//! once, however often parts travel around a ring: libtpu sends those from VMEM to VMEM. Bodies of a `conditional`, and of a `while`
+//! with unknown trips, are not counted; the instructions are named.
 
 mod account;
 mod collectives;
@@ -34,26 +32,26 @@ use crate::files::{read_text, sorted_names};
 use assay_schema::compile::Launch;
 use hlo::HloModule;
 
-/// What one run moves.
+/// The bytes and the collectives of one run of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
     /// Bytes read from HBM and written to it, on one device.
     pub hbm_bytes: u64,
     /// Instructions with bodies that run a number of times that HLO does not say.
     pub uncounted: Vec<String>,
-    /// How often the instructions of loops run, by name; every other runs once.
+    /// The number of runs of each instruction inside of a loop, by name; instructions outside run once.
     pub runs: BTreeMap<String, u64>,
-    /// Of [`hbm_bytes`](Self::hbm_bytes), those of each instruction that moves some, in all its runs, by name.
+    /// The part of [`hbm_bytes`](Self::hbm_bytes) that each instruction moves in all its runs, by name.
     pub bytes_of: BTreeMap<String, u64>,
     /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
     pub collectives: Vec<Vec<String>>,
-    /// What they move between devices.
+    /// The collectives with their bytes, groups and overlap.
     pub moved: Vec<Collective>,
-    /// Of [`hbm_bytes`](Self::hbm_bytes), what collectives read and write during which nothing else is computed.
+    /// The part of [`hbm_bytes`](Self::hbm_bytes) of collectives during which nothing else is computed.
     pub exposed_bytes: u64,
 }
 
-/// What devices do together.
+/// An operation that several devices execute together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CollectiveKind {
@@ -69,36 +67,36 @@ pub enum CollectiveKind {
     Permute,
 }
 
-/// A collective.
+/// One collective operation of a program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Collective {
-    /// The HLO instruction.
+    /// The name of its HLO instruction, without the `%`.
     pub name: String,
-    /// What it does.
+    /// The kind of the operation, which determines its bytes on the links.
     pub kind: CollectiveKind,
     /// Bytes of what is reduced, of what is gathered to, or of what each device sends.
     pub bytes: u64,
-    /// Devices that work together, all of them where there is none; of a permute pairs (from, to).
+    /// The groups of devices that work together; empty for all devices. For a permute, pairs (from, to).
     pub groups: Vec<Vec<usize>>,
-    /// How often it runs.
+    /// The number of its runs in one run of the program.
     pub runs: u64,
-    /// What is computed between its start and its end, by name; of a loop what its body computes.
+    /// The names of the operations that are computed between its start and its end, with those of loops' bodies.
     pub beside: Vec<String>,
     /// Collectives that are waited for between its start and its end, by name.
     pub awaited: Vec<String>,
-    /// Of what has a start, where its own bytes are counted, by name: its start, its update, its end.
+    /// The names of its start, its update and its end, which its own bytes are counted at; empty for a synchronous operation.
     pub ends: Vec<String>,
 }
 
 impl Collective {
-    /// Whether nothing is.
+    /// Whether nothing is computed between its start and its end.
     pub fn is_alone(&self) -> bool {
         self.beside.is_empty()
     }
 }
 
 impl Traffic {
-    /// From the text of an optimized HLO module; `file` is its name.
+    /// Parses the text of an optimized HLO module that was read from `file`, and counts its traffic.
     ///
     /// # Errors
     /// [`AheadError::Malformed`], with the line that does not read as expected.
@@ -106,8 +104,8 @@ impl Traffic {
         account::traffic(file, &HloModule::parse(file, text)?)
     }
 
-    /// Says of each kernel how often it is launched, for what has its name and for collectives that it serves too. Those that
-    /// none serves come back.
+    /// Sets the number of launches of each kernel: its own runs, and those of the collectives that share its program. Returns the names of
+    /// collectives that no kernel serves.
     pub fn launch(&self, kernels: &mut [Launch]) -> Vec<String> {
         let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
         for kernel in &mut *kernels {
@@ -146,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernel_serves_every_collective_that_is_like_its_own() {
+    fn launches_of_a_kernel_serve_all_like_collectives() {
         let text = "%add (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)
   %y = f32[] parameter(1)

@@ -1,26 +1,26 @@
-//! How often the body of a loop runs.
+//! The number of times that the body of a `while` loop runs.
 
 use std::collections::HashMap;
 
 use super::hlo::{HloComputation, HloDefinitions, HloInstruction};
 
 impl HloDefinitions<'_, '_> {
-    /// Which part of the computation's parameter `operand` is.
+    /// Returns the index of the loop-carried value that `operand` reads from the computation's parameter.
     fn carried(&self, operand: &str) -> Option<usize> {
         let (tuple, place) = self.origin(operand).split_once('#')?;
         self.0.get(tuple).filter(|instruction| instruction.opcode == "parameter")?;
         place.parse().ok()
     }
 
-    /// The value of an integer constant.
+    /// Returns the value of an integer constant.
     fn constant(&self, operand: &str) -> Option<u64> {
         let constant = self.0.get(self.origin(operand)).filter(|instruction| instruction.opcode == "constant")?;
         constant.given.trim().parse().ok()
     }
 }
 
-/// How often the body of `repeated` runs, a `while` among `around`: as its configuration says, or where a number that it carries starts
-/// at a constant, grows by one and is compared with a third.
+/// Returns how often the body of `repeated`, a `while` among `around`, runs: as its configuration says, or by a counter that starts at a
+/// constant, grows by a constant and is compared with a third.
 pub(super) fn trips(
     repeated: &HloInstruction,
     around: &HloDefinitions,
@@ -29,7 +29,7 @@ pub(super) fn trips(
     configured(repeated).or_else(|| counted(repeated, around, computations))
 }
 
-/// What the compiler has found and written down: `"known_trip_count":{"n":"4"}`.
+/// Reads the trips that the compiler found: `"known_trip_count":{"n":"4"}`.
 fn configured(repeated: &HloInstruction) -> Option<u64> {
     let (_, known) = repeated.attributes.split_once("\"known_trip_count\":{\"n\":\"")?;
     known.split_once('"')?.0.parse().ok()
@@ -43,6 +43,7 @@ fn counted(
     let [condition, body] =
         [" condition=", " body="].map(|name| repeated.attribute(name).and_then(|name| computations.get(name)));
     let (condition, body) = (&condition?.instructions, &body?.instructions);
+    // The condition must be `counter < end`, with the counter carried by the loop and a constant end.
     let root = |instructions: &[HloInstruction]| instructions.iter().position(|instruction| instruction.root);
     let compare = &condition[root(condition)?];
     let [counter, end] = compare.operands[..] else { return None };
@@ -51,8 +52,10 @@ fn counted(
     }
     let end = HloDefinitions::new(condition).constant(end)?;
     let place = HloDefinitions::new(condition).carried(counter)?;
+    // The counter starts at a constant of the tuple that enters the loop.
     let start = around.0.get(repeated.operands.first()?).filter(|tuple| tuple.opcode == "tuple")?;
     let start = around.constant(start.operands.get(place)?)?;
+    // The body returns the same element of the tuple, plus a constant step.
     let next = &body[root(body)?];
     let inside = HloDefinitions::new(body);
     let add = inside.0.get(next.operands.get(place)?).filter(|add| add.opcode == "add")?;
@@ -67,7 +70,7 @@ mod tests {
     use crate::traffic::Traffic;
 
     #[test]
-    fn a_loop_counts_as_often_as_it_runs_where_that_is_known() {
+    fn while_loop_with_a_counter_counts_its_trips() {
         let program = |counter: &str| {
             let text = format!(
                 "%goes_on (p: (s32[], f32[7])) -> pred[] {{
@@ -120,7 +123,7 @@ ENTRY %main (a: f32[7]) -> f32[7] {{
     }
 
     #[test]
-    fn a_loop_counts_as_often_as_the_compiler_says() {
+    fn while_loop_with_known_trip_count_counts_it() {
         let program = |configuration: &str| {
             let text = format!(
                 "%goes_on (p: (s32[], f32[7])) -> pred[] {{

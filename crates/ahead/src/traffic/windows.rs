@@ -10,6 +10,7 @@ pub(super) fn parts_taken(
     place: usize,
     computations: &HashMap<&str, HloComputation>,
 ) -> Option<u64> {
+    // The dynamic slices of fusions are counted by `PartialAccesses`.
     let opcodes: &[&str] = match instruction.opcode {
         "async-start" => &["gather", "slice", "dynamic-slice"],
         _ => &["gather", "slice"],
@@ -21,12 +22,12 @@ pub(super) fn parts_taken(
 /// Opcodes of calls: what is called takes the operands as its parameters.
 const CALLS: [&str; 4] = ["async-start", "call", "custom-call", "fusion"];
 
-/// Where parameters of computations are taken parts of.
+/// A search for parameters of computations of which only parts are read.
 struct PartialReads<'c, 't> {
-    /// What takes a part of its first operand.
+    /// The opcodes that read a part of their first operand.
     opcodes: &'c [&'c str],
     computations: &'c HashMap<&'t str, HloComputation<'t>>,
-    /// What [`bytes`](Self::bytes) a computation's parameter is.
+    /// The results of [`bytes`](Self::bytes), by computation and parameter.
     found: HashMap<(&'t str, usize), Option<u64>>,
 }
 
@@ -42,15 +43,18 @@ impl<'t> PartialReads<'_, 't> {
         let definitions = HloDefinitions::new(body);
         let parameter =
             body.iter().find(|inner| inner.opcode == "parameter" && inner.given.trim() == place.to_string())?;
+        // Sums over all uses of the parameter. Any use that reads all of it ends the search.
         let mut bytes = None;
         for user in body {
             let takes = self.opcodes.contains(&user.opcode);
+            // Views hand the parameter on; `source` follows them to the use behind.
             let hands_on = !user.root && ["bitcast", "tuple", "get-tuple-element"].contains(&user.opcode);
             for (at, operand) in user.operands.iter().enumerate() {
                 let source = definitions.source(operand);
                 if hands_on || source.split('#').next() != Some(parameter.name) {
                     continue;
                 }
+                // A use takes a part, or passes the parameter to a computation that does.
                 let part = match user.called().next() {
                     _ if takes && at == 0 => user.shape.bytes(),
                     Some(called) if CALLS.contains(&user.opcode) => self.bytes(called, at)?,
@@ -67,9 +71,9 @@ impl<'t> PartialReads<'_, 't> {
 /// Bytes that an instruction moves of arrays that it does not read or write whole.
 #[derive(Default)]
 pub(super) struct PartialAccesses {
-    /// By place among the operands.
+    /// The bytes that are read of an operand, by its index.
     pub(super) read: HashMap<usize, u64>,
-    /// By place among the results.
+    /// The bytes that are written of a result, by its index.
     written: HashMap<usize, u64>,
 }
 
@@ -85,6 +89,7 @@ impl PartialAccesses {
             definitions.0.get(name).map_or(0, |instruction| instruction.shape.bytes())
         };
         let mut windows = PartialAccesses::default();
+        // An update in place reads and writes the updated part only.
         if let (PUT, [_, part, ..]) = (instruction.opcode, &instruction.operands[..]) {
             windows.read.insert(0, 0);
             windows.written.insert(0, bytes(around, part));
@@ -93,6 +98,7 @@ impl PartialAccesses {
         let Some(body) = body.filter(|_| instruction.opcode == "fusion").map(|body| &body.instructions) else {
             return windows;
         };
+        // Inside of a fusion, sums the slices that are read of each parameter; any other use reads it whole.
         let inside = HloDefinitions::new(body);
         let source = |name| inside.followed(name, "bitcast");
         let parameter = |name| -> Option<usize> {
@@ -110,7 +116,9 @@ impl PartialAccesses {
                 }
             }
         }
+        // A parameter that is also read whole counts whole.
         windows.read.retain(|parameter, _| !whole.contains(parameter));
+        // A result that updates a parameter in place writes the updated part only.
         let root = body.iter().find(|instruction| instruction.root);
         let results =
             root.map_or(vec![], |root| if root.opcode == "tuple" { root.operands.clone() } else { vec![root.name] });
@@ -125,7 +133,7 @@ impl PartialAccesses {
         windows
     }
 
-    /// Of the results, those that lie in HBM.
+    /// Sums the bytes that are written to those of the results that are in HBM.
     pub(super) fn bytes_written(&self, results: &HloShape) -> u64 {
         let part = |(place, part): (usize, &HloShape)| {
             let whole = part.hbm_bytes();
@@ -143,7 +151,7 @@ mod tests {
     use crate::traffic::Traffic;
 
     #[test]
-    fn an_operand_that_is_gathered_from_and_read_whole_too_counts_whole() {
+    fn partial_read_with_a_whole_one_counts_whole() {
         let text = |also: &str| {
             format!(
                 "%inner (r: f32[100], j: s32[3]) -> f32[3] {{
@@ -180,9 +188,9 @@ ENTRY %main (a: f32[100], b: f32[100]) -> f32[3] {{
         assert_eq!(bytes("%round = f32[3] call(%q, %p, %i), to_apply=%pick"), (100 + 100 + 3) * 4);
     }
 
-    /// As the columns are of which a part of a head's gradient is made.
+    /// The product reads some columns of an operand, as a part of a head's gradient does.
     #[test]
-    fn a_product_reads_of_an_operand_the_slice_that_it_takes() {
+    fn partial_read_of_a_product_counts_its_slice() {
         let text = |also: &str| {
             format!(
                 "%cut (p: f32[100]) -> f32[10] {{
@@ -211,7 +219,7 @@ ENTRY %main (a: f32[100], b: f32[7]) -> f32[7] {{
     }
 
     #[test]
-    fn a_part_that_is_written_in_place_or_taken_counts_alone() {
+    fn partial_write_in_place_counts_its_part() {
         let text = "%put (p: f32[100], q: f32[50], i: s32[]) -> f32[100] {
   %p = f32[100] parameter(0)
   %q = f32[50] parameter(1)
