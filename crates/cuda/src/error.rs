@@ -1,10 +1,10 @@
-//! What can go wrong between this process and the driver.
+//! The errors between this process and CUDA's driver.
 
 use std::path::PathBuf;
 
 use assay_ptx::{ALIGNMENT, Target};
 
-/// A version as CUDA counts them, 12040, in digits: 12.4.
+/// Formats CUDA's version number 12040 as 12.4.
 fn dotted(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
@@ -18,17 +18,17 @@ pub enum CudaError {
          ASSAY_CUDA_DRIVER names; `native` computes the same on any CPU", library = library.display()
     )]
     NoDriver {
-        /// What was looked for.
+        /// The name or path of the library.
         library: PathBuf,
-        /// The loader's message.
+        /// The message of the system's loader.
         reason: String,
     },
     /// A library that is no driver.
     #[error("CUDA driver {library}: it does not export `{symbol}`; expected a driver of CUDA 12.0 or newer", library = library.display())]
     NotADriver {
-        /// The library.
+        /// The name or path of the library.
         library: PathBuf,
-        /// What it lacks.
+        /// The function that the library does not export.
         symbol: &'static str,
     },
     /// A driver that does not know the PTX that kernels are written in.
@@ -38,43 +38,43 @@ pub enum CudaError {
         dotted(*given), dotted(target.least_cuda()), target.version(), target.name(), library = library.display()
     )]
     Version {
-        /// The library.
+        /// The name or path of the library.
         library: PathBuf,
         /// The driver's version, as CUDA counts them: 12040 is 12.4.
         given: i32,
         /// The kind of chip that the kernels are written for.
         target: Target,
     },
-    /// It has no device.
+    /// The driver has no device, or hides it.
     #[error("CUDA driver {library}: it has no device (CUDA_VISIBLE_DEVICES may hide some); `native` computes the same on any CPU", library = library.display())]
     NoDevice {
-        /// The library.
+        /// The name or path of the library.
         library: PathBuf,
     },
-    /// It has no device of such a number.
+    /// The driver has no device with this number.
     #[error(
         "CUDA driver {library}: it has no device {given}; expected one of 0 to {}", count - 1, library = library.display()
     )]
     NoSuchDevice {
-        /// The library.
+        /// The name or path of the library.
         library: PathBuf,
-        /// Which was asked for, from 0 on.
+        /// The number that was asked for, from 0.
         given: usize,
-        /// How many there are.
+        /// The number of devices that the driver has.
         count: i32,
     },
     /// A device too old for a kernel.
     #[error("{device}: it is of sm_{}{}, {kernel} needs {needed}; {instead}", given.0, given.1)]
     Capability {
-        /// Its name.
+        /// The name of the device, as CUDA reports it.
         device: String,
-        /// Its compute capability.
+        /// The compute capability of the device, major and minor version.
         given: (i32, i32),
-        /// What does not run on it.
+        /// The kernel or implementation that needs more.
         kernel: String,
         /// The least that would do.
         needed: &'static str,
-        /// What runs there.
+        /// The alternative that runs on this device.
         instead: &'static str,
     },
     /// A kernel whose shared memory a CTA of the device has not.
@@ -83,13 +83,13 @@ pub enum CudaError {
          whatever the vocabulary"
     )]
     SharedMemory {
-        /// Its name.
+        /// The name of the device, as CUDA reports it.
         device: String,
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
-        /// Static and dynamic.
+        /// The static and dynamic shared memory of a CTA, in bytes.
         given: usize,
-        /// What a CTA may have if it asks.
+        /// The most bytes that a CTA of this device may have.
         most: usize,
     },
     /// A device, or a part of one, on which no cluster of a kernel's CTAs has room.
@@ -99,11 +99,11 @@ pub enum CudaError {
          or the whole GPU, or gpu-two-pass-driver, whose kernels need no cluster"
     )]
     NoRoom {
-        /// The device's name.
+        /// The name of the device, as CUDA reports it.
         device: String,
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
-        /// CTAs of a cluster.
+        /// The number of CTAs of a cluster.
         cluster: u32,
         /// Static and dynamic shared memory of a CTA, bytes.
         shared: u32,
@@ -111,27 +111,27 @@ pub enum CudaError {
     /// The driver's assembler refused the text.
     #[error("{device}, kernel {kernel}: the driver refused its PTX ({code}): {log}")]
     Refused {
-        /// Its name.
+        /// The name of the device, as CUDA reports it.
         device: String,
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
         /// The driver's name of the error.
         code: String,
-        /// Its own words.
+        /// The message of the driver's assembler.
         log: String,
     },
     /// The device's memory is full.
     #[error("{device}: {what} needs {needed} bytes, {free} of {total} are free; expected fewer tokens at once")]
     OutOfMemory {
-        /// Its name.
+        /// The name of the device, as CUDA reports it.
         device: String,
-        /// What was to be allocated.
+        /// The purpose of the allocation.
         what: String,
-        /// Bytes it takes.
+        /// The size of the allocation, in bytes.
         needed: usize,
-        /// Bytes that are free.
+        /// The free memory of the device, in bytes.
         free: usize,
-        /// Bytes there are.
+        /// The whole memory of the device, in bytes.
         total: usize,
     },
     /// An array that a kernel would read in pieces that the hardware refuses.
@@ -140,16 +140,16 @@ pub enum CudaError {
          kernel reads or writes {alignment} bytes of it at a time: copy it to memory of its own"
     )]
     Misaligned {
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
-        /// The array's name.
+        /// The name of the array's parameter.
         array: String,
-        /// Where it begins.
+        /// The address of its first byte.
         address: u64,
         /// The bytes that it must begin at a multiple of.
         alignment: u64,
     },
-    /// An output that has a place of its own, which does not suit that of the input.
+    /// An output is separate from its input, and the two start at different offsets modulo [`ALIGNMENT`].
     #[error(
         "kernel {kernel}, arrays {} and {}: they begin {} and {} bytes past a multiple of {ALIGNMENT}, expected both \
          equally far, because the kernel finds blocks of both by the address of the first: write over the first, or \
@@ -157,11 +157,11 @@ pub enum CudaError {
         arrays[0], arrays[1], late[0], late[1]
     )]
     Apart {
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
         /// The names of the input and of the output.
         arrays: [String; 2],
-        /// How many bytes past a multiple of [`ALIGNMENT`] each begins.
+        /// The offsets of both arrays modulo [`ALIGNMENT`], in bytes.
         late: [u64; 2],
     },
     /// A kernel that is to be loaded while its stream is captured.
@@ -170,7 +170,7 @@ pub enum CudaError {
          which no graph can hold: make one run of the same loss, dtype and vocabulary before the capture"
     )]
     Capturing {
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
     },
     /// An answer that is not the one that was judged, though nothing else was computed.
@@ -180,37 +180,37 @@ pub enum CudaError {
          to be trusted"
     )]
     Differs {
-        /// The implementation.
+        /// The id of the implementation.
         kernel: String,
-        /// The output that differs.
+        /// The name of the output that differs.
         array: &'static str,
-        /// Numbers that differ.
+        /// The number of elements that differ.
         differing: usize,
-        /// Numbers there are.
+        /// The number of elements of the output.
         all: usize,
-        /// Launches that were timed.
+        /// The number of timed launches before the comparison.
         launches: usize,
     },
     /// More rows than a grid has CTAs for.
     #[error("kernel {kernel}: {given} rows, expected up to {most}")]
     Rows {
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
-        /// How many were given.
+        /// The number of rows that were given.
         given: usize,
-        /// How many a launch takes.
+        /// The most rows that one launch takes.
         most: usize,
     },
     /// An array of another size than a kernel takes.
     #[error("kernel {kernel}, array {array}: {given} bytes, expected {expected}")]
     Size {
-        /// The kernel's entry.
+        /// The name of the kernel's entry.
         kernel: String,
-        /// The array's name.
+        /// The name of the array's parameter.
         array: String,
-        /// What it has.
+        /// The size of the array, in bytes.
         given: usize,
-        /// What the kernel reads or writes.
+        /// The bytes that the kernel reads or writes.
         expected: usize,
     },
     /// A call for which the device's context is no longer there.
@@ -220,21 +220,21 @@ pub enum CudaError {
          start the process again"
     )]
     Context {
-        /// The operation that failed.
+        /// The operation that failed, as a verb.
         what: String,
         /// The driver's name of the error.
         code: String,
-        /// The driver's message.
+        /// The driver's message for the error.
         message: String,
     },
     /// Any other call that failed.
     #[error("{what}: {code}: {message}")]
     Call {
-        /// What it was asked to do.
+        /// The operation that failed, as a verb.
         what: String,
         /// The driver's name of the error.
         code: String,
-        /// Its words.
+        /// The driver's message for the error.
         message: String,
     },
 }

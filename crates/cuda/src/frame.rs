@@ -1,5 +1,5 @@
-//! What surrounds the kernels where no XLA does: what tokens are given, what lies between two kernels, and what becomes of token losses.
-//! In f64, rounded to f32 where a kernel reads it.
+//! The part of a loss that the host computes around the kernels, since no XLA does it: the inputs of tokens, the losses between two
+//! kernels, and the reduction of token losses. All of it is f64, rounded to f32 where a kernel reads it.
 
 use std::f64::consts::LN_2;
 
@@ -23,7 +23,7 @@ pub(crate) struct HostLoss<'s> {
     sequences: Vec<Sequence>,
     settled: KernelInputs,
     weights: ReductionWeights,
-    /// Where columns differ before their softmax.
+    /// The biases of columns, if the spec transforms logits by column.
     columns: Option<ColumnBiases>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct RowSoftmaxes {
     logp: SoftmaxStatistics<f64>,
 }
 
-/// What a batch comes to, without its gradient.
+/// The outcome of a batch without its gradient.
 pub(crate) struct HostResults {
     pub(crate) loss: FloatArray<Ix0>,
     pub(crate) logp: FloatArray<Ix2>,
@@ -45,7 +45,7 @@ pub(crate) struct HostResults {
 }
 
 impl<'s> HostLoss<'s> {
-    /// Of tokens over `vocab` columns, that were checked.
+    /// Prepares checked tokens over `vocab` columns.
     pub(crate) fn new(loss: StructuredSpec<'s>, tokens: &Tokens, vocab: usize) -> Self {
         let settled = KernelInputs::new(loss, tokens);
         let transform = loss.structure.transform.filter(|transform| transform.columns);
@@ -61,7 +61,7 @@ impl<'s> HostLoss<'s> {
         }
     }
 
-    /// `[n]`
+    /// Returns the sampled id of each token, `[n]`.
     pub(crate) fn ids(&self) -> &[i32] {
         &self.ids
     }
@@ -71,12 +71,12 @@ impl<'s> HostLoss<'s> {
         number.value_in(self.loss.spec, [rows, columns]) as f32
     }
 
-    /// The numbers of the two kernels that read logits twice.
+    /// Returns the numbers of the two kernels that read logits twice.
     pub(crate) fn softmax_numbers(&self) -> Vec<f32> {
         arrays::softmax_numbers(self.loss.structure).into_iter().map(|number| self.number(number)).collect()
     }
 
-    /// What differs by column.
+    /// Returns the biases of columns and of targets.
     pub(crate) fn columns(&self) -> Option<&ColumnBiases> {
         self.columns.as_ref()
     }
@@ -89,7 +89,7 @@ impl<'s> HostLoss<'s> {
         self.settled.input(input).map(|values| values[at])
     }
 
-    /// The numbers of the kernel that reads logits once.
+    /// Returns the numbers of the kernel that reads logits once.
     pub(crate) fn numbers(&self) -> Vec<f32> {
         // Where tokens differ in it, it comes with them. Rows without a token have none.
         let entropy_factor = self.weights.entropy.iter().copied().find(|&factor| factor != 0.0).unwrap_or(0.0);
@@ -100,15 +100,16 @@ impl<'s> HostLoss<'s> {
         arrays::numbers(self.loss.structure).into_iter().map(value).collect()
     }
 
-    /// What gaps of each token are multiplied by, `[n]`, where temperatures are given.
+    /// Returns the inverse temperature of each token, `[n]`; `None` if the spec has one temperature.
     pub(crate) fn rates(&self) -> Option<Vec<f32>> {
         let rates = self.settled.input(TokenInput::Rate)?;
         Some(rates.iter().map(|&rate| rate as f32).collect())
     }
 
-    /// What it is given of each token, `[n, width]`.
+    /// Returns the columns that the one-pass kernel reads of each token, `[n, width]`.
     pub(crate) fn tokens(&self) -> Vec<f32> {
         let columns = arrays::given_columns(self.loss.structure);
+        // One line of floats for each token, in the order in which the kernel reads its columns.
         let width = arrays::width(columns.len());
         let mut values = vec![0.0; self.ids.len() * width];
         for ((at, &counts), of_token) in self.settled.mask.indexed_iter().zip(values.chunks_mut(width)) {
@@ -138,7 +139,7 @@ impl<'s> HostLoss<'s> {
         values
     }
 
-    /// The losses of tokens that the kernel has worked out, from what it gives of each.
+    /// Collects the token losses that the kernel computed from its output for each token.
     pub(crate) fn evaluated_by_kernel(&self, results: &[f32]) -> Array2<Option<TokenEvaluation>> {
         let structure = self.loss.structure;
         let evaluated = self.settled.mask.iter().zip(results.chunks(PER_TOKEN)).map(|(&counts, results)| {
@@ -161,7 +162,7 @@ impl<'s> HostLoss<'s> {
         Array2::from_shape_vec(self.settled.mask.dim(), evaluated.collect()).expect("one entry a token")
     }
 
-    /// What follows from the statistics of each row.
+    /// Computes the softmaxes of each row from its statistics.
     pub(crate) fn softmaxes(&self, statistics: &[f32]) -> Array2<RowSoftmaxes> {
         let on = &mut Immediate;
         let places = ndarray::indices(self.settled.mask.dim()).into_iter();
@@ -183,7 +184,7 @@ impl<'s> HostLoss<'s> {
         Array2::from_shape_vec(self.settled.mask.dim(), softmaxes.collect()).expect("one entry a token")
     }
 
-    /// What gaps of a token are multiplied by in each softmax, as the kernels have it.
+    /// Returns the factors of a token's gaps in each softmax, rounded to f32 as the kernels have them.
     fn gap_scales(&self, at: (usize, usize)) -> Vec<Option<f64>> {
         let rate = |rate| match rate {
             GapRate::OfAll(number) => self.number(number),
@@ -192,7 +193,7 @@ impl<'s> HostLoss<'s> {
         self.loss.structure.gap_rates().into_iter().map(|of| of.map(|of| rate(of).into())).collect()
     }
 
-    /// Log-probability and entropy.
+    /// Returns log-probability and entropy of a row.
     fn logp_and_entropy(&self, softmaxes: &RowSoftmaxes) -> [f64; 2] {
         let on = &mut Immediate;
         let logp = softmaxes.logp.logp(on);
@@ -201,7 +202,7 @@ impl<'s> HostLoss<'s> {
         [logp, softmaxes.entropy.entropy(on)]
     }
 
-    /// `[B,T]` of each, 0 where the mask hides a token.
+    /// Returns `[B,T]` logp and entropy, 0 where the mask hides a token.
     pub(crate) fn logp_and_entropy_of_all(&self, softmaxes: &Array2<RowSoftmaxes>) -> [FloatArray<Ix2>; 2] {
         [0, 1].map(|which| {
             let of = |at: (usize, usize)| {
@@ -211,13 +212,14 @@ impl<'s> HostLoss<'s> {
         })
     }
 
-    /// The losses of tokens between two kernels.
+    /// Evaluates the losses of all tokens between the two kernels.
     pub(crate) fn evaluated(&self, softmaxes: &Array2<RowSoftmaxes>) -> Array2<Option<TokenEvaluation>> {
         let StructuredSpec { spec, structure } = self.loss;
         let (rows, columns) = softmaxes.dim();
         let loss = LossEvaluator::new(spec, structure, [rows, columns]);
         let mut all = Array2::from_shape_simple_fn((rows, columns), || None);
         for sequence in &self.sequences {
+            // A loss may couple the tokens of a sequence, so that sequences are evaluated one by one, without their masked tokens.
             let places: Vec<(usize, usize)> = sequence.places().filter(|&at| self.settled.mask[at]).collect();
             let scored = places.iter().map(|&at| {
                 let [logp, entropy] = self.logp_and_entropy(&softmaxes[at]);
@@ -233,7 +235,7 @@ impl<'s> HostLoss<'s> {
         all
     }
 
-    /// What the second kernel multiplies by, `[n, 8]`.
+    /// Returns the factors that the second kernel multiplies by, `[n, 8]`.
     pub(crate) fn scales(
         &self,
         softmaxes: &Array2<RowSoftmaxes>,
@@ -244,6 +246,7 @@ impl<'s> HostLoss<'s> {
         for ((at, evaluated), of_token) in evaluated.indexed_iter().zip(values.chunks_mut(PER_TOKEN)) {
             let Some(evaluated) = evaluated else { continue };
             let RowSoftmaxes { max, entropy, logp } = softmaxes[at];
+            // The chain rule through the temperature: dlogits have the same factor as the gaps.
             let tempered = self.gap_scales(at)[0].unwrap_or(1.0);
             let mut set = |place: Scale, value: f64| of_token[place as usize] = value as f32;
             set(Scale::Max, max);
@@ -258,7 +261,7 @@ impl<'s> HostLoss<'s> {
         values
     }
 
-    /// What the losses of tokens come to.
+    /// Reduces the losses of tokens to the outcome of the batch.
     pub(crate) fn results(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> HostResults {
         let per_token = |value: fn(&TokenEvaluation) -> f64| {
             evaluated.map(|evaluated| evaluated.as_ref().map_or(0.0, value) as f32).into()

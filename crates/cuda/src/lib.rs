@@ -1,8 +1,8 @@
-//! The second door to NVIDIA's GPUs: CUDA's driver, opened at run time ([`driver`]), and the kernels of PTX run through it on one
-//! device ([`run`]), or on arrays that a framework holds, on its stream ([`op`]). No XLA is there, so that a kernel's time is the
+//! The second way to NVIDIA's GPUs, besides PJRT: CUDA's driver, opened at run time ([`driver`]). The kernels of PTX run through it on
+//! one device ([`run`]), or on the arrays and the stream of a framework ([`op`]). No XLA is involved, so that a kernel's time is the
 //! kernel's alone.
 //!
-//! Nothing of CUDA is needed to build it, and no toolkit to run it: `libcuda.so.1` comes with the driver, and assembles the PTX itself.
+//! Building needs nothing of CUDA, and running needs no toolkit: `libcuda.so.1` is part of the driver, and assembles the PTX itself.
 
 pub mod driver;
 mod error;

@@ -1,5 +1,5 @@
-//! The kernels of a framework's operation, on arrays that it holds, on its stream. Nothing is waited for, and nothing is copied: see
-//! [`assay_programs::operation`].
+//! The kernels of a framework's operation, enqueued on the framework's stream with the framework's arrays. Nothing is synchronised or
+//! copied: see [`assay_programs::operation`].
 
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,11 +21,11 @@ const ID: &str = "gpu-two-pass";
 /// A launch of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct OperationLaunch<'a> {
-    /// The kernel.
+    /// The kernel of the operation that is launched.
     pub kernel: OperationKernel,
-    /// The loss.
+    /// The loss that the operation computes.
     pub spec: &'a LossSpec,
-    /// The batch.
+    /// The form of the batch: padded or packed, and its optional arrays.
     pub form: BatchForm,
     /// Tokens of the launch, sequences of the batch, and columns of the logits, which are dense.
     pub extents: [usize; 3],
@@ -59,7 +59,7 @@ struct AssembledOperation {
 static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
 
 impl Gpu {
-    /// The driver's device at `place`, from 0 on.
+    /// Opens the driver's device with the number `place`, from 0.
     ///
     /// # Errors
     /// [`CudaError`] where there is no driver, no such device, or one that the kernels do not run on.
@@ -99,7 +99,7 @@ impl Gpu {
         Ok(assembled.kernel.enqueue(count(assembled.grid), &counts, stream, arrays)?)
     }
 
-    /// The kernel, assembled at its first use.
+    /// Returns the kernel, which is assembled at its first use.
     fn assembled(&self, called: OperationLaunch) -> Result<Arc<AssembledOperation>, RunError> {
         let OperationLaunch { kernel, spec, form, extents, dtype, stream, .. } = called;
         let text = OperationText::new(kernel, Structure::from_spec(spec), form, extents, dtype.into());

@@ -1,7 +1,7 @@
 //! The kernels of PTX as implementations: each on one device, launched by the driver.
 //!
-//! What is known of the tokens is made ready by this machine, and between the two kernels of `gpu-two-pass` it works out the losses of
-//! tokens; a step has the kernels, that, and the copies of a few numbers a token, but not the copies of logits.
+//! The host prepares the inputs of tokens, and evaluates the losses of tokens between the two kernels of `gpu-two-pass`. A step has the
+//! kernels, that evaluation, and the copies of a few numbers per token, but not the copies of logits.
 
 use std::borrow::Cow;
 use std::rc::Rc;
@@ -25,7 +25,7 @@ use crate::driver::{CudaContext, CudaDevice, CudaMemory, Driver, KernelCall, Loa
 use crate::error::CudaError;
 use crate::frame::{HostLoss, HostResults};
 
-/// What follows the id of a kernel that the driver launches.
+/// The end of the ids of kernels that the driver launches.
 const SUFFIX: &str = "-driver";
 
 /// Launches before those that are timed, of the same kind: the device's clocks rise in them.
@@ -59,7 +59,7 @@ pub(crate) fn program(id: &str) -> LossProgram {
     LossProgram::all().into_iter().find(|program| program.id() == id).expect("it is listed")
 }
 
-/// What the kernels of `program`, which errors call `id`, are written for on `device`.
+/// Returns the target for which the kernels of `program` are written on `device`; errors call it `id`.
 ///
 /// # Errors
 /// [`CudaError::Capability`]; [`CudaError::Version`].
@@ -85,7 +85,7 @@ pub(crate) fn written_for(device: &CudaDevice, program: LossProgram, id: &str) -
 }
 
 impl DriverLoss {
-    /// One for each kernel that computes a loss on one device.
+    /// Creates an implementation of each kernel that computes a loss on one device.
     pub fn all() -> Vec<Self> {
         ["gpu-one-pass", "gpu-two-pass"].map(|id| Self::new(program(id))).into()
     }
@@ -94,7 +94,7 @@ impl DriverLoss {
         Self { program, id: format!("{}{SUFFIX}", program.id()), device: OnceLock::new(), context: Mutex::new(None) }
     }
 
-    /// The driver's first device.
+    /// Returns the driver's first device, which is opened once.
     fn device(&self) -> Result<&CudaDevice, CudaError> {
         if let Some(device) = self.device.get() {
             return Ok(device);
@@ -103,7 +103,7 @@ impl DriverLoss {
         Ok(self.device.get_or_init(|| device))
     }
 
-    /// What kernels for it are written for.
+    /// Returns the target for which its kernels are written on this device.
     fn target(&self) -> Result<Target, CudaError> {
         written_for(self.device()?, self.program, &self.id)
     }
@@ -205,8 +205,8 @@ impl DriverLogp {
         self.driven.available()
     }
 
-    /// `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. Error: class `gpu` of
-    /// `tolerances.toml`.
+    /// Computes `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. The error is that of
+    /// class `gpu` of `tolerances.toml`.
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or the device fails.
@@ -236,16 +236,16 @@ struct ProblemArrays<'s> {
     logits: CudaMemory,
     /// The other inputs of the first kernel, in its order, the logits' place left out.
     inputs: Vec<(&'static str, CudaMemory)>,
-    /// What the first kernel gives of each token.
+    /// The output of the first kernel for each token.
     results: CudaMemory,
-    /// What the second is given.
+    /// The factors that the second kernel reads, if there is one.
     scales: Option<CudaMemory>,
 }
 
 /// A problem on the device that is restored there.
 struct RestorableArrays<'p> {
     ready: &'p LoadedProgram<'p>,
-    /// After a step the gradient is where the logits were.
+    /// The arrays of the step. After it the gradient is where the logits were.
     arrays: Rc<ProblemArrays<'p>>,
     /// The logits, which no kernel writes over.
     copy: CudaMemory,
@@ -271,14 +271,14 @@ fn bytes_of_mut(logits: &mut FloatArray<Ix3>) -> &mut [u8] {
     }
 }
 
-/// f32 that a kernel wrote.
+/// Reads an array of f32 that a kernel wrote.
 fn floats(memory: &CudaMemory) -> Result<Vec<f32>, CudaError> {
     let mut values = vec![0.0_f32; memory.bytes() / size_of::<f32>()];
     memory.read(bytemuck::cast_slice_mut(&mut values))?;
     Ok(values)
 }
 
-/// The bytes of an array of what differs by column.
+/// Returns the bytes of one of the arrays that depend on the column.
 fn column_bytes(frame: &HostLoss, array: impl Fn(&ColumnBiases) -> Option<&[f32]>) -> Vec<u8> {
     let columns = frame.columns().expect("a kernel is given biases where columns differ");
     bytemuck::cast_slice(array(columns).expect("made whole")).to_vec()
@@ -290,6 +290,7 @@ impl<'s> LoadedProgram<'s> {
         let frame = HostLoss::new(self.loss, &problem.tokens(), self.given.shape.vocab);
         let context = &self.context;
         let logits = context.upload("the logits", &bytes_of(&problem.logits))?;
+        // Uploads each input of the first kernel under its name; the second kernel reads a subset of them.
         let first = self.kernels[0].kernel();
         let mut inputs = Vec::new();
         for parameter in first.inputs() {
@@ -318,6 +319,7 @@ impl<'s> LoadedProgram<'s> {
             inputs.push((name, context.upload(name, &bytes)?));
         }
         let of_tokens = first.outputs().last().expect("a kernel gives something of each token");
+        // Room for the outputs of the first kernel, and for the factors of the second.
         let results = context.allocate("what a kernel gives of each token", of_tokens.bytes())?;
         let scales = self.kernels.get(1).map(|second| {
             let scales = second.kernel().inputs().last().expect("it is given scales");
@@ -348,7 +350,7 @@ impl<'s> LoadedProgram<'s> {
         Ok((frame.results(&evaluated), frame.scales(&softmaxes, &evaluated)))
     }
 
-    /// A step on arrays that are there, whose answer is fetched from them.
+    /// Creates a step on arrays that are on the device; its answer is read from them.
     fn step_on<'p>(&'p self, arrays: Rc<ProblemArrays<'p>>) -> Step<'p> {
         Box::new(move || {
             let results = self.step(&arrays)?;
@@ -362,7 +364,7 @@ impl<'s> LoadedProgram<'s> {
 }
 
 impl ProblemArrays<'_> {
-    /// The inputs that a kernel has of the first one's, in its order.
+    /// Returns the inputs of `kernel`, which are among those of the first kernel, in its order.
     fn first_inputs(&self, kernel: &LoadedKernel) -> Vec<&CudaMemory> {
         let named = |name: &str| match name {
             "logits" => Some(&self.logits),
@@ -381,7 +383,7 @@ impl ProblemArrays<'_> {
         KernelCall { kernel, inputs, outputs: vec![] }
     }
 
-    /// The results of a step with its gradient, which is read into `room`.
+    /// Adds the gradient to the results of a step; it is read into `room`.
     fn outcome(&self, results: HostResults, mut room: FloatArray<Ix3>) -> Result<Outcome, CudaError> {
         self.logits.read(bytes_of_mut(&mut room))?;
         let HostResults { loss, logp, entropy, token_loss, metrics } = results;
@@ -477,7 +479,7 @@ impl Prepared for LoadedProgram<'_> {
         Ok(Some(Box::new(RestorableArrays { ready: self, arrays: Rc::new(arrays), copy })))
     }
 
-    /// What is known of the tokens.
+    /// Returns the bytes of this machine's memory that arrays of tokens take.
     fn host_bytes(&self) -> usize {
         let beside = |kernel: &LoadedKernel| {
             let arrays = kernel.kernel().parameters.iter().filter(|array| array.dtype == DeviceDtype::F32);
@@ -489,7 +491,7 @@ impl Prepared for LoadedProgram<'_> {
         self.kernels.iter().map(beside).sum()
     }
 
-    /// What a step allocates: inputs, the gradient over the logits, and what lies between two kernels.
+    /// Returns the memory that a step allocates: inputs, the gradient over the logits, and the arrays between two kernels.
     fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable> {
         let first = self.kernels[0].kernel();
         let sum = |bytes: &mut dyn Iterator<Item = usize>| bytes.sum::<usize>() as i64;
@@ -510,7 +512,7 @@ impl Prepared for LoadedProgram<'_> {
         })
     }
 
-    /// Returns the memory in use without the copies that are held for a bench: a step has none.
+    /// Returns the memory in use without the copies that are kept for a bench: a step has none.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable> {
         let seen = self.context.memory().map_err(|error| Unavailable { reason: error.to_string() })?;
         let held = self.held_bytes.load(Ordering::Relaxed) as i64;

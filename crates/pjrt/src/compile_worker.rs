@@ -1,13 +1,13 @@
 //! Compiling ahead of time in a child process.
 //!
-//! A compiler may abort the process on an internal error, or never return. So the program, in a folder of its own, is compiled by
-//! a worker: the `assay` executable with the hidden command `compile-worker FOLDER`, with the environment that the plugin reads
-//! when it loads. The worker writes its answer to the folder, the compiler its dumps; a worker that dies or outlasts the limit
+//! A compiler may abort the process on an internal error, or never return. So every program is compiled in a separate folder by a
+//! worker: the `assay` executable with the hidden command `compile-worker FOLDER`, and with the environment that the plugin reads
+//! when it loads. The worker writes its answer to the folder, the compiler its dumps; a worker that dies or exceeds the limit
 //! becomes an error with the last lines of its stderr.
 //!
-//! Whoever waits holds the worker's standard input open. Where that is closed, since nobody waits any more, or the limit and
-//! [`GRACE`] have passed, the worker takes its folder away and ends itself. It is in a process group of its own, so that Ctrl-C
-//! ends who waits first.
+//! The waiting process keeps the worker's standard input open. When it is closed, because the waiting process has ended, or when the
+//! limit and [`GRACE`] have passed, the worker removes its folder and ends itself. It is in a separate process group, so that Ctrl-C
+//! ends the waiting process first.
 
 use std::env;
 use std::fs::{self, File};
@@ -203,6 +203,7 @@ impl CompileWorker {
         write(&folder.join(PROGRAM), job.code.as_bytes())?;
         let status = self.work(folder, configure)?;
 
+        // A worker writes its answer last. It counts only if the worker then ended well: the plugin may still have been writing dumps.
         let answer = folder.join(ANSWER);
         let stderr = || last_lines(&folder.join(STDERR));
         match status {
@@ -236,7 +237,7 @@ impl CompileWorker {
             .current_dir(folder)
             .process_group(0)
             .env(XLA_VARIABLE, append_flags(XLA_VARIABLE, &format!("--xla_dump_to={HLO} --xla_dump_hlo_as_text")))
-            // Errors only: they are what is told of a worker that died. A compile cache would suppress the dumps.
+            // Errors only: they are quoted if a worker dies. A compile cache would suppress the dumps.
             .env("TF_CPP_MIN_LOG_LEVEL", "2")
             .env_remove("JAX_COMPILATION_CACHE_DIR")
             .stdin(Stdio::piped())
@@ -299,11 +300,13 @@ fn end_with_who_waits(folder: &Path, limit: Duration) {
 }
 
 fn compile_here(job: &JobFile, code: &str) -> Result<JobAnswer, RuntimeError> {
+    // The plugin loads here, with the environment that the parent has set.
     let topology = Topology::with_options(Plugin::load(&job.library)?, &job.topology, &job.options)?;
     let program = PjrtProgram { code: code.as_bytes(), replicas: job.replicas, partitions: job.partitions };
     let started = Instant::now();
     let unloaded = topology.compile(&program)?;
     let compile_s = started.elapsed().as_secs_f64();
+    // Programs count devices in the topology's order.
     let place = |coordinates: &Vec<i64>| coordinates.iter().map(|&at| usize::try_from(at).unwrap_or(0)).collect();
     let chips = topology.coordinates().iter().take(job.replicas * job.partitions).map(place).collect();
     Ok(JobAnswer::Compiled(CompiledJob { compile_s, memory: unloaded.memory()?, chips }))

@@ -61,9 +61,9 @@ impl Drop for LoadedKernel {
     }
 }
 
-/// A kernel and the arrays of one of its launches: `inputs`, and `outputs` that lie over none of them, each in order.
+/// A kernel and the arrays of one of its launches, in the order of its parameters. `outputs` lists those that are not over an input.
 pub struct KernelCall<'a> {
-    /// The kernel.
+    /// The kernel that is launched.
     pub kernel: &'a LoadedKernel,
     /// The arrays that it reads.
     pub inputs: Vec<&'a CudaMemory>,
@@ -78,6 +78,7 @@ impl KernelCall<'_> {
     /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
     pub fn launch(&self) -> Result<(), CudaError> {
         let Self { kernel, inputs, outputs } = self;
+        // Sizes and alignments are checked before anything is enqueued.
         let addresses = kernel.addresses(inputs, outputs)?;
         let current = kernel.context.enter()?;
         let done = CudaEvent::new(current.driver)?;
@@ -102,9 +103,10 @@ impl CudaContext {
             // SAFETY: the name ends in 0, the module is loaded, and the handle is alive over the call.
             unsafe { (current.driver.table.function)(handle, loaded.module, name.as_ptr()) }
         })?;
+        // Shared memory must be requested before the driver is asked how many CTAs have room.
         let static_shared = loaded.ask_for_shared_memory(&current)?;
         loaded.assembled = loaded.answers(&current, static_shared);
-        // On a part of a device there may be no group of multiprocessors that is large enough. Nothing is known where nobody says.
+        // A slice of a device may have no group of multiprocessors that is large enough. A driver that does not tell is given the benefit of the doubt.
         if loaded.assembled.clusters == Some(0) {
             let PtxKernel { name, cluster, .. } = &loaded.kernel;
             let shared = static_shared + loaded.kernel.shared_bytes;
@@ -114,15 +116,16 @@ impl CudaContext {
         Ok(loaded)
     }
 
-    /// The module of a kernel, whose function is still to be found.
+    /// Loads the module of a kernel; its function is found later.
     fn assemble(self: &Arc<Self>, current: &CurrentContext, kernel: PtxKernel) -> Result<LoadedKernel, CudaError> {
         let driver = current.driver;
         let text = CString::new(kernel.text.as_str()).expect("PTX has no byte 0");
+        // The assembler writes its errors to a buffer that is passed as an option.
         let mut log = [0_u8; LOG_BYTES];
         let mut options = [ERROR_LOG, ERROR_LOG_BYTES];
         let mut values = [log.as_mut_ptr().cast(), ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
         let mut module = ptr::null_mut();
-        // SAFETY: the text ends in 0; options and values are as many as is said, and they, the log and the handle are alive over the call.
+        // SAFETY: the text ends in 0; options and values have the length that is passed, and they, the log and the handle are alive over the call.
         let status = unsafe {
             (driver.table.load)(
                 &raw mut module,
@@ -132,6 +135,7 @@ impl CudaContext {
                 values.as_mut_ptr(),
             )
         };
+        // A lost context has its own error; every other failure is about the text.
         if status == super::INVALID_CONTEXT || status == super::CONTEXT_IS_DESTROYED {
             return Err(driver.failure(status, || format!("load the kernel {}", kernel.name)));
         }
@@ -149,17 +153,17 @@ impl CudaContext {
 }
 
 impl LoadedKernel {
-    /// The kernel that was assembled.
+    /// Returns the kernel's text and launch, as they were assembled.
     pub fn kernel(&self) -> &PtxKernel {
         &self.kernel
     }
 
-    /// The driver's figures of it.
+    /// Returns the figures that the driver has of the assembled kernel.
     pub fn assembled(&self) -> &AssembledKernel {
         &self.assembled
     }
 
-    /// A figure of the function.
+    /// Asks the driver for a figure of the function.
     fn attribute(&self, driver: &Driver, which: c_int) -> Result<c_int, CudaError> {
         driver.number(&format!("ask {} for attribute {which}", self.kernel.name), |number| {
             // SAFETY: the number is alive over the call, the function one of a loaded module.
@@ -180,6 +184,7 @@ impl LoadedKernel {
         }
         // SAFETY: the function is one of a loaded module.
         let set = |which, value| unsafe { (driver.table.set_attribute)(self.function, which, value) };
+        // More than 48 KiB of shared memory is available only on request.
         if given > PLAIN_SHARED {
             let status = set(DYNAMIC_SHARED_BYTES, dynamic as c_int);
             driver.check(status, || format!("ask for {dynamic} bytes of dynamic shared memory"))?;
@@ -191,12 +196,13 @@ impl LoadedKernel {
         Ok(fixed)
     }
 
-    /// What the driver says of the function. A driver that does not know a question gives no answer to it.
+    /// Collects the driver's figures of the function. A figure that the driver does not know is `None`.
     fn answers(&self, current: &CurrentContext, static_shared_bytes: u32) -> AssembledKernel {
         let driver = current.driver;
         let PtxKernel { name, block: [x, y, z], cluster, shared_bytes, .. } = &self.kernel;
         let known = |number: Result<c_int, CudaError>| number.ok().and_then(|number| u32::try_from(number).ok());
         let of = |which| known(self.attribute(driver, which));
+        // Occupancy, as the driver computes it for this block and this shared memory.
         let ctas = driver.number("ask how many CTAs have room", |number| {
             let (threads, dynamic) = ((x * y * z) as c_int, *shared_bytes as usize);
             // SAFETY: the number is alive over the call, the function one of a loaded module.
@@ -249,10 +255,10 @@ impl LoadedKernel {
         }
     }
 
-    /// Launches `times` as many CTAs as the kernel was written for, on arrays that are lent under the parameters' names, and returns before
-    /// it is done: an error on the device is reported to whoever waits for it. Each array has as many times the bytes of its parameter as
-    /// `counts` says, in the order of the parameters; one that lies over another may have a place of its own, as far past a multiple of 16
-    /// bytes as the other.
+    /// Launches `times` as many CTAs as the kernel was written for on borrowed arrays, which are found by the parameters' names, and
+    /// returns before it is done: an error on the device is reported to the next call that synchronises. In the order of the parameters, an
+    /// array has `counts` times the bytes of its parameter. An output over an input may be a separate array, at the same offset modulo 16
+    /// bytes as the input.
     ///
     /// All that a stream that is being captured into a graph refuses was done when the kernel was loaded.
     ///
@@ -260,7 +266,7 @@ impl LoadedKernel {
     /// [`CudaError::Rows`]; [`CudaError::Misaligned`]; [`CudaError::Apart`]; [`CudaError::Size`]; [`CudaError::Call`].
     ///
     /// # Panics
-    /// Where no array of a parameter's name is lent.
+    /// If no borrowed array has the name of a parameter.
     pub fn enqueue(
         &self,
         times: usize,
@@ -269,10 +275,12 @@ impl LoadedKernel {
         lent: &[(&str, BorrowedArray)],
     ) -> Result<(), CudaError> {
         let PtxKernel { grid: [of_one, y, z], name, parameters, .. } = &self.kernel;
+        // A grid has at most 2³¹ − 1 CTAs along x.
         let most = c_int::MAX as usize / *of_one as usize;
         if times > most {
             return Err(CudaError::Rows { kernel: name.clone(), given: times, most });
         }
+        // Parameters find their arrays by name, and each array must have the size that `counts` gives.
         let arrays = parameters.iter().zip(counts).map(|(parameter, count)| {
             let Some((_, array)) = lent.iter().find(|(name, _)| *name == parameter.name) else {
                 panic!("{name} is given no {}", parameter.name);
@@ -283,7 +291,7 @@ impl LoadedKernel {
         let addresses = arrays.collect::<Result<Vec<_>, CudaError>>()?;
         self.expect_together(&addresses)?;
         let current = self.context.enter()?;
-        // SAFETY: the arrays were lent as large as the kernel reads and writes, and arrays and stream until it has run.
+        // SAFETY: the borrowed arrays are as large as the kernel reads and writes, and live, with the stream, until it has run.
         unsafe { self.call(&current, [*of_one * times as u32, *y, *z], stream, addresses) }
     }
 
@@ -302,6 +310,7 @@ impl LoadedKernel {
         let driver = current.driver;
         let mut cluster = self.cluster_attribute();
         let config = self.config(grid, stream, &mut cluster);
+        // A launch takes a pointer to each argument; each argument is the address of an array.
         let mut arguments: Vec<*mut c_void> =
             addresses.iter_mut().map(|address| ptr::from_mut(address).cast()).collect();
         let (launch, arguments) = (driver.table.launch, arguments.as_mut_ptr());
@@ -311,12 +320,13 @@ impl LoadedKernel {
         driver.check(status, || format!("launch {}", self.kernel.name))
     }
 
-    /// Where the arrays of the parameters begin, after a check.
+    /// Checks the arrays and returns their addresses in the order of the parameters.
     pub(super) fn addresses(&self, inputs: &[&CudaMemory], outputs: &[&CudaMemory]) -> Result<Vec<u64>, CudaError> {
         let kernel = &self.kernel;
         let (mut inputs, mut outputs) = (inputs.iter(), outputs.iter());
         let mut arrays: Vec<&CudaMemory> = Vec::new();
         for Parameter { role, .. } in &kernel.parameters {
+            // An output over an input has the input's address.
             arrays.push(match role {
                 Role::Input => inputs.next().expect("an array for each input"),
                 Role::Output { over: None } => outputs.next().expect("an array for each output"),
@@ -343,11 +353,12 @@ impl LoadedKernel {
         Ok(())
     }
 
-    /// Checks that an output that may lie over an input begins as far past a multiple of [`ALIGNMENT`] as that: a kernel finds the blocks
+    /// Checks that an output over an input starts at the same offset modulo [`ALIGNMENT`] as the input, because the kernel finds the blocks
     /// of both by the input's address.
     fn expect_together(&self, addresses: &[u64]) -> Result<(), CudaError> {
         for (parameter, &address) in self.kernel.parameters.iter().zip(addresses) {
             let Role::Output { over: Some(input) } = parameter.role else { continue };
+            // Both offsets modulo 16 bytes must agree, as the blocks of both arrays start at the same columns.
             let late = [addresses[input], address].map(|address| address % ALIGNMENT);
             if late[0] != late[1] {
                 let arrays = [&self.kernel.parameters[input], parameter].map(|parameter| parameter.name.clone());

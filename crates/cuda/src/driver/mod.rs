@@ -1,9 +1,9 @@
-//! CUDA's driver: the [`Driver`] is a library, a [`CudaDevice`] what it says of one GPU, a [`CudaContext`] what holds its memory and its
-//! kernels, [`CudaMemory`] an array there, a [`LoadedKernel`] kernel one that the driver has assembled.
+//! CUDA's driver. A [`Driver`] is the library, a [`CudaDevice`] the properties of one GPU, a [`CudaContext`] the owner of its memory and
+//! its kernels, [`CudaMemory`] an array on it, and a [`LoadedKernel`] a kernel that the driver has assembled.
 //!
 //! Every object keeps alive what it was made from and frees itself, so that any order of drops is right, whatever failed before. Calls
-//! go to the device's default stream, one after another, or to a [`CudaStream`] of somebody else's with arrays that are [`BorrowedArray`]; the context
-//! is made current around each, and what was current before is so again afterwards. The library stays loaded until the process ends.
+//! go to the device's default stream, one after another, or to a framework's [`CudaStream`] with [`BorrowedArray`]s. The context is made
+//! current around each call, and the previous one is restored afterwards. The library stays loaded until the process ends.
 
 // The C API. Each block gives its reason.
 #![allow(unsafe_code)]
@@ -33,7 +33,7 @@ pub use kernel::{KernelCall, LoadedKernel};
 /// Names a driver to use instead of the one that the loader finds.
 pub const DRIVER_VARIABLE: &str = "ASSAY_CUDA_DRIVER";
 
-/// What the loader looks for.
+/// The library that the system's loader is asked for.
 const LIBRARY: &str = "libcuda.so.1";
 
 // `CUresult`.
@@ -49,7 +49,7 @@ const MEMORY_BUS_WIDTH: c_int = 37;
 const CAPABILITY: [c_int; 2] = [75, 76];
 const SHARED_BYTES_A_CTA: c_int = 97;
 
-/// A loaded driver.
+/// A driver that was loaded and initialised.
 pub struct Driver {
     path: PathBuf,
     table: DriverTable,
@@ -61,7 +61,7 @@ pub struct Driver {
 static LOADED: Mutex<Vec<&'static Driver>> = Mutex::new(Vec::new());
 
 impl Driver {
-    /// The driver that [`DRIVER_VARIABLE`] names, or else the one that the loader finds, loaded and initialised once a process.
+    /// Loads the driver that [`DRIVER_VARIABLE`] names, or else the one that the loader finds, and initialises it once a process.
     ///
     /// # Errors
     /// [`CudaError::NoDriver`], [`CudaError::NotADriver`], [`CudaError::Version`], [`CudaError::NoDevice`] where the driver sees none.
@@ -113,12 +113,12 @@ impl Driver {
         Err(CudaError::Version { library: self.path.clone(), given, target })
     }
 
-    /// The library, as it was named.
+    /// Returns the library's name or path, as it was given.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// An error in the driver's own words, and what to do where it is known.
+    /// Creates the error of a failed call, with the driver's message and the remedy if it is known.
     fn failure(&self, status: c_int, what: impl FnOnce() -> String) -> CudaError {
         let (what, [code, message]) = (what(), self.words(status));
         match status {
@@ -127,7 +127,7 @@ impl Driver {
         }
     }
 
-    /// The driver's name of an error, and its message.
+    /// Returns the driver's name of an error, and its message.
     fn words(&self, status: c_int) -> [String; 2] {
         let mut words = [ptr::null(); 2];
         let [code, message] = &mut words;
@@ -149,14 +149,14 @@ impl Driver {
         if status == 0 { Ok(()) } else { Err(self.failure(status, what)) }
     }
 
-    /// A number that a call gives.
+    /// Returns the number that a call writes.
     fn number(&self, what: &str, call: impl FnOnce(*mut c_int) -> c_int) -> Result<c_int, CudaError> {
         let mut number = 0;
         self.check(call(&raw mut number), || what.into())?;
         Ok(number)
     }
 
-    /// A handle that a call gives.
+    /// Returns the handle that a call writes.
     fn handle(
         &self,
         what: impl FnOnce() -> String,
@@ -168,7 +168,7 @@ impl Driver {
     }
 }
 
-/// What the driver says of a GPU. Nothing is held there.
+/// The properties of a GPU. It holds no resource of the device.
 #[derive(Clone)]
 pub struct CudaDevice {
     driver: &'static Driver,
@@ -186,7 +186,7 @@ impl fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// The one that `driver` has at `place`, from 0 on.
+    /// Opens the device of `driver` with the number `place`, from 0.
     ///
     /// # Errors
     /// [`CudaError::NoDevice`]; [`CudaError::NoSuchDevice`]; [`CudaError::Call`].
@@ -207,7 +207,7 @@ impl CudaDevice {
             unsafe { (table.device)(number, which) }
         })?;
         let mut name = [0_u8; 256];
-        // SAFETY: the driver writes as many bytes as it is told at most, the last of them 0.
+        // SAFETY: the driver writes at most the number of bytes that is passed, the last of them 0.
         let status = unsafe { (table.device_name)(name.as_mut_ptr().cast(), name.len() as c_int, handle) };
         driver.check(status, || "ask for the device's name".into())?;
         let name = CStr::from_bytes_until_nul(&name)
@@ -229,33 +229,33 @@ impl CudaDevice {
         Ok(Self { driver, handle, name, capability, shared_bytes_a_cta, bandwidth })
     }
 
-    /// `NVIDIA H100 80GB HBM3`
+    /// Returns the name that CUDA reports, `NVIDIA H100 80GB HBM3`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The driver that has it.
+    /// Returns the driver that the device belongs to.
     pub fn driver(&self) -> &'static Driver {
         self.driver
     }
 
-    /// Compute capability: `(9, 0)` is `sm_90`.
+    /// Returns the compute capability: `(9, 0)` is `sm_90`.
     pub fn capability(&self) -> (i32, i32) {
         self.capability
     }
 
-    /// Shared memory that a CTA may have, static and dynamic, if it asks for it.
+    /// Returns the most bytes of shared memory, static and dynamic, that a CTA may ask for.
     pub fn shared_bytes_a_cta(&self) -> usize {
         self.shared_bytes_a_cta
     }
 
-    /// What its memory gives at most, bytes a second: twice its clock, each time as wide as its bus. `None` where the driver does not
-    /// say.
+    /// Returns the peak bandwidth of the memory, bytes a second: twice its clock, each time as wide as its bus. `None` if the driver does
+    /// not report it.
     pub fn bandwidth(&self) -> Option<f64> {
         self.bandwidth
     }
 
-    /// Its primary context, which all users of the device in a process share.
+    /// Opens the primary context, which all users of the device in a process share.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -304,7 +304,7 @@ impl Drop for CurrentContext<'_> {
 }
 
 impl CudaContext {
-    /// The device.
+    /// Returns the device that the context is of.
     pub fn device(&self) -> &CudaDevice {
         &self.device
     }
@@ -327,7 +327,7 @@ impl CudaContext {
         Ok([free, total])
     }
 
-    /// What is in use of the device's memory, by whomever, and how much there is.
+    /// Returns the memory that all processes use on the device, and its size.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -357,7 +357,7 @@ impl CudaContext {
         current.driver.check(status, || "ask whether a stream is captured".into())
     }
 
-    /// `bytes` of memory, which hold anything; `what` they are for is said where there are not as many.
+    /// Allocates `bytes` of uninitialised memory. An error about full memory says that they are for `what`.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`]; [`CudaError::Call`].
@@ -376,7 +376,7 @@ impl CudaContext {
         Ok(CudaMemory { context: Arc::clone(self), address, bytes })
     }
 
-    /// The same with these bytes in it.
+    /// Allocates memory and copies `bytes` into it.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
@@ -404,7 +404,7 @@ impl Drop for CudaMemory {
 }
 
 impl CudaMemory {
-    /// How many bytes it has.
+    /// Returns the size of the array, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -461,7 +461,7 @@ pub struct BorrowedArray {
 }
 
 impl BorrowedArray {
-    /// `bytes` of memory at `address`.
+    /// Borrows `bytes` of memory at `address`.
     ///
     /// # Safety
     /// They are there, on the device whose kernels they are handed to, until the kernel that is then enqueued has run; and nothing else
@@ -479,7 +479,7 @@ pub struct CudaStream {
 }
 
 impl CudaStream {
-    /// That of a `CUstream`.
+    /// Wraps the stream that a `CUstream` is the address of.
     ///
     /// # Safety
     /// It is one of the primary context of the device whose kernels are enqueued on it, and is there until these have run.
@@ -487,7 +487,7 @@ impl CudaStream {
         Self { handle }
     }
 
-    /// The default stream of the context that is current.
+    /// Returns the default stream of the current context.
     fn default_one() -> Self {
         Self { handle: 0 }
     }

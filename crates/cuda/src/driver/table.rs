@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use libloading::Library;
 
-/// What a launch asks for: `CUlaunchConfig`.
+/// The configuration of a launch, CUDA's `CUlaunchConfig`.
 #[repr(C)]
 pub(super) struct LaunchConfig {
     pub(super) grid: [c_uint; 3],
@@ -23,12 +23,12 @@ pub(super) struct LaunchAttribute {
     pub(super) value: [u32; 16],
 }
 
-/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
+/// The id of the attribute with the extents of a cluster, `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`.
 pub(super) const CLUSTER_DIMENSION: c_int = 4;
 
 macro_rules! table {
     ($($field:ident $symbol:literal ($($argument:ty),*);)*) => {
-        /// The driver's functions.
+        /// The driver's functions, by short names.
         pub(super) struct DriverTable {
             $(
                 // SAFETY: who calls it keeps to what CUDA's Driver API Reference says of the function.
@@ -37,7 +37,7 @@ macro_rules! table {
         }
 
         impl DriverTable {
-            /// Those of `library`.
+            /// Looks up all functions in `library`.
             ///
             /// # Errors
             /// The first name that it does not export.

@@ -125,7 +125,7 @@ impl Late {
     }
 }
 
-/// A kernel that writes the rank of each of `ctas` CTAs in its cluster.
+/// Writes a kernel in which each of `ctas` CTAs writes its rank in its cluster.
 fn ranks(ctas: u32, cluster: u32) -> PtxKernel {
     let mut on = Builder::new("ranks", Target::Sm90);
     let array = on.output("ranks", DeviceDtype::I32, &[ctas as usize]);
@@ -147,8 +147,7 @@ fn read(array: &CudaMemory) -> Vec<i32> {
 
 const REFUSED: c_int = 912;
 
-/// A command buffer of XLA launches without attributes: the clusters are those of the text, if it says that it has
-/// some.
+/// XLA's command buffers launch without attributes: the clusters are those of the text, if it has some.
 #[test]
 fn cluster_of_the_text_alone_is_launched() {
     let fake = Fake::new("");
@@ -185,8 +184,7 @@ fn cluster_at_odds_with_the_text_is_refused() {
     assert!(matches!(error, CudaError::NoRoom { cluster: 2, .. }), "{error}");
 }
 
-/// Two rows of logits, `late` bytes past a multiple of 16, through both halves: statistics and dlogits, which begin
-/// `apart` bytes further.
+/// Runs two rows of logits, `late` bytes after a multiple of 16, through both kernels; dlogits start `apart` bytes further.
 fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u8>; 2], CudaError> {
     let context = Fake::context();
     let spec = LossSpec::default();
@@ -213,7 +211,7 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
         let counts: Vec<usize> = kernel.kernel().parameters.iter().map(rows).collect();
         kernel.enqueue(2, &counts, stream, &lent)
     });
-    // What went wrong on the device is said to whoever waits.
+    // An error on the device is reported to the call that waits.
     let current = context.enter()?;
     let done = timing::CudaEvent::new(current.driver)?;
     done.record()?;
@@ -252,7 +250,7 @@ fn array_of_odd_rows_may_begin_at_any_element() {
     assert!(parts.iter().all(|part| said.contains(part)), "{said}");
 }
 
-/// A kernel is loaded at its first use, which no graph can hold; what was loaded is captured.
+/// A kernel is loaded at its first use, which no graph can contain; a loaded kernel can be captured.
 #[test]
 fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
     let fake = Fake::new("capturing=1");
@@ -293,7 +291,7 @@ fn capture_of_a_first_use_is_refused_and_of_a_second_is_not() {
     fake.take_back();
 }
 
-/// A framework's tensors on a B200 are given its own text, which this driver is too old for.
+/// Tensors of a framework on a B200 use the B200's own text, which this driver is too old for.
 #[test]
 fn b200_of_a_framework_needs_a_newer_driver() {
     let _fake = Fake::new("devices=2,capability=9.0/10.0");

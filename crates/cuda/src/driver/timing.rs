@@ -17,9 +17,8 @@ pub struct ReplayTimes {
 }
 
 impl CudaContext {
-    /// Launches `calls` one after another, `launches` times after `warmup` times that are not timed, and before each
-    /// time copies `input.0` to `input.1`. The device waits for nobody in between: all of it is enqueued first, with
-    /// an event between any two, and then waited for.
+    /// Launches `calls` one after another, `launches` times after `warmup` times that are not timed, and before each time copies `input.0`
+    /// to `input.1`. All of it is enqueued first, with an event between any two launches, so that the device never waits for the host.
     ///
     /// # Errors
     /// [`CudaError::Misaligned`]; [`CudaError::Size`]; [`CudaError::Call`].
@@ -119,7 +118,7 @@ impl<'d> CudaEvent<'d> {
         self.driver.check(status, || "record an event".into())
     }
 
-    /// Waits until it has come. What went wrong on the device since is said here.
+    /// Waits until the device has reached the event. An error of the device is returned here.
     pub(super) fn wait(&self, what: &str) -> Result<(), CudaError> {
         // SAFETY: the event is alive and was recorded.
         let status = unsafe { (self.driver.table.synchronize)(self.handle) };

@@ -1,4 +1,4 @@
-//! What a manifest says, checked.
+//! The manifest of an exported program, and the checks that it passes.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,19 +13,19 @@ use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp, Temperature};
 
 /// No manifest is longer; a larger file is something else.
 const LONGEST_MANIFEST: u64 = 1 << 20;
-/// Room for constants beside the code. A loss has no weights.
+/// The largest program, with room for constants. A loss has no weights.
 const LONGEST_PROGRAM: u64 = 64 << 20;
 
-/// How MLIR bytecode begins.
+/// The first bytes of MLIR bytecode.
 const BYTECODE: &[u8] = b"ML\xefR";
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ExportManifest {
     program: PathBuf,
-    /// `[B, T, V]`.
+    /// Extents `[B, T, V]` of the logits.
     shape: [usize; 3],
-    /// How many sequences are packed into the one row; each row is one where it does not say.
+    /// The number of sequences packed into the one row; `None` if each row is one sequence.
     pub(super) sequences: Option<usize>,
     #[serde(default = "one_device")]
     pub(super) devices: usize,
@@ -43,18 +43,18 @@ fn one_device() -> usize {
     1
 }
 
-/// What a program for several devices counts them as.
+/// The way in which a program for several devices counts them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum DevicesAre {
     /// One program over whole arrays, which XLA cuts: what `jax.export` writes.
     #[default]
     Partitions,
-    /// What each of them runs, with collectives.
+    /// Every device runs the program, which contains collectives.
     Replicas,
 }
 
-/// An axis of `[B,T,V]`.
+/// One of the axes of `[B,T,V]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub(super) enum ExportAxis {
     B,
@@ -65,7 +65,7 @@ pub(super) enum ExportAxis {
 impl ExportAxis {
     const ALL: [ExportAxis; 3] = [ExportAxis::B, ExportAxis::T, ExportAxis::V];
 
-    /// Its place among the `axes` of an array that has it.
+    /// Returns the index of the axis among the `axes` of an array that has it.
     pub(super) fn position(self, axes: &[ExportAxis]) -> usize {
         axes.iter().position(|&axis| axis == self).expect("checked: the array has the axis")
     }
@@ -76,7 +76,7 @@ impl ExportAxis {
 pub(super) struct ExportInput {
     pub(super) name: ExportInputName,
     pub(super) dtype: DeviceDtype,
-    /// The axis along which each device has a part; every device has all of it where there is none.
+    /// The axis along which each device has a part; `None` if every device has the whole array.
     pub(super) cut: Option<ExportAxis>,
 }
 
@@ -142,7 +142,7 @@ impl ExportInputName {
 pub(super) struct ExportOutput {
     pub(super) name: ExportOutputName,
     pub(super) dtype: Dtype,
-    /// As of an [`ExportInput`].
+    /// The axis along which each device has a part; `None` if every device has the whole array.
     pub(super) cut: Option<ExportAxis>,
 }
 
@@ -167,7 +167,7 @@ impl ExportOutputName {
         }
     }
 
-    /// Its axes.
+    /// Returns the axes of `[B,T,V]` that the output has.
     pub(super) fn axes(self) -> &'static [ExportAxis] {
         match self {
             ExportOutputName::Loss => &[],
@@ -200,7 +200,7 @@ impl ExportManifest {
         Shape { batch, tokens, vocab }
     }
 
-    /// The program's file; its path is relative to the manifest's folder.
+    /// Returns the program's file; its path is relative to the manifest's folder.
     pub(super) fn program(&self, path: &Path) -> PathBuf {
         path.parent().unwrap_or(Path::new("")).join(&self.program)
     }
@@ -214,6 +214,7 @@ impl ExportManifest {
         let invalid = |field: &str, given: &dyn ToString, expected: &str| {
             Err(ExportedError::invalid(path, field, given.to_string(), expected))
         };
+        // First the numbers that everything else depends on.
         if self.shape().elements().is_none_or(|elements| elements == 0) {
             return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with B, T, V ≥ 1");
         }
@@ -224,6 +225,7 @@ impl ExportManifest {
             let given = format!("{} in {} rows", self.sequences.unwrap_or(0), self.shape().batch);
             return invalid("sequences", &given, "at least 1, packed into one row: a `shape` of [1, N, V]");
         }
+        // Then the loss, and the parts of a spec that no exported program can be given.
         self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
         if let (Some(_), Err(field)) = (self.sequences, self.spec.expect_no_width()) {
             let expected = "a number ≥ 1, since packed sequences have no padded width";
@@ -235,6 +237,7 @@ impl ExportManifest {
         if self.spec.ids_per_token > 1 {
             return invalid("spec.ids_per_token", &self.spec.ids_per_token, "1: programs are given one id a token");
         }
+        // Each input once, in a dtype that it can have.
         for (i, input) in self.inputs.iter().enumerate() {
             let name = input.name.name();
             if self.inputs[..i].iter().any(|other| other.name == input.name) {
@@ -244,6 +247,7 @@ impl ExportManifest {
                 return invalid(&format!("input `{name}`: dtype"), &input.dtype, expected);
             }
         }
+        // Each cut along an axis that the array has and that the devices divide evenly.
         let cuts = self.inputs.iter().map(|input| ("input", input.name.name(), input.cut, self.axes(input.name)));
         let of_outputs =
             self.outputs.iter().map(|output| ("output", output.name.name(), output.cut, output.name.axes()));
@@ -264,6 +268,7 @@ impl ExportManifest {
                 return invalid("output", &format!("`{}` twice", output.name.name()), "each name once");
             }
         }
+        // Exactly the inputs that the spec reads.
         for name in ExportInputName::ALL {
             let listed = self.inputs.iter().any(|input| input.name == name);
             if let Err(expected) = self.expects(name, listed) {
@@ -279,7 +284,7 @@ impl ExportManifest {
         Ok(())
     }
 
-    /// The axes of an input.
+    /// Returns the axes of `[B,T,V]` that an input has.
     pub(super) fn axes(&self, name: ExportInputName) -> &'static [ExportAxis] {
         match name {
             ExportInputName::Logits => &ExportAxis::ALL,
@@ -371,7 +376,7 @@ impl ExportManifest {
     }
 }
 
-/// The code in the file at `path`.
+/// Reads the program in the file at `path`.
 pub(super) fn read_program(path: &Path) -> Result<Vec<u8>, ExportedError> {
     let code = read(path, LONGEST_PROGRAM)?;
     if code.starts_with(BYTECODE) || str::from_utf8(&code).is_ok_and(|text| !text.trim().is_empty()) {
@@ -382,7 +387,7 @@ pub(super) fn read_program(path: &Path) -> Result<Vec<u8>, ExportedError> {
     Err(ExportedError::invalid(path, "program", "neither MLIR text nor bytecode", expected))
 }
 
-/// All of a file that is no longer than `longest` bytes.
+/// Reads a whole file of at most `longest` bytes.
 fn read(path: &Path, longest: u64) -> Result<Vec<u8>, ExportedError> {
     let io = |reason: std::io::Error| ExportedError::program(path.display(), format!("cannot read: {reason}"));
     let mut bytes = Vec::new();

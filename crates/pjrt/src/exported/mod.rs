@@ -2,7 +2,7 @@
 //! and what comes out.
 //!
 //! ```toml
-//! program = "grpo_f32.mlir"        # beside the manifest
+//! program = "grpo_f32.mlir"        # next to the manifest
 //! shape = [2, 5, 1031]             # [B, T, V] that it was exported for
 //! devices = 1                      # the default
 //!
@@ -34,7 +34,7 @@
 //! | `selected`, with TOPR by `selected`, or KL-Cov or Clip-Cov without a `selection` | `[B,T]`, 0 or 1 | any |
 //! | `bias`, with `logits.bias` | `[V]` | f64, f32, bf16, f16 |
 //! | `temperature`, with `temperature: given` | `[B,T]`, one a sequence repeated | the same |
-//! | `cu_seqlens` or `segment_ids` or both, with `sequences = S` | `[S+1]`; `[1,N]`, 0 behind the last | i32, i64 |
+//! | `cu_seqlens` or `segment_ids` or both, with `sequences = S` | `[S+1]`; `[1,N]`, 0 after the last | i32, i64 |
 //!
 //! | output | shape | dtype |
 //! |---|---|---|
@@ -48,7 +48,7 @@
 //!
 //! Packed sequences are as many as `sequences` says; advantages of sequences are then `[S]`.
 //!
-//! Values go in as the problem holds them, whatever stands under the mask included; floats are rounded to the input's
+//! Values are passed unchanged, even those under the mask; floats are rounded to the input's
 //! dtype, to nearest even. An id beyond i32, which only a masked token can have, becomes the nearest i32.
 //!
 //! A program is compiled into this process and has its rights: run only programs that you trust.
@@ -78,7 +78,7 @@ use manifest::{
 
 /// A user's own program. See [the module](self).
 pub struct ExportedProgram {
-    /// `file:` and the manifest's path as given, so that a report's line runs again as it stands.
+    /// `file:` and the manifest's path as given, so that the line of a report can be run again unchanged.
     id: String,
     path: PathBuf,
     manifest: ExportManifest,
@@ -96,13 +96,13 @@ pub enum ExportedError {
     /// The manifest or the program says something that it may not say.
     #[error("{path}: {field}: got {given}, expected {expected}")]
     Invalid {
-        /// The file.
+        /// The manifest or the program.
         path: PathBuf,
-        /// The field.
+        /// The path of the field, such as `spec.dentropy`.
         field: String,
-        /// What it holds.
+        /// The value that the field has.
         given: String,
-        /// What it may hold.
+        /// A description of valid values.
         expected: String,
     },
     /// The file cannot be read, or the program does not compile or run.
@@ -176,9 +176,10 @@ impl ExportedProgram {
         Unsupported { implementation: self.id.clone(), field, given: given.to_string(), supported }
     }
 
-    /// The outputs, each checked against its name's shape and the manifest's dtype.
+    /// Collects the outputs, each checked against the shape of its name and the manifest's dtype.
     fn candidate(&self, buffers: &[Vec<DeviceBuffer>]) -> Result<Candidate, ExportedError> {
         const CHECKED: &str = "checked: every manifest has loss and dlogits";
+        // Outputs are found by their position in the manifest, so the numbers must agree.
         let (returned, listed) = (buffers[0].len(), self.manifest.outputs.len());
         if returned != listed {
             let expected = format!("{returned}, as many as the program returns");
@@ -214,10 +215,11 @@ impl ExportedProgram {
     }
 }
 
-/// What one of some devices holds of an array.
+/// Returns the block of an array that one of several devices has.
 fn part(extents: &[usize], axes: &[ExportAxis], cut: Option<ExportAxis>, [device, devices]: [usize; 2]) -> ArrayBlock {
     let whole = ArrayBlock::all(extents);
     let Some(axis) = cut.map(|cut| cut.position(axes)).filter(|_| devices > 1) else { return whole };
+    // The manifest was checked: the axis divides evenly.
     let length = extents[axis] / devices;
     whole.cut(axis, device * length..(device + 1) * length, length)
 }
@@ -233,6 +235,7 @@ fn upload(
     const CHECKED: &str = "checked: the spec needs it, so the problem has it";
     let ExportInput { name, dtype, cut } = input;
     let per_token = problem.ids.shape();
+    // An array with a cut is sent in parts, every other one whole to each device.
     let send = |shape: &[usize], bytes: &[u8]| {
         let ([device, devices], block) = (place, part(shape, axes, cut, place));
         if devices == 1 || cut.is_none() {
@@ -269,6 +272,7 @@ fn upload(
                 _ => temperature,
             };
             let given = given.as_ref().expect(CHECKED);
+            // Values of sequences are repeated for each of their tokens.
             let of_tokens = if given.dim() == problem.ids.dim() {
                 given.clone()
             } else {
@@ -300,7 +304,7 @@ fn to_bytes<T: Pod>(values: impl Iterator<Item = T>) -> Vec<u8> {
     values.flat_map(|x| bytemuck::bytes_of(&x).to_vec()).collect()
 }
 
-/// `ids` as i64, or clamped to i32.
+/// Converts `ids` to bytes, as i64 or clamped to i32.
 fn ids(ids: impl Iterator<Item = i64>, element: DeviceDtype) -> Vec<u8> {
     match element {
         DeviceDtype::I64 => to_bytes(ids),
@@ -308,7 +312,7 @@ fn ids(ids: impl Iterator<Item = i64>, element: DeviceDtype) -> Vec<u8> {
     }
 }
 
-/// `values` as floats, rounded to nearest even; of the integer types, which only a mask has, 0 or 1.
+/// Converts `values` to bytes: floats rounded to nearest even, or 0 and 1 of an integer type, which only masks have.
 fn numbers(values: impl Iterator<Item = f64>, element: DeviceDtype) -> Vec<u8> {
     match element {
         DeviceDtype::F64 => to_bytes(values),
@@ -322,7 +326,7 @@ fn numbers(values: impl Iterator<Item = f64>, element: DeviceDtype) -> Vec<u8> {
     }
 }
 
-/// The first field that differs: its path, and the two values.
+/// Returns the first field that differs: its path, and the two values.
 fn difference(path: &str, given: &Value, supported: &Value) -> Option<(String, String, String)> {
     match (given, supported) {
         (Value::Object(fields), Value::Object(others)) if fields.keys().eq(others.keys()) => {

@@ -6,7 +6,7 @@
 //! zero-filled copy of the struct, and copies the caller's part back; so are structs that arguments point to (programs, options,
 //! layouts). That holds for any later version.
 //!
-//! Public for its test alone. Such a function gets no context, so each loaded plugin has a slot and functions of its own.
+//! The module is public for its test alone. Such a function gets no context, so each loaded plugin has a slot and separate functions.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{offset_of, transmute};
@@ -22,23 +22,23 @@ use pjrt_sys::{
 /// The oldest minor version whose table `pjrt-sys` can read.
 pub(super) const OLDEST_MINOR: i32 = 54;
 
-/// How many plugins one process may load.
+/// The number of plugins that one process may load.
 pub(super) const SLOTS: usize = 8;
 
 /// Bytes of the struct that a plugin is handed. The longest of 0.54 takes 200, and they grow by tens.
 pub const ROOM: usize = 1024;
 
-/// An argument struct with room behind it.
+/// An argument struct followed by zeros up to [`ROOM`] bytes.
 #[repr(C, align(16))]
 struct Roomy([u8; ROOM]);
 
 // SAFETY: who calls one promises that the pointer is to the argument struct of that very entry.
 type PjrtEntry = unsafe extern "C" fn(*mut c_void) -> *mut PJRT_Error;
 
-/// The plugins' own tables.
+/// The table that each plugin returned, by its slot.
 static TABLES: [AtomicPtr<PJRT_Api>; SLOTS] = [const { AtomicPtr::new(ptr::null_mut()) }; SLOTS];
 
-/// The bytes that a plugin points to; none where it points nowhere.
+/// Returns the bytes that a plugin points to; none for a null pointer.
 ///
 /// # Safety
 /// `start` is null, or `length` bytes from it are readable for `'a`.
@@ -47,7 +47,7 @@ pub(super) unsafe fn bytes_from<'a>(start: *const c_char, length: usize) -> &'a 
     unsafe { slice_from(start.cast(), length) }
 }
 
-/// The elements that a plugin points to; none where it points nowhere.
+/// Returns the elements that a plugin points to; none for a null pointer.
 ///
 /// # Safety
 /// `start` is null, or `length` elements from it are readable for `'a`.
@@ -59,7 +59,7 @@ pub(super) unsafe fn slice_from<'a, T>(start: *const T, length: usize) -> &'a [T
     unsafe { std::slice::from_raw_parts(start, length) }
 }
 
-/// Calls `call` with a copy of `*args` that has room behind it, then copies the caller's part back.
+/// Calls `call` with a copy of `*args` that is followed by zeros, then copies the caller's part back.
 ///
 /// # Safety
 /// `args` points to a struct that begins with its own size and is writable over that size.
@@ -79,7 +79,7 @@ pub unsafe fn with_room<R>(args: *mut c_void, call: impl FnOnce(*mut c_void) -> 
     }
 }
 
-/// The entry at byte `OFFSET` of the table in `SLOT`, given room.
+/// Calls the entry at byte `OFFSET` of the table in `SLOT` with a longer copy of its arguments.
 ///
 /// # Safety
 /// As [`PjrtEntry`].
@@ -93,7 +93,8 @@ unsafe extern "C" fn with_room_for<const SLOT: usize, const OFFSET: usize>(args:
     }
 }
 
-/// The same for a call whose argument struct points, at byte `FIELD`, to another that may have grown, or nowhere.
+/// Calls an entry whose argument struct has, at byte `FIELD`, a pointer to another struct that may have grown, or null. Both structs are
+/// copied.
 ///
 /// # Safety
 /// As [`PjrtEntry`].
@@ -117,8 +118,8 @@ unsafe extern "C" fn with_room_behind<const SLOT: usize, const OFFSET: usize, co
     }
 }
 
-/// The same where it points to several, one behind another, whose count is at byte `COUNT`. How far apart a plugin takes them to be is not
-/// known before it is asked; one alone has room.
+/// Calls an entry whose argument struct points to an array of structs, with their count at byte `COUNT`. The plugin alone knows the
+/// distance between the elements, so only a single element is copied.
 ///
 /// # Safety
 /// As [`PjrtEntry`].
@@ -151,7 +152,7 @@ macro_rules! give_room {
     )*};
 }
 
-/// The same for entries whose arguments point to structs: `entry: arguments.field`, or `arguments.field of count`.
+/// Replaces entries whose arguments point to structs: `entry: arguments.field`, or `arguments.field of count`.
 macro_rules! give_room_behind {
     ($table:ident, $slot:ident: $($entry:ident: $args:ident.$field:ident $(of $count:ident)?;)*) => {$(
         if $table.$entry.is_some() {
@@ -170,7 +171,7 @@ macro_rules! give_room_behind {
     };
 }
 
-/// A copy of `plugin_table` in which every entry that takes arguments and may fail has room.
+/// Copies `plugin_table` and replaces every entry that takes arguments and may fail.
 fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api {
     TABLES[SLOT].store(plugin_table.cast_mut(), Ordering::Release);
     // SAFETY: `Plugin::load` has checked that the table is at least as long as this struct.
@@ -214,7 +215,7 @@ fn table_with_room<const SLOT: usize>(plugin_table: *const PJRT_Api) -> PJRT_Api
     table
 }
 
-/// [`table_with_room`] for a slot known at run time. Each slot is used once.
+/// Calls [`table_with_room`] for a slot that is known at run time. Each slot is used once.
 pub(super) fn adapt(slot: usize, plugin_table: *const PJRT_Api) -> PJRT_Api {
     let adapt = [
         table_with_room::<0>,

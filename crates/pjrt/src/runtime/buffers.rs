@@ -1,4 +1,4 @@
-//! Arrays on a device.
+//! Dense arrays on a device: upload, download, layout, and the events that they wait for.
 
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
@@ -39,12 +39,12 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let mut args = PJRT_Buffer_Destroy_Args::new();
         args.buffer = self.raw.as_ptr();
-        // A destructor has nobody to tell: a buffer that cannot be freed is leaked.
+        // A destructor cannot report an error: a buffer that cannot be freed is leaked.
         let _ = call!(self.client.plugin(), PJRT_Buffer_Destroy, args, "free a buffer");
     }
 }
 
-/// PJRT's number for an element type.
+/// Returns PJRT's number for an element type.
 fn buffer_type(element: DeviceDtype) -> PJRT_Buffer_Type {
     match element {
         DeviceDtype::F64 => PJRT_Buffer_Type_PJRT_Buffer_Type_F64,
@@ -77,7 +77,7 @@ pub(super) fn wait(plugin: &Plugin, event: *mut PJRT_Event, what: &str) -> Resul
     result.and(call!(plugin, PJRT_Event_Destroy, destroy, "free an event"))
 }
 
-/// What the plugin tells of an event once it is ready.
+/// The receiver of an event's result, which the plugin calls once.
 struct EventWaiter {
     plugin: &'static Plugin,
     what: String,
@@ -173,7 +173,7 @@ impl DeviceBuffer {
         self.raw.as_ptr()
     }
 
-    /// The element type.
+    /// Returns the element type that the plugin reports.
     ///
     /// # Errors
     /// The plugin's own, or [`RuntimeError::Answer`] for a type that this crate has no use for.
@@ -188,7 +188,7 @@ impl DeviceBuffer {
         })
     }
 
-    /// The extents.
+    /// Returns the extents that the plugin reports.
     ///
     /// # Errors
     /// The plugin's own.
@@ -211,11 +211,12 @@ impl DeviceBuffer {
             .collect()
     }
 
-    /// Whether the array is known to lie row-major on its device. `false` where the plugin does not say: an array that
-    /// is laid out anew for nothing costs time, one that is not costs the run.
+    /// Whether the array is known to be row-major on its device. `false` if the plugin does not tell: an unnecessary copy costs time, a
+    /// missing one fails the run.
     pub fn is_row_major(&self) -> bool {
         let mut args = PJRT_Buffer_GetMemoryLayout_Args::new();
         args.buffer = self.raw();
+        // An untiled layout has strides instead of an order of axes.
         let asked = call!(self.client.plugin(), PJRT_Buffer_GetMemoryLayout, args, "read a buffer's layout");
         if asked.is_err() || args.layout.type_ != PJRT_Buffer_MemoryLayout_Type_PJRT_Buffer_MemoryLayout_Type_Tiled {
             return false;
@@ -236,6 +237,7 @@ impl DeviceBuffer {
     pub fn download(&self, element: DeviceDtype, shape: &[usize], bytes: &mut [u8]) -> Result<(), RuntimeError> {
         let what = || format!("download {element} {shape:?}");
         let answer = |given: String, expected: String| Err(RuntimeError::Answer { what: what(), given, expected });
+        // The plugin would copy whatever the buffer has, so the types are compared first.
         let (own_element, own_shape) = (self.element()?, self.shape()?);
         if (own_element, &own_shape[..]) != (element, shape) {
             return answer(format!("{own_element} {own_shape:?}"), format!("{element} {shape:?}"));
@@ -244,7 +246,7 @@ impl DeviceBuffer {
             let (given, expected) = (bytes.len(), byte_count(element, shape).unwrap_or(usize::MAX));
             return Err(RuntimeError::Bytes { what: what(), given, expected, element, shape: shape.to_vec() });
         }
-        // A device may keep the array in an order of its own.
+        // A device may store the array in another order; the layout asks for row-major.
         let minor_to_major: Vec<i64> = (0..shape.len() as i64).rev().collect();
         let mut tiled = PJRT_Buffer_MemoryLayout_Tiled::new();
         tiled.minor_to_major = minor_to_major.as_ptr();

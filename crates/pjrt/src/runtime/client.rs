@@ -1,4 +1,4 @@
-//! A plugin's devices.
+//! A client: the devices of a plugin, as one process uses them.
 
 use std::collections::BTreeMap;
 use std::ffi::c_char;
@@ -37,7 +37,7 @@ struct Inner {
     platform_version: String,
     /// Held while a program runs on several devices.
     collective: Mutex<()>,
-    /// See [`Client::compile_quickly`].
+    /// Whether programs are compiled with the least optimisation: see [`Client::compile_quickly`].
     compiles_quickly: AtomicBool,
 }
 
@@ -50,7 +50,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let mut args = PJRT_Client_Destroy_Args::new();
         args.client = self.raw.as_ptr();
-        // A destructor has nobody to tell: a client that cannot be freed is leaked.
+        // A destructor cannot report an error: a client that cannot be freed is leaked.
         let _ = call!(self.plugin, PJRT_Client_Destroy, args, "free a client");
     }
 }
@@ -75,7 +75,7 @@ fn device_id(plugin: &Plugin, device: *mut PJRT_Device) -> Result<i64, RuntimeEr
     Ok(args.id.into())
 }
 
-/// What kind of device it is, in the plugin's words: `TPU v6 lite`.
+/// Returns the kind of a device as the plugin names it: `TPU v6 lite`.
 fn device_kind(plugin: &Plugin, device: *mut PJRT_Device) -> Result<String, RuntimeError> {
     let what = "read a device's kind";
     let mut description = PJRT_Device_GetDescription_Args::new();
@@ -90,13 +90,14 @@ fn device_kind(plugin: &Plugin, device: *mut PJRT_Device) -> Result<String, Runt
 }
 
 impl Client {
-    /// The one client of the plugin at `path` in this process. Most plugins can serve only one.
+    /// Returns the process's only client of the plugin at `path`. Most plugins can serve only one.
     ///
     /// # Errors
     /// As [`Plugin::load`] and [`Client::create`].
     pub fn shared(path: &Path) -> Result<Client, RuntimeError> {
         let plugin = Plugin::load(path)?;
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lock is held while a client is created, so that two threads never create two.
         if let Some(client) = shared.get(plugin.path()) {
             return Ok(client.clone());
         }
@@ -105,7 +106,8 @@ impl Client {
         Ok(client)
     }
 
-    /// A client with all the plugin's devices; a CPU plugin is asked for eight, and one that does not know how to make them has its own.
+    /// Creates a client with all the plugin's devices. A CPU plugin is asked for eight; if it does not know that option, it has its default
+    /// number.
     ///
     /// # Errors
     /// [`RuntimeError::Plugin`] with the plugin's own message, or [`RuntimeError::Answer`] where it has no device.
@@ -116,6 +118,7 @@ impl Client {
             return Ok(client);
         }
         drop(client);
+        // Most plugins serve one client at a time, so the first is dropped before a client with eight devices is created.
         let name = b"cpu_device_count";
         let mut option = PJRT_NamedValue::new();
         option.name = name.as_ptr().cast::<c_char>();
@@ -135,6 +138,7 @@ impl Client {
         let Some(raw) = NonNull::new(args.client) else {
             return Err(RuntimeError::Answer { what: what(), given: "null".into(), expected: "a client".into() });
         };
+        // From here on `inner` owns the client, so that every error below frees it.
         let mut inner = Inner {
             plugin,
             raw,
@@ -175,22 +179,22 @@ impl Client {
         Ok(Client(Arc::new(inner)))
     }
 
-    /// The plugin.
+    /// Returns the plugin that the client belongs to.
     pub fn plugin(&self) -> &'static Plugin {
         self.0.plugin
     }
 
-    /// `cpu`, `cuda`, `tpu`, …
+    /// Returns the platform's name: `cpu`, `cuda`, `tpu`, …
     pub fn platform(&self) -> &str {
         &self.0.platform
     }
 
-    /// What kind its devices are, in the plugin's words: `TPU v6 lite`.
+    /// Returns the kind of the devices as the plugin names it: `TPU v6 lite`.
     pub fn device_kind(&self) -> &str {
         &self.0.device_kind
     }
 
-    /// The plugin's own words on its version.
+    /// Returns the plugin's description of its own version.
     pub fn platform_version(&self) -> &str {
         &self.0.platform_version
     }
@@ -223,7 +227,7 @@ impl Client {
         self.0.compiles_quickly.load(Ordering::Relaxed)
     }
 
-    /// The plugin's numbers for the devices.
+    /// Returns the plugin's numbers for the devices.
     pub(super) fn device_ids(&self) -> &[i64] {
         &self.0.device_ids
     }
@@ -238,7 +242,7 @@ impl Client {
         self.0.raw.as_ptr()
     }
 
-    /// The device with this index.
+    /// Returns the device with this index, from 0.
     pub(super) fn device(&self, index: usize) -> Result<*mut PJRT_Device, RuntimeError> {
         self.expect_devices(index + 1)?;
         Ok(self.0.devices[index])

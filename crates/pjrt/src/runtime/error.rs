@@ -1,4 +1,4 @@
-//! What can go wrong between this process and a plugin.
+//! The errors between this process and a plugin.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,40 +15,40 @@ pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
 /// Why the runtime did not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuntimeError {
-    /// No plugin was named and none lies where set-up puts it.
+    /// No plugin was named, and none is installed.
     #[error(
         "PJRT plugin: none given and none found ({}); run `make setup`, or give one by --plugin or \
          ASSAY_PJRT_PLUGIN",
         looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
     )]
     NoPlugin {
-        /// Where it was looked for.
+        /// Every path that was tried, in order.
         looked: Vec<PathBuf>,
     },
     /// The file cannot be loaded as a shared library.
     #[error("PJRT plugin {path}: cannot be loaded: {reason}")]
     Load {
-        /// The file.
+        /// The file that was to be loaded.
         path: PathBuf,
-        /// The loader's message.
+        /// The message of the system's loader.
         reason: String,
     },
     /// A shared library that is no PJRT plugin.
     #[error("PJRT plugin {path}: {found}; expected a library that exports `GetPjrtApi`")]
     NotAPlugin {
-        /// The file.
+        /// The file that was to be loaded.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The property that disqualifies the library.
         found: String,
     },
     /// A C API that this crate does not speak.
     #[error("PJRT plugin {path}: C API {major}.{minor}; expected 0.{oldest} or newer")]
     Version {
-        /// The file.
+        /// The file that was to be loaded.
         path: PathBuf,
-        /// Its major version.
+        /// The major version of its C API.
         major: i32,
-        /// Its minor version.
+        /// The minor version of its C API.
         minor: i32,
         /// The oldest minor version that is supported.
         oldest: i32,
@@ -56,83 +56,83 @@ pub enum RuntimeError {
     /// More plugins than this process has room for.
     #[error("PJRT plugin {path}: already {limit} plugins are loaded, the most that one process may hold")]
     TooManyPlugins {
-        /// The file.
+        /// The file that was to be loaded.
         path: PathBuf,
-        /// How many there may be.
+        /// The most plugins that a process may load.
         limit: usize,
     },
     /// The plugin refused or failed.
     #[error("{what}: {code}: {message}")]
     Plugin {
-        /// What it was asked to do.
+        /// The operation that the plugin was asked for.
         what: String,
         /// PJRT's name of the error.
         code: &'static str,
-        /// The plugin's message.
+        /// The message of the plugin, unchanged.
         message: String,
     },
     /// The plugin lacks a function.
     #[error("{what}: the plugin does not implement it")]
     Missing {
-        /// What it was asked to do.
+        /// The operation that the plugin was asked for.
         what: String,
     },
     /// The plugin answered something impossible.
     #[error("{what}: the plugin returned {given}, expected {expected}")]
     Answer {
-        /// What it was asked.
+        /// The operation that the plugin was asked for.
         what: String,
-        /// The answer.
+        /// The answer as text, or its size.
         given: String,
-        /// What would have made sense.
+        /// A description of valid answers.
         expected: String,
     },
     /// Not as many devices as were asked for.
     #[error("device count: got {given}, expected 1 to {available} (platform {platform})")]
     Devices {
-        /// Devices asked for.
+        /// The number of devices asked for.
         given: usize,
-        /// Devices there are.
+        /// The number of devices that the plugin has.
         available: usize,
-        /// The plugin's platform.
+        /// The platform's name, such as `cpu`.
         platform: String,
     },
     /// Bytes that do not make the array they should.
     #[error("{what}: got {given} bytes, expected {expected} for {element} {shape:?}")]
     Bytes {
-        /// Which array.
+        /// The operation and the array that it is about.
         what: String,
-        /// Bytes given.
+        /// The number of bytes that the caller gave.
         given: usize,
         /// Bytes that the shape takes.
         expected: usize,
-        /// Element type.
+        /// The element type of the array.
         element: DeviceDtype,
-        /// Extents.
+        /// The extents of the array.
         shape: Vec<usize>,
     },
     /// Arguments that do not fit the executable.
     #[error("execute: got {given}, expected {expected}")]
     Arguments {
-        /// What was passed.
+        /// The arguments that were passed, as counts.
         given: String,
-        /// What the executable takes.
+        /// The arguments that the executable takes.
         expected: String,
     },
-    /// A run that did not end. It goes on, since PJRT can end none.
+    /// A run did not finish in time. It continues, since PJRT cannot cancel it.
     #[error(
         "{what}: not finished after {limit:?}, and given up; {LIMIT_VARIABLE} says how many seconds a run may take"
     )]
     TimedOut {
-        /// What was waited for.
+        /// The operation that was waited for.
         what: String,
-        /// How long.
+        /// The time limit that was exceeded.
         limit: Duration,
     },
     /// No time that a run may take.
     #[error("{LIMIT_VARIABLE}: got `{given}`, expected whole seconds, at least 1")]
     Limit {
-        /// What the environment says.
+        /// The value of the environment variable.
         given: String,
     },
     /// Devices that hold the same part of an output, and not the same values.
@@ -140,18 +140,18 @@ pub enum RuntimeError {
         "{output}: on device {device} element {element} is {given}, expected {expected}, which another device holds"
     )]
     Replicas {
-        /// Which output.
+        /// The name of the output that differs.
         output: &'static str,
         /// The later of the devices.
         device: usize,
-        /// Where in the whole array, in row-major order.
+        /// The index of the element in the whole array, in row-major order.
         element: usize,
         /// The element there, in hexadecimal, the highest digit first.
         given: String,
         /// The element on an earlier device.
         expected: String,
     },
-    /// It would not fit.
+    /// The run needs more memory than is available.
     #[error(transparent)]
     Memory(#[from] Shortage),
 }
@@ -168,6 +168,7 @@ pub(super) unsafe fn check(
     if error.is_null() {
         return Ok(());
     }
+    // The message belongs to the error: it is copied before the error is freed.
     let mut message = PJRT_Error_Message_Args::new();
     message.error = error;
     let mut code = PJRT_Error_GetCode_Args::new();
@@ -192,7 +193,7 @@ pub(super) unsafe fn check(
     Err(RuntimeError::Plugin { what: what(), code: code_name(code.code), message })
 }
 
-/// PJRT's error codes are those of absl.
+/// Returns the name of an error code; PJRT has those of absl.
 fn code_name(code: u32) -> &'static str {
     const NAMES: [&str; 17] = [
         "OK",

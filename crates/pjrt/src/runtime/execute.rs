@@ -1,4 +1,4 @@
-//! Compiled programs.
+//! Programs that are compiled for a client, and their runs.
 
 use std::env;
 use std::ptr::{self, NonNull};
@@ -21,29 +21,29 @@ use super::plugin::call;
 /// that is younger than the definition in `pjrt-sys`. Behind an encoded message it is one more field of it.
 const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_level\x12\x02\x18\x00";
 
-/// How long a run may take.
+/// The time that a run may take unless the environment says otherwise.
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
 
-/// [`TIME_LIMIT`], unless something else is `given`.
+/// Returns the limit `given` in seconds, or [`TIME_LIMIT`] if there is none.
 fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
     let Some(given) = given.filter(|given| !given.is_empty()) else { return Ok(TIME_LIMIT) };
     let seconds = given.parse().ok().filter(|&seconds| seconds > 0);
     seconds.map(Duration::from_secs).ok_or_else(|| RuntimeError::Limit { given: given.into() })
 }
 
-/// A program to compile.
+/// A program to compile, and the number of its copies.
 #[derive(Clone, Copy, Debug)]
 pub struct PjrtProgram<'p> {
     /// StableHLO, as MLIR text or bytecode.
     pub code: &'p [u8],
-    /// How many copies of it run side by side, each on a device of its own, joined by collectives.
+    /// The number of copies joined by collectives, each on its own device.
     pub replicas: usize,
-    /// The same, for programs that count their devices as partitions (what `jax.export` writes).
+    /// The number of copies of a program that counts its devices as partitions, as `jax.export` writes it.
     pub partitions: usize,
 }
 
 impl<'p> PjrtProgram<'p> {
-    /// A program for `replicas` devices.
+    /// Creates a program for `replicas` devices and one partition.
     pub fn replicated(code: &'p [u8], replicas: usize) -> Self {
         Self { code, replicas, partitions: 1 }
     }
@@ -53,7 +53,7 @@ impl<'p> PjrtProgram<'p> {
         self.replicas * self.partitions
     }
 
-    /// The compile options, encoded: copy `r`, partition `p` on device `r · partitions + p` of `device_ids`.
+    /// Encodes the compile options: copy `r`, partition `p` runs on device `r · partitions + p` of `device_ids`.
     pub(super) fn options(&self, device_ids: &[i64]) -> Vec<u8> {
         let on = |partition| {
             let device = |replica| device_ids[replica * self.partitions + partition];
@@ -66,7 +66,7 @@ impl<'p> PjrtProgram<'p> {
             build.use_spmd_partitioning = self.partitions > 1;
             // Which `jax.export` writes for; what has older annotations is read by it too.
             build.use_shardy_partitioner = self.partitions > 1;
-            // Without this the plugin chooses an order of its own, and arguments would lie on the wrong devices.
+            // Without this the plugin chooses another order, and arguments would be on the wrong devices.
             build.device_assignment = Some(DeviceAssignmentProto {
                 replica_count: self.replicas as i32,
                 computation_count: self.partitions as i32,
@@ -76,7 +76,7 @@ impl<'p> PjrtProgram<'p> {
         options.encode()
     }
 
-    /// The program as plugins take it; it points to this one's code.
+    /// Returns the program in the form that plugins take; it points to the code of this one.
     pub(super) fn raw(&self) -> PJRT_Program {
         const FORMAT: &[u8] = b"mlir";
         let mut raw = PJRT_Program::new();
@@ -106,7 +106,7 @@ impl Drop for Executable {
     fn drop(&mut self) {
         let mut args = PJRT_LoadedExecutable_Destroy_Args::new();
         args.executable = self.raw.as_ptr();
-        // A destructor has nobody to tell: an executable that cannot be freed is leaked.
+        // A destructor cannot report an error: an executable that cannot be freed is leaked.
         let _ = call!(self.client.plugin(), PJRT_LoadedExecutable_Destroy, args, "free an executable");
     }
 }
@@ -123,6 +123,7 @@ impl Client {
         if self.compiles_quickly() {
             options.extend(LEAST_OPTIMIZATION);
         }
+        // The encoded options are a protobuf message, to which fields may be appended.
         let mut code = program.raw();
         let mut args = PJRT_Client_Compile_Args::new();
         args.client = self.raw();
@@ -150,7 +151,7 @@ impl Executable {
         self.devices
     }
 
-    /// The client that it was compiled by.
+    /// Returns the client that compiled the program.
     pub fn client(&self) -> &Client {
         &self.client
     }
@@ -181,12 +182,14 @@ impl Executable {
     /// call or from any device; [`RuntimeError::TimedOut`]; [`RuntimeError::Limit`].
     pub fn execute(&self, arguments: &[Vec<&DeviceBuffer>]) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError> {
         let limit = time_limit(env::var(LIMIT_VARIABLE).ok().as_deref())?;
+        // PJRT takes one argument list for each device, all of the same length.
         let counts: Vec<usize> = arguments.iter().map(Vec::len).collect();
         if counts.len() != self.devices || counts.iter().any(|&count| count != counts[0]) {
             let given = format!("argument counts {counts:?}");
             let expected = format!("the same number of arguments for each of {} devices", self.devices);
             return Err(RuntimeError::Arguments { given, expected });
         }
+        // Lists of pointers for every device; the plugin writes outputs and completion events into the empty ones.
         let inputs: Vec<Vec<*mut PJRT_Buffer>> =
             arguments.iter().map(|list| list.iter().map(|buffer| buffer.raw()).collect()).collect();
         let input_lists: Vec<*const *mut PJRT_Buffer> = inputs.iter().map(Vec::as_ptr).collect();
@@ -203,6 +206,7 @@ impl Executable {
         args.num_args = counts[0];
         args.output_lists = output_lists.as_mut_ptr();
         args.device_complete_events = events.as_mut_ptr();
+        // Two programs with collectives that start in different orders on different devices would deadlock.
         let alone = (self.devices > 1).then(|| self.client.alone());
         let launched = call!(self.client.plugin(), PJRT_LoadedExecutable_Execute, args, "execute");
 

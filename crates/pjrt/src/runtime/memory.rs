@@ -1,4 +1,4 @@
-//! What plugins say of memory.
+//! The memory figures of compiled programs and of devices.
 
 use pjrt_sys::{PJRT_Device_MemoryStats_Args, PJRT_Executable, PJRT_Executable_GetCompiledMemoryStats_Args};
 
@@ -8,7 +8,7 @@ use super::execute::Executable;
 use super::plugin::{Plugin, call};
 use assay_core::memory::{CompiledMemory, DeviceMemory, available_host_bytes};
 
-/// What one run of `executable` takes on each device.
+/// Reads the memory of one run of `executable` on each device.
 pub(super) fn compiled_memory(
     plugin: &Plugin,
     executable: *mut PJRT_Executable,
@@ -26,7 +26,7 @@ pub(super) fn compiled_memory(
 }
 
 impl Executable {
-    /// What one run takes on each device, as the compiler counted.
+    /// Returns the memory of one run on each device, as the compiler counted it.
     ///
     /// # Errors
     /// The plugin's own, `UNIMPLEMENTED` where it does not count.
@@ -36,7 +36,7 @@ impl Executable {
 }
 
 impl Client {
-    /// What the allocator of a device says.
+    /// Returns the figures of a device's allocator.
     ///
     /// # Errors
     /// The plugin's own, `UNIMPLEMENTED` where it has no such figures (the CPU plugins have none).

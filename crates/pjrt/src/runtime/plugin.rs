@@ -21,7 +21,7 @@ use super::error::{RuntimeError, check};
 /// Names a plugin library to use instead of the one that set-up installs.
 pub const PLUGIN_VARIABLE: &str = "ASSAY_PJRT_PLUGIN";
 
-/// What XLA reads to decide which of its messages go to stderr.
+/// The environment variable that selects which messages of XLA go to stderr.
 const LOG_LEVEL: &str = "TF_CPP_MIN_LOG_LEVEL";
 
 /// Keeps plugins from writing notices and warnings to stderr, unless the environment says what they should write: every
@@ -34,20 +34,30 @@ pub fn quiet_plugins() {
     }
 }
 
-/// Where `make setup` puts plugins, below the project's folder.
+/// The folder of the project into which `make setup` puts plugins.
 const INSTALLED: &str = ".plugins";
 
-/// The plugin that somebody asked for: `given`, else the one that [`PLUGIN_VARIABLE`] names.
+/// Returns the plugin `given`, else the one that [`PLUGIN_VARIABLE`] names; `None` if neither does.
 pub fn asked_for(given: Option<&Path>) -> Option<PathBuf> {
     let variable = || env::var_os(PLUGIN_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     given.map(Path::to_path_buf).or_else(variable)
 }
 
-/// The plugin to use: the one [`asked_for`], else the one that `make setup` installed, looked for in the working
-/// directory and in the folders that hold this executable.
+/// Returns the plugin of [`asked_for`], else the one that `make setup` installed. It is searched in the working directory and in the
+/// folders above this executable.
+///
+/// ```
+/// use assay_pjrt::runtime::{Plugin, RuntimeError, locate};
+///
+/// // A path that was given wins over the environment and the installed plugin.
+/// let path = locate(Some("Cargo.toml".as_ref()))?;
+/// // Loading it shows that it is no library.
+/// assert!(matches!(Plugin::load(&path), Err(RuntimeError::Load { .. })));
+/// # Ok::<(), RuntimeError>(())
+/// ```
 ///
 /// # Errors
-/// [`RuntimeError::NoPlugin`], saying where was looked.
+/// [`RuntimeError::NoPlugin`] with every path that was tried.
 pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
     if let Some(path) = asked_for(given) {
         return Ok(path);
@@ -55,10 +65,10 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
     find_installed("pjrt_cpu.so").map_err(|looked| RuntimeError::NoPlugin { looked })
 }
 
-/// The library called `name` that set-up installed; see [`project::find`].
+/// Returns the installed library called `name`; see [`project::find`].
 ///
 /// # Errors
-/// Where was looked.
+/// Every path that was tried.
 pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
     // The loader would look for a bare name elsewhere, so the path is whole.
     project::find(Path::new(INSTALLED).join(name)).map(|path| std::path::absolute(&path).unwrap_or(path))
@@ -106,6 +116,7 @@ impl Plugin {
     /// [`RuntimeError`] where the file is missing, is no shared library or no PJRT plugin, speaks a C API older than
     /// 0.54, or fails to initialise.
     pub fn load(path: &Path) -> Result<&'static Plugin, RuntimeError> {
+        // One entry for each file, whatever path names it.
         let path = fs::canonicalize(path)
             .map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
         let mut loaded = LOADED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -122,6 +133,7 @@ impl Plugin {
     }
 
     fn load_into(slot: usize, path: PathBuf) -> Result<Plugin, RuntimeError> {
+        // Mapping a truncated library ends the process with SIGBUS, so its length is checked first.
         if let Some((needed, given)) = cut_short(&path) {
             let found = format!("it is cut short: {given} bytes of at least {needed}");
             return Err(RuntimeError::NotAPlugin { path, found });
@@ -130,6 +142,7 @@ impl Plugin {
         let library = unsafe { Library::new(&path) }
             .map_err(|error| RuntimeError::Load { path: path.clone(), reason: error.to_string() })?;
         // SAFETY: the symbol's type is fixed by PJRT.
+        // Every plugin exports one function, which returns its table of functions.
         let entry = unsafe { library.get::<unsafe extern "C" fn() -> *const PJRT_Api>(b"GetPjrtApi\0") };
         let Ok(get_api) = entry else {
             return Err(RuntimeError::NotAPlugin { path, found: "it does not export `GetPjrtApi`".into() });
@@ -141,6 +154,7 @@ impl Plugin {
         }
         // SAFETY: every version of the table begins with its size, then a pointer, then its version.
         let (size, version) = unsafe { ((*plugin_table).struct_size, (*plugin_table).pjrt_api_version) };
+        // Older tables lack functions that are called here; newer ones only grow at their end.
         let (major, minor) = (version.major_version, version.minor_version);
         if major != 0 || minor < OLDEST_MINOR {
             return Err(RuntimeError::Version { path, major, minor, oldest: OLDEST_MINOR });
@@ -151,6 +165,7 @@ impl Plugin {
         }
         // The table, and the threads that the library has started, outlive any owner.
         std::mem::forget(library);
+        // The adapted table hands newer plugins longer argument structs.
         let table = abi::adapt(slot, plugin_table);
         if let Some(initialize) = table.PJRT_Plugin_Initialize {
             let mut args = PJRT_Plugin_Initialize_Args::new();
@@ -160,17 +175,17 @@ impl Plugin {
         Ok(Plugin { path, table, version: (major, minor) })
     }
 
-    /// The library's file.
+    /// Returns the canonical path of the library.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// `(major, minor)` of its C API.
+    /// Returns the major and the minor version of its C API.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Its functions, each with room for longer arguments.
+    /// Returns its functions, each of which accepts longer arguments.
     pub(super) fn table(&self) -> &PJRT_Api {
         &self.table
     }

@@ -24,7 +24,7 @@ pub struct Topology {
     name: String,
     /// The plugin's numbers for the devices.
     device_ids: Vec<i64>,
-    /// Where each stands, where the plugin says it.
+    /// The coordinates of each device, as far as the plugin reports them.
     coordinates: Vec<Vec<i64>>,
 }
 
@@ -37,7 +37,7 @@ impl Drop for Topology {
     fn drop(&mut self) {
         let mut args = PJRT_TopologyDescription_Destroy_Args::new();
         args.topology = self.raw.as_ptr();
-        // A destructor has nobody to tell: a topology that cannot be freed is leaked.
+        // A destructor cannot report an error: a topology that cannot be freed is leaked.
         let _ = call!(self.plugin, PJRT_TopologyDescription_Destroy, args, "free a topology");
     }
 }
@@ -49,7 +49,7 @@ impl fmt::Debug for Topology {
 }
 
 impl Topology {
-    /// The topology that `plugin` knows by `name`: for libtpu `v6e:2x4` and its like.
+    /// Describes the topology that `plugin` knows by `name`, such as `v6e:2x4` of libtpu.
     ///
     /// # Errors
     /// [`RuntimeError::Plugin`] with the plugin's own message where it knows no such name;
@@ -58,8 +58,8 @@ impl Topology {
         Self::with_options(plugin, name, &[])
     }
 
-    /// The same with what else the plugin must be told, by name: for XLA's CUDA plugin `topology` (`1x1x8`: slices, hosts of one,
-    /// devices of one) and `target_config` (a `GpuTargetConfigProto` as text).
+    /// Describes a topology that needs options. XLA's CUDA plugin takes `topology` (`1x1x8`: slices, hosts of one, devices of one) and
+    /// `target_config` (a `GpuTargetConfigProto` as text).
     ///
     /// # Errors
     /// As of [`named`](Self::named).
@@ -84,6 +84,7 @@ impl Topology {
         let raw = NonNull::new(args.topology).ok_or_else(|| answer("null", "a topology"))?;
         let mut topology = Topology { plugin, raw, name: name.into(), device_ids: Vec::new(), coordinates: Vec::new() };
 
+        // The numbers of the devices go into the compile options, the coordinates to the caller.
         let mut devices = PJRT_TopologyDescription_GetDeviceDescriptions_Args::new();
         devices.topology = raw.as_ptr();
         call!(plugin, PJRT_TopologyDescription_GetDeviceDescriptions, devices, "list the devices of a topology")?;
@@ -102,12 +103,13 @@ impl Topology {
         Ok(topology)
     }
 
-    /// Where each device stands in the grid of chips, in the order that programs count them; nothing where the plugin does not say.
+    /// Returns the coordinates of each device in the grid of chips, in the order in which programs count devices; empty if the plugin does
+    /// not report them.
     pub fn coordinates(&self) -> &[Vec<i64>] {
         &self.coordinates
     }
 
-    /// Devices in it.
+    /// Returns the number of devices of the topology.
     pub fn device_count(&self) -> usize {
         self.device_ids.len()
     }
@@ -138,7 +140,7 @@ impl Topology {
     }
 }
 
-/// An option that is text; it points to both.
+/// Creates an option with a text value; it points to both texts.
 fn text_option(name: &str, value: &str) -> PJRT_NamedValue {
     let mut option = PJRT_NamedValue::new();
     option.name = name.as_ptr().cast();
@@ -149,7 +151,7 @@ fn text_option(name: &str, value: &str) -> PJRT_NamedValue {
     option
 }
 
-/// What a plugin says of a device's place: the attribute `coords`.
+/// Reads a device's coordinates, the attribute `coords`; empty if it has none.
 fn coordinates(plugin: &Plugin, description: *mut PJRT_DeviceDescription) -> Result<Vec<i64>, RuntimeError> {
     let mut args = PJRT_DeviceDescription_Attributes_Args::new();
     args.device_description = description;
@@ -184,13 +186,13 @@ impl Drop for UnloadedExecutable {
     fn drop(&mut self) {
         let mut args = PJRT_Executable_Destroy_Args::new();
         args.executable = self.raw.as_ptr();
-        // A destructor has nobody to tell: an executable that cannot be freed is leaked.
+        // A destructor cannot report an error: an executable that cannot be freed is leaked.
         let _ = call!(self.plugin, PJRT_Executable_Destroy, args, "free an executable");
     }
 }
 
 impl UnloadedExecutable {
-    /// What one run takes on each device, as the compiler counted.
+    /// Returns the memory of one run on each device, as the compiler counted it.
     ///
     /// # Errors
     /// The plugin's own, `UNIMPLEMENTED` where it does not count.

@@ -14,7 +14,7 @@ use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
 /// The largest device count that is tried of itself, but for all that there are.
 const MOST_DEVICES: usize = 8;
 
-/// Where an implementation runs.
+/// The plugin of an implementation, and how its batches are cut over the devices.
 pub(super) struct PluginDevices {
     sharding: Sharding,
     /// The plugin; `None` means the one that [`locate`] finds.
@@ -41,7 +41,7 @@ impl PluginDevices {
         Ok(())
     }
 
-    /// The device counts that it cuts over of itself, ascending.
+    /// Returns the device counts that the sharding can cut a batch over, ascending.
     pub(super) fn counts(&self) -> Vec<usize> {
         let Ok(client) = self.client() else { return Vec::new() };
         let all = client.device_count();
@@ -61,8 +61,8 @@ impl PluginDevices {
     }
 }
 
-/// What the devices of a client are, for an implementation that is called `id`: tile kernels are loops on a TPU where that was
-/// [asked for](LOOPS_VARIABLE).
+/// Describes the devices of a client to the programs of the implementation `id`. Tile kernels are loops on a TPU if the
+/// [environment](LOOPS_VARIABLE) asks for them.
 pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
     let (platform, kind) = (client.platform(), client.device_kind());
     let asked = std::env::var(LOOPS_VARIABLE).is_ok_and(|value| !["", "0"].contains(&value.as_str()));
@@ -91,10 +91,10 @@ type CachedExecutable = Mutex<Option<Arc<Executable>>>;
 /// The programs used last, the latest at the end.
 static KEPT: Mutex<VecDeque<CachedProgram>> = Mutex::new(VecDeque::new());
 
-/// How many are kept: each takes megabytes.
+/// The number of executables that are kept, each of which takes megabytes.
 const MOST_KEPT: usize = 64;
 
-/// The executable of a program, compiled unless it is one of those used last.
+/// Returns the executable of a program, which is compiled unless it is one of those used last.
 pub(super) fn compiled(client: &Client, code: String, devices: usize) -> Result<Arc<Executable>, RuntimeError> {
     let code: Arc<str> = code.into();
     // Others may compile another program meanwhile; who asks for this one waits.
@@ -107,13 +107,15 @@ pub(super) fn compiled(client: &Client, code: String, devices: usize) -> Result<
     Ok(Arc::clone(executable.insert(compiled)))
 }
 
-/// The place of a program among those used last, of which it is then the latest.
+/// Returns the cache entry of a program, which becomes the latest.
 fn kept(plugin: &Path, code: &Arc<str>) -> Arc<CachedExecutable> {
     let mut all = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    // A hit moves to the end; a new entry gets an empty slot, which its first user fills.
     let entry = match all.iter().position(|entry| entry.code == *code && entry.plugin == plugin) {
         Some(at) => all.remove(at).expect("just found"),
         None => CachedProgram { plugin: plugin.to_path_buf(), code: Arc::clone(code), executable: Arc::default() },
     };
+    // The oldest entry goes. Its users keep its executable alive.
     if all.len() == MOST_KEPT {
         all.pop_front();
     }
@@ -138,8 +140,7 @@ impl ShardedProgram {
         Ok(Self { shards, executable })
     }
 
-    /// `outputs[device][output]` from `inputs[device][argument]`; what is written over among the inputs is gone
-    /// afterwards.
+    /// Runs the program: `outputs[device][output]` from `inputs[device][argument]`. Inputs that outputs overwrite are gone afterwards.
     pub(super) fn execute(&self, inputs: &[Vec<DeviceBuffer>]) -> Result<Vec<Vec<DeviceBuffer>>, RuntimeError> {
         let arguments: Vec<Vec<&DeviceBuffer>> = inputs.iter().map(|buffers| buffers.iter().collect()).collect();
         self.executable.execute(&arguments)
@@ -158,7 +159,7 @@ impl ShardedProgram {
         self.shards.client.device_memory(0).map_err(|error| Unavailable { reason: error.to_string() })
     }
 
-    /// What the devices are, where they are not this machine's cores.
+    /// Returns the devices' kind, or `None` if they are this machine's cores.
     pub(super) fn runs_on(&self) -> Option<RunsOn> {
         let client = &self.shards.client;
         (!self.shards.on_host()).then(|| RunsOn { device: client.device_kind().into(), bytes_per_s: None })

@@ -1,4 +1,4 @@
-//! What devices are sent and send back of an LM head.
+//! The arrays of an LM head that devices receive and return.
 
 use assay_core::implementation::{Given, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
@@ -52,8 +52,8 @@ impl DeviceArrays for HeadProblem {
     }
 }
 
-/// What `device` holds of hidden states and dhidden: the rows of its logits, or, where columns are cut and these scattered, a part of
-/// them.
+/// Returns the block of hidden states and dhidden that `device` has: the rows of its logits, or a part of them if columns are cut and the
+/// states are scattered.
 fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. }: HeadShape) -> ArrayBlock {
     let (parts, rows) = (shards.mesh.vocab, batch * tokens);
     if !shards.scatters || parts == 1 {
@@ -64,7 +64,8 @@ fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. 
     ArrayBlock::all(&[rows, hidden]).cut(0, part, local)
 }
 
-/// What `device` holds of the head's gradient: that of its columns, or, where rows are cut and it is scattered, of some hidden units.
+/// Returns the block of the head's gradient that `device` has: that of its columns, or of some hidden units if rows are cut and the
+/// gradient is scattered.
 fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
     let parts = shards.mesh.batch * shards.mesh.tokens;
     let block = block_of_head(shards, device, given);
@@ -79,7 +80,7 @@ fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) 
     block.cut(axis, shard(given.shape.hidden, local, device / shards.mesh.vocab), local)
 }
 
-/// What `device` holds of the head.
+/// Returns the block of the head that `device` has.
 fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
     let (shape, layout) = (given.shape, given.form.layout);
     let [_, _, v] = shards.local();

@@ -39,40 +39,40 @@ pub type Xla = Runner<LossProgram>;
 pub type XlaHead = Runner<HeadProgram>;
 
 impl<P: Programs> Runner<P> {
-    /// One for each program that is an implementation, on the devices of `plugin`, or of the one that
+    /// Creates a runner of each program that is an implementation. It runs on the devices of `plugin`, or of the one that
     /// [`locate`](crate::runtime::locate) finds.
     pub fn all(plugin: Option<&Path>) -> Vec<Self> {
         let programs = P::all().into_iter().filter(|program| program.is_implementation());
         programs.map(|program| Self::new(program, plugin)).collect()
     }
 
-    /// A program, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
+    /// Creates a runner of one program on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
     pub fn new(program: P, plugin: Option<&Path>) -> Self {
         Self { program, on: PluginDevices::new(program.sharding(), plugin) }
     }
 
-    /// Its programs.
+    /// Returns the programs that it runs.
     pub fn program(&self) -> P {
         self.program
     }
 }
 
 impl Xla {
-    /// The other ways to write `xla`, on the devices of `plugin`, or of the one that [`locate`](crate::runtime::locate)
-    /// finds: to be timed beside it.
+    /// Creates runners of the other ways to write `xla`, which are timed in comparison with it. They run on the devices of `plugin`, or of
+    /// the one that [`locate`](crate::runtime::locate) finds.
     pub fn alternatives(plugin: Option<&Path>) -> Vec<Self> {
         LossProgram::alternatives().map(|program| Self::new(program, plugin)).collect()
     }
 }
 
 impl XlaHead {
-    /// With chunks of another size; see [`HeadProgram::chunk_bytes`].
+    /// Sets the bytes of a chunk of logits; see [`HeadProgram::chunk_bytes`].
     #[must_use]
     pub fn chunk_bytes(self, bytes: usize) -> Self {
         Self { program: self.program.chunk_bytes(bytes), ..self }
     }
 
-    /// With the gradient summed in other blocks; see [`HeadProgram::sum_bytes`].
+    /// Sets the bytes of gradient that are summed at a time; see [`HeadProgram::sum_bytes`].
     #[must_use]
     pub fn sum_bytes(self, bytes: usize) -> Self {
         Self { program: self.program.sum_bytes(bytes), ..self }
@@ -85,7 +85,7 @@ pub struct XlaEntropy {
 }
 
 impl XlaEntropy {
-    /// On one device of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
+    /// Creates it on one device of `plugin`, or of the one that [`locate`](crate::runtime::locate) finds.
     pub fn new(plugin: Option<&Path>) -> Self {
         Self { on: PluginDevices::new(LossProgram::entropy().sharding(), plugin) }
     }
@@ -98,7 +98,7 @@ impl XlaEntropy {
         self.on.available()
     }
 
-    /// `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. Error as
+    /// Computes `[B,T]` logp and entropy in nats, f32, in one read of the logits; 0 where the mask hides a token. The error is that of
     /// tile-two-pass: class `tile` of `tolerances.toml`.
     ///
     /// # Errors
@@ -116,6 +116,7 @@ impl XlaEntropy {
         let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, row_major, scatters: false };
         shards.expect_room(&executable)?;
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
+        // Temperatures of tokens go in as rates per token, and one temperature as a scalar.
         let inverse_temperature =
             if let Some(rates) = KernelInputs::new(loss, &problem.tokens()).input(TokenInput::Rate) {
                 shards.upload_per_token(0, DeviceDtype::F32, &rates.mapv(|rate| rate as f32), 0.0)?
@@ -155,8 +156,9 @@ where
 
     fn available(&self) -> Result<(), Unavailable> {
         let absent = |reason: String| Unavailable { reason };
+        // Without a plugin there is neither a kind of device nor a number.
         let client = self.on.client().map_err(|error| absent(error.to_string()))?;
-        // Of another kind of device there may be none, which is said before their number.
+        // A wrong kind of device is reported before a wrong number of devices.
         if let Ok(device) = device(&client, self.program.id()) {
             self.program.expect_device(device).map_err(|unsupported| absent(unsupported.to_string()))?;
         }
@@ -245,27 +247,27 @@ impl DeviceArrays for Problem {
     }
 }
 
-/// What the devices are sent of a kind of problem beside what is known of its tokens, and what they send back.
+/// The arrays of a kind of problem that devices receive and return, besides those of its tokens.
 trait DeviceArrays: Workload {
-    /// How many arrays its gradient is.
+    /// The number of arrays of the gradient: 1, or 2 with an LM head.
     const GRADIENTS: usize;
 
-    /// Extents of the logits.
+    /// Returns the extents of the logits.
     fn logits(shape: Self::Shape) -> Shape;
 
-    /// What `device` is sent.
+    /// Sends `device` its blocks of the arrays.
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError>;
 
-    /// Room for the gradient.
+    /// Allocates arrays for the gradient.
     fn room(given: Given<Self>) -> Self::Gradient;
 
-    /// The same, where arrays of the problem were.
+    /// Returns arrays for the gradient, and may reuse those of the problem.
     fn into_room(self, given: Given<Self>) -> Self::Gradient {
         drop(self);
         Self::room(given)
     }
 
-    /// The gradient from each device's outputs, written to `room`, whatever that holds.
+    /// Collects the gradient from each device's outputs in `room`, whose content is overwritten.
     fn download(
         shards: &Shards,
         given: Given<Self>,
@@ -298,6 +300,7 @@ where
         let text = program.text(loss, given, devices, device)?;
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
         let (row_major, scatters) = (program.takes_row_major(device), program.scatters());
+        // How the batch is cut, and in which form logits cross, is the program's choice.
         let shards = Shards { shape, mesh, client, device, in_rows, row_major, scatters };
         Ok(Self { plan: ShardedProgram::compile(text, shards)?, loss, given })
     }
@@ -309,7 +312,7 @@ where
         Ok(self.download(&outputs, room)?.into())
     }
 
-    /// The outcome, from each device's outputs, its gradient in `room`.
+    /// Collects the outcome from each device's outputs, with the gradient in `room`.
     fn download(
         &self,
         outputs: &[Vec<DeviceBuffer>],
@@ -317,11 +320,13 @@ where
     ) -> Result<Outcome<<Problem<L> as Workload>::Gradient>, RuntimeError> {
         let Self { plan, loss, given } = self;
         let shards = &plan.shards;
+        // The gradient is cut as the logits are; the other outputs have a few numbers per token, or are scalars.
         let gradient = Problem::download(shards, *given, outputs, room)?;
         let of = |place: Output| move |device| output(outputs, device, place as usize);
         let per_token = |name, place| shards.gather_per_token(name, of(place));
         let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
         shards.gather("scalars", |_| ArrayBlock::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
+        // With several ids per token, the other ids have one more output.
         let logp_of_others = (loss.spec.ids_per_token > 1).then(|| {
             let place = |device| output(outputs, device, Output::logp_of_others(Problem::<L>::GRADIENTS));
             let mut logps =
@@ -397,7 +402,8 @@ impl From<RuntimeError> for RunError {
     }
 }
 
-/// Each device's arguments, in the program's order: what logits are or are made of, and what is known of the tokens.
+/// Sends each device its arguments, in the program's order: the logits or the arrays that they are computed from, then the arrays of the
+/// tokens.
 fn upload<L>(
     shards: &Shards,
     loss: StructuredSpec,
@@ -407,6 +413,7 @@ where
     Problem<L>: DeviceArrays,
 {
     let sequences = problem.sequences();
+    // Prepares the arrays of all tokens once, and cuts them for each device below.
     let numbers = loss.program_numbers([sequences.len(), shards.shape.tokens]);
     let numbers: Vec<f32> = numbers.into_iter().map(|(_, value)| value).collect();
     let KernelInputs { mask, inputs } = KernelInputs::new(loss, &problem.tokens());
@@ -414,6 +421,7 @@ where
     let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
     let mask = mask.mapv(u8::from);
     let advantages = problem.tokens().advantages_of_tokens().mapv(|advantage| advantage as f32);
+    // Packed sequences: the index of each token's sequence, −1 for tokens of none.
     let of_tokens = problem.extra.sequences.packed().map(|_| {
         let mut of_tokens = Array2::from_elem(problem.mask.dim(), -1_i32);
         for sequence in &sequences {
@@ -452,6 +460,7 @@ where
             }
             let bytes = bytemuck::cast_slice(&numbers);
             buffers.push(shards.client.upload(device, DeviceDtype::F32, &[numbers.len()], bytes)?);
+            // A device that has a part of the vocabulary needs the id of its first column.
             if shards.mesh.vocab > 1 {
                 let first = shards.part(device).vocab.start as i32;
                 buffers.push(shards.client.upload(device, DeviceDtype::I32, &[], bytemuck::bytes_of(&first))?);
@@ -464,7 +473,7 @@ where
     Ok(buffers)
 }
 
-/// Output `place` of a device.
+/// Returns output `place` of a device.
 fn output(outputs: &[Vec<DeviceBuffer>], device: usize, place: usize) -> Result<&DeviceBuffer, RuntimeError> {
     outputs[device].get(place).ok_or_else(|| RuntimeError::Answer {
         what: "execute".into(),

@@ -28,14 +28,14 @@ pub(super) struct Shards {
     pub(super) scatters: bool,
 }
 
-/// What one device holds; the rest of its local shape is padding.
+/// The ranges of a batch that one device has; the rest of its local shape is padding.
 pub(super) struct ShardRanges {
     pub(super) batch: Range<usize>,
     pub(super) tokens: Range<usize>,
     pub(super) vocab: Range<usize>,
 }
 
-/// What a device holds of an array: `ranges` of `whole`, in `local` extents, with padding behind.
+/// The block of an array that a device has: `ranges` of `whole`, in `local` extents, followed by padding.
 pub(crate) struct ArrayBlock {
     whole: Vec<usize>,
     ranges: Vec<Range<usize>>,
@@ -44,23 +44,23 @@ pub(crate) struct ArrayBlock {
     in_rows: bool,
 }
 
-/// What stands beyond the ends of an array.
+/// The value beyond the ends of an array.
 #[derive(Clone, Copy)]
 pub(super) enum Padding {
-    /// What a sum may hold.
+    /// Zero, which a sum may include.
     Zero,
     /// Padding that enters a result shows.
     Nan,
 }
 
 impl ArrayBlock {
-    /// All of an array.
+    /// Creates the block that is the whole array.
     pub(crate) fn all(extents: &[usize]) -> Self {
         let ranges = extents.iter().map(|&extent| 0..extent).collect();
         Self { whole: extents.to_vec(), ranges, local: extents.to_vec(), in_rows: false }
     }
 
-    /// Element type and extents of the array on the device.
+    /// Returns element type and extents of the block on the device.
     fn on_device(&self, element: DeviceDtype) -> (DeviceDtype, Vec<usize>) {
         match self.local[..] {
             [b, t, v] if self.in_rows => logits_in_rows([b, t, v], element),
@@ -68,7 +68,7 @@ impl ArrayBlock {
         }
     }
 
-    /// The same, but for `range` alone along `axis`, in a `local` extent.
+    /// Restricts the block to `range` along `axis`, in a `local` extent.
     pub(crate) fn cut(mut self, axis: usize, range: Range<usize>, local: usize) -> Self {
         self.ranges[axis] = range;
         self.local[axis] = local;
@@ -79,9 +79,9 @@ impl ArrayBlock {
         self.local == self.whole && self.ranges.iter().zip(&self.whole).all(|(range, &extent)| *range == (0..extent))
     }
 
-    /// The runs of consecutive elements that it shares with the whole: `(offset in the whole, offset in the block,
-    /// length)`.
+    /// Returns the runs of consecutive elements that block and whole share: `(offset in the whole, offset in the block, length)`.
     fn runs(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        // All axes but the innermost are enumerated; along the innermost a run is contiguous.
         let mut starts = vec![(0, 0)];
         let mut axes = self.ranges.iter().zip(self.whole.iter().zip(&self.local));
         // A scalar is an array of one element.
@@ -96,7 +96,7 @@ impl ArrayBlock {
         starts.into_iter().map(move |(a, b)| (a * whole_run + start, b * local_run, length))
     }
 
-    /// What of an array's `bytes` it holds, with bytes of `fill` behind.
+    /// Copies the block from an array's `bytes`, with bytes of `fill` as padding.
     pub(crate) fn part_of(&self, bytes: &[u8], element: DeviceDtype, fill: u8) -> Vec<u8> {
         let mut local = vec![fill; self.local.iter().product::<usize>() * element.size()];
         for (whole, part, length) in self.runs() {
@@ -111,7 +111,7 @@ impl ArrayBlock {
         &self.local
     }
 
-    /// What a device holds, in order.
+    /// Downloads a device's block in row-major order.
     fn bytes(&self, buffer: &DeviceBuffer, element: DeviceDtype) -> Result<Vec<u8>, RuntimeError> {
         let mut bytes = vec![0; self.local.iter().product::<usize>() * element.size()];
         let (on_device, extents) = self.on_device(element);
@@ -121,6 +121,7 @@ impl ArrayBlock {
 
     /// Writes a device's block to its place in the whole.
     fn download<D: Dimension>(&self, buffer: &DeviceBuffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
+        // A block that is the whole array is downloaded in place.
         let element = DeviceDtype::from(whole.dtype());
         if self.is_whole() {
             let (on_device, extents) = self.on_device(element);
@@ -135,7 +136,7 @@ impl ArrayBlock {
         Ok(())
     }
 
-    /// The first element that a device holds otherwise than the whole. One NaN is as good as another.
+    /// Finds the first element that differs between a device's block and the whole. Any two NaNs are equal.
     fn differs<D: Dimension>(
         &self,
         buffer: &DeviceBuffer,
@@ -144,6 +145,7 @@ impl ArrayBlock {
         let element = DeviceDtype::from(whole.dtype());
         let (size, bytes) = (element.size(), self.bytes(buffer, element)?);
         for (first, part, length) in self.runs() {
+            // Bytes are compared run by run; elements only where a run differs.
             let [held, own] = [&whole.bytes()[first * size..], &bytes[part * size..]].map(|of| &of[..length * size]);
             if held == own {
                 continue;
@@ -162,7 +164,7 @@ impl ArrayBlock {
 
 /// An element that a device holds otherwise than one before it.
 struct ReplicaDifference {
-    /// Where it is in the whole.
+    /// The index of the element in the whole array.
     element: usize,
     given: String,
     expected: String,
@@ -179,7 +181,7 @@ fn is_nan(element: DeviceDtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// `0x3f800000`
+/// Formats bytes as a hexadecimal number, `0x3f800000`.
 fn in_hexadecimal(bytes: &[u8]) -> String {
     let digits = bytes.iter().rev().map(|byte| format!("{byte:02x}"));
     format!("0x{}", digits.collect::<String>())
@@ -193,7 +195,7 @@ impl Shards {
         local_shape(self.shape, self.mesh, self.device.machine)
     }
 
-    /// What `device` holds.
+    /// Returns the ranges of the batch that `device` has.
     pub(super) fn part(&self, device: usize) -> ShardRanges {
         let [b, t, v] = self.local();
         let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
@@ -212,6 +214,7 @@ impl Shards {
     /// Bytes that one run takes of a device's memory, or of all devices' where they share it; 0 where the plugin does
     /// not count.
     pub(super) fn bytes_needed(&self, executable: &Executable) -> usize {
+        // On a CPU all devices share this machine's memory.
         let sharers = if self.on_host() { self.mesh.devices() } else { 1 };
         let peak = executable.memory().map_or(0, |memory| memory.peak_bytes());
         usize::try_from(peak).unwrap_or(0).saturating_mul(sharers)
@@ -223,7 +226,7 @@ impl Shards {
         Ok(expect_room(what, self.bytes_needed(executable), self.client.available_bytes(0))?)
     }
 
-    /// The rows of a `[B,T,width]` array that `device` holds.
+    /// Returns the block of a `[B,T,width]` array that `device` has.
     pub(super) fn rows(&self, device: usize, width: usize) -> ArrayBlock {
         let [b, t, _] = self.local();
         let ShardRanges { batch, tokens, .. } = self.part(device);
@@ -232,7 +235,7 @@ impl Shards {
         ArrayBlock { whole, ranges: vec![batch, tokens, 0..width], local: vec![b, t, width], in_rows: false }
     }
 
-    /// What `device` holds of the logits.
+    /// Returns the block of the logits that `device` has.
     pub(super) fn logits(&self, device: usize) -> ArrayBlock {
         let rows = self.rows(device, self.shape.vocab);
         let [_, _, v] = self.local();
@@ -269,6 +272,7 @@ impl Shards {
         if !self.row_major || arguments.iter().all(|buffers| buffers[0].is_row_major()) {
             return Ok(());
         }
+        // The copy is a program, since PJRT has no call that changes a layout on the device.
         let (element, shape) = (arguments[0][0].element()?, arguments[0][0].shape()?);
         let copy = compiled(&self.client, row_major_copy(element, &shape), arguments.len())?;
         let given: Vec<Vec<&DeviceBuffer>> = arguments.iter().map(|buffers| vec![&buffers[0]]).collect();
@@ -326,7 +330,7 @@ impl Shards {
         self.client.upload(device, DeviceDtype::F32, &[v], bytemuck::cast_slice(&local))
     }
 
-    /// What `device` holds of a `[B,T]` array.
+    /// Returns the block of a `[B,T]` array that `device` has.
     fn per_token(&self, device: usize) -> ArrayBlock {
         let [b, t, _] = self.local();
         let ShardRanges { batch, tokens, .. } = self.part(device);
@@ -334,7 +338,7 @@ impl Shards {
         ArrayBlock { whole, ranges: vec![batch, tokens], local: vec![b, t], in_rows: false }
     }
 
-    /// A `[B,T]` f32 array, called `output`.
+    /// Collects a `[B,T]` f32 array; errors call it `output`.
     pub(super) fn gather_per_token<'b>(
         &self,
         output: &'static str,
@@ -345,7 +349,7 @@ impl Shards {
         Ok(whole)
     }
 
-    /// [`gather`] from the devices of the mesh.
+    /// Collects an array from the devices of the mesh; see [`gather`].
     pub(super) fn gather<'b, D: Dimension>(
         &self,
         output: &'static str,
@@ -357,8 +361,8 @@ impl Shards {
     }
 }
 
-/// `whole`, called `output`, from what each device holds of it: its `block`, in its `buffer`. What several hold must be the same
-/// on all of them: a collective may be right on one device and wrong on another.
+/// Collects `whole` from the `block` of each device, which is in its `buffer`; errors call it `output`. Blocks that several devices have
+/// must be the same on all of them, because a collective may be right on one device and wrong on another.
 pub(crate) fn gather<'b, D: Dimension>(
     devices: usize,
     output: &'static str,
@@ -369,6 +373,7 @@ pub(crate) fn gather<'b, D: Dimension>(
     let mut held = Vec::new();
     for device in 0..devices {
         let (block, buffer) = (block(device), buffer(device)?);
+        // The first device with these ranges delivers them; every later one is compared with it.
         if !held.contains(&block.ranges) {
             block.download(buffer, whole)?;
             held.push(block.ranges);
