@@ -9,7 +9,7 @@ use assay::implementation::Implementation;
 use assay::judge::trial::Known;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadProblem, HeadShape};
-use assay::products::ProductsOf;
+use assay::products::HeadProducts;
 use assay::spec::LossSpec;
 use assay::suites::cases::head_recipe;
 
@@ -19,13 +19,13 @@ fn main() {
     let shape = std::env::var("ASSAY_BENCH_SHAPE").unwrap_or_else(|_| "1x512x896x151936".into());
     let shape: HeadShape = shape.parse().unwrap_or_else(|error| panic!("{error}"));
     check(HeadShape { batch: 1, tokens: 3, ..shape });
-    let flops = ProductsOf::operations(shape);
+    let flops = HeadProducts::operations(shape);
     println!("dtype  chunk  chunk MB   head s   products s  GFLOP/s  ratio_to_products");
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let problem = problem(shape, dtype);
         for chunk in [128, 256, 512] {
             let head = NativeHead::default().chunk(chunk);
-            let mut products = ProductsOf::of(shape);
+            let mut products = HeadProducts::new(shape);
             let [mut of_head, mut of_products] = [vec![], vec![]];
             for _ in 0..SAMPLES {
                 let problem = problem.clone();

@@ -10,11 +10,11 @@
 
 use std::time::{Duration, Instant};
 
-use assay::bandwidth::{CopyOf, time_read};
+use assay::bandwidth::{LogitsCopy, time_read};
 use assay::fixture::ProblemFile;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::trial::Known;
-use assay::native::{Cotangents, Isa, Native};
+use assay::native::{Isa, Native, OutputCotangents};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::spec::{LogitsTransform, LossSpec, OldLogp, Support};
 use ndarray::{Ix3, s};
@@ -152,7 +152,7 @@ fn settings(logits: &str, problem: &Problem) {
 
 fn line(isa: Isa, threads: usize, problem: &Problem) {
     let native = Native::on(isa);
-    let mut copy = CopyOf::of(&problem.logits);
+    let mut copy = LogitsCopy::new(&problem.logits);
     let mut dlogits = problem.logits.clone();
     let few = self::problem(ROWS_IN_CACHE * threads, VOCAB, problem.logits.dtype());
     let often = problem.shape().tokens / (ROWS_IN_CACHE * threads);
@@ -203,7 +203,7 @@ fn backward_again(native: &Native, problem: &Problem, spec: &LossSpec, often: us
             let started = Instant::now();
             for _ in 0..often {
                 native
-                    .forward_backward_in_place(spec, logits.view_mut(), tokens, Cotangents::default())
+                    .forward_backward_in_place(spec, logits.view_mut(), tokens, OutputCotangents::default())
                     .expect("supported");
             }
             started.elapsed()
@@ -223,13 +223,13 @@ fn beside(native: &Native, problem: &Problem, dlogits: &mut FloatArray<Ix3>) -> 
     let started = Instant::now();
     match (&problem.logits, dlogits) {
         (FloatArray::F32(x), FloatArray::F32(dx)) => {
-            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, OutputCotangents::default())
         }
         (FloatArray::Bf16(x), FloatArray::Bf16(dx)) => {
-            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, OutputCotangents::default())
         }
         (FloatArray::F16(x), FloatArray::F16(dx)) => {
-            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, Cotangents::default())
+            native.forward_backward(&spec, x.view(), dx.view_mut(), tokens, OutputCotangents::default())
         }
         _ => unreachable!("a clone has its original's dtype, and no kernel takes f64"),
     }

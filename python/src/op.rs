@@ -10,8 +10,8 @@ use pyo3::types::PyDict;
 use crate::error;
 use crate::memory::{Array as LentArray, Block, Element, Taken};
 use crate::spec::Spec;
-use assay::native::op::{Arguments, Lent, Op};
-use assay::native::{Cotangents, Evaluation, LogpEntropy, NativeHead};
+use assay::native::op::{Op, OpArguments, OpArray};
+use assay::native::{LogpEntropy, NativeHead, NativeOutputs, OutputCotangents};
 use assay::problem::{
     CuSeqlens, Dtype, FloatArray, HeadGradient, HeadLayout, ProblemError, ProjectionView, Sequences, with_others,
 };
@@ -78,7 +78,7 @@ impl Given {
 
     pub(crate) fn op(&self) -> Result<Op<'_>, String> {
         let lent = |field: &str| self.optional.get(field).map(Taken::lent);
-        let arguments = Arguments {
+        let arguments = OpArguments {
             ids: self.ids.lent(),
             mask: self.mask.lent(),
             advantages: self.advantages.lent(),
@@ -94,7 +94,7 @@ impl Given {
             dentropy: lent("dentropy"),
             temperature: lent("temperature"),
         };
-        Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
+        Op::new(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
 }
 
@@ -125,8 +125,8 @@ impl Sent {
         })
     }
 
-    fn cotangents(&self) -> Cotangents<'_> {
-        Cotangents { loss: self.loss, logp: self.logp.as_ref(), entropy: self.entropy.as_ref() }
+    fn cotangents(&self) -> OutputCotangents<'_> {
+        OutputCotangents { loss: self.loss, logp: self.logp.as_ref(), entropy: self.entropy.as_ref() }
     }
 }
 
@@ -143,8 +143,8 @@ fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
     lent(Element::Float(Dtype::F32), array)
 }
 
-fn evaluated(evaluation: Evaluation) -> Evaluated {
-    let Evaluation { loss, logp, logp_of_others: _, entropy, token_loss, metrics } = evaluation;
+fn evaluated(evaluation: NativeOutputs) -> Evaluated {
+    let NativeOutputs { loss, logp, logp_of_others: _, entropy, token_loss, metrics } = evaluation;
     let metrics = [
         metrics.clip_low,
         metrics.clip_high,
@@ -292,10 +292,10 @@ impl Gathered {
         if ids.shape().len() != 3 {
             return Err(format!("`ids`: got shape {:?}, expected [B,T,K]", ids.shape()));
         }
-        let arguments = Arguments {
+        let arguments = OpArguments {
             ids,
             mask,
-            advantages: Lent::F64(self.advantages.view().into_dyn()),
+            advantages: OpArray::F64(self.advantages.view().into_dyn()),
             old_logp: None,
             ref_logp: None,
             rollout_logp: None,
@@ -308,7 +308,7 @@ impl Gathered {
             dentropy: None,
             temperature: None,
         };
-        Op::of(&self.spec, &arguments).map_err(|reason| reason.to_string())
+        Op::new(&self.spec, &arguments).map_err(|reason| reason.to_string())
     }
 }
 
@@ -347,7 +347,7 @@ pub(crate) fn op_gather_logp_gradient(
     let given = Gathered::of(&spec, ids, mask, Some(dlogp))?;
     let (logits, mut dlogits) = (Taken::of("logits", logits)?, Taken::of("dlogits", dlogits)?);
     done(py, || {
-        let evaluation = given.op()?.gradient(&logits.lent(), dlogits.lent_mut()?, Cotangents::default());
+        let evaluation = given.op()?.gradient(&logits.lent(), dlogits.lent_mut()?, OutputCotangents::default());
         evaluation.map(drop).map_err(|reason| reason.to_string())
     })
 }
@@ -383,7 +383,7 @@ pub(crate) fn op_head_gather_logp_gradient(
     let (_, gradient) = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
-        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, Cotangents::default());
+        let done = head.kernel.forward_backward(&given.spec, &projection, tokens, OutputCotangents::default());
         done.map_err(|reason| reason.to_string())
     })?;
     Ok(of_head(gradient))

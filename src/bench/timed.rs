@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use crate::bandwidth::CopyOf;
+use crate::bandwidth::LogitsCopy;
 use crate::implementation::Given;
 use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
-use crate::products::ProductsOf;
+use crate::products::HeadProducts;
 use crate::registry::Listed;
 use crate::schema::bench::Bench;
 use crate::spec::LossSpec;
@@ -103,7 +103,7 @@ impl Timed for Recipe {
     }
 
     fn bound<'p>(&self, problem: &'p Problem) -> Box<dyn FnMut() -> Duration + 'p> {
-        let mut copy = CopyOf::of(&problem.logits);
+        let mut copy = LogitsCopy::new(&problem.logits);
         Box::new(move || copy.time())
     }
 
@@ -182,13 +182,13 @@ impl Timed for HeadRecipe {
     }
 
     fn bound<'p>(&self, _: &'p HeadProblem) -> Box<dyn FnMut() -> Duration + 'p> {
-        let mut products = ProductsOf::of(self.shape());
+        let mut products = HeadProducts::new(self.shape());
         Box::new(move || products.time())
     }
 
     /// The operations of the three products, also where an implementation makes four.
     fn add_own(&self, devices: usize, figures: &mut Bench) {
-        let operations = ProductsOf::operations(self.shape()) / 1e9;
+        let operations = HeadProducts::operations(self.shape()) / 1e9;
         figures.gflop_per_s = Some(operations / figures.step_s_p50);
         let judged = self.judged_part(devices).map_or_else(|| self.extents(), |part| part.extents());
         figures.judged_shape = Some(judged);

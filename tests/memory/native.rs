@@ -2,7 +2,7 @@
 
 use assay::implementation::Implementation;
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
-use assay::native::{Cotangents, Native, NativeHead};
+use assay::native::{Native, NativeHead, OutputCotangents};
 use assay::problem::{Dtype, FloatArray, HeadLayout};
 use assay::spec::LossSpec;
 use peak_alloc::PeakAlloc;
@@ -91,14 +91,19 @@ fn rows() {
                     logits.view(),
                     dlogits.view_mut(),
                     problem.tokens(),
-                    Cotangents::default(),
+                    OutputCotangents::default(),
                 )
             })
             .expect("supported");
         });
         let in_place = most_bytes(|| {
             pool.install(|| {
-                native.forward_backward_in_place(&spec, logits.view_mut(), problem.tokens(), Cotangents::default())
+                native.forward_backward_in_place(
+                    &spec,
+                    logits.view_mut(),
+                    problem.tokens(),
+                    OutputCotangents::default(),
+                )
             })
             .expect("supported");
         });

@@ -4,12 +4,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use super::InterpretError;
+use super::MosaicInterpretError;
 use super::elementwise::{
     Conversion, Elementwise, compare_float, compare_int, conversion, elementwise, maximum, minimum,
 };
-use super::parse::{Attribute, Operation, Region, Use};
-use super::value::{Elements, Kind, MOST_ELEMENTS, Shaped, Space, Type};
+use super::parse::{MosaicAttribute, MosaicOperation, MosaicRegion, ValueUse};
+use super::value::{ArrayType, ElementBuffer, ElementKind, MOST_ELEMENTS, MemorySpace, MosaicType};
 
 /// The versions of the module's form that libtpu 0.0.51 reads.
 const VERSIONS: std::ops::RangeInclusive<i64> = 1..=15;
@@ -18,56 +18,56 @@ const MOST_STEPS: usize = 1 << 20;
 
 /// A module's kernel, and how its windows move.
 #[derive(Debug)]
-pub(super) struct Program {
+pub(super) struct MosaicProgram {
     /// Extents of the grid; the last is the fastest.
     pub(super) grid: Vec<usize>,
     /// Of each of its dimensions, whether the cores of a device may share its steps.
     pub(super) parallel: Vec<bool>,
     /// Whole arrays in SMEM.
-    pub(super) prefetch: Vec<Shaped>,
+    pub(super) prefetch: Vec<ArrayType>,
     /// Of inputs, then of outputs.
-    pub(super) windows: Vec<Window>,
-    pub(super) scratch: Vec<Shaped>,
-    pub(super) kernel: Function,
+    pub(super) windows: Vec<MosaicWindow>,
+    pub(super) scratch: Vec<ArrayType>,
+    pub(super) kernel: MosaicFunction,
 }
 
 #[derive(Debug)]
-pub(super) struct Window {
-    pub(super) ty: Shaped,
+pub(super) struct MosaicWindow {
+    pub(super) ty: ArrayType,
     /// From a step's grid indices and the arrays in SMEM to a block's indices.
-    pub(super) transform: Function,
+    pub(super) transform: MosaicFunction,
 }
 
 /// Names an SSA value within its function.
-pub(super) type Slot = usize;
+pub(super) type ValueSlot = usize;
 
 #[derive(Debug)]
-pub(super) struct Function {
+pub(super) struct MosaicFunction {
     /// Of each slot.
-    pub(super) types: Vec<Type>,
-    pub(super) body: Body,
+    pub(super) types: Vec<MosaicType>,
+    pub(super) body: FunctionBody,
 }
 
 #[derive(Debug)]
-pub(super) struct Body {
-    pub(super) parameters: Vec<Slot>,
-    pub(super) instructions: Vec<Instruction>,
+pub(super) struct FunctionBody {
+    pub(super) parameters: Vec<ValueSlot>,
+    pub(super) instructions: Vec<MosaicInstruction>,
     /// What it returns or yields.
-    pub(super) results: Vec<Slot>,
+    pub(super) results: Vec<ValueSlot>,
 }
 
 #[derive(Debug)]
-pub(super) struct Instruction {
+pub(super) struct MosaicInstruction {
     pub(super) line: usize,
     /// Its name without the dialects' prefix.
     pub(super) name: String,
-    pub(super) operands: Vec<Slot>,
-    pub(super) results: Vec<Slot>,
-    pub(super) action: Action,
+    pub(super) operands: Vec<ValueSlot>,
+    pub(super) results: Vec<ValueSlot>,
+    pub(super) action: MosaicAction,
 }
 
-pub(super) enum Action {
-    Constant(Rc<Elements>),
+pub(super) enum MosaicAction {
+    Constant(Rc<ElementBuffer>),
     Elementwise(Elementwise),
     CompareInt(fn(i32, i32) -> bool),
     CompareFloat(fn(f32, f32) -> bool),
@@ -80,7 +80,7 @@ pub(super) enum Action {
         start: Vec<usize>,
     },
     Reduce {
-        fold: Fold,
+        fold: ReductionFold,
         dimensions: Vec<usize>,
     },
     Iota {
@@ -90,14 +90,14 @@ pub(super) enum Action {
     LoadScalar,
     Store,
     AssumeMultiple(i32),
-    For(Body),
+    For(FunctionBody),
     If {
-        yes: Body,
-        no: Body,
+        yes: FunctionBody,
+        no: FunctionBody,
     },
 }
 
-impl std::fmt::Debug for Action {
+impl std::fmt::Debug for MosaicAction {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str("Action")
     }
@@ -105,18 +105,18 @@ impl std::fmt::Debug for Action {
 
 /// How a reduction combines two elements.
 #[derive(Clone, Copy)]
-pub(super) enum Fold {
+pub(super) enum ReductionFold {
     Float(fn(f32, f32) -> f32),
     Int(fn(i32, i32) -> i32),
 }
 
-type Checked<T> = Result<T, InterpretError>;
+type Checked<T> = Result<T, MosaicInterpretError>;
 
 /// The prefix of every dialect's name in what libtpu reads.
 const PREFIX: &str = "stable_mosaic.";
 
 /// The program that `module` spells.
-pub(super) fn check(module: &Operation) -> Checked<Program> {
+pub(super) fn check(module: &MosaicOperation) -> Checked<MosaicProgram> {
     module.expect_name("builtin.module")?;
     module.expect_counts(0, 0, 1)?;
     module.expect_attributes(&["stable_mosaic.version", "sym_name"])?;
@@ -128,7 +128,7 @@ pub(super) fn check(module: &Operation) -> Checked<Program> {
     for operation in &module.regions[0].operations {
         operation.expect_name("stable_mosaic.func.func")?;
         operation.expect_counts(0, 0, 1)?;
-        let Attribute::Text(name) = operation.attribute("sym_name")? else {
+        let MosaicAttribute::Text(name) = operation.attribute("sym_name")? else {
             return Err(operation.error("sym_name must be a string".to_string()));
         };
         if functions.insert(name.as_str(), operation).is_some() {
@@ -142,7 +142,7 @@ pub(super) fn check(module: &Operation) -> Checked<Program> {
     }
 }
 
-fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checked<Program> {
+fn program(kernel: &MosaicOperation, functions: &BTreeMap<&str, &MosaicOperation>) -> Checked<MosaicProgram> {
     kernel.expect_attributes(&[
         "dimension_semantics",
         "function_type",
@@ -158,12 +158,12 @@ fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checke
     if steps.is_none_or(|steps| steps > MOST_STEPS) {
         return Err(kernel.error(format!("a grid of {grid:?}; the longest that is run has {MOST_STEPS} steps")));
     }
-    let Attribute::List(window_params) = kernel.attribute("window_params")? else {
+    let MosaicAttribute::List(window_params) = kernel.attribute("window_params")? else {
         return Err(kernel.error("window_params must be a list of dictionaries".to_string()));
     };
     let prefetch = kernel.count("scalar_prefetch")?;
     let scratch = kernel.count("scratch_operands")?;
-    let types: Vec<Type> = kernel.regions[0].parameters.iter().map(|(_, ty)| ty.clone()).collect();
+    let types: Vec<MosaicType> = kernel.regions[0].parameters.iter().map(|(_, ty)| ty.clone()).collect();
     let lengths = [grid.len(), prefetch, window_params.len(), scratch];
     let expected = lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
     if expected != Some(types.len()) {
@@ -175,7 +175,7 @@ fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checke
         )));
     }
     let (indices, memory) = types.split_at(grid.len());
-    if let Some(index) = indices.iter().find(|&ty| *ty != Type::scalar(Kind::I32)) {
+    if let Some(index) = indices.iter().find(|&ty| *ty != MosaicType::scalar(ElementKind::I32)) {
         return Err(kernel.error(format!("a grid index has type {index}, expected i32")));
     }
     let (prefetched, memory) = memory.split_at(prefetch);
@@ -184,8 +184,8 @@ fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checke
     let mut elements = 0;
     let windows = windows.iter().zip(window_params);
     let windows = windows.map(|(ty, params)| window(kernel, ty, params, leading, functions, &mut elements));
-    Ok(Program {
-        prefetch: prefetched.iter().map(|ty| kernel.memory(ty, Some(Space::Smem))).collect::<Result<_, _>>()?,
+    Ok(MosaicProgram {
+        prefetch: prefetched.iter().map(|ty| kernel.memory(ty, Some(MemorySpace::Smem))).collect::<Result<_, _>>()?,
         windows: windows.collect::<Result<_, _>>()?,
         scratch: scratch.iter().map(|ty| kernel.memory(ty, None)).collect::<Result<_, _>>()?,
         kernel: function(kernel, &[], &mut elements)?,
@@ -195,10 +195,10 @@ fn program(kernel: &Operation, functions: &BTreeMap<&str, &Operation>) -> Checke
 }
 
 /// Which dimensions of the grid are parallel; none where nothing is said.
-fn parallel(kernel: &Operation, dimensions: usize) -> Checked<Vec<bool>> {
+fn parallel(kernel: &MosaicOperation, dimensions: usize) -> Checked<Vec<bool>> {
     let semantics = match kernel.attributes.get("dimension_semantics") {
         None => return Ok(vec![false; dimensions]),
-        Some(Attribute::List(semantics)) => semantics,
+        Some(MosaicAttribute::List(semantics)) => semantics,
         Some(_) => return Err(kernel.error("dimension_semantics must be a list".to_string())),
     };
     if semantics.len() != dimensions {
@@ -207,23 +207,23 @@ fn parallel(kernel: &Operation, dimensions: usize) -> Checked<Vec<bool>> {
             kernel.error(format!("{given} dimension_semantics, expected one for each of {dimensions} dimensions"))
         );
     }
-    let is_parallel = |semantics: &Attribute| match semantics {
-        Attribute::Opaque(text) if text == "#tpu.dimension_semantics<parallel>" => Ok(true),
-        Attribute::Opaque(text) if text == "#tpu.dimension_semantics<arbitrary>" => Ok(false),
+    let is_parallel = |semantics: &MosaicAttribute| match semantics {
+        MosaicAttribute::Opaque(text) if text == "#tpu.dimension_semantics<parallel>" => Ok(true),
+        MosaicAttribute::Opaque(text) if text == "#tpu.dimension_semantics<arbitrary>" => Ok(false),
         other => Err(kernel.error(format!("dimension_semantics {other:?}, expected parallel or arbitrary"))),
     };
     semantics.iter().map(is_parallel).collect()
 }
 
 fn window(
-    kernel: &Operation,
-    ty: &Type,
-    params: &Attribute,
-    leading: &[Type],
-    functions: &BTreeMap<&str, &Operation>,
+    kernel: &MosaicOperation,
+    ty: &MosaicType,
+    params: &MosaicAttribute,
+    leading: &[MosaicType],
+    functions: &BTreeMap<&str, &MosaicOperation>,
     elements: &mut usize,
-) -> Checked<Window> {
-    let Attribute::Dictionary(params) = params else {
+) -> Checked<MosaicWindow> {
+    let MosaicAttribute::Dictionary(params) = params else {
         return Err(kernel.error("window_params must be a list of dictionaries".to_string()));
     };
     if let Some(key) = params.keys().find(|key| !["transform_indices", "window_bounds"].contains(&key.as_str())) {
@@ -238,7 +238,7 @@ fn window(
         return Err(kernel.error(problem));
     }
     let transform = match given("transform_indices")? {
-        Attribute::Symbol(name) => functions.get(name.as_str()),
+        MosaicAttribute::Symbol(name) => functions.get(name.as_str()),
         _ => None,
     };
     let transform = transform.ok_or_else(|| kernel.error("transform_indices must name a function".to_string()))?;
@@ -248,13 +248,16 @@ fn window(
             transform.error("its parameters must be the kernel's grid indices and prefetched arrays".to_string())
         );
     }
-    Ok(Window { transform: function(transform, &vec![Type::scalar(Kind::I32); bounds.len()], elements)?, ty })
+    Ok(MosaicWindow {
+        transform: function(transform, &vec![MosaicType::scalar(ElementKind::I32); bounds.len()], elements)?,
+        ty,
+    })
 }
 
 /// A function whose values, added to the `elements` of those before it, are not too many.
-fn function(operation: &Operation, results: &[Type], elements: &mut usize) -> Checked<Function> {
+fn function(operation: &MosaicOperation, results: &[MosaicType], elements: &mut usize) -> Checked<MosaicFunction> {
     let region = &operation.regions[0];
-    let Attribute::FunctionType(parameters, declared) = operation.attribute("function_type")? else {
+    let MosaicAttribute::FunctionType(parameters, declared) = operation.attribute("function_type")? else {
         return Err(operation.error("function_type must be a function's type".to_string()));
     };
     if !region.parameters.iter().map(|(_, ty)| ty).eq(parameters) || declared != results {
@@ -264,19 +267,19 @@ fn function(operation: &Operation, results: &[Type], elements: &mut usize) -> Ch
         );
         return Err(operation.error(problem));
     }
-    let mut scope = Scope { slots: BTreeMap::new(), defined: Vec::new(), types: Vec::new(), elements };
+    let mut scope = MosaicScope { slots: BTreeMap::new(), defined: Vec::new(), types: Vec::new(), elements };
     let body = scope.body(operation, region, "func.return", results)?;
-    Ok(Function { types: scope.types, body })
+    Ok(MosaicFunction { types: scope.types, body })
 }
 
-impl Operation {
+impl MosaicOperation {
     /// Its name without the prefix that all but the module carry.
     fn short_name(&self) -> &str {
         self.name.strip_prefix(PREFIX).unwrap_or(&self.name)
     }
 
-    fn error(&self, problem: String) -> InterpretError {
-        InterpretError::Operation { line: self.line, name: self.short_name().to_string(), problem }
+    fn error(&self, problem: String) -> MosaicInterpretError {
+        MosaicInterpretError::Operation { line: self.line, name: self.short_name().to_string(), problem }
     }
 
     fn expect_name(&self, name: &str) -> Checked<()> {
@@ -304,12 +307,12 @@ impl Operation {
         }
     }
 
-    fn attribute(&self, key: &str) -> Checked<&Attribute> {
+    fn attribute(&self, key: &str) -> Checked<&MosaicAttribute> {
         self.attributes.get(key).ok_or_else(|| self.error(format!("attribute {key} is missing")))
     }
 
     /// That attribute `key`, if it is given, is `expected`.
-    fn expect_default(&self, key: &str, expected: &Attribute) -> Checked<()> {
+    fn expect_default(&self, key: &str, expected: &MosaicAttribute) -> Checked<()> {
         match self.attributes.get(key) {
             Some(found) if found != expected => {
                 Err(self.error(format!("attribute {key} is {found:?}; only {expected:?} is supported")))
@@ -320,8 +323,8 @@ impl Operation {
 
     fn whole(&self, key: &str) -> Checked<i64> {
         let number = match self.attribute(key)? {
-            Attribute::Whole(number) => Some(*number),
-            Attribute::Scalar(text, _) => text.parse().ok(),
+            MosaicAttribute::Whole(number) => Some(*number),
+            MosaicAttribute::Scalar(text, _) => text.parse().ok(),
             _ => None,
         };
         number.ok_or_else(|| self.error(format!("attribute {key} must be a whole number")))
@@ -335,11 +338,11 @@ impl Operation {
         usize::try_from(self.whole(key)?).map_err(|_| self.error(format!("attribute {key} must not be negative")))
     }
 
-    fn places(&self, attribute: &Attribute, key: &str) -> Checked<Vec<usize>> {
+    fn places(&self, attribute: &MosaicAttribute, key: &str) -> Checked<Vec<usize>> {
         let numbers: Option<Vec<i64>> = match attribute {
-            Attribute::Array(numbers) => Some(numbers.clone()),
-            Attribute::List(items) => {
-                items.iter().map(|item| if let Attribute::Whole(x) = item { Some(*x) } else { None }).collect()
+            MosaicAttribute::Array(numbers) => Some(numbers.clone()),
+            MosaicAttribute::List(items) => {
+                items.iter().map(|item| if let MosaicAttribute::Whole(x) = item { Some(*x) } else { None }).collect()
             }
             _ => None,
         };
@@ -347,38 +350,40 @@ impl Operation {
         places.ok_or_else(|| self.error(format!("attribute {key} must be a list of whole numbers from 0 on")))
     }
 
-    fn extents(&self, attribute: &Attribute, key: &str) -> Checked<Vec<usize>> {
+    fn extents(&self, attribute: &MosaicAttribute, key: &str) -> Checked<Vec<usize>> {
         let extents = self.places(attribute, key)?;
         if extents.contains(&0) { Err(self.error(format!("an extent of 0 in {key}"))) } else { Ok(extents) }
     }
 
-    fn memory(&self, ty: &Type, expected: Option<Space>) -> Checked<Shaped> {
+    fn memory(&self, ty: &MosaicType, expected: Option<MemorySpace>) -> Checked<ArrayType> {
         match ty {
-            Type::MemRef(shaped, space) if expected.is_none_or(|expected| expected == *space) => Ok(shaped.clone()),
+            MosaicType::MemRef(shaped, space) if expected.is_none_or(|expected| expected == *space) => {
+                Ok(shaped.clone())
+            }
             _ => Err(self.error(format!("a parameter of type {ty}, expected a memref in its memory"))),
         }
     }
 
     /// The type of operand `i`, a scalar or a vector.
-    fn operand(&self, i: usize) -> Checked<&Shaped> {
+    fn operand(&self, i: usize) -> Checked<&ArrayType> {
         match &self.operand_types[i] {
-            Type::Data(shaped) => Ok(shaped),
-            memory @ Type::MemRef(..) => {
+            MosaicType::Data(shaped) => Ok(shaped),
+            memory @ MosaicType::MemRef(..) => {
                 Err(self.error(format!("operand {i} is {memory}, expected a scalar or a vector")))
             }
         }
     }
 
     /// The type of its one result.
-    fn result(&self) -> Checked<&Shaped> {
+    fn result(&self) -> Checked<&ArrayType> {
         match &self.result_types[..] {
-            [Type::Data(shaped)] => Ok(shaped),
+            [MosaicType::Data(shaped)] => Ok(shaped),
             _ => Err(self.error("expected one result, a scalar or a vector".to_string())),
         }
     }
 
     /// That there are `count` operands of the result's type, which is returned.
-    fn uniform(&self, count: usize) -> Checked<&Shaped> {
+    fn uniform(&self, count: usize) -> Checked<&ArrayType> {
         self.expect_counts(count, 1, 0)?;
         let result = self.result()?;
         for i in 0..count {
@@ -387,36 +392,36 @@ impl Operation {
         Ok(result)
     }
 
-    fn expect_operand(&self, i: usize, expected: &Shaped) -> Checked<()> {
+    fn expect_operand(&self, i: usize, expected: &ArrayType) -> Checked<()> {
         let found = &self.operand_types[i];
         match found {
-            Type::Data(shaped) if shaped == expected => Ok(()),
+            MosaicType::Data(shaped) if shaped == expected => Ok(()),
             _ => Err(self.error(format!("operand {i} is {found}, expected {expected}"))),
         }
     }
 
-    fn expect_result(&self, expected: &Shaped) -> Checked<()> {
+    fn expect_result(&self, expected: &ArrayType) -> Checked<()> {
         let found = self.result()?;
         if found == expected { Ok(()) } else { Err(self.error(format!("the result is {found}, expected {expected}"))) }
     }
 
-    fn expect_kind(&self, kind: Kind, right: bool, what: &str) -> Checked<()> {
+    fn expect_kind(&self, kind: ElementKind, right: bool, what: &str) -> Checked<()> {
         if right { Ok(()) } else { Err(self.error(format!("elements of {kind}, expected {what}"))) }
     }
 }
 
 /// The names that may be used, and the types of all slots of a function.
-struct Scope<'a> {
-    slots: BTreeMap<Use, Slot>,
+struct MosaicScope<'a> {
+    slots: BTreeMap<ValueUse, ValueSlot>,
     /// The names in `slots`, in the order of their definitions.
-    defined: Vec<Use>,
-    types: Vec<Type>,
+    defined: Vec<ValueUse>,
+    types: Vec<MosaicType>,
     /// Held by all slots of the module together.
     elements: &'a mut usize,
 }
 
-impl Scope<'_> {
-    fn define(&mut self, operation: &Operation, name: Use, ty: &Type) -> Checked<Slot> {
+impl MosaicScope<'_> {
+    fn define(&mut self, operation: &MosaicOperation, name: ValueUse, ty: &MosaicType) -> Checked<ValueSlot> {
         *self.elements += ty.shaped().len();
         if *self.elements > MOST_ELEMENTS {
             let problem = format!("the module's values have more than {MOST_ELEMENTS} elements together");
@@ -433,7 +438,7 @@ impl Scope<'_> {
     }
 
     /// The slots of the operands, which must be defined with the types that they are used with.
-    fn operands(&self, operation: &Operation) -> Checked<Vec<Slot>> {
+    fn operands(&self, operation: &MosaicOperation) -> Checked<Vec<ValueSlot>> {
         let (found, types) = (operation.operands.len(), operation.operand_types.len());
         if found != types {
             return Err(operation.error(format!("{found} operands, expected {types} as in its type")));
@@ -453,7 +458,7 @@ impl Scope<'_> {
         .collect()
     }
 
-    fn results(&mut self, operation: &Operation) -> Checked<Vec<Slot>> {
+    fn results(&mut self, operation: &MosaicOperation) -> Checked<Vec<ValueSlot>> {
         let types = &operation.result_types;
         let named = operation.results.iter().try_fold(0usize, |sum, result| sum.checked_add(result.count));
         if named != Some(types.len()) {
@@ -462,12 +467,18 @@ impl Scope<'_> {
         let names = operation
             .results
             .iter()
-            .flat_map(|result| (0..result.count).map(|index| Use { name: result.name.clone(), index }));
+            .flat_map(|result| (0..result.count).map(|index| ValueUse { name: result.name.clone(), index }));
         names.zip(types).map(|(name, ty)| self.define(operation, name, ty)).collect()
     }
 
     /// A region that ends with `terminator` over values of types `results`. Its names are forgotten after it.
-    fn body(&mut self, owner: &Operation, region: &Region, terminator: &str, results: &[Type]) -> Checked<Body> {
+    fn body(
+        &mut self,
+        owner: &MosaicOperation,
+        region: &MosaicRegion,
+        terminator: &str,
+        results: &[MosaicType],
+    ) -> Checked<FunctionBody> {
         let outside = self.defined.len();
         let parameters = region.parameters.iter();
         let parameters =
@@ -488,10 +499,10 @@ impl Scope<'_> {
         for name in self.defined.drain(outside..) {
             self.slots.remove(&name);
         }
-        Ok(Body { parameters, instructions, results: yielded })
+        Ok(FunctionBody { parameters, instructions, results: yielded })
     }
 
-    fn instruction(&mut self, operation: &Operation) -> Checked<Instruction> {
+    fn instruction(&mut self, operation: &MosaicOperation) -> Checked<MosaicInstruction> {
         let name = operation.short_name();
         operation.expect_name(&format!("{PREFIX}{name}"))?;
         let operands = self.operands(operation)?;
@@ -501,49 +512,50 @@ impl Scope<'_> {
             _ => action(operation, name)?,
         };
         let results = self.results(operation)?;
-        Ok(Instruction { line: operation.line, name: name.to_string(), operands, results, action })
+        Ok(MosaicInstruction { line: operation.line, name: name.to_string(), operands, results, action })
     }
 
-    fn for_loop(&mut self, operation: &Operation) -> Checked<Action> {
+    fn for_loop(&mut self, operation: &MosaicOperation) -> Checked<MosaicAction> {
         operation.expect_attributes(&[])?;
         let carried = &operation.result_types;
         operation.expect_counts(3 + carried.len(), carried.len(), 1)?;
         let counter = operation.operand(0)?;
-        let counts = *counter == Shaped::scalar(Kind::I32) || *counter == Shaped::scalar(Kind::Index);
+        let counts =
+            *counter == ArrayType::scalar(ElementKind::I32) || *counter == ArrayType::scalar(ElementKind::Index);
         operation.expect_kind(counter.kind, counts, "a scalar i32 or index to count with")?;
         operation.expect_operand(1, counter)?;
         operation.expect_operand(2, counter)?;
-        let mut parameters = vec![Type::Data(counter.clone())];
+        let mut parameters = vec![MosaicType::Data(counter.clone())];
         parameters.extend_from_slice(carried);
         let region = &operation.regions[0];
         if operation.operand_types[3..] != carried[..] || !region.parameters.iter().map(|(_, ty)| ty).eq(&parameters) {
             let problem = "its block's parameters must be the counter and the carried values, of the results' types";
             return Err(operation.error(problem.to_string()));
         }
-        Ok(Action::For(self.body(operation, region, "scf.yield", carried)?))
+        Ok(MosaicAction::For(self.body(operation, region, "scf.yield", carried)?))
     }
 
-    fn branches(&mut self, operation: &Operation) -> Checked<Action> {
+    fn branches(&mut self, operation: &MosaicOperation) -> Checked<MosaicAction> {
         operation.expect_attributes(&[])?;
         let results = &operation.result_types;
         operation.expect_counts(1, results.len(), 2)?;
-        operation.expect_operand(0, &Shaped::scalar(Kind::I1))?;
+        operation.expect_operand(0, &ArrayType::scalar(ElementKind::I1))?;
         if operation.regions.iter().any(|region| !region.parameters.is_empty()) {
             return Err(operation.error("its blocks take no parameters".to_string()));
         }
         let yes = self.body(operation, &operation.regions[0], "scf.yield", results)?;
         let otherwise = &operation.regions[1];
         let no = if otherwise.operations.is_empty() && results.is_empty() {
-            Body { parameters: Vec::new(), instructions: Vec::new(), results: Vec::new() }
+            FunctionBody { parameters: Vec::new(), instructions: Vec::new(), results: Vec::new() }
         } else {
             self.body(operation, otherwise, "scf.yield", results)?
         };
-        Ok(Action::If { yes, no })
+        Ok(MosaicAction::If { yes, no })
     }
 }
 
 /// What `operation`, which has no region, does.
-fn action(operation: &Operation, name: &str) -> Checked<Action> {
+fn action(operation: &MosaicOperation, name: &str) -> Checked<MosaicAction> {
     if let Some(function) = elementwise(name) {
         return elementwise_action(operation, function);
     }
@@ -556,7 +568,7 @@ fn action(operation: &Operation, name: &str) -> Checked<Action> {
         if !(conversion.takes)(from.kind, to.kind) {
             return Err(operation.error(format!("from {} to {} it converts nothing", from.kind, to.kind)));
         }
-        return Ok(Action::Convert(conversion));
+        return Ok(MosaicAction::Convert(conversion));
     }
     match name {
         "arith.constant" => constant(operation),
@@ -570,12 +582,12 @@ fn action(operation: &Operation, name: &str) -> Checked<Action> {
             if from.kind != to.kind || from.len() != to.len() || from.shape.is_empty() || to.shape.is_empty() {
                 return Err(operation.error(format!("{from} to {to}, expected vectors of as many equal elements")));
             }
-            Ok(Action::Reshape)
+            Ok(MosaicAction::Reshape)
         }
         "vector.extract_strided_slice" => slice(operation),
         "vector.multi_reduction" => reduction(operation),
-        "vector.load" => load(operation, Space::Vmem),
-        "memref.load" => load(operation, Space::Smem),
+        "vector.load" => load(operation, MemorySpace::Vmem),
+        "memref.load" => load(operation, MemorySpace::Smem),
         "tpu.vector_store" => store(operation),
         "tpu.iota" => iota(operation),
         "tpu.assume_multiple" => assume_multiple(operation),
@@ -584,44 +596,44 @@ fn action(operation: &Operation, name: &str) -> Checked<Action> {
 }
 
 /// That nothing allows another result than the written arithmetic's.
-fn expect_plain_arithmetic(operation: &Operation) -> Checked<()> {
-    operation.expect_default("fastmath", &Attribute::Opaque("#arith.fastmath<none>".to_string()))?;
-    operation.expect_default("overflowFlags", &Attribute::Opaque("#arith.overflow<none>".to_string()))
+fn expect_plain_arithmetic(operation: &MosaicOperation) -> Checked<()> {
+    operation.expect_default("fastmath", &MosaicAttribute::Opaque("#arith.fastmath<none>".to_string()))?;
+    operation.expect_default("overflowFlags", &MosaicAttribute::Opaque("#arith.overflow<none>".to_string()))
 }
 
-fn elementwise_action(operation: &Operation, function: Elementwise) -> Checked<Action> {
+fn elementwise_action(operation: &MosaicOperation, function: Elementwise) -> Checked<MosaicAction> {
     operation.expect_attributes(&["fastmath", "overflowFlags"])?;
     expect_plain_arithmetic(operation)?;
     let ty = operation.uniform(if let Elementwise::FloatUnary(_) = function { 1 } else { 2 })?;
     let (right, what) = match function {
         Elementwise::FloatUnary(_) | Elementwise::FloatBinary(_) => (ty.kind.is_float(), "floats"),
-        Elementwise::IntBinary(_) => (!ty.kind.is_float() && ty.kind != Kind::I1, "integers of more than a bit"),
+        Elementwise::IntBinary(_) => (!ty.kind.is_float() && ty.kind != ElementKind::I1, "integers of more than a bit"),
         Elementwise::Bitwise(_) => (!ty.kind.is_float(), "integers"),
     };
     operation.expect_kind(ty.kind, right, what)?;
-    Ok(Action::Elementwise(function))
+    Ok(MosaicAction::Elementwise(function))
 }
 
-fn constant(operation: &Operation) -> Checked<Action> {
+fn constant(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["value"])?;
     operation.expect_counts(0, 1, 0)?;
     let (text, ty) = match operation.attribute("value")? {
-        Attribute::Scalar(text, Type::Data(ty)) if ty.shape.is_empty() => (text, ty),
-        Attribute::Splat(text, Type::Data(ty)) if !ty.shape.is_empty() => (text, ty),
+        MosaicAttribute::Scalar(text, MosaicType::Data(ty)) if ty.shape.is_empty() => (text, ty),
+        MosaicAttribute::Splat(text, MosaicType::Data(ty)) if !ty.shape.is_empty() => (text, ty),
         _ => return Err(operation.error("value must be a scalar, or dense with one, and its type".to_string())),
     };
     operation.expect_result(ty)?;
     let elements = if ty.kind.is_float() {
-        float(ty.kind, text).map(|x| Elements::Float(vec![x; ty.len()]))
+        float(ty.kind, text).map(|x| ElementBuffer::Float(vec![x; ty.len()]))
     } else {
-        integer(ty.kind, text).map(|x| Elements::Int(vec![x; ty.len()]))
+        integer(ty.kind, text).map(|x| ElementBuffer::Int(vec![x; ty.len()]))
     };
     let elements = elements.ok_or_else(|| operation.error(format!("{text} is not a {}", ty.kind)))?;
-    Ok(Action::Constant(Rc::new(elements)))
+    Ok(MosaicAction::Constant(Rc::new(elements)))
 }
 
 /// `1.0e+00`, which needs its point, or the bits in as many digits as they take: `0x7F80`.
-fn float(kind: Kind, text: &str) -> Option<f32> {
+fn float(kind: ElementKind, text: &str) -> Option<f32> {
     if let Some(digits) = text.strip_prefix("0x") {
         let bits = u32::from_str_radix(digits, 16).ok().filter(|_| digits.len() as u32 * 4 == kind.bits())?;
         return Some(kind.float(bits));
@@ -630,44 +642,44 @@ fn float(kind: Kind, text: &str) -> Option<f32> {
     Some(kind.round_f64(x))
 }
 
-fn integer(kind: Kind, text: &str) -> Option<i32> {
+fn integer(kind: ElementKind, text: &str) -> Option<i32> {
     match text {
-        "true" | "false" => (kind == Kind::I1).then_some(i32::from(text == "true")),
-        _ => text.parse().ok().filter(|&x| kind != Kind::I1 && kind.wrap(x) == x),
+        "true" | "false" => (kind == ElementKind::I1).then_some(i32::from(text == "true")),
+        _ => text.parse().ok().filter(|&x| kind != ElementKind::I1 && kind.wrap(x) == x),
     }
 }
 
-fn compare(operation: &Operation, name: &str) -> Checked<Action> {
+fn compare(operation: &MosaicOperation, name: &str) -> Checked<MosaicAction> {
     operation.expect_attributes(&["fastmath", "predicate"])?;
     expect_plain_arithmetic(operation)?;
     operation.expect_counts(2, 1, 0)?;
     let ty = operation.operand(0)?;
     operation.expect_operand(1, ty)?;
-    operation.expect_result(&ty.with_kind(Kind::I1))?;
+    operation.expect_result(&ty.with_kind(ElementKind::I1))?;
     let predicate = operation.whole("predicate")?;
     let unknown = || operation.error(format!("predicate {predicate} is unknown"));
     if name == "arith.cmpf" {
         operation.expect_kind(ty.kind, ty.kind.is_float(), "floats")?;
-        return compare_float(predicate).map(Action::CompareFloat).ok_or_else(unknown);
+        return compare_float(predicate).map(MosaicAction::CompareFloat).ok_or_else(unknown);
     }
-    let ordered = ty.kind != Kind::I1 || predicate < 2;
+    let ordered = ty.kind != ElementKind::I1 || predicate < 2;
     operation.expect_kind(ty.kind, !ty.kind.is_float() && ordered, "integers, which have an order")?;
-    compare_int(predicate).map(Action::CompareInt).ok_or_else(unknown)
+    compare_int(predicate).map(MosaicAction::CompareInt).ok_or_else(unknown)
 }
 
-fn select(operation: &Operation) -> Checked<Action> {
+fn select(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&[])?;
     operation.expect_counts(3, 1, 0)?;
     let ty = operation.result()?;
     operation.expect_operand(1, ty)?;
     operation.expect_operand(2, ty)?;
-    if *operation.operand(0)? != Shaped::scalar(Kind::I1) {
-        operation.expect_operand(0, &ty.with_kind(Kind::I1))?;
+    if *operation.operand(0)? != ArrayType::scalar(ElementKind::I1) {
+        operation.expect_operand(0, &ty.with_kind(ElementKind::I1))?;
     }
-    Ok(Action::Select)
+    Ok(MosaicAction::Select)
 }
 
-fn broadcast(operation: &Operation) -> Checked<Action> {
+fn broadcast(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&[])?;
     operation.expect_counts(1, 1, 0)?;
     let (from, to) = (operation.operand(0)?, operation.result()?);
@@ -676,10 +688,10 @@ fn broadcast(operation: &Operation) -> Checked<Action> {
     if from.kind != to.kind || to.shape.is_empty() || !fits {
         return Err(operation.error(format!("{from} does not repeat to {to}")));
     }
-    Ok(Action::Broadcast)
+    Ok(MosaicAction::Broadcast)
 }
 
-fn slice(operation: &Operation) -> Checked<Action> {
+fn slice(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["offsets", "sizes", "strides"])?;
     operation.expect_counts(1, 1, 0)?;
     let (from, to) = (operation.operand(0)?, operation.result()?);
@@ -696,10 +708,10 @@ fn slice(operation: &Operation) -> Checked<Action> {
     if from.kind != to.kind || to.shape != sizes {
         return Err(operation.error(format!("the result is {to}, expected sizes {sizes:?} of {}", from.kind)));
     }
-    Ok(Action::Slice { start })
+    Ok(MosaicAction::Slice { start })
 }
 
-fn reduction(operation: &Operation) -> Checked<Action> {
+fn reduction(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["kind", "reduction_dims"])?;
     operation.expect_counts(2, 1, 0)?;
     let from = operation.operand(0)?;
@@ -709,58 +721,62 @@ fn reduction(operation: &Operation) -> Checked<Action> {
         return Err(operation.error(format!("reduction_dims {dimensions:?} are not dimensions of {from}")));
     }
     let shape = from.shape.iter().enumerate().filter(|(i, _)| !dimensions.contains(i)).map(|(_, &extent)| extent);
-    let kept = Shaped { kind: from.kind, shape: shape.collect() };
+    let kept = ArrayType { kind: from.kind, shape: shape.collect() };
     operation.expect_operand(1, &kept)?;
     operation.expect_result(&kept)?;
-    let Attribute::Opaque(kind) = operation.attribute("kind")? else {
+    let MosaicAttribute::Opaque(kind) = operation.attribute("kind")? else {
         return Err(operation.error("kind must be a #vector.kind".to_string()));
     };
     let fold = match (kind.as_str(), from.kind.is_float()) {
-        ("#vector.kind<add>", true) => Fold::Float(|x, y| x + y),
-        ("#vector.kind<maximumf>", true) => Fold::Float(maximum),
-        ("#vector.kind<minimumf>", true) => Fold::Float(minimum),
-        ("#vector.kind<add>", false) if from.kind != Kind::I1 => Fold::Int(i32::wrapping_add),
+        ("#vector.kind<add>", true) => ReductionFold::Float(|x, y| x + y),
+        ("#vector.kind<maximumf>", true) => ReductionFold::Float(maximum),
+        ("#vector.kind<minimumf>", true) => ReductionFold::Float(minimum),
+        ("#vector.kind<add>", false) if from.kind != ElementKind::I1 => ReductionFold::Int(i32::wrapping_add),
         _ => return Err(operation.error(format!("{kind} of {} is not supported", from.kind))),
     };
-    Ok(Action::Reduce { fold, dimensions })
+    Ok(MosaicAction::Reduce { fold, dimensions })
 }
 
 /// Operand `i`: a memref in `space`, with an index for each of its dimensions after it.
-fn indexed(operation: &Operation, i: usize, space: Space) -> Checked<&Shaped> {
+fn indexed(operation: &MosaicOperation, i: usize, space: MemorySpace) -> Checked<&ArrayType> {
     let memory = match operation.operand_types.get(i) {
-        Some(Type::MemRef(shaped, found)) if *found == space => shaped,
+        Some(MosaicType::MemRef(shaped, found)) if *found == space => shaped,
         _ => return Err(operation.error(format!("operand {i} must be a memref in {space}"))),
     };
     operation.expect_counts(i + 1 + memory.shape.len(), operation.result_types.len(), 0)?;
     for index in i + 1..operation.operand_types.len() {
-        operation.expect_operand(index, &Shaped::scalar(Kind::Index))?;
+        operation.expect_operand(index, &ArrayType::scalar(ElementKind::Index))?;
     }
     Ok(memory)
 }
 
-fn load(operation: &Operation, space: Space) -> Checked<Action> {
+fn load(operation: &MosaicOperation, space: MemorySpace) -> Checked<MosaicAction> {
     operation.expect_attributes(&["nontemporal"])?;
-    operation.expect_default("nontemporal", &Attribute::Scalar("false".to_string(), Type::scalar(Kind::I1)))?;
+    operation.expect_default(
+        "nontemporal",
+        &MosaicAttribute::Scalar("false".to_string(), MosaicType::scalar(ElementKind::I1)),
+    )?;
     let memory = indexed(operation, 0, space)?;
-    if space == Space::Smem {
-        operation.expect_result(&Shaped::scalar(memory.kind))?;
-        return Ok(Action::LoadScalar);
+    if space == MemorySpace::Smem {
+        operation.expect_result(&ArrayType::scalar(memory.kind))?;
+        return Ok(MosaicAction::LoadScalar);
     }
     let to = operation.result()?;
     if to.kind != memory.kind || to.shape.len() != memory.shape.len() {
         return Err(operation.error(format!("{to} from a memref of {memory}, expected as many dimensions of its kind")));
     }
-    Ok(Action::Load)
+    Ok(MosaicAction::Load)
 }
 
-fn store(operation: &Operation) -> Checked<Action> {
+fn store(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["add", "operandSegmentSizes", "strides"])?;
-    operation.expect_default("add", &Attribute::Scalar("false".to_string(), Type::scalar(Kind::I1)))?;
-    operation.expect_default("strides", &Attribute::Array(Vec::new()))?;
-    let memory = indexed(operation, 1, Space::Vmem)?;
+    operation
+        .expect_default("add", &MosaicAttribute::Scalar("false".to_string(), MosaicType::scalar(ElementKind::I1)))?;
+    operation.expect_default("strides", &MosaicAttribute::Array(Vec::new()))?;
+    let memory = indexed(operation, 1, MemorySpace::Vmem)?;
     operation.expect_counts(operation.operand_types.len(), 0, 0)?;
     // The value, the memref, its indices, and no mask.
-    let segments = Attribute::Array(vec![1, 1, memory.shape.len() as i64, 0]);
+    let segments = MosaicAttribute::Array(vec![1, 1, memory.shape.len() as i64, 0]);
     if *operation.attribute("operandSegmentSizes")? != segments {
         return Err(operation.error(format!("operandSegmentSizes must be {segments:?}; a mask is not supported")));
     }
@@ -770,26 +786,26 @@ fn store(operation: &Operation) -> Checked<Action> {
             operation.error(format!("{value} to a memref of {memory}, expected as many dimensions of its kind"))
         );
     }
-    Ok(Action::Store)
+    Ok(MosaicAction::Store)
 }
 
-fn iota(operation: &Operation) -> Checked<Action> {
+fn iota(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["dimensions"])?;
     operation.expect_counts(0, 1, 0)?;
     let to = operation.result()?;
-    operation.expect_kind(to.kind, to.kind == Kind::I32, "i32")?;
+    operation.expect_kind(to.kind, to.kind == ElementKind::I32, "i32")?;
     match operation.places(operation.attribute("dimensions")?, "dimensions")?[..] {
-        [dimension] if dimension < to.shape.len() => Ok(Action::Iota { dimension }),
+        [dimension] if dimension < to.shape.len() => Ok(MosaicAction::Iota { dimension }),
         _ => Err(operation.error(format!("dimensions must be one of those of {to}"))),
     }
 }
 
-fn assume_multiple(operation: &Operation) -> Checked<Action> {
+fn assume_multiple(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&["multiple"])?;
     let ty = operation.uniform(1)?;
-    let counts = *ty == Shaped::scalar(Kind::I32) || *ty == Shaped::scalar(Kind::Index);
+    let counts = *ty == ArrayType::scalar(ElementKind::I32) || *ty == ArrayType::scalar(ElementKind::Index);
     operation.expect_kind(ty.kind, counts, "a scalar i32 or index")?;
     let multiple = i32::try_from(operation.whole("multiple")?).ok().filter(|&multiple| multiple > 0);
     let multiple = multiple.ok_or_else(|| operation.error("multiple must be positive".to_string()))?;
-    Ok(Action::AssumeMultiple(multiple))
+    Ok(MosaicAction::AssumeMultiple(multiple))
 }

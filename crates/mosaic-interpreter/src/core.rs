@@ -1,9 +1,9 @@
 //! What a core asks of a kernel: blocks of whole tiles, and no more VMEM than it has.
 
-use super::check::Program;
-use super::pipeline::Arrays;
-use super::value::{Kind, Shaped};
-use super::{Core, InterpretError};
+use super::check::MosaicProgram;
+use super::pipeline::WindowArrays;
+use super::value::{ArrayType, ElementKind};
+use super::{MosaicInterpretError, TpuCore};
 
 /// Columns of a tile.
 const LANES: usize = 128;
@@ -11,7 +11,7 @@ const LANES: usize = 128;
 const SUBLANES: usize = 8;
 
 /// Extents of a tile of `kind`.
-fn tile(kind: Kind) -> [usize; 2] {
+fn tile(kind: ElementKind) -> [usize; 2] {
     [SUBLANES * 32 / kind.bits().clamp(8, 32) as usize, LANES]
 }
 
@@ -20,9 +20,9 @@ fn is_whole(extent: usize, size: usize, tile: usize) -> bool {
     extent == size || extent.is_multiple_of(tile)
 }
 
-impl Core {
+impl TpuCore {
     /// Whether it runs `program` on `arrays`.
-    pub(super) fn takes(self, program: &Program, arrays: &Arrays) -> Result<(), InterpretError> {
+    pub(super) fn takes(self, program: &MosaicProgram, arrays: &WindowArrays) -> Result<(), MosaicInterpretError> {
         for (i, window) in program.windows.iter().enumerate() {
             let block = &window.ty;
             let array = &arrays.in_hbm[arrays.of_window[i]].ty.shape;
@@ -32,7 +32,7 @@ impl Core {
                 let inputs = arrays.inputs;
                 let name = if i < inputs { format!("input {i}") } else { format!("output {}", i - inputs) };
                 let [rows, columns] = tile;
-                return Err(InterpretError::Core(format!(
+                return Err(MosaicInterpretError::Core(format!(
                     "{name}: blocks of {block} over {array:?}, expected whole tiles of {rows} × {columns}, or all of an axis"
                 )));
             }
@@ -41,7 +41,7 @@ impl Core {
         let scratch: usize = program.scratch.iter().map(vmem_bytes).sum();
         let (needed, most) = (windows + scratch, self.vmem_bytes);
         if needed > most {
-            return Err(InterpretError::Core(format!(
+            return Err(MosaicInterpretError::Core(format!(
                 "two buffers of each window take {windows} bytes of VMEM and scratch {scratch}, expected at most {most} in all"
             )));
         }
@@ -50,7 +50,7 @@ impl Core {
 }
 
 /// Bytes that an array takes in VMEM, in whole tiles.
-fn vmem_bytes(ty: &Shaped) -> usize {
+fn vmem_bytes(ty: &ArrayType) -> usize {
     let mut extents = ty.shape.clone();
     for (extent, tile) in extents.iter_mut().rev().zip(tile(ty.kind).into_iter().rev()) {
         *extent = extent.next_multiple_of(tile);

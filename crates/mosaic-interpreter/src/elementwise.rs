@@ -3,7 +3,7 @@
 //! Floats narrower than f32 compute in f32; the caller rounds the result to the type. Integers may give bits beyond
 //! their width; the caller drops them.
 
-use super::value::{Elements, Kind};
+use super::value::{ElementBuffer, ElementKind};
 
 /// A result, or why there is none.
 type Integer = Result<i32, &'static str>;
@@ -14,7 +14,7 @@ pub(super) enum Elementwise {
     FloatUnary(fn(f32) -> f32),
     FloatBinary(fn(f32, f32) -> f32),
     /// On integers and indices.
-    IntBinary(fn(Kind, i32, i32) -> Integer),
+    IntBinary(fn(ElementKind, i32, i32) -> Integer),
     /// On truth values too.
     Bitwise(fn(i32, i32) -> i32),
 }
@@ -55,7 +55,7 @@ pub(super) fn elementwise(name: &str) -> Option<Elementwise> {
     })
 }
 
-fn shift(kind: Kind, by: i32) -> Result<u32, &'static str> {
+fn shift(kind: ElementKind, by: i32) -> Result<u32, &'static str> {
     u32::try_from(by).ok().filter(|&by| by < kind.bits()).ok_or("a shift by more bits than there are")
 }
 
@@ -125,8 +125,8 @@ pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
 }
 
 /// Whether elements of the first kind convert to the second.
-type Takes = fn(Kind, Kind) -> bool;
-type Convert = fn(&Elements, Kind, Kind) -> Elements;
+type Takes = fn(ElementKind, ElementKind) -> bool;
+type Convert = fn(&ElementBuffer, ElementKind, ElementKind) -> ElementBuffer;
 
 /// A change of element type.
 #[derive(Clone, Copy)]
@@ -151,7 +151,7 @@ pub(super) fn conversion(name: &str) -> Option<Conversion> {
             |x, from, to| floats(x.ints(), |&x| to.round_f64(from.signed(x).into())),
         ),
         "arith.fptosi" => (
-            |from, to| from.is_float() && is_integer(to) && to != Kind::I1,
+            |from, to| from.is_float() && is_integer(to) && to != ElementKind::I1,
             |x, _, to| ints(x.floats(), |&x| truncated(x, to)),
         ),
         "arith.extsi" => (
@@ -167,16 +167,16 @@ pub(super) fn conversion(name: &str) -> Option<Conversion> {
             |x, _, to| ints(x.ints(), |&x| to.wrap(x)),
         ),
         "arith.index_cast" => (
-            |from, to| (from == Kind::Index && is_integer(to)) || (is_integer(from) && to == Kind::Index),
+            |from, to| (from == ElementKind::Index && is_integer(to)) || (is_integer(from) && to == ElementKind::Index),
             |x, from, to| ints(x.ints(), |&x| to.wrap(from.signed(x))),
         ),
         "arith.bitcast" => (
-            |from, to| from != Kind::Index && to != Kind::Index && from.bits() == to.bits(),
+            |from, to| from != ElementKind::Index && to != ElementKind::Index && from.bits() == to.bits(),
             |x, from, to| match (x, to.is_float()) {
-                (Elements::Float(x), false) => ints(x, |&x| to.wrap(from.float_bits(x) as i32)),
-                (Elements::Float(x), true) => floats(x, |&x| to.float(from.float_bits(x))),
-                (Elements::Int(x), true) => floats(x, |&x| to.float(from.unsigned(x))),
-                (Elements::Int(x), false) => Elements::Int(x.clone()),
+                (ElementBuffer::Float(x), false) => ints(x, |&x| to.wrap(from.float_bits(x) as i32)),
+                (ElementBuffer::Float(x), true) => floats(x, |&x| to.float(from.float_bits(x))),
+                (ElementBuffer::Int(x), true) => floats(x, |&x| to.float(from.unsigned(x))),
+                (ElementBuffer::Int(x), false) => ElementBuffer::Int(x.clone()),
             },
         ),
         _ => return None,
@@ -184,20 +184,20 @@ pub(super) fn conversion(name: &str) -> Option<Conversion> {
     Some(Conversion { takes, convert })
 }
 
-fn is_integer(kind: Kind) -> bool {
-    !kind.is_float() && kind != Kind::Index
+fn is_integer(kind: ElementKind) -> bool {
+    !kind.is_float() && kind != ElementKind::Index
 }
 
-fn floats<T>(x: &[T], f: impl Fn(&T) -> f32) -> Elements {
-    Elements::Float(x.iter().map(f).collect())
+fn floats<T>(x: &[T], f: impl Fn(&T) -> f32) -> ElementBuffer {
+    ElementBuffer::Float(x.iter().map(f).collect())
 }
 
-fn ints<T>(x: &[T], f: impl Fn(&T) -> i32) -> Elements {
-    Elements::Int(x.iter().map(f).collect())
+fn ints<T>(x: &[T], f: impl Fn(&T) -> i32) -> ElementBuffer {
+    ElementBuffer::Int(x.iter().map(f).collect())
 }
 
 /// `x` without its fraction; poison where `to` has no such number, as the result is then undefined.
-fn truncated(x: f32, to: Kind) -> i32 {
+fn truncated(x: f32, to: ElementKind) -> i32 {
     let limit = 2f64.powi(to.bits() as i32 - 1);
     let whole = f64::from(x).trunc();
     if whole >= -limit && whole < limit { whole as i32 } else { to.integer_poison() }

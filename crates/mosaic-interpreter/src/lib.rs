@@ -47,7 +47,7 @@
 //!
 //! # A core
 //!
-//! Where a [`Core`] is given, its rules hold too. Arrays lie in tiles, 8 rows of 128 columns of 32 bits, and of narrower elements as
+//! Where a [`TpuCore`] is given, its rules hold too. Arrays lie in tiles, 8 rows of 128 columns of 32 bits, and of narrower elements as
 //! many more rows: a window's block must be whole tiles, or all of an axis, since copies move tiles. Two blocks that share no
 //! element then share no tile, so that no copies race within one. Two buffers of each window, and scratch, must fit VMEM.
 
@@ -59,8 +59,8 @@ mod pipeline;
 mod run;
 mod value;
 
-use pipeline::{Arrays, HbmArray};
-use value::{Elements, Kind, Shaped};
+use pipeline::{HbmArray, WindowArrays};
+use value::{ArrayType, ElementBuffer, ElementKind};
 
 use assay_core::device_dtype::DeviceDtype;
 
@@ -70,7 +70,7 @@ const MOST_WORK: u64 = 1 << 36;
 /// What computes exponentials, logarithms and quotients, and in what order lanes are summed. Nobody outside knows how accurate a TPU's
 /// units are: what is right by all of these is right by any whose errors are no larger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Units {
+pub enum MosaicUnits {
     /// The host's, and sums by halves.
     Host,
     /// Each result further from 0 by [`OFF_ULP`], and sums by pairs of neighbours.
@@ -79,37 +79,37 @@ pub enum Units {
     Below,
 }
 
-/// By how many units in the last place results of [`Units::Above`] and [`Units::Below`] are off: a logarithm between −1 and 1 by as many
+/// By how many units in the last place results of [`MosaicUnits::Above`] and [`MosaicUnits::Below`] are off: a logarithm between −1 and 1 by as many
 /// 2⁻²⁴.
 pub const OFF_ULP: i32 = 8;
 
 /// How a module is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct MosaicOptions {
     /// What computes.
-    pub units: Units,
+    pub units: MosaicUnits,
     /// The core whose rules hold, if it is one.
-    pub core: Option<Core>,
+    pub core: Option<TpuCore>,
     /// Elements that the run may handle before it is given up.
     pub most_work: u64,
 }
 
-impl Default for Options {
+impl Default for MosaicOptions {
     fn default() -> Self {
-        Self { units: Units::Host, core: None, most_work: MOST_WORK }
+        Self { units: MosaicUnits::Host, core: None, most_work: MOST_WORK }
     }
 }
 
 /// A TPU's core, as far as it bounds a kernel. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Core {
+pub struct TpuCore {
     /// Bytes of VMEM that a kernel may use.
     pub vmem_bytes: usize,
 }
 
 /// A dense row-major array.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Array {
+pub struct HostArray {
     /// Its element type: f32, bf16, f16 or i32.
     pub element: DeviceDtype,
     /// Its extents.
@@ -120,7 +120,7 @@ pub struct Array {
 
 /// Why a module was not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum InterpretError {
+pub enum MosaicInterpretError {
     /// The text is not the generic form of a module, or not of the supported part of it.
     #[error("line {line}: {problem}")]
     Text {
@@ -163,12 +163,12 @@ pub enum InterpretError {
     },
 }
 
-impl InterpretError {
+impl MosaicInterpretError {
     /// With the grid step at which an operation failed.
     fn at(self, step: &[usize]) -> Self {
         match self {
-            InterpretError::Operation { line, name, problem } => {
-                InterpretError::Operation { line, name, problem: format!("{problem}, at grid step {step:?}") }
+            MosaicInterpretError::Operation { line, name, problem } => {
+                MosaicInterpretError::Operation { line, name, problem: format!("{problem}, at grid step {step:?}") }
             }
             other => other,
         }
@@ -185,11 +185,11 @@ impl InterpretError {
 /// rule: a place out of range, a broken assumption, a fetch and a write-back that race.
 pub fn run(
     module: &str,
-    operands: Vec<Array>,
+    operands: Vec<HostArray>,
     outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
-) -> Result<Vec<Array>, InterpretError> {
-    run_with(Options::default(), module, operands, outputs, aliases)
+) -> Result<Vec<HostArray>, MosaicInterpretError> {
+    run_with(MosaicOptions::default(), module, operands, outputs, aliases)
 }
 
 /// [`run`] as `options` say.
@@ -197,16 +197,16 @@ pub fn run(
 /// # Errors
 /// As [`run`], and where a rule of the core is broken.
 pub fn run_with(
-    options: Options,
+    options: MosaicOptions,
     module: &str,
-    mut operands: Vec<Array>,
+    mut operands: Vec<HostArray>,
     outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
-) -> Result<Vec<Array>, InterpretError> {
+) -> Result<Vec<HostArray>, MosaicInterpretError> {
     let program = check::check(&parse::parse(module)?)?;
     let (prefetched, windows) = (program.prefetch.len(), program.windows.len());
     if operands.len() < prefetched || operands.len() - prefetched + outputs.len() != windows {
-        return Err(InterpretError::Arrays(format!(
+        return Err(MosaicInterpretError::Arrays(format!(
             "{} operands and {} outputs, expected {prefetched} arrays for scalar memory and {windows} inputs and outputs",
             operands.len(),
             outputs.len()
@@ -217,12 +217,12 @@ pub fn run_with(
     for (i, (array, expected)) in operands.into_iter().zip(&program.prefetch).enumerate() {
         let array = hbm_array(array, expected.kind, &format!("operand {i}"))?;
         if array.ty != *expected {
-            return Err(InterpretError::Arrays(format!("operand {i} is {}, expected {expected}", array.ty)));
+            return Err(MosaicInterpretError::Arrays(format!("operand {i} is {}, expected {expected}", array.ty)));
         }
         prefetch.push(array.elements);
     }
-    let mut arrays = Arrays { in_hbm: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
-    let kinds: Vec<Kind> = program.windows.iter().map(|window| window.ty.kind).collect();
+    let mut arrays = WindowArrays { in_hbm: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
+    let kinds: Vec<ElementKind> = program.windows.iter().map(|window| window.ty.kind).collect();
     for (i, array) in inputs.into_iter().enumerate() {
         arrays.in_hbm.push(hbm_array(array, kinds[i], &format!("operand {}", prefetched + i))?);
     }
@@ -232,17 +232,20 @@ pub fn run_with(
         let place = source.unwrap_or(arrays.in_hbm.len());
         match arrays.in_hbm.get(place) {
             Some(input) if input.ty != output => {
-                return Err(InterpretError::Arrays(format!("output {i} is {output} and overwrites {}", input.ty)));
+                return Err(MosaicInterpretError::Arrays(format!(
+                    "output {i} is {output} and overwrites {}",
+                    input.ty
+                )));
             }
             Some(_) => {}
-            None => arrays.in_hbm.push(HbmArray { elements: Elements::poison(&output), ty: output }),
+            None => arrays.in_hbm.push(HbmArray { elements: ElementBuffer::poison(&output), ty: output }),
         }
         arrays.of_window.push(place);
     }
     for (window, &array) in program.windows.iter().zip(&arrays.of_window) {
         let array = &arrays.in_hbm[array].ty;
         if array.shape.len() != window.ty.shape.len() {
-            return Err(InterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
+            return Err(MosaicInterpretError::Arrays(format!("an array of {array} under a window of {}", window.ty)));
         }
     }
     if let Some(core) = options.core {
@@ -250,7 +253,7 @@ pub fn run_with(
     }
     pipeline::run(&program, prefetch, &mut arrays, options)?;
     let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
-    let results = written.zip(outputs).map(|(array, (element, shape))| Array {
+    let results = written.zip(outputs).map(|(array, (element, shape))| HostArray {
         element: *element,
         shape: shape.clone(),
         bytes: array.elements.to_bytes(array.ty.kind),
@@ -262,9 +265,9 @@ pub fn run_with(
 fn alias_sources(
     aliases: &[(usize, usize)],
     prefetched: usize,
-    arrays: &Arrays,
+    arrays: &WindowArrays,
     outputs: usize,
-) -> Result<Vec<Option<usize>>, InterpretError> {
+) -> Result<Vec<Option<usize>>, MosaicInterpretError> {
     let mut sources = vec![None; outputs];
     for &(operand, output) in aliases {
         let input = operand.checked_sub(prefetched).filter(|&input| input < arrays.inputs);
@@ -273,7 +276,7 @@ fn alias_sources(
             Some(source @ None) if free => *source = input,
             _ => {
                 let problem = format!("operand {operand} cannot be overwritten by output {output}");
-                return Err(InterpretError::Arrays(problem));
+                return Err(MosaicInterpretError::Arrays(problem));
             }
         }
     }
@@ -281,20 +284,26 @@ fn alias_sources(
 }
 
 /// The type of an array of the caller's, which holds elements of `kind`.
-fn unwritten(element: DeviceDtype, shape: &[usize], kind: Kind, name: &str) -> Result<Shaped, InterpretError> {
+fn unwritten(
+    element: DeviceDtype,
+    shape: &[usize],
+    kind: ElementKind,
+    name: &str,
+) -> Result<ArrayType, MosaicInterpretError> {
     if kind.element() != Some(element) {
-        return Err(InterpretError::Arrays(format!("{name} holds {element}, expected {kind}")));
+        return Err(MosaicInterpretError::Arrays(format!("{name} holds {element}, expected {kind}")));
     }
-    Shaped::new(kind, shape.to_vec())
-        .ok_or_else(|| InterpretError::Arrays(format!("{name} of {shape:?} is larger than any array that is run")))
+    ArrayType::new(kind, shape.to_vec()).ok_or_else(|| {
+        MosaicInterpretError::Arrays(format!("{name} of {shape:?} is larger than any array that is run"))
+    })
 }
 
-fn hbm_array(array: Array, kind: Kind, name: &str) -> Result<HbmArray, InterpretError> {
+fn hbm_array(array: HostArray, kind: ElementKind, name: &str) -> Result<HbmArray, MosaicInterpretError> {
     let ty = unwritten(array.element, &array.shape, kind, name)?;
     let expected = ty.len() * array.element.size();
     if array.bytes.len() != expected {
         let problem = format!("{name} has {} bytes, expected {expected} for {ty}", array.bytes.len());
-        return Err(InterpretError::Arrays(problem));
+        return Err(MosaicInterpretError::Arrays(problem));
     }
-    Ok(HbmArray { elements: Elements::from_bytes(kind, &array.bytes), ty })
+    Ok(HbmArray { elements: ElementBuffer::from_bytes(kind, &array.bytes), ty })
 }

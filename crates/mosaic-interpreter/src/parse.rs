@@ -11,8 +11,8 @@ use winnow::stream::{LocatingSlice, Location as _, Stateful, Stream};
 use winnow::token::{one_of, take_till, take_while};
 use winnow::{ModalResult, Parser};
 
-use super::InterpretError;
-use super::value::{Kind, Shaped, Space, Type};
+use super::MosaicInterpretError;
+use super::value::{ArrayType, ElementKind, MemorySpace, MosaicType};
 
 /// No module is longer.
 const LONGEST_TEXT: usize = 16 << 20;
@@ -23,84 +23,84 @@ const MOST_DIMENSIONS: usize = 8;
 
 /// An operation as it is written.
 #[derive(Debug)]
-pub(super) struct Operation {
+pub(super) struct MosaicOperation {
     pub(super) line: usize,
     pub(super) name: String,
-    pub(super) results: Vec<Definition>,
-    pub(super) operands: Vec<Use>,
-    pub(super) attributes: BTreeMap<String, Attribute>,
-    pub(super) regions: Vec<Region>,
-    pub(super) operand_types: Vec<Type>,
-    pub(super) result_types: Vec<Type>,
+    pub(super) results: Vec<ValueDefinition>,
+    pub(super) operands: Vec<ValueUse>,
+    pub(super) attributes: BTreeMap<String, MosaicAttribute>,
+    pub(super) regions: Vec<MosaicRegion>,
+    pub(super) operand_types: Vec<MosaicType>,
+    pub(super) result_types: Vec<MosaicType>,
 }
 
 /// `%name` or `%name:count` on the left of an operation.
 #[derive(Debug)]
-pub(super) struct Definition {
+pub(super) struct ValueDefinition {
     pub(super) name: String,
     pub(super) count: usize,
 }
 
 /// `%name` or `%name#index` as an operand.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Use {
+pub(super) struct ValueUse {
     pub(super) name: String,
     pub(super) index: usize,
 }
 
 /// A region of one block, or of none.
 #[derive(Debug, Default)]
-pub(super) struct Region {
-    pub(super) parameters: Vec<(Use, Type)>,
-    pub(super) operations: Vec<Operation>,
+pub(super) struct MosaicRegion {
+    pub(super) parameters: Vec<(ValueUse, MosaicType)>,
+    pub(super) operations: Vec<MosaicOperation>,
 }
 
 /// The value of an attribute.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Attribute {
+pub(super) enum MosaicAttribute {
     /// A whole number without a type, or of the one that MLIR gives it then: i64.
     Whole(i64),
     /// A number of another type as it is spelt, or `true` or `false`.
-    Scalar(String, Type),
+    Scalar(String, MosaicType),
     /// `dense<SCALAR> : type`
-    Splat(String, Type),
+    Splat(String, MosaicType),
     /// `array<type: numbers>`
     Array(Vec<i64>),
-    List(Vec<Attribute>),
-    Dictionary(BTreeMap<String, Attribute>),
+    List(Vec<MosaicAttribute>),
+    Dictionary(BTreeMap<String, MosaicAttribute>),
     /// `@name`
     Symbol(String),
     Text(String),
     /// `#dialect.name<…>`, as written.
     Opaque(String),
-    FunctionType(Vec<Type>, Vec<Type>),
+    FunctionType(Vec<MosaicType>, Vec<MosaicType>),
 }
 
 /// The text from somewhere on, and where the lines of all of it end.
-type Input<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
+type ParseInput<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
 
 /// Why the text is not read, and where.
 #[derive(Debug)]
-struct Mistake {
+struct MosaicMistake {
     at: usize,
-    problem: Problem,
+    problem: ParseProblem,
 }
 
 #[derive(Debug)]
-enum Problem {
+enum ParseProblem {
     /// Something else stands there; nothing where it is not known yet.
     Expected(String),
     /// What is wrong with what stands there.
     Wrong(String),
 }
 
-impl Mistake {
-    fn into_error(self, text: &str, line_ends: &[usize]) -> InterpretError {
+impl MosaicMistake {
+    fn into_error(self, text: &str, line_ends: &[usize]) -> MosaicInterpretError {
         let problem = match self.problem {
-            Problem::Expected(what) => format!("expected {what}, found {}", token_of(&text[self.at..])),
-            Problem::Wrong(problem) => problem,
+            ParseProblem::Expected(what) => format!("expected {what}, found {}", token_of(&text[self.at..])),
+            ParseProblem::Wrong(problem) => problem,
         };
-        InterpretError::Text { line: line_of(self.at, line_ends), problem }
+        MosaicInterpretError::Text { line: line_of(self.at, line_ends), problem }
     }
 }
 
@@ -123,16 +123,16 @@ fn line_of(at: usize, line_ends: &[usize]) -> usize {
     1 + line_ends.partition_point(|&end| end < at)
 }
 
-impl<'t> ParserError<Input<'t>> for Mistake {
+impl<'t> ParserError<ParseInput<'t>> for MosaicMistake {
     type Inner = Self;
 
-    fn from_input(input: &Input<'t>) -> Self {
-        Self { at: input.current_token_start(), problem: Problem::Expected(String::new()) }
+    fn from_input(input: &ParseInput<'t>) -> Self {
+        Self { at: input.current_token_start(), problem: ParseProblem::Expected(String::new()) }
     }
 
     /// None of several: what is around them says what was expected.
     fn or(self, _: Self) -> Self {
-        Self { problem: Problem::Expected(String::new()), ..self }
+        Self { problem: ParseProblem::Expected(String::new()), ..self }
     }
 
     fn into_inner(self) -> Result<Self, Self> {
@@ -141,9 +141,9 @@ impl<'t> ParserError<Input<'t>> for Mistake {
 }
 
 /// What was expected: what is said first, closest to the place, stays.
-impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
+impl<I: Stream, C: ToString> AddContext<I, C> for MosaicMistake {
     fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
-        if let Problem::Expected(expected) = &mut self.problem
+        if let ParseProblem::Expected(expected) = &mut self.problem
             && expected.is_empty()
         {
             *expected = what.to_string();
@@ -152,118 +152,118 @@ impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
     }
 }
 
-type Parsed<T> = ModalResult<T, Mistake>;
+type MosaicParsed<T> = ModalResult<T, MosaicMistake>;
 
 /// A parser of some of the text.
-trait Reads<'t, T>: Parser<Input<'t>, T, ErrMode<Mistake>> {}
+trait MosaicReads<'t, T>: Parser<ParseInput<'t>, T, ErrMode<MosaicMistake>> {}
 
-impl<'t, T, P: Parser<Input<'t>, T, ErrMode<Mistake>>> Reads<'t, T> for P {}
+impl<'t, T, P: Parser<ParseInput<'t>, T, ErrMode<MosaicMistake>>> MosaicReads<'t, T> for P {}
 
 /// The one operation that `text` holds.
-pub(super) fn parse(text: &str) -> Result<Operation, InterpretError> {
+pub(super) fn parse(text: &str) -> Result<MosaicOperation, MosaicInterpretError> {
     if text.len() > LONGEST_TEXT {
         let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
-        return Err(InterpretError::Text { line: 1, problem });
+        return Err(MosaicInterpretError::Text { line: 1, problem });
     }
     let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     let end = token(eof).context("the end of the text after the module");
-    let mut module = terminated(|input: &mut Input| operation(input, 0), end);
+    let mut module = terminated(|input: &mut ParseInput| operation(input, 0), end);
     module.parse(input).map_err(|error| error.into_inner().into_error(text, &line_ends))
 }
 
-fn wrong(input: &Input, problem: String) -> ErrMode<Mistake> {
-    ErrMode::Cut(Mistake { at: input.current_token_start(), problem: Problem::Wrong(problem) })
+fn wrong(input: &ParseInput, problem: String) -> ErrMode<MosaicMistake> {
+    ErrMode::Cut(MosaicMistake { at: input.current_token_start(), problem: ParseProblem::Wrong(problem) })
 }
 
 fn is_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '$')
 }
 
-fn space(input: &mut Input) -> Parsed<()> {
+fn space(input: &mut ParseInput) -> MosaicParsed<()> {
     repeat(0.., alt((multispace1.void(), ("//", till_line_ending).void()))).parse_next(input)
 }
 
-fn token<'t, T>(token: impl Reads<'t, T>) -> impl Reads<'t, T> {
+fn token<'t, T>(token: impl MosaicReads<'t, T>) -> impl MosaicReads<'t, T> {
     preceded(space, token)
 }
 
-fn mark<'t>(mark: char) -> impl Reads<'t, char> {
+fn mark<'t>(mark: char) -> impl MosaicReads<'t, char> {
     token(mark).context(mark)
 }
 
 /// `inside`, which must follow where `open` is.
-fn after<'t, T>(open: char, inside: impl Reads<'t, T>) -> impl Reads<'t, T> {
+fn after<'t, T>(open: char, inside: impl MosaicReads<'t, T>) -> impl MosaicReads<'t, T> {
     preceded(mark(open), cut_err(inside))
 }
 
 /// Items with commas between them, and `close`.
-fn until<'t, T>(close: char, item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
+fn until<'t, T>(close: char, item: impl MosaicReads<'t, T>) -> impl MosaicReads<'t, Vec<T>> {
     let end = cut_err(token(close)).context(format!(", or {close}"));
     alt((mark(close).map(|_| Vec::new()), terminated(separated(1.., cut_err(item), mark(',')), end)))
 }
 
 /// A keyword, a type, a number or extents: `array`, `vector`, `f32`, `-1.0e+00`, `16x128xf32`; after `space`.
-fn bare_word<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn bare_word<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let fraction = opt(('.', digit0));
     let with_signed_exponent = (opt('-'), digit1, fraction, one_of(['e', 'E']), one_of(['+', '-']), digit1);
     let plain = (opt('-'), take_while(1.., is_name));
     alt((with_signed_exponent.take(), plain.take())).parse_next(input)
 }
 
-fn word<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn word<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     token(bare_word).parse_next(input)
 }
 
-fn keyword<'t>(keyword: &'static str) -> impl Reads<'t, &'t str> {
+fn keyword<'t>(keyword: &'static str) -> impl MosaicReads<'t, &'t str> {
     token(bare_word.verify(move |word: &str| word == keyword))
 }
 
 /// A whole number.
-fn whole<T: std::str::FromStr>(input: &mut Input) -> Parsed<T> {
+fn whole<T: std::str::FromStr>(input: &mut ParseInput) -> MosaicParsed<T> {
     token(bare_word.verify_map(|word| word.parse().ok())).parse_next(input)
 }
 
-fn quoted<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn quoted<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let end = cut_err('"').context("a string without escapes that ends on its line");
     delimited(token('"'), take_till(0.., ['"', '\n', '\\']), end).parse_next(input)
 }
 
 /// A name after `prefix`.
-fn name<'t>(prefix: char) -> impl Reads<'t, &'t str> {
+fn name<'t>(prefix: char) -> impl MosaicReads<'t, &'t str> {
     let name = take_while(1.., move |c| is_name(c) || prefix == '%' && c == '-');
     preceded(token(prefix), cut_err(name).context(format!("a name after {prefix}")))
 }
 
 /// `@name` or `@"name"`
-fn symbol<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn symbol<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let name = cut_err(alt((quoted, take_while(1.., is_name)))).context("a name after @");
     preceded(token('@'), name).parse_next(input)
 }
 
 /// `#dialect.name<…>`
-fn opaque<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn opaque<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let parameters = ('<', take_till(0.., ['<', '>', '\n']), cut_err('>').context("the > that ends an attribute"));
     token((name('#'), opt(parameters)).take()).parse_next(input)
 }
 
 /// `%name` or `%name#index`
-fn value(input: &mut Input) -> Parsed<Use> {
+fn value(input: &mut ParseInput) -> MosaicParsed<ValueUse> {
     let index = preceded('#', cut_err(dec_uint).context("a result number after #"));
-    let value = (name('%'), opt(index)).map(|(name, index)| Use { name: name.into(), index: index.unwrap_or(0) });
+    let value = (name('%'), opt(index)).map(|(name, index)| ValueUse { name: name.into(), index: index.unwrap_or(0) });
     value.context("a value such as %0").parse_next(input)
 }
 
-fn deeper(input: &Input, depth: usize) -> Parsed<usize> {
+fn deeper(input: &ParseInput, depth: usize) -> MosaicParsed<usize> {
     if depth < DEEPEST { Ok(depth + 1) } else { Err(wrong(input, format!("more than {DEEPEST} levels of nesting"))) }
 }
 
-fn operation<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Operation> {
+fn operation<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<MosaicOperation> {
     let results = definitions(input)?;
     space(input)?;
     let line = line_of(input.current_token_start(), input.state);
-    let listed = move |input: &mut Input<'t>| entries(input, depth);
-    let region = move |input: &mut Input<'t>| region(input, depth);
+    let listed = move |input: &mut ParseInput<'t>| entries(input, depth);
+    let region = move |input: &mut ParseInput<'t>| region(input, depth);
     let name = quoted.context("the quoted name of an operation").parse_next(input)?.to_string();
     let operands = after('(', until(')', value)).parse_next(input)?;
     let properties = opt(after('<', terminated(listed, mark('>')))).parse_next(input)?;
@@ -271,39 +271,39 @@ fn operation<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Operation> {
     let others = opt(listed).parse_next(input)?;
     let attributes = dictionary(input, [properties, others].into_iter().flatten().flatten())?;
     let (operand_types, result_types) = after(':', function_type).parse_next(input)?;
-    Ok(Operation { line, name, results, operands, attributes, regions, operand_types, result_types })
+    Ok(MosaicOperation { line, name, results, operands, attributes, regions, operand_types, result_types })
 }
 
 /// `%name, %other:2 =`, if it is there.
-fn definitions(input: &mut Input) -> Parsed<Vec<Definition>> {
+fn definitions(input: &mut ParseInput) -> MosaicParsed<Vec<ValueDefinition>> {
     let count = opt(after(':', whole.context("a count of results")));
-    let one = (name('%'), count).map(|(name, count)| Definition { name: name.into(), count: count.unwrap_or(1) });
+    let one = (name('%'), count).map(|(name, count)| ValueDefinition { name: name.into(), count: count.unwrap_or(1) });
     let all = terminated(separated(1.., one, mark(',')), cut_err(mark('=')));
     opt(all).map(Option::unwrap_or_default).parse_next(input)
 }
 
-fn region<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Region> {
+fn region<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<MosaicRegion> {
     let depth = deeper(input, depth)?;
     let parameters = until(')', separated_pair(value, mark(':'), parse_type));
     let label = preceded(name('^'), cut_err(terminated(opt(after('(', parameters)), mark(':'))));
     let parameters = preceded(mark('{'), opt(label)).parse_next(input)?.flatten().unwrap_or_default();
     let one_block = token(not('^')).context("the region's end: only regions of one block are supported");
-    let operation = preceded(one_block, move |input: &mut Input<'t>| operation(input, depth));
+    let operation = preceded(one_block, move |input: &mut ParseInput<'t>| operation(input, depth));
     let (operations, _) = repeat_till(0.., cut_err(operation), mark('}')).parse_next(input)?;
-    Ok(Region { parameters, operations })
+    Ok(MosaicRegion { parameters, operations })
 }
 
 /// `{key = value, …}`
-fn entries<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Vec<(&'t str, Attribute)>> {
+fn entries<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Vec<(&'t str, MosaicAttribute)>> {
     let key = alt((word, quoted)).context("an attribute's name");
-    let value = move |input: &mut Input<'t>| attribute(input, deeper(input, depth)?);
+    let value = move |input: &mut ParseInput<'t>| attribute(input, deeper(input, depth)?);
     after('{', until('}', separated_pair(key, mark('='), value))).parse_next(input)
 }
 
 fn dictionary<'t>(
-    input: &Input<'t>,
-    entries: impl IntoIterator<Item = (&'t str, Attribute)>,
-) -> Parsed<BTreeMap<String, Attribute>> {
+    input: &ParseInput<'t>,
+    entries: impl IntoIterator<Item = (&'t str, MosaicAttribute)>,
+) -> MosaicParsed<BTreeMap<String, MosaicAttribute>> {
     let mut dictionary = BTreeMap::new();
     for (key, value) in entries {
         if dictionary.insert(key.to_string(), value).is_some() {
@@ -313,72 +313,73 @@ fn dictionary<'t>(
     Ok(dictionary)
 }
 
-fn attribute<'t>(input: &mut Input<'t>, depth: usize) -> Parsed<Attribute> {
-    let nested = move |input: &mut Input<'t>| attribute(input, deeper(input, depth)?);
-    let listed = move |input: &mut Input<'t>| {
+fn attribute<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<MosaicAttribute> {
+    let nested = move |input: &mut ParseInput<'t>| attribute(input, deeper(input, depth)?);
+    let listed = move |input: &mut ParseInput<'t>| {
         let entries = entries(input, depth)?;
-        dictionary(input, entries).map(Attribute::Dictionary)
+        dictionary(input, entries).map(MosaicAttribute::Dictionary)
     };
     let element = preceded(mark('<'), word.context("the type of an array's numbers"));
     let listed_numbers = after(':', until('>', whole.context("a whole number")));
     let numbers = alt((listed_numbers, mark('>').map(|_| Vec::new()))).context(": and numbers, or >");
-    let array = preceded(keyword("array"), cut_err(preceded(element, numbers))).map(Attribute::Array);
+    let array = preceded(keyword("array"), cut_err(preceded(element, numbers))).map(MosaicAttribute::Array);
     let every = delimited(mark('<'), word.context("one number for every element"), mark('>'));
     let splat = preceded(keyword("dense"), cut_err(separated_pair(every, mark(':'), parse_type)))
-        .map(|(value, ty)| Attribute::Splat(value.into(), ty));
+        .map(|(value, ty)| MosaicAttribute::Splat(value.into(), ty));
     let mut attribute = alt((
-        symbol.map(|name| Attribute::Symbol(name.into())),
-        quoted.map(|text| Attribute::Text(text.into())),
-        opaque.map(|text| Attribute::Opaque(text.into())),
-        after('[', until(']', nested)).map(Attribute::List),
+        symbol.map(|name| MosaicAttribute::Symbol(name.into())),
+        quoted.map(|text| MosaicAttribute::Text(text.into())),
+        opaque.map(|text| MosaicAttribute::Opaque(text.into())),
+        after('[', until(']', nested)).map(MosaicAttribute::List),
         listed,
-        function_type.map(|(parameters, results)| Attribute::FunctionType(parameters, results)),
+        function_type.map(|(parameters, results)| MosaicAttribute::FunctionType(parameters, results)),
         number,
         alt((array, splat)),
-        alt((keyword("true"), keyword("false"))).map(|truth| Attribute::Scalar(truth.into(), Type::scalar(Kind::I1))),
+        alt((keyword("true"), keyword("false")))
+            .map(|truth| MosaicAttribute::Scalar(truth.into(), MosaicType::scalar(ElementKind::I1))),
     ))
     .context("an attribute's value of a supported form");
     attribute.parse_next(input)
 }
 
 /// A number, and its type where it is none of i64.
-fn number(input: &mut Input) -> Parsed<Attribute> {
+fn number(input: &mut ParseInput) -> MosaicParsed<MosaicAttribute> {
     let number = bare_word.verify(|word: &str| word.starts_with(|c: char| c == '-' || c.is_ascii_digit()));
     let ty = opt(after(':', alt((keyword("i64").value(None), parse_type.map(Some)))));
     let (number, ty) = (token(number), ty).parse_next(input)?;
     if let Some(ty) = ty.flatten() {
-        return Ok(Attribute::Scalar(number.into(), ty));
+        return Ok(MosaicAttribute::Scalar(number.into(), ty));
     }
-    let whole = number.parse().map(Attribute::Whole);
+    let whole = number.parse().map(MosaicAttribute::Whole);
     whole.map_err(|_| wrong(input, format!("expected a whole number, found {number}")))
 }
 
 /// `(types) -> type` or `(types) -> (types)`
-fn function_type(input: &mut Input) -> Parsed<(Vec<Type>, Vec<Type>)> {
+fn function_type(input: &mut ParseInput) -> MosaicParsed<(Vec<MosaicType>, Vec<MosaicType>)> {
     let parameters = after('(', until(')', parse_type));
     let arrow = cut_err(token("->")).context("-> and result types");
     let results = alt((after('(', until(')', parse_type)), parse_type.map(|ty| vec![ty])));
     separated_pair(parameters, arrow, cut_err(results).context("result types")).parse_next(input)
 }
 
-fn parse_type(input: &mut Input) -> Parsed<Type> {
+fn parse_type(input: &mut ParseInput) -> MosaicParsed<MosaicType> {
     match word.context("a type").parse_next(input)? {
-        "vector" => after('<', terminated(shaped, mark('>'))).map(Type::Data).parse_next(input),
+        "vector" => after('<', terminated(shaped, mark('>'))).map(MosaicType::Data).parse_next(input),
         "memref" => {
-            let vmem = "#tpu.memory_space<vmem>".value(Space::Vmem);
-            let smem = "#tpu.memory_space<smem>".value(Space::Smem);
+            let vmem = "#tpu.memory_space<vmem>".value(MemorySpace::Vmem);
+            let smem = "#tpu.memory_space<smem>".value(MemorySpace::Smem);
             let space = token(alt((vmem, smem))).context("#tpu.memory_space<vmem> or <smem>");
             let inside = terminated(separated_pair(shaped, mark(','), space), mark('>'));
-            after('<', inside).map(|(shaped, space)| Type::MemRef(shaped, space)).parse_next(input)
+            after('<', inside).map(|(shaped, space)| MosaicType::MemRef(shaped, space)).parse_next(input)
         }
-        name => {
-            Kind::from_name(name).map(Type::scalar).ok_or_else(|| wrong(input, format!("type {name} is not supported")))
-        }
+        name => ElementKind::from_name(name)
+            .map(MosaicType::scalar)
+            .ok_or_else(|| wrong(input, format!("type {name} is not supported"))),
     }
 }
 
 /// `16x128xf32`
-fn shaped(input: &mut Input) -> Parsed<Shaped> {
+fn shaped(input: &mut ParseInput) -> MosaicParsed<ArrayType> {
     let text = word.context("extents and an element type").parse_next(input)?;
     let mut shape = Vec::new();
     let mut rest = text;
@@ -391,7 +392,7 @@ fn shaped(input: &mut Input) -> Parsed<Shaped> {
         }
         rest = after;
     }
-    let kind = Kind::from_name(rest).filter(|_| !shape.is_empty());
+    let kind = ElementKind::from_name(rest).filter(|_| !shape.is_empty());
     let kind = kind.ok_or_else(|| wrong(input, format!("expected extents and an element type: {text}")))?;
-    Shaped::new(kind, shape).ok_or_else(|| wrong(input, format!("{text} is larger than any array that is run")))
+    ArrayType::new(kind, shape).ok_or_else(|| wrong(input, format!("{text} is larger than any array that is run")))
 }

@@ -2,19 +2,19 @@
 
 use std::collections::BTreeSet;
 
-use super::check::{Program, Window};
-use super::run::{Machine, Value};
-use super::value::{Block, Elements, Shaped, advance};
-use super::{InterpretError, Options};
+use super::check::{MosaicProgram, MosaicWindow};
+use super::run::{InterpreterState, MosaicValue};
+use super::value::{ArrayType, BlockOrigin, ElementBuffer, advance};
+use super::{MosaicInterpretError, MosaicOptions};
 
 /// An array of the caller's.
 pub(super) struct HbmArray {
-    pub(super) ty: Shaped,
-    pub(super) elements: Elements,
+    pub(super) ty: ArrayType,
+    pub(super) elements: ElementBuffer,
 }
 
 /// The arrays that a program's windows move over.
-pub(super) struct Arrays {
+pub(super) struct WindowArrays {
     pub(super) in_hbm: Vec<HbmArray>,
     /// Of each window, its place in `in_hbm`; an output shares that of the input that it overwrites.
     pub(super) of_window: Vec<usize>,
@@ -29,13 +29,13 @@ type BlockIndex = Vec<usize>;
 struct WriteBack {
     window: usize,
     block: BlockIndex,
-    elements: Elements,
+    elements: ElementBuffer,
 }
 
 struct Pipeline<'a> {
-    program: &'a Program,
-    machine: Machine,
-    arrays: &'a mut Arrays,
+    program: &'a MosaicProgram,
+    machine: InterpreterState,
+    arrays: &'a mut WindowArrays,
     /// Issued after the step before.
     pending: Vec<WriteBack>,
     /// Of each window, the blocks that it has left, if it is an output.
@@ -43,44 +43,44 @@ struct Pipeline<'a> {
     /// Of each input's window, whether two steps one after the other had one block of it.
     stays: Vec<bool>,
     /// Of arrays that are read and written, where dimensions of the grid are parallel.
-    touched: Vec<Touched>,
+    touched: Vec<TouchedBlocks>,
 }
 
 /// A part of an array that some core reads or writes.
-struct Touched {
+struct TouchedBlocks {
     array: usize,
-    region: Region,
+    region: BlockRegion,
     turn: i32,
     writes: bool,
 }
 
 /// Where a part begins, and its extents.
-type Region = (Vec<usize>, Vec<usize>);
+type BlockRegion = (Vec<usize>, Vec<usize>);
 
 /// Runs every step of `program` on `arrays`, whose types are those of its windows.
 pub(super) fn run(
-    program: &Program,
-    prefetch: Vec<Elements>,
-    arrays: &mut Arrays,
-    options: Options,
-) -> Result<(), InterpretError> {
+    program: &MosaicProgram,
+    prefetch: Vec<ElementBuffer>,
+    arrays: &mut WindowArrays,
+    options: MosaicOptions,
+) -> Result<(), MosaicInterpretError> {
     let on_chip = program.windows.iter().map(|window| &window.ty).chain(&program.scratch);
     let mut memory = prefetch;
-    memory.extend(on_chip.map(Elements::poison));
+    memory.extend(on_chip.map(ElementBuffer::poison));
     let left = vec![BTreeSet::new(); program.windows.len()];
     let stays = vec![false; arrays.inputs];
-    let mut machine = Machine::new(memory, options);
+    let mut machine = InterpreterState::new(memory, options);
     if program.parallel.contains(&true) {
         let scratch = machine.written.len() - program.scratch.len();
         for (written, ty) in machine.written[scratch..].iter_mut().zip(&program.scratch) {
-            *written = Some(Elements::Int(vec![0; ty.len()]));
+            *written = Some(ElementBuffer::Int(vec![0; ty.len()]));
         }
     }
     Pipeline { program, machine, arrays, pending: Vec::new(), left, stays, touched: Vec::new() }.run()
 }
 
 impl Pipeline<'_> {
-    fn run(&mut self) -> Result<(), InterpretError> {
+    fn run(&mut self) -> Result<(), MosaicInterpretError> {
         let grid = &self.program.grid;
         let steps: usize = grid.iter().product();
         let mut step = vec![0; grid.len()];
@@ -154,14 +154,14 @@ impl Pipeline<'_> {
         step: &[usize],
         turn: i32,
         writes: bool,
-    ) -> Result<(), InterpretError> {
+    ) -> Result<(), MosaicInterpretError> {
         let array = self.arrays.of_window[window];
         let (inputs, outputs) = self.arrays.of_window.split_at(self.arrays.inputs);
         if !self.program.parallel.contains(&true) || !inputs.contains(&array) || !outputs.contains(&array) {
             return Ok(());
         }
         let region = self.region(window, block);
-        let meets = |other: &&Touched| {
+        let meets = |other: &&TouchedBlocks| {
             other.array == array && other.turn != turn && (other.writes || writes) && overlap(&other.region, &region)
         };
         if self.touched.iter().any(|other| meets(&other)) {
@@ -170,34 +170,34 @@ impl Pipeline<'_> {
             );
             return Err(self.window_error(window, step, problem));
         }
-        self.touched.push(Touched { array, region, turn, writes });
+        self.touched.push(TouchedBlocks { array, region, turn, writes });
         Ok(())
     }
 
-    fn window_error(&self, window: usize, step: &[usize], problem: String) -> InterpretError {
+    fn window_error(&self, window: usize, step: &[usize], problem: String) -> MosaicInterpretError {
         let inputs = self.arrays.inputs;
         let window = if window < inputs { format!("input {window}") } else { format!("output {}", window - inputs) };
-        InterpretError::Window { window, step: step.to_vec(), problem }
+        MosaicInterpretError::Window { window, step: step.to_vec(), problem }
     }
 
-    fn window_memory(&mut self, window: usize) -> &mut Elements {
+    fn window_memory(&mut self, window: usize) -> &mut ElementBuffer {
         &mut self.machine.memory[self.program.prefetch.len() + window]
     }
 
-    fn arguments(step: &[usize], memrefs: usize) -> Vec<Value> {
-        let indices = step.iter().map(|&index| Value::int(index as i32));
-        indices.chain((0..memrefs).map(Value::Memory)).collect()
+    fn arguments(step: &[usize], memrefs: usize) -> Vec<MosaicValue> {
+        let indices = step.iter().map(|&index| MosaicValue::int(index as i32));
+        indices.chain((0..memrefs).map(MosaicValue::Memory)).collect()
     }
 
     /// The kernel's body at `step`.
-    fn call_kernel(&mut self, step: &[usize]) -> Result<(), InterpretError> {
+    fn call_kernel(&mut self, step: &[usize]) -> Result<(), MosaicInterpretError> {
         let arguments = Self::arguments(step, self.machine.memory.len());
         self.machine.call(&self.program.kernel, arguments).map_err(|error| error.at(step))?;
         Ok(())
     }
 
     /// That no body so far stored to an input's window that some steps share.
-    fn expect_inputs_kept(&self, step: &[usize]) -> Result<(), InterpretError> {
+    fn expect_inputs_kept(&self, step: &[usize]) -> Result<(), MosaicInterpretError> {
         let stored = &self.machine.stored[self.program.prefetch.len()..];
         for (window, line) in stored.iter().enumerate().take(self.arrays.inputs) {
             if let Some(line) = line.filter(|_| self.stays[window]) {
@@ -209,12 +209,12 @@ impl Pipeline<'_> {
     }
 
     /// Where each window lies at `step`.
-    fn blocks(&mut self, step: &[usize]) -> Result<Vec<BlockIndex>, InterpretError> {
+    fn blocks(&mut self, step: &[usize]) -> Result<Vec<BlockIndex>, MosaicInterpretError> {
         let windows = self.program.windows.iter().enumerate();
         windows.map(|(i, window)| self.block(i, window, step)).collect()
     }
 
-    fn block(&mut self, i: usize, window: &Window, step: &[usize]) -> Result<BlockIndex, InterpretError> {
+    fn block(&mut self, i: usize, window: &MosaicWindow, step: &[usize]) -> Result<BlockIndex, MosaicInterpretError> {
         let arguments = Self::arguments(step, self.program.prefetch.len());
         let indices = self.machine.call(&window.transform, arguments).map_err(|error| error.at(step))?;
         let indices: Vec<i32> = indices.iter().map(|index| index.elements().int()).collect();
@@ -230,7 +230,7 @@ impl Pipeline<'_> {
     }
 
     /// Where a block begins in its array, and how far it reaches without leaving it.
-    fn region(&self, window: usize, block: &[usize]) -> Region {
+    fn region(&self, window: usize, block: &[usize]) -> BlockRegion {
         let extents = &self.program.windows[window].ty.shape;
         let start: Vec<usize> = block.iter().zip(extents).map(|(index, extent)| index * extent).collect();
         let sizes = &self.arrays.in_hbm[self.arrays.of_window[window]].ty.shape;
@@ -239,22 +239,22 @@ impl Pipeline<'_> {
     }
 
     /// A copy of a block, with poison where it lies outside the array.
-    fn fetch(&mut self, window: usize, block: &[usize]) -> Result<Elements, InterpretError> {
+    fn fetch(&mut self, window: usize, block: &[usize]) -> Result<ElementBuffer, MosaicInterpretError> {
         let (start, extent) = self.region(window, block);
         let ty = &self.program.windows[window].ty;
         self.machine.charge(ty.len() as u64)?;
         let array = &self.arrays.in_hbm[self.arrays.of_window[window]];
-        let mut fetched = Elements::poison(ty);
-        let to = Block { shape: &ty.shape, start: &vec![0; start.len()] };
-        fetched.copy_block(&to, &array.elements, &Block { shape: &array.ty.shape, start: &start }, &extent);
+        let mut fetched = ElementBuffer::poison(ty);
+        let to = BlockOrigin { shape: &ty.shape, start: &vec![0; start.len()] };
+        fetched.copy_block(&to, &array.elements, &BlockOrigin { shape: &array.ty.shape, start: &start }, &extent);
         Ok(fetched)
     }
 
     /// Sends a block on its way to HBM and gives the window another buffer, which holds nothing.
-    fn write_back(&mut self, window: usize, block: &[usize]) -> Result<(), InterpretError> {
+    fn write_back(&mut self, window: usize, block: &[usize]) -> Result<(), MosaicInterpretError> {
         let ty = &self.program.windows[window].ty;
         self.machine.charge(ty.len() as u64)?;
-        let elements = std::mem::replace(self.window_memory(window), Elements::poison(ty));
+        let elements = std::mem::replace(self.window_memory(window), ElementBuffer::poison(ty));
         self.pending.push(WriteBack { window, block: block.to_vec(), elements });
         self.left[window].insert(block.to_vec());
         Ok(())
@@ -265,8 +265,8 @@ impl Pipeline<'_> {
             let (start, extent) = self.region(window, &block);
             let from = &self.program.windows[window].ty.shape;
             let array = &mut self.arrays.in_hbm[self.arrays.of_window[window]];
-            let at = Block { shape: from, start: &vec![0; start.len()] };
-            array.elements.copy_block(&Block { shape: &array.ty.shape, start: &start }, &elements, &at, &extent);
+            let at = BlockOrigin { shape: from, start: &vec![0; start.len()] };
+            array.elements.copy_block(&BlockOrigin { shape: &array.ty.shape, start: &start }, &elements, &at, &extent);
         }
     }
 
@@ -279,7 +279,7 @@ impl Pipeline<'_> {
         next_step: &[usize],
         blocks: &[BlockIndex],
         moves: impl Fn(usize) -> bool,
-    ) -> Result<(), InterpretError> {
+    ) -> Result<(), MosaicInterpretError> {
         let under_way = self.pending.iter().map(|write| (write.window, &write.block, "is under way"));
         let outputs = (self.arrays.inputs..self.program.windows.len()).filter(|&output| moves(output));
         let to_come = outputs.map(|output| (output, &blocks[output], "is still to come"));
@@ -300,7 +300,7 @@ impl Pipeline<'_> {
 }
 
 /// Whether two regions, each given by start and extent, share an element.
-fn overlap(a: &Region, b: &Region) -> bool {
+fn overlap(a: &BlockRegion, b: &BlockRegion) -> bool {
     let a = a.0.iter().zip(&a.1);
     let b = b.0.iter().zip(&b.1);
     a.zip(b).all(|((&a, &a_extent), (&b, &b_extent))| a < b + b_extent && b < a + a_extent)

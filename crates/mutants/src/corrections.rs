@@ -3,15 +3,15 @@
 use ndarray::Array2;
 
 use crate::bank::Bug;
-use crate::launch::{Corrections, Launch, part};
+use crate::launch::{SpecimenLaunch, TokenCorrections, part};
 use assay_core::problem::Sequence;
 use assay_core::spec::{
     LossTerms, OutOfBounds, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights,
     TokenWeights, UnscoredWeight,
 };
 
-impl Corrections {
-    pub(crate) fn of(launch: &Launch) -> Self {
+impl TokenCorrections {
+    pub(crate) fn new(launch: &SpecimenLaunch) -> Self {
         let (spec, given) = (launch.spec, launch.tokens.mask);
         let mut all = Self::none(given);
         all.reject(launch);
@@ -30,7 +30,7 @@ impl Corrections {
         }
         if let Some(rollout) = &spec.rollout {
             let narrowed = rejected.or_else(|| launch.has(Bug::ZeroWeightOutOfRollout).then(|| all.mask.clone()));
-            let weights = Weighing { launch, rollout, mask: narrowed.as_ref().unwrap_or(given) }.weights();
+            let weights = RolloutWeighing { launch, rollout, mask: narrowed.as_ref().unwrap_or(given) }.weights();
             let applies_to = match rollout.applies_to {
                 _ if launch.has(Bug::RolloutOnKl) => LossTerms::PolicyAndKl,
                 _ if launch.has(Bug::RolloutNotOnKl) => LossTerms::Policy,
@@ -52,7 +52,7 @@ impl Corrections {
         });
     }
 
-    fn reject(&mut self, launch: &Launch) {
+    fn reject(&mut self, launch: &SpecimenLaunch) {
         let rejections = match launch.spec.rejection.as_slice() {
             _ if launch.has(Bug::RejectionIgnored) => &[],
             all if launch.has(Bug::FirstRejectionAlone) => &all[..all.len().min(1)],
@@ -85,7 +85,7 @@ impl Corrections {
 }
 
 /// A number a token, of an array that may have one a sequence.
-fn of_tokens(launch: &Launch, given: &Array2<f64>) -> Array2<f64> {
+fn per_token(launch: &SpecimenLaunch, given: &Array2<f64>) -> Array2<f64> {
     let mut all = Array2::ones(launch.tokens.mask.dim());
     for sequence in launch.sequences() {
         let of_sequence = given.dim() != all.dim();
@@ -97,10 +97,10 @@ fn of_tokens(launch: &Launch, given: &Array2<f64>) -> Array2<f64> {
 }
 
 /// The trainer's weights, as the kernel reads them.
-pub(crate) fn token_weights(launch: &Launch) -> Array2<f64> {
+pub(crate) fn token_weights(launch: &SpecimenLaunch) -> Array2<f64> {
     let dim = launch.tokens.mask.dim();
     let Some(given) = launch.tokens.extra.token_weights.as_ref() else { return Array2::ones(dim) };
-    let mut all = of_tokens(launch, given);
+    let mut all = per_token(launch, given);
     if launch.has(Bug::TokenWeightOfFirstSequence) && given.dim() != dim {
         all.fill(given[[0, 0]]);
     }
@@ -121,13 +121,13 @@ pub(crate) fn token_weights(launch: &Launch) -> Array2<f64> {
 
 /// What the old policy and the sampler's say of a token.
 #[derive(Clone, Copy)]
-struct Compared {
+struct RolloutComparison {
     at: (usize, usize),
     old_logp: f64,
     rollout_logp: f64,
 }
 
-impl Compared {
+impl RolloutComparison {
     fn is_scored(self) -> bool {
         !self.rollout_logp.is_nan()
     }
@@ -139,26 +139,30 @@ impl Compared {
 }
 
 /// The tokens of a sequence that `counts` holds of.
-fn compared(launch: &Launch, sequence: &Sequence, counts: impl Fn((usize, usize)) -> bool) -> Vec<Compared> {
+fn compared(
+    launch: &SpecimenLaunch,
+    sequence: &Sequence,
+    counts: impl Fn((usize, usize)) -> bool,
+) -> Vec<RolloutComparison> {
     let tokens = &launch.tokens;
     let (Some(old), Some(rollout)) = (tokens.old_logp, &tokens.extra.rollout_logp) else { return Vec::new() };
     let places = sequence.places().filter(|&at| counts(at));
-    places.map(|at| Compared { at, old_logp: old[at], rollout_logp: rollout[at] }).collect()
+    places.map(|at| RolloutComparison { at, old_logp: old[at], rollout_logp: rollout[at] }).collect()
 }
 
 /// Which row shard a sequence is on.
-fn device_of(launch: &Launch, sequence: &Sequence) -> usize {
+fn device_of(launch: &SpecimenLaunch, sequence: &Sequence) -> usize {
     let rows = launch.mesh.rows;
     (0..rows).find(|&i| part(launch.shape.batch, rows, i).contains(&sequence.row)).unwrap_or(0)
 }
 
 /// All that is packed as one sequence.
-fn pack(launch: &Launch) -> Vec<Sequence> {
+fn pack(launch: &SpecimenLaunch) -> Vec<Sequence> {
     vec![Sequence { index: 0, row: 0, tokens: 0..launch.shape.tokens }]
 }
 
 /// Which tokens a rejection leaves.
-fn stays(launch: &Launch, rejection: &Rejection) -> Array2<bool> {
+fn stays(launch: &SpecimenLaunch, rejection: &Rejection) -> Array2<bool> {
     let is_packed = launch.tokens.extra.sequences.packed().is_some();
     let sequences = if is_packed && launch.has(Bug::RejectionOfPack) { pack(launch) } else { launch.sequences() };
     if rejection.level == RejectionLevel::SecondMoment {
@@ -197,7 +201,7 @@ fn stays(launch: &Launch, rejection: &Rejection) -> Array2<bool> {
     stays
 }
 
-fn divergence(launch: &Launch, estimator: RejectionEstimator, of: Compared) -> f64 {
+fn divergence(launch: &SpecimenLaunch, estimator: RejectionEstimator, of: RolloutComparison) -> f64 {
     if launch.has(Bug::RejectionOfUnscored) && !of.is_scored() {
         return f64::NAN;
     }
@@ -228,7 +232,7 @@ fn divergence(launch: &Launch, estimator: RejectionEstimator, of: Compared) -> f
 }
 
 /// Takes the largest `y²` out, the earlier of equal ones first, until the mean of the others is below `bound` or one is left.
-fn below_second_moment(launch: &Launch, bound: f64, sequences: &[Sequence]) -> Array2<bool> {
+fn below_second_moment(launch: &SpecimenLaunch, bound: f64, sequences: &[Sequence]) -> Array2<bool> {
     let mask = launch.tokens.mask;
     let mut stays = Array2::from_elem(mask.dim(), true);
     // One group is brought below the bound; a bug makes several.
@@ -264,13 +268,13 @@ fn below_second_moment(launch: &Launch, bound: f64, sequences: &[Sequence]) -> A
 }
 
 /// Weights against the sampler's policy, of the tokens of `mask`.
-struct Weighing<'a, 'l> {
-    launch: &'a Launch<'l>,
+struct RolloutWeighing<'a, 'l> {
+    launch: &'a SpecimenLaunch<'l>,
     rollout: &'a RolloutWeights,
     mask: &'a Array2<bool>,
 }
 
-impl Weighing<'_, '_> {
+impl RolloutWeighing<'_, '_> {
     fn has(&self, bug: Bug) -> bool {
         self.launch.has(bug)
     }
@@ -283,8 +287,8 @@ impl Weighing<'_, '_> {
     fn weights(&self) -> Array2<f64> {
         let given = self.launch.tokens.extra.rollout_weights.as_ref();
         let mut weights = match (self.rollout.source, given) {
-            (RolloutSource::Given, Some(given)) => self.of_given(given),
-            _ => self.of_logp(),
+            (RolloutSource::Given, Some(given)) => self.given_weights(given),
+            _ => self.computed_weights(),
         };
         if self.rollout.normalize {
             self.normalise(&mut weights);
@@ -295,8 +299,8 @@ impl Weighing<'_, '_> {
         weights
     }
 
-    fn of_given(&self, given: &Array2<f64>) -> Array2<f64> {
-        let mut weights = of_tokens(self.launch, given);
+    fn given_weights(&self, given: &Array2<f64>) -> Array2<f64> {
+        let mut weights = per_token(self.launch, given);
         if self.rollout.level == RolloutLevel::Geometric && !self.has(Bug::RolloutGivenAsIs) {
             for sequence in self.sequences() {
                 let places: Vec<_> = sequence.places().filter(|&at| self.mask[at]).collect();
@@ -341,7 +345,7 @@ impl Weighing<'_, '_> {
         }
     }
 
-    fn of_logp(&self) -> Array2<f64> {
+    fn computed_weights(&self) -> Array2<f64> {
         let mut weights = Array2::ones(self.mask.dim());
         let counts_as_one = match self.rollout.unscored {
             UnscoredWeight::One => !self.has(Bug::UnscoredOneAsZero),

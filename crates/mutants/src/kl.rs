@@ -1,12 +1,12 @@
 //! The specimen's KL penalty: its estimate, the clamps of it, and what weighs it.
 
 use crate::bank::Bug;
-use crate::launch::Launch;
-use crate::policy::{Inputs, Term, policy, ratio};
+use crate::launch::SpecimenLaunch;
+use crate::policy::{SpecimenInputs, SpecimenTerm, policy, ratio};
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective};
 
 /// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
-fn kl_gradient(launch: &Launch, kl: &Kl, inputs: &Inputs, own: f64, follows: bool) -> f64 {
+fn kl_gradient(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs, own: f64, follows: bool) -> f64 {
     let d = inputs.ref_logp - inputs.logp;
     let of_k2 = if launch.has(Bug::KlK2SignFlipped) { d } else { -d };
     match kl.gradient {
@@ -24,21 +24,29 @@ fn kl_gradient(launch: &Launch, kl: &Kl, inputs: &Inputs, own: f64, follows: boo
 }
 
 /// The penalty times what weighs it, with its gradient. `is_free` where no clamp holds the difference.
-fn weighed_kl(launch: &Launch, kl: &Kl, inputs: &Inputs, (value, by_logp): (f64, f64), is_free: bool) -> Term {
-    let of_level = |by: &Inputs| {
+fn weighed_kl(
+    launch: &SpecimenLaunch,
+    kl: &Kl,
+    inputs: &SpecimenInputs,
+    (value, by_logp): (f64, f64),
+    is_free: bool,
+) -> SpecimenTerm {
+    let of_level = |by: &SpecimenInputs| {
         let ratio = ratio(launch, by);
         let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
-        Term { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
+        SpecimenTerm { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
     };
     // Of the token's own log-ratio: `follows` is whether the weight has a gradient.
     let own = |log_weight: f64, follows: bool| {
         let weight = log_weight.exp();
         let of_weight = if follows { weight * value } else { 0.0 };
-        Term { value: weight * value, by_logp: weight * by_logp + of_weight, by_log_ratio: 0.0 }
+        SpecimenTerm { value: weight * value, by_logp: weight * by_logp + of_weight, by_log_ratio: 0.0 }
     };
     let (own_log_ratio, follows) = inputs.own;
     match kl.importance {
-        KlImportance::Ratio if launch.has(Bug::BiasCorrectionIgnored) => Term { value, by_logp, by_log_ratio: 0.0 },
+        KlImportance::Ratio if launch.has(Bug::BiasCorrectionIgnored) => {
+            SpecimenTerm { value, by_logp, by_log_ratio: 0.0 }
+        }
         KlImportance::Ratio if launch.has(Bug::KlRatioOfToken) => own(own_log_ratio, follows),
         KlImportance::Ratio => of_level(inputs),
         KlImportance::TokenRatio if launch.has(Bug::KlTokenRatioOfSequence) => of_level(inputs),
@@ -50,23 +58,23 @@ fn weighed_kl(launch: &Launch, kl: &Kl, inputs: &Inputs, (value, by_logp): (f64,
             match () {
                 () if launch.has(Bug::KlRolloutIgnored) => own(0.0, false),
                 () if log_weight.is_nan() && launch.has(Bug::KlUnscoredAsOne) => own(0.0, false),
-                () if log_weight.is_nan() && !launch.has(Bug::KlUnscoredNan) => Term::default(),
+                () if log_weight.is_nan() && !launch.has(Bug::KlUnscoredNan) => SpecimenTerm::default(),
                 () if launch.has(Bug::KlRolloutInverted) => own(-log_weight, !is_detached),
                 () => own(log_weight, !is_detached),
             }
         }
         KlImportance::Score => match () {
             () if launch.has(Bug::KlScoreForgotten) => own(0.0, false),
-            () if launch.has(Bug::KlScoreAlone) => Term { value, by_logp: value, by_log_ratio: 0.0 },
-            () if launch.has(Bug::KlScoreInValue) => Term { value: value * inputs.logp, ..own(0.0, is_free) },
+            () if launch.has(Bug::KlScoreAlone) => SpecimenTerm { value, by_logp: value, by_log_ratio: 0.0 },
+            () if launch.has(Bug::KlScoreInValue) => SpecimenTerm { value: value * inputs.logp, ..own(0.0, is_free) },
             () => own(0.0, is_free),
         },
-        KlImportance::One => Term { value, by_logp, by_log_ratio: 0.0 },
+        KlImportance::One => SpecimenTerm { value, by_logp, by_log_ratio: 0.0 },
     }
 }
 
 /// `ref_logp − ℓ` after its clamp, and whether it follows `ℓ` there.
-fn difference(launch: &Launch, kl: &Kl, inputs: &Inputs) -> (f64, bool) {
+fn difference(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs) -> (f64, bool) {
     let compared = if launch.has(Bug::KlAgainstOldPolicy) { inputs.old_logp } else { inputs.ref_logp };
     let d = compared - inputs.logp;
     let is_unclamped = launch.has(Bug::KlDifferenceClampIgnored) || launch.has(Bug::KlDifferenceClampOfExp);
@@ -78,7 +86,7 @@ fn difference(launch: &Launch, kl: &Kl, inputs: &Inputs) -> (f64, bool) {
 }
 
 /// The estimate of a difference, and its derivative by `ℓ` where that follows.
-fn estimate(launch: &Launch, kl: &Kl, d: f64) -> (f64, f64) {
+fn estimate(launch: &SpecimenLaunch, kl: &Kl, d: f64) -> (f64, f64) {
     let estimator = match kl.estimator {
         KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
         KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
@@ -101,7 +109,7 @@ fn estimate(launch: &Launch, kl: &Kl, d: f64) -> (f64, f64) {
 }
 
 /// The bound that a value is beyond.
-fn bound(launch: &Launch, kl: &Kl, value: f64) -> Option<f64> {
+fn bound(launch: &SpecimenLaunch, kl: &Kl, value: f64) -> Option<f64> {
     let clamp = kl.value_clamp.filter(|_| !launch.has(Bug::KlValueClampIgnored))?;
     let clamp = if launch.has(Bug::KlValueClampOfPenalty) { clamp / kl.beta } else { clamp };
     match () {
@@ -112,14 +120,14 @@ fn bound(launch: &Launch, kl: &Kl, value: f64) -> Option<f64> {
 }
 
 /// `beta · kl`
-pub(crate) fn kl(launch: &Launch, inputs: &Inputs) -> Term {
+pub(crate) fn kl(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
     let spec: &LossSpec = launch.spec;
-    let Some(kl) = &spec.kl else { return Term::default() };
+    let Some(kl) = &spec.kl else { return SpecimenTerm::default() };
     if launch.has(Bug::KlMaskedByOffPolicyMask) && !inputs.on_policy {
-        return Term::default();
+        return SpecimenTerm::default();
     }
     if launch.has(Bug::TopEntropyTakesKl) && !inputs.is_high {
-        return Term::default();
+        return SpecimenTerm::default();
     }
     let is_kept = launch.has(Bug::KlValueClampGradientKept);
     let after_importance = kl.clamp_after_importance != launch.has(Bug::KlValueClampOnTheWrongSide);
@@ -134,7 +142,11 @@ pub(crate) fn kl(launch: &Launch, inputs: &Inputs) -> Term {
     let by_logp = kl_gradient(launch, kl, inputs, by_logp, is_free);
     let mut term = weighed_kl(launch, kl, inputs, (value, by_logp), is_free);
     if let Some(bound) = bound(launch, kl, term.value).filter(|_| after_importance) {
-        term = if is_kept { Term { value: bound, ..term } } else { Term { value: bound, ..Term::default() } };
+        term = if is_kept {
+            SpecimenTerm { value: bound, ..term }
+        } else {
+            SpecimenTerm { value: bound, ..SpecimenTerm::default() }
+        };
     }
     let mut term = term.times(kl.beta).weighed(inputs.factors[1]);
     if launch.has(Bug::BetaTwiceInGradient) {

@@ -13,15 +13,15 @@ pub(crate) const TILE: usize = 256;
 
 /// How devices cut a batch.
 #[derive(Clone, Copy)]
-pub(crate) struct Mesh {
+pub(crate) struct SimulatedMesh {
     /// Parts that the sequences are cut in.
     pub(crate) rows: usize,
     /// Parts that the vocabulary is cut in.
     pub(crate) columns: usize,
 }
 
-impl Mesh {
-    pub(crate) fn of(devices: usize) -> Self {
+impl SimulatedMesh {
+    pub(crate) fn new(devices: usize) -> Self {
         match devices {
             1 => Self { rows: 1, columns: 1 },
             2 => Self { rows: 1, columns: 2 },
@@ -37,15 +37,15 @@ pub(crate) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
 }
 
 /// What the tokens of a batch come to.
-pub(crate) struct Evaluation {
+pub(crate) struct SpecimenEvaluation {
     pub(crate) loss: f64,
-    pub(crate) tokens: Array2<Option<Graded>>,
+    pub(crate) tokens: Array2<Option<SpecimenGradient>>,
 }
 
-impl Evaluation {
+impl SpecimenEvaluation {
     /// Log-probabilities, entropies and losses, 0 where a token is masked.
     pub(crate) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
-        let values: [fn(&Graded) -> f64; 3] =
+        let values: [fn(&SpecimenGradient) -> f64; 3] =
             [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
         values.map(|value| self.tokens.map(|token| token.as_ref().map_or(0.0, value) as f32).into())
     }
@@ -53,8 +53,8 @@ impl Evaluation {
 
 /// A token when all is known but its dlogits.
 #[derive(Clone)]
-pub(crate) struct Graded {
-    pub(crate) scored: Scored,
+pub(crate) struct SpecimenGradient {
+    pub(crate) scored: SpecimenScore,
     /// Policy term plus `beta · kl`.
     pub(crate) loss: f64,
     /// `∂loss/∂logp`
@@ -65,7 +65,7 @@ pub(crate) struct Graded {
 
 /// A softmax over logits times `rate`.
 #[derive(Clone, Copy)]
-pub(crate) struct Softmax {
+pub(crate) struct SpecimenSoftmax {
     pub(crate) max: f32,
     pub(crate) rate: f32,
     pub(crate) sum: f64,
@@ -77,7 +77,7 @@ pub(crate) struct Softmax {
 
 /// An id of a token beside its first.
 #[derive(Clone, Copy)]
-pub(crate) struct Picked {
+pub(crate) struct OtherIdScore {
     pub(crate) id: usize,
     pub(crate) logp: f64,
     /// `1 − p` of its column, summed over the others.
@@ -88,18 +88,18 @@ pub(crate) struct Picked {
 
 /// What the logits of a token come to.
 #[derive(Clone)]
-pub(crate) struct Scored {
+pub(crate) struct SpecimenScore {
     pub(crate) logp: f64,
     pub(crate) entropy: f64,
     pub(crate) id: usize,
     pub(crate) temperature: f64,
-    pub(crate) logp_softmax: Softmax,
-    pub(crate) entropy_softmax: Softmax,
+    pub(crate) logp_softmax: SpecimenSoftmax,
+    pub(crate) entropy_softmax: SpecimenSoftmax,
     /// Its ids beside the first.
-    pub(crate) others: Vec<Picked>,
+    pub(crate) others: Vec<OtherIdScore>,
 }
 
-impl Scored {
+impl SpecimenScore {
     /// The same token with the maxima and sums of another.
     pub(crate) fn with_softmax_of(self, other: &Self) -> Self {
         Self { logp_softmax: other.logp_softmax, entropy_softmax: other.entropy_softmax, ..self }
@@ -108,12 +108,12 @@ impl Scored {
 
 /// What a term of a token's loss, and its gradient, are multiplied by.
 #[derive(Clone, Copy)]
-pub(crate) struct Factor {
+pub(crate) struct CorrectionFactor {
     pub(crate) value: f64,
     pub(crate) gradient: f64,
 }
 
-impl Factor {
+impl CorrectionFactor {
     pub(crate) const ONE: Self = Self { value: 1.0, gradient: 1.0 };
 
     pub(crate) fn times(&mut self, weight: f64, in_gradient: bool) {
@@ -123,36 +123,36 @@ impl Factor {
 }
 
 /// What becomes of each token.
-pub(crate) struct Corrections {
+pub(crate) struct TokenCorrections {
     /// Those that count.
     pub(crate) mask: Array2<bool>,
     /// Of the policy term and of the penalty.
-    pub(crate) factors: Array2<[Factor; 2]>,
+    pub(crate) factors: Array2<[CorrectionFactor; 2]>,
 }
 
-impl Corrections {
+impl TokenCorrections {
     /// Every unmasked token counts, and nothing is weighed.
     pub(crate) fn none(mask: &Array2<bool>) -> Self {
-        Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [Factor::ONE; 2]) }
+        Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [CorrectionFactor::ONE; 2]) }
     }
 }
 
 /// One evaluation.
-pub(crate) struct Launch<'l> {
+pub(crate) struct SpecimenLaunch<'l> {
     pub(crate) bug: Option<Bug>,
     /// Which evaluation it is of its kernel: what one whose sums have no order depends on.
     pub(crate) turn: usize,
     pub(crate) spec: &'l LossSpec,
     pub(crate) shape: Shape,
     pub(crate) tokens: Tokens<'l>,
-    pub(crate) mesh: Mesh,
+    pub(crate) mesh: SimulatedMesh,
     /// Whether the softmaxes are of the logits as they are given.
     pub(crate) takes_logits_as_given: bool,
     /// What weighs and rejects tokens.
-    pub(crate) corrections: Corrections,
+    pub(crate) corrections: TokenCorrections,
 }
 
-impl Launch<'_> {
+impl SpecimenLaunch<'_> {
     pub(crate) fn has(&self, bug: Bug) -> bool {
         self.bug == Some(bug)
     }

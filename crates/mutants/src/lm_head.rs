@@ -20,7 +20,7 @@ use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
 use rayon::prelude::*;
 
 use crate::bank::Bug;
-use crate::launch::{Evaluation, Graded, Launch, Mesh, Scored, TILE, part};
+use crate::launch::{SimulatedMesh, SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, TILE, part};
 use crate::loss;
 use crate::specimen::{DEVICE_COUNTS, Specimen};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
@@ -70,20 +70,20 @@ impl Implementation<HeadProblem> for Specimen {
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let shape = problem.check(spec)?;
         Self::expect_computed(spec, problem.dtype(), devices)?;
-        let launch = self.launch(spec, shape.logits(), problem.tokens(), Mesh::of(devices));
-        Ok(Head::of(launch, &problem.logits, shape).candidate())
+        let launch = self.launch(spec, shape.logits(), problem.tokens(), SimulatedMesh::new(devices));
+        Ok(SpecimenHead::new(launch, &problem.logits, shape).candidate())
     }
 }
 
 /// Where a token is: its sequence, and its place there.
-type Place = (usize, usize);
+type SequencePlace = (usize, usize);
 
 /// `[n,V]` of each chunk, by its tokens.
-type Logits = HashMap<Vec<Place>, Vec<f32>>;
+type ChunkLogits = HashMap<Vec<SequencePlace>, Vec<f32>>;
 
 /// One evaluation.
-struct Head<'l> {
-    launch: Launch<'l>,
+struct SpecimenHead<'l> {
+    launch: SpecimenLaunch<'l>,
     projection: &'l Projection,
     shape: HeadShape,
     /// `[N,H]`
@@ -102,15 +102,15 @@ fn sum(one: Option<Array2<f32>>, other: Array2<f32>) -> Array2<f32> {
 }
 
 /// What a chunk leaves.
-struct Chunk {
+struct HeadChunk {
     /// `[n,H]`
     hidden: Array2<f64>,
     /// `[n,V]`
     dlogits: Array2<f64>,
 }
 
-impl<'l> Head<'l> {
-    fn of(launch: Launch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
+impl<'l> SpecimenHead<'l> {
+    fn new(launch: SpecimenLaunch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
         let (mut matrix, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
@@ -169,11 +169,11 @@ impl<'l> Head<'l> {
     }
 
     /// The tokens of a row shard that count, a chunk at a time.
-    fn chunks(&self, device_row: usize) -> Vec<Vec<Place>> {
+    fn chunks(&self, device_row: usize) -> Vec<Vec<SequencePlace>> {
         let rows = part(self.shape.batch, self.launch.mesh.rows, device_row);
         let places = rows.flat_map(|b| (0..self.shape.tokens).map(move |t| (b, t)));
-        let places: Vec<Place> = places.filter(|&(b, t)| self.launch.counts(b, t)).collect();
-        places.chunks(CHUNK).map(<[Place]>::to_vec).collect()
+        let places: Vec<SequencePlace> = places.filter(|&(b, t)| self.launch.counts(b, t)).collect();
+        places.chunks(CHUNK).map(<[SequencePlace]>::to_vec).collect()
     }
 
     /// The columns of each vocabulary shard.
@@ -183,9 +183,9 @@ impl<'l> Head<'l> {
     }
 
     /// Every token that counts, and the logits of the chunks.
-    fn forward(&self) -> (Array2<Option<Scored>>, Logits) {
+    fn forward(&self) -> (Array2<Option<SpecimenScore>>, ChunkLogits) {
         let HeadShape { batch, tokens, vocab, .. } = self.shape;
-        let (mut scored, mut all) = (Array2::from_elem((batch, tokens), None), Logits::new());
+        let (mut scored, mut all) = (Array2::from_elem((batch, tokens), None), ChunkLogits::new());
         for device_row in 0..self.launch.mesh.rows {
             let mut scratch = self.launch.scratch();
             for places in self.chunks(device_row) {
@@ -200,7 +200,7 @@ impl<'l> Head<'l> {
     }
 
     /// `[n,H]`
-    fn hidden_of(&self, places: &[Place]) -> Array2<f64> {
+    fn hidden_of(&self, places: &[SequencePlace]) -> Array2<f64> {
         let rows: Vec<usize> = places.iter().map(|(b, t)| b * self.shape.tokens + t).collect();
         self.hidden.select(Axis(0), &rows)
     }
@@ -229,7 +229,7 @@ impl<'l> Head<'l> {
     }
 
     /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
-    fn backward(&self, evaluation: &Evaluation, logits: &Logits) -> (Array2<f64>, Array2<f32>) {
+    fn backward(&self, evaluation: &SpecimenEvaluation, logits: &ChunkLogits) -> (Array2<f64>, Array2<f32>) {
         let mut dhidden = Array2::zeros(self.hidden.dim());
         // None until something is added: an array of the head's size is gigabytes.
         let mut dlm_head: Option<Array2<f32>> = None;
@@ -240,7 +240,7 @@ impl<'l> Head<'l> {
             let mut of_shard: Option<Array2<f32>> = None;
             let mut chunks = self.chunks(device_row);
             self.change(&mut chunks);
-            let mut done: Vec<Chunk> = Vec::new();
+            let mut done: Vec<HeadChunk> = Vec::new();
             for (i, places) in chunks.iter().enumerate() {
                 let before = if i > 0 { chunks[i - 1].as_slice() } else { &[] };
                 let hidden = self.hidden_of(places);
@@ -254,7 +254,7 @@ impl<'l> Head<'l> {
                         dhidden *= self.launch.tokens.temperature(self.launch.spec, (b, t));
                     }
                 }
-                let chunk = Chunk { hidden, dlogits };
+                let chunk = HeadChunk { hidden, dlogits };
                 let added = self.dlm_head(&chunk, places, done.last(), evaluation);
                 let before = of_shard.take().filter(|_| !self.has(Bug::DlmHeadOverwritten));
                 let mut sum = sum(before, added);
@@ -281,8 +281,8 @@ impl<'l> Head<'l> {
     }
 
     /// What goes wrong with which tokens a chunk has.
-    fn change(&self, chunks: &mut Vec<Vec<Place>>) {
-        let partial = |places: &Vec<Place>| places.len() < CHUNK;
+    fn change(&self, chunks: &mut Vec<Vec<SequencePlace>>) {
+        let partial = |places: &Vec<SequencePlace>| places.len() < CHUNK;
         if self.has(Bug::LastChunkDropped) && chunks.last().is_some_and(partial) {
             chunks.pop();
         }
@@ -303,13 +303,13 @@ impl<'l> Head<'l> {
     fn dlogits(
         &self,
         mut logits: Vec<f32>,
-        places: &[Place],
-        before: &[Place],
-        evaluation: &Evaluation,
+        places: &[SequencePlace],
+        before: &[SequencePlace],
+        evaluation: &SpecimenEvaluation,
     ) -> Array2<f64> {
-        let graded = |&(b, t): &Place| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
+        let graded = |&(b, t): &SequencePlace| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
         for (i, place) in places.iter().enumerate() {
-            let mut token: Graded = graded(place).clone();
+            let mut token: SpecimenGradient = graded(place).clone();
             if self.has(Bug::SoftmaxOfChunkBefore)
                 && let Some(stale) = before.get(i)
             {
@@ -367,10 +367,10 @@ impl<'l> Head<'l> {
     /// What a chunk adds, `[H,V]`.
     fn dlm_head(
         &self,
-        chunk: &Chunk,
-        places: &[Place],
-        before: Option<&Chunk>,
-        evaluation: &Evaluation,
+        chunk: &HeadChunk,
+        places: &[SequencePlace],
+        before: Option<&HeadChunk>,
+        evaluation: &SpecimenEvaluation,
     ) -> Array2<f32> {
         let n = chunk.dlogits.nrows();
         let mut hidden = match before {
@@ -390,7 +390,7 @@ impl<'l> Head<'l> {
             with_stale = concatenate![Axis(0), dlogits, before.dlogits.slice(s![n.., ..])];
             dlogits = with_stale.view();
         }
-        let mut added = self.of_hidden(&hidden, dlogits);
+        let mut added = self.product_with_hidden(&hidden, dlogits);
         if self.has(Bug::DlmHeadLacksTail) {
             for (_, columns) in self.shards() {
                 let whole = columns.len() - columns.len() % TILE;
@@ -415,7 +415,7 @@ impl<'l> Head<'l> {
     }
 
     /// `hiddenᵀ · dlogits`, summed in f64 and rounded.
-    fn of_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
+    fn product_with_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
         let mut products = Array2::zeros((self.shape.hidden, self.shape.vocab));
         let dlogits = dlogits.axis_chunks_iter(Axis(1), AT_ONCE);
         let parts: Vec<_> = products.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(dlogits).collect();

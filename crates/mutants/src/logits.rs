@@ -3,22 +3,22 @@
 use std::ops::Range;
 
 use crate::bank::Bug;
-use crate::launch::{Launch, TILE};
+use crate::launch::{SpecimenLaunch, TILE};
 use assay_core::problem::{Dtype, Float};
 use assay_core::spec::{LogitsTransform, Support};
 
 /// Who reads a row: its token, and the pass.
 #[derive(Clone, Copy)]
-pub(crate) struct Reader {
+pub(crate) struct LogitReader {
     /// The sampled column.
     pub(crate) id: usize,
     pub(crate) backward: bool,
 }
 
-impl Launch<'_> {
+impl SpecimenLaunch<'_> {
     /// What the softmaxes are of in a column of the shard `columns`, from the logit that stands there:
     /// `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the support.
-    pub(crate) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: Reader) -> f32 {
+    pub(crate) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: LogitReader) -> f32 {
         let x = x.to_f64();
         if self.takes_logits_as_given {
             return x as f32;
@@ -29,7 +29,7 @@ impl Launch<'_> {
         self.changed(E::DTYPE, x, columns, column, reader) as f32
     }
 
-    fn changed(&self, dtype: Dtype, x: f64, columns: &Range<usize>, column: usize, reader: Reader) -> f64 {
+    fn changed(&self, dtype: Dtype, x: f64, columns: &Range<usize>, column: usize, reader: LogitReader) -> f64 {
         let LogitsTransform { scale, softcap, .. } = self.spec.logits;
         let forgotten = self.has(Bug::BiasForgottenInBackward) && reader.backward;
         let bias = if forgotten { 0.0 } else { self.bias(columns, column) };
@@ -83,7 +83,7 @@ impl Launch<'_> {
     }
 
     /// Whether `column` of the shard `columns` is outside the softmaxes of the reader's token.
-    fn is_left_out(&self, columns: &Range<usize>, column: usize, reader: Reader) -> bool {
+    fn is_left_out(&self, columns: &Range<usize>, column: usize, reader: LogitReader) -> bool {
         match () {
             () if column == reader.id && !self.has(Bug::KeptIdLeftOut) => false,
             () if reader.backward && self.has(Bug::ExcludedGradientNotZero) => false,

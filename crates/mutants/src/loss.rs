@@ -5,28 +5,28 @@ use ndarray::Array2;
 use crate::bank::Bug;
 use crate::corrections::token_weights;
 use crate::kl::kl;
-use crate::launch::{Evaluation, Graded, Launch, Scored, part};
-use crate::policy::{Inputs, Term, policy};
-use crate::top_entropy::High;
+use crate::launch::{SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, part};
+use crate::policy::{SpecimenInputs, SpecimenTerm, policy};
+use crate::top_entropy::HighEntropy;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{AdvantageLevel, Averaging, LogClip, OldLogp, RatioLevel, Reduction, Rows};
 
 /// Losses, their sum and their gradients.
-pub(crate) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evaluation {
+pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenScore>>) -> SpecimenEvaluation {
     let Shape { batch, tokens, .. } = launch.shape;
     let mut graded = Array2::from_elem((batch, tokens), None);
     let mut loss = 0.0;
     let sequences = launch.sequences();
-    let high = High::of(launch, &scored);
+    let high = HighEntropy::new(launch, &scored);
     for device_row in 0..launch.mesh.rows {
         let rows = part(batch, launch.mesh.rows, device_row);
-        let weights = Weights::of(launch, &sequences, &high, device_row);
+        let weights = SequenceWeights::new(launch, &sequences, &high, device_row);
         let mut of_device = 0.0;
         for sequence in sequences.iter().filter(|sequence| rows.contains(&sequence.row)) {
             let first = if launch.has(Bug::AdvantagesOfFirstDevice) { rows.start } else { 0 };
             let b = sequence.row;
             let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]].clone()?)));
-            let row: Vec<(usize, Scored)> = row.collect();
+            let row: Vec<(usize, SpecimenScore)> = row.collect();
             let advantages_of = sequence.index - first;
             for (t, token) in grade(launch, (sequence, advantages_of), &row, (&weights, &high), &mut of_device) {
                 graded[[b, t]] = Some(token);
@@ -36,11 +36,11 @@ pub(crate) fn evaluate(launch: &Launch, scored: Array2<Option<Scored>>) -> Evalu
             loss += of_device;
         }
     }
-    Evaluation { loss, tokens: graded }
+    SpecimenEvaluation { loss, tokens: graded }
 }
 
 /// What multiplies token losses and entropies.
-struct Weights {
+struct SequenceWeights {
     /// Of the policy terms of the tokens of each sequence.
     rows: Vec<f64>,
     /// Of their penalties.
@@ -49,8 +49,8 @@ struct Weights {
     entropy: f64,
 }
 
-impl Weights {
-    fn of(launch: &Launch, sequences: &[Sequence], high: &High, device_row: usize) -> Self {
+impl SequenceWeights {
+    fn new(launch: &SpecimenLaunch, sequences: &[Sequence], high: &HighEntropy, device_row: usize) -> Self {
         let (spec, mask) = (launch.spec, launch.mask());
         let Shape { batch: rows, tokens, .. } = launch.shape;
         let weights = launch.has(Bug::TokenWeightsInDenominator).then(|| token_weights(launch));
@@ -120,12 +120,12 @@ impl Weights {
 
 /// The tokens of a sequence, whose advantages are read at `advantages_of`; adds their losses to `sum`.
 fn grade(
-    launch: &Launch,
+    launch: &SpecimenLaunch,
     (sequence, advantages_of): (&Sequence, usize),
-    row: &[(usize, Scored)],
-    (weights, high): (&Weights, &High),
+    row: &[(usize, SpecimenScore)],
+    (weights, high): (&SequenceWeights, &HighEntropy),
     sum: &mut f64,
-) -> Vec<(usize, Graded)> {
+) -> Vec<(usize, SpecimenGradient)> {
     let spec = launch.spec;
     let b = sequence.row;
     let (weight, kl_weight) = (weights.rows[sequence.index], weights.kl_rows[sequence.index]);
@@ -133,8 +133,9 @@ fn grade(
     let inputs = inputs(launch, b, advantages_of, row, high);
     // A mask that multiplies has masked tokens here too.
     let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.mask()[[b, t]] { 0.0 } else { 1.0 };
-    let terms: Vec<[Term; 2]> = inputs.iter().map(|inputs| [policy(launch, inputs), kl(launch, inputs)]).collect();
-    let through_level = |inputs: &Inputs, [policy, kl]: &[Term; 2]| {
+    let terms: Vec<[SpecimenTerm; 2]> =
+        inputs.iter().map(|inputs| [policy(launch, inputs), kl(launch, inputs)]).collect();
+    let through_level = |inputs: &SpecimenInputs, [policy, kl]: &[SpecimenTerm; 2]| {
         let (_, follows) = inputs.level;
         let by_log_ratio = weight * policy.by_log_ratio + kl_gradient_weight * kl.by_log_ratio;
         if follows || launch.has(Bug::RatioClampGradientKept) || launch.has(Bug::CapGradientKept) {
@@ -197,13 +198,19 @@ fn grade(
             grad_logp *= 0.0;
             grad_entropy *= 0.0;
         }
-        (t, Graded { scored: scored.clone(), loss: value, grad_logp, grad_entropy })
+        (t, SpecimenGradient { scored: scored.clone(), loss: value, grad_logp, grad_entropy })
     });
     graded.collect()
 }
 
-fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored)], high: &High) -> Vec<Inputs> {
-    let Launch { spec, tokens, .. } = launch;
+fn inputs(
+    launch: &SpecimenLaunch,
+    b: usize,
+    advantages_of: usize,
+    row: &[(usize, SpecimenScore)],
+    high: &HighEntropy,
+) -> Vec<SpecimenInputs> {
+    let SpecimenLaunch { spec, tokens, .. } = launch;
     let at = |array: Option<&Array2<f64>>, b: usize, t: usize| array.map_or(f64::NAN, |array| array[[b, t]]);
     let rollout_logp = |t: usize| at(tokens.extra.rollout_logp.as_ref(), b, t);
     let given = |t: usize| {
@@ -220,19 +227,19 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
         () if launch.has(Bug::SamplerInBf16) => half::bf16::from_f64(rollout_logp(t)).to_f64(),
         () => rollout_logp(t),
     };
-    let old_logp = |t: usize, scored: &Scored| match spec.old_logp {
+    let old_logp = |t: usize, scored: &SpecimenScore| match spec.old_logp {
         OldLogp::Given => given(t),
         OldLogp::Current => scored.logp,
         OldLogp::Rollout => of_sampler(t),
     };
     let advantages: Vec<f64> = row.iter().map(|(t, _)| advantage(launch, (b, *t), advantages_of)).collect();
-    let of_row = LogRatios::of(launch, b, row, &advantages, high, old_logp);
+    let of_row = LogRatios::new(launch, b, row, &advantages, high, old_logp);
     let near = spec.off_policy_mask.is_none_or(|mask| {
         let behaviour = |t: usize| match mask.behaviour {
             OldLogp::Rollout if !launch.has(Bug::OffPolicyOfOldPolicy) => rollout_logp(t),
             _ => at(tokens.old_logp, b, t),
         };
-        let fallen = |(t, scored): &(usize, Scored)| {
+        let fallen = |(t, scored): &(usize, SpecimenScore)| {
             let fallen = behaviour(*t) - scored.logp;
             if fallen.is_nan() && !launch.has(Bug::OffPolicyUnscoredNan) { 0.0 } else { fallen }
         };
@@ -241,10 +248,10 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
         let mean = if launch.has(Bug::OffPolicySignFlipped) { -mean } else { mean };
         mean <= mask.threshold || launch.has(Bug::OffPolicyMaskIgnored)
     });
-    let of_token = |(i, (t, scored)): (usize, &(usize, Scored))| {
+    let of_token = |(i, (t, scored)): (usize, &(usize, SpecimenScore))| {
         let ref_row = if launch.has(Bug::RefLogpOfFirstRow) { 0 } else { b };
         let advantage = advantages[i];
-        Inputs {
+        SpecimenInputs {
             logp: scored.logp,
             ref_logp: at(tokens.ref_logp, ref_row, *t),
             old_logp: at(tokens.old_logp, b, *t),
@@ -264,8 +271,8 @@ fn inputs(launch: &Launch, b: usize, advantages_of: usize, row: &[(usize, Scored
 }
 
 /// `A` of token `at`, whose sequence's advantage is at `advantages_of`.
-fn advantage(launch: &Launch, at @ (_, t): (usize, usize), advantages_of: usize) -> f64 {
-    let Launch { spec, tokens, shape, .. } = launch;
+fn advantage(launch: &SpecimenLaunch, at @ (_, t): (usize, usize), advantages_of: usize) -> f64 {
+    let SpecimenLaunch { spec, tokens, shape, .. } = launch;
     let sequences = &tokens.extra.sequences;
     let is_packed = sequences.packed().is_some();
     let count = sequences.count(shape.batch);
@@ -289,46 +296,46 @@ fn advantage(launch: &Launch, at @ (_, t): (usize, usize), advantages_of: usize)
 }
 
 /// A log-ratio, or what it is made of, and whether it follows that there.
-type Held = (f64, bool);
+type FollowedRatio = (f64, bool);
 
 /// The log-ratios of a row.
 struct LogRatios<'l> {
-    launch: &'l Launch<'l>,
+    launch: &'l SpecimenLaunch<'l>,
     /// Each token's own, after its clamp and clip.
-    owns: Vec<Held>,
+    owns: Vec<FollowedRatio>,
     /// The row's, which its tokens share, after the clamp of a product.
-    row: Held,
+    row: FollowedRatio,
     /// What of that is each token's own.
     shares: Vec<f64>,
 }
 
 impl<'l> LogRatios<'l> {
-    fn of(
-        launch: &'l Launch<'l>,
+    fn new(
+        launch: &'l SpecimenLaunch<'l>,
         b: usize,
-        row: &[(usize, Scored)],
+        row: &[(usize, SpecimenScore)],
         advantages: &[f64],
-        high: &High,
-        old_logp: impl Fn(usize, &Scored) -> f64,
+        high: &HighEntropy,
+        old_logp: impl Fn(usize, &SpecimenScore) -> f64,
     ) -> Self {
         let ratio = &launch.spec.ratio;
         let held = |x: f64| match ratio.clamp {
             Some(clamp) if x.abs() > clamp && !launch.has(Bug::RatioClampIgnored) => (x.clamp(-clamp, clamp), false),
             _ => (x, true),
         };
-        let capped = |(x, follows): Held| match ratio.cap {
+        let capped = |(x, follows): FollowedRatio| match ratio.cap {
             Some(cap) if launch.has(Bug::CapOfTokens) && x > cap => (cap, false),
             _ => (x, follows),
         };
         // Of a product the sum is held.
         let of_product = ratio.level == RatioLevel::SequenceProduct;
-        let own = |((t, scored), &advantage): (&(usize, Scored), &f64)| {
+        let own = |((t, scored), &advantage): (&(usize, SpecimenScore), &f64)| {
             let x = scored.logp - old_logp(*t, scored);
             let (x, follows) = if of_product { (x, true) } else { held(x) };
             let (x, still_follows) = clipped(launch, x, advantage);
             capped((x, follows && still_follows))
         };
-        let owns: Vec<Held> = row.iter().zip(advantages).map(own).collect();
+        let owns: Vec<FollowedRatio> = row.iter().zip(advantages).map(own).collect();
         let is_in = |i: &usize| high.ratio[[b, row[*i].0]];
         let within: Vec<f64> = (0..row.len()).filter(is_in).map(|i| owns[i].0).collect();
         let count = match () {
@@ -352,7 +359,7 @@ impl<'l> LogRatios<'l> {
     }
 
     /// What the ratio of a token is the exponential of, and whether it follows its own log-ratio, or that of its row, there.
-    fn level(&self, i: usize) -> Held {
+    fn level(&self, i: usize) -> FollowedRatio {
         let Self { launch, owns, row, .. } = self;
         let ratio = &launch.spec.ratio;
         let of_own = ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
@@ -369,7 +376,7 @@ impl<'l> LogRatios<'l> {
 }
 
 /// The log-ratio of a token after GMPO's clip.
-fn clipped(launch: &Launch, x: f64, advantage: f64) -> Held {
+fn clipped(launch: &SpecimenLaunch, x: f64, advantage: f64) -> FollowedRatio {
     if launch.has(Bug::LogClipIgnored) || launch.has(Bug::LogClipOfMean) {
         (x, true)
     } else {
@@ -378,7 +385,7 @@ fn clipped(launch: &Launch, x: f64, advantage: f64) -> Held {
 }
 
 /// At most `high` where `A > 0`, at least `−low` where `A < 0`, 0 where it is 0.
-fn clipped_to(launch: &Launch, x: f64, advantage: f64) -> Held {
+fn clipped_to(launch: &SpecimenLaunch, x: f64, advantage: f64) -> FollowedRatio {
     let Some(LogClip { low, high }) = launch.spec.ratio.clip else { return (x, true) };
     let advantage = if launch.has(Bug::LogClipOnTheWrongSide) { -advantage } else { advantage };
     let bounded = match () {

@@ -1,18 +1,18 @@
 //! The policy term of a token, as the specimen has it, and what a token's loss depends on.
 
 use crate::bank::Bug;
-use crate::launch::{Factor, Launch};
+use crate::launch::{CorrectionFactor, SpecimenLaunch};
 use assay_core::spec::{Aspo, Cispo, ClipWidths, Objective, PositiveTokens, PpoClip, Topr};
 
 /// A term of the loss, with its derivatives by `ℓ` and by the log-ratio of the token's level.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Term {
+pub(crate) struct SpecimenTerm {
     pub(crate) value: f64,
     pub(crate) by_logp: f64,
     pub(crate) by_log_ratio: f64,
 }
 
-impl Term {
+impl SpecimenTerm {
     /// `factor` times the term; 0 where the factor is, even if the term overflows.
     pub(crate) fn times(self, factor: f64) -> Self {
         if factor == 0.0 {
@@ -22,18 +22,18 @@ impl Term {
     }
 
     /// The same with a weight that a bug may leave out of the gradient.
-    pub(crate) fn weighed(self, by: Factor) -> Self {
+    pub(crate) fn weighed(self, by: CorrectionFactor) -> Self {
         if by.value == 0.0 {
             return Self::default();
         }
-        let Factor { value, gradient } = by;
+        let CorrectionFactor { value, gradient } = by;
         Self { value: self.value * value, by_logp: self.by_logp * gradient, by_log_ratio: self.by_log_ratio * gradient }
     }
 }
 
 /// What a token's loss depends on.
 #[derive(Clone, Copy)]
-pub(crate) struct Inputs {
+pub(crate) struct SpecimenInputs {
     pub(crate) logp: f64,
     pub(crate) ref_logp: f64,
     pub(crate) old_logp: f64,
@@ -41,7 +41,7 @@ pub(crate) struct Inputs {
     pub(crate) advantage: f64,
     pub(crate) is_selected: bool,
     /// What the policy term and the penalty are multiplied by.
-    pub(crate) factors: [Factor; 2],
+    pub(crate) factors: [CorrectionFactor; 2],
     /// `ℓ` less the ratio's denominator.
     pub(crate) moved: f64,
     /// The token's own log-ratio after its clamp and clip, and whether it follows `ℓ` there.
@@ -56,7 +56,7 @@ pub(crate) struct Inputs {
 }
 
 /// `ρ`, in f32.
-pub(crate) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
+pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
     if launch.has(Bug::RatioToFirstOrder) {
         return 1.0 + inputs.level.0;
     }
@@ -64,10 +64,10 @@ pub(crate) fn ratio(launch: &Launch, inputs: &Inputs) -> f64 {
 }
 
 /// The policy term.
-pub(crate) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
+pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
     if idle || !inputs.on_policy || !inputs.is_high {
-        return Term::default();
+        return SpecimenTerm::default();
     }
     let term = match &launch.spec.objective {
         Objective::PpoClip(clip) => ppo_clip(launch, clip, inputs),
@@ -75,19 +75,19 @@ pub(crate) fn policy(launch: &Launch, inputs: &Inputs) -> Term {
         Objective::PolicyGradient => score(1.0, inputs),
         Objective::Topr(topr) => tapered(launch, topr, inputs),
         Objective::Aspo(aspo) => upside_down(launch, aspo, inputs),
-        _ => Term::default(),
+        _ => SpecimenTerm::default(),
     };
     term.weighed(inputs.factors[0])
 }
 
 /// `−coefficient·A·ℓ`, the coefficient held.
-fn score(coefficient: f64, inputs: &Inputs) -> Term {
+fn score(coefficient: f64, inputs: &SpecimenInputs) -> SpecimenTerm {
     let by_logp = -coefficient * inputs.advantage;
-    Term { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
+    SpecimenTerm { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
 }
 
 /// `−min(min(ρ, δ)·A, clip(ρ)·A)`, for `A < 0` at most `−c·A`. It follows the ratio where it is the ratio.
-fn ppo_clip(launch: &Launch, clip: &PpoClip, inputs: &Inputs) -> Term {
+fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) -> SpecimenTerm {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
     let (epsilon_low, epsilon_high) = match () {
         () if launch.has(Bug::EpsilonsSwapped) => (clip.epsilon_high, clip.epsilon_low),
@@ -117,27 +117,27 @@ fn ppo_clip(launch: &Launch, clip: &PpoClip, inputs: &Inputs) -> Term {
         () if follows || launch.has(Bug::ClipGradientKept) => -ratio * advantage,
         () => 0.0,
     };
-    Term { value: -k * advantage, by_logp: 0.0, by_log_ratio }
+    SpecimenTerm { value: -k * advantage, by_logp: 0.0, by_log_ratio }
 }
 
 /// `−sg(clip(ρ))·A·ℓ`
-fn cispo_weight(launch: &Launch, cispo: &Cispo, inputs: &Inputs) -> Term {
+fn cispo_weight(launch: &SpecimenLaunch, cispo: &Cispo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
     let lower = cispo.lower.filter(|_| !launch.has(Bug::CispoLowerIgnored)).unwrap_or(f64::NEG_INFINITY);
     let upper = if launch.has(Bug::CispoBoundFromOne) { 1.0 + cispo.upper } else { cispo.upper };
     let weight = ratio.clamp(lower, upper);
     let term = score(weight, inputs);
     if launch.has(Bug::CispoGradientClipped) && weight != ratio {
-        return Term { by_logp: 0.0, ..term };
+        return SpecimenTerm { by_logp: 0.0, ..term };
     }
     if launch.has(Bug::CispoWithoutLogp) {
-        return Term { value: term.value, by_logp: 0.0, by_log_ratio: term.value };
+        return SpecimenTerm { value: term.value, by_logp: 0.0, by_log_ratio: term.value };
     }
     term
 }
 
 /// `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
-fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
+fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
     let k = match () {
         () if launch.has(Bug::ToprClipIgnored) => ratio,
@@ -156,15 +156,15 @@ fn tapered(launch: &Launch, topr: &Topr, inputs: &Inputs) -> Term {
     }
     let term = score(of_others * k, inputs);
     match () {
-        () if launch.has(Bug::ToprRatioNotDetached) && k == ratio => Term { by_log_ratio: term.value, ..term },
-        () if launch.has(Bug::ToprGradientClipped) && k != ratio => Term { by_logp: 0.0, ..term },
+        () if launch.has(Bug::ToprRatioNotDetached) && k == ratio => SpecimenTerm { by_log_ratio: term.value, ..term },
+        () if launch.has(Bug::ToprGradientClipped) && k != ratio => SpecimenTerm { by_logp: 0.0, ..term },
         () => term,
     }
 }
 
 /// For `A > 0` `−A·u/sg(u²)` with `u = min(ρ, 1 + εh)`, for `A < 0` `−A·v` with `v = max(ρ, 1 − εl)`; `−sg(c)·A·ℓ` where `1/u`, or
 /// `v`, is above `c`.
-fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
+fn upside_down(launch: &SpecimenLaunch, aspo: &Aspo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
     let own = ClipWidths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
     let is_selected = match () {
@@ -193,7 +193,7 @@ fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
     };
     if compared > most && !launch.has(Bug::AspoDualClipIgnored) {
         let value = -most * advantage;
-        let without_logp = Term { value, by_logp: 0.0, by_log_ratio: 0.0 };
+        let without_logp = SpecimenTerm { value, by_logp: 0.0, by_log_ratio: 0.0 };
         return if launch.has(Bug::AspoDualClipWithoutLogp) { without_logp } else { score(most, inputs) };
     }
     let mut k = if is_inverted { clipped.recip() } else { clipped };
@@ -208,5 +208,5 @@ fn upside_down(launch: &Launch, aspo: &Aspo, inputs: &Inputs) -> Term {
         () if is_inverted && launch.has(Bug::AspoGradientOfInverse) => -value,
         () => value,
     };
-    Term { value, by_logp: 0.0, by_log_ratio }
+    SpecimenTerm { value, by_logp: 0.0, by_log_ratio }
 }

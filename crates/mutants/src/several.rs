@@ -6,11 +6,11 @@
 use ndarray::{Array3, Ix3};
 
 use crate::bank::Bug;
-use crate::launch::{Evaluation, Launch, Picked, Softmax, TILE, part};
-use crate::logits::Reader;
+use crate::launch::{OtherIdScore, SpecimenEvaluation, SpecimenLaunch, SpecimenSoftmax, TILE, part};
+use crate::logits::LogitReader;
 use assay_core::problem::{Float, FloatArray};
 
-impl Launch<'_> {
+impl SpecimenLaunch<'_> {
     /// The ids, as the kernel reads them, with their cotangents.
     fn other_ids(&self, at @ (b, t): (usize, usize)) -> Vec<(usize, f64)> {
         let Some(others) = &self.tokens.extra.others else { return Vec::new() };
@@ -35,9 +35,9 @@ impl Launch<'_> {
         logits: &[E],
         row: usize,
         at: (usize, usize),
-        softmax: &Softmax,
+        softmax: &SpecimenSoftmax,
         temperature: f64,
-    ) -> Vec<Picked> {
+    ) -> Vec<OtherIdScore> {
         let picked = |(id, grad_logp): (usize, f64)| {
             let (mut chosen, mut others) = (0.0_f32, 0.0);
             for shard in 0..self.mesh.columns {
@@ -45,7 +45,7 @@ impl Launch<'_> {
                 let is_elsewhere = !columns.contains(&id) && !columns.is_empty();
                 let edge = id.clamp(columns.start, columns.end.max(columns.start + 1) - 1);
                 for tile in 0..columns.len().div_ceil(TILE) {
-                    let x = self.load(logits, row, &columns, tile, Reader { id, backward: false });
+                    let x = self.load(logits, row, &columns, tile, LogitReader { id, backward: false });
                     for (column, x) in (columns.start + tile * TILE..columns.end).zip(x) {
                         if column == id || (is_elsewhere && column == edge && self.has(Bug::OtherIdFromEveryShard)) {
                             chosen += x;
@@ -59,14 +59,14 @@ impl Launch<'_> {
             let t = f64::from((chosen - softmax.max) * softmax.rate);
             let log_sum = if t == 0.0 { others.ln_1p() } else { softmax.sum.ln() };
             let divisor = if self.divides_logits() { 1.0 } else { temperature };
-            Picked { id, logp: (t - log_sum) / divisor, others: others / softmax.sum, grad_logp }
+            OtherIdScore { id, logp: (t - log_sum) / divisor, others: others / softmax.sum, grad_logp }
         };
         self.other_ids(at).into_iter().map(picked).collect()
     }
 
     /// What they add to a dlogit of probability `p`, but for the temperature: `Σ_k G_k·(1[j = y_k] − p_j)`.
-    pub(crate) fn of_others(&self, picked: &[Picked], column: usize, p: f64) -> f64 {
-        let of = |(k, of): (usize, &Picked)| {
+    pub(crate) fn gradient_of_others(&self, picked: &[OtherIdScore], column: usize, p: f64) -> f64 {
+        let of = |(k, of): (usize, &OtherIdScore)| {
             let is_overwritten = picked[k + 1..].iter().any(|later| later.id == of.id);
             let own = of.id == column && !(is_overwritten && self.has(Bug::RepeatedIdOverwritten));
             match () {
@@ -88,12 +88,12 @@ impl Launch<'_> {
     }
 
     /// Whether a later one has the first id too, which a bug forgets over it.
-    pub(crate) fn forgets_first(&self, first: usize, picked: &[Picked]) -> bool {
+    pub(crate) fn forgets_first(&self, first: usize, picked: &[OtherIdScore]) -> bool {
         self.has(Bug::RepeatedIdOverwritten) && picked.iter().any(|later| later.id == first)
     }
 
     /// `[B,T,K−1]`, 0 where a token is masked; `None` where it has no other.
-    pub(crate) fn logp_of_others(&self, evaluation: &Evaluation) -> Option<FloatArray<Ix3>> {
+    pub(crate) fn logp_of_others(&self, evaluation: &SpecimenEvaluation) -> Option<FloatArray<Ix3>> {
         let count = self.tokens.extra.others.as_ref()?.count();
         let of_token = |at| {
             let picked = evaluation.tokens[at].as_ref().map_or(&[][..], |token| &token.scored.others);

@@ -17,8 +17,11 @@ use half::{bf16, f16};
 use ndarray::{Array2, arr0};
 
 use crate::bank::Bug;
-use crate::launch::{Corrections, Evaluation, Graded, Launch, Mesh, Scored, Softmax, TILE, part};
-use crate::logits::Reader;
+use crate::launch::{
+    SimulatedMesh, SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, SpecimenSoftmax, TILE,
+    TokenCorrections, part,
+};
+use crate::logits::LogitReader;
 use crate::loss;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
@@ -77,12 +80,19 @@ impl Specimen {
     }
 
     /// One evaluation more.
-    pub(crate) fn launch<'l>(&self, spec: &'l LossSpec, shape: Shape, tokens: Tokens<'l>, mesh: Mesh) -> Launch<'l> {
-        let corrections = Corrections::none(tokens.mask);
+    pub(crate) fn launch<'l>(
+        &self,
+        spec: &'l LossSpec,
+        shape: Shape,
+        tokens: Tokens<'l>,
+        mesh: SimulatedMesh,
+    ) -> SpecimenLaunch<'l> {
+        let corrections = TokenCorrections::none(tokens.mask);
         let turn = self.runs.fetch_add(1, Ordering::Relaxed) + 1;
         let takes_logits_as_given = spec.support.is_whole() && spec.logits == LogitsTransform::default();
-        let mut launch = Launch { bug: self.bug, turn, spec, shape, tokens, mesh, takes_logits_as_given, corrections };
-        launch.corrections = Corrections::of(&launch);
+        let mut launch =
+            SpecimenLaunch { bug: self.bug, turn, spec, shape, tokens, mesh, takes_logits_as_given, corrections };
+        launch.corrections = TokenCorrections::new(&launch);
         launch
     }
 }
@@ -123,7 +133,7 @@ impl Implementation for Specimen {
         let Problem { mut logits, ids, mask, advantages, old_logp, ref_logp, extra } = problem;
         let (old_logp, ref_logp) = (old_logp.as_ref(), ref_logp.as_ref());
         let tokens = Tokens { ids: &ids, mask: &mask, advantages: &advantages, old_logp, ref_logp, extra: &extra };
-        let launch = self.launch(spec, shape, tokens, Mesh::of(devices));
+        let launch = self.launch(spec, shape, tokens, SimulatedMesh::new(devices));
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
             FloatArray::F32(logits) => launch.run(logits.as_slice_mut().expect("checked: dense")),
@@ -159,8 +169,8 @@ impl Default for Scratch {
     }
 }
 
-impl Launch<'_> {
-    fn run<E: Float>(&self, logits: &mut [E]) -> Evaluation {
+impl SpecimenLaunch<'_> {
+    fn run<E: Float>(&self, logits: &mut [E]) -> SpecimenEvaluation {
         let scored = self.forward(logits);
         let mut evaluation = loss::evaluate(self, scored);
         self.backward(logits, &evaluation.tokens);
@@ -215,7 +225,7 @@ impl Launch<'_> {
         row: usize,
         columns: &Range<usize>,
         tile: usize,
-        reader: Reader,
+        reader: LogitReader,
     ) -> [f32; TILE] {
         let start = columns.start + tile * TILE;
         let at = |column: usize| {
@@ -244,7 +254,7 @@ impl Launch<'_> {
     }
 
     /// Every row of every device.
-    fn forward<E: Float>(&self, logits: &[E]) -> Array2<Option<Scored>> {
+    fn forward<E: Float>(&self, logits: &[E]) -> Array2<Option<SpecimenScore>> {
         let Shape { batch, tokens, .. } = self.shape;
         let mut scored = Array2::from_elem((batch, tokens), None);
         for device_row in 0..self.mesh.rows {
@@ -270,7 +280,7 @@ impl Launch<'_> {
         row: usize,
         at @ (b, t): (usize, usize),
         scratch: &mut [[Scratch; 2]],
-    ) -> Scored {
+    ) -> SpecimenScore {
         let (id, temperature) = (self.id(b, t), self.temperature(at));
         let rates = self.rates(temperature);
         let mut of_rate = |i: usize| {
@@ -285,7 +295,7 @@ impl Launch<'_> {
         let of_logp = of_rate(0);
         let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
         let others = self.pick(logits, row, at, &of_logp.0, temperature);
-        Scored { temperature, others, ..self.score::<E>(logits, row, id, of_rate, rates) }
+        SpecimenScore { temperature, others, ..self.score::<E>(logits, row, id, of_rate, rates) }
     }
 
     /// One grid step: the columns of one row on one device.
@@ -318,7 +328,7 @@ impl Launch<'_> {
             () => (0..tiles).collect(),
         };
         for tile in order {
-            let x = self.load(logits, row, columns, tile, Reader { id, backward: false });
+            let x = self.load(logits, row, columns, tile, LogitReader { id, backward: false });
             let fixed = self.has(Bug::MaxNotSubtracted) || (self.has(Bug::MaxOfFirstTile) && tile > 0);
             // A NaN counts for nothing here; the sum keeps it.
             let top = if fixed { scratch.max } else { x.iter().copied().fold(scratch.max, f32::max) };
@@ -395,7 +405,7 @@ impl Launch<'_> {
     }
 
     /// What the shards of a row come to together.
-    fn exchange(&self, shards: &[Scratch], rate: f32) -> (Softmax, f32) {
+    fn exchange(&self, shards: &[Scratch], rate: f32) -> (SpecimenSoftmax, f32) {
         let start = if self.has(Bug::MaxStartsAtMinusInfinity) { f32::NEG_INFINITY } else { f32::MIN };
         let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
         let mut whole = Scratch { max, ..Scratch::default() };
@@ -415,7 +425,7 @@ impl Launch<'_> {
         }
         let Scratch { sum, others, weighted, chosen, .. } = whole;
         let shard_max = [0, 1].map(|i| shards.get(i).map_or(max, |shard| shard.max));
-        (Softmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max }, chosen)
+        (SpecimenSoftmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max }, chosen)
     }
 
     /// Log-probability and entropy, from the two softmaxes and their chosen logits.
@@ -424,9 +434,9 @@ impl Launch<'_> {
         logits: &[E],
         row: usize,
         id: usize,
-        [(logp_softmax, chosen), (entropy_softmax, _)]: [(Softmax, f32); 2],
+        [(logp_softmax, chosen), (entropy_softmax, _)]: [(SpecimenSoftmax, f32); 2],
         rates: [f32; 2],
-    ) -> Scored {
+    ) -> SpecimenScore {
         let t = f64::from((chosen - logp_softmax.max) * rates[0]);
         // Nothing is lost where the sampled column is the largest, and the others are tiny.
         let log_sum = if t == 0.0 { logp_softmax.others.ln_1p() } else { logp_softmax.sum.ln() };
@@ -442,7 +452,7 @@ impl Launch<'_> {
         }
         let mut entropy = entropy_softmax.sum.ln() + entropy_softmax.mean_gap;
         if self.has(Bug::EntropyOfShiftedLog) {
-            let Softmax { max, rate, sum, .. } = entropy_softmax;
+            let SpecimenSoftmax { max, rate, sum, .. } = entropy_softmax;
             let p = |j: usize| ((logits[row + j].to_f64() - f64::from(max)) * f64::from(rate)).exp() / sum;
             entropy = -(0..self.shape.vocab).map(p).map(|p| p * (p + 1e-9).ln()).sum::<f64>();
         }
@@ -452,11 +462,11 @@ impl Launch<'_> {
         if self.has(Bug::EntropyInLogitsDtype) {
             entropy = E::DTYPE.round(entropy);
         }
-        Scored { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
+        SpecimenScore { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
     }
 
     /// dlogits over the logits.
-    fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<Graded>>) {
+    fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<SpecimenGradient>>) {
         let Shape { batch, tokens: length, vocab } = self.shape;
         for (b, t) in (0..batch).flat_map(|b| (0..length).map(move |t| (b, t))) {
             let row = self.offset(b, t);
@@ -485,9 +495,9 @@ impl Launch<'_> {
         row: usize,
         columns: &Range<usize>,
         shard: usize,
-        token: &Graded,
+        token: &SpecimenGradient,
     ) {
-        let Scored { id, temperature, logp_softmax, entropy_softmax, ref others, .. } = token.scored;
+        let SpecimenScore { id, temperature, logp_softmax, entropy_softmax, ref others, .. } = token.scored;
         let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
         let per_logit = match () {
             () if self.has(Bug::TemperatureForgottenInGradient) => 1.0,
@@ -497,7 +507,7 @@ impl Launch<'_> {
         };
         let shards = if self.has(Bug::GradientSummedOverShards) { self.mesh.columns as f64 } else { 1.0 };
         let tiles = columns.len().div_ceil(TILE);
-        let reader = Reader { id, backward: true };
+        let reader = LogitReader { id, backward: true };
         let mut logp_max = logp_softmax.max;
         if self.has(Bug::ShardMaxNotExchanged) {
             logp_max = logp_softmax.shard_max[shard];
@@ -506,7 +516,7 @@ impl Launch<'_> {
             let last = self.load(logits, row, columns, tiles.saturating_sub(1), reader);
             logp_max = last.into_iter().fold(f32::MIN, f32::max);
         }
-        let probability = |softmax: &Softmax, max: f32, x: f32| {
+        let probability = |softmax: &SpecimenSoftmax, max: f32, x: f32| {
             let t = (x - max) * softmax.rate;
             (f64::from(self.exp(t)) / softmax.sum, f64::from(t))
         };
@@ -545,7 +555,7 @@ impl Launch<'_> {
                 }
                 if !others.is_empty() {
                     let (p, _) = probability(&logp_softmax, logp_max, x);
-                    dx += self.of_others(others, column, p);
+                    dx += self.gradient_of_others(others, column, p);
                 }
                 if self.has(Bug::GradientAddedInLogitsDtype) {
                     dx = E::DTYPE.round(dx);

@@ -5,11 +5,11 @@
 use ndarray::Array2;
 
 use crate::bank::Bug;
-use crate::launch::{Launch, Scored, part};
+use crate::launch::{SpecimenLaunch, SpecimenScore, part};
 use assay_core::spec::{DroppedTerm, QuantilePrecision, TopEntropy};
 
 /// What each token has a part in.
-pub(crate) struct High {
+pub(crate) struct HighEntropy {
     /// The policy term.
     pub(crate) policy: Array2<bool>,
     /// Its row's log-ratio.
@@ -18,8 +18,8 @@ pub(crate) struct High {
     pub(crate) bonus: Array2<bool>,
 }
 
-impl High {
-    pub(crate) fn of(launch: &Launch, scored: &Array2<Option<Scored>>) -> Self {
+impl HighEntropy {
+    pub(crate) fn new(launch: &SpecimenLaunch, scored: &Array2<Option<SpecimenScore>>) -> Self {
         let all = Array2::from_elem(scored.dim(), true);
         let Some(top) = launch.spec.top_entropy.filter(|_| !launch.has(Bug::TopEntropyIgnored)) else {
             return Self { policy: all.clone(), ratio: all.clone(), bonus: all };
@@ -33,7 +33,7 @@ impl High {
 }
 
 /// Whether the entropy of each token is at least the quantile of those of its group: of all, but for a bug.
-fn above_quantile(launch: &Launch, top: &TopEntropy, scored: &Array2<Option<Scored>>) -> Array2<bool> {
+fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Option<SpecimenScore>>) -> Array2<bool> {
     let (rows, devices) = (launch.shape.batch, launch.mesh.rows);
     let group = |b: usize| match () {
         () if launch.has(Bug::TopEntropyOfRow) => b,
@@ -68,7 +68,7 @@ fn above_quantile(launch: &Launch, top: &TopEntropy, scored: &Array2<Option<Scor
 }
 
 /// Of ascending entropies the one at `(1 − fraction)·(n − 1)`, between two of them on the line through both.
-fn quantile(launch: &Launch, top: &TopEntropy, ascending: &[f64]) -> f64 {
+fn quantile(launch: &SpecimenLaunch, top: &TopEntropy, ascending: &[f64]) -> f64 {
     let Some(last) = ascending.len().checked_sub(1) else { return 0.0 };
     let takes_fraction = launch.has(Bug::TopEntropyOfFraction) || launch.has(Bug::TopEntropyLowest);
     let share = if takes_fraction { top.fraction } else { 1.0 - top.fraction };

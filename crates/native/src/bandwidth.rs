@@ -11,14 +11,14 @@ use assay_core::device_dtype::ArrayBytes as _;
 use assay_core::problem::FloatArray;
 
 /// Room for a copy of a batch's logits.
-pub struct CopyOf<'l> {
+pub struct LogitsCopy<'l> {
     from: &'l FloatArray<Ix3>,
     to: FloatArray<Ix3>,
 }
 
-impl<'l> CopyOf<'l> {
+impl<'l> LogitsCopy<'l> {
     /// Room for `logits`, in memory that the system has handed out.
-    pub fn of(logits: &'l FloatArray<Ix3>) -> Self {
+    pub fn new(logits: &'l FloatArray<Ix3>) -> Self {
         Self { from: logits, to: logits.clone() }
     }
 
@@ -40,13 +40,13 @@ impl<'l> CopyOf<'l> {
 /// How long it takes to read every element once.
 pub fn time_read(logits: &FloatArray<Ix3>) -> Duration {
     /// Eight bytes at a time.
-    fn of_row(row: &[u8]) -> u64 {
+    fn xor_row(row: &[u8]) -> u64 {
         let (head, words, tail) = pod_align_to::<u8, u64>(row);
         words.iter().fold(0, |all, x| all ^ x) ^ head.iter().chain(tail).fold(0, |all, x| all ^ u64::from(*x))
     }
     let rows = logits.bytes().par_chunks(bytes_a_row(logits));
     let started = Instant::now();
-    std::hint::black_box(rows.map(of_row).reduce(|| 0, |a, b| a ^ b));
+    std::hint::black_box(rows.map(xor_row).reduce(|| 0, |a, b| a ^ b));
     started.elapsed()
 }
 

@@ -1,4 +1,4 @@
-//! [`Cotangents`]: what the outputs are differentiated for.
+//! [`OutputCotangents`]: what the outputs are differentiated for.
 
 use ndarray::Array2;
 
@@ -7,7 +7,7 @@ use assay_core::problem::ProblemError;
 /// The derivatives, by each output, of what a framework minimises. They go into what multiplies a row's exponentials, in
 /// f64: dlogits are rounded once whatever they are.
 #[derive(Clone, Copy, Debug)]
-pub struct Cotangents<'c> {
+pub struct OutputCotangents<'c> {
     /// By the loss: 1, or what accumulation and loss scaling make of it.
     pub loss: f64,
     /// `[B,T]`, by logp, beside its part in the loss; `None` is 0. Masked tokens' are not read.
@@ -16,16 +16,16 @@ pub struct Cotangents<'c> {
     pub entropy: Option<&'c Array2<f64>>,
 }
 
-impl Default for Cotangents<'_> {
+impl Default for OutputCotangents<'_> {
     /// Of the loss itself.
     fn default() -> Self {
-        Self::of_loss(1.0)
+        Self::from_loss(1.0)
     }
 }
 
-impl Cotangents<'_> {
+impl OutputCotangents<'_> {
     /// Of `factor` times the loss.
-    pub fn of_loss(factor: f64) -> Self {
+    pub fn from_loss(factor: f64) -> Self {
         Self { loss: factor, logp: None, entropy: None }
     }
 

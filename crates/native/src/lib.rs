@@ -32,11 +32,11 @@ use assay_core::problem::{
 };
 use assay_core::spec::{LossSpec, Objective};
 pub use assay_simd::{Isa, gemm};
-pub use cotangents::Cotangents;
+pub use cotangents::OutputCotangents;
 pub use lm_head::NativeHead;
-pub use row::Element;
-use row::{Gradients, Ids, Kept, LogitsTransform, Row, Scores, Softmaxes};
-use threads::{Task, over_threads};
+pub use row::NativeElement;
+use row::{LogitsRow, RowGradients, RowTransform, SavedExponentials, Scores, SoftmaxSettings, TokenIds};
+use threads::{RowTask, over_threads};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
 pub struct Native {
@@ -45,7 +45,7 @@ pub struct Native {
 
 /// What the CPU kernel computes beside dlogits. Masked tokens hold 0.
 #[derive(Clone, Debug)]
-pub struct Evaluation {
+pub struct NativeOutputs {
     /// The loss.
     pub loss: f32,
     /// `[B,T]`, nats.
@@ -94,13 +94,13 @@ impl Native {
     ///
     /// # Errors
     /// [`RunError`] where the logits or the tokens do not fit each other or `spec`, or the kernel does not do it.
-    pub fn forward<E: Element>(
+    pub fn forward<E: NativeElement>(
         &self,
         spec: &LossSpec,
         logits: ArrayView3<E>,
         tokens: Tokens,
     ) -> Result<LogpEntropy, RunError> {
-        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, Cotangents::default())?;
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, OutputCotangents::default())?;
         Ok(batch.forward(&rows_of(&logits)))
     }
 
@@ -108,13 +108,13 @@ impl Native {
     ///
     /// # Errors
     /// As [`Native::forward`].
-    pub fn evaluate<E: Element>(
+    pub fn evaluate<E: NativeElement>(
         &self,
         spec: &LossSpec,
         logits: ArrayView3<E>,
         tokens: Tokens,
-    ) -> Result<Evaluation, RunError> {
-        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, Cotangents::default())?;
+    ) -> Result<NativeOutputs, RunError> {
+        let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, OutputCotangents::default())?;
         Ok(batch.evaluate(&rows_of(&logits)))
     }
 
@@ -124,15 +124,15 @@ impl Native {
     ///
     /// # Errors
     /// As [`Native::forward`], or where `cotangents` do not fit; the logits are then as they were.
-    pub fn forward_backward_in_place<E: Element>(
+    pub fn forward_backward_in_place<E: NativeElement>(
         &self,
         spec: &LossSpec,
         mut logits: ArrayViewMut3<E>,
         tokens: Tokens,
-        cotangents: Cotangents,
-    ) -> Result<Evaluation, RunError> {
+        cotangents: OutputCotangents,
+    ) -> Result<NativeOutputs, RunError> {
         let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, cotangents)?;
-        let rows = rows_of_mut(&mut logits).map(|dlogits| Row { logits: None, dlogits });
+        let rows = rows_of_mut(&mut logits).map(|dlogits| LogitsRow { logits: None, dlogits });
         Ok(batch.forward_backward(rows.collect()))
     }
 
@@ -142,14 +142,14 @@ impl Native {
     ///
     /// # Errors
     /// As [`Native::forward_backward_in_place`], or where `dlogits` do not fit; they are then as they were.
-    pub fn forward_backward<E: Element>(
+    pub fn forward_backward<E: NativeElement>(
         &self,
         spec: &LossSpec,
         logits: ArrayView3<E>,
         mut dlogits: ArrayViewMut3<E>,
         tokens: Tokens,
-        cotangents: Cotangents,
-    ) -> Result<Evaluation, RunError> {
+        cotangents: OutputCotangents,
+    ) -> Result<NativeOutputs, RunError> {
         let batch = self.batch::<E>(spec, logits.dim(), logits.strides()[2], tokens, cotangents)?;
         if dlogits.dim() != logits.dim() {
             let expected = format!("{:?}, that of the logits", logits.shape());
@@ -157,27 +157,28 @@ impl Native {
         }
         expect_dense_rows("dlogits", dlogits.dim(), dlogits.strides()[2])?;
         let logits = rows_of(&logits);
-        let rows =
-            rows_of_mut(&mut dlogits).zip(&logits).map(|(dlogits, &logits)| Row { logits: Some(logits), dlogits });
+        let rows = rows_of_mut(&mut dlogits)
+            .zip(&logits)
+            .map(|(dlogits, &logits)| LogitsRow { logits: Some(logits), dlogits });
         Ok(batch.forward_backward(rows.collect()))
     }
 
     /// Checks the inputs.
-    fn batch<'s, E: Element>(
+    fn batch<'s, E: NativeElement>(
         &self,
         spec: &'s LossSpec,
         dim: (usize, usize, usize),
         stride: isize,
         tokens: Tokens<'s>,
-        cotangents: Cotangents<'s>,
-    ) -> Result<Batch<'s>, RunError> {
+        cotangents: OutputCotangents<'s>,
+    ) -> Result<NativeBatch<'s>, RunError> {
         let (batch, length, vocab) = dim;
         let shape = Shape { batch, tokens: length, vocab };
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
         self.supports(spec, shape, E::DTYPE, 1)?;
         cotangents.check([batch, length])?;
-        Ok(Batch::of::<E>(spec, self.isa, tokens, vocab, cotangents))
+        Ok(NativeBatch::new::<E>(spec, self.isa, tokens, vocab, cotangents))
     }
 }
 
@@ -244,12 +245,12 @@ impl Implementation for Native {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
         let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Array3::default((0, 0, 0))));
-        let (tokens, of_loss) = (problem.tokens(), Cotangents::default());
+        let (tokens, from_loss) = (problem.tokens(), OutputCotangents::default());
         let evaluation = match &mut logits {
             FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
-            FloatArray::F32(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
-            FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
-            FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, of_loss)?,
+            FloatArray::F32(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, from_loss)?,
+            FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, from_loss)?,
+            FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, from_loss)?,
         };
         let outcome = Outcome {
             loss: arr0(evaluation.loss).into(),
@@ -265,13 +266,13 @@ impl Implementation for Native {
 }
 
 /// `(b, t)` of a token.
-type Place = (usize, usize);
+type TokenPlace = (usize, usize);
 
 /// A checked problem without its logits.
-struct Batch<'s> {
+struct NativeBatch<'s> {
     spec: &'s LossSpec,
     structure: Structure,
-    softmaxes: Softmaxes,
+    softmaxes: SoftmaxSettings,
     ids: &'s Array2<i64>,
     others: Option<&'s OtherIds>,
     sequences: Vec<Sequence>,
@@ -280,26 +281,26 @@ struct Batch<'s> {
     advantage_of_rows: Vec<f64>,
     settled: KernelInputs,
     weights: ReductionWeights,
-    cotangents: Cotangents<'s>,
+    cotangents: OutputCotangents<'s>,
 }
 
-impl<'s> Batch<'s> {
+impl<'s> NativeBatch<'s> {
     /// For rows of `vocab` elements `E`.
-    fn of<E: Element>(
+    fn new<E: NativeElement>(
         spec: &'s LossSpec,
         isa: Isa,
         tokens: Tokens<'s>,
         vocab: usize,
-        cotangents: Cotangents<'s>,
+        cotangents: OutputCotangents<'s>,
     ) -> Self {
-        let transform = LogitsTransform::of::<E>(spec, tokens.extra.bias.as_ref(), vocab);
+        let transform = RowTransform::new::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ StructuredSpec { structure, .. } = StructuredSpec::new(spec);
         let settled = KernelInputs::new(loss, &tokens);
         let sequences = tokens.sequences();
         Self {
             spec,
             structure,
-            softmaxes: Softmaxes::of(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
+            softmaxes: SoftmaxSettings::new(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
             others: tokens.extra.others.as_ref(),
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
@@ -312,11 +313,11 @@ impl<'s> Batch<'s> {
     }
 
     /// The place of the `i`th row.
-    fn place(&self, i: usize) -> Place {
+    fn place(&self, i: usize) -> TokenPlace {
         (i / self.ids.ncols(), i % self.ids.ncols())
     }
 
-    fn forward<E: Element>(&self, rows: &[&[E]]) -> LogpEntropy {
+    fn forward<E: NativeElement>(&self, rows: &[&[E]]) -> LogpEntropy {
         self.logp_and_entropy(&self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row))))
     }
 
@@ -328,13 +329,13 @@ impl<'s> Batch<'s> {
         let there = scores.iter().enumerate().filter_map(|(i, scores)| Some((self.place(i), scores.as_ref()?)));
         LogpEntropy {
             logp: per_token(|scores| scores.logp),
-            logp_of_others: self.of_others(there.map(|(at, scores)| (at, scores.logp_of_others().collect()))),
+            logp_of_others: self.other_ids_array(there.map(|(at, scores)| (at, scores.logp_of_others().collect()))),
             entropy: per_token(|scores| scores.entropy),
         }
     }
 
     /// What there is of the other ids of tokens, `[B,T,K−1]`; 0 elsewhere, and nothing where they have none.
-    fn of_others(&self, tokens: impl Iterator<Item = (Place, Vec<f64>)>) -> Option<Array3<f32>> {
+    fn other_ids_array(&self, tokens: impl Iterator<Item = (TokenPlace, Vec<f64>)>) -> Option<Array3<f32>> {
         let (batch, length) = self.ids.dim();
         let mut all = Array3::zeros((batch, length, self.others?.count()));
         for ((b, t), values) in tokens {
@@ -344,7 +345,7 @@ impl<'s> Batch<'s> {
     }
 
     /// Evaluates the batch and keeps nothing of its rows.
-    fn evaluate<E: Element>(&self, rows: &[&[E]]) -> Evaluation {
+    fn evaluate<E: NativeElement>(&self, rows: &[&[E]]) -> NativeOutputs {
         let scores = self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row)));
         self.evaluation(&self.by_place(self.evaluated(&scores)))
     }
@@ -356,15 +357,15 @@ impl<'s> Batch<'s> {
     }
 
     /// Evaluates the batch and writes dlogits.
-    fn forward_backward<E: Element>(&self, rows: Vec<Row<E>>) -> Evaluation {
+    fn forward_backward<E: NativeElement>(&self, rows: Vec<LogitsRow<E>>) -> NativeOutputs {
         self.evaluation(&self.write_dlogits(rows))
     }
 
     /// Writes dlogits; what is left of each token, `[B,T]`.
-    fn write_dlogits<E: Element>(&self, rows: Vec<Row<E>>) -> Array2<Option<TokenEvaluation>> {
+    fn write_dlogits<E: NativeElement>(&self, rows: Vec<LogitsRow<E>>) -> Array2<Option<TokenEvaluation>> {
         let place = |(i, row)| (self.place(i), row);
         if self.structure.couples_rows() {
-            let scores = self.scores(rows.iter().map(Row::logits).enumerate().map(place));
+            let scores = self.scores(rows.iter().map(LogitsRow::logits).enumerate().map(place));
             let evaluated = self.evaluated(&scores);
             self.write_rows(
                 rows.into_iter()
@@ -380,26 +381,26 @@ impl<'s> Batch<'s> {
     }
 
     /// Reads rows, each with its place, and keeps nothing of them.
-    fn scores<'r, E: Element>(&self, rows: impl Iterator<Item = (Place, &'r [E])>) -> Vec<Option<Scores>> {
+    fn scores<'r, E: NativeElement>(&self, rows: impl Iterator<Item = (TokenPlace, &'r [E])>) -> Vec<Option<Scores>> {
         let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
         let score = &score;
         over_threads(
-            rows.map(|(at, row)| -> Task<_> { Box::new(move |_| self.settled.mask[at].then(|| score(at, row))) }),
+            rows.map(|(at, row)| -> RowTask<_> { Box::new(move |_| self.settled.mask[at].then(|| score(at, row))) }),
         )
     }
 
     /// The loss of every token from the scores of every token.
     fn evaluated(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, TokenEvaluation)>> {
         let loss = self.loss();
-        let of_token = |(b, t): Place| scores[b * self.ids.ncols() + t].clone();
+        let of_token = |(b, t): TokenPlace| scores[b * self.ids.ncols() + t].clone();
         let mut all: Vec<Option<(Scores, TokenEvaluation)>> = scores.iter().map(|_| None).collect();
         for sequence in &self.sequences {
             let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
-            let scored = |(at, scores): (Place, Scores)| {
+            let scored = |(at, scores): (TokenPlace, Scores)| {
                 let scored = self.scored(at, &scores);
                 ((at, scores), scored)
             };
-            let (places, there): (Vec<(Place, Scores)>, Vec<ScoredToken>) = there.map(scored).unzip();
+            let (places, there): (Vec<(TokenPlace, Scores)>, Vec<ScoredToken>) = there.map(scored).unzip();
             let evaluated = loss.evaluate(&there, |input, at| self.input(input, at).expect("the structure reads it"));
             for ((at @ (b, t), scores), mut evaluated) in places.into_iter().zip(evaluated) {
                 evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
@@ -410,11 +411,11 @@ impl<'s> Batch<'s> {
     }
 
     /// Writes the dlogits of rows whose loss is known; zeros where there is none.
-    fn write_rows<'r, E: Element>(
+    fn write_rows<'r, E: NativeElement>(
         &self,
-        rows: impl Iterator<Item = (Option<&'r (Scores, TokenEvaluation)>, Place, Row<'r, E>)>,
+        rows: impl Iterator<Item = (Option<&'r (Scores, TokenEvaluation)>, TokenPlace, LogitsRow<'r, E>)>,
     ) {
-        over_threads(rows.map(|(evaluated, at, mut row)| -> Task<()> {
+        over_threads(rows.map(|(evaluated, at, mut row)| -> RowTask<()> {
             Box::new(move |_| match evaluated {
                 Some((scores, evaluated)) => self.write(&mut row, at, None, scores, evaluated),
                 None => row.dlogits.fill(E::from_f32(0.0)),
@@ -423,12 +424,12 @@ impl<'s> Batch<'s> {
     }
 
     /// Reads rows, each with its place, and writes their dlogits: where no token looks at another.
-    fn score_and_write<'r, E: Element>(
+    fn score_and_write<'r, E: NativeElement>(
         &self,
-        rows: impl Iterator<Item = (Place, Row<'r, E>)>,
+        rows: impl Iterator<Item = (TokenPlace, LogitsRow<'r, E>)>,
     ) -> Vec<Option<TokenEvaluation>> {
         let loss = self.loss();
-        let both = |at: Place, mut row: Row<E>, kept: &mut Kept| {
+        let both = |at: TokenPlace, mut row: LogitsRow<E>, kept: &mut SavedExponentials| {
             if !self.settled.mask[at] {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
@@ -444,49 +445,49 @@ impl<'s> Batch<'s> {
             Some(evaluated)
         };
         let both = &both;
-        over_threads(rows.map(|(at, row)| -> Task<_> { Box::new(move |kept| both(at, row, kept)) }))
+        over_threads(rows.map(|(at, row)| -> RowTask<_> { Box::new(move |kept| both(at, row, kept)) }))
     }
 
     fn loss(&self) -> LossEvaluator {
         LossEvaluator::new(self.spec, self.structure, [self.ids.nrows(), self.ids.ncols()])
     }
 
-    fn input(&self, input: TokenInput, at: Place) -> Option<f64> {
+    fn input(&self, input: TokenInput, at: TokenPlace) -> Option<f64> {
         self.settled.input(input).map(|values| values[at])
     }
 
     /// What gaps of a row are multiplied by.
-    fn rate(&self, at: Place) -> f64 {
+    fn rate(&self, at: TokenPlace) -> f64 {
         self.input(TokenInput::Rate, at).unwrap_or(self.softmaxes.rate)
     }
 
-    fn ids(&self, at: Place) -> Ids {
+    fn ids(&self, at: TokenPlace) -> TokenIds {
         let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
         let others = self.others.into_iter().flat_map(|others| others.at(at.0, at.1));
-        Ids { first: column(self.ids[at]), others: others.map(|(id, _)| column(id)).collect() }
+        TokenIds { first: column(self.ids[at]), others: others.map(|(id, _)| column(id)).collect() }
     }
 
-    fn dlogp_of_others(&self, at: Place) -> impl Iterator<Item = f64> {
+    fn dlogp_of_others(&self, at: TokenPlace) -> impl Iterator<Item = f64> {
         self.others.into_iter().flat_map(move |others| others.at(at.0, at.1)).map(|(_, dlogp)| dlogp)
     }
 
-    fn scored(&self, at: Place, scores: &Scores) -> ScoredToken {
+    fn scored(&self, at: TokenPlace, scores: &Scores) -> ScoredToken {
         let weighted = self.weights.token(self.advantage[at], at);
         ScoredToken { weighted, logp: scores.logp, entropy: scores.entropy }
     }
 
     /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.
-    fn write<E: Element>(
+    fn write<E: NativeElement>(
         &self,
-        row: &mut Row<E>,
-        at: Place,
-        kept: Option<&Kept>,
+        row: &mut LogitsRow<E>,
+        at: TokenPlace,
+        kept: Option<&SavedExponentials>,
         scores: &Scores,
         evaluated: &TokenEvaluation,
     ) {
-        let Cotangents { loss, logp, entropy } = self.cotangents;
+        let OutputCotangents { loss, logp, entropy } = self.cotangents;
         let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
-        let grad = Gradients {
+        let grad = RowGradients {
             logp: evaluated.grad_logp * loss + beside(logp),
             entropy: self.weights.entropy[at] * loss + beside(entropy),
             others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
@@ -494,7 +495,7 @@ impl<'s> Batch<'s> {
         self.softmaxes.write(row, scores, kept, &grad);
     }
 
-    fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> Evaluation {
+    fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> NativeOutputs {
         let mut loss = reduction::loss(evaluated, &self.weights);
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows
@@ -506,10 +507,10 @@ impl<'s> Batch<'s> {
         let per_token = |value: fn(&TokenEvaluation) -> f64| {
             evaluated.map(|evaluated| evaluated.as_ref().map_or(0.0, value) as f32)
         };
-        Evaluation {
+        NativeOutputs {
             loss: loss as f32,
             logp: per_token(|evaluated| evaluated.logp),
-            logp_of_others: self.of_others(
+            logp_of_others: self.other_ids_array(
                 evaluated
                     .indexed_iter()
                     .filter_map(|(at, evaluated)| Some((at, evaluated.as_ref()?.logp_of_others.clone()))),

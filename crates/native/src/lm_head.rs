@@ -6,7 +6,10 @@ use half::slice::HalfFloatSliceExt;
 use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
 use rayon::prelude::*;
 
-use super::{Batch, Cotangents, Evaluation, Isa, LogpEntropy, Place, Row, Scores, TokenEvaluation, gemm};
+use super::{
+    Isa, LogitsRow, LogpEntropy, NativeBatch, NativeOutputs, OutputCotangents, Scores, TokenEvaluation, TokenPlace,
+    gemm,
+};
 use assay_algebra::family::KernelScope;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
@@ -111,7 +114,7 @@ impl Implementation<HeadProblem> for NativeHead {
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let projection = problem.logits.view();
         self.supports(spec, projection.check(spec, &problem.tokens())?, problem.dtype(), devices)?;
-        Ok(self.work(spec, &projection, problem.tokens(), Cotangents::default())?.outcome().into())
+        Ok(self.work(spec, &projection, problem.tokens(), OutputCotangents::default())?.outcome().into())
     }
 }
 
@@ -125,8 +128,8 @@ impl NativeHead {
         spec: &LossSpec,
         projection: &ProjectionView,
         tokens: Tokens,
-        cotangents: Cotangents,
-    ) -> Result<(Evaluation, HeadGradient), RunError> {
+        cotangents: OutputCotangents,
+    ) -> Result<(NativeOutputs, HeadGradient), RunError> {
         Ok(self.work(spec, projection, tokens, cotangents)?.gradients())
     }
 
@@ -139,8 +142,8 @@ impl NativeHead {
         spec: &LossSpec,
         projection: &ProjectionView,
         tokens: Tokens,
-    ) -> Result<Evaluation, RunError> {
-        let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
+    ) -> Result<NativeOutputs, RunError> {
+        let mut work = self.work(spec, projection, tokens, OutputCotangents::default())?;
         let scores = work.scores();
         Ok(work.batch.evaluation(&work.batch.by_place(work.batch.evaluated(&scores))))
     }
@@ -155,7 +158,7 @@ impl NativeHead {
         projection: &ProjectionView,
         tokens: Tokens,
     ) -> Result<LogpEntropy, RunError> {
-        let mut work = self.work(spec, projection, tokens, Cotangents::default())?;
+        let mut work = self.work(spec, projection, tokens, OutputCotangents::default())?;
         let scores = work.scores();
         Ok(work.batch.logp_and_entropy(&scores))
     }
@@ -165,45 +168,45 @@ impl NativeHead {
         spec: &'p LossSpec,
         projection: &'p ProjectionView,
         tokens: Tokens<'p>,
-        cotangents: Cotangents<'p>,
-    ) -> Result<Work<'p>, RunError> {
+        cotangents: OutputCotangents<'p>,
+    ) -> Result<HeadPass<'p>, RunError> {
         let shape = projection.check(spec, &tokens)?;
         self.supports(spec, shape, projection.hidden.dtype(), 1)?;
         cotangents.check([shape.batch, shape.tokens])?;
-        Ok(Work::of(self, spec, projection.view(), tokens, cotangents))
+        Ok(HeadPass::new(self, spec, projection.view(), tokens, cotangents))
     }
 }
 
 /// A checked problem, and what comes of it chunk by chunk.
-struct Work<'p> {
-    batch: Batch<'p>,
+struct HeadPass<'p> {
+    batch: NativeBatch<'p>,
     projection: ProjectionView<'p>,
     shape: HeadShape,
     /// The tokens that count, in order.
-    places: Vec<Place>,
+    places: Vec<TokenPlace>,
     chunk: usize,
     logits: Vec<f32>,
     tile: Vec<f32>,
 }
 
 /// The gradients, as far as chunks have come.
-struct Gradients {
+struct HeadGradientSums {
     dhidden: FloatArray<Ix3>,
     /// As the head lies.
     dlm_head: Array2<f32>,
 }
 
-impl<'p> Work<'p> {
-    fn of(
+impl<'p> HeadPass<'p> {
+    fn new(
         head: &NativeHead,
         spec: &'p LossSpec,
         projection: ProjectionView<'p>,
         tokens: Tokens<'p>,
-        cotangents: Cotangents<'p>,
+        cotangents: OutputCotangents<'p>,
     ) -> Self {
         let shape @ HeadShape { hidden, vocab, .. } = projection.shape();
-        let batch = Batch::of::<f32>(spec, head.isa, tokens, vocab, cotangents);
-        let places: Vec<Place> =
+        let batch = NativeBatch::new::<f32>(spec, head.isa, tokens, vocab, cotangents);
+        let places: Vec<TokenPlace> =
             batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
         Self {
@@ -230,8 +233,8 @@ impl<'p> Work<'p> {
         }
     }
 
-    fn chunks(&self) -> Vec<Vec<Place>> {
-        self.places.chunks(self.chunk).map(<[Place]>::to_vec).collect()
+    fn chunks(&self) -> Vec<Vec<TokenPlace>> {
+        self.places.chunks(self.chunk).map(<[TokenPlace]>::to_vec).collect()
     }
 
     /// Of every token, by one product.
@@ -248,9 +251,9 @@ impl<'p> Work<'p> {
         scores.into_raw_vec_and_offset().0
     }
 
-    fn gradients(mut self) -> (Evaluation, HeadGradient) {
+    fn gradients(mut self) -> (NativeOutputs, HeadGradient) {
         let HeadShape { batch, tokens, hidden, vocab } = self.shape;
-        let mut to = Gradients {
+        let mut to = HeadGradientSums {
             dhidden: FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype()),
             dlm_head: Array2::zeros(self.projection.layout.extents(hidden, vocab)),
         };
@@ -278,13 +281,13 @@ impl<'p> Work<'p> {
                 self.write_gradients(&mut to, &hidden, places, i > 0);
             }
         }
-        let Gradients { dhidden, dlm_head } = to;
+        let HeadGradientSums { dhidden, dlm_head } = to;
         let gradient = HeadGradient { dhidden, dlm_head: dlm_head.into(), dlogits_dtype: Dtype::F32 };
         (self.batch.evaluation(&evaluated), gradient)
     }
 
     /// The hidden states of `places`, `[n,H]`.
-    fn hidden_of(&self, places: &[Place]) -> Array2<f32> {
+    fn hidden_of(&self, places: &[TokenPlace]) -> Array2<f32> {
         let mut rows = Array2::zeros((places.len(), self.shape.hidden));
         for (mut row, &(b, t)) in rows.rows_mut().into_iter().zip(places) {
             let row = row.as_slice_mut().expect("dense");
@@ -318,7 +321,7 @@ impl<'p> Work<'p> {
     }
 
     /// From the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, to which it `adds` that.
-    fn write_gradients(&mut self, to: &mut Gradients, hidden: &Array2<f32>, places: &[Place], adds: bool) {
+    fn write_gradients(&mut self, to: &mut HeadGradientSums, hidden: &Array2<f32>, places: &[TokenPlace], adds: bool) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
         let mut dhidden = Array2::zeros(hidden.dim());
@@ -348,8 +351,8 @@ impl<'p> Work<'p> {
 }
 
 /// The rows of a chunk, over which their dlogits are written.
-fn rows_of(logits: &mut [f32], vocab: usize) -> impl Iterator<Item = Row<'_, f32>> {
-    logits.chunks_mut(vocab).map(|dlogits| Row { logits: None, dlogits })
+fn rows_of(logits: &mut [f32], vocab: usize) -> impl Iterator<Item = LogitsRow<'_, f32>> {
+    logits.chunks_mut(vocab).map(|dlogits| LogitsRow { logits: None, dlogits })
 }
 
 fn round(x: f32, dtype: Dtype) -> f32 {
@@ -389,18 +392,18 @@ fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut
     let layout = projection.layout;
     match &projection.lm_head {
         FloatView::F64(_) => unreachable!("`supports` rejects f64"),
-        FloatView::F32(head) => by_hidden(of_columns(head.view(), layout, columns), layout),
+        FloatView::F32(head) => by_hidden(head_columns(head.view(), layout, columns), layout),
         FloatView::Bf16(head) => {
-            widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
+            widened(head_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
         FloatView::F16(head) => {
-            widened(of_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
+            widened(head_columns(head.view(), layout, columns), layout, room, HalfFloatSliceExt::convert_to_f32_slice)
         }
     }
 }
 
 /// Some columns of a head, as it lies.
-fn of_columns<E>(head: ArrayView2<'_, E>, layout: HeadLayout, columns: Range<usize>) -> ArrayView2<'_, E> {
+fn head_columns<E>(head: ArrayView2<'_, E>, layout: HeadLayout, columns: Range<usize>) -> ArrayView2<'_, E> {
     match layout {
         HeadLayout::HiddenByVocab => head.slice_move(s![.., columns]),
         HeadLayout::VocabByHidden => head.slice_move(s![columns, ..]),

@@ -13,7 +13,7 @@
 use half::{bf16, f16};
 use ndarray::{Array1, Array2, Array3, ArrayView3, ArrayViewD, ArrayViewMut3, Axis, Dimension, Ix1, Ix2, Ix3};
 
-use super::{Cotangents, Element, Evaluation, LogpEntropy, Native};
+use super::{LogpEntropy, Native, NativeElement, NativeOutputs, OutputCotangents};
 use assay_core::implementation::RunError;
 use assay_core::problem::{
     Advantages, CuSeqlens, Extra, Float, OtherIds, Problem, ProblemError, Sequences, first_and_others, mask_from,
@@ -23,7 +23,7 @@ use assay_core::spec::{AdvantageLevel, LossSpec};
 /// An array that is lent, of whatever dtype and extents, laid out anyhow.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "each is named as its elements are")]
-pub enum Lent<'a> {
+pub enum OpArray<'a> {
     Bool(ArrayViewD<'a, bool>),
     I32(ArrayViewD<'a, i32>),
     I64(ArrayViewD<'a, i64>),
@@ -36,7 +36,7 @@ pub enum Lent<'a> {
 /// Logits over which dlogits are written, or the array that they are written to: `[B,T,V]`, each row dense.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "each is named as its elements are")]
-pub enum LentMut<'a> {
+pub enum OpArrayMut<'a> {
     F16(ArrayViewMut3<'a, f16>),
     Bf16(ArrayViewMut3<'a, bf16>),
     F32(ArrayViewMut3<'a, f32>),
@@ -44,38 +44,38 @@ pub enum LentMut<'a> {
 
 /// The arrays of a batch beside its logits. What the spec does not read may be there all the same.
 #[derive(Clone, Debug)]
-pub struct Arguments<'a> {
+pub struct OpArguments<'a> {
     /// `[B,T]` of integers: the sampled tokens. Or `[B,T,K]`, the ids that logp is asked of.
-    pub ids: Lent<'a>,
+    pub ids: OpArray<'a>,
     /// `[B,T]`, of truth values, or of numbers that are 0 or 1: the tokens that count.
-    pub mask: Lent<'a>,
+    pub mask: OpArray<'a>,
     /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence. Of packed
     /// sequences `[S]`, or `[N]` or `[1,N]`.
     /// Of several ids a token `[B,T,K]`: the cotangents of their logp, each with the other sign.
-    pub advantages: Lent<'a>,
+    pub advantages: OpArray<'a>,
     /// `[B,T]`, nats.
-    pub old_logp: Option<Lent<'a>>,
+    pub old_logp: Option<OpArray<'a>>,
     /// `[B,T]`, nats.
-    pub ref_logp: Option<Lent<'a>>,
+    pub ref_logp: Option<OpArray<'a>>,
     /// `[B,T]`, nats; NaN: not scored.
-    pub rollout_logp: Option<Lent<'a>>,
+    pub rollout_logp: Option<OpArray<'a>>,
     /// `[B,T]` or `[B,1]`.
-    pub rollout_weights: Option<Lent<'a>>,
+    pub rollout_weights: Option<OpArray<'a>>,
     /// `[B,T]` or `[B,1]`.
-    pub token_weights: Option<Lent<'a>>,
+    pub token_weights: Option<OpArray<'a>>,
     /// `[B,T]`, as the mask.
-    pub selected: Option<Lent<'a>>,
+    pub selected: Option<OpArray<'a>>,
     /// `[V]`.
-    pub bias: Option<Lent<'a>>,
+    pub bias: Option<OpArray<'a>>,
     /// `[S+1]` of integers, where `S` sequences are packed into one row, `[1,N]`: 0, and where each ends. What is `[B]` above
     /// is then `[S]`.
-    pub cu_seqlens: Option<Lent<'a>>,
+    pub cu_seqlens: Option<OpArray<'a>>,
     /// `[1,N]` or `[N]` of integers, in place of it: 1, 2, … in order, 0 for padding.
-    pub segment_ids: Option<Lent<'a>>,
+    pub segment_ids: Option<OpArray<'a>>,
     /// `[B,T]`.
-    pub dentropy: Option<Lent<'a>>,
+    pub dentropy: Option<OpArray<'a>>,
     /// `[B,T]`, `[B,1]` or `[B]`.
-    pub temperature: Option<Lent<'a>>,
+    pub temperature: Option<OpArray<'a>>,
 }
 
 /// Why an operation was not done. Nothing has been written.
@@ -105,30 +105,30 @@ impl From<ProblemError> for OpError {
 /// What logits, and dlogits, may be of.
 const LOGITS: &str = "f32, bf16 or f16";
 
-impl Lent<'_> {
+impl OpArray<'_> {
     /// The extents.
     pub fn shape(&self) -> &[usize] {
         match self {
-            Lent::Bool(array) => array.shape(),
-            Lent::I32(array) => array.shape(),
-            Lent::I64(array) => array.shape(),
-            Lent::F16(array) => array.shape(),
-            Lent::Bf16(array) => array.shape(),
-            Lent::F32(array) => array.shape(),
-            Lent::F64(array) => array.shape(),
+            OpArray::Bool(array) => array.shape(),
+            OpArray::I32(array) => array.shape(),
+            OpArray::I64(array) => array.shape(),
+            OpArray::F16(array) => array.shape(),
+            OpArray::Bf16(array) => array.shape(),
+            OpArray::F32(array) => array.shape(),
+            OpArray::F64(array) => array.shape(),
         }
     }
 
     /// The element type.
     pub fn dtype(&self) -> &'static str {
         match self {
-            Lent::Bool(_) => "bool",
-            Lent::I32(_) => "i32",
-            Lent::I64(_) => "i64",
-            Lent::F16(_) => "f16",
-            Lent::Bf16(_) => "bf16",
-            Lent::F32(_) => "f32",
-            Lent::F64(_) => "f64",
+            OpArray::Bool(_) => "bool",
+            OpArray::I32(_) => "i32",
+            OpArray::I64(_) => "i64",
+            OpArray::F16(_) => "f16",
+            OpArray::Bf16(_) => "bf16",
+            OpArray::F32(_) => "f32",
+            OpArray::F64(_) => "f64",
         }
     }
 
@@ -139,10 +139,10 @@ impl Lent<'_> {
     /// The floats of `field`, exactly.
     fn floats<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<f64, D>, OpError> {
         let floats = match self {
-            Lent::F16(array) => array.mapv(Float::to_f64),
-            Lent::Bf16(array) => array.mapv(Float::to_f64),
-            Lent::F32(array) => array.mapv(f64::from),
-            Lent::F64(array) => array.to_owned(),
+            OpArray::F16(array) => array.mapv(Float::to_f64),
+            OpArray::Bf16(array) => array.mapv(Float::to_f64),
+            OpArray::F32(array) => array.mapv(f64::from),
+            OpArray::F64(array) => array.to_owned(),
             _ => return Err(self.wrong_dtype(field, "f32, bf16, f16 or f64")),
         };
         Ok(floats.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
@@ -154,15 +154,15 @@ impl Lent<'_> {
 
     fn integers<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<i64, D>, OpError> {
         let integers = match self {
-            Lent::I32(array) => array.mapv(i64::from),
-            Lent::I64(array) => array.to_owned(),
+            OpArray::I32(array) => array.mapv(i64::from),
+            OpArray::I64(array) => array.to_owned(),
             _ => return Err(self.wrong_dtype(field, "i64 or i32")),
         };
         Ok(integers.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
     }
 
     /// `[B,T,K]` of several ids a token, at least one.
-    fn of_ids<T>(
+    fn ids_array<T>(
         &self,
         field: &'static str,
         read: impl FnOnce(&Self, &'static str, &str) -> Result<Array3<T>, OpError>,
@@ -175,9 +175,9 @@ impl Lent<'_> {
     fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
         let wrong_rank = |_| self.wrong_rank(field, "[B,T]");
         let numbers = match self {
-            Lent::Bool(array) => return Ok(array.to_owned().into_dimensionality().map_err(wrong_rank)?),
-            Lent::I32(array) => array.mapv(f64::from),
-            Lent::I64(array) => array.mapv(|x| x as f64),
+            OpArray::Bool(array) => return Ok(array.to_owned().into_dimensionality().map_err(wrong_rank)?),
+            OpArray::I32(array) => array.mapv(f64::from),
+            OpArray::I64(array) => array.mapv(|x| x as f64),
             _ => return Ok(mask_from(field, &self.floats::<Ix2>(field, "[B,T]")?)?),
         };
         Ok(mask_from(field, &numbers.into_dimensionality().map_err(wrong_rank)?)?)
@@ -194,7 +194,7 @@ fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpEr
     Ok(array.view().into_dimensionality::<Ix3>().map_err(wrong)?)
 }
 
-impl Arguments<'_> {
+impl OpArguments<'_> {
     fn sequences(&self, mask: &Array2<bool>) -> Result<Sequences, OpError> {
         Ok(match (&self.cu_seqlens, &self.segment_ids) {
             (None, None) => Sequences::Rows,
@@ -221,7 +221,7 @@ impl Arguments<'_> {
     }
 }
 
-impl Arguments<'_> {
+impl OpArguments<'_> {
     /// A number a sequence, or one a token: `[N]` of packed sequences, where `spec` has one a token.
     fn advantages_of(&self, spec: &LossSpec, sequences: &Sequences, tokens: usize) -> Result<Advantages, OpError> {
         let given = &self.advantages;
@@ -255,12 +255,13 @@ impl<'s> Op<'s> {
     ///
     /// # Errors
     /// [`OpError`] naming the first array whose dtype or rank does not fit. Extents and values are looked at with the logits.
-    pub fn of(spec: &'s LossSpec, arguments: &Arguments) -> Result<Self, OpError> {
-        let per_token =
-            |field, array: &Option<Lent>| array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose();
+    pub fn new(spec: &'s LossSpec, arguments: &OpArguments) -> Result<Self, OpError> {
+        let per_token = |field, array: &Option<OpArray>| {
+            array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose()
+        };
         let several = arguments.ids.shape().len() == 3;
         let (ids, other_ids) = if several {
-            first_and_others(&arguments.ids.of_ids("ids", Lent::integers::<Ix3>)?)
+            first_and_others(&arguments.ids.ids_array("ids", OpArray::integers::<Ix3>)?)
         } else {
             (arguments.ids.integers("ids", "[B,T]")?, None)
         };
@@ -269,7 +270,7 @@ impl<'s> Op<'s> {
         let mask = arguments.mask.truths("mask")?;
         let sequences = arguments.sequences(&mask)?;
         let (advantages, others) = if several {
-            let negatives = arguments.advantages.of_ids("advantages", Lent::floats::<Ix3>)?;
+            let negatives = arguments.advantages.ids_array("advantages", OpArray::floats::<Ix3>)?;
             let (first, dlogp) = first_and_others(&-negatives);
             (Advantages::Dlogp(first), other_ids.zip(dlogp).map(|(ids, dlogp)| OtherIds { ids, dlogp }))
         } else {
@@ -312,16 +313,16 @@ impl<'s> Op<'s> {
     ///
     /// # Errors
     /// [`OpError`] naming what does not fit.
-    pub fn loss(&self, logits: &Lent) -> Result<Evaluation, OpError> {
+    pub fn loss(&self, logits: &OpArray) -> Result<NativeOutputs, OpError> {
         match logits {
-            Lent::F32(logits) => self.loss_of(logits),
-            Lent::Bf16(logits) => self.loss_of(logits),
-            Lent::F16(logits) => self.loss_of(logits),
+            OpArray::F32(logits) => self.loss_of(logits),
+            OpArray::Bf16(logits) => self.loss_of(logits),
+            OpArray::F16(logits) => self.loss_of(logits),
             other => Err(other.wrong_dtype("logits", LOGITS)),
         }
     }
 
-    fn loss_of<E: Element>(&self, array: &ArrayViewD<E>) -> Result<Evaluation, OpError> {
+    fn loss_of<E: NativeElement>(&self, array: &ArrayViewD<E>) -> Result<NativeOutputs, OpError> {
         Ok(self.native.evaluate(self.spec, logits(array)?, self.tokens.tokens())?)
     }
 
@@ -329,16 +330,16 @@ impl<'s> Op<'s> {
     ///
     /// # Errors
     /// As [`Op::loss`].
-    pub fn logp_and_entropy(&self, logits: &Lent) -> Result<LogpEntropy, OpError> {
+    pub fn logp_and_entropy(&self, logits: &OpArray) -> Result<LogpEntropy, OpError> {
         match logits {
-            Lent::F32(logits) => self.logp_and_entropy_of(logits),
-            Lent::Bf16(logits) => self.logp_and_entropy_of(logits),
-            Lent::F16(logits) => self.logp_and_entropy_of(logits),
+            OpArray::F32(logits) => self.logp_and_entropy_of(logits),
+            OpArray::Bf16(logits) => self.logp_and_entropy_of(logits),
+            OpArray::F16(logits) => self.logp_and_entropy_of(logits),
             other => Err(other.wrong_dtype("logits", LOGITS)),
         }
     }
 
-    fn logp_and_entropy_of<E: Element>(&self, array: &ArrayViewD<E>) -> Result<LogpEntropy, OpError> {
+    fn logp_and_entropy_of<E: NativeElement>(&self, array: &ArrayViewD<E>) -> Result<LogpEntropy, OpError> {
         Ok(self.native.forward(self.spec, logits(array)?, self.tokens.tokens())?)
     }
 
@@ -346,24 +347,29 @@ impl<'s> Op<'s> {
     ///
     /// # Errors
     /// As [`Op::loss`]; `dlogits` are then as they were.
-    pub fn gradient(&self, logits: &Lent, dlogits: LentMut, cotangents: Cotangents) -> Result<Evaluation, OpError> {
+    pub fn gradient(
+        &self,
+        logits: &OpArray,
+        dlogits: OpArrayMut,
+        cotangents: OutputCotangents,
+    ) -> Result<NativeOutputs, OpError> {
         match (logits, dlogits) {
-            (Lent::F32(logits), LentMut::F32(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
-            (Lent::Bf16(logits), LentMut::Bf16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
-            (Lent::F16(logits), LentMut::F16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
-            (Lent::F32(_) | Lent::Bf16(_) | Lent::F16(_), dlogits) => {
+            (OpArray::F32(logits), OpArrayMut::F32(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (OpArray::Bf16(logits), OpArrayMut::Bf16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (OpArray::F16(logits), OpArrayMut::F16(dlogits)) => self.gradient_of(logits, dlogits, cotangents),
+            (OpArray::F32(_) | OpArray::Bf16(_) | OpArray::F16(_), dlogits) => {
                 Err(OpError::Dtype { field: "dlogits", given: dlogits.dtype(), expected: "that of the logits" })
             }
             (other, _) => Err(other.wrong_dtype("logits", LOGITS)),
         }
     }
 
-    fn gradient_of<E: Element>(
+    fn gradient_of<E: NativeElement>(
         &self,
         array: &ArrayViewD<E>,
         dlogits: ArrayViewMut3<E>,
-        cotangents: Cotangents,
-    ) -> Result<Evaluation, OpError> {
+        cotangents: OutputCotangents,
+    ) -> Result<NativeOutputs, OpError> {
         Ok(self.native.forward_backward(self.spec, logits(array)?, dlogits, self.tokens.tokens(), cotangents)?)
     }
 
@@ -371,24 +377,28 @@ impl<'s> Op<'s> {
     ///
     /// # Errors
     /// As [`Op::loss`]; the logits are then as they were.
-    pub fn gradient_in_place(&self, logits: LentMut, cotangents: Cotangents) -> Result<Evaluation, OpError> {
+    pub fn gradient_in_place(
+        &self,
+        logits: OpArrayMut,
+        cotangents: OutputCotangents,
+    ) -> Result<NativeOutputs, OpError> {
         let Self { native, spec, tokens } = self;
         let tokens = tokens.tokens();
         Ok(match logits {
-            LentMut::F32(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
-            LentMut::Bf16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
-            LentMut::F16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+            OpArrayMut::F32(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+            OpArrayMut::Bf16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
+            OpArrayMut::F16(logits) => native.forward_backward_in_place(spec, logits, tokens, cotangents)?,
         })
     }
 }
 
-impl LentMut<'_> {
+impl OpArrayMut<'_> {
     /// The element type.
     pub fn dtype(&self) -> &'static str {
         match self {
-            LentMut::F16(_) => "f16",
-            LentMut::Bf16(_) => "bf16",
-            LentMut::F32(_) => "f32",
+            OpArrayMut::F16(_) => "f16",
+            OpArrayMut::Bf16(_) => "bf16",
+            OpArrayMut::F32(_) => "f32",
         }
     }
 }

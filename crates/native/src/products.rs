@@ -9,7 +9,7 @@ use crate::gemm;
 use assay_core::problem::HeadShape;
 
 /// The products of a whole batch, each at once, in f32: logits `[N,V]`, `dhidden` `[N,H]`, `dlm_head` `[H,V]`.
-pub struct ProductsOf {
+pub struct HeadProducts {
     hidden: Array2<f32>,
     lm_head: Array2<f32>,
     logits: Array2<f32>,
@@ -17,9 +17,9 @@ pub struct ProductsOf {
     dlm_head: Array2<f32>,
 }
 
-impl ProductsOf {
+impl HeadProducts {
     /// Room for those of `shape`, in memory that the system has handed out.
-    pub fn of(shape: HeadShape) -> Self {
+    pub fn new(shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let matrix = |rows, columns| Array2::from_elem((rows, columns), 0.5);
         let n = batch * tokens;

@@ -16,11 +16,11 @@
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 
 use super::{
-    Batch, Cotangents, Element, LogitsTransform, Native, ReductionWeights, Row, Softmaxes, TokenEvaluation, rows_of,
-    rows_of_mut,
+    LogitsRow, Native, NativeBatch, NativeElement, OutputCotangents, ReductionWeights, RowTransform, SoftmaxSettings,
+    TokenEvaluation, rows_of, rows_of_mut,
 };
-use crate::row::Scales;
-use crate::threads::{Task, over_threads};
+use crate::row::DlogitsScales;
+use crate::threads::{RowTask, over_threads};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::{StructuredSpec, TokenInput};
 use assay_core::implementation::{RunError, Unsupported};
@@ -49,7 +49,7 @@ pub use assay_algebra::transform::rate;
 
 /// Which columns of the vocabulary a device has, what is added to them, and what divides their rows.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Part<'a> {
+pub struct VocabShard<'a> {
     /// The first one.
     pub first_column: usize,
     /// `[V]`, of each; what the spec reads.
@@ -58,7 +58,7 @@ pub struct Part<'a> {
     pub rates: Option<ArrayView2<'a, f32>>,
 }
 
-impl Part<'_> {
+impl VocabShard<'_> {
     /// `support`, counted from the first column.
     fn support(&self, support: &Support) -> Support {
         let first = self.first_column;
@@ -129,7 +129,7 @@ fn refused(support: &Support, column: usize) -> bool {
 
 /// The tokens of a device.
 #[derive(Clone, Copy, Debug)]
-pub struct Tokens<'a> {
+pub struct ShareTokens<'a> {
     /// Counted from the device's first column; outside `0..V` where another has it, or where `mask` is false.
     pub ids: ArrayView2<'a, i32>,
     /// The tokens that count.
@@ -138,9 +138,9 @@ pub struct Tokens<'a> {
 
 /// What the loss of a token is made of, beside its row of logits.
 #[derive(Clone, Debug)]
-pub struct Weighed<'a> {
+pub struct ShareInputs<'a> {
     /// With whole rows.
-    pub tokens: Tokens<'a>,
+    pub tokens: ShareTokens<'a>,
     /// `[B,T]`
     pub advantages: ArrayView2<'a, f32>,
     /// `[B,T,3]`: what a token's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
@@ -157,21 +157,21 @@ pub struct Weighed<'a> {
 
 /// Where logits and dlogits are: one array, or two.
 #[derive(Debug)]
-pub struct Place<'a, E> {
+pub struct ShareLogits<'a, E> {
     /// `[B,T,V]`; `None`: under the dlogits, which go over them.
     pub logits: Option<ArrayView3<'a, E>>,
     /// `[B,T,V]`
     pub dlogits: ArrayViewMut3<'a, E>,
 }
 
-impl<E: Element> Place<'_, E> {
-    fn rows(&mut self) -> Vec<Row<'_, E>> {
+impl<E: NativeElement> ShareLogits<'_, E> {
+    fn rows(&mut self) -> Vec<LogitsRow<'_, E>> {
         match &self.logits {
-            None => rows_of_mut(&mut self.dlogits).map(|dlogits| Row { logits: None, dlogits }).collect(),
+            None => rows_of_mut(&mut self.dlogits).map(|dlogits| LogitsRow { logits: None, dlogits }).collect(),
             Some(logits) => {
                 let logits = rows_of(logits);
                 let dlogits = rows_of_mut(&mut self.dlogits);
-                dlogits.zip(logits).map(|(dlogits, logits)| Row { logits: Some(logits), dlogits }).collect()
+                dlogits.zip(logits).map(|(dlogits, logits)| LogitsRow { logits: Some(logits), dlogits }).collect()
             }
         }
     }
@@ -189,12 +189,12 @@ impl Native {
     ///
     /// # Errors
     /// [`RunError`] where the kernel does not do `spec`, or the bias or the rate of an unmasked token does not fit.
-    pub fn share_statistics<E: Element>(
+    pub fn share_statistics<E: NativeElement>(
         &self,
         spec: &LossSpec,
-        part: Part,
+        part: VocabShard,
         logits: ArrayView3<E>,
-        tokens: Tokens,
+        tokens: ShareTokens,
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
         let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
@@ -216,7 +216,7 @@ impl Native {
         let of_row = &of_row;
         let rows = rows_of(&logits).into_iter().zip(columns_of(statistics)).enumerate();
         over_threads(
-            rows.map(|(i, (row, to))| -> Task<()> { Box::new(move |_| of_row((i / length, i % length), row, to)) }),
+            rows.map(|(i, (row, to))| -> RowTask<()> { Box::new(move |_| of_row((i / length, i % length), row, to)) }),
         );
         Ok(())
     }
@@ -225,22 +225,22 @@ impl Native {
     ///
     /// # Errors
     /// As [`Native::share_statistics`]; nothing is written then.
-    pub fn share_gradient<E: Element>(
+    pub fn share_gradient<E: NativeElement>(
         &self,
         spec: &LossSpec,
-        part: Part,
-        mut place: Place<E>,
+        part: VocabShard,
+        mut place: ShareLogits<E>,
         ids: ArrayView2<i32>,
         scales: ArrayView3<f32>,
     ) -> Result<(), RunError> {
         let (batch, length, vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
-        let of_row = |at: (usize, usize), mut row: Row<E>| {
+        let of_row = |at: (usize, usize), mut row: LogitsRow<E>| {
             let of_row = scales.index_axis(Axis(0), at.0);
             let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
             if mask > 0.0 {
-                let scales = Scales { max, share, others, bonus, mean_gap };
+                let scales = DlogitsScales { max, share, others, bonus, mean_gap };
                 softmaxes.write_part(&mut row, column(ids[at], vocab), scales, part.rate(at).unwrap_or(softmaxes.rate));
             } else {
                 row.dlogits.fill(E::from_f32(0.0));
@@ -248,7 +248,7 @@ impl Native {
         };
         let of_row = &of_row;
         let rows = place.rows().into_iter().enumerate();
-        over_threads(rows.map(|(i, row)| -> Task<()> { Box::new(move |_| of_row((i / length, i % length), row)) }));
+        over_threads(rows.map(|(i, row)| -> RowTask<()> { Box::new(move |_| of_row((i / length, i % length), row)) }));
         Ok(())
     }
 
@@ -258,23 +258,23 @@ impl Native {
     /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, is of no sequence or has no finite number
     /// in an array or no temperature `> 0`, where sequences do not lie one after another, the bias does not fit or the kernel does not
     /// do `spec`; nothing is written then.
-    pub fn share_loss<E: Element>(
+    pub fn share_loss<E: NativeElement>(
         &self,
         spec: &LossSpec,
-        mut place: Place<E>,
-        weighed: &Weighed,
+        mut place: ShareLogits<E>,
+        weighed: &ShareInputs,
         results: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
         let dim @ (.., vocab) = place.dlogits.dim();
-        let softmaxes = self.softmaxes::<E>(spec, dim, Part { bias: weighed.bias, ..Part::default() })?;
+        let softmaxes = self.softmaxes::<E>(spec, dim, VocabShard { bias: weighed.bias, ..VocabShard::default() })?;
         weighed.check(spec, vocab)?;
         let sequences = weighed.sequences()?;
-        let Weighed { tokens: Tokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
+        let ShareInputs { tokens: ShareTokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
         let [policy, kl_share, entropy] = [0, 1, 2].map(|i| wide(&weights.index_axis(Axis(2), i)));
         let ids = ids.mapv(i64::from);
         let dentropy = inputs.iter().find(|(input, _)| *input == TokenInput::Dentropy).map(|(_, values)| wide(values));
-        let batch = Batch {
+        let batch = NativeBatch {
             spec,
             structure: StructuredSpec::new(spec).structure,
             softmaxes,
@@ -297,7 +297,7 @@ impl Native {
                 },
             },
             // They are in the weights.
-            cotangents: Cotangents::default(),
+            cotangents: OutputCotangents::default(),
         };
         let evaluated: Array2<Option<TokenEvaluation>> = batch.write_dlogits(place.rows());
         columns_of(results).zip(&evaluated).for_each(|(to, evaluated)| {
@@ -312,12 +312,12 @@ impl Native {
         Ok(())
     }
 
-    fn softmaxes<E: Element>(
+    fn softmaxes<E: NativeElement>(
         &self,
         spec: &LossSpec,
         (batch, tokens, vocab): (usize, usize, usize),
-        part: Part,
-    ) -> Result<Softmaxes, RunError> {
+        part: VocabShard,
+    ) -> Result<SoftmaxSettings, RunError> {
         use assay_core::implementation::Implementation as _;
         self.supports(spec, Shape { batch, tokens, vocab }, E::DTYPE, 1)?;
         if spec.ids_per_token > 1 {
@@ -333,11 +333,11 @@ impl Native {
         }
         let bias = part.bias(spec, vocab)?;
         let of_part = LossSpec { support: part.support(&spec.support), ..spec.clone() };
-        Ok(Softmaxes::of(spec, self.isa, LogitsTransform::of::<E>(&of_part, bias.as_ref(), vocab)))
+        Ok(SoftmaxSettings::new(spec, self.isa, RowTransform::new::<E>(&of_part, bias.as_ref(), vocab)))
     }
 }
 
-impl Weighed<'_> {
+impl ShareInputs<'_> {
     /// Those of each row, in order.
     fn sequences(&self) -> Result<Vec<Sequence>, ProblemError> {
         let mask = self.tokens.mask;
@@ -370,7 +370,7 @@ impl Weighed<'_> {
     }
 
     fn check(&self, spec: &LossSpec, vocab: usize) -> Result<(), ProblemError> {
-        let Tokens { ids, mask } = self.tokens;
+        let ShareTokens { ids, mask } = self.tokens;
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
             let id = ids[[b, t]].into();
             let Some(target) = column(ids[[b, t]], vocab) else {

@@ -2,18 +2,18 @@
 
 use rayon::prelude::*;
 
-use crate::row::Kept;
+use crate::row::SavedExponentials;
 
 /// What there is to do of a row, with the room that its thread has for exponentials.
-pub(crate) type Task<'t, T> = Box<dyn FnOnce(&mut Kept) -> T + Send + 't>;
+pub(crate) type RowTask<'t, T> = Box<dyn FnOnce(&mut SavedExponentials) -> T + Send + 't>;
 
 /// Does all of them, on whatever thread is free; what comes of each, in their order.
 ///
 /// A task is boxed, which is nothing beside a row, so that rayon's part of the loop, which is as long as a kernel, is not compiled
 /// for each kernel, dtype and way to come by rows.
-pub(crate) fn over_threads<'t, T: Send>(tasks: impl Iterator<Item = Task<'t, T>>) -> Vec<T> {
-    fn all<T: Send>(tasks: Vec<Task<T>>) -> Vec<T> {
-        tasks.into_par_iter().map_init(Kept::default, |kept, task| task(kept)).collect()
+pub(crate) fn over_threads<'t, T: Send>(tasks: impl Iterator<Item = RowTask<'t, T>>) -> Vec<T> {
+    fn all<T: Send>(tasks: Vec<RowTask<T>>) -> Vec<T> {
+        tasks.into_par_iter().map_init(SavedExponentials::default, |kept, task| task(kept)).collect()
     }
     all(tasks.collect())
 }

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX2, FMA and F16C: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -18,29 +18,29 @@ pub(super) fn detected() -> bool {
 /// # Safety
 /// The machine must have AVX2, FMA and F16C.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+pub(super) unsafe fn run<W: SimdTask>(work: W) -> W::Output {
     work.on(Avx2(()))
 }
 
-type Lanes = [__m256; 2];
+type Avx2Lanes = [__m256; 2];
 
 impl Simd for Avx2 {
-    type Lanes = Lanes;
+    type Lanes = Avx2Lanes;
     type Sums = [__m256d; 2];
 
     #[inline(always)]
-    fn splat(self, x: f32) -> Lanes {
+    fn splat(self, x: f32) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         [unsafe { _mm256_set1_ps(x) }; 2]
     }
     #[inline(always)]
-    fn load(self, from: &[f32; LANES]) -> Lanes {
+    fn load(self, from: &[f32; LANES]) -> Avx2Lanes {
         let from = from.as_ptr();
         // SAFETY: `self` shows that the machine has the instruction; both eights lie within the sixteen.
         unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
     }
     #[inline(always)]
-    fn store(self, [low, high]: Lanes, to: &mut [f32; LANES]) {
+    fn store(self, [low, high]: Avx2Lanes, to: &mut [f32; LANES]) {
         let to = to.as_mut_ptr();
         // SAFETY: `self` shows that the machine has the instruction; both eights lie within the sixteen.
         unsafe {
@@ -49,47 +49,47 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+    fn add(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+    fn sub(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+    fn mul(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn mul_add(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
     }
     #[inline(always)]
-    fn mul_sub(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn mul_sub(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_fmsub_ps(a[0], b[0], c[0]), _mm256_fmsub_ps(a[1], b[1], c[1])] }
     }
     #[inline(always)]
-    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+    fn div(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+    fn max(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn min(self, a: Lanes, b: Lanes) -> Lanes {
+    fn min(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
     }
     #[inline(always)]
-    fn at_least(self, x: Lanes, bound: Lanes) -> Lanes {
+    fn at_least(self, x: Avx2Lanes, bound: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let there = [_mm256_cmp_ps::<_CMP_GE_OQ>(x[0], bound[0]), _mm256_cmp_ps::<_CMP_GE_OQ>(x[1], bound[1])];
@@ -97,12 +97,12 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn either(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instruction.
         unsafe { [_mm256_or_ps(_mm256_or_ps(a[0], b[0]), c[0]), _mm256_or_ps(_mm256_or_ps(a[1], b[1]), c[1])] }
     }
     #[inline(always)]
-    fn any_set(self, bits: Lanes, mask: u32) -> bool {
+    fn any_set(self, bits: Avx2Lanes, mask: u32) -> bool {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let all = _mm256_castps_si256(_mm256_or_ps(bits[0], bits[1]));
@@ -111,7 +111,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {
+    fn scale(self, a: Avx2Lanes, _: Avx2Lanes, integer: Avx2Lanes) -> Avx2Lanes {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe { [scale(a[0], integer[0]), scale(a[1], integer[1])] }
     }
@@ -122,7 +122,7 @@ impl Simd for Avx2 {
         [unsafe { _mm256_setzero_pd() }; 2]
     }
     #[inline(always)]
-    fn accumulate(self, sums: [__m256d; 2], x: Lanes) -> [__m256d; 2] {
+    fn accumulate(self, sums: [__m256d; 2], x: Avx2Lanes) -> [__m256d; 2] {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let halves = _mm256_add_ps(x[0], x[1]);
@@ -142,7 +142,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [Avx2Lanes; 2] {
         let from = from.as_ptr().cast::<__m256i>();
         // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
         unsafe {
@@ -155,13 +155,13 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+    fn store_bf16(self, [even, odd]: [Avx2Lanes; 2], to: &mut [bf16; UNIT]) {
         // SAFETY: `self` shows that the machine has the instructions.
         let rounded = unsafe { [[round_bf16(even[0]), round_bf16(even[1])], [round_bf16(odd[0]), round_bf16(odd[1])]] };
         self.truncate_bf16(rounded, to);
     }
     #[inline(always)]
-    fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+    fn truncate_bf16(self, [even, odd]: [Avx2Lanes; 2], to: &mut [bf16; UNIT]) {
         let to = to.as_mut_ptr().cast::<__m256i>();
         // SAFETY: `self` shows that the machine has the instructions; both halves lie within the unit.
         unsafe {
@@ -173,7 +173,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
+    fn load_f16(self, from: &[f16; UNIT]) -> [Avx2Lanes; 2] {
         let from = from.as_ptr().cast::<__m128i>();
         // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
         unsafe {
@@ -184,7 +184,7 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn store_f16(self, [low, high]: [Lanes; 2], to: &mut [f16; UNIT]) {
+    fn store_f16(self, [low, high]: [Avx2Lanes; 2], to: &mut [f16; UNIT]) {
         let to = to.as_mut_ptr().cast::<__m128i>();
         for (i, eight) in [low[0], low[1], high[0], high[1]].into_iter().enumerate() {
             // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.

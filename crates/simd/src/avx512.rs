@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has AVX-512F and BW: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -18,7 +18,7 @@ pub(super) fn detected() -> bool {
 /// # Safety
 /// The machine must have AVX-512F and BW.
 #[target_feature(enable = "avx512f,avx512bw")]
-pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+pub(super) unsafe fn run<W: SimdTask>(work: W) -> W::Output {
     work.on(Avx512(()))
 }
 

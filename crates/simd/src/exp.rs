@@ -92,16 +92,16 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::{Isa, LANES, Work};
+    use crate::{Isa, LANES, SimdTask};
 
     /// What an exponential may be off by, in `u` of itself, as roundings add up where `2^f` is smallest, `f = −½`: in `u` they are ½
     /// of the last sum, ¼ of its factor of `f`, ¼ of `f`, 0.03 of the next coefficients and 0.07 of the polynomial, over `√½`.
     const WORST: f64 = 1.1 * std::f64::consts::SQRT_2;
 
     /// `e^(d/T)` of each `d ≤ 0`, with `1/T`.
-    struct Exps<'x>(&'x [f32; LANES], f64);
+    struct ExpTask<'x>(&'x [f32; LANES], f64);
 
-    impl Work for Exps<'_> {
+    impl SimdTask for ExpTask<'_> {
         type Output = [f64; LANES];
 
         #[inline(always)]
@@ -122,7 +122,7 @@ mod tests {
             let mut d = [0.0; LANES];
             d.iter_mut().zip(bits).for_each(|(d, &bits)| *d = f32::from_bits(bits));
             let error = |isa: Isa| {
-                let errors = d.iter().zip(isa.run(Exps(&d, rate))).map(|(&d, e)| {
+                let errors = d.iter().zip(isa.run(ExpTask(&d, rate))).map(|(&d, e)| {
                     let exact = (f64::from(d) * rate).exp();
                     (e - exact).abs() / exact / (f64::from(f32::EPSILON) / 2.0)
                 });
@@ -154,7 +154,7 @@ mod tests {
         let mut t = [f32::NEG_INFINITY; LANES];
         t[..4].copy_from_slice(&[0.0, -0.0, -105.0, f32::MIN]);
         for isa in Isa::available() {
-            let exps = isa.run(Exps(&t, 1.0));
+            let exps = isa.run(ExpTask(&t, 1.0));
             assert_eq!(exps[..2], [1.0, 1.0], "{isa}");
             assert!(exps[2..].iter().all(|&e| e as f32 == 0.0), "{isa}: {exps:?}");
         }

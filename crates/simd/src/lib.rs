@@ -27,7 +27,7 @@ use std::fmt;
 
 pub use gemm::gemm;
 use half::{bf16, f16};
-pub use packed::{Factor, Packed, smallest};
+pub use packed::{ExpFactor, PackedElement, smallest};
 
 /// Lanes of a vector.
 pub const LANES: usize = 16;
@@ -169,7 +169,7 @@ fn by_halves([a, b, c, d, e, f, g, h]: [f64; 8]) -> f64 {
 }
 
 /// Something to compute on a vector unit.
-pub trait Work {
+pub trait SimdTask {
     /// What comes of it.
     type Output;
 
@@ -180,10 +180,10 @@ pub trait Work {
 
 /// An instruction set that this machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Isa(Kind);
+pub struct Isa(InstructionSet);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum InstructionSet {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -207,12 +207,12 @@ impl Isa {
     pub fn available() -> Vec<Self> {
         let all = [
             #[cfg(target_arch = "x86_64")]
-            avx512::detected().then_some(Kind::Avx512),
+            avx512::detected().then_some(InstructionSet::Avx512),
             #[cfg(target_arch = "x86_64")]
-            avx2::detected().then_some(Kind::Avx2),
+            avx2::detected().then_some(InstructionSet::Avx2),
             #[cfg(target_arch = "aarch64")]
-            neon::detected().then_some(Kind::Neon),
-            Some(Kind::Portable),
+            neon::detected().then_some(InstructionSet::Neon),
+            Some(InstructionSet::Portable),
         ];
         all.into_iter().flatten().map(Self).collect()
     }
@@ -226,28 +226,28 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => "avx512",
+            InstructionSet::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => "avx2",
+            InstructionSet::Avx2 => "avx2",
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon => "neon",
-            Kind::Portable => "portable",
+            InstructionSet::Neon => "neon",
+            InstructionSet::Portable => "portable",
         }
     }
 
     /// Does `work` with these instructions.
-    pub fn run<W: Work>(self, work: W) -> W::Output {
+    pub fn run<W: SimdTask>(self, work: W) -> W::Output {
         match self.0 {
             // SAFETY: an `Isa` of this kind is made only where the machine was seen to have what `run` asks for.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => unsafe { avx512::run(work) },
+            InstructionSet::Avx512 => unsafe { avx512::run(work) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx2 => unsafe { avx2::run(work) },
+            InstructionSet::Avx2 => unsafe { avx2::run(work) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Kind::Neon => unsafe { neon::run(work) },
-            Kind::Portable => work.on(portable::Portable),
+            InstructionSet::Neon => unsafe { neon::run(work) },
+            InstructionSet::Portable => work.on(portable::Portable),
         }
     }
 }
@@ -276,7 +276,7 @@ mod tests {
         simd.scale(simd.load(&around), simd.load(&n), simd.load(&integer))
     }
 
-    impl Work for Everything<'_> {
+    impl SimdTask for Everything<'_> {
         type Output = Vec<[f32; LANES]>;
 
         #[inline(always)]
@@ -319,7 +319,7 @@ mod tests {
     /// Logits of 16 bits as they are read, and in 16 bits again.
     struct Sixteen<'x>(&'x [bf16; UNIT], &'x [f16; UNIT]);
 
-    impl Work for Sixteen<'_> {
+    impl SimdTask for Sixteen<'_> {
         type Output = ([[f32; LANES]; 4], [bf16; UNIT], [f16; UNIT]);
 
         #[inline(always)]
@@ -337,9 +337,9 @@ mod tests {
     }
 
     /// To 16 bits: rounded, and the upper halves.
-    struct Rounded<'x>(&'x [[f32; LANES]; 2]);
+    struct RoundingTask<'x>(&'x [[f32; LANES]; 2]);
 
-    impl Work for Rounded<'_> {
+    impl SimdTask for RoundingTask<'_> {
         type Output = ([bf16; UNIT], [f16; UNIT], [bf16; UNIT]);
 
         #[inline(always)]
@@ -412,7 +412,7 @@ mod tests {
     fn numbers_are_rounded_to_16_bits_to_nearest_even() {
         for pair in vectors(60_000 / EVERY).as_chunks().0 {
             for isa in Isa::available() {
-                let (brain, half, upper) = isa.run(Rounded(pair));
+                let (brain, half, upper) = isa.run(RoundingTask(pair));
                 for i in 0..UNIT {
                     let (even_odd, in_order) = (pair[i % 2][i / 2], pair[i / LANES][i % LANES]);
                     assert!(even_odd.is_nan() || brain[i] == bf16::from_f32(even_odd), "{isa}: {even_odd:e}");

@@ -5,7 +5,7 @@ use std::arch::asm;
 
 use half::{bf16, f16};
 
-use super::{LANES, Simd, UNIT, Work, by_halves};
+use super::{LANES, Simd, SimdTask, UNIT, by_halves};
 
 /// Shows that the machine has NEON: only [`run`] makes one.
 #[derive(Clone, Copy)]
@@ -18,11 +18,11 @@ pub(super) fn detected() -> bool {
 /// # Safety
 /// The machine must have NEON.
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn run<W: Work>(work: W) -> W::Output {
+pub(super) unsafe fn run<W: SimdTask>(work: W) -> W::Output {
     work.on(Neon(()))
 }
 
-type Lanes = [float32x4_t; 4];
+type NeonLanes = [float32x4_t; 4];
 
 /// Applies an intrinsic to each of the four registers.
 macro_rules! each {
@@ -33,70 +33,70 @@ macro_rules! each {
 }
 
 impl Simd for Neon {
-    type Lanes = Lanes;
+    type Lanes = NeonLanes;
     type Sums = [float64x2_t; 4];
 
     #[inline(always)]
-    fn splat(self, x: f32) -> Lanes {
+    fn splat(self, x: f32) -> NeonLanes {
         // SAFETY: `self` shows that the machine has the instruction.
         [unsafe { vdupq_n_f32(x) }; 4]
     }
     #[inline(always)]
-    fn load(self, from: &[f32; LANES]) -> Lanes {
+    fn load(self, from: &[f32; LANES]) -> NeonLanes {
         let from = from.as_ptr();
         // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the sixteen.
         unsafe { [vld1q_f32(from), vld1q_f32(from.add(4)), vld1q_f32(from.add(8)), vld1q_f32(from.add(12))] }
     }
     #[inline(always)]
-    fn store(self, x: Lanes, to: &mut [f32; LANES]) {
+    fn store(self, x: NeonLanes, to: &mut [f32; LANES]) {
         for i in 0..4 {
             // SAFETY: `self` shows that the machine has the instruction; the four fours lie within the sixteen.
             unsafe { vst1q_f32(to.as_mut_ptr().add(4 * i), x[i]) };
         }
     }
     #[inline(always)]
-    fn add(self, a: Lanes, b: Lanes) -> Lanes {
+    fn add(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         each!(vaddq_f32, a, b)
     }
     #[inline(always)]
-    fn sub(self, a: Lanes, b: Lanes) -> Lanes {
+    fn sub(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         each!(vsubq_f32, a, b)
     }
     #[inline(always)]
-    fn mul(self, a: Lanes, b: Lanes) -> Lanes {
+    fn mul(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         each!(vmulq_f32, a, b)
     }
     #[inline(always)]
-    fn mul_add(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn mul_add(self, a: NeonLanes, b: NeonLanes, c: NeonLanes) -> NeonLanes {
         each!(vfmaq_f32, c, a, b)
     }
     #[inline(always)]
-    fn mul_sub(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn mul_sub(self, a: NeonLanes, b: NeonLanes, c: NeonLanes) -> NeonLanes {
         self.mul_add(a, b, each!(vnegq_f32, c))
     }
     #[inline(always)]
-    fn div(self, a: Lanes, b: Lanes) -> Lanes {
+    fn div(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         each!(vdivq_f32, a, b)
     }
     #[inline(always)]
-    fn max(self, a: Lanes, b: Lanes) -> Lanes {
+    fn max(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         // `fmax` would be NaN where either is.
         each!(larger, a, b)
     }
     #[inline(always)]
-    fn min(self, a: Lanes, b: Lanes) -> Lanes {
+    fn min(self, a: NeonLanes, b: NeonLanes) -> NeonLanes {
         each!(smaller, a, b)
     }
     #[inline(always)]
-    fn at_least(self, x: Lanes, bound: Lanes) -> Lanes {
+    fn at_least(self, x: NeonLanes, bound: NeonLanes) -> NeonLanes {
         each!(at_least, x, bound)
     }
     #[inline(always)]
-    fn either(self, a: Lanes, b: Lanes, c: Lanes) -> Lanes {
+    fn either(self, a: NeonLanes, b: NeonLanes, c: NeonLanes) -> NeonLanes {
         each!(either, a, b, c)
     }
     #[inline(always)]
-    fn any_set(self, bits: Lanes, mask: u32) -> bool {
+    fn any_set(self, bits: NeonLanes, mask: u32) -> bool {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let all = either(either(bits[0], bits[1], bits[2]), bits[3], bits[3]);
@@ -104,7 +104,7 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    fn scale(self, a: Lanes, _: Lanes, integer: Lanes) -> Lanes {
+    fn scale(self, a: NeonLanes, _: NeonLanes, integer: NeonLanes) -> NeonLanes {
         each!(scale, a, integer)
     }
 
@@ -114,7 +114,7 @@ impl Simd for Neon {
         [unsafe { vdupq_n_f64(0.0) }; 4]
     }
     #[inline(always)]
-    fn accumulate(self, sums: [float64x2_t; 4], x: Lanes) -> [float64x2_t; 4] {
+    fn accumulate(self, sums: [float64x2_t; 4], x: NeonLanes) -> [float64x2_t; 4] {
         // SAFETY: `self` shows that the machine has the instructions.
         unsafe {
             let (low, high) = (vaddq_f32(x[0], x[2]), vaddq_f32(x[1], x[3]));
@@ -137,7 +137,7 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    fn load_bf16(self, from: &[bf16; UNIT]) -> [Lanes; 2] {
+    fn load_bf16(self, from: &[bf16; UNIT]) -> [NeonLanes; 2] {
         let mut lanes = [self.splat(0.0); 2];
         for i in 0..4 {
             // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
@@ -150,11 +150,11 @@ impl Simd for Neon {
         lanes
     }
     #[inline(always)]
-    fn store_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+    fn store_bf16(self, [even, odd]: [NeonLanes; 2], to: &mut [bf16; UNIT]) {
         self.truncate_bf16([each!(round_bf16, even), each!(round_bf16, odd)], to);
     }
     #[inline(always)]
-    fn truncate_bf16(self, [even, odd]: [Lanes; 2], to: &mut [bf16; UNIT]) {
+    fn truncate_bf16(self, [even, odd]: [NeonLanes; 2], to: &mut [bf16; UNIT]) {
         for i in 0..4 {
             // SAFETY: `self` shows that the machine has the instructions; the four eights lie within the unit.
             unsafe {
@@ -165,7 +165,7 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    fn load_f16(self, from: &[f16; UNIT]) -> [Lanes; 2] {
+    fn load_f16(self, from: &[f16; UNIT]) -> [NeonLanes; 2] {
         let mut lanes = [self.splat(0.0); 2];
         for i in 0..8 {
             // SAFETY: `self` shows that the machine has the instructions; the eight fours lie within the unit.
@@ -179,7 +179,7 @@ impl Simd for Neon {
         lanes
     }
     #[inline(always)]
-    fn store_f16(self, x: [Lanes; 2], to: &mut [f16; UNIT]) {
+    fn store_f16(self, x: [NeonLanes; 2], to: &mut [f16; UNIT]) {
         for i in 0..8 {
             let four: uint16x4_t;
             // SAFETY: `self` shows that the machine has the instructions; the eight fours lie within the unit.

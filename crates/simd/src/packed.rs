@@ -11,7 +11,7 @@ const SPLIT: f32 = 65_537.0;
 
 /// What kept exponentials `2^64·e` are multiplied by.
 #[derive(Clone, Copy)]
-pub struct Factor<S: Simd> {
+pub struct ExpFactor<S: Simd> {
     value: S::Lanes,
     /// [`SPLIT`] times it.
     split: S::Lanes,
@@ -19,10 +19,10 @@ pub struct Factor<S: Simd> {
     smallest: S::Lanes,
 }
 
-impl<S: Simd> Factor<S> {
+impl<S: Simd> ExpFactor<S> {
     /// `factor`, where that is a normal number and no product with an exponential is out of range on the way.
     #[inline(always)]
-    pub fn of(simd: S, factor: f32) -> Option<Self> {
+    pub fn new(simd: S, factor: f32) -> Option<Self> {
         let split = factor * SPLIT;
         // An exponential is 2^64 at most.
         let in_range = factor.is_normal() && (split * 2.0 * SCALE as f32).is_finite();
@@ -43,14 +43,14 @@ pub fn smallest(factor: f64) -> f32 {
 }
 
 /// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
-pub trait Packed: PartialEq + Pod + Send + Sync {
+pub trait PackedElement: PartialEq + Pod + Send + Sync {
     /// −∞
     const MINUS_INFINITY: Self;
     /// Exactly.
     fn to_f32(self) -> f32;
     /// Rounded.
     fn from_f32(x: f32) -> Self;
-    /// In an order of the type's own, [`Packed::place`].
+    /// In an order of the type's own, [`PackedElement::place`].
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
     /// Where the `j`th of a unit is among the lanes that are loaded.
     fn place(j: usize) -> usize {
@@ -60,7 +60,7 @@ pub trait Packed: PartialEq + Pod + Send + Sync {
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
     /// `x·factor`, or 0 where `x` is below the factor's smallest, in the same.
     #[inline(always)]
-    fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+    fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
         let (low, high) = (simd.at_least(low, by.smallest), simd.at_least(high, by.smallest));
         Self::store(simd, [simd.mul(low, by.value), simd.mul(high, by.value)], to);
     }
@@ -70,7 +70,7 @@ pub trait Packed: PartialEq + Pod + Send + Sync {
     }
 }
 
-impl Packed for f32 {
+impl PackedElement for f32 {
     const MINUS_INFINITY: Self = Self::NEG_INFINITY;
     fn to_f32(self) -> f32 {
         self
@@ -96,7 +96,7 @@ impl Packed for f32 {
 
 macro_rules! sixteen_bits {
     ($type:ident, $load:ident, $store:ident $(, $own:item)*) => {
-        impl Packed for $type {
+        impl PackedElement for $type {
             const MINUS_INFINITY: Self = Self::NEG_INFINITY;
             fn to_f32(self) -> f32 {
                 $type::to_f32(self)
@@ -124,7 +124,7 @@ sixteen_bits!(
         j / 2 + j % 2 * LANES
     },
     #[inline(always)]
-    fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: Factor<S>, to: &mut [Self; UNIT]) {
+    fn store_products<S: Simd>(simd: S, [even, odd]: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
         let even = simd.high_product(even, by.smallest, by.value, by.split);
         let odd = simd.high_product(odd, by.smallest, by.value, by.split);
         simd.truncate_bf16([even, odd], to);
@@ -139,18 +139,18 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     use super::*;
-    use crate::{Isa, Work};
+    use crate::{Isa, SimdTask};
 
     /// Products of `exps` and a factor, in bf16, if the factor is in range.
     struct Products<'x>(&'x [f32; UNIT], f32);
 
-    impl Work for Products<'_> {
+    impl SimdTask for Products<'_> {
         type Output = Option<[bf16; UNIT]>;
 
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> Option<[bf16; UNIT]> {
             let mut products = [bf16::ZERO; UNIT];
-            bf16::store_products(simd, f32::load(simd, self.0), Factor::of(simd, self.1)?, &mut products);
+            bf16::store_products(simd, f32::load(simd, self.0), ExpFactor::new(simd, self.1)?, &mut products);
             Some(products)
         }
     }

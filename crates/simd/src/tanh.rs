@@ -47,7 +47,7 @@ impl<S: Simd> Tanh<S> {
 
     /// NaN stays. The vectors go step by step together, as those of [`Exp::scaled`](crate::exp::Exp::scaled).
     #[inline(always)]
-    pub fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+    pub fn apply<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         let (mut square, mut p) = (x, [self.near[5]; N]);
         for i in 0..N {
             square[i] = simd.mul(x[i], x[i]);
@@ -109,7 +109,7 @@ mod tests {
     use rayon::prelude::*;
 
     use super::*;
-    use crate::{Isa, LANES, Work};
+    use crate::{Isa, LANES, SimdTask};
 
     /// What `tanh` may be off by, in `u` of itself: the polynomial's 0.93, the factor's rounding, up to 1.3 of the smaller sum, that
     /// sum's 1 and the product's 1, and half of one of what is added to the factor, a quarter of it at most; the quotient's 0.37, the factor's and its product's, a rounding of each of its four parts and of their products.
@@ -122,13 +122,13 @@ mod tests {
     /// `tanh` of each times the factor, and `1 − tanh²`.
     struct Tanhs<'x>(f64, &'x [f32; LANES]);
 
-    impl Work for Tanhs<'_> {
+    impl SimdTask for Tanhs<'_> {
         type Output = [[f32; LANES]; 2];
 
         #[inline(always)]
         fn on<S: Simd>(self, simd: S) -> [[f32; LANES]; 2] {
             let tanh = Tanh::new(simd, self.0);
-            let [t] = tanh.of(simd, [simd.load(self.1)]);
+            let [t] = tanh.apply(simd, [simd.load(self.1)]);
             let [slope] = tanh.slopes(simd, [t]);
             let mut both = [[0.0; LANES]; 2];
             simd.store(t, &mut both[0]);
@@ -210,12 +210,12 @@ mod tests {
     #[test]
     fn tanh_beside_nan() {
         struct Together([f32; 3]);
-        impl Work for Together {
+        impl SimdTask for Together {
             type Output = [f32; 3];
 
             #[inline(always)]
             fn on<S: Simd>(self, simd: S) -> [f32; 3] {
-                let t = Tanh::new(simd, 1.0).of(simd, self.0.map(|x| simd.splat(x)));
+                let t = Tanh::new(simd, 1.0).apply(simd, self.0.map(|x| simd.splat(x)));
                 t.map(|t| {
                     let mut lanes = [0.0; LANES];
                     simd.store(t, &mut lanes);

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use super::dlpack;
 use crate::error;
-use assay::native::op::{Lent, LentMut};
+use assay::native::op::{OpArray, OpArrayMut};
 use assay::problem::FloatView;
 
 /// A tensor in the host's memory, by `DLPack`.
@@ -103,15 +103,15 @@ impl Taken {
         Ok(Self { field, _capsule: capsule.unbind(), data: data.cast_mut(), shape, strides, element })
     }
 
-    pub(crate) fn lent(&self) -> Lent<'_> {
+    pub(crate) fn lent(&self) -> OpArray<'_> {
         match self.element {
-            Element::Bool => Lent::Bool(self.elements()),
-            Element::I32 => Lent::I32(self.elements()),
-            Element::I64 => Lent::I64(self.elements()),
-            Element::F16 => Lent::F16(self.elements()),
-            Element::Bf16 => Lent::Bf16(self.elements()),
-            Element::F32 => Lent::F32(self.elements()),
-            Element::F64 => Lent::F64(self.elements()),
+            Element::Bool => OpArray::Bool(self.elements()),
+            Element::I32 => OpArray::I32(self.elements()),
+            Element::I64 => OpArray::I64(self.elements()),
+            Element::F16 => OpArray::F16(self.elements()),
+            Element::Bf16 => OpArray::Bf16(self.elements()),
+            Element::F32 => OpArray::F32(self.elements()),
+            Element::F64 => OpArray::F64(self.elements()),
         }
     }
 
@@ -124,10 +124,10 @@ impl Taken {
         let wrong =
             format!("`{}`: got dtype {} and shape {:?}, expected {expected}", self.field, lent.dtype(), self.shape);
         match lent {
-            Lent::F16(array) => array.into_dimensionality().map(FloatView::F16),
-            Lent::Bf16(array) => array.into_dimensionality().map(FloatView::Bf16),
-            Lent::F32(array) => array.into_dimensionality().map(FloatView::F32),
-            Lent::F64(array) => array.into_dimensionality().map(FloatView::F64),
+            OpArray::F16(array) => array.into_dimensionality().map(FloatView::F16),
+            OpArray::Bf16(array) => array.into_dimensionality().map(FloatView::Bf16),
+            OpArray::F32(array) => array.into_dimensionality().map(FloatView::F32),
+            OpArray::F64(array) => array.into_dimensionality().map(FloatView::F64),
             _ => return Err(wrong),
         }
         .map_err(|_| wrong)
@@ -137,7 +137,7 @@ impl Taken {
     ///
     /// # Errors
     /// What it is, in words, where that is no `[B,T,V]` of f32, bf16 or f16 whose elements are apart.
-    pub(crate) fn lent_mut(&mut self) -> Result<LentMut<'_>, String> {
+    pub(crate) fn lent_mut(&mut self) -> Result<OpArrayMut<'_>, String> {
         let wrong =
             |given: String| format!("`{}`: got {given}, expected a dense [B,T,V] of f32, bf16 or f16", self.field);
         let &[batch, tokens, vocab] = &self.shape[..] else { return Err(wrong(format!("shape {:?}", self.shape))) };
@@ -148,9 +148,9 @@ impl Taken {
             return Err(wrong(format!("strides {:?}", self.strides)));
         }
         Ok(match self.element {
-            Element::F16 => LentMut::F16(self.elements_mut([batch, tokens, vocab])),
-            Element::Bf16 => LentMut::Bf16(self.elements_mut([batch, tokens, vocab])),
-            Element::F32 => LentMut::F32(self.elements_mut([batch, tokens, vocab])),
+            Element::F16 => OpArrayMut::F16(self.elements_mut([batch, tokens, vocab])),
+            Element::Bf16 => OpArrayMut::Bf16(self.elements_mut([batch, tokens, vocab])),
+            Element::F32 => OpArrayMut::F32(self.elements_mut([batch, tokens, vocab])),
             _ => return Err(wrong(format!("dtype {}", self.lent().dtype()))),
         })
     }

@@ -9,8 +9,8 @@ mod frame;
 use ndarray::{Array2, ArrayView1, Ix0, Ix1, Ix2, Ix3};
 use pyo3::prelude::*;
 
-use assay::native::share::{self, Part, Place, Tokens, Weighed};
-use assay::native::{Element, Native};
+use assay::native::share::{self, ShareInputs, ShareLogits, ShareTokens, VocabShard};
+use assay::native::{Native, NativeElement};
 use assay::spec::{LossSpec, Temperature};
 use assay_algebra::structure::Structure;
 use frame::{Buffer, Call, Error, Frame, Output};
@@ -66,7 +66,7 @@ fn bias<'f>(spec: &LossSpec, rest: &mut Vec<&'f Buffer>) -> Result<Option<ArrayV
 }
 
 /// Where a device's columns begin, the rates of its rows where temperatures are given, and the bias that the spec reads.
-fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Result<Part<'f>, String> {
+fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Result<VocabShard<'f>, String> {
     let first = first.view::<i32, Ix0>("first_column")?[()];
     let expected = || format!("`first_column`: got {first}, expected 0 or more");
     let first_column = usize::try_from(first).map_err(|_| expected())?;
@@ -75,7 +75,7 @@ fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Resul
     let rates = given.then(|| rest.pop().ok_or("`rate`: not given, expected [B,T]")).transpose()?;
     let rates = rates.map(|rates| rates.view::<f32, Ix2>("rate")).transpose()?;
     if rest.is_empty() {
-        Ok(Part { first_column, bias, rates })
+        Ok(VocabShard { first_column, bias, rates })
     } else {
         Err(format!("arguments: got {} too many", rest.len()))
     }
@@ -97,7 +97,7 @@ macro_rules! by_dtype {
 }
 
 fn of_statistics(call: &Call) -> Result<(), String> {
-    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, first], rest) = call.arguments()?;
         let [to] = call.outputs()?;
         let spec = spec(call)?;
@@ -108,7 +108,7 @@ fn of_statistics(call: &Call) -> Result<(), String> {
         expect_shape("ids", ids.shape(), &[b, t])?;
         let statistics = to.view::<f32, Ix3>("statistics")?;
         expect_shape("statistics", statistics.shape(), &[b, t, share::COLUMNS])?;
-        let tokens = Tokens { ids, mask: mask.view() };
+        let tokens = ShareTokens { ids, mask: mask.view() };
         let done = Native::default().share_statistics(&spec, part, logits, tokens, statistics);
         done.map_err(|error| error.to_string())
     }
@@ -117,18 +117,21 @@ fn of_statistics(call: &Call) -> Result<(), String> {
 }
 
 /// Where logits and dlogits are.
-fn place<'f, E: Element + frame::Element>(logits: &'f Buffer, dlogits: Output<'f>) -> Result<Place<'f, E>, String> {
+fn place<'f, E: NativeElement + frame::Element>(
+    logits: &'f Buffer,
+    dlogits: Output<'f>,
+) -> Result<ShareLogits<'f, E>, String> {
     let beside = logits.address() != dlogits.address();
     let dlogits = dlogits.view::<E, Ix3>("dlogits")?;
     let logits = if beside { Some(logits.view::<E, Ix3>("logits")?) } else { None };
     if let Some(logits) = &logits {
         expect_shape("dlogits", dlogits.shape(), logits.shape())?;
     }
-    Ok(Place { logits, dlogits })
+    Ok(ShareLogits { logits, dlogits })
 }
 
 fn of_gradient(call: &Call) -> Result<(), String> {
-    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
         let ([logits, ids, scales, first], rest) = call.arguments()?;
         let [dlogits] = call.outputs()?;
         let spec = spec(call)?;
@@ -145,7 +148,7 @@ fn of_gradient(call: &Call) -> Result<(), String> {
 }
 
 fn of_loss(call: &Call) -> Result<(), String> {
-    fn typed<E: Element + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, advantages, weights], mut rest) = call.arguments()?;
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
@@ -174,8 +177,8 @@ fn of_loss(call: &Call) -> Result<(), String> {
         }
         expect_shape("weights", weights.shape(), &[b, t, 3])?;
         expect_shape("results", results.shape(), &[b, t, share::COLUMNS])?;
-        let tokens = Tokens { ids, mask: mask.view() };
-        let weighed = Weighed { tokens, advantages, weights, segment_ids, inputs, bias };
+        let tokens = ShareTokens { ids, mask: mask.view() };
+        let weighed = ShareInputs { tokens, advantages, weights, segment_ids, inputs, bias };
         Native::default().share_loss(&spec, place, &weighed, results).map_err(|error| error.to_string())
     }
     let ([logits], _) = call.arguments()?;

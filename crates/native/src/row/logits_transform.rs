@@ -3,17 +3,17 @@
 
 use ndarray::Array1;
 
-use super::{BLOCK, Element, UNITS};
+use super::{BLOCK, NativeElement, UNITS};
 use assay_algebra::transform;
 use assay_core::spec::LossSpec;
 use assay_simd::tanh::Tanh;
-use assay_simd::{LANES, Packed, Simd, UNIT};
+use assay_simd::{LANES, PackedElement, Simd, UNIT};
 
 /// Units whose `tanh` is taken together.
 const TOGETHER: usize = 2;
 
 /// What the spec does to logits.
-pub(crate) struct LogitsTransform {
+pub(crate) struct RowTransform {
     pub(super) rate: f64,
     pub(super) factor: f64,
     caps: bool,
@@ -25,9 +25,9 @@ pub(crate) struct LogitsTransform {
     pub(super) excluded: Vec<usize>,
 }
 
-impl LogitsTransform {
+impl RowTransform {
     /// For rows of `vocab` elements `E`.
-    pub(crate) fn of<E: Element>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
+    pub(crate) fn new<E: NativeElement>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
         let (rate, factor) = (transform::rate(spec), transform::factor(spec));
         let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
         let mut excluded: Vec<usize> = spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab).collect();
@@ -50,27 +50,27 @@ impl LogitsTransform {
     }
 
     /// `x_j + bias_j`
-    fn biased<E: Element>(&self, j: usize, x: E) -> f32 {
+    fn biased<E: NativeElement>(&self, j: usize, x: E) -> f32 {
         let bias = self.bias.as_ref().map(|bias| bias[j / BLOCK].as_flattened()[position::<E>(j % BLOCK)]);
         x.to_f32() + bias.unwrap_or(0.0)
     }
 
     /// `t_j`, and `1 − tanh²` of it or 1, in f64.
-    pub(super) fn of_column<E: Element>(&self, j: usize, x: E) -> (f64, f64) {
+    pub(super) fn transformed<E: NativeElement>(&self, j: usize, x: E) -> (f64, f64) {
         let y = self.factor * f64::from(self.biased(j, x));
         if self.caps { (y.tanh(), y.cosh().powi(2).recip()) } else { (y, 1.0) }
     }
 
     /// Columns that the sums of a row leave out beside its target, block by block.
-    pub(super) fn absent(&self, target: Option<usize>) -> Absent<'_> {
-        Absent { excluded: &self.excluded, target }
+    pub(super) fn absent(&self, target: Option<usize>) -> LeftOutColumns<'_> {
+        LeftOutColumns { excluded: &self.excluded, target }
     }
 
     /// What makes the `t_j` of a row; `None` where they are its logits.
     #[inline(always)]
-    pub(super) fn map<S: Simd>(&self, simd: S) -> Option<Map<'_, S>> {
+    pub(super) fn map<S: Simd>(&self, simd: S) -> Option<ColumnTransform<'_, S>> {
         let maps = self.caps || self.bias.is_some() || self.factor < 0.0;
-        maps.then(|| Map {
+        maps.then(|| ColumnTransform {
             transform: self,
             tanh: self.caps.then(|| Tanh::new(simd, self.factor)),
             sign: simd.splat(self.factor.signum() as f32),
@@ -79,19 +79,19 @@ impl LogitsTransform {
 }
 
 /// Where the `j`th element of a block is when it was loaded.
-fn position<E: Packed>(j: usize) -> usize {
+fn position<E: PackedElement>(j: usize) -> usize {
     j / UNIT * UNIT + E::place(j % UNIT)
 }
 
 /// Columns that sums leave out: the target, and what is outside the support.
-pub(super) struct Absent<'t> {
+pub(super) struct LeftOutColumns<'t> {
     excluded: &'t [usize],
     target: Option<usize>,
 }
 
-impl<'t> Absent<'t> {
+impl<'t> LeftOutColumns<'t> {
     /// Those of the `i`th block, counted from its first column; asked for in order.
-    pub(super) fn of_block(&mut self, i: usize) -> impl Iterator<Item = usize> + Clone + use<'t> {
+    pub(super) fn in_block(&mut self, i: usize) -> impl Iterator<Item = usize> + Clone + use<'t> {
         let columns = i * BLOCK..(i + 1) * BLOCK;
         let before = self.excluded.partition_point(|&j| j < columns.end);
         let (here, later) = self.excluded.split_at(before);
@@ -103,8 +103,8 @@ impl<'t> Absent<'t> {
 
 /// Makes the `t_j` of a row from its logits.
 #[derive(Clone, Copy)]
-pub(super) struct Map<'t, S: Simd> {
-    transform: &'t LogitsTransform,
+pub(super) struct ColumnTransform<'t, S: Simd> {
+    transform: &'t RowTransform,
     tanh: Option<Tanh<S>>,
     /// That of the scale, for where there is no cap.
     sign: S::Lanes,
@@ -113,23 +113,23 @@ pub(super) struct Map<'t, S: Simd> {
 /// The `t_j` of a block, and `1 − tanh²` of them where there is a cap, in the order in which its elements are loaded; on whole
 /// cache lines.
 #[repr(align(64))]
-pub(super) struct Mapped {
+pub(super) struct TransformedBlock {
     pub(super) t: [[f32; UNIT]; UNITS],
     pub(super) slopes: [[f32; UNIT]; UNITS],
 }
 
-impl Mapped {
+impl TransformedBlock {
     pub(super) fn room() -> Self {
         Self { t: [[0.0; UNIT]; UNITS], slopes: [[1.0; UNIT]; UNITS] }
     }
 
     /// `−∞` for the `j`th column of a block of `E`.
-    pub(super) fn leave_out<E: Element>(&mut self, j: usize) {
+    pub(super) fn leave_out<E: NativeElement>(&mut self, j: usize) {
         self.t.as_flattened_mut()[position::<E>(j)] = f32::NEG_INFINITY;
     }
 }
 
-impl<S: Simd> Map<'_, S> {
+impl<S: Simd> ColumnTransform<'_, S> {
     /// Whether there is a cap, without which all slopes are 1.
     pub(super) fn caps(&self) -> bool {
         self.tanh.is_some()
@@ -137,15 +137,15 @@ impl<S: Simd> Map<'_, S> {
 
     /// Those of logits with their bias.
     #[inline(always)]
-    fn of<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+    fn apply<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         match &self.tanh {
-            Some(tanh) => tanh.of(simd, x),
+            Some(tanh) => tanh.apply(simd, x),
             None => x.map(|x| simd.mul(x, self.sign)),
         }
     }
 
     /// 0 for those of the `i`th block that are outside the support: what is there must not choose how its neighbours are taken.
-    pub(super) fn clear_excluded<E: Element>(&self, i: usize, block: &mut [E; BLOCK]) {
+    pub(super) fn clear_excluded<E: NativeElement>(&self, i: usize, block: &mut [E; BLOCK]) {
         let excluded = &self.transform.excluded;
         let before = excluded.partition_point(|&j| j < i * BLOCK);
         for j in excluded[before..].iter().take_while(|&&j| j < (i + 1) * BLOCK) {
@@ -155,12 +155,12 @@ impl<S: Simd> Map<'_, S> {
 
     /// Those of the `i`th block; with `slopes` too if there is a cap.
     #[inline(always)]
-    pub(super) fn block<E: Element>(
+    pub(super) fn block<E: NativeElement>(
         &self,
         simd: S,
         i: usize,
         block: &[[E; UNIT]; UNITS],
-        to: &mut Mapped,
+        to: &mut TransformedBlock,
         slopes: bool,
     ) {
         let bias = self.transform.bias.as_ref().map(|bias| &bias[i]);
@@ -174,7 +174,7 @@ impl<S: Simd> Map<'_, S> {
                 }
                 [t[2 * k], t[2 * k + 1]] = x;
             }
-            t = self.of(simd, t);
+            t = self.apply(simd, t);
             for k in 0..TOGETHER {
                 let t = [t[2 * k], t[2 * k + 1]];
                 f32::store(simd, t, &mut to.t[n + k]);
@@ -187,8 +187,8 @@ impl<S: Simd> Map<'_, S> {
 
     /// That of the `j`th column of the row.
     #[inline(always)]
-    pub(super) fn column<E: Element>(&self, simd: S, j: usize, x: E) -> f32 {
-        let [t] = self.of(simd, [simd.splat(self.transform.biased(j, x))]);
+    pub(super) fn column<E: NativeElement>(&self, simd: S, j: usize, x: E) -> f32 {
+        let [t] = self.apply(simd, [simd.splat(self.transform.biased(j, x))]);
         let mut lanes = [0.0; LANES];
         simd.store(t, &mut lanes);
         lanes[0]

@@ -8,7 +8,7 @@
 //!
 //! Of several ids `y_k` of a token, with `G_k`, the likeliest is `y` and `G` their sum; their columns are written [apart](several).
 //!
-//! What the spec does to logits first ([`LogitsTransform`]) is done a block at a time, where they are read.
+//! What the spec does to logits first ([`RowTransform`]) is done a block at a time, where they are read.
 //!
 //! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
 //! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
@@ -23,16 +23,16 @@ use assay_algebra::softmax;
 use assay_core::problem::Float;
 use assay_core::spec::{LossSpec, Temperature, TemperatureDivides};
 use assay_simd::exp::{FAR, step};
-use assay_simd::{Isa, Packed, UNIT};
-pub(super) use logits_transform::LogitsTransform;
-use score::{Walk, WalkOver};
-use several::Column;
-use write::{Factors, Write};
+use assay_simd::{Isa, PackedElement, UNIT};
+pub(super) use logits_transform::RowTransform;
+use score::{ScoreRow, ScoreRowInPlace};
+use several::IdColumn;
+use write::{DlogitsFactors, WriteRow};
 
 /// An element of logits that the CPU kernel reads: f32, bf16 or f16.
-pub trait Element: Float + Packed {}
+pub trait NativeElement: Float + PackedElement {}
 
-impl<E: Float + Packed> Element for E {}
+impl<E: Float + PackedElement> NativeElement for E {}
 
 /// Units in a block.
 const UNITS: usize = 16;
@@ -41,9 +41,9 @@ const UNITS: usize = 16;
 const BLOCK: usize = UNITS * UNIT;
 
 /// The settings that all rows share.
-pub(super) struct Softmaxes {
+pub(super) struct SoftmaxSettings {
     isa: Isa,
-    transform: LogitsTransform,
+    transform: RowTransform,
     /// `1/T`, with the rate of what is done to logits; NaN where each row is given its own.
     pub(super) rate: f64,
     /// What multiplies logp: not 1 where the temperature divides it.
@@ -57,9 +57,9 @@ pub(super) struct Softmaxes {
 /// The exponentials of a block, on whole cache lines.
 #[derive(Clone)]
 #[repr(align(64))]
-struct Exps([[f32; UNIT]; UNITS]);
+struct ExpBlock([[f32; UNIT]; UNITS]);
 
-impl Exps {
+impl ExpBlock {
     fn room() -> Self {
         Self([[0.0; UNIT]; UNITS])
     }
@@ -67,11 +67,11 @@ impl Exps {
 
 /// Exponentials of the row that was last scored, under the softmax that logp is of.
 #[derive(Default)]
-pub(super) struct Kept {
+pub(super) struct SavedExponentials {
     /// Whether they are where the row's logits were.
     over_logits: bool,
     /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row; each times `1 − tanh²` under a cap.
-    exps: Vec<Exps>,
+    exps: Vec<ExpBlock>,
     /// The `m` of each block.
     maxima: Vec<f32>,
 }
@@ -79,8 +79,8 @@ pub(super) struct Kept {
 /// What a row's softmaxes come to.
 #[derive(Clone)]
 pub(super) struct Scores {
-    logp_softmax: Softmax,
-    entropy_softmax: Softmax,
+    logp_softmax: RowSoftmax,
+    entropy_softmax: RowSoftmax,
     /// The id that sums leave out: the token's, or the likeliest of several.
     target: usize,
     /// `1 − tanh²` of the target, under a cap.
@@ -89,11 +89,11 @@ pub(super) struct Scores {
     pub(super) logp: f64,
     pub(super) entropy: f64,
     /// All ids in order, where there are several.
-    several: Vec<Column>,
+    several: Vec<IdColumn>,
 }
 
 /// The ids of a token.
-pub(super) struct Ids {
+pub(super) struct TokenIds {
     pub(super) first: usize,
     /// Beside the first.
     pub(super) others: Vec<usize>,
@@ -101,7 +101,7 @@ pub(super) struct Ids {
 
 /// A row's softmax.
 #[derive(Clone, Copy)]
-struct Softmax {
+struct RowSoftmax {
     exponent: Exponent,
     /// `Σ_{j≠y} e_j a_j`, with `a` over `T`.
     weighted: f64,
@@ -121,7 +121,7 @@ struct Exponent {
 
 /// What is summed of a part of a row, of logits as their transform has them. Sums are of the columns other than the target.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Statistics {
+pub(crate) struct RowStatistics {
     /// `m`: the largest logit, the least finite f32 where all are −∞.
     pub(crate) max: f64,
     /// `x_y`; 0 where another part has the target.
@@ -134,7 +134,7 @@ pub(crate) struct Statistics {
 
 /// What the dlogits of a row are made of.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Scales {
+pub(crate) struct DlogitsScales {
     /// `m`, of all parts.
     pub(crate) max: f64,
     /// `−G/(S·T)`
@@ -149,7 +149,7 @@ pub(crate) struct Scales {
 
 /// The derivatives of the loss that a row's dlogits are made of.
 #[derive(Clone)]
-pub(super) struct Gradients {
+pub(super) struct RowGradients {
     /// By logp of the first id.
     pub(super) logp: f64,
     pub(super) entropy: f64,
@@ -158,13 +158,13 @@ pub(super) struct Gradients {
 }
 
 /// A row of logits and where its dlogits go.
-pub(super) struct Row<'r, E> {
+pub(super) struct LogitsRow<'r, E> {
     /// `None`: they are where dlogits go.
     pub(super) logits: Option<&'r [E]>,
     pub(super) dlogits: &'r mut [E],
 }
 
-impl<E> Row<'_, E> {
+impl<E> LogitsRow<'_, E> {
     pub(super) fn logits(&self) -> &[E] {
         self.logits.unwrap_or(self.dlogits)
     }
@@ -187,8 +187,8 @@ impl Exponent {
     }
 }
 
-impl Softmaxes {
-    pub(super) fn of(spec: &LossSpec, isa: Isa, transform: LogitsTransform) -> Self {
+impl SoftmaxSettings {
+    pub(super) fn new(spec: &LossSpec, isa: Isa, transform: RowTransform) -> Self {
         let two = spec.temperature_divides == TemperatureDivides::Logp && spec.temperature != Temperature::ONE;
         let temperature = spec.temperature.number().unwrap_or(f64::NAN);
         Self {
@@ -207,22 +207,34 @@ impl Softmaxes {
     }
 
     /// Reads the row of an unmasked token, whose gaps `rate` multiplies.
-    pub(super) fn score<E: Element>(&self, row: &[E], ids: &Ids, rate: f64) -> Scores {
+    pub(super) fn score<E: NativeElement>(&self, row: &[E], ids: &TokenIds, rate: f64) -> Scores {
         let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
         let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
-            self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept: None })
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, kept: None })
         });
         scores.with(several, rate)
     }
 
     /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
     /// for them again.
-    pub(super) fn score_and_keep<E: Element>(&self, row: &mut Row<E>, ids: &Ids, rate: f64, kept: &mut Kept) -> Scores {
+    pub(super) fn score_and_keep<E: NativeElement>(
+        &self,
+        row: &mut LogitsRow<E>,
+        ids: &TokenIds,
+        rate: f64,
+        kept: &mut SavedExponentials,
+    ) -> Scores {
         let (id, several) = self.target_of(row.logits(), ids);
         self.score_target_and_keep(row, id, rate, kept).with(several, rate)
     }
 
-    fn score_target_and_keep<E: Element>(&self, row: &mut Row<E>, id: usize, rate: f64, kept: &mut Kept) -> Scores {
+    fn score_target_and_keep<E: NativeElement>(
+        &self,
+        row: &mut LogitsRow<E>,
+        id: usize,
+        rate: f64,
+        kept: &mut SavedExponentials,
+    ) -> Scores {
         let (transform, target) = (&self.transform, row.logits()[id]);
         kept.over_logits = false;
         if row.logits.is_none()
@@ -233,23 +245,23 @@ impl Softmaxes {
             kept.over_logits = true;
             return self.score_by(id, target, rate, |inverse_temperature, _| {
                 let maxima = &mut kept.maxima;
-                self.isa.run(WalkOver { row: &mut *row, id, transform, inverse_temperature, maxima })
+                self.isa.run(ScoreRowInPlace { row: &mut *row, id, transform, inverse_temperature, maxima })
             });
         }
         let row = row.logits();
         self.score_by(id, target, rate, |inverse_temperature, keeps| {
             let kept = if keeps { Some(&mut *kept) } else { None };
-            self.isa.run(Walk { row, id: Some(id), transform, inverse_temperature, kept })
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, kept })
         })
     }
 
     /// By a walk under `1/T`, which keeps exponentials or not. The target's id and logit are given.
-    fn score_by<E: Element>(
+    fn score_by<E: NativeElement>(
         &self,
         id: usize,
         target: E,
         rate: f64,
-        mut walk: impl FnMut(f64, bool) -> Softmax,
+        mut walk: impl FnMut(f64, bool) -> RowSoftmax,
     ) -> Scores {
         let (logp_softmax, entropy_softmax) = if self.two {
             (walk(self.transform.rate, true), walk(rate, false))
@@ -261,7 +273,7 @@ impl Softmaxes {
             logp_softmax,
             entropy_softmax,
             target: id,
-            target_slope: self.transform.of_column(id, target).1,
+            target_slope: self.transform.transformed(id, target).1,
             logp: logp_softmax.end.logp(&mut Immediate) * self.logp_factor,
             entropy: entropy_softmax.end.entropy(&mut Immediate),
             several: Vec::new(),
@@ -269,7 +281,13 @@ impl Softmaxes {
     }
 
     /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
-    pub(super) fn write<E: Element>(&self, row: &mut Row<E>, scores: &Scores, kept: Option<&Kept>, grad: &Gradients) {
+    pub(super) fn write<E: NativeElement>(
+        &self,
+        row: &mut LogitsRow<E>,
+        scores: &Scores,
+        kept: Option<&SavedExponentials>,
+        grad: &RowGradients,
+    ) {
         // A derivative of 0 leaves its term out, so that nothing multiplies it into a NaN.
         if grad.logp == 0.0 && grad.entropy == 0.0 && grad.others.iter().all(|grad| *grad == 0.0) {
             row.dlogits.fill(E::from_f32(0.0));
@@ -282,7 +300,7 @@ impl Softmaxes {
         let of_all = grad.logp + grad.others.iter().sum::<f64>();
         let policy = if of_all == 0.0 { 0.0 } else { of_all * by_logit / of_logp.sum };
         let bonus = if grad.entropy == 0.0 { 0.0 } else { grad.entropy * by_logit / of_entropy.sum };
-        let factors = Factors {
+        let factors = DlogitsFactors {
             policy: -policy,
             // e (a/T − ā) · bonus = e · (bonus·a/T − bonus·ā)
             slope: bonus * inverse_temperature * step(inverse_temperature),
@@ -304,20 +322,20 @@ impl Softmaxes {
     }
 
     /// Writes the dlogits of all columns as if none were the target.
-    fn write_by<E: Element>(
+    fn write_by<E: NativeElement>(
         &self,
-        row: &mut Row<E>,
+        row: &mut LogitsRow<E>,
         [logp, entropy]: [Exponent; 2],
-        kept: Option<&Kept>,
-        factors: Factors,
+        kept: Option<&SavedExponentials>,
+        factors: DlogitsFactors,
     ) {
         let transform = &self.transform;
         let (inside, outside) = row.dlogits.split_at_mut(transform.vocab);
-        let mut of_support = Row { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
+        let mut of_support = LogitsRow { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
             let two = self.two && (factors.slope != 0.0 || factors.offset != 0.0);
             let kept = kept.filter(|_| !two);
-            self.isa.run(Write { row: &mut of_support, transform, logp, entropy, two, kept, factors });
+            self.isa.run(WriteRow { row: &mut of_support, transform, logp, entropy, two, kept, factors });
         } else {
             factors.write_carefully(&mut of_support, transform, logp, entropy, kept);
         }
@@ -327,12 +345,12 @@ impl Softmaxes {
 
     /// Reads a row that may be a part of one, whose gaps `rate` multiplies: its target is one of its columns or, where another part has
     /// it, none.
-    pub(super) fn statistics<E: Element>(&self, row: &[E], id: Option<usize>, rate: f64) -> Statistics {
+    pub(super) fn statistics<E: NativeElement>(&self, row: &[E], id: Option<usize>, rate: f64) -> RowStatistics {
         let transform = &self.transform;
-        let walk = |inverse_temperature| self.isa.run(Walk { row, id, transform, inverse_temperature, kept: None });
+        let walk = |inverse_temperature| self.isa.run(ScoreRow { row, id, transform, inverse_temperature, kept: None });
         let entropy = walk(rate);
-        let sums = |softmax: Softmax| [softmax.end.others, softmax.weighted];
-        Statistics {
+        let sums = |softmax: RowSoftmax| [softmax.end.others, softmax.weighted];
+        RowStatistics {
             max: entropy.exponent.max.into(),
             target_logit: if id.is_some() { entropy.target_logit } else { 0.0 },
             entropy: sums(entropy),
@@ -341,8 +359,14 @@ impl Softmaxes {
     }
 
     /// Writes the dlogits of such a part, from what follows from the statistics of all of them.
-    pub(super) fn write_part<E: Element>(&self, row: &mut Row<E>, id: Option<usize>, scales: Scales, rate: f64) {
-        let Scales { max, share, others, bonus, mean_gap } = scales;
+    pub(super) fn write_part<E: NativeElement>(
+        &self,
+        row: &mut LogitsRow<E>,
+        id: Option<usize>,
+        scales: DlogitsScales,
+        rate: f64,
+    ) {
+        let DlogitsScales { max, share, others, bonus, mean_gap } = scales;
         let (share, bonus) = (share * self.transform.factor, bonus * self.transform.factor);
         if share == 0.0 && bonus == 0.0 {
             row.dlogits.fill(E::from_f32(0.0));
@@ -351,13 +375,13 @@ impl Softmaxes {
         let inverse_temperature = rate;
         let entropy = Exponent { max: max as f32, inverse_temperature };
         let logp = if self.two { Exponent { inverse_temperature: self.transform.rate, ..entropy } } else { entropy };
-        let factors = Factors {
+        let factors = DlogitsFactors {
             policy: share,
             slope: bonus * inverse_temperature * entropy.step(),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * mean_gap },
         };
         let target = id.map(|id| {
-            let (logit, slope) = self.transform.of_column(id, row.logits()[id]);
+            let (logit, slope) = self.transform.transformed(id, row.logits()[id]);
             let gap = (max - logit) * inverse_temperature;
             let e = (-gap).exp();
             let of_logp = if share == 0.0 { 0.0 } else { -share * others };

@@ -9,12 +9,12 @@
 //! or'ed over a block, and only a block where one is set is walked again. Once a column was too far below, others of its row
 //! will be, and the walk of the blocks that follow takes care of them at once.
 
-use super::logits_transform::{Absent, LogitsTransform, Map, Mapped};
-use super::{BLOCK, Element, Exponent, Exps, Kept, Softmax, UNITS};
+use super::logits_transform::{ColumnTransform, LeftOutColumns, RowTransform, TransformedBlock};
+use super::{BLOCK, ExpBlock, Exponent, NativeElement, RowSoftmax, SavedExponentials, UNITS};
 use assay_algebra::arithmetic::Immediate;
 use assay_algebra::softmax;
 use assay_simd::exp::{Exp, SCALE, step};
-use assay_simd::{LANES, Packed, Simd, UNIT, Work, prefetch, smallest};
+use assay_simd::{LANES, PackedElement, Simd, SimdTask, UNIT, prefetch, smallest};
 
 /// Units whose exponentials are added in f32, before their sums are in f64.
 const GROUP: usize = 8;
@@ -26,31 +26,31 @@ const BELOW_0: u32 = 1 << 31;
 const AT_LEAST_2: u32 = 1 << 30;
 
 /// Scores a row under one softmax.
-pub(super) struct Walk<'r, E> {
+pub(super) struct ScoreRow<'r, E> {
     pub(super) row: &'r [E],
     /// Where another part of the row has the target, none.
     pub(super) id: Option<usize>,
-    pub(super) transform: &'r LogitsTransform,
+    pub(super) transform: &'r RowTransform,
     /// `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
-    pub(super) kept: Option<&'r mut Kept>,
+    pub(super) kept: Option<&'r mut SavedExponentials>,
 }
 
-impl<E: Element> Work for Walk<'_, E> {
-    type Output = Softmax;
+impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
+    type Output = RowSoftmax;
 
     #[inline(always)]
-    fn on<S: Simd>(self, simd: S) -> Softmax {
+    fn on<S: Simd>(self, simd: S) -> RowSoftmax {
         let Self { row, id, transform, inverse_temperature, kept } = self;
-        let mut sums = Sums::new(simd, transform, id.map(|id| (id, row[id])), inverse_temperature);
+        let mut sums = RunningSums::new(simd, transform, id.map(|id| (id, row[id])), inverse_temperature);
         let row = &row[..transform.vocab];
         let mut kept = kept.map(|kept| {
             let blocks = row.len().div_ceil(BLOCK);
-            kept.exps.resize(blocks, Exps::room());
+            kept.exps.resize(blocks, ExpBlock::room());
             kept.maxima.resize(blocks, 0.0);
             (&mut kept.exps[..], &mut kept.maxima[..])
         });
-        let mut mapped = Mapped::room();
+        let mut mapped = TransformedBlock::room();
         for (i, block) in row.chunks(BLOCK).enumerate() {
             sums.add(simd, i, block, &mut mapped, kept.as_mut().map(|(exps, _)| &mut exps[i].0));
             if let Some((_, maxima)) = &mut kept {
@@ -62,26 +62,26 @@ impl<E: Element> Work for Walk<'_, E> {
 }
 
 /// Scores a row under one softmax, and writes its exponentials over it.
-pub(super) struct WalkOver<'r> {
+pub(super) struct ScoreRowInPlace<'r> {
     pub(super) row: &'r mut [f32],
     pub(super) id: usize,
-    pub(super) transform: &'r LogitsTransform,
+    pub(super) transform: &'r RowTransform,
     /// `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
     /// The `m` of each block.
     pub(super) maxima: &'r mut Vec<f32>,
 }
 
-impl Work for WalkOver<'_> {
-    type Output = Softmax;
+impl SimdTask for ScoreRowInPlace<'_> {
+    type Output = RowSoftmax;
 
     #[inline(always)]
-    fn on<S: Simd>(self, simd: S) -> Softmax {
+    fn on<S: Simd>(self, simd: S) -> RowSoftmax {
         let Self { row, id, transform, inverse_temperature, maxima } = self;
-        let mut sums = Sums::new(simd, transform, Some((id, row[id])), inverse_temperature);
+        let mut sums = RunningSums::new(simd, transform, Some((id, row[id])), inverse_temperature);
         maxima.clear();
         // Not at once over logits that may have to be read again.
-        let (mut mapped, Exps(mut exps)) = (Mapped::room(), Exps::room());
+        let (mut mapped, ExpBlock(mut exps)) = (TransformedBlock::room(), ExpBlock::room());
         for (i, block) in row[..transform.vocab].chunks_mut(BLOCK).enumerate() {
             sums.add(simd, i, block, &mut mapped, Some(&mut exps));
             block.copy_from_slice(&exps.as_flattened()[..block.len()]);
@@ -96,10 +96,10 @@ pub(super) fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
 }
 
 /// What a walk has summed so far, of the columns other than the target.
-struct Sums<'t, S: Simd> {
+struct RunningSums<'t, S: Simd> {
     exp: Exp<S>,
-    map: Option<Map<'t, S>>,
-    absent: Absent<'t>,
+    map: Option<ColumnTransform<'t, S>>,
+    absent: LeftOutColumns<'t>,
     /// `1/T`
     inverse_temperature: f64,
     /// What gaps are counted in.
@@ -115,13 +115,13 @@ struct Sums<'t, S: Simd> {
     before: [f64; 2],
 }
 
-impl<'t, S: Simd> Sums<'t, S> {
+impl<'t, S: Simd> RunningSums<'t, S> {
     /// `m` begins at the target, whose id and logit are given, or where that is −∞ or elsewhere at the least finite number. A
     /// NaN stays.
     #[inline(always)]
-    fn new<E: Element>(
+    fn new<E: NativeElement>(
         simd: S,
-        transform: &'t LogitsTransform,
+        transform: &'t RowTransform,
         target: Option<(usize, E)>,
         inverse_temperature: f64,
     ) -> Self {
@@ -149,16 +149,16 @@ impl<'t, S: Simd> Sums<'t, S> {
     /// Adds the `i`th block, all but its absent columns, and writes its exponentials down, each times its slope, if there is
     /// room for them.
     #[inline(always)]
-    fn add<E: Element>(
+    fn add<E: NativeElement>(
         &mut self,
         simd: S,
         i: usize,
         block: &[E],
-        mapped: &mut Mapped,
+        mapped: &mut TransformedBlock,
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
     ) {
         block.as_chunks().0.iter().for_each(prefetch);
-        let mut absent = self.absent.of_block(i).chain(block.len()..BLOCK).peekable();
+        let mut absent = self.absent.in_block(i).chain(block.len()..BLOCK).peekable();
         let complete = absent.peek().is_none();
         let present;
         let units = match block.try_into() {
@@ -193,7 +193,7 @@ impl<'t, S: Simd> Sums<'t, S> {
     /// Adds a block as if no column were above `m`, and none far below it unless that is to be expected; where that was wrong,
     /// again.
     #[inline(always)]
-    fn add_units<E: Element>(
+    fn add_units<E: NativeElement>(
         &mut self,
         simd: S,
         block: &[[E; UNIT]; UNITS],
@@ -222,7 +222,7 @@ impl<'t, S: Simd> Sums<'t, S> {
 
     /// The sums with a block, and whether no column was above `m`, nor one far below it unless `FAR` columns are looked for.
     #[inline(always)]
-    fn walk<E: Element, const FAR: bool>(
+    fn walk<E: NativeElement, const FAR: bool>(
         &self,
         simd: S,
         block: &[[E; UNIT]; UNITS],
@@ -274,7 +274,7 @@ impl<'t, S: Simd> Sums<'t, S> {
     /// Adds the block that has the maximum: beside an exponential of 1 every rounding counts, so each vector is added in f64
     /// by itself.
     #[inline(always)]
-    fn add_singly<E: Element>(
+    fn add_singly<E: NativeElement>(
         &mut self,
         simd: S,
         block: &[[E; UNIT]; UNITS],
@@ -303,7 +303,7 @@ impl<'t, S: Simd> Sums<'t, S> {
 
     /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
     #[inline(always)]
-    fn softmax(&self, simd: S) -> Softmax {
+    fn softmax(&self, simd: S) -> RowSoftmax {
         let [sum, weighted] = self.total(simd);
         let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
         let weighted = weighted / SCALE * self.step * self.inverse_temperature;
@@ -311,13 +311,13 @@ impl<'t, S: Simd> Sums<'t, S> {
         let sums = softmax::SoftmaxSums { max, target_logit, others, weighted };
         let end = sums.softmax(&mut Immediate, Some(self.inverse_temperature));
         let exponent = Exponent { max: self.max, inverse_temperature: self.inverse_temperature };
-        Softmax { exponent, weighted, target_logit, end }
+        RowSoftmax { exponent, weighted, target_logit, end }
     }
 }
 
 /// The largest logit of a block, at least the least finite number; NaN counts for nothing.
 #[inline(always)]
-fn largest<S: Simd, E: Element>(simd: S, block: &[[E; UNIT]; UNITS]) -> f32 {
+fn largest<S: Simd, E: NativeElement>(simd: S, block: &[[E; UNIT]; UNITS]) -> f32 {
     let mut top = simd.splat(f32::MIN);
     for unit in block {
         let [low, high] = E::load(simd, unit);

@@ -8,11 +8,11 @@
 //! dx = C·(1 − p)/T − R·p/T        and that of entropy, as on every column
 //! ```
 
-use super::{Element, Gradients, Ids, Row, Scores, Softmaxes};
+use super::{LogitsRow, NativeElement, RowGradients, Scores, SoftmaxSettings, TokenIds};
 
 /// The column of an id.
 #[derive(Clone, Copy)]
-pub(super) struct Column {
+pub(super) struct IdColumn {
     id: usize,
     /// As its transform has it.
     logit: f64,
@@ -22,17 +22,17 @@ pub(super) struct Column {
     logp: f64,
 }
 
-impl Softmaxes {
+impl SoftmaxSettings {
     /// The id that sums leave out, and the columns of all, where there are several.
-    pub(super) fn target_of<E: Element>(&self, row: &[E], ids: &Ids) -> (usize, Vec<Column>) {
+    pub(super) fn target_of<E: NativeElement>(&self, row: &[E], ids: &TokenIds) -> (usize, Vec<IdColumn>) {
         if ids.others.is_empty() {
             return (ids.first, Vec::new());
         }
         let column = |id: usize| {
-            let (logit, slope) = self.transform.of_column(id, row[id]);
-            Column { id, logit, slope, logp: f64::NAN }
+            let (logit, slope) = self.transform.transformed(id, row[id]);
+            IdColumn { id, logit, slope, logp: f64::NAN }
         };
-        let several: Vec<Column> = std::iter::once(ids.first).chain(ids.others.iter().copied()).map(column).collect();
+        let several: Vec<IdColumn> = std::iter::once(ids.first).chain(ids.others.iter().copied()).map(column).collect();
         let likeliest = several.iter().max_by(|a, b| a.logit.total_cmp(&b.logit));
         (likeliest.map_or(ids.first, |column| column.id), several)
     }
@@ -40,7 +40,7 @@ impl Softmaxes {
 
 impl Scores {
     /// With the log-probabilities of `several` columns, where there are any.
-    pub(super) fn with(mut self, mut several: Vec<Column>, inverse_temperature: f64) -> Self {
+    pub(super) fn with(mut self, mut several: Vec<IdColumn>, inverse_temperature: f64) -> Self {
         let Some(target) = several.iter().find(|column| column.id == self.target).map(|column| column.logit) else {
             return self;
         };
@@ -60,10 +60,10 @@ impl Scores {
 
     /// Writes the dlogits of the columns of several ids, from what a logit's exponent is multiplied by, `E/S` and `−ā·E/S`, both times
     /// that too.
-    pub(super) fn write_several<E: Element>(
+    pub(super) fn write_several<E: NativeElement>(
         &self,
-        row: &mut Row<E>,
-        grad: &Gradients,
+        row: &mut LogitsRow<E>,
+        grad: &RowGradients,
         by_logit: f64,
         [bonus, offset]: [f64; 2],
     ) {

@@ -2,21 +2,21 @@
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::logits_transform::{LogitsTransform, Map, Mapped};
+use super::logits_transform::{ColumnTransform, RowTransform, TransformedBlock};
 use super::score::units;
-use super::{BLOCK, Element, Exponent, Exps, Kept, Row, UNITS};
+use super::{BLOCK, ExpBlock, Exponent, LogitsRow, NativeElement, SavedExponentials, UNITS};
 use assay_simd::exp::{Exp, SCALE};
-use assay_simd::{Factor, Packed, Simd, Streaming, UNIT, Work, smallest};
+use assay_simd::{ExpFactor, PackedElement, Simd, SimdTask, Streaming, UNIT, smallest};
 
 /// `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax that entropy is of.
 #[derive(Clone, Copy)]
-pub(super) struct Factors {
+pub(super) struct DlogitsFactors {
     pub(super) policy: f64,
     pub(super) slope: f64,
     pub(super) offset: f64,
 }
 
-impl Factors {
+impl DlogitsFactors {
     /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond
     /// [`FAR`](assay_simd::exp::FAR).
     pub(super) fn in_range(self, entropy: Exponent) -> bool {
@@ -25,13 +25,13 @@ impl Factors {
     }
 
     /// A column of probability 0 has no part even in an infinite gradient.
-    pub(super) fn write_carefully<E: Element>(
+    pub(super) fn write_carefully<E: NativeElement>(
         self,
-        row: &mut Row<E>,
-        transform: &LogitsTransform,
+        row: &mut LogitsRow<E>,
+        transform: &RowTransform,
         logp: Exponent,
         entropy: Exponent,
-        kept: Option<&Kept>,
+        kept: Option<&SavedExponentials>,
     ) {
         if let Some(kept) = kept
             && kept.over_logits
@@ -53,7 +53,7 @@ impl Factors {
             if e == 0.0 { 0.0 } else { e * factor(gap / exponent.step()) as f32 }
         };
         for j in 0..row.dlogits.len() {
-            let (t, tanh_slope) = transform.of_column(j, row.logits()[j]);
+            let (t, tanh_slope) = transform.transformed(j, row.logits()[j]);
             let policy = if self.policy == 0.0 { 0.0 } else { term(logp, t, &|_| self.policy) };
             let bonus = |a: f64| self.slope * a + self.offset;
             let bonus = if self.slope == 0.0 { 0.0 } else { term(entropy, t, &bonus) };
@@ -64,35 +64,37 @@ impl Factors {
 }
 
 /// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
-pub(super) struct Write<'w, 'r, E> {
-    pub(super) row: &'w mut Row<'r, E>,
-    pub(super) transform: &'w LogitsTransform,
+pub(super) struct WriteRow<'w, 'r, E> {
+    pub(super) row: &'w mut LogitsRow<'r, E>,
+    pub(super) transform: &'w RowTransform,
     pub(super) logp: Exponent,
     pub(super) entropy: Exponent,
     /// Whether both softmaxes have a part in it; else only `logp`'s, which is then the same as `entropy`'s or alone.
     pub(super) two: bool,
-    pub(super) kept: Option<&'w Kept>,
-    pub(super) factors: Factors,
+    pub(super) kept: Option<&'w SavedExponentials>,
+    pub(super) factors: DlogitsFactors,
 }
 
-impl<E: Element> Work for Write<'_, '_, E> {
+impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) {
         const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
-        let Factors { policy, slope, offset } = self.factors;
+        let DlogitsFactors { policy, slope, offset } = self.factors;
         let streaming = Streaming::begin();
         // What was kept is already times its slope.
         let sloped = self.two || self.kept.is_none();
-        let mut mapping = self.transform.map(simd).map(|map| Mapping { map, mapped: Mapped::room(), sloped });
+        let mut mapping =
+            self.transform.map(simd).map(|map| BlockTransform { map, mapped: TransformedBlock::room(), sloped });
         match self.kept {
             _ if self.two => {
                 let largest = offset.abs() + slope.abs() * self.entropy.farthest();
-                let [logp, entropy] = [Again::of(simd, self.logp, policy), Again::of(simd, self.entropy, largest)];
+                let [logp, entropy] =
+                    [RecomputedExp::new(simd, self.logp, policy), RecomputedExp::new(simd, self.entropy, largest)];
                 let policy = simd.splat(policy as f32);
                 let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
-                let two = Two { logp, entropy, policy, factors };
+                let two = TwoSoftmaxes { logp, entropy, policy, factors };
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &two);
                 }
@@ -100,13 +102,13 @@ impl<E: Element> Work for Write<'_, '_, E> {
             None => {
                 let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
-                let again = One { softmax: Again::of(simd, self.logp, largest), factors };
+                let again = OneSoftmax { softmax: RecomputedExp::new(simd, self.logp, largest), factors };
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
                     write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &again);
                 }
             }
             Some(kept) => {
-                let again = Again::of(simd, self.logp, policy + offset);
+                let again = RecomputedExp::new(simd, self.logp, policy + offset);
                 let farthest = self.logp.farthest();
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
@@ -116,7 +118,7 @@ impl<E: Element> Work for Write<'_, '_, E> {
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
                     let largest = factor.abs() + slope.abs() * farthest;
-                    let again = Again { smallest: simd.splat(smallest(largest)), ..again };
+                    let again = RecomputedExp { smallest: simd.splat(smallest(largest)), ..again };
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
                     let scaled = (factor / SCALE) as f32;
                     if kept.over_logits {
@@ -125,16 +127,16 @@ impl<E: Element> Work for Write<'_, '_, E> {
                         } else {
                             [again.unscale, factors[1]]
                         };
-                        let over = Over { factors, smallest: again.smallest };
+                        let over = OverLogits { factors, smallest: again.smallest };
                         write(simd, &streaming, None, i, None, dlogits, NOT_KEPT, &over);
                         continue;
                     }
                     let logits = self.row.logits;
-                    let Exps(exps) = &kept.exps[i];
-                    if let (true, Some(factor)) = (slope == 0.0, Factor::of(simd, scaled)) {
-                        write(simd, &streaming, None, i, logits, dlogits, exps, &Scaled(factor));
+                    let ExpBlock(exps) = &kept.exps[i];
+                    if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
+                        write(simd, &streaming, None, i, logits, dlogits, exps, &TimesFactor(factor));
                     } else {
-                        let sloped = Sloped { again, factors };
+                        let sloped = TimesSlope { again, factors };
                         write(simd, &streaming, mapping.as_mut(), i, logits, dlogits, exps, &sloped);
                     }
                 }
@@ -144,18 +146,18 @@ impl<E: Element> Work for Write<'_, '_, E> {
 }
 
 /// How the dlogits of a unit come from its logits, or from the exponentials that were kept.
-trait Unit<S: Simd> {
+trait DlogitsUnit<S: Simd> {
     /// Whether logits have a part in it.
     const READS_LOGITS: bool = true;
 
     /// Over the logits, or what stands for them.
-    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
 }
 
 /// What is done to logits where they are read.
-struct Mapping<'t, S: Simd> {
-    map: Map<'t, S>,
-    mapped: Mapped,
+struct BlockTransform<'t, S: Simd> {
+    map: ColumnTransform<'t, S>,
+    mapped: TransformedBlock,
     /// Whether dlogits are to be multiplied by the slopes.
     sloped: bool,
 }
@@ -164,10 +166,10 @@ struct Mapping<'t, S: Simd> {
 /// them.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "a block, where it is from and where it goes")]
-fn write<S: Simd, E: Element, U: Unit<S>>(
+fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     simd: S,
     streaming: &Streaming,
-    mapping: Option<&mut Mapping<S>>,
+    mapping: Option<&mut BlockTransform<S>>,
     i: usize,
     logits: Option<&[E]>,
     dlogits: &mut [E],
@@ -194,7 +196,7 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
         block[..dlogits.len()].copy_from_slice(from.unwrap_or(dlogits));
     }
     match mapping {
-        Some(Mapping { map, mapped, sloped }) => {
+        Some(BlockTransform { map, mapped, sloped }) => {
             map.clear_excluded(i, &mut block);
             map.block(simd, i, units(&block), mapped, *sloped);
             for (((to, t), slopes), exps) in
@@ -223,14 +225,14 @@ fn write<S: Simd, E: Element, U: Unit<S>>(
 }
 
 /// `(e_j·first)·second`, of exponentials that were kept over the logits.
-struct Over<S: Simd> {
+struct OverLogits<S: Simd> {
     factors: [S::Lanes; 2],
     smallest: S::Lanes,
 }
 
-impl<S: Simd> Unit<S> for Over<S> {
+impl<S: Simd> DlogitsUnit<S> for OverLogits<S> {
     #[inline(always)]
-    fn write<E: Element>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
+    fn write<E: NativeElement>(&self, simd: S, exps: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [first, second] = self.factors;
         let [low, high] = E::load(simd, exps);
         let (low, high) = (simd.at_least(low, self.smallest), simd.at_least(high, self.smallest));
@@ -239,26 +241,26 @@ impl<S: Simd> Unit<S> for Over<S> {
 }
 
 /// `e_j·factor`, of exponentials that were kept.
-struct Scaled<S: Simd>(Factor<S>);
+struct TimesFactor<S: Simd>(ExpFactor<S>);
 
-impl<S: Simd> Unit<S> for Scaled<S> {
+impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
     const READS_LOGITS: bool = false;
 
     #[inline(always)]
-    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
         E::store_products(simd, f32::load(simd, exps), self.0, logits);
     }
 }
 
 /// `e_j·(slope·a_j + factor)`, of exponentials that were kept.
-struct Sloped<S: Simd> {
-    again: Again<S>,
+struct TimesSlope<S: Simd> {
+    again: RecomputedExp<S>,
     factors: [S::Lanes; 2],
 }
 
-impl<S: Simd> Unit<S> for Sloped<S> {
+impl<S: Simd> DlogitsUnit<S> for TimesSlope<S> {
     #[inline(always)]
-    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]) {
         let [slope, factor] = self.factors;
         let [low, high] = E::load(simd, logits);
         let [e_low, e_high] = f32::load(simd, exps);
@@ -270,14 +272,14 @@ impl<S: Simd> Unit<S> for Sloped<S> {
 }
 
 /// `e_j·(slope·a_j + factor)`.
-struct One<S: Simd> {
-    softmax: Again<S>,
+struct OneSoftmax<S: Simd> {
+    softmax: RecomputedExp<S>,
     factors: [S::Lanes; 2],
 }
 
-impl<S: Simd> Unit<S> for One<S> {
+impl<S: Simd> DlogitsUnit<S> for OneSoftmax<S> {
     #[inline(always)]
-    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [low, high] = E::load(simd, logits);
         let [low, high] = [self.softmax.sloped(simd, low, self.factors), self.softmax.sloped(simd, high, self.factors)];
         E::store(simd, [low, high], logits);
@@ -285,14 +287,14 @@ impl<S: Simd> Unit<S> for One<S> {
 }
 
 /// `e_j·policy + q_j·(slope·a_j + offset)`.
-struct Two<S: Simd> {
-    logp: Again<S>,
-    entropy: Again<S>,
+struct TwoSoftmaxes<S: Simd> {
+    logp: RecomputedExp<S>,
+    entropy: RecomputedExp<S>,
     policy: S::Lanes,
     factors: [S::Lanes; 2],
 }
 
-impl<S: Simd> Two<S> {
+impl<S: Simd> TwoSoftmaxes<S> {
     #[inline(always)]
     fn sum(&self, simd: S, x: S::Lanes) -> S::Lanes {
         let e = self.logp.exp(simd, self.logp.gap(simd, x));
@@ -300,9 +302,9 @@ impl<S: Simd> Two<S> {
     }
 }
 
-impl<S: Simd> Unit<S> for Two<S> {
+impl<S: Simd> DlogitsUnit<S> for TwoSoftmaxes<S> {
     #[inline(always)]
-    fn write<E: Element>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
+    fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], _: &[f32; UNIT]) {
         let [low, high] = E::load(simd, logits);
         E::store(simd, [self.sum(simd, low), self.sum(simd, high)], logits);
     }
@@ -310,17 +312,17 @@ impl<S: Simd> Unit<S> for Two<S> {
 
 /// The exponentials of a softmax, once more.
 #[derive(Clone, Copy)]
-struct Again<S: Simd> {
+struct RecomputedExp<S: Simd> {
     exp: Exp<S>,
     max: S::Lanes,
     unscale: S::Lanes,
     smallest: S::Lanes,
 }
 
-impl<S: Simd> Again<S> {
+impl<S: Simd> RecomputedExp<S> {
     /// To be multiplied with what is at most `largest`.
     #[inline(always)]
-    fn of(simd: S, exponent: Exponent, largest: f64) -> Self {
+    fn new(simd: S, exponent: Exponent, largest: f64) -> Self {
         Self {
             exp: Exp::new(simd, exponent.inverse_temperature),
             max: simd.splat(exponent.max),

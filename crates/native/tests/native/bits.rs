@@ -10,7 +10,7 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::trial::Known;
-use assay_native::{Cotangents, Element, Evaluation, Isa, Native};
+use assay_native::{Isa, Native, NativeElement, NativeOutputs, OutputCotangents};
 use assay_suites::cases;
 use half::bf16;
 use ndarray::{Array2, Array3, ArrayView3, ArrayViewMut3, Axis, ShapeBuilder, s};
@@ -18,7 +18,7 @@ use proptest::prelude::*;
 use rayon::ThreadPoolBuilder;
 
 /// Dlogits and the rest, as bits; every NaN is the same.
-fn bits<E: Element>(evaluation: &Evaluation, dlogits: ArrayView3<E>) -> (Vec<u32>, Vec<u32>) {
+fn bits<E: NativeElement>(evaluation: &NativeOutputs, dlogits: ArrayView3<E>) -> (Vec<u32>, Vec<u32>) {
     let bits = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
     let of_tokens = [&evaluation.logp, &evaluation.entropy, &evaluation.token_loss];
     let rest = std::iter::once(evaluation.loss).chain(of_tokens.into_iter().flatten().copied()).map(bits).collect();
@@ -37,7 +37,7 @@ macro_rules! with_logits {
     };
 }
 
-fn in_place<E: Element>(
+fn in_place<E: NativeElement>(
     native: &Native,
     spec: &LossSpec,
     problem: &Problem,
@@ -45,7 +45,7 @@ fn in_place<E: Element>(
 ) -> (Vec<u32>, Vec<u32>) {
     let mut dlogits = logits.clone();
     let evaluation = native
-        .forward_backward_in_place(spec, dlogits.view_mut(), problem.tokens(), Cotangents::default())
+        .forward_backward_in_place(spec, dlogits.view_mut(), problem.tokens(), OutputCotangents::default())
         .expect("supported");
     bits(&evaluation, dlogits.view())
 }
@@ -164,7 +164,7 @@ fn all_outputs_garbage_outside_the_support_changes_no_bit() {
         assert!(in_place(&Native::default(), &spec, &problem, &garbage) == expected, "{spec:?}");
         let mut dlogits = logits.clone();
         let evaluation = Native::default()
-            .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens(), Cotangents::default())
+            .forward_backward(&spec, garbage.view(), dlogits.view_mut(), problem.tokens(), OutputCotangents::default())
             .expect("supported");
         assert!(bits(&evaluation, dlogits.view()) == expected, "beside them, {spec:?}");
     }
@@ -172,7 +172,7 @@ fn all_outputs_garbage_outside_the_support_changes_no_bit() {
 
 /// Dlogits of a row that goes down to e^-110 of its largest, which is the target, against f64. Its exponentials are `kept` where no
 /// token looks at another.
-fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, kept: bool, entropy: f64) {
+fn dlogits_are_normal_numbers_or_0<E: NativeElement>(isa: Isa, kept: bool, entropy: f64) {
     let (columns, logp) = (562, 1e-3);
     let logits: Vec<E> = (0..columns).map(|j| E::from_f64(-110.0 * j as f64 / columns as f64)).collect();
     let gaps: Vec<f64> = logits.iter().map(|x| -x.to_f64()).collect();
@@ -185,7 +185,7 @@ fn dlogits_are_normal_numbers_or_0<E: Element>(isa: Isa, kept: bool, entropy: f6
     let of_token = |x: f64| Array2::from_elem((1, 1), x);
     let (logp_grad, entropy_grad) = (of_token(logp), of_token(entropy));
     let entropy_grad = (entropy != 0.0).then_some(&entropy_grad);
-    let cotangents = Cotangents { loss: 0.0, logp: Some(&logp_grad), entropy: entropy_grad };
+    let cotangents = OutputCotangents { loss: 0.0, logp: Some(&logp_grad), entropy: entropy_grad };
     Native::on(isa)
         .forward_backward_in_place(&spec, dlogits.view_mut(), problem.tokens(), cotangents)
         .expect("supported");
@@ -352,7 +352,7 @@ fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
 }
 
 /// Rows that begin anywhere: no alignment, gaps between them, and an order of their own.
-fn anywhere<E: Element>(logits: &Array3<E>) -> (Array3<E>, usize) {
+fn anywhere<E: NativeElement>(logits: &Array3<E>) -> (Array3<E>, usize) {
     let (b, t, v) = logits.dim();
     // [T, B, V + 3], from the third element on.
     let mut room = Array3::from_elem((t, b, v + 3), E::from_f64(f64::NAN));
@@ -380,7 +380,7 @@ fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
 
             let (mut elsewhere, _) = anywhere(&Array3::from_elem(logits.raw_dim(), logits[[0, 0, 0]]));
             let evaluation = native
-                .forward_backward(&spec, view(&room, v), view_mut(&mut elsewhere, v), problem.tokens(), Cotangents::default())
+                .forward_backward(&spec, view(&room, v), view_mut(&mut elsewhere, v), problem.tokens(), OutputCotangents::default())
                 .expect("supported");
             assert!(bits(&evaluation, view(&elsewhere, v)) == expected, "out of place");
             assert!(same(&room, &before), "the logits stay");
@@ -389,7 +389,7 @@ fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
             assert_eq!((forward.logp, forward.entropy), (evaluation.logp, evaluation.entropy), "forward alone");
 
             let evaluation = native
-                .forward_backward_in_place(&spec, view_mut(&mut room, v), problem.tokens(), Cotangents::default())
+                .forward_backward_in_place(&spec, view_mut(&mut room, v), problem.tokens(), OutputCotangents::default())
                 .expect("supported");
             assert!(bits(&evaluation, view(&room, v)) == expected, "in place");
             for (around, before) in [(&room, &before), (&elsewhere, &before)] {
@@ -401,7 +401,7 @@ fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
     }
 }
 
-fn same<E: Element>(a: &Array3<E>, b: &Array3<E>) -> bool {
+fn same<E: NativeElement>(a: &Array3<E>, b: &Array3<E>) -> bool {
     a.iter().zip(b).all(|(a, b)| a == b || a.to_f64().is_nan() && b.to_f64().is_nan())
 }
 
@@ -416,7 +416,7 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
             &spec,
             every_other.slice_mut(s![.., .., ..;2]),
             problem.tokens(),
-            Cotangents::default(),
+            OutputCotangents::default(),
         )
         .expect_err("columns are apart");
     assert_eq!(error, RunError::Problem(ProblemError::StridedRows { field: "logits", stride: 12 }));
@@ -427,7 +427,7 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
     let logits = Array3::from_elem((2, 3, 40), 0.5_f32);
     let mut dlogits = Array3::from_elem((2, 3, 41), 5.0_f32);
     let error = native
-        .forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens(), Cotangents::default())
+        .forward_backward(&spec, logits.view(), dlogits.view_mut(), problem.tokens(), OutputCotangents::default())
         .expect_err("a column more");
     let message = "`dlogits`: got shape [2, 3, 41], expected [2, 3, 40], that of the logits";
     assert_eq!(error.to_string(), message);

@@ -8,8 +8,8 @@ use assay_core::spec::{
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
-use assay_native::op::{Arguments, Lent, LentMut, Op};
-use assay_native::{Cotangents, Evaluation};
+use assay_native::op::{Op, OpArguments, OpArray, OpArrayMut};
+use assay_native::{NativeOutputs, OutputCotangents};
 use ndarray::{Array2, ArrayD, Ix3, arr0};
 
 fn problem(spec: &LossSpec, dtype: Dtype, seed: u64) -> Problem {
@@ -24,34 +24,34 @@ fn problem(spec: &LossSpec, dtype: Dtype, seed: u64) -> Problem {
     recipe.problem(spec).expect("a valid recipe")
 }
 
-fn lent(array: &FloatArray<Ix3>) -> Lent<'_> {
+fn lent(array: &FloatArray<Ix3>) -> OpArray<'_> {
     match array {
-        FloatArray::F64(x) => Lent::F64(x.view().into_dyn()),
-        FloatArray::F32(x) => Lent::F32(x.view().into_dyn()),
-        FloatArray::Bf16(x) => Lent::Bf16(x.view().into_dyn()),
-        FloatArray::F16(x) => Lent::F16(x.view().into_dyn()),
+        FloatArray::F64(x) => OpArray::F64(x.view().into_dyn()),
+        FloatArray::F32(x) => OpArray::F32(x.view().into_dyn()),
+        FloatArray::Bf16(x) => OpArray::Bf16(x.view().into_dyn()),
+        FloatArray::F16(x) => OpArray::F16(x.view().into_dyn()),
     }
 }
 
-fn lent_mut(array: &mut FloatArray<Ix3>) -> LentMut<'_> {
+fn lent_mut(array: &mut FloatArray<Ix3>) -> OpArrayMut<'_> {
     match array {
         FloatArray::F64(_) => unreachable!("no kernel takes f64"),
-        FloatArray::F32(x) => LentMut::F32(x.view_mut()),
-        FloatArray::Bf16(x) => LentMut::Bf16(x.view_mut()),
-        FloatArray::F16(x) => LentMut::F16(x.view_mut()),
+        FloatArray::F32(x) => OpArrayMut::F32(x.view_mut()),
+        FloatArray::Bf16(x) => OpArrayMut::Bf16(x.view_mut()),
+        FloatArray::F16(x) => OpArrayMut::F16(x.view_mut()),
     }
 }
 
-fn floats(array: &Array2<f64>) -> Lent<'_> {
-    Lent::F64(array.view().into_dyn())
+fn floats(array: &Array2<f64>) -> OpArray<'_> {
+    OpArray::F64(array.view().into_dyn())
 }
 
-fn arguments(problem: &Problem) -> Arguments<'_> {
-    Arguments {
-        ids: Lent::I64(problem.ids.view().into_dyn()),
-        mask: Lent::Bool(problem.mask.view().into_dyn()),
+fn arguments(problem: &Problem) -> OpArguments<'_> {
+    OpArguments {
+        ids: OpArray::I64(problem.ids.view().into_dyn()),
+        mask: OpArray::Bool(problem.mask.view().into_dyn()),
         advantages: match &problem.advantages {
-            Advantages::Sequence(advantages) => Lent::F64(advantages.view().into_dyn()),
+            Advantages::Sequence(advantages) => OpArray::F64(advantages.view().into_dyn()),
             Advantages::Token(advantages) => floats(advantages),
             Advantages::Dlogp(_) => unreachable!("no spec here is of cotangents"),
         },
@@ -84,9 +84,9 @@ fn specs() -> Vec<LossSpec> {
     vec![plain, sequence, two]
 }
 
-fn gradient(spec: &LossSpec, problem: &Problem, cotangents: Cotangents) -> (Evaluation, FloatArray<Ix3>) {
+fn gradient(spec: &LossSpec, problem: &Problem, cotangents: OutputCotangents) -> (NativeOutputs, FloatArray<Ix3>) {
     let mut dlogits = problem.logits.clone();
-    let op = Op::of(spec, &arguments(problem)).expect("arrays that fit");
+    let op = Op::new(spec, &arguments(problem)).expect("arrays that fit");
     let evaluation = op.gradient(&lent(&problem.logits), lent_mut(&mut dlogits), cotangents).expect("supported");
     (evaluation, dlogits)
 }
@@ -99,10 +99,10 @@ fn dlogits_of_a_scaled_loss_match_reference() {
         for dtype in Dtype::KERNEL {
             for g in [1.0 / 7.0, 65_536.0, -3.0] {
                 let problem = problem(&spec, dtype, seed as u64);
-                let (_, dlogits) = gradient(&spec, &problem, Cotangents::of_loss(g));
+                let (_, dlogits) = gradient(&spec, &problem, OutputCotangents::from_loss(g));
                 let scaled = LossSpec { scale: spec.scale * g.abs(), ..spec.clone() };
                 let sign = |x: f64| if g < 0.0 { -x } else { x };
-                let (evaluation, _) = gradient(&scaled, &problem, Cotangents::default());
+                let (evaluation, _) = gradient(&scaled, &problem, OutputCotangents::default());
                 let outcome = Outcome {
                     loss: arr0(evaluation.loss).into(),
                     logp: evaluation.logp.into(),
@@ -127,9 +127,9 @@ fn dlogits_of_f16_are_scaled_before_they_underflow() {
     let spec = LossSpec::default();
     let problem = problem(&spec, Dtype::F16, 9);
     let zeros = |dlogits: &FloatArray<Ix3>| dlogits.to_f64().iter().filter(|&&x| x == 0.0).count();
-    let of = |g| zeros(&gradient(&spec, &problem, Cotangents::of_loss(g)).1);
+    let of = |g| zeros(&gradient(&spec, &problem, OutputCotangents::from_loss(g)).1);
     let wide = FloatArray::rounded_from(&problem.logits.to_f64(), Dtype::F32);
-    let (_, exact) = gradient(&spec, &problem.with_logits(wide), Cotangents::default());
+    let (_, exact) = gradient(&spec, &problem.with_logits(wide), OutputCotangents::default());
     let scaled = FloatArray::rounded_from(&exact.to_f64().mapv(|x| x * 65_536.0), Dtype::F16);
     let (unscaled, left) = (of(1.0), of(65_536.0));
     assert!(unscaled > left + 5000, "{unscaled} zeros, of which {left} are left");
@@ -148,8 +148,8 @@ fn dlogits_of_cotangents_into_logp_and_entropy_are_those_of_a_loss_made_of_them(
         let policy_gradient =
             LossSpec { objective: Objective::PolicyGradient, advantages: AdvantageLevel::Token, ..base.clone() };
         let as_advantages = Problem { advantages: Advantages::Token(-&c), ..problem.clone() };
-        let (_, expected) = gradient(&policy_gradient, &as_advantages, Cotangents::default());
-        let into_logp = Cotangents { loss: 0.0, logp: Some(&c), entropy: None };
+        let (_, expected) = gradient(&policy_gradient, &as_advantages, OutputCotangents::default());
+        let into_logp = OutputCotangents { loss: 0.0, logp: Some(&c), entropy: None };
         assert!(gradient(&base, &problem, into_logp).1.same_bits(&expected), "logp");
 
         let bonus = LossSpec {
@@ -158,20 +158,20 @@ fn dlogits_of_cotangents_into_logp_and_entropy_are_those_of_a_loss_made_of_them(
             entropy_averaging: Some(Averaging { reduction: sum, denominator_epsilon: 0.0 }),
             ..base.clone()
         };
-        let (_, expected) = gradient(&bonus, &problem, Cotangents::default());
+        let (_, expected) = gradient(&bonus, &problem, OutputCotangents::default());
         let c = Array2::from_elem(problem.mask.dim(), 0.375);
-        let into_entropy = Cotangents { loss: 0.0, logp: None, entropy: Some(&c) };
+        let into_entropy = OutputCotangents { loss: 0.0, logp: None, entropy: Some(&c) };
         assert!(gradient(&base, &problem, into_entropy).1.same_bits(&expected), "entropy");
 
         let both = LossSpec { objective: base.objective.clone(), ..bonus };
-        let (_, expected) = gradient(&both, &problem, Cotangents::default());
-        let beside = Cotangents { loss: 1.0, logp: None, entropy: Some(&c) };
+        let (_, expected) = gradient(&both, &problem, OutputCotangents::default());
+        let beside = OutputCotangents { loss: 1.0, logp: None, entropy: Some(&c) };
         assert!(gradient(&base, &problem, beside).1.same_bits(&expected), "the loss and entropy");
     }
 }
 
-fn same(a: &Evaluation, b: &Evaluation) -> bool {
-    let bits = |of: &Evaluation| {
+fn same(a: &NativeOutputs, b: &NativeOutputs) -> bool {
+    let bits = |of: &NativeOutputs| {
         let arrays = [&of.logp, &of.entropy, &of.token_loss];
         let tokens: Vec<u32> = arrays.into_iter().flatten().map(|x| x.to_bits()).collect();
         (of.loss.to_bits(), tokens)
@@ -186,9 +186,9 @@ fn outputs_have_the_same_bits_with_a_gradient_in_place_or_not_and_without() {
             let problem = problem(&spec, dtype, seed as u64);
             let c = Array2::from_elem(problem.mask.dim(), 0.01);
             for entropy in [None, Some(&c)] {
-                let cotangents = Cotangents { entropy, ..Cotangents::of_loss(0.3) };
+                let cotangents = OutputCotangents { entropy, ..OutputCotangents::from_loss(0.3) };
                 let (evaluation, dlogits) = gradient(&spec, &problem, cotangents);
-                let op = Op::of(&spec, &arguments(&problem)).unwrap();
+                let op = Op::new(&spec, &arguments(&problem)).unwrap();
                 assert!(same(&op.loss(&lent(&problem.logits)).unwrap(), &evaluation), "without, {dtype}, {spec:?}");
                 let scored = op.logp_and_entropy(&lent(&problem.logits)).unwrap();
                 assert_eq!((scored.logp, scored.entropy), (evaluation.logp.clone(), evaluation.entropy.clone()));
@@ -204,11 +204,11 @@ fn outputs_have_the_same_bits_with_a_gradient_in_place_or_not_and_without() {
 fn threads_that_call_at_once_get_the_bits_of_one() {
     let spec = &specs()[1];
     let problem = &problem(spec, Dtype::Bf16, 7);
-    let (evaluation, dlogits) = &gradient(spec, problem, Cotangents::default());
+    let (evaluation, dlogits) = &gradient(spec, problem, OutputCotangents::default());
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(move || {
-                let (own, own_dlogits) = gradient(spec, problem, Cotangents::default());
+                let (own, own_dlogits) = gradient(spec, problem, OutputCotangents::default());
                 assert!(same(&own, evaluation) && own_dlogits.same_bits(dlogits));
             });
         }
@@ -225,22 +225,22 @@ fn arrays_of_other_dtypes_are_taken_exactly() {
     let of_rows = ndarray::arr1(&[0.5_f32, -1.25, 2.0]);
     problem.advantages = Advantages::Sequence(of_rows.mapv(f64::from));
     problem = problem.with_advantages_for(&spec);
-    let (expected, expected_dlogits) = gradient(&spec, &problem, Cotangents::default());
+    let (expected, expected_dlogits) = gradient(&spec, &problem, OutputCotangents::default());
 
     let ids = problem.ids.mapv(|id| id as i32);
     let mask = problem.mask.mapv(i64::from);
     let [old_logp, ref_logp] = [&problem.old_logp, &problem.ref_logp].map(|x| x.as_ref().unwrap().mapv(|x| x as f32));
-    let arguments = Arguments {
-        ids: Lent::I32(ids.view().into_dyn()),
-        mask: Lent::I64(mask.view().into_dyn()),
-        advantages: Lent::F32(of_rows.view().into_dyn()),
-        old_logp: Some(Lent::F32(old_logp.view().into_dyn())),
-        ref_logp: Some(Lent::F32(ref_logp.view().into_dyn())),
+    let arguments = OpArguments {
+        ids: OpArray::I32(ids.view().into_dyn()),
+        mask: OpArray::I64(mask.view().into_dyn()),
+        advantages: OpArray::F32(of_rows.view().into_dyn()),
+        old_logp: Some(OpArray::F32(old_logp.view().into_dyn())),
+        ref_logp: Some(OpArray::F32(ref_logp.view().into_dyn())),
         ..arguments(&problem)
     };
     let mut dlogits = problem.logits.clone();
-    let op = Op::of(&spec, &arguments).unwrap();
-    let evaluation = op.gradient(&lent(&problem.logits), lent_mut(&mut dlogits), Cotangents::default()).unwrap();
+    let op = Op::new(&spec, &arguments).unwrap();
+    let evaluation = op.gradient(&lent(&problem.logits), lent_mut(&mut dlogits), OutputCotangents::default()).unwrap();
     assert!(same(&evaluation, &expected) && dlogits.same_bits(&expected_dlogits));
 }
 
@@ -248,40 +248,40 @@ fn arrays_of_other_dtypes_are_taken_exactly() {
 fn what_does_not_fit_is_refused_by_name_and_nothing_is_written() {
     let spec = LossSpec::default();
     let problem = problem(&spec, Dtype::F32, 1);
-    let refused = |arguments: Arguments| {
-        let called = Op::of(&spec, &arguments).and_then(|op| op.loss(&lent(&problem.logits)));
+    let refused = |arguments: OpArguments| {
+        let called = Op::new(&spec, &arguments).and_then(|op| op.loss(&lent(&problem.logits)));
         called.unwrap_err().to_string()
     };
     let floats = ArrayD::from_elem(vec![3, 5], 0.5_f32);
     let flat = ArrayD::from_elem(vec![15], 1_i64);
-    let (floats, flat, good) = (|| Lent::F32(floats.view()), || Lent::I64(flat.view()), || arguments(&problem));
-    assert_eq!(refused(Arguments { ids: floats(), ..good() }), "`ids`: got dtype f32, expected i64 or i32");
-    assert_eq!(refused(Arguments { ids: flat(), ..good() }), "`ids`: got shape [15], expected [B,T]");
-    assert_eq!(refused(Arguments { mask: floats(), ..good() }), "`mask[0,0]`: got 0.5, expected 0 or 1");
-    assert_eq!(refused(Arguments { mask: flat(), ..good() }), "`mask`: got shape [15], expected [B,T]");
-    let of_tokens = refused(Arguments { advantages: floats(), ..good() });
+    let (floats, flat, good) = (|| OpArray::F32(floats.view()), || OpArray::I64(flat.view()), || arguments(&problem));
+    assert_eq!(refused(OpArguments { ids: floats(), ..good() }), "`ids`: got dtype f32, expected i64 or i32");
+    assert_eq!(refused(OpArguments { ids: flat(), ..good() }), "`ids`: got shape [15], expected [B,T]");
+    assert_eq!(refused(OpArguments { mask: floats(), ..good() }), "`mask[0,0]`: got 0.5, expected 0 or 1");
+    assert_eq!(refused(OpArguments { mask: flat(), ..good() }), "`mask`: got shape [15], expected [B,T]");
+    let of_tokens = refused(OpArguments { advantages: floats(), ..good() });
     assert!(of_tokens.starts_with("`advantages`: got shape [3, 5], expected [3] ([B] of the logits"), "{of_tokens}");
     assert_eq!(
-        refused(Arguments { old_logp: Some(flat()), ..good() }),
+        refused(OpArguments { old_logp: Some(flat()), ..good() }),
         "`old_logp`: got dtype i64, expected f32, bf16, f16 or f64"
     );
     assert!(
-        refused(Arguments { old_logp: None, ..good() }).starts_with("`old_logp`: not given, expected shape [3, 5]")
+        refused(OpArguments { old_logp: None, ..good() }).starts_with("`old_logp`: not given, expected shape [3, 5]")
     );
 
-    let op = Op::of(&spec, &arguments(&problem)).unwrap();
+    let op = Op::new(&spec, &arguments(&problem)).unwrap();
     let wide = FloatArray::F64(problem.logits.to_f64());
     assert_eq!(op.loss(&lent(&wide)).unwrap_err().to_string(), "`logits`: got dtype f64, expected f32, bf16 or f16");
     let rows = ArrayD::from_elem(vec![15, 1025], 0.0_f32);
-    let rows = op.logp_and_entropy(&Lent::F32(rows.view())).unwrap_err().to_string();
+    let rows = op.logp_and_entropy(&OpArray::F32(rows.view())).unwrap_err().to_string();
     assert_eq!(rows, "`logits`: got shape [15, 1025], expected [B,T,V] with B, T, V ≥ 1");
     let mut narrow = FloatArray::zeros((3, 5, 1025), Dtype::Bf16);
-    let error = op.gradient(&lent(&problem.logits), lent_mut(&mut narrow), Cotangents::default()).unwrap_err();
+    let error = op.gradient(&lent(&problem.logits), lent_mut(&mut narrow), OutputCotangents::default()).unwrap_err();
     assert_eq!(error.to_string(), "`dlogits`: got dtype bf16, expected that of the logits");
 
     let c = Array2::zeros((5, 3));
     let mut over = problem.logits.clone();
-    let turned = Cotangents { logp: Some(&c), ..Cotangents::default() };
+    let turned = OutputCotangents { logp: Some(&c), ..OutputCotangents::default() };
     let error = op.gradient_in_place(lent_mut(&mut over), turned).unwrap_err();
     assert_eq!(error.to_string(), "`cotangent of logp`: got shape [5, 3], expected [3, 5] ([B,T] of the logits)");
     assert!(over.same_bits(&problem.logits), "as they were");

@@ -6,7 +6,7 @@ use std::slice::from_ref;
 use half::{bf16, f16};
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_mosaic_interpreter::{Array, Core, InterpretError, Options, run, run_with};
+use assay_mosaic_interpreter::{HostArray, MosaicInterpretError, MosaicOptions, TpuCore, run, run_with};
 
 /// Spells out the prefix of operations and the memory of memrefs: `"arith.addf"`, `vmem<8x128xf32>`.
 fn spelt(text: &str) -> String {
@@ -92,17 +92,17 @@ impl Kernel<'_> {
     }
 }
 
-fn array(element: DeviceDtype, shape: &[usize], values: &[f64]) -> Array {
+fn array(element: DeviceDtype, shape: &[usize], values: &[f64]) -> HostArray {
     let bytes = values.iter().flat_map(|&x| match element {
         DeviceDtype::F32 => (x as f32).to_le_bytes().to_vec(),
         DeviceDtype::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
         DeviceDtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
         _ => (x as i32).to_le_bytes().to_vec(),
     });
-    Array { element, shape: shape.to_vec(), bytes: bytes.collect() }
+    HostArray { element, shape: shape.to_vec(), bytes: bytes.collect() }
 }
 
-fn values(array: &Array) -> Vec<f64> {
+fn values(array: &HostArray) -> Vec<f64> {
     array
         .bytes
         .chunks(array.element.size())
@@ -123,13 +123,13 @@ fn assert_values(found: &[f64], expected: &[f64], what: &str) {
     assert!(equal, "{what}: found {found:?}, expected {expected:?}");
 }
 
-fn type_of(array: &Array) -> String {
+fn type_of(array: &HostArray) -> String {
     let extents: Vec<String> = array.shape.iter().map(usize::to_string).collect();
     format!("{}x{}", extents.join("x"), array.element.mlir())
 }
 
 /// Runs `operations` once, on whole arrays loaded as `%x0…`; what they name `%r` is the result.
-fn evaluate(operations: &str, operands: &[Array], output: &Array) -> Result<Vec<f64>, InterpretError> {
+fn evaluate(operations: &str, operands: &[HostArray], output: &HostArray) -> Result<Vec<f64>, MosaicInterpretError> {
     let mut body = "%zero = \"arith.constant\"() {value = 0 : index} : () -> index\n".to_string();
     let mut windows = Vec::new();
     let places = |rank: usize| (vec!["%zero"; rank].join(", "), vec!["index"; rank].join(", "));
@@ -475,7 +475,7 @@ const ADD_ONE: &str = "%x = \"vector.load\"(%w0, %zero) : ( vmem<2xf32>, index) 
                        index) -> ()";
 
 impl Tables<'_> {
-    fn run(&self, x: &[f64], outputs: usize, aliased: bool) -> Result<Vec<f64>, InterpretError> {
+    fn run(&self, x: &[f64], outputs: usize, aliased: bool) -> Result<Vec<f64>, MosaicInterpretError> {
         let steps = self.reads.len();
         assert_eq!(steps, self.writes.len());
         let look_up = |table: &str| {
@@ -503,7 +503,7 @@ impl Tables<'_> {
     }
 }
 
-fn problem(error: Result<Vec<f64>, InterpretError>) -> String {
+fn problem(error: Result<Vec<f64>, MosaicInterpretError>) -> String {
     error.expect_err("a run that must be refused").to_string()
 }
 
@@ -666,7 +666,7 @@ fn a_store_to_an_input_is_refused_where_its_window_stays() {
 }
 
 /// A copy of `x`, of which `window` at a time is in VMEM, under the rules of a core with `vmem_bytes`.
-fn copy_on_a_core(window: [usize; 2], x: &Array, vmem_bytes: usize) -> Result<Vec<f64>, InterpretError> {
+fn copy_on_a_core(window: [usize; 2], x: &HostArray, vmem_bytes: usize) -> Result<Vec<f64>, MosaicInterpretError> {
     let element = x.element.mlir();
     let ty = format!("{}x{}x{element}", window[0], window[1]);
     let body = format!(
@@ -678,7 +678,7 @@ fn copy_on_a_core(window: [usize; 2], x: &Array, vmem_bytes: usize) -> Result<Ve
     let grid = [x.shape[0].div_ceil(window[0]), x.shape[1].div_ceil(window[1])];
     let windows = &[(ty.as_str(), "", "%i0, %i1"), (ty.as_str(), "", "%i0, %i1")];
     let text = Kernel { grid: &grid, prefetch: &[], windows, scratch: &[], body: &body }.text();
-    let options = Options { core: Some(Core { vmem_bytes }), ..Options::default() };
+    let options = MosaicOptions { core: Some(TpuCore { vmem_bytes }), ..MosaicOptions::default() };
     let written = run_with(options, &text, vec![x.clone()], &[(x.element, x.shape.clone())], &[])?;
     Ok(values(&written[0]))
 }
@@ -743,7 +743,7 @@ fn scratch_is_counted_in_whole_tiles() {
     {
         let windows = &[("8x128xf32", "", "%i0, %i0"), ("8x128xf32", "", "%i0, %i0")];
         let text = Kernel { grid: &[1], prefetch: &[], windows, scratch: &[scratch], body: "" }.text();
-        let options = Options { core: Some(Core { vmem_bytes: 1 }), ..Options::default() };
+        let options = MosaicOptions { core: Some(TpuCore { vmem_bytes: 1 }), ..MosaicOptions::default() };
         let outputs = [(x.element, x.shape.clone())];
         let problem = run_with(options, &text, vec![x.clone()], &outputs, &[]).unwrap_err().to_string();
         assert!(problem.contains(&format!("and scratch {bytes}, expected at most 1 in all")), "{scratch}: {problem}");
@@ -859,8 +859,8 @@ fn a_run_without_end_is_given_up() {
          ({{\n^bb0(%n: i32):\n\"scf.yield\"() : () -> ()\n}}) : (i32, i32, i32) -> ()"
     );
     let text = Kernel { grid: &[1], prefetch: &[], windows: &[], scratch: &[], body: &loops }.text();
-    let options = Options { most_work: 1 << 16, ..Options::default() };
-    assert_eq!(run_with(options, &text, vec![], &[], &[]), Err(InterpretError::Endless { most: 1 << 16 }));
+    let options = MosaicOptions { most_work: 1 << 16, ..MosaicOptions::default() };
+    assert_eq!(run_with(options, &text, vec![], &[], &[]), Err(MosaicInterpretError::Endless { most: 1 << 16 }));
 }
 
 #[test]
@@ -957,8 +957,8 @@ fn arrays_that_the_module_does_not_take_are_refused() {
     let good = array(DeviceDtype::F32, &[2], &[1.0, 2.0]);
     let output = || vec![(DeviceDtype::F32, vec![2])];
     run(&text, vec![good.clone()], &output(), &[(0, 0)]).unwrap();
-    let short = Array { bytes: vec![0; 7], ..good.clone() };
-    let huge = Array { shape: vec![usize::MAX, 2], ..good.clone() };
+    let short = HostArray { bytes: vec![0; 7], ..good.clone() };
+    let huge = HostArray { shape: vec![usize::MAX, 2], ..good.clone() };
     let square = array(DeviceDtype::F32, &[1, 2], &[1.0, 2.0]);
     for (operands, outputs, aliases, expected) in [
         (vec![], output(), vec![], "0 operands and 1 outputs, expected 0 arrays for scalar memory and 2 inputs"),

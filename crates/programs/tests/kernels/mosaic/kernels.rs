@@ -13,7 +13,7 @@ use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_mosaic_interpreter::{self as interpret, Array, Core, Options, Units};
+use assay_mosaic_interpreter::{self as interpret, HostArray, MosaicOptions, MosaicUnits, TpuCore};
 use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, StructuredSpec, TpuKernel};
 use assay_suites::supported::recipe;
 use assay_suites::{cases, covering};
@@ -32,10 +32,10 @@ fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machi
 }
 
 /// Runs a kernel on operands given by name.
-fn run(kernel: &TpuKernel, options: Options, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+fn run(kernel: &TpuKernel, options: MosaicOptions, operands: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
     let given = kernel.operands.iter().map(|operand| {
         let (_, bytes) = operands.iter().find(|(name, _)| *name == operand.name).expect("every operand is given");
-        Array { element: operand.dtype, shape: operand.shape.clone(), bytes: bytes.clone() }
+        HostArray { element: operand.dtype, shape: operand.shape.clone(), bytes: bytes.clone() }
     });
     let results: Vec<_> = kernel.results.iter().map(|result| (result.dtype, result.shape.clone())).collect();
     let arrays = interpret::run_with(options, &kernel.text, given.collect(), &results, &kernel.aliases);
@@ -47,7 +47,7 @@ struct Around<'p> {
     batch: Batch<'p>,
     /// Whether the kernel is told of one column more than there are.
     spoil: bool,
-    units: Units,
+    units: MosaicUnits,
 }
 
 impl<'p> Deref for Around<'p> {
@@ -60,13 +60,13 @@ impl<'p> Deref for Around<'p> {
 
 impl<'p> Around<'p> {
     fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
-        Self { batch: Batch::new(spec, problem), spoil: false, units: Units::Host }
+        Self { batch: Batch::new(spec, problem), spoil: false, units: MosaicUnits::Host }
     }
 
     /// A core of `machine`, whose rules hold.
-    fn on(&self, machine: Machine) -> Options {
-        let core = Core { vmem_bytes: machine.vmem_bytes };
-        Options { units: self.units, core: Some(core), ..Options::default() }
+    fn on(&self, machine: Machine) -> MosaicOptions {
+        let core = TpuCore { vmem_bytes: machine.vmem_bytes };
+        MosaicOptions { units: self.units, core: Some(core), ..MosaicOptions::default() }
     }
 
     fn one_pass(&self, machine: Machine) -> Result<Candidate, String> {
@@ -189,11 +189,11 @@ struct Softmax {
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
 fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
-    check_by(Units::Host, id, spec, recipe, machine)
+    check_by(MosaicUnits::Host, id, spec, recipe, machine)
 }
 
 /// The same by other units than the host's.
-fn check_by(units: Units, id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
+fn check_by(units: MosaicUnits, id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     let around = Around { units, ..Around::new(spec, &problem) };
     let candidate = match id {
@@ -228,7 +228,7 @@ fn all_outputs_text_of_targets_at_minus_infinity_match_reference() {
 #[test]
 fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
     let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() }, LossSpec::default()];
-    for units in [Units::Above, Units::Below] {
+    for units in [MosaicUnits::Above, MosaicUnits::Below] {
         for (i, regime) in Regime::FINITE.into_iter().enumerate() {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
@@ -273,7 +273,7 @@ fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
     let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
     let (problem, logp_of) = certain_targets(&gaps);
     let spec = LossSpec::default();
-    for units in [Units::Host, Units::Above, Units::Below] {
+    for units in [MosaicUnits::Host, MosaicUnits::Above, MosaicUnits::Below] {
         let around = Around { units, ..Around::new(&spec, &problem) };
         let logp = around.one_pass(ANY_TPU).unwrap().logp.unwrap();
         for (token, &gap) in gaps.iter().enumerate() {
@@ -294,7 +294,7 @@ fn k3_of_small_differences_is_right_by_units_that_are_off_either_way() {
     let advantages = Advantages::Sequence(Array1::zeros(1));
     let problem = Problem { ref_logp: Some(ref_logp.clone()), advantages, ..problem };
     let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), ..LossSpec::default() };
-    for units in [Units::Host, Units::Above, Units::Below] {
+    for units in [MosaicUnits::Host, MosaicUnits::Above, MosaicUnits::Below] {
         let around = Around { units, ..Around::new(&spec, &problem) };
         let dlogits = around.one_pass(ANY_TPU).unwrap().gradient.to_f64();
         for (token, logp) in logp_of.iter().enumerate() {
@@ -369,7 +369,7 @@ fn all_outputs_text_of_changed_logits_match_reference() {
     for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
         let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
         let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
-        let units = [Units::Host, Units::Above, Units::Below];
+        let units = [MosaicUnits::Host, MosaicUnits::Above, MosaicUnits::Below];
         check_by(units[i / 3 % 3], "tile-one-pass", &specs[i % 3], &recipe, ANY_TPU).unwrap();
         check_by(units[(i / 3 + 1) % 3], "tile-two-pass", &specs[(i + 1) % 3], &recipe, ANY_TPU).unwrap();
     }
@@ -512,7 +512,11 @@ fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
                     |named: &Named| (named.name, vec![0; named.shape.iter().product::<usize>() * named.dtype.size()]);
                 let operands: Vec<_> = kernel.operands.iter().map(zeros).collect();
                 let run_within = |vmem_bytes: usize| {
-                    run(&kernel, Options { core: Some(Core { vmem_bytes }), ..Options::default() }, &operands)
+                    run(
+                        &kernel,
+                        MosaicOptions { core: Some(TpuCore { vmem_bytes }), ..MosaicOptions::default() },
+                        &operands,
+                    )
                 };
                 run_within(kernel.vmem_bytes).unwrap();
                 let refused = run_within(kernel.vmem_bytes - 1).unwrap_err();

@@ -3,7 +3,7 @@
 use std::fs;
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_mosaic_interpreter::{Array, InterpretError, run};
+use assay_mosaic_interpreter::{HostArray, MosaicInterpretError, run};
 use half::bf16;
 
 /// Rows of a window.
@@ -15,12 +15,12 @@ fn fixture(name: &str) -> String {
     fs::read_to_string(format!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/tpu/{}"), name)).unwrap()
 }
 
-fn array(element: DeviceDtype, shape: &[usize], bytes: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Array {
+fn array(element: DeviceDtype, shape: &[usize], bytes: impl IntoIterator<Item = impl AsRef<[u8]>>) -> HostArray {
     let bytes = bytes.into_iter().flat_map(|bytes| bytes.as_ref().to_vec()).collect();
-    Array { element, shape: shape.to_vec(), bytes }
+    HostArray { element, shape: shape.to_vec(), bytes }
 }
 
-fn f32s(array: &Array) -> Vec<f32> {
+fn f32s(array: &HostArray) -> Vec<f32> {
     array.bytes.chunks(4).map(|word| f32::from_le_bytes(word.try_into().unwrap())).collect()
 }
 
@@ -44,7 +44,7 @@ impl Sample {
         }
     }
 
-    fn operands(&self) -> Vec<Array> {
+    fn operands(&self) -> Vec<HostArray> {
         let [blocks, rows, _] = SHAPE;
         vec![
             array(DeviceDtype::I32, &[66], self.ids.iter().map(|x| x.to_le_bytes())),
@@ -61,7 +61,7 @@ impl Sample {
     }
 }
 
-fn run_sample(text: &str, operands: Vec<Array>) -> Result<Vec<Array>, InterpretError> {
+fn run_sample(text: &str, operands: Vec<HostArray>) -> Result<Vec<HostArray>, MosaicInterpretError> {
     let [blocks, rows, _] = SHAPE;
     run(text, operands, &[(DeviceDtype::Bf16, SHAPE.to_vec()), (DeviceDtype::F32, vec![blocks, rows, 8])], &[(2, 0)])
 }
@@ -106,7 +106,7 @@ fn a_wrong_transform_gives_wrong_numbers() {
     assert_eq!(text.matches(returned).count(), 1, "only one transform has these names");
     let other = text.replace(returned, r#""stable_mosaic.func.return"(%4, %arg9, %4)"#);
     let wrong = run_sample(&other, Sample::new().operands()).unwrap();
-    let row = |outputs: &[Array], block: usize| outputs[1].bytes[block * 33 * 32..][..32].to_vec();
+    let row = |outputs: &[HostArray], block: usize| outputs[1].bytes[block * 33 * 32..][..32].to_vec();
     assert_eq!(row(&wrong, 0), row(&right, 0));
     assert_ne!(row(&wrong, 1), row(&right, 1));
 }
@@ -137,7 +137,7 @@ fn carried_values_edges_and_scratch_agree_with_the_interpreter_of_jax() {
 #[test]
 fn spoilt_texts_are_errors_or_other_programs_and_never_panics() {
     let whole = fixture("pallas_carried.mlir");
-    let zeros = |element: DeviceDtype, shape: [usize; 2]| Array {
+    let zeros = |element: DeviceDtype, shape: [usize; 2]| HostArray {
         element,
         shape: shape.to_vec(),
         bytes: vec![0; shape[0] * shape[1] * element.size()],
