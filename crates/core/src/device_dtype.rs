@@ -79,6 +79,7 @@ impl DeviceDtype {
 
 impl fmt::Display for DeviceDtype {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        // Two names of MLIR are unusual outside of it.
         f.write_str(match self {
             DeviceDtype::U8 => "u8",
             DeviceDtype::Pred => "pred",

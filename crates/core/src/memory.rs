@@ -77,8 +77,10 @@ pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Opti
 /// Returns the bytes of memory that this process could get now without swapping: the least that the machine and each
 /// control group around the process, such as a container, have left; `None` if neither reports it.
 pub fn available_host_bytes() -> Option<usize> {
+    // A process is in one group of each hierarchy; a machine without control groups has none.
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let of_groups = [Hierarchy::UNIFIED, Hierarchy::OF_MEMORY].into_iter().filter_map(|hierarchy| {
+        // The path is absolute within the hierarchy: without its slash it is joined to the root.
         let group = own.lines().find_map(|line| line.split_once(hierarchy.mark)?.1.strip_prefix('/'))?;
         hierarchy.available(Path::new(hierarchy.root), Path::new(group))
     });
@@ -123,10 +125,12 @@ impl Hierarchy {
             // A word where there is none.
             let most: usize = read(self.most)?.trim().parse().ok()?;
             let held: usize = read(self.held)?.trim().parse().ok()?;
+            // Cached files count as used, but the system gives them up under pressure.
             let statistics = read("memory.stat").unwrap_or_default();
             let cached = statistics.lines().find_map(|line| line.strip_prefix(self.cached)?.trim().parse().ok());
             Some(most.saturating_sub(held.saturating_sub(cached.unwrap_or(0))))
         };
+        // A group cannot get more than any group around it has left.
         group.ancestors().filter_map(left).min()
     }
 }

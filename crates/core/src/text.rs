@@ -7,12 +7,14 @@ const LONGEST: usize = 300;
 /// characters escaped, and cut after 300 characters.
 pub fn one_line(text: &str) -> String {
     let mut line = String::new();
+    // Words are joined by one blank, whatever white space was between them.
     for c in text.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
         if c.is_control() {
             line.extend(c.escape_default());
         } else {
             line.push(c);
         }
+        // Cut at a character and not at a byte.
         if let Some((end, _)) = line.char_indices().nth(LONGEST) {
             line.truncate(end);
             line.push('…');
@@ -33,12 +35,14 @@ pub fn nearest<'n>(given: &str, names: impl IntoIterator<Item = &'n str>) -> Opt
 /// that must be swapped (the "optimal string alignment" distance).
 fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    // `rows[i][j]` is the distance between the first `i` letters of `a` and the first `j` of `b`.
     let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];
     for i in 0..a.len() {
         let mut row = vec![i + 1];
         for j in 0..b.len() {
             let exchanged = rows[i][j] + usize::from(a[i] != b[j]);
             let mut least = exchanged.min(row[j] + 1).min(rows[i][j + 1] + 1);
+            // Two neighbours that are swapped count once.
             if i > 0 && j > 0 && a[i] == b[j - 1] && a[i - 1] == b[j] {
                 least = least.min(rows[i - 1][j - 1] + 1);
             }

@@ -35,6 +35,7 @@ pub(super) fn dlogits_row(
     // ∞ · 0 is NaN, but a column of probability 0 has no part in an infinite loss.
     let elsewhere = |grad: f64, p: f64| if grad == 0.0 || p == 0.0 { 0.0 } else { -grad * p };
     let on_own = |of: &LogpGradient| if of.grad == 0.0 { 0.0 } else { of.grad * of.probability_of_others };
+    // On a column that no id has, every log-probability has the derivative −p_j.
     let sum: f64 = of_logps.iter().map(|of| of.grad).sum();
     let entropy_grad = |z: f64, q: f64| {
         let of_entropy = token.entropy_softmax.stats.entropy_gradient(z, q);
@@ -44,11 +45,13 @@ pub(super) fn dlogits_row(
     let (p, SoftmaxColumns { z, probabilities: q }) = (&columns.logp().probabilities, columns.entropy());
     let column = |(&p, (&z, &q)): (&f64, (&f64, &f64))| scaled(elsewhere(sum, p) + entropy_grad(z, q));
     let mut dlogits: Vec<f64> = p.iter().zip(z.iter().zip(q)).map(column).collect();
+    // On an id's column its own logp has 1 − p_y instead; an id may occur several times.
     for y in of_logps.iter().filter_map(|of| columns.place_of(of.id)) {
         let of_logp =
             |of: &LogpGradient| if columns.place_of(of.id) == Some(y) { on_own(of) } else { elsewhere(of.grad, p[y]) };
         dlogits[y] = scaled(of_logps.iter().map(of_logp).sum::<f64>() + entropy_grad(z[y], q[y]));
     }
+    // The chain rule through the transform of the logits.
     if let Some(slopes) = columns.slopes() {
         for (dx, slope) in dlogits.iter_mut().zip(slopes) {
             *dx = if *dx == 0.0 { 0.0 } else { *dx * slope };

@@ -26,6 +26,7 @@ fn difference(kl: &Kl, inputs: &TokenInputs) -> super::ratio::BoundedValue {
 impl KlPiece {
     pub(super) fn at(spec: &LossSpec, inputs: &TokenInputs) -> Self {
         let (Some(kl), Some(_)) = (&spec.kl, inputs.ref_logp) else { return Self::default() };
+        // The piece has a slope for each clamp, and the bound that the value exceeds, if it does.
         let d = difference(kl, inputs);
         let own_slope = inputs.log_ratio(spec).slope;
         let mut piece = Self { slope: d.slope, sign: 0.0, bound: None, own_slope };
@@ -38,6 +39,7 @@ impl KlPiece {
             } else {
                 piece.estimate(kl, inputs).value
             };
+            // The clamp is of the estimate, or of its product with the importance weight.
             let clamped = held(value, -clamp, clamp);
             piece.bound = (clamped.slope == 0.0).then_some(clamped.value);
         }
@@ -108,8 +110,10 @@ impl KlPiece {
             KlEstimator::K3 => (d.exp_m1() - d, d.exp_m1()),
             KlEstimator::Abs => (self.sign * d, self.sign),
         };
+        // A bound on the estimate replaces its value and removes its own gradient.
         let bound = if kl.clamp_after_importance { None } else { self.bound };
         let own = if bound.is_some() { 0.0 } else { -self.slope * by_difference };
+        // A straight-through gradient replaces the derivative, whatever the clamps.
         let by_logp = match kl.gradient {
             KlGradient::Own => own,
             KlGradient::K2 => inputs.logp - inputs.ref_logp.unwrap_or(f64::NAN),

@@ -210,7 +210,9 @@ pub fn evaluate<'p>(spec: &'p LossSpec, problem: &'p Problem) -> Result<Referenc
 fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Reference<'p>, ProblemError> {
     let problem = &*given;
     let shape = problem.check(spec)?;
+    // Corrections for the sampler come first, as a rejection may remove a token from every later sum.
     let corrections = rollout::corrections(spec, problem);
+    // The softmax of each token is independent of all others: these are the only values of size V.
     let positions: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
     let scored = positions.into_par_iter().map(|at| corrections.mask[at].then(|| score(spec, problem, at)));
     let (scored, others): (Vec<_>, Vec<_>) =
@@ -218,6 +220,7 @@ fn evaluate_owned<'p>(spec: &'p LossSpec, given: Cow<'p, Problem>) -> Result<Ref
     let scored = Array2::from_shape_vec((shape.batch, shape.tokens), scored).expect("one entry a token");
     let others = Array2::from_shape_vec((shape.batch, shape.tokens), others).expect("one entry a token");
 
+    // The entropy mask is a quantile over the batch.
     let entropies = scored.mapv(|token| token.map(|token| token.entropy));
     let high = match &spec.top_entropy {
         Some(top) => selection::top_entropy(top, &entropies),
@@ -237,10 +240,12 @@ fn joined<'p>(
 ) -> Result<Reference<'p>, ProblemError> {
     let problem = &*given;
     let shape = problem.shape();
+    // Terms of each token, then the weights of the reductions, then the coupling of tokens that share a ratio.
     let mut tokens = join(spec, problem, corrections, scored, high)?;
     let sequences = problem.sequences();
     weigh(spec, problem, &sequences, &mut tokens);
     couple(spec, &sequences, &mut tokens);
+    // One objective counts sequences without a token by their advantage.
     let empty: Vec<f64> = sequences
         .iter()
         .filter(|sequence| sequence.places().all(|at| tokens[at].is_none()))
@@ -253,6 +258,7 @@ fn joined<'p>(
 
 /// Computes softmax, log-probability and entropy of token `[b,t]`, and the log-probabilities of its other ids.
 fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore, Vec<OtherLogp>) {
+    // The transform of the logits depends on the id only through the support, which may keep it.
     let column = |id: i64| usize::try_from(id).expect("checked: 0 ≤ id < V");
     let id = column(problem.ids[at]);
     let logits = TransformedLogits::new(spec, problem, at, id, 0..problem.shape().vocab).logits;
@@ -260,6 +266,7 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
     let divided = |logits: Vec<f64>, by: f64| logits.into_iter().map(|h| h / by).collect::<Vec<_>>();
 
     let temperature = problem.tokens().temperature(spec, at);
+    // One softmax serves both outputs unless the temperature divides the log-probability.
     let (z, logp_softmax, entropy_softmax, logp_factor) = match spec.temperature_divides {
         TemperatureDivides::Logits => {
             let z = divided(logits, temperature);
@@ -272,6 +279,7 @@ fn score(spec: &LossSpec, problem: &Problem, at: (usize, usize)) -> (TokenScore,
             (logits, logp, entropy, 1.0 / temperature)
         }
     };
+    // Further ids of the token are scored by the same softmax.
     let other = |(id, dlogp): (i64, f64)| {
         let id = column(id);
         OtherLogp {
@@ -305,6 +313,7 @@ fn join(
     scored: &Array2<Option<TokenScore>>,
     high: &Array2<bool>,
 ) -> Result<Array2<Option<Token>>, ProblemError> {
+    // Values of one token, by its position.
     let drops = spec.top_entropy.map_or(DroppedTerm::PolicyTerm, |top| top.drops);
     let at = |array: &Option<Array2<f64>>, place: (usize, usize)| array.as_ref().map(|array| array[place]);
     let old_logp = |place, logp| {
@@ -331,6 +340,7 @@ fn join(
             (spec.ratio.level != RatioLevel::Token).then(|| ratio::row_log_ratio(&spec.ratio, &in_mean));
         let divergence = mean_divergence(spec, problem, &row);
         let row_log_weight = row_log_weight(spec, problem, corrections, &sequence, &row);
+        // The inputs of each of its tokens, in which masks and weights become factors.
         for &(place, token) in &row {
             let advantage = advantages[place];
             let accepted = |by: &Array2<bool>| f64::from(u8::from(by[place]));
@@ -357,6 +367,7 @@ fn join(
                 top_entropy: drops != DroppedTerm::PolicyTerm || high[place],
                 selected: Choice::fixed(problem.extra.selected.as_ref().is_some_and(|selected| selected[place])),
             };
+            // The derivative of the sequence's log-ratio by this token's.
             let share = match spec.ratio.level {
                 RatioLevel::Token | RatioLevel::SequenceToken => 1.0,
                 RatioLevel::Sequence | RatioLevel::SequenceProduct if !log_ratio(place, &token).1 => 0.0,
@@ -365,6 +376,7 @@ fn join(
             tokens[place] = Some((token, inputs, share));
         }
     }
+    // Selections by covariance compare all tokens of the batch, so their inputs must be complete.
     select(spec, &mut tokens)?;
     Ok(tokens.mapv(|token| token.map(|(scored, inputs, share)| evaluated(spec, scored, inputs, share))))
 }
@@ -374,6 +386,7 @@ fn mean_divergence(spec: &LossSpec, problem: &Problem, row: &[((usize, usize), T
     let Some(mask) = &spec.off_policy_mask else { return 0.0 };
     let behaviour = if mask.behaviour == OldLogp::Rollout { &problem.extra.rollout_logp } else { &problem.old_logp };
     let Some(behaviour) = behaviour else { return 0.0 };
+    // A token that the sampler did not score adds 0 and still counts.
     let difference = |&(at, token): &((usize, usize), TokenScore)| {
         let difference = behaviour[at] - token.logp;
         if difference.is_nan() { 0.0 } else { difference }
@@ -390,6 +403,7 @@ fn row_log_weight(
     row: &[((usize, usize), TokenScore)],
 ) -> f64 {
     let Objective::Vespo(_) = &spec.objective else { return 0.0 };
+    // VESPO's own clamp of log-ratios, whatever the spec's ratio is.
     let log_ratios = row.iter().map(|(place, token)| {
         let at = |array: &Option<Array2<f64>>| array.as_ref().map(|array| array[*place]);
         let old = ratio::old_logp(spec.old_logp, at(&problem.old_logp), at(&problem.extra.rollout_logp), token.logp);
@@ -404,6 +418,7 @@ type Joined = Array2<Option<(TokenScore, TokenInputs, f64)>>;
 
 /// Makes the selection by covariance of KL-Cov and Clip-Cov, over the whole batch.
 fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
+    // Clip-Cov does not select a token whose loss the clip already bounds.
     let sample = |inputs: &TokenInputs| {
         let clipped = match &spec.objective {
             Objective::ClipCov(cov) => objective::held_by_clip(&cov.clip, inputs.ratio(spec), inputs.advantage),
@@ -419,6 +434,7 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
         Objective::ClipCov(cov) => cov.selection.map(|band| selection::covariance_band(band, &samples)).transpose()?,
         _ => None,
     };
+    // Choices are in the order of the samples, which is that of the tokens.
     for ((_, inputs, _), choice) in tokens.iter_mut().flatten().zip(choices.into_iter().flatten()) {
         inputs.selected = choice;
     }
@@ -427,6 +443,7 @@ fn select(spec: &LossSpec, tokens: &mut Joined) -> Result<(), ProblemError> {
 
 /// Evaluates the terms of one token, without weights.
 fn evaluated(spec: &LossSpec, scored: TokenScore, inputs: TokenInputs, share: f64) -> Token {
+    // The smooth piece is found once, and every value and derivative is evaluated on it.
     let branch = Branch::at(spec, &inputs);
     let policy = branch.policy(spec, &inputs);
     let kl = spec.kl.as_ref().map_or(Term::default(), |kl| branch.kl(spec, kl, &inputs));
@@ -462,15 +479,18 @@ fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mu
     let counts: Vec<usize> = sequences.iter().map(count).collect();
     // Packed sequences are not averaged over a width.
     let width = tokens.ncols();
+    // The policy term and the KL penalty may have different reductions.
     let weights = reduction::row_weights(spec.averaging(), &counts, width);
     let kl_weights = reduction::row_weights(spec.kl_averaging(), &counts, width);
     // The default is over the tokens that `top_entropy` keeps.
     let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy));
     let all_kept: Vec<usize> =
         sequences.iter().map(|sequence| sequence.places().filter(|&at| kept[at]).count()).collect();
+    // The entropy bonus has its own reduction, or a mean over the tokens that are kept.
     let own = spec.entropy_averaging.map(|averaging| reduction::row_weights(averaging, &counts, width));
     let token_mean = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
     let over_kept = reduction::row_weights(token_mean, &all_kept, width);
+    // `scale` multiplies the whole loss, and so every weight.
     for (s, at) in sequences.iter().flat_map(|sequence| sequence.places().map(|at| (sequence.index, at))) {
         let Some(token) = &mut tokens[at] else { continue };
         token.weight = weights[s] * spec.scale;
@@ -495,6 +515,7 @@ fn couple(spec: &LossSpec, sequences: &[Sequence], tokens: &mut Array2<Option<To
         return;
     }
     for sequence in sequences {
+        // Each token's loss depends on the shared ratio, and the shared ratio on each token.
         let row = sequence.places().filter_map(|at| tokens[at].as_ref());
         let coupling = row.map(|token| by_log_ratio(spec, token, &token.branch)).collect::<Sum>().value();
         for at in sequence.places() {
@@ -613,6 +634,7 @@ impl Reference<'_> {
             self.spec.kl.as_ref().map_or(0.0, |kl| {
                 token.kl_weight * times_beta(kl.beta, branch.kl(self.spec, kl, &token.inputs).by_logp)
             });
+        // The path through the ratio: the token's own, or the sequence's with its share.
         let through_ratio = match self.spec.ratio.level {
             RatioLevel::Token => branch.slope * self.by_log_ratio(token, branch),
             RatioLevel::SequenceToken => self.by_log_ratio(token, branch),
@@ -623,6 +645,7 @@ impl Reference<'_> {
 
     /// Whether any dlogit of a token differs from 0, apart from entries of probability 0.
     pub fn has_gradient(&self, token: &Token) -> bool {
+        // A gradient of a logp reaches no logit if its id has all of the probability.
         let first = (self.grad_logp(token, &token.branch, token.coupling), token.probability_of_others);
         let others = self.others(token).iter().map(|other| (other.grad_logp, other.probability_of_others));
         std::iter::once(first).chain(others).any(|(grad, others)| grad != 0.0 && others > 0.0)
@@ -682,6 +705,7 @@ impl Reference<'_> {
     pub fn outcome(&self) -> Outcome {
         let Shape { batch, tokens, vocab } = self.shape;
         let per_token = |value: &dyn Fn(&Token) -> f64| self.tokens.map(|token| token.as_ref().map_or(0.0, value));
+        // Rows are independent and are computed in parallel, in order.
         let rows = (0..batch * tokens).into_par_iter().flat_map_iter(|i| self.dlogits_row(i / tokens, i % tokens));
         Outcome {
             loss: arr0(self.loss).into(),

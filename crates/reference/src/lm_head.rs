@@ -47,6 +47,7 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result
     let shape = problem.check(spec)?;
     let HeadShape { batch, tokens, hidden: width, vocab } = shape;
     let projection = &problem.logits;
+    // Masked tokens become rows of 0, which the products skip.
     let mut hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
     for (mut row, &counts) in hidden.rows_mut().into_iter().zip(&problem.mask) {
         if !counts {
@@ -54,6 +55,7 @@ pub fn evaluate_head<'p>(spec: &'p LossSpec, problem: &'p HeadProblem) -> Result
         }
     }
 
+    // The product of a few vocabulary entries at a time, rounded if the problem's own matrix product rounds.
     let rounded = |x: f64| if projection.rounds_logits { problem.dtype().round(x) } else { x };
     let mut logits = Array2::zeros((batch * tokens, vocab));
     for columns in chunks(vocab, width, OF_COLUMNS) {
@@ -134,6 +136,7 @@ impl<'p> HeadReference<'p> {
     /// Computes `dhidden`, `[B·T,H]`, from the function that returns `[B·T,columns]` dlogits; zeros for a token without
     /// a gradient.
     pub fn dhidden(&self, dlogits: impl Fn(Range<usize>) -> Array2<f64>) -> Array2<f64> {
+        // Compensated sums are kept across ranges of entries: `dhidden` is one sum over the vocabulary.
         let mut sums = Array2::from_elem(self.hidden.dim(), Sum::default());
         let reference = &self.reference;
         let has_gradient = |n: usize| {
@@ -162,6 +165,7 @@ impl<'p> HeadReference<'p> {
         let per_token = |value: &dyn Fn(&super::Token) -> f64| {
             Array2::from_shape_fn((batch, tokens), |(b, t)| reference.token(b, t).map_or(0.0, value))
         };
+        // Dlogits are computed twice, once for each gradient, rather than held as `[B·T,V]`.
         let dhidden = self.dhidden(|columns| self.dlogits(columns));
         let layout = self.layout();
         let mut dlm_head = Array2::zeros(layout.extents(hidden, vocab));
@@ -197,6 +201,8 @@ fn products(a: ArrayView2<f64>, b: ArrayView2<f64>) -> Array2<f64> {
 /// Adds the products of the `live` rows of `a` to `sums`.
 fn add_products(sums: &mut Array2<Sum>, a: ArrayView2<f64>, b: ArrayView2<f64>, live: impl Fn(usize) -> bool) {
     const AT_ONCE: usize = 256;
+    // Threads share the columns; each adds its terms in the order of `k`, so that the result does not depend on their
+    // number.
     let live: Vec<bool> = (0..a.nrows()).map(live).collect();
     let parts: Vec<_> = sums.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(b.axis_chunks_iter(Axis(1), AT_ONCE)).collect();
     parts.into_par_iter().for_each(|(mut sums, b)| {

@@ -25,6 +25,7 @@ impl TransformedLogits {
         columns: Range<usize>,
     ) -> Self {
         let first = columns.start;
+        // In the order of the formula: bias, scale, soft cap, support.
         let mut logits = problem.logits.row_part(b, t, columns.clone());
         let transform = &spec.logits;
         if let Some(bias) = problem.extra.bias.as_ref().filter(|_| transform.bias) {
@@ -44,6 +45,8 @@ impl TransformedLogits {
                 *x *= transform.scale;
             }
         }
+        // The sampled id is never excluded: if it is outside the support, the check of the problem has refused it or
+        // it is to be kept.
         let mut exclude = |j: usize| {
             if j != id && columns.contains(&j) {
                 logits[j - first] = f64::NEG_INFINITY;

@@ -74,6 +74,7 @@ impl Branch {
             Objective::Aspo(aspo) => upside_down(aspo, inputs.selected.holds, ratio, advantage),
             _ => Coefficient::Ratio,
         };
+        // A window removes the whole term, unlike a clip.
         let within = match &spec.objective {
             Objective::MaskedRatio(masked) => ratio > masked.lower && ratio < masked.upper,
             Objective::TrustRegion(region) => in_trust_region(region, inputs),
@@ -120,6 +121,7 @@ impl Branch {
         if !self.kept {
             return Term::default();
         }
+        // A token without advantage has no surrogate, even if its ratio overflows.
         let surrogate =
             if self.within && inputs.advantage != 0.0 { self.surrogate(spec, inputs) } else { Term::default() };
         let term = match &spec.objective {
@@ -137,6 +139,7 @@ impl Branch {
     /// Returns the part of [`policy`](Self::policy) that `A` multiplies.
     fn surrogate(&self, spec: &LossSpec, inputs: &TokenInputs) -> Term {
         let (ratio, advantage) = (inputs.ratio(spec), inputs.advantage);
+        // The coefficient is constant on a bound, and then has no gradient through the ratio.
         let k = match self.coefficient {
             Coefficient::Ratio => ratio,
             Coefficient::Bound(bound) | Coefficient::Score(bound) => bound,
@@ -197,9 +200,11 @@ fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
     let low = 1.0 - clip.epsilon_low;
     let high = 1.0 + clip.epsilon_high;
     if advantage > 0.0 {
+        // The ratio is bounded from above only.
         let bound = clip.delta.map_or(high, |delta| delta.min(high));
         if ratio > bound { Coefficient::Bound(bound) } else { Coefficient::Ratio }
     } else if advantage < 0.0 {
+        // The ratio is bounded from below by the clip, and from above by the two-sided and the dual clip.
         let bound = clip.delta.map_or(f64::INFINITY, |delta| delta.max(high));
         let bound = clip.dual_clip.map_or(bound, |c| c.min(bound));
         if ratio < low {
@@ -260,6 +265,7 @@ fn soft_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> Term {
 
 /// Returns VESPO's weight `φ = exp(λ + k·ln w − λ·w)` with `ln w` in `[ln 1e-8, 20]`; 0 if that is NaN or ∞.
 pub(super) fn gamma_weight(vespo: &Vespo, row_log_weight: f64, advantage: f64) -> f64 {
+    // The sign of the advantage chooses the parameters, with 0 as positive.
     let log_weight = row_log_weight.clamp(1e-8_f64.ln(), 20.0);
     let (k, lambda) = if advantage >= 0.0 {
         (vespo.k_positive, vespo.lambda_positive)
@@ -277,6 +283,7 @@ fn in_trust_region(region: &TrustRegion, inputs: &TokenInputs) -> bool {
     let rise = p - p_old;
     let (limit, with_advantage) =
         if inputs.advantage > 0.0 { (region.high, rise > 0.0) } else { (region.low, rise < 0.0) };
+    // The limit and the direction depend on the sign of the advantage.
     let divergence = match region.divergence {
         Divergence::TotalVariation => rise.abs(),
         Divergence::BinaryKl => {

@@ -30,10 +30,12 @@ pub(super) fn held(x: f64, low: f64, high: f64) -> BoundedValue {
 /// x ≤ high where A > 0,  x ≥ −low where A < 0,  0 where A = 0        with a clip
 /// ```
 pub(super) fn log_ratio(ratio: &Ratio, x: f64, advantage: f64) -> BoundedValue {
+    // A product clamps its sum, not its terms.
     let clamp = if ratio.level == RatioLevel::SequenceProduct { None } else { ratio.clamp };
     let clamp = clamp.unwrap_or(f64::INFINITY);
     let clamped = held(x, -clamp, clamp);
     let Some(clip) = ratio.clip else { return clamped };
+    // GMPO's clip is one-sided, by the sign of the advantage.
     let clipped = if advantage > 0.0 {
         held(clamped.value, f64::NEG_INFINITY, clip.high)
     } else if advantage < 0.0 {

@@ -10,6 +10,7 @@ use assay_core::spec::{Averaging, LossSpec, Objective, Reduction, Rows};
 /// Returns the weight `w_b` of the unmasked tokens of each sequence `b`, of which it has `counts[b]`; 0 for a sequence
 /// without any.
 pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) -> Vec<f64> {
+    // Counts of the batch, or given ones.
     let rows = |rows: Rows| match rows {
         Rows::All => counts.len() as f64,
         Rows::NonEmpty => counts.iter().filter(|&&n| n > 0).count() as f64,
@@ -32,6 +33,7 @@ pub(super) fn row_weights(averaging: Averaging, counts: &[usize], width: usize) 
 pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize, empty_rows: &[f64]) -> f64 {
     let mut total = Sum::default();
     for token in tokens.iter().flatten() {
+        // One product where both terms have the same weight, as in the formula of the token loss.
         if token.kl_weight == token.weight {
             total.add(token.weight * token.token_loss);
         } else {
@@ -52,6 +54,7 @@ pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize,
 
 /// Returns the means over unmasked tokens; 0 if there is none.
 pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Token>>) -> Metrics {
+    // Metrics are plain means, whatever the reduction of the loss is.
     let count = tokens.iter().flatten().count();
     let mean = |value: &dyn Fn(&Token) -> f64| {
         if count == 0 { 0.0 } else { tokens.iter().flatten().map(value).collect::<Sum>().value() / count as f64 }

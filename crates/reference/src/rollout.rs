@@ -27,6 +27,7 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
     let mut mask = problem.mask.clone();
     let mut accepted = Array2::from_elem(mask.dim(), true);
     let mut accepted_by_kl = accepted.clone();
+    // A rejected token is removed from the mask, or loses one or both of its terms.
     for rejection in &spec.rejection {
         let stays = stays(rejection, problem);
         let within = |all: &mut Array2<bool>| all.zip_mut_with(&stays, |all, stays| *all &= stays);
@@ -40,6 +41,7 @@ pub(super) fn corrections(spec: &LossSpec, problem: &Problem) -> Corrections {
         (Some(_), Some(given)) => spread_over_tokens(given, problem),
         _ => Array2::ones(mask.dim()),
     };
+    // A weight of 0 acts as a mask; rejections and weights below are nevertheless of the problem's own mask.
     mask.zip_mut_with(&token_weights, |counts, weight| *counts &= *weight != 0.0);
     let weights = spec.rollout.as_ref().map_or_else(|| Array2::ones(mask.dim()), |rollout| weights(rollout, problem));
     Corrections { mask, accepted, accepted_by_kl, weights, token_weights }
@@ -93,6 +95,7 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
         return below_second_moment(rejection.max, problem);
     }
     let mut stays = Array2::from_elem(problem.mask.dim(), true);
+    // The statistic of the sequence is compared for each of its tokens.
     let within = |statistic: f64| rejection.min.is_none_or(|min| statistic >= min) && statistic <= rejection.max;
     for sequence in problem.sequences() {
         let tokens: Vec<((usize, usize), f64)> =
@@ -137,6 +140,7 @@ fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
 
 fn divergence(estimator: RejectionEstimator, of: SamplerDifference) -> f64 {
     let y = of.log_ratio().clamp(-20.0, 20.0);
+    // Estimators read the clamped log-ratio, or probabilities.
     let [p, q] = [of.rollout_logp, of.old_logp].map(f64::exp);
     let [inner_p, inner_q] = [p, q].map(|probability| probability.clamp(1e-6, 1.0 - 1e-6));
     match estimator {
@@ -158,6 +162,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
         RolloutSource::Given => given_weights(rollout, problem),
         RolloutSource::Logp => computed_weights(rollout, problem),
     };
+    // The division by the mean comes after the bounds.
     if rollout.normalize {
         let mean = mean_weight(rollout.level, &weights, problem);
         if mean > 1e-8 {
@@ -170,6 +175,7 @@ fn weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
 fn given_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> {
     let Some(given) = &problem.extra.rollout_weights else { return Array2::ones(problem.mask.dim()) };
     let mut weights = spread_over_tokens(given, problem);
+    // GMPO multiplies by the geometric mean of the sequence's given weights.
     if rollout.level == RolloutLevel::Geometric {
         for sequence in problem.sequences() {
             let unmasked: Vec<(usize, usize)> = sequence.places().filter(|&at| problem.mask[at]).collect();
@@ -186,6 +192,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
     let exp = |y: f64| rollout.clamp.map_or(y, |clamp| y.clamp(-clamp, clamp)).exp();
     let (min, max) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
     let within = |weight: f64| (min..=max).contains(&weight);
+    // `exp` of a clamped log-ratio, and then the bounds.
     let bounded = |weight: f64| match rollout.outside {
         OutOfBounds::Truncate => weight.clamp(min, max),
         OutOfBounds::Mask if within(weight) => weight,
@@ -193,6 +200,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
     };
     for sequence in problem.sequences() {
         let tokens = compared(problem, &sequence);
+        // The sequence's own sum and geometric mean, of which a token's weight may be made.
         let sum = tokens.iter().map(|of| of.log_ratio()).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
         let counts = |scored: bool| scored || rollout.unscored == UnscoredWeight::One;
@@ -215,6 +223,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
 
 /// Returns the mean over unmasked tokens, or over the sequences that have any of their own means.
 fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) -> f64 {
+    // Both means have 1e-8 in the count, as in verl.
     let of_row = |sequence: &Sequence| {
         let row = sequence.places().filter(|&at| problem.mask[at]).map(|at| weights[at]);
         row.collect::<Vec<f64>>()
@@ -234,6 +243,7 @@ fn mean_weight(level: RolloutLevel, weights: &Array2<f64>, problem: &Problem) ->
 /// the weight is of the whole sequence.
 pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corrections, sequence: &Sequence) -> f64 {
     let Some(rollout) = &spec.rollout else { return 0.0 };
+    // A weight of the whole sequence is added once, by its first token.
     let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
     let log = |weight: f64| weight.ln().clamp(1e-8_f64.ln(), 20.0);
     let given = rollout.source == RolloutSource::Given;

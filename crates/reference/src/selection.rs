@@ -27,6 +27,7 @@ impl Choice {
 /// Returns the tokens with `entropy ≥ threshold`. The threshold is the linearly interpolated quantile `q = 1 −
 /// fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
 pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<bool> {
+    // The quantile is over all unmasked tokens of the batch.
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();
     ascending.sort_by(f64::total_cmp);
     if ascending.is_empty() {
@@ -37,6 +38,7 @@ pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> 
         QuantilePrecision::Exact => quantile_of(&ascending, index),
         QuantilePrecision::F32Threshold | QuantilePrecision::F32 => f32_quantile(&ascending, index),
     };
+    // Rounding matters only where the threshold is the entropy of a token.
     let rounded = |entropy: f64| match top.precision {
         QuantilePrecision::F32 => f64::from(entropy as f32),
         QuantilePrecision::Exact | QuantilePrecision::F32Threshold => entropy,
@@ -104,6 +106,7 @@ pub(super) fn top_covariance(top: TopCovariance, samples: &[Sample]) -> Vec<Choi
     let covariances = covariances(samples, 0.0);
     let mut order: Vec<usize> = (0..samples.len()).collect();
     order.sort_by(|&i, &j| covariances[j].total_cmp(&covariances[i]));
+    // A margin is the distance to the first sample on the other side.
     let taken = ((samples.len() as f64 * top.fraction) as usize).max(1).min(samples.len());
     let last_in = order[..taken].last().map_or(f64::NAN, |&i| covariances[i]);
     let first_out = order.get(taken).map_or(f64::NEG_INFINITY, |&i| covariances[i]);
@@ -127,6 +130,7 @@ pub(super) fn covariance_band(band: CovarianceBand, samples: &[Sample]) -> Resul
         if sample.clipped { Choice::fixed(false) } else { Choice { holds: within, margin } }
     };
     let choices: Vec<Choice> = samples.iter().zip(covariances).map(choice).collect();
+    // A project draws at random if there are too many; that has no reference.
     let candidates = choices.iter().filter(|choice| choice.holds).count();
     let taken = ((samples.len() as f64 * band.fraction) as usize).max(1);
     if candidates > taken { Err(ProblemError::Undetermined { candidates, taken }) } else { Ok(choices) }

@@ -223,6 +223,7 @@ impl<D: Dimension> FloatView<'_, D> {
             b: &ArrayView<T, D>,
             bits: impl Fn(&T) -> B,
         ) -> bool {
+            // Contiguous elements are compared as slices, which is faster.
             let same = |(a, b): (&T, &T)| bits(a) == bits(b);
             a.shape() == b.shape()
                 && match (a.as_slice(), b.as_slice()) {
@@ -259,6 +260,7 @@ impl FloatView<'_, Ix2> {
     /// Widens the elements of `rows` by `columns` to f64 as `[columns,rows]`, reading row by row so that reads are
     /// contiguous.
     pub fn part_transposed(&self, rows: Range<usize>, columns: Range<usize>) -> Array2<f64> {
+        // Each source row is read in order and written with a stride.
         let height = rows.len();
         let mut values = vec![0.0; height * columns.len()];
         let extents = (columns.len(), height);

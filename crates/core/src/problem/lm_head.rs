@@ -108,6 +108,7 @@ impl ProjectionView<'_> {
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
     pub fn check(&self, spec: &LossSpec, tokens: &Tokens) -> Result<HeadShape, ProblemError> {
         let Self { hidden, lm_head, layout, .. } = self;
+        // Layout, then shapes, then dtypes: each message assumes the checks before it.
         for (field, dense) in [("hidden", hidden.is_standard_layout()), ("lm_head", lm_head.is_standard_layout())] {
             if !dense {
                 return Err(ProblemError::Strided { field });

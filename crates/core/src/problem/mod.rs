@@ -385,6 +385,7 @@ impl<L> Problem<L> {
     /// tokens.
     #[must_use]
     pub fn with_advantages_for(mut self, spec: &LossSpec) -> Self {
+        // Arrays of a wrong shape are left as they are, for `check` to refuse.
         if let (AdvantageLevel::Token, Advantages::Sequence(of_rows)) = (spec.advantages, &self.advantages)
             && of_rows.len() == self.extra.sequences.count(self.mask.nrows())
             && self.extra.sequences.check(&self.mask).is_ok()
@@ -438,6 +439,7 @@ impl Tokens<'_> {
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong, what it holds and what was expected.
     pub fn check(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
+        // Shapes first, so that every later index is within its array.
         spec.check()?;
         if shape.elements().is_none_or(|n| n == 0) {
             return Err(ProblemError::Shape {
@@ -460,6 +462,7 @@ impl Tokens<'_> {
         if sequences.packed().is_some() {
             spec.expect_no_width().map_err(|field| ProblemError::NoWidth { field })?;
         }
+        // Advantages are per sequence or per token, as the spec reads them.
         let advantages = self.advantages.name();
         match spec.advantages {
             AdvantageLevel::Sequence => {
@@ -474,6 +477,7 @@ impl Tokens<'_> {
                 expect_shape(advantages, self.advantages.shape(), &per_token, meaning)?;
             }
         }
+        // Every `[B,T]` array that the spec reads must exist, fit, and be finite where a token counts.
         for (field, array, because) in self.arrays_read(spec) {
             let Some(array) = array else {
                 return Err(ProblemError::Missing { field, expected: per_token.to_vec(), because });
@@ -484,10 +488,12 @@ impl Tokens<'_> {
                 self.expect_finite(field, |b, t| array[[b, t]])?;
             }
         }
+        // Arrays with other shapes or ranges.
         self.check_extra(spec, shape)?;
         let of_tokens = self.advantages_of_tokens();
         self.expect_finite(advantages, |b, t| of_tokens[[b, t]])?;
         self.check_others(spec, shape)?;
+        // Ids are checked last: inside the vocabulary, and inside the support unless the sampled id is put back.
         let outside =
             |id: usize| spec.support.vocab.is_some_and(|vocab| id >= vocab) || spec.support.excluded_ids.contains(&id);
         let others = self.extra.others.as_ref();
@@ -512,6 +518,7 @@ impl Tokens<'_> {
     /// Returns the softmax temperature of the token at `[b,t]` under `spec`; NaN if the batch should have it and does
     /// not.
     pub fn temperature(&self, spec: &LossSpec, at: (usize, usize)) -> f64 {
+        // One temperature per token, or one per sequence.
         let given = || {
             let given = self.extra.temperature.as_ref()?;
             if given.dim() == self.mask.dim() {
@@ -527,6 +534,7 @@ impl Tokens<'_> {
         let Shape { batch, tokens, .. } = shape;
         let others = self.extra.others.as_ref();
         let wrong = |field, given: &[usize]| {
+            // Users see one array `[B,T,K]`, so the message counts the first id too.
             let mut given = given.to_vec();
             if let Some(count) = given.get_mut(2) {
                 *count += 1;
@@ -558,6 +566,7 @@ impl Tokens<'_> {
 
     /// Lists the `[B,T]` arrays that `spec` reads, each with its name and the setting that reads it.
     fn arrays_read(&self, spec: &LossSpec) -> Vec<(&'static str, Option<&Array2<f64>>, &'static str)> {
+        // An array that several settings read is listed for each; the first one gives the reason.
         let mask_reads = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
         let compares = spec.compares_with_sampler();
         let (old_logp, rollout_logp) = (self.old_logp, self.extra.rollout_logp.as_ref());
@@ -594,6 +603,7 @@ impl Tokens<'_> {
                 if fits { Ok(()) } else { Err(ProblemError::Temperature { b, t, given }) }
             })?;
         }
+        // A selection by given tokens needs their array.
         let selects = spec.reads_selected();
         match &self.extra.selected {
             None if selects => {
@@ -651,11 +661,13 @@ impl Tokens<'_> {
         let Some(values) = values else {
             return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
         };
+        // `[B,T]` and `[B,1]` are told apart by the number of columns, also for packed sequences.
         let broadcast = one_a_row && values.dim() == (sequences, 1);
         if values.dim() != (batch, tokens) && !broadcast {
             let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");
             return Err(ProblemError::Shape { field, given: values.shape().to_vec(), expected });
         }
+        // A value of a sequence is checked if any of its tokens counts.
         let filled: Vec<bool> =
             self.sequences().iter().map(|sequence| sequence.places().any(|at| self.mask[at])).collect();
         for ((b, t), &given) in values.indexed_iter() {

@@ -178,8 +178,10 @@ impl Candidate {
     #[must_use]
     pub fn from_parts(sequences: &Sequences, parts: &[Self]) -> Self {
         type PerToken = Option<FloatArray<Ix2>>;
+        // Rows are concatenated along the batch, tokens of packed sequences along the one row.
         let axis = Axis(usize::from(sequences.packed().is_some()));
         let per_token = |of: fn(&Self) -> &PerToken| {
+            // An output that any part lacks is missing from the whole.
             let all: Option<Vec<&FloatArray<Ix2>>> = parts.iter().map(|part| of(part).as_ref()).collect();
             all.map(|all| joined(axis, &all))
         };

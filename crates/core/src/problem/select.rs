@@ -67,6 +67,7 @@ impl Places {
     /// Finds the tokens of a part of a packed batch, sequence after sequence and then those that belong to none, and
     /// the cumulative lengths of its sequences.
     fn from_part(cu_seqlens: &CuSeqlens, part: &ProblemPart) -> (Self, CuSeqlens) {
+        // The tokens of each sequence that are in the part; the last list is of tokens that belong to none.
         let mut owned = vec![Vec::new(); cu_seqlens.count() + 1];
         for &t in &part.tokens {
             owned[cu_seqlens.owner(t).unwrap_or(cu_seqlens.count())].push((0, t));
@@ -119,6 +120,7 @@ impl<L> Problem<L> {
             others,
         } = &self.extra;
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
+        // Arrays that may have one value per sequence keep that form.
         let one_a_token_or_sequence = |array: &Option<Array2<f64>>| match array {
             // One a sequence stays so, a column.
             Some(column) if column.dim() != self.mask.dim() => {
@@ -166,11 +168,13 @@ impl<L> Problem<L> {
 
     /// Gathers the part without its logits. An id whose entry is left out becomes −1, and its token no longer counts.
     fn select_tokens<M>(&self, part: &ProblemPart, logits: M) -> Problem<M> {
+        // Ids are renumbered to the entries that are left.
         let column = |id: &i64| part.columns.iter().position(|column| i64::try_from(*column) == Ok(*id));
         let mut problem = self.with_tokens(part, logits);
         let renamed = |id: i64| column(&id).map_or(-1, |v| i64::try_from(v).expect("a column"));
         problem.ids.mapv_inplace(renamed);
         problem.mask.zip_mut_with(&problem.ids, |counts, id| *counts &= *id >= 0);
+        // A token needs all of its ids to count.
         if let Some(others) = &mut problem.extra.others {
             others.ids.mapv_inplace(renamed);
             for ((b, t, _), id) in others.ids.indexed_iter() {
@@ -190,6 +194,7 @@ impl Problem<()> {
     /// Where either is beyond its axis.
     #[must_use]
     pub fn rows(&self, rows: Range<usize>, width: usize) -> Self {
+        // Packed sequences have no width to cut: their block of tokens is taken instead.
         let tokens = match &self.extra.sequences {
             Sequences::Rows => 0..width,
             packed @ Sequences::Packed(_) => packed.block(rows.clone(), self.mask.dim()).1,

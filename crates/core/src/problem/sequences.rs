@@ -102,12 +102,14 @@ impl CuSeqlens {
     /// [`ProblemError::SegmentId`] naming the first id that is 0 on an unmasked token, negative, smaller than an earlier one or
     /// above `N`; or if all ids are 0.
     pub fn from_segment_ids(ids: &[i64], mask: &Array2<bool>) -> Result<Self, ProblemError> {
+        // `ends[s]` is the end of sequence `s`, with the sequences numbered from 1 as the ids are.
         let mut ends = vec![0];
         if let Some(t) = ids.iter().zip(mask).position(|(id, counts)| *id == 0 && *counts) {
             let expected = "a sequence's number, 1 or more, on an unmasked token".into();
             return Err(ProblemError::SegmentId { t, given: 0, expected });
         }
         for (t, &given) in ids.iter().enumerate().filter(|(_, id)| **id != 0) {
+            // Ids must not decrease, since a sequence is one run of tokens.
             let last = ends.len() - 1;
             let wrong = |expected: String| ProblemError::SegmentId { t, given, expected };
             let id = usize::try_from(given)
@@ -213,6 +215,7 @@ impl Sequences {
     /// # Errors
     /// [`ProblemError`] naming the first sequence that is longer than the batch, or the first unmasked token after the last sequence.
     pub fn check(&self, mask: &Array2<bool>) -> Result<(), ProblemError> {
+        // Rows need no check: every token belongs to the sequence of its row.
         let Sequences::Packed(cu_seqlens) = self else { return Ok(()) };
         let (batch, tokens) = mask.dim();
         if batch != 1 {
@@ -316,12 +319,14 @@ impl<L> Problem<L> {
     /// Finds the tokens that packing keeps: of each sequence those up to the last unmasked one, or the very first token
     /// if none counts.
     fn packed_places(&self) -> (CuSeqlens, Places) {
+        // The length of a sequence after packing is the position after its last unmasked token.
         let counts = |sequence: &Sequence| {
             let last = sequence.places().enumerate().filter(|(_, at)| self.mask[*at]).last();
             last.map_or(0, |(i, _)| i + 1)
         };
         let sequences = self.sequences();
         let mut lengths: Vec<usize> = sequences.iter().map(counts).collect();
+        // A batch needs at least one token, even if none counts.
         if lengths.iter().all(|length| *length == 0) {
             lengths[0] = 1;
         }

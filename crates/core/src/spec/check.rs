@@ -67,6 +67,7 @@ impl LossSpec {
     /// assert_eq!(error.to_string(), "spec field `kl.beta`: got -0.5, expected a finite number ≥ 0");
     /// ```
     pub fn check(&self) -> CheckResult {
+        // Temperatures that come with the batch are checked with it.
         match self.temperature {
             Temperature::Number(temperature) => positive("temperature", temperature)?,
             Temperature::Given => {
@@ -77,11 +78,13 @@ impl LossSpec {
         }
         self.check_objective()?;
         self.ratio.check()?;
+        // The transform and the support of the softmax.
         let Self { logits, support, .. } = self;
         let scales = logits.scale != 0.0 && logits.scale.is_finite();
         ensure(scales, "logits.scale", logits.scale, "a finite number other than 0")?;
         positive_or_none("logits.softcap", logits.softcap)?;
         ensure(support.vocab != Some(0), "support.vocab", 0, "an integer ≥ 1")?;
+        // Corrections for the sampler, and masks.
         if let Some(rollout) = &self.rollout {
             rollout.check()?;
         }
@@ -98,6 +101,7 @@ impl LossSpec {
         if let Some(top) = &self.top_entropy {
             share("top_entropy.fraction", top.fraction)?;
         }
+        // The KL penalty and the entropy bonus.
         if let Some(kl) = &self.kl {
             kl.check()?;
         }
@@ -105,12 +109,14 @@ impl LossSpec {
         if let Some(averaging) = &self.entropy_averaging {
             averaging.check()?;
         }
+        // A given cotangent replaces the entropy bonus.
         let bonus = self.entropy_coef != 0.0 || self.entropy_averaging.is_some();
         let expected = "false beside an `entropy_coef` or an `entropy_averaging`, which it stands in place of";
         ensure(!(self.dentropy && bonus), "dentropy", true, expected)?;
         ensure(self.ids_per_token != 0, "ids_per_token", 0, "an integer ≥ 1")?;
         let expected = "1, unless logp by its cotangents is all that is asked for";
         ensure(self.ids_per_token == 1 || self.is_from_cotangents(), "ids_per_token", self.ids_per_token, expected)?;
+        // Several ids exist only for logp from cotangents, and with one fixed support for all of them.
         let puts_back = self.ids_per_token > 1 && support.keep_sampled && !support.is_whole();
         ensure(
             !puts_back,
@@ -141,6 +147,7 @@ impl LossSpec {
             }
             Objective::PolicyGradient | Objective::None => Ok(()),
             Objective::ImportanceSampling(sampling) => {
+                // A sequence without tokens has a loss only if advantage, ratio and mean are of sequences.
                 let fits = self.ratio.level == RatioLevel::Sequence
                     && self.advantages == AdvantageLevel::Sequence
                     && self.reduction == Reduction::SequenceMean { rows: Rows::All };
@@ -203,6 +210,7 @@ impl Ratio {
         }
         self.cap.map_or(Ok(()), |cap| finite("ratio.cap", cap))?;
         non_negative("ratio.denominator_epsilon", self.denominator_epsilon)?;
+        // A product has no count to which an epsilon could be added.
         let counted = self.level != RatioLevel::SequenceProduct || self.denominator_epsilon == 0.0;
         let expected = "0 with `level: sequence_product`, which divides by nothing";
         ensure(counted, "ratio.denominator_epsilon", self.denominator_epsilon, expected)
@@ -214,6 +222,7 @@ impl RolloutWeights {
         self.min.map_or(Ok(()), |min| non_negative("rollout.min", min))?;
         positive_or_none("rollout.max", self.max)?;
         positive_or_none("rollout.clamp", self.clamp)?;
+        // Given weights are used unchanged: sums, bounds, clamps and unscored tokens are of computed ones.
         let given = self.source == RolloutSource::Given;
         let taken_as_is = matches!(self.level, RolloutLevel::Token | RolloutLevel::Geometric);
         ensure(!given || taken_as_is, "rollout.level", "a sum of given weights", "token or geometric")?;
@@ -227,6 +236,7 @@ impl RolloutWeights {
 
 impl Rejection {
     fn check_level(&self) -> CheckResult {
+        // The second moment of the batch has one estimator, no lower bound, and rejects as if masked.
         if self.level != RejectionLevel::SecondMoment {
             return Ok(());
         }
@@ -252,6 +262,7 @@ impl Kl {
 impl Averaging {
     fn check(&self) -> CheckResult {
         non_negative("denominator_epsilon", self.denominator_epsilon)?;
+        // Only counts that are given can be out of range.
         let rows = |rows| match rows {
             Rows::All | Rows::NonEmpty => Ok(()),
             Rows::Given(count) => positive("reduction.rows.given", count),

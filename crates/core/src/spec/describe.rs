@@ -19,6 +19,7 @@ fn old(source: OldLogp) -> &'static str {
 
 /// Writes `x` with at most twelve digits after the point, or as a power of ten if it is small.
 fn number(x: f64) -> String {
+    // Fixed notation would lose the digits of a small number.
     if x != 0.0 && x.abs() < 1e-3 {
         return format!("{x:e}");
     }
@@ -38,6 +39,7 @@ impl LossSpec {
     /// assert!(text.starts_with("logp       ℓ = log_softmax(logits)[id], H of the same softmax\n"));
     /// ```
     pub fn describe(&self) -> String {
+        // The order is that of the computation: log-probability, ratio, policy term, masks and weights.
         let mut lines = vec![("logp", self.logp_line())];
         if self.reads_ratio() {
             lines.push(("ratio", self.ratio.describe(self.old_logp)));
@@ -52,10 +54,12 @@ impl LossSpec {
         }));
         lines.extend(self.token_weights.map(|weights| ("weight", weights.describe())));
         lines.extend(self.kl.as_ref().map(|kl| ("KL", kl.describe(self.touches_kl()))));
+        // Then the other terms and the reduction.
         lines.push(("reduction", self.averaging().describe()));
         if self.entropy_coef != 0.0 {
             lines.push(("entropy", self.entropy_line()));
         }
+        // The terms of logp from cotangents.
         if self.ids_per_token > 1 {
             lines.push((
                 "others",
@@ -65,6 +69,7 @@ impl LossSpec {
         if self.dentropy {
             lines.push(("entropy", "Σ m·dentropy·H, with its gradient: one dentropy a token".into()));
         }
+        // The sum of all terms comes last.
         lines.push(("loss", self.loss_line()));
         lines.into_iter().fold(String::new(), |text, (name, line)| text + &format!("{name:<10} {line}\n"))
     }
@@ -87,6 +92,7 @@ impl LossSpec {
     fn logp_line(&self) -> String {
         let logits = self.logits.describe();
         let one = self.temperature == Temperature::ONE;
+        // A temperature of 1 is left out of the formula.
         let t = self.temperature.number().map_or("T".into(), number);
         let mut line = match self.temperature_divides {
             _ if one => format!("ℓ = log_softmax({logits})[id], H of the same softmax"),
@@ -124,6 +130,7 @@ impl LossSpec {
     }
 
     fn loss_line(&self) -> String {
+        // The terms with the weights of a reduction.
         let mut terms = vec!["Σ w·m·policy".to_string()];
         if self.objective == Objective::None {
             terms.clear();
@@ -132,6 +139,7 @@ impl LossSpec {
             terms.push(format!("Σ w·m·{}kl", times(kl.beta)));
         }
         let mut sum = terms.join(" + ");
+        // The bonus is subtracted; a negative coefficient turns the sign around.
         if self.entropy_coef != 0.0 {
             let sign = if self.entropy_coef > 0.0 { "− " } else { "+ " };
             let lead = if sum.is_empty() && self.entropy_coef < 0.0 { "" } else { sign };
@@ -189,6 +197,7 @@ impl Ratio {
     fn describe(&self, source: OldLogp) -> String {
         let mut x = format!("ℓ − {}", old(source));
         let clamped = |x: &str, clamp| format!("clamp({x}, ±{})", number(clamp));
+        // A product clamps its sum and not its terms.
         let of_product = self.level == RatioLevel::SequenceProduct;
         if let Some(clamp) = self.clamp.filter(|_| !of_product) {
             x = clamped(&x, clamp);
@@ -198,6 +207,7 @@ impl Ratio {
         } else {
             format!("(n_b + {})", number(self.denominator_epsilon))
         };
+        // The log-ratio of the level, capped.
         let mut level = match self.level {
             RatioLevel::Token => "x".to_string(),
             RatioLevel::Sequence | RatioLevel::SequenceToken => format!("Σ m·x / {count}"),
@@ -337,6 +347,7 @@ impl Objective {
 
 impl Rejection {
     fn describe(&self) -> String {
+        // The formula of one token, its variables, and the level of the statistic.
         let statistic = match self.estimator {
             RejectionEstimator::K1 => "−y",
             RejectionEstimator::K2 => "y²/2",
@@ -374,6 +385,7 @@ impl Rejection {
             Some(min) => format!("within {} and {}", number(min), number(self.max)),
             None => format!("at most {}", number(self.max)),
         };
+        // The consequence for a token outside the bounds.
         let becomes = match (self.counts, self.drops_from) {
             (false, _) => "as if masked",
             (true, LossTerms::Policy) => "without a policy term, but counted",
@@ -421,6 +433,7 @@ impl RolloutWeights {
             }
         };
         let difference = if self.source == RolloutSource::Logp { ", y = old_logp − rollout_logp" } else { "" };
+        // Given weights have no bounds; a gated weight is 0 outside, whatever `outside` says.
         let bounds = match (self.min, self.max) {
             _ if self.source == RolloutSource::Given => String::new(),
             (None, None) => String::new(),
@@ -463,6 +476,7 @@ impl Kl {
             KlEstimator::K3 => "e^d − d − 1",
             KlEstimator::Abs => "|d|",
         };
+        // Importance weight and clamp are nested in the order in which they are applied.
         let weighed = |estimate: String| match self.importance {
             KlImportance::One => estimate,
             KlImportance::Ratio => format!("ρ·({estimate})"),
@@ -495,6 +509,7 @@ impl Kl {
 
 impl Averaging {
     fn describe(&self) -> String {
+        // An epsilon is shown only if there is one.
         let plus = |count: &str| {
             if self.denominator_epsilon == 0.0 {
                 count.to_string()

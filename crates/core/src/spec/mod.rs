@@ -210,6 +210,7 @@ impl LossSpec {
     /// Whether the spec is [`from_cotangents`](Self::from_cotangents), with any transform, support, temperature and
     /// number of ids: the result is logp and entropy, and there is no loss.
     pub fn is_from_cotangents(&self) -> bool {
+        // Everything that may differ is taken from the spec itself, so that equality compares the rest.
         let Self { logits, support, temperature, temperature_divides, dentropy, ids_per_token, .. } = self.clone();
         *self
             == Self {

@@ -77,6 +77,7 @@ impl LossSpec {
     /// # Errors
     /// The path of the first field that has to be set, such as `reduction.fixed_length.length`.
     pub fn expect_no_width(&self) -> Result<(), &'static str> {
+        // The list of reductions borrows mutably, hence the clone.
         let mut spec = self.clone();
         let wide = spec.averagings().find(|(_, of)| matches!(of, Reduction::FixedLength { length: None, .. }));
         wide.map_or(Ok(()), |(field, _)| {

@@ -15,6 +15,7 @@ const KNOWN: &str = "
 /// Resolves the policy term alone. Tokens of `high_entropy_mask`, which are those of the lower entropies, have the
 /// widths named `low`.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
+    // Two pairs of widths: for the tokens of the mask, and for the others.
     let widths = |low, high, usual| {
         let [epsilon_low, epsilon_high] = [reader.number(low, usual)?, reader.number(high, usual)?];
         Ok(ClipWidths { epsilon_low, epsilon_high })
@@ -47,6 +48,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
 
 /// Reads `agg_loss`; a mean over sequences counts those without a token, whose own mean is 0/0 there.
 fn averaging(reader: &OptionReader) -> Result<Averaging, PresetError> {
+    // Only the token mean has an epsilon in its denominator.
     let modes = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"];
     let plain = |reduction| Averaging { reduction, denominator_epsilon: 0.0 };
     Ok(match reader.word("loss_agg_mode", "token-mean", &modes.map(|mode| (mode, mode)))? {

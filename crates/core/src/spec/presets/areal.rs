@@ -38,6 +38,7 @@ pub(super) fn resolve(
     }
     let decoupled = reader.flag("use_decoupled_loss", false)?;
     let recomputed = reader.flag("recompute_logprob", false)?;
+    // The decoupled loss needs the behaviour policy, and a proximal policy that does not depend on the current one.
     if decoupled && !given.sampling_logps {
         return Err(reader.lacks("logprobs", "nothing", "the sampler's, as `use_decoupled_loss` is on"));
     }
@@ -47,16 +48,20 @@ pub(super) fn resolve(
         let expected = "recompute or metrics: loglinear makes the proximal policy of the current one";
         return Err(reader.refuse("prox_logp_method", expected));
     }
+    // A ratio of the sequence is used with the mean of its advantages.
     let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::Sequence)];
     let level = reader.word(LEVEL, RatioLevel::Token, &levels)?;
     if level == RatioLevel::Sequence && given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]: of a sequence's ratio they are its mean"));
     }
     let usual = if level == RatioLevel::Sequence { AdvantageLevel::Sequence } else { AdvantageLevel::Token };
+    // SAPO is chosen by its function or by an option.
     let by_sapo = reader.flag("use_sapo_loss", function == SAPO)?;
     if by_sapo && decoupled {
         return Err(reader.refuse("use_decoupled_loss", "false with SAPO"));
     }
+    // Corrections for the behaviour policy exist in the decoupled loss only: first the gate of a token or sequence,
+    // then M2PO's over the batch.
     let (mut rollout, mut rejection) = (None, Vec::new());
     let m2 = reader.number_or_null("m2_threshold", None)?.filter(|_| decoupled);
     if decoupled && reader.any_within("rejection_sampling") {
@@ -114,6 +119,7 @@ fn correction(
 ) -> Result<(RolloutWeights, Option<Rejection>), PresetError> {
     const AGG: &str = "rejection_sampling.agg";
     const METRIC: &str = "rejection_sampling.metric";
+    // The options: what is compared, over which tokens, with which bounds, and what happens outside.
     let masks = reader.word("rejection_sampling.action", true, &[("mask", true), ("clamp", false)])?;
     let whole = reader.word("rejection_sampling.level", false, &[("token", false), ("sequence", true)])?;
     let metrics = [
@@ -126,13 +132,16 @@ fn correction(
     let agg = reader.word(AGG, Agg::Mean, &[("sum", Agg::Sum), ("mean", Agg::Mean), ("max", Agg::Max)])?;
     let upper = reader.number("rejection_sampling.upper", 5.0)?;
     let lower = reader.number_or_null("rejection_sampling.lower", None)?;
+    // Statistics of a sequence would be of the tokens that another rule leaves.
     if whole && thinned {
         let expected = "token beside `m2_threshold`: a sequence's statistic would be of the tokens that it leaves";
         return Err(reader.refuse("rejection_sampling.level", expected));
     }
+    // The weight is the statistic itself only for the ratio; other metrics gate a plain weight.
     let geometric = whole && metric == ArealMetric::Ratio;
     let level = if geometric { RolloutLevel::Geometric } else { RolloutLevel::Token };
     let weights = RolloutWeights { level, ..weights_from(RolloutSource::Logp) };
+    // `clamp` bounds the weight, which must therefore be the statistic that is compared.
     if !masks {
         if whole && !(geometric && agg == Agg::Mean) {
             let expected =
@@ -141,6 +150,7 @@ fn correction(
         }
         return Ok((RolloutWeights { min: lower, max: Some(upper), ..weights }, None));
     }
+    // `mask` turns into a rejection, in the family's sign of `k1`.
     if metric == ArealMetric::K3 {
         let expected = "ratio, kl_k1 or kl_k2 with mask: AReaL's k3 is that of the ratio upside down";
         return Err(reader.refuse(METRIC, expected));
@@ -157,6 +167,7 @@ fn correction(
         ArealMetric::K1 => (RejectionEstimator::K1, upside_down(lower, upper)),
         ArealMetric::K2 | ArealMetric::K3 => (RejectionEstimator::K2, (lower, upper)),
     };
+    // Negated `k1` turns the largest into the smallest.
     let level = match agg {
         _ if !whole => RejectionLevel::Token,
         Agg::Sum => RejectionLevel::SequenceSum,

@@ -36,12 +36,14 @@ pub(super) fn resolve(
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
+    // The Triton kernel has other names and defaults of options.
     let triton = function == TRITON;
     let clip = if triton {
         ClipNames { low: ("eps_low", 0.2), high: ("eps_high", Some(0.4)) }
     } else {
         ClipNames { low: ("epsilon_low", 0.2), high: ("epsilon_high", Some(0.2)) }
     };
+    // Combinations of options that are refused.
     let loss_type = LossType::read(reader, LossType::Dapo)?;
     let level = ratio_level(reader)?;
     if level == RatioLevel::Sequence && matches!(loss_type, LossType::Cispo | LossType::Sapo | LossType::Vespo) {
@@ -50,6 +52,7 @@ pub(super) fn resolve(
     if triton && !loss_type.clips() && reader.is_given("delta") {
         return Err(reader.refuse("delta", "null for cispo, sapo and vespo"));
     }
+    // The PyTorch function has no default for the length of Dr. GRPO; the kernel uses the padded width.
     let max_completion_length = if loss_type == LossType::DrGrpo {
         let length = reader.count_or_null("max_completion_length")?;
         if length.is_none() && !triton {
@@ -60,6 +63,7 @@ pub(super) fn resolve(
         None
     };
     let mut found = ProjectLoss::new(LossSpec::default(), if triton { KNOWN_OF_TRITON } else { KNOWN });
+    // KL first, as it may add a note.
     let kl = kl(reader, function, given, &mut found.notes)?;
     let items = given.num_items_in_batch.filter(|_| loss_type.counts_items()).map(|items| items.max(1.0));
     found.spec = LossSpec {
@@ -88,6 +92,7 @@ fn kl(
     if beta == 0.0 {
         return Ok(None);
     }
+    // Without a reference model the reference is the current policy.
     let reads_reference = function != LINEAR || reader.flag("use_ref_model", true)?;
     if function == TORCH && !given.ref_logps || !reads_reference {
         notes.push("the reference is the current policy itself: the KL term and its gradient are 0".into());

@@ -82,6 +82,7 @@ impl LossType {
     /// Returns the policy term. The upper bound of CISPO is `epsilon_high` itself, not one more.
     pub(super) fn objective(self, reader: &OptionReader, clip: &ClipNames) -> Result<Objective, PresetError> {
         Ok(match self {
+            // Each loss reads only the options that it uses, so that others are reported as without effect.
             Self::Cispo => Objective::Cispo(Cispo { lower: None, upper: clip.read(reader)?.1 }),
             Self::Sapo => {
                 let usual = Sapo::default();
@@ -144,6 +145,7 @@ pub(super) fn off_policy_mask(
 ) -> Result<Option<OffPolicyMask>, PresetError> {
     const NAME: &str = "off_policy_mask_threshold";
     let Some(threshold) = reader.number_or_null(NAME, None)? else { return Ok(None) };
+    // The sampler's log-probabilities are preferred.
     let behaviour = match (given.sampling_logps, given.old_logps) {
         (true, _) => OldLogp::Rollout,
         (false, true) => OldLogp::Given,

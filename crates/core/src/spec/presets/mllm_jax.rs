@@ -14,12 +14,14 @@ const MEAN: &str = "sum(per_token_loss * mask) / sum(mask)";
 /// Resolves a loss whose temperature divides the log-probability. The functions return losses per token; the caller
 /// takes the mean over the mask, or over `total_valid_token_count` if it is given.
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
+    // The kernel takes one advantage per sequence and always old log-probabilities.
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
     if !given.old_logps {
         return Err(reader.lacks("old_logps", "nothing", "[B,T]"));
     }
+    // Options that a recorded run has, and that must have these values.
     reader.word("reduction", (), &[(MEAN, ()), ("mean", ())])?;
     reader.word("compute_dtype", (), &[("f32", ()), ("float32", ())])?;
     let clip = PpoClip {

@@ -122,6 +122,7 @@ impl Preset {
     /// path such as `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss`.
     fn function(self, name: Option<&str>) -> Result<&'static str, PresetError> {
         let Some(name) = name else { return Ok(self.functions()[0]) };
+        // A recorded run has the full path of the function, a user may leave out verl's long prefix.
         let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
         let means = |function: &&str| {
             let short = function.strip_prefix(verl::POLICY_LOSS);
@@ -206,6 +207,7 @@ impl BatchInputs {
 impl BatchInputs {
     /// Lists the inputs of the sampler that the batch has and `spec` does not read.
     fn unread_by(&self, spec: &LossSpec) -> Vec<String> {
+        // The inputs of the sampler that any part of the spec reads.
         let source = spec.rollout.as_ref().map(|rollout| rollout.source);
         let reads_logps = source == Some(RolloutSource::Logp)
             || !spec.rejection.is_empty()
@@ -369,15 +371,19 @@ pub fn spec(
     given: &BatchInputs,
 ) -> Result<PresetLoss, PresetError> {
     let function = preset.function(function)?;
+    // verl and ROLL accept their options with or without a prefix.
     let options = match preset {
         Preset::Verl => &options.without_prefix("policy_loss."),
         Preset::Roll => &options.without_prefix(roll::ACTOR_TRAIN),
         _ => options,
     };
     let reader = OptionReader::new(preset, function, options);
+    // The project's own reading, which also records the options that were read.
     let (_, _, resolve) = preset.entry();
     let ProjectLoss { spec, known, mut notes } = resolve(&reader, function, given)?;
+    // Options that nothing read are unknown, or have no effect on the loss.
     let without_effect = reader.finish(known)?;
+    // Ranges are checked here, so that a preset cannot return an invalid spec.
     spec.check().map_err(|reason| PresetError::Spec { preset, function, reason })?;
     notes.extend(given.unread_by(&spec));
     Ok(PresetLoss { spec, function, without_effect, notes })

@@ -27,9 +27,11 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     reader.off("positive_example_nll_weight", "it needs rewards")?;
     let token_level = reader.flag("token_level_loss", true)?;
     let by_sequence = reader.flag("sequence_level_importance_ratios", false)?;
+    // A ratio of the sequence needs a mean over sequences.
     if by_sequence && token_level {
         return Err(reader.refuse("token_level_loss", "false with `sequence_level_importance_ratios`"));
     }
+    // On-policy the ratio is 1 with its gradient, whatever the level.
     let on_policy = reader.flag("force_on_policy_ratio", false)?;
     let level = if by_sequence && !on_policy { RatioLevel::Sequence } else { RatioLevel::Token };
     let mut spec = LossSpec {
@@ -43,6 +45,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         kl: kl(reader, given)?,
         ..LossSpec::default()
     };
+    // Counts of the global batch replace the batch's own; `masked_mean` adds its epsilon to both.
     let tokens = reader.number_or_null("global_valid_toks", given.num_items_in_batch)?;
     let rows = reader.number_or_null("global_valid_seqs", None)?;
     spec.denominator_epsilon = EPSILON;
@@ -73,6 +76,7 @@ fn objective(
     let plain = reader.flag("disable_ppo_ratio", false)?;
     let dual_clip = reader.number_or_null("ratio_clip_c", None)?;
     let cispo = reader.flag("use_cispo", false)?;
+    // CISPO is combined with none of these options.
     if cispo && (plain || on_policy || by_sequence || dual_clip.is_some() || !token_level) {
         let expected = "false with disable_ppo_ratio, force_on_policy_ratio, sequence_level_importance_ratios, \
                         ratio_clip_c or without token_level_loss";
@@ -102,6 +106,7 @@ fn kl(reader: &OptionReader, given: &BatchInputs) -> Result<Option<Kl>, PresetEr
     }
     let kinds = [("k1", KlEstimator::K1), ("k2", KlEstimator::K2), ("k3", KlEstimator::K3)];
     let estimator = reader.word("reference_policy_kl_type", KlEstimator::K3, &kinds)?;
+    // The importance weight makes the estimate one under the current policy, from samples of the sampler.
     let against_sampler = reader.flag("use_on_policy_kl_approximation", false)?;
     if against_sampler && !given.sampling_logps {
         let expected = "it, as `use_on_policy_kl_approximation` is on";
@@ -120,6 +125,7 @@ fn kl(reader: &OptionReader, given: &BatchInputs) -> Result<Option<Kl>, PresetEr
 fn rejection(reader: &OptionReader, given: &BatchInputs, on_policy: bool) -> Result<Vec<Rejection>, PresetError> {
     const NAME: &str = "seq_logprob_error_threshold";
     let Some(max) = reader.number_or_null(NAME, None)? else { return Ok(Vec::new()) };
+    // On-policy the statistic would be of the current policy, which changes with every step.
     if on_policy {
         return Err(reader.refuse(NAME, "null with `force_on_policy_ratio`: it would reject by the current policy"));
     }

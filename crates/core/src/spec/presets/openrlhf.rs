@@ -18,6 +18,7 @@ const KNOWN: &str = "
 ";
 
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
+    // The two switches that the rest depends on: the loss, and the correction for the sampler.
     let gspo = reader.word("policy_loss_type", false, &[("ppo", false), ("gspo", true)])?;
     let levels =
         [("off", None), ("token", Some(RolloutLevel::Token)), ("seq", Some(RolloutLevel::TokenGatedByGeometric))];
@@ -25,6 +26,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     if level.is_some() && !given.sampling_logps {
         return Err(reader.lacks("rollout_log_probs", "nothing", "it, as `is_correction_level` is on"));
     }
+    // GSPO takes the geometric mean of the sequence without a clamp.
     let ratio = if gspo {
         Ratio { level: RatioLevel::Sequence, ..Ratio::default() }
     } else {
@@ -42,6 +44,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     let own = averaging(reader, by_token)?;
     let kl = kl(reader)?.map(|kl| Kl { averaging: (own != token_mean).then_some(token_mean), ..kl });
     let entropy_coef = reader.number_or_null("entropy_coef", None)?.unwrap_or(0.0);
+    // GSPO uses the sampler as the old policy instead of weights.
     let (rollout, rejection) = match level.filter(|_| !gspo) {
         Some(level) => correction(reader, level)?,
         None => (None, Vec::new()),
@@ -85,6 +88,7 @@ fn correction(
     level: RolloutLevel,
 ) -> Result<(Option<RolloutWeights>, Vec<Rejection>), PresetError> {
     const LOW: &str = "is_correction_threshold_low";
+    // The band is of the ratio, or of a divergence.
     let gates = [
         ("ratio", None),
         ("binary_kl", Some(RejectionEstimator::BinaryKl)),
@@ -98,6 +102,7 @@ fn correction(
         return Err(reader.refuse("is_correction_mode", expected));
     }
     let (low, high) = (reader.number(LOW, 0.5)?, reader.number("is_correction_threshold_high", 5.0)?);
+    // A band of the ratio is one of the weight itself.
     let plain = weights_from(RolloutSource::Logp);
     let Some(estimator) = gate else {
         return Ok((Some(RolloutWeights { level, outside, min: Some(low), max: Some(high), ..plain }), Vec::new()));
@@ -105,6 +110,7 @@ fn correction(
     if low > 0.0 {
         return Err(reader.refuse(LOW, "0 with a divergence, which is bounded from above only"));
     }
+    // A band of a divergence is a rejection, which leaves the weight as it is.
     let by_row = level == RolloutLevel::TokenGatedByGeometric;
     let gate = Rejection {
         estimator,

@@ -96,6 +96,7 @@ impl<'o> OptionReader<'o> {
     }
 
     fn get(&self, name: &'static str) -> Option<&'o Value> {
+        // Record the name, given or not: every name that is read is a known one.
         self.read.borrow_mut().insert(name);
         self.options.0.get(name)
     }
@@ -161,6 +162,7 @@ impl<'o> OptionReader<'o> {
     /// Reads a whole number `≥ 1`, or null; the default is null.
     pub(super) fn count_or_null(&self, name: &'static str) -> Result<Option<usize>, PresetError> {
         let Some(number) = self.number_or_null(name, None)? else { return Ok(None) };
+        // JSON numbers are f64, exact for whole numbers up to 2⁵³.
         let whole = number >= 1.0 && number.fract() == 0.0 && number <= 2_f64.powi(53);
         #[allow(clippy::cast_sign_loss, reason = "it is ≥ 1")]
         if whole { Ok(Some(number as usize)) } else { Err(self.refuse(name, "a whole number ≥ 1, or null")) }
@@ -223,12 +225,14 @@ impl<'o> OptionReader<'o> {
         let mut without_effect = Vec::new();
         for (name, value) in &self.options.0 {
             let within = |known: &&str| known.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with('.'));
+            // An option that was read has its effect.
             if read.contains(name.as_str()) {
                 continue;
             }
             // `data: null` is `data` without members.
             let is_absent_group = value.is_null() && read.iter().chain(&known).any(within);
             if !is_absent_group && !known.contains(&name.as_str()) {
+                // Neither known nor read: name the nearest one, and all that exist.
                 let accepted: BTreeSet<&str> = read.iter().chain(&known).copied().collect();
                 let meant = nearest(name, accepted.iter().copied());
                 let meant = meant.map_or(String::new(), |meant| format!("is `{meant}` meant? "));

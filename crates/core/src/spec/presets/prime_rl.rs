@@ -23,12 +23,14 @@ pub(super) fn resolve(
     function: &'static str,
     given: &BatchInputs,
 ) -> Result<ProjectLoss, PresetError> {
+    // The option `type` may choose another loss than the function.
     let kinds = [("default", DEFAULT), ("ipo", IPO)];
     let kind = reader.word("type", function, &kinds)?;
     let adv_tau = reader.number("adv_tau", 1.0)?;
     if adv_tau <= 0.0 {
         return Err(reader.refuse("adv_tau", "a number > 0: without advantages there is no policy term"));
     }
+    // IPO has one threshold for both directions.
     let (low, high) = if kind == IPO {
         let threshold = reader.number("ipo_threshold", 0.1)?;
         (threshold, threshold)
@@ -43,6 +45,7 @@ pub(super) fn resolve(
         truncate: None,
         penalty: reader.number("kl_tau", 1e-3)? / adv_tau,
     };
+    // Either one temperature, or one per token.
     let given_temperatures = reader.temperature("temperatures")?;
     let temperature = if reader.is_given("temperatures") {
         if reader.is_given("temperature") {
@@ -52,6 +55,7 @@ pub(super) fn resolve(
     } else {
         reader.temperature("temperature")?
     };
+    // The loss is a sum over tokens, divided by a count of the global batch.
     let tokens = reader.number_or_null("rl_scale", given.num_items_in_batch)?;
     let spec = LossSpec {
         objective: Objective::TrustRegion(region),

@@ -33,10 +33,12 @@ pub(super) fn resolve(
     given: &BatchInputs,
 ) -> Result<ProjectLoss, PresetError> {
     let agentic = function == AGENTIC;
+    // Options that are not reproduced.
     let filters = "a filtered token keeps its loss under token-mean; elsewhere say it as a `rejection`";
     reader.off("train_infer_correction.filters", filters)?;
     let (averaging, missing) = averaging(reader)?;
     let (objective, ratio) = if agentic { variant(reader)? } else { (clip(reader)?, ratio_of_rlvr(reader)?) };
+    // The weights of samples depend on rewards and lengths, so the batch has to provide them.
     let weighted = !agentic && weighs_samples(reader)?;
     if weighted && !given.token_weights {
         let expected = "them, `[B,1]`: `difficulty_loss_weight` and `length_loss_weight` make them of the batch";
@@ -44,6 +46,7 @@ pub(super) fn resolve(
     }
     let scale = if agentic { 1.0 } else { reader.number("rl_loss_coef", 1.0)? };
     let entropy_coef = reader.number("entropy_loss_coef", 0.0)?.max(0.0);
+    // The estimate is clamped to ±10.
     let kl = if reader.flag("use_kl_loss", false)? {
         let plain = Kl::plain(reader.number("kl_loss_coef", 0.0)?, KlEstimator::K3);
         Some(Kl { value_clamp: Some(10.0), ..plain })
@@ -67,6 +70,7 @@ pub(super) fn resolve(
         ..LossSpec::default()
     };
     let mut found = ProjectLoss::new(spec, KNOWN);
+    // Name the counts that were assumed, and the defect that token-mean has.
     found.notes.extend(missing.map(|count| format!("{count} is not given: it is taken as the batch's own")));
     if averaging.reduction == Reduction::TokenMean || matches!(averaging.reduction, Reduction::Normalizer(_)) {
         let unmasked = "token-mean does not multiply by the mask: what the batch has under it, with an advantage other than \
@@ -103,6 +107,7 @@ fn clip(reader: &OptionReader) -> Result<Objective, PresetError> {
     } else {
         (width, width)
     };
+    // The dual clip follows from the width and has no option.
     let dual_clip = reader.flag("dual_clip_loss", false)?.then_some(1.0 + 2.0 * width);
     Ok(Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip }))
 }
@@ -122,6 +127,7 @@ fn variant(reader: &OptionReader) -> Result<(Objective, Ratio), PresetError> {
     if !reader.word("ratio_type", true, &[("token", true), ("segment", false)])? {
         return Err(reader.refuse("ratio_type", SEGMENTS));
     }
+    // Every variant has its own options.
     let variants = ["vanilla", "ppo", "tis", "topr", "cispo", "kimi15"].map(|variant| (variant, variant));
     let objective = match reader.word("pg_variant", "vanilla", &variants)? {
         "ppo" => clip(reader)?,
@@ -152,6 +158,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     if !reader.flag("train_infer_correction.is_weight.enabled", false)? {
         return Ok(None);
     }
+    // Weights of the batch replace computed ones.
     if given.rollout_weights.is_some() {
         return Ok(Some(ready_made()));
     }

@@ -76,12 +76,15 @@ pub(super) fn resolve(
     function: &'static str,
     given: &BatchInputs,
 ) -> Result<ProjectLoss, PresetError> {
+    // Options that would change the inputs, and so cannot be a part of the loss.
     reader.off("use_tis", "say `off_policy_correction.tis_ratio_type`")?;
     reader.off("use_kl_in_reward", "it changes the advantages; give those")?;
     let loss = loss(reader, function)?;
     let (objective, ratio) = objective(reader, loss)?;
+    // The covariance losses and plain importance sampling ignore the correction for the sampler.
     let corrects =
         given.sampling_logps && !matches!(loss, SkyrlLoss::ClipCov | SkyrlLoss::KlCov | SkyrlLoss::ImportanceSampling);
+    // Two losses take their ratio against the sampler instead of the old policy.
     let behaviour = match loss {
         SkyrlLoss::RolloutIs if !given.sampling_logps => {
             return Err(reader.lacks("rollout_logprobs", "nothing", "it, as the loss is rollout_is"));
@@ -90,6 +93,7 @@ pub(super) fn resolve(
         SkyrlLoss::Dppo if given.sampling_logps => OldLogp::Rollout,
         _ => OldLogp::Given,
     };
+    // The policy loss alone sums over tokens: its advantages contain the reduction.
     let policy = LossSpec {
         objective,
         ratio,
@@ -101,6 +105,7 @@ pub(super) fn resolve(
         reduction: Reduction::Normalizer(1.0),
         ..LossSpec::default()
     };
+    // The trainer adds KL and entropy, and takes the reduction out of the advantages again.
     let spec = if function == TRAINER { trainer(reader, loss, policy)? } else { policy };
     let mut found = ProjectLoss::new(spec, KNOWN);
     if found.spec.kl.is_some() || found.spec.entropy_coef != 0.0 {
@@ -131,6 +136,7 @@ fn loss(reader: &OptionReader, function: &'static str) -> Result<SkyrlLoss, Pres
 }
 
 fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio), PresetError> {
+    // Every clipped loss reads the same two widths; only the losses that use them read the options.
     let clip = || {
         let epsilon_low = reader.number("eps_clip_low", 0.2)?;
         let epsilon_high = reader.number("eps_clip_high", 0.2)?;
@@ -195,6 +201,7 @@ fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio
 /// Resolves `policy + kl_loss_coef · kl − entropy_loss_coef · entropy`: the KL mean is over sequences, the entropy mean
 /// over tokens.
 fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<LossSpec, PresetError> {
+    // Covariances are of the scaled advantages, which a spec with a separate reduction does not have.
     if matches!(loss, SkyrlLoss::ClipCov | SkyrlLoss::KlCov) {
         let expected = "another loss: here `loss_reduction` changes the advantages that covariances and penalties are \
                         measured by; ask for the function alone";
@@ -202,6 +209,7 @@ fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<L
     }
     let rows = Rows::All;
     let length = reader.count_or_null("max_seq_len")?;
+    // Refused before the known reductions are read, to give its own reason.
     if reader.text("loss_reduction")?.as_deref() == Some("token_mean_legacy") {
         let expected = "another: a mean of micro-batches' means hangs on how the batch is cut, and is no loss of it";
         return Err(reader.refuse("loss_reduction", expected));
@@ -217,6 +225,7 @@ fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<L
     if matches!(reduction, Reduction::FixedLength { length: None, .. }) {
         return Err(reader.refuse("max_seq_len", "a whole number ≥ 1 for seq_mean_token_sum_norm"));
     }
+    // The other two terms have fixed means, whatever `loss_reduction` is.
     let averaging = |reduction| Some(Averaging { reduction, denominator_epsilon: 0.0 });
     let kl = reader.flag("use_kl_loss", true)?.then(|| kl(reader)).transpose()?;
     let kl = kl.map(|kl| Kl { averaging: averaging(Reduction::SequenceMean { rows }), ..kl });
@@ -275,10 +284,12 @@ fn rejections(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
         counts: true,
         drops_from: LossTerms::Policy,
     };
+    // Only both ends together define a token mask.
     let low = reader.number_or_null("off_policy_correction.token_mask_is_threshold_low", None)?;
     let high = reader.number_or_null("off_policy_correction.token_mask_is_threshold_high", None)?;
     let mut found: Vec<Rejection> =
         low.zip(high).map(|(low, high)| within(RejectionLevel::Token, low, high)).into_iter().collect();
+    // A sequence mask has its own pair of bounds for each metric.
     if reader.is_given(METRIC) {
         if !found.is_empty() {
             return Err(reader.refuse(METRIC, "null with a token mask: it would look at the tokens that are left"));
@@ -310,6 +321,7 @@ fn outliers(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     };
     let low = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_low", None)?;
     let high = reader.number_or_null("off_policy_correction.outlier_token_is_threshold_high", None)?;
+    // The smallest ratio of a sequence is its largest `k1`.
     let below = low.map(|low| of(RejectionLevel::SequenceMax, None, -low.ln()));
     // No k1 is above 20.
     let above = high.map(|high| of(RejectionLevel::SequenceMin, Some(-high.ln()), 20.0));

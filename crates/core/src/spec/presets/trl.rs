@@ -90,10 +90,12 @@ fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     if given.advantages == Some(AdvantageLevel::Token) {
         return Err(reader.lacks("advantages", "[B,T]", "[B]"));
     }
+    // GMPO clips log-ratios, so its widths are nats and not distances from 1.
     let (low, high) = ClipNames { low: ("epsilon", 0.4), high: ("epsilon_high", None) }.read(reader)?;
     let beta = reader.number("beta", 0.0)?;
     let spec = LossSpec {
         objective: Objective::ImportanceSampling(ImportanceSampling { empty_rows: true }),
+        // The clip is applied to each token's log-ratio, before their mean.
         ratio: Ratio { level: RatioLevel::Sequence, clip: Some(LogClip { low, high }), ..Ratio::default() },
         old_logp: given.old_logp(),
         logits: logits_transform(reader)?,
@@ -101,6 +103,7 @@ fn gmpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
         top_entropy: top_entropy(reader, given, DroppedTerm::Ratio)?,
         kl: (beta != 0.0).then(|| Kl::plain(beta, KlEstimator::K3)),
         reduction: Reduction::SequenceMean { rows: Rows::All },
+        // The trainer divides by the accumulation steps after the reduction.
         scale: Steps::read(reader)?.per_step(),
         ..LossSpec::default()
     };
@@ -121,6 +124,7 @@ fn asynchronous(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLos
     }
     let (epsilon_low, epsilon_high) = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) }.read(reader)?;
     let steps = Steps::read(reader)?;
+    // The count is of all ranks, whose gradients are averaged afterwards: one rank divides by its part.
     let items = given.num_items_in_batch.map(|items| (items / steps.processes).max(1.0));
     let spec = LossSpec {
         objective: Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() }),
@@ -180,6 +184,7 @@ struct Steps {
 
 impl Steps {
     fn read(reader: &OptionReader) -> Result<Self, PresetError> {
+        // Every count is 1 by default, except that a generation batch is one accumulation window.
         let count = |name| Ok(reader.count_or_null(name)?.map(|steps| steps as f64));
         let accumulation = count("gradient_accumulation_steps")?.unwrap_or(1.0);
         Ok(Self {

@@ -21,6 +21,7 @@ pub(super) fn resolve(
     function: &'static str,
     given: &BatchInputs,
 ) -> Result<ProjectLoss, PresetError> {
+    // Both functions run under the same optimizer, whose accumulation is noted for both.
     let mut found = if function == "ppo_policy_loss_fn" { ppo(reader, given)? } else { grpo(reader, given)? };
     let means = "optax.MultiSteps takes the mean of micro-batches' own means: parts of a batch do not add up to it";
     found.notes.push(means.into());
@@ -35,11 +36,13 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
         delta: None,
         dual_clip: reader.number_or_null("epsilon_c", None)?,
     };
+    // GSPO-token has the sequence's value with the token's gradient, and a cap on its logarithm.
     let ratio = if reader.word("loss_algo", false, &[("grpo", false), ("gspo-token", true)])? {
         Ratio { level: RatioLevel::SequenceToken, clamp: Some(20.0), cap: Some(10.0), ..Ratio::default() }
     } else {
         Ratio { clamp: Some(20.0), ..Ratio::default() }
     };
+    // Sequences without a token do not count in any mean.
     let rows = Rows::NonEmpty;
     let modes = [
         ("token-mean", Reduction::TokenMean),
@@ -48,6 +51,7 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
         ("seq-mean-token-sum", Reduction::SequenceSum { rows }),
         ("sequence-mean-token-sum-norm", Reduction::SequenceSum { rows }),
     ];
+    // Without reference log-probabilities the project drops the KL term silently.
     let mut notes = Vec::new();
     let beta = reader.number_or_null("beta", Some(0.04))?.unwrap_or(0.0);
     if beta != 0.0 && !given.ref_logps {
@@ -82,6 +86,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("sampler_is_weights", "[B]", "[B,T] or [B,1]")),
         Some(_) => Ok(Some(ready_made())),
+        // Without the option there are no weights, even if the batch has the sampler's log-probabilities.
         None if !reader.is_given("sampler_is") => Ok(None),
         None if !given.sampling_logps => Err(reader.lacks("sampling_logps", "nothing", "it, as `sampler_is` is on")),
         None => {
@@ -106,6 +111,7 @@ fn ppo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Preset
         delta: None,
         dual_clip: reader.number_or_null("epsilon_c", None)?,
     };
+    // One mean for policy, KL and entropy.
     let averaging = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 1e-8 };
     let entropy_coef = reader.number_or_null("entropy_coef", None)?.unwrap_or(0.0);
     let kl_coef = reader.number("kl_coef", 0.0)?;

@@ -33,6 +33,7 @@ const GEOMETRIC_MODES: [(&str, (RolloutLevel, OutOfBounds)); 2] = [
 pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInputs) -> Result<ProjectLoss, PresetError> {
     let loss_type = LossType::read(reader, LossType::Grpo)?;
     let clip = ClipNames { low: ("epsilon_low", 0.2), high: ("epsilon_high", Some(0.2)) };
+    // The sampler's log-probabilities may replace the old ones, which excludes rejections between the two.
     let as_old = reader.flag("rollout_logps_as_old", false)?;
     if as_old && !given.sampling_logps {
         return Err(reader.lacks("sampling_per_token_logps", "nothing", "it, as `rollout_logps_as_old` is on"));
@@ -42,6 +43,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
             reader.refuse("rollout_rs", "null with `rollout_logps_as_old`: it would reject by the current policy")
         );
     }
+    // A loss over the items of a generation batch is not divided by the accumulation steps; every other loss is.
     let count = |name| Ok(reader.count_or_null(name)?.map(|steps| steps as f64));
     let accumulation = count("current_gradient_accumulation_steps")?.unwrap_or(1.0);
     let window = count("steps_per_generation")?.map_or(1.0, |generation| accumulation / generation);
@@ -51,6 +53,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         None if loss_type.counts_items() => (None, 1.0 / items_factor),
         _ => (None, 1.0 / accumulation),
     };
+    // Dr. GRPO divides by a fixed length, 8192 unless it is given.
     let max_completion_length = match loss_type {
         LossType::DrGrpo if reader.is_given("max_completion_length") => {
             reader.count_or_null("max_completion_length")?
@@ -60,6 +63,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
     // An adaptive coefficient is not implemented there, and turns the bonus off.
     let adaptive = reader.flag("use_adaptive_entropy", false)?;
     let bonus = if adaptive { 0.0 } else { reader.number("entropy_coef", 0.0)? };
+    // The entropy mask, as in TRL: a fraction of 1 leaves it out.
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
     let top = TopEntropy { fraction, drops: DroppedTerm::PolicyTerm, precision: given.quantile_precision() };
     let mut spec = LossSpec {
@@ -90,6 +94,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         spec.reduction = Reduction::Normalizer(items_factor);
         (spec.entropy_coef, spec.scale) = (bonus / accumulation, 1.0);
     }
+    // Rejections are only made where weights are; two combinations with other terms are not reproduced.
     spec.rejection = if spec.rollout.is_some() { rejection(reader)? } else { Vec::new() };
     if loss_type == LossType::Vespo && !spec.rejection.is_empty() {
         return Err(
@@ -102,6 +107,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
             "null with `entropy_coef`: a rejected token would leave the entropy bonus, and its normaliser would keep it",
         ));
     }
+    // VESPO reads given weights of masked tokens too.
     fold_weights(&mut spec);
     let mut notes = own_means(&spec);
     notes.extend(loss_type.note(given.num_items_in_batch.is_some()).filter(|_| !given.token_weights));
@@ -153,6 +159,7 @@ fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
 
 /// Reads the weights, computed from both log-probabilities if the batch has them and vLLM's correction is on.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
+    // Both switches have to be on, and both log-probabilities there.
     let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", false)?;
     if given.rollout_weights.is_some() {
         let expected = "nothing: it is made of the sampling logps";
@@ -171,6 +178,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
 fn rejection(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
     let Some(modes) = reader.text("rollout_rs")? else { return Ok(Vec::new()) };
     let thresholds = reader.text("rollout_rs_threshold")?;
+    // verl's syntax, with rejected tokens that still count.
     let found = rejections(&modes, thresholds.as_deref()).map_err(|wrong| match wrong {
         RejectionTextError::Mode => reader.refuse("rollout_rs", "verl's statistics, such as token_k3 or seq_mean_k1"),
         RejectionTextError::Threshold => {

@@ -55,6 +55,7 @@ pub(super) fn resolve(
     if temperature == Temperature::Given && reader.flag("use_fused_kernels", false)? {
         return Err(reader.refuse("use_fused_kernels", "false: the fused kernels take one temperature"));
     }
+    // The three kinds of functions: the actor's whole loss, one of its other two terms, or a policy loss alone.
     let spec = match function {
         "ppo_loss" => ppo_loss(reader, given)?,
         "kl_penalty" => LossSpec {
@@ -98,10 +99,12 @@ pub(super) fn resolve(
 /// Resolves `policy − entropy_coeff · entropy + kl_loss_coef · kl`, each term aggregated by `loss_agg_mode` except
 /// policy losses that have their own mode.
 fn ppo_loss(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
+    // The policy term, in whatever reduction its mode has.
     let names: Vec<(&str, &str)> = MODES.iter().map(|mode| (*mode, *mode)).collect();
     let mode = reader.word("loss_mode", "vanilla", &names)?;
     let batch = VerlBatch::read(reader, "data", "token-mean")?;
     let mut spec = policy_loss(reader, given, mode, &batch)?;
+    // The entropy and KL terms always have the mean of `loss_agg_mode`.
     let averaging = batch.averaging()?;
     let entropy_coeff = reader.number("entropy_coeff", 0.0)?;
     if entropy_coeff != 0.0 {
@@ -142,6 +145,7 @@ fn policy_loss(
     if mode == "bypass_mode" {
         return bypass(reader, given, batch);
     }
+    // Most modes clamp the log-ratio of a token to ±20.
     let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
     let (objective, ratio) = match mode {
         "vanilla" => {
@@ -185,7 +189,9 @@ fn policy_loss(
         }
         _ => (Objective::TrustRegion(dppo(reader, mode)?), clamped),
     };
+    // A loss without a ratio runs without old log-probabilities.
     let reads_old = !matches!(objective, Objective::PolicyGradient);
+    // SAPO ignores `loss_agg_mode`.
     let averaged =
         if mode == "sapo" { VerlBatch { mode: "seq-mean-token-mean", ..batch.clone() } } else { batch.clone() };
     Ok(LossSpec {
@@ -209,6 +215,7 @@ fn dppo(reader: &OptionReader, mode: &str) -> Result<TrustRegion, PresetError> {
 /// Resolves GMPO, which does not use `loss_agg_mode` and the global batch, and counts every sequence.
 fn geo_mean(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, PresetError> {
     let PpoClip { epsilon_low: low, epsilon_high: high, .. } = clip(reader)?;
+    // GMPO multiplies by the geometric mean of the sequence's weights.
     let mut rollout = rollout(reader, given)?;
     if let Some(rollout) = &mut rollout {
         if rollout.source != RolloutSource::Given {
@@ -304,6 +311,8 @@ struct VerlBatch {
 
 impl VerlBatch {
     fn read(reader: &OptionReader, info: &'static str, usual: &'static str) -> Result<Self, PresetError> {
+        // The actor's `ppo_loss` reads the counts from `data`, the registered functions from `global_batch_info`, and
+        // the entropy loss from nowhere.
         let modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"];
         let modes: Vec<(&str, &'static str)> = modes.into_iter().map(|mode| (mode, mode)).collect();
         let mode = reader.word("loss_agg_mode", usual, &modes)?;
@@ -324,6 +333,7 @@ impl VerlBatch {
             tokens: number(names[1])?,
             sequences: number(names[2])?,
             length: if told { reader.count_or_null(names[3])? } else { None },
+            // The error is made here, where the option that is missing is known, and returned only if it is needed.
             missing: reader.refuse(
                 if mode == "token-mean" { names[1] } else { names[2] },
                 "the count of the global batch where `dp_size` is above 1",
@@ -333,6 +343,8 @@ impl VerlBatch {
 
     /// Returns the weights of `agg_loss` with `dp_size` included: it multiplies a sum that the ranks then average.
     fn averaging(&self) -> Result<Averaging, PresetError> {
+        // Gradients are averaged over the ranks, so that each divides by its part of a global count; without a count
+        // one rank's own tokens are the batch.
         let global = |count: Option<f64>| match count {
             Some(count) => Ok(Some(count / self.dp_size)),
             None if self.dp_size > 1.0 => Err(self.missing.clone()),
@@ -358,6 +370,7 @@ fn aggregated(batch: &VerlBatch) -> Result<LossSpec, PresetError> {
 /// Reads `rollout_is_weights` of the batch, or the weights that `rollout_correction` computes.
 fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutWeights>, PresetError> {
     const NAME: &str = "rollout_correction.rollout_is";
+    // `rollout_is: null` switches the weights off; leaving the option out keeps its default.
     let switched_off = reader.names(NAME) && !reader.is_given(NAME);
     let corrects = reader.any_within("rollout_correction") && !switched_off;
     match given.rollout_weights {
@@ -386,8 +399,10 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
 fn is_threshold(reader: &OptionReader) -> Result<(Option<f64>, f64), PresetError> {
     const NAME: &str = "rollout_correction.rollout_is_threshold";
     let expected = "a number > 0, or lower_upper such as 0.5_5.0";
+    // One number bounds from above and truncates; two numbers mask outside both.
     let text = reader.text(NAME)?.unwrap_or_else(|| "2.0".into());
     let number = |text: &str| text.trim().parse().ok().filter(|x: &f64| *x > 0.0);
+    // Both ends have to parse and be positive.
     let bounds = match text.split_once('_') {
         Some((lower, upper)) => number(lower).zip(number(upper)).map(|(lower, upper)| (Some(lower), upper)),
         None => number(&text).map(|upper| (None, upper)),
@@ -424,12 +439,14 @@ pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Re
     let parts = |text: &str| -> Vec<String> {
         text.split(',').map(|part| part.trim().to_string()).filter(|part| !part.is_empty()).collect()
     };
+    // A statistic that is named twice counts once, in the place of its first mention.
     let mut seen: Vec<String> = Vec::new();
     for mode in parts(modes) {
         if !seen.contains(&mode) {
             seen.push(mode);
         }
     }
+    // One threshold is for all statistics; otherwise each has its own.
     let thresholds = parts(thresholds.ok_or(RejectionTextError::Threshold)?);
     if thresholds.is_empty() || (thresholds.len() != 1 && thresholds.len() != seen.len()) {
         return Err(RejectionTextError::Threshold);
@@ -439,6 +456,7 @@ pub(super) fn rejections(modes: &str, thresholds: Option<&str>) -> Result<Vec<Re
 }
 
 fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, RejectionTextError> {
+    // A mode is `level_estimator`, such as `seq_mean_k3`.
     let (level, estimator) = mode.rsplit_once('_').ok_or(RejectionTextError::Mode)?;
     let level = match level {
         "token" => RejectionLevel::Token,
@@ -454,6 +472,8 @@ fn one_rejection(mode: &str, threshold: &str) -> Result<Rejection, RejectionText
         _ => return Err(RejectionTextError::Mode),
     };
     let number = |text: &str| text.parse().ok().filter(|x: &f64| *x > 0.0).ok_or(RejectionTextError::Threshold);
+    // Thresholds of `k1` are ratios: one number is symmetric, `1/x` to `x`. The other estimators are never negative
+    // and have an upper bound only.
     let (min, max) = match (estimator, threshold.split_once('_')) {
         (RejectionEstimator::K1, Some((lower, upper))) => (Some(number(lower)?.ln()), number(upper)?.ln()),
         (RejectionEstimator::K1, None) => (Some((1.0 / number(threshold)?).ln()), number(threshold)?.ln()),
