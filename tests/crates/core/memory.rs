@@ -6,7 +6,7 @@ use std::path::Path;
 use assay::memory::Hierarchy;
 
 #[test]
-fn the_narrowest_group_around_a_process_is_its_limit() {
+fn memory_limit_is_that_of_the_narrowest_group() {
     let root = tempfile::tempdir().unwrap();
     let write = |group: &str, name: &str, text: &str| {
         let folder = root.path().join(group);

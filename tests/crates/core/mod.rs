@@ -1,4 +1,4 @@
-//! What is read of a spec, a batch and the machine, and what is said where it is wrong.
+//! Keys of specs, packed sequences, memory limits and names that are nearly right.
 
 mod memory;
 mod sequences;

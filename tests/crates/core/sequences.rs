@@ -1,10 +1,10 @@
-//! Sequences that lie one after another.
+//! Packed sequences: cumulative lengths and segment ids.
 
 use assay::problem::{CuSeqlens, Sequences};
 use ndarray::{Array2, arr2};
 
 #[test]
-fn cu_seqlens_that_are_wrong_say_where() {
+fn cu_seqlens_wrong_value_is_refused_by_index() {
     let error = |values: &[i64]| CuSeqlens::new(values).unwrap_err().to_string();
     assert_eq!(error(&[0]), "`cu_seqlens`: got shape [1], expected [S+1] with S ≥ 1: 0, and where each sequence ends");
     assert_eq!(error(&[1, 2]), "`cu_seqlens[0]`: got 1, expected 0, where the first sequence begins");
@@ -35,7 +35,7 @@ fn cu_seqlens_that_are_wrong_say_where() {
 }
 
 #[test]
-fn owners_pass_over_empty_sequences() {
+fn cu_seqlens_owner_skips_empty_sequences() {
     let cu_seqlens = CuSeqlens::new(&[0, 0, 2, 2, 5, 5]).unwrap();
     let owners: Vec<Option<usize>> = (0..7).map(|t| cu_seqlens.owner(t)).collect();
     assert_eq!(owners, [Some(1), Some(1), Some(3), Some(3), Some(3), None, None]);
@@ -43,14 +43,14 @@ fn owners_pass_over_empty_sequences() {
 }
 
 #[test]
-fn segment_ids_are_cumulative_lengths() {
+fn segment_ids_become_cumulative_lengths() {
     let of = |ids: &[i64]| {
         CuSeqlens::from_segment_ids(ids, &Array2::from_shape_fn((1, ids.len()), |(_, t)| ids[t] != 0))
             .map(|cu| cu.values().to_vec())
             .map_err(|e| e.to_string())
     };
     assert_eq!(of(&[1, 1, 2, 3, 3]), Ok(vec![0, 2, 3, 5]));
-    // Padding between two is the first's, padding behind is nobody's, and 2 is empty.
+    // Padding between two sequences belongs to the first, padding after the last to none, and sequence 2 is empty.
     assert_eq!(of(&[0, 1, 0, 3, 3, 0]), Ok(vec![0, 3, 3, 5]));
     assert_eq!(of(&[2, 2]), Ok(vec![0, 0, 2]));
     assert_eq!(

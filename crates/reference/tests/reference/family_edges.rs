@@ -77,8 +77,8 @@ fn rejection(estimator: RejectionEstimator, level: RejectionLevel, max: f64) -> 
 }
 
 /// The tokens of the highest entropies, exactly.
-fn top_entropy(fraction: f64, drops: DroppedTerm) -> Option<TopEntropy> {
-    Some(TopEntropy { fraction, drops, precision: QuantilePrecision::Exact })
+fn top_entropy(fraction: f64, drops: DroppedTerm) -> TopEntropy {
+    TopEntropy { fraction, drops, precision: QuantilePrecision::Exact }
 }
 
 /// One objective of every arm, at its usual numbers.
@@ -212,7 +212,7 @@ fn mask_nan_under_it_is_never_read() {
                 rollout: Some(rollout),
                 rejection: vec![rejection],
                 off_policy_mask: Some(OffPolicyMask { threshold: 0.1, behaviour: OldLogp::Rollout }),
-                top_entropy: top_entropy(0.6, DroppedTerm::PolicyTerm),
+                top_entropy: Some(top_entropy(0.6, DroppedTerm::PolicyTerm)),
                 kl: Some(Kl::plain(0.1, KlEstimator::K3)),
                 entropy_coef: 0.01,
                 ..arm.clone()
@@ -251,7 +251,7 @@ fn support_without_the_sampled_id_is_refused_or_extended() {
 fn top_entropy_keeps_the_token_at_the_quantile() {
     let masks = [FULL, [[true, true, true], [true, true, false]]];
     for (mask, fraction, kept) in [(masks[0], 0.4, 3), (masks[1], 0.5, 3), (masks[1], 0.75, 4), (masks[1], 0.25, 2)] {
-        let top_entropy = top_entropy(fraction, DroppedTerm::PolicyTerm);
+        let top_entropy = Some(top_entropy(fraction, DroppedTerm::PolicyTerm));
         let spec = LossSpec { top_entropy, ..with(Objective::PolicyGradient) };
         let mut problem = batch(mask);
         // All entropies differ: the peak of each row has its own height.
@@ -269,7 +269,7 @@ fn objectives_of_one_token_or_none_match_640_bits() {
         for level in LEVELS {
             let spec = LossSpec {
                 ratio: Ratio { level, ..Ratio::default() },
-                top_entropy: top_entropy(0.3, DroppedTerm::Ratio),
+                top_entropy: Some(top_entropy(0.3, DroppedTerm::Ratio)),
                 kl: Some(Kl { importance: KlImportance::Ratio, ..Kl::plain(0.2, KlEstimator::K3) }),
                 entropy_coef: 0.1,
                 ..spec.clone()

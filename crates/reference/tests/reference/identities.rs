@@ -192,14 +192,19 @@ fn sequences_permuted_permute_their_rows() {
 }
 
 #[test]
-fn advantage_times_power_of_two_scales_exactly() {
+fn advantage_times_4_or_minus_1_scales_exactly() {
     for_every_case(|Case { spec, problem }| {
-        let spec = policy_only(spec);
-        let once = outcome(&spec, &problem);
-        let fourfold = Problem { advantages: scaled(&problem.advantages, 4.0), ..problem };
-        let fourfold = outcome(&spec, &fourfold);
-        assert_eq!(fourfold.loss.value(), 4.0 * once.loss.value());
-        assert_eq!(fourfold.gradient.to_f64(), 4.0 * once.gradient.to_f64());
+        let unbounded = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
+        let clipped = policy_only(spec);
+        let unclipped = LossSpec { objective: Objective::PpoClip(unbounded), ..clipped.clone() };
+        // A negated advantage is clipped on the other side.
+        for (spec, factor) in [(clipped, 4.0), (unclipped, -1.0)] {
+            let once = outcome(&spec, &problem);
+            let scaled = Problem { advantages: scaled(&problem.advantages, factor), ..problem.clone() };
+            let scaled = outcome(&spec, &scaled);
+            assert_eq!(scaled.loss.value(), factor * once.loss.value());
+            assert_eq!(scaled.gradient.to_f64(), factor * once.gradient.to_f64());
+        }
     });
 }
 
@@ -215,19 +220,6 @@ fn advantage_scaled_scales_loss_and_dlogits() {
         for (one, three) in one.iter().zip(&three) {
             assert!((three - 3.0 * one).abs() <= 8.0 * U * three.abs(), "{three:e} is not 3 × {one:e}");
         }
-    });
-}
-
-#[test]
-fn advantage_negated_negates_the_unclipped_loss() {
-    for_every_case(|Case { spec, problem }| {
-        let unbounded = PpoClip { epsilon_low: 1e30, epsilon_high: 1e30, delta: None, dual_clip: None };
-        let spec = LossSpec { objective: Objective::PpoClip(unbounded), ..policy_only(spec) };
-        let once = outcome(&spec, &problem);
-        let negated = Problem { advantages: scaled(&problem.advantages, -1.0), ..problem };
-        let negated = outcome(&spec, &negated);
-        assert_eq!(negated.loss.value(), -once.loss.value());
-        assert_eq!(negated.gradient.to_f64(), -once.gradient.to_f64());
     });
 }
 

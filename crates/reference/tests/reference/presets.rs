@@ -1,5 +1,5 @@
-//! What presets make of a project's defaults and options, and what they refuse. The numbers themselves are compared in
-//! `reference.rs`.
+//! The specs that presets resolve from a project's defaults and options, and the options that they refuse. The numbers themselves
+//! are compared with recorded runs in `peers.rs`.
 
 use assay_core::spec::presets::{BatchInputs, Preset, PresetError, PresetLoss, PresetOptions, WeightShape, spec};
 use assay_core::spec::{

@@ -3,7 +3,7 @@
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, Problem};
 use assay_core::spec::{
     AdvantageLevel, CovarianceBand, DroppedTerm, LogitsTransform, LossSpec, Objective, OldLogp, QuantilePrecision,
-    RatioLevel, Reduction, RolloutLevel, RolloutSource, Rows, Support, TopCovariance, TopEntropy,
+    RatioLevel, Reduction, RolloutLevel, Rows, Support, TopCovariance, TopEntropy,
 };
 use assay_suites::cases::{self as suites, any_ppo_spec};
 use ndarray::{Array1, Array2, Array3};
@@ -227,13 +227,10 @@ fn spoil(spec: &LossSpec, problem: &mut Problem) {
     if spec.kl.is_none() {
         problem.ref_logp = None;
     }
-    let behaviour = |which| spec.off_policy_mask.is_some_and(|mask| mask.behaviour == which);
-    let compares = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Logp)
-        || !spec.rejection.is_empty();
-    if spec.old_logp != OldLogp::Given && !behaviour(OldLogp::Given) && !compares {
+    if !spec.reads_old_logp() {
         problem.old_logp = Some(Array2::from_elem(mask.dim(), f64::NAN));
     }
-    if spec.old_logp != OldLogp::Rollout && !behaviour(OldLogp::Rollout) && !compares && !spec.weighs_kl_by_rollout() {
+    if !spec.reads_rollout_logp() {
         problem.extra.rollout_logp = None;
     }
     if !spec.logits.bias {
