@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         assay.check_logp(scored, isolate=True)
     with pytest.raises(assay.AssayError, match="ids_per_token: got 0, expected an integer of at least 1"):
         assay.check_logp(scored, ids_per_token=0)
-    with pytest.raises(assay.SpecError, match="`ids_per_token`: got 2, expected 1, unless logp by its cotangents"):
+    with pytest.raises(assay.SpecError, match="`ids_per_token`: got 2, expected 1, unless the spec computes only logp"):
         assay.spec(ids_per_token=2)
     old = assay.spec("logp", top=3)
     assert old == assay.spec("logp", ids_per_token=3)

@@ -22,7 +22,7 @@ fn what_is_printed_is_a_spec_file() {
     assert_eq!(spec.reduction, Reduction::SequenceMean { rows: Rows::All });
     assert_eq!(spec.scale, 0.25);
     for line in [
-        "# policy     −min(ρ·A, clip(ρ, 0.8, 1.28)·A); one A a sequence",
+        "# policy     −min(ρ·A, clip(ρ, 0.8, 1.28)·A); one A per sequence",
         "# reduction  w = 1/(B·n_b): mean over rows of their token means, empty rows counted",
         "# loss       0.25 · (Σ w·m·policy)",
     ] {
@@ -92,7 +92,7 @@ fn bad_options_are_refused_by_name() {
 }
 
 #[test]
-fn files_that_call_the_transform_of_logits_head_are_read() {
+fn spec_file_with_old_keys_is_read_and_noted() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("spec.yaml");
     let file = path.to_str().unwrap();
@@ -100,10 +100,15 @@ fn files_that_call_the_transform_of_logits_head_are_read() {
         fs::write(&path, format!("{name}: {{scale: 0.5, softcap: 30}}\n")).unwrap();
         let text = shown(&["--spec", file]);
         assert!(text.contains("# logp       ℓ = log_softmax(30·tanh(0.5·logits / 30))[id]"), "{text}");
-        assert!(text.contains("\nlogits:\n") && !text.contains("head"), "{text}");
+        assert!(text.contains("\nlogits:\n") && !text.contains("\nhead:"), "{text}");
+        assert_eq!(text.contains("# note: `head` is the old name of `logits`"), name == "head", "{text}");
     }
     fs::write(&path, "head: {scale: 0.5}\nlogits: {scale: 0.5}\n").unwrap();
     assert_refused(&["spec", "--spec", file], &[file, "duplicate field", "logits (old key: head)"]);
+    let cotangents = "objective: policy_gradient\nadvantages: token\nold_logp: current\nreduction: {normalizer: 1.0}\n";
+    fs::write(&path, format!("{cotangents}top: 3\n")).unwrap();
+    let text = shown(&["--spec", file]);
+    assert!(text.contains("\nids_per_token: 3\n") && text.contains("note: `top` is the old name"), "{text}");
     fs::write(&path, "head: {scale: 0}\n").unwrap();
     assert_refused(&["spec", "--spec", file], &["`logits.scale`", "got 0"]);
 }

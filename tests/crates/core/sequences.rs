@@ -10,12 +10,9 @@ fn cu_seqlens_wrong_value_is_refused_by_index() {
     assert_eq!(error(&[1, 2]), "`cu_seqlens[0]`: got 1, expected 0, where the first sequence begins");
     assert_eq!(
         error(&[0, 4, 3]),
-        "`cu_seqlens[2]`: got 3, expected at least 4: sequence 1 ends where it begins or behind"
+        "`cu_seqlens[2]`: got 3, expected at least 4: sequence 1 cannot end before it begins"
     );
-    assert_eq!(
-        error(&[0, -1]),
-        "`cu_seqlens[1]`: got -1, expected at least 0: sequence 0 ends where it begins or behind"
-    );
+    assert_eq!(error(&[0, -1]), "`cu_seqlens[1]`: got -1, expected at least 0: sequence 0 cannot end before it begins");
     let beyond = Sequences::Packed(CuSeqlens::new(&[0, 2, i64::MAX]).unwrap());
     assert_eq!(
         beyond.check(&Array2::from_elem((1, 4), true)).unwrap_err().to_string(),
@@ -29,8 +26,8 @@ fn cu_seqlens_wrong_value_is_refused_by_index() {
     assert_eq!(short.check(&arr2(&[[true, false, true, false]])), Ok(()));
     assert_eq!(
         short.check(&Array2::from_elem((2, 4), true)).unwrap_err().to_string(),
-        "`mask`: got shape [2, 4], expected [1,N], as `cu_seqlens` packs sequences into one row: lay several rows one after \
-         another, their ends counted on"
+        "`mask`: got shape [2, 4], expected [1,N], as `cu_seqlens` packs sequences into one row: concatenate several rows, and \
+         add their lengths to the ends"
     );
 }
 
@@ -55,7 +52,7 @@ fn segment_ids_become_cumulative_lengths() {
     assert_eq!(of(&[2, 2]), Ok(vec![0, 0, 2]));
     assert_eq!(
         of(&[2, 1]).unwrap_err(),
-        "`segment_ids[1]`: got 1, expected at least 2, that of a token before it: sequences lie one after another"
+        "`segment_ids[1]`: got 1, expected at least 2, the id of an earlier token: sequences are contiguous"
     );
     assert_eq!(
         of(&[-1]).unwrap_err(),

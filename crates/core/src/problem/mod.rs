@@ -74,7 +74,7 @@ pub struct Problem<L = FloatArray<Ix3>> {
 
 /// The part of a [`Problem`] other than its logits, borrowed: all that a kernel gets of the tokens.
 #[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "they stand with `Problem`")]
+#[expect(missing_docs, reason = "`Problem` documents them")]
 pub struct Tokens<'p> {
     pub ids: &'p Array2<i64>,
     pub mask: &'p Array2<bool>,
@@ -221,7 +221,7 @@ pub enum ProblemError {
         field: &'static str,
     },
     /// The elements of each row are not contiguous.
-    #[error("`{field}`: got rows with a stride of {stride}, expected 1: a row's elements must lie side by side")]
+    #[error("`{field}`: got rows with a stride of {stride}, expected 1: the elements of a row must be contiguous")]
     StridedRows {
         /// The name of the array.
         field: &'static str,

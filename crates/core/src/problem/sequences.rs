@@ -78,7 +78,7 @@ impl CuSeqlens {
         if let Some(at) = (1..values.len()).find(|&at| values[at] < values[at - 1]) {
             return Err(wrong(
                 at,
-                format!("at least {}: sequence {} ends where it begins or behind", values[at - 1], at - 1),
+                format!("at least {}: sequence {} cannot end before it begins", values[at - 1], at - 1),
             ));
         }
         Ok(Self(values.iter().map(|&end| usize::try_from(end).unwrap_or(usize::MAX)).collect()))
@@ -118,9 +118,7 @@ impl CuSeqlens {
                 return Err(wrong(format!("at most {}, the number of tokens", ids.len())));
             }
             if id < last {
-                return Err(wrong(format!(
-                    "at least {last}, that of a token before it: sequences lie one after another"
-                )));
+                return Err(wrong(format!("at least {last}, the id of an earlier token: sequences are contiguous")));
             }
             if id > last {
                 // Where the next begins, the last one ends, padding and all; what lies before the first is the first's.
@@ -220,8 +218,8 @@ impl Sequences {
         let (batch, tokens) = mask.dim();
         if batch != 1 {
             let expected =
-                "[1,N], as `cu_seqlens` packs sequences into one row: lay several rows one after another, their ends \
-                            counted on"
+                "[1,N], as `cu_seqlens` packs sequences into one row: concatenate several rows, and add their \
+                            lengths to the ends"
                     .into();
             return Err(ProblemError::Shape { field: "mask", given: vec![batch, tokens], expected });
         }

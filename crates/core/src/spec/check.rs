@@ -45,7 +45,7 @@ fn above_one(field: &'static str, x: f64) -> CheckResult {
 }
 
 fn share(field: &'static str, x: f64) -> CheckResult {
-    ensure(x > 0.0 && x <= 1.0, field, x, "a share: above 0, at most 1")
+    ensure(x > 0.0 && x <= 1.0, field, x, "a fraction: above 0, at most 1")
 }
 
 fn interval(field: &'static str, low: f64, high: f64) -> CheckResult {
@@ -72,7 +72,7 @@ impl LossSpec {
             Temperature::Number(temperature) => positive("temperature", temperature)?,
             Temperature::Given => {
                 let divides = self.temperature_divides;
-                let expected = "logits with `temperature: given`: who divides logp has one temperature";
+                let expected = "logits with `temperature: given`: dividing logp needs one temperature for all tokens";
                 ensure(divides == TemperatureDivides::Logits, "temperature_divides", "logp", expected)?;
             }
         }
@@ -111,10 +111,10 @@ impl LossSpec {
         }
         // A given cotangent replaces the entropy bonus.
         let bonus = self.entropy_coef != 0.0 || self.entropy_averaging.is_some();
-        let expected = "false beside an `entropy_coef` or an `entropy_averaging`, which it stands in place of";
+        let expected = "false with an `entropy_coef` or an `entropy_averaging`, which it replaces";
         ensure(!(self.dentropy && bonus), "dentropy", true, expected)?;
         ensure(self.ids_per_token != 0, "ids_per_token", 0, "an integer ≥ 1")?;
-        let expected = "1, unless logp by its cotangents is all that is asked for";
+        let expected = "1, unless the spec computes only logp, by its cotangents";
         ensure(self.ids_per_token == 1 || self.is_from_cotangents(), "ids_per_token", self.ids_per_token, expected)?;
         // Several ids exist only for logp from cotangents, and with one fixed support for all of them.
         let puts_back = self.ids_per_token > 1 && support.keep_sampled && !support.is_whole();

@@ -63,11 +63,11 @@ impl LossSpec {
         if self.ids_per_token > 1 {
             lines.push((
                 "others",
-                format!("Σ m·Σ_k dlogp_k·ℓ_k, with its gradient: {} more ids a token", self.ids_per_token - 1),
+                format!("Σ m·Σ_k dlogp_k·ℓ_k, with its gradient: {} more ids per token", self.ids_per_token - 1),
             ));
         }
         if self.dentropy {
-            lines.push(("entropy", "Σ m·dentropy·H, with its gradient: one dentropy a token".into()));
+            lines.push(("entropy", "Σ m·dentropy·H, with its gradient: one dentropy per token".into()));
         }
         // The sum of all terms comes last.
         lines.push(("loss", self.loss_line()));
@@ -101,17 +101,17 @@ impl LossSpec {
         };
         line += &self.support.describe();
         if self.temperature == Temperature::Given {
-            line += "; T is given, one a sequence or a token";
+            line += "; T is given, one per sequence or token";
         }
         line
     }
 
     fn policy_line(&self) -> String {
         let advantage = match self.advantages {
-            AdvantageLevel::Sequence => "one A a sequence",
+            AdvantageLevel::Sequence => "one A per sequence",
             AdvantageLevel::Token if self.ids_per_token > 1 => "A = −dlogp of each token's first id",
             AdvantageLevel::Token if self.is_from_cotangents() => "A = −dlogp of each token",
-            AdvantageLevel::Token => "one A a token",
+            AdvantageLevel::Token => "one A per token",
         };
         if self.objective == Objective::None {
             "none".into()
@@ -264,8 +264,8 @@ impl TrustRegion {
             Divergence::TotalVariation => "|p − p_old|",
             Divergence::BinaryKl => "the binary KL of p_old and p",
         };
-        let direction = if self.two_sided { "in either direction" } else { "where p has moved with A" };
-        let mut text = format!("{term} while {moved} ≤ {high} (A > 0) or {low} (A ≤ 0), asked {direction}");
+        let direction = if self.two_sided { "in either direction" } else { "in the direction of A" };
+        let mut text = format!("{term} while p has not moved {direction} by {moved} > {high} (A > 0) or {low} (A ≤ 0)");
         if self.penalty != 0.0 {
             text += &format!("; plus {}·(ln ρ)²", number(self.penalty));
         }
@@ -305,16 +305,19 @@ impl Objective {
             Objective::TrustRegion(region) => region.describe(),
             Objective::Dro(dro) => format!("−(A·ℓ − {}/2·x²)", number(dro.beta)),
             Objective::KlCov(cov) => {
-                let which = cov.selection.map_or("the tokens selected".into(), |top| {
-                    format!("the share {} of tokens with the largest (A − mean A)·(ℓ − mean ℓ)", number(top.fraction))
+                let which = cov.selection.map_or("the selected tokens".into(), |top| {
+                    format!(
+                        "the fraction {} of tokens with the largest (A − mean A)·(ℓ − mean ℓ)",
+                        number(top.fraction)
+                    )
                 });
                 format!("−ρ·A, plus {}·|ln ρ| on {which}", number(cov.coefficient))
             }
             Objective::ClipCov(cov) => {
-                let which = cov.selection.map_or("the tokens selected".into(), |band| {
+                let which = cov.selection.map_or("the selected tokens".into(), |band| {
                     let (lower, upper) = (number(band.lower), number(band.upper));
                     format!(
-                        "at most the share {} of tokens with (A − mean A)·(ℓ − mean ℓ) within ({lower}, {upper})",
+                        "at most the fraction {} of tokens with (A − mean A)·(ℓ − mean ℓ) within ({lower}, {upper})",
                         number(band.fraction)
                     )
                 });
@@ -376,8 +379,8 @@ impl Rejection {
             RejectionLevel::SecondMoment => {
                 let max = number(self.max);
                 return format!(
-                    "of the largest y² the fewest that bring the mean of the batch's rest below {max}, \
-                     y = old_logp − rollout_logp; one stays: as if masked"
+                    "the largest y², as few as bring the mean of the batch's other tokens below {max}, \
+                     y = old_logp − rollout_logp; one token remains: as if masked"
                 );
             }
         };
@@ -440,12 +443,12 @@ impl RolloutWeights {
             (min, max) => {
                 let end = |bound: Option<f64>, none: &str| bound.map_or(none.to_string(), number);
                 let gated = self.level == RolloutLevel::TokenGatedByGeometric;
-                let outside = if self.outside == OutOfBounds::Mask || gated { "0 outside" } else { "held within" };
+                let outside = if self.outside == OutOfBounds::Mask || gated { "0 outside" } else { "clamped to" };
                 format!(", {outside} [{}, {}]", end(min, "0"), end(max, "∞"))
             }
         };
         let unscored = if self.unscored == UnscoredWeight::Zero { ", 0 where a token was not scored" } else { "" };
-        let normalized = if self.normalize { ", over its mean" } else { "" };
+        let normalized = if self.normalize { ", divided by its mean" } else { "" };
         let on = match self.applies_to {
             _ if in_vespo => "within w",
             LossTerms::Policy => "on the policy term",
@@ -503,7 +506,7 @@ impl Kl {
         if let Some(averaging) = &self.averaging {
             text += &format!("; {}", averaging.describe());
         }
-        text + if touched { "" } else { "; no mask or weight of the policy term touches it" }
+        text + if touched { "" } else { "; no mask or weight of the policy term applies to it" }
     }
 }
 

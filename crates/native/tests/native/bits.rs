@@ -420,7 +420,7 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
         )
         .expect_err("columns are apart");
     assert_eq!(error, RunError::Problem(ProblemError::StridedRows { field: "logits", stride: 12 }));
-    let message = "`logits`: got rows with a stride of 12, expected 1: a row's elements must lie side by side";
+    let message = "`logits`: got rows with a stride of 12, expected 1: the elements of a row must be contiguous";
     assert_eq!(error.to_string(), message);
     assert!(every_other.iter().all(|&x| x == 5.0), "as they were");
 

@@ -134,7 +134,7 @@ fn correction(
     let lower = reader.number_or_null("rejection_sampling.lower", None)?;
     // Statistics of a sequence would be of the tokens that another rule leaves.
     if whole && thinned {
-        let expected = "token beside `m2_threshold`: a sequence's statistic would be of the tokens that it leaves";
+        let expected = "token with `m2_threshold`: a sequence's statistic would be of the tokens that it leaves";
         return Err(reader.refuse("rejection_sampling.level", expected));
     }
     // The weight is the statistic itself only for the ratio; other metrics gate a plain weight.

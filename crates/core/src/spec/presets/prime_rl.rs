@@ -49,7 +49,7 @@ pub(super) fn resolve(
     let given_temperatures = reader.temperature("temperatures")?;
     let temperature = if reader.is_given("temperatures") {
         if reader.is_given("temperature") {
-            return Err(reader.refuse("temperature", "nothing beside `temperatures`"));
+            return Err(reader.refuse("temperature", "nothing in addition to `temperatures`"));
         }
         given_temperatures
     } else {

@@ -172,7 +172,8 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
         ("segment", None),
     ];
     let level = reader.word(TYPE, Some(RolloutLevel::Token), &levels)?;
-    let level = level.ok_or_else(|| reader.refuse(TYPE, "token, geometric or sequence: a run of the mask is none"))?;
+    let level = level
+        .ok_or_else(|| reader.refuse(TYPE, "token, geometric or sequence: a run of the mask is not a sequence"))?;
     let max = reader.number_or_null("train_infer_correction.is_weight.upper_bound", Some(1.2))?;
     Ok(Some(RolloutWeights { level, max, ..weights_from(RolloutSource::Logp) }))
 }

@@ -211,7 +211,8 @@ fn trainer(reader: &OptionReader, loss: SkyrlLoss, policy: LossSpec) -> Result<L
     let length = reader.count_or_null("max_seq_len")?;
     // Refused before the known reductions are read, to give its own reason.
     if reader.text("loss_reduction")?.as_deref() == Some("token_mean_legacy") {
-        let expected = "another: a mean of micro-batches' means hangs on how the batch is cut, and is no loss of it";
+        let expected =
+            "another: a mean of micro-batches' means depends on how the batch is cut, and is not a loss of the batch";
         return Err(reader.refuse("loss_reduction", expected));
     }
     let reductions = [
