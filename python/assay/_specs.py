@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from . import _native
-from ._errors import SpecError
+from ._errors import ProblemError, SpecError
 from ._native import Spec
 
 #: What stands in the place of a project where there is no loss.
@@ -51,6 +51,29 @@ def _json(options: Mapping[str, object]) -> str:
         return json.dumps(options, allow_nan=False)
     except (TypeError, ValueError) as reason:
         raise SpecError(f"options: {reason}, expected numbers, text, truth values, None, lists and dicts") from None
+
+
+def required(spec: str | os.PathLike[str] | Spec | None) -> str | os.PathLike[str] | Spec:
+    """Returns the loss that `grpo_loss` is asked for. It has no default: no two projects mean the same by GRPO."""
+    if spec is None:
+        raise SpecError(
+            '`spec`: not given, expected the loss to compute: a project\'s name, as spec="trl", or a Spec with the project\'s options, as '
+            'spec=assay.spec("verl", clip_ratio_high=0.28)'
+        )
+    return spec
+
+
+def refuse_foreign(names: Iterable[str], owner: str, instead: Mapping[str, str]) -> None:
+    """Refuses the arguments that only the other framework's `grpo_loss` has, and says what to use here.
+
+    Args:
+        names: The arguments that were given and that the signature does not have.
+        owner: The module that has them, such as `assay.jax`.
+        instead: What to do here, by argument.
+    """
+    for name in names:
+        if name in instead:
+            raise ProblemError(f"`{name}`: got an argument of {owner}, expected none; {instead[name]}")
 
 
 def shapes(given: str | Sequence[str]) -> list[str]:

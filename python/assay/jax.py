@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from . import _jax_rows as rows
-from . import _native
+from . import _native, _specs
 from ._errors import AssayError, ProblemError, SpecError
 from ._jax_rows import Array, Axes, Plan
 from ._native import Spec
@@ -99,7 +99,7 @@ def grpo_loss(
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
             option is; a `Spec` has `temperature: given`. Packed `[S]`, `[S,1]` or `[1,N]`, the last `[N]` with logits `[N,V]`. It has no
             gradient.
-        spec: of `assay.spec`, or a project's name; plain PPO-clip if none is given.
+        spec: of `assay.spec`, or a project's name. It has no default.
         loss_scale: what the loss will be multiplied by before it is differentiated (loss scaling, accumulation): it goes
             into the tokens' weights before dlogits are rounded. The loss itself is returned without it.
         implementation: `native`, `mosaic`, `ptx` or `xla`; that of the platform if none is given.
@@ -119,6 +119,7 @@ def grpo_loss(
             else a NaN in the loss, or an error of `native`'s.
         AssayError: the implementation is not there, or another argument is none.
     """
+    spec = _asked(spec, given)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
     tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
@@ -169,6 +170,7 @@ def grpo_loss_of_hidden(
     Raises:
         SpecError, ProblemError, AssayError: as of `grpo_loss`.
     """
+    spec = _asked(spec, given)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
     tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
@@ -756,8 +758,6 @@ class _Batch(NamedTuple):
         bias: Array | None,
         columns: int,
     ) -> _Batch:
-        if strangers := [name for name in tokens.given if name not in _INPUTS]:
-            raise ProblemError(f"`{strangers[0]}`: got an array of no such name, expected one of {', '.join(_INPUTS)}")
         shape = tokens.ids.shape
         mask = _mask(tokens.mask, shape)
         packing = _Packing.of(tokens, mask, axes) if tokens.packed else None
@@ -804,6 +804,31 @@ _INPUTS = (
     "behaviour_logp",
     "dentropy",
 )
+
+
+# Arguments of `assay.torch.grpo_loss` that have no meaning here.
+_OF_TORCH = {
+    "normalizer": "a mean is over the tokens of all devices here, in jit or with batch_axis= in a shard_map; over accumulated steps multiply "
+    'the loss and say so by loss_scale=; a count that is known is the spec\'s, assay.spec("trl", batch={"num_items_in_batch": 4096.0})',
+    "inplace": "donate the logits: XLA puts dlogits in their memory where nothing else needs them",
+    "hidden": "call grpo_loss_of_hidden(hidden, lm_head, ids, ...)",
+    "lm_head": "call grpo_loss_of_hidden(hidden, lm_head, ids, ...)",
+    "chunk": "call grpo_loss_of_hidden(hidden, lm_head, ids, ...), which has it",
+    "rounds_logits": "call grpo_loss_of_hidden(..., logits_dtype=...), which rounds logits to that dtype",
+    "rollout_weights": "give policy_weight= and kl_weight=, their products with token_weights, as docs/jax.md has them",
+    "token_weights": "give policy_weight= and kl_weight=, and mask out tokens of weight 0, as docs/jax.md has them",
+}
+
+
+def _asked(spec: Any, given: dict[str, Array]) -> Any:
+    """Returns the loss that is asked for, once all other arguments have names that are known here."""
+    _specs.refuse_foreign(given, "assay.torch", _OF_TORCH)
+    for name, value in given.items():
+        if name not in _INPUTS:
+            if isinstance(value, (bool, int, float, str)) or value is None:
+                raise ProblemError(f'`{name}`: got {value!r}, expected options in the spec, as spec=assay.spec("trl", {name}={value!r})')
+            raise ProblemError(f"`{name}`: got an array of no such name, expected one of {', '.join(_INPUTS)}")
+    return _specs.required(spec)
 
 
 def _scale(given: float | Array) -> Array:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from . import _gpu, _native, _pool
+from . import _gpu, _native, _pool, _specs
 from . import spec as _spec
 from ._errors import ProblemError
 from ._native import Spec
@@ -716,6 +716,29 @@ def _json_at_given_temperatures(json: str, of_project: bool) -> str:
     return _spec(**{**fields, "temperature": "given"}).to_json()
 
 
+# Arguments of `assay.jax.grpo_loss` that have no meaning here.
+_OF_JAX = {
+    "loss_scale": "multiply the loss itself, (result.loss * scale).backward(): each dlogit is computed from that and rounded once",
+    "implementation": "the device of the logits decides: the CPU kernel, or the kernels for NVIDIA GPUs",
+    "target": "the device of the logits decides: kernels are assembled for the GPU that they run on",
+    "batch_axis": "each rank calls it on its own sequences, with normalizer= the tokens of all ranks",
+    "token_axis": "each rank calls it on whole sequences, with normalizer= the tokens of all ranks",
+    "vocab_axis": "each rank calls it on whole rows of logits: gather them first",
+    "logits_dtype": "with hidden and lm_head, rounds_logits=True rounds logits to the dtype of hidden",
+    "policy_weight": "give rollout_weights= or token_weights=, from which it is computed",
+    "kl_weight": "give rollout_weights= or token_weights=, from which it is computed",
+    "log_weight": "give rollout_logp=, from which it is computed",
+    "behaviour_logp": "give rollout_logp=, from which it is computed",
+}
+
+
+def _required(spec: str | Spec | None) -> str | Spec:
+    """Returns the loss that is asked for; an error where there is none."""
+    if spec is None:
+        _specs.required(spec)
+    return spec  # type: ignore[return-value]
+
+
 def grpo_loss(
     logits: Tensor | None,
     ids: Tensor,
@@ -724,7 +747,7 @@ def grpo_loss(
     old_logp: Tensor | None = None,
     ref_logp: Tensor | None = None,
     *,
-    spec: str | Spec = "trl",
+    spec: str | Spec | None = None,
     rollout_logp: Tensor | None = None,
     rollout_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
@@ -751,7 +774,7 @@ def grpo_loss(
         mask: `[B,T]`, truth values or 0 and 1: the tokens that count; None: all.
         old_logp: `[B,T]`, nats: under the policy that sampled. With a project's name None means the policy itself.
         ref_logp: `[B,T]`, nats: under the reference policy, where there is a KL term.
-        spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`.
+        spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`. It has no default.
         rollout_logp: `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
         rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
         token_weights: `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
@@ -781,8 +804,10 @@ def grpo_loss(
 
     Raises:
         ProblemError: An array has a shape, dtype, device or value that does not fit, by its name.
-        SpecError: There is no such loss.
+        SpecError: No loss is given, or there is no such loss.
     """
+    _specs.refuse_foreign(options, "assay.jax", _OF_JAX)
+    spec = _required(spec)
     given: dict[str, Tensor | None] = {
         "ids": ids,
         "mask": torch.ones_like(ids, dtype=torch.bool) if mask is None else mask,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import socket
@@ -791,6 +792,34 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> Non
     given: dict[str, Any] = {"logits": BATCH.logits, "ids": BATCH.ids, "spec": TRL, **BATCH.given, **options}
     with pytest.raises(assay.AssayError, match=said):
         grpo_loss(given.pop("logits"), given.pop("ids"), **given)
+
+
+@pytest.mark.parametrize("of_hidden", [False, True])
+def test_spec_that_is_missing_is_refused_with_two_examples(of_hidden: bool) -> None:
+    arrays = (BATCH.logits, jnp.eye(16)) if of_hidden else (BATCH.logits,)
+    call = functools.partial(grpo_loss_of_hidden if of_hidden else grpo_loss, *arrays, BATCH.ids, **BATCH.given)
+    with pytest.raises(assay.SpecError) as error:
+        call()
+    assert str(error.value).startswith("`spec`: not given, expected the loss to compute")
+    examples = re.findall(r'spec=("trl"|assay\.spec\(.*\))', str(error.value))
+    assert len(examples) == 2
+    for example in examples:
+        assert jnp.isfinite(call(spec=eval(example, {"assay": assay})).loss)
+
+
+@pytest.mark.parametrize(
+    "name", ["normalizer", "inplace", "hidden", "lm_head", "chunk", "rounds_logits", "rollout_weights", "token_weights"]
+)
+def test_arguments_of_torch_are_refused_with_what_to_use_here(name: str) -> None:
+    assert name not in inspect.signature(grpo_loss).parameters
+    with pytest.raises(assay.ProblemError, match=f"^`{name}`: got an argument of assay.torch, expected none; ."):
+        grpo_loss(BATCH.logits, BATCH.ids, **BATCH.given, spec=TRL, **{name: 8.0})
+
+
+def test_options_of_a_project_are_refused_beside_its_name() -> None:
+    said = r'^`beta`: got 0.04, expected options in the spec, as spec=assay.spec\("trl", beta=0.04\)$'
+    with pytest.raises(assay.ProblemError, match=said):
+        grpo_loss(BATCH.logits, BATCH.ids, **BATCH.given, spec="trl", beta=0.04)
 
 
 def test_a_traced_option_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
+import re
 from typing import Any
 
 import pytest
@@ -495,7 +497,7 @@ def test_a_flat_row_has_the_bits_of_the_packed_one(level: str) -> None:
                 of_row = expected[name] if name == "loss" else expected[name][0]
                 assert torch.equal(getattr(result, name).detach(), of_row), name
             assert torch.equal(logits.grad, expected["dlogits"][0])
-        named: dict[str, Any] = {"loss_type": "grpo", "importance_sampling_level": level, "beta": 0.04}
+        named: dict[str, Any] = {"spec": "trl", "loss_type": "grpo", "importance_sampling_level": level, "beta": 0.04}
         assert torch.equal(assay.torch.grpo_loss(problem.torch().logits[0], **arguments, **named).loss, expected["loss"])
         logp, entropy = assay.torch.logp_and_entropy(problem.torch().logits[0], arguments["ids"], arguments["mask"])
         assert logp.shape == entropy.shape == arguments["ids"].shape and torch.allclose(logp, expected["logp"][0])
@@ -544,6 +546,29 @@ def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
     ambiguous = {**one, "advantages": torch.ones(4), "cu_seqlens": torch.tensor([0, 0, 2, 3, 4])}
     with pytest.raises(assay.ProblemError, match="of N sequences of N tokens some are empty"):
         assay.torch.grpo_loss(rows.torch().logits[0], **{**given(rows), **ambiguous}, spec="trl")
+
+
+def test_spec_that_is_missing_is_refused_with_two_examples() -> None:
+    problem = one()
+    with pytest.raises(assay.SpecError) as error:
+        assay.torch.grpo_loss(problem.torch().logits, **given(problem))
+    assert str(error.value).startswith("`spec`: not given, expected the loss to compute")
+    examples = re.findall(r'spec=("trl"|assay\.spec\(.*\))', str(error.value))
+    assert len(examples) == 2
+    for example in examples:
+        spec = eval(example, {"assay": assay})
+        assert assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=spec).loss.isfinite()
+
+
+def test_arguments_of_jax_are_refused_with_what_to_use_here() -> None:
+    problem = one()
+    signature = inspect.signature(assay.torch.grpo_loss).parameters
+    theirs = ("loss_scale", "implementation", "target", "batch_axis", "token_axis", "vocab_axis", "logits_dtype", "policy_weight")
+    for name in (*theirs, "kl_weight", "log_weight", "behaviour_logp"):
+        assert name not in signature
+        for spec in (problem.spec, "trl"):
+            with pytest.raises(assay.ProblemError, match=f"^`{name}`: got an argument of assay.jax, expected none; ."):
+                assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=spec, **{name: 8.0})
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
