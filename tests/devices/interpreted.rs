@@ -14,7 +14,7 @@ use assay::spec::{LogitsTransform, LossSpec, Support, Temperature};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::transform::ColumnBiases;
 use assay_ptx::{PtxKernel, Role};
-use assay_ptx_interpreter::{Buffer as Array, Launch, Module, Units};
+use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxModule};
 use assay_testkit::Known;
 use assay_testkit::plugins::client;
 use libtest_mimic::Failed;
@@ -190,7 +190,7 @@ fn parts(text: &str) -> Vec<String> {
 
 /// What a kernel makes of its operands, in sequence and shuffled alike.
 fn interpret(kernel: &PtxKernel, operands: &[DeviceBuffer]) -> Result<Vec<Vec<u8>>, Failed> {
-    let module = Module::parse(&kernel.text)?;
+    let module = PtxModule::parse(&kernel.text)?;
     let mut operands = operands.iter();
     let (mut arrays, mut arguments) = (Vec::new(), Vec::new());
     for parameter in &kernel.parameters {
@@ -199,20 +199,20 @@ fn interpret(kernel: &PtxKernel, operands: &[DeviceBuffer]) -> Result<Vec<Vec<u8
                 arguments.push(arguments[input]);
                 continue;
             }
-            Role::Output { over: None } => Array::output(&parameter.name, parameter.bytes()),
+            Role::Output { over: None } => GlobalArray::output(&parameter.name, parameter.bytes()),
             Role::Input => {
                 let mut bytes = vec![0; parameter.bytes()];
                 let operand = operands.next().ok_or("an operand an input")?;
                 operand.download(parameter.dtype, &parameter.shape, &mut bytes)?;
-                Array::input(&parameter.name, bytes)
+                GlobalArray::input(&parameter.name, bytes)
             }
         };
         arguments.push(arrays.len());
         arrays.push(array);
     }
     let PtxKernel { grid, block, cluster, shared_bytes, .. } = *kernel;
-    let launch = Launch { grid, block, cluster: [cluster, 1, 1], dynamic_shared: shared_bytes };
-    let arrays = module.run_both(&kernel.name, &launch, arrays, &arguments, Units::Rounded, 1)?;
+    let launch = GridLaunch { grid, block, cluster: [cluster, 1, 1], dynamic_shared: shared_bytes };
+    let arrays = module.run_both(&kernel.name, &launch, arrays, &arguments, ApproximateUnits::Rounded, 1)?;
     let outputs = kernel.parameters.iter().zip(arguments).filter(|(parameter, _)| parameter.role != Role::Input);
     Ok(outputs.map(|(_, array)| arrays[array].bytes.clone()).collect())
 }

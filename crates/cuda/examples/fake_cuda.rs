@@ -25,7 +25,7 @@ use std::io::Write as _;
 use std::ptr;
 use std::sync::{LazyLock, Mutex, PoisonError, RwLock};
 
-use assay_ptx_interpreter::{Buffer, Launch, Module, Options, Order};
+use assay_ptx_interpreter::{GlobalArray, GridLaunch, InterpretOptions, PtxModule, ThreadOrder};
 
 // `CUresult`.
 const INVALID_VALUE: c_int = 1;
@@ -61,7 +61,7 @@ struct Array {
 }
 
 struct Loaded {
-    module: Module,
+    module: PtxModule,
     text: String,
     /// What a launch may have of dynamic shared memory.
     dynamic: u32,
@@ -262,10 +262,10 @@ impl State {
         for address in &names {
             let name = format!("array {address:#x}");
             let buffer = match (self.arrays.get(address), self.lent.get(address)) {
-                (Some(array), _) if array.written => Buffer::input(&name, array.bytes.clone()),
-                (Some(array), _) => Buffer::output(&name, array.bytes.len()),
+                (Some(array), _) if array.written => GlobalArray::input(&name, array.bytes.clone()),
+                (Some(array), _) => GlobalArray::output(&name, array.bytes.len()),
                 // SAFETY: so many bytes were lent there.
-                (None, Some(&bytes)) => Buffer::input(&name, unsafe {
+                (None, Some(&bytes)) => GlobalArray::input(&name, unsafe {
                     std::slice::from_raw_parts(ptr::with_exposed_provenance::<u8>(*address as usize), bytes).to_vec()
                 }),
                 (None, None) => return Err(INVALID_VALUE),
@@ -273,10 +273,17 @@ impl State {
             // No better aligned than here.
             buffers.push(buffer.late((address % 256) as u32));
         }
-        let launch = Launch { grid: config.grid, block: config.block, cluster, dynamic_shared: config.shared_bytes };
-        let order =
-            setting("shuffled").map_or(Order::InSequence, |seed| Order::Shuffled(seed.parse().expect("a seed")));
-        let ran = loaded.module.run(&entry, &launch, buffers, &places, &Options { order, ..Options::default() });
+        let launch =
+            GridLaunch { grid: config.grid, block: config.block, cluster, dynamic_shared: config.shared_bytes };
+        let order = setting("shuffled")
+            .map_or(ThreadOrder::InSequence, |seed| ThreadOrder::Shuffled(seed.parse().expect("a seed")));
+        let ran = loaded.module.run(
+            &entry,
+            &launch,
+            buffers,
+            &places,
+            &InterpretOptions { order, ..InterpretOptions::default() },
+        );
         let launches = self.calls.get("cuLaunchKernelEx").copied().unwrap_or(0);
         match ran {
             Ok(mut buffers) => {
@@ -472,7 +479,7 @@ exported! {
         not_captured()?;
         // SAFETY: the caller gives text that ends in 0.
         let text = unsafe { CStr::from_ptr(text.cast()) }.to_str().map_err(|_| INVALID_PTX)?.to_string();
-        let read = if setting("refuses").is_some() { Err("ptxas application ptx input, line 1; fatal: no PTX".into()) } else { Module::parse(&text).map_err(|error| error.to_string()) };
+        let read = if setting("refuses").is_some() { Err("ptxas application ptx input, line 1; fatal: no PTX".into()) } else { PtxModule::parse(&text).map_err(|error| error.to_string()) };
         match read {
             Ok(read) => {
                 let made = state.new_handle();

@@ -1,24 +1,24 @@
 //! What threads do to memory.
 
-use super::Fault;
-use super::arithmetic::{Rounded, mask, round_once, whole, widened, wrapped};
-use super::instruction::{Action, Address, Atomic, Instruction, Slot, Space};
-use super::memory::{Conflict, Memory, Toucher, UNDER_WAY};
-use super::run::{ARRAY_RANGE, Machine, PEER_RANGE};
-use super::state::{Copying, Ran, Thread, Warp, Wrong, lanes_of};
-use super::types::{Float, Type};
+use super::PtxFault;
+use super::arithmetic::{RoundedOperation, mask, round_once, whole, widened, wrapped};
+use super::instruction::{AtomicOperation, DecodedInstruction, OperandAddress, PtxOperation, RegisterSlot, StateSpace};
+use super::memory::{AccessConflict, Accessor, CheckedMemory, UNDER_WAY};
+use super::run::{ARRAY_RANGE, ClusterMachine, PEER_RANGE};
+use super::state::{AsyncCopy, LaneFault, LaneResult, ThreadState, WarpState, lanes_of};
+use super::types::{FloatFormat, PtxType};
 
 /// A memory of the machine.
 #[derive(Clone, Copy)]
-enum Place {
+enum MemoryId {
     Global(usize),
     /// Of the CTA of this rank.
     Shared(usize),
 }
 
-impl Machine<'_> {
-    pub(super) fn load(&mut self, w: usize, active: u32, pc: usize, load: &Action) -> Ran<()> {
-        let Action::Load { space, from, ty, to, register_bits, read_only } = load else {
+impl ClusterMachine<'_> {
+    pub(super) fn load(&mut self, w: usize, active: u32, pc: usize, load: &PtxOperation) -> LaneResult<()> {
+        let PtxOperation::Load { space, from, ty, to, register_bits, read_only } = load else {
             unreachable!("a load");
         };
         let each = ty.bits() as usize / 8;
@@ -48,10 +48,10 @@ impl Machine<'_> {
         w: usize,
         active: u32,
         pc: usize,
-        (space, to): (Space, Address),
+        (space, to): (StateSpace, OperandAddress),
         each: usize,
-        of: &[Slot],
-    ) -> Ran<()> {
+        of: &[RegisterSlot],
+    ) -> LaneResult<()> {
         let bytes = each * of.len();
         for lane in lanes_of(active) {
             let (place, start) = self.locate(w, lane, space, to, bytes)?;
@@ -65,18 +65,25 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn address(&self, w: usize, lane: usize, address: Address) -> u64 {
+    fn address(&self, w: usize, lane: usize, address: OperandAddress) -> u64 {
         self.warps[w].slots[address.base][lane].wrapping_add_signed(address.offset)
     }
 
-    /// Which memory an access of `bytes` goes to, and where in it; barriers are not accessed.
-    fn locate(&self, w: usize, lane: usize, space: Space, address: Address, bytes: usize) -> Ran<(Place, usize)> {
+    /// BarrierId memory an access of `bytes` goes to, and where in it; barriers are not accessed.
+    fn locate(
+        &self,
+        w: usize,
+        lane: usize,
+        space: StateSpace,
+        address: OperandAddress,
+        bytes: usize,
+    ) -> LaneResult<(MemoryId, usize)> {
         let (place, start) = self.locate_any(w, lane, space, address, bytes)?;
-        if let Place::Shared(cta) = place
+        if let MemoryId::Shared(cta) = place
             && self.is_barrier(cta, start, bytes)
         {
             let problem = "bytes of an mbarrier, expected to be touched by instructions on it alone".to_string();
-            return Err(Wrong { lane, fault: Fault::Undefined, problem });
+            return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
         }
         Ok((place, start))
     }
@@ -86,49 +93,56 @@ impl Machine<'_> {
         &self,
         w: usize,
         lane: usize,
-        space: Space,
-        address: Address,
+        space: StateSpace,
+        address: OperandAddress,
         bytes: usize,
-    ) -> Ran<(usize, usize)> {
+    ) -> LaneResult<(usize, usize)> {
         match self.locate_any(w, lane, space, address, bytes)? {
-            (Place::Shared(cta), start) => Ok((cta, start)),
-            (Place::Global(_), _) => unreachable!("an address of shared memory"),
+            (MemoryId::Shared(cta), start) => Ok((cta, start)),
+            (MemoryId::Global(_), _) => unreachable!("an address of shared memory"),
         }
     }
 
-    fn locate_any(&self, w: usize, lane: usize, space: Space, address: Address, bytes: usize) -> Ran<(Place, usize)> {
-        let wrong = |fault, problem| Err(Wrong { lane, fault, problem });
+    fn locate_any(
+        &self,
+        w: usize,
+        lane: usize,
+        space: StateSpace,
+        address: OperandAddress,
+        bytes: usize,
+    ) -> LaneResult<(MemoryId, usize)> {
+        let wrong = |fault, problem| Err(LaneFault { lane, fault, problem });
         let at = self.address(w, lane, address);
         if !at.is_multiple_of(bytes as u64) {
             return wrong(
-                Fault::Misaligned,
+                PtxFault::Misaligned,
                 format!("{bytes} bytes at {}, expected a multiple", self.spelt(space, at)),
             );
         }
-        if space == Space::Global {
+        if space == StateSpace::Global {
             if let Some((array, start)) = self.in_array(at, bytes) {
-                return Ok((Place::Global(array), start));
+                return Ok((MemoryId::Global(array), start));
             }
-            return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
+            return wrong(PtxFault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
         let (own, start) = (self.warps[w].cta, at & mask(PEER_RANGE));
         let cta = match at >> PEER_RANGE {
             0 => own,
-            rank if space == Space::Cluster && rank <= self.ctas.len() as u64 => rank as usize - 1,
+            rank if space == StateSpace::Cluster && rank <= self.ctas.len() as u64 => rank as usize - 1,
             _ => {
                 let problem = format!("{bytes} bytes at {}, which is not of this space", self.spelt(space, at));
-                return wrong(Fault::OutOfBounds, problem);
+                return wrong(PtxFault::OutOfBounds, problem);
             }
         };
         let inside = |&(first, end): &(u32, u32)| u64::from(first) <= start && start + bytes as u64 <= u64::from(end);
         if !self.arrays.iter().any(inside) {
-            return wrong(Fault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
+            return wrong(PtxFault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
         if cta != own && self.threads[self.warps[w].first + lane].phases == 0 {
             let problem = format!("CTA {cta} of the cluster is not known to have started");
-            return wrong(Fault::PeerNotStarted, problem);
+            return wrong(PtxFault::PeerNotStarted, problem);
         }
-        Ok((Place::Shared(cta), start as usize))
+        Ok((MemoryId::Shared(cta), start as usize))
     }
 
     /// The global array that holds `bytes` at an address, and where in it.
@@ -146,8 +160,8 @@ impl Machine<'_> {
     }
 
     /// An address as messages have it.
-    pub(super) fn spelt(&self, space: Space, at: u64) -> String {
-        if space == Space::Global {
+    pub(super) fn spelt(&self, space: StateSpace, at: u64) -> String {
+        if space == StateSpace::Global {
             let (array, start) = self.near_array(at);
             return match (self.names.get(array), self.global.get(array)) {
                 (Some(name), Some(memory)) => format!("byte {start} of {name}, which has {}", memory.bytes.len()),
@@ -167,17 +181,17 @@ impl Machine<'_> {
         }
     }
 
-    fn memory(&self, place: Place) -> &Memory {
+    fn memory(&self, place: MemoryId) -> &CheckedMemory {
         match place {
-            Place::Global(array) => &self.global[array],
-            Place::Shared(cta) => &self.ctas[cta].shared,
+            MemoryId::Global(array) => &self.global[array],
+            MemoryId::Shared(cta) => &self.ctas[cta].shared,
         }
     }
 
-    fn memory_mut(&mut self, place: Place) -> &mut Memory {
+    fn memory_mut(&mut self, place: MemoryId) -> &mut CheckedMemory {
         match place {
-            Place::Global(array) => &mut self.global[array],
-            Place::Shared(cta) => &mut self.ctas[cta].shared,
+            MemoryId::Global(array) => &mut self.global[array],
+            MemoryId::Shared(cta) => &mut self.ctas[cta].shared,
         }
     }
 
@@ -187,15 +201,15 @@ impl Machine<'_> {
         w: usize,
         lane: usize,
         pc: usize,
-        place: Place,
-        touch: impl FnOnce(&mut Memory, &Toucher) -> Result<(), Conflict>,
-    ) -> Ran<()> {
+        place: MemoryId,
+        touch: impl FnOnce(&mut CheckedMemory, &Accessor) -> Result<(), AccessConflict>,
+    ) -> LaneResult<()> {
         let thread = self.warps[w].first + lane;
-        let Thread { clock, known, .. } = &self.threads[thread];
-        let by = Toucher { cluster: self.cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+        let ThreadState { clock, known, .. } = &self.threads[thread];
+        let by = Accessor { cluster: self.cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
         let memory = match place {
-            Place::Global(array) => &mut self.global[array],
-            Place::Shared(cta) => {
+            MemoryId::Global(array) => &mut self.global[array],
+            MemoryId::Shared(cta) => {
                 if cta != self.warps[w].cta {
                     let touched = &mut self.ctas[cta].touched;
                     touched.resize(self.threads.len(), (0, 0));
@@ -207,39 +221,43 @@ impl Machine<'_> {
         touch(memory, &by).map_err(|conflict| self.conflict(lane, place, &conflict))
     }
 
-    pub(super) fn shared_conflict(&self, lane: usize, cta: usize, conflict: &Conflict) -> Wrong {
-        self.conflict(lane, Place::Shared(cta), conflict)
+    pub(super) fn shared_conflict(&self, lane: usize, cta: usize, conflict: &AccessConflict) -> LaneFault {
+        self.conflict(lane, MemoryId::Shared(cta), conflict)
     }
 
-    fn conflict(&self, lane: usize, place: Place, conflict: &Conflict) -> Wrong {
+    fn conflict(&self, lane: usize, place: MemoryId, conflict: &AccessConflict) -> LaneFault {
         let byte = match place {
-            Place::Global(array) => format!("byte {} of {}", conflict.byte, self.names[array]),
-            Place::Shared(cta) => {
+            MemoryId::Global(array) => format!("byte {} of {}", conflict.byte, self.names[array]),
+            MemoryId::Shared(cta) => {
                 let at = (cta as u64 + 1) << PEER_RANGE | conflict.byte as u64;
-                format!("{}, of CTA {}", self.spelt(Space::Cluster, at), self.cta_in_grid(self.cluster, cta as u32))
+                format!(
+                    "{}, of CTA {}",
+                    self.spelt(StateSpace::Cluster, at),
+                    self.cta_in_grid(self.cluster, cta as u32)
+                )
             }
         };
         let problem = match conflict.other {
             None => format!("{byte} was never written"),
             Some((agent, at, _)) if agent as usize % self.agents() >= self.threads.len() => {
-                let Instruction { line, name, .. } = &self.kernel.instructions[at as usize];
+                let DecodedInstruction { line, name, .. } = &self.kernel.instructions[at as usize];
                 let problem = match self.kernel.instructions[at as usize].action {
-                    Action::StoreAsync { .. } => format!(
+                    PtxOperation::StoreAsync { .. } => format!(
                         "{byte} is being written since line {line} ({name}), and this thread did not wait for the end of \
                          the phase by .acquire.cluster"
                     ),
                     _ => format!("{byte} was written at line {line} ({name}), and nothing orders that before this"),
                 };
-                let is_store = matches!(self.kernel.instructions[at as usize].action, Action::StoreAsync { .. });
-                let fault = if is_store { Fault::NotCopied } else { conflict.fault };
-                return Wrong { lane, fault, problem };
+                let is_store = matches!(self.kernel.instructions[at as usize].action, PtxOperation::StoreAsync { .. });
+                let fault = if is_store { PtxFault::NotCopied } else { conflict.fault };
+                return LaneFault { lane, fault, problem };
             }
             Some((thread, at, wrote)) => {
                 let (cta, thread) = self.thread_of(thread);
-                let Instruction { line, name, .. } = &self.kernel.instructions[at as usize];
+                let DecodedInstruction { line, name, .. } = &self.kernel.instructions[at as usize];
                 let did = match (conflict.fault, wrote) {
-                    (Fault::NotCopied, true) => "is being written",
-                    (Fault::NotCopied, false) => "is being read",
+                    (PtxFault::NotCopied, true) => "is being written",
+                    (PtxFault::NotCopied, false) => "is being read",
                     (_, true) => "was written",
                     (_, false) => "was read",
                 };
@@ -248,7 +266,7 @@ impl Machine<'_> {
                 )
             }
         };
-        Wrong { lane, fault: conflict.fault, problem }
+        LaneFault { lane, fault: conflict.fault, problem }
     }
 
     #[expect(clippy::too_many_arguments, reason = "an instruction's operands")]
@@ -257,11 +275,11 @@ impl Machine<'_> {
         w: usize,
         lane: usize,
         pc: usize,
-        (space, at): (Space, Address),
-        (ty, operation): (Type, Atomic),
-        to: Option<Slot>,
-        [first, second]: [Slot; 2],
-    ) -> Ran<()> {
+        (space, at): (StateSpace, OperandAddress),
+        (ty, operation): (PtxType, AtomicOperation),
+        to: Option<RegisterSlot>,
+        [first, second]: [RegisterSlot; 2],
+    ) -> LaneResult<()> {
         let bytes = ty.bits() as usize / 8;
         let (place, start) = self.locate(w, lane, space, at, bytes)?;
         self.touch(w, lane, pc, place, |memory, by| memory.read_and_write(start, bytes, by))?;
@@ -270,26 +288,26 @@ impl Machine<'_> {
         let old = number(memory);
         let new = match operation {
             // Global memory flushes.
-            Atomic::Add if ty == Type::Float(Float::F32) => {
-                round_once(Float::F32, Rounded::Add, space == Space::Global, old, first, 0)
+            AtomicOperation::Add if ty == PtxType::Float(FloatFormat::F32) => {
+                round_once(FloatFormat::F32, RoundedOperation::Add, space == StateSpace::Global, old, first, 0)
             }
-            Atomic::Add => old.wrapping_add(first) & mask(ty.bits()),
-            Atomic::Min => wrapped(whole(ty, old).min(whole(ty, first)), ty.bits()),
-            Atomic::Max => wrapped(whole(ty, old).max(whole(ty, first)), ty.bits()),
-            Atomic::And => old & first,
-            Atomic::Or => old | first,
-            Atomic::Xor => old ^ first,
-            Atomic::Exchange => first,
-            Atomic::CompareAndSwap if old == first => second,
-            Atomic::CompareAndSwap => old,
-            Atomic::Increment => {
+            AtomicOperation::Add => old.wrapping_add(first) & mask(ty.bits()),
+            AtomicOperation::Min => wrapped(whole(ty, old).min(whole(ty, first)), ty.bits()),
+            AtomicOperation::Max => wrapped(whole(ty, old).max(whole(ty, first)), ty.bits()),
+            AtomicOperation::And => old & first,
+            AtomicOperation::Or => old | first,
+            AtomicOperation::Xor => old ^ first,
+            AtomicOperation::Exchange => first,
+            AtomicOperation::CompareAndSwap if old == first => second,
+            AtomicOperation::CompareAndSwap => old,
+            AtomicOperation::Increment => {
                 if old >= first {
                     0
                 } else {
                     old + 1
                 }
             }
-            Atomic::Decrement => {
+            AtomicOperation::Decrement => {
                 if old == 0 || old > first {
                     first
                 } else {
@@ -312,35 +330,35 @@ impl Machine<'_> {
         w: usize,
         lane: usize,
         pc: usize,
-        (from, count): (Address, usize),
-        (to, bytes): (Address, usize),
-    ) -> Ran<()> {
-        let (target, written) = self.locate(w, lane, Space::Shared, to, bytes)?;
+        (from, count): (OperandAddress, usize),
+        (to, bytes): (OperandAddress, usize),
+    ) -> LaneResult<()> {
+        let (target, written) = self.locate(w, lane, StateSpace::Shared, to, bytes)?;
         // Where nothing is read, nothing need be there.
         let at = self.address(w, lane, from);
         let mut data = vec![0; bytes];
         let mut source = None;
         if count > 0 {
             if !at.is_multiple_of(bytes as u64) {
-                let problem = format!("{bytes} bytes at {}, expected a multiple", self.spelt(Space::Global, at));
-                return Err(Wrong { lane, fault: Fault::Misaligned, problem });
+                let problem = format!("{bytes} bytes at {}, expected a multiple", self.spelt(StateSpace::Global, at));
+                return Err(LaneFault { lane, fault: PtxFault::Misaligned, problem });
             }
             let Some((array, start)) = self.in_array(at, count) else {
-                let problem = format!("{count} bytes at {}", self.spelt(Space::Global, at));
-                return Err(Wrong { lane, fault: Fault::OutOfBounds, problem });
+                let problem = format!("{count} bytes at {}", self.spelt(StateSpace::Global, at));
+                return Err(LaneFault { lane, fault: PtxFault::OutOfBounds, problem });
             };
-            self.touch(w, lane, pc, Place::Global(array), |memory, by| {
-                memory.read(start, count, &Toucher { clock: UNDER_WAY, ..*by })
+            self.touch(w, lane, pc, MemoryId::Global(array), |memory, by| {
+                memory.read(start, count, &Accessor { clock: UNDER_WAY, ..*by })
             })?;
             data[..count].copy_from_slice(&self.global[array].bytes[start..start + count]);
             source = Some((array, start));
         }
         self.touch(w, lane, pc, target, |memory, by| {
-            memory.write(written, bytes, &Toucher { clock: UNDER_WAY, ..*by })
+            memory.write(written, bytes, &Accessor { clock: UNDER_WAY, ..*by })
         })?;
         self.memory_mut(target).bytes[written..written + bytes].copy_from_slice(&data);
         let (array, from) = source.unwrap_or((0, 0));
-        let copying = Copying { array, from, read: count, to: written, written: bytes };
+        let copying = AsyncCopy { array, from, read: count, to: written, written: bytes };
         self.threads[self.warps[w].first + lane].copies.push(copying);
         Ok(())
     }
@@ -356,13 +374,13 @@ impl Machine<'_> {
 
     /// All groups of copies of each lane but the last `left` are over.
     pub(super) fn finish_copies(&mut self, w: usize, active: u32, pc: usize, left: usize) {
-        let Warp { first, cta, .. } = self.warps[w];
+        let WarpState { first, cta, .. } = self.warps[w];
         for lane in lanes_of(active) {
             let (cluster, thread) = (self.cluster, first + lane);
-            let Thread { clock, known, groups, .. } = &mut self.threads[thread];
-            let by = Toucher { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+            let ThreadState { clock, known, groups, .. } = &mut self.threads[thread];
+            let by = Accessor { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
             while groups.len() > left {
-                for Copying { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
+                for AsyncCopy { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
                     if read > 0 {
                         self.global[array].copied_from(from, read, &by);
                     }

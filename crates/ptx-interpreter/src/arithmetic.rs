@@ -2,15 +2,15 @@
 
 use half::{bf16, f16};
 
-use super::Units;
-use super::types::{Float, Type};
+use super::ApproximateUnits;
+use super::types::{FloatFormat, PtxType};
 
 /// What an instruction makes of up to three operands.
-pub(super) type Function = Box<dyn Fn(u64, u64, u64) -> u64 + Send + Sync>;
+pub(super) type LaneFunction = Box<dyn Fn(u64, u64, u64) -> u64 + Send + Sync>;
 
 /// An operation that rounds once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Rounded {
+pub(super) enum RoundedOperation {
     Add,
     Sub,
     Mul,
@@ -19,7 +19,7 @@ pub(super) enum Rounded {
 
 /// A function that the manual gives an error for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Approximate {
+pub(super) enum ApproximateFunction {
     Ex2,
     Lg2,
     Rcp,
@@ -41,7 +41,7 @@ pub(super) enum Rounding {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Comparison {
+pub(super) enum PtxComparison {
     Equal,
     NotEqual,
     Less,
@@ -64,7 +64,7 @@ pub(super) fn signed(x: u64, bits: u32) -> i64 {
 }
 
 /// The number that an integer of type `ty` stands for.
-pub(super) fn whole(ty: Type, x: u64) -> i128 {
+pub(super) fn whole(ty: PtxType, x: u64) -> i128 {
     if ty.is_signed() { signed(x, ty.bits()).into() } else { (x & mask(ty.bits())).into() }
 }
 
@@ -74,7 +74,7 @@ pub(super) fn wrapped(x: i128, bits: u32) -> u64 {
 }
 
 /// What a register of `bits` holds of an `x` of type `ty`: signed integers are extended by their sign.
-pub(super) fn widened(ty: Type, x: u64, bits: u32) -> u64 {
+pub(super) fn widened(ty: PtxType, x: u64, bits: u32) -> u64 {
     if ty.is_signed() && bits > ty.bits() {
         signed(x, ty.bits()).cast_unsigned() & mask(bits)
     } else {
@@ -92,24 +92,24 @@ fn bits_of(x: f32) -> u64 {
 }
 
 /// Zero of the same sign where `x` is subnormal.
-fn flushed(float: Float, x: u64) -> u64 {
+fn flushed(float: FloatFormat, x: u64) -> u64 {
     let (exponent, sign) = match float {
-        Float::F16 => (0x7C00, 0x8000),
-        Float::Bf16 => (0x7F80, 0x8000),
-        Float::F32 => (0x7F80_0000, 0x8000_0000),
+        FloatFormat::F16 => (0x7C00, 0x8000),
+        FloatFormat::Bf16 => (0x7F80, 0x8000),
+        FloatFormat::F32 => (0x7F80_0000, 0x8000_0000),
     };
     if x & exponent == 0 { x & sign } else { x }
 }
 
-fn flushed_if(ftz: bool, float: Float, x: u64) -> u64 {
+fn flushed_if(ftz: bool, float: FloatFormat, x: u64) -> u64 {
     if ftz { flushed(float, x) } else { x }
 }
 
-pub(super) fn value(float: Float, x: u64) -> f64 {
+pub(super) fn value(float: FloatFormat, x: u64) -> f64 {
     match float {
-        Float::F16 => f16::from_bits(x as u16).to_f64(),
-        Float::Bf16 => bf16::from_bits(x as u16).to_f64(),
-        Float::F32 => single(x).into(),
+        FloatFormat::F16 => f16::from_bits(x as u16).to_f64(),
+        FloatFormat::Bf16 => bf16::from_bits(x as u16).to_f64(),
+        FloatFormat::F32 => single(x).into(),
     }
 }
 
@@ -136,19 +136,19 @@ fn odd_sum(x: f64, y: f64) -> f64 {
 }
 
 /// The bits of `x` in `float`, ties to even.
-fn nearest(float: Float, x: f64) -> u64 {
+fn nearest(float: FloatFormat, x: f64) -> u64 {
     if x.is_nan() {
-        return if float == Float::F32 { 0x7FFF_FFFF } else { 0x7FFF };
+        return if float == FloatFormat::F32 { 0x7FFF_FFFF } else { 0x7FFF };
     }
     match float {
-        Float::F16 => f16::from_f32(odd(x)).to_bits().into(),
-        Float::Bf16 => bf16::from_f32(odd(x)).to_bits().into(),
-        Float::F32 => u64::from((x as f32).to_bits()),
+        FloatFormat::F16 => f16::from_f32(odd(x)).to_bits().into(),
+        FloatFormat::Bf16 => bf16::from_f32(odd(x)).to_bits().into(),
+        FloatFormat::F32 => u64::from((x as f32).to_bits()),
     }
 }
 
 /// The bits of `x` in `float`.
-pub(super) fn rounded(float: Float, x: f64, rounding: Rounding) -> u64 {
+pub(super) fn rounded(float: FloatFormat, x: f64, rounding: Rounding) -> u64 {
     let near = nearest(float, x);
     let of_near = value(float, near);
     let step = match rounding {
@@ -170,25 +170,25 @@ pub(super) fn rounded(float: Float, x: f64, rounding: Rounding) -> u64 {
 }
 
 /// `operation` on one float.
-pub(super) fn round_once(float: Float, operation: Rounded, ftz: bool, a: u64, b: u64, c: u64) -> u64 {
+pub(super) fn round_once(float: FloatFormat, operation: RoundedOperation, ftz: bool, a: u64, b: u64, c: u64) -> u64 {
     let [a, b, c] = [a, b, c].map(|x| flushed_if(ftz, float, x));
-    let result = if float == Float::F32 {
+    let result = if float == FloatFormat::F32 {
         let (a, b, c) = (single(a), single(b), single(c));
         bits_of(match operation {
-            Rounded::Add => a + b,
-            Rounded::Sub => a - b,
-            Rounded::Mul => a * b,
-            Rounded::Fma => a.mul_add(b, c),
+            RoundedOperation::Add => a + b,
+            RoundedOperation::Sub => a - b,
+            RoundedOperation::Mul => a * b,
+            RoundedOperation::Fma => a.mul_add(b, c),
         })
     } else {
         let (a, b, c) = (value(float, a), value(float, b), value(float, c));
         nearest(
             float,
             match operation {
-                Rounded::Add => odd_sum(a, b),
-                Rounded::Sub => odd_sum(a, -b),
-                Rounded::Mul => a * b,
-                Rounded::Fma => odd_sum(a * b, c),
+                RoundedOperation::Add => odd_sum(a, b),
+                RoundedOperation::Sub => odd_sum(a, -b),
+                RoundedOperation::Mul => a * b,
+                RoundedOperation::Fma => odd_sum(a * b, c),
             },
         )
     };
@@ -196,13 +196,13 @@ pub(super) fn round_once(float: Float, operation: Rounded, ftz: bool, a: u64, b:
 }
 
 /// a / b, rounded once: f64 has more than twice the bits.
-pub(super) fn quotient(float: Float, ftz: bool, a: u64, b: u64) -> u64 {
+pub(super) fn quotient(float: FloatFormat, ftz: bool, a: u64, b: u64) -> u64 {
     let [a, b] = [a, b].map(|x| value(float, flushed_if(ftz, float, x)));
     flushed_if(ftz, float, nearest(float, a / b))
 }
 
 /// A float within [0, 1], NaN as 0.
-pub(super) fn saturated(float: Float, x: u64) -> u64 {
+pub(super) fn saturated(float: FloatFormat, x: u64) -> u64 {
     let value = value(float, x);
     if value >= 1.0 {
         nearest(float, 1.0)
@@ -214,16 +214,24 @@ pub(super) fn saturated(float: Float, x: u64) -> u64 {
 }
 
 /// The larger of two floats; +0 is larger than −0. NaN where both are, or with `nan` where one is.
-pub(super) fn larger(float: Float, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
+pub(super) fn larger(float: FloatFormat, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
     extreme(float, ftz, nan, a, b, |a, b| a > b, false)
 }
 
 /// The smaller of two floats, as [`larger`].
-pub(super) fn smaller(float: Float, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
+pub(super) fn smaller(float: FloatFormat, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
     extreme(float, ftz, nan, a, b, |a, b| a < b, true)
 }
 
-fn extreme(float: Float, ftz: bool, nan: bool, a: u64, b: u64, wins: fn(f64, f64) -> bool, negative: bool) -> u64 {
+fn extreme(
+    float: FloatFormat,
+    ftz: bool,
+    nan: bool,
+    a: u64,
+    b: u64,
+    wins: fn(f64, f64) -> bool,
+    negative: bool,
+) -> u64 {
     let [a, b] = [a, b].map(|x| flushed_if(ftz, float, x));
     let (x, y) = (value(float, a), value(float, b));
     match (x.is_nan(), y.is_nan()) {
@@ -250,19 +258,19 @@ fn extreme(float: Float, ftz: bool, nan: bool, a: u64, b: u64, wins: fn(f64, f64
 }
 
 /// −x, or |x| where `absolute`.
-pub(super) fn signs(float: Float, ftz: bool, absolute: bool, x: u64) -> u64 {
+pub(super) fn signs(float: FloatFormat, ftz: bool, absolute: bool, x: u64) -> u64 {
     let sign = 1 << (float.bits() - 1);
     let x = flushed_if(ftz, float, x);
     if absolute { x & !sign } else { x ^ sign }
 }
 
 /// `function` of one element, for a type of one or two.
-pub(super) fn of_elements(
-    ty: Type,
-    function: impl Fn(Float, u64, u64, u64) -> u64 + Send + Sync + 'static,
-) -> Function {
+pub(super) fn elementwise(
+    ty: PtxType,
+    function: impl Fn(FloatFormat, u64, u64, u64) -> u64 + Send + Sync + 'static,
+) -> LaneFunction {
     match ty {
-        Type::Two(float) => {
+        PtxType::Two(float) => {
             let bits = float.bits();
             let part = move |x: u64, i: u32| x >> (i * bits) & mask(bits);
             Box::new(move |a, b, c| {
@@ -270,83 +278,85 @@ pub(super) fn of_elements(
                 of(0) | of(1) << bits
             })
         }
-        Type::Float(float) => Box::new(move |a, b, c| function(float, a, b, c)),
+        PtxType::Float(float) => Box::new(move |a, b, c| function(float, a, b, c)),
         _ => unreachable!("decoded: an instruction on floats"),
     }
 }
 
-pub(super) fn compares(ty: Type, comparison: Comparison, unordered: bool, ftz: bool, a: u64, b: u64) -> bool {
+pub(super) fn compares(ty: PtxType, comparison: PtxComparison, unordered: bool, ftz: bool, a: u64, b: u64) -> bool {
     use std::cmp::Ordering::{Equal, Greater, Less};
     let order = match ty {
-        Type::Float(float) => {
+        PtxType::Float(float) => {
             let [a, b] = [a, b].map(|x| value(float, flushed_if(ftz, float, x)));
             a.partial_cmp(&b)
         }
         _ => Some(whole(ty, a).cmp(&whole(ty, b))),
     };
     let Some(order) = order else {
-        return unordered || comparison == Comparison::Unordered;
+        return unordered || comparison == PtxComparison::Unordered;
     };
     match comparison {
-        Comparison::Equal => order == Equal,
-        Comparison::NotEqual => order != Equal,
-        Comparison::Less => order == Less,
-        Comparison::LessOrEqual => order != Greater,
-        Comparison::Greater => order == Greater,
-        Comparison::GreaterOrEqual => order != Less,
-        Comparison::Ordered => true,
-        Comparison::Unordered => false,
+        PtxComparison::Equal => order == Equal,
+        PtxComparison::NotEqual => order != Equal,
+        PtxComparison::Less => order == Less,
+        PtxComparison::LessOrEqual => order != Greater,
+        PtxComparison::Greater => order == Greater,
+        PtxComparison::GreaterOrEqual => order != Less,
+        PtxComparison::Ordered => true,
+        PtxComparison::Unordered => false,
     }
 }
 
 /// An approximate function of f32, by `units`.
-pub(super) fn approximate(function: Approximate, units: Units, ftz: bool, a: u64, b: u64) -> u64 {
-    let [a, b] = [a, b].map(|x| f64::from(single(flushed_if(ftz, Float::F32, x))));
+pub(super) fn approximate(function: ApproximateFunction, units: ApproximateUnits, ftz: bool, a: u64, b: u64) -> u64 {
+    let [a, b] = [a, b].map(|x| f64::from(single(flushed_if(ftz, FloatFormat::F32, x))));
     let exact = match function {
-        Approximate::Ex2 => a.exp2(),
-        Approximate::Lg2 => a.log2(),
-        Approximate::Rcp => 1.0 / a,
-        Approximate::Sqrt => a.sqrt(),
-        Approximate::Rsqrt => 1.0 / a.sqrt(),
-        Approximate::Tanh => a.tanh(),
+        ApproximateFunction::Ex2 => a.exp2(),
+        ApproximateFunction::Lg2 => a.log2(),
+        ApproximateFunction::Rcp => 1.0 / a,
+        ApproximateFunction::Sqrt => a.sqrt(),
+        ApproximateFunction::Rsqrt => 1.0 / a.sqrt(),
+        ApproximateFunction::Tanh => a.tanh(),
         // Beyond 2^126 the quotient is that of a reciprocal that is 0.
-        Approximate::Div if b.is_finite() && b.abs() > 126_f64.exp2() => a * f64::from(0_f32.copysign(b as f32)),
-        Approximate::Div | Approximate::DivFull => a / b,
+        ApproximateFunction::Div if b.is_finite() && b.abs() > 126_f64.exp2() => {
+            a * f64::from(0_f32.copysign(b as f32))
+        }
+        ApproximateFunction::Div | ApproximateFunction::DivFull => a / b,
     };
     let off = match function {
-        Approximate::Ex2 | Approximate::Div | Approximate::DivFull => Off::Ulps(2),
-        Approximate::Rcp => Off::Ulps(1),
-        Approximate::Lg2 if 0.5 < a && a < 2.0 => Off::By((-22_f64).exp2()),
-        Approximate::Lg2 => Off::By(exact.abs() * (-22_f64).exp2()),
-        Approximate::Sqrt => Off::By(exact * (-23_f64).exp2()),
-        Approximate::Rsqrt => Off::By(exact * (-22.9_f64).exp2()),
-        Approximate::Tanh => Off::By(exact.abs() * (-11_f64).exp2()),
+        ApproximateFunction::Ex2 | ApproximateFunction::Div | ApproximateFunction::DivFull => LargestError::Ulps(2),
+        ApproximateFunction::Rcp => LargestError::Ulps(1),
+        ApproximateFunction::Lg2 if 0.5 < a && a < 2.0 => LargestError::By((-22_f64).exp2()),
+        ApproximateFunction::Lg2 => LargestError::By(exact.abs() * (-22_f64).exp2()),
+        ApproximateFunction::Sqrt => LargestError::By(exact * (-23_f64).exp2()),
+        ApproximateFunction::Rsqrt => LargestError::By(exact * (-22.9_f64).exp2()),
+        ApproximateFunction::Tanh => LargestError::By(exact.abs() * (-11_f64).exp2()),
     };
-    flushed_if(ftz, Float::F32, bits_of(off_by(exact, off, units)))
+    flushed_if(ftz, FloatFormat::F32, bits_of(off_by(exact, off, units)))
 }
 
 /// The largest error of a result.
 #[derive(Clone, Copy)]
-enum Off {
-    /// Units in the last place of the right result.
+enum LargestError {
+    /// ApproximateUnits in the last place of the right result.
     Ulps(i32),
     By(f64),
 }
 
-fn off_by(exact: f64, off: Off, units: Units) -> f32 {
+fn off_by(exact: f64, off: LargestError, units: ApproximateUnits) -> f32 {
     let near = exact as f32;
     let sign = match units {
-        Units::Rounded => return near,
-        Units::Above => 1.0,
-        Units::Below => -1.0,
+        ApproximateUnits::Rounded => return near,
+        ApproximateUnits::Above => 1.0,
+        ApproximateUnits::Below => -1.0,
     };
     match off {
-        Off::Ulps(ulps) if near.is_finite() && near != 0.0 => {
+        LargestError::Ulps(ulps) if near.is_finite() && near != 0.0 => {
             let magnitude = near.abs().to_bits().cast_signed();
             let moved = (magnitude + if sign > 0.0 { ulps } else { -ulps }).clamp(0, f32::MAX.to_bits().cast_signed());
             f32::from_bits(moved.cast_unsigned()).copysign(near)
         }
-        Off::By(error) if error.is_finite() && error > 0.0 => {
+        LargestError::By(error) if error.is_finite() && error > 0.0 => {
             let moved = exact + sign * error.copysign(exact);
             let rounded = moved as f32;
             // Not beyond the error by rounding.
@@ -382,7 +392,7 @@ pub(super) fn looked_up(table: u64, a: u64, b: u64, c: u64) -> u64 {
 }
 
 /// x shifted: amounts beyond the width clear it, or spread its sign.
-pub(super) fn shifted(ty: Type, left: bool, x: u64, by: u64) -> u64 {
+pub(super) fn shifted(ty: PtxType, left: bool, x: u64, by: u64) -> u64 {
     let bits = ty.bits();
     let by = by & mask(32);
     match (left, ty.is_signed()) {
@@ -394,7 +404,7 @@ pub(super) fn shifted(ty: Type, left: bool, x: u64, by: u64) -> u64 {
 }
 
 /// `length` bits of `x` from `start` on, extended by the field's sign where `ty` is signed.
-pub(super) fn extracted(ty: Type, x: u64, start: u64, length: u64) -> u64 {
+pub(super) fn extracted(ty: PtxType, x: u64, start: u64, length: u64) -> u64 {
     let bits = u64::from(ty.bits());
     let (start, length) = (start & 0xFF, length & 0xFF);
     let negative = ty.is_signed() && length > 0 && {
@@ -419,14 +429,14 @@ pub(super) fn inserted(bits: u32, x: u64, y: u64, start: u64, length: u64) -> u6
 
 /// What `from` holds, as a `to`; None where there is no such conversion. `integral` rounds to a whole number first.
 pub(super) fn conversion(
-    to: Type,
-    from: Type,
+    to: PtxType,
+    from: PtxType,
     rounding: Option<Rounding>,
     integral: bool,
     ftz: bool,
     saturate: bool,
-) -> Option<Function> {
-    let clamped = move |ty: Type, x: i128| {
+) -> Option<LaneFunction> {
+    let clamped = move |ty: PtxType, x: i128| {
         let bits = ty.bits();
         let (low, high) =
             if ty.is_signed() { (-(1_i128 << (bits - 1)), (1 << (bits - 1)) - 1) } else { (0, (1_i128 << bits) - 1) };
@@ -440,20 +450,20 @@ pub(super) fn conversion(
         None => x,
     };
     match (to, from) {
-        (to, from) if to.is_integer() && from.is_integer() => (rounding.is_none() && !ftz).then(|| -> Function {
+        (to, from) if to.is_integer() && from.is_integer() => (rounding.is_none() && !ftz).then(|| -> LaneFunction {
             Box::new(move |x, _, _| {
                 let x = whole(from, x);
                 if saturate { clamped(to, x) } else { wrapped(x, to.bits()) }
             })
         }),
-        (to, Type::Float(from)) if to.is_integer() => (rounding.is_some() && integral).then(|| -> Function {
+        (to, PtxType::Float(from)) if to.is_integer() => (rounding.is_some() && integral).then(|| -> LaneFunction {
             Box::new(move |x, _, _| {
                 let x = value(from, flushed_if(ftz, from, x & mask(from.bits())));
                 if x.is_nan() { if to.bits() == 64 { 1 << 63 } else { 0 } } else { clamped(to, whole_of(x) as i128) }
             })
         }),
-        (Type::Float(to), from) if from.is_integer() => {
-            let rounding = rounding.filter(|_| !integral && !ftz && (from.bits() < 64 || to == Float::F32))?;
+        (PtxType::Float(to), from) if from.is_integer() => {
+            let rounding = rounding.filter(|_| !integral && !ftz && (from.bits() < 64 || to == FloatFormat::F32))?;
             Some(Box::new(move |x, _, _| {
                 let x = whole(from, x);
                 // 64 bits do not fit into f64: the last bit says that something was cut off.
@@ -465,17 +475,17 @@ pub(super) fn conversion(
                 if saturate { saturated(to, result) } else { result }
             }))
         }
-        (Type::Float(to), Type::Float(from)) => {
-            let narrows = to != from && to != Float::F32;
+        (PtxType::Float(to), PtxType::Float(from)) => {
+            let narrows = to != from && to != FloatFormat::F32;
             let fits = match rounding {
                 None => !narrows,
                 Some(_) => (integral && to == from) || (!integral && narrows),
             };
-            let ftz_fits = !ftz || to == Float::F32 || from == Float::F32;
-            (fits && ftz_fits).then(|| -> Function {
+            let ftz_fits = !ftz || to == FloatFormat::F32 || from == FloatFormat::F32;
+            (fits && ftz_fits).then(|| -> LaneFunction {
                 Box::new(move |x, _, _| {
                     // Only f32 is flushed.
-                    let flush = |float, x| flushed_if(ftz && float == Float::F32, float, x);
+                    let flush = |float, x| flushed_if(ftz && float == FloatFormat::F32, float, x);
                     let x = value(from, flush(from, x & mask(from.bits())));
                     let result = match rounding {
                         Some(rounding) if !integral => rounded(to, x, rounding),

@@ -2,22 +2,31 @@
 
 use std::rc::Rc;
 
-use super::Fault;
-use super::instruction::{Action, BarrierReduction, Instruction, Shuffle, Slot, Vote};
-use super::run::Machine;
-use super::state::{Barrier, Cta, Known, LANES, Meeting, Ran, Warp, Wrong, lanes_of, lanes_where};
+use super::PtxFault;
+use super::instruction::{BarrierReduction, DecodedInstruction, PtxOperation, RegisterSlot, ShuffleMode, VoteMode};
+use super::run::ClusterMachine;
+use super::state::{
+    ClockJoin, CtaBarrier, CtaState, LANES, LaneFault, LaneResult, VectorClock, WarpState, lanes_of, lanes_where,
+};
 
 /// Barriers of a CTA.
 const BARRIERS: u64 = 16;
 
-impl Machine<'_> {
+impl ClusterMachine<'_> {
     /// An instruction that the lanes of a warp take together.
-    pub(super) fn collective(&mut self, w: usize, group: u32, active: u32, pc: usize, action: &Action) -> Ran<()> {
+    pub(super) fn collective(
+        &mut self,
+        w: usize,
+        group: u32,
+        active: u32,
+        pc: usize,
+        action: &PtxOperation,
+    ) -> LaneResult<()> {
         if let Some((lane, absent)) = self.missing(w, group, pc) {
             return Err(self.apart(w, lane, absent, group));
         }
         match action {
-            Action::Barrier { id, threads, waits, reduces, .. } => {
+            PtxOperation::Barrier { id, threads, waits, reduces, .. } => {
                 let slots = &self.warps[w].slots;
                 let lane = active.trailing_zeros() as usize;
                 let id = slots[*id][lane];
@@ -28,13 +37,13 @@ impl Machine<'_> {
                 });
                 if id >= BARRIERS || count.is_some_and(|count| count == 0 || !count.is_multiple_of(LANES as u64)) {
                     let problem = format!("barrier {id} for {count:?} threads, expected 0 to 15 and a multiple of 32");
-                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                    return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
                 }
-                let Warp { first, cta, .. } = self.warps[w];
+                let WarpState { first, cta, .. } = self.warps[w];
                 let barrier = self.ctas[cta].barriers.entry(id).or_default();
                 if barrier.arrived > 0 && barrier.expected != count {
                     let problem = format!("barrier {id} for {count:?} threads and {:?}", barrier.expected);
-                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                    return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
                 }
                 barrier.expected = count;
                 barrier.held += held.unwrap_or(0);
@@ -56,29 +65,29 @@ impl Machine<'_> {
                 }
                 self.finish_barrier(cta, id);
             }
-            Action::ClusterArrive { release, .. } => {
+            PtxOperation::ClusterArrive { release, .. } => {
                 for lane in lanes_of(active) {
                     self.arrive(w, lane, *release)?;
                 }
                 self.finish_phase();
             }
-            Action::ClusterWait { .. } => {
+            PtxOperation::ClusterWait { .. } => {
                 for lane in lanes_of(active) {
                     self.wait(w, lane)?;
                 }
             }
-            Action::WarpBarrier { members }
-            | Action::Shuffle { members, .. }
-            | Action::Vote { members, .. }
-            | Action::Reduce { members, .. }
-            | Action::Elect { members, .. } => {
+            PtxOperation::WarpBarrier { members }
+            | PtxOperation::Shuffle { members, .. }
+            | PtxOperation::Vote { members, .. }
+            | PtxOperation::Reduce { members, .. }
+            | PtxOperation::Elect { members, .. } => {
                 let named = self.warps[w].slots[*members];
                 let mut rest = active;
                 while rest != 0 {
                     let members = named[rest.trailing_zeros() as usize];
                     let these = lanes_where(rest, |lane| named[lane] == members);
                     rest &= !these;
-                    self.of_members(w, these, action)?;
+                    self.run_members(w, these, action)?;
                 }
             }
             _ => unreachable!("a collective instruction"),
@@ -87,17 +96,17 @@ impl Machine<'_> {
     }
 
     /// What the lanes `active` of a warp do who name each other.
-    fn of_members(&mut self, w: usize, active: u32, action: &Action) -> Ran<()> {
+    fn run_members(&mut self, w: usize, active: u32, action: &PtxOperation) -> LaneResult<()> {
         match action {
-            Action::WarpBarrier { .. } => {
+            PtxOperation::WarpBarrier { .. } => {
                 let first = self.warps[w].first;
-                let mut meeting = Meeting::default();
+                let mut meeting = ClockJoin::default();
                 for lane in lanes_of(active) {
                     let thread = &self.threads[first + lane];
                     meeting.add(&thread.known, first + lane, thread.clock);
                     meeting.phases = meeting.phases.max(thread.phases);
                 }
-                let known: Known = meeting.clocks.into();
+                let known: VectorClock = meeting.clocks.into();
                 for lane in lanes_of(active) {
                     let thread = &mut self.threads[first + lane];
                     thread.known = known.clone();
@@ -105,26 +114,26 @@ impl Machine<'_> {
                     thread.clock += 1;
                 }
             }
-            Action::Shuffle { mode, to, valid, of, by, clamp, .. } => {
+            PtxOperation::Shuffle { mode, to, valid, of, by, clamp, .. } => {
                 self.shuffle(w, active, *mode, (*to, *valid), (*of, *by, *clamp))?;
             }
-            Action::Vote { mode, to, of, negated, .. } => {
+            PtxOperation::Vote { mode, to, of, negated, .. } => {
                 let values = &self.warps[w].slots[*of];
                 let held = lanes_where(active, |lane| (values[lane] == 1) != *negated);
                 let result = match mode {
-                    Vote::All => u64::from(held == active),
-                    Vote::Any => u64::from(held != 0),
-                    Vote::Uniform => u64::from(held == active || held == 0),
-                    Vote::Ballot => held.into(),
+                    VoteMode::All => u64::from(held == active),
+                    VoteMode::Any => u64::from(held != 0),
+                    VoteMode::Uniform => u64::from(held == active || held == 0),
+                    VoteMode::Ballot => held.into(),
                 };
                 self.set(w, active, *to, &[result; LANES]);
             }
-            Action::Reduce { to, of, function, .. } => {
+            PtxOperation::Reduce { to, of, function, .. } => {
                 let values = &self.warps[w].slots[*of];
                 let all = lanes_of(active).map(|lane| values[lane]).reduce(|a, b| function(a, b, 0));
                 self.set(w, active, *to, &[all.unwrap_or(0); LANES]);
             }
-            Action::Elect { to, elected, .. } => {
+            PtxOperation::Elect { to, elected, .. } => {
                 let leader = active.trailing_zeros() as usize;
                 let mut leads = [0; LANES];
                 leads[leader] = 1;
@@ -139,7 +148,7 @@ impl Machine<'_> {
     }
 
     /// That `absent` does not take part in what `lane` does.
-    fn apart(&self, w: usize, lane: usize, absent: usize, group: u32) -> Wrong {
+    fn apart(&self, w: usize, lane: usize, absent: usize, group: u32) -> LaneFault {
         let warp = &self.warps[w];
         let thread = warp.first + absent;
         let thread = thread % (self.threads.len() / self.ctas.len());
@@ -152,21 +161,21 @@ impl Machine<'_> {
         } else {
             let waits = warp.waiting >> absent & 1 == 1;
             let at = warp.pcs[absent] - usize::from(waits);
-            let Instruction { line, name, .. } = &self.kernel.instructions[at];
+            let DecodedInstruction { line, name, .. } = &self.kernel.instructions[at];
             format!("thread {thread} of the warp is at line {line} ({name})")
         };
-        Wrong { lane, fault: Fault::Divergence, problem }
+        LaneFault { lane, fault: PtxFault::Divergence, problem }
     }
 
     /// Lets who waits at a barrier go on, if all have arrived.
     pub(super) fn finish_barrier(&mut self, cta: usize, id: u64) {
-        let Cta { barriers, alive, .. } = &mut self.ctas[cta];
-        let complete = |barrier: &Barrier| barrier.arrived >= barrier.expected.unwrap_or(*alive);
+        let CtaState { barriers, alive, .. } = &mut self.ctas[cta];
+        let complete = |barrier: &CtaBarrier| barrier.arrived >= barrier.expected.unwrap_or(*alive);
         if !barriers.get(&id).is_some_and(complete) {
             return;
         }
         let barrier = barriers.remove(&id).expect("it was there");
-        let known: Known = barrier.meeting.clocks.into();
+        let known: VectorClock = barrier.meeting.clocks.into();
         for &thread in &barrier.waiting {
             let state = &mut self.threads[thread];
             state.known = known.clone();
@@ -184,7 +193,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Warp and lane of a thread of the cluster.
+    /// WarpState and lane of a thread of the cluster.
     pub(super) fn lane_of(&self, thread: usize) -> (usize, usize) {
         let w = self.warps.partition_point(|warp| warp.first <= thread) - 1;
         (w, thread - self.warps[w].first)
@@ -196,12 +205,12 @@ impl Machine<'_> {
     }
 
     /// On the cluster's barrier.
-    fn arrive(&mut self, w: usize, lane: usize, release: bool) -> Ran<()> {
+    fn arrive(&mut self, w: usize, lane: usize, release: bool) -> LaneResult<()> {
         let index = self.warps[w].first + lane;
         let thread = &mut self.threads[index];
         if thread.arrivals != thread.waits {
             let problem = "it arrives again, and did not wait for the phase on which it arrived".to_string();
-            return Err(Wrong { lane, fault: Fault::Undefined, problem });
+            return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
         }
         thread.arrivals += 1;
         self.barrier.arrived += 1;
@@ -214,12 +223,12 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn wait(&mut self, w: usize, lane: usize) -> Ran<()> {
+    fn wait(&mut self, w: usize, lane: usize) -> LaneResult<()> {
         let index = self.warps[w].first + lane;
         let thread = &self.threads[index];
         if thread.arrivals == thread.waits {
             let problem = "it waits for a phase on which it did not arrive: that never ends".to_string();
-            return Err(Wrong { lane, fault: Fault::Deadlock, problem });
+            return Err(LaneFault { lane, fault: PtxFault::Deadlock, problem });
         }
         if self.barrier.phases >= thread.arrivals {
             self.acquire(index);
@@ -241,10 +250,10 @@ impl Machine<'_> {
             thread.known = joined.clone();
             return;
         }
-        let mut meeting = Meeting::default();
+        let mut meeting = ClockJoin::default();
         meeting.join(&thread.known);
         meeting.join(passed);
-        let joined: Known = meeting.clocks.into();
+        let joined: VectorClock = meeting.clocks.into();
         barrier.joined.push([thread.known.clone(), joined.clone()]);
         thread.known = joined;
     }
@@ -270,10 +279,10 @@ impl Machine<'_> {
         &mut self,
         w: usize,
         active: u32,
-        mode: Shuffle,
-        (to, valid): (Slot, Option<Slot>),
-        (of, by, clamp): (Slot, Slot, Slot),
-    ) -> Ran<()> {
+        mode: ShuffleMode,
+        (to, valid): (RegisterSlot, Option<RegisterSlot>),
+        (of, by, clamp): (RegisterSlot, RegisterSlot, RegisterSlot),
+    ) -> LaneResult<()> {
         let [of, by, clamp] = [of, by, clamp].map(|slot| self.warps[w].slots[slot]);
         let (mut values, mut valids) = ([0; LANES], [0; LANES]);
         for lane in lanes_of(active) {
@@ -282,15 +291,15 @@ impl Machine<'_> {
             let most = lane & segment | clamp & !segment & 31;
             let least = lane & segment;
             let (source, is_valid) = match mode {
-                Shuffle::Up => (lane.wrapping_sub(offset), lane as isize - offset as isize >= most as isize),
-                Shuffle::Down => (lane + offset, lane + offset <= most),
-                Shuffle::Butterfly => (lane ^ offset, lane ^ offset <= most),
-                Shuffle::Index => (least | offset & !segment & 31, (least | offset & !segment & 31) <= most),
+                ShuffleMode::Up => (lane.wrapping_sub(offset), lane as isize - offset as isize >= most as isize),
+                ShuffleMode::Down => (lane + offset, lane + offset <= most),
+                ShuffleMode::Butterfly => (lane ^ offset, lane ^ offset <= most),
+                ShuffleMode::Index => (least | offset & !segment & 31, (least | offset & !segment & 31) <= most),
             };
             let source = if is_valid { source } else { lane };
             if active >> source & 1 == 0 {
                 let problem = format!("the value of lane {source}, which takes no part");
-                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
             (values[lane], valids[lane]) = (of[source], u64::from(is_valid));
         }

@@ -1,13 +1,18 @@
-//! Statements into instructions that name places: registers, constants and special registers alike are [`Slot`]s.
+//! Statements into instructions that name places: registers, constants and special registers alike are [`RegisterSlot`]s.
 
 use std::collections::HashMap;
 
-use super::InterpretError;
+use super::PtxInterpretError;
 use super::arithmetic::wrapped;
-use super::instruction::{Action, Address, Fill, Instruction, Limits, Routine, Slot, Space, Special};
-use super::parse::{Entry, Instruction as Written, Limit, Number, Operand, Statement, Text, Variable};
+use super::instruction::{
+    DecodedEntry, DecodedInstruction, InitialValue, LaunchLimits, OperandAddress, PtxOperation, RegisterSlot,
+    SpecialRegister, StateSpace,
+};
+use super::parse::{
+    EntryText, InstructionText, LimitDirective, ModuleText, NumberText, OperandText, PtxStatement, SharedVariable,
+};
 use super::transaction::MOST_BARRIERS;
-use super::types::{Float, PREDICATE, Type};
+use super::types::{FloatFormat, PREDICATE, PtxType};
 
 /// Unused bytes before each array of shared memory: what runs over an array's end meets them.
 const GAP: u32 = 1024;
@@ -16,17 +21,17 @@ pub(super) const MOST_SHARED: u32 = 1 << 24;
 
 /// What a name stands for.
 #[derive(Clone, Copy)]
-pub(super) enum Named {
-    Register(Slot, Type),
+pub(super) enum Symbol {
+    Register(RegisterSlot, PtxType),
     Shared(u32),
 }
 
 /// Of an entry.
 pub(super) struct Decoder {
-    scopes: Vec<HashMap<String, Named>>,
-    pub(super) slots: Vec<Fill>,
+    scopes: Vec<HashMap<String, Symbol>>,
+    pub(super) slots: Vec<InitialValue>,
     /// Where what is no register lies.
-    filled: HashMap<Fill, Slot>,
+    filled: HashMap<InitialValue, RegisterSlot>,
     pub(super) parameters: HashMap<String, usize>,
     pub(super) labels: HashMap<String, usize>,
     arrays: Vec<(u32, u32)>,
@@ -35,16 +40,16 @@ pub(super) struct Decoder {
 }
 
 /// The entries of a module.
-pub(super) fn decode(text: &Text) -> Result<Vec<Routine>, InterpretError> {
+pub(super) fn decode(text: &ModuleText) -> Result<Vec<DecodedEntry>, PtxInterpretError> {
     text.entries.iter().map(|entry| kernel(entry, &text.shared)).collect()
 }
 
-fn text_error<T>(line: usize, problem: String) -> Result<T, InterpretError> {
-    Err(InterpretError::Text { line, problem })
+fn text_error<T>(line: usize, problem: String) -> Result<T, PtxInterpretError> {
+    Err(PtxInterpretError::Text { line, problem })
 }
 
-fn limits(written: &[Limit]) -> Result<Limits, InterpretError> {
-    let mut limits = Limits::default();
+fn limits(written: &[LimitDirective]) -> Result<LaunchLimits, PtxInterpretError> {
+    let mut limits = LaunchLimits::default();
     for limit in written {
         let axes = match *limit.numbers.as_slice() {
             [x] => Some([x, 1, 1]),
@@ -70,7 +75,10 @@ fn limits(written: &[Limit]) -> Result<Limits, InterpretError> {
 
 /// Checks that an entry which relies on its cluster says so. Without `.explicitcluster` an assembler guards each barrier of the
 /// cluster by a flag of the launch, and a launch that leaves the flag out waits for nobody.
-fn expect_explicit_cluster(limits: &Limits, instructions: &[Instruction]) -> Result<(), InterpretError> {
+fn expect_explicit_cluster(
+    limits: &LaunchLimits,
+    instructions: &[DecodedInstruction],
+) -> Result<(), PtxInterpretError> {
     let is_cluster = limits.cluster.is_some_and(|cluster| cluster != [1, 1, 1]);
     let relies = |name: &str| {
         name.starts_with("barrier.cluster") || name.starts_with("mapa") || name.contains("shared::cluster")
@@ -82,10 +90,10 @@ fn expect_explicit_cluster(limits: &Limits, instructions: &[Instruction]) -> Res
     let problem = "the entry has .reqnctapercluster and no .explicitcluster, expected both: without it a launch that \
                    sets no cluster runs the CTAs apart, and this waits for none of them or touches none"
         .to_string();
-    Err(InterpretError::Instruction { line: first.line, name: first.name.clone(), problem })
+    Err(PtxInterpretError::Instruction { line: first.line, name: first.name.clone(), problem })
 }
 
-fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretError> {
+fn kernel(entry: &EntryText, of_module: &[SharedVariable]) -> Result<DecodedEntry, PtxInterpretError> {
     let mut decoder = Decoder {
         scopes: vec![HashMap::new()],
         slots: Vec::new(),
@@ -97,7 +105,7 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
         dynamic: None,
     };
     for (i, (name, ty)) in entry.parameters.iter().enumerate() {
-        if !matches!(Type::from_name(ty), Some(Type::Bits(64) | Type::Unsigned(64) | Type::Signed(64))) {
+        if !matches!(PtxType::from_name(ty), Some(PtxType::Bits(64) | PtxType::Unsigned(64) | PtxType::Signed(64))) {
             return text_error(entry.line, format!("parameter {name} is .{ty}, expected a pointer of .u64"));
         }
         if decoder.parameters.insert(name.clone(), i).is_some() {
@@ -105,7 +113,7 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
         }
     }
     let in_body = entry.body.iter().filter_map(|statement| match statement {
-        Statement::Shared(variable) => Some(variable),
+        PtxStatement::Shared(variable) => Some(variable),
         _ => None,
     });
     let (dynamic, fixed): (Vec<_>, Vec<_>) = of_module.iter().chain(in_body).partition(|v| v.elements.is_none());
@@ -116,8 +124,8 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
     let mut at = 0;
     for statement in &entry.body {
         match statement {
-            Statement::Instruction(_) => at += 1,
-            Statement::Label { line, name } if decoder.labels.insert(name.clone(), at).is_some() => {
+            PtxStatement::Instruction(_) => at += 1,
+            PtxStatement::Label { line, name } if decoder.labels.insert(name.clone(), at).is_some() => {
                 return text_error(*line, format!("label {name} is declared twice"));
             }
             _ => {}
@@ -126,32 +134,33 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
     let mut instructions = Vec::new();
     for statement in &entry.body {
         match statement {
-            Statement::Open => decoder.scopes.push(HashMap::new()),
-            Statement::Close => {
+            PtxStatement::Open => decoder.scopes.push(HashMap::new()),
+            PtxStatement::Close => {
                 decoder.scopes.pop();
             }
-            Statement::Registers { line, ty, names } => decoder.declare(*line, ty, names)?,
-            Statement::Instruction(written) => instructions.push(decoder.instruction(written)?),
-            Statement::Label { .. } | Statement::Shared(_) => {}
+            PtxStatement::Registers { line, ty, names } => decoder.declare(*line, ty, names)?,
+            PtxStatement::Instruction(written) => instructions.push(decoder.instruction(written)?),
+            PtxStatement::Label { .. } | PtxStatement::Shared(_) => {}
         }
     }
     // What runs off the end returns.
     if decoder.labels.values().any(|&label| label == instructions.len())
-        || !matches!(instructions.last(), Some(Instruction { action: Action::Exit, guard: None, .. }))
+        || !matches!(instructions.last(), Some(DecodedInstruction { action: PtxOperation::Exit, guard: None, .. }))
     {
         let name = "ret".to_string();
-        instructions.push(Instruction {
+        instructions.push(DecodedInstruction {
             line: entry.line,
             name,
             guard: None,
             sources: Vec::new(),
-            action: Action::Exit,
+            action: PtxOperation::Exit,
         });
     }
     let limits = limits(&entry.limits)?;
-    let has_barriers = instructions.iter().any(|written| matches!(written.action, Action::InitialiseBarrier { .. }));
+    let has_barriers =
+        instructions.iter().any(|written| matches!(written.action, PtxOperation::InitialiseBarrier { .. }));
     expect_explicit_cluster(&limits, &instructions)?;
-    Ok(Routine {
+    Ok(DecodedEntry {
         name: entry.name.clone(),
         parameters: entry.parameters.iter().map(|(name, _)| name.clone()).collect(),
         limits,
@@ -164,16 +173,16 @@ fn kernel(entry: &Entry, of_module: &[Variable]) -> Result<Routine, InterpretErr
 }
 
 /// An instruction while it is taken apart: what is left of its modifiers, and its operands.
-pub(super) struct Form<'a> {
-    pub(super) written: &'a Written,
+pub(super) struct InstructionForm<'a> {
+    pub(super) written: &'a InstructionText,
     pub(super) modifiers: Vec<&'a str>,
 }
 
-pub(super) type Decoded<T> = Result<T, InterpretError>;
+pub(super) type DecodeResult<T> = Result<T, PtxInterpretError>;
 
-impl<'a> Form<'a> {
-    pub(super) fn error<T>(&self, problem: String) -> Decoded<T> {
-        Err(InterpretError::Instruction { line: self.written.line, name: self.written.name.clone(), problem })
+impl<'a> InstructionForm<'a> {
+    pub(super) fn error<T>(&self, problem: String) -> DecodeResult<T> {
+        Err(PtxInterpretError::Instruction { line: self.written.line, name: self.written.name.clone(), problem })
     }
 
     /// Whether the modifier is there; it is taken away.
@@ -187,7 +196,7 @@ impl<'a> Form<'a> {
         choices.iter().find(|(word, _)| self.flag(word)).map(|&(_, choice)| choice)
     }
 
-    pub(super) fn needs<T: Copy>(&mut self, choices: &[(&str, T)]) -> Decoded<T> {
+    pub(super) fn needs<T: Copy>(&mut self, choices: &[(&str, T)]) -> DecodeResult<T> {
         if let Some(choice) = self.one_of(choices) {
             return Ok(choice);
         }
@@ -196,8 +205,8 @@ impl<'a> Form<'a> {
     }
 
     /// The type, which comes last.
-    pub(super) fn ty(&mut self) -> Decoded<Type> {
-        match self.modifiers.last().and_then(|word| Type::from_name(word)) {
+    pub(super) fn ty(&mut self) -> DecodeResult<PtxType> {
+        match self.modifiers.last().and_then(|word| PtxType::from_name(word)) {
             Some(ty) => {
                 self.modifiers.pop();
                 Ok(ty)
@@ -207,20 +216,20 @@ impl<'a> Form<'a> {
     }
 
     /// The type, which must be one that the instruction has.
-    pub(super) fn ty_of(&mut self, has: impl Fn(Type) -> bool) -> Decoded<Type> {
+    pub(super) fn ty_of(&mut self, has: impl Fn(PtxType) -> bool) -> DecodeResult<PtxType> {
         let ty = self.ty()?;
         if has(ty) { Ok(ty) } else { self.error(format!("type {ty} is not supported")) }
     }
 
     /// Nothing is left of the modifiers.
-    pub(super) fn done(&self) -> Decoded<()> {
+    pub(super) fn done(&self) -> DecodeResult<()> {
         match self.modifiers.first() {
             Some(modifier) => self.error(format!("modifier .{modifier} is not supported here")),
             None => Ok(()),
         }
     }
 
-    pub(super) fn operands<const N: usize>(&self) -> Decoded<&'a [Operand; N]> {
+    pub(super) fn operands<const N: usize>(&self) -> DecodeResult<&'a [OperandText; N]> {
         match self.written.operands.as_slice().try_into() {
             Ok(operands) => Ok(operands),
             Err(_) => self.error(format!("{} operands, expected {N}", self.written.operands.len())),
@@ -228,7 +237,7 @@ impl<'a> Form<'a> {
     }
 
     /// Between `least` and `most` operands.
-    pub(super) fn some_operands(&self, least: usize, most: usize) -> Decoded<&'a [Operand]> {
+    pub(super) fn some_operands(&self, least: usize, most: usize) -> DecodeResult<&'a [OperandText]> {
         let operands = self.written.operands.as_slice();
         if (least..=most).contains(&operands.len()) {
             return Ok(operands);
@@ -240,9 +249,9 @@ impl<'a> Form<'a> {
 
 impl Decoder {
     /// Room for an array of shared memory.
-    fn place(&mut self, variable: &Variable) -> Result<(), InterpretError> {
-        let Variable { line, name, align, ty, elements } = variable;
-        let Some(size) = Type::from_name(ty).filter(|ty| *ty != Type::Pred).map(|ty| ty.bits() / 8) else {
+    fn place(&mut self, variable: &SharedVariable) -> Result<(), PtxInterpretError> {
+        let SharedVariable { line, name, align, ty, elements } = variable;
+        let Some(size) = PtxType::from_name(ty).filter(|ty| *ty != PtxType::Pred).map(|ty| ty.bits() / 8) else {
             return text_error(*line, format!("an array of .{ty} is not supported"));
         };
         let align = align.unwrap_or(size);
@@ -258,7 +267,7 @@ impl Decoder {
                 let problem = format!("{name} is aligned to {align}, another array without an extent to less");
                 return text_error(*line, problem);
             }
-            return self.name(*line, name, Named::Shared(start));
+            return self.name(*line, name, Symbol::Shared(start));
         };
         let end = elements.checked_mul(size).and_then(|bytes| start.checked_add(bytes));
         let Some(end) = end.filter(|&end| end < MOST_SHARED) else {
@@ -266,18 +275,18 @@ impl Decoder {
         };
         self.end = end;
         self.arrays.push((start, end));
-        self.name(*line, name, Named::Shared(start))
+        self.name(*line, name, Symbol::Shared(start))
     }
 
-    fn name(&mut self, line: usize, name: &str, named: Named) -> Result<(), InterpretError> {
+    fn name(&mut self, line: usize, name: &str, named: Symbol) -> Result<(), PtxInterpretError> {
         match self.scopes.last_mut().expect("a scope is open").insert(name.to_string(), named) {
             Some(_) => text_error(line, format!("{name} is declared twice")),
             None => Ok(()),
         }
     }
 
-    fn declare(&mut self, line: usize, ty: &str, names: &[(String, Option<u32>)]) -> Result<(), InterpretError> {
-        let Some(ty) = Type::from_name(ty).filter(|ty| ty.bits() != 8) else {
+    fn declare(&mut self, line: usize, ty: &str, names: &[(String, Option<u32>)]) -> Result<(), PtxInterpretError> {
+        let Some(ty) = PtxType::from_name(ty).filter(|ty| ty.bits() != 8) else {
             return text_error(line, format!("registers of .{ty} are not supported"));
         };
         for (name, times) in names {
@@ -287,76 +296,91 @@ impl Decoder {
             };
             for name in all {
                 let slot = self.slots.len();
-                self.slots.push(Fill::Unwritten);
-                self.name(line, &name, Named::Register(slot, ty))?;
+                self.slots.push(InitialValue::Unwritten);
+                self.name(line, &name, Symbol::Register(slot, ty))?;
             }
         }
         Ok(())
     }
 
-    pub(super) fn fill(&mut self, fill: Fill) -> Slot {
+    pub(super) fn fill(&mut self, fill: InitialValue) -> RegisterSlot {
         *self.filled.entry(fill).or_insert_with(|| {
             self.slots.push(fill);
             self.slots.len() - 1
         })
     }
 
-    pub(super) fn named(&self, name: &str) -> Option<Named> {
+    pub(super) fn named(&self, name: &str) -> Option<Symbol> {
         self.scopes.iter().rev().find_map(|scope| scope.get(name)).copied()
     }
 
-    fn register(&self, form: &Form, name: &str) -> Decoded<(Slot, Type)> {
+    fn register(&self, form: &InstructionForm, name: &str) -> DecodeResult<(RegisterSlot, PtxType)> {
         match self.named(name) {
-            Some(Named::Register(slot, ty)) => Ok((slot, ty)),
-            Some(Named::Shared(_)) => form.error(format!("{name} is an array, expected a register")),
+            Some(Symbol::Register(slot, ty)) => Ok((slot, ty)),
+            Some(Symbol::Shared(_)) => form.error(format!("{name} is an array, expected a register")),
             None => form.error(format!("{name} is not declared")),
         }
     }
 
     /// A register that takes a `ty`.
-    pub(super) fn target(&self, form: &Form, operand: &Operand, ty: Type) -> Decoded<Slot> {
-        let Operand::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
+    pub(super) fn target(
+        &self,
+        form: &InstructionForm,
+        operand: &OperandText,
+        ty: PtxType,
+    ) -> DecodeResult<RegisterSlot> {
+        let OperandText::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
         let (slot, of) = self.register(form, name)?;
         if of.serves(ty) { Ok(slot) } else { form.error(format!("{name} is {of}, expected {ty}")) }
     }
 
     /// As [`target`](Self::target), or wider, with its width.
-    pub(super) fn loose_target(&self, form: &Form, operand: &Operand, ty: Type) -> Decoded<(Slot, u32)> {
-        let Operand::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
+    pub(super) fn loose_target(
+        &self,
+        form: &InstructionForm,
+        operand: &OperandText,
+        ty: PtxType,
+    ) -> DecodeResult<(RegisterSlot, u32)> {
+        let OperandText::Name(name) = operand else { return form.error(format!("expected a register of {ty}")) };
         let (slot, of) = self.register(form, name)?;
         if of.serves_loosely(ty) { Ok((slot, of.bits())) } else { form.error(format!("{name} is {of}, expected {ty}")) }
     }
 
-    pub(super) fn source(&mut self, form: &Form, operand: &Operand, ty: Type) -> Decoded<Slot> {
-        self.any_source(form, operand, ty, Type::serves)
+    pub(super) fn source(
+        &mut self,
+        form: &InstructionForm,
+        operand: &OperandText,
+        ty: PtxType,
+    ) -> DecodeResult<RegisterSlot> {
+        self.any_source(form, operand, ty, PtxType::serves)
     }
 
     pub(super) fn any_source(
         &mut self,
-        form: &Form,
-        operand: &Operand,
-        ty: Type,
-        serves: fn(Type, Type) -> bool,
-    ) -> Decoded<Slot> {
+        form: &InstructionForm,
+        operand: &OperandText,
+        ty: PtxType,
+        serves: fn(PtxType, PtxType) -> bool,
+    ) -> DecodeResult<RegisterSlot> {
         match operand {
-            Operand::Number(number) => {
+            OperandText::Number(number) => {
                 let bits = constant(form, *number, ty)?;
-                Ok(self.fill(Fill::Value(bits)))
+                Ok(self.fill(InitialValue::Value(bits)))
             }
-            Operand::Name(name) => {
+            OperandText::Name(name) => {
                 if let Some((special, bits)) = special(name) {
-                    if !Type::Bits(bits).serves(ty) {
+                    if !PtxType::Bits(bits).serves(ty) {
                         return form.error(format!("{name} has {bits} bits, expected {ty}"));
                     }
                     return Ok(self.fill(special));
                 }
                 match self.named(name) {
-                    Some(Named::Register(slot, of)) if serves(of, ty) => Ok(slot),
-                    Some(Named::Register(_, of)) => form.error(format!("{name} is {of}, expected {ty}")),
-                    Some(Named::Shared(address)) if [32, 64].contains(&ty.bits()) && !ty.is_float() => {
-                        Ok(self.fill(Fill::Value(address.into())))
+                    Some(Symbol::Register(slot, of)) if serves(of, ty) => Ok(slot),
+                    Some(Symbol::Register(_, of)) => form.error(format!("{name} is {of}, expected {ty}")),
+                    Some(Symbol::Shared(address)) if [32, 64].contains(&ty.bits()) && !ty.is_float() => {
+                        Ok(self.fill(InitialValue::Value(address.into())))
                     }
-                    Some(Named::Shared(_)) => form.error(format!("{name} is an address, expected {ty}")),
+                    Some(Symbol::Shared(_)) => form.error(format!("{name} is an address, expected {ty}")),
                     None => form.error(format!("{name} is not declared")),
                 }
             }
@@ -365,89 +389,108 @@ impl Decoder {
     }
 
     /// A predicate, and whether it is negated.
-    pub(super) fn predicate(&mut self, form: &Form, operand: &Operand) -> Decoded<(Slot, bool)> {
+    pub(super) fn predicate(
+        &mut self,
+        form: &InstructionForm,
+        operand: &OperandText,
+    ) -> DecodeResult<(RegisterSlot, bool)> {
         match operand {
-            Operand::Not(name) => Ok((self.source(form, &Operand::Name(name.clone()), PREDICATE)?, true)),
+            OperandText::Not(name) => Ok((self.source(form, &OperandText::Name(name.clone()), PREDICATE)?, true)),
             other => Ok((self.source(form, other, PREDICATE)?, false)),
         }
     }
 
     /// Where `d` or `d|p` goes; either may be `_`.
-    pub(super) fn pair(&self, form: &Form, operand: &Operand, first: Type, second: Type) -> Decoded<[Option<Slot>; 2]> {
+    pub(super) fn pair(
+        &self,
+        form: &InstructionForm,
+        operand: &OperandText,
+        first: PtxType,
+        second: PtxType,
+    ) -> DecodeResult<[Option<RegisterSlot>; 2]> {
         let of = |name: &String, ty| match name.as_str() {
             "_" => Ok(None),
-            _ => self.target(form, &Operand::Name(name.clone()), ty).map(Some),
+            _ => self.target(form, &OperandText::Name(name.clone()), ty).map(Some),
         };
         match operand {
-            Operand::Pair(a, b) => Ok([of(a, first)?, of(b, second)?]),
-            Operand::Name(a) => Ok([of(a, first)?, None]),
+            OperandText::Pair(a, b) => Ok([of(a, first)?, of(b, second)?]),
+            OperandText::Name(a) => Ok([of(a, first)?, None]),
             _ => form.error(format!("expected registers of {first} and {second}")),
         }
     }
 
-    pub(super) fn address(&mut self, form: &Form, operand: &Operand, space: Space) -> Decoded<Address> {
-        let Operand::Address(base, offset) = operand else { return form.error("expected an address in [ ]".into()) };
+    pub(super) fn address(
+        &mut self,
+        form: &InstructionForm,
+        operand: &OperandText,
+        space: StateSpace,
+    ) -> DecodeResult<OperandAddress> {
+        let OperandText::Address(base, offset) = operand else {
+            return form.error("expected an address in [ ]".into());
+        };
         let base = match (&**base, space) {
-            (Operand::Name(name), _) => match self.named(name) {
-                Some(Named::Register(slot, Type::Bits(64) | Type::Unsigned(64) | Type::Signed(64))) => slot,
-                Some(Named::Register(slot, Type::Bits(32) | Type::Unsigned(32) | Type::Signed(32)))
-                    if space != Space::Global =>
+            (OperandText::Name(name), _) => match self.named(name) {
+                Some(Symbol::Register(slot, PtxType::Bits(64) | PtxType::Unsigned(64) | PtxType::Signed(64))) => slot,
+                Some(Symbol::Register(slot, PtxType::Bits(32) | PtxType::Unsigned(32) | PtxType::Signed(32)))
+                    if space != StateSpace::Global =>
                 {
                     slot
                 }
-                Some(Named::Shared(address)) if space != Space::Global => self.fill(Fill::Value(address.into())),
-                Some(Named::Register(_, ty)) => return form.error(format!("{name} is {ty}, expected an address")),
+                Some(Symbol::Shared(address)) if space != StateSpace::Global => {
+                    self.fill(InitialValue::Value(address.into()))
+                }
+                Some(Symbol::Register(_, ty)) => return form.error(format!("{name} is {ty}, expected an address")),
                 _ => return form.error(format!("{name} is no address of this space")),
             },
             _ => return form.error("an address that is a number is not supported".into()),
         };
-        Ok(Address { base, offset: *offset })
+        Ok(OperandAddress { base, offset: *offset })
     }
 }
 
 /// The bits of a number as a `ty`.
-pub(super) fn constant(form: &Form, number: Number, ty: Type) -> Decoded<u64> {
+pub(super) fn constant(form: &InstructionForm, number: NumberText, ty: PtxType) -> DecodeResult<u64> {
     let bits = ty.bits();
     match (number, ty) {
-        (Number::Whole(x), Type::Bits(_) | Type::Unsigned(_) | Type::Signed(_))
+        (NumberText::Whole(x), PtxType::Bits(_) | PtxType::Unsigned(_) | PtxType::Signed(_))
             if -(1_i128 << (bits - 1)) <= x && x < 1_i128 << bits =>
         {
             Ok(wrapped(x, bits))
         }
-        (Number::Single(x), Type::Float(Float::F32) | Type::Bits(32)) => Ok(x.into()),
-        (Number::Decimal(x), Type::Float(Float::F32)) => Ok((x as f32).to_bits().into()),
-        (Number::Whole(x @ (0 | 1)), Type::Pred) => Ok(wrapped(x, 1)),
+        (NumberText::Single(x), PtxType::Float(FloatFormat::F32) | PtxType::Bits(32)) => Ok(x.into()),
+        (NumberText::Decimal(x), PtxType::Float(FloatFormat::F32)) => Ok((x as f32).to_bits().into()),
+        (NumberText::Whole(x @ (0 | 1)), PtxType::Pred) => Ok(wrapped(x, 1)),
         _ => form.error(format!("{number:?} is not a number of {ty}")),
     }
 }
 
 /// What a special register holds, and its width.
-fn special(name: &str) -> Option<(Fill, u32)> {
+fn special(name: &str) -> Option<(InitialValue, u32)> {
     let (register, axis) = match name.rsplit_once('.') {
         Some((register, axis)) => (register, ["x", "y", "z"].iter().position(|&word| word == axis)?),
         None => (name, 3),
     };
     let special = match (register, axis) {
-        ("WARP_SZ", 3) => return Some((Fill::Value(32), 32)),
-        ("%tid", 0..3) => Special::Tid(axis),
-        ("%ntid", 0..3) => Special::Ntid(axis),
-        ("%ctaid", 0..3) => Special::Ctaid(axis),
-        ("%nctaid", 0..3) => Special::Nctaid(axis),
-        ("%cluster_ctaid", 0..3) => Special::ClusterCtaid(axis),
-        ("%cluster_nctaid", 0..3) => Special::ClusterNctaid(axis),
-        ("%clusterid", 0..3) => Special::ClusterId(axis),
-        ("%nclusterid", 0..3) => Special::Nclusterid(axis),
-        ("%cluster_ctarank", 3) => Special::ClusterCtarank,
-        ("%cluster_nctarank", 3) => Special::ClusterNctarank,
-        ("%laneid", 3) => Special::Laneid,
-        ("%warpid", 3) => Special::Warpid,
-        ("%nwarpid", 3) => Special::Nwarpid,
-        ("%lanemask_lt", 3) => Special::LanesBelow,
-        ("%lanemask_le", 3) => Special::LanesUpTo,
-        ("%lanemask_ge", 3) => Special::LanesFrom,
-        ("%lanemask_gt", 3) => Special::LanesAbove,
-        ("%lanemask_eq", 3) => Special::LaneBit,
+        ("WARP_SZ", 3) => return Some((InitialValue::Value(32), 32)),
+        ("%tid", 0..3) => SpecialRegister::Tid(axis),
+        ("%ntid", 0..3) => SpecialRegister::Ntid(axis),
+        ("%ctaid", 0..3) => SpecialRegister::Ctaid(axis),
+        ("%nctaid", 0..3) => SpecialRegister::Nctaid(axis),
+        ("%cluster_ctaid", 0..3) => SpecialRegister::ClusterCtaid(axis),
+        ("%cluster_nctaid", 0..3) => SpecialRegister::ClusterNctaid(axis),
+        ("%clusterid", 0..3) => SpecialRegister::ClusterId(axis),
+        ("%nclusterid", 0..3) => SpecialRegister::Nclusterid(axis),
+        ("%cluster_ctarank", 3) => SpecialRegister::ClusterCtarank,
+        ("%cluster_nctarank", 3) => SpecialRegister::ClusterNctarank,
+        ("%laneid", 3) => SpecialRegister::Laneid,
+        ("%warpid", 3) => SpecialRegister::Warpid,
+        ("%nwarpid", 3) => SpecialRegister::Nwarpid,
+        ("%lanemask_lt", 3) => SpecialRegister::LanesBelow,
+        ("%lanemask_le", 3) => SpecialRegister::LanesUpTo,
+        ("%lanemask_ge", 3) => SpecialRegister::LanesFrom,
+        ("%lanemask_gt", 3) => SpecialRegister::LanesAbove,
+        ("%lanemask_eq", 3) => SpecialRegister::LaneBit,
         _ => return None,
     };
-    Some((Fill::Special(special), 32))
+    Some((InitialValue::Special(special), 32))
 }

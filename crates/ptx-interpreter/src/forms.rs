@@ -1,14 +1,17 @@
 //! Each instruction's modifiers and operands.
 
 use super::arithmetic::{
-    self, Approximate, Comparison, Function, Rounded, Rounding, approximate, compares, conversion, mask, of_elements,
-    round_once, whole, wrapped,
+    self, ApproximateFunction, LaneFunction, PtxComparison, RoundedOperation, Rounding, approximate, compares,
+    conversion, elementwise, mask, round_once, whole, wrapped,
 };
-use super::decode::{Decoded, Decoder, Form, Named, constant};
-use super::instruction::{Action, Atomic, BarrierReduction, Fill, Instruction, Reduces, Shuffle, Space, Vote};
-use super::parse::{Instruction as Written, Number, Operand};
-use super::transaction::Acquires;
-use super::types::{Float, PREDICATE, Type};
+use super::decode::{DecodeResult, Decoder, InstructionForm, Symbol, constant};
+use super::instruction::{
+    AtomicOperation, BarrierReduction, DecodedInstruction, InitialValue, PredicateReduction, PtxOperation, ShuffleMode,
+    StateSpace, VoteMode,
+};
+use super::parse::{InstructionText, NumberText, OperandText};
+use super::transaction::AcquireScope;
+use super::types::{FloatFormat, PREDICATE, PtxType};
 
 const ROUNDINGS: [(&str, Rounding); 4] =
     [("rn", Rounding::Nearest), ("rz", Rounding::Zero), ("rm", Rounding::Down), ("rp", Rounding::Up)];
@@ -39,38 +42,38 @@ const HINTS: [&str; 19] = [
     "L2::256B",
 ];
 
-const U32: Type = Type::Unsigned(32);
-const B32: Type = Type::Bits(32);
+const U32: PtxType = PtxType::Unsigned(32);
+const B32: PtxType = PtxType::Bits(32);
 
-fn is_whole(ty: Type) -> bool {
+fn is_whole(ty: PtxType) -> bool {
     ty.is_integer() && ty.bits() > 8
 }
 
-fn is_bits(ty: Type) -> bool {
-    matches!(ty, Type::Bits(16 | 32 | 64))
+fn is_bits(ty: PtxType) -> bool {
+    matches!(ty, PtxType::Bits(16 | 32 | 64))
 }
 
-fn is_word(ty: Type) -> bool {
+fn is_word(ty: PtxType) -> bool {
     ty.is_integer() && ty.bits() >= 32
 }
 
 impl Decoder {
-    pub(super) fn instruction(&mut self, written: &Written) -> Decoded<Instruction> {
+    pub(super) fn instruction(&mut self, written: &InstructionText) -> DecodeResult<DecodedInstruction> {
         let mut words = written.name.split('.');
         let opcode = words.next().unwrap_or_default();
-        let mut form = Form { written, modifiers: words.collect() };
+        let mut form = InstructionForm { written, modifiers: words.collect() };
         let guard = match &written.guard {
             None => None,
-            Some((negated, name)) => Some((self.source(&form, &Operand::Name(name.clone()), PREDICATE)?, *negated)),
+            Some((negated, name)) => Some((self.source(&form, &OperandText::Name(name.clone()), PREDICATE)?, *negated)),
         };
         let action = self.action(opcode, &mut form)?;
         form.done()?;
         let mut sources = action.sources();
-        sources.retain(|&slot| self.slots[slot] == Fill::Unwritten);
-        Ok(Instruction { line: written.line, name: written.name.clone(), guard, sources, action })
+        sources.retain(|&slot| self.slots[slot] == InitialValue::Unwritten);
+        Ok(DecodedInstruction { line: written.line, name: written.name.clone(), guard, sources, action })
     }
 
-    fn action(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+    fn action(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         match opcode {
             "add" | "sub" | "mul" | "mad" | "fma" | "div" | "rem" | "min" | "max" | "neg" | "abs" | "copysign" => {
                 let ty = form.ty()?;
@@ -89,42 +92,43 @@ impl Decoder {
                 let ty = form.ty_of(|ty| ty == U32)?;
                 let [to, address, rank] = form.operands()?;
                 let (to, address) = (self.target(form, to, ty)?, self.source(form, address, ty)?);
-                Ok(Action::Map { to, address, rank: self.source(form, rank, U32)? })
+                Ok(PtxOperation::Map { to, address, rank: self.source(form, rank, U32)? })
             }
             "setp" => self.setp(form),
             "testp" => self.testp(form),
             "selp" => {
-                let ty = form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, Type::Float(Float::F32)))?;
+                let ty =
+                    form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, PtxType::Float(FloatFormat::F32)))?;
                 let [to, a, b, p] = form.operands()?;
                 let of = [self.source(form, a, ty)?, self.source(form, b, ty)?, self.source(form, p, PREDICATE)?];
                 let function = Box::new(|a, b, p| if p == 1 { a } else { b });
-                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function })
             }
             "ld" => self.load(form),
             "st" => self.store(form),
             "atom" | "red" => self.atomic(opcode, form),
             "cp" => self.copy(form),
             "prefetch" => {
-                let space = form.needs(&[("global", Space::Global)])?;
+                let space = form.needs(&[("global", StateSpace::Global)])?;
                 form.needs(&[("L1", ()), ("L2", ())])?;
                 let [at] = form.operands()?;
                 self.address(form, at, space)?;
-                Ok(Action::Nothing)
+                Ok(PtxOperation::Nothing)
             }
             // A policy changes no result, whatever it is.
             "createpolicy" => {
                 form.needs(&[("fractional", ())])?;
                 strip_hints(form);
-                let ty = form.ty_of(|ty| ty == Type::Bits(64))?;
+                let ty = form.ty_of(|ty| ty == PtxType::Bits(64))?;
                 let to = self.target(form, &form.some_operands(1, 2)?[0], ty)?;
-                let of = [self.fill(Fill::Value(0)); 3];
-                Ok(Action::Compute { to, of, function: Box::new(|x, _, _| x) })
+                let of = [self.fill(InitialValue::Value(0)); 3];
+                Ok(PtxOperation::Compute { to, of, function: Box::new(|x, _, _| x) })
             }
             "bra" => {
                 let uniform = form.flag("uni");
                 match form.operands()? {
-                    [Operand::Name(label)] => match self.labels.get(label) {
-                        Some(&to) => Ok(Action::Branch { to, uniform }),
+                    [OperandText::Name(label)] => match self.labels.get(label) {
+                        Some(&to) => Ok(PtxOperation::Branch { to, uniform }),
                         None => form.error(format!("there is no label {label}")),
                     },
                     _ => form.error("expected a label".into()),
@@ -133,7 +137,7 @@ impl Decoder {
             "exit" | "ret" => {
                 form.flag("uni");
                 form.operands::<0>()?;
-                Ok(Action::Exit)
+                Ok(PtxOperation::Exit)
             }
             "mbarrier" => self.transaction_barrier(form),
             "bar" | "barrier" => self.barrier(opcode, form),
@@ -145,48 +149,55 @@ impl Decoder {
                 form.needs(&[("sync", ())])?;
                 let [to, members] = form.operands()?;
                 match self.pair(form, to, B32, PREDICATE)? {
-                    [to, Some(elected)] => Ok(Action::Elect { to, elected, members: self.source(form, members, B32)? }),
+                    [to, Some(elected)] => {
+                        Ok(PtxOperation::Elect { to, elected, members: self.source(form, members, B32)? })
+                    }
                     [_, None] => form.error("expected a predicate after |".into()),
                 }
             }
             "activemask" => {
                 let ty = form.ty_of(|ty| ty == B32)?;
                 let [to] = form.operands()?;
-                Ok(Action::ActiveMask { to: self.target(form, to, ty)? })
+                Ok(PtxOperation::ActiveMask { to: self.target(form, to, ty)? })
             }
             _ => form.error("the instruction is not known".into()),
         }
     }
 
     /// `to` and up to three sources of one type.
-    fn compute<const N: usize>(&mut self, form: &Form, ty: Type, function: Function) -> Decoded<Action> {
+    fn compute<const N: usize>(
+        &mut self,
+        form: &InstructionForm,
+        ty: PtxType,
+        function: LaneFunction,
+    ) -> DecodeResult<PtxOperation> {
         let operands = form.some_operands(N, N)?;
         let to = self.target(form, &operands[0], ty)?;
-        let mut of = [self.fill(Fill::Value(0)); 3];
+        let mut of = [self.fill(InitialValue::Value(0)); 3];
         for (of, operand) in of.iter_mut().zip(&operands[1..]) {
             *of = self.source(form, operand, ty)?;
         }
-        Ok(Action::Compute { to, of, function })
+        Ok(PtxOperation::Compute { to, of, function })
     }
 
-    fn float(&mut self, opcode: &str, ty: Type, form: &mut Form) -> Decoded<Action> {
+    fn float(&mut self, opcode: &str, ty: PtxType, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let ftz = form.flag("ftz");
-        let of_bf16 = matches!(ty, Type::Float(Float::Bf16) | Type::Two(Float::Bf16));
+        let of_bf16 = matches!(ty, PtxType::Float(FloatFormat::Bf16) | PtxType::Two(FloatFormat::Bf16));
         if ftz && of_bf16 {
             return form.error("modifier .ftz is not supported here".into());
         }
         match opcode {
             "add" | "sub" | "mul" | "fma" => {
                 let nearest = form.flag("rn");
-                let saturate = ty == Type::Float(Float::F32) && form.flag("sat");
+                let saturate = ty == PtxType::Float(FloatFormat::F32) && form.flag("sat");
                 let operation = match opcode {
-                    "add" => Rounded::Add,
-                    "sub" => Rounded::Sub,
-                    "mul" => Rounded::Mul,
-                    _ if nearest => Rounded::Fma,
+                    "add" => RoundedOperation::Add,
+                    "sub" => RoundedOperation::Sub,
+                    "mul" => RoundedOperation::Mul,
+                    _ if nearest => RoundedOperation::Fma,
                     _ => return form.error("expected .rn".into()),
                 };
-                let function = of_elements(ty, move |float, a, b, c| {
+                let function = elementwise(ty, move |float, a, b, c| {
                     let result = round_once(float, operation, ftz, a, b, c);
                     if saturate { arithmetic::saturated(float, result) } else { result }
                 });
@@ -196,29 +207,30 @@ impl Decoder {
                     self.compute::<3>(form, ty, function)
                 }
             }
-            "min" | "max" if ty != Type::Two(Float::F32) => {
+            "min" | "max" if ty != PtxType::Two(FloatFormat::F32) => {
                 let nan = form.flag("NaN");
                 let extreme = if opcode == "min" { arithmetic::smaller } else { arithmetic::larger };
-                self.compute::<3>(form, ty, of_elements(ty, move |float, a, b, _| extreme(float, ftz, nan, a, b)))
+                self.compute::<3>(form, ty, elementwise(ty, move |float, a, b, _| extreme(float, ftz, nan, a, b)))
             }
-            "neg" | "abs" if ty != Type::Two(Float::F32) => {
+            "neg" | "abs" if ty != PtxType::Two(FloatFormat::F32) => {
                 let absolute = opcode == "abs";
                 let function = move |float, x, _, _| arithmetic::signs(float, ftz, absolute, x);
-                self.compute::<2>(form, ty, of_elements(ty, function))
+                self.compute::<2>(form, ty, elementwise(ty, function))
             }
-            "copysign" if ty == Type::Float(Float::F32) && !ftz => {
+            "copysign" if ty == PtxType::Float(FloatFormat::F32) && !ftz => {
                 let sign = 1 << 31;
                 self.compute::<3>(form, ty, Box::new(move |a, b, _| a & sign | b & !sign))
             }
-            "div" if ty == Type::Float(Float::F32) => {
-                let function = form.one_of(&[("approx", Approximate::Div), ("full", Approximate::DivFull)]);
+            "div" if ty == PtxType::Float(FloatFormat::F32) => {
+                let function =
+                    form.one_of(&[("approx", ApproximateFunction::Div), ("full", ApproximateFunction::DivFull)]);
                 let [to, a, b] = form.operands()?;
                 let (to, of) = (self.target(form, to, ty)?, [self.source(form, a, ty)?, self.source(form, b, ty)?]);
                 match function {
-                    Some(function) => Ok(Action::Approximate { to, of, function, ftz }),
+                    Some(function) => Ok(PtxOperation::Approximate { to, of, function, ftz }),
                     None if form.flag("rn") => {
-                        let function = of_elements(ty, move |float, a, b, _| arithmetic::quotient(float, ftz, a, b));
-                        Ok(Action::Compute { to, of: [of[0], of[1], of[1]], function })
+                        let function = elementwise(ty, move |float, a, b, _| arithmetic::quotient(float, ftz, a, b));
+                        Ok(PtxOperation::Compute { to, of: [of[0], of[1], of[1]], function })
                     }
                     None => form.error("expected .approx, .full or .rn".into()),
                 }
@@ -227,7 +239,7 @@ impl Decoder {
         }
     }
 
-    fn integer(&mut self, opcode: &str, ty: Type, form: &mut Form) -> Decoded<Action> {
+    fn integer(&mut self, opcode: &str, ty: PtxType, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let bits = ty.bits();
         if !is_whole(ty) {
             return form.error(format!("type {ty} is not supported"));
@@ -252,11 +264,11 @@ impl Decoder {
                     return form.error(format!("type {ty} is not supported"));
                 }
                 let wide = match ty {
-                    Type::Signed(bits) => Type::Signed(2 * bits),
-                    _ => Type::Unsigned(2 * bits),
+                    PtxType::Signed(bits) => PtxType::Signed(2 * bits),
+                    _ => PtxType::Unsigned(2 * bits),
                 };
                 let (sum, out) = if part == 2 { (wide, 2 * bits) } else { (ty, bits) };
-                let function: Function = Box::new(move |a, b, c| {
+                let function: LaneFunction = Box::new(move |a, b, c| {
                     let product = of(a).wrapping_mul(of(b));
                     let product = if part == 1 { product >> bits } else { product };
                     wrapped(product.wrapping_add(c.into()), out)
@@ -264,48 +276,49 @@ impl Decoder {
                 let operands = form.some_operands(3, 4)?;
                 let of = [self.source(form, &operands[1], ty)?, self.source(form, &operands[2], ty)?];
                 let c = match (opcode, operands) {
-                    ("mul", [_, _, _]) => self.fill(Fill::Value(0)),
+                    ("mul", [_, _, _]) => self.fill(InitialValue::Value(0)),
                     ("mad", [_, _, _, c]) => self.source(form, c, sum)?,
                     _ => return form.error(format!("{} operands are not right", operands.len())),
                 };
                 let to = self.target(form, &operands[0], sum)?;
-                Ok(Action::Compute { to, of: [of[0], of[1], c], function })
+                Ok(PtxOperation::Compute { to, of: [of[0], of[1], c], function })
             }
             _ => form.error(format!("type {ty} is not supported")),
         }
     }
 
-    fn function(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
-        let ty = form.ty_of(|ty| ty == Type::Float(Float::F32))?;
+    fn function(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        let ty = form.ty_of(|ty| ty == PtxType::Float(FloatFormat::F32))?;
         let (approximately, nearest) = (form.flag("approx"), form.flag("rn"));
         let ftz = form.flag("ftz");
         let [to, a] = form.operands()?;
         let (to, a) = (self.target(form, to, ty)?, self.source(form, a, ty)?);
         let function = match opcode {
-            "ex2" => Approximate::Ex2,
-            "lg2" => Approximate::Lg2,
-            "rcp" => Approximate::Rcp,
-            "sqrt" => Approximate::Sqrt,
-            "rsqrt" => Approximate::Rsqrt,
+            "ex2" => ApproximateFunction::Ex2,
+            "lg2" => ApproximateFunction::Lg2,
+            "rcp" => ApproximateFunction::Rcp,
+            "sqrt" => ApproximateFunction::Sqrt,
+            "rsqrt" => ApproximateFunction::Rsqrt,
             _ if ftz => return form.error("modifier .ftz is not supported here".into()),
-            _ => Approximate::Tanh,
+            _ => ApproximateFunction::Tanh,
         };
         match (function, approximately, nearest) {
-            (_, true, false) => Ok(Action::Approximate { to, of: [a, a], function, ftz }),
+            (_, true, false) => Ok(PtxOperation::Approximate { to, of: [a, a], function, ftz }),
             // f64 has more than twice the bits: what is rounded from it is rounded once.
-            (Approximate::Rcp | Approximate::Sqrt, false, true) => {
-                let function = Box::new(move |a, _, _| approximate(function, super::Units::Rounded, ftz, a, 0));
-                Ok(Action::Compute { to, of: [a; 3], function })
+            (ApproximateFunction::Rcp | ApproximateFunction::Sqrt, false, true) => {
+                let function =
+                    Box::new(move |a, _, _| approximate(function, super::ApproximateUnits::Rounded, ftz, a, 0));
+                Ok(PtxOperation::Compute { to, of: [a; 3], function })
             }
             _ => form.error("expected .approx, or .rn of rcp and sqrt".into()),
         }
     }
 
-    fn bitwise(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+    fn bitwise(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         match opcode {
             "and" | "or" | "xor" => {
                 let ty = form.ty_of(|ty| is_bits(ty) || ty == PREDICATE)?;
-                let function: Function = match opcode {
+                let function: LaneFunction = match opcode {
                     "and" => Box::new(|a, b, _| a & b),
                     "or" => Box::new(|a, b, _| a | b),
                     _ => Box::new(|a, b, _| a ^ b),
@@ -322,7 +335,7 @@ impl Decoder {
                 let [to, a, by] = form.operands()?;
                 let (to, a, by) = (self.target(form, to, ty)?, self.source(form, a, ty)?, self.source(form, by, U32)?);
                 let function = Box::new(move |a, by, _| arithmetic::shifted(ty, left, a, by));
-                Ok(Action::Compute { to, of: [a, by, by], function })
+                Ok(PtxOperation::Compute { to, of: [a, by, by], function })
             }
             "shf" => {
                 let left = form.needs(&[("l", true), ("r", false)])?;
@@ -340,17 +353,17 @@ impl Decoder {
                 let [to, a, start, length] = form.operands()?;
                 let of = [self.source(form, a, ty)?, self.source(form, start, U32)?, self.source(form, length, U32)?];
                 let function = Box::new(move |a, start, length| arithmetic::extracted(ty, a, start, length));
-                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function })
             }
             "bfi" => {
-                let ty = form.ty_of(|ty| matches!(ty, Type::Bits(32 | 64)))?;
-                let [to, a, b, Operand::Number(start), Operand::Number(length)] = form.operands()? else {
+                let ty = form.ty_of(|ty| matches!(ty, PtxType::Bits(32 | 64)))?;
+                let [to, a, b, OperandText::Number(start), OperandText::Number(length)] = form.operands()? else {
                     return form.error("a place that is not a number is not supported".into());
                 };
                 let (start, length) = (constant(form, *start, U32)?, constant(form, *length, U32)?);
                 let of = [self.source(form, a, ty)?, self.source(form, b, ty)?];
                 let function = Box::new(move |a, b, _| arithmetic::inserted(ty.bits(), a, b, start, length));
-                Ok(Action::Compute { to: self.target(form, to, ty)?, of: [of[0], of[1], of[1]], function })
+                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of: [of[0], of[1], of[1]], function })
             }
             "prmt" => {
                 let ty = form.ty_of(|ty| ty == B32)?;
@@ -358,91 +371,91 @@ impl Decoder {
             }
             "lop3" => {
                 let ty = form.ty_of(|ty| ty == B32)?;
-                let [to, a, b, c, Operand::Number(table)] = form.operands()? else {
+                let [to, a, b, c, OperandText::Number(table)] = form.operands()? else {
                     return form.error("expected a table as the last operand".into());
                 };
                 let table = constant(form, *table, U32)?;
                 let of = [self.source(form, a, ty)?, self.source(form, b, ty)?, self.source(form, c, ty)?];
                 let function = Box::new(move |a, b, c| arithmetic::looked_up(table, a, b, c));
-                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function })
+                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function })
             }
             _ => {
-                let ty = form.ty_of(|ty| matches!(ty, Type::Bits(32 | 64)))?;
+                let ty = form.ty_of(|ty| matches!(ty, PtxType::Bits(32 | 64)))?;
                 let bits = ty.bits();
-                let function: Function = match opcode {
+                let function: LaneFunction = match opcode {
                     "popc" => Box::new(|a: u64, _, _| a.count_ones().into()),
                     "clz" => Box::new(move |a: u64, _, _| u64::from(a.leading_zeros() - (64 - bits))),
                     _ => Box::new(move |a: u64, _, _| a.reverse_bits() >> (64 - bits)),
                 };
                 let [to, a] = form.operands()?;
                 let to = self.target(form, to, if opcode == "brev" { ty } else { U32 })?;
-                Ok(Action::Compute { to, of: [self.source(form, a, ty)?; 3], function })
+                Ok(PtxOperation::Compute { to, of: [self.source(form, a, ty)?; 3], function })
             }
         }
     }
 
-    fn mov(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn mov(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let ty = form.ty_of(|ty| ty.bits() != 8)?;
         match form.operands()? {
-            [Operand::Vector(parts), of] => {
+            [OperandText::Vector(parts), of] => {
                 let part = part_of(form, ty, parts.len())?;
                 let to = parts.iter().map(|operand| match operand {
-                    Operand::Name(name) if name == "_" => Ok(None),
+                    OperandText::Name(name) if name == "_" => Ok(None),
                     operand => self.target(form, operand, part).map(Some),
                 });
-                let to = to.collect::<Decoded<_>>()?;
-                Ok(Action::Split { to, of: self.source(form, of, ty)?, bits: part.bits() })
+                let to = to.collect::<DecodeResult<_>>()?;
+                Ok(PtxOperation::Split { to, of: self.source(form, of, ty)?, bits: part.bits() })
             }
-            [to, Operand::Vector(parts)] => {
+            [to, OperandText::Vector(parts)] => {
                 let part = part_of(form, ty, parts.len())?;
-                let of = parts.iter().map(|operand| self.source(form, operand, part)).collect::<Decoded<_>>()?;
-                Ok(Action::Join { to: self.target(form, to, ty)?, of, bits: part.bits() })
+                let of = parts.iter().map(|operand| self.source(form, operand, part)).collect::<DecodeResult<_>>()?;
+                Ok(PtxOperation::Join { to: self.target(form, to, ty)?, of, bits: part.bits() })
             }
             _ => self.compute::<2>(form, ty, Box::new(|x, _, _| x)),
         }
     }
 
-    fn cvt(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn cvt(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let from = form.ty()?;
         let to = form.ty()?;
         let integral = form.one_of(&INTEGRAL);
         let rounding = integral.or_else(|| form.one_of(&ROUNDINGS));
         let (ftz, saturate) = (form.flag("ftz"), form.flag("sat"));
-        if let (Type::Two(float), Some(rounding), false) = (to, rounding, integral.is_some() || ftz || saturate)
-            && from == Type::Float(Float::F32)
-            && float != Float::F32
+        if let (PtxType::Two(float), Some(rounding), false) = (to, rounding, integral.is_some() || ftz || saturate)
+            && from == PtxType::Float(FloatFormat::F32)
+            && float != FloatFormat::F32
             && matches!(rounding, Rounding::Nearest | Rounding::Zero)
         {
             let [d, upper, lower] = form.operands()?;
             let of = [self.source(form, upper, from)?, self.source(form, lower, from)?];
             let function = Box::new(move |upper, lower, _| {
-                let part = |x| arithmetic::rounded(float, arithmetic::value(Float::F32, x), rounding);
+                let part = |x| arithmetic::rounded(float, arithmetic::value(FloatFormat::F32, x), rounding);
                 part(upper) << 16 | part(lower)
             });
-            return Ok(Action::Compute { to: self.target(form, d, to)?, of: [of[0], of[1], of[1]], function });
+            return Ok(PtxOperation::Compute { to: self.target(form, d, to)?, of: [of[0], of[1], of[1]], function });
         }
         let Some(function) = conversion(to, from, rounding, integral.is_some(), ftz, saturate) else {
             return form.error("there is no such conversion, or it is not supported".into());
         };
         let [d, a] = form.operands()?;
         let (d, bits) = self.loose_target(form, d, to)?;
-        let a = self.any_source(form, a, from, Type::serves_loosely)?;
+        let a = self.any_source(form, a, from, PtxType::serves_loosely)?;
         let function = Box::new(move |x, _, _| arithmetic::widened(to, function(x, 0, 0), bits));
-        Ok(Action::Compute { to: d, of: [a; 3], function })
+        Ok(PtxOperation::Compute { to: d, of: [a; 3], function })
     }
 
     /// Between generic and global addresses, which are the same; those of shared memory are not supported.
-    fn cvta(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn cvta(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.flag("to");
         form.needs(&[("global", ())])?;
-        let ty = form.ty_of(|ty| ty == Type::Unsigned(64))?;
+        let ty = form.ty_of(|ty| ty == PtxType::Unsigned(64))?;
         self.compute::<2>(form, ty, Box::new(|x, _, _| x))
     }
 
-    fn setp(&mut self, form: &mut Form) -> Decoded<Action> {
-        use Comparison::{Equal, Greater, GreaterOrEqual, Less, LessOrEqual, NotEqual, Ordered, Unordered};
-        let ty = form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, Type::Float(_)))?;
-        let ftz = matches!(ty, Type::Float(Float::F32 | Float::F16)) && form.flag("ftz");
+    fn setp(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        use PtxComparison::{Equal, Greater, GreaterOrEqual, Less, LessOrEqual, NotEqual, Ordered, Unordered};
+        let ty = form.ty_of(|ty| is_bits(ty) || is_whole(ty) || matches!(ty, PtxType::Float(_)))?;
+        let ftz = matches!(ty, PtxType::Float(FloatFormat::F32 | FloatFormat::F16)) && form.flag("ftz");
         let of_bits = [("eq", (Equal, false)), ("ne", (NotEqual, false))];
         let signed = [
             ("lt", (Less, false)),
@@ -471,8 +484,8 @@ impl Decoder {
             choices.extend(signed);
         }
         match ty {
-            Type::Unsigned(_) => choices.extend(unsigned),
-            Type::Float(_) => choices.extend(floats),
+            PtxType::Unsigned(_) => choices.extend(unsigned),
+            PtxType::Float(_) => choices.extend(floats),
             _ => {}
         }
         let (comparison, unordered) = form.needs(&choices)?;
@@ -481,7 +494,7 @@ impl Decoder {
         let to = self.pair(form, &operands[0], PREDICATE, PREDICATE)?;
         let of = [self.source(form, &operands[1], ty)?, self.source(form, &operands[2], ty)?];
         let (with, negated) = match (combine, operands) {
-            (None, [_, _, _]) => (self.fill(Fill::Value(0)), false),
+            (None, [_, _, _]) => (self.fill(InitialValue::Value(0)), false),
             (Some(_), [_, _, _, with]) => self.predicate(form, with)?,
             _ => return form.error(format!("{} operands are not right", operands.len())),
         };
@@ -495,11 +508,11 @@ impl Decoder {
                 Some(_) => holds ^ with,
             })
         });
-        Ok(Action::Compare { to, of: [of[0], of[1], with], function })
+        Ok(PtxOperation::Compare { to, of: [of[0], of[1], with], function })
     }
 
-    fn testp(&mut self, form: &mut Form) -> Decoded<Action> {
-        let ty = form.ty_of(|ty| ty == Type::Float(Float::F32))?;
+    fn testp(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        let ty = form.ty_of(|ty| ty == PtxType::Float(FloatFormat::F32))?;
         let test: fn(f32) -> bool = form.needs(&[
             ("finite", f32::is_finite as fn(f32) -> bool),
             ("infinite", f32::is_infinite),
@@ -510,21 +523,25 @@ impl Decoder {
         ])?;
         let [to, a] = form.operands()?;
         let function = Box::new(move |x, _, _| u64::from(test(f32::from_bits(x as u32))));
-        Ok(Action::Compute { to: self.target(form, to, PREDICATE)?, of: [self.source(form, a, ty)?; 3], function })
+        Ok(PtxOperation::Compute {
+            to: self.target(form, to, PREDICATE)?,
+            of: [self.source(form, a, ty)?; 3],
+            function,
+        })
     }
 
-    fn load(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn load(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let ty = form.ty_of(|ty| ty != PREDICATE)?;
         if form.flag("param") {
             return self.load_parameter(form, ty);
         }
         let space = form.needs(&[
-            ("global", Space::Global),
-            ("shared", Space::Shared),
-            ("shared::cta", Space::Shared),
-            ("shared::cluster", Space::Cluster),
+            ("global", StateSpace::Global),
+            ("shared", StateSpace::Shared),
+            ("shared::cta", StateSpace::Shared),
+            ("shared::cluster", StateSpace::Cluster),
         ])?;
-        let read_only = space == Space::Global && form.flag("nc");
+        let read_only = space == StateSpace::Global && form.flag("nc");
         let width = form.one_of(&[("v2", 2), ("v4", 4)]);
         let operands = self.without_policy(form, 2)?;
         let from = self.address(form, &operands[1], space)?;
@@ -532,7 +549,7 @@ impl Decoder {
         let mut register_bits = ty.bits();
         let mut to = Vec::new();
         for operand in parts {
-            if matches!(operand, Operand::Name(name) if name == "_") {
+            if matches!(operand, OperandText::Name(name) if name == "_") {
                 to.push(None);
                 continue;
             }
@@ -540,67 +557,67 @@ impl Decoder {
             register_bits = bits;
             to.push(Some(slot));
         }
-        Ok(Action::Load { space, from, ty, to, register_bits, read_only })
+        Ok(PtxOperation::Load { space, from, ty, to, register_bits, read_only })
     }
 
-    fn load_parameter(&mut self, form: &mut Form, ty: Type) -> Decoded<Action> {
-        let [to, Operand::Address(base, 0)] = form.operands()? else {
+    fn load_parameter(&mut self, form: &mut InstructionForm, ty: PtxType) -> DecodeResult<PtxOperation> {
+        let [to, OperandText::Address(base, 0)] = form.operands()? else {
             return form.error("expected a parameter in [ ]".into());
         };
         let parameter = match &**base {
-            Operand::Name(name) => self.parameters.get(name),
+            OperandText::Name(name) => self.parameters.get(name),
             _ => None,
         };
         match parameter {
             Some(&parameter) if ty.bits() == 64 && !ty.is_float() => {
-                let of = [self.fill(Fill::Parameter(parameter)); 3];
-                Ok(Action::Compute { to: self.target(form, to, ty)?, of, function: Box::new(|x, _, _| x) })
+                let of = [self.fill(InitialValue::Parameter(parameter)); 3];
+                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function: Box::new(|x, _, _| x) })
             }
             Some(_) => form.error(format!("a pointer has 64 bits, not those of {ty}")),
             None => form.error("there is no such parameter".into()),
         }
     }
 
-    fn store(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn store(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         if form.flag("async") {
             return self.store_async(form);
         }
         let ty = form.ty_of(|ty| ty != PREDICATE)?;
         let space = form.needs(&[
-            ("global", Space::Global),
-            ("shared", Space::Shared),
-            ("shared::cta", Space::Shared),
-            ("shared::cluster", Space::Cluster),
+            ("global", StateSpace::Global),
+            ("shared", StateSpace::Shared),
+            ("shared::cta", StateSpace::Shared),
+            ("shared::cluster", StateSpace::Cluster),
         ])?;
         let width = form.one_of(&[("v2", 2), ("v4", 4)]);
         let operands = self.without_policy(form, 2)?;
         let to = self.address(form, &operands[0], space)?;
         let parts = vector(form, &operands[1], width, ty)?;
-        let of = parts.iter().map(|operand| self.any_source(form, operand, ty, Type::serves_loosely));
-        let of = of.collect::<Decoded<_>>()?;
-        Ok(Action::Store { space, to, bytes: ty.bits() / 8, of })
+        let of = parts.iter().map(|operand| self.any_source(form, operand, ty, PtxType::serves_loosely));
+        let of = of.collect::<DecodeResult<_>>()?;
+        Ok(PtxOperation::Store { space, to, bytes: ty.bits() / 8, of })
     }
 
-    fn store_async(&mut self, form: &mut Form) -> Decoded<Action> {
-        let ty = form.ty_of(|ty| !matches!(ty, Type::Two(_)) && ty.bits() >= 32)?;
+    fn store_async(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        let ty = form.ty_of(|ty| !matches!(ty, PtxType::Two(_)) && ty.bits() >= 32)?;
         form.flag("weak");
         form.needs(&[("shared::cluster", ())])?;
         form.needs(&[("mbarrier::complete_tx::bytes", ())])?;
         let width = form.one_of(&[("v2", 2), ("v4", 4)]);
         let [to, value, barrier] = form.operands()?;
-        let [to, barrier] = [to, barrier].map(|operand| self.address(form, operand, Space::Cluster));
+        let [to, barrier] = [to, barrier].map(|operand| self.address(form, operand, StateSpace::Cluster));
         let parts = vector(form, value, width, ty)?;
-        let of = parts.iter().map(|operand| self.source(form, operand, ty)).collect::<Decoded<_>>()?;
-        Ok(Action::StoreAsync { to: to?, bytes: ty.bits() / 8, of, barrier: barrier? })
+        let of = parts.iter().map(|operand| self.source(form, operand, ty)).collect::<DecodeResult<_>>()?;
+        Ok(PtxOperation::StoreAsync { to: to?, bytes: ty.bits() / 8, of, barrier: barrier? })
     }
 
-    fn transaction_barrier(&mut self, form: &mut Form) -> Decoded<Action> {
-        form.ty_of(|ty| ty == Type::Bits(64))?;
+    fn transaction_barrier(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        form.ty_of(|ty| ty == PtxType::Bits(64))?;
         form.needs(&[("shared", ()), ("shared::cta", ())])?;
         if form.flag("init") {
             let [at, count] = form.operands()?;
-            let at = self.address(form, at, Space::Shared)?;
-            return Ok(Action::InitialiseBarrier { at, count: self.source(form, count, U32)? });
+            let at = self.address(form, at, StateSpace::Shared)?;
+            return Ok(PtxOperation::InitialiseBarrier { at, count: self.source(form, count, U32)? });
         }
         if form.flag("arrive") {
             let expects = form.flag("expect_tx");
@@ -608,93 +625,94 @@ impl Decoder {
             form.one_of(&[("cta", ()), ("cluster", ())]);
             let count = 2 + usize::from(expects);
             let operands = form.some_operands(count, count)?;
-            if !matches!(&operands[0], Operand::Name(name) if name == "_") {
+            if !matches!(&operands[0], OperandText::Name(name) if name == "_") {
                 return form.error("a state that is kept is not supported, expected _".into());
             }
-            let at = self.address(form, &operands[1], Space::Shared)?;
+            let at = self.address(form, &operands[1], StateSpace::Shared)?;
             let bytes = operands.get(2).map(|bytes| self.source(form, bytes, U32)).transpose()?;
-            return Ok(Action::ArriveAtBarrier { at, bytes, releases });
+            return Ok(PtxOperation::ArriveAtBarrier { at, bytes, releases });
         }
         form.needs(&[("try_wait", ())])?;
         form.needs(&[("parity", ())])?;
         let acquires = form.one_of(&[("acquire", true), ("relaxed", false)]).unwrap_or(true);
-        let scope = form.one_of(&[("cta", Acquires::OfCta), ("cluster", Acquires::OfCluster)]);
-        let acquires = if acquires { scope.unwrap_or(Acquires::OfCta) } else { Acquires::Nothing };
+        let scope = form.one_of(&[("cta", AcquireScope::OfCta), ("cluster", AcquireScope::OfCluster)]);
+        let acquires = if acquires { scope.unwrap_or(AcquireScope::OfCta) } else { AcquireScope::Nothing };
         let [complete, at, parity] = form.operands()?;
-        let (complete, at) = (self.target(form, complete, PREDICATE)?, self.address(form, at, Space::Shared)?);
-        Ok(Action::TryWait { complete, at, parity: self.source(form, parity, U32)?, acquires })
+        let (complete, at) = (self.target(form, complete, PREDICATE)?, self.address(form, at, StateSpace::Shared)?);
+        Ok(PtxOperation::TryWait { complete, at, parity: self.source(form, parity, U32)?, acquires })
     }
 
     /// The operands but for a cache policy, which changes no result.
-    fn without_policy<'a>(&mut self, form: &mut Form<'a>, count: usize) -> Decoded<&'a [Operand]> {
+    fn without_policy<'a>(&mut self, form: &mut InstructionForm<'a>, count: usize) -> DecodeResult<&'a [OperandText]> {
         let has_policy = form.flag("L2::cache_hint");
         strip_hints(form);
         let all = form.some_operands(count, count + usize::from(has_policy))?;
         if has_policy {
             match all.get(count) {
-                Some(policy) => self.source(form, policy, Type::Bits(64))?,
+                Some(policy) => self.source(form, policy, PtxType::Bits(64))?,
                 None => return form.error("expected a cache policy as the last operand".into()),
             };
         }
         Ok(&all[..count])
     }
 
-    fn atomic(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
-        let ty = form.ty_of(|ty| is_word(ty) || matches!(ty, Type::Bits(32 | 64) | Type::Float(Float::F32)))?;
+    fn atomic(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        let ty =
+            form.ty_of(|ty| is_word(ty) || matches!(ty, PtxType::Bits(32 | 64) | PtxType::Float(FloatFormat::F32)))?;
         form.flag("relaxed");
         form.one_of(&SCOPES);
         let space = form.needs(&[
-            ("global", Space::Global),
-            ("shared", Space::Shared),
-            ("shared::cta", Space::Shared),
-            ("shared::cluster", Space::Cluster),
+            ("global", StateSpace::Global),
+            ("shared", StateSpace::Shared),
+            ("shared::cta", StateSpace::Shared),
+            ("shared::cluster", StateSpace::Cluster),
         ])?;
-        let (whole, bits) = (ty.is_integer(), matches!(ty, Type::Bits(_)));
+        let (whole, bits) = (ty.is_integer(), matches!(ty, PtxType::Bits(_)));
         let operation = form.needs(&[
-            ("add", Atomic::Add),
-            ("min", Atomic::Min),
-            ("max", Atomic::Max),
-            ("and", Atomic::And),
-            ("or", Atomic::Or),
-            ("xor", Atomic::Xor),
-            ("exch", Atomic::Exchange),
-            ("cas", Atomic::CompareAndSwap),
-            ("inc", Atomic::Increment),
-            ("dec", Atomic::Decrement),
+            ("add", AtomicOperation::Add),
+            ("min", AtomicOperation::Min),
+            ("max", AtomicOperation::Max),
+            ("and", AtomicOperation::And),
+            ("or", AtomicOperation::Or),
+            ("xor", AtomicOperation::Xor),
+            ("exch", AtomicOperation::Exchange),
+            ("cas", AtomicOperation::CompareAndSwap),
+            ("inc", AtomicOperation::Increment),
+            ("dec", AtomicOperation::Decrement),
         ])?;
         let fits = match operation {
-            Atomic::Add => !bits,
-            Atomic::Min | Atomic::Max => whole,
-            Atomic::Increment | Atomic::Decrement => ty == U32,
-            Atomic::Exchange | Atomic::CompareAndSwap => bits && opcode == "atom",
-            Atomic::And | Atomic::Or | Atomic::Xor => bits,
+            AtomicOperation::Add => !bits,
+            AtomicOperation::Min | AtomicOperation::Max => whole,
+            AtomicOperation::Increment | AtomicOperation::Decrement => ty == U32,
+            AtomicOperation::Exchange | AtomicOperation::CompareAndSwap => bits && opcode == "atom",
+            AtomicOperation::And | AtomicOperation::Or | AtomicOperation::Xor => bits,
         };
         if !fits {
             return form.error(format!("type {ty} is not supported"));
         }
-        let sources = if operation == Atomic::CompareAndSwap { 2 } else { 1 };
+        let sources = if operation == AtomicOperation::CompareAndSwap { 2 } else { 1 };
         let first = usize::from(opcode == "atom");
         let operands = form.some_operands(first + 1 + sources, first + 1 + sources)?;
-        let to = operands[..first].iter().map(|to| self.target(form, to, ty)).collect::<Decoded<Vec<_>>>()?;
+        let to = operands[..first].iter().map(|to| self.target(form, to, ty)).collect::<DecodeResult<Vec<_>>>()?;
         let at = self.address(form, &operands[first], space)?;
-        let of = operands[first + 1..].iter().map(|of| self.source(form, of, ty)).collect::<Decoded<Vec<_>>>()?;
+        let of = operands[first + 1..].iter().map(|of| self.source(form, of, ty)).collect::<DecodeResult<Vec<_>>>()?;
         let of = [of[0], *of.last().expect("there is one")];
-        Ok(Action::Atomic { space, at, ty, operation, to: to.first().copied(), of })
+        Ok(PtxOperation::Atomic { space, at, ty, operation, to: to.first().copied(), of })
     }
 
-    fn copy(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn copy(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.needs(&[("async", ())])?;
         if form.flag("commit_group") {
             form.operands::<0>()?;
-            return Ok(Action::CommitCopies);
+            return Ok(PtxOperation::CommitCopies);
         }
         if form.flag("wait_all") {
             form.operands::<0>()?;
-            return Ok(Action::WaitAllCopies);
+            return Ok(PtxOperation::WaitAllCopies);
         }
         if form.flag("wait_group") {
-            let [Operand::Number(groups)] = form.operands()? else { return form.error("expected a number".into()) };
-            return Ok(Action::WaitCopies(constant(form, *groups, U32)? as usize));
+            let [OperandText::Number(groups)] = form.operands()? else { return form.error("expected a number".into()) };
+            return Ok(PtxOperation::WaitCopies(constant(form, *groups, U32)? as usize));
         }
         let whole_only = form.needs(&[("cg", true), ("ca", false)])?;
         form.needs(&[("shared", ()), ("shared::cta", ())])?;
@@ -702,12 +720,14 @@ impl Decoder {
         let has_policy = form.flag("L2::cache_hint");
         strip_hints(form);
         let operands = form.some_operands(3, 4 + usize::from(has_policy))?;
-        let (to, from) =
-            (self.address(form, &operands[0], Space::Shared)?, self.address(form, &operands[1], Space::Global)?);
+        let (to, from) = (
+            self.address(form, &operands[0], StateSpace::Shared)?,
+            self.address(form, &operands[1], StateSpace::Global)?,
+        );
         let bytes = match operands[2] {
-            Operand::Number(Number::Whole(16)) => 16,
-            Operand::Number(Number::Whole(4)) if !whole_only => 4,
-            Operand::Number(Number::Whole(8)) if !whole_only => 8,
+            OperandText::Number(NumberText::Whole(16)) => 16,
+            OperandText::Number(NumberText::Whole(4)) if !whole_only => 4,
+            OperandText::Number(NumberText::Whole(8)) if !whole_only => 8,
             _ => return form.error("expected a size of 4, 8 or 16 bytes, of 16 with .cg".into()),
         };
         let mut rest = &operands[3..];
@@ -715,13 +735,13 @@ impl Decoder {
             let Some((policy, before)) = rest.split_last() else {
                 return form.error("expected a cache policy as the last operand".into());
             };
-            self.source(form, policy, Type::Bits(64))?;
+            self.source(form, policy, PtxType::Bits(64))?;
             rest = before;
         }
         let (mut read, mut ignore) = (None, None);
         if let [operand] = rest {
             let is_predicate = match operand {
-                Operand::Name(name) => matches!(self.named(name), Some(Named::Register(_, Type::Pred))),
+                OperandText::Name(name) => matches!(self.named(name), Some(Symbol::Register(_, PtxType::Pred))),
                 _ => false,
             };
             if is_predicate {
@@ -730,24 +750,24 @@ impl Decoder {
                 read = Some(self.source(form, operand, U32)?);
             }
         }
-        Ok(Action::Copy { to, from, bytes, read, ignore })
+        Ok(PtxOperation::Copy { to, from, bytes, read, ignore })
     }
 
-    fn barrier(&mut self, opcode: &str, form: &mut Form) -> Decoded<Action> {
+    fn barrier(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         if opcode == "bar" && form.flag("warp") {
             form.needs(&[("sync", ())])?;
             let [members] = form.operands()?;
-            return Ok(Action::WarpBarrier { members: self.source(form, members, B32)? });
+            return Ok(PtxOperation::WarpBarrier { members: self.source(form, members, B32)? });
         }
         let aligned = form.flag("aligned") || opcode == "bar";
         if opcode == "barrier" && form.flag("cluster") {
             form.operands::<0>()?;
             if form.needs(&[("arrive", true), ("wait", false)])? {
                 let release = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
-                return Ok(Action::ClusterArrive { release, aligned });
+                return Ok(PtxOperation::ClusterArrive { release, aligned });
             }
             form.flag("acquire");
-            return Ok(Action::ClusterWait { aligned });
+            return Ok(PtxOperation::ClusterWait { aligned });
         }
         form.flag("cta");
         if form.flag("red") {
@@ -761,23 +781,23 @@ impl Decoder {
             let (to, id) = (self.target(form, &operands[0], ty)?, self.source(form, &operands[1], U32)?);
             let threads = if operands.len() == 4 { Some(self.source(form, &operands[2], U32)?) } else { None };
             let (of, negated) = self.predicate(form, &operands[operands.len() - 1])?;
-            let reduces = Some(Reduces { to, of, negated, mode });
-            return Ok(Action::Barrier { id, threads, aligned, waits: true, reduces });
+            let reduces = Some(PredicateReduction { to, of, negated, mode });
+            return Ok(PtxOperation::Barrier { id, threads, aligned, waits: true, reduces });
         }
         let waits = form.needs(&[("sync", true), ("arrive", false)])?;
         let operands = form.some_operands(if waits { 1 } else { 2 }, 2)?;
         let id = self.source(form, &operands[0], U32)?;
         let threads = operands.get(1).map(|threads| self.source(form, threads, U32)).transpose()?;
-        Ok(Action::Barrier { id, threads, aligned, waits, reduces: None })
+        Ok(PtxOperation::Barrier { id, threads, aligned, waits, reduces: None })
     }
 
-    fn shuffle(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn shuffle(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.needs(&[("sync", ())])?;
         let mode = form.needs(&[
-            ("up", Shuffle::Up),
-            ("down", Shuffle::Down),
-            ("bfly", Shuffle::Butterfly),
-            ("idx", Shuffle::Index),
+            ("up", ShuffleMode::Up),
+            ("down", ShuffleMode::Down),
+            ("bfly", ShuffleMode::Butterfly),
+            ("idx", ShuffleMode::Index),
         ])?;
         let ty = form.ty_of(|ty| ty == B32)?;
         let [to, of, by, clamp, members] = form.operands()?;
@@ -786,17 +806,21 @@ impl Decoder {
         };
         let [of, members] = [of, members].map(|operand| self.source(form, operand, ty));
         let [by, clamp] = [by, clamp].map(|operand| self.source(form, operand, B32));
-        Ok(Action::Shuffle { mode, to, valid, of: of?, by: by?, clamp: clamp?, members: members? })
+        Ok(PtxOperation::Shuffle { mode, to, valid, of: of?, by: by?, clamp: clamp?, members: members? })
     }
 
-    fn vote(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn vote(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.needs(&[("sync", ())])?;
-        let mode =
-            form.needs(&[("all", Vote::All), ("any", Vote::Any), ("uni", Vote::Uniform), ("ballot", Vote::Ballot)])?;
-        let ty = form.ty_of(|ty| ty == if mode == Vote::Ballot { B32 } else { PREDICATE })?;
+        let mode = form.needs(&[
+            ("all", VoteMode::All),
+            ("any", VoteMode::Any),
+            ("uni", VoteMode::Uniform),
+            ("ballot", VoteMode::Ballot),
+        ])?;
+        let ty = form.ty_of(|ty| ty == if mode == VoteMode::Ballot { B32 } else { PREDICATE })?;
         let [to, of, members] = form.operands()?;
         let (of, negated) = self.predicate(form, of)?;
-        Ok(Action::Vote {
+        Ok(PtxOperation::Vote {
             mode,
             to: self.target(form, to, ty)?,
             of,
@@ -805,10 +829,10 @@ impl Decoder {
         })
     }
 
-    fn redux(&mut self, form: &mut Form) -> Decoded<Action> {
+    fn redux(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.needs(&[("sync", ())])?;
         let ty = form.ty_of(|ty| ty.bits() == 32 && !ty.is_float())?;
-        let function: Function = if ty.is_integer() {
+        let function: LaneFunction = if ty.is_integer() {
             match form.needs(&[("add", 0), ("min", 1), ("max", 2)])? {
                 0 => Box::new(|a, b, _| a.wrapping_add(b) & mask(32)),
                 1 => Box::new(move |a, b, _| wrapped(whole(ty, a).min(whole(ty, b)), 32)),
@@ -823,47 +847,54 @@ impl Decoder {
         };
         let [to, of, members] = form.operands()?;
         let (of, members) = (self.source(form, of, ty)?, self.source(form, members, B32)?);
-        Ok(Action::Reduce { to: self.target(form, to, ty)?, of, members, function })
+        Ok(PtxOperation::Reduce { to: self.target(form, to, ty)?, of, members, function })
     }
 }
 
-fn fence(opcode: &str, form: &mut Form) -> Decoded<Action> {
+fn fence(opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
     form.operands::<0>()?;
     if opcode == "membar" {
         let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
-        return Ok(Action::Fence { beyond_cta });
+        return Ok(PtxOperation::Fence { beyond_cta });
     }
     if form.flag("mbarrier_init") {
         form.needs(&[("release", ())])?;
         form.needs(&[("cluster", ())])?;
-        return Ok(Action::FenceInitialised);
+        return Ok(PtxOperation::FenceInitialised);
     }
     form.one_of(&[("sc", ()), ("acq_rel", ())]);
-    Ok(Action::Fence { beyond_cta: form.needs(&SCOPES)? })
+    Ok(PtxOperation::Fence { beyond_cta: form.needs(&SCOPES)? })
 }
 
-fn strip_hints(form: &mut Form) {
+fn strip_hints(form: &mut InstructionForm) {
     form.modifiers.retain(|modifier| !HINTS.contains(modifier));
 }
 
 /// The type of `parts` parts of a `ty`.
-fn part_of(form: &Form, ty: Type, parts: usize) -> Decoded<Type> {
+fn part_of(form: &InstructionForm, ty: PtxType, parts: usize) -> DecodeResult<PtxType> {
     match (ty, parts) {
-        (Type::Bits(bits), 2 | 4) if bits / parts as u32 >= 16 => Ok(Type::Bits(bits / parts as u32)),
+        (PtxType::Bits(bits), 2 | 4) if bits / parts as u32 >= 16 => Ok(PtxType::Bits(bits / parts as u32)),
         _ => form.error(format!("{parts} parts of {ty} are not supported")),
     }
 }
 
 /// One operand, or the parts of a vector of `width`.
-fn vector<'a>(form: &Form, operand: &'a Operand, width: Option<u32>, ty: Type) -> Decoded<&'a [Operand]> {
+fn vector<'a>(
+    form: &InstructionForm,
+    operand: &'a OperandText,
+    width: Option<u32>,
+    ty: PtxType,
+) -> DecodeResult<&'a [OperandText]> {
     match (operand, width) {
-        (Operand::Vector(parts), Some(width)) if parts.len() == width as usize => {
+        (OperandText::Vector(parts), Some(width)) if parts.len() == width as usize => {
             if width * ty.bits() > 128 {
                 return form.error(format!("{width} of {ty} are more than 16 bytes"));
             }
             Ok(parts)
         }
-        (Operand::Vector(parts), _) => form.error(format!("a vector of {} is not what the modifier says", parts.len())),
+        (OperandText::Vector(parts), _) => {
+            form.error(format!("a vector of {} is not what the modifier says", parts.len()))
+        }
         (_, Some(width)) => form.error(format!("expected a vector of {width}")),
         (operand, None) => Ok(std::slice::from_ref(operand)),
     }

@@ -1,21 +1,21 @@
 //! Instructions as they run: they name places, in which registers, constants and special registers alike lie.
 
-use super::arithmetic::{Approximate, Function};
-use super::transaction::Acquires;
-use super::types::Type;
+use super::arithmetic::{ApproximateFunction, LaneFunction};
+use super::transaction::AcquireScope;
+use super::types::PtxType;
 
 /// A row of a warp's lanes.
-pub(super) type Slot = usize;
+pub(super) type RegisterSlot = usize;
 
 /// An entry that can run.
-pub(super) struct Routine {
+pub(super) struct DecodedEntry {
     pub(super) name: String,
     /// Names of the parameters, each a pointer.
     pub(super) parameters: Vec<String>,
-    pub(super) limits: Limits,
+    pub(super) limits: LaunchLimits,
     /// What each slot holds from the beginning.
-    pub(super) slots: Vec<Fill>,
-    pub(super) instructions: Vec<Instruction>,
+    pub(super) slots: Vec<InitialValue>,
+    pub(super) instructions: Vec<DecodedInstruction>,
     /// Barriers in shared memory that a CTA has room for.
     pub(super) barriers_of_a_cta: usize,
     /// Where arrays of shared memory lie.
@@ -26,7 +26,7 @@ pub(super) struct Routine {
 
 /// What directives demand of a launch.
 #[derive(Default)]
-pub(super) struct Limits {
+pub(super) struct LaunchLimits {
     pub(super) cluster: Option<[u32; 3]>,
     /// Whether a launch must give the cluster's extents.
     pub(super) explicit_cluster: bool,
@@ -36,17 +36,17 @@ pub(super) struct Limits {
 
 /// What a slot holds from the beginning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Fill {
+pub(super) enum InitialValue {
     /// A register, which must be written before it is read.
     Unwritten,
     Value(u64),
     Parameter(usize),
-    Special(Special),
+    Special(SpecialRegister),
 }
 
 /// A special register; the number is an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Special {
+pub(super) enum SpecialRegister {
     Tid(usize),
     Ntid(usize),
     Ctaid(usize),
@@ -67,107 +67,107 @@ pub(super) enum Special {
     LaneBit,
 }
 
-pub(super) struct Instruction {
+pub(super) struct DecodedInstruction {
     pub(super) line: usize,
     /// With its modifiers.
     pub(super) name: String,
     /// A predicate, and whether the instruction runs where it is false.
-    pub(super) guard: Option<(Slot, bool)>,
+    pub(super) guard: Option<(RegisterSlot, bool)>,
     /// What a run reads, to see that it was written.
-    pub(super) sources: Vec<Slot>,
-    pub(super) action: Action,
+    pub(super) sources: Vec<RegisterSlot>,
+    pub(super) action: PtxOperation,
 }
 
-pub(super) enum Action {
+pub(super) enum PtxOperation {
     Compute {
-        to: Slot,
-        of: [Slot; 3],
-        function: Function,
+        to: RegisterSlot,
+        of: [RegisterSlot; 3],
+        function: LaneFunction,
     },
     Approximate {
-        to: Slot,
-        of: [Slot; 2],
-        function: Approximate,
+        to: RegisterSlot,
+        of: [RegisterSlot; 2],
+        function: ApproximateFunction,
         ftz: bool,
     },
     /// A comparison, and the same of the opposite where there is a second predicate.
     Compare {
-        to: [Option<Slot>; 2],
-        of: [Slot; 3],
+        to: [Option<RegisterSlot>; 2],
+        of: [RegisterSlot; 3],
         function: Box<dyn Fn(u64, u64, u64) -> [bool; 2] + Send + Sync>,
     },
     /// Parts of `bits`, the lowest first.
     Split {
-        to: Vec<Option<Slot>>,
-        of: Slot,
+        to: Vec<Option<RegisterSlot>>,
+        of: RegisterSlot,
         bits: u32,
     },
     Join {
-        to: Slot,
-        of: Vec<Slot>,
+        to: RegisterSlot,
+        of: Vec<RegisterSlot>,
         bits: u32,
     },
     /// An address of a peer's shared memory.
     Map {
-        to: Slot,
-        address: Slot,
-        rank: Slot,
+        to: RegisterSlot,
+        address: RegisterSlot,
+        rank: RegisterSlot,
     },
     /// `register_bits` is the width of the registers that take elements of type `ty`.
     Load {
-        space: Space,
-        from: Address,
-        ty: Type,
-        to: Vec<Option<Slot>>,
+        space: StateSpace,
+        from: OperandAddress,
+        ty: PtxType,
+        to: Vec<Option<RegisterSlot>>,
         register_bits: u32,
         read_only: bool,
     },
     Store {
-        space: Space,
-        to: Address,
+        space: StateSpace,
+        to: OperandAddress,
         bytes: u32,
-        of: Vec<Slot>,
+        of: Vec<RegisterSlot>,
     },
     /// A store that completes on a barrier.
     StoreAsync {
-        to: Address,
+        to: OperandAddress,
         bytes: u32,
-        of: Vec<Slot>,
-        barrier: Address,
+        of: Vec<RegisterSlot>,
+        barrier: OperandAddress,
     },
     InitialiseBarrier {
-        at: Address,
-        count: Slot,
+        at: OperandAddress,
+        count: RegisterSlot,
     },
     /// An arrival, and before it so many bytes are expected.
     ArriveAtBarrier {
-        at: Address,
-        bytes: Option<Slot>,
+        at: OperandAddress,
+        bytes: Option<RegisterSlot>,
         releases: bool,
     },
     TryWait {
-        complete: Slot,
-        at: Address,
-        parity: Slot,
-        acquires: Acquires,
+        complete: RegisterSlot,
+        at: OperandAddress,
+        parity: RegisterSlot,
+        acquires: AcquireScope,
     },
     /// `fence.mbarrier_init`
     FenceInitialised,
     Atomic {
-        space: Space,
-        at: Address,
-        ty: Type,
-        operation: Atomic,
-        to: Option<Slot>,
-        of: [Slot; 2],
+        space: StateSpace,
+        at: OperandAddress,
+        ty: PtxType,
+        operation: AtomicOperation,
+        to: Option<RegisterSlot>,
+        of: [RegisterSlot; 2],
     },
     /// `cp.async` of `bytes`; fewer are read where `read` says so, none where `ignore` holds, and zeros fill the rest.
     Copy {
-        to: Address,
-        from: Address,
+        to: OperandAddress,
+        from: OperandAddress,
         bytes: u32,
-        read: Option<Slot>,
-        ignore: Option<Slot>,
+        read: Option<RegisterSlot>,
+        ignore: Option<RegisterSlot>,
     },
     CommitCopies,
     /// All but so many groups.
@@ -181,14 +181,14 @@ pub(super) enum Action {
     Exit,
     /// Of a CTA; the arrival alone where it does not wait.
     Barrier {
-        id: Slot,
-        threads: Option<Slot>,
+        id: RegisterSlot,
+        threads: Option<RegisterSlot>,
         aligned: bool,
         waits: bool,
-        reduces: Option<Reduces>,
+        reduces: Option<PredicateReduction>,
     },
     WarpBarrier {
-        members: Slot,
+        members: RegisterSlot,
     },
     ClusterArrive {
         release: bool,
@@ -201,43 +201,43 @@ pub(super) enum Action {
         beyond_cta: bool,
     },
     Shuffle {
-        mode: Shuffle,
-        to: Slot,
-        valid: Option<Slot>,
-        of: Slot,
-        by: Slot,
-        clamp: Slot,
-        members: Slot,
+        mode: ShuffleMode,
+        to: RegisterSlot,
+        valid: Option<RegisterSlot>,
+        of: RegisterSlot,
+        by: RegisterSlot,
+        clamp: RegisterSlot,
+        members: RegisterSlot,
     },
     Vote {
-        mode: Vote,
-        to: Slot,
-        of: Slot,
+        mode: VoteMode,
+        to: RegisterSlot,
+        of: RegisterSlot,
         negated: bool,
-        members: Slot,
+        members: RegisterSlot,
     },
     /// Over the members of a warp.
     Reduce {
-        to: Slot,
-        of: Slot,
-        members: Slot,
-        function: Function,
+        to: RegisterSlot,
+        of: RegisterSlot,
+        members: RegisterSlot,
+        function: LaneFunction,
     },
     Elect {
-        to: Option<Slot>,
-        elected: Slot,
-        members: Slot,
+        to: Option<RegisterSlot>,
+        elected: RegisterSlot,
+        members: RegisterSlot,
     },
     ActiveMask {
-        to: Slot,
+        to: RegisterSlot,
     },
     Nothing,
 }
 
 /// What a barrier makes of the predicates of all who arrive.
-pub(super) struct Reduces {
-    pub(super) to: Slot,
-    pub(super) of: Slot,
+pub(super) struct PredicateReduction {
+    pub(super) to: RegisterSlot,
+    pub(super) of: RegisterSlot,
     pub(super) negated: bool,
     pub(super) mode: BarrierReduction,
 }
@@ -250,7 +250,7 @@ pub(super) enum BarrierReduction {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Space {
+pub(super) enum StateSpace {
     Global,
     /// The CTA's own.
     Shared,
@@ -260,13 +260,13 @@ pub(super) enum Space {
 
 /// A register and what is added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Address {
-    pub(super) base: Slot,
+pub(super) struct OperandAddress {
+    pub(super) base: RegisterSlot,
     pub(super) offset: i64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Atomic {
+pub(super) enum AtomicOperation {
     Add,
     Min,
     Max,
@@ -280,7 +280,7 @@ pub(super) enum Atomic {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shuffle {
+pub(super) enum ShuffleMode {
     Up,
     Down,
     Butterfly,
@@ -288,67 +288,69 @@ pub(super) enum Shuffle {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Vote {
+pub(super) enum VoteMode {
     All,
     Any,
     Uniform,
     Ballot,
 }
 
-impl Action {
+impl PtxOperation {
     /// Whether the lanes of a warp take it together.
     pub(super) fn is_collective(&self) -> bool {
         matches!(
             self,
-            Action::Barrier { .. }
-                | Action::WarpBarrier { .. }
-                | Action::ClusterArrive { .. }
-                | Action::ClusterWait { .. }
-                | Action::Shuffle { .. }
-                | Action::Vote { .. }
-                | Action::Reduce { .. }
-                | Action::Elect { .. }
+            PtxOperation::Barrier { .. }
+                | PtxOperation::WarpBarrier { .. }
+                | PtxOperation::ClusterArrive { .. }
+                | PtxOperation::ClusterWait { .. }
+                | PtxOperation::Shuffle { .. }
+                | PtxOperation::Vote { .. }
+                | PtxOperation::Reduce { .. }
+                | PtxOperation::Elect { .. }
         )
     }
 }
 
-impl Action {
+impl PtxOperation {
     /// The slots that it reads.
-    pub(super) fn sources(&self) -> Vec<Slot> {
+    pub(super) fn sources(&self) -> Vec<RegisterSlot> {
         match self {
-            Action::Compute { of, .. } | Action::Compare { of, .. } => of.to_vec(),
-            Action::Approximate { of, .. } => of.to_vec(),
-            Action::Split { of, .. } => vec![*of],
-            Action::Join { of, .. } => of.clone(),
-            Action::Map { address, rank, .. } => vec![*address, *rank],
-            Action::Load { from, .. } => vec![from.base],
-            Action::Store { to, of, .. } => of.iter().copied().chain([to.base]).collect(),
-            Action::StoreAsync { to, of, barrier, .. } => of.iter().copied().chain([to.base, barrier.base]).collect(),
-            Action::InitialiseBarrier { at, count } => vec![at.base, *count],
-            Action::ArriveAtBarrier { at, bytes, .. } => [at.base].into_iter().chain(*bytes).collect(),
-            Action::TryWait { at, parity, .. } => vec![at.base, *parity],
-            Action::Atomic { at, of, .. } => vec![at.base, of[0], of[1]],
-            Action::Copy { to, from, read, ignore, .. } => {
+            PtxOperation::Compute { of, .. } | PtxOperation::Compare { of, .. } => of.to_vec(),
+            PtxOperation::Approximate { of, .. } => of.to_vec(),
+            PtxOperation::Split { of, .. } => vec![*of],
+            PtxOperation::Join { of, .. } => of.clone(),
+            PtxOperation::Map { address, rank, .. } => vec![*address, *rank],
+            PtxOperation::Load { from, .. } => vec![from.base],
+            PtxOperation::Store { to, of, .. } => of.iter().copied().chain([to.base]).collect(),
+            PtxOperation::StoreAsync { to, of, barrier, .. } => {
+                of.iter().copied().chain([to.base, barrier.base]).collect()
+            }
+            PtxOperation::InitialiseBarrier { at, count } => vec![at.base, *count],
+            PtxOperation::ArriveAtBarrier { at, bytes, .. } => [at.base].into_iter().chain(*bytes).collect(),
+            PtxOperation::TryWait { at, parity, .. } => vec![at.base, *parity],
+            PtxOperation::Atomic { at, of, .. } => vec![at.base, of[0], of[1]],
+            PtxOperation::Copy { to, from, read, ignore, .. } => {
                 [to.base, from.base].into_iter().chain(*read).chain(*ignore).collect()
             }
-            Action::Barrier { id, threads, reduces, .. } => {
+            PtxOperation::Barrier { id, threads, reduces, .. } => {
                 let of = reduces.as_ref().map(|reduces| reduces.of);
                 [*id].into_iter().chain(*threads).chain(of).collect()
             }
-            Action::Shuffle { of, by, clamp, members, .. } => vec![*of, *by, *clamp, *members],
-            Action::Vote { of, members, .. } | Action::Reduce { of, members, .. } => vec![*of, *members],
-            Action::WarpBarrier { members } | Action::Elect { members, .. } => vec![*members],
-            Action::CommitCopies
-            | Action::WaitCopies(_)
-            | Action::WaitAllCopies
-            | Action::Branch { .. }
-            | Action::Exit
-            | Action::ClusterArrive { .. }
-            | Action::ClusterWait { .. }
-            | Action::Fence { .. }
-            | Action::FenceInitialised
-            | Action::ActiveMask { .. }
-            | Action::Nothing => Vec::new(),
+            PtxOperation::Shuffle { of, by, clamp, members, .. } => vec![*of, *by, *clamp, *members],
+            PtxOperation::Vote { of, members, .. } | PtxOperation::Reduce { of, members, .. } => vec![*of, *members],
+            PtxOperation::WarpBarrier { members } | PtxOperation::Elect { members, .. } => vec![*members],
+            PtxOperation::CommitCopies
+            | PtxOperation::WaitCopies(_)
+            | PtxOperation::WaitAllCopies
+            | PtxOperation::Branch { .. }
+            | PtxOperation::Exit
+            | PtxOperation::ClusterArrive { .. }
+            | PtxOperation::ClusterWait { .. }
+            | PtxOperation::Fence { .. }
+            | PtxOperation::FenceInitialised
+            | PtxOperation::ActiveMask { .. }
+            | PtxOperation::Nothing => Vec::new(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! An interpreter of PTX text: runs GPU kernels on a machine without a GPU, and finds what a GPU would let pass.
 //!
-//! [`Module::parse`] reads a module, [`Module::run`] runs one of its entries on a grid. It is written apart from what
+//! [`PtxModule::parse`] reads a module, [`PtxModule::run`] runs one of its entries on a grid. It is written apart from what
 //! emits the text, from NVIDIA's manual of the PTX ISA; an instruction, modifier or directive that it does not know is an
 //! error that names it, never a guess. Parameters are 64-bit pointers to global arrays. Parsing, decoding and running end
 //! with an error that says where and what; sizes and work are bounded.
@@ -10,7 +10,7 @@
 //! Every operation rounds as the manual says, `fma` once; `.ftz` flushes subnormal inputs and results. A `mul` and an
 //! `add` without a rounding modifier may be fused by an assembler: they are not fused here. `ex2`, `lg2`, `rcp`, `sqrt`,
 //! `rsqrt`, `tanh` and `div` in their approximate forms are right to half an ulp, or off by what the manual allows them
-//! ([`Units`]).
+//! ([`ApproximateUnits`]).
 //!
 //! # Memory
 //!
@@ -18,14 +18,14 @@
 //!
 //! - an access outside a global array or a declared array of shared memory (unused bytes lie between arrays), or one that
 //!   is not aligned to its whole size, vectors included;
-//! - a read of a register, of shared memory or of an [output](Buffer::output) that was not written, and an output that is
+//! - a read of a register, of shared memory or of an [output](GlobalArray::output) that was not written, and an output that is
 //!   not written whole;
 //! - a touch of what a `cp.async` writes, or a write to what it reads, before the thread that issued it has waited for
 //!   it, and a thread that exits before it has;
 //! - two accesses to a byte by two threads, one of them a write, that nothing orders. Accesses are ordered by barriers of
 //!   a CTA or warp, and by phases of the cluster's barrier: an arrival with `.release`, or after a fence, puts what came
 //!   before it before what comes after the others' wait; one with `.relaxed` orders nothing. Clusters are never ordered.
-//!   Order does not follow from the order in which threads happened to run;
+//!   ThreadOrder does not follow from the order in which threads happened to run;
 //! - a touch of a peer's shared memory by a thread that does not know of a phase of the cluster's barrier by which the
 //!   peer had started, and one of which no thread of the peer knew at its exit;
 //! - a read through `ld.global.nc` of what the kernel writes;
@@ -44,8 +44,8 @@
 //! threads do not reach, a `bra.uni` that diverges, and a shuffle from a thread that does not take part are errors; so is
 //! a deadlock, which says who waits where, and what an `mbarrier` lacks. The first `try_wait` of a thread for each phase
 //! fails, as a GPU's may, so that a wait that does not repeat it is found. Who exits is waited for no longer, as the manual has it.
-//! [`Order::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed (in which `bra.uni` is not judged:
-//! threads stand at one place in different rounds of a loop); [`Module::run_both`] demands the same bytes of both.
+//! [`ThreadOrder::Shuffled`] runs warps, and parts of warps, in an order drawn from a seed (in which `bra.uni` is not judged:
+//! threads stand at one place in different rounds of a loop); [`PtxModule::run_both`] demands the same bytes of both.
 
 mod access;
 mod arithmetic;
@@ -63,15 +63,15 @@ mod types;
 use std::ops::Range;
 use std::{fmt, iter};
 
-/// Warp instructions that a run may take: some minutes.
+/// WarpState instructions that a run may take: some minutes.
 const MOST_WORK: u64 = 1 << 32;
 
 /// A module that was read, and whose entries were decoded.
-pub struct Module {
-    entries: Vec<instruction::Routine>,
+pub struct PtxModule {
+    entries: Vec<instruction::DecodedEntry>,
 }
 
-impl fmt::Debug for Module {
+impl fmt::Debug for PtxModule {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.debug_list().entries(self.entries.iter().map(|entry| &entry.name)).finish()
     }
@@ -79,7 +79,7 @@ impl fmt::Debug for Module {
 
 /// How an entry is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launch {
+pub struct GridLaunch {
     /// CTAs along x, y, z.
     pub grid: [u32; 3],
     /// Threads of a CTA along x, y, z.
@@ -92,7 +92,7 @@ pub struct Launch {
 
 /// A global array.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub struct GlobalArray {
     /// What messages call it.
     pub name: String,
     /// Its bytes.
@@ -103,7 +103,7 @@ pub struct Buffer {
     pub late: u32,
 }
 
-impl Buffer {
+impl GlobalArray {
     /// An array that is there before the kernel runs; it may be overwritten.
     pub fn input(name: &str, bytes: Vec<u8>) -> Self {
         Self { name: name.into(), bytes, unwritten: vec![], late: 0 }
@@ -129,8 +129,8 @@ impl Buffer {
 
 /// How threads are ordered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
-    /// Warp after warp, each as far as it comes.
+pub enum ThreadOrder {
+    /// WarpState after warp, each as far as it comes.
     #[default]
     InSequence,
     /// Parts of warps in an order drawn from the seed.
@@ -139,7 +139,7 @@ pub enum Order {
 
 /// What computes approximate functions: what is right by all of these is right by any whose errors are within the manual's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Units {
+pub enum ApproximateUnits {
     /// Right to half an ulp.
     #[default]
     Rounded,
@@ -151,24 +151,24 @@ pub enum Units {
 
 /// How a run goes about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct InterpretOptions {
     /// Of threads.
-    pub order: Order,
+    pub order: ThreadOrder,
     /// Of approximate functions.
-    pub units: Units,
+    pub units: ApproximateUnits,
     /// Instructions of warps after which the run is given up.
     pub most_work: u64,
 }
 
-impl Default for Options {
+impl Default for InterpretOptions {
     fn default() -> Self {
-        Self { order: Order::default(), units: Units::default(), most_work: MOST_WORK }
+        Self { order: ThreadOrder::default(), units: ApproximateUnits::default(), most_work: MOST_WORK }
     }
 }
 
 /// What a thread did that it must not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum PtxFault {
     /// An access outside of every array.
     OutOfBounds,
     /// An address that is not a multiple of the access's size.
@@ -191,26 +191,26 @@ pub enum Fault {
     Undefined,
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for PtxFault {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
-            Fault::OutOfBounds => "out of bounds",
-            Fault::Misaligned => "misaligned",
-            Fault::Uninitialised => "uninitialised",
-            Fault::NotCopied => "not yet copied",
-            Fault::Race => "race",
-            Fault::PeerNotStarted => "peer not started",
-            Fault::PeerExited => "peer exited",
-            Fault::Divergence => "divergence",
-            Fault::Deadlock => "deadlock",
-            Fault::Undefined => "undefined",
+            PtxFault::OutOfBounds => "out of bounds",
+            PtxFault::Misaligned => "misaligned",
+            PtxFault::Uninitialised => "uninitialised",
+            PtxFault::NotCopied => "not yet copied",
+            PtxFault::Race => "race",
+            PtxFault::PeerNotStarted => "peer not started",
+            PtxFault::PeerExited => "peer exited",
+            PtxFault::Divergence => "divergence",
+            PtxFault::Deadlock => "deadlock",
+            PtxFault::Undefined => "undefined",
         })
     }
 }
 
 /// Why a module was not read, or not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum InterpretError {
+pub enum PtxInterpretError {
     /// The text is not PTX, or not of the supported part of it.
     #[error("line {line}: {problem}")]
     Text {
@@ -244,7 +244,7 @@ pub enum InterpretError {
         /// The thread's place in its CTA, x fastest.
         thread: u32,
         /// The rule.
-        fault: Fault,
+        fault: PtxFault,
         /// What was found, and what was expected.
         problem: String,
     },
@@ -274,12 +274,12 @@ pub enum InterpretError {
     },
 }
 
-impl Module {
+impl PtxModule {
     /// Reads a module's text and decodes its entries.
     ///
     /// # Errors
     /// When the text is malformed, or has an instruction, modifier or directive that is not supported.
-    pub fn parse(text: &str) -> Result<Self, InterpretError> {
+    pub fn parse(text: &str) -> Result<Self, PtxInterpretError> {
         Ok(Self { entries: decode::decode(&parse::parse(text)?)? })
     }
 
@@ -291,13 +291,13 @@ impl Module {
     pub fn run(
         &self,
         entry: &str,
-        launch: &Launch,
-        buffers: Vec<Buffer>,
+        launch: &GridLaunch,
+        buffers: Vec<GlobalArray>,
         arguments: &[usize],
-        options: &Options,
-    ) -> Result<Vec<Buffer>, InterpretError> {
+        options: &InterpretOptions,
+    ) -> Result<Vec<GlobalArray>, PtxInterpretError> {
         let Some(kernel) = self.entries.iter().find(|kernel| kernel.name == entry) else {
-            return Err(InterpretError::Launch(format!("there is no entry {entry}, only {self:?}")));
+            return Err(PtxInterpretError::Launch(format!("there is no entry {entry}, only {self:?}")));
         };
         run::run(kernel, launch, buffers, arguments, options)
     }
@@ -309,18 +309,18 @@ impl Module {
     pub fn run_both(
         &self,
         entry: &str,
-        launch: &Launch,
-        buffers: Vec<Buffer>,
+        launch: &GridLaunch,
+        buffers: Vec<GlobalArray>,
         arguments: &[usize],
-        units: Units,
+        units: ApproximateUnits,
         seed: u64,
-    ) -> Result<Vec<Buffer>, InterpretError> {
-        let by = |order| Options { order, units, ..Options::default() };
-        let one = self.run(entry, launch, buffers.clone(), arguments, &by(Order::InSequence))?;
-        let other = self.run(entry, launch, buffers, arguments, &by(Order::Shuffled(seed)))?;
+    ) -> Result<Vec<GlobalArray>, PtxInterpretError> {
+        let by = |order| InterpretOptions { order, units, ..InterpretOptions::default() };
+        let one = self.run(entry, launch, buffers.clone(), arguments, &by(ThreadOrder::InSequence))?;
+        let other = self.run(entry, launch, buffers, arguments, &by(ThreadOrder::Shuffled(seed)))?;
         let differs = one.iter().zip(&other).find_map(|(one, other)| {
             let byte = one.bytes.iter().zip(&other.bytes).position(|(one, other)| one != other)?;
-            Some(InterpretError::OrderDependent { buffer: one.name.clone(), byte })
+            Some(PtxInterpretError::OrderDependent { buffer: one.name.clone(), byte })
         });
         differs.map_or(Ok(one), Err)
     }

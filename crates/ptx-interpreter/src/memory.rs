@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::Fault;
+use super::PtxFault;
 
 /// A thread of the grid in the upper half, its clock in the lower.
 type Epoch = u64;
@@ -17,11 +17,11 @@ const BEGINNING: Epoch = 0;
 const UNWRITTEN: Epoch = u64::MAX;
 /// The clock of a copy under way, which nobody knows.
 pub(super) const UNDER_WAY: u32 = u32::MAX;
-/// In the upper half of an epoch: the lower half is an index of [`Memory::many`].
+/// In the upper half of an epoch: the lower half is an index of [`CheckedMemory::many`].
 const MANY: u64 = u32::MAX as u64 - 1;
 
 #[derive(Clone, Copy)]
-struct Cell {
+struct ByteHistory {
     write: Epoch,
     /// The last read since the write, if all reads before it are known to its thread.
     read: Epoch,
@@ -32,7 +32,7 @@ struct Cell {
 
 /// Reads, or atomic operations, of one byte of which some do not know others.
 #[derive(Clone)]
-struct Many {
+struct ConcurrentAccesses {
     cell: usize,
     atomic: bool,
     cluster: u32,
@@ -43,10 +43,10 @@ struct Many {
 }
 
 /// An array in global memory, or the shared memory of a CTA.
-pub(super) struct Memory {
+pub(super) struct CheckedMemory {
     pub(super) bytes: Vec<u8>,
-    cells: Vec<Cell>,
-    many: Vec<Many>,
+    cells: Vec<ByteHistory>,
+    many: Vec<ConcurrentAccesses>,
     unused: Vec<usize>,
     /// Bytes that were read as constant.
     constant: Vec<bool>,
@@ -54,7 +54,7 @@ pub(super) struct Memory {
 
 /// Who touches memory, and what that thread knows.
 #[derive(Clone, Copy)]
-pub(super) struct Toucher<'a> {
+pub(super) struct Accessor<'a> {
     pub(super) cluster: u32,
     /// In the cluster.
     pub(super) thread: u32,
@@ -67,14 +67,14 @@ pub(super) struct Toucher<'a> {
 
 /// Why memory must not be touched: another access, by which thread of the grid and instruction.
 #[derive(Debug)]
-pub(super) struct Conflict {
-    pub(super) fault: Fault,
+pub(super) struct AccessConflict {
+    pub(super) fault: PtxFault,
     pub(super) byte: usize,
     /// The other's thread of the grid, its instruction, and whether it wrote.
     pub(super) other: Option<(u32, u32, bool)>,
 }
 
-impl Toucher<'_> {
+impl Accessor<'_> {
     fn first(&self) -> u32 {
         self.cluster * self.known.len() as u32
     }
@@ -96,15 +96,15 @@ impl Toucher<'_> {
     }
 }
 
-impl Many {
+impl ConcurrentAccesses {
     /// An epoch of the cluster, for clusters that know of none of it.
-    fn of_cluster(&self) -> Epoch {
+    fn cluster_epoch(&self) -> Epoch {
         epoch_of(self.cluster * self.clocks.len() as u32, 1)
     }
 
-    fn add(&mut self, by: &Toucher) {
+    fn add(&mut self, by: &Accessor) {
         if self.cluster != by.cluster {
-            self.other = Some(self.of_cluster());
+            self.other = Some(self.cluster_epoch());
             self.cluster = by.cluster;
         }
         // A copy stays under way.
@@ -113,9 +113,9 @@ impl Many {
     }
 
     /// One that `by` does not know of.
-    fn unknown(&self, by: &Toucher) -> Option<Epoch> {
+    fn unknown(&self, by: &Accessor) -> Option<Epoch> {
         if self.other.is_some() || self.cluster != by.cluster {
-            return self.other.or(Some(self.of_cluster()));
+            return self.other.or(Some(self.cluster_epoch()));
         }
         let epochs = (by.first()..).zip(&self.clocks).map(|(thread, &clock)| epoch_of(thread, clock));
         epochs.filter(|&epoch| epoch as u32 != 0).find(|&epoch| !by.knows(epoch))
@@ -130,13 +130,13 @@ fn many_of(epoch: Epoch) -> Option<usize> {
     (epoch >> 32 == MANY).then_some(epoch as u32 as usize)
 }
 
-impl Memory {
-    /// Memory that holds `bytes` from the beginning on.
+impl CheckedMemory {
+    /// CheckedMemory that holds `bytes` from the beginning on.
     pub(super) fn written(bytes: Vec<u8>) -> Self {
         Self::new(bytes, BEGINNING)
     }
 
-    /// Memory that must be written before it is read.
+    /// CheckedMemory that must be written before it is read.
     pub(super) fn unwritten(bytes: Vec<u8>) -> Self {
         Self::new(bytes, UNWRITTEN)
     }
@@ -147,7 +147,7 @@ impl Memory {
     }
 
     fn new(bytes: Vec<u8>, write: Epoch) -> Self {
-        let cells = vec![Cell { write, read: BEGINNING, write_at: 0, read_at: 0 }; bytes.len()];
+        let cells = vec![ByteHistory { write, read: BEGINNING, write_at: 0, read_at: 0 }; bytes.len()];
         Self { bytes, cells, many: Vec::new(), unused: Vec::new(), constant: Vec::new() }
     }
 
@@ -158,20 +158,24 @@ impl Memory {
     }
 
     /// The last write, where `by` does not know of it.
-    fn check_write(&self, byte: usize, by: &Toucher, reads: bool) -> Result<(), Conflict> {
+    fn check_write(&self, byte: usize, by: &Accessor, reads: bool) -> Result<(), AccessConflict> {
         let cell = &self.cells[byte];
         if cell.write == UNWRITTEN {
-            return if reads { Err(Conflict { fault: Fault::Uninitialised, byte, other: None }) } else { Ok(()) };
+            return if reads {
+                Err(AccessConflict { fault: PtxFault::Uninitialised, byte, other: None })
+            } else {
+                Ok(())
+            };
         }
         if by.knows(cell.write) {
             return Ok(());
         }
-        let fault = if cell.write as u32 == UNDER_WAY { Fault::NotCopied } else { Fault::Race };
-        Err(Conflict { fault, byte, other: Some(((cell.write >> 32) as u32, cell.write_at, true)) })
+        let fault = if cell.write as u32 == UNDER_WAY { PtxFault::NotCopied } else { PtxFault::Race };
+        Err(AccessConflict { fault, byte, other: Some(((cell.write >> 32) as u32, cell.write_at, true)) })
     }
 
     /// Reads and atomic operations since the last write, where `by` does not know of one.
-    fn check_reads(&self, byte: usize, by: &Toucher) -> Result<(), Conflict> {
+    fn check_reads(&self, byte: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let read = self.cells[byte].read;
         let unknown = match many_of(read) {
             Some(many) => self.many[many].unknown(by),
@@ -179,8 +183,8 @@ impl Memory {
             None => Some(read),
         };
         let Some(epoch) = unknown else { return Ok(()) };
-        let fault = if epoch as u32 == UNDER_WAY { Fault::NotCopied } else { Fault::Race };
-        Err(Conflict { fault, byte, other: Some(((epoch >> 32) as u32, self.cells[byte].read_at, false)) })
+        let fault = if epoch as u32 == UNDER_WAY { PtxFault::NotCopied } else { PtxFault::Race };
+        Err(AccessConflict { fault, byte, other: Some(((epoch >> 32) as u32, self.cells[byte].read_at, false)) })
     }
 
     fn forget_reads(&mut self, byte: usize) {
@@ -190,10 +194,16 @@ impl Memory {
         self.cells[byte].read = BEGINNING;
     }
 
-    /// Many accesses of `byte` in place of one; `before` is among them unless it is the beginning.
-    fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Toucher) {
+    /// ConcurrentAccesses accesses of `byte` in place of one; `before` is among them unless it is the beginning.
+    fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Accessor) {
         let thread = ((before >> 32) as u32).wrapping_sub(by.first()) as usize;
-        let mut many = Many { cell: byte, atomic, cluster: by.cluster, other: None, clocks: vec![0; by.known.len()] };
+        let mut many = ConcurrentAccesses {
+            cell: byte,
+            atomic,
+            cluster: by.cluster,
+            other: None,
+            clocks: vec![0; by.known.len()],
+        };
         match many.clocks.get_mut(thread) {
             _ if before == BEGINNING => {}
             Some(clock) => *clock = before as u32,
@@ -211,7 +221,7 @@ impl Memory {
     }
 
     /// That `by` reads `bytes` from `from` on.
-    pub(super) fn read(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+    pub(super) fn read(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let epoch = by.epoch();
         for byte in from..from + bytes {
             self.check_write(byte, by, true)?;
@@ -235,13 +245,13 @@ impl Memory {
     }
 
     /// That `by` reads what nobody may write.
-    pub(super) fn read_constant(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+    pub(super) fn read_constant(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         self.constant.resize(self.bytes.len(), false);
         for byte in from..from + bytes {
             let cell = &self.cells[byte];
             if cell.write != BEGINNING && cell.write != UNWRITTEN {
-                return Err(Conflict {
-                    fault: Fault::Undefined,
+                return Err(AccessConflict {
+                    fault: PtxFault::Undefined,
                     byte,
                     other: Some(((cell.write >> 32) as u32, cell.write_at, true)),
                 });
@@ -252,7 +262,7 @@ impl Memory {
     }
 
     /// That `by` writes.
-    pub(super) fn write(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+    pub(super) fn write(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let epoch = by.epoch();
         for byte in from..from + bytes {
             self.check_write(byte, by, false)?;
@@ -261,7 +271,7 @@ impl Memory {
                 let read = self.cells[byte].read;
                 let thread = if many_of(read).is_some() { by.first() } else { (read >> 32) as u32 };
                 let other = Some((thread, self.cells[byte].read_at, false));
-                return Err(Conflict { fault: Fault::Undefined, byte, other });
+                return Err(AccessConflict { fault: PtxFault::Undefined, byte, other });
             }
             self.forget_reads(byte);
             self.cells[byte].write = epoch;
@@ -275,9 +285,9 @@ impl Memory {
         &mut self,
         from: usize,
         bytes: usize,
-        by: &Toucher,
+        by: &Accessor,
         (agent, clock): (u32, u32),
-    ) -> Result<(), Conflict> {
+    ) -> Result<(), AccessConflict> {
         self.write(from, bytes, by)?;
         for cell in &mut self.cells[from..from + bytes] {
             cell.write = epoch_of(by.first() + agent, clock);
@@ -286,7 +296,7 @@ impl Memory {
     }
 
     /// That `by` reads and writes in one.
-    pub(super) fn read_and_write(&mut self, from: usize, bytes: usize, by: &Toucher) -> Result<(), Conflict> {
+    pub(super) fn read_and_write(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         for byte in from..from + bytes {
             self.check_write(byte, by, true)?;
             match many_of(self.cells[byte].read) {
@@ -303,8 +313,8 @@ impl Memory {
     }
 
     /// That `by` knows now that its copy into these bytes is over.
-    pub(super) fn copied_to(&mut self, from: usize, bytes: usize, by: &Toucher) {
-        let under_way = Toucher { clock: UNDER_WAY, ..*by }.epoch();
+    pub(super) fn copied_to(&mut self, from: usize, bytes: usize, by: &Accessor) {
+        let under_way = Accessor { clock: UNDER_WAY, ..*by }.epoch();
         for cell in &mut self.cells[from..from + bytes] {
             if cell.write == under_way {
                 cell.write = by.epoch();
@@ -313,8 +323,8 @@ impl Memory {
     }
 
     /// As [`copied_to`](Self::copied_to), of what was read.
-    pub(super) fn copied_from(&mut self, from: usize, bytes: usize, by: &Toucher) {
-        let under_way = Toucher { clock: UNDER_WAY, ..*by }.epoch();
+    pub(super) fn copied_from(&mut self, from: usize, bytes: usize, by: &Accessor) {
+        let under_way = Accessor { clock: UNDER_WAY, ..*by }.epoch();
         for cell in &mut self.cells[from..from + bytes] {
             if cell.read == under_way {
                 cell.read = by.epoch();
@@ -332,7 +342,7 @@ impl Memory {
         for at in 0..self.many.len() {
             let many = &self.many[at];
             if !many.atomic && self.cells[many.cell].read == MANY << 32 | at as u64 {
-                self.cells[many.cell].read = many.of_cluster();
+                self.cells[many.cell].read = many.cluster_epoch();
                 self.unused.push(at);
                 self.many[at].clocks = Vec::new();
             }

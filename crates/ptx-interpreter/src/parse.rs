@@ -8,7 +8,7 @@ use winnow::stream::{LocatingSlice, Location as _, Stateful, Stream};
 use winnow::token::{one_of, take_until, take_while};
 use winnow::{ModalResult, Parser};
 
-use super::InterpretError;
+use super::PtxInterpretError;
 
 /// No module is longer.
 const LONGEST_TEXT: usize = 16 << 20;
@@ -17,25 +17,25 @@ const MOST_REGISTERS: u32 = 1 << 16;
 
 /// A module as it is written.
 #[derive(Debug)]
-pub(super) struct Text {
-    pub(super) shared: Vec<Variable>,
-    pub(super) entries: Vec<Entry>,
+pub(super) struct ModuleText {
+    pub(super) shared: Vec<SharedVariable>,
+    pub(super) entries: Vec<EntryText>,
 }
 
 /// A `.entry` function.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct EntryText {
     pub(super) line: usize,
     pub(super) name: String,
     /// Names and types.
     pub(super) parameters: Vec<(String, String)>,
-    pub(super) limits: Vec<Limit>,
-    pub(super) body: Vec<Statement>,
+    pub(super) limits: Vec<LimitDirective>,
+    pub(super) body: Vec<PtxStatement>,
 }
 
 /// `.reqntid 256, 1, 1`
 #[derive(Debug)]
-pub(super) struct Limit {
+pub(super) struct LimitDirective {
     pub(super) line: usize,
     pub(super) name: String,
     pub(super) numbers: Vec<u32>,
@@ -43,7 +43,7 @@ pub(super) struct Limit {
 
 /// An array or a scalar of shared memory.
 #[derive(Clone, Debug)]
-pub(super) struct Variable {
+pub(super) struct SharedVariable {
     pub(super) line: usize,
     pub(super) name: String,
     pub(super) align: Option<u32>,
@@ -53,7 +53,7 @@ pub(super) struct Variable {
 }
 
 #[derive(Debug)]
-pub(super) enum Statement {
+pub(super) enum PtxStatement {
     /// `{`
     Open,
     /// `}`
@@ -69,37 +69,37 @@ pub(super) enum Statement {
         ty: String,
         names: Vec<(String, Option<u32>)>,
     },
-    Shared(Variable),
-    Instruction(Instruction),
+    Shared(SharedVariable),
+    Instruction(InstructionText),
 }
 
 #[derive(Debug)]
-pub(super) struct Instruction {
+pub(super) struct InstructionText {
     pub(super) line: usize,
     /// `@name` or `@!name`: whether it is negated, and the name.
     pub(super) guard: Option<(bool, String)>,
     /// With its modifiers: `ld.shared.f32`.
     pub(super) name: String,
-    pub(super) operands: Vec<Operand>,
+    pub(super) operands: Vec<OperandText>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Operand {
+pub(super) enum OperandText {
     /// A register, a variable or a label.
     Name(String),
     /// `a|b`
     Pair(String, String),
     /// `!name`
     Not(String),
-    Number(Number),
+    Number(NumberText),
     /// `{a, b}`
-    Vector(Vec<Operand>),
+    Vector(Vec<OperandText>),
     /// `[base + offset]`
-    Address(Box<Operand>, i64),
+    Address(Box<OperandText>, i64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Number {
+pub(super) enum NumberText {
     Whole(i128),
     /// `1.5`
     Decimal(f64),
@@ -108,32 +108,32 @@ pub(super) enum Number {
 }
 
 /// The text from somewhere on, and where the lines of all of it end.
-type Input<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
+type PtxInput<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
 
 /// Why the text is not read, and where.
 #[derive(Debug)]
-struct Mistake {
+struct PtxSyntaxError {
     at: usize,
-    problem: Problem,
+    problem: PtxSyntaxProblem,
 }
 
 #[derive(Debug)]
-enum Problem {
+enum PtxSyntaxProblem {
     /// Something else stands there; nothing where it is not known yet.
     Expected(String),
     /// What is wrong with what stands there.
     Wrong(String),
 }
 
-impl<'t> ParserError<Input<'t>> for Mistake {
+impl<'t> ParserError<PtxInput<'t>> for PtxSyntaxError {
     type Inner = Self;
 
-    fn from_input(input: &Input<'t>) -> Self {
-        Self { at: input.current_token_start(), problem: Problem::Expected(String::new()) }
+    fn from_input(input: &PtxInput<'t>) -> Self {
+        Self { at: input.current_token_start(), problem: PtxSyntaxProblem::Expected(String::new()) }
     }
 
     fn or(self, _: Self) -> Self {
-        Self { problem: Problem::Expected(String::new()), ..self }
+        Self { problem: PtxSyntaxProblem::Expected(String::new()), ..self }
     }
 
     fn into_inner(self) -> Result<Self, Self> {
@@ -142,9 +142,9 @@ impl<'t> ParserError<Input<'t>> for Mistake {
 }
 
 /// What was expected: what is said first, closest to the place, stays.
-impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
+impl<I: Stream, C: ToString> AddContext<I, C> for PtxSyntaxError {
     fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
-        if let Problem::Expected(expected) = &mut self.problem
+        if let PtxSyntaxProblem::Expected(expected) = &mut self.problem
             && expected.is_empty()
         {
             *expected = what.to_string();
@@ -153,29 +153,29 @@ impl<I: Stream, C: ToString> AddContext<I, C> for Mistake {
     }
 }
 
-type Parsed<T> = ModalResult<T, Mistake>;
+type PtxParseResult<T> = ModalResult<T, PtxSyntaxError>;
 
 /// A parser of some of the text.
-trait Reads<'t, T>: Parser<Input<'t>, T, ErrMode<Mistake>> {}
+trait PtxParser<'t, T>: Parser<PtxInput<'t>, T, ErrMode<PtxSyntaxError>> {}
 
-impl<'t, T, P: Parser<Input<'t>, T, ErrMode<Mistake>>> Reads<'t, T> for P {}
+impl<'t, T, P: Parser<PtxInput<'t>, T, ErrMode<PtxSyntaxError>>> PtxParser<'t, T> for P {}
 
 /// The module that `text` holds.
-pub(super) fn parse(text: &str) -> Result<Text, InterpretError> {
+pub(super) fn parse(text: &str) -> Result<ModuleText, PtxInterpretError> {
     if text.len() > LONGEST_TEXT {
         let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
-        return Err(InterpretError::Text { line: 1, problem });
+        return Err(PtxInterpretError::Text { line: 1, problem });
     }
     let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     module.parse(input).map_err(|error| {
-        let Mistake { at, problem } = error.into_inner();
+        let PtxSyntaxError { at, problem } = error.into_inner();
         let at = text.len() - text[at..].trim_start().len();
         let problem = match problem {
-            Problem::Expected(what) => format!("expected {what}, found {}", token_of(&text[at..])),
-            Problem::Wrong(problem) => problem,
+            PtxSyntaxProblem::Expected(what) => format!("expected {what}, found {}", token_of(&text[at..])),
+            PtxSyntaxProblem::Wrong(problem) => problem,
         };
-        InterpretError::Text { line: line_of(at, &line_ends), problem }
+        PtxInterpretError::Text { line: line_of(at, &line_ends), problem }
     })
 }
 
@@ -195,39 +195,39 @@ fn line_of(at: usize, line_ends: &[usize]) -> usize {
     1 + line_ends.partition_point(|&end| end < at)
 }
 
-fn line(input: &mut Input) -> Parsed<usize> {
+fn line(input: &mut PtxInput) -> PtxParseResult<usize> {
     space(input)?;
     Ok(line_of(input.current_token_start(), input.state))
 }
 
-fn wrong<T>(input: &Input, problem: String) -> Parsed<T> {
-    Err(ErrMode::Cut(Mistake { at: input.current_token_start(), problem: Problem::Wrong(problem) }))
+fn wrong<T>(input: &PtxInput, problem: String) -> PtxParseResult<T> {
+    Err(ErrMode::Cut(PtxSyntaxError { at: input.current_token_start(), problem: PtxSyntaxProblem::Wrong(problem) }))
 }
 
 fn is_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%')
 }
 
-fn space(input: &mut Input) -> Parsed<()> {
+fn space(input: &mut PtxInput) -> PtxParseResult<()> {
     let block = delimited("/*", take_until(0.., "*/"), "*/");
     repeat(0.., alt((multispace1.void(), ("//", till_line_ending).void(), block.void()))).parse_next(input)
 }
 
-fn token<'t, T>(token: impl Reads<'t, T>) -> impl Reads<'t, T> {
+fn token<'t, T>(token: impl PtxParser<'t, T>) -> impl PtxParser<'t, T> {
     preceded(space, token)
 }
 
-fn mark<'t>(mark: char) -> impl Reads<'t, char> {
+fn mark<'t>(mark: char) -> impl PtxParser<'t, char> {
     token(mark).context(mark)
 }
 
-fn end(input: &mut Input) -> Parsed<char> {
+fn end(input: &mut PtxInput) -> PtxParseResult<char> {
     cut_err(mark(';')).parse_next(input)
 }
 
 /// Items with commas between them: after a comma there is one.
-fn list<'t, T>(mut item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
-    move |input: &mut Input<'t>| {
+fn list<'t, T>(mut item: impl PtxParser<'t, T>) -> impl PtxParser<'t, Vec<T>> {
+    move |input: &mut PtxInput<'t>| {
         let mut items = vec![item.parse_next(input)?];
         while opt(mark(',')).parse_next(input)?.is_some() {
             items.push(cut_err(item.by_ref()).parse_next(input)?);
@@ -236,27 +236,27 @@ fn list<'t, T>(mut item: impl Reads<'t, T>) -> impl Reads<'t, Vec<T>> {
     }
 }
 
-fn name<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn name<'t>(input: &mut PtxInput<'t>) -> PtxParseResult<&'t str> {
     let name = take_while(1.., is_name).verify(|name: &str| !name.starts_with(|c: char| c.is_ascii_digit()));
     token(name).context("a name").parse_next(input)
 }
 
 /// `.name`
-fn directive<'t>(input: &mut Input<'t>) -> Parsed<&'t str> {
+fn directive<'t>(input: &mut PtxInput<'t>) -> PtxParseResult<&'t str> {
     token(preceded('.', take_while(1.., is_name))).context("a directive").parse_next(input)
 }
 
 /// A whole number that is not negative.
-fn count(input: &mut Input) -> Parsed<u32> {
+fn count(input: &mut PtxInput) -> PtxParseResult<u32> {
     let count = number.verify_map(|number| match number {
-        Number::Whole(whole) => u32::try_from(whole).ok(),
+        NumberText::Whole(whole) => u32::try_from(whole).ok(),
         _ => None,
     });
     count.context("a whole number").parse_next(input)
 }
 
 /// `-1`, `0xFF`, `1U`, `1.5e-3`, `0f3F800000`
-fn number(input: &mut Input) -> Parsed<Number> {
+fn number(input: &mut PtxInput) -> PtxParseResult<NumberText> {
     let hex = |digits: usize| take_while(digits..=digits, |c: char| c.is_ascii_hexdigit());
     let single = preceded(alt(("0f", "0F")), hex(8)).verify_map(|bits: &str| u32::from_str_radix(bits, 16).ok());
     let double = preceded(alt(("0d", "0D")), hex(16)).verify_map(|bits: &str| u64::from_str_radix(bits, 16).ok());
@@ -271,23 +271,23 @@ fn number(input: &mut Input) -> Parsed<Number> {
     let decimal = (digit1, '.', digit0, opt(exponent)).take().verify_map(|text: &str| text.parse().ok());
     let whole = terminated(alt((sixteen, two, ten)), opt('U'));
     let value = alt((
-        single.map(Number::Single),
-        double.map(|bits| Number::Decimal(f64::from_bits(bits))),
-        decimal.map(Number::Decimal),
-        whole.map(Number::Whole),
+        single.map(NumberText::Single),
+        double.map(|bits| NumberText::Decimal(f64::from_bits(bits))),
+        decimal.map(NumberText::Decimal),
+        whole.map(NumberText::Whole),
     ));
     let value = terminated(value, not(one_of(is_name)));
     let (minus, value) = (token(opt('-')), value).context("a number").parse_next(input)?;
     Ok(match value {
         value if minus.is_none() => value,
-        Number::Whole(whole) => Number::Whole(-whole),
-        Number::Decimal(decimal) => Number::Decimal(-decimal),
-        Number::Single(bits) => Number::Single(bits ^ 1 << 31),
+        NumberText::Whole(whole) => NumberText::Whole(-whole),
+        NumberText::Decimal(decimal) => NumberText::Decimal(-decimal),
+        NumberText::Single(bits) => NumberText::Single(bits ^ 1 << 31),
     })
 }
 
-fn module(input: &mut Input) -> Parsed<Text> {
-    let mut text = Text { shared: Vec::new(), entries: Vec::new() };
+fn module(input: &mut PtxInput) -> PtxParseResult<ModuleText> {
+    let mut text = ModuleText { shared: Vec::new(), entries: Vec::new() };
     loop {
         space(input)?;
         if opt(eof).parse_next(input)?.is_some() {
@@ -317,7 +317,7 @@ fn module(input: &mut Input) -> Parsed<Text> {
     }
 }
 
-fn entry(input: &mut Input) -> Parsed<Entry> {
+fn entry(input: &mut PtxInput) -> PtxParseResult<EntryText> {
     let line = line(input)?;
     let name = cut_err(name).parse_next(input)?.to_string();
     let parameters = opt(parameters).parse_next(input)?.unwrap_or_default();
@@ -325,10 +325,10 @@ fn entry(input: &mut Input) -> Parsed<Entry> {
     while opt(mark('{')).parse_next(input)?.is_none() {
         limits.push(limit(input)?);
     }
-    Ok(Entry { line, name, parameters, limits, body: body(input)? })
+    Ok(EntryText { line, name, parameters, limits, body: body(input)? })
 }
 
-fn parameters(input: &mut Input) -> Parsed<Vec<(String, String)>> {
+fn parameters(input: &mut PtxInput) -> PtxParseResult<Vec<(String, String)>> {
     mark('(').parse_next(input)?;
     if opt(mark(')')).parse_next(input)?.is_some() {
         return Ok(Vec::new());
@@ -339,7 +339,7 @@ fn parameters(input: &mut Input) -> Parsed<Vec<(String, String)>> {
 }
 
 /// `.param .u64 .ptr .global .align 16 name`
-fn parameter(input: &mut Input) -> Parsed<(String, String)> {
+fn parameter(input: &mut PtxInput) -> PtxParseResult<(String, String)> {
     let param = directive.verify(|&word: &&str| word == "param").context(".param");
     let ty = preceded(param, directive).parse_next(input)?.to_string();
     loop {
@@ -354,25 +354,25 @@ fn parameter(input: &mut Input) -> Parsed<(String, String)> {
     }
 }
 
-fn limit(input: &mut Input) -> Parsed<Limit> {
+fn limit(input: &mut PtxInput) -> PtxParseResult<LimitDirective> {
     let line = line(input)?;
     let name = cut_err(directive).parse_next(input)?.to_string();
     if name == "pragma" {
         pragma(input)?;
-        return Ok(Limit { line, name, numbers: Vec::new() });
+        return Ok(LimitDirective { line, name, numbers: Vec::new() });
     }
     let numbers = opt(list(count)).parse_next(input)?.unwrap_or_default();
-    Ok(Limit { line, name, numbers })
+    Ok(LimitDirective { line, name, numbers })
 }
 
 /// `"…";`, which says nothing about results.
-fn pragma(input: &mut Input) -> Parsed<()> {
+fn pragma(input: &mut PtxInput) -> PtxParseResult<()> {
     let text = delimited(mark('"'), take_until(0.., '"'), '"').context("a string");
     cut_err(terminated(text, end)).void().parse_next(input)
 }
 
 /// What follows `.shared`: `.align 16 .b8 name[64];`
-fn variable(input: &mut Input) -> Parsed<Variable> {
+fn variable(input: &mut PtxInput) -> PtxParseResult<SharedVariable> {
     let line = line(input)?;
     let mut ty = cut_err(directive).parse_next(input)?;
     let mut align = None;
@@ -384,11 +384,11 @@ fn variable(input: &mut Input) -> Parsed<Variable> {
     let extent = delimited(mark('['), opt(count), cut_err(mark(']')));
     let elements = opt(extent).parse_next(input)?.unwrap_or(Some(1));
     end(input)?;
-    Ok(Variable { line, name, align, ty: ty.to_string(), elements })
+    Ok(SharedVariable { line, name, align, ty: ty.to_string(), elements })
 }
 
 /// Statements up to the `}` of the entry.
-fn body(input: &mut Input) -> Parsed<Vec<Statement>> {
+fn body(input: &mut PtxInput) -> PtxParseResult<Vec<PtxStatement>> {
     let mut body = Vec::new();
     let mut depth = 0;
     loop {
@@ -397,26 +397,26 @@ fn body(input: &mut Input) -> Parsed<Vec<Statement>> {
         match next {
             Some('{') => {
                 depth += 1;
-                body.push(Statement::Open);
+                body.push(PtxStatement::Open);
             }
             Some('}') if depth == 0 => return Ok(body),
             Some('}') => {
                 depth -= 1;
-                body.push(Statement::Close);
+                body.push(PtxStatement::Close);
             }
             Some(_) => body.extend(declaration(input, line)?),
             None => {
                 let label = terminated(name, (token(':'), not(':')));
                 match opt(label).parse_next(input)? {
-                    Some(name) => body.push(Statement::Label { line, name: name.to_string() }),
-                    None => body.push(Statement::Instruction(cut_err(instruction).parse_next(input)?)),
+                    Some(name) => body.push(PtxStatement::Label { line, name: name.to_string() }),
+                    None => body.push(PtxStatement::Instruction(cut_err(instruction).parse_next(input)?)),
                 }
             }
         }
     }
 }
 
-fn declaration(input: &mut Input, line: usize) -> Parsed<Option<Statement>> {
+fn declaration(input: &mut PtxInput, line: usize) -> PtxParseResult<Option<PtxStatement>> {
     let start = input.checkpoint();
     match cut_err(directive).parse_next(input)? {
         "reg" => {
@@ -428,10 +428,10 @@ fn declaration(input: &mut Input, line: usize) -> Parsed<Option<Statement>> {
                 return wrong(input, format!("more than {MOST_REGISTERS} registers of the name {name}"));
             }
             end(input)?;
-            Ok(Some(Statement::Registers { line, ty, names }))
+            Ok(Some(PtxStatement::Registers { line, ty, names }))
         }
-        "shared" => variable(input).map(|variable| Some(Statement::Shared(variable))),
-        // Which line of a source this was made from.
+        "shared" => variable(input).map(|variable| Some(PtxStatement::Shared(variable))),
+        // BarrierId line of a source this was made from.
         "loc" => till_line_ending.parse_next(input).map(|_| None),
         "pragma" => pragma(input).map(|()| None),
         other => {
@@ -443,7 +443,7 @@ fn declaration(input: &mut Input, line: usize) -> Parsed<Option<Statement>> {
 }
 
 /// `@!%p ld.shared.f32 %f, [%r + 4];`
-fn instruction(input: &mut Input) -> Parsed<Instruction> {
+fn instruction(input: &mut PtxInput) -> PtxParseResult<InstructionText> {
     let negated_name = (token(opt('!')), name).map(|(not, name)| (not.is_some(), name.to_string()));
     let guard = opt(preceded(mark('@'), cut_err(negated_name))).parse_next(input)?;
     let line = line(input)?;
@@ -452,36 +452,36 @@ fn instruction(input: &mut Input) -> Parsed<Instruction> {
     let name = (word(), rest).take().context("an instruction").parse_next(input)?.to_string();
     let operands = opt(list(operand)).parse_next(input)?.unwrap_or_default();
     cut_err(mark(';')).context("an operand, or ;").parse_next(input)?;
-    Ok(Instruction { line, guard, name, operands })
+    Ok(InstructionText { line, guard, name, operands })
 }
 
-fn operand(input: &mut Input) -> Parsed<Operand> {
+fn operand(input: &mut PtxInput) -> PtxParseResult<OperandText> {
     let vector = delimited(mark('{'), cut_err(list(simple)), cut_err(mark('}')));
-    alt((vector.map(Operand::Vector), address, simple)).context("an operand").parse_next(input)
+    alt((vector.map(OperandText::Vector), address, simple)).context("an operand").parse_next(input)
 }
 
-fn simple(input: &mut Input) -> Parsed<Operand> {
+fn simple(input: &mut PtxInput) -> PtxParseResult<OperandText> {
     let dotted = (name, opt(preceded('.', one_of(['x', 'y', 'z'])))).map(|(name, part)| match part {
         Some(part) => format!("{name}.{part}"),
         None => name.to_string(),
     });
     let named = (dotted, opt(preceded(mark('|'), cut_err(name)))).map(|(name, other)| match other {
-        Some(other) => Operand::Pair(name, other.to_string()),
-        None => Operand::Name(name),
+        Some(other) => OperandText::Pair(name, other.to_string()),
+        None => OperandText::Name(name),
     });
-    let negated = preceded(mark('!'), cut_err(name)).map(|name| Operand::Not(name.to_string()));
-    alt((negated, number.map(Operand::Number), named)).parse_next(input)
+    let negated = preceded(mark('!'), cut_err(name)).map(|name| OperandText::Not(name.to_string()));
+    alt((negated, number.map(OperandText::Number), named)).parse_next(input)
 }
 
 /// `[base]`, `[base + 16]`, `[base + -16]`
-fn address(input: &mut Input) -> Parsed<Operand> {
-    let base = cut_err(alt((number.map(Operand::Number), name.map(|name| Operand::Name(name.to_string())))));
+fn address(input: &mut PtxInput) -> PtxParseResult<OperandText> {
+    let base = cut_err(alt((number.map(OperandText::Number), name.map(|name| OperandText::Name(name.to_string())))));
     let offset = opt(preceded(mark('+'), cut_err(number)));
     let (base, offset) = delimited(mark('['), (base, offset), cut_err(mark(']'))).parse_next(input)?;
     let offset = match offset {
         None => 0,
-        Some(Number::Whole(offset)) if i32::try_from(offset).is_ok() => offset as i64,
+        Some(NumberText::Whole(offset)) if i32::try_from(offset).is_ok() => offset as i64,
         Some(_) => return wrong(input, "expected an offset of 32 bits".to_string()),
     };
-    Ok(Operand::Address(Box::new(base), offset))
+    Ok(OperandText::Address(Box::new(base), offset))
 }

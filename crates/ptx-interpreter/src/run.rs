@@ -8,10 +8,13 @@ use rand::{RngExt, SeedableRng};
 
 use super::arithmetic::{approximate, mask};
 use super::decode::MOST_SHARED;
-use super::instruction::{Action, Fill, Instruction, Routine, Slot, Special};
-use super::memory::Memory;
-use super::state::{ClusterBarrier, Cta, Known, LANES, Lanes, Ran, Thread, Warp, Wrong, lanes_of, lanes_where};
-use super::{Buffer, Fault, InterpretError, Launch, Options, Order};
+use super::instruction::{DecodedEntry, DecodedInstruction, InitialValue, PtxOperation, RegisterSlot, SpecialRegister};
+use super::memory::CheckedMemory;
+use super::state::{
+    ClusterBarrier, CtaState, LANES, LaneFault, LaneResult, LaneValues, ThreadState, VectorClock, WarpState, lanes_of,
+    lanes_where,
+};
+use super::{GlobalArray, GridLaunch, InterpretOptions, PtxFault, PtxInterpretError, ThreadOrder};
 
 /// How far apart global arrays begin, as a power of two; each begins in the middle of its own range.
 pub(super) const ARRAY_RANGE: u32 = 40;
@@ -21,12 +24,12 @@ pub(super) const PEER_RANGE: u32 = 24;
 const LONGEST_TURN: u64 = 64;
 
 /// A cluster at a moment of a run.
-pub(super) struct Machine<'a> {
-    pub(super) kernel: &'a Routine,
-    pub(super) launch: &'a Launch,
-    pub(super) options: &'a Options,
+pub(super) struct ClusterMachine<'a> {
+    pub(super) kernel: &'a DecodedEntry,
+    pub(super) launch: &'a GridLaunch,
+    pub(super) options: &'a InterpretOptions,
     pub(super) names: &'a [String],
-    pub(super) global: &'a mut [Memory],
+    pub(super) global: &'a mut [CheckedMemory],
     /// How late each of them begins, bytes.
     pub(super) late: &'a [u32],
     pub(super) arguments: &'a [usize],
@@ -35,9 +38,9 @@ pub(super) struct Machine<'a> {
     /// The cluster's place in the grid of clusters, and as a number.
     pub(super) place: [u32; 3],
     pub(super) cluster: u32,
-    pub(super) threads: Vec<Thread>,
-    pub(super) warps: Vec<Warp>,
-    pub(super) ctas: Vec<Cta>,
+    pub(super) threads: Vec<ThreadState>,
+    pub(super) warps: Vec<WarpState>,
+    pub(super) ctas: Vec<CtaState>,
     pub(super) barrier: ClusterBarrier,
     pub(super) alive: usize,
     pub(super) work: &'a mut u64,
@@ -53,8 +56,13 @@ fn split(index: u32, extents: [u32; 3]) -> [u32; 3] {
 }
 
 /// What is wrong with the launch, or with the buffers.
-fn check(kernel: &Routine, launch: &Launch, buffers: &[Buffer], arguments: &[usize]) -> Result<(), String> {
-    let Launch { grid, block, cluster, dynamic_shared } = *launch;
+fn check(
+    kernel: &DecodedEntry,
+    launch: &GridLaunch,
+    buffers: &[GlobalArray],
+    arguments: &[usize],
+) -> Result<(), String> {
+    let GridLaunch { grid, block, cluster, dynamic_shared } = *launch;
     let threads = volume(block).filter(|&threads| threads <= 1024);
     let Some(threads) = threads else {
         return Err(format!("a block of {block:?} threads, expected 1 to 1024"));
@@ -95,32 +103,32 @@ fn check(kernel: &Routine, launch: &Launch, buffers: &[Buffer], arguments: &[usi
     if let Some(buffer) = arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
         return Err(format!("argument {buffer} of {} buffers", buffers.len()));
     }
-    let beyond = |Buffer { name, bytes, unwritten, .. }: &Buffer| {
+    let beyond = |GlobalArray { name, bytes, unwritten, .. }: &GlobalArray| {
         let range = unwritten.iter().find(|range| range.start > range.end || range.end > bytes.len())?;
         Some(format!("unwritten bytes {range:?} of {name}, which has {}", bytes.len()))
     };
     buffers.iter().find_map(beyond).map_or(Ok(()), Err)
 }
 
-/// [`super::Module::run`] of one entry.
+/// [`super::PtxModule::run`] of one entry.
 pub(super) fn run(
-    kernel: &Routine,
-    launch: &Launch,
-    buffers: Vec<Buffer>,
+    kernel: &DecodedEntry,
+    launch: &GridLaunch,
+    buffers: Vec<GlobalArray>,
     arguments: &[usize],
-    options: &Options,
-) -> Result<Vec<Buffer>, InterpretError> {
-    check(kernel, launch, &buffers, arguments).map_err(InterpretError::Launch)?;
+    options: &InterpretOptions,
+) -> Result<Vec<GlobalArray>, PtxInterpretError> {
+    check(kernel, launch, &buffers, arguments).map_err(PtxInterpretError::Launch)?;
     let mut arrays = kernel.arrays.clone();
     arrays.extend(kernel.dynamic.map(|start| (start, start + launch.dynamic_shared)));
     let mut names = Vec::new();
     let mut global = Vec::new();
     let mut not_there = Vec::new();
     let mut late = Vec::new();
-    for Buffer { name, bytes, unwritten, late: of_buffer } in buffers {
+    for GlobalArray { name, bytes, unwritten, late: of_buffer } in buffers {
         names.push(name);
         late.push(of_buffer);
-        let mut memory = Memory::written(bytes);
+        let mut memory = CheckedMemory::written(bytes);
         for bytes in &unwritten {
             memory.forget(bytes.clone());
         }
@@ -130,15 +138,15 @@ pub(super) fn run(
     let of_clusters = [0, 1, 2].map(|axis| launch.grid[axis] / launch.cluster[axis]);
     let mut clusters: Vec<u32> = (0..volume(of_clusters).unwrap_or(0)).collect();
     let mut random = match options.order {
-        Order::InSequence => None,
-        Order::Shuffled(seed) => Some(SmallRng::seed_from_u64(seed)),
+        ThreadOrder::InSequence => None,
+        ThreadOrder::Shuffled(seed) => Some(SmallRng::seed_from_u64(seed)),
     };
     if let Some(random) = &mut random {
         clusters.shuffle(random);
     }
     let mut work = 0;
     for cluster in clusters {
-        let mut machine = Machine {
+        let mut machine = ClusterMachine {
             kernel,
             launch,
             options,
@@ -167,26 +175,30 @@ pub(super) fn run(
     }
     for (memory, name) in global.iter().zip(&names) {
         if let Some((bytes, first)) = memory.never_written() {
-            return Err(InterpretError::Unwritten { buffer: name.clone(), bytes, first });
+            return Err(PtxInterpretError::Unwritten { buffer: name.clone(), bytes, first });
         }
     }
     let all = global.into_iter().zip(names).zip(not_there.into_iter().zip(late));
-    let buffer =
-        |((memory, name), (unwritten, late)): ((Memory, _), _)| Buffer { name, bytes: memory.bytes, unwritten, late };
+    let buffer = |((memory, name), (unwritten, late)): ((CheckedMemory, _), _)| GlobalArray {
+        name,
+        bytes: memory.bytes,
+        unwritten,
+        late,
+    };
     Ok(all.map(buffer).collect())
 }
 
-impl Machine<'_> {
+impl ClusterMachine<'_> {
     /// Threads, warps and memory of the cluster.
     fn start(&mut self) {
-        let Launch { block, cluster, .. } = *self.launch;
+        let GridLaunch { block, cluster, .. } = *self.launch;
         let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
         let all = per_cta * ctas;
-        let nothing: Known = vec![0; all + ctas * self.kernel.barriers_of_a_cta].into();
+        let nothing: VectorClock = vec![0; all + ctas * self.kernel.barriers_of_a_cta].into();
         let shared = self.arrays.iter().map(|&(_, end)| end).max().unwrap_or(0) as usize;
         self.alive = all;
         for _ in 0..all {
-            self.threads.push(Thread {
+            self.threads.push(ThreadState {
                 clock: 1,
                 known: nothing.clone(),
                 fenced: None,
@@ -198,8 +210,8 @@ impl Machine<'_> {
             });
         }
         for cta in 0..ctas {
-            self.ctas.push(Cta {
-                shared: Memory::unwritten(vec![0xA5; shared]),
+            self.ctas.push(CtaState {
+                shared: CheckedMemory::unwritten(vec![0xA5; shared]),
                 barriers: HashMap::new(),
                 transactions: Vec::new(),
                 alive: per_cta as u64,
@@ -209,8 +221,9 @@ impl Machine<'_> {
                 let lanes = mask((per_cta - first).min(LANES) as u32) as u32;
                 let slots = self.kernel.slots.iter().map(|fill| self.filled(*fill, cta as u32, first as u32));
                 let slots = slots.collect();
-                let written = self.kernel.slots.iter().map(|fill| if *fill == Fill::Unwritten { 0 } else { u32::MAX });
-                self.warps.push(Warp {
+                let written =
+                    self.kernel.slots.iter().map(|fill| if *fill == InitialValue::Unwritten { 0 } else { u32::MAX });
+                self.warps.push(WarpState {
                     cta,
                     first: cta * per_cta + first,
                     lanes,
@@ -225,41 +238,41 @@ impl Machine<'_> {
     }
 
     /// What a slot holds in the lanes of the warp whose first thread is `first` of a CTA of this rank.
-    fn filled(&self, fill: Fill, rank: u32, first: u32) -> Lanes {
-        let Launch { grid, block, cluster, .. } = *self.launch;
+    fn filled(&self, fill: InitialValue, rank: u32, first: u32) -> LaneValues {
+        let GridLaunch { grid, block, cluster, .. } = *self.launch;
         let in_cluster = split(rank, cluster);
         let warps = volume(block).unwrap_or(0).div_ceil(LANES as u32);
         let special = match fill {
-            Fill::Unwritten => return [0xA5A5_A5A5_A5A5_A5A5; LANES],
-            Fill::Value(value) => return [value; LANES],
-            Fill::Parameter(parameter) => {
+            InitialValue::Unwritten => return [0xA5A5_A5A5_A5A5_A5A5; LANES],
+            InitialValue::Value(value) => return [value; LANES],
+            InitialValue::Parameter(parameter) => {
                 let array = self.arguments[parameter];
                 let address = (array as u64 + 1) << ARRAY_RANGE | 1 << (ARRAY_RANGE - 1);
                 return [address + u64::from(self.late[array]); LANES];
             }
-            Fill::Special(special) => special,
+            InitialValue::Special(special) => special,
         };
         let mut lanes = [0; LANES];
         for (lane, value) in (0_u32..).zip(&mut lanes) {
             *value = u64::from(match special {
-                Special::Tid(axis) => split(first + lane, block)[axis],
-                Special::Ntid(axis) => block[axis],
-                Special::Ctaid(axis) => self.place[axis] * cluster[axis] + in_cluster[axis],
-                Special::Nctaid(axis) => grid[axis],
-                Special::ClusterCtaid(axis) => in_cluster[axis],
-                Special::ClusterNctaid(axis) => cluster[axis],
-                Special::ClusterId(axis) => self.place[axis],
-                Special::Nclusterid(axis) => grid[axis] / cluster[axis],
-                Special::ClusterCtarank => rank,
-                Special::ClusterNctarank => volume(cluster).unwrap_or(0),
-                Special::Laneid => lane,
-                Special::Warpid => first / LANES as u32,
-                Special::Nwarpid => warps,
-                Special::LanesBelow => mask(lane) as u32,
-                Special::LanesUpTo => mask(lane + 1) as u32,
-                Special::LanesFrom => !(mask(lane) as u32),
-                Special::LanesAbove => !(mask(lane + 1) as u32),
-                Special::LaneBit => 1 << lane,
+                SpecialRegister::Tid(axis) => split(first + lane, block)[axis],
+                SpecialRegister::Ntid(axis) => block[axis],
+                SpecialRegister::Ctaid(axis) => self.place[axis] * cluster[axis] + in_cluster[axis],
+                SpecialRegister::Nctaid(axis) => grid[axis],
+                SpecialRegister::ClusterCtaid(axis) => in_cluster[axis],
+                SpecialRegister::ClusterNctaid(axis) => cluster[axis],
+                SpecialRegister::ClusterId(axis) => self.place[axis],
+                SpecialRegister::Nclusterid(axis) => grid[axis] / cluster[axis],
+                SpecialRegister::ClusterCtarank => rank,
+                SpecialRegister::ClusterNctarank => volume(cluster).unwrap_or(0),
+                SpecialRegister::Laneid => lane,
+                SpecialRegister::Warpid => first / LANES as u32,
+                SpecialRegister::Nwarpid => warps,
+                SpecialRegister::LanesBelow => mask(lane) as u32,
+                SpecialRegister::LanesUpTo => mask(lane + 1) as u32,
+                SpecialRegister::LanesFrom => !(mask(lane) as u32),
+                SpecialRegister::LanesAbove => !(mask(lane + 1) as u32),
+                SpecialRegister::LaneBit => 1 << lane,
             });
         }
         lanes
@@ -267,7 +280,7 @@ impl Machine<'_> {
 
     /// The CTA's place in the grid, as a number.
     pub(super) fn cta_in_grid(&self, cluster: u32, rank: u32) -> u32 {
-        let Launch { grid, cluster: extents, .. } = *self.launch;
+        let GridLaunch { grid, cluster: extents, .. } = *self.launch;
         let place = split(cluster, [0, 1, 2].map(|axis| grid[axis] / extents[axis]));
         let inside = split(rank, extents);
         let [x, y, z] = [0, 1, 2].map(|axis| place[axis] * extents[axis] + inside[axis]);
@@ -282,14 +295,14 @@ impl Machine<'_> {
         (self.cta_in_grid(cluster, inside / per_cta), inside % per_cta)
     }
 
-    pub(super) fn fault(&self, thread: usize, at: usize, fault: Fault, problem: String) -> InterpretError {
-        let Instruction { line, name, .. } = &self.kernel.instructions[at];
+    pub(super) fn fault(&self, thread: usize, at: usize, fault: PtxFault, problem: String) -> PtxInterpretError {
+        let DecodedInstruction { line, name, .. } = &self.kernel.instructions[at];
         let (cta, thread) = self.thread_of(self.cluster * self.agents() as u32 + thread as u32);
-        InterpretError::Fault { line: *line, name: name.clone(), cta, thread, fault, problem }
+        PtxInterpretError::Fault { line: *line, name: name.clone(), cta, thread, fault, problem }
     }
 
     /// All warps to their end.
-    fn run(&mut self) -> Result<(), InterpretError> {
+    fn run(&mut self) -> Result<(), PtxInterpretError> {
         let mut order: Vec<usize> = (0..self.warps.len()).collect();
         loop {
             if let Some(random) = &mut self.random {
@@ -309,7 +322,7 @@ impl Machine<'_> {
     }
 
     /// Whether anything was done: in sequence, until the warp waits; shuffled, one turn.
-    fn run_warp(&mut self, w: usize) -> Result<bool, InterpretError> {
+    fn run_warp(&mut self, w: usize) -> Result<bool, PtxInterpretError> {
         let mut progress = false;
         while let Some((group, at)) = self.next_group(w) {
             progress = true;
@@ -329,7 +342,7 @@ impl Machine<'_> {
         Ok(progress)
     }
 
-    /// Lanes that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a
+    /// LaneValues that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a
     /// collective one for which nobody is missing.
     fn next_group(&mut self, w: usize) -> Option<(u32, usize)> {
         let warp = &self.warps[w];
@@ -378,14 +391,16 @@ impl Machine<'_> {
             return None;
         }
         match &self.kernel.instructions[at].action {
-            Action::Barrier { aligned: true, .. }
-            | Action::ClusterArrive { aligned: true, .. }
-            | Action::ClusterWait { aligned: true } => (absent != 0).then(|| (first, absent.trailing_zeros() as usize)),
-            Action::WarpBarrier { members }
-            | Action::Shuffle { members, .. }
-            | Action::Vote { members, .. }
-            | Action::Reduce { members, .. }
-            | Action::Elect { members, .. } => {
+            PtxOperation::Barrier { aligned: true, .. }
+            | PtxOperation::ClusterArrive { aligned: true, .. }
+            | PtxOperation::ClusterWait { aligned: true } => {
+                (absent != 0).then(|| (first, absent.trailing_zeros() as usize))
+            }
+            PtxOperation::WarpBarrier { members }
+            | PtxOperation::Shuffle { members, .. }
+            | PtxOperation::Vote { members, .. }
+            | PtxOperation::Reduce { members, .. }
+            | PtxOperation::Elect { members, .. } => {
                 let members = &warp.slots[*members];
                 // A lane names itself, and those it names do the same at once but for those who exited.
                 lanes_of(active).find_map(|lane| {
@@ -399,7 +414,7 @@ impl Machine<'_> {
     }
 
     /// The lanes of `group` from instruction `at` on, while they stay together, for `most` instructions.
-    fn run_group(&mut self, w: usize, group: u32, at: usize, most: u64) -> Result<(), InterpretError> {
+    fn run_group(&mut self, w: usize, group: u32, at: usize, most: u64) -> Result<(), PtxInterpretError> {
         let kernel = self.kernel;
         let warp = &self.warps[w];
         // Where others of the warp wait to be joined.
@@ -409,12 +424,13 @@ impl Machine<'_> {
         for _ in 0..most {
             *self.work += 1;
             if *self.work > self.options.most_work {
-                return Err(InterpretError::Endless { most: self.options.most_work });
+                return Err(PtxInterpretError::Endless { most: self.options.most_work });
             }
             let instruction = &kernel.instructions[pc];
             let done = self.step(w, group, pc, instruction);
-            let next = done
-                .map_err(|Wrong { lane, fault, problem }| self.fault(self.warps[w].first + lane, pc, fault, problem))?;
+            let next = done.map_err(|LaneFault { lane, fault, problem }| {
+                self.fault(self.warps[w].first + lane, pc, fault, problem)
+            })?;
             let Some(next) = next else { return Ok(()) };
             pc = next;
             if instruction.action.is_collective()
@@ -431,7 +447,7 @@ impl Machine<'_> {
     }
 
     /// One instruction by the lanes of `group`: where they go on, or None where they part or wait.
-    fn step(&mut self, w: usize, group: u32, pc: usize, instruction: &Instruction) -> Ran<Option<usize>> {
+    fn step(&mut self, w: usize, group: u32, pc: usize, instruction: &DecodedInstruction) -> LaneResult<Option<usize>> {
         if let Some((guard, _)) = instruction.guard {
             self.check_written(w, group, guard)?;
         }
@@ -442,7 +458,7 @@ impl Machine<'_> {
             }
         }
         match &instruction.action {
-            Action::Branch { to, uniform } => {
+            PtxOperation::Branch { to, uniform } => {
                 if active == group {
                     return Ok(Some(*to));
                 }
@@ -453,20 +469,20 @@ impl Machine<'_> {
                 if *uniform && self.random.is_none() {
                     let lane = (group & !active).trailing_zeros() as usize;
                     let problem = "some threads of the warp take the branch and this does not".to_string();
-                    return Err(Wrong { lane, fault: Fault::Divergence, problem });
+                    return Err(LaneFault { lane, fault: PtxFault::Divergence, problem });
                 }
                 self.set_pcs(w, active, *to);
                 self.set_pcs(w, group & !active, pc + 1);
                 Ok(None)
             }
             _ if active == 0 => Ok(Some(pc + 1)),
-            Action::Exit => {
+            PtxOperation::Exit => {
                 self.set_pcs(w, group, pc + 1);
                 self.exit(w, active)?;
                 Ok(None)
             }
-            // Lanes may go on at different times.
-            Action::TryWait { complete, at, parity, acquires } => {
+            // LaneValues may go on at different times.
+            PtxOperation::TryWait { complete, at, parity, acquires } => {
                 self.set_pcs(w, group, pc + 1);
                 self.try_wait(w, active, pc, (*at, *parity, *complete), *acquires)?;
                 Ok(None)
@@ -489,16 +505,16 @@ impl Machine<'_> {
         }
     }
 
-    fn check_written(&self, w: usize, active: u32, slot: Slot) -> Ran<()> {
+    fn check_written(&self, w: usize, active: u32, slot: RegisterSlot) -> LaneResult<()> {
         let unwritten = active & !self.warps[w].written[slot];
         if unwritten == 0 {
             return Ok(());
         }
         let problem = "a register that it reads was never written".to_string();
-        Err(Wrong { lane: unwritten.trailing_zeros() as usize, fault: Fault::Uninitialised, problem })
+        Err(LaneFault { lane: unwritten.trailing_zeros() as usize, fault: PtxFault::Uninitialised, problem })
     }
 
-    pub(super) fn set(&mut self, w: usize, active: u32, slot: Slot, values: &Lanes) {
+    pub(super) fn set(&mut self, w: usize, active: u32, slot: RegisterSlot, values: &LaneValues) {
         let warp = &mut self.warps[w];
         if active == u32::MAX {
             warp.slots[slot] = *values;
@@ -511,7 +527,13 @@ impl Machine<'_> {
     }
 
     /// `function` of three slots, lane by lane.
-    pub(super) fn map(&self, w: usize, active: u32, of: [Slot; 3], function: impl Fn(u64, u64, u64) -> u64) -> Lanes {
+    pub(super) fn map(
+        &self,
+        w: usize,
+        active: u32,
+        of: [RegisterSlot; 3],
+        function: impl Fn(u64, u64, u64) -> u64,
+    ) -> LaneValues {
         let [a, b, c] = of.map(|slot| &self.warps[w].slots[slot]);
         let mut values = [0; LANES];
         for lane in lanes_of(active) {
@@ -520,18 +542,18 @@ impl Machine<'_> {
         values
     }
 
-    fn act(&mut self, w: usize, active: u32, pc: usize, action: &Action) -> Ran<()> {
+    fn act(&mut self, w: usize, active: u32, pc: usize, action: &PtxOperation) -> LaneResult<()> {
         match action {
-            Action::Compute { to, of, function } => {
+            PtxOperation::Compute { to, of, function } => {
                 let values = self.map(w, active, *of, function);
                 self.set(w, active, *to, &values);
             }
-            Action::Approximate { to, of: [a, b], function, ftz } => {
+            PtxOperation::Approximate { to, of: [a, b], function, ftz } => {
                 let units = self.options.units;
                 let values = self.map(w, active, [*a, *b, *b], |a, b, _| approximate(*function, units, *ftz, a, b));
                 self.set(w, active, *to, &values);
             }
-            Action::Compare { to, of, function } => {
+            PtxOperation::Compare { to, of, function } => {
                 let both = self.map(w, active, *of, |a, b, c| {
                     let [first, second] = function(a, b, c);
                     u64::from(first) | u64::from(second) << 1
@@ -542,7 +564,7 @@ impl Machine<'_> {
                     }
                 }
             }
-            Action::Split { to, of, bits } => {
+            PtxOperation::Split { to, of, bits } => {
                 let whole = self.warps[w].slots[*of];
                 for (i, to) in (0_u32..).zip(to) {
                     if let Some(to) = to {
@@ -550,7 +572,7 @@ impl Machine<'_> {
                     }
                 }
             }
-            Action::Join { to, of, bits } => {
+            PtxOperation::Join { to, of, bits } => {
                 let mut values = [0; LANES];
                 for (i, slot) in (0_u32..).zip(of) {
                     for (value, part) in values.iter_mut().zip(&self.warps[w].slots[*slot]) {
@@ -559,7 +581,7 @@ impl Machine<'_> {
                 }
                 self.set(w, active, *to, &values);
             }
-            Action::Map { to, address, rank } => {
+            PtxOperation::Map { to, address, rank } => {
                 let ctas = self.ctas.len() as u64;
                 let of = [*address, *rank, *rank];
                 let beyond =
@@ -567,19 +589,21 @@ impl Machine<'_> {
                 if let Some(lane) = lanes_of(active).find(|&lane| beyond[lane] == 1) {
                     let rank = self.warps[w].slots[*rank][lane];
                     let problem = format!("rank {rank} of {ctas} CTAs, or an address that is not of one's own");
-                    return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                    return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
                 }
                 let values = self.map(w, active, of, |address, rank, _| (rank + 1) << PEER_RANGE | address);
                 self.set(w, active, *to, &values);
             }
-            Action::Load { .. } => self.load(w, active, pc, action)?,
-            Action::Store { space, to, bytes, of } => self.store(w, active, pc, (*space, *to), *bytes as usize, of)?,
-            Action::Atomic { space, at, ty, operation, to, of } => {
+            PtxOperation::Load { .. } => self.load(w, active, pc, action)?,
+            PtxOperation::Store { space, to, bytes, of } => {
+                self.store(w, active, pc, (*space, *to), *bytes as usize, of)?
+            }
+            PtxOperation::Atomic { space, at, ty, operation, to, of } => {
                 for lane in lanes_of(active) {
                     self.atomic(w, lane, pc, (*space, *at), (*ty, *operation), *to, *of)?;
                 }
             }
-            Action::Copy { to, from, bytes, read, ignore } => {
+            PtxOperation::Copy { to, from, bytes, read, ignore } => {
                 for lane in lanes_of(active) {
                     let slots = &self.warps[w].slots;
                     let whole = u64::from(*bytes);
@@ -587,42 +611,42 @@ impl Machine<'_> {
                     let count = if ignore.is_some_and(|ignore| slots[ignore][lane] == 1) { 0 } else { count };
                     if count > whole {
                         let problem = format!("{count} bytes to be read for {whole}");
-                        return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                        return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
                     }
                     self.copy(w, lane, pc, (*from, count as usize), (*to, whole as usize))?;
                 }
             }
-            Action::CommitCopies => self.commit_copies(w, active),
-            Action::WaitCopies(groups) => self.finish_copies(w, active, pc, *groups),
-            Action::WaitAllCopies => {
+            PtxOperation::CommitCopies => self.commit_copies(w, active),
+            PtxOperation::WaitCopies(groups) => self.finish_copies(w, active, pc, *groups),
+            PtxOperation::WaitAllCopies => {
                 self.commit_copies(w, active);
                 self.finish_copies(w, active, pc, 0);
             }
-            Action::StoreAsync { .. }
-            | Action::InitialiseBarrier { .. }
-            | Action::ArriveAtBarrier { .. }
-            | Action::FenceInitialised => self.act_on_barrier(w, active, pc, action)?,
-            Action::Fence { beyond_cta } => {
+            PtxOperation::StoreAsync { .. }
+            | PtxOperation::InitialiseBarrier { .. }
+            | PtxOperation::ArriveAtBarrier { .. }
+            | PtxOperation::FenceInitialised => self.act_on_barrier(w, active, pc, action)?,
+            PtxOperation::Fence { beyond_cta } => {
                 for lane in lanes_of(active).filter(|_| *beyond_cta) {
                     let thread = &mut self.threads[self.warps[w].first + lane];
                     thread.fenced = Some((thread.known.clone(), thread.clock));
                     thread.clock += 1;
                 }
             }
-            Action::ActiveMask { to } => self.set(w, active, *to, &[active.into(); LANES]),
-            Action::Nothing => {}
+            PtxOperation::ActiveMask { to } => self.set(w, active, *to, &[active.into(); LANES]),
+            PtxOperation::Nothing => {}
             _ => unreachable!("a branch, an exit or a collective instruction"),
         }
         Ok(())
     }
 
-    fn exit(&mut self, w: usize, lanes: u32) -> Ran<()> {
-        let Warp { first, cta, .. } = self.warps[w];
+    fn exit(&mut self, w: usize, lanes: u32) -> LaneResult<()> {
+        let WarpState { first, cta, .. } = self.warps[w];
         for lane in lanes_of(lanes) {
             let thread = &self.threads[first + lane];
             if !thread.copies.is_empty() || thread.groups.iter().any(|group| !group.is_empty()) {
                 let problem = "it exits, and a cp.async that it issued was not waited for".to_string();
-                return Err(Wrong { lane, fault: Fault::NotCopied, problem });
+                return Err(LaneFault { lane, fault: PtxFault::NotCopied, problem });
             }
         }
         self.warps[w].alive &= !lanes;
@@ -641,7 +665,7 @@ impl Machine<'_> {
     }
 
     /// Who waits where, and who is missing.
-    fn deadlock(&self) -> InterpretError {
+    fn deadlock(&self) -> PtxInterpretError {
         let at = |thread: usize| {
             let (w, lane) = self.lane_of(thread);
             let warp = &self.warps[w];
@@ -655,30 +679,30 @@ impl Machine<'_> {
             let here: Vec<usize> = all.iter().filter(|&&(_, pc)| pc == place).map(|&(thread, _)| thread).collect();
             let first = self.cluster * self.agents() as u32 + here[0] as u32;
             let (cta, thread) = self.thread_of(first);
-            let Instruction { line, name, .. } = &self.kernel.instructions[place];
+            let DecodedInstruction { line, name, .. } = &self.kernel.instructions[place];
             format!("{} threads wait at line {line} ({name}), the first CTA {cta}, thread {thread}", here.len())
         });
         let told: Vec<String> = told.chain(self.missing_on_barriers()).collect();
         let exited = self.threads.len() - all.len();
         let problem = format!("{}; {exited} threads have exited", told.join("; "));
-        self.fault(all[0].0, all[0].1, Fault::Deadlock, problem)
+        self.fault(all[0].0, all[0].1, PtxFault::Deadlock, problem)
     }
 
     /// That no CTA may have exited when a peer touched its memory: some thread of it knew of the touch.
-    fn check_peers(&self) -> Result<(), InterpretError> {
+    fn check_peers(&self) -> Result<(), PtxInterpretError> {
         let per_cta = self.threads.len() / self.ctas.len();
         for (rank, cta) in self.ctas.iter().enumerate() {
             if let Some((thread, at)) = self.stored_after_exit(rank) {
                 let cta = self.cta_in_grid(self.cluster, rank as u32);
                 let problem = format!("nothing keeps CTA {cta} from exiting before these bytes are stored");
-                return Err(self.fault(thread, at as usize, Fault::PeerExited, problem));
+                return Err(self.fault(thread, at as usize, PtxFault::PeerExited, problem));
             }
             for (toucher, &(clock, at)) in cta.touched.iter().enumerate().filter(|(_, (clock, _))| *clock > 0) {
                 let threads = &self.threads[rank * per_cta..][..per_cta];
                 if !threads.iter().any(|thread| thread.known[toucher] >= clock) {
                     let cta = self.cta_in_grid(self.cluster, rank as u32);
                     let problem = format!("nothing keeps CTA {cta} from exiting before this");
-                    return Err(self.fault(toucher, at as usize, Fault::PeerExited, problem));
+                    return Err(self.fault(toucher, at as usize, PtxFault::PeerExited, problem));
                 }
             }
         }

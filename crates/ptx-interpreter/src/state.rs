@@ -3,45 +3,45 @@
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 
-use super::Fault;
-use super::instruction::{BarrierReduction, Slot};
-use super::memory::Memory;
+use super::PtxFault;
+use super::instruction::{BarrierReduction, RegisterSlot};
+use super::memory::CheckedMemory;
 use super::transaction::TransactionBarrier;
 
 /// Threads of a warp.
 pub(super) const LANES: usize = 32;
 
 /// A value for each.
-pub(super) type Lanes = [u64; LANES];
+pub(super) type LaneValues = [u64; LANES];
 
 /// The clock of every thread of the cluster, and of every barrier in its shared memory, up to which a thread has learnt of it.
-pub(super) type Known = Rc<[u32]>;
+pub(super) type VectorClock = Rc<[u32]>;
 
 /// What a thread did wrong, before it is known where.
-pub(super) struct Wrong {
+pub(super) struct LaneFault {
     pub(super) lane: usize,
-    pub(super) fault: Fault,
+    pub(super) fault: PtxFault,
     pub(super) problem: String,
 }
 
-pub(super) type Ran<T> = Result<T, Wrong>;
+pub(super) type LaneResult<T> = Result<T, LaneFault>;
 
 /// What threads know once all have come together.
 #[derive(Clone, Default)]
-pub(super) struct Meeting {
+pub(super) struct ClockJoin {
     pub(super) clocks: Vec<u32>,
     /// Knowledge that is in `clocks` already.
-    pub(super) met: Vec<Known>,
+    pub(super) met: Vec<VectorClock>,
     pub(super) phases: u32,
 }
 
-impl Meeting {
-    pub(super) fn add(&mut self, known: &Known, thread: usize, clock: u32) {
+impl ClockJoin {
+    pub(super) fn add(&mut self, known: &VectorClock, thread: usize, clock: u32) {
         self.join(known);
         self.clocks[thread] = self.clocks[thread].max(clock);
     }
 
-    pub(super) fn join(&mut self, known: &Known) {
+    pub(super) fn join(&mut self, known: &VectorClock) {
         if self.clocks.is_empty() {
             self.clocks = vec![0; known.len()];
         }
@@ -56,7 +56,7 @@ impl Meeting {
 }
 
 /// A copy under way: where from and where to, and the bytes read and written.
-pub(super) struct Copying {
+pub(super) struct AsyncCopy {
     pub(super) array: usize,
     pub(super) from: usize,
     pub(super) read: usize,
@@ -64,49 +64,49 @@ pub(super) struct Copying {
     pub(super) written: usize,
 }
 
-pub(super) struct Thread {
+pub(super) struct ThreadState {
     pub(super) clock: u32,
-    pub(super) known: Known,
+    pub(super) known: VectorClock,
     /// What a relaxed arrival passes on: what was known at the last fence.
-    pub(super) fenced: Option<(Known, u32)>,
+    pub(super) fenced: Option<(VectorClock, u32)>,
     /// Phases of the cluster's barrier that it knows to be over.
     pub(super) phases: u32,
     pub(super) arrivals: u32,
     pub(super) waits: u32,
-    pub(super) copies: Vec<Copying>,
-    pub(super) groups: VecDeque<Vec<Copying>>,
+    pub(super) copies: Vec<AsyncCopy>,
+    pub(super) groups: VecDeque<Vec<AsyncCopy>>,
 }
 
-pub(super) struct Warp {
+pub(super) struct WarpState {
     pub(super) cta: usize,
     /// The thread of lane 0, in the cluster.
     pub(super) first: usize,
-    /// Lanes that there are, that have not exited, that wait.
+    /// LaneValues that there are, that have not exited, that wait.
     pub(super) lanes: u32,
     pub(super) alive: u32,
     pub(super) waiting: u32,
     pub(super) pcs: [usize; LANES],
-    pub(super) slots: Vec<Lanes>,
+    pub(super) slots: Vec<LaneValues>,
     /// Of each slot, the lanes that hold something.
     pub(super) written: Vec<u32>,
 }
 
 /// A barrier of a CTA on which some have arrived.
 #[derive(Default)]
-pub(super) struct Barrier {
+pub(super) struct CtaBarrier {
     /// None where all threads take part.
     pub(super) expected: Option<u64>,
     pub(super) arrived: u64,
     pub(super) waiting: Vec<usize>,
-    pub(super) meeting: Meeting,
+    pub(super) meeting: ClockJoin,
     /// Threads whose predicate held.
     pub(super) held: u64,
-    pub(super) reduces: Vec<(usize, Slot, BarrierReduction)>,
+    pub(super) reduces: Vec<(usize, RegisterSlot, BarrierReduction)>,
 }
 
-pub(super) struct Cta {
-    pub(super) shared: Memory,
-    pub(super) barriers: HashMap<u64, Barrier>,
+pub(super) struct CtaState {
+    pub(super) shared: CheckedMemory,
+    pub(super) barriers: HashMap<u64, CtaBarrier>,
     /// Barriers in its shared memory, in the order in which they were initialised.
     pub(super) transactions: Vec<TransactionBarrier>,
     pub(super) alive: u64,
@@ -120,11 +120,11 @@ pub(super) struct ClusterBarrier {
     pub(super) waiting: Vec<usize>,
     /// Phases that are over.
     pub(super) phases: u32,
-    pub(super) meeting: Meeting,
+    pub(super) meeting: ClockJoin,
     /// What the last phase passed on.
-    pub(super) passed: Option<Known>,
+    pub(super) passed: Option<VectorClock>,
     /// What it came to with what threads knew themselves.
-    pub(super) joined: Vec<[Known; 2]>,
+    pub(super) joined: Vec<[VectorClock; 2]>,
 }
 
 /// The lanes of a mask.

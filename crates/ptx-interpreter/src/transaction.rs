@@ -9,11 +9,11 @@
 
 use std::collections::HashSet;
 
-use super::Fault;
-use super::instruction::{Action, Address, Slot, Space};
-use super::memory::Toucher;
-use super::run::Machine;
-use super::state::{Known, LANES, Meeting, Ran, Thread, Wrong, lanes_of};
+use super::PtxFault;
+use super::instruction::{OperandAddress, PtxOperation, RegisterSlot, StateSpace};
+use super::memory::Accessor;
+use super::run::ClusterMachine;
+use super::state::{ClockJoin, LANES, LaneFault, LaneResult, ThreadState, VectorClock, lanes_of};
 
 /// Barriers that a CTA may have.
 pub(super) const MOST_BARRIERS: usize = 8;
@@ -24,7 +24,7 @@ const MOST_COUNTED: i64 = (1 << 20) - 1;
 
 /// The knowledge that a wait gives to the thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Acquires {
+pub(super) enum AcquireScope {
     Nothing,
     /// All that threads of the CTA released by their arrivals.
     OfCta,
@@ -33,11 +33,11 @@ pub(super) enum Acquires {
 }
 
 /// A thread that waits for the end of a phase.
-struct Waiting {
+struct PhaseWaiter {
     thread: usize,
-    complete: Slot,
+    complete: RegisterSlot,
     parity: u64,
-    acquires: Acquires,
+    acquires: AcquireScope,
 }
 
 /// A barrier in shared memory.
@@ -51,12 +51,12 @@ pub(super) struct TransactionBarrier {
     bytes: i64,
     /// Phases that are over.
     phases: u32,
-    meeting: Meeting,
+    meeting: ClockJoin,
     /// Knowledge that the arrivals of the last phase passed on.
-    passed: Option<Known>,
+    passed: Option<VectorClock>,
     /// Cluster phases that those who arrived knew to be over.
     passed_phases: u32,
-    waiting: Vec<Waiting>,
+    waiting: Vec<PhaseWaiter>,
     /// Threads that have tried to wait for the end of a phase, which may fail once however late it is.
     tried: HashSet<(usize, u32)>,
     /// The last asynchronous store: the agent's clock by which it is over, the thread and the instruction.
@@ -64,20 +64,20 @@ pub(super) struct TransactionBarrier {
 }
 
 /// A barrier of the cluster by its CTA and its number there.
-type Which = (usize, usize);
+type BarrierId = (usize, usize);
 
-impl Machine<'_> {
+impl ClusterMachine<'_> {
     /// Runs an instruction on a barrier that waits for nothing.
-    pub(super) fn act_on_barrier(&mut self, w: usize, active: u32, pc: usize, action: &Action) -> Ran<()> {
+    pub(super) fn act_on_barrier(&mut self, w: usize, active: u32, pc: usize, action: &PtxOperation) -> LaneResult<()> {
         match action {
-            Action::StoreAsync { to, bytes, of, barrier } => {
+            PtxOperation::StoreAsync { to, bytes, of, barrier } => {
                 self.store_async(w, active, pc, (*to, *barrier), (*bytes as usize, of))
             }
-            Action::InitialiseBarrier { at, count } => self.initialise_barrier(w, active, pc, *at, *count),
-            Action::ArriveAtBarrier { at, bytes, releases } => {
+            PtxOperation::InitialiseBarrier { at, count } => self.initialise_barrier(w, active, pc, *at, *count),
+            PtxOperation::ArriveAtBarrier { at, bytes, releases } => {
                 self.arrive_at_barrier(w, active, pc, *at, (*bytes, *releases))
             }
-            Action::FenceInitialised => {
+            PtxOperation::FenceInitialised => {
                 self.fence_initialised(w, active);
                 Ok(())
             }
@@ -90,7 +90,7 @@ impl Machine<'_> {
         self.threads.len() + self.ctas.len() * self.kernel.barriers_of_a_cta
     }
 
-    fn agent(&self, (cta, number): Which) -> usize {
+    fn agent(&self, (cta, number): BarrierId) -> usize {
         self.threads.len() + cta * self.kernel.barriers_of_a_cta + number
     }
 
@@ -102,10 +102,17 @@ impl Machine<'_> {
     }
 
     /// Runs `mbarrier.init`.
-    fn initialise_barrier(&mut self, w: usize, active: u32, pc: usize, at: Address, count: Slot) -> Ran<()> {
+    fn initialise_barrier(
+        &mut self,
+        w: usize,
+        active: u32,
+        pc: usize,
+        at: OperandAddress,
+        count: RegisterSlot,
+    ) -> LaneResult<()> {
         for lane in lanes_of(active) {
-            let undefined = |problem| Err(Wrong { lane, fault: Fault::Undefined, problem });
-            let (cta, start) = self.locate_shared(w, lane, Space::Shared, at, BARRIER_BYTES)?;
+            let undefined = |problem| Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
+            let (cta, start) = self.locate_shared(w, lane, StateSpace::Shared, at, BARRIER_BYTES)?;
             let count = self.warps[w].slots[count][lane] as i64;
             if self.is_barrier(cta, start, BARRIER_BYTES) {
                 return undefined("it is initialised twice, expected once".to_string());
@@ -126,7 +133,7 @@ impl Machine<'_> {
                 pending: count,
                 bytes: 0,
                 phases: 0,
-                meeting: Meeting::default(),
+                meeting: ClockJoin::default(),
                 passed: None,
                 passed_phases: 0,
                 waiting: Vec::new(),
@@ -162,12 +169,19 @@ impl Machine<'_> {
     }
 
     /// Returns the barrier at an address, which the lane must know to be initialised.
-    fn barrier_at(&mut self, w: usize, lane: usize, pc: usize, space: Space, at: Address) -> Ran<Which> {
+    fn barrier_at(
+        &mut self,
+        w: usize,
+        lane: usize,
+        pc: usize,
+        space: StateSpace,
+        at: OperandAddress,
+    ) -> LaneResult<BarrierId> {
         let (cta, start) = self.locate_shared(w, lane, space, at, BARRIER_BYTES)?;
         let found = self.ctas[cta].transactions.iter().position(|barrier| barrier.start == start);
         let Some(number) = found else {
             let problem = "there is no barrier here, expected one that mbarrier.init has made".to_string();
-            return Err(Wrong { lane, fault: Fault::Uninitialised, problem });
+            return Err(LaneFault { lane, fault: PtxFault::Uninitialised, problem });
         };
         self.use_barrier(w, lane, pc, (cta, start, BARRIER_BYTES))?;
         Ok((cta, number))
@@ -179,17 +193,17 @@ impl Machine<'_> {
         w: usize,
         active: u32,
         pc: usize,
-        at: Address,
-        (bytes, releases): (Option<Slot>, bool),
-    ) -> Ran<()> {
+        at: OperandAddress,
+        (bytes, releases): (Option<RegisterSlot>, bool),
+    ) -> LaneResult<()> {
         for lane in lanes_of(active) {
-            let which @ (cta, number) = self.barrier_at(w, lane, pc, Space::Shared, at)?;
+            let which @ (cta, number) = self.barrier_at(w, lane, pc, StateSpace::Shared, at)?;
             let bytes = bytes.map_or(0, |bytes| self.warps[w].slots[bytes][lane] as i64);
             let index = self.warps[w].first + lane;
             let barrier = &mut self.ctas[cta].transactions[number];
             if barrier.pending == 0 {
                 let problem = format!("more arrivals in a phase than the {} that were expected", barrier.count);
-                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
             // The bytes are expected before the arrival counts.
             barrier.count_bytes(lane, bytes)?;
@@ -211,21 +225,21 @@ impl Machine<'_> {
         w: usize,
         active: u32,
         pc: usize,
-        (to, barrier): (Address, Address),
-        (each, of): (usize, &[Slot]),
-    ) -> Ran<()> {
+        (to, barrier): (OperandAddress, OperandAddress),
+        (each, of): (usize, &[RegisterSlot]),
+    ) -> LaneResult<()> {
         let bytes = each * of.len();
         for lane in lanes_of(active) {
-            let (cta, start) = self.locate_shared(w, lane, Space::Cluster, to, bytes)?;
-            let which @ (with, number) = self.barrier_at(w, lane, pc, Space::Cluster, barrier)?;
+            let (cta, start) = self.locate_shared(w, lane, StateSpace::Cluster, to, bytes)?;
+            let which @ (with, number) = self.barrier_at(w, lane, pc, StateSpace::Cluster, barrier)?;
             if with != cta {
                 let [to, of] = [cta, with].map(|cta| self.cta_in_grid(self.cluster, cta as u32));
                 let problem = format!("a store to CTA {to} and a barrier of CTA {of}, expected those of one CTA");
-                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
             if self.is_barrier(cta, start, bytes) {
                 let problem = "a store over a barrier".to_string();
-                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
             let over = self.ctas[cta].transactions[number].phases + 2;
             let agent = self.agent(which);
@@ -250,15 +264,15 @@ impl Machine<'_> {
         w: usize,
         active: u32,
         pc: usize,
-        (at, parity, complete): (Address, Slot, Slot),
-        acquires: Acquires,
-    ) -> Ran<()> {
+        (at, parity, complete): (OperandAddress, RegisterSlot, RegisterSlot),
+        acquires: AcquireScope,
+    ) -> LaneResult<()> {
         for lane in lanes_of(active) {
-            let which @ (cta, number) = self.barrier_at(w, lane, pc, Space::Shared, at)?;
+            let which @ (cta, number) = self.barrier_at(w, lane, pc, StateSpace::Shared, at)?;
             let parity = self.warps[w].slots[parity][lane];
             if parity > 1 {
                 let problem = format!("a parity of {parity}, expected 0 or 1");
-                return Err(Wrong { lane, fault: Fault::Undefined, problem });
+                return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
             let thread = self.warps[w].first + lane;
             let barrier = &mut self.ctas[cta].transactions[number];
@@ -270,7 +284,7 @@ impl Machine<'_> {
                 self.set(w, 1 << lane, complete, &[1; LANES]);
                 self.acquire_phase(thread, which, acquires);
             } else {
-                barrier.waiting.push(Waiting { thread, complete, parity, acquires });
+                barrier.waiting.push(PhaseWaiter { thread, complete, parity, acquires });
                 self.warps[w].waiting |= 1 << lane;
             }
         }
@@ -278,20 +292,20 @@ impl Machine<'_> {
     }
 
     /// Ends the phase of a barrier that lacks nothing, and lets the threads go on that wait for the end.
-    fn finish_transactions(&mut self, which @ (cta, number): Which) {
+    fn finish_transactions(&mut self, which @ (cta, number): BarrierId) {
         let barrier = &mut self.ctas[cta].transactions[number];
         if barrier.pending != 0 || barrier.bytes != 0 {
             return;
         }
         barrier.phases += 1;
         barrier.pending = barrier.count;
-        let Meeting { clocks, phases, .. } = std::mem::take(&mut barrier.meeting);
+        let ClockJoin { clocks, phases, .. } = std::mem::take(&mut barrier.meeting);
         barrier.passed = (!clocks.is_empty()).then(|| clocks.into());
         barrier.passed_phases = phases;
         let waiting = std::mem::take(&mut barrier.waiting);
         let (over, still): (Vec<_>, Vec<_>) = waiting.into_iter().partition(|of| barrier.is_over(of.parity));
         barrier.waiting = still;
-        for Waiting { thread, complete, acquires, .. } in over {
+        for PhaseWaiter { thread, complete, acquires, .. } in over {
             let (w, lane) = self.lane_of(thread);
             self.set(w, 1 << lane, complete, &[1; LANES]);
             self.acquire_phase(thread, which, acquires);
@@ -300,22 +314,22 @@ impl Machine<'_> {
     }
 
     /// Lets the thread know what it acquires from the phase that is over.
-    fn acquire_phase(&mut self, thread: usize, which @ (cta, number): Which, acquires: Acquires) {
-        if acquires == Acquires::Nothing {
+    fn acquire_phase(&mut self, thread: usize, which @ (cta, number): BarrierId, acquires: AcquireScope) {
+        if acquires == AcquireScope::Nothing {
             return;
         }
         let agent = self.agent(which);
         let barrier = &self.ctas[cta].transactions[number];
         let (passed, phases, over) = (barrier.passed.clone(), barrier.passed_phases, barrier.phases + 1);
-        let state: &mut Thread = &mut self.threads[thread];
+        let state: &mut ThreadState = &mut self.threads[thread];
         state.phases = state.phases.max(phases);
         if let Some(passed) = passed {
-            let mut meeting = Meeting::default();
+            let mut meeting = ClockJoin::default();
             meeting.join(&state.known);
             meeting.join(&passed);
             state.known = meeting.clocks.into();
         }
-        if acquires == Acquires::OfCluster {
+        if acquires == AcquireScope::OfCluster {
             self.learn(thread, agent, over);
         }
     }
@@ -352,19 +366,25 @@ impl Machine<'_> {
         pc: usize,
         (cta, start, bytes): (usize, usize, usize),
         (agent, clock): (usize, u32),
-    ) -> Ran<()> {
+    ) -> LaneResult<()> {
         let thread = self.warps[w].first + lane;
-        let Thread { clock: own, known, .. } = &self.threads[thread];
-        let by = Toucher { cluster: self.cluster, thread: thread as u32, clock: *own, known, at: pc as u32 };
+        let ThreadState { clock: own, known, .. } = &self.threads[thread];
+        let by = Accessor { cluster: self.cluster, thread: thread as u32, clock: *own, known, at: pc as u32 };
         let written = self.ctas[cta].shared.write_as(start, bytes, &by, (agent as u32, clock));
         written.map_err(|conflict| self.shared_conflict(lane, cta, &conflict))
     }
 
     /// Notes an operation on a barrier; none of them disturbs another.
-    fn use_barrier(&mut self, w: usize, lane: usize, pc: usize, (cta, start, bytes): (usize, usize, usize)) -> Ran<()> {
+    fn use_barrier(
+        &mut self,
+        w: usize,
+        lane: usize,
+        pc: usize,
+        (cta, start, bytes): (usize, usize, usize),
+    ) -> LaneResult<()> {
         let thread = self.warps[w].first + lane;
-        let Thread { clock, known, .. } = &self.threads[thread];
-        let by = Toucher { cluster: self.cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+        let ThreadState { clock, known, .. } = &self.threads[thread];
+        let by = Accessor { cluster: self.cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
         let used = self.ctas[cta].shared.read_and_write(start, bytes, &by);
         used.map_err(|conflict| self.shared_conflict(lane, cta, &conflict))
     }
@@ -377,13 +397,13 @@ impl TransactionBarrier {
     }
 
     /// Expects so many bytes more.
-    fn count_bytes(&mut self, lane: usize, more: i64) -> Ran<()> {
+    fn count_bytes(&mut self, lane: usize, more: i64) -> LaneResult<()> {
         self.bytes += more;
         if self.bytes.abs() <= MOST_COUNTED {
             return Ok(());
         }
         let problem =
             format!("a barrier that expects {} bytes, expected at most {MOST_COUNTED} either way", self.bytes);
-        Err(Wrong { lane, fault: Fault::Undefined, problem })
+        Err(LaneFault { lane, fault: PtxFault::Undefined, problem })
     }
 }

@@ -4,49 +4,49 @@ use std::fmt;
 
 /// What bits of a register stand for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Type {
+pub(super) enum PtxType {
     Pred,
     Bits(u32),
     Unsigned(u32),
     Signed(u32),
-    Float(Float),
+    Float(FloatFormat),
     /// Two floats, the first in the lower half.
-    Two(Float),
+    Two(FloatFormat),
 }
 
 /// A floating-point format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Float {
+pub(super) enum FloatFormat {
     F16,
     Bf16,
     F32,
 }
 
 /// What decides.
-pub(super) const PREDICATE: Type = Type::Pred;
+pub(super) const PREDICATE: PtxType = PtxType::Pred;
 
-impl Float {
+impl FloatFormat {
     pub(super) fn bits(self) -> u32 {
-        if self == Float::F32 { 32 } else { 16 }
+        if self == FloatFormat::F32 { 32 } else { 16 }
     }
 }
 
-impl Type {
+impl PtxType {
     pub(super) fn from_name(name: &str) -> Option<Self> {
         Some(match name {
-            "pred" => Type::Pred,
-            "f16" => Type::Float(Float::F16),
-            "bf16" => Type::Float(Float::Bf16),
-            "f32" => Type::Float(Float::F32),
-            "f16x2" => Type::Two(Float::F16),
-            "bf16x2" => Type::Two(Float::Bf16),
-            "f32x2" => Type::Two(Float::F32),
+            "pred" => PtxType::Pred,
+            "f16" => PtxType::Float(FloatFormat::F16),
+            "bf16" => PtxType::Float(FloatFormat::Bf16),
+            "f32" => PtxType::Float(FloatFormat::F32),
+            "f16x2" => PtxType::Two(FloatFormat::F16),
+            "bf16x2" => PtxType::Two(FloatFormat::Bf16),
+            "f32x2" => PtxType::Two(FloatFormat::F32),
             _ => {
                 let bits = name.get(1..)?.parse().ok().filter(|bits| [8, 16, 32, 64].contains(bits))?;
                 match &name[..1] {
-                    "b" => Type::Bits(bits),
-                    "u" => Type::Unsigned(bits),
-                    "s" => Type::Signed(bits),
+                    "b" => PtxType::Bits(bits),
+                    "u" => PtxType::Unsigned(bits),
+                    "s" => PtxType::Signed(bits),
                     _ => return None,
                 }
             }
@@ -56,55 +56,55 @@ impl Type {
     /// 1 for a predicate.
     pub(super) fn bits(self) -> u32 {
         match self {
-            Type::Pred => 1,
-            Type::Bits(bits) | Type::Unsigned(bits) | Type::Signed(bits) => bits,
-            Type::Float(float) => float.bits(),
-            Type::Two(float) => 2 * float.bits(),
+            PtxType::Pred => 1,
+            PtxType::Bits(bits) | PtxType::Unsigned(bits) | PtxType::Signed(bits) => bits,
+            PtxType::Float(float) => float.bits(),
+            PtxType::Two(float) => 2 * float.bits(),
         }
     }
 
     pub(super) fn is_float(self) -> bool {
-        matches!(self, Type::Float(_) | Type::Two(_))
+        matches!(self, PtxType::Float(_) | PtxType::Two(_))
     }
 
     pub(super) fn is_integer(self) -> bool {
-        matches!(self, Type::Unsigned(_) | Type::Signed(_))
+        matches!(self, PtxType::Unsigned(_) | PtxType::Signed(_))
     }
 
     pub(super) fn is_signed(self) -> bool {
-        matches!(self, Type::Signed(_))
+        matches!(self, PtxType::Signed(_))
     }
 
     /// Whether a register of this type may stand where an instruction of type `wanted` reads or writes.
     pub(super) fn serves(self, wanted: Self) -> bool {
         self.bits() == wanted.bits()
             && (self == wanted
-                || matches!(self, Type::Bits(_)) && wanted != Type::Pred
-                || matches!(wanted, Type::Bits(_)) && self != Type::Pred
+                || matches!(self, PtxType::Bits(_)) && wanted != PtxType::Pred
+                || matches!(wanted, PtxType::Bits(_)) && self != PtxType::Pred
                 || self.is_integer() && wanted.is_integer())
     }
 
     /// As [`serves`](Self::serves) for loads, stores and conversions: a register of integers may be wider.
     pub(super) fn serves_loosely(self, wanted: Self) -> bool {
-        let of_bits = |ty: Self| matches!(ty, Type::Bits(_)) || ty.is_integer();
+        let of_bits = |ty: Self| matches!(ty, PtxType::Bits(_)) || ty.is_integer();
         self.serves(wanted) || of_bits(self) && of_bits(wanted) && self.bits() > wanted.bits()
     }
 }
 
-impl fmt::Display for Type {
+impl fmt::Display for PtxType {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let name = |float| match float {
-            Float::F16 => "f16",
-            Float::Bf16 => "bf16",
-            Float::F32 => "f32",
+            FloatFormat::F16 => "f16",
+            FloatFormat::Bf16 => "bf16",
+            FloatFormat::F32 => "f32",
         };
         match *self {
-            Type::Pred => write!(f, ".pred"),
-            Type::Bits(bits) => write!(f, ".b{bits}"),
-            Type::Unsigned(bits) => write!(f, ".u{bits}"),
-            Type::Signed(bits) => write!(f, ".s{bits}"),
-            Type::Float(float) => write!(f, ".{}", name(float)),
-            Type::Two(float) => write!(f, ".{}x2", name(float)),
+            PtxType::Pred => write!(f, ".pred"),
+            PtxType::Bits(bits) => write!(f, ".b{bits}"),
+            PtxType::Unsigned(bits) => write!(f, ".u{bits}"),
+            PtxType::Signed(bits) => write!(f, ".s{bits}"),
+            PtxType::Float(float) => write!(f, ".{}", name(float)),
+            PtxType::Two(float) => write!(f, ".{}x2", name(float)),
         }
     }
 }

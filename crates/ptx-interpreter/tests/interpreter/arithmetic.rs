@@ -1,6 +1,6 @@
 //! What instructions compute, before arithmetic of 640 bits, before documented bounds, and by hand.
 
-use assay_ptx_interpreter::{Buffer, Launch, Module, Options, Units};
+use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, InterpretOptions, PtxModule};
 use astro_float::{BigFloat, RoundingMode};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn bits(ty: &str) -> u32 {
 
 impl Form<'_> {
     /// `%d` of each of the operands, by `units`.
-    fn by(&self, units: Units, operands: &[[u64; 3]]) -> Vec<u64> {
+    fn by(&self, units: ApproximateUnits, operands: &[[u64; 3]]) -> Vec<u64> {
         let Form { instruction, types: [d, a, b, c] } = self;
         let load = |name: &str, ty: &str, at: u32| format!("ld.global.b{} %{name}, [%rd2 + {at}];", bits(ty));
         let text = format!(
@@ -48,10 +48,11 @@ impl Form<'_> {
         let warps = operands.len().div_ceil(32);
         let mut bytes: Vec<u8> = operands.iter().flatten().flat_map(|x| x.to_le_bytes()).collect();
         bytes.resize(warps * 32 * 24, 0);
-        let launch = Launch { grid: [warps as u32, 1, 1], block: [32, 1, 1], cluster: [1, 1, 1], dynamic_shared: 0 };
-        let buffers = vec![Buffer::input("in", bytes), Buffer::output("out", warps * 32 * 8)];
-        let options = Options { units, ..Options::default() };
-        let module = Module::parse(&text).unwrap();
+        let launch =
+            GridLaunch { grid: [warps as u32, 1, 1], block: [32, 1, 1], cluster: [1, 1, 1], dynamic_shared: 0 };
+        let buffers = vec![GlobalArray::input("in", bytes), GlobalArray::output("out", warps * 32 * 8)];
+        let options = InterpretOptions { units, ..InterpretOptions::default() };
+        let module = PtxModule::parse(&text).unwrap();
         let out = module.run("one", &launch, buffers, &[0, 1], &options).unwrap();
         let all = out[1].bytes.chunks(8).map(|bytes| u64::from_le_bytes(bytes.try_into().unwrap()));
         all.take(operands.len()).collect()
@@ -59,7 +60,7 @@ impl Form<'_> {
 }
 
 fn of(instruction: &str, types: [&str; 4], operands: &[[u64; 3]]) -> Vec<u64> {
-    Form { instruction, types }.by(Units::Rounded, operands)
+    Form { instruction, types }.by(ApproximateUnits::Rounded, operands)
 }
 
 fn one(instruction: &str, types: [&str; 4], operands: [u64; 3]) -> u64 {
@@ -221,7 +222,7 @@ proptest! {
         ];
         for (instruction, exact, most) in table {
             let form = Form { instruction, types: F32 };
-            let [near, above, below] = [Units::Rounded, Units::Above, Units::Below].map(|units| form.by(units, &operands));
+            let [near, above, below] = [ApproximateUnits::Rounded, ApproximateUnits::Above, ApproximateUnits::Below].map(|units| form.by(units, &operands));
             for (i, &x) in all.iter().enumerate() {
                 let (a, b) = ((SINGLE.value)(x), (SINGLE.value)(b));
                 let right = exact(a, b);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Module, Options};
+use assay_ptx_interpreter::{GlobalArray, InterpretOptions, PtxFault, PtxInterpretError, PtxModule};
 
 use crate::small::{APART, CTA, PAIR, Shape, WARP, text};
 
@@ -17,7 +17,15 @@ const SHARE: &str = "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n st.shared.b
 /// `kept` runs and gives `expected` in each thread; with `other` in place of `line`, `fault` is found, and what is told of
 /// it has `told` in it.
 #[track_caller]
-fn needs(shape: Shape, kept: &str, expected: impl Fn(u32) -> u32, line: &str, other: &str, fault: Fault, told: &str) {
+fn needs(
+    shape: Shape,
+    kept: &str,
+    expected: impl Fn(u32) -> u32,
+    line: &str,
+    other: &str,
+    fault: PtxFault,
+    told: &str,
+) {
     let all = shape.ctas * shape.threads;
     assert_eq!(shape.run(kept).unwrap(), (0..all).map(expected).collect::<Vec<_>>());
     assert!(kept.contains(line));
@@ -29,76 +37,78 @@ fn needs(shape: Shape, kept: &str, expected: impl Fn(u32) -> u32, line: &str, ot
 #[test]
 fn registers_are_written_before_they_are_read() {
     let kept = format!("mov.u32 %r10, 5;\n add.u32 %r10, %r10, 1;\n{OUT}");
-    needs(WARP, &kept, |_| 6, "mov.u32 %r10, 5;\n", "", Fault::Uninitialised, "a register");
+    needs(WARP, &kept, |_| 6, "mov.u32 %r10, 5;\n", "", PtxFault::Uninitialised, "a register");
     // By every thread that reads.
     let some = "setp.lt.u32 %p0, %r0, 31;\n @%p0 mov.u32 %r10, 5;\n";
-    assert_eq!(WARP.found(&format!("{some}{OUT}")).0, Fault::Uninitialised);
+    assert_eq!(WARP.found(&format!("{some}{OUT}")).0, PtxFault::Uninitialised);
 }
 
 #[test]
 fn shared_memory_is_written_before_it_is_read() {
     let kept = format!("{SHARE} bar.sync 0;\n ld.shared.b32 %r10, [%r5];\n{OUT}");
-    needs(WARP, &kept, |i| i, "st.shared.b32 [%r5], %r0;", "", Fault::Uninitialised, "never written");
+    needs(WARP, &kept, |i| i, "st.shared.b32 [%r5], %r0;", "", PtxFault::Uninitialised, "never written");
     // By byte.
     let bytes = kept.replace("st.shared.b32 [%r5], %r0;", "st.shared.b8 [%r5], %r0; st.shared.b16 [%r5 + 2], %r0;");
-    assert_eq!(WARP.found(&bytes).0, Fault::Uninitialised);
+    assert_eq!(WARP.found(&bytes).0, PtxFault::Uninitialised);
 }
 
 #[test]
 fn outputs_are_written_whole_and_not_read() {
     let kept = format!("mov.u32 %r10, 5;\n{OUT}");
-    let module = Module::parse(&text(1, &kept)).unwrap();
+    let module = PtxModule::parse(&text(1, &kept)).unwrap();
     let error = |b: usize| {
-        let buffers = vec![Buffer::input("a", Vec::new()), Buffer::output("b", b)];
-        module.run("small", &WARP.launch(), buffers, &[0, 1], &Options::default()).unwrap_err()
+        let buffers = vec![GlobalArray::input("a", Vec::new()), GlobalArray::output("b", b)];
+        module.run("small", &WARP.launch(), buffers, &[0, 1], &InterpretOptions::default()).unwrap_err()
     };
-    assert_eq!(error(136), InterpretError::Unwritten { buffer: "b".into(), bytes: 8, first: 128 });
+    assert_eq!(error(136), PtxInterpretError::Unwritten { buffer: "b".into(), bytes: 8, first: 128 });
     assert_eq!(error(136).to_string(), "b: 8 bytes were never written, the first at 128");
     let read = format!("ld.global.b32 %r10, [%rd1];\n{OUT}");
-    assert_eq!(WARP.found(&read), (Fault::Uninitialised, "byte 0 of b was never written".into()));
+    assert_eq!(WARP.found(&read), (PtxFault::Uninitialised, "byte 0 of b was never written".into()));
     // A part of an array alone.
     let part = |bytes: Range<usize>, text: String| {
-        let buffers =
-            vec![Buffer::input("a", Vec::new()), Buffer::input("b", vec![0; 136]).unwritten(std::iter::once(bytes))];
-        Module::parse(&text).unwrap().run("small", &WARP.launch(), buffers, &[0, 1], &Options::default())
+        let buffers = vec![
+            GlobalArray::input("a", Vec::new()),
+            GlobalArray::input("b", vec![0; 136]).unwritten(std::iter::once(bytes)),
+        ];
+        PtxModule::parse(&text).unwrap().run("small", &WARP.launch(), buffers, &[0, 1], &InterpretOptions::default())
     };
     let whole = |bytes| part(bytes, text(1, &kept));
     assert!(whole(4..128).is_ok());
-    assert_eq!(whole(120..132).unwrap_err(), InterpretError::Unwritten { buffer: "b".into(), bytes: 4, first: 128 });
-    assert!(matches!(whole(120..137), Err(InterpretError::Launch(why)) if why.contains("120..137 of b")));
+    assert_eq!(whole(120..132).unwrap_err(), PtxInterpretError::Unwritten { buffer: "b".into(), bytes: 4, first: 128 });
+    assert!(matches!(whole(120..137), Err(PtxInterpretError::Launch(why)) if why.contains("120..137 of b")));
     let beyond = text(1, &format!("ld.global.b32 %r10, [%rd1 + 132];\n{OUT}"));
     part(0..128, beyond.clone()).unwrap();
-    assert!(matches!(part(132..136, beyond), Err(InterpretError::Fault { fault: Fault::Uninitialised, .. })));
+    assert!(matches!(part(132..136, beyond), Err(PtxInterpretError::Fault { fault: PtxFault::Uninitialised, .. })));
 }
 
 #[test]
 fn accesses_stay_inside() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n{OUT}");
     let beyond = "[%rd4 + 4]";
-    needs(WARP, &kept, |i| i, "[%rd4]", beyond, Fault::OutOfBounds, "4 bytes at byte 128 of a, which has 128");
-    needs(WARP, &kept, |i| i, "[%rd4]", "[%rd4 + -4]", Fault::OutOfBounds, "4 bytes at byte -4 of a, which has 128");
-    needs(WARP, &kept, |i| i, "%rd0, %rd2;\n ld", "%rd2, %rd2;\n ld", Fault::OutOfBounds, "which is in no array");
+    needs(WARP, &kept, |i| i, "[%rd4]", beyond, PtxFault::OutOfBounds, "4 bytes at byte 128 of a, which has 128");
+    needs(WARP, &kept, |i| i, "[%rd4]", "[%rd4 + -4]", PtxFault::OutOfBounds, "4 bytes at byte -4 of a, which has 128");
+    needs(WARP, &kept, |i| i, "%rd0, %rd2;\n ld", "%rd2, %rd2;\n ld", PtxFault::OutOfBounds, "which is in no array");
     // Nor do they begin inside and end outside.
-    let module = Module::parse(&text(1, "ld.global.v2.b32 {%r5, %r6}, [%rd0 + 8];")).unwrap();
+    let module = PtxModule::parse(&text(1, "ld.global.v2.b32 {%r5, %r6}, [%rd0 + 8];")).unwrap();
     let run = |bytes: usize| {
-        let buffers = vec![Buffer::input("a", vec![0; bytes]), Buffer::input("b", Vec::new())];
-        module.run("small", &WARP.launch(), buffers, &[0, 1], &Options::default())
+        let buffers = vec![GlobalArray::input("a", vec![0; bytes]), GlobalArray::input("b", Vec::new())];
+        module.run("small", &WARP.launch(), buffers, &[0, 1], &InterpretOptions::default())
     };
     assert!(run(16).is_ok());
-    assert!(matches!(run(12), Err(InterpretError::Fault { fault: Fault::OutOfBounds, .. })));
+    assert!(matches!(run(12), Err(PtxInterpretError::Fault { fault: PtxFault::OutOfBounds, .. })));
     let kept = format!("st.shared.b32 [room + 252], 7;\n ld.shared.b32 %r10, [room + 252];\n{OUT}")
         .replace("st.shared", "setp.eq.u32 %p0, %r0, 0;\n @%p0 st.shared")
         .replace("\n ld.shared", "\n bar.sync 0;\n ld.shared");
     let told = "4 bytes at byte 256 of an array of 256 in shared memory";
-    needs(WARP, &kept, |_| 7, "[room + 252];", "[room + 256];", Fault::OutOfBounds, told);
+    needs(WARP, &kept, |_| 7, "[room + 252];", "[room + 256];", PtxFault::OutOfBounds, told);
 }
 
 #[test]
 fn accesses_are_aligned_to_their_size() {
     let kept = format!("ld.global.v4.b32 {{%r6, %r7, %r8, %r10}}, [%rd0 + 16];\n{OUT}");
-    needs(WARP, &kept, |_| 7, "[%rd0 + 16]", "[%rd0 + 8]", Fault::Misaligned, "16 bytes at byte 8 of a");
+    needs(WARP, &kept, |_| 7, "[%rd0 + 16]", "[%rd0 + 8]", PtxFault::Misaligned, "16 bytes at byte 8 of a");
     let kept = format!("{SHARE} bar.sync 0;\n ld.shared.v2.b32 {{%r6, %r10}}, [%r2 + 8];\n{OUT}");
-    needs(WARP, &kept, |_| 3, "[%r2 + 8]", "[%r2 + 4]", Fault::Misaligned, "8 bytes at byte 4");
+    needs(WARP, &kept, |_| 3, "[%r2 + 8]", "[%r2 + 4]", PtxFault::Misaligned, "8 bytes at byte 4");
     // An array of 16 is no better aligned than that.
     let kept = format!("{{ .reg .b32 %q<2>; and.b32 %q0, %r2, 31; mov.u32 %r10, %q0; }}\n{OUT}");
     assert_eq!(WARP.run(&kept).unwrap(), [16; 32]);
@@ -116,8 +126,8 @@ fn arrays_that_begin_late_are_no_better_aligned() {
         let ran = WARP.run_late(&block, late);
         match ran {
             Ok(words) => assert_eq!((late, words), (0, vec![7; 32])),
-            Err(InterpretError::Fault { fault, problem, .. }) => {
-                assert_eq!(fault, Fault::Misaligned);
+            Err(PtxInterpretError::Fault { fault, problem, .. }) => {
+                assert_eq!(fault, PtxFault::Misaligned);
                 assert!(late > 0 && problem.contains("16 bytes at byte 16 of a"), "{problem}");
             }
             Err(other) => panic!("{other}"),
@@ -130,27 +140,27 @@ fn arrays_that_begin_late_are_no_better_aligned() {
 #[test]
 fn copies_are_waited_for() {
     let kept = format!("{COPY} cp.async.wait_all;\n ld.shared.b32 %r10, [%r5];\n{OUT}");
-    needs(CTA, &kept, |i| i, "cp.async.wait_all;\n", "", Fault::NotCopied, "is being written by CTA 0, thread 0");
+    needs(CTA, &kept, |i| i, "cp.async.wait_all;\n", "", PtxFault::NotCopied, "is being written by CTA 0, thread 0");
     // A group that is not committed is not waited for, and one that is newest may be under way.
     let group = "cp.async.commit_group; cp.async.wait_group 0;";
     let kept = kept.replace("cp.async.wait_all;", group);
-    needs(CTA, &kept, |i| i, "cp.async.commit_group;", "", Fault::NotCopied, "is being written");
-    needs(CTA, &kept, |i| i, "wait_group 0", "wait_group 1", Fault::NotCopied, "is being written");
+    needs(CTA, &kept, |i| i, "cp.async.commit_group;", "", PtxFault::NotCopied, "is being written");
+    needs(CTA, &kept, |i| i, "wait_group 0", "wait_group 1", PtxFault::NotCopied, "is being written");
     let older = kept.replace(group, "cp.async.commit_group; cp.async.commit_group; cp.async.wait_group 1;");
     assert_eq!(CTA.run(&older).unwrap(), (0..64).collect::<Vec<_>>());
     // Nobody waits by going.
     let told = "it exits, and a cp.async that it issued was not waited for";
-    assert_eq!(CTA.found(&format!("{COPY} mov.u32 %r10, 0;\n{OUT}")), (Fault::NotCopied, told.into()));
+    assert_eq!(CTA.found(&format!("{COPY} mov.u32 %r10, 0;\n{OUT}")), (PtxFault::NotCopied, told.into()));
 }
 
 #[test]
 fn copies_are_published_by_a_barrier() {
     let other = "xor.b32 %r6, %r0, 1;\n shl.b32 %r6, %r6, 2;\n add.u32 %r6, %r2, %r6;\n";
     let kept = format!("{COPY}{other} cp.async.wait_all;\n bar.sync 0;\n ld.shared.b32 %r10, [%r6];\n{OUT}");
-    needs(CTA, &kept, |i| i ^ 1, "bar.sync 0;\n", "", Fault::Race, "was written by CTA 0, thread 1");
+    needs(CTA, &kept, |i| i ^ 1, "bar.sync 0;\n", "", PtxFault::Race, "was written by CTA 0, thread 1");
     let (right, late) = ("cp.async.wait_all;\n bar.sync 0;", "bar.sync 0;\n cp.async.wait_all;");
-    needs(CTA, &kept, |i| i ^ 1, right, late, Fault::Race, "nothing orders that before this");
-    needs(CTA, &kept, |i| i ^ 1, "cp.async.wait_all;", "", Fault::NotCopied, "is being written by CTA 0, thread");
+    needs(CTA, &kept, |i| i ^ 1, right, late, PtxFault::Race, "nothing orders that before this");
+    needs(CTA, &kept, |i| i ^ 1, "cp.async.wait_all;", "", PtxFault::NotCopied, "is being written by CTA 0, thread");
 }
 
 #[test]
@@ -158,16 +168,16 @@ fn what_a_copy_reads_is_not_written_before_it_is_over() {
     let kept = format!("{COPY} cp.async.wait_all;\n st.global.b32 [%rd4], 7;\n ld.shared.b32 %r10, [%r5];\n{OUT}");
     let (wait, store) = (" cp.async.wait_all;\n", " st.global.b32 [%rd4], 7;\n");
     let swapped = format!("{store}{wait}");
-    needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &swapped, Fault::NotCopied, "byte 0 of a is being read");
+    needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &swapped, PtxFault::NotCopied, "byte 0 of a is being read");
     // Not even by who reads it once more.
     let again = format!("ld.global.b32 %r9, [%rd4];\n{store}{wait}");
-    needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &again, Fault::NotCopied, "byte 0 of a is being read");
+    needs(CTA, &kept, |i| i, &format!("{wait}{store}"), &again, PtxFault::NotCopied, "byte 0 of a is being read");
     // Nor by another, if nothing tells it.
     let other = kept.replace("[%rd4], 7", "[%rd5], 7").replace(
         wait,
         " xor.b32 %r6, %r0, 1; mul.wide.u32 %rd5, %r6, 4; add.u64 %rd5, %rd0, %rd5; cp.async.wait_all;\n bar.sync 0;\n",
     );
-    needs(CTA, &other, |i| i, "bar.sync 0;", "", Fault::Race, "byte 4 of a was read by CTA 0, thread 1");
+    needs(CTA, &other, |i| i, "bar.sync 0;", "", PtxFault::Race, "byte 4 of a was read by CTA 0, thread 1");
 }
 
 #[test]
@@ -175,7 +185,7 @@ fn what_many_copy_is_written_once_all_have_it() {
     let write = "setp.eq.u32 %p0, %r0, 9;\n @%p0 st.global.b32 [%rd0], 7;\n";
     let copy = COPY.replace("[%r5], [%rd4]", "[%r5], [%rd0]");
     let kept = format!("{copy} cp.async.wait_all;\n bar.sync 0;\n{write} ld.shared.b32 %r10, [%r5];\n{OUT}");
-    needs(CTA, &kept, |_| 0, "bar.sync 0;", "", Fault::Race, "byte 0 of a was read by CTA 0, thread 0");
+    needs(CTA, &kept, |_| 0, "bar.sync 0;", "", PtxFault::Race, "byte 0 of a was read by CTA 0, thread 0");
 }
 
 #[test]
@@ -189,27 +199,27 @@ fn copies_of_fewer_bytes_are_filled_with_zeros() {
     assert_eq!(CTA.run(&format!("{ignored}{}", of_thread("%p0"))).unwrap(), (0..64).map(far).collect::<Vec<_>>());
     let cut = |i: u32| i & 0xFF;
     assert_eq!(CTA.run(&of_thread("1")).unwrap(), (0..64).map(cut).collect::<Vec<_>>());
-    assert_eq!(CTA.found(&of_thread("5")), (Fault::Undefined, "5 bytes to be read for 4".into()));
+    assert_eq!(CTA.found(&of_thread("5")), (PtxFault::Undefined, "5 bytes to be read for 4".into()));
     // What is not read need not be there.
     let beyond = format!("add.u64 %rd0, %rd0, 4096;\n{}", of_thread("0"));
     assert_eq!(CTA.run(&beyond).unwrap(), [0; 64]);
-    assert_eq!(CTA.found(&beyond.replace(", 0;", ", 1;")).0, Fault::OutOfBounds);
+    assert_eq!(CTA.found(&beyond.replace(", 0;", ", 1;")).0, PtxFault::OutOfBounds);
     let misaligned = kept.replace("[%r5], [%rd4]", "[%r5], [%rd4 + 2]");
-    assert_eq!(CTA.found(&misaligned).0, Fault::Misaligned);
+    assert_eq!(CTA.found(&misaligned).0, PtxFault::Misaligned);
 }
 
 #[test]
 fn threads_of_a_cta_are_ordered_by_its_barrier() {
     let other = "xor.b32 %r6, %r0, 33;\n shl.b32 %r6, %r6, 2;\n add.u32 %r6, %r2, %r6;\n";
     let read = format!("{SHARE}{other} bar.sync 0;\n ld.shared.b32 %r10, [%r6];\n{OUT}");
-    needs(CTA, &read, |i| i ^ 0x21, "bar.sync 0;", "", Fault::Uninitialised, "never written");
+    needs(CTA, &read, |i| i ^ 0x21, "bar.sync 0;", "", PtxFault::Uninitialised, "never written");
     // What was read may be overwritten once all have read it.
     let overwritten = read.replace(OUT, &format!("bar.sync 1;\n st.shared.b32 [%r5], 7;\n{OUT}"));
-    needs(CTA, &overwritten, |i| i ^ 0x21, "bar.sync 1;", "", Fault::Race, "nothing orders that before this");
+    needs(CTA, &overwritten, |i| i ^ 0x21, "bar.sync 1;", "", PtxFault::Race, "nothing orders that before this");
     // Twice written is a race even of one value.
     let twice = format!("st.shared.b32 [%r2], 7;\n mov.u32 %r10, 0;\n{OUT}");
     let (fault, problem) = CTA.found(&twice);
-    assert_eq!(fault, Fault::Race);
+    assert_eq!(fault, PtxFault::Race);
     let told = "byte 0 of an array of 256 in shared memory, of CTA 0 was written by CTA 0, thread 0 at line 23 \
                 (st.shared.b32), and nothing orders that before this";
     assert_eq!(problem, told);
@@ -220,13 +230,21 @@ fn threads_of_a_warp_are_ordered_by_its_barrier_alone() {
     let other = "xor.b32 %r6, %r0, 1;\n shl.b32 %r6, %r6, 2;\n add.u32 %r6, %r2, %r6;\n";
     let read = format!("{SHARE}{other} bar.warp.sync 0xFFFFFFFF;\n ld.shared.b32 %r10, [%r6];\n{OUT}");
     let shuffle = "shfl.sync.idx.b32 %r7, %r0, 0, 31, 0xFFFFFFFF;";
-    needs(CTA, &read, |i| i ^ 1, "bar.warp.sync 0xFFFFFFFF;", shuffle, Fault::Race, "was written by CTA 0, thread 1");
+    needs(
+        CTA,
+        &read,
+        |i| i ^ 1,
+        "bar.warp.sync 0xFFFFFFFF;",
+        shuffle,
+        PtxFault::Race,
+        "was written by CTA 0, thread 1",
+    );
     let half = read
         .replace("0xFFFFFFFF", "%r8")
         .replace("bar.warp", "and.b32 %r7, %r0, 16;\n shl.b32 %r8, 0xFFFF, %r7;\n bar.warp");
     assert_eq!(CTA.run(&half).unwrap(), (0..64).map(|i| i ^ 1).collect::<Vec<_>>());
     let across = half.replace("%r0, 1;", "%r0, 16;");
-    assert_eq!(CTA.found(&across).0, Fault::Race);
+    assert_eq!(CTA.found(&across).0, PtxFault::Race);
 }
 
 #[test]
@@ -238,10 +256,10 @@ fn barriers_of_some_threads() {
          bar.arrive 3, 64;\ndone:\n{OUT}"
     );
     let expected = |i| if i < 32 { 0 } else { 9 };
-    needs(CTA, &body, expected, "bar.arrive 3, 64;", "", Fault::Deadlock, "32 threads wait at line");
-    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 3, 96;", Fault::Undefined, "barrier 3 for Some");
-    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 2, 64;", Fault::Deadlock, "");
-    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 16, 64;", Fault::Undefined, "barrier 16");
+    needs(CTA, &body, expected, "bar.arrive 3, 64;", "", PtxFault::Deadlock, "32 threads wait at line");
+    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 3, 96;", PtxFault::Undefined, "barrier 3 for Some");
+    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 2, 64;", PtxFault::Deadlock, "");
+    needs(CTA, &body, expected, "bar.arrive 3, 64;", "bar.arrive 16, 64;", PtxFault::Undefined, "barrier 16");
     // Threads that exit hold up no barrier of all.
     let exits = format!("mov.u32 %r10, 4;\n{OUT} setp.lt.u32 %p0, %r0, 32;\n @%p0 exit;\n bar.sync 0;\n");
     assert_eq!(CTA.run(&exits).unwrap(), [4; 64]);
@@ -264,16 +282,16 @@ fn barriers_that_reduce() {
 #[test]
 fn a_barrier_is_reached_by_a_whole_warp() {
     let kept = format!("setp.lt.u32 %p0, %r0, 64;\n @%p0 bar.sync 0;\n mov.u32 %r10, 1;\n{OUT}");
-    needs(CTA, &kept, |_| 1, "64;\n @", "16;\n @", Fault::Divergence, "thread 16 of the warp steps over it");
+    needs(CTA, &kept, |_| 1, "64;\n @", "16;\n @", PtxFault::Divergence, "thread 16 of the warp steps over it");
     // Without .aligned, threads of a warp may come one by one; who exits holds up nobody.
     let apart = kept.replace("bar.sync", "barrier.sync").replace("64;", "16;");
     assert_eq!(CTA.run(&apart).unwrap(), [1; 64]);
     let branches = "setp.lt.u32 %p0, %r0, 16;\n @%p0 bra one;\n bar.sync 0;\n bra two;\none:\n bar.sync 0;\ntwo:\n";
     let (fault, problem) = WARP.found(branches);
-    assert_eq!(fault, Fault::Divergence);
+    assert_eq!(fault, PtxFault::Divergence);
     assert!(problem.contains("of the warp is at line"), "{problem}");
     let exits = "setp.lt.u32 %p0, %r0, 16;\n @%p0 exit;\n bar.sync 0;\n";
-    assert_eq!(WARP.found(exits), (Fault::Divergence, "thread 0 of the warp has exited".into()));
+    assert_eq!(WARP.found(exits), (PtxFault::Divergence, "thread 0 of the warp has exited".into()));
 }
 
 #[test]
@@ -281,7 +299,7 @@ fn uniform_branches_are_uniform() {
     let kept =
         format!("mov.u32 %r10, 1;\n setp.lt.u32 %p0, %r0, 32;\n @%p0 bra.uni low;\n mov.u32 %r10, 2;\nlow:\n{OUT}");
     let expected = |i| if i < 32 { 1 } else { 2 };
-    needs(CTA, &kept, expected, "%r0, 32;", "%r0, 33;", Fault::Divergence, "take the branch and this does not");
+    needs(CTA, &kept, expected, "%r0, 32;", "%r0, 33;", PtxFault::Divergence, "take the branch and this does not");
 }
 
 #[test]
@@ -295,15 +313,15 @@ fn shuffles_need_who_they_name() {
         |i| i ^ 1,
         "shfl",
         guarded,
-        Fault::Divergence,
+        PtxFault::Divergence,
         "thread 8 of the warp steps over",
     );
     // Some may, if they name themselves alone.
     let some = format!("mov.u32 %r10, 0;\n{guard}{kept}").replace("shfl", guarded).replace("0xFFFFFFFF", "0xFF");
     assert_eq!(WARP.run(&some).unwrap()[..9], [1, 0, 3, 2, 5, 4, 7, 6, 0]);
     let (fault, problem) = WARP.found(&some.replace(", 1, 31", ", 8, 31"));
-    assert_eq!((fault, problem), (Fault::Undefined, "the value of lane 8, which takes no part".into()));
-    assert_eq!(WARP.found(&some.replace("0xFF", "%r0")).0, Fault::Divergence);
+    assert_eq!((fault, problem), (PtxFault::Undefined, "the value of lane 8, which takes no part".into()));
+    assert_eq!(WARP.found(&some.replace("0xFF", "%r0")).0, PtxFault::Divergence);
 }
 
 #[test]
@@ -317,15 +335,15 @@ fn peers_are_touched_while_they_are_there() {
          ld.shared.b32 %r10, [%r5];\n{OUT}"
     );
     let swapped = |i| i ^ 32;
-    needs(PAIR, &push, swapped, start, "", Fault::PeerNotStarted, "is not known to have started");
+    needs(PAIR, &push, swapped, start, "", PtxFault::PeerNotStarted, "is not known to have started");
     // A read of the peer, which stays until it is over.
     let pull = format!(
         "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n st.shared.b32 [%r5], %r3;\n\
          barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n{peer} ld.shared::cluster.b32 %r10, [%r7];\n{OUT}{end}"
     );
-    needs(PAIR, &pull, swapped, end, "", Fault::PeerExited, "nothing keeps CTA");
+    needs(PAIR, &pull, swapped, end, "", PtxFault::PeerExited, "nothing keeps CTA");
     let relaxed = end.replace("arrive", "arrive.relaxed");
-    needs(PAIR, &pull, swapped, end, &relaxed, Fault::PeerExited, "nothing keeps CTA");
+    needs(PAIR, &pull, swapped, end, &relaxed, PtxFault::PeerExited, "nothing keeps CTA");
     // The CTA's own address is no peer's, and a peer's is none of its own.
     needs(
         PAIR,
@@ -333,7 +351,7 @@ fn peers_are_touched_while_they_are_there() {
         swapped,
         "mapa.shared::cluster.u32 %r7, %r5, %r6",
         "mov.u32 %r7, 0x3000000",
-        Fault::OutOfBounds,
+        PtxFault::OutOfBounds,
         "",
     );
     needs(
@@ -342,10 +360,18 @@ fn peers_are_touched_while_they_are_there() {
         swapped,
         "ld.shared::cluster",
         "ld.shared::cta",
-        Fault::OutOfBounds,
+        PtxFault::OutOfBounds,
         "which is not of this space",
     );
-    needs(PAIR, &pull, swapped, "xor.b32 %r6, %r1, 1;", "add.u32 %r6, %r1, 1;", Fault::Undefined, "rank 2 of 2 CTAs");
+    needs(
+        PAIR,
+        &pull,
+        swapped,
+        "xor.b32 %r6, %r1, 1;",
+        "add.u32 %r6, %r1, 1;",
+        PtxFault::Undefined,
+        "rank 2 of 2 CTAs",
+    );
 }
 
 #[test]
@@ -361,13 +387,13 @@ fn that_a_peer_has_started_may_be_learnt_from_others() {
     let two = Shape { threads: 64, ..PAIR };
     for (bits, bound, barrier) in [(63, 32, "bar.sync 0;"), (31, 16, "bar.warp.sync -1;")] {
         let kept = kept(bits, bound, barrier);
-        needs(two, &kept, |i| i ^ 0x40, barrier, "", Fault::PeerNotStarted, "is not known to have started");
+        needs(two, &kept, |i| i ^ 0x40, barrier, "", PtxFault::PeerNotStarted, "is not known to have started");
     }
     // Half a warp that waits for the other half, which waits for it.
     let kept =
         "setp.lt.u32 %p0, %r0, 16;\n @%p0 barrier.cluster.arrive;\n @%p0 barrier.cluster.wait;\n bar.warp.sync -1;\n";
     let (fault, problem) = WARP.found(kept);
-    assert_eq!(fault, Fault::Deadlock);
+    assert_eq!(fault, PtxFault::Deadlock);
     let told = "16 threads wait at line 25 (barrier.cluster.wait), the first CTA 0, thread 0; \
                 16 threads wait at line 26 (bar.warp.sync), the first CTA 0, thread 16; 0 threads have exited";
     assert_eq!(problem, told);
@@ -380,14 +406,14 @@ fn phases_of_the_cluster_have_arrivals_and_waits_by_all() {
          mov.u32 %r10, 1;\n{OUT}"
     );
     let arrive = "@%p0 barrier.cluster.arrive.aligned;";
-    needs(PAIR, &kept, |_| 1, arrive, "", Fault::Deadlock, "a phase on which it did not arrive");
-    needs(PAIR, &kept, |_| 1, arrive, &arrive.repeat(2), Fault::Undefined, "it arrives again");
+    needs(PAIR, &kept, |_| 1, arrive, "", PtxFault::Deadlock, "a phase on which it did not arrive");
+    needs(PAIR, &kept, |_| 1, arrive, &arrive.repeat(2), PtxFault::Undefined, "it arrives again");
     // A warp that leaves out a phase, and waits for one that does not.
     let two = Shape { threads: 64, ..PAIR };
     let kept = kept.replace("%r1, 2;", "%r0, 64;").replace("mov", "bar.sync 0;\n mov");
     let told = "64 threads wait at line 25 (barrier.cluster.wait.aligned), the first CTA 0, thread 0; \
                 64 threads wait at line 26 (bar.sync), the first CTA 0, thread 32; 0 threads have exited";
-    needs(two, &kept, |_| 1, "%r0, 64;", "%r0, 32;", Fault::Deadlock, told);
+    needs(two, &kept, |_| 1, "%r0, 64;", "%r0, 32;", PtxFault::Deadlock, told);
     // One that exits holds up nobody.
     assert_eq!(PAIR.run(&kept.replace("lt.u32 %p0, %r0, 64", "eq.u32 %p0, %r1, 1")).unwrap(), [1; 64]);
 }
@@ -402,7 +428,7 @@ fn who_arrives_and_exits_is_not_waited_for_twice() {
     );
     let two = Shape { threads: 64, ..PAIR };
     let expected = |i| if i < 64 { 0 } else { 5 };
-    needs(two, &kept, expected, "barrier.cluster.arrive;\n barrier.cluster.wait;", "", Fault::Uninitialised, "");
+    needs(two, &kept, expected, "barrier.cluster.arrive;\n barrier.cluster.wait;", "", PtxFault::Uninitialised, "");
 }
 
 #[test]
@@ -411,13 +437,13 @@ fn clusters_are_never_ordered() {
     // One writes what another reads, or writes.
     let both =
         "add.u64 %rd4, %rd0, %rd2;\n and.b32 %r6, %r0, 31;\n mul.wide.u32 %rd4, %r6, 4;\n add.u64 %rd4, %rd0, %rd4;\n";
-    needs(APART, &kept, |i| i, "add.u64 %rd4, %rd0, %rd2;\n", both, Fault::Race, "by CTA");
+    needs(APART, &kept, |i| i, "add.u64 %rd4, %rd0, %rd2;\n", both, PtxFault::Race, "by CTA");
     // Of the writer's own cluster all have read before.
     let reads = format!("ld.global.b32 %r10, [%rd0 + 4];\n bar.sync 0;\n{OUT}");
     let write = format!("setp.eq.u32 %p0, %r3, 33;\n @%p0 st.global.b32 [%rd0 + 4], 1;\n{OUT}");
-    needs(APART, &reads, |_| 1, OUT, &write, Fault::Race, "byte 4 of a was read by CTA 0, thread");
+    needs(APART, &reads, |_| 1, OUT, &write, PtxFault::Race, "byte 4 of a was read by CTA 0, thread");
     let three = Shape { ctas: 3, ..APART };
-    needs(three, &reads, |_| 1, OUT, &write.replace("33", "70"), Fault::Race, "byte 4 of a was read by CTA");
+    needs(three, &reads, |_| 1, OUT, &write.replace("33", "70"), PtxFault::Race, "byte 4 of a was read by CTA");
 }
 
 #[test]
@@ -426,30 +452,30 @@ fn atomic_operations_order_nothing_and_race_with_plain_ones() {
         "setp.eq.u32 %p0, %r0, 0;\n @%p0 st.shared.u32 [room], 0;\n bar.sync 0;\n atom.shared.add.u32 %r6, [room], 2;\n \
          bar.sync 1;\n ld.shared.u32 %r10, [room];\n{OUT}"
     );
-    needs(CTA, &kept, |_| 128, "bar.sync 1;", "", Fault::Race, "was read by CTA 0, thread");
+    needs(CTA, &kept, |_| 128, "bar.sync 1;", "", PtxFault::Race, "was read by CTA 0, thread");
     // In sequence too, where every read comes after all of them.
-    let module = Module::parse(&text(1, &kept.replace("bar.sync 1;", ""))).unwrap();
-    let buffers = vec![Buffer::input("a", Vec::new()), Buffer::output("b", 128)];
-    let error = module.run("small", &WARP.launch(), buffers, &[0, 1], &Options::default()).unwrap_err();
-    assert!(matches!(error, InterpretError::Fault { fault: Fault::Race, line: 28, .. }), "{error}");
-    needs(CTA, &kept, |_| 128, "bar.sync 0;", "", Fault::Race, "was written by CTA 0, thread 0");
-    needs(CTA, &kept, |_| 128, "@%p0 st.shared.u32 [room], 0;", "", Fault::Uninitialised, "never written");
+    let module = PtxModule::parse(&text(1, &kept.replace("bar.sync 1;", ""))).unwrap();
+    let buffers = vec![GlobalArray::input("a", Vec::new()), GlobalArray::output("b", 128)];
+    let error = module.run("small", &WARP.launch(), buffers, &[0, 1], &InterpretOptions::default()).unwrap_err();
+    assert!(matches!(error, PtxInterpretError::Fault { fault: PtxFault::Race, line: 28, .. }), "{error}");
+    needs(CTA, &kept, |_| 128, "bar.sync 0;", "", PtxFault::Race, "was written by CTA 0, thread 0");
+    needs(CTA, &kept, |_| 128, "@%p0 st.shared.u32 [room], 0;", "", PtxFault::Uninitialised, "never written");
     // What comes first gets what depends on the order.
     let order = kept.replace("ld.shared.u32 %r10, [room];", "mov.u32 %r10, %r6;");
-    assert!(matches!(CTA.run(&order), Err(InterpretError::OrderDependent { .. })));
+    assert!(matches!(CTA.run(&order), Err(PtxInterpretError::OrderDependent { .. })));
     // Across clusters too.
     let all = format!("red.global.add.u32 [%rd0], 1;\n mov.u32 %r10, 1;\n{OUT}");
     assert_eq!(APART.run(&all).unwrap(), [1; 64]);
     let read = format!(
         "red.global.add.u32 [%rd0], 1;\n setp.eq.u32 %p0, %r3, 40;\n @%p0 ld.global.u32 %r6, [%rd0];\n mov.u32 %r10, 1;\n{OUT}"
     );
-    assert_eq!(APART.found(&read).0, Fault::Race);
+    assert_eq!(APART.found(&read).0, PtxFault::Race);
 }
 
 #[test]
 fn what_is_read_as_constant_stays() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n st.global.b32 [%rd4], 3;\n{OUT}");
-    needs(WARP, &kept, |i| i, "ld.global", "ld.global.nc", Fault::Undefined, "byte 0 of a was read");
+    needs(WARP, &kept, |i| i, "ld.global", "ld.global.nc", PtxFault::Undefined, "byte 0 of a was read");
     let after = kept.replace("st.global.b32 [%rd4], 3;", "st.global.b32 [%rd4], 3;\n ld.global.b32 %r6, [%rd4];");
     needs(
         WARP,
@@ -457,16 +483,16 @@ fn what_is_read_as_constant_stays() {
         |i| i,
         "ld.global.b32 %r6",
         "ld.global.nc.b32 %r6",
-        Fault::Undefined,
+        PtxFault::Undefined,
         "byte 0 of a was written",
     );
 }
 
 #[test]
 fn what_does_not_end_is_given_up() {
-    let module = Module::parse(&text(1, "again:\n bra again;")).unwrap();
-    let buffers = vec![Buffer::input("a", Vec::new()), Buffer::input("b", Vec::new())];
-    let options = Options { most_work: 1000, ..Options::default() };
+    let module = PtxModule::parse(&text(1, "again:\n bra again;")).unwrap();
+    let buffers = vec![GlobalArray::input("a", Vec::new()), GlobalArray::input("b", Vec::new())];
+    let options = InterpretOptions { most_work: 1000, ..InterpretOptions::default() };
     let error = module.run("small", &WARP.launch(), buffers, &[0, 1], &options).unwrap_err();
-    assert_eq!(error, InterpretError::Endless { most: 1000 });
+    assert_eq!(error, PtxInterpretError::Endless { most: 1000 });
 }

@@ -1,6 +1,6 @@
 //! Small kernels: a body in a frame.
 
-use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Launch, Module, Units};
+use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxFault, PtxInterpretError, PtxModule};
 
 /// A kernel of two arrays, `a` at `%rd0` and `b` at `%rd1`; `%r0` is the thread, `%r1` the CTA's rank, `%r2` the place of
 /// `room`, 256 bytes of shared memory, and `%rd2` four times the thread of the grid.
@@ -49,29 +49,30 @@ pub(crate) const PAIR: Shape = Shape { ctas: 2, threads: 32, cluster: 2 };
 pub(crate) const APART: Shape = Shape { ctas: 2, threads: 32, cluster: 1 };
 
 impl Shape {
-    pub(crate) fn launch(self) -> Launch {
+    pub(crate) fn launch(self) -> GridLaunch {
         let Self { ctas, threads, cluster } = self;
-        Launch { grid: [ctas, 1, 1], block: [threads, 1, 1], cluster: [cluster, 1, 1], dynamic_shared: 0 }
+        GridLaunch { grid: [ctas, 1, 1], block: [threads, 1, 1], cluster: [cluster, 1, 1], dynamic_shared: 0 }
     }
 
     /// The words that are in `b` after `body` ran on words `a` of 0, 1, 2 … and a `b` for each thread.
-    pub(crate) fn run(self, body: &str) -> Result<Vec<u32>, InterpretError> {
+    pub(crate) fn run(self, body: &str) -> Result<Vec<u32>, PtxInterpretError> {
         self.run_late(body, 0)
     }
 
     /// Runs `body` like [`run`](Self::run), but on arrays that begin `late` bytes late.
-    pub(crate) fn run_late(self, body: &str, late: u32) -> Result<Vec<u32>, InterpretError> {
+    pub(crate) fn run_late(self, body: &str, late: u32) -> Result<Vec<u32>, PtxInterpretError> {
         let words = self.ctas * self.threads;
         let a = (0..words).flat_map(u32::to_le_bytes).collect();
-        let buffers = vec![Buffer::input("a", a).late(late), Buffer::output("b", 4 * words as usize).late(late)];
-        let module = Module::parse(&text(self.cluster, body))?;
-        let out = module.run_both("small", &self.launch(), buffers, &[0, 1], Units::Rounded, 1)?;
+        let buffers =
+            vec![GlobalArray::input("a", a).late(late), GlobalArray::output("b", 4 * words as usize).late(late)];
+        let module = PtxModule::parse(&text(self.cluster, body))?;
+        let out = module.run_both("small", &self.launch(), buffers, &[0, 1], ApproximateUnits::Rounded, 1)?;
         Ok(out[1].bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect())
     }
 
-    pub(crate) fn found(self, body: &str) -> (Fault, String) {
+    pub(crate) fn found(self, body: &str) -> (PtxFault, String) {
         match self.run(body) {
-            Err(InterpretError::Fault { fault, problem, .. }) => (fault, problem),
+            Err(PtxInterpretError::Fault { fault, problem, .. }) => (fault, problem),
             other => panic!("{body}\n{other:?}"),
         }
     }

@@ -1,6 +1,8 @@
 //! A row in the shared memory of a cluster, softmax in place: right as it stands, and each wait of it needed.
 
-use assay_ptx_interpreter::{Buffer, Fault, InterpretError, Launch, Module, Options, Order, Units};
+use assay_ptx_interpreter::{
+    ApproximateUnits, GlobalArray, GridLaunch, InterpretOptions, PtxFault, PtxInterpretError, PtxModule, ThreadOrder,
+};
 use half::bf16;
 
 const TEXT: &str = include_str!("softmax.ptx");
@@ -26,8 +28,8 @@ impl Row {
             .replace("CTAS", &self.ctas.to_string())
     }
 
-    fn launch(&self, rows: u32) -> Launch {
-        Launch {
+    fn launch(&self, rows: u32) -> GridLaunch {
+        GridLaunch {
             grid: [self.ctas * rows, 1, 1],
             block: [self.threads, 1, 1],
             cluster: [self.ctas, 1, 1],
@@ -45,10 +47,11 @@ impl Row {
     }
 
     /// What `text` makes of `rows` rows, by both orders.
-    fn run(&self, text: &str, rows: u32, units: Units) -> Result<Vec<bf16>, InterpretError> {
-        let module = Module::parse(&self.text(text))?;
+    fn run(&self, text: &str, rows: u32, units: ApproximateUnits) -> Result<Vec<bf16>, PtxInterpretError> {
+        let module = PtxModule::parse(&self.text(text))?;
         let bytes = self.input(rows).iter().flat_map(|x| x.to_le_bytes()).collect();
-        let out = module.run_both("softmax", &self.launch(rows), vec![Buffer::input("row", bytes)], &[0], units, 7)?;
+        let out =
+            module.run_both("softmax", &self.launch(rows), vec![GlobalArray::input("row", bytes)], &[0], units, 7)?;
         Ok(out[0].bytes.chunks(2).map(|bytes| bf16::from_le_bytes([bytes[0], bytes[1]])).collect())
     }
 }
@@ -67,25 +70,25 @@ fn assert_softmax(row: Row, rows: u32, got: &[bf16]) {
 
 #[test]
 fn rows_are_right_by_all_units() {
-    for units in [Units::Rounded, Units::Above, Units::Below] {
+    for units in [ApproximateUnits::Rounded, ApproximateUnits::Above, ApproximateUnits::Below] {
         assert_softmax(SMALL, 3, &SMALL.run(TEXT, 3, units).unwrap());
     }
 }
 
 #[test]
 fn a_whole_row() {
-    assert_softmax(QWEN, 1, &QWEN.run(TEXT, 1, Units::Rounded).unwrap());
+    assert_softmax(QWEN, 1, &QWEN.run(TEXT, 1, ApproximateUnits::Rounded).unwrap());
 }
 
 /// What is found where lines of the text are others.
-fn found(edits: &[(&str, &str)]) -> Fault {
+fn found(edits: &[(&str, &str)]) -> PtxFault {
     let mut text = TEXT.to_string();
     for (line, other) in edits {
         assert!(text.contains(line), "{line}");
         text = text.replace(line, other);
     }
-    match SMALL.run(&text, 2, Units::Rounded) {
-        Err(InterpretError::Fault { fault, .. }) => fault,
+    match SMALL.run(&text, 2, ApproximateUnits::Rounded) {
+        Err(PtxInterpretError::Fault { fault, .. }) => fault,
         other => panic!("{edits:?}: {other:?}"),
     }
 }
@@ -106,19 +109,19 @@ const SUMS: (&str, &str) = (
 #[test]
 fn every_wait_is_needed() {
     for (removed, fault) in [
-        (vec!["cp.async.wait_group 0;                          // copy"], Fault::NotCopied),
-        (vec!["bar.sync 0;                                     // maxima of warps"], Fault::Race),
-        (vec!["bar.sync 0;                                     // sums of warps"], Fault::Race),
-        (vec![START.0, START.1], Fault::PeerNotStarted),
-        (vec![START.0], Fault::Deadlock),
+        (vec!["cp.async.wait_group 0;                          // copy"], PtxFault::NotCopied),
+        (vec!["bar.sync 0;                                     // maxima of warps"], PtxFault::Race),
+        (vec!["bar.sync 0;                                     // sums of warps"], PtxFault::Race),
+        (vec![START.0, START.1], PtxFault::PeerNotStarted),
+        (vec![START.0], PtxFault::Deadlock),
         // The warp that gives nothing to peers comes first, to its next arrival.
-        (vec![START.1], Fault::Undefined),
-        (vec![MAXIMA.0, MAXIMA.1], Fault::Uninitialised),
-        (vec![MAXIMA.0], Fault::Deadlock),
-        (vec![MAXIMA.1], Fault::Uninitialised),
-        (vec![SUMS.0, SUMS.1], Fault::Uninitialised),
-        (vec![SUMS.0], Fault::Deadlock),
-        (vec![SUMS.1], Fault::Uninitialised),
+        (vec![START.1], PtxFault::Undefined),
+        (vec![MAXIMA.0, MAXIMA.1], PtxFault::Uninitialised),
+        (vec![MAXIMA.0], PtxFault::Deadlock),
+        (vec![MAXIMA.1], PtxFault::Uninitialised),
+        (vec![SUMS.0, SUMS.1], PtxFault::Uninitialised),
+        (vec![SUMS.0], PtxFault::Deadlock),
+        (vec![SUMS.1], PtxFault::Uninitialised),
     ] {
         let edits: Vec<_> = removed.iter().map(|line| (*line, "")).collect();
         assert_eq!(found(&edits), fault, "{removed:?}");
@@ -128,17 +131,17 @@ fn every_wait_is_needed() {
 #[test]
 fn a_relaxed_arrival_orders_nothing() {
     for (arrive, _) in [MAXIMA, SUMS] {
-        assert_eq!(found(&[(arrive, "barrier.cluster.arrive.relaxed.aligned;")]), Fault::Race);
+        assert_eq!(found(&[(arrive, "barrier.cluster.arrive.relaxed.aligned;")]), PtxFault::Race);
         let fenced = "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed.aligned;";
         let text = TEXT.replace(arrive, fenced);
-        assert_softmax(SMALL, 2, &SMALL.run(&text, 2, Units::Rounded).unwrap());
+        assert_softmax(SMALL, 2, &SMALL.run(&text, 2, ApproximateUnits::Rounded).unwrap());
         let too_near = "fence.acq_rel.cta; barrier.cluster.arrive.relaxed.aligned;";
-        assert_eq!(found(&[(arrive, too_near)]), Fault::Race);
+        assert_eq!(found(&[(arrive, too_near)]), PtxFault::Race);
     }
     // Nor does a fence order what comes after it.
     let store = "@%p2 st.shared::cluster.f32 [%r20], %f0;";
     let early = format!("fence.acq_rel.cluster; {store}");
-    assert_eq!(found(&[(store, &early), (MAXIMA.0, "barrier.cluster.arrive.relaxed.aligned;")]), Fault::Race);
+    assert_eq!(found(&[(store, &early), (MAXIMA.0, "barrier.cluster.arrive.relaxed.aligned;")]), PtxFault::Race);
 }
 
 #[test]
@@ -147,59 +150,59 @@ fn bounds_and_alignment() {
     for label in rounds {
         let right = format!("setp.ge.u32 %p0, %r5, SLICE;\n    @%p0 bra {label};");
         let wrong = format!("setp.gt.u32 %p0, %r5, SLICE;\n    @%p0 bra {label};");
-        assert_eq!(found(&[(&right, &wrong)]), Fault::OutOfBounds, "{label}");
+        assert_eq!(found(&[(&right, &wrong)]), PtxFault::OutOfBounds, "{label}");
     }
     assert_eq!(
         found(&[("add.u32 %r6, %r4, %r5;\n    ld", "add.u32 %r6, %r4, %r5;\n add.u32 %r6, %r6, 8;\n    ld")]),
-        Fault::Misaligned
+        PtxFault::Misaligned
     );
-    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + 2]")]), Fault::Misaligned);
-    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + -4]")]), Fault::OutOfBounds);
-    assert_eq!(found(&[("mul.wide.u32 %rd1, %r1, SLICE;", "mul.wide.u32 %rd1, %r2, SLICE;")]), Fault::Race);
+    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + 2]")]), PtxFault::Misaligned);
+    assert_eq!(found(&[("st.global.cs.b32 [%rd3]", "st.global.cs.b32 [%rd3 + -4]")]), PtxFault::OutOfBounds);
+    assert_eq!(found(&[("mul.wide.u32 %rd1, %r1, SLICE;", "mul.wide.u32 %rd1, %r2, SLICE;")]), PtxFault::Race);
 }
 
 #[test]
 fn no_thread_reads_what_another_writes() {
     // The next 16 bytes are another thread's, which it writes.
     let text = [("write_words:\n    ld.shared.b32 %r11, [%r6];", "write_words:\n    ld.global.b32 %r11, [%rd3];")];
-    SMALL.run(&TEXT.replace(text[0].0, text[0].1), 1, Units::Rounded).unwrap();
+    SMALL.run(&TEXT.replace(text[0].0, text[0].1), 1, ApproximateUnits::Rounded).unwrap();
     let other = [(text[0].0, "write_words:\n    ld.global.b32 %r11, [%rd0];")];
-    assert_eq!(found(&other), Fault::Race);
+    assert_eq!(found(&other), PtxFault::Race);
     // A CTA leaves out the first words, and another writes them.
-    let unwritten = Module::parse(&SMALL.text(TEXT)).unwrap();
+    let unwritten = PtxModule::parse(&SMALL.text(TEXT)).unwrap();
     let bytes = vec![0; 2 * SMALL.elements()];
-    let options = Options { order: Order::Shuffled(3), ..Options::default() };
+    let options = InterpretOptions { order: ThreadOrder::Shuffled(3), ..InterpretOptions::default() };
     let whole = 0..bytes.len();
-    let buffers = vec![Buffer::input("row", bytes).unwritten(std::iter::once(whole))];
+    let buffers = vec![GlobalArray::input("row", bytes).unwritten(std::iter::once(whole))];
     let error = unwritten.run("softmax", &SMALL.launch(1), buffers, &[0], &options).unwrap_err();
-    assert!(matches!(error, InterpretError::Fault { fault: Fault::Uninitialised, .. }), "{error}");
+    assert!(matches!(error, PtxInterpretError::Fault { fault: PtxFault::Uninitialised, .. }), "{error}");
 }
 
 #[test]
 fn launches_that_do_not_fit() {
-    let module = Module::parse(&SMALL.text(TEXT)).unwrap();
+    let module = PtxModule::parse(&SMALL.text(TEXT)).unwrap();
     let right = SMALL.launch(1);
-    let row = || Buffer::input("row", vec![0; 2 * SMALL.elements()]);
-    let run = |launch: Launch, buffers: Vec<Buffer>, arguments: &[usize]| match module.run(
+    let row = || GlobalArray::input("row", vec![0; 2 * SMALL.elements()]);
+    let run = |launch: GridLaunch, buffers: Vec<GlobalArray>, arguments: &[usize]| match module.run(
         "softmax",
         &launch,
         buffers,
         arguments,
-        &Options::default(),
+        &InterpretOptions::default(),
     ) {
-        Err(InterpretError::Launch(problem)) => problem,
+        Err(PtxInterpretError::Launch(problem)) => problem,
         other => panic!("{launch:?}: {other:?}"),
     };
     for (launch, told) in [
-        (Launch { cluster: [1, 1, 1], ..right }, "clusters of [1, 1, 1], and .reqnctapercluster says [2, 1, 1]"),
-        (Launch { block: [32, 1, 1], ..right }, "a block of [32, 1, 1] threads, and .reqntid says [64, 1, 1]"),
-        (Launch { block: [0, 1, 1], ..right }, "a block of [0, 1, 1] threads, expected 1 to 1024"),
+        (GridLaunch { cluster: [1, 1, 1], ..right }, "clusters of [1, 1, 1], and .reqnctapercluster says [2, 1, 1]"),
+        (GridLaunch { block: [32, 1, 1], ..right }, "a block of [32, 1, 1] threads, and .reqntid says [64, 1, 1]"),
+        (GridLaunch { block: [0, 1, 1], ..right }, "a block of [0, 1, 1] threads, expected 1 to 1024"),
         (
-            Launch { grid: [3, 1, 1], ..right },
+            GridLaunch { grid: [3, 1, 1], ..right },
             "a grid of [3, 1, 1] CTAs in clusters of [2, 1, 1], expected whole clusters",
         ),
-        (Launch { grid: [u32::MAX - 1, 1, 1], ..right }, "a grid of"),
-        (Launch { dynamic_shared: 1 << 30, ..right }, "1073741824 bytes of dynamic shared memory are too many"),
+        (GridLaunch { grid: [u32::MAX - 1, 1, 1], ..right }, "a grid of"),
+        (GridLaunch { dynamic_shared: 1 << 30, ..right }, "1073741824 bytes of dynamic shared memory are too many"),
     ] {
         let problem = run(launch, vec![row()], &[0]);
         assert!(problem.starts_with(told), "{problem}");

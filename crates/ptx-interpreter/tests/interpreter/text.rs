@@ -1,6 +1,6 @@
 //! Texts that are refused, each with what is told of it, and texts that are nobody's.
 
-use assay_ptx_interpreter::{Buffer, InterpretError, Module, Options};
+use assay_ptx_interpreter::{GlobalArray, InterpretOptions, PtxInterpretError, PtxModule};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
@@ -9,7 +9,7 @@ use crate::small::{WARP, text};
 /// What is told of a kernel whose body is the line 23.
 #[track_caller]
 fn refused(body: &str, told: &str) {
-    let error = Module::parse(&text(1, body)).unwrap_err().to_string();
+    let error = PtxModule::parse(&text(1, body)).unwrap_err().to_string();
     assert_eq!(error, format!("line 23: {told}"));
 }
 
@@ -85,7 +85,7 @@ fn texts_that_are_malformed() {
     refused("    add.u32 %r5, %r6, 0xG;", "expected an operand, found 0xG");
     refused("    add.u32 %r5, %r6, 017;", "expected an operand, found 017");
     refused("    ?", "expected an instruction, found ?");
-    let told = |text: &str| Module::parse(text).unwrap_err().to_string();
+    let told = |text: &str| PtxModule::parse(text).unwrap_err().to_string();
     assert_eq!(told(".version 8.0\n.func f() {}"), "line 2: directive .func is not supported");
     assert_eq!(told(".address_size 32"), "line 1: expected addresses of 64 bits, found 32");
     assert_eq!(told(".entry f(.param .f32 x) { ret; }"), "line 1: parameter x is .f32, expected a pointer of .u64");
@@ -96,9 +96,9 @@ fn texts_that_are_malformed() {
     );
     assert_eq!(told(".entry f() { a: a: ret; }"), "line 1: label a is declared twice");
     assert_eq!(told(".entry f() { ret;"), "line 1: expected an instruction, found the end of the text");
-    let none = Module::parse("// Nothing.\n/* at all */").unwrap();
-    let error = none.run("f", &WARP.launch(), Vec::new(), &[], &Options::default()).unwrap_err();
-    assert_eq!(error, InterpretError::Launch("there is no entry f, only []".into()));
+    let none = PtxModule::parse("// Nothing.\n/* at all */").unwrap();
+    let error = none.run("f", &WARP.launch(), Vec::new(), &[], &InterpretOptions::default()).unwrap_err();
+    assert_eq!(error, PtxInterpretError::Launch("there is no entry f, only []".into()));
 }
 
 /// An entry that a launch without clusters would run apart is refused, and one that relies on no cluster is not.
@@ -112,15 +112,15 @@ fn cluster_entry_without_explicitcluster_is_refused() {
         "ld.shared::cluster.u32 %r5, [%r2];",
     ] {
         let explicit = body(instruction);
-        Module::parse(&explicit).unwrap();
-        let error = Module::parse(&explicit.replace(".explicitcluster\n", "")).unwrap_err().to_string();
+        PtxModule::parse(&explicit).unwrap();
+        let error = PtxModule::parse(&explicit.replace(".explicitcluster\n", "")).unwrap_err().to_string();
         let name = instruction.split_whitespace().next().unwrap().trim_end_matches(';');
         let told = format!("{name}: the entry has .reqnctapercluster and no .explicitcluster, expected both");
         assert!(error.contains(&told), "{error}");
         // A cluster of one CTA is there however the kernel is launched.
-        Module::parse(&text(1, instruction).replace(".explicitcluster\n", "")).unwrap();
+        PtxModule::parse(&text(1, instruction).replace(".explicitcluster\n", "")).unwrap();
     }
-    Module::parse(&body("bar.sync 0;").replace(".explicitcluster\n", "")).unwrap();
+    PtxModule::parse(&body("bar.sync 0;").replace(".explicitcluster\n", "")).unwrap();
 }
 
 #[test]
@@ -141,10 +141,10 @@ fn run_whatever(text: &str) {
         .replace("THREADS", "32")
         .replace("SLICE", "512")
         .replace("CTAS", "1");
-    if let Ok(module) = Module::parse(&text) {
-        let launch = assay_ptx_interpreter::Launch { dynamic_shared: 512, ..WARP.launch() };
-        let options = Options { most_work: 5000, ..Options::default() };
-        let _ = module.run("softmax", &launch, vec![Buffer::input("row", vec![0; 512])], &[0], &options);
+    if let Ok(module) = PtxModule::parse(&text) {
+        let launch = assay_ptx_interpreter::GridLaunch { dynamic_shared: 512, ..WARP.launch() };
+        let options = InterpretOptions { most_work: 5000, ..InterpretOptions::default() };
+        let _ = module.run("softmax", &launch, vec![GlobalArray::input("row", vec![0; 512])], &[0], &options);
     }
 }
 
@@ -153,7 +153,7 @@ proptest! {
 
     #[test]
     fn no_text_is_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        let _ = Module::parse(&String::from_utf8_lossy(&bytes));
+        let _ = PtxModule::parse(&String::from_utf8_lossy(&bytes));
     }
 
     #[test]

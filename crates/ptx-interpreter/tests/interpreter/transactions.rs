@@ -1,6 +1,6 @@
 //! Barriers in shared memory and asynchronous stores: kernels that meet by them, and their twins that break a rule.
 
-use assay_ptx_interpreter::Fault;
+use assay_ptx_interpreter::PtxFault;
 
 use crate::small::{PAIR, Shape, WARP};
 
@@ -22,7 +22,7 @@ fn kept() -> String {
 
 /// The kernel that keeps all rules, with `other` in place of `line`, shows `fault` and says `told`.
 #[track_caller]
-fn breaks(line: &str, other: &str, faults: &[Fault], told: &str) {
+fn breaks(line: &str, other: &str, faults: &[PtxFault], told: &str) {
     let kept = kept();
     assert!(kept.contains(line), "{line}");
     let (found, problem) = PAIR.found(&kept.replace(line, other));
@@ -57,35 +57,40 @@ fn async_phases_alternate_in_parity() {
     assert_eq!(PAIR.run(&two).unwrap(), (0..64).map(|i| i ^ 32).collect::<Vec<_>>());
     // The end of the second phase never comes.
     let (fault, problem) = PAIR.found(&two.replace(second, ""));
-    assert_eq!(fault, Fault::Deadlock, "{problem}");
+    assert_eq!(fault, PtxFault::Deadlock, "{problem}");
     assert!(problem.contains("lacks 1 arrivals and 0 bytes in its phase 1"), "{problem}");
 }
 
 #[test]
 fn async_stores_before_their_phase_are_not_read() {
-    let unread = [Fault::NotCopied, Fault::Uninitialised];
+    let unread = [PtxFault::NotCopied, PtxFault::Uninitialised];
     breaks(WAIT, "", &unread, "");
     // One try may fail, whenever it is made.
     breaks("@!%p1 bra again;", "", &unread, "");
     // Nor does it help that the phase is over by then.
     let late = format!("barrier.cluster.arrive.relaxed;\n barrier.cluster.wait;\n{WAIT}");
     assert_eq!(PAIR.run(&kept().replace(WAIT, &late)).unwrap().len(), 64);
-    breaks(WAIT, &late.replace("@!%p1 bra again;", ""), &[Fault::NotCopied], "did not wait for the end of the phase");
+    breaks(
+        WAIT,
+        &late.replace("@!%p1 bra again;", ""),
+        &[PtxFault::NotCopied],
+        "did not wait for the end of the phase",
+    );
     // The parity of the phase before is that of one that is over.
     breaks("], 0;\n @!", "], 1;\n @!", &unread, "");
     // Nothing of peers is acquired.
-    breaks("acquire.cluster", "acquire.cta", &[Fault::NotCopied], "did not wait for the end of the phase");
-    breaks("acquire.cluster", "relaxed.cluster", &[Fault::NotCopied], "did not wait for the end of the phase");
+    breaks("acquire.cluster", "acquire.cta", &[PtxFault::NotCopied], "did not wait for the end of the phase");
+    breaks("acquire.cluster", "relaxed.cluster", &[PtxFault::NotCopied], "did not wait for the end of the phase");
 }
 
 #[test]
 fn async_bytes_that_are_miscounted_are_refused() {
-    let early = [Fault::NotCopied, Fault::Uninitialised, Fault::PeerExited];
+    let early = [PtxFault::NotCopied, PtxFault::Uninitialised, PtxFault::PeerExited];
     breaks("248], 128", "248], 124", &early, "");
     breaks(
         "248], 128",
         "248], 132",
-        &[Fault::Deadlock],
+        &[PtxFault::Deadlock],
         "a barrier of CTA 0 lacks 0 arrivals and 4 bytes in its phase 0",
     );
     breaks(
@@ -95,26 +100,31 @@ fn async_bytes_that_are_miscounted_are_refused() {
         "",
     );
     let arrival = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [room + 248], 128;";
-    breaks(arrival, "", &[Fault::Deadlock], "lacks 1 arrivals and -128 bytes");
-    breaks("248], 128", "248], 1048576", &[Fault::Undefined], "expects 1048576 bytes, expected at most 1048575");
-    breaks(arrival, &arrival.repeat(2), &[Fault::Undefined], "");
+    breaks(arrival, "", &[PtxFault::Deadlock], "lacks 1 arrivals and -128 bytes");
+    breaks("248], 128", "248], 1048576", &[PtxFault::Undefined], "expects 1048576 bytes, expected at most 1048575");
+    breaks(arrival, &arrival.repeat(2), &[PtxFault::Undefined], "");
 }
 
 #[test]
 fn async_barriers_are_initialised_once_and_known() {
-    breaks("fence.mbarrier_init.release.cluster;", "", &[Fault::Race], "(mbarrier.init.shared::cta.b64), and nothing");
+    breaks(
+        "fence.mbarrier_init.release.cluster;",
+        "",
+        &[PtxFault::Race],
+        "(mbarrier.init.shared::cta.b64), and nothing",
+    );
     let init = "mbarrier.init.shared::cta.b64 [room + 248], 1;";
-    breaks(init, "", &[Fault::Uninitialised], "there is no barrier here");
-    breaks(init, &init.repeat(2), &[Fault::Undefined], "initialised twice");
-    breaks("248], 1;", "248], 0;", &[Fault::Undefined], "a count of 0 arrivals");
-    breaks("248], 1;", "248], 2;", &[Fault::Deadlock], "lacks 1 arrivals and 0 bytes");
+    breaks(init, "", &[PtxFault::Uninitialised], "there is no barrier here");
+    breaks(init, &init.repeat(2), &[PtxFault::Undefined], "initialised twice");
+    breaks("248], 1;", "248], 0;", &[PtxFault::Undefined], "a count of 0 arrivals");
+    breaks("248], 1;", "248], 2;", &[PtxFault::Deadlock], "lacks 1 arrivals and 0 bytes");
     // Every thread makes it.
-    breaks("@!%p0 bra made;", "", &[Fault::Undefined], "initialised twice");
+    breaks("@!%p0 bra made;", "", &[PtxFault::Undefined], "initialised twice");
     // A barrier is no memory.
-    breaks(READ, &format!("ld.shared.b64 %rd4, [room + 248];\n{READ}"), &[Fault::Undefined], "bytes of an mbarrier");
-    breaks(READ, &format!("st.shared.b32 [room + 252], 0;\n{READ}"), &[Fault::Undefined], "bytes of an mbarrier");
+    breaks(READ, &format!("ld.shared.b64 %rd4, [room + 248];\n{READ}"), &[PtxFault::Undefined], "bytes of an mbarrier");
+    breaks(READ, &format!("st.shared.b32 [room + 252], 0;\n{READ}"), &[PtxFault::Undefined], "bytes of an mbarrier");
     // Nor is the store's barrier another CTA's.
-    breaks("u32 %r8, %r8, %r6", "u32 %r8, %r8, %r1", &[Fault::Undefined], "expected those of one CTA");
+    breaks("u32 %r8, %r8, %r6", "u32 %r8, %r8, %r1", &[PtxFault::Undefined], "expected those of one CTA");
 }
 
 /// A CTA that goes before it has what peers store there, or that never learns of it.
@@ -123,14 +133,14 @@ fn async_stores_to_a_cta_that_exits_are_refused() {
     let silent = "mov.u32 %r10, 0;\n add.u64 %rd3, %rd1, %rd2;\n st.global.b32 [%rd3], %r10;\n";
     let no_wait = kept().replace(WAIT, "").replace(READ, silent);
     let (fault, problem) = PAIR.found(&no_wait);
-    assert_eq!(fault, Fault::PeerExited, "{problem}");
+    assert_eq!(fault, PtxFault::PeerExited, "{problem}");
     assert!(problem.contains("from exiting before these bytes are stored"), "{problem}");
     // One thread that waits keeps its CTA.
     let one = kept().replace(WAIT, &format!("@!%p0 bra done;\n{WAIT}done:\n")).replace(READ, silent);
     assert_eq!(PAIR.run(&one).unwrap(), [0; 64]);
     // A peer that is not known to have started.
     let start = "barrier.cluster.arrive.relaxed;\n barrier.cluster.wait.acquire;\n";
-    breaks(start, "", &[Fault::PeerNotStarted], "not known to have started");
+    breaks(start, "", &[PtxFault::PeerNotStarted], "not known to have started");
 }
 
 /// An asynchronous store makes nothing else known that its thread did, and its thread must know what it stores over.
@@ -153,14 +163,14 @@ fn async_stores_order_nothing_else() {
     let kept = format!("{init}{write}{store}{cross}{WAIT} bar.sync 0;\n{read}");
     assert_eq!(four.run(&kept).unwrap(), [5; 128]);
     let (fault, problem) = four.found(&kept.replace("bar.sync 0;\n", ""));
-    assert_eq!(fault, Fault::Race, "{problem}");
+    assert_eq!(fault, PtxFault::Race, "{problem}");
     // Two stores of one phase to one place.
     let twice = STORE.replace("mapa.shared::cluster.u32 %r7, %r5, %r6", "mapa.shared::cluster.u32 %r7, %r2, %r6");
-    breaks(STORE, &twice, &[Fault::NotCopied], "is being written since line");
+    breaks(STORE, &twice, &[PtxFault::NotCopied], "is being written since line");
     // Another CTA's threads read what is stored over.
     let over = format!("st.shared.b32 [%r5], %r0;\n{STORE}")
         .replace("st.shared", "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n st.shared");
-    breaks(STORE, &over, &[Fault::Race, Fault::NotCopied], "");
+    breaks(STORE, &over, &[PtxFault::Race, PtxFault::NotCopied], "");
 }
 
 #[test]
@@ -179,5 +189,5 @@ fn async_forms_that_are_not_known_are_refused() {
     let many: String =
         (0..9).fold(String::new(), |all, i| format!("{all}@%p0 mbarrier.init.shared.b64 [room + {}], 1;\n", 8 * i));
     let (fault, problem) = WARP.found(&format!("setp.eq.u32 %p0, %r0, 0;\n{many}"));
-    assert_eq!((fault, problem), (Fault::Undefined, "a CTA with more than 8 barriers is not supported".into()));
+    assert_eq!((fault, problem), (PtxFault::Undefined, "a CTA with more than 8 barriers is not supported".into()));
 }

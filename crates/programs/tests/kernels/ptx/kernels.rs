@@ -18,7 +18,7 @@ use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_programs::{ANY_TPU, Device, LossProgram, Meeting, Programs, StructuredSpec, Target};
 use assay_ptx::{PtxKernel, Role};
-use assay_ptx_interpreter::{Buffer, Launch, Module, Units};
+use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxModule};
 use assay_suites::cases;
 use ndarray::Array3;
 use proptest::prelude::*;
@@ -52,29 +52,33 @@ fn meeting_by_stores(target: Target, spec: &LossSpec, shape: Shape, dtype: Dtype
 }
 
 /// Runs a kernel on inputs given by name, in sequence and shuffled; outputs in order.
-pub(crate) fn run(kernel: &PtxKernel, units: Units, inputs: &[(&str, Vec<u8>)]) -> Result<Vec<Vec<u8>>, String> {
+pub(crate) fn run(
+    kernel: &PtxKernel,
+    units: ApproximateUnits,
+    inputs: &[(&str, Vec<u8>)],
+) -> Result<Vec<Vec<u8>>, String> {
     run_without(kernel, units, inputs, &[])
 }
 
 /// The same, where these bytes of the logits may be read only when dlogits were written over them.
 fn run_without(
     kernel: &PtxKernel,
-    units: Units,
+    units: ApproximateUnits,
     inputs: &[(&str, Vec<u8>)],
     unwritten: &[Range<usize>],
 ) -> Result<Vec<Vec<u8>>, String> {
-    let module = Module::parse(&kernel.text).map_err(|error| format!("{}: {error}", kernel.name))?;
-    let (mut buffers, mut arguments) = (Vec::<Buffer>::new(), Vec::new());
+    let module = PtxModule::parse(&kernel.text).map_err(|error| format!("{}: {error}", kernel.name))?;
+    let (mut buffers, mut arguments) = (Vec::<GlobalArray>::new(), Vec::new());
     for parameter in &kernel.parameters {
         let bytes = parameter.shape.iter().product::<usize>() * parameter.dtype.size();
         let buffer = match parameter.role {
             Role::Input => {
                 let (_, given) = inputs.iter().find(|(name, _)| *name == parameter.name).expect("every input is given");
                 assert_eq!(given.len(), bytes, "{}", parameter.name);
-                let buffer = Buffer::input(&parameter.name, given.clone());
+                let buffer = GlobalArray::input(&parameter.name, given.clone());
                 if parameter.name == "logits" { buffer.unwritten(unwritten.iter().cloned()) } else { buffer }
             }
-            Role::Output { over: None } => Buffer::output(&parameter.name, bytes),
+            Role::Output { over: None } => GlobalArray::output(&parameter.name, bytes),
             Role::Output { over: Some(input) } => {
                 arguments.push(arguments[input]);
                 continue;
@@ -83,7 +87,7 @@ fn run_without(
         arguments.push(buffers.len());
         buffers.push(buffer);
     }
-    let launch = Launch {
+    let launch = GridLaunch {
         grid: kernel.grid,
         block: kernel.block,
         cluster: [kernel.cluster, 1, 1],
@@ -99,7 +103,7 @@ fn run_without(
 /// and zeros beyond the last.
 fn run_rows(
     kernel: &PtxKernel,
-    units: Units,
+    units: ApproximateUnits,
     tokens: usize,
     shared: &[(&'static str, Vec<u8>)],
     rows: &[(&'static str, Vec<u8>)],
@@ -137,7 +141,7 @@ fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
 pub(crate) struct Around<'p> {
     batch: Batch<'p>,
     target: Target,
-    units: Units,
+    units: ApproximateUnits,
 }
 
 impl<'p> Deref for Around<'p> {
@@ -150,7 +154,7 @@ impl<'p> Deref for Around<'p> {
 
 impl<'p> Around<'p> {
     pub(crate) fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
-        Self { batch: Batch::new(spec, problem), target: Target::Sm90, units: Units::Rounded }
+        Self { batch: Batch::new(spec, problem), target: Target::Sm90, units: ApproximateUnits::Rounded }
     }
 
     fn one_pass(&self) -> Result<Candidate, String> {
@@ -331,16 +335,22 @@ struct Softmax {
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
 fn check(target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
-    check_by(Units::Rounded, target, id, spec, recipe)
+    check_by(ApproximateUnits::Rounded, target, id, spec, recipe)
 }
 
 /// The same by units that are off.
-fn check_by(units: Units, target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+fn check_by(units: ApproximateUnits, target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     check_problem(units, target, id, spec, &problem).map_err(|failure| format!("{recipe:?} {failure}"))
 }
 
-fn check_problem(units: Units, target: Target, id: &str, spec: &LossSpec, problem: &Problem) -> Result<(), String> {
+fn check_problem(
+    units: ApproximateUnits,
+    target: Target,
+    id: &str,
+    spec: &LossSpec,
+    problem: &Problem,
+) -> Result<(), String> {
     let around = Around { target, units, ..Around::new(spec, problem) };
     let candidate = match id {
         "gpu-one-pass" => around.one_pass(),
@@ -403,7 +413,7 @@ fn all_outputs_of_changed_logits_match_reference() {
     for (i, (shape, regime)) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()).enumerate() {
         let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
         let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
-        let units = [Units::Rounded, Units::Above, Units::Below][i / 3 % 3];
+        let units = [ApproximateUnits::Rounded, ApproximateUnits::Above, ApproximateUnits::Below][i / 3 % 3];
         check_by(units, TARGETS[i % 2], "gpu-one-pass", &specs[i % 3], &recipe).unwrap();
         check_by(units, Target::Sm80, "gpu-two-pass", &specs[(i + 1) % 3], &recipe).unwrap();
     }
@@ -536,7 +546,7 @@ fn one_pass_rows_at_the_ends_of_a_dtype_match_reference() {
             });
             let changed = Array3::from_shape_vec((1, 4, 517), changed.collect()).unwrap();
             problem.logits = FloatArray::rounded_from(&changed, dtype);
-            check_problem(Units::Rounded, target, "gpu-one-pass", &spec, &problem).unwrap();
+            check_problem(ApproximateUnits::Rounded, target, "gpu-one-pass", &spec, &problem).unwrap();
         }
     }
 }
@@ -545,7 +555,7 @@ fn one_pass_rows_at_the_ends_of_a_dtype_match_reference() {
 #[test]
 fn all_outputs_by_units_that_are_off_either_way_match_reference() {
     let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() }, LossSpec::default()];
-    for units in [Units::Above, Units::Below] {
+    for units in [ApproximateUnits::Above, ApproximateUnits::Below] {
         for (i, regime) in Regime::FINITE.into_iter().enumerate() {
             let shape = if i % 3 == 0 { [1, 3, 2049] } else { [2, 5, 131] };
             let dtype = if i % 2 == 0 { Dtype::F32 } else { Dtype::Bf16 };
@@ -701,7 +711,7 @@ fn meeting_by_stores_returns_the_bits_of_the_barrier() {
         let of_barrier = &kernels(target, "gpu-one-pass", &spec, around.shape, Dtype::Bf16)[0];
         let of_stores = &meeting_by_stores(target, &spec, around.shape, Dtype::Bf16);
         let [of_barrier, of_stores] =
-            [of_barrier, of_stores].map(|kernel| run(kernel, Units::Rounded, &inputs).unwrap());
+            [of_barrier, of_stores].map(|kernel| run(kernel, ApproximateUnits::Rounded, &inputs).unwrap());
         assert!(of_barrier == of_stores, "{target:?}: other bits");
     }
 }
@@ -772,13 +782,13 @@ fn statistics_without_one_of_their_waits_are_refused() {
         ("logits", zeros),
         ("ids", vec![0; 4]),
     ];
-    run(&kernel, Units::Rounded, &inputs).unwrap();
+    run(&kernel, ApproximateUnits::Rounded, &inputs).unwrap();
     let barrier = "\tbarrier.sync 0;\n";
     let places: Vec<usize> = kernel.text.match_indices(barrier).map(|(place, _)| place).collect();
     assert_eq!(places.len(), 4);
     for place in places {
         let text = format!("{}{}", &kernel.text[..place], &kernel.text[place + barrier.len()..]);
-        let why = run(&PtxKernel { text, ..kernel.clone() }, Units::Rounded, &inputs).unwrap_err();
+        let why = run(&PtxKernel { text, ..kernel.clone() }, ApproximateUnits::Rounded, &inputs).unwrap_err();
         println!("statistics without the barrier at byte {place}: {why}");
     }
 }
@@ -803,10 +813,14 @@ fn logits_of_masked_rows_are_not_read() {
         let inputs = [("ids", around.ids()), ("numbers", numbers), logits.clone(), ("tokens", tokens)];
         for target in TARGETS {
             let kernel = &kernels(target, "gpu-one-pass", &spec, around.shape, dtype)[0];
-            expect_zeros(&run_without(kernel, Units::Rounded, &inputs, &masked).unwrap());
+            expect_zeros(&run_without(kernel, ApproximateUnits::Rounded, &inputs, &masked).unwrap());
             // What counts is read.
             let first: Range<usize> = 0..of_a_row;
-            assert!(run_without(kernel, Units::Rounded, &inputs, &[first]).unwrap_err().contains("never written"));
+            assert!(
+                run_without(kernel, ApproximateUnits::Rounded, &inputs, &[first])
+                    .unwrap_err()
+                    .contains("never written")
+            );
         }
         let kernel = &kernels(Target::Sm80, "gpu-two-pass", &spec, around.shape, dtype)[1];
         let scales = per_token(&columns("gpu-two-pass", &spec, "scales"), 4, |name, token| match name {
@@ -820,7 +834,7 @@ fn logits_of_masked_rows_are_not_read() {
             ("ids", around.ids()),
             ("scales", scales),
         ];
-        expect_zeros(&run_without(kernel, Units::Rounded, &inputs, &masked).unwrap());
+        expect_zeros(&run_without(kernel, ApproximateUnits::Rounded, &inputs, &masked).unwrap());
     }
 }
 
@@ -911,7 +925,7 @@ fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
             ("logits", logits),
             ("ids", ids),
         ];
-        let outputs = run(statistics, Units::Rounded, &shared).unwrap();
+        let outputs = run(statistics, ApproximateUnits::Rounded, &shared).unwrap();
         let names = columns("gpu-two-pass", &spec, "statistics");
         let found = PerToken::new(&outputs[0], &names);
         for (row, target) in [(0, Some(17)), (1, None)] {
@@ -938,7 +952,7 @@ fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
         });
         let mut given = shared;
         given.push(("scales", scales));
-        let outputs = run(dlogits, Units::Rounded, &given).unwrap();
+        let outputs = run(dlogits, ApproximateUnits::Rounded, &given).unwrap();
         let gradients = logits_of(&outputs[0], local, dtype).to_f64();
         assert!(gradients.iter().all(|x| x.is_finite()), "{gradients}");
         assert!((0..2).all(|row| gradients[[0, row, 63]] == 0.0 && gradients[[0, row, 62]] != 0.0), "{gradients}");
