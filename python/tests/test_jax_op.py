@@ -813,7 +813,7 @@ def test_spec_that_is_missing_is_refused_with_two_examples(of_hidden: bool) -> N
 def test_arguments_of_torch_are_refused_with_what_to_use_here(name: str) -> None:
     assert name not in inspect.signature(grpo_loss).parameters
     with pytest.raises(assay.ProblemError, match=f"^`{name}`: got an argument of assay.torch, expected none; ."):
-        grpo_loss(BATCH.logits, BATCH.ids, **BATCH.given, spec=TRL, **{name: 8.0})
+        grpo_loss(BATCH.logits, BATCH.ids, **{**BATCH.given, "spec": TRL, name: 8.0})
 
 
 def test_options_of_a_project_are_refused_beside_its_name() -> None:

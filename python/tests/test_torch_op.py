@@ -568,7 +568,7 @@ def test_arguments_of_jax_are_refused_with_what_to_use_here() -> None:
         assert name not in signature
         for spec in (problem.spec, "trl"):
             with pytest.raises(assay.ProblemError, match=f"^`{name}`: got an argument of assay.jax, expected none; ."):
-                assay.torch.grpo_loss(problem.torch().logits, **given(problem), spec=spec, **{name: 8.0})
+                assay.torch.grpo_loss(problem.torch().logits, **{**given(problem), "spec": spec, name: 8.0})
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
