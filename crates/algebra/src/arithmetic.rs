@@ -3,24 +3,24 @@
 
 /// Arithmetic on one kind of value.
 pub trait Arithmetic {
-    /// A real number.
+    /// A real number, or the name of one in a program.
     type Value: Copy;
-    /// A truth value.
+    /// A truth value, the result of a comparison.
     type Truth: Copy;
 
-    /// The number `x`.
+    /// Returns the number `x`, rounded to the arithmetic's precision.
     fn constant(&mut self, x: f64) -> Self::Value;
-    /// `a + b`
+    /// Adds two numbers: `a + b`, rounded once.
     fn add(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    /// `a − b`
+    /// Subtracts two numbers: `a − b`, rounded once.
     fn sub(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    /// `a · b`
+    /// Multiplies two numbers: `a · b`, rounded once.
     fn mul(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    /// `a / b`
+    /// Divides two numbers: `a / b`, rounded once.
     fn div(&mut self, a: Self::Value, b: Self::Value) -> Self::Value;
-    /// `−a`
+    /// Negates a number: `−a`, which is exact.
     fn neg(&mut self, a: Self::Value) -> Self::Value;
-    /// `e^a`
+    /// Computes the exponential `e^a` of a number.
     fn exp(&mut self, a: Self::Value) -> Self::Value;
     /// `e^a − 1`, accurate near 0. With `u = e^a` rounded, `(u − 1) · a / ln u`; `a` itself where `u` is 1, `u − 1` where
     /// that is −1 or infinite.
@@ -38,7 +38,7 @@ pub trait Arithmetic {
         let nothing_left = self.equal(d, zero);
         self.select(nothing_left, a, value)
     }
-    /// `ln a`
+    /// Computes the natural logarithm `ln a`.
     fn ln(&mut self, a: Self::Value) -> Self::Value;
     /// `ln (1 + a)`, accurate near 0. A few ulp from it everywhere: with `u = 1 + a` rounded, `ln u · a / (u − 1)`.
     fn ln_1p(&mut self, a: Self::Value) -> Self::Value {
@@ -55,9 +55,9 @@ pub trait Arithmetic {
     fn less(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
     /// `a = b`; false where either is NaN
     fn equal(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth;
-    /// `a ∧ b`
+    /// Combines two truth values: `a ∧ b`, both.
     fn and(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
-    /// `a ∨ b`
+    /// Combines two truth values: `a ∨ b`, either or both.
     fn or(&mut self, a: Self::Truth, b: Self::Truth) -> Self::Truth;
     /// `a ≥ b`; false if either is NaN
     fn at_least(&mut self, a: Self::Value, b: Self::Value) -> Self::Truth {
@@ -75,7 +75,7 @@ pub trait Arithmetic {
     fn select(&mut self, condition: Self::Truth, yes: Self::Value, no: Self::Value) -> Self::Value;
 }
 
-/// f64, computed at once.
+/// The arithmetic of f64 on this machine, computed at once.
 pub struct Immediate;
 
 impl Arithmetic for Immediate {

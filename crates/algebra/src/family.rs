@@ -1,30 +1,30 @@
-//! Which members of the loss family the kernels compute.
+//! Members of the loss family that kernels compute, and the errors that name what they do not.
 
 use serde::Serialize;
 
 use assay_core::spec::{LogitsTransform, LossSpec, Objective, RatioLevel};
 
-/// How much of a batch a kernel sees where it computes a token's loss.
+/// The part of a batch that a kernel sees when it computes a token's loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelScope {
-    /// The token alone.
+    /// One token alone, so that nothing of its sequence is known.
     Token,
-    /// Its row.
+    /// All tokens of a sequence that has at least one unmasked token.
     Row,
-    /// Its row, where that has no token too.
+    /// All tokens of a sequence, and sequences without an unmasked token too.
     AnyRow,
-    /// No loss at all, but logp and entropy.
+    /// No loss at all: the kernel returns logp and entropy.
     Softmax,
 }
 
 /// A setting that a kernel does not compute.
 #[derive(Debug)]
 pub struct UnsupportedSetting {
-    /// As a file spells it.
+    /// Name of the setting, as a spec file spells it.
     pub field: &'static str,
-    /// Its value.
+    /// Value of the setting in the spec.
     pub given: String,
-    /// What would do.
+    /// Values of the setting that the kernel computes.
     pub supported: &'static str,
 }
 
@@ -32,7 +32,7 @@ const ROWS: &str = "what one token decides: its row's tokens are not seen togeth
 const TOKENS: &str = "choices that are made before there are logits: those of a whole batch are not";
 
 impl KernelScope {
-    /// Checks that a kernel of this reach computes `spec`.
+    /// Checks that a kernel that sees this much computes `spec`.
     ///
     /// # Errors
     /// The first setting that it does not.
@@ -67,7 +67,7 @@ impl KernelScope {
     }
 }
 
-/// Checks that logp is asked of one id a token.
+/// Checks that the spec asks for logp of one id per token.
 ///
 /// # Errors
 /// [`LossSpec::ids_per_token`].
@@ -80,8 +80,8 @@ pub fn expect_one_id(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
     if spec.ids_per_token == 1 { Ok(()) } else { Err(beyond()) }
 }
 
-/// Checks that logp of several ids a token can be made around a kernel that knows one of them: the columns of the others are set from
-/// their logp alone, which says nothing of the entropy's gradient.
+/// Checks that logp of several ids per token can be computed around a kernel that knows one of them: the columns of the
+/// others are written from their logp alone, from which the gradient of the entropy does not follow.
 ///
 /// # Errors
 /// The first setting that it cannot be with.
@@ -94,7 +94,7 @@ pub fn expect_around_one_id(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
     if spec.ids_per_token > 1 && spec.dentropy { Err(beyond()) } else { Ok(()) }
 }
 
-/// Checks that logits go into the softmax of `spec` as they come, every column of them, for what changes none.
+/// Checks that the softmax of `spec` is of the logits as they are, over every column, for kernels that change no logit.
 ///
 /// # Errors
 /// The first setting that has it otherwise.
@@ -113,7 +113,7 @@ pub fn expect_plain_logits(spec: &LossSpec) -> Result<(), UnsupportedSetting> {
     Ok(())
 }
 
-/// A setting as a file spells it.
+/// Spells a setting as a spec file does.
 fn written(setting: &impl Serialize) -> String {
     let text = serde_json::to_string(setting).unwrap_or_default();
     text.trim_matches('"').to_string()

@@ -1,5 +1,5 @@
-//! What all kernels share: the loss of one token, value and derivative, and how a softmax ends, over any
-//! [`arithmetic`]; and, for what this machine computes around a kernel, the losses of a batch in f64.
+//! The loss of one token, value and derivative, and the last steps of a softmax, over any [`arithmetic`], shared by all
+//! kernels; and the losses of a batch in f64, which this machine computes around a kernel.
 
 pub mod arithmetic;
 pub mod family;

@@ -25,119 +25,124 @@ macro_rules! named {
 }
 
 named! {
-    /// A `[B,T]` array, f32 on devices.
+    /// Name of a `[B,T]` array that programs read, f32 on devices.
     TokenInput {
-        /// The denominator of the ratio.
+        /// Log-probability that the ratio divides by, nats.
         OldLogp = "old_logp",
-        /// The reference policy's log-probability.
+        /// Log-probability under the reference policy, nats.
         RefLogp = "ref_logp",
-        /// What the policy term of a token is multiplied by.
+        /// Factor of the policy term of each token.
         PolicyWeight = "policy_weight",
-        /// And its KL estimate.
+        /// Factor of the KL estimate of each token.
         KlWeight = "kl_weight",
-        /// 1 where KL-Cov penalizes, a token is positive, or its ratio has other bounds.
+        /// Marks of tokens: 1 if KL-Cov penalizes the token, if the token is positive, or if its ratio has other
+        /// bounds.
         Selected = "selected",
-        /// The sampler's log-probability, NaN where there is none.
+        /// Log-probability under the sampler, nats; NaN if the sampler did not score the token.
         RolloutLogp = "rollout_logp",
-        /// The logarithm of VESPO's rollout weight, the same for all tokens of a row.
+        /// Logarithm of VESPO's rollout weight, the same for all tokens of a sequence.
         LogWeight = "log_weight",
-        /// Whose log-probabilities the off-policy mask compares with; NaN is not looked at.
+        /// Log-probability under the policy that the off-policy mask compares with, nats; a NaN is left out of the
+        /// mean.
         Behaviour = "behaviour_logp",
-        /// The cotangent of the entropy.
+        /// Cotangent of each token's entropy, `∂loss/∂H`.
         Dentropy = "dentropy",
-        /// `1/T` of the token, times the [rate](super::transform::rate) of what is done to logits; 1 under the mask.
+        /// Inverse temperature `1/T` of the token, times the [rate](super::transform::rate) of the transform of logits;
+        /// 1 under the mask.
         Rate = "rate",
     }
 }
 
 named! {
-    /// A number of a spec, f32 on devices. A bound that the spec lacks is infinite.
+    /// Name of a number of a spec, f32 on devices. A bound that the spec lacks is infinite.
     SpecNumber {
-        /// Lower end of the ratio, or of a trust region.
+        /// Lower bound of the ratio, or the limit of a trust region for `A ≤ 0`.
         Low = "low",
-        /// Upper end.
+        /// Upper bound of the ratio, or the limit of a trust region for `A > 0`.
         High = "high",
-        /// Upper bound of the ratio that is not clipped.
+        /// Upper bound `δ` of PPO's ratio that is not clipped.
         Delta = "delta",
-        /// `c`: where the advantage is negative the loss is at most `−c · A`.
+        /// Dual-clip constant `c`: for a negative advantage the loss is at most `−c · A`.
         DualClip = "dual_clip",
-        /// SAPO's temperature where the advantage is positive.
+        /// SAPO's temperature `τ` for a positive advantage.
         TauPositive = "tau_positive",
-        /// And elsewhere.
+        /// SAPO's temperature `τ` for any other advantage.
         TauNegative = "tau_negative",
-        /// VESPO's exponent of the ratio where the advantage is positive.
+        /// VESPO's exponent `k` of the weight for an advantage that is not negative.
         KPositive = "k_positive",
-        /// And its rate.
+        /// VESPO's rate `λ` for an advantage that is not negative, at least 1e-4.
         LambdaPositive = "lambda_positive",
-        /// The exponent elsewhere.
+        /// VESPO's exponent `k` of the weight for a negative advantage.
         KNegative = "k_negative",
-        /// And the rate.
+        /// VESPO's rate `λ` for a negative advantage, at least 1e-4.
         LambdaNegative = "lambda_negative",
-        /// What the squared log-ratio is multiplied by, or KL-Cov's absolute one.
+        /// Factor of the squared log-ratio in the penalty, or of KL-Cov's absolute log-ratio.
         Penalty = "penalty",
-        /// Upper bound of a score function's ratio.
+        /// Upper bound of the ratio that multiplies a score function.
         Truncate = "truncate",
-        /// Upper bound of the ratio upside down.
+        /// ASPO's bound `c₊` of the inverse ratio, beyond which a token with `A > 0` has a score function.
         DualClipPositive = "dual_clip_positive",
-        /// Lower bound of a selected token's ratio.
+        /// Lower bound of the ratio of a selected token.
         LowOfSelected = "low_of_selected",
-        /// And upper bound.
+        /// Upper bound of the ratio of a selected token.
         HighOfSelected = "high_of_selected",
-        /// Weight of the positive.
+        /// TOPR's weight `w₊` of a positive token.
         PositiveWeight = "positive_weight",
-        /// And of the others.
+        /// TOPR's weight `w₋` of a token that is not positive.
         NegativeWeight = "negative_weight",
         /// Upper bound of the ratio that weighs the gradient of a KL estimate.
         KlWeightBound = "kl_weight_bound",
-        /// Bound of a token's absolute log-ratio.
+        /// Bound of the absolute log-ratio of each token, or of a sequence's product.
         LogRatioClamp = "log_ratio_clamp",
         /// GMPO's lower bound of a log-ratio, at most 0.
         LogRatioLow = "log_ratio_low",
-        /// GMPO's upper bound.
+        /// GMPO's upper bound of a log-ratio, at least 0.
         LogRatioHigh = "log_ratio_high",
-        /// Upper bound of the level's log-ratio.
+        /// Upper bound of the log-ratio of the token's level.
         LogRatioCap = "log_ratio_cap",
-        /// The divergence of a row beyond which it is left out.
+        /// Largest mean divergence of a sequence that the off-policy mask keeps, nats.
         OffPolicyThreshold = "off_policy_threshold",
-        /// Added to the tokens of a row where its mean log-ratio is taken.
+        /// Number `ε` added to the count of tokens that a mean log-ratio divides by.
         RatioEpsilon = "ratio_epsilon",
-        /// What the KL estimate is multiplied by.
+        /// Factor `beta` of the KL estimate in the loss.
         Beta = "beta",
-        /// Bound of `ref_logp − logp`.
+        /// Bound of the absolute difference `ref_logp − logp`, nats.
         KlDifferenceClamp = "kl_difference_clamp",
-        /// Bound of the estimate.
+        /// Bound of the absolute KL estimate, nats.
         KlValueClamp = "kl_value_clamp",
-        /// `1/T`.
+        /// Inverse temperature `1/T`, if one temperature serves all tokens.
         InverseTemperature = "inverse_temperature",
-        /// What a logit and its bias are multiplied by: see [`transform`].
+        /// Factor of a logit with its bias before the `tanh`, or the sign of the scale: see [`transform`].
         LogitFactor = "logit_factor",
-        /// `rate/T`, of the softmax that entropy is of.
+        /// Factor `rate/T` of gaps in the softmax that entropy is of.
         Rate = "rate",
-        /// `rate`, of the one that logp is of, where that is another.
+        /// Factor `rate` of gaps in the softmax that logp is of, if that is another one.
         LogpRate = "logp_rate",
-        /// `∂loss/∂entropy` of an unmasked token, without `1/T`: a kernel's, which a program works out.
+        /// Derivative `∂loss/∂entropy` of an unmasked token, without `1/T`: an input of a kernel, which the program
+        /// around it computes.
         EntropyFactor = "entropy_factor",
-        /// Times the spec's `scale`; −1 times it where the cotangent of each token's entropy comes in.
+        /// Coefficient of the entropy bonus times the spec's `scale`; `−scale` if the cotangent of each token's entropy
+        /// is an input.
         EntropyCoef = "entropy_coef",
-        /// Divided by the spec's `scale`.
+        /// Known factors of the policy term's denominator, divided by the spec's `scale`.
         Denominator = "denominator",
-        /// The cotangent of the loss, which multiplies dlogits.
+        /// Cotangent of the loss, which multiplies dlogits.
         LossScale = "loss_scale",
-        /// What is added to the tokens that the loss is divided by.
+        /// Number `ε` added to the count of tokens that the loss is divided by.
         DenominatorEpsilon = "denominator_epsilon",
-        /// That of the KL penalty's own mean.
+        /// Known factors of the denominator of the KL penalty's own mean, divided by the spec's `scale`.
         KlDenominator = "kl_denominator",
-        /// And what is added to its tokens.
+        /// Number `ε` added to the count of tokens of the KL penalty's own mean.
         KlDenominatorEpsilon = "kl_denominator_epsilon",
-        /// That of the entropy bonus's own mean.
+        /// Known factors of the denominator of the entropy bonus's own mean.
         EntropyDenominator = "entropy_denominator",
-        /// And what is added to its tokens.
+        /// Number `ε` added to the count of tokens of the entropy bonus's own mean.
         EntropyDenominatorEpsilon = "entropy_denominator_epsilon",
     }
 }
 
 impl SpecNumber {
-    /// Its value in `spec`, for a batch of `[B,T]`; NaN where the spec has no such number.
+    /// Returns the number's value in `spec` for a batch of `[B,T]`, or NaN if the spec has no such number.
     pub fn value_in(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
         let none = f64::NAN;
         let kl = spec.kl.as_ref();
@@ -219,12 +224,12 @@ impl SpecNumber {
     }
 }
 
-/// Numbers by name.
+/// A table of numbers by their names.
 #[derive(Clone)]
 pub struct SpecNumbers<V>(Vec<(SpecNumber, V)>);
 
 impl<V: Copy> SpecNumbers<V> {
-    /// Those of `numbers`.
+    /// Collects numbers, each with its name.
     pub fn new(numbers: impl IntoIterator<Item = (SpecNumber, V)>) -> Self {
         Self(numbers.into_iter().collect())
     }

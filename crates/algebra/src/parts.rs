@@ -1,4 +1,4 @@
-//! [`SeparableBatch`]: a batch whose parts' losses add up to its own.
+//! [`SeparableBatch`]: a batch that can be cut into parts whose losses add up to its own.
 
 use std::ops::Range;
 
@@ -29,7 +29,7 @@ pub struct SeparableBatch {
     extents: ReductionCounts,
 }
 
-/// What reductions count.
+/// Counts of a batch by which reductions divide.
 struct ReductionCounts {
     rows: usize,
     filled_rows: usize,
@@ -57,7 +57,7 @@ pub fn expect_separable(spec: &LossSpec) -> Result<(), SpecError> {
 }
 
 impl SeparableBatch {
-    /// `batch`, whose loss is `spec`.
+    /// Counts the tokens and sequences of `batch`, whose loss is `spec`, and normalizes the sampler's weights.
     ///
     /// # Errors
     /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or means over a width that packed
@@ -105,13 +105,13 @@ impl SeparableBatch {
         Ok(Self { spec, batch, extents })
     }
 
-    /// All of its tokens.
+    /// Returns the whole batch, with the weights that were computed over it.
     pub fn batch(&self) -> &Problem<()> {
         &self.batch
     }
 
-    /// Which sequences go into each of at most `parts` parts: equally many, the last fewer. A part of packed sequences has a token,
-    /// or is one with its neighbour.
+    /// Splits the sequences into at most `parts` ranges of equal length, the last one shorter. A range of packed
+    /// sequences without a token is joined with its neighbour.
     pub fn cut(&self, parts: usize) -> Vec<Range<usize>> {
         let (count, mask) = (self.extents.rows, &self.batch.mask);
         let mut cut: Vec<Range<usize>> = Vec::new();
@@ -126,9 +126,9 @@ impl SeparableBatch {
         cut
     }
 
-    /// The sequences `rows`, and of each row the first `width` tokens, beyond which the loss reads none, and their loss; of packed
-    /// sequences their [`block`](assay_core::problem::Sequences::block). VESPO with `weights_of_masked_tokens` reads given weights of
-    /// all tokens, masked ones too.
+    /// Returns the sequences `rows`, the first `width` tokens of each, and their loss; for packed sequences it returns
+    /// their [`block`](assay_core::problem::Sequences::block). The loss must not read a token beyond `width`: VESPO
+    /// with `weights_of_masked_tokens` reads given weights of all tokens, masked ones too.
     pub fn part(&self, rows: Range<usize>, width: usize) -> (LossSpec, Problem<()>) {
         let (spec, share) = self.part_spec(rows.len());
         let mut batch = self.batch.rows(rows, width);
@@ -139,7 +139,7 @@ impl SeparableBatch {
         (spec, batch)
     }
 
-    /// The loss of a part, and what it is scaled by as a whole.
+    /// Returns the loss of a part, and the factor by which all of it is scaled.
     fn part_spec(&self, rows: usize) -> (LossSpec, f64) {
         let mut spec = self.spec.clone();
         // Rows without tokens have a loss only where all rows are counted: such a part is scaled as a whole.
@@ -163,7 +163,8 @@ impl SeparableBatch {
     }
 }
 
-/// What `implementation` makes of a batch in [parts](SeparableBatch::cut) of whole sequences: as of the batch at once, but for rounding.
+/// Runs `implementation` on a batch in [parts](SeparableBatch::cut) of whole sequences. The candidate equals that of
+/// the batch at once, except for rounding.
 ///
 /// # Errors
 /// [`RunError`] where the spec cannot be cut, or a part is not run.
@@ -188,7 +189,7 @@ pub fn run(
 }
 
 impl ReductionCounts {
-    /// The same weights by numbers instead of counts, each divided by `share`.
+    /// Replaces counts by numbers in an averaging, and multiplies each denominator by `share`.
     fn fixed(&self, Averaging { reduction, denominator_epsilon }: Averaging, share: f64) -> Averaging {
         let rows = |rows| {
             Rows::Given(match rows {
@@ -212,7 +213,8 @@ impl ReductionCounts {
     }
 }
 
-/// The weights of the sampler over their mean, one a token, or one a sequence where they are of sequences.
+/// Divides the sampler's weights by their mean; returns one per token, or one per sequence if the weights are those of
+/// sequences.
 fn normalized(weights: &RolloutWeights, tokens: &Tokens, mask: &Array2<bool>) -> Array2<f64> {
     let mut all = rollout::weights(weights, tokens);
     let given = weights.source == RolloutSource::Given;

@@ -1,4 +1,4 @@
-//! Token losses to one number.
+//! Reduction of token losses to one number, and the means that are logged.
 
 use ndarray::Array2;
 
@@ -8,18 +8,18 @@ use super::structure::TokenInput;
 use assay_core::problem::{Metrics, Sequence, Sequences};
 use assay_core::spec::{Averaging, LossSpec, Reduction, Rows};
 
-/// What the terms of each token are multiplied by, `[B,T]`.
+/// Factors of the terms of each token in the loss, `[B,T]`.
 pub struct ReductionWeights {
-    /// The policy term: the same for all tokens of a sequence.
+    /// Factor of the policy term, the same for all tokens of a sequence.
     pub policy: Array2<f64>,
-    /// The KL penalty, likewise.
+    /// Factor of the KL penalty, the same for all tokens of a sequence.
     pub kl: Array2<f64>,
-    /// The entropy: `∂loss/∂H` of an unmasked token.
+    /// Derivative `∂loss/∂H` of the loss by the entropy of an unmasked token.
     pub entropy: Array2<f64>,
 }
 
 impl ReductionWeights {
-    /// Those of `spec` where the mask lets tokens count.
+    /// Computes the factors of `spec` from the tokens that count.
     pub fn new(spec: &LossSpec, settled: &KernelInputs, sequences: &Sequences) -> Self {
         let mask = &settled.mask;
         let counts = counts(mask, sequences);
@@ -45,13 +45,14 @@ impl ReductionWeights {
     }
 }
 
-/// How many tokens of each sequence count.
+/// Counts the unmasked tokens of each sequence.
 fn counts(mask: &Array2<bool>, sequences: &Sequences) -> Vec<f64> {
     let count = |sequence: Sequence| sequence.places().filter(|&at| mask[at]).count() as f64;
     sequences.places(mask.dim()).into_iter().map(count).collect()
 }
 
-/// Packed sequences are not averaged over a width.
+/// Computes the factor of each sequence's tokens under `averaging`. A fixed length over the padded width never meets
+/// packed sequences.
 fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
     let rows = counts.len() as f64;
     let filled_rows = counts.iter().filter(|&&n| n > 0.0).count() as f64;
@@ -72,7 +73,7 @@ fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
     counts.iter().map(|&count| if count > 0.0 { denominator(count).recip() } else { 0.0 }).collect()
 }
 
-/// `Σ weight·token_loss + Σ ∂loss/∂H·H`, in row order.
+/// Adds up the loss, `Σ weight·token_loss + Σ ∂loss/∂H·H`, in the order of tokens.
 pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &ReductionWeights) -> f64 {
     let mut total = 0.0;
     for (at, token) in tokens.indexed_iter() {
@@ -85,7 +86,8 @@ pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &ReductionWeights
     total
 }
 
-/// What rows without a token add to an importance-sampled loss: `−A/B` each, for their ratio is `exp(0)`.
+/// Computes the part of an importance-sampled loss that sequences without a token have: `−A/B` each, because their
+/// ratio is `exp(0)`.
 pub fn empty_rows(
     spec: &LossSpec,
     mask: &Array2<bool>,
@@ -96,7 +98,7 @@ pub fn empty_rows(
     -spec.scale * empty.map(advantage).sum::<f64>() / sequences.len() as f64
 }
 
-/// Means over unmasked tokens.
+/// Averages the logged values over unmasked tokens.
 pub fn metrics(spec: &LossSpec, tokens: &Array2<Option<TokenEvaluation>>) -> Metrics {
     let count = tokens.iter().flatten().count();
     let mean = |value: fn(&TokenEvaluation) -> f64| {

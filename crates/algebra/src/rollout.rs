@@ -1,5 +1,5 @@
-//! What is settled before there are logits: who is rejected, and by what the sampler's policy weighs each token. Worked
-//! out once, in f64, for native and for devices alike.
+//! Arrays that are computed before there are logits: the tokens that rejections leave, and the weights against the
+//! sampler's policy. They are computed once, in f64, for native and for devices alike.
 //!
 //! With `y_t = old_logp_t − rollout_logp_t` of the unmasked tokens, 0 where the sampler gave none.
 
@@ -13,19 +13,19 @@ use assay_core::spec::{
     RolloutSource, RolloutWeights, UnscoredWeight,
 };
 
-/// The logarithm of the least weight that VESPO knows, and of the greatest.
+/// Logarithms of the least and of the greatest rollout weight in VESPO's product.
 const LOG_WEIGHTS: [f64; 2] = [-18.420_680_743_952_367, 20.0];
 
-/// The part of a batch that is no logits, as kernels are given it.
+/// The arrays of a batch that kernels read besides its logits, ids and advantages.
 pub struct KernelInputs {
-    /// The tokens that count: the problem's mask without those that are rejected as if masked.
+    /// Mask of the tokens that count, `[B,T]`: the problem's mask without tokens that a rejection masks.
     pub mask: Array2<bool>,
-    /// What the structure reads, in its order.
+    /// Arrays `[B,T]` that the structure reads, in its order.
     pub inputs: Vec<(TokenInput, Array2<f64>)>,
 }
 
 impl KernelInputs {
-    /// What `spec`, whose structure is given, makes of the `tokens`.
+    /// Computes the arrays of `tokens` that `spec`, whose structure is given, reads.
     pub fn new(StructuredSpec { spec, structure }: StructuredSpec, tokens: &Tokens) -> Self {
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term; else the trainer's own weight.
@@ -96,13 +96,13 @@ impl KernelInputs {
         Self { mask, inputs }
     }
 
-    /// An array that the structure reads.
+    /// Returns the array `input`, if the structure reads it.
     pub fn input(&self, input: TokenInput) -> Option<&Array2<f64>> {
         self.inputs.iter().find(|(other, _)| *other == input).map(|(_, values)| values)
     }
 }
 
-/// `y`, 0 under the mask too.
+/// Computes the log-ratios `y` of all tokens, 0 under the mask.
 fn log_ratios(tokens: &Tokens) -> Array2<f64> {
     let mut ratios = Array2::zeros(tokens.mask.dim());
     if let (Some(old), Some(rollout)) = (tokens.old_logp, &tokens.extra.rollout_logp) {
@@ -115,7 +115,7 @@ fn log_ratios(tokens: &Tokens) -> Array2<f64> {
     ratios
 }
 
-/// The tokens of a sequence that count.
+/// Lists the places of a sequence's unmasked tokens.
 fn unmasked(mask: &Array2<bool>, sequence: &Sequence) -> impl Iterator<Item = (usize, usize)> {
     sequence.places().filter(|&at| mask[at])
 }
@@ -124,13 +124,13 @@ fn count(mask: &Array2<bool>, sequence: &Sequence) -> f64 {
     unmasked(mask, sequence).count() as f64
 }
 
-/// Whether the sampler scored a token; anything under the mask.
+/// Whether the sampler scored each token; unspecified under the mask.
 fn scored(tokens: &Tokens) -> Array2<bool> {
     let all = || Array2::from_elem(tokens.mask.dim(), true);
     tokens.extra.rollout_logp.as_ref().map_or_else(all, |logp| logp.mapv(|logp| !logp.is_nan()))
 }
 
-/// The estimate of each token; anything under the mask.
+/// Estimates the divergence of each token from the sampler; unspecified under the mask.
 fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
     let y = log_ratios(tokens);
     match estimator {
@@ -160,7 +160,7 @@ fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
     })
 }
 
-/// All but the largest `y²`, as few as bring the mean of the rest below `bound`.
+/// Marks all tokens but those with the largest `y²`, as few as bring the mean of the rest below `bound`.
 fn below_second_moment(bound: f64, tokens: &Tokens) -> Array2<bool> {
     let squares = log_ratios(tokens).mapv(|y| y * y);
     let mut largest: Vec<((usize, usize), f64)> =
@@ -187,7 +187,7 @@ fn below_second_moment(bound: f64, tokens: &Tokens) -> Array2<bool> {
     stays
 }
 
-/// Where a rejection leaves a token; anything under the mask.
+/// Marks the tokens that a rejection keeps; unspecified under the mask.
 fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
     if rejection.level == RejectionLevel::SecondMoment {
         return below_second_moment(rejection.max, tokens);
@@ -212,7 +212,7 @@ fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
     stays
 }
 
-/// The rollout weight of each token; anything under the mask.
+/// Computes the rollout weight of each token; unspecified under the mask.
 pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     let mut weights = match (rollout.source, &tokens.extra.rollout_weights) {
         (RolloutSource::Given, Some(given)) => given_weights(rollout.level, tokens, given),
@@ -228,7 +228,7 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     weights
 }
 
-/// A number a token, where one a sequence is given too.
+/// Spreads numbers over tokens, if one per sequence is given.
 pub(super) fn per_token(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
     if given.dim() == tokens.mask.dim() {
         return given.clone();
@@ -283,7 +283,7 @@ fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
     weights
 }
 
-/// The mean over unmasked tokens, or over the rows that have any of their own mean.
+/// Averages weights over unmasked tokens, or over sequences that have any, each by its own mean.
 fn mean_weight(weights: &Array2<f64>, tokens: &Tokens, of_rows: bool) -> f64 {
     let mask = tokens.mask;
     let rows: Vec<Sequence> = tokens.sequences().into_iter().filter(|row| count(mask, row) > 0.0).collect();
@@ -295,8 +295,9 @@ fn mean_weight(weights: &Array2<f64>, tokens: &Tokens, of_rows: bool) -> f64 {
     }
 }
 
-/// `Σ_t clamp(ln weight)` of each row, in all of its places: over the tokens that count, or all of them where the spec has
-/// it so and the weights are given; of the first of these where the weight is one for the row.
+/// Adds up `clamp(ln weight)` over each sequence and puts the sum in all of its places: over the unmasked tokens, or
+/// over all of them if the spec asks for it and the weights are given; only the first one counts if the sequence has
+/// one weight.
 fn log_weights(spec: &LossSpec, tokens: &Tokens, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
     let mut sums = Array2::zeros(mask.dim());
     let (Some(rollout), Some(weights)) = (&spec.rollout, weights) else { return sums };

@@ -1,4 +1,4 @@
-//! How a softmax ends: what follows from the sums of a walk over a row, the same for all kernels.
+//! The last steps of a softmax: everything that follows from the sums over a logits row, the same for all kernels.
 //!
 //! With the gaps `a_j = (m − x_j)/T` of a row's logits below the largest, `e_j = exp(−a_j)`, and the target `y`:
 //!
@@ -12,38 +12,38 @@
 
 use super::arithmetic::Arithmetic;
 
-/// What a walk has summed of a row.
+/// Sums over a logits row, relative to its maximum.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxSums<V> {
-    /// `m`, of all columns.
+    /// Maximum `m` of the logits of all columns.
     pub max: V,
-    /// `x_y`
+    /// Logit `x_y` of the target.
     pub target_logit: V,
-    /// `s`
+    /// Sum `s` of the exponentials of the other columns.
     pub others: V,
-    /// `w`
+    /// Sum `w` of `e_j a_j` over the other columns.
     pub weighted: V,
 }
 
-/// One softmax of a row.
+/// The softmax of a logits row, as far as a loss needs it.
 #[derive(Clone, Copy, Debug)]
 pub struct SoftmaxStatistics<V> {
-    /// `a_y`
+    /// Gap `a_y` of the target below the maximum, over `T`.
     pub target_gap: V,
-    /// `e_y`
+    /// Exponential `e_y` of the target.
     pub target: V,
-    /// `s`
+    /// Sum `s` of the exponentials of the other columns.
     pub others: V,
-    /// `S`
+    /// Sum `S` of all exponentials, the target's included.
     pub sum: V,
-    /// `ln S`
+    /// Logarithm `ln S` of the sum of all exponentials.
     pub log_sum: V,
-    /// `ā`
+    /// Mean gap `ā` under the softmax.
     pub mean_gap: V,
 }
 
 impl<V: Copy> SoftmaxSums<V> {
-    /// The softmax of logits that `1/T` multiplies; without one, of the logits as they are.
+    /// Finishes the softmax of logits times `1/T`, or of the logits as they are if no factor is given.
     pub fn softmax<A: Arithmetic<Value = V>>(self, on: &mut A, inverse_temperature: Option<V>) -> SoftmaxStatistics<V> {
         let Self { max, target_logit, others, weighted } = self;
         let gap = on.sub(max, target_logit);
@@ -65,13 +65,13 @@ impl<V: Copy> SoftmaxSums<V> {
 }
 
 impl<V: Copy> SoftmaxStatistics<V> {
-    /// The log-probability of the target.
+    /// Computes the log-probability of the target, nats.
     pub fn logp<A: Arithmetic<Value = V>>(&self, on: &mut A) -> V {
         let to_target = on.add(self.target_gap, self.log_sum);
         on.neg(to_target)
     }
 
-    /// Nats.
+    /// Computes the entropy of the softmax, nats.
     pub fn entropy<A: Arithmetic<Value = V>>(&self, on: &mut A) -> V {
         on.add(self.log_sum, self.mean_gap)
     }

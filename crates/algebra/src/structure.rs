@@ -1,4 +1,5 @@
-//! What of a spec shapes a program, and which numbers and arrays that program reads.
+//! The part of a spec that determines a program's structure, and the names of the numbers and arrays that the program
+//! reads.
 
 pub use super::number::{SpecNumber, SpecNumbers, TokenInput};
 use super::transform::Transform;
@@ -7,202 +8,203 @@ use assay_core::spec::{
     PositiveTokens, RatioLevel, Reduction, Rows, Temperature, TemperatureDivides,
 };
 
-/// What of a spec shapes a program. Its numbers are run-time inputs.
+/// The part of a spec that determines a program's structure. The numbers of the spec are inputs at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an input that a program has or lacks")]
 pub struct Structure {
-    /// The policy term.
+    /// Formula of the policy term, by its objective.
     pub form: ObjectiveForm,
-    /// Whose log-ratio that term takes.
+    /// Level of the log-ratio in the policy term: token or sequence.
     pub level: RatioLevel,
-    /// Which bounds log-ratios have.
+    /// Bounds that hold log-ratios, if any.
     pub bounds: LogRatioBounds,
-    /// Whether old log-probabilities come in; else they are the policy's own.
+    /// Whether old log-probabilities are an input; otherwise they are the policy's own.
     pub old_logp_given: bool,
-    /// What becomes of logits before their softmax, where anything does.
+    /// Transform of the logits before their softmax; `None` if there is none.
     pub transform: Option<Transform>,
-    /// What the temperature divides.
+    /// Quantity that the temperature divides.
     pub temperature: TemperaturePlace,
-    /// The KL penalty, if there is one.
+    /// KL penalty, or `None` if the loss has none.
     pub kl: Option<KlForm>,
-    /// The mean that the entropy bonus is of, if there is one; of cotangents that are given it is the sum.
+    /// Denominator of the entropy bonus, if there is one; cotangents that are given are summed.
     pub entropy_bonus: Option<Denominator>,
-    /// Whether the cotangent of each token's entropy comes in.
+    /// Whether the cotangent of each token's entropy is an input.
     pub dentropy: bool,
-    /// How many ids of a token logp is asked of.
+    /// Number of ids per token whose logp is asked for, at least 1.
     pub ids_per_token: usize,
-    /// The mean that the loss is.
+    /// Denominator of the policy term.
     pub denominator: Denominator,
-    /// Whether the policy term of each token has a factor that comes in.
+    /// Whether the policy term of each token has a factor that is an input.
     pub policy_weight: bool,
-    /// Whether the KL estimate has.
+    /// Whether the KL estimate of each token has a factor that is an input.
     pub kl_weight: bool,
-    /// Whether rows that are too far from the policy that acted are left out.
+    /// Whether sequences that are too far from the policy that acted are left out.
     pub off_policy_mask: bool,
 }
 
-/// A spec with its structure, which is made of it once and handed on.
+/// A spec with its structure, which is derived once and handed on.
 #[derive(Clone, Copy, Debug)]
 pub struct StructuredSpec<'s> {
-    /// The spec, for its numbers.
+    /// The spec, from which numbers are read.
     pub spec: &'s LossSpec,
-    /// What of it shapes a program.
+    /// The structure that was derived from the spec.
     pub structure: Structure,
 }
 
 impl<'s> StructuredSpec<'s> {
-    /// With the structure of `spec`.
+    /// Derives the structure of `spec`.
     pub fn new(spec: &'s LossSpec) -> Self {
         Self { spec, structure: Structure::from_spec(spec) }
     }
 
-    /// The run-time numbers of a program for a batch of `[B,T]`, in the order that it reads them.
+    /// Returns the run-time numbers of a program for a batch of `[B,T]`, in the order in which it reads them.
     pub fn program_numbers(self, extents: [usize; 2]) -> Vec<(SpecNumber, f32)> {
         let numbers = self.structure.program_numbers().into_iter();
         numbers.map(|number| (number, number.value_in(self.spec, extents) as f32)).collect()
     }
 }
 
-/// The policy term. Clip-Cov is PPO-clip with a weight of 0 on the tokens selected.
+/// The formula of the policy term. Clip-Cov is PPO-clip with a weight of 0 on the selected tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObjectiveForm {
-    /// The lesser of the ratio's and the clipped ratio's surrogate.
+    /// PPO-clip: the negative of the lesser of the two surrogates, `r·A` and `clip(r)·A`.
     PpoClip,
-    /// `−sg(clipped ratio) · A · ℓ`.
+    /// CISPO: `−sg(clipped ratio) · A · ℓ`.
     Cispo,
-    /// `−(4/τ) · σ(τ(r − 1)) · A`.
+    /// SAPO: `−(4/τ) · σ(τ(r − 1)) · A`.
     Sapo,
-    /// `−w · A · ℓ`, the weight `w` a gamma kernel of the row's ratio.
+    /// VESPO: `−w · A · ℓ`, where the weight `w` is a gamma kernel of the sequence's ratio.
     Vespo,
-    /// `−A · ℓ`.
+    /// Policy gradient: `−A · ℓ`, without a ratio.
     PolicyGradient,
-    /// `−r · A`.
+    /// Importance sampling: `−r · A`, without a clip.
     ImportanceSampling,
-    /// `−r · A · ℓ`, the ratio held, where it is within its bounds; else 0.
+    /// Masked ratio: `−sg(r) · A · ℓ` while the ratio is within its bounds, else 0.
     MaskedRatio,
-    /// `−r · A`, or its score function, where a divergence is within its bounds; a squared log-ratio everywhere.
+    /// Trust region: `−r · A`, or its score function, while a divergence is within its bounds; and a squared log-ratio
+    /// everywhere.
     TrustRegion {
-        /// Which divergence.
+        /// Divergence that the region bounds.
         divergence: Divergence,
-        /// Whether both bounds hold whatever the sign of the advantage.
+        /// Whether both bounds hold, whatever the sign of the advantage.
         two_sided: bool,
-        /// Whether it is a score function, of a ratio with an upper bound.
+        /// Whether the term is a score function, of a ratio with an upper bound.
         score: bool,
     },
-    /// `−A · ℓ` and a squared log-ratio.
+    /// DRO: `−A · ℓ` and a squared log-ratio.
     Dro,
-    /// `−r · A`, and the absolute log-ratio of the selected.
+    /// KL-Cov: `−r · A`, and the absolute log-ratio of selected tokens.
     KlCov,
-    /// `−A · ℓ` with one weight where a token is positive, with another and a ratio held below its bound elsewhere.
+    /// TOPR: `−w₊ · A · ℓ` for a positive token, `−w₋ · min(r, high) · A · ℓ` for any other.
     Topr {
-        /// Whether the positive are given, or those with a positive advantage.
+        /// Whether the batch says which tokens are positive; otherwise those with `A > 0` are.
         selected: bool,
     },
-    /// The ratio upside down where the advantage is positive, with a bound below and above.
+    /// ASPO: the inverse of the ratio multiplies a positive advantage, with bounds below and above.
     Aspo {
-        /// Whether some, which are given, have other bounds of the ratio.
+        /// Whether selected tokens have other bounds of the ratio.
         selected: bool,
     },
-    /// No policy term.
+    /// No policy term at all.
     None,
 }
 
-/// The bounds of log-ratios.
+/// The bounds of log-ratios that a spec has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogRatioBounds {
-    /// `|x| ≤ clamp` of each token, or of the product's `Σ x`.
+    /// Whether `|x| ≤ clamp` holds for each token, or for `Σ x` of a product.
     pub clamp: bool,
-    /// GMPO's, by the sign of the advantage.
+    /// Whether GMPO's bound holds, which depends on the sign of the advantage.
     pub clip: bool,
-    /// Of the level's log-ratio.
+    /// Whether the log-ratio of the token's level has an upper bound.
     pub cap: bool,
 }
 
-/// The KL penalty.
+/// The structure of the KL penalty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KlForm {
-    /// Of the divergence.
+    /// Estimator of the divergence: k1, k2, k3 or the absolute one.
     pub estimator: KlEstimator,
-    /// What its derivative is taken of.
+    /// Estimate whose derivative the penalty has.
     pub slope: KlSlope,
-    /// What multiplies it.
+    /// Importance weight of the estimate, if any.
     pub importance: KlImportance,
-    /// Whether `ref_logp − logp` has a bound.
+    /// Whether the difference `ref_logp − logp` has a bound.
     pub difference_clamp: bool,
-    /// Whether the estimate has one, and where it stands.
+    /// Position of the estimate's bound; `None` if it has no bound.
     pub value_clamp: Option<ValueClamp>,
-    /// Its own, where it differs from that of the policy term.
+    /// Denominator of the penalty's own mean; `None` if it is that of the policy term.
     pub denominator: Option<Denominator>,
 }
 
-/// What the estimate's derivative is taken of.
+/// The estimate whose derivative the KL penalty has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KlSlope {
-    /// Itself.
+    /// The estimate itself, with its bounds.
     Own,
-    /// k2, without bounds.
+    /// The k2 estimate without bounds, `d²/2`.
     K2,
-    /// The same, times the token's ratio below its bound.
+    /// The k2 estimate, times the token's ratio below its bound.
     K2Weighted,
 }
 
-/// Where the estimate's bound stands.
+/// The position of the estimate's bound relative to the importance weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueClamp {
-    /// Before the importance multiplies it.
+    /// The bound holds the estimate before the importance multiplies it.
     BeforeImportance,
-    /// After that.
+    /// The bound holds the product of importance and estimate.
     AfterImportance,
 }
 
-/// What the temperature divides.
+/// The quantity that the temperature divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TemperaturePlace {
-    /// Nothing: it is 1.
+    /// Nothing, because the temperature is 1.
     One,
-    /// The logits, before their softmax.
+    /// The logits before their softmax, by one number for all tokens.
     Logits,
     /// The log-probability; the softmax is that of the logits as they are.
     Logp,
-    /// The logits, before their softmax, each token's by its own.
+    /// The logits before their softmax, by a temperature of each token.
     Given,
 }
 
-/// What gaps from the maximum are multiplied by.
+/// The factor of gaps below the maximum in a softmax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GapRate {
-    /// One number for all tokens.
+    /// One number that serves all tokens.
     OfAll(SpecNumber),
-    /// Each token's own: [`TokenInput::Rate`].
+    /// A number of each token, [`TokenInput::Rate`].
     OfToken,
 }
 
-/// What a term of a token is divided by: `(tokens + ε) · filled rows · a number that is given`, each factor where it is
-/// asked for.
+/// The denominator of a token's term: `(tokens + ε) · filled rows · a given number`. A factor that the spec does not
+/// ask for is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Denominator {
-    /// The tokens counted, if any are.
+    /// Tokens that the denominator counts; `None` if it counts none.
     pub tokens: Option<DenominatorTokens>,
-    /// The rows that have a token.
+    /// Whether the denominator counts the sequences that have a token.
     pub filled_rows: bool,
-    /// Whether there is an `ε`.
+    /// Whether an `ε` is added to the count of tokens.
     pub epsilon: bool,
 }
 
-/// Which tokens are counted.
+/// The tokens that a denominator counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenominatorTokens {
-    /// All.
+    /// The unmasked tokens of the whole batch.
     OfBatch,
-    /// Those of the same row.
+    /// The unmasked tokens of the same sequence.
     OfRow,
 }
 
 impl Denominator {
-    /// The mean over all tokens.
+    /// The denominator of the mean over all tokens.
     pub const ALL_TOKENS: Self = Self { tokens: Some(DenominatorTokens::OfBatch), filled_rows: false, epsilon: false };
 
-    /// The sum.
+    /// The denominator of the plain sum, 1.
     pub const ONE: Self = Self { tokens: None, filled_rows: false, epsilon: false };
 
     fn from_averaging(averaging: Averaging) -> Self {
@@ -379,8 +381,8 @@ impl Structure {
         all.into_iter().filter_map(|(read, number)| read.then_some(number)).collect()
     }
 
-    /// What gaps from the maximum are multiplied by, nothing where it is 1: in the softmax that entropy is of, and in that of logp where
-    /// it is another. Derivatives by what the softmax is of are multiplied by the first.
+    /// Returns the factors of gaps below the maximum, `None` for 1: of the softmax that entropy is of, and of that of
+    /// logp if it is another. Derivatives by the softmax's arguments are multiplied by the first.
     pub fn gap_rates(self) -> Vec<Option<GapRate>> {
         let [of_entropy, of_logp] = match self.transform {
             Some(_) => [Some(SpecNumber::Rate), Some(SpecNumber::LogpRate)],

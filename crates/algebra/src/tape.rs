@@ -41,7 +41,7 @@ pub enum TapeOperator {
 pub enum TapeOperation {
     /// The array of this name.
     Input(&'static str),
-    /// A number.
+    /// A number that is written into the tape.
     Constant(f64),
     /// An operator, applied to the results of the operations at these places of the tape.
     Apply(TapeOperator, Vec<usize>),

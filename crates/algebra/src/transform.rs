@@ -1,4 +1,4 @@
-//! What a spec does to logits before their softmax, and to dlogits on the way back.
+//! The transform of logits before their softmax, and of dlogits on the way back.
 //!
 //! ```text
 //! h_j  = cap · tanh(scale · (x_j + bias_j) / cap)       −∞ outside the support
@@ -20,19 +20,19 @@ use ndarray::{Array1, Array2};
 use assay_core::problem::Tokens;
 use assay_core::spec::{LogitsTransform, LossSpec};
 
-/// What of a spec's transform of logits shapes a program.
+/// The part of a spec's transform of logits that determines a program's structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transform {
-    /// Whether there is a `tanh`.
+    /// Whether a `tanh` caps the logits.
     pub caps: bool,
-    /// Whether a larger logit becomes a smaller one.
+    /// Whether the scale is negative, so that a larger logit becomes a smaller one.
     pub flips: bool,
-    /// Whether columns differ: by a bias, or as some are outside the support.
+    /// Whether columns differ: by a bias, or because some are outside the support.
     pub columns: bool,
 }
 
 impl Transform {
-    /// That of `spec`; `None` where logits go into the softmax as they come.
+    /// Derives the transform of `spec`, or `None` if the softmax is of the logits as they are.
     pub fn from_spec(spec: &LossSpec) -> Option<Self> {
         let columns = spec.logits.bias || !spec.support.is_whole();
         let changes = columns || spec.logits != LogitsTransform::default();
@@ -40,27 +40,28 @@ impl Transform {
     }
 }
 
-/// What a softmax multiplies `t` by, beside `1/T`.
+/// Returns the factor of `t` in the softmax, besides `1/T`.
 pub fn rate(spec: &LossSpec) -> f64 {
     spec.logits.softcap.unwrap_or(spec.logits.scale.abs())
 }
 
-/// What `x + bias` is multiplied by.
+/// Returns the factor of `x + bias` before the `tanh`, or the sign of the scale.
 pub fn factor(spec: &LossSpec) -> f64 {
     let scale = spec.logits.scale;
     spec.logits.softcap.map_or(scale.signum(), |cap| scale / cap)
 }
 
-/// The arrays of a [`Transform`] whose columns differ, as devices are given them.
+/// The arrays that devices read if columns differ in the [`Transform`].
 pub struct ColumnBiases {
-    /// `[V]`: the bias of each column, −∞ outside the support.
+    /// Bias of each column, `[V]`; −∞ outside the support.
     pub bias: Array1<f32>,
-    /// `[B,T]`: that of each token's own column, which is put back where it is outside; anything under the mask.
+    /// Bias of each token's sampled column, `[B,T]`, which is put back if it is outside the support; unspecified under
+    /// the mask.
     pub target: Array2<f32>,
 }
 
 impl ColumnBiases {
-    /// Those of `tokens` over `vocab` columns.
+    /// Computes the biases of `vocab` columns, and those of the sampled columns of `tokens`.
     pub fn new(spec: &LossSpec, tokens: &Tokens, vocab: usize) -> Self {
         let given = tokens.extra.bias.as_ref().filter(|_| spec.logits.bias);
         // A bias of −∞ is no mark: what a cap makes of it is the least logit, and without one it has no weight either way.
