@@ -1,5 +1,5 @@
-//! What memory allows: a copy and a read of a batch's logits, over the threads that a kernel is given. The bounds that a
-//! kernel on this machine is measured against.
+//! The memory bound: a copy and a read of a batch's logits, over the threads that a kernel has. Kernels on this machine
+//! are compared with it.
 
 use std::time::{Duration, Instant};
 
@@ -10,20 +10,20 @@ use rayon::prelude::*;
 use assay_core::device_dtype::ArrayBytes as _;
 use assay_core::problem::FloatArray;
 
-/// Room for a copy of a batch's logits.
+/// Two arrays of the size of a batch's logits, for timing a copy.
 pub struct LogitsCopy<'l> {
     from: &'l FloatArray<Ix3>,
     to: FloatArray<Ix3>,
 }
 
 impl<'l> LogitsCopy<'l> {
-    /// Room for `logits`, in memory that the system has handed out.
+    /// Allocates the copy of `logits`, in pages that the system has already provided.
     pub fn new(logits: &'l FloatArray<Ix3>) -> Self {
         Self { from: logits, to: logits.clone() }
     }
 
-    /// How long a copy takes: row by row, or a stretch for each thread, so long that the C library stores past the caches;
-    /// whichever is faster.
+    /// Times one copy: row by row, or one stretch per thread, which is long enough for the C library to store past the
+    /// caches; returns the shorter time.
     pub fn time(&mut self) -> Duration {
         let row = bytes_a_row(self.from);
         let (from, to) = (self.from.bytes(), self.to.bytes_mut());
@@ -37,9 +37,9 @@ impl<'l> LogitsCopy<'l> {
     }
 }
 
-/// How long it takes to read every element once.
+/// Times a read of every element once.
 pub fn time_read(logits: &FloatArray<Ix3>) -> Duration {
-    /// Eight bytes at a time.
+    /// Combines a row's bytes, eight at a time.
     fn xor_row(row: &[u8]) -> u64 {
         let (head, words, tail) = pod_align_to::<u8, u64>(row);
         words.iter().fold(0, |all, x| all ^ x) ^ head.iter().chain(tail).fold(0, |all, x| all ^ u64::from(*x))

@@ -1,30 +1,32 @@
-//! [`OutputCotangents`]: what the outputs are differentiated for.
+//! [`OutputCotangents`]: the factors by which a framework differentiates the outputs.
 
 use ndarray::Array2;
 
 use assay_core::problem::ProblemError;
 
-/// The derivatives, by each output, of what a framework minimises. They go into what multiplies a row's exponentials, in
-/// f64: dlogits are rounded once whatever they are.
+/// The derivatives of a framework's objective by each output. They enter the factors of a row's exponentials, in f64,
+/// so that dlogits are rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct OutputCotangents<'c> {
-    /// By the loss: 1, or what accumulation and loss scaling make of it.
+    /// Derivative by the loss: 1, or the factor of gradient accumulation and loss scaling.
     pub loss: f64,
-    /// `[B,T]`, by logp, beside its part in the loss; `None` is 0. Masked tokens' are not read.
+    /// Derivatives by logp, `[B,T]`, in addition to its part in the loss; `None` is 0. Those of masked tokens are not
+    /// read.
     pub logp: Option<&'c Array2<f64>>,
-    /// `[B,T]`, by entropy, beside its part in the loss; likewise.
+    /// Derivatives by entropy, `[B,T]`, in addition to its part in the loss; `None` is 0. Those of masked tokens are
+    /// not read.
     pub entropy: Option<&'c Array2<f64>>,
 }
 
 impl Default for OutputCotangents<'_> {
-    /// Of the loss itself.
+    /// Returns the cotangents of the loss alone: 1, and 0 for the rest.
     fn default() -> Self {
         Self::from_loss(1.0)
     }
 }
 
 impl OutputCotangents<'_> {
-    /// Of `factor` times the loss.
+    /// Returns the cotangents of `factor` times the loss.
     pub fn from_loss(factor: f64) -> Self {
         Self { loss: factor, logp: None, entropy: None }
     }

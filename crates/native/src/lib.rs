@@ -39,33 +39,58 @@ use row::{LogitsRow, RowGradients, RowTransform, SavedExponentials, Scores, Soft
 use threads::{RowTask, over_threads};
 
 /// The CPU kernel, on one instruction set. See [the module](self).
+///
+/// ```
+/// use assay_core::implementation::Implementation;
+/// use assay_core::problem::{Advantages, Extra, Problem};
+/// use assay_core::spec::LossSpec;
+/// use assay_native::Native;
+/// use ndarray::{Array3, arr1, arr2, s};
+///
+/// // One sequence of two tokens over four ids; the second token is masked.
+/// let logits = Array3::from_shape_vec((1, 2, 4), vec![2.0_f32, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]).unwrap();
+/// let problem = Problem {
+/// logits: logits.into(),
+/// ids: arr2(&[[0, 3]]),
+/// mask: arr2(&[[true, false]]),
+/// advantages: Advantages::Sequence(arr1(&[1.0])),
+/// old_logp: Some(arr2(&[[-0.44, 0.0]])),
+/// ref_logp: None,
+/// extra: Extra::default(),
+/// };
+/// let candidate = Native::default().run(&LossSpec::default(), problem, 1).unwrap();
+/// // Dlogits of a token add up to 0, and those of a masked token are 0.
+/// let dlogits = candidate.gradient.to_f64();
+/// assert!(dlogits.slice(s![0, 0, ..]).sum().abs() < 1e-6);
+/// assert_eq!(dlogits.slice(s![0, 1, ..]).sum(), 0.0);
+/// ```
 pub struct Native {
     isa: Isa,
 }
 
-/// What the CPU kernel computes beside dlogits. Masked tokens hold 0.
+/// The outputs of the CPU kernel besides dlogits. Those of masked tokens are 0.
 #[derive(Clone, Debug)]
 pub struct NativeOutputs {
-    /// The loss.
+    /// The loss of the batch.
     pub loss: f32,
-    /// `[B,T]`, nats.
+    /// Log-probability of each sampled token, `[B,T]`, nats.
     pub logp: Array2<f32>,
-    /// `[B,T,K−1]`, nats: of each token's other ids, where the spec asks for logp of several.
+    /// Log-probabilities of each token's other ids, `[B,T,K−1]`, nats, if the spec asks for several ids per token.
     pub logp_of_others: Option<Array3<f32>>,
-    /// `[B,T]`, nats.
+    /// Entropy of each token's distribution, `[B,T]`, nats.
     pub entropy: Array2<f32>,
-    /// `[B,T]`
+    /// Loss of each token before the reduction, `[B,T]`.
     pub token_loss: Array2<f32>,
-    /// What trainers log.
+    /// Metrics that trainers log, means over unmasked tokens.
     pub metrics: Metrics,
 }
 
-/// Logp and entropy of a batch, `[B,T]`, nats. Masked tokens hold 0.
+/// Logp and entropy of a batch, `[B,T]`, nats. Those of masked tokens are 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogpEntropy {
     /// Log-probability of each sampled token.
     pub logp: Array2<f32>,
-    /// `[B,T,K−1]`: of each token's other ids, where the spec asks for logp of several.
+    /// Log-probabilities of each token's other ids, `[B,T,K−1]`, nats, if the spec asks for several ids per token.
     pub logp_of_others: Option<Array3<f32>>,
     /// Entropy of each token's distribution.
     pub entropy: Array2<f32>,
@@ -78,17 +103,17 @@ impl Default for Native {
 }
 
 impl Native {
-    /// The kernel on the instruction set `isa`.
+    /// Creates the kernel on the instruction set `isa`.
     pub fn on(isa: Isa) -> Self {
         Self { isa }
     }
 
-    /// The instruction set.
+    /// Returns the instruction set of the kernel.
     pub fn isa(&self) -> Isa {
         self.isa
     }
 
-    /// Logp and entropy alone, without a loss: one read of the logits of unmasked tokens, nothing written.
+    /// Computes logp and entropy without a loss. It reads the logits of unmasked tokens once and writes nothing.
     ///
     /// Logits are `[B,T,V]` with rows anywhere, each of them dense.
     ///
@@ -104,7 +129,8 @@ impl Native {
         Ok(batch.forward(&rows_of(&logits)))
     }
 
-    /// The loss without its gradient: one read of the logits of unmasked tokens. The same bits as with it.
+    /// Computes the loss without its gradient. It reads the logits of unmasked tokens once, and its bits are those of
+    /// the loss with a gradient.
     ///
     /// # Errors
     /// As [`Native::forward`].
@@ -118,7 +144,7 @@ impl Native {
         Ok(batch.evaluate(&rows_of(&logits)))
     }
 
-    /// The loss, with dlogits written over the logits.
+    /// Computes the loss and writes dlogits over the logits.
     ///
     /// Logits are `[B,T,V]` with rows anywhere, each of them dense.
     ///
@@ -136,7 +162,7 @@ impl Native {
         Ok(batch.forward_backward(rows.collect()))
     }
 
-    /// The loss, with dlogits in an array of their own, of the same extents.
+    /// Computes the loss and writes dlogits to a separate array of the same extents.
     ///
     /// Both are `[B,T,V]` with rows anywhere, each of them dense.
     ///
@@ -163,7 +189,7 @@ impl Native {
         Ok(batch.forward_backward(rows.collect()))
     }
 
-    /// Checks the inputs.
+    /// Checks the inputs and prepares the batch.
     fn batch<'s, E: NativeElement>(
         &self,
         spec: &'s LossSpec,
@@ -186,7 +212,7 @@ fn expect_dense_rows(field: &'static str, dim: (usize, usize, usize), stride: is
     if stride == 1 || dim.2 == 1 { Ok(()) } else { Err(ProblemError::StridedRows { field, stride }) }
 }
 
-/// The rows of logits, in order; each is dense.
+/// Lists the rows of logits, in order; each is dense.
 fn rows_of<'l, E>(logits: &'l ArrayView3<E>) -> Vec<&'l [E]> {
     logits.rows().into_iter().map(|row| row.to_slice().expect("checked: dense")).collect()
 }
@@ -236,7 +262,7 @@ impl Implementation for Native {
         true
     }
 
-    /// A row of f32 a thread.
+    /// Returns the bytes of one f32 row per thread.
     fn host_bytes(&self, shape: Shape, _: Dtype) -> usize {
         rayon::current_num_threads() * size_of::<f32>() * shape.vocab
     }
@@ -265,10 +291,10 @@ impl Implementation for Native {
     }
 }
 
-/// `(b, t)` of a token.
+/// Position `(b, t)` of a token in the batch.
 type TokenPlace = (usize, usize);
 
-/// A checked problem without its logits.
+/// A problem whose inputs were checked, without its logits.
 struct NativeBatch<'s> {
     spec: &'s LossSpec,
     structure: Structure,
@@ -277,7 +303,7 @@ struct NativeBatch<'s> {
     others: Option<&'s OtherIds>,
     sequences: Vec<Sequence>,
     advantage: Array2<f64>,
-    /// Of each sequence, also where it has no token.
+    /// Advantage of each sequence, also of one without an unmasked token.
     advantage_of_rows: Vec<f64>,
     settled: KernelInputs,
     weights: ReductionWeights,
@@ -285,7 +311,7 @@ struct NativeBatch<'s> {
 }
 
 impl<'s> NativeBatch<'s> {
-    /// For rows of `vocab` elements `E`.
+    /// Prepares a batch for rows of `vocab` elements `E`.
     fn new<E: NativeElement>(
         spec: &'s LossSpec,
         isa: Isa,
@@ -312,7 +338,7 @@ impl<'s> NativeBatch<'s> {
         }
     }
 
-    /// The place of the `i`th row.
+    /// Returns the position of the token of the `i`th row.
     fn place(&self, i: usize) -> TokenPlace {
         (i / self.ids.ncols(), i % self.ids.ncols())
     }
@@ -334,7 +360,7 @@ impl<'s> NativeBatch<'s> {
         }
     }
 
-    /// What there is of the other ids of tokens, `[B,T,K−1]`; 0 elsewhere, and nothing where they have none.
+    /// Gathers values of the other ids of tokens into `[B,T,K−1]`, 0 elsewhere; `None` if tokens have no other ids.
     fn other_ids_array(&self, tokens: impl Iterator<Item = (TokenPlace, Vec<f64>)>) -> Option<Array3<f32>> {
         let (batch, length) = self.ids.dim();
         let mut all = Array3::zeros((batch, length, self.others?.count()));
@@ -344,13 +370,13 @@ impl<'s> NativeBatch<'s> {
         Some(all)
     }
 
-    /// Evaluates the batch and keeps nothing of its rows.
+    /// Evaluates the batch without writing dlogits.
     fn evaluate<E: NativeElement>(&self, rows: &[&[E]]) -> NativeOutputs {
         let scores = self.scores(rows.iter().enumerate().map(|(i, row)| (self.place(i), *row)));
         self.evaluation(&self.by_place(self.evaluated(&scores)))
     }
 
-    /// What is left of tokens, `[B,T]`.
+    /// Arranges the evaluations of all tokens as `[B,T]`.
     fn by_place(&self, evaluated: Vec<Option<(Scores, TokenEvaluation)>>) -> Array2<Option<TokenEvaluation>> {
         let evaluated = evaluated.into_iter().map(|token| token.map(|(_, evaluated)| evaluated)).collect();
         Array2::from_shape_vec(self.ids.dim(), evaluated).expect("one entry a token")
@@ -361,8 +387,9 @@ impl<'s> NativeBatch<'s> {
         self.evaluation(&self.write_dlogits(rows))
     }
 
-    /// Writes dlogits; what is left of each token, `[B,T]`.
+    /// Writes dlogits and returns the evaluation of each token, `[B,T]`.
     fn write_dlogits<E: NativeElement>(&self, rows: Vec<LogitsRow<E>>) -> Array2<Option<TokenEvaluation>> {
+        // Tokens that share a ratio: all rows are scored before any is written, so that logits are read twice.
         let place = |(i, row)| (self.place(i), row);
         if self.structure.couples_rows() {
             let scores = self.scores(rows.iter().map(LogitsRow::logits).enumerate().map(place));
@@ -380,7 +407,7 @@ impl<'s> NativeBatch<'s> {
         }
     }
 
-    /// Reads rows, each with its place, and keeps nothing of them.
+    /// Scores rows, each with its position; masked rows are not read.
     fn scores<'r, E: NativeElement>(&self, rows: impl Iterator<Item = (TokenPlace, &'r [E])>) -> Vec<Option<Scores>> {
         let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
         let score = &score;
@@ -389,11 +416,12 @@ impl<'s> NativeBatch<'s> {
         )
     }
 
-    /// The loss of every token from the scores of every token.
+    /// Evaluates the loss of every token from the scores of all tokens.
     fn evaluated(&self, scores: &[Option<Scores>]) -> Vec<Option<(Scores, TokenEvaluation)>> {
         let loss = self.loss();
         let of_token = |(b, t): TokenPlace| scores[b * self.ids.ncols() + t].clone();
         let mut all: Vec<Option<(Scores, TokenEvaluation)>> = scores.iter().map(|_| None).collect();
+        // Sequence by sequence, since tokens of one may share a ratio.
         for sequence in &self.sequences {
             let there = sequence.places().filter_map(|at| Some((at, of_token(at)?)));
             let scored = |(at, scores): (TokenPlace, Scores)| {
@@ -410,7 +438,7 @@ impl<'s> NativeBatch<'s> {
         all
     }
 
-    /// Writes the dlogits of rows whose loss is known; zeros where there is none.
+    /// Writes the dlogits of rows whose loss is known, and zeros for masked tokens.
     fn write_rows<'r, E: NativeElement>(
         &self,
         rows: impl Iterator<Item = (Option<&'r (Scores, TokenEvaluation)>, TokenPlace, LogitsRow<'r, E>)>,
@@ -423,7 +451,7 @@ impl<'s> NativeBatch<'s> {
         }));
     }
 
-    /// Reads rows, each with its place, and writes their dlogits: where no token looks at another.
+    /// Scores rows and writes their dlogits in one step each, for losses in which no token depends on another.
     fn score_and_write<'r, E: NativeElement>(
         &self,
         rows: impl Iterator<Item = (TokenPlace, LogitsRow<'r, E>)>,
@@ -434,6 +462,7 @@ impl<'s> NativeBatch<'s> {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
+            // The row is still in the cache when its dlogits are written.
             let scores = self.softmaxes.score_and_keep(&mut row, &self.ids(at), self.rate(at), kept);
             let mut evaluated = loss
                 .evaluate(&[self.scored(at, &scores)], |input, at| {
@@ -456,7 +485,7 @@ impl<'s> NativeBatch<'s> {
         self.settled.input(input).map(|values| values[at])
     }
 
-    /// What gaps of a row are multiplied by.
+    /// Returns the factor of a row's gaps, `1/T` with the transform's rate.
     fn rate(&self, at: TokenPlace) -> f64 {
         self.input(TokenInput::Rate, at).unwrap_or(self.softmaxes.rate)
     }
@@ -476,7 +505,8 @@ impl<'s> NativeBatch<'s> {
         ScoredToken { weighted, logp: scores.logp, entropy: scores.entropy }
     }
 
-    /// Writes dlogits of an unmasked token, from the exponentials that its score kept unless other rows came between.
+    /// Writes the dlogits of an unmasked token, from the exponentials of its score unless other rows were scored in
+    /// between.
     fn write<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,

@@ -18,14 +18,14 @@ use assay_core::problem::{
 };
 use assay_core::spec::LossSpec;
 
-/// Bytes of a chunk's logits, unless [`NativeHead::chunk`] says how many tokens it has: the more, the fewer times `dlm_head`
-/// is read and written, and a 16-bit head widened.
+/// Bytes of a chunk's logits, unless [`NativeHead::chunk`] sets its tokens. A larger chunk reads and writes `dlm_head`
+/// fewer times, and a 16-bit head is widened fewer times.
 const CHUNK_BYTES: usize = 320 << 20;
 
 /// Columns of a 16-bit head that are widened at once: 15 MB at `H = 896`.
 const TILE: usize = 4096;
 
-/// The LM head and the loss on the CPU: tokens in chunks, logits never all at once.
+/// The LM head and the loss on the CPU: tokens in chunks, so that the logits of all never exist at once.
 ///
 /// For each chunk of `n` tokens: `logits = hidden · lm_head`, dlogits over them by the kernel of [the module](super),
 /// `dhidden = dlogits · lm_headᵀ`, `dlm_head += hiddenᵀ · dlogits`. Three products, or four where tokens of a row share a
@@ -50,13 +50,13 @@ impl Default for NativeHead {
 }
 
 impl NativeHead {
-    /// The same with chunks of `tokens`; with 0, as many as 320 MiB hold.
+    /// Returns the kernel with chunks of `tokens`; 0 means as many as 320 MiB hold.
     #[must_use]
     pub fn chunk(self, tokens: usize) -> Self {
         Self { chunk: (tokens > 0).then_some(tokens), ..self }
     }
 
-    /// Tokens of a chunk over a vocabulary of `vocab`.
+    /// Returns the number of tokens in a chunk over a vocabulary of `vocab`.
     pub fn chunk_tokens(&self, vocab: usize) -> usize {
         self.chunk.unwrap_or_else(|| (CHUNK_BYTES / size_of::<f32>() / vocab).max(1))
     }
@@ -104,7 +104,7 @@ impl Implementation<HeadProblem> for NativeHead {
         true
     }
 
-    /// A chunk of logits, its hidden states and their gradient, and a tile of the head.
+    /// Returns the bytes of a chunk of logits, its hidden states and their gradient, and a tile of the head.
     fn host_bytes(&self, shape: HeadShape, dtype: Dtype) -> usize {
         let HeadShape { batch, tokens, hidden, vocab } = shape;
         let chunk = self.chunk_tokens(vocab).min(batch * tokens).max(1);
@@ -119,7 +119,7 @@ impl Implementation<HeadProblem> for NativeHead {
 }
 
 impl NativeHead {
-    /// The loss and the gradients of hidden states and head, which are lent.
+    /// Computes the loss, and the gradients of hidden states and head, which are borrowed.
     ///
     /// # Errors
     /// [`RunError`] where the arrays do not fit each other or `spec`, or the kernel does not do it.
@@ -133,7 +133,7 @@ impl NativeHead {
         Ok(self.work(spec, projection, tokens, cotangents)?.gradients())
     }
 
-    /// The loss without its gradients: one product. The same bits as with them.
+    /// Computes the loss without its gradients, with one product. Its bits are those of the loss with gradients.
     ///
     /// # Errors
     /// As [`NativeHead::forward_backward`].
@@ -148,7 +148,7 @@ impl NativeHead {
         Ok(work.batch.evaluation(&work.batch.by_place(work.batch.evaluated(&scores))))
     }
 
-    /// Logp and entropy alone, without a loss: one product.
+    /// Computes logp and entropy without a loss, with one product.
     ///
     /// # Errors
     /// As [`NativeHead::forward_backward`].
@@ -177,22 +177,22 @@ impl NativeHead {
     }
 }
 
-/// A checked problem, and what comes of it chunk by chunk.
+/// A checked problem and its buffers, from which results come chunk by chunk.
 struct HeadPass<'p> {
     batch: NativeBatch<'p>,
     projection: ProjectionView<'p>,
     shape: HeadShape,
-    /// The tokens that count, in order.
+    /// Positions of the unmasked tokens, in order.
     places: Vec<TokenPlace>,
     chunk: usize,
     logits: Vec<f32>,
     tile: Vec<f32>,
 }
 
-/// The gradients, as far as chunks have come.
+/// The gradients, summed over the chunks so far.
 struct HeadGradientSums {
     dhidden: FloatArray<Ix3>,
-    /// As the head lies.
+    /// Gradient of the head, in the layout of the head.
     dlm_head: Array2<f32>,
 }
 
@@ -237,7 +237,7 @@ impl<'p> HeadPass<'p> {
         self.places.chunks(self.chunk).map(<[TokenPlace]>::to_vec).collect()
     }
 
-    /// Of every token, by one product.
+    /// Scores every unmasked token, by one product.
     fn scores(&mut self) -> Vec<Option<Scores>> {
         let HeadShape { batch, tokens, vocab, .. } = self.shape;
         let mut scores: Array2<Option<Scores>> = Array2::from_elem((batch, tokens), None);
@@ -259,6 +259,7 @@ impl<'p> HeadPass<'p> {
         };
         let mut evaluated: Array2<Option<TokenEvaluation>> = Array2::from_shape_simple_fn((batch, tokens), || None);
         if self.batch.structure.couples_rows() {
+            // Tokens that share a ratio: one product for the scores of all, and each chunk's logits once more for its dlogits.
             let scores = self.scores();
             let known = self.batch.evaluated(&scores);
             for (i, places) in self.chunks().iter().enumerate() {
@@ -270,6 +271,7 @@ impl<'p> HeadPass<'p> {
             }
             evaluated = self.batch.by_place(known);
         } else {
+            // Otherwise a chunk's logits become its dlogits in place, from which both gradients follow.
             for (i, places) in self.chunks().iter().enumerate() {
                 let hidden = self.hidden_of(places);
                 self.write_logits(&hidden);
@@ -286,7 +288,7 @@ impl<'p> HeadPass<'p> {
         (self.batch.evaluation(&evaluated), gradient)
     }
 
-    /// The hidden states of `places`, `[n,H]`.
+    /// Gathers the hidden states of `places` into `[n,H]`, widened to f32.
     fn hidden_of(&self, places: &[TokenPlace]) -> Array2<f32> {
         let mut rows = Array2::zeros((places.len(), self.shape.hidden));
         for (mut row, &(b, t)) in rows.rows_mut().into_iter().zip(places) {
@@ -320,11 +322,13 @@ impl<'p> HeadPass<'p> {
         }
     }
 
-    /// From the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, to which it `adds` that.
+    /// Computes gradients from the dlogits of a chunk: `dhidden` of its tokens, and their part of `dlm_head`, which is
+    /// added if `adds` and stored otherwise.
     fn write_gradients(&mut self, to: &mut HeadGradientSums, hidden: &Array2<f32>, places: &[TokenPlace], adds: bool) {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let dlogits = ArrayView2::from_shape((n, vocab), &self.logits[..n * vocab]).expect("V logits a token");
         let mut dhidden = Array2::zeros(hidden.dim());
+        // Tile by tile of the head, which is widened once for both products.
         for (i, columns) in tiles(&self.projection, vocab).enumerate() {
             let tile = tile(&self.projection, columns.clone(), &mut self.tile);
             let dlogits = dlogits.slice(s![.., columns.clone()]);
@@ -335,6 +339,7 @@ impl<'p> HeadPass<'p> {
             };
             gemm(dlm_head, adds, hidden.t(), dlogits);
         }
+        // Tokens' gradients are complete after the last tile: they are rounded once.
         for (row, &(b, t)) in dhidden.rows().into_iter().zip(places) {
             match &mut to.dhidden {
                 FloatArray::F64(_) => unreachable!("`supports` rejects f64"),
@@ -350,7 +355,7 @@ impl<'p> HeadPass<'p> {
     }
 }
 
-/// The rows of a chunk, over which their dlogits are written.
+/// Splits a chunk into rows over which their dlogits are written.
 fn rows_of(logits: &mut [f32], vocab: usize) -> impl Iterator<Item = LogitsRow<'_, f32>> {
     logits.chunks_mut(vocab).map(|dlogits| LogitsRow { logits: None, dlogits })
 }
@@ -363,18 +368,18 @@ fn round(x: f32, dtype: Dtype) -> f32 {
     }
 }
 
-/// Elements of a head's tile that is widened: none of an f32 head.
+/// Returns the number of widened elements in a tile of the head; an f32 head has none.
 fn tile_elements(hidden: usize, vocab: usize, dtype: Dtype) -> usize {
     if dtype == Dtype::F32 { 0 } else { hidden * TILE.min(vocab) }
 }
 
-/// The columns that a product takes at once: all of an f32 head.
+/// Lists the ranges of columns that one product takes: all columns of an f32 head.
 fn tiles(projection: &ProjectionView, vocab: usize) -> impl Iterator<Item = Range<usize>> + use<> {
     let width = if projection.lm_head.dtype() == Dtype::F32 { vocab } else { TILE };
     (0..vocab).step_by(width).map(move |first| first..vocab.min(first + width))
 }
 
-/// The columns `columns` of the head, `[H,n]`, widened into `room` where they are not f32.
+/// Returns the columns `columns` of the head as `[H,n]`, widened into `room` if they are not f32.
 fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut [f32]) -> ArrayView2<'t, f32> {
     fn widened<'t, E: Copy + Sync>(
         head: ArrayView2<E>,
@@ -402,7 +407,7 @@ fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut
     }
 }
 
-/// Some columns of a head, as it lies.
+/// Selects some columns of a head in its own layout.
 fn head_columns<E>(head: ArrayView2<'_, E>, layout: HeadLayout, columns: Range<usize>) -> ArrayView2<'_, E> {
     match layout {
         HeadLayout::HiddenByVocab => head.slice_move(s![.., columns]),
@@ -410,7 +415,7 @@ fn head_columns<E>(head: ArrayView2<'_, E>, layout: HeadLayout, columns: Range<u
     }
 }
 
-/// `[H,n]`, whatever the layout.
+/// Views columns of a head as `[H,n]`, whatever the layout.
 fn by_hidden<E>(head: ArrayView2<'_, E>, layout: HeadLayout) -> ArrayView2<'_, E> {
     match layout {
         HeadLayout::HiddenByVocab => head,

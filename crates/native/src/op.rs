@@ -1,4 +1,4 @@
-//! The kernel as an operation of a framework: [`Op`]. Arrays are lent, and logits are never copied.
+//! The kernel as an operation of a framework: [`Op`]. Arrays are borrowed, and logits are never copied.
 //!
 //! ```text
 //! Op::of(spec, arguments)      the arrays of tokens, checked and in f64
@@ -20,7 +20,7 @@ use assay_core::problem::{
 };
 use assay_core::spec::{AdvantageLevel, LossSpec};
 
-/// An array that is lent, of whatever dtype and extents, laid out anyhow.
+/// A borrowed array of any dtype, extents and strides.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "each is named as its elements are")]
 pub enum OpArray<'a> {
@@ -33,7 +33,7 @@ pub enum OpArray<'a> {
     F64(ArrayViewD<'a, f64>),
 }
 
-/// Logits over which dlogits are written, or the array that they are written to: `[B,T,V]`, each row dense.
+/// A borrowed array for dlogits, `[B,T,V]` with dense rows: the logits that they overwrite, or a separate array.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "each is named as its elements are")]
 pub enum OpArrayMut<'a> {
@@ -42,56 +42,57 @@ pub enum OpArrayMut<'a> {
     F32(ArrayViewMut3<'a, f32>),
 }
 
-/// The arrays of a batch beside its logits. What the spec does not read may be there all the same.
+/// The arrays of a batch besides its logits. Arrays that the spec does not read may be present.
 #[derive(Clone, Debug)]
 pub struct OpArguments<'a> {
-    /// `[B,T]` of integers: the sampled tokens. Or `[B,T,K]`, the ids that logp is asked of.
+    /// Sampled tokens, `[B,T]` of integers; or `[B,T,K]`, the ids whose logp is asked for.
     pub ids: OpArray<'a>,
-    /// `[B,T]`, of truth values, or of numbers that are 0 or 1: the tokens that count.
+    /// Mask of the tokens that count, `[B,T]`, of truth values or of numbers that are 0 or 1.
     pub mask: OpArray<'a>,
     /// `[B]`, or `[B,T]` where the spec has one a token; for such a spec `[B]` stand for all tokens of their sequence. Of packed
     /// sequences `[S]`, or `[N]` or `[1,N]`.
     /// Of several ids a token `[B,T,K]`: the cotangents of their logp, each with the other sign.
     pub advantages: OpArray<'a>,
-    /// `[B,T]`, nats.
+    /// Log-probabilities under the policy that acted, `[B,T]`, nats.
     pub old_logp: Option<OpArray<'a>>,
-    /// `[B,T]`, nats.
+    /// Log-probabilities under the reference policy, `[B,T]`, nats.
     pub ref_logp: Option<OpArray<'a>>,
-    /// `[B,T]`, nats; NaN: not scored.
+    /// Log-probabilities under the sampler, `[B,T]`, nats; NaN if it did not score the token.
     pub rollout_logp: Option<OpArray<'a>>,
-    /// `[B,T]` or `[B,1]`.
+    /// Weights against the sampler's policy, `[B,T]` or `[B,1]`.
     pub rollout_weights: Option<OpArray<'a>>,
-    /// `[B,T]` or `[B,1]`.
+    /// Weights that the trainer gives to tokens, `[B,T]` or `[B,1]`.
     pub token_weights: Option<OpArray<'a>>,
-    /// `[B,T]`, as the mask.
+    /// Marks of selected tokens, `[B,T]`, of the same types as the mask.
     pub selected: Option<OpArray<'a>>,
-    /// `[V]`.
+    /// Bias of each vocabulary entry, `[V]`.
     pub bias: Option<OpArray<'a>>,
     /// `[S+1]` of integers, where `S` sequences are packed into one row, `[1,N]`: 0, and where each ends. What is `[B]` above
     /// is then `[S]`.
     pub cu_seqlens: Option<OpArray<'a>>,
-    /// `[1,N]` or `[N]` of integers, in place of it: 1, 2, … in order, 0 for padding.
+    /// Numbers of the sequences of packed tokens, `[1,N]` or `[N]` of integers, instead of `cu_seqlens`: 1, 2, … in
+    /// order, 0 for padding.
     pub segment_ids: Option<OpArray<'a>>,
-    /// `[B,T]`.
+    /// Cotangents of the entropies, `[B,T]`.
     pub dentropy: Option<OpArray<'a>>,
-    /// `[B,T]`, `[B,1]` or `[B]`.
+    /// Temperatures, `[B,T]`, `[B,1]` or `[B]`.
     pub temperature: Option<OpArray<'a>>,
 }
 
-/// Why an operation was not done. Nothing has been written.
+/// The reason why an operation was refused. Nothing has been written.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum OpError {
-    /// The arrays do not fit each other or the spec, or the kernel does not do this.
+    /// The arrays do not fit each other or the spec, or the kernel does not compute the spec.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// An array holds what it cannot.
+    /// An array has a dtype that its role does not allow.
     #[error("`{field}`: got dtype {given}, expected {expected}")]
     Dtype {
-        /// Name of the array.
+        /// Name of the array's argument.
         field: &'static str,
-        /// Its dtype.
+        /// Dtype of the array, as frameworks spell it.
         given: &'static str,
-        /// What would do.
+        /// Dtypes that are allowed for the array.
         expected: &'static str,
     },
 }
@@ -102,11 +103,11 @@ impl From<ProblemError> for OpError {
     }
 }
 
-/// What logits, and dlogits, may be of.
+/// Dtypes of logits and of dlogits, for error messages.
 const LOGITS: &str = "f32, bf16 or f16";
 
 impl OpArray<'_> {
-    /// The extents.
+    /// Returns the extents of the array.
     pub fn shape(&self) -> &[usize] {
         match self {
             OpArray::Bool(array) => array.shape(),
@@ -119,7 +120,7 @@ impl OpArray<'_> {
         }
     }
 
-    /// The element type.
+    /// Returns the name of the element type.
     pub fn dtype(&self) -> &'static str {
         match self {
             OpArray::Bool(_) => "bool",
@@ -136,7 +137,7 @@ impl OpArray<'_> {
         OpError::Dtype { field, given: self.dtype(), expected }
     }
 
-    /// The floats of `field`, exactly.
+    /// Converts the floats of `field` to f64, exactly.
     fn floats<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<f64, D>, OpError> {
         let floats = match self {
             OpArray::F16(array) => array.mapv(Float::to_f64),
@@ -161,7 +162,7 @@ impl OpArray<'_> {
         Ok(integers.into_dimensionality().map_err(|_| self.wrong_rank(field, meaning))?)
     }
 
-    /// `[B,T,K]` of several ids a token, at least one.
+    /// Reads an array of several ids per token, `[B,T,K]` with `K ≥ 1`.
     fn ids_array<T>(
         &self,
         field: &'static str,
@@ -184,7 +185,7 @@ impl OpArray<'_> {
     }
 }
 
-/// `[B,T,V]` of logits.
+/// Views an array as logits `[B,T,V]`.
 fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpError> {
     let wrong = |_| ProblemError::Shape {
         field: "logits",
@@ -222,7 +223,8 @@ impl OpArguments<'_> {
 }
 
 impl OpArguments<'_> {
-    /// A number a sequence, or one a token: `[N]` of packed sequences, where `spec` has one a token.
+    /// Reads one advantage per sequence, or one per token: `[N]` is one per token of packed sequences if `spec` has
+    /// token advantages.
     fn advantages_of(&self, spec: &LossSpec, sequences: &Sequences, tokens: usize) -> Result<Advantages, OpError> {
         let given = &self.advantages;
         if given.shape().len() != 1 {
@@ -243,7 +245,7 @@ impl OpArguments<'_> {
     }
 }
 
-/// A loss and the arrays of a batch beside its logits, ready to be called with these.
+/// A loss and the arrays of a batch besides its logits, ready to be called with logits.
 pub struct Op<'s> {
     native: Native,
     spec: &'s LossSpec,
@@ -251,7 +253,7 @@ pub struct Op<'s> {
 }
 
 impl<'s> Op<'s> {
-    /// With the `arguments` widened to f64.
+    /// Converts the `arguments` to f64 and checks their dtypes and ranks.
     ///
     /// # Errors
     /// [`OpError`] naming the first array whose dtype or rank does not fit. Extents and values are looked at with the logits.
@@ -304,12 +306,12 @@ impl<'s> Op<'s> {
         Ok(Self { native: Native::default(), spec, tokens: tokens.with_advantages_for(spec) })
     }
 
-    /// What the arrays of tokens are.
+    /// Returns the arrays of the batch after their conversion.
     pub fn tokens(&self) -> &Problem<()> {
         &self.tokens
     }
 
-    /// The loss without its gradient; the same bits as with it.
+    /// Computes the loss without its gradient; its bits are those of the loss with a gradient.
     ///
     /// # Errors
     /// [`OpError`] naming what does not fit.
@@ -326,7 +328,7 @@ impl<'s> Op<'s> {
         Ok(self.native.evaluate(self.spec, logits(array)?, self.tokens.tokens())?)
     }
 
-    /// Logp and entropy of each token, without a loss.
+    /// Computes logp and entropy of each token, without a loss.
     ///
     /// # Errors
     /// As [`Op::loss`].
@@ -343,7 +345,7 @@ impl<'s> Op<'s> {
         Ok(self.native.forward(self.spec, logits(array)?, self.tokens.tokens())?)
     }
 
-    /// The loss, with `dlogits` in an array of their own, of the dtype of the logits.
+    /// Computes the loss and writes `dlogits` to a separate array, of the dtype of the logits.
     ///
     /// # Errors
     /// As [`Op::loss`]; `dlogits` are then as they were.
@@ -373,7 +375,7 @@ impl<'s> Op<'s> {
         Ok(self.native.forward_backward(self.spec, logits(array)?, dlogits, self.tokens.tokens(), cotangents)?)
     }
 
-    /// The loss, with dlogits written over the `logits`.
+    /// Computes the loss and writes dlogits over the `logits`.
     ///
     /// # Errors
     /// As [`Op::loss`]; the logits are then as they were.
@@ -393,7 +395,7 @@ impl<'s> Op<'s> {
 }
 
 impl OpArrayMut<'_> {
-    /// The element type.
+    /// Returns the name of the element type.
     pub fn dtype(&self) -> &'static str {
         match self {
             OpArrayMut::F16(_) => "f16",

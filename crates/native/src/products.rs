@@ -1,5 +1,5 @@
-//! What arithmetic allows: the three matrix products of an LM head and its gradients, with nothing between them. The bound that
-//! a head on this machine is measured against.
+//! The arithmetic bound: the three matrix products of an LM head and its gradients, and nothing between them. Heads on
+//! this machine are compared with it.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,8 @@ use ndarray::Array2;
 use crate::gemm;
 use assay_core::problem::HeadShape;
 
-/// The products of a whole batch, each at once, in f32: logits `[N,V]`, `dhidden` `[N,H]`, `dlm_head` `[H,V]`.
+/// Operands and results of the products of a whole batch, in f32: logits `[N,V]`, `dhidden` `[N,H]`, `dlm_head`
+/// `[H,V]`.
 pub struct HeadProducts {
     hidden: Array2<f32>,
     lm_head: Array2<f32>,
@@ -18,7 +19,7 @@ pub struct HeadProducts {
 }
 
 impl HeadProducts {
-    /// Room for those of `shape`, in memory that the system has handed out.
+    /// Allocates arrays of `shape`, in pages that the system has already provided.
     pub fn new(shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let matrix = |rows, columns| Array2::from_elem((rows, columns), 0.5);
@@ -32,12 +33,12 @@ impl HeadProducts {
         }
     }
 
-    /// Floating-point operations of the three: `6·N·H·V`.
+    /// Returns the floating-point operations of the three products, `6·N·H·V`.
     pub fn operations(shape: HeadShape) -> f64 {
         6.0 * [shape.batch, shape.tokens, shape.hidden, shape.vocab].map(|extent| extent as f64).iter().product::<f64>()
     }
 
-    /// How long they take, on the threads that a kernel is given.
+    /// Times the three products, on the threads that a kernel has.
     pub fn time(&mut self) -> Duration {
         let Self { hidden, lm_head, logits, dhidden, dlm_head } = self;
         let started = Instant::now();

@@ -1,5 +1,5 @@
-//! What one device computes of a batch that several have: the caller weighs tokens, since it alone knows the whole batch, and
-//! joins what is summed of a row whose columns lie on several devices.
+//! The part of a batch that one of several devices computes. The caller weighs tokens, because only it knows the whole
+//! batch, and joins the sums of a row whose columns are on several devices.
 //!
 //! ```text
 //! whole rows    loss         read a row, write its dlogits, hand over what is left of its token
@@ -27,39 +27,39 @@ use assay_core::implementation::{RunError, Unsupported};
 use assay_core::problem::{ProblemError, Sequence, Shape};
 use assay_core::spec::{LossSpec, Support, Temperature};
 
-/// Columns of what is handed over a token.
+/// Number of columns per token in the arrays that are handed over.
 pub const COLUMNS: usize = 8;
 
-/// The columns of [`Native::share_statistics`]: `m` and `x_y` of the part, then `Σ e_j` and `Σ e_j a_j` over its columns other
-/// than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; the same of that of logp where it is another.
-/// `x_y` is 0 where another part has it, and NaN where the spec's support has not.
+/// The columns of [`Native::share_statistics`]: `m` and `x_y` of the shard, then `Σ e_j` and `Σ e_j a_j` over its columns other
+/// than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; then the same two sums of the softmax of logp, if that is another.
+/// `x_y` is 0 if another shard has the target, and NaN if the target is outside the spec's support.
 pub const STATISTICS: [&str; 6] = ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
 
-/// The columns that [`Native::share_gradient`] is given: `m` of all parts, `−G/(S·T)`, `Σ e_j` of the softmax of logp, 1 or 0,
+/// The columns that [`Native::share_gradient`] reads: `m` of all shards, `−G/(S·T)`, `Σ e_j` of the softmax of logp, 1 or 0,
 /// `E/(S·T)` and `ā`, with `G` and `E` the loss's derivatives by logp and by entropy.
 pub const SCALES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
 
-/// The columns of [`Native::share_loss`]. `reduced` is what the reduction weighs, the token's loss but for a KL penalty with a
+/// The columns of [`Native::share_loss`]. `reduced` is the number that the reduction weighs: the token's loss, except for a KL penalty with a
 /// reduction of its own; a clip is 1 or 0.
 pub const RESULTS: [&str; COLUMNS] =
     ["logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high"];
 
-/// What `1/T` is multiplied by between statistics and gradient.
+/// Returns the factor of `1/T` between statistics and gradient.
 pub use assay_algebra::transform::rate;
 
-/// Which columns of the vocabulary a device has, what is added to them, and what divides their rows.
+/// The columns of the vocabulary that a device has, with their bias and the rates of its rows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VocabShard<'a> {
-    /// The first one.
+    /// First column of the shard, counted in the whole vocabulary.
     pub first_column: usize,
-    /// `[V]`, of each; what the spec reads.
+    /// Bias of each column, `[V]`, if the spec reads one.
     pub bias: Option<ArrayView1<'a, f32>>,
-    /// `[B,T]`, [`TokenInput::Rate`] of each row, where temperatures are given.
+    /// Factor [`TokenInput::Rate`] of each row's gaps, `[B,T]`, if temperatures are given.
     pub rates: Option<ArrayView2<'a, f32>>,
 }
 
 impl VocabShard<'_> {
-    /// `support`, counted from the first column.
+    /// Counts `support` from the shard's first column.
     fn support(&self, support: &Support) -> Support {
         let first = self.first_column;
         Support {
@@ -69,7 +69,7 @@ impl VocabShard<'_> {
         }
     }
 
-    /// The bias of `vocab` columns, where the spec has one.
+    /// Checks the bias of `vocab` columns, and returns it if the spec has one.
     fn bias(&self, spec: &LossSpec, vocab: usize) -> Result<Option<Array1<f64>>, ProblemError> {
         match self.bias {
             _ if !spec.logits.bias => Ok(None),
@@ -85,7 +85,7 @@ impl VocabShard<'_> {
         }
     }
 
-    /// What gaps of the row at a place are multiplied by, where temperatures are given.
+    /// Returns the factor of the gaps of the row at a position, if temperatures are given.
     fn rate(&self, at: (usize, usize)) -> Option<f64> {
         self.rates.map(|rates| rates[at].into())
     }
@@ -113,7 +113,7 @@ impl VocabShard<'_> {
     }
 }
 
-/// That it is one of a temperature `> 0`.
+/// Checks that a rate is that of a temperature `> 0`.
 fn check_rate(spec: &LossSpec, (b, t): (usize, usize), of_row: f32) -> Result<(), ProblemError> {
     if of_row > 0.0 && of_row.is_finite() {
         return Ok(());
@@ -121,46 +121,47 @@ fn check_rate(spec: &LossSpec, (b, t): (usize, usize), of_row: f32) -> Result<()
     Err(ProblemError::Temperature { b, t, given: rate(spec) / f64::from(of_row) })
 }
 
-/// Whether a target in this column is refused: one that the support has not, where none is put back for its own token.
+/// Whether a target in this column is refused: it is outside the support, and the spec does not put it back.
 fn refused(support: &Support, column: usize) -> bool {
     let outside = support.vocab.is_some_and(|vocab| column >= vocab) || support.excluded_ids.contains(&column);
     outside && !support.keep_sampled
 }
 
-/// The tokens of a device.
+/// The tokens of a device's rows.
 #[derive(Clone, Copy, Debug)]
 pub struct ShareTokens<'a> {
-    /// Counted from the device's first column; outside `0..V` where another has it, or where `mask` is false.
+    /// Sampled ids, counted from the device's first column; outside `0..V` if another device has the id, or if `mask`
+    /// is false.
     pub ids: ArrayView2<'a, i32>,
-    /// The tokens that count.
+    /// Mask of the tokens that count, `[B,T]`.
     pub mask: ArrayView2<'a, bool>,
 }
 
-/// What the loss of a token is made of, beside its row of logits.
+/// The arrays from which the loss of whole rows follows, besides their logits.
 #[derive(Clone, Debug)]
 pub struct ShareInputs<'a> {
-    /// With whole rows.
+    /// Tokens, whose rows are whole.
     pub tokens: ShareTokens<'a>,
-    /// `[B,T]`
+    /// Advantage of each token, `[B,T]`.
     pub advantages: ArrayView2<'a, f32>,
-    /// `[B,T,3]`: what a token's `∂token_loss` is multiplied by; its KL penalty before that, where that has a reduction of
-    /// its own; and `∂loss/∂entropy`, or what multiplies the input `dentropy` where there is one.
+    /// Weights `[B,T,3]` of each token: the factor of its loss; the factor of its KL penalty before that, if the
+    /// penalty has its own reduction; and `∂loss/∂entropy`, or the factor of the input `dentropy` if there is one.
     pub weights: ArrayView3<'a, f32>,
-    /// `[B,T]`, where a row has several sequences: which one a token is of, from 1 on in order, 0: none. Their numbers may begin
-    /// anywhere.
+    /// Number of each token's sequence, `[B,T]`, if a row has several: ascending from any number ≥ 1, 0 if the token
+    /// belongs to no sequence.
     pub segment_ids: Option<ArrayView2<'a, i32>>,
-    /// What the spec's structure reads, `[B,T]` each, in its order.
+    /// Arrays that the spec's structure reads, `[B,T]` each, in its order.
     pub inputs: Vec<(TokenInput, ArrayView2<'a, f32>)>,
-    /// `[V]`, where the spec has one.
+    /// Bias of each column, `[V]`, if the spec has one.
     pub bias: Option<ArrayView1<'a, f32>>,
 }
 
-/// Where logits and dlogits are: one array, or two.
+/// The logits and the dlogits of a device: one array, or two.
 #[derive(Debug)]
 pub struct ShareLogits<'a, E> {
-    /// `[B,T,V]`; `None`: under the dlogits, which go over them.
+    /// Logits, `[B,T,V]`; `None` if dlogits overwrite them.
     pub logits: Option<ArrayView3<'a, E>>,
-    /// `[B,T,V]`
+    /// Array for dlogits, `[B,T,V]`.
     pub dlogits: ArrayViewMut3<'a, E>,
 }
 
@@ -177,13 +178,14 @@ impl<E: NativeElement> ShareLogits<'_, E> {
     }
 }
 
-/// The column of an id, if it is among `vocab`.
+/// Returns the column of an id, if it is among `vocab`.
 fn column(id: i32, vocab: usize) -> Option<usize> {
     usize::try_from(id).ok().filter(|&id| id < vocab)
 }
 
 impl Native {
-    /// Reads the parts of rows that a device has: [`STATISTICS`] of each, to `statistics`.
+    /// Computes the statistics of a device's shard of rows, [`STATISTICS`] of each row, and writes them to
+    /// `statistics`.
     ///
     /// Arrays are dense and of one batch.
     ///
@@ -221,7 +223,7 @@ impl Native {
         Ok(())
     }
 
-    /// Writes the dlogits of such parts, from [`SCALES`].
+    /// Writes the dlogits of a device's shard of rows, from [`SCALES`].
     ///
     /// # Errors
     /// As [`Native::share_statistics`]; nothing is written then.
@@ -252,7 +254,7 @@ impl Native {
         Ok(())
     }
 
-    /// Reads whole rows and writes their dlogits; [`RESULTS`] of each token, to `results`.
+    /// Computes the loss of whole rows, writes their dlogits, and [`RESULTS`] of each token to `results`.
     ///
     /// # Errors
     /// [`RunError`] where an unmasked token has an id outside the vocabulary or the support, is of no sequence or has no finite number
@@ -338,7 +340,7 @@ impl Native {
 }
 
 impl ShareInputs<'_> {
-    /// Those of each row, in order.
+    /// Lists the sequences of each row, in order.
     fn sequences(&self) -> Result<Vec<Sequence>, ProblemError> {
         let mask = self.tokens.mask;
         let Some(ids) = self.segment_ids else {
@@ -397,7 +399,7 @@ impl ShareInputs<'_> {
     }
 }
 
-/// What is handed over of each token, of a dense `[B,T,8]`.
+/// Splits a dense `[B,T,8]` into the columns of each token.
 fn columns_of(array: ArrayViewMut3<'_, f32>) -> impl Iterator<Item = &mut [f32; COLUMNS]> {
     array.into_slice().expect("dense").as_chunks_mut::<COLUMNS>().0.iter_mut()
 }

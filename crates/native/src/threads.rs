@@ -1,13 +1,13 @@
-//! Rows over threads.
+//! Rows over threads, each of which has its own buffer for exponentials.
 
 use rayon::prelude::*;
 
 use crate::row::SavedExponentials;
 
-/// What there is to do of a row, with the room that its thread has for exponentials.
+/// A closure that computes one row, given its thread's buffer for exponentials.
 pub(crate) type RowTask<'t, T> = Box<dyn FnOnce(&mut SavedExponentials) -> T + Send + 't>;
 
-/// Does all of them, on whatever thread is free; what comes of each, in their order.
+/// Runs all tasks, each on a thread that is free, and returns their results in order.
 ///
 /// A task is boxed, which is nothing beside a row, so that rayon's part of the loop, which is as long as a kernel, is not compiled
 /// for each kernel, dtype and way to come by rows.

@@ -1,27 +1,57 @@
-//! `exp` of what lies at or below the maximum of a row.
+//! Exponentials of logits at or below the maximum of a row.
 
 use crate::Simd;
 
 /// Exponentials are made times `2^64`, so that all of them are normal numbers.
 pub const SCALE: f64 = (1_u128 << 64) as f64;
 
-/// `1.5·2^23`, so that a sum is rounded to an integer, which stands in its low bits.
+/// The number `1.5·2^23`: a sum with it is rounded to an integer, which is then in the sum's low bits.
 const MAGIC: f32 = 12_582_912.0;
 
 /// `(2^f − 1)/f` on `|f| ≤ ½`, with which `2^f` is right to 5.3e-9 of itself: a minimax polynomial (Remez) whose
 /// coefficients were rounded one by one, each before the next was fitted.
 const POWERS: [f32; 6] = [0.693_147_24, 0.240_226_55, 0.055_502_724, 0.009_617_063, 0.001_341_815_2, 0.000_158_215_87];
 
-/// As far below the maximum as an exponential times [`SCALE`] is a normal number.
+/// Largest gap `a/T` below the maximum, in nats, whose exponential times [`SCALE`] is a normal number.
 pub const FAR: f64 = 131.0;
 
-/// Gaps `a = m − x ≥ 0` to the maximum are counted in steps: the largest power of two of which two are within [`FAR`], so
-/// that what is nearer has neither of its two highest bits set.
+/// Returns the unit, in logits, in which gaps `a = m − x ≥ 0` below the maximum are counted: the largest power of two
+/// of which two are within [`FAR`], so that a nearer gap has neither of its two highest bits set.
 pub fn step(inverse_temperature: f64) -> f64 {
     (FAR / 2.0 / inverse_temperature).log2().floor().clamp(-126.0, 126.0).exp2()
 }
 
-/// `a ↦ e^(−a/T)` of gaps in steps, right to `1.56u` of itself, `u = 2⁻²⁴`. `log₂ e / T` is off by 2⁻⁴⁸ of itself too.
+/// The function `a ↦ e^(−a/T)` of gaps in steps, with a relative error of at most `1.56u`, `u = 2⁻²⁴`; the factor `log₂ e / T` is
+/// itself off by 2⁻⁴⁸.
+///
+/// ```
+/// use assay_simd::exp::{Exp, SCALE};
+/// use assay_simd::{Isa, LANES, Simd, SimdTask};
+///
+/// /// Exponentials of logits below a maximum of 0, at temperature 1.
+/// struct Exponentials([f32; LANES]);
+///
+/// impl SimdTask for Exponentials {
+///     type Output = [f32; LANES];
+///
+///     #[inline(always)]
+///     fn on<S: Simd>(self, simd: S) -> [f32; LANES] {
+///         let exp = Exp::new(simd, 1.0);
+///         let gaps = exp.gap(simd, simd.splat(0.0), simd.load(&self.0));
+///         let [scaled] = exp.scaled(simd, [gaps]);
+///         let mut lanes = [0.0; LANES];
+///         simd.store(scaled, &mut lanes);
+///         lanes
+///     }
+/// }
+///
+/// let logits: [f32; LANES] = std::array::from_fn(|i| -0.37 * i as f32);
+/// for (x, scaled) in logits.into_iter().zip(Isa::fastest().run(Exponentials(logits))) {
+///     // Results are 2⁶⁴ times as large, so that none is below the normal numbers.
+///     let (found, exact) = (f64::from(scaled) / SCALE, f64::from(x).exp());
+///     assert!((found - exact).abs() <= 1.56 * 2.0_f64.powi(-24) * exact);
+/// }
+/// ```
 #[derive(Clone, Copy)]
 pub struct Exp<S: Simd> {
     steps_a_unit: S::Lanes,
@@ -29,13 +59,13 @@ pub struct Exp<S: Simd> {
     magic: S::Lanes,
     /// `−log₂ e · step / T`, rounded, and what rounding took from it.
     rate: [S::Lanes; 2],
-    /// [`POWERS`] and 1, times [`SCALE`].
+    /// Coefficients [`POWERS`], times [`SCALE`].
     powers: [S::Lanes; 6],
     one: S::Lanes,
 }
 
 impl<S: Simd> Exp<S> {
-    /// Of `1/T`.
+    /// Prepares exponentials of gaps times `1/T`.
     #[inline(always)]
     pub fn new(simd: S, inverse_temperature: f64) -> Self {
         let step = step(inverse_temperature);
@@ -52,34 +82,38 @@ impl<S: Simd> Exp<S> {
         }
     }
 
-    /// The gap of `x` below `max`, or where that is larger, one whose exponential is 0. NaN stays.
+    /// Computes the gap of `x` below `max` in steps, at most one whose exponential is 0. NaN stays.
     #[inline(always)]
     pub fn gap(&self, simd: S, max: S::Lanes, x: S::Lanes) -> S::Lanes {
         simd.min(self.far, simd.mul(simd.sub(max, x), self.steps_a_unit))
     }
 
-    /// `2^64·e^(−a/T) = 2^k·(2^64·2^f)` of gaps that are not above [`FAR`], with `k + f = −a·log₂ e / T`. Nothing is said of
-    /// a NaN. The vectors go step by step together: each step waits for the one before it, and no processor looks far
-    /// enough ahead to find others to do meanwhile.
+    /// Computes `2^64·e^(−a/T) = 2^k·(2^64·2^f)` of gaps that are not above [`FAR`], with `k + f = −a·log₂ e / T`; the
+    /// result for a NaN is unspecified. All vectors take each step together: a step waits for the one before it, and no
+    /// processor looks far enough ahead to find other work meanwhile.
     #[inline(always)]
     pub fn scaled<const N: usize>(&self, simd: S, a: [S::Lanes; N]) -> [S::Lanes; N] {
         let [high, low] = self.rate;
         let [c1, c2, c3, c4, c5, c6] = self.powers;
         let (mut raised, mut k, mut f, mut p) = (a, a, a, [c6; N]);
+        // k is the exponent rounded to an integer: adding 1.5·2²³ leaves no bits for a fraction.
         for i in 0..N {
             raised[i] = simd.mul_add(a[i], high, self.magic);
         }
         for i in 0..N {
             k[i] = simd.sub(raised[i], self.magic);
         }
+        // f is the rest, in [−½, ½]. The exponent's factor is a sum of two f32, and fused products lose nothing of it.
         for i in 0..N {
             f[i] = simd.mul_add(a[i], low, simd.mul_sub(a[i], high, k[i]));
         }
+        // 2^64·2^f by Horner's rule: the scale is a part of the coefficients.
         for c in [c5, c4, c3, c2, c1, self.one] {
             for i in 0..N {
                 p[i] = simd.mul_add(p[i], f[i], c);
             }
         }
+        // 2^k by the bits of the exponent.
         for i in 0..N {
             p[i] = simd.scale(p[i], k[i], raised[i]);
         }
@@ -94,11 +128,12 @@ mod tests {
     use super::*;
     use crate::{Isa, LANES, SimdTask};
 
-    /// What an exponential may be off by, in `u` of itself, as roundings add up where `2^f` is smallest, `f = −½`: in `u` they are ½
-    /// of the last sum, ¼ of its factor of `f`, ¼ of `f`, 0.03 of the next coefficients and 0.07 of the polynomial, over `√½`.
+    /// Largest error of an exponential, in `u` of itself. Roundings add up where `2^f` is smallest, `f = −½`: in `u`
+    /// they are ½ of the last sum, ¼ of its factor of `f`, ¼ of `f`, 0.03 of the next coefficients and 0.07 of the
+    /// polynomial, over `√½`.
     const WORST: f64 = 1.1 * std::f64::consts::SQRT_2;
 
-    /// `e^(d/T)` of each `d ≤ 0`, with `1/T`.
+    /// Exponentials `e^(d/T)` of each `d ≤ 0`, for a given `1/T`.
     struct ExpTask<'x>(&'x [f32; LANES], f64);
 
     impl SimdTask for ExpTask<'_> {

@@ -29,84 +29,84 @@ pub use gemm::gemm;
 use half::{bf16, f16};
 pub use packed::{ExpFactor, PackedElement, smallest};
 
-/// Lanes of a vector.
+/// Number of f32 lanes in a vector.
 pub const LANES: usize = 16;
 
-/// Elements that are loaded and stored at once: two vectors.
+/// Number of elements that are loaded and stored at once: two vectors.
 pub const UNIT: usize = 2 * LANES;
 
 /// A vector unit of sixteen `f32` lanes. A value of such a type shows that the machine has it.
 pub trait Simd: Copy {
-    /// Sixteen `f32`.
+    /// A vector of sixteen `f32` lanes.
     type Lanes: Copy;
-    /// Eight `f64`, of sums.
+    /// Eight running sums in `f64`, one for two lanes each.
     type Sums: Copy;
 
-    /// `x` in every lane.
+    /// Puts `x` into every lane.
     fn splat(self, x: f32) -> Self::Lanes;
-    /// The lanes from memory, in order.
+    /// Loads sixteen lanes from memory, in order.
     fn load(self, from: &[f32; LANES]) -> Self::Lanes;
-    /// The lanes to memory, in order.
+    /// Stores sixteen lanes to memory, in order.
     fn store(self, x: Self::Lanes, to: &mut [f32; LANES]);
-    /// `a + b`
+    /// Adds lane by lane: `a + b`.
     fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `a − b`
+    /// Subtracts lane by lane: `a − b`.
     fn sub(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `a·b`
+    /// Multiplies lane by lane: `a·b`.
     fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `a·b + c`, rounded once.
+    /// Multiplies and adds lane by lane: `a·b + c`, rounded once.
     fn mul_add(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
-    /// `a·b − c`, rounded once.
+    /// Multiplies and subtracts lane by lane: `a·b − c`, rounded once.
     fn mul_sub(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
-    /// `a/b`
+    /// Divides lane by lane: `a/b`, rounded once.
     fn div(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `a` where `a > b`, else `b`: so `b` where either is NaN.
+    /// Selects `a` if `a > b`, else `b`: `b` if either is NaN.
     fn max(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `a` where `a < b`, else `b`: so `b` where either is NaN.
+    /// Selects `a` if `a < b`, else `b`: `b` if either is NaN.
     fn min(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    /// `x` where `x ≥ bound`, else 0.
+    /// Keeps `x` if `x ≥ bound`, else gives 0.
     fn at_least(self, x: Self::Lanes, bound: Self::Lanes) -> Self::Lanes;
-    /// `x·factor` to the nearest number of eight significant bits where `x ≥ bound`, else 0, by Veltkamp's splitting: the
-    /// product's difference to one `2¹⁶` times as large, of which `split = (2¹⁶ + 1)·factor` is made, has bits for no more of
-    /// it. It is rounded nowhere else, and must be a normal number.
+    /// Rounds `x·factor` to the nearest number of eight significant bits if `x ≥ bound`, else gives 0. Veltkamp's
+    /// splitting does it: the difference between the product and one that is `2¹⁶` times as large has no bits for the
+    /// rest. `split` is `(2¹⁶ + 1)·factor`. The result is rounded once and must be a normal number.
     #[inline(always)]
     fn high_product(self, x: Self::Lanes, bound: Self::Lanes, factor: Self::Lanes, split: Self::Lanes) -> Self::Lanes {
         let x = self.at_least(x, bound);
         let large = self.mul(x, split);
         self.add(self.mul_sub(x, factor, large), large)
     }
-    /// The bits that are set in any of the three.
+    /// Combines the bits that are set in any of the three.
     fn either(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     /// Whether any lane has one of the bits of `mask`.
     fn any_set(self, bits: Self::Lanes, mask: u32) -> bool;
-    /// `a·2^n`, of an integer `n` that is also in the low bits of `integer`'s pattern: each unit reads the one that it is
-    /// faster with. `a` and the product must be normal numbers.
+    /// Scales by a power of two: `a·2^n`, of an integer `n` that is also in the low bits of `integer`'s pattern; each
+    /// unit reads the one that it is faster with. `a` and the product must be normal numbers.
     fn scale(self, a: Self::Lanes, n: Self::Lanes, integer: Self::Lanes) -> Self::Lanes;
 
-    /// Sums of nothing.
+    /// Returns eight sums that are 0.
     fn sums(self) -> Self::Sums;
     /// Adds `x_i + x_(i+8)`, rounded to f32, to the `i`th sum.
     fn accumulate(self, sums: Self::Sums, x: Self::Lanes) -> Self::Sums;
-    /// `((s₀ + s₄) + (s₂ + s₆)) + ((s₁ + s₅) + (s₃ + s₇))`
+    /// Adds up the eight sums, `((s₀ + s₄) + (s₂ + s₆)) + ((s₁ + s₅) + (s₃ + s₇))`.
     fn total(self, sums: Self::Sums) -> f64;
 
-    /// Those of even index, then those of odd index.
+    /// Loads a unit of bf16: the elements of even index, then those of odd index.
     fn load_bf16(self, from: &[bf16; UNIT]) -> [Self::Lanes; 2];
-    /// As they were loaded, to nearest even. Nothing is said of a NaN.
+    /// Stores a unit in the order of [`Simd::load_bf16`], rounded to nearest even; the result for a NaN is unspecified.
     fn store_bf16(self, x: [Self::Lanes; 2], to: &mut [bf16; UNIT]);
-    /// As they were loaded, their upper halves.
+    /// Stores the upper halves of a unit's lanes, in the order of [`Simd::load_bf16`].
     fn truncate_bf16(self, x: [Self::Lanes; 2], to: &mut [bf16; UNIT]);
-    /// Elements in order.
+    /// Loads a unit of f16, its elements in order.
     fn load_f16(self, from: &[f16; UNIT]) -> [Self::Lanes; 2];
-    /// As they were loaded, to nearest even; NaN stays NaN.
+    /// Stores a unit of f16 in order, rounded to nearest even; NaN stays NaN.
     fn store_f16(self, x: [Self::Lanes; 2], to: &mut [f16; UNIT]);
 }
 
-/// Bytes by which [`prefetch`] is ahead of what is read: as far as the first cache is from memory in the time of a vector's
-/// arithmetic. Between 4 and 16 KiB it makes no difference.
+/// Distance in bytes by which [`prefetch`] is ahead of the reads: as far as the first cache is from memory in the time
+/// of a vector's arithmetic. Between 4 and 16 KiB it makes no difference.
 pub const AHEAD: usize = 8 << 10;
 
-/// Asks for the cache lines that lie [`AHEAD`] of a unit, over the ends of pages, where hardware stops.
+/// Asks for the cache lines that are [`AHEAD`] of a unit. It crosses the ends of pages, where hardware stops.
 #[inline(always)]
 pub fn prefetch<E>(unit: &[E; UNIT]) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -119,18 +119,17 @@ pub fn prefetch<E>(unit: &[E; UNIT]) {
     let _ = (unit, AHEAD);
 }
 
-/// Stores that leave the caches as they are and do not read the lines that they fill. They have happened when it is
-/// dropped.
+/// Stores that bypass the caches and do not read the lines that they fill. They are complete when the value is dropped.
 pub struct Streaming(());
 
 #[allow(clippy::unused_self, reason = "the value is what waits for the stores when it is dropped")]
 impl Streaming {
-    /// Before the first of them.
+    /// Begins a series of such stores.
     pub fn begin() -> Self {
         Self(())
     }
 
-    /// Copies `from` to `to`, of the same length.
+    /// Copies `from` to `to`, which have the same length.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[inline(always)]
     pub fn copy(&self, from: &[u8], to: &mut [u8]) {
@@ -147,7 +146,7 @@ impl Streaming {
         tail.copy_from_slice(from_tail);
     }
 
-    /// Copies `from` to `to`, of the same length.
+    /// Copies `from` to `to`, which have the same length.
     #[cfg(any(not(target_arch = "x86_64"), miri))]
     pub fn copy(&self, from: &[u8], to: &mut [u8]) {
         to.copy_from_slice(from);
@@ -162,19 +161,19 @@ impl Drop for Streaming {
     }
 }
 
-/// The sum of eight by halves.
+/// Adds up eight numbers by halves.
 #[inline(always)]
 fn by_halves([a, b, c, d, e, f, g, h]: [f64; 8]) -> f64 {
     ((a + e) + (c + g)) + ((b + f) + (d + h))
 }
 
-/// Something to compute on a vector unit.
+/// A computation that is written once and runs on every vector unit.
 pub trait SimdTask {
-    /// What comes of it.
+    /// Result of the computation.
     type Output;
 
-    /// `#[inline(always)]`, as must be all that it calls and that is generic over [`Simd`]: only then is it compiled for
-    /// the vector unit. That rules out closures.
+    /// Runs the computation on a vector unit. It must be `#[inline(always)]`, and so must everything that it calls and
+    /// that is generic over [`Simd`]: only then is it compiled for the vector unit. That rules out closures.
     fn on<S: Simd>(self, simd: S) -> Self::Output;
 }
 
@@ -194,7 +193,7 @@ enum InstructionSet {
 }
 
 impl Isa {
-    /// The names of all that kernels are compiled for on this architecture, the fastest first.
+    /// The names of all instruction sets that kernels are compiled for on this architecture, the fastest first.
     pub const NAMES: &[&str] = if cfg!(target_arch = "x86_64") {
         &["avx512", "avx2", "portable"]
     } else if cfg!(target_arch = "aarch64") {
@@ -203,7 +202,7 @@ impl Isa {
         &["portable"]
     };
 
-    /// All that this machine has, the fastest first; `portable` is always among them.
+    /// Lists the instruction sets that this machine has, the fastest first; `portable` is always among them.
     pub fn available() -> Vec<Self> {
         let all = [
             #[cfg(target_arch = "x86_64")]
@@ -217,12 +216,12 @@ impl Isa {
         all.into_iter().flatten().map(Self).collect()
     }
 
-    /// The fastest that this machine has.
+    /// Returns the fastest instruction set that this machine has.
     pub fn fastest() -> Self {
         Self::available()[0]
     }
 
-    /// `avx512`, `avx2`, `neon` or `portable`.
+    /// Returns the name: `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -235,7 +234,7 @@ impl Isa {
         }
     }
 
-    /// Does `work` with these instructions.
+    /// Runs `work` with these instructions.
     pub fn run<W: SimdTask>(self, work: W) -> W::Output {
         match self.0 {
             // SAFETY: an `Isa` of this kind is made only where the machine was seen to have what `run` asks for.
@@ -336,7 +335,7 @@ mod tests {
         }
     }
 
-    /// To 16 bits: rounded, and the upper halves.
+    /// Conversions to 16 bits: rounded, and cut to the upper halves.
     struct RoundingTask<'x>(&'x [[f32; LANES]; 2]);
 
     impl SimdTask for RoundingTask<'_> {
@@ -353,7 +352,7 @@ mod tests {
         }
     }
 
-    /// Of every so many inputs one where each step is interpreted.
+    /// Stride over the inputs of a test, so that an interpreter takes few of them.
     const EVERY: usize = if cfg!(miri) { 1000 } else { 1 };
 
     fn bits(x: f32) -> u32 {

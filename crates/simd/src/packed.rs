@@ -1,4 +1,4 @@
-//! Elements of 16 and of 32 bits: how they are loaded and stored, and how exponentials are multiplied into them.
+//! Elements of 16 and of 32 bits: loads, stores, and products of stored exponentials.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -9,18 +9,19 @@ use crate::{LANES, Simd, UNIT};
 /// `2^16 + 1`, by which [`Simd::high_product`] takes off all but eight bits.
 const SPLIT: f32 = 65_537.0;
 
-/// What kept exponentials `2^64·e` are multiplied by.
+/// A factor of stored exponentials `2^64·e`, with what its products need.
 #[derive(Clone, Copy)]
 pub struct ExpFactor<S: Simd> {
     value: S::Lanes,
-    /// [`SPLIT`] times it.
+    /// The factor times [`SPLIT`], for [`Simd::high_product`].
     split: S::Lanes,
-    /// What is below has a product of 0.
+    /// Smallest exponential whose product is not flushed to 0.
     smallest: S::Lanes,
 }
 
 impl<S: Simd> ExpFactor<S> {
-    /// `factor`, where that is a normal number and no product with an exponential is out of range on the way.
+    /// Prepares `factor`, or returns `None` if it is not a normal number or a product with an exponential would leave
+    /// the range of f32 on the way.
     #[inline(always)]
     pub fn new(simd: S, factor: f32) -> Option<Self> {
         let split = factor * SPLIT;
@@ -34,37 +35,37 @@ impl<S: Simd> ExpFactor<S> {
     }
 }
 
-/// The smallest exponential, times 2^64, that is a normal number without that and times `factor` too. Smaller ones count for
-/// 0: a processor takes a hundred times as long over numbers below the normal ones, which end at 1.2e-38.
+/// Returns the smallest exponential, times 2^64, that is a normal number both without that and times `factor`. Smaller
+/// ones count as 0: a processor takes a hundred times as long for numbers below the normal ones, which end at 1.2e-38.
 pub fn smallest(factor: f64) -> f32 {
     // So much more that no rounding leads below.
     let margin = 1.0 + 1e-6;
     (f64::from(f32::MIN_POSITIVE) * SCALE / factor.abs().min(1.0) * margin) as f32
 }
 
-/// How elements are loaded and stored; widened to f32 exactly, narrowed to nearest even.
+/// An element type of logits: loads widen it to f32 exactly, stores round to nearest even.
 pub trait PackedElement: PartialEq + Pod + Send + Sync {
-    /// −∞
+    /// The element `−∞`, whose exponential is 0.
     const MINUS_INFINITY: Self;
-    /// Exactly.
+    /// Widens the element to f32 exactly.
     fn to_f32(self) -> f32;
-    /// Rounded.
+    /// Rounds `x` to the element type, to nearest even.
     fn from_f32(x: f32) -> Self;
-    /// In an order of the type's own, [`PackedElement::place`].
+    /// Loads a unit into two vectors, in the type's own order, [`PackedElement::place`].
     fn load<S: Simd>(simd: S, from: &[Self; UNIT]) -> [S::Lanes; 2];
-    /// Where the `j`th of a unit is among the lanes that are loaded.
+    /// Returns the lane, among the two vectors, of the `j`th element of a unit.
     fn place(j: usize) -> usize {
         j
     }
-    /// In the same order. Nothing is said of a NaN.
+    /// Stores two vectors as a unit, in the same order; the result for a NaN is unspecified.
     fn store<S: Simd>(simd: S, x: [S::Lanes; 2], to: &mut [Self; UNIT]);
-    /// `x·factor`, or 0 where `x` is below the factor's smallest, in the same.
+    /// Stores `x·factor`, or 0 if `x` is below the factor's smallest exponential, in the same order.
     #[inline(always)]
     fn store_products<S: Simd>(simd: S, [low, high]: [S::Lanes; 2], by: ExpFactor<S>, to: &mut [Self; UNIT]) {
         let (low, high) = (simd.at_least(low, by.smallest), simd.at_least(high, by.smallest));
         Self::store(simd, [simd.mul(low, by.value), simd.mul(high, by.value)], to);
     }
-    /// A row as what exponentials may be kept in, if it is.
+    /// Returns the row as f32 storage for exponentials, if its elements are f32.
     fn as_floats(_row: &mut [Self]) -> Option<&mut [f32]> {
         None
     }

@@ -1,5 +1,5 @@
-//! Arrays of sixteen, for whatever machine: the others must give its bits. Where the target has no fused product and sum of
-//! its own, each is a call.
+//! Arrays of sixteen lanes, for any machine: the vector units must give the same bits. On a target without a fused
+//! product and sum each of these is a call.
 
 use std::array::from_fn;
 

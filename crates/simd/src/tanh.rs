@@ -1,4 +1,4 @@
-//! `tanh` of any number.
+//! Hyperbolic tangent of any f32, as a polynomial near 0 and a quotient elsewhere.
 
 use crate::Simd;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
@@ -7,10 +7,10 @@ use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 const NEAR: [f64; 6] =
     [-0.333_329_867_7, 0.133_264_088_4, -0.053_498_707_3, 0.020_359_760_9, -0.006_259_342_2, 0.001_058_266_0];
 
-/// Factors with whose thirteenth power, and all before it, the coefficients are normal numbers of f32.
+/// Range of factors whose thirteenth power, and every power before it, leaves the coefficients normal numbers of f32.
 pub const FACTORS: std::ops::RangeInclusive<f64> = 1.0 / 400.0..=400.0;
 
-/// The bit of a number from 0 on that is set where it is at least 2, and of NaN.
+/// Bit of a number's pattern that is set if the number is at least 2, or a NaN; the number must not be negative.
 const AT_LEAST_2: u32 = 1 << 30;
 
 /// `x ↦ tanh(factor·x)`, right to `8u` of itself, and to `5u` where `|factor·x|` is at most 1 for all that it is taken together
@@ -19,14 +19,14 @@ const AT_LEAST_2: u32 = 1 << 30;
 pub struct Tanh<S: Simd> {
     factor: S::Lanes,
     near: [S::Lanes; 6],
-    /// Times `x²` at least 2 where the polynomial is not for it; NaN where it is for none.
+    /// Number that makes `x²` at least 2 if the polynomial does not hold for it; NaN if it holds for none.
     to_2: S::Lanes,
     zero: S::Lanes,
     one: S::Lanes,
 }
 
 impl<S: Simd> Tanh<S> {
-    /// Of the factor.
+    /// Prepares `x ↦ tanh(factor·x)`.
     #[inline(always)]
     pub fn new(simd: S, factor: f64) -> Self {
         let square = factor * factor;
@@ -45,9 +45,11 @@ impl<S: Simd> Tanh<S> {
         }
     }
 
-    /// NaN stays. The vectors go step by step together, as those of [`Exp::scaled`](crate::exp::Exp::scaled).
+    /// Computes `tanh(factor·x)` of `N` vectors; NaN stays. The vectors take each step together, as in
+    /// [`Exp::scaled`](crate::exp::Exp::scaled).
     #[inline(always)]
     pub fn apply<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
+        // One lane beyond the polynomial's range sends all vectors to the quotient: both are right near 0.
         let (mut square, mut p) = (x, [self.near[5]; N]);
         for i in 0..N {
             square[i] = simd.mul(x[i], x[i]);
@@ -59,6 +61,7 @@ impl<S: Simd> Tanh<S> {
         if simd.any_set(simd.mul(seen, self.to_2), AT_LEAST_2) {
             return self.quotient(simd, x);
         }
+        // The polynomial in x² by Horner's rule, with the factor in its coefficients, times x.
         for c in [self.near[4], self.near[3], self.near[2], self.near[1], self.near[0], self.factor] {
             for i in 0..N {
                 p[i] = simd.mul_add(p[i], square[i], c);
@@ -70,16 +73,18 @@ impl<S: Simd> Tanh<S> {
         p
     }
 
-    /// The same of any numbers.
+    /// Computes `tanh(factor·x)` of any numbers, by the quotient `P(y²)/Q(y²)`.
     #[inline(always)]
     fn quotient<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         let (nearest, farthest) = (simd.splat(-FAR), simd.splat(FAR));
         let [p4, q4] = [simd.splat(NUMERATOR[3]), simd.splat(DENOMINATOR[3])];
+        // tanh is ±1 in f32 beyond FAR, to which y is held: its square does not overflow.
         let (mut y, mut square, mut p, mut q) = (x, x, [p4; N], [q4; N]);
         for i in 0..N {
             y[i] = simd.max(nearest, simd.min(farthest, simd.mul(x[i], self.factor)));
             square[i] = simd.mul(y[i], y[i]);
         }
+        // Both polynomials in y² by Horner's rule; the constant term of each is 1.
         for c in [2, 1, 0] {
             for i in 0..N {
                 p[i] = simd.mul_add(p[i], square[i], simd.splat(NUMERATOR[c]));
@@ -93,7 +98,8 @@ impl<S: Simd> Tanh<S> {
         p
     }
 
-    /// `1 − tanh²` of a `tanh`, at least 0; off by `1.5u` beside what that is off by. NaN stays.
+    /// Computes the slopes `1 − tanh²` of values of `tanh`, at least 0; they are off by `1.5u` in addition to the error
+    /// of the `tanh`. NaN stays.
     #[inline(always)]
     pub fn slopes<const N: usize>(&self, simd: S, mut tanh: [S::Lanes; N]) -> [S::Lanes; N] {
         for x in &mut tanh {
@@ -111,15 +117,18 @@ mod tests {
     use super::*;
     use crate::{Isa, LANES, SimdTask};
 
-    /// What `tanh` may be off by, in `u` of itself: the polynomial's 0.93, the factor's rounding, up to 1.3 of the smaller sum, that
-    /// sum's 1 and the product's 1, and half of one of what is added to the factor, a quarter of it at most; the quotient's 0.37, the factor's and its product's, a rounding of each of its four parts and of their products.
+    /// Largest error of `tanh`, in `u` of itself: the polynomial has its own 0.93, the rounding of the factor, up to
+    /// 1.3 of the smaller sum, 1 of that sum, 1 of the product, and half of 1 of the part that is added to the factor,
+    /// at most a quarter of it. The quotient has its own 0.37, the factor and its product, and a rounding of each of
+    /// its four parts and of their products.
     const WORST: f64 = 5.0;
     const WORST_OF_QUOTIENT: f64 = 8.0;
 
-    /// A cap of 30's, none, one that is a power of 2, and the ends of those that a polynomial is made for; two beyond them.
+    /// Factors of the tests: that of a cap of 30, none, a power of 2, and the ends of [`FACTORS`]; then two beyond
+    /// them.
     const SOME: [f64; 7] = [1.0 / 30.0, 1.0, -4.0, 1.0 / 400.0, 400.0, 1e-6, 1e6];
 
-    /// `tanh` of each times the factor, and `1 − tanh²`.
+    /// `tanh` of each number times the factor, and `1 − tanh²` of it.
     struct Tanhs<'x>(f64, &'x [f32; LANES]);
 
     impl SimdTask for Tanhs<'_> {
@@ -137,7 +146,8 @@ mod tests {
         }
     }
 
-    /// The largest error of the `tanh` of these times the factor, in `u` of itself, on every instruction set.
+    /// Measures the largest error of the `tanh` of these numbers times the factor, in `u` of itself, on every
+    /// instruction set.
     fn error(factor: f64, x: &[f32; LANES]) -> f64 {
         let of_isa = |isa: Isa| {
             let errors = x.iter().zip(isa.run(Tanhs(factor, x))[0]).map(|(&x, t)| {
@@ -153,8 +163,9 @@ mod tests {
         Isa::available().into_iter().map(of_isa).fold(0.0, f64::max)
     }
 
-    /// The same over every `step`th f32 whose product with the factor is from 1e-15, the square of which is a normal number with
-    /// any of [`SOME`], to `far`; beside one whose product is `beside`.
+    /// Measures the largest error over every `step`th f32 whose product with the factor is from 1e-15, the square of
+    /// which is a normal number with any of [`SOME`], to `far`; in the neighbouring lane is a number whose product is
+    /// `beside`.
     fn worst_error(factor: f64, step: usize, far: f64, beside: f64) -> f64 {
         let x = |y: f64| (y / factor.abs()) as f32;
         let all: Vec<u32> = (x(1e-15).to_bits()..=x(far).to_bits()).step_by(step).collect();
@@ -206,7 +217,7 @@ mod tests {
         }
     }
 
-    /// What is NaN does not hide what is large beside it.
+    /// A NaN does not hide a large number in another lane.
     #[test]
     fn tanh_beside_nan() {
         struct Together([f32; 3]);

@@ -1,5 +1,5 @@
-//! What the spec does to logits before their softmax, and to dlogits on the way back, as
-//! [`transform`] has it: the exponential takes the rate as a part of `1/T`.
+//! The transform of logits before their softmax, and of dlogits on the way back, as [`transform`] has it. The
+//! exponential takes the rate as a part of `1/T`.
 
 use ndarray::Array1;
 
@@ -9,24 +9,24 @@ use assay_core::spec::LossSpec;
 use assay_simd::tanh::Tanh;
 use assay_simd::{LANES, PackedElement, Simd, UNIT};
 
-/// Units whose `tanh` is taken together.
+/// Number of units whose `tanh` is computed together.
 const TOGETHER: usize = 2;
 
-/// What the spec does to logits.
+/// The transform of logits that a spec asks for, over the columns of a row.
 pub(crate) struct RowTransform {
     pub(super) rate: f64,
     pub(super) factor: f64,
     caps: bool,
-    /// By blocks, in the order in which the row's elements are loaded.
+    /// Bias of each column by blocks, in the order in which a row's elements are loaded; `None` if there is none.
     bias: Option<Vec<[[f32; UNIT]; UNITS]>>,
-    /// Columns from this one on are outside the support.
+    /// First column that is outside the support, or the width of the row.
     pub(super) vocab: usize,
-    /// Columns before it that are too, in order.
+    /// Columns before that which are outside the support too, in order.
     pub(super) excluded: Vec<usize>,
 }
 
 impl RowTransform {
-    /// For rows of `vocab` elements `E`.
+    /// Prepares the transform for rows of `vocab` elements `E`.
     pub(crate) fn new<E: NativeElement>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
         let (rate, factor) = (transform::rate(spec), transform::factor(spec));
         let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
@@ -49,24 +49,24 @@ impl RowTransform {
         }
     }
 
-    /// `x_j + bias_j`
+    /// Adds the column's bias to a logit: `x_j + bias_j`.
     fn biased<E: NativeElement>(&self, j: usize, x: E) -> f32 {
         let bias = self.bias.as_ref().map(|bias| bias[j / BLOCK].as_flattened()[position::<E>(j % BLOCK)]);
         x.to_f32() + bias.unwrap_or(0.0)
     }
 
-    /// `t_j`, and `1 − tanh²` of it or 1, in f64.
+    /// Computes `t_j`, and its slope `1 − tanh²` or 1, in f64.
     pub(super) fn transformed<E: NativeElement>(&self, j: usize, x: E) -> (f64, f64) {
         let y = self.factor * f64::from(self.biased(j, x));
         if self.caps { (y.tanh(), y.cosh().powi(2).recip()) } else { (y, 1.0) }
     }
 
-    /// Columns that the sums of a row leave out beside its target, block by block.
+    /// Lists the columns that the sums of a row leave out, block by block: those outside the support, and the target.
     pub(super) fn absent(&self, target: Option<usize>) -> LeftOutColumns<'_> {
         LeftOutColumns { excluded: &self.excluded, target }
     }
 
-    /// What makes the `t_j` of a row; `None` where they are its logits.
+    /// Prepares the map from logits to `t_j`; `None` if they are the same.
     #[inline(always)]
     pub(super) fn map<S: Simd>(&self, simd: S) -> Option<ColumnTransform<'_, S>> {
         let maps = self.caps || self.bias.is_some() || self.factor < 0.0;
@@ -78,19 +78,19 @@ impl RowTransform {
     }
 }
 
-/// Where the `j`th element of a block is when it was loaded.
+/// Returns the lane, counted through a block, into which its `j`th element is loaded.
 fn position<E: PackedElement>(j: usize) -> usize {
     j / UNIT * UNIT + E::place(j % UNIT)
 }
 
-/// Columns that sums leave out: the target, and what is outside the support.
+/// An iterator over the columns that sums leave out, block by block.
 pub(super) struct LeftOutColumns<'t> {
     excluded: &'t [usize],
     target: Option<usize>,
 }
 
 impl<'t> LeftOutColumns<'t> {
-    /// Those of the `i`th block, counted from its first column; asked for in order.
+    /// Lists the left-out columns of the `i`th block, counted from its first column. Blocks must be asked for in order.
     pub(super) fn in_block(&mut self, i: usize) -> impl Iterator<Item = usize> + Clone + use<'t> {
         let columns = i * BLOCK..(i + 1) * BLOCK;
         let before = self.excluded.partition_point(|&j| j < columns.end);
@@ -101,17 +101,17 @@ impl<'t> LeftOutColumns<'t> {
     }
 }
 
-/// Makes the `t_j` of a row from its logits.
+/// The map from a row's logits to the `t_j` of its softmax.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnTransform<'t, S: Simd> {
     transform: &'t RowTransform,
     tanh: Option<Tanh<S>>,
-    /// That of the scale, for where there is no cap.
+    /// Sign of the scale, which multiplies logits that are not capped.
     sign: S::Lanes,
 }
 
-/// The `t_j` of a block, and `1 − tanh²` of them where there is a cap, in the order in which its elements are loaded; on whole
-/// cache lines.
+/// The `t_j` of a block, and their slopes `1 − tanh²` if they are capped, in the order in which elements are loaded;
+/// aligned to cache lines.
 #[repr(align(64))]
 pub(super) struct TransformedBlock {
     pub(super) t: [[f32; UNIT]; UNITS],
@@ -123,19 +123,19 @@ impl TransformedBlock {
         Self { t: [[0.0; UNIT]; UNITS], slopes: [[1.0; UNIT]; UNITS] }
     }
 
-    /// `−∞` for the `j`th column of a block of `E`.
+    /// Sets the `j`th column of a block of `E` to `−∞`.
     pub(super) fn leave_out<E: NativeElement>(&mut self, j: usize) {
         self.t.as_flattened_mut()[position::<E>(j)] = f32::NEG_INFINITY;
     }
 }
 
 impl<S: Simd> ColumnTransform<'_, S> {
-    /// Whether there is a cap, without which all slopes are 1.
+    /// Whether logits are capped; otherwise all slopes are 1.
     pub(super) fn caps(&self) -> bool {
         self.tanh.is_some()
     }
 
-    /// Those of logits with their bias.
+    /// Maps logits with their bias to `t_j`.
     #[inline(always)]
     fn apply<const N: usize>(&self, simd: S, x: [S::Lanes; N]) -> [S::Lanes; N] {
         match &self.tanh {
@@ -144,7 +144,8 @@ impl<S: Simd> ColumnTransform<'_, S> {
         }
     }
 
-    /// 0 for those of the `i`th block that are outside the support: what is there must not choose how its neighbours are taken.
+    /// Sets logits of the `i`th block that are outside the support to 0: they must not decide how their neighbours are
+    /// computed.
     pub(super) fn clear_excluded<E: NativeElement>(&self, i: usize, block: &mut [E; BLOCK]) {
         let excluded = &self.transform.excluded;
         let before = excluded.partition_point(|&j| j < i * BLOCK);
@@ -153,7 +154,7 @@ impl<S: Simd> ColumnTransform<'_, S> {
         }
     }
 
-    /// Those of the `i`th block; with `slopes` too if there is a cap.
+    /// Maps the `i`th block; computes its slopes too if `slopes` is set and logits are capped.
     #[inline(always)]
     pub(super) fn block<E: NativeElement>(
         &self,
@@ -185,7 +186,7 @@ impl<S: Simd> ColumnTransform<'_, S> {
         }
     }
 
-    /// That of the `j`th column of the row.
+    /// Maps the logit of the `j`th column of the row.
     #[inline(always)]
     pub(super) fn column<E: NativeElement>(&self, simd: S, j: usize, x: E) -> f32 {
         let [t] = self.apply(simd, [simd.splat(self.transform.biased(j, x))]);

@@ -34,27 +34,27 @@ pub trait NativeElement: Float + PackedElement {}
 
 impl<E: Float + PackedElement> NativeElement for E {}
 
-/// Units in a block.
+/// Number of units in a block.
 const UNITS: usize = 16;
 
-/// Columns that are looked at relative to one maximum.
+/// Number of columns in a block, whose exponentials are relative to one maximum.
 const BLOCK: usize = UNITS * UNIT;
 
-/// The settings that all rows share.
+/// The settings that all rows of a batch share.
 pub(super) struct SoftmaxSettings {
     isa: Isa,
     transform: RowTransform,
-    /// `1/T`, with the rate of what is done to logits; NaN where each row is given its own.
+    /// Factor of gaps, `1/T` with the transform's rate; NaN if each row has its own.
     pub(super) rate: f64,
-    /// What multiplies logp: not 1 where the temperature divides it.
+    /// Factor of logp: `1/T` if the temperature divides logp, else 1.
     logp_factor: f64,
-    /// Whether entropy needs a softmax of its own.
+    /// Whether entropy needs a softmax that is not that of logp.
     two: bool,
     /// Whether entropy may have a gradient.
     bonus: bool,
 }
 
-/// The exponentials of a block, on whole cache lines.
+/// The exponentials of a block, aligned to cache lines.
 #[derive(Clone)]
 #[repr(align(64))]
 struct ExpBlock([[f32; UNIT]; UNITS]);
@@ -65,101 +65,102 @@ impl ExpBlock {
     }
 }
 
-/// Exponentials of the row that was last scored, under the softmax that logp is of.
+/// The exponentials of the row that was scored last, under the softmax that logp is of.
 #[derive(Default)]
 pub(super) struct SavedExponentials {
-    /// Whether they are where the row's logits were.
+    /// Whether the exponentials replaced the row's logits.
     over_logits: bool,
-    /// `2^64·e_j`, 0 for the target, by blocks, where they are beside the row; each times `1 − tanh²` under a cap.
+    /// Exponentials `2^64·e_j` by blocks, 0 for the target, each times its slope under a cap; not used if they replaced
+    /// the logits.
     exps: Vec<ExpBlock>,
-    /// The `m` of each block.
+    /// Maximum `m` that the exponentials of each block are relative to.
     maxima: Vec<f32>,
 }
 
-/// What a row's softmaxes come to.
+/// The results of a row's softmaxes.
 #[derive(Clone)]
 pub(super) struct Scores {
     logp_softmax: RowSoftmax,
     entropy_softmax: RowSoftmax,
-    /// The id that sums leave out: the token's, or the likeliest of several.
+    /// Id that sums leave out: the token's, or the likeliest of several.
     target: usize,
-    /// `1 − tanh²` of the target, under a cap.
+    /// Slope `1 − tanh²` of the target under a cap, else 1.
     target_slope: f64,
-    /// Of the first id.
+    /// Log-probability of the token's first id, nats.
     pub(super) logp: f64,
     pub(super) entropy: f64,
-    /// All ids in order, where there are several.
+    /// All ids of the token in order, if it has several.
     several: Vec<IdColumn>,
 }
 
-/// The ids of a token.
+/// The ids of a token whose logp is asked for.
 pub(super) struct TokenIds {
     pub(super) first: usize,
-    /// Beside the first.
+    /// Ids besides the first one.
     pub(super) others: Vec<usize>,
 }
 
-/// A row's softmax.
+/// One softmax of a row, with its exponent.
 #[derive(Clone, Copy)]
 struct RowSoftmax {
     exponent: Exponent,
-    /// `Σ_{j≠y} e_j a_j`, with `a` over `T`.
+    /// Sum `Σ_{j≠y} e_j a_j`, with gaps `a` over `T`.
     weighted: f64,
-    /// `x_y`; −∞ where another part of the row has it.
+    /// Target's logit `x_y`; −∞ if another shard of the row has it.
     target_logit: f64,
     end: softmax::SoftmaxStatistics<f64>,
 }
 
-/// What makes an exponential of a logit, `exp(−(m − x)/T)`.
+/// The exponent of a softmax, `−(m − x)/T`, as a function of the logit.
 #[derive(Clone, Copy)]
 struct Exponent {
-    /// `m`.
+    /// Maximum `m` of the row.
     max: f32,
-    /// `1/T`, with the rate of what is done to logits.
+    /// Factor `1/T`, with the transform's rate.
     inverse_temperature: f64,
 }
 
-/// What is summed of a part of a row, of logits as their transform has them. Sums are of the columns other than the target.
+/// Sums over a shard of a row, of transformed logits, without the target.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowStatistics {
-    /// `m`: the largest logit, the least finite f32 where all are −∞.
+    /// Maximum `m` of the logits; the least finite f32 if all are −∞.
     pub(crate) max: f64,
-    /// `x_y`; 0 where another part has the target.
+    /// Target's logit `x_y`; 0 if another shard has the target.
     pub(crate) target_logit: f64,
-    /// `Σ e_j` and `Σ e_j a_j`, with `a_j = (m − x_j)/T`, of the softmax that entropy is of.
+    /// Sums `Σ e_j` and `Σ e_j a_j`, with `a_j = (m − x_j)/T`, of the softmax that entropy is of.
     pub(crate) entropy: [f64; 2],
-    /// The same of the one that logp is of, where that is another; else 0.
+    /// The same two sums of the softmax that logp is of, if that is another; else 0.
     pub(crate) logp: [f64; 2],
 }
 
-/// What the dlogits of a row are made of.
+/// The factors of a row's dlogits, which follow from the statistics of all shards.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DlogitsScales {
-    /// `m`, of all parts.
+    /// Maximum `m` over all shards.
     pub(crate) max: f64,
-    /// `−G/(S·T)`
+    /// Factor `−G/(S·T)` of the exponentials, with `G = ∂loss/∂logp`.
     pub(crate) share: f64,
-    /// `Σ e_j` of the softmax that logp is of, without the target, of all parts.
+    /// Sum `Σ e_j` of the softmax that logp is of, without the target, over all shards.
     pub(crate) others: f64,
-    /// `E/(S·T)`
+    /// Factor `E/(S·T)` of the entropy's part, with `E = ∂loss/∂entropy`.
     pub(crate) bonus: f64,
-    /// `ā`
+    /// Mean gap `ā` of the softmax that entropy is of.
     pub(crate) mean_gap: f64,
 }
 
-/// The derivatives of the loss that a row's dlogits are made of.
+/// The derivatives of the loss from which a row's dlogits follow.
 #[derive(Clone)]
 pub(super) struct RowGradients {
-    /// By logp of the first id.
+    /// Derivative by logp of the first id.
     pub(super) logp: f64,
     pub(super) entropy: f64,
-    /// By logp of the others, in order.
+    /// Derivatives by logp of the other ids, in order.
     pub(super) others: Vec<f64>,
 }
 
-/// A row of logits and where its dlogits go.
+/// A logits row, and the row to which its dlogits are written.
 pub(super) struct LogitsRow<'r, E> {
-    /// `None`: they are where dlogits go.
+    /// Logits; `None` if dlogits overwrite them.
     pub(super) logits: Option<&'r [E]>,
     pub(super) dlogits: &'r mut [E],
 }
@@ -171,17 +172,17 @@ impl<E> LogitsRow<'_, E> {
 }
 
 impl Exponent {
-    /// What gaps are counted in.
+    /// Returns the unit in which gaps are counted, in logits.
     fn step(&self) -> f64 {
         step(self.inverse_temperature)
     }
 
-    /// As far below the maximum as an exponential is reckoned, in steps.
+    /// Returns the largest gap, in steps, whose exponential is computed.
     fn farthest(&self) -> f64 {
         FAR / self.inverse_temperature / self.step()
     }
 
-    /// `exp((max − m)/T)`: by how much exponentials relative to `max` were larger.
+    /// Computes `exp((max − m)/T)`, by which exponentials relative to `max` are too large.
     fn faded(&self, max: f32) -> f64 {
         ((f64::from(max) - f64::from(self.max)) * self.inverse_temperature).exp()
     }
@@ -201,12 +202,12 @@ impl SoftmaxSettings {
         }
     }
 
-    /// The same where entropy `has` a gradient beside its part in the loss.
+    /// Returns the settings with an entropy gradient, if entropy `has` a cotangent in addition to its part in the loss.
     pub(super) fn with_entropy_cotangents(self, has: bool) -> Self {
         Self { bonus: self.bonus || has, ..self }
     }
 
-    /// Reads the row of an unmasked token, whose gaps `rate` multiplies.
+    /// Scores the row of an unmasked token, whose gaps `rate` multiplies.
     pub(super) fn score<E: NativeElement>(&self, row: &[E], ids: &TokenIds, rate: f64) -> Scores {
         let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
         let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
@@ -215,8 +216,8 @@ impl SoftmaxSettings {
         scores.with(several, rate)
     }
 
-    /// The same, and keeps its exponentials: over its logits where those are f32, dlogits go there too, and nothing will ask
-    /// for them again.
+    /// Scores a row and saves its exponentials: over its logits if those are f32, dlogits go there too, and nothing
+    /// will read the logits again.
     pub(super) fn score_and_keep<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
@@ -235,6 +236,7 @@ impl SoftmaxSettings {
         rate: f64,
         kept: &mut SavedExponentials,
     ) -> Scores {
+        // f32 exponentials can replace f32 logits, if the write needs nothing but them: one softmax, and no entropy gradient.
         let (transform, target) = (&self.transform, row.logits()[id]);
         kept.over_logits = false;
         if row.logits.is_none()
@@ -255,7 +257,8 @@ impl SoftmaxSettings {
         })
     }
 
-    /// By a walk under `1/T`, which keeps exponentials or not. The target's id and logit are given.
+    /// Scores a row by `walk`, which takes a factor of gaps, and whether to save exponentials. `id` is the target, and
+    /// `target` its logit.
     fn score_by<E: NativeElement>(
         &self,
         id: usize,
@@ -263,6 +266,7 @@ impl SoftmaxSettings {
         rate: f64,
         mut walk: impl FnMut(f64, bool) -> RowSoftmax,
     ) -> Scores {
+        // Only the softmax of logp saves its exponentials, since it always has a part in dlogits.
         let (logp_softmax, entropy_softmax) = if self.two {
             (walk(self.transform.rate, true), walk(rate, false))
         } else {
@@ -280,7 +284,7 @@ impl SoftmaxSettings {
         }
     }
 
-    /// Writes the dlogits of an unmasked token, from the exponentials that its `score` kept if they are given.
+    /// Writes the dlogits of an unmasked token, from the exponentials of its score if they are given.
     pub(super) fn write<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
@@ -293,6 +297,7 @@ impl SoftmaxSettings {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
+        // The factors of all columns' exponentials, in f64.
         let Scores { logp_softmax: logp, entropy_softmax: entropy, .. } = scores;
         let (of_logp, of_entropy) = (logp.end, entropy.end);
         let (transform, inverse_temperature) = (&self.transform, entropy.exponent.inverse_temperature);
@@ -307,11 +312,14 @@ impl SoftmaxSettings {
             offset: if bonus == 0.0 { 0.0 } else { -bonus * of_entropy.mean_gap },
         };
         let exponents = [logp.exponent, entropy.exponent];
+        // Several ids: every column as if it were none of them, then those of the ids.
         if !scores.several.is_empty() {
             self.write_by(row, exponents, kept, factors);
             scores.write_several(row, grad, by_logit, [bonus, factors.offset]);
             return;
         }
+        // One id: its dlogit is `G·(1 − p)`, from the sum of the others, in which nothing cancels. It is computed before the row is
+        // overwritten.
         let target = if grad.logp == 0.0 { 0.0 } else { policy * of_logp.others };
         let target = match of_entropy.target {
             q if bonus == 0.0 || q == 0.0 => target,
@@ -321,7 +329,7 @@ impl SoftmaxSettings {
         row.dlogits[scores.target] = E::from_f32((target * scores.target_slope) as f32);
     }
 
-    /// Writes the dlogits of all columns as if none were the target.
+    /// Writes the dlogits of all columns as if none were the target, and 0 outside the support.
     fn write_by<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
@@ -330,6 +338,7 @@ impl SoftmaxSettings {
         factors: DlogitsFactors,
     ) {
         let transform = &self.transform;
+        // Columns beyond the support's end are not read; excluded ones before it are overwritten in the end.
         let (inside, outside) = row.dlogits.split_at_mut(transform.vocab);
         let mut of_support = LogitsRow { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
@@ -343,8 +352,8 @@ impl SoftmaxSettings {
         transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
     }
 
-    /// Reads a row that may be a part of one, whose gaps `rate` multiplies: its target is one of its columns or, where another part has
-    /// it, none.
+    /// Computes the statistics of a shard of a row, whose gaps `rate` multiplies; `id` is `None` if another shard has
+    /// the target.
     pub(super) fn statistics<E: NativeElement>(&self, row: &[E], id: Option<usize>, rate: f64) -> RowStatistics {
         let transform = &self.transform;
         let walk = |inverse_temperature| self.isa.run(ScoreRow { row, id, transform, inverse_temperature, kept: None });
@@ -358,7 +367,7 @@ impl SoftmaxSettings {
         }
     }
 
-    /// Writes the dlogits of such a part, from what follows from the statistics of all of them.
+    /// Writes the dlogits of a shard of a row, from the statistics of all shards.
     pub(super) fn write_part<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,

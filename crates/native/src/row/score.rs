@@ -1,4 +1,4 @@
-//! The score: one walk over a row.
+//! The score: one pass over a logits row that sums exponentials.
 //!
 //! `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)` where a block of columns
 //! has a larger one. Sums are f32 over 32 columns, none of which is rounded more than nine times, and f64 over those; f32
@@ -16,22 +16,22 @@ use assay_algebra::softmax;
 use assay_simd::exp::{Exp, SCALE, step};
 use assay_simd::{LANES, PackedElement, Simd, SimdTask, UNIT, prefetch, smallest};
 
-/// Units whose exponentials are added in f32, before their sums are in f64.
+/// Number of units whose exponentials are added in f32 before their sum is added in f64.
 const GROUP: usize = 8;
 
-/// The bit of a gap in steps that is set in what is below 0.
+/// Sign bit: set in the bit pattern of a gap below 0.
 const BELOW_0: u32 = 1 << 31;
 
-/// That which is set in what is at least 2, or NaN.
+/// Bit 30 of an f32's bit pattern: set if the magnitude is at least 2 or the value is NaN.
 const AT_LEAST_2: u32 = 1 << 30;
 
-/// Scores a row under one softmax.
+/// The pass over a row that computes one softmax.
 pub(super) struct ScoreRow<'r, E> {
     pub(super) row: &'r [E],
-    /// Where another part of the row has the target, none.
+    /// Target's column; `None` if another shard of the row has it.
     pub(super) id: Option<usize>,
     pub(super) transform: &'r RowTransform,
-    /// `1/T`, with the transform's rate.
+    /// Factor `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
     pub(super) kept: Option<&'r mut SavedExponentials>,
 }
@@ -50,6 +50,7 @@ impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
             kept.maxima.resize(blocks, 0.0);
             (&mut kept.exps[..], &mut kept.maxima[..])
         });
+        // Each block's exponentials are relative to the maximum that the sums have after it: the write is told which.
         let mut mapped = TransformedBlock::room();
         for (i, block) in row.chunks(BLOCK).enumerate() {
             sums.add(simd, i, block, &mut mapped, kept.as_mut().map(|(exps, _)| &mut exps[i].0));
@@ -61,14 +62,14 @@ impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
     }
 }
 
-/// Scores a row under one softmax, and writes its exponentials over it.
+/// The pass over an f32 row that computes one softmax and writes its exponentials over the row.
 pub(super) struct ScoreRowInPlace<'r> {
     pub(super) row: &'r mut [f32],
     pub(super) id: usize,
     pub(super) transform: &'r RowTransform,
-    /// `1/T`, with the transform's rate.
+    /// Factor `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
-    /// The `m` of each block.
+    /// Maximum `m` that the exponentials of each block are relative to.
     pub(super) maxima: &'r mut Vec<f32>,
 }
 
@@ -80,7 +81,7 @@ impl SimdTask for ScoreRowInPlace<'_> {
         let Self { row, id, transform, inverse_temperature, maxima } = self;
         let mut sums = RunningSums::new(simd, transform, Some((id, row[id])), inverse_temperature);
         maxima.clear();
-        // Not at once over logits that may have to be read again.
+        // Exponentials go to a buffer first: a block whose maximum turns out larger is read again.
         let (mut mapped, ExpBlock(mut exps)) = (TransformedBlock::room(), ExpBlock::room());
         for (i, block) in row[..transform.vocab].chunks_mut(BLOCK).enumerate() {
             sums.add(simd, i, block, &mut mapped, Some(&mut exps));
@@ -95,29 +96,29 @@ pub(super) fn units<E>(block: &[E; BLOCK]) -> &[[E; UNIT]; UNITS] {
     block.as_chunks().0.try_into().expect("a block is whole units")
 }
 
-/// What a walk has summed so far, of the columns other than the target.
+/// The sums of a pass so far, over the columns other than the target.
 struct RunningSums<'t, S: Simd> {
     exp: Exp<S>,
     map: Option<ColumnTransform<'t, S>>,
     absent: LeftOutColumns<'t>,
-    /// `1/T`
+    /// Factor `1/T`, with the transform's rate.
     inverse_temperature: f64,
-    /// What gaps are counted in.
+    /// Unit in which gaps are counted, in logits.
     step: f64,
     target: f32,
-    /// `m`
+    /// Maximum `m` of the columns so far.
     max: f32,
-    /// Whether a column was far below it.
+    /// Whether a column so far was too far below the maximum for the exponential's arithmetic.
     far: bool,
-    /// `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
+    /// Sums `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
     running: [S::Sums; 2],
-    /// The same until then.
+    /// The same two sums, in f64, for the columns before `m` was last raised.
     before: [f64; 2],
 }
 
 impl<'t, S: Simd> RunningSums<'t, S> {
-    /// `m` begins at the target, whose id and logit are given, or where that is −∞ or elsewhere at the least finite number. A
-    /// NaN stays.
+    /// Begins with the target's logit as `m`, or with the least finite number if that is −∞ or in another shard. A NaN
+    /// stays.
     #[inline(always)]
     fn new<E: NativeElement>(
         simd: S,
@@ -146,8 +147,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         }
     }
 
-    /// Adds the `i`th block, all but its absent columns, and writes its exponentials down, each times its slope, if there is
-    /// room for them.
+    /// Adds the `i`th block without its left-out columns, and writes its exponentials to `exps` if that is given, each
+    /// times its slope.
     #[inline(always)]
     fn add<E: NativeElement>(
         &mut self,
@@ -158,13 +159,14 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
     ) {
         block.as_chunks().0.iter().for_each(prefetch);
+        // A block that is whole and has no left-out column is read in place; of any other a copy is, whose left-out columns are −∞.
         let mut absent = self.absent.in_block(i).chain(block.len()..BLOCK).peekable();
         let complete = absent.peek().is_none();
         let present;
         let units = match block.try_into() {
             Ok(whole) if complete => units(whole),
             _ => {
-                // What is mapped is left out afterwards, and must not choose how its neighbours are taken.
+                // Columns of a transform are left out after it: before it they must not decide how their neighbours are computed.
                 let left_out = if self.map.is_some() { E::from_f32(0.0) } else { E::MINUS_INFINITY };
                 let mut copy = [left_out; BLOCK];
                 copy[..block.len()].copy_from_slice(block);
@@ -177,6 +179,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             self.add_units(simd, units, exps, !complete);
             return;
         };
+        // The softmax is of the transformed logits; saved exponentials are multiplied by the slopes of the cap, since the write needs
+        // them so.
         map.block(simd, i, units, mapped, exps.is_some());
         absent.for_each(|j| mapped.leave_out::<E>(j));
         self.add_units(simd, &mapped.t, exps.as_deref_mut(), !complete);
@@ -190,8 +194,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         }
     }
 
-    /// Adds a block as if no column were above `m`, and none far below it unless that is to be expected; where that was wrong,
-    /// again.
+    /// Adds a block as if no column were above `m`, and none far below it unless that is to be expected; if that was
+    /// wrong, adds it again.
     #[inline(always)]
     fn add_units<E: NativeElement>(
         &mut self,
@@ -200,27 +204,31 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
         expects_far: bool,
     ) {
+        // The first pass over a block assumes that the maximum stays, and checks it by the bits of the gaps.
         let mut far = expects_far || self.far;
         loop {
             let room = exps.as_deref_mut();
             let (sums, right) =
                 if far { self.walk::<E, true>(simd, block, room) } else { self.walk::<E, false>(simd, block, room) };
+            // It was wrong about the maximum: move the sums to the new one, and add the block with more care.
             let top = if right { f32::MIN } else { largest(simd, block) };
             if top > self.max {
                 self.raise(simd, top);
                 self.add_singly(simd, block, exps);
                 return;
             }
-            // Where `m` stays, what is not right is a NaN if it was not a column far below.
+            // The maximum stays. If the pass handled far columns and still was not right, there is a NaN, which the sums have.
             if right || far {
                 self.running = sums;
                 return;
             }
+            // A column was too far below for the exponential: add the block again, and expect such columns from now on.
             (self.far, far) = (true, true);
         }
     }
 
-    /// The sums with a block, and whether no column was above `m`, nor one far below it unless `FAR` columns are looked for.
+    /// Returns the sums with a block, and whether they are right: no column was above `m`, and none far below it unless
+    /// `FAR` handles such columns.
     #[inline(always)]
     fn walk<E: NativeElement, const FAR: bool>(
         &self,
@@ -228,12 +236,15 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         block: &[[E; UNIT]; UNITS],
         mut exps: Option<&mut [[f32; UNIT]; UNITS]>,
     ) -> ([S::Sums; 2], bool) {
+        // A gap in steps is one fused product and sum; with far columns it is held below the largest that the exponential takes.
         let max = simd.splat(self.max);
         let (max_in_steps, steps_a_unit) =
             (simd.splat((f64::from(self.max) / self.step) as f32), simd.splat((-1.0 / self.step) as f32));
+        // Bits of all gaps are or'ed, so that one test after the block tells whether any was below 0 or too far.
         let mut seen = simd.splat(0.0);
         let [mut sum, mut weighted] = self.running;
         for group in (0..UNITS).step_by(GROUP) {
+            // Sums of a group in f32. They begin at −0, which adds nothing to any number.
             let [mut of_group, mut weighted_of_group] = [[simd.splat(-0.0); 2]; 2];
             for n in (group..group + GROUP).step_by(2) {
                 let ([x0, x1], [x2, x3]) = (E::load(simd, &block[n]), E::load(simd, &block[n + 1]));
@@ -242,6 +253,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
                     *x = if FAR { self.exp.gap(simd, max, *x) } else { simd.mul_add(*x, steps_a_unit, max_in_steps) };
                 }
                 seen = simd.either(simd.either(seen, gaps[0], gaps[1]), gaps[2], gaps[3]);
+                // Four vectors at a time hide the latency of each step of the exponential.
                 let e = self.exp.scaled(simd, gaps);
                 for i in 0..4 {
                     of_group[i % 2] = simd.add(of_group[i % 2], e[i]);
@@ -252,16 +264,18 @@ impl<'t, S: Simd> RunningSums<'t, S> {
                     f32::store(simd, [e[2], e[3]], &mut exps[n + 1]);
                 }
             }
+            // Sums of groups in f64.
             sum = simd.accumulate(sum, simd.add(of_group[0], of_group[1]));
             weighted = simd.accumulate(weighted, simd.add(weighted_of_group[0], weighted_of_group[1]));
         }
         ([sum, weighted], !simd.any_set(seen, if FAR { BELOW_0 } else { BELOW_0 | AT_LEAST_2 }))
     }
 
-    /// Moves what was summed to a new maximum.
+    /// Makes the sums relative to a new maximum `top`.
     #[inline(always)]
     fn raise(&mut self, simd: S, top: f32) {
         let [mut sum, mut weighted] = self.total(simd);
+        // Σ e·(a + gap) = Σ e·a + gap·Σ e, and every e is smaller by the same factor.
         let gap = f64::from(top) - f64::from(self.max);
         let faded = (-gap * self.inverse_temperature).exp();
         weighted += gap / self.step * sum;
@@ -271,8 +285,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         self.max = top;
     }
 
-    /// Adds the block that has the maximum: beside an exponential of 1 every rounding counts, so each vector is added in f64
-    /// by itself.
+    /// Adds the block that has the maximum. Next to an exponential of 1 every rounding counts, so each vector is added
+    /// in f64 by itself.
     #[inline(always)]
     fn add_singly<E: NativeElement>(
         &mut self,
@@ -295,15 +309,16 @@ impl<'t, S: Simd> RunningSums<'t, S> {
         }
     }
 
-    /// `2^64·Σ e_j` and `2^64·Σ e_j a_j`.
+    /// Returns the sums `2^64·Σ e_j` and `2^64·Σ e_j a_j` over all columns so far.
     #[inline(always)]
     fn total(&self, simd: S) -> [f64; 2] {
         [self.before[0] + simd.total(self.running[0]), self.before[1] + simd.total(self.running[1])]
     }
 
-    /// With the target. A NaN among the logits is a NaN in `weighted`, and then everywhere.
+    /// Finishes the softmax with the target. A NaN among the logits is a NaN in `weighted`, and then in every result.
     #[inline(always)]
     fn softmax(&self, simd: S) -> RowSoftmax {
+        // Back from steps to gaps over T, and from 2⁶⁴ times the sums.
         let [sum, weighted] = self.total(simd);
         let others = if weighted.is_nan() { f64::NAN } else { sum / SCALE };
         let weighted = weighted / SCALE * self.step * self.inverse_temperature;
@@ -315,7 +330,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     }
 }
 
-/// The largest logit of a block, at least the least finite number; NaN counts for nothing.
+/// Returns the largest logit of a block, at least the least finite number; a NaN is ignored.
 #[inline(always)]
 fn largest<S: Simd, E: NativeElement>(simd: S, block: &[[E; UNIT]; UNITS]) -> f32 {
     let mut top = simd.splat(f32::MIN);

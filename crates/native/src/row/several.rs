@@ -1,4 +1,4 @@
-//! The columns of a token's ids, where it has several.
+//! The columns of a token that has several ids.
 //!
 //! Sums leave out the likeliest of them, so that `1 − p` is exact on it; on the others `p ≤ ½`, and nothing cancels in
 //! `(S − e)/S`. Its log-probability gives those of the others, `log p_k = log p_y − (x_y − x_k)/T`, and with `C` the sum of the
@@ -10,20 +10,20 @@
 
 use super::{LogitsRow, NativeElement, RowGradients, Scores, SoftmaxSettings, TokenIds};
 
-/// The column of an id.
+/// The column of one id.
 #[derive(Clone, Copy)]
 pub(super) struct IdColumn {
     id: usize,
-    /// As its transform has it.
+    /// Transformed logit `t` of the column.
     logit: f64,
-    /// `1 − tanh²` under a cap.
+    /// Slope `1 − tanh²` under a cap, else 1.
     slope: f64,
-    /// Its log-probability, once there is one.
+    /// Log-probability of the id, nats; NaN until it is computed.
     logp: f64,
 }
 
 impl SoftmaxSettings {
-    /// The id that sums leave out, and the columns of all, where there are several.
+    /// Returns the id that sums leave out, and the columns of all ids if there are several.
     pub(super) fn target_of<E: NativeElement>(&self, row: &[E], ids: &TokenIds) -> (usize, Vec<IdColumn>) {
         if ids.others.is_empty() {
             return (ids.first, Vec::new());
@@ -39,7 +39,7 @@ impl SoftmaxSettings {
 }
 
 impl Scores {
-    /// With the log-probabilities of `several` columns, where there are any.
+    /// Adds the log-probabilities of `several` columns, if there are any.
     pub(super) fn with(mut self, mut several: Vec<IdColumn>, inverse_temperature: f64) -> Self {
         let Some(target) = several.iter().find(|column| column.id == self.target).map(|column| column.logit) else {
             return self;
@@ -53,13 +53,13 @@ impl Scores {
         self
     }
 
-    /// Log-probabilities of the ids beside the first.
+    /// Lists the log-probabilities of the ids besides the first one.
     pub(crate) fn logp_of_others(&self) -> impl Iterator<Item = f64> + '_ {
         self.several.iter().skip(1).map(|column| column.logp)
     }
 
-    /// Writes the dlogits of the columns of several ids, from what a logit's exponent is multiplied by, `E/S` and `−ā·E/S`, both times
-    /// that too.
+    /// Writes the dlogits of the columns of several ids. `by_logit` is the derivative of the exponent by a logit;
+    /// `bonus` and `offset` are `E/S` and `−ā·E/S`, both times that.
     pub(super) fn write_several<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
@@ -71,14 +71,17 @@ impl Scores {
         let sum =
             |of: &dyn Fn(usize) -> bool| -> f64 { grads().filter(|(_, at)| of(at.id)).map(|(grad, _)| grad).sum() };
         for column in &self.several {
+            // `own` are the derivatives by this id's logp, `rest` those by the others'.
             let (own, rest) = (sum(&|id| id == column.id), sum(&|id| id != column.id));
             let logp = &self.logp_softmax;
             let gap = |max: f32, inverse_temperature: f64| (f64::from(max) - column.logit) * inverse_temperature;
             let e = (-gap(logp.exponent.max, logp.exponent.inverse_temperature)).exp();
+            // The target has the exact sum of the others; `S − e` is as good for an id of probability ½ or less.
             let others = if column.id == self.target { logp.end.others } else { logp.end.sum - e };
             let of_own = if own == 0.0 { 0.0 } else { own * others };
             let of_rest = if rest == 0.0 || e == 0.0 { 0.0 } else { rest * e };
             let of_logp = if of_own == of_rest { 0.0 } else { (of_own - of_rest) * by_logit / logp.end.sum };
+            // The part of entropy, as on every column.
             let entropy = self.entropy_softmax.exponent;
             let gap = gap(entropy.max, entropy.inverse_temperature);
             let q = (-gap).exp();

@@ -1,4 +1,4 @@
-//! The write: dlogits from logits, or from the exponentials that the score kept.
+//! The write: dlogits from logits, or from the exponentials that the score saved.
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
@@ -8,7 +8,8 @@ use super::{BLOCK, ExpBlock, Exponent, LogitsRow, NativeElement, SavedExponentia
 use assay_simd::exp::{Exp, SCALE};
 use assay_simd::{ExpFactor, PackedElement, Simd, SimdTask, Streaming, UNIT, smallest};
 
-/// `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax that entropy is of.
+/// The factors of dlogits: `dx_j = e_j·policy + q_j·(slope·a_j + offset)`, with `a` in steps and `q` of the softmax
+/// that entropy is of.
 #[derive(Clone, Copy)]
 pub(super) struct DlogitsFactors {
     pub(super) policy: f64,
@@ -17,14 +18,14 @@ pub(super) struct DlogitsFactors {
 }
 
 impl DlogitsFactors {
-    /// Whether they are numbers and no product of them with an exponential can be NaN: no gap is beyond
+    /// Whether the factors are finite, and no product of them with an exponential can be NaN: no gap is beyond
     /// [`FAR`](assay_simd::exp::FAR).
     pub(super) fn in_range(self, entropy: Exponent) -> bool {
         let largest = self.policy.abs() + self.offset.abs() + self.slope.abs() * entropy.farthest();
         (largest as f32).is_finite()
     }
 
-    /// A column of probability 0 has no part even in an infinite gradient.
+    /// Writes dlogits column by column, for factors that are not in range. A column of probability 0 has no part even in an infinite gradient.
     pub(super) fn write_carefully<E: NativeElement>(
         self,
         row: &mut LogitsRow<E>,
@@ -33,6 +34,7 @@ impl DlogitsFactors {
         entropy: Exponent,
         kept: Option<&SavedExponentials>,
     ) {
+        // Saved exponentials that replaced the logits are all that is left of them.
         if let Some(kept) = kept
             && kept.over_logits
         {
@@ -40,13 +42,14 @@ impl DlogitsFactors {
                 let faded = logp.faded(kept.maxima[i]) / SCALE;
                 for x in dlogits {
                     let e = (f64::from(x.to_f32()) * faded) as f32;
-                    // What stands there for a NaN is any number.
+                    // A NaN among the logits may have left any number here.
                     let has_part = e != 0.0 || self.policy.is_nan();
                     *x = E::from_f32(if has_part { e * self.policy as f32 } else { 0.0 });
                 }
             }
             return;
         }
+        // Each term is left out where its exponential or its factor is 0, so that no infinity meets a 0.
         let term = |exponent: Exponent, t: f64, factor: &dyn Fn(f64) -> f64| {
             let gap = f64::from(exponent.max) - t;
             let e = (-gap * exponent.inverse_temperature).exp() as f32;
@@ -63,13 +66,15 @@ impl DlogitsFactors {
     }
 }
 
-/// Writes dlogits, the target's apart. Those below 1.2e-38 are 0; where entropy has a part in them, almost all of those.
+/// The pass over a row that writes dlogits, except the target's. Those below 1.2e-38 are 0; if entropy has a part in
+/// them, almost all of those.
 pub(super) struct WriteRow<'w, 'r, E> {
     pub(super) row: &'w mut LogitsRow<'r, E>,
     pub(super) transform: &'w RowTransform,
     pub(super) logp: Exponent,
     pub(super) entropy: Exponent,
-    /// Whether both softmaxes have a part in it; else only `logp`'s, which is then the same as `entropy`'s or alone.
+    /// Whether both softmaxes have a part in dlogits; otherwise that of `logp` alone has, which may be that of
+    /// `entropy` too.
     pub(super) two: bool,
     pub(super) kept: Option<&'w SavedExponentials>,
     pub(super) factors: DlogitsFactors,
@@ -83,11 +88,12 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
         const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
         let DlogitsFactors { policy, slope, offset } = self.factors;
         let streaming = Streaming::begin();
-        // What was kept is already times its slope.
+        // Saved exponentials are already multiplied by the slopes of the cap.
         let sloped = self.two || self.kept.is_none();
         let mut mapping =
             self.transform.map(simd).map(|map| BlockTransform { map, mapped: TransformedBlock::room(), sloped });
         match self.kept {
+            // Two softmaxes: exponentials of both are computed again from the logits.
             _ if self.two => {
                 let largest = offset.abs() + slope.abs() * self.entropy.farthest();
                 let [logp, entropy] =
@@ -99,6 +105,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                     write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &two);
                 }
             }
+            // One softmax, and nothing saved: its exponentials are computed again.
             None => {
                 let largest = (policy + offset).abs() + slope.abs() * self.logp.farthest();
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
@@ -107,6 +114,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                     write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &again);
                 }
             }
+            // Saved exponentials: each block's are relative to the maximum at its time, so that its factors fade with later ones.
             Some(kept) => {
                 let again = RecomputedExp::new(simd, self.logp, policy + offset);
                 let farthest = self.logp.farthest();
@@ -121,6 +129,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                     let again = RecomputedExp { smallest: simd.splat(smallest(largest)), ..again };
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
                     let scaled = (factor / SCALE) as f32;
+                    // They replaced the logits: one product of each, or two if the factor alone is not a normal number.
                     if kept.over_logits {
                         let factors = if scaled.is_normal() {
                             [simd.splat(scaled), simd.splat(1.0)]
@@ -131,6 +140,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                         write(simd, &streaming, None, i, None, dlogits, NOT_KEPT, &over);
                         continue;
                     }
+                    // They are beside the logits: one product of each without an entropy gradient, else the gaps are needed too.
                     let logits = self.row.logits;
                     let ExpBlock(exps) = &kept.exps[i];
                     if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
@@ -145,24 +155,24 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
     }
 }
 
-/// How the dlogits of a unit come from its logits, or from the exponentials that were kept.
+/// One way to compute the dlogits of a unit, from its logits or from saved exponentials.
 trait DlogitsUnit<S: Simd> {
-    /// Whether logits have a part in it.
+    /// Whether the unit's logits are read.
     const READS_LOGITS: bool = true;
 
-    /// Over the logits, or what stands for them.
+    /// Writes dlogits over the unit's logits, or over what replaces them.
     fn write<E: NativeElement>(&self, simd: S, logits: &mut [E; UNIT], exps: &[f32; UNIT]);
 }
 
-/// What is done to logits where they are read.
+/// The transform of logits where they are read, and its buffer.
 struct BlockTransform<'t, S: Simd> {
     map: ColumnTransform<'t, S>,
     mapped: TransformedBlock,
-    /// Whether dlogits are to be multiplied by the slopes.
+    /// Whether dlogits must be multiplied by the slopes.
     sloped: bool,
 }
 
-/// Writes the `i`th block of a row. Where dlogits do not go over the logits, they go past the caches, which have no use for
+/// Writes the `i`th block of a row. Dlogits that do not overwrite the logits bypass the caches, which have no use for
 /// them.
 #[inline(always)]
 #[allow(clippy::too_many_arguments, reason = "a block, where it is from and where it goes")]
@@ -176,6 +186,7 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     exps: &[[f32; UNIT]; UNITS],
     unit: &U,
 ) {
+    // Without a transform, and over the logits, every unit is written in place; the last one, if it is not whole, through a copy.
     let from = logits.map(|logits| &logits[i * BLOCK..][..dlogits.len()]);
     if from.is_none() && mapping.is_none() {
         let (units, tail) = dlogits.as_chunks_mut();
@@ -191,12 +202,14 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
         }
         return;
     }
+    // Otherwise a block is computed in a buffer, with −∞ beyond the end of the row.
     let mut block = [E::MINUS_INFINITY; BLOCK];
     if U::READS_LOGITS {
         block[..dlogits.len()].copy_from_slice(from.unwrap_or(dlogits));
     }
     match mapping {
         Some(BlockTransform { map, mapped, sloped }) => {
+            // Derivatives by the transformed logits, times the slopes of the transform.
             map.clear_excluded(i, &mut block);
             map.block(simd, i, units(&block), mapped, *sloped);
             for (((to, t), slopes), exps) in
@@ -217,6 +230,7 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
             }
         }
     }
+    // Dlogits in a separate array are streamed past the caches.
     let bytes = cast_slice(&block[..dlogits.len()]);
     match from {
         Some(_) => streaming.copy(bytes, cast_slice_mut(dlogits)),
@@ -224,7 +238,7 @@ fn write<S: Simd, E: NativeElement, U: DlogitsUnit<S>>(
     }
 }
 
-/// `(e_j·first)·second`, of exponentials that were kept over the logits.
+/// Dlogits `(e_j·first)·second`, of exponentials that were saved over the logits.
 struct OverLogits<S: Simd> {
     factors: [S::Lanes; 2],
     smallest: S::Lanes,
@@ -240,7 +254,7 @@ impl<S: Simd> DlogitsUnit<S> for OverLogits<S> {
     }
 }
 
-/// `e_j·factor`, of exponentials that were kept.
+/// Dlogits `e_j·factor`, of exponentials that were saved.
 struct TimesFactor<S: Simd>(ExpFactor<S>);
 
 impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
@@ -252,7 +266,7 @@ impl<S: Simd> DlogitsUnit<S> for TimesFactor<S> {
     }
 }
 
-/// `e_j·(slope·a_j + factor)`, of exponentials that were kept.
+/// Dlogits `e_j·(slope·a_j + factor)`, of exponentials that were saved.
 struct TimesSlope<S: Simd> {
     again: RecomputedExp<S>,
     factors: [S::Lanes; 2],
@@ -271,7 +285,7 @@ impl<S: Simd> DlogitsUnit<S> for TimesSlope<S> {
     }
 }
 
-/// `e_j·(slope·a_j + factor)`.
+/// Dlogits `e_j·(slope·a_j + factor)`, of exponentials that are computed again.
 struct OneSoftmax<S: Simd> {
     softmax: RecomputedExp<S>,
     factors: [S::Lanes; 2],
@@ -286,7 +300,7 @@ impl<S: Simd> DlogitsUnit<S> for OneSoftmax<S> {
     }
 }
 
-/// `e_j·policy + q_j·(slope·a_j + offset)`.
+/// Dlogits `e_j·policy + q_j·(slope·a_j + offset)`, of the exponentials of two softmaxes.
 struct TwoSoftmaxes<S: Simd> {
     logp: RecomputedExp<S>,
     entropy: RecomputedExp<S>,
@@ -310,7 +324,7 @@ impl<S: Simd> DlogitsUnit<S> for TwoSoftmaxes<S> {
     }
 }
 
-/// The exponentials of a softmax, once more.
+/// The exponentials of a softmax, computed again from logits.
 #[derive(Clone, Copy)]
 struct RecomputedExp<S: Simd> {
     exp: Exp<S>,
@@ -320,7 +334,7 @@ struct RecomputedExp<S: Simd> {
 }
 
 impl<S: Simd> RecomputedExp<S> {
-    /// To be multiplied with what is at most `largest`.
+    /// Prepares exponentials that are multiplied by at most `largest`.
     #[inline(always)]
     fn new(simd: S, exponent: Exponent, largest: f64) -> Self {
         Self {
@@ -342,13 +356,13 @@ impl<S: Simd> RecomputedExp<S> {
         self.unscaled(simd, e)
     }
 
-    /// `e` of `2^64·e`.
+    /// Computes `e` from `2^64·e`, or 0 if its product would be below the normal numbers.
     #[inline(always)]
     fn unscaled(&self, simd: S, e: S::Lanes) -> S::Lanes {
         simd.mul(simd.at_least(e, self.smallest), self.unscale)
     }
 
-    /// `e·(slope·a + factor)`
+    /// Computes `e·(slope·a + factor)` of logits.
     #[inline(always)]
     fn sloped(&self, simd: S, x: S::Lanes, [slope, factor]: [S::Lanes; 2]) -> S::Lanes {
         let a = self.gap(simd, x);
