@@ -1,4 +1,5 @@
-//! What the specimen weighs and rejects tokens by: the sampler's log-probabilities and the trainer's own weights.
+//! Corrections of the specimen: tokens that are rejected, and weights from the sampler's log-probabilities or from the
+//! trainer.
 
 use ndarray::Array2;
 
@@ -84,7 +85,7 @@ impl TokenCorrections {
     }
 }
 
-/// A number a token, of an array that may have one a sequence.
+/// Spreads an array over tokens, if it has one number per sequence.
 fn per_token(launch: &SpecimenLaunch, given: &Array2<f64>) -> Array2<f64> {
     let mut all = Array2::ones(launch.tokens.mask.dim());
     for sequence in launch.sequences() {
@@ -96,7 +97,7 @@ fn per_token(launch: &SpecimenLaunch, given: &Array2<f64>) -> Array2<f64> {
     all
 }
 
-/// The trainer's weights, as the kernel reads them.
+/// Returns the trainer's weights, as the kernel reads them.
 pub(crate) fn token_weights(launch: &SpecimenLaunch) -> Array2<f64> {
     let dim = launch.tokens.mask.dim();
     let Some(given) = launch.tokens.extra.token_weights.as_ref() else { return Array2::ones(dim) };
@@ -119,7 +120,7 @@ pub(crate) fn token_weights(launch: &SpecimenLaunch) -> Array2<f64> {
     all
 }
 
-/// What the old policy and the sampler's say of a token.
+/// The log-probabilities of a token under the old policy and under the sampler.
 #[derive(Clone, Copy)]
 struct RolloutComparison {
     at: (usize, usize),
@@ -132,13 +133,13 @@ impl RolloutComparison {
         !self.rollout_logp.is_nan()
     }
 
-    /// `old_logp − rollout_logp`, 0 where the sampler did not score.
+    /// Returns `old_logp − rollout_logp`, 0 if the sampler did not score the token.
     fn gap(self) -> f64 {
         if self.is_scored() { self.old_logp - self.rollout_logp } else { 0.0 }
     }
 }
 
-/// The tokens of a sequence that `counts` holds of.
+/// Lists the tokens of a sequence for which `counts` holds.
 fn compared(
     launch: &SpecimenLaunch,
     sequence: &Sequence,
@@ -150,18 +151,18 @@ fn compared(
     places.map(|at| RolloutComparison { at, old_logp: old[at], rollout_logp: rollout[at] }).collect()
 }
 
-/// Which row shard a sequence is on.
+/// Returns the row shard that a sequence is on.
 fn device_of(launch: &SpecimenLaunch, sequence: &Sequence) -> usize {
     let rows = launch.mesh.rows;
     (0..rows).find(|&i| part(launch.shape.batch, rows, i).contains(&sequence.row)).unwrap_or(0)
 }
 
-/// All that is packed as one sequence.
+/// Returns all packed tokens as one sequence.
 fn pack(launch: &SpecimenLaunch) -> Vec<Sequence> {
     vec![Sequence { index: 0, row: 0, tokens: 0..launch.shape.tokens }]
 }
 
-/// Which tokens a rejection leaves.
+/// Marks the tokens that a rejection keeps.
 fn stays(launch: &SpecimenLaunch, rejection: &Rejection) -> Array2<bool> {
     let is_packed = launch.tokens.extra.sequences.packed().is_some();
     let sequences = if is_packed && launch.has(Bug::RejectionOfPack) { pack(launch) } else { launch.sequences() };
@@ -231,7 +232,8 @@ fn divergence(launch: &SpecimenLaunch, estimator: RejectionEstimator, of: Rollou
     }
 }
 
-/// Takes the largest `y²` out, the earlier of equal ones first, until the mean of the others is below `bound` or one is left.
+/// Removes the tokens with the largest `y²`, the earlier of equal ones first, until the mean of the rest is below
+/// `bound` or one is left.
 fn below_second_moment(launch: &SpecimenLaunch, bound: f64, sequences: &[Sequence]) -> Array2<bool> {
     let mask = launch.tokens.mask;
     let mut stays = Array2::from_elem(mask.dim(), true);
@@ -267,7 +269,7 @@ fn below_second_moment(launch: &SpecimenLaunch, bound: f64, sequences: &[Sequenc
     stays
 }
 
-/// Weights against the sampler's policy, of the tokens of `mask`.
+/// The computation of weights against the sampler's policy, over the tokens of `mask`.
 struct RolloutWeighing<'a, 'l> {
     launch: &'a SpecimenLaunch<'l>,
     rollout: &'a RolloutWeights,
@@ -389,7 +391,7 @@ impl RolloutWeighing<'_, '_> {
         weights
     }
 
-    /// Whether a sequence with this mean, and with this weight of a token, is gated.
+    /// Whether a sequence with this mean, and with this weight of a token, is gated out.
     fn is_shut(&self, geometric: f64, own: f64, all_scored: bool) -> bool {
         match () {
             () if self.has(Bug::RolloutGateIgnored) => false,

@@ -1,11 +1,12 @@
-//! The specimen's KL penalty: its estimate, the clamps of it, and what weighs it.
+//! KL penalty of the specimen: its estimate, the clamps, and the importance weight.
 
 use crate::bank::Bug;
 use crate::launch::SpecimenLaunch;
 use crate::policy::{SpecimenInputs, SpecimenTerm, policy, ratio};
 use assay_core::spec::{Kl, KlEstimator, KlGradient, KlImportance, LossSpec, Objective};
 
-/// The derivative of the estimate, of that it is or of k2 in its place: `−d`, perhaps times `min(exp(ℓ − old_logp), bound)`.
+/// Computes the derivative by `ℓ` of the estimate, or of k2 instead: `−d`, perhaps times `min(exp(ℓ − old_logp),
+/// bound)`.
 fn kl_gradient(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs, own: f64, follows: bool) -> f64 {
     let d = inputs.ref_logp - inputs.logp;
     let of_k2 = if launch.has(Bug::KlK2SignFlipped) { d } else { -d };
@@ -23,7 +24,8 @@ fn kl_gradient(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs, own: f
     }
 }
 
-/// The penalty times what weighs it, with its gradient. `is_free` where no clamp holds the difference.
+/// Multiplies the penalty by its importance weight, with its gradient. `is_free` says that no clamp holds the
+/// difference.
 fn weighed_kl(
     launch: &SpecimenLaunch,
     kl: &Kl,
@@ -73,7 +75,7 @@ fn weighed_kl(
     }
 }
 
-/// `ref_logp − ℓ` after its clamp, and whether it follows `ℓ` there.
+/// Computes `ref_logp − ℓ` after its clamp, and whether it still follows `ℓ`.
 fn difference(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs) -> (f64, bool) {
     let compared = if launch.has(Bug::KlAgainstOldPolicy) { inputs.old_logp } else { inputs.ref_logp };
     let d = compared - inputs.logp;
@@ -85,7 +87,7 @@ fn difference(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs) -> (f64
     }
 }
 
-/// The estimate of a difference, and its derivative by `ℓ` where that follows.
+/// Computes the estimate of a difference, and its derivative by `ℓ` if the difference follows it.
 fn estimate(launch: &SpecimenLaunch, kl: &Kl, d: f64) -> (f64, f64) {
     let estimator = match kl.estimator {
         KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
@@ -108,7 +110,7 @@ fn estimate(launch: &SpecimenLaunch, kl: &Kl, d: f64) -> (f64, f64) {
     }
 }
 
-/// The bound that a value is beyond.
+/// Returns the bound that a value exceeds, if any.
 fn bound(launch: &SpecimenLaunch, kl: &Kl, value: f64) -> Option<f64> {
     let clamp = kl.value_clamp.filter(|_| !launch.has(Bug::KlValueClampIgnored))?;
     let clamp = if launch.has(Bug::KlValueClampOfPenalty) { clamp / kl.beta } else { clamp };
@@ -119,7 +121,7 @@ fn bound(launch: &SpecimenLaunch, kl: &Kl, value: f64) -> Option<f64> {
     }
 }
 
-/// `beta · kl`
+/// Computes the penalty `beta · kl` of a token.
 pub(crate) fn kl(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
     let spec: &LossSpec = launch.spec;
     let Some(kl) = &spec.kl else { return SpecimenTerm::default() };

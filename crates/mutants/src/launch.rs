@@ -1,4 +1,4 @@
-//! One evaluation of the kernel that mutants are made of: what it is given, and what becomes of a token.
+//! One evaluation of the kernel that mutants are made of: its inputs, and the results of a token.
 
 use std::ops::Range;
 
@@ -8,15 +8,16 @@ use crate::bank::Bug;
 use assay_core::problem::{FloatArray, Sequence, Shape, Tokens};
 use assay_core::spec::LossSpec;
 
-/// Columns of a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024 does not.
+/// Number of columns in a tile. As with the tiles of published kernels, Qwen's vocabulary ends in a tail, and 1,024
+/// does not.
 pub(crate) const TILE: usize = 256;
 
-/// How devices cut a batch.
+/// A mesh of simulated devices, over which a batch is cut.
 #[derive(Clone, Copy)]
 pub(crate) struct SimulatedMesh {
-    /// Parts that the sequences are cut in.
+    /// Number of shards that the sequences are cut into.
     pub(crate) rows: usize,
-    /// Parts that the vocabulary is cut in.
+    /// Number of shards that the vocabulary is cut into.
     pub(crate) columns: usize,
 }
 
@@ -30,20 +31,20 @@ impl SimulatedMesh {
     }
 }
 
-/// The `i`th of `parts` of `0..length`, the last of them shorter or empty.
+/// Returns the `i`th of `parts` of `0..length`, the last of which may be shorter or empty.
 pub(crate) fn part(length: usize, parts: usize, i: usize) -> Range<usize> {
     let each = length.div_ceil(parts);
     (each * i).min(length)..(each * (i + 1)).min(length)
 }
 
-/// What the tokens of a batch come to.
+/// Results of the tokens of a batch, with its loss.
 pub(crate) struct SpecimenEvaluation {
     pub(crate) loss: f64,
     pub(crate) tokens: Array2<Option<SpecimenGradient>>,
 }
 
 impl SpecimenEvaluation {
-    /// Log-probabilities, entropies and losses, 0 where a token is masked.
+    /// Arranges log-probabilities, entropies and losses as arrays, 0 for masked tokens.
     pub(crate) fn per_token(&self) -> [FloatArray<Ix2>; 3] {
         let values: [fn(&SpecimenGradient) -> f64; 3] =
             [|token| token.scored.logp, |token| token.scored.entropy, |token| token.loss];
@@ -51,15 +52,15 @@ impl SpecimenEvaluation {
     }
 }
 
-/// A token when all is known but its dlogits.
+/// Every result of a token except its dlogits.
 #[derive(Clone)]
 pub(crate) struct SpecimenGradient {
     pub(crate) scored: SpecimenScore,
-    /// Policy term plus `beta · kl`.
+    /// Loss of the token: policy term plus `beta · kl`.
     pub(crate) loss: f64,
-    /// `∂loss/∂logp`
+    /// Derivative `∂loss/∂logp` of the whole loss.
     pub(crate) grad_logp: f64,
-    /// `∂loss/∂entropy`
+    /// Derivative `∂loss/∂entropy` of the whole loss.
     pub(crate) grad_entropy: f64,
 }
 
@@ -71,22 +72,22 @@ pub(crate) struct SpecimenSoftmax {
     pub(crate) sum: f64,
     pub(crate) others: f64,
     pub(crate) mean_gap: f64,
-    /// The maximum of each vocabulary shard.
+    /// Maximum of each vocabulary shard.
     pub(crate) shard_max: [f32; 2],
 }
 
-/// An id of a token beside its first.
+/// The score of a token's id besides its first.
 #[derive(Clone, Copy)]
 pub(crate) struct OtherIdScore {
     pub(crate) id: usize,
     pub(crate) logp: f64,
-    /// `1 − p` of its column, summed over the others.
+    /// Probability `1 − p` of the other columns, summed over them.
     pub(crate) others: f64,
-    /// `∂loss/∂logp`
+    /// Derivative of the loss by logp of the id.
     pub(crate) grad_logp: f64,
 }
 
-/// What the logits of a token come to.
+/// The score of a token, which follows from its logits.
 #[derive(Clone)]
 pub(crate) struct SpecimenScore {
     pub(crate) logp: f64,
@@ -95,18 +96,18 @@ pub(crate) struct SpecimenScore {
     pub(crate) temperature: f64,
     pub(crate) logp_softmax: SpecimenSoftmax,
     pub(crate) entropy_softmax: SpecimenSoftmax,
-    /// Its ids beside the first.
+    /// Scores of the token's ids besides the first.
     pub(crate) others: Vec<OtherIdScore>,
 }
 
 impl SpecimenScore {
-    /// The same token with the maxima and sums of another.
+    /// Returns the same token with the maxima and sums of another.
     pub(crate) fn with_softmax_of(self, other: &Self) -> Self {
         Self { logp_softmax: other.logp_softmax, entropy_softmax: other.entropy_softmax, ..self }
     }
 }
 
-/// What a term of a token's loss, and its gradient, are multiplied by.
+/// A factor of a term of a token's loss, and of the term's gradient.
 #[derive(Clone, Copy)]
 pub(crate) struct CorrectionFactor {
     pub(crate) value: f64,
@@ -122,25 +123,25 @@ impl CorrectionFactor {
     }
 }
 
-/// What becomes of each token.
+/// The tokens that count, and the factors of their terms.
 pub(crate) struct TokenCorrections {
-    /// Those that count.
+    /// Mask of the tokens that count, `[B,T]`.
     pub(crate) mask: Array2<bool>,
-    /// Of the policy term and of the penalty.
+    /// Factors of the policy term and of the penalty, `[B,T]`.
     pub(crate) factors: Array2<[CorrectionFactor; 2]>,
 }
 
 impl TokenCorrections {
-    /// Every unmasked token counts, and nothing is weighed.
+    /// Keeps every unmasked token, with factors of 1.
     pub(crate) fn none(mask: &Array2<bool>) -> Self {
         Self { mask: mask.clone(), factors: Array2::from_elem(mask.dim(), [CorrectionFactor::ONE; 2]) }
     }
 }
 
-/// One evaluation.
+/// One evaluation of the kernel: its inputs, its bug and its devices.
 pub(crate) struct SpecimenLaunch<'l> {
     pub(crate) bug: Option<Bug>,
-    /// Which evaluation it is of its kernel: what one whose sums have no order depends on.
+    /// Number of the evaluation, on which a kernel depends whose sums have no order.
     pub(crate) turn: usize,
     pub(crate) spec: &'l LossSpec,
     pub(crate) shape: Shape,
@@ -148,7 +149,7 @@ pub(crate) struct SpecimenLaunch<'l> {
     pub(crate) mesh: SimulatedMesh,
     /// Whether the softmaxes are of the logits as they are given.
     pub(crate) takes_logits_as_given: bool,
-    /// What weighs and rejects tokens.
+    /// Rejections and weights of tokens.
     pub(crate) corrections: TokenCorrections,
 }
 
@@ -157,12 +158,12 @@ impl SpecimenLaunch<'_> {
         self.bug == Some(bug)
     }
 
-    /// The tokens that count: those that are unmasked, and that nothing rejects as if they were.
+    /// Returns the tokens that count: unmasked ones that no rejection masks.
     pub(crate) fn mask(&self) -> &Array2<bool> {
         &self.corrections.mask
     }
 
-    /// Whether the kernel looks at token `[b,t]`.
+    /// Whether the kernel reads token `[b,t]`.
     pub(crate) fn counts(&self, b: usize, t: usize) -> bool {
         let mask = self.mask();
         if self.has(Bug::MaskMultiplied) {
@@ -180,7 +181,7 @@ impl SpecimenLaunch<'_> {
         mask[[b, t]]
     }
 
-    /// The tokens of each sequence, as the kernel has them.
+    /// Lists the tokens of each sequence, as the kernel has them.
     pub(crate) fn sequences(&self) -> Vec<Sequence> {
         let sequences = &self.tokens.extra.sequences;
         let mut all = sequences.places(self.tokens.mask.dim());
@@ -202,7 +203,7 @@ impl SpecimenLaunch<'_> {
         all
     }
 
-    /// The sampled column, as the kernel reads it.
+    /// Returns the sampled column, as the kernel reads it.
     pub(crate) fn id(&self, b: usize, t: usize) -> usize {
         let id = self.tokens.ids[[b, t]];
         let vocab = self.shape.vocab as i64;

@@ -1,4 +1,4 @@
-//! A bank of deliberately wrong kernels: what a suite is worth is what it catches.
+//! A bank of kernels that are wrong on purpose. A suite is worth as much as the share of them that it rejects.
 //!
 //! [`Specimen`] is a correct kernel, of the loss on logits and of the LM head with the loss; each [`Mutant`] is one small
 //! change to it.

@@ -1,4 +1,4 @@
-//! The LM head around the specimen's loss, as teams chunk it, and every bug of that path in its place.
+//! The LM head around the specimen's loss, in chunks as teams write it, and every bug of that path where it belongs.
 //!
 //! ```text
 //! forward    each row shard takes the tokens that count by chunks: logits = hidden · lm_head, and the loss kernel over them
@@ -29,13 +29,13 @@ use assay_core::problem::{
 };
 use assay_core::spec::LossSpec;
 
-/// Tokens of a chunk: few enough for a batch of the suite to have many, and a last one that is not full.
+/// Number of tokens in a chunk: few enough that a batch of the suite has many chunks, and a last one that is not full.
 const CHUNK: usize = 5;
 
-/// Hidden units that the product for the logits takes at once.
+/// Number of hidden units that the product for the logits takes at once.
 const DEPTH: usize = 8;
 
-/// Columns of a product that a thread takes at once.
+/// Number of columns of a product that a thread takes at once.
 const AT_ONCE: usize = 512;
 
 impl Implementation<HeadProblem> for Specimen {
@@ -75,25 +75,25 @@ impl Implementation<HeadProblem> for Specimen {
     }
 }
 
-/// Where a token is: its sequence, and its place there.
+/// Position of a token: its sequence, and its place in it.
 type SequencePlace = (usize, usize);
 
-/// `[n,V]` of each chunk, by its tokens.
+/// Logits `[n,V]` of each chunk, by its tokens.
 type ChunkLogits = HashMap<Vec<SequencePlace>, Vec<f32>>;
 
-/// One evaluation.
+/// One evaluation of the specimen with an LM head.
 struct SpecimenHead<'l> {
     launch: SpecimenLaunch<'l>,
     projection: &'l Projection,
     shape: HeadShape,
-    /// `[N,H]`
+    /// Hidden states of all tokens, `[N,H]`.
     hidden: Array2<f64>,
     matrix: Cow<'l, FloatArray<Ix2>>,
-    /// How that lies.
+    /// Layout of the head's matrix.
     layout: HeadLayout,
 }
 
-/// Of one array, or two.
+/// Adds an array to another, if there is one.
 fn sum(one: Option<Array2<f32>>, other: Array2<f32>) -> Array2<f32> {
     match one {
         Some(one) => one + &other,
@@ -101,11 +101,11 @@ fn sum(one: Option<Array2<f32>>, other: Array2<f32>) -> Array2<f32> {
     }
 }
 
-/// What a chunk leaves.
+/// The arrays of a chunk that the next one may read by mistake.
 struct HeadChunk {
-    /// `[n,H]`
+    /// Hidden states of the chunk, `[n,H]`.
     hidden: Array2<f64>,
-    /// `[n,V]`
+    /// Derivatives by the chunk's logits, `[n,V]`.
     dlogits: Array2<f64>,
 }
 
@@ -122,7 +122,7 @@ impl<'l> SpecimenHead<'l> {
         Self { launch, projection, shape, hidden, matrix, layout }
     }
 
-    /// `[units,columns]` of the head.
+    /// Returns a part of the head, `[units,columns]`, in f64.
     fn weights(&self, units: Range<usize>, columns: Range<usize>) -> Array2<f64> {
         match self.layout {
             HeadLayout::HiddenByVocab => self.matrix.part(units, columns),
@@ -163,12 +163,12 @@ impl<'l> SpecimenHead<'l> {
         }
     }
 
-    /// Of hidden states and head.
+    /// Returns the dtype of hidden states and head.
     fn dtype(&self) -> Dtype {
         self.projection.hidden.dtype()
     }
 
-    /// The tokens of a row shard that count, a chunk at a time.
+    /// Lists the unmasked tokens of a row shard, chunk by chunk.
     fn chunks(&self, device_row: usize) -> Vec<Vec<SequencePlace>> {
         let rows = part(self.shape.batch, self.launch.mesh.rows, device_row);
         let places = rows.flat_map(|b| (0..self.shape.tokens).map(move |t| (b, t)));
@@ -176,13 +176,13 @@ impl<'l> SpecimenHead<'l> {
         places.chunks(CHUNK).map(<[SequencePlace]>::to_vec).collect()
     }
 
-    /// The columns of each vocabulary shard.
+    /// Lists the columns of each vocabulary shard.
     fn shards(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let (vocab, shards) = (self.shape.vocab, self.launch.mesh.columns);
         (0..shards).map(move |shard| (shard, part(vocab, shards, shard)))
     }
 
-    /// Every token that counts, and the logits of the chunks.
+    /// Scores every token that counts, and keeps the logits of the chunks.
     fn forward(&self) -> (Array2<Option<SpecimenScore>>, ChunkLogits) {
         let HeadShape { batch, tokens, vocab, .. } = self.shape;
         let (mut scored, mut all) = (Array2::from_elem((batch, tokens), None), ChunkLogits::new());
@@ -199,13 +199,13 @@ impl<'l> SpecimenHead<'l> {
         (scored, all)
     }
 
-    /// `[n,H]`
+    /// Gathers the hidden states of tokens, `[n,H]`.
     fn hidden_of(&self, places: &[SequencePlace]) -> Array2<f64> {
         let rows: Vec<usize> = places.iter().map(|(b, t)| b * self.shape.tokens + t).collect();
         self.hidden.select(Axis(0), &rows)
     }
 
-    /// `[n,V]`
+    /// Computes the logits of a chunk, `[n,V]`.
     fn logits(&self, hidden: &Array2<f64>) -> Vec<f32> {
         let width = self.shape.hidden;
         let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
@@ -228,7 +228,7 @@ impl<'l> SpecimenHead<'l> {
         logits.into_iter().map(|x| dtype.round(x) as f32).collect()
     }
 
-    /// `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
+    /// Computes `dhidden` `[N,H]` and `dlm_head` `[H,V]`.
     fn backward(&self, evaluation: &SpecimenEvaluation, logits: &ChunkLogits) -> (Array2<f64>, Array2<f32>) {
         let mut dhidden = Array2::zeros(self.hidden.dim());
         // None until something is added: an array of the head's size is gigabytes.
@@ -280,7 +280,7 @@ impl<'l> SpecimenHead<'l> {
         (dhidden, dlm_head)
     }
 
-    /// What goes wrong with which tokens a chunk has.
+    /// Applies the bugs that change which tokens a chunk has.
     fn change(&self, chunks: &mut Vec<Vec<SequencePlace>>) {
         let partial = |places: &Vec<SequencePlace>| places.len() < CHUNK;
         if self.has(Bug::LastChunkDropped) && chunks.last().is_some_and(partial) {
@@ -299,7 +299,7 @@ impl<'l> SpecimenHead<'l> {
         }
     }
 
-    /// dlogits over the logits of a chunk, `[n,V]`.
+    /// Writes dlogits over the logits of a chunk, `[n,V]`.
     fn dlogits(
         &self,
         mut logits: Vec<f32>,
@@ -307,13 +307,13 @@ impl<'l> SpecimenHead<'l> {
         before: &[SequencePlace],
         evaluation: &SpecimenEvaluation,
     ) -> Array2<f64> {
-        let graded = |&(b, t): &SequencePlace| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
+        let evaluated = |&(b, t): &SequencePlace| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
         for (i, place) in places.iter().enumerate() {
-            let mut token: SpecimenGradient = graded(place).clone();
+            let mut token: SpecimenGradient = evaluated(place).clone();
             if self.has(Bug::SoftmaxOfChunkBefore)
                 && let Some(stale) = before.get(i)
             {
-                token.scored = token.scored.with_softmax_of(&graded(stale).scored);
+                token.scored = token.scored.with_softmax_of(&evaluated(stale).scored);
             }
             if self.has(Bug::NormaliserOfChunk) {
                 let all = self.launch.mask().iter().filter(|counts| **counts).count();
@@ -338,7 +338,7 @@ impl<'l> SpecimenHead<'l> {
         Array2::from_shape_vec((rows, self.shape.vocab), chunk).expect("V elements a row")
     }
 
-    /// `[n,H]`
+    /// Computes `dhidden` of a chunk, `[n,H]`.
     fn dhidden(&self, dlogits: &Array2<f64>) -> Array2<f64> {
         let mut dhidden = Array2::zeros((dlogits.nrows(), self.shape.hidden));
         for (shard, columns) in self.shards() {
@@ -364,7 +364,7 @@ impl<'l> SpecimenHead<'l> {
         dhidden
     }
 
-    /// What a chunk adds, `[H,V]`.
+    /// Computes the part of `dlm_head` that a chunk adds, `[H,V]`.
     fn dlm_head(
         &self,
         chunk: &HeadChunk,
@@ -414,7 +414,7 @@ impl<'l> SpecimenHead<'l> {
         added
     }
 
-    /// `hiddenᵀ · dlogits`, summed in f64 and rounded.
+    /// Computes `hiddenᵀ · dlogits`, summed in f64 and rounded to f32 once.
     fn product_with_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
         let mut products = Array2::zeros((self.shape.hidden, self.shape.vocab));
         let dlogits = dlogits.axis_chunks_iter(Axis(1), AT_ONCE);

@@ -1,4 +1,4 @@
-//! What the specimen's softmaxes are of: logits scaled, capped and with their bias, over the columns of the support.
+//! The transform of logits in the specimen: scale, cap and bias, over the columns of the support.
 
 use std::ops::Range;
 
@@ -7,17 +7,17 @@ use crate::launch::{SpecimenLaunch, TILE};
 use assay_core::problem::{Dtype, Float};
 use assay_core::spec::{LogitsTransform, Support};
 
-/// Who reads a row: its token, and the pass.
+/// The reader of a row: a token, in the forward or the backward pass.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitReader {
-    /// The sampled column.
+    /// Sampled column of the reader's token.
     pub(crate) id: usize,
     pub(crate) backward: bool,
 }
 
 impl SpecimenLaunch<'_> {
-    /// What the softmaxes are of in a column of the shard `columns`, from the logit that stands there:
-    /// `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the support.
+    /// Transforms a logit in a column of the shard `columns`: `cap · tanh(scale · (x + bias) / cap)`, −∞ outside the
+    /// support.
     pub(crate) fn logit<E: Float>(&self, x: E, columns: &Range<usize>, column: usize, reader: LogitReader) -> f32 {
         let x = x.to_f64();
         if self.takes_logits_as_given {
@@ -59,7 +59,7 @@ impl SpecimenLaunch<'_> {
         }
     }
 
-    /// `∂h/∂x` of a column: `scale · (1 − tanh²)`.
+    /// Computes the slope `∂h/∂x` of a column, `scale · (1 − tanh²)`.
     pub(crate) fn slope<E: Float>(&self, x: E, columns: &Range<usize>, column: usize) -> f64 {
         let LogitsTransform { scale, softcap, .. } = self.spec.logits;
         let outer = if self.has(Bug::LogitScaleForgottenInGradient) { 1.0 } else { scale };
@@ -111,7 +111,7 @@ impl SpecimenLaunch<'_> {
         column >= end || ids.contains(&place)
     }
 
-    /// Whether a token of the batch has `column` for its id.
+    /// Whether a token of the batch has `column` as its id.
     fn is_sampled(&self, column: usize) -> bool {
         let sampled = |((b, t), counts): ((usize, usize), &bool)| *counts && self.id(b, t) == column;
         self.mask().indexed_iter().any(sampled)

@@ -11,10 +11,10 @@ use crate::top_entropy::HighEntropy;
 use assay_core::problem::{Advantages, Sequence, Shape};
 use assay_core::spec::{AdvantageLevel, Averaging, LogClip, OldLogp, RatioLevel, Reduction, Rows};
 
-/// Losses, their sum and their gradients.
+/// Evaluates the losses, their sum and their gradients.
 pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenScore>>) -> SpecimenEvaluation {
     let Shape { batch, tokens, .. } = launch.shape;
-    let mut graded = Array2::from_elem((batch, tokens), None);
+    let mut evaluated = Array2::from_elem((batch, tokens), None);
     let mut loss = 0.0;
     let sequences = launch.sequences();
     let high = HighEntropy::new(launch, &scored);
@@ -28,24 +28,26 @@ pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenSc
             let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]].clone()?)));
             let row: Vec<(usize, SpecimenScore)> = row.collect();
             let advantages_of = sequence.index - first;
-            for (t, token) in grade(launch, (sequence, advantages_of), &row, (&weights, &high), &mut of_device) {
-                graded[[b, t]] = Some(token);
+            for (t, token) in
+                evaluate_sequence(launch, (sequence, advantages_of), &row, (&weights, &high), &mut of_device)
+            {
+                evaluated[[b, t]] = Some(token);
             }
         }
         if device_row == 0 || !launch.has(Bug::LossOfFirstDevice) {
             loss += of_device;
         }
     }
-    SpecimenEvaluation { loss, tokens: graded }
+    SpecimenEvaluation { loss, tokens: evaluated }
 }
 
-/// What multiplies token losses and entropies.
+/// The factors of token losses and entropies in the loss.
 struct SequenceWeights {
-    /// Of the policy terms of the tokens of each sequence.
+    /// Factor of the policy terms of each sequence's tokens.
     rows: Vec<f64>,
-    /// Of their penalties.
+    /// Factor of the penalties of each sequence's tokens.
     kl_rows: Vec<f64>,
-    /// `∂loss/∂H`
+    /// Derivative `∂loss/∂H` of an unmasked token.
     entropy: f64,
 }
 
@@ -118,8 +120,8 @@ impl SequenceWeights {
     }
 }
 
-/// The tokens of a sequence, whose advantages are read at `advantages_of`; adds their losses to `sum`.
-fn grade(
+/// Evaluates the tokens of a sequence, whose advantages are read at `advantages_of`; adds their losses to `sum`.
+fn evaluate_sequence(
     launch: &SpecimenLaunch,
     (sequence, advantages_of): (&Sequence, usize),
     row: &[(usize, SpecimenScore)],
@@ -151,7 +153,7 @@ fn grade(
         RatioLevel::SequenceToken if launch.has(Bug::TokenGradientOfSequence) => RatioLevel::Sequence,
         level => level,
     };
-    let graded = row.iter().zip(inputs).zip(terms).map(|((&(t, ref scored), inputs), terms @ [policy, kl])| {
+    let evaluated = row.iter().zip(inputs).zip(terms).map(|((&(t, ref scored), inputs), terms @ [policy, kl])| {
         let of_others: f64 = scored.others.iter().map(|of| of.grad_logp * of.logp).sum();
         let value = policy.value + kl.value + of_others;
         let own = through_level(&inputs, &terms);
@@ -200,7 +202,7 @@ fn grade(
         }
         (t, SpecimenGradient { scored: scored.clone(), loss: value, grad_logp, grad_entropy })
     });
-    graded.collect()
+    evaluated.collect()
 }
 
 fn inputs(
@@ -270,7 +272,7 @@ fn inputs(
     row.iter().enumerate().map(of_token).collect()
 }
 
-/// `A` of token `at`, whose sequence's advantage is at `advantages_of`.
+/// Returns the advantage of token `at`, whose sequence's advantage is at `advantages_of`.
 fn advantage(launch: &SpecimenLaunch, at @ (_, t): (usize, usize), advantages_of: usize) -> f64 {
     let SpecimenLaunch { spec, tokens, shape, .. } = launch;
     let sequences = &tokens.extra.sequences;
@@ -295,17 +297,17 @@ fn advantage(launch: &SpecimenLaunch, at @ (_, t): (usize, usize), advantages_of
     }
 }
 
-/// A log-ratio, or what it is made of, and whether it follows that there.
+/// A log-ratio after its bounds, and whether it still follows the log-ratio that they hold.
 type FollowedRatio = (f64, bool);
 
-/// The log-ratios of a row.
+/// The log-ratios of a sequence.
 struct LogRatios<'l> {
     launch: &'l SpecimenLaunch<'l>,
-    /// Each token's own, after its clamp and clip.
+    /// Log-ratio of each token, after its clamp and clip.
     owns: Vec<FollowedRatio>,
-    /// The row's, which its tokens share, after the clamp of a product.
+    /// Log-ratio of the sequence, which its tokens share, after the clamp of a product.
     row: FollowedRatio,
-    /// What of that is each token's own.
+    /// Derivative of the sequence's log-ratio by that of each token.
     shares: Vec<f64>,
 }
 
@@ -358,7 +360,7 @@ impl<'l> LogRatios<'l> {
         Self { launch, owns, row: of_row, shares }
     }
 
-    /// What the ratio of a token is the exponential of, and whether it follows its own log-ratio, or that of its row, there.
+    /// Returns the logarithm of a token's ratio, and whether it follows the token's log-ratio, or that of its sequence.
     fn level(&self, i: usize) -> FollowedRatio {
         let Self { launch, owns, row, .. } = self;
         let ratio = &launch.spec.ratio;
@@ -375,7 +377,7 @@ impl<'l> LogRatios<'l> {
     }
 }
 
-/// The log-ratio of a token after GMPO's clip.
+/// Applies GMPO's clip to the log-ratio of a token.
 fn clipped(launch: &SpecimenLaunch, x: f64, advantage: f64) -> FollowedRatio {
     if launch.has(Bug::LogClipIgnored) || launch.has(Bug::LogClipOfMean) {
         (x, true)
@@ -384,7 +386,7 @@ fn clipped(launch: &SpecimenLaunch, x: f64, advantage: f64) -> FollowedRatio {
     }
 }
 
-/// At most `high` where `A > 0`, at least `−low` where `A < 0`, 0 where it is 0.
+/// Holds a log-ratio at most at `high` if `A > 0`, at least at `−low` if `A < 0`, and at 0 if `A` is 0.
 fn clipped_to(launch: &SpecimenLaunch, x: f64, advantage: f64) -> FollowedRatio {
     let Some(LogClip { low, high }) = launch.spec.ratio.clip else { return (x, true) };
     let advantage = if launch.has(Bug::LogClipOnTheWrongSide) { -advantage } else { advantage };

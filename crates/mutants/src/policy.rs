@@ -1,4 +1,4 @@
-//! The policy term of a token, as the specimen has it, and what a token's loss depends on.
+//! The policy term of a token in the specimen, and the inputs of a token's loss.
 
 use crate::bank::Bug;
 use crate::launch::{CorrectionFactor, SpecimenLaunch};
@@ -13,7 +13,7 @@ pub(crate) struct SpecimenTerm {
 }
 
 impl SpecimenTerm {
-    /// `factor` times the term; 0 where the factor is, even if the term overflows.
+    /// Multiplies the term by `factor`; a factor of 0 gives 0, even if the term overflows.
     pub(crate) fn times(self, factor: f64) -> Self {
         if factor == 0.0 {
             return Self::default();
@@ -21,7 +21,7 @@ impl SpecimenTerm {
         Self { value: self.value * factor, by_logp: self.by_logp * factor, by_log_ratio: self.by_log_ratio * factor }
     }
 
-    /// The same with a weight that a bug may leave out of the gradient.
+    /// Multiplies the term by a weight that a bug may leave out of the gradient.
     pub(crate) fn weighed(self, by: CorrectionFactor) -> Self {
         if by.value == 0.0 {
             return Self::default();
@@ -31,7 +31,7 @@ impl SpecimenTerm {
     }
 }
 
-/// What a token's loss depends on.
+/// The inputs of a token's loss, as the kernel has them.
 #[derive(Clone, Copy)]
 pub(crate) struct SpecimenInputs {
     pub(crate) logp: f64,
@@ -40,22 +40,22 @@ pub(crate) struct SpecimenInputs {
     pub(crate) rollout_logp: f64,
     pub(crate) advantage: f64,
     pub(crate) is_selected: bool,
-    /// What the policy term and the penalty are multiplied by.
+    /// Factors of the policy term and of the penalty.
     pub(crate) factors: [CorrectionFactor; 2],
-    /// `ℓ` less the ratio's denominator.
+    /// Difference of `ℓ` and the ratio's denominator.
     pub(crate) moved: f64,
-    /// The token's own log-ratio after its clamp and clip, and whether it follows `ℓ` there.
+    /// Token's own log-ratio after its clamp and clip, and whether it follows `ℓ`.
     pub(crate) own: (f64, bool),
-    /// That of its level after its cap, and whether it follows what it is of there.
+    /// Log-ratio of the token's level after its cap, and whether it follows the log-ratio that the cap holds.
     pub(crate) level: (f64, bool),
-    /// What of its level's log-ratio is the token's own: of a mean over `n` tokens `1/n`.
+    /// Derivative of the level's log-ratio by the token's own: `1/n` for a mean over `n` tokens.
     pub(crate) share: f64,
     pub(crate) on_policy: bool,
-    /// Whether its entropy leaves it its policy term.
+    /// Whether the token's entropy is high enough to keep its policy term.
     pub(crate) is_high: bool,
 }
 
-/// `ρ`, in f32.
+/// Computes the ratio `ρ`, in f32.
 pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
     if launch.has(Bug::RatioToFirstOrder) {
         return 1.0 + inputs.level.0;
@@ -63,7 +63,7 @@ pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
     f64::from((inputs.level.0 as f32).exp())
 }
 
-/// The policy term.
+/// Computes the policy term of a token, by the spec's objective.
 pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
     if idle || !inputs.on_policy || !inputs.is_high {
@@ -80,13 +80,14 @@ pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> Specim
     term.weighed(inputs.factors[0])
 }
 
-/// `−coefficient·A·ℓ`, the coefficient held.
+/// Computes the score function `−coefficient·A·ℓ`, with a constant coefficient.
 fn score(coefficient: f64, inputs: &SpecimenInputs) -> SpecimenTerm {
     let by_logp = -coefficient * inputs.advantage;
     SpecimenTerm { value: by_logp * inputs.logp, by_logp, by_log_ratio: 0.0 }
 }
 
-/// `−min(min(ρ, δ)·A, clip(ρ)·A)`, for `A < 0` at most `−c·A`. It follows the ratio where it is the ratio.
+/// Computes PPO-clip, `−min(min(ρ, δ)·A, clip(ρ)·A)`, for `A < 0` at most `−c·A`. Its gradient is that of the ratio
+/// while the value is.
 fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) -> SpecimenTerm {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
     let (epsilon_low, epsilon_high) = match () {
@@ -120,7 +121,7 @@ fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) ->
     SpecimenTerm { value: -k * advantage, by_logp: 0.0, by_log_ratio }
 }
 
-/// `−sg(clip(ρ))·A·ℓ`
+/// Computes CISPO's term `−sg(clip(ρ))·A·ℓ`.
 fn cispo_weight(launch: &SpecimenLaunch, cispo: &Cispo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
     let lower = cispo.lower.filter(|_| !launch.has(Bug::CispoLowerIgnored)).unwrap_or(f64::NEG_INFINITY);
@@ -136,7 +137,7 @@ fn cispo_weight(launch: &SpecimenLaunch, cispo: &Cispo, inputs: &SpecimenInputs)
     term
 }
 
-/// `−w₊·A·ℓ` where the token is positive, `−w₋·sg(min(ρ, upper))·A·ℓ` elsewhere.
+/// Computes TOPR: `−w₊·A·ℓ` for a positive token, `−w₋·sg(min(ρ, upper))·A·ℓ` for any other.
 fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
     let k = match () {
@@ -162,8 +163,8 @@ fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> Spe
     }
 }
 
-/// For `A > 0` `−A·u/sg(u²)` with `u = min(ρ, 1 + εh)`, for `A < 0` `−A·v` with `v = max(ρ, 1 − εl)`; `−sg(c)·A·ℓ` where `1/u`, or
-/// `v`, is above `c`.
+/// Computes ASPO: `−A·u/sg(u²)` with `u = min(ρ, 1 + εh)` for `A > 0`, `−A·v` with `v = max(ρ, 1 − εl)` for `A < 0`;
+/// and `−sg(c)·A·ℓ` if `1/u`, or `v`, is above `c`.
 fn upside_down(launch: &SpecimenLaunch, aspo: &Aspo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
     let own = ClipWidths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };

@@ -1,4 +1,4 @@
-//! The ids of a token beside its first, where logp is asked of several.
+//! The ids of a token besides its first, if logp of several is asked for.
 //!
 //! Each vocabulary shard picks the logits of those that it has, and sums the exponentials of the other columns; both are exchanged
 //! as sums.
@@ -11,7 +11,7 @@ use crate::logits::LogitReader;
 use assay_core::problem::{Float, FloatArray};
 
 impl SpecimenLaunch<'_> {
-    /// The ids, as the kernel reads them, with their cotangents.
+    /// Returns the ids, as the kernel reads them, with their cotangents.
     fn other_ids(&self, at @ (b, t): (usize, usize)) -> Vec<(usize, f64)> {
         let Some(others) = &self.tokens.extra.others else { return Vec::new() };
         let (vocab, count) = (self.shape.vocab as i64, others.count());
@@ -29,7 +29,7 @@ impl SpecimenLaunch<'_> {
         (0..count).map(|k| (id(k), dlogp(k))).collect()
     }
 
-    /// Their log-probabilities, of the row that begins at `row` and has this softmax.
+    /// Scores the token's other ids, from the row that begins at `row` and has this softmax.
     pub(crate) fn pick<E: Float>(
         &self,
         logits: &[E],
@@ -64,7 +64,8 @@ impl SpecimenLaunch<'_> {
         self.other_ids(at).into_iter().map(picked).collect()
     }
 
-    /// What they add to a dlogit of probability `p`, but for the temperature: `Σ_k G_k·(1[j = y_k] − p_j)`.
+    /// Computes the part of the other ids in a dlogit of probability `p`, without the temperature: `Σ_k G_k·(1[j = y_k]
+    /// − p_j)`.
     pub(crate) fn gradient_of_others(&self, picked: &[OtherIdScore], column: usize, p: f64) -> f64 {
         let of = |(k, of): (usize, &OtherIdScore)| {
             let is_overwritten = picked[k + 1..].iter().any(|later| later.id == of.id);
@@ -87,12 +88,13 @@ impl SpecimenLaunch<'_> {
         picked.iter().enumerate().map(of).sum()
     }
 
-    /// Whether a later one has the first id too, which a bug forgets over it.
+    /// Whether a later id equals the first one, so that a bug overwrites the first.
     pub(crate) fn forgets_first(&self, first: usize, picked: &[OtherIdScore]) -> bool {
         self.has(Bug::RepeatedIdOverwritten) && picked.iter().any(|later| later.id == first)
     }
 
-    /// `[B,T,K−1]`, 0 where a token is masked; `None` where it has no other.
+    /// Arranges log-probabilities of the other ids as `[B,T,K−1]`, 0 for masked tokens; `None` if tokens have no other
+    /// ids.
     pub(crate) fn logp_of_others(&self, evaluation: &SpecimenEvaluation) -> Option<FloatArray<Ix3>> {
         let count = self.tokens.extra.others.as_ref()?.count();
         let of_token = |at| {

@@ -29,24 +29,24 @@ use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides}
 
 const ID: &str = "specimen";
 
-/// How many devices it simulates.
+/// Numbers of devices that the specimen simulates.
 pub const DEVICE_COUNTS: [usize; 3] = [1, 2, 4];
 
 /// A correct GRPO kernel, or one with a bug of the [bank](crate::BANK).
 #[derive(Debug, Default)]
 pub struct Specimen {
     bug: Option<Bug>,
-    /// Evaluations so far: what a kernel whose sums have no order depends on.
+    /// Evaluations so far, on which a kernel depends whose sums have no order.
     runs: AtomicUsize,
 }
 
 impl Specimen {
-    /// The kernel with `bug`.
+    /// Creates the kernel with `bug`.
     pub fn with(bug: Bug) -> Self {
         Self { bug: Some(bug), ..Self::default() }
     }
 
-    /// Whether it computes `spec` on logits or hidden states of `dtype` over `devices` devices.
+    /// Checks that the specimen computes `spec` on logits or hidden states of `dtype` over `devices` devices.
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
@@ -79,7 +79,7 @@ impl Specimen {
         }
     }
 
-    /// One evaluation more.
+    /// Prepares one more evaluation of the kernel.
     pub(crate) fn launch<'l>(
         &self,
         spec: &'l LossSpec,
@@ -106,7 +106,7 @@ impl Implementation for Specimen {
         "the kernel that mutants are made of, on devices that are simulated"
     }
 
-    /// Elements in f32 and sums in f64, as the CPU kernel has them.
+    /// Returns the arithmetic class: elements in f32 and sums in f64, as in the CPU kernel.
     fn class(&self) -> &'static str {
         "native"
     }
@@ -147,18 +147,18 @@ impl Implementation for Specimen {
     }
 }
 
-/// What one device keeps of a row while it walks the tiles.
+/// The running maximum and sums of one device while it reads the tiles of a row.
 #[derive(Clone, Copy)]
 pub(crate) struct Scratch {
-    /// `m`, in logits.
+    /// Maximum `m` so far, in logits.
     max: f32,
-    /// `Σ e_j`
+    /// Sum `Σ e_j` of the exponentials so far.
     sum: f64,
-    /// `Σ e_j` without the sampled column.
+    /// Sum `Σ e_j` without the sampled column.
     others: f64,
-    /// `Σ e_j t_j`, with `t_j = (x_j − m)/T`.
+    /// Sum `Σ e_j t_j`, with `t_j = (x_j − m)/T`.
     weighted: f64,
-    /// `x_y`, 0 where the column is not here.
+    /// Logit `x_y` of the sampled column, 0 if that is not on this device.
     chosen: f32,
 }
 
@@ -187,20 +187,20 @@ impl SpecimenLaunch<'_> {
         evaluation
     }
 
-    /// Where row `[b,t]` begins.
+    /// Returns the offset of row `[b,t]` in the logits.
     fn offset(&self, b: usize, t: usize) -> usize {
         let row = if self.has(Bug::RowsTransposed) { t * self.shape.batch + b } else { b * self.shape.tokens + t };
         let offset = row * self.shape.vocab;
         if self.has(Bug::OffsetOverflows) { usize::from(offset as u16) } else { offset }
     }
 
-    /// `T` of token `[b,t]`.
+    /// Returns the temperature `T` of token `[b,t]`.
     fn temperature(&self, at: (usize, usize)) -> f64 {
         let first = || self.tokens.mask.indexed_iter().find(|(_, counts)| **counts).map_or(at, |(first, _)| first);
         self.tokens.temperature(self.spec, if self.has(Bug::TemperatureOfFirstRow) { first() } else { at })
     }
 
-    /// `1/T` of the softmax that logp is of, and of that of the entropy.
+    /// Returns `1/T` of the softmax that logp is of, and of that of the entropy.
     fn rates(&self, temperature: f64) -> [f32; 2] {
         let tempered = (1.0 / temperature) as f32;
         let tempered = match () {
@@ -218,7 +218,7 @@ impl SpecimenLaunch<'_> {
         divides_logits != self.has(Bug::TemperatureOnTheWrongSide)
     }
 
-    /// One tile of the columns `columns` of a row: what the softmaxes are of, −∞ beyond their end.
+    /// Loads one tile of the columns `columns` of a row, transformed; −∞ beyond their end.
     pub(crate) fn load<E: Float>(
         &self,
         logits: &[E],
@@ -253,7 +253,7 @@ impl SpecimenLaunch<'_> {
         x
     }
 
-    /// Every row of every device.
+    /// Scores every row on every device.
     fn forward<E: Float>(&self, logits: &[E]) -> Array2<Option<SpecimenScore>> {
         let Shape { batch, tokens, .. } = self.shape;
         let mut scored = Array2::from_elem((batch, tokens), None);
@@ -268,12 +268,12 @@ impl SpecimenLaunch<'_> {
         scored
     }
 
-    /// What the devices of a row shard keep from one grid step to the next.
+    /// Creates the running sums of a row shard's devices, which they keep from one grid step to the next.
     pub(crate) fn scratch(&self) -> Vec<[Scratch; 2]> {
         vec![[Scratch::default(); 2]; self.mesh.columns]
     }
 
-    /// The row of token `[b,t]`, which begins at `row`, on the devices that `scratch` is of, and what they tell each other of it.
+    /// Scores the row of token `[b,t]`, which begins at `row`, on the devices of `scratch`, and exchanges their sums.
     pub(crate) fn score_row<E: Float>(
         &self,
         logits: &[E],
@@ -298,7 +298,7 @@ impl SpecimenLaunch<'_> {
         SpecimenScore { temperature, others, ..self.score::<E>(logits, row, id, of_rate, rates) }
     }
 
-    /// One grid step: the columns of one row on one device.
+    /// Runs one grid step: the columns of one row on one device.
     fn walk<E: Float>(
         &self,
         logits: &[E],
@@ -390,7 +390,7 @@ impl SpecimenLaunch<'_> {
         }
     }
 
-    /// Moves what was summed to a larger maximum: `Σ e·t` has its gaps moved too.
+    /// Makes the sums relative to a larger maximum: the gaps in `Σ e·t` move too.
     fn rescale(&self, scratch: &mut Scratch, max: f32, rate: f32) {
         let step = (f64::from(scratch.max) - f64::from(max)) * f64::from(rate);
         scratch.max = max;
@@ -404,7 +404,7 @@ impl SpecimenLaunch<'_> {
         scratch.others *= factor;
     }
 
-    /// What the shards of a row come to together.
+    /// Joins the sums of a row's vocabulary shards.
     fn exchange(&self, shards: &[Scratch], rate: f32) -> (SpecimenSoftmax, f32) {
         let start = if self.has(Bug::MaxStartsAtMinusInfinity) { f32::NEG_INFINITY } else { f32::MIN };
         let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
@@ -428,7 +428,7 @@ impl SpecimenLaunch<'_> {
         (SpecimenSoftmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max }, chosen)
     }
 
-    /// Log-probability and entropy, from the two softmaxes and their chosen logits.
+    /// Computes log-probability and entropy, from the two softmaxes and their chosen logits.
     fn score<E: Float>(
         &self,
         logits: &[E],
@@ -465,7 +465,7 @@ impl SpecimenLaunch<'_> {
         SpecimenScore { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
     }
 
-    /// dlogits over the logits.
+    /// Writes dlogits over the logits of all rows.
     fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<SpecimenGradient>>) {
         let Shape { batch, tokens: length, vocab } = self.shape;
         for (b, t) in (0..batch).flat_map(|b| (0..length).map(move |t| (b, t))) {

@@ -1,4 +1,4 @@
-//! Which tokens the specimen takes for those of the highest entropy.
+//! The tokens of the highest entropy, as the specimen selects them.
 
 #![expect(clippy::cast_sign_loss, reason = "a place among entropies is ≥ 0")]
 
@@ -8,13 +8,13 @@ use crate::bank::Bug;
 use crate::launch::{SpecimenLaunch, SpecimenScore, part};
 use assay_core::spec::{DroppedTerm, QuantilePrecision, TopEntropy};
 
-/// What each token has a part in.
+/// The terms that each token has a part in, `[B,T]`.
 pub(crate) struct HighEntropy {
-    /// The policy term.
+    /// Whether the token keeps its policy term.
     pub(crate) policy: Array2<bool>,
-    /// Its row's log-ratio.
+    /// Whether the token counts in its sequence's log-ratio.
     pub(crate) ratio: Array2<bool>,
-    /// The entropy bonus.
+    /// Whether the token keeps its part in the entropy bonus.
     pub(crate) bonus: Array2<bool>,
 }
 
@@ -32,7 +32,8 @@ impl HighEntropy {
     }
 }
 
-/// Whether the entropy of each token is at least the quantile of those of its group: of all, but for a bug.
+/// Whether the entropy of each token is at least the quantile of its group, which is the whole batch in the correct
+/// kernel.
 fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Option<SpecimenScore>>) -> Array2<bool> {
     let (rows, devices) = (launch.shape.batch, launch.mesh.rows);
     let group = |b: usize| match () {
@@ -67,7 +68,7 @@ fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Opt
     high
 }
 
-/// Of ascending entropies the one at `(1 − fraction)·(n − 1)`, between two of them on the line through both.
+/// Interpolates ascending entropies at `(1 − fraction)·(n − 1)`, linearly between neighbours.
 fn quantile(launch: &SpecimenLaunch, top: &TopEntropy, ascending: &[f64]) -> f64 {
     let Some(last) = ascending.len().checked_sub(1) else { return 0.0 };
     let takes_fraction = launch.has(Bug::TopEntropyOfFraction) || launch.has(Bug::TopEntropyLowest);
