@@ -1,31 +1,32 @@
-//! The tree of operations into a program that can be run: every name resolved, every type, count and attribute checked.
-//! What remains to go wrong in a run depends on values: places out of range, divisions by zero, broken assumptions.
+//! Translates the tree of operations into a program that can be run: every name is resolved, every type, count and
+//! attribute checked. The errors that remain in a run depend on values: places out of range, divisions by zero, broken
+//! assumptions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use super::MosaicInterpretError;
 use super::elementwise::{
     Conversion, Elementwise, compare_float, compare_int, conversion, elementwise, maximum, minimum,
 };
+use super::operation::{Checked, PREFIX};
 use super::parse::{MosaicAttribute, MosaicOperation, MosaicRegion, ValueUse};
 use super::value::{ArrayType, ElementBuffer, ElementKind, MOST_ELEMENTS, MemorySpace, MosaicType};
 
-/// The versions of the module's form that libtpu 0.0.51 reads.
+/// Versions of the module's form that libtpu 0.0.51 reads.
 const VERSIONS: std::ops::RangeInclusive<i64> = 1..=15;
-/// Steps of a grid.
+/// Largest number of steps of a grid that is run.
 const MOST_STEPS: usize = 1 << 20;
 
-/// A module's kernel, and how its windows move.
+/// A module's kernel, with the transforms that move its windows.
 #[derive(Debug)]
 pub(super) struct MosaicProgram {
-    /// Extents of the grid; the last is the fastest.
+    /// Extents of the grid; the last dimension is the fastest.
     pub(super) grid: Vec<usize>,
-    /// Of each of its dimensions, whether the cores of a device may share its steps.
+    /// Whether the cores of a device may share the steps of each dimension of the grid.
     pub(super) parallel: Vec<bool>,
-    /// Whole arrays in SMEM.
+    /// Types of the arrays that are whole in SMEM.
     pub(super) prefetch: Vec<ArrayType>,
-    /// Of inputs, then of outputs.
+    /// Windows of the inputs, then of the outputs.
     pub(super) windows: Vec<MosaicWindow>,
     pub(super) scratch: Vec<ArrayType>,
     pub(super) kernel: MosaicFunction,
@@ -34,16 +35,16 @@ pub(super) struct MosaicProgram {
 #[derive(Debug)]
 pub(super) struct MosaicWindow {
     pub(super) ty: ArrayType,
-    /// From a step's grid indices and the arrays in SMEM to a block's indices.
+    /// Function from a step's grid indices and the arrays in SMEM to a block's indices.
     pub(super) transform: MosaicFunction,
 }
 
-/// Names an SSA value within its function.
+/// Number of an SSA value within its function.
 pub(super) type ValueSlot = usize;
 
 #[derive(Debug)]
 pub(super) struct MosaicFunction {
-    /// Of each slot.
+    /// Type of each slot of the function.
     pub(super) types: Vec<MosaicType>,
     pub(super) body: FunctionBody,
 }
@@ -52,14 +53,14 @@ pub(super) struct MosaicFunction {
 pub(super) struct FunctionBody {
     pub(super) parameters: Vec<ValueSlot>,
     pub(super) instructions: Vec<MosaicInstruction>,
-    /// What it returns or yields.
+    /// Slots of the values that the body returns or yields.
     pub(super) results: Vec<ValueSlot>,
 }
 
 #[derive(Debug)]
 pub(super) struct MosaicInstruction {
     pub(super) line: usize,
-    /// Its name without the dialects' prefix.
+    /// Name of the operation, without the dialects' prefix.
     pub(super) name: String,
     pub(super) operands: Vec<ValueSlot>,
     pub(super) results: Vec<ValueSlot>,
@@ -74,7 +75,7 @@ pub(super) enum MosaicAction {
     Select,
     Convert(Conversion),
     Broadcast,
-    /// The same elements under other extents.
+    /// Gives the same elements other extents.
     Reshape,
     Slice {
         start: Vec<usize>,
@@ -103,20 +104,16 @@ impl std::fmt::Debug for MosaicAction {
     }
 }
 
-/// How a reduction combines two elements.
+/// The function by which a reduction combines two elements.
 #[derive(Clone, Copy)]
 pub(super) enum ReductionFold {
     Float(fn(f32, f32) -> f32),
     Int(fn(i32, i32) -> i32),
 }
 
-type Checked<T> = Result<T, MosaicInterpretError>;
-
-/// The prefix of every dialect's name in what libtpu reads.
-const PREFIX: &str = "stable_mosaic.";
-
-/// The program that `module` spells.
+/// Checks `module` and translates it.
 pub(super) fn check(module: &MosaicOperation) -> Checked<MosaicProgram> {
+    // The module itself: its form and version, and nothing that would change its meaning.
     module.expect_name("builtin.module")?;
     module.expect_counts(0, 0, 1)?;
     module.expect_attributes(&["stable_mosaic.version", "sym_name"])?;
@@ -124,6 +121,7 @@ pub(super) fn check(module: &MosaicOperation) -> Checked<MosaicProgram> {
     if !VERSIONS.contains(&version) {
         return Err(module.error(format!("stable_mosaic.version is {version}, expected one of {VERSIONS:?}")));
     }
+    // Its functions by name. They are translated when the kernel or a window refers to them.
     let mut functions = BTreeMap::new();
     for operation in &module.regions[0].operations {
         operation.expect_name("stable_mosaic.func.func")?;
@@ -135,6 +133,7 @@ pub(super) fn check(module: &MosaicOperation) -> Checked<MosaicProgram> {
             return Err(operation.error(format!("a second function with the name {name}")));
         }
     }
+    // The kernel is the only function with a grid.
     let kernels: Vec<_> = functions.values().filter(|f| f.attributes.contains_key("iteration_bounds")).collect();
     match kernels[..] {
         [kernel] => program(kernel, &functions),
@@ -153,6 +152,7 @@ fn program(kernel: &MosaicOperation, functions: &BTreeMap<&str, &MosaicOperation
         "tpu.core_type",
         "window_params",
     ])?;
+    // The grid. It is bounded, because every step costs time.
     let grid = kernel.extents(kernel.attribute("iteration_bounds")?, "iteration_bounds")?;
     let steps = grid.iter().try_fold(1usize, |steps, &extent| steps.checked_mul(extent));
     if steps.is_none_or(|steps| steps > MOST_STEPS) {
@@ -161,6 +161,7 @@ fn program(kernel: &MosaicOperation, functions: &BTreeMap<&str, &MosaicOperation
     let MosaicAttribute::List(window_params) = kernel.attribute("window_params")? else {
         return Err(kernel.error("window_params must be a list of dictionaries".to_string()));
     };
+    // The parameters are, in this order: grid indices, prefetched arrays, windows, scratch buffers.
     let prefetch = kernel.count("scalar_prefetch")?;
     let scratch = kernel.count("scratch_operands")?;
     let types: Vec<MosaicType> = kernel.regions[0].parameters.iter().map(|(_, ty)| ty.clone()).collect();
@@ -180,6 +181,7 @@ fn program(kernel: &MosaicOperation, functions: &BTreeMap<&str, &MosaicOperation
     }
     let (prefetched, memory) = memory.split_at(prefetch);
     let (windows, scratch) = memory.split_at(window_params.len());
+    // Transforms of windows take the grid indices and the prefetched arrays.
     let leading = &types[..grid.len() + prefetch];
     let mut elements = 0;
     let windows = windows.iter().zip(window_params);
@@ -194,7 +196,7 @@ fn program(kernel: &MosaicOperation, functions: &BTreeMap<&str, &MosaicOperation
     })
 }
 
-/// Which dimensions of the grid are parallel; none where nothing is said.
+/// Reads which dimensions of the grid are parallel; none if the attribute is missing.
 fn parallel(kernel: &MosaicOperation, dimensions: usize) -> Checked<Vec<bool>> {
     let semantics = match kernel.attributes.get("dimension_semantics") {
         None => return Ok(vec![false; dimensions]),
@@ -230,6 +232,7 @@ fn window(
         return Err(kernel.error(format!("{key} in window_params is not supported")));
     }
     let given = |key: &str| params.get(key).ok_or_else(|| kernel.error(format!("a window without {key}")));
+    // The window is a memref of the block's extents.
     let bounds = kernel.extents(given("window_bounds")?, "window_bounds")?;
     let ty = kernel.memory(ty, None)?;
     if ty.shape != bounds || ty.kind.element().is_none() {
@@ -237,6 +240,7 @@ fn window(
             format!("a parameter of {ty} for a window of {bounds:?}, expected these extents of f32, bf16, f16 or i32");
         return Err(kernel.error(problem));
     }
+    // The transform is a function of the module.
     let transform = match given("transform_indices")? {
         MosaicAttribute::Symbol(name) => functions.get(name.as_str()),
         _ => None,
@@ -254,7 +258,7 @@ fn window(
     })
 }
 
-/// A function whose values, added to the `elements` of those before it, are not too many.
+/// Checks a function, and that its values, added to the `elements` of the functions before it, are not too many.
 fn function(operation: &MosaicOperation, results: &[MosaicType], elements: &mut usize) -> Checked<MosaicFunction> {
     let region = &operation.regions[0];
     let MosaicAttribute::FunctionType(parameters, declared) = operation.attribute("function_type")? else {
@@ -267,156 +271,19 @@ fn function(operation: &MosaicOperation, results: &[MosaicType], elements: &mut 
         );
         return Err(operation.error(problem));
     }
+    // Every function has slots of its own, but the elements of all count together.
     let mut scope = MosaicScope { slots: BTreeMap::new(), defined: Vec::new(), types: Vec::new(), elements };
     let body = scope.body(operation, region, "func.return", results)?;
     Ok(MosaicFunction { types: scope.types, body })
 }
 
-impl MosaicOperation {
-    /// Its name without the prefix that all but the module carry.
-    fn short_name(&self) -> &str {
-        self.name.strip_prefix(PREFIX).unwrap_or(&self.name)
-    }
-
-    fn error(&self, problem: String) -> MosaicInterpretError {
-        MosaicInterpretError::Operation { line: self.line, name: self.short_name().to_string(), problem }
-    }
-
-    fn expect_name(&self, name: &str) -> Checked<()> {
-        if self.name == name { Ok(()) } else { Err(self.error(format!("expected {name}, found {}", self.name))) }
-    }
-
-    fn expect_counts(&self, operands: usize, results: usize, regions: usize) -> Checked<()> {
-        for (what, found, expected) in [
-            ("operands", self.operand_types.len(), operands),
-            ("results", self.result_types.len(), results),
-            ("regions", self.regions.len(), regions),
-        ] {
-            if found != expected {
-                return Err(self.error(format!("{found} {what}, expected {expected}")));
-            }
-        }
-        Ok(())
-    }
-
-    /// That no attribute changes its meaning unseen.
-    fn expect_attributes(&self, known: &[&str]) -> Checked<()> {
-        match self.attributes.keys().find(|key| !known.contains(&key.as_str())) {
-            Some(key) => Err(self.error(format!("attribute {key} is not supported"))),
-            None => Ok(()),
-        }
-    }
-
-    fn attribute(&self, key: &str) -> Checked<&MosaicAttribute> {
-        self.attributes.get(key).ok_or_else(|| self.error(format!("attribute {key} is missing")))
-    }
-
-    /// That attribute `key`, if it is given, is `expected`.
-    fn expect_default(&self, key: &str, expected: &MosaicAttribute) -> Checked<()> {
-        match self.attributes.get(key) {
-            Some(found) if found != expected => {
-                Err(self.error(format!("attribute {key} is {found:?}; only {expected:?} is supported")))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn whole(&self, key: &str) -> Checked<i64> {
-        let number = match self.attribute(key)? {
-            MosaicAttribute::Whole(number) => Some(*number),
-            MosaicAttribute::Scalar(text, _) => text.parse().ok(),
-            _ => None,
-        };
-        number.ok_or_else(|| self.error(format!("attribute {key} must be a whole number")))
-    }
-
-    /// A count that is 0 if it is not given.
-    fn count(&self, key: &str) -> Checked<usize> {
-        if !self.attributes.contains_key(key) {
-            return Ok(0);
-        }
-        usize::try_from(self.whole(key)?).map_err(|_| self.error(format!("attribute {key} must not be negative")))
-    }
-
-    fn places(&self, attribute: &MosaicAttribute, key: &str) -> Checked<Vec<usize>> {
-        let numbers: Option<Vec<i64>> = match attribute {
-            MosaicAttribute::Array(numbers) => Some(numbers.clone()),
-            MosaicAttribute::List(items) => {
-                items.iter().map(|item| if let MosaicAttribute::Whole(x) = item { Some(*x) } else { None }).collect()
-            }
-            _ => None,
-        };
-        let places = numbers.and_then(|numbers| numbers.into_iter().map(|x| usize::try_from(x).ok()).collect());
-        places.ok_or_else(|| self.error(format!("attribute {key} must be a list of whole numbers from 0 on")))
-    }
-
-    fn extents(&self, attribute: &MosaicAttribute, key: &str) -> Checked<Vec<usize>> {
-        let extents = self.places(attribute, key)?;
-        if extents.contains(&0) { Err(self.error(format!("an extent of 0 in {key}"))) } else { Ok(extents) }
-    }
-
-    fn memory(&self, ty: &MosaicType, expected: Option<MemorySpace>) -> Checked<ArrayType> {
-        match ty {
-            MosaicType::MemRef(shaped, space) if expected.is_none_or(|expected| expected == *space) => {
-                Ok(shaped.clone())
-            }
-            _ => Err(self.error(format!("a parameter of type {ty}, expected a memref in its memory"))),
-        }
-    }
-
-    /// The type of operand `i`, a scalar or a vector.
-    fn operand(&self, i: usize) -> Checked<&ArrayType> {
-        match &self.operand_types[i] {
-            MosaicType::Data(shaped) => Ok(shaped),
-            memory @ MosaicType::MemRef(..) => {
-                Err(self.error(format!("operand {i} is {memory}, expected a scalar or a vector")))
-            }
-        }
-    }
-
-    /// The type of its one result.
-    fn result(&self) -> Checked<&ArrayType> {
-        match &self.result_types[..] {
-            [MosaicType::Data(shaped)] => Ok(shaped),
-            _ => Err(self.error("expected one result, a scalar or a vector".to_string())),
-        }
-    }
-
-    /// That there are `count` operands of the result's type, which is returned.
-    fn uniform(&self, count: usize) -> Checked<&ArrayType> {
-        self.expect_counts(count, 1, 0)?;
-        let result = self.result()?;
-        for i in 0..count {
-            self.expect_operand(i, result)?;
-        }
-        Ok(result)
-    }
-
-    fn expect_operand(&self, i: usize, expected: &ArrayType) -> Checked<()> {
-        let found = &self.operand_types[i];
-        match found {
-            MosaicType::Data(shaped) if shaped == expected => Ok(()),
-            _ => Err(self.error(format!("operand {i} is {found}, expected {expected}"))),
-        }
-    }
-
-    fn expect_result(&self, expected: &ArrayType) -> Checked<()> {
-        let found = self.result()?;
-        if found == expected { Ok(()) } else { Err(self.error(format!("the result is {found}, expected {expected}"))) }
-    }
-
-    fn expect_kind(&self, kind: ElementKind, right: bool, what: &str) -> Checked<()> {
-        if right { Ok(()) } else { Err(self.error(format!("elements of {kind}, expected {what}"))) }
-    }
-}
-
-/// The names that may be used, and the types of all slots of a function.
+/// The names that are visible, and the types of all slots of a function.
 struct MosaicScope<'a> {
     slots: BTreeMap<ValueUse, ValueSlot>,
-    /// The names in `slots`, in the order of their definitions.
+    /// Names in `slots`, in the order of their definitions.
     defined: Vec<ValueUse>,
     types: Vec<MosaicType>,
-    /// Held by all slots of the module together.
+    /// Number of elements in all slots of the module so far.
     elements: &'a mut usize,
 }
 
@@ -437,7 +304,7 @@ impl MosaicScope<'_> {
         Ok(slot)
     }
 
-    /// The slots of the operands, which must be defined with the types that they are used with.
+    /// Returns the slots of the operands, which must be defined with the types of their use.
     fn operands(&self, operation: &MosaicOperation) -> Checked<Vec<ValueSlot>> {
         let (found, types) = (operation.operands.len(), operation.operand_types.len());
         if found != types {
@@ -471,7 +338,8 @@ impl MosaicScope<'_> {
         names.zip(types).map(|(name, ty)| self.define(operation, name, ty)).collect()
     }
 
-    /// A region that ends with `terminator` over values of types `results`. Its names are forgotten after it.
+    /// Translates a region that ends with `terminator` over values of types `results`. Its names are forgotten after
+    /// it.
     fn body(
         &mut self,
         owner: &MosaicOperation,
@@ -479,6 +347,7 @@ impl MosaicScope<'_> {
         terminator: &str,
         results: &[MosaicType],
     ) -> Checked<FunctionBody> {
+        // Names that the region defines are visible until its end.
         let outside = self.defined.len();
         let parameters = region.parameters.iter();
         let parameters =
@@ -487,6 +356,7 @@ impl MosaicScope<'_> {
             return Err(owner.error(format!("an empty region, expected one that ends with {terminator}")));
         };
         let instructions = operations.iter().map(|operation| self.instruction(operation)).collect::<Result<_, _>>()?;
+        // The last operation ends the region and names its results.
         last.expect_name(&format!("{PREFIX}{terminator}"))?;
         last.expect_attributes(&[])?;
         last.expect_counts(results.len(), 0, 0)?;
@@ -496,6 +366,7 @@ impl MosaicScope<'_> {
         {
             return Err(last.error(format!("gives {found}, expected {expected}")));
         }
+        // Forget the names, not the slots: values of outer regions stay.
         for name in self.defined.drain(outside..) {
             self.slots.remove(&name);
         }
@@ -505,6 +376,7 @@ impl MosaicScope<'_> {
     fn instruction(&mut self, operation: &MosaicOperation) -> Checked<MosaicInstruction> {
         let name = operation.short_name();
         operation.expect_name(&format!("{PREFIX}{name}"))?;
+        // Operands first: an operation does not see its own results.
         let operands = self.operands(operation)?;
         let action = match name {
             "scf.for" => self.for_loop(operation)?,
@@ -519,12 +391,14 @@ impl MosaicScope<'_> {
         operation.expect_attributes(&[])?;
         let carried = &operation.result_types;
         operation.expect_counts(3 + carried.len(), carried.len(), 1)?;
+        // The first three operands are the bounds and the step, of the counter's type; the rest is carried from trip to trip.
         let counter = operation.operand(0)?;
         let counts =
             *counter == ArrayType::scalar(ElementKind::I32) || *counter == ArrayType::scalar(ElementKind::Index);
         operation.expect_kind(counter.kind, counts, "a scalar i32 or index to count with")?;
         operation.expect_operand(1, counter)?;
         operation.expect_operand(2, counter)?;
+        // The body takes the counter and the carried values, and yields the latter.
         let mut parameters = vec![MosaicType::Data(counter.clone())];
         parameters.extend_from_slice(carried);
         let region = &operation.regions[0];
@@ -545,6 +419,7 @@ impl MosaicScope<'_> {
         }
         let yes = self.body(operation, &operation.regions[0], "scf.yield", results)?;
         let otherwise = &operation.regions[1];
+        // An empty second region stands for no operations, if nothing is to be yielded.
         let no = if otherwise.operations.is_empty() && results.is_empty() {
             FunctionBody { parameters: Vec::new(), instructions: Vec::new(), results: Vec::new() }
         } else {
@@ -554,7 +429,7 @@ impl MosaicScope<'_> {
     }
 }
 
-/// What `operation`, which has no region, does.
+/// Translates `operation`, which has no region.
 fn action(operation: &MosaicOperation, name: &str) -> Checked<MosaicAction> {
     if let Some(function) = elementwise(name) {
         return elementwise_action(operation, function);
@@ -595,7 +470,7 @@ fn action(operation: &MosaicOperation, name: &str) -> Checked<MosaicAction> {
     }
 }
 
-/// That nothing allows another result than the written arithmetic's.
+/// Checks that no attribute allows another result than that of the written arithmetic.
 fn expect_plain_arithmetic(operation: &MosaicOperation) -> Checked<()> {
     operation.expect_default("fastmath", &MosaicAttribute::Opaque("#arith.fastmath<none>".to_string()))?;
     operation.expect_default("overflowFlags", &MosaicAttribute::Opaque("#arith.overflow<none>".to_string()))
@@ -632,7 +507,7 @@ fn constant(operation: &MosaicOperation) -> Checked<MosaicAction> {
     Ok(MosaicAction::Constant(Rc::new(elements)))
 }
 
-/// `1.0e+00`, which needs its point, or the bits in as many digits as they take: `0x7F80`.
+/// Parses a float: `1.0e+00`, which needs its point, or the bits in as many digits as they take, `0x7F80`.
 fn float(kind: ElementKind, text: &str) -> Option<f32> {
     if let Some(digits) = text.strip_prefix("0x") {
         let bits = u32::from_str_radix(digits, 16).ok().filter(|_| digits.len() as u32 * 4 == kind.bits())?;
@@ -656,6 +531,7 @@ fn compare(operation: &MosaicOperation, name: &str) -> Checked<MosaicAction> {
     let ty = operation.operand(0)?;
     operation.expect_operand(1, ty)?;
     operation.expect_result(&ty.with_kind(ElementKind::I1))?;
+    // The predicate is a number of MLIR's table.
     let predicate = operation.whole("predicate")?;
     let unknown = || operation.error(format!("predicate {predicate} is unknown"));
     if name == "arith.cmpf" {
@@ -673,6 +549,7 @@ fn select(operation: &MosaicOperation) -> Checked<MosaicAction> {
     let ty = operation.result()?;
     operation.expect_operand(1, ty)?;
     operation.expect_operand(2, ty)?;
+    // The condition is one truth value for all elements, or one for each.
     if *operation.operand(0)? != ArrayType::scalar(ElementKind::I1) {
         operation.expect_operand(0, &ty.with_kind(ElementKind::I1))?;
     }
@@ -682,6 +559,7 @@ fn select(operation: &MosaicOperation) -> Checked<MosaicAction> {
 fn broadcast(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_attributes(&[])?;
     operation.expect_counts(1, 1, 0)?;
+    // Extents are aligned at the last dimension, as in NumPy.
     let (from, to) = (operation.operand(0)?, operation.result()?);
     let aligned = from.shape.iter().rev().zip(to.shape.iter().rev());
     let fits = from.shape.len() <= to.shape.len() && aligned.into_iter().all(|(&from, &to)| from == 1 || from == to);
@@ -701,6 +579,7 @@ fn slice(operation: &MosaicOperation) -> Checked<MosaicAction> {
     if start.len() != rank || sizes.len() != rank || strides != vec![1; rank] {
         return Err(operation.error(format!("expected {rank} offsets and sizes, and as many strides of 1")));
     }
+    // The slice must be within the vector, and the result must have its sizes.
     let ends = start.iter().zip(&sizes).map(|(start, size)| start.checked_add(*size));
     if ends.zip(&from.shape).any(|(end, extent)| end.is_none_or(|end| end > *extent)) {
         return Err(operation.error(format!("offsets {start:?} and sizes {sizes:?} reach beyond {from}")));
@@ -716,10 +595,12 @@ fn reduction(operation: &MosaicOperation) -> Checked<MosaicAction> {
     operation.expect_counts(2, 1, 0)?;
     let from = operation.operand(0)?;
     let dimensions = operation.places(operation.attribute("reduction_dims")?, "reduction_dims")?;
+    // The dimensions must exist and be distinct.
     let distinct: BTreeSet<_> = dimensions.iter().filter(|&&dimension| dimension < from.shape.len()).collect();
     if dimensions.is_empty() || distinct.len() != dimensions.len() {
         return Err(operation.error(format!("reduction_dims {dimensions:?} are not dimensions of {from}")));
     }
+    // The accumulator and the result have the remaining dimensions.
     let shape = from.shape.iter().enumerate().filter(|(i, _)| !dimensions.contains(i)).map(|(_, &extent)| extent);
     let kept = ArrayType { kind: from.kind, shape: shape.collect() };
     operation.expect_operand(1, &kept)?;
@@ -727,6 +608,7 @@ fn reduction(operation: &MosaicOperation) -> Checked<MosaicAction> {
     let MosaicAttribute::Opaque(kind) = operation.attribute("kind")? else {
         return Err(operation.error("kind must be a #vector.kind".to_string()));
     };
+    // Floats and integers have functions of their own; other kinds are not emitted.
     let fold = match (kind.as_str(), from.kind.is_float()) {
         ("#vector.kind<add>", true) => ReductionFold::Float(|x, y| x + y),
         ("#vector.kind<maximumf>", true) => ReductionFold::Float(maximum),
@@ -737,12 +619,14 @@ fn reduction(operation: &MosaicOperation) -> Checked<MosaicAction> {
     Ok(MosaicAction::Reduce { fold, dimensions })
 }
 
-/// Operand `i`: a memref in `space`, with an index for each of its dimensions after it.
+/// Checks that operand `i` is a memref in `space` with an index for each of its dimensions after it, and returns its
+/// type.
 fn indexed(operation: &MosaicOperation, i: usize, space: MemorySpace) -> Checked<&ArrayType> {
     let memory = match operation.operand_types.get(i) {
         Some(MosaicType::MemRef(shaped, found)) if *found == space => shaped,
         _ => return Err(operation.error(format!("operand {i} must be a memref in {space}"))),
     };
+    // Nothing may follow the indices.
     operation.expect_counts(i + 1 + memory.shape.len(), operation.result_types.len(), 0)?;
     for index in i + 1..operation.operand_types.len() {
         operation.expect_operand(index, &ArrayType::scalar(ElementKind::Index))?;

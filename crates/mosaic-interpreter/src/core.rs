@@ -1,16 +1,16 @@
-//! What a core asks of a kernel: blocks of whole tiles, and no more VMEM than it has.
+//! Rules of a core: blocks of whole tiles, and no more VMEM than it has.
 
 use super::check::MosaicProgram;
 use super::pipeline::WindowArrays;
 use super::value::{ArrayType, ElementKind};
 use super::{MosaicInterpretError, TpuCore};
 
-/// Columns of a tile.
+/// Number of columns in a tile.
 const LANES: usize = 128;
-/// Rows of a tile of 32-bit elements.
+/// Number of rows in a tile of 32-bit elements.
 const SUBLANES: usize = 8;
 
-/// Extents of a tile of `kind`.
+/// Returns the extents of a tile of `kind`.
 fn tile(kind: ElementKind) -> [usize; 2] {
     [SUBLANES * 32 / kind.bits().clamp(8, 32) as usize, LANES]
 }
@@ -21,8 +21,9 @@ fn is_whole(extent: usize, size: usize, tile: usize) -> bool {
 }
 
 impl TpuCore {
-    /// Whether it runs `program` on `arrays`.
+    /// Checks that the core can run `program` on `arrays`.
     pub(super) fn takes(self, program: &MosaicProgram, arrays: &WindowArrays) -> Result<(), MosaicInterpretError> {
+        // Copies move whole tiles, so that blocks must consist of them.
         for (i, window) in program.windows.iter().enumerate() {
             let block = &window.ty;
             let array = &arrays.in_hbm[arrays.of_window[i]].ty.shape;
@@ -37,6 +38,7 @@ impl TpuCore {
                 )));
             }
         }
+        // Every window is double-buffered; scratch is not.
         let windows: usize = program.windows.iter().map(|window| 2 * vmem_bytes(&window.ty)).sum();
         let scratch: usize = program.scratch.iter().map(vmem_bytes).sum();
         let (needed, most) = (windows + scratch, self.vmem_bytes);
@@ -49,7 +51,7 @@ impl TpuCore {
     }
 }
 
-/// Bytes that an array takes in VMEM, in whole tiles.
+/// Returns the bytes that an array takes in VMEM, in whole tiles.
 fn vmem_bytes(ty: &ArrayType) -> usize {
     let mut extents = ty.shape.clone();
     for (extent, tile) in extents.iter_mut().rev().zip(tile(ty.kind).into_iter().rev()) {

@@ -1,25 +1,25 @@
-//! What the element-by-element operations compute, one element at a time.
+//! Functions of the element-by-element operations, each on one element at a time.
 //!
 //! Floats narrower than f32 compute in f32; the caller rounds the result to the type. Integers may give bits beyond
 //! their width; the caller drops them.
 
 use super::value::{ElementBuffer, ElementKind};
 
-/// A result, or why there is none.
+/// Result of an integer operation, or the reason why it is undefined.
 type Integer = Result<i32, &'static str>;
 
-/// An operation whose operands and result have one type; of a comparison the result is its truth.
+/// An operation whose operands and result have one type.
 #[derive(Clone, Copy)]
 pub(super) enum Elementwise {
     FloatUnary(fn(f32) -> f32),
     FloatBinary(fn(f32, f32) -> f32),
-    /// On integers and indices.
+    /// A function of two integers or indices.
     IntBinary(fn(ElementKind, i32, i32) -> Integer),
-    /// On truth values too.
+    /// A function of the bits of two integers or truth values.
     Bitwise(fn(i32, i32) -> i32),
 }
 
-/// `None` for an operation that is not of this form.
+/// Returns the function of an element-by-element operation, or `None` for any other.
 pub(super) fn elementwise(name: &str) -> Option<Elementwise> {
     use Elementwise::{Bitwise, FloatBinary, FloatUnary, IntBinary};
     Some(match name {
@@ -59,7 +59,7 @@ fn shift(kind: ElementKind, by: i32) -> Result<u32, &'static str> {
     u32::try_from(by).ok().filter(|&by| by < kind.bits()).ok_or("a shift by more bits than there are")
 }
 
-/// NaN of either operand; +0 of zeros that differ.
+/// Returns the larger number, NaN if either operand is, and +0 for zeros of different sign.
 pub(super) fn maximum(x: f32, y: f32) -> f32 {
     if x == y {
         f32::from_bits(x.to_bits() & y.to_bits())
@@ -70,7 +70,7 @@ pub(super) fn maximum(x: f32, y: f32) -> f32 {
     }
 }
 
-/// NaN of either operand; −0 of zeros that differ.
+/// Returns the smaller number, NaN if either operand is, and −0 for zeros of different sign.
 pub(super) fn minimum(x: f32, y: f32) -> f32 {
     if x == y {
         f32::from_bits(x.to_bits() | y.to_bits())
@@ -81,7 +81,7 @@ pub(super) fn minimum(x: f32, y: f32) -> f32 {
     }
 }
 
-/// The comparison that `arith.cmpi` numbers so. Sign extension keeps the order of unsigned integers.
+/// Returns the comparison with this number in `arith.cmpi`. Sign extension keeps the order of unsigned integers.
 pub(super) fn compare_int(predicate: i64) -> Option<fn(i32, i32) -> bool> {
     Some(match predicate {
         0 => |x, y| x == y,
@@ -98,7 +98,7 @@ pub(super) fn compare_int(predicate: i64) -> Option<fn(i32, i32) -> bool> {
     })
 }
 
-/// The comparison that `arith.cmpf` numbers so: 1 to 7 are false of a NaN, 8 to 14 are true of one.
+/// Returns the comparison with this number in `arith.cmpf`: 1 to 7 are false for a NaN, 8 to 14 are true.
 pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
     fn unordered(x: f32, y: f32) -> bool {
         x.is_nan() || y.is_nan()
@@ -124,18 +124,18 @@ pub(super) fn compare_float(predicate: i64) -> Option<fn(f32, f32) -> bool> {
     })
 }
 
-/// Whether elements of the first kind convert to the second.
+/// Predicate that tells whether elements of the first kind convert to the second.
 type Takes = fn(ElementKind, ElementKind) -> bool;
 type Convert = fn(&ElementBuffer, ElementKind, ElementKind) -> ElementBuffer;
 
-/// A change of element type.
+/// A change of element type: its domain, and its function.
 #[derive(Clone, Copy)]
 pub(super) struct Conversion {
     pub(super) takes: Takes,
     pub(super) convert: Convert,
 }
 
-/// `None` for an operation that changes no element type.
+/// Returns the conversion of an operation, or `None` if it changes no element type.
 pub(super) fn conversion(name: &str) -> Option<Conversion> {
     let (takes, convert): (Takes, Convert) = match name {
         "arith.extf" => (
@@ -196,8 +196,9 @@ fn ints<T>(x: &[T], f: impl Fn(&T) -> i32) -> ElementBuffer {
     ElementBuffer::Int(x.iter().map(f).collect())
 }
 
-/// `x` without its fraction; poison where `to` has no such number, as the result is then undefined.
+/// Removes the fraction of `x`; poison if `to` has no such number, because the result is then undefined.
 fn truncated(x: f32, to: ElementKind) -> i32 {
+    // Every f32, and every bound of an integer type, is exact in f64.
     let limit = 2f64.powi(to.bits() as i32 - 1);
     let whole = f64::from(x).trunc();
     if whole >= -limit && whole < limit { whole as i32 } else { to.integer_poison() }

@@ -54,6 +54,7 @@
 mod check;
 mod core;
 mod elementwise;
+mod operation;
 mod parse;
 mod pipeline;
 mod run;
@@ -64,33 +65,34 @@ use value::{ArrayType, ElementBuffer, ElementKind};
 
 use assay_core::device_dtype::DeviceDtype;
 
-/// Elements that a run may handle: some minutes.
+/// Largest number of elements that a run handles by default: some minutes of work.
 const MOST_WORK: u64 = 1 << 36;
 
-/// What computes exponentials, logarithms and quotients, and in what order lanes are summed. Nobody outside knows how accurate a TPU's
-/// units are: what is right by all of these is right by any whose errors are no larger.
+/// The accuracy of exponentials, logarithms and quotients, and the order in which lanes are summed. The accuracy of a
+/// TPU's units is not published: a kernel that is right with all of these is right with any unit whose errors are no
+/// larger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MosaicUnits {
-    /// The host's, and sums by halves.
+    /// The host's functions, and sums by halves.
     Host,
-    /// Each result further from 0 by [`OFF_ULP`], and sums by pairs of neighbours.
+    /// Results further from 0 by [`OFF_ULP`], and sums by pairs of neighbours.
     Above,
-    /// The same, nearer to 0.
+    /// Results nearer to 0 by [`OFF_ULP`], and sums by pairs of neighbours.
     Below,
 }
 
-/// By how many units in the last place results of [`MosaicUnits::Above`] and [`MosaicUnits::Below`] are off: a logarithm between −1 and 1 by as many
-/// 2⁻²⁴.
+/// Error of [`MosaicUnits::Above`] and [`MosaicUnits::Below`] in units in the last place; for a logarithm between −1
+/// and 1, in multiples of 2⁻²⁴.
 pub const OFF_ULP: i32 = 8;
 
-/// How a module is run.
+/// The conditions under which a module is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MosaicOptions {
-    /// What computes.
+    /// Accuracy of the arithmetic units.
     pub units: MosaicUnits,
-    /// The core whose rules hold, if it is one.
+    /// Core whose rules must hold; `None` if none must.
     pub core: Option<TpuCore>,
-    /// Elements that the run may handle before it is given up.
+    /// Largest number of elements that the run may handle before it is given up.
     pub most_work: u64,
 }
 
@@ -107,64 +109,64 @@ pub struct TpuCore {
     pub vmem_bytes: usize,
 }
 
-/// A dense row-major array.
+/// A dense row-major array in the memory of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostArray {
-    /// Its element type: f32, bf16, f16 or i32.
+    /// Element type of the array: f32, bf16, f16, i16 or i32.
     pub element: DeviceDtype,
-    /// Its extents.
+    /// Extents of the array, outermost first.
     pub shape: Vec<usize>,
-    /// Its elements, little-endian.
+    /// Elements of the array in row-major order, little-endian.
     pub bytes: Vec<u8>,
 }
 
-/// Why a module was not run to its end.
+/// The reason why a module was not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MosaicInterpretError {
-    /// The text is not the generic form of a module, or not of the supported part of it.
+    /// The text is not a module in the generic form, or uses a part of it that is not supported.
     #[error("line {line}: {problem}")]
     Text {
-        /// Where it is, counted from 1.
+        /// Line of the text, counted from 1.
         line: usize,
-        /// What was found, and what was expected.
+        /// Description of the text that was found and of the expected one.
         problem: String,
     },
     /// An operation is unknown, is wrong in itself, or failed when it ran.
     #[error("line {line}: {name}: {problem}")]
     Operation {
-        /// Where it is, counted from 1.
+        /// Line of the operation, counted from 1.
         line: usize,
-        /// Its dialect and name.
+        /// Dialect and name of the operation.
         name: String,
-        /// What was found, and what was expected.
+        /// Description of the operation's mistake, with the expected form.
         problem: String,
     },
-    /// A window lies where it must not, or is read and written at once.
+    /// A window is outside its array, or is read and written at once.
     #[error("{window}, at grid step {step:?}: {problem}")]
     Window {
-        /// `input 0`, `output 1`.
+        /// Name of the window, `input 0` or `output 1`.
         window: String,
-        /// The grid indices.
+        /// Grid indices of the step.
         step: Vec<usize>,
-        /// What was found, and what was expected.
+        /// Description of the window's mistake, with the expected place.
         problem: String,
     },
-    /// The caller's arrays are not those that the module takes.
+    /// The caller's arrays do not fit the module.
     #[error("{0}")]
     Arrays(String),
-    /// The core cannot run it.
+    /// The core's rules do not allow the kernel.
     #[error("core: {0}")]
     Core(String),
-    /// The run was given up.
+    /// The run was given up, because it handled too many elements.
     #[error("not finished after {most} elements: the module is too large to be interpreted, or does not end")]
     Endless {
-        /// Elements that a run may handle.
+        /// Largest number of elements that the run may handle.
         most: u64,
     },
 }
 
 impl MosaicInterpretError {
-    /// With the grid step at which an operation failed.
+    /// Adds the grid step at which an operation failed.
     fn at(self, step: &[usize]) -> Self {
         match self {
             MosaicInterpretError::Operation { line, name, problem } => {
@@ -175,7 +177,7 @@ impl MosaicInterpretError {
     }
 }
 
-/// What the kernel of `module` makes of `operands`: the `outputs`, each of the given type.
+/// Runs the kernel of `module` on `operands` and returns the `outputs`, each of the given type.
 ///
 /// Operands come in the custom call's order: the arrays for scalar memory, then the inputs. Each of `aliases` names an
 /// operand and the output that takes its memory. See [the module](self) for what a run does.
@@ -192,7 +194,7 @@ pub fn run(
     run_with(MosaicOptions::default(), module, operands, outputs, aliases)
 }
 
-/// [`run`] as `options` say.
+/// Runs a module like [`run`], under the given `options`.
 ///
 /// # Errors
 /// As [`run`], and where a rule of the core is broken.
@@ -203,6 +205,7 @@ pub fn run_with(
     outputs: &[(DeviceDtype, Vec<usize>)],
     aliases: &[(usize, usize)],
 ) -> Result<Vec<HostArray>, MosaicInterpretError> {
+    // Parse and check the module, then match it with the caller's arrays.
     let program = check::check(&parse::parse(module)?)?;
     let (prefetched, windows) = (program.prefetch.len(), program.windows.len());
     if operands.len() < prefetched || operands.len() - prefetched + outputs.len() != windows {
@@ -212,6 +215,7 @@ pub fn run_with(
             outputs.len()
         )));
     }
+    // Arrays for scalar memory must have exactly the types that the kernel declares.
     let inputs = operands.split_off(prefetched);
     let mut prefetch = Vec::new();
     for (i, (array, expected)) in operands.into_iter().zip(&program.prefetch).enumerate() {
@@ -221,11 +225,13 @@ pub fn run_with(
         }
         prefetch.push(array.elements);
     }
+    // Inputs move under windows, whose kind their elements must have.
     let mut arrays = WindowArrays { in_hbm: Vec::new(), of_window: (0..inputs.len()).collect(), inputs: inputs.len() };
     let kinds: Vec<ElementKind> = program.windows.iter().map(|window| window.ty.kind).collect();
     for (i, array) in inputs.into_iter().enumerate() {
         arrays.in_hbm.push(hbm_array(array, kinds[i], &format!("operand {}", prefetched + i))?);
     }
+    // Outputs take the memory of an input, or begin as poison.
     let sources = alias_sources(aliases, prefetched, &arrays, outputs.len())?;
     for (i, ((element, shape), source)) in outputs.iter().zip(sources).enumerate() {
         let output = unwritten(*element, shape, kinds[arrays.inputs + i], &format!("output {i}"))?;
@@ -242,6 +248,7 @@ pub fn run_with(
         }
         arrays.of_window.push(place);
     }
+    // A window has as many dimensions as its array.
     for (window, &array) in program.windows.iter().zip(&arrays.of_window) {
         let array = &arrays.in_hbm[array].ty;
         if array.shape.len() != window.ty.shape.len() {
@@ -252,6 +259,7 @@ pub fn run_with(
         core.takes(&program, &arrays)?;
     }
     pipeline::run(&program, prefetch, &mut arrays, options)?;
+    // The results are the outputs' arrays after the last write-back.
     let written = arrays.of_window[arrays.inputs..].iter().map(|&array| &arrays.in_hbm[array]);
     let results = written.zip(outputs).map(|(array, (element, shape))| HostArray {
         element: *element,
@@ -261,7 +269,7 @@ pub fn run_with(
     Ok(results.collect())
 }
 
-/// Of each output, the input whose array it overwrites.
+/// Returns for each output the input whose array it overwrites, if any.
 fn alias_sources(
     aliases: &[(usize, usize)],
     prefetched: usize,
@@ -283,7 +291,7 @@ fn alias_sources(
     Ok(sources)
 }
 
-/// The type of an array of the caller's, which holds elements of `kind`.
+/// Returns the type of a caller's array, which must hold elements of `kind`.
 fn unwritten(
     element: DeviceDtype,
     shape: &[usize],

@@ -1,4 +1,5 @@
-//! Generic-form MLIR text into a tree of operations, each with its line. What they mean is [`super::check`]'s matter.
+//! Parses MLIR text in its generic form into a tree of operations, each with its line. [`super::check`] gives them a
+//! meaning.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +15,14 @@ use winnow::{ModalResult, Parser};
 use super::MosaicInterpretError;
 use super::value::{ArrayType, ElementKind, MemorySpace, MosaicType};
 
-/// No module is longer.
+/// Largest size of a module's text, bytes.
 const LONGEST_TEXT: usize = 16 << 20;
-/// Regions within regions, and attributes within attributes.
+/// Largest depth of regions within regions, and of attributes within attributes.
 const DEEPEST: usize = 32;
-/// Extents of a vector or memref.
+/// Largest number of dimensions of a vector or memref.
 const MOST_DIMENSIONS: usize = 8;
 
-/// An operation as it is written.
+/// An operation as it is written in the text.
 #[derive(Debug)]
 pub(super) struct MosaicOperation {
     pub(super) line: usize,
@@ -34,52 +35,52 @@ pub(super) struct MosaicOperation {
     pub(super) result_types: Vec<MosaicType>,
 }
 
-/// `%name` or `%name:count` on the left of an operation.
+/// A definition `%name` or `%name:count` on the left of an operation.
 #[derive(Debug)]
 pub(super) struct ValueDefinition {
     pub(super) name: String,
     pub(super) count: usize,
 }
 
-/// `%name` or `%name#index` as an operand.
+/// An operand `%name` or `%name#index` of an operation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ValueUse {
     pub(super) name: String,
     pub(super) index: usize,
 }
 
-/// A region of one block, or of none.
+/// A region of one block, or an empty one.
 #[derive(Debug, Default)]
 pub(super) struct MosaicRegion {
     pub(super) parameters: Vec<(ValueUse, MosaicType)>,
     pub(super) operations: Vec<MosaicOperation>,
 }
 
-/// The value of an attribute.
+/// The value of an attribute, as far as modules use them.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum MosaicAttribute {
-    /// A whole number without a type, or of the one that MLIR gives it then: i64.
+    /// A whole number without a type, or with the type i64, which MLIR then assumes.
     Whole(i64),
     /// A number of another type as it is spelt, or `true` or `false`.
     Scalar(String, MosaicType),
-    /// `dense<SCALAR> : type`
+    /// A vector with one value, `dense<SCALAR> : type`.
     Splat(String, MosaicType),
-    /// `array<type: numbers>`
+    /// A list of integers, `array<type: numbers>`.
     Array(Vec<i64>),
     List(Vec<MosaicAttribute>),
     Dictionary(BTreeMap<String, MosaicAttribute>),
-    /// `@name`
+    /// The name of a function, `@name`.
     Symbol(String),
     Text(String),
-    /// `#dialect.name<…>`, as written.
+    /// An attribute of a dialect, `#dialect.name<…>`, as written.
     Opaque(String),
     FunctionType(Vec<MosaicType>, Vec<MosaicType>),
 }
 
-/// The text from somewhere on, and where the lines of all of it end.
+/// The rest of the text, with the ends of all lines.
 type ParseInput<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
 
-/// Why the text is not read, and where.
+/// A mistake in the text, with its offset.
 #[derive(Debug)]
 struct MosaicMistake {
     at: usize,
@@ -88,9 +89,9 @@ struct MosaicMistake {
 
 #[derive(Debug)]
 enum ParseProblem {
-    /// Something else stands there; nothing where it is not known yet.
+    /// The text does not continue as expected; empty while the expectation is unknown.
     Expected(String),
-    /// What is wrong with what stands there.
+    /// The text continues as expected, but its value is wrong.
     Wrong(String),
 }
 
@@ -104,7 +105,7 @@ impl MosaicMistake {
     }
 }
 
-/// What stands first in `text`, as a message has it.
+/// Returns the first token of `text`, for an error message.
 fn token_of(text: &str) -> String {
     let Some(first) = text.chars().next() else { return "the end of the text".into() };
     match first {
@@ -130,7 +131,7 @@ impl<'t> ParserError<ParseInput<'t>> for MosaicMistake {
         Self { at: input.current_token_start(), problem: ParseProblem::Expected(String::new()) }
     }
 
-    /// None of several: what is around them says what was expected.
+    /// Forgets the expectations of both alternatives: the context around them has the expectation.
     fn or(self, _: Self) -> Self {
         Self { problem: ParseProblem::Expected(String::new()), ..self }
     }
@@ -140,7 +141,7 @@ impl<'t> ParserError<ParseInput<'t>> for MosaicMistake {
     }
 }
 
-/// What was expected: what is said first, closest to the place, stays.
+/// Notes an expectation, unless one closer to the place is already known.
 impl<I: Stream, C: ToString> AddContext<I, C> for MosaicMistake {
     fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
         if let ParseProblem::Expected(expected) = &mut self.problem
@@ -154,17 +155,18 @@ impl<I: Stream, C: ToString> AddContext<I, C> for MosaicMistake {
 
 type MosaicParsed<T> = ModalResult<T, MosaicMistake>;
 
-/// A parser of some of the text.
+/// A parser of a part of the text.
 trait MosaicReads<'t, T>: Parser<ParseInput<'t>, T, ErrMode<MosaicMistake>> {}
 
 impl<'t, T, P: Parser<ParseInput<'t>, T, ErrMode<MosaicMistake>>> MosaicReads<'t, T> for P {}
 
-/// The one operation that `text` holds.
+/// Parses the only operation that `text` holds.
 pub(super) fn parse(text: &str) -> Result<MosaicOperation, MosaicInterpretError> {
     if text.len() > LONGEST_TEXT {
         let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
         return Err(MosaicInterpretError::Text { line: 1, problem });
     }
+    // Errors name a line: the ends of lines are found once.
     let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     let end = token(eof).context("the end of the text after the module");
@@ -192,18 +194,19 @@ fn mark<'t>(mark: char) -> impl MosaicReads<'t, char> {
     token(mark).context(mark)
 }
 
-/// `inside`, which must follow where `open` is.
+/// Parses `inside`, which must follow if `open` is there.
 fn after<'t, T>(open: char, inside: impl MosaicReads<'t, T>) -> impl MosaicReads<'t, T> {
     preceded(mark(open), cut_err(inside))
 }
 
-/// Items with commas between them, and `close`.
+/// Parses items with commas between them, up to `close`.
 fn until<'t, T>(close: char, item: impl MosaicReads<'t, T>) -> impl MosaicReads<'t, Vec<T>> {
     let end = cut_err(token(close)).context(format!(", or {close}"));
     alt((mark(close).map(|_| Vec::new()), terminated(separated(1.., cut_err(item), mark(',')), end)))
 }
 
-/// A keyword, a type, a number or extents: `array`, `vector`, `f32`, `-1.0e+00`, `16x128xf32`; after `space`.
+/// Parses a keyword, a type, a number or extents: `array`, `vector`, `f32`, `-1.0e+00`, `16x128xf32`; it must come
+/// after `space`.
 fn bare_word<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let fraction = opt(('.', digit0));
     let with_signed_exponent = (opt('-'), digit1, fraction, one_of(['e', 'E']), one_of(['+', '-']), digit1);
@@ -219,7 +222,7 @@ fn keyword<'t>(keyword: &'static str) -> impl MosaicReads<'t, &'t str> {
     token(bare_word.verify(move |word: &str| word == keyword))
 }
 
-/// A whole number.
+/// Parses a whole number of any integer type.
 fn whole<T: std::str::FromStr>(input: &mut ParseInput) -> MosaicParsed<T> {
     token(bare_word.verify_map(|word| word.parse().ok())).parse_next(input)
 }
@@ -229,25 +232,25 @@ fn quoted<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     delimited(token('"'), take_till(0.., ['"', '\n', '\\']), end).parse_next(input)
 }
 
-/// A name after `prefix`.
+/// Parses a name after the sign `prefix`.
 fn name<'t>(prefix: char) -> impl MosaicReads<'t, &'t str> {
     let name = take_while(1.., move |c| is_name(c) || prefix == '%' && c == '-');
     preceded(token(prefix), cut_err(name).context(format!("a name after {prefix}")))
 }
 
-/// `@name` or `@"name"`
+/// Parses a symbol, `@name` or `@"name"`.
 fn symbol<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let name = cut_err(alt((quoted, take_while(1.., is_name)))).context("a name after @");
     preceded(token('@'), name).parse_next(input)
 }
 
-/// `#dialect.name<…>`
+/// Parses an attribute of a dialect, `#dialect.name<…>`.
 fn opaque<'t>(input: &mut ParseInput<'t>) -> MosaicParsed<&'t str> {
     let parameters = ('<', take_till(0.., ['<', '>', '\n']), cut_err('>').context("the > that ends an attribute"));
     token((name('#'), opt(parameters)).take()).parse_next(input)
 }
 
-/// `%name` or `%name#index`
+/// Parses an operand, `%name` or `%name#index`.
 fn value(input: &mut ParseInput) -> MosaicParsed<ValueUse> {
     let index = preceded('#', cut_err(dec_uint).context("a result number after #"));
     let value = (name('%'), opt(index)).map(|(name, index)| ValueUse { name: name.into(), index: index.unwrap_or(0) });
@@ -259,6 +262,7 @@ fn deeper(input: &ParseInput, depth: usize) -> MosaicParsed<usize> {
 }
 
 fn operation<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<MosaicOperation> {
+    // Results, name, operands, properties, regions, attributes and types, in the order of the generic form.
     let results = definitions(input)?;
     space(input)?;
     let line = line_of(input.current_token_start(), input.state);
@@ -269,12 +273,13 @@ fn operation<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Mosai
     let properties = opt(after('<', terminated(listed, mark('>')))).parse_next(input)?;
     let regions = opt(after('(', until(')', region))).parse_next(input)?.unwrap_or_default();
     let others = opt(listed).parse_next(input)?;
+    // Properties and attributes have one name space here: MLIR moves names from one to the other.
     let attributes = dictionary(input, [properties, others].into_iter().flatten().flatten())?;
     let (operand_types, result_types) = after(':', function_type).parse_next(input)?;
     Ok(MosaicOperation { line, name, results, operands, attributes, regions, operand_types, result_types })
 }
 
-/// `%name, %other:2 =`, if it is there.
+/// Parses definitions, `%name, %other:2 =`, if there are any.
 fn definitions(input: &mut ParseInput) -> MosaicParsed<Vec<ValueDefinition>> {
     let count = opt(after(':', whole.context("a count of results")));
     let one = (name('%'), count).map(|(name, count)| ValueDefinition { name: name.into(), count: count.unwrap_or(1) });
@@ -283,17 +288,19 @@ fn definitions(input: &mut ParseInput) -> MosaicParsed<Vec<ValueDefinition>> {
 }
 
 fn region<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<MosaicRegion> {
+    // A region may begin with a label, which has the block's parameters.
     let depth = deeper(input, depth)?;
     let parameters = until(')', separated_pair(value, mark(':'), parse_type));
     let label = preceded(name('^'), cut_err(terminated(opt(after('(', parameters)), mark(':'))));
     let parameters = preceded(mark('{'), opt(label)).parse_next(input)?.flatten().unwrap_or_default();
+    // A second label would begin another block.
     let one_block = token(not('^')).context("the region's end: only regions of one block are supported");
     let operation = preceded(one_block, move |input: &mut ParseInput<'t>| operation(input, depth));
     let (operations, _) = repeat_till(0.., cut_err(operation), mark('}')).parse_next(input)?;
     Ok(MosaicRegion { parameters, operations })
 }
 
-/// `{key = value, …}`
+/// Parses a dictionary, `{key = value, …}`.
 fn entries<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Vec<(&'t str, MosaicAttribute)>> {
     let key = alt((word, quoted)).context("an attribute's name");
     let value = move |input: &mut ParseInput<'t>| attribute(input, deeper(input, depth)?);
@@ -326,6 +333,7 @@ fn attribute<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Mosai
     let every = delimited(mark('<'), word.context("one number for every element"), mark('>'));
     let splat = preceded(keyword("dense"), cut_err(separated_pair(every, mark(':'), parse_type)))
         .map(|(value, ty)| MosaicAttribute::Splat(value.into(), ty));
+    // Alternatives are told apart by their first character or word; a number comes before keywords that may begin like it.
     let mut attribute = alt((
         symbol.map(|name| MosaicAttribute::Symbol(name.into())),
         quoted.map(|text| MosaicAttribute::Text(text.into())),
@@ -342,7 +350,7 @@ fn attribute<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Mosai
     attribute.parse_next(input)
 }
 
-/// A number, and its type where it is none of i64.
+/// Parses a number, and its type if that is not i64.
 fn number(input: &mut ParseInput) -> MosaicParsed<MosaicAttribute> {
     let number = bare_word.verify(|word: &str| word.starts_with(|c: char| c == '-' || c.is_ascii_digit()));
     let ty = opt(after(':', alt((keyword("i64").value(None), parse_type.map(Some)))));
@@ -354,7 +362,7 @@ fn number(input: &mut ParseInput) -> MosaicParsed<MosaicAttribute> {
     whole.map_err(|_| wrong(input, format!("expected a whole number, found {number}")))
 }
 
-/// `(types) -> type` or `(types) -> (types)`
+/// Parses a function's type, `(types) -> type` or `(types) -> (types)`.
 fn function_type(input: &mut ParseInput) -> MosaicParsed<(Vec<MosaicType>, Vec<MosaicType>)> {
     let parameters = after('(', until(')', parse_type));
     let arrow = cut_err(token("->")).context("-> and result types");
@@ -378,11 +386,12 @@ fn parse_type(input: &mut ParseInput) -> MosaicParsed<MosaicType> {
     }
 }
 
-/// `16x128xf32`
+/// Parses extents with an element type, `16x128xf32`.
 fn shaped(input: &mut ParseInput) -> MosaicParsed<ArrayType> {
     let text = word.context("extents and an element type").parse_next(input)?;
     let mut shape = Vec::new();
     let mut rest = text;
+    // Extents are before each `x`; the element type is the rest.
     while let Some((extent, after)) = rest.split_once('x').filter(|_| rest.starts_with(|c: char| c.is_ascii_digit())) {
         match extent.parse() {
             Ok(extent) if extent > 0 && shape.len() < MOST_DIMENSIONS => shape.push(extent),

@@ -1,4 +1,4 @@
-//! The grid's steps, and the copies between HBM and VMEM that run beside them.
+//! Runs the steps of the grid, and the copies between HBM and VMEM that overlap them.
 
 use std::collections::BTreeSet;
 
@@ -7,22 +7,22 @@ use super::run::{InterpreterState, MosaicValue};
 use super::value::{ArrayType, BlockOrigin, ElementBuffer, advance};
 use super::{MosaicInterpretError, MosaicOptions};
 
-/// An array of the caller's.
+/// An array of the caller in HBM.
 pub(super) struct HbmArray {
     pub(super) ty: ArrayType,
     pub(super) elements: ElementBuffer,
 }
 
-/// The arrays that a program's windows move over.
+/// The arrays over which a program's windows move.
 pub(super) struct WindowArrays {
     pub(super) in_hbm: Vec<HbmArray>,
-    /// Of each window, its place in `in_hbm`; an output shares that of the input that it overwrites.
+    /// Index in `in_hbm` of each window's array; an output shares that of the input that it overwrites.
     pub(super) of_window: Vec<usize>,
-    /// How many windows are inputs; the rest are outputs.
+    /// Number of windows that are inputs; the rest are outputs.
     pub(super) inputs: usize,
 }
 
-/// Block indices, one for each dimension.
+/// Index of a block in its array, one number per dimension.
 type BlockIndex = Vec<usize>;
 
 /// The contents of an output's window, on their way to HBM.
@@ -36,17 +36,17 @@ struct Pipeline<'a> {
     program: &'a MosaicProgram,
     machine: InterpreterState,
     arrays: &'a mut WindowArrays,
-    /// Issued after the step before.
+    /// Write-backs that were issued after the step before.
     pending: Vec<WriteBack>,
-    /// Of each window, the blocks that it has left, if it is an output.
+    /// Blocks that each output's window has left.
     left: Vec<BTreeSet<BlockIndex>>,
-    /// Of each input's window, whether two steps one after the other had one block of it.
+    /// Whether each input's window had one block in two successive steps.
     stays: Vec<bool>,
-    /// Of arrays that are read and written, where dimensions of the grid are parallel.
+    /// Blocks of arrays that are read and written, if dimensions of the grid are parallel.
     touched: Vec<TouchedBlocks>,
 }
 
-/// A part of an array that some core reads or writes.
+/// A block of an array that some core reads or writes.
 struct TouchedBlocks {
     array: usize,
     region: BlockRegion,
@@ -54,7 +54,7 @@ struct TouchedBlocks {
     writes: bool,
 }
 
-/// Where a part begins, and its extents.
+/// Start and extents of a block within its array.
 type BlockRegion = (Vec<usize>, Vec<usize>);
 
 /// Runs every step of `program` on `arrays`, whose types are those of its windows.
@@ -64,12 +64,14 @@ pub(super) fn run(
     arrays: &mut WindowArrays,
     options: MosaicOptions,
 ) -> Result<(), MosaicInterpretError> {
+    // On-chip memory: prefetched arrays, then windows and scratch, which begin as poison.
     let on_chip = program.windows.iter().map(|window| &window.ty).chain(&program.scratch);
     let mut memory = prefetch;
     memory.extend(on_chip.map(ElementBuffer::poison));
     let left = vec![BTreeSet::new(); program.windows.len()];
     let stays = vec![false; arrays.inputs];
     let mut machine = InterpreterState::new(memory, options);
+    // If cores share steps, scratch remembers which turn wrote each element.
     if program.parallel.contains(&true) {
         let scratch = machine.written.len() - program.scratch.len();
         for (written, ty) in machine.written[scratch..].iter_mut().zip(&program.scratch) {
@@ -84,17 +86,20 @@ impl Pipeline<'_> {
         let grid = &self.program.grid;
         let steps: usize = grid.iter().product();
         let mut step = vec![0; grid.len()];
+        // The blocks of the first step are fetched before it.
         let mut blocks = self.blocks(&step)?;
         for (window, block) in blocks.iter().enumerate().take(self.arrays.inputs) {
             self.touch(window, block, &step, self.machine.turn, false)?;
             let fetched = self.fetch(window, block)?;
             *self.window_memory(window) = fetched;
         }
+        // Each trip runs one step. It knows the blocks of the next step, since copies for that overlap the body.
         for number in 1..=steps {
             let mut next_step = step.clone();
             advance(&mut next_step, grid);
             let next = if number < steps { Some(self.blocks(&next_step)?) } else { None };
             let moves = |window: usize| next.as_ref().is_none_or(|next| next[window] != blocks[window]);
+            // A core of another turn may run the next step: it would not find an output's block that stays.
             let turn = self.turn(&next_step);
             if next.is_some() && turn != self.machine.turn {
                 let outputs = self.arrays.inputs..self.program.windows.len();
@@ -105,6 +110,7 @@ impl Pipeline<'_> {
                 }
             }
 
+            // Fetches for the next step, at the earliest time: before this body. They must not meet a write-back that has not landed.
             let mut fetched = Vec::new();
             if let Some(next) = &next {
                 for window in (0..self.arrays.inputs).filter(|&window| moves(window)) {
@@ -113,21 +119,25 @@ impl Pipeline<'_> {
                     fetched.push((window, self.fetch(window, &next[window])?));
                 }
             }
+            // A window that stays is shared by two steps: no body may have stored to it.
             for window in (0..self.arrays.inputs).filter(|&window| next.is_some() && !moves(window)) {
                 self.stays[window] = true;
             }
             self.call_kernel(&step)?;
             self.expect_inputs_kept(&step)?;
+            // Write-backs of the step before land at the latest time: after this body. Then those of this step are issued.
             self.land_write_backs();
             for window in (self.arrays.inputs..self.program.windows.len()).filter(|&window| moves(window)) {
                 self.touch(window, &blocks[window], &step, self.machine.turn, true)?;
                 self.write_back(window, &blocks[window])?;
+                // An output cannot come back to a block, whose contents are no longer in VMEM.
                 if let Some(block) = next.as_ref().map(|next| &next[window]).filter(|b| self.left[window].contains(*b))
                 {
                     let problem = format!("comes back to block {block:?}, whose contents are gone from VMEM");
                     return Err(self.window_error(window, &next_step, problem));
                 }
             }
+            // The fetched blocks replace those that the body has read.
             for (window, elements) in fetched {
                 *self.window_memory(window) = elements;
             }
@@ -139,14 +149,15 @@ impl Pipeline<'_> {
         Ok(())
     }
 
-    /// The indices of `step` along parallel dimensions as one number ≥ 1.
+    /// Combines the indices of `step` along parallel dimensions into one number ≥ 1.
     fn turn(&self, step: &[usize]) -> i32 {
         let dimensions = step.iter().zip(&self.program.grid).zip(&self.program.parallel);
         let parallel = dimensions.filter(|(_, parallel)| **parallel).map(|(dimension, _)| dimension);
         1 + parallel.fold(0, |turn, (&index, &extent)| turn * extent as i32 + index as i32)
     }
 
-    /// Notes that a core reads or `writes` a block, which no core of another turn may do too, if either writes.
+    /// Notes that a core reads or `writes` a block. If either writes, it is an error that a core of another turn
+    /// touches it too.
     fn touch(
         &mut self,
         window: usize,
@@ -155,6 +166,7 @@ impl Pipeline<'_> {
         turn: i32,
         writes: bool,
     ) -> Result<(), MosaicInterpretError> {
+        // Only arrays that are overwritten in place can be read by one core and written by another.
         let array = self.arrays.of_window[window];
         let (inputs, outputs) = self.arrays.of_window.split_at(self.arrays.inputs);
         if !self.program.parallel.contains(&true) || !inputs.contains(&array) || !outputs.contains(&array) {
@@ -189,14 +201,14 @@ impl Pipeline<'_> {
         indices.chain((0..memrefs).map(MosaicValue::Memory)).collect()
     }
 
-    /// The kernel's body at `step`.
+    /// Runs the kernel's body at `step`.
     fn call_kernel(&mut self, step: &[usize]) -> Result<(), MosaicInterpretError> {
         let arguments = Self::arguments(step, self.machine.memory.len());
         self.machine.call(&self.program.kernel, arguments).map_err(|error| error.at(step))?;
         Ok(())
     }
 
-    /// That no body so far stored to an input's window that some steps share.
+    /// Checks that no body so far stored to an input's window that several steps share.
     fn expect_inputs_kept(&self, step: &[usize]) -> Result<(), MosaicInterpretError> {
         let stored = &self.machine.stored[self.program.prefetch.len()..];
         for (window, line) in stored.iter().enumerate().take(self.arrays.inputs) {
@@ -208,13 +220,14 @@ impl Pipeline<'_> {
         Ok(())
     }
 
-    /// Where each window lies at `step`.
+    /// Computes the block of each window at `step`.
     fn blocks(&mut self, step: &[usize]) -> Result<Vec<BlockIndex>, MosaicInterpretError> {
         let windows = self.program.windows.iter().enumerate();
         windows.map(|(i, window)| self.block(i, window, step)).collect()
     }
 
     fn block(&mut self, i: usize, window: &MosaicWindow, step: &[usize]) -> Result<BlockIndex, MosaicInterpretError> {
+        // The transform gives block indices, which must lie within the array.
         let arguments = Self::arguments(step, self.program.prefetch.len());
         let indices = self.machine.call(&window.transform, arguments).map_err(|error| error.at(step))?;
         let indices: Vec<i32> = indices.iter().map(|index| index.elements().int()).collect();
@@ -229,16 +242,17 @@ impl Pipeline<'_> {
         })
     }
 
-    /// Where a block begins in its array, and how far it reaches without leaving it.
+    /// Returns the start of a block in its array, and the extents of the part that is within the array.
     fn region(&self, window: usize, block: &[usize]) -> BlockRegion {
         let extents = &self.program.windows[window].ty.shape;
+        // A block at the end of the array is cut off there.
         let start: Vec<usize> = block.iter().zip(extents).map(|(index, extent)| index * extent).collect();
         let sizes = &self.arrays.in_hbm[self.arrays.of_window[window]].ty.shape;
         let extent = sizes.iter().zip(&start).zip(extents).map(|((size, start), &extent)| extent.min(size - start));
         (start.clone(), extent.collect())
     }
 
-    /// A copy of a block, with poison where it lies outside the array.
+    /// Copies a block from HBM, with poison outside the array.
     fn fetch(&mut self, window: usize, block: &[usize]) -> Result<ElementBuffer, MosaicInterpretError> {
         let (start, extent) = self.region(window, block);
         let ty = &self.program.windows[window].ty;
@@ -250,7 +264,7 @@ impl Pipeline<'_> {
         Ok(fetched)
     }
 
-    /// Sends a block on its way to HBM and gives the window another buffer, which holds nothing.
+    /// Sends a block on its way to HBM and gives the window another buffer, which holds poison.
     fn write_back(&mut self, window: usize, block: &[usize]) -> Result<(), MosaicInterpretError> {
         let ty = &self.program.windows[window].ty;
         self.machine.charge(ty.len() as u64)?;
@@ -270,8 +284,9 @@ impl Pipeline<'_> {
         }
     }
 
-    /// That no write-back which may land during or after a fetch for `next_step` touches what is fetched: neither one
-    /// that is under way, nor one that the step now at `blocks` will issue for the outputs that it `moves`.
+    /// Checks that no write-back which may land during or after a fetch for `next_step` touches what is fetched:
+    /// neither one that is under way, nor one that the current step at `blocks` will issue for the outputs that it
+    /// `moves`.
     fn expect_settled(
         &self,
         window: usize,
@@ -280,6 +295,7 @@ impl Pipeline<'_> {
         blocks: &[BlockIndex],
         moves: impl Fn(usize) -> bool,
     ) -> Result<(), MosaicInterpretError> {
+        // The write-backs of the step before are under way; those of the current step are still to come.
         let under_way = self.pending.iter().map(|write| (write.window, &write.block, "is under way"));
         let outputs = (self.arrays.inputs..self.program.windows.len()).filter(|&output| moves(output));
         let to_come = outputs.map(|output| (output, &blocks[output], "is still to come"));

@@ -1,4 +1,4 @@
-//! Runs a function's instructions, one after another, on values held by slot.
+//! Runs a function's instructions one after another, on values that are held by slot.
 
 use std::rc::Rc;
 
@@ -7,16 +7,16 @@ use super::elementwise::Elementwise;
 use super::value::{ArrayType, BlockOrigin, ElementBuffer, ElementKind, MosaicType, advance};
 use super::{MosaicInterpretError, MosaicOptions, MosaicUnits, OFF_ULP};
 
-/// What an instruction costs besides its elements, in elements.
+/// Cost of an instruction besides its elements, in elements.
 const INSTRUCTION: u64 = 32;
 
 const CHECKED: &str = "checked: every operand is defined before, with the type that is wanted";
 
-/// A value that a slot holds.
+/// The value of a slot.
 #[derive(Clone)]
 pub(super) enum MosaicValue {
     Data(Rc<ElementBuffer>),
-    /// A memref: its place in [`InterpreterState::memory`].
+    /// A memref: an index into [`InterpreterState::memory`].
     Memory(usize),
 }
 
@@ -33,17 +33,18 @@ impl MosaicValue {
     }
 }
 
-/// On-chip memory, and how much more may be computed.
+/// On-chip memory, and the budget of the run.
 pub(super) struct InterpreterState {
     pub(super) memory: Vec<ElementBuffer>,
-    /// Of memory that a core keeps from step to step, for each element the [turn](Self::turn) that wrote it, or 0.
+    /// Number of the [turn](Self::turn) that wrote each element, or 0, of memory that a core keeps from step to step.
     pub(super) written: Vec<Option<ElementBuffer>>,
-    /// Of each memory, the line of the first store to it.
+    /// Line of the first store to each memory.
     pub(super) stored: Vec<Option<usize>>,
-    /// The step's indices along parallel dimensions as one number ≥ 1: another core may run what has another.
+    /// Indices of the step along parallel dimensions as one number ≥ 1: another core may run a step with another
+    /// number.
     pub(super) turn: i32,
     units: MosaicUnits,
-    /// Elements computed so far, and the most that may be.
+    /// Number of elements computed so far.
     work: u64,
     most_work: u64,
 }
@@ -93,18 +94,19 @@ impl InterpreterState {
         Self { memory, written, stored, turn: 1, units, work: 0, most_work }
     }
 
-    /// Counts the handling of `elements`.
+    /// Counts the handling of `elements`, and gives up beyond the budget.
     pub(super) fn charge(&mut self, elements: u64) -> Result<(), MosaicInterpretError> {
         self.work = self.work.saturating_add(elements);
         if self.work > self.most_work { Err(MosaicInterpretError::Endless { most: self.most_work }) } else { Ok(()) }
     }
 
-    /// What `function` returns of `arguments`, which have its parameters' types.
+    /// Calls `function` with `arguments`, which have its parameters' types, and returns its results.
     pub(super) fn call(
         &mut self,
         function: &MosaicFunction,
         arguments: Vec<MosaicValue>,
     ) -> Result<Vec<MosaicValue>, MosaicInterpretError> {
+        // Every call has slots of its own; memory is shared by all.
         let mut frame = FunctionFrame { types: &function.types, values: vec![None; function.types.len()] };
         frame.set(&function.body.parameters, arguments);
         self.body(&function.body, &mut frame)
@@ -116,6 +118,7 @@ impl InterpreterState {
         frame: &mut FunctionFrame,
     ) -> Result<Vec<MosaicValue>, MosaicInterpretError> {
         for instruction in &body.instructions {
+            // The cost of an instruction is that of its operands and results, vectors by their elements.
             let handled = instruction.operands.iter().chain(&instruction.results);
             let elements: usize = handled
                 .map(|&slot| if let MosaicType::Data(shaped) = &frame.types[slot] { shaped.len() } else { 0 })
@@ -131,6 +134,7 @@ impl InterpreterState {
         instruction: &MosaicInstruction,
         frame: &mut FunctionFrame,
     ) -> Result<(), MosaicInterpretError> {
+        // Control flow and memory change the state; every other operation is a function of its operands.
         let results = match &instruction.action {
             MosaicAction::For(body) => self.for_loop(instruction, body, frame)?,
             MosaicAction::If { yes, no } => {
@@ -157,10 +161,12 @@ impl InterpreterState {
     ) -> Result<Vec<MosaicValue>, MosaicInterpretError> {
         let (bounds, carried) = instruction.operands.split_at(3);
         let [low, high, step] = [0, 1, 2].map(|i| i64::from(frame.elements(bounds[i]).int()));
+        // A step that is not positive would never end.
         if step <= 0 {
             return Err(instruction.error(format!("a step of {step}, expected a positive one")));
         }
         let mut carried = frame.copies(carried);
+        // Carried values are the parameters of a trip, and what it yields those of the next.
         let mut i = low;
         while i < high {
             self.charge(INSTRUCTION)?;
@@ -180,11 +186,13 @@ impl InterpreterState {
         let result = frame.types[instruction.results[0]].shaped();
         let (memory, start) = (instruction.operands[0], &instruction.operands[1..]);
         let start = place(instruction, frame, memory, start, &result.shape)?;
+        // Copy the block out of memory.
         let mut loaded = ElementBuffer::poison(result);
         let at = BlockOrigin { shape: &frame.types[memory].shaped().shape, start: &start };
         let to = BlockOrigin { shape: &result.shape, start: &vec![0; start.len()] };
         let memory = frame.memory(memory);
         loaded.copy_block(&to, &self.memory[memory], &at, &result.shape);
+        // Another core may run the step that wrote these elements: then they would not be here.
         if let Some(written) = &self.written[memory] {
             let mut turns = ElementBuffer::Int(vec![0; result.len()]);
             turns.copy_block(&to, written, &at, &result.shape);
@@ -204,6 +212,7 @@ impl InterpreterState {
         let at = BlockOrigin { shape: extent, start: &vec![0; start.len()] };
         let memory = frame.memory(memory);
         self.memory[memory].copy_block(&to, frame.elements(value), &at, extent);
+        // Note the store: an input's window that stays must not be stored to.
         self.stored[memory].get_or_insert(instruction.line);
         if let Some(written) = &mut self.written[memory] {
             written.copy_block(&to, &ElementBuffer::Int(vec![self.turn; extent.iter().product()]), &at, extent);
@@ -224,7 +233,7 @@ impl InterpreterState {
     }
 }
 
-/// Where a block of `extent` begins in `memory`, given by index operands, if it lies within.
+/// Returns the start of a block of `extent` in `memory`, from index operands, if the block is within it.
 fn place(
     instruction: &MosaicInstruction,
     frame: &FunctionFrame,
@@ -234,6 +243,7 @@ fn place(
 ) -> Result<Vec<usize>, MosaicInterpretError> {
     let start: Vec<i32> = start.iter().map(|&slot| frame.elements(slot).int()).collect();
     let shape = &frame.types[memory].shaped().shape;
+    // An index may be negative, and a sum may overflow: both are out of range.
     let within = start.iter().zip(extent).zip(shape).map(|((&start, &extent), &size)| {
         let start = usize::try_from(start).ok()?;
         (start.checked_add(extent)? <= size).then_some(start)
@@ -243,12 +253,13 @@ fn place(
     })
 }
 
-/// The result of an operation that touches no memory.
+/// Computes the result of an operation that touches no memory.
 fn pure(
     instruction: &MosaicInstruction,
     frame: &FunctionFrame,
     units: MosaicUnits,
 ) -> Result<Rc<ElementBuffer>, MosaicInterpretError> {
+    // Checked before: operands have the kinds that the operation takes.
     let operand = |i: usize| frame.elements(instruction.operands[i]);
     let operand_type = |i: usize| frame.types[instruction.operands[i]].shaped();
     let result = frame.types[instruction.results[0]].shaped();
@@ -316,7 +327,7 @@ fn pure(
     }))
 }
 
-/// What other units than the host's give for `exact`.
+/// Replaces the `exact` result of the host by that of less accurate units.
 fn off(units: MosaicUnits, instruction: &MosaicInstruction, exact: Rc<ElementBuffer>) -> Rc<ElementBuffer> {
     let name = instruction.name.trim_start_matches("stable_mosaic.");
     let by = match units {
@@ -324,8 +335,10 @@ fn off(units: MosaicUnits, instruction: &MosaicInstruction, exact: Rc<ElementBuf
         MosaicUnits::Above => OFF_ULP,
         MosaicUnits::Below => -OFF_ULP,
     };
+    // Bits of a float are ordered like its magnitude, so that adding to them moves it away from 0.
     let ulps = |x: f32| if x.is_normal() { f32::from_bits(x.to_bits().wrapping_add_signed(by)) } else { x };
     let of_logarithm = |x: f32| if x.abs() < 1.0 { x + by as f32 * f32::EPSILON / 2.0 } else { ulps(x) };
+    // Only functions that a TPU's units approximate are off; near 1 a logarithm has an absolute error.
     match (name, &*exact) {
         ("math.exp" | "math.exp2" | "arith.divf", ElementBuffer::Float(values)) => {
             Rc::new(ElementBuffer::Float(values.iter().map(|&x| ulps(x)).collect()))
@@ -343,6 +356,7 @@ fn select(condition: &ElementBuffer, yes: &Rc<ElementBuffer>, no: &Rc<ElementBuf
         condition.iter().zip(pairs).map(|(&holds, (&yes, &no))| if holds == 0 { no } else { yes }).collect()
     }
     let condition = condition.ints();
+    // One condition selects a whole operand, which need not be copied.
     if let [holds] = condition {
         return Rc::clone(if *holds == 0 { no } else { yes });
     }
@@ -352,8 +366,8 @@ fn select(condition: &ElementBuffer, yes: &Rc<ElementBuffer>, no: &Rc<ElementBuf
     })
 }
 
-/// Folds the elements of `from` that `places` gives to one place of `onto` by halves, then onto what is there: the lanes
-/// of a register meet in so many rounds, and an error grows with their number.
+/// Folds the elements of `from` that `places` assigns to one element of `onto` by halves, then onto that element: the
+/// lanes of a register are combined in as many rounds, and an error grows with their number.
 fn reduce(
     fold: ReductionFold,
     kind: ElementKind,
@@ -380,14 +394,17 @@ fn by_halves<T: Copy>(
     neighbours: bool,
     combine: impl Fn(T, T) -> T,
 ) -> Vec<T> {
+    // The elements of each result, in order.
     let mut gathered = vec![Vec::new(); onto.len()];
     for (place, &x) in places.zip(from) {
         gathered[place].push(x);
     }
     let fold = |mut values: Vec<T>| {
+        // Pairs of neighbours, for units that are less exact: another order of the sum.
         while neighbours && values.len() > 1 {
             values = values.chunks(2).map(|pair| pair[1..].iter().fold(pair[0], |x, &y| combine(x, y))).collect();
         }
+        // Halves: the upper one onto the lower one, as lanes of a register are folded.
         while values.len() > 1 {
             let half = values.len().div_ceil(2);
             for i in half..values.len() {
@@ -401,7 +418,7 @@ fn by_halves<T: Copy>(
     folded.map(|(values, &start)| fold(values).map_or(start, |folded| combine(start, folded))).collect()
 }
 
-/// `Σ position·stride` for every position of `shape`, row-major.
+/// Lists `Σ position·stride` for every position of `shape`, in row-major order.
 fn walk(shape: &[usize], strides: Vec<usize>) -> impl Iterator<Item = usize> {
     let mut position = vec![0; shape.len()];
     (0..shape.iter().product()).map(move |_| {
@@ -411,7 +428,7 @@ fn walk(shape: &[usize], strides: Vec<usize>) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Row-major strides of `shape` with `dimensions` left out; theirs are 0.
+/// Returns the row-major strides of `shape` without `dimensions`, whose strides are 0.
 fn strides_without(shape: &[usize], dimensions: &[usize]) -> Vec<usize> {
     let mut strides = vec![0; shape.len()];
     let mut stride = 1;
@@ -424,7 +441,7 @@ fn strides_without(shape: &[usize], dimensions: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// For each dimension of `to`, the stride in `from`, whose last dimensions are those of `to` or have extent 1.
+/// Returns for each dimension of `to` the stride in `from`, whose last dimensions are those of `to` or have extent 1.
 fn repeating_strides(from: &ArrayType, to: &ArrayType) -> Vec<usize> {
     let repeated: Vec<usize> = (0..from.shape.len()).filter(|&i| from.shape[i] == 1).collect();
     let mut strides = vec![0; to.shape.len() - from.shape.len()];

@@ -1,4 +1,4 @@
-//! Types and values of a running module, and the one way to copy a block of an array.
+//! Types and values of a running module, and the only way to copy a block of an array.
 //!
 //! Floats of every width are held as `f32`, which represents each of them exactly; integers of every width, truth
 //! values and indices as `i32`, sign-extended (a TPU's index has 32 bits). A truth value is 0 or 1.
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use assay_core::device_dtype::DeviceDtype;
 
-/// What an element is.
+/// The type of an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ElementKind {
     F32,
@@ -22,10 +22,10 @@ pub(super) enum ElementKind {
     Index,
 }
 
-/// What memory holds where nothing was written: a pattern that no kernel computes by accident.
+/// Content of integer memory that was not written: a pattern that no kernel computes by accident.
 const INTEGER_POISON: i32 = 0x5A5A_5A5A;
 
-/// An f16's NaN: what holds f16 as i16 reads that.
+/// Content of i16 memory that was not written: a NaN, if f16 is stored in it.
 const F16_NAN: i32 = 0x7E00;
 const F32_POISON: u32 = 0x7FC0_0000;
 
@@ -71,7 +71,7 @@ impl ElementKind {
         }
     }
 
-    /// The type of a caller's array that such elements can be fetched from and written to.
+    /// Returns the type of a caller's array for such elements, if there is one.
     pub(super) fn element(self) -> Option<DeviceDtype> {
         match self {
             ElementKind::F32 => Some(DeviceDtype::F32),
@@ -83,7 +83,7 @@ impl ElementKind {
         }
     }
 
-    /// `x` rounded to nearest even.
+    /// Rounds `x` to this kind, to nearest even.
     pub(super) fn round(self, x: f32) -> f32 {
         match self {
             ElementKind::Bf16 => bf16::from_f32(x).to_f32(),
@@ -92,13 +92,13 @@ impl ElementKind {
         }
     }
 
-    /// `x` rounded once, to nearest even.
+    /// Rounds `x` to this kind once, to nearest even.
     pub(super) fn round_f64(self, x: f64) -> f32 {
         // Not through `half`: its conversions from f64 drop the low half of the bits before they round.
         if self == ElementKind::F32 { x as f32 } else { self.round(to_odd(x)) }
     }
 
-    /// The low bits of `x`, as an integer of this kind.
+    /// Returns the low bits of `x`, as an integer of this kind.
     pub(super) fn wrap(self, x: i32) -> i32 {
         match self {
             ElementKind::I16 => i32::from(x as i16),
@@ -108,12 +108,12 @@ impl ElementKind {
         }
     }
 
-    /// The integer that the bits of `x` spell when they have no sign.
+    /// Reads the bits of `x` as an integer without a sign.
     pub(super) fn unsigned(self, x: i32) -> u32 {
         x.cast_unsigned() & (u32::MAX >> (32 - self.bits()))
     }
 
-    /// The integer that the bits of `x` spell when the highest is a sign: a true `i1` is −1.
+    /// Reads the bits of `x` as an integer whose highest bit is the sign: a true `i1` is −1.
     pub(super) fn signed(self, x: i32) -> i32 {
         if self == ElementKind::I1 { -x } else { x }
     }
@@ -139,8 +139,9 @@ impl ElementKind {
     }
 }
 
-/// `x` cut to an f32 whose last bit is set if anything was cut off, so that rounding it further does not err.
+/// Cuts `x` to an f32 whose last bit is set if anything was cut off, so that rounding it further does not err.
 fn to_odd(x: f64) -> f32 {
+    // The nearest f32, if it is exact; otherwise the one towards 0, with its last bit set.
     let nearest = x as f32;
     if f64::from(nearest) == x || x.is_nan() {
         return nearest;
@@ -155,7 +156,7 @@ impl fmt::Display for ElementKind {
     }
 }
 
-/// Where a memref lies.
+/// The memory that a memref is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MemorySpace {
     Vmem,
@@ -168,14 +169,14 @@ impl fmt::Display for MemorySpace {
     }
 }
 
-/// Element kind and extents; a scalar has none.
+/// The type of an array: element kind and extents; a scalar has none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ArrayType {
     pub(super) kind: ElementKind,
     pub(super) shape: Vec<usize>,
 }
 
-/// No array of a module may hold more, nor all its values together: 1 GiB as they are kept here.
+/// Largest number of elements of an array, and of all values of a module together: 1 GiB as they are stored here.
 pub(super) const MOST_ELEMENTS: usize = 1 << 28;
 
 impl ArrayType {
@@ -183,7 +184,7 @@ impl ArrayType {
         Self { kind, shape: Vec::new() }
     }
 
-    /// An array of no more than [`MOST_ELEMENTS`].
+    /// Creates the type of an array of at most [`MOST_ELEMENTS`].
     pub(super) fn new(kind: ElementKind, shape: Vec<usize>) -> Option<Self> {
         let len = shape.iter().try_fold(1usize, |len, &extent| len.checked_mul(extent))?;
         (len <= MOST_ELEMENTS).then_some(Self { kind, shape })
@@ -219,7 +220,7 @@ impl fmt::Display for ArrayType {
 /// The type of an SSA value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum MosaicType {
-    /// A scalar or a vector.
+    /// A scalar or a vector, held by value.
     Data(ArrayType),
     MemRef(ArrayType, MemorySpace),
 }
@@ -267,8 +268,9 @@ impl ElementBuffer {
         }
     }
 
-    /// The elements of `bytes`, little-endian, all of `kind`.
+    /// Decodes the elements of `bytes`, little-endian, all of `kind`.
     pub(super) fn from_bytes(kind: ElementKind, bytes: &[u8]) -> Self {
+        // Each element is a little-endian word of its width.
         let words = bytes.chunks_exact(kind.bits() as usize / 8);
         let bits = words.map(|word| word.iter().rev().fold(0, |bits, &byte| bits << 8 | u32::from(byte)));
         if kind.is_float() {
@@ -302,12 +304,12 @@ impl ElementBuffer {
         }
     }
 
-    /// The element of a scalar integer.
+    /// Returns the element of a scalar integer.
     pub(super) fn int(&self) -> i32 {
         self.ints()[0]
     }
 
-    /// Elements at `places`, in that order.
+    /// Gathers the elements at `places`, in that order.
     pub(super) fn gather(&self, places: impl Iterator<Item = usize>) -> Self {
         match self {
             ElementBuffer::Float(x) => ElementBuffer::Float(places.map(|place| x[place]).collect()),
@@ -315,7 +317,7 @@ impl ElementBuffer {
         }
     }
 
-    /// Copies a block of `from` into a block of this of the same `extent`. Both lie within their arrays.
+    /// Copies a block of `from` into a block of the same `extent`. Both are within their arrays.
     pub(super) fn copy_block(&mut self, to: &BlockOrigin, from: &ElementBuffer, at: &BlockOrigin, extent: &[usize]) {
         match (self, from) {
             (ElementBuffer::Float(x), ElementBuffer::Float(y)) => copy_block(x, to, y, at, extent),
@@ -325,14 +327,14 @@ impl ElementBuffer {
     }
 }
 
-/// Where a block begins in an array of some shape.
+/// The start of a block in an array of some shape.
 pub(super) struct BlockOrigin<'a> {
     pub(super) shape: &'a [usize],
     pub(super) start: &'a [usize],
 }
 
 impl BlockOrigin<'_> {
-    /// Where the element at `position` of the block lies in the array.
+    /// Returns the index in the array of the element at `position` of the block.
     pub(super) fn place(&self, position: &[usize]) -> usize {
         self.shape
             .iter()
@@ -343,10 +345,12 @@ impl BlockOrigin<'_> {
 }
 
 fn copy_block<T: Copy>(to: &mut [T], to_block: &BlockOrigin, from: &[T], from_block: &BlockOrigin, extent: &[usize]) {
+    // The last dimension is contiguous in both arrays: it is copied at once.
     let (outer, run) = match extent.split_last() {
         Some((&run, outer)) => (outer, run),
         None => (extent, 1),
     };
+    // The outer dimensions are counted through.
     let mut position = vec![0; extent.len()];
     for _ in 0..outer.iter().product() {
         let (at, source) = (to_block.place(&position), from_block.place(&position));
@@ -355,7 +359,7 @@ fn copy_block<T: Copy>(to: &mut [T], to_block: &BlockOrigin, from: &[T], from_bl
     }
 }
 
-/// The next position of `extent` in row-major order; round to the first after the last.
+/// Moves to the next position of `extent` in row-major order, and from the last to the first.
 pub(super) fn advance(position: &mut [usize], extent: &[usize]) {
     for (place, &extent) in position.iter_mut().zip(extent).rev() {
         *place += 1;
