@@ -13,6 +13,7 @@ use crate::program::{
 };
 use crate::rows::{in_rows, stored_as};
 use crate::several;
+use crate::transform::differ_by_column;
 use assay_algebra::arithmetic::Arithmetic as _;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::structure::{
@@ -39,8 +40,7 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         inputs.extend([others("other_ids", DeviceDtype::I32), others("dlogp_of_others", DeviceDtype::F32)]);
     }
     inputs.extend(structure.inputs().into_iter().map(|input| per_token(input.name(), DeviceDtype::F32)));
-    let columns = structure.transform.is_some_and(|transform| transform.columns);
-    if columns {
+    if differ_by_column(structure) {
         inputs.extend([named("column_bias", DeviceDtype::F32, &[v]), per_token("target_bias", DeviceDtype::F32)]);
     }
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(SpecNumber::name).collect();
@@ -142,8 +142,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let inputs = structure.inputs().into_iter();
     let inputs: Vec<(TokenInput, Value)> =
         inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
-    let columns = structure.transform.is_some_and(|transform| transform.columns);
-    let columns = columns.then(|| ColumnsGiven {
+    let columns = differ_by_column(structure).then(|| ColumnsGiven {
         bias: builder.parameter(Type::new(DeviceDtype::F32, &[v]), None),
         target: builder.parameter(per_token(DeviceDtype::F32), None),
     });

@@ -365,11 +365,11 @@ impl LossProgram {
             Core::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
-            Core::TwoPass => vec![
-                tiled::describe_statistics(structure, rows, dtype.into(), machine),
-                tiled::describe_dlogits(structure, rows, dtype.into(), machine),
-            ],
-            Core::Entropy => vec![tiled::describe_statistics(structure, rows, dtype.into(), machine)],
+            Core::TwoPass => tiled::describe_two_pass(structure, rows, dtype.into(), machine).into(),
+            Core::Entropy => {
+                let [statistics, _] = tiled::describe_two_pass(structure, rows, dtype.into(), machine);
+                vec![statistics]
+            }
         })
     }
 

@@ -22,7 +22,7 @@ use super::rows::{
     ACCUMULATORS, Chunk, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest,
     narrow, stored_as, widen,
 };
-use super::transform::{Change, registers};
+use super::transform::{Change, differ_by_column, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, single_token_loss};
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
@@ -117,10 +117,6 @@ pub fn given_columns(structure: Structure) -> Vec<Given> {
     ];
     let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
-}
-
-fn differ_by_column(structure: Structure) -> bool {
-    structure.transform.is_some_and(|transform| transform.columns)
 }
 
 /// How wide an array of so many columns is.

@@ -8,6 +8,7 @@ use crate::gpu;
 use crate::mesh::Axis;
 use crate::one_pass;
 use crate::rows::{FARTHEST, in_rows, stored_as};
+use crate::transform::differ_by_column;
 use crate::two_pass::{self, Local, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
@@ -82,51 +83,31 @@ pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKer
     described(kernel, None, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
 
-/// The statistics kernel of [`two_pass`] for a TPU.
-pub(crate) fn describe_statistics(
+/// Both kernels of [`two_pass`] for a TPU: statistics, then dlogits.
+pub(crate) fn describe_two_pass(
     structure: Structure,
     local: Local,
     element: DeviceDtype,
     machine: Machine,
-) -> TpuKernel {
-    let kernel = two_pass::statistics(structure, local, element, machine);
-    let numbers = names_of_two_pass(structure);
-    let operands = two_pass_operands(structure, &numbers);
-    described(&kernel, Some(local.columns()), &operands, &[("statistics", &two_pass::STATISTIC_NAMES)])
-}
-
-fn names_of_two_pass(structure: Structure) -> Vec<&'static str> {
-    two_pass::numbers(structure).into_iter().map(SpecNumber::name).collect()
-}
-
-/// What both kernels are called with.
-fn two_pass_operands<'n>(structure: Structure, numbers: &'n [&'static str]) -> Vec<Label<'n>> {
-    let by_token = structure.temperature == TemperaturePlace::Given;
+) -> [TpuKernel; 2] {
+    let numbers: Vec<&str> = two_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
     let numbers: Option<Label> = match *numbers {
         [] => None,
         [name] if structure.transform.is_none() => Some((name, &[])),
-        _ => Some(("softmax_numbers", numbers)),
+        _ => Some(("softmax_numbers", &numbers)),
     };
-    let rates = by_token.then_some((TokenInput::Rate.name(), &[][..]));
-    let of_columns: [Label; 2] = [("column_bias", &[]), ("target_bias", &[])];
-    let differ = structure.transform.is_some_and(|transform| transform.columns);
-    let biases = of_columns.into_iter().filter(|_| differ);
+    let rates = (structure.temperature == TemperaturePlace::Given).then_some((TokenInput::Rate.name(), &[][..]));
+    let biases = [("column_bias", &[][..]), ("target_bias", &[])].into_iter().filter(|_| differ_by_column(structure));
     let always = [("columns", &[][..]), ("logits", &[]), ("ids", &[])];
-    numbers.into_iter().chain(always).chain(rates).chain(biases).collect()
-}
-
-/// The dlogits kernel of [`two_pass`] for a TPU.
-pub(crate) fn describe_dlogits(
-    structure: Structure,
-    local: Local,
-    element: DeviceDtype,
-    machine: Machine,
-) -> TpuKernel {
-    let kernel = two_pass::dlogits(structure, local, element, machine);
-    let numbers = names_of_two_pass(structure);
-    let mut operands = two_pass_operands(structure, &numbers);
-    operands.push(("scales", &two_pass::SCALE_NAMES));
-    described(&kernel, Some(local.columns()), &operands, &[("dlogits", &[])])
+    let shared: Vec<Label> = numbers.into_iter().chain(always).chain(rates).chain(biases).collect();
+    let with_scales = [&shared[..], &[("scales", &two_pass::SCALE_NAMES)]].concat();
+    let columns = Some(local.columns());
+    let statistics = two_pass::statistics(structure, local, element, machine);
+    let dlogits = two_pass::dlogits(structure, local, element, machine);
+    [
+        described(&statistics, columns, &shared, &[("statistics", &two_pass::STATISTIC_NAMES)]),
+        described(&dlogits, columns, &with_scales, &[("dlogits", &[])]),
+    ]
 }
 
 /// Calls `kernel`.

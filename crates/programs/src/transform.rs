@@ -7,6 +7,11 @@ use assay_tile::{Builder, Memory, Type, Value};
 
 use crate::rows::{Chunk, REGISTERS, widen};
 
+/// Whether logits differ by column in what is added to them, or in whether they are in the support.
+pub(crate) fn differ_by_column(structure: Structure) -> bool {
+    structure.transform.is_some_and(|transform| transform.columns)
+}
+
 /// Registers of columns that a trip of a loop takes where logits are changed: what they are on the way to that stays in registers.
 const REGISTERS_CHANGED: usize = 8;
 

@@ -19,7 +19,7 @@ use super::rows::{
     Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
     stored_as, widen,
 };
-use super::transform::{Change, Target, registers};
+use super::transform::{Change, Target, differ_by_column, registers};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace};
 use assay_core::device_dtype::DeviceDtype;
 use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
@@ -205,7 +205,7 @@ impl Given {
         let ids = on.input(DeviceDtype::I32, &shape, window.clone());
         let by_token = structure.temperature == TemperaturePlace::Given;
         let rates = by_token.then(|| on.input(DeviceDtype::F32, &shape, window.clone()));
-        let biases = structure.transform.is_some_and(|transform| transform.columns).then(|| {
+        let biases = differ_by_column(structure).then(|| {
             let of_columns = Window { block: vec![1, cut.columns], along: vec![None, Some(2)] };
             [on.input(DeviceDtype::F32, &[1, cut.vocab], of_columns), on.input(DeviceDtype::F32, &shape, window)]
         });

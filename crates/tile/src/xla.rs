@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::f64::consts::LN_2;
 use std::mem;
 
-use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type as TileType, Unary};
+use super::ir::{Array, Binary, Comparison, Kernel, Memory, Operation, Place, Type as TileType, Unary};
 use super::lower::{LoopBody, Lowering, Operand, lower};
 use super::{POISON, POISON_16};
 use crate::stablehlo::{self, Builder, Type, Value};
@@ -265,11 +265,7 @@ impl Lowering for Step {
             }
             Operation::Columns(_, start) => self.builder.slice(value(0), &[0, *start], &ty.shape),
             Operation::FoldLanes(fold, _) => {
-                let fold = match fold {
-                    Fold::Add => stablehlo::Fold::Add,
-                    Fold::Max => stablehlo::Fold::Max,
-                };
-                let folded = self.builder.reduce(fold, value(0), &[1]);
+                let folded = self.builder.reduce(*fold, value(0), &[1]);
                 self.builder.reshape(folded, &ty.shape)
             }
         }

@@ -13,7 +13,9 @@
 //! not cancel. `Σ e t` needs finite exponents: logits are no less than a least one, whose exponential is 0. A row for which any of
 //! this does not hold is walked by its gaps.
 
-use super::row::{Along, Logits, Pair, Row, add_block};
+use super::folds::add_block;
+use super::logits::{Logits, Pair};
+use super::row::{Along, Row};
 use assay_ptx::{Address, Builder, Packed, Value};
 
 /// The shifts of rows are below this.

@@ -4,8 +4,8 @@
 //! share = −(G·g + ġ)/(S·T)     bonus = (E·g + ė)/(S·T)     g of the loss, ġ of logp, ė of the entropy
 //! ```
 
+use super::logits::SCALAR;
 use super::losses::Record;
-use super::row::SCALAR;
 use crate::two_pass::Scale;
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;

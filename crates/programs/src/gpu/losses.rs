@@ -16,13 +16,14 @@ use super::batch::{
     Array, BatchForm, BatchKernel, FOLDS_OF_WEIGHTS, Inputs, Numbers, Per, SUMS, Sequences, Threads, Weights, Writer,
     entropy_factor,
 };
+use super::folds::store_8;
 use crate::two_pass::{PER_TOKEN, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_algebra::tape::{Tape, TapeOperation, TapeOperator, token_losses};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Target, Value};
+use assay_ptx::{Builder, Target, Value};
 
 /// The columns of a token's record, from which [`dlogits`](super::two_pass::dlogits) makes its gradient for whatever cotangents.
 #[derive(Clone, Copy, Debug)]
@@ -183,13 +184,6 @@ pub(crate) fn losses(target: Target, structure: Structure, form: BatchForm, thre
         store_8(on, to, totals);
     });
     writer.finish(Per::SequenceAndRest)
-}
-
-/// Writes eight values that follow one another.
-fn store_8(on: &mut Builder, to: Address, values: [Value<f32>; 8]) {
-    let [a, b, c, d, e, f, g, h] = values.map(|value| on.variable(value));
-    on.store_all(to, [a, b, c, d]);
-    on.store_all(to.plus(16), [e, f, g, h]);
 }
 
 impl Written {

@@ -6,6 +6,8 @@
 mod affine;
 pub(crate) mod batch;
 pub(crate) mod cotangents;
+mod folds;
+mod logits;
 mod losses;
 pub(crate) mod meeting;
 mod one_pass;
@@ -20,9 +22,10 @@ use assay_ptx::{PtxKernel, Target};
 
 pub(crate) use cotangents::Cotangents;
 pub(crate) use cotangents::Factors;
+use logits::Logits;
 use meeting::Meeting;
 use one_pass::Returned;
-use row::{Cut, Logits};
+use row::Cut;
 
 /// What does not fit.
 pub(crate) struct Beyond {

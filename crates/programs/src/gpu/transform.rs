@@ -4,7 +4,7 @@ use assay_algebra::transform::Transform;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
 use assay_ptx::{Address, Builder, Value};
 
-use super::row::Pair;
+use super::logits::Pair;
 
 /// What becomes of a kernel's logits.
 #[derive(Clone, Copy)]

@@ -15,9 +15,11 @@
 use std::f64::consts::{LN_2, LOG2_E};
 
 use super::cotangents::{Cotangents, Factors, SentArrays, TokenFactors};
-use super::row::{BLOCK, CtaFolds, Logits, Pair, SCALAR, dot, exp, sum};
+use super::folds::{CtaFolds, add_block, exp, gaps, store_8};
+use super::logits::{BLOCK, Logits, Pair, SCALAR};
 use super::transform::{Biases, Change, Changed, at_target};
 use crate::rows::FARTHEST;
+use crate::transform::differ_by_column;
 use crate::two_pass::{Local, PER_TOKEN, Statistic, numbers};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
@@ -288,7 +290,7 @@ fn begin(
     let ids = on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[1, n, 1]);
     let by_token = structure.temperature == TemperaturePlace::Given;
     let rates = by_token.then(|| on.input_aligned(SCALAR, TokenInput::Rate.name(), DeviceDtype::F32, &[1, n, 1]));
-    let biases = structure.transform.filter(|transform| transform.columns).map(|_| {
+    let biases = differ_by_column(structure).then(|| {
         let of_columns = (of_logits.alignment_of_biases(v), "column_bias", vec![1, v]);
         [of_columns, (SCALAR, "target_bias", vec![1, n, 1])]
             .map(|(alignment, name, shape)| on.input_aligned(alignment, name, DeviceDtype::F32, &shape))
@@ -347,12 +349,6 @@ fn gap(on: &mut Builder, max: Value<f32>, x: Value<f32>) -> Value<f32> {
     on.min(gap, FARTHEST as f32)
 }
 
-/// The same of a part.
-fn gaps(on: &mut Builder, max: Value<f32>, part: &Part) -> Vec<Pair> {
-    let of = |&x: &Pair| on.sub_pair([max; 2], x).map(|gap| on.min(gap, FARTHEST as f32));
-    part.values.iter().map(of).collect()
-}
-
 /// Brings what was summed below one maximum below another, which is `rise` above it.
 fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weighted]: [Value<f32>; 2]) {
     let shift = on.mul(rise, scale);
@@ -392,16 +388,12 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
                 let kept = on.select(hit, f32::NEG_INFINITY, x);
                 on.set(x, kept);
             });
-            let gaps = gaps(on, max, part);
+            let gaps = gaps(on, &part.values, max, true);
             for (&scale, &[others, weighted]) in scales.iter().zip(&sums) {
                 let exponents: Vec<Pair> = gaps.iter().map(|&gap| on.mul_pair(gap, [scale; 2])).collect();
                 let exps: Vec<Pair> =
                     exponents.iter().map(|exponents| exponents.map(|exponent| on.exp2(exponent))).collect();
-                let of_part = [sum(on, &exps), dot(on, &exps, &exponents)];
-                for (sum, of_part) in [others, weighted].into_iter().zip(of_part) {
-                    let next = on.add(sum, of_part);
-                    on.set(sum, next);
-                }
+                add_block(on, &exps, &exponents, [others, weighted]);
             }
         }
     });
@@ -424,12 +416,7 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
         columns[place] = folds.fold(on, 1 + turn as u32, value, Builder::add);
     }
     let first = on.less(stream.thread, 1);
-    on.when(first, |on| {
-        let [a, b, c, d, e, f, g, h] = columns.map(|column| on.variable(column));
-        let to = Address::Global(results, 0);
-        on.store_all(to, [a, b, c, d]);
-        on.store_all(to.plus(16), [e, f, g, h]);
-    });
+    on.when(first, |on| store_8(on, Address::Global(results, 0), columns));
     builder.finish(launch(local.shape[1], stream.threads))
 }
 
@@ -470,7 +457,7 @@ pub(crate) fn dlogits(
         for (part, place) in parts {
             let changed = stream.transform(on, part, place);
             stream.cut(on, part);
-            let gaps = gaps(on, max, part);
+            let gaps = gaps(on, &part.values, max, true);
             // The policy's gradient goes through the last softmax, the bonus's through the first.
             let policy = *scales.last().expect("a softmax");
             let exps: Vec<Pair> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();

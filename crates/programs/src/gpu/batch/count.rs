@@ -3,6 +3,7 @@
 use super::{
     Array, BatchForm, BatchKernel, EXTENTS, Numbers, Per, SEQUENCES, TOKENS, Threads, VOCAB, Writer, extent, owner,
 };
+use crate::transform::differ_by_column;
 use assay_algebra::structure::{SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Builder, Target, Value};
@@ -194,8 +195,7 @@ struct Columns {
 
 impl Columns {
     fn declare(writer: &mut Writer, form: BatchForm, vocab: usize) -> Option<Self> {
-        let differ = writer.structure.transform.is_some_and(|transform| transform.columns);
-        differ.then(|| Self {
+        differ_by_column(writer.structure).then(|| Self {
             all: writer.vocabulary("column_bias", vocab),
             own: form.bias.then(|| writer.vocabulary("bias", vocab)),
             targets: writer.output("target_bias", DeviceDtype::F32, Per::Token, 1),

@@ -22,7 +22,8 @@ pub(super) use tokens::entropy_factor;
 pub(crate) use tokens::tokens;
 pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, Weights};
 
-use super::row::{CtaFolds, SCALAR};
+use super::folds::CtaFolds;
+use super::logits::SCALAR;
 use assay_algebra::structure::{SpecNumber, Structure, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};

@@ -1,6 +1,7 @@
 //! Meetings of a cluster's CTAs: each is told what the others have found, and folds it.
 
-use super::super::row::{Cut, over_lanes};
+use super::super::folds::over_lanes;
+use super::super::row::Cut;
 use super::{BARRIER, MEETINGS, Met, Place, Writer, softmaxes};
 use assay_ptx::{Address, Arrival, Builder, Value};
 

@@ -27,7 +27,8 @@ mod walks;
 use std::f64::consts::LOG2_E;
 
 use self::meet::in_cta;
-use super::row::{BLOCK, Cut, Logits, REGISTERS_AT_ONCE, Row, SCALAR};
+use super::logits::{BLOCK, Logits, SCALAR};
+use super::row::{Cut, REGISTERS_AT_ONCE, Row};
 use super::transform::{Biases, Change};
 use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure};

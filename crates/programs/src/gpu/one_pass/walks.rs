@@ -1,10 +1,11 @@
 //! The three walks over a row in shared memory: its largest logit, its sums, its dlogits.
 
 use super::super::affine::Affine;
-use super::super::row::{Along, Block, Pair, Row, add_block, exp, over_lanes};
+use super::super::folds::{add_block, exp, gaps, over_lanes};
+use super::super::logits::Pair;
+use super::super::row::{Along, Block, Row};
 use super::super::transform::{Changed, at_target};
 use super::{Met, Place, Scales, Walked, Writer};
-use crate::rows::FARTHEST;
 use assay_ptx::{Address, Builder, Target, Value};
 
 impl Writer {
@@ -223,13 +224,4 @@ fn keep(on: &mut Builder, kept: &[Vec<Vec<Pair>>], own: &[Vec<Vec<Pair>>]) {
 /// `2^(gap·scale)` of all gaps, by each scale.
 fn exponentials(on: &mut Builder, gaps: &[Pair], scales: &[Value<f32>]) -> Vec<Vec<Pair>> {
     scales.iter().map(|&scale| gaps.iter().map(|&gap| exp(on, gap, scale)).collect()).collect()
-}
-
-/// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
-fn gaps(on: &mut Builder, x: &[Pair], max: Value<f32>, bounded: bool) -> Vec<Pair> {
-    let gap = |&x: &Pair| {
-        let gap = on.sub_pair([max; 2], x);
-        if bounded { gap.map(|gap| on.min(gap, FARTHEST as f32)) } else { gap }
-    };
-    x.iter().map(gap).collect()
 }
