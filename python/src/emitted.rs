@@ -8,7 +8,7 @@ use crate::spec::Spec;
 use assay::gpu::GpuTarget;
 use assay::implementation::Unsupported;
 use assay::problem::{Dtype, Shape};
-use assay::programs::{Device, LossProgram, Lowering, Machine, Programs as _, StructuredSpec, arrays};
+use assay::programs::{Device, LossProgram, Lowering, Programs as _, StructuredSpec, TileMachine, arrays};
 use assay::tpu::TpuTarget;
 use assay_algebra::structure::{DenominatorTokens, SpecNumber};
 
@@ -125,7 +125,7 @@ fn kernels(
         OnePass {
             kernel,
             numbers: numbers.map(value).collect(),
-            given: arrays::given_columns(loss.structure).into_iter().map(arrays::Given::name).collect(),
+            given: arrays::given_columns(loss.structure).into_iter().map(arrays::TokenColumn::name).collect(),
             results: arrays::result_names(loss.structure),
         }
     });
@@ -138,15 +138,15 @@ fn asked(py: Python<'_>, shape: (usize, usize, usize), dtype: &str) -> PyResult<
     Ok((Shape { batch, tokens, vocab }, dtype))
 }
 
-fn tpu_machine(target: &str) -> Result<Machine, String> {
-    match Device::of("tpu", target) {
+fn tpu_machine(target: &str) -> Result<TileMachine, String> {
+    match Device::from_platform("tpu", target) {
         Ok(device) => Ok(device.machine),
         Err(_) => TpuTarget::parse(target).map(|target| target.chip.machine()).map_err(|reason| reason.to_string()),
     }
 }
 
-fn gpu_target(target: &str) -> Result<assay::programs::Target, String> {
-    match Device::of("cuda", target).map(|device| device.lowering) {
+fn gpu_target(target: &str) -> Result<assay::programs::PtxTarget, String> {
+    match Device::from_platform("cuda", target).map(|device| device.lowering) {
         Ok(Lowering::Ptx(written_for)) => Ok(written_for),
         _ => GpuTarget::parse(target).map(|target| target.chip.written_for()).map_err(|reason| reason.to_string()),
     }

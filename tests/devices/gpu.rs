@@ -13,7 +13,7 @@ use assay::gpu::{CudaToolkit, GpuCompiler, GpuTarget};
 use assay::implementation::Given;
 use assay::problem::{Dtype, Shape};
 use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, OperationText};
-use assay::programs::{Device, LossProgram, Programs, StructuredSpec, Target as PtxTarget};
+use assay::programs::{Device, LossProgram, Programs, PtxTarget, StructuredSpec};
 use assay::spec::LossSpec;
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;

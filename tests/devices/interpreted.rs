@@ -8,7 +8,9 @@ use assay::implementation::Given;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::Limits;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
-use assay::programs::{ANY_DEVICE, Device, LossProgram, Named, Output, Programs, Scalars, StructuredSpec, Target};
+use assay::programs::{
+    ANY_DEVICE, Device, LossProgram, NamedArray, ProgramOutput, Programs, PtxTarget, ScalarOutputs, StructuredSpec,
+};
 use assay::runtime::{Client, DeviceBuffer, Executable, PjrtProgram};
 use assay::spec::{LogitsTransform, LossSpec, Support, Temperature};
 use assay_algebra::rollout::KernelInputs;
@@ -30,7 +32,8 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
         ids_per_token: 4,
         ..LossSpec::from_cotangents(false)
     };
-    for (id, target, dtype) in [("gpu-one-pass", Target::Sm90, Dtype::Bf16), ("gpu-two-pass", Target::Sm80, Dtype::F32)]
+    for (id, target, dtype) in
+        [("gpu-one-pass", PtxTarget::Sm90, Dtype::Bf16), ("gpu-two-pass", PtxTarget::Sm80, Dtype::F32)]
     {
         let recipe = |regime| Recipe {
             shape: [2, 5, 131],
@@ -58,13 +61,13 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
 struct Interpreted<'s> {
     client: Client,
     loss: StructuredSpec<'s>,
-    inputs: Vec<Named>,
+    inputs: Vec<NamedArray>,
     parts: Vec<Executable>,
     kernels: Vec<PtxKernel>,
 }
 
 impl<'s> Interpreted<'s> {
-    fn of(client: Client, id: &str, target: Target, spec: &'s LossSpec, recipe: &Recipe) -> Result<Self, Failed> {
+    fn of(client: Client, id: &str, target: PtxTarget, spec: &'s LossSpec, recipe: &Recipe) -> Result<Self, Failed> {
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).ok_or("no such program")?;
         let (loss, dtype, shape) = (StructuredSpec::new(spec), recipe.dtype, recipe.problem(spec)?.shape());
         let text = program.text(loss, Given { shape, dtype, form: (), packed: None }, 1, Device::gpu(target))?;
@@ -89,26 +92,35 @@ impl<'s> Interpreted<'s> {
         let last = self.parts.last().expect("one behind the last kernel");
         let outputs = last.execute(&[given.iter().collect()])?.remove(0);
         let Shape { batch, tokens, vocab } = problem.shape();
-        let others = Output::logp_of_others(1);
-        let per_token = |output: Output| download(&outputs[output as usize], (batch, tokens), Dtype::F32);
-        let scalars: FloatArray<Ix1> = download(&outputs[Output::Scalars as usize], Scalars::COUNT, Dtype::F32)?;
+        let others = ProgramOutput::logp_of_others(1);
+        let per_token = |output: ProgramOutput| download(&outputs[output as usize], (batch, tokens), Dtype::F32);
+        let scalars: FloatArray<Ix1> =
+            download(&outputs[ProgramOutput::Scalars as usize], ScalarOutputs::COUNT, Dtype::F32)?;
         Ok(Candidate {
-            loss: Some(arr0(scalars.to_f64()[Scalars::LOSS] as f32).into()),
-            gradient: download(&outputs[Output::Gradient as usize], (batch, tokens, vocab), problem.logits.dtype())?,
-            logp: Some(per_token(Output::Logp)?),
+            loss: Some(arr0(scalars.to_f64()[ScalarOutputs::LOSS] as f32).into()),
+            gradient: download(
+                &outputs[ProgramOutput::Gradient as usize],
+                (batch, tokens, vocab),
+                problem.logits.dtype(),
+            )?,
+            logp: Some(per_token(ProgramOutput::Logp)?),
             logp_of_others: Some(download(
                 &outputs[others],
                 (batch, tokens, self.loss.spec.ids_per_token - 1),
                 Dtype::F32,
             )?),
-            entropy: Some(per_token(Output::Entropy)?),
-            token_loss: Some(per_token(Output::TokenLoss)?),
+            entropy: Some(per_token(ProgramOutput::Entropy)?),
+            token_loss: Some(per_token(ProgramOutput::TokenLoss)?),
             metrics: None,
         })
     }
 
     /// What the program is given of a problem by one name.
-    fn upload(&self, Named { name, dtype, shape, .. }: &Named, problem: &Problem) -> Result<DeviceBuffer, Failed> {
+    fn upload(
+        &self,
+        NamedArray { name, dtype, shape, .. }: &NamedArray,
+        problem: &Problem,
+    ) -> Result<DeviceBuffer, Failed> {
         let tokens = problem.tokens();
         let KernelInputs { mask, inputs } = KernelInputs::new(self.loss, &tokens);
         let columns = || ColumnBiases::new(self.loss.spec, &tokens, problem.shape().vocab);

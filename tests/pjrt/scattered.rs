@@ -2,7 +2,7 @@
 
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::problem::{Dtype, HeadLayout, HeadProblem};
-use assay::programs::{HeadProgram, Output, Programs};
+use assay::programs::{HeadProgram, ProgramOutput, Programs};
 use assay::spec::LossSpec;
 use assay::xla::Runner;
 use assay_testkit::Known;
@@ -38,7 +38,7 @@ fn a_part_that_is_dropped_or_another_devices_is_rejected() {
         let judged = known.run(&Runner::new(Rewritten { program, rewrite }, Some(plugins[0])), 2).unwrap();
         known.failures(&judged, id, "this test")
     };
-    let (dhidden, dlm_head) = (Output::Gradient as usize, Output::DlmHead as usize);
+    let (dhidden, dlm_head) = (ProgramOutput::Gradient as usize, ProgramOutput::DlmHead as usize);
     let by_rows = [Rewrite::Output(dlm_head, DROPPED), swapped("stablehlo.reduce_scatter")];
     let by_columns =
         [Rewrite::Output(dhidden, DROPPED), swapped("stablehlo.reduce_scatter"), swapped("stablehlo.all_gather")];

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use assay_ptx::{ALIGNMENT, Target};
+use assay_ptx::{ALIGNMENT, PtxTarget};
 
 /// Formats CUDA's version number 12040 as 12.4.
 fn dotted(version: i32) -> String {
@@ -43,7 +43,7 @@ pub enum CudaError {
         /// The driver's version, as CUDA counts them: 12040 is 12.4.
         given: i32,
         /// The kind of chip that the kernels are written for.
-        target: Target,
+        target: PtxTarget,
     },
     /// The driver has no device, or hides it.
     #[error("CUDA driver {library}: it has no device (CUDA_VISIBLE_DEVICES may hide some); `native` computes the same on any CPU", library = library.display())]

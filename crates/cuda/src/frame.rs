@@ -12,7 +12,7 @@ use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{GapRate, SpecNumber, StructuredSpec, TemperaturePlace, TokenInput};
 use assay_algebra::transform::ColumnBiases;
 use assay_core::problem::{FloatArray, Metrics, Sequence, Tokens};
-use assay_programs::arrays::{self, Given, PER_TOKEN, Result as Column, Scale, Statistic};
+use assay_programs::arrays::{self, PER_TOKEN, ResultColumn, Scale, Statistic, TokenColumn};
 use ndarray::{Array2, Ix0, Ix2, arr0};
 
 /// The tokens of a batch, and the loss of a spec on them.
@@ -117,21 +117,25 @@ impl<'s> HostLoss<'s> {
             for (value, column) in of_token.iter_mut().zip(&columns) {
                 let input = |input| self.input(input, at).unwrap_or(0.0);
                 let given = match column {
-                    Given::Advantage => weighted.advantage,
-                    Given::OldLogp => input(TokenInput::OldLogp),
-                    Given::RefLogp => input(TokenInput::RefLogp),
-                    Given::PolicyWeight => input(TokenInput::PolicyWeight),
-                    Given::KlWeight => input(TokenInput::KlWeight),
-                    Given::Selected => input(TokenInput::Selected),
-                    Given::RolloutLogp => input(TokenInput::RolloutLogp),
-                    Given::Rate => input(TokenInput::Rate),
-                    Given::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
+                    TokenColumn::Advantage => weighted.advantage,
+                    TokenColumn::OldLogp => input(TokenInput::OldLogp),
+                    TokenColumn::RefLogp => input(TokenInput::RefLogp),
+                    TokenColumn::PolicyWeight => input(TokenInput::PolicyWeight),
+                    TokenColumn::KlWeight => input(TokenInput::KlWeight),
+                    TokenColumn::Selected => input(TokenInput::Selected),
+                    TokenColumn::RolloutLogp => input(TokenInput::RolloutLogp),
+                    TokenColumn::Rate => input(TokenInput::Rate),
+                    TokenColumn::TargetBias => self.columns.as_ref().map_or(0.0, |columns| columns.target[at].into()),
                     // The mask leaves nothing of a token.
-                    Given::Weight | Given::Mask | Given::KlShare | Given::EntropyFactor if !counts => 0.0,
-                    Given::Weight => weighted.weight,
-                    Given::Mask => 1.0,
-                    Given::KlShare => weighted.kl_share,
-                    Given::EntropyFactor => self.weights.entropy[at],
+                    TokenColumn::Weight | TokenColumn::Mask | TokenColumn::KlShare | TokenColumn::EntropyFactor
+                        if !counts =>
+                    {
+                        0.0
+                    }
+                    TokenColumn::Weight => weighted.weight,
+                    TokenColumn::Mask => 1.0,
+                    TokenColumn::KlShare => weighted.kl_share,
+                    TokenColumn::EntropyFactor => self.weights.entropy[at],
                 };
                 *value = given as f32;
             }
@@ -143,20 +147,20 @@ impl<'s> HostLoss<'s> {
     pub(crate) fn evaluated_by_kernel(&self, results: &[f32]) -> Array2<Option<TokenEvaluation>> {
         let structure = self.loss.structure;
         let evaluated = self.settled.mask.iter().zip(results.chunks(PER_TOKEN)).map(|(&counts, results)| {
-            let of = |column: Column| f64::from(results[column as usize]);
-            let loss = of(Column::Loss);
+            let of = |column: ResultColumn| f64::from(results[column as usize]);
+            let loss = of(ResultColumn::Loss);
             let token = TokenLoss {
                 loss,
-                reduced: if structure.kl_share() { of(Column::Reduced) } else { loss },
+                reduced: if structure.kl_share() { of(ResultColumn::Reduced) } else { loss },
                 // The derivatives stay in the kernel.
                 by_logp: None,
                 by_log_ratio: None,
-                ratio: of(Column::Ratio),
-                kl: structure.kl.map(|_| of(Column::Kl)),
-                clipped_low: of(Column::ClippedLow) > 0.0,
-                clipped_high: of(Column::ClippedHigh) > 0.0,
+                ratio: of(ResultColumn::Ratio),
+                kl: structure.kl.map(|_| of(ResultColumn::Kl)),
+                clipped_low: of(ResultColumn::ClippedLow) > 0.0,
+                clipped_high: of(ResultColumn::ClippedHigh) > 0.0,
             };
-            let [logp, entropy] = [Column::Logp, Column::Entropy].map(of);
+            let [logp, entropy] = [ResultColumn::Logp, ResultColumn::Entropy].map(of);
             counts.then_some(TokenEvaluation { token, logp, entropy, grad_logp: f64::NAN, logp_of_others: Vec::new() })
         });
         Array2::from_shape_vec(self.settled.mask.dim(), evaluated.collect()).expect("one entry a token")

@@ -8,8 +8,8 @@ use assay_algebra::structure::Structure;
 use assay_core::implementation::RunError;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
-use assay_programs::operation::{BatchForm, BatchKernel, OperationKernel, OperationText, Per, takes_one_pass};
-use assay_programs::{LossProgram, Programs as _, Target};
+use assay_programs::operation::{BatchExtent, BatchForm, BatchKernel, OperationKernel, OperationText, takes_one_pass};
+use assay_programs::{LossProgram, Programs as _, PtxTarget};
 
 use crate::driver::{BorrowedArray, CudaContext, CudaDevice, CudaStream, Driver, LoadedKernel};
 use crate::error::CudaError;
@@ -43,7 +43,7 @@ pub struct Gpu {
     driver: &'static Driver,
     place: usize,
     program: LossProgram,
-    target: Target,
+    target: PtxTarget,
     context: Arc<CudaContext>,
     assembled: Mutex<Vec<Arc<AssembledOperation>>>,
 }
@@ -52,8 +52,8 @@ pub struct Gpu {
 struct AssembledOperation {
     text: OperationText,
     kernel: LoadedKernel,
-    arrays: Vec<Per>,
-    grid: Per,
+    arrays: Vec<BatchExtent>,
+    grid: BatchExtent,
 }
 
 static GPUS: Mutex<Vec<Arc<Gpu>>> = Mutex::new(Vec::new());
@@ -90,10 +90,10 @@ impl Gpu {
         let OperationLaunch { extents: [tokens, sequences, _], stream, arrays, .. } = called;
         let assembled = self.assembled(called)?;
         let count = |per| match per {
-            Per::Batch => 1,
-            Per::Token => tokens,
-            Per::Sequence => sequences,
-            Per::SequenceAndRest => sequences + 1,
+            BatchExtent::Batch => 1,
+            BatchExtent::Token => tokens,
+            BatchExtent::Sequence => sequences,
+            BatchExtent::SequenceAndRest => sequences + 1,
         };
         let counts: Vec<usize> = assembled.arrays.iter().map(|&per| count(per)).collect();
         Ok(assembled.kernel.enqueue(count(assembled.grid), &counts, stream, arrays)?)

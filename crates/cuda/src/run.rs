@@ -17,7 +17,7 @@ use assay_core::implementation::{
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
-use assay_programs::{LossProgram, Programs as _, StructuredSpec, Target};
+use assay_programs::{LossProgram, Programs as _, PtxTarget, StructuredSpec};
 use assay_ptx::Parameter;
 use ndarray::{Ix2, Ix3};
 
@@ -63,12 +63,12 @@ pub(crate) fn program(id: &str) -> LossProgram {
 ///
 /// # Errors
 /// [`CudaError::Capability`]; [`CudaError::Version`].
-pub(crate) fn written_for(device: &CudaDevice, program: LossProgram, id: &str) -> Result<Target, CudaError> {
+pub(crate) fn written_for(device: &CudaDevice, program: LossProgram, id: &str) -> Result<PtxTarget, CudaError> {
     let given = device.capability();
     let target = match given.0 {
-        ..9 => Target::Sm80,
-        9 => Target::Sm90,
-        10.. => Target::Sm100,
+        ..9 => PtxTarget::Sm80,
+        9 => PtxTarget::Sm90,
+        10.. => PtxTarget::Sm100,
     };
     let needed = program.least_target().expect("a kernel of PTX");
     if given >= (8, 0) && target >= needed {
@@ -76,7 +76,7 @@ pub(crate) fn written_for(device: &CudaDevice, program: LossProgram, id: &str) -
         device.driver().expect_version(target)?;
         return Ok(target);
     }
-    let (needed, instead) = if needed == Target::Sm90 && given >= (8, 0) {
+    let (needed, instead) = if needed == PtxTarget::Sm90 && given >= (8, 0) {
         ("sm_90 and up, whose CTAs form clusters", "gpu-two-pass-driver runs on it")
     } else {
         ("sm_80 and up", "native computes the same on any CPU")
@@ -104,7 +104,7 @@ impl DriverLoss {
     }
 
     /// Returns the target for which its kernels are written on this device.
-    fn target(&self) -> Result<Target, CudaError> {
+    fn target(&self) -> Result<PtxTarget, CudaError> {
         written_for(self.device()?, self.program, &self.id)
     }
 
@@ -137,7 +137,7 @@ impl Implementation for DriverLoss {
     }
 
     fn summary(&self) -> &'static str {
-        if self.program.least_target() == Some(Target::Sm90) {
+        if self.program.least_target() == Some(PtxTarget::Sm90) {
             "gpu-one-pass, launched by CUDA's driver alone"
         } else {
             "gpu-two-pass, launched by CUDA's driver alone"

@@ -18,16 +18,16 @@
 //! reach `standard`, as autodiff does, and not `exact`. Of the plain loss on whole rows alone: no temperature, no entropy bonus.
 
 use super::baseline;
-use super::program::{Evaluated, Given, Program};
+use super::program::{CoreInputs, CoreOutputs, Program};
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_core::spec::{LossSpec, Temperature};
-use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloBuilder, HloComparison, HloType, HloValue};
 
 /// See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Alternative {
+pub(crate) enum BaselineAlternative {
     LogSoftmax,
     WideGather,
     Kept,
@@ -35,7 +35,7 @@ pub(crate) enum Alternative {
     Online,
 }
 
-impl Alternative {
+impl BaselineAlternative {
     pub(crate) const ALL: [Self; 5] = [Self::LogSoftmax, Self::WideGather, Self::Kept, Self::LogSumExp, Self::Online];
 
     pub(crate) fn id(self) -> &'static str {
@@ -84,10 +84,10 @@ impl Alternative {
         self,
         on: &mut Program,
         structure: Structure,
-        given: &Given,
-        logits: Value,
+        given: &CoreInputs,
+        logits: HloValue,
         dtype: Dtype,
-    ) -> Evaluated {
+    ) -> CoreOutputs {
         match self {
             Self::Kept => return baseline::core(on, structure, given, logits, dtype),
             Self::WideGather => {
@@ -115,7 +115,7 @@ impl Alternative {
             let log_sum_exp = per_column(on, log_sum_exp);
             (logp, on.builder.subtract(x, log_sum_exp))
         };
-        let wide = Type::new(DeviceDtype::F32, &[b, t, v]);
+        let wide = HloType::new(DeviceDtype::F32, &[b, t, v]);
         let probabilities = on.builder.exponential(log_probabilities);
         // A column of probability 0 has no part in the entropy, whatever its logarithm.
         let least = on.builder.constant(f64::from(f32::MIN), wide.clone());
@@ -125,9 +125,9 @@ impl Alternative {
         let entropy = on.builder.negate(minus_entropy);
 
         let (token, grad_logp) = on.token_loss(structure, given, logp);
-        let column = on.builder.iota(2, Type::new(DeviceDtype::I32, &[b, t, v]));
+        let column = on.builder.iota(2, HloType::new(DeviceDtype::I32, &[b, t, v]));
         let ids = per_column(on, given.ids);
-        let is_target = on.builder.compare(Comparison::Equal, column, ids);
+        let is_target = on.builder.compare(HloComparison::Equal, column, ids);
         let [zero, one] = [0.0, 1.0].map(|x| on.builder.constant(x, wide.clone()));
         let one_hot = on.builder.select(is_target, one, zero);
         let difference = on.builder.subtract(one_hot, probabilities);
@@ -136,12 +136,12 @@ impl Alternative {
         let counts = per_column(on, given.mask);
         let dlogits = on.builder.select(counts, dlogits, zero);
         let dlogits = on.builder.convert(dlogits, dtype.into());
-        Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
+        CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
     }
 }
 
 /// `m` and `Σ e^(x_j − m)` of each row.
-fn in_two_reads(on: &mut Program, x: Value) -> [Value; 2] {
+fn in_two_reads(on: &mut Program, x: HloValue) -> [HloValue; 2] {
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let of_rows = on.builder.broadcast(max, &[0, 1], &on.local);
     let shifted = on.builder.subtract(x, of_rows);
@@ -150,19 +150,19 @@ fn in_two_reads(on: &mut Program, x: Value) -> [Value; 2] {
 }
 
 /// The same: of two parts of a row the one with the lesser maximum is scaled to that of the other.
-fn in_one_read(builder: &mut Builder, x: Value) -> [Value; 2] {
+fn in_one_read(builder: &mut HloBuilder, x: HloValue) -> [HloValue; 2] {
     let each = builder.constant(1.0, builder.type_of(x).clone());
-    let number = |builder: &mut Builder, x| builder.constant(x, Type::new(DeviceDtype::F32, &[]));
+    let number = |builder: &mut HloBuilder, x| builder.constant(x, HloType::new(DeviceDtype::F32, &[]));
     let starts = [f64::NEG_INFINITY, 0.0].map(|x| number(builder, x));
     let both = builder.reduce_together(&[x, each], &starts, 2, |builder, left, right| {
         let [max, least] = [builder.maximum(left[0], right[0]), builder.minimum(left[0], right[0])];
         let gap = builder.subtract(least, max);
         // Two of −∞ have no gap.
-        let same = builder.compare(Comparison::Equal, least, max);
+        let same = builder.compare(HloComparison::Equal, least, max);
         let zero = number(builder, 0.0);
         let gap = builder.select(same, zero, gap);
         let scale = builder.exponential(gap);
-        let left_has_max = builder.compare(Comparison::AtLeast, left[0], right[0]);
+        let left_has_max = builder.compare(HloComparison::AtLeast, left[0], right[0]);
         let upper = builder.select(left_has_max, left[1], right[1]);
         let lower = builder.select(left_has_max, right[1], left[1]);
         let lower = builder.multiply(scale, lower);

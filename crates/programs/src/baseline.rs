@@ -25,18 +25,24 @@
 //! Where a spec changes logits before their softmax, `x` is what [`transform`](assay_algebra::transform) calls `t`, and dlogits are
 //! multiplied by its slope at the end.
 
-use super::program::{ColumnsGiven, Evaluated, Given, Program};
-use crate::mesh::Axis;
+use super::program::{CoreInputs, CoreOutputs, HloBiases, Program};
+use crate::mesh::MeshAxis;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{SpecNumber, Structure};
 use assay_algebra::transform::Transform;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 
 /// The core of the baseline: dlogits of `dtype` from logits of any.
-pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Evaluated {
+pub(crate) fn core(
+    on: &mut Program,
+    structure: Structure,
+    given: &CoreInputs,
+    logits: HloValue,
+    dtype: Dtype,
+) -> CoreOutputs {
     core_gathering(on, structure, given, logits, dtype, logits)
 }
 
@@ -44,11 +50,11 @@ pub(crate) fn core(on: &mut Program, structure: Structure, given: &Given, logits
 pub(crate) fn core_gathering(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    logits: Value,
+    given: &CoreInputs,
+    logits: HloValue,
     dtype: Dtype,
-    from: Value,
-) -> Evaluated {
+    from: HloValue,
+) -> CoreOutputs {
     let columns = on.columns(given.ids, given.first_column);
     let wide = on.builder.convert(logits, DeviceDtype::F32);
     let target_logit = on.target_logit(from, &columns);
@@ -58,8 +64,8 @@ pub(crate) fn core_gathering(
     };
     let x = on.without_padding(x, &columns);
     let max = on.builder.reduce(Fold::Max, x, &[2]);
-    let max = on.over(&[Axis::Vocab], Fold::Max, max);
-    let row = Row { x, max, target_logit, is_target: columns.is_target };
+    let max = on.over(&[MeshAxis::Vocab], Fold::Max, max);
+    let row = SoftmaxInput { x, max, target_logit, is_target: columns.is_target };
     let scales: Vec<_> = structure.gap_rates().into_iter().map(|rate| rate.map(|rate| given.rate(rate))).collect();
     let entropy_softmax = on.softmax(&row, scales[0]);
     let two_softmaxes = scales.len() > 1;
@@ -70,10 +76,10 @@ pub(crate) fn core_gathering(
     let entropy = entropy_softmax.softmax.entropy(on);
 
     let (token, grad_logp) = on.token_loss(structure, given, logp);
-    let policy = Part { factor: grad_logp, through: &logp_softmax };
+    let policy = GradientTerm { factor: grad_logp, through: &logp_softmax };
     let bonus = structure.entropy_bonus.map(|_| {
         let factor = on.per_token(given.entropy_factor);
-        Part { factor, through: &entropy_softmax }
+        GradientTerm { factor, through: &entropy_softmax }
     });
     let dlogits = on.dlogits(&row, given.mask, &policy, bonus.as_ref(), scales[0]);
     let dlogits = match structure.transform {
@@ -81,123 +87,123 @@ pub(crate) fn core_gathering(
         None => dlogits,
     };
     let dlogits = on.builder.convert(dlogits, dtype.into());
-    Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
+    CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
 /// Where a row's target is.
-struct Columns {
+struct TargetColumns {
     /// `[b,t]`: the target's column on this device.
-    local_ids: Value,
+    local_ids: HloValue,
     /// `[b,t]`: whether this device has it; `None` where one device has every column.
-    here: Option<Value>,
+    here: Option<HloValue>,
     /// `[b,t,v]`
-    is_target: Value,
+    is_target: HloValue,
     /// `[b,t,v]`: columns below `V`; `None` where all are.
-    real: Option<Value>,
+    real: Option<HloValue>,
 }
 
 /// The logits, widened, or what a spec makes of them.
-struct Row {
+struct SoftmaxInput {
     /// `[b,t,v]`
-    x: Value,
+    x: HloValue,
     /// `[b,t]`
-    max: Value,
+    max: HloValue,
     /// `[b,t]`
-    target_logit: Value,
+    target_logit: HloValue,
     /// `[b,t,v]`
-    is_target: Value,
+    is_target: HloValue,
 }
 
 /// One softmax, and its exponentials.
 #[derive(Clone, Copy)]
-struct Exponentials {
+struct BaselineSoftmax {
     /// `a`, `[b,t,v]`
-    gap: Value,
+    gap: HloValue,
     /// `e`, `[b,t,v]`
-    exp: Value,
+    exp: HloValue,
     /// `[b,t]`
-    softmax: SoftmaxStatistics<Value>,
+    softmax: SoftmaxStatistics<HloValue>,
 }
 
 /// A derivative of the loss, and the softmax that it goes through.
-struct Part<'s> {
+struct GradientTerm<'s> {
     /// `[b,t]`
-    factor: Value,
-    through: &'s Exponentials,
+    factor: HloValue,
+    through: &'s BaselineSoftmax,
 }
 
 impl Program {
     /// A scalar or `[b,t]` value in every place of `[b,t,v]`.
-    fn per_element(&mut self, value: Value) -> Value {
+    fn per_element(&mut self, value: HloValue) -> HloValue {
         let dimensions: &[usize] = if self.builder.type_of(value).shape.is_empty() { &[] } else { &[0, 1] };
         self.builder.broadcast(value, dimensions, &self.local.clone())
     }
 
     /// A number in every place of `[b,t,v]`.
-    fn constant_elements(&mut self, x: f64) -> Value {
-        let ty = Type::new(DeviceDtype::F32, &self.local);
+    fn constant_elements(&mut self, x: f64) -> HloValue {
+        let ty = HloType::new(DeviceDtype::F32, &self.local);
         self.builder.constant(x, ty)
     }
 
-    fn columns(&mut self, ids: Value, first_column: Option<Value>) -> Columns {
+    fn columns(&mut self, ids: HloValue, first_column: Option<HloValue>) -> TargetColumns {
         let [b, t, v] = self.local;
-        let integers = |shape: &[usize]| Type::new(DeviceDtype::I32, shape);
+        let integers = |shape: &[usize]| HloType::new(DeviceDtype::I32, shape);
         let column = self.builder.iota(2, integers(&[b, t, v]));
         let Some(first) = first_column else {
             let wanted = self.per_element(ids);
-            let is_target = self.builder.compare(Comparison::Equal, column, wanted);
-            return Columns { local_ids: ids, here: None, is_target, real: None };
+            let is_target = self.builder.compare(HloComparison::Equal, column, wanted);
+            return TargetColumns { local_ids: ids, here: None, is_target, real: None };
         };
         let first_per_token = self.per_token(first);
         let local_ids = self.builder.subtract(ids, first_per_token);
         let zero = self.builder.constant(0.0, integers(&[b, t]));
         let end = self.builder.constant(v as f64, integers(&[b, t]));
-        let not_before = self.builder.compare(Comparison::AtLeast, local_ids, zero);
-        let not_after = self.builder.compare(Comparison::Less, local_ids, end);
+        let not_before = self.builder.compare(HloComparison::AtLeast, local_ids, zero);
+        let not_after = self.builder.compare(HloComparison::Less, local_ids, end);
         let here = self.builder.and(not_before, not_after);
         let wanted = self.per_element(local_ids);
-        let is_target = self.builder.compare(Comparison::Equal, column, wanted);
+        let is_target = self.builder.compare(HloComparison::Equal, column, wanted);
         let real = (v * self.mesh.vocab > self.vocab).then(|| {
             let vocab = self.builder.constant(self.vocab as f64, integers(&[]));
             let left = self.builder.subtract(vocab, first);
             let left = self.per_element(left);
-            self.builder.compare(Comparison::Less, column, left)
+            self.builder.compare(HloComparison::Less, column, left)
         });
-        Columns { local_ids, here: Some(here), is_target, real }
+        TargetColumns { local_ids, here: Some(here), is_target, real }
     }
 
     /// −∞ in the columns past `V`.
-    fn without_padding(&mut self, x: Value, columns: &Columns) -> Value {
+    fn without_padding(&mut self, x: HloValue, columns: &TargetColumns) -> HloValue {
         let Some(real) = columns.real else { return x };
         let nothing = self.constant_elements(f64::NEG_INFINITY);
         self.builder.select(real, x, nothing)
     }
 
     /// `x_y` in f32, from the device that has it.
-    fn target_logit(&mut self, logits: Value, columns: &Columns) -> Value {
+    fn target_logit(&mut self, logits: HloValue, columns: &TargetColumns) -> HloValue {
         let taken = self.builder.take_along_last(logits, columns.local_ids);
         let taken = self.builder.convert(taken, DeviceDtype::F32);
         let Some(here) = columns.here else { return taken };
         let zero = self.constant(0.0);
         let own = self.builder.select(here, taken, zero);
-        self.over(&[Axis::Vocab], Fold::Add, own)
+        self.over(&[MeshAxis::Vocab], Fold::Add, own)
     }
 
     /// What the softmax is of, of logits in f32 and of the target's; the target's is in its column, which may be outside the support.
     fn transformed(
         &mut self,
         transform: Transform,
-        given: &Given,
-        wide: Value,
-        target_logit: Value,
-        columns: &Columns,
-    ) -> (Value, Value) {
+        given: &CoreInputs,
+        wide: HloValue,
+        target_logit: HloValue,
+        columns: &TargetColumns,
+    ) -> (HloValue, HloValue) {
         let factor = given.number(SpecNumber::LogitFactor);
         let changed = |on: &mut Self, x| {
             let x = on.times(x, factor);
             if transform.caps { on.builder.tanh(x) } else { x }
         };
-        let Some(ColumnsGiven { bias, target }) = given.columns else {
+        let Some(HloBiases { bias, target }) = given.columns else {
             return (changed(self, wide), changed(self, target_logit));
         };
         let target_logit = self.builder.add(target_logit, target);
@@ -206,14 +212,14 @@ impl Program {
         let x = self.builder.add(wide, bias);
         let x = changed(self, x);
         let outside = self.constant_elements(f64::NEG_INFINITY);
-        let is_outside = self.builder.compare(Comparison::Equal, bias, outside);
+        let is_outside = self.builder.compare(HloComparison::Equal, bias, outside);
         let x = self.builder.select(is_outside, outside, x);
         let of_target = self.per_element(target_logit);
         (self.builder.select(columns.is_target, of_target, x), target_logit)
     }
 
     /// The derivatives by the logits, from those by what the softmax is of.
-    fn through(&mut self, transform: Transform, given: &Given, row: &Row, dlogits: Value) -> Value {
+    fn through(&mut self, transform: Transform, given: &CoreInputs, row: &SoftmaxInput, dlogits: HloValue) -> HloValue {
         let factor = given.number(SpecNumber::LogitFactor);
         let through_factor = self.times(dlogits, factor);
         if !transform.caps {
@@ -225,12 +231,12 @@ impl Program {
         let slope = self.builder.maximum(slope, zero);
         let through = self.builder.multiply(through_factor, slope);
         // What is masked, or outside the support, is 0 whatever its logit is.
-        let nothing = self.builder.compare(Comparison::Equal, dlogits, zero);
+        let nothing = self.builder.compare(HloComparison::Equal, dlogits, zero);
         self.builder.select(nothing, zero, through)
     }
 
     /// What multiplies gaps is a number, or one a token.
-    fn softmax(&mut self, row: &Row, inverse_temperature: Option<Value>) -> Exponentials {
+    fn softmax(&mut self, row: &SoftmaxInput, inverse_temperature: Option<HloValue>) -> BaselineSoftmax {
         let scaled = |program: &mut Self, gap| match inverse_temperature {
             Some(factor) => program.times(gap, factor),
             None => gap,
@@ -243,30 +249,30 @@ impl Program {
         let zero = self.constant_elements(0.0);
         let of_others = self.builder.select(row.is_target, zero, exp);
         let others = self.builder.reduce(Fold::Add, of_others, &[2]);
-        let others = self.over(&[Axis::Vocab], Fold::Add, others);
+        let others = self.over(&[MeshAxis::Vocab], Fold::Add, others);
         // A logit of −∞ has an infinite gap and no weight.
         let largest = self.constant_elements(f64::from(f32::MAX));
         let finite_gap = self.builder.minimum(gap, largest);
         let weighted = self.builder.multiply(of_others, finite_gap);
         let weighted = self.builder.reduce(Fold::Add, weighted, &[2]);
-        let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
+        let weighted = self.over(&[MeshAxis::Vocab], Fold::Add, weighted);
 
         let inverse = inverse_temperature.map(|inverse| self.per_token(inverse));
         let sums = SoftmaxSums { max: row.max, target_logit: row.target_logit, others, weighted };
-        Exponentials { gap, exp, softmax: sums.softmax(self, inverse) }
+        BaselineSoftmax { gap, exp, softmax: sums.softmax(self, inverse) }
     }
 
     /// `[b,t,v]`, f32. A factor of 0, and a column of probability 0, leave their term out, so that nothing multiplies
     /// them into a NaN.
     fn dlogits(
         &mut self,
-        row: &Row,
-        mask: Value,
-        policy: &Part,
-        bonus: Option<&Part>,
-        inverse_temperature: Option<Value>,
-    ) -> Value {
-        let tempered = |program: &mut Self, part: &Part| match inverse_temperature {
+        row: &SoftmaxInput,
+        mask: HloValue,
+        policy: &GradientTerm,
+        bonus: Option<&GradientTerm>,
+        inverse_temperature: Option<HloValue>,
+    ) -> HloValue {
+        let tempered = |program: &mut Self, part: &GradientTerm| match inverse_temperature {
             Some(inverse) => program.times(part.factor, inverse),
             None => part.factor,
         };
@@ -278,12 +284,12 @@ impl Program {
         let minus_factor = self.builder.negate(factor);
         let minus_factor = self.per_element(minus_factor);
         let others = self.builder.multiply(minus_factor, policy.through.exp);
-        let nothing = self.builder.compare(Comparison::Equal, policy.through.exp, zero);
+        let nothing = self.builder.compare(HloComparison::Equal, policy.through.exp, zero);
         let others = self.builder.select(nothing, zero, others);
         let target = self.per_element(target);
         let term = self.builder.select(row.is_target, target, others);
         let no_factor = self.constant(0.0);
-        let idle = self.builder.compare(Comparison::Equal, policy.factor, no_factor);
+        let idle = self.builder.compare(HloComparison::Equal, policy.factor, no_factor);
         let Some(bonus) = bonus else {
             let no = self.builder.constant(0.0, self.builder.type_of(mask).clone());
             let counts = self.builder.select(idle, no, mask);
@@ -301,7 +307,7 @@ impl Program {
         // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
         let exp_above_mean = self.builder.multiply(bonus.through.exp, above_mean);
         let term = self.builder.multiply(exp_above_mean, factor);
-        let nothing = self.builder.compare(Comparison::Equal, bonus.through.exp, zero);
+        let nothing = self.builder.compare(HloComparison::Equal, bonus.through.exp, zero);
         let term = self.builder.select(nothing, zero, term);
         let dlogits = self.builder.add(policy, term);
         let counts = self.per_element(mask);
@@ -311,8 +317,8 @@ impl Program {
 
 #[cfg(test)]
 mod tests {
-    use super::super::frame::{LogitsGiven, program};
-    use super::super::program::Share;
+    use super::super::frame::{LogitsParameter, program};
+    use super::super::program::DeviceShare;
     use super::*;
     use crate::ANY_DEVICE;
     use crate::mesh::Mesh;
@@ -324,9 +330,9 @@ mod tests {
 
     fn text(spec: &LossSpec, mesh: Mesh) -> String {
         let structure = Structure::from_spec(spec);
-        let inside = |on: &mut Program, given: &Given, logits| core(on, structure, given, logits, Dtype::Bf16);
-        let given = LogitsGiven { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
-        program(structure, Share::of(SHAPE, None, mesh, ANY_DEVICE), given, inside)
+        let inside = |on: &mut Program, given: &CoreInputs, logits| core(on, structure, given, logits, Dtype::Bf16);
+        let given = LogitsParameter { dtype: Dtype::Bf16, to_kernels: false, row_major: false, donated: true };
+        program(structure, DeviceShare::new(SHAPE, None, mesh, ANY_DEVICE), given, inside)
     }
 
     fn spec(x: f64) -> LossSpec {

@@ -1,7 +1,7 @@
 //! What a program is written for.
 
-use assay_ptx::Target;
-use assay_tile::Machine;
+use assay_ptx::PtxTarget;
+use assay_tile::TileMachine;
 
 /// How a program has its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub enum Lowering {
     /// As kernels that libtpu compiles.
     Mosaic,
     /// As PTX, which the driver of an NVIDIA GPU assembles: kernels for GPUs. Tile kernels are loops there.
-    Ptx(Target),
+    Ptx(PtxTarget),
 }
 
 impl Lowering {
@@ -29,7 +29,7 @@ impl Lowering {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
     /// One of its cores.
-    pub machine: Machine,
+    pub machine: TileMachine,
     /// See [`Lowering`].
     pub lowering: Lowering,
 }
@@ -59,17 +59,17 @@ impl TpuKind {
     pub const ALL: [TpuKind; 4] = [TpuKind::V5E, TpuKind::V5P, TpuKind::V6E, TpuKind::V7X];
 
     /// What it has for a kernel: of its VMEM one part in sixteen stays the compiler's own.
-    pub const fn machine(self) -> Machine {
-        Machine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
+    pub const fn machine(self) -> TileMachine {
+        TileMachine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
     }
 }
 
 /// What PJRT calls GPUs, in part, and what is written for each.
-const GPU_KINDS: [(&str, Target); 4] =
-    [("A100", Target::Sm80), ("H100", Target::Sm90), ("H200", Target::Sm90), ("B200", Target::Sm100)];
+const GPU_KINDS: [(&str, PtxTarget); 4] =
+    [("A100", PtxTarget::Sm80), ("H100", PtxTarget::Sm90), ("H200", PtxTarget::Sm90), ("B200", PtxTarget::Sm100)];
 
 /// A TPU core with 128 MiB of VMEM, as a v6e has.
-pub const ANY_TPU: Machine = TpuKind::V6E.machine();
+pub const ANY_TPU: TileMachine = TpuKind::V6E.machine();
 
 /// Any other device: rows of its arrays follow one another, so that nothing is padded to be cut over several (`xla-vocab`
 /// on eight CPU devices, 1x128x151936 bf16: 47 ms a step, 61 where 18,992 columns each were made 19,072). The kernels' loops take their
@@ -77,14 +77,14 @@ pub const ANY_TPU: Machine = TpuKind::V6E.machine();
 /// that of `tile-two-pass`, of blocks of a TPU's rows at 1x64x32000, 512 up to twice it). Rows, each summed alone, are fewer a block: a
 /// block of them stays in cache, and XLA compiles code for each row's target (`tile-one-pass` at 1x64x32000 in bf16: 18 ms a step, 46 by a
 /// TPU's blocks).
-pub const ANY_DEVICE: Machine = Machine { sublanes: 2, memory_columns: 1, ..ANY_TPU };
+pub const ANY_DEVICE: TileMachine = TileMachine { sublanes: 2, memory_columns: 1, ..ANY_TPU };
 
 impl Device {
     /// Any device but a TPU.
     pub const ANY: Device = Device { machine: ANY_DEVICE, lowering: Lowering::Loops };
 
     /// An NVIDIA GPU.
-    pub const fn gpu(target: Target) -> Device {
+    pub const fn gpu(target: PtxTarget) -> Device {
         Device { machine: ANY_DEVICE, lowering: Lowering::Ptx(target) }
     }
 
@@ -93,7 +93,7 @@ impl Device {
     ///
     /// # Errors
     /// The kinds of TPU that kernels are written for, where it is another.
-    pub fn of(platform: &str, kind: &str) -> Result<Device, String> {
+    pub fn from_platform(platform: &str, kind: &str) -> Result<Device, String> {
         if platform == "cuda" {
             let known = GPU_KINDS.into_iter().find(|(name, _)| kind.contains(name));
             return Ok(known.map_or(Device::ANY, |(_, target)| Device::gpu(target)));
@@ -110,7 +110,7 @@ impl Device {
 
     /// The same with loops in place of kernels, of whatever kind it is.
     pub fn in_loops(platform: &str, kind: &str) -> Device {
-        let machine = Self::of(platform, kind).map_or(ANY_TPU, |device| device.machine);
+        let machine = Self::from_platform(platform, kind).map_or(ANY_TPU, |device| device.machine);
         Device { machine, lowering: Lowering::Loops }
     }
 }
@@ -125,23 +125,23 @@ mod tests {
     #[test]
     fn kernels_are_written_for_tpus_that_are_known_and_loops_for_all_else() {
         for kind in ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "TPU v6e"] {
-            let device = Device::of("tpu", kind).unwrap();
+            let device = Device::from_platform("tpu", kind).unwrap();
             assert_eq!((device.lowering, device.machine.memory_columns), (Lowering::Mosaic, 128), "{kind}");
             assert_eq!(Device::in_loops("tpu", kind), Device { lowering: Lowering::Loops, ..device });
         }
-        assert_eq!(Device::of("tpu", "TPU v5").unwrap().machine.vmem_bytes, 60 << 20);
+        assert_eq!(Device::from_platform("tpu", "TPU v5").unwrap().machine.vmem_bytes, 60 << 20);
         for platform in ["cpu", "cuda", "rocm"] {
-            assert_eq!(Device::of(platform, "whatever it is"), Ok(Device::ANY), "{platform}");
+            assert_eq!(Device::from_platform(platform, "whatever it is"), Ok(Device::ANY), "{platform}");
         }
         for (kind, target) in [
-            ("NVIDIA A100-SXM4-80GB", Target::Sm80),
-            ("NVIDIA H100 80GB HBM3", Target::Sm90),
-            ("NVIDIA B200", Target::Sm100),
+            ("NVIDIA A100-SXM4-80GB", PtxTarget::Sm80),
+            ("NVIDIA H100 80GB HBM3", PtxTarget::Sm90),
+            ("NVIDIA B200", PtxTarget::Sm100),
         ] {
-            assert_eq!(Device::of("cuda", kind), Ok(Device::gpu(target)), "{kind}");
+            assert_eq!(Device::from_platform("cuda", kind), Ok(Device::gpu(target)), "{kind}");
             assert_eq!(Device::in_loops("cuda", kind), Device::ANY, "{kind}");
         }
-        let error = Device::of("tpu", "TPU v3").unwrap_err();
+        let error = Device::from_platform("tpu", "TPU v3").unwrap_err();
         assert!(
             error.contains("TPU v5 lite, TPU v5, TPU v6 lite, TPU7x") && error.contains("ASSAY_LOOPS=1"),
             "{error}"

@@ -7,9 +7,10 @@
 //! number of a row, `[b]`, is then one of a sequence, `[S]`, and every device has all of them: sums over the tokens of a
 //! sequence are of those on a device, and then over devices, wherever the cuts are.
 
-use crate::mesh::Axis;
+use crate::mesh::MeshAxis;
 use crate::program::{
-    ColumnsGiven, Evaluated, Forward, Given, Named, OtherGiven, Output, Packed, Program, Scalars, Share,
+    CoreInputs, CoreOutputs, DeviceShare, HloBiases, NamedArray, OtherId, PackedSequences, Program, ProgramOutput,
+    ScalarOutputs, SoftmaxInputs,
 };
 use crate::rows::{in_rows, stored_as};
 use crate::several;
@@ -21,13 +22,18 @@ use assay_algebra::structure::{
 };
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_tile::stablehlo::{Builder, Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloBuilder, HloComparison, HloType, HloValue};
 
 /// The parameters and the outputs of [`program`] for a TPU, on a mesh that does not cut the vocabulary.
-pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, for_kernels: bool) -> [Vec<Named>; 2] {
+pub(crate) fn signature(
+    structure: Structure,
+    local: [usize; 3],
+    dtype: Dtype,
+    for_kernels: bool,
+) -> [Vec<NamedArray>; 2] {
     let [b, t, v] = local;
-    let Type { element, shape } = logits_array(local, dtype, for_kernels);
-    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
+    let HloType { element, shape } = logits_array(local, dtype, for_kernels);
+    let named = |name, dtype, shape: &[usize]| NamedArray { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let per_token = |name, dtype| named(name, dtype, &[b, t]);
     let mut inputs = vec![
         named("logits", element, &shape),
@@ -44,13 +50,16 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
         inputs.extend([named("column_bias", DeviceDtype::F32, &[v]), per_token("target_bias", DeviceDtype::F32)]);
     }
     let numbers: Vec<&str> = structure.program_numbers().into_iter().map(SpecNumber::name).collect();
-    inputs.push(Named { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
+    inputs.push(NamedArray { columns: numbers.clone(), ..named("numbers", DeviceDtype::F32, &[numbers.len()]) });
     let mut outputs = vec![
         named("dlogits", element, &shape),
         per_token("logp", DeviceDtype::F32),
         per_token("entropy", DeviceDtype::F32),
         per_token("token_loss", DeviceDtype::F32),
-        Named { columns: Scalars::NAMES.to_vec(), ..named("scalars", DeviceDtype::F32, &[Scalars::COUNT]) },
+        NamedArray {
+            columns: ScalarOutputs::NAMES.to_vec(),
+            ..named("scalars", DeviceDtype::F32, &[ScalarOutputs::COUNT])
+        },
     ];
     outputs.extend((structure.ids_per_token > 1).then(|| others("logp_of_others", DeviceDtype::F32)));
     [inputs, outputs]
@@ -58,7 +67,7 @@ pub(crate) fn signature(structure: Structure, local: [usize; 3], dtype: Dtype, f
 
 /// How a program is given its logits.
 #[derive(Clone, Copy)]
-pub(crate) struct LogitsGiven {
+pub(crate) struct LogitsParameter {
     pub(crate) dtype: Dtype,
     /// To kernels that are not XLA's.
     pub(crate) to_kernels: bool,
@@ -74,33 +83,33 @@ pub(crate) struct LogitsGiven {
 ///
 /// Parameters: [logits](logits_array); ids i32, mask pred, where sequences are packed the number of each token's i32; advantages
 /// f32, where a token has several ids those beside the first and the cotangents of their logp, `[b,t,K−1]` i32 and f32, then the structure's [inputs](Structure::inputs) f32, all `[b,t]`; where columns differ before their softmax, the
-/// [bias](ColumnsGiven) of each `[v]` and of each target `[b,t]`, f32; its [numbers](Structure::program_numbers) f32; and where the
+/// [bias](HloBiases) of each `[v]` and of each target `[b,t]`, f32; its [numbers](Structure::program_numbers) f32; and where the
 /// vocabulary is cut, the device's first column
 /// as a scalar i32.
 pub(crate) fn program(
     structure: Structure,
-    share: Share,
-    given: LogitsGiven,
-    core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
+    share: DeviceShare,
+    given: LogitsParameter,
+    core: impl FnOnce(&mut Program, &CoreInputs, HloValue) -> CoreOutputs,
 ) -> String {
-    let logits = |builder: &mut Builder| logits_parameter(builder, share.local, given);
+    let logits = |builder: &mut HloBuilder| logits_parameter(builder, share.local, given);
     let dtype = given.dtype;
     frame(structure, share, logits, |on, given, logits| {
         let evaluated = several::around(on, structure, given, logits, dtype, core);
-        let Evaluated { gradient, logp, logp_of_others, entropy, token } = evaluated;
-        Evaluated { gradient: [gradient], logp, logp_of_others, entropy, token }
+        let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = evaluated;
+        CoreOutputs { gradient: [gradient], logp, logp_of_others, entropy, token }
     })
 }
 
 /// Logits where they cross the boundary of a program: `[b,t,v]`; for kernels that are not XLA's `[1,b·t,v]`, and f16 as i16,
 /// its bits. A TPU would write f16 anew to read it as its bits, and all logits anew to read them in rows: where tokens are
 /// no multiple of eight, its memory has gaps between sequences.
-fn logits_array(local: [usize; 3], dtype: Dtype, for_kernels: bool) -> Type {
+fn logits_array(local: [usize; 3], dtype: Dtype, for_kernels: bool) -> HloType {
     if for_kernels {
         let (element, shape) = logits_in_rows(local, dtype.into());
-        Type { element, shape }
+        HloType { element, shape }
     } else {
-        Type::new(dtype.into(), &local)
+        HloType::new(dtype.into(), &local)
     }
 }
 
@@ -109,8 +118,8 @@ pub fn logits_in_rows(local: [usize; 3], element: DeviceDtype) -> (DeviceDtype, 
     (stored_as(element), in_rows(local).to_vec())
 }
 
-fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven) -> Value {
-    let over = given.donated.then_some(Output::Gradient as usize);
+fn logits_parameter(builder: &mut HloBuilder, local: [usize; 3], given: LogitsParameter) -> HloValue {
+    let over = given.donated.then_some(ProgramOutput::Gradient as usize);
     let logits = builder.parameter(logits_array(local, given.dtype, given.to_kernels), over);
     if given.row_major {
         builder.lay_out_row_major(logits);
@@ -119,47 +128,48 @@ fn logits_parameter(builder: &mut Builder, local: [usize; 3], given: LogitsGiven
 }
 
 /// The program whose first parameters are those that `arrays` writes, with `core` in its middle, which is given them. Its
-/// outputs are the first gradient, what else [`Output`] names of every program, and the other gradients.
+/// outputs are the first gradient, what else [`ProgramOutput`] names of every program, and the other gradients.
 #[expect(clippy::too_many_lines, reason = "parameters, weights, core and outputs of one program, in their order")]
 pub(crate) fn frame<A, const GRADIENTS: usize>(
     structure: Structure,
-    Share { local, mesh, vocab, packed }: Share,
-    arrays: impl FnOnce(&mut Builder) -> A,
-    core: impl FnOnce(&mut Program, &Given, A) -> Evaluated<[Value; GRADIENTS]>,
+    DeviceShare { local, mesh, vocab, packed }: DeviceShare,
+    arrays: impl FnOnce(&mut HloBuilder) -> A,
+    core: impl FnOnce(&mut Program, &CoreInputs, A) -> CoreOutputs<[HloValue; GRADIENTS]>,
 ) -> String {
     let [b, t, v] = local;
-    let mut builder = Builder::default();
-    let per_token = |element| Type::new(element, &[b, t]);
+    let mut builder = HloBuilder::default();
+    let per_token = |element| HloType::new(element, &[b, t]);
     let arrays = arrays(&mut builder);
     let ids = builder.parameter(per_token(DeviceDtype::I32), None);
     let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
-    let packed = packed.map(|count| Packed { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
+    let packed =
+        packed.map(|count| PackedSequences { of_tokens: builder.parameter(per_token(DeviceDtype::I32), None), count });
     let advantage = builder.parameter(per_token(DeviceDtype::F32), None);
     let others = (structure.ids_per_token > 1).then(|| {
-        let others = |element| Type::new(element, &[b, t, structure.ids_per_token - 1]);
+        let others = |element| HloType::new(element, &[b, t, structure.ids_per_token - 1]);
         [DeviceDtype::I32, DeviceDtype::F32].map(|element| builder.parameter(others(element), None))
     });
     let inputs = structure.inputs().into_iter();
-    let inputs: Vec<(TokenInput, Value)> =
+    let inputs: Vec<(TokenInput, HloValue)> =
         inputs.map(|input| (input, builder.parameter(per_token(DeviceDtype::F32), None))).collect();
-    let columns = differ_by_column(structure).then(|| ColumnsGiven {
-        bias: builder.parameter(Type::new(DeviceDtype::F32, &[v]), None),
+    let columns = differ_by_column(structure).then(|| HloBiases {
+        bias: builder.parameter(HloType::new(DeviceDtype::F32, &[v]), None),
         target: builder.parameter(per_token(DeviceDtype::F32), None),
     });
     let of_spec = structure.program_numbers();
-    let numbers = builder.parameter(Type::new(DeviceDtype::F32, &[of_spec.len()]), None);
-    let first_column = (mesh.vocab > 1).then(|| builder.parameter(Type::new(DeviceDtype::I32, &[]), None));
+    let numbers = builder.parameter(HloType::new(DeviceDtype::F32, &[of_spec.len()]), None);
+    let first_column = (mesh.vocab > 1).then(|| builder.parameter(HloType::new(DeviceDtype::I32, &[]), None));
 
     let mut on = Program { builder, local, mesh, vocab, packed };
     let numbers = of_spec.into_iter().enumerate().map(|(i, number)| (number, on.builder.element_at(numbers, i)));
     let numbers = SpecNumbers::new(numbers.collect::<Vec<_>>());
     let others = others.map_or_else(Vec::new, |others| {
         let [ids, dlogp] = others.map(|array| several::apart(&mut on, array));
-        ids.into_iter().zip(dlogp).map(|(ids, dlogp)| OtherGiven { ids, dlogp }).collect()
+        ids.into_iter().zip(dlogp).map(|(ids, dlogp)| OtherId { ids, dlogp }).collect()
     });
     let loss_scale = numbers.get(SpecNumber::LossScale);
     let counts = on.counts(mask);
-    let known = |known, epsilon, denominator: Denominator| Known {
+    let known = |known, epsilon, denominator: Denominator| DivisorNumbers {
         denominator,
         given: Some(numbers.get(known)),
         epsilon: denominator.epsilon.then(|| numbers.get(epsilon)),
@@ -184,7 +194,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
         let own = denominator != Denominator::ALL_TOKENS;
         let (known_part, epsilon) = (SpecNumber::EntropyDenominator, SpecNumber::EntropyDenominatorEpsilon);
-        let plain = Known { denominator, given: None, epsilon: None };
+        let plain = DivisorNumbers { denominator, given: None, epsilon: None };
         let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
         let coef = numbers.get(SpecNumber::EntropyCoef);
         if denominator.by_row() {
@@ -196,7 +206,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     };
     let entropy_factor = on.times(entropy_weight, loss_scale);
     let entropy_factor = on.builder.negate(entropy_factor);
-    let given = Given {
+    let given = CoreInputs {
         ids,
         mask,
         advantage,
@@ -210,7 +220,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         row_counts: counts.of_rows,
         first_column,
     };
-    let Evaluated { gradient, logp, logp_of_others, entropy, token } = core(&mut on, &given, arrays);
+    let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = core(&mut on, &given, arrays);
     let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
     let scalars = {
@@ -222,14 +232,16 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         }
         let clipped = on.builder.or(clipped_low, clipped_high);
         let zero = on.constant(0.0);
-        let mut sums = [zero; Scalars::COUNT];
-        sums[Scalars::LOSS] = on.total(mask, weighted);
-        sums[Scalars::ENTROPY_MEAN] = on.total(mask, entropy);
-        sums[Scalars::RATIO_MEAN] = on.total(mask, ratio);
-        sums[Scalars::KL_MEAN] = on.total(mask, kl.unwrap_or(zero));
-        for (place, truth) in
-            [(Scalars::CLIP_LOW, clipped_low), (Scalars::CLIP_HIGH, clipped_high), (Scalars::CLIP_REGION, clipped)]
-        {
+        let mut sums = [zero; ScalarOutputs::COUNT];
+        sums[ScalarOutputs::LOSS] = on.total(mask, weighted);
+        sums[ScalarOutputs::ENTROPY_MEAN] = on.total(mask, entropy);
+        sums[ScalarOutputs::RATIO_MEAN] = on.total(mask, ratio);
+        sums[ScalarOutputs::KL_MEAN] = on.total(mask, kl.unwrap_or(zero));
+        for (place, truth) in [
+            (ScalarOutputs::CLIP_LOW, clipped_low),
+            (ScalarOutputs::CLIP_HIGH, clipped_high),
+            (ScalarOutputs::CLIP_REGION, clipped),
+        ] {
             let share = on.builder.convert(truth, DeviceDtype::F32);
             sums[place] = on.total(mask, share);
         }
@@ -240,7 +252,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let mut masked = |value| on.builder.select(mask, value, zero);
     let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
     let (first, others) = gradient.split_first().expect("a program has a gradient");
-    let of_others: Vec<Value> = logp_of_others.into_iter().collect();
+    let of_others: Vec<HloValue> = logp_of_others.into_iter().collect();
     on.builder.finish(&[&[*first, logp, entropy, token_loss, scalars], others, &of_others].concat())
 }
 
@@ -250,22 +262,22 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
 /// Parameters: [logits](logits_array), which stay; ids i32 and mask pred, `[b,t]`; `1/T` f32, a scalar, or `[b,t]` where it is given.
 pub(crate) fn forward(
     structure: Structure,
-    Share { local, mesh, vocab, .. }: Share,
-    given: LogitsGiven,
-    core: impl FnOnce(&mut Program, &Forward) -> [Value; 2],
+    DeviceShare { local, mesh, vocab, .. }: DeviceShare,
+    given: LogitsParameter,
+    core: impl FnOnce(&mut Program, &SoftmaxInputs) -> [HloValue; 2],
 ) -> String {
     let [b, t, _] = local;
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let logits = logits_parameter(&mut builder, local, given);
-    let ids = builder.parameter(Type::new(DeviceDtype::I32, &[b, t]), None);
-    let mask = builder.parameter(Type::new(DeviceDtype::Pred, &[b, t]), None);
+    let ids = builder.parameter(HloType::new(DeviceDtype::I32, &[b, t]), None);
+    let mask = builder.parameter(HloType::new(DeviceDtype::Pred, &[b, t]), None);
     let by_token = structure.temperature == TemperaturePlace::Given;
     let extents: &[usize] = if by_token { &[b, t] } else { &[] };
-    let inverse_temperature = builder.parameter(Type::new(DeviceDtype::F32, extents), None);
+    let inverse_temperature = builder.parameter(HloType::new(DeviceDtype::F32, extents), None);
     let mut on = Program { builder, local, mesh, vocab, packed: None };
     let numbers = SpecNumbers::new((!by_token).then_some((SpecNumber::InverseTemperature, inverse_temperature)));
     let of_tokens = by_token.then_some(inverse_temperature);
-    let given = Forward { logits, ids, columns: None, of_tokens, numbers, first_column: None };
+    let given = SoftmaxInputs { logits, ids, columns: None, of_tokens, numbers, first_column: None };
     let outputs = core(&mut on, &given);
     let zero = on.constant(0.0);
     let outputs = outputs.map(|value| on.builder.select(mask, value, zero));
@@ -273,10 +285,10 @@ pub(crate) fn forward(
 }
 
 /// The parameters and the outputs of [`forward`] for a TPU.
-pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<Named>; 2] {
+pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: Dtype) -> [Vec<NamedArray>; 2] {
     let [b, t, _] = local;
-    let Type { element, shape } = logits_array(local, dtype, true);
-    let named = |name, dtype, shape: &[usize]| Named { name, dtype, shape: shape.to_vec(), columns: vec![] };
+    let HloType { element, shape } = logits_array(local, dtype, true);
+    let named = |name, dtype, shape: &[usize]| NamedArray { name, dtype, shape: shape.to_vec(), columns: vec![] };
     let by_token = structure.temperature == TemperaturePlace::Given;
     let inputs = vec![
         named("logits", element, &shape),
@@ -292,34 +304,38 @@ pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: 
 }
 
 /// How many tokens count.
-struct Counts {
+struct TokenCounts {
     /// `[b]`; `[S]` of packed sequences.
-    of_rows: Value,
+    of_rows: HloValue,
     /// A scalar.
-    of_batch: Value,
+    of_batch: HloValue,
 }
 
 /// A denominator with the scalars that are given of it.
-struct Known {
+struct DivisorNumbers {
     denominator: Denominator,
-    given: Option<Value>,
-    epsilon: Option<Value>,
+    given: Option<HloValue>,
+    epsilon: Option<HloValue>,
 }
 
 impl Program {
-    fn counts(&mut self, mask: Value) -> Counts {
+    fn counts(&mut self, mask: HloValue) -> TokenCounts {
         let ones = self.builder.convert(mask, DeviceDtype::F32);
         let of_rows = self.sums_of_rows(ones);
         let of_batch = self.sum_of_all_rows(of_rows);
-        Counts { of_rows, of_batch }
+        TokenCounts { of_rows, of_batch }
     }
 
     /// What a term of a token is divided by: `[b,t]` where rows differ in it, else a scalar, which is then a number above
     /// 0 even where no token counts.
-    fn divisor(&mut self, counts: &Counts, Known { denominator, given, epsilon }: Known) -> Value {
+    fn divisor(
+        &mut self,
+        counts: &TokenCounts,
+        DivisorNumbers { denominator, given, epsilon }: DivisorNumbers,
+    ) -> HloValue {
         let tokens = denominator.tokens.map(|tokens| match tokens {
             DenominatorTokens::OfBatch => self.at_least_one(counts.of_batch),
-            DenominatorTokens::OfRow => self.of_rows(counts.of_rows),
+            DenominatorTokens::OfRow => self.spread_rows(counts.of_rows),
         });
         let tokens = match (tokens, epsilon) {
             (Some(tokens), Some(epsilon)) if denominator.by_row() => {
@@ -332,7 +348,7 @@ impl Program {
         let filled = denominator.filled_rows.then(|| {
             let of_rows = self.builder.type_of(counts.of_rows).clone();
             let zero = self.builder.constant(0.0, of_rows);
-            let filled = self.builder.compare(Comparison::Less, zero, counts.of_rows);
+            let filled = self.builder.compare(HloComparison::Less, zero, counts.of_rows);
             let filled = self.builder.convert(filled, DeviceDtype::F32);
             let rows = self.sum_of_all_rows(filled);
             self.at_least_one(rows)
@@ -346,7 +362,7 @@ impl Program {
     }
 
     /// `1/divisor`, 0 where the mask hides a token.
-    fn share(&mut self, mask: Value, divisor: Value) -> Value {
+    fn share(&mut self, mask: HloValue, divisor: HloValue) -> HloValue {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
         let divisor = self.per_token(divisor);
         let share = self.builder.divide(one, divisor);
@@ -354,25 +370,25 @@ impl Program {
     }
 
     /// The sum of `[b,t]` values over this device's unmasked tokens.
-    fn total(&mut self, mask: Value, values: Value) -> Value {
+    fn total(&mut self, mask: HloValue, values: HloValue) -> HloValue {
         let zero = self.constant(0.0);
         let unmasked = self.builder.select(mask, values, zero);
         self.builder.reduce(Fold::Add, unmasked, &[0, 1])
     }
 
-    fn at_least_one(&mut self, count: Value) -> Value {
+    fn at_least_one(&mut self, count: HloValue) -> HloValue {
         let one = self.scalar(1.0);
-        let none = self.builder.compare(Comparison::Less, count, one);
+        let none = self.builder.compare(HloComparison::Less, count, one);
         self.builder.select(none, one, count)
     }
 
     /// The loss and the metrics, from their sums over this device's tokens.
-    fn means(&mut self, sums: &[Value; Scalars::COUNT], count: Value) -> Value {
+    fn means(&mut self, sums: &[HloValue; ScalarOutputs::COUNT], count: HloValue) -> HloValue {
         let sums = self.builder.vector(sums);
-        let sums = self.over(&[Axis::Batch, Axis::Tokens], Fold::Add, sums);
+        let sums = self.over(&[MeshAxis::Batch, MeshAxis::Tokens], Fold::Add, sums);
         let count = self.at_least_one(count);
-        let mut values: Vec<Value> = (0..Scalars::COUNT).map(|i| self.builder.element_at(sums, i)).collect();
-        for mean in &mut values[Scalars::ENTROPY_MEAN..] {
+        let mut values: Vec<HloValue> = (0..ScalarOutputs::COUNT).map(|i| self.builder.element_at(sums, i)).collect();
+        for mean in &mut values[ScalarOutputs::ENTROPY_MEAN..] {
             *mean = self.builder.divide(*mean, count);
         }
         self.builder.vector(&values)

@@ -13,13 +13,13 @@
 /// How the arrays of the kernels lie, for whoever calls them without a program around them: the columns of what a token is given and of
 /// what comes of it, of the kernel that reads logits once and of the two that read them twice.
 pub mod arrays {
-    pub use crate::one_pass::{Given, Result, given_columns, numbers, result_names, width};
+    pub use crate::one_pass::{ResultColumn, TokenColumn, given_columns, numbers, result_names, width};
     pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
 }
 
 /// The kernels of a framework's operation on a GPU, one after another on its arrays.
 pub mod operation {
-    pub use crate::gpu::batch::{BatchForm, BatchKernel, Per, batch_numbers};
+    pub use crate::gpu::batch::{BatchExtent, BatchForm, BatchKernel, batch_numbers};
     pub use crate::gpu::cotangents::Cotangents;
     pub use crate::gpu::operation::{OperationKernel, OperationText, takes_one_pass};
 }
@@ -43,16 +43,16 @@ mod two_pass;
 
 pub use device::{ANY_DEVICE, ANY_TPU, Device, LOOPS_VARIABLE, Lowering, TpuKind};
 pub use frame::logits_in_rows;
-pub use gpu::meeting::{MEETING_VARIABLE, Meeting};
+pub use gpu::meeting::{MEETING_VARIABLE, MeetingMethod};
 pub use lm_head::{CHUNK_BYTES, HeadProgram};
 pub use loss::{LossProgram, Signature};
-pub use program::{Named, Output, Scalars, local_shape};
+pub use program::{NamedArray, ProgramOutput, ScalarOutputs, local_shape};
 pub use sharding::Sharding;
 pub use tiled::TpuKernel;
 
 pub use assay_algebra::structure::StructuredSpec;
-pub use assay_ptx::Target;
-pub use assay_tile::Machine;
+pub use assay_ptx::PtxTarget;
+pub use assay_tile::TileMachine;
 
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{Given, Unsupported, Workload};
@@ -141,7 +141,7 @@ pub trait Programs: Copy + Send + Sync {
     fn has_kernels(self) -> bool;
 
     /// Of kernels of PTX the first target that they run on. Such a program runs on NVIDIA's GPUs alone.
-    fn least_target(self) -> Option<Target> {
+    fn least_target(self) -> Option<PtxTarget> {
         None
     }
 
@@ -179,7 +179,7 @@ pub trait Programs: Copy + Send + Sync {
     }
 
     /// For what its kernels of PTX are written, if they are PTX.
-    fn ptx_target(self, lowering: Lowering) -> Option<Target> {
+    fn ptx_target(self, lowering: Lowering) -> Option<PtxTarget> {
         match lowering {
             Lowering::Ptx(target) if self.is_for_gpus() => Some(target),
             _ => None,
@@ -213,7 +213,7 @@ fn unsupported(
 /// with its sequences in one register), and refuses it where a program expects another order and size. Where the sizes
 /// agree, it does not notice.
 pub fn row_major_copy(element: DeviceDtype, shape: &[usize]) -> String {
-    stablehlo::row_major_copy(&stablehlo::Type::new(element, shape))
+    stablehlo::row_major_copy(&stablehlo::HloType::new(element, shape))
 }
 
 /// The version of Mosaic's dialects that kernels are written in.

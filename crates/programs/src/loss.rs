@@ -34,38 +34,38 @@ use assay_core::implementation::{self, Unsupported};
 use assay_core::problem::{Dtype, Problem, Shape};
 use assay_core::spec::LossSpec;
 
-use crate::alternatives::Alternative;
-use crate::frame::{self, LogitsGiven};
+use crate::alternatives::BaselineAlternative;
+use crate::frame::{self, LogitsParameter};
 use crate::mesh::Mesh;
 use crate::one_pass::{most_tokens, one_pass, rows_of_a_block};
-use crate::program::{Evaluated, Given, Program, Share, local_shape};
+use crate::program::{CoreInputs, CoreOutputs, DeviceShare, Program, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
-use crate::tiled::{self, Calls, TpuKernel};
-use crate::two_pass::Local;
+use crate::tiled::{self, KernelCalls, TpuKernel};
+use crate::two_pass::LocalLogits;
 use crate::{
-    ANY_DEVICE, ANY_TPU, Device, Lowering, MEETING_VARIABLE, Meeting, Named, Programs, Target, baseline, gpu,
-    unsupported,
+    ANY_DEVICE, ANY_TPU, Device, Lowering, MEETING_VARIABLE, MeetingMethod, NamedArray, Programs, PtxTarget, baseline,
+    gpu, unsupported,
 };
-use assay_tile::Machine;
-use assay_tile::stablehlo::Value;
+use assay_tile::TileMachine;
+use assay_tile::stablehlo::HloValue;
 
 /// What a program is given and returns, in order, on each device.
 pub struct Signature {
     /// Its parameters.
-    pub inputs: Vec<Named>,
+    pub inputs: Vec<NamedArray>,
     /// Its outputs, the first written over the first parameter.
-    pub outputs: Vec<Named>,
+    pub outputs: Vec<NamedArray>,
     /// What it is given of the spec's numbers, by name.
     pub numbers: Vec<(&'static str, f32)>,
 }
 
 /// What computes the loss of a device's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Core {
+enum LossCore {
     /// Plain XLA operations.
     Baseline,
-    Alternative(Alternative),
+    Alternative(BaselineAlternative),
     OnePass,
     TwoPass,
     GpuOnePass,
@@ -79,7 +79,7 @@ enum Core {
 /// The programs of one loss kernel under one sharding. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LossProgram {
-    core: Core,
+    core: LossCore,
     sharding: Sharding,
 }
 
@@ -87,18 +87,19 @@ impl Programs for LossProgram {
     type Problem = Problem;
 
     fn all() -> Vec<LossProgram> {
-        let cores: [(Core, &[Sharding]); 7] = [
-            (Core::Baseline, &Sharding::ALL),
+        let cores: [(LossCore, &[Sharding]); 7] = [
+            (LossCore::Baseline, &Sharding::ALL),
             // The sums of a row stay in the kernel.
-            (Core::OnePass, &[Sharding::Whole, Sharding::Rows]),
-            (Core::TwoPass, &Sharding::ALL),
-            (Core::GpuOnePass, &[Sharding::Whole, Sharding::Rows]),
-            (Core::GpuTwoPass, &Sharding::ALL),
-            (Core::GpuLogp, &[Sharding::Whole]),
-            (Core::Entropy, &[Sharding::Whole]),
+            (LossCore::OnePass, &[Sharding::Whole, Sharding::Rows]),
+            (LossCore::TwoPass, &Sharding::ALL),
+            (LossCore::GpuOnePass, &[Sharding::Whole, Sharding::Rows]),
+            (LossCore::GpuTwoPass, &Sharding::ALL),
+            (LossCore::GpuLogp, &[Sharding::Whole]),
+            (LossCore::Entropy, &[Sharding::Whole]),
         ];
         let shardings = cores.into_iter().flat_map(|(core, shardings)| shardings.iter().map(move |&s| (core, s)));
-        let alternatives = Alternative::ALL.map(|alternative| (Core::Alternative(alternative), Sharding::Whole));
+        let alternatives =
+            BaselineAlternative::ALL.map(|alternative| (LossCore::Alternative(alternative), Sharding::Whole));
         shardings.chain(alternatives).map(|(core, sharding)| LossProgram { core, sharding }).collect()
     }
 
@@ -108,42 +109,42 @@ impl Programs for LossProgram {
 
     fn id(self) -> &'static str {
         match (self.core, self.sharding) {
-            (Core::Baseline, Sharding::Whole) => "xla",
-            (Core::Baseline, Sharding::Rows) => "xla-rows",
-            (Core::Baseline, Sharding::Vocab) => "xla-vocab",
-            (Core::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
-            (Core::OnePass, Sharding::Whole) => "tile-one-pass",
-            (Core::OnePass, _) => "tile-one-pass-rows",
-            (Core::TwoPass, Sharding::Whole) => "tile-two-pass",
-            (Core::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
-            (Core::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
-            (Core::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
-            (Core::GpuOnePass, Sharding::Whole) => "gpu-one-pass",
-            (Core::GpuOnePass, _) => "gpu-one-pass-rows",
-            (Core::GpuTwoPass, Sharding::Whole) => "gpu-two-pass",
-            (Core::GpuTwoPass, Sharding::Rows) => "gpu-two-pass-rows",
-            (Core::GpuTwoPass, Sharding::Vocab) => "gpu-two-pass-vocab",
-            (Core::GpuTwoPass, Sharding::RowsAndVocab) => "gpu-two-pass-mesh",
-            (Core::GpuLogp, _) => "gpu-logp",
-            (Core::Entropy, _) => "tile-entropy",
-            (Core::Alternative(alternative), _) => alternative.id(),
+            (LossCore::Baseline, Sharding::Whole) => "xla",
+            (LossCore::Baseline, Sharding::Rows) => "xla-rows",
+            (LossCore::Baseline, Sharding::Vocab) => "xla-vocab",
+            (LossCore::Baseline, Sharding::RowsAndVocab) => "xla-mesh",
+            (LossCore::OnePass, Sharding::Whole) => "tile-one-pass",
+            (LossCore::OnePass, _) => "tile-one-pass-rows",
+            (LossCore::TwoPass, Sharding::Whole) => "tile-two-pass",
+            (LossCore::TwoPass, Sharding::Rows) => "tile-two-pass-rows",
+            (LossCore::TwoPass, Sharding::Vocab) => "tile-two-pass-vocab",
+            (LossCore::TwoPass, Sharding::RowsAndVocab) => "tile-two-pass-mesh",
+            (LossCore::GpuOnePass, Sharding::Whole) => "gpu-one-pass",
+            (LossCore::GpuOnePass, _) => "gpu-one-pass-rows",
+            (LossCore::GpuTwoPass, Sharding::Whole) => "gpu-two-pass",
+            (LossCore::GpuTwoPass, Sharding::Rows) => "gpu-two-pass-rows",
+            (LossCore::GpuTwoPass, Sharding::Vocab) => "gpu-two-pass-vocab",
+            (LossCore::GpuTwoPass, Sharding::RowsAndVocab) => "gpu-two-pass-mesh",
+            (LossCore::GpuLogp, _) => "gpu-logp",
+            (LossCore::Entropy, _) => "tile-entropy",
+            (LossCore::Alternative(alternative), _) => alternative.id(),
         }
     }
 
     fn summary(self) -> &'static str {
         match (self.core, self.sharding) {
-            (Core::Baseline, Sharding::Whole) => {
+            (LossCore::Baseline, Sharding::Whole) => {
                 "XLA through PJRT, log-softmax as plain operations, f32 statistics, dlogits in place"
             }
-            (Core::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
-            (Core::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
-            (Core::GpuOnePass, Sharding::Whole) => {
+            (LossCore::OnePass, Sharding::Whole) => "TPU kernel, rows resident in VMEM, as loops on any PJRT device",
+            (LossCore::TwoPass, Sharding::Whole) => "TPU kernels, columns streamed twice, as loops on any PJRT device",
+            (LossCore::GpuOnePass, Sharding::Whole) => {
                 "PTX kernel, rows resident in a cluster's shared memory, on NVIDIA GPUs of sm_90"
             }
-            (Core::GpuTwoPass, Sharding::Whole) => "PTX kernels, columns streamed twice, on NVIDIA GPUs of sm_80",
-            (Core::GpuLogp, Sharding::Whole) => "PTX kernel, logp and entropy alone, on NVIDIA GPUs of sm_80",
-            (Core::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
-            (Core::Alternative(alternative), _) => alternative.summary(),
+            (LossCore::GpuTwoPass, Sharding::Whole) => "PTX kernels, columns streamed twice, on NVIDIA GPUs of sm_80",
+            (LossCore::GpuLogp, Sharding::Whole) => "PTX kernel, logp and entropy alone, on NVIDIA GPUs of sm_80",
+            (LossCore::Entropy, Sharding::Whole) => "TPU kernel, logp and entropy alone, as loops on any PJRT device",
+            (LossCore::Alternative(alternative), _) => alternative.summary(),
             (_, Sharding::Rows) => "the same, rows over devices",
             (_, Sharding::Vocab) => "the same, vocabulary over devices",
             (_, Sharding::RowsAndVocab) => "the same, rows × vocabulary over devices",
@@ -162,7 +163,7 @@ impl Programs for LossProgram {
 
     fn supports(self, spec: &LossSpec, shape: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Alternative(_) => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
+            LossCore::Alternative(_) => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
             // Softmaxes alone are asked by their reach.
             _ => expect_around_one_id(spec),
         };
@@ -172,7 +173,7 @@ impl Programs for LossProgram {
         if dtype == Dtype::F64 {
             return Err(unsupported(self, "logits dtype", dtype, "f32, bf16 and f16"));
         }
-        if let Core::Alternative(alternative) = self.core
+        if let LossCore::Alternative(alternative) = self.core
             && let Some((field, given, supported)) = alternative.lacks(spec)
         {
             return Err(unsupported(self, field, given, supported));
@@ -192,7 +193,7 @@ impl Programs for LossProgram {
     }
 
     fn is_implementation(self) -> bool {
-        !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(_))
+        !matches!(self.core, LossCore::Entropy | LossCore::GpuLogp | LossCore::Alternative(_))
     }
 
     fn text(
@@ -206,7 +207,7 @@ impl Programs for LossProgram {
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
-        let calls = Calls { dtype, lowering, machine, ptx: self.ptx_target(lowering) };
+        let calls = KernelCalls { dtype, lowering, machine, ptx: self.ptx_target(lowering) };
         self.program(loss.structure, (shape, packed), mesh, calls)
     }
 
@@ -215,17 +216,17 @@ impl Programs for LossProgram {
     }
 
     fn keeps_digits(self) -> bool {
-        !matches!(self.core, Core::Alternative(alternative) if !alternative.keeps_digits())
+        !matches!(self.core, LossCore::Alternative(alternative) if !alternative.keeps_digits())
     }
 
     fn takes_row_major(self, device: Device) -> bool {
         device.lowering == Lowering::Mosaic
     }
 
-    fn least_target(self) -> Option<Target> {
+    fn least_target(self) -> Option<PtxTarget> {
         match self.core {
-            Core::GpuOnePass => Some(Target::Sm90),
-            Core::GpuTwoPass | Core::GpuLogp => Some(Target::Sm80),
+            LossCore::GpuOnePass => Some(PtxTarget::Sm90),
+            LossCore::GpuTwoPass | LossCore::GpuLogp => Some(PtxTarget::Sm80),
             _ => None,
         }
     }
@@ -234,17 +235,17 @@ impl Programs for LossProgram {
 impl LossProgram {
     /// The one that returns logp and entropy alone.
     pub fn entropy() -> LossProgram {
-        LossProgram { core: Core::Entropy, sharding: Sharding::Whole }
+        LossProgram { core: LossCore::Entropy, sharding: Sharding::Whole }
     }
 
     /// Whether it is made of XLA's operations alone.
     fn is_xla(self) -> bool {
-        matches!(self.core, Core::Baseline | Core::Alternative(_))
+        matches!(self.core, LossCore::Baseline | LossCore::Alternative(_))
     }
 
     /// Other ways to write `xla`, to be compiled beside it.
     pub fn alternatives() -> impl Iterator<Item = LossProgram> {
-        Self::all().into_iter().filter(|program| matches!(program.core, Core::Alternative(_)))
+        Self::all().into_iter().filter(|program| matches!(program.core, LossCore::Alternative(_)))
     }
 
     /// The program of one device of `mesh`.
@@ -253,37 +254,40 @@ impl LossProgram {
         structure: Structure,
         (shape, packed): (Shape, Option<usize>),
         mesh: Mesh,
-        calls: Calls,
+        calls: KernelCalls,
     ) -> Result<String, Unsupported> {
-        let Calls { dtype, lowering, machine, ptx } = calls;
-        let logits = LogitsGiven {
+        let KernelCalls { dtype, lowering, machine, ptx } = calls;
+        let logits = LogitsParameter {
             dtype,
             to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
             row_major: lowering == Lowering::Mosaic,
-            donated: !matches!(self.core, Core::Entropy | Core::GpuLogp | Core::Alternative(Alternative::Kept)),
+            donated: !matches!(
+                self.core,
+                LossCore::Entropy | LossCore::GpuLogp | LossCore::Alternative(BaselineAlternative::Kept)
+            ),
         };
-        let share = Share::of(shape, packed, mesh, machine);
-        let write = |inside: &dyn Fn(&mut Program, &Given, Value) -> Evaluated| {
+        let share = DeviceShare::new(shape, packed, mesh, machine);
+        let write = |inside: &dyn Fn(&mut Program, &CoreInputs, HloValue) -> CoreOutputs| {
             frame::program(structure, share, logits, |on, given, logits| inside(on, given, logits))
         };
         Ok(match self.core {
-            Core::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
-            Core::Alternative(alternative) => {
+            LossCore::Baseline => write(&|on, given, logits| baseline::core(on, structure, given, logits, dtype)),
+            LossCore::Alternative(alternative) => {
                 write(&|on, given, logits| alternative.core(on, structure, given, logits, dtype))
             }
-            Core::OnePass => {
+            LossCore::OnePass => {
                 let kernel = self.one_pass(structure, share.local, dtype, machine)?;
                 write(&|on, given, logits| tiled::tile_one_pass_core(on, &kernel, structure, given, logits, calls))
             }
-            Core::GpuOnePass => {
+            LossCore::GpuOnePass => {
                 let target = ptx.expect("checked: a GPU's");
                 let kernel = gpu::one_pass(structure, in_rows(share.local), dtype.into(), target, self.meeting()?);
                 write(&|on, given, logits| tiled::gpu_one_pass_core(on, &kernel, structure, given, logits))
             }
-            Core::TwoPass | Core::GpuTwoPass => {
+            LossCore::TwoPass | LossCore::GpuTwoPass => {
                 write(&|on, given, logits| tiled::two_pass_core(on, structure, given, logits, calls))
             }
-            Core::Entropy | Core::GpuLogp => frame::forward(structure, share, logits, |on, given| {
+            LossCore::Entropy | LossCore::GpuLogp => frame::forward(structure, share, logits, |on, given| {
                 let rows = tiled::rows(on, structure, given, calls);
                 [rows.logp, rows.entropy]
             }),
@@ -302,7 +306,7 @@ impl LossProgram {
         local: Shape,
         dtype: Dtype,
         devices: usize,
-        machine: Machine,
+        machine: TileMachine,
     ) -> Result<String, Unsupported> {
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         if !self.is_whole() {
@@ -313,7 +317,7 @@ impl LossProgram {
                 loss.structure,
                 (local, None),
                 mesh,
-                Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
+                KernelCalls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
             );
         }
         // The limit of the machine asked for comes before that of any other.
@@ -329,7 +333,7 @@ impl LossProgram {
             loss.structure,
             (Shape { batch, ..local }, None),
             mesh,
-            Calls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
+            KernelCalls { dtype, lowering: Lowering::Mosaic, machine, ptx: None },
         )
     }
 
@@ -337,7 +341,7 @@ impl LossProgram {
     ///
     /// # Errors
     /// As there.
-    pub fn held_by_each(self, shape: Shape, devices: usize, machine: Machine) -> Result<[usize; 3], Unsupported> {
+    pub fn held_by_each(self, shape: Shape, devices: usize, machine: TileMachine) -> Result<[usize; 3], Unsupported> {
         let mesh = if self.is_whole() { Mesh::ONE } else { self.mesh(shape, devices)? };
         Ok(local_shape(shape, mesh, machine))
     }
@@ -352,21 +356,25 @@ impl LossProgram {
         shape: Shape,
         dtype: Dtype,
         devices: usize,
-        machine: Machine,
+        machine: TileMachine,
     ) -> Result<Vec<TpuKernel>, Unsupported> {
         let devices = if self.is_whole() { 1 } else { devices };
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let (structure, mesh) = (loss.structure, self.mesh(shape, devices)?);
         let local = local_shape(shape, mesh, machine);
-        let rows = Local::of(local, shape.vocab, mesh);
+        let rows = LocalLogits::new(local, shape.vocab, mesh);
         Ok(match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::GpuOnePass | Core::GpuTwoPass | Core::GpuLogp => vec![],
-            Core::OnePass => {
+            LossCore::Baseline
+            | LossCore::Alternative(_)
+            | LossCore::GpuOnePass
+            | LossCore::GpuTwoPass
+            | LossCore::GpuLogp => vec![],
+            LossCore::OnePass => {
                 vec![tiled::describe_one_pass(&self.one_pass(structure, local, dtype, machine)?, structure)]
             }
-            Core::TwoPass => tiled::describe_two_pass(structure, rows, dtype.into(), machine).into(),
-            Core::Entropy => {
+            LossCore::TwoPass => tiled::describe_two_pass(structure, rows, dtype.into(), machine).into(),
+            LossCore::Entropy => {
                 let [statistics, _] = tiled::describe_two_pass(structure, rows, dtype.into(), machine);
                 vec![statistics]
             }
@@ -383,17 +391,17 @@ impl LossProgram {
         shape: Shape,
         dtype: Dtype,
         devices: usize,
-        target: Target,
+        target: PtxTarget,
     ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.gpu_kernels_that_meet(loss, shape, dtype, devices, (target, self.meeting()?))
     }
 
     /// Returns the way in which the CTAs of a cluster meet that the environment chooses.
-    fn meeting(self) -> Result<Meeting, Unsupported> {
-        if self.core != Core::GpuOnePass {
-            return Ok(Meeting::default());
+    fn meeting(self) -> Result<MeetingMethod, Unsupported> {
+        if self.core != LossCore::GpuOnePass {
+            return Ok(MeetingMethod::default());
         }
-        Meeting::chosen().map_err(|given| unsupported(self, MEETING_VARIABLE, given, "`barrier` and `stores`"))
+        MeetingMethod::chosen().map_err(|given| unsupported(self, MEETING_VARIABLE, given, "`barrier` and `stores`"))
     }
 
     /// Writes the kernels of [`gpu_kernels_for`](Self::gpu_kernels_for) with clusters whose CTAs meet as `meeting` says.
@@ -406,20 +414,20 @@ impl LossProgram {
         shape: Shape,
         dtype: Dtype,
         devices: usize,
-        (target, meeting): (Target, Meeting),
+        (target, meeting): (PtxTarget, MeetingMethod),
     ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
         let local = local_shape(shape, mesh, ANY_DEVICE);
-        let (structure, element, rows) = (loss.structure, dtype.into(), Local::of(local, shape.vocab, mesh));
+        let (structure, element, rows) = (loss.structure, dtype.into(), LocalLogits::new(local, shape.vocab, mesh));
         let statistics = || gpu::two_pass::statistics(target, structure, rows, element);
         Ok(match self.core {
-            Core::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target, meeting)],
-            Core::GpuTwoPass => {
+            LossCore::GpuOnePass => vec![gpu::one_pass(structure, in_rows(local), element, target, meeting)],
+            LossCore::GpuTwoPass => {
                 vec![statistics(), gpu::two_pass::dlogits(target, structure, rows, element, gpu::Factors::Scales)]
             }
-            Core::GpuLogp => vec![statistics()],
+            LossCore::GpuLogp => vec![statistics()],
             _ => vec![],
         })
     }
@@ -434,18 +442,18 @@ impl LossProgram {
         shape: Shape,
         dtype: Dtype,
         devices: usize,
-        machine: Machine,
+        machine: TileMachine,
     ) -> Result<Signature, Unsupported> {
         let [of_mesh, times] = if self.is_whole() { [1, devices] } else { [devices, 1] };
         self.supports(loss.spec, shape, dtype, of_mesh)?;
         let mesh = self.mesh(shape, of_mesh)?;
         let local = local_shape(shape, mesh, machine);
         let [mut inputs, outputs] = match self.core {
-            Core::Entropy | Core::GpuLogp => frame::forward_signature(loss.structure, local, dtype),
+            LossCore::Entropy | LossCore::GpuLogp => frame::forward_signature(loss.structure, local, dtype),
             _ => frame::signature(loss.structure, local, dtype, !self.is_xla()),
         };
         if mesh.vocab > 1 {
-            inputs.push(Named { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });
+            inputs.push(NamedArray { name: "first_column", dtype: DeviceDtype::I32, shape: vec![], columns: vec![] });
         }
         let values = loss.program_numbers([shape.batch.saturating_mul(times), shape.tokens]);
         let numbers = values.into_iter().map(|(number, value)| (number.name(), value)).collect();
@@ -458,17 +466,17 @@ impl LossProgram {
         structure: Structure,
         local: [usize; 3],
         dtype: Dtype,
-        machine: Machine,
+        machine: TileMachine,
     ) -> Result<(), Unsupported> {
         if self.is_for_gpus() {
             let rows = in_rows(local);
-            let one_pass = self.core == Core::GpuOnePass;
+            let one_pass = self.core == LossCore::GpuOnePass;
             let fits = if one_pass { gpu::expect_one_pass_fits } else { gpu::expect_two_pass_fits };
-            return fits(rows, dtype.into()).map_err(|gpu::Beyond { field, given, most, room }| {
+            return fits(rows, dtype.into()).map_err(|gpu::CapacityError { field, given, most, room }| {
                 unsupported(self, field, given, format!("up to {most} of {dtype} {room}"))
             });
         }
-        if self.core != Core::OnePass {
+        if self.core != LossCore::OnePass {
             return Ok(());
         }
         let tokens = local[0].saturating_mul(local[1]);
@@ -490,8 +498,8 @@ impl LossProgram {
         structure: Structure,
         local: [usize; 3],
         dtype: Dtype,
-        machine: Machine,
-    ) -> Result<assay_tile::Kernel, Unsupported> {
+        machine: TileMachine,
+    ) -> Result<assay_tile::TileKernel, Unsupported> {
         self.expect_fits(structure, local, dtype, machine)?;
         Ok(one_pass(structure, in_rows(local), dtype.into(), machine).expect("checked: it fits"))
     }
@@ -499,9 +507,11 @@ impl LossProgram {
     /// How much of a batch it sees where it computes a token's loss.
     fn reach(self) -> KernelScope {
         match self.core {
-            Core::Baseline | Core::Alternative(_) | Core::TwoPass | Core::GpuTwoPass => KernelScope::Row,
-            Core::OnePass | Core::GpuOnePass => KernelScope::Token,
-            Core::Entropy | Core::GpuLogp => KernelScope::Softmax,
+            LossCore::Baseline | LossCore::Alternative(_) | LossCore::TwoPass | LossCore::GpuTwoPass => {
+                KernelScope::Row
+            }
+            LossCore::OnePass | LossCore::GpuOnePass => KernelScope::Token,
+            LossCore::Entropy | LossCore::GpuLogp => KernelScope::Softmax,
         }
     }
 }
@@ -591,7 +601,7 @@ mod tests {
                 let of_gpus = cut.is_for_gpus();
                 let alike = |head: &&HeadProgram| head.class() == cut.class() && head.is_for_gpus() == of_gpus;
                 let whole = heads.iter().filter(alike).find(|head| head.is_whole()).unwrap();
-                let device = if of_gpus { Device::gpu(Target::Sm90) } else { Device::ANY };
+                let device = if of_gpus { Device::gpu(PtxTarget::Sm90) } else { Device::ANY };
                 let text = |head: &HeadProgram| head.text(StructuredSpec::new(spec), given, 1, device).unwrap();
                 assert!(text(cut) == text(whole), "{}", cut.id());
                 same_heads += 1;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// An axis of the mesh, and the axis of `[B,T,V]` that is cut along it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Axis {
+pub enum MeshAxis {
     /// Sequences.
     Batch,
     /// Tokens of a sequence.
@@ -13,11 +13,11 @@ pub enum Axis {
     Vocab,
 }
 
-impl Axis {
-    const ALL: [Axis; 3] = [Axis::Batch, Axis::Tokens, Axis::Vocab];
+impl MeshAxis {
+    const ALL: [MeshAxis; 3] = [MeshAxis::Batch, MeshAxis::Tokens, MeshAxis::Vocab];
 
     /// Those that cut rows.
-    pub(crate) const ROWS: [Axis; 2] = [Axis::Batch, Axis::Tokens];
+    pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Batch, MeshAxis::Tokens];
 }
 
 /// A grid of devices, numbered row-major over (batch, tokens, vocab).
@@ -41,32 +41,32 @@ impl Mesh {
     }
 
     /// Devices along an axis.
-    pub fn extent(self, axis: Axis) -> usize {
+    pub fn extent(self, axis: MeshAxis) -> usize {
         match axis {
-            Axis::Batch => self.batch,
-            Axis::Tokens => self.tokens,
-            Axis::Vocab => self.vocab,
+            MeshAxis::Batch => self.batch,
+            MeshAxis::Tokens => self.tokens,
+            MeshAxis::Vocab => self.vocab,
         }
     }
 
     /// How far apart in number two devices are that are neighbours along an axis.
-    pub fn stride(self, axis: Axis) -> usize {
+    pub fn stride(self, axis: MeshAxis) -> usize {
         match axis {
-            Axis::Batch => self.tokens * self.vocab,
-            Axis::Tokens => self.vocab,
-            Axis::Vocab => 1,
+            MeshAxis::Batch => self.tokens * self.vocab,
+            MeshAxis::Tokens => self.vocab,
+            MeshAxis::Vocab => 1,
         }
     }
 
     /// Where a device stands along an axis.
-    pub fn coordinate(self, device: usize, axis: Axis) -> usize {
+    pub fn coordinate(self, device: usize, axis: MeshAxis) -> usize {
         device / self.stride(axis) % self.extent(axis)
     }
 
     /// The groups of devices that differ along `axes` only, each in order: who takes part in a collective over `axes`.
-    pub fn groups(self, axes: &[Axis]) -> Vec<Vec<usize>> {
+    pub fn groups(self, axes: &[MeshAxis]) -> Vec<Vec<usize>> {
         let fixed = |device: usize| -> Vec<usize> {
-            Axis::ALL
+            MeshAxis::ALL
                 .into_iter()
                 .filter(|axis| !axes.contains(axis))
                 .map(|axis| self.coordinate(device, axis))
@@ -95,9 +95,9 @@ mod tests {
     #[test]
     fn groups_hold_every_device_once_and_follow_their_axes() {
         let mesh = Mesh { batch: 2, tokens: 1, vocab: 4 };
-        assert_eq!(mesh.groups(&[Axis::Vocab]), [[0, 1, 2, 3], [4, 5, 6, 7]]);
-        assert_eq!(mesh.groups(&[Axis::Batch]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
-        assert_eq!(mesh.groups(&[Axis::Batch, Axis::Tokens, Axis::Vocab]), [[0, 1, 2, 3, 4, 5, 6, 7]]);
+        assert_eq!(mesh.groups(&[MeshAxis::Vocab]), [[0, 1, 2, 3], [4, 5, 6, 7]]);
+        assert_eq!(mesh.groups(&[MeshAxis::Batch]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+        assert_eq!(mesh.groups(&[MeshAxis::Batch, MeshAxis::Tokens, MeshAxis::Vocab]), [[0, 1, 2, 3, 4, 5, 6, 7]]);
         assert_eq!(mesh.groups(&[]).len(), 8);
     }
 

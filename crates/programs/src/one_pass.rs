@@ -19,25 +19,25 @@
 use std::f64::consts::LN_2;
 
 use super::rows::{
-    ACCUMULATORS, Chunk, Columns, PerRow, accumulate, exponent_scale, for_each_chunk, gap, join, load_logits, lowest,
-    narrow, stored_as, widen,
+    ACCUMULATORS, ColumnChunk, PerRow, WindowColumns, accumulate, exponent_scale, for_each_chunk, gap, join,
+    load_logits, lowest, narrow, stored_as, widen,
 };
-use super::transform::{Change, differ_by_column, registers};
+use super::transform::{TileTransform, differ_by_column, registers};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArray, TokenArrays, TokenLoss, single_token_loss};
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{GapRate, SpecNumber, SpecNumbers, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
-use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
+use assay_tile::{Fold, TileBuilder, TileColumn, TileKernel, TileMachine, TileMemory, TileType, TileValue, Window};
 
 /// Tokens of a batch, at most: their ids lie in SMEM.
-pub(crate) fn most_tokens(machine: Machine) -> usize {
+pub(crate) fn most_tokens(machine: TileMachine) -> usize {
     machine.smem_bytes / DeviceDtype::I32.size()
 }
 
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Given {
+pub enum TokenColumn {
     /// `A`
     Advantage,
     /// Where the structure reads it; and the next.
@@ -66,56 +66,57 @@ pub enum Given {
     Rate,
 }
 
-impl Given {
+impl TokenColumn {
     /// As manifests call it.
     pub fn name(self) -> &'static str {
         match self {
-            Given::Advantage => "advantage",
-            Given::OldLogp => "old_logp",
-            Given::RefLogp => "ref_logp",
-            Given::Weight => "weight",
-            Given::Mask => "mask",
-            Given::PolicyWeight => "policy_weight",
-            Given::KlWeight => "kl_weight",
-            Given::Selected => "selected",
-            Given::RolloutLogp => "rollout_logp",
-            Given::KlShare => "kl_share",
-            Given::EntropyFactor => "entropy_factor",
-            Given::TargetBias => "target_bias",
-            Given::Rate => "rate",
+            TokenColumn::Advantage => "advantage",
+            TokenColumn::OldLogp => "old_logp",
+            TokenColumn::RefLogp => "ref_logp",
+            TokenColumn::Weight => "weight",
+            TokenColumn::Mask => "mask",
+            TokenColumn::PolicyWeight => "policy_weight",
+            TokenColumn::KlWeight => "kl_weight",
+            TokenColumn::Selected => "selected",
+            TokenColumn::RolloutLogp => "rollout_logp",
+            TokenColumn::KlShare => "kl_share",
+            TokenColumn::EntropyFactor => "entropy_factor",
+            TokenColumn::TargetBias => "target_bias",
+            TokenColumn::Rate => "rate",
         }
     }
 }
 
-impl From<TokenArray> for Given {
+impl From<TokenArray> for TokenColumn {
     fn from(array: TokenArray) -> Self {
         match array {
-            TokenArray::Advantage => Given::Advantage,
-            TokenArray::KlShare => Given::KlShare,
-            TokenArray::Input(TokenInput::OldLogp) => Given::OldLogp,
-            TokenArray::Input(TokenInput::RefLogp) => Given::RefLogp,
-            TokenArray::Input(TokenInput::PolicyWeight) => Given::PolicyWeight,
-            TokenArray::Input(TokenInput::KlWeight) => Given::KlWeight,
-            TokenArray::Input(TokenInput::Selected) => Given::Selected,
-            TokenArray::Input(TokenInput::RolloutLogp) => Given::RolloutLogp,
+            TokenArray::Advantage => TokenColumn::Advantage,
+            TokenArray::KlShare => TokenColumn::KlShare,
+            TokenArray::Input(TokenInput::OldLogp) => TokenColumn::OldLogp,
+            TokenArray::Input(TokenInput::RefLogp) => TokenColumn::RefLogp,
+            TokenArray::Input(TokenInput::PolicyWeight) => TokenColumn::PolicyWeight,
+            TokenArray::Input(TokenInput::KlWeight) => TokenColumn::KlWeight,
+            TokenArray::Input(TokenInput::Selected) => TokenColumn::Selected,
+            TokenArray::Input(TokenInput::RolloutLogp) => TokenColumn::RolloutLogp,
             TokenArray::Input(other) => unreachable!("a kernel of single tokens reads no {}", other.name()),
         }
     }
 }
 
 /// The columns that a structure has, in order: the first five whether it reads them or not.
-pub fn given_columns(structure: Structure) -> Vec<Given> {
+pub fn given_columns(structure: Structure) -> Vec<TokenColumn> {
     let optional = [
-        (structure.policy_weight, Given::PolicyWeight),
-        (structure.kl_weight, Given::KlWeight),
-        (structure.selected(), Given::Selected),
-        (structure.rollout_logp(), Given::RolloutLogp),
-        (structure.kl_share(), Given::KlShare),
-        (structure.entropy_by_token(), Given::EntropyFactor),
-        (differ_by_column(structure), Given::TargetBias),
-        (structure.temperature == TemperaturePlace::Given, Given::Rate),
+        (structure.policy_weight, TokenColumn::PolicyWeight),
+        (structure.kl_weight, TokenColumn::KlWeight),
+        (structure.selected(), TokenColumn::Selected),
+        (structure.rollout_logp(), TokenColumn::RolloutLogp),
+        (structure.kl_share(), TokenColumn::KlShare),
+        (structure.entropy_by_token(), TokenColumn::EntropyFactor),
+        (differ_by_column(structure), TokenColumn::TargetBias),
+        (structure.temperature == TemperaturePlace::Given, TokenColumn::Rate),
     ];
-    let always = [Given::Advantage, Given::OldLogp, Given::RefLogp, Given::Weight, Given::Mask];
+    let always =
+        [TokenColumn::Advantage, TokenColumn::OldLogp, TokenColumn::RefLogp, TokenColumn::Weight, TokenColumn::Mask];
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
 }
 
@@ -126,7 +127,7 @@ pub fn width(columns: usize) -> usize {
 
 /// The columns of the array that it returns.
 #[derive(Clone, Copy, Debug)]
-pub enum Result {
+pub enum ResultColumn {
     /// Of the target.
     Logp,
     /// Nats.
@@ -145,7 +146,7 @@ pub enum Result {
     Reduced,
 }
 
-/// The names of [`Result`], in order; the last is only of structures that have it.
+/// The names of [`ResultColumn`], in order; the last is only of structures that have it.
 const RESULT_NAMES: [&str; PER_TOKEN] =
     ["logp", "entropy", "token_loss", "ratio", "kl", "clipped_low", "clipped_high", "reduced"];
 
@@ -170,8 +171,8 @@ pub(crate) fn one_pass(
     structure: Structure,
     local: [usize; 3],
     logits: DeviceDtype,
-    machine: Machine,
-) -> Option<Kernel> {
+    machine: TileMachine,
+) -> Option<TileKernel> {
     let rows = rows_of_a_block(structure, local, logits, machine).ok()?;
     Some(write(structure, local, logits, machine, rows))
 }
@@ -184,7 +185,7 @@ pub(crate) fn rows_of_a_block(
     structure: Structure,
     [_, n, v]: [usize; 3],
     logits: DeviceDtype,
-    machine: Machine,
+    machine: TileMachine,
 ) -> std::result::Result<usize, usize> {
     let granule = machine.rows_of_a_register(logits);
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
@@ -201,7 +202,7 @@ const SPILLS: usize = 4 << 20;
 
 /// Bytes of VMEM: two buffers for the logits and two for dlogits, the exponentials, the tokens' arrays, and two buffers for the biases
 /// of columns.
-fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usize; 2], machine: Machine) -> usize {
+fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usize; 2], machine: TileMachine) -> usize {
     let per_token = machine.tile_bytes(DeviceDtype::F32, [rows, PER_TOKEN]);
     let biases = if differ_by_column(structure) { 2 * machine.tile_bytes(DeviceDtype::F32, [1, v]) } else { 0 };
     4 * machine.tile_bytes(logits, block)
@@ -213,24 +214,24 @@ fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usi
 
 /// A softmax, and how its exponentials were made.
 #[derive(Clone, Copy)]
-struct Exponentials {
+struct ResidentSoftmax {
     /// What gaps are multiplied by.
-    scale: Value,
-    softmax: SoftmaxStatistics<Value>,
+    scale: TileValue,
+    softmax: SoftmaxStatistics<TileValue>,
 }
 
-struct Writer {
-    on: Builder,
+struct OnePassWriter {
+    on: TileBuilder,
     vocab: usize,
     rows: usize,
-    logits: Memory,
-    dlogits: Memory,
-    tokens: Memory,
-    given: Vec<Given>,
-    results: Memory,
+    logits: TileMemory,
+    dlogits: TileMemory,
+    tokens: TileMemory,
+    given: Vec<TokenColumn>,
+    results: TileMemory,
     /// The exponentials, or what logits become.
-    exps: Memory,
-    change: Option<Change>,
+    exps: TileMemory,
+    change: Option<TileTransform>,
     /// Registers of columns that a trip of a loop takes, at most.
     registers: usize,
 }
@@ -238,8 +239,14 @@ struct Writer {
 /// The axis of the grid along which blocks of rows lie.
 const ROW_BLOCKS: usize = 1;
 
-fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, machine: Machine, rows: usize) -> Kernel {
-    let mut on = Builder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
+fn write(
+    structure: Structure,
+    [_, n, v]: [usize; 3],
+    element: DeviceDtype,
+    machine: TileMachine,
+    rows: usize,
+) -> TileKernel {
+    let mut on = TileBuilder::new("grpo_one_pass", &[1, n.div_ceil(rows)], machine);
     on.parallel(ROW_BLOCKS);
     let ids = on.scalars(DeviceDtype::I32, n);
     let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
@@ -255,21 +262,23 @@ fn write(structure: Structure, [_, n, v]: [usize; 3], element: DeviceDtype, mach
     let dlogits = on.output_over(logits);
     let results = on.output(DeviceDtype::F32, &[1, n, PER_TOKEN], window(PER_TOKEN));
     let exps = on.scratch(DeviceDtype::F32, rows, padded);
-    let change = Change::of(&mut on, structure, |on, which| number(on, structure, numbers, which), bias);
+    let change =
+        TileTransform::from_structure(&mut on, structure, |on, which| number(on, structure, numbers, which), bias);
     let registers = registers(structure);
-    let mut writer = Writer { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps, change, registers };
+    let mut writer =
+        OnePassWriter { on, vocab: v, rows, logits, dlogits, tokens, given, results, exps, change, registers };
     writer.body(structure, n, ids, numbers);
     writer.on.finish()
 }
 
 /// A number of those in SMEM.
-fn number(on: &mut Builder, structure: Structure, numbers: Memory, which: SpecNumber) -> Value {
+fn number(on: &mut TileBuilder, structure: Structure, numbers: TileMemory, which: SpecNumber) -> TileValue {
     let place = self::numbers(structure).iter().position(|&other| other == which);
     let at = on.integer(place.expect("the structure has the number"));
     on.load_scalar(numbers, at)
 }
 
-impl Writer {
+impl OnePassWriter {
     fn per_row(&mut self) -> PerRow<'_> {
         PerRow { on: &mut self.on, rows: self.rows }
     }
@@ -279,35 +288,35 @@ impl Writer {
     }
 
     /// The columns of a row.
-    fn columns(&mut self) -> Columns {
+    fn columns(&mut self) -> WindowColumns {
         let (real, lanes) = (self.on.integer(self.vocab), self.lanes());
         let registers = self.registers;
-        Columns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real, registers }
+        WindowColumns { all: self.vocab.next_multiple_of(lanes), whole: self.vocab / lanes * lanes, real, registers }
     }
 
-    fn given(&mut self, column: Given) -> Value {
+    fn given(&mut self, column: TokenColumn) -> TileValue {
         let place = self.given.iter().position(|&other| other == column).expect("the structure has the column");
-        self.on.load(self.tokens, Column::Static(place), 1)
+        self.on.load(self.tokens, TileColumn::Static(place), 1)
     }
 
     /// A column that not every structure has.
-    fn given_if(&mut self, column: Given) -> Option<Value> {
+    fn given_if(&mut self, column: TokenColumn) -> Option<TileValue> {
         self.given.contains(&column).then(|| self.given(column))
     }
 
-    fn give(&mut self, column: Result, value: Value) {
-        self.on.store(self.results, Column::Static(column as usize), value);
+    fn give(&mut self, column: ResultColumn, value: TileValue) {
+        self.on.store(self.results, TileColumn::Static(column as usize), value);
     }
 
     /// A truth value as 1 or 0.
-    fn give_truth(&mut self, column: Result, truth: Value) {
+    fn give_truth(&mut self, column: ResultColumn, truth: TileValue) {
         let (zero, one) = (self.per_row().constant(0.0), self.per_row().constant(1.0));
         let value = self.on.select(truth, one, zero);
         self.give(column, value);
     }
 
-    fn body(&mut self, structure: Structure, tokens: usize, ids: Memory, numbers: Memory) {
-        let number = |on: &mut Builder, which| number(on, structure, numbers, which);
+    fn body(&mut self, structure: Structure, tokens: usize, ids: TileMemory, numbers: TileMemory) {
+        let number = |on: &mut TileBuilder, which| number(on, structure, numbers, which);
         let targets = self.targets(tokens, ids);
         let target_logit = self.take_targets(&targets);
         let max = self.max(target_logit);
@@ -321,7 +330,7 @@ impl Writer {
         let scales: Vec<_> = rates
             .map(|rate| match rate? {
                 GapRate::OfAll(which) => Some(number(&mut self.on, which)),
-                GapRate::OfToken => self.given_if(Given::Rate),
+                GapRate::OfToken => self.given_if(TokenColumn::Rate),
             })
             .collect();
         let (tempered, one_softmax) = (scales[0], scales.len() == 1);
@@ -346,27 +355,27 @@ impl Writer {
         let (token, grad) = single_token_loss(&mut self.per_row(), structure, &spec_numbers, logp, arrays);
         let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
-        self.give(Result::Logp, logp);
-        self.give(Result::Entropy, entropy);
-        self.give(Result::Loss, loss);
-        self.give(Result::Ratio, ratio);
+        self.give(ResultColumn::Logp, logp);
+        self.give(ResultColumn::Entropy, entropy);
+        self.give(ResultColumn::Loss, loss);
+        self.give(ResultColumn::Ratio, ratio);
         if let Some(kl) = kl {
-            self.give(Result::Kl, kl);
+            self.give(ResultColumn::Kl, kl);
         }
-        self.give_truth(Result::ClippedLow, clipped_low);
-        self.give_truth(Result::ClippedHigh, clipped_high);
+        self.give_truth(ResultColumn::ClippedLow, clipped_low);
+        self.give_truth(ResultColumn::ClippedHigh, clipped_high);
         if structure.kl_share() {
-            self.give(Result::Reduced, reduced);
+            self.give(ResultColumn::Reduced, reduced);
         }
 
-        let weight = self.given(Given::Weight);
+        let weight = self.given(TokenColumn::Weight);
         let with_temperature = |writer: &mut Self, factor| match tempered {
             Some(inverse) => writer.on.mul(factor, inverse),
             None => factor,
         };
         let factor = self.on.mul(weight, grad);
         let factor = with_temperature(self, factor);
-        let of_row = self.given_if(Given::EntropyFactor);
+        let of_row = self.given_if(TokenColumn::EntropyFactor);
         let bonus = structure.entropy_bonus.map(|_| {
             let factor = of_row.unwrap_or_else(|| number(&mut self.on, SpecNumber::EntropyFactor));
             let factor = with_temperature(self, factor);
@@ -377,14 +386,14 @@ impl Writer {
     }
 
     /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
-    fn targets(&mut self, tokens: usize, ids: Memory) -> Vec<Target> {
+    fn targets(&mut self, tokens: usize, ids: TileMemory) -> Vec<TargetPlace> {
         let lanes = self.lanes();
         let on = &mut self.on;
         let (block, rows) = (on.grid_index(1), on.integer(self.rows));
         let first = on.mul(block, rows);
         let (zero, last) = (on.integer(0), on.integer(tokens - 1));
         let last_column = on.integer(self.vocab - 1);
-        let whole_registers = on.constant(-(lanes as f64), Type::scalar(DeviceDtype::I32));
+        let whole_registers = on.constant(-(lanes as f64), TileType::scalar(DeviceDtype::I32));
         (0..self.rows)
             .map(|row| {
                 let offset = on.integer(row);
@@ -397,13 +406,13 @@ impl Writer {
                 let register = on.and(id, whole_registers);
                 let lane = on.sub(id, register);
                 let before = on.integer(row * lanes);
-                Target { register, place: on.add(lane, before) }
+                TargetPlace { register, place: on.add(lane, before) }
             })
             .collect()
     }
 
     /// `row · lanes + lane` in a register of each row.
-    fn places(&mut self) -> Value {
+    fn places(&mut self) -> TileValue {
         let lanes = self.lanes();
         let on = &mut self.on;
         let (row, lane) = (on.iota(0, self.rows, lanes), on.iota(1, self.rows, lanes));
@@ -413,15 +422,15 @@ impl Writer {
     }
 
     /// Takes every target's logit out of the block, `[rows, 1]`, and leaves −∞ there; or what it becomes, and leaves it.
-    fn take_targets(&mut self, targets: &[Target]) -> Value {
+    fn take_targets(&mut self, targets: &[TargetPlace]) -> TileValue {
         let (places, lanes) = (self.places(), self.lanes());
-        let (change, bias) = (self.change, self.given_if(Given::TargetBias));
+        let (change, bias) = (self.change, self.given_if(TokenColumn::TargetBias));
         let on = &mut self.on;
         let element = on.memory_element(self.logits);
         let nothing = on.number(f64::NEG_INFINITY);
-        let mut taken = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
+        let mut taken = on.constant(0.0, TileType::tile(DeviceDtype::F32, self.rows, lanes));
         for target in targets {
-            let column = Column::Dynamic(target.register);
+            let column = TileColumn::Dynamic(target.register);
             let x = on.load(self.logits, column, lanes);
             let x = widen(on, x);
             let hit = on.equal(places, target.place);
@@ -437,12 +446,12 @@ impl Writer {
     }
 
     /// Leaves −∞ at every target of what logits become.
-    fn leave_targets(&mut self, targets: &[Target]) {
+    fn leave_targets(&mut self, targets: &[TargetPlace]) {
         let (places, lanes) = (self.places(), self.lanes());
         let on = &mut self.on;
         let nothing = on.number(f64::NEG_INFINITY);
         for target in targets {
-            let column = Column::Dynamic(target.register);
+            let column = TileColumn::Dynamic(target.register);
             let t = on.load(self.exps, column, lanes);
             let hit = on.equal(places, target.place);
             let left = on.select(hit, nothing, t);
@@ -451,7 +460,7 @@ impl Writer {
     }
 
     /// `m`; and what logits become, where they become another.
-    fn max(&mut self, target_logit: Value) -> Value {
+    fn max(&mut self, target_logit: TileValue) -> TileValue {
         let (logits, exps, change) = (self.logits, self.exps, self.change);
         let (lanes, columns) = (self.lanes(), self.columns());
         let on = &mut self.on;
@@ -459,7 +468,7 @@ impl Writer {
         let native = change.is_none()
             && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic);
         let element = if native { element } else { DeviceDtype::F32 };
-        let lowest = on.constant(lowest(element), Type::tile(element, self.rows, lanes));
+        let lowest = on.constant(lowest(element), TileType::tile(element, self.rows, lanes));
         let maxima = for_each_chunk(on, columns, &[lowest; ACCUMULATORS], |on, chunk, carried| {
             let x = if let Some(change) = change {
                 let (t, _) = change.load(on, logits, chunk, None);
@@ -480,12 +489,17 @@ impl Writer {
     }
 
     /// Pass 1.
-    fn softmax(&mut self, max: Value, target_logit: Value, inverse_temperature: Option<Value>) -> Exponentials {
+    fn softmax(
+        &mut self,
+        max: TileValue,
+        target_logit: TileValue,
+        inverse_temperature: Option<TileValue>,
+    ) -> ResidentSoftmax {
         let (logits, exps, changes) = (self.logits, self.exps, self.change.is_some());
         let (lanes, columns) = (self.lanes(), self.columns());
         let on = &mut self.on;
         let scale = exponent_scale(on, inverse_temperature);
-        let zero = on.constant(0.0, Type::tile(DeviceDtype::F32, self.rows, lanes));
+        let zero = on.constant(0.0, TileType::tile(DeviceDtype::F32, self.rows, lanes));
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_changed(on, logits, changes.then_some(exps), chunk);
             let gap = gap(on, max, x);
@@ -509,20 +523,20 @@ impl Writer {
         let minus_ln_2 = per_row.constant(-LN_2);
         let weighted = per_row.mul(weighted, minus_ln_2);
         let sums = SoftmaxSums { max, target_logit, others, weighted };
-        Exponentials { scale, softmax: sums.softmax(per_row, inverse_temperature) }
+        ResidentSoftmax { scale, softmax: sums.softmax(per_row, inverse_temperature) }
     }
 
     /// Pass 2. `factor` is `G/T`.
     fn dlogits(
         &mut self,
-        max: Value,
-        factor: Value,
-        policy: &Exponentials,
-        target_logit: Value,
+        max: TileValue,
+        factor: TileValue,
+        policy: &ResidentSoftmax,
+        target_logit: TileValue,
         bonus: Option<&Bonus>,
-        targets: &[Target],
+        targets: &[TargetPlace],
     ) {
-        let mask = self.given(Given::Mask);
+        let mask = self.given(TokenColumn::Mask);
         let (logits, dlogits, exps, lanes) = (self.logits, self.dlogits, self.exps, self.lanes());
         let (columns, change) = (self.columns(), self.change);
         let (scale, policy) = (policy.scale, &policy.softmax);
@@ -588,8 +602,8 @@ impl Writer {
         let target = on.broadcast(target, self.rows, lanes);
         let places = self.places();
         let on = &mut self.on;
-        for Target { register, place } in targets {
-            let column = Column::Dynamic(*register);
+        for TargetPlace { register, place } in targets {
+            let column = TileColumn::Dynamic(*register);
             let written = on.load(dlogits, column, lanes);
             let written = widen(on, written);
             let hit = on.equal(places, *place);
@@ -601,7 +615,7 @@ impl Writer {
 }
 
 /// The columns of `chunk` in f32: logits, or what they became where that is `kept`.
-fn load_changed(on: &mut Builder, logits: Memory, kept: Option<Memory>, chunk: Chunk) -> Value {
+fn load_changed(on: &mut TileBuilder, logits: TileMemory, kept: Option<TileMemory>, chunk: ColumnChunk) -> TileValue {
     if let Some(kept) = kept {
         on.load(kept, chunk.column, chunk.columns)
     } else {
@@ -613,18 +627,18 @@ fn load_changed(on: &mut Builder, logits: Memory, kept: Option<Memory>, chunk: C
 /// The entropy bonus's part of the gradient.
 struct Bonus {
     /// `E/(S·T)`
-    factor: Value,
-    softmax: Exponentials,
+    factor: TileValue,
+    softmax: ResidentSoftmax,
     /// Whether the exponentials that are kept are its own.
     same_exps: bool,
 }
 
 /// Where the target of a row is.
-struct Target {
+struct TargetPlace {
     /// The first column of its register.
-    register: Value,
+    register: TileValue,
     /// `row · lanes + lane`
-    place: Value,
+    place: TileValue,
 }
 
 #[cfg(test)]
@@ -635,7 +649,7 @@ mod tests {
     /// The limit on the vocabulary is worked out before there is a kernel.
     #[test]
     fn bytes_of_vmem_are_those_that_the_kernel_counts() {
-        let machine = Machine::tpu(120 << 20, true);
+        let machine = TileMachine::tpu(120 << 20, true);
         let support = Support { vocab: Some(1), ..Support::default() };
         let structures =
             [LossSpec::default(), LossSpec { support, ..LossSpec::default() }].map(|spec| Structure::from_spec(&spec));

@@ -4,7 +4,7 @@ use std::f64::consts::LOG2_E;
 
 use assay_algebra::arithmetic::Arithmetic;
 use assay_core::device_dtype::DeviceDtype;
-use assay_tile::{Builder, Column, Fold, Memory, Type, Value};
+use assay_tile::{Fold, TileBuilder, TileColumn, TileMemory, TileType, TileValue};
 
 /// 2¹⁰⁰: the most that a gap from the maximum counts, so that one of −∞ is a number, its product with an exponential of 0 is 0, and
 /// so is its part in every sum.
@@ -25,23 +25,23 @@ pub(crate) const ACCUMULATORS: usize = 4;
 
 /// Some columns of a block of rows.
 #[derive(Clone, Copy)]
-pub(crate) struct Chunk {
-    pub(crate) column: Column,
+pub(crate) struct ColumnChunk {
+    pub(crate) column: TileColumn,
     /// A multiple of the machine's lanes.
     pub(crate) columns: usize,
     /// How many of them are columns of the array, a scalar i32, where not all need be.
-    pub(crate) real: Option<Value>,
+    pub(crate) real: Option<TileValue>,
 }
 
 /// The columns of a window.
 #[derive(Clone, Copy)]
-pub(crate) struct Columns {
+pub(crate) struct WindowColumns {
     /// A multiple of the machine's lanes.
     pub(crate) all: usize,
     /// Those of them, a multiple of its lanes from the first on, that are columns of the array in every window.
     pub(crate) whole: usize,
     /// How many are columns of the array in this window, a scalar i32.
-    pub(crate) real: Value,
+    pub(crate) real: TileValue,
     /// Registers of them that a trip of a loop takes, at most.
     pub(crate) registers: usize,
 }
@@ -49,35 +49,38 @@ pub(crate) struct Columns {
 /// Calls `body` on every chunk of the columns, in a loop, then the rest. What is carried goes from each
 /// to the next.
 pub(crate) fn for_each_chunk(
-    on: &mut Builder,
-    columns: Columns,
-    initial: &[Value],
-    mut body: impl FnMut(&mut Builder, Chunk, &[Value]) -> Vec<Value>,
-) -> Vec<Value> {
+    on: &mut TileBuilder,
+    columns: WindowColumns,
+    initial: &[TileValue],
+    mut body: impl FnMut(&mut TileBuilder, ColumnChunk, &[TileValue]) -> Vec<TileValue>,
+) -> Vec<TileValue> {
     // As many trips as need be, with as little left over as that number allows.
     let lanes = on.machine().lanes;
     let registers = columns.whole / lanes;
     let width = registers / registers.div_ceil(columns.registers).max(1) * lanes;
     let trips = columns.whole.checked_div(width).unwrap_or(0);
     let mut carried = if trips == 1 {
-        body(on, Chunk { column: Column::Static(0), columns: width, real: None }, initial)
+        body(on, ColumnChunk { column: TileColumn::Static(0), columns: width, real: None }, initial)
     } else {
         on.for_loop(trips, initial, |on, trip, carried| {
             let width_of_one = on.integer(width);
             let column = on.mul(trip, width_of_one);
-            body(on, Chunk { column: Column::Dynamic(column), columns: width, real: None }, carried)
+            body(on, ColumnChunk { column: TileColumn::Dynamic(column), columns: width, real: None }, carried)
         })
     };
     let done = trips * width;
     if done < columns.whole {
-        let rest = Chunk { column: Column::Static(done), columns: columns.whole - done, real: None };
+        let rest = ColumnChunk { column: TileColumn::Static(done), columns: columns.whole - done, real: None };
         carried = body(on, rest, &carried);
     }
     if columns.whole < columns.all {
         let before = on.integer(columns.whole);
         let real = on.sub(columns.real, before);
-        let tail =
-            Chunk { column: Column::Static(columns.whole), columns: columns.all - columns.whole, real: Some(real) };
+        let tail = ColumnChunk {
+            column: TileColumn::Static(columns.whole),
+            columns: columns.all - columns.whole,
+            real: Some(real),
+        };
         carried = body(on, tail, &carried);
     }
     carried
@@ -85,13 +88,13 @@ pub(crate) fn for_each_chunk(
 
 /// Folds `a` into the accumulators, register by register in turn. What one accumulator gets is folded by halves first:
 /// an error then grows with the logarithm of a chunk's columns and the number of chunks.
-pub(crate) fn accumulate(on: &mut Builder, fold: Fold, accumulators: &mut [Value], a: Value) {
+pub(crate) fn accumulate(on: &mut TileBuilder, fold: Fold, accumulators: &mut [TileValue], a: TileValue) {
     let [_, columns] = on.type_of(a).tile.expect("a tile is accumulated");
     let lanes = on.machine().lanes;
-    let registers: Vec<Value> = (0..columns).step_by(lanes).map(|start| on.columns(a, start, lanes)).collect();
+    let registers: Vec<TileValue> = (0..columns).step_by(lanes).map(|start| on.columns(a, start, lanes)).collect();
     let turns = accumulators.len();
     for (turn, accumulator) in accumulators.iter_mut().enumerate() {
-        let own: Vec<Value> = registers.iter().copied().skip(turn).step_by(turns).collect();
+        let own: Vec<TileValue> = registers.iter().copied().skip(turn).step_by(turns).collect();
         if !own.is_empty() {
             let folded = join(on, fold, &own);
             *accumulator = combine(on, fold, *accumulator, folded);
@@ -99,7 +102,7 @@ pub(crate) fn accumulate(on: &mut Builder, fold: Fold, accumulators: &mut [Value
     }
 }
 
-fn combine(on: &mut Builder, fold: Fold, a: Value, b: Value) -> Value {
+fn combine(on: &mut TileBuilder, fold: Fold, a: TileValue, b: TileValue) -> TileValue {
     match fold {
         Fold::Add => on.add(a, b),
         Fold::Max => on.max(a, b),
@@ -107,7 +110,7 @@ fn combine(on: &mut Builder, fold: Fold, a: Value, b: Value) -> Value {
 }
 
 /// One value from several, folded by halves.
-pub(crate) fn join(on: &mut Builder, fold: Fold, values: &[Value]) -> Value {
+pub(crate) fn join(on: &mut TileBuilder, fold: Fold, values: &[TileValue]) -> TileValue {
     let mut rest = values.to_vec();
     while rest.len() > 1 {
         rest = rest.chunks(2).map(|pair| if let [a, b] = *pair { combine(on, fold, a, b) } else { pair[0] }).collect();
@@ -127,12 +130,12 @@ pub(crate) fn stored_as(logits: DeviceDtype) -> DeviceDtype {
 }
 
 /// Stored logits in f32, exactly.
-pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
+pub(crate) fn widen(on: &mut TileBuilder, x: TileValue) -> TileValue {
     if on.type_of(x).element != DeviceDtype::I16 {
         return on.convert(x, DeviceDtype::F32);
     }
     let bits = on.convert(x, DeviceDtype::I32);
-    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(DeviceDtype::I32));
+    let integer = |on: &mut TileBuilder, x: i32| on.constant(f64::from(x), TileType::scalar(DeviceDtype::I32));
     let (zero, no_sign) = (on.integer(0), integer(on, 0x7FFF));
     let magnitude = on.and(bits, no_sign);
     let (least_normal, infinite) = (integer(on, 0x0400), integer(on, 0x7C00));
@@ -155,11 +158,11 @@ pub(crate) fn widen(on: &mut Builder, x: Value) -> Value {
 }
 
 /// f32 as logits are stored, rounded to nearest even.
-pub(crate) fn narrow(on: &mut Builder, x: Value, stored: DeviceDtype) -> Value {
+pub(crate) fn narrow(on: &mut TileBuilder, x: TileValue, stored: DeviceDtype) -> TileValue {
     if stored != DeviceDtype::I16 {
         return on.convert(x, stored);
     }
-    let integer = |on: &mut Builder, x: i32| on.constant(f64::from(x), Type::scalar(DeviceDtype::I32));
+    let integer = |on: &mut TileBuilder, x: i32| on.constant(f64::from(x), TileType::scalar(DeviceDtype::I32));
     let zero = on.number(0.0);
     let negated = on.neg(x);
     let negative = on.less(x, zero);
@@ -194,13 +197,13 @@ pub(crate) fn narrow(on: &mut Builder, x: Value, stored: DeviceDtype) -> Value {
 
 /// A sum that is taken by halves while its terms come: few of them wait at any time.
 #[derive(Clone, Default)]
-pub(crate) struct Pairwise {
+pub(crate) struct PairwiseSum {
     /// Sums of ever fewer terms, each with the logarithm of their number.
-    waiting: Vec<(u32, Value)>,
+    waiting: Vec<(u32, TileValue)>,
 }
 
-impl Pairwise {
-    pub(crate) fn add(&mut self, on: &mut Builder, term: Value) {
+impl PairwiseSum {
+    pub(crate) fn add(&mut self, on: &mut TileBuilder, term: TileValue) {
         let mut sum = (0, term);
         while let Some((terms, before)) = self.waiting.pop_if(|(terms, _)| *terms == sum.0) {
             sum = (terms + 1, on.add(before, sum.1));
@@ -209,14 +212,14 @@ impl Pairwise {
     }
 
     /// `start` plus all terms.
-    pub(crate) fn onto(self, on: &mut Builder, start: Value) -> Value {
+    pub(crate) fn onto(self, on: &mut TileBuilder, start: TileValue) -> TileValue {
         let total = self.waiting.into_iter().map(|(_, sum)| sum).rev().reduce(|a, b| on.add(b, a));
         total.map_or(start, |total| on.add(start, total))
     }
 }
 
 /// The columns of `chunk`, −∞ in those that are beyond the array.
-pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Value {
+pub(crate) fn load_logits(on: &mut TileBuilder, logits: TileMemory, chunk: ColumnChunk) -> TileValue {
     let x = on.load(logits, chunk.column, chunk.columns);
     let Some(real) = chunk.real else { return x };
     let ty = on.type_of(x);
@@ -231,13 +234,13 @@ pub(crate) fn load_logits(on: &mut Builder, logits: Memory, chunk: Chunk) -> Val
 }
 
 /// By how much `x`, in f32, is below `max`; at most [`FARTHEST`].
-pub(crate) fn gap(on: &mut Builder, max: Value, x: Value) -> Value {
+pub(crate) fn gap(on: &mut TileBuilder, max: TileValue, x: TileValue) -> TileValue {
     let (gap, farthest) = (on.sub(max, x), on.number(FARTHEST));
     on.min(gap, farthest)
 }
 
 /// `−log₂e · scale`: what a gap from the maximum is multiplied by to become an exponent of 2.
-pub(crate) fn exponent_scale(on: &mut Builder, inverse_temperature: Option<Value>) -> Value {
+pub(crate) fn exponent_scale(on: &mut TileBuilder, inverse_temperature: Option<TileValue>) -> TileValue {
     let minus_log2_e = on.number(-LOG2_E);
     match inverse_temperature {
         Some(inverse) => on.mul(minus_log2_e, inverse),
@@ -247,41 +250,41 @@ pub(crate) fn exponent_scale(on: &mut Builder, inverse_temperature: Option<Value
 
 /// Per-token arithmetic on `[rows, 1]`, f32.
 pub(crate) struct PerRow<'b> {
-    pub(crate) on: &'b mut Builder,
+    pub(crate) on: &'b mut TileBuilder,
     pub(crate) rows: usize,
 }
 
 impl Arithmetic for PerRow<'_> {
-    type Value = Value;
-    type Truth = Value;
+    type Value = TileValue;
+    type Truth = TileValue;
 
-    fn constant(&mut self, x: f64) -> Value {
-        self.on.constant(x, Type::tile(DeviceDtype::F32, self.rows, 1))
+    fn constant(&mut self, x: f64) -> TileValue {
+        self.on.constant(x, TileType::tile(DeviceDtype::F32, self.rows, 1))
     }
-    fn add(&mut self, a: Value, b: Value) -> Value {
+    fn add(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.add(a, b)
     }
-    fn sub(&mut self, a: Value, b: Value) -> Value {
+    fn sub(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.sub(a, b)
     }
-    fn mul(&mut self, a: Value, b: Value) -> Value {
+    fn mul(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.mul(a, b)
     }
-    fn div(&mut self, a: Value, b: Value) -> Value {
+    fn div(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.div(a, b)
     }
-    fn neg(&mut self, a: Value) -> Value {
+    fn neg(&mut self, a: TileValue) -> TileValue {
         self.on.neg(a)
     }
     /// That of 0 is 1, whatever the unit says: what it lacks of 1 is added to sums that may be far smaller than an ulp of 1.
-    fn exp(&mut self, a: Value) -> Value {
+    fn exp(&mut self, a: TileValue) -> TileValue {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
         let (nothing, exp) = (self.on.equal(a, zero), self.on.exp(a));
         self.on.select(nothing, one, exp)
     }
     /// By a series where `a` is small: what a unit lacks of `e^a` there may be as large as `e^a − 1`. What is left out is below 2⁻²⁶ of it,
     /// from −1/2 to 1/2.
-    fn exp_m1(&mut self, a: Value) -> Value {
+    fn exp_m1(&mut self, a: TileValue) -> TileValue {
         let one = self.constant(1.0);
         let mut series = one;
         for factor in (2..=8).rev() {
@@ -298,12 +301,12 @@ impl Arithmetic for PerRow<'_> {
         let small = self.and(above, below);
         self.select(small, series, less_one)
     }
-    fn ln(&mut self, a: Value) -> Value {
+    fn ln(&mut self, a: TileValue) -> TileValue {
         self.on.log(a)
     }
     /// By a series where `a` is small: near 1 a TPU's logarithm is off by some 2⁻²⁴, however small it is itself. With `s = a/(2 + a)` it
     /// is `2·(s + s³/3 + s⁵/5 + s⁷/7 + s⁹/9)`, and what is left out below 2⁻²⁶ of that, from −1/4 to 1/2.
-    fn ln_1p(&mut self, a: Value) -> Value {
+    fn ln_1p(&mut self, a: TileValue) -> TileValue {
         let (one, two) = (self.constant(1.0), self.constant(2.0));
         let sum = self.add(two, a);
         let s = self.div(a, sum);
@@ -324,19 +327,19 @@ impl Arithmetic for PerRow<'_> {
         let small = self.and(above, below);
         self.select(small, series, log)
     }
-    fn less(&mut self, a: Value, b: Value) -> Value {
+    fn less(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.less(a, b)
     }
-    fn equal(&mut self, a: Value, b: Value) -> Value {
+    fn equal(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.equal(a, b)
     }
-    fn and(&mut self, a: Value, b: Value) -> Value {
+    fn and(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.and(a, b)
     }
-    fn or(&mut self, a: Value, b: Value) -> Value {
+    fn or(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.on.or(a, b)
     }
-    fn select(&mut self, condition: Value, yes: Value, no: Value) -> Value {
+    fn select(&mut self, condition: TileValue, yes: TileValue, no: TileValue) -> TileValue {
         self.on.select(condition, yes, no)
     }
 }

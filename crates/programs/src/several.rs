@@ -11,35 +11,35 @@
 //! digits however near 0 it is, and of the others `p ≤ ½`. These columns are then set, all places of an id to the same number, rounded
 //! once. Of a cut vocabulary the gathered logits, `[b,t,K]`, are added up over the devices.
 
-use super::program::{ColumnsGiven, Evaluated, Given, OtherGiven, Program};
-use crate::mesh::Axis;
+use super::program::{CoreInputs, CoreOutputs, HloBiases, OtherId, Program};
+use crate::mesh::MeshAxis;
 use crate::rows::stored_as;
 use assay_algebra::structure::{SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 
 /// What `core` makes of logits of `dtype`, or where tokens have several ids, what comes of all.
 pub(crate) fn around(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    logits: Value,
+    given: &CoreInputs,
+    logits: HloValue,
     dtype: Dtype,
-    core: impl FnOnce(&mut Program, &Given, Value) -> Evaluated,
-) -> Evaluated {
+    core: impl FnOnce(&mut Program, &CoreInputs, HloValue) -> CoreOutputs,
+) -> CoreOutputs {
     if structure.ids_per_token == 1 {
         return core(on, given, logits);
     }
-    let several = Several::gather(on, structure, given, logits, dtype);
+    let several = SeveralIds::gather(on, structure, given, logits, dtype);
     let one = several.as_one(on, given);
     let of_one = core(on, &one, logits);
-    several.of_all(on, structure, given, of_one, dtype)
+    several.expand(on, structure, given, of_one, dtype)
 }
 
 /// `[b,t,n]` of `[b,t]` arrays.
-pub(crate) fn together(on: &mut Program, arrays: &[Value]) -> Value {
-    let columns: Vec<Value> = arrays
+pub(crate) fn together(on: &mut Program, arrays: &[HloValue]) -> HloValue {
+    let columns: Vec<HloValue> = arrays
         .iter()
         .map(|&array| {
             let shape = [&on.builder.type_of(array).shape[..], &[1]].concat();
@@ -50,7 +50,7 @@ pub(crate) fn together(on: &mut Program, arrays: &[Value]) -> Value {
 }
 
 /// The `[b,t]` arrays of `[b,t,n]`.
-pub(crate) fn apart(on: &mut Program, array: Value) -> Vec<Value> {
+pub(crate) fn apart(on: &mut Program, array: HloValue) -> Vec<HloValue> {
     let [b, t, count] = on.builder.type_of(array).shape[..] else { unreachable!("three axes") };
     let column = |k| {
         let column = on.builder.slice(array, &[0, 0, k], &[b, t, 1]);
@@ -60,33 +60,33 @@ pub(crate) fn apart(on: &mut Program, array: Value) -> Vec<Value> {
 }
 
 /// What there is of all ids of a token, `[b,t,K]`.
-struct Several {
-    ids: Value,
+struct SeveralIds {
+    ids: HloValue,
     /// This device's columns, i32; one past its last where another has it, or the mask is false.
-    columns: Value,
+    columns: HloValue,
     /// 0 where the mask is false.
-    dlogp: Value,
+    dlogp: HloValue,
     /// What the softmax is of.
-    x: Value,
+    x: HloValue,
     /// Of the first of the likeliest, truth values.
-    likeliest: Value,
+    likeliest: HloValue,
     /// `(x_y − x_k)/T`
-    below: Value,
+    below: HloValue,
     /// That of each id, where columns differ.
-    bias: Option<Value>,
+    bias: Option<HloValue>,
     /// `[b,t,K]`
     shape: [usize; 3],
 }
 
-impl Several {
+impl SeveralIds {
     /// Reads the logits of all ids, which are of `dtype`.
-    fn gather(on: &mut Program, structure: Structure, given: &Given, logits: Value, dtype: Dtype) -> Self {
+    fn gather(on: &mut Program, structure: Structure, given: &CoreInputs, logits: HloValue, dtype: Dtype) -> Self {
         let [b, t, v] = on.local;
         let shape = [b, t, structure.ids_per_token];
-        let integers = Type::new(DeviceDtype::I32, &shape);
+        let integers = HloType::new(DeviceDtype::I32, &shape);
         let (zero, none) = (on.several(&shape, 0.0), on.builder.constant(v as f64, integers.clone()));
-        let first = OtherGiven { ids: given.ids, dlogp: on.builder.negate(given.advantage) };
-        let (ids, dlogp): (Vec<Value>, Vec<Value>) =
+        let first = OtherId { ids: given.ids, dlogp: on.builder.negate(given.advantage) };
+        let (ids, dlogp): (Vec<HloValue>, Vec<HloValue>) =
             std::iter::once(&first).chain(&given.others).map(|of| (of.ids, of.dlogp)).unzip();
         let [ids, dlogp] = [ids, dlogp].map(|arrays| together(on, &arrays));
         let counts = on.builder.broadcast(given.mask, &[0, 1], &shape);
@@ -98,8 +98,8 @@ impl Several {
             columns = on.builder.subtract(columns, first_column);
         }
         let start = on.builder.constant(0.0, integers);
-        let not_before = on.builder.compare(Comparison::AtLeast, columns, start);
-        let not_after = on.builder.compare(Comparison::Less, columns, none);
+        let not_before = on.builder.compare(HloComparison::AtLeast, columns, start);
+        let not_after = on.builder.compare(HloComparison::Less, columns, none);
         let here = on.builder.and(not_before, not_after);
         let here = on.builder.and(here, counts);
         let columns = on.builder.select(here, columns, none);
@@ -111,7 +111,7 @@ impl Several {
         let taken = on.builder.reshape(taken, &shape);
         let from_all = |on: &mut Program, taken| {
             let own = on.builder.select(here, taken, zero);
-            on.over(&[Axis::Vocab], Fold::Add, own)
+            on.over(&[MeshAxis::Vocab], Fold::Add, own)
         };
         let mut x = from_all(on, taken);
         let bias = given.columns.map(|of_columns| {
@@ -130,7 +130,7 @@ impl Several {
 
         let most = on.builder.reduce(Fold::Max, x, &[2]);
         let most = on.builder.broadcast(most, &[0, 1], &shape);
-        let is_most = on.builder.compare(Comparison::Equal, x, most);
+        let is_most = on.builder.compare(HloComparison::Equal, x, most);
         let likeliest = on.first_of(is_most, shape);
         let gap = on.builder.subtract(most, x);
         // Where both are −∞.
@@ -140,8 +140,8 @@ impl Several {
     }
 
     /// What the core is given: the likeliest id, with the cotangents of all.
-    fn as_one(&self, on: &mut Program, given: &Given) -> Given {
-        let zero = on.builder.constant(0.0, Type::new(DeviceDtype::I32, &self.shape));
+    fn as_one(&self, on: &mut Program, given: &CoreInputs) -> CoreInputs {
+        let zero = on.builder.constant(0.0, HloType::new(DeviceDtype::I32, &self.shape));
         let own = on.builder.select(self.likeliest, self.ids, zero);
         let ids = on.builder.reduce(Fold::Add, own, &[2]);
         let sum = on.builder.reduce(Fold::Add, self.dlogp, &[2]);
@@ -149,23 +149,23 @@ impl Several {
         let columns = given.columns.zip(self.bias).map(|(of_columns, bias)| {
             let zero = on.several(&self.shape, 0.0);
             let own = on.builder.select(self.likeliest, bias, zero);
-            ColumnsGiven { target: on.builder.reduce(Fold::Add, own, &[2]), ..of_columns }
+            HloBiases { target: on.builder.reduce(Fold::Add, own, &[2]), ..of_columns }
         });
-        given.of_ids(ids, advantage, columns)
+        given.with_ids(ids, advantage, columns)
     }
 
     /// What comes of all ids, from what the core made of one.
-    fn of_all(
+    fn expand(
         self,
         on: &mut Program,
         structure: Structure,
-        given: &Given,
-        evaluated: Evaluated,
+        given: &CoreInputs,
+        evaluated: CoreOutputs,
         dtype: Dtype,
-    ) -> Evaluated {
+    ) -> CoreOutputs {
         let Self { ids, columns, dlogp, x, below, shape, .. } = self;
         let [b, t, top] = shape;
-        let Evaluated { gradient, logp, entropy, mut token, .. } = evaluated;
+        let CoreOutputs { gradient, logp, entropy, mut token, .. } = evaluated;
         let of_likeliest = on.builder.broadcast(logp, &[0, 1], &shape);
         let logps = on.builder.subtract(of_likeliest, below);
         let terms = on.builder.multiply(dlogp, logps);
@@ -174,7 +174,7 @@ impl Several {
 
         let all = [b, t, top, top];
         let [one, other] = [[0, 1, 2], [0, 1, 3]].map(|axes| on.builder.broadcast(ids, &axes, &all));
-        let same = on.builder.compare(Comparison::Equal, one, other);
+        let same = on.builder.compare(HloComparison::Equal, one, other);
         let of_each = on.builder.broadcast(dlogp, &[0, 1, 3], &all);
         let nothing = on.several(&all, 0.0);
         let own = on.builder.select(same, of_each, nothing);
@@ -222,18 +222,18 @@ impl Several {
         let counts = on.builder.broadcast(given.mask, &[0, 1], &[b, t, top - 1]);
         let nothing = on.several(&[b, t, top - 1], 0.0);
         let logp_of_others = Some(on.builder.select(counts, others, nothing));
-        Evaluated { gradient, logp, logp_of_others, entropy, token }
+        CoreOutputs { gradient, logp, logp_of_others, entropy, token }
     }
 }
 
 impl Program {
     /// A number in every place of `shape`.
-    fn several(&mut self, shape: &[usize], x: f64) -> Value {
-        self.builder.constant(x, Type::new(DeviceDtype::F32, shape))
+    fn several(&mut self, shape: &[usize], x: f64) -> HloValue {
+        self.builder.constant(x, HloType::new(DeviceDtype::F32, shape))
     }
 
     /// Logits or dlogits of `dtype` as `[1,b·t,v]` of that, however they cross the boundary of the program.
-    fn rows_of_floats(&mut self, array: Value, dtype: Dtype) -> Value {
+    fn rows_of_floats(&mut self, array: HloValue, dtype: Dtype) -> HloValue {
         let [b, t, v] = self.local;
         let rows = self.builder.reshape(array, &[1, b * t, v]);
         let element = DeviceDtype::from(dtype);
@@ -245,13 +245,13 @@ impl Program {
     }
 
     /// The first of the places `[b,t,K]` along the last axis where `is` holds; none where it nowhere does.
-    fn first_of(&mut self, is: Value, shape: [usize; 3]) -> Value {
-        let place = self.builder.iota(2, Type::new(DeviceDtype::F32, &shape));
+    fn first_of(&mut self, is: HloValue, shape: [usize; 3]) -> HloValue {
+        let place = self.builder.iota(2, HloType::new(DeviceDtype::F32, &shape));
         let before = self.builder.negate(place);
         let nowhere = self.several(&shape, f64::NEG_INFINITY);
         let held = self.builder.select(is, before, nowhere);
         let first = self.builder.reduce(Fold::Max, held, &[2]);
         let first = self.builder.broadcast(first, &[0, 1], &shape);
-        self.builder.compare(Comparison::Equal, before, first)
+        self.builder.compare(HloComparison::Equal, before, first)
     }
 }

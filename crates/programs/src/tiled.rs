@@ -2,33 +2,33 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use super::program::{ColumnsGiven, Evaluated, Forward, Given, Named, Program};
+use super::program::{CoreInputs, CoreOutputs, HloBiases, NamedArray, Program, SoftmaxInputs};
 use crate::device::Lowering;
 use crate::gpu;
-use crate::mesh::Axis;
+use crate::mesh::MeshAxis;
 use crate::one_pass;
 use crate::rows::{FARTHEST, in_rows, stored_as};
 use crate::transform::differ_by_column;
-use crate::two_pass::{self, Local, Scale, Statistic};
+use crate::two_pass::{self, LocalLogits, Scale, Statistic};
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::TokenLoss;
 use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
-use assay_ptx::Target;
-use assay_tile::stablehlo::{CallConfig, CallField, Comparison, Fold, Type, Value};
-use assay_tile::{Kernel, Machine, mosaic, xla};
+use assay_ptx::PtxTarget;
+use assay_tile::stablehlo::{CallConfig, CallField, Fold, HloComparison, HloType, HloValue};
+use assay_tile::{TileKernel, TileMachine, mosaic, xla};
 
 /// What the tile kernels of a program are written for.
 #[derive(Clone, Copy)]
-pub(crate) struct Calls {
+pub(crate) struct KernelCalls {
     /// That of the logits that they are given.
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
-    pub(crate) machine: Machine,
+    pub(crate) machine: TileMachine,
     /// For what kernels of PTX are written that are called in place of them, if they are.
-    pub(crate) ptx: Option<Target>,
+    pub(crate) ptx: Option<PtxTarget>,
 }
 
 /// A kernel for a TPU, and how it is called.
@@ -41,9 +41,9 @@ pub struct TpuKernel {
     /// The `backend_config` of the `tpu_custom_call`, JSON.
     pub payload: String,
     /// What it is called with, in order, each dense row-major.
-    pub operands: Vec<Named>,
+    pub operands: Vec<NamedArray>,
     /// What it returns, in order, each dense row-major.
-    pub results: Vec<Named>,
+    pub results: Vec<NamedArray>,
     /// Operand and result that share one array.
     pub aliases: Vec<(usize, usize)>,
     /// The least and the most that its operand `columns` may say, if it has one: how many of the logits' columns are some.
@@ -53,13 +53,18 @@ pub struct TpuKernel {
 }
 
 /// A name, and what the last axis holds.
-type Label<'l> = (&'static str, &'l [&'static str]);
+type ArrayLabel<'l> = (&'static str, &'l [&'static str]);
 
-fn described(kernel: &Kernel, columns: Option<[usize; 2]>, operands: &[Label], results: &[Label]) -> TpuKernel {
-    let named = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>, labels: &[Label]| {
-        let one = |(&(name, columns), (dtype, shape)): (&Label, _)| {
+fn described(
+    kernel: &TileKernel,
+    columns: Option<[usize; 2]>,
+    operands: &[ArrayLabel],
+    results: &[ArrayLabel],
+) -> TpuKernel {
+    let named = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>, labels: &[ArrayLabel]| {
+        let one = |(&(name, columns), (dtype, shape)): (&ArrayLabel, _)| {
             let columns = columns.to_vec();
-            Named { name, dtype, shape, columns }
+            NamedArray { name, dtype, shape, columns }
         };
         labels.iter().zip(list).map(one).collect()
     };
@@ -76,9 +81,9 @@ fn described(kernel: &Kernel, columns: Option<[usize; 2]>, operands: &[Label], r
 }
 
 /// [`one_pass`] for a TPU.
-pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKernel {
+pub(crate) fn describe_one_pass(kernel: &TileKernel, structure: Structure) -> TpuKernel {
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
-    let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::Given::name).collect();
+    let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::TokenColumn::name).collect();
     let operands = [("ids", &[][..]), ("numbers", &numbers), ("logits", &[]), ("tokens", &given), ("column_bias", &[])];
     described(kernel, None, &operands, &[("dlogits", &[]), ("results", one_pass::result_names(structure))])
 }
@@ -86,12 +91,12 @@ pub(crate) fn describe_one_pass(kernel: &Kernel, structure: Structure) -> TpuKer
 /// Both kernels of [`two_pass`] for a TPU: statistics, then dlogits.
 pub(crate) fn describe_two_pass(
     structure: Structure,
-    local: Local,
+    local: LocalLogits,
     element: DeviceDtype,
-    machine: Machine,
+    machine: TileMachine,
 ) -> [TpuKernel; 2] {
     let numbers: Vec<&str> = two_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
-    let numbers: Option<Label> = match *numbers {
+    let numbers: Option<ArrayLabel> = match *numbers {
         [] => None,
         [name] if structure.transform.is_none() => Some((name, &[])),
         _ => Some(("softmax_numbers", &numbers)),
@@ -99,7 +104,7 @@ pub(crate) fn describe_two_pass(
     let rates = (structure.temperature == TemperaturePlace::Given).then_some((TokenInput::Rate.name(), &[][..]));
     let biases = [("column_bias", &[][..]), ("target_bias", &[])].into_iter().filter(|_| differ_by_column(structure));
     let always = [("columns", &[][..]), ("logits", &[]), ("ids", &[])];
-    let shared: Vec<Label> = numbers.into_iter().chain(always).chain(rates).chain(biases).collect();
+    let shared: Vec<ArrayLabel> = numbers.into_iter().chain(always).chain(rates).chain(biases).collect();
     let with_scales = [&shared[..], &[("scales", &two_pass::SCALE_NAMES)]].concat();
     let columns = Some(local.columns());
     let statistics = two_pass::statistics(structure, local, element, machine);
@@ -111,11 +116,11 @@ pub(crate) fn describe_two_pass(
 }
 
 /// Calls `kernel`.
-fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> Vec<Value> {
+fn call(on: &mut Program, kernel: &TileKernel, calls: KernelCalls, operands: &[HloValue]) -> Vec<HloValue> {
     let types = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>| {
-        list.map(|(element, shape)| Type::new(element, &shape)).collect::<Vec<_>>()
+        list.map(|(element, shape)| HloType::new(element, &shape)).collect::<Vec<_>>()
     };
-    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+    let given: Vec<HloType> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
     assert_eq!(given, types(&mut kernel.operands()), "operands of {}", kernel.name());
     match calls.lowering {
         Lowering::Loops | Lowering::Ptx(_) => xla::inline(kernel, &mut on.builder, operands),
@@ -135,10 +140,10 @@ fn call(on: &mut Program, kernel: &Kernel, calls: Calls, operands: &[Value]) -> 
 }
 
 /// `[1,b·t,width]` from `[b,t]` columns, 0 in those that are not given.
-fn columns(on: &mut Program, given: &[(usize, Value)], width: usize) -> Value {
+fn columns(on: &mut Program, given: &[(usize, HloValue)], width: usize) -> HloValue {
     let [b, t, _] = on.local;
     let zero = on.constant(0.0);
-    let columns: Vec<Value> = (0..width)
+    let columns: Vec<HloValue> = (0..width)
         .map(|column| {
             let value = given.iter().find(|(place, _)| *place == column).map_or(zero, |(_, value)| *value);
             on.builder.reshape(value, &[1, b * t, 1])
@@ -148,19 +153,19 @@ fn columns(on: &mut Program, given: &[(usize, Value)], width: usize) -> Value {
 }
 
 /// Column `place` of `[1,b·t,8]`, as `[b,t]`.
-fn column(on: &mut Program, array: Value, place: usize) -> Value {
+fn column(on: &mut Program, array: HloValue, place: usize) -> HloValue {
     let [b, t, _] = on.local;
     let column = on.builder.slice(array, &[0, 0, place], &[1, b * t, 1]);
     on.builder.reshape(column, &[b, t])
 }
 
 /// Calls a kernel of PTX.
-fn call_ptx(on: &mut Program, kernel: &assay_ptx::PtxKernel, operands: &[Value]) -> Vec<Value> {
-    let of = |parameter: &assay_ptx::Parameter| Type::new(parameter.dtype, &parameter.shape);
-    let inputs: Vec<Type> = kernel.inputs().map(of).collect();
-    let given: Vec<Type> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
+fn call_ptx(on: &mut Program, kernel: &assay_ptx::PtxKernel, operands: &[HloValue]) -> Vec<HloValue> {
+    let of = |parameter: &assay_ptx::Parameter| HloType::new(parameter.dtype, &parameter.shape);
+    let inputs: Vec<HloType> = kernel.inputs().map(of).collect();
+    let given: Vec<HloType> = operands.iter().map(|&operand| on.builder.type_of(operand).clone()).collect();
     assert_eq!(given, inputs, "operands of {}", kernel.name);
-    let outputs: Vec<Type> = kernel.outputs().map(of).collect();
+    let outputs: Vec<HloType> = kernel.outputs().map(of).collect();
     let [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]] = [kernel.grid, kernel.block];
     let fields = [
         ("name", CallField::Text(&kernel.name)),
@@ -181,12 +186,12 @@ fn call_ptx(on: &mut Program, kernel: &assay_ptx::PtxKernel, operands: &[Value])
 /// The core that is one tile kernel.
 pub(crate) fn tile_one_pass_core(
     on: &mut Program,
-    kernel: &Kernel,
+    kernel: &TileKernel,
     structure: Structure,
-    given: &Given,
-    logits: Value,
-    calls: Calls,
-) -> Evaluated {
+    given: &CoreInputs,
+    logits: HloValue,
+    calls: KernelCalls,
+) -> CoreOutputs {
     let bias = given.columns.map(|columns| column_bias(on, columns.bias));
     one_pass_core(on, structure, given, logits, |on, [ids, numbers, logits, tokens]| {
         let stored = on.builder.bitcast(logits, stored_as(calls.dtype.into()));
@@ -200,9 +205,9 @@ pub(crate) fn gpu_one_pass_core(
     on: &mut Program,
     kernel: &assay_ptx::PtxKernel,
     structure: Structure,
-    given: &Given,
-    logits: Value,
-) -> Evaluated {
+    given: &CoreInputs,
+    logits: HloValue,
+) -> CoreOutputs {
     let bias = given.columns.map(|columns| column_bias(on, columns.bias));
     one_pass_core(on, structure, given, logits, |on, operands| {
         call_ptx(on, kernel, &operands.into_iter().chain(bias).collect::<Vec<_>>())
@@ -210,7 +215,7 @@ pub(crate) fn gpu_one_pass_core(
 }
 
 /// The biases of columns as a kernel takes them, `[1,v]`.
-fn column_bias(on: &mut Program, bias: Value) -> Value {
+fn column_bias(on: &mut Program, bias: HloValue) -> HloValue {
     let [_, _, v] = on.local;
     on.builder.reshape(bias, &[1, v])
 }
@@ -219,15 +224,15 @@ fn column_bias(on: &mut Program, bias: Value) -> Value {
 fn one_pass_core(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    logits: Value,
-    call: impl FnOnce(&mut Program, [Value; 4]) -> Vec<Value>,
-) -> Evaluated {
-    use one_pass::{Given as Column, Result};
+    given: &CoreInputs,
+    logits: HloValue,
+    call: impl FnOnce(&mut Program, [HloValue; 4]) -> Vec<HloValue>,
+) -> CoreOutputs {
+    use one_pass::{ResultColumn, TokenColumn as Column};
     let [b, t, _] = on.local;
     let mask = on.builder.convert(given.mask, DeviceDtype::F32);
     let names = one_pass::given_columns(structure);
-    let of_tokens: Vec<(usize, Value)> = names
+    let of_tokens: Vec<(usize, HloValue)> = names
         .iter()
         .enumerate()
         .filter_map(|(place, column)| {
@@ -254,7 +259,7 @@ fn one_pass_core(
     // Where tokens differ in it, it comes with them.
     let entropy_factor =
         if structure.entropy_by_token() { given.number(SpecNumber::EntropyCoef) } else { given.entropy_factor };
-    let numbers: Vec<Value> = one_pass::numbers(structure)
+    let numbers: Vec<HloValue> = one_pass::numbers(structure)
         .into_iter()
         .map(|which| if which == SpecNumber::EntropyFactor { entropy_factor } else { given.number(which) })
         .collect();
@@ -264,74 +269,75 @@ fn one_pass_core(
     let outputs = call(on, [ids, numbers, logits, tokens]);
 
     let (dlogits, results) = (on.like_logits(outputs[0], &own), outputs[1]);
-    let mut result = |which: Result| column(on, results, which as usize);
-    let (logp, entropy, loss) = (result(Result::Logp), result(Result::Entropy), result(Result::Loss));
-    let (ratio, kl) = (result(Result::Ratio), structure.kl.map(|_| result(Result::Kl)));
-    let (low, high) = (result(Result::ClippedLow), result(Result::ClippedHigh));
+    let mut result = |which: ResultColumn| column(on, results, which as usize);
+    let (logp, entropy, loss) = (result(ResultColumn::Logp), result(ResultColumn::Entropy), result(ResultColumn::Loss));
+    let (ratio, kl) = (result(ResultColumn::Ratio), structure.kl.map(|_| result(ResultColumn::Kl)));
+    let (low, high) = (result(ResultColumn::ClippedLow), result(ResultColumn::ClippedHigh));
     let zero = on.constant(0.0);
-    let clipped_low = on.builder.compare(Comparison::Less, zero, low);
-    let clipped_high = on.builder.compare(Comparison::Less, zero, high);
-    let reduced = if structure.kl_share() { column(on, results, Result::Reduced as usize) } else { loss };
+    let clipped_low = on.builder.compare(HloComparison::Less, zero, low);
+    let clipped_high = on.builder.compare(HloComparison::Less, zero, high);
+    let reduced = if structure.kl_share() { column(on, results, ResultColumn::Reduced as usize) } else { loss };
     // The derivatives stay in the kernel.
     let token = TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
-    Evaluated { gradient: dlogits, logp, logp_of_others: None, entropy, token }
+    CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
 /// What of a token's softmaxes its gradient is made of, `[b,t]`.
 #[derive(Clone, Copy)]
-pub(crate) struct Statistics {
-    max: Value,
+pub(crate) struct TokenStatistics {
+    max: HloValue,
     /// `S` and `s` of the softmax that logp is of.
-    sum: Value,
-    others: Value,
+    sum: HloValue,
+    others: HloValue,
     /// `S` and `ā` of the one that entropy is of.
-    entropy_sum: Value,
-    mean_gap: Value,
+    entropy_sum: HloValue,
+    mean_gap: HloValue,
 }
 
-impl Statistics {
-    pub(crate) fn to_array(self) -> [Value; 5] {
+impl TokenStatistics {
+    pub(crate) fn to_array(self) -> [HloValue; 5] {
         [self.max, self.sum, self.others, self.entropy_sum, self.mean_gap]
     }
 
-    pub(crate) fn from_array([max, sum, others, entropy_sum, mean_gap]: [Value; 5]) -> Self {
+    pub(crate) fn from_array([max, sum, others, entropy_sum, mean_gap]: [HloValue; 5]) -> Self {
         Self { max, sum, others, entropy_sum, mean_gap }
     }
 }
 
 /// What the statistics kernel makes of a device's logits, `[b,t]`.
-pub(crate) struct Rows {
-    pub(crate) statistics: Statistics,
-    pub(crate) logp: Value,
-    pub(crate) entropy: Value,
+pub(crate) struct ForwardPass {
+    pub(crate) statistics: TokenStatistics,
+    pub(crate) logp: HloValue,
+    pub(crate) entropy: HloValue,
 }
 
 /// What both kernels are called with.
-struct Operands {
-    local: Local,
+struct CallOperands {
+    local: LocalLogits,
     /// Scalars, logits, ids and, where columns differ, biases.
-    values: Vec<Value>,
+    values: Vec<HloValue>,
     /// That of the logits before they were laid in rows.
-    logits: Type,
+    logits: HloType,
 }
 
-impl Operands {
-    fn of(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Self {
+impl CallOperands {
+    fn new(on: &mut Program, structure: Structure, given: &SoftmaxInputs, calls: KernelCalls) -> Self {
         let [_, rows, _] = in_rows(on.local);
-        let numbers: Vec<Value> = two_pass::numbers(structure).into_iter().map(|which| given.number(which)).collect();
+        let numbers: Vec<HloValue> =
+            two_pass::numbers(structure).into_iter().map(|which| given.number(which)).collect();
         let numbers = match numbers[..] {
             [] => None,
             [one] => Some(on.builder.reshape(one, &[1])),
             _ => Some(on.builder.vector(&numbers)),
         };
-        let local = Local::of(on.local, on.vocab, on.mesh);
-        let (ids, real) = on.of_device(given);
+        let local = LocalLogits::new(on.local, on.vocab, on.mesh);
+        let (ids, real) = on.device_ids(given);
         let ids = on.builder.reshape(ids, &[1, rows, 1]);
         let own = on.builder.type_of(given.logits).clone();
         let logits = if calls.ptx.is_some() { on.rows(given.logits) } else { on.stored_rows(given.logits) };
         let biases = given
             .columns
-            .map(|ColumnsGiven { bias, target }| [column_bias(on, bias), on.builder.reshape(target, &[1, rows, 1])]);
+            .map(|HloBiases { bias, target }| [column_bias(on, bias), on.builder.reshape(target, &[1, rows, 1])]);
         let rates = given.of_tokens.map(|rates| on.builder.reshape(rates, &[1, rows, 1]));
         let always = numbers.into_iter().chain([real, logits, ids]);
         let values = always.chain(rates).chain(biases.into_iter().flatten()).collect();
@@ -340,12 +346,18 @@ impl Operands {
 }
 
 /// One read of the logits: the statistics kernel of [`two_pass`], and collectives where the vocabulary is cut.
-pub(crate) fn rows(on: &mut Program, structure: Structure, given: &Forward, calls: Calls) -> Rows {
-    let operands = Operands::of(on, structure, given, calls);
+pub(crate) fn rows(on: &mut Program, structure: Structure, given: &SoftmaxInputs, calls: KernelCalls) -> ForwardPass {
+    let operands = CallOperands::new(on, structure, given, calls);
     statistics(on, structure, given, &operands, calls)
 }
 
-fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands: &Operands, calls: Calls) -> Rows {
+fn statistics(
+    on: &mut Program,
+    structure: Structure,
+    given: &SoftmaxInputs,
+    operands: &CallOperands,
+    calls: KernelCalls,
+) -> ForwardPass {
     let scales = structure.gap_rates().into_iter();
     let scales: Vec<_> = scales.map(|scale| scale.map(|which| given.rate(which))).collect();
     let element = calls.dtype.into();
@@ -362,8 +374,8 @@ fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands:
     let entropy_sums = [statistic(Statistic::Others), statistic(Statistic::Weighted)];
     let two_softmaxes = scales.len() > 1;
     let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
-    let max = on.over(&[Axis::Vocab], Fold::Max, local_max);
-    let target_logit = on.over(&[Axis::Vocab], Fold::Add, target_logit);
+    let max = on.over(&[MeshAxis::Vocab], Fold::Max, local_max);
+    let target_logit = on.over(&[MeshAxis::Vocab], Fold::Add, target_logit);
     let (rise, farthest) = (on.builder.subtract(max, local_max), on.constant(FARTHEST));
     let rise = on.builder.minimum(rise, farthest);
     let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, scales[0]);
@@ -373,30 +385,30 @@ fn statistics(on: &mut Program, structure: Structure, given: &Forward, operands:
     let logp = logp_softmax.logp(on);
     let logp = if two_softmaxes { on.times(logp, given.number(SpecNumber::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.entropy(on);
-    let statistics = Statistics {
+    let statistics = TokenStatistics {
         max,
         sum: logp_softmax.sum,
         others: logp_softmax.others,
         entropy_sum: entropy_softmax.sum,
         mean_gap: entropy_softmax.mean_gap,
     };
-    Rows { statistics, logp, entropy }
+    ForwardPass { statistics, logp, entropy }
 }
 
 /// The core that is two kernels, with collectives between them where the vocabulary is cut. See [`two_pass`].
 pub(crate) fn two_pass_core(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    logits: Value,
-    calls: Calls,
-) -> Evaluated {
+    given: &CoreInputs,
+    logits: HloValue,
+    calls: KernelCalls,
+) -> CoreOutputs {
     let forward = given.forward(logits);
-    let operands = Operands::of(on, structure, &forward, calls);
-    let Rows { statistics, logp, entropy } = statistics(on, structure, &forward, &operands, calls);
+    let operands = CallOperands::new(on, structure, &forward, calls);
+    let ForwardPass { statistics, logp, entropy } = statistics(on, structure, &forward, &operands, calls);
     let (token, factor) = on.token_loss(structure, given, logp);
     let gradient = gradient(on, structure, given, &operands, statistics, factor, calls);
-    Evaluated { gradient, logp, logp_of_others: None, entropy, token }
+    CoreOutputs { gradient, logp, logp_of_others: None, entropy, token }
 }
 
 /// dlogits written over the logits, from their statistics and `∂loss/∂logp` of each token: the second kernel of
@@ -404,26 +416,26 @@ pub(crate) fn two_pass_core(
 pub(crate) fn dlogits(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    logits: Value,
-    statistics: Statistics,
-    grad_logp: Value,
-    calls: Calls,
-) -> Value {
-    let operands = Operands::of(on, structure, &given.forward(logits), calls);
+    given: &CoreInputs,
+    logits: HloValue,
+    statistics: TokenStatistics,
+    grad_logp: HloValue,
+    calls: KernelCalls,
+) -> HloValue {
+    let operands = CallOperands::new(on, structure, &given.forward(logits), calls);
     gradient(on, structure, given, &operands, statistics, grad_logp, calls)
 }
 
 fn gradient(
     on: &mut Program,
     structure: Structure,
-    given: &Given,
-    operands: &Operands,
-    statistics: Statistics,
-    grad_logp: Value,
-    calls: Calls,
-) -> Value {
-    let Statistics { max, sum, others, entropy_sum, mean_gap } = statistics;
+    given: &CoreInputs,
+    operands: &CallOperands,
+    statistics: TokenStatistics,
+    grad_logp: HloValue,
+    calls: KernelCalls,
+) -> HloValue {
+    let TokenStatistics { max, sum, others, entropy_sum, mean_gap } = statistics;
     let inverse = structure.gap_rates()[0].map(|which| given.rate(which));
     let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
     let share = on.builder.divide(factor, sum);
@@ -457,27 +469,27 @@ fn gradient(
 
 impl Program {
     /// The logits as a kernel takes them.
-    fn rows(&mut self, logits: Value) -> Value {
+    fn rows(&mut self, logits: HloValue) -> HloValue {
         self.builder.reshape(logits, &in_rows(self.local))
     }
 
     /// And as a tile kernel does.
-    fn stored_rows(&mut self, logits: Value) -> Value {
+    fn stored_rows(&mut self, logits: HloValue) -> HloValue {
         let rows = self.rows(logits);
         let element = self.builder.type_of(rows).element;
         self.builder.bitcast(rows, stored_as(element))
     }
 
     /// What a kernel wrote over the logits, as they came.
-    fn like_logits(&mut self, dlogits: Value, logits: &Type) -> Value {
+    fn like_logits(&mut self, dlogits: HloValue, logits: &HloType) -> HloValue {
         let dlogits = self.builder.bitcast(dlogits, logits.element);
         self.builder.reshape(dlogits, &logits.shape)
     }
 
     /// The ids, counted from this device's first column, −1 where another has it; and how many columns it has, `[1]` i32.
-    fn of_device(&mut self, given: &Forward) -> (Value, Value) {
+    fn device_ids(&mut self, given: &SoftmaxInputs) -> (HloValue, HloValue) {
         let [b, t, v] = self.local;
-        let scalar = Type::new(DeviceDtype::I32, &[]);
+        let scalar = HloType::new(DeviceDtype::I32, &[]);
         let columns = self.builder.constant(v as f64, scalar.clone());
         let Some(first) = given.first_column else {
             return (given.ids, self.builder.reshape(columns, &[1]));
@@ -489,8 +501,9 @@ impl Program {
         let real = self.builder.minimum(left, columns);
         // A window reaches beyond the device's columns, and no target may be found there.
         let of_each = |on: &mut Self, scalar| on.builder.broadcast(scalar, &[], &[b, t]);
-        let (end, elsewhere) = (of_each(self, real), self.builder.constant(-1.0, Type::new(DeviceDtype::I32, &[b, t])));
-        let before_end = self.builder.compare(Comparison::Less, ids, end);
+        let (end, elsewhere) =
+            (of_each(self, real), self.builder.constant(-1.0, HloType::new(DeviceDtype::I32, &[b, t])));
+        let before_end = self.builder.compare(HloComparison::Less, ids, end);
         let ids = self.builder.select(before_end, ids, elsewhere);
         (ids, self.builder.reshape(real, &[1]))
     }
@@ -498,12 +511,12 @@ impl Program {
     /// A softmax from the sums that every device took below its own maximum.
     fn joined_softmax(
         &mut self,
-        max: Value,
-        rise: Value,
-        target_logit: Value,
-        [others, weighted]: [Value; 2],
-        inverse: Option<Value>,
-    ) -> SoftmaxStatistics<Value> {
+        max: HloValue,
+        rise: HloValue,
+        target_logit: HloValue,
+        [others, weighted]: [HloValue; 2],
+        inverse: Option<HloValue>,
+    ) -> SoftmaxStatistics<HloValue> {
         let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
         let rise = tempered(self, rise);
         let minus_rise = self.builder.negate(rise);
@@ -514,8 +527,8 @@ impl Program {
         let weighted = self.builder.add(weighted, shifted);
         let others = self.builder.multiply(others, shrink);
         let weighted = self.builder.multiply(weighted, shrink);
-        let others = self.over(&[Axis::Vocab], Fold::Add, others);
-        let weighted = self.over(&[Axis::Vocab], Fold::Add, weighted);
+        let others = self.over(&[MeshAxis::Vocab], Fold::Add, others);
+        let weighted = self.over(&[MeshAxis::Vocab], Fold::Add, weighted);
 
         let minus_ln_2 = self.constant(-LN_2);
         let weighted = self.builder.multiply(weighted, minus_ln_2);

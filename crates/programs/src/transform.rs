@@ -3,9 +3,9 @@
 use assay_algebra::structure::{SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
-use assay_tile::{Builder, Memory, Type, Value};
+use assay_tile::{TileBuilder, TileMemory, TileType, TileValue};
 
-use crate::rows::{Chunk, REGISTERS, widen};
+use crate::rows::{ColumnChunk, REGISTERS, widen};
 
 /// Whether logits differ by column in what is added to them, or in whether they are in the support.
 pub(crate) fn differ_by_column(structure: Structure) -> bool {
@@ -21,31 +21,31 @@ pub(crate) fn registers(structure: Structure) -> usize {
 }
 
 /// The targets of a chunk's rows.
-pub(crate) struct Target<'h> {
+pub(crate) struct ChunkTargets<'h> {
     /// The bias of each, `[rows, 1]`.
-    pub(crate) bias: Value,
+    pub(crate) bias: TileValue,
     /// Which of the chunk's columns are their row's target.
-    pub(crate) hits: &'h dyn Fn(&mut Builder) -> Value,
+    pub(crate) hits: &'h dyn Fn(&mut TileBuilder) -> TileValue,
 }
 
 /// What becomes of a kernel's logits.
 #[derive(Clone, Copy)]
-pub(crate) struct Change {
+pub(crate) struct TileTransform {
     caps: bool,
     /// A scalar, and so the next.
-    factor: Value,
-    outside: Value,
+    factor: TileValue,
+    outside: TileValue,
     /// `[1,v]`: the bias of each column, −∞ outside the support.
-    bias: Option<Memory>,
+    bias: Option<TileMemory>,
 }
 
-impl Change {
+impl TileTransform {
     /// That of a structure, if it has one: with its numbers from `number`, and `bias` where its columns differ.
-    pub(crate) fn of(
-        on: &mut Builder,
+    pub(crate) fn from_structure(
+        on: &mut TileBuilder,
         structure: Structure,
-        number: impl FnOnce(&mut Builder, SpecNumber) -> Value,
-        bias: Option<Memory>,
+        number: impl FnOnce(&mut TileBuilder, SpecNumber) -> TileValue,
+        bias: Option<TileMemory>,
     ) -> Option<Self> {
         let caps = structure.transform?.caps;
         let factor = number(on, SpecNumber::LogitFactor);
@@ -56,11 +56,11 @@ impl Change {
     /// target among them has its own bias.
     pub(crate) fn load(
         self,
-        on: &mut Builder,
-        logits: Memory,
-        chunk: Chunk,
-        target: Option<Target>,
-    ) -> (Value, Option<Value>) {
+        on: &mut TileBuilder,
+        logits: TileMemory,
+        chunk: ColumnChunk,
+        target: Option<ChunkTargets>,
+    ) -> (TileValue, Option<TileValue>) {
         let x = on.load(logits, chunk.column, chunk.columns);
         let x = widen(on, x);
         let [rows, columns] = on.type_of(x).tile.expect("logits are loaded as tiles");
@@ -89,19 +89,25 @@ impl Change {
     }
 
     /// Which of the columns that became `t`, the target's not among them, are outside the support, where any may be.
-    pub(crate) fn outside(self, on: &mut Builder, t: Value) -> Option<Value> {
+    pub(crate) fn outside(self, on: &mut TileBuilder, t: TileValue) -> Option<TileValue> {
         self.bias.map(|_| on.equal(t, self.outside))
     }
 
     /// `t` of logits in f32, with their bias where they have one.
-    pub(crate) fn apply(self, on: &mut Builder, x: Value, bias: Option<Value>) -> Value {
+    pub(crate) fn apply(self, on: &mut TileBuilder, x: TileValue, bias: Option<TileValue>) -> TileValue {
         let x = bias.map_or(x, |bias| on.add(x, bias));
         let y = on.mul(x, self.factor);
         if self.caps { tanh(on, y) } else { y }
     }
 
     /// `∂loss/∂x` from `∂loss/∂t`; 0 outside.
-    pub(crate) fn through(self, on: &mut Builder, gradient: Value, t: Value, outside: Option<Value>) -> Value {
+    pub(crate) fn through(
+        self,
+        on: &mut TileBuilder,
+        gradient: TileValue,
+        t: TileValue,
+        outside: Option<TileValue>,
+    ) -> TileValue {
         let mut gradient = on.mul(gradient, self.factor);
         let zero = on.number(0.0);
         if self.caps {
@@ -115,13 +121,13 @@ impl Change {
 }
 
 /// `tanh y`, NaN of NaN.
-fn tanh(on: &mut Builder, y: Value) -> Value {
+fn tanh(on: &mut TileBuilder, y: TileValue) -> TileValue {
     let (far, near) = (on.number(FAR.into()), on.number((-FAR).into()));
     let y = on.min(y, far);
     let y = on.max(y, near);
     let square = on.mul(y, y);
-    let series = |on: &mut Builder, [c1, c2, c3, c4]: [f32; 4]| {
-        let mut sum = on.constant(c4.into(), Type { element: DeviceDtype::F32, ..on.type_of(square) });
+    let series = |on: &mut TileBuilder, [c1, c2, c3, c4]: [f32; 4]| {
+        let mut sum = on.constant(c4.into(), TileType { element: DeviceDtype::F32, ..on.type_of(square) });
         for c in [c3, c2, c1, 1.0] {
             let c = on.number(c.into());
             sum = on.mul(sum, square);

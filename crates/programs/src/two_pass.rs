@@ -16,13 +16,13 @@ use std::f64::consts::LN_2;
 
 use super::mesh::Mesh;
 use super::rows::{
-    Chunk, Columns, Pairwise, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits, lowest, narrow,
-    stored_as, widen,
+    ColumnChunk, PairwiseSum, WindowColumns, accumulate, exponent_scale, for_each_chunk, gap, in_rows, load_logits,
+    lowest, narrow, stored_as, widen,
 };
-use super::transform::{Change, Target, differ_by_column, registers};
+use super::transform::{ChunkTargets, TileTransform, differ_by_column, registers};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace};
 use assay_core::device_dtype::DeviceDtype;
-use assay_tile::{Builder, Column, Fold, Kernel, Machine, Memory, Type, Value, Window};
+use assay_tile::{Fold, TileBuilder, TileColumn, TileKernel, TileMachine, TileMemory, TileType, TileValue, Window};
 
 /// Columns of a window, at most.
 const WINDOW: usize = 65536;
@@ -76,16 +76,16 @@ pub const PER_TOKEN: usize = 8;
 
 /// The logits of a device.
 #[derive(Clone, Copy)]
-pub(crate) struct Local {
+pub(crate) struct LocalLogits {
     /// `[1,n,v]`
     pub(crate) shape: [usize; 3],
     /// How many columns the device that has the fewest has. The others of its `v` are padding.
     pub(crate) least: usize,
 }
 
-impl Local {
+impl LocalLogits {
     /// What each device of `mesh` holds, `[b,t,v]`, of logits with `vocab` columns.
-    pub(crate) fn of(local: [usize; 3], vocab: usize, mesh: Mesh) -> Self {
+    pub(crate) fn new(local: [usize; 3], vocab: usize, mesh: Mesh) -> Self {
         let shape @ [_, _, v] = in_rows(local);
         Self { shape, least: vocab.saturating_sub((mesh.vocab - 1) * v) }
     }
@@ -106,7 +106,7 @@ pub fn numbers(structure: Structure) -> Vec<SpecNumber> {
 
 /// How they are cut into windows.
 #[derive(Clone, Copy)]
-struct Cut {
+struct StreamWindows {
     tokens: usize,
     vocab: usize,
     /// Columns that are real on every device.
@@ -118,8 +118,12 @@ struct Cut {
 /// The axis of the grid along which blocks of rows lie.
 const ROW_BLOCKS: usize = 1;
 
-impl Cut {
-    fn of(Local { shape: [_, tokens, vocab], least }: Local, logits: DeviceDtype, machine: Machine) -> Self {
+impl StreamWindows {
+    fn new(
+        LocalLogits { shape: [_, tokens, vocab], least }: LocalLogits,
+        logits: DeviceDtype,
+        machine: TileMachine,
+    ) -> Self {
         let rows = tokens.next_multiple_of(machine.rows_of_a_register(logits)).min(ROWS);
         let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(machine.lanes);
         Self { tokens, vocab, least, rows, columns }
@@ -133,7 +137,7 @@ impl Cut {
         [1, self.tokens.div_ceil(self.rows), self.blocks()]
     }
 
-    fn logits(self, on: &mut Builder, element: DeviceDtype) -> Memory {
+    fn logits(self, on: &mut TileBuilder, element: DeviceDtype) -> TileMemory {
         let window = Window { block: vec![1, self.rows, self.columns], along: vec![Some(0), Some(1), Some(2)] };
         on.input(stored_as(element), &[1, self.tokens, self.vocab], window)
     }
@@ -145,7 +149,7 @@ impl Cut {
     }
 
     /// The columns of this step's window.
-    fn of_window(self, on: &mut Builder, structure: Structure, real: Memory) -> Columns {
+    fn window_columns(self, on: &mut TileBuilder, structure: Structure, real: TileMemory) -> WindowColumns {
         let (zero, block, columns) = (on.integer(0), on.grid_index(2), on.integer(self.columns));
         let real = on.load_scalar(real, zero);
         let before = on.mul(block, columns);
@@ -153,12 +157,12 @@ impl Cut {
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
         let lanes = on.machine().lanes;
-        Columns { all: self.columns, whole: fewest / lanes * lanes, real, registers: registers(structure) }
+        WindowColumns { all: self.columns, whole: fewest / lanes * lanes, real, registers: registers(structure) }
     }
 
     /// The target's column in this step's window, `[rows, 1]`; outside it, where it is not here.
-    fn targets(self, on: &mut Builder, ids: Memory) -> Value {
-        let ids = on.load(ids, Column::Static(0), 1);
+    fn targets(self, on: &mut TileBuilder, ids: TileMemory) -> TileValue {
+        let ids = on.load(ids, TileColumn::Static(0), 1);
         let block = on.grid_index(2);
         let columns = on.integer(self.columns);
         let before = on.mul(block, columns);
@@ -167,10 +171,10 @@ impl Cut {
 }
 
 /// Which of `columns` places from column `start` of a chunk are their row's target.
-fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: usize) -> Value {
+fn hits(on: &mut TileBuilder, targets: TileValue, chunk: ColumnChunk, start: usize, columns: usize) -> TileValue {
     let first = match chunk.column {
-        Column::Static(column) => on.integer(column + start),
-        Column::Dynamic(column) => {
+        TileColumn::Static(column) => on.integer(column + start),
+        TileColumn::Dynamic(column) => {
             let start = on.integer(start);
             on.add(column, start)
         }
@@ -184,19 +188,19 @@ fn hits(on: &mut Builder, targets: Value, chunk: Chunk, start: usize, columns: u
 
 /// What both kernels are called with, in order: the numbers, how many columns are real, logits, ids, where tokens differ in what gaps
 /// are multiplied by that of each and, where columns differ, their biases and those of the targets.
-struct Given {
-    numbers: Option<Memory>,
-    real: Memory,
-    logits: Memory,
-    ids: Memory,
+struct TwoPassOperands {
+    numbers: Option<TileMemory>,
+    real: TileMemory,
+    logits: TileMemory,
+    ids: TileMemory,
     /// `[1,n,1]`
-    rates: Option<Memory>,
+    rates: Option<TileMemory>,
     /// `[1,v]` and `[1,n,1]`
-    biases: Option<[Memory; 2]>,
+    biases: Option<[TileMemory; 2]>,
 }
 
-impl Given {
-    fn of(on: &mut Builder, structure: Structure, cut: Cut, element: DeviceDtype) -> Self {
+impl TwoPassOperands {
+    fn declare(on: &mut TileBuilder, structure: Structure, cut: StreamWindows, element: DeviceDtype) -> Self {
         let of_spec = self::numbers(structure).len();
         let numbers = (of_spec > 0).then(|| on.scalars(DeviceDtype::F32, of_spec));
         let real = on.scalars(DeviceDtype::I32, 1);
@@ -212,19 +216,19 @@ impl Given {
         Self { numbers, real, logits, ids, rates, biases }
     }
 
-    fn number(&self, on: &mut Builder, structure: Structure, which: SpecNumber) -> Value {
+    fn number(&self, on: &mut TileBuilder, structure: Structure, which: SpecNumber) -> TileValue {
         let place = numbers(structure).iter().position(|&other| other == which).expect("the structure has the number");
         let place = on.integer(place);
         on.load_scalar(self.numbers.expect("the structure has numbers"), place)
     }
 
     /// What gaps are multiplied by to become exponents of 2, for each softmax: a number, or `[rows, 1]`.
-    fn exponent_scales(&self, on: &mut Builder, structure: Structure) -> Vec<Value> {
+    fn exponent_scales(&self, on: &mut TileBuilder, structure: Structure) -> Vec<TileValue> {
         let rates = structure.gap_rates().into_iter();
         let scales = rates.map(|rate| {
             let rate = rate.map(|rate| match rate {
                 GapRate::OfAll(number) => self.number(on, structure, number),
-                GapRate::OfToken => on.load(self.rates.expect("tokens differ in it"), Column::Static(0), 1),
+                GapRate::OfToken => on.load(self.rates.expect("tokens differ in it"), TileColumn::Static(0), 1),
             });
             exponent_scale(on, rate)
         });
@@ -232,54 +236,59 @@ impl Given {
     }
 
     /// What a window's logits become, in f32.
-    fn row(&self, on: &mut Builder, structure: Structure, targets: Value) -> Row {
-        let number = |on: &mut Builder, which| self.number(on, structure, which);
-        let change = Change::of(on, structure, number, self.biases.map(|[columns, _]| columns));
-        let of_targets = self.biases.map(|[_, of_targets]| on.load(of_targets, Column::Static(0), 1));
-        Row { logits: self.logits, change, of_targets, targets }
+    fn row(&self, on: &mut TileBuilder, structure: Structure, targets: TileValue) -> WindowLogits {
+        let number = |on: &mut TileBuilder, which| self.number(on, structure, which);
+        let change = TileTransform::from_structure(on, structure, number, self.biases.map(|[columns, _]| columns));
+        let of_targets = self.biases.map(|[_, of_targets]| on.load(of_targets, TileColumn::Static(0), 1));
+        WindowLogits { logits: self.logits, change, of_targets, targets }
     }
 }
 
 /// A window's logits.
 #[derive(Clone, Copy)]
-struct Row {
-    logits: Memory,
-    change: Option<Change>,
+struct WindowLogits {
+    logits: TileMemory,
+    change: Option<TileTransform>,
     /// The biases of the targets, `[rows, 1]`.
-    of_targets: Option<Value>,
-    targets: Value,
+    of_targets: Option<TileValue>,
+    targets: TileValue,
 }
 
-impl Row {
+impl WindowLogits {
     /// What a chunk's columns become, f32, and which of them are outside the support, where any may be.
-    fn load(self, on: &mut Builder, chunk: Chunk) -> (Value, Option<Value>) {
+    fn load(self, on: &mut TileBuilder, chunk: ColumnChunk) -> (TileValue, Option<TileValue>) {
         let Some(change) = self.change else {
             let x = load_logits(on, self.logits, chunk);
             return (widen(on, x), None);
         };
-        let hits = |on: &mut Builder| hits(on, self.targets, chunk, 0, chunk.columns);
-        change.load(on, self.logits, chunk, self.of_targets.map(|bias| Target { bias, hits: &hits }))
+        let hits = |on: &mut TileBuilder| hits(on, self.targets, chunk, 0, chunk.columns);
+        change.load(on, self.logits, chunk, self.of_targets.map(|bias| ChunkTargets { bias, hits: &hits }))
     }
 }
 
 /// Called with the [numbers] f32, the number of real columns `[1]` i32, logits `[1,n,V]`, ids `[1,n,1]` i32, where temperatures are
 /// given [`TokenInput::Rate`](assay_algebra::structure::TokenInput::Rate) `[1,n,1]` f32 and, where columns differ before their softmax, biases `[1,V]` and those of the targets `[1,n,1]`, f32; returns `[1,n,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
-    let cut = Cut::of(local, element, machine);
-    let mut builder = Builder::new("grpo_statistics", &cut.grid(), machine);
+pub(crate) fn statistics(
+    structure: Structure,
+    local: LocalLogits,
+    element: DeviceDtype,
+    machine: TileMachine,
+) -> TileKernel {
+    let cut = StreamWindows::new(local, element, machine);
+    let mut builder = TileBuilder::new("grpo_statistics", &cut.grid(), machine);
     builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
-    let given = Given::of(on, structure, cut, element);
+    let given = TwoPassOperands::declare(on, structure, cut, element);
     let (shape, window) = cut.per_token(PER_TOKEN);
     let results = on.output(DeviceDtype::F32, &shape, window);
     let scales = given.exponent_scales(on, structure);
     let width = machine.lanes;
     let mut of_lanes = || on.scratch(DeviceDtype::F32, cut.rows, width);
     let (maxima, chosen) = (of_lanes(), of_lanes());
-    let sums: Vec<[Memory; 2]> = scales.iter().map(|_| [of_lanes(), of_lanes()]).collect();
-    let lanes = Type::tile(DeviceDtype::F32, cut.rows, width);
-    let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), width);
-    let keep = |on: &mut Builder, memory, value| on.store(memory, Column::Static(0), value);
+    let sums: Vec<[TileMemory; 2]> = scales.iter().map(|_| [of_lanes(), of_lanes()]).collect();
+    let lanes = TileType::tile(DeviceDtype::F32, cut.rows, width);
+    let whole = |on: &mut TileBuilder, memory| on.load(memory, TileColumn::Static(0), width);
+    let keep = |on: &mut TileBuilder, memory, value| on.store(memory, TileColumn::Static(0), value);
 
     let block = on.grid_index(2);
     let first = on.integer(0);
@@ -291,7 +300,7 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
         sums.iter().flatten().for_each(|&sum| keep(on, sum, zero));
     });
 
-    let columns = cut.of_window(on, structure, given.real);
+    let columns = cut.window_columns(on, structure, given.real);
     let targets = cut.targets(on, given.ids);
     let row = given.row(on, structure, targets);
     // What logits become, from the maximum to the sums.
@@ -299,7 +308,7 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
     let native = row.change.is_none()
         && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic);
     let compared = if native { element } else { DeviceDtype::F32 };
-    let lowest = on.constant(lowest(compared), Type { element: compared, ..lanes });
+    let lowest = on.constant(lowest(compared), TileType { element: compared, ..lanes });
     let highest = for_each_chunk(on, columns, &[lowest], |on, chunk, carried| {
         let x = if native { load_logits(on, row.logits, chunk) } else { row.load(on, chunk).0 };
         if let Some(kept) = kept {
@@ -326,7 +335,7 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
         };
         let zero = on.number(0.0);
         let mut next = carried.to_vec();
-        let mut terms = vec![Pairwise::default(); 2 * scales.len()];
+        let mut terms = vec![PairwiseSum::default(); 2 * scales.len()];
         for start in (0..chunk.columns).step_by(width) {
             let hit = hits(on, targets, chunk, start, width);
             let part = on.columns(x, start, width);
@@ -358,25 +367,26 @@ pub(crate) fn statistics(structure: Structure, local: Local, element: DeviceDtyp
 
     let last = on.integer(cut.blocks() - 1);
     let is_last = on.equal(block, last);
-    on.when(is_last, |on| Lanes { maxima, chosen, sums }.meet(on, &scales, results));
+    on.when(is_last, |on| LaneStatistics { maxima, chosen, sums }.meet(on, &scales, results));
     builder.finish()
 }
 
 /// What each lane has gathered of a row, `[rows, lanes]`.
-struct Lanes {
-    maxima: Memory,
-    chosen: Memory,
+struct LaneStatistics {
+    maxima: TileMemory,
+    chosen: TileMemory,
     /// `s` and `w` of each softmax.
-    sums: Vec<[Memory; 2]>,
+    sums: Vec<[TileMemory; 2]>,
 }
 
-impl Lanes {
+impl LaneStatistics {
     /// The statistics of the row.
-    fn meet(&self, on: &mut Builder, scales: &[Value], results: Memory) {
+    fn meet(&self, on: &mut TileBuilder, scales: &[TileValue], results: TileMemory) {
         let lanes = on.machine().lanes;
-        let whole = |on: &mut Builder, memory| on.load(memory, Column::Static(0), lanes);
-        let give =
-            |on: &mut Builder, column: Statistic, value| on.store(results, Column::Static(column as usize), value);
+        let whole = |on: &mut TileBuilder, memory| on.load(memory, TileColumn::Static(0), lanes);
+        let give = |on: &mut TileBuilder, column: Statistic, value| {
+            on.store(results, TileColumn::Static(column as usize), value)
+        };
         let of_lanes = whole(on, self.maxima);
         let max = on.fold_lanes(Fold::Max, of_lanes);
         let rise = gap(on, max, of_lanes);
@@ -396,7 +406,13 @@ impl Lanes {
 }
 
 /// `s` and `w` after the maximum has risen.
-fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted: Value) -> [Value; 2] {
+fn rescaled(
+    on: &mut TileBuilder,
+    scale: TileValue,
+    rise: TileValue,
+    others: TileValue,
+    weighted: TileValue,
+) -> [TileValue; 2] {
     let shift = on.mul(rise, scale);
     let shrink = on.exp2(shift);
     let shifted = on.mul(others, shift);
@@ -405,18 +421,23 @@ fn rescaled(on: &mut Builder, scale: Value, rise: Value, others: Value, weighted
 }
 
 /// Called as [`statistics`], dlogits written over the logits, and with scales `[1,n,8]` f32, see [`Scale`].
-pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, machine: Machine) -> Kernel {
-    let cut = Cut::of(local, element, machine);
-    let mut builder = Builder::new("grpo_dlogits", &cut.grid(), machine);
+pub(crate) fn dlogits(
+    structure: Structure,
+    local: LocalLogits,
+    element: DeviceDtype,
+    machine: TileMachine,
+) -> TileKernel {
+    let cut = StreamWindows::new(local, element, machine);
+    let mut builder = TileBuilder::new("grpo_dlogits", &cut.grid(), machine);
     builder.parallel(ROW_BLOCKS);
     let on = &mut builder;
-    let given = Given::of(on, structure, cut, element);
+    let given = TwoPassOperands::declare(on, structure, cut, element);
     let (shape, window) = cut.per_token(PER_TOKEN);
     let tokens = on.input(DeviceDtype::F32, &shape, window);
     let dlogits = on.output_over(given.logits);
 
     let scales = given.exponent_scales(on, structure);
-    let of_token = |on: &mut Builder, column: Scale| on.load(tokens, Column::Static(column as usize), 1);
+    let of_token = |on: &mut TileBuilder, column: Scale| on.load(tokens, TileColumn::Static(column as usize), 1);
     let (max, share, others) = (of_token(on, Scale::Max), of_token(on, Scale::Share), of_token(on, Scale::Others));
     let mask = of_token(on, Scale::Mask);
     let bonus = structure.entropy_bonus.map(|_| [of_token(on, Scale::Bonus), of_token(on, Scale::MeanGap)]);
@@ -424,13 +445,13 @@ pub(crate) fn dlogits(structure: Structure, local: Local, element: DeviceDtype, 
     let target = on.neg(of_others);
     let targets = cut.targets(on, given.ids);
     let row = given.row(on, structure, targets);
-    let columns = cut.of_window(on, structure, given.real);
+    let columns = cut.window_columns(on, structure, given.real);
     for_each_chunk(on, columns, &[], |on, chunk, _| {
         let (x, outside) = row.load(on, chunk);
         // An infinite gap has an exponential of 0, which is multiplied by nothing that is infinite but where there is a bonus.
         let gap = if bonus.is_some() { gap(on, max, x) } else { on.sub(max, x) };
-        let exponents: Vec<Value> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
-        let exps: Vec<Value> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
+        let exponents: Vec<TileValue> = scales.iter().map(|&scale| on.mul(gap, scale)).collect();
+        let exps: Vec<TileValue> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
         // The policy's gradient goes through the last softmax, the bonus's through the first.
         let policy = on.mul(exps[exps.len() - 1], share);
         let hit = hits(on, targets, chunk, 0, chunk.columns);

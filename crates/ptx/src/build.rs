@@ -2,22 +2,22 @@
 
 use std::fmt::Write as _;
 
-use crate::value::{ELEMENTS, Element, Number, Stored, Value, Whole};
-use crate::{ALIGNMENT, Launch, Parameter, PtxKernel, Role, Target};
+use crate::value::{ELEMENTS, PtxElement, PtxInteger, PtxNumber, PtxStorable, PtxValue};
+use crate::{ALIGNMENT, Parameter, PtxKernel, PtxLaunch, PtxTarget, Role};
 use assay_core::device_dtype::DeviceDtype;
 
 /// An address, and how many bytes are added to it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Address {
+pub enum PtxAddress {
     /// Of global memory.
-    Global(Value<u64>, u32),
+    Global(PtxValue<u64>, u32),
     /// Of this CTA's shared memory.
-    Shared(Value<u32>, u32),
+    Shared(PtxValue<u32>, u32),
     /// Of the shared memory of a CTA of the cluster.
-    Cluster(Value<u32>, u32),
+    Cluster(PtxValue<u32>, u32),
 }
 
-impl Address {
+impl PtxAddress {
     /// `bytes` further.
     #[must_use]
     pub fn plus(self, bytes: u32) -> Self {
@@ -37,7 +37,7 @@ impl Address {
     }
 }
 
-impl std::fmt::Display for Address {
+impl std::fmt::Display for PtxAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         match self {
             Self::Global(base, 0) => write!(f, "[{base}]"),
@@ -50,14 +50,14 @@ impl std::fmt::Display for Address {
 
 /// Two numbers of 16 bits in one register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Packed {
+pub enum PackedFloat {
     /// bf16
     Bf16,
     /// f16
     F16,
 }
 
-impl Packed {
+impl PackedFloat {
     fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
@@ -76,9 +76,9 @@ pub enum Arrival {
 }
 
 /// Writes a kernel. Every instruction defines a register of its own but [`set`](Self::set).
-pub struct Builder {
+pub struct PtxBuilder {
     name: String,
-    target: Target,
+    target: PtxTarget,
     parameters: Vec<Parameter>,
     /// Registers of each [element](ELEMENTS).
     registers: [u32; ELEMENTS.len()],
@@ -92,9 +92,9 @@ pub struct Builder {
     body: String,
 }
 
-impl Builder {
+impl PtxBuilder {
     /// An entry called `name` for `target`.
-    pub fn new(name: impl Into<String>, target: Target) -> Self {
+    pub fn new(name: impl Into<String>, target: PtxTarget) -> Self {
         Self {
             name: name.into(),
             target,
@@ -109,9 +109,9 @@ impl Builder {
     }
 
     /// The kernel, launched so.
-    pub fn finish(mut self, launch: Launch) -> PtxKernel {
+    pub fn finish(mut self, launch: PtxLaunch) -> PtxKernel {
         self.write("ret");
-        let Launch { grid, block, cluster, least_resident } = launch;
+        let PtxLaunch { grid, block, cluster, least_resident } = launch;
         let mut text = format!(".version {}\n.target {}\n.address_size 64\n\n", self.version, self.target.name());
         if self.dynamic.is_some() {
             text += &format!(".extern .shared .align 16 .b8 {DYNAMIC}[];\n\n");
@@ -151,115 +151,127 @@ impl Builder {
         let _ = writeln!(self.body, "\t{instruction};");
     }
 
-    fn new_register<T: Element>(&mut self) -> Value<T> {
+    fn new_register<T: PtxElement>(&mut self) -> PtxValue<T> {
         let count = &mut self.registers[T::PLACE];
         *count += 1;
-        Value::register(*count - 1)
+        PtxValue::register(*count - 1)
     }
 
     /// `instruction result, operands`
-    fn define<T: Element>(&mut self, instruction: &str, operands: &str) -> Value<T> {
+    fn define<T: PtxElement>(&mut self, instruction: &str, operands: &str) -> PtxValue<T> {
         let result = self.new_register();
         self.write(&format!("{instruction} {result}, {operands}"));
         result
     }
 
-    fn binary<T: Element, R: Element>(&mut self, instruction: &str, a: Value<T>, b: Value<T>) -> Value<R> {
+    fn binary<T: PtxElement, R: PtxElement>(
+        &mut self,
+        instruction: &str,
+        a: PtxValue<T>,
+        b: PtxValue<T>,
+    ) -> PtxValue<R> {
         self.define(instruction, &format!("{a}, {b}"))
     }
 }
 
 /// Parameters and memory.
-impl Builder {
+impl PtxBuilder {
     /// Adds an array that is read, and returns its address, a multiple of [`ALIGNMENT`].
-    pub fn input(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+    pub fn input(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> PtxValue<u64> {
         self.input_aligned(ALIGNMENT, name, dtype, shape)
     }
 
     /// Adds an array that is read, and returns its address, a multiple of `alignment`, a power of two: the size of the
     /// largest access that is made of it.
-    pub fn input_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+    pub fn input_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> PtxValue<u64> {
         self.parameter(name, dtype, shape, alignment, Role::Input)
     }
 
     /// Adds an array that is written, and returns its address, a multiple of [`ALIGNMENT`].
-    pub fn output(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+    pub fn output(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> PtxValue<u64> {
         self.output_aligned(ALIGNMENT, name, dtype, shape)
     }
 
     /// Adds an array that is written, and returns its address, aligned as that of [`input_aligned`](Self::input_aligned).
-    pub fn output_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> Value<u64> {
+    pub fn output_aligned(&mut self, alignment: u64, name: &str, dtype: DeviceDtype, shape: &[usize]) -> PtxValue<u64> {
         self.parameter(name, dtype, shape, alignment, Role::Output { over: None })
     }
 
     /// An array that is written over the input called `over`.
-    pub fn output_over(&mut self, name: &str, over: &str) -> Value<u64> {
+    pub fn output_over(&mut self, name: &str, over: &str) -> PtxValue<u64> {
         let place = self.parameters.iter().position(|parameter| parameter.name == over);
         let place = place.unwrap_or_else(|| panic!("output over `{over}`: no such input"));
         let Parameter { dtype, shape, alignment, .. } = self.parameters[place].clone();
         self.parameter(name, dtype, &shape, alignment, Role::Output { over: Some(place) })
     }
 
-    fn parameter(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize], alignment: u64, role: Role) -> Value<u64> {
+    fn parameter(
+        &mut self,
+        name: &str,
+        dtype: DeviceDtype,
+        shape: &[usize],
+        alignment: u64,
+        role: Role,
+    ) -> PtxValue<u64> {
         self.parameters.push(Parameter { name: name.into(), dtype, shape: shape.to_vec(), alignment, role });
         self.define("ld.param.u64", &format!("[{name}]"))
     }
 
     /// `bytes` of shared memory of this CTA, at multiples of 16, and their address.
-    pub fn shared(&mut self, name: &str, bytes: u32) -> Value<u32> {
+    pub fn shared(&mut self, name: &str, bytes: u32) -> PtxValue<u32> {
         let _ = writeln!(self.shared, "\t.shared .align 16 .b8 {name}[{bytes}];");
         self.define("mov.u32", name)
     }
 
     /// The same, whose size the launch gives. There is one of it.
-    pub fn dynamic_shared(&mut self, bytes: u32) -> Value<u32> {
+    pub fn dynamic_shared(&mut self, bytes: u32) -> PtxValue<u32> {
         assert!(self.dynamic.is_none(), "dynamic shared memory is there already");
         self.dynamic = Some(bytes);
         self.define("mov.u32", DYNAMIC)
     }
 
     /// The address that `address` of this CTA's shared memory has in CTA `rank` of the cluster.
-    pub fn of_cluster(&mut self, address: Value<u32>, rank: impl Into<Value<u32>>) -> Value<u32> {
+    pub fn cluster_address(&mut self, address: PtxValue<u32>, rank: impl Into<PtxValue<u32>>) -> PtxValue<u32> {
         self.binary("mapa.shared::cluster.u32", address, rank.into())
     }
 
     /// Reads a value.
-    pub fn load<T: Stored>(&mut self, from: Address) -> Value<T> {
+    pub fn load<T: PtxStorable>(&mut self, from: PtxAddress) -> PtxValue<T> {
         self.define(&format!("ld.{}.{}", from.space(), T::BITS), &from.to_string())
     }
 
     /// Reads `N` values that follow one another; aligned to all of them.
-    pub fn load_all<T: Stored, const N: usize>(&mut self, from: Address) -> [Value<T>; N] {
-        let values: [Value<T>; N] = std::array::from_fn(|_| self.new_register());
+    pub fn load_all<T: PtxStorable, const N: usize>(&mut self, from: PtxAddress) -> [PtxValue<T>; N] {
+        let values: [PtxValue<T>; N] = std::array::from_fn(|_| self.new_register());
         self.write(&format!("ld.{}.v{N}.{} {}, {from}", from.space(), T::BITS, list(&values)));
         values
     }
 
     /// Writes a value.
-    pub fn store<T: Stored>(&mut self, to: Address, value: impl Into<Value<T>>) {
+    pub fn store<T: PtxStorable>(&mut self, to: PtxAddress, value: impl Into<PtxValue<T>>) {
         let value = value.into();
         self.write(&format!("st.{}.{} {to}, {value}", to.space(), T::BITS));
     }
 
     /// Writes `N` values that follow one another; aligned to all of them.
-    pub fn store_all<T: Stored, const N: usize>(&mut self, to: Address, values: [Value<T>; N]) {
+    pub fn store_all<T: PtxStorable, const N: usize>(&mut self, to: PtxAddress, values: [PtxValue<T>; N]) {
         self.write(&format!("st.{}.v{N}.{} {to}, {}", to.space(), T::BITS, list(&values)));
     }
 
     /// Copies 16 bytes from global to shared memory, past the first cache. Nobody may look at them before
     /// [`wait_for_copies`](Self::wait_for_copies).
-    pub fn copy_16(&mut self, to: Address, from: Address) {
+    pub fn copy_16(&mut self, to: PtxAddress, from: PtxAddress) {
         self.write(&format!("cp.async.cg.shared.global {to}, {from}, 16"));
     }
 
     /// Copies 4 bytes.
-    pub fn copy_4(&mut self, to: Address, from: Address) {
+    pub fn copy_4(&mut self, to: PtxAddress, from: PtxAddress) {
         self.write(&format!("cp.async.ca.shared.global {to}, {from}, 4"));
     }
 
     /// Makes a barrier of 8 bytes of this CTA's shared memory, whose phases end when one thread has
     /// [arrived](Self::expect_bytes) and as many bytes as that expects were [stored](Self::store_async).
-    pub fn init_barrier(&mut self, barrier: Address) {
+    pub fn init_barrier(&mut self, barrier: PtxAddress) {
         self.write(&format!("mbarrier.init.shared::cta.b64 {barrier}, 1"));
     }
 
@@ -269,13 +281,13 @@ impl Builder {
     }
 
     /// Arrives at a barrier of this CTA, whose phase then waits for so many bytes.
-    pub fn expect_bytes(&mut self, barrier: Address, bytes: u32) {
+    pub fn expect_bytes(&mut self, barrier: PtxAddress, bytes: u32) {
         self.write(&format!("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, {barrier}, {bytes}"));
     }
 
     /// Writes a value to a CTA of the cluster, and counts its bytes on a barrier of that CTA. Nobody may look at it before the phase
     /// is over, and nothing else that this thread has done is known by that.
-    pub fn store_async<T: Stored>(&mut self, to: Address, value: impl Into<Value<T>>, barrier: Address) {
+    pub fn store_async<T: PtxStorable>(&mut self, to: PtxAddress, value: impl Into<PtxValue<T>>, barrier: PtxAddress) {
         let value = value.into();
         // Registers alone are stored so.
         let value = if value.is_register() { value } else { self.variable(value) };
@@ -287,11 +299,11 @@ impl Builder {
     }
 
     /// Waits until the phase of that parity, 0 of the first, is over on a barrier of this CTA: what was stored is there to see.
-    pub fn wait_for_phase(&mut self, barrier: Address, parity: u32) {
+    pub fn wait_for_phase(&mut self, barrier: PtxAddress, parity: u32) {
         let start = self.new_label();
         self.label(&start);
         let wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64";
-        let is_over: Value<bool> = self.define(wait, &format!("{barrier}, {parity}"));
+        let is_over: PtxValue<bool> = self.define(wait, &format!("{barrier}, {parity}"));
         self.write(&format!("@!{is_over} bra {start}"));
     }
 
@@ -301,25 +313,25 @@ impl Builder {
     }
 }
 
-fn list<T: Element>(values: &[Value<T>]) -> String {
-    let values: Vec<String> = values.iter().map(Value::to_string).collect();
+fn list<T: PtxElement>(values: &[PtxValue<T>]) -> String {
+    let values: Vec<String> = values.iter().map(PtxValue::to_string).collect();
     format!("{{{}}}", values.join(", "))
 }
 
 /// Where a thread is, and others.
-impl Builder {
+impl PtxBuilder {
     /// Its number in its CTA.
-    pub fn thread(&mut self) -> Value<u32> {
+    pub fn thread(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%tid.x")
     }
 
     /// That of its CTA in the grid.
-    pub fn cta(&mut self) -> Value<u32> {
+    pub fn cta(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%ctaid.x")
     }
 
     /// That of its CTA in its cluster.
-    pub fn rank(&mut self) -> Value<u32> {
+    pub fn rank(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%cluster_ctarank")
     }
 
@@ -342,191 +354,201 @@ impl Builder {
     }
 
     /// What the lane of the warp has whose number differs in `bits`. All 32 lanes are there.
-    pub fn exchange(&mut self, value: Value<f32>, bits: u32) -> Value<f32> {
+    pub fn exchange(&mut self, value: PtxValue<f32>, bits: u32) -> PtxValue<f32> {
         self.define("shfl.sync.bfly.b32", &format!("{value}, {bits}, 31, 0xffffffff"))
     }
 }
 
 /// Numbers.
-impl Builder {
+impl PtxBuilder {
     /// `a + b`
-    pub fn add<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn add<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::ADD, a, b.into())
     }
 
     /// `a − b`
-    pub fn sub<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn sub<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::SUB, a, b.into())
     }
 
     /// `a · b`
-    pub fn mul<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn mul<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::MUL, a, b.into())
     }
 
     /// `a · b + c`, rounded once.
-    pub fn mul_add<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>, c: impl Into<Value<T>>) -> Value<T> {
+    pub fn mul_add<T: PtxNumber>(
+        &mut self,
+        a: PtxValue<T>,
+        b: impl Into<PtxValue<T>>,
+        c: impl Into<PtxValue<T>>,
+    ) -> PtxValue<T> {
         let (b, c) = (b.into(), c.into());
         self.define(T::MUL_ADD, &format!("{a}, {b}, {c}"))
     }
 
     /// The smaller; NaN if either is.
-    pub fn min<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn min<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::MIN, a, b.into())
     }
 
     /// The larger; NaN if either is.
-    pub fn max<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn max<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::MAX, a, b.into())
     }
 
     /// `a < b`; false where either is NaN
-    pub fn less<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<bool> {
+    pub fn less<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<bool> {
         self.binary(&format!("setp.lt.{}", T::NAME), a, b.into())
     }
 
     /// `a = b`; false where either is NaN
-    pub fn equal<T: Number>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<bool> {
+    pub fn equal<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<bool> {
         self.binary(&format!("setp.eq.{}", T::NAME), a, b.into())
     }
 
     /// `a · b`, all 64 bits of it.
-    pub fn mul_wide(&mut self, a: Value<u32>, b: impl Into<Value<u32>>) -> Value<u64> {
+    pub fn mul_wide(&mut self, a: PtxValue<u32>, b: impl Into<PtxValue<u32>>) -> PtxValue<u64> {
         let b = b.into();
         self.define("mul.wide.u32", &format!("{a}, {b}"))
     }
 
     /// The same number in 64 bits.
-    pub fn extend(&mut self, a: Value<u32>) -> Value<u64> {
+    pub fn extend(&mut self, a: PtxValue<u32>) -> PtxValue<u64> {
         self.define("cvt.u64.u32", &a.to_string())
     }
 
     /// The lower 32 bits.
-    pub fn truncate(&mut self, a: Value<u64>) -> Value<u32> {
+    pub fn truncate(&mut self, a: PtxValue<u64>) -> PtxValue<u32> {
         self.define("cvt.u32.u64", &a.to_string())
     }
 
     /// The bits that both have.
-    pub fn bits_and<T: Whole>(&mut self, a: Value<T>, b: impl Into<Value<T>>) -> Value<T> {
+    pub fn bits_and<T: PtxInteger>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(&format!("and.{}", T::BITS), a, b.into())
     }
 
     /// `a << bits`
-    pub fn shift_left<T: Whole>(&mut self, a: Value<T>, bits: u32) -> Value<T> {
+    pub fn shift_left<T: PtxInteger>(&mut self, a: PtxValue<T>, bits: u32) -> PtxValue<T> {
         self.define(&format!("shl.{}", T::BITS), &format!("{a}, {bits}"))
     }
 
     /// `a >> bits`, zeros from above.
-    pub fn shift_right<T: Whole>(&mut self, a: Value<T>, bits: u32) -> Value<T> {
+    pub fn shift_right<T: PtxInteger>(&mut self, a: PtxValue<T>, bits: u32) -> PtxValue<T> {
         self.define(&format!("shr.{}", T::NAME), &format!("{a}, {bits}"))
     }
 
     /// The same, the sign kept.
-    pub fn shift_right_signed(&mut self, a: Value<u32>, bits: u32) -> Value<u32> {
+    pub fn shift_right_signed(&mut self, a: PtxValue<u32>, bits: u32) -> PtxValue<u32> {
         self.define("shr.s32", &format!("{a}, {bits}"))
     }
 
     /// `a ∧ b`
-    pub fn and(&mut self, a: Value<bool>, b: Value<bool>) -> Value<bool> {
+    pub fn and(&mut self, a: PtxValue<bool>, b: PtxValue<bool>) -> PtxValue<bool> {
         self.binary("and.pred", a, b)
     }
 
     /// `a ∨ b`
-    pub fn or(&mut self, a: Value<bool>, b: Value<bool>) -> Value<bool> {
+    pub fn or(&mut self, a: PtxValue<bool>, b: PtxValue<bool>) -> PtxValue<bool> {
         self.binary("or.pred", a, b)
     }
 
     /// `¬a`
-    pub fn not(&mut self, a: Value<bool>) -> Value<bool> {
+    pub fn not(&mut self, a: PtxValue<bool>) -> PtxValue<bool> {
         self.define("not.pred", &a.to_string())
     }
 
     /// `yes` where `condition` holds, else `no`.
-    pub fn select<T: Stored>(
+    pub fn select<T: PtxStorable>(
         &mut self,
-        condition: Value<bool>,
-        yes: impl Into<Value<T>>,
-        no: impl Into<Value<T>>,
-    ) -> Value<T> {
+        condition: PtxValue<bool>,
+        yes: impl Into<PtxValue<T>>,
+        no: impl Into<PtxValue<T>>,
+    ) -> PtxValue<T> {
         let (yes, no) = (yes.into(), no.into());
         self.define(&format!("selp.{}", T::BITS), &format!("{yes}, {no}, {condition}"))
     }
 
     /// `−a`
-    pub fn neg(&mut self, a: Value<f32>) -> Value<f32> {
+    pub fn neg(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
         self.define("neg.f32", &a.to_string())
     }
 
     /// `a / b`, rounded to nearest even.
-    pub fn div(&mut self, a: Value<f32>, b: Value<f32>) -> Value<f32> {
+    pub fn div(&mut self, a: PtxValue<f32>, b: PtxValue<f32>) -> PtxValue<f32> {
         self.binary("div.rn.f32", a, b)
     }
 
     /// `1 / a` within 1 ulp; what is below the normal numbers is 0.
-    pub fn reciprocal(&mut self, a: Value<f32>) -> Value<f32> {
+    pub fn reciprocal(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
         self.define("rcp.approx.ftz.f32", &a.to_string())
     }
 
     /// `2^a` within 2 ulp; what is below the normal numbers is 0.
-    pub fn exp2(&mut self, a: Value<f32>) -> Value<f32> {
+    pub fn exp2(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
         self.define("ex2.approx.ftz.f32", &a.to_string())
     }
 
     /// `a` to the nearest whole number, ties to even.
-    pub fn round(&mut self, a: Value<f32>) -> Value<f32> {
+    pub fn round(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
         self.define("cvt.rni.f32.f32", &a.to_string())
     }
 
     /// A whole number with a sign as f32.
-    pub fn of_signed(&mut self, a: Value<u32>) -> Value<f32> {
+    pub fn float_from_signed(&mut self, a: PtxValue<u32>) -> PtxValue<f32> {
         self.define("cvt.rn.f32.s32", &a.to_string())
     }
 
     /// The bits of `a`.
-    pub fn bits(&mut self, a: Value<f32>) -> Value<u32> {
+    pub fn bits(&mut self, a: PtxValue<f32>) -> PtxValue<u32> {
         self.define("mov.b32", &a.to_string())
     }
 
     /// The f32 that has these bits.
-    pub fn of_bits(&mut self, a: Value<u32>) -> Value<f32> {
+    pub fn float_from_bits(&mut self, a: PtxValue<u32>) -> PtxValue<f32> {
         self.define("mov.b32", &a.to_string())
     }
 }
 
 /// Two f32 at once, each rounded as one alone: a single instruction where the target has it.
-impl Builder {
+impl PtxBuilder {
     /// `a + b`
-    pub fn add_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    pub fn add_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("add.rn.f32x2", [a, b], |on, [a, b]| on.add(a, b))
     }
 
     /// `a − b`
-    pub fn sub_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    pub fn sub_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("sub.rn.f32x2", [a, b], |on, [a, b]| on.sub(a, b))
     }
 
     /// `a · b`
-    pub fn mul_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    pub fn mul_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("mul.rn.f32x2", [a, b], |on, [a, b]| on.mul(a, b))
     }
 
     /// `a · b + c`, rounded once.
-    pub fn mul_add_pair(&mut self, a: [Value<f32>; 2], b: [Value<f32>; 2], c: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    pub fn mul_add_pair(
+        &mut self,
+        a: [PtxValue<f32>; 2],
+        b: [PtxValue<f32>; 2],
+        c: [PtxValue<f32>; 2],
+    ) -> [PtxValue<f32>; 2] {
         self.pairwise("fma.rn.f32x2", [a, b, c], |on, [a, b, c]| on.mul_add(a, b, c))
     }
 
     fn pairwise<const N: usize>(
         &mut self,
         both: &str,
-        operands: [[Value<f32>; 2]; N],
-        each: impl Fn(&mut Self, [Value<f32>; N]) -> Value<f32>,
-    ) -> [Value<f32>; 2] {
-        if self.target < Target::Sm100 {
+        operands: [[PtxValue<f32>; 2]; N],
+        each: impl Fn(&mut Self, [PtxValue<f32>; N]) -> PtxValue<f32>,
+    ) -> [PtxValue<f32>; 2] {
+        if self.target < PtxTarget::Sm100 {
             return [0, 1].map(|half| each(self, operands.map(|operand| operand[half])));
         }
-        let operands: [Value<u64>; N] = operands.map(|halves| self.define("mov.b64", &list(&halves)));
+        let operands: [PtxValue<u64>; N] = operands.map(|halves| self.define("mov.b64", &list(&halves)));
         let operands = operands.map(|operand| operand.to_string()).join(", ");
-        let result: Value<u64> = self.define(both, &operands);
+        let result: PtxValue<u64> = self.define(both, &operands);
         let halves = [self.new_register(), self.new_register()];
         self.write(&format!("mov.b64 {}, {result}", list(&halves)));
         halves
@@ -534,22 +556,22 @@ impl Builder {
 }
 
 /// Numbers of 16 bits.
-impl Builder {
+impl PtxBuilder {
     /// Of each half the larger; NaN if either is.
-    pub fn max_packed(&mut self, packed: Packed, a: Value<u32>, b: Value<u32>) -> Value<u32> {
+    pub fn max_packed(&mut self, packed: PackedFloat, a: PtxValue<u32>, b: PtxValue<u32>) -> PtxValue<u32> {
         self.binary(&format!("max.NaN.{}x2", packed.name()), a, b)
     }
 
     /// Both halves in f32, the lower first.
-    pub fn unpack(&mut self, packed: Packed, a: Value<u32>) -> [Value<f32>; 2] {
+    pub fn unpack(&mut self, packed: PackedFloat, a: PtxValue<u32>) -> [PtxValue<f32>; 2] {
         match packed {
-            Packed::Bf16 => {
+            PackedFloat::Bf16 => {
                 let low = self.shift_left(a, 16);
                 let high = self.bits_and(a, 0xFFFF_0000);
-                [self.of_bits(low), self.of_bits(high)]
+                [self.float_from_bits(low), self.float_from_bits(high)]
             }
-            Packed::F16 => {
-                let (low, high): (Value<u16>, Value<u16>) = (self.new_register(), self.new_register());
+            PackedFloat::F16 => {
+                let (low, high): (PtxValue<u16>, PtxValue<u16>) = (self.new_register(), self.new_register());
                 self.write(&format!("mov.b32 {{{low}, {high}}}, {a}"));
                 [self.widen(packed, low), self.widen(packed, high)]
             }
@@ -557,38 +579,38 @@ impl Builder {
     }
 
     /// The other way round, each rounded to nearest even.
-    pub fn pack(&mut self, packed: Packed, low: Value<f32>, high: Value<f32>) -> Value<u32> {
+    pub fn pack(&mut self, packed: PackedFloat, low: PtxValue<f32>, high: PtxValue<f32>) -> PtxValue<u32> {
         self.define(&format!("cvt.rn.{}x2.f32", packed.name()), &format!("{high}, {low}"))
     }
 
     /// One of them in f32.
-    pub fn widen(&mut self, packed: Packed, a: Value<u16>) -> Value<f32> {
+    pub fn widen(&mut self, packed: PackedFloat, a: PtxValue<u16>) -> PtxValue<f32> {
         match packed {
-            Packed::Bf16 => {
+            PackedFloat::Bf16 => {
                 let bits = self.define("cvt.u32.u16", &a.to_string());
                 let bits = self.shift_left(bits, 16);
-                self.of_bits(bits)
+                self.float_from_bits(bits)
             }
-            Packed::F16 => self.define("cvt.f32.f16", &a.to_string()),
+            PackedFloat::F16 => self.define("cvt.f32.f16", &a.to_string()),
         }
     }
 
     /// f32 rounded to nearest even.
-    pub fn narrow(&mut self, packed: Packed, a: Value<f32>) -> Value<u16> {
+    pub fn narrow(&mut self, packed: PackedFloat, a: PtxValue<f32>) -> PtxValue<u16> {
         self.define(&format!("cvt.rn.{}.f32", packed.name()), &a.to_string())
     }
 }
 
 /// Registers that change, and the way through the kernel.
-impl Builder {
+impl PtxBuilder {
     /// A register of its own that holds `value`, to be [`set`](Self::set).
-    pub fn variable<T: Stored>(&mut self, value: impl Into<Value<T>>) -> Value<T> {
+    pub fn variable<T: PtxStorable>(&mut self, value: impl Into<PtxValue<T>>) -> PtxValue<T> {
         let value = value.into();
         self.define(&format!("mov.{}", T::BITS), &value.to_string())
     }
 
     /// Puts `value` into a variable: what was named by it before is gone.
-    pub fn set<T: Stored>(&mut self, variable: Value<T>, value: impl Into<Value<T>>) {
+    pub fn set<T: PtxStorable>(&mut self, variable: PtxValue<T>, value: impl Into<PtxValue<T>>) {
         assert!(variable.is_register(), "{variable} is set, which is a constant");
         let value = value.into();
         self.write(&format!("mov.{} {variable}, {value}", T::BITS));
@@ -604,7 +626,7 @@ impl Builder {
     }
 
     /// Runs `body` in the threads where `condition` holds.
-    pub fn when(&mut self, condition: Value<bool>, body: impl FnOnce(&mut Self)) {
+    pub fn when(&mut self, condition: PtxValue<bool>, body: impl FnOnce(&mut Self)) {
         let end = self.new_label();
         self.write(&format!("@!{condition} bra {end}"));
         body(self);
@@ -612,7 +634,7 @@ impl Builder {
     }
 
     /// Runs `yes` in the threads where `condition` holds, and `no` in the others.
-    pub fn either(&mut self, condition: Value<bool>, yes: impl FnOnce(&mut Self), no: impl FnOnce(&mut Self)) {
+    pub fn either(&mut self, condition: PtxValue<bool>, yes: impl FnOnce(&mut Self), no: impl FnOnce(&mut Self)) {
         let [otherwise, end] = [self.new_label(), self.new_label()];
         self.write(&format!("@!{condition} bra {otherwise}"));
         yes(self);
@@ -623,7 +645,7 @@ impl Builder {
     }
 
     /// Runs `body` again while what it returns holds.
-    pub fn repeat(&mut self, body: impl FnOnce(&mut Self) -> Value<bool>) {
+    pub fn repeat(&mut self, body: impl FnOnce(&mut Self) -> PtxValue<bool>) {
         let start = self.new_label();
         self.label(&start);
         let again = body(self);

@@ -1,16 +1,16 @@
 //! PTX as a kernel language: typed registers, instructions, and the text that an NVIDIA driver assembles.
 //!
-//! A [`Builder`] writes what one thread of a kernel does, in the order of its calls; whoever writes it says what a CTA of
-//! threads and a cluster of CTAs share, and who waits for whom. Registers are [`Value`]s of a type, and a mistake in types
+//! A [`PtxBuilder`] writes what one thread of a kernel does, in the order of its calls; whoever writes it says what a CTA of
+//! threads and a cluster of CTAs share, and who waits for whom. Registers are [`PtxValue`]s of a type, and a mistake in types
 //! does not compile. For the per-token loss it is an [`Arithmetic`](assay_algebra::arithmetic::Arithmetic) of f32.
 //!
 //! | in the language | PTX |
 //! |---|---|
-//! | [`Value<f32>`](Value), of `u16`, `u32`, `u64`, `bool` | registers `%f`, `%h`, `%r`, `%d`, `%p`; or a constant |
-//! | [`Address`] | global memory, shared memory of the CTA, that of another CTA of the cluster |
-//! | [`add_pair`](Builder::add_pair) and its like | one instruction on two f32 from `sm_100` on, two before |
-//! | [`variable`](Builder::variable), [`set`](Builder::set) | `mov`: the only registers that change |
-//! | [`when`](Builder::when), [`repeat`](Builder::repeat) | branches round or back |
+//! | [`PtxValue<f32>`](PtxValue), of `u16`, `u32`, `u64`, `bool` | registers `%f`, `%h`, `%r`, `%d`, `%p`; or a constant |
+//! | [`PtxAddress`] | global memory, shared memory of the CTA, that of another CTA of the cluster |
+//! | [`add_pair`](PtxBuilder::add_pair) and its like | one instruction on two f32 from `sm_100` on, two before |
+//! | [`variable`](PtxBuilder::variable), [`set`](PtxBuilder::set) | `mov`: the only registers that change |
+//! | [`when`](PtxBuilder::when), [`repeat`](PtxBuilder::repeat) | branches round or back |
 //!
 //! A text for `sm_80` and `sm_90` is `.version 8.0`: any driver since CUDA 12.0 takes it, and one for a newer chip assembles it for
 //! that. One for `sm_100` is `.version 8.6`, of CUDA 12.7.
@@ -19,14 +19,14 @@ mod arithmetic;
 mod build;
 mod value;
 
-pub use build::{Address, Arrival, Builder, Packed};
-pub use value::{Element, Number, Stored, Value, Whole};
+pub use build::{Arrival, PackedFloat, PtxAddress, PtxBuilder};
+pub use value::{PtxElement, PtxInteger, PtxNumber, PtxStorable, PtxValue};
 
 use assay_core::device_dtype::DeviceDtype;
 
 /// What a text is written for: chips of that kind, and later ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Target {
+pub enum PtxTarget {
     /// A100.
     Sm80,
     /// H100: clusters of CTAs.
@@ -35,7 +35,7 @@ pub enum Target {
     Sm100,
 }
 
-impl Target {
+impl PtxTarget {
     /// As the text names it.
     pub fn name(self) -> &'static str {
         match self {
@@ -64,7 +64,7 @@ impl Target {
 
 /// How a kernel is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launch {
+pub struct PtxLaunch {
     /// CTAs along x, y and z.
     pub grid: [u32; 3],
     /// Threads of a CTA along x, y and z.

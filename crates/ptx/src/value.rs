@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// A type of registers: `bool` of predicates, `u16`, `u32` and `u64` of bits and whole numbers, `f32`.
-pub trait Element: Copy + 'static {
+pub trait PtxElement: Copy + 'static {
     /// As a register of it is declared.
     const DECLARED: &'static str;
     /// What its registers are called, before their number.
@@ -16,13 +16,13 @@ pub trait Element: Copy + 'static {
 }
 
 /// A type that is loaded and stored.
-pub trait Stored: Element {
+pub trait PtxStorable: PtxElement {
     /// Bytes.
     const SIZE: u32;
 }
 
 /// A type that is counted with.
-pub trait Number: Stored {
+pub trait PtxNumber: PtxStorable {
     /// As instructions name it.
     const NAME: &'static str;
     /// `a + b`, rounded to nearest even where it is rounded.
@@ -40,11 +40,11 @@ pub trait Number: Stored {
 }
 
 /// A type of whole numbers.
-pub trait Whole: Number {}
+pub trait PtxInteger: PtxNumber {}
 
 macro_rules! element {
     ($($ty:ty: $declared:literal, $prefix:literal, $place:literal, $bits:literal;)*) => {
-        $(impl Element for $ty {
+        $(impl PtxElement for $ty {
             const DECLARED: &'static str = $declared;
             const PREFIX: &'static str = $prefix;
             const PLACE: usize = $place;
@@ -64,25 +64,25 @@ element! {
     f32: ".f32", "%f", 4, "f32";
 }
 
-impl Stored for u16 {
+impl PtxStorable for u16 {
     const SIZE: u32 = 2;
 }
 
-impl Stored for u32 {
+impl PtxStorable for u32 {
     const SIZE: u32 = 4;
 }
 
-impl Stored for u64 {
+impl PtxStorable for u64 {
     const SIZE: u32 = 8;
 }
 
-impl Stored for f32 {
+impl PtxStorable for f32 {
     const SIZE: u32 = 4;
 }
 
 macro_rules! whole {
     ($($ty:ty: $name:literal;)*) => {
-        $(impl Number for $ty {
+        $(impl PtxNumber for $ty {
             const NAME: &'static str = $name;
             const ADD: &'static str = concat!("add.", $name);
             const SUB: &'static str = concat!("sub.", $name);
@@ -92,7 +92,7 @@ macro_rules! whole {
             const MAX: &'static str = concat!("max.", $name);
         }
 
-        impl Whole for $ty {})*
+        impl PtxInteger for $ty {})*
     };
 }
 
@@ -101,7 +101,7 @@ whole! {
     u64: "u64";
 }
 
-impl Number for f32 {
+impl PtxNumber for f32 {
     const NAME: &'static str = "f32";
     // Without a rounding an assembler may fuse a sum with a product.
     const ADD: &'static str = "add.rn.f32";
@@ -113,62 +113,62 @@ impl Number for f32 {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Operand {
+enum PtxOperand {
     Register(u32),
     Constant(u64),
 }
 
 /// A register, or a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Value<T> {
-    operand: Operand,
+pub struct PtxValue<T> {
+    operand: PtxOperand,
     element: PhantomData<T>,
 }
 
-impl<T: Element> Value<T> {
+impl<T: PtxElement> PtxValue<T> {
     pub(crate) fn register(number: u32) -> Self {
-        Self { operand: Operand::Register(number), element: PhantomData }
+        Self { operand: PtxOperand::Register(number), element: PhantomData }
     }
 
-    fn of_bits(bits: u64) -> Self {
-        Self { operand: Operand::Constant(bits), element: PhantomData }
+    fn from_bits(bits: u64) -> Self {
+        Self { operand: PtxOperand::Constant(bits), element: PhantomData }
     }
 
     pub(crate) fn is_register(self) -> bool {
-        matches!(self.operand, Operand::Register(_))
+        matches!(self.operand, PtxOperand::Register(_))
     }
 }
 
-impl From<u16> for Value<u16> {
+impl From<u16> for PtxValue<u16> {
     fn from(x: u16) -> Self {
-        Self::of_bits(x.into())
+        Self::from_bits(x.into())
     }
 }
 
-impl From<u32> for Value<u32> {
+impl From<u32> for PtxValue<u32> {
     fn from(x: u32) -> Self {
-        Self::of_bits(x.into())
+        Self::from_bits(x.into())
     }
 }
 
-impl From<u64> for Value<u64> {
+impl From<u64> for PtxValue<u64> {
     fn from(x: u64) -> Self {
-        Self::of_bits(x)
+        Self::from_bits(x)
     }
 }
 
-impl From<f32> for Value<f32> {
+impl From<f32> for PtxValue<f32> {
     fn from(x: f32) -> Self {
-        Self::of_bits(x.to_bits().into())
+        Self::from_bits(x.to_bits().into())
     }
 }
 
-impl<T: Element> fmt::Display for Value<T> {
+impl<T: PtxElement> fmt::Display for PtxValue<T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.operand {
-            Operand::Register(number) => write!(f, "{}{number}", T::PREFIX),
-            Operand::Constant(bits) if T::PLACE == f32::PLACE => write!(f, "0f{bits:08X}"),
-            Operand::Constant(bits) => write!(f, "{bits}"),
+            PtxOperand::Register(number) => write!(f, "{}{number}", T::PREFIX),
+            PtxOperand::Constant(bits) if T::PLACE == f32::PLACE => write!(f, "0f{bits:08X}"),
+            PtxOperand::Constant(bits) => write!(f, "{bits}"),
         }
     }
 }

@@ -3,19 +3,19 @@
 use std::fmt;
 
 use super::lower::stored_in;
-use super::machine::Machine;
+use super::machine::TileMachine;
 use assay_core::device_dtype::DeviceDtype;
 
 /// Element type of a value, and its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Type {
+pub struct TileType {
     /// Of every element.
     pub element: DeviceDtype,
     /// `[rows, columns]` of a tile; `None` for a scalar.
     pub tile: Option<[usize; 2]>,
 }
 
-impl Type {
+impl TileType {
     /// One number.
     pub fn scalar(element: DeviceDtype) -> Self {
         Self { element, tile: None }
@@ -27,7 +27,7 @@ impl Type {
     }
 }
 
-impl fmt::Display for Type {
+impl fmt::Display for TileType {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.tile {
             Some([rows, columns]) => write!(f, "{}[{rows},{columns}]", self.element),
@@ -38,11 +38,11 @@ impl fmt::Display for Type {
 
 /// A value of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Value(pub(super) usize);
+pub struct TileValue(pub(super) usize);
 
 /// Memory that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Memory {
+pub enum TileMemory {
     /// An array in SMEM.
     Scalars(usize),
     /// The window of an input. The kernel may write to it: its own copy, which is lost. On a TPU it is one because the
@@ -67,13 +67,13 @@ pub struct Window {
 
 /// An array that a kernel is called with, or returns.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Array {
+pub(crate) struct WindowedArray {
     pub element: DeviceDtype,
     pub shape: Vec<usize>,
     pub window: Window,
 }
 
-impl Array {
+impl WindowedArray {
     /// `[rows, columns]` of its window.
     pub(super) fn tile(&self) -> [usize; 2] {
         let block = &self.window.block;
@@ -116,7 +116,7 @@ pub(crate) enum Binary {
 
 /// Comparisons; all are false where a side is NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Comparison {
+pub(crate) enum TileComparison {
     Equal,
     Less,
 }
@@ -132,7 +132,7 @@ pub enum Fold {
 
 /// A column of a tile or of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place<V> {
+pub enum ColumnIndex<V> {
     Static(usize),
     /// A scalar i32, a multiple of the machine's lanes.
     Dynamic(V),
@@ -140,84 +140,84 @@ pub enum Place<V> {
 
 /// What defines a value.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Operation {
+pub(super) enum TileOperation {
     /// One number in every place.
     Constant(f64),
     /// The index of this step along an axis of the grid, a scalar i32.
     GridIndex(usize),
-    LoadScalar(usize, Value),
+    LoadScalar(usize, TileValue),
     /// All rows, as many columns as the value's type has.
-    Load(Memory, Place<Value>),
-    Unary(Unary, Value),
-    Binary(Binary, Value, Value),
-    Compare(Comparison, Value, Value),
-    Select(Value, Value, Value),
+    Load(TileMemory, ColumnIndex<TileValue>),
+    Unary(Unary, TileValue),
+    Binary(Binary, TileValue, TileValue),
+    Compare(TileComparison, TileValue, TileValue),
+    Select(TileValue, TileValue, TileValue),
     /// `0, 1, 2, …` along rows (0) or columns (1).
     Iota(usize),
     /// To the value's element type, rounded to nearest even.
-    Convert(Value),
+    Convert(TileValue),
     /// The same bits as the value's element type, f32 or i32.
-    Bitcast(Value),
+    Bitcast(TileValue),
     /// A scalar, or a tile of one column or of one row, in every place.
-    Broadcast(Value),
+    Broadcast(TileValue),
     /// Columns from the one given.
-    Columns(Value, usize),
+    Columns(TileValue, usize),
     /// Along columns, which leaves one.
-    FoldLanes(Fold, Value),
+    FoldLanes(Fold, TileValue),
 }
 
 /// A loop of a kernel.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct For {
+pub(super) struct TileLoop {
     pub(super) trips: usize,
     /// Scalar i32, `0 .. trips`.
-    pub(super) index: Value,
-    pub(super) initial: Vec<Value>,
+    pub(super) index: TileValue,
+    pub(super) initial: Vec<TileValue>,
     /// What is carried, inside.
-    pub(super) carried: Vec<Value>,
-    pub(super) body: Vec<Statement>,
+    pub(super) carried: Vec<TileValue>,
+    pub(super) body: Vec<TileStatement>,
     /// What the body gives the next trip.
-    pub(super) next: Vec<Value>,
+    pub(super) next: Vec<TileValue>,
     /// What is carried, after the last trip.
-    pub(super) results: Vec<Value>,
+    pub(super) results: Vec<TileValue>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Statement {
-    Let(Value, Operation),
+pub(super) enum TileStatement {
+    Let(TileValue, TileOperation),
     Store {
-        memory: Memory,
-        place: Place<Value>,
-        value: Value,
+        memory: TileMemory,
+        place: ColumnIndex<TileValue>,
+        value: TileValue,
     },
-    For(For),
+    For(TileLoop),
     /// Runs where a scalar truth value holds.
     When {
-        condition: Value,
-        body: Vec<Statement>,
+        condition: TileValue,
+        body: Vec<TileStatement>,
     },
 }
 
 /// A kernel.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Kernel {
+pub struct TileKernel {
     pub(super) name: String,
-    pub(super) machine: Machine,
+    pub(super) machine: TileMachine,
     pub(super) grid: Vec<usize>,
     /// Axes whose steps need nothing of one another, so that the cores of a device may share them.
     pub(super) parallel: Vec<usize>,
     /// Element type and length.
     pub(super) scalars: Vec<(DeviceDtype, usize)>,
-    pub(super) inputs: Vec<Array>,
-    pub(super) outputs: Vec<Array>,
+    pub(super) inputs: Vec<WindowedArray>,
+    pub(super) outputs: Vec<WindowedArray>,
     /// Input and output that share one array.
     pub(super) aliases: Vec<(usize, usize)>,
     pub(super) scratch: Vec<(DeviceDtype, [usize; 2])>,
-    pub(super) types: Vec<Type>,
-    pub(super) body: Vec<Statement>,
+    pub(super) types: Vec<TileType>,
+    pub(super) body: Vec<TileStatement>,
 }
 
-impl Kernel {
+impl TileKernel {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
@@ -232,7 +232,7 @@ impl Kernel {
 
     /// Bytes between HBM and VMEM over the whole grid, each block once.
     pub fn hbm_bytes(&self) -> usize {
-        let bytes = |array: &Array| array.shape.iter().product::<usize>() * array.element.size();
+        let bytes = |array: &WindowedArray| array.shape.iter().product::<usize>() * array.element.size();
         self.inputs.iter().chain(&self.outputs).map(bytes).sum()
     }
 
@@ -255,28 +255,28 @@ impl Kernel {
     /// The inputs whose windows the kernel writes to, ascending.
     pub(super) fn written_inputs(&self) -> Vec<usize> {
         let stored = stored_in(&self.body);
-        (0..self.inputs.len()).filter(|&input| stored.contains(&Memory::Input(input))).collect()
+        (0..self.inputs.len()).filter(|&input| stored.contains(&TileMemory::Input(input))).collect()
     }
 
     /// `[rows, columns]` of memory other than scalars.
-    pub(super) fn tile_of(&self, memory: Memory) -> (DeviceDtype, [usize; 2]) {
+    pub(super) fn tile_of(&self, memory: TileMemory) -> (DeviceDtype, [usize; 2]) {
         match memory {
-            Memory::Scalars(i) => unreachable!("scalars {i} have no rows"),
-            Memory::Input(i) => (self.inputs[i].element, self.inputs[i].tile()),
-            Memory::Output(i) => (self.outputs[i].element, self.outputs[i].tile()),
-            Memory::Scratch(i) => self.scratch[i],
+            TileMemory::Scalars(i) => unreachable!("scalars {i} have no rows"),
+            TileMemory::Input(i) => (self.inputs[i].element, self.inputs[i].tile()),
+            TileMemory::Output(i) => (self.outputs[i].element, self.outputs[i].tile()),
+            TileMemory::Scratch(i) => self.scratch[i],
         }
     }
 }
 
 /// How often a kernel does an elementwise operation.
 #[derive(Clone, Copy, Default)]
-struct Work {
+struct OperationCount {
     flops: usize,
     transcendentals: usize,
 }
 
-impl Kernel {
+impl TileKernel {
     /// Real additions, products and comparisons over the whole grid.
     pub fn flops(&self) -> usize {
         self.work(&self.body).flops * self.grid.iter().product::<usize>()
@@ -287,33 +287,33 @@ impl Kernel {
         self.work(&self.body).transcendentals * self.grid.iter().product::<usize>()
     }
 
-    fn work(&self, statements: &[Statement]) -> Work {
-        let mut work = Work::default();
+    fn work(&self, statements: &[TileStatement]) -> OperationCount {
+        let mut work = OperationCount::default();
         for statement in statements {
             match statement {
-                Statement::Let(value, operation) => {
+                TileStatement::Let(value, operation) => {
                     let places = self.types[value.0].tile.map_or(1, |[rows, columns]| rows * columns);
                     match operation {
-                        Operation::Unary(Unary::Exp | Unary::Exp2 | Unary::Log, _)
-                        | Operation::Binary(Binary::Div, ..) => {
+                        TileOperation::Unary(Unary::Exp | Unary::Exp2 | Unary::Log, _)
+                        | TileOperation::Binary(Binary::Div, ..) => {
                             work.transcendentals += places;
                         }
-                        Operation::Unary(..)
-                        | Operation::Binary(..)
-                        | Operation::Compare(..)
-                        | Operation::Select(..) => {
+                        TileOperation::Unary(..)
+                        | TileOperation::Binary(..)
+                        | TileOperation::Compare(..)
+                        | TileOperation::Select(..) => {
                             work.flops += places;
                         }
                         _ => {}
                     }
                 }
-                Statement::Store { .. } => {}
-                Statement::For(looped) => {
+                TileStatement::Store { .. } => {}
+                TileStatement::For(looped) => {
                     let inside = self.work(&looped.body);
                     work.flops += inside.flops * looped.trips;
                     work.transcendentals += inside.transcendentals * looped.trips;
                 }
-                Statement::When { body, .. } => {
+                TileStatement::When { body, .. } => {
                     let inside = self.work(body);
                     work.flops += inside.flops;
                     work.transcendentals += inside.transcendentals;

@@ -1,9 +1,9 @@
 //! A small language for TPU kernels, embedded in Rust, and [`stablehlo`] text.
 //!
-//! A [`Kernel`] walks a grid. At each step it sees *windows*: blocks of arrays in HBM that were fetched into VMEM, or
+//! A [`TileKernel`] walks a grid. At each step it sees *windows*: blocks of arrays in HBM that were fetched into VMEM, or
 //! that are written back from it, where an index map says which block belongs to which step. Beside them it has scratch
 //! in VMEM that lives from step to step, and short arrays in SMEM whose elements are read as scalars. Its values are
-//! scalars and tiles `[rows, columns]`. How long registers are and how much memory there is, a [`Machine`] says. The [`Builder`] checks every shape and element type when an operation is written;
+//! scalars and tiles `[rows, columns]`. How long registers are and how much memory there is, a [`TileMachine`] says. The [`TileBuilder`] checks every shape and element type when an operation is written;
 //! a mistake there is a bug of this crate and panics.
 //!
 //! Two lowerings walk the same program:
@@ -31,9 +31,9 @@ pub mod mosaic;
 pub mod stablehlo;
 pub mod xla;
 
-pub use build::{Builder, Column};
-pub use ir::{Fold, Kernel, Memory, Type, Value, Window};
-pub use machine::Machine;
+pub use build::{TileBuilder, TileColumn};
+pub use ir::{Fold, TileKernel, TileMemory, TileType, TileValue, Window};
+pub use machine::TileMachine;
 
 /// What an i32 beyond the end of an array reads as.
 pub const POISON: i32 = 0x5A5A_5A5A;

@@ -1,90 +1,98 @@
 //! The one walk over a kernel's body that every lowering shares.
 
-use super::ir::{Kernel, Memory, Operation, Place, Statement, Type, Value};
+use super::ir::{ColumnIndex, TileKernel, TileMemory, TileOperation, TileStatement, TileType, TileValue};
 
 /// Writes the body of a loop, given the trip and what is carried; returns what the next trip is given.
 pub(super) type LoopBody<'b, L> = &'b mut dyn FnMut(
     &mut L,
-    <L as Lowering>::Value,
-    &[<L as Lowering>::Value],
-) -> Vec<Operand<<L as Lowering>::Value>>;
+    <L as KernelLowering>::Value,
+    &[<L as KernelLowering>::Value],
+) -> Vec<LoweredOperand<<L as KernelLowering>::Value>>;
 
 /// What a lowering writes for each thing that a kernel may do.
-pub(super) trait Lowering {
+pub(super) trait KernelLowering {
     /// A value in the text that is written.
     type Value: Copy;
 
     /// The value of `operation`, of type `ty`; its operands are written already.
-    fn operation(&mut self, ty: Type, operation: &Operation, operands: &[Operand<Self::Value>]) -> Self::Value;
+    fn operation(
+        &mut self,
+        ty: TileType,
+        operation: &TileOperation,
+        operands: &[LoweredOperand<Self::Value>],
+    ) -> Self::Value;
 
-    fn store(&mut self, memory: Memory, place: Place<Self::Value>, value: Operand<Self::Value>);
+    fn store(&mut self, memory: TileMemory, place: ColumnIndex<Self::Value>, value: LoweredOperand<Self::Value>);
 
     /// A loop whose body is written by `body`, given the trip and what is carried. `stored` is the memory that it writes.
     fn for_loop(
         &mut self,
         trips: usize,
-        initial: &[Operand<Self::Value>],
-        stored: &[Memory],
+        initial: &[LoweredOperand<Self::Value>],
+        stored: &[TileMemory],
         body: LoopBody<'_, Self>,
     ) -> Vec<Self::Value>;
 
     /// A block that runs where `condition` holds. `stored` is the memory that it writes.
-    fn when(&mut self, condition: Self::Value, stored: &[Memory], body: &mut dyn FnMut(&mut Self));
+    fn when(&mut self, condition: Self::Value, stored: &[TileMemory], body: &mut dyn FnMut(&mut Self));
 }
 
 /// A value that is written already.
 #[derive(Clone, Copy)]
-pub(super) struct Operand<V> {
+pub(super) struct LoweredOperand<V> {
     pub(super) value: V,
-    pub(super) ty: Type,
+    pub(super) ty: TileType,
 }
 
 /// Writes the body of `kernel`.
-pub(super) fn lower<L: Lowering>(kernel: &Kernel, lowering: &mut L) {
-    let mut walk = Walk { kernel, written: vec![None; kernel.types.len()] };
+pub(super) fn lower<L: KernelLowering>(kernel: &TileKernel, lowering: &mut L) {
+    let mut walk = BodyLowering { kernel, written: vec![None; kernel.types.len()] };
     walk.block(&kernel.body, lowering);
 }
 
-struct Walk<'k, V> {
-    kernel: &'k Kernel,
+struct BodyLowering<'k, V> {
+    kernel: &'k TileKernel,
     /// What each value of the kernel is in the text.
     written: Vec<Option<V>>,
 }
 
-impl<V: Copy> Walk<'_, V> {
-    fn operand(&self, value: Value) -> Operand<V> {
-        Operand { value: self.written[value.0].expect("defined before it is used"), ty: self.kernel.types[value.0] }
-    }
-
-    fn operands(&self, values: &[Value]) -> Vec<Operand<V>> {
-        values.iter().map(|&value| self.operand(value)).collect()
-    }
-
-    fn place(&self, place: Place<Value>) -> Place<V> {
-        match place {
-            Place::Static(column) => Place::Static(column),
-            Place::Dynamic(column) => Place::Dynamic(self.operand(column).value),
+impl<V: Copy> BodyLowering<'_, V> {
+    fn operand(&self, value: TileValue) -> LoweredOperand<V> {
+        LoweredOperand {
+            value: self.written[value.0].expect("defined before it is used"),
+            ty: self.kernel.types[value.0],
         }
     }
 
-    fn set(&mut self, values: &[Value], written: &[V]) {
+    fn operands(&self, values: &[TileValue]) -> Vec<LoweredOperand<V>> {
+        values.iter().map(|&value| self.operand(value)).collect()
+    }
+
+    fn place(&self, place: ColumnIndex<TileValue>) -> ColumnIndex<V> {
+        match place {
+            ColumnIndex::Static(column) => ColumnIndex::Static(column),
+            ColumnIndex::Dynamic(column) => ColumnIndex::Dynamic(self.operand(column).value),
+        }
+    }
+
+    fn set(&mut self, values: &[TileValue], written: &[V]) {
         for (value, &text) in values.iter().zip(written) {
             self.written[value.0] = Some(text);
         }
     }
 
-    fn block<L: Lowering<Value = V>>(&mut self, statements: &[Statement], lowering: &mut L) {
+    fn block<L: KernelLowering<Value = V>>(&mut self, statements: &[TileStatement], lowering: &mut L) {
         for statement in statements {
             match statement {
-                Statement::Let(value, operation) => {
+                TileStatement::Let(value, operation) => {
                     let operands = self.operands(&used_by(operation));
                     let written = lowering.operation(self.kernel.types[value.0], operation, &operands);
                     self.written[value.0] = Some(written);
                 }
-                Statement::Store { memory, place, value } => {
+                TileStatement::Store { memory, place, value } => {
                     lowering.store(*memory, self.place(*place), self.operand(*value));
                 }
-                Statement::For(looped) => {
+                TileStatement::For(looped) => {
                     let initial = self.operands(&looped.initial);
                     let stored = stored_in(&looped.body);
                     let results =
@@ -96,7 +104,7 @@ impl<V: Copy> Walk<'_, V> {
                         });
                     self.set(&looped.results, &results);
                 }
-                Statement::When { condition, body } => {
+                TileStatement::When { condition, body } => {
                     let condition = self.operand(*condition).value;
                     let stored = stored_in(body);
                     lowering.when(condition, &stored, &mut |lowering| self.block(body, lowering));
@@ -107,27 +115,27 @@ impl<V: Copy> Walk<'_, V> {
 }
 
 /// The values that an operation reads.
-fn used_by(operation: &Operation) -> Vec<Value> {
+fn used_by(operation: &TileOperation) -> Vec<TileValue> {
     match *operation {
-        Operation::Constant(_)
-        | Operation::GridIndex(_)
-        | Operation::Iota(_)
-        | Operation::Load(_, Place::Static(_)) => vec![],
-        Operation::Load(_, Place::Dynamic(a))
-        | Operation::LoadScalar(_, a)
-        | Operation::Unary(_, a)
-        | Operation::Convert(a)
-        | Operation::Bitcast(a)
-        | Operation::Broadcast(a)
-        | Operation::Columns(a, _)
-        | Operation::FoldLanes(_, a) => vec![a],
-        Operation::Binary(_, a, b) | Operation::Compare(_, a, b) => vec![a, b],
-        Operation::Select(condition, yes, no) => vec![condition, yes, no],
+        TileOperation::Constant(_)
+        | TileOperation::GridIndex(_)
+        | TileOperation::Iota(_)
+        | TileOperation::Load(_, ColumnIndex::Static(_)) => vec![],
+        TileOperation::Load(_, ColumnIndex::Dynamic(a))
+        | TileOperation::LoadScalar(_, a)
+        | TileOperation::Unary(_, a)
+        | TileOperation::Convert(a)
+        | TileOperation::Bitcast(a)
+        | TileOperation::Broadcast(a)
+        | TileOperation::Columns(a, _)
+        | TileOperation::FoldLanes(_, a) => vec![a],
+        TileOperation::Binary(_, a, b) | TileOperation::Compare(_, a, b) => vec![a, b],
+        TileOperation::Select(condition, yes, no) => vec![condition, yes, no],
     }
 }
 
 /// The memory that statements write, each once.
-pub(super) fn stored_in(statements: &[Statement]) -> Vec<Memory> {
+pub(super) fn stored_in(statements: &[TileStatement]) -> Vec<TileMemory> {
     let mut stored = Vec::new();
     let mut add = |memory| {
         if !stored.contains(&memory) {
@@ -136,10 +144,10 @@ pub(super) fn stored_in(statements: &[Statement]) -> Vec<Memory> {
     };
     for statement in statements {
         match statement {
-            Statement::Let(..) => {}
-            Statement::Store { memory, .. } => add(*memory),
-            Statement::For(looped) => stored_in(&looped.body).into_iter().for_each(&mut add),
-            Statement::When { body, .. } => stored_in(body).into_iter().for_each(&mut add),
+            TileStatement::Let(..) => {}
+            TileStatement::Store { memory, .. } => add(*memory),
+            TileStatement::For(looped) => stored_in(&looped.body).into_iter().for_each(&mut add),
+            TileStatement::When { body, .. } => stored_in(body).into_iter().for_each(&mut add),
         }
     }
     stored

@@ -4,7 +4,7 @@ use assay_core::device_dtype::DeviceDtype;
 
 /// A core, and how arrays lie in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Machine {
+pub struct TileMachine {
     /// Columns of a vector register: dynamic columns are multiples of it.
     pub lanes: usize,
     /// Rows of a register of 32-bit elements; narrower ones have as many more.
@@ -19,7 +19,7 @@ pub struct Machine {
     pub memory_columns: usize,
 }
 
-impl Machine {
+impl TileMachine {
     /// A TPU core: registers of 8 × 128, 1 MiB of SMEM, of which one part in sixteen is left alone.
     pub const fn tpu(vmem_bytes: usize, bf16_arithmetic: bool) -> Self {
         let smem_bytes = (1 << 20) / 16 * 15;

@@ -12,8 +12,10 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::json;
 
-use super::ir::{Array, Binary, Comparison, Fold, Kernel, Memory, Operation, Place, Type, Unary};
-use super::lower::{LoopBody, Lowering, Operand, lower};
+use super::ir::{
+    Binary, ColumnIndex, Fold, TileComparison, TileKernel, TileMemory, TileOperation, TileType, Unary, WindowedArray,
+};
+use super::lower::{KernelLowering, LoopBody, LoweredOperand, lower};
 use assay_core::device_dtype::DeviceDtype;
 
 /// The version of the dialects that the text is written in.
@@ -23,7 +25,7 @@ pub const VERSION: usize = 11;
 const HBM: usize = 0;
 
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with all VMEM of its machine to use.
-pub fn payload(kernel: &Kernel) -> String {
+pub fn payload(kernel: &TileKernel) -> String {
     let mut config = json!({
         "body": STANDARD.encode(text(kernel)),
         "serialization_format": 1,
@@ -57,18 +59,18 @@ pub fn payload(kernel: &Kernel) -> String {
 }
 
 /// The module.
-pub fn text(kernel: &Kernel) -> String {
-    let mut writer = Writer { kernel, body: String::new(), names: 0, depth: 2 };
+pub fn text(kernel: &TileKernel) -> String {
+    let mut writer = MosaicWriter { kernel, body: String::new(), names: 0, depth: 2 };
     let arguments = writer.arguments();
     lower(kernel, &mut writer);
     writer.line(format_args!("\"stable_mosaic.func.return\"() : () -> ()"));
-    let Writer { body, .. } = writer;
+    let MosaicWriter { body, .. } = writer;
 
     let list = |items: &mut dyn Iterator<Item = String>| items.collect::<Vec<_>>().join(", ");
     let typed = list(&mut arguments.iter().map(|(name, ty)| format!("{name}: {ty}")));
     let types = list(&mut arguments.iter().map(|(_, ty)| ty.clone()));
     let windows = || kernel.inputs.iter().chain(&kernel.outputs).enumerate();
-    let window = |(i, array): (usize, &Array)| {
+    let window = |(i, array): (usize, &WindowedArray)| {
         let bounds = list(&mut array.window.block.iter().map(usize::to_string));
         format!("{{transform_indices = @transform_{i}, window_bounds = array<i64: {bounds}>}}")
     };
@@ -92,7 +94,7 @@ pub fn text(kernel: &Kernel) -> String {
 }
 
 /// The function that gives the block of window `i` at a step.
-fn transform(i: usize, array: &Array, given: &[(String, String)]) -> String {
+fn transform(i: usize, array: &WindowedArray, given: &[(String, String)]) -> String {
     let typed = given.iter().map(|(name, ty)| format!("{name}: {ty}")).collect::<Vec<_>>().join(", ");
     let types = given.iter().map(|(_, ty)| ty.as_str()).collect::<Vec<_>>().join(", ");
     let along = &array.window.along;
@@ -114,9 +116,9 @@ fn element_name(element: DeviceDtype) -> &'static str {
     if element == DeviceDtype::Pred { "i1" } else { element.mlir() }
 }
 
-struct Spelled(Type);
+struct MosaicTypeName(TileType);
 
-impl fmt::Display for Spelled {
+impl fmt::Display for MosaicTypeName {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let element = element_name(self.0.element);
         match self.0.tile {
@@ -138,19 +140,19 @@ fn memref(element: DeviceDtype, shape: &[usize], space: &str) -> String {
 
 /// `%n` of the function's body, or an argument of it.
 #[derive(Clone, Copy)]
-pub(super) enum Name {
+pub(super) enum MosaicName {
     Value(usize),
     /// A result of a definition with several.
     Result(usize, usize),
     Grid(usize),
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for MosaicName {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Name::Value(n) => write!(f, "%{n}"),
-            Name::Result(n, result) => write!(f, "%{n}#{result}"),
-            Name::Grid(axis) => write!(f, "%grid{axis}"),
+            MosaicName::Value(n) => write!(f, "%{n}"),
+            MosaicName::Result(n, result) => write!(f, "%{n}#{result}"),
+            MosaicName::Grid(axis) => write!(f, "%grid{axis}"),
         }
     }
 }
@@ -160,8 +162,8 @@ fn after_comma(items: impl Iterator<Item = String>) -> String {
     iter::once(String::new()).chain(items).collect::<Vec<_>>().join(", ")
 }
 
-struct Writer<'k> {
-    kernel: &'k Kernel,
+struct MosaicWriter<'k> {
+    kernel: &'k TileKernel,
     body: String,
     names: usize,
     depth: usize,
@@ -188,18 +190,19 @@ fn literal(x: f64, element: DeviceDtype) -> String {
 const NO_FAST_MATH: &str = "fastmath = #arith.fastmath<none>";
 const NO_OVERFLOW: &str = "overflowFlags = #arith.overflow<none>";
 
-impl Writer<'_> {
+impl MosaicWriter<'_> {
     /// Name and type of each argument of the function.
     fn arguments(&self) -> Vec<(String, String)> {
         let kernel = self.kernel;
         let numbered = |name: &str, i: usize| format!("%{name}{i}");
-        let grid = (0..kernel.grid.len()).map(|axis| (Name::Grid(axis).to_string(), "i32".to_string()));
+        let grid = (0..kernel.grid.len()).map(|axis| (MosaicName::Grid(axis).to_string(), "i32".to_string()));
         let scalars = kernel.scalars.iter().enumerate();
         let scalars =
             scalars.map(|(i, &(element, length))| (numbered("scalars", i), memref(element, &[length], "smem")));
-        let windows = |name: &'static str, arrays: &[Array]| {
-            let one =
-                |(i, array): (usize, &Array)| (numbered(name, i), memref(array.element, &array.window.block, "vmem"));
+        let windows = |name: &'static str, arrays: &[WindowedArray]| {
+            let one = |(i, array): (usize, &WindowedArray)| {
+                (numbered(name, i), memref(array.element, &array.window.block, "vmem"))
+            };
             arrays.iter().enumerate().map(one).collect::<Vec<_>>()
         };
         let scratch = kernel.scratch.iter().enumerate();
@@ -212,13 +215,13 @@ impl Writer<'_> {
         let _ = writeln!(self.body, "{:indent$}{text}", "", indent = 2 * self.depth);
     }
 
-    fn name(&mut self) -> Name {
+    fn name(&mut self) -> MosaicName {
         self.names += 1;
-        Name::Value(self.names - 1)
+        MosaicName::Value(self.names - 1)
     }
 
     /// Writes `%n = "stable_mosaic.<op>"(operands) {attributes} : (types) -> result`.
-    fn define(&mut self, op: &str, operands: &[(Name, &str)], attributes: &str, result: &str) -> Name {
+    fn define(&mut self, op: &str, operands: &[(MosaicName, &str)], attributes: &str, result: &str) -> MosaicName {
         let name = self.name();
         let names = operands.iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>().join(", ");
         let types = operands.iter().map(|(_, ty)| *ty).collect::<Vec<_>>().join(", ");
@@ -227,8 +230,8 @@ impl Writer<'_> {
         name
     }
 
-    fn constant(&mut self, x: f64, ty: Type) -> Name {
-        let (text, spelled) = (literal(x, ty.element), Spelled(ty).to_string());
+    fn constant(&mut self, x: f64, ty: TileType) -> MosaicName {
+        let (text, spelled) = (literal(x, ty.element), MosaicTypeName(ty).to_string());
         let attribute = match (ty.tile, ty.element) {
             (Some(_), _) => format!("value = dense<{text}> : {spelled}"),
             (None, DeviceDtype::Pred) => format!("value = {text}"),
@@ -237,35 +240,37 @@ impl Writer<'_> {
         self.define("arith.constant", &[], &attribute, &spelled)
     }
 
-    fn index(&mut self, x: usize) -> Name {
+    fn index(&mut self, x: usize) -> MosaicName {
         self.define("arith.constant", &[], &format!("value = {x} : index"), "index")
     }
 
-    fn cast_to_index(&mut self, x: Name) -> Name {
+    fn cast_to_index(&mut self, x: MosaicName) -> MosaicName {
         self.define("arith.index_cast", &[(x, "i32")], "", "index")
     }
 
     /// The name, type and extents of memory.
-    fn memory(&self, memory: Memory) -> (String, String, Vec<usize>) {
+    fn memory(&self, memory: TileMemory) -> (String, String, Vec<usize>) {
         let kernel = self.kernel;
         let (name, element, shape) = match memory {
-            Memory::Scalars(i) => unreachable!("scalars {i} are loaded one by one"),
-            Memory::Input(i) => (format!("%in{i}"), kernel.inputs[i].element, kernel.inputs[i].window.block.clone()),
-            Memory::Output(i) => {
+            TileMemory::Scalars(i) => unreachable!("scalars {i} are loaded one by one"),
+            TileMemory::Input(i) => {
+                (format!("%in{i}"), kernel.inputs[i].element, kernel.inputs[i].window.block.clone())
+            }
+            TileMemory::Output(i) => {
                 (format!("%out{i}"), kernel.outputs[i].element, kernel.outputs[i].window.block.clone())
             }
-            Memory::Scratch(i) => (format!("%scratch{i}"), kernel.scratch[i].0, kernel.scratch[i].1.to_vec()),
+            TileMemory::Scratch(i) => (format!("%scratch{i}"), kernel.scratch[i].0, kernel.scratch[i].1.to_vec()),
         };
         (name, memref(element, &shape, "vmem"), shape)
     }
 
     /// The indices of column `place` in memory of `rank`.
-    fn indices(&mut self, rank: usize, place: Place<Name>) -> Vec<Name> {
+    fn indices(&mut self, rank: usize, place: ColumnIndex<MosaicName>) -> Vec<MosaicName> {
         let zero = self.index(0);
         let column = match place {
-            Place::Static(0) => zero,
-            Place::Static(column) => self.index(column),
-            Place::Dynamic(column) => {
+            ColumnIndex::Static(0) => zero,
+            ColumnIndex::Static(column) => self.index(column),
+            ColumnIndex::Dynamic(column) => {
                 let attributes = format!("multiple = {} : i32", self.kernel.machine.lanes);
                 let multiple = self.define("tpu.assume_multiple", &[(column, "i32")], &attributes, "i32");
                 self.cast_to_index(multiple)
@@ -277,17 +282,17 @@ impl Writer<'_> {
     }
 
     /// A tile as memory of `rank` holds it: with leading extents of one.
-    fn wide(ty: Type, rank: usize) -> String {
+    fn wide(ty: TileType, rank: usize) -> String {
         let [rows, columns] = ty.tile.expect("memory holds tiles");
         let mut shape = vec![1; rank - 2];
         shape.extend([rows, columns]);
         format!("vector<{}{}>", extents(&shape), element_name(ty.element))
     }
 
-    fn load(&mut self, memory: Memory, place: Place<Name>, ty: Type) -> Name {
+    fn load(&mut self, memory: TileMemory, place: ColumnIndex<MosaicName>, ty: TileType) -> MosaicName {
         let (memory, memref, shape) = self.memory(memory);
         let indices = self.indices(shape.len(), place);
-        let names = indices.iter().map(Name::to_string).collect::<Vec<_>>().join(", ");
+        let names = indices.iter().map(MosaicName::to_string).collect::<Vec<_>>().join(", ");
         let types = vec!["index"; indices.len()].join(", ");
         let (loaded, wide) = (self.name(), Self::wide(ty, shape.len()));
         self.line(format_args!(
@@ -296,10 +301,10 @@ impl Writer<'_> {
         if shape.len() == 2 {
             return loaded;
         }
-        self.define("vector.shape_cast", &[(loaded, &wide)], "", &Spelled(ty).to_string())
+        self.define("vector.shape_cast", &[(loaded, &wide)], "", &MosaicTypeName(ty).to_string())
     }
 
-    fn binary(&mut self, op: Binary, ty: Type, a: Name, b: Name) -> Name {
+    fn binary(&mut self, op: Binary, ty: TileType, a: MosaicName, b: MosaicName) -> MosaicName {
         let float = ty.element.is_float();
         let (op, attributes) = match op {
             Binary::Add if float => ("arith.addf", NO_FAST_MATH),
@@ -317,15 +322,15 @@ impl Writer<'_> {
             Binary::Or => ("arith.ori", ""),
             Binary::ShiftRight => ("arith.shrsi", ""),
         };
-        let spelled = Spelled(ty).to_string();
+        let spelled = MosaicTypeName(ty).to_string();
         self.define(op, &[(a, &spelled), (b, &spelled)], attributes, &spelled)
     }
 
-    fn convert(&mut self, from: Type, to: Type, a: Name) -> Name {
-        let (given, wanted) = (Spelled(from).to_string(), Spelled(to).to_string());
+    fn convert(&mut self, from: TileType, to: TileType, a: MosaicName) -> MosaicName {
+        let (given, wanted) = (MosaicTypeName(from).to_string(), MosaicTypeName(to).to_string());
         let op = match (from.element, to.element) {
             (DeviceDtype::Pred, element) if element.is_float() => {
-                let integer = Type { element: DeviceDtype::I32, ..to };
+                let integer = TileType { element: DeviceDtype::I32, ..to };
                 let wide = self.convert(from, integer, a);
                 return self.convert(integer, to, wide);
             }
@@ -351,7 +356,7 @@ impl Writer<'_> {
         self.define(op, &[(a, &given)], attributes, &wanted)
     }
 
-    fn fold_lanes(&mut self, fold: Fold, from: Type, to: Type, a: Name) -> Name {
+    fn fold_lanes(&mut self, fold: Fold, from: TileType, to: TileType, a: MosaicName) -> MosaicName {
         let [rows, _] = from.tile.expect("a tile is folded");
         let (kind, start) = match fold {
             Fold::Add => ("add", 0.0),
@@ -362,24 +367,29 @@ impl Writer<'_> {
         let value = format!("value = dense<{}> : {folded}", literal(start, from.element));
         let start = self.define("arith.constant", &[], &value, &folded);
         let attributes = format!("kind = #vector.kind<{kind}>, reduction_dims = array<i64: 1>");
-        let spelled = Spelled(from).to_string();
+        let spelled = MosaicTypeName(from).to_string();
         let column = self.define("vector.multi_reduction", &[(a, &spelled), (start, &folded)], &attributes, &folded);
-        self.define("vector.shape_cast", &[(column, &folded)], "", &Spelled(to).to_string())
+        self.define("vector.shape_cast", &[(column, &folded)], "", &MosaicTypeName(to).to_string())
     }
 }
 
-impl Lowering for Writer<'_> {
-    type Value = Name;
+impl KernelLowering for MosaicWriter<'_> {
+    type Value = MosaicName;
 
-    fn operation(&mut self, ty: Type, operation: &Operation, operands: &[Operand<Name>]) -> Name {
-        let spelled = Spelled(ty).to_string();
-        let types: Vec<String> = operands.iter().map(|operand| Spelled(operand.ty).to_string()).collect();
-        let named: Vec<(Name, &str)> =
+    fn operation(
+        &mut self,
+        ty: TileType,
+        operation: &TileOperation,
+        operands: &[LoweredOperand<MosaicName>],
+    ) -> MosaicName {
+        let spelled = MosaicTypeName(ty).to_string();
+        let types: Vec<String> = operands.iter().map(|operand| MosaicTypeName(operand.ty).to_string()).collect();
+        let named: Vec<(MosaicName, &str)> =
             operands.iter().zip(&types).map(|(operand, ty)| (operand.value, ty.as_str())).collect();
         match operation {
-            Operation::Constant(x) => self.constant(*x, ty),
-            Operation::GridIndex(axis) => Name::Grid(*axis),
-            Operation::LoadScalar(i, _) => {
+            TileOperation::Constant(x) => self.constant(*x, ty),
+            TileOperation::GridIndex(axis) => MosaicName::Grid(*axis),
+            TileOperation::LoadScalar(i, _) => {
                 let index = self.cast_to_index(operands[0].value);
                 let (element, length) = self.kernel.scalars[*i];
                 let memref = memref(element, &[length], "smem");
@@ -389,14 +399,14 @@ impl Lowering for Writer<'_> {
                 ));
                 name
             }
-            Operation::Load(memory, place) => {
+            TileOperation::Load(memory, place) => {
                 let place = match place {
-                    Place::Static(column) => Place::Static(*column),
-                    Place::Dynamic(_) => Place::Dynamic(operands[0].value),
+                    ColumnIndex::Static(column) => ColumnIndex::Static(*column),
+                    ColumnIndex::Dynamic(_) => ColumnIndex::Dynamic(operands[0].value),
                 };
                 self.load(*memory, place, ty)
             }
-            Operation::Unary(op, _) => {
+            TileOperation::Unary(op, _) => {
                 let op = match op {
                     Unary::Neg => "arith.negf",
                     Unary::Exp => "math.exp",
@@ -405,44 +415,44 @@ impl Lowering for Writer<'_> {
                 };
                 self.define(op, &named, NO_FAST_MATH, &spelled)
             }
-            Operation::Binary(op, ..) => self.binary(*op, ty, operands[0].value, operands[1].value),
-            Operation::Compare(comparison, ..) => {
+            TileOperation::Binary(op, ..) => self.binary(*op, ty, operands[0].value, operands[1].value),
+            TileOperation::Compare(comparison, ..) => {
                 let float = operands[0].ty.element.is_float();
                 let (op, attributes) = match (comparison, float) {
-                    (Comparison::Equal, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 1 : i64")),
-                    (Comparison::Less, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 4 : i64")),
-                    (Comparison::Equal, false) => ("arith.cmpi", "predicate = 0 : i64".to_string()),
-                    (Comparison::Less, false) => ("arith.cmpi", "predicate = 2 : i64".to_string()),
+                    (TileComparison::Equal, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 1 : i64")),
+                    (TileComparison::Less, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 4 : i64")),
+                    (TileComparison::Equal, false) => ("arith.cmpi", "predicate = 0 : i64".to_string()),
+                    (TileComparison::Less, false) => ("arith.cmpi", "predicate = 2 : i64".to_string()),
                 };
                 self.define(op, &named, &attributes, &spelled)
             }
-            Operation::Select(..) => self.define("arith.select", &named, "", &spelled),
-            Operation::Iota(axis) => {
+            TileOperation::Select(..) => self.define("arith.select", &named, "", &spelled),
+            TileOperation::Iota(axis) => {
                 self.define("tpu.iota", &[], &format!("dimensions = array<i32: {axis}>"), &spelled)
             }
-            Operation::Convert(_) => self.convert(operands[0].ty, ty, operands[0].value),
-            Operation::Bitcast(_) => self.define("arith.bitcast", &named, "", &spelled),
-            Operation::Broadcast(_) => self.define("vector.broadcast", &named, "", &spelled),
-            Operation::Columns(_, start) => {
+            TileOperation::Convert(_) => self.convert(operands[0].ty, ty, operands[0].value),
+            TileOperation::Bitcast(_) => self.define("arith.bitcast", &named, "", &spelled),
+            TileOperation::Broadcast(_) => self.define("vector.broadcast", &named, "", &spelled),
+            TileOperation::Columns(_, start) => {
                 let [rows, columns] = ty.tile.expect("columns of a tile");
                 let attributes = format!("offsets = [0, {start}], sizes = [{rows}, {columns}], strides = [1, 1]");
                 self.define("vector.extract_strided_slice", &named, &attributes, &spelled)
             }
-            Operation::FoldLanes(fold, _) => self.fold_lanes(*fold, operands[0].ty, ty, operands[0].value),
+            TileOperation::FoldLanes(fold, _) => self.fold_lanes(*fold, operands[0].ty, ty, operands[0].value),
         }
     }
 
-    fn store(&mut self, memory: Memory, place: Place<Name>, value: Operand<Name>) {
+    fn store(&mut self, memory: TileMemory, place: ColumnIndex<MosaicName>, value: LoweredOperand<MosaicName>) {
         let (memory, memref, shape) = self.memory(memory);
         let rank = shape.len();
-        let (stored, wide) = (Spelled(value.ty).to_string(), Self::wide(value.ty, rank));
+        let (stored, wide) = (MosaicTypeName(value.ty).to_string(), Self::wide(value.ty, rank));
         let tile = if rank == 2 {
             value.value
         } else {
             self.define("vector.shape_cast", &[(value.value, &stored)], "", &wide)
         };
         let indices = self.indices(rank, place);
-        let names = indices.iter().map(Name::to_string).collect::<Vec<_>>().join(", ");
+        let names = indices.iter().map(MosaicName::to_string).collect::<Vec<_>>().join(", ");
         let types = vec!["index"; rank].join(", ");
         self.line(format_args!(
             "\"stable_mosaic.tpu.vector_store\"({tile}, {memory}, {names}) {{add = false, operandSegmentSizes = array<i32: 1, 1, {rank}, 0>, strides = array<i32>}} : ({wide}, {memref}, {types}) -> ()"
@@ -452,18 +462,18 @@ impl Lowering for Writer<'_> {
     fn for_loop(
         &mut self,
         trips: usize,
-        initial: &[Operand<Name>],
-        _: &[Memory],
+        initial: &[LoweredOperand<MosaicName>],
+        _: &[TileMemory],
         body: LoopBody<'_, Self>,
-    ) -> Vec<Name> {
-        let i32 = Type::scalar(DeviceDtype::I32);
+    ) -> Vec<MosaicName> {
+        let i32 = TileType::scalar(DeviceDtype::I32);
         let (from, to, step) = (self.constant(0.0, i32), self.constant(trips as f64, i32), self.constant(1.0, i32));
         let starts = after_comma(initial.iter().map(|operand| operand.value.to_string()));
-        let types: Vec<String> = initial.iter().map(|operand| Spelled(operand.ty).to_string()).collect();
+        let types: Vec<String> = initial.iter().map(|operand| MosaicTypeName(operand.ty).to_string()).collect();
         let results = self.names;
         self.names += 1;
         let index = self.name();
-        let carried: Vec<Name> = initial.iter().map(|_| self.name()).collect();
+        let carried: Vec<MosaicName> = initial.iter().map(|_| self.name()).collect();
         let inside = after_comma(carried.iter().zip(&types).map(|(name, ty)| format!("{name}: {ty}")));
         let defined = if initial.is_empty() { String::new() } else { format!("%{results}:{} = ", initial.len()) };
         self.line(format_args!("{defined}\"stable_mosaic.scf.for\"({from}, {to}, {step}{starts}) ({{"));
@@ -476,10 +486,10 @@ impl Lowering for Writer<'_> {
         self.depth -= 1;
         let taken = after_comma(types.iter().cloned());
         self.line(format_args!("}}) : (i32, i32, i32{taken}) -> ({list})"));
-        (0..initial.len()).map(|result| Name::Result(results, result)).collect()
+        (0..initial.len()).map(|result| MosaicName::Result(results, result)).collect()
     }
 
-    fn when(&mut self, condition: Name, _: &[Memory], body: &mut dyn FnMut(&mut Self)) {
+    fn when(&mut self, condition: MosaicName, _: &[TileMemory], body: &mut dyn FnMut(&mut Self)) {
         self.line(format_args!("\"stable_mosaic.scf.if\"({condition}) ({{"));
         self.depth += 1;
         body(self);

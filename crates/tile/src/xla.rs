@@ -7,21 +7,23 @@ use std::collections::HashMap;
 use std::f64::consts::LN_2;
 use std::mem;
 
-use super::ir::{Array, Binary, Comparison, Kernel, Memory, Operation, Place, Type as TileType, Unary};
-use super::lower::{LoopBody, Lowering, Operand, lower};
+use super::ir::{
+    Binary, ColumnIndex, TileComparison, TileKernel, TileMemory, TileOperation, TileType, Unary, WindowedArray,
+};
+use super::lower::{KernelLowering, LoopBody, LoweredOperand, lower};
 use super::{POISON, POISON_16};
-use crate::stablehlo::{self, Builder, Type, Value};
+use crate::stablehlo::{self, HloBuilder, HloType, HloValue};
 use assay_core::device_dtype::DeviceDtype;
 
 /// Writes `kernel` called with `operands`, scalars first, and returns its outputs.
-pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec<Value> {
+pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValue]) -> Vec<HloValue> {
     let (scalars, inputs) = operands.split_at(kernel.scalars.len());
-    let whole = |array: &Array| -> Vec<usize> {
+    let whole = |array: &WindowedArray| -> Vec<usize> {
         let blocks = |along: &Option<usize>| along.map_or(1, |axis| kernel.grid[axis]);
         let window = array.window.block.iter().zip(&array.window.along);
         window.map(|(block, along)| block * blocks(along)).collect()
     };
-    let padded: Vec<Value> = kernel
+    let padded: Vec<HloValue> = kernel
         .inputs
         .iter()
         .zip(inputs)
@@ -32,7 +34,7 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
         .collect();
 
     let shared = |output: usize| kernel.aliases.iter().find(|alias| alias.1 == output).map(|alias| alias.0);
-    let index = Type::new(DeviceDtype::I32, &[]);
+    let index = HloType::new(DeviceDtype::I32, &[]);
     let mut carried = vec![builder.constant(0.0, index.clone())];
     for (i, array) in kernel.outputs.iter().enumerate() {
         let start = shared(i).map_or_else(|| poison(builder, array.element, &whole(array)), |input| padded[input]);
@@ -46,19 +48,23 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
         &carried,
         |builder, carried| {
             let end = builder.constant(steps as f64, index.clone());
-            builder.compare(stablehlo::Comparison::Less, carried[0], end)
+            builder.compare(stablehlo::HloComparison::Less, carried[0], end)
         },
         |builder, carried| {
             let (arrays, scratch) = carried[1..].split_at(kernel.outputs.len());
             let builder_so_far = mem::take(builder);
-            let mut step =
-                Step { builder: builder_so_far, scalars: scalars.to_vec(), grid: Vec::new(), memory: HashMap::new() };
+            let mut step = GridStep {
+                builder: builder_so_far,
+                scalars: scalars.to_vec(),
+                grid: Vec::new(),
+                memory: HashMap::new(),
+            };
             step.grid = step.grid_indices(&kernel.grid, carried[0]);
             for (i, array) in kernel.inputs.iter().enumerate() {
                 // An input whose memory an output takes is read from where that output is written.
                 let output = kernel.aliases.iter().find(|alias| alias.0 == i).map(|alias| alias.1);
                 let window = step.read(array, output.map_or(padded[i], |output| arrays[output]));
-                step.memory.insert(Memory::Input(i), window);
+                step.memory.insert(TileMemory::Input(i), window);
             }
             for (i, array) in kernel.outputs.iter().enumerate() {
                 let window = if revisited(kernel, array) {
@@ -66,18 +72,18 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
                 } else {
                     poison(&mut step.builder, array.element, &array.tile())
                 };
-                step.memory.insert(Memory::Output(i), window);
+                step.memory.insert(TileMemory::Output(i), window);
             }
             for (i, &value) in scratch.iter().enumerate() {
-                step.memory.insert(Memory::Scratch(i), value);
+                step.memory.insert(TileMemory::Scratch(i), value);
             }
             lower(kernel, &mut step);
             let one = step.builder.constant(1.0, index.clone());
             let mut next = vec![step.builder.add(carried[0], one)];
             for (i, array) in kernel.outputs.iter().enumerate() {
-                next.push(step.write_back(array, arrays[i], step.memory[&Memory::Output(i)]));
+                next.push(step.write_back(array, arrays[i], step.memory[&TileMemory::Output(i)]));
             }
-            next.extend((0..kernel.scratch.len()).map(|i| step.memory[&Memory::Scratch(i)]));
+            next.extend((0..kernel.scratch.len()).map(|i| step.memory[&TileMemory::Scratch(i)]));
             *builder = step.builder;
             next
         },
@@ -87,39 +93,39 @@ pub fn inline(kernel: &Kernel, builder: &mut Builder, operands: &[Value]) -> Vec
 }
 
 /// What lies beyond the end of an array.
-fn poison(builder: &mut Builder, element: DeviceDtype, shape: &[usize]) -> Value {
+fn poison(builder: &mut HloBuilder, element: DeviceDtype, shape: &[usize]) -> HloValue {
     let x = match element {
         DeviceDtype::I16 => f64::from(POISON_16),
         element if element.is_float() => f64::NAN,
         _ => f64::from(POISON),
     };
-    builder.constant(x, Type::new(element, shape))
+    builder.constant(x, HloType::new(element, shape))
 }
 
 /// Whether steps that follow one another may see the same block.
-fn revisited(kernel: &Kernel, array: &Array) -> bool {
+fn revisited(kernel: &TileKernel, array: &WindowedArray) -> bool {
     let last = kernel.grid.len() - 1;
     kernel.grid[last] > 1 && !array.window.along.contains(&Some(last))
 }
 
 /// A step of the grid while it is being written.
-struct Step {
+struct GridStep {
     /// The text so far; empty while a region that is nested in this one is written.
-    builder: Builder,
-    scalars: Vec<Value>,
+    builder: HloBuilder,
+    scalars: Vec<HloValue>,
     /// The indices of the grid.
-    grid: Vec<Value>,
+    grid: Vec<HloValue>,
     /// The contents of windows and scratch, now.
-    memory: HashMap<Memory, Value>,
+    memory: HashMap<TileMemory, HloValue>,
 }
 
-impl Step {
-    fn integer(&mut self, x: usize) -> Value {
-        self.builder.constant(x as f64, Type::new(DeviceDtype::I32, &[]))
+impl GridStep {
+    fn integer(&mut self, x: usize) -> HloValue {
+        self.builder.constant(x as f64, HloType::new(DeviceDtype::I32, &[]))
     }
 
     /// The indices of step `step` of a grid, the last axis fastest.
-    fn grid_indices(&mut self, grid: &[usize], step: Value) -> Vec<Value> {
+    fn grid_indices(&mut self, grid: &[usize], step: HloValue) -> Vec<HloValue> {
         let mut indices = vec![step; grid.len()];
         let mut rest = step;
         for axis in (1..grid.len()).rev() {
@@ -134,7 +140,7 @@ impl Step {
     }
 
     /// Where the window of this step begins in its array.
-    fn starts(&mut self, array: &Array) -> Vec<Value> {
+    fn starts(&mut self, array: &WindowedArray) -> Vec<HloValue> {
         let window = array.window.block.iter().zip(&array.window.along);
         window
             .map(|(&block, along)| match along {
@@ -147,31 +153,31 @@ impl Step {
             .collect()
     }
 
-    fn read(&mut self, array: &Array, whole: Value) -> Value {
+    fn read(&mut self, array: &WindowedArray, whole: HloValue) -> HloValue {
         let starts = self.starts(array);
         let block = self.builder.dynamic_slice(whole, &starts, &array.window.block);
         self.builder.reshape(block, &array.tile())
     }
 
-    fn write_back(&mut self, array: &Array, whole: Value, window: Value) -> Value {
+    fn write_back(&mut self, array: &WindowedArray, whole: HloValue, window: HloValue) -> HloValue {
         let starts = self.starts(array);
         let block = self.builder.reshape(window, &array.window.block);
         self.builder.dynamic_update_slice(whole, block, &starts)
     }
 
-    fn column(&mut self, place: Place<Value>) -> Vec<Value> {
+    fn column(&mut self, place: ColumnIndex<HloValue>) -> Vec<HloValue> {
         let column = match place {
-            Place::Static(column) => self.integer(column),
-            Place::Dynamic(column) => column,
+            ColumnIndex::Static(column) => self.integer(column),
+            ColumnIndex::Dynamic(column) => column,
         };
         vec![self.integer(0), column]
     }
 
-    fn load(&mut self, memory: Memory, place: Place<Value>, ty: &Type) -> Value {
+    fn load(&mut self, memory: TileMemory, place: ColumnIndex<HloValue>, ty: &HloType) -> HloValue {
         let contents = self.memory[&memory];
         match place {
-            Place::Static(column) => self.builder.slice(contents, &[0, column], &ty.shape),
-            Place::Dynamic(_) => {
+            ColumnIndex::Static(column) => self.builder.slice(contents, &[0, column], &ty.shape),
+            ColumnIndex::Dynamic(_) => {
                 let start = self.column(place);
                 self.builder.dynamic_slice(contents, &start, &ty.shape)
             }
@@ -179,7 +185,7 @@ impl Step {
     }
 
     /// Writes a nested region. Memory holds afterwards what it held before: what the region stores, it returns.
-    fn inside(&mut self, builder: &mut Builder, write: impl FnOnce(&mut Self) -> Vec<Value>) -> Vec<Value> {
+    fn inside(&mut self, builder: &mut HloBuilder, write: impl FnOnce(&mut Self) -> Vec<HloValue>) -> Vec<HloValue> {
         let before = self.memory.clone();
         self.builder = mem::take(builder);
         let values = write(self);
@@ -188,35 +194,44 @@ impl Step {
         values
     }
 
-    fn stored(&self, memory: &[Memory]) -> Vec<Value> {
+    fn stored(&self, memory: &[TileMemory]) -> Vec<HloValue> {
         memory.iter().map(|memory| self.memory[memory]).collect()
     }
 
-    fn set(&mut self, memory: &[Memory], contents: &[Value]) {
+    fn set(&mut self, memory: &[TileMemory], contents: &[HloValue]) {
         self.memory.extend(memory.iter().copied().zip(contents.iter().copied()));
     }
 }
 
-fn spelled(ty: TileType) -> Type {
-    Type::new(ty.element, ty.tile.as_ref().map_or(&[], <[usize; 2]>::as_slice))
+fn spelled(ty: TileType) -> HloType {
+    HloType::new(ty.element, ty.tile.as_ref().map_or(&[], <[usize; 2]>::as_slice))
 }
 
-impl Lowering for Step {
-    type Value = Value;
+impl KernelLowering for GridStep {
+    type Value = HloValue;
 
-    fn operation(&mut self, ty: TileType, operation: &Operation, operands: &[Operand<Value>]) -> Value {
+    fn operation(
+        &mut self,
+        ty: TileType,
+        operation: &TileOperation,
+        operands: &[LoweredOperand<HloValue>],
+    ) -> HloValue {
         let ty = spelled(ty);
         let value = |i: usize| operands[i].value;
         match operation {
-            Operation::Constant(x) => self.builder.constant(*x, ty),
-            Operation::GridIndex(axis) => self.grid[*axis],
-            Operation::LoadScalar(i, _) => {
+            TileOperation::Constant(x) => self.builder.constant(*x, ty),
+            TileOperation::GridIndex(axis) => self.grid[*axis],
+            TileOperation::LoadScalar(i, _) => {
                 let one = self.builder.dynamic_slice(self.scalars[*i], &[value(0)], &[1]);
                 self.builder.reshape(one, &[])
             }
-            Operation::Load(memory, Place::Static(column)) => self.load(*memory, Place::Static(*column), &ty),
-            Operation::Load(memory, Place::Dynamic(_)) => self.load(*memory, Place::Dynamic(value(0)), &ty),
-            Operation::Unary(op, _) => match op {
+            TileOperation::Load(memory, ColumnIndex::Static(column)) => {
+                self.load(*memory, ColumnIndex::Static(*column), &ty)
+            }
+            TileOperation::Load(memory, ColumnIndex::Dynamic(_)) => {
+                self.load(*memory, ColumnIndex::Dynamic(value(0)), &ty)
+            }
+            TileOperation::Unary(op, _) => match op {
                 Unary::Neg => self.builder.negate(value(0)),
                 Unary::Exp => self.builder.exponential(value(0)),
                 Unary::Exp2 => {
@@ -226,7 +241,7 @@ impl Lowering for Step {
                 }
                 Unary::Log => self.builder.log(value(0)),
             },
-            Operation::Binary(op, ..) => {
+            TileOperation::Binary(op, ..) => {
                 let (a, b) = (value(0), value(1));
                 match op {
                     Binary::Add => self.builder.add(a, b),
@@ -248,30 +263,30 @@ impl Lowering for Step {
                     Binary::ShiftRight => self.builder.shift_right(a, b),
                 }
             }
-            Operation::Compare(comparison, ..) => {
+            TileOperation::Compare(comparison, ..) => {
                 let comparison = match comparison {
-                    Comparison::Equal => stablehlo::Comparison::Equal,
-                    Comparison::Less => stablehlo::Comparison::Less,
+                    TileComparison::Equal => stablehlo::HloComparison::Equal,
+                    TileComparison::Less => stablehlo::HloComparison::Less,
                 };
                 self.builder.compare(comparison, value(0), value(1))
             }
-            Operation::Select(..) => self.builder.select(value(0), value(1), value(2)),
-            Operation::Iota(axis) => self.builder.iota(*axis, ty),
-            Operation::Convert(_) => self.builder.convert(value(0), ty.element),
-            Operation::Bitcast(_) => self.builder.bitcast(value(0), ty.element),
-            Operation::Broadcast(_) => {
+            TileOperation::Select(..) => self.builder.select(value(0), value(1), value(2)),
+            TileOperation::Iota(axis) => self.builder.iota(*axis, ty),
+            TileOperation::Convert(_) => self.builder.convert(value(0), ty.element),
+            TileOperation::Bitcast(_) => self.builder.bitcast(value(0), ty.element),
+            TileOperation::Broadcast(_) => {
                 let dimensions: &[usize] = if operands[0].ty.tile.is_some() { &[0, 1] } else { &[] };
                 self.builder.broadcast(value(0), dimensions, &ty.shape)
             }
-            Operation::Columns(_, start) => self.builder.slice(value(0), &[0, *start], &ty.shape),
-            Operation::FoldLanes(fold, _) => {
+            TileOperation::Columns(_, start) => self.builder.slice(value(0), &[0, *start], &ty.shape),
+            TileOperation::FoldLanes(fold, _) => {
                 let folded = self.builder.reduce(*fold, value(0), &[1]);
                 self.builder.reshape(folded, &ty.shape)
             }
         }
     }
 
-    fn store(&mut self, memory: Memory, place: Place<Value>, value: Operand<Value>) {
+    fn store(&mut self, memory: TileMemory, place: ColumnIndex<HloValue>, value: LoweredOperand<HloValue>) {
         let start = self.column(place);
         let contents = self.builder.dynamic_update_slice(self.memory[&memory], value.value, &start);
         self.memory.insert(memory, contents);
@@ -280,20 +295,20 @@ impl Lowering for Step {
     fn for_loop(
         &mut self,
         trips: usize,
-        initial: &[Operand<Value>],
-        stored: &[Memory],
+        initial: &[LoweredOperand<HloValue>],
+        stored: &[TileMemory],
         body: LoopBody<'_, Self>,
-    ) -> Vec<Value> {
+    ) -> Vec<HloValue> {
         let mut carried = vec![self.integer(0)];
         carried.extend(initial.iter().map(|operand| operand.value));
         carried.extend(self.stored(stored));
-        let index = Type::new(DeviceDtype::I32, &[]);
+        let index = HloType::new(DeviceDtype::I32, &[]);
         let mut builder = mem::take(&mut self.builder);
         let results = builder.while_loop(
             &carried,
             |builder, carried| {
                 let end = builder.constant(trips as f64, index.clone());
-                builder.compare(stablehlo::Comparison::Less, carried[0], end)
+                builder.compare(stablehlo::HloComparison::Less, carried[0], end)
             },
             |builder, carried| {
                 self.inside(builder, |step| {
@@ -314,7 +329,7 @@ impl Lowering for Step {
         values.to_vec()
     }
 
-    fn when(&mut self, condition: Value, stored: &[Memory], body: &mut dyn FnMut(&mut Self)) {
+    fn when(&mut self, condition: HloValue, stored: &[TileMemory], body: &mut dyn FnMut(&mut Self)) {
         let before = self.stored(stored);
         let mut builder = mem::take(&mut self.builder);
         let after = builder.if_else(

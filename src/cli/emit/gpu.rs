@@ -3,7 +3,7 @@
 use assay_ptx::{Parameter, PtxKernel, Role};
 use serde::Serialize;
 
-use super::manifest::{Asked, For, Manifest};
+use super::manifest::{EmitManifest, EmitRequest, EmitTarget};
 use crate::cli::{CliError, Passed};
 use crate::device_dtype::DeviceDtype;
 use crate::gpu::GpuTarget;
@@ -13,7 +13,7 @@ use crate::implementation::{Given, RunError};
 use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, StructuredSpec};
 
 #[derive(Serialize)]
-struct OfGpu {
+struct GpuFacts {
     /// What the text asks for at least: a driver assembles it for that or a newer chip.
     architecture: &'static str,
     /// What XLA's CUDA plugin is told of the chip where there is none: a `GpuTargetConfigProto` as text.
@@ -21,7 +21,7 @@ struct OfGpu {
 }
 
 #[derive(Serialize)]
-struct Emitted<'e> {
+struct EmittedPtx<'e> {
     /// Of its entry.
     name: &'e str,
     ptx: String,
@@ -35,11 +35,11 @@ struct Emitted<'e> {
     /// (`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`).
     shared_bytes: u32,
     /// What the entry is given, one pointer each, in order.
-    arguments: Vec<Argument<'e>>,
+    arguments: Vec<PtxArgument<'e>>,
 }
 
 #[derive(Serialize)]
-struct Argument<'e> {
+struct PtxArgument<'e> {
     name: &'e str,
     dtype: DeviceDtype,
     shape: &'e [usize],
@@ -52,7 +52,7 @@ struct Argument<'e> {
     over: Option<usize>,
 }
 
-impl<'e> From<&'e PtxKernel> for Emitted<'e> {
+impl<'e> From<&'e PtxKernel> for EmittedPtx<'e> {
     fn from(kernel: &'e PtxKernel) -> Self {
         let argument = |parameter: &'e Parameter| {
             let (role, over) = match parameter.role {
@@ -60,7 +60,7 @@ impl<'e> From<&'e PtxKernel> for Emitted<'e> {
                 Role::Output { over } => ("output", over),
             };
             let Parameter { name, dtype, shape, alignment, .. } = parameter;
-            Argument { name, dtype: *dtype, shape, alignment: *alignment, role, over }
+            PtxArgument { name, dtype: *dtype, shape, alignment: *alignment, role, over }
         };
         Self {
             name: &kernel.name,
@@ -75,7 +75,7 @@ impl<'e> From<&'e PtxKernel> for Emitted<'e> {
 }
 
 /// Writes the kernels that are `asked` for, for `target`.
-pub(super) fn emit(asked: &Asked, target: &GpuTarget) -> Result<Passed, CliError> {
+pub(super) fn emit(asked: &EmitRequest, target: &GpuTarget) -> Result<Passed, CliError> {
     let spec = asked.spec()?;
     let id = asked.implementation.as_deref().unwrap_or("gpu-one-pass");
     let program: LossProgram = gpu_program(id)?;
@@ -93,13 +93,13 @@ pub(super) fn emit(asked: &Asked, target: &GpuTarget) -> Result<Passed, CliError
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;
     let signature = program.signature_for(loss, shape, dtype, devices, ANY_DEVICE).map_err(RunError::from)?;
     let local = program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?;
-    let facts = OfGpu { architecture: written_for.name(), target_config: target.chip.target_config() };
-    let of = For { target: target.to_string(), devices, facts };
-    let emitted = kernels.iter().map(Emitted::from).collect();
-    let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
+    let facts = GpuFacts { architecture: written_for.name(), target_config: target.chip.target_config() };
+    let of = EmitTarget { target: target.to_string(), devices, facts };
+    let emitted = kernels.iter().map(EmittedPtx::from).collect();
+    let manifest = EmitManifest::new(of, (id, local, dtype), &spec, &signature, emitted);
     let files = kernels.iter().zip(&manifest.kernels).map(|(kernel, emitted)| (&emitted.ptx, &kernel.text));
-    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |emitted: &Emitted| {
-        let Emitted { name, ptx, grid: [ctas, ..], block: [threads, ..], cluster, shared_bytes, .. } = emitted;
+    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |emitted: &EmittedPtx| {
+        let EmittedPtx { name, ptx, grid: [ctas, ..], block: [threads, ..], cluster, shared_bytes, .. } = emitted;
         let launch = format!("{ctas} CTAs of {threads} threads in clusters of {cluster}");
         format!("{name}: {ptx}, {launch}, {shared_bytes} bytes of dynamic shared memory\n")
     })

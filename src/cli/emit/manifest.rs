@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 use crate::cli::{CliError, Passed, Printing};
 use crate::config;
 use crate::problem::{Dtype, Shape};
-use crate::programs::{Named, Signature};
+use crate::programs::{NamedArray, Signature};
 use crate::spec::LossSpec;
 
 /// The whole program, within the folder.
@@ -17,7 +17,7 @@ const MODULE: &str = "module.mlir";
 
 /// What is emitted, and where to.
 #[derive(Args)]
-pub(super) struct Asked {
+pub(super) struct EmitRequest {
     /// The implementation: of a TPU tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab,
     /// -mesh); of a GPU gpu-one-pass, gpu-two-pass, their cuts, or gpu-logp. The one-pass kernel if none is given
     #[arg(long = "impl", value_name = "ID")]
@@ -38,7 +38,7 @@ pub(super) struct Asked {
     pub(super) printing: Printing,
 }
 
-impl Asked {
+impl EmitRequest {
     /// The loss.
     pub(super) fn spec(&self) -> Result<LossSpec, CliError> {
         Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default())
@@ -47,7 +47,7 @@ impl Asked {
 
 /// What was emitted, and how it is called. Described in `docs/jax.md` and `docs/gpu.md`.
 #[derive(Serialize)]
-pub(super) struct Manifest<'e, T, K> {
+pub(super) struct EmitManifest<'e, T, K> {
     assay: &'static str,
     /// What is said of such a target alone.
     #[serde(flatten)]
@@ -64,27 +64,27 @@ pub(super) struct Manifest<'e, T, K> {
     numbers: &'e [(&'static str, f32)],
     /// In the order of their calls.
     pub(super) kernels: Vec<K>,
-    module: Module<'e>,
+    module: EmittedModule<'e>,
 }
 
 /// A target by name, its devices, and what is said of it.
-pub(super) struct For<T> {
+pub(super) struct EmitTarget<T> {
     pub(super) target: String,
     pub(super) devices: usize,
     pub(super) facts: T,
 }
 
-impl<'e, T: Serialize, K: Serialize> Manifest<'e, T, K> {
+impl<'e, T: Serialize, K: Serialize> EmitManifest<'e, T, K> {
     /// `shape` is what each device holds.
     pub(super) fn new(
-        For { target, devices, facts }: For<T>,
+        EmitTarget { target, devices, facts }: EmitTarget<T>,
         (implementation, shape, dtype): (&'e str, [usize; 3], Dtype),
         spec: &'e LossSpec,
         signature: &'e Signature,
         kernels: Vec<K>,
     ) -> Self {
         let Signature { numbers, inputs, outputs } = signature;
-        let module = Module { file: MODULE, inputs, outputs, aliases: [Alias { operand: 0, result: 0 }] };
+        let module = EmittedModule { file: MODULE, inputs, outputs, aliases: [Alias { operand: 0, result: 0 }] };
         let assay = env!("CARGO_PKG_VERSION");
         Self { assay, facts, implementation, target, devices, shape, dtype, spec, numbers, kernels, module }
     }
@@ -92,7 +92,7 @@ impl<'e, T: Serialize, K: Serialize> Manifest<'e, T, K> {
     /// Writes it, the whole program and what belongs to each kernel, and prints a line of each.
     pub(super) fn write(
         &self,
-        Asked { output, printing, .. }: &Asked,
+        EmitRequest { output, printing, .. }: &EmitRequest,
         module: &str,
         files: &[(&String, &String)],
         line: impl Fn(&K) -> String,
@@ -118,10 +118,10 @@ pub(super) struct Alias {
 }
 
 #[derive(Serialize)]
-struct Module<'e> {
+struct EmittedModule<'e> {
     file: &'static str,
-    inputs: &'e [Named],
-    outputs: &'e [Named],
+    inputs: &'e [NamedArray],
+    outputs: &'e [NamedArray],
     aliases: [Alias; 1],
 }
 

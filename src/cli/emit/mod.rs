@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::compile::AnyTarget;
 use super::{CliError, Passed};
-use manifest::Asked;
+use manifest::EmitRequest;
 
 #[derive(Args)]
 pub(super) struct Emit {
@@ -17,7 +17,7 @@ pub(super) struct Emit {
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse)]
     target: AnyTarget,
     #[command(flatten)]
-    asked: Asked,
+    asked: EmitRequest,
 }
 
 impl Emit {

@@ -2,11 +2,11 @@
 
 use serde::Serialize;
 
-use super::manifest::{Alias, Asked, For, Manifest};
+use super::manifest::{Alias, EmitManifest, EmitRequest, EmitTarget};
 use crate::cli::{CliError, Passed};
 use crate::implementation::RunError;
 use crate::problem::Dtype;
-use crate::programs::{MOSAIC_VERSION, Named, Programs as _, StructuredSpec, TpuKernel};
+use crate::programs::{MOSAIC_VERSION, NamedArray, Programs as _, StructuredSpec, TpuKernel};
 use crate::tpu::TpuTarget;
 use crate::tpu::figures::loss_program;
 
@@ -14,18 +14,18 @@ use crate::tpu::figures::loss_program;
 const LIBTPU: &str = "0.0.51";
 
 #[derive(Serialize)]
-struct OfTpu {
+struct TpuFacts {
     mosaic_version: usize,
     libtpu: &'static str,
 }
 
 #[derive(Serialize)]
-struct Emitted<'e> {
+struct EmittedMosaic<'e> {
     name: &'e str,
     payload: String,
     text: String,
-    operands: Vec<Dense<'e>>,
-    results: Vec<Dense<'e>>,
+    operands: Vec<DenseArray<'e>>,
+    results: Vec<DenseArray<'e>>,
     aliases: Vec<Alias>,
     /// The least and the most that its operand `columns` may say.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -35,9 +35,9 @@ struct Emitted<'e> {
 
 /// An array of a kernel.
 #[derive(Serialize)]
-struct Dense<'e> {
+struct DenseArray<'e> {
     #[serde(flatten)]
-    named: &'e Named,
+    named: &'e NamedArray,
     /// Axes, from major to minor.
     layout: Vec<usize>,
     /// What its integers are the bits of.
@@ -45,11 +45,11 @@ struct Dense<'e> {
     bits_of: Option<Dtype>,
 }
 
-impl<'e> Emitted<'e> {
+impl<'e> EmittedMosaic<'e> {
     fn new(kernel: &'e TpuKernel, dtype: Dtype) -> Self {
-        let dense = |named: &'e Named| {
+        let dense = |named: &'e NamedArray| {
             let stored_as_bits = named.name.ends_with("logits") && named.dtype != dtype.into();
-            Dense { named, layout: (0..named.shape.len()).collect(), bits_of: stored_as_bits.then_some(dtype) }
+            DenseArray { named, layout: (0..named.shape.len()).collect(), bits_of: stored_as_bits.then_some(dtype) }
         };
         Self {
             name: &kernel.name,
@@ -65,7 +65,7 @@ impl<'e> Emitted<'e> {
 }
 
 /// Writes the kernels that are `asked` for, for `target`.
-pub(super) fn emit(asked: &Asked, target: &TpuTarget) -> Result<Passed, CliError> {
+pub(super) fn emit(asked: &EmitRequest, target: &TpuTarget) -> Result<Passed, CliError> {
     let spec = asked.spec()?;
     let id = asked.implementation.as_deref().unwrap_or("tile-one-pass");
     let implementation = loss_program(id)?;
@@ -80,15 +80,15 @@ pub(super) fn emit(asked: &Asked, target: &TpuTarget) -> Result<Passed, CliError
     let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
     let signature = implementation.signature_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
     let local = implementation.held_by_each(shape, devices, machine).map_err(RunError::from)?;
-    let facts = OfTpu { mosaic_version: MOSAIC_VERSION, libtpu: LIBTPU };
-    let of = For { target: target.to_string(), devices, facts };
-    let emitted = kernels.iter().map(|kernel| Emitted::new(kernel, dtype)).collect();
-    let manifest = Manifest::new(of, (id, local, dtype), &spec, &signature, emitted);
+    let facts = TpuFacts { mosaic_version: MOSAIC_VERSION, libtpu: LIBTPU };
+    let of = EmitTarget { target: target.to_string(), devices, facts };
+    let emitted = kernels.iter().map(|kernel| EmittedMosaic::new(kernel, dtype)).collect();
+    let manifest = EmitManifest::new(of, (id, local, dtype), &spec, &signature, emitted);
     let files = kernels
         .iter()
         .zip(&manifest.kernels)
-        .flat_map(|(kernel, Emitted { payload, text, .. })| [(payload, &kernel.payload), (text, &kernel.text)]);
-    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |Emitted { name, vmem_bytes, payload, .. }| {
+        .flat_map(|(kernel, EmittedMosaic { payload, text, .. })| [(payload, &kernel.payload), (text, &kernel.text)]);
+    manifest.write(asked, &module, &files.collect::<Vec<_>>(), |EmittedMosaic { name, vmem_bytes, payload, .. }| {
         format!("{name}: {payload}, {vmem_bytes} bytes of VMEM\n")
     })
 }

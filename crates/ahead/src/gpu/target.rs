@@ -192,8 +192,8 @@ impl GpuChip {
     }
 
     /// Returns the target for which kernels of this chip are written.
-    pub fn written_for(&self) -> assay_ptx::Target {
-        use assay_ptx::Target::{Sm80, Sm90, Sm100};
+    pub fn written_for(&self) -> assay_ptx::PtxTarget {
+        use assay_ptx::PtxTarget::{Sm80, Sm90, Sm100};
         match self.capability.0 {
             ..9 => Sm80,
             9 => Sm90,

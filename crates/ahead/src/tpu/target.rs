@@ -30,7 +30,7 @@
 use std::fmt;
 
 use crate::error::AheadError;
-use assay_programs::{Machine, TpuKind};
+use assay_programs::{TileMachine, TpuKind};
 use assay_schema::compile::{Bound, Limit};
 
 /// A generation of TPU. All figures are of a chip unless they say otherwise.
@@ -77,7 +77,7 @@ impl TpuChip {
     }
 
     /// Returns the resources that a kernel may use on one device.
-    pub fn machine(&self) -> Machine {
+    pub fn machine(&self) -> TileMachine {
         self.core.machine()
     }
 

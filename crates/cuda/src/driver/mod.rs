@@ -22,7 +22,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use assay_core::memory::DeviceMemory;
-use assay_ptx::Target;
+use assay_ptx::PtxTarget;
 use libloading::Library;
 
 use crate::error::CudaError;
@@ -97,7 +97,7 @@ impl Driver {
             // SAFETY: the number is alive over the call.
             unsafe { (driver.table.version)(number) }
         })?;
-        driver.expect_version(Target::Sm80)?;
+        driver.expect_version(PtxTarget::Sm80)?;
         Ok(driver)
     }
 
@@ -105,7 +105,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`CudaError::Version`].
-    pub fn expect_version(&self, target: Target) -> Result<(), CudaError> {
+    pub fn expect_version(&self, target: PtxTarget) -> Result<(), CudaError> {
         let given = self.version;
         if given >= target.least_cuda() {
             return Ok(());

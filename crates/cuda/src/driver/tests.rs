@@ -11,7 +11,7 @@ use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::StructuredSpec;
 use assay_programs::operation::{BatchForm, OperationKernel};
-use assay_ptx::{Address, Builder, Launch, Parameter, PtxKernel, Target, Value};
+use assay_ptx::{Parameter, PtxAddress, PtxBuilder, PtxKernel, PtxLaunch, PtxTarget, PtxValue};
 use libloading::Library;
 
 use super::*;
@@ -127,16 +127,16 @@ impl Late {
 
 /// Writes a kernel in which each of `ctas` CTAs writes its rank in its cluster.
 fn ranks(ctas: u32, cluster: u32) -> PtxKernel {
-    let mut on = Builder::new("ranks", Target::Sm90);
+    let mut on = PtxBuilder::new("ranks", PtxTarget::Sm90);
     let array = on.output("ranks", DeviceDtype::I32, &[ctas as usize]);
     let (thread, cta, rank) = (on.thread(), on.cta(), on.rank());
-    let first: Value<bool> = on.less(thread, 1);
+    let first: PtxValue<bool> = on.less(thread, 1);
     on.when(first, |on| {
         let offset = on.mul_wide(cta, 4);
         let to = on.add(array, offset);
-        on.store(Address::Global(to, 0), rank);
+        on.store(PtxAddress::Global(to, 0), rank);
     });
-    on.finish(Launch { grid: [ctas, 1, 1], block: [32, 1, 1], cluster, least_resident: 1 })
+    on.finish(PtxLaunch { grid: [ctas, 1, 1], block: [32, 1, 1], cluster, least_resident: 1 })
 }
 
 fn read(array: &CudaMemory) -> Vec<i32> {
@@ -190,7 +190,7 @@ fn halves(fake: &Fake, vocab: usize, late: usize, apart: usize) -> Result<[Vec<u
     let spec = LossSpec::default();
     let row = Shape { batch: 1, tokens: 1, vocab };
     let kernels =
-        program("gpu-two-pass").gpu_kernels_for(StructuredSpec::new(&spec), row, Dtype::Bf16, 1, Target::Sm90);
+        program("gpu-two-pass").gpu_kernels_for(StructuredSpec::new(&spec), row, Dtype::Bf16, 1, PtxTarget::Sm90);
     let loaded = kernels.unwrap().into_iter().map(|kernel| context.load(kernel).unwrap()).collect::<Vec<_>>();
     let ones = |count: usize| 1.0_f32.to_ne_bytes().repeat(count);
     // Numbers near 1, all of them different.

@@ -69,7 +69,7 @@ pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
     if asked {
         return Ok(Device::in_loops(platform, kind));
     }
-    Device::of(platform, kind).map_err(|supported| Unsupported {
+    Device::from_platform(platform, kind).map_err(|supported| Unsupported {
         implementation: id.into(),
         field: "device kind",
         given: kind.into(),

@@ -2,8 +2,8 @@
 
 use assay_core::implementation::{Given, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
-use assay_programs::Output;
-use assay_programs::mesh::{Axis, shard};
+use assay_programs::ProgramOutput;
+use assay_programs::mesh::{MeshAxis, shard};
 
 use super::shards::{ArrayBlock, Padding, Shards};
 use super::{DeviceArrays, output};
@@ -43,11 +43,11 @@ impl DeviceArrays for HeadProblem {
         outputs: &[Vec<DeviceBuffer>],
         mut gradient: HeadGradient,
     ) -> Result<HeadGradient, RuntimeError> {
-        let of = |place: Output| move |device| output(outputs, device, place as usize);
+        let of = |place: ProgramOutput| move |device| output(outputs, device, place as usize);
         let rows = |device| states(shards, device, given.shape);
-        shards.gather("dhidden", rows, of(Output::Gradient), &mut gradient.dhidden)?;
+        shards.gather("dhidden", rows, of(ProgramOutput::Gradient), &mut gradient.dhidden)?;
         let head = |device| block_of_gradient(shards, device, given);
-        shards.gather("dlm_head", head, of(Output::DlmHead), &mut gradient.dlm_head)?;
+        shards.gather("dlm_head", head, of(ProgramOutput::DlmHead), &mut gradient.dlm_head)?;
         Ok(gradient)
     }
 }
@@ -60,7 +60,7 @@ fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. 
         return shards.rows(device, hidden);
     }
     let local = rows.div_ceil(parts);
-    let part = shard(rows, local, shards.mesh.coordinate(device, Axis::Vocab));
+    let part = shard(rows, local, shards.mesh.coordinate(device, MeshAxis::Vocab));
     ArrayBlock::all(&[rows, hidden]).cut(0, part, local)
 }
 

@@ -19,7 +19,7 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
-use assay_programs::{HeadProgram, LossProgram, Lowering, Output, Programs, Scalars, StructuredSpec};
+use assay_programs::{HeadProgram, LossProgram, Lowering, ProgramOutput, Programs, ScalarOutputs, StructuredSpec};
 use ndarray::{Array2, Ix1, Ix2, Ix3, arr0};
 
 use crate::runtime::{DeviceBuffer, RuntimeError};
@@ -241,7 +241,7 @@ impl DeviceArrays for Problem {
         outputs: &[Vec<DeviceBuffer>],
         mut dlogits: FloatArray<Ix3>,
     ) -> Result<FloatArray<Ix3>, RuntimeError> {
-        let buffer = |device| output(outputs, device, Output::Gradient as usize);
+        let buffer = |device| output(outputs, device, ProgramOutput::Gradient as usize);
         shards.gather("dlogits", |device| shards.logits(device), buffer, &mut dlogits)?;
         Ok(dlogits)
     }
@@ -322,13 +322,18 @@ where
         let shards = &plan.shards;
         // The gradient is cut as the logits are; the other outputs have a few numbers per token, or are scalars.
         let gradient = Problem::download(shards, *given, outputs, room)?;
-        let of = |place: Output| move |device| output(outputs, device, place as usize);
+        let of = |place: ProgramOutput| move |device| output(outputs, device, place as usize);
         let per_token = |name, place| shards.gather_per_token(name, of(place));
-        let mut scalars: FloatArray<Ix1> = FloatArray::zeros(Scalars::COUNT, Dtype::F32);
-        shards.gather("scalars", |_| ArrayBlock::all(&[Scalars::COUNT]), of(Output::Scalars), &mut scalars)?;
+        let mut scalars: FloatArray<Ix1> = FloatArray::zeros(ScalarOutputs::COUNT, Dtype::F32);
+        shards.gather(
+            "scalars",
+            |_| ArrayBlock::all(&[ScalarOutputs::COUNT]),
+            of(ProgramOutput::Scalars),
+            &mut scalars,
+        )?;
         // With several ids per token, the other ids have one more output.
         let logp_of_others = (loss.spec.ids_per_token > 1).then(|| {
-            let place = |device| output(outputs, device, Output::logp_of_others(Problem::<L>::GRADIENTS));
+            let place = |device| output(outputs, device, ProgramOutput::logp_of_others(Problem::<L>::GRADIENTS));
             let mut logps =
                 FloatArray::zeros([shards.shape.batch, shards.shape.tokens, loss.spec.ids_per_token - 1], Dtype::F32);
             shards.gather(
@@ -343,19 +348,19 @@ where
         let scalars = scalars.to_f64();
         let scalar = |place: usize| scalars[place];
         Ok(Outcome {
-            loss: arr0(scalar(Scalars::LOSS) as f32).into(),
-            logp: per_token("logp", Output::Logp)?,
+            loss: arr0(scalar(ScalarOutputs::LOSS) as f32).into(),
+            logp: per_token("logp", ProgramOutput::Logp)?,
             logp_of_others,
-            entropy: per_token("entropy", Output::Entropy)?,
-            token_loss: per_token("token_loss", Output::TokenLoss)?,
+            entropy: per_token("entropy", ProgramOutput::Entropy)?,
+            token_loss: per_token("token_loss", ProgramOutput::TokenLoss)?,
             gradient,
             metrics: Metrics {
-                clip_low: scalar(Scalars::CLIP_LOW),
-                clip_high: scalar(Scalars::CLIP_HIGH),
-                clip_region: scalar(Scalars::CLIP_REGION),
-                kl_mean: loss.spec.kl.as_ref().map(|_| scalar(Scalars::KL_MEAN)),
-                entropy_mean: scalar(Scalars::ENTROPY_MEAN),
-                ratio_mean: scalar(Scalars::RATIO_MEAN),
+                clip_low: scalar(ScalarOutputs::CLIP_LOW),
+                clip_high: scalar(ScalarOutputs::CLIP_HIGH),
+                clip_region: scalar(ScalarOutputs::CLIP_REGION),
+                kl_mean: loss.spec.kl.as_ref().map(|_| scalar(ScalarOutputs::KL_MEAN)),
+                entropy_mean: scalar(ScalarOutputs::ENTROPY_MEAN),
+                ratio_mean: scalar(ScalarOutputs::RATIO_MEAN),
             },
         })
     }

@@ -9,7 +9,7 @@ use crate::runtime::{Client, DeviceBuffer, Executable, RuntimeError};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::memory::expect_room;
 use assay_core::problem::{Dtype, FloatArray, Shape};
-use assay_programs::mesh::{Axis, Mesh, shard};
+use assay_programs::mesh::{Mesh, MeshAxis, shard};
 use assay_programs::{Device, local_shape, logits_in_rows, row_major_copy};
 
 use super::devices::compiled;
@@ -200,9 +200,9 @@ impl Shards {
         let [b, t, v] = self.local();
         let along = |axis, extent, local| shard(extent, local, self.mesh.coordinate(device, axis));
         ShardRanges {
-            batch: along(Axis::Batch, self.shape.batch, b),
-            tokens: along(Axis::Tokens, self.shape.tokens, t),
-            vocab: along(Axis::Vocab, self.shape.vocab, v),
+            batch: along(MeshAxis::Batch, self.shape.batch, b),
+            tokens: along(MeshAxis::Tokens, self.shape.tokens, t),
+            vocab: along(MeshAxis::Vocab, self.shape.vocab, v),
         }
     }
 

@@ -14,9 +14,9 @@
 //! this does not hold is walked by its gaps.
 
 use super::folds::add_block;
-use super::logits::{Logits, Pair};
-use super::row::{Along, Row};
-use assay_ptx::{Address, Builder, Packed, Value};
+use super::logits::{FloatPair, LogitsFormat};
+use super::row::{SharedRow, WalkedArray};
+use assay_ptx::{PackedFloat, PtxAddress, PtxBuilder, PtxValue};
 
 /// The shifts of rows are below this.
 const LARGEST_SHIFT: f32 = 65_536.0;
@@ -35,24 +35,24 @@ const FACTORS: [f32; 2] = [1.0 / 1_048_576.0, 1_048_576.0];
 
 /// The exponents of a row.
 pub(super) struct Affine {
-    logits: Logits,
+    logits: LogitsFormat,
     /// Whether the row is to be walked by its gaps.
-    pub(super) is_beyond: Value<bool>,
+    pub(super) is_beyond: PtxValue<bool>,
     /// `c`
-    factor: Value<f32>,
+    factor: PtxValue<f32>,
     /// `−K`
-    minus_shift: Value<f32>,
+    minus_shift: PtxValue<f32>,
     /// `λ`
-    lost: Value<f32>,
+    lost: PtxValue<f32>,
     /// `2^−λ`
-    restores: Value<f32>,
+    restores: PtxValue<f32>,
     /// A word of two least logits, where logits have 16 bits.
-    least: Option<Value<u32>>,
+    least: Option<PtxValue<u32>>,
 }
 
 impl Affine {
     /// Exponents of logits below `max`, whose gaps are multiplied by `scale`, `−log₂e/T`.
-    pub(super) fn new(on: &mut Builder, logits: Logits, max: Value<f32>, scale: Value<f32>) -> Self {
+    pub(super) fn new(on: &mut PtxBuilder, logits: LogitsFormat, max: PtxValue<f32>, scale: PtxValue<f32>) -> Self {
         let factor = on.variable(scale);
         let factor = on.neg(factor);
         let shift = on.mul(max, factor);
@@ -60,37 +60,37 @@ impl Affine {
         let lost = on.mul_add(max, factor, minus_shift);
         let minus_lost = on.neg(lost);
         let restores = on.exp2(minus_lost);
-        let [above, below] = [on.less(Value::from(-LARGEST_SHIFT), shift), on.less(shift, LARGEST_SHIFT)];
-        let [not_small, not_large] = [on.less(Value::from(FACTORS[0]), factor), on.less(factor, FACTORS[1])];
-        let of_least = on.mul_add(Value::from(least(logits)), factor, minus_shift);
+        let [above, below] = [on.less(PtxValue::from(-LARGEST_SHIFT), shift), on.less(shift, LARGEST_SHIFT)];
+        let [not_small, not_large] = [on.less(PtxValue::from(FACTORS[0]), factor), on.less(factor, FACTORS[1])];
+        let of_least = on.mul_add(PtxValue::from(least(logits)), factor, minus_shift);
         let has_least = on.less(of_least, NOTHING);
         // A NaN fails every comparison.
         let fits = [below, not_small, not_large, has_least].into_iter().fold(above, |all, one| on.and(all, one));
         let least = match logits {
-            Logits::F32 => None,
-            Logits::Packed(packed) => Some(on.variable(twice(packed))),
+            LogitsFormat::F32 => None,
+            LogitsFormat::Packed(packed) => Some(on.variable(twice(packed))),
         };
         Self { logits, is_beyond: on.not(fits), factor, minus_shift, lost, restores, least }
     }
 
     /// A block's logits, none of them below the least.
-    fn load_block(&self, on: &mut Builder, from: Address) -> Vec<Pair> {
-        let (Logits::Packed(packed), Some(least)) = (self.logits, self.least) else {
+    fn load_block(&self, on: &mut PtxBuilder, from: PtxAddress) -> Vec<FloatPair> {
+        let (LogitsFormat::Packed(packed), Some(least)) = (self.logits, self.least) else {
             let block = self.logits.load_block(on, from);
             return block.into_iter().map(|pair| pair.map(|x| on.max(x, LEAST))).collect();
         };
-        let words: [Value<u32>; 4] = on.load_all(from);
+        let words: [PtxValue<u32>; 4] = on.load_all(from);
         let words = words.map(|word| on.max_packed(packed, word, least));
         words.into_iter().map(|word| on.unpack(packed, word)).collect()
     }
 
     /// `t` of a block.
-    fn exponents(&self, on: &mut Builder, x: &[Pair]) -> Vec<Pair> {
+    fn exponents(&self, on: &mut PtxBuilder, x: &[FloatPair]) -> Vec<FloatPair> {
         x.iter().map(|&x| on.mul_add_pair(x, [self.factor; 2], [self.minus_shift; 2])).collect()
     }
 
     /// `s` and `w` from `Σ e` and `Σ e t`.
-    fn sums(&self, on: &mut Builder, [exps, weighted]: [Value<f32>; 2]) -> [Value<f32>; 2] {
+    fn sums(&self, on: &mut PtxBuilder, [exps, weighted]: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         let minus_weighted = on.neg(weighted);
         let gaps = on.mul_add(exps, self.lost, minus_weighted);
         let gaps = on.mul(gaps, self.restores);
@@ -98,12 +98,17 @@ impl Affine {
     }
 
     /// Adds up this thread's columns: `s` and `w` into `sums`. Returns the `e` of the blocks of which they are kept, of one softmax.
-    pub(super) fn sum(&self, on: &mut Builder, part: &Row, sums: [Value<f32>; 2]) -> Vec<Vec<Vec<Pair>>> {
+    pub(super) fn sum(
+        &self,
+        on: &mut PtxBuilder,
+        part: &SharedRow,
+        sums: [PtxValue<f32>; 2],
+    ) -> Vec<Vec<Vec<FloatPair>>> {
         let mut kept = Vec::new();
-        part.walk(on, Along::Shared, |on, block| {
+        part.walk(on, WalkedArray::Shared, |on, block| {
             let x = self.load_block(on, block.shared);
             let exponents = self.exponents(on, &x);
-            let exps: Vec<Pair> = exponents.iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect();
+            let exps: Vec<FloatPair> = exponents.iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect();
             add_block(on, &exps, &exponents, sums);
             kept.extend(block.kept.map(|_| vec![exps]));
         });
@@ -115,7 +120,13 @@ impl Affine {
     }
 
     /// Writes dlogits, `policy` times `e`; of −∞ it is 0 without a least logit.
-    pub(super) fn write(&self, on: &mut Builder, part: &Row, kept: &[Vec<Vec<Pair>>], policy: Value<f32>) {
+    pub(super) fn write(
+        &self,
+        on: &mut PtxBuilder,
+        part: &SharedRow,
+        kept: &[Vec<Vec<FloatPair>>],
+        policy: PtxValue<f32>,
+    ) {
         part.write(on, |on, block| {
             let exps = if let Some(number) = block.kept {
                 kept[number][0].clone()
@@ -124,30 +135,30 @@ impl Affine {
                 let exponents = self.exponents(on, &x);
                 exponents.into_iter().map(|pair| pair.map(|exponent| on.exp2(exponent))).collect()
             };
-            let gradients: Vec<Pair> = exps.into_iter().map(|exp| on.mul_pair(exp, [policy; 2])).collect();
+            let gradients: Vec<FloatPair> = exps.into_iter().map(|exp| on.mul_pair(exp, [policy; 2])).collect();
             self.logits.pack_block(on, &gradients)
         });
     }
 
     /// The factor of `e` that stands for one of `2^((x − m)·c)`.
-    pub(super) fn restore(&self, on: &mut Builder, factor: Value<f32>) -> Value<f32> {
+    pub(super) fn restore(&self, on: &mut PtxBuilder, factor: PtxValue<f32>) -> PtxValue<f32> {
         on.mul(factor, self.restores)
     }
 }
 
 /// The least logit that sums are taken of.
-fn least(logits: Logits) -> f32 {
+fn least(logits: LogitsFormat) -> f32 {
     match logits {
-        Logits::F32 | Logits::Packed(Packed::Bf16) => LEAST,
-        Logits::Packed(Packed::F16) => LEAST_OF_F16,
+        LogitsFormat::F32 | LogitsFormat::Packed(PackedFloat::Bf16) => LEAST,
+        LogitsFormat::Packed(PackedFloat::F16) => LEAST_OF_F16,
     }
 }
 
 /// A word of two least logits.
-fn twice(packed: Packed) -> u32 {
+fn twice(packed: PackedFloat) -> u32 {
     let bits = match packed {
-        Packed::Bf16 => half::bf16::from_f32(LEAST).to_bits(),
-        Packed::F16 => half::f16::from_f32(LEAST_OF_F16).to_bits(),
+        PackedFloat::Bf16 => half::bf16::from_f32(LEAST).to_bits(),
+        PackedFloat::F16 => half::f16::from_f32(LEAST_OF_F16).to_bits(),
     };
     u32::from(bits) << 16 | u32::from(bits)
 }

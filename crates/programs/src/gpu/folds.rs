@@ -1,16 +1,16 @@
 //! Sums and maxima over the columns of a thread, the lanes of a warp and the threads of a CTA.
 
-use super::logits::Pair;
+use super::logits::FloatPair;
 use crate::rows::FARTHEST;
-use assay_ptx::{Address, Builder, Value};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxValue};
 
 /// `2^(gap·scale)`
-pub(crate) fn exp(on: &mut Builder, gap: Pair, scale: Value<f32>) -> Pair {
+pub(crate) fn exp(on: &mut PtxBuilder, gap: FloatPair, scale: PtxValue<f32>) -> FloatPair {
     on.mul_pair(gap, [scale; 2]).map(|exponent| on.exp2(exponent))
 }
 
 /// What all add up to, by halves.
-pub(crate) fn sum(on: &mut Builder, pairs: &[Pair]) -> Value<f32> {
+pub(crate) fn sum(on: &mut PtxBuilder, pairs: &[FloatPair]) -> PtxValue<f32> {
     let mut all = pairs.to_vec();
     while all.len() > 1 {
         all = all.chunks(2).map(|two| on.add_pair(two[0], two[1])).collect();
@@ -20,7 +20,7 @@ pub(crate) fn sum(on: &mut Builder, pairs: &[Pair]) -> Value<f32> {
 }
 
 /// `Σ a·b`, one after another.
-pub(crate) fn dot(on: &mut Builder, a: &[Pair], b: &[Pair]) -> Value<f32> {
+pub(crate) fn dot(on: &mut PtxBuilder, a: &[FloatPair], b: &[FloatPair]) -> PtxValue<f32> {
     let mut sum = on.mul_pair(a[0], b[0]);
     for (&a, &b) in a.iter().zip(b).skip(1) {
         sum = on.mul_add_pair(a, b, sum);
@@ -29,7 +29,7 @@ pub(crate) fn dot(on: &mut Builder, a: &[Pair], b: &[Pair]) -> Value<f32> {
 }
 
 /// Adds the exponentials of a block, and these times gaps or exponents.
-pub(crate) fn add_block(on: &mut Builder, exps: &[Pair], weights: &[Pair], sums: [Value<f32>; 2]) {
+pub(crate) fn add_block(on: &mut PtxBuilder, exps: &[FloatPair], weights: &[FloatPair], sums: [PtxValue<f32>; 2]) {
     let of_block = [sum(on, exps), dot(on, exps, weights)];
     for (sum, of_block) in sums.into_iter().zip(of_block) {
         let next = on.add(sum, of_block);
@@ -39,11 +39,11 @@ pub(crate) fn add_block(on: &mut Builder, exps: &[Pair], weights: &[Pair], sums:
 
 /// Folds what `lanes` neighbours have: each of them then has the same.
 pub(crate) fn over_lanes(
-    on: &mut Builder,
-    value: Value<f32>,
+    on: &mut PtxBuilder,
+    value: PtxValue<f32>,
     lanes: u32,
-    fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
-) -> Value<f32> {
+    fold: impl Fn(&mut PtxBuilder, PtxValue<f32>, PtxValue<f32>) -> PtxValue<f32>,
+) -> PtxValue<f32> {
     (0..lanes.ilog2()).rev().fold(value, |value, bit| {
         let other = on.exchange(value, 1 << bit);
         fold(on, value, other)
@@ -53,14 +53,14 @@ pub(crate) fn over_lanes(
 /// Folds over all threads of a CTA. Each has an array of shared memory of its own, so that no thread waits for a reader of an earlier one.
 pub(crate) struct CtaFolds {
     warps: u32,
-    arrays: Value<u32>,
-    lane: Value<u32>,
-    warp: Value<u32>,
+    arrays: PtxValue<u32>,
+    lane: PtxValue<u32>,
+    warp: PtxValue<u32>,
 }
 
 impl CtaFolds {
     /// Room for so many `folds` of so many `threads`.
-    pub(crate) fn new(on: &mut Builder, [threads, folds]: [u32; 2], thread: Value<u32>) -> Self {
+    pub(crate) fn new(on: &mut PtxBuilder, [threads, folds]: [u32; 2], thread: PtxValue<u32>) -> Self {
         let warps = threads / 32;
         let arrays = on.shared("folds", 4 * folds * warps);
         Self { warps, arrays, lane: on.bits_and(thread, 31), warp: on.shift_right(thread, 5) }
@@ -70,30 +70,30 @@ impl CtaFolds {
     /// from 0.
     pub(crate) fn fold(
         &self,
-        on: &mut Builder,
+        on: &mut PtxBuilder,
         which: u32,
-        value: Value<f32>,
-        fold: impl Fn(&mut Builder, Value<f32>, Value<f32>) -> Value<f32>,
-    ) -> Value<f32> {
+        value: PtxValue<f32>,
+        fold: impl Fn(&mut PtxBuilder, PtxValue<f32>, PtxValue<f32>) -> PtxValue<f32>,
+    ) -> PtxValue<f32> {
         let warps = self.warps;
         let of_warp = over_lanes(on, value, 32, &fold);
         let array = on.add(self.arrays, 4 * warps * which);
         let first = on.less(self.lane, 1);
         on.when(first, |on| {
             let to = on.mul_add(self.warp, 4, array);
-            on.store(Address::Shared(to, 0), of_warp);
+            on.store(PtxAddress::Shared(to, 0), of_warp);
         });
         on.barrier();
         let own = on.bits_and(self.lane, warps - 1);
         let from = on.mul_add(own, 4, array);
-        let value = on.load(Address::Shared(from, 0));
+        let value = on.load(PtxAddress::Shared(from, 0));
         over_lanes(on, value, warps, &fold)
     }
 }
 
 /// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
-pub(crate) fn gaps(on: &mut Builder, x: &[Pair], max: Value<f32>, bounded: bool) -> Vec<Pair> {
-    let gap = |&x: &Pair| {
+pub(crate) fn gaps(on: &mut PtxBuilder, x: &[FloatPair], max: PtxValue<f32>, bounded: bool) -> Vec<FloatPair> {
+    let gap = |&x: &FloatPair| {
         let gap = on.sub_pair([max; 2], x);
         if bounded { gap.map(|gap| on.min(gap, FARTHEST as f32)) } else { gap }
     };
@@ -101,7 +101,7 @@ pub(crate) fn gaps(on: &mut Builder, x: &[Pair], max: Value<f32>, bounded: bool)
 }
 
 /// Writes eight values that follow one another.
-pub(crate) fn store_8(on: &mut Builder, to: Address, values: [Value<f32>; 8]) {
+pub(crate) fn store_8(on: &mut PtxBuilder, to: PtxAddress, values: [PtxValue<f32>; 8]) {
     let [a, b, c, d, e, f, g, h] = values.map(|value| on.variable(value));
     on.store_all(to, [a, b, c, d]);
     on.store_all(to.plus(16), [e, f, g, h]);

@@ -1,7 +1,7 @@
 //! Logits as a kernel for GPUs reads and writes them: elements and blocks of 16 bytes, widened to f32 in pairs.
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Packed, Value};
+use assay_ptx::{PackedFloat, PtxAddress, PtxBuilder, PtxValue};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u32 = 16;
@@ -9,21 +9,21 @@ pub(crate) const BLOCK: u32 = 16;
 /// The bytes that an array begins at a multiple of where each of its elements, f32 or i32, is read alone.
 pub(crate) const SCALAR: u64 = 4;
 /// Two neighbours.
-pub(crate) type Pair = [Value<f32>; 2];
+pub(crate) type FloatPair = [PtxValue<f32>; 2];
 
 /// The elements of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Logits {
+pub(crate) enum LogitsFormat {
     F32,
-    Packed(Packed),
+    Packed(PackedFloat),
 }
 
-impl Logits {
-    pub(crate) fn of(dtype: DeviceDtype) -> Self {
+impl LogitsFormat {
+    pub(crate) fn from_dtype(dtype: DeviceDtype) -> Self {
         match dtype {
             DeviceDtype::F32 => Self::F32,
-            DeviceDtype::Bf16 => Self::Packed(Packed::Bf16),
-            DeviceDtype::F16 => Self::Packed(Packed::F16),
+            DeviceDtype::Bf16 => Self::Packed(PackedFloat::Bf16),
+            DeviceDtype::F16 => Self::Packed(PackedFloat::F16),
             other => unreachable!("logits of {other}"),
         }
     }
@@ -36,7 +36,7 @@ impl Logits {
     }
 
     /// Elements of a block.
-    pub(crate) fn of_a_block(self) -> u32 {
+    pub(crate) fn per_block(self) -> u32 {
         BLOCK / self.size()
     }
 
@@ -55,7 +55,7 @@ impl Logits {
     }
 
     /// Reads one element and widens it.
-    pub(crate) fn load(self, on: &mut Builder, from: Address) -> Value<f32> {
+    pub(crate) fn load(self, on: &mut PtxBuilder, from: PtxAddress) -> PtxValue<f32> {
         match self {
             Self::F32 => on.load(from),
             Self::Packed(packed) => {
@@ -66,7 +66,7 @@ impl Logits {
     }
 
     /// Rounds one element and writes it.
-    pub(crate) fn store(self, on: &mut Builder, to: Address, x: impl Into<Value<f32>>) {
+    pub(crate) fn store(self, on: &mut PtxBuilder, to: PtxAddress, x: impl Into<PtxValue<f32>>) {
         let x = x.into();
         match self {
             Self::F32 => on.store(to, x),
@@ -78,35 +78,35 @@ impl Logits {
     }
 
     /// Writes one element as it is elsewhere.
-    pub(crate) fn copy(self, on: &mut Builder, to: Address, from: Address) {
+    pub(crate) fn copy(self, on: &mut PtxBuilder, to: PtxAddress, from: PtxAddress) {
         match self {
             Self::F32 => {
-                let x: Value<u32> = on.load(from);
+                let x: PtxValue<u32> = on.load(from);
                 on.store(to, x);
             }
             Self::Packed(_) => {
-                let x: Value<u16> = on.load(from);
+                let x: PtxValue<u16> = on.load(from);
                 on.store(to, x);
             }
         }
     }
 
     /// The elements of a block, in f32, by two.
-    pub(crate) fn load_block(self, on: &mut Builder, from: Address) -> Vec<Pair> {
+    pub(crate) fn load_block(self, on: &mut PtxBuilder, from: PtxAddress) -> Vec<FloatPair> {
         match self {
             Self::F32 => {
                 let [a, b, c, d] = on.load_all(from);
                 vec![[a, b], [c, d]]
             }
             Self::Packed(packed) => {
-                let words: [Value<u32>; 4] = on.load_all(from);
+                let words: [PtxValue<u32>; 4] = on.load_all(from);
                 words.into_iter().map(|word| on.unpack(packed, word)).collect()
             }
         }
     }
 
     /// A block's elements as they are stored, each rounded to nearest even.
-    pub(crate) fn pack_block(self, on: &mut Builder, values: &[Pair]) -> [Value<u32>; 4] {
+    pub(crate) fn pack_block(self, on: &mut PtxBuilder, values: &[FloatPair]) -> [PtxValue<u32>; 4] {
         std::array::from_fn(|word| match self {
             Self::F32 => on.bits(values[word / 2][word % 2]),
             Self::Packed(packed) => {
@@ -121,16 +121,16 @@ impl Logits {
         let twice = |bits: u16| u32::from(bits) << 16 | u32::from(bits);
         match self {
             Self::F32 => f32::MIN.to_bits(),
-            Self::Packed(Packed::Bf16) => twice(half::bf16::MIN.to_bits()),
-            Self::Packed(Packed::F16) => twice(half::f16::MIN.to_bits()),
+            Self::Packed(PackedFloat::Bf16) => twice(half::bf16::MIN.to_bits()),
+            Self::Packed(PackedFloat::F16) => twice(half::f16::MIN.to_bits()),
         }
     }
 
     /// Of each element of two words the larger.
-    pub(crate) fn max_words(self, on: &mut Builder, a: Value<u32>, b: Value<u32>) -> Value<u32> {
+    pub(crate) fn max_words(self, on: &mut PtxBuilder, a: PtxValue<u32>, b: PtxValue<u32>) -> PtxValue<u32> {
         match self {
             Self::F32 => {
-                let (a, b) = (on.of_bits(a), on.of_bits(b));
+                let (a, b) = (on.float_from_bits(a), on.float_from_bits(b));
                 let max = on.max(a, b);
                 on.bits(max)
             }
@@ -139,9 +139,9 @@ impl Logits {
     }
 
     /// The largest element of a word.
-    pub(crate) fn max_of_word(self, on: &mut Builder, word: Value<u32>) -> Value<f32> {
+    pub(crate) fn max_of_word(self, on: &mut PtxBuilder, word: PtxValue<u32>) -> PtxValue<f32> {
         match self {
-            Self::F32 => on.of_bits(word),
+            Self::F32 => on.float_from_bits(word),
             Self::Packed(packed) => {
                 let [low, high] = on.unpack(packed, word);
                 on.max(low, high)

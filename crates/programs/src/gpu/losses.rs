@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 
 use super::batch::{
-    Array, BatchForm, BatchKernel, FOLDS_OF_WEIGHTS, Inputs, Numbers, Per, SUMS, Sequences, Threads, Weights, Writer,
-    entropy_factor,
+    BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, FOLDS_OF_WEIGHTS, GlobalArray, InputArrays,
+    NumberArray, SUMS, SequenceArrays, TermFactors, entropy_factor,
 };
 use super::folds::store_8;
 use crate::two_pass::{PER_TOKEN, Statistic};
@@ -23,11 +23,11 @@ use assay_algebra::softmax::{SoftmaxStatistics, SoftmaxSums};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_algebra::tape::{Tape, TapeOperation, TapeOperator, token_losses};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Builder, Target, Value};
+use assay_ptx::{PtxBuilder, PtxTarget, PtxValue};
 
 /// The columns of a token's record, from which [`dlogits`](super::two_pass::dlogits) makes its gradient for whatever cotangents.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Record {
+pub(crate) enum TokenRecord {
     /// The largest logit.
     Max,
     /// `∂loss/∂logp`
@@ -47,48 +47,48 @@ pub(crate) enum Record {
 }
 
 /// The softmaxes of a token: of the one that entropy is of, and of that of logp.
-struct Softmaxes {
-    max: Value<f32>,
+struct TokenSoftmaxes {
+    max: PtxValue<f32>,
     /// The factor of gaps, where it is not 1.
-    tempered: Option<Value<f32>>,
-    of_entropy: SoftmaxStatistics<Value<f32>>,
-    of_logp: SoftmaxStatistics<Value<f32>>,
-    logp: Value<f32>,
+    tempered: Option<PtxValue<f32>>,
+    of_entropy: SoftmaxStatistics<PtxValue<f32>>,
+    of_logp: SoftmaxStatistics<PtxValue<f32>>,
+    logp: PtxValue<f32>,
 }
 
 /// The arrays, numbers and sums from which the kernel computes its tokens.
-struct Tokens {
+struct SequenceEvaluation {
     structure: Structure,
-    sequences: Sequences,
-    numbers: Numbers,
-    inputs: Inputs,
-    statistics: Array,
+    sequences: SequenceArrays,
+    numbers: NumberArray,
+    inputs: InputArrays,
+    statistics: GlobalArray,
     /// The sequence whose advantage they have.
-    owner: Value<u32>,
+    owner: PtxValue<u32>,
     /// How many of them count.
-    row_count: Value<f32>,
-    weights: Weights,
+    row_count: PtxValue<f32>,
+    weights: TermFactors,
     tape: Tape,
     /// The sums over the sequence so far, by their places on the tape.
-    known: BTreeMap<usize, Computed>,
+    known: BTreeMap<usize, TapeValue>,
 }
 
 /// A result of the tape within the kernel.
 #[derive(Clone, Copy)]
-enum Computed {
-    Number(Value<f32>),
-    Truth(Value<bool>),
+enum TapeValue {
+    Number(PtxValue<f32>),
+    Truth(PtxValue<bool>),
 }
 
-impl Computed {
-    fn number(self) -> Value<f32> {
+impl TapeValue {
+    fn number(self) -> PtxValue<f32> {
         match self {
             Self::Number(value) => value,
             Self::Truth(_) => panic!("a tape computes with a truth value as if it were a number"),
         }
     }
 
-    fn truth(self) -> Value<bool> {
+    fn truth(self) -> PtxValue<bool> {
         match self {
             Self::Truth(value) => value,
             Self::Number(_) => panic!("a tape decides by a number as if it were a truth value"),
@@ -98,44 +98,45 @@ impl Computed {
 
 /// A token in a walk.
 #[derive(Clone, Copy)]
-struct At {
-    token: Value<u32>,
+struct CountedToken {
+    token: PtxValue<u32>,
     /// 1, or NaN where it is invalid.
-    counted: Value<f32>,
+    counted: PtxValue<f32>,
 }
 
 /// The arrays that the kernel writes.
-struct Written {
+struct LossArrays {
     /// Logp, entropy and loss of each token.
-    of_token: [Array; 3],
-    record: Array,
+    of_token: [GlobalArray; 3],
+    record: GlobalArray,
     /// Sums of each sequence.
-    sums: Array,
+    sums: GlobalArray,
 }
 
 /// Writes losses, metrics and records of all tokens, from the statistics of their rows.
-pub(crate) fn losses(target: Target, structure: Structure, form: BatchForm, threads: u32) -> BatchKernel {
-    let mut writer = Writer::new("grpo_losses", target, structure, threads);
-    let sequences = Sequences::declare(&mut writer);
-    let numbers = Numbers::declare(&mut writer);
-    let normalizer = writer.f32s("normalizer", Per::Batch);
-    let inputs = Inputs::declare(&mut writer, form);
-    let statistics = writer.input("statistics", DeviceDtype::F32, Per::Token, PER_TOKEN);
-    let of_token = ["logp", "entropy", "token_loss"].map(|name| writer.output(name, DeviceDtype::F32, Per::Token, 1));
-    let record = writer.output("record", DeviceDtype::F32, Per::Token, PER_TOKEN);
-    let sums = writer.output("sums", DeviceDtype::F32, Per::SequenceAndRest, SUMS);
-    let written = Written { of_token, record, sums };
+pub(crate) fn losses(target: PtxTarget, structure: Structure, form: BatchForm, threads: u32) -> BatchKernel {
+    let mut writer = BatchWriter::new("grpo_losses", target, structure, threads);
+    let sequences = SequenceArrays::declare(&mut writer);
+    let numbers = NumberArray::declare(&mut writer);
+    let normalizer = writer.f32s("normalizer", BatchExtent::Batch);
+    let inputs = InputArrays::declare(&mut writer, form);
+    let statistics = writer.input("statistics", DeviceDtype::F32, BatchExtent::Token, PER_TOKEN);
+    let of_token =
+        ["logp", "entropy", "token_loss"].map(|name| writer.output(name, DeviceDtype::F32, BatchExtent::Token, 1));
+    let record = writer.output("record", DeviceDtype::F32, BatchExtent::Token, PER_TOKEN);
+    let sums = writer.output("sums", DeviceDtype::F32, BatchExtent::SequenceAndRest, SUMS);
+    let written = LossArrays { of_token, record, sums };
 
     let tape = token_losses(structure, |tape, number| tape.input(number.name()));
     let of_sequence: Vec<usize> = (0..tape.operations().len()).filter(|&place| is_row_sum(&tape, place)).collect();
 
     let on = &mut writer.on;
-    let mut threads = Threads::new(on, threads, FOLDS_OF_WEIGHTS + (of_sequence.len() + SUMS) as u32);
+    let mut threads = CtaThreads::new(on, threads, FOLDS_OF_WEIGHTS + (of_sequence.len() + SUMS) as u32);
     let span = sequences.span(on, threads.cta);
-    let weights = Weights::new(on, structure, &mut threads, sequences, &numbers, normalizer);
+    let weights = TermFactors::new(on, structure, &mut threads, sequences, &numbers, normalizer);
     let owner = sequences.owner(on, threads.cta);
     let row_count = sequences.count(on, threads.cta);
-    let mut tokens = Tokens {
+    let mut tokens = SequenceEvaluation {
         structure,
         sequences,
         numbers,
@@ -157,22 +158,22 @@ pub(crate) fn losses(target: Target, structure: Structure, form: BatchForm, thre
                 let softmaxes = tokens.softmaxes(on, at);
                 let summand = operands(&tokens.tape, place)[0];
                 let computed = tokens.compute(on, &[summand], at, &softmaxes);
-                let next = Builder::add(on, total, computed[&summand].number());
+                let next = PtxBuilder::add(on, total, computed[&summand].number());
                 on.set(total, next);
             });
         });
         let total = threads.sum(on, total);
-        tokens.known.insert(place, Computed::Number(total));
+        tokens.known.insert(place, TapeValue::Number(total));
     }
 
-    let totals: [Value<f32>; SUMS] = std::array::from_fn(|_| on.variable(0.0));
+    let totals: [PtxValue<f32>; SUMS] = std::array::from_fn(|_| on.variable(0.0));
     tokens.each(on, &threads, span, |on, at, hidden| {
         on.when(hidden, |on| written.hide(on, at.token));
         let counts = on.not(hidden);
         on.when(counts, |on| {
             let terms = tokens.results(on, &written, at);
             for (total, term) in totals.into_iter().zip(terms) {
-                let next = Builder::add(on, total, term);
+                let next = PtxBuilder::add(on, total, term);
                 on.set(total, next);
             }
         });
@@ -183,12 +184,12 @@ pub(crate) fn losses(target: Target, structure: Structure, form: BatchForm, thre
         let to = written.sums.at(on, threads.cta);
         store_8(on, to, totals);
     });
-    writer.finish(Per::SequenceAndRest)
+    writer.finish(BatchExtent::SequenceAndRest)
 }
 
-impl Written {
+impl LossArrays {
     /// Writes zeros for a masked token.
-    fn hide(&self, on: &mut Builder, token: Value<u32>) {
+    fn hide(&self, on: &mut PtxBuilder, token: PtxValue<u32>) {
         for array in self.of_token {
             let to = array.at(on, token);
             on.store(to, 0.0);
@@ -199,8 +200,8 @@ impl Written {
 }
 
 /// `factor · term`; 0 where the factor is, whatever the term.
-fn weighed(on: &mut Builder, factor: Value<f32>, term: Value<f32>) -> Value<f32> {
-    let product = Builder::mul(on, factor, term);
+fn weighed(on: &mut PtxBuilder, factor: PtxValue<f32>, term: PtxValue<f32>) -> PtxValue<f32> {
+    let product = PtxBuilder::mul(on, factor, term);
     let nothing = on.equal(factor, 0.0);
     on.select(nothing, 0.0, product)
 }
@@ -233,25 +234,25 @@ fn needed(tape: &Tape, wanted: &[usize]) -> Vec<usize> {
     (0..is_needed.len()).filter(|&place| is_needed[place]).collect()
 }
 
-impl Tokens {
+impl SequenceEvaluation {
     /// Calls `body` on each token of the sequence, and whether the mask hides it.
     fn each(
         &self,
-        on: &mut Builder,
-        threads: &Threads,
-        span: [Value<u32>; 2],
-        body: impl FnOnce(&mut Builder, At, Value<bool>),
+        on: &mut PtxBuilder,
+        threads: &CtaThreads,
+        span: [PtxValue<u32>; 2],
+        body: impl FnOnce(&mut PtxBuilder, CountedToken, PtxValue<bool>),
     ) {
         threads.each(on, span, |on, token| {
             let counted = self.sequences.counted.load(on, token);
             let hidden = on.equal(counted, 0.0);
-            body(on, At { token, counted }, hidden);
+            body(on, CountedToken { token, counted }, hidden);
         });
     }
 
     /// Writes the results of a token that counts, and returns its terms of the [sums](SUMS).
-    fn results(&self, on: &mut Builder, written: &Written, at: At) -> [Value<f32>; SUMS] {
-        let At { token, counted } = at;
+    fn results(&self, on: &mut PtxBuilder, written: &LossArrays, at: CountedToken) -> [PtxValue<f32>; SUMS] {
+        let CountedToken { token, counted } = at;
         let softmaxes = self.softmaxes(on, at);
         let names = ["token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high", "grad_logp"];
         let places = names.map(|name| self.tape.place_of(name));
@@ -267,34 +268,34 @@ impl Tokens {
         let to = written.record.at(on, token);
         store_8(on, to, record);
 
-        let weight = Builder::mul(on, self.weights.policy, counted);
+        let weight = PtxBuilder::mul(on, self.weights.policy, counted);
         let [policy, bonus] =
             [(weight, reduced.number()), (factor, entropy)].map(|(factor, term)| weighed(on, factor, term));
-        let of_loss = Builder::add(on, policy, bonus);
+        let of_loss = PtxBuilder::add(on, policy, bonus);
         let [low, high] = [clipped_low, clipped_high].map(|clipped| on.select(clipped.truth(), 1.0, 0.0));
         let either = on.max(low, high);
         [of_loss, low, high, either, kl.number(), entropy, ratio.number(), 1.0.into()]
     }
 
     /// Loads the factor of a token's gaps.
-    fn rate(&self, on: &mut Builder, rate: GapRate, token: Value<u32>) -> Value<f32> {
+    fn rate(&self, on: &mut PtxBuilder, rate: GapRate, token: PtxValue<u32>) -> PtxValue<f32> {
         match rate {
             GapRate::OfAll(number) => self.numbers.load(on, number),
             GapRate::OfToken => self.inputs.load(on, TokenInput::Rate, token).expect("temperatures are given"),
         }
     }
 
-    fn softmaxes(&self, on: &mut Builder, at: At) -> Softmaxes {
+    fn softmaxes(&self, on: &mut PtxBuilder, at: CountedToken) -> TokenSoftmaxes {
         let from = self.statistics.at(on, at.token);
-        let mut column = |which: Statistic| -> Value<f32> { on.load(from.plus(4 * which as u32)) };
+        let mut column = |which: Statistic| -> PtxValue<f32> { on.load(from.plus(4 * which as u32)) };
         let [max, target_logit] = [Statistic::Max, Statistic::TargetLogit].map(&mut column);
         let entropy_sums = [Statistic::Others, Statistic::Weighted].map(&mut column);
         let logp_sums = [Statistic::LogpOthers, Statistic::LogpWeighted].map(&mut column);
         let rates = self.structure.gap_rates().into_iter();
         let rates: Vec<_> = rates.map(|rate| rate.map(|rate| self.rate(on, rate, at.token))).collect();
         // The statistics weigh by exponents of 2.
-        let mut softmax = |[others, weighted]: [Value<f32>; 2], rate| {
-            let weighted = Builder::mul(on, weighted, -LN_2 as f32);
+        let mut softmax = |[others, weighted]: [PtxValue<f32>; 2], rate| {
+            let weighted = PtxBuilder::mul(on, weighted, -LN_2 as f32);
             SoftmaxSums { max, target_logit, others, weighted }.softmax(on, rate)
         };
         let of_entropy = softmax(entropy_sums, rates[0]);
@@ -302,23 +303,29 @@ impl Tokens {
         let mut logp = of_logp.logp(on);
         if self.structure.temperature == TemperaturePlace::Logp {
             let inverse = self.numbers.load(on, SpecNumber::InverseTemperature);
-            logp = Builder::mul(on, logp, inverse);
+            logp = PtxBuilder::mul(on, logp, inverse);
         }
         // NaN of an invalid token.
-        let logp = Builder::mul(on, logp, at.counted);
-        Softmaxes { max, tempered: rates[0], of_entropy, of_logp, logp }
+        let logp = PtxBuilder::mul(on, logp, at.counted);
+        TokenSoftmaxes { max, tempered: rates[0], of_entropy, of_logp, logp }
     }
 
     /// The results of the tape at `wanted`, and what led to them.
-    fn compute(&self, on: &mut Builder, wanted: &[usize], at: At, softmaxes: &Softmaxes) -> BTreeMap<usize, Computed> {
+    fn compute(
+        &self,
+        on: &mut PtxBuilder,
+        wanted: &[usize],
+        at: CountedToken,
+        softmaxes: &TokenSoftmaxes,
+    ) -> BTreeMap<usize, TapeValue> {
         let mut computed = BTreeMap::new();
         for place in needed(&self.tape, wanted) {
             let value = match &self.tape.operations()[place] {
-                TapeOperation::Constant(number) => Computed::Number(on.constant(*number)),
-                TapeOperation::Input(name) => Computed::Number(self.leaf(on, name, at, softmaxes)),
+                TapeOperation::Constant(number) => TapeValue::Number(on.constant(*number)),
+                TapeOperation::Input(name) => TapeValue::Number(self.leaf(on, name, at, softmaxes)),
                 TapeOperation::Apply(TapeOperator::RowSum, _) => self.known[&place],
                 TapeOperation::Apply(operator, operands) => {
-                    let operands: Vec<Computed> = operands.iter().map(|operand| computed[operand]).collect();
+                    let operands: Vec<TapeValue> = operands.iter().map(|operand| computed[operand]).collect();
                     apply(on, *operator, &operands)
                 }
             };
@@ -328,11 +335,17 @@ impl Tokens {
     }
 
     /// An input of the tape: a number of the spec, or an element of an array of the batch.
-    fn leaf(&self, on: &mut Builder, name: &str, At { token, counted }: At, softmaxes: &Softmaxes) -> Value<f32> {
+    fn leaf(
+        &self,
+        on: &mut PtxBuilder,
+        name: &str,
+        CountedToken { token, counted }: CountedToken,
+        softmaxes: &TokenSoftmaxes,
+    ) -> PtxValue<f32> {
         match name {
             "logp" => softmaxes.logp,
             "advantages" => self.inputs.advantage(on, [token, self.owner]),
-            "weight" => Builder::mul(on, self.weights.policy, counted),
+            "weight" => PtxBuilder::mul(on, self.weights.policy, counted),
             "row_count" => self.row_count,
             "kl_share" => self.weights.kl_share.expect("a KL penalty with a reduction of its own"),
             _ => {
@@ -346,10 +359,10 @@ impl Tokens {
     }
 }
 
-fn apply(on: &mut Builder, operator: TapeOperator, operands: &[Computed]) -> Computed {
+fn apply(on: &mut PtxBuilder, operator: TapeOperator, operands: &[TapeValue]) -> TapeValue {
     let number = |place: usize| operands[place].number();
     let truth = |place: usize| operands[place].truth();
-    Computed::Number(match operator {
+    TapeValue::Number(match operator {
         TapeOperator::Add => Arithmetic::add(on, number(0), number(1)),
         TapeOperator::Sub => Arithmetic::sub(on, number(0), number(1)),
         TapeOperator::Mul => Arithmetic::mul(on, number(0), number(1)),
@@ -360,29 +373,34 @@ fn apply(on: &mut Builder, operator: TapeOperator, operands: &[Computed]) -> Com
         TapeOperator::Ln => on.ln(number(0)),
         TapeOperator::Ln1P => on.ln_1p(number(0)),
         TapeOperator::Select => Arithmetic::select(on, truth(0), number(1), number(2)),
-        TapeOperator::Less => return Computed::Truth(Arithmetic::less(on, number(0), number(1))),
-        TapeOperator::Equal => return Computed::Truth(Arithmetic::equal(on, number(0), number(1))),
-        TapeOperator::And => return Computed::Truth(Arithmetic::and(on, truth(0), truth(1))),
-        TapeOperator::Or => return Computed::Truth(Arithmetic::or(on, truth(0), truth(1))),
+        TapeOperator::Less => return TapeValue::Truth(Arithmetic::less(on, number(0), number(1))),
+        TapeOperator::Equal => return TapeValue::Truth(Arithmetic::equal(on, number(0), number(1))),
+        TapeOperator::And => return TapeValue::Truth(Arithmetic::and(on, truth(0), truth(1))),
+        TapeOperator::Or => return TapeValue::Truth(Arithmetic::or(on, truth(0), truth(1))),
         TapeOperator::RowSum => unreachable!("a sum over the sequence is known before"),
     })
 }
 
-impl Softmaxes {
-    /// The columns of a [`Record`].
-    fn record(&self, on: &mut Builder, grad_logp: Value<f32>, entropy: Value<f32>) -> [Value<f32>; PER_TOKEN] {
+impl TokenSoftmaxes {
+    /// The columns of a [`TokenRecord`].
+    fn record(
+        &self,
+        on: &mut PtxBuilder,
+        grad_logp: PtxValue<f32>,
+        entropy: PtxValue<f32>,
+    ) -> [PtxValue<f32>; PER_TOKEN] {
         let rate = self.tempered.unwrap_or(1.0.into());
         let [logp_share, entropy_share] = [&self.of_logp, &self.of_entropy].map(|of| on.div(rate, of.sum));
-        let mut columns = [Value::from(0.0); PER_TOKEN];
+        let mut columns = [PtxValue::from(0.0); PER_TOKEN];
         let named = [
-            (Record::Max, self.max),
-            (Record::GradLogp, grad_logp),
-            (Record::LogpShare, logp_share),
-            (Record::Others, self.of_logp.others),
-            (Record::Counts, 1.0.into()),
-            (Record::Entropy, entropy),
-            (Record::EntropyShare, entropy_share),
-            (Record::MeanGap, self.of_entropy.mean_gap),
+            (TokenRecord::Max, self.max),
+            (TokenRecord::GradLogp, grad_logp),
+            (TokenRecord::LogpShare, logp_share),
+            (TokenRecord::Others, self.of_logp.others),
+            (TokenRecord::Counts, 1.0.into()),
+            (TokenRecord::Entropy, entropy),
+            (TokenRecord::EntropyShare, entropy_share),
+            (TokenRecord::MeanGap, self.of_entropy.mean_gap),
         ];
         for (column, value) in named {
             columns[column as usize] = value;

@@ -5,7 +5,7 @@ pub const MEETING_VARIABLE: &str = "ASSAY_GPU_MEETING";
 
 /// A way in which each CTA of a cluster learns what the others have found. Both give the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Meeting {
+pub enum MeetingMethod {
     /// Plain stores, then the barrier of the cluster: its release is a fence of the whole GPU.
     #[default]
     Barrier,
@@ -13,7 +13,7 @@ pub enum Meeting {
     Stores,
 }
 
-impl Meeting {
+impl MeetingMethod {
     /// Returns the way that [`MEETING_VARIABLE`] chooses.
     ///
     /// # Errors

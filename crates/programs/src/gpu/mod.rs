@@ -18,17 +18,17 @@ pub(crate) mod two_pass;
 
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{PtxKernel, Target};
+use assay_ptx::{PtxKernel, PtxTarget};
 
 pub(crate) use cotangents::Cotangents;
 pub(crate) use cotangents::Factors;
-use logits::Logits;
-use meeting::Meeting;
-use one_pass::Returned;
-use row::Cut;
+use logits::LogitsFormat;
+use meeting::MeetingMethod;
+use one_pass::OnePassOutput;
+use row::RowCut;
 
 /// What does not fit.
-pub(crate) struct Beyond {
+pub(crate) struct CapacityError {
     /// An extent.
     pub(crate) field: &'static str,
     /// Its value.
@@ -40,21 +40,21 @@ pub(crate) struct Beyond {
 }
 
 /// Checks that a row of `[1,n,v]` logits fits a cluster's shared memory, and its rows a grid.
-pub(crate) fn expect_one_pass_fits(shape: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
-    cut(shape, element, Target::Sm90).map(|_| ())
+pub(crate) fn expect_one_pass_fits(shape: [usize; 3], element: DeviceDtype) -> Result<(), CapacityError> {
+    cut(shape, element, PtxTarget::Sm90).map(|_| ())
 }
 
-fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: Target) -> Result<Cut, Beyond> {
-    let beyond = |most| Beyond {
+fn cut([_, n, v]: [usize; 3], element: DeviceDtype, target: PtxTarget) -> Result<RowCut, CapacityError> {
+    let beyond = |most| CapacityError {
         field: "vocabulary",
         given: v,
         most,
         room: "in a cluster's shared memory; gpu-two-pass takes more",
     };
-    let cut = Cut::of(target, Logits::of(element), v).map_err(beyond)?;
+    let cut = RowCut::for_vocab(target, LogitsFormat::from_dtype(element), v).map_err(beyond)?;
     let most = i32::MAX as usize / cut.cluster as usize;
     let room = "whose clusters a grid holds; gpu-two-pass takes more";
-    if n > most { Err(Beyond { field: "tokens", given: n, most, room }) } else { Ok(cut) }
+    if n > most { Err(CapacityError { field: "tokens", given: n, most, room }) } else { Ok(cut) }
 }
 
 /// [The kernel](mod@one_pass), of logits that [fit](expect_one_pass_fits).
@@ -62,11 +62,11 @@ pub(crate) fn one_pass(
     structure: Structure,
     local: [usize; 3],
     element: DeviceDtype,
-    target: Target,
-    meeting: Meeting,
+    target: PtxTarget,
+    meeting: MeetingMethod,
 ) -> PtxKernel {
     let Ok(cut) = cut(local, element, target) else { panic!("checked: it fits") };
-    one_pass::one_pass(structure, local, element, cut.meeting_by(meeting), Returned::Results)
+    one_pass::one_pass(structure, local, element, cut.meeting_by(meeting), OnePassOutput::Results)
 }
 
 /// The same where `target` has clusters and a row fits one.
@@ -74,14 +74,14 @@ pub(crate) fn one_pass_if(
     structure: Structure,
     local: [usize; 3],
     element: DeviceDtype,
-    target: Target,
+    target: PtxTarget,
 ) -> Option<PtxKernel> {
-    let cut = cut(local, element, target).ok().filter(|_| target >= Target::Sm90)?;
-    Some(one_pass::one_pass(structure, local, element, cut, Returned::Results))
+    let cut = cut(local, element, target).ok().filter(|_| target >= PtxTarget::Sm90)?;
+    Some(one_pass::one_pass(structure, local, element, cut, OnePassOutput::Results))
 }
 
 /// Checks that a row of `[1,n,v]` logits has no more bytes than its offsets count.
-pub(crate) fn expect_two_pass_fits([_, _, v]: [usize; 3], element: DeviceDtype) -> Result<(), Beyond> {
+pub(crate) fn expect_two_pass_fits([_, _, v]: [usize; 3], element: DeviceDtype) -> Result<(), CapacityError> {
     let most = (1 << 32) / element.size() - 16;
-    if v > most { Err(Beyond { field: "vocabulary", given: v, most, room: "in 2³² bytes" }) } else { Ok(()) }
+    if v > most { Err(CapacityError { field: "vocabulary", given: v, most, room: "in 2³² bytes" }) } else { Ok(()) }
 }

@@ -7,14 +7,14 @@
 //! backward   dlogits; after one_pass nothing, if the cotangent of the loss is the one that was likely
 //! ```
 
-use super::batch::{self, BatchForm, BatchKernel, Per};
-use super::one_pass::{self, Returned};
+use super::batch::{self, BatchExtent, BatchForm, BatchKernel};
+use super::one_pass::{self, OnePassOutput};
 use super::{Cotangents, Factors, cut, two_pass};
-use crate::two_pass::Local;
+use crate::two_pass::LocalLogits;
 use assay_algebra::structure::{Denominator, Structure};
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::spec::LossSpec;
-use assay_ptx::{Parameter, PtxKernel, Target};
+use assay_ptx::{Parameter, PtxKernel, PtxTarget};
 
 /// A kernel of the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +38,8 @@ pub enum OperationKernel {
 }
 
 /// Whether [`OperationKernel::OnePass`] computes a loss of that structure for rows of `vocab` logits.
-pub fn takes_one_pass(structure: Structure, vocab: usize, element: DeviceDtype, target: Target) -> bool {
-    target >= Target::Sm90 && !structure.couples_rows() && cut([1, 1, vocab], element, target).is_ok()
+pub fn takes_one_pass(structure: Structure, vocab: usize, element: DeviceDtype, target: PtxTarget) -> bool {
+    target >= PtxTarget::Sm90 && !structure.couples_rows() && cut([1, 1, vocab], element, target).is_ok()
 }
 
 /// The choices that a kernel's text depends on.
@@ -92,10 +92,10 @@ impl OperationText {
     }
 
     /// The kernel for `target`, written for one token and one sequence. Its rows [fit](takes_one_pass) where it is the one that must.
-    pub fn write(self, target: Target) -> BatchKernel {
+    pub fn write(self, target: PtxTarget) -> BatchKernel {
         let Self { kernel, structure, form, threads, vocab, element } = self;
         let row = [1, 1, vocab];
-        let local = Local { shape: row, least: vocab };
+        let local = LocalLogits { shape: row, least: vocab };
         match kernel {
             OperationKernel::Count => batch::count(target, structure, form, vocab, threads),
             OperationKernel::Tokens => batch::tokens(target, structure, form, threads),
@@ -103,22 +103,26 @@ impl OperationText {
             OperationKernel::Sums => batch::sums(target, structure, threads),
             OperationKernel::OnePass => {
                 let Ok(cut) = cut(row, element, target) else { panic!("checked: it fits") };
-                of_rows(one_pass::one_pass(structure, row, element, cut, Returned::Statistics))
+                per_row(one_pass::one_pass(structure, row, element, cut, OnePassOutput::Statistics))
             }
-            OperationKernel::Statistics => of_rows(two_pass::statistics(target, structure, local, element)),
+            OperationKernel::Statistics => per_row(two_pass::statistics(target, structure, local, element)),
             OperationKernel::Dlogits(cotangents) => {
-                of_rows(two_pass::dlogits(target, structure, local, element, Factors::Record(cotangents)))
+                per_row(two_pass::dlogits(target, structure, local, element, Factors::Record(cotangents)))
             }
-            OperationKernel::Multiply => of_rows(two_pass::multiply_dlogits(target, row, element)),
+            OperationKernel::Multiply => per_row(two_pass::multiply_dlogits(target, row, element)),
         }
     }
 }
 
 /// A kernel that was written for one row: its ids, its arrays of the shape `[1, 1, …]` and its grid grow with the tokens.
-fn of_rows(ptx: PtxKernel) -> BatchKernel {
+fn per_row(ptx: PtxKernel) -> BatchKernel {
     let per = |parameter: &Parameter| {
-        if parameter.name == "ids" || matches!(parameter.shape[..], [1, 1, _]) { Per::Token } else { Per::Batch }
+        if parameter.name == "ids" || matches!(parameter.shape[..], [1, 1, _]) {
+            BatchExtent::Token
+        } else {
+            BatchExtent::Batch
+        }
     };
     let arrays = ptx.parameters.iter().map(per).collect();
-    BatchKernel { ptx, arrays, grid: Per::Token }
+    BatchKernel { ptx, arrays, grid: BatchExtent::Token }
 }

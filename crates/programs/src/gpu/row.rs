@@ -5,9 +5,9 @@
 //! begin at such addresses, their first and last block have elements of the neighbours', which are neither read nor written: −∞ stands for
 //! them in shared memory.
 
-use super::logits::{BLOCK, Logits};
-use super::meeting::Meeting;
-use assay_ptx::{Address, Builder, Target, Value};
+use super::logits::{BLOCK, LogitsFormat};
+use super::meeting::MeetingMethod;
+use assay_ptx::{PtxAddress, PtxBuilder, PtxTarget, PtxValue};
 
 /// Elements that a trip of a loop takes, at most.
 const UNROLLED: u32 = 32;
@@ -44,22 +44,22 @@ pub(crate) const LARGEST_CLUSTER: u32 = 8;
 
 /// How rows are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
-    pub(crate) target: Target,
-    pub(crate) logits: Logits,
+pub(crate) struct RowCut {
+    pub(crate) target: PtxTarget,
+    pub(crate) logits: LogitsFormat,
     pub(crate) vocab: u32,
     /// CTAs of a cluster, a power of two.
     pub(crate) cluster: u32,
     /// Threads of a CTA, a power of two of whole warps.
     pub(crate) threads: u32,
     /// The way in which the CTAs of a cluster meet.
-    meeting: Meeting,
+    meeting: MeetingMethod,
     /// Blocks of a CTA, at most.
     blocks: u32,
 }
 
 /// Blocks that a row of so many bytes touches, at most.
-fn blocks_of_a_row(logits: Logits, vocab: u32) -> u32 {
+fn blocks_of_a_row(logits: LogitsFormat, vocab: u32) -> u32 {
     let bytes = vocab * logits.size();
     let before = if bytes.is_multiple_of(BLOCK) { 0 } else { BLOCK - logits.size() };
     (bytes + before).div_ceil(BLOCK)
@@ -70,14 +70,14 @@ fn room(resident: u32) -> u32 {
     SHARED_OF_A_MULTIPROCESSOR / resident - SHARED_OF_THE_SYSTEM - SHARED_BESIDE
 }
 
-impl Cut {
+impl RowCut {
     /// Of rows of `vocab` logits: over as few CTAs as leave room for four on a multiprocessor, so that one copies while another computes; where not
     /// even the largest cluster does, over that.
     ///
     /// # Errors
     /// The largest vocabulary that fits.
-    pub(crate) fn of(target: Target, logits: Logits, vocab: usize) -> Result<Self, usize> {
-        let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.of_a_block() - logits.of_a_block();
+    pub(crate) fn for_vocab(target: PtxTarget, logits: LogitsFormat, vocab: usize) -> Result<Self, usize> {
+        let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.per_block() - logits.per_block();
         let vocab = u32::try_from(vocab).ok().filter(|&vocab| vocab <= largest).ok_or(largest as usize)?;
         let total = blocks_of_a_row(logits, vocab);
         let clusters = [1, 2, 4, LARGEST_CLUSTER].into_iter().map(|cluster| (cluster, 4));
@@ -86,7 +86,7 @@ impl Cut {
         let (cluster, resident) = cuts.find(fits).expect("no larger than the largest");
         let blocks = total.div_ceil(cluster);
         let threads = blocks.next_power_of_two().clamp(32, THREADS / resident);
-        Ok(Self { target, logits, vocab, cluster, threads, meeting: Meeting::default(), blocks })
+        Ok(Self { target, logits, vocab, cluster, threads, meeting: MeetingMethod::default(), blocks })
     }
 
     fn row_bytes(self) -> u32 {
@@ -94,13 +94,13 @@ impl Cut {
     }
 
     /// Returns this cut with CTAs that meet as `meeting` says.
-    pub(crate) fn meeting_by(self, meeting: Meeting) -> Self {
+    pub(crate) fn meeting_by(self, meeting: MeetingMethod) -> Self {
         Self { meeting, ..self }
     }
 
     /// Whether CTAs of a cluster meet by asynchronous stores.
     pub(crate) fn meets_by_stores(self) -> bool {
-        self.cluster > 1 && self.meeting == Meeting::Stores
+        self.cluster > 1 && self.meeting == MeetingMethod::Stores
     }
 
     /// Whether every row begins at a multiple of 16.
@@ -112,7 +112,7 @@ impl Cut {
     /// registers enough, or on a B200, which has a use for more registers, as have shared memory.
     pub(crate) fn resident(self, beside: u32) -> u32 {
         let by_registers = THREADS_AT_ONCE / self.threads;
-        if self.target < Target::Sm100 {
+        if self.target < PtxTarget::Sm100 {
             return by_registers;
         }
         let of_a_cta = self.shared_bytes() + beside + SHARED_OF_THE_SYSTEM;
@@ -142,24 +142,24 @@ impl Cut {
 }
 
 /// What of a row this thread has.
-pub(crate) struct Row {
-    pub(crate) cut: Cut,
-    pub(crate) thread: Value<u32>,
+pub(crate) struct SharedRow {
+    pub(crate) cut: RowCut,
+    pub(crate) thread: PtxValue<u32>,
     /// Bytes of the row's first block that are before it; `None` where there are none.
-    before: Option<Value<u32>>,
+    before: Option<PtxValue<u32>>,
     /// The number of this CTA's first block.
-    first: Value<u32>,
+    first: PtxValue<u32>,
     /// Blocks of this CTA.
-    count: Value<u32>,
+    count: PtxValue<u32>,
     /// This CTA's part in shared memory.
-    shared: Value<u32>,
+    shared: PtxValue<u32>,
     /// And where logits and dlogits lie, as if they were at the part's begin.
-    global: [Value<u64>; 2],
+    global: [PtxValue<u64>; 2],
     /// This thread's first block in each.
-    own_shared: Value<u32>,
-    own_global: [Value<u64>; 2],
+    own_shared: PtxValue<u32>,
+    own_global: [PtxValue<u64>; 2],
     /// Blocks that are the row's alone: their addresses in shared memory, from where, and how many bytes; `None` where all are.
-    whole: Option<[Value<u32>; 2]>,
+    whole: Option<[PtxValue<u32>; 2]>,
     /// Blocks that a walk takes out of its loop, so that what is made of them can stay in registers until another walk; as far as all
     /// threads have as many.
     kept: u32,
@@ -167,33 +167,33 @@ pub(crate) struct Row {
 
 /// Where a block is.
 #[derive(Clone, Copy)]
-pub(crate) struct Block {
-    pub(crate) shared: Address,
+pub(crate) struct RowBlock {
+    pub(crate) shared: PtxAddress,
     /// Of the array that is walked along.
-    pub(crate) global: Address,
+    pub(crate) global: PtxAddress,
     /// Whether it is the row's alone; `None` where all are.
-    whole: Option<Value<bool>>,
+    whole: Option<PtxValue<bool>>,
     /// Its number among those of which something is kept.
     pub(crate) kept: Option<usize>,
 }
 
 /// Of which array a walk needs addresses.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Along {
+pub(crate) enum WalkedArray {
     Logits = 0,
     Dlogits = 1,
     /// Of neither.
     Shared = 2,
 }
 
-impl Row {
-    /// Of row `row`: `shared` has [room](Cut::shared_bytes) for this CTA's part of it.
+impl SharedRow {
+    /// Of row `row`: `shared` has [room](RowCut::shared_bytes) for this CTA's part of it.
     pub(crate) fn new(
-        on: &mut Builder,
-        cut: Cut,
+        on: &mut PtxBuilder,
+        cut: RowCut,
         kept: u32,
-        [thread, rank, row, shared]: [Value<u32>; 4],
-        [logits, dlogits]: [Value<u64>; 2],
+        [thread, rank, row, shared]: [PtxValue<u32>; 4],
+        [logits, dlogits]: [PtxValue<u64>; 2],
     ) -> Self {
         let offset = on.mul_wide(row, cut.row_bytes());
         let (mut starts, mut before) = ([logits, dlogits].map(|array| on.add(array, offset)), None);
@@ -204,7 +204,7 @@ impl Row {
             starts = starts.map(|start| on.sub(start, wide));
             before = Some(bytes);
         }
-        let total: Value<u32> = match before {
+        let total: PtxValue<u32> = match before {
             Some(before) => {
                 let end = on.add(before, cut.row_bytes() + BLOCK - 1);
                 on.shift_right(end, BLOCK.ilog2())
@@ -224,9 +224,9 @@ impl Row {
         let own_shared = on.add(shared, own);
         let whole = before.map(|before| {
             // The row's first block, if it is here and shared with the row before; and the last.
-            let zero: Value<u32> = 0.into();
+            let zero: PtxValue<u32> = 0.into();
             let at_begin = on.equal(before, zero);
-            let skipped: Value<u32> = on.select(at_begin, 0, 1);
+            let skipped: PtxValue<u32> = on.select(at_begin, 0, 1);
             let start = on.max(first, skipped);
             let end = on.add(before, cut.row_bytes());
             let end = on.shift_right(end, BLOCK.ilog2());
@@ -240,30 +240,35 @@ impl Row {
 
     /// Elements that a trip takes, at most: half as many where what is kept leaves few registers for them.
     fn unrolled(&self) -> u32 {
-        if self.kept * self.cut.logits.of_a_block() > MANY_KEPT { UNROLLED / 2 } else { UNROLLED }
+        if self.kept * self.cut.logits.per_block() > MANY_KEPT { UNROLLED / 2 } else { UNROLLED }
     }
 
     /// Calls `body` on each of this thread's blocks: in a loop those that every thread has, then the rest.
-    pub(crate) fn walk(&self, on: &mut Builder, along: Along, mut body: impl FnMut(&mut Builder, Block)) {
+    pub(crate) fn walk(
+        &self,
+        on: &mut PtxBuilder,
+        along: WalkedArray,
+        mut body: impl FnMut(&mut PtxBuilder, RowBlock),
+    ) {
         let stride = self.cut.threads * BLOCK;
         let all = self.cut.fewest() / self.cut.threads;
         let not_kept = all - self.kept.min(all);
-        let trips = not_kept.div_ceil(self.unrolled() / self.cut.logits.of_a_block());
+        let trips = not_kept.div_ceil(self.unrolled() / self.cut.logits.per_block());
         let unrolled = not_kept.checked_div(trips).unwrap_or(0);
-        let array = |bases: [Value<u64>; 2]| bases[(along as usize).min(1)];
-        let mut at = |on: &mut Builder, shared, global, trip: u32, kept| {
-            let whole = self.whole.filter(|_| along != Along::Shared).map(|whole| {
+        let array = |bases: [PtxValue<u64>; 2]| bases[(along as usize).min(1)];
+        let mut at = |on: &mut PtxBuilder, shared, global, trip: u32, kept| {
+            let whole = self.whole.filter(|_| along != WalkedArray::Shared).map(|whole| {
                 let block = on.add(shared, trip * stride);
                 is_within(on, block, whole)
             });
             let offset = trip * stride;
-            let (shared, global) = (Address::Shared(shared, offset), Address::Global(global, offset));
-            body(on, Block { shared, global, whole, kept });
+            let (shared, global) = (PtxAddress::Shared(shared, offset), PtxAddress::Global(global, offset));
+            body(on, RowBlock { shared, global, whole, kept });
         };
         let (mut shared, mut global) = (self.own_shared, array(self.own_global));
         if trips > 1 {
             shared = on.variable(shared);
-            if along != Along::Shared {
+            if along != WalkedArray::Shared {
                 global = on.variable(global);
             }
             let end = on.add(self.own_shared, trips * unrolled * stride);
@@ -271,7 +276,7 @@ impl Row {
                 (0..unrolled).for_each(|trip| at(on, shared, global, trip, None));
                 let next = on.add(shared, unrolled * stride);
                 on.set(shared, next);
-                if along != Along::Shared {
+                if along != WalkedArray::Shared {
                     let next = on.add(global, u64::from(unrolled * stride));
                     on.set(global, next);
                 }
@@ -293,7 +298,7 @@ impl Row {
     }
 
     /// Whether this thread has the block with byte `byte` of the row's blocks, and where that byte is from this CTA's part on.
-    fn has(&self, on: &mut Builder, byte: Value<u32>) -> (Value<bool>, Value<u32>) {
+    fn has(&self, on: &mut PtxBuilder, byte: PtxValue<u32>) -> (PtxValue<bool>, PtxValue<u32>) {
         let block = on.shift_right(byte, BLOCK.ilog2());
         let block = on.sub(block, self.first);
         let here = on.less(block, self.count);
@@ -305,7 +310,7 @@ impl Row {
 
     /// Calls `body`, if this thread has it, on every element of the row's first and last block, where these are shared with other rows:
     /// on where it is from this CTA's part on, and whether it is this row's.
-    fn edges(&self, on: &mut Builder, mut body: impl FnMut(&mut Builder, Value<u32>, Value<bool>)) {
+    fn edges(&self, on: &mut PtxBuilder, mut body: impl FnMut(&mut PtxBuilder, PtxValue<u32>, PtxValue<bool>)) {
         let (Some(before), Some(whole)) = (self.before, self.whole) else { return };
         let end = on.add(before, self.cut.row_bytes() - 1);
         let zero = on.variable(0);
@@ -318,7 +323,7 @@ impl Row {
             let own = on.and(own, shared);
             let first = on.shift_left(self.first, BLOCK.ilog2());
             on.when(own, |on| {
-                for element in 0..self.cut.logits.of_a_block() {
+                for element in 0..self.cut.logits.per_block() {
                     let at = on.add(start, element * self.cut.logits.size());
                     let of_row = on.add(at, first);
                     let of_row = on.sub(of_row, before);
@@ -329,25 +334,25 @@ impl Row {
         }
     }
 
-    fn shared_at(&self, on: &mut Builder, bytes: Value<u32>) -> Address {
-        Address::Shared(on.add(self.shared, bytes), 0)
+    fn shared_at(&self, on: &mut PtxBuilder, bytes: PtxValue<u32>) -> PtxAddress {
+        PtxAddress::Shared(on.add(self.shared, bytes), 0)
     }
 
-    fn global_at(&self, on: &mut Builder, along: Along, bytes: Value<u32>) -> Address {
+    fn global_at(&self, on: &mut PtxBuilder, along: WalkedArray, bytes: PtxValue<u32>) -> PtxAddress {
         let bytes = on.extend(bytes);
-        Address::Global(on.add(self.global[along as usize], bytes), 0)
+        PtxAddress::Global(on.add(self.global[along as usize], bytes), 0)
     }
 
-    /// Copies the logits in. They are there after [`wait_for_copies`](Builder::wait_for_copies).
-    pub(crate) fn copy_in(&self, on: &mut Builder) {
-        self.walk(on, Along::Logits, |on, block| match block.whole {
+    /// Copies the logits in. They are there after [`wait_for_copies`](PtxBuilder::wait_for_copies).
+    pub(crate) fn copy_in(&self, on: &mut PtxBuilder) {
+        self.walk(on, WalkedArray::Logits, |on, block| match block.whole {
             Some(whole) => on.when(whole, |on| on.copy_16(block.shared, block.global)),
             None => on.copy_16(block.shared, block.global),
         });
         self.edges(on, |on, at, inside| {
             let to = self.shared_at(on, at);
             on.when(inside, |on| {
-                let from = self.global_at(on, Along::Logits, at);
+                let from = self.global_at(on, WalkedArray::Logits, at);
                 self.cut.logits.copy(on, to, from);
             });
             let outside = on.not(inside);
@@ -356,8 +361,12 @@ impl Row {
     }
 
     /// Writes dlogits, of each block what `body` makes of it.
-    pub(crate) fn write(&self, on: &mut Builder, mut body: impl FnMut(&mut Builder, Block) -> [Value<u32>; 4]) {
-        self.walk(on, Along::Dlogits, |on, block| {
+    pub(crate) fn write(
+        &self,
+        on: &mut PtxBuilder,
+        mut body: impl FnMut(&mut PtxBuilder, RowBlock) -> [PtxValue<u32>; 4],
+    ) {
+        self.walk(on, WalkedArray::Dlogits, |on, block| {
             let words = body(on, block);
             let Some(whole) = block.whole else {
                 on.store_all(block.global, words);
@@ -369,15 +378,17 @@ impl Row {
         });
         self.edges(on, |on, at, inside| {
             on.when(inside, |on| {
-                let (from, to) = (self.shared_at(on, at), self.global_at(on, Along::Dlogits, at));
+                let (from, to) = (self.shared_at(on, at), self.global_at(on, WalkedArray::Dlogits, at));
                 self.cut.logits.copy(on, to, from);
             });
         });
     }
 
     /// The column of a block's first element: of the row's first block, where that is shared with the row before, one before 0.
-    pub(crate) fn first_column(&self, on: &mut Builder, block: Block) -> Value<u32> {
-        let Address::Shared(base, offset) = block.shared else { unreachable!("a row's blocks are in shared memory") };
+    pub(crate) fn first_column(&self, on: &mut PtxBuilder, block: RowBlock) -> PtxValue<u32> {
+        let PtxAddress::Shared(base, offset) = block.shared else {
+            unreachable!("a row's blocks are in shared memory")
+        };
         let from = on.sub(base, self.shared);
         let before = on.shift_left(self.first, BLOCK.ilog2());
         let byte = on.add(from, before);
@@ -388,9 +399,9 @@ impl Row {
     }
 
     /// Which elements of a block whose first is column `first` are another row's; `None` where none are.
-    pub(crate) fn of_others(&self, on: &mut Builder, first: Value<u32>) -> Option<Vec<Value<bool>>> {
+    pub(crate) fn foreign_elements(&self, on: &mut PtxBuilder, first: PtxValue<u32>) -> Option<Vec<PtxValue<bool>>> {
         self.before?;
-        let elements = 0..self.cut.logits.of_a_block();
+        let elements = 0..self.cut.logits.per_block();
         let of_others = elements.map(|element| {
             let column = on.add(first, element);
             let inside = on.less(column, self.cut.vocab);
@@ -405,35 +416,35 @@ impl Row {
     }
 
     /// Where column `id` is, if this thread has it.
-    pub(crate) fn find(&self, on: &mut Builder, id: Value<u32>) -> Column {
+    pub(crate) fn find(&self, on: &mut PtxBuilder, id: PtxValue<u32>) -> RowColumn {
         let bytes = on.shift_left(id, self.cut.logits.size().ilog2());
         let byte = self.before.map_or(bytes, |before| on.add(bytes, before));
         let (own, at) = self.has(on, byte);
-        Column { own, at }
+        RowColumn { own, at }
     }
 
     /// That of a column in shared memory.
-    pub(crate) fn shared_of(&self, on: &mut Builder, target: Column) -> Address {
+    pub(crate) fn shared_of(&self, on: &mut PtxBuilder, target: RowColumn) -> PtxAddress {
         self.shared_at(on, target.at)
     }
 
     /// And that of its dlogit.
-    pub(crate) fn global_of(&self, on: &mut Builder, target: Column) -> Address {
-        self.global_at(on, Along::Dlogits, target.at)
+    pub(crate) fn global_of(&self, on: &mut PtxBuilder, target: RowColumn) -> PtxAddress {
+        self.global_at(on, WalkedArray::Dlogits, target.at)
     }
 }
 
 /// Whether a block lies in the stretch of so many bytes from where it starts.
-fn is_within(on: &mut Builder, block: Value<u32>, [start, length]: [Value<u32>; 2]) -> Value<bool> {
+fn is_within(on: &mut PtxBuilder, block: PtxValue<u32>, [start, length]: [PtxValue<u32>; 2]) -> PtxValue<bool> {
     let place = on.sub(block, start);
     on.less(place, length)
 }
 
 /// A column of this row.
 #[derive(Clone, Copy)]
-pub(crate) struct Column {
+pub(crate) struct RowColumn {
     /// Whether this thread has it.
-    pub(crate) own: Value<bool>,
+    pub(crate) own: PtxValue<bool>,
     /// Where it is from this CTA's part on, bytes.
-    at: Value<u32>,
+    at: PtxValue<u32>,
 }

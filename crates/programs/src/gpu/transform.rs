@@ -2,15 +2,15 @@
 
 use assay_algebra::transform::Transform;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
-use assay_ptx::{Address, Builder, Value};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxValue};
 
-use super::logits::Pair;
+use super::logits::FloatPair;
 
 /// What becomes of a kernel's logits.
 #[derive(Clone, Copy)]
-pub(crate) struct Change {
+pub(crate) struct PtxTransform {
     transform: Transform,
-    factor: Value<f32>,
+    factor: PtxValue<f32>,
     biases: Option<Biases>,
 }
 
@@ -18,9 +18,9 @@ pub(crate) struct Change {
 #[derive(Clone, Copy)]
 pub(crate) struct Biases {
     /// That of each, `[v]` f32, −∞ outside the support.
-    pub(crate) all: Value<u64>,
+    pub(crate) all: PtxValue<u64>,
     /// That of the row's target.
-    pub(crate) own: Value<f32>,
+    pub(crate) own: PtxValue<f32>,
     /// Whether every block begins at a multiple of its elements.
     pub(crate) aligned: bool,
     /// `v`
@@ -28,15 +28,15 @@ pub(crate) struct Biases {
 }
 
 /// A block of logits, changed.
-pub(crate) struct Changed {
+pub(crate) struct PtxTransformedBlock {
     /// In variables.
-    pub(crate) t: Vec<Pair>,
+    pub(crate) t: Vec<FloatPair>,
     /// Which are outside the support, where any may be.
-    outside: Option<Vec<Value<bool>>>,
+    outside: Option<Vec<PtxValue<bool>>>,
 }
 
-impl Change {
-    pub(crate) fn new(transform: Transform, factor: Value<f32>, biases: Option<Biases>) -> Self {
+impl PtxTransform {
+    pub(crate) fn new(transform: Transform, factor: PtxValue<f32>, biases: Option<Biases>) -> Self {
         Self { transform, factor, biases }
     }
 
@@ -44,22 +44,22 @@ impl Change {
     /// is `shared` with another row, what becomes of that one's columns is anything.
     pub(crate) fn block(
         self,
-        on: &mut Builder,
-        x: &[Pair],
-        first: Value<u32>,
-        target: Value<u32>,
+        on: &mut PtxBuilder,
+        x: &[FloatPair],
+        first: PtxValue<u32>,
+        target: PtxValue<u32>,
         shared: bool,
-    ) -> Changed {
+    ) -> PtxTransformedBlock {
         let biases = self.biases.map(|biases| {
             let own = biases.own;
-            let biases = biases.of_block(on, first, 2 * x.len() as u32, shared);
+            let biases = biases.load_block(on, first, 2 * x.len() as u32, shared);
             at_target(on, target, biases.len(), |on, element, hit| {
                 let bias = on.select(hit, own, biases[element]);
                 on.set(biases[element], bias);
             });
             biases
         });
-        let outside: Option<Vec<Value<bool>>> =
+        let outside: Option<Vec<PtxValue<bool>>> =
             biases.as_ref().map(|biases| biases.iter().map(|&bias| on.equal(bias, f32::NEG_INFINITY)).collect());
         let t = x.iter().enumerate().map(|(i, &x)| {
             let x = biases.as_ref().map_or(x, |biases| on.add_pair(x, [biases[2 * i], biases[2 * i + 1]]));
@@ -70,18 +70,18 @@ impl Change {
                 on.variable(t)
             })
         });
-        Changed { t: t.collect(), outside }
+        PtxTransformedBlock { t: t.collect(), outside }
     }
 
     /// `t` of the row's target.
-    pub(crate) fn target(self, on: &mut Builder, x: Value<f32>) -> Value<f32> {
+    pub(crate) fn target(self, on: &mut PtxBuilder, x: PtxValue<f32>) -> PtxValue<f32> {
         let x = self.biases.map_or(x, |biases| on.add(x, biases.own));
         let [t, _] = self.apply(on, [x; 2]);
         t
     }
 
     /// Of the largest of logits the `t`, where that is the largest.
-    pub(crate) fn largest(self, on: &mut Builder, max: Value<f32>) -> Value<f32> {
+    pub(crate) fn largest(self, on: &mut PtxBuilder, max: PtxValue<f32>) -> PtxValue<f32> {
         let [t, _] = self.apply(on, [max; 2]);
         t
     }
@@ -91,13 +91,18 @@ impl Change {
         !self.transform.flips && !self.transform.columns
     }
 
-    fn apply(self, on: &mut Builder, x: Pair) -> Pair {
+    fn apply(self, on: &mut PtxBuilder, x: FloatPair) -> FloatPair {
         let y = on.mul_pair(x, [self.factor; 2]);
         if self.transform.caps { tanh(on, y) } else { y }
     }
 
     /// `∂loss/∂x` of a block from `∂loss/∂t`, 0 outside the support.
-    pub(crate) fn through(self, on: &mut Builder, gradients: &[Pair], changed: &Changed) -> Vec<Pair> {
+    pub(crate) fn through(
+        self,
+        on: &mut PtxBuilder,
+        gradients: &[FloatPair],
+        changed: &PtxTransformedBlock,
+    ) -> Vec<FloatPair> {
         let all = gradients.iter().zip(&changed.t).enumerate().map(|(i, (&gradient, &t))| {
             let through = self.through_pair(on, gradient, t);
             let Some(outside) = &changed.outside else { return through };
@@ -107,12 +112,17 @@ impl Change {
     }
 
     /// The same of the target.
-    pub(crate) fn through_target(self, on: &mut Builder, gradient: Value<f32>, t: Value<f32>) -> Value<f32> {
+    pub(crate) fn through_target(
+        self,
+        on: &mut PtxBuilder,
+        gradient: PtxValue<f32>,
+        t: PtxValue<f32>,
+    ) -> PtxValue<f32> {
         let [through, _] = self.through_pair(on, [gradient; 2], [t; 2]);
         through
     }
 
-    fn through_pair(self, on: &mut Builder, gradient: Pair, t: Pair) -> Pair {
+    fn through_pair(self, on: &mut PtxBuilder, gradient: FloatPair, t: FloatPair) -> FloatPair {
         let gradient = on.mul_pair(gradient, [self.factor; 2]);
         if !self.transform.caps {
             return gradient;
@@ -125,10 +135,10 @@ impl Change {
 
 impl Biases {
     /// Those of the block whose first column is `first`, in variables.
-    fn of_block(self, on: &mut Builder, first: Value<u32>, elements: u32, shared: bool) -> Vec<Value<f32>> {
+    fn load_block(self, on: &mut PtxBuilder, first: PtxValue<u32>, elements: u32, shared: bool) -> Vec<PtxValue<f32>> {
         if self.aligned {
             let offset = on.mul_wide(first, 4);
-            let from = Address::Global(on.add(self.all, offset), 0);
+            let from = PtxAddress::Global(on.add(self.all, offset), 0);
             return (0..elements / 4).flat_map(|turn| on.load_all::<f32, 4>(from.plus(16 * turn))).collect();
         }
         let load = |element| {
@@ -136,7 +146,7 @@ impl Biases {
             let column = if shared { on.min(column, self.vocab - 1) } else { column };
             let offset = on.mul_wide(column, 4);
             let from = on.add(self.all, offset);
-            on.load(Address::Global(from, 0))
+            on.load(PtxAddress::Global(from, 0))
         };
         (0..elements).map(load).collect()
     }
@@ -144,10 +154,10 @@ impl Biases {
 
 /// Calls `body` on every element, and whether it is the target, of a block of so many that has it.
 pub(crate) fn at_target(
-    on: &mut Builder,
-    target: Value<u32>,
+    on: &mut PtxBuilder,
+    target: PtxValue<u32>,
     elements: usize,
-    mut body: impl FnMut(&mut Builder, usize, Value<bool>),
+    mut body: impl FnMut(&mut PtxBuilder, usize, PtxValue<bool>),
 ) {
     let here = on.less(target, elements as u32);
     on.when(here, |on| {
@@ -159,13 +169,13 @@ pub(crate) fn at_target(
 }
 
 /// `tanh y`, NaN of NaN.
-fn tanh(on: &mut Builder, y: Pair) -> Pair {
+fn tanh(on: &mut PtxBuilder, y: FloatPair) -> FloatPair {
     let y = y.map(|y| {
         let y = on.min(y, FAR);
         on.max(y, -FAR)
     });
     let square = on.mul_pair(y, y);
-    let series = |on: &mut Builder, [c1, c2, c3, c4]: [f32; 4]| {
+    let series = |on: &mut PtxBuilder, [c1, c2, c3, c4]: [f32; 4]| {
         [c2, c1, 1.0].into_iter().fold(on.mul_add_pair(square, [c4.into(); 2], [c3.into(); 2]), |sum, c| {
             on.mul_add_pair(sum, square, [c.into(); 2])
         })

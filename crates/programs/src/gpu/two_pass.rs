@@ -14,16 +14,16 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use super::cotangents::{Cotangents, Factors, SentArrays, TokenFactors};
+use super::cotangents::{CotangentArrays, Cotangents, Factors, TokenFactors};
 use super::folds::{CtaFolds, add_block, exp, gaps, store_8};
-use super::logits::{BLOCK, Logits, Pair, SCALAR};
-use super::transform::{Biases, Change, Changed, at_target};
+use super::logits::{BLOCK, FloatPair, LogitsFormat, SCALAR};
+use super::transform::{Biases, PtxTransform, PtxTransformedBlock, at_target};
 use crate::rows::FARTHEST;
 use crate::transform::differ_by_column;
-use crate::two_pass::{Local, PER_TOKEN, Statistic, numbers};
+use crate::two_pass::{LocalLogits, PER_TOKEN, Statistic, numbers};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure, TemperaturePlace, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxKernel, PtxLaunch, PtxTarget, PtxValue};
 
 /// Threads of a CTA, at most; of a short row as many as it has blocks.
 const THREADS: u32 = 512;
@@ -37,54 +37,54 @@ const AHEAD: [u32; 2] = [4, 2];
 /// A column that no row has.
 const NOWHERE: u32 = 1 << 31;
 
-fn launch(rows: usize, threads: u32) -> Launch {
+fn launch(rows: usize, threads: u32) -> PtxLaunch {
     let least_resident = THREADS_AT_ONCE / threads;
-    Launch { grid: [rows as u32, 1, 1], block: [threads, 1, 1], cluster: 1, least_resident }
+    PtxLaunch { grid: [rows as u32, 1, 1], block: [threads, 1, 1], cluster: 1, least_resident }
 }
 
 /// A row of `vocab` logits in global memory, walked by the threads of a CTA.
-struct Stream {
-    logits: Logits,
+struct RowStream {
+    logits: LogitsFormat,
     vocab: u32,
     /// Threads of the CTA.
     threads: u32,
-    thread: Value<u32>,
+    thread: PtxValue<u32>,
     /// Bytes of the row's first block that are before it; `None` where rows begin at multiples of 16.
-    before: Option<Value<u32>>,
+    before: Option<PtxValue<u32>>,
     /// Where the row's first block begins in each array.
-    starts: Vec<Value<u64>>,
+    starts: Vec<PtxValue<u64>>,
     /// Columns that are some.
-    real: Value<u32>,
+    real: PtxValue<u32>,
     /// The target's column; [`NOWHERE`] where another device has it.
-    id: Value<u32>,
+    id: PtxValue<u32>,
     /// What becomes of the logits.
-    change: Option<Change>,
+    change: Option<PtxTransform>,
 }
 
 /// Elements of a block in variables, and the column of the first.
-struct Part {
-    values: Vec<Pair>,
-    first: Value<u32>,
+struct StreamBlock {
+    values: Vec<FloatPair>,
+    first: PtxValue<u32>,
 }
 
 /// Where a block's results go: its offset from the row's first block, and of an element whether it is the row's, where not all need be.
-struct Place {
-    offset: Value<u64>,
-    inside: Option<Vec<Value<bool>>>,
+struct BlockOutput {
+    offset: PtxValue<u64>,
+    inside: Option<Vec<PtxValue<bool>>>,
 }
 
-impl Stream {
+impl RowStream {
     /// Of row `row` of arrays of `vocab` columns, all of them real and none of them the target's.
     fn new(
-        on: &mut Builder,
-        [thread, row]: [Value<u32>; 2],
-        arrays: Vec<Value<u64>>,
-        logits: Logits,
+        on: &mut PtxBuilder,
+        [thread, row]: [PtxValue<u32>; 2],
+        arrays: Vec<PtxValue<u64>>,
+        logits: LogitsFormat,
         vocab: u32,
     ) -> Self {
         let bytes = vocab * logits.size();
         let offset = on.mul_wide(row, bytes);
-        let mut starts: Vec<Value<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
+        let mut starts: Vec<PtxValue<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
         let threads = bytes.div_ceil(BLOCK).next_power_of_two().clamp(32, THREADS);
         let before = (!bytes.is_multiple_of(BLOCK)).then(|| {
             let low = on.truncate(starts[0]);
@@ -102,8 +102,8 @@ impl Stream {
     }
 
     /// The column of element 0 of block `block`.
-    fn column(&self, on: &mut Builder, block: Value<u32>) -> Value<u32> {
-        let first = on.mul(block, self.logits.of_a_block());
+    fn column(&self, on: &mut PtxBuilder, block: PtxValue<u32>) -> PtxValue<u32> {
+        let first = on.mul(block, self.logits.per_block());
         match self.before {
             Some(before) => {
                 let elements = on.shift_right(before, self.logits.size().ilog2());
@@ -114,7 +114,12 @@ impl Stream {
     }
 
     /// Calls `body` on this thread's blocks of the row, some at a time, after they were loaded; where `reads` is false, without their values.
-    fn walk(&self, on: &mut Builder, reads: bool, mut body: impl FnMut(&mut Builder, &[(Part, Place)])) {
+    fn walk(
+        &self,
+        on: &mut PtxBuilder,
+        reads: bool,
+        mut body: impl FnMut(&mut PtxBuilder, &[(StreamBlock, BlockOutput)]),
+    ) {
         let (start, end) = match self.before {
             None => (0.into(), (self.row_bytes() / BLOCK).into()),
             Some(before) => {
@@ -128,25 +133,25 @@ impl Stream {
         let block = on.add(self.thread, start);
         let block = on.variable(block);
         for ahead in [AHEAD[usize::from(self.starts.len() > 1)], 1] {
-            let last = |on: &mut Builder| {
+            let last = |on: &mut PtxBuilder| {
                 let last = on.add(block, (ahead - 1) * self.threads);
                 on.less(last, end)
             };
             let some = last(on);
             on.when(some, |on| {
                 on.repeat(|on| {
-                    let loaded: Vec<(Part, Place)> = (0..ahead)
+                    let loaded: Vec<(StreamBlock, BlockOutput)> = (0..ahead)
                         .map(|turn| {
                             let block = on.add(block, turn * self.threads);
                             let offset = on.mul_wide(block, BLOCK);
                             let mut values = Vec::new();
                             if reads {
                                 let from = on.add(self.starts[0], offset);
-                                values = self.logits.load_block(on, Address::Global(from, 0));
+                                values = self.logits.load_block(on, PtxAddress::Global(from, 0));
                                 values = values.into_iter().map(|pair| pair.map(|x| on.variable(x))).collect();
                             }
                             let first = self.column(on, block);
-                            (Part { values, first }, Place { offset, inside: None })
+                            (StreamBlock { values, first }, BlockOutput { offset, inside: None })
                         })
                         .collect();
                     body(on, &loaded);
@@ -164,16 +169,16 @@ impl Stream {
     /// The same of the row's first and last block, where these are shared with other rows, element by element: two threads have one each.
     fn edges(
         &self,
-        on: &mut Builder,
+        on: &mut PtxBuilder,
         reads: bool,
-        end: Value<u32>,
-        mut body: impl FnMut(&mut Builder, &[(Part, Place)]),
+        end: PtxValue<u32>,
+        mut body: impl FnMut(&mut PtxBuilder, &[(StreamBlock, BlockOutput)]),
     ) {
         let Some(before) = self.before else { return };
         let past = on.add(before, self.row_bytes());
         let [over_begin, over_end] = [before, past].map(|byte| {
             let over = on.bits_and(byte, BLOCK - 1);
-            let zero: Value<u32> = 0.into();
+            let zero: PtxValue<u32> = 0.into();
             on.equal(over, zero)
         });
         let zero = on.variable(0);
@@ -190,7 +195,7 @@ impl Stream {
                 let first = self.column(on, block);
                 let offset = on.mul_wide(block, BLOCK);
                 let (mut values, mut inside) = (Vec::new(), Vec::new());
-                for element in 0..self.logits.of_a_block() {
+                for element in 0..self.logits.per_block() {
                     let column = on.add(first, element);
                     let is_inside = on.less(column, self.vocab);
                     inside.push(is_inside);
@@ -198,34 +203,34 @@ impl Stream {
                         let x = on.variable(f32::NEG_INFINITY);
                         on.when(is_inside, |on| {
                             let from = on.add(self.starts[0], offset);
-                            let value = self.logits.load(on, Address::Global(from, element * self.logits.size()));
+                            let value = self.logits.load(on, PtxAddress::Global(from, element * self.logits.size()));
                             on.set(x, value);
                         });
                         values.push(x);
                     }
                 }
                 let values = values.as_chunks().0.to_vec();
-                body(on, &[(Part { values, first }, Place { offset, inside: Some(inside) })]);
+                body(on, &[(StreamBlock { values, first }, BlockOutput { offset, inside: Some(inside) })]);
             });
         }
     }
 
     /// Rounds a block of gradients and writes those that are the row's.
-    fn write(&self, on: &mut Builder, place: &Place, gradients: &[Pair]) {
+    fn write(&self, on: &mut PtxBuilder, place: &BlockOutput, gradients: &[FloatPair]) {
         let logits = self.logits;
         let to = on.add(self.starts[1], place.offset);
         let Some(inside) = &place.inside else {
             let words = logits.pack_block(on, gradients);
-            on.store_all(Address::Global(to, 0), words);
+            on.store_all(PtxAddress::Global(to, 0), words);
             return;
         };
         for ((&gradient, &inside), element) in gradients.as_flattened().iter().zip(inside).zip(0..) {
-            on.when(inside, |on| logits.store(on, Address::Global(to, element * logits.size()), gradient));
+            on.when(inside, |on| logits.store(on, PtxAddress::Global(to, element * logits.size()), gradient));
         }
     }
 
     /// Leaves what the logits become, −∞ outside the support and in columns of other rows.
-    fn transform(&self, on: &mut Builder, part: &Part, place: &Place) -> Option<Changed> {
+    fn transform(&self, on: &mut PtxBuilder, part: &StreamBlock, place: &BlockOutput) -> Option<PtxTransformedBlock> {
         let change = self.change?;
         let target = on.sub(self.id, part.first);
         let changed = change.block(on, &part.values, part.first, target, place.inside.is_some());
@@ -237,8 +242,8 @@ impl Stream {
     }
 
     /// Leaves −∞ in columns that are none.
-    fn cut(&self, on: &mut Builder, part: &Part) {
-        let end = on.add(part.first, self.logits.of_a_block());
+    fn cut(&self, on: &mut PtxBuilder, part: &StreamBlock) {
+        let end = on.add(part.first, self.logits.per_block());
         let has_some = on.less(self.real, end);
         on.when(has_some, |on| {
             for (&x, element) in part.values.as_flattened().iter().zip(0..) {
@@ -251,41 +256,46 @@ impl Stream {
     }
 
     /// Calls `body` on every element, and whether it is the target, of a block that has it.
-    fn at_target(&self, on: &mut Builder, part: &Part, body: impl FnMut(&mut Builder, usize, Value<bool>)) {
+    fn at_target(
+        &self,
+        on: &mut PtxBuilder,
+        part: &StreamBlock,
+        body: impl FnMut(&mut PtxBuilder, usize, PtxValue<bool>),
+    ) {
         let place = on.sub(self.id, part.first);
-        at_target(on, place, self.logits.of_a_block() as usize, body);
+        at_target(on, place, self.logits.per_block() as usize, body);
     }
 }
 
 /// What both kernels are given.
-struct Given {
-    on: Builder,
-    stream: Stream,
+struct TwoPassStart {
+    on: PtxBuilder,
+    stream: RowStream,
     /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
-    scales: Vec<Value<f32>>,
+    scales: Vec<PtxValue<f32>>,
 }
 
 /// The array of a row a token: what dlogits are made of, under this name, or the statistics that are written.
 #[derive(Clone, Copy)]
-enum PerToken {
+enum RowArray {
     Given(&'static str),
     Returned,
 }
 
 fn begin(
     name: &str,
-    target: Target,
+    target: PtxTarget,
     structure: Structure,
-    Local { shape: [_, n, v], .. }: Local,
+    LocalLogits { shape: [_, n, v], .. }: LocalLogits,
     element: DeviceDtype,
-    per_token: PerToken,
-) -> (Given, Value<u64>) {
-    let mut on = Builder::new(name, target);
+    per_token: RowArray,
+) -> (TwoPassStart, PtxValue<u64>) {
+    let mut on = PtxBuilder::new(name, target);
     let of_spec = numbers(structure);
     let name = if structure.transform.is_some() { "softmax_numbers" } else { "inverse_temperature" };
     let numbers = (!of_spec.is_empty()).then(|| on.input_aligned(SCALAR, name, DeviceDtype::F32, &[of_spec.len()]));
     let columns = on.input_aligned(SCALAR, "columns", DeviceDtype::I32, &[1]);
-    let of_logits = Logits::of(element);
+    let of_logits = LogitsFormat::from_dtype(element);
     let logits = on.input_aligned(of_logits.alignment(v), "logits", element, &[1, n, v]);
     let ids = on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[1, n, 1]);
     let by_token = structure.temperature == TemperaturePlace::Given;
@@ -296,16 +306,16 @@ fn begin(
             .map(|(alignment, name, shape)| on.input_aligned(alignment, name, DeviceDtype::F32, &shape))
     });
     let (arrays, tokens) = match per_token {
-        PerToken::Given(name) => {
+        RowArray::Given(name) => {
             let given = on.input_aligned(SCALAR, name, DeviceDtype::F32, &[1, n, PER_TOKEN]);
             (vec![logits, on.output_over("dlogits", "logits")], given)
         }
-        PerToken::Returned => (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN])),
+        RowArray::Returned => (vec![logits], on.output("statistics", DeviceDtype::F32, &[1, n, PER_TOKEN])),
     };
     let (thread, row) = (on.thread(), on.cta());
-    let number = |on: &mut Builder, which: SpecNumber| -> Value<f32> {
+    let number = |on: &mut PtxBuilder, which: SpecNumber| -> PtxValue<f32> {
         let place = of_spec.iter().position(|&other| other == which).expect("the structure has the number");
-        on.load(Address::Global(numbers.expect("the structure has numbers"), 4 * place as u32))
+        on.load(PtxAddress::Global(numbers.expect("the structure has numbers"), 4 * place as u32))
     };
     let minus_log2_e = -LOG2_E as f32;
     let scales = structure.gap_rates().into_iter().map(|rate| {
@@ -315,42 +325,42 @@ fn begin(
             Some(GapRate::OfToken) => {
                 let offset = on.mul_wide(row, 4);
                 let at = on.add(rates.expect("tokens differ in it"), offset);
-                on.load(Address::Global(at, 0))
+                on.load(PtxAddress::Global(at, 0))
             }
         };
         on.mul(rate, minus_log2_e)
     });
     let scales = scales.collect();
-    let real = on.load(Address::Global(columns, 0));
+    let real = on.load(PtxAddress::Global(columns, 0));
     let offset = on.mul_wide(row, 4);
     let at = on.add(ids, offset);
-    let id = on.load(Address::Global(at, 0));
+    let id = on.load(PtxAddress::Global(at, 0));
     let here = on.less(id, real);
     let id = on.select(here, id, NOWHERE);
     let own = biases.map(|[of_columns, of_targets]| {
         let at = on.add(of_targets, offset);
-        (of_columns, on.load(Address::Global(at, 0)))
+        (of_columns, on.load(PtxAddress::Global(at, 0)))
     });
     let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
     let token = on.add(tokens, offset);
     let vocab = v as u32;
-    let stream = Stream::new(&mut on, [thread, row], arrays, of_logits, vocab);
+    let stream = RowStream::new(&mut on, [thread, row], arrays, of_logits, vocab);
     let biases = own.map(|(all, own)| Biases { all, own, aligned: stream.before.is_none(), vocab });
     let change = structure.transform.map(|transform| {
         let factor = number(&mut on, SpecNumber::LogitFactor);
-        Change::new(transform, factor, biases)
+        PtxTransform::new(transform, factor, biases)
     });
-    let stream = Stream { real, id, change, ..stream };
-    (Given { on, stream, scales }, token)
+    let stream = RowStream { real, id, change, ..stream };
+    (TwoPassStart { on, stream, scales }, token)
 }
 
-fn gap(on: &mut Builder, max: Value<f32>, x: Value<f32>) -> Value<f32> {
+fn gap(on: &mut PtxBuilder, max: PtxValue<f32>, x: PtxValue<f32>) -> PtxValue<f32> {
     let gap = on.sub(max, x);
     on.min(gap, FARTHEST as f32)
 }
 
 /// Brings what was summed below one maximum below another, which is `rise` above it.
-fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weighted]: [Value<f32>; 2]) {
+fn rescale(on: &mut PtxBuilder, scale: PtxValue<f32>, rise: PtxValue<f32>, [others, weighted]: [PtxValue<f32>; 2]) {
     let shift = on.mul(rise, scale);
     let shrink = on.exp2(shift);
     let moved = on.mul_add(others, shift, weighted);
@@ -361,13 +371,18 @@ fn rescale(on: &mut Builder, scale: Value<f32>, rise: Value<f32>, [others, weigh
 }
 
 /// Called as the [tile kernel](crate::two_pass::statistics) is; returns `[1,n,8]` f32, see [`Statistic`].
-pub(crate) fn statistics(target: Target, structure: Structure, local: Local, element: DeviceDtype) -> PtxKernel {
-    let begun = begin("grpo_statistics", target, structure, local, element, PerToken::Returned);
-    let (Given { on: mut builder, stream, scales }, results) = begun;
+pub(crate) fn statistics(
+    target: PtxTarget,
+    structure: Structure,
+    local: LocalLogits,
+    element: DeviceDtype,
+) -> PtxKernel {
+    let begun = begin("grpo_statistics", target, structure, local, element, RowArray::Returned);
+    let (TwoPassStart { on: mut builder, stream, scales }, results) = begun;
     let on = &mut builder;
-    let max: Value<f32> = on.variable(f32::MIN);
-    let chosen: Value<f32> = on.variable(0.0);
-    let sums: Vec<[Value<f32>; 2]> = scales.iter().map(|_| [on.variable(0.0), on.variable(0.0)]).collect();
+    let max: PtxValue<f32> = on.variable(f32::MIN);
+    let chosen: PtxValue<f32> = on.variable(0.0);
+    let sums: Vec<[PtxValue<f32>; 2]> = scales.iter().map(|_| [on.variable(0.0), on.variable(0.0)]).collect();
     stream.walk(on, true, |on, parts| {
         let mut highest = max;
         for (part, place) in parts {
@@ -390,20 +405,20 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
             });
             let gaps = gaps(on, &part.values, max, true);
             for (&scale, &[others, weighted]) in scales.iter().zip(&sums) {
-                let exponents: Vec<Pair> = gaps.iter().map(|&gap| on.mul_pair(gap, [scale; 2])).collect();
-                let exps: Vec<Pair> =
+                let exponents: Vec<FloatPair> = gaps.iter().map(|&gap| on.mul_pair(gap, [scale; 2])).collect();
+                let exps: Vec<FloatPair> =
                     exponents.iter().map(|exponents| exponents.map(|exponent| on.exp2(exponent))).collect();
                 add_block(on, &exps, &exponents, [others, weighted]);
             }
         }
     });
     let folds = CtaFolds::new(on, [stream.threads, 2 + 2 * scales.len() as u32], stream.thread);
-    let of_row = folds.fold(on, 0, max, Builder::max);
+    let of_row = folds.fold(on, 0, max, PtxBuilder::max);
     let rise = gap(on, of_row, max);
     for (&scale, &sums) in scales.iter().zip(&sums) {
         rescale(on, scale, rise, sums);
     }
-    let mut columns = [Value::from(0.0); PER_TOKEN];
+    let mut columns = [PtxValue::from(0.0); PER_TOKEN];
     columns[Statistic::Max as usize] = of_row;
     let places = [
         [Statistic::Others, Statistic::Weighted].map(|place| place as usize),
@@ -413,41 +428,41 @@ pub(crate) fn statistics(target: Target, structure: Structure, local: Local, ele
         .into_iter()
         .chain(places.into_iter().flatten().zip(sums.into_iter().flatten()));
     for (turn, (place, value)) in summed.enumerate() {
-        columns[place] = folds.fold(on, 1 + turn as u32, value, Builder::add);
+        columns[place] = folds.fold(on, 1 + turn as u32, value, PtxBuilder::add);
     }
     let first = on.less(stream.thread, 1);
-    on.when(first, |on| store_8(on, Address::Global(results, 0), columns));
+    on.when(first, |on| store_8(on, PtxAddress::Global(results, 0), columns));
     builder.finish(launch(local.shape[1], stream.threads))
 }
 
 /// Called as [`statistics`], dlogits written over the logits or apart from them, and with what they are made of.
 pub(crate) fn dlogits(
-    target: Target,
+    target: PtxTarget,
     structure: Structure,
-    local: Local,
+    local: LocalLogits,
     element: DeviceDtype,
     factors: Factors,
 ) -> PtxKernel {
     let name = if factors == Factors::Scales { "scales" } else { "record" };
-    let begun = begin("grpo_dlogits", target, structure, local, element, PerToken::Given(name));
-    let (Given { on: mut builder, stream, scales }, token) = begun;
+    let begun = begin("grpo_dlogits", target, structure, local, element, RowArray::Given(name));
+    let (TwoPassStart { on: mut builder, stream, scales }, token) = begun;
     let on = &mut builder;
     let TokenFactors { max, share, others, mask, bonus } = match factors {
-        Factors::Scales => TokenFactors::of_scales(on, structure, token),
+        Factors::Scales => TokenFactors::from_scales(on, structure, token),
         Factors::Record(cotangents) => {
-            let arrays = SentArrays::declare(on, local.shape[1], cotangents);
+            let arrays = CotangentArrays::declare(on, local.shape[1], cotangents);
             let row = on.cta();
             let sent = arrays.load(on, [stream.thread, row]);
-            TokenFactors::of_record(on, structure, token, sent)
+            TokenFactors::from_record(on, structure, token, sent)
         }
     };
     let hidden = {
-        let zero: Value<f32> = 0.0.into();
+        let zero: PtxValue<f32> = 0.0.into();
         let counts = on.less(zero, mask);
         on.not(counts)
     };
     on.when(hidden, |on| {
-        let zeros = vec![[0.0.into(); 2]; stream.logits.of_a_block() as usize / 2];
+        let zeros = vec![[0.0.into(); 2]; stream.logits.per_block() as usize / 2];
         stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| stream.write(on, place, &zeros)));
         on.exit();
     });
@@ -460,8 +475,8 @@ pub(crate) fn dlogits(
             let gaps = gaps(on, &part.values, max, true);
             // The policy's gradient goes through the last softmax, the bonus's through the first.
             let policy = *scales.last().expect("a softmax");
-            let exps: Vec<Pair> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
-            let gradients: Vec<Pair> =
+            let exps: Vec<FloatPair> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
+            let gradients: Vec<FloatPair> =
                 exps.iter().map(|&exp| on.mul_pair(exp, [share; 2]).map(|gradient| on.variable(gradient))).collect();
             stream.at_target(on, part, |on, element, hit| {
                 let of_policy = gradients.as_flattened()[element];
@@ -491,22 +506,22 @@ pub(crate) fn dlogits(
 
 /// Multiplies dlogits `[1,n,v]` by the cotangent that was sent over the one that they were made for, where the two differ: each is rounded
 /// once more.
-pub(crate) fn multiply_dlogits(target: Target, [_, n, v]: [usize; 3], element: DeviceDtype) -> PtxKernel {
-    let mut on = Builder::new("grpo_multiply", target);
-    let logits = Logits::of(element);
+pub(crate) fn multiply_dlogits(target: PtxTarget, [_, n, v]: [usize; 3], element: DeviceDtype) -> PtxKernel {
+    let mut on = PtxBuilder::new("grpo_multiply", target);
+    let logits = LogitsFormat::from_dtype(element);
     let dlogits = on.input_aligned(logits.alignment(v), "dlogits_before", element, &[1, n, v]);
     let written = on.output_over("dlogits", "dlogits_before");
     let cotangents = Cotangents { logp: false, entropy: false, unless_used: true };
-    let arrays = SentArrays::declare(&mut on, n, cotangents);
+    let arrays = CotangentArrays::declare(&mut on, n, cotangents);
     let (thread, row) = (on.thread(), on.cta());
-    let stream = Stream::new(&mut on, [thread, row], vec![dlogits, written], logits, v as u32);
+    let stream = RowStream::new(&mut on, [thread, row], vec![dlogits, written], logits, v as u32);
     let sent = arrays.load(&mut on, [thread, row]);
     let [used, _] = arrays.used.expect("it was asked for");
-    let used = on.load(Address::Global(used, 0));
+    let used = on.load(PtxAddress::Global(used, 0));
     let factor = on.div(sent.loss, used);
     stream.walk(&mut on, true, |on, parts| {
         for (part, place) in parts {
-            let scaled: Vec<Pair> = part.values.iter().map(|&pair| on.mul_pair(pair, [factor; 2])).collect();
+            let scaled: Vec<FloatPair> = part.values.iter().map(|&pair| on.mul_pair(pair, [factor; 2])).collect();
             stream.write(on, place, &scaled);
         }
     });

@@ -5,9 +5,9 @@ use std::ops::{Range, RangeInclusive};
 
 use assay_core::device_dtype::DeviceDtype;
 
-use crate::mesh::Axis;
+use crate::mesh::MeshAxis;
 use crate::program::Program;
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 
 /// Bytes of a gradient that are summed over devices at a time: a quarter of it, within these. A collective has its result beside what
 /// it sums, so that what is held twice follows the head's size.
@@ -52,7 +52,7 @@ impl Chunks {
     }
 
     /// `[b,t]` as `[n,N]`, with 0 behind; a scalar as it is.
-    pub(super) fn in_line(self, on: &mut Program, array: Value) -> Value {
+    pub(super) fn in_line(self, on: &mut Program, array: HloValue) -> HloValue {
         if on.builder.type_of(array).shape.is_empty() {
             return array;
         }
@@ -63,7 +63,7 @@ impl Chunks {
     }
 
     /// `[n,N]` as `[b,t]`.
-    pub(super) fn in_rows(self, on: &mut Program, lines: Value) -> Value {
+    pub(super) fn in_rows(self, on: &mut Program, lines: HloValue) -> HloValue {
         let [b, t, _] = on.local;
         let lines = on.builder.slice(lines, &[0, 0], &[self.parts, self.part()]);
         let line = on.builder.reshape(lines, &[1, self.parts * self.part()]);
@@ -72,12 +72,12 @@ impl Chunks {
     }
 
     /// `[n,N]` to be filled.
-    pub(super) fn empty(self, on: &mut Program, element: DeviceDtype) -> Value {
-        on.builder.constant(0.0, Type::new(element, &[self.parts, self.padded]))
+    pub(super) fn empty(self, on: &mut Program, element: DeviceDtype) -> HloValue {
+        on.builder.constant(0.0, HloType::new(element, &[self.parts, self.padded]))
     }
 
     /// This device's hidden states as `[N,h]`, with 0 behind.
-    pub(super) fn states(self, on: &mut Program, hidden: Value) -> Value {
+    pub(super) fn states(self, on: &mut Program, hidden: HloValue) -> HloValue {
         let shape = on.builder.type_of(hidden).shape.clone();
         let width = shape[shape.len() - 1];
         let line = on.builder.reshape(hidden, &[self.part(), width]);
@@ -85,15 +85,15 @@ impl Chunks {
     }
 
     /// The hidden states of the chunk from row `first` of `states` on, of all devices that have some of them, `[c,h]`.
-    pub(super) fn hidden(self, on: &mut Program, states: Value, first: Value) -> Value {
+    pub(super) fn hidden(self, on: &mut Program, states: HloValue, first: HloValue) -> HloValue {
         let start = on.at_row(first);
         let width = on.builder.type_of(states).shape[1];
         let hidden = on.builder.dynamic_slice(states, &start, &[self.rows, width]);
-        if self.parts > 1 { on.gathered(&[Axis::Vocab], hidden) } else { hidden }
+        if self.parts > 1 { on.gathered(&[MeshAxis::Vocab], hidden) } else { hidden }
     }
 
     /// The chunk of `[n,N]` from `first` on, `[1,c]`; a scalar as it is.
-    pub(super) fn cut(self, on: &mut Program, lines: Value, first: Value) -> Value {
+    pub(super) fn cut(self, on: &mut Program, lines: HloValue, first: HloValue) -> HloValue {
         if on.builder.type_of(lines).shape.is_empty() {
             return lines;
         }
@@ -103,7 +103,7 @@ impl Chunks {
     }
 
     /// `[n,N]` with a chunk of it, `[1,c]`, written at `first`.
-    pub(super) fn put(self, on: &mut Program, lines: Value, chunk: Value, first: Value) -> Value {
+    pub(super) fn put(self, on: &mut Program, lines: HloValue, chunk: HloValue, first: HloValue) -> HloValue {
         let start = on.at_column(first);
         let chunk = on.builder.reshape(chunk, &[self.parts, self.rows]);
         on.builder.dynamic_update_slice(lines, chunk, &start)
@@ -123,45 +123,45 @@ impl Chunks {
 
 impl Program {
     /// Where a part of a matrix begins that has its rows from `first` on.
-    pub(super) fn at_row(&mut self, first: Value) -> [Value; 2] {
-        [first, self.builder.constant(0.0, Type::new(DeviceDtype::I32, &[]))]
+    pub(super) fn at_row(&mut self, first: HloValue) -> [HloValue; 2] {
+        [first, self.builder.constant(0.0, HloType::new(DeviceDtype::I32, &[]))]
     }
 
     /// The same for its columns.
-    pub(super) fn at_column(&mut self, first: Value) -> [Value; 2] {
+    pub(super) fn at_column(&mut self, first: HloValue) -> [HloValue; 2] {
         let [first, zero] = self.at_row(first);
         [zero, first]
     }
 
     /// A number of rows or columns.
-    pub(super) fn index(&mut self, x: usize) -> Value {
-        self.builder.constant(x as f64, Type::new(DeviceDtype::I32, &[]))
+    pub(super) fn index(&mut self, x: usize) -> HloValue {
+        self.builder.constant(x as f64, HloType::new(DeviceDtype::I32, &[]))
     }
 
     /// An array with 0 behind, up to `shape`.
-    pub(super) fn filled(&mut self, array: Value, shape: &[usize]) -> Value {
+    pub(super) fn filled(&mut self, array: HloValue, shape: &[usize]) -> HloValue {
         let element = self.builder.type_of(array).element;
         if self.builder.type_of(array).shape == shape {
             return array;
         }
-        let zero = self.builder.constant(0.0, Type::new(element, &[]));
+        let zero = self.builder.constant(0.0, HloType::new(element, &[]));
         self.builder.pad(array, zero, shape)
     }
 
     /// `[n,h]` with 0 behind, so that `h` parts evenly over the devices that have rows of their own.
-    pub(super) fn divisible(&mut self, hidden: Value) -> Value {
+    pub(super) fn divisible(&mut self, hidden: HloValue) -> HloValue {
         let [rows, width] = self.builder.type_of(hidden).shape[..] else { unreachable!("hidden states in line") };
         let devices = self.mesh.batch * self.mesh.tokens;
         self.filled(hidden, &[rows, width.next_multiple_of(devices)])
     }
 
     /// What all devices along `axes` have, one after another along the first axis.
-    pub(super) fn gathered(&mut self, axes: &[Axis], a: Value) -> Value {
+    pub(super) fn gathered(&mut self, axes: &[MeshAxis], a: HloValue) -> HloValue {
         self.builder.all_gather(a, 0, &self.mesh.groups(axes))
     }
 
     /// This device's part, along the first axis, of the sum over the devices along `axes`.
-    pub(super) fn scattered(&mut self, axes: &[Axis], a: Value) -> Value {
+    pub(super) fn scattered(&mut self, axes: &[MeshAxis], a: HloValue) -> HloValue {
         self.builder.reduce_scatter(a, 0, &self.mesh.groups(axes))
     }
 
@@ -179,10 +179,10 @@ impl Program {
         &mut self,
         chunks: Chunks,
         end: usize,
-        carried: &[Value],
-        body: impl FnOnce(&mut Program, Value, &[Value]) -> Vec<Value>,
-    ) -> Vec<Value> {
-        let index = Type::new(DeviceDtype::I32, &[]);
+        carried: &[HloValue],
+        body: impl FnOnce(&mut Program, HloValue, &[HloValue]) -> Vec<HloValue>,
+    ) -> Vec<HloValue> {
+        let index = HloType::new(DeviceDtype::I32, &[]);
         let local = [1, chunks.all_rows(), self.local[2]];
         let (mesh, vocab) = (self.mesh, self.vocab);
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
@@ -190,7 +190,7 @@ impl Program {
             &carried,
             |builder, carried| {
                 let end = builder.constant(end as f64, index.clone());
-                builder.compare(Comparison::Less, carried[0], end)
+                builder.compare(HloComparison::Less, carried[0], end)
             },
             |builder, carried| {
                 let mut on = Program { builder: mem::take(builder), local, mesh, vocab, packed: None };
@@ -206,8 +206,8 @@ impl Program {
 
     /// `[m,k]` in f32 summed over the devices that hold other rows of the batch, about `bytes` at a time, or a quarter of it within
     /// [`SUM_BYTES`]. Blocks begin with a register, or XLA puts them back three times as slowly.
-    pub(super) fn over_rows(&mut self, mut array: Value, bytes: Option<usize>) -> Value {
-        let axes = Axis::ROWS;
+    pub(super) fn over_rows(&mut self, mut array: HloValue, bytes: Option<usize>) -> HloValue {
+        let axes = MeshAxis::ROWS;
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
         let all = rows * width * DeviceDtype::F32.size();
         let bytes = bytes.unwrap_or((all / 4).clamp(*SUM_BYTES.start(), *SUM_BYTES.end()));
@@ -221,7 +221,7 @@ impl Program {
             array = self.builder.barrier(array);
             let part = self.builder.slice(array, &[first, 0], &[block.min(rows - first), width]);
             let part = self.over(&axes, Fold::Add, part);
-            let first = self.builder.constant(first as f64, Type::new(DeviceDtype::I32, &[]));
+            let first = self.builder.constant(first as f64, HloType::new(DeviceDtype::I32, &[]));
             let start = self.at_row(first);
             array = self.builder.dynamic_update_slice(array, part, &start);
         }

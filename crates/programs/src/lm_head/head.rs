@@ -7,18 +7,18 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, HeadLayout};
 
 use super::chunks::{Chunks, SCATTERED_REGISTERS};
-use crate::mesh::Axis;
+use crate::mesh::MeshAxis;
 use crate::one_pass::one_pass;
-use crate::program::{Evaluated, Given, Program};
-use crate::tiled::{self, Calls, Rows, Statistics};
+use crate::program::{CoreInputs, CoreOutputs, Program};
+use crate::tiled::{self, ForwardPass, KernelCalls, TokenStatistics};
 use crate::{gpu, several};
-use assay_tile::stablehlo::{Comparison, Fold, Type, Value};
+use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 
 /// The products of a head.
 #[derive(Clone, Copy)]
-pub(super) struct Head {
+pub(super) struct HeadMatmuls {
     /// `[h,v]` or `[v,h]`
-    pub(super) weights: Value,
+    pub(super) weights: HloValue,
     pub(super) layout: HeadLayout,
     pub(super) dtype: Dtype,
     pub(super) rounds_logits: bool,
@@ -29,17 +29,17 @@ pub(super) struct Head {
 }
 
 /// What of a chunk the gradient of the head is made of, and how far it takes what is carried.
-struct Chunk {
+struct ChunkGradient {
     /// `[c,h]`, 0 where the mask hides a token.
-    hidden: Value,
+    hidden: HloValue,
     /// `[c,v]`, in the dtype of hidden.
-    dlogits: Value,
+    dlogits: HloValue,
     /// `[c]`
-    mask: Value,
-    carried: Vec<Value>,
+    mask: HloValue,
+    carried: Vec<HloValue>,
 }
 
-impl Head {
+impl HeadMatmuls {
     /// The axis of the weights that is `H`, and the one that is `V`.
     fn axes(self) -> [usize; 2] {
         match self.layout {
@@ -49,7 +49,7 @@ impl Head {
     }
 
     /// `[n,v]` of `[n,h]`, f32, or rounded in the dtype of hidden.
-    fn logits(self, on: &mut Program, hidden: Value) -> Value {
+    fn logits(self, on: &mut Program, hidden: HloValue) -> HloValue {
         let [of_hidden, _] = self.axes();
         let rounded = self.rounds_logits && self.dtype != Dtype::F32;
         let element = if rounded && self.rounds_sums { self.dtype.into() } else { DeviceDtype::F32 };
@@ -79,17 +79,17 @@ impl Head {
 
     /// dhidden `[n,h]` in the dtype of hidden, from `[n,v]` of dlogits; of as many parts as there are devices this one's. `mask` is `[n]`;
     /// where there is none, who calls sees to it that dhidden is 0 where a token is hidden.
-    fn dhidden(self, on: &mut Program, dlogits: Value, mask: Option<Value>) -> Value {
+    fn dhidden(self, on: &mut Program, dlogits: HloValue, mask: Option<HloValue>) -> HloValue {
         let [_, of_vocab] = self.axes();
         // What several devices sum is rounded after.
         let element = if self.rounds_sums && on.mesh.vocab == 1 { self.dtype.into() } else { DeviceDtype::F32 };
         let dhidden = on.builder.dot(dlogits, self.weights, [1, of_vocab], element);
         if self.gathers(on) {
             let dhidden = mask.map_or(dhidden, |mask| unmasked(on, dhidden, mask));
-            let dhidden = on.scattered(&[Axis::Vocab], dhidden);
+            let dhidden = on.scattered(&[MeshAxis::Vocab], dhidden);
             return on.builder.convert(dhidden, self.dtype.into());
         }
-        let dhidden = on.over(&[Axis::Vocab], Fold::Add, dhidden);
+        let dhidden = on.over(&[MeshAxis::Vocab], Fold::Add, dhidden);
         let dhidden = on.builder.convert(dhidden, self.dtype.into());
         mask.map_or(dhidden, |mask| unmasked(on, dhidden, mask))
     }
@@ -97,7 +97,13 @@ impl Head {
     /// This device's hidden states as `[N,h]`; where what is summed comes back in parts, 0 where a token is hidden, and the mask of their
     /// tokens, `[N]`. Masked here once, and behind a barrier, products take them as they are: libtpu fills its unit worse with those
     /// that mask an operand themselves, and takes longer to compile them.
-    fn states(self, on: &mut Program, hidden: Value, in_line: &Given, chunks: Chunks) -> (Value, Option<Value>) {
+    fn states(
+        self,
+        on: &mut Program,
+        hidden: HloValue,
+        in_line: &CoreInputs,
+        chunks: Chunks,
+    ) -> (HloValue, Option<HloValue>) {
         let states = chunks.states(on, hidden);
         if !self.in_parts(on) {
             return (states, None);
@@ -105,9 +111,9 @@ impl Head {
         let mask = if chunks.parts > 1 {
             // Every device has the mask of all: of the sum of their copies it keeps its part.
             let copies = on.builder.convert(in_line.mask, DeviceDtype::F32);
-            let part = on.scattered(&[Axis::Vocab], copies);
+            let part = on.scattered(&[MeshAxis::Vocab], copies);
             let nothing = on.builder.constant(0.0, on.builder.type_of(part).clone());
-            on.builder.compare(Comparison::Less, nothing, part)
+            on.builder.compare(HloComparison::Less, nothing, part)
         } else {
             in_line.mask
         };
@@ -117,7 +123,7 @@ impl Head {
     }
 
     /// This device's part of `dlm_head`, f32, as the head lies; `[h,v]` however it lies where it is to be scattered.
-    fn dlm_head(self, on: &mut Program, hidden: Value, dlogits: Value) -> Value {
+    fn dlm_head(self, on: &mut Program, hidden: HloValue, dlogits: HloValue) -> HloValue {
         match self.layout {
             HeadLayout::VocabByHidden if !self.scatters(on) => {
                 on.builder.dot(dlogits, hidden, [0, 0], DeviceDtype::F32)
@@ -130,15 +136,15 @@ impl Head {
     pub(super) fn materialised(
         self,
         on: &mut Program,
-        given: &Given,
-        hidden: Value,
-        core: impl FnOnce(&mut Program, Value) -> Evaluated,
-    ) -> Evaluated<[Value; 2]> {
+        given: &CoreInputs,
+        hidden: HloValue,
+        core: impl FnOnce(&mut Program, HloValue) -> CoreOutputs,
+    ) -> CoreOutputs<[HloValue; 2]> {
         let [b, t, v] = on.local;
         let shape = on.builder.type_of(hidden).shape.clone();
         let width = shape[shape.len() - 1];
         // Where they come in parts, tokens that fill the last of them go along, masked.
-        let hidden = if self.gathers(on) { on.gathered(&[Axis::Vocab], hidden) } else { hidden };
+        let hidden = if self.gathers(on) { on.gathered(&[MeshAxis::Vocab], hidden) } else { hidden };
         let all = on.builder.type_of(hidden).shape.iter().product::<usize>() / width;
         let hidden = on.builder.reshape(hidden, &[all, width]);
         let mask = on.builder.reshape(given.mask, &[b * t]);
@@ -146,7 +152,7 @@ impl Head {
         let hidden = unmasked(on, hidden, mask);
         let logits = self.logits(on, hidden);
         let logits = on.builder.reshape(logits, &[b, t, v]);
-        let Evaluated { gradient, logp, logp_of_others, entropy, token } = core(on, logits);
+        let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = core(on, logits);
         let dlogits = on.builder.reshape(gradient, &[b * t, v]);
         let dlogits = on.builder.convert(dlogits, self.dtype.into());
         let [mut rows, mut mask] = [dlogits, mask];
@@ -159,13 +165,13 @@ impl Head {
         let dlm_head = if self.scatters(on) {
             let hidden = on.divisible(hidden);
             let dlm_head = self.dlm_head(on, hidden, dlogits);
-            let part = on.scattered(&Axis::ROWS, dlm_head);
+            let part = on.scattered(&MeshAxis::ROWS, dlm_head);
             self.as_it_lies(on, part)
         } else {
             let dlm_head = self.dlm_head(on, hidden, dlogits);
-            on.over(&Axis::ROWS, Fold::Add, dlm_head)
+            on.over(&MeshAxis::ROWS, Fold::Add, dlm_head)
         };
-        Evaluated { gradient: [dhidden, dlm_head], logp, logp_of_others, entropy, token }
+        CoreOutputs { gradient: [dhidden, dlm_head], logp, logp_of_others, entropy, token }
     }
 
     /// A loss that one token decides.
@@ -173,27 +179,30 @@ impl Head {
         self,
         on: &mut Program,
         structure: Structure,
-        given: &Given,
-        hidden: Value,
+        given: &CoreInputs,
+        hidden: HloValue,
         chunks: Chunks,
-        calls: Calls,
-    ) -> Evaluated<[Value; 2]> {
+        calls: KernelCalls,
+    ) -> CoreOutputs<[HloValue; 2]> {
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let whole = on.mesh.vocab == 1;
-        let resident = whole.then(|| OnePass::of(structure, [1, chunks.all_rows(), on.local[2]], calls)).flatten();
+        let resident =
+            whole.then(|| ResidentKernel::for_chunk(structure, [1, chunks.all_rows(), on.local[2]], calls)).flatten();
         // logp, entropy, token_loss, what the reduction weighs, ratio, KL; then where the ratio is clipped.
         // And logp of each id beside the first.
         let of_others = vec![DeviceDtype::F32; structure.ids_per_token - 1];
         let arrays = [[DeviceDtype::F32; 6].as_slice(), &[DeviceDtype::Pred; 2], &of_others].concat();
         let arrays = arrays.into_iter().map(|element| chunks.empty(on, element)).collect::<Vec<_>>();
-        let dlogits = |on: &mut Program, first, given: &Given, logits, arrays: &[Value]| {
-            let core = |on: &mut Program, given: &Given, logits| match &resident {
-                Some(OnePass::Tile(kernel)) => tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls),
-                Some(OnePass::Gpu(kernel)) => tiled::gpu_one_pass_core(on, kernel, structure, given, logits),
+        let dlogits = |on: &mut Program, first, given: &CoreInputs, logits, arrays: &[HloValue]| {
+            let core = |on: &mut Program, given: &CoreInputs, logits| match &resident {
+                Some(ResidentKernel::Tile(kernel)) => {
+                    tiled::tile_one_pass_core(on, kernel, structure, given, logits, calls)
+                }
+                Some(ResidentKernel::Gpu(kernel)) => tiled::gpu_one_pass_core(on, kernel, structure, given, logits),
                 None => tiled::two_pass_core(on, structure, given, logits, calls),
             };
             let evaluated = several::around(on, structure, given, logits, calls.dtype, core);
-            let Evaluated { gradient, logp, logp_of_others, entropy, token } = evaluated;
+            let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = evaluated;
             let others = logp_of_others.map_or_else(Vec::new, |others| several::apart(on, others));
             let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
             let kl = kl.unwrap_or_else(|| on.constant(0.0));
@@ -206,7 +215,7 @@ impl Head {
             (gradient, put)
         };
         let (gradient, arrays) = self.gradient_loop(on, hidden, &in_line, chunks, &arrays, dlogits);
-        let arrays: Vec<Value> = arrays.iter().map(|&array| chunks.in_rows(on, array)).collect();
+        let arrays: Vec<HloValue> = arrays.iter().map(|&array| chunks.in_rows(on, array)).collect();
         let [logp, entropy, loss, reduced, ratio, kl, clipped_low, clipped_high, ref others @ ..] = arrays[..] else {
             unreachable!("as many as were carried")
         };
@@ -214,7 +223,7 @@ impl Head {
         let kl = structure.kl.map(|_| kl);
         let token =
             TokenLoss { loss, reduced, by_logp: None, by_log_ratio: None, ratio, kl, clipped_low, clipped_high };
-        Evaluated { gradient, logp, logp_of_others, entropy, token }
+        CoreOutputs { gradient, logp, logp_of_others, entropy, token }
     }
 
     /// A loss that a sequence decides: its logits are made twice.
@@ -222,20 +231,20 @@ impl Head {
         self,
         on: &mut Program,
         structure: Structure,
-        given: &Given,
-        hidden: Value,
+        given: &CoreInputs,
+        hidden: HloValue,
         chunks: Chunks,
-        calls: Calls,
-    ) -> Evaluated<[Value; 2]> {
+        calls: KernelCalls,
+    ) -> CoreOutputs<[HloValue; 2]> {
         const STATISTICS: usize = 5;
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let (states, _) = self.states(on, hidden, &in_line, chunks);
-        let arrays: Vec<Value> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
+        let arrays: Vec<HloValue> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
         let arrays = on.for_each_chunk(chunks, chunks.padded, &arrays, |on, first, arrays| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
             let hidden = chunks.hidden(on, states, first);
             let (_, logits) = self.logits_of_chunk(on, hidden, given.mask, chunks);
-            let Rows { statistics, logp, entropy } = tiled::rows(on, structure, &given.forward(logits), calls);
+            let ForwardPass { statistics, logp, entropy } = tiled::rows(on, structure, &given.forward(logits), calls);
             let values = statistics.to_array().into_iter().chain([logp, entropy]);
             arrays.iter().zip(values).map(|(&array, value)| chunks.put(on, array, value, first)).collect()
         });
@@ -243,18 +252,24 @@ impl Head {
         let [logp, entropy] = [0, 1].map(|place| chunks.in_rows(on, logp_and_entropy[place]));
         let (token, grad_logp) = on.token_loss(structure, given, logp);
         let grad_logp = chunks.in_line(on, grad_logp);
-        let dlogits = |on: &mut Program, first, given: &Given, logits, _: &[Value]| {
+        let dlogits = |on: &mut Program, first, given: &CoreInputs, logits, _: &[HloValue]| {
             let mut cut = |array| chunks.cut(on, array, first);
-            let statistics: [Value; STATISTICS] = std::array::from_fn(|place| cut(statistics[place]));
-            let (statistics, grad_logp) = (Statistics::from_array(statistics), cut(grad_logp));
+            let statistics: [HloValue; STATISTICS] = std::array::from_fn(|place| cut(statistics[place]));
+            let (statistics, grad_logp) = (TokenStatistics::from_array(statistics), cut(grad_logp));
             (tiled::dlogits(on, structure, given, logits, statistics, grad_logp, calls), vec![])
         };
         let (gradient, _) = self.gradient_loop(on, hidden, &in_line, chunks, &[], dlogits);
-        Evaluated { gradient, logp, logp_of_others: None, entropy, token }
+        CoreOutputs { gradient, logp, logp_of_others: None, entropy, token }
     }
 
     /// The hidden states of a chunk, `[c,h]`, 0 where the mask hides a token, and their logits `[c,v]`.
-    fn logits_of_chunk(self, on: &mut Program, hidden: Value, mask: Value, chunks: Chunks) -> (Value, Value) {
+    fn logits_of_chunk(
+        self,
+        on: &mut Program,
+        hidden: HloValue,
+        mask: HloValue,
+        chunks: Chunks,
+    ) -> (HloValue, HloValue) {
         let mask = on.builder.reshape(mask, &[chunks.all_rows()]);
         let hidden = if self.in_parts(on) { hidden } else { unmasked(on, hidden, mask) };
         (hidden, self.logits(on, hidden))
@@ -266,22 +281,22 @@ impl Head {
     fn gradient_loop(
         self,
         on: &mut Program,
-        hidden: Value,
-        in_line: &Given,
+        hidden: HloValue,
+        in_line: &CoreInputs,
         chunks: Chunks,
-        carried: &[Value],
-        dlogits: impl Fn(&mut Program, Value, &Given, Value, &[Value]) -> (Value, Vec<Value>),
-    ) -> ([Value; 2], Vec<Value>) {
+        carried: &[HloValue],
+        dlogits: impl Fn(&mut Program, HloValue, &CoreInputs, HloValue, &[HloValue]) -> (HloValue, Vec<HloValue>),
+    ) -> ([HloValue; 2], Vec<HloValue>) {
         let shape = on.builder.type_of(hidden).shape.clone();
         let width = shape[shape.len() - 1];
         let (states, own_mask) = self.states(on, hidden, in_line, chunks);
-        let chunk = |on: &mut Program, first, hidden, carried: &[Value]| {
+        let chunk = |on: &mut Program, first, hidden, carried: &[HloValue]| {
             let given = in_line.part(&mut |array| chunks.cut(on, array, first));
             let (hidden, logits) = self.logits_of_chunk(on, hidden, given.mask, chunks);
             let (dlogits, carried) = dlogits(on, first, &given, logits, carried);
             let dlogits = on.builder.convert(dlogits, self.dtype.into());
             let mask = on.builder.reshape(given.mask, &[chunks.all_rows()]);
-            Chunk { hidden, dlogits, mask, carried }
+            ChunkGradient { hidden, dlogits, mask, carried }
         };
         let (states, dlm_head, carried) = if self.gathers(on) {
             self.loop_of_gathered(on, states, chunks, carried, chunk)
@@ -289,7 +304,7 @@ impl Head {
             self.loop_of_scattered(on, states, chunks, carried, chunk)
         } else {
             let of_head = on.builder.type_of(self.weights).shape.clone();
-            let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
+            let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &of_head));
             let (states, dlm_head, carried) =
                 self.loop_up_to(on, chunks.padded, [states, nothing], chunks, carried, chunk);
             (states, on.over_rows(dlm_head, chunks.sum_bytes), carried)
@@ -307,16 +322,16 @@ impl Head {
         self,
         on: &mut Program,
         end: usize,
-        [states, dlm_head]: [Value; 2],
+        [states, dlm_head]: [HloValue; 2],
         chunks: Chunks,
-        carried: &[Value],
-        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
-    ) -> (Value, Value, Vec<Value>) {
+        carried: &[HloValue],
+        chunk: impl Fn(&mut Program, HloValue, HloValue, &[HloValue]) -> ChunkGradient,
+    ) -> (HloValue, HloValue, Vec<HloValue>) {
         let carried = [&[states, dlm_head], carried].concat();
         let results = on.for_each_chunk(chunks, end, &carried, |on, first, carried| {
             let &[states, dlm_head, ref carried @ ..] = carried else { unreachable!("as many as were given") };
             let hidden = chunks.hidden(on, states, first);
-            let Chunk { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
+            let ChunkGradient { hidden, dlogits, mask, carried } = chunk(on, first, hidden, carried);
             let dhidden = self.dhidden(on, dlogits, (!self.in_parts(on)).then_some(mask));
             let of_chunk = self.dlm_head(on, hidden, dlogits);
             let start = on.at_row(first);
@@ -333,13 +348,13 @@ impl Head {
     fn loop_of_gathered(
         self,
         on: &mut Program,
-        states: Value,
+        states: HloValue,
         chunks: Chunks,
-        carried: &[Value],
-        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
-    ) -> (Value, Value, Vec<Value>) {
+        carried: &[HloValue],
+        chunk: impl Fn(&mut Program, HloValue, HloValue, &[HloValue]) -> ChunkGradient,
+    ) -> (HloValue, HloValue, Vec<HloValue>) {
         let of_head = on.builder.type_of(self.weights).shape.clone();
-        let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &of_head));
+        let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &of_head));
         let start = on.index(0);
         let hidden = chunks.hidden(on, states, start);
         let carried = [&[states, nothing, hidden], carried].concat();
@@ -349,7 +364,7 @@ impl Head {
             let rows = on.index(chunks.rows);
             let next = on.builder.add(first, rows);
             let next = chunks.hidden(on, states, next);
-            let Chunk { hidden, dlogits, carried, .. } = chunk(on, first, hidden, carried);
+            let ChunkGradient { hidden, dlogits, carried, .. } = chunk(on, first, hidden, carried);
             // They are there before dhidden is made: what is sent then has the links to itself.
             let [dlogits, next] = on.builder.barrier_of([dlogits, next]);
             let dhidden = self.dhidden(on, dlogits, None);
@@ -368,23 +383,24 @@ impl Head {
     fn loop_of_scattered(
         self,
         on: &mut Program,
-        states: Value,
+        states: HloValue,
         chunks: Chunks,
-        carried: &[Value],
-        chunk: impl Fn(&mut Program, Value, Value, &[Value]) -> Chunk,
-    ) -> (Value, Value, Vec<Value>) {
+        carried: &[HloValue],
+        chunk: impl Fn(&mut Program, HloValue, HloValue, &[HloValue]) -> ChunkGradient,
+    ) -> (HloValue, HloValue, Vec<HloValue>) {
         let [_, width] = on.builder.type_of(states).shape[..] else { unreachable!("in line") };
         let [_, _, vocab] = on.local;
         let first = chunks.padded - chunks.rows;
         let (mut so_far, mut states, mut carried) = (None, states, carried.to_vec());
         if first > 0 {
-            let nothing = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &[width, vocab]));
+            let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &[width, vocab]));
             let (after, dlm_head, more) = self.loop_up_to(on, first, [states, nothing], chunks, &carried, &chunk);
             (so_far, states, carried) = (Some(dlm_head), after, more);
         }
         let first = on.index(first);
         let hidden = chunks.hidden(on, states, first);
-        let Chunk { hidden, dlogits, carried, .. } = on.in_chunk(chunks, |on| chunk(on, first, hidden, &carried));
+        let ChunkGradient { hidden, dlogits, carried, .. } =
+            on.in_chunk(chunks, |on| chunk(on, first, hidden, &carried));
         let hidden = on.divisible(hidden);
         let so_far = so_far.map(|dlm_head| {
             let whole = on.builder.type_of(hidden).shape[1];
@@ -401,17 +417,17 @@ impl Head {
     fn scattered_columns(
         self,
         on: &mut Program,
-        hidden: Value,
-        mut dlogits: Value,
-        so_far: Option<Value>,
+        hidden: HloValue,
+        mut dlogits: HloValue,
+        so_far: Option<HloValue>,
         chunks: Chunks,
-    ) -> (Value, Value) {
+    ) -> (HloValue, HloValue) {
         let [rows, width] = on.builder.type_of(hidden).shape[..] else { unreachable!("a chunk has two axes") };
         let [_, _, vocab] = on.local;
         let own = width / (on.mesh.batch * on.mesh.tokens);
-        let mut whole = on.builder.constant(0.0, Type::new(DeviceDtype::F32, &self.layout.extents(own, vocab)));
+        let mut whole = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &self.layout.extents(own, vocab)));
         // A part that is on its way, and its first column.
-        let mut sent: Option<(Value, usize)> = None;
+        let mut sent: Option<(HloValue, usize)> = None;
         for columns in chunks.parts_of_columns(width, vocab) {
             let (from, count) = (columns.start, columns.len());
             let of_part = on.builder.slice(dlogits, &[0, from], &[rows, count]);
@@ -423,7 +439,7 @@ impl Head {
             let unit = SCATTERED_REGISTERS * chunks.register;
             let padded = if chunks.register > 1 { count.next_multiple_of(unit) } else { count };
             let part = on.filled(part, &[width, padded]);
-            let part = on.scattered(&Axis::ROWS, part);
+            let part = on.scattered(&MeshAxis::ROWS, part);
             let part = on.builder.slice(part, &[0, 0], &[own, count]);
             if let Some((arrived, from)) = sent.replace((part, from)) {
                 // The part after next is not begun before this one has arrived: two are held at a time.
@@ -437,7 +453,7 @@ impl Head {
     }
 
     /// `part`, `[h,k]`, as the head lies, in its place of `whole` from column `from` on.
-    fn put_columns(self, on: &mut Program, whole: Value, part: Value, from: usize) -> Value {
+    fn put_columns(self, on: &mut Program, whole: HloValue, part: HloValue, from: usize) -> HloValue {
         let part = self.as_it_lies(on, part);
         let from = on.index(from);
         let start = match self.layout {
@@ -448,7 +464,7 @@ impl Head {
     }
 
     /// `[h,k]` as the head lies.
-    fn as_it_lies(self, on: &mut Program, part: Value) -> Value {
+    fn as_it_lies(self, on: &mut Program, part: HloValue) -> HloValue {
         match self.layout {
             HeadLayout::HiddenByVocab => part,
             HeadLayout::VocabByHidden => on.builder.transpose(part),
@@ -457,15 +473,15 @@ impl Head {
 }
 
 /// A kernel that reads a chunk's logits once.
-enum OnePass {
-    Tile(assay_tile::Kernel),
+enum ResidentKernel {
+    Tile(assay_tile::TileKernel),
     Gpu(assay_ptx::PtxKernel),
 }
 
-impl OnePass {
+impl ResidentKernel {
     /// For `[1,n,v]` logits; `None` where a row fits no memory that it could stay in.
-    fn of(structure: Structure, chunk: [usize; 3], calls: Calls) -> Option<Self> {
-        let Calls { dtype, machine, ptx, .. } = calls;
+    fn for_chunk(structure: Structure, chunk: [usize; 3], calls: KernelCalls) -> Option<Self> {
+        let KernelCalls { dtype, machine, ptx, .. } = calls;
         match ptx {
             Some(target) => gpu::one_pass_if(structure, chunk, dtype.into(), target).map(Self::Gpu),
             None => one_pass(structure, chunk, dtype.into(), machine).map(Self::Tile),
@@ -474,7 +490,7 @@ impl OnePass {
 }
 
 /// `[n,m]`, 0 where `mask`, `[n]`, hides a row.
-fn unmasked(on: &mut Program, array: Value, mask: Value) -> Value {
+fn unmasked(on: &mut Program, array: HloValue, mask: HloValue) -> HloValue {
     let ty = on.builder.type_of(array).clone();
     let mask = on.builder.broadcast(mask, &[0], &ty.shape);
     let zero = on.builder.constant(0.0, ty);

@@ -51,20 +51,20 @@ use assay_core::problem::{Dtype, HeadForm, HeadProblem, HeadShape};
 use assay_core::spec::LossSpec;
 
 use chunks::{CHUNK_ROWS, Chunks};
-use head::Head;
+use head::HeadMatmuls;
 
-use crate::alternatives::Alternative;
+use crate::alternatives::BaselineAlternative;
 use crate::frame::frame;
 use crate::mesh::Mesh;
 use crate::one_pass::most_tokens;
-use crate::program::{Given, Output, Program, Share, local_shape};
+use crate::program::{CoreInputs, DeviceShare, Program, ProgramOutput, local_shape};
 use crate::rows::in_rows;
 use crate::sharding::Sharding;
-use crate::tiled::Calls;
-use crate::two_pass::Local;
-use crate::{ANY_DEVICE, Device, Lowering, Programs, Target, baseline, gpu, several, unsupported};
-use assay_tile::Machine;
-use assay_tile::stablehlo::{Builder, Type};
+use crate::tiled::KernelCalls;
+use crate::two_pass::LocalLogits;
+use crate::{ANY_DEVICE, Device, Lowering, Programs, PtxTarget, baseline, gpu, several, unsupported};
+use assay_tile::TileMachine;
+use assay_tile::stablehlo::{HloBuilder, HloType};
 
 /// Bytes of a chunk's logits, at most. A chunk reads the head twice, and reads and writes its f32 gradient: the fewer the
 /// better for HBM. At (8192, 4096, 151936) bf16 there are four of them, which move 45 GB, 28 ms on a v6e beside 41 ms of
@@ -73,7 +73,7 @@ pub const CHUNK_BYTES: usize = 640_000_000;
 
 /// What makes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Core {
+enum HeadCore {
     Baseline,
     Seed,
     Tile,
@@ -83,7 +83,7 @@ enum Core {
 /// The programs of an LM head and a loss under one sharding. See [the module](self).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadProgram {
-    core: Core,
+    core: HeadCore,
     sharding: Sharding,
     /// Whether what is summed over devices comes back in parts.
     scattered: bool,
@@ -97,13 +97,13 @@ impl Programs for HeadProgram {
     type Problem = HeadProblem;
 
     fn all() -> Vec<HeadProgram> {
-        let cores = [Core::Baseline, Core::Tile, Core::Gpu].into_iter();
+        let cores = [HeadCore::Baseline, HeadCore::Tile, HeadCore::Gpu].into_iter();
         let shardings = cores.flat_map(|core| Sharding::ALL.map(|sharding| (core, sharding, false)));
-        let scattered = [Core::Baseline, Core::Tile].into_iter();
+        let scattered = [HeadCore::Baseline, HeadCore::Tile].into_iter();
         let scattered =
             scattered.flat_map(|core| [Sharding::Rows, Sharding::Vocab].map(|sharding| (core, sharding, true)));
         shardings
-            .chain([(Core::Seed, Sharding::Whole, false)])
+            .chain([(HeadCore::Seed, Sharding::Whole, false)])
             .chain(scattered)
             .map(|(core, sharding, scattered)| HeadProgram {
                 core,
@@ -121,36 +121,36 @@ impl Programs for HeadProgram {
 
     fn id(self) -> &'static str {
         match (self.core, self.sharding) {
-            (Core::Baseline, Sharding::Rows) if self.scattered => "xla-lm-head-rows-scattered",
-            (Core::Baseline, Sharding::Vocab) if self.scattered => "xla-lm-head-vocab-scattered",
-            (Core::Tile, Sharding::Rows) if self.scattered => "tile-lm-head-rows-scattered",
-            (Core::Tile, Sharding::Vocab) if self.scattered => "tile-lm-head-vocab-scattered",
-            (Core::Baseline, Sharding::Whole) => "xla-lm-head",
-            (Core::Baseline, Sharding::Rows) => "xla-lm-head-rows",
-            (Core::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
-            (Core::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
-            (Core::Seed, _) => "xla-lm-head-seed",
-            (Core::Tile, Sharding::Whole) => "tile-lm-head",
-            (Core::Tile, Sharding::Rows) => "tile-lm-head-rows",
-            (Core::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
-            (Core::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
-            (Core::Gpu, Sharding::Whole) => "gpu-lm-head",
-            (Core::Gpu, Sharding::Rows) => "gpu-lm-head-rows",
-            (Core::Gpu, Sharding::Vocab) => "gpu-lm-head-vocab",
-            (Core::Gpu, Sharding::RowsAndVocab) => "gpu-lm-head-mesh",
+            (HeadCore::Baseline, Sharding::Rows) if self.scattered => "xla-lm-head-rows-scattered",
+            (HeadCore::Baseline, Sharding::Vocab) if self.scattered => "xla-lm-head-vocab-scattered",
+            (HeadCore::Tile, Sharding::Rows) if self.scattered => "tile-lm-head-rows-scattered",
+            (HeadCore::Tile, Sharding::Vocab) if self.scattered => "tile-lm-head-vocab-scattered",
+            (HeadCore::Baseline, Sharding::Whole) => "xla-lm-head",
+            (HeadCore::Baseline, Sharding::Rows) => "xla-lm-head-rows",
+            (HeadCore::Baseline, Sharding::Vocab) => "xla-lm-head-vocab",
+            (HeadCore::Baseline, Sharding::RowsAndVocab) => "xla-lm-head-mesh",
+            (HeadCore::Seed, _) => "xla-lm-head-seed",
+            (HeadCore::Tile, Sharding::Whole) => "tile-lm-head",
+            (HeadCore::Tile, Sharding::Rows) => "tile-lm-head-rows",
+            (HeadCore::Tile, Sharding::Vocab) => "tile-lm-head-vocab",
+            (HeadCore::Tile, Sharding::RowsAndVocab) => "tile-lm-head-mesh",
+            (HeadCore::Gpu, Sharding::Whole) => "gpu-lm-head",
+            (HeadCore::Gpu, Sharding::Rows) => "gpu-lm-head-rows",
+            (HeadCore::Gpu, Sharding::Vocab) => "gpu-lm-head-vocab",
+            (HeadCore::Gpu, Sharding::RowsAndVocab) => "gpu-lm-head-mesh",
         }
     }
 
     fn summary(self) -> &'static str {
         match (self.core, self.sharding) {
-            (Core::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
-            (Core::Tile, Sharding::Whole) => {
+            (HeadCore::Baseline, Sharding::Whole) => "XLA through PJRT, LM head and loss, every logit at once",
+            (HeadCore::Tile, Sharding::Whole) => {
                 "XLA's products and TPU kernels, LM head and loss, logits in chunks, as loops on any PJRT device"
             }
-            (Core::Gpu, Sharding::Whole) => {
+            (HeadCore::Gpu, Sharding::Whole) => {
                 "XLA's products and PTX kernels, LM head and loss, logits in chunks, on NVIDIA GPUs of sm_80"
             }
-            (Core::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
+            (HeadCore::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
             (_, Sharding::Rows) if self.scattered => "the same, rows over devices, dlm_head back in parts",
             (_, Sharding::Vocab) if self.scattered => {
                 "the same, vocabulary over devices, hidden states and dhidden in parts"
@@ -163,14 +163,14 @@ impl Programs for HeadProgram {
 
     fn class(self) -> &'static str {
         match self.core {
-            Core::Baseline | Core::Seed => "xla-lm-head",
-            Core::Tile => "tile-lm-head",
-            Core::Gpu => "gpu-lm-head",
+            HeadCore::Baseline | HeadCore::Seed => "xla-lm-head",
+            HeadCore::Tile => "tile-lm-head",
+            HeadCore::Gpu => "gpu-lm-head",
         }
     }
 
     fn is_implementation(self) -> bool {
-        self.core != Core::Seed
+        self.core != HeadCore::Seed
     }
 
     fn scatters(self) -> bool {
@@ -179,14 +179,14 @@ impl Programs for HeadProgram {
 
     fn supports(self, spec: &LossSpec, shape: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
         let changes = match self.core {
-            Core::Baseline | Core::Tile | Core::Gpu => expect_around_one_id(spec),
-            Core::Seed => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
+            HeadCore::Baseline | HeadCore::Tile | HeadCore::Gpu => expect_around_one_id(spec),
+            HeadCore::Seed => expect_one_id(spec).and_then(|()| expect_plain_logits(spec)),
         };
         changes
             .and_then(|()| KernelScope::Row.expect(spec))
             .map_err(|beyond| unsupported(self, beyond.field, beyond.given, beyond.supported))?;
-        if let Some((field, given, supported)) = Alternative::LogSoftmax.lacks(spec)
-            && self.core == Core::Seed
+        if let Some((field, given, supported)) = BaselineAlternative::LogSoftmax.lacks(spec)
+            && self.core == HeadCore::Seed
         {
             return Err(unsupported(self, field, given, supported));
         }
@@ -203,10 +203,10 @@ impl Programs for HeadProgram {
             return Err(unsupported(self, "tokens", format!("{}x{}", shape.batch, shape.tokens), most));
         }
         let mesh = self.mesh(shape.logits(), devices)?;
-        if self.core == Core::Gpu {
+        if self.core == HeadCore::Gpu {
             let local = local_shape(shape.logits(), mesh, ANY_DEVICE);
             gpu::expect_two_pass_fits(in_rows(local), dtype.into()).map_err(
-                |gpu::Beyond { field, given, most, room }| {
+                |gpu::CapacityError { field, given, most, room }| {
                     unsupported(self, field, given, format!("up to {most} of {dtype} {room}"))
                 },
             )?;
@@ -228,11 +228,11 @@ impl Programs for HeadProgram {
     }
 
     fn has_kernels(self) -> bool {
-        matches!(self.core, Core::Tile | Core::Gpu)
+        matches!(self.core, HeadCore::Tile | HeadCore::Gpu)
     }
 
-    fn least_target(self) -> Option<Target> {
-        (self.core == Core::Gpu).then_some(Target::Sm80)
+    fn least_target(self) -> Option<PtxTarget> {
+        (self.core == HeadCore::Gpu).then_some(PtxTarget::Sm80)
     }
 }
 
@@ -263,7 +263,7 @@ impl HeadProgram {
         loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         devices: usize,
-        machine: Machine,
+        machine: TileMachine,
     ) -> Result<String, Unsupported> {
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
         let implementation::Given { shape, dtype, .. } = given;
@@ -292,12 +292,12 @@ impl HeadProgram {
         loss: StructuredSpec,
         given: implementation::Given<HeadProblem>,
         devices: usize,
-        target: Target,
+        target: PtxTarget,
     ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
         let implementation::Given { shape, dtype, form, .. } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
-        if self.core != Core::Gpu {
+        if self.core != HeadCore::Gpu {
             return Ok(vec![]);
         }
         let mesh = self.mesh(shape.logits(), devices)?;
@@ -310,7 +310,7 @@ impl HeadProgram {
         {
             return Ok(vec![kernel]);
         }
-        let local = Local::of(chunk, shape.vocab, mesh);
+        let local = LocalLogits::new(chunk, shape.vocab, mesh);
         let statistics = gpu::two_pass::statistics(target, loss.structure, local, logits.into());
         Ok(vec![statistics, gpu::two_pass::dlogits(target, loss.structure, local, logits.into(), gpu::Factors::Scales)])
     }
@@ -322,35 +322,35 @@ impl HeadProgram {
         given: implementation::Given<HeadProblem>,
         mesh: Mesh,
         lowering: Lowering,
-        machine: Machine,
+        machine: TileMachine,
     ) -> String {
         let structure = loss.structure;
         let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed } = given;
         let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
-        let share @ Share { local: [b, t, v], .. } = Share::of(shape.logits(), packed, mesh, machine);
+        let share @ DeviceShare { local: [b, t, v], .. } = DeviceShare::new(shape.logits(), packed, mesh, machine);
         let parts = if self.scattered { mesh.vocab } else { 1 };
         let states = if parts > 1 { vec![(b * t).div_ceil(parts), shape.hidden] } else { vec![b, t, shape.hidden] };
-        let parameters = |builder: &mut Builder| {
-            let array = |extents: &[usize]| Type::new(dtype.into(), extents);
-            let hidden = builder.parameter(array(&states), Some(Output::Gradient as usize));
+        let parameters = |builder: &mut HloBuilder| {
+            let array = |extents: &[usize]| HloType::new(dtype.into(), extents);
+            let hidden = builder.parameter(array(&states), Some(ProgramOutput::Gradient as usize));
             let weights = builder.parameter(array(&layout.extents(shape.hidden, v)), None);
-            let rounds_sums = self.core == Core::Gpu;
-            (hidden, Head { weights, layout, dtype, rounds_logits, rounds_sums, scattered: self.scattered })
+            let rounds_sums = self.core == HeadCore::Gpu;
+            (hidden, HeadMatmuls { weights, layout, dtype, rounds_logits, rounds_sums, scattered: self.scattered })
         };
         frame(structure, share, parameters, |on, given, (hidden, head)| match self.core {
-            Core::Baseline => {
+            HeadCore::Baseline => {
                 let core =
-                    |on: &mut Program, given: &Given, logits| baseline::core(on, structure, given, logits, dtype);
+                    |on: &mut Program, given: &CoreInputs, logits| baseline::core(on, structure, given, logits, dtype);
                 head.materialised(on, given, hidden, |on, logits| {
                     several::around(on, structure, given, logits, logits_dtype, core)
                 })
             }
-            Core::Seed => head.materialised(on, given, hidden, |on, logits| {
-                Alternative::LogSoftmax.core(on, structure, given, logits, dtype)
+            HeadCore::Seed => head.materialised(on, given, hidden, |on, logits| {
+                BaselineAlternative::LogSoftmax.core(on, structure, given, logits, dtype)
             }),
-            Core::Tile | Core::Gpu => {
+            HeadCore::Tile | HeadCore::Gpu => {
                 let chunks = self.chunks([b * t, shape.hidden, v], mesh, logits_dtype, machine);
-                let calls = Calls { dtype: logits_dtype, lowering, machine, ptx: self.ptx_target(lowering) };
+                let calls = KernelCalls { dtype: logits_dtype, lowering, machine, ptx: self.ptx_target(lowering) };
                 if KernelScope::Token.expect(loss.spec).is_ok() {
                     head.in_one_loop(on, structure, given, hidden, chunks, calls)
                 } else {
@@ -361,12 +361,12 @@ impl HeadProgram {
     }
 
     /// How many of `tokens` a trip takes, of each part that they are in.
-    fn chunks(self, [tokens, hidden, vocab]: [usize; 3], mesh: Mesh, logits: Dtype, machine: Machine) -> Chunks {
+    fn chunks(self, [tokens, hidden, vocab]: [usize; 3], mesh: Mesh, logits: Dtype, machine: TileMachine) -> Chunks {
         let parts = if self.scattered { mesh.vocab } else { 1 };
         let scatters = self.scattered && mesh.batch * mesh.tokens > 1;
         let gradient = if scatters { hidden * vocab * DeviceDtype::F32.size() } else { 0 };
         let chunk_bytes = self.chunk_bytes.unwrap_or(CHUNK_BYTES.max(gradient));
-        let most = if self.core == Core::Gpu { usize::MAX } else { most_tokens(machine) };
+        let most = if self.core == HeadCore::Gpu { usize::MAX } else { most_tokens(machine) };
         let most = (chunk_bytes / (vocab * logits.size())).min(most) / parts;
         let most = most / CHUNK_ROWS * CHUNK_ROWS;
         let part = tokens.div_ceil(parts);

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::{Builder, Type, Value};
+use super::{HloBuilder, HloType, HloValue};
 
-/// What the callee of a [`custom_call`](Builder::custom_call) is told.
+/// What the callee of a [`custom_call`](HloBuilder::custom_call) is told.
 #[derive(Clone, Copy, Debug)]
 pub enum CallConfig<'c> {
     /// A text.
@@ -27,16 +27,16 @@ fn quoted(text: &str) -> String {
     let escaped = text.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A").replace('\t', "\\09");
     format!("\"{escaped}\"")
 }
-impl Builder {
+impl HloBuilder {
     /// Repeats `body` from `carried` while `condition` holds of what is carried.
     pub fn while_loop(
         &mut self,
-        carried: &[Value],
-        condition: impl FnOnce(&mut Self, &[Value]) -> Value,
-        body: impl FnOnce(&mut Self, &[Value]) -> Vec<Value>,
-    ) -> Vec<Value> {
-        let types: Vec<Type> = carried.iter().map(|&value| self.type_of(value).clone()).collect();
-        let inside: Vec<Value> = types.iter().map(|ty| self.new_value(ty.clone())).collect();
+        carried: &[HloValue],
+        condition: impl FnOnce(&mut Self, &[HloValue]) -> HloValue,
+        body: impl FnOnce(&mut Self, &[HloValue]) -> Vec<HloValue>,
+    ) -> Vec<HloValue> {
+        let types: Vec<HloType> = carried.iter().map(|&value| self.type_of(value).clone()).collect();
+        let inside: Vec<HloValue> = types.iter().map(|ty| self.new_value(ty.clone())).collect();
         let starts = inside.iter().zip(carried).map(|(name, start)| format!("{name} = {start}"));
         let starts = starts.collect::<Vec<_>>().join(", ");
         let (_, type_list) = self.lists(carried);
@@ -53,11 +53,11 @@ impl Builder {
     /// What `then` returns where `condition`, a scalar, holds, else `otherwise`.
     pub fn if_else(
         &mut self,
-        condition: Value,
-        then: impl FnOnce(&mut Self) -> Vec<Value>,
-        otherwise: &[Value],
-    ) -> Vec<Value> {
-        let types: Vec<Type> = otherwise.iter().map(|&value| self.type_of(value).clone()).collect();
+        condition: HloValue,
+        then: impl FnOnce(&mut Self) -> Vec<HloValue>,
+        otherwise: &[HloValue],
+    ) -> Vec<HloValue> {
+        let types: Vec<HloType> = otherwise.iter().map(|&value| self.type_of(value).clone()).collect();
         let (_, type_list) = self.lists(otherwise);
         let results = self.define_list(types, format_args!("\"stablehlo.if\"({condition}) ({{"));
         let values = then(self);
@@ -75,17 +75,17 @@ impl Builder {
         &mut self,
         target: &str,
         name: &str,
-        operands: &[Value],
-        outputs: &[Type],
+        operands: &[HloValue],
+        outputs: &[HloType],
         aliases: &[(usize, usize)],
         config: CallConfig,
-    ) -> Vec<Value> {
-        let layout = |ty: &Type| {
+    ) -> Vec<HloValue> {
+        let layout = |ty: &HloType| {
             let rank = ty.shape.len();
             let order: Vec<usize> = (0..rank).rev().collect();
             format!("dense<{order:?}> : tensor<{rank}xindex>")
         };
-        let layouts = |types: &mut dyn Iterator<Item = &Type>| types.map(layout).collect::<Vec<_>>().join(", ");
+        let layouts = |types: &mut dyn Iterator<Item = &HloType>| types.map(layout).collect::<Vec<_>>().join(", ");
         let operand_layouts = layouts(&mut operands.iter().map(|&operand| self.type_of(operand)));
         let result_layouts = layouts(&mut outputs.iter());
         let aliases = aliases.iter().map(|(operand, output)| {
@@ -96,7 +96,7 @@ impl Builder {
         });
         let aliases = aliases.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(operands);
-        let output_types = outputs.iter().map(Type::to_string).collect::<Vec<_>>().join(", ");
+        let output_types = outputs.iter().map(HloType::to_string).collect::<Vec<_>>().join(", ");
         let (version, config) = match config {
             CallConfig::Text(text) => (1, quoted(text)),
             CallConfig::Fields(fields) => {
@@ -113,13 +113,13 @@ impl Builder {
         self.define_list(outputs.to_vec(), format_args!("{operation}"))
     }
     /// `a`, which the compiler may not see through: a value that was rounded stays rounded.
-    pub fn barrier(&mut self, a: Value) -> Value {
+    pub fn barrier(&mut self, a: HloValue) -> HloValue {
         let ty = self.type_of(a).clone();
         self.define(ty.clone(), format_args!("stablehlo.optimization_barrier {a} : {ty}"))
     }
 
     /// The same of several: none is used before all are there.
-    pub fn barrier_of<const N: usize>(&mut self, values: [Value; N]) -> [Value; N] {
+    pub fn barrier_of<const N: usize>(&mut self, values: [HloValue; N]) -> [HloValue; N] {
         let types = values.map(|value| self.type_of(value).clone());
         let (names, type_list) = self.lists(&values);
         let held =

@@ -15,25 +15,25 @@ use assay_core::device_dtype::DeviceDtype;
 
 pub use super::ir::Fold;
 pub use control::{CallConfig, CallField};
-pub use elementwise::Comparison;
+pub use elementwise::HloComparison;
 
 /// Element type and extents of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Type {
+pub struct HloType {
     /// The element type.
     pub element: DeviceDtype,
     /// The extents; none for a scalar.
     pub shape: Vec<usize>,
 }
 
-impl Type {
+impl HloType {
     /// An array type.
     pub fn new(element: DeviceDtype, shape: &[usize]) -> Self {
         Self { element, shape: shape.to_vec() }
     }
 }
 
-impl fmt::Display for Type {
+impl fmt::Display for HloType {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str("tensor<")?;
         for extent in &self.shape {
@@ -45,14 +45,14 @@ impl fmt::Display for Type {
 
 /// A value of the program being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Value {
+pub struct HloValue {
     /// The operation or parameter that defines it.
     definition: usize,
     /// Which of its results this is, where it has a list of them.
     result: Option<usize>,
 }
 
-impl fmt::Display for Value {
+impl fmt::Display for HloValue {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "%{}", self.definition)?;
         self.result.map_or(Ok(()), |result| write!(f, "#{result}"))
@@ -76,69 +76,69 @@ fn bits_of_special(x: f64, element: DeviceDtype) -> &'static str {
 
 /// Writes the one function of a module.
 #[derive(Default)]
-pub struct Builder {
+pub struct HloBuilder {
     /// The types of each definition's results.
-    types: Vec<Vec<Type>>,
+    types: Vec<Vec<HloType>>,
     /// Parameters, each with the output that is written over it.
-    parameters: Vec<(Value, Option<usize>)>,
+    parameters: Vec<(HloValue, Option<usize>)>,
     /// Parameters that lie row-major on the device, and so the outputs that are written over them.
-    row_major: Vec<Value>,
+    row_major: Vec<HloValue>,
     body: String,
 }
 
-impl Builder {
+impl HloBuilder {
     /// The type of a value.
-    pub fn type_of(&self, value: Value) -> &Type {
+    pub fn type_of(&self, value: HloValue) -> &HloType {
         &self.types[value.definition][value.result.unwrap_or(0)]
     }
 
-    fn element(&self, value: Value) -> DeviceDtype {
+    fn element(&self, value: HloValue) -> DeviceDtype {
         self.type_of(value).element
     }
 
-    fn new_value(&mut self, ty: Type) -> Value {
+    fn new_value(&mut self, ty: HloType) -> HloValue {
         self.types.push(vec![ty]);
-        Value { definition: self.types.len() - 1, result: None }
+        HloValue { definition: self.types.len() - 1, result: None }
     }
 
     /// Writes `%n:k = <operation>` and returns `%n#0 … %n#k−1`.
-    fn define_list(&mut self, types: Vec<Type>, operation: fmt::Arguments) -> Vec<Value> {
+    fn define_list(&mut self, types: Vec<HloType>, operation: fmt::Arguments) -> Vec<HloValue> {
         let (definition, results) = (self.types.len(), types.len());
         self.types.push(types);
         let _ = writeln!(self.body, "    %{definition}:{results} = {operation}");
-        (0..results).map(|result| Value { definition, result: Some(result) }).collect()
+        (0..results).map(|result| HloValue { definition, result: Some(result) }).collect()
     }
 
     /// Writes `%n = <operation>` and returns `%n`.
-    fn define(&mut self, ty: Type, operation: fmt::Arguments) -> Value {
+    fn define(&mut self, ty: HloType, operation: fmt::Arguments) -> HloValue {
         let value = self.new_value(ty);
         let _ = writeln!(self.body, "    {value} = {operation}");
         value
     }
 
-    fn expect_same_type(&self, op: &str, a: Value, b: Value) {
+    fn expect_same_type(&self, op: &str, a: HloValue, b: HloValue) {
         assert_eq!(self.type_of(a), self.type_of(b), "{op}: operands of different types");
     }
 
-    fn expect_float(&self, op: &str, a: Value) {
+    fn expect_float(&self, op: &str, a: HloValue) {
         assert!(self.element(a).is_float(), "{op}: got {}, expected a float type", self.type_of(a));
     }
 
     /// Has a parameter lie row-major on the device, whatever layout would pad it least: a kernel of our own reads it so,
     /// and any other would be copied.
-    pub fn lay_out_row_major(&mut self, parameter: Value) {
+    pub fn lay_out_row_major(&mut self, parameter: HloValue) {
         self.row_major.push(parameter);
     }
 
     /// The next parameter. With `overwritten_by` it is donated, and that output takes its memory.
-    pub fn parameter(&mut self, ty: Type, overwritten_by: Option<usize>) -> Value {
+    pub fn parameter(&mut self, ty: HloType, overwritten_by: Option<usize>) -> HloValue {
         let value = self.new_value(ty);
         self.parameters.push((value, overwritten_by));
         value
     }
 
     /// The number `x` in every place of `ty`.
-    pub fn constant(&mut self, x: f64, ty: Type) -> Value {
+    pub fn constant(&mut self, x: f64, ty: HloType) -> HloValue {
         let text = match ty.element {
             element if element.is_float() && !x.is_finite() => bits_of_special(x, element).to_string(),
             element if element.is_float() => {
@@ -156,28 +156,28 @@ impl Builder {
     }
 
     /// `0, 1, 2, …` along `dimension`.
-    pub fn iota(&mut self, dimension: usize, ty: Type) -> Value {
+    pub fn iota(&mut self, dimension: usize, ty: HloType) -> HloValue {
         assert!(dimension < ty.shape.len(), "iota: dimension {dimension} of {ty}");
         self.define(ty.clone(), format_args!("stablehlo.iota dim = {dimension} : {ty}"))
     }
-    fn yield_region(&mut self, values: &[Value]) {
+    fn yield_region(&mut self, values: &[HloValue]) {
         let (names, types) = self.lists(values);
         let _ = writeln!(self.body, "    stablehlo.return {names} : {types}");
     }
     /// The names and the types of values, each separated by commas.
-    fn lists(&self, values: &[Value]) -> (String, String) {
-        let names = values.iter().map(Value::to_string).collect::<Vec<_>>().join(", ");
+    fn lists(&self, values: &[HloValue]) -> (String, String) {
+        let names = values.iter().map(HloValue::to_string).collect::<Vec<_>>().join(", ");
         let types = values.iter().map(|&value| self.type_of(value).to_string()).collect::<Vec<_>>().join(", ");
         (names, types)
     }
 
     /// How a program says in what order the elements of a parameter lie on the device; `None` where that is left open.
-    fn layout_mode(&self, parameter: Value) -> Option<String> {
+    fn layout_mode(&self, parameter: HloValue) -> Option<String> {
         self.row_major.contains(&parameter).then(|| row_major_mode(self.type_of(parameter).shape.len()))
     }
 
     /// The module: `main` from the parameters to `outputs`.
-    pub fn finish(self, outputs: &[Value]) -> String {
+    pub fn finish(self, outputs: &[HloValue]) -> String {
         let parameters = self.parameters.iter().map(|&(value, overwritten_by)| {
             let ty = self.type_of(value);
             let alias = overwritten_by.map(|output| {
@@ -203,7 +203,7 @@ impl Builder {
 }
 
 /// The module whose one result is its one parameter, row-major on the device whatever order the parameter lies in.
-pub fn row_major_copy(ty: &Type) -> String {
+pub fn row_major_copy(ty: &HloType) -> String {
     let attributes = [row_major_mode(ty.shape.len())];
     let result = with_attributes(ty.to_string(), &attributes);
     format!("module @lay_out {{\n  func.func public @main(%0: {ty}) -> ({result}) {{\n    return %0 : {ty}\n  }}\n}}\n")

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::{Builder, Fold, Type, Value};
+use super::{Fold, HloBuilder, HloType, HloValue};
 use assay_core::device_dtype::DeviceDtype;
 
 impl Fold {
@@ -20,20 +20,20 @@ impl Fold {
         }
     }
 }
-impl Builder {
+impl HloBuilder {
     /// `Σ a·b` over one axis of each, in f32 products and sums whatever the operands are, and rounded to `element` once: what is left of
     /// the axes of `a`, then of those of `b`. f32 operands are multiplied as f32, which a TPU does in six passes of its bf16 units.
-    pub fn dot(&mut self, a: Value, b: Value, [of_a, of_b]: [usize; 2], element: DeviceDtype) -> Value {
+    pub fn dot(&mut self, a: HloValue, b: HloValue, [of_a, of_b]: [usize; 2], element: DeviceDtype) -> HloValue {
         let (left, right) = (self.type_of(a).clone(), self.type_of(b).clone());
         assert_eq!(left.element, right.element, "dot: element types of {left} and {right}");
         assert_eq!(left.shape.get(of_a), right.shape.get(of_b), "dot: axes {of_a} of {left} and {of_b} of {right}");
         self.expect_float("dot", a);
-        let free = |ty: &Type, contracted: usize| {
+        let free = |ty: &HloType, contracted: usize| {
             let mut shape = ty.shape.clone();
             shape.remove(contracted);
             shape
         };
-        let ty = Type { element, shape: [free(&left, of_a), free(&right, of_b)].concat() };
+        let ty = HloType { element, shape: [free(&left, of_a), free(&right, of_b)].concat() };
         let precision = if left.element == DeviceDtype::F32 { "HIGHEST" } else { "DEFAULT" };
         let operation = format!(
             "stablehlo.dot_general {a}, {b}, contracting_dims = [{of_a}] x [{of_b}], precision = [{precision}, {precision}] : ({left}, {right}) -> {ty}"
@@ -41,14 +41,14 @@ impl Builder {
         self.define(ty, format_args!("{operation}"))
     }
     /// `a` folded along `dimensions`.
-    pub fn reduce(&mut self, fold: Fold, a: Value, dimensions: &[usize]) -> Value {
+    pub fn reduce(&mut self, fold: Fold, a: HloValue, dimensions: &[usize]) -> HloValue {
         let from = self.type_of(a).clone();
         assert!(dimensions.iter().all(|&d| d < from.shape.len()), "reduce: {dimensions:?} of {from}");
         let kept = |dimension: &usize| !dimensions.contains(dimension);
         let shape: Vec<usize> = (0..from.shape.len()).filter(kept).map(|d| from.shape[d]).collect();
-        let scalar = Type::new(from.element, &[]);
+        let scalar = HloType::new(from.element, &[]);
         let start = self.constant(fold.start(), scalar.clone());
-        let ty = Type { element: from.element, shape };
+        let ty = HloType { element: from.element, shape };
         let op = fold.op();
         let operation = format!(
             "stablehlo.reduce({a} init: {start}) applies {op} across dimensions = {dimensions:?} : ({from}, {scalar}) -> {ty}"
@@ -60,19 +60,19 @@ impl Builder {
     /// that of both. In what order is the compiler's choice.
     pub fn reduce_together(
         &mut self,
-        arrays: &[Value],
-        starts: &[Value],
+        arrays: &[HloValue],
+        starts: &[HloValue],
         dimension: usize,
-        body: impl FnOnce(&mut Self, &[Value], &[Value]) -> Vec<Value>,
-    ) -> Vec<Value> {
-        let scalars: Vec<Type> = starts.iter().map(|&start| self.type_of(start).clone()).collect();
-        let reduced = |array: &Value| {
-            let Type { element, mut shape } = self.type_of(*array).clone();
+        body: impl FnOnce(&mut Self, &[HloValue], &[HloValue]) -> Vec<HloValue>,
+    ) -> Vec<HloValue> {
+        let scalars: Vec<HloType> = starts.iter().map(|&start| self.type_of(start).clone()).collect();
+        let reduced = |array: &HloValue| {
+            let HloType { element, mut shape } = self.type_of(*array).clone();
             shape.remove(dimension);
-            Type { element, shape }
+            HloType { element, shape }
         };
-        let types: Vec<Type> = arrays.iter().map(reduced).collect();
-        let results = types.iter().map(Type::to_string).collect::<Vec<_>>().join(", ");
+        let types: Vec<HloType> = arrays.iter().map(reduced).collect();
+        let results = types.iter().map(HloType::to_string).collect::<Vec<_>>().join(", ");
         let [left, right] = [(); 2].map(|()| scalars.iter().map(|ty| self.new_value(ty.clone())).collect::<Vec<_>>());
         let inside = [left.as_slice(), &right].concat();
         let named = inside.iter().map(|&name| format!("{name}: {}", self.type_of(name))).collect::<Vec<_>>().join(", ");
@@ -91,12 +91,12 @@ impl Builder {
     }
 
     /// `a` folded, element by element, over the devices of each group. Every device is in one group.
-    pub fn all_reduce(&mut self, fold: Fold, a: Value, groups: &[Vec<usize>]) -> Value {
+    pub fn all_reduce(&mut self, fold: Fold, a: HloValue, groups: &[Vec<usize>]) -> HloValue {
         if groups.iter().all(|group| group.len() == 1) {
             return a;
         }
         let ty = self.type_of(a).clone();
-        let scalar = Type::new(ty.element, &[]);
+        let scalar = HloType::new(ty.element, &[]);
         let (rows, columns) = (groups.len(), groups[0].len());
         let op = fold.op();
         // The region's names are its own.
@@ -111,7 +111,7 @@ impl Builder {
     }
 
     /// The arrays of a group's devices one after another along `dimension`, on each of them. Every device is in one group.
-    pub fn all_gather(&mut self, a: Value, dimension: usize, groups: &[Vec<usize>]) -> Value {
+    pub fn all_gather(&mut self, a: HloValue, dimension: usize, groups: &[Vec<usize>]) -> HloValue {
         let members = groups[0].len();
         if members == 1 {
             return a;
@@ -129,7 +129,7 @@ impl Builder {
 
     /// `a` summed, element by element, over the devices of each group, of which the first has the first part along `dimension`, and
     /// so on. Every device is in one group.
-    pub fn reduce_scatter(&mut self, a: Value, dimension: usize, groups: &[Vec<usize>]) -> Value {
+    pub fn reduce_scatter(&mut self, a: HloValue, dimension: usize, groups: &[Vec<usize>]) -> HloValue {
         let members = groups[0].len();
         if members == 1 {
             return a;
@@ -139,7 +139,7 @@ impl Builder {
         assert!(parts, "reduce_scatter: {members} parts of dimension {dimension} of {from}");
         let mut ty = from.clone();
         ty.shape[dimension] /= members;
-        let scalar = Type::new(ty.element, &[]);
+        let scalar = HloType::new(ty.element, &[]);
         let rows = groups.len();
         let operation = format!(
             r#""stablehlo.reduce_scatter"({a}) <{{scatter_dimension = {dimension} : i64, replica_groups = dense<{groups:?}> : tensor<{rows}x{members}xi64>}}> ({{

@@ -20,17 +20,17 @@ pub(crate) use count::count;
 pub(crate) use sums::{COLUMNS as SUMS, sums};
 pub(super) use tokens::entropy_factor;
 pub(crate) use tokens::tokens;
-pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, Weights};
+pub(super) use weights::{FOLDS as FOLDS_OF_WEIGHTS, TermFactors};
 
 use super::folds::CtaFolds;
 use super::logits::SCALAR;
 use assay_algebra::structure::{SpecNumber, Structure, TokenInput};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Builder, Launch, PtxKernel, Target, Value};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxKernel, PtxLaunch, PtxTarget, PtxValue};
 
 /// The extent of a batch that an array or a grid grows with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Per {
+pub enum BatchExtent {
     /// None: there is one.
     Batch,
     /// The tokens.
@@ -46,9 +46,9 @@ pub struct BatchKernel {
     /// The kernel.
     pub ptx: PtxKernel,
     /// The extent that each parameter grows with, in order.
-    pub arrays: Vec<Per>,
+    pub arrays: Vec<BatchExtent>,
     /// The extent that the grid grows with.
-    pub grid: Per,
+    pub grid: BatchExtent,
 }
 
 /// The choices of a batch that decide the text of its kernels, beside the loss.
@@ -84,45 +84,45 @@ pub(crate) fn threads_for(elements: usize) -> u32 {
 }
 
 /// A kernel being written, with the extents of its arrays.
-pub(super) struct Writer {
-    pub(super) on: Builder,
+pub(super) struct BatchWriter {
+    pub(super) on: PtxBuilder,
     pub(super) structure: Structure,
     threads: u32,
-    arrays: Vec<Per>,
+    arrays: Vec<BatchExtent>,
 }
 
-impl Writer {
-    pub(super) fn new(name: &str, target: Target, structure: Structure, threads: u32) -> Self {
-        Self { on: Builder::new(name, target), structure, threads, arrays: Vec::new() }
+impl BatchWriter {
+    pub(super) fn new(name: &str, target: PtxTarget, structure: Structure, threads: u32) -> Self {
+        Self { on: PtxBuilder::new(name, target), structure, threads, arrays: Vec::new() }
     }
 
     /// An array that is read, of `columns` elements for each of its extent.
-    pub(super) fn input(&mut self, name: &str, dtype: DeviceDtype, per: Per, columns: usize) -> Array {
+    pub(super) fn input(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> GlobalArray {
         self.arrays.push(per);
         let stride = columns * dtype.size();
-        Array { base: self.on.input_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+        GlobalArray { base: self.on.input_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
     }
 
     /// An array that is written.
-    pub(super) fn output(&mut self, name: &str, dtype: DeviceDtype, per: Per, columns: usize) -> Array {
+    pub(super) fn output(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> GlobalArray {
         self.arrays.push(per);
         let stride = columns * dtype.size();
-        Array { base: self.on.output_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+        GlobalArray { base: self.on.output_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
     }
 
-    pub(super) fn f32s(&mut self, name: &str, per: Per) -> Array {
+    pub(super) fn f32s(&mut self, name: &str, per: BatchExtent) -> GlobalArray {
         self.input(name, DeviceDtype::F32, per, 1)
     }
 
     /// An array of one element for each vocabulary entry.
-    fn vocabulary(&mut self, name: &str, vocab: usize) -> Array {
-        self.arrays.push(Per::Batch);
+    fn vocabulary(&mut self, name: &str, vocab: usize) -> GlobalArray {
+        self.arrays.push(BatchExtent::Batch);
         let base = self.on.input_aligned(SCALAR, name, DeviceDtype::F32, &[vocab]);
-        Array { base, stride: DeviceDtype::F32.size() as u32 }
+        GlobalArray { base, stride: DeviceDtype::F32.size() as u32 }
     }
 
-    pub(super) fn finish(self, grid: Per) -> BatchKernel {
-        let launch = Launch { grid: [1; 3], block: [self.threads, 1, 1], cluster: 1, least_resident: 1 };
+    pub(super) fn finish(self, grid: BatchExtent) -> BatchKernel {
+        let launch = PtxLaunch { grid: [1; 3], block: [self.threads, 1, 1], cluster: 1, least_resident: 1 };
         BatchKernel { ptx: self.on.finish(launch), arrays: self.arrays, grid }
     }
 }
@@ -135,63 +135,63 @@ fn alignment(element: usize) -> u64 {
 
 /// An array of global memory.
 #[derive(Clone, Copy)]
-pub(super) struct Array {
-    base: Value<u64>,
+pub(super) struct GlobalArray {
+    base: PtxValue<u64>,
     /// Bytes from element to element.
     stride: u32,
 }
 
-impl Array {
+impl GlobalArray {
     /// The address of an element.
-    pub(super) fn at(self, on: &mut Builder, index: Value<u32>) -> Address {
+    pub(super) fn at(self, on: &mut PtxBuilder, index: PtxValue<u32>) -> PtxAddress {
         let offset = on.mul_wide(index, self.stride);
-        Address::Global(on.add(self.base, offset), 0)
+        PtxAddress::Global(on.add(self.base, offset), 0)
     }
 
     /// The address of the first.
-    pub(super) fn first(self) -> Address {
-        Address::Global(self.base, 0)
+    pub(super) fn first(self) -> PtxAddress {
+        PtxAddress::Global(self.base, 0)
     }
 
-    pub(super) fn load(self, on: &mut Builder, index: Value<u32>) -> Value<f32> {
+    pub(super) fn load(self, on: &mut PtxBuilder, index: PtxValue<u32>) -> PtxValue<f32> {
         let from = self.at(on, index);
         on.load(from)
     }
 }
 
 /// A thread of a CTA, and the sums over all of its threads.
-pub(super) struct Threads {
+pub(super) struct CtaThreads {
     in_cta: u32,
-    pub(super) thread: Value<u32>,
+    pub(super) thread: PtxValue<u32>,
     /// The number of the CTA.
-    pub(super) cta: Value<u32>,
+    pub(super) cta: PtxValue<u32>,
     folds: CtaFolds,
     /// Sums so far, and at most.
     summed: [u32; 2],
 }
 
-impl Threads {
+impl CtaThreads {
     /// Threads of a CTA that sums at most `most` times.
-    pub(super) fn new(on: &mut Builder, threads: u32, most: u32) -> Self {
+    pub(super) fn new(on: &mut PtxBuilder, threads: u32, most: u32) -> Self {
         let (thread, cta) = (on.thread(), on.cta());
         let folds = CtaFolds::new(on, [threads, most], thread);
         Self { in_cta: threads, thread, cta, folds, summed: [0, most] }
     }
 
     /// The sum of `value` over all threads, the same in each.
-    pub(super) fn sum(&mut self, on: &mut Builder, value: Value<f32>) -> Value<f32> {
+    pub(super) fn sum(&mut self, on: &mut PtxBuilder, value: PtxValue<f32>) -> PtxValue<f32> {
         let [which, most] = self.summed;
         assert!(which < most, "a CTA sums no more often than it has room for");
         self.summed[0] += 1;
-        self.folds.fold(on, which, value, Builder::add)
+        self.folds.fold(on, which, value, PtxBuilder::add)
     }
 
     /// Calls `body` with `first`, `first + 1`, … below `end`, each in one thread.
     pub(super) fn each(
         &self,
-        on: &mut Builder,
-        [first, end]: [Value<u32>; 2],
-        body: impl FnOnce(&mut Builder, Value<u32>),
+        on: &mut PtxBuilder,
+        [first, end]: [PtxValue<u32>; 2],
+        body: impl FnOnce(&mut PtxBuilder, PtxValue<u32>),
     ) {
         let start = on.add(self.thread, first);
         let index = on.variable(start);
@@ -206,7 +206,7 @@ impl Threads {
         });
     }
 
-    pub(super) fn is_first(&self, on: &mut Builder) -> Value<bool> {
+    pub(super) fn is_first(&self, on: &mut PtxBuilder) -> PtxValue<bool> {
         on.less(self.thread, 1)
     }
 }
@@ -218,40 +218,40 @@ const VOCAB: u32 = 2;
 /// Elements of that array.
 pub(crate) const EXTENTS: usize = 3;
 
-fn extent(on: &mut Builder, extents: Array, which: u32) -> Value<u32> {
+fn extent(on: &mut PtxBuilder, extents: GlobalArray, which: u32) -> PtxValue<u32> {
     on.load(extents.first().plus(4 * which))
 }
 
 /// The sequence whose numbers a CTA reads: its own, or the last one for tokens that belong to none, whose loss is NaN whatever it reads.
-fn owner(on: &mut Builder, cta: Value<u32>, sequences: Value<u32>) -> Value<u32> {
+fn owner(on: &mut PtxBuilder, cta: PtxValue<u32>, sequences: PtxValue<u32>) -> PtxValue<u32> {
     let last = on.sub(sequences, 1);
     on.min(cta, last)
 }
 
 /// `count`, or 1 if it is less; a NaN stays one.
-fn at_least_one(on: &mut Builder, count: Value<f32>) -> Value<f32> {
-    let is_more = on.less(Value::from(1.0), count);
+fn at_least_one(on: &mut PtxBuilder, count: PtxValue<f32>) -> PtxValue<f32> {
+    let is_more = on.less(PtxValue::from(1.0), count);
     let is_number = on.equal(count, count);
     // A NaN stays one.
-    let fewest: Value<f32> = on.select(is_number, 1.0, count);
+    let fewest: PtxValue<f32> = on.select(is_number, 1.0, count);
     on.select(is_more, count, fewest)
 }
 
 /// The numbers of a spec in global memory.
 #[derive(Clone)]
-pub(super) struct Numbers {
-    array: Array,
+pub(super) struct NumberArray {
+    array: GlobalArray,
     order: Vec<SpecNumber>,
 }
 
-impl Numbers {
-    pub(super) fn declare(writer: &mut Writer) -> Self {
+impl NumberArray {
+    pub(super) fn declare(writer: &mut BatchWriter) -> Self {
         let order = batch_numbers(writer.structure);
-        let array = writer.input("numbers", DeviceDtype::F32, Per::Batch, order.len());
+        let array = writer.input("numbers", DeviceDtype::F32, BatchExtent::Batch, order.len());
         Self { array, order }
     }
 
-    pub(super) fn load(&self, on: &mut Builder, number: SpecNumber) -> Value<f32> {
+    pub(super) fn load(&self, on: &mut PtxBuilder, number: SpecNumber) -> PtxValue<f32> {
         let place = self.order.iter().position(|&other| other == number);
         let place = place.unwrap_or_else(|| panic!("a batch is given no `{}`", number.name()));
         on.load(self.array.first().plus(4 * place as u32))
@@ -260,69 +260,69 @@ impl Numbers {
 
 /// The arrays that say which tokens a sequence has, written by [`count`].
 #[derive(Clone, Copy)]
-pub(super) struct Sequences {
-    extents: Array,
-    spans: Array,
-    counts: Array,
-    pub(super) counted: Array,
+pub(super) struct SequenceArrays {
+    extents: GlobalArray,
+    spans: GlobalArray,
+    counts: GlobalArray,
+    pub(super) counted: GlobalArray,
 }
 
-impl Sequences {
-    pub(super) fn declare(writer: &mut Writer) -> Self {
+impl SequenceArrays {
+    pub(super) fn declare(writer: &mut BatchWriter) -> Self {
         Self {
-            extents: writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS),
-            spans: writer.input("spans", DeviceDtype::I32, Per::SequenceAndRest, 2),
-            counts: writer.f32s("counts", Per::SequenceAndRest),
-            counted: writer.f32s("counted", Per::Token),
+            extents: writer.input("extents", DeviceDtype::I32, BatchExtent::Batch, EXTENTS),
+            spans: writer.input("spans", DeviceDtype::I32, BatchExtent::SequenceAndRest, 2),
+            counts: writer.f32s("counts", BatchExtent::SequenceAndRest),
+            counted: writer.f32s("counted", BatchExtent::Token),
         }
     }
 
     /// The tokens of the CTA's sequence: the first, and one behind the last.
-    pub(super) fn span(self, on: &mut Builder, sequence: Value<u32>) -> [Value<u32>; 2] {
+    pub(super) fn span(self, on: &mut PtxBuilder, sequence: PtxValue<u32>) -> [PtxValue<u32>; 2] {
         let from = self.spans.at(on, sequence);
         on.load_all(from)
     }
 
     /// The sequence whose numbers a CTA reads.
-    pub(super) fn owner(self, on: &mut Builder, cta: Value<u32>) -> Value<u32> {
+    pub(super) fn owner(self, on: &mut PtxBuilder, cta: PtxValue<u32>) -> PtxValue<u32> {
         let sequences = extent(on, self.extents, SEQUENCES);
         owner(on, cta, sequences)
     }
 
     /// How many tokens of the sequence count.
-    pub(super) fn count(self, on: &mut Builder, sequence: Value<u32>) -> Value<f32> {
+    pub(super) fn count(self, on: &mut PtxBuilder, sequence: PtxValue<u32>) -> PtxValue<f32> {
         self.counts.load(on, sequence)
     }
 }
 
 /// The arrays of a batch that a token's loss reads beside its logits.
-pub(super) struct Inputs {
-    advantages: Array,
+pub(super) struct InputArrays {
+    advantages: GlobalArray,
     token_advantages: bool,
-    arrays: Vec<(TokenInput, Array)>,
+    arrays: Vec<(TokenInput, GlobalArray)>,
 }
 
-impl Inputs {
-    pub(super) fn declare(writer: &mut Writer, form: BatchForm) -> Self {
-        let per = if form.token_advantages { Per::Token } else { Per::Sequence };
+impl InputArrays {
+    pub(super) fn declare(writer: &mut BatchWriter, form: BatchForm) -> Self {
+        let per = if form.token_advantages { BatchExtent::Token } else { BatchExtent::Sequence };
         let advantages = writer.f32s("advantages", per);
         let inputs = writer.structure.inputs().into_iter();
-        let arrays = inputs.map(|input| (input, writer.f32s(input.name(), Per::Token))).collect();
+        let arrays = inputs.map(|input| (input, writer.f32s(input.name(), BatchExtent::Token))).collect();
         Self { advantages, token_advantages: form.token_advantages, arrays }
     }
 
-    pub(super) fn advantage(&self, on: &mut Builder, [token, sequence]: [Value<u32>; 2]) -> Value<f32> {
+    pub(super) fn advantage(&self, on: &mut PtxBuilder, [token, sequence]: [PtxValue<u32>; 2]) -> PtxValue<f32> {
         self.advantages.load(on, if self.token_advantages { token } else { sequence })
     }
 
     /// The token's element of an array, if the structure reads it.
-    pub(super) fn load(&self, on: &mut Builder, wanted: TokenInput, token: Value<u32>) -> Option<Value<f32>> {
+    pub(super) fn load(&self, on: &mut PtxBuilder, wanted: TokenInput, token: PtxValue<u32>) -> Option<PtxValue<f32>> {
         let (_, array) = self.arrays.iter().find(|(input, _)| *input == wanted)?;
         Some(array.load(on, token))
     }
 
     /// The token's element of the array of that name.
-    pub(super) fn named(&self, on: &mut Builder, name: &str, token: Value<u32>) -> Option<Value<f32>> {
+    pub(super) fn named(&self, on: &mut PtxBuilder, name: &str, token: PtxValue<u32>) -> Option<PtxValue<f32>> {
         let (_, array) = self.arrays.iter().find(|(input, _)| input.name() == name)?;
         Some(array.load(on, token))
     }

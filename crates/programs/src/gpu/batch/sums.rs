@@ -1,9 +1,9 @@
 //! The loss and the means of a batch, from the sums of its sequences.
 
-use super::{BatchKernel, EXTENTS, Per, SEQUENCES, Threads, Writer, at_least_one, extent};
+use super::{BatchExtent, BatchKernel, BatchWriter, CtaThreads, EXTENTS, SEQUENCES, at_least_one, extent};
 use assay_algebra::structure::Structure;
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Target, Value};
+use assay_ptx::{PtxTarget, PtxValue};
 
 /// Floats of each sequence's sums.
 pub(crate) const COLUMNS: usize = 8;
@@ -15,18 +15,18 @@ pub(crate) const COUNT: usize = COLUMNS - 1;
 const METRICS: usize = 6;
 
 /// Adds up what [`losses`](super::super::losses) left of each sequence: the loss, and means over the tokens that count.
-pub(crate) fn sums(target: Target, structure: Structure, threads: u32) -> BatchKernel {
-    let mut writer = Writer::new("grpo_sums", target, structure, threads);
-    let extents = writer.input("extents", DeviceDtype::I32, Per::Batch, EXTENTS);
-    let of_sequences = writer.input("sums", DeviceDtype::F32, Per::SequenceAndRest, COLUMNS);
-    let loss = writer.output("loss", DeviceDtype::F32, Per::Batch, 1);
-    let metrics = writer.output("metrics", DeviceDtype::F32, Per::Batch, METRICS);
+pub(crate) fn sums(target: PtxTarget, structure: Structure, threads: u32) -> BatchKernel {
+    let mut writer = BatchWriter::new("grpo_sums", target, structure, threads);
+    let extents = writer.input("extents", DeviceDtype::I32, BatchExtent::Batch, EXTENTS);
+    let of_sequences = writer.input("sums", DeviceDtype::F32, BatchExtent::SequenceAndRest, COLUMNS);
+    let loss = writer.output("loss", DeviceDtype::F32, BatchExtent::Batch, 1);
+    let metrics = writer.output("metrics", DeviceDtype::F32, BatchExtent::Batch, METRICS);
 
     let on = &mut writer.on;
-    let mut threads = Threads::new(on, threads, COLUMNS as u32);
+    let mut threads = CtaThreads::new(on, threads, COLUMNS as u32);
     let sequences = extent(on, extents, SEQUENCES);
     let all = on.add(sequences, 1);
-    let sums: [Value<f32>; COLUMNS] = std::array::from_fn(|_| on.variable(0.0));
+    let sums: [PtxValue<f32>; COLUMNS] = std::array::from_fn(|_| on.variable(0.0));
     let zero = on.variable(0);
     threads.each(on, [zero, all], |on, sequence| {
         let from = of_sequences.at(on, sequence);
@@ -46,5 +46,5 @@ pub(crate) fn sums(target: Target, structure: Structure, threads: u32) -> BatchK
             on.store(metrics.first().plus(4 * place), mean);
         }
     });
-    writer.finish(Per::Batch)
+    writer.finish(BatchExtent::Batch)
 }

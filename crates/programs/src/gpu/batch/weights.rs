@@ -1,34 +1,34 @@
 //! Factors of a token's terms: what its sequence and the batch divide them by.
 
-use super::{Array, Numbers, SEQUENCES, Sequences, Threads, at_least_one, extent};
+use super::{CtaThreads, GlobalArray, NumberArray, SEQUENCES, SequenceArrays, at_least_one, extent};
 use assay_algebra::structure::{Denominator, DenominatorTokens, SpecNumber, Structure};
-use assay_ptx::{Builder, Value};
+use assay_ptx::{PtxBuilder, PtxValue};
 
 /// Factors of a token's terms: of a sequence, the same for all of its tokens.
 #[derive(Clone, Copy)]
-pub(crate) struct Weights {
+pub(crate) struct TermFactors {
     /// The factor of the policy term.
-    pub(crate) policy: Value<f32>,
+    pub(crate) policy: PtxValue<f32>,
     /// The factor of the KL penalty, over that of the policy term.
-    pub(crate) kl_share: Option<Value<f32>>,
+    pub(crate) kl_share: Option<PtxValue<f32>>,
     /// `∂loss/∂entropy` without `1/T`; if the entropy's cotangents come with the batch, the factor of those.
-    pub(crate) entropy: Option<Value<f32>>,
+    pub(crate) entropy: Option<PtxValue<f32>>,
     /// `entropy` of a sequence that has a token: one number of the batch, unless sequences differ in it.
-    pub(crate) entropy_of_batch: Option<Value<f32>>,
+    pub(crate) entropy_of_batch: Option<PtxValue<f32>>,
 }
 
-/// Folds that [`Weights`] take.
+/// Folds that [`TermFactors`] take.
 pub(crate) const FOLDS: u32 = 2;
 
-impl Weights {
+impl TermFactors {
     /// Computes the factors of the CTA's sequence: `1 / (tokens · filled sequences · number)`, 0 for a sequence without a token.
     pub(crate) fn new(
-        on: &mut Builder,
+        on: &mut PtxBuilder,
         structure: Structure,
-        threads: &mut Threads,
-        sequences: Sequences,
-        numbers: &Numbers,
-        normalizer: Array,
+        threads: &mut CtaThreads,
+        sequences: SequenceArrays,
+        numbers: &NumberArray,
+        normalizer: GlobalArray,
     ) -> Self {
         let all = extent(on, sequences.extents, SEQUENCES);
         let [tokens, filled] = [on.variable(0.0), on.variable(0.0)];
@@ -37,7 +37,7 @@ impl Weights {
             let count = sequences.count(on, sequence);
             let next = on.add(tokens, count);
             on.set(tokens, next);
-            let nothing: Value<f32> = 0.0.into();
+            let nothing: PtxValue<f32> = 0.0.into();
             let has_some = on.less(nothing, count);
             let one = on.select(has_some, 1.0, 0.0);
             let next = on.add(filled, one);
@@ -46,7 +46,7 @@ impl Weights {
         let of_batch = [threads.sum(on, tokens), threads.sum(on, filled)];
         let of_batch = of_batch.map(|count| at_least_one(on, count));
         let count = sequences.count(on, threads.cta);
-        let of_sequence = OfSequence { count, of_batch, numbers };
+        let of_sequence = SequenceCounts { count, of_batch, numbers };
 
         let policy =
             of_sequence.weight(on, structure.denominator, [SpecNumber::Denominator, SpecNumber::DenominatorEpsilon]);
@@ -78,16 +78,16 @@ impl Weights {
 }
 
 /// Counts that weights are made of.
-struct OfSequence<'n> {
-    count: Value<f32>,
+struct SequenceCounts<'n> {
+    count: PtxValue<f32>,
     /// Tokens, and sequences that have one; at least 1 each.
-    of_batch: [Value<f32>; 2],
-    numbers: &'n Numbers,
+    of_batch: [PtxValue<f32>; 2],
+    numbers: &'n NumberArray,
 }
 
-impl OfSequence<'_> {
+impl SequenceCounts<'_> {
     /// `1/divisor`, 0 where no token of the sequence counts.
-    fn weight(&self, on: &mut Builder, denominator: Denominator, numbers: [SpecNumber; 2]) -> Value<f32> {
+    fn weight(&self, on: &mut PtxBuilder, denominator: Denominator, numbers: [SpecNumber; 2]) -> PtxValue<f32> {
         let divisor = self.divisor(on, denominator, numbers);
         let share = on.div(1.0.into(), divisor);
         let empty = on.equal(self.count, 0.0);
@@ -95,7 +95,12 @@ impl OfSequence<'_> {
     }
 
     /// Computes the divisor of a term of a token.
-    fn divisor(&self, on: &mut Builder, denominator: Denominator, [known, epsilon]: [SpecNumber; 2]) -> Value<f32> {
+    fn divisor(
+        &self,
+        on: &mut PtxBuilder,
+        denominator: Denominator,
+        [known, epsilon]: [SpecNumber; 2],
+    ) -> PtxValue<f32> {
         let [tokens, filled] = self.of_batch;
         let mut divisor = self.numbers.load(on, known);
         let counted = denominator.tokens.map(|of| match of {

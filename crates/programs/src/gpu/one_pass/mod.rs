@@ -27,13 +27,13 @@ mod walks;
 use std::f64::consts::LOG2_E;
 
 use self::meet::in_cta;
-use super::logits::{BLOCK, Logits, SCALAR};
-use super::row::{Cut, REGISTERS_AT_ONCE, Row};
-use super::transform::{Biases, Change};
-use crate::one_pass::{Given, PER_TOKEN, given_columns, numbers, width};
+use super::logits::{BLOCK, LogitsFormat, SCALAR};
+use super::row::{REGISTERS_AT_ONCE, RowCut, SharedRow};
+use super::transform::{Biases, PtxTransform};
+use crate::one_pass::{PER_TOKEN, TokenColumn, given_columns, numbers, width};
 use assay_algebra::structure::{GapRate, SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
-use assay_ptx::{Address, Arrival, Builder, Launch, PtxKernel, Target, Value};
+use assay_ptx::{Arrival, PtxAddress, PtxBuilder, PtxKernel, PtxLaunch, PtxTarget, PtxValue};
 
 /// The kernel for `[1,n,v]` logits.
 ///
@@ -45,22 +45,22 @@ pub(crate) fn one_pass(
     structure: Structure,
     [_, n, v]: [usize; 3],
     element: DeviceDtype,
-    cut: Cut,
-    returns: Returned,
+    cut: RowCut,
+    returns: OnePassOutput,
 ) -> PtxKernel {
-    let mut on = Builder::new("grpo_one_pass", cut.target);
+    let mut on = PtxBuilder::new("grpo_one_pass", cut.target);
     let given = given_columns(structure);
     let of_spec = numbers(structure);
-    let arrays = Arrays {
+    let arrays = OnePassArrays {
         ids: on.input_aligned(SCALAR, "ids", DeviceDtype::I32, &[n]),
         numbers: on.input_aligned(SCALAR, "numbers", DeviceDtype::F32, &[of_spec.len()]),
         logits: on.input_aligned(cut.logits.alignment(v), "logits", element, &[1, n, v]),
         tokens: on.input("tokens", DeviceDtype::F32, &[1, n, width(given.len())]),
-        biases: given.contains(&Given::TargetBias).then(|| {
+        biases: given.contains(&TokenColumn::TargetBias).then(|| {
             let alignment = cut.logits.alignment_of_biases(v);
             on.input_aligned(alignment, "column_bias", DeviceDtype::F32, &[1, v])
         }),
-        upstream: (returns == Returned::Statistics)
+        upstream: (returns == OnePassOutput::Statistics)
             .then(|| on.input_aligned(SCALAR, "upstream", DeviceDtype::F32, &[1])),
         dlogits: on.output_over("dlogits", "logits"),
         returned: on.output(returns.name(), DeviceDtype::F32, &[1, n, PER_TOKEN]),
@@ -79,12 +79,17 @@ pub(crate) fn one_pass(
     let target = on.add(numbers, of_numbers);
     let of_meetings = if cut.meets_by_stores() { BARRIER * MEETINGS.len() as u32 } else { 0 };
     let meetings = (of_meetings > 0).then(|| on.shared("meetings", of_meetings));
-    let shared = Shared { row, numbers, token, target, maxima, sums, scales: maxima, meetings };
+    let shared = OnePassShared { row, numbers, token, target, maxima, sums, scales: maxima, meetings };
     let beside = parts.into_iter().chain([of_meetings]).map(|bytes| bytes.next_multiple_of(BLOCK)).sum();
     let resident = cut.resident(beside);
-    Writer { structure, cut, resident, given, of_spec, arrays, shared }.body(&mut on);
+    ClusterWriter { structure, cut, resident, given, of_spec, arrays, shared }.body(&mut on);
     let grid = n as u32 * cut.cluster;
-    on.finish(Launch { grid: [grid, 1, 1], block: [cut.threads, 1, 1], cluster: cut.cluster, least_resident: resident })
+    on.finish(PtxLaunch {
+        grid: [grid, 1, 1],
+        block: [cut.threads, 1, 1],
+        cluster: cut.cluster,
+        least_resident: resident,
+    })
 }
 
 /// Numbers that the third walk multiplies by.
@@ -96,12 +101,12 @@ const BARRIER: u32 = 8;
 /// A meeting of a cluster. Where CTAs meet by stores each has a separate barrier: a peer that is through the first may store for the
 /// second before this CTA has all of the first, and the bytes of the two must not be counted as one.
 #[derive(Clone, Copy)]
-enum Met {
+enum ClusterMeeting {
     Maxima,
     Sums,
 }
 
-const MEETINGS: [Met; 2] = [Met::Maxima, Met::Sums];
+const MEETINGS: [ClusterMeeting; 2] = [ClusterMeeting::Maxima, ClusterMeeting::Sums];
 
 /// Registers of a thread beside exponentials that it keeps from walk 2 to walk 3. They are kept where a chip's transcendental units have
 /// less time for each byte of HBM than its others: on a B200, of logits of 16 bits.
@@ -112,14 +117,14 @@ const BESIDE_KEPT_AND_GAPS: u32 = 64;
 
 /// The array that the kernel returns, `[1,n,8]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Returned {
+pub(crate) enum OnePassOutput {
     /// Logp, entropy, loss and metrics.
     Results,
     /// The statistics of its row, as [`two_pass::statistics`](super::two_pass::statistics) returns them.
     Statistics,
 }
 
-impl Returned {
+impl OnePassOutput {
     fn name(self) -> &'static str {
         match self {
             Self::Results => "results",
@@ -134,85 +139,85 @@ fn softmaxes(structure: Structure) -> usize {
 }
 
 /// Global memory.
-struct Arrays {
-    ids: Value<u64>,
-    numbers: Value<u64>,
-    logits: Value<u64>,
-    tokens: Value<u64>,
+struct OnePassArrays {
+    ids: PtxValue<u64>,
+    numbers: PtxValue<u64>,
+    logits: PtxValue<u64>,
+    tokens: PtxValue<u64>,
     /// Of columns, where they differ in it.
-    biases: Option<Value<u64>>,
+    biases: Option<PtxValue<u64>>,
     /// A factor of all dlogits, where there is one.
-    upstream: Option<Value<u64>>,
-    dlogits: Value<u64>,
+    upstream: Option<PtxValue<u64>>,
+    dlogits: PtxValue<u64>,
     /// Results or statistics of each token.
-    returned: Value<u64>,
+    returned: PtxValue<u64>,
 }
 
 /// Shared memory of a CTA.
-struct Shared {
-    row: Value<u32>,
-    numbers: Value<u32>,
+struct OnePassShared {
+    row: PtxValue<u32>,
+    numbers: PtxValue<u32>,
     /// What is given of the token.
-    token: Value<u32>,
+    token: PtxValue<u32>,
     /// `x_y`
-    target: Value<u32>,
+    target: PtxValue<u32>,
     /// One of every warp of the cluster.
-    maxima: Value<u32>,
+    maxima: PtxValue<u32>,
     /// `s` and `w` of each softmax, of every warp each.
-    sums: Value<u32>,
-    /// What the third walk multiplies by: see [`Scales`].
-    scales: Value<u32>,
+    sums: PtxValue<u32>,
+    /// What the third walk multiplies by: see [`WalkScales`].
+    scales: PtxValue<u32>,
     /// A barrier for each of [`MEETINGS`], where CTAs meet by stores.
-    meetings: Option<Value<u32>>,
+    meetings: Option<PtxValue<u32>>,
 }
 
 /// `dx_j = policy·e_j + e'_j (base + slope·g_j)`, `dx_y = target`. Where logp and entropy are of one softmax, `policy` is within `base`.
 /// If a row may be walked by [exponents](super::affine::Affine), there is no bonus: `base` is then the factor of their powers, and `slope` is `m`.
-struct Scales {
-    policy: Value<f32>,
-    base: Value<f32>,
-    slope: Value<f32>,
-    target: Value<f32>,
+struct WalkScales {
+    policy: PtxValue<f32>,
+    base: PtxValue<f32>,
+    slope: PtxValue<f32>,
+    target: PtxValue<f32>,
 }
 
-struct Writer {
+struct ClusterWriter {
     structure: Structure,
-    cut: Cut,
+    cut: RowCut,
     /// CTAs that are to find room on a multiprocessor.
     resident: u32,
-    given: Vec<Given>,
+    given: Vec<TokenColumn>,
     of_spec: Vec<SpecNumber>,
-    arrays: Arrays,
-    shared: Shared,
+    arrays: OnePassArrays,
+    shared: OnePassShared,
 }
 
 /// A row, and what becomes of it.
-struct Walked<'r> {
-    part: &'r Row,
-    change: Option<Change>,
+struct TransformedRow<'r> {
+    part: &'r SharedRow,
+    change: Option<PtxTransform>,
     /// The target's column.
-    id: Value<u32>,
+    id: PtxValue<u32>,
 }
 
 /// Where a thread is.
 #[derive(Clone, Copy)]
-struct Place {
-    thread: Value<u32>,
-    lane: Value<u32>,
-    warp: Value<u32>,
-    rank: Value<u32>,
-    row: Value<u32>,
+struct ThreadIndex {
+    thread: PtxValue<u32>,
+    lane: PtxValue<u32>,
+    warp: PtxValue<u32>,
+    rank: PtxValue<u32>,
+    row: PtxValue<u32>,
 }
 
-impl Writer {
-    fn logits(&self) -> Logits {
+impl ClusterWriter {
+    fn logits(&self) -> LogitsFormat {
         self.cut.logits
     }
 
     /// Blocks of a thread whose exponentials stay in registers from walk 2 to walk 3.
     fn kept(&self) -> u32 {
         let changes = self.structure.transform.is_some();
-        if self.cut.target < Target::Sm100 || self.logits() == Logits::F32 || changes {
+        if self.cut.target < PtxTarget::Sm100 || self.logits() == LogitsFormat::F32 || changes {
             return 0;
         }
         let registers = self.cut.registers(self.resident);
@@ -222,25 +227,25 @@ impl Writer {
             None => BESIDE_KEPT,
         };
         let exponentials = (registers - beside) / softmaxes;
-        exponentials / self.logits().of_a_block()
+        exponentials / self.logits().per_block()
     }
 
-    fn place(&self, on: &mut Builder) -> Place {
+    fn place(&self, on: &mut PtxBuilder) -> ThreadIndex {
         let thread = on.thread();
         let cta = on.cta();
         let [lane, rank] = [(thread, 32), (cta, self.cut.cluster)].map(|(of, per)| on.bits_and(of, per - 1));
         let warp = on.shift_right(thread, 5);
         let row = on.shift_right(cta, self.cut.cluster.ilog2());
-        Place { thread, lane, warp, rank, row }
+        ThreadIndex { thread, lane, warp, rank, row }
     }
 
-    fn body(&self, on: &mut Builder) {
+    fn body(&self, on: &mut PtxBuilder) {
         let place = self.place(on);
-        let Place { thread, rank, row, .. } = place;
+        let ThreadIndex { thread, rank, row, .. } = place;
         let id = {
             let offset = on.mul_wide(row, 4);
             let at = on.add(self.arrays.ids, offset);
-            let id: Value<u32> = on.load(Address::Global(at, 0));
+            let id: PtxValue<u32> = on.load(PtxAddress::Global(at, 0));
             // What stands where the mask hides it must point somewhere in the row.
             on.min(id, self.cut.vocab - 1)
         };
@@ -248,13 +253,13 @@ impl Writer {
             let offset = on.mul_wide(row, 4 * width(self.given.len()) as u32);
             on.add(self.arrays.tokens, offset)
         };
-        let mask: Value<f32> = on.load(Address::Global(token, self.place_of(Given::Mask)));
+        let mask: PtxValue<f32> = on.load(PtxAddress::Global(token, self.place_of(TokenColumn::Mask)));
         let counts = {
-            let zero: Value<f32> = 0.0.into();
+            let zero: PtxValue<f32> = 0.0.into();
             on.less(zero, mask)
         };
         let arrays = [self.arrays.logits, self.arrays.dlogits];
-        let part = Row::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
+        let part = SharedRow::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
         let hidden = on.not(counts);
         on.when(hidden, |on| {
             part.write(on, |_, _| [0.into(); 4]);
@@ -287,10 +292,10 @@ impl Writer {
             for rank in 0..self.cut.cluster {
                 let rank = rank.into();
                 let to = in_cta(on, self.cut, self.shared.target, rank);
-                self.store(on, Met::Maxima, rank, [(to, x)]);
+                self.store(on, ClusterMeeting::Maxima, rank, [(to, x)]);
             }
         });
-        let walked = Walked { part: &part, change, id };
+        let walked = TransformedRow { part: &part, change, id };
         let (max, target_logit) = self.max(on, &walked, place);
         let scales = self.exponent_scales(on);
         let affine = self.affine(on, &walked, max, &scales);
@@ -313,35 +318,35 @@ impl Writer {
                     self.dlogits(on, &walked, of.slope, &scales, &kept, &of);
                 },
                 |on| {
-                    let policy = on.load(Address::Shared(self.shared.scales, 4));
+                    let policy = on.load(PtxAddress::Shared(self.shared.scales, 4));
                     affine.write(on, &part, &kept, policy);
                 },
             ),
         }
         let in_array = part.global_of(on, target);
         on.when(target.own, |on| {
-            let of_target: Value<f32> = on.load(Address::Shared(self.shared.scales, 12));
+            let of_target: PtxValue<f32> = on.load(PtxAddress::Shared(self.shared.scales, 12));
             self.cut.logits.store(on, in_array, of_target);
         });
     }
 
-    fn scales(&self, on: &mut Builder) -> Scales {
-        let [policy, base, slope, target] = on.load_all(Address::Shared(self.shared.scales, 0));
-        Scales { policy, base, slope, target }
+    fn scales(&self, on: &mut PtxBuilder) -> WalkScales {
+        let [policy, base, slope, target] = on.load_all(PtxAddress::Shared(self.shared.scales, 0));
+        WalkScales { policy, base, slope, target }
     }
 
     /// Where a column is in what is given of a token, bytes.
-    fn place_of(&self, column: Given) -> u32 {
+    fn place_of(&self, column: TokenColumn) -> u32 {
         4 * self.given.iter().position(|&other| other == column).expect("the structure has the column") as u32
     }
 
-    fn given(&self, on: &mut Builder, column: Given) -> Value<f32> {
+    fn given(&self, on: &mut PtxBuilder, column: TokenColumn) -> PtxValue<f32> {
         let place = self.place_of(column);
-        on.load(Address::Shared(self.shared.token, place))
+        on.load(PtxAddress::Shared(self.shared.token, place))
     }
 
     /// A column that not every structure has.
-    fn given_if(&self, on: &mut Builder, column: Given) -> Option<Value<f32>> {
+    fn given_if(&self, on: &mut PtxBuilder, column: TokenColumn) -> Option<PtxValue<f32>> {
         self.given.contains(&column).then(|| self.given(on, column))
     }
 
@@ -350,21 +355,21 @@ impl Writer {
         4 * self.of_spec.iter().position(|&other| other == which).expect("the structure has the number") as u32
     }
 
-    fn number(&self, on: &mut Builder, which: SpecNumber) -> Value<f32> {
+    fn number(&self, on: &mut PtxBuilder, which: SpecNumber) -> PtxValue<f32> {
         let place = self.place_of_number(which);
-        on.load(Address::Shared(self.shared.numbers, place))
+        on.load(PtxAddress::Shared(self.shared.numbers, place))
     }
 
     /// What gaps are multiplied by.
-    fn rate(&self, on: &mut Builder, rate: GapRate) -> Value<f32> {
+    fn rate(&self, on: &mut PtxBuilder, rate: GapRate) -> PtxValue<f32> {
         match rate {
             GapRate::OfAll(which) => self.number(on, which),
-            GapRate::OfToken => self.given(on, Given::Rate),
+            GapRate::OfToken => self.given(on, TokenColumn::Rate),
         }
     }
 
     /// Copies what is given of the token, and the numbers.
-    fn copy_token(&self, on: &mut Builder, thread: Value<u32>, token: Value<u64>) {
+    fn copy_token(&self, on: &mut PtxBuilder, thread: PtxValue<u32>, token: PtxValue<u64>) {
         let parts = width(self.given.len()) as u32 / 4;
         let (numbers, here) = (self.of_spec.len() as u32, &self.shared);
         let from_numbers = self.arrays.numbers;
@@ -374,16 +379,16 @@ impl Writer {
             let has = on.less(thread, count);
             on.when(has, |on| {
                 let offset = on.mul(thread, bytes);
-                let to = Address::Shared(on.add(to, offset), 0);
+                let to = PtxAddress::Shared(on.add(to, offset), 0);
                 let offset = on.extend(offset);
-                let from = Address::Global(on.add(from, offset), 0);
+                let from = PtxAddress::Global(on.add(from, offset), 0);
                 if bytes == 16 { on.copy_16(to, from) } else { on.copy_4(to, from) }
             });
         }
     }
 
     /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
-    fn exponent_scales(&self, on: &mut Builder) -> Vec<Value<f32>> {
+    fn exponent_scales(&self, on: &mut PtxBuilder) -> Vec<PtxValue<f32>> {
         let minus_log2_e = -LOG2_E as f32;
         let scales = self.structure.gap_rates().into_iter().map(|rate| match rate {
             Some(rate) => {
@@ -396,20 +401,20 @@ impl Writer {
     }
 
     /// What becomes of the row's logits. Its numbers are read where they came from: no thread has waited for what others copied.
-    fn change(&self, on: &mut Builder, part: &Row, token: Value<u64>) -> Option<Change> {
+    fn change(&self, on: &mut PtxBuilder, part: &SharedRow, token: PtxValue<u64>) -> Option<PtxTransform> {
         let transform = self.structure.transform?;
         let place = self.place_of_number(SpecNumber::LogitFactor);
-        let factor = on.load(Address::Global(self.arrays.numbers, place));
+        let factor = on.load(PtxAddress::Global(self.arrays.numbers, place));
         let biases = self.arrays.biases.map(|all| {
-            let own = on.load(Address::Global(token, self.place_of(Given::TargetBias)));
+            let own = on.load(PtxAddress::Global(token, self.place_of(TokenColumn::TargetBias)));
             Biases { all, own, aligned: part.is_aligned(), vocab: self.cut.vocab }
         });
-        Some(Change::new(transform, factor, biases))
+        Some(PtxTransform::new(transform, factor, biases))
     }
 }
 
 /// The one thread that speaks for the row.
-fn first_of_row(on: &mut Builder, place: Place) -> Value<bool> {
+fn first_of_row(on: &mut PtxBuilder, place: ThreadIndex) -> PtxValue<bool> {
     let [first_thread, first_cta] = [place.thread, place.rank].map(|number| on.less(number, 1));
     on.and(first_thread, first_cta)
 }

@@ -3,27 +3,27 @@
 use std::f64::consts::LOG2_E;
 
 use super::super::affine::Affine;
-use super::super::transform::Change;
-use super::{Place, Scales, Writer, first_of_row, softmaxes};
-use crate::one_pass::{Given, PER_TOKEN};
+use super::super::transform::PtxTransform;
+use super::{ClusterWriter, ThreadIndex, WalkScales, first_of_row, softmaxes};
+use crate::one_pass::{PER_TOKEN, TokenColumn};
 use crate::two_pass::Statistic;
 use assay_algebra::arithmetic::Arithmetic;
 use assay_algebra::objective::{TokenArrays, TokenLoss, single_token_loss};
 use assay_algebra::softmax::SoftmaxSums;
 use assay_algebra::structure::{SpecNumber, SpecNumbers, TemperaturePlace};
-use assay_ptx::{Address, Builder, Value};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxValue};
 
-impl Writer {
+impl ClusterWriter {
     /// The sums of one softmax of the row.
     pub(super) fn sums(
         &self,
-        on: &mut Builder,
-        place: Place,
+        on: &mut PtxBuilder,
+        place: ThreadIndex,
         which: u32,
-        [max, target_logit]: [Value<f32>; 2],
-        inverse: Option<Value<f32>>,
-    ) -> SoftmaxSums<Value<f32>> {
-        let add = |on: &mut Builder, a, b| on.add(a, b);
+        [max, target_logit]: [PtxValue<f32>; 2],
+        inverse: Option<PtxValue<f32>>,
+    ) -> SoftmaxSums<PtxValue<f32>> {
+        let add = |on: &mut PtxBuilder, a, b| on.add(a, b);
         let here = self.shared.sums;
         let others = self.gather(on, place, here, 2 * which, add);
         let weighted = self.gather(on, place, here, 2 * which + 1, add);
@@ -34,10 +34,10 @@ impl Writer {
     /// The columns of the row's statistics, from the sums of the softmax that entropy is of and of that of logp.
     pub(super) fn statistics(
         &self,
-        on: &mut Builder,
-        [of_entropy, of_logp]: [SoftmaxSums<Value<f32>>; 2],
-    ) -> [Value<f32>; PER_TOKEN] {
-        let mut columns = [Value::from(0.0); PER_TOKEN];
+        on: &mut PtxBuilder,
+        [of_entropy, of_logp]: [SoftmaxSums<PtxValue<f32>>; 2],
+    ) -> [PtxValue<f32>; PER_TOKEN] {
+        let mut columns = [PtxValue::from(0.0); PER_TOKEN];
         columns[Statistic::Max as usize] = of_entropy.max;
         columns[Statistic::TargetLogit as usize] = of_entropy.target_logit;
         let places = [[Statistic::Others, Statistic::Weighted], [Statistic::LogpOthers, Statistic::LogpWeighted]];
@@ -50,13 +50,13 @@ impl Writer {
         columns
     }
 
-    /// The token's results, and the third walk's [scales](Scales), by one warp.
+    /// The token's results, and the third walk's [scales](WalkScales), by one warp.
     pub(super) fn scalars(
         &self,
-        on: &mut Builder,
-        place: Place,
-        change: Option<Change>,
-        ends @ [_, target_logit]: [Value<f32>; 2],
+        on: &mut PtxBuilder,
+        place: ThreadIndex,
+        change: Option<PtxTransform>,
+        ends @ [_, target_logit]: [PtxValue<f32>; 2],
         affine: Option<&Affine>,
     ) {
         let structure = self.structure;
@@ -90,23 +90,23 @@ impl Writer {
         let first = first_of_row(on, place);
         // In the order of the columns.
         let columns = [logp, entropy, loss, ratio, kl.unwrap_or(zero), low, high, reduced];
-        let upstream = self.arrays.upstream.map(|upstream| on.load(Address::Global(upstream, 0)));
+        let upstream = self.arrays.upstream.map(|upstream| on.load(PtxAddress::Global(upstream, 0)));
         // Statistics in place of results go with the factor of a framework's loss.
         let columns = if upstream.is_some() { self.statistics(on, [entropy_sums, logp_sums]) } else { columns };
         on.when(first, |on| self.give(on, place.row, columns));
 
         let times_upstream =
-            |on: &mut Builder, factor: Value<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
-        let weight = self.given(on, Given::Weight);
+            |on: &mut PtxBuilder, factor: PtxValue<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
+        let weight = self.given(on, TokenColumn::Weight);
         let weight = times_upstream(on, weight);
-        let of_row = self.given_if(on, Given::EntropyFactor);
+        let of_row = self.given_if(on, TokenColumn::EntropyFactor);
         let factor = on.mul(weight, grad);
         let factor = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
         let share = on.div(factor, logp_softmax.sum);
         let policy = on.neg(share);
         let share_of_others = on.div(logp_softmax.others, logp_softmax.sum);
         let target = on.mul(factor, share_of_others);
-        let mut scales = Scales { policy, base: policy, slope: zero, target };
+        let mut scales = WalkScales { policy, base: policy, slope: zero, target };
         if structure.entropy_bonus.is_some() {
             let factor = of_row.unwrap_or_else(|| self.number(on, SpecNumber::EntropyFactor));
             let factor = times_upstream(on, factor);
@@ -132,8 +132,8 @@ impl Writer {
             scales.slope = ends[0];
         }
         let first = on.less(place.lane, 1);
-        let to = Address::Shared(self.shared.scales, 0);
-        let Scales { policy, base, slope, target } = scales;
+        let to = PtxAddress::Shared(self.shared.scales, 0);
+        let WalkScales { policy, base, slope, target } = scales;
         on.when(first, |on| {
             let values = [policy, base, slope, target].map(|value| on.variable(value));
             on.store_all(to, values);
@@ -142,10 +142,10 @@ impl Writer {
 
     /// Writes the columns of what is returned of a row's token. The address is made where it is needed: a register that lives from the
     /// start is one less for exponentials.
-    pub(super) fn give(&self, on: &mut Builder, row: Value<u32>, columns: [Value<f32>; PER_TOKEN]) {
+    pub(super) fn give(&self, on: &mut PtxBuilder, row: PtxValue<u32>, columns: [PtxValue<f32>; PER_TOKEN]) {
         let [a, b, c, d, e, f, g, h] = columns.map(|column| on.variable(column));
         let offset = on.mul_wide(row, 4 * PER_TOKEN as u32);
-        let to = Address::Global(on.add(self.arrays.returned, offset), 0);
+        let to = PtxAddress::Global(on.add(self.arrays.returned, offset), 0);
         on.store_all(to, [a, b, c, d]);
         on.store_all(to.plus(16), [e, f, g, h]);
     }

@@ -2,15 +2,20 @@
 
 use super::super::affine::Affine;
 use super::super::folds::{add_block, exp, gaps, over_lanes};
-use super::super::logits::Pair;
-use super::super::row::{Along, Block, Row};
-use super::super::transform::{Changed, at_target};
-use super::{Met, Place, Scales, Walked, Writer};
-use assay_ptx::{Address, Builder, Target, Value};
+use super::super::logits::FloatPair;
+use super::super::row::{RowBlock, SharedRow, WalkedArray};
+use super::super::transform::{PtxTransformedBlock, at_target};
+use super::{ClusterMeeting, ClusterWriter, ThreadIndex, TransformedRow, WalkScales};
+use assay_ptx::{PtxAddress, PtxBuilder, PtxTarget, PtxValue};
 
-impl Writer {
+impl ClusterWriter {
     /// Walk 1: `m` and `x_y`.
-    pub(super) fn max(&self, on: &mut Builder, walked: &Walked, place: Place) -> (Value<f32>, Value<f32>) {
+    pub(super) fn max(
+        &self,
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        place: ThreadIndex,
+    ) -> (PtxValue<f32>, PtxValue<f32>) {
         let max = match walked.change {
             Some(change) if change.keeps_order() => {
                 let max = self.max_of_logits(on, walked.part);
@@ -19,21 +24,21 @@ impl Writer {
             Some(_) => self.max_of_changed(on, walked),
             None => self.max_of_logits(on, walked.part),
         };
-        let larger = |on: &mut Builder, a, b| on.max(a, b);
+        let larger = |on: &mut PtxBuilder, a, b| on.max(a, b);
         let max = over_lanes(on, max, 32, larger);
         let here = self.shared.maxima;
-        self.tell(on, place, Met::Maxima, here, &[max]);
-        self.meet(on, Met::Maxima);
+        self.tell(on, place, ClusterMeeting::Maxima, here, &[max]);
+        self.meet(on, ClusterMeeting::Maxima);
         let others = self.gather(on, place, here, 0, larger);
-        let target_logit = on.load(Address::Shared(self.shared.target, 0));
+        let target_logit = on.load(PtxAddress::Shared(self.shared.target, 0));
         self.order_cta(on);
         (on.max(others, target_logit), target_logit)
     }
 
     /// The largest of what this thread's columns become.
-    pub(super) fn max_of_changed(&self, on: &mut Builder, walked: &Walked) -> Value<f32> {
-        let maxima: Pair = std::array::from_fn(|_| on.variable(f32::MIN));
-        walked.part.walk(on, Along::Shared, |on, block| {
+    pub(super) fn max_of_changed(&self, on: &mut PtxBuilder, walked: &TransformedRow) -> PtxValue<f32> {
+        let maxima: FloatPair = std::array::from_fn(|_| on.variable(f32::MIN));
+        walked.part.walk(on, WalkedArray::Shared, |on, block| {
             let (t, _) = self.load(on, walked, block);
             for pair in t {
                 for (&max, t) in maxima.iter().zip(pair) {
@@ -46,14 +51,19 @@ impl Writer {
     }
 
     /// A block's columns in f32: as they are, or what they become, the target's and those of other rows −∞.
-    pub(super) fn load(&self, on: &mut Builder, walked: &Walked, block: Block) -> (Vec<Pair>, Option<Changed>) {
+    pub(super) fn load(
+        &self,
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        block: RowBlock,
+    ) -> (Vec<FloatPair>, Option<PtxTransformedBlock>) {
         let x = self.logits().load_block(on, block.shared);
         let Some(change) = walked.change else { return (x, None) };
         let first = walked.part.first_column(on, block);
         let target = on.sub(walked.id, first);
         let changed = change.block(on, &x, first, target, !walked.part.is_aligned());
         let all = changed.t.as_flattened();
-        for (&t, other) in all.iter().zip(walked.part.of_others(on, first).into_iter().flatten()) {
+        for (&t, other) in all.iter().zip(walked.part.foreign_elements(on, first).into_iter().flatten()) {
             let kept = on.select(other, f32::NEG_INFINITY, t);
             on.set(t, kept);
         }
@@ -65,11 +75,11 @@ impl Writer {
     }
 
     /// The largest of this thread's columns as they are.
-    pub(super) fn max_of_logits(&self, on: &mut Builder, part: &Row) -> Value<f32> {
+    pub(super) fn max_of_logits(&self, on: &mut PtxBuilder, part: &SharedRow) -> PtxValue<f32> {
         let logits = self.logits();
-        let maxima: [Value<u32>; 4] = std::array::from_fn(|_| on.variable(logits.lowest()));
-        part.walk(on, Along::Shared, |on, block| {
-            let words: [Value<u32>; 4] = on.load_all(block.shared);
+        let maxima: [PtxValue<u32>; 4] = std::array::from_fn(|_| on.variable(logits.lowest()));
+        part.walk(on, WalkedArray::Shared, |on, block| {
+            let words: [PtxValue<u32>; 4] = on.load_all(block.shared);
             for (&max, word) in maxima.iter().zip(words) {
                 let larger = logits.max_words(on, max, word);
                 on.set(max, larger);
@@ -85,12 +95,12 @@ impl Writer {
     /// a gap, which is exact near the largest logit, and 0 for a row of equal logits.
     pub(super) fn affine(
         &self,
-        on: &mut Builder,
-        walked: &Walked,
-        max: Value<f32>,
-        scales: &[Value<f32>],
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        max: PtxValue<f32>,
+        scales: &[PtxValue<f32>],
     ) -> Option<Affine> {
-        if self.cut.target >= Target::Sm100 {
+        if self.cut.target >= PtxTarget::Sm100 {
             return None;
         }
         match (walked.change, self.structure.entropy_bonus, scales) {
@@ -102,14 +112,14 @@ impl Writer {
     /// Walk 2: every CTA is told `s` and `w` of each softmax. Returns the exponentials of the blocks of which they are kept, by each scale.
     pub(super) fn sum(
         &self,
-        on: &mut Builder,
-        walked: &Walked,
-        place: Place,
-        max: Value<f32>,
-        scales: &[Value<f32>],
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        place: ThreadIndex,
+        max: PtxValue<f32>,
+        scales: &[PtxValue<f32>],
         affine: Option<&Affine>,
-    ) -> Vec<Vec<Vec<Pair>>> {
-        let sums: Vec<Value<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
+    ) -> Vec<Vec<Vec<FloatPair>>> {
+        let sums: Vec<PtxValue<f32>> = (0..2 * scales.len()).map(|_| on.variable(0.0)).collect();
         let kept = match affine {
             None => self.sum_by_gaps(on, walked, max, scales, &sums),
             Some(affine) => {
@@ -128,15 +138,15 @@ impl Writer {
                 kept
             }
         };
-        let sums: Vec<Value<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, Builder::add)).collect();
-        self.tell(on, place, Met::Sums, self.shared.sums, &sums);
-        self.meet(on, Met::Sums);
+        let sums: Vec<PtxValue<f32>> = sums.into_iter().map(|sum| over_lanes(on, sum, 32, PtxBuilder::add)).collect();
+        self.tell(on, place, ClusterMeeting::Sums, self.shared.sums, &sums);
+        self.meet(on, ClusterMeeting::Sums);
         kept
     }
 
     /// Registers for the exponentials that are kept.
-    pub(super) fn room_for_kept(&self, on: &mut Builder, softmaxes: usize) -> Vec<Vec<Vec<Pair>>> {
-        let pairs = self.logits().of_a_block() / 2;
+    pub(super) fn room_for_kept(&self, on: &mut PtxBuilder, softmaxes: usize) -> Vec<Vec<Vec<FloatPair>>> {
+        let pairs = self.logits().per_block() / 2;
         let mut pair = || std::array::from_fn(|_| on.variable(0.0));
         let mut block = || (0..pairs).map(|_| pair()).collect();
         (0..self.kept()).map(|_| (0..softmaxes).map(|_| block()).collect()).collect()
@@ -145,14 +155,14 @@ impl Writer {
     /// Adds up this thread's columns by their gaps; returns the exponentials of the blocks of which they are kept.
     pub(super) fn sum_by_gaps(
         &self,
-        on: &mut Builder,
-        walked: &Walked,
-        max: Value<f32>,
-        scales: &[Value<f32>],
-        sums: &[Value<f32>],
-    ) -> Vec<Vec<Vec<Pair>>> {
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        max: PtxValue<f32>,
+        scales: &[PtxValue<f32>],
+        sums: &[PtxValue<f32>],
+    ) -> Vec<Vec<Vec<FloatPair>>> {
         let mut kept = Vec::new();
-        walked.part.walk(on, Along::Shared, |on, block| {
+        walked.part.walk(on, WalkedArray::Shared, |on, block| {
             let (x, _) = self.load(on, walked, block);
             let gaps = gaps(on, &x, max, true);
             let exps = exponentials(on, &gaps, scales);
@@ -167,12 +177,12 @@ impl Writer {
     /// Walk 3.
     pub(super) fn dlogits(
         &self,
-        on: &mut Builder,
-        walked: &Walked,
-        max: Value<f32>,
-        scales: &[Value<f32>],
-        kept: &[Vec<Vec<Pair>>],
-        of: &Scales,
+        on: &mut PtxBuilder,
+        walked: &TransformedRow,
+        max: PtxValue<f32>,
+        scales: &[PtxValue<f32>],
+        kept: &[Vec<Vec<FloatPair>>],
+        of: &WalkScales,
     ) {
         let (logits, bonus) = (self.logits(), self.structure.entropy_bonus.is_some());
         // Without a bonus the softmax that logp is of is all that is needed: the last.
@@ -188,12 +198,12 @@ impl Writer {
                 (vec![], None)
             };
             let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
-            let gradients: Vec<Pair> = if bonus {
+            let gradients: Vec<FloatPair> = if bonus {
                 let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
                     let factor = on.mul_add_pair(slope, gap, base);
                     on.mul_pair(exp, factor)
                 });
-                let of_entropy: Vec<Pair> = of_entropy.collect();
+                let of_entropy: Vec<FloatPair> = of_entropy.collect();
                 match exps.get(1) {
                     None => of_entropy,
                     Some(exps) => {
@@ -214,14 +224,15 @@ impl Writer {
 }
 
 /// Puts exponentials where those of either way are kept.
-fn keep(on: &mut Builder, kept: &[Vec<Vec<Pair>>], own: &[Vec<Vec<Pair>>]) {
-    let flat = |blocks: &[Vec<Vec<Pair>>]| blocks.iter().flatten().flatten().flatten().copied().collect::<Vec<_>>();
+fn keep(on: &mut PtxBuilder, kept: &[Vec<Vec<FloatPair>>], own: &[Vec<Vec<FloatPair>>]) {
+    let flat =
+        |blocks: &[Vec<Vec<FloatPair>>]| blocks.iter().flatten().flatten().flatten().copied().collect::<Vec<_>>();
     for (place, value) in flat(kept).into_iter().zip(flat(own)) {
         on.set(place, value);
     }
 }
 
 /// `2^(gap·scale)` of all gaps, by each scale.
-fn exponentials(on: &mut Builder, gaps: &[Pair], scales: &[Value<f32>]) -> Vec<Vec<Pair>> {
+fn exponentials(on: &mut PtxBuilder, gaps: &[FloatPair], scales: &[PtxValue<f32>]) -> Vec<Vec<FloatPair>> {
     scales.iter().map(|&scale| gaps.iter().map(|&gap| exp(on, gap, scale)).collect()).collect()
 }

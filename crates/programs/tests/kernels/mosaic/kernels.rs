@@ -14,7 +14,7 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, HostArray, MosaicOptions, MosaicUnits, TpuCore};
-use assay_programs::{ANY_TPU, LossProgram, Machine, Named, Programs, StructuredSpec, TpuKernel};
+use assay_programs::{ANY_TPU, LossProgram, NamedArray, Programs, StructuredSpec, TileMachine, TpuKernel};
 use assay_suites::supported::recipe;
 use assay_suites::{cases, covering};
 use ndarray::{Array1, Array2, Array3};
@@ -25,7 +25,7 @@ use std::ops::Deref;
 const SHAPES: [[usize; 3]; 8] =
     [[1, 1, 1], [2, 3, 127], [1, 17, 128], [3, 1, 129], [2, 9, 2049], [1, 33, 1031], [1, 2, 9001], [1, 1, 33_001]];
 
-fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: Machine) -> Vec<TpuKernel> {
+fn kernels(id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype, machine: TileMachine) -> Vec<TpuKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
     implementation.kernels_for(StructuredSpec::new(spec), shape, dtype, 1, machine).unwrap()
@@ -64,12 +64,12 @@ impl<'p> Around<'p> {
     }
 
     /// A core of `machine`, whose rules hold.
-    fn on(&self, machine: Machine) -> MosaicOptions {
+    fn on(&self, machine: TileMachine) -> MosaicOptions {
         let core = TpuCore { vmem_bytes: machine.vmem_bytes };
         MosaicOptions { units: self.units, core: Some(core), ..MosaicOptions::default() }
     }
 
-    fn one_pass(&self, machine: Machine) -> Result<Candidate, String> {
+    fn one_pass(&self, machine: TileMachine) -> Result<Candidate, String> {
         let kernel = &mut kernels("tile-one-pass", self.spec, self.shape, self.problem.logits.dtype(), machine)[0];
         if self.spoil {
             let columns = |columns: usize| format!("{{value = {columns} : i32}}");
@@ -100,7 +100,7 @@ impl<'p> Around<'p> {
     }
 
     /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
-    fn two_pass(&self, machine: Machine) -> Result<Candidate, String> {
+    fn two_pass(&self, machine: TileMachine) -> Result<Candidate, String> {
         let dtype = self.problem.logits.dtype();
         let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, machine)[..] else {
             panic!("two kernels")
@@ -188,12 +188,18 @@ struct Softmax {
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
-fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
+fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: TileMachine) -> Result<(), String> {
     check_by(MosaicUnits::Host, id, spec, recipe, machine)
 }
 
 /// The same by other units than the host's.
-fn check_by(units: MosaicUnits, id: &str, spec: &LossSpec, recipe: &Recipe, machine: Machine) -> Result<(), String> {
+fn check_by(
+    units: MosaicUnits,
+    id: &str,
+    spec: &LossSpec,
+    recipe: &Recipe,
+    machine: TileMachine,
+) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     let around = Around { units, ..Around::new(spec, &problem) };
     let candidate = match id {
@@ -486,7 +492,7 @@ fn all_outputs_text_awkward_shapes_match_reference() {
 /// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
 #[test]
 fn all_outputs_text_for_a_lesser_core_match_reference() {
-    let machine = Machine::tpu(7 << 20, false);
+    let machine = TileMachine::tpu(7 << 20, false);
     let recipe = Recipe {
         shape: [1, 40, 9001],
         dtype: Dtype::Bf16,
@@ -508,8 +514,9 @@ fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
     for dtype in Dtype::KERNEL {
         for id in ["tile-one-pass", "tile-two-pass"] {
             for kernel in kernels(id, &spec, Shape { batch: 1, tokens: 40, vocab: 1031 }, dtype, ANY_TPU) {
-                let zeros =
-                    |named: &Named| (named.name, vec![0; named.shape.iter().product::<usize>() * named.dtype.size()]);
+                let zeros = |named: &NamedArray| {
+                    (named.name, vec![0; named.shape.iter().product::<usize>() * named.dtype.size()])
+                };
                 let operands: Vec<_> = kernel.operands.iter().map(zeros).collect();
                 let run_within = |vmem_bytes: usize| {
                     run(

@@ -16,7 +16,7 @@ use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_judge::variants::variants;
-use assay_programs::{ANY_TPU, Device, LossProgram, Meeting, Programs, StructuredSpec, Target};
+use assay_programs::{ANY_TPU, Device, LossProgram, MeetingMethod, Programs, PtxTarget, StructuredSpec};
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxModule};
 use assay_suites::cases;
@@ -33,20 +33,20 @@ const SHAPES: [[usize; 3]; 8] =
 const BY_STORES: &str = "gpu-one-pass, meeting by stores";
 
 /// What texts of the one-pass kernel differ between.
-const TARGETS: [Target; 2] = [Target::Sm90, Target::Sm100];
+const TARGETS: [PtxTarget; 2] = [PtxTarget::Sm90, PtxTarget::Sm100];
 
-fn kernels(target: Target, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<PtxKernel> {
+fn kernels(target: PtxTarget, id: &str, spec: &LossSpec, shape: Shape, dtype: Dtype) -> Vec<PtxKernel> {
     let all = LossProgram::all();
     let implementation = all.iter().find(|implementation| implementation.id() == id).unwrap();
     implementation.gpu_kernels_for(StructuredSpec::new(spec), shape, dtype, 1, target).unwrap()
 }
 
 /// Writes the one-pass kernel whose CTAs meet by asynchronous stores.
-fn meeting_by_stores(target: Target, spec: &LossSpec, shape: Shape, dtype: Dtype) -> PtxKernel {
+fn meeting_by_stores(target: PtxTarget, spec: &LossSpec, shape: Shape, dtype: Dtype) -> PtxKernel {
     let all = LossProgram::all();
     let program = all.iter().find(|program| program.id() == "gpu-one-pass").unwrap();
     program
-        .gpu_kernels_that_meet(StructuredSpec::new(spec), shape, dtype, 1, (target, Meeting::Stores))
+        .gpu_kernels_that_meet(StructuredSpec::new(spec), shape, dtype, 1, (target, MeetingMethod::Stores))
         .unwrap()
         .remove(0)
 }
@@ -140,7 +140,7 @@ fn columns(id: &str, spec: &LossSpec, array: &str) -> Vec<&'static str> {
 /// A batch with what a device computes around the kernel.
 pub(crate) struct Around<'p> {
     batch: Batch<'p>,
-    target: Target,
+    target: PtxTarget,
     units: ApproximateUnits,
 }
 
@@ -154,7 +154,7 @@ impl<'p> Deref for Around<'p> {
 
 impl<'p> Around<'p> {
     pub(crate) fn new(spec: &'p LossSpec, problem: &'p Problem) -> Self {
-        Self { batch: Batch::new(spec, problem), target: Target::Sm90, units: ApproximateUnits::Rounded }
+        Self { batch: Batch::new(spec, problem), target: PtxTarget::Sm90, units: ApproximateUnits::Rounded }
     }
 
     fn one_pass(&self) -> Result<Candidate, String> {
@@ -334,19 +334,25 @@ struct Softmax {
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
-fn check(target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+fn check(target: PtxTarget, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
     check_by(ApproximateUnits::Rounded, target, id, spec, recipe)
 }
 
 /// The same by units that are off.
-fn check_by(units: ApproximateUnits, target: Target, id: &str, spec: &LossSpec, recipe: &Recipe) -> Result<(), String> {
+fn check_by(
+    units: ApproximateUnits,
+    target: PtxTarget,
+    id: &str,
+    spec: &LossSpec,
+    recipe: &Recipe,
+) -> Result<(), String> {
     let problem = recipe.problem(spec).map_err(|error| error.to_string())?;
     check_problem(units, target, id, spec, &problem).map_err(|failure| format!("{recipe:?} {failure}"))
 }
 
 fn check_problem(
     units: ApproximateUnits,
-    target: Target,
+    target: PtxTarget,
     id: &str,
     spec: &LossSpec,
     problem: &Problem,
@@ -415,7 +421,7 @@ fn all_outputs_of_changed_logits_match_reference() {
         let recipe = Recipe { shape, dtype, regime, seed: 11, old_logp_noise_scale: 0.1, masked_garbage: true };
         let units = [ApproximateUnits::Rounded, ApproximateUnits::Above, ApproximateUnits::Below][i / 3 % 3];
         check_by(units, TARGETS[i % 2], "gpu-one-pass", &specs[i % 3], &recipe).unwrap();
-        check_by(units, Target::Sm80, "gpu-two-pass", &specs[(i + 1) % 3], &recipe).unwrap();
+        check_by(units, PtxTarget::Sm80, "gpu-two-pass", &specs[(i + 1) % 3], &recipe).unwrap();
     }
 }
 
@@ -423,7 +429,7 @@ fn all_outputs_of_changed_logits_match_reference() {
 #[test]
 fn columns_outside_the_support_are_0_whatever_they_hold() {
     let support = Support { vocab: Some(60), excluded_ids: vec![7], ..Support::default() };
-    for (softcap, target) in [(None, Target::Sm90), (Some(4.0), Target::Sm100)] {
+    for (softcap, target) in [(None, PtxTarget::Sm90), (Some(4.0), PtxTarget::Sm100)] {
         let logits = LogitsTransform { softcap, ..LogitsTransform::default() };
         let spec = LossSpec { logits, support: support.clone(), entropy_coef: 0.01, ..LossSpec::default() };
         let mut problem = recipe([1, 3, 131], Dtype::F32, Regime::Normal).problem(&spec).unwrap();
@@ -481,7 +487,7 @@ fn logp_and_entropy_by_given_cotangents_match_reference() {
         {
             let recipe = Recipe { seed, masked_garbage: true, ..recipe([2, 3, 1031], dtype, regime) };
             for id in ["gpu-one-pass", "gpu-two-pass"] {
-                check(Target::Sm90, id, &spec, &recipe).unwrap_or_else(|failure| panic!("{failure}"));
+                check(PtxTarget::Sm90, id, &spec, &recipe).unwrap_or_else(|failure| panic!("{failure}"));
             }
         }
     }
@@ -496,7 +502,7 @@ fn all_outputs_awkward_shapes_match_reference() {
             for target in TARGETS {
                 check(target, "gpu-one-pass", &spec, &recipe).unwrap();
             }
-            check(Target::Sm80, "gpu-two-pass", &spec, &recipe).unwrap();
+            check(PtxTarget::Sm80, "gpu-two-pass", &spec, &recipe).unwrap();
         }
     }
 }
@@ -526,7 +532,7 @@ fn one_pass_rows_at_the_ends_of_a_dtype_match_reference() {
             Dtype::Bf16 => f64::from(half::bf16::MAX),
             _ => f64::from(f32::MAX),
         };
-        for (temperature, target) in [(1.0, Target::Sm90), (100.0, Target::Sm100), (0.01, Target::Sm90)] {
+        for (temperature, target) in [(1.0, PtxTarget::Sm90), (100.0, PtxTarget::Sm100), (0.01, PtxTarget::Sm90)] {
             let spec = LossSpec { temperature: temperature.into(), ..LossSpec::default() };
             let mut problem = recipe([1, 4, 517], dtype, Regime::Normal).problem(&spec).unwrap();
             problem.mask.fill(true);
@@ -579,7 +585,7 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
     assert_eq!(problem.mask.iter().copied().collect::<Vec<_>>(), [true, false]);
     let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
     let around = Around::new(&spec, &problem);
-    let on_b200 = Around { target: Target::Sm100, ..Around::new(&spec, &problem) };
+    let on_b200 = Around { target: PtxTarget::Sm100, ..Around::new(&spec, &problem) };
     let known = Known::of(&spec, &problem).unwrap();
     for (id, candidate) in
         [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
@@ -590,7 +596,7 @@ fn all_outputs_recorded_row_of_qwen_match_reference() {
 }
 
 /// Why a kernel that was changed is refused, if it is: what the interpreter or the judge says.
-fn refusal(target: Target, spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
+fn refusal(target: PtxTarget, spec: &LossSpec, recipe: &Recipe, change: impl Fn(String) -> String) -> Option<String> {
     let [batch, tokens, vocab] = recipe.shape;
     let kernel = kernels(target, "gpu-one-pass", spec, Shape { batch, tokens, vocab }, recipe.dtype).remove(0);
     refusal_of(kernel, spec, recipe, change)
@@ -629,9 +635,11 @@ fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Recipe {
 fn a_kernel_without_one_of_its_waits_is_refused() {
     let spec = LossSpec::default();
     let is_wait = |line: &&str| ["cp.async.wait", "barrier."].iter().any(|wait| line.trim_start().starts_with(wait));
-    for (target, shape, waits) in
-        [(Target::Sm90, [1, 1, 2049], 4), (Target::Sm90, [1, 1, 33_001], 8), (Target::Sm100, [1, 1, 33_001], 8)]
-    {
+    for (target, shape, waits) in [
+        (PtxTarget::Sm90, [1, 1, 2049], 4),
+        (PtxTarget::Sm90, [1, 1, 33_001], 8),
+        (PtxTarget::Sm100, [1, 1, 33_001], 8),
+    ] {
         let recipe = recipe(shape, Dtype::Bf16, Regime::Normal);
         let shape = Shape { batch: 1, tokens: 1, vocab: shape[2] };
         let text = kernels(target, "gpu-one-pass", &spec, shape, Dtype::Bf16).remove(0).text;
@@ -774,7 +782,7 @@ fn meeting_by_stores_with_a_mistake_is_refused() {
 #[test]
 fn statistics_without_one_of_their_waits_are_refused() {
     let shape = Shape { batch: 1, tokens: 1, vocab: 2049 };
-    let kernel = kernels(Target::Sm80, "gpu-two-pass", &LossSpec::default(), shape, Dtype::Bf16).remove(0);
+    let kernel = kernels(PtxTarget::Sm80, "gpu-two-pass", &LossSpec::default(), shape, Dtype::Bf16).remove(0);
     let zeros = vec![0; 2 * shape.vocab];
     let inputs = [
         ("inverse_temperature", f32_bytes([1.0])),
@@ -822,7 +830,7 @@ fn logits_of_masked_rows_are_not_read() {
                     .contains("never written")
             );
         }
-        let kernel = &kernels(Target::Sm80, "gpu-two-pass", &spec, around.shape, dtype)[1];
+        let kernel = &kernels(PtxTarget::Sm80, "gpu-two-pass", &spec, around.shape, dtype)[1];
         let scales = per_token(&columns("gpu-two-pass", &spec, "scales"), 4, |name, token| match name {
             "mask" => f64::from(u8::from(around.mask[token])),
             _ => 0.125,
@@ -867,7 +875,7 @@ fn a_kernel_with_another_number_or_fold_is_refused() {
 fn rows_lie_along_the_grid_however_many_there_are() {
     let spec = LossSpec::default();
     let shape = Shape { batch: 1000, tokens: 100, vocab: 151_643 };
-    let kernel = &kernels(Target::Sm90, "gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
+    let kernel = &kernels(PtxTarget::Sm90, "gpu-one-pass", &spec, shape, Dtype::Bf16)[0];
     assert_eq!(kernel.grid, [100_000 * kernel.cluster, 1, 1]);
     // The row's offset has 64 bits.
     assert!(kernel.text.contains("mul.wide.u32"), "{}", kernel.text);
@@ -888,14 +896,14 @@ fn what_no_cluster_holds_and_no_device_runs_is_refused_with_what_would_do() {
     assert!(error.contains("vocabulary 1000000") && error.contains("shared memory"), "{error}");
     assert!(refused(64, Dtype::F64).unwrap().contains("f32, bf16 and f16"));
     for (device, given) in [
-        (Device::gpu(Target::Sm80), "sm_80"),
+        (Device::gpu(PtxTarget::Sm80), "sm_80"),
         (Device::ANY, "loops"),
-        (Device::of("tpu", "TPU v6e").unwrap(), "mosaic"),
+        (Device::from_platform("tpu", "TPU v6e").unwrap(), "mosaic"),
     ] {
         let error = one_pass.expect_device(device).unwrap_err().to_string();
         assert!(error.contains(given) && error.contains("sm_90"), "{error}");
     }
-    assert!(one_pass.expect_device(Device::of("cuda", "NVIDIA H100 80GB HBM3").unwrap()).is_ok());
+    assert!(one_pass.expect_device(Device::from_platform("cuda", "NVIDIA H100 80GB HBM3").unwrap()).is_ok());
 }
 
 /// Of 127 columns the second of two devices has 63, and NaN where the first has its last.
@@ -907,7 +915,7 @@ fn statistics_of_part_of_the_vocabulary_are_those_of_its_real_columns() {
     let shape = Shape { batch: 1, tokens: 2, vocab: 127 };
     for dtype in Dtype::KERNEL {
         let [statistics, dlogits] =
-            &cut.gpu_kernels_for(StructuredSpec::new(&spec), shape, dtype, 2, Target::Sm80).unwrap()[..]
+            &cut.gpu_kernels_for(StructuredSpec::new(&spec), shape, dtype, 2, PtxTarget::Sm80).unwrap()[..]
         else {
             panic!("two kernels")
         };

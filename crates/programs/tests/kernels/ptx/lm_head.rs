@@ -9,7 +9,7 @@ use assay_core::spec::{LogitsTransform, LossSpec, Ratio, RatioLevel, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
-use assay_programs::{Device, HeadProgram, Programs, StructuredSpec, Target};
+use assay_programs::{Device, HeadProgram, Programs, PtxTarget, StructuredSpec};
 use ndarray::{Array2, Array3};
 
 fn head(id: &str) -> HeadProgram {
@@ -81,12 +81,12 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
     let [of_sequence, of_sequence_with_bonus] = by_token.map(|spec| LossSpec { ratio: sequence(), ..spec.clone() });
     let by_sequence = [&of_sequence, &of_sequence_with_bonus];
     for (place, (id, devices, target, specs, kernels)) in [
-        ("gpu-lm-head", 1, Target::Sm90, by_token, 1),
-        ("gpu-lm-head", 1, Target::Sm100, by_token, 1),
-        ("gpu-lm-head", 1, Target::Sm80, by_token, 2),
-        ("gpu-lm-head", 1, Target::Sm90, by_sequence, 2),
-        ("gpu-lm-head-vocab", 2, Target::Sm90, by_token, 2),
-        ("gpu-lm-head-vocab", 4, Target::Sm100, by_sequence, 2),
+        ("gpu-lm-head", 1, PtxTarget::Sm90, by_token, 1),
+        ("gpu-lm-head", 1, PtxTarget::Sm100, by_token, 1),
+        ("gpu-lm-head", 1, PtxTarget::Sm80, by_token, 2),
+        ("gpu-lm-head", 1, PtxTarget::Sm90, by_sequence, 2),
+        ("gpu-lm-head-vocab", 2, PtxTarget::Sm90, by_token, 2),
+        ("gpu-lm-head-vocab", 4, PtxTarget::Sm100, by_sequence, 2),
     ]
     .into_iter()
     .enumerate()
@@ -134,9 +134,11 @@ fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
     let shape = "1x8192x4096x151936".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
     let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
-    for (spec, target, kernels) in
-        [(&LossSpec::default(), Target::Sm90, 1), (&LossSpec::default(), Target::Sm80, 2), (&sequence, Target::Sm90, 2)]
-    {
+    for (spec, target, kernels) in [
+        (&LossSpec::default(), PtxTarget::Sm90, 1),
+        (&LossSpec::default(), PtxTarget::Sm80, 2),
+        (&sequence, PtxTarget::Sm90, 2),
+    ] {
         let program = head("gpu-lm-head");
         let device = Device::gpu(target);
         let text = program.text(StructuredSpec::new(spec), given, 1, device).unwrap();
@@ -160,7 +162,7 @@ fn an_lm_head_for_gpus_is_refused_elsewhere() {
     let shape = "1x8x16x64".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
     let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
-    let (spec, tpu) = (LossSpec::default(), Device::of("tpu", "TPU v6e").unwrap());
+    let (spec, tpu) = (LossSpec::default(), Device::from_platform("tpu", "TPU v6e").unwrap());
     for device in [Device::ANY, tpu] {
         let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), given, 1, device).unwrap_err().to_string();
         assert!(error.contains("gpu-lm-head") && error.contains("sm_80"), "{error}");
@@ -169,7 +171,7 @@ fn an_lm_head_for_gpus_is_refused_elsewhere() {
         head("gpu-lm-head").program_for(StructuredSpec::new(&spec), given, 1, tpu.machine).unwrap_err().to_string();
     assert!(error.contains("mosaic") && error.contains("sm_80"), "{error}");
     let wide = Given { shape: "1x8x16x2147483647".parse().unwrap(), ..given };
-    let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), wide, 1, Device::gpu(Target::Sm90));
+    let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), wide, 1, Device::gpu(PtxTarget::Sm90));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("vocabulary 2147483647") && error.contains("bytes"), "{error}");
 }

@@ -3,14 +3,14 @@
 use std::{env, fs};
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_tile::{Builder, Column, Fold, Kernel, Machine, Type, Window, mosaic, stablehlo, xla};
+use assay_tile::{Fold, TileBuilder, TileColumn, TileKernel, TileMachine, TileType, Window, mosaic, stablehlo, xla};
 
-const MACHINE: Machine = Machine::tpu(120 << 20, true);
+const MACHINE: TileMachine = TileMachine::tpu(120 << 20, true);
 
 /// Rows of logits, in place: `2^((x − m)·scale)` of bf16, the maximum `m` over windows kept in scratch, and for the last
 /// window the sum of the lanes below a bound. It means nothing and has one of everything.
-fn kernel() -> Kernel {
-    let mut on = Builder::new("golden", &[2, 2], MACHINE);
+fn kernel() -> TileKernel {
+    let mut on = TileBuilder::new("golden", &[2, 2], MACHINE);
     let scale = on.scalars(DeviceDtype::F32, 1);
     let window = Window { block: vec![1, 16, 384], along: vec![Some(0), None, Some(1)] };
     let logits = on.input(DeviceDtype::Bf16, &[2, 9, 700], window);
@@ -23,25 +23,25 @@ fn kernel() -> Kernel {
     let zero = on.integer(0);
     let first = on.equal(block, zero);
     on.when(first, |on| {
-        let lowest = on.constant(f64::NEG_INFINITY, Type::tile(DeviceDtype::F32, 16, 1));
-        on.store(max, Column::Static(0), lowest);
+        let lowest = on.constant(f64::NEG_INFINITY, TileType::tile(DeviceDtype::F32, 16, 1));
+        on.store(max, TileColumn::Static(0), lowest);
     });
     let factor = on.load_scalar(scale, zero);
-    let none = on.constant(0.0, Type::tile(DeviceDtype::F32, 16, 128));
+    let none = on.constant(0.0, TileType::tile(DeviceDtype::F32, 16, 128));
     let total = on.for_loop(3, &[none], |on, trip, carried| {
         let lanes = on.integer(128);
         let column = on.mul(trip, lanes);
-        let x = on.load(logits, Column::Dynamic(column), 128);
+        let x = on.load(logits, TileColumn::Dynamic(column), 128);
         let x = on.convert(x, DeviceDtype::F32);
         let highest = on.fold_lanes(Fold::Max, x);
-        let before = on.load(max, Column::Static(0), 1);
+        let before = on.load(max, TileColumn::Static(0), 1);
         let highest = on.max(before, highest);
-        on.store(max, Column::Static(0), highest);
+        on.store(max, TileColumn::Static(0), highest);
         let gap = on.sub(x, highest);
         let exponent = on.mul(gap, factor);
         let exp = on.exp2(exponent);
         let stored = on.convert(exp, DeviceDtype::Bf16);
-        on.store(exps, Column::Dynamic(column), stored);
+        on.store(exps, TileColumn::Dynamic(column), stored);
         vec![on.add(carried[0], exp)]
     });
     let one = on.integer(1);
@@ -53,7 +53,7 @@ fn kernel() -> Kernel {
         let zero = on.number(0.0);
         let kept = on.select(low, total[0], zero);
         let sum = on.fold_lanes(Fold::Add, kept);
-        on.store(sums, Column::Static(0), sum);
+        on.store(sums, TileColumn::Static(0), sum);
     });
     on.finish()
 }
@@ -78,8 +78,8 @@ fn the_mosaic_text_of_a_small_kernel_is_as_pinned() {
 #[test]
 fn the_stablehlo_text_of_a_small_kernel_is_as_pinned() {
     let kernel = kernel();
-    let mut builder = stablehlo::Builder::default();
-    let types: Vec<_> = kernel.operands().map(|(element, shape)| stablehlo::Type::new(element, &shape)).collect();
+    let mut builder = stablehlo::HloBuilder::default();
+    let types: Vec<_> = kernel.operands().map(|(element, shape)| stablehlo::HloType::new(element, &shape)).collect();
     let operands: Vec<_> = types.into_iter().map(|ty| builder.parameter(ty, None)).collect();
     let outputs = xla::inline(&kernel, &mut builder, &operands);
     expect("stablehlo", &builder.finish(&outputs));
@@ -97,7 +97,7 @@ fn bytes_are_counted_in_whole_registers() {
 #[test]
 #[should_panic(expected = "Add: operands of different types")]
 fn operands_of_different_elements_are_refused() {
-    let mut on = Builder::new("wrong", &[1], MACHINE);
+    let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let (x, y) = (on.number(1.0), on.integer(1));
     on.add(x, y);
 }
@@ -105,31 +105,31 @@ fn operands_of_different_elements_are_refused() {
 #[test]
 #[should_panic(expected = "columns 300 + 128 of 384")]
 fn a_load_beyond_the_window_is_refused() {
-    let mut on = Builder::new("wrong", &[1], MACHINE);
+    let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(DeviceDtype::F32, 8, 384);
-    on.load(memory, Column::Static(300), 128);
+    on.load(memory, TileColumn::Static(300), 128);
 }
 
 #[test]
 #[should_panic(expected = "columns from a dynamic one")]
 fn a_dynamic_load_of_part_of_a_register_is_refused() {
-    let mut on = Builder::new("wrong", &[1], MACHINE);
+    let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(DeviceDtype::F32, 8, 384);
     let column = on.integer(0);
-    on.load(memory, Column::Dynamic(column), 64);
+    on.load(memory, TileColumn::Dynamic(column), 64);
 }
 
 #[test]
 #[should_panic(expected = "does not reach all of [9, 700]")]
 fn a_window_that_leaves_part_of_its_array_unseen_is_refused() {
-    let mut on = Builder::new("wrong", &[1], MACHINE);
+    let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     on.input(DeviceDtype::F32, &[9, 700], Window { block: vec![16, 384], along: vec![None, Some(0)] });
 }
 
 #[test]
 #[should_panic(expected = "for: what is carried changes its type")]
 fn a_loop_that_changes_the_type_of_what_it_carries_is_refused() {
-    let mut on = Builder::new("wrong", &[1], MACHINE);
+    let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let start = on.number(0.0);
     on.for_loop(2, &[start], |_, trip, _| vec![trip]);
 }

@@ -1,15 +1,15 @@
 //! StableHLO text.
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_tile::stablehlo::{Builder, Fold, Type};
+use assay_tile::stablehlo::{Fold, HloBuilder, HloType};
 
-fn f32s(shape: &[usize]) -> Type {
-    Type::new(DeviceDtype::F32, shape)
+fn f32s(shape: &[usize]) -> HloType {
+    HloType::new(DeviceDtype::F32, shape)
 }
 
 #[test]
 fn a_small_program_reads_as_written() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[2, 3]), Some(0));
     let max = builder.reduce(Fold::Max, x, &[1]);
     let max = builder.broadcast(max, &[0], &[2, 3]);
@@ -32,7 +32,7 @@ fn a_small_program_reads_as_written() {
 
 #[test]
 fn constants_are_written_as_mlir_reads_them() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     for (x, text) in [(0.0, "0.0"), (-1.5, "-1.5"), (1e-30, "1.0e-30"), (f64::INFINITY, "0x7F800000")] {
         let constant = builder.constant(x, f32s(&[]));
         let program = std::mem::take(&mut builder).finish(&[constant]);
@@ -42,7 +42,7 @@ fn constants_are_written_as_mlir_reads_them() {
 
 #[test]
 fn a_group_of_one_needs_no_collective() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[4]), None);
     assert_eq!(builder.all_reduce(Fold::Add, x, &[vec![0], vec![1]]), x);
     assert_ne!(builder.all_reduce(Fold::Add, x, &[vec![0, 1]]), x);
@@ -50,7 +50,7 @@ fn a_group_of_one_needs_no_collective() {
 
 #[test]
 fn what_is_gathered_is_as_often_as_long_and_what_is_scattered_a_part() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[6, 4]), None);
     let pairs = [vec![0, 2], vec![1, 3]];
     let whole = builder.all_gather(x, 0, &pairs);
@@ -71,15 +71,15 @@ fn what_is_gathered_is_as_often_as_long_and_what_is_scattered_a_part() {
 #[test]
 #[should_panic(expected = "reduce_scatter: 4 parts of dimension 0 of tensor<6x4xf32>")]
 fn what_does_not_part_evenly_is_not_scattered() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[6, 4]), None);
     builder.reduce_scatter(x, 0, &[vec![0, 1, 2, 3]]);
 }
 
 #[test]
 fn a_product_sums_in_f32_and_keeps_the_other_axes() {
-    let mut builder = Builder::default();
-    let bf16s = |shape: &[usize]| Type::new(DeviceDtype::Bf16, shape);
+    let mut builder = HloBuilder::default();
+    let bf16s = |shape: &[usize]| HloType::new(DeviceDtype::Bf16, shape);
     let (x, w) = (builder.parameter(bf16s(&[5, 2]), None), builder.parameter(bf16s(&[3, 2]), None));
     let y = builder.dot(x, w, [1, 1], DeviceDtype::F32);
     assert_eq!(*builder.type_of(y), f32s(&[5, 3]));
@@ -90,7 +90,7 @@ fn a_product_sums_in_f32_and_keeps_the_other_axes() {
 #[test]
 #[should_panic(expected = "dot: axes 1 of tensor<5x2xf32> and 0 of tensor<3x2xf32>")]
 fn a_product_over_axes_of_different_extents_is_refused() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let (x, w) = (builder.parameter(f32s(&[5, 2]), None), builder.parameter(f32s(&[3, 2]), None));
     builder.dot(x, w, [1, 0], DeviceDtype::F32);
 }
@@ -98,7 +98,7 @@ fn a_product_over_axes_of_different_extents_is_refused() {
 #[test]
 #[should_panic(expected = "add: operands of different types")]
 fn operands_of_different_shapes_are_refused() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let (x, y) = (builder.parameter(f32s(&[2, 3]), None), builder.parameter(f32s(&[3, 2]), None));
     builder.add(x, y);
 }
@@ -106,15 +106,15 @@ fn operands_of_different_shapes_are_refused() {
 #[test]
 #[should_panic(expected = "exponential: got tensor<2xi32>, expected a float type")]
 fn operations_of_real_numbers_refuse_integers() {
-    let mut builder = Builder::default();
-    let x = builder.parameter(Type::new(DeviceDtype::I32, &[2]), None);
+    let mut builder = HloBuilder::default();
+    let x = builder.parameter(HloType::new(DeviceDtype::I32, &[2]), None);
     builder.exponential(x);
 }
 
 #[test]
 #[should_panic(expected = "broadcast: tensor<3xf32> to [3, 2] along [1]")]
 fn a_broadcast_along_the_wrong_dimension_is_refused() {
-    let mut builder = Builder::default();
+    let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[3]), None);
     builder.broadcast(x, &[1], &[3, 2]);
 }
@@ -122,8 +122,8 @@ fn a_broadcast_along_the_wrong_dimension_is_refused() {
 #[test]
 #[should_panic(expected = "output 0 over a parameter of another type")]
 fn an_output_over_a_parameter_of_another_type_is_refused() {
-    let mut builder = Builder::default();
-    let x = builder.parameter(Type::new(DeviceDtype::Bf16, &[2]), Some(0));
+    let mut builder = HloBuilder::default();
+    let x = builder.parameter(HloType::new(DeviceDtype::Bf16, &[2]), Some(0));
     let wide = builder.convert(x, DeviceDtype::F32);
     builder.finish(&[wide]);
 }
