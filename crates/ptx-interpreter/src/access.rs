@@ -1,4 +1,4 @@
-//! What threads do to memory.
+//! Loads, stores, atomic operations and asynchronous copies: where each address leads, and whether the access is ordered.
 
 use super::PtxFault;
 use super::arithmetic::{RoundedOperation, mask, round_once, whole, widened, wrapped};
@@ -8,11 +8,12 @@ use super::run::{ARRAY_RANGE, ClusterMachine, PEER_RANGE};
 use super::state::{AsyncCopy, LaneFault, LaneResult, ThreadState, WarpState, lanes_of};
 use super::types::{FloatFormat, PtxType};
 
-/// A memory of the machine.
+/// One memory of the machine: a global array or the shared memory of a CTA.
 #[derive(Clone, Copy)]
 enum MemoryId {
+    /// The global array of this number.
     Global(usize),
-    /// Of the CTA of this rank.
+    /// The shared memory of the CTA of this rank in its cluster.
     Shared(usize),
 }
 
@@ -42,7 +43,7 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// Of each of `of` so many bytes.
+    /// Stores the lowest `each` bytes of each slot of `of`, one element after another.
     pub(super) fn store(
         &mut self,
         w: usize,
@@ -69,7 +70,7 @@ impl ClusterMachine<'_> {
         self.warps[w].slots[address.base][lane].wrapping_add_signed(address.offset)
     }
 
-    /// BarrierId memory an access of `bytes` goes to, and where in it; barriers are not accessed.
+    /// Finds the memory and the offset that an access of `bytes` goes to, and refuses one that touches a barrier.
     fn locate(
         &self,
         w: usize,
@@ -88,7 +89,7 @@ impl ClusterMachine<'_> {
         Ok((place, start))
     }
 
-    /// Returns the CTA to whose shared memory an access of `bytes` goes, and where in it.
+    /// Finds the CTA to whose shared memory an access of `bytes` goes, and the offset in it.
     pub(super) fn locate_shared(
         &self,
         w: usize,
@@ -112,6 +113,7 @@ impl ClusterMachine<'_> {
         bytes: usize,
     ) -> LaneResult<(MemoryId, usize)> {
         let wrong = |fault, problem| Err(LaneFault { lane, fault, problem });
+        // Alignment first: to the whole access, vectors included.
         let at = self.address(w, lane, address);
         if !at.is_multiple_of(bytes as u64) {
             return wrong(
@@ -125,6 +127,7 @@ impl ClusterMachine<'_> {
             }
             return wrong(PtxFault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
+        // The upper bits of a shared address are a CTA of the cluster: 0 for the thread's own, else its rank + 1.
         let (own, start) = (self.warps[w].cta, at & mask(PEER_RANGE));
         let cta = match at >> PEER_RANGE {
             0 => own,
@@ -138,6 +141,7 @@ impl ClusterMachine<'_> {
         if !self.arrays.iter().any(inside) {
             return wrong(PtxFault::OutOfBounds, format!("{bytes} bytes at {}", self.spelt(space, at)));
         }
+        // A peer's memory exists once the peer has started, which the end of a phase of the cluster's barrier shows.
         if cta != own && self.threads[self.warps[w].first + lane].phases == 0 {
             let problem = format!("CTA {cta} of the cluster is not known to have started");
             return wrong(PtxFault::PeerNotStarted, problem);
@@ -145,21 +149,21 @@ impl ClusterMachine<'_> {
         Ok((MemoryId::Shared(cta), start as usize))
     }
 
-    /// The global array that holds `bytes` at an address, and where in it.
+    /// Finds the global array that holds all `bytes` at an address, and the offset in it.
     fn in_array(&self, at: u64, bytes: usize) -> Option<(usize, usize)> {
         let (array, start) = self.near_array(at);
         let start = usize::try_from(start).ok()?;
         self.global.get(array).filter(|memory| start + bytes <= memory.bytes.len()).map(|_| (array, start))
     }
 
-    /// The global array in whose range an address lies, and how far from its beginning.
+    /// Finds the global array whose range of addresses contains `at`, and the signed offset from its first byte.
     fn near_array(&self, at: u64) -> (usize, i64) {
         let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
         let late = self.late.get(array).copied().unwrap_or(0);
         (array, (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)) - i64::from(late))
     }
 
-    /// An address as messages have it.
+    /// Describes an address in the words of messages: the offset in an array and the size of that array.
     pub(super) fn spelt(&self, space: StateSpace, at: u64) -> String {
         if space == StateSpace::Global {
             let (array, start) = self.near_array(at);
@@ -195,7 +199,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// Tells `place` that a lane touches it.
+    /// Records an access by a lane in the history of `place`, which refuses it where nothing orders it after others.
     fn touch(
         &mut self,
         w: usize,
@@ -210,6 +214,7 @@ impl ClusterMachine<'_> {
         let memory = match place {
             MemoryId::Global(array) => &mut self.global[array],
             MemoryId::Shared(cta) => {
+                // Accesses to a peer are noted, for the check that the peer had not exited.
                 if cta != self.warps[w].cta {
                     let touched = &mut self.ctas[cta].touched;
                     touched.resize(self.threads.len(), (0, 0));
@@ -287,7 +292,7 @@ impl ClusterMachine<'_> {
         let memory = &mut self.memory_mut(place).bytes[start..start + bytes];
         let old = number(memory);
         let new = match operation {
-            // Global memory flushes.
+            // Atomic additions of f32 flush subnormals in global memory, and not in shared memory.
             AtomicOperation::Add if ty == PtxType::Float(FloatFormat::F32) => {
                 round_once(FloatFormat::F32, RoundedOperation::Add, space == StateSpace::Global, old, first, 0)
             }
@@ -323,8 +328,8 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// Begins a copy of `count` bytes of global memory to `bytes` of shared memory. What it reads and writes is under way
-    /// until it is waited for.
+    /// Begins a copy of `count` bytes of global memory into `bytes` bytes of shared memory, the rest of which is set to 0.
+    /// All of these bytes are under way, and may not be touched, until the thread has waited for the copy.
     pub(super) fn copy(
         &mut self,
         w: usize,
@@ -334,7 +339,7 @@ impl ClusterMachine<'_> {
         (to, bytes): (OperandAddress, usize),
     ) -> LaneResult<()> {
         let (target, written) = self.locate(w, lane, StateSpace::Shared, to, bytes)?;
-        // Where nothing is read, nothing need be there.
+        // A copy of 0 bytes reads nothing: its source may be any address.
         let at = self.address(w, lane, from);
         let mut data = vec![0; bytes];
         let mut source = None;
@@ -363,7 +368,7 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// The copies of each lane that are in no group are one.
+    /// Closes a group of the copies that each lane has issued since it closed the last one (`cp.async.commit_group`).
     pub(super) fn commit_copies(&mut self, w: usize, active: u32) {
         for lane in lanes_of(active) {
             let thread = &mut self.threads[self.warps[w].first + lane];
@@ -372,7 +377,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// All groups of copies of each lane but the last `left` are over.
+    /// Completes all groups of copies of each lane but the last `left` (`cp.async.wait_group`).
     pub(super) fn finish_copies(&mut self, w: usize, active: u32, pc: usize, left: usize) {
         let WarpState { first, cta, .. } = self.warps[w];
         for lane in lanes_of(active) {
@@ -391,7 +396,7 @@ impl ClusterMachine<'_> {
     }
 }
 
-/// A little-endian number.
+/// Reads up to eight bytes as a little-endian number.
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
 }

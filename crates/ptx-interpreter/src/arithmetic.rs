@@ -1,14 +1,14 @@
-//! What instructions without memory make of the bits of their operands. Bits beyond a type's width are 0.
+//! The arithmetic of instructions that touch no memory, on the bits of their operands. Bits beyond a type's width are 0.
 
 use half::{bf16, f16};
 
 use super::ApproximateUnits;
 use super::types::{FloatFormat, PtxType};
 
-/// What an instruction makes of up to three operands.
+/// The result of an instruction as a function of the bits of up to three operands.
 pub(super) type LaneFunction = Box<dyn Fn(u64, u64, u64) -> u64 + Send + Sync>;
 
-/// An operation that rounds once.
+/// An operation on floats whose exact result is rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RoundedOperation {
     Add,
@@ -17,7 +17,7 @@ pub(super) enum RoundedOperation {
     Fma,
 }
 
-/// A function that the manual gives an error for.
+/// A function of f32 that the manual allows an error: its `.approx` or `.full` form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ApproximateFunction {
     Ex2,
@@ -26,12 +26,12 @@ pub(super) enum ApproximateFunction {
     Sqrt,
     Rsqrt,
     Tanh,
-    /// Of a divisor within 2^±126.
+    /// `div.approx`, which the manual bounds for divisors within 2^±126.
     Div,
     DivFull,
 }
 
-/// How a value becomes one of fewer bits.
+/// The direction in which a value is rounded to fewer bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rounding {
     Nearest,
@@ -40,6 +40,7 @@ pub(super) enum Rounding {
     Up,
 }
 
+/// The relation that `setp` tests between two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PtxComparison {
     Equal,
@@ -48,9 +49,9 @@ pub(super) enum PtxComparison {
     LessOrEqual,
     Greater,
     GreaterOrEqual,
-    /// Neither is NaN.
+    /// Holds where neither operand is NaN (`num`).
     Ordered,
-    /// One is NaN.
+    /// Holds where an operand is NaN (`nan`).
     Unordered,
 }
 
@@ -58,22 +59,22 @@ pub(super) fn mask(bits: u32) -> u64 {
     if bits >= 64 { u64::MAX } else { (1 << bits) - 1 }
 }
 
-/// The lower `bits` of `x` as a signed number.
+/// Reads the lower `bits` of `x` as a number in two's complement.
 pub(super) fn signed(x: u64, bits: u32) -> i64 {
     ((x << (64 - bits)) as i64) >> (64 - bits)
 }
 
-/// The number that an integer of type `ty` stands for.
+/// Reads the bits of an integer register as the number that they mean in type `ty`.
 pub(super) fn whole(ty: PtxType, x: u64) -> i128 {
     if ty.is_signed() { signed(x, ty.bits()).into() } else { (x & mask(ty.bits())).into() }
 }
 
-/// The lower `bits` of a number.
+/// Returns the lower `bits` of a number in two's complement.
 pub(super) fn wrapped(x: i128, bits: u32) -> u64 {
     x.cast_unsigned() as u64 & mask(bits)
 }
 
-/// What a register of `bits` holds of an `x` of type `ty`: signed integers are extended by their sign.
+/// Widens an `x` of type `ty` to a register of `bits` bits: signed integers by their sign, all else by zeros.
 pub(super) fn widened(ty: PtxType, x: u64, bits: u32) -> u64 {
     if ty.is_signed() && bits > ty.bits() {
         signed(x, ty.bits()).cast_unsigned() & mask(bits)
@@ -86,12 +87,12 @@ fn single(x: u64) -> f32 {
     f32::from_bits(x as u32)
 }
 
-/// Bits of f32, NaN as the manual has it.
+/// Returns the bits of an f32, every NaN as the manual's canonical one, `0x7FFFFFFF`.
 fn bits_of(x: f32) -> u64 {
     if x.is_nan() { 0x7FFF_FFFF } else { x.to_bits().into() }
 }
 
-/// Zero of the same sign where `x` is subnormal.
+/// Replaces a subnormal number by zero of its sign.
 fn flushed(float: FloatFormat, x: u64) -> u64 {
     let (exponent, sign) = match float {
         FloatFormat::F16 => (0x7C00, 0x8000),
@@ -113,8 +114,10 @@ pub(super) fn value(float: FloatFormat, x: u64) -> f64 {
     }
 }
 
-/// f32 by truncation, its last bit set where something was cut off: what is rounded to fewer bits from it is rounded once.
+/// Rounds to f32 by truncation and sets the last bit where bits were cut off, so that rounding the result to fewer bits
+/// equals one rounding of `x` (round to odd).
 fn odd(x: f64) -> f32 {
+    // One step towards zero from the nearest f32 if that was rounded away from zero.
     let near = x as f32;
     if f64::from(near) == x || x.is_nan() {
         return near;
@@ -123,8 +126,9 @@ fn odd(x: f64) -> f32 {
     f32::from_bits(truncated | 1)
 }
 
-/// x + y with the last bit set where something was cut off.
+/// Adds in f64, rounding to odd: the last bit is set where the sum is inexact.
 fn odd_sum(x: f64, y: f64) -> f64 {
+    // The error of the sum, exact (Knuth's two-sum); its sign says on which side of `sum` the true value is.
     let sum = x + y;
     let back = sum - x;
     let error = (x - (sum - back)) + (y - back);
@@ -135,7 +139,7 @@ fn odd_sum(x: f64, y: f64) -> f64 {
     f64::from_bits(if further { sum.to_bits() + 1 } else { sum.to_bits() - 1 })
 }
 
-/// The bits of `x` in `float`, ties to even.
+/// Rounds `x` to the nearest number of `float`, ties to even, and returns its bits.
 fn nearest(float: FloatFormat, x: f64) -> u64 {
     if x.is_nan() {
         return if float == FloatFormat::F32 { 0x7FFF_FFFF } else { 0x7FFF };
@@ -147,8 +151,9 @@ fn nearest(float: FloatFormat, x: f64) -> u64 {
     }
 }
 
-/// The bits of `x` in `float`.
+/// Rounds `x` to a number of `float` in the given direction, and returns its bits.
 pub(super) fn rounded(float: FloatFormat, x: f64, rounding: Rounding) -> u64 {
+    // Round to nearest, then take one step back if that went the wrong way.
     let near = nearest(float, x);
     let of_near = value(float, near);
     let step = match rounding {
@@ -160,6 +165,7 @@ pub(super) fn rounded(float: FloatFormat, x: f64, rounding: Rounding) -> u64 {
     if !step {
         return near;
     }
+    // Neighbouring floats of one sign have neighbouring bit patterns; zero is left by the smallest subnormal.
     let outwards = (rounding == Rounding::Down && x < 0.0) || (rounding == Rounding::Up && x > 0.0);
     let sign = 1 << (float.bits() - 1);
     match (outwards, near & !sign) {
@@ -169,7 +175,7 @@ pub(super) fn rounded(float: FloatFormat, x: f64, rounding: Rounding) -> u64 {
     }
 }
 
-/// `operation` on one float.
+/// Applies `operation` to floats of one format and rounds its exact result once; `c` is the addend of `fma`.
 pub(super) fn round_once(float: FloatFormat, operation: RoundedOperation, ftz: bool, a: u64, b: u64, c: u64) -> u64 {
     let [a, b, c] = [a, b, c].map(|x| flushed_if(ftz, float, x));
     let result = if float == FloatFormat::F32 {
@@ -195,13 +201,13 @@ pub(super) fn round_once(float: FloatFormat, operation: RoundedOperation, ftz: b
     flushed_if(ftz, float, result)
 }
 
-/// a / b, rounded once: f64 has more than twice the bits.
+/// Divides a by b, rounded once: an f64 has more than twice the bits of the operands.
 pub(super) fn quotient(float: FloatFormat, ftz: bool, a: u64, b: u64) -> u64 {
     let [a, b] = [a, b].map(|x| value(float, flushed_if(ftz, float, x)));
     flushed_if(ftz, float, nearest(float, a / b))
 }
 
-/// A float within [0, 1], NaN as 0.
+/// Clamps a float to [0, 1]; NaN becomes 0.
 pub(super) fn saturated(float: FloatFormat, x: u64) -> u64 {
     let value = value(float, x);
     if value >= 1.0 {
@@ -213,12 +219,12 @@ pub(super) fn saturated(float: FloatFormat, x: u64) -> u64 {
     }
 }
 
-/// The larger of two floats; +0 is larger than −0. NaN where both are, or with `nan` where one is.
+/// Returns the larger of two floats; +0 is larger than −0. The result is NaN if both are, or with `nan` if one is.
 pub(super) fn larger(float: FloatFormat, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
     extreme(float, ftz, nan, a, b, |a, b| a > b, false)
 }
 
-/// The smaller of two floats, as [`larger`].
+/// Returns the smaller of two floats, with zeros and NaN as in [`larger`].
 pub(super) fn smaller(float: FloatFormat, ftz: bool, nan: bool, a: u64, b: u64) -> u64 {
     extreme(float, ftz, nan, a, b, |a, b| a < b, true)
 }
@@ -239,7 +245,7 @@ fn extreme(
         (true, false) | (false, true) if nan => nearest(float, f64::NAN),
         (true, false) => b,
         (false, true) => a,
-        // Of zeros, the sign decides.
+        // Equal numbers differ only as zeros, whose sign decides.
         (false, false) if x == y => {
             if x.is_sign_negative() == negative {
                 a
@@ -257,14 +263,14 @@ fn extreme(
     }
 }
 
-/// −x, or |x| where `absolute`.
+/// Returns −x, or |x| if `absolute`.
 pub(super) fn signs(float: FloatFormat, ftz: bool, absolute: bool, x: u64) -> u64 {
     let sign = 1 << (float.bits() - 1);
     let x = flushed_if(ftz, float, x);
     if absolute { x & !sign } else { x ^ sign }
 }
 
-/// `function` of one element, for a type of one or two.
+/// Lifts a function of one float to a type: itself for a single float, applied to both halves for a packed pair.
 pub(super) fn elementwise(
     ty: PtxType,
     function: impl Fn(FloatFormat, u64, u64, u64) -> u64 + Send + Sync + 'static,
@@ -307,7 +313,7 @@ pub(super) fn compares(ty: PtxType, comparison: PtxComparison, unordered: bool, 
     }
 }
 
-/// An approximate function of f32, by `units`.
+/// Evaluates an approximate function of f32, off by the largest allowed error in the direction of `units`.
 pub(super) fn approximate(function: ApproximateFunction, units: ApproximateUnits, ftz: bool, a: u64, b: u64) -> u64 {
     let [a, b] = [a, b].map(|x| f64::from(single(flushed_if(ftz, FloatFormat::F32, x))));
     let exact = match function {
@@ -323,6 +329,7 @@ pub(super) fn approximate(function: ApproximateFunction, units: ApproximateUnits
         }
         ApproximateFunction::Div | ApproximateFunction::DivFull => a / b,
     };
+    // The manual's largest errors.
     let off = match function {
         ApproximateFunction::Ex2 | ApproximateFunction::Div | ApproximateFunction::DivFull => LargestError::Ulps(2),
         ApproximateFunction::Rcp => LargestError::Ulps(1),
@@ -335,11 +342,12 @@ pub(super) fn approximate(function: ApproximateFunction, units: ApproximateUnits
     flushed_if(ftz, FloatFormat::F32, bits_of(off_by(exact, off, units)))
 }
 
-/// The largest error of a result.
+/// The largest error that the manual allows a result.
 #[derive(Clone, Copy)]
 enum LargestError {
-    /// ApproximateUnits in the last place of the right result.
+    /// Units in the last place of the correctly rounded result.
     Ulps(i32),
+    /// An absolute error.
     By(f64),
 }
 
@@ -359,7 +367,7 @@ fn off_by(exact: f64, off: LargestError, units: ApproximateUnits) -> f32 {
         LargestError::By(error) if error.is_finite() && error > 0.0 => {
             let moved = exact + sign * error.copysign(exact);
             let rounded = moved as f32;
-            // Not beyond the error by rounding.
+            // Rounding to f32 must not exceed the allowed error.
             if (f64::from(rounded) - exact).abs() <= error {
                 rounded
             } else if f64::from(rounded) > exact {
@@ -372,7 +380,7 @@ fn off_by(exact: f64, off: LargestError, units: ApproximateUnits) -> f32 {
     }
 }
 
-/// Selects bytes of b:a by the nibbles of the selector; a nibble's highest bit spreads the byte's sign.
+/// Selects bytes of b:a by the nibbles of the selector (`prmt`); a nibble's highest bit replicates the byte's sign.
 pub(super) fn permuted(a: u64, b: u64, selector: u64) -> u64 {
     let bytes = a & mask(32) | b << 32;
     (0..4).fold(0, |result, i| {
@@ -383,7 +391,7 @@ pub(super) fn permuted(a: u64, b: u64, selector: u64) -> u64 {
     })
 }
 
-/// The bitwise function of three operands whose truth table is `table`.
+/// Evaluates the bitwise function of three operands whose truth table is `table` (`lop3`).
 pub(super) fn looked_up(table: u64, a: u64, b: u64, c: u64) -> u64 {
     (0..8).filter(|row| table >> row & 1 == 1).fold(0, |result, row| {
         let pick = |x: u64, bit: u64| if row >> bit & 1 == 1 { x } else { !x };
@@ -391,7 +399,7 @@ pub(super) fn looked_up(table: u64, a: u64, b: u64, c: u64) -> u64 {
     }) & mask(32)
 }
 
-/// x shifted: amounts beyond the width clear it, or spread its sign.
+/// Shifts x; an amount beyond the width gives 0, or a signed number's sign in every bit.
 pub(super) fn shifted(ty: PtxType, left: bool, x: u64, by: u64) -> u64 {
     let bits = ty.bits();
     let by = by & mask(32);
@@ -403,7 +411,7 @@ pub(super) fn shifted(ty: PtxType, left: bool, x: u64, by: u64) -> u64 {
     }
 }
 
-/// `length` bits of `x` from `start` on, extended by the field's sign where `ty` is signed.
+/// Extracts `length` bits of `x` from bit `start` on (`bfe`), extended by the field's sign if `ty` is signed.
 pub(super) fn extracted(ty: PtxType, x: u64, start: u64, length: u64) -> u64 {
     let bits = u64::from(ty.bits());
     let (start, length) = (start & 0xFF, length & 0xFF);
@@ -417,7 +425,7 @@ pub(super) fn extracted(ty: PtxType, x: u64, start: u64, length: u64) -> u64 {
     filled & mask(ty.bits())
 }
 
-/// `y` with `length` bits from `start` on taken from the lowest bits of `x`.
+/// Inserts the lowest `length` bits of `x` into `y` from bit `start` on (`bfi`).
 pub(super) fn inserted(bits: u32, x: u64, y: u64, start: u64, length: u64) -> u64 {
     let (start, length) = (start & 0xFF, length & 0xFF);
     if start >= bits.into() {
@@ -427,7 +435,8 @@ pub(super) fn inserted(bits: u32, x: u64, y: u64, start: u64, length: u64) -> u6
     y & !field | x << start & field
 }
 
-/// What `from` holds, as a `to`; None where there is no such conversion. `integral` rounds to a whole number first.
+/// Returns the conversion of a `from` to a `to` (`cvt`), or None where PTX has no such conversion. With `integral` the value
+/// is rounded to a whole number of the same type.
 pub(super) fn conversion(
     to: PtxType,
     from: PtxType,

@@ -1,4 +1,4 @@
-//! What threads do together: barriers, shuffles, votes.
+//! Instructions that threads execute together: barriers, shuffles, votes and reductions over a warp.
 
 use std::rc::Rc;
 
@@ -9,11 +9,11 @@ use super::state::{
     ClockJoin, CtaBarrier, CtaState, LANES, LaneFault, LaneResult, VectorClock, WarpState, lanes_of, lanes_where,
 };
 
-/// Barriers of a CTA.
+/// The number of named barriers that a CTA has.
 const BARRIERS: u64 = 16;
 
 impl ClusterMachine<'_> {
-    /// An instruction that the lanes of a warp take together.
+    /// Runs an instruction that the lanes of a warp take together, once no lane that must take part is missing.
     pub(super) fn collective(
         &mut self,
         w: usize,
@@ -45,6 +45,7 @@ impl ClusterMachine<'_> {
                     let problem = format!("barrier {id} for {count:?} threads and {:?}", barrier.expected);
                     return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
                 }
+                // Arrive: each lane adds what it knows, and its next accesses have a later clock.
                 barrier.expected = count;
                 barrier.held += held.unwrap_or(0);
                 for lane in lanes_of(active) {
@@ -81,6 +82,7 @@ impl ClusterMachine<'_> {
             | PtxOperation::Vote { members, .. }
             | PtxOperation::Reduce { members, .. }
             | PtxOperation::Elect { members, .. } => {
+                // Lanes that name the same members act together; different masks are different instructions.
                 let named = self.warps[w].slots[*members];
                 let mut rest = active;
                 while rest != 0 {
@@ -95,11 +97,12 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// What the lanes `active` of a warp do who name each other.
+    /// Runs an instruction with a member mask for the lanes `active`, which all name the same members.
     fn run_members(&mut self, w: usize, active: u32, action: &PtxOperation) -> LaneResult<()> {
         match action {
             PtxOperation::WarpBarrier { .. } => {
                 let first = self.warps[w].first;
+                // All members learn what any of them knew.
                 let mut meeting = ClockJoin::default();
                 for lane in lanes_of(active) {
                     let thread = &self.threads[first + lane];
@@ -147,7 +150,7 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// That `absent` does not take part in what `lane` does.
+    /// Describes the fault that `absent` does not take part in the instruction of `lane`, and what it does instead.
     fn apart(&self, w: usize, lane: usize, absent: usize, group: u32) -> LaneFault {
         let warp = &self.warps[w];
         let thread = warp.first + absent;
@@ -167,13 +170,14 @@ impl ClusterMachine<'_> {
         LaneFault { lane, fault: PtxFault::Divergence, problem }
     }
 
-    /// Lets who waits at a barrier go on, if all have arrived.
+    /// Completes a barrier of a CTA if all expected threads have arrived: waiting threads go on and know of each other.
     pub(super) fn finish_barrier(&mut self, cta: usize, id: u64) {
         let CtaState { barriers, alive, .. } = &mut self.ctas[cta];
         let complete = |barrier: &CtaBarrier| barrier.arrived >= barrier.expected.unwrap_or(*alive);
         if !barriers.get(&id).is_some_and(complete) {
             return;
         }
+        // The waiting threads learn what all arrivals knew; the barrier is then free for its next use.
         let barrier = barriers.remove(&id).expect("it was there");
         let known: VectorClock = barrier.meeting.clocks.into();
         for &thread in &barrier.waiting {
@@ -182,6 +186,7 @@ impl ClusterMachine<'_> {
             state.phases = barrier.meeting.phases;
             self.wake(thread);
         }
+        // `barrier.red` gives each waiting thread the reduction of the predicates of all that arrived.
         for (thread, to, mode) in barrier.reduces {
             let value = match mode {
                 BarrierReduction::Count => barrier.held,
@@ -193,7 +198,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// WarpState and lane of a thread of the cluster.
+    /// Finds the warp and the lane of a thread of the cluster.
     pub(super) fn lane_of(&self, thread: usize) -> (usize, usize) {
         let w = self.warps.partition_point(|warp| warp.first <= thread) - 1;
         (w, thread - self.warps[w].first)
@@ -204,7 +209,7 @@ impl ClusterMachine<'_> {
         self.warps[w].waiting &= !(1 << lane);
     }
 
-    /// On the cluster's barrier.
+    /// Arrives on the cluster's barrier, and passes on what the thread knows if it releases or has fenced.
     fn arrive(&mut self, w: usize, lane: usize, release: bool) -> LaneResult<()> {
         let index = self.warps[w].first + lane;
         let thread = &mut self.threads[index];
@@ -214,6 +219,7 @@ impl ClusterMachine<'_> {
         }
         thread.arrivals += 1;
         self.barrier.arrived += 1;
+        // An arrival that releases passes on all that the thread knows; a relaxed one only what it knew at its last fence.
         if release {
             self.barrier.meeting.add(&thread.known, index, thread.clock);
             thread.clock += 1;
@@ -239,13 +245,14 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// What the last phase of the cluster's barrier passed on is known to the thread.
+    /// Joins what the last phase of the cluster's barrier passed on into what the thread knows.
     fn acquire(&mut self, index: usize) {
         let thread = &mut self.threads[index];
         let barrier = &mut self.barrier;
         thread.waits += 1;
         thread.phases = thread.phases.max(barrier.phases);
         let Some(passed) = &barrier.passed else { return };
+        // Threads of a warp often know the same: the join is computed once for each different knowledge.
         if let Some([_, joined]) = barrier.joined.iter().find(|[known, _]| Rc::ptr_eq(known, &thread.known)) {
             thread.known = joined.clone();
             return;
@@ -258,7 +265,7 @@ impl ClusterMachine<'_> {
         thread.known = joined;
     }
 
-    /// Ends the phase of the cluster's barrier, if all have arrived who did not exit.
+    /// Ends the phase of the cluster's barrier if every thread that has not exited has arrived.
     pub(super) fn finish_phase(&mut self) {
         if self.barrier.arrived == 0 || self.barrier.arrived < self.alive {
             return;
@@ -286,6 +293,8 @@ impl ClusterMachine<'_> {
         let [of, by, clamp] = [of, by, clamp].map(|slot| self.warps[w].slots[slot]);
         let (mut values, mut valids) = ([0; LANES], [0; LANES]);
         for lane in lanes_of(active) {
+            // The manual's formulas: the segment mask in bits 8 to 12 of the clamp operand splits the warp, the lower bits bound
+            // the source lane. A lane whose source is out of bounds keeps its own value.
             let (offset, segment) = (by[lane] as usize & 31, clamp[lane] as usize >> 8 & 31);
             let clamp = clamp[lane] as usize & 31;
             let most = lane & segment | clamp & !segment & 31;

@@ -1,12 +1,13 @@
-//! Statements into instructions that name places: registers, constants and special registers alike are [`RegisterSlot`]s.
+//! The second pass of reading: statements become instructions whose operands are numbered slots. Registers, constants and
+//! special registers alike are [`RegisterSlot`]s.
 
 use std::collections::HashMap;
 
 use super::PtxInterpretError;
 use super::arithmetic::wrapped;
 use super::instruction::{
-    DecodedEntry, DecodedInstruction, InitialValue, LaunchLimits, OperandAddress, PtxOperation, RegisterSlot,
-    SpecialRegister, StateSpace,
+    DecodedEntry, DecodedInstruction, InitialValue, LaunchLimits, OperandAddress, PtxOperation, PtxSpecialRegister,
+    RegisterSlot, StateSpace,
 };
 use super::parse::{
     EntryText, InstructionText, LimitDirective, ModuleText, NumberText, OperandText, PtxStatement, SharedVariable,
@@ -19,18 +20,18 @@ const GAP: u32 = 1024;
 /// Bytes of shared memory, gaps included, that addresses of a cluster's peers leave room for.
 pub(super) const MOST_SHARED: u32 = 1 << 24;
 
-/// What a name stands for.
+/// The meaning of a name in a scope: a register and its type, or the address of a shared array.
 #[derive(Clone, Copy)]
 pub(super) enum Symbol {
     Register(RegisterSlot, PtxType),
     Shared(u32),
 }
 
-/// Of an entry.
+/// The state of decoding one entry: names in scope, slots and the layout of shared memory.
 pub(super) struct Decoder {
     scopes: Vec<HashMap<String, Symbol>>,
     pub(super) slots: Vec<InitialValue>,
-    /// Where what is no register lies.
+    /// The slots of constants, parameters and special registers, each made once.
     filled: HashMap<InitialValue, RegisterSlot>,
     pub(super) parameters: HashMap<String, usize>,
     pub(super) labels: HashMap<String, usize>,
@@ -39,7 +40,7 @@ pub(super) struct Decoder {
     dynamic: Option<u32>,
 }
 
-/// The entries of a module.
+/// Decodes all entries of a module, or returns the first error.
 pub(super) fn decode(text: &ModuleText) -> Result<Vec<DecodedEntry>, PtxInterpretError> {
     text.entries.iter().map(|entry| kernel(entry, &text.shared)).collect()
 }
@@ -73,7 +74,7 @@ fn limits(written: &[LimitDirective]) -> Result<LaunchLimits, PtxInterpretError>
     Ok(limits)
 }
 
-/// Checks that an entry which relies on its cluster says so. Without `.explicitcluster` an assembler guards each barrier of the
+/// Checks that an entry which relies on its cluster declares it. Without `.explicitcluster` an assembler guards each barrier of the
 /// cluster by a flag of the launch, and a launch that leaves the flag out waits for nobody.
 fn expect_explicit_cluster(
     limits: &LaunchLimits,
@@ -112,15 +113,17 @@ fn kernel(entry: &EntryText, of_module: &[SharedVariable]) -> Result<DecodedEntr
             return text_error(entry.line, format!("{name} is declared twice"));
         }
     }
+    // Shared arrays of the module and of the entry share one window of addresses.
     let in_body = entry.body.iter().filter_map(|statement| match statement {
         PtxStatement::Shared(variable) => Some(variable),
         _ => None,
     });
     let (dynamic, fixed): (Vec<_>, Vec<_>) = of_module.iter().chain(in_body).partition(|v| v.elements.is_none());
-    // All of one name, and the last in memory.
+    // Arrays without an extent share one place, after all others, where the launch lets it grow.
     for variable in fixed.into_iter().chain(dynamic) {
         decoder.place(variable)?;
     }
+    // Labels before instructions: a branch may lead forward.
     let mut at = 0;
     for statement in &entry.body {
         match statement {
@@ -131,6 +134,7 @@ fn kernel(entry: &EntryText, of_module: &[SharedVariable]) -> Result<DecodedEntr
             _ => {}
         }
     }
+    // Registers are declared in the scope that is open at their declaration.
     let mut instructions = Vec::new();
     for statement in &entry.body {
         match statement {
@@ -143,7 +147,7 @@ fn kernel(entry: &EntryText, of_module: &[SharedVariable]) -> Result<DecodedEntr
             PtxStatement::Label { .. } | PtxStatement::Shared(_) => {}
         }
     }
-    // What runs off the end returns.
+    // A thread that runs past the last instruction returns.
     if decoder.labels.values().any(|&label| label == instructions.len())
         || !matches!(instructions.last(), Some(DecodedInstruction { action: PtxOperation::Exit, guard: None, .. }))
     {
@@ -172,7 +176,7 @@ fn kernel(entry: &EntryText, of_module: &[SharedVariable]) -> Result<DecodedEntr
     })
 }
 
-/// An instruction while it is taken apart: what is left of its modifiers, and its operands.
+/// An instruction during decoding: the modifiers that are not yet consumed, and its operands.
 pub(super) struct InstructionForm<'a> {
     pub(super) written: &'a InstructionText,
     pub(super) modifiers: Vec<&'a str>,
@@ -185,17 +189,18 @@ impl<'a> InstructionForm<'a> {
         Err(PtxInterpretError::Instruction { line: self.written.line, name: self.written.name.clone(), problem })
     }
 
-    /// Whether the modifier is there; it is taken away.
+    /// Consumes a modifier and returns whether it was there.
     pub(super) fn flag(&mut self, modifier: &str) -> bool {
         let found = self.modifiers.iter().position(|&word| word == modifier);
         found.map(|at| self.modifiers.remove(at)).is_some()
     }
 
-    /// The one of these modifiers that is there; it is taken away.
+    /// Consumes the first of these modifiers that is there and returns its value.
     pub(super) fn one_of<T: Copy>(&mut self, choices: &[(&str, T)]) -> Option<T> {
         choices.iter().find(|(word, _)| self.flag(word)).map(|&(_, choice)| choice)
     }
 
+    /// Consumes one of these modifiers, one of which must be there, and returns its value.
     pub(super) fn needs<T: Copy>(&mut self, choices: &[(&str, T)]) -> DecodeResult<T> {
         if let Some(choice) = self.one_of(choices) {
             return Ok(choice);
@@ -204,7 +209,7 @@ impl<'a> InstructionForm<'a> {
         self.error(format!("expected one of {}", words.join(", ")))
     }
 
-    /// The type, which comes last.
+    /// Consumes the type, which is the last modifier.
     pub(super) fn ty(&mut self) -> DecodeResult<PtxType> {
         match self.modifiers.last().and_then(|word| PtxType::from_name(word)) {
             Some(ty) => {
@@ -215,13 +220,13 @@ impl<'a> InstructionForm<'a> {
         }
     }
 
-    /// The type, which must be one that the instruction has.
+    /// Consumes the type, which must be one that the instruction has.
     pub(super) fn ty_of(&mut self, has: impl Fn(PtxType) -> bool) -> DecodeResult<PtxType> {
         let ty = self.ty()?;
         if has(ty) { Ok(ty) } else { self.error(format!("type {ty} is not supported")) }
     }
 
-    /// Nothing is left of the modifiers.
+    /// Checks that every modifier has been consumed.
     pub(super) fn done(&self) -> DecodeResult<()> {
         match self.modifiers.first() {
             Some(modifier) => self.error(format!("modifier .{modifier} is not supported here")),
@@ -236,7 +241,7 @@ impl<'a> InstructionForm<'a> {
         }
     }
 
-    /// Between `least` and `most` operands.
+    /// Returns the operands, of which there must be `least` to `most`.
     pub(super) fn some_operands(&self, least: usize, most: usize) -> DecodeResult<&'a [OperandText]> {
         let operands = self.written.operands.as_slice();
         if (least..=most).contains(&operands.len()) {
@@ -248,7 +253,7 @@ impl<'a> InstructionForm<'a> {
 }
 
 impl Decoder {
-    /// Room for an array of shared memory.
+    /// Assigns an array of shared memory its address.
     fn place(&mut self, variable: &SharedVariable) -> Result<(), PtxInterpretError> {
         let SharedVariable { line, name, align, ty, elements } = variable;
         let Some(size) = PtxType::from_name(ty).filter(|ty| *ty != PtxType::Pred).map(|ty| ty.bits() / 8) else {
@@ -258,10 +263,10 @@ impl Decoder {
         if !align.is_power_of_two() || align > GAP / 2 {
             return text_error(*line, format!("an alignment of {align}, expected a power of two up to {}", GAP / 2));
         }
-        // Not better aligned than it says.
+        // An address that is an odd multiple of the alignment, so that relying on a better one is found.
         let start = (self.end + GAP).next_multiple_of(2 * align) + align;
         let Some(elements) = elements else {
-            // All without an extent lie at one place.
+            // All arrays without an extent begin at one address.
             let start = *self.dynamic.get_or_insert(start);
             if !start.is_multiple_of(align) {
                 let problem = format!("{name} is aligned to {align}, another array without an extent to less");
@@ -322,7 +327,7 @@ impl Decoder {
         }
     }
 
-    /// A register that takes a `ty`.
+    /// Returns the register that takes a result of type `ty`.
     pub(super) fn target(
         &self,
         form: &InstructionForm,
@@ -334,7 +339,7 @@ impl Decoder {
         if of.serves(ty) { Ok(slot) } else { form.error(format!("{name} is {of}, expected {ty}")) }
     }
 
-    /// As [`target`](Self::target), or wider, with its width.
+    /// Returns a register of integers that is as wide as `ty` or wider, and its width in bits.
     pub(super) fn loose_target(
         &self,
         form: &InstructionForm,
@@ -388,7 +393,7 @@ impl Decoder {
         }
     }
 
-    /// A predicate, and whether it is negated.
+    /// Reads a predicate operand: its slot, and whether it is negated.
     pub(super) fn predicate(
         &mut self,
         form: &InstructionForm,
@@ -400,7 +405,7 @@ impl Decoder {
         }
     }
 
-    /// Where `d` or `d|p` goes; either may be `_`.
+    /// Returns the registers of a target `d` or `d|p`; None for `_` and for a second one that is not there.
     pub(super) fn pair(
         &self,
         form: &InstructionForm,
@@ -448,7 +453,7 @@ impl Decoder {
     }
 }
 
-/// The bits of a number as a `ty`.
+/// Converts a number of the text to the bits of a `ty`.
 pub(super) fn constant(form: &InstructionForm, number: NumberText, ty: PtxType) -> DecodeResult<u64> {
     let bits = ty.bits();
     match (number, ty) {
@@ -464,7 +469,7 @@ pub(super) fn constant(form: &InstructionForm, number: NumberText, ty: PtxType) 
     }
 }
 
-/// What a special register holds, and its width.
+/// Looks up a special register by name, and returns its initial value and its width in bits.
 fn special(name: &str) -> Option<(InitialValue, u32)> {
     let (register, axis) = match name.rsplit_once('.') {
         Some((register, axis)) => (register, ["x", "y", "z"].iter().position(|&word| word == axis)?),
@@ -472,24 +477,24 @@ fn special(name: &str) -> Option<(InitialValue, u32)> {
     };
     let special = match (register, axis) {
         ("WARP_SZ", 3) => return Some((InitialValue::Value(32), 32)),
-        ("%tid", 0..3) => SpecialRegister::Tid(axis),
-        ("%ntid", 0..3) => SpecialRegister::Ntid(axis),
-        ("%ctaid", 0..3) => SpecialRegister::Ctaid(axis),
-        ("%nctaid", 0..3) => SpecialRegister::Nctaid(axis),
-        ("%cluster_ctaid", 0..3) => SpecialRegister::ClusterCtaid(axis),
-        ("%cluster_nctaid", 0..3) => SpecialRegister::ClusterNctaid(axis),
-        ("%clusterid", 0..3) => SpecialRegister::ClusterId(axis),
-        ("%nclusterid", 0..3) => SpecialRegister::Nclusterid(axis),
-        ("%cluster_ctarank", 3) => SpecialRegister::ClusterCtarank,
-        ("%cluster_nctarank", 3) => SpecialRegister::ClusterNctarank,
-        ("%laneid", 3) => SpecialRegister::Laneid,
-        ("%warpid", 3) => SpecialRegister::Warpid,
-        ("%nwarpid", 3) => SpecialRegister::Nwarpid,
-        ("%lanemask_lt", 3) => SpecialRegister::LanesBelow,
-        ("%lanemask_le", 3) => SpecialRegister::LanesUpTo,
-        ("%lanemask_ge", 3) => SpecialRegister::LanesFrom,
-        ("%lanemask_gt", 3) => SpecialRegister::LanesAbove,
-        ("%lanemask_eq", 3) => SpecialRegister::LaneBit,
+        ("%tid", 0..3) => PtxSpecialRegister::Tid(axis),
+        ("%ntid", 0..3) => PtxSpecialRegister::Ntid(axis),
+        ("%ctaid", 0..3) => PtxSpecialRegister::Ctaid(axis),
+        ("%nctaid", 0..3) => PtxSpecialRegister::Nctaid(axis),
+        ("%cluster_ctaid", 0..3) => PtxSpecialRegister::ClusterCtaid(axis),
+        ("%cluster_nctaid", 0..3) => PtxSpecialRegister::ClusterNctaid(axis),
+        ("%clusterid", 0..3) => PtxSpecialRegister::ClusterId(axis),
+        ("%nclusterid", 0..3) => PtxSpecialRegister::Nclusterid(axis),
+        ("%cluster_ctarank", 3) => PtxSpecialRegister::ClusterCtarank,
+        ("%cluster_nctarank", 3) => PtxSpecialRegister::ClusterNctarank,
+        ("%laneid", 3) => PtxSpecialRegister::Laneid,
+        ("%warpid", 3) => PtxSpecialRegister::Warpid,
+        ("%nwarpid", 3) => PtxSpecialRegister::Nwarpid,
+        ("%lanemask_lt", 3) => PtxSpecialRegister::LanesBelow,
+        ("%lanemask_le", 3) => PtxSpecialRegister::LanesUpTo,
+        ("%lanemask_ge", 3) => PtxSpecialRegister::LanesFrom,
+        ("%lanemask_gt", 3) => PtxSpecialRegister::LanesAbove,
+        ("%lanemask_eq", 3) => PtxSpecialRegister::LaneBit,
         _ => return None,
     };
     Some((InitialValue::Special(special), 32))

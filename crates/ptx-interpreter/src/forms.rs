@@ -1,46 +1,28 @@
-//! Each instruction's modifiers and operands.
+//! The form of each instruction: its modifiers, the types that it has and its operands, after NVIDIA's manual of the PTX ISA.
+//! A modifier that a form does not consume is an error, so that nothing is guessed.
+
+mod collective;
+mod memory;
+
+use self::collective::fence;
+use self::memory::strip_hints;
 
 use super::arithmetic::{
     self, ApproximateFunction, LaneFunction, PtxComparison, RoundedOperation, Rounding, approximate, compares,
     conversion, elementwise, mask, round_once, whole, wrapped,
 };
-use super::decode::{DecodeResult, Decoder, InstructionForm, Symbol, constant};
-use super::instruction::{
-    AtomicOperation, BarrierReduction, DecodedInstruction, InitialValue, PredicateReduction, PtxOperation, ShuffleMode,
-    StateSpace, VoteMode,
-};
-use super::parse::{InstructionText, NumberText, OperandText};
-use super::transaction::AcquireScope;
+use super::decode::{DecodeResult, Decoder, InstructionForm, constant};
+use super::instruction::{DecodedInstruction, InitialValue, PtxOperation, StateSpace};
+use super::parse::{InstructionText, OperandText};
 use super::types::{FloatFormat, PREDICATE, PtxType};
 
 const ROUNDINGS: [(&str, Rounding); 4] =
     [("rn", Rounding::Nearest), ("rz", Rounding::Zero), ("rm", Rounding::Down), ("rp", Rounding::Up)];
 const INTEGRAL: [(&str, Rounding); 4] =
     [("rni", Rounding::Nearest), ("rzi", Rounding::Zero), ("rmi", Rounding::Down), ("rpi", Rounding::Up)];
-const SCOPES: [(&str, bool); 4] = [("cta", false), ("cluster", true), ("gpu", true), ("sys", true)];
 
-/// Hints that change no result.
-const HINTS: [&str; 19] = [
-    "weak",
-    "ca",
-    "cg",
-    "cs",
-    "lu",
-    "cv",
-    "wb",
-    "wt",
-    "L1::evict_normal",
-    "L1::evict_unchanged",
-    "L1::evict_first",
-    "L1::evict_last",
-    "L1::no_allocate",
-    "L2::evict_normal",
-    "L2::evict_first",
-    "L2::evict_last",
-    "L2::64B",
-    "L2::128B",
-    "L2::256B",
-];
+/// The scopes of fences and atomic operations, and whether each reaches beyond the CTA.
+const SCOPES: [(&str, bool); 4] = [("cta", false), ("cluster", true), ("gpu", true), ("sys", true)];
 
 const U32: PtxType = PtxType::Unsigned(32);
 const B32: PtxType = PtxType::Bits(32);
@@ -59,6 +41,7 @@ fn is_word(ty: PtxType) -> bool {
 
 impl Decoder {
     pub(super) fn instruction(&mut self, written: &InstructionText) -> DecodeResult<DecodedInstruction> {
+        // The opcode is the first word; the form consumes the modifiers one by one, and what remains is an error.
         let mut words = written.name.split('.');
         let opcode = words.next().unwrap_or_default();
         let mut form = InstructionForm { written, modifiers: words.collect() };
@@ -68,6 +51,7 @@ impl Decoder {
         };
         let action = self.action(opcode, &mut form)?;
         form.done()?;
+        // Constants and special registers are always written: only registers are checked during a run.
         let mut sources = action.sources();
         sources.retain(|&slot| self.slots[slot] == InitialValue::Unwritten);
         Ok(DecodedInstruction { line: written.line, name: written.name.clone(), guard, sources, action })
@@ -164,7 +148,7 @@ impl Decoder {
         }
     }
 
-    /// `to` and up to three sources of one type.
+    /// Decodes the form `to, a, b, c` with N operands of one type, and computes `function` of the sources.
     fn compute<const N: usize>(
         &mut self,
         form: &InstructionForm,
@@ -318,12 +302,7 @@ impl Decoder {
         match opcode {
             "and" | "or" | "xor" => {
                 let ty = form.ty_of(|ty| is_bits(ty) || ty == PREDICATE)?;
-                let function: LaneFunction = match opcode {
-                    "and" => Box::new(|a, b, _| a & b),
-                    "or" => Box::new(|a, b, _| a | b),
-                    _ => Box::new(|a, b, _| a ^ b),
-                };
-                self.compute::<3>(form, ty, function)
+                self.compute::<3>(form, ty, bitwise(opcode))
             }
             "not" => {
                 let ty = form.ty_of(|ty| is_bits(ty) || ty == PREDICATE)?;
@@ -421,6 +400,7 @@ impl Decoder {
         let integral = form.one_of(&INTEGRAL);
         let rounding = integral.or_else(|| form.one_of(&ROUNDINGS));
         let (ftz, saturate) = (form.flag("ftz"), form.flag("sat"));
+        // Two f32 into a packed pair, each rounded by itself: the first source is the upper half.
         if let (PtxType::Two(float), Some(rounding), false) = (to, rounding, integral.is_some() || ftz || saturate)
             && from == PtxType::Float(FloatFormat::F32)
             && float != FloatFormat::F32
@@ -444,7 +424,7 @@ impl Decoder {
         Ok(PtxOperation::Compute { to: d, of: [a; 3], function })
     }
 
-    /// Between generic and global addresses, which are the same; those of shared memory are not supported.
+    /// Decodes `cvta` between generic and global addresses, which are equal here; those of shared memory are not supported.
     fn cvta(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         form.flag("to");
         form.needs(&[("global", ())])?;
@@ -479,6 +459,7 @@ impl Decoder {
             ("num", (Ordered, false)),
             ("nan", (Unordered, false)),
         ];
+        // Bits have no order; unsigned numbers have names of their own for theirs, and floats relations that hold for NaN.
         let mut choices = of_bits.to_vec();
         if !is_bits(ty) {
             choices.extend(signed);
@@ -489,6 +470,7 @@ impl Decoder {
             _ => {}
         }
         let (comparison, unordered) = form.needs(&choices)?;
+        // A third source may be combined with the relation, for both predicates alike.
         let combine = form.one_of(&[("and", 0), ("or", 1), ("xor", 2)]);
         let operands = form.some_operands(3, 4)?;
         let to = self.pair(form, &operands[0], PREDICATE, PREDICATE)?;
@@ -529,373 +511,21 @@ impl Decoder {
             function,
         })
     }
+}
 
-    fn load(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        let ty = form.ty_of(|ty| ty != PREDICATE)?;
-        if form.flag("param") {
-            return self.load_parameter(form, ty);
-        }
-        let space = form.needs(&[
-            ("global", StateSpace::Global),
-            ("shared", StateSpace::Shared),
-            ("shared::cta", StateSpace::Shared),
-            ("shared::cluster", StateSpace::Cluster),
-        ])?;
-        let read_only = space == StateSpace::Global && form.flag("nc");
-        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
-        let operands = self.without_policy(form, 2)?;
-        let from = self.address(form, &operands[1], space)?;
-        let parts = vector(form, &operands[0], width, ty)?;
-        let mut register_bits = ty.bits();
-        let mut to = Vec::new();
-        for operand in parts {
-            if matches!(operand, OperandText::Name(name) if name == "_") {
-                to.push(None);
-                continue;
-            }
-            let (slot, bits) = self.loose_target(form, operand, ty)?;
-            register_bits = bits;
-            to.push(Some(slot));
-        }
-        Ok(PtxOperation::Load { space, from, ty, to, register_bits, read_only })
-    }
-
-    fn load_parameter(&mut self, form: &mut InstructionForm, ty: PtxType) -> DecodeResult<PtxOperation> {
-        let [to, OperandText::Address(base, 0)] = form.operands()? else {
-            return form.error("expected a parameter in [ ]".into());
-        };
-        let parameter = match &**base {
-            OperandText::Name(name) => self.parameters.get(name),
-            _ => None,
-        };
-        match parameter {
-            Some(&parameter) if ty.bits() == 64 && !ty.is_float() => {
-                let of = [self.fill(InitialValue::Parameter(parameter)); 3];
-                Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function: Box::new(|x, _, _| x) })
-            }
-            Some(_) => form.error(format!("a pointer has 64 bits, not those of {ty}")),
-            None => form.error("there is no such parameter".into()),
-        }
-    }
-
-    fn store(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        if form.flag("async") {
-            return self.store_async(form);
-        }
-        let ty = form.ty_of(|ty| ty != PREDICATE)?;
-        let space = form.needs(&[
-            ("global", StateSpace::Global),
-            ("shared", StateSpace::Shared),
-            ("shared::cta", StateSpace::Shared),
-            ("shared::cluster", StateSpace::Cluster),
-        ])?;
-        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
-        let operands = self.without_policy(form, 2)?;
-        let to = self.address(form, &operands[0], space)?;
-        let parts = vector(form, &operands[1], width, ty)?;
-        let of = parts.iter().map(|operand| self.any_source(form, operand, ty, PtxType::serves_loosely));
-        let of = of.collect::<DecodeResult<_>>()?;
-        Ok(PtxOperation::Store { space, to, bytes: ty.bits() / 8, of })
-    }
-
-    fn store_async(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        let ty = form.ty_of(|ty| !matches!(ty, PtxType::Two(_)) && ty.bits() >= 32)?;
-        form.flag("weak");
-        form.needs(&[("shared::cluster", ())])?;
-        form.needs(&[("mbarrier::complete_tx::bytes", ())])?;
-        let width = form.one_of(&[("v2", 2), ("v4", 4)]);
-        let [to, value, barrier] = form.operands()?;
-        let [to, barrier] = [to, barrier].map(|operand| self.address(form, operand, StateSpace::Cluster));
-        let parts = vector(form, value, width, ty)?;
-        let of = parts.iter().map(|operand| self.source(form, operand, ty)).collect::<DecodeResult<_>>()?;
-        Ok(PtxOperation::StoreAsync { to: to?, bytes: ty.bits() / 8, of, barrier: barrier? })
-    }
-
-    fn transaction_barrier(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        form.ty_of(|ty| ty == PtxType::Bits(64))?;
-        form.needs(&[("shared", ()), ("shared::cta", ())])?;
-        if form.flag("init") {
-            let [at, count] = form.operands()?;
-            let at = self.address(form, at, StateSpace::Shared)?;
-            return Ok(PtxOperation::InitialiseBarrier { at, count: self.source(form, count, U32)? });
-        }
-        if form.flag("arrive") {
-            let expects = form.flag("expect_tx");
-            let releases = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
-            form.one_of(&[("cta", ()), ("cluster", ())]);
-            let count = 2 + usize::from(expects);
-            let operands = form.some_operands(count, count)?;
-            if !matches!(&operands[0], OperandText::Name(name) if name == "_") {
-                return form.error("a state that is kept is not supported, expected _".into());
-            }
-            let at = self.address(form, &operands[1], StateSpace::Shared)?;
-            let bytes = operands.get(2).map(|bytes| self.source(form, bytes, U32)).transpose()?;
-            return Ok(PtxOperation::ArriveAtBarrier { at, bytes, releases });
-        }
-        form.needs(&[("try_wait", ())])?;
-        form.needs(&[("parity", ())])?;
-        let acquires = form.one_of(&[("acquire", true), ("relaxed", false)]).unwrap_or(true);
-        let scope = form.one_of(&[("cta", AcquireScope::OfCta), ("cluster", AcquireScope::OfCluster)]);
-        let acquires = if acquires { scope.unwrap_or(AcquireScope::OfCta) } else { AcquireScope::Nothing };
-        let [complete, at, parity] = form.operands()?;
-        let (complete, at) = (self.target(form, complete, PREDICATE)?, self.address(form, at, StateSpace::Shared)?);
-        Ok(PtxOperation::TryWait { complete, at, parity: self.source(form, parity, U32)?, acquires })
-    }
-
-    /// The operands but for a cache policy, which changes no result.
-    fn without_policy<'a>(&mut self, form: &mut InstructionForm<'a>, count: usize) -> DecodeResult<&'a [OperandText]> {
-        let has_policy = form.flag("L2::cache_hint");
-        strip_hints(form);
-        let all = form.some_operands(count, count + usize::from(has_policy))?;
-        if has_policy {
-            match all.get(count) {
-                Some(policy) => self.source(form, policy, PtxType::Bits(64))?,
-                None => return form.error("expected a cache policy as the last operand".into()),
-            };
-        }
-        Ok(&all[..count])
-    }
-
-    fn atomic(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        let ty =
-            form.ty_of(|ty| is_word(ty) || matches!(ty, PtxType::Bits(32 | 64) | PtxType::Float(FloatFormat::F32)))?;
-        form.flag("relaxed");
-        form.one_of(&SCOPES);
-        let space = form.needs(&[
-            ("global", StateSpace::Global),
-            ("shared", StateSpace::Shared),
-            ("shared::cta", StateSpace::Shared),
-            ("shared::cluster", StateSpace::Cluster),
-        ])?;
-        let (whole, bits) = (ty.is_integer(), matches!(ty, PtxType::Bits(_)));
-        let operation = form.needs(&[
-            ("add", AtomicOperation::Add),
-            ("min", AtomicOperation::Min),
-            ("max", AtomicOperation::Max),
-            ("and", AtomicOperation::And),
-            ("or", AtomicOperation::Or),
-            ("xor", AtomicOperation::Xor),
-            ("exch", AtomicOperation::Exchange),
-            ("cas", AtomicOperation::CompareAndSwap),
-            ("inc", AtomicOperation::Increment),
-            ("dec", AtomicOperation::Decrement),
-        ])?;
-        let fits = match operation {
-            AtomicOperation::Add => !bits,
-            AtomicOperation::Min | AtomicOperation::Max => whole,
-            AtomicOperation::Increment | AtomicOperation::Decrement => ty == U32,
-            AtomicOperation::Exchange | AtomicOperation::CompareAndSwap => bits && opcode == "atom",
-            AtomicOperation::And | AtomicOperation::Or | AtomicOperation::Xor => bits,
-        };
-        if !fits {
-            return form.error(format!("type {ty} is not supported"));
-        }
-        let sources = if operation == AtomicOperation::CompareAndSwap { 2 } else { 1 };
-        let first = usize::from(opcode == "atom");
-        let operands = form.some_operands(first + 1 + sources, first + 1 + sources)?;
-        let to = operands[..first].iter().map(|to| self.target(form, to, ty)).collect::<DecodeResult<Vec<_>>>()?;
-        let at = self.address(form, &operands[first], space)?;
-        let of = operands[first + 1..].iter().map(|of| self.source(form, of, ty)).collect::<DecodeResult<Vec<_>>>()?;
-        let of = [of[0], *of.last().expect("there is one")];
-        Ok(PtxOperation::Atomic { space, at, ty, operation, to: to.first().copied(), of })
-    }
-
-    fn copy(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        form.needs(&[("async", ())])?;
-        if form.flag("commit_group") {
-            form.operands::<0>()?;
-            return Ok(PtxOperation::CommitCopies);
-        }
-        if form.flag("wait_all") {
-            form.operands::<0>()?;
-            return Ok(PtxOperation::WaitAllCopies);
-        }
-        if form.flag("wait_group") {
-            let [OperandText::Number(groups)] = form.operands()? else { return form.error("expected a number".into()) };
-            return Ok(PtxOperation::WaitCopies(constant(form, *groups, U32)? as usize));
-        }
-        let whole_only = form.needs(&[("cg", true), ("ca", false)])?;
-        form.needs(&[("shared", ()), ("shared::cta", ())])?;
-        form.needs(&[("global", ())])?;
-        let has_policy = form.flag("L2::cache_hint");
-        strip_hints(form);
-        let operands = form.some_operands(3, 4 + usize::from(has_policy))?;
-        let (to, from) = (
-            self.address(form, &operands[0], StateSpace::Shared)?,
-            self.address(form, &operands[1], StateSpace::Global)?,
-        );
-        let bytes = match operands[2] {
-            OperandText::Number(NumberText::Whole(16)) => 16,
-            OperandText::Number(NumberText::Whole(4)) if !whole_only => 4,
-            OperandText::Number(NumberText::Whole(8)) if !whole_only => 8,
-            _ => return form.error("expected a size of 4, 8 or 16 bytes, of 16 with .cg".into()),
-        };
-        let mut rest = &operands[3..];
-        if has_policy {
-            let Some((policy, before)) = rest.split_last() else {
-                return form.error("expected a cache policy as the last operand".into());
-            };
-            self.source(form, policy, PtxType::Bits(64))?;
-            rest = before;
-        }
-        let (mut read, mut ignore) = (None, None);
-        if let [operand] = rest {
-            let is_predicate = match operand {
-                OperandText::Name(name) => matches!(self.named(name), Some(Symbol::Register(_, PtxType::Pred))),
-                _ => false,
-            };
-            if is_predicate {
-                ignore = Some(self.source(form, operand, PREDICATE)?);
-            } else {
-                read = Some(self.source(form, operand, U32)?);
-            }
-        }
-        Ok(PtxOperation::Copy { to, from, bytes, read, ignore })
-    }
-
-    fn barrier(&mut self, opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        if opcode == "bar" && form.flag("warp") {
-            form.needs(&[("sync", ())])?;
-            let [members] = form.operands()?;
-            return Ok(PtxOperation::WarpBarrier { members: self.source(form, members, B32)? });
-        }
-        let aligned = form.flag("aligned") || opcode == "bar";
-        if opcode == "barrier" && form.flag("cluster") {
-            form.operands::<0>()?;
-            if form.needs(&[("arrive", true), ("wait", false)])? {
-                let release = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
-                return Ok(PtxOperation::ClusterArrive { release, aligned });
-            }
-            form.flag("acquire");
-            return Ok(PtxOperation::ClusterWait { aligned });
-        }
-        form.flag("cta");
-        if form.flag("red") {
-            let mode = form.needs(&[
-                ("popc", BarrierReduction::Count),
-                ("and", BarrierReduction::All),
-                ("or", BarrierReduction::Any),
-            ])?;
-            let ty = form.ty_of(|ty| ty == if mode == BarrierReduction::Count { U32 } else { PREDICATE })?;
-            let operands = form.some_operands(3, 4)?;
-            let (to, id) = (self.target(form, &operands[0], ty)?, self.source(form, &operands[1], U32)?);
-            let threads = if operands.len() == 4 { Some(self.source(form, &operands[2], U32)?) } else { None };
-            let (of, negated) = self.predicate(form, &operands[operands.len() - 1])?;
-            let reduces = Some(PredicateReduction { to, of, negated, mode });
-            return Ok(PtxOperation::Barrier { id, threads, aligned, waits: true, reduces });
-        }
-        let waits = form.needs(&[("sync", true), ("arrive", false)])?;
-        let operands = form.some_operands(if waits { 1 } else { 2 }, 2)?;
-        let id = self.source(form, &operands[0], U32)?;
-        let threads = operands.get(1).map(|threads| self.source(form, threads, U32)).transpose()?;
-        Ok(PtxOperation::Barrier { id, threads, aligned, waits, reduces: None })
-    }
-
-    fn shuffle(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        form.needs(&[("sync", ())])?;
-        let mode = form.needs(&[
-            ("up", ShuffleMode::Up),
-            ("down", ShuffleMode::Down),
-            ("bfly", ShuffleMode::Butterfly),
-            ("idx", ShuffleMode::Index),
-        ])?;
-        let ty = form.ty_of(|ty| ty == B32)?;
-        let [to, of, by, clamp, members] = form.operands()?;
-        let [Some(to), valid] = self.pair(form, to, ty, PREDICATE)? else {
-            return form.error("expected a register".into());
-        };
-        let [of, members] = [of, members].map(|operand| self.source(form, operand, ty));
-        let [by, clamp] = [by, clamp].map(|operand| self.source(form, operand, B32));
-        Ok(PtxOperation::Shuffle { mode, to, valid, of: of?, by: by?, clamp: clamp?, members: members? })
-    }
-
-    fn vote(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        form.needs(&[("sync", ())])?;
-        let mode = form.needs(&[
-            ("all", VoteMode::All),
-            ("any", VoteMode::Any),
-            ("uni", VoteMode::Uniform),
-            ("ballot", VoteMode::Ballot),
-        ])?;
-        let ty = form.ty_of(|ty| ty == if mode == VoteMode::Ballot { B32 } else { PREDICATE })?;
-        let [to, of, members] = form.operands()?;
-        let (of, negated) = self.predicate(form, of)?;
-        Ok(PtxOperation::Vote {
-            mode,
-            to: self.target(form, to, ty)?,
-            of,
-            negated,
-            members: self.source(form, members, B32)?,
-        })
-    }
-
-    fn redux(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-        form.needs(&[("sync", ())])?;
-        let ty = form.ty_of(|ty| ty.bits() == 32 && !ty.is_float())?;
-        let function: LaneFunction = if ty.is_integer() {
-            match form.needs(&[("add", 0), ("min", 1), ("max", 2)])? {
-                0 => Box::new(|a, b, _| a.wrapping_add(b) & mask(32)),
-                1 => Box::new(move |a, b, _| wrapped(whole(ty, a).min(whole(ty, b)), 32)),
-                _ => Box::new(move |a, b, _| wrapped(whole(ty, a).max(whole(ty, b)), 32)),
-            }
-        } else {
-            match form.needs(&[("and", 0), ("or", 1), ("xor", 2)])? {
-                0 => Box::new(|a, b, _| a & b),
-                1 => Box::new(|a, b, _| a | b),
-                _ => Box::new(|a, b, _| a ^ b),
-            }
-        };
-        let [to, of, members] = form.operands()?;
-        let (of, members) = (self.source(form, of, ty)?, self.source(form, members, B32)?);
-        Ok(PtxOperation::Reduce { to: self.target(form, to, ty)?, of, members, function })
+/// Returns the bitwise function of `and`, `or` or `xor`.
+fn bitwise(opcode: &str) -> LaneFunction {
+    match opcode {
+        "and" => Box::new(|a, b, _| a & b),
+        "or" => Box::new(|a, b, _| a | b),
+        _ => Box::new(|a, b, _| a ^ b),
     }
 }
 
-fn fence(opcode: &str, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
-    form.operands::<0>()?;
-    if opcode == "membar" {
-        let beyond_cta = form.needs(&[("cta", false), ("gl", true), ("sys", true)])?;
-        return Ok(PtxOperation::Fence { beyond_cta });
-    }
-    if form.flag("mbarrier_init") {
-        form.needs(&[("release", ())])?;
-        form.needs(&[("cluster", ())])?;
-        return Ok(PtxOperation::FenceInitialised);
-    }
-    form.one_of(&[("sc", ()), ("acq_rel", ())]);
-    Ok(PtxOperation::Fence { beyond_cta: form.needs(&SCOPES)? })
-}
-
-fn strip_hints(form: &mut InstructionForm) {
-    form.modifiers.retain(|modifier| !HINTS.contains(modifier));
-}
-
-/// The type of `parts` parts of a `ty`.
+/// Returns the type of each of `parts` equal parts of a `ty`.
 fn part_of(form: &InstructionForm, ty: PtxType, parts: usize) -> DecodeResult<PtxType> {
     match (ty, parts) {
         (PtxType::Bits(bits), 2 | 4) if bits / parts as u32 >= 16 => Ok(PtxType::Bits(bits / parts as u32)),
         _ => form.error(format!("{parts} parts of {ty} are not supported")),
-    }
-}
-
-/// One operand, or the parts of a vector of `width`.
-fn vector<'a>(
-    form: &InstructionForm,
-    operand: &'a OperandText,
-    width: Option<u32>,
-    ty: PtxType,
-) -> DecodeResult<&'a [OperandText]> {
-    match (operand, width) {
-        (OperandText::Vector(parts), Some(width)) if parts.len() == width as usize => {
-            if width * ty.bits() > 128 {
-                return form.error(format!("{width} of {ty} are more than 16 bytes"));
-            }
-            Ok(parts)
-        }
-        (OperandText::Vector(parts), _) => {
-            form.error(format!("a vector of {} is not what the modifier says", parts.len()))
-        }
-        (_, Some(width)) => form.error(format!("expected a vector of {width}")),
-        (operand, None) => Ok(std::slice::from_ref(operand)),
     }
 }

@@ -1,52 +1,52 @@
-//! Instructions as they run: they name places, in which registers, constants and special registers alike lie.
+//! Decoded instructions: their operands are slots, which registers, constants and special registers share.
 
 use super::arithmetic::{ApproximateFunction, LaneFunction};
 use super::transaction::AcquireScope;
 use super::types::PtxType;
 
-/// A row of a warp's lanes.
+/// The number of a slot, which has a value for each lane of a warp.
 pub(super) type RegisterSlot = usize;
 
-/// An entry that can run.
+/// An entry after decoding, ready to run.
 pub(super) struct DecodedEntry {
     pub(super) name: String,
-    /// Names of the parameters, each a pointer.
+    /// The names of the parameters, each a pointer to a global array.
     pub(super) parameters: Vec<String>,
     pub(super) limits: LaunchLimits,
-    /// What each slot holds from the beginning.
+    /// The initial value of each slot, by its number.
     pub(super) slots: Vec<InitialValue>,
     pub(super) instructions: Vec<DecodedInstruction>,
-    /// Barriers in shared memory that a CTA has room for.
+    /// The number of mbarriers that a CTA has room for: 0 if the entry initialises none.
     pub(super) barriers_of_a_cta: usize,
-    /// Where arrays of shared memory lie.
+    /// The first byte and the end of each array of shared memory.
     pub(super) arrays: Vec<(u32, u32)>,
-    /// Where the array lies whose extent is the launch's.
+    /// The first byte of the dynamic array of shared memory, whose extent the launch gives.
     pub(super) dynamic: Option<u32>,
 }
 
-/// What directives demand of a launch.
+/// The demands of an entry's directives on a launch.
 #[derive(Default)]
 pub(super) struct LaunchLimits {
     pub(super) cluster: Option<[u32; 3]>,
-    /// Whether a launch must give the cluster's extents.
+    /// Whether the entry has `.explicitcluster`, so that a launch must give the cluster's extents.
     pub(super) explicit_cluster: bool,
     pub(super) block: Option<[u32; 3]>,
     pub(super) most_threads: Option<u32>,
 }
 
-/// What a slot holds from the beginning.
+/// The initial value of a slot in every lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum InitialValue {
     /// A register, which must be written before it is read.
     Unwritten,
     Value(u64),
     Parameter(usize),
-    Special(SpecialRegister),
+    Special(PtxSpecialRegister),
 }
 
-/// A special register; the number is an axis.
+/// A special register; the number is an axis, x, y or z.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum SpecialRegister {
+pub(super) enum PtxSpecialRegister {
     Tid(usize),
     Ntid(usize),
     Ctaid(usize),
@@ -67,17 +67,19 @@ pub(super) enum SpecialRegister {
     LaneBit,
 }
 
+/// An instruction whose operands are slots.
 pub(super) struct DecodedInstruction {
     pub(super) line: usize,
-    /// With its modifiers.
+    /// The opcode with its modifiers, such as `ld.global.f32`.
     pub(super) name: String,
-    /// A predicate, and whether the instruction runs where it is false.
+    /// The guard: a predicate, and whether the instruction runs where it is false.
     pub(super) guard: Option<(RegisterSlot, bool)>,
-    /// What a run reads, to see that it was written.
+    /// The registers that it reads, which must have been written.
     pub(super) sources: Vec<RegisterSlot>,
     pub(super) action: PtxOperation,
 }
 
+/// The effect of an instruction.
 pub(super) enum PtxOperation {
     Compute {
         to: RegisterSlot,
@@ -90,13 +92,13 @@ pub(super) enum PtxOperation {
         function: ApproximateFunction,
         ftz: bool,
     },
-    /// A comparison, and the same of the opposite where there is a second predicate.
+    /// A comparison, and the negated relation for a second predicate.
     Compare {
         to: [Option<RegisterSlot>; 2],
         of: [RegisterSlot; 3],
         function: Box<dyn Fn(u64, u64, u64) -> [bool; 2] + Send + Sync>,
     },
-    /// Parts of `bits`, the lowest first.
+    /// A register split into parts of `bits` bits, the lowest first.
     Split {
         to: Vec<Option<RegisterSlot>>,
         of: RegisterSlot,
@@ -107,13 +109,13 @@ pub(super) enum PtxOperation {
         of: Vec<RegisterSlot>,
         bits: u32,
     },
-    /// An address of a peer's shared memory.
+    /// `mapa`: the address of a peer's shared memory.
     Map {
         to: RegisterSlot,
         address: RegisterSlot,
         rank: RegisterSlot,
     },
-    /// `register_bits` is the width of the registers that take elements of type `ty`.
+    /// A load of elements of type `ty` into registers of `register_bits` bits.
     Load {
         space: StateSpace,
         from: OperandAddress,
@@ -128,7 +130,7 @@ pub(super) enum PtxOperation {
         bytes: u32,
         of: Vec<RegisterSlot>,
     },
-    /// A store that completes on a barrier.
+    /// `st.async`: a store that completes on an mbarrier.
     StoreAsync {
         to: OperandAddress,
         bytes: u32,
@@ -139,7 +141,7 @@ pub(super) enum PtxOperation {
         at: OperandAddress,
         count: RegisterSlot,
     },
-    /// An arrival, and before it so many bytes are expected.
+    /// `mbarrier.arrive`, which first expects so many more bytes.
     ArriveAtBarrier {
         at: OperandAddress,
         bytes: Option<RegisterSlot>,
@@ -151,7 +153,7 @@ pub(super) enum PtxOperation {
         parity: RegisterSlot,
         acquires: AcquireScope,
     },
-    /// `fence.mbarrier_init`
+    /// `fence.mbarrier_init`, after which arrivals pass on which barriers are initialised.
     FenceInitialised,
     Atomic {
         space: StateSpace,
@@ -161,7 +163,7 @@ pub(super) enum PtxOperation {
         to: Option<RegisterSlot>,
         of: [RegisterSlot; 2],
     },
-    /// `cp.async` of `bytes`; fewer are read where `read` says so, none where `ignore` holds, and zeros fill the rest.
+    /// `cp.async` of `bytes` bytes: `read` limits how many are read, `ignore` makes it none, and zeros fill the rest.
     Copy {
         to: OperandAddress,
         from: OperandAddress,
@@ -170,16 +172,16 @@ pub(super) enum PtxOperation {
         ignore: Option<RegisterSlot>,
     },
     CommitCopies,
-    /// All but so many groups.
+    /// `cp.async.wait_group`: completes all but so many groups.
     WaitCopies(usize),
-    /// Everything.
+    /// `cp.async.wait_all`: completes every copy that was issued.
     WaitAllCopies,
     Branch {
         to: usize,
         uniform: bool,
     },
     Exit,
-    /// Of a CTA; the arrival alone where it does not wait.
+    /// A named barrier of the CTA; an arrival alone if it does not wait.
     Barrier {
         id: RegisterSlot,
         threads: Option<RegisterSlot>,
@@ -216,7 +218,7 @@ pub(super) enum PtxOperation {
         negated: bool,
         members: RegisterSlot,
     },
-    /// Over the members of a warp.
+    /// `redux`: a reduction over the members of a warp.
     Reduce {
         to: RegisterSlot,
         of: RegisterSlot,
@@ -234,7 +236,7 @@ pub(super) enum PtxOperation {
     Nothing,
 }
 
-/// What a barrier makes of the predicates of all who arrive.
+/// A reduction of the predicates of all threads that arrive on a barrier (`barrier.red`).
 pub(super) struct PredicateReduction {
     pub(super) to: RegisterSlot,
     pub(super) of: RegisterSlot,
@@ -252,13 +254,13 @@ pub(super) enum BarrierReduction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StateSpace {
     Global,
-    /// The CTA's own.
+    /// The shared memory of the thread's own CTA.
     Shared,
-    /// Anyone's in the cluster.
+    /// The shared memory of any CTA of the cluster.
     Cluster,
 }
 
-/// A register and what is added to it.
+/// An address: a register and a constant offset in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OperandAddress {
     pub(super) base: RegisterSlot,
@@ -296,7 +298,7 @@ pub(super) enum VoteMode {
 }
 
 impl PtxOperation {
-    /// Whether the lanes of a warp take it together.
+    /// Whether the lanes of a warp execute it together.
     pub(super) fn is_collective(&self) -> bool {
         matches!(
             self,
@@ -313,7 +315,7 @@ impl PtxOperation {
 }
 
 impl PtxOperation {
-    /// The slots that it reads.
+    /// Returns the slots that it reads, constants included.
     pub(super) fn sources(&self) -> Vec<RegisterSlot> {
         match self {
             PtxOperation::Compute { of, .. } | PtxOperation::Compare { of, .. } => of.to_vec(),

@@ -14,7 +14,7 @@
 //!
 //! # Memory
 //!
-//! Each byte knows who wrote and who read it. What is an error:
+//! The history of each byte is kept: its last write and the reads since. These are errors:
 //!
 //! - an access outside a global array or a declared array of shared memory (unused bytes lie between arrays), or one that
 //!   is not aligned to its whole size, vectors included;
@@ -25,7 +25,7 @@
 //! - two accesses to a byte by two threads, one of them a write, that nothing orders. Accesses are ordered by barriers of
 //!   a CTA or warp, and by phases of the cluster's barrier: an arrival with `.release`, or after a fence, puts what came
 //!   before it before what comes after the others' wait; one with `.relaxed` orders nothing. Clusters are never ordered.
-//!   ThreadOrder does not follow from the order in which threads happened to run;
+//!   Order does not follow from the order in which threads happened to run;
 //! - a touch of a peer's shared memory by a thread that does not know of a phase of the cluster's barrier by which the
 //!   peer had started, and one of which no thread of the peer knew at its exit;
 //! - a read through `ld.global.nc` of what the kernel writes;
@@ -53,6 +53,7 @@ mod collective;
 mod decode;
 mod forms;
 mod instruction;
+mod launch;
 mod memory;
 mod parse;
 mod run;
@@ -63,10 +64,10 @@ mod types;
 use std::ops::Range;
 use std::{fmt, iter};
 
-/// WarpState instructions that a run may take: some minutes.
+/// The default limit of warp instructions of a run, which takes some minutes.
 const MOST_WORK: u64 = 1 << 32;
 
-/// A module that was read, and whose entries were decoded.
+/// A PTX module whose entries are decoded and ready to run.
 pub struct PtxModule {
     entries: Vec<instruction::DecodedEntry>,
 }
@@ -77,86 +78,87 @@ impl fmt::Debug for PtxModule {
     }
 }
 
-/// How an entry is launched.
+/// The extents of a launch: grid, block, cluster and dynamic shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GridLaunch {
     /// CTAs along x, y, z.
     pub grid: [u32; 3],
     /// Threads of a CTA along x, y, z.
     pub block: [u32; 3],
-    /// CTAs of a cluster along x, y, z: what `.reqnctapercluster` says, or 1, 1, 1.
+    /// CTAs of a cluster along x, y, z: the numbers of `.reqnctapercluster`, or 1, 1, 1.
     pub cluster: [u32; 3],
     /// Bytes of the `.extern .shared` array.
     pub dynamic_shared: u32,
 }
 
-/// A global array.
+/// An array in global memory, whose address a kernel takes as a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GlobalArray {
-    /// What messages call it.
+    /// The name of the array in messages.
     pub name: String,
-    /// Its bytes.
+    /// The contents, in bytes, before or after a run.
     pub bytes: Vec<u8>,
-    /// Bytes that the kernel must write, and may read only when it did.
+    /// The ranges of bytes that the kernel must write, and may read only after that.
     pub unwritten: Vec<Range<usize>>,
-    /// How many bytes past a multiple of 2³⁹ it begins: 0 unless [told](Self::late).
+    /// The bytes by which the address exceeds a multiple of 2³⁹: 0 unless set by [`late`](Self::late).
     pub late: u32,
 }
 
 impl GlobalArray {
-    /// An array that is there before the kernel runs; it may be overwritten.
+    /// Creates an array that is written before the kernel runs; it may be overwritten.
     pub fn input(name: &str, bytes: Vec<u8>) -> Self {
         Self { name: name.into(), bytes, unwritten: vec![], late: 0 }
     }
 
-    /// An array that the kernel must write whole.
+    /// Creates an array that the kernel must write whole.
     pub fn output(name: &str, bytes: usize) -> Self {
         Self::input(name, vec![0xA5; bytes]).unwritten(iter::once(0..bytes))
     }
 
-    /// The same, of which the kernel must write these bytes, and may read them only when it did.
+    /// Marks ranges of bytes that the kernel must write, and may read only after that.
     #[must_use]
     pub fn unwritten(self, bytes: impl IntoIterator<Item = Range<usize>>) -> Self {
         Self { unwritten: bytes.into_iter().collect(), ..self }
     }
 
-    /// Lets it begin `bytes` past a multiple of 2³⁹, so that its addresses are no better aligned than those.
+    /// Lets the array begin `bytes` bytes past a multiple of 2³⁹, so that its addresses are aligned no better than that number.
     #[must_use]
     pub fn late(self, bytes: u32) -> Self {
         Self { late: bytes, ..self }
     }
 }
 
-/// How threads are ordered.
+/// The order in which warps and parts of warps run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ThreadOrder {
-    /// WarpState after warp, each as far as it comes.
+    /// Warp after warp, each until it waits or exits.
     #[default]
     InSequence,
     /// Parts of warps in an order drawn from the seed.
     Shuffled(u64),
 }
 
-/// What computes approximate functions: what is right by all of these is right by any whose errors are within the manual's.
+/// The error of approximate functions. A result that is right under all three is right on any GPU whose errors are within
+/// the manual's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ApproximateUnits {
-    /// Right to half an ulp.
+    /// No error: the correctly rounded result.
     #[default]
     Rounded,
-    /// Further from 0 by the manual's largest error.
+    /// The result is further from 0 by the manual's largest error.
     Above,
-    /// Nearer to 0 by as much.
+    /// The result is nearer to 0 by the manual's largest error.
     Below,
 }
 
-/// How a run goes about it.
+/// The order of threads, the error of approximate functions and the limit of work of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InterpretOptions {
-    /// Of threads.
+    /// The order in which threads run.
     pub order: ThreadOrder,
-    /// Of approximate functions.
+    /// The error of approximate functions.
     pub units: ApproximateUnits,
-    /// Instructions of warps after which the run is given up.
+    /// The number of warp instructions after which the run ends with an error.
     pub most_work: u64,
 }
 
@@ -166,7 +168,7 @@ impl Default for InterpretOptions {
     }
 }
 
-/// What a thread did that it must not.
+/// The rule that a thread broke.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PtxFault {
     /// An access outside of every array.
@@ -175,7 +177,7 @@ pub enum PtxFault {
     Misaligned,
     /// A read of what was not written.
     Uninitialised,
-    /// A touch of a copy under way.
+    /// An access to bytes that an asynchronous copy or store reads or writes.
     NotCopied,
     /// Two accesses that nothing orders.
     Race,
@@ -187,7 +189,7 @@ pub enum PtxFault {
     Divergence,
     /// Threads that wait for ever.
     Deadlock,
-    /// What the manual leaves undefined.
+    /// Behaviour that the manual leaves undefined.
     Undefined,
 }
 
@@ -208,25 +210,25 @@ impl fmt::Display for PtxFault {
     }
 }
 
-/// Why a module was not read, or not run to its end.
+/// The reason why a module was not read, or not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PtxInterpretError {
     /// The text is not PTX, or not of the supported part of it.
     #[error("line {line}: {problem}")]
     Text {
-        /// Where it is, counted from 1.
+        /// The line of the text, counted from 1.
         line: usize,
-        /// What was found, and what was expected.
+        /// The finding and the expectation, in words.
         problem: String,
     },
     /// An instruction is unknown or wrong in itself.
     #[error("line {line}: {name}: {problem}")]
     Instruction {
-        /// Where it is, counted from 1.
+        /// The line of the text, counted from 1.
         line: usize,
         /// The instruction with its modifiers.
         name: String,
-        /// What was found, and what was expected.
+        /// The finding and the expectation, in words.
         problem: String,
     },
     /// The launch or the arrays are not those that the entry takes.
@@ -235,41 +237,41 @@ pub enum PtxInterpretError {
     /// A thread broke a rule.
     #[error("line {line}: {name}: CTA {cta}, thread {thread}: {fault}: {problem}")]
     Fault {
-        /// Where it is, counted from 1.
+        /// The line of the text, counted from 1.
         line: usize,
         /// The instruction with its modifiers.
         name: String,
-        /// The CTA's place in the grid, x fastest.
+        /// The number of the CTA in the grid, x fastest.
         cta: u32,
-        /// The thread's place in its CTA, x fastest.
+        /// The number of the thread in its CTA, x fastest.
         thread: u32,
-        /// The rule.
+        /// The rule that was broken.
         fault: PtxFault,
-        /// What was found, and what was expected.
+        /// The finding and the expectation, in words.
         problem: String,
     },
     /// Bytes of an output that no thread wrote.
     #[error("{buffer}: {bytes} bytes were never written, the first at {first}")]
     Unwritten {
-        /// The output.
+        /// The name of the output array.
         buffer: String,
-        /// How many.
+        /// The number of bytes that were not written.
         bytes: usize,
-        /// The first of them.
+        /// The offset of the first unwritten byte.
         first: usize,
     },
     /// Two orders of threads led to other bytes.
     #[error("{buffer}: byte {byte} depends on the order in which threads run")]
     OrderDependent {
-        /// What differs.
+        /// The name of the array that differs.
         buffer: String,
-        /// Where.
+        /// The offset of the first byte that differs.
         byte: usize,
     },
     /// The run was given up.
     #[error("not finished after {most} warp instructions: the kernel is too large to be interpreted, or does not end")]
     Endless {
-        /// Instructions that the run could take.
+        /// The limit of warp instructions, [`InterpretOptions::most_work`].
         most: u64,
     },
 }
@@ -283,8 +285,32 @@ impl PtxModule {
         Ok(Self { entries: decode::decode(&parse::parse(text)?)? })
     }
 
-    /// Runs `entry` on `buffers`, and returns them as the kernel left them. Each of `arguments` names the buffer whose
-    /// address the parameter takes; two may name one buffer.
+    /// Runs `entry` on `buffers`, and returns them as the kernel left them. Each of `arguments` is the index of the buffer
+    /// whose address the parameter takes; two may be equal.
+    ///
+    /// ```
+    /// use assay_ptx_interpreter::{GlobalArray, GridLaunch, InterpretOptions, PtxModule};
+    ///
+    /// let text = ".version 8.0 .target sm_90 .address_size 64
+    ///     .entry store_lane(.param .u64 out) {
+    ///         .reg .u64 %out;
+    ///         .reg .u32 %lane;
+    ///         ld.param.u64 %out, [out];
+    ///         mov.u32 %lane, %laneid;
+    ///         st.global.u32 [%out], %lane;
+    ///     }";
+    /// let module = PtxModule::parse(text)?;
+    /// let launch = GridLaunch { grid: [1; 3], block: [1; 3], cluster: [1; 3], dynamic_shared: 0 };
+    /// let out = vec![GlobalArray::output("out", 4)];
+    /// let arrays = module.run("store_lane", &launch, out.clone(), &[0], &InterpretOptions::default())?;
+    /// assert_eq!(arrays[0].bytes, [0, 0, 0, 0]);
+    ///
+    /// // Two threads store to the same address, and nothing orders their stores.
+    /// let launch = GridLaunch { block: [2, 1, 1], ..launch };
+    /// let error = module.run("store_lane", &launch, out, &[0], &InterpretOptions::default()).unwrap_err();
+    /// assert!(error.to_string().contains("race"));
+    /// # Ok::<(), assay_ptx_interpreter::PtxInterpretError>(())
+    /// ```
     ///
     /// # Errors
     /// When launch or arrays do not fit the entry, and when a thread breaks a rule of [the module](self).
@@ -302,10 +328,10 @@ impl PtxModule {
         run::run(kernel, launch, buffers, arguments, options)
     }
 
-    /// [`run`](Self::run) in sequence and in an order drawn from `seed`: both must give the same bytes.
+    /// Runs an entry twice, in sequence and in an order drawn from `seed`; both runs must give the same bytes.
     ///
     /// # Errors
-    /// As [`run`](Self::run), and where the bytes differ.
+    /// When [`run`](Self::run) does, and when the bytes of the two runs differ.
     pub fn run_both(
         &self,
         entry: &str,

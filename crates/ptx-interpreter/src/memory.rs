@@ -1,8 +1,9 @@
-//! Bytes that know who wrote and who read them.
+//! Memory whose bytes record their last write and the reads since, so that races are found (a happens-before detector).
 //!
-//! A thread counts the moments at which others could learn of what it did: its clock. An access is known by its
-//! [`Epoch`], thread and clock. What a thread knows is, of every thread of the cluster, the clock up to which it
-//! has learnt of what that did. An access is before another if the thread of the other knows its epoch, or is the same.
+//! Each thread has a clock, which counts the moments at which others could learn of its accesses. An access is identified
+//! by its [`Epoch`]: thread and clock. A thread's vector clock says, for every thread of the cluster, up to which clock it
+//! has learnt of that thread's accesses. An access happens before another if the thread of the other knows its epoch, or is
+//! the same thread.
 
 use std::ops::Range;
 
@@ -11,34 +12,35 @@ use super::PtxFault;
 /// A thread of the grid in the upper half, its clock in the lower.
 type Epoch = u64;
 
-/// Before everything: what is there when the kernel begins.
+/// The epoch of bytes that are written before the kernel begins.
 const BEGINNING: Epoch = 0;
-/// Of bytes that nobody wrote.
+/// The epoch of bytes that no thread has written.
 const UNWRITTEN: Epoch = u64::MAX;
-/// The clock of a copy under way, which nobody knows.
+/// The clock of a copy under way, which no thread knows.
 pub(super) const UNDER_WAY: u32 = u32::MAX;
-/// In the upper half of an epoch: the lower half is an index of [`CheckedMemory::many`].
+/// The upper half of an epoch whose lower half is an index into [`CheckedMemory::many`].
 const MANY: u64 = u32::MAX as u64 - 1;
 
+/// The last write of a byte and the reads since.
 #[derive(Clone, Copy)]
 struct ByteHistory {
     write: Epoch,
-    /// The last read since the write, if all reads before it are known to its thread.
+    /// The last read since the write if its thread knows of all earlier ones; else an index of them all.
     read: Epoch,
-    /// Instructions that did so.
+    /// The instruction of the last write, by its number in the entry.
     write_at: u32,
     read_at: u32,
 }
 
-/// Reads, or atomic operations, of one byte of which some do not know others.
+/// Reads or atomic operations of one byte that do not all know of each other.
 #[derive(Clone)]
 struct ConcurrentAccesses {
     cell: usize,
     atomic: bool,
     cluster: u32,
-    /// One by another cluster.
+    /// An access by a cluster before this one, if any.
     other: Option<Epoch>,
-    /// Of each thread of the cluster the clock of its last, or 0.
+    /// The clock of each thread's last access, or 0 if it has none.
     clocks: Vec<u32>,
 }
 
@@ -48,29 +50,29 @@ pub(super) struct CheckedMemory {
     cells: Vec<ByteHistory>,
     many: Vec<ConcurrentAccesses>,
     unused: Vec<usize>,
-    /// Bytes that were read as constant.
+    /// Whether each byte was read as constant, through `ld.global.nc`.
     constant: Vec<bool>,
 }
 
-/// Who touches memory, and what that thread knows.
+/// A thread that accesses memory, and the vector clock of what it knows.
 #[derive(Clone, Copy)]
 pub(super) struct Accessor<'a> {
     pub(super) cluster: u32,
-    /// In the cluster.
+    /// The number of the thread in its cluster.
     pub(super) thread: u32,
     pub(super) clock: u32,
-    /// Of every thread of the cluster.
+    /// The clock of every thread of the cluster up to which this thread knows of its accesses.
     pub(super) known: &'a [u32],
-    /// The instruction.
+    /// The number of the instruction in its entry.
     pub(super) at: u32,
 }
 
-/// Why memory must not be touched: another access, by which thread of the grid and instruction.
+/// The reason why an access is refused: an earlier access that nothing orders before it.
 #[derive(Debug)]
 pub(super) struct AccessConflict {
     pub(super) fault: PtxFault,
     pub(super) byte: usize,
-    /// The other's thread of the grid, its instruction, and whether it wrote.
+    /// The other access: the thread in the grid, the instruction, and whether it wrote.
     pub(super) other: Option<(u32, u32, bool)>,
 }
 
@@ -83,7 +85,7 @@ impl Accessor<'_> {
         epoch_of(self.first() + self.thread, self.clock)
     }
 
-    /// Whether this thread knows of the access, which is no [`MANY`] of them.
+    /// Whether this thread knows of a single access, one that is not [`MANY`].
     fn knows(&self, epoch: Epoch) -> bool {
         let (thread, clock) = ((epoch >> 32) as u32, epoch as u32);
         if epoch == BEGINNING {
@@ -97,7 +99,7 @@ impl Accessor<'_> {
 }
 
 impl ConcurrentAccesses {
-    /// An epoch of the cluster, for clusters that know of none of it.
+    /// Returns an epoch that represents the cluster's accesses to later clusters, which know of none of them.
     fn cluster_epoch(&self) -> Epoch {
         epoch_of(self.cluster * self.clocks.len() as u32, 1)
     }
@@ -107,12 +109,12 @@ impl ConcurrentAccesses {
             self.other = Some(self.cluster_epoch());
             self.cluster = by.cluster;
         }
-        // A copy stays under way.
+        // The clock of a copy under way is the largest: another read by the same thread does not end it.
         let clock = &mut self.clocks[by.thread as usize];
         *clock = by.clock.max(*clock);
     }
 
-    /// One that `by` does not know of.
+    /// Finds an access of which `by` does not know.
     fn unknown(&self, by: &Accessor) -> Option<Epoch> {
         if self.other.is_some() || self.cluster != by.cluster {
             return self.other.or(Some(self.cluster_epoch()));
@@ -131,17 +133,17 @@ fn many_of(epoch: Epoch) -> Option<usize> {
 }
 
 impl CheckedMemory {
-    /// CheckedMemory that holds `bytes` from the beginning on.
+    /// Creates memory that holds `bytes` before the kernel begins.
     pub(super) fn written(bytes: Vec<u8>) -> Self {
         Self::new(bytes, BEGINNING)
     }
 
-    /// CheckedMemory that must be written before it is read.
+    /// Creates memory that must be written before it is read.
     pub(super) fn unwritten(bytes: Vec<u8>) -> Self {
         Self::new(bytes, UNWRITTEN)
     }
 
-    /// These bytes must be written before they are read.
+    /// Marks bytes as not yet written, so that they must be written before they are read.
     pub(super) fn forget(&mut self, bytes: Range<usize>) {
         self.cells[bytes].iter_mut().for_each(|cell| cell.write = UNWRITTEN);
     }
@@ -151,13 +153,13 @@ impl CheckedMemory {
         Self { bytes, cells, many: Vec::new(), unused: Vec::new(), constant: Vec::new() }
     }
 
-    /// Bytes that nobody wrote: how many, and the first.
+    /// Counts the bytes that no thread has written, and finds the first of them.
     pub(super) fn never_written(&self) -> Option<(usize, usize)> {
         let first = self.cells.iter().position(|cell| cell.write == UNWRITTEN)?;
         Some((self.cells.iter().filter(|cell| cell.write == UNWRITTEN).count(), first))
     }
 
-    /// The last write, where `by` does not know of it.
+    /// Checks that `by` knows of the last write, and if it reads that there was one.
     fn check_write(&self, byte: usize, by: &Accessor, reads: bool) -> Result<(), AccessConflict> {
         let cell = &self.cells[byte];
         if cell.write == UNWRITTEN {
@@ -174,7 +176,7 @@ impl CheckedMemory {
         Err(AccessConflict { fault, byte, other: Some(((cell.write >> 32) as u32, cell.write_at, true)) })
     }
 
-    /// Reads and atomic operations since the last write, where `by` does not know of one.
+    /// Checks that `by` knows of all reads and atomic operations since the last write.
     fn check_reads(&self, byte: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let read = self.cells[byte].read;
         let unknown = match many_of(read) {
@@ -194,7 +196,7 @@ impl CheckedMemory {
         self.cells[byte].read = BEGINNING;
     }
 
-    /// ConcurrentAccesses accesses of `byte` in place of one; `before` is among them unless it is the beginning.
+    /// Replaces the single read of `byte` by a set of accesses, which starts with `before` unless that is the beginning.
     fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Accessor) {
         let thread = ((before >> 32) as u32).wrapping_sub(by.first()) as usize;
         let mut many = ConcurrentAccesses {
@@ -220,22 +222,25 @@ impl CheckedMemory {
         self.cells[byte].read = MANY << 32 | at as u64;
     }
 
-    /// That `by` reads `bytes` from `from` on.
+    /// Records that `by` reads `bytes` bytes from `from` on.
     pub(super) fn read(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let epoch = by.epoch();
         for byte in from..from + bytes {
+            // The last write must be known, or it races with this read.
             self.check_write(byte, by, true)?;
             let read = self.cells[byte].read;
             if read == epoch {
                 continue;
             }
             match many_of(read) {
+                // Atomic operations write too: a read must know of all of them, and then replaces them.
                 Some(many) if self.many[many].atomic => {
                     self.check_reads(byte, by)?;
                     self.forget_reads(byte);
                     self.cells[byte].read = epoch;
                 }
                 Some(many) => self.many[many].add(by),
+                // Who knows of the last read knows of all before it: one epoch suffices. This is the common case.
                 None if by.knows(read) => self.cells[byte].read = epoch,
                 None => self.begin_many(byte, false, read, by),
             }
@@ -244,7 +249,7 @@ impl CheckedMemory {
         Ok(())
     }
 
-    /// That `by` reads what nobody may write.
+    /// Records that `by` reads bytes that no thread may write during the whole run.
     pub(super) fn read_constant(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         self.constant.resize(self.bytes.len(), false);
         for byte in from..from + bytes {
@@ -261,10 +266,11 @@ impl CheckedMemory {
         self.read(from, bytes, by)
     }
 
-    /// That `by` writes.
+    /// Records that `by` writes `bytes` bytes from `from` on.
     pub(super) fn write(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         let epoch = by.epoch();
         for byte in from..from + bytes {
+            // A write must know of the last write and of every read since: it is then the only access to remember.
             self.check_write(byte, by, false)?;
             self.check_reads(byte, by)?;
             if self.constant.get(byte).is_some_and(|&constant| constant) {
@@ -280,7 +286,7 @@ impl CheckedMemory {
         Ok(())
     }
 
-    /// Notes that `by` begins a write which counts as the agent's, at the agent's clock.
+    /// Records a write by `by` that becomes known as the agent's, at the agent's clock.
     pub(super) fn write_as(
         &mut self,
         from: usize,
@@ -295,11 +301,12 @@ impl CheckedMemory {
         Ok(())
     }
 
-    /// That `by` reads and writes in one.
+    /// Records an atomic read and write by `by`; atomic operations do not conflict with each other.
     pub(super) fn read_and_write(&mut self, from: usize, bytes: usize, by: &Accessor) -> Result<(), AccessConflict> {
         for byte in from..from + bytes {
             self.check_write(byte, by, true)?;
             match many_of(self.cells[byte].read) {
+                // Atomic operations need not know of each other, only of the write and the reads before them.
                 Some(many) if self.many[many].atomic => self.many[many].add(by),
                 _ => {
                     self.check_reads(byte, by)?;
@@ -312,7 +319,7 @@ impl CheckedMemory {
         Ok(())
     }
 
-    /// That `by` knows now that its copy into these bytes is over.
+    /// Records that `by` has waited for its copy into these bytes.
     pub(super) fn copied_to(&mut self, from: usize, bytes: usize, by: &Accessor) {
         let under_way = Accessor { clock: UNDER_WAY, ..*by }.epoch();
         for cell in &mut self.cells[from..from + bytes] {
@@ -322,7 +329,7 @@ impl CheckedMemory {
         }
     }
 
-    /// As [`copied_to`](Self::copied_to), of what was read.
+    /// Records that `by` has waited for its copy out of these bytes.
     pub(super) fn copied_from(&mut self, from: usize, bytes: usize, by: &Accessor) {
         let under_way = Accessor { clock: UNDER_WAY, ..*by }.epoch();
         for cell in &mut self.cells[from..from + bytes] {
@@ -337,7 +344,7 @@ impl CheckedMemory {
         }
     }
 
-    /// A cluster is over: of its reads, that there were some is enough to know, since no later cluster knows of them.
+    /// Ends a cluster: one epoch replaces the sets of its reads, since later clusters know of none of them.
     pub(super) fn end_cluster(&mut self) {
         for at in 0..self.many.len() {
             let many = &self.many[at];

@@ -1,5 +1,5 @@
-//! PTX text into directives, declarations and instructions, each with its line. What they mean is [`super::decode`]'s
-//! matter.
+//! The first pass of reading: PTX text becomes directives, declarations and instructions, each with its line.
+//! [`super::decode`] gives them their meaning.
 
 use winnow::ascii::{digit0, digit1, multispace1, till_line_ending};
 use winnow::combinator::{alt, cut_err, delimited, eof, not, opt, peek, preceded, repeat, terminated};
@@ -10,30 +10,30 @@ use winnow::{ModalResult, Parser};
 
 use super::PtxInterpretError;
 
-/// No module is longer.
+/// The longest text of a module that is read, in bytes.
 const LONGEST_TEXT: usize = 16 << 20;
-/// Registers that `%r<N>` declares.
+/// The most registers that one `%r<N>` declares.
 const MOST_REGISTERS: u32 = 1 << 16;
 
-/// A module as it is written.
+/// A module as it is written, before its names are resolved.
 #[derive(Debug)]
 pub(super) struct ModuleText {
     pub(super) shared: Vec<SharedVariable>,
     pub(super) entries: Vec<EntryText>,
 }
 
-/// A `.entry` function.
+/// A `.entry` function as it is written.
 #[derive(Debug)]
 pub(super) struct EntryText {
     pub(super) line: usize,
     pub(super) name: String,
-    /// Names and types.
+    /// The names and types of the parameters, in order.
     pub(super) parameters: Vec<(String, String)>,
     pub(super) limits: Vec<LimitDirective>,
     pub(super) body: Vec<PtxStatement>,
 }
 
-/// `.reqntid 256, 1, 1`
+/// A directive that limits launches, such as `.reqntid 256, 1, 1`.
 #[derive(Debug)]
 pub(super) struct LimitDirective {
     pub(super) line: usize,
@@ -48,22 +48,22 @@ pub(super) struct SharedVariable {
     pub(super) name: String,
     pub(super) align: Option<u32>,
     pub(super) ty: String,
-    /// None in `name[]`, whose extent is the launch's.
+    /// The number of elements; None for `name[]`, whose extent the launch gives.
     pub(super) elements: Option<u32>,
 }
 
 #[derive(Debug)]
 pub(super) enum PtxStatement {
-    /// `{`
+    /// `{`, which opens a scope of names.
     Open,
-    /// `}`
+    /// `}`, which closes the innermost scope.
     Close,
-    /// `name:`
+    /// `name:`, the target of branches.
     Label {
         line: usize,
         name: String,
     },
-    /// `.reg .type %name, %name<count>;`
+    /// `.reg .type %name, %name<count>;`, a declaration of registers.
     Registers {
         line: usize,
         ty: String,
@@ -76,9 +76,9 @@ pub(super) enum PtxStatement {
 #[derive(Debug)]
 pub(super) struct InstructionText {
     pub(super) line: usize,
-    /// `@name` or `@!name`: whether it is negated, and the name.
+    /// The guard `@name` or `@!name`: whether it is negated, and the name.
     pub(super) guard: Option<(bool, String)>,
-    /// With its modifiers: `ld.shared.f32`.
+    /// The opcode with its modifiers, such as `ld.shared.f32`.
     pub(super) name: String,
     pub(super) operands: Vec<OperandText>,
 }
@@ -87,30 +87,30 @@ pub(super) struct InstructionText {
 pub(super) enum OperandText {
     /// A register, a variable or a label.
     Name(String),
-    /// `a|b`
+    /// `a|b`, two targets of one instruction.
     Pair(String, String),
-    /// `!name`
+    /// `!name`, the negation of a predicate.
     Not(String),
     Number(NumberText),
-    /// `{a, b}`
+    /// `{a, b}`, a vector of two or four operands.
     Vector(Vec<OperandText>),
-    /// `[base + offset]`
+    /// `[base + offset]`, an address in bytes.
     Address(Box<OperandText>, i64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum NumberText {
     Whole(i128),
-    /// `1.5`
+    /// A number such as `1.5`, read as an f64.
     Decimal(f64),
-    /// `0f3F800000`
+    /// The bits of an f32, written as `0f3F800000`.
     Single(u32),
 }
 
-/// The text from somewhere on, and where the lines of all of it end.
+/// The text that is not yet read, and the offsets at which the lines of the whole text end.
 type PtxInput<'t> = Stateful<LocatingSlice<&'t str>, &'t [usize]>;
 
-/// Why the text is not read, and where.
+/// A syntax error and its offset in the text.
 #[derive(Debug)]
 struct PtxSyntaxError {
     at: usize,
@@ -119,9 +119,9 @@ struct PtxSyntaxError {
 
 #[derive(Debug)]
 enum PtxSyntaxProblem {
-    /// Something else stands there; nothing where it is not known yet.
+    /// The text has something else; empty until a parser has named what it expects.
     Expected(String),
-    /// What is wrong with what stands there.
+    /// The text is of the expected form but not supported.
     Wrong(String),
 }
 
@@ -141,7 +141,7 @@ impl<'t> ParserError<PtxInput<'t>> for PtxSyntaxError {
     }
 }
 
-/// What was expected: what is said first, closest to the place, stays.
+/// Names what was expected. The first name, from the parser closest to the place, is kept.
 impl<I: Stream, C: ToString> AddContext<I, C> for PtxSyntaxError {
     fn add_context(mut self, _: &I, _: &I::Checkpoint, what: C) -> Self {
         if let PtxSyntaxProblem::Expected(expected) = &mut self.problem
@@ -155,12 +155,12 @@ impl<I: Stream, C: ToString> AddContext<I, C> for PtxSyntaxError {
 
 type PtxParseResult<T> = ModalResult<T, PtxSyntaxError>;
 
-/// A parser of some of the text.
+/// A parser of a part of the text.
 trait PtxParser<'t, T>: Parser<PtxInput<'t>, T, ErrMode<PtxSyntaxError>> {}
 
 impl<'t, T, P: Parser<PtxInput<'t>, T, ErrMode<PtxSyntaxError>>> PtxParser<'t, T> for P {}
 
-/// The module that `text` holds.
+/// Parses the text of a whole module.
 pub(super) fn parse(text: &str) -> Result<ModuleText, PtxInterpretError> {
     if text.len() > LONGEST_TEXT {
         let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
@@ -179,7 +179,7 @@ pub(super) fn parse(text: &str) -> Result<ModuleText, PtxInterpretError> {
     })
 }
 
-/// What stands first in `text`, as a message has it.
+/// Returns the first token of `text`, for messages.
 fn token_of(text: &str) -> String {
     let Some(first) = text.chars().next() else { return "the end of the text".into() };
     let name = |text: &str| text[..text.find(|c| !is_name(c)).unwrap_or(text.len())].to_string();
@@ -225,7 +225,7 @@ fn end(input: &mut PtxInput) -> PtxParseResult<char> {
     cut_err(mark(';')).parse_next(input)
 }
 
-/// Items with commas between them: after a comma there is one.
+/// Parses items separated by commas; a comma must be followed by an item.
 fn list<'t, T>(mut item: impl PtxParser<'t, T>) -> impl PtxParser<'t, Vec<T>> {
     move |input: &mut PtxInput<'t>| {
         let mut items = vec![item.parse_next(input)?];
@@ -241,12 +241,12 @@ fn name<'t>(input: &mut PtxInput<'t>) -> PtxParseResult<&'t str> {
     token(name).context("a name").parse_next(input)
 }
 
-/// `.name`
+/// Parses `.name`, and returns the name.
 fn directive<'t>(input: &mut PtxInput<'t>) -> PtxParseResult<&'t str> {
     token(preceded('.', take_while(1.., is_name))).context("a directive").parse_next(input)
 }
 
-/// A whole number that is not negative.
+/// Parses a whole number that is not negative.
 fn count(input: &mut PtxInput) -> PtxParseResult<u32> {
     let count = number.verify_map(|number| match number {
         NumberText::Whole(whole) => u32::try_from(whole).ok(),
@@ -255,7 +255,7 @@ fn count(input: &mut PtxInput) -> PtxParseResult<u32> {
     count.context("a whole number").parse_next(input)
 }
 
-/// `-1`, `0xFF`, `1U`, `1.5e-3`, `0f3F800000`
+/// Parses a number: `-1`, `0xFF`, `1U`, `1.5e-3` or `0f3F800000`.
 fn number(input: &mut PtxInput) -> PtxParseResult<NumberText> {
     let hex = |digits: usize| take_while(digits..=digits, |c: char| c.is_ascii_hexdigit());
     let single = preceded(alt(("0f", "0F")), hex(8)).verify_map(|bits: &str| u32::from_str_radix(bits, 16).ok());
@@ -304,7 +304,7 @@ fn module(input: &mut PtxInput) -> PtxParseResult<ModuleText> {
             "address_size" => {
                 cut_err(count.verify(|&bits| bits == 64)).context("addresses of 64 bits").parse_next(input)?;
             }
-            // Who may see what comes next.
+            // Linkage of the next declaration, which does not matter to one module.
             "visible" | "extern" => {}
             "shared" => text.shared.push(variable(input)?),
             "entry" => text.entries.push(entry(input)?),
@@ -338,7 +338,7 @@ fn parameters(input: &mut PtxInput) -> PtxParseResult<Vec<(String, String)>> {
     Ok(parameters)
 }
 
-/// `.param .u64 .ptr .global .align 16 name`
+/// Parses a parameter, such as `.param .u64 .ptr .global .align 16 name`, into its name and type.
 fn parameter(input: &mut PtxInput) -> PtxParseResult<(String, String)> {
     let param = directive.verify(|&word: &&str| word == "param").context(".param");
     let ty = preceded(param, directive).parse_next(input)?.to_string();
@@ -365,13 +365,13 @@ fn limit(input: &mut PtxInput) -> PtxParseResult<LimitDirective> {
     Ok(LimitDirective { line, name, numbers })
 }
 
-/// `"…";`, which says nothing about results.
+/// Parses the text `"…";` of a pragma, which does not change results.
 fn pragma(input: &mut PtxInput) -> PtxParseResult<()> {
     let text = delimited(mark('"'), take_until(0.., '"'), '"').context("a string");
     cut_err(terminated(text, end)).void().parse_next(input)
 }
 
-/// What follows `.shared`: `.align 16 .b8 name[64];`
+/// Parses the rest of a `.shared` declaration, such as `.align 16 .b8 name[64];`.
 fn variable(input: &mut PtxInput) -> PtxParseResult<SharedVariable> {
     let line = line(input)?;
     let mut ty = cut_err(directive).parse_next(input)?;
@@ -387,7 +387,7 @@ fn variable(input: &mut PtxInput) -> PtxParseResult<SharedVariable> {
     Ok(SharedVariable { line, name, align, ty: ty.to_string(), elements })
 }
 
-/// Statements up to the `}` of the entry.
+/// Parses the statements up to the `}` that ends the entry.
 fn body(input: &mut PtxInput) -> PtxParseResult<Vec<PtxStatement>> {
     let mut body = Vec::new();
     let mut depth = 0;
@@ -431,7 +431,7 @@ fn declaration(input: &mut PtxInput, line: usize) -> PtxParseResult<Option<PtxSt
             Ok(Some(PtxStatement::Registers { line, ty, names }))
         }
         "shared" => variable(input).map(|variable| Some(PtxStatement::Shared(variable))),
-        // BarrierId line of a source this was made from.
+        // The line of the source that this was made from.
         "loc" => till_line_ending.parse_next(input).map(|_| None),
         "pragma" => pragma(input).map(|()| None),
         other => {
@@ -442,7 +442,7 @@ fn declaration(input: &mut PtxInput, line: usize) -> PtxParseResult<Option<PtxSt
     }
 }
 
-/// `@!%p ld.shared.f32 %f, [%r + 4];`
+/// Parses an instruction, such as `@!%p ld.shared.f32 %f, [%r + 4];`.
 fn instruction(input: &mut PtxInput) -> PtxParseResult<InstructionText> {
     let negated_name = (token(opt('!')), name).map(|(not, name)| (not.is_some(), name.to_string()));
     let guard = opt(preceded(mark('@'), cut_err(negated_name))).parse_next(input)?;
@@ -473,7 +473,7 @@ fn simple(input: &mut PtxInput) -> PtxParseResult<OperandText> {
     alt((negated, number.map(OperandText::Number), named)).parse_next(input)
 }
 
-/// `[base]`, `[base + 16]`, `[base + -16]`
+/// Parses an address: `[base]`, `[base + 16]` or `[base + -16]`.
 fn address(input: &mut PtxInput) -> PtxParseResult<OperandText> {
     let base = cut_err(alt((number.map(OperandText::Number), name.map(|name| OperandText::Name(name.to_string())))));
     let offset = opt(preceded(mark('+'), cut_err(number)));

@@ -1,4 +1,4 @@
-//! Runs the threads of a cluster.
+//! The scheduler: runs the threads of each cluster, warp by warp, until all have exited.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -7,8 +7,10 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::arithmetic::{approximate, mask};
-use super::decode::MOST_SHARED;
-use super::instruction::{DecodedEntry, DecodedInstruction, InitialValue, PtxOperation, RegisterSlot, SpecialRegister};
+use super::instruction::{
+    DecodedEntry, DecodedInstruction, InitialValue, PtxOperation, PtxSpecialRegister, RegisterSlot,
+};
+use super::launch::{check, split, volume};
 use super::memory::CheckedMemory;
 use super::state::{
     ClusterBarrier, CtaState, LANES, LaneFault, LaneResult, LaneValues, ThreadState, VectorClock, WarpState, lanes_of,
@@ -16,26 +18,26 @@ use super::state::{
 };
 use super::{GlobalArray, GridLaunch, InterpretOptions, PtxFault, PtxInterpretError, ThreadOrder};
 
-/// How far apart global arrays begin, as a power of two; each begins in the middle of its own range.
+/// The distance between global arrays, as a power of two; each begins in the middle of its own range of addresses.
 pub(super) const ARRAY_RANGE: u32 = 40;
-/// How far apart the shared memories of a cluster lie in its window, as a power of two; 0 is one's own.
+/// The distance between the shared memories of a cluster's CTAs, as a power of two; range 0 is the thread's own CTA.
 pub(super) const PEER_RANGE: u32 = 24;
-/// Instructions that a part of a warp takes at most before another has its turn, where the order is shuffled.
+/// The most instructions that a part of a warp runs before another has its turn, if the order is shuffled.
 const LONGEST_TURN: u64 = 64;
 
-/// A cluster at a moment of a run.
+/// The state of a run: one cluster, and the global arrays that all clusters share.
 pub(super) struct ClusterMachine<'a> {
     pub(super) kernel: &'a DecodedEntry,
     pub(super) launch: &'a GridLaunch,
     pub(super) options: &'a InterpretOptions,
     pub(super) names: &'a [String],
     pub(super) global: &'a mut [CheckedMemory],
-    /// How late each of them begins, bytes.
+    /// The bytes by which each global array begins after the aligned start of its range.
     pub(super) late: &'a [u32],
     pub(super) arguments: &'a [usize],
     pub(super) arrays: Vec<(u32, u32)>,
     pub(super) random: Option<SmallRng>,
-    /// The cluster's place in the grid of clusters, and as a number.
+    /// The cluster's coordinates in the grid of clusters.
     pub(super) place: [u32; 3],
     pub(super) cluster: u32,
     pub(super) threads: Vec<ThreadState>,
@@ -46,71 +48,7 @@ pub(super) struct ClusterMachine<'a> {
     pub(super) work: &'a mut u64,
 }
 
-fn volume(extents: [u32; 3]) -> Option<u32> {
-    let [x, y, z] = extents;
-    x.checked_mul(y)?.checked_mul(z).filter(|&volume| volume > 0)
-}
-
-fn split(index: u32, extents: [u32; 3]) -> [u32; 3] {
-    [index % extents[0], index / extents[0] % extents[1], index / extents[0] / extents[1]]
-}
-
-/// What is wrong with the launch, or with the buffers.
-fn check(
-    kernel: &DecodedEntry,
-    launch: &GridLaunch,
-    buffers: &[GlobalArray],
-    arguments: &[usize],
-) -> Result<(), String> {
-    let GridLaunch { grid, block, cluster, dynamic_shared } = *launch;
-    let threads = volume(block).filter(|&threads| threads <= 1024);
-    let Some(threads) = threads else {
-        return Err(format!("a block of {block:?} threads, expected 1 to 1024"));
-    };
-    if kernel.limits.block.is_some_and(|expected| expected != block) {
-        return Err(format!(
-            "a block of {block:?} threads, and .reqntid says {:?}",
-            kernel.limits.block.unwrap_or_default()
-        ));
-    }
-    if kernel.limits.most_threads.is_some_and(|most| threads > most) {
-        return Err(format!("a block of {threads} threads, more than .maxntid says"));
-    }
-    let expected = kernel.limits.cluster.unwrap_or([1, 1, 1]);
-    if cluster != expected {
-        return Err(format!("clusters of {cluster:?}, and .reqnctapercluster says {expected:?}"));
-    }
-    let whole = (0..3).all(|axis| cluster[axis] > 0 && grid[axis].is_multiple_of(cluster[axis]));
-    let all = volume(grid)
-        .and_then(|ctas| ctas.checked_mul(threads + kernel.barriers_of_a_cta as u32))
-        .filter(|&all| all < u32::MAX - 1);
-    if !whole || all.is_none() || volume(cluster).is_none_or(|ctas| ctas > 16) {
-        return Err(format!("a grid of {grid:?} CTAs in clusters of {cluster:?}, expected whole clusters of 1 to 16"));
-    }
-    match kernel.dynamic {
-        None if dynamic_shared > 0 => {
-            return Err(format!("{dynamic_shared} bytes of dynamic shared memory, and no array that takes them"));
-        }
-        Some(start) if start.checked_add(dynamic_shared).is_none_or(|end| end >= MOST_SHARED) => {
-            return Err(format!("{dynamic_shared} bytes of dynamic shared memory are too many"));
-        }
-        _ => {}
-    }
-    if arguments.len() != kernel.parameters.len() {
-        let takes = kernel.parameters.join(", ");
-        return Err(format!("{} arguments, and {} takes {takes}", arguments.len(), kernel.name));
-    }
-    if let Some(buffer) = arguments.iter().find(|&&buffer| buffer >= buffers.len()) {
-        return Err(format!("argument {buffer} of {} buffers", buffers.len()));
-    }
-    let beyond = |GlobalArray { name, bytes, unwritten, .. }: &GlobalArray| {
-        let range = unwritten.iter().find(|range| range.start > range.end || range.end > bytes.len())?;
-        Some(format!("unwritten bytes {range:?} of {name}, which has {}", bytes.len()))
-    };
-    buffers.iter().find_map(beyond).map_or(Ok(()), Err)
-}
-
-/// [`super::PtxModule::run`] of one entry.
+/// Runs one entry, as [`super::PtxModule::run`] describes.
 pub(super) fn run(
     kernel: &DecodedEntry,
     launch: &GridLaunch,
@@ -119,6 +57,7 @@ pub(super) fn run(
     options: &InterpretOptions,
 ) -> Result<Vec<GlobalArray>, PtxInterpretError> {
     check(kernel, launch, &buffers, arguments).map_err(PtxInterpretError::Launch)?;
+    // The dynamic array follows the declared ones; what no launch allocates is out of bounds.
     let mut arrays = kernel.arrays.clone();
     arrays.extend(kernel.dynamic.map(|start| (start, start + launch.dynamic_shared)));
     let mut names = Vec::new();
@@ -135,6 +74,7 @@ pub(super) fn run(
         global.push(memory);
         not_there.push(unwritten);
     }
+    // Clusters share nothing but global memory and run one after another; nothing orders them, so their order may be shuffled.
     let of_clusters = [0, 1, 2].map(|axis| launch.grid[axis] / launch.cluster[axis]);
     let mut clusters: Vec<u32> = (0..volume(of_clusters).unwrap_or(0)).collect();
     let mut random = match options.order {
@@ -173,6 +113,7 @@ pub(super) fn run(
             memory.end_cluster();
         }
     }
+    // An output must have been written whole by the end.
     for (memory, name) in global.iter().zip(&names) {
         if let Some((bytes, first)) = memory.never_written() {
             return Err(PtxInterpretError::Unwritten { buffer: name.clone(), bytes, first });
@@ -189,7 +130,7 @@ pub(super) fn run(
 }
 
 impl ClusterMachine<'_> {
-    /// Threads, warps and memory of the cluster.
+    /// Creates the threads, the warps and the shared memory of the cluster.
     fn start(&mut self) {
         let GridLaunch { block, cluster, .. } = *self.launch;
         let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
@@ -237,7 +178,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// What a slot holds in the lanes of the warp whose first thread is `first` of a CTA of this rank.
+    /// Returns the initial value of a slot in each lane of a warp: the one that begins with thread `first` of the CTA `rank`.
     fn filled(&self, fill: InitialValue, rank: u32, first: u32) -> LaneValues {
         let GridLaunch { grid, block, cluster, .. } = *self.launch;
         let in_cluster = split(rank, cluster);
@@ -255,30 +196,30 @@ impl ClusterMachine<'_> {
         let mut lanes = [0; LANES];
         for (lane, value) in (0_u32..).zip(&mut lanes) {
             *value = u64::from(match special {
-                SpecialRegister::Tid(axis) => split(first + lane, block)[axis],
-                SpecialRegister::Ntid(axis) => block[axis],
-                SpecialRegister::Ctaid(axis) => self.place[axis] * cluster[axis] + in_cluster[axis],
-                SpecialRegister::Nctaid(axis) => grid[axis],
-                SpecialRegister::ClusterCtaid(axis) => in_cluster[axis],
-                SpecialRegister::ClusterNctaid(axis) => cluster[axis],
-                SpecialRegister::ClusterId(axis) => self.place[axis],
-                SpecialRegister::Nclusterid(axis) => grid[axis] / cluster[axis],
-                SpecialRegister::ClusterCtarank => rank,
-                SpecialRegister::ClusterNctarank => volume(cluster).unwrap_or(0),
-                SpecialRegister::Laneid => lane,
-                SpecialRegister::Warpid => first / LANES as u32,
-                SpecialRegister::Nwarpid => warps,
-                SpecialRegister::LanesBelow => mask(lane) as u32,
-                SpecialRegister::LanesUpTo => mask(lane + 1) as u32,
-                SpecialRegister::LanesFrom => !(mask(lane) as u32),
-                SpecialRegister::LanesAbove => !(mask(lane + 1) as u32),
-                SpecialRegister::LaneBit => 1 << lane,
+                PtxSpecialRegister::Tid(axis) => split(first + lane, block)[axis],
+                PtxSpecialRegister::Ntid(axis) => block[axis],
+                PtxSpecialRegister::Ctaid(axis) => self.place[axis] * cluster[axis] + in_cluster[axis],
+                PtxSpecialRegister::Nctaid(axis) => grid[axis],
+                PtxSpecialRegister::ClusterCtaid(axis) => in_cluster[axis],
+                PtxSpecialRegister::ClusterNctaid(axis) => cluster[axis],
+                PtxSpecialRegister::ClusterId(axis) => self.place[axis],
+                PtxSpecialRegister::Nclusterid(axis) => grid[axis] / cluster[axis],
+                PtxSpecialRegister::ClusterCtarank => rank,
+                PtxSpecialRegister::ClusterNctarank => volume(cluster).unwrap_or(0),
+                PtxSpecialRegister::Laneid => lane,
+                PtxSpecialRegister::Warpid => first / LANES as u32,
+                PtxSpecialRegister::Nwarpid => warps,
+                PtxSpecialRegister::LanesBelow => mask(lane) as u32,
+                PtxSpecialRegister::LanesUpTo => mask(lane + 1) as u32,
+                PtxSpecialRegister::LanesFrom => !(mask(lane) as u32),
+                PtxSpecialRegister::LanesAbove => !(mask(lane + 1) as u32),
+                PtxSpecialRegister::LaneBit => 1 << lane,
             });
         }
         lanes
     }
 
-    /// The CTA's place in the grid, as a number.
+    /// Returns the number of a CTA in the grid, x fastest.
     pub(super) fn cta_in_grid(&self, cluster: u32, rank: u32) -> u32 {
         let GridLaunch { grid, cluster: extents, .. } = *self.launch;
         let place = split(cluster, [0, 1, 2].map(|axis| grid[axis] / extents[axis]));
@@ -287,7 +228,7 @@ impl ClusterMachine<'_> {
         x + grid[0] * (y + grid[1] * z)
     }
 
-    /// CTA in the grid and thread in the CTA, of a thread of the grid counted by clusters.
+    /// Returns the CTA in the grid and the thread in that CTA, for a thread of the grid counted by clusters.
     pub(super) fn thread_of(&self, thread: u32) -> (u32, u32) {
         let all = self.agents() as u32;
         let per_cta = (self.threads.len() / self.ctas.len()) as u32;
@@ -301,7 +242,7 @@ impl ClusterMachine<'_> {
         PtxInterpretError::Fault { line: *line, name: name.clone(), cta, thread, fault, problem }
     }
 
-    /// All warps to their end.
+    /// Runs all warps until their threads have exited, or until none can go on.
     fn run(&mut self) -> Result<(), PtxInterpretError> {
         let mut order: Vec<usize> = (0..self.warps.len()).collect();
         loop {
@@ -321,7 +262,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// Whether anything was done: in sequence, until the warp waits; shuffled, one turn.
+    /// Runs a warp until it waits, or for one turn if the order is shuffled, and returns whether it ran at all.
     fn run_warp(&mut self, w: usize) -> Result<bool, PtxInterpretError> {
         let mut progress = false;
         while let Some((group, at)) = self.next_group(w) {
@@ -342,10 +283,11 @@ impl ClusterMachine<'_> {
         Ok(progress)
     }
 
-    /// LaneValues that stand at one instruction: one that is not collective if there is, the first or, shuffled, any; or a
-    /// collective one for which nobody is missing.
+    /// Chooses the lanes to run next, all at one instruction. Instructions that are not collective go first: the lowest, or
+    /// any if the order is shuffled. Else it is a collective instruction for which no lane is missing.
     fn next_group(&mut self, w: usize) -> Option<(u32, usize)> {
         let warp = &self.warps[w];
+        // Lanes that can go on, in groups by their instruction.
         let mut rest = warp.alive & !warp.waiting;
         let (mut alone, mut collective) = (Vec::new(), Vec::new());
         while rest != 0 {
@@ -362,15 +304,17 @@ impl ClusterMachine<'_> {
                 None => first,
             };
         }
+        // Only collective instructions are left: the first for which every lane that must take part has come.
         collective.sort_by_key(|&(_, at)| at);
         let absent = |&(group, at): &(u32, usize)| self.missing(w, group, at).map(|(_, absent)| absent);
         let complete = collective.iter().find(|group| absent(group).is_none());
-        // Who waits at a barrier may yet come; who does not has gone another way.
+        // A missing lane that waits at a barrier may still come; one that does not wait has taken another path. Then the
+        // group runs, and reports the missing lane.
         let never = |group: &&(u32, usize)| absent(group).is_some_and(|lane| warp.waiting >> lane & 1 == 0);
         complete.or_else(|| collective.iter().find(never)).copied()
     }
 
-    /// The lanes of `group` for which the guard holds.
+    /// Returns the lanes of `group` for which the guard of the instruction holds.
     fn guarded(&self, w: usize, group: u32, at: usize) -> u32 {
         match self.kernel.instructions[at].guard {
             None => group,
@@ -381,7 +325,7 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// A lane that takes no part in a collective instruction of `group`, though one that does needs it.
+    /// Finds a lane of `group` and another that it needs for a collective instruction and that does not take part.
     pub(super) fn missing(&self, w: usize, group: u32, at: usize) -> Option<(usize, usize)> {
         let warp = &self.warps[w];
         let active = self.guarded(w, group, at);
@@ -413,15 +357,16 @@ impl ClusterMachine<'_> {
         }
     }
 
-    /// The lanes of `group` from instruction `at` on, while they stay together, for `most` instructions.
+    /// Runs the lanes of `group` from instruction `at` on while they stay together, for at most `most` instructions.
     fn run_group(&mut self, w: usize, group: u32, at: usize, most: u64) -> Result<(), PtxInterpretError> {
         let kernel = self.kernel;
         let warp = &self.warps[w];
-        // Where others of the warp wait to be joined.
+        // In sequence, a group stops where it meets others of the warp, so that they go on together.
         let others = warp.alive & !warp.waiting & !group;
         let join = if self.random.is_none() { lanes_of(others).map(|lane| warp.pcs[lane]).min() } else { None };
         let mut pc = at;
         for _ in 0..most {
+            // Work is bounded: a kernel that does not end is an error, not a hang.
             *self.work += 1;
             if *self.work > self.options.most_work {
                 return Err(PtxInterpretError::Endless { most: self.options.most_work });
@@ -446,8 +391,9 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// One instruction by the lanes of `group`: where they go on, or None where they part or wait.
+    /// Runs one instruction for the lanes of `group`, and returns their next one, or None if they part or wait.
     fn step(&mut self, w: usize, group: u32, pc: usize, instruction: &DecodedInstruction) -> LaneResult<Option<usize>> {
+        // The guard is read by every lane, the sources only where it holds.
         if let Some((guard, _)) = instruction.guard {
             self.check_written(w, group, guard)?;
         }
@@ -465,7 +411,7 @@ impl ClusterMachine<'_> {
                 if active == 0 {
                     return Ok(Some(pc + 1));
                 }
-                // Shuffled, threads stand at one place in different rounds of a loop.
+                // In a shuffled order, threads may be at one instruction in different iterations of a loop.
                 if *uniform && self.random.is_none() {
                     let lane = (group & !active).trailing_zeros() as usize;
                     let problem = "some threads of the warp take the branch and this does not".to_string();
@@ -481,7 +427,7 @@ impl ClusterMachine<'_> {
                 self.exit(w, active)?;
                 Ok(None)
             }
-            // LaneValues may go on at different times.
+            // Each lane's wait may end at another time: the lanes do not stay together.
             PtxOperation::TryWait { complete, at, parity, acquires } => {
                 self.set_pcs(w, group, pc + 1);
                 self.try_wait(w, active, pc, (*at, *parity, *complete), *acquires)?;
@@ -526,7 +472,7 @@ impl ClusterMachine<'_> {
         warp.written[slot] |= active;
     }
 
-    /// `function` of three slots, lane by lane.
+    /// Applies `function` to three slots, lane by lane.
     pub(super) fn map(
         &self,
         w: usize,
@@ -649,13 +595,14 @@ impl ClusterMachine<'_> {
                 return Err(LaneFault { lane, fault: PtxFault::NotCopied, problem });
             }
         }
+        // The exit is visible to barriers of the CTA and of the cluster, which wait for threads that have not exited.
         self.warps[w].alive &= !lanes;
         self.ctas[cta].alive -= u64::from(lanes.count_ones());
         self.alive -= lanes.count_ones() as usize;
-        // Who is expected no longer does not count among those who came.
+        // A thread that has exited is not expected on the cluster's barrier, and its arrival no longer counts.
         let came = lanes_where(lanes, |lane| self.threads[first + lane].arrivals > self.barrier.phases);
         self.barrier.arrived -= came.count_ones() as usize;
-        // Who waited for these alone waits no longer.
+        // Threads that waited only for these go on.
         let ids: Vec<u64> = self.ctas[cta].barriers.keys().copied().collect();
         for id in ids {
             self.finish_barrier(cta, id);
@@ -664,8 +611,9 @@ impl ClusterMachine<'_> {
         Ok(())
     }
 
-    /// Who waits where, and who is missing.
+    /// Describes a deadlock: how many threads wait at which instruction, and what their barriers lack.
     fn deadlock(&self) -> PtxInterpretError {
+        // The instruction at which a thread is; one that waits has its counter behind it already.
         let at = |thread: usize| {
             let (w, lane) = self.lane_of(thread);
             let warp = &self.warps[w];
@@ -688,8 +636,10 @@ impl ClusterMachine<'_> {
         self.fault(all[0].0, all[0].1, PtxFault::Deadlock, problem)
     }
 
-    /// That no CTA may have exited when a peer touched its memory: some thread of it knew of the touch.
+    /// Checks that no CTA could have exited before a peer touched its memory: some thread of it knew of the touch at its exit.
     fn check_peers(&self) -> Result<(), PtxInterpretError> {
+        // A CTA's shared memory ends with its last thread. A touch by a peer is safe if some thread of the CTA had learnt of it
+        // before it exited.
         let per_cta = self.threads.len() / self.ctas.len();
         for (rank, cta) in self.ctas.iter().enumerate() {
             if let Some((thread, at)) = self.stored_after_exit(rank) {

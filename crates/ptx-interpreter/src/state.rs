@@ -1,4 +1,4 @@
-//! What threads, warps and CTAs are at a moment of a run, and what threads know.
+//! The state of threads, warps and CTAs during a run, and the vector clocks of what threads know.
 
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
@@ -8,16 +8,17 @@ use super::instruction::{BarrierReduction, RegisterSlot};
 use super::memory::CheckedMemory;
 use super::transaction::TransactionBarrier;
 
-/// Threads of a warp.
+/// The number of threads of a warp.
 pub(super) const LANES: usize = 32;
 
-/// A value for each.
+/// A value for each lane of a warp.
 pub(super) type LaneValues = [u64; LANES];
 
-/// The clock of every thread of the cluster, and of every barrier in its shared memory, up to which a thread has learnt of it.
+/// The knowledge of a thread: for every thread of the cluster, and every barrier in its shared memory, the clock up to which
+/// the thread has learnt of its accesses.
 pub(super) type VectorClock = Rc<[u32]>;
 
-/// What a thread did wrong, before it is known where.
+/// A fault of one lane, before the instruction and the thread are added.
 pub(super) struct LaneFault {
     pub(super) lane: usize,
     pub(super) fault: PtxFault,
@@ -26,11 +27,11 @@ pub(super) struct LaneFault {
 
 pub(super) type LaneResult<T> = Result<T, LaneFault>;
 
-/// What threads know once all have come together.
+/// The join of the vector clocks of threads that synchronise.
 #[derive(Clone, Default)]
 pub(super) struct ClockJoin {
     pub(super) clocks: Vec<u32>,
-    /// Knowledge that is in `clocks` already.
+    /// The vector clocks that `clocks` already includes.
     pub(super) met: Vec<VectorClock>,
     pub(super) phases: u32,
 }
@@ -55,7 +56,7 @@ impl ClockJoin {
     }
 }
 
-/// A copy under way: where from and where to, and the bytes read and written.
+/// A `cp.async` under way: source and target, and the numbers of bytes read and written.
 pub(super) struct AsyncCopy {
     pub(super) array: usize,
     pub(super) from: usize,
@@ -64,12 +65,13 @@ pub(super) struct AsyncCopy {
     pub(super) written: usize,
 }
 
+/// The state of a thread: its clock, its knowledge and its copies.
 pub(super) struct ThreadState {
     pub(super) clock: u32,
     pub(super) known: VectorClock,
-    /// What a relaxed arrival passes on: what was known at the last fence.
+    /// The knowledge and the clock at the last fence, which a relaxed arrival passes on.
     pub(super) fenced: Option<(VectorClock, u32)>,
-    /// Phases of the cluster's barrier that it knows to be over.
+    /// The number of phases of the cluster's barrier that it knows to be over.
     pub(super) phases: u32,
     pub(super) arrivals: u32,
     pub(super) waits: u32,
@@ -77,40 +79,42 @@ pub(super) struct ThreadState {
     pub(super) groups: VecDeque<Vec<AsyncCopy>>,
 }
 
+/// The state of a warp: its masks, program counters and slots.
 pub(super) struct WarpState {
     pub(super) cta: usize,
-    /// The thread of lane 0, in the cluster.
+    /// The number in the cluster of the thread of lane 0.
     pub(super) first: usize,
-    /// LaneValues that there are, that have not exited, that wait.
+    /// The lanes that have a thread, as a mask; the next two are those that have not exited and those that wait.
     pub(super) lanes: u32,
     pub(super) alive: u32,
     pub(super) waiting: u32,
     pub(super) pcs: [usize; LANES],
     pub(super) slots: Vec<LaneValues>,
-    /// Of each slot, the lanes that hold something.
+    /// The lanes of each slot that have been written, as a mask.
     pub(super) written: Vec<u32>,
 }
 
-/// A barrier of a CTA on which some have arrived.
+/// A named barrier of a CTA on which some threads have arrived.
 #[derive(Default)]
 pub(super) struct CtaBarrier {
-    /// None where all threads take part.
+    /// The number of threads that take part; None for all of the CTA.
     pub(super) expected: Option<u64>,
     pub(super) arrived: u64,
     pub(super) waiting: Vec<usize>,
     pub(super) meeting: ClockJoin,
-    /// Threads whose predicate held.
+    /// The number of arrived threads whose predicate held.
     pub(super) held: u64,
     pub(super) reduces: Vec<(usize, RegisterSlot, BarrierReduction)>,
 }
 
+/// The state of a CTA: its shared memory and barriers.
 pub(super) struct CtaState {
     pub(super) shared: CheckedMemory,
     pub(super) barriers: HashMap<u64, CtaBarrier>,
-    /// Barriers in its shared memory, in the order in which they were initialised.
+    /// The mbarriers in its shared memory, in the order of their initialisation.
     pub(super) transactions: Vec<TransactionBarrier>,
     pub(super) alive: u64,
-    /// Of each thread of the cluster, the clock and the instruction of its last touch of this CTA's memory as a peer.
+    /// The clock and the instruction of each thread's last access to this CTA's memory as a peer; clock 0 for none.
     pub(super) touched: Vec<(u32, u32)>,
 }
 
@@ -118,21 +122,21 @@ pub(super) struct CtaState {
 pub(super) struct ClusterBarrier {
     pub(super) arrived: usize,
     pub(super) waiting: Vec<usize>,
-    /// Phases that are over.
+    /// The number of phases that are over.
     pub(super) phases: u32,
     pub(super) meeting: ClockJoin,
-    /// What the last phase passed on.
+    /// The knowledge that the last phase passed on, if any arrival released.
     pub(super) passed: Option<VectorClock>,
-    /// What it came to with what threads knew themselves.
+    /// The joins of `passed` with the knowledge of threads, so that each is computed once.
     pub(super) joined: Vec<[VectorClock; 2]>,
 }
 
-/// The lanes of a mask.
+/// Iterates over the lanes of a mask.
 pub(super) fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
     (0..LANES).filter(move |lane| mask >> lane & 1 == 1)
 }
 
-/// The mask of the lanes of `mask` of which `holds` is true.
+/// Returns the mask of the lanes of `mask` for which `holds` is true.
 pub(super) fn lanes_where(mask: u32, holds: impl Fn(usize) -> bool) -> u32 {
     lanes_of(mask).filter(|&lane| holds(lane)).fold(0, |lanes, lane| lanes | 1 << lane)
 }

@@ -1,11 +1,11 @@
 //! Barriers in shared memory (`mbarrier`) and the asynchronous stores that complete on them.
 //!
 //! A phase of such a barrier ends when no arrival is pending and as many bytes were stored as were expected. Bytes of an
-//! asynchronous store are known to no thread, not even to the one that stores, before the phase on which they complete is
+//! asynchronous store are known to no thread, including the one that stores, before the phase on which they complete is
 //! over and the thread has seen that by a wait that acquires at the scope of the cluster.
 //!
-//! For what threads know, each barrier is an agent of its own beside the threads: its clock is 1 once it is initialised, and
-//! one more after each phase. An asynchronous store writes as the agent of its barrier, at the clock that ends the phase.
+//! In the vector clocks each barrier is an agent of its own, in addition to the threads: its clock is 1 once it is
+//! initialised, and one more after each phase. An asynchronous store writes as the agent of its barrier, at the clock that ends the phase.
 
 use std::collections::HashSet;
 
@@ -15,9 +15,9 @@ use super::memory::Accessor;
 use super::run::ClusterMachine;
 use super::state::{ClockJoin, LANES, LaneFault, LaneResult, ThreadState, VectorClock, lanes_of};
 
-/// Barriers that a CTA may have.
+/// The most mbarriers that a CTA may have.
 pub(super) const MOST_BARRIERS: usize = 8;
-/// Bytes of a barrier.
+/// The size of an mbarrier, in bytes.
 pub(super) const BARRIER_BYTES: usize = 8;
 /// The largest number of arrivals, and of bytes either way, that a barrier counts.
 const MOST_COUNTED: i64 = (1 << 20) - 1;
@@ -44,12 +44,12 @@ struct PhaseWaiter {
 pub(super) struct TransactionBarrier {
     /// The first byte in shared memory.
     start: usize,
-    /// Arrivals of a phase.
+    /// The number of arrivals that end a phase.
     count: i64,
     pending: i64,
     /// Bytes that are expected and not yet stored.
     bytes: i64,
-    /// Phases that are over.
+    /// The number of phases that are over.
     phases: u32,
     meeting: ClockJoin,
     /// Knowledge that the arrivals of the last phase passed on.
@@ -101,7 +101,7 @@ impl ClusterMachine<'_> {
         self.ctas[cta].transactions.iter().any(overlaps)
     }
 
-    /// Runs `mbarrier.init`.
+    /// Runs `mbarrier.init` for each active lane.
     fn initialise_barrier(
         &mut self,
         w: usize,
@@ -124,6 +124,7 @@ impl ClusterMachine<'_> {
             if number == MOST_BARRIERS {
                 return undefined(format!("a CTA with more than {MOST_BARRIERS} barriers is not supported"));
             }
+            // The initialisation is the agent's first event, which this lane knows and others must learn of.
             let agent = self.agent((cta, number));
             self.write_as(w, lane, pc, (cta, start, BARRIER_BYTES), (agent, 1))?;
             self.learn(self.warps[w].first + lane, agent, 1);
@@ -157,6 +158,7 @@ impl ClusterMachine<'_> {
     /// Runs `fence.mbarrier_init`: later arrivals, relaxed ones too, pass on which barriers are initialised, and nothing else.
     fn fence_initialised(&mut self, w: usize, active: u32) {
         for lane in lanes_of(active) {
+            // Only the agents' clocks are raised, to 1: the initialisation, and nothing that the thread knows of others.
             let (first, agents) = (self.threads.len(), self.agents());
             let thread = &mut self.threads[self.warps[w].first + lane];
             let (before, clock) = thread.fenced.take().map_or((vec![0; agents], 0), |(known, at)| (known.to_vec(), at));
@@ -241,6 +243,7 @@ impl ClusterMachine<'_> {
                 let problem = "a store over a barrier".to_string();
                 return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
+            // The bytes are written as the barrier's agent, at the clock that it will have when this phase is over.
             let over = self.ctas[cta].transactions[number].phases + 2;
             let agent = self.agent(which);
             self.write_as(w, lane, pc, (cta, start, bytes), (agent, over))?;
@@ -276,6 +279,7 @@ impl ClusterMachine<'_> {
             }
             let thread = self.warps[w].first + lane;
             let barrier = &mut self.ctas[cta].transactions[number];
+            // The first try of a thread for each phase fails, so that a wait without a loop around it is found.
             let is_over = barrier.is_over(parity);
             let phase = barrier.phases + u32::from(!is_over);
             if barrier.tried.insert((thread, phase)) {
@@ -297,6 +301,7 @@ impl ClusterMachine<'_> {
         if barrier.pending != 0 || barrier.bytes != 0 {
             return;
         }
+        // The next phase expects as many arrivals; what this one's arrivals released is kept for those who acquire it.
         barrier.phases += 1;
         barrier.pending = barrier.count;
         let ClockJoin { clocks, phases, .. } = std::mem::take(&mut barrier.meeting);
@@ -329,6 +334,7 @@ impl ClusterMachine<'_> {
             meeting.join(&passed);
             state.known = meeting.clocks.into();
         }
+        // At the scope of the cluster the stored bytes become known too: the agent's clock of the phase.
         if acquires == AcquireScope::OfCluster {
             self.learn(thread, agent, over);
         }

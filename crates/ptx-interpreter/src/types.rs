@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What bits of a register stand for.
+/// The type of a register or an instruction: how many bits, and how they are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PtxType {
     Pred,
@@ -14,7 +14,7 @@ pub(super) enum PtxType {
     Two(FloatFormat),
 }
 
-/// A floating-point format.
+/// A floating-point format of 16 or 32 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FloatFormat {
     F16,
@@ -22,7 +22,7 @@ pub(super) enum FloatFormat {
     F32,
 }
 
-/// What decides.
+/// The type of predicates, which guard instructions.
 pub(super) const PREDICATE: PtxType = PtxType::Pred;
 
 impl FloatFormat {
@@ -53,7 +53,7 @@ impl PtxType {
         })
     }
 
-    /// 1 for a predicate.
+    /// Returns the width in bits, 1 for a predicate.
     pub(super) fn bits(self) -> u32 {
         match self {
             PtxType::Pred => 1,
@@ -75,7 +75,7 @@ impl PtxType {
         matches!(self, PtxType::Signed(_))
     }
 
-    /// Whether a register of this type may stand where an instruction of type `wanted` reads or writes.
+    /// Whether a register of this type may be an operand of an instruction of type `wanted`.
     pub(super) fn serves(self, wanted: Self) -> bool {
         self.bits() == wanted.bits()
             && (self == wanted
@@ -84,7 +84,8 @@ impl PtxType {
                 || self.is_integer() && wanted.is_integer())
     }
 
-    /// As [`serves`](Self::serves) for loads, stores and conversions: a register of integers may be wider.
+    /// Whether a register of this type may be an operand of a load, store or conversion of type `wanted`: as for
+    /// [`serves`](Self::serves), or a wider register of integers.
     pub(super) fn serves_loosely(self, wanted: Self) -> bool {
         let of_bits = |ty: Self| matches!(ty, PtxType::Bits(_)) || ty.is_integer();
         self.serves(wanted) || of_bits(self) && of_bits(wanted) && self.bits() > wanted.bits()
