@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What Ctrl-C sets, in place of ending the process: whoever looks at it ends in good order. Asked for once a process.
+/// Installs a handler of Ctrl-C that sets the returned flag instead of ending the process, so that a run can end after a
+/// step. It can be installed once a process.
 ///
 /// # Errors
-/// That of the system, or of a second call.
+/// The error of the system, or of a second call.
 pub fn stop_flag() -> Result<Arc<AtomicBool>, ctrlc::Error> {
     let stop = Arc::new(AtomicBool::new(false));
     let set = Arc::clone(&stop);

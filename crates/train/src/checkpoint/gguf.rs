@@ -9,7 +9,7 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use super::{EMBEDDING, HEAD, Ids, Settings, rope_theta};
 use assay_fixture::FixtureError;
 
-/// What llama.cpp calls a tensor.
+/// Translates the name of a tensor from Hugging Face's to llama.cpp's.
 pub(super) fn name_of(name: &str) -> String {
     const PARTS: [(&str, &str); 11] = [
         ("model.embed_tokens.", "token_embd."),
@@ -28,7 +28,7 @@ pub(super) fn name_of(name: &str) -> String {
     renamed.replace("_proj.", ".")
 }
 
-/// The settings that a GGUF's metadata hold.
+/// Reads the settings of a Qwen2 model from the metadata of a GGUF file.
 pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, FixtureError> {
     let wrong = |key: &str, expected: &str| {
         let given = content.metadata.get(key).map_or("none".into(), |value| format!("{:?}", value.value_type()));
@@ -87,7 +87,7 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
 
 /// Refuses an alignment of 0, by which candle's reader divides.
 pub(super) fn expect_alignment(path: &Path) -> Result<(), FixtureError> {
-    /// The key stands among the first entries; a vocabulary comes later.
+    /// The bytes that are searched: the key is among the first entries, before the vocabulary.
     const LOOKED_AT: u64 = 1 << 20;
     const KEY: &[u8] = b"general.alignment";
     let mut start = Vec::new();

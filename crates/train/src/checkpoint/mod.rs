@@ -103,7 +103,7 @@ impl Qwen2Config {
         Ok(())
     }
 
-    /// Units of a head.
+    /// Returns the width of an attention head, `hidden_size / num_attention_heads`.
     pub(crate) fn head_dim(&self) -> usize {
         self.hidden_size / self.num_attention_heads
     }
@@ -113,7 +113,8 @@ impl Qwen2Config {
         if self.tie_word_embeddings { EMBEDDING } else { HEAD }
     }
 
-    /// The tensors by their names in a folder, and their shapes. Lazily: a stranger may claim any number of layers.
+    /// Iterates over the names of the tensors in a folder, and their shapes. It is lazy: a file from elsewhere may claim any
+    /// number of layers.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = (String, Vec<usize>)> + use<> {
         let &Self { vocab_size: v, hidden_size: h, intermediate_size: m, .. } = self;
         let of_keys = self.head_dim() * self.num_key_value_heads;
@@ -140,13 +141,13 @@ impl Qwen2Config {
     }
 }
 
-/// A tokenizer whose ids are all columns of the head, and what becomes of its special tokens.
+/// A tokenizer whose ids are all columns of the LM head, and the ids of its special tokens.
 #[derive(Clone)]
 pub(crate) struct Vocabulary {
     pub(crate) tokenizer: Tokenizer,
     /// Ids that end a completion.
     pub(crate) end: Vec<u32>,
-    /// What fills masked positions.
+    /// The id that fills masked positions.
     pub(crate) padding: u32,
 }
 
@@ -154,11 +155,11 @@ pub(crate) struct Vocabulary {
 pub(crate) struct Checkpoint {
     path: PathBuf,
     pub(crate) config: Qwen2Config,
-    /// Most positions that the model is for.
+    /// The most positions that the model is made for.
     pub(crate) positions: usize,
     pub(crate) vocabulary: Vocabulary,
     weights: Weights,
-    /// What a fixture's metadata say of the model.
+    /// The entries about the model that go into a fixture's metadata.
     pub(crate) provenance: BTreeMap<String, String>,
 }
 
@@ -228,10 +229,10 @@ impl From<Ids> for Vec<u32> {
 }
 
 impl Checkpoint {
-    /// Reads what a checkpoint says of itself.
+    /// Reads the settings and the tensor shapes of a checkpoint, and none of its weights.
     ///
     /// # Errors
-    /// [`FixtureError`] where a file cannot be read, a setting is none that is known here, a tensor is missing or has another
+    /// [`FixtureError`] where a file cannot be read, a setting is unknown here, a tensor is missing or has another
     /// shape than the settings say, or the tokenizer has ids beyond the vocabulary.
     pub(crate) fn open(path: &Path) -> Result<Self, FixtureError> {
         if path.is_dir() { Self::open_folder(path) } else { Self::open_gguf(path) }
@@ -327,7 +328,7 @@ impl Checkpoint {
         .checked()
     }
 
-    /// Itself, once every tensor is there in its shape.
+    /// Returns the checkpoint, once every tensor is found in its shape.
     fn checked(self) -> Result<Self, FixtureError> {
         for (name, expected) in self.config.tensors() {
             let (held, given) = self.shape_of(&name)?;
@@ -344,7 +345,7 @@ impl Checkpoint {
         Ok(self)
     }
 
-    /// The name of a tensor in the file, and its shape.
+    /// Returns the name of a tensor in the file, and its shape.
     fn shape_of(&self, name: &str) -> Result<(String, Vec<usize>), FixtureError> {
         let missing = |held: &str| {
             FixtureError::invalid(&self.path, &format!("tensor `{held}`"), "none", "one, as the settings say")
@@ -362,7 +363,7 @@ impl Checkpoint {
         }
     }
 
-    /// The weights by their names in a folder, in f32.
+    /// Reads the weights in f32, by their names in a folder.
     ///
     /// # Errors
     /// [`FixtureError`] where one cannot be read.
@@ -434,7 +435,7 @@ fn config(path: &Path, s: &Settings) -> Result<Qwen2Config, FixtureError> {
     Ok(config)
 }
 
-/// The tokenizer, once all of its ids are columns of the head.
+/// Returns the tokenizer, once all of its ids are columns of the LM head.
 fn vocabulary(
     path: &Path,
     mut tokenizer: Tokenizer,
@@ -460,7 +461,7 @@ fn vocabulary(
         let expected = format!("ids below the model's vocabulary of {columns}");
         return Err(FixtureError::invalid(path, "end or padding token", format!("id {id}"), expected));
     }
-    // A prompt is what it is.
+    // Prompts are encoded as they are, neither padded nor cut.
     tokenizer.with_padding(None);
     tokenizer
         .with_truncation(None)
@@ -488,12 +489,12 @@ fn name_of(path: &Path) -> String {
     one_line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
 }
 
-/// The SHA-256 of a file.
+/// Computes the SHA-256 of a file.
 pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
     File::open(path).and_then(sha256).map_err(|reason| FixtureError::io(path, "read", reason))
 }
 
-/// The SHA-256 of what a checkpoint is read from: a GGUF file, or a folder's settings, tokenizer and weights, by their names in it.
+/// Computes the SHA-256 of the files that a checkpoint is read from: a GGUF file, or a folder's settings, tokenizer and weights, by their names in it.
 ///
 /// # Errors
 /// [`FixtureError`] where one cannot be read.
@@ -517,7 +518,7 @@ pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
     Ok(hexadecimal(Sha256::new_with_prefix(all)))
 }
 
-/// The first line of an error: candle puts a backtrace behind it.
+/// Returns the first line of an error, without the backtrace that candle appends.
 pub(crate) fn first_line(error: &impl Display) -> String {
     one_line(error.to_string().lines().next().unwrap_or_default())
 }

@@ -1,12 +1,12 @@
-//! What is recorded beside the logits to check a reader by: the definitions of `fixtures/README.md`, in float64 on the
-//! stored numbers, and in code of its own.
+//! The scalars that are recorded with the logits, by which a reader is checked: the definitions of `fixtures/README.md`, in
+//! float64 on the stored numbers, in code that is shared with no other crate.
 
 use std::collections::BTreeMap;
 
 /// The clip of the recorded scalars, low and high.
 pub(super) const CLIP: [f64; 2] = [0.2, 0.3];
 
-/// Columns that are summed one after another, before the sums are.
+/// The columns that are summed one after another before the block sums are added.
 const BLOCK: usize = 512;
 
 fn sum(terms: impl Iterator<Item = f64>) -> f64 {
@@ -21,7 +21,7 @@ fn sum(terms: impl Iterator<Item = f64>) -> f64 {
     blocks + block
 }
 
-/// `log softmax(logits / temperature)`.
+/// Computes `log softmax(logits / temperature)` in f64, in nats.
 pub(super) fn log_softmax(logits: &[f32], temperature: f64) -> Vec<f64> {
     let scaled: Vec<f64> = logits.iter().map(|&x| f64::from(x) / temperature).collect();
     let max = scaled.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -29,7 +29,7 @@ pub(super) fn log_softmax(logits: &[f32], temperature: f64) -> Vec<f64> {
     scaled.into_iter().map(|x| x - lse).collect()
 }
 
-/// What one row of logits contributes.
+/// The numbers of one row of logits from which the scalars of a batch are summed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Row {
     pub(super) logp: f64,
@@ -37,7 +37,7 @@ pub(super) struct Row {
     /// `Σ p` and `Σ p²` of all columns but the chosen one.
     rest: f64,
     rest2: f64,
-    /// `x_id − Σ p·x`.
+    /// The sampled logit above the mean: `x_id − Σ p·x`.
     dot: f64,
 }
 
@@ -64,12 +64,12 @@ pub(super) struct Expected {
 }
 
 impl Expected {
-    /// One unmasked token.
+    /// Adds one unmasked token, with its old log-probability in nats.
     pub(super) fn add(&mut self, row: Row, old_logp: f64, advantage: f64) {
         self.tokens.push((row, old_logp, advantage));
     }
 
-    /// As metadata.
+    /// Computes the scalars and names them as the metadata of a fixture does.
     pub(super) fn scalars(&self) -> BTreeMap<String, String> {
         let [low, high] = [1.0 - CLIP[0], 1.0 + CLIP[1]];
         let n = self.tokens.len() as f64;

@@ -39,21 +39,21 @@ use assay_fixture::{FixtureError, SafetensorsStream, StoredDtype};
 
 pub use self::qwen2::CHUNK;
 
-/// Why nothing was recorded. The message is one line and names the file.
+/// The reason why nothing was recorded. The message is one line and names the file.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     /// A file that cannot be read, written or believed.
     #[error(transparent)]
     File(#[from] FixtureError),
-    /// The model's arithmetic failed.
+    /// candle failed while it computed the model.
     #[error("{path}: {reason}")]
     Model {
-        /// The checkpoint.
+        /// The path of the checkpoint.
         path: PathBuf,
-        /// What candle says.
+        /// The first line of candle's error.
         reason: String,
     },
-    /// Somebody asked to stop.
+    /// The stop flag was set, by Ctrl-C.
     #[error("{path}: interrupted, nothing was written")]
     Interrupted {
         /// The file that was being made.
@@ -61,10 +61,10 @@ pub enum RecordError {
     },
 }
 
-/// How completions are drawn.
+/// The number of completions of each prompt, and how their tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Completions of each prompt.
+    /// The number of completions of each prompt.
     pub group: usize,
     /// `> 0`; 1 is the model's own distribution. No top-k, no top-p.
     pub temperature: f64,
@@ -79,35 +79,35 @@ impl Default for Sampling {
     }
 }
 
-/// What to record.
+/// A recording to be made: model, prompts, sampling and the file to write.
 #[derive(Clone, Debug)]
 pub struct Recording {
     /// A folder with `config.json`, `tokenizer.json` and `*.safetensors`, or a GGUF file.
     pub model: PathBuf,
     /// JSON lines of `prompt`, and `completion`, `answer`, `reward` where there are any.
     pub prompts: PathBuf,
-    /// The fixture to write.
+    /// The path of the fixture to write.
     pub out: PathBuf,
     /// `None` takes the prompts' completions; [`Sampling::default`] where they have none.
     pub sampling: Option<Sampling>,
     /// Most tokens of a completion; longer ones are cut.
     pub max_tokens: usize,
-    /// Of the logits in the file.
+    /// The dtype of the logits in the file.
     pub dtype: Dtype,
-    /// What is said of where the file comes from, besides what is known here.
+    /// Entries about the origin of the file, in addition to those that are known here.
     pub provenance: BTreeMap<String, String>,
 }
 
-/// What was recorded.
+/// A summary of the fixture that was written.
 #[derive(Clone, Debug, Serialize)]
 pub struct Recorded {
-    /// The file.
+    /// The path of the fixture.
     pub out: PathBuf,
-    /// `[B,T,V]`.
+    /// The extents of the logits, `[B,T,V]`.
     pub shape: [usize; 3],
-    /// Unmasked tokens.
+    /// The number of unmasked tokens.
     pub tokens: usize,
-    /// Of each completion.
+    /// The reward of each completion.
     pub rewards: Vec<f64>,
     /// Whether every advantage is 0, so that the loss has no gradient.
     pub all_advantages_are_zero: bool,
@@ -117,14 +117,15 @@ pub struct Recorded {
 struct Completion {
     prompt: usize,
     ids: Vec<u32>,
-    /// Of the sampler, if there was one.
+    /// The log-probabilities of the sampler in nats, if tokens were sampled.
     old_logps: Option<Vec<f32>>,
     ended: bool,
     text: String,
     reward: f64,
 }
 
-/// Records. `done` hears of every sequence twice, drawn and scored, and how often it will hear in all.
+/// Samples or scores the completions of all prompts and writes the fixture. `done` is called twice for every sequence, once
+/// drawn and once scored, with the number of calls in all.
 ///
 /// # Errors
 /// [`RecordError`]; then nothing lies at [`Recording::out`] that was not there before, and nothing beside it.
@@ -170,7 +171,7 @@ struct Scribe<'r> {
     stop: &'r AtomicBool,
     model: &'r Qwen2,
     vocabulary: &'r Vocabulary,
-    /// Sequences, twice.
+    /// The number of times that `done` is called: twice a sequence.
     steps: usize,
 }
 
@@ -190,7 +191,7 @@ impl Scribe<'_> {
         logits(self.model, hidden).map_err(|error| self.failed(&error.into()))
     }
 
-    /// The completions given, or drawn.
+    /// Returns the completions of the prompts file, or draws them.
     fn complete(&self, lines: &[Line], done: &dyn Fn(usize)) -> Result<Vec<Completion>, RecordError> {
         let mut completions = Vec::new();
         for (prompt, line) in lines.iter().enumerate() {
@@ -429,7 +430,7 @@ fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("plain data becomes JSON")
 }
 
-/// What the file says of where its numbers come from, as far as it is known before the model runs.
+/// Collects the entries about the origin of the numbers that are known before the model runs.
 fn provenance(
     asked: &Recording,
     checkpoint: &Checkpoint,

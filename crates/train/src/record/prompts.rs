@@ -13,7 +13,7 @@ use assay_fixture::FixtureError;
 /// No prompts file is longer.
 const LONGEST: u64 = 64 << 20;
 
-/// One line, read.
+/// A line of the prompts file, tokenised.
 pub(super) struct Line {
     pub(super) prompt: String,
     pub(super) prompt_ids: Vec<u32>,
@@ -51,7 +51,7 @@ enum Answer {
     Text(String),
 }
 
-/// The lines of `path`, tokenised.
+/// Reads and tokenises the lines of `path`.
 pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> Result<Vec<Line>, RecordError> {
     let invalid = |field: &str, given: String, expected: &str| FixtureError::invalid(path, field, given, expected);
     let mut text = String::new();

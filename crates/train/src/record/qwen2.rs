@@ -8,7 +8,7 @@ use crate::checkpoint::Checkpoint;
 use crate::train::TrainError;
 use crate::train::qwen2::{KvCache, Qwen2};
 
-/// Positions whose logits are held at a time.
+/// The number of positions whose logits are in memory at a time.
 pub const CHUNK: usize = 32;
 
 /// A model that has read the start of a sequence. Clones share what they have read.
@@ -20,13 +20,13 @@ pub(super) struct Prefilled<'m> {
     pub(super) last: Tensor,
 }
 
-/// The model of a checkpoint.
+/// Reads the model of a checkpoint.
 pub(super) fn load(checkpoint: Checkpoint) -> Result<Qwen2, RecordError> {
     let config = checkpoint.config.clone();
     Ok(Qwen2::of(config, checkpoint.weights()?))
 }
 
-/// `hidden·lm_headᵀ`, `[N,H]` to `N·V` logits, row by row.
+/// Computes `hidden·lm_headᵀ`, `[N,H]` to `N·V` logits, row by row.
 pub(super) fn logits(model: &Qwen2, hidden: &Tensor) -> candle_core::Result<Vec<f32>> {
     hidden.matmul(&model.lm_head().t()?)?.flatten_all()?.to_vec1()
 }
@@ -48,7 +48,7 @@ impl<'m> Prefilled<'m> {
         Ok(state)
     }
 
-    /// Reads on: the hidden states `[N,H]` of `ids`.
+    /// Reads more tokens, and returns the hidden states `[N,H]` of `ids`.
     pub(super) fn forward(&mut self, ids: &[u32]) -> Result<Tensor, TrainError> {
         let input = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
         Ok(self.model.hidden(&input, Some(&mut self.cache))?.squeeze(0)?)

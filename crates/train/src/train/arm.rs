@@ -1,4 +1,4 @@
-//! [`Arm`]: what computes the loss of a run.
+//! [`Arm`]: a kernel or candle's own operations, which computes the loss of a run.
 
 use std::path::Path;
 
@@ -8,17 +8,17 @@ use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainConfig, TrainError};
 use assay_core::problem::HeadShape;
 use assay_core::spec::LossSpec;
 
-/// What computes the loss.
+/// The implementation that computes the loss of a run.
 #[derive(Clone)]
 pub enum Arm {
     /// An implementation of this crate.
     Kernel(Box<GrpoLoss>),
-    /// candle's own operations.
+    /// The baseline: candle's own operations and autograd.
     Candle(Baseline),
 }
 
 impl Arm {
-    /// The arm that `config` chooses; a PJRT implementation uses `plugin`.
+    /// Creates the arm that `config` chooses; a PJRT implementation uses `plugin`.
     ///
     /// # Errors
     /// [`TrainError`] where there is none, it does not run here, or does not compute this loss.
@@ -30,7 +30,7 @@ impl Arm {
         Ok(Arm::Kernel(Box::new(grpo)))
     }
 
-    /// The same for the loss `spec`.
+    /// Returns the arm for the loss `spec` instead of its own.
     pub(super) fn under(&self, spec: &LossSpec) -> Result<Self, TrainError> {
         Ok(match self {
             Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.under(spec.clone()))),

@@ -1,4 +1,4 @@
-//! [`Baseline`]: the same loss by candle's own operations, which its autograd differentiates.
+//! [`Baseline`]: PPO-clip by candle's own operations, which its autograd differentiates.
 
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
@@ -27,7 +27,7 @@ pub struct Baseline {
 }
 
 impl Baseline {
-    /// The loss `spec`.
+    /// Creates the baseline of the loss `spec`.
     ///
     /// # Errors
     /// [`TrainError::Baseline`] for a spec other than PPO-clip with the mean over all tokens or over a number given.

@@ -19,7 +19,7 @@ use assay_fixture::SafetensorsFile;
 /// The one entry of the file's metadata.
 const METADATA: &str = "assay.train";
 
-/// What stands there, as JSON.
+/// The content of that entry, as JSON.
 #[derive(Serialize, Deserialize)]
 struct Header {
     step: usize,
@@ -27,13 +27,13 @@ struct Header {
     fingerprint: String,
 }
 
-/// A run after `step` steps.
+/// The state of a run after `step` steps.
 pub(super) struct Checkpoint {
-    /// How many steps it has made.
+    /// The number of GRPO steps that the run has made.
     pub step: usize,
-    /// The policy.
+    /// The weights of the policy.
     pub weights: Weights,
-    /// The optimizer.
+    /// The optimizer with its moments.
     pub optimizer: AdamW,
 }
 

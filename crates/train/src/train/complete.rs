@@ -11,16 +11,16 @@ use super::{Arm, Observer, Summary, TrainConfig, TrainError, Trainer};
 
 /// A run that has made all its steps.
 pub struct Trained {
-    /// The run.
+    /// The run after its last step.
     pub trainer: Trainer,
-    /// It in a few numbers.
+    /// The run in a few numbers.
     pub summary: Summary,
 }
 
-/// How far a run is.
+/// The progress of a run, reported after every step.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress<'r> {
-    /// Steps made, those of a run that it goes on from among them.
+    /// Steps made, including those before the checkpoint that the run resumed from.
     pub steps: usize,
     /// Steps that there will be.
     pub of: usize,
@@ -28,8 +28,8 @@ pub struct Progress<'r> {
     pub made: Option<&'r Record>,
 }
 
-/// Makes the steps that are left of a run on threads of its own, and writes its `summary.json`. A PJRT implementation uses
-/// `plugin`; `observer` sees the losses that it wants, `progress` hears of every step.
+/// Makes the remaining steps of a run on threads of its own, and writes its `summary.json`. A PJRT implementation uses
+/// `plugin`; `observer` sees the losses that it wants, `progress` is called after every step.
 ///
 /// # Errors
 /// [`TrainError::Interrupted`], after a checkpoint, where `stop` is set; [`TrainError::Threads`]; what the steps return.
@@ -43,7 +43,7 @@ pub fn complete(
     complete_by(Disk::open(&config.out)?, config, Arm::of(config, plugin)?, stop, observer, progress)
 }
 
-/// The same by an arm that is given, its files on `disk`.
+/// Makes the remaining steps of a run, as [`complete`], with a given arm and with its files on `disk`.
 ///
 /// # Errors
 /// As [`complete`].

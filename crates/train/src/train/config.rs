@@ -1,4 +1,4 @@
-//! [`TrainConfig`]: what `assay train` is told, in YAML.
+//! [`TrainConfig`]: the settings of `assay train`, in YAML.
 
 use std::path::{Path, PathBuf};
 
@@ -13,49 +13,49 @@ use assay_algebra::parts::expect_separable;
 use assay_core::problem::ProblemError;
 use assay_core::spec::{LossSpec, Objective, RolloutSource, Temperature, TemperatureDivides};
 
-/// A whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
+/// The settings of a whole run. Paths of inputs are relative to the folder of the file, that of the results to where the command runs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
-    /// Of everything that is drawn: weights, exercises, completions.
+    /// The seed of everything that is drawn: weights, exercises, completions.
     #[serde(default)]
     pub seed: u64,
     /// Threads of this machine; all where none are given. With 1, a run gives the same bits again.
     #[serde(default)]
     pub threads: Option<usize>,
-    /// Steps of GRPO.
+    /// The number of GRPO steps.
     pub steps: usize,
     /// The folder of the results.
     pub out: PathBuf,
-    /// The policy.
+    /// The policy that is trained.
     pub model: Model,
     /// A tokenizer; where none is given that of the checkpoint, or one token a byte.
     #[serde(default)]
     pub tokenizer: Option<TokenizerFile>,
-    /// What it learns.
+    /// The exercises that the policy learns.
     pub task: Task,
     /// Supervised steps before those of GRPO.
     #[serde(default)]
     pub warm_start: Option<WarmStart>,
-    /// How completions are made.
+    /// The number and the length of completions, and how they are sampled.
     pub rollout: Rollout,
-    /// How their rewards become advantages.
+    /// The formula from rewards to advantages.
     #[serde(default)]
     pub advantages: AdvantageConfig,
-    /// What is made of them.
+    /// The update of the weights by the completions.
     #[serde(default)]
     pub update: Update,
-    /// After how many steps the policy is evaluated, greedily; always after the last.
+    /// The number of steps between greedy evaluations of the policy; there is always one after the last.
     #[serde(default = "default_evaluate_every")]
     pub evaluate_every: usize,
-    /// After how many steps a checkpoint is written; always after the last.
+    /// The number of steps between checkpoints; there is always one after the last.
     #[serde(default = "default_checkpoint_every")]
     pub checkpoint_every: usize,
     /// The loss. Completions are sampled from the distribution that it scores. With a `kl` term the reference is the policy
     /// as it was before the first step.
     #[serde(default)]
     pub loss: LossSpec,
-    /// What computes it.
+    /// The implementation that computes the loss.
     #[serde(default)]
     pub kernel: KernelChoice,
 }
@@ -68,43 +68,43 @@ fn default_checkpoint_every() -> usize {
     10
 }
 
-/// Where weights come from.
+/// The origin of the initial weights.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Model {
-    /// The seed.
+    /// Random weights of these extents, drawn from the seed.
     Init(Qwen2Config),
     /// A folder as Hugging Face writes it, or a GGUF file; with its tokenizer.
     Path(PathBuf),
 }
 
-/// A `tokenizer.json`.
+/// A `tokenizer.json` and its end token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenizerFile {
-    /// The file.
+    /// The path of the `tokenizer.json`.
     pub path: PathBuf,
     /// The token that ends a completion.
     pub end: String,
 }
 
-/// What is to be learnt.
+/// The exercises that are to be learnt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Task {
     /// Word problems from the seed.
     Arithmetic(Arithmetic),
-    /// GSM8K's own files.
+    /// Grade-school word problems from GSM8K's own files.
     Gsm8k(Gsm8k),
 }
 
-/// GSM8K's own files.
+/// The paths of GSM8K's own files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gsm8k {
-    /// `train.jsonl`
+    /// The path of `train.jsonl`, the exercises to train on.
     pub train: PathBuf,
-    /// `test.jsonl`
+    /// The path of `test.jsonl`, the exercises to evaluate on.
     pub evaluate: PathBuf,
 }
 
@@ -112,32 +112,32 @@ pub struct Gsm8k {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WarmStart {
-    /// How many.
+    /// The number of supervised steps.
     pub steps: usize,
-    /// Exercises a step.
+    /// The number of exercises of a step.
     pub batch: usize,
-    /// Of AdamW, which is otherwise as in [`Update`].
+    /// The learning rate of AdamW, whose other settings are those of [`Update`].
     pub learning_rate: f64,
-    /// Where the weights are kept for the next run; in the folder of the results where it is not said.
+    /// The file that keeps the weights for the next run; by default one in the folder of the results.
     #[serde(default)]
     pub cache: Option<PathBuf>,
 }
 
-/// How completions are made.
+/// The number and the length of completions, and how they are sampled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rollout {
-    /// Exercises a step.
+    /// The number of exercises of a step.
     pub prompts: usize,
     /// Completions of each, the group of its advantages.
     pub group: usize,
     /// The most tokens of a completion.
     pub max_new_tokens: usize,
-    /// What the sampler's weights are rounded to; it computes in f32. Its log-probabilities are the loss's `rollout_logp`, those
+    /// The dtype that the sampler's weights are rounded to; it computes in f32. Its log-probabilities are the loss's `rollout_logp`, those
     /// of the unrounded policy its `old_logp`.
     #[serde(default)]
     pub dtype: RolloutDtype,
-    /// Which draw of the completions: another one has the same weights and exercises, and other random numbers.
+    /// The number of the draw: another one has the same weights and exercises, and other random numbers.
     #[serde(default)]
     pub draw: u64,
     /// Whether groups whose rewards are all equal are sampled again, as other exercises.
@@ -148,7 +148,7 @@ pub struct Rollout {
     pub mask_truncated: bool,
 }
 
-/// What the sampler's weights are rounded to.
+/// The dtype that the sampler's weights are rounded to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(missing_docs, reason = "they are known by their names")]
@@ -159,22 +159,22 @@ pub enum RolloutDtype {
     F16,
 }
 
-/// DAPO's dynamic sampling: groups without a difference teach nothing.
+/// DAPO's dynamic sampling, which leaves out groups of equal rewards: their advantages are 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DynamicSampling {
-    /// How often a step samples, at most, to fill its batch with groups whose rewards differ. Where they are too few then, the
-    /// first of the others fill it.
+    /// The most times that a step samples to fill its batch with groups whose rewards differ. If these are too few, the first
+    /// of the other groups fill it.
     pub attempts: usize,
 }
 
-/// What is made of completions.
+/// The update of the weights by a batch of completions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Update {
-    /// How often each completion is used.
+    /// The number of epochs over each batch of completions.
     pub ppo_epochs: usize,
-    /// In how many parts its gradient is computed.
+    /// The number of parts in which the gradient of a batch is computed.
     pub micro_batches: usize,
     /// The optimizer, which makes one step an epoch.
     pub optimizer: AdamWConfig,
@@ -186,7 +186,7 @@ impl Default for Update {
     }
 }
 
-/// What computes the loss.
+/// The implementation that computes the loss.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelChoice {
@@ -208,7 +208,7 @@ impl Default for KernelChoice {
 }
 
 impl Rollout {
-    /// How often a step samples, at most.
+    /// Returns the most times that a step samples.
     pub fn attempts(&self) -> usize {
         self.dynamic_sampling.map_or(1, |sampling| sampling.attempts)
     }

@@ -1,8 +1,7 @@
 //! [`Disk`]: the one way to the files that a run writes.
 //!
 //! A file that is replaced appears whole or not at all: it is written under another name, synced, renamed, and its folder
-//! synced. A file that grows is synced when asked. Whoever watches hears of each operation before it is done, and may refuse it,
-//! as a disk may.
+//! synced. A file that grows is synced when asked. A watcher is called before each operation, and may refuse it, as a disk may.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -21,22 +20,22 @@ pub enum Operation<'o> {
     Create(&'o Path),
     /// Bytes behind those that it has.
     Append(&'o Path, &'o [u8]),
-    /// What it has outlives a loss of power.
+    /// The content of a file survives a loss of power from now on.
     Sync(&'o Path),
-    /// It gets another name, over whatever had that.
+    /// A file is renamed, over any file of the new name.
     Rename(&'o Path, &'o Path),
-    /// It is no more.
+    /// A file is removed from its folder.
     Remove(&'o Path),
-    /// The names in a folder outlive a loss of power.
+    /// The names in a folder survive a loss of power from now on.
     SyncFolder(&'o Path),
 }
 
-/// Who hears of operations.
+/// An observer of the operations on files, which may refuse them.
 pub trait Watch: Send + Sync {
-    /// Hears of `operation` before it is done.
+    /// Is called with each `operation` before it is done.
     ///
     /// # Errors
-    /// Whatever the disk is to answer instead of doing it.
+    /// The error that the disk is to return instead of doing the operation.
     fn before(&self, operation: Operation) -> io::Result<()>;
 }
 
@@ -50,7 +49,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// The folder, made where there is none, for this process alone.
+    /// Locks a folder for this process, and creates it if it does not exist.
     ///
     /// # Errors
     /// [`TrainError`] where another process has it, or the system refuses.
@@ -67,13 +66,13 @@ impl Disk {
         Ok(Self { folder: folder.into(), watch: None, _lock: Arc::new(lock) })
     }
 
-    /// The same, and `watch` hears of all that is done.
+    /// Returns the disk with `watch` called before every operation.
     #[must_use]
     pub fn watched(self, watch: Arc<dyn Watch>) -> Self {
         Self { watch: Some(watch), ..self }
     }
 
-    /// The folder.
+    /// Returns the folder of the run.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -83,7 +82,7 @@ impl Disk {
         done()
     }
 
-    /// Puts `bytes` at `path`, over whatever was there, so that they outlive a loss of power.
+    /// Puts `bytes` at `path`, over whatever was there, so that they survive a loss of power.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses; `path` is then as it was.
@@ -100,7 +99,7 @@ impl Disk {
             self.doing(Operation::SyncFolder(folder), || sync_folder(folder))
         });
         written.map_err(|reason| {
-            // Where this fails too, the next to be written stands over it.
+            // If this fails too, the next write replaces the temporary file.
             let _ = self.remove(&temporary);
             TrainError::io(path, "write", reason)
         })
@@ -158,7 +157,7 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
 }
 
-/// A file that grows.
+/// A file of a run to which bytes are appended.
 pub(super) struct Growing {
     disk: Disk,
     path: PathBuf,
@@ -175,7 +174,7 @@ impl Growing {
         appended.map_err(|reason| TrainError::io(&self.path, "write", reason))
     }
 
-    /// What was added outlives a loss of power.
+    /// Syncs the file, so that all appended bytes survive a loss of power.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.

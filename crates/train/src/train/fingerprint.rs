@@ -1,4 +1,4 @@
-//! What a file of a run must have been written under to be gone on from: all that changes a curve, and nothing else.
+//! The settings and inputs that a checkpoint must have been written under to be resumed: all that changes a curve, and nothing else.
 //!
 //! Files count by their content, wherever they are. A setting that is at its default is left out, so that one that is added
 //! later changes no fingerprint; where a default itself changes, [`FORMAT`] does.
@@ -15,17 +15,17 @@ use super::reward::AdvantageConfig;
 use crate::checkpoint::{Qwen2Config, content_hash, hash_of};
 use assay_core::spec::LossSpec;
 
-/// Of what defaults mean.
+/// The version of the meaning of defaults.
 const FORMAT: u32 = 1;
 
-/// Of a whole run, and of its warm start, as JSON.
+/// The fingerprints of a whole run and of its warm start, as JSON.
 pub(super) struct Fingerprints {
     pub(super) run: String,
     pub(super) warm_start: String,
 }
 
 impl Fingerprints {
-    /// Those of `config`, whose files are read.
+    /// Computes the fingerprints of `config`, whose input files are read.
     ///
     /// # Errors
     /// [`TrainError`] where one cannot be read.
@@ -100,7 +100,7 @@ fn at_defaults() -> Qwen2Config {
     serde_json::from_value(given).expect("every extent that has no default")
 }
 
-/// The same of rollouts.
+/// Removes from the settings of rollouts what equals the defaults.
 fn required_alone() -> Rollout {
     Rollout {
         prompts: 0,
@@ -117,7 +117,7 @@ fn value(of: &impl Serialize) -> Value {
     serde_json::to_value(of).expect("plain data")
 }
 
-/// What of `settings` is not as in `defaults`.
+/// Returns the entries of `settings` that differ from `defaults`.
 fn differing<T: Serialize>(settings: &T, defaults: &T) -> Value {
     let mut settings = value(settings);
     prune(&mut settings, &value(defaults));
@@ -135,7 +135,7 @@ fn prune(settings: &mut Value, defaults: &Value) {
     *settings = kept.collect();
 }
 
-/// Which settings two fingerprints differ in, by name.
+/// Names the settings in which two fingerprints differ.
 pub(super) fn differences(one: &str, other: &str) -> String {
     let [one, other]: [Map<String, Value>; 2] = [one, other].map(|text| serde_json::from_str(text).unwrap_or_default());
     let mut names: Vec<&String> = one.keys().chain(other.keys()).collect();

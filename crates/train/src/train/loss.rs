@@ -136,7 +136,7 @@ impl GrpoLoss {
         Self { spec, kernel: self.kernel.clone() }
     }
 
-    /// The loss.
+    /// Returns the spec of the loss.
     pub fn spec(&self) -> &LossSpec {
         &self.spec
     }

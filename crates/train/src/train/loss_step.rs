@@ -11,27 +11,27 @@ use super::qwen2::Weights;
 use super::{Arm, Batch, Evaluated, OffPolicy, TrainError};
 use assay_core::problem::{HeadLayout, HeadProblem, Metrics, Projection};
 
-/// Who is shown the losses of a run.
+/// An observer of the losses of a run.
 pub trait Observer {
     /// Whether the loss of `epoch`, from 0 on, of `step`, from 1 on, is kept to be shown.
     fn wants(&self, step: usize, epoch: usize) -> bool;
 
-    /// Sees it.
+    /// Receives a loss step that it wanted.
     ///
     /// # Errors
     /// [`TrainError`], which ends the run.
     fn see(&mut self, step: &LossStep) -> Result<(), TrainError>;
 
-    /// Hears that the loss of a rollout's first update is not of the policy that was sampled.
+    /// Is told that the loss of a rollout's first update is not of the policy that was sampled.
     ///
     /// # Errors
-    /// That, which ends the run, unless it makes something else of it.
+    /// The error `found`, which ends the run, unless the observer handles it.
     fn off_policy(&mut self, found: OffPolicy) -> Result<(), TrainError> {
         Err(found.into())
     }
 }
 
-/// Nobody.
+/// An observer that wants to see no loss.
 pub struct Unobserved;
 
 impl Observer for Unobserved {
@@ -56,7 +56,7 @@ pub struct LossStep<'s> {
 }
 
 impl LossStep<'_> {
-    /// What it is the loss of: the whole batch.
+    /// Returns the problem of which it is the loss: hidden states, LM head and the whole batch.
     ///
     /// # Errors
     /// [`TrainError`] where candle fails.
@@ -66,23 +66,24 @@ impl LossStep<'_> {
         Ok(self.batch.with_logits(Projection { hidden, lm_head, layout, rounds_logits: false }))
     }
 
-    /// The loss, the parts' summed in their order.
+    /// Returns the loss, summed over the parts in their order.
     pub fn loss(&self) -> f32 {
         self.sum.loss as f32
     }
 
-    /// `[B,T,H]`, 0 beyond the width of a part.
+    /// Returns the gradient of the hidden states, `[B,T,H]`, 0 beyond the width of a part.
     pub fn dhidden(&self) -> &Array3<f32> {
         &self.sum.dhidden
     }
 
-    /// `[V,H]`, the parts' summed in their order, without what an embedding that is the head gets from below.
+    /// Returns the gradient of the LM head, `[V,H]`, summed over the parts in their order. It excludes the gradient that a tied
+    /// embedding gets from the layers below.
     pub fn dlm_head(&self) -> &Array2<f32> {
         &self.sum.dlm_head
     }
 }
 
-/// What the parts of a batch come to, side by side or added up.
+/// The sums over the parts of a batch: the loss, and the gradients side by side or added.
 pub(super) struct Summed {
     loss: f64,
     hidden: Array3<f32>,
@@ -91,7 +92,7 @@ pub(super) struct Summed {
 }
 
 impl Summed {
-    /// Nothing yet, of a batch of `[B,T]` and a head of `[V,H]`.
+    /// Creates the sums of no parts yet, for a batch `[B,T]` and an LM head `[V,H]`.
     pub(super) fn of((rows, width): (usize, usize), (vocab, hidden): (usize, usize)) -> Self {
         let states = Array3::zeros((rows, width, hidden));
         Self { loss: 0.0, dhidden: states.clone(), hidden: states, dlm_head: Array2::zeros((vocab, hidden)) }
@@ -109,7 +110,7 @@ impl Summed {
     }
 }
 
-/// A loss step to be made, which both arms do in their own way.
+/// The inputs of a loss step, which an arm evaluates.
 pub(super) struct Graded<'s> {
     pub(super) arm: &'s Arm,
     pub(super) hidden: &'s Tensor,
@@ -117,7 +118,7 @@ pub(super) struct Graded<'s> {
     pub(super) batch: &'s Batch,
 }
 
-/// What a loss step leaves.
+/// The results of a loss step: the loss, its metrics and the gradients.
 pub(super) struct GradedStep {
     pub(super) loss: f32,
     pub(super) metrics: Metrics,

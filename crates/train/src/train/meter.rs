@@ -1,4 +1,4 @@
-//! How many bytes this process holds.
+//! The memory that this process holds, in bytes.
 
 use peak_alloc::PeakAlloc;
 
@@ -12,14 +12,14 @@ struct Counted {
 }
 
 impl Meter {
-    /// Begins.
+    /// Starts counting from the current number of bytes.
     pub(super) fn start() -> Self {
         let before = PeakAlloc.current_usage();
         PeakAlloc.reset_peak_usage();
         Self((before > 0).then_some(Counted { before, highest: before }))
     }
 
-    /// What `work` comes to, and the most bytes that it held beyond what there was.
+    /// Runs `work`, and returns its result and the most bytes that it held in addition to those before.
     pub(super) fn most_bytes<T>(&mut self, work: impl FnOnce() -> T) -> (T, Option<usize>) {
         self.catch_up();
         let before = PeakAlloc.current_usage();
@@ -27,7 +27,7 @@ impl Meter {
         (result, self.catch_up().map(|peak| peak.saturating_sub(before)))
     }
 
-    /// What `work` comes to, whose bytes do not count, those that it leaves behind neither.
+    /// Runs `work` without counting its bytes, including those that it leaves allocated.
     pub(super) fn apart<T>(&mut self, work: impl FnOnce() -> T) -> T {
         self.catch_up();
         let before = PeakAlloc.current_usage();
@@ -41,13 +41,13 @@ impl Meter {
         result
     }
 
-    /// The most bytes that were held since the beginning, beyond what there was.
+    /// Returns the most bytes that were held since the start, in addition to those at the start.
     pub(super) fn finish(mut self) -> Option<usize> {
         self.catch_up();
         self.0.map(|counted| counted.highest.saturating_sub(counted.before))
     }
 
-    /// The most since the last call.
+    /// Returns the most bytes held since the last call.
     fn catch_up(&mut self) -> Option<usize> {
         let counted = self.0.as_mut()?;
         let peak = PeakAlloc.peak_usage();

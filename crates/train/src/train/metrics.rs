@@ -9,24 +9,24 @@ use serde::{Deserialize, Serialize};
 use super::TrainError;
 use super::disk::{Disk, Growing};
 
-/// What a step came to. Means are over the tokens that count, and over epochs; times are in seconds.
+/// The results of a step. Means are over the tokens that count, and over epochs; times are in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// From 1 on.
+    /// The number of the step, from 1 on.
     pub step: usize,
     /// Seconds since 1970, when the step was done.
     pub unix_time: f64,
     /// sha256 of the completions' tokens.
     pub tokens_sha256: String,
-    /// The loss.
+    /// The loss of the step, mean over epochs.
     pub loss: f64,
-    /// Mean entropy, nats.
+    /// The mean entropy of the tokens, nats.
     pub entropy: f64,
-    /// Share of tokens clipped low.
+    /// The share of tokens clipped at the low bound.
     pub clip_low: f64,
-    /// Share of tokens clipped high.
+    /// The share of tokens clipped at the high bound.
     pub clip_high: f64,
-    /// Share of tokens clipped.
+    /// The share of tokens that were clipped.
     pub clip_region: f64,
     /// Mean of the KL estimate, where the loss has one.
     pub kl: Option<f64>,
@@ -55,7 +55,7 @@ pub struct Record {
     pub logp_gap: f64,
     /// Completion tokens that the losses were of.
     pub valid_tokens: usize,
-    /// Making completions.
+    /// The time of making completions, s.
     #[serde(rename = "time/rollout_generate_s")]
     pub rollout_s: f64,
     /// Log-probabilities of the completions before the update and under the reference policy.
@@ -70,16 +70,16 @@ pub struct Record {
     /// All of them, without an evaluation.
     #[serde(rename = "time/step_s")]
     pub step_s: f64,
-    /// The most bytes that a loss step held beyond what there was; `None` where nobody counts.
+    /// The most bytes that a loss step held beyond what there was; `None` if the allocator does not count.
     #[serde(rename = "bytes/loss_step")]
     pub loss_step_bytes: Option<usize>,
     /// The most bytes that the update held beyond what there was.
     #[serde(rename = "bytes/update")]
     pub update_bytes: Option<usize>,
-    /// What an evaluation found before the first step, with that.
+    /// The evaluation before the first step, in the record of the first step.
     #[serde(rename = "eval/step_0", default, skip_serializing_if = "Option::is_none")]
     pub before: Option<Evaluation>,
-    /// What an evaluation found, where there was one.
+    /// The evaluation after this step, if there was one.
     #[serde(flatten)]
     pub evaluation: Option<Evaluation>,
 }
@@ -87,7 +87,7 @@ pub struct Record {
 /// Greedy completions of the exercises that are not trained on.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// Mean reward.
+    /// The mean reward of the greedy completions.
     #[serde(rename = "eval/reward/total/mean")]
     pub reward: f64,
     /// Mean of its part for answers.
@@ -166,7 +166,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Whatever was added outlives a loss of power.
+    /// Syncs the curve, so that all added steps survive a loss of power.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.
@@ -174,7 +174,7 @@ impl Journal {
         self.lines.sync()
     }
 
-    /// The steps so far.
+    /// Returns the records of the steps so far.
     pub fn records(&self) -> &[Record] {
         &self.records
     }
@@ -193,14 +193,14 @@ struct Event {
     summary: Option<Scalars>,
 }
 
-/// `tensorflow.Summary`.
+/// TensorBoard's `tensorflow.Summary`, a list of scalars.
 #[derive(Message)]
 struct Scalars {
     #[prost(message, repeated, tag = "1")]
     value: Vec<Scalar>,
 }
 
-/// `tensorflow.Summary.Value`.
+/// TensorBoard's `tensorflow.Summary.Value`, a named number.
 #[derive(Message)]
 struct Scalar {
     #[prost(string, tag = "1")]
@@ -215,7 +215,7 @@ impl Event {
         Self { wall_time: 0.0, step: 0, file_version: Some("brain.Event:2".into()), summary: None }
     }
 
-    /// Of a step, and before the first of the evaluation that was there then.
+    /// Returns the events of a step; the first step has the evaluation before it in addition.
     fn all_of(record: &Record) -> Vec<Self> {
         let before = record.before.map(|before| Self {
             wall_time: record.unix_time,
@@ -239,7 +239,7 @@ fn framed(bytes: &[u8]) -> Vec<u8> {
     [&length, &masked_crc(&length).to_le_bytes()[..], bytes, &masked_crc(bytes).to_le_bytes()].concat()
 }
 
-/// TFRecord's masked CRC-32C.
+/// Computes the masked CRC-32C of a TFRecord.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -39,7 +39,7 @@ use candle_core::Error as CandleError;
 
 pub use arm::Arm;
 pub use baseline::Baseline;
-/// Those whose tensors [`GrpoLoss`] takes.
+/// The crate of the tensors that [`GrpoLoss`] takes.
 pub use candle_core;
 /// Layers and optimizers of the same version.
 pub use candle_nn;
@@ -59,30 +59,30 @@ use assay_core::problem::ProblemError;
 use assay_fixture::FixtureError;
 use assay_judge::judge::JudgeError;
 
-/// Why training cannot go on: one line that names the file or field.
+/// The reason why training cannot go on: one line that names the file or field.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// A loss failed.
+    /// The implementation of a loss failed.
     #[error(transparent)]
     Run(#[from] RunError),
     /// A batch does not fit its logits or its spec.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// candle failed.
+    /// An operation of candle failed.
     #[error("candle: {0}")]
     Candle(#[from] CandleError),
     /// There is no such implementation, or it does not run here.
     #[error("kernel `{id}`: {reason}")]
     Kernel {
-        /// What was asked for.
+        /// The implementation that was asked for.
         id: String,
-        /// Why it is not there.
+        /// The reason why it is not available.
         reason: String,
     },
     /// An implementation of the LM head was given logits.
     #[error("kernel `{id}`: got logits, expected hidden states and an LM head (`GrpoLoss::on_hidden`)")]
     NeedsHead {
-        /// The implementation.
+        /// The id of the implementation.
         id: String,
     },
     /// The baseline has no such loss.
@@ -91,29 +91,29 @@ pub enum TrainError {
          `normalizer` only"
     )]
     Baseline {
-        /// What is beyond it.
+        /// The field of the spec that the baseline does not compute.
         field: &'static str,
     },
     /// A tensor lies on a device that kernels here do not see.
     #[error("`{field}`: got a tensor on a device, expected one on the CPU")]
     Device {
-        /// The tensor.
+        /// The name of the tensor.
         field: &'static str,
     },
     /// A tensor has a dtype that no kernel takes.
     #[error("`{field}`: got dtype {given}, expected f32, bf16 or f16")]
     Dtype {
-        /// The tensor.
+        /// The name of the tensor.
         field: &'static str,
-        /// Its dtype.
+        /// The dtype of the tensor.
         given: String,
     },
     /// A tensor has the wrong shape.
     #[error("`{field}`: got shape {given:?}, expected {expected}")]
     Shape {
-        /// The tensor.
+        /// The name of the tensor.
         field: String,
-        /// Its shape.
+        /// The shape of the tensor.
         given: Vec<usize>,
         /// The shape wanted, in words.
         expected: String,
@@ -121,11 +121,11 @@ pub enum TrainError {
     /// A setting is out of range.
     #[error("`{field}`: got {given}, expected {expected}")]
     Setting {
-        /// The setting.
+        /// The name of the setting.
         field: &'static str,
-        /// Its value.
+        /// The value of the setting.
         given: String,
-        /// What would do.
+        /// The values that are allowed, in words.
         expected: String,
     },
     /// The extents of a policy do not fit each other.
@@ -137,20 +137,20 @@ pub enum TrainError {
     /// A tokenizer has ids that the policy has no logits for.
     #[error("`vocab_size`: got {given}, expected at least {needed}, the ids of the tokenizer")]
     Vocabulary {
-        /// That of the policy.
+        /// The vocabulary of the policy.
         given: usize,
-        /// That of the tokenizer.
+        /// One more than the largest id of the tokenizer.
         needed: usize,
     },
-    /// A tokenizer failed.
+    /// The tokenizer failed on a text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    /// A number is no number any more.
+    /// A number of the run is infinite or NaN.
     #[error("{what} is {given}: training diverged")]
     Diverged {
-        /// Which.
+        /// The number that diverged, in words.
         what: &'static str,
-        /// What it is.
+        /// The value, infinite or NaN.
         given: f64,
     },
     /// The loss of a first update is not of the policy that was sampled.
@@ -169,7 +169,7 @@ pub enum TrainError {
     Sampler {
         /// The step, from 1 on.
         step: usize,
-        /// Mean distance, nats.
+        /// The mean distance of the log-probabilities, nats.
         gap: f64,
         /// The largest that rounding explains.
         limit: f64,
@@ -180,28 +180,28 @@ pub enum TrainError {
     /// The threads asked for cannot be had.
     #[error("threads: {0}")]
     Threads(String),
-    /// Somebody asked to stop.
+    /// The stop flag was set, by Ctrl-C.
     #[error("interrupted {done}")]
     Interrupted {
-        /// How far it was.
+        /// The part of the run that was done, in words.
         done: String,
     },
-    /// The system refused.
+    /// The system refused an operation on a file.
     #[error("{path}: cannot {action}: {reason}")]
     Io {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What was tried.
+        /// The operation that was tried, a verb.
         action: &'static str,
-        /// The system's answer.
+        /// The error of the system.
         reason: io::Error,
     },
-    /// A file says something that it may not say.
+    /// A file has content that is not valid there.
     #[error("{path}: {reason}")]
     File {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What, and what was expected.
+        /// The finding and the expectation, in words.
         reason: String,
     },
 }

@@ -16,15 +16,15 @@ const CLIP_EPSILON: f64 = 1e-6;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdamWConfig {
-    /// Of each step.
+    /// The learning rate of each step.
     pub learning_rate: f64,
-    /// Of the first moment.
+    /// The decay rate of the first moment.
     pub beta1: f64,
-    /// Of the second moment.
+    /// The decay rate of the second moment.
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub epsilon: f64,
-    /// Decoupled.
+    /// The decoupled weight decay, λ below.
     pub weight_decay: f64,
     /// Gradients whose norm over all weights is larger are scaled to it, `> 0`.
     pub max_grad_norm: f64,
@@ -50,7 +50,7 @@ pub struct AdamW {
     moments: BTreeMap<String, Moments>,
 }
 
-/// Of one weight.
+/// The moments of one weight.
 #[derive(Clone, Debug, PartialEq)]
 struct Moments {
     first: Vec<f32>,
@@ -115,12 +115,12 @@ impl AdamW {
         Ok(norm)
     }
 
-    /// How many steps it has made.
+    /// Returns the number of steps that it has made.
     pub fn steps(&self) -> i32 {
         self.steps
     }
 
-    /// Its moments as tensors, by the name of the weight and which of the two.
+    /// Returns the moments as tensors, named `first.` or `second.` and the name of the weight.
     pub(super) fn tensors(&self) -> Result<Vec<(String, Tensor)>, TrainError> {
         let mut tensors = Vec::new();
         for (name, Moments { first, second }) in &self.moments {
@@ -131,7 +131,7 @@ impl AdamW {
         Ok(tensors)
     }
 
-    /// The optimizer after `steps`, whose moments `tensor` finds.
+    /// Restores the optimizer after `steps` steps; `tensor` reads its moments by name.
     pub(super) fn restored(
         steps: i32,
         weights: &BTreeMap<String, Var>,
@@ -153,7 +153,7 @@ mod tests {
 
     use super::*;
 
-    /// The same steps by candle's own, which rounds in another order.
+    /// Compares the steps with those of candle's AdamW, which rounds in another order.
     #[test]
     fn steps_are_those_of_candles_adamw() {
         let config = AdamWConfig { max_grad_norm: 1e9, weight_decay: 0.1, ..AdamWConfig::default() };

@@ -78,7 +78,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// How many tokens it holds.
+    /// Returns the number of tokens that it holds.
     fn len(&self) -> Result<usize, TrainError> {
         Ok(self.layers.first().map_or(Ok(0), |(key, _)| key.dim(2))?)
     }
@@ -98,24 +98,24 @@ impl KvCache {
 }
 
 impl Qwen2 {
-    /// The policy of weights that stay as they are, by name.
+    /// Creates a policy of constant weights, by name.
     pub fn of(config: Qwen2Config, weights: BTreeMap<String, Tensor>) -> Self {
         Self { config, weights }
     }
 
-    /// The policy that is trained: operations on its weights are recorded.
+    /// Creates the policy that is trained: operations on its weights are recorded for autograd.
     pub fn recorded(config: &Qwen2Config, weights: &Weights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
         Self { config: config.clone(), weights }
     }
 
-    /// The policy that samples: nothing is recorded.
+    /// Creates the policy that samples: nothing is recorded for autograd.
     pub fn detached(config: &Qwen2Config, weights: &Weights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
         Self { config: config.clone(), weights }
     }
 
-    /// The same with weights rounded to `dtype`; its arithmetic stays f32.
+    /// Returns the policy with weights rounded to `dtype`; its arithmetic stays f32.
     ///
     /// # Errors
     /// [`TrainError`] where candle fails.
@@ -126,19 +126,20 @@ impl Qwen2 {
         Ok(Self { config: self.config.clone(), weights })
     }
 
-    /// Its extents.
+    /// Returns the extents of the policy.
     pub fn config(&self) -> &Qwen2Config {
         &self.config
     }
 
-    /// The LM head, `[V,H]`.
+    /// Returns the LM head, `[V,H]`: the embedding if they are tied.
     pub fn lm_head(&self) -> &Tensor {
         self.weight(self.config.head_name())
     }
 
-    /// What the last norm leaves, `[B,L,H]`, of tokens `ids`, `[B,L]` u32, that follow those in `cache`.
+    /// Computes the hidden states after the last norm, `[B,L,H]`, of the tokens `ids`, `[B,L]` u32, which follow those in
+    /// `cache`.
     ///
-    /// Attention is causal: sequences may be padded on the right, with tokens of no effect on what stands before.
+    /// Attention is causal: sequences may be padded on the right, with tokens that do not affect those before them.
     ///
     /// # Errors
     /// [`TrainError`] where an id is beyond the vocabulary.
@@ -164,13 +165,13 @@ impl Qwen2 {
         &self.weights[name]
     }
 
-    /// `x / √(mean x² + ε) · w`
+    /// Computes the RMSNorm `x / √(mean x² + ε) · w`.
     fn norm(&self, x: &Tensor, name: &str) -> Result<Tensor, TrainError> {
         let square = (x.sqr()?.mean_keepdim(D::Minus1)? + self.config.rms_norm_eps)?;
         Ok(x.broadcast_div(&square.sqrt()?)?.broadcast_mul(self.weight(&format!("{name}.weight")))?)
     }
 
-    /// `x · wᵀ`, with a bias where there is one.
+    /// Computes `x · wᵀ`, plus the bias if the weight has one.
     fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor, TrainError> {
         let (rows, length, width) = x.dims3()?;
         let product = x.reshape((rows * length, width))?.matmul(&self.weight(&format!("{name}.weight")).t()?)?;
@@ -181,7 +182,7 @@ impl Qwen2 {
         Ok(product.reshape((rows, length, ()))?)
     }
 
-    /// `softmax(q kᵀ / √head_dim + mask) v`, projected.
+    /// Computes `softmax(q kᵀ / √head_dim + mask) v` and its output projection.
     fn attention(
         &self,
         x: &Tensor,
@@ -210,7 +211,7 @@ impl Qwen2 {
                 None => cache.layers.push(entry),
             }
         }
-        // The query heads of one key head lie side by side.
+        // The query heads that share a key head are adjacent: one product serves the group.
         let query = (query / (dim as f64).sqrt())?.reshape((rows, shared, heads / shared * length, dim))?;
         let scores = query.matmul(&key.t()?.contiguous()?)?.reshape((rows, heads, length, ()))?;
         let scores = scores.broadcast_add(&positions.mask)?;
@@ -220,12 +221,12 @@ impl Qwen2 {
     }
 }
 
-/// What attention knows of places: of `length` tokens after `before` others.
+/// The rotation and the mask of `length` tokens after `before` others.
 struct Positions {
-    /// `[L, head_dim/2]`
+    /// The cosines of the rotation angles, `[L, head_dim/2]`.
     cos: Tensor,
     sin: Tensor,
-    /// `[L, before + L]`: −∞ for what is yet to come.
+    /// The causal mask, `[L, before + L]`: −∞ for later tokens.
     mask: Tensor,
 }
 

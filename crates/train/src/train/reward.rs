@@ -1,10 +1,10 @@
-//! What a completion is worth, and its advantage within its group.
+//! The reward of a completion, and its advantage within its group.
 
 use serde::{Deserialize, Serialize};
 
 use super::task::{MARKER, answer_of};
 
-/// Rewards of one completion.
+/// The two parts of a completion's reward.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Reward {
     /// 1 where the number after the last `####` is the answer.
@@ -14,7 +14,7 @@ pub struct Reward {
 }
 
 impl Reward {
-    /// Of a completion `text` that ended by itself, or did not.
+    /// Computes the reward of a completion `text`; `ended` says whether it ended by itself.
     pub fn of(text: &str, ended: bool, answer: i64) -> Self {
         let parts: Vec<&str> = text.split(MARKER).collect();
         let alone = |after: &str| ended && after.split_whitespace().count() == 1 && answer_of(text).is_some();
@@ -25,13 +25,13 @@ impl Reward {
         Self { answer: f64::from(u8::from(answer_of(text) == Some(answer))), format }
     }
 
-    /// Their sum.
+    /// Returns the sum of the two parts.
     pub fn total(self) -> f64 {
         self.answer + self.format
     }
 }
 
-/// How the rewards of a batch become advantages.
+/// The formula from the rewards of a batch to advantages.
 ///
 /// ```text
 /// A = (r − baseline) / (deviation + epsilon)      or r − baseline, where rewards are not scaled
@@ -43,11 +43,11 @@ impl Reward {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdvantageConfig {
-    /// What is subtracted.
+    /// The baseline that is subtracted from each reward.
     pub baseline: GroupBaseline,
-    /// Over which rewards the deviation is.
+    /// The rewards over which the deviation is taken.
     pub scale_rewards: ScaleRewards,
-    /// Which deviation.
+    /// The kind of standard deviation.
     pub deviation: Deviation,
     /// Added to it, or to the variance over tokens, `≥ 0`.
     pub epsilon: f64,
@@ -67,7 +67,7 @@ impl Default for AdvantageConfig {
     }
 }
 
-/// What a completion's reward is compared with.
+/// The baseline that is subtracted from a completion's reward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupBaseline {
@@ -75,12 +75,12 @@ pub enum GroupBaseline {
     Mean,
     /// The mean of the others of its group (RLOO).
     LeaveOneOut,
-    /// 0 (REINFORCE++).
+    /// A baseline of 0 (REINFORCE++).
     None,
 }
 
 impl GroupBaseline {
-    /// What a reward has above it, in a group of `n` with the mean given.
+    /// Returns the reward minus the baseline, in a group of `n` completions with the given mean.
     fn difference(self, reward: f64, mean: f64, n: f64) -> f64 {
         match self {
             Self::Mean => reward - mean,
@@ -90,17 +90,17 @@ impl GroupBaseline {
     }
 }
 
-/// Whose deviation divides, named as in TRL.
+/// The rewards whose deviation divides, named as in TRL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleRewards {
-    /// Nothing does (Dr. GRPO).
+    /// Rewards are not divided (Dr. GRPO).
     None,
-    /// The group's.
+    /// The deviation of the group's rewards.
     Group,
-    /// That of all rewards of the batch.
+    /// The deviation of all rewards of the batch.
     Batch,
-    /// That of all tokens of the batch that count, each of which has what its completion has; their mean is subtracted
+    /// The deviation over all tokens of the batch that count, each with its completion's value; their mean is subtracted
     /// (REINFORCE++ of outcomes, nothing discounted).
     Tokens,
 }
@@ -157,7 +157,7 @@ impl AdvantageConfig {
         rewards.chunks(group).flat_map(of_group).collect()
     }
 
-    /// What a reward has above its baseline, over all tokens of mean 0 and variance 1; 0 where no two tokens differ.
+    /// Scales rewards above their baseline to mean 0 and variance 1 over all tokens; 0 where no two tokens differ.
     fn whitened(&self, rewards: &[f64], tokens: &[usize], group: usize) -> Vec<f64> {
         let above = |rewards: &[f64]| -> Vec<f64> {
             let (n, mean) = (rewards.len() as f64, mean(rewards));
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!((all.deviation, all.scale_rewards, all.epsilon), (Population, Scale::Group, 1e-4));
     }
 
-    /// The same rewards, of 1, 2, 1 and 4 tokens: of eight the sum is 6, the mean 3/4, the squares 25/16 + 2·9/16 + 169/16 + 4·9/16 =
+    /// Four rewards as above, of 1, 2, 1 and 4 tokens: of eight the sum is 6, the mean 3/4, the squares 25/16 + 2·9/16 + 169/16 + 4·9/16 =
     /// 31/2. Above their groups' means `[1, −1, 2, −2]`: the sum is −7, the squares 23 − 49/8 = 135/8.
     #[test]
     fn reinforce_plus_plus_by_hand() {

@@ -13,14 +13,14 @@ use super::TrainError;
 use super::qwen2::{KvCache, Qwen2};
 use assay_core::spec::{LogitsTransform, LossSpec, Support};
 
-/// How tokens are drawn.
+/// The way in which tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Sampling {
     /// The most likely one, the first of equals.
     Greedy,
-    /// From the distribution. Sequence `i` of a call has random numbers of its own, a function of `seed` and `i` alone.
+    /// Tokens are drawn from the distribution. Sequence `i` of a call has random numbers of its own, a function of `seed` and `i` alone.
     Random {
-        /// Of the call.
+        /// The seed of the call.
         seed: u64,
     },
 }
@@ -44,7 +44,7 @@ pub(super) fn one_temperature(spec: &LossSpec) -> f64 {
 }
 
 impl Distribution {
-    /// That of `spec`, whose logits have no bias and whose one temperature divides them.
+    /// Creates the distribution of `spec`, whose logits have no bias and are divided by its one temperature.
     pub fn of(spec: &LossSpec) -> Self {
         let LogitsTransform { scale, softcap, bias: _ } = spec.logits;
         Self { scale, softcap, temperature: one_temperature(spec), support: spec.support.clone() }
@@ -56,7 +56,7 @@ impl Distribution {
         self.support.vocab.is_none_or(|vocab| id < vocab) && !self.support.excluded_ids.contains(&id)
     }
 
-    /// What the softmax is of; −∞ outside the support.
+    /// Transforms logits to the arguments of the softmax; −∞ outside the support.
     fn transformed(&self, logits: &[f32]) -> Vec<f64> {
         let transform = |&logit: &f32| {
             let scaled = self.scale * f64::from(logit);
@@ -71,10 +71,10 @@ impl Distribution {
     }
 }
 
-/// What a policy made of one prompt.
+/// A completion of one prompt, sampled from the policy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
-    /// Its tokens; the last is the end, where it came.
+    /// The tokens; the last is the end token if the completion ended.
     pub ids: Vec<u32>,
     /// Log-probability of each, nats, in f64 from f32 logits.
     pub logp: Vec<f64>,

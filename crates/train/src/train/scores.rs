@@ -13,10 +13,10 @@ use assay_algebra::structure::StructuredSpec;
 use assay_core::spec::{AdvantageLevel, LossSpec, Objective, OldLogp};
 use assay_native::{Native, gemm};
 
-/// Unit roundoff of f32.
+/// The unit roundoff of f32, 2⁻²⁴.
 const U: f64 = (f32::EPSILON / 2.0) as f64;
 
-/// Of rollouts in f32, the largest mean distance of the sampler's log-probabilities from those of the loss, nats. Keys and
+/// The largest allowed mean distance, for rollouts in f32, of the sampler's log-probabilities from those of the loss, nats. Keys and
 /// values that are kept and a whole forward round differently, by 1e-6 in the runs of docs/train.md; another temperature,
 /// softcap or support shows at 1e-2 and above. It tells these apart and is no bound of rounding.
 const SAMPLER_GAP: f64 = 1e-3;
@@ -62,15 +62,15 @@ pub struct OffPolicy {
     pub step: usize,
     /// The part of its batch, from 0 on.
     pub part: usize,
-    /// Sequence, within the part.
+    /// The sequence within the part of the batch.
     pub b: usize,
-    /// Token.
+    /// The token within the sequence.
     pub t: usize,
-    /// As the loss has it, nats.
+    /// The log-probability that the loss computes, nats.
     pub given: f64,
-    /// As it was before the update, nats.
+    /// The log-probability before the update, nats.
     pub expected: f64,
-    /// How far they may be apart by rounding.
+    /// The largest distance that rounding explains, nats.
     pub limit: f64,
 }
 
@@ -111,7 +111,7 @@ pub(super) fn off_policy(
     Ok(None)
 }
 
-/// How far the sampler's log-probabilities lie from those of the loss: the mean of the distances, over all tokens, nats.
+/// Computes the distance of the sampler's log-probabilities from those of the loss: the mean of the distances, over all tokens, nats.
 ///
 /// # Errors
 /// [`TrainError::Sampler`] where that is no rounding, though both are of the same weights.

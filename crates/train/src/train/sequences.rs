@@ -18,7 +18,7 @@ pub(super) struct Sequences<'s> {
 }
 
 impl<'s> Sequences<'s> {
-    /// Some of them.
+    /// Returns the sequences of a range of rows.
     pub(super) fn rows(&self, rows: Range<usize>) -> Sequences<'s> {
         let of = |all: &[&'s [u32]]| all[rows.clone()].to_vec();
         Sequences {
@@ -28,7 +28,7 @@ impl<'s> Sequences<'s> {
         }
     }
 
-    /// `T`: the longest completion.
+    /// Returns T, the length of the longest completion.
     pub(super) fn width(&self) -> usize {
         self.completions.iter().map(|completion| completion.len()).max().unwrap_or(0)
     }

@@ -1,10 +1,10 @@
-//! [`Summary`]: a run in a few numbers, under the names that the seed project logs.
+//! [`Summary`]: a run in a few numbers, under the names that MLLM-JAX logs.
 
 use serde::{Deserialize, Serialize};
 
 use super::metrics::{Evaluation, Record};
 
-/// Over how many steps times are averaged: the last.
+/// The number of last steps over which times are averaged.
 const LAST: usize = 10;
 
 /// A run in a few numbers. Times are seconds, means over the last ten steps; the rest is of the last step, unless its name
@@ -13,7 +13,7 @@ const LAST: usize = 10;
 #[expect(missing_docs, reason = "the names that they are written under say it")]
 pub struct Summary {
     pub steps: usize,
-    /// Those that are not written down: somebody shortened the curve of a run that went on from its checkpoint.
+    /// The number of steps without a record: the curve of a run that resumed from its checkpoint had been shortened.
     pub steps_missing: usize,
     #[serde(rename = "time/train/step_avg_last10_s")]
     pub step_s: f64,
@@ -44,7 +44,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Of a run's steps; `None` where there is none.
+    /// Summarises a run's steps; `None` if there are no records.
     pub fn of(records: &[Record]) -> Option<Self> {
         let last = records.last()?;
         let timed = &records[records.len().saturating_sub(LAST)..];

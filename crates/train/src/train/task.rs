@@ -12,21 +12,21 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 
-/// What stands before the answer.
+/// The marker before the answer, as in GSM8K.
 pub const MARKER: &str = "####";
 
 /// A question, a solution to imitate, and the number that is its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exercise {
-    /// What the policy is given.
+    /// The prompt that the policy is given.
     pub question: String,
     /// A completion that is right: its last line is `#### N`.
     pub solution: String,
-    /// `N`.
+    /// The right answer, `N` after the marker.
     pub answer: i64,
 }
 
-/// An exercise in tokens.
+/// An exercise as the ids of its tokens.
 pub(super) struct Prompted {
     pub(super) prompt: Vec<u32>,
     pub(super) solution: Vec<u32>,
@@ -40,13 +40,13 @@ pub(super) struct Prompted {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Arithmetic {
-    /// How many to train on.
+    /// The number of exercises to train on.
     pub train: usize,
-    /// How many to evaluate on.
+    /// The number of exercises to evaluate on.
     pub evaluate: usize,
     /// The largest of the numbers, `≥ 1`.
     pub largest: i64,
-    /// What happens in them.
+    /// The verbs that exercises are drawn from.
     #[serde(default = "sum_and_difference")]
     pub verbs: Vec<Verb>,
 }
@@ -55,13 +55,13 @@ fn sum_and_difference() -> Vec<Verb> {
     vec![Verb::Gets, Verb::Loses]
 }
 
-/// What somebody who has `a` does with `b`.
+/// The verb of an exercise: what a person who has `a` things does with `b`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verb {
-    /// `a + b` are there then.
+    /// The answer is `a + b`.
     Gets,
-    /// `a − b`
+    /// The answer is `a − b`.
     Loses,
     /// `a`: wanting changes nothing. What a small policy learns in a minute, for numbers that it has not seen together too.
     Wants,
@@ -99,7 +99,7 @@ impl Arithmetic {
     /// # Errors
     /// [`TrainError`] where there are not so many different ones.
     pub fn exercises(&self, seed: u64) -> Result<(Vec<Exercise>, Vec<Exercise>), TrainError> {
-        /// Of larger numbers there are enough in any case.
+        /// The largest number up to which pairs are counted; beyond it there are enough in any case.
         const COUNTED: i64 = 300;
         if self.verbs.is_empty() {
             return Err(TrainError::setting("task.arithmetic.verbs", "none", "gets, loses or wants"));

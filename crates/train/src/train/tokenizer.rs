@@ -12,9 +12,9 @@ const END: u32 = 256;
 pub enum Tokenizer {
     /// Ids 0 to 255 are bytes, 256 ends a completion.
     Bytes,
-    /// As `tokenizer.json` says.
+    /// The tokenizer of a `tokenizer.json`.
     File {
-        /// The tokenizer.
+        /// The tokenizer of the `tokenizers` crate.
         tokenizer: Box<tokenizers::Tokenizer>,
         /// The id that ends a completion.
         end: u32,
@@ -38,7 +38,7 @@ impl Tokenizer {
         Ok(Tokenizer::File { tokenizer: Box::new(tokenizer), end })
     }
 
-    /// That of a checkpoint in `path`, whose first end token ends a completion.
+    /// Creates the tokenizer of a checkpoint in `path`, whose first end token ends a completion.
     pub(super) fn of(vocabulary: &Vocabulary, path: &Path) -> Result<Self, TrainError> {
         let Some(&end) = vocabulary.end.first() else {
             return Err(TrainError::file(path, "`eos_token_id`: got none, expected one".into()));
@@ -61,7 +61,7 @@ impl Tokenizer {
         if needed <= vocab { Ok(()) } else { Err(TrainError::Vocabulary { given: vocab, needed }) }
     }
 
-    /// The id that ends a completion.
+    /// Returns the id that ends a completion.
     pub fn end(&self) -> u32 {
         match self {
             Tokenizer::Bytes => END,
@@ -69,7 +69,7 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of `text`, nothing added.
+    /// Encodes `text`, without added tokens.
     ///
     /// # Errors
     /// [`TrainError`] where the tokenizer fails.
@@ -84,7 +84,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids`; what is no text is replaced, and ids that mean nothing are left out.
+    /// Decodes `ids`; invalid UTF-8 is replaced, and unknown ids are left out.
     ///
     /// # Errors
     /// [`TrainError`] where the tokenizer fails.

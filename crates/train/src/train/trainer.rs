@@ -1,4 +1,4 @@
-//! [`Trainer`]: the loop.
+//! [`Trainer`]: the GRPO loop, one step at a time.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
@@ -37,7 +37,7 @@ pub(super) const CHECKPOINT: &str = "checkpoint.safetensors";
 /// The most exercises of an evaluation that go through the policy together.
 const EVALUATED_AT_ONCE: usize = 64;
 
-/// A run between two steps.
+/// A training run between two steps.
 pub struct Trainer {
     disk: Disk,
     fingerprint: String,
@@ -46,7 +46,7 @@ pub struct Trainer {
     tokenizer: Tokenizer,
     model: Qwen2Config,
     weights: Weights,
-    /// Those of the policy before the first step, where the loss compares with it.
+    /// The weights of the policy before the first step, if the loss has a KL term.
     reference: Option<Weights>,
     optimizer: AdamW,
     step: usize,
@@ -58,7 +58,7 @@ pub struct Trainer {
 /// The completions of a step.
 #[derive(Default)]
 struct RolledOut {
-    /// The exercise of each.
+    /// The exercise of each completion.
     exercises: Vec<usize>,
     completions: Vec<Completion>,
     rewards: Vec<Reward>,
@@ -73,7 +73,7 @@ impl RolledOut {
 }
 
 impl Trainer {
-    /// A run from its beginning, or from the checkpoint in its folder: after a warm start, if there is to be one.
+    /// Starts a run from the checkpoint in its folder, or from its beginning, with a warm start if the settings have one.
     ///
     /// # Errors
     /// [`TrainError`] naming the setting or file that is wrong; [`TrainError::Interrupted`] where `stop` was set before the
@@ -146,17 +146,17 @@ impl Trainer {
         })
     }
 
-    /// How many steps it has made.
+    /// Returns the number of steps that it has made.
     pub fn steps(&self) -> usize {
         self.step
     }
 
-    /// Whether it has made all of them.
+    /// Whether all steps have been made.
     pub fn finished(&self) -> bool {
         self.step >= self.config.steps
     }
 
-    /// The curve.
+    /// Returns the records of all steps, the curve of the run.
     pub fn records(&self) -> &[Record] {
         self.journal.records()
     }
@@ -287,7 +287,7 @@ impl Trainer {
                 break;
             }
         }
-        // Where too few differ, the first of the others fill the batch.
+        // If too few groups differ, the first of the others fill the batch.
         chosen.exercises.extend(even.exercises);
         chosen.completions.extend(even.completions);
         chosen.rewards.extend(even.rewards);
@@ -298,7 +298,7 @@ impl Trainer {
         Ok(chosen)
     }
 
-    /// What a loss is told of the completions, and how far the sampler's log-probabilities are from those before the update:
+    /// Returns the batch that the loss is given, and the distance of the sampler's log-probabilities from those before the update:
     /// a part at a time, as the update will be.
     fn scored(
         &self,
@@ -418,14 +418,14 @@ impl Trainer {
     }
 }
 
-/// What an update came to.
+/// The results of an update.
 #[derive(Default)]
 struct Updated {
     loss: f64,
     metrics: Metrics,
     grad_norm: f64,
     loss_step_s: f64,
-    /// What whoever watched took: no part of the update.
+    /// The time that the observer took, s, which is no part of the update.
     observed_s: f64,
     loss_step_bytes: Option<usize>,
     bytes: Option<usize>,

@@ -52,7 +52,7 @@ pub(super) fn warm(
     for step in 0..*steps {
         if stop.load(Ordering::Relaxed) {
             return Err(TrainError::Interrupted {
-                done: format!("in the warm start, after {step} of {steps} steps; it begins anew"),
+                done: format!("in the warm start, after {step} of {steps} steps; it begins again"),
             });
         }
         let exercises = drawn(train.len(), step * batch, *batch, !config.seed);

@@ -19,17 +19,17 @@ pub enum Control {
     NoLearning,
     /// A gradient of the wrong sign.
     FlippedSign,
-    /// Another reduction: every sequence weighs alike, or where that is what is asked for, every token.
+    /// Another reduction: every sequence has the same weight, or if that is the loss asked for, every token.
     OtherLoss,
     /// The last columns of the vocabulary are left out, but for the sampled one.
     DroppedTail,
 }
 
 impl Control {
-    /// All of them.
+    /// Every control, in the order of the tables.
     pub const ALL: [Control; 4] = [Control::NoLearning, Control::FlippedSign, Control::OtherLoss, Control::DroppedTail];
 
-    /// Its name in tables, folders and JSON.
+    /// Returns its name in tables, folders and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Control::NoLearning => "no-learning",
@@ -39,12 +39,12 @@ impl Control {
         }
     }
 
-    /// Whether it is the curve of the rewards that must tell it; else it is the losses against the reference.
+    /// Whether the curve of the rewards must reveal it; else its losses against the reference must.
     pub fn fails_to_learn(self) -> bool {
         matches!(self, Control::NoLearning | Control::FlippedSign)
     }
 
-    /// How it is run: one that the curve must tell, without the reference.
+    /// Returns the plan of its runs: without the reference if the curve of the rewards must reveal it.
     pub fn plan(self, plan: Plan) -> Plan {
         Plan { judge_every: plan.judge_every.filter(|_| !self.fails_to_learn()), ..plan }
     }
@@ -65,7 +65,7 @@ impl Control {
         settings
     }
 
-    /// What computes its loss, the CPU kernel underneath.
+    /// Returns the arm that computes its loss, based on the CPU kernel.
     pub(super) fn arm(self, loss: &LossSpec) -> Arm {
         Arm::Kernel(Box::new(match self {
             Control::NoLearning | Control::OtherLoss => GrpoLoss::native(loss.clone()),

@@ -1,4 +1,4 @@
-//! The learning gate: whether two arms come to the same rewards, by the baseline's own spread.
+//! The learning gate: whether two arms reach the same rewards, within the baseline's own spread.
 
 use super::{Pair, Run};
 use assay_schema::ab::Verdict;
@@ -6,13 +6,13 @@ use assay_schema::ab::Verdict;
 /// Student's t, two-sided at 1 %, for 1, 2, … degrees of freedom.
 const T: [f64; 9] = [63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250];
 
-/// What a run has learned: the mean reward of the second half of its steps.
+/// Computes the mean reward of the second half of a run's steps.
 fn learned(run: &Run) -> f64 {
     let rewards: Vec<f64> = run.records.iter().map(|record| record.reward).collect();
     mean(&rewards[rewards.len() / 2..])
 }
 
-/// Where it began: the mean reward of the first tenth.
+/// Computes the mean reward of the first tenth of a run's steps.
 fn begun(run: &Run) -> f64 {
     let rewards: Vec<f64> = run.records.iter().map(|record| record.reward).collect();
     mean(&rewards[..rewards.len().div_ceil(10)])

@@ -1,9 +1,9 @@
-//! The same run by candle's own operations and by a kernel.
+//! An A/B run: one training run by candle's own operations and one by a kernel.
 //!
-//! Two things are decided. The losses of judged steps, the parts of a batch summed, stand against the f64 reference on that
-//! step's own hidden states, and a first update's ratio must be 1: that tells a wrong loss. The rewards of the second half of the
-//! steps stand against the baseline's, by the baseline's own spread (`learning`): that tells a run that does not learn.
-//! [`Control`]s are arms that are wrong on purpose; what tells each of them says what a verdict is worth.
+//! Two things are decided. The losses of judged steps, the parts of a batch summed, are compared with the f64 reference on that
+//! step's own hidden states, and a first update's ratio must be 1: that reveals a wrong loss. The rewards of the second half of
+//! the steps are compared with the baseline's, within the baseline's own spread (`learning`): that reveals a run that does not
+//! learn. [`Control`]s are arms that are wrong on purpose; the gates that reject each of them show what a verdict is worth.
 
 mod controls;
 mod learning;
@@ -32,20 +32,20 @@ use assay_schema::ab::{self as schema, Comparison, Step, Verdict};
 /// The class whose limits candle's own operations are held to: that of any kernel not made here. They sum a row in f32.
 const BASELINE_CLASS: &str = "external-lm-head";
 
-/// Which outputs of a loss step there are to judge.
+/// The outputs of a loss step that are judged.
 const JUDGED: [Output; 3] = [Output::Loss, Output::Dhidden, Output::DlmHead];
 
-/// How an A/B run is made.
+/// The number of seeds of an A/B run, and the steps that are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    /// How many pairs of runs, of consecutive seeds from the settings' own on.
+    /// The number of pairs of runs, of consecutive seeds from the settings' own on.
     pub seeds: u64,
     /// The losses of every so many steps are judged, from step 1 on; `None`: of none.
     pub judge_every: Option<u64>,
 }
 
-/// What stands against the baseline, or the baseline itself.
+/// A contestant of an A/B run: an arm, the redrawn baseline or a control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contestant {
     /// One of the two arms.
@@ -66,21 +66,21 @@ impl Contestant {
     }
 }
 
-/// Which of the two arms.
+/// One of the two arms of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Side {
-    /// candle's own operations.
+    /// The loss by candle's own operations.
     Baseline,
-    /// The kernel.
+    /// The loss by the kernel under test.
     Kernel,
 }
 
 impl Side {
-    /// In the order of [`Comparison::arms`].
+    /// Both sides, in the order of [`Comparison::arms`].
     pub const BOTH: [Side; 2] = [Side::Baseline, Side::Kernel];
 
-    /// Its name in tables, folders and JSON.
+    /// Returns its name in tables, folders and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Side::Baseline => "baseline",
@@ -92,51 +92,51 @@ impl Side {
 /// One arm of one seed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Run {
-    /// What it came to.
+    /// The run in a few numbers.
     pub summary: Summary,
-    /// Its loss steps against the reference.
+    /// The verdicts on its loss steps against the reference.
     pub judged: Judged,
-    /// Its steps.
+    /// The record of each step.
     pub records: Vec<Record>,
 }
 
-/// How the judged loss steps of a run stand against the reference.
+/// The errors of the judged loss steps of a run against the reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Judged {
-    /// Whose limits they are held to.
+    /// The arithmetic class whose limits apply.
     pub class: String,
-    /// How many were judged.
+    /// The number of loss steps that were judged.
     pub steps: usize,
-    /// Of each output.
+    /// The worst comparison of each output.
     pub outputs: BTreeMap<&'static str, Worst>,
     /// The first updates whose ratio was not 1, of all steps.
     pub off_policy: Vec<String>,
 }
 
-/// How one output of a run's loss steps did.
+/// The comparison of one output that went furthest beyond its limit, or came closest to it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Worst {
     /// The largest error, as a multiple of its limit.
     pub share: f64,
     /// Whether every gate was passed.
     pub passed: bool,
-    /// Where that was, in words.
+    /// The step, epoch and gate of that error, in words.
     pub at: String,
 }
 
 /// Both arms of one seed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Pair {
-    /// Of parameters, data and sampling.
+    /// The seed of parameters, data and sampling.
     pub seed: u64,
-    /// In the order of [`Side::BOTH`].
+    /// The runs of both arms, in the order of [`Side::BOTH`].
     pub runs: [Run; 2],
-    /// The baseline's, [redrawn](Contestant::Redrawn).
+    /// The run of the baseline, [redrawn](Contestant::Redrawn).
     pub redrawn: Option<Run>,
 }
 
 /// Makes the runs of `contestant` under `plan`, one a seed, each in a folder of its own within that of `config`. Each starts
-/// anew; only the warm start is kept. A PJRT implementation uses `plugin`; `stop` ends the run in good order; `progress` hears of
+/// from the beginning; only the warm start is kept. A PJRT implementation uses `plugin`; `stop` ends the run in good order; `progress` hears of
 /// every step.
 ///
 /// # Errors
@@ -263,7 +263,7 @@ impl Judged {
 }
 
 impl Pair {
-    /// Over how many steps, from the first on, both arms sampled the same tokens.
+    /// Counts the steps, from the first on, in which both arms sampled the same tokens.
     pub fn equal_steps(&self) -> usize {
         let [baseline, kernel] = &self.runs;
         let both = baseline.records.iter().zip(&kernel.records);
@@ -278,7 +278,7 @@ impl Pair {
     }
 }
 
-/// What is decided of `pairs`, which were made under `config`.
+/// Compares `pairs` of runs, which were made under `config`, and decides every gate.
 ///
 /// Loss and gradients of the kernel's judged steps have to be within their derived limits, the ratios of its first updates 1, and
 /// its rewards those of the baseline within the baseline's spread, where there is more than one seed. `controls` have to fail.
@@ -304,7 +304,7 @@ pub fn comparison(config: &TrainConfig, pairs: &[Pair], controls: &[(Control, Ve
     Comparison { pass: pass && told, arms: Side::BOTH.map(arm), verdicts, controls }
 }
 
-/// Which gates a control fails, and what the rewards say of it.
+/// Decides which gates a control fails, and how its rewards compare with the baseline's.
 fn told(control: Control, pairs: &[Pair]) -> schema::Control {
     let verdicts = verdicts(pairs);
     let failed = verdicts.iter().filter(|verdict| verdict.pass == Some(false)).map(|verdict| verdict.what.clone());
@@ -324,7 +324,7 @@ fn step_of(record: &Record) -> Step {
     }
 }
 
-/// What a step cost, and what that is called.
+/// A measurement of a step, and its name in tables.
 type Measured = (&'static str, fn(&Record) -> f64);
 
 /// Agreement, which is decided, and cost, which is shown.
@@ -377,7 +377,7 @@ fn bytes(counted: Option<usize>) -> f64 {
     counted.map_or(f64::NAN, |bytes| bytes as f64)
 }
 
-/// `NaN` of nothing.
+/// Returns the median, or `NaN` of no values.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
