@@ -16,6 +16,7 @@ pub use assay_ahead as ahead;
 pub use assay_ahead::{gpu, tpu};
 pub use assay_algebra::parts;
 pub use assay_campaign as campaign;
+pub use assay_campaign::worker;
 use assay_core::project;
 pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
 pub use assay_cuda as cuda;
@@ -34,7 +35,6 @@ pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 #[cfg(feature = "train")]
 pub use assay_train::{record, train};
-pub use assay_worker as worker;
 
 pub mod bench;
 pub mod case;

@@ -54,6 +54,7 @@ use serde::Serialize;
 use crate::ahead::AheadError;
 use crate::bench::BenchError;
 use crate::campaign::CampaignError;
+use crate::campaign::panel::PanelError;
 #[cfg(feature = "pjrt")]
 use crate::compile_worker::{CompileWorkerError, WORKER_COMMAND};
 use crate::config::ConfigError;
@@ -69,7 +70,6 @@ use crate::report::InputError;
 use crate::schema::Made;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
-use crate::suites::panel::PanelError;
 #[cfg(feature = "train")]
 use crate::train::TrainError;
 use crate::worker::WorkerError;

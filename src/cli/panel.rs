@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use super::document::{self, Marks};
 use super::generate::json;
 use super::{CliError, Passed, Printing};
+use crate::campaign::panel::{self, Cell, Deck, Expected, Found, Panelist};
 use crate::config;
 use crate::fixture::{write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
-use crate::suites::panel::{self, Cell, Deck, Expected, Found, Panelist};
 use crate::worker::{Launch, Worker};
 
 /// The gates of a problem on logits, and what the table calls them.

@@ -58,12 +58,6 @@ fn crates_stand_on_what_they_may() {
         let names = tree("normal", &["--package", package]);
         assert_eq!(any(&names, &["assay-reference", "assay-judge"]), Vec::<&str>::new(), "{package}");
     }
-    let worker = tree("normal", &["--package", "assay-worker"]);
-    assert_eq!(
-        any(&worker, &["assay-reference", "assay-judge", "assay-suites"]),
-        Vec::<&str>::new(),
-        "it judges nothing"
-    );
     let programs = tree("normal,build", &["--package", "assay-programs"]);
     assert_eq!(any(&programs, &[&FOREIGN[..], &["libloading"]].concat()), Vec::<&str>::new());
     let binary = tree("normal", &["--package", "grpo-assay"]);

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use assay::campaign::panel::judge;
 use assay::fixture::{ProblemFile, read_candidate};
 use assay::judge::trial::Known;
 use assay::spec::LossSpec;
-use assay::suites::panel::judge;
 use serde::Deserialize;
 
 #[derive(Deserialize)]

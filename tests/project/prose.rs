@@ -49,7 +49,6 @@ const ALLOWED: &[(&str, [usize; RULES.len()])] = &[
     ("tile", [29, 57, 3, 2, 26, 0, 1]),
     ("tpu", [92, 63, 31, 3, 18, 10, 1]),
     ("train", [168, 129, 27, 0, 47, 15, 0]),
-    ("worker", [40, 30, 6, 0, 4, 1, 0]),
 ];
 
 /// Words that a doc comment must not open with: free relatives, pronouns without an antecedent, and prepositions.

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::worker::{Answer, Worker, WorkerError};
 use assay_core::implementation::{Given, Implementation};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
-use assay_worker::{Answer, Worker, WorkerError};
 
 use crate::subject::Subject;
 

@@ -16,6 +16,7 @@ mod deck;
 mod examine;
 mod kernel;
 mod neighbours;
+pub mod panel;
 #[cfg(feature = "mutants")]
 mod power;
 mod repros;
@@ -23,6 +24,7 @@ mod run;
 mod shrink;
 mod subject;
 mod text;
+pub mod worker;
 
 pub use campaign::{Campaign, CampaignError, Progress};
 pub use deck::{Deals, Deck, FEW_SHAPES, HeadDeck, Shapes};

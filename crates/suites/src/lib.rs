@@ -6,7 +6,6 @@ pub mod differences;
 pub mod measure;
 #[cfg(feature = "mutants")]
 pub mod mutants;
-pub mod panel;
 pub mod peers;
 pub mod sampler;
 pub mod supported;

@@ -17,10 +17,10 @@
 //! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
 //! long, the whole group of its processes is killed.
 
+mod kernel_process;
 mod process;
-mod worker;
 
-pub use self::worker::{Answer, Hello, Launch, Worker, WorkerError};
+pub use kernel_process::{Answer, Hello, Launch, Worker, WorkerError};
 
 /// The protocol and its version.
 pub const PROTOCOL: &str = "assay-check/1";

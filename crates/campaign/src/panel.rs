@@ -10,6 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use crate::worker::{Answer, Worker};
 use assay_core::problem::{Candidate, Dtype, Problem, ProblemError};
 use assay_core::spec::{
     Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, RatioLevel, Reduction, Rows, Sapo,
@@ -18,7 +19,6 @@ use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::{Judged, Known};
-use assay_worker::{Answer, Worker};
 
 /// Judges what a kernel of the panel returned, as kernels that are not ours are.
 ///
