@@ -24,14 +24,8 @@ pub(crate) fn reach_their_grades(plugin: &Path) -> Result<(), Failed> {
         let mut short_of_exact = Vec::new();
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for regime in Regime::FINITE {
-                let recipe = Recipe {
-                    shape: [6, 10, 131],
-                    dtype,
-                    regime,
-                    seed: 28,
-                    old_logp_noise_scale: 0.3,
-                    masked_garbage: false,
-                };
+                let recipe = super::run::recipe([6, 10, 131], dtype, regime, 28);
+                let recipe = Recipe { masked_garbage: false, ..recipe };
                 let problem = recipe.problem(&spec)?;
                 let known = Known::of(&spec, &problem)?;
                 let candidate = kernel.run(&spec, problem.clone(), 1)?;

@@ -27,17 +27,17 @@ type Plain = fn() -> Result<(), Failed>;
 /// Its trials, named `gpu::…`.
 pub(crate) fn trials() -> Vec<Trial> {
     let needing_tools: [(&str, Plain); 11] = [
-        ("memory_pipes_bytes_small_shape_are_reported_for_every_chip", a_small_shape_compiles),
-        ("peak_registers_bytes_one_pass_bf16_qwen_shape_are_within_reach", one_pass_at_a_qwen_shape),
-        ("memory_lm_head_bf16_qwen_shape_is_that_of_a_chunks_logits", lm_head_at_a_qwen_shape),
-        ("odd_vocabularies_compile_without_spills", odd_vocabularies_compile),
-        ("operation_kernels_assemble_for_every_target_without_spills", operation_kernels_assemble),
-        ("xla_compiles_for_several_devices_and_names_its_collectives", several_devices),
-        ("one_pass_on_an_a100_is_refused_with_what_to_use", one_pass_on_an_a100),
-        ("a_vocabulary_beyond_a_clusters_shared_memory_is_refused_with_the_limit", too_wide_a_vocabulary),
-        ("text_that_is_no_ptx_is_refused_in_ptxas_words_though_the_plugin_takes_it", bad_ptx_is_refused),
-        ("a_plugin_without_the_ptx_call_is_named", a_plugin_without_the_call),
-        ("a_toolkit_without_ptxas_is_named", a_toolkit_without_ptxas),
+        ("compile_reports_memory_pipes_bytes_for_every_chip", a_small_shape_compiles),
+        ("one_pass_at_a_qwen_shape_is_within_its_limits", one_pass_at_a_qwen_shape),
+        ("lm_head_memory_at_a_qwen_shape_is_a_chunks_logits", lm_head_at_a_qwen_shape),
+        ("one_pass_of_odd_vocabularies_compiles_without_spills", odd_vocabularies_compile),
+        ("operation_kernels_assemble_for_every_target", operation_kernels_assemble),
+        ("xla_for_several_devices_names_its_collectives", several_devices),
+        ("one_pass_on_an_a100_is_refused_with_an_alternative", one_pass_on_an_a100),
+        ("vocabulary_beyond_a_clusters_memory_is_refused", too_wide_a_vocabulary),
+        ("ptx_with_an_error_is_refused_in_ptxas_words", bad_ptx_is_refused),
+        ("plugin_without_the_ptx_call_is_named", a_plugin_without_the_call),
+        ("toolkit_without_ptxas_is_named", a_toolkit_without_ptxas),
     ];
     let absent = locate(None).err().or(CudaToolkit::locate().err()).map(|error| error.to_string());
     let mut trials: Vec<Trial> = needing_tools
@@ -47,7 +47,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             Some(why) => trial(format!("{name} [{why}]"), check).with_ignored_flag(true),
         })
         .collect();
-    trials.push(trial("bad_usage_is_refused_with_what_would_do".into(), bad_usage_is_refused));
+    trials.push(trial("compile_with_bad_options_is_refused".into(), bad_usage_is_refused));
     trials
 }
 
@@ -243,7 +243,7 @@ fn refused(output: Output) -> Result<String, Failed> {
     Ok(stderr)
 }
 
-fn expect_parts(message: &str, parts: &[&str]) {
+pub(crate) fn expect_parts(message: &str, parts: &[&str]) {
     for part in parts {
         assert!(message.contains(part), "`{part}` not in: {message}");
     }

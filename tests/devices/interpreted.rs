@@ -35,14 +35,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
     for (id, target, dtype) in
         [("gpu-one-pass", PtxTarget::Sm90, Dtype::Bf16), ("gpu-two-pass", PtxTarget::Sm80, Dtype::F32)]
     {
-        let recipe = |regime| Recipe {
-            shape: [2, 5, 131],
-            dtype,
-            regime,
-            seed: 3,
-            old_logp_noise_scale: 0.3,
-            masked_garbage: true,
-        };
+        let recipe = |regime| super::run::recipe([2, 5, 131], dtype, regime, 3);
         let program = Interpreted::of(client(plugin)?, id, target, &spec, &recipe(Regime::Normal))?;
         for regime in [Regime::Normal, Regime::Confident, Regime::Ties] {
             let problem = recipe(regime).problem(&spec)?;

@@ -10,39 +10,30 @@
 mod alternatives;
 mod gpu;
 mod interpreted;
+mod run;
 mod tpu;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use assay::cuda::DriverLogp;
 use assay::cuda::driver::DRIVER_VARIABLE;
-use assay::implementation::{Implementation, RunError};
-use assay::judge::generate::{Recipe, Regime};
-use assay::judge::invariance::Invariance;
-use assay::judge::packed::Twins;
+use assay::implementation::Implementation;
 use assay::judge::report::on_devices;
-use assay::judge::tolerance::Limits;
 use assay::judge::variants::Variant;
-use assay::parts;
-use assay::problem::{Advantages, Candidate, Dtype, FloatArray, Problem, Shape};
+use assay::problem::{Dtype, Problem, Shape};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
-use assay::spec::{
-    Averaging, Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OffPolicyMask, OldLogp, PpoClip, Ratio,
-    RatioLevel, Reduction, Rows, Support, TemperatureDivides,
-};
-use assay::suites;
+use assay::spec::LossSpec;
 use assay::suites::{covering, supported as variants};
 use assay::xla::XlaEntropy;
-use assay_testkit::Known;
 use assay_testkit::arms::Arms;
 use assay_testkit::plugins::client;
 use assay_testkit::slowest;
 use libtest_mimic::{Arguments, Failed, Trial};
-use ndarray::{Axis, Ix2};
+use run::{Check, Run, forward_alone};
 
 const DEVICE_COUNTS: [usize; 4] = [1, 2, 4, 8];
 
@@ -101,14 +92,14 @@ fn main() {
         trials.push(trial(name, &plugin.hindrance, move || regressions_stay_mended(&path)));
     }
     let path = plugins[0].path.clone();
-    trials.push(trial("other_ways_to_write_xla_reach_their_grades".into(), &plugins[0].hindrance, move || {
+    trials.push(trial("xla_alternatives_reach_their_grades".into(), &plugins[0].hindrance, move || {
         alternatives::reach_their_grades(&path)
     }));
     let path = plugins[0].path.clone();
-    let name = "programs_for_gpus_of_several_ids_interpreted_match_reference";
+    let name = "gpu_programs_of_several_ids_interpreted_match_reference";
     trials.push(trial(name.into(), &plugins[0].hindrance, move || interpreted::several_ids(&path)));
     trials.push(tpu_plugin());
-    trials.push(trial("what_cudas_driver_is_handed_matches_reference".into(), &None, driver_without_a_device));
+    trials.push(trial("cuda_driver_without_a_device_matches_reference".into(), &None, driver_without_a_device));
     trials.extend(gpu::trials());
     trials.extend(tpu::trials());
     let all = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.list && !arguments.ignored;
@@ -222,67 +213,57 @@ impl Trials<'_> {
         self.found.push(trial(name, &self.hindrance(devices), check));
     }
 
+    /// Adds the trials of every device count. What is cut is tried on counts above one; what one device holds whole has one count.
     fn all(mut self) {
-        let id = self.implementation.id().to_string();
         let counts = self.counts();
-        if let [devices] = counts[..] {
-            return self.whole(&id, devices);
-        }
         let available = self.available_counts();
-        for devices in counts.iter().copied().filter(|devices| !available.contains(devices)) {
+        for devices in counts.iter().copied().filter(|devices| !available.contains(devices) && counts.len() > 1) {
             self.push("all_outputs_any_spec_any_dtype_match_reference", devices, "", |_| Ok(0));
         }
-        let (Some(&least), Some(&largest)) = (available.first(), available.last()) else { return };
-        let listed = available.iter().skip(1).map(|devices| format!(" ×{devices}")).collect::<Vec<_>>().concat();
+        let is_whole = counts.len() == 1;
+        let counts = if is_whole { counts } else { available };
+        let (Some(&least), Some(&largest)) = (counts.first(), counts.last()) else { return };
+        let listed = counts.iter().skip(1).map(|devices| format!(" ×{devices}")).collect::<Vec<_>>().concat();
         let claim = "all_outputs_any_spec_any_dtype_match_reference";
-        self.push(claim, least, &listed, move |run| run.any_spec(&available));
+        self.push(claim, least, &listed, move |run| run.any_spec(&counts));
         // A tile kernel computes whole blocks of rows, however few a device has: where rows are cut, wide ones are left to few devices, and
         // where nothing else is cut, to one.
-        let is_tile = id.starts_with("tile");
-        let of_wide = if is_tile && !id.ends_with("-vocab") { least } else { largest };
-        if !(is_tile && id.ends_with("-rows")) {
-            self.push("all_outputs_qwen_vocabulary_match_reference", of_wide, "", |run| run.qwen_vocabulary());
+        let id = self.implementation.id().to_string();
+        let wide = if id.starts_with("tile") && !id.ends_with("-vocab") { least } else { largest };
+        for (claim, check, is_wide, applies) in self.checks(is_whole) {
+            if applies {
+                let claim = format!("all_outputs_{claim}_match_reference");
+                self.push(&claim, if is_wide { wide } else { largest }, "", move |run| check(&run));
+            }
         }
-        self.push("all_outputs_of_parts_match_reference", largest, "", |run| run.parts());
-        self.push("all_outputs_changed_logits_match_reference", largest, "", |run| run.changed_logits());
-        if ["tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
-            self.push("all_outputs_awkward_shapes_match_reference", of_wide, "", |run| run.awkward_shapes());
-        }
-        if ["xla-rows", "xla-mesh", "tile-one-pass-rows", "tile-two-pass-mesh"].contains(&id.as_str()) {
-            self.push("all_outputs_packed_sequences_match_reference", largest, "", |run| run.packed());
-        }
-        if ["xla-mesh", "tile-one-pass-rows", "tile-two-pass-vocab"].contains(&id.as_str()) {
-            self.push("all_outputs_several_ids_match_reference", largest, "", |run| run.several_ids());
-        }
-        if id.ends_with("-vocab") {
-            let claim = "all_outputs_extreme_logits_match_reference";
-            self.push(claim, largest, "", |run| run.extreme_logits());
-        }
-        if id == "xla-mesh" {
-            let claim = "all_outputs_every_sum_over_tokens_match_reference";
-            self.push(claim, largest, "", |run| run.every_sum_over_tokens());
+        if is_whole {
+            self.whole(&id, least);
         }
     }
 
-    /// The trials of what one device holds whole.
+    /// The checks on problems of a kind: the claim, the check, whether its rows are wide, and whether this implementation is to make it.
+    fn checks(&self, is_whole: bool) -> [(&'static str, Check, bool, bool); 9] {
+        let (id, class) = (self.implementation.id(), self.implementation.class());
+        let among = |ids: &[&str]| ids.contains(&id);
+        let tiles_cut = among(&["tile-one-pass-rows", "tile-two-pass-mesh"]);
+        let kernels_whole = is_whole && ["tile", "gpu"].contains(&class);
+        let several =
+            ["xla", "xla-mesh", "tile-one-pass", "tile-two-pass", "tile-one-pass-rows", "tile-two-pass-vocab"];
+        [
+            ("qwen_vocabulary", Run::qwen_vocabulary, true, is_whole || !(class == "tile" && id.ends_with("-rows"))),
+            ("of_parts", Run::parts, false, true),
+            ("changed_logits", Run::changed_logits, false, true),
+            ("awkward_shapes", Run::awkward_shapes, true, kernels_whole || tiles_cut),
+            ("several_ids", Run::several_ids, false, among(&several)),
+            ("extreme_logits", Run::extreme_logits, false, is_whole || id.ends_with("-vocab")),
+            ("products_beyond_f32", Run::products_beyond_f32, false, among(&["xla", "tile-two-pass"])),
+            ("packed_sequences", Run::packed, false, is_whole || tiles_cut || among(&["xla-rows", "xla-mesh"])),
+            ("every_sum_over_tokens", Run::every_sum_over_tokens, false, id == "xla-mesh"),
+        ]
+    }
+
+    /// Adds the trials that only one device makes: of structures, variants, and of kernels without a gradient.
     fn whole(&mut self, id: &str, devices: usize) {
-        let claim = "all_outputs_any_spec_any_dtype_match_reference";
-        self.push(claim, devices, "", move |run| run.any_spec(&[devices]));
-        self.push("all_outputs_qwen_vocabulary_match_reference", devices, "", |run| run.qwen_vocabulary());
-        self.push("all_outputs_of_parts_match_reference", devices, "", |run| run.parts());
-        self.push("all_outputs_changed_logits_match_reference", devices, "", |run| run.changed_logits());
-        if ["tile", "gpu"].contains(&self.implementation.class()) {
-            self.push("all_outputs_awkward_shapes_match_reference", devices, "", |run| run.awkward_shapes());
-        }
-        if ["xla", "tile-one-pass", "tile-two-pass"].contains(&id) {
-            self.push("all_outputs_several_ids_match_reference", devices, "", |run| run.several_ids());
-        }
-        let claim = "all_outputs_extreme_logits_match_reference";
-        self.push(claim, devices, "", |run| run.extreme_logits());
-        if ["xla", "tile-two-pass"].contains(&id) {
-            self.push("all_outputs_products_beyond_f32_match_reference", devices, "", |run| run.products_beyond_f32());
-        }
-        self.push("all_outputs_packed_sequences_match_reference", devices, "", |run| run.packed());
         // The loss of a token has two lowerings: around every core, and within the kernel that reads logits once, which the interpreter
         // judges.
         if id == "xla" {
@@ -382,7 +363,7 @@ fn tpu_plugin() -> Trial {
     const LIBTPU: &str = ".plugins/libtpu.so";
     let absent = !Path::new(LIBTPU).is_file();
     let hindrance = absent.then(|| format!("{LIBTPU} is missing: run `make setup-tpu`"));
-    trial("libtpu_reaches_its_devices_or_says_that_there_are_none".into(), &hindrance, || {
+    trial("libtpu_reaches_its_devices_or_reports_none".into(), &hindrance, || {
         let mut list = assert_cmd::cargo::cargo_bin_cmd!("assay");
         let output = list.args(["list", "--plugin", LIBTPU]).env("TPU_SKIP_MDS_QUERY", "1").output()?;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -404,449 +385,4 @@ fn trial(name: String, hindrance: &Hindrance, check: impl FnOnce() -> Result<(),
     let ignored = hindrance.is_some();
     let name = hindrance.as_ref().map_or(name.clone(), |why| format!("{name} ({why})"));
     Trial::test(name.clone(), move || slowest::timed(name, check)).with_ignored_flag(ignored)
-}
-
-/// Qwen's vocabulary, 151,936 = 128 × 1187, in three regimes.
-fn qwen() -> &'static [(Recipe, Known<'static>)] {
-    static KNOWN: OnceLock<Vec<(Recipe, Known<'static>)>> = OnceLock::new();
-    KNOWN.get_or_init(|| {
-        let spec = Box::leak(Box::new(LossSpec { entropy_coef: 0.01, temperature: 0.7.into(), ..LossSpec::default() }));
-        let of = |regime| {
-            let recipe = Recipe {
-                shape: [1, 8, 151_936],
-                dtype: Dtype::Bf16,
-                regime,
-                seed: 1,
-                old_logp_noise_scale: 0.3,
-                masked_garbage: true,
-            };
-            let problem: &Problem = Box::leak(Box::new(recipe.problem(spec).expect("a valid recipe")));
-            (recipe, Known::of(spec, problem).expect("a valid problem"))
-        };
-        [Regime::Small, Regime::Peaked, Regime::Confident].map(of).into()
-    })
-}
-
-/// Whether `|ref_logp − logp|` is at its kink to the last bit. XLA's CPU compiler works logp out twice in the loops of a tile kernel, for
-/// the target and for the other columns, rounds it in two ways, and finds two signs: the row is then on no side of the kink.
-fn at_a_kink((spec, recipe): &(LossSpec, Recipe)) -> bool {
-    recipe.old_logp_noise_scale == 0.0 && spec.kl.as_ref().is_some_and(|kl| kl.estimator == KlEstimator::Abs)
-}
-
-/// Logp and entropy of a kernel that computes nothing else, of a name and a class.
-fn forward_alone(
-    [name, class]: &[&str; 2],
-    kernel: impl Fn(&LossSpec, &Problem) -> Result<[FloatArray<Ix2>; 2], RunError>,
-) -> Result<usize, Failed> {
-    let mut judged = 0;
-    for dtype in Dtype::KERNEL {
-        for (spec, recipe) in suites::device_cases(dtype, 1, 5) {
-            let LossSpec { temperature, temperature_divides, .. } = spec;
-            let spec = LossSpec { temperature, temperature_divides, ..LossSpec::from_cotangents(false) };
-            let problem = recipe.problem(&spec).expect("a valid recipe");
-            let known = Known::of(&spec, &problem).expect("a valid problem");
-            let [logp, entropy] = kernel(&spec, &problem)?.map(Some);
-            let candidate = Candidate {
-                loss: None,
-                gradient: (),
-                logp,
-                logp_of_others: None,
-                entropy,
-                token_loss: None,
-                metrics: None,
-            };
-            let verdicts = known.verdicts_of_forward(&candidate, &Limits::of(class)?)?;
-            if let Some(verdict) = verdicts.iter().find(|verdict| !verdict.passed()) {
-                return Err(known.explain(verdict, name, "this test").to_string().into());
-            }
-            judged += 1;
-        }
-    }
-    Ok(judged)
-}
-
-/// One implementation on one device count. Its checks return how many cases were judged.
-#[derive(Clone)]
-struct Run {
-    implementation: Arc<dyn Implementation>,
-    devices: usize,
-    plugin: PathBuf,
-}
-
-impl Run {
-    fn on(&self, devices: usize) -> Self {
-        Self { devices, ..self.clone() }
-    }
-
-    fn takes(&self, spec: &LossSpec, [batch, tokens, vocab]: [usize; 3], dtype: Dtype) -> bool {
-        let shape = assay::problem::Shape { batch, tokens, vocab };
-        self.implementation.supports(spec, shape, dtype, self.devices).is_ok()
-    }
-
-    /// Judges one case, which is supported.
-    fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Candidate, Failed> {
-        let problem = recipe.problem(spec).map_err(|error| format!("{error}: {recipe:?} {spec:?}"))?;
-        self.judge_known(&Known::of(spec, &problem).expect("a valid problem"), recipe)
-    }
-
-    fn judge_known(&self, known: &Known, recipe: &Recipe) -> Result<Candidate, Failed> {
-        let (spec, id) = (known.spec, self.implementation.id());
-        let name = on_devices(id, self.devices);
-        let judged = known.run(&*self.implementation, self.devices);
-        let judged = judged.map_err(|error| format!("{name}: {error}: {recipe:?} {spec:?}"))?;
-        let config = serde_json::json!({
-            "reason": "…",
-            "batch": { "generate": recipe },
-            "spec": spec,
-            "kernel": { "enabled": true, "impl": id, "devices": self.devices },
-        });
-        let plugin = self.plugin.display();
-        let replay = format!("save as NAME.json and run `assay gradcheck --plugin {plugin} --config` on it: {config}");
-        if let Some(failure) = known.failures(&judged, &name, &replay).into_iter().next() {
-            return Err(failure.into());
-        }
-        let mut all = JUDGED.lock().unwrap_or_else(PoisonError::into_inner);
-        all.cases += 1;
-        all.placed.insert((id.into(), self.devices, recipe.dtype));
-        if id == "xla" {
-            all.specs.spec(spec);
-        }
-        drop(all);
-        Ok(judged.outcome)
-    }
-
-    fn any_spec(&self, counts: &[usize]) -> Result<usize, Failed> {
-        self.specs(structures(), counts)
-    }
-
-    /// Random specs, each in another dtype and in every regime, on each of `counts`: each answer within the gates of the
-    /// reference, and so of every other; shares of tokens, which are counts, the same to the bit. Where there are few specs, the first is
-    /// run on fewest and most devices, and each other on another count. With `--nocapture`, which other outputs keep their bits.
-    fn specs(&self, specs: usize, counts: &[usize]) -> Result<usize, Failed> {
-        const DRAWN: usize = 32;
-        let mut judged = 0;
-        // Each implementation begins at another shape.
-        let seed = self.implementation.id().bytes().map(u64::from).sum::<u64>();
-        for i in 0..specs {
-            let dtype = Dtype::KERNEL[i % Dtype::KERNEL.len()];
-            let counts = match counts {
-                [fewest, .., most] if specs <= STRUCTURES && i == 0 => vec![*fewest, *most],
-                [_, _, ..] if specs <= STRUCTURES => vec![counts[i % counts.len()]],
-                all => all.to_vec(),
-            };
-            let cases = suites::device_cases(dtype, DRAWN, seed + i as u64);
-            let takes = |regimes: &&[(LossSpec, Recipe)]| {
-                let (spec, recipe) = &regimes[0];
-                let computed = counts.iter().all(|&devices| self.on(devices).takes(spec, recipe.shape, dtype));
-                computed && !(self.implementation.class() == "tile" && regimes.iter().any(at_a_kink))
-            };
-            let Some(regimes) = cases.chunks(Regime::FINITE.len()).find(takes) else {
-                return Err(format!("none of {DRAWN} specs in {dtype} is supported").into());
-            };
-            for (spec, recipe) in regimes {
-                let mut first: Option<(usize, Candidate)> = None;
-                for &devices in &counts {
-                    let outcome = self.on(devices).judge(spec, recipe)?;
-                    judged += 1;
-                    match &first {
-                        None => first = Some((devices, outcome)),
-                        Some((fewest, first)) => self.agree((*fewest, first), (devices, &outcome))?,
-                    }
-                }
-            }
-        }
-        Ok(judged)
-    }
-
-    fn agree(&self, (fewest, first): (usize, &Candidate), (devices, other): (usize, &Candidate)) -> Result<(), Failed> {
-        let shares = |outcome: &Candidate| {
-            let metrics = outcome.metrics.expect("ours return all outputs");
-            [metrics.clip_low, metrics.clip_high, metrics.clip_region]
-        };
-        if shares(first) != shares(other) {
-            let (one, many) = (shares(first), shares(other));
-            return Err(format!("clip shares {one:?} on {fewest} devices, {many:?} on {devices}").into());
-        }
-        let bits = Invariance::between(first, other);
-        println!("{} ×{devices} against ×{fewest}: {bits:?}", self.implementation.id());
-        Ok(())
-    }
-
-    fn qwen_vocabulary(&self) -> Result<usize, Failed> {
-        for (recipe, known) in qwen() {
-            self.judge_known(known, recipe)?;
-        }
-        Ok(qwen().len())
-    }
-
-    /// Five sequences in one row, one of them without a token, whose ends no device's part and no tile ends at.
-    fn packed(&self) -> Result<usize, Failed> {
-        let rows = Averaging { reduction: Reduction::SequenceMean { rows: Rows::NonEmpty }, denominator_epsilon: 0.5 };
-        let by_token = LossSpec {
-            reduction: Reduction::SequenceMean { rows: Rows::All },
-            kl: Some(Kl { averaging: Some(rows), ..Kl::plain(0.05, KlEstimator::K3) }),
-            entropy_coef: 0.01,
-            entropy_averaging: Some(rows),
-            ..LossSpec::default()
-        };
-        let by_sequence = LossSpec {
-            ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
-            off_policy_mask: Some(OffPolicyMask { threshold: 0.02, behaviour: OldLogp::Given }),
-            ..by_token.clone()
-        };
-        let mut judged = 0;
-        for (spec, dtype) in [(by_token, Dtype::F32), (by_sequence, Dtype::Bf16)] {
-            let recipe = Recipe {
-                shape: [5, 7, 131],
-                dtype,
-                regime: Regime::Normal,
-                seed: 12,
-                old_logp_noise_scale: 0.3,
-                masked_garbage: true,
-            };
-            let mut padded = recipe.problem(&spec)?;
-            padded.mask.row_mut(3).fill(false);
-            let twins = Twins::of(&spec, &padded).expect("no weights");
-            let lengths: Vec<usize> = twins.packed.sequences().iter().map(|sequence| sequence.tokens.len()).collect();
-            assert!(lengths.contains(&0) && lengths.iter().sum::<usize>() > 2 * self.devices, "{lengths:?}");
-            if self.takes(&twins.spec, [1, twins.packed.mask.ncols(), 131], dtype) {
-                self.judge_known(&Known::of(&twins.spec, &twins.packed)?, &recipe)?;
-                judged += 1;
-            }
-        }
-        Ok(judged)
-    }
-
-    /// Products of seventeen ratios below and beyond f32's largest number, e^88.72, whichever sign the advantage has: the clip wins.
-    fn products_beyond_f32(&self) -> Result<usize, Failed> {
-        const SUMS: [f64; 4] = [88.0, 88.7, 88.8, 200.0];
-        let spec = LossSpec {
-            objective: Objective::PpoClip(PpoClip { dual_clip: Some(3.0), ..PpoClip::default() }),
-            ratio: Ratio { level: RatioLevel::SequenceProduct, ..Ratio::default() },
-            reduction: Reduction::SequenceMean { rows: Rows::All },
-            ..LossSpec::default()
-        };
-        let recipe = Recipe {
-            shape: [8, 17, 131],
-            dtype: Dtype::F32,
-            regime: Regime::Normal,
-            seed: 3,
-            old_logp_noise_scale: 0.3,
-            masked_garbage: true,
-        };
-        let mut problem = recipe.problem(&spec)?;
-        problem.advantages = Advantages::Sequence((0..8).map(|b| if b < 4 { 0.7 } else { -1.3 }).collect());
-        let logp = assay::reference::evaluate(&spec, &problem)?.outcome().logp.to_f64();
-        let counts = problem.mask.map_axis(Axis(1), |row| row.iter().filter(|counts| **counts).count() as f64);
-        let old_logp = problem.old_logp.as_mut().expect("a recipe has one");
-        for ((b, t), old_logp) in old_logp.indexed_iter_mut() {
-            *old_logp = logp[[b, t]] - SUMS[b % 4] / counts[b];
-        }
-        let known = Known::of(&spec, &problem).expect("a valid problem");
-        let judged = self.judge_known(&known, &recipe)?;
-        let loss = judged.loss.expect("ours return all outputs").to_f64();
-        assert!(loss.iter().all(|loss| loss.is_finite()), "{loss}");
-        Ok(1)
-    }
-
-    /// One token, one column, vocabularies around registers and without a common factor with anything, rows that no block
-    /// divides. What is cut takes those with something for each device, and not Qwen's vocabulary.
-    fn awkward_shapes(&self) -> Result<usize, Failed> {
-        let shapes = [[1, 1, 1], [1, 1, 127], [3, 7, 128], [1, 1, 129], [2, 17, 2049], [1, 8, 151_643]];
-        let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.01, ..LossSpec::default() };
-        let mut judged = 0;
-        for (i, shape) in shapes.into_iter().enumerate() {
-            let recipe = Recipe {
-                shape,
-                dtype: Dtype::KERNEL[(i + self.devices) % Dtype::KERNEL.len()],
-                regime: Regime::FINITE[(i + self.implementation.id().len()) % Regime::FINITE.len()],
-                seed: i as u64,
-                old_logp_noise_scale: 0.3,
-                masked_garbage: true,
-            };
-            let is_whole = self.devices == 1;
-            if self.takes(&spec, shape, recipe.dtype) && (is_whole || shape[2] < 10_000) {
-                self.judge(&spec, &recipe)?;
-                judged += 1;
-            }
-        }
-        Ok(judged)
-    }
-
-    /// A cap and a bias, and columns that are left out: a few, and all from one on, which several of eight devices have alone. Targets
-    /// among them are put back.
-    fn changed_logits(&self) -> Result<usize, Failed> {
-        let spec = LossSpec {
-            logits: LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true },
-            support: Support { vocab: Some(70), excluded_ids: vec![0, 3, 64], keep_sampled: true },
-            temperature: 0.8.into(),
-            temperature_divides: TemperatureDivides::Logp,
-            entropy_coef: 0.02,
-            ..LossSpec::default()
-        };
-        let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
-        for (seed, regime) in (0..).zip(Regime::FINITE) {
-            let recipe =
-                Recipe { shape: [4, 8, 131], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
-            self.judge(&spec, &recipe)?;
-        }
-        Ok(Regime::FINITE.len())
-    }
-
-    /// Logp of four ids a token, some of them the same, and its gradient, with a cap, a bias and columns that are left out.
-    fn several_ids(&self) -> Result<usize, Failed> {
-        let spec = LossSpec {
-            logits: LogitsTransform { scale: -0.5, softcap: Some(20.0), bias: true },
-            support: Support { vocab: Some(129), excluded_ids: vec![0, 3, 64], keep_sampled: false },
-            temperature: 0.8.into(),
-            ids_per_token: 4,
-            ..LossSpec::from_cotangents(false)
-        };
-        let dtype = Dtype::KERNEL[self.implementation.id().len() % Dtype::KERNEL.len()];
-        for (seed, regime) in (0..).zip(Regime::FINITE) {
-            let recipe =
-                Recipe { shape: [4, 8, 131], dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
-            self.judge(&spec, &recipe)?;
-        }
-        Ok(Regime::FINITE.len())
-    }
-
-    /// In two parts, by the limits of the whole.
-    fn parts(&self) -> Result<usize, Failed> {
-        let tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
-        let spec = LossSpec {
-            reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
-            kl: Some(Kl { averaging: Some(tokens), ..Kl::plain(0.1, KlEstimator::K3) }),
-            entropy_coef: 0.02,
-            ..LossSpec::default()
-        };
-        let recipe = Recipe {
-            shape: [8, 8, 96],
-            dtype: Dtype::F32,
-            regime: Regime::Normal,
-            seed: 5,
-            old_logp_noise_scale: 0.3,
-            masked_garbage: true,
-        };
-        let problem = recipe.problem(&spec)?;
-        let known = Known::of(&spec, &problem)?;
-        let candidate = parts::run(&*self.implementation, &spec, &problem, 2, self.devices)?;
-        let judged = known.judge(candidate, &Limits::of(self.implementation.class())?)?;
-        let name = on_devices(self.implementation.id(), self.devices);
-        match known.failures(&judged, &name, "this trial").into_iter().next() {
-            Some(failure) => Err(failure.into()),
-            None => Ok(1),
-        }
-    }
-
-    /// Masks written as the lowest number of a dtype, in half of the columns; rows of nothing else; and rows around the largest
-    /// number. Then tokens whose own logit is −∞: their ratio is 0, their logp −∞.
-    fn extreme_logits(&self) -> Result<usize, Failed> {
-        let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
-        let recipe = |dtype| Recipe {
-            shape: [4, 8, 264],
-            dtype,
-            regime: Regime::Normal,
-            seed: 1,
-            old_logp_noise_scale: 0.3,
-            masked_garbage: false,
-        };
-        let mut judged = 0;
-        for dtype in Dtype::KERNEL {
-            let recipe = recipe(dtype);
-            let mut problem = recipe.problem(&spec)?;
-            let lowest = match dtype {
-                Dtype::F16 => f64::from(half::f16::MIN),
-                Dtype::Bf16 => f64::from(half::bf16::MIN),
-                _ => f64::from(f32::MIN),
-            };
-            let mut logits = problem.logits.to_f64();
-            for ((b, t, v), x) in logits.indexed_iter_mut() {
-                let sampled = usize::try_from(problem.ids[[b, t]])? == v;
-                match b {
-                    0 if v % 2 == 0 && !sampled => *x = lowest,
-                    1 => *x = lowest,
-                    2 => *x = -lowest - if sampled { 0.0 } else { -lowest / 256.0 },
-                    _ => {}
-                }
-            }
-            problem.logits = FloatArray::rounded_from(&logits, dtype);
-            self.judge_known(&Known::of(&spec, &problem)?, &recipe)?;
-            self.target_holes(&spec, &recipe)?;
-            judged += 2;
-        }
-        // Columns that a sampler cut off.
-        let recipe_of_sets = recipe(Dtype::Bf16);
-        let problem = suites::sampler::within_top_k_and_top_p(&spec, &recipe_of_sets.problem(&spec)?, 20, 0.95);
-        self.judge_known(&Known::of(&spec, &problem)?, &recipe_of_sets)?;
-        judged += 1;
-        // Another softmax for the bonus than for logp.
-        if self.devices == 1 {
-            let of_logp =
-                LossSpec { temperature: 0.7.into(), temperature_divides: TemperatureDivides::Logp, ..spec.clone() };
-            self.target_holes(&of_logp, &recipe(Dtype::Bf16))?;
-            judged += 1;
-        }
-        Ok(judged)
-    }
-
-    fn target_holes(&self, spec: &LossSpec, recipe: &Recipe) -> Result<(), Failed> {
-        let recipe = Recipe { regime: Regime::TargetHoles, masked_garbage: true, ..recipe.clone() };
-        let problem = recipe.problem(spec)?;
-        let known = Known::of(spec, &problem)?;
-        let outcome = self.judge_known(&known, &recipe)?;
-        let logp = outcome.logp.as_ref().ok_or("no logp")?;
-        let of_reference = |(b, t)| known.reference.token(b, t).map(|token| token.inputs.logp);
-        let counting = problem.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| at);
-        let holes: Vec<_> = counting.filter(|&at| of_reference(at) == Some(f64::NEG_INFINITY)).collect();
-        if holes.is_empty() || !known.reference.loss().is_finite() {
-            return Err(format!("{recipe:?} shows little").into());
-        }
-        match holes.into_iter().find(|&(b, t)| logp.at(b, t) != f64::NEG_INFINITY) {
-            Some((b, t)) => Err(format!("logp[{b},{t}] is {}: {recipe:?} {spec:?}", logp.at(b, t)).into()),
-            None => Ok(()),
-        }
-    }
-
-    /// Named choices of a spec, alone, each with its place among all.
-    fn variants(&self, variants: Vec<(usize, Variant)>, shape: [usize; 3]) -> Result<usize, Failed> {
-        const PROBLEMS: usize = 3;
-        for (i, variant) in &variants {
-            for step in 0..PROBLEMS {
-                self.judge(&variant.spec, &Recipe { shape, ..variants::recipe(*i, step) })?;
-            }
-        }
-        Ok(PROBLEMS * variants.len())
-    }
-
-    /// The named choices under which tokens of a row, or rows, share a number, where rows are cut as well as the batch:
-    /// what differs from a program for one device is their sums.
-    fn every_sum_over_tokens(&self) -> Result<usize, Failed> {
-        let shares = |spec: &LossSpec| {
-            spec.ratio.level != RatioLevel::Token
-                || matches!(spec.objective, Objective::Vespo(_))
-                || spec.off_policy_mask.is_some()
-                || spec.reduction != Reduction::TokenMean
-                || spec.entropy_averaging.is_some()
-                || spec.kl.as_ref().is_some_and(|kl| kl.averaging.is_some())
-        };
-        let all = variants::supported(&*self.implementation, self.devices).into_iter().enumerate();
-        // Six rows of six tokens: four devices a half of the columns, two for each half of the rows.
-        self.variants(all.filter(|(_, variant)| shares(&variant.spec)).collect(), [6, 6, 33])
-    }
-
-    /// In `dtype`, or each in another.
-    fn structures(&self, specs: Vec<LossSpec>, dtype: Option<Dtype>) -> Result<usize, Failed> {
-        let mut judged = 0;
-        for (i, spec) in specs.iter().enumerate() {
-            // The last so far off that exponentials of a difference overflow.
-            for (step, old_logp_noise_scale) in [0.5, 0.5, 60.0].into_iter().enumerate() {
-                let recipe = variants::recipe(i, step);
-                let dtype = dtype.unwrap_or(recipe.dtype);
-                self.judge(spec, &Recipe { dtype, old_logp_noise_scale, ..recipe })?;
-                judged += 1;
-            }
-        }
-        Ok(judged)
-    }
 }

@@ -15,7 +15,7 @@ struct Grown {
 }
 
 #[test]
-fn a_plugin_sees_zeros_behind_the_callers_struct_and_its_answer_comes_back() {
+fn abi_struct_is_followed_by_zeros_and_its_answer_returns() {
     let mut args = Grown { struct_size: 24, given: 7, answered: 0, added: 99 };
     // SAFETY: `args` begins with its size and is longer than that.
     unsafe {

@@ -183,7 +183,7 @@ fn placements(plugin: &Path) -> Vec<(XlaHead, Vec<usize>)> {
 }
 
 #[test]
-fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() {
+fn lm_head_every_dtype_and_layout_matches_reference() {
     for (place, plugin) in cpu_plugins().iter().enumerate() {
         let cases = if place == 0 { cases() } else { vec![cases().swap_remove(9)] };
         for head in in_chunks(plugin).iter().filter(|head| head.program().is_whole()) {
@@ -197,7 +197,7 @@ fn every_output_every_dtype_layout_and_rounding_match_reference_on_one_device() 
 }
 
 #[test]
-fn every_output_on_every_device_count_matches_reference() {
+fn lm_head_on_every_device_count_matches_reference() {
     let cases = cases();
     let mut placed = 0;
     for (head, counts) in placements(cpu_plugins()[0]) {
@@ -214,7 +214,7 @@ fn every_output_on_every_device_count_matches_reference() {
 const STRUCTURES: usize = 1;
 
 #[test]
-fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
+fn lm_head_any_spec_on_most_devices_matches_reference() {
     let structures = env::var("ASSAY_DEVICE_CASES").ok();
     let structures = structures.map_or(STRUCTURES, |text| text.parse().expect("a number of specs a placement"));
     for (seed, (head, counts)) in placements(cpu_plugins()[0]).into_iter().enumerate() {
@@ -237,7 +237,7 @@ fn every_output_any_spec_any_head_on_most_devices_matches_reference() {
 
 /// Logp of three ids a token, whole and cut, by chunks and all at once.
 #[test]
-fn every_output_of_several_ids_matches_reference() {
+fn lm_head_of_several_ids_matches_reference() {
     let spec = LossSpec {
         temperature: 0.7.into(),
         logits: LogitsTransform { softcap: Some(6.0), ..LogitsTransform::default() },
@@ -263,7 +263,7 @@ fn every_output_of_several_ids_matches_reference() {
 
 /// Sequences in one row, whose ends no chunk and no device's part ends at.
 #[test]
-fn every_output_of_packed_sequences_matches_reference() {
+fn lm_head_packed_sequences_match_reference() {
     let sequence = LossSpec {
         ratio: Ratio { level: RatioLevel::Sequence, ..Ratio::default() },
         reduction: Reduction::SequenceMean { rows: Rows::NonEmpty },
@@ -289,7 +289,7 @@ fn every_output_of_packed_sequences_matches_reference() {
 
 /// The baseline has no chunks: its program is the one of the other tests.
 #[test]
-fn registered_implementations_match_reference_in_one_chunk() {
+fn lm_head_registered_in_one_chunk_matches_reference() {
     let registry = registry::<HeadProblem>(Some(cpu_plugins()[0]));
     let in_chunks = registry.iter().filter(|head| head.class() == "tile-lm-head" && head.available().is_ok());
     let mut judged = 0;
@@ -303,7 +303,7 @@ fn registered_implementations_match_reference_in_one_chunk() {
 }
 
 #[test]
-fn a_prepared_step_gives_what_a_run_gives() {
+fn lm_head_prepared_step_equals_a_run() {
     let head = &in_chunks(cpu_plugins()[0])[4];
     assert_eq!(head.id(), "tile-lm-head");
     let case = &cases()[5];
@@ -331,7 +331,7 @@ fn largest_array(program: &str) -> usize {
 }
 
 #[test]
-fn no_array_of_all_logits_is_in_the_program_of_chunks() {
+fn lm_head_in_chunks_has_no_array_of_all_logits() {
     let shape = HeadShape { batch: 2, tokens: 4096, hidden: 512, vocab: 151_936 };
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
@@ -350,7 +350,7 @@ fn no_array_of_all_logits_is_in_the_program_of_chunks() {
 }
 
 #[test]
-fn a_program_for_many_devices_holds_the_part_of_one() {
+fn lm_head_for_many_devices_has_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
     let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
@@ -372,7 +372,7 @@ fn a_program_for_many_devices_holds_the_part_of_one() {
 }
 
 #[test]
-fn what_is_not_computed_is_refused_by_name() {
+fn lm_head_unsupported_is_refused_by_name() {
     let all = XlaHead::all(None);
     let refused =
         |spec: &LossSpec, shape, dtype, devices| all[4].supports(spec, shape, dtype, devices).unwrap_err().to_string();

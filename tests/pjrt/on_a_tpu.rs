@@ -60,7 +60,7 @@ fn given_to(
 }
 
 #[test]
-fn a_tpu_is_given_kernels_as_they_are_compiled_ahead_of_time() {
+fn tpu_runs_kernels_as_compiled_ahead_of_time() {
     for (implementation, kernels) in [("tile-one-pass", 1), ("tile-two-pass", 2)] {
         for (dtype, element) in [("bf16", "bf16"), ("f16", "i16"), ("f32", "f32")] {
             let (program, report) = given_to_a_tpu(implementation, &json!({}), dtype, false);
@@ -82,7 +82,7 @@ fn a_tpu_is_given_kernels_as_they_are_compiled_ahead_of_time() {
 
 /// libtpu lays out what it is sent as pads least, and a program whose logits are row-major must not be given any other.
 #[test]
-fn logits_laid_out_in_columns_are_copied_row_major() {
+fn tpu_logits_laid_out_in_columns_are_copied_row_major() {
     let v6e = [("ASSAY_FAKE_TPU_PLATFORM", "tpu"), ("ASSAY_FAKE_TPU_KIND", "TPU v6 lite")];
     let (program, report) = given_to(v6e, "xla", &json!({}), "f32", false);
     assert!(program.contains("module @grpo") && report.is_some(), "row-major as they come: nothing is copied");
@@ -96,7 +96,7 @@ fn logits_laid_out_in_columns_are_copied_row_major() {
 
 /// A GPU that kernels are written for is given PTX, in place, its tile kernels as loops.
 #[test]
-fn a_gpu_is_given_ptx() {
+fn gpu_runs_ptx() {
     let h100 = [("ASSAY_FAKE_TPU_PLATFORM", "cuda"), ("ASSAY_FAKE_TPU_KIND", "NVIDIA H100 80GB HBM3")];
     for dtype in ["bf16", "f16", "f32"] {
         let (program, report) = given_to(h100, "gpu-one-pass", &json!({}), dtype, false);
@@ -117,7 +117,7 @@ fn a_gpu_is_given_ptx() {
 }
 
 #[test]
-fn a_tpu_is_given_loops_where_they_are_asked_for_and_reports_say_so() {
+fn tpu_runs_loops_if_asked_and_reports_say_so() {
     let (program, report) = given_to_a_tpu("tile-one-pass", &json!({}), "f32", true);
     assert!(!program.contains("tpu_custom_call") && program.contains("stablehlo.while"));
     let report = report.expect("a CPU runs loops");
@@ -132,7 +132,7 @@ fn a_tpu_is_given_loops_where_they_are_asked_for_and_reports_say_so() {
 
 /// A CPU plugin that knows no `cpu_device_count` runs on the devices that it has, which are fewer than are asked for.
 #[test]
-fn a_cpu_plugin_that_does_not_know_the_option_has_its_own_devices() {
+fn cpu_plugin_without_the_option_has_its_default_devices() {
     let devices = |platform: &str| {
         let mut list = Command::new(env!("CARGO_BIN_EXE_assay"));
         list.arg("list").arg("--plugin").arg(if platform == "cpu" { fake() } else { cpu_plugins()[0].into() });

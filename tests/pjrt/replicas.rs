@@ -33,7 +33,7 @@ fn expect_seen(outcome: Result<(), RunError>, output: &str) {
 }
 
 #[test]
-fn outputs_that_devices_hold_differently_are_errors_that_name_them() {
+fn replicas_that_differ_are_errors_that_name_them() {
     let recipe = Recipe {
         shape: [4, 6, 64],
         dtype: Dtype::F32,

@@ -38,7 +38,7 @@ fn download_f32(buffer: &assay::runtime::DeviceBuffer) -> Vec<f32> {
 }
 
 #[test]
-fn both_c_api_versions_load_and_give_eight_devices() {
+fn plugin_of_each_c_api_loads_and_has_eight_devices() {
     let versions: Vec<_> = cpu_plugins().iter().map(|path| Plugin::load(path).unwrap().version()).collect();
     assert_eq!(versions, [(0, 115), (0, 81)]);
     for client in plugins::cpu_clients() {
@@ -49,7 +49,7 @@ fn both_c_api_versions_load_and_give_eight_devices() {
 /// Nothing but its results tells how a program was compiled: where it is optimised, products and sums are fused and sums
 /// taken in another order. A client of its own, so that no other test's programs are meant.
 #[test]
-fn results_have_other_bits_where_programs_compile_quickly() {
+fn compile_quickly_changes_the_bits_of_results() {
     const LENGTH: usize = 1000;
     let program = format!(
         "module {{ func.func public @main(%x: tensor<{LENGTH}xf32>) -> (tensor<{LENGTH}xf32>, tensor<f32>) {{
@@ -81,7 +81,7 @@ fn results_have_other_bits_where_programs_compile_quickly() {
 }
 
 #[test]
-fn every_element_type_comes_back_as_it_was_sent() {
+fn buffer_of_every_element_type_keeps_its_bytes() {
     for client in plugins::cpu_clients() {
         for element in DeviceDtype::ALL {
             // Truth values are 0 and 1; every other bit pattern is a value of its type.
@@ -99,7 +99,7 @@ fn every_element_type_comes_back_as_it_was_sent() {
 }
 
 #[test]
-fn a_program_runs_on_one_to_eight_devices_with_its_own_arguments_each() {
+fn execute_on_one_to_eight_devices_has_separate_arguments() {
     for client in plugins::cpu_clients() {
         for devices in [1, 2, 4, 8] {
             let program = add_and_all_reduce(devices);
@@ -123,7 +123,7 @@ fn a_program_runs_on_one_to_eight_devices_with_its_own_arguments_each() {
 }
 
 #[test]
-fn a_donated_argument_is_written_over_and_gone() {
+fn execute_with_a_donated_argument_consumes_it() {
     let program = "module { func.func public @main(%x: tensor<4xf32> {tf.aliasing_output = 0 : i32}) -> tensor<4xf32> {
         %y = stablehlo.add %x, %x : tensor<4xf32>
         return %y : tensor<4xf32>
@@ -141,7 +141,7 @@ fn a_donated_argument_is_written_over_and_gone() {
 }
 
 #[test]
-fn a_client_serves_several_threads() {
+fn client_serves_several_threads() {
     let client = plugins::cpu_clients().remove(0);
     let program = add_and_all_reduce(1);
     let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 1)).unwrap();
@@ -166,7 +166,7 @@ fn expect_load_error(path: &Path, wanted: &str) {
 }
 
 #[test]
-fn a_path_that_is_no_plugin_is_an_error_that_names_it() {
+fn plugin_path_of_another_file_is_an_error_that_names_it() {
     expect_load_error(Path::new("/nowhere/plugin.so"), "cannot be loaded: No such file");
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.so");
@@ -180,7 +180,7 @@ fn a_path_that_is_no_plugin_is_an_error_that_names_it() {
 
 /// To map such a library would end this process.
 #[test]
-fn a_library_that_is_cut_short_is_an_error_that_says_so() {
+fn plugin_file_cut_short_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("short.so");
     fs::copy(".plugins/pjrt_cpu.so", &path).unwrap();
@@ -189,7 +189,7 @@ fn a_library_that_is_cut_short_is_an_error_that_says_so() {
 }
 
 #[test]
-fn a_program_that_does_not_compile_is_the_plugins_own_message() {
+fn compile_error_has_the_plugins_message() {
     for client in plugins::cpu_clients() {
         let compile = |code: &str| client.compile(&PjrtProgram::replicated(code.as_bytes(), 1)).unwrap_err();
         let syntax = compile("module { func.func public @main( }");
@@ -203,7 +203,7 @@ fn a_program_that_does_not_compile_is_the_plugins_own_message() {
 }
 
 #[test]
-fn more_devices_than_there_are_is_an_error_with_both_counts() {
+fn devices_beyond_the_plugins_are_an_error_with_both_counts() {
     for client in plugins::cpu_clients() {
         let program = add_and_all_reduce(9);
         let error = client.compile(&PjrtProgram::replicated(program.as_bytes(), 9)).unwrap_err();
@@ -213,7 +213,7 @@ fn more_devices_than_there_are_is_an_error_with_both_counts() {
 }
 
 #[test]
-fn bytes_and_shapes_that_disagree_are_refused_on_both_ways() {
+fn buffer_bytes_unlike_its_shape_are_refused_both_ways() {
     let client = plugins::cpu_clients().remove(0);
     let short = client.upload(0, DeviceDtype::F32, &[4], &[0; 15]).unwrap_err();
     assert_eq!(short.to_string(), "upload: got 15 bytes, expected 16 for f32 [4]");
@@ -229,7 +229,7 @@ fn bytes_and_shapes_that_disagree_are_refused_on_both_ways() {
 }
 
 #[test]
-fn arguments_that_do_not_fit_the_program_are_refused() {
+fn execute_with_wrong_arguments_is_refused() {
     for client in plugins::cpu_clients() {
         let program = add_and_all_reduce(2);
         let executable = client.compile(&PjrtProgram::replicated(program.as_bytes(), 2)).unwrap();
@@ -249,7 +249,7 @@ fn arguments_that_do_not_fit_the_program_are_refused() {
 
 /// 2⁴⁵ numbers of four bytes are more than an address space holds.
 #[test]
-fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
+fn execute_out_of_memory_is_an_error_and_the_client_lives_on() {
     let huge = "module { func.func public @main(%x: tensor<f32>) -> tensor<35184372088832xf32> {
         %y = stablehlo.broadcast_in_dim %x, dims = [] : (tensor<f32>) -> tensor<35184372088832xf32>
         return %y : tensor<35184372088832xf32>
@@ -270,7 +270,7 @@ fn a_program_that_runs_out_of_memory_is_an_error_and_the_client_lives_on() {
 
 /// Some plugins find this out when they compile, some when they run.
 #[test]
-fn a_call_to_something_that_the_plugin_lacks_names_it() {
+fn custom_call_that_the_plugin_lacks_is_named() {
     let program = "module { func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
         %y = stablehlo.custom_call @no_such_target(%x) : (tensor<4xf32>) -> tensor<4xf32>
         return %y : tensor<4xf32>
@@ -307,7 +307,7 @@ fn fake_plugin(folder: &Path, name: &str, table: &str) -> PathBuf {
 }
 
 #[test]
-fn a_table_that_is_old_short_or_missing_is_an_error() {
+fn plugin_table_old_short_or_missing_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let version =
         |major, minor| format!("extension: 0, version_size: 24, version_extension: 0, major: {major}, minor: {minor}");

@@ -19,7 +19,7 @@ fn swapped(collective: &'static str) -> Rewrite {
 }
 
 #[test]
-fn a_part_that_is_dropped_or_another_devices_is_rejected() {
+fn scattered_part_dropped_or_swapped_is_rejected() {
     let spec = LossSpec::default();
     let recipe = Recipe {
         shape: [4, 6, 64],
