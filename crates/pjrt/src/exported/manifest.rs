@@ -80,61 +80,54 @@ pub(super) struct ExportInput {
     pub(super) cut: Option<ExportAxis>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum ExportInputName {
-    Logits,
-    Ids,
-    Mask,
-    Advantages,
-    OldLogp,
-    RefLogp,
-    RolloutLogp,
-    RolloutWeights,
-    TokenWeights,
-    Selected,
-    Bias,
-    Temperature,
-    CuSeqlens,
-    SegmentIds,
+/// Declares an enum of names, with the list of its variants and the name that a manifest has for each.
+macro_rules! names {
+    ($(#[$doc:meta])* $names:ident: $($variant:ident $name:literal,)*) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+        pub(super) enum $names {
+            $(#[serde(rename = $name)] $variant,)*
+        }
+
+        impl $names {
+            const ALL: &[Self] = &[$(Self::$variant,)*];
+
+            pub(super) fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)*
+                }
+            }
+        }
+    };
 }
 
-impl ExportInputName {
-    const ALL: [ExportInputName; 14] = [
-        ExportInputName::Logits,
-        ExportInputName::Ids,
-        ExportInputName::Mask,
-        ExportInputName::Advantages,
-        ExportInputName::OldLogp,
-        ExportInputName::RefLogp,
-        ExportInputName::RolloutLogp,
-        ExportInputName::RolloutWeights,
-        ExportInputName::TokenWeights,
-        ExportInputName::Selected,
-        ExportInputName::Bias,
-        ExportInputName::Temperature,
-        ExportInputName::CuSeqlens,
-        ExportInputName::SegmentIds,
-    ];
+names! {
+    /// An array that a program may be given.
+    ExportInputName:
+    Logits "logits",
+    Ids "ids",
+    Mask "mask",
+    Advantages "advantages",
+    OldLogp "old_logp",
+    RefLogp "ref_logp",
+    RolloutLogp "rollout_logp",
+    RolloutWeights "rollout_weights",
+    TokenWeights "token_weights",
+    Selected "selected",
+    Bias "bias",
+    Temperature "temperature",
+    CuSeqlens "cu_seqlens",
+    SegmentIds "segment_ids",
+}
 
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            ExportInputName::Logits => "logits",
-            ExportInputName::Ids => "ids",
-            ExportInputName::Mask => "mask",
-            ExportInputName::Advantages => "advantages",
-            ExportInputName::OldLogp => "old_logp",
-            ExportInputName::RefLogp => "ref_logp",
-            ExportInputName::RolloutLogp => "rollout_logp",
-            ExportInputName::RolloutWeights => "rollout_weights",
-            ExportInputName::TokenWeights => "token_weights",
-            ExportInputName::Selected => "selected",
-            ExportInputName::Bias => "bias",
-            ExportInputName::Temperature => "temperature",
-            ExportInputName::CuSeqlens => "cu_seqlens",
-            ExportInputName::SegmentIds => "segment_ids",
-        }
-    }
+names! {
+    /// An array that a program may return.
+    ExportOutputName:
+    Loss "loss",
+    Dlogits "dlogits",
+    Logp "logp",
+    Entropy "entropy",
+    TokenLoss "token_loss",
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -146,27 +139,7 @@ pub(super) struct ExportOutput {
     pub(super) cut: Option<ExportAxis>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum ExportOutputName {
-    Loss,
-    Dlogits,
-    Logp,
-    Entropy,
-    TokenLoss,
-}
-
 impl ExportOutputName {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            ExportOutputName::Loss => "loss",
-            ExportOutputName::Dlogits => "dlogits",
-            ExportOutputName::Logp => "logp",
-            ExportOutputName::Entropy => "entropy",
-            ExportOutputName::TokenLoss => "token_loss",
-        }
-    }
-
     /// Returns the axes of `[B,T,V]` that the output has.
     pub(super) fn axes(self) -> &'static [ExportAxis] {
         match self {
@@ -263,13 +236,13 @@ impl ExportManifest {
                 return invalid(&field, &format!("{cut:?} of {extent}"), &expected);
             }
         }
-        for (i, output) in self.outputs.iter().enumerate() {
-            if self.outputs[..i].iter().any(|other| other.name == output.name) {
-                return invalid("output", &format!("`{}` twice", output.name.name()), "each name once");
+        for &name in ExportOutputName::ALL {
+            if self.outputs.iter().filter(|output| output.name == name).count() > 1 {
+                return invalid("output", &format!("`{}` twice", name.name()), "each name once");
             }
         }
         // Exactly the inputs that the spec reads.
-        for name in ExportInputName::ALL {
+        for &name in ExportInputName::ALL {
             let listed = self.inputs.iter().any(|input| input.name == name);
             if let Err(expected) = self.expects(name, listed) {
                 let given = format!("{} `{}`", if listed { "an" } else { "no" }, name.name());
@@ -316,61 +289,68 @@ impl ExportManifest {
         }
     }
 
-    /// Whether an input may be listed or left out under this spec; otherwise what is expected. Without a mask a program
-    /// is for batches in which every token counts; without any of the others it computes no GRPO loss.
+    /// Checks that an input is listed if the spec reads it, and left out if not; the error is the expectation. A program without a mask is
+    /// for batches in which every token counts.
     fn expects(&self, name: ExportInputName, listed: bool) -> Result<(), &'static str> {
+        use ExportInputName as Name;
         let spec = &self.spec;
-        let (old_logp, kl) = (spec.reads_old_logp(), spec.kl.is_some());
-        let has = |name: ExportInputName| self.inputs.iter().any(|input| input.name == name);
-        match (name, listed) {
-            (ExportInputName::CuSeqlens, false) if self.sequences.is_some() && !has(ExportInputName::SegmentIds) => {
-                Err("it or `segment_ids`, as the manifest has `sequences`")
+        // Whether the spec reads the input, the expectation if it does and the input is missing, and if it does not and it is there.
+        let (is_read, one, none) = match name {
+            Name::Mask => return Ok(()),
+            Name::Logits | Name::Ids | Name::Advantages => (true, "at least `logits`, `ids` and `advantages`", ""),
+            Name::CuSeqlens | Name::SegmentIds => {
+                let packed = self.sequences.is_some();
+                // One of the two is enough.
+                let other = self.inputs.iter().any(|input| input.name == Name::SegmentIds);
+                if packed && !listed && (other || name == Name::SegmentIds) {
+                    return Ok(());
+                }
+                let one = "it or `segment_ids`, as the manifest has `sequences`";
+                (packed, one, "none, as the manifest has no `sequences`, which are packed into one row")
             }
-            (ExportInputName::CuSeqlens | ExportInputName::SegmentIds, true) if self.sequences.is_none() => {
-                Err("none, as the manifest has no `sequences`, which are packed into one row")
+            Name::OldLogp => {
+                let one = "one, as the spec has `old_logp: given`, or compares it with another";
+                let none = match spec.old_logp {
+                    OldLogp::Current => "none, as the spec has `old_logp: current`",
+                    _ => "none, as the spec has `old_logp: rollout`",
+                };
+                (spec.reads_old_logp(), one, none)
             }
-            (ExportInputName::Logits | ExportInputName::Ids | ExportInputName::Advantages, false) => {
-                Err("at least `logits`, `ids` and `advantages`")
+            Name::RefLogp => {
+                (spec.kl.is_some(), "one, as the spec has a `kl` term", "none, as the spec has no `kl` term")
             }
-            (ExportInputName::OldLogp, false) if old_logp => {
-                Err("one, as the spec has `old_logp: given`, or compares it with another")
+            Name::RolloutLogp => {
+                (spec.reads_rollout_logp(), "one, as the spec reads it", "none, as the spec does not read it")
             }
-            (ExportInputName::OldLogp, true) if spec.old_logp == OldLogp::Current && !old_logp => {
-                Err("none, as the spec has `old_logp: current`")
-            }
-            (ExportInputName::OldLogp, true) if !old_logp => Err("none, as the spec has `old_logp: rollout`"),
-            (ExportInputName::RefLogp, false) if kl => Err("one, as the spec has a `kl` term"),
-            (ExportInputName::RefLogp, true) if !kl => Err("none, as the spec has no `kl` term"),
-            (ExportInputName::RolloutLogp, false) if spec.reads_rollout_logp() => Err("one, as the spec reads it"),
-            (ExportInputName::RolloutLogp, true) if !spec.reads_rollout_logp() => {
-                Err("none, as the spec does not read it")
-            }
-            (ExportInputName::RolloutWeights, false) if spec.reads_rollout_weights() => {
-                Err("one, as the spec has `rollout.source: given`")
-            }
-            (ExportInputName::RolloutWeights, true) if !spec.reads_rollout_weights() => {
-                Err("none, as the spec has no `rollout.source: given`")
-            }
-            (ExportInputName::TokenWeights, false) if spec.token_weights.is_some() => {
-                Err("one, as the spec has `token_weights`")
-            }
-            (ExportInputName::TokenWeights, true) if spec.token_weights.is_none() => {
-                Err("none, as the spec has no `token_weights`")
-            }
-            (ExportInputName::Selected, false) if spec.reads_selected() => Err(
-                "one, as the spec has an objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
+            Name::RolloutWeights => (
+                spec.reads_rollout_weights(),
+                "one, as the spec has `rollout.source: given`",
+                "none, as the spec has no `rollout.source: given`",
             ),
-            (ExportInputName::Selected, true) if !spec.reads_selected() => Err(
+            Name::TokenWeights => (
+                spec.token_weights.is_some(),
+                "one, as the spec has `token_weights`",
+                "none, as the spec has no `token_weights`",
+            ),
+            Name::Selected => (
+                spec.reads_selected(),
+                "one, as the spec has an objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
                 "none, as the spec has no objective that reads it: TOPR by `selected`, or KL-Cov or Clip-Cov without `selection`",
             ),
-            (ExportInputName::Bias, false) if spec.logits.bias => Err("one, as the spec has `logits.bias: true`"),
-            (ExportInputName::Bias, true) if !spec.logits.bias => Err("none, as the spec has `logits.bias: false`"),
-            (ExportInputName::Temperature, false) if spec.temperature == Temperature::Given => {
-                Err("one, as the spec has `temperature: given`")
-            }
-            (ExportInputName::Temperature, true) if spec.temperature != Temperature::Given => {
-                Err("none, as the spec has one `temperature` for all tokens")
-            }
+            Name::Bias => (
+                spec.logits.bias,
+                "one, as the spec has `logits.bias: true`",
+                "none, as the spec has `logits.bias: false`",
+            ),
+            Name::Temperature => (
+                spec.temperature == Temperature::Given,
+                "one, as the spec has `temperature: given`",
+                "none, as the spec has one `temperature` for all tokens",
+            ),
+        };
+        match (is_read, listed) {
+            (true, false) => Err(one),
+            (false, true) => Err(none),
             _ => Ok(()),
         }
     }

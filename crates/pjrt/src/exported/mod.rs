@@ -60,7 +60,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
-use ndarray::{Dimension, ShapeBuilder};
+use ndarray::{Array2, Dimension, ShapeBuilder};
 use serde_json::Value;
 
 use crate::runtime::{Client, DeviceBuffer, Executable, PjrtProgram, RuntimeError, locate};
@@ -69,7 +69,7 @@ use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{
     BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
 };
-use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Float, FloatArray, Problem, Sequences, Shape};
+use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Sequences, Shape};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
 use manifest::{
@@ -243,6 +243,15 @@ fn upload(
         }
         client.upload(device, dtype, block.extents(), &block.part_of(bytes, dtype, 0))
     };
+    let send_floats = |values: &Array2<f64>| send(per_token, &numbers(values.iter().copied(), dtype));
+    // Values of sequences are repeated for each of their tokens.
+    let send_spread = |values: &Option<Array2<f64>>| {
+        let values = values.as_ref().expect(CHECKED);
+        if values.dim() == problem.ids.dim() {
+            return send_floats(values);
+        }
+        send_floats(&problem.extra.sequences.spread(problem.ids.dim(), &values.column(0).to_vec()))
+    };
     match name {
         ExportInputName::Logits => send(problem.logits.shape(), problem.logits.bytes()),
         ExportInputName::Ids => send(per_token, &ids(problem.ids.iter().copied(), dtype)),
@@ -255,31 +264,12 @@ fn upload(
             };
             send(problem.advantages.shape(), &bytes)
         }
-        ExportInputName::OldLogp => {
-            send(per_token, &numbers(problem.old_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
-        }
-        ExportInputName::RefLogp => {
-            send(per_token, &numbers(problem.ref_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
-        }
-        ExportInputName::RolloutLogp => {
-            send(per_token, &numbers(problem.extra.rollout_logp.as_ref().expect(CHECKED).iter().copied(), dtype))
-        }
-        ExportInputName::RolloutWeights | ExportInputName::TokenWeights | ExportInputName::Temperature => {
-            let Extra { rollout_weights, token_weights, temperature, .. } = &problem.extra;
-            let given = match name {
-                ExportInputName::RolloutWeights => rollout_weights,
-                ExportInputName::TokenWeights => token_weights,
-                _ => temperature,
-            };
-            let given = given.as_ref().expect(CHECKED);
-            // Values of sequences are repeated for each of their tokens.
-            let of_tokens = if given.dim() == problem.ids.dim() {
-                given.clone()
-            } else {
-                problem.extra.sequences.spread(problem.ids.dim(), &given.column(0).to_vec())
-            };
-            send(per_token, &numbers(of_tokens.iter().copied(), dtype))
-        }
+        ExportInputName::OldLogp => send_floats(problem.old_logp.as_ref().expect(CHECKED)),
+        ExportInputName::RefLogp => send_floats(problem.ref_logp.as_ref().expect(CHECKED)),
+        ExportInputName::RolloutLogp => send_floats(problem.extra.rollout_logp.as_ref().expect(CHECKED)),
+        ExportInputName::RolloutWeights => send_spread(&problem.extra.rollout_weights),
+        ExportInputName::TokenWeights => send_spread(&problem.extra.token_weights),
+        ExportInputName::Temperature => send_spread(&problem.extra.temperature),
         ExportInputName::Selected => {
             let selected = problem.extra.selected.as_ref().expect(CHECKED).iter();
             send(per_token, &numbers(selected.map(|&selected| f64::from(selected)), dtype))

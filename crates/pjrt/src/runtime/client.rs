@@ -64,29 +64,21 @@ impl fmt::Debug for Client {
 /// The clients of this process, by plugin.
 static SHARED: Mutex<BTreeMap<PathBuf, Client>> = Mutex::new(BTreeMap::new());
 
-fn device_id(plugin: &Plugin, device: *mut PJRT_Device) -> Result<i64, RuntimeError> {
-    let what = "read a device's number";
+/// Reads a device's number in the plugin, and its kind as the plugin names it: `TPU v6 lite`.
+fn describe(plugin: &Plugin, device: *mut PJRT_Device) -> Result<(i64, String), RuntimeError> {
+    let what = "describe a device";
     let mut description = PJRT_Device_GetDescription_Args::new();
     description.device = device;
     call!(plugin, PJRT_Device_GetDescription, description, what)?;
-    let mut args = PJRT_DeviceDescription_Id_Args::new();
-    args.device_description = description.device_description;
-    call!(plugin, PJRT_DeviceDescription_Id, args, what)?;
-    Ok(args.id.into())
-}
-
-/// Returns the kind of a device as the plugin names it: `TPU v6 lite`.
-fn device_kind(plugin: &Plugin, device: *mut PJRT_Device) -> Result<String, RuntimeError> {
-    let what = "read a device's kind";
-    let mut description = PJRT_Device_GetDescription_Args::new();
-    description.device = device;
-    call!(plugin, PJRT_Device_GetDescription, description, what)?;
-    let mut args = PJRT_DeviceDescription_Kind_Args::new();
-    args.device_description = description.device_description;
-    call!(plugin, PJRT_DeviceDescription_Kind, args, what)?;
+    let mut id = PJRT_DeviceDescription_Id_Args::new();
+    id.device_description = description.device_description;
+    call!(plugin, PJRT_DeviceDescription_Id, id, what)?;
+    let mut kind = PJRT_DeviceDescription_Kind_Args::new();
+    kind.device_description = description.device_description;
+    call!(plugin, PJRT_DeviceDescription_Kind, kind, what)?;
     // SAFETY: the device owns the text.
-    let text = unsafe { bytes_from(args.device_kind, args.device_kind_size) };
-    Ok(String::from_utf8_lossy(text).into_owned())
+    let text = unsafe { bytes_from(kind.device_kind, kind.device_kind_size) };
+    Ok((id.id.into(), String::from_utf8_lossy(text).into_owned()))
 }
 
 impl Client {
@@ -174,8 +166,10 @@ impl Client {
             let given = format!("{} devices, some of them null", inner.devices.len());
             return Err(RuntimeError::Answer { what: what(), given, expected: "at least one device".into() });
         }
-        inner.device_kind = device_kind(plugin, inner.devices[0])?;
-        inner.device_ids = inner.devices.iter().map(|&device| device_id(plugin, device)).collect::<Result<_, _>>()?;
+        let described = inner.devices.iter().map(|&device| describe(plugin, device));
+        let (device_ids, kinds): (Vec<i64>, Vec<String>) =
+            described.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
+        (inner.device_ids, inner.device_kind) = (device_ids, kinds.into_iter().next().unwrap_or_default());
         Ok(Client(Arc::new(inner)))
     }
 
