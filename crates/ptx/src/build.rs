@@ -9,16 +9,16 @@ use assay_core::device_dtype::DeviceDtype;
 /// An address, and how many bytes are added to it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum PtxAddress {
-    /// Of global memory.
+    /// An address in global memory.
     Global(PtxValue<u64>, u32),
-    /// Of this CTA's shared memory.
+    /// An address in the shared memory of this thread's CTA.
     Shared(PtxValue<u32>, u32),
-    /// Of the shared memory of a CTA of the cluster.
+    /// An address in the shared memory of any CTA of the cluster.
     Cluster(PtxValue<u32>, u32),
 }
 
 impl PtxAddress {
-    /// `bytes` further.
+    /// Returns the address that is `bytes` further.
     #[must_use]
     pub fn plus(self, bytes: u32) -> Self {
         match self {
@@ -51,9 +51,9 @@ impl std::fmt::Display for PtxAddress {
 /// Two numbers of 16 bits in one register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackedFloat {
-    /// bf16
+    /// Two bf16 values in one 32-bit register.
     Bf16,
-    /// f16
+    /// Two f16 values in one 32-bit register.
     F16,
 }
 
@@ -66,10 +66,10 @@ impl PackedFloat {
     }
 }
 
-/// What of the memory that a thread has touched those who wait for it at the cluster's barrier may rely on.
+/// The memory accesses of a thread that the threads waiting at the cluster's barrier may rely on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
-    /// All of it.
+    /// All earlier accesses of the thread are visible to the threads that wait.
     Release,
     /// None: it says no more than that the thread is there.
     Relaxed,
@@ -80,7 +80,7 @@ pub struct PtxBuilder {
     name: String,
     target: PtxTarget,
     parameters: Vec<Parameter>,
-    /// Registers of each [element](ELEMENTS).
+    /// The number of registers used so far of each [type](ELEMENTS).
     registers: [u32; ELEMENTS.len()],
     labels: u32,
     /// Declarations of shared memory in the entry.
@@ -108,7 +108,7 @@ impl PtxBuilder {
         }
     }
 
-    /// The kernel, launched so.
+    /// Returns the finished kernel, to be launched as `launch` says.
     pub fn finish(mut self, launch: PtxLaunch) -> PtxKernel {
         self.write("ret");
         let PtxLaunch { grid, block, cluster, least_resident } = launch;
@@ -157,7 +157,7 @@ impl PtxBuilder {
         PtxValue::register(*count - 1)
     }
 
-    /// `instruction result, operands`
+    /// Writes `instruction result, operands` and returns the new result register.
     fn define<T: PtxElement>(&mut self, instruction: &str, operands: &str) -> PtxValue<T> {
         let result = self.new_register();
         self.write(&format!("{instruction} {result}, {operands}"));
@@ -174,7 +174,7 @@ impl PtxBuilder {
     }
 }
 
-/// Parameters and memory.
+/// Instructions that declare parameters and access memory.
 impl PtxBuilder {
     /// Adds an array that is read, and returns its address, a multiple of [`ALIGNMENT`].
     pub fn input(&mut self, name: &str, dtype: DeviceDtype, shape: &[usize]) -> PtxValue<u64> {
@@ -223,7 +223,8 @@ impl PtxBuilder {
         self.define("mov.u32", name)
     }
 
-    /// The same, whose size the launch gives. There is one of it.
+    /// Reserves dynamic shared memory, whose size is given at launch, and returns its address. A kernel has at most
+    /// one such array.
     pub fn dynamic_shared(&mut self, bytes: u32) -> PtxValue<u32> {
         assert!(self.dynamic.is_none(), "dynamic shared memory is there already");
         self.dynamic = Some(bytes);
@@ -235,7 +236,7 @@ impl PtxBuilder {
         self.binary("mapa.shared::cluster.u32", address, rank.into())
     }
 
-    /// Reads a value.
+    /// Reads one value from memory.
     pub fn load<T: PtxStorable>(&mut self, from: PtxAddress) -> PtxValue<T> {
         self.define(&format!("ld.{}.{}", from.space(), T::BITS), &from.to_string())
     }
@@ -247,7 +248,7 @@ impl PtxBuilder {
         values
     }
 
-    /// Writes a value.
+    /// Writes one value to memory.
     pub fn store<T: PtxStorable>(&mut self, to: PtxAddress, value: impl Into<PtxValue<T>>) {
         let value = value.into();
         self.write(&format!("st.{}.{} {to}, {value}", to.space(), T::BITS));
@@ -264,7 +265,7 @@ impl PtxBuilder {
         self.write(&format!("cp.async.cg.shared.global {to}, {from}, 16"));
     }
 
-    /// Copies 4 bytes.
+    /// Copies 4 bytes from global to shared memory asynchronously.
     pub fn copy_4(&mut self, to: PtxAddress, from: PtxAddress) {
         self.write(&format!("cp.async.ca.shared.global {to}, {from}, 4"));
     }
@@ -318,19 +319,19 @@ fn list<T: PtxElement>(values: &[PtxValue<T>]) -> String {
     format!("{{{}}}", values.join(", "))
 }
 
-/// Where a thread is, and others.
+/// The position of a thread, and synchronisation with other threads.
 impl PtxBuilder {
-    /// Its number in its CTA.
+    /// Returns the number of the thread in its CTA.
     pub fn thread(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%tid.x")
     }
 
-    /// That of its CTA in the grid.
+    /// Returns the number of the CTA in the grid.
     pub fn cta(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%ctaid.x")
     }
 
-    /// That of its CTA in its cluster.
+    /// Returns the number of the CTA in its cluster.
     pub fn rank(&mut self) -> PtxValue<u32> {
         self.define("mov.u32", "%cluster_ctarank")
     }
@@ -353,25 +354,26 @@ impl PtxBuilder {
         self.write("barrier.cluster.wait.acquire");
     }
 
-    /// What the lane of the warp has whose number differs in `bits`. All 32 lanes are there.
+    /// Returns the value of the lane whose number differs from this one's in `bits`. All 32 lanes of the warp must
+    /// take part.
     pub fn exchange(&mut self, value: PtxValue<f32>, bits: u32) -> PtxValue<f32> {
         self.define("shfl.sync.bfly.b32", &format!("{value}, {bits}, 31, 0xffffffff"))
     }
 }
 
-/// Numbers.
+/// Instructions that compute with numbers and truth values.
 impl PtxBuilder {
-    /// `a + b`
+    /// Returns `a + b`, rounded to nearest even.
     pub fn add<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::ADD, a, b.into())
     }
 
-    /// `a − b`
+    /// Returns `a − b`, rounded to nearest even.
     pub fn sub<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::SUB, a, b.into())
     }
 
-    /// `a · b`
+    /// Returns `a · b`, rounded to nearest even.
     pub fn mul<T: PtxNumber>(&mut self, a: PtxValue<T>, b: impl Into<PtxValue<T>>) -> PtxValue<T> {
         self.binary(T::MUL, a, b.into())
     }
@@ -413,12 +415,12 @@ impl PtxBuilder {
         self.define("mul.wide.u32", &format!("{a}, {b}"))
     }
 
-    /// The same number in 64 bits.
+    /// Returns the same number in 64 bits.
     pub fn extend(&mut self, a: PtxValue<u32>) -> PtxValue<u64> {
         self.define("cvt.u64.u32", &a.to_string())
     }
 
-    /// The lower 32 bits.
+    /// Returns the lower 32 bits of `a`.
     pub fn truncate(&mut self, a: PtxValue<u64>) -> PtxValue<u32> {
         self.define("cvt.u32.u64", &a.to_string())
     }
@@ -428,7 +430,7 @@ impl PtxBuilder {
         self.binary(&format!("and.{}", T::BITS), a, b.into())
     }
 
-    /// `a << bits`
+    /// Returns `a << bits`, with zeros from below.
     pub fn shift_left<T: PtxInteger>(&mut self, a: PtxValue<T>, bits: u32) -> PtxValue<T> {
         self.define(&format!("shl.{}", T::BITS), &format!("{a}, {bits}"))
     }
@@ -438,22 +440,22 @@ impl PtxBuilder {
         self.define(&format!("shr.{}", T::NAME), &format!("{a}, {bits}"))
     }
 
-    /// The same, the sign kept.
+    /// Returns `a >> bits` with copies of the sign bit from above.
     pub fn shift_right_signed(&mut self, a: PtxValue<u32>, bits: u32) -> PtxValue<u32> {
         self.define("shr.s32", &format!("{a}, {bits}"))
     }
 
-    /// `a ∧ b`
+    /// Returns `a ∧ b` of truth values.
     pub fn and(&mut self, a: PtxValue<bool>, b: PtxValue<bool>) -> PtxValue<bool> {
         self.binary("and.pred", a, b)
     }
 
-    /// `a ∨ b`
+    /// Returns `a ∨ b` of truth values.
     pub fn or(&mut self, a: PtxValue<bool>, b: PtxValue<bool>) -> PtxValue<bool> {
         self.binary("or.pred", a, b)
     }
 
-    /// `¬a`
+    /// Returns `¬a` of a truth value.
     pub fn not(&mut self, a: PtxValue<bool>) -> PtxValue<bool> {
         self.define("not.pred", &a.to_string())
     }
@@ -469,7 +471,7 @@ impl PtxBuilder {
         self.define(&format!("selp.{}", T::BITS), &format!("{yes}, {no}, {condition}"))
     }
 
-    /// `−a`
+    /// Returns `−a` of a real number.
     pub fn neg(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
         self.define("neg.f32", &a.to_string())
     }
@@ -499,7 +501,7 @@ impl PtxBuilder {
         self.define("cvt.rn.f32.s32", &a.to_string())
     }
 
-    /// The bits of `a`.
+    /// Returns the bit pattern of `a`.
     pub fn bits(&mut self, a: PtxValue<f32>) -> PtxValue<u32> {
         self.define("mov.b32", &a.to_string())
     }
@@ -512,17 +514,17 @@ impl PtxBuilder {
 
 /// Two f32 at once, each rounded as one alone: a single instruction where the target has it.
 impl PtxBuilder {
-    /// `a + b`
+    /// Returns `a + b` of both halves.
     pub fn add_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("add.rn.f32x2", [a, b], |on, [a, b]| on.add(a, b))
     }
 
-    /// `a − b`
+    /// Returns `a − b` of both halves.
     pub fn sub_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("sub.rn.f32x2", [a, b], |on, [a, b]| on.sub(a, b))
     }
 
-    /// `a · b`
+    /// Returns `a · b` of both halves.
     pub fn mul_pair(&mut self, a: [PtxValue<f32>; 2], b: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         self.pairwise("mul.rn.f32x2", [a, b], |on, [a, b]| on.mul(a, b))
     }
@@ -555,9 +557,9 @@ impl PtxBuilder {
     }
 }
 
-/// Numbers of 16 bits.
+/// Instructions on bf16 and f16.
 impl PtxBuilder {
-    /// Of each half the larger; NaN if either is.
+    /// Returns the larger value of each half; NaN if either is NaN.
     pub fn max_packed(&mut self, packed: PackedFloat, a: PtxValue<u32>, b: PtxValue<u32>) -> PtxValue<u32> {
         self.binary(&format!("max.NaN.{}x2", packed.name()), a, b)
     }
@@ -658,5 +660,5 @@ impl PtxBuilder {
     }
 }
 
-/// What dynamic shared memory is called.
+/// The name of the array of dynamic shared memory.
 const DYNAMIC: &str = "dynamic";

@@ -24,19 +24,19 @@ pub use value::{PtxElement, PtxInteger, PtxNumber, PtxStorable, PtxValue};
 
 use assay_core::device_dtype::DeviceDtype;
 
-/// What a text is written for: chips of that kind, and later ones.
+/// The oldest GPU architecture that a kernel's text runs on; later ones run it too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PtxTarget {
-    /// A100.
+    /// Architecture of the A100.
     Sm80,
-    /// H100: clusters of CTAs.
+    /// Architecture of the H100, the first with clusters of CTAs.
     Sm90,
     /// B200: arithmetic on two f32 at once.
     Sm100,
 }
 
 impl PtxTarget {
-    /// As the text names it.
+    /// Returns the name of the architecture in PTX text, such as `sm_90`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",
@@ -62,7 +62,7 @@ impl PtxTarget {
     }
 }
 
-/// How a kernel is launched.
+/// Grid, block and cluster sizes of a kernel launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PtxLaunch {
     /// CTAs along x, y and z.
@@ -80,7 +80,7 @@ pub struct PtxLaunch {
 pub struct PtxKernel {
     /// The name of its entry.
     pub name: String,
-    /// The module, PTX text.
+    /// The PTX text of the module.
     pub text: String,
     /// CTAs along x, y and z.
     pub grid: [u32; 3],
@@ -90,8 +90,8 @@ pub struct PtxKernel {
     pub cluster: u32,
     /// Dynamic shared memory of a CTA, bytes.
     pub shared_bytes: u32,
-    /// What the entry takes: one 64-bit pointer each, inputs first, then outputs, as an XLA call hands them. An output that
-    /// lies over an input has a pointer of its own, which is the input's again.
+    /// The entry's parameters: one 64-bit pointer each, inputs first, then outputs, as an XLA call passes them. An
+    /// output that is written over an input has a separate pointer with the same value.
     pub parameters: Vec<Parameter>,
 }
 
@@ -101,11 +101,11 @@ pub const ALIGNMENT: u64 = 16;
 /// An array of global memory that a kernel is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
-    /// What it is called in docs and manifests.
+    /// The name of the array in documents and manifests.
     pub name: String,
-    /// Its elements.
+    /// The dtype of each element.
     pub dtype: DeviceDtype,
-    /// Its extents, row-major.
+    /// The extents of the array, row-major.
     pub shape: Vec<usize>,
     /// The array begins at a multiple of so many bytes, at most [`ALIGNMENT`]; the text says so too, and relies on it.
     pub alignment: u64,
@@ -113,12 +113,12 @@ pub struct Parameter {
     pub role: Role,
 }
 
-/// What a kernel does with an array.
+/// The use that a kernel makes of an array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// It is read.
+    /// An array that the kernel reads.
     Input,
-    /// It is written.
+    /// An array that the kernel writes.
     Output {
         /// The input, by its place among the parameters, over which it lies.
         over: Option<usize>,
@@ -126,7 +126,7 @@ pub enum Role {
 }
 
 impl Parameter {
-    /// How large it is.
+    /// Returns the size of the array in bytes.
     pub fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.dtype.size()
     }
@@ -138,7 +138,7 @@ impl PtxKernel {
         self.parameters.iter().filter(|parameter| parameter.role == Role::Input)
     }
 
-    /// Those that it writes, in order.
+    /// Returns the arrays that the kernel writes, in order.
     pub fn outputs(&self) -> impl Iterator<Item = &Parameter> {
         self.parameters.iter().filter(|parameter| parameter.role != Role::Input)
     }

@@ -1,35 +1,35 @@
-//! What instructions take and give: registers and constants of a type.
+//! Operands and results of instructions: registers and constants of a type.
 
 use std::fmt;
 use std::marker::PhantomData;
 
 /// A type of registers: `bool` of predicates, `u16`, `u32` and `u64` of bits and whole numbers, `f32`.
 pub trait PtxElement: Copy + 'static {
-    /// As a register of it is declared.
+    /// The type in a register declaration, such as `.f32`.
     const DECLARED: &'static str;
-    /// What its registers are called, before their number.
+    /// The prefix of register names, such as `%f`.
     const PREFIX: &'static str;
-    /// Its place in a list of all.
+    /// The index of the type in [`ELEMENTS`].
     const PLACE: usize;
-    /// As an instruction that only moves it names it.
+    /// The type suffix of instructions that only move bits.
     const BITS: &'static str;
 }
 
 /// A type that is loaded and stored.
 pub trait PtxStorable: PtxElement {
-    /// Bytes.
+    /// The size of a value in bytes.
     const SIZE: u32;
 }
 
 /// A type that is counted with.
 pub trait PtxNumber: PtxStorable {
-    /// As instructions name it.
+    /// The type suffix of arithmetic instructions.
     const NAME: &'static str;
     /// `a + b`, rounded to nearest even where it is rounded.
     const ADD: &'static str;
-    /// `a − b`
+    /// The instruction for `a − b`, rounded likewise.
     const SUB: &'static str;
-    /// `a · b`
+    /// The instruction for `a · b`, rounded likewise.
     const MUL: &'static str;
     /// `a · b + c`, rounded once.
     const MUL_ADD: &'static str;
@@ -51,7 +51,7 @@ macro_rules! element {
             const BITS: &'static str = $bits;
         })*
 
-        /// How each type's registers are declared and called, in order.
+        /// The declared type and the register prefix of each type, in declaration order.
         pub(crate) const ELEMENTS: [(&str, &str); 5] = [$(($declared, $prefix)),*];
     };
 }

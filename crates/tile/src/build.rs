@@ -43,7 +43,7 @@ impl TileBuilder {
         self.kernel.parallel.push(axis);
     }
 
-    /// What the kernel is written for.
+    /// Returns the machine that the kernel is written for.
     pub fn machine(&self) -> TileMachine {
         self.kernel.machine
     }
@@ -55,12 +55,14 @@ impl TileBuilder {
     }
 
     fn array(&self, element: DeviceDtype, shape: &[usize], window: Window) -> WindowedArray {
+        // The last two dimensions are rows and columns; a kernel sees one index of each dimension before them.
         let rank = shape.len();
         assert!(
             rank >= 2 && window.block.len() == rank && window.along.len() == rank,
             "window {window:?} of {shape:?}"
         );
         assert!(window.block[..rank - 2].iter().all(|&extent| extent == 1), "window {window:?}: leading blocks of one");
+        // Blocks along the grid must cover the array, or some elements would never be seen.
         for ((&extent, &block), along) in shape.iter().zip(&window.block).zip(&window.along) {
             let blocks = along.map_or(1, |axis| self.kernel.grid[axis]);
             assert!(block * blocks >= extent, "window {window:?} does not reach all of {shape:?}");
@@ -91,20 +93,20 @@ impl TileBuilder {
         TileMemory::Output(output)
     }
 
-    /// `[rows, columns]` of scratch.
+    /// Declares `[rows, columns]` of scratch memory in VMEM.
     pub fn scratch(&mut self, element: DeviceDtype, rows: usize, columns: usize) -> TileMemory {
         self.kernel.scratch.push((element, [rows, columns]));
         TileMemory::Scratch(self.kernel.scratch.len() - 1)
     }
 
-    /// The kernel.
+    /// Returns the finished kernel.
     pub fn finish(mut self) -> TileKernel {
         self.kernel.body = self.open.pop().expect("the kernel's own block");
         assert!(self.open.is_empty(), "a block is still open");
         self.kernel
     }
 
-    /// That of `value`.
+    /// Returns the type of `value`.
     pub fn type_of(&self, value: TileValue) -> TileType {
         self.kernel.types[value.0]
     }
@@ -134,12 +136,12 @@ impl TileBuilder {
         self.define(ty, TileOperation::Constant(x))
     }
 
-    /// The scalar f32 `x`.
+    /// Returns the f32 scalar `x`.
     pub fn number(&mut self, x: f64) -> TileValue {
         self.constant(x, TileType::scalar(DeviceDtype::F32))
     }
 
-    /// The scalar i32 `x`.
+    /// Returns the i32 scalar `x`.
     pub fn integer(&mut self, x: usize) -> TileValue {
         self.constant(x as f64, TileType::scalar(DeviceDtype::I32))
     }
@@ -197,22 +199,22 @@ impl TileBuilder {
         self.define(self.type_of(a), TileOperation::Unary(op, a))
     }
 
-    /// `−a`
+    /// Returns `−a` of real numbers.
     pub fn neg(&mut self, a: TileValue) -> TileValue {
         self.unary(Unary::Neg, a)
     }
 
-    /// `e^a`
+    /// Returns `e^a` of real numbers.
     pub fn exp(&mut self, a: TileValue) -> TileValue {
         self.unary(Unary::Exp, a)
     }
 
-    /// `2^a`
+    /// Returns `2^a` of real numbers.
     pub fn exp2(&mut self, a: TileValue) -> TileValue {
         self.unary(Unary::Exp2, a)
     }
 
-    /// `ln a`
+    /// Returns `ln a` of real numbers.
     pub fn log(&mut self, a: TileValue) -> TileValue {
         self.unary(Unary::Log, a)
     }
@@ -223,6 +225,7 @@ impl TileBuilder {
         if left.tile == right.tile {
             return (a, b);
         }
+        // The operand with fewer elements is broadcast to the other's extents.
         let places = |ty: TileType| ty.tile.map_or(0, |[rows, columns]| rows * columns);
         let wide = if places(left) > places(right) { left.tile } else { right.tile };
         let [rows, columns] = wide.unwrap_or_else(|| panic!("{op}: {left} and {right}"));
@@ -236,22 +239,22 @@ impl TileBuilder {
         self.define(self.type_of(a), TileOperation::Binary(op, a, b))
     }
 
-    /// `a + b`
+    /// Returns `a + b` of numbers.
     pub fn add(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.binary(Binary::Add, a, b)
     }
 
-    /// `a − b`
+    /// Returns `a − b` of numbers.
     pub fn sub(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.binary(Binary::Sub, a, b)
     }
 
-    /// `a · b`
+    /// Returns `a · b` of numbers.
     pub fn mul(&mut self, a: TileValue, b: TileValue) -> TileValue {
         self.binary(Binary::Mul, a, b)
     }
 
-    /// `a / b`
+    /// Returns `a / b` of real numbers.
     pub fn div(&mut self, a: TileValue, b: TileValue) -> TileValue {
         assert!(self.element(a).is_float(), "division of {}", self.type_of(a));
         self.binary(Binary::Div, a, b)
@@ -374,6 +377,7 @@ impl TileBuilder {
         if trips == 0 {
             return initial.to_vec();
         }
+        // Inside the body the carried values have names of their own, and so have the results after the last trip.
         let index = self.new_value(TileType::scalar(DeviceDtype::I32));
         let types: Vec<TileType> = initial.iter().map(|&value| self.type_of(value)).collect();
         let carried: Vec<TileValue> = types.iter().map(|&ty| self.new_value(ty)).collect();

@@ -9,19 +9,19 @@ use assay_core::device_dtype::DeviceDtype;
 /// Element type of a value, and its extents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileType {
-    /// Of every element.
+    /// The dtype of every element.
     pub element: DeviceDtype,
     /// `[rows, columns]` of a tile; `None` for a scalar.
     pub tile: Option<[usize; 2]>,
 }
 
 impl TileType {
-    /// One number.
+    /// Returns the type of one number.
     pub fn scalar(element: DeviceDtype) -> Self {
         Self { element, tile: None }
     }
 
-    /// `[rows, columns]`.
+    /// Returns the type of a tile `[rows, columns]`.
     pub fn tile(element: DeviceDtype, rows: usize, columns: usize) -> Self {
         Self { element, tile: Some([rows, columns]) }
     }
@@ -43,7 +43,7 @@ pub struct TileValue(pub(super) usize);
 /// Memory that a kernel reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileMemory {
-    /// An array in SMEM.
+    /// A short array in SMEM, read as scalars.
     Scalars(usize),
     /// The window of an input. The kernel may write to it: its own copy, which is lost. On a TPU it is one because the
     /// operand is then asked to be in HBM.
@@ -54,14 +54,15 @@ pub enum TileMemory {
     Scratch(usize),
 }
 
-/// Which block of an array a step of the grid sees.
+/// The block of an array that each step of the grid sees.
 ///
-/// Leading dimensions have blocks of one and are not seen by the kernel; the last two are the window's rows and columns.
+/// Leading dimensions have blocks of one and are not seen by the kernel; the last two are the window's rows and
+/// columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Extents of a block. It may reach beyond the end of the array.
     pub block: Vec<usize>,
-    /// For each dimension, the axis of the grid whose index is the block's index; block 0 where there is none.
+    /// The axis of the grid whose index is the block's index, for each dimension; `None` means block 0.
     pub along: Vec<Option<usize>>,
 }
 
@@ -84,13 +85,13 @@ impl WindowedArray {
 /// Operations on one real number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unary {
-    /// `−a`
+    /// The negation `−a` of a number.
     Neg,
-    /// `e^a`
+    /// The exponential `e^a` of a number.
     Exp,
-    /// `2^a`
+    /// The exponential `2^a` of a number.
     Exp2,
-    /// `ln a`
+    /// The natural logarithm `ln a`.
     Log,
 }
 
@@ -100,15 +101,15 @@ pub(crate) enum Binary {
     Add,
     Sub,
     Mul,
-    /// Real numbers only.
+    /// The quotient `a / b` of real numbers.
     Div,
-    /// NaN if either is.
+    /// The larger number; NaN if either is NaN.
     Max,
-    /// NaN if either is.
+    /// The smaller number; NaN if either is NaN.
     Min,
     /// Integers bit by bit, and truth values.
     And,
-    /// Truth values.
+    /// The disjunction `a ∨ b` of truth values.
     Or,
     /// Integers; the sign is kept.
     ShiftRight,
@@ -121,10 +122,10 @@ pub(crate) enum TileComparison {
     Less,
 }
 
-/// How a reduction combines two numbers.
+/// The operation by which a reduction combines two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fold {
-    /// Sum, from 0.
+    /// The sum, starting from 0.
     Add,
     /// Maximum, from −∞. NaN if any is.
     Max,
@@ -138,7 +139,7 @@ pub enum ColumnIndex<V> {
     Dynamic(V),
 }
 
-/// What defines a value.
+/// The operation that defines a value.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum TileOperation {
     /// One number in every place.
@@ -154,15 +155,15 @@ pub(super) enum TileOperation {
     Select(TileValue, TileValue, TileValue),
     /// `0, 1, 2, …` along rows (0) or columns (1).
     Iota(usize),
-    /// To the value's element type, rounded to nearest even.
+    /// Conversion to the value's element type, rounded to nearest even.
     Convert(TileValue),
-    /// The same bits as the value's element type, f32 or i32.
+    /// Reinterpretation of the bits as the value's element type, f32 or i32.
     Bitcast(TileValue),
     /// A scalar, or a tile of one column or of one row, in every place.
     Broadcast(TileValue),
     /// Columns from the one given.
     Columns(TileValue, usize),
-    /// Along columns, which leaves one.
+    /// A reduction along columns, which leaves one column.
     FoldLanes(Fold, TileValue),
 }
 
@@ -173,12 +174,12 @@ pub(super) struct TileLoop {
     /// Scalar i32, `0 .. trips`.
     pub(super) index: TileValue,
     pub(super) initial: Vec<TileValue>,
-    /// What is carried, inside.
+    /// Names of the carried values inside the body.
     pub(super) carried: Vec<TileValue>,
     pub(super) body: Vec<TileStatement>,
-    /// What the body gives the next trip.
+    /// The values that the body passes to the next trip.
     pub(super) next: Vec<TileValue>,
-    /// What is carried, after the last trip.
+    /// Names of the carried values after the last trip.
     pub(super) results: Vec<TileValue>,
 }
 
@@ -198,7 +199,7 @@ pub(super) enum TileStatement {
     },
 }
 
-/// A kernel.
+/// A complete kernel in the tile language.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TileKernel {
     pub(super) name: String,
@@ -206,7 +207,7 @@ pub struct TileKernel {
     pub(super) grid: Vec<usize>,
     /// Axes whose steps need nothing of one another, so that the cores of a device may share them.
     pub(super) parallel: Vec<usize>,
-    /// Element type and length.
+    /// Element type and length of each array in SMEM.
     pub(super) scalars: Vec<(DeviceDtype, usize)>,
     pub(super) inputs: Vec<WindowedArray>,
     pub(super) outputs: Vec<WindowedArray>,
@@ -218,7 +219,7 @@ pub struct TileKernel {
 }
 
 impl TileKernel {
-    /// Its name.
+    /// Returns the name of the kernel.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -269,7 +270,7 @@ impl TileKernel {
     }
 }
 
-/// How often a kernel does an elementwise operation.
+/// The number of elementwise operations in one step of the grid.
 #[derive(Clone, Copy, Default)]
 struct OperationCount {
     flops: usize,

@@ -35,8 +35,8 @@ pub use build::{TileBuilder, TileColumn};
 pub use ir::{Fold, TileKernel, TileMemory, TileType, TileValue, Window};
 pub use machine::TileMachine;
 
-/// What an i32 beyond the end of an array reads as.
+/// The value that an i32 beyond the end of an array reads as.
 pub const POISON: i32 = 0x5A5A_5A5A;
 
-/// What an i16 beyond the end of an array reads as: NaN, to a kernel that holds f16 in it.
+/// The value that an i16 beyond the end of an array reads as: NaN, to a kernel that interprets it as f16.
 pub const POISON_16: i16 = 0x7E00;

@@ -9,7 +9,7 @@ pub(super) type LoopBody<'b, L> = &'b mut dyn FnMut(
     &[<L as KernelLowering>::Value],
 ) -> Vec<LoweredOperand<<L as KernelLowering>::Value>>;
 
-/// What a lowering writes for each thing that a kernel may do.
+/// A lowering: the text to write for each operation of a kernel.
 pub(super) trait KernelLowering {
     /// A value in the text that is written.
     type Value: Copy;
@@ -52,7 +52,7 @@ pub(super) fn lower<L: KernelLowering>(kernel: &TileKernel, lowering: &mut L) {
 
 struct BodyLowering<'k, V> {
     kernel: &'k TileKernel,
-    /// What each value of the kernel is in the text.
+    /// The value in the text for each value of the kernel, once it is written.
     written: Vec<Option<V>>,
 }
 
@@ -94,6 +94,7 @@ impl<V: Copy> BodyLowering<'_, V> {
                 }
                 TileStatement::For(looped) => {
                     let initial = self.operands(&looped.initial);
+                    // Lowerings without mutable memory carry the memory that the body writes through the loop.
                     let stored = stored_in(&looped.body);
                     let results =
                         lowering.for_loop(looped.trips, &initial, &stored, &mut |lowering, index, carried| {

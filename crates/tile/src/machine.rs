@@ -1,4 +1,4 @@
-//! What a kernel is written for.
+//! The machine that a kernel is written for.
 
 use assay_core::device_dtype::DeviceDtype;
 

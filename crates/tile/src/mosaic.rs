@@ -58,8 +58,9 @@ pub fn payload(kernel: &TileKernel) -> String {
     .to_string()
 }
 
-/// The module.
+/// Returns the MLIR text of the module.
 pub fn text(kernel: &TileKernel) -> String {
+    // The body comes first: its lines number the values as they are defined.
     let mut writer = MosaicWriter { kernel, body: String::new(), names: 0, depth: 2 };
     let arguments = writer.arguments();
     lower(kernel, &mut writer);
@@ -70,11 +71,13 @@ pub fn text(kernel: &TileKernel) -> String {
     let typed = list(&mut arguments.iter().map(|(name, ty)| format!("{name}: {ty}")));
     let types = list(&mut arguments.iter().map(|(_, ty)| ty.clone()));
     let windows = || kernel.inputs.iter().chain(&kernel.outputs).enumerate();
+    // The attributes describe each window's block, and name the function that chooses the block of a step.
     let window = |(i, array): (usize, &WindowedArray)| {
         let bounds = list(&mut array.window.block.iter().map(usize::to_string));
         format!("{{transform_indices = @transform_{i}, window_bounds = array<i64: {bounds}>}}")
     };
     let window_params = list(&mut windows().map(window));
+    // Parallel axes may be distributed over cores; the others run in order.
     let semantics = |axis| if kernel.parallel.contains(&axis) { "parallel" } else { "arbitrary" };
     let semantics = (0..kernel.grid.len()).map(|axis| format!("#tpu.dimension_semantics<{}>", semantics(axis)));
     let semantics = list(&mut semantics.into_iter());
@@ -111,7 +114,7 @@ fn transform(i: usize, array: &WindowedArray, given: &[(String, String)]) -> Str
     )
 }
 
-/// How Mosaic spells an element type.
+/// Returns Mosaic's name of an element type.
 fn element_name(element: DeviceDtype) -> &'static str {
     if element == DeviceDtype::Pred { "i1" } else { element.mlir() }
 }
@@ -169,7 +172,7 @@ struct MosaicWriter<'k> {
     depth: usize,
 }
 
-/// How a constant is spelled inside `dense<…>` or before a colon.
+/// Returns the spelling of a constant inside `dense<…>` or before a colon.
 fn literal(x: f64, element: DeviceDtype) -> String {
     let special = |nan: &str, plus: &str, minus: &str| match x {
         f64::INFINITY => plus.to_string(),
@@ -271,6 +274,7 @@ impl MosaicWriter<'_> {
             ColumnIndex::Static(0) => zero,
             ColumnIndex::Static(column) => self.index(column),
             ColumnIndex::Dynamic(column) => {
+                // The promise that the column is a multiple of the lanes spares a shuffle of registers.
                 let attributes = format!("multiple = {} : i32", self.kernel.machine.lanes);
                 let multiple = self.define("tpu.assume_multiple", &[(column, "i32")], &attributes, "i32");
                 self.cast_to_index(multiple)
@@ -329,6 +333,7 @@ impl MosaicWriter<'_> {
     fn convert(&mut self, from: TileType, to: TileType, a: MosaicName) -> MosaicName {
         let (given, wanted) = (MosaicTypeName(from).to_string(), MosaicTypeName(to).to_string());
         let op = match (from.element, to.element) {
+            // Mosaic converts truth values only to integers, so floats take two steps.
             (DeviceDtype::Pred, element) if element.is_float() => {
                 let integer = TileType { element: DeviceDtype::I32, ..to };
                 let wide = self.convert(from, integer, a);
@@ -363,6 +368,7 @@ impl MosaicWriter<'_> {
             Fold::Max => ("maximumf", f64::NEG_INFINITY),
         };
         let element = element_name(from.element);
+        // Mosaic's reduction drops the dimension; a shape cast puts a dimension of one back.
         let folded = format!("vector<{rows}x{element}>");
         let value = format!("value = dense<{}> : {folded}", literal(start, from.element));
         let start = self.define("arith.constant", &[], &value, &folded);
@@ -392,6 +398,7 @@ impl KernelLowering for MosaicWriter<'_> {
             TileOperation::LoadScalar(i, _) => {
                 let index = self.cast_to_index(operands[0].value);
                 let (element, length) = self.kernel.scalars[*i];
+                // Scalars are read one at a time, at an index that Mosaic wants as `index` and not as i32.
                 let memref = memref(element, &[length], "smem");
                 let name = self.name();
                 self.line(format_args!(
@@ -470,6 +477,7 @@ impl KernelLowering for MosaicWriter<'_> {
         let (from, to, step) = (self.constant(0.0, i32), self.constant(trips as f64, i32), self.constant(1.0, i32));
         let starts = after_comma(initial.iter().map(|operand| operand.value.to_string()));
         let types: Vec<String> = initial.iter().map(|operand| MosaicTypeName(operand.ty).to_string()).collect();
+        // The loop's results, its index and the carried values inside it take the next names, in this order.
         let results = self.names;
         self.names += 1;
         let index = self.name();

@@ -23,6 +23,7 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
         let window = array.window.block.iter().zip(&array.window.along);
         window.map(|(block, along)| block * blocks(along)).collect()
     };
+    // Inputs are padded to whole blocks, so that every window is a slice of constant size.
     let padded: Vec<HloValue> = kernel
         .inputs
         .iter()
@@ -33,8 +34,10 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
         })
         .collect();
 
+    // An output that shares an input's memory starts with that input's contents.
     let shared = |output: usize| kernel.aliases.iter().find(|alias| alias.1 == output).map(|alias| alias.0);
     let index = HloType::new(DeviceDtype::I32, &[]);
+    // The loop carries the step, all outputs and all scratch.
     let mut carried = vec![builder.constant(0.0, index.clone())];
     for (i, array) in kernel.outputs.iter().enumerate() {
         let start = shared(i).map_or_else(|| poison(builder, array.element, &whole(array)), |input| padded[input]);
@@ -77,6 +80,7 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
             for (i, &value) in scratch.iter().enumerate() {
                 step.memory.insert(TileMemory::Scratch(i), value);
             }
+            // The body of the kernel reads and replaces the contents of windows and scratch.
             lower(kernel, &mut step);
             let one = step.builder.constant(1.0, index.clone());
             let mut next = vec![step.builder.add(carried[0], one)];
@@ -88,11 +92,12 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
             next
         },
     );
+    // The padding of outputs is cut off again.
     let outputs = kernel.outputs.iter().zip(&results[1..]);
     outputs.map(|(array, &whole)| builder.slice(whole, &vec![0; array.shape.len()], &array.shape)).collect()
 }
 
-/// What lies beyond the end of an array.
+/// Returns the poison value beyond the end of an array: NaN, or a conspicuous integer.
 fn poison(builder: &mut HloBuilder, element: DeviceDtype, shape: &[usize]) -> HloValue {
     let x = match element {
         DeviceDtype::I16 => f64::from(POISON_16),
@@ -126,6 +131,7 @@ impl GridStep {
 
     /// The indices of step `step` of a grid, the last axis fastest.
     fn grid_indices(&mut self, grid: &[usize], step: HloValue) -> Vec<HloValue> {
+        // The last axis runs fastest: remainders of divisions by the extents, from the last axis on.
         let mut indices = vec![step; grid.len()];
         let mut rest = step;
         for axis in (1..grid.len()).rev() {
@@ -139,7 +145,7 @@ impl GridStep {
         indices
     }
 
-    /// Where the window of this step begins in its array.
+    /// Returns the first element of this step's window in its array.
     fn starts(&mut self, array: &WindowedArray) -> Vec<HloValue> {
         let window = array.window.block.iter().zip(&array.window.along);
         window
@@ -186,6 +192,7 @@ impl GridStep {
 
     /// Writes a nested region. Memory holds afterwards what it held before: what the region stores, it returns.
     fn inside(&mut self, builder: &mut HloBuilder, write: impl FnOnce(&mut Self) -> Vec<HloValue>) -> Vec<HloValue> {
+        // Values defined inside a region cannot be used outside it, so memory is restored afterwards.
         let before = self.memory.clone();
         self.builder = mem::take(builder);
         let values = write(self);
@@ -330,6 +337,7 @@ impl KernelLowering for GridStep {
     }
 
     fn when(&mut self, condition: HloValue, stored: &[TileMemory], body: &mut dyn FnMut(&mut Self)) {
+        // If the condition does not hold, memory keeps its contents.
         let before = self.stored(stored);
         let mut builder = mem::take(&mut self.builder);
         let after = builder.if_else(

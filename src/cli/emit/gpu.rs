@@ -1,4 +1,4 @@
-//! What `assay emit` writes for a GPU: PTX, how it is launched, and the program that calls it.
+//! The files that `assay emit` writes for a GPU: PTX with its launch sizes, and the program that calls it.
 
 use assay_ptx::{Parameter, PtxKernel, Role};
 use serde::Serialize;
@@ -14,27 +14,27 @@ use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, Structured
 
 #[derive(Serialize)]
 struct GpuFacts {
-    /// What the text asks for at least: a driver assembles it for that or a newer chip.
+    /// The oldest architecture that the PTX runs on; a driver assembles it for that or a newer chip.
     architecture: &'static str,
-    /// What XLA's CUDA plugin is told of the chip where there is none: a `GpuTargetConfigProto` as text.
+    /// The description of the chip for XLA's CUDA plugin on a machine without one: a `GpuTargetConfigProto` as text.
     target_config: String,
 }
 
 #[derive(Serialize)]
 struct EmittedPtx<'e> {
-    /// Of its entry.
+    /// The name of the PTX entry.
     name: &'e str,
     ptx: String,
-    /// CTAs.
+    /// The number of CTAs along x, y and z.
     grid: [u32; 3],
-    /// Threads of a CTA.
+    /// The number of threads of a CTA along x, y and z.
     block: [u32; 3],
     /// CTAs of a cluster, which the text asks for itself.
     cluster: u32,
     /// Dynamic shared memory of a CTA, bytes. Above 49,152 a launch must ask for it
     /// (`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`).
     shared_bytes: u32,
-    /// What the entry is given, one pointer each, in order.
+    /// The entry's arguments, one pointer each, in order.
     arguments: Vec<PtxArgument<'e>>,
 }
 
@@ -45,7 +45,7 @@ struct PtxArgument<'e> {
     shape: &'e [usize],
     /// Bytes: it begins at a multiple of so many, or the device stops the kernel.
     alignment: u64,
-    /// `input` or `output`.
+    /// The use of the array, `input` or `output`.
     role: &'static str,
     /// The place of the argument whose array this is too.
     #[serde(skip_serializing_if = "Option::is_none")]

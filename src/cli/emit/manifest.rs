@@ -1,4 +1,4 @@
-//! What `assay emit` is asked for and writes, whatever the device.
+//! The request and the manifest of `assay emit`, for any device.
 
 use std::path::{Path, PathBuf};
 use std::{fs, io};
@@ -15,7 +15,7 @@ use crate::spec::LossSpec;
 /// The whole program, within the folder.
 const MODULE: &str = "module.mlir";
 
-/// What is emitted, and where to.
+/// The kernels to emit, and the folder to write them to.
 #[derive(Args)]
 pub(super) struct EmitRequest {
     /// The implementation: of a TPU tile-one-pass or tile-two-pass, or one of these over rows, vocabulary or both (-rows, -vocab,
@@ -39,30 +39,30 @@ pub(super) struct EmitRequest {
 }
 
 impl EmitRequest {
-    /// The loss.
+    /// Reads the loss from the spec file, or returns the default loss.
     pub(super) fn spec(&self) -> Result<LossSpec, CliError> {
         Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default())
     }
 }
 
-/// What was emitted, and how it is called. Described in `docs/jax.md` and `docs/gpu.md`.
+/// The manifest of emitted kernels and how to call them, described in `docs/jax.md` and `docs/gpu.md`.
 #[derive(Serialize)]
 pub(super) struct EmitManifest<'e, T, K> {
     assay: &'static str,
-    /// What is said of such a target alone.
+    /// The facts that only this kind of target has.
     #[serde(flatten)]
     facts: T,
     #[serde(rename = "impl")]
     implementation: &'e str,
     target: String,
     devices: usize,
-    /// `[B,T,V]` on each device.
+    /// The shape `[B,T,V]` of the logits on each device.
     shape: [usize; 3],
     dtype: Dtype,
     spec: &'e LossSpec,
     #[serde(serialize_with = "by_name")]
     numbers: &'e [(&'static str, f32)],
-    /// In the order of their calls.
+    /// The kernels in the order of their calls.
     pub(super) kernels: Vec<K>,
     module: EmittedModule<'e>,
 }
@@ -125,7 +125,7 @@ struct EmittedModule<'e> {
     aliases: [Alias; 1],
 }
 
-/// As an object. JSON has no infinity: `"inf"`.
+/// Serializes numbers as an object; infinity, which JSON lacks, as `"inf"`.
 fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Result<S::Ok, S::Error> {
     let mut map = serializer.serialize_map(Some(numbers.len()))?;
     for (name, value) in *numbers {

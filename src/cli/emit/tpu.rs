@@ -1,4 +1,4 @@
-//! What `assay emit` writes for a TPU: Mosaic, and the program that calls it.
+//! The files that `assay emit` writes for a TPU: Mosaic text, and the program that calls it.
 
 use serde::Serialize;
 
@@ -40,7 +40,7 @@ struct DenseArray<'e> {
     named: &'e NamedArray,
     /// Axes, from major to minor.
     layout: Vec<usize>,
-    /// What its integers are the bits of.
+    /// The dtype whose bit patterns the array's integers are.
     #[serde(skip_serializing_if = "Option::is_none")]
     bits_of: Option<Dtype>,
 }

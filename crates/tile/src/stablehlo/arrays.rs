@@ -9,6 +9,7 @@ impl HloBuilder {
         let from = self.type_of(a).clone();
         assert_eq!(from.shape.len(), dimensions.len(), "broadcast: one dimension for each of {from}");
         for (&extent, &dimension) in from.shape.iter().zip(dimensions) {
+            // Extents agree, or the operand's is one and is repeated.
             let fits = shape.get(dimension).is_some_and(|&wanted| extent == wanted || extent == 1);
             assert!(fits, "broadcast: {from} to {shape:?} along {dimensions:?}");
         }
@@ -17,7 +18,7 @@ impl HloBuilder {
         self.define(ty, format_args!("{operation}"))
     }
 
-    /// The same elements in row-major order under other extents.
+    /// Returns the same elements in row-major order with other extents.
     pub fn reshape(&mut self, a: HloValue, shape: &[usize]) -> HloValue {
         let from = self.type_of(a).clone();
         if from.shape == shape {
@@ -50,7 +51,7 @@ impl HloBuilder {
         self.reshape(one, &[])
     }
 
-    /// A vector of scalars.
+    /// Returns a vector of the given scalars.
     pub fn vector(&mut self, scalars: &[HloValue]) -> HloValue {
         let ones: Vec<HloValue> = scalars.iter().map(|&scalar| self.reshape(scalar, &[1])).collect();
         self.concatenate(&ones, 0)
@@ -64,6 +65,7 @@ impl HloBuilder {
             let other = self.type_of(array);
             let extent = other.shape[dimension];
             ty.shape[dimension] += extent;
+            // The arrays agree in all extents except the one along which they are joined.
             let same_but_there = {
                 let mut expected = ty.clone();
                 expected.shape[dimension] = extent;
@@ -83,6 +85,7 @@ impl HloBuilder {
         }
         let scalar = HloType::new(from.element, &[]);
         assert_eq!(*self.type_of(value), scalar, "pad: the value");
+        // Padding is added after the last element of each dimension only.
         let behind: Vec<usize> = shape.iter().zip(&from.shape).map(|(whole, part)| whole - part).collect();
         let nothing = vec![0; shape.len()];
         let ty = HloType::new(from.element, shape);

@@ -4,21 +4,21 @@ use std::fmt::Write as _;
 
 use super::{HloBuilder, HloType, HloValue};
 
-/// What the callee of a [`custom_call`](HloBuilder::custom_call) is told.
+/// The configuration passed to the callee of a [`custom_call`](HloBuilder::custom_call).
 #[derive(Clone, Copy, Debug)]
 pub enum CallConfig<'c> {
-    /// A text.
+    /// One opaque text, such as JSON.
     Text(&'c str),
-    /// Fields by name.
+    /// A dictionary of named fields.
     Fields(&'c [(&'c str, CallField<'c>)]),
 }
 
-/// One of its fields.
+/// One field of a call's dictionary.
 #[derive(Clone, Copy, Debug)]
 pub enum CallField<'c> {
-    /// A text.
+    /// A text, escaped as MLIR requires.
     Text(&'c str),
-    /// An i32.
+    /// A number, written as i32.
     Number(u32),
 }
 
@@ -36,6 +36,7 @@ impl HloBuilder {
         body: impl FnOnce(&mut Self, &[HloValue]) -> Vec<HloValue>,
     ) -> Vec<HloValue> {
         let types: Vec<HloType> = carried.iter().map(|&value| self.type_of(value).clone()).collect();
+        // The carried values have one name inside both regions and another after the loop.
         let inside: Vec<HloValue> = types.iter().map(|ty| self.new_value(ty.clone())).collect();
         let starts = inside.iter().zip(carried).map(|(name, start)| format!("{name} = {start}"));
         let starts = starts.collect::<Vec<_>>().join(", ");
@@ -50,7 +51,7 @@ impl HloBuilder {
         results
     }
 
-    /// What `then` returns where `condition`, a scalar, holds, else `otherwise`.
+    /// Returns the values of `then` if `condition`, a scalar, holds, else those of `otherwise`.
     pub fn if_else(
         &mut self,
         condition: HloValue,
@@ -80,6 +81,7 @@ impl HloBuilder {
         aliases: &[(usize, usize)],
         config: CallConfig,
     ) -> Vec<HloValue> {
+        // Every array is dense row-major: the kernel computes addresses from its extents alone.
         let layout = |ty: &HloType| {
             let rank = ty.shape.len();
             let order: Vec<usize> = (0..rank).rev().collect();
@@ -88,6 +90,7 @@ impl HloBuilder {
         let layouts = |types: &mut dyn Iterator<Item = &HloType>| types.map(layout).collect::<Vec<_>>().join(", ");
         let operand_layouts = layouts(&mut operands.iter().map(|&operand| self.type_of(operand)));
         let result_layouts = layouts(&mut outputs.iter());
+        // The index of an output is left out if there is only one.
         let aliases = aliases.iter().map(|(operand, output)| {
             let place = if outputs.len() == 1 { String::new() } else { output.to_string() };
             format!(
@@ -118,7 +121,7 @@ impl HloBuilder {
         self.define(ty.clone(), format_args!("stablehlo.optimization_barrier {a} : {ty}"))
     }
 
-    /// The same of several: none is used before all are there.
+    /// Returns `values` behind one barrier: none is used before all have been computed.
     pub fn barrier_of<const N: usize>(&mut self, values: [HloValue; N]) -> [HloValue; N] {
         let types = values.map(|value| self.type_of(value).clone());
         let (names, type_list) = self.lists(&values);

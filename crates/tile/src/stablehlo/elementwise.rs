@@ -6,11 +6,11 @@ use assay_core::device_dtype::DeviceDtype;
 /// Comparisons; all are false where a side is NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HloComparison {
-    /// `=`
+    /// Holds if both sides are equal.
     Equal,
-    /// `<`
+    /// Holds if the left side is smaller.
     Less,
-    /// `≥`
+    /// Holds if the left side is not smaller.
     AtLeast,
 }
 /// Defines one method for each operation, called as StableHLO calls it; the first word is the method that checks and writes it.

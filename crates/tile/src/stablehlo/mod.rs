@@ -20,14 +20,14 @@ pub use elementwise::HloComparison;
 /// Element type and extents of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HloType {
-    /// The element type.
+    /// The dtype of every element.
     pub element: DeviceDtype,
     /// The extents; none for a scalar.
     pub shape: Vec<usize>,
 }
 
 impl HloType {
-    /// An array type.
+    /// Returns the type of an array with these extents.
     pub fn new(element: DeviceDtype, shape: &[usize]) -> Self {
         Self { element, shape: shape.to_vec() }
     }
@@ -48,7 +48,7 @@ impl fmt::Display for HloType {
 pub struct HloValue {
     /// The operation or parameter that defines it.
     definition: usize,
-    /// Which of its results this is, where it has a list of them.
+    /// The index of this result, if the definition has a list of results.
     result: Option<usize>,
 }
 
@@ -171,13 +171,14 @@ impl HloBuilder {
         (names, types)
     }
 
-    /// How a program says in what order the elements of a parameter lie on the device; `None` where that is left open.
+    /// Returns the attribute that fixes a parameter's layout on the device; `None` if the compiler may choose.
     fn layout_mode(&self, parameter: HloValue) -> Option<String> {
         self.row_major.contains(&parameter).then(|| row_major_mode(self.type_of(parameter).shape.len()))
     }
 
     /// The module: `main` from the parameters to `outputs`.
     pub fn finish(self, outputs: &[HloValue]) -> String {
+        // A donated parameter names the output that takes its memory; both must have one type.
         let parameters = self.parameters.iter().map(|&(value, overwritten_by)| {
             let ty = self.type_of(value);
             let alias = overwritten_by.map(|output| {
@@ -189,6 +190,7 @@ impl HloBuilder {
         });
         let parameters = parameters.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(outputs);
+        // An output over a parameter has that parameter's layout.
         let results = outputs.iter().enumerate().map(|(place, &output)| {
             let under = self.parameters.iter().find(|&&(_, output)| output == Some(place));
             let attributes: Vec<String> = under.and_then(|&(value, _)| self.layout_mode(value)).into_iter().collect();

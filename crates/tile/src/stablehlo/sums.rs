@@ -34,13 +34,14 @@ impl HloBuilder {
             shape
         };
         let ty = HloType { element, shape: [free(&left, of_a), free(&right, of_b)].concat() };
+        // Without the request for highest precision a TPU would round f32 operands to bf16.
         let precision = if left.element == DeviceDtype::F32 { "HIGHEST" } else { "DEFAULT" };
         let operation = format!(
             "stablehlo.dot_general {a}, {b}, contracting_dims = [{of_a}] x [{of_b}], precision = [{precision}, {precision}] : ({left}, {right}) -> {ty}"
         );
         self.define(ty, format_args!("{operation}"))
     }
-    /// `a` folded along `dimensions`.
+    /// Returns `a` reduced along `dimensions`.
     pub fn reduce(&mut self, fold: Fold, a: HloValue, dimensions: &[usize]) -> HloValue {
         let from = self.type_of(a).clone();
         assert!(dimensions.iter().all(|&d| d < from.shape.len()), "reduce: {dimensions:?} of {from}");
@@ -73,6 +74,7 @@ impl HloBuilder {
         };
         let types: Vec<HloType> = arrays.iter().map(reduced).collect();
         let results = types.iter().map(HloType::to_string).collect::<Vec<_>>().join(", ");
+        // The region combines two partial results, each a scalar of every array.
         let [left, right] = [(); 2].map(|()| scalars.iter().map(|ty| self.new_value(ty.clone())).collect::<Vec<_>>());
         let inside = [left.as_slice(), &right].concat();
         let named = inside.iter().map(|&name| format!("{name}: {}", self.type_of(name))).collect::<Vec<_>>().join(", ");
