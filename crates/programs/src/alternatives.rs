@@ -25,7 +25,7 @@ use assay_core::problem::Dtype;
 use assay_core::spec::{LossSpec, Temperature};
 use assay_tile::stablehlo::{Fold, HloBuilder, HloComparison, HloType, HloValue};
 
-/// See [the module](self).
+/// One alternative program, named for the difference that the table of [the module](self) describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BaselineAlternative {
     LogSoftmax,
@@ -58,7 +58,7 @@ impl BaselineAlternative {
         }
     }
 
-    /// See [`Programs::keeps_digits`](crate::Programs::keeps_digits).
+    /// Whether `1 − p_y` keeps its digits: see [`Programs::keeps_digits`](crate::Programs::keeps_digits).
     pub(crate) fn keeps_digits(self) -> bool {
         matches!(self, Self::WideGather | Self::Kept)
     }
@@ -99,8 +99,10 @@ impl BaselineAlternative {
         let [b, t, v] = on.local;
         let per_column = |on: &mut Program, value| on.builder.broadcast(value, &[0, 1], &[b, t, v]);
         let x = on.builder.convert(logits, DeviceDtype::F32);
+        // The maximum is subtracted before exponentials are taken, so that none overflows.
         let [max, sum] = if self == Self::Online { in_one_read(&mut on.builder, x) } else { in_two_reads(on, x) };
         let log_sum = on.builder.log(sum);
+        // The two ways differ in rounding: log_softmax subtracts twice from each logit, logsumexp once.
         let (logp, log_probabilities) = if self == Self::LogSoftmax {
             let max = per_column(on, max);
             let shifted = on.builder.subtract(x, max);
@@ -125,6 +127,7 @@ impl BaselineAlternative {
         let entropy = on.builder.negate(minus_entropy);
 
         let (token, grad_logp) = on.token_loss(structure, given, logp);
+        // Autodiff of the gather is G·(one-hot − p).
         let column = on.builder.iota(2, HloType::new(DeviceDtype::I32, &[b, t, v]));
         let ids = per_column(on, given.ids);
         let is_target = on.builder.compare(HloComparison::Equal, column, ids);
@@ -149,7 +152,8 @@ fn in_two_reads(on: &mut Program, x: HloValue) -> [HloValue; 2] {
     [max, on.builder.reduce(Fold::Add, exp, &[2])]
 }
 
-/// The same: of two parts of a row the one with the lesser maximum is scaled to that of the other.
+/// Computes `m` and `Σ e^(x_j − m)` of each row in one read: partial results are pairs, and the one with the smaller
+/// maximum is scaled to the larger.
 fn in_one_read(builder: &mut HloBuilder, x: HloValue) -> [HloValue; 2] {
     let each = builder.constant(1.0, builder.type_of(x).clone());
     let number = |builder: &mut HloBuilder, x| builder.constant(x, HloType::new(DeviceDtype::F32, &[]));

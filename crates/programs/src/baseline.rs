@@ -46,7 +46,8 @@ pub(crate) fn core(
     core_gathering(on, structure, given, logits, dtype, logits)
 }
 
-/// The same, the target's logit gathered from these, which are the logits in another dtype or not.
+/// Writes the baseline with the target's logit gathered from `from`: the logits themselves, or a copy of them in
+/// another dtype.
 pub(crate) fn core_gathering(
     on: &mut Program,
     structure: Structure,
@@ -63,10 +64,12 @@ pub(crate) fn core_gathering(
         None => (wide, target_logit),
     };
     let x = on.without_padding(x, &columns);
+    // The row's maximum, over all devices that have some of its columns.
     let max = on.builder.reduce(Fold::Max, x, &[2]);
     let max = on.over(&[MeshAxis::Vocab], Fold::Max, max);
     let row = SoftmaxInput { x, max, target_logit, is_target: columns.is_target };
     let scales: Vec<_> = structure.gap_rates().into_iter().map(|rate| rate.map(|rate| given.rate(rate))).collect();
+    // Logp has a softmax of its own only if the temperature divides logp and not the logits.
     let entropy_softmax = on.softmax(&row, scales[0]);
     let two_softmaxes = scales.len() > 1;
     let logp_softmax = if two_softmaxes { on.softmax(&row, scales[1]) } else { entropy_softmax };
@@ -75,6 +78,7 @@ pub(crate) fn core_gathering(
     let logp = if two_softmaxes { on.times(logp, given.number(SpecNumber::InverseTemperature)) } else { logp };
     let entropy = entropy_softmax.softmax.entropy(on);
 
+    // The loss of each token, then dlogits from its derivatives by logp and by the entropy.
     let (token, grad_logp) = on.token_loss(structure, given, logp);
     let policy = GradientTerm { factor: grad_logp, through: &logp_softmax };
     let bonus = structure.entropy_bonus.map(|_| {
@@ -90,13 +94,13 @@ pub(crate) fn core_gathering(
     CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
-/// Where a row's target is.
+/// The position of each row's target among the columns of this device.
 struct TargetColumns {
     /// `[b,t]`: the target's column on this device.
     local_ids: HloValue,
     /// `[b,t]`: whether this device has it; `None` where one device has every column.
     here: Option<HloValue>,
-    /// `[b,t,v]`
+    /// Whether a column is its row's target, `[b,t,v]`.
     is_target: HloValue,
     /// `[b,t,v]`: columns below `V`; `None` where all are.
     real: Option<HloValue>,
@@ -104,30 +108,30 @@ struct TargetColumns {
 
 /// The logits, widened, or what a spec makes of them.
 struct SoftmaxInput {
-    /// `[b,t,v]`
+    /// The softmax's inputs in f32, `[b,t,v]`.
     x: HloValue,
-    /// `[b,t]`
+    /// The maximum over all columns, `[b,t]`.
     max: HloValue,
-    /// `[b,t]`
+    /// The input at the target's column, `[b,t]`.
     target_logit: HloValue,
-    /// `[b,t,v]`
+    /// Whether a column is its row's target, `[b,t,v]`.
     is_target: HloValue,
 }
 
 /// One softmax, and its exponentials.
 #[derive(Clone, Copy)]
 struct BaselineSoftmax {
-    /// `a`, `[b,t,v]`
+    /// Gaps `a` below the maximum, times `1/T`, `[b,t,v]`.
     gap: HloValue,
-    /// `e`, `[b,t,v]`
+    /// Exponentials `e` of the negated gaps, `[b,t,v]`.
     exp: HloValue,
-    /// `[b,t]`
+    /// The sums of the softmax, `[b,t]`.
     softmax: SoftmaxStatistics<HloValue>,
 }
 
 /// A derivative of the loss, and the softmax that it goes through.
 struct GradientTerm<'s> {
-    /// `[b,t]`
+    /// The derivative of the loss by logp or by the entropy, `[b,t]`.
     factor: HloValue,
     through: &'s BaselineSoftmax,
 }
@@ -149,12 +153,14 @@ impl Program {
         let [b, t, v] = self.local;
         let integers = |shape: &[usize]| HloType::new(DeviceDtype::I32, shape);
         let column = self.builder.iota(2, integers(&[b, t, v]));
+        // A device that has every column compares ids as they are.
         let Some(first) = first_column else {
             let wanted = self.per_element(ids);
             let is_target = self.builder.compare(HloComparison::Equal, column, wanted);
             return TargetColumns { local_ids: ids, here: None, is_target, real: None };
         };
         let first_per_token = self.per_token(first);
+        // Ids are counted from this device's first column; other devices' ids fall outside 0..v.
         let local_ids = self.builder.subtract(ids, first_per_token);
         let zero = self.builder.constant(0.0, integers(&[b, t]));
         let end = self.builder.constant(v as f64, integers(&[b, t]));
@@ -185,11 +191,13 @@ impl Program {
         let taken = self.builder.convert(taken, DeviceDtype::F32);
         let Some(here) = columns.here else { return taken };
         let zero = self.constant(0.0);
+        // All devices but one add 0, so the sum is that one's logit, exactly.
         let own = self.builder.select(here, taken, zero);
         self.over(&[MeshAxis::Vocab], Fold::Add, own)
     }
 
-    /// What the softmax is of, of logits in f32 and of the target's; the target's is in its column, which may be outside the support.
+    /// Returns the softmax's inputs from logits in f32 and from the target's logit, and the target's own input. The
+    /// target's column has that input even if it is outside the support.
     fn transformed(
         &mut self,
         transform: Transform,
@@ -212,6 +220,7 @@ impl Program {
         let x = self.builder.add(wide, bias);
         let x = changed(self, x);
         let outside = self.constant_elements(f64::NEG_INFINITY);
+        // Columns outside the support have a bias of −∞ and are selected away, whatever they hold.
         let is_outside = self.builder.compare(HloComparison::Equal, bias, outside);
         let x = self.builder.select(is_outside, outside, x);
         let of_target = self.per_element(target_logit);
@@ -235,7 +244,7 @@ impl Program {
         self.builder.select(nothing, zero, through)
     }
 
-    /// What multiplies gaps is a number, or one a token.
+    /// Computes one softmax, with gaps multiplied by `inverse_temperature`: one number, or one for each token.
     fn softmax(&mut self, row: &SoftmaxInput, inverse_temperature: Option<HloValue>) -> BaselineSoftmax {
         let scaled = |program: &mut Self, gap| match inverse_temperature {
             Some(factor) => program.times(gap, factor),
@@ -247,6 +256,7 @@ impl Program {
         let minus_gap = self.builder.negate(gap);
         let exp = self.builder.exponential(minus_gap);
         let zero = self.constant_elements(0.0);
+        // The target is left out of the sum, so that 1 − p_y is a quotient of sums and not a difference.
         let of_others = self.builder.select(row.is_target, zero, exp);
         let others = self.builder.reduce(Fold::Add, of_others, &[2]);
         let others = self.over(&[MeshAxis::Vocab], Fold::Add, others);
@@ -279,6 +289,7 @@ impl Program {
         let zero = self.constant_elements(0.0);
         let factor = tempered(self, policy);
         let share_of_others = self.builder.divide(policy.through.softmax.others, policy.through.softmax.sum);
+        // The target's gradient is G·s/(S·T), the other columns' −G·e/(S·T).
         let target = self.builder.multiply(factor, share_of_others);
         let factor = self.builder.divide(factor, policy.through.softmax.sum);
         let minus_factor = self.builder.negate(factor);
@@ -303,6 +314,7 @@ impl Program {
         let factor = self.builder.divide(factor, bonus.through.softmax.sum);
         let factor = self.per_element(factor);
         let mean_gap = self.per_element(bonus.through.softmax.mean_gap);
+        // The entropy bonus adds E·e·(a − ā)/(S·T).
         let above_mean = self.builder.subtract(bonus.through.gap, mean_gap);
         // The small factor last: a device that flushes what is below the normal numbers must not flush a part.
         let exp_above_mean = self.builder.multiply(bonus.through.exp, above_mean);

@@ -1,21 +1,21 @@
-//! What a program is written for.
+//! Devices that programs are written for.
 
 use assay_ptx::PtxTarget;
 use assay_tile::TileMachine;
 
-/// How a program has its kernels.
+/// The form in which a program contains its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lowering {
-    /// As StableHLO loops, for any device.
+    /// StableHLO loops, which any device runs.
     Loops,
-    /// As kernels that libtpu compiles.
+    /// Mosaic kernels, which libtpu compiles.
     Mosaic,
-    /// As PTX, which the driver of an NVIDIA GPU assembles: kernels for GPUs. Tile kernels are loops there.
+    /// PTX kernels, which the driver of an NVIDIA GPU assembles. Tile kernels are loops on such a device.
     Ptx(PtxTarget),
 }
 
 impl Lowering {
-    /// Its name in reports.
+    /// Returns the name of the lowering in reports.
     pub fn name(self) -> &'static str {
         match self {
             Lowering::Loops => "loops",
@@ -28,43 +28,43 @@ impl Lowering {
 /// Devices of one kind, and how kernels are written for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// One of its cores.
+    /// One core of the device.
     pub machine: TileMachine,
-    /// See [`Lowering`].
+    /// The form in which programs contain kernels.
     pub lowering: Lowering,
 }
 
 /// A core of a TPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TpuKind {
-    /// What PJRT calls a device that is made of it.
+    /// The names by which PJRT calls devices of this kind.
     pub kinds: [&'static str; 2],
-    /// VMEM, 2²⁰ bytes.
+    /// The VMEM of a core in MiB, 2²⁰ bytes each.
     pub vmem_mib: usize,
     /// Whether its vector units compute in bf16.
     pub bf16_arithmetic: bool,
 }
 
 impl TpuKind {
-    /// Of a v5e.
+    /// The core of a v5e.
     pub const V5E: TpuKind = TpuKind { kinds: ["TPU v5 lite", "TPU v5e"], vmem_mib: 128, bf16_arithmetic: false };
-    /// Of a v5p.
+    /// The core of a v5p.
     pub const V5P: TpuKind = TpuKind { kinds: ["TPU v5", "TPU v5p"], vmem_mib: 64, bf16_arithmetic: false };
-    /// Of a v6e.
+    /// The core of a v6e.
     pub const V6E: TpuKind = TpuKind { kinds: ["TPU v6 lite", "TPU v6e"], vmem_mib: 128, bf16_arithmetic: true };
-    /// Of a v7x.
+    /// The core of a v7x.
     pub const V7X: TpuKind = TpuKind { kinds: ["TPU7x", "TPU v7x"], vmem_mib: 64, bf16_arithmetic: true };
 
     /// All that programs are written for.
     pub const ALL: [TpuKind; 4] = [TpuKind::V5E, TpuKind::V5P, TpuKind::V6E, TpuKind::V7X];
 
-    /// What it has for a kernel: of its VMEM one part in sixteen stays the compiler's own.
+    /// Returns the machine that kernels are written for: one sixteenth of the VMEM is left to the compiler.
     pub const fn machine(self) -> TileMachine {
         TileMachine::tpu((self.vmem_mib << 20) / 16 * 15, self.bf16_arithmetic)
     }
 }
 
-/// What PJRT calls GPUs, in part, and what is written for each.
+/// Parts of the names by which PJRT calls GPUs, and the architecture that kernels are written for.
 const GPU_KINDS: [(&str, PtxTarget); 4] =
     [("A100", PtxTarget::Sm80), ("H100", PtxTarget::Sm90), ("H200", PtxTarget::Sm90), ("B200", PtxTarget::Sm100)];
 
@@ -83,7 +83,7 @@ impl Device {
     /// Any device but a TPU.
     pub const ANY: Device = Device { machine: ANY_DEVICE, lowering: Lowering::Loops };
 
-    /// An NVIDIA GPU.
+    /// Returns an NVIDIA GPU whose kernels are PTX for `target`.
     pub const fn gpu(target: PtxTarget) -> Device {
         Device { machine: ANY_DEVICE, lowering: Lowering::Ptx(target) }
     }
@@ -108,7 +108,7 @@ impl Device {
         Ok(Device { machine: core.machine(), lowering: Lowering::Mosaic })
     }
 
-    /// The same with loops in place of kernels, of whatever kind it is.
+    /// Returns the device with loops in place of kernels, whatever its kind.
     pub fn in_loops(platform: &str, kind: &str) -> Device {
         let machine = Self::from_platform(platform, kind).map_or(ANY_TPU, |device| device.machine);
         Device { machine, lowering: Lowering::Loops }

@@ -65,15 +65,14 @@ pub(crate) fn signature(
     [inputs, outputs]
 }
 
-/// How a program is given its logits.
+/// The way in which a program takes its logits.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitsParameter {
     pub(crate) dtype: Dtype,
-    /// To kernels that are not XLA's.
+    /// Whether the logits are read by kernels that are not XLA's.
     pub(crate) to_kernels: bool,
-    /// In the order that kernels read. The compiler's own choice, which JAX's arrays have too, pads least: where four
-    /// sequences are
-    /// cut into registers of four rows, half of each register is idle.
+    /// Whether the logits are row-major, as kernels read them. The compiler's own choice, which JAX's arrays have
+    /// too, pads least: if four sequences fill registers of four rows, half of each register is idle.
     pub(crate) row_major: bool,
     /// Dlogits are written over them.
     pub(crate) donated: bool,
@@ -139,6 +138,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let [b, t, v] = local;
     let mut builder = HloBuilder::default();
     let per_token = |element| HloType::new(element, &[b, t]);
+    // Parameters, in the order that `signature` lists.
     let arrays = arrays(&mut builder);
     let ids = builder.parameter(per_token(DeviceDtype::I32), None);
     let mask = builder.parameter(per_token(DeviceDtype::Pred), None);
@@ -167,6 +167,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         let [ids, dlogp] = others.map(|array| several::apart(&mut on, array));
         ids.into_iter().zip(dlogp).map(|(ids, dlogp)| OtherId { ids, dlogp }).collect()
     });
+    // The weight of a token: 1 over the divisor of the reduction, which may count tokens or sequences of all devices.
     let loss_scale = numbers.get(SpecNumber::LossScale);
     let counts = on.counts(mask);
     let known = |known, epsilon, denominator: Denominator| DivisorNumbers {
@@ -184,6 +185,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         let [divisor, of_kl] = [divisor, of_kl].map(|divisor| on.per_token(divisor));
         on.builder.divide(divisor, of_kl)
     });
+    // The weight of a token's entropy: a cotangent that is given for each token, or the coefficient over a divisor.
     let dentropy = inputs.iter().find(|(input, _)| *input == TokenInput::Dentropy).map(|(_, value)| *value);
     let entropy_weight = if let Some(dentropy) = dentropy {
         // Nothing that the mask hides is multiplied.
@@ -223,6 +225,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = core(&mut on, &given, arrays);
     let TokenLoss { loss, reduced, ratio, kl, clipped_low, clipped_high, .. } = token;
 
+    // The loss and the metrics: sums over this device's tokens that count, then over all devices in one collective.
     let scalars = {
         let mut weighted = on.builder.multiply(weight, reduced);
         if structure.entropy_bonus.is_some() {
@@ -249,6 +252,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
     };
 
     let zero = on.constant(0.0);
+    // Masked tokens hold anything, and return 0.
     let mut masked = |value| on.builder.select(mask, value, zero);
     let (logp, entropy, token_loss) = (masked(logp), masked(entropy), masked(loss));
     let (first, others) = gradient.split_first().expect("a program has a gradient");
@@ -303,11 +307,11 @@ pub(crate) fn forward_signature(structure: Structure, local: [usize; 3], dtype: 
     [inputs, vec![named("logp", DeviceDtype::F32, &[b, t]), named("entropy", DeviceDtype::F32, &[b, t])]]
 }
 
-/// How many tokens count.
+/// The numbers of tokens that count.
 struct TokenCounts {
     /// `[b]`; `[S]` of packed sequences.
     of_rows: HloValue,
-    /// A scalar.
+    /// The number of tokens of the batch that count, a scalar.
     of_batch: HloValue,
 }
 
@@ -326,8 +330,8 @@ impl Program {
         TokenCounts { of_rows, of_batch }
     }
 
-    /// What a term of a token is divided by: `[b,t]` where rows differ in it, else a scalar, which is then a number above
-    /// 0 even where no token counts.
+    /// Computes the divisor of a token's term: `[b,t]` if it differs by row, else a scalar, which is above 0 even if
+    /// no token counts.
     fn divisor(
         &mut self,
         counts: &TokenCounts,

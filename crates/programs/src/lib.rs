@@ -10,8 +10,8 @@
 //! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
 //! neither for more than [`Programs`] has.
 
-/// How the arrays of the kernels lie, for whoever calls them without a program around them: the columns of what a token is given and of
-/// what comes of it, of the kernel that reads logits once and of the two that read them twice.
+/// The columns of the kernels' arrays, for callers without a program around them: of the kernel that reads logits
+/// once and of the two that read them twice.
 pub mod arrays {
     pub use crate::one_pass::{ResultColumn, TokenColumn, given_columns, numbers, result_names, width};
     pub use crate::two_pass::{PER_TOKEN, Scale, Statistic, numbers as softmax_numbers};
@@ -63,7 +63,7 @@ use mesh::Mesh;
 
 /// The programs of one kernel under one sharding, for one kind of problem.
 pub trait Programs: Copy + Send + Sync {
-    /// What they are given.
+    /// The kind of problem that the programs compute.
     type Problem: Workload;
 
     /// One for each kernel and each sharding that it knows.
@@ -78,7 +78,7 @@ pub trait Programs: Copy + Send + Sync {
     /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
     fn class(self) -> &'static str;
 
-    /// How a batch is cut for it.
+    /// Returns the way in which a batch is distributed over devices.
     fn sharding(self) -> Sharding;
 
     /// Whether one device holds all there is.
@@ -140,7 +140,8 @@ pub trait Programs: Copy + Send + Sync {
     /// Whether it has kernels, which are [lowered](Lowering) in one way or another.
     fn has_kernels(self) -> bool;
 
-    /// Of kernels of PTX the first target that they run on. Such a program runs on NVIDIA's GPUs alone.
+    /// Returns the first GPU architecture that the program's PTX runs on; `None` if it has no PTX. A program with PTX
+    /// runs on NVIDIA's GPUs only.
     fn least_target(self) -> Option<PtxTarget> {
         None
     }
@@ -169,7 +170,7 @@ pub trait Programs: Copy + Send + Sync {
         }
     }
 
-    /// How its kernels are lowered for `device`, if it has some.
+    /// Returns the form of the program's kernels on `device`; `None` if it has no kernels.
     fn lowering(self, device: Device) -> Option<Lowering> {
         let tile = match device.lowering {
             Lowering::Ptx(_) => Lowering::Loops,
@@ -178,7 +179,7 @@ pub trait Programs: Copy + Send + Sync {
         self.has_kernels().then_some(if self.is_for_gpus() { device.lowering } else { tile })
     }
 
-    /// For what its kernels of PTX are written, if they are PTX.
+    /// Returns the architecture that the program's PTX is written for; `None` if it has no PTX.
     fn ptx_target(self, lowering: Lowering) -> Option<PtxTarget> {
         match lowering {
             Lowering::Ptx(target) if self.is_for_gpus() => Some(target),

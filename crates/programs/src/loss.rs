@@ -50,20 +50,20 @@ use crate::{
 use assay_tile::TileMachine;
 use assay_tile::stablehlo::HloValue;
 
-/// What a program is given and returns, in order, on each device.
+/// The parameters and outputs of a program on each device, in order.
 pub struct Signature {
-    /// Its parameters.
+    /// The parameters of the program.
     pub inputs: Vec<NamedArray>,
-    /// Its outputs, the first written over the first parameter.
+    /// The outputs of the program, the first written over the first parameter.
     pub outputs: Vec<NamedArray>,
-    /// What it is given of the spec's numbers, by name.
+    /// The values of the parameter `numbers`, by name.
     pub numbers: Vec<(&'static str, f32)>,
 }
 
-/// What computes the loss of a device's tokens.
+/// The part of a program that computes the loss of a device's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LossCore {
-    /// Plain XLA operations.
+    /// Plain XLA operations: the baseline.
     Baseline,
     Alternative(BaselineAlternative),
     OnePass,
@@ -337,7 +337,8 @@ impl LossProgram {
         )
     }
 
-    /// What each of those devices holds, `[b,t,v]`, of a `shape` as [`program_for`](Self::program_for) takes it.
+    /// Returns the shape `[b,t,v]` of each device's logits, of a `shape` as [`program_for`](Self::program_for) takes
+    /// it.
     ///
     /// # Errors
     /// As there.
@@ -432,7 +433,7 @@ impl LossProgram {
         })
     }
 
-    /// What that program is given and returns.
+    /// Returns the parameters and outputs of the program that [`program_for`](Self::program_for) writes.
     ///
     /// # Errors
     /// As [`program_for`](Self::program_for).
@@ -504,7 +505,7 @@ impl LossProgram {
         Ok(one_pass(structure, in_rows(local), dtype.into(), machine).expect("checked: it fits"))
     }
 
-    /// How much of a batch it sees where it computes a token's loss.
+    /// Returns how much of a batch the program sees when it computes a token's loss.
     fn reach(self) -> KernelScope {
         match self.core {
             LossCore::Baseline | LossCore::Alternative(_) | LossCore::TwoPass | LossCore::GpuTwoPass => {

@@ -5,18 +5,18 @@ use std::ops::Range;
 /// An axis of the mesh, and the axis of `[B,T,V]` that is cut along it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MeshAxis {
-    /// Sequences.
+    /// The axis along which sequences are distributed.
     Batch,
-    /// Tokens of a sequence.
+    /// The axis along which a sequence's tokens are distributed.
     Tokens,
-    /// Columns of the vocabulary.
+    /// The axis along which the vocabulary is distributed.
     Vocab,
 }
 
 impl MeshAxis {
     const ALL: [MeshAxis; 3] = [MeshAxis::Batch, MeshAxis::Tokens, MeshAxis::Vocab];
 
-    /// Those that cut rows.
+    /// The axes that distribute rows.
     pub(crate) const ROWS: [MeshAxis; 2] = [MeshAxis::Batch, MeshAxis::Tokens];
 }
 
@@ -32,15 +32,15 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// One device.
+    /// A mesh of one device.
     pub const ONE: Mesh = Mesh { batch: 1, tokens: 1, vocab: 1 };
 
-    /// Devices in the grid.
+    /// Returns the number of devices in the grid.
     pub fn devices(self) -> usize {
         self.batch * self.tokens * self.vocab
     }
 
-    /// Devices along an axis.
+    /// Returns the number of devices along an axis.
     pub fn extent(self, axis: MeshAxis) -> usize {
         match axis {
             MeshAxis::Batch => self.batch,
@@ -49,7 +49,7 @@ impl Mesh {
         }
     }
 
-    /// How far apart in number two devices are that are neighbours along an axis.
+    /// Returns the difference between the numbers of two devices that are neighbours along an axis.
     pub fn stride(self, axis: MeshAxis) -> usize {
         match axis {
             MeshAxis::Batch => self.tokens * self.vocab,
@@ -58,7 +58,7 @@ impl Mesh {
         }
     }
 
-    /// Where a device stands along an axis.
+    /// Returns the coordinate of a device along an axis.
     pub fn coordinate(self, device: usize, axis: MeshAxis) -> usize {
         device / self.stride(axis) % self.extent(axis)
     }

@@ -38,36 +38,37 @@ pub(crate) fn most_tokens(machine: TileMachine) -> usize {
 /// The columns of the array that holds what the kernel is given of each token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenColumn {
-    /// `A`
+    /// The advantage `A` of the token.
     Advantage,
-    /// Where the structure reads it; and the next.
+    /// The log-probability under the old policy, if the structure reads it.
     OldLogp,
-    /// That of the policy that KL is from.
+    /// The log-probability under the reference policy of the KL penalty, if the structure reads it.
     RefLogp,
-    /// What the token's loss is multiplied by, 0 where it is masked; times any cotangent of the loss.
+    /// The factor of the token's loss, 0 if it is masked, times any cotangent of the loss.
     Weight,
-    /// 1 or 0.
+    /// The mask, 1 if the token counts and 0 otherwise.
     Mask,
-    /// What the policy term is multiplied by, and the next what the KL penalty is.
+    /// The factor of the policy term.
     PolicyWeight,
-    /// See before.
+    /// The factor of the KL penalty.
     KlWeight,
-    /// 1 where KL-Cov penalizes.
+    /// The choice of KL-Cov, 1 if the token is penalized.
     Selected,
-    /// Its log-probability under the sampler, NaN where there is none.
+    /// The log-probability under the sampler, NaN if there is none.
     RolloutLogp,
-    /// What the KL penalty's own reduction multiplies it by, over `Weight`.
+    /// The factor of the KL penalty if it has a reduction of its own, over `Weight`.
     KlShare,
     /// `∂loss/∂entropy` without `1/T`, where tokens differ in it.
     EntropyFactor,
     /// The bias of the target, where columns differ before their softmax.
     TargetBias,
-    /// What gaps are multiplied by, where temperatures are given: see [`TokenInput::Rate`](assay_algebra::structure::TokenInput::Rate).
+    /// The factor of gaps if temperatures are given by token: see
+    /// [`TokenInput::Rate`](assay_algebra::structure::TokenInput::Rate).
     Rate,
 }
 
 impl TokenColumn {
-    /// As manifests call it.
+    /// Returns the name of the column in manifests.
     pub fn name(self) -> &'static str {
         match self {
             TokenColumn::Advantage => "advantage",
@@ -120,7 +121,7 @@ pub fn given_columns(structure: Structure) -> Vec<TokenColumn> {
     always.into_iter().chain(optional.into_iter().filter_map(|(read, column)| read.then_some(column))).collect()
 }
 
-/// How wide an array of so many columns is.
+/// Returns the width of an array of so many columns, a multiple of eight.
 pub fn width(columns: usize) -> usize {
     columns.next_multiple_of(PER_TOKEN)
 }
@@ -128,21 +129,21 @@ pub fn width(columns: usize) -> usize {
 /// The columns of the array that it returns.
 #[derive(Clone, Copy, Debug)]
 pub enum ResultColumn {
-    /// Of the target.
+    /// The log-probability of the target.
     Logp,
-    /// Nats.
+    /// The entropy of the token, in nats.
     Entropy,
-    /// Of the token, before mask and weight.
+    /// The loss of the token, before mask and weight.
     Loss,
     /// The policy's over the sampler's probability.
     Ratio,
-    /// The estimate.
+    /// The KL estimate, not multiplied by `beta`.
     Kl,
-    /// 1 or 0.
+    /// Whether the ratio is clipped from below, 1 or 0.
     ClippedLow,
-    /// 1 or 0.
+    /// Whether the ratio is clipped from above, 1 or 0.
     ClippedHigh,
-    /// What `Weight` multiplies, where a KL penalty with a reduction of its own makes it another than `Loss`.
+    /// The number that `Weight` multiplies, if a KL penalty with a reduction of its own makes it differ from `Loss`.
     Reduced,
 }
 
@@ -188,6 +189,7 @@ pub(crate) fn rows_of_a_block(
     machine: TileMachine,
 ) -> std::result::Result<usize, usize> {
     let granule = machine.rows_of_a_register(logits);
+    // Two registers of rows share the cost of a trip; one is enough for few rows.
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
     let fits = |rows: &usize| vmem_bytes(structure, logits, [*rows, v], machine) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
@@ -215,7 +217,7 @@ fn vmem_bytes(structure: Structure, logits: DeviceDtype, block @ [rows, v]: [usi
 /// A softmax, and how its exponentials were made.
 #[derive(Clone, Copy)]
 struct ResidentSoftmax {
-    /// What gaps are multiplied by.
+    /// The factor that makes gaps exponents of 2.
     scale: TileValue,
     softmax: SoftmaxStatistics<TileValue>,
 }
@@ -317,6 +319,8 @@ impl OnePassWriter {
 
     fn body(&mut self, structure: Structure, tokens: usize, ids: TileMemory, numbers: TileMemory) {
         let number = |on: &mut TileBuilder, which| number(on, structure, numbers, which);
+        // The targets leave the block before anything is summed, so that s is a sum over the other columns and 1 −
+        // p_y = s/S keeps its digits.
         let targets = self.targets(tokens, ids);
         let target_logit = self.take_targets(&targets);
         let max = self.max(target_logit);
@@ -335,6 +339,8 @@ impl OnePassWriter {
             .collect();
         let (tempered, one_softmax) = (scales[0], scales.len() == 1);
         // The last softmax written leaves its exponentials in VMEM: the one that the policy's gradient goes through.
+        // Exponentials are taken once and kept in VMEM: pass 2 loads them, which is cheaper than a second use of the
+        // transcendental unit.
         let entropy_softmax = self.softmax(max, target_logit, tempered);
         let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, scales[1]) };
 
@@ -368,6 +374,7 @@ impl OnePassWriter {
             self.give(ResultColumn::Reduced, reduced);
         }
 
+        // Derivatives by logits are factors of exponentials: G/T for the policy, E/(S·T) for the bonus.
         let weight = self.given(TokenColumn::Weight);
         let with_temperature = |writer: &mut Self, factor| match tempered {
             Some(inverse) => writer.on.mul(factor, inverse),
@@ -385,7 +392,8 @@ impl OnePassWriter {
         self.dlogits(max, factor, &logp_softmax, target_logit, bonus.as_ref(), &targets);
     }
 
-    /// For each row of the block, the first column of the register that holds its target, and the target's place in it.
+    /// Returns, for each row of the block, the first column of the register that holds its target, and the target's
+    /// place in it.
     fn targets(&mut self, tokens: usize, ids: TileMemory) -> Vec<TargetPlace> {
         let lanes = self.lanes();
         let on = &mut self.on;
@@ -423,6 +431,8 @@ impl OnePassWriter {
 
     /// Takes every target's logit out of the block, `[rows, 1]`, and leaves −∞ there; or what it becomes, and leaves it.
     fn take_targets(&mut self, targets: &[TargetPlace]) -> TileValue {
+        // Targets are found one by one, since each row has its own column; a register at a time, since columns that
+        // are loaded dynamically must be whole registers.
         let (places, lanes) = (self.places(), self.lanes());
         let (change, bias) = (self.change, self.given_if(TokenColumn::TargetBias));
         let on = &mut self.on;
@@ -465,6 +475,7 @@ impl OnePassWriter {
         let (lanes, columns) = (self.lanes(), self.columns());
         let on = &mut self.on;
         let element = on.memory_element(logits);
+        // Maxima in bf16 are exact, and take half the registers where the machine computes in bf16.
         let native = change.is_none()
             && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && on.machine().bf16_arithmetic);
         let element = if native { element } else { DeviceDtype::F32 };
@@ -488,7 +499,7 @@ impl OnePassWriter {
         on.max(others, target_logit)
     }
 
-    /// Pass 1.
+    /// Pass 1: computes a softmax and leaves its exponentials in VMEM.
     fn softmax(
         &mut self,
         max: TileValue,
@@ -503,6 +514,8 @@ impl OnePassWriter {
         let sums = for_each_chunk(on, columns, &[zero; 2 * ACCUMULATORS], |on, chunk, carried| {
             let x = load_changed(on, logits, changes.then_some(exps), chunk);
             let gap = gap(on, max, x);
+            // The exponent of 2 is saved in place of the gap: w then needs one product, and a constant factor −ln 2
+            // at the end.
             let exponent = on.mul(gap, scale);
             let exp = on.exp2(exponent);
             if !changes {
@@ -514,6 +527,7 @@ impl OnePassWriter {
             accumulate(on, Fold::Add, &mut sums[ACCUMULATORS..], weighted);
             sums
         });
+        // Accumulators are joined in pairs, then lanes are folded: short chains of additions keep the error small.
         let others = join(on, Fold::Add, &sums[..ACCUMULATORS]);
         let others = on.fold_lanes(Fold::Add, others);
         let weighted = join(on, Fold::Add, &sums[ACCUMULATORS..]);
@@ -542,6 +556,7 @@ impl OnePassWriter {
         let (scale, policy) = (policy.scale, &policy.softmax);
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
+        // Each column: −G·e/(S·T), plus the bonus, times the slope of the transform; masked rows are selected to 0.
         let share = on.div(factor, policy.sum);
         let minus_share = on.neg(share);
         let zero = on.number(0.0);
@@ -584,6 +599,7 @@ impl OnePassWriter {
             vec![]
         });
 
+        // The target's dlogit is G·s/(S·T): computed from the sum of the others, never as 1 − p_y.
         let share_of_others = on.div(policy.others, policy.sum);
         let mut target = on.mul(factor, share_of_others);
         if let Some(bonus) = bonus {
@@ -604,6 +620,8 @@ impl OnePassWriter {
         let on = &mut self.on;
         for TargetPlace { register, place } in targets {
             let column = TileColumn::Dynamic(*register);
+            // The target's column is patched in the register that holds it; the other columns are written back as
+            // they were.
             let written = on.load(dlogits, column, lanes);
             let written = widen(on, written);
             let hit = on.equal(places, *place);
@@ -626,14 +644,14 @@ fn load_changed(on: &mut TileBuilder, logits: TileMemory, kept: Option<TileMemor
 
 /// The entropy bonus's part of the gradient.
 struct Bonus {
-    /// `E/(S·T)`
+    /// The factor `E/(S·T)` of the bonus.
     factor: TileValue,
     softmax: ResidentSoftmax,
     /// Whether the exponentials that are kept are its own.
     same_exps: bool,
 }
 
-/// Where the target of a row is.
+/// The position of a row's target in the block.
 struct TargetPlace {
     /// The first column of its register.
     register: TileValue,

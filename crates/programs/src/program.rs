@@ -16,11 +16,11 @@ use assay_tile::stablehlo::{Fold, HloBuilder, HloComparison, HloType, HloValue};
 pub enum ProgramOutput {
     /// `[b,t,v]`, over the logits, or `[b,t,h]`, over the hidden states.
     Gradient,
-    /// `[b,t]`
+    /// The log-probability of each target, `[b,t]`.
     Logp,
-    /// `[b,t]`
+    /// The entropy of each token, `[b,t]`.
     Entropy,
-    /// `[b,t]`
+    /// The loss of each token, `[b,t]`.
     TokenLoss,
     /// The loss and the metrics, in the order of [`ScalarOutputs`].
     Scalars,
@@ -29,7 +29,8 @@ pub enum ProgramOutput {
 }
 
 impl ProgramOutput {
-    /// Where `[b,t,K−1]` is, the logp of ids beside the first, of a program with so many gradients: behind all else.
+    /// Returns the index of the output `[b,t,K−1]` with the logp of the other ids, after all outputs of a program
+    /// with so many gradients.
     pub fn logp_of_others(gradients: usize) -> usize {
         ProgramOutput::Scalars as usize + gradients
     }
@@ -39,23 +40,23 @@ impl ProgramOutput {
 pub struct ScalarOutputs;
 
 impl ScalarOutputs {
-    /// The loss.
+    /// The index of the loss.
     pub const LOSS: usize = 0;
     /// See [`Metrics`](assay_core::problem::Metrics) for this and the rest.
     pub const ENTROPY_MEAN: usize = 1;
-    /// The mean ratio.
+    /// The index of the mean ratio.
     pub const RATIO_MEAN: usize = 2;
     /// The mean KL estimate; 0 where there is no penalty.
     pub const KL_MEAN: usize = 3;
     /// The share of tokens clipped low.
     pub const CLIP_LOW: usize = 4;
-    /// And high.
+    /// The index of the share of tokens clipped from above.
     pub const CLIP_HIGH: usize = 5;
-    /// And either way.
+    /// The index of the share of tokens clipped either way.
     pub const CLIP_REGION: usize = 6;
-    /// How many there are.
+    /// The number of scalars in the vector.
     pub const COUNT: usize = 7;
-    /// In order.
+    /// The names of the scalars, in order.
     pub const NAMES: [&str; Self::COUNT] =
         ["loss", "entropy_mean", "ratio_mean", "kl_mean", "clip_low", "clip_high", "clip_region"];
 }
@@ -65,27 +66,28 @@ pub fn local_shape(shape: Shape, mesh: Mesh, machine: TileMachine) -> [usize; 3]
     [shape.batch.div_ceil(mesh.batch), shape.tokens.div_ceil(mesh.tokens), columns(shape.vocab, mesh.vocab, machine)]
 }
 
-/// Of `vocab` cut over `devices`: where it costs at most one column in 64, as many as fill the memory of a device.
+/// Returns the number of columns of `vocab` on each of `devices`: enough to fill a device's registers if that costs
+/// at most one column in 64.
 fn columns(vocab: usize, devices: usize, machine: TileMachine) -> usize {
     let even = vocab.div_ceil(devices);
     let full = even.next_multiple_of(machine.memory_columns);
     if devices > 1 && full - even <= even / 64 { full } else { even }
 }
 
-/// What one device has of a batch.
+/// The part of a batch that one device has.
 #[derive(Clone, Copy)]
 pub(crate) struct DeviceShare {
-    /// `[b, t, v]`
+    /// The extents `[b, t, v]` of the device's logits.
     pub(crate) local: [usize; 3],
     pub(crate) mesh: Mesh,
-    /// `V`
+    /// The size `V` of the whole vocabulary.
     pub(crate) vocab: usize,
     /// `S`, where sequences are packed into one row.
     pub(crate) packed: Option<usize>,
 }
 
 impl DeviceShare {
-    /// Of logits of `shape`, cut over a mesh of this machine.
+    /// Returns the share of logits of `shape` on a mesh of devices of this machine.
     pub(crate) fn new(shape: Shape, packed: Option<usize>, mesh: Mesh, machine: TileMachine) -> Self {
         Self { local: local_shape(shape, mesh, machine), mesh, vocab: shape.vocab, packed }
     }
@@ -96,20 +98,20 @@ impl DeviceShare {
 pub(crate) struct PackedSequences {
     /// The number of each token's, i32 `[b,t]`; −1 where it is of none.
     pub(crate) of_tokens: HloValue,
-    /// `S`
+    /// The number `S` of packed sequences.
     pub(crate) count: usize,
 }
 
 /// An operand or a result of a program or a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NamedArray {
-    /// Its name.
+    /// The name of the array in manifests.
     pub name: &'static str,
-    /// Element type.
+    /// The dtype of its elements.
     pub dtype: DeviceDtype,
-    /// Extents.
+    /// The extents of the array, row-major.
     pub shape: Vec<usize>,
-    /// What its last axis holds, place by place, where those are different things.
+    /// The names of the columns in the last axis, if they hold different things.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub columns: Vec<&'static str>,
 }
@@ -117,38 +119,38 @@ pub struct NamedArray {
 /// The program while it is being written.
 pub(crate) struct Program {
     pub(crate) builder: HloBuilder,
-    /// `[b, t, v]`
+    /// The extents `[b, t, v]` of the device's logits.
     pub(crate) local: [usize; 3],
     pub(crate) mesh: Mesh,
-    /// `V`
+    /// The size `V` of the whole vocabulary.
     pub(crate) vocab: usize,
     /// `None` where each row is a sequence.
     pub(crate) packed: Option<PackedSequences>,
 }
 
-/// What a core is given. Arrays are `[b,t]` where nothing else is said, numbers f32 scalars.
+/// The inputs of a core. Arrays are `[b,t]` and numbers f32 scalars unless stated otherwise.
 pub(crate) struct CoreInputs {
-    /// i32
+    /// The target id of each token, i32.
     pub(crate) ids: HloValue,
-    /// Truth values.
+    /// Whether each token counts, truth values.
     pub(crate) mask: HloValue,
     pub(crate) advantage: HloValue,
-    /// Of each id beside the first.
+    /// The other ids of each token, if there are several.
     pub(crate) others: Vec<OtherId>,
-    /// What the structure reads beside.
+    /// The arrays that the structure reads in addition.
     pub(crate) inputs: Vec<(TokenInput, HloValue)>,
-    /// Where columns differ before their softmax.
+    /// The biases of columns, if they differ before their softmax.
     pub(crate) columns: Option<HloBiases>,
-    /// What `∂token_loss` is multiplied by: 0 where it is masked.
+    /// The factor of `∂token_loss`, 0 if the token is masked.
     pub(crate) grad_weight: HloValue,
-    /// What the KL penalty is multiplied by before that, where it has a reduction of its own.
+    /// The factor of the KL penalty before that, if it has a reduction of its own.
     pub(crate) kl_share: Option<HloValue>,
     /// `∂loss/∂entropy` of an unmasked token: a number, or an array where tokens differ in it.
     pub(crate) entropy_factor: HloValue,
     pub(crate) numbers: SpecNumbers<HloValue>,
     /// Unmasked tokens of each row, over all devices that have some of it: `[b]`; `[S]` of packed sequences.
     pub(crate) row_counts: HloValue,
-    /// This device's first column, a scalar i32, where the vocabulary is cut.
+    /// The device's first column, a scalar i32, if the vocabulary is distributed.
     pub(crate) first_column: Option<HloValue>,
 }
 
@@ -159,7 +161,7 @@ pub(crate) struct OtherId {
     pub(crate) dlogp: HloValue,
 }
 
-/// What differs by column: see [`HloBiases`](assay_algebra::transform::ColumnBiases).
+/// The differences between columns: see [`ColumnBiases`](assay_algebra::transform::ColumnBiases).
 #[derive(Clone, Copy)]
 pub(crate) struct HloBiases {
     /// `[v]`: that of each column, −∞ outside the support.
@@ -179,7 +181,7 @@ impl CoreInputs {
         self.numbers.get(number)
     }
 
-    /// What gaps are multiplied by: a scalar, or `[b,t]`.
+    /// Returns the factor of gaps: a scalar, or `[b,t]`.
     pub(crate) fn rate(&self, rate: GapRate) -> HloValue {
         match rate {
             GapRate::OfAll(number) => self.number(number),
@@ -188,12 +190,12 @@ impl CoreInputs {
     }
 }
 
-/// What of [`CoreInputs`] logp and entropy follow from.
+/// The part of [`CoreInputs`] that logp and entropy depend on.
 pub(crate) struct SoftmaxInputs {
     pub(crate) logits: HloValue,
     pub(crate) ids: HloValue,
     pub(crate) columns: Option<HloBiases>,
-    /// What gaps are multiplied by, `[b,t]`, where tokens differ in it.
+    /// The factors of gaps, `[b,t]`, if tokens differ in them.
     pub(crate) of_tokens: Option<HloValue>,
     pub(crate) numbers: SpecNumbers<HloValue>,
     pub(crate) first_column: Option<HloValue>,
@@ -205,7 +207,7 @@ impl SoftmaxInputs {
         self.numbers.get(number)
     }
 
-    /// As [`CoreInputs::rate`].
+    /// Returns the factor of gaps, as [`CoreInputs::rate`] does.
     pub(crate) fn rate(&self, rate: GapRate) -> HloValue {
         match rate {
             GapRate::OfAll(number) => self.number(number),
@@ -221,12 +223,13 @@ impl CoreInputs {
         SoftmaxInputs { logits, ids, columns, of_tokens, numbers: self.numbers.clone(), first_column }
     }
 
-    /// The same of other ids, with advantages of their own and what is added to their columns.
+    /// Returns the inputs with other ids, and with advantages and biases that belong to those.
     pub(crate) fn with_ids(&self, ids: HloValue, advantage: HloValue, columns: Option<HloBiases>) -> CoreInputs {
         CoreInputs { ids, advantage, columns, ..self.part(&mut |array| array) }
     }
 
-    /// What a core is given of some of the tokens, each array as `part` cuts it. Not of a loss whose rows must be whole.
+    /// Returns the inputs of some of the tokens, each array as `part` cuts it, for a loss whose rows need not be
+    /// whole.
     pub(crate) fn part(&self, part: &mut impl FnMut(HloValue) -> HloValue) -> CoreInputs {
         CoreInputs {
             ids: part(self.ids),
@@ -245,7 +248,7 @@ impl CoreInputs {
     }
 }
 
-/// What a core returns. Arrays are `[b,t]` and, where the mask hides a token, anything.
+/// The results of a core. Arrays are `[b,t]`, and masked tokens hold anything.
 pub(crate) struct CoreOutputs<G = HloValue> {
     /// 0 where it is masked: dlogits `[b,t,v]` in the logits' dtype, or what becomes of them.
     pub(crate) gradient: G,
@@ -313,7 +316,7 @@ impl Program {
         self.builder.reduce(Fold::Add, own, &[0])
     }
 
-    /// Of `[S,b,t]` values, 0 where the token is not of the sequence.
+    /// Returns `[S,b,t]` values with 0 for tokens of other sequences.
     fn own_sequence_values(
         &mut self,
         PackedSequences { of_tokens, count }: PackedSequences,
@@ -358,7 +361,7 @@ impl Program {
     }
 }
 
-/// On `[b,t]`, f32.
+/// The arithmetic of a token's loss on arrays `[b,t]` of f32.
 impl Arithmetic for Program {
     type Value = HloValue;
     type Truth = HloValue;

@@ -1,4 +1,4 @@
-//! What the tile kernels do with a block of rows.
+//! The steps that tile kernels take with a block of rows.
 
 use std::f64::consts::LOG2_E;
 
@@ -10,8 +10,8 @@ use assay_tile::{Fold, TileBuilder, TileColumn, TileMemory, TileType, TileValue}
 /// so is its part in every sum.
 pub(crate) const FARTHEST: f64 = (1_u128 << 100) as f64;
 
-/// Where a maximum of stored logits begins: their lowest number. Above −∞, so that the gap of that is none of −∞ from itself; a row of
-/// nothing else sums to 0, and what is divided by that is NaN.
+/// Returns the initial value of a maximum of stored logits: their lowest finite number. It is above −∞, so that the
+/// gap of a logit −∞ is not −∞ − −∞; a row with no other logit sums to 0, and quotients by that are NaN.
 pub(crate) fn lowest(element: DeviceDtype) -> f64 {
     if element == DeviceDtype::Bf16 { half::bf16::MIN.into() } else { f32::MIN.into() }
 }
@@ -29,7 +29,7 @@ pub(crate) struct ColumnChunk {
     pub(crate) column: TileColumn,
     /// A multiple of the machine's lanes.
     pub(crate) columns: usize,
-    /// How many of them are columns of the array, a scalar i32, where not all need be.
+    /// The number of columns that are in the array, a scalar i32; `None` if all are.
     pub(crate) real: Option<TileValue>,
 }
 
@@ -38,9 +38,9 @@ pub(crate) struct ColumnChunk {
 pub(crate) struct WindowColumns {
     /// A multiple of the machine's lanes.
     pub(crate) all: usize,
-    /// Those of them, a multiple of its lanes from the first on, that are columns of the array in every window.
+    /// The number of columns, a multiple of the lanes, that are in the array in every window.
     pub(crate) whole: usize,
-    /// How many are columns of the array in this window, a scalar i32.
+    /// The number of columns of this window that are in the array, a scalar i32.
     pub(crate) real: TileValue,
     /// Registers of them that a trip of a loop takes, at most.
     pub(crate) registers: usize,
@@ -73,6 +73,7 @@ pub(crate) fn for_each_chunk(
         let rest = ColumnChunk { column: TileColumn::Static(done), columns: columns.whole - done, real: None };
         carried = body(on, rest, &carried);
     }
+    // The last tile is masked: its columns beyond the array hold garbage, and the chunk says how many are real.
     if columns.whole < columns.all {
         let before = on.integer(columns.whole);
         let real = on.sub(columns.real, before);
@@ -91,6 +92,7 @@ pub(crate) fn for_each_chunk(
 pub(crate) fn accumulate(on: &mut TileBuilder, fold: Fold, accumulators: &mut [TileValue], a: TileValue) {
     let [_, columns] = on.type_of(a).tile.expect("a tile is accumulated");
     let lanes = on.machine().lanes;
+    // Registers go to the accumulators in turn, so that additions do not wait for one another.
     let registers: Vec<TileValue> = (0..columns).step_by(lanes).map(|start| on.columns(a, start, lanes)).collect();
     let turns = accumulators.len();
     for (turn, accumulator) in accumulators.iter_mut().enumerate() {
@@ -124,7 +126,7 @@ pub(crate) fn in_rows([b, t, v]: [usize; 3]) -> [usize; 3] {
     [1, b * t, v]
 }
 
-/// How logits lie in memory: f16 as its bits, for a TPU has no f16.
+/// Returns the dtype by which logits are stored: f16 as its bit patterns, because a TPU has no f16.
 pub(crate) fn stored_as(logits: DeviceDtype) -> DeviceDtype {
     if logits == DeviceDtype::F16 { DeviceDtype::I16 } else { logits }
 }
@@ -136,6 +138,7 @@ pub(crate) fn widen(on: &mut TileBuilder, x: TileValue) -> TileValue {
     }
     let bits = on.convert(x, DeviceDtype::I32);
     let integer = |on: &mut TileBuilder, x: i32| on.constant(f64::from(x), TileType::scalar(DeviceDtype::I32));
+    // The magnitude is converted, and the sign put back at the end.
     let (zero, no_sign) = (on.integer(0), integer(on, 0x7FFF));
     let magnitude = on.and(bits, no_sign);
     let (least_normal, infinite) = (integer(on, 0x0400), integer(on, 0x7C00));
@@ -205,13 +208,14 @@ pub(crate) struct PairwiseSum {
 impl PairwiseSum {
     pub(crate) fn add(&mut self, on: &mut TileBuilder, term: TileValue) {
         let mut sum = (0, term);
+        // Two sums of equally many terms are added as soon as both exist, as a binary counter carries.
         while let Some((terms, before)) = self.waiting.pop_if(|(terms, _)| *terms == sum.0) {
             sum = (terms + 1, on.add(before, sum.1));
         }
         self.waiting.push(sum);
     }
 
-    /// `start` plus all terms.
+    /// Returns `start` plus the sum of all terms.
     pub(crate) fn onto(self, on: &mut TileBuilder, start: TileValue) -> TileValue {
         let total = self.waiting.into_iter().map(|(_, sum)| sum).rev().reduce(|a, b| on.add(b, a));
         total.map_or(start, |total| on.add(start, total))
@@ -233,7 +237,7 @@ pub(crate) fn load_logits(on: &mut TileBuilder, logits: TileMemory, chunk: Colum
     narrow(on, kept, ty.element)
 }
 
-/// By how much `x`, in f32, is below `max`; at most [`FARTHEST`].
+/// Returns the gap of `x`, in f32, below `max`; at most [`FARTHEST`].
 pub(crate) fn gap(on: &mut TileBuilder, max: TileValue, x: TileValue) -> TileValue {
     let (gap, farthest) = (on.sub(max, x), on.number(FARTHEST));
     on.min(gap, farthest)
@@ -248,7 +252,7 @@ pub(crate) fn exponent_scale(on: &mut TileBuilder, inverse_temperature: Option<T
     }
 }
 
-/// Per-token arithmetic on `[rows, 1]`, f32.
+/// The arithmetic of a token's loss on `[rows, 1]` of f32.
 pub(crate) struct PerRow<'b> {
     pub(crate) on: &'b mut TileBuilder,
     pub(crate) rows: usize,
@@ -276,14 +280,15 @@ impl Arithmetic for PerRow<'_> {
     fn neg(&mut self, a: TileValue) -> TileValue {
         self.on.neg(a)
     }
-    /// That of 0 is 1, whatever the unit says: what it lacks of 1 is added to sums that may be far smaller than an ulp of 1.
+    /// Computes `e^a`, and exactly 1 for 0, whatever the unit returns: an error there would be added to sums that may
+    /// be far smaller than an ulp of 1.
     fn exp(&mut self, a: TileValue) -> TileValue {
         let (zero, one) = (self.constant(0.0), self.constant(1.0));
         let (nothing, exp) = (self.on.equal(a, zero), self.on.exp(a));
         self.on.select(nothing, one, exp)
     }
-    /// By a series where `a` is small: what a unit lacks of `e^a` there may be as large as `e^a − 1`. What is left out is below 2⁻²⁶ of it,
-    /// from −1/2 to 1/2.
+    /// Computes `e^a − 1`, by a series for small `a`: the unit's error in `e^a` may be as large as the result. From
+    /// −1/2 to 1/2 the terms left out are below 2⁻²⁶ of it.
     fn exp_m1(&mut self, a: TileValue) -> TileValue {
         let one = self.constant(1.0);
         let mut series = one;
@@ -304,8 +309,9 @@ impl Arithmetic for PerRow<'_> {
     fn ln(&mut self, a: TileValue) -> TileValue {
         self.on.log(a)
     }
-    /// By a series where `a` is small: near 1 a TPU's logarithm is off by some 2⁻²⁴, however small it is itself. With `s = a/(2 + a)` it
-    /// is `2·(s + s³/3 + s⁵/5 + s⁷/7 + s⁹/9)`, and what is left out below 2⁻²⁶ of that, from −1/4 to 1/2.
+    /// Computes `ln(1 + a)`, by a series for small `a`: near 1 a TPU's logarithm has an error of about 2⁻²⁴, however
+    /// small the result. With `s = a/(2 + a)` it is `2·(s + s³/3 + s⁵/5 + s⁷/7 + s⁹/9)`, whose next term is below
+    /// 2⁻²⁶ of it from −1/4 to 1/2.
     fn ln_1p(&mut self, a: TileValue) -> TileValue {
         let (one, two) = (self.constant(1.0), self.constant(2.0));
         let sum = self.add(two, a);

@@ -19,7 +19,7 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::Dtype;
 use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 
-/// What `core` makes of logits of `dtype`, or where tokens have several ids, what comes of all.
+/// Writes `core` for logits of `dtype`, and the ids that it does not know if tokens have several.
 pub(crate) fn around(
     on: &mut Program,
     structure: Structure,
@@ -37,7 +37,7 @@ pub(crate) fn around(
     several.expand(on, structure, given, of_one, dtype)
 }
 
-/// `[b,t,n]` of `[b,t]` arrays.
+/// Joins `[b,t]` arrays into `[b,t,n]`.
 pub(crate) fn together(on: &mut Program, arrays: &[HloValue]) -> HloValue {
     let columns: Vec<HloValue> = arrays
         .iter()
@@ -59,22 +59,23 @@ pub(crate) fn apart(on: &mut Program, array: HloValue) -> Vec<HloValue> {
     (0..count).map(column).collect()
 }
 
-/// What there is of all ids of a token, `[b,t,K]`.
+/// The logits and the cotangents of all ids of a token, `[b,t,K]`.
 struct SeveralIds {
     ids: HloValue,
-    /// This device's columns, i32; one past its last where another has it, or the mask is false.
+    /// The columns of the ids on this device, i32; one past the last if another device has the id, or the token is
+    /// masked.
     columns: HloValue,
     /// 0 where the mask is false.
     dlogp: HloValue,
-    /// What the softmax is of.
+    /// The inputs of the softmax at the ids.
     x: HloValue,
-    /// Of the first of the likeliest, truth values.
+    /// Whether an id is the first of the likeliest ids, truth values.
     likeliest: HloValue,
-    /// `(x_y − x_k)/T`
+    /// The distance `(x_y − x_k)/T` below the likeliest id.
     below: HloValue,
-    /// That of each id, where columns differ.
+    /// The bias of each id, if columns differ.
     bias: Option<HloValue>,
-    /// `[b,t,K]`
+    /// The extents `[b,t,K]` of these arrays.
     shape: [usize; 3],
 }
 
@@ -89,6 +90,7 @@ impl SeveralIds {
         let (ids, dlogp): (Vec<HloValue>, Vec<HloValue>) =
             std::iter::once(&first).chain(&given.others).map(|of| (of.ids, of.dlogp)).unzip();
         let [ids, dlogp] = [ids, dlogp].map(|arrays| together(on, &arrays));
+        // Masked tokens have no cotangent, so that nothing they hold is multiplied.
         let counts = on.builder.broadcast(given.mask, &[0, 1], &shape);
         let dlogp = on.builder.select(counts, dlogp, zero);
 
@@ -98,6 +100,7 @@ impl SeveralIds {
             columns = on.builder.subtract(columns, first_column);
         }
         let start = on.builder.constant(0.0, integers);
+        // Ids of other devices, and of masked tokens, point past the last column: a scatter drops them.
         let not_before = on.builder.compare(HloComparison::AtLeast, columns, start);
         let not_after = on.builder.compare(HloComparison::Less, columns, none);
         let here = on.builder.and(not_before, not_after);
@@ -128,6 +131,7 @@ impl SeveralIds {
             }
         }
 
+        // Distances from the likeliest id are exact where it matters: its own is 0.
         let most = on.builder.reduce(Fold::Max, x, &[2]);
         let most = on.builder.broadcast(most, &[0, 1], &shape);
         let is_most = on.builder.compare(HloComparison::Equal, x, most);
@@ -139,7 +143,7 @@ impl SeveralIds {
         Self { ids, columns, dlogp, x, likeliest, below, bias, shape }
     }
 
-    /// What the core is given: the likeliest id, with the cotangents of all.
+    /// Returns the inputs of a core that knows one id: the likeliest, with the sum of all cotangents.
     fn as_one(&self, on: &mut Program, given: &CoreInputs) -> CoreInputs {
         let zero = on.builder.constant(0.0, HloType::new(DeviceDtype::I32, &self.shape));
         let own = on.builder.select(self.likeliest, self.ids, zero);
@@ -154,7 +158,7 @@ impl SeveralIds {
         given.with_ids(ids, advantage, columns)
     }
 
-    /// What comes of all ids, from what the core made of one.
+    /// Returns the results for all ids, from the core's results for one.
     fn expand(
         self,
         on: &mut Program,
@@ -174,6 +178,7 @@ impl SeveralIds {
 
         let all = [b, t, top, top];
         let [one, other] = [[0, 1, 2], [0, 1, 3]].map(|axes| on.builder.broadcast(ids, &axes, &all));
+        // Equal ids share a column: its own cotangents C and those of the other ids R are sums over the K places.
         let same = on.builder.compare(HloComparison::Equal, one, other);
         let of_each = on.builder.broadcast(dlogp, &[0, 1, 3], &all);
         let nothing = on.several(&all, 0.0);
@@ -189,6 +194,7 @@ impl SeveralIds {
             logps
         };
         let p = on.builder.exponential(log_p);
+        // dx = (C·(1 − p) − R·p)/T, with 1 − p as −expm1(log p).
         let minus_others = on.builder.exponential_minus_one(log_p);
         let of_own = on.builder.multiply(own, minus_others);
         let of_rest = on.builder.multiply(rest, p);
@@ -208,6 +214,7 @@ impl SeveralIds {
             }
         }
         let own_type = on.builder.type_of(gradient).clone();
+        // All places of an id are set to the same number, so their order does not matter.
         let rows = on.rows_of_floats(gradient, dtype);
         let element = on.builder.type_of(rows).element;
         let dx = on.builder.convert(dx, element);

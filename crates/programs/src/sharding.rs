@@ -1,15 +1,15 @@
-//! How a batch is cut over devices.
+//! The distribution of a batch over devices.
 
 use assay_core::problem::Shape;
 
 use crate::mesh::Mesh;
 
-/// How the logits are cut.
+/// The axes along which logits are distributed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharding {
     /// A device holds all of them.
     Whole,
-    /// Some rows.
+    /// Each device holds some rows.
     Rows,
     /// Some columns of every row.
     Vocab,
@@ -18,7 +18,7 @@ pub enum Sharding {
 }
 
 impl Sharding {
-    /// All of them.
+    /// All ways of distributing logits.
     pub const ALL: [Sharding; 4] = [Sharding::Whole, Sharding::Rows, Sharding::Vocab, Sharding::RowsAndVocab];
 
     /// The mesh that `devices` make for a batch of `shape`.

@@ -20,29 +20,29 @@ use assay_ptx::PtxTarget;
 use assay_tile::stablehlo::{CallConfig, CallField, Fold, HloComparison, HloType, HloValue};
 use assay_tile::{TileKernel, TileMachine, mosaic, xla};
 
-/// What the tile kernels of a program are written for.
+/// The settings that a program's kernels are written for.
 #[derive(Clone, Copy)]
 pub(crate) struct KernelCalls {
-    /// That of the logits that they are given.
+    /// The dtype of the logits in the kernels.
     pub(crate) dtype: Dtype,
     pub(crate) lowering: Lowering,
     pub(crate) machine: TileMachine,
-    /// For what kernels of PTX are written that are called in place of them, if they are.
+    /// The architecture of the PTX kernels that replace tile kernels, if they do.
     pub(crate) ptx: Option<PtxTarget>,
 }
 
 /// A kernel for a TPU, and how it is called.
 #[derive(Clone, Debug)]
 pub struct TpuKernel {
-    /// What profiles call it.
+    /// The name of the kernel in profiles.
     pub name: String,
-    /// Mosaic, as MLIR text.
+    /// The kernel as MLIR text of the Mosaic dialects.
     pub text: String,
     /// The `backend_config` of the `tpu_custom_call`, JSON.
     pub payload: String,
-    /// What it is called with, in order, each dense row-major.
+    /// The operands of the call, in order, each dense row-major.
     pub operands: Vec<NamedArray>,
-    /// What it returns, in order, each dense row-major.
+    /// The results of the call, in order, each dense row-major.
     pub results: Vec<NamedArray>,
     /// Operand and result that share one array.
     pub aliases: Vec<(usize, usize)>,
@@ -80,7 +80,7 @@ fn described(
     }
 }
 
-/// [`one_pass`] for a TPU.
+/// Describes the [`one_pass`] kernel for a TPU.
 pub(crate) fn describe_one_pass(kernel: &TileKernel, structure: Structure) -> TpuKernel {
     let numbers: Vec<&str> = one_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
     let given: Vec<&str> = one_pass::given_columns(structure).into_iter().map(one_pass::TokenColumn::name).collect();
@@ -115,7 +115,7 @@ pub(crate) fn describe_two_pass(
     ]
 }
 
-/// Calls `kernel`.
+/// Calls `kernel` as loops, or as a custom call of Mosaic.
 fn call(on: &mut Program, kernel: &TileKernel, calls: KernelCalls, operands: &[HloValue]) -> Vec<HloValue> {
     let types = |list: &mut dyn Iterator<Item = (DeviceDtype, Vec<usize>)>| {
         list.map(|(element, shape)| HloType::new(element, &shape)).collect::<Vec<_>>()
@@ -282,7 +282,7 @@ fn one_pass_core(
     CoreOutputs { gradient: dlogits, logp, logp_of_others: None, entropy, token }
 }
 
-/// What of a token's softmaxes its gradient is made of, `[b,t]`.
+/// The statistics of a token's softmaxes that its gradient is made of, `[b,t]`.
 #[derive(Clone, Copy)]
 pub(crate) struct TokenStatistics {
     max: HloValue,
@@ -304,19 +304,19 @@ impl TokenStatistics {
     }
 }
 
-/// What the statistics kernel makes of a device's logits, `[b,t]`.
+/// The results of the statistics kernel for a device's logits, `[b,t]`.
 pub(crate) struct ForwardPass {
     pub(crate) statistics: TokenStatistics,
     pub(crate) logp: HloValue,
     pub(crate) entropy: HloValue,
 }
 
-/// What both kernels are called with.
+/// The operands that both kernels are called with.
 struct CallOperands {
     local: LocalLogits,
     /// Scalars, logits, ids and, where columns differ, biases.
     values: Vec<HloValue>,
-    /// That of the logits before they were laid in rows.
+    /// The type of the logits before they were reshaped to rows.
     logits: HloType,
 }
 
@@ -374,6 +374,7 @@ fn statistics(
     let entropy_sums = [statistic(Statistic::Others), statistic(Statistic::Weighted)];
     let two_softmaxes = scales.len() > 1;
     let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
+    // Each device summed below its own maximum; the sums are brought below the common one, then added over devices.
     let max = on.over(&[MeshAxis::Vocab], Fold::Max, local_max);
     let target_logit = on.over(&[MeshAxis::Vocab], Fold::Add, target_logit);
     let (rise, farthest) = (on.builder.subtract(max, local_max), on.constant(FARTHEST));
@@ -438,6 +439,7 @@ fn gradient(
     let TokenStatistics { max, sum, others, entropy_sum, mean_gap } = statistics;
     let inverse = structure.gap_rates()[0].map(|which| given.rate(which));
     let factor = inverse.map_or(grad_logp, |inverse| on.times(grad_logp, inverse));
+    // The factors of dlogits for each token, computed once here and not for every column.
     let share = on.builder.divide(factor, sum);
     let share = on.builder.negate(share);
     let mask = on.builder.convert(given.mask, DeviceDtype::F32);
@@ -480,7 +482,7 @@ impl Program {
         self.builder.bitcast(rows, stored_as(element))
     }
 
-    /// What a kernel wrote over the logits, as they came.
+    /// Returns dlogits that a kernel wrote over the logits, in the logits' own type.
     fn like_logits(&mut self, dlogits: HloValue, logits: &HloType) -> HloValue {
         let dlogits = self.builder.bitcast(dlogits, logits.element);
         self.builder.reshape(dlogits, &logits.shape)

@@ -1,4 +1,4 @@
-//! What becomes of logits within a tile kernel: the `t` of [`transform`](assay_algebra::transform), by columns.
+//! The transform of logits within a tile kernel: the `t` of [`transform`](assay_algebra::transform), in columns.
 
 use assay_algebra::structure::{SpecNumber, Structure};
 use assay_core::device_dtype::DeviceDtype;
@@ -24,11 +24,11 @@ pub(crate) fn registers(structure: Structure) -> usize {
 pub(crate) struct ChunkTargets<'h> {
     /// The bias of each, `[rows, 1]`.
     pub(crate) bias: TileValue,
-    /// Which of the chunk's columns are their row's target.
+    /// Returns whether each of the chunk's columns is its row's target.
     pub(crate) hits: &'h dyn Fn(&mut TileBuilder) -> TileValue,
 }
 
-/// What becomes of a kernel's logits.
+/// The transform that a spec applies to a kernel's logits.
 #[derive(Clone, Copy)]
 pub(crate) struct TileTransform {
     caps: bool,
@@ -40,7 +40,8 @@ pub(crate) struct TileTransform {
 }
 
 impl TileTransform {
-    /// That of a structure, if it has one: with its numbers from `number`, and `bias` where its columns differ.
+    /// Returns the transform of a structure, if it has one, with numbers from `number`, and with `bias` if columns
+    /// differ.
     pub(crate) fn from_structure(
         on: &mut TileBuilder,
         structure: Structure,
@@ -64,6 +65,7 @@ impl TileTransform {
         let x = on.load(logits, chunk.column, chunk.columns);
         let x = widen(on, x);
         let [rows, columns] = on.type_of(x).tile.expect("logits are loaded as tiles");
+        // The target has its own bias, which may be finite although its column is outside the support.
         let bias = self.bias.map(|bias| {
             let bias = on.load(bias, chunk.column, chunk.columns);
             let bias = on.broadcast(bias, rows, columns);
@@ -80,6 +82,7 @@ impl TileTransform {
         if let Some(outside) = outside {
             t = on.select(outside, self.outside, t);
         }
+        // Columns beyond the array become −∞, so that they add nothing.
         if let Some(real) = chunk.real {
             let lane = on.iota(1, rows, columns);
             let inside = on.less(lane, real);
@@ -88,7 +91,8 @@ impl TileTransform {
         (t, outside)
     }
 
-    /// Which of the columns that became `t`, the target's not among them, are outside the support, where any may be.
+    /// Returns whether each column that became `t` is outside the support; `None` if every column is inside. The
+    /// target must not be among them.
     pub(crate) fn outside(self, on: &mut TileBuilder, t: TileValue) -> Option<TileValue> {
         self.bias.map(|_| on.equal(t, self.outside))
     }
@@ -126,6 +130,7 @@ fn tanh(on: &mut TileBuilder, y: TileValue) -> TileValue {
     let y = on.min(y, far);
     let y = on.max(y, near);
     let square = on.mul(y, y);
+    // A quotient of two polynomials in y², each by Horner's rule; beyond ±FAR the result is ±1 in f32.
     let series = |on: &mut TileBuilder, [c1, c2, c3, c4]: [f32; 4]| {
         let mut sum = on.constant(c4.into(), TileType { element: DeviceDtype::F32, ..on.type_of(square) });
         for c in [c3, c2, c1, 1.0] {

@@ -33,17 +33,17 @@ const ROWS: usize = 32;
 /// The columns of the array that the first kernel returns.
 #[derive(Clone, Copy, Debug)]
 pub enum Statistic {
-    /// `m`
+    /// The maximum `m` of the row.
     Max,
     /// 0 where the target is not among the columns.
     TargetLogit,
     /// `s` of the softmax that entropy is of.
     Others,
-    /// `w` of it.
+    /// The sum `w` of that softmax, weighed by exponents.
     Weighted,
     /// `s` of the one that logp is of, where that is another.
     LogpOthers,
-    /// `w` of it.
+    /// The sum `w` of that softmax, weighed by exponents.
     LogpWeighted,
 }
 
@@ -54,37 +54,37 @@ pub(crate) const STATISTIC_NAMES: [&str; 6] =
 /// The columns of the array that the second kernel is given.
 #[derive(Clone, Copy, Debug)]
 pub enum Scale {
-    /// `m`
+    /// The maximum `m` of the row.
     Max,
-    /// `−G/(S·T)`
+    /// The factor `−G/(S·T)` of exponentials.
     Share,
     /// `s` of the softmax that logp is of.
     Others,
-    /// 1 or 0.
+    /// The mask, 1 if the token counts and 0 otherwise.
     Mask,
-    /// `E/(S·T)`
+    /// The factor `E/(S·T)` of the bonus.
     Bonus,
-    /// `ā`
+    /// The mean gap `ā` of the softmax that entropy is of.
     MeanGap,
 }
 
 /// The names of [`Scale`], in order.
 pub(crate) const SCALE_NAMES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
 
-/// Columns of both arrays.
+/// The number of columns of both arrays.
 pub const PER_TOKEN: usize = 8;
 
 /// The logits of a device.
 #[derive(Clone, Copy)]
 pub(crate) struct LocalLogits {
-    /// `[1,n,v]`
+    /// The extents `[1,n,v]` of the logits.
     pub(crate) shape: [usize; 3],
-    /// How many columns the device that has the fewest has. The others of its `v` are padding.
+    /// The number of real columns on the device that has the fewest; its other columns are padding.
     pub(crate) least: usize,
 }
 
 impl LocalLogits {
-    /// What each device of `mesh` holds, `[b,t,v]`, of logits with `vocab` columns.
+    /// Returns the logits of each device of `mesh`, from its extents `[b,t,v]` and the size of the vocabulary.
     pub(crate) fn new(local: [usize; 3], vocab: usize, mesh: Mesh) -> Self {
         let shape @ [_, _, v] = in_rows(local);
         Self { shape, least: vocab.saturating_sub((mesh.vocab - 1) * v) }
@@ -104,7 +104,7 @@ pub fn numbers(structure: Structure) -> Vec<SpecNumber> {
     numbers
 }
 
-/// How they are cut into windows.
+/// The division of logits into windows of rows and columns.
 #[derive(Clone, Copy)]
 struct StreamWindows {
     tokens: usize,
@@ -153,6 +153,7 @@ impl StreamWindows {
         let (zero, block, columns) = (on.integer(0), on.grid_index(2), on.integer(self.columns));
         let real = on.load_scalar(real, zero);
         let before = on.mul(block, columns);
+        // Only the last window may reach beyond the real columns; the others need no mask.
         let real = on.sub(real, before);
         // The last window has the fewest.
         let fewest = self.least.saturating_sub((self.blocks() - 1) * self.columns);
@@ -170,7 +171,7 @@ impl StreamWindows {
     }
 }
 
-/// Which of `columns` places from column `start` of a chunk are their row's target.
+/// Returns whether each of `columns` places from column `start` of a chunk is its row's target.
 fn hits(on: &mut TileBuilder, targets: TileValue, chunk: ColumnChunk, start: usize, columns: usize) -> TileValue {
     let first = match chunk.column {
         TileColumn::Static(column) => on.integer(column + start),
@@ -186,16 +187,16 @@ fn hits(on: &mut TileBuilder, targets: TileValue, chunk: ColumnChunk, start: usi
     on.equal(place, targets)
 }
 
-/// What both kernels are called with, in order: the numbers, how many columns are real, logits, ids, where tokens differ in what gaps
-/// are multiplied by that of each and, where columns differ, their biases and those of the targets.
+/// The operands of both kernels, in order: the numbers, the count of real columns, logits, ids, the factors of gaps
+/// if tokens differ in them and, if columns differ, their biases and those of the targets.
 struct TwoPassOperands {
     numbers: Option<TileMemory>,
     real: TileMemory,
     logits: TileMemory,
     ids: TileMemory,
-    /// `[1,n,1]`
+    /// The factors of gaps, `[1,n,1]`.
     rates: Option<TileMemory>,
-    /// `[1,v]` and `[1,n,1]`
+    /// The biases of columns `[1,v]` and of targets `[1,n,1]`.
     biases: Option<[TileMemory; 2]>,
 }
 
@@ -222,7 +223,7 @@ impl TwoPassOperands {
         on.load_scalar(self.numbers.expect("the structure has numbers"), place)
     }
 
-    /// What gaps are multiplied by to become exponents of 2, for each softmax: a number, or `[rows, 1]`.
+    /// Returns the factors that make gaps exponents of 2, for each softmax: a number, or `[rows, 1]`.
     fn exponent_scales(&self, on: &mut TileBuilder, structure: Structure) -> Vec<TileValue> {
         let rates = structure.gap_rates().into_iter();
         let scales = rates.map(|rate| {
@@ -235,7 +236,7 @@ impl TwoPassOperands {
         scales.collect()
     }
 
-    /// What a window's logits become, in f32.
+    /// Returns the logits of a window with their transform, in f32.
     fn row(&self, on: &mut TileBuilder, structure: Structure, targets: TileValue) -> WindowLogits {
         let number = |on: &mut TileBuilder, which| self.number(on, structure, which);
         let change = TileTransform::from_structure(on, structure, number, self.biases.map(|[columns, _]| columns));
@@ -244,7 +245,7 @@ impl TwoPassOperands {
     }
 }
 
-/// A window's logits.
+/// The logits of a window and their transform.
 #[derive(Clone, Copy)]
 struct WindowLogits {
     logits: TileMemory,
@@ -255,7 +256,7 @@ struct WindowLogits {
 }
 
 impl WindowLogits {
-    /// What a chunk's columns become, f32, and which of them are outside the support, where any may be.
+    /// Loads a chunk's transformed columns in f32, and whether each is outside the support, if any may be.
     fn load(self, on: &mut TileBuilder, chunk: ColumnChunk) -> (TileValue, Option<TileValue>) {
         let Some(change) = self.change else {
             let x = load_logits(on, self.logits, chunk);
@@ -293,6 +294,7 @@ pub(crate) fn statistics(
     let block = on.grid_index(2);
     let first = on.integer(0);
     let is_first = on.equal(block, first);
+    // The first window of a row resets what the scratch holds of the row before.
     on.when(is_first, |on| {
         let (lowest, zero) = (on.constant(lowest(DeviceDtype::F32), lanes), on.constant(0.0, lanes));
         keep(on, maxima, lowest);
@@ -305,6 +307,7 @@ pub(crate) fn statistics(
     let row = given.row(on, structure, targets);
     // What logits become, from the maximum to the sums.
     let kept = row.change.map(|_| on.scratch(DeviceDtype::F32, cut.rows, cut.columns));
+    // Maxima in bf16 are exact, and take half the registers where the machine computes in bf16.
     let native = row.change.is_none()
         && (element == DeviceDtype::F32 || element == DeviceDtype::Bf16 && machine.bf16_arithmetic);
     let compared = if native { element } else { DeviceDtype::F32 };
@@ -319,6 +322,8 @@ pub(crate) fn statistics(
         maximum
     });
     let highest = on.convert(highest[0], DeviceDtype::F32);
+    // Online maximum, one for each lane: nothing is folded over lanes until the row ends, which would take as long as
+    // the sums.
     let before = whole(on, maxima);
     let max = on.max(before, highest);
     keep(on, maxima, max);
@@ -337,6 +342,8 @@ pub(crate) fn statistics(
         let mut next = carried.to_vec();
         let mut terms = vec![PairwiseSum::default(); 2 * scales.len()];
         for start in (0..chunk.columns).step_by(width) {
+            // The target is chosen by comparing columns, and left out of the sums: 1 − p_y is then s/S and keeps its
+            // digits.
             let hit = hits(on, targets, chunk, start, width);
             let part = on.columns(x, start, width);
             next[0] = on.select(hit, part, next[0]);
@@ -357,6 +364,7 @@ pub(crate) fn statistics(
     });
     keep(on, chosen, of_window[0]);
     for ((&scale, &[others, weighted]), of_window) in scales.iter().zip(&sums).zip(of_window[1..].chunks(2)) {
+        // Sums of earlier windows are scaled down by the rise of the maximum, then this window's are added.
         let before = [whole(on, others), whole(on, weighted)];
         let before = rescaled(on, scale, rise, before[0], before[1]);
         for ((memory, before), of_window) in [others, weighted].into_iter().zip(before).zip(of_window) {
@@ -371,7 +379,7 @@ pub(crate) fn statistics(
     builder.finish()
 }
 
-/// What each lane has gathered of a row, `[rows, lanes]`.
+/// The statistics of a row that each lane has gathered, `[rows, lanes]`.
 struct LaneStatistics {
     maxima: TileMemory,
     chosen: TileMemory,
@@ -387,6 +395,7 @@ impl LaneStatistics {
         let give = |on: &mut TileBuilder, column: Statistic, value| {
             on.store(results, TileColumn::Static(column as usize), value)
         };
+        // The lanes meet once a row: each lane's sums are brought below the row's maximum, then added.
         let of_lanes = whole(on, self.maxima);
         let max = on.fold_lanes(Fold::Max, of_lanes);
         let rise = gap(on, max, of_lanes);
@@ -413,6 +422,7 @@ fn rescaled(
     others: TileValue,
     weighted: TileValue,
 ) -> [TileValue; 2] {
+    // With e' = e·2^shift and g' = g + shift, w' = Σ e'·g' = (w + s·shift)·2^shift.
     let shift = on.mul(rise, scale);
     let shrink = on.exp2(shift);
     let shifted = on.mul(others, shift);
@@ -454,6 +464,7 @@ pub(crate) fn dlogits(
         let exps: Vec<TileValue> = exponents.iter().map(|&exponent| on.exp2(exponent)).collect();
         // The policy's gradient goes through the last softmax, the bonus's through the first.
         let policy = on.mul(exps[exps.len() - 1], share);
+        // The target's dlogit replaces that of its column: −share·s, computed once for the row.
         let hit = hits(on, targets, chunk, 0, chunk.columns);
         let mut gradient = on.select(hit, target, policy);
         if let Some([factor, mean_gap]) = bonus {

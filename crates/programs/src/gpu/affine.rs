@@ -24,7 +24,7 @@ const LARGEST_SHIFT: f32 = 65_536.0;
 /// The least logit that sums are taken of, where the dtype goes further down: `−2¹⁰⁰`, a number of bf16 too.
 const LEAST: f32 = -(((1_u128) << 100) as f32);
 
-/// The least f16.
+/// The most negative finite f16.
 const LEAST_OF_F16: f32 = -65_504.0;
 
 /// Exponents of 2 below this have an exponential of 0.
@@ -38,13 +38,13 @@ pub(super) struct Affine {
     logits: LogitsFormat,
     /// Whether the row is to be walked by its gaps.
     pub(super) is_beyond: PtxValue<bool>,
-    /// `c`
+    /// The factor `c = log₂e/T` of logits.
     factor: PtxValue<f32>,
-    /// `−K`
+    /// The negated shift `−K` of the row.
     minus_shift: PtxValue<f32>,
-    /// `λ`
+    /// The difference `λ = m·c − K` that the rounding of `K` left.
     lost: PtxValue<f32>,
-    /// `2^−λ`
+    /// The factor `2^−λ` that makes up for the shift.
     restores: PtxValue<f32>,
     /// A word of two least logits, where logits have 16 bits.
     least: Option<PtxValue<u32>>,
@@ -55,11 +55,14 @@ impl Affine {
     pub(super) fn new(on: &mut PtxBuilder, logits: LogitsFormat, max: PtxValue<f32>, scale: PtxValue<f32>) -> Self {
         let factor = on.variable(scale);
         let factor = on.neg(factor);
+        // K is m·c rounded; a fused product gives what that rounding lost, exactly.
         let shift = on.mul(max, factor);
         let minus_shift = on.neg(shift);
         let lost = on.mul_add(max, factor, minus_shift);
         let minus_lost = on.neg(lost);
         let restores = on.exp2(minus_lost);
+        // The row is walked by exponents only if the shift is small, the temperature ordinary and the least logit's
+        // exponential 0.
         let [above, below] = [on.less(PtxValue::from(-LARGEST_SHIFT), shift), on.less(shift, LARGEST_SHIFT)];
         let [not_small, not_large] = [on.less(PtxValue::from(FACTORS[0]), factor), on.less(factor, FACTORS[1])];
         let of_least = on.mul_add(PtxValue::from(least(logits)), factor, minus_shift);
@@ -75,6 +78,7 @@ impl Affine {
 
     /// A block's logits, none of them below the least.
     fn load_block(&self, on: &mut PtxBuilder, from: PtxAddress) -> Vec<FloatPair> {
+        // Clamping from below makes exponents of −∞ finite: Σ e·t would be 0·∞ otherwise.
         let (LogitsFormat::Packed(packed), Some(least)) = (self.logits, self.least) else {
             let block = self.logits.load_block(on, from);
             return block.into_iter().map(|pair| pair.map(|x| on.max(x, LEAST))).collect();
@@ -84,7 +88,7 @@ impl Affine {
         words.into_iter().map(|word| on.unpack(packed, word)).collect()
     }
 
-    /// `t` of a block.
+    /// Returns the exponents `t = x·c − K` of a block.
     fn exponents(&self, on: &mut PtxBuilder, x: &[FloatPair]) -> Vec<FloatPair> {
         x.iter().map(|&x| on.mul_add_pair(x, [self.factor; 2], [self.minus_shift; 2])).collect()
     }
@@ -92,6 +96,7 @@ impl Affine {
     /// `s` and `w` from `Σ e` and `Σ e t`.
     fn sums(&self, on: &mut PtxBuilder, [exps, weighted]: [PtxValue<f32>; 2]) -> [PtxValue<f32>; 2] {
         let minus_weighted = on.neg(weighted);
+        // w = 2^−λ/c · (λ Σ e − Σ e·t), in this order, because λ Σ e is the small part.
         let gaps = on.mul_add(exps, self.lost, minus_weighted);
         let gaps = on.mul(gaps, self.restores);
         [on.mul(exps, self.restores), on.div(gaps, self.factor)]

@@ -24,7 +24,7 @@ pub(crate) enum Factors {
 /// Cotangents that come beside that of the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cotangents {
-    /// Whether logp has one.
+    /// Whether there is a cotangent of logp for each token.
     pub logp: bool,
     /// Whether the entropy has one.
     pub entropy: bool,
@@ -36,11 +36,11 @@ pub struct Cotangents {
 /// The factors of a token's dlogits, in every thread of its CTA.
 pub(super) struct TokenFactors {
     pub(super) max: PtxValue<f32>,
-    /// `−G/(S·T)`
+    /// The factor `−G/(S·T)` of exponentials.
     pub(super) share: PtxValue<f32>,
     /// `s` of the softmax that logp is of.
     pub(super) others: PtxValue<f32>,
-    /// Above 0 where the token counts.
+    /// The mask of the token: above 0 if it counts.
     pub(super) mask: PtxValue<f32>,
     /// `E/(S·T)`, and the mean gap, where the entropy has a derivative.
     pub(super) bonus: Option<[PtxValue<f32>; 2]>,
@@ -115,6 +115,7 @@ impl CotangentArrays {
         let loss: PtxValue<f32> = on.load(PtxAddress::Global(self.loss, 0));
         if let Some([used, upstream]) = self.used {
             let used: PtxValue<f32> = on.load(PtxAddress::Global(used, 0));
+            // Dlogits that were made for this very cotangent are right as they are.
             let is_used = on.equal(used, loss);
             on.when(is_used, PtxBuilder::exit);
             let [is_first, is_first_row] = [thread, row].map(|number| on.less(number, 1));

@@ -4,12 +4,12 @@ use super::logits::FloatPair;
 use crate::rows::FARTHEST;
 use assay_ptx::{PtxAddress, PtxBuilder, PtxValue};
 
-/// `2^(gap·scale)`
+/// Returns `2^(gap·scale)` of both halves.
 pub(crate) fn exp(on: &mut PtxBuilder, gap: FloatPair, scale: PtxValue<f32>) -> FloatPair {
     on.mul_pair(gap, [scale; 2]).map(|exponent| on.exp2(exponent))
 }
 
-/// What all add up to, by halves.
+/// Returns the sum of all elements, added by halves.
 pub(crate) fn sum(on: &mut PtxBuilder, pairs: &[FloatPair]) -> PtxValue<f32> {
     let mut all = pairs.to_vec();
     while all.len() > 1 {
@@ -76,6 +76,7 @@ impl CtaFolds {
         fold: impl Fn(&mut PtxBuilder, PtxValue<f32>, PtxValue<f32>) -> PtxValue<f32>,
     ) -> PtxValue<f32> {
         let warps = self.warps;
+        // Lanes exchange registers; the first of each warp writes the warp's value to shared memory.
         let of_warp = over_lanes(on, value, 32, &fold);
         let array = on.add(self.arrays, 4 * warps * which);
         let first = on.less(self.lane, 1);
@@ -84,6 +85,7 @@ impl CtaFolds {
             on.store(PtxAddress::Shared(to, 0), of_warp);
         });
         on.barrier();
+        // After the barrier every warp reads all warps' values and folds them in the same order.
         let own = on.bits_and(self.lane, warps - 1);
         let from = on.mul_add(own, 4, array);
         let value = on.load(PtxAddress::Shared(from, 0));
@@ -91,7 +93,7 @@ impl CtaFolds {
     }
 }
 
-/// By how much a block's logits are below `max`; where `bounded`, at most [`FARTHEST`].
+/// Returns the gaps of a block's logits below `max`; if `bounded`, at most [`FARTHEST`].
 pub(crate) fn gaps(on: &mut PtxBuilder, x: &[FloatPair], max: PtxValue<f32>, bounded: bool) -> Vec<FloatPair> {
     let gap = |&x: &FloatPair| {
         let gap = on.sub_pair([max; 2], x);

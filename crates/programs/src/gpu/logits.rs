@@ -3,15 +3,15 @@
 use assay_core::device_dtype::DeviceDtype;
 use assay_ptx::{PackedFloat, PtxAddress, PtxBuilder, PtxValue};
 
-/// Bytes of a block.
+/// The size of a block in bytes.
 pub(crate) const BLOCK: u32 = 16;
 
 /// The bytes that an array begins at a multiple of where each of its elements, f32 or i32, is read alone.
 pub(crate) const SCALAR: u64 = 4;
-/// Two neighbours.
+/// Two neighbouring elements, on which a B200 computes at once.
 pub(crate) type FloatPair = [PtxValue<f32>; 2];
 
-/// The elements of logits.
+/// The storage format of logits in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LogitsFormat {
     F32,
@@ -35,7 +35,7 @@ impl LogitsFormat {
         }
     }
 
-    /// Elements of a block.
+    /// Returns the number of elements in a block.
     pub(crate) fn per_block(self) -> u32 {
         BLOCK / self.size()
     }
@@ -126,7 +126,7 @@ impl LogitsFormat {
         }
     }
 
-    /// Of each element of two words the larger.
+    /// Returns the larger of each pair of elements in two words.
     pub(crate) fn max_words(self, on: &mut PtxBuilder, a: PtxValue<u32>, b: PtxValue<u32>) -> PtxValue<u32> {
         match self {
             Self::F32 => {

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 
 use super::batch::{
-    BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, FOLDS_OF_WEIGHTS, GlobalArray, InputArrays,
+    BatchArray, BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, FOLDS_OF_WEIGHTS, InputArrays,
     NumberArray, SUMS, SequenceArrays, TermFactors, entropy_factor,
 };
 use super::folds::store_8;
@@ -28,9 +28,9 @@ use assay_ptx::{PtxBuilder, PtxTarget, PtxValue};
 /// The columns of a token's record, from which [`dlogits`](super::two_pass::dlogits) makes its gradient for whatever cotangents.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TokenRecord {
-    /// The largest logit.
+    /// The largest logit of the row.
     Max,
-    /// `∂loss/∂logp`
+    /// The derivative `∂loss/∂logp` of the token.
     GradLogp,
     /// `1/(S·T)` of the softmax that logp is of.
     LogpShare,
@@ -38,7 +38,7 @@ pub(crate) enum TokenRecord {
     Others,
     /// 1 where the token counts, else 0.
     Counts,
-    /// `∂loss/∂entropy`, without `1/T`.
+    /// The derivative `∂loss/∂entropy`, without the factor `1/T`.
     Entropy,
     /// `1/(S·T)` of the softmax that entropy is of.
     EntropyShare,
@@ -62,10 +62,10 @@ struct SequenceEvaluation {
     sequences: SequenceArrays,
     numbers: NumberArray,
     inputs: InputArrays,
-    statistics: GlobalArray,
+    statistics: BatchArray,
     /// The sequence whose advantage they have.
     owner: PtxValue<u32>,
-    /// How many of them count.
+    /// The number of tokens of the sequence that count.
     row_count: PtxValue<f32>,
     weights: TermFactors,
     tape: Tape,
@@ -107,10 +107,10 @@ struct CountedToken {
 /// The arrays that the kernel writes.
 struct LossArrays {
     /// Logp, entropy and loss of each token.
-    of_token: [GlobalArray; 3],
-    record: GlobalArray,
-    /// Sums of each sequence.
-    sums: GlobalArray,
+    of_token: [BatchArray; 3],
+    record: BatchArray,
+    /// The sums of each sequence's losses and metrics.
+    sums: BatchArray,
 }
 
 /// Writes losses, metrics and records of all tokens, from the statistics of their rows.
@@ -127,6 +127,7 @@ pub(crate) fn losses(target: PtxTarget, structure: Structure, form: BatchForm, t
     let sums = writer.output("sums", DeviceDtype::F32, BatchExtent::SequenceAndRest, SUMS);
     let written = LossArrays { of_token, record, sums };
 
+    // The tape is the loss as a list of operations; sums over the sequence are the points at which threads must meet.
     let tape = token_losses(structure, |tape, number| tape.input(number.name()));
     let of_sequence: Vec<usize> = (0..tape.operations().len()).filter(|&place| is_row_sum(&tape, place)).collect();
 
@@ -156,6 +157,8 @@ pub(crate) fn losses(target: PtxTarget, structure: Structure, form: BatchForm, t
             let counts = on.not(hidden);
             on.when(counts, |on| {
                 let softmaxes = tokens.softmaxes(on, at);
+                // Only the operations that lead to this sum are written, and nothing before an earlier sum is
+                // computed again.
                 let summand = operands(&tokens.tape, place)[0];
                 let computed = tokens.compute(on, &[summand], at, &softmaxes);
                 let next = PtxBuilder::add(on, total, computed[&summand].number());
@@ -166,6 +169,7 @@ pub(crate) fn losses(target: PtxTarget, structure: Structure, form: BatchForm, t
         tokens.known.insert(place, TapeValue::Number(total));
     }
 
+    // With all sums known, one more walk computes results, records and the sums for loss and metrics.
     let totals: [PtxValue<f32>; SUMS] = std::array::from_fn(|_| on.variable(0.0));
     tokens.each(on, &threads, span, |on, at, hidden| {
         on.when(hidden, |on| written.hide(on, at.token));
@@ -224,6 +228,7 @@ fn needed(tape: &Tape, wanted: &[usize]) -> Vec<usize> {
     for &place in wanted {
         is_needed[place] = true;
     }
+    // Operands come before their operation, so one pass from the end marks everything that is needed.
     for place in (0..is_needed.len()).rev() {
         if is_needed[place] && !is_row_sum(tape, place) {
             for &operand in operands(tape, place) {

@@ -27,15 +27,15 @@ use meeting::MeetingMethod;
 use one_pass::OnePassOutput;
 use row::RowCut;
 
-/// What does not fit.
+/// The error that an extent exceeds what a kernel's memory or grid can hold.
 pub(crate) struct CapacityError {
-    /// An extent.
+    /// The name of the extent.
     pub(crate) field: &'static str,
-    /// Its value.
+    /// The extent that was asked for.
     pub(crate) given: usize,
-    /// The most that does.
+    /// The largest extent that fits.
     pub(crate) most: usize,
-    /// Where, and what to use instead.
+    /// The memory that is too small, and the kernel to use instead.
     pub(crate) room: &'static str,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn one_pass(
     one_pass::one_pass(structure, local, element, cut.meeting_by(meeting), OnePassOutput::Results)
 }
 
-/// The same where `target` has clusters and a row fits one.
+/// Writes the one-pass kernel if `target` has clusters and a row fits one.
 pub(crate) fn one_pass_if(
     structure: Structure,
     local: [usize; 3],

@@ -25,7 +25,7 @@ pub enum OperationKernel {
     Tokens,
     /// Statistics and dlogits of each row, of a loss that one token decides: reads logits once.
     OnePass,
-    /// Statistics of each row.
+    /// Computes the statistics of each row, reading the logits once.
     Statistics,
     /// Losses and metrics of each token, and a record of what its gradient is made of.
     Losses,
@@ -45,15 +45,15 @@ pub fn takes_one_pass(structure: Structure, vocab: usize, element: DeviceDtype, 
 /// The choices that a kernel's text depends on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OperationText {
-    /// The kernel.
+    /// The kernel that the text is of.
     pub kernel: OperationKernel,
     /// The loss; for kernels that see a softmax alone, no more of it than they see.
     pub structure: Structure,
-    /// The batch.
+    /// The form of the batch's arrays.
     pub form: BatchForm,
     /// Threads of a CTA that walks a sequence.
     pub threads: u32,
-    /// Columns of the logits.
+    /// The number of columns of the logits; 0 if the text does not depend on it.
     pub vocab: usize,
     /// The dtype of the logits.
     pub element: DeviceDtype,

@@ -24,7 +24,7 @@ const THREADS: u32 = 512;
 /// Shared memory of a multiprocessor of an H100 or a later one, bytes.
 const SHARED_OF_A_MULTIPROCESSOR: u32 = 228 << 10;
 
-/// Registers of a multiprocessor.
+/// The number of 32-bit registers of a multiprocessor.
 const REGISTERS_OF_A_MULTIPROCESSOR: u32 = 64 << 10;
 
 /// Registers of a thread come by so many.
@@ -33,16 +33,16 @@ pub(crate) const REGISTERS_AT_ONCE: u32 = 8;
 /// Registers that a thread has at most, in whole portions.
 const MOST_REGISTERS: u32 = 248;
 
-/// What of it every CTA costs beside its own.
+/// The shared memory that the system takes for every CTA, in bytes.
 const SHARED_OF_THE_SYSTEM: u32 = 1 << 10;
 
-/// What a kernel keeps there beside its row, at most.
+/// The shared memory of a kernel in addition to its row, at most, in bytes.
 pub(crate) const SHARED_BESIDE: u32 = 8 << 10;
 
 /// CTAs of a cluster, at most, on every device that has clusters.
 pub(crate) const LARGEST_CLUSTER: u32 = 8;
 
-/// How rows are cut.
+/// The distribution of rows over the CTAs of a cluster and their threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RowCut {
     pub(crate) target: PtxTarget,
@@ -65,14 +65,14 @@ fn blocks_of_a_row(logits: LogitsFormat, vocab: u32) -> u32 {
     (bytes + before).div_ceil(BLOCK)
 }
 
-/// What a CTA has for its part of a row, bytes, where so many are to find room on a multiprocessor.
+/// Returns the bytes of a CTA's part of a row if `resident` CTAs are to fit on a multiprocessor.
 fn room(resident: u32) -> u32 {
     SHARED_OF_A_MULTIPROCESSOR / resident - SHARED_OF_THE_SYSTEM - SHARED_BESIDE
 }
 
 impl RowCut {
-    /// Of rows of `vocab` logits: over as few CTAs as leave room for four on a multiprocessor, so that one copies while another computes; where not
-    /// even the largest cluster does, over that.
+    /// Distributes rows of `vocab` logits over as few CTAs as leave room for four on a multiprocessor, so that one
+    /// copies while another computes; if even the largest cluster does not leave it, over that.
     ///
     /// # Errors
     /// The largest vocabulary that fits.
@@ -80,6 +80,7 @@ impl RowCut {
         let largest = LARGEST_CLUSTER * (room(1) / BLOCK) * logits.per_block() - logits.per_block();
         let vocab = u32::try_from(vocab).ok().filter(|&vocab| vocab <= largest).ok_or(largest as usize)?;
         let total = blocks_of_a_row(logits, vocab);
+        // Fewer CTAs per row spare meetings; more CTAs per multiprocessor hide copies. Sizes are tried in that order.
         let clusters = [1, 2, 4, LARGEST_CLUSTER].into_iter().map(|cluster| (cluster, 4));
         let mut cuts = clusters.chain([(LARGEST_CLUSTER, 2), (LARGEST_CLUSTER, 1)]);
         let fits = |&(cluster, resident): &(u32, u32)| total.div_ceil(cluster) * BLOCK <= room(resident);
@@ -141,7 +142,7 @@ impl RowCut {
     }
 }
 
-/// What of a row this thread has.
+/// The part of a row that this thread walks.
 pub(crate) struct SharedRow {
     pub(crate) cut: RowCut,
     pub(crate) thread: PtxValue<u32>,
@@ -149,13 +150,13 @@ pub(crate) struct SharedRow {
     before: Option<PtxValue<u32>>,
     /// The number of this CTA's first block.
     first: PtxValue<u32>,
-    /// Blocks of this CTA.
+    /// The number of blocks of this CTA.
     count: PtxValue<u32>,
-    /// This CTA's part in shared memory.
+    /// The address of this CTA's part in shared memory.
     shared: PtxValue<u32>,
     /// And where logits and dlogits lie, as if they were at the part's begin.
     global: [PtxValue<u64>; 2],
-    /// This thread's first block in each.
+    /// The address of this thread's first block in shared memory.
     own_shared: PtxValue<u32>,
     own_global: [PtxValue<u64>; 2],
     /// Blocks that are the row's alone: their addresses in shared memory, from where, and how many bytes; `None` where all are.
@@ -165,29 +166,30 @@ pub(crate) struct SharedRow {
     kept: u32,
 }
 
-/// Where a block is.
+/// The position of a block in shared and in global memory.
 #[derive(Clone, Copy)]
 pub(crate) struct RowBlock {
     pub(crate) shared: PtxAddress,
-    /// Of the array that is walked along.
+    /// The address in the array that is walked along.
     pub(crate) global: PtxAddress,
     /// Whether it is the row's alone; `None` where all are.
     whole: Option<PtxValue<bool>>,
-    /// Its number among those of which something is kept.
+    /// The index of the block among those whose exponentials are kept.
     pub(crate) kept: Option<usize>,
 }
 
-/// Of which array a walk needs addresses.
+/// The array whose addresses a walk needs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WalkedArray {
     Logits = 0,
     Dlogits = 1,
-    /// Of neither.
+    /// Shared memory alone, and neither array.
     Shared = 2,
 }
 
 impl SharedRow {
-    /// Of row `row`: `shared` has [room](RowCut::shared_bytes) for this CTA's part of it.
+    /// Returns the part of row `row` in this thread; `shared` has [room](RowCut::shared_bytes) for the CTA's part of
+    /// it.
     pub(crate) fn new(
         on: &mut PtxBuilder,
         cut: RowCut,
@@ -196,6 +198,7 @@ impl SharedRow {
         [logits, dlogits]: [PtxValue<u64>; 2],
     ) -> Self {
         let offset = on.mul_wide(row, cut.row_bytes());
+        // Rows that are not whole blocks begin within a block that they share with the row before.
         let (mut starts, mut before) = ([logits, dlogits].map(|array| on.add(array, offset)), None);
         if !cut.is_aligned() {
             let low = on.truncate(starts[0]);
@@ -211,6 +214,7 @@ impl SharedRow {
             }
             None => (cut.row_bytes() / BLOCK).into(),
         };
+        // Each CTA has as many blocks in a run, the last of them fewer or none.
         let first = on.mul(rank, cut.blocks);
         let passed = on.min(first, total);
         let count = on.variable(total);
@@ -251,6 +255,8 @@ impl SharedRow {
         mut body: impl FnMut(&mut PtxBuilder, RowBlock),
     ) {
         let stride = self.cut.threads * BLOCK;
+        // Blocks that every thread has are walked without a check; the last few that are kept are outside the loop,
+        // so that registers can hold what belongs to them.
         let all = self.cut.fewest() / self.cut.threads;
         let not_kept = all - self.kept.min(all);
         let trips = not_kept.div_ceil(self.unrolled() / self.cut.logits.per_block());
@@ -290,6 +296,7 @@ impl SharedRow {
         for trip in looped..all {
             at(on, shared, global, trip - looped + from, trip.checked_sub(not_kept).map(|kept| kept as usize));
         }
+        // The remaining blocks belong to some of the threads only.
         for trip in all..self.cut.blocks.div_ceil(self.cut.threads) {
             let block = on.add(self.thread, trip * self.cut.threads);
             let here = on.less(block, self.count);
@@ -314,6 +321,7 @@ impl SharedRow {
         let (Some(before), Some(whole)) = (self.before, self.whole) else { return };
         let end = on.add(before, self.cut.row_bytes() - 1);
         let zero = on.variable(0);
+        // The first and the last block, if other rows have a part of them, are handled element by element.
         for byte in [zero, end] {
             let (own, at) = self.has(on, byte);
             let start = on.bits_and(at, !(BLOCK - 1));
@@ -398,7 +406,7 @@ impl SharedRow {
         on.shift_right_signed(byte, self.cut.logits.size().ilog2())
     }
 
-    /// Which elements of a block whose first is column `first` are another row's; `None` where none are.
+    /// Returns which elements of a block whose first column is `first` belong to another row; `None` if none can.
     pub(crate) fn foreign_elements(&self, on: &mut PtxBuilder, first: PtxValue<u32>) -> Option<Vec<PtxValue<bool>>> {
         self.before?;
         let elements = 0..self.cut.logits.per_block();
@@ -415,7 +423,7 @@ impl SharedRow {
         self.before.is_none()
     }
 
-    /// Where column `id` is, if this thread has it.
+    /// Returns the position of column `id`, and whether this thread has it.
     pub(crate) fn find(&self, on: &mut PtxBuilder, id: PtxValue<u32>) -> RowColumn {
         let bytes = on.shift_left(id, self.cut.logits.size().ilog2());
         let byte = self.before.map_or(bytes, |before| on.add(bytes, before));
@@ -423,7 +431,7 @@ impl SharedRow {
         RowColumn { own, at }
     }
 
-    /// That of a column in shared memory.
+    /// Returns the address of a column in shared memory.
     pub(crate) fn shared_of(&self, on: &mut PtxBuilder, target: RowColumn) -> PtxAddress {
         self.shared_at(on, target.at)
     }
@@ -445,6 +453,6 @@ fn is_within(on: &mut PtxBuilder, block: PtxValue<u32>, [start, length]: [PtxVal
 pub(crate) struct RowColumn {
     /// Whether this thread has it.
     pub(crate) own: PtxValue<bool>,
-    /// Where it is from this CTA's part on, bytes.
+    /// The byte offset from the begin of this CTA's part.
     at: PtxValue<u32>,
 }

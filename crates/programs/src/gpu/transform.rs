@@ -1,4 +1,4 @@
-//! What becomes of logits within a kernel for GPUs: the `t` of [`transform`](assay_algebra::transform), by twos.
+//! The transform of logits within a kernel for GPUs: the `t` of [`transform`](assay_algebra::transform), in pairs.
 
 use assay_algebra::transform::Transform;
 use assay_core::tanh::{DENOMINATOR, FAR, NUMERATOR};
@@ -6,7 +6,7 @@ use assay_ptx::{PtxAddress, PtxBuilder, PtxValue};
 
 use super::logits::FloatPair;
 
-/// What becomes of a kernel's logits.
+/// The transform that a spec applies to a kernel's logits.
 #[derive(Clone, Copy)]
 pub(crate) struct PtxTransform {
     transform: Transform,
@@ -14,24 +14,24 @@ pub(crate) struct PtxTransform {
     biases: Option<Biases>,
 }
 
-/// Where columns differ in their bias.
+/// The biases of columns and of the row's target.
 #[derive(Clone, Copy)]
 pub(crate) struct Biases {
-    /// That of each, `[v]` f32, −∞ outside the support.
+    /// The bias of each column, `[v]` f32, −∞ outside the support.
     pub(crate) all: PtxValue<u64>,
-    /// That of the row's target.
+    /// The bias of the row's target.
     pub(crate) own: PtxValue<f32>,
     /// Whether every block begins at a multiple of its elements.
     pub(crate) aligned: bool,
-    /// `v`
+    /// The number of columns `v`.
     pub(crate) vocab: u32,
 }
 
 /// A block of logits, changed.
 pub(crate) struct PtxTransformedBlock {
-    /// In variables.
+    /// The transformed logits, in registers that may be set.
     pub(crate) t: Vec<FloatPair>,
-    /// Which are outside the support, where any may be.
+    /// Whether each element is outside the support; `None` if every column is inside.
     outside: Option<Vec<PtxValue<bool>>>,
 }
 
@@ -53,6 +53,7 @@ impl PtxTransform {
         let biases = self.biases.map(|biases| {
             let own = biases.own;
             let biases = biases.load_block(on, first, 2 * x.len() as u32, shared);
+            // The target keeps its own bias even outside the support.
             at_target(on, target, biases.len(), |on, element, hit| {
                 let bias = on.select(hit, own, biases[element]);
                 on.set(biases[element], bias);
@@ -80,7 +81,7 @@ impl PtxTransform {
         t
     }
 
-    /// Of the largest of logits the `t`, where that is the largest.
+    /// Returns the largest `t` from the largest logit, for a transform that keeps their order.
     pub(crate) fn largest(self, on: &mut PtxBuilder, max: PtxValue<f32>) -> PtxValue<f32> {
         let [t, _] = self.apply(on, [max; 2]);
         t
@@ -111,7 +112,7 @@ impl PtxTransform {
         all.collect()
     }
 
-    /// The same of the target.
+    /// Returns `∂loss/∂x` of the target from `∂loss/∂t`.
     pub(crate) fn through_target(
         self,
         on: &mut PtxBuilder,
@@ -134,7 +135,7 @@ impl PtxTransform {
 }
 
 impl Biases {
-    /// Those of the block whose first column is `first`, in variables.
+    /// Loads the biases of the block whose first column is `first` into registers that may be set.
     fn load_block(self, on: &mut PtxBuilder, first: PtxValue<u32>, elements: u32, shared: bool) -> Vec<PtxValue<f32>> {
         if self.aligned {
             let offset = on.mul_wide(first, 4);
@@ -175,6 +176,7 @@ fn tanh(on: &mut PtxBuilder, y: FloatPair) -> FloatPair {
         on.max(y, -FAR)
     });
     let square = on.mul_pair(y, y);
+    // A quotient of two polynomials in y², each by Horner's rule; beyond ±FAR the result is ±1 in f32.
     let series = |on: &mut PtxBuilder, [c1, c2, c3, c4]: [f32; 4]| {
         [c2, c1, 1.0].into_iter().fold(on.mul_add_pair(square, [c4.into(); 2], [c3.into(); 2]), |sum, c| {
             on.mul_add_pair(sum, square, [c.into(); 2])

@@ -46,18 +46,18 @@ fn launch(rows: usize, threads: u32) -> PtxLaunch {
 struct RowStream {
     logits: LogitsFormat,
     vocab: u32,
-    /// Threads of the CTA.
+    /// The number of threads of the CTA.
     threads: u32,
     thread: PtxValue<u32>,
     /// Bytes of the row's first block that are before it; `None` where rows begin at multiples of 16.
     before: Option<PtxValue<u32>>,
-    /// Where the row's first block begins in each array.
+    /// The address of the row's first block in each array.
     starts: Vec<PtxValue<u64>>,
-    /// Columns that are some.
+    /// The number of real columns; the others are padding.
     real: PtxValue<u32>,
     /// The target's column; [`NOWHERE`] where another device has it.
     id: PtxValue<u32>,
-    /// What becomes of the logits.
+    /// The transform of the logits, if the spec has one.
     change: Option<PtxTransform>,
 }
 
@@ -67,14 +67,15 @@ struct StreamBlock {
     first: PtxValue<u32>,
 }
 
-/// Where a block's results go: its offset from the row's first block, and of an element whether it is the row's, where not all need be.
+/// The destination of a block's results: its offset from the row's first block, and for each element whether it is
+/// the row's, if not all need be.
 struct BlockOutput {
     offset: PtxValue<u64>,
     inside: Option<Vec<PtxValue<bool>>>,
 }
 
 impl RowStream {
-    /// Of row `row` of arrays of `vocab` columns, all of them real and none of them the target's.
+    /// Returns the walk of row `row` over arrays of `vocab` columns, all of them real and none of them the target's.
     fn new(
         on: &mut PtxBuilder,
         [thread, row]: [PtxValue<u32>; 2],
@@ -132,6 +133,7 @@ impl RowStream {
         };
         let block = on.add(self.thread, start);
         let block = on.variable(block);
+        // Several blocks are loaded before any is used, so that their latencies overlap; the rest goes one by one.
         for ahead in [AHEAD[usize::from(self.starts.len() > 1)], 1] {
             let last = |on: &mut PtxBuilder| {
                 let last = on.add(block, (ahead - 1) * self.threads);
@@ -166,7 +168,8 @@ impl RowStream {
         }
     }
 
-    /// The same of the row's first and last block, where these are shared with other rows, element by element: two threads have one each.
+    /// Calls `body` on the row's first and last block if other rows share them, element by element. Two threads have
+    /// one of them each.
     fn edges(
         &self,
         on: &mut PtxBuilder,
@@ -267,11 +270,12 @@ impl RowStream {
     }
 }
 
-/// What both kernels are given.
+/// The inputs that both kernels begin with.
 struct TwoPassStart {
     on: PtxBuilder,
     stream: RowStream,
-    /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
+    /// The factors that make gaps exponents of 2: for the softmax of the entropy, and for that of logp if it is
+    /// another.
     scales: Vec<PtxValue<f32>>,
 }
 
@@ -335,6 +339,7 @@ fn begin(
     let offset = on.mul_wide(row, 4);
     let at = on.add(ids, offset);
     let id = on.load(PtxAddress::Global(at, 0));
+    // An id of another device, or in the padding, matches no column.
     let here = on.less(id, real);
     let id = on.select(here, id, NOWHERE);
     let own = biases.map(|[of_columns, of_targets]| {
@@ -390,12 +395,15 @@ pub(crate) fn statistics(
             stream.cut(on, part);
             highest = part.values.as_flattened().iter().fold(highest, |highest, &x| on.max(highest, x));
         }
+        // Online softmax: if the maximum rises, the sums so far are scaled down to it. The logits are read once, and
+        // no exponential can overflow.
         let rise = gap(on, highest, max);
         for (&scale, &sums) in scales.iter().zip(&sums) {
             rescale(on, scale, rise, sums);
         }
         on.set(max, highest);
         for (part, _) in parts {
+            // The target is remembered and becomes −∞, so that the sums are over the other columns.
             stream.at_target(on, part, |on, element, hit| {
                 let x = part.values.as_flattened()[element];
                 let found = on.select(hit, x, chosen);
@@ -412,6 +420,7 @@ pub(crate) fn statistics(
             }
         }
     });
+    // Each thread has a maximum of its own: the sums of all are brought below the row's before they are added.
     let folds = CtaFolds::new(on, [stream.threads, 2 + 2 * scales.len() as u32], stream.thread);
     let of_row = folds.fold(on, 0, max, PtxBuilder::max);
     let rise = gap(on, of_row, max);
@@ -461,6 +470,7 @@ pub(crate) fn dlogits(
         let counts = on.less(zero, mask);
         on.not(counts)
     };
+    // A masked row gets zeros, without a read of its logits.
     on.when(hidden, |on| {
         let zeros = vec![[0.0.into(); 2]; stream.logits.per_block() as usize / 2];
         stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| stream.write(on, place, &zeros)));
@@ -474,6 +484,8 @@ pub(crate) fn dlogits(
             stream.cut(on, part);
             let gaps = gaps(on, &part.values, max, true);
             // The policy's gradient goes through the last softmax, the bonus's through the first.
+            // The gap and not the exponent is computed first: it is exact near the maximum, where gradients are
+            // large.
             let policy = *scales.last().expect("a softmax");
             let exps: Vec<FloatPair> = gaps.iter().map(|&gap| exp(on, gap, policy)).collect();
             let gradients: Vec<FloatPair> =
@@ -485,6 +497,7 @@ pub(crate) fn dlogits(
             });
             if let Some([factor, mean_gap]) = bonus {
                 for ((&gradient, &gap), &of_policy) in gradients.iter().zip(&gaps).zip(&exps) {
+                    // The bonus adds E·e·(a − ā)/(S·T), with the gap taken back from its exponent.
                     let exponent = on.mul_pair(gap, [scales[0]; 2]);
                     let exp = if scales.len() == 1 { of_policy } else { exponent.map(|exponent| on.exp2(exponent)) };
                     let minus_mean = on.neg(mean_gap);

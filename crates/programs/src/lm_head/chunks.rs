@@ -16,7 +16,7 @@ const SUM_BYTES: RangeInclusive<usize> = 32_000_000..=640_000_000;
 /// Rows of a chunk, and of a block of the sum, are a multiple of it: the rows of an f32 register.
 pub(super) const CHUNK_ROWS: usize = 8;
 
-/// In how many blocks at most a gradient is summed over devices.
+/// The number of blocks, at most, in which a gradient is summed over devices.
 const MOST_BLOCKS: usize = 16;
 
 /// Registers of columns that a part of a scattered gradient is a multiple of: libtpu makes of the reduce-scatter of 1187 registers an
@@ -26,22 +26,22 @@ pub(super) const SCATTERED_REGISTERS: usize = 8;
 /// A device's tokens in one line, or of those of several devices a line each, cut into chunks of as many each.
 #[derive(Clone, Copy)]
 pub(super) struct Chunks {
-    /// `b·t`
+    /// The number of tokens `b·t` of all lines.
     pub(super) tokens: usize,
-    /// Lines, `n`.
+    /// The number of lines `n`.
     pub(super) parts: usize,
-    /// Of a chunk, in each line.
+    /// The number of rows of a chunk in each line.
     pub(super) rows: usize,
     /// `N`, of all chunks, in each line.
     pub(super) padded: usize,
-    /// What of the gradient is summed over devices at a time.
+    /// The bytes of the gradient that are summed over devices at a time.
     pub(super) sum_bytes: Option<usize>,
     /// Columns of a register of the memory.
     pub(super) register: usize,
 }
 
 impl Chunks {
-    /// Tokens of a line.
+    /// Returns the number of tokens of a line.
     pub(super) fn part(self) -> usize {
         self.tokens.div_ceil(self.parts)
     }
@@ -62,7 +62,7 @@ impl Chunks {
         on.filled(lines, &[self.parts, self.padded])
     }
 
-    /// `[n,N]` as `[b,t]`.
+    /// Returns lines `[n,N]` as `[b,t]`, without the padding.
     pub(super) fn in_rows(self, on: &mut Program, lines: HloValue) -> HloValue {
         let [b, t, _] = on.local;
         let lines = on.builder.slice(lines, &[0, 0], &[self.parts, self.part()]);
@@ -71,12 +71,12 @@ impl Chunks {
         on.builder.reshape(line, &[b, t])
     }
 
-    /// `[n,N]` to be filled.
+    /// Returns zeros `[n,N]`, to be filled chunk by chunk.
     pub(super) fn empty(self, on: &mut Program, element: DeviceDtype) -> HloValue {
         on.builder.constant(0.0, HloType::new(element, &[self.parts, self.padded]))
     }
 
-    /// This device's hidden states as `[N,h]`, with 0 behind.
+    /// Returns this device's hidden states as `[N,h]`, padded with zeros.
     pub(super) fn states(self, on: &mut Program, hidden: HloValue) -> HloValue {
         let shape = on.builder.type_of(hidden).shape.clone();
         let width = shape[shape.len() - 1];
@@ -111,6 +111,7 @@ impl Chunks {
 
     /// The columns of `[h,v]` in f32 that are scattered at a time: whole registers as [`SCATTERED_REGISTERS`] says, but for what is left.
     pub(super) fn parts_of_columns(self, width: usize, vocab: usize) -> Vec<Range<usize>> {
+        // About as many bytes as are summed at a time, but in at most MOST_BLOCKS parts of whole registers.
         let unit = SCATTERED_REGISTERS * self.register;
         let column = width * DeviceDtype::F32.size();
         let bytes = self.sum_bytes.unwrap_or(0).min(*SUM_BYTES.end());
@@ -122,12 +123,12 @@ impl Chunks {
 }
 
 impl Program {
-    /// Where a part of a matrix begins that has its rows from `first` on.
+    /// Returns the start indices of the rows of a matrix from `first` on.
     pub(super) fn at_row(&mut self, first: HloValue) -> [HloValue; 2] {
         [first, self.builder.constant(0.0, HloType::new(DeviceDtype::I32, &[]))]
     }
 
-    /// The same for its columns.
+    /// Returns the start indices of the columns of a matrix from `first` on.
     pub(super) fn at_column(&mut self, first: HloValue) -> [HloValue; 2] {
         let [first, zero] = self.at_row(first);
         [zero, first]
@@ -155,17 +156,17 @@ impl Program {
         self.filled(hidden, &[rows, width.next_multiple_of(devices)])
     }
 
-    /// What all devices along `axes` have, one after another along the first axis.
+    /// Returns the arrays of all devices along `axes`, one after another along the first axis.
     pub(super) fn gathered(&mut self, axes: &[MeshAxis], a: HloValue) -> HloValue {
         self.builder.all_gather(a, 0, &self.mesh.groups(axes))
     }
 
-    /// This device's part, along the first axis, of the sum over the devices along `axes`.
+    /// Returns this device's part, along the first axis, of the sum over the devices along `axes`.
     pub(super) fn scattered(&mut self, axes: &[MeshAxis], a: HloValue) -> HloValue {
         self.builder.reduce_scatter(a, 0, &self.mesh.groups(axes))
     }
 
-    /// What is written for one chunk.
+    /// Calls `write` with the program's extents set to those of one chunk.
     pub(super) fn in_chunk<R>(&mut self, chunks: Chunks, write: impl FnOnce(&mut Program) -> R) -> R {
         let [.., v] = self.local;
         let all = mem::replace(&mut self.local, [1, chunks.all_rows(), v]);
@@ -185,6 +186,7 @@ impl Program {
         let index = HloType::new(DeviceDtype::I32, &[]);
         let local = [1, chunks.all_rows(), self.local[2]];
         let (mesh, vocab) = (self.mesh, self.vocab);
+        // The first row of the chunk is carried as the loop's index.
         let carried = [&[self.builder.constant(0.0, index.clone())], carried].concat();
         let results = self.builder.while_loop(
             &carried,
@@ -209,6 +211,7 @@ impl Program {
     pub(super) fn over_rows(&mut self, mut array: HloValue, bytes: Option<usize>) -> HloValue {
         let axes = MeshAxis::ROWS;
         let [rows, width] = self.builder.type_of(array).shape[..] else { unreachable!("a head has two axes") };
+        // Summing in blocks bounds the memory of the collective's result, which exists in addition to its operand.
         let all = rows * width * DeviceDtype::F32.size();
         let bytes = bytes.unwrap_or((all / 4).clamp(*SUM_BYTES.start(), *SUM_BYTES.end()));
         let blocks = all.div_ceil(bytes.max(1)).min(MOST_BLOCKS);

@@ -17,7 +17,7 @@ use assay_tile::stablehlo::{Fold, HloComparison, HloType, HloValue};
 /// The products of a head.
 #[derive(Clone, Copy)]
 pub(super) struct HeadMatmuls {
-    /// `[h,v]` or `[v,h]`
+    /// The weights of the head, `[h,v]` or `[v,h]`.
     pub(super) weights: HloValue,
     pub(super) layout: HeadLayout,
     pub(super) dtype: Dtype,
@@ -28,13 +28,13 @@ pub(super) struct HeadMatmuls {
     pub(super) scattered: bool,
 }
 
-/// What of a chunk the gradient of the head is made of, and how far it takes what is carried.
+/// One chunk's contribution to the gradients, and the values carried to the next chunk.
 struct ChunkGradient {
     /// `[c,h]`, 0 where the mask hides a token.
     hidden: HloValue,
     /// `[c,v]`, in the dtype of hidden.
     dlogits: HloValue,
-    /// `[c]`
+    /// The mask of the chunk's tokens, `[c]`.
     mask: HloValue,
     carried: Vec<HloValue>,
 }
@@ -94,9 +94,9 @@ impl HeadMatmuls {
         mask.map_or(dhidden, |mask| unmasked(on, dhidden, mask))
     }
 
-    /// This device's hidden states as `[N,h]`; where what is summed comes back in parts, 0 where a token is hidden, and the mask of their
-    /// tokens, `[N]`. Masked here once, and behind a barrier, products take them as they are: libtpu fills its unit worse with those
-    /// that mask an operand themselves, and takes longer to compile them.
+    /// Returns this device's hidden states as `[N,h]` and, if sums come back in parts, the mask `[N]` of their
+    /// tokens, with masked states set to 0. Masking here once, behind a barrier, lets products take them unchanged:
+    /// libtpu fills its unit worse with products that mask an operand themselves, and takes longer to compile them.
     fn states(
         self,
         on: &mut Program,
@@ -122,7 +122,7 @@ impl HeadMatmuls {
         (on.builder.barrier(states), Some(mask))
     }
 
-    /// This device's part of `dlm_head`, f32, as the head lies; `[h,v]` however it lies where it is to be scattered.
+    /// Returns this device's part of `dlm_head`, f32, in the head's layout; always `[h,v]` if it is to be scattered.
     fn dlm_head(self, on: &mut Program, hidden: HloValue, dlogits: HloValue) -> HloValue {
         match self.layout {
             HeadLayout::VocabByHidden if !self.scatters(on) => {
@@ -155,6 +155,7 @@ impl HeadMatmuls {
         let CoreOutputs { gradient, logp, logp_of_others, entropy, token } = core(on, logits);
         let dlogits = on.builder.reshape(gradient, &[b * t, v]);
         let dlogits = on.builder.convert(dlogits, self.dtype.into());
+        // The gradients of both factors; tokens that fill the last device's part have zero rows.
         let [mut rows, mut mask] = [dlogits, mask];
         if all > b * t {
             rows = on.filled(rows, &[all, v]);
@@ -184,6 +185,7 @@ impl HeadMatmuls {
         chunks: Chunks,
         calls: KernelCalls,
     ) -> CoreOutputs<[HloValue; 2]> {
+        // A loss that one token decides needs each chunk's logits once: kernel, dhidden and dlm_head in one trip.
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let whole = on.mesh.vocab == 1;
         let resident =
@@ -237,6 +239,8 @@ impl HeadMatmuls {
         calls: KernelCalls,
     ) -> CoreOutputs<[HloValue; 2]> {
         const STATISTICS: usize = 5;
+        // The first loop keeps statistics and logp of every token; the loss of the sequences follows between the
+        // loops; the second loop makes the logits again and writes dlogits over them.
         let in_line = given.part(&mut |array| chunks.in_line(on, array));
         let (states, _) = self.states(on, hidden, &in_line, chunks);
         let arrays: Vec<HloValue> = (0..STATISTICS + 2).map(|_| chunks.empty(on, DeviceDtype::F32)).collect();
@@ -343,8 +347,8 @@ impl HeadMatmuls {
         (states, dlm_head, carried.to_vec())
     }
 
-    /// The same where every device has hidden states of its own and columns of its own. The next chunk's hidden states are gathered beside
-    /// the products of this one, and dhidden is scattered beside that of the head.
+    /// Runs the loop if every device has hidden states of its own and columns of its own. The next chunk's hidden
+    /// states are gathered during the products of this one, and dhidden is scattered during the head's product.
     fn loop_of_gathered(
         self,
         on: &mut Program,
@@ -378,8 +382,9 @@ impl HeadMatmuls {
         (states, dlm_head, carried.to_vec())
     }
 
-    /// The same where each device has rows of its own, and has back hidden units of its own of the head's gradient. The last chunk's
-    /// product is made by columns: each part is sent while the next is multiplied, the last while dhidden is.
+    /// Runs the loop if each device has rows of its own and gets back its own hidden units of the head's gradient.
+    /// The last chunk's product is computed by columns: each part is sent while the next is multiplied, the last
+    /// while dhidden is.
     fn loop_of_scattered(
         self,
         on: &mut Program,
@@ -412,8 +417,9 @@ impl HeadMatmuls {
         (on.builder.dynamic_update_slice(states, dhidden, &start), dlm_head, carried)
     }
 
-    /// This device's hidden units of `dlm_head`, summed over those with other rows: of the products of `hidden`, `[c,h]`, and `dlogits`,
-    /// `[c,v]`, on top of `so_far`, `[h,v]`. What comes back of dlogits is there when all parts but one have arrived.
+    /// Returns this device's hidden units of `dlm_head`, summed over devices with other rows: the products of
+    /// `hidden`, `[c,h]`, and `dlogits`, `[c,v]`, added to `so_far`, `[h,v]`. The dlogits that it returns are
+    /// available once all parts but one have arrived.
     fn scattered_columns(
         self,
         on: &mut Program,
@@ -479,7 +485,7 @@ enum ResidentKernel {
 }
 
 impl ResidentKernel {
-    /// For `[1,n,v]` logits; `None` where a row fits no memory that it could stay in.
+    /// Returns the kernel for `[1,n,v]` logits; `None` if a row does not fit the memory in which it must stay.
     fn for_chunk(structure: Structure, chunk: [usize; 3], calls: KernelCalls) -> Option<Self> {
         let KernelCalls { dtype, machine, ptx, .. } = calls;
         match ptx {

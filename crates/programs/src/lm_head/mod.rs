@@ -71,7 +71,7 @@ use assay_tile::stablehlo::{HloBuilder, HloType};
 /// products; so nothing is gained by larger ones, which are held beside 4 GB of arguments and results.
 pub const CHUNK_BYTES: usize = 640_000_000;
 
-/// What makes the loss of the tokens.
+/// The part of the program that computes the loss of the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeadCore {
     Baseline,
@@ -237,15 +237,16 @@ impl Programs for HeadProgram {
 }
 
 impl HeadProgram {
-    /// With chunks of up to `bytes` of logits, but at least eight rows, instead of [`CHUNK_BYTES`]; `-rows-scattered` has as many as
-    /// the head's gradient takes in f32, which it then need not hold. Fewer chunks read the head less often, smaller ones take less
-    /// memory. The baseline has none.
+    /// Returns the program with chunks of up to `bytes` of logits, but at least eight rows, instead of
+    /// [`CHUNK_BYTES`]; `-rows-scattered` has as many as the head's gradient takes in f32, which it then need not
+    /// hold. Fewer chunks read the head less often, smaller ones take less memory. The baseline has no chunks.
     #[must_use]
     pub fn chunk_bytes(self, bytes: usize) -> Self {
         Self { chunk_bytes: Some(bytes), ..self }
     }
 
-    /// With the gradient summed over devices by about so many bytes at a time, instead of a quarter of it.
+    /// Returns the program with the gradient summed over devices by about `bytes` at a time, instead of a quarter of
+    /// it.
     #[must_use]
     pub fn sum_bytes(self, bytes: usize) -> Self {
         Self { sum_bytes: Some(bytes), ..self }
@@ -360,12 +361,13 @@ impl HeadProgram {
         })
     }
 
-    /// How many of `tokens` a trip takes, of each part that they are in.
+    /// Divides `tokens` into chunks of equal size, in each part that they are in.
     fn chunks(self, [tokens, hidden, vocab]: [usize; 3], mesh: Mesh, logits: Dtype, machine: TileMachine) -> Chunks {
         let parts = if self.scattered { mesh.vocab } else { 1 };
         let scatters = self.scattered && mesh.batch * mesh.tokens > 1;
         let gradient = if scatters { hidden * vocab * DeviceDtype::F32.size() } else { 0 };
         let chunk_bytes = self.chunk_bytes.unwrap_or(CHUNK_BYTES.max(gradient));
+        // As few chunks as the bytes allow, and then chunks as equal as possible, so that the last is nearly full.
         let most = if self.core == HeadCore::Gpu { usize::MAX } else { most_tokens(machine) };
         let most = (chunk_bytes / (vocab * logits.size())).min(most) / parts;
         let most = most / CHUNK_ROWS * CHUNK_ROWS;

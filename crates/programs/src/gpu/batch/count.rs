@@ -1,7 +1,7 @@
 //! Tokens of a batch, counted, and their ids, masks and temperatures, checked.
 
 use super::{
-    BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, EXTENTS, GlobalArray, NumberArray, SEQUENCES, TOKENS,
+    BatchArray, BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, EXTENTS, NumberArray, SEQUENCES, TOKENS,
     VOCAB, extent, owner,
 };
 use crate::transform::differ_by_column;
@@ -51,6 +51,7 @@ pub(crate) fn count(
     let total = on.variable(0.0);
     threads.each(on, span, |on, token| {
         let from = ids.at(on, token);
+        // The target: the id if it is in the vocabulary, else a number that no column has.
         let id: PtxValue<u64> = on.load(from);
         let vocab = on.extend(vocab);
         // Unsigned, so that an id below 0 is beyond the vocabulary too.
@@ -60,6 +61,7 @@ pub(crate) fn count(
         let to = targets.at(on, token);
         on.store(to, id);
 
+        // A token counts as 1 or 0 by its mask; whatever is invalid about it makes that NaN, which reaches its loss.
         let masked = mask.load(on, token);
         let hidden = on.equal(masked, 0.0);
         let mut validity = unless_truth(on, masked, counts_as);
@@ -83,6 +85,7 @@ pub(crate) fn count(
         let sum = on.add(total, one);
         on.set(total, sum);
     });
+    // The first thread writes the count and the place of the sequence.
     let total = threads.sum(on, total);
     let first = threads.is_first(on);
     on.when(first, |on| {
@@ -109,7 +112,7 @@ const NO_ID: u32 = u32::MAX;
 fn validated_span(
     on: &mut PtxBuilder,
     threads: &mut CtaThreads,
-    ends: GlobalArray,
+    ends: BatchArray,
     [tokens, sequences]: [PtxValue<u32>; 2],
 ) -> ([PtxValue<u32>; 2], PtxValue<bool>) {
     // Every CTA looks at all ends: one that descends, or lies beyond the batch, makes all of them invalid.
@@ -130,6 +133,7 @@ fn validated_span(
     let valid = on.equal(invalid, 0.0);
 
     // The CTA behind those of the sequences takes what is behind the last end.
+    // Each CTA has the tokens between two ends; invalid ends give all tokens to the first CTA.
     let owned = on.less(threads.cta, sequences);
     let after = on.add(threads.cta, 1);
     let after = on.min(after, sequences);
@@ -144,7 +148,7 @@ fn validated_span(
     (span, on.and(valid, owned))
 }
 
-fn ends_of(on: &mut PtxBuilder, ends: GlobalArray, sequence: PtxValue<u32>) -> [PtxValue<u32>; 2] {
+fn ends_of(on: &mut PtxBuilder, ends: BatchArray, sequence: PtxValue<u32>) -> [PtxValue<u32>; 2] {
     let from = ends.at(on, sequence);
     [on.load(from), on.load(from.plus(4))]
 }
@@ -152,9 +156,9 @@ fn ends_of(on: &mut PtxBuilder, ends: GlobalArray, sequence: PtxValue<u32>) -> [
 /// Temperatures that come with the batch, and the rates that follow from them.
 #[derive(Clone, Copy)]
 struct TemperatureArrays {
-    given: GlobalArray,
+    given: BatchArray,
     numerator: PtxValue<f32>,
-    rates: GlobalArray,
+    rates: BatchArray,
 }
 
 impl TemperatureArrays {
@@ -194,10 +198,10 @@ impl TemperatureArrays {
 #[derive(Clone, Copy)]
 struct BiasArrays {
     /// The bias of each vocabulary entry, −∞ outside the support.
-    all: GlobalArray,
+    all: BatchArray,
     /// The bias alone, where entries have one.
-    own: Option<GlobalArray>,
-    targets: GlobalArray,
+    own: Option<BatchArray>,
+    targets: BatchArray,
 }
 
 impl BiasArrays {

@@ -31,11 +31,11 @@ use assay_ptx::{PtxAddress, PtxBuilder, PtxKernel, PtxLaunch, PtxTarget, PtxValu
 /// The extent of a batch that an array or a grid grows with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BatchExtent {
-    /// None: there is one.
+    /// A single one for the whole batch.
     Batch,
-    /// The tokens.
+    /// One for each token of the batch.
     Token,
-    /// The sequences.
+    /// One for each sequence of the batch.
     Sequence,
     /// The sequences, and one for the tokens that belong to none.
     SequenceAndRest,
@@ -43,7 +43,7 @@ pub enum BatchExtent {
 
 /// A kernel that was written for one token or one sequence, and how its arrays and its grid grow.
 pub struct BatchKernel {
-    /// The kernel.
+    /// The kernel's text and its launch sizes.
     pub ptx: PtxKernel,
     /// The extent that each parameter grows with, in order.
     pub arrays: Vec<BatchExtent>,
@@ -77,7 +77,7 @@ pub fn batch_numbers(structure: Structure) -> Vec<SpecNumber> {
 /// The fewest and the most threads of a CTA that walks a sequence.
 const THREADS: [u32; 2] = [32, 512];
 
-/// How many threads suit CTAs that walk so many elements each: a power of two.
+/// Returns the number of threads, a power of two, for CTAs that walk so many elements each.
 pub(crate) fn threads_for(elements: usize) -> u32 {
     let [fewest, most] = THREADS;
     (elements.clamp(1, most as usize) as u32).next_power_of_two().max(fewest)
@@ -97,28 +97,28 @@ impl BatchWriter {
     }
 
     /// An array that is read, of `columns` elements for each of its extent.
-    pub(super) fn input(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> GlobalArray {
+    pub(super) fn input(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> BatchArray {
         self.arrays.push(per);
         let stride = columns * dtype.size();
-        GlobalArray { base: self.on.input_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+        BatchArray { base: self.on.input_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
     }
 
     /// An array that is written.
-    pub(super) fn output(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> GlobalArray {
+    pub(super) fn output(&mut self, name: &str, dtype: DeviceDtype, per: BatchExtent, columns: usize) -> BatchArray {
         self.arrays.push(per);
         let stride = columns * dtype.size();
-        GlobalArray { base: self.on.output_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
+        BatchArray { base: self.on.output_aligned(alignment(stride), name, dtype, &[columns]), stride: stride as u32 }
     }
 
-    pub(super) fn f32s(&mut self, name: &str, per: BatchExtent) -> GlobalArray {
+    pub(super) fn f32s(&mut self, name: &str, per: BatchExtent) -> BatchArray {
         self.input(name, DeviceDtype::F32, per, 1)
     }
 
     /// An array of one element for each vocabulary entry.
-    fn vocabulary(&mut self, name: &str, vocab: usize) -> GlobalArray {
+    fn vocabulary(&mut self, name: &str, vocab: usize) -> BatchArray {
         self.arrays.push(BatchExtent::Batch);
         let base = self.on.input_aligned(SCALAR, name, DeviceDtype::F32, &[vocab]);
-        GlobalArray { base, stride: DeviceDtype::F32.size() as u32 }
+        BatchArray { base, stride: DeviceDtype::F32.size() as u32 }
     }
 
     pub(super) fn finish(self, grid: BatchExtent) -> BatchKernel {
@@ -135,13 +135,13 @@ fn alignment(element: usize) -> u64 {
 
 /// An array of global memory.
 #[derive(Clone, Copy)]
-pub(super) struct GlobalArray {
+pub(super) struct BatchArray {
     base: PtxValue<u64>,
     /// Bytes from element to element.
     stride: u32,
 }
 
-impl GlobalArray {
+impl BatchArray {
     /// The address of an element.
     pub(super) fn at(self, on: &mut PtxBuilder, index: PtxValue<u32>) -> PtxAddress {
         let offset = on.mul_wide(index, self.stride);
@@ -215,10 +215,10 @@ impl CtaThreads {
 const TOKENS: u32 = 0;
 const SEQUENCES: u32 = 1;
 const VOCAB: u32 = 2;
-/// Elements of that array.
+/// The number of elements of the array `extents`.
 pub(crate) const EXTENTS: usize = 3;
 
-fn extent(on: &mut PtxBuilder, extents: GlobalArray, which: u32) -> PtxValue<u32> {
+fn extent(on: &mut PtxBuilder, extents: BatchArray, which: u32) -> PtxValue<u32> {
     on.load(extents.first().plus(4 * which))
 }
 
@@ -240,7 +240,7 @@ fn at_least_one(on: &mut PtxBuilder, count: PtxValue<f32>) -> PtxValue<f32> {
 /// The numbers of a spec in global memory.
 #[derive(Clone)]
 pub(super) struct NumberArray {
-    array: GlobalArray,
+    array: BatchArray,
     order: Vec<SpecNumber>,
 }
 
@@ -261,10 +261,10 @@ impl NumberArray {
 /// The arrays that say which tokens a sequence has, written by [`count`].
 #[derive(Clone, Copy)]
 pub(super) struct SequenceArrays {
-    extents: GlobalArray,
-    spans: GlobalArray,
-    counts: GlobalArray,
-    pub(super) counted: GlobalArray,
+    extents: BatchArray,
+    spans: BatchArray,
+    counts: BatchArray,
+    pub(super) counted: BatchArray,
 }
 
 impl SequenceArrays {
@@ -289,7 +289,7 @@ impl SequenceArrays {
         owner(on, cta, sequences)
     }
 
-    /// How many tokens of the sequence count.
+    /// Returns the number of tokens of the sequence that count.
     pub(super) fn count(self, on: &mut PtxBuilder, sequence: PtxValue<u32>) -> PtxValue<f32> {
         self.counts.load(on, sequence)
     }
@@ -297,9 +297,9 @@ impl SequenceArrays {
 
 /// The arrays of a batch that a token's loss reads beside its logits.
 pub(super) struct InputArrays {
-    advantages: GlobalArray,
+    advantages: BatchArray,
     token_advantages: bool,
-    arrays: Vec<(TokenInput, GlobalArray)>,
+    arrays: Vec<(TokenInput, BatchArray)>,
 }
 
 impl InputArrays {

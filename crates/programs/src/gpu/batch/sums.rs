@@ -11,7 +11,7 @@ pub(crate) const COLUMNS: usize = 8;
 /// Columns of the sums of a sequence: the loss, and what is logged of its tokens in the order of the metrics; the last counts them.
 pub(crate) const COUNT: usize = COLUMNS - 1;
 
-/// Metrics of a batch.
+/// The number of metrics of a batch.
 const METRICS: usize = 6;
 
 /// Adds up what [`losses`](super::super::losses) left of each sequence: the loss, and means over the tokens that count.
@@ -28,6 +28,7 @@ pub(crate) fn sums(target: PtxTarget, structure: Structure, threads: u32) -> Bat
     let all = on.add(sequences, 1);
     let sums: [PtxValue<f32>; COLUMNS] = std::array::from_fn(|_| on.variable(0.0));
     let zero = on.variable(0);
+    // One CTA adds up the sums of all sequences and of the tokens that belong to none.
     threads.each(on, [zero, all], |on, sequence| {
         let from = of_sequences.at(on, sequence);
         for (sum, column) in sums.into_iter().zip(0..) {
@@ -40,6 +41,7 @@ pub(crate) fn sums(target: PtxTarget, structure: Structure, threads: u32) -> Bat
     let first = threads.is_first(on);
     on.when(first, |on| {
         on.store(loss.first(), sums[0]);
+        // The loss is a sum already; metrics are means over the tokens that count.
         let count = at_least_one(on, sums[COUNT]);
         for (&sum, place) in sums[1..COUNT].iter().zip(0..) {
             let mean = on.div(sum, count);

@@ -1,4 +1,4 @@
-//! What the kernel of one pass is given of each token, gathered on the device.
+//! The arrays of the one-pass kernel, gathered from a framework's on the device.
 
 use super::{
     BatchExtent, BatchForm, BatchKernel, BatchWriter, CtaThreads, FOLDS_OF_WEIGHTS, InputArrays, NumberArray,
@@ -54,6 +54,7 @@ pub(crate) fn tokens(target: PtxTarget, structure: Structure, form: BatchForm, t
     });
     let is_first = threads.is_first(on);
     let is_first_cta = on.equal(threads.cta, 0);
+    // One thread of the whole grid copies the numbers, which all rows share.
     let is_first = on.and(is_first, is_first_cta);
     on.when(is_first, |on| {
         for (&number, place) in of_kernel.iter().zip(0..) {

@@ -1,6 +1,6 @@
 //! Factors of a token's terms: what its sequence and the batch divide them by.
 
-use super::{CtaThreads, GlobalArray, NumberArray, SEQUENCES, SequenceArrays, at_least_one, extent};
+use super::{BatchArray, CtaThreads, NumberArray, SEQUENCES, SequenceArrays, at_least_one, extent};
 use assay_algebra::structure::{Denominator, DenominatorTokens, SpecNumber, Structure};
 use assay_ptx::{PtxBuilder, PtxValue};
 
@@ -17,7 +17,7 @@ pub(crate) struct TermFactors {
     pub(crate) entropy_of_batch: Option<PtxValue<f32>>,
 }
 
-/// Folds that [`TermFactors`] take.
+/// The number of folds over a CTA that [`TermFactors`] takes.
 pub(crate) const FOLDS: u32 = 2;
 
 impl TermFactors {
@@ -28,11 +28,13 @@ impl TermFactors {
         threads: &mut CtaThreads,
         sequences: SequenceArrays,
         numbers: &NumberArray,
-        normalizer: GlobalArray,
+        normalizer: BatchArray,
     ) -> Self {
         let all = extent(on, sequences.extents, SEQUENCES);
         let [tokens, filled] = [on.variable(0.0), on.variable(0.0)];
         let zero = on.variable(0);
+        // Every CTA counts the tokens and the filled sequences of the whole batch itself, which is cheaper than a
+        // meeting of CTAs.
         threads.each(on, [zero, all], |on, sequence| {
             let count = sequences.count(on, sequence);
             let next = on.add(tokens, count);

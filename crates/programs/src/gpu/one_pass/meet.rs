@@ -88,6 +88,7 @@ impl ClusterWriter {
         values: &[PtxValue<f32>],
     ) {
         let cut = self.cut;
+        // Lane r of every warp writes to CTA r: one store reaches one CTA, and the lanes' stores go out together.
         let is_teller = on.less(place.lane, cut.cluster);
         on.when(is_teller, |on| {
             let index = on.mul_add(place.rank, cut.warps(), place.warp);
@@ -113,6 +114,7 @@ impl ClusterWriter {
         fold: impl Fn(&mut PtxBuilder, PtxValue<f32>, PtxValue<f32>) -> PtxValue<f32>,
     ) -> PtxValue<f32> {
         let warps = self.cut.cluster * self.cut.warps();
+        // Each lane reads one warp's value, or several; lanes then fold by halves, in the same order in every CTA.
         let own = on.bits_and(place.lane, warps.min(32) - 1);
         let from = on.mul_add(own, 4, arrays);
         let mut values: Vec<PtxValue<f32>> = (0..warps.div_ceil(32))

@@ -133,18 +133,18 @@ impl OnePassOutput {
     }
 }
 
-/// Softmaxes of a row.
+/// Returns the number of softmaxes of a row: two if logp has one of its own.
 fn softmaxes(structure: Structure) -> usize {
     structure.gap_rates().len()
 }
 
-/// Global memory.
+/// The addresses of the kernel's arrays in global memory.
 struct OnePassArrays {
     ids: PtxValue<u64>,
     numbers: PtxValue<u64>,
     logits: PtxValue<u64>,
     tokens: PtxValue<u64>,
-    /// Of columns, where they differ in it.
+    /// The biases of columns, if they differ in them.
     biases: Option<PtxValue<u64>>,
     /// A factor of all dlogits, where there is one.
     upstream: Option<PtxValue<u64>>,
@@ -157,15 +157,15 @@ struct OnePassArrays {
 struct OnePassShared {
     row: PtxValue<u32>,
     numbers: PtxValue<u32>,
-    /// What is given of the token.
+    /// The copy of the token's columns.
     token: PtxValue<u32>,
-    /// `x_y`
+    /// The target's logit `x_y`, or the value it is transformed to.
     target: PtxValue<u32>,
     /// One of every warp of the cluster.
     maxima: PtxValue<u32>,
     /// `s` and `w` of each softmax, of every warp each.
     sums: PtxValue<u32>,
-    /// What the third walk multiplies by: see [`WalkScales`].
+    /// The factors of the third walk: see [`WalkScales`].
     scales: PtxValue<u32>,
     /// A barrier for each of [`MEETINGS`], where CTAs meet by stores.
     meetings: Option<PtxValue<u32>>,
@@ -195,11 +195,11 @@ struct ClusterWriter {
 struct TransformedRow<'r> {
     part: &'r SharedRow,
     change: Option<PtxTransform>,
-    /// The target's column.
+    /// The column of the row's target.
     id: PtxValue<u32>,
 }
 
-/// Where a thread is.
+/// The position of a thread in its warp, CTA, cluster and grid.
 #[derive(Clone, Copy)]
 struct ThreadIndex {
     thread: PtxValue<u32>,
@@ -220,6 +220,8 @@ impl ClusterWriter {
         if self.cut.target < PtxTarget::Sm100 || self.logits() == LogitsFormat::F32 || changes {
             return 0;
         }
+        // The registers that remain beside a walk's own hold exponentials, which spares the transcendental units in
+        // walk 3.
         let registers = self.cut.registers(self.resident);
         let softmaxes = softmaxes(self.structure) as u32;
         let beside = match self.structure.entropy_bonus {
@@ -242,6 +244,8 @@ impl ClusterWriter {
     fn body(&self, on: &mut PtxBuilder) {
         let place = self.place(on);
         let ThreadIndex { thread, rank, row, .. } = place;
+        // The target's column, the token's columns and its mask are read before anything else: they decide what the
+        // CTA does.
         let id = {
             let offset = on.mul_wide(row, 4);
             let at = on.add(self.arrays.ids, offset);
@@ -260,6 +264,8 @@ impl ClusterWriter {
         };
         let arrays = [self.arrays.logits, self.arrays.dlogits];
         let part = SharedRow::new(on, self.cut, self.kept(), [thread, rank, row, self.shared.row], arrays);
+        // A masked row gets zeros and nothing of it is read, so that garbage in it cannot matter and no bandwidth is
+        // spent.
         let hidden = on.not(counts);
         on.when(hidden, |on| {
             part.write(on, |_, _| [0.into(); 4]);
@@ -273,6 +279,8 @@ impl ClusterWriter {
             self.make_barriers(on, thread);
             on.arrive_at_cluster(Arrival::Relaxed);
         }
+        // The copy is asynchronous: every thread copies the blocks that it will walk, so only its own copies need
+        // waiting for.
         part.copy_in(on);
         self.copy_token(on, thread, token);
         on.wait_for_copies();
@@ -280,6 +288,9 @@ impl ClusterWriter {
             on.wait_for_cluster();
         }
         let change = self.change(on, &part, token);
+        // The thread that has the target takes it out of the row, so that the sums are over the other columns and 1 −
+        // p_y keeps its digits. Each CTA of the cluster is sent the value, because each computes the token's loss
+        // itself.
         let target = part.find(on, id);
         let in_row = part.shared_of(on, target);
         on.when(target.own, |on| {
@@ -296,15 +307,19 @@ impl ClusterWriter {
             }
         });
         let walked = TransformedRow { part: &part, change, id };
+        // Walk 1 and the first meeting of the cluster, then walk 2 and the second.
         let (max, target_logit) = self.max(on, &walked, place);
         let scales = self.exponent_scales(on);
         let affine = self.affine(on, &walked, max, &scales);
         let kept = self.sum(on, &walked, place, max, &scales, affine.as_ref());
 
         let zero = on.variable(0);
+        // One warp of each CTA computes the token's loss and the factors of dlogits; the others wait at the barrier
+        // below.
         let of_first_warp = on.equal(place.warp, zero);
         on.when(of_first_warp, |on| self.scalars(on, place, change, [max, target_logit], affine.as_ref()));
         on.barrier();
+        // Walk 3 writes dlogits, by exponents if the row allows it and by gaps otherwise.
         match &affine {
             None => {
                 let of = self.scales(on);
@@ -323,6 +338,7 @@ impl ClusterWriter {
                 },
             ),
         }
+        // The target's dlogit has another formula and is written over that of the walk, by the same thread.
         let in_array = part.global_of(on, target);
         on.when(target.own, |on| {
             let of_target: PtxValue<f32> = on.load(PtxAddress::Shared(self.shared.scales, 12));
@@ -335,7 +351,7 @@ impl ClusterWriter {
         WalkScales { policy, base, slope, target }
     }
 
-    /// Where a column is in what is given of a token, bytes.
+    /// Returns the byte offset of a column among those of a token.
     fn place_of(&self, column: TokenColumn) -> u32 {
         4 * self.given.iter().position(|&other| other == column).expect("the structure has the column") as u32
     }
@@ -350,7 +366,7 @@ impl ClusterWriter {
         self.given.contains(&column).then(|| self.given(on, column))
     }
 
-    /// Where a number is among those that the kernel is given, bytes.
+    /// Returns the byte offset of a number among the kernel's numbers.
     fn place_of_number(&self, which: SpecNumber) -> u32 {
         4 * self.of_spec.iter().position(|&other| other == which).expect("the structure has the number") as u32
     }
@@ -360,7 +376,7 @@ impl ClusterWriter {
         on.load(PtxAddress::Shared(self.shared.numbers, place))
     }
 
-    /// What gaps are multiplied by.
+    /// Returns the factor of gaps.
     fn rate(&self, on: &mut PtxBuilder, rate: GapRate) -> PtxValue<f32> {
         match rate {
             GapRate::OfAll(which) => self.number(on, which),
@@ -387,7 +403,8 @@ impl ClusterWriter {
         }
     }
 
-    /// What a gap is multiplied by to become an exponent of 2: of the softmax that entropy is of, and of that of logp where it is another.
+    /// Returns the factors that make gaps exponents of 2: for the softmax of the entropy, and for that of logp if it
+    /// is another.
     fn exponent_scales(&self, on: &mut PtxBuilder) -> Vec<PtxValue<f32>> {
         let minus_log2_e = -LOG2_E as f32;
         let scales = self.structure.gap_rates().into_iter().map(|rate| match rate {
@@ -400,7 +417,8 @@ impl ClusterWriter {
         scales.collect()
     }
 
-    /// What becomes of the row's logits. Its numbers are read where they came from: no thread has waited for what others copied.
+    /// Returns the transform of the row's logits. Its numbers are read from global memory, because no thread has
+    /// waited for the other threads' copies yet.
     fn change(&self, on: &mut PtxBuilder, part: &SharedRow, token: PtxValue<u64>) -> Option<PtxTransform> {
         let transform = self.structure.transform?;
         let place = self.place_of_number(SpecNumber::LogitFactor);

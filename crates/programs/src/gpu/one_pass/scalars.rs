@@ -1,4 +1,5 @@
-//! What one warp of each CTA computes of a row between its sums and its dlogits: the token's loss, its results, the scales.
+//! The scalars that one warp of each CTA computes between a row's sums and its dlogits: the token's loss, its
+//! results, the factors of walk 3.
 
 use std::f64::consts::LOG2_E;
 
@@ -65,6 +66,7 @@ impl ClusterWriter {
         let gap_scales = structure.gap_rates().into_iter();
         let gap_scales: Vec<_> = gap_scales.map(|rate| rate.map(|rate| self.rate(on, rate))).collect();
         let (tempered, one_softmax) = (gap_scales[0], gap_scales.len() == 1);
+        // Softmaxes from the sums of all warps of the cluster.
         let entropy_sums = self.sums(on, place, 0, ends, tempered);
         let entropy_softmax = entropy_sums.softmax(on, tempered);
         let (logp_sums, logp_softmax) = if one_softmax {
@@ -80,6 +82,7 @@ impl ClusterWriter {
         };
         let entropy = entropy_softmax.entropy(on);
 
+        // The loss of the token and its derivative by logp, with the arithmetic that all kernels share.
         let spec_numbers = structure.numbers().into_iter().map(|which| (which, self.number(on, which)));
         let spec_numbers = SpecNumbers::new(spec_numbers.collect::<Vec<_>>());
         let arrays = TokenArrays::load(structure, |array| self.given(on, array.into()));
@@ -95,6 +98,7 @@ impl ClusterWriter {
         let columns = if upstream.is_some() { self.statistics(on, [entropy_sums, logp_sums]) } else { columns };
         on.when(first, |on| self.give(on, place.row, columns));
 
+        // The factors of dlogits: dx_j = e_j·(base + slope·gap_j), with a separate formula for the target.
         let times_upstream =
             |on: &mut PtxBuilder, factor: PtxValue<f32>| upstream.map_or(factor, |upstream| on.mul(factor, upstream));
         let weight = self.given(on, TokenColumn::Weight);
@@ -116,6 +120,7 @@ impl ClusterWriter {
             let before = if one_softmax { policy } else { zero };
             scales.base = on.mul_add(minus, entropy_softmax.mean_gap, before);
             scales.slope = tempered.map_or(factor, |inverse| on.mul(factor, inverse));
+            // The bonus of the target's column, from the same mean gap.
             let above_mean = on.sub(entropy_softmax.target_gap, entropy_softmax.mean_gap);
             let exp_above_mean = on.mul(entropy_softmax.target, above_mean);
             let term = on.mul(exp_above_mean, factor);
@@ -127,6 +132,8 @@ impl ClusterWriter {
         if let Some(change) = change {
             scales.target = change.through_target(on, scales.target, target_logit);
         }
+        // Without a bonus `base` and `slope` are free; the walk by exponents keeps its factor and the maximum in
+        // them.
         if let Some(affine) = affine {
             scales.base = affine.restore(on, scales.policy);
             scales.slope = ends[0];

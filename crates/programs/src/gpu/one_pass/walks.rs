@@ -16,6 +16,7 @@ impl ClusterWriter {
         walked: &TransformedRow,
         place: ThreadIndex,
     ) -> (PtxValue<f32>, PtxValue<f32>) {
+        // A transform that keeps the order needs only the largest logit transformed, not every one.
         let max = match walked.change {
             Some(change) if change.keeps_order() => {
                 let max = self.max_of_logits(on, walked.part);
@@ -25,6 +26,8 @@ impl ClusterWriter {
             None => self.max_of_logits(on, walked.part),
         };
         let larger = |on: &mut PtxBuilder, a, b| on.max(a, b);
+        // Lanes of a warp, then all warps of the cluster, find the largest; the target counts too, though it was
+        // taken out.
         let max = over_lanes(on, max, 32, larger);
         let here = self.shared.maxima;
         self.tell(on, place, ClusterMeeting::Maxima, here, &[max]);
@@ -59,6 +62,8 @@ impl ClusterWriter {
     ) -> (Vec<FloatPair>, Option<PtxTransformedBlock>) {
         let x = self.logits().load_block(on, block.shared);
         let Some(change) = walked.change else { return (x, None) };
+        // The block's columns are transformed with their biases, then the neighbours' elements and the target become
+        // −∞.
         let first = walked.part.first_column(on, block);
         let target = on.sub(walked.id, first);
         let changed = change.block(on, &x, first, target, !walked.part.is_aligned());
@@ -79,6 +84,7 @@ impl ClusterWriter {
         let logits = self.logits();
         let maxima: [PtxValue<u32>; 4] = std::array::from_fn(|_| on.variable(logits.lowest()));
         part.walk(on, WalkedArray::Shared, |on, block| {
+            // Packed elements are compared in pairs as they are; nothing is widened until the end.
             let words: [PtxValue<u32>; 4] = on.load_all(block.shared);
             for (&max, word) in maxima.iter().zip(words) {
                 let larger = logits.max_words(on, max, word);
@@ -123,6 +129,8 @@ impl ClusterWriter {
         let kept = match affine {
             None => self.sum_by_gaps(on, walked, max, scales, &sums),
             Some(affine) => {
+                // The row's numbers decide at run time which of the two walks it takes; both leave exponentials in
+                // the same registers.
                 let kept = self.room_for_kept(on, scales.len());
                 on.either(
                     affine.is_beyond,
@@ -174,7 +182,7 @@ impl ClusterWriter {
         kept
     }
 
-    /// Walk 3.
+    /// Walk 3: writes dlogits from the exponentials of the row.
     pub(super) fn dlogits(
         &self,
         on: &mut PtxBuilder,
@@ -186,6 +194,7 @@ impl ClusterWriter {
     ) {
         let (logits, bonus) = (self.logits(), self.structure.entropy_bonus.is_some());
         // Without a bonus the softmax that logp is of is all that is needed: the last.
+        // The policy's gradient goes through the last softmax, the bonus's through the first.
         let first = if bonus { 0 } else { scales.len() - 1 };
         let [policy, base, slope] = [of.policy, of.base, of.slope].map(|factor| [factor; 2]);
         walked.part.write(on, |on, block| {
@@ -198,6 +207,7 @@ impl ClusterWriter {
                 (vec![], None)
             };
             let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
+            // With a bonus dx_j = e_j·(base + slope·gap_j) + policy·e'_j, without one it is policy·e_j.
             let gradients: Vec<FloatPair> = if bonus {
                 let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
                     let factor = on.mul_add_pair(slope, gap, base);
