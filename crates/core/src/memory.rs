@@ -122,7 +122,7 @@ impl Hierarchy {
     pub fn available(&self, root: &Path, group: &Path) -> Option<usize> {
         let left = |group: &Path| {
             let read = |name: &str| fs::read_to_string(root.join(group).join(name)).ok();
-            // A word where there is none.
+            // A group without a limit has the word `max` there, or a number beyond any memory.
             let most: usize = read(self.most)?.trim().parse().ok()?;
             let held: usize = read(self.held)?.trim().parse().ok()?;
             // Cached files count as used, but the system gives them up under pressure.

@@ -16,7 +16,7 @@ pub(super) struct LogpGradient {
 
 /// Returns `dlogits[b,t,:]` of an unmasked token, for all vocabulary entries or a range of them.
 ///
-/// With `h` the transformed logits, `y_k` the token's ids, of which most often there is one, `G_k = ∂loss/∂ℓ_k` and `E = ∂loss/∂H`:
+/// With `h` the transformed logits, `y_k` the token's ids (most often one), `G_k = ∂loss/∂ℓ_k` and `E = ∂loss/∂H`:
 ///
 /// ```text
 /// ∂ℓ_k/∂h_j = (1[j=y_k] − p_j) / T    p = softmax(h / T), or softmax(h) when T divides the log-probability

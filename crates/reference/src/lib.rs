@@ -320,7 +320,7 @@ fn join(
         ratio::old_logp(spec.old_logp, at(&problem.old_logp, place), at(&problem.extra.rollout_logp, place), logp)
     };
     let advantages = problem.tokens().advantages_of_tokens();
-    // (x after clamp and clip, whether it is in the row's mean)
+    // The pair of x after clamp and clip, and whether it is in the sequence's mean.
     let log_ratio = |place: (usize, usize), token: &TokenScore| {
         let x = token.logp - old_logp(place, token.logp);
         let in_mean = drops != DroppedTerm::Ratio || high[place];
@@ -482,7 +482,7 @@ fn weigh(spec: &LossSpec, problem: &Problem, sequences: &[Sequence], tokens: &mu
     // The policy term and the KL penalty may have different reductions.
     let weights = reduction::row_weights(spec.averaging(), &counts, width);
     let kl_weights = reduction::row_weights(spec.kl_averaging(), &counts, width);
-    // The default is over the tokens that `top_entropy` keeps.
+    // The default mean is over the tokens that `top_entropy` keeps.
     let kept = tokens.map(|token| token.as_ref().is_some_and(|token| token.inputs.top_entropy));
     let all_kept: Vec<usize> =
         sequences.iter().map(|sequence| sequence.places().filter(|&at| kept[at]).count()).collect();

@@ -3,7 +3,7 @@
 //! With `n` a token, `h` a hidden unit, `v` a column and `dx = ∂loss/∂logits`:
 //!
 //! ```text
-//! x[n,v]        = Σ_h hidden[n,h] · lm_head[h,v]        rounded to the dtype of `hidden` where the problem says so
+//! x[n,v]        = Σ_h hidden[n,h] · lm_head[h,v]        rounded to the dtype of `hidden` if the problem rounds logits
 //! dhidden[n,h]  = Σ_v dx[n,v] · lm_head[h,v]
 //! dlm_head[h,v] = Σ_n hidden[n,h] · dx[n,v]
 //! ```

@@ -44,7 +44,7 @@ impl Softmax {
         let nan = f64::NAN;
         let any_nan = z.iter().fold(false, |any, x| any | x.is_nan());
         let largest = |of: &[f64]| of.iter().copied().fold(f64::NEG_INFINITY, |m, x| if x > m { x } else { m });
-        // Few at a time: no comparison has to wait for all before it.
+        // A maximum of chunks has no chain of comparisons through the whole row.
         let max = largest(&z.chunks(32).map(largest).collect::<Vec<_>>());
         let max = if any_nan { nan } else { max };
         if !max.is_finite() {
@@ -53,7 +53,7 @@ impl Softmax {
         // One maximal term is exactly 1. Kept out of the sum it leaves ln S = ln(1 + rest), which is exact however
         // small the rest is.
         let [mut rest, mut weighted_gaps] = [Sum::default(); 2];
-        // What limits are made of, and no value: its sum is plain.
+        // Used for limits only and not for a value: a plain sum suffices.
         let mut weighted_squares = 0.0;
         let mut peak_seen = false;
         for z in z.chunks(AT_ONCE) {

@@ -52,7 +52,7 @@ pub(super) fn loss(spec: &LossSpec, tokens: &Array2<Option<Token>>, rows: usize,
     total.value()
 }
 
-/// Returns the means over unmasked tokens; 0 if there is none.
+/// Returns the means over unmasked tokens; 0 without any.
 pub(super) fn metrics(spec: &LossSpec, tokens: &Array2<Option<Token>>) -> Metrics {
     // Metrics are plain means, whatever the reduction of the loss is.
     let count = tokens.iter().flatten().count();

@@ -120,10 +120,10 @@ fn stays(rejection: &Rejection, problem: &Problem) -> Array2<bool> {
 fn below_second_moment(bound: f64, problem: &Problem) -> Array2<bool> {
     let all = problem.sequences().into_iter().flat_map(|sequence| compared(problem, &sequence));
     let mut tokens: Vec<((usize, usize), f64)> = all.map(|of| (of.at, of.log_ratio().powi(2))).collect();
-    // Of equal ones the earlier leaves first.
+    // The earlier of two equal ones is rejected first.
     tokens.sort_by(|(at, a), (other, b)| a.total_cmp(b).then(other.cmp(at)));
     let mut stays = Array2::from_elem(problem.mask.dim(), false);
-    // The mean of the smallest grows with their number: the last that is below the bound is of the most.
+    // The mean of the smallest values grows with their number: the last mean below the bound has the most.
     let mut sum = Sum::default();
     let mut most = 1;
     for (i, (_, square)) in tokens.iter().enumerate() {
@@ -204,7 +204,7 @@ fn computed_weights(rollout: &RolloutWeights, problem: &Problem) -> Array2<f64> 
         let sum = tokens.iter().map(|of| of.log_ratio()).collect::<Sum>().value();
         let geometric = exp(sum / tokens.len().max(1) as f64);
         let counts = |scored: bool| scored || rollout.unscored == UnscoredWeight::One;
-        // A weight that an unscored token has a part in may be 0, before its bounds.
+        // A weight that depends on an unscored token may be 0, before its bounds.
         let where_scored = |scored: bool, weight: f64| if counts(scored) { weight } else { 0.0 };
         let all_scored = tokens.iter().all(|of| of.scored);
         for of in &tokens {
@@ -249,7 +249,7 @@ pub(super) fn log_weights(spec: &LossSpec, problem: &Problem, corrections: &Corr
     let given = rollout.source == RolloutSource::Given;
     let given_a_row = given && problem.extra.rollout_weights.as_ref().is_some_and(|weights| weights.ncols() == 1);
     let of_row = given_a_row || matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
-    // A computed weight under the mask is 1, of logarithm 0.
+    // The computed weight of a masked token is 1, and its logarithm 0.
     let read = |at: &(usize, usize)| corrections.mask[*at] || (masked_too && given);
     let mut logs = sequence.places().filter(read).map(|at| log(corrections.weights[at]));
     if of_row { logs.next().unwrap_or(0.0) } else { logs.collect::<Sum>().value() }

@@ -97,7 +97,7 @@ fn covariances(samples: &[Sample], epsilon: f64) -> Vec<f64> {
     let count = samples.len() as f64 + epsilon;
     let mean = |value: fn(&Sample) -> f64| samples.iter().map(value).collect::<Sum>().value() / count;
     let (advantage, logp) = (mean(|sample| sample.advantage), mean(|sample| sample.logp));
-    // 0 added, so that −0 and 0 are one value where they are put in order.
+    // Adding 0 turns −0 into 0, so that sorting treats them as equal.
     samples.iter().map(|sample| (sample.advantage - advantage) * (sample.logp - logp) + 0.0).collect()
 }
 

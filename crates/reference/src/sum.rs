@@ -1,7 +1,9 @@
 //! Compensated summation of f64 terms.
 
-/// A running sum of f64 that carries its rounding error along (Knuth's two-sum; Ogita, Rump and Oishi 2005): the result is as if the terms had been
-/// summed in twice the precision and rounded once, `|error| ≤ u·|Σ x| + O(n·u²)·Σ|x|` with `u = 2⁻⁵³`.
+/// A running sum of f64 that carries its rounding error along (Knuth's two-sum; Ogita, Rump and Oishi 2005).
+///
+/// The result is as if the terms had been summed in twice the precision and rounded once:
+/// `|error| ≤ u·|Σ x| + O(n·u²)·Σ|x|` with `u = 2⁻⁵³`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum {
     total: f64,
@@ -13,7 +15,7 @@ impl Sum {
     #[inline]
     pub fn add(&mut self, x: f64) {
         let total = self.total + x;
-        // What of `x` is in the total, and what of the total was there before: what either lacks is the rounding error, exactly.
+        // The part of `x` in the new total, and the part of the old one: what both lack is the rounding error, exactly.
         let of_x = total - self.total;
         self.lost += (self.total - (total - of_x)) + (x - of_x);
         self.total = total;
@@ -21,7 +23,7 @@ impl Sum {
 
     /// Returns the sum with its compensation.
     pub fn value(self) -> f64 {
-        // Beyond ±∞ the lost part is ∞ − ∞; the total alone is then the answer.
+        // The lost part of an infinite total is ∞ − ∞; the total alone is then the answer.
         if self.total.is_finite() { self.total + self.lost } else { self.total }
     }
 }

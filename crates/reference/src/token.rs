@@ -74,7 +74,7 @@ impl Term {
     }
 
     pub(super) fn times(self, factor: f64) -> Self {
-        // A token that a mask leaves out has no term, even where it overflows.
+        // A masked token has no term, even if the term overflows.
         if factor == 0.0 {
             return Self::default();
         }

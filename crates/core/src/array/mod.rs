@@ -120,7 +120,7 @@ macro_rules! float {
 }
 float!(f64, F64, |x| x, |x| x);
 float!(f32, F32, f64::from, |x| x as f32);
-// Through f32, which holds all of them: a shift, and the processor's own conversion.
+// Widened through f32, which is exact: a shift for bf16, and the processor's conversion for f16.
 float!(bf16, Bf16, |x| f64::from(f32::from(x)), bf16::from_f64);
 float!(f16, F16, |x| f64::from(f32::from(x)), f16::from_f64);
 
@@ -281,7 +281,7 @@ impl FloatView<'_, Ix3> {
 
     /// Whether any element of row `[b,t,:]` is at most `bound`.
     pub fn at_most(&self, b: usize, t: usize, bound: f64) -> bool {
-        // All are looked at: without a way out the loop is one of vectors.
+        // Every element is compared: a loop without an early exit is vectorized.
         with_array!(FloatView, self, array => {
             array.slice(s![b, t, ..]).iter().fold(false, |any, &x| any | (Float::to_f64(x) <= bound))
         })
@@ -291,7 +291,7 @@ impl FloatView<'_, Ix3> {
     pub fn row_part(&self, b: usize, t: usize, columns: Range<usize>) -> Vec<f64> {
         with_array!(FloatView, self, array => {
             let row = array.slice(s![b, t, columns]);
-            // Over what lies together the loop is one of vectors.
+            // A loop over contiguous elements is vectorized.
             match row.as_slice() {
                 Some(row) => row.iter().map(|&x| Float::to_f64(x)).collect(),
                 None => row.iter().map(|&x| Float::to_f64(x)).collect(),
@@ -371,7 +371,7 @@ impl<D: Dimension> FloatArray<D> {
     where
         D: RemoveAxis,
     {
-        // ndarray's own lies as it likes.
+        // The layout of ndarray's own result is unspecified.
         fn selected<T: Clone, D: RemoveAxis>(array: &Array<T, D>, axis: Axis, indices: &[usize]) -> Array<T, D> {
             array.select(axis, indices).as_standard_layout().into_owned()
         }

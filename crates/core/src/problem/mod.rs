@@ -483,7 +483,7 @@ impl Tokens<'_> {
                 return Err(ProblemError::Missing { field, expected: per_token.to_vec(), because });
             };
             expect_shape(field, array.shape(), &per_token, "[B,T] of the logits")?;
-            // NaN is how a sampler says that it did not score a token, where that means anything.
+            // A NaN marks a token that the sampler did not score, except where the ratio is taken against it.
             if field != "rollout_logp" || spec.old_logp == OldLogp::Rollout {
                 self.expect_finite(field, |b, t| array[[b, t]])?;
             }
@@ -587,7 +587,7 @@ impl Tokens<'_> {
     fn check_extra(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
         let Shape { batch, tokens, vocab } = shape;
         if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
-            // VESPO reads those of masked tokens too, as its peers do.
+            // VESPO may read the weights of masked tokens too, as some projects do.
             let everywhere = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
             let one_a_row = rollout.level == RolloutLevel::Token;
             let because = "`rollout.source: given`";
@@ -661,7 +661,7 @@ impl Tokens<'_> {
         let Some(values) = values else {
             return Err(ProblemError::Missing { field, expected: vec![batch, tokens], because });
         };
-        // `[B,T]` and `[B,1]` are told apart by the number of columns, also for packed sequences.
+        // The number of columns distinguishes `[B,T]` from `[B,1]`, also for packed sequences.
         let broadcast = one_a_row && values.dim() == (sequences, 1);
         if values.dim() != (batch, tokens) && !broadcast {
             let expected = format!("[{batch}, {tokens}] or [{sequences}, 1]");

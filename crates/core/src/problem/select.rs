@@ -122,7 +122,7 @@ impl<L> Problem<L> {
         let floats = |array: &Option<Array2<f64>>| array.as_ref().map(|array| places.tokens(array));
         // Arrays that may have one value per sequence keep that form.
         let one_a_token_or_sequence = |array: &Option<Array2<f64>>| match array {
-            // One a sequence stays so, a column.
+            // One value per sequence remains a column.
             Some(column) if column.dim() != self.mask.dim() => {
                 Some(places.sequences(&column.column(0).to_owned()).insert_axis(Axis(1)))
             }

@@ -121,7 +121,7 @@ impl CuSeqlens {
                 return Err(wrong(format!("at least {last}, the id of an earlier token: sequences are contiguous")));
             }
             if id > last {
-                // Where the next begins, the last one ends, padding and all; what lies before the first is the first's.
+                // A sequence ends where the next begins, padding included; padding before the first belongs to it.
                 let begin = if last == 0 { 0 } else { t };
                 ends[last] = begin;
                 ends.resize(id, begin);

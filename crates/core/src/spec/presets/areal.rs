@@ -42,7 +42,7 @@ pub(super) fn resolve(
     if decoupled && !given.sampling_logps {
         return Err(reader.lacks("logprobs", "nothing", "the sampler's, as `use_decoupled_loss` is on"));
     }
-    // `metrics` computes with what `recompute` does.
+    // `metrics` computes the same as `recompute`.
     let methods = [("recompute", true), ("metrics", true), ("loglinear", false)];
     if decoupled && !reader.word("prox_logp_method", true, &methods)? {
         let expected = "recompute or metrics: loglinear makes the proximal policy of the current one";

@@ -63,7 +63,7 @@ pub(super) fn resolve(
         old_logp: if given.sampling_logps { OldLogp::Rollout } else { OldLogp::Given },
         temperature,
         rollout: given.rollout_weights.map(|_| ready_made()),
-        // Of the policy term and its penalty; 0 takes the token out of the component.
+        // They weight the policy term and its penalty; 0 removes the token from the component.
         token_weights: given.token_weights.then_some(TokenWeights { applies_to: LossTerms::Policy }),
         reduction: tokens.map_or(Reduction::TokenMean, Reduction::Normalizer),
         scale: adv_tau,

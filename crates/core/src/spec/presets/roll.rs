@@ -62,7 +62,7 @@ pub(super) fn resolve(
         rollout: rollout(reader, given)?,
         token_weights: weighted.then_some(TokenWeights { applies_to: LossTerms::Policy }),
         kl,
-        // `rl_loss_coef` multiplies the others alone.
+        // `rl_loss_coef` multiplies the other terms only.
         entropy_coef: entropy_coef / scale,
         entropy_averaging: (entropy_coef > 0.0).then_some(averaging),
         reduction: averaging.reduction,
@@ -94,7 +94,7 @@ fn averaging(reader: &OptionReader) -> Result<(Averaging, Option<&'static str>),
         "token-mean" => (tokens.map_or(Reduction::TokenMean, Reduction::Normalizer), unless(tokens, TOKENS)),
         "seq-mean-token-sum" => (Reduction::SequenceSum { rows }, unless(samples, SAMPLES)),
         "seq-mean-token-mean" => (Reduction::SequenceMean { rows }, unless(samples, SAMPLES)),
-        // The sum over rows, by the width alone.
+        // The sum over sequences, divided by the width alone.
         _ => (Reduction::FixedLength { rows: Rows::Given(1.0), length: None }, None),
     };
     Ok((Averaging { reduction, denominator_epsilon: 0.0 }, missing))

@@ -164,7 +164,7 @@ fn rloo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
         objective: Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, ..PpoClip::default() }),
         ratio: Ratio { level: RatioLevel::SequenceProduct, ..Ratio::default() },
         temperature: reader.number("temperature", 1.0)?.into(),
-        // A row's tokens have one loss, whose mean it is.
+        // All tokens of a sequence have the same loss, so that their mean is that loss.
         reduction: Reduction::SequenceMean { rows: Rows::All },
         ..LossSpec::default()
     };

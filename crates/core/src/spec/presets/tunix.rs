@@ -65,7 +65,7 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
             Ok(Kl { value_clamp, ..Kl::plain(beta, estimator) })
         })
         .transpose()?;
-    // A temperature of 0 is that of greedy decoding, and divides nothing.
+    // A temperature of 0 means greedy decoding there, and divides nothing.
     let temperature = reader.number("temperature", 1.0)?;
     let spec = LossSpec {
         objective: Objective::PpoClip(clip),
@@ -103,7 +103,7 @@ fn ppo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Preset
         return Err(reader.lacks("old_logps", "nothing", "[B,T]"));
     }
     let epsilon = reader.number("epsilon", 0.2)?;
-    // What is not set, 0 included, is `epsilon`.
+    // A width that is not set, or is 0, equals `epsilon`.
     let width = |name| Ok(reader.number_or_null(name, None)?.filter(|width| *width != 0.0).unwrap_or(epsilon));
     let clip = PpoClip {
         epsilon_low: width("epsilon_low")?,

@@ -60,7 +60,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         }
         _ => Some(8192),
     };
-    // An adaptive coefficient is not implemented there, and turns the bonus off.
+    // An adaptive coefficient is not implemented there and turns the bonus off.
     let adaptive = reader.flag("use_adaptive_entropy", false)?;
     let bonus = if adaptive { 0.0 } else { reader.number("entropy_coef", 0.0)? };
     // The entropy mask, as in TRL: a fraction of 1 leaves it out.
@@ -89,7 +89,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         ..LossSpec::default()
     };
     if given.token_weights {
-        // `sample_weight`, in place of the reduction: a row of weight 0 leaves the loss.
+        // `sample_weight` replaces the reduction: a sequence of weight 0 leaves the loss.
         spec.token_weights = Some(TokenWeights { applies_to: LossTerms::PolicyAndKl });
         spec.reduction = Reduction::Normalizer(items_factor);
         (spec.entropy_coef, spec.scale) = (bonus / accumulation, 1.0);

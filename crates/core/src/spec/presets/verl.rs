@@ -84,7 +84,7 @@ pub(super) fn resolve(
     };
     let advantages = given.advantages_or(AdvantageLevel::Token);
     let mut found = ProjectLoss::new(LossSpec { advantages, temperature, ..spec }, KNOWN);
-    // Of geo_mean alone.
+    // Only geo_mean clips log-ratios.
     if found.spec.ratio.clip.is_some() {
         let defect = "geo_mean is a mean of each micro-batch, and nothing divides by their number: not reproduced";
         found.notes.push(defect.into());
@@ -173,7 +173,7 @@ fn policy_loss(
         }
         "kl_cov" => {
             let fraction = reader.number_or_null("kl_cov_ratio", Some(0.0002))?.unwrap_or(0.0002);
-            // The configuration says 0.1, the function 1 where the configuration says null.
+            // The default of the configuration is 0.1, and that of the function 1 if the configuration has null.
             let coefficient = reader.number_or_null("ppo_kl_coef", Some(0.1))?.unwrap_or(1.0);
             (Objective::KlCov(KlCov { coefficient, selection: Some(TopCovariance { fraction }) }), Ratio::default())
         }
@@ -267,7 +267,7 @@ fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Resu
 
 fn clip(reader: &OptionReader) -> Result<PpoClip, PresetError> {
     let both = reader.number("clip_ratio", 0.2)?;
-    // The configuration's own 0.2 hides `clip_ratio` unless they are null.
+    // The configuration's default of 0.2 hides `clip_ratio` unless both are null.
     let epsilon_low = reader.number_or_null("clip_ratio_low", Some(0.2))?.unwrap_or(both);
     let epsilon_high = reader.number_or_null("clip_ratio_high", Some(0.2))?.unwrap_or(both);
     Ok(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip: None })
