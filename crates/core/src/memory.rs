@@ -138,6 +138,7 @@ impl Hierarchy {
 fn available_on_machine() -> Option<usize> {
     let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    // The kernel says kB and means 1,024 bytes.
     let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)
 }

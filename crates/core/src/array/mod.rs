@@ -56,6 +56,7 @@ impl Dtype {
         match self {
             Dtype::F64 => x,
             Dtype::F32 => f32::from_f64(x).to_f64(),
+            // The 16-bit types are rounded once, directly from f64.
             Dtype::Bf16 => Float::to_f64(<bf16 as Float>::from_f64(x)),
             Dtype::F16 => Float::to_f64(<f16 as Float>::from_f64(x)),
         }
@@ -372,6 +373,7 @@ impl<D: Dimension> FloatArray<D> {
         D: RemoveAxis,
     {
         // The layout of ndarray's own result is unspecified.
+        // Kernels read rows in memory order, whatever axis was selected.
         fn selected<T: Clone, D: RemoveAxis>(array: &Array<T, D>, axis: Axis, indices: &[usize]) -> Array<T, D> {
             array.select(axis, indices).as_standard_layout().into_owned()
         }

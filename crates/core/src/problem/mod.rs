@@ -3,12 +3,12 @@
 //! Notation: `B` sequences of `T` tokens over a vocabulary of `V` entries; `u` is a dtype's unit roundoff. If `S` sequences are
 //! [packed](Sequences::Packed) into one row of `N` tokens, `[B,T]` is `[1,N]`, and an array with one value per sequence is `[S]`.
 
-mod extents;
 mod lm_head;
-mod others;
+mod other_ids;
 mod outcome;
 mod select;
 mod sequences;
+mod shape;
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,12 +16,12 @@ use std::str::FromStr;
 use ndarray::{Array1, Array2, Ix3};
 
 pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
-pub use extents::ProblemShape;
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
-pub use others::OtherIds;
+pub use other_ids::OtherIds;
 pub use outcome::{Candidate, HeadCandidate, HeadGradient, HeadGradientView, Lend, Metrics, Outcome};
 pub use select::ProblemPart;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
+pub use shape::ProblemShape;
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
 
@@ -414,6 +414,7 @@ impl<L> Problem<L> {
 impl Problem {
     /// Returns the shape `(B, T, V)` of the logits.
     pub fn shape(&self) -> Shape {
+        // The rank is a part of the type; the shape is a slice.
         let [batch, tokens, vocab] = self.logits.shape() else { unreachable!("logits have rank 3") };
         Shape { batch: *batch, tokens: *tokens, vocab: *vocab }
     }
@@ -533,6 +534,7 @@ impl Tokens<'_> {
     fn check_others(&self, spec: &LossSpec, shape: Shape) -> Result<(), ProblemError> {
         let Shape { batch, tokens, .. } = shape;
         let others = self.extra.others.as_ref();
+        // A wrong number of ids is an error of `ids`, a wrong number of cotangents one of `dlogp`.
         let wrong = |field, given: &[usize]| {
             // Users see one array `[B,T,K]`, so the message counts the first id too.
             let mut given = given.to_vec();
@@ -588,6 +590,7 @@ impl Tokens<'_> {
         let Shape { batch, tokens, vocab } = shape;
         if let Some(rollout) = spec.rollout.as_ref().filter(|rollout| rollout.source == RolloutSource::Given) {
             // VESPO may read the weights of masked tokens too, as some projects do.
+            // Given weights are checked where the loss reads them.
             let everywhere = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
             let one_a_row = rollout.level == RolloutLevel::Token;
             let because = "`rollout.source: given`";

@@ -46,6 +46,7 @@ impl Gather for PaddedPlaces<'_> {
         array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
     }
 
+    // The rows of a token stay together along the last axis.
     fn several<T: Clone>(&self, array: &Array3<T>) -> Array3<T> {
         array.select(Axis(0), &self.0.batch).select(Axis(1), &self.0.tokens).as_standard_layout().into_owned()
     }

@@ -158,6 +158,7 @@ impl CuSeqlens {
 
     /// Returns the sequence of token `t`; `None` for a token after the last sequence.
     pub fn owner(&self, t: usize) -> Option<usize> {
+        // A binary search: the last sequence that begins at or before `t`, which skips empty ones.
         (t < self.end()).then(|| self.ends().partition_point(|&end| end <= t) - 1)
     }
 }
@@ -184,6 +185,7 @@ impl Sequences {
         match self {
             Sequences::Rows => (0..batch).map(|row| Sequence { index: row, row, tokens: 0..tokens }).collect(),
             Sequences::Packed(cu_seqlens) => {
+                // Neighbouring values of the cumulative lengths bound a sequence.
                 let bounds = cu_seqlens.ends().windows(2).enumerate();
                 bounds.map(|(index, ends)| Sequence { index, row: 0, tokens: ends[0]..ends[1] }).collect()
             }
@@ -248,6 +250,7 @@ impl Sequences {
             Sequences::Rows => (of, 0..tokens),
             Sequences::Packed(cu_seqlens) => {
                 let ends = cu_seqlens.ends();
+                // The last part takes the tokens after the last sequence, so that the parts cover the row.
                 (0..1, ends[of.start]..if of.end == cu_seqlens.count() { tokens } else { ends[of.end] })
             }
         }

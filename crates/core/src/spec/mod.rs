@@ -198,6 +198,8 @@ impl LossSpec {
     /// ```
     pub fn from_cotangents(entropy: bool) -> Self {
         Self {
+            // `−A·ℓ` with `A = −dlogp` is `dlogp·ℓ`; the current policy as the old one makes old log-probabilities
+            // unnecessary.
             objective: Objective::PolicyGradient,
             advantages: AdvantageLevel::Token,
             old_logp: OldLogp::Current,

@@ -54,6 +54,7 @@ impl Serialize for Temperature {
 
 impl<'de> Deserialize<'de> for Temperature {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        // A number or a word: only self-describing formats, such as YAML and JSON, have specs.
         deserializer.deserialize_any(NumberOrGiven)
     }
 }

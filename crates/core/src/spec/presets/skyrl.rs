@@ -260,6 +260,7 @@ fn weights(reader: &OptionReader) -> Result<Option<RolloutWeights>, PresetError>
     }
     let levels = [("token", RolloutLevel::Token), ("sequence", RolloutLevel::Sequence)];
     let level = reader.word(NAME, RolloutLevel::Token, &levels)?;
+    // The family computes weights from all unmasked tokens, and SkyRL from those that a token mask leaves.
     if level == RolloutLevel::Sequence && reader.is_given(TOKEN_MASK) {
         return Err(
             reader.refuse(NAME, "token or null with a token mask: a sequence's ratio would be of the tokens left")
@@ -292,6 +293,7 @@ fn rejections(reader: &OptionReader) -> Result<Vec<Rejection>, PresetError> {
         low.zip(high).map(|(low, high)| within(RejectionLevel::Token, low, high)).into_iter().collect();
     // A sequence mask has its own pair of bounds for each metric.
     if reader.is_given(METRIC) {
+        // The same holds for a statistic of the sequence.
         if !found.is_empty() {
             return Err(reader.refuse(METRIC, "null with a token mask: it would look at the tokens that are left"));
         }

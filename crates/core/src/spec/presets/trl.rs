@@ -227,6 +227,7 @@ fn top_entropy(
 
 fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
     let beta = reader.number("beta", 0.0)?;
+    // TRL does not even compute the reference's log-probabilities then.
     if beta == 0.0 {
         return Ok(None);
     }
@@ -243,6 +244,7 @@ fn rollout(
     loss_type: LossType,
 ) -> Result<Option<RolloutWeights>, PresetError> {
     const INPUT: &str = "importance_sampling_ratio";
+    // Weights exist only with vLLM and its correction; VESPO multiplies by whatever array the batch has.
     let corrects = reader.flag("use_vllm", false)? && reader.flag("vllm_importance_sampling_correction", true)?;
     if !corrects && loss_type != LossType::Vespo {
         return Ok(None);

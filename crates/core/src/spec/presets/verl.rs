@@ -148,10 +148,12 @@ fn policy_loss(
     // Most modes clamp the log-ratio of a token to ±20.
     let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
     let (objective, ratio) = match mode {
+        // Only the usual loss and the bypass have a dual clip.
         "vanilla" => {
             let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
             (Objective::PpoClip(PpoClip { dual_clip, ..clip(reader)? }), clamped)
         }
+        // The value is the sequence's, the gradient the token's; the cap of 10 is on the log-ratio.
         "gspo" => {
             let ratio = Ratio { level: RatioLevel::SequenceToken, cap: Some(10.0), ..Ratio::default() };
             (Objective::PpoClip(clip(reader)?), ratio)
@@ -164,6 +166,7 @@ fn policy_loss(
             clamped,
         ),
         "gpg" | "reinforce" => (Objective::PolicyGradient, Ratio::default()),
+        // Options that are null fall back to the function's own defaults.
         "clip_cov" => {
             let fraction = reader.number_or_null("clip_cov_ratio", None)?.unwrap_or(0.0002);
             let lower = reader.number_or_null("clip_cov_lb", None)?.unwrap_or(1.0);
@@ -177,13 +180,16 @@ fn policy_loss(
             let coefficient = reader.number_or_null("ppo_kl_coef", Some(0.1))?.unwrap_or(1.0);
             (Objective::KlCov(KlCov { coefficient, selection: Some(TopCovariance { fraction }) }), Ratio::default())
         }
+        // GMPO has its own reduction and denominators, so nothing below applies to it.
         "geo_mean" => return geo_mean(reader, given),
+        // DRO has no default for its only number.
         "dro" => {
             let beta = reader.number_or_null("dro_beta", None)?.filter(|beta| *beta > 0.0);
             let beta = beta.ok_or_else(|| reader.refuse("dro_beta", "a number > 0"))?;
             (Objective::Dro(Dro { beta }), Ratio::default())
         }
         "cispo" => {
+            // verl's widths are distances from 1; the family's bounds are on the ratio itself.
             let PpoClip { epsilon_low, epsilon_high, .. } = clip(reader)?;
             (Objective::Cispo(Cispo { lower: Some(1.0 - epsilon_low), upper: 1.0 + epsilon_high }), clamped)
         }
@@ -245,6 +251,7 @@ fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Resu
     const NAME: &str = "rollout_correction.rollout_is";
     let weighs = reader.word("rollout_correction.loss_type", false, &[("ppo_clip", false), ("reinforce", true)])?;
     reader.off("rollout_correction.rollout_rs", "here it would reject by the current policy")?;
+    // PPO's clip against the sampler, without further weights.
     if !weighs {
         let dual_clip = Some(reader.number("clip_ratio_c", 3.0)?);
         let ratio = Ratio { clamp: Some(20.0), ..Ratio::default() };
@@ -253,11 +260,13 @@ fn bypass(reader: &OptionReader, given: &BatchInputs, batch: &VerlBatch) -> Resu
     }
     reader
         .off("rollout_correction.rollout_is_batch_normalize", "here it would divide by a mean of the current policy")?;
+    // `rollout_is: null` switches the weight off and leaves plain REINFORCE.
     if reader.names(NAME) && !reader.is_given(NAME) {
         return Ok(LossSpec { objective: Objective::PolicyGradient, old_logp: given.old_logp(), ..aggregated(batch)? });
     }
     let levels = [("token", RatioLevel::Token), ("sequence", RatioLevel::SequenceProduct)];
     let level = reader.word(NAME, RatioLevel::SequenceProduct, &levels)?;
+    // One threshold truncates the ratio, two mask it.
     let objective = match is_threshold(reader)? {
         (None, upper) => Objective::Cispo(Cispo { lower: None, upper }),
         (Some(lower), upper) => Objective::MaskedRatio(MaskedRatio { lower, upper }),
@@ -276,6 +285,7 @@ fn clip(reader: &OptionReader) -> Result<PpoClip, PresetError> {
 /// Reads `kl_penalty`: `k3` clamps the difference to ±20 and the value to ±10; a `+` takes the gradient of `k2`.
 fn kl(reader: &OptionReader, name: &'static str, beta: f64) -> Result<Kl, PresetError> {
     const EXPECTED: &str = "kl, k1, abs, mse, k2, low_var_kl or k3, and + for the gradient of k2";
+    // A name is an estimator, and after it an optional `+` for the gradient.
     let kind = reader.text(name)?.unwrap_or_else(|| "low_var_kl".into());
     let (kind, gradient) = match kind.strip_suffix('+') {
         Some(kind) => (kind, KlGradient::K2),
