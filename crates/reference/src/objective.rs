@@ -219,8 +219,8 @@ fn ppo_clip(clip: &PpoClip, ratio: f64, advantage: f64) -> Coefficient {
     }
 }
 
-/// Finds the piece of ASPO: for `A > 0` it is `u = min(ρ, 1 + εh)`, or `c₊` if `1/u` exceeds it; for `A < 0` it is `v =
-/// max(ρ, 1 − εl)`, or `c₋` if `v` exceeds it. Selected tokens may have their own `εl` and `εh`.
+/// Finds the piece of ASPO: for `A > 0` it is `u = min(ρ, 1 + εh)`, or `c₊` if `1/u` exceeds it; for `A < 0` it is
+/// `v = max(ρ, 1 − εl)`, or `c₋` if `v` exceeds it. Selected tokens may have their own `εl` and `εh`.
 fn upside_down(aspo: &Aspo, selected: bool, ratio: f64, advantage: f64) -> Coefficient {
     let (epsilon_low, epsilon_high) = match aspo.selected {
         Some(widths) if selected => (widths.epsilon_low, widths.epsilon_high),

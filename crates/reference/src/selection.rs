@@ -24,8 +24,9 @@ impl Choice {
     }
 }
 
-/// Returns the tokens with `entropy ≥ threshold`. The threshold is the linearly interpolated quantile `q = 1 −
-/// fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
+/// Returns the tokens with `entropy ≥ threshold`. The threshold is the linearly interpolated quantile
+/// `q = 1 − fraction`: with the entropies ascending, `i = q·(n−1)` and `f = i − ⌊i⌋`, it is
+/// `H[⌊i⌋] + f·(H[⌊i⌋+1] − H[⌊i⌋])`.
 pub(super) fn top_entropy(top: &TopEntropy, entropies: &Array2<Option<f64>>) -> Array2<bool> {
     // The quantile is over all unmasked tokens of the batch.
     let mut ascending: Vec<f64> = entropies.iter().flatten().copied().collect();

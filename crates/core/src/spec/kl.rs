@@ -80,8 +80,8 @@ pub enum KlGradient {
     Own,
     /// The derivative of `k2` without clamps, `−(ref_logp − ℓ)`: unbiased, whatever the value is (verl's `k1+`, `k3+`).
     K2,
-    /// The gradient of [`K2`](Self::K2) times the token's `sg(min(exp(ℓ − old_logp), bound))`, with the given bound `>
-    /// 0`: 10 in OpenRLHF.
+    /// The gradient of [`K2`](Self::K2) times the token's `sg(min(exp(ℓ − old_logp), bound))`, with the given bound
+    /// `> 0`: 10 in OpenRLHF.
     K2Weighted(f64),
 }
 

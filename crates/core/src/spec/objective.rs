@@ -52,8 +52,8 @@ pub enum Objective {
     None,
 }
 
-/// PPO-clip: `−min(min(ρ, delta)·A, clip(ρ, 1 − epsilon_low, 1 + epsilon_high)·A)`. With a dual clip `c`, and where `A
-/// < 0`, the term is the smaller of that and `−c·A`.
+/// PPO-clip: `−min(min(ρ, delta)·A, clip(ρ, 1 − epsilon_low, 1 + epsilon_high)·A)`. With a dual clip `c`, and where
+/// `A < 0`, the term is the smaller of that and `−c·A`.
 ///
 /// A ratio exactly at a bound takes the unclipped branch, and so has its gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,8 +75,8 @@ impl Default for PpoClip {
     }
 }
 
-/// The bounds of CISPO's weight, on the ratio itself: `upper` is `epsilon_high` in TRL and Liger, and `1 +
-/// epsilon_high` in verl and SkyRL.
+/// The bounds of CISPO's weight, on the ratio itself: `upper` is `epsilon_high` in TRL and Liger, and
+/// `1 + epsilon_high` in verl and SkyRL.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cispo {

@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use super::LossSpec;
 
-/// The reduction of token losses to one number: the weight `w_b` of every token of sequence `b`, with `n_b = Σ_t
-/// m[b,t]` and `ε` the `denominator_epsilon`.
+/// The reduction of token losses to one number: the weight `w_b` of every token of sequence `b`, with
+/// `n_b = Σ_t m[b,t]` and `ε` the `denominator_epsilon`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Reduction {

@@ -75,8 +75,8 @@ pub enum RejectionLevel {
     SecondMoment,
 }
 
-/// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or `Σ m (behaviour − ℓ) / Σ m
-/// ≤ threshold`.
+/// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or
+/// `Σ m (behaviour − ℓ) / Σ m ≤ threshold`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OffPolicyMask {

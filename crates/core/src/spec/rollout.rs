@@ -25,9 +25,9 @@ pub struct RolloutWeights {
     /// The bound of `|log weight|` of a computed weight, applied before `exp`; 20 in verl.
     #[serde(default)]
     pub clamp: Option<f64>,
-    /// Whether every weight is divided by their mean, unless that is 1e-8 or less. The mean is `Σ m·weight / (Σ m +
-    /// 1e-8)` over the tokens of the batch; for the sequence levels it is the mean of these over the sequences that
-    /// have a token, as in verl.
+    /// Whether every weight is divided by their mean, unless that is 1e-8 or less. The mean is
+    /// `Σ m·weight / (Σ m + 1e-8)` over the tokens of the batch; for the sequence levels it is the mean of these over
+    /// the sequences that have a token, as in verl.
     #[serde(default)]
     pub normalize: bool,
     /// The contribution of a token that the sampler did not score.
@@ -59,8 +59,8 @@ pub enum RolloutLevel {
     Token,
     /// The sum `Σ m y` over the sequence, for each of its tokens.
     Sequence,
-    /// The mean `Σ m y / Σ m` over the sequence. For given weights `y = ln(weight + 1e-10)` and the count is `Σ m +
-    /// 1e-8`, as in verl's `geo_mean`.
+    /// The mean `Σ m y / Σ m` over the sequence. For given weights `y = ln(weight + 1e-10)` and the count is
+    /// `Σ m + 1e-8`, as in verl's `geo_mean`.
     Geometric,
     /// The token's own `y_t`; the weight is 0 where the geometric mean of the sequence is out of bounds (NeMo's
     /// `seq-mask-tis`).
