@@ -52,8 +52,8 @@ fn every_regime_and_kernel_dtype_is_drawn() {
     for (_, recipe) in &drawn() {
         arms.recipe(recipe);
     }
-    // Kernels read no f64; `f64_logits_are_refused_by_name`. Not every loss is finite where a logp is −∞:
-    // `all_outputs_target_at_minus_infinity_match_reference` has those that are.
+    // Kernels read no f64; `dtype_f64_logits_are_refused_by_name`. Not every loss is finite where a logp is −∞:
+    // `target_at_minus_infinity_matches_reference` has those that are.
     assert_eq!(arms.missing(), ["dtype: f64", "regime: target_holes"]);
 }
 

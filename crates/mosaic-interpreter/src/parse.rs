@@ -333,7 +333,7 @@ fn attribute<'t>(input: &mut ParseInput<'t>, depth: usize) -> MosaicParsed<Mosai
     let every = delimited(mark('<'), word.context("one number for every element"), mark('>'));
     let splat = preceded(keyword("dense"), cut_err(separated_pair(every, mark(':'), parse_type)))
         .map(|(value, ty)| MosaicAttribute::Splat(value.into(), ty));
-    // Alternatives are told apart by their first character or word; a number comes before keywords that may begin like it.
+    // Alternatives are distinguished by their first character or word.
     let mut attribute = alt((
         symbol.map(|name| MosaicAttribute::Symbol(name.into())),
         quoted.map(|text| MosaicAttribute::Text(text.into())),

@@ -338,7 +338,7 @@ fn off(units: MosaicUnits, instruction: &MosaicInstruction, exact: Rc<ElementBuf
     // Bits of a float are ordered like its magnitude, so that adding to them moves it away from 0.
     let ulps = |x: f32| if x.is_normal() { f32::from_bits(x.to_bits().wrapping_add_signed(by)) } else { x };
     let of_logarithm = |x: f32| if x.abs() < 1.0 { x + by as f32 * f32::EPSILON / 2.0 } else { ulps(x) };
-    // Only functions that a TPU's units approximate are off; near 1 a logarithm has an absolute error.
+    // Only functions that a TPU's units approximate are off; a logarithm between −1 and 1 has an absolute error.
     match (name, &*exact) {
         ("math.exp" | "math.exp2" | "arith.divf", ElementBuffer::Float(values)) => {
             Rc::new(ElementBuffer::Float(values.iter().map(|&x| ulps(x)).collect()))

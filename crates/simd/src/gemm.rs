@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_any_strides_are_exact_on_integers() {
+    fn gemm_any_strides_is_exact_on_integers() {
         for (m, n, k) in [(1, 1, 1), (3, 5, 7), (17, 33, 65), (64, 40, 129)] {
             let (a, b) = (matrix(m, k, 1), matrix(k, n, 2));
             let expected = Array2::from_shape_fn((m, n), |(i, j)| (0..k).map(|l| a[[i, l]] * b[[l, j]]).sum::<f32>());

@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_has_the_bits_of_the_portable_one() {
+    fn isa_every_operation_has_bits_of_portable() {
         for window in vectors(6000 / EVERY).windows(3) {
             let [a, b, c] = window else { unreachable!("windows of three") };
             let run = |isa: Isa| -> Vec<u32> {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn every_16_bit_logit_is_read_exactly_and_written_as_it_was() {
+    fn dtype_16_bit_logits_are_read_and_written_exactly() {
         for first in (0..=u16::MAX).step_by(UNIT * EVERY) {
             let brain: [bf16; UNIT] = std::array::from_fn(|i| bf16::from_bits(first + i as u16));
             let half: [f16; UNIT] = std::array::from_fn(|i| f16::from_bits(first + i as u16));
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_rounded_to_16_bits_to_nearest_even() {
+    fn dtype_16_bit_rounding_is_to_nearest_even() {
         for pair in vectors(60_000 / EVERY).as_chunks().0 {
             for isa in Isa::available() {
                 let (brain, half, upper) = isa.run(RoundingTask(pair));
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn streaming_copies_bytes_of_any_alignment_and_no_others() {
+    fn streaming_copies_any_alignment_and_no_others() {
         let from: Vec<u8> = (1..=100).collect();
         for (start, length) in (0..33).flat_map(|start| (0..67).map(move |length| (start, length))).step_by(EVERY) {
             let mut to = [0; 100];
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn instruction_sets_are_named_and_the_portable_one_is_last() {
+    fn isa_names_end_with_portable() {
         let available = Isa::available();
         assert_eq!(available.last().map(|isa| isa.name()), Some("portable"));
         assert!(available.iter().all(|isa| Isa::NAMES.contains(&isa.name())), "{available:?}");

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_rounded_once_to_the_nearest_bf16() {
+    fn bf16_products_are_rounded_once_to_nearest() {
         let mut rng = ChaCha8Rng::seed_from_u64(6);
         for case in 0..(if cfg!(miri) { 20 } else { 20_000 }) {
             let mut exps: [f32; UNIT] = std::array::from_fn(|_| rng.random_range(-60.0_f32..64.0).exp2());
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_are_in_range_as_long_as_no_product_overflows_or_loses_bits() {
+    fn exp_factor_is_in_range_unless_a_product_overflows() {
         let power = |exponent: i32| f64::from(exponent).exp2() as f32;
         let largest = [power(64); UNIT];
         for isa in Isa::available() {

@@ -203,7 +203,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tanh_any_f32_is_odd_and_within_its_error_and_slopes_are_of_it(bits in any::<[u32; LANES]>(), i in 0..SOME.len()) {
+        fn tanh_is_odd_within_its_error_and_has_its_slopes(bits in any::<[u32; LANES]>(), i in 0..SOME.len()) {
             let x = bits.map(f32::from_bits).map(|x| if x.is_nan() || x.abs() < 1e-8 { 0.5 } else { x });
             prop_assert!(error(SOME[i], &x) <= WORST_OF_QUOTIENT);
             for isa in Isa::available() {
@@ -219,7 +219,7 @@ mod tests {
 
     /// A NaN does not hide a large number in another lane.
     #[test]
-    fn tanh_beside_nan() {
+    fn tanh_beside_nan_is_right() {
         struct Together([f32; 3]);
         impl SimdTask for Together {
             type Output = [f32; 3];
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn tanh_at_its_edges() {
+    fn tanh_at_its_edges_is_right() {
         let mut y = [0.0; LANES];
         for (edges, expected) in [
             ([0.0, -0.0, 1e-40, -1e-40], [0.0, -0.0, 1e-40, -1e-40]),

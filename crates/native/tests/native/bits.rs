@@ -111,7 +111,7 @@ fn transforms() -> Vec<LossSpec> {
 
 /// One temperature for all is the same as an array of it, of sequences or of tokens, whose bits under the mask are any.
 #[test]
-fn all_outputs_of_a_temperature_given_everywhere_have_the_bits_of_the_number() {
+fn temperature_given_everywhere_has_bits_of_number() {
     let native = Native::default();
     let specs = walks().into_iter().filter(|spec| spec.temperature_divides == TemperatureDivides::Logits);
     for (i, spec) in specs.enumerate() {
@@ -134,7 +134,7 @@ fn all_outputs_of_a_temperature_given_everywhere_have_the_bits_of_the_number() {
 }
 
 #[test]
-fn all_outputs_transformed_logits_have_the_same_bits_and_match_reference() {
+fn logits_transform_same_bits_and_match_reference() {
     for (i, spec) in transforms().into_iter().enumerate() {
         for (regime, dtype) in Regime::FINITE.into_iter().zip(Dtype::KERNEL.into_iter().cycle().skip(i)) {
             let problem = recipe([1, 4, 1100], dtype, regime, i as u64).problem(&spec).expect("a valid recipe");
@@ -147,7 +147,7 @@ fn all_outputs_transformed_logits_have_the_same_bits_and_match_reference() {
 
 /// Whatever stands outside the support, in place or not.
 #[test]
-fn all_outputs_garbage_outside_the_support_changes_no_bit() {
+fn support_garbage_outside_changes_no_bit() {
     for spec in transforms().into_iter().filter(|spec| !spec.support.is_whole()) {
         let mut problem = recipe([1, 3, 1100], Dtype::F32, Regime::Peaked, 5).problem(&spec).expect("a valid recipe");
         problem.ids.fill(7);
@@ -207,7 +207,7 @@ fn dlogits_are_normal_numbers_or_0<E: NativeElement>(isa: Isa, kept: bool, entro
 }
 
 #[test]
-fn dlogits_below_the_normal_numbers_are_0_and_no_others() {
+fn dlogits_below_normal_numbers_are_0_and_no_others() {
     for isa in Isa::available() {
         for (kept, entropy) in [(true, 0.0), (false, 0.0), (true, 1e-3), (false, 1e-3)] {
             dlogits_are_normal_numbers_or_0::<f32>(isa, kept, entropy);
@@ -220,7 +220,7 @@ proptest! {
     #![proptest_config(cases::config(300))]
 
     #[test]
-    fn all_outputs_any_spec_have_the_bits_of_the_portable_path(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+    fn isa_any_spec_has_bits_of_portable(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let problem = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let native = Native::default();
         prop_assume!(native.supports(&spec, problem.shape(), recipe.dtype, 1).is_ok());
@@ -238,7 +238,7 @@ proptest! {
 
 /// V from 1 to two whole vectors and a column, around a block, and around what the first two caches hold.
 #[test]
-fn all_outputs_awkward_vocabularies_have_the_same_bits_and_match_reference() {
+fn vocabulary_awkward_widths_same_bits_match_reference() {
     let vocabularies = (1..=65).chain([511, 512, 513, 1023, 1025, 8191, 8193, 16_385, 131_073]);
     for (i, vocab) in vocabularies.enumerate() {
         let regime = Regime::FINITE[i % Regime::FINITE.len()];
@@ -253,7 +253,7 @@ fn all_outputs_awkward_vocabularies_have_the_same_bits_and_match_reference() {
 
 /// A grid of 65,535 blocks, and a row number of 16 bits, are common bounds.
 #[test]
-fn all_outputs_more_than_65_535_rows_match_reference() {
+fn rows_more_than_65_535_match_reference() {
     let spec = LossSpec::default();
     let problem = recipe([2, 40_000, 5], Dtype::Bf16, Regime::Sampled, 1).problem(&spec).expect("a valid recipe");
     assert!(problem.mask.as_slice().expect("dense").iter().rposition(|counts| *counts).is_some_and(|row| row > 65_535));
@@ -263,7 +263,7 @@ fn all_outputs_more_than_65_535_rows_match_reference() {
 /// Beyond 32 bits of an index, and of an offset in bytes: 4.3 GB, most of it masked rows of zeros.
 #[test]
 #[ignore = "takes 9 GB: make test-extensive"]
-fn all_outputs_more_than_2_31_elements_match_reference() {
+fn elements_more_than_2_31_match_reference() {
     let spec = LossSpec::default();
     let few = recipe([1, 4, 151_936], Dtype::Bf16, Regime::Sampled, 1).unmasked_problem(&spec).expect("a valid recipe");
     let tokens = (1_usize << 31) / 151_936 + 3;
@@ -304,7 +304,7 @@ fn expect_right(spec: &LossSpec, problem: &Problem, what: &str) {
 }
 
 #[test]
-fn all_outputs_any_number_of_threads_have_the_same_bits() {
+fn threads_any_number_same_bits() {
     for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
         let problem = recipe([4, 9, 2049], dtype, Regime::Peaked, 3).problem(&spec).expect("a valid recipe");
         with_logits!(problem, logits => {
@@ -321,7 +321,7 @@ fn all_outputs_any_number_of_threads_have_the_same_bits() {
 }
 
 #[test]
-fn per_token_outputs_any_order_of_rows_have_the_same_bits() {
+fn rows_any_order_same_bits() {
     let spec = LossSpec { kl: Some(Kl::plain(0.05, KlEstimator::K3)), entropy_coef: 0.02, ..LossSpec::default() };
     let problem = recipe([6, 5, 1000], Dtype::Bf16, Regime::Normal, 5).problem(&spec).expect("a valid recipe");
     let FloatArray::Bf16(logits) = &problem.logits else { unreachable!("bf16 was asked for") };
@@ -369,7 +369,7 @@ fn view_mut<E>(room: &mut Array3<E>, v: usize) -> ArrayViewMut3<'_, E> {
 }
 
 #[test]
-fn all_outputs_rows_anywhere_in_place_or_not_have_the_same_bits() {
+fn strides_in_place_or_not_same_bits() {
     for (spec, dtype) in walks().into_iter().zip(Dtype::KERNEL.into_iter().cycle()) {
         let problem = recipe([3, 5, 1234], dtype, Regime::Holes, 7).problem(&spec).expect("a valid recipe");
         let native = Native::default();
@@ -406,7 +406,7 @@ fn same<E: NativeElement>(a: &Array3<E>, b: &Array3<E>) -> bool {
 }
 
 #[test]
-fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
+fn rows_not_dense_or_misfit_are_refused_unwritten() {
     let spec = LossSpec::default();
     let problem = recipe([2, 3, 40], Dtype::F32, Regime::Normal, 1).problem(&spec).expect("a valid recipe");
     let native = Native::default();
@@ -444,7 +444,7 @@ fn rows_that_are_not_dense_or_do_not_fit_are_refused_and_nothing_is_written() {
 /// What no real model says, and −∞ and NaN where they may stand: every instruction set says the same, and NaN or ∞ is never
 /// hidden.
 #[test]
-fn all_outputs_extreme_logits_have_the_same_bits_and_match_reference() {
+fn logits_extreme_same_bits_and_match_reference() {
     let extremes = [
         vec![f32::MAX, f32::MIN, 0.0, -0.0],
         vec![f32::MIN, f32::MIN, 3.0, f32::MIN],
@@ -483,7 +483,7 @@ fn all_outputs_extreme_logits_have_the_same_bits_and_match_reference() {
 
 /// Gradients so small that a factor times `2^-26` is no normal number any more.
 #[test]
-fn dlogits_f32_of_tiny_advantages_match_reference() {
+fn advantages_tiny_dlogits_f32_match_reference() {
     let spec = LossSpec::default();
     let mut problem = recipe([2, 3, 1000], Dtype::F32, Regime::Normal, 4).problem(&spec).expect("a valid recipe");
     let Advantages::Sequence(advantages) = &mut problem.advantages else { unreachable!("the default") };

@@ -34,14 +34,14 @@ proptest! {
     #![proptest_config(cases::config(300))]
 
     #[test]
-    fn all_outputs_any_spec_any_head_match_reference(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {
+    fn lm_head_any_spec_matches_reference(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {
         expect_right(&spec, &recipe);
     }
 }
 
 /// Five tiles of a 16-bit head, chunks that are not full, and a ratio that a sequence shares.
 #[test]
-fn results_have_the_same_bits_for_any_number_of_threads() {
+fn lm_head_any_threads_same_bits() {
     let ratio = Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio };
     for spec in [LossSpec::default(), LossSpec { ratio, entropy_coef: 0.01, ..LossSpec::default() }] {
         for (dtype, layout) in Dtype::KERNEL.into_iter().zip([
@@ -70,7 +70,7 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_by_name() {
+fn lm_head_misfit_is_refused_by_name() {
     let spec = LossSpec::default();
     let good = cases::head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
     let refused = |change: &dyn Fn(&mut HeadProblem)| {
@@ -95,7 +95,7 @@ fn what_does_not_fit_is_refused_by_name() {
 
 /// Logits of 12,000 are 8 apart in f16: one that is rounded to the other side changes its probability by more than f64 can say.
 #[test]
-fn logits_rounded_by_whole_nats_have_no_limit_and_no_false_alarm() {
+fn lm_head_logits_rounded_by_whole_nats_no_false_alarm() {
     let recipe = Recipe {
         masked_garbage: true,
         ..drawn([2, 8, 2048], Dtype::F16, Regime::ShiftedUp, 18_128_733_820_678_993_277, 0.388)
@@ -107,7 +107,7 @@ fn logits_rounded_by_whole_nats_have_no_limit_and_no_false_alarm() {
 
 /// A gradient of 1e-34 is a sum of 4,099 terms of which most are flushed to 0, each in the same direction.
 #[test]
-fn what_is_flushed_of_every_column_adds_up() {
+fn lm_head_flushed_columns_add_up() {
     let recipe = Recipe {
         masked_garbage: true,
         ..drawn([3, 8, 4099], Dtype::Bf16, Regime::Negative, 14_409_466_002_960_439_639, 5.0)
@@ -130,7 +130,7 @@ fn what_is_flushed_of_every_column_adds_up() {
 
 /// What a logit's rounding does to the ratio of a sequence, it does to the gradients of all its tokens.
 #[test]
-fn errors_of_a_ratio_that_a_row_shares_add_up_over_its_tokens() {
+fn lm_head_shared_ratio_errors_add_up_over_tokens() {
     let recipe = drawn([3, 5, 31], Dtype::Bf16, Regime::Normal, 190_976_387_827_755_321, 0.0);
     let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: true, recipe };
     let objective = Objective::ImportanceSampling(ImportanceSampling { empty_rows: false });
@@ -141,7 +141,7 @@ fn errors_of_a_ratio_that_a_row_shares_add_up_over_its_tokens() {
 
 /// The product's error is wider than a clip of 4 %: between its ends lies a piece that neither end is on.
 #[test]
-fn piece_between_two_kinks_of_one_band_is_found() {
+fn lm_head_piece_between_kinks_of_one_band_is_found() {
     let recipe = drawn([1, 6, 4099], Dtype::F16, Regime::ShiftedUp, 3_155_012_108_911_663_558, 0.0);
     let recipe = HeadRecipe { hidden: 16, layout: HeadLayout::HiddenByVocab, rounds_logits: false, recipe };
     let objective = Objective::KlCov(KlCov { coefficient: 1.275, selection: None });

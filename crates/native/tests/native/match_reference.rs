@@ -59,7 +59,7 @@ fn config(cases: u32) -> Config {
 
 /// Tokens whose own logit is −∞: their ratio is 0, their logp −∞.
 #[test]
-fn all_outputs_target_at_minus_infinity_match_reference() {
+fn target_at_minus_infinity_matches_reference() {
     let bonus = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
     let of_logp = LossSpec { temperature: 0.7.into(), temperature_divides: TemperatureDivides::Logp, ..bonus.clone() };
     for spec in [LossSpec::default(), bonus, of_logp] {
@@ -88,7 +88,7 @@ fn all_outputs_target_at_minus_infinity_match_reference() {
 /// The judge finds no fault with correct implementations: the first cases of a fixed seed, 1,000 or as many as
 /// `ASSAY_CASES` asks for.
 #[test]
-fn no_false_alarms() {
+fn native_random_cases_have_no_false_alarms() {
     let cases = env::var("ASSAY_CASES").map_or(1000, |text| text.parse().expect("ASSAY_CASES is a number of cases"));
     let seed = suites::SEED;
     let implementation = Native::default();
@@ -111,14 +111,14 @@ proptest! {
     #![proptest_config(config(500))]
 
     #[test]
-    fn all_outputs_any_spec_any_regime_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+    fn spec_any_regime_matches_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         expect_right(&spec, &recipe);
     }
 }
 
 /// Every named choice of a spec, alone, in every regime.
 #[test]
-fn all_outputs_every_variant_match_reference() {
+fn variants_every_one_matches_reference() {
     let implementation = Native::default();
     let supported = supported::supported(&implementation, 1);
     assert!(supported.len() > 80, "{} variants", supported.len());
@@ -144,22 +144,22 @@ fn qwen_vocabulary(dtype: Dtype) {
 }
 
 #[test]
-fn all_outputs_f32_qwen_vocabulary_match_reference() {
+fn vocabulary_qwen_f32_matches_reference() {
     qwen_vocabulary(Dtype::F32);
 }
 
 #[test]
-fn all_outputs_bf16_qwen_vocabulary_match_reference() {
+fn vocabulary_qwen_bf16_matches_reference() {
     qwen_vocabulary(Dtype::Bf16);
 }
 
 #[test]
-fn all_outputs_f16_qwen_vocabulary_match_reference() {
+fn vocabulary_qwen_f16_matches_reference() {
     qwen_vocabulary(Dtype::F16);
 }
 
 #[test]
-fn outputs_any_thread_count_have_the_same_bits() {
+fn threads_any_count_same_bits_in_the_pool() {
     let recipe = Recipe {
         shape: [4, 7, 1025],
         dtype: Dtype::Bf16,
@@ -187,7 +187,7 @@ fn outputs_any_thread_count_have_the_same_bits() {
 }
 
 #[test]
-fn f64_logits_are_refused_by_name() {
+fn dtype_f64_logits_are_refused_by_name() {
     let recipe = Recipe {
         shape: [1, 1, 3],
         dtype: Dtype::F64,

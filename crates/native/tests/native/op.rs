@@ -94,7 +94,7 @@ fn gradient(spec: &LossSpec, problem: &Problem, cotangents: OutputCotangents) ->
 /// A loss that is scaled by 1/7, as accumulation does it, or by 2^16, as f16 needs it, has the gradient of a spec whose
 /// `scale` is that: rounded once.
 #[test]
-fn dlogits_of_a_scaled_loss_match_reference() {
+fn op_scaled_loss_dlogits_match_reference() {
     for (seed, spec) in specs().into_iter().enumerate() {
         for dtype in Dtype::KERNEL {
             for g in [1.0 / 7.0, 65_536.0, -3.0] {
@@ -123,7 +123,7 @@ fn dlogits_of_a_scaled_loss_match_reference() {
 
 /// At a scale of 1 most of an f16 gradient are 0; at 2^16 those alone that are so small after it.
 #[test]
-fn dlogits_of_f16_are_scaled_before_they_underflow() {
+fn op_f16_dlogits_are_scaled_before_they_underflow() {
     let spec = LossSpec::default();
     let problem = problem(&spec, Dtype::F16, 9);
     let zeros = |dlogits: &FloatArray<Ix3>| dlogits.to_f64().iter().filter(|&&x| x == 0.0).count();
@@ -138,7 +138,7 @@ fn dlogits_of_f16_are_scaled_before_they_underflow() {
 
 /// What is sent into logp is the gradient of `Σ c·ℓ`, and into entropy that of `Σ c·H`; beside the loss, their sum.
 #[test]
-fn dlogits_of_cotangents_into_logp_and_entropy_are_those_of_a_loss_made_of_them() {
+fn op_cotangents_have_dlogits_of_a_loss_made_of_them() {
     for temperature_divides in [TemperatureDivides::Logits, TemperatureDivides::Logp] {
         let sum = Reduction::Normalizer(1.0);
         let base = LossSpec { temperature: 0.8.into(), temperature_divides, reduction: sum, ..LossSpec::default() };
@@ -180,7 +180,7 @@ fn same(a: &NativeOutputs, b: &NativeOutputs) -> bool {
 }
 
 #[test]
-fn outputs_have_the_same_bits_with_a_gradient_in_place_or_not_and_without() {
+fn op_gradient_in_place_or_not_same_bits() {
     for (seed, spec) in specs().into_iter().enumerate() {
         for dtype in Dtype::KERNEL {
             let problem = problem(&spec, dtype, seed as u64);
@@ -201,7 +201,7 @@ fn outputs_have_the_same_bits_with_a_gradient_in_place_or_not_and_without() {
 }
 
 #[test]
-fn threads_that_call_at_once_get_the_bits_of_one() {
+fn op_concurrent_calls_get_the_bits_of_one() {
     let spec = &specs()[1];
     let problem = &problem(spec, Dtype::Bf16, 7);
     let (evaluation, dlogits) = &gradient(spec, problem, OutputCotangents::default());
@@ -217,7 +217,7 @@ fn threads_that_call_at_once_get_the_bits_of_one() {
 
 /// 32-bit ids, a mask of numbers, narrow log-probabilities and advantages of a sequence where the spec has one a token.
 #[test]
-fn arrays_of_other_dtypes_are_taken_exactly() {
+fn op_arrays_of_other_dtypes_are_taken_exactly() {
     let spec = LossSpec { advantages: AdvantageLevel::Token, ..specs().remove(0) };
     let mut problem = problem(&spec, Dtype::F32, 2);
     let narrow = |array: Option<Array2<f64>>| array.map(|array| array.mapv(|x| f64::from(x as f32)));
@@ -245,7 +245,7 @@ fn arrays_of_other_dtypes_are_taken_exactly() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_by_name_and_nothing_is_written() {
+fn op_misfit_is_refused_by_name_and_unwritten() {
     let spec = LossSpec::default();
     let problem = problem(&spec, Dtype::F32, 1);
     let refused = |arguments: OpArguments| {

@@ -15,7 +15,7 @@ proptest! {
     #![proptest_config(cases::config(300))]
 
     #[test]
-    fn all_outputs_packed_any_spec_have_the_bits_of_the_padded(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+    fn packed_any_spec_has_bits_of_padded(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
@@ -41,7 +41,7 @@ proptest! {
     #![proptest_config(cases::config(40))]
 
     #[test]
-    fn all_outputs_packed_any_head_have_the_bits_of_the_padded(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {
+    fn packed_any_head_has_bits_of_padded(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
@@ -63,7 +63,7 @@ proptest! {
 
 /// Tokens behind the last sequence, as a width that is always the same leaves them, are nobody's.
 #[test]
-fn all_outputs_tokens_behind_the_last_sequence_change_no_bit() {
+fn packed_tokens_after_last_sequence_change_no_bit() {
     let spec = LossSpec {
         ratio: Ratio { level: RatioLevel::Sequence, ..LossSpec::default().ratio },
         reduction: Reduction::SequenceMean { rows: Rows::All },

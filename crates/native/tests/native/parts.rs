@@ -62,7 +62,7 @@ proptest! {
 
 /// What a trainer has that hands every micro-batch the same options and adds up.
 #[test]
-fn a_sum_of_parts_own_means_is_told_from_it() {
+fn parts_summed_own_means_are_distinguished() {
     let means = [
         Reduction::TokenMean,
         Reduction::SequenceMean { rows: Rows::NonEmpty },

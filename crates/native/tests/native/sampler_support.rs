@@ -25,7 +25,7 @@ fn over_the_set(spec: &LossSpec, problem: &Problem, (b, t): (usize, usize)) -> (
 }
 
 #[test]
-fn all_outputs_within_top_k_and_top_p_are_those_of_the_softmax_over_the_set() {
+fn top_k_top_p_outputs_are_of_softmax_over_the_set() {
     let spec = LossSpec { temperature: Temperature::Given, entropy_coef: 0.02, ..LossSpec::default() };
     let native = Native::default();
     for (seed, dtype) in (0..).zip(Dtype::KERNEL) {
