@@ -287,7 +287,7 @@ impl Trials<'_> {
                 fields.entry(variant.field).or_default().push((i, variant));
             }
             for (field, variants) in fields {
-                let claim = "variants_every_one_matches_reference";
+                let claim = "all_outputs_every_variant_match_reference";
                 self.push(claim, devices, &format!(" {field}"), |run| run.variants(variants, variants::SHAPE));
             }
         }

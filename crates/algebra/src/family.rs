@@ -40,9 +40,11 @@ impl KernelScope {
         let unless = |computed: bool, field, given: &dyn Fn() -> String, supported| {
             if computed { Ok(()) } else { Err(UnsupportedSetting { field, given: given(), supported }) }
         };
+        // A softmax alone must be that of logits as they are, for one id.
         if self == KernelScope::Softmax {
             return expect_one_id(spec).and_then(|()| expect_plain_logits(spec));
         }
+        // Choices by covariances or entropies need the logits of the whole batch.
         let selection = match &spec.objective {
             Objective::KlCov(cov) => cov.selection.map(|top| ("objective.kl_cov.selection", written(&top))),
             Objective::ClipCov(cov) => cov.selection.map(|band| ("objective.clip_cov.selection", written(&band))),
@@ -52,6 +54,7 @@ impl KernelScope {
             return Err(UnsupportedSetting { field, given, supported: "`selected` given with the batch" });
         }
         unless(spec.top_entropy.is_none(), "top_entropy", &|| written(&spec.top_entropy), TOKENS)?;
+        // A sequence without a token is seen only by kernels that see the whole batch.
         let empty_rows = matches!(&spec.objective, Objective::ImportanceSampling(sampling) if sampling.empty_rows);
         let native = "false: a row without tokens has no part in a program for devices";
         let field = "objective.importance_sampling.empty_rows";
@@ -59,6 +62,7 @@ impl KernelScope {
         if self != KernelScope::Token {
             return Ok(());
         }
+        // Everything else that tokens share needs a kernel that sees their sequence.
         let level = spec.ratio.level;
         unless(level == RatioLevel::Token, "ratio.level", &|| written(&level), ROWS)?;
         let vespo = matches!(spec.objective, Objective::Vespo(_));

@@ -144,6 +144,7 @@ named! {
 impl SpecNumber {
     /// Returns the number's value in `spec` for a batch of `[B,T]`, or NaN if the spec has no such number.
     pub fn value_in(self, spec: &LossSpec, extents: [usize; 2]) -> f64 {
+        // Numbers that every loss has are read here, those of objectives below.
         let none = f64::NAN;
         let kl = spec.kl.as_ref();
         let entropy = spec.entropy_averaging;
@@ -189,6 +190,7 @@ impl SpecNumber {
             SpecNumber::DualClip => Some(clip.dual_clip.unwrap_or(f64::INFINITY)),
             _ => None,
         };
+        // An objective has only its own numbers; a bound that it lacks is infinite.
         match (objective, self) {
             (Objective::PpoClip(clip), _) => clip_value(clip),
             (Objective::ClipCov(cov), _) => clip_value(&cov.clip),

@@ -331,6 +331,7 @@ fn clipped<A: Arithmetic>(
     inputs: &LossInputs<A::Value, A::Truth>,
     ratio: A::Value,
 ) -> (A::Truth, A::Truth) {
+    // GMPO clips log-ratios, PPO and CISPO ratios.
     let zero = on.constant(0.0);
     let compared = if structure.bounds.clip {
         let x = on.sub(inputs.logp, inputs.old_logp);

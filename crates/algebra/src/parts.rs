@@ -63,11 +63,13 @@ impl SeparableBatch {
     /// [`SpecError`] where the spec makes choices over a whole batch by what its logits are, or means over a width that packed
     /// sequences do not have.
     pub fn new(spec: &LossSpec, mut batch: Problem<()>) -> Result<Self, SpecError> {
+        // Choices over the whole batch cannot be made part by part.
         expect_separable(spec)?;
         if batch.extra.sequences.packed().is_some() {
             let expected = "a number ≥ 1, since packed sequences have no padded width";
             spec.expect_no_width().map_err(|field| SpecError { field, given: "none".into(), expected })?;
         }
+        // The counts that reductions divide by, after rejections.
         let mask = KernelInputs::new(StructuredSpec::new(spec), &batch.tokens()).mask;
         let count = |sequence: Sequence| sequence.places().filter(|&at| mask[at]).count();
         let counts: Vec<usize> = batch.sequences().into_iter().map(count).collect();
@@ -78,6 +80,7 @@ impl SeparableBatch {
             width: mask.ncols(),
         };
         let mut spec = spec.clone();
+        // A second moment is over the batch: its rejections become weights of tokens.
         if spec.rejection.iter().any(|rejection| rejection.level == RejectionLevel::SecondMoment) {
             // What they leave out over the batch is said token by token.
             let given = batch.extra.token_weights.as_ref().filter(|_| spec.token_weights.is_some());
@@ -87,6 +90,7 @@ impl SeparableBatch {
             spec.token_weights.get_or_insert(TokenWeights { applies_to: LossTerms::PolicyAndKl });
             spec.rejection.retain(|rejection| rejection.counts);
         }
+        // So is the mean by which weights are normalized: they become given weights.
         if let Some(weights) = spec.rollout.as_mut().filter(|weights| weights.normalize) {
             batch.extra.rollout_weights = Some(normalized(weights, &batch.tokens(), &mask));
             // They are of no level any more, and of no bounds.
@@ -141,6 +145,7 @@ impl SeparableBatch {
 
     /// Returns the loss of a part, and the factor by which all of it is scaled.
     fn part_spec(&self, rows: usize) -> (LossSpec, f64) {
+        // Means over counts of the batch become sums over given numbers.
         let mut spec = self.spec.clone();
         // Rows without tokens have a loss only where all rows are counted: such a part is scaled as a whole.
         let share = match &spec.objective {
@@ -175,6 +180,7 @@ pub fn run(
     parts: usize,
     devices: usize,
 ) -> Result<Candidate, RunError> {
+    // Cut tokens first, then the logits that belong to each part.
     let whole = SeparableBatch::new(spec, problem.with_logits(())).map_err(ProblemError::from)?;
     let sequences = &problem.extra.sequences;
     let run = |of: Range<usize>| {
@@ -191,6 +197,7 @@ pub fn run(
 impl ReductionCounts {
     /// Replaces counts by numbers in an averaging, and multiplies each denominator by `share`.
     fn fixed(&self, Averaging { reduction, denominator_epsilon }: Averaging, share: f64) -> Averaging {
+        // A number of sequences that the batch has replaces the rule by which they are counted.
         let rows = |rows| {
             Rows::Given(match rows {
                 Rows::All => self.rows as f64 * share,

@@ -46,6 +46,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let (low, high) = (SpecNumber::Low, SpecNumber::High);
         match self.structure.form {
             ObjectiveForm::PpoClip => self.ppo_clip(on),
+            // A score function of the ratio within its bounds.
             ObjectiveForm::Cispo => {
                 let bounded = bounded(on, self.ratio, Some(self.number(low)), Some(self.number(high)));
                 self.score(on, bounded.value)

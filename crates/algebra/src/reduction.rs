@@ -22,6 +22,7 @@ impl ReductionWeights {
     /// Computes the factors of `spec` from the tokens that count.
     pub fn new(spec: &LossSpec, settled: &KernelInputs, sequences: &Sequences) -> Self {
         let mask = &settled.mask;
+        // One factor per sequence, in the places of its tokens.
         let counts = counts(mask, sequences);
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
         let times = |factor: f64, averaging| {
@@ -29,6 +30,7 @@ impl ReductionWeights {
             let weights: Vec<f64> = of_rows.into_iter().map(|weight| factor * weight).collect();
             sequences.spread(mask.dim(), &weights)
         };
+        // Cotangents of entropies are factors of their own; a bonus has the factor of its mean.
         let entropy = if let Some(dentropy) = settled.input(TokenInput::Dentropy) {
             Array2::from_shape_fn(mask.dim(), |at| if mask[at] { spec.scale * dentropy[at] } else { 0.0 })
         } else {
@@ -54,6 +56,7 @@ fn counts(mask: &Array2<bool>, sequences: &Sequences) -> Vec<f64> {
 /// Computes the factor of each sequence's tokens under `averaging`. A fixed length over the padded width never meets
 /// packed sequences.
 fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
+    // Counts of the batch that denominators may use.
     let rows = counts.len() as f64;
     let filled_rows = counts.iter().filter(|&&n| n > 0.0).count() as f64;
     let total: f64 = counts.iter().sum();
@@ -62,6 +65,7 @@ fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
         Rows::NonEmpty => filled_rows,
         Rows::Given(count) => count,
     };
+    // Sequences without an unmasked token have no factor: their denominator may be 0.
     let epsilon = averaging.denominator_epsilon;
     let denominator = |count: f64| match averaging.reduction {
         Reduction::TokenMean => total + epsilon,
@@ -75,6 +79,7 @@ fn row_weights(averaging: Averaging, counts: &[f64], width: usize) -> Vec<f64> {
 
 /// Adds up the loss, `Σ weight·token_loss + Σ ∂loss/∂H·H`, in the order of tokens.
 pub fn loss(tokens: &Array2<Option<TokenEvaluation>>, weights: &ReductionWeights) -> f64 {
+    // A factor of 0 leaves the entropy out, which may be NaN.
     let mut total = 0.0;
     for (at, token) in tokens.indexed_iter() {
         let Some(token) = token else { continue };

@@ -27,6 +27,7 @@ pub struct KernelInputs {
 impl KernelInputs {
     /// Computes the arrays of `tokens` that `spec`, whose structure is given, reads.
     pub fn new(StructuredSpec { spec, structure }: StructuredSpec, tokens: &Tokens) -> Self {
+        // Rejections first: a token is masked, or its terms get the factor 0.
         let mut mask = tokens.mask.clone();
         // 0 where a token counts, but has no part in the term; else the trainer's own weight.
         let mut in_policy = Array2::ones(mask.dim());
@@ -44,6 +45,7 @@ impl KernelInputs {
                 }
             }
         }
+        // Weights of the trainer multiply; a weight of 0 masks the token.
         if let (Some(given), Some(own)) = (spec.token_weights, &tokens.extra.token_weights) {
             let own = per_token(tokens, own);
             mask.zip_mut_with(&own, |counts, weight| *counts &= *weight != 0.0);
@@ -52,6 +54,7 @@ impl KernelInputs {
                 in_kl *= &own;
             }
         }
+        // Weights against the sampler's policy.
         let weights = spec.rollout.as_ref().map(|rollout| weights(rollout, tokens));
         let times =
             |part: &Array2<f64>, weights: Option<&Array2<f64>>| weights.map_or_else(|| part.clone(), |w| w * part);
@@ -62,6 +65,7 @@ impl KernelInputs {
             None => Array2::zeros(mask.dim()),
         };
         let logp_of = |which: OldLogp| if which == OldLogp::Rollout { rollout_logp.as_ref() } else { tokens.old_logp };
+        // Each array that the structure may read; masked tokens may hold anything.
         let value = |input: TokenInput| match input {
             TokenInput::OldLogp => array(logp_of(spec.old_logp)),
             TokenInput::RefLogp => array(tokens.ref_logp),
@@ -132,6 +136,7 @@ fn scored(tokens: &Tokens) -> Array2<bool> {
 
 /// Estimates the divergence of each token from the sampler; unspecified under the mask.
 fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
+    // Estimators of the log-ratio alone.
     let y = log_ratios(tokens);
     match estimator {
         RejectionEstimator::K1 => return y.mapv(|y| -y.clamp(-20.0, 20.0)),
@@ -145,6 +150,7 @@ fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
         RejectionEstimator::AbsoluteRatio => return y.mapv(|y| y.abs().exp()),
         RejectionEstimator::BinaryKl | RejectionEstimator::TotalVariation | RejectionEstimator::Probability => {}
     }
+    // Estimators of the probabilities themselves.
     let Some(old) = tokens.old_logp else { return y };
     let inner = |probability: f64| probability.clamp(1e-6, 1.0 - 1e-6);
     Zip::from(old).and(&y).map_collect(|&old, &y| {
@@ -162,6 +168,7 @@ fn estimates(estimator: RejectionEstimator, tokens: &Tokens) -> Array2<f64> {
 
 /// Marks all tokens but those with the largest `y²`, as few as bring the mean of the rest below `bound`.
 fn below_second_moment(bound: f64, tokens: &Tokens) -> Array2<bool> {
+    // Squares in descending order, with the sums of each and all smaller ones.
     let squares = log_ratios(tokens).mapv(|y| y * y);
     let mut largest: Vec<((usize, usize), f64)> =
         tokens.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| (at, squares[at])).collect();
@@ -177,6 +184,7 @@ fn below_second_moment(bound: f64, tokens: &Tokens) -> Array2<bool> {
         })
         .collect();
     sums.reverse();
+    // The fewest that must leave; one token always stays.
     let count = sums.len();
     let below = sums.iter().enumerate().position(|(i, sum)| sum / ((count - i) as f64) < bound);
     let leave = below.unwrap_or(count.saturating_sub(1));
@@ -192,6 +200,7 @@ fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
     if rejection.level == RejectionLevel::SecondMoment {
         return below_second_moment(rejection.max, tokens);
     }
+    // A bound on each token, or on a sum, mean or extreme over its sequence.
     let of_token = estimates(rejection.estimator, tokens);
     let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
     let mut stays = Array2::from_elem(tokens.mask.dim(), true);
@@ -218,6 +227,7 @@ pub fn weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
         (RolloutSource::Given, Some(given)) => given_weights(rollout.level, tokens, given),
         _ => computed_weights(rollout, tokens),
     };
+    // Weights are divided by their mean, unless that is almost 0.
     if rollout.normalize {
         let of_rows = matches!(rollout.level, RolloutLevel::Sequence | RolloutLevel::Geometric);
         let mean = mean_weight(&weights, tokens, of_rows);
@@ -238,6 +248,7 @@ pub(super) fn per_token(tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
 
 fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> Array2<f64> {
     let mut weights = per_token(tokens, given);
+    // A given weight of each token becomes the geometric mean over its sequence.
     if level == RolloutLevel::Geometric {
         for sequence in tokens.sequences() {
             let logs = unmasked(tokens.mask, &sequence).map(|at| (weights[at] + 1e-10).ln());
@@ -249,6 +260,7 @@ fn given_weights(level: RolloutLevel, tokens: &Tokens, given: &Array2<f64>) -> A
 }
 
 fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
+    // The bounds of weights, and of their logarithms before.
     let (least, most) = (rollout.min.unwrap_or(0.0), rollout.max.unwrap_or(f64::INFINITY));
     let weight = |log: f64| match rollout.clamp {
         Some(clamp) => log.clamp(-clamp, clamp).exp(),
@@ -259,11 +271,13 @@ fn computed_weights(rollout: &RolloutWeights, tokens: &Tokens) -> Array2<f64> {
         OutOfBounds::Truncate => weight.min(most).max(least),
         OutOfBounds::Mask => 0.0,
     };
+    // An unscored token has the log-ratio 0, or the weight 0.
     let mut weights = log_ratios(tokens);
     let known = match rollout.unscored {
         UnscoredWeight::Zero => scored(tokens),
         UnscoredWeight::One => Array2::from_elem(tokens.mask.dim(), true),
     };
+    // By sequences: the product of the tokens' weights, and its geometric mean.
     for sequence in tokens.sequences() {
         let sum = unmasked(tokens.mask, &sequence).map(|at| weights[at]).sum::<f64>();
         let geometric = weight(sum / count(tokens.mask, &sequence).max(1.0));
@@ -301,6 +315,7 @@ fn mean_weight(weights: &Array2<f64>, tokens: &Tokens, of_rows: bool) -> f64 {
 fn log_weights(spec: &LossSpec, tokens: &Tokens, mask: &Array2<bool>, weights: Option<&Array2<f64>>) -> Array2<f64> {
     let mut sums = Array2::zeros(mask.dim());
     let (Some(rollout), Some(weights)) = (&spec.rollout, weights) else { return sums };
+    // The product runs over unmasked tokens, or over all if the spec asks for it; a weight of the sequence counts once.
     let given = tokens.extra.rollout_weights.as_ref().filter(|_| rollout.source == RolloutSource::Given);
     let masked_too =
         given.is_some() && matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);

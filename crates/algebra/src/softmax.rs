@@ -46,15 +46,18 @@ impl<V: Copy> SoftmaxSums<V> {
     /// Finishes the softmax of logits times `1/T`, or of the logits as they are if no factor is given.
     pub fn softmax<A: Arithmetic<Value = V>>(self, on: &mut A, inverse_temperature: Option<V>) -> SoftmaxStatistics<V> {
         let Self { max, target_logit, others, weighted } = self;
+        // The target's gap and exponential, which the sums leave out.
         let gap = on.sub(max, target_logit);
         let target_gap = inverse_temperature.map_or(gap, |inverse| on.mul(gap, inverse));
         let minus_gap = on.neg(target_gap);
         let target = on.exp(minus_gap);
         let (zero, one) = (on.constant(0.0), on.constant(1.0));
+        // ln S from S − 1, which is exact where the target is the maximum and the others are tiny.
         let sum = on.add(others, target);
         let short_of_one = on.sub(target, one);
         let excess = on.add(others, short_of_one);
         let log_sum = on.ln_1p(excess);
+        // The target's part of the mean gap; 0·∞ is left out.
         let of_target = on.mul(target, target_gap);
         let nothing = on.equal(target, zero);
         let of_target = on.select(nothing, zero, of_target);

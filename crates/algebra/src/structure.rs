@@ -249,6 +249,7 @@ pub(super) fn known_denominator(averaging: Averaging, [batch, tokens]: [usize; 2
 impl Structure {
     /// Everything but the numbers of `spec`.
     pub fn from_spec(spec: &LossSpec) -> Self {
+        // A factor of the policy term or of the penalty is an input if anything weighs or drops single tokens.
         let drops = |from: &[LossTerms]| {
             spec.rejection.iter().any(|rejection| rejection.counts && from.contains(&rejection.drops_from))
         };
@@ -266,6 +267,7 @@ impl Structure {
                 cap: spec.ratio.cap.is_some(),
             },
             old_logp_given: spec.old_logp != OldLogp::Current,
+            // Logits before their softmax.
             transform: Transform::from_spec(spec),
             temperature: match (spec.temperature, spec.temperature_divides) {
                 (Temperature::Given, _) => TemperaturePlace::Given,
@@ -273,6 +275,7 @@ impl Structure {
                 (Temperature::Number(_), TemperatureDivides::Logits) => TemperaturePlace::Logits,
                 (Temperature::Number(_), TemperatureDivides::Logp) => TemperaturePlace::Logp,
             },
+            // The penalty, whose numbers and bounds are inputs.
             kl: spec.kl.as_ref().map(|kl| KlForm {
                 estimator: kl.estimator,
                 slope: match kl.gradient {
@@ -288,6 +291,7 @@ impl Structure {
                 denominator: (spec.kl_averaging() != spec.averaging())
                     .then(|| Denominator::from_averaging(spec.kl_averaging())),
             }),
+            // Cotangents of entropies take the place of a bonus.
             entropy_bonus: match spec.entropy_coef {
                 _ if spec.dentropy => Some(Denominator::ONE),
                 0.0 => None,
@@ -337,6 +341,7 @@ impl Structure {
     /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
     pub fn numbers(self) -> Vec<SpecNumber> {
         use SpecNumber as N;
+        // The numbers of the objective, then those of options that the spec has.
         let of_form: &[SpecNumber] = match self.form {
             ObjectiveForm::PpoClip => &[N::Low, N::High, N::Delta, N::DualClip],
             ObjectiveForm::Cispo | ObjectiveForm::MaskedRatio => &[N::Low, N::High],
@@ -371,6 +376,7 @@ impl Structure {
 
     /// The numbers that its softmaxes read, in order.
     pub fn softmax_numbers(self) -> Vec<SpecNumber> {
+        // A temperature of each token is an array, not a number.
         let (one, changes) = (self.temperature != TemperaturePlace::Given, self.transform.is_some());
         let all = [
             (one, SpecNumber::InverseTemperature),
@@ -384,11 +390,13 @@ impl Structure {
     /// Returns the factors of gaps below the maximum, `None` for 1: of the softmax that entropy is of, and of that of
     /// logp if it is another. Derivatives by the softmax's arguments are multiplied by the first.
     pub fn gap_rates(self) -> Vec<Option<GapRate>> {
+        // The transform's rate is a part of the factor.
         let [of_entropy, of_logp] = match self.transform {
             Some(_) => [Some(SpecNumber::Rate), Some(SpecNumber::LogpRate)],
             None => [Some(SpecNumber::InverseTemperature), None],
         };
         let [of_entropy, of_logp] = [of_entropy, of_logp].map(|number| number.map(GapRate::OfAll));
+        // A second softmax is needed only where the temperature divides logp.
         match self.temperature {
             TemperaturePlace::Given => vec![Some(GapRate::OfToken)],
             TemperaturePlace::One if self.transform.is_none() => vec![None],
@@ -400,8 +408,10 @@ impl Structure {
     /// The numbers that a whole program reads, in order.
     pub fn program_numbers(self) -> Vec<SpecNumber> {
         use SpecNumber as N;
+        // Numbers of the loss and of the softmaxes, then those of the reductions.
         let epsilon = |denominator: Option<Denominator>| denominator.is_some_and(|denominator| denominator.epsilon);
         let kl = self.kl.and_then(|kl| kl.denominator);
+        // The mean over all tokens needs no number of its own.
         let entropy =
             self.entropy_bonus.filter(|denominator| *denominator != Denominator::ALL_TOKENS && !self.dentropy);
         let optional = [

@@ -160,6 +160,7 @@ impl Arithmetic for Tape {
 /// the place of each number of the spec.
 pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, SpecNumber) -> usize) -> Tape {
     let on = &mut Tape::default();
+    // Inputs and numbers come first on the tape: operations name their places.
     let [logp, advantage, weight] = ["logp", "advantages", "weight"].map(|name| on.input(name));
     let inputs: Vec<(TokenInput, usize)> =
         structure.inputs().into_iter().map(|input| (input, on.input(input.name()))).collect();
@@ -175,6 +176,7 @@ pub fn token_losses(structure: Structure, mut number: impl FnMut(&mut Tape, Spec
     let token_count = |on: &mut Tape| on.input("row_count");
     let numbers = SpecNumbers::new(numbers);
     let (token, grad) = sequence_losses(on, structure, &numbers, [logp, weight], arrays, Tape::row_sum, token_count);
+    // The results, by the names that evaluators ask for.
     on.output("token_loss", token.loss);
     on.output("reduced", token.reduced);
     on.output("ratio", token.ratio);

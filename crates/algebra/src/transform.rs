@@ -68,6 +68,7 @@ impl ColumnBiases {
         let of_column = |j: usize| given.map_or(0.0, |bias| bias[j].max(f32::MIN.into()) as f32);
         let of_token = |&id: &i64| usize::try_from(id).ok().filter(|&id| id < vocab).map_or(0.0, of_column);
         let mut bias = Array1::from_shape_fn(vocab, of_column);
+        // Columns outside the support, whose exponential must be 0.
         let outside = spec.support.vocab.unwrap_or(vocab)..vocab;
         for j in outside.chain(spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab)) {
             bias[j] = f32::NEG_INFINITY;

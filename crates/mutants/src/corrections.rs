@@ -14,6 +14,7 @@ use assay_core::spec::{
 impl TokenCorrections {
     pub(crate) fn new(launch: &SpecimenLaunch) -> Self {
         let (spec, given) = (launch.spec, launch.tokens.mask);
+        // In this order: rejections, the trainer's weights, weights against the sampler.
         let mut all = Self::none(given);
         all.reject(launch);
         let rejected = launch.has(Bug::RejectedOutOfRollout).then(|| all.mask.clone());
@@ -54,6 +55,7 @@ impl TokenCorrections {
     }
 
     fn reject(&mut self, launch: &SpecimenLaunch) {
+        // A token stays if no rejection takes it.
         let rejections = match launch.spec.rejection.as_slice() {
             _ if launch.has(Bug::RejectionIgnored) => &[],
             all if launch.has(Bug::FirstRejectionAlone) => &all[..all.len().min(1)],
@@ -75,6 +77,7 @@ impl TokenCorrections {
                 _ if launch.has(Bug::RejectionTakesKl) => LossTerms::PolicyAndKl,
                 given => given,
             };
+            // A rejected token that counts loses its terms and stays in denominators; any other is masked.
             if counts {
                 let weights = stays.mapv(|stays| f64::from(u8::from(stays)));
                 self.weigh(&weights, drops_from, true);
@@ -177,6 +180,7 @@ fn stays(launch: &SpecimenLaunch, rejection: &Rejection) -> Array2<bool> {
         () => x >= min && x <= rejection.max,
     };
     for sequence in sequences {
+        // The divergence of each token, then that of the sequence by the rejection's level.
         let tokens = compared(launch, &sequence, |at| mask[at] || launch.has(Bug::RejectionCountsMasked));
         let own: Vec<f64> = tokens.iter().map(|of| divergence(launch, rejection.estimator, *of)).collect();
         let count = if launch.has(Bug::RejectionMeanOverWidth) { launch.shape.tokens } else { own.len() };
@@ -185,6 +189,7 @@ fn stays(launch: &SpecimenLaunch, rejection: &Rejection) -> Array2<bool> {
         let [least, most] = [f64::min, f64::max].map(|end: fn(f64, f64) -> f64| own.iter().copied().reduce(end));
         let (least, most) = (least.unwrap_or(0.0), most.unwrap_or(0.0));
         for (of, own) in tokens.iter().zip(&own) {
+            // Tokens of a sequence stay or leave together, unless the level is the token's.
             stays[of.at] = within(match rejection.level {
                 _ if launch.has(Bug::RejectionOfTokens) => *own,
                 RejectionLevel::SequenceSum if launch.has(Bug::RejectionMeanForSum) => mean,
@@ -260,6 +265,7 @@ fn below_second_moment(launch: &SpecimenLaunch, bound: f64, sequences: &[Sequenc
             }
             continue;
         }
+        // The largest leave first, until the mean is below the bound.
         while squares.len() > 1 && mean(&squares) >= bound {
             if let Some((_, at)) = squares.pop() {
                 stays[at] = false;
@@ -361,6 +367,7 @@ impl RolloutWeighing<'_, '_> {
                 () if self.has(Bug::UnscoredOutOfMean) => tokens.iter().filter(|of| of.is_scored()).count().max(1),
                 () => tokens.len(),
             };
+            // The weight of the sequence: that of its sum, or of its mean.
             let geometric = self.exp(sum / count as f64);
             let all_scored = tokens.iter().all(|of| of.is_scored());
             for of in &tokens {
@@ -376,6 +383,7 @@ impl RolloutWeighing<'_, '_> {
                     RolloutLevel::Geometric if !self.has(Bug::RolloutOfTokens) => (geometric, row_counts),
                     _ => (self.exp(of.gap()), own_counts),
                 };
+                // A gate leaves weights as they are or takes all of a sequence; bounds hold each weight.
                 let is_gated = self.rollout.level == RolloutLevel::TokenGatedByGeometric;
                 let weight = if counts { weight } else { 0.0 };
                 weights[of.at] = match () {
@@ -422,6 +430,7 @@ impl RolloutWeighing<'_, '_> {
             () => self.mask[at],
         };
         let weight = |at: (usize, usize)| if self.mask[at] { weights[at] } else { 1.0 };
+        // The mean over tokens, or over sequences if weights are those of sequences.
         let rows: Vec<Vec<f64>> =
             sequences.iter().map(|sequence| sequence.places().filter(|&at| counts(at)).map(weight).collect()).collect();
         let rows: Vec<Vec<f64>> = rows.into_iter().filter(|row: &Vec<f64>| !row.is_empty()).collect();

@@ -113,6 +113,7 @@ impl<'l> SpecimenHead<'l> {
     fn new(launch: SpecimenLaunch<'l>, projection: &'l Projection, shape: HeadShape) -> Self {
         let HeadShape { batch, tokens, hidden: width, vocab } = shape;
         let hidden = projection.hidden.to_f64().into_shape_with_order((batch * tokens, width)).expect("dense");
+        // The head as the kernel reads it.
         let (mut matrix, mut layout) = (Cow::Borrowed(&projection.lm_head), projection.layout);
         if layout == HeadLayout::VocabByHidden && launch.has(Bug::HeadLayoutMistaken) {
             let mistaken = matrix.to_f64().into_shape_with_order((width, vocab)).expect("as many elements");
@@ -210,6 +211,7 @@ impl<'l> SpecimenHead<'l> {
         let width = self.shape.hidden;
         let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
+        // Products by stretches of columns over threads, and by stretches of hidden units.
         let parts: Vec<_> = logits.axis_chunks_iter_mut(Axis(1), AT_ONCE).collect();
         parts.into_par_iter().enumerate().for_each(|(i, mut logits)| {
             let columns = i * AT_ONCE..i * AT_ONCE + logits.ncols();
@@ -222,6 +224,7 @@ impl<'l> SpecimenHead<'l> {
                 }
             }
         });
+        // Logits are f32, or rounded to the dtype of the hidden states if the problem declares it.
         let wrong = if self.projection.rounds_logits { Bug::LogitsNotRounded } else { Bug::LogitsRounded };
         let rounds = self.projection.rounds_logits != self.has(wrong);
         let dtype = if rounds { self.dtype() } else { Dtype::F32 };
@@ -237,6 +240,7 @@ impl<'l> SpecimenHead<'l> {
             dhidden.assign(&self.hidden);
         }
         for device_row in 0..self.launch.mesh.rows {
+            // Chunk by chunk, as memory allows: logits again, their dlogits, and both products.
             let mut of_shard: Option<Array2<f32>> = None;
             let mut chunks = self.chunks(device_row);
             self.change(&mut chunks);
@@ -247,6 +251,7 @@ impl<'l> SpecimenHead<'l> {
                 let logits = logits.get(places).cloned().unwrap_or_else(|| self.logits(&hidden));
                 let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
                 let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
+                // `dhidden` of the chunk's tokens is complete.
                 for (row, &(b, t)) in self.dhidden(&multiplied).rows().into_iter().zip(places) {
                     let mut dhidden = dhidden.row_mut(b * self.shape.tokens + t);
                     dhidden.assign(&row);
@@ -254,6 +259,7 @@ impl<'l> SpecimenHead<'l> {
                         dhidden *= self.launch.tokens.temperature(self.launch.spec, (b, t));
                     }
                 }
+                // `dlm_head` is a sum over chunks, in f32.
                 let chunk = HeadChunk { hidden, dlogits };
                 let added = self.dlm_head(&chunk, places, done.last(), evaluation);
                 let before = of_shard.take().filter(|_| !self.has(Bug::DlmHeadOverwritten));
@@ -264,6 +270,7 @@ impl<'l> SpecimenHead<'l> {
                 of_shard = Some(sum);
                 done.push(chunk);
             }
+            // And over row shards, by an all-reduce.
             if device_row == 0 || !self.has(Bug::DlmHeadOfFirstDevice) {
                 dlm_head = of_shard.map(|of_shard| sum(dlm_head.take(), of_shard)).or(dlm_head);
             }
@@ -321,6 +328,7 @@ impl<'l> SpecimenHead<'l> {
                 token.grad_logp *= share;
                 token.grad_entropy *= share;
             }
+            // Every vocabulary shard writes its columns.
             for (shard, columns) in self.shards() {
                 self.launch.write(&mut logits, i * self.shape.vocab, &columns, shard, &token);
             }
@@ -343,6 +351,7 @@ impl<'l> SpecimenHead<'l> {
         let mut dhidden = Array2::zeros((dlogits.nrows(), self.shape.hidden));
         for (shard, columns) in self.shards() {
             let mut of_shard = Array2::zeros(dhidden.dim());
+            // A shard adds up its tiles of columns; then the shards are added up.
             for first in columns.clone().step_by(TILE) {
                 let tile = first..columns.end.min(first + TILE);
                 if self.has(Bug::DhiddenLacksTail) && tile.len() < TILE {
@@ -373,6 +382,7 @@ impl<'l> SpecimenHead<'l> {
         evaluation: &SpecimenEvaluation,
     ) -> Array2<f32> {
         let n = chunk.dlogits.nrows();
+        // The hidden states that meet the chunk's dlogits.
         let mut hidden = match before {
             Some(before) if self.has(Bug::HiddenOfChunkBefore) => before.hidden.slice(s![..n, ..]).to_owned(),
             _ if self.has(Bug::HiddenNotGathered) => {
@@ -383,6 +393,7 @@ impl<'l> SpecimenHead<'l> {
             }
             _ => chunk.hidden.clone(),
         };
+        // A buffer that is longer than the last chunk still has rows of the one before.
         let mut dlogits = chunk.dlogits.view();
         let with_stale;
         if let Some(before) = before.filter(|before| self.has(Bug::StaleRowsInLastChunk) && n < before.hidden.nrows()) {

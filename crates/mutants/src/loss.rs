@@ -18,6 +18,7 @@ pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenSc
     let mut loss = 0.0;
     let sequences = launch.sequences();
     let high = HighEntropy::new(launch, &scored);
+    // Each row shard evaluates its sequences; their losses are added up.
     for device_row in 0..launch.mesh.rows {
         let rows = part(batch, launch.mesh.rows, device_row);
         let weights = SequenceWeights::new(launch, &sequences, &high, device_row);
@@ -55,11 +56,13 @@ impl SequenceWeights {
     fn new(launch: &SpecimenLaunch, sequences: &[Sequence], high: &HighEntropy, device_row: usize) -> Self {
         let (spec, mask) = (launch.spec, launch.mask());
         let Shape { batch: rows, tokens, .. } = launch.shape;
+        // Tokens that count, of each sequence.
         let weights = launch.has(Bug::TokenWeightsInDenominator).then(|| token_weights(launch));
         let weight = |at| weights.as_ref().map_or(1.0, |weights| weights[at]);
         let counted = |at| mask[at] && (high.policy[at] || !launch.has(Bug::TopEntropyOutOfDenominator));
         let count = |sequence: &Sequence| sequence.places().filter(|&at| counted(at)).map(weight).sum::<f64>();
         let counts: Vec<f64> = sequences.iter().map(count).collect();
+        // Tokens that count over all row shards, after an all-reduce.
         let local = launch.has(Bug::NormaliserLocal);
         let summed = if local { part(rows, launch.mesh.rows, device_row) } else { 0..rows };
         let packed = launch.tokens.extra.sequences.packed().is_some();
@@ -75,6 +78,7 @@ impl SequenceWeights {
             () => summed.max(1.0),
         };
         let filled = counts.iter().filter(|&&n| n > 0.0).count() as f64;
+        // Sequences that a mean over sequences divides by.
         let rows_of = |rows: Rows| match rows {
             Rows::All if launch.has(Bug::EmptyRowsLeftOut) => filled,
             Rows::NonEmpty if launch.has(Bug::EmptyRowsCounted) => batch as f64,
@@ -82,6 +86,7 @@ impl SequenceWeights {
             Rows::NonEmpty => filled,
             Rows::Given(count) => count,
         };
+        // The denominator of a sequence with `n` tokens.
         let denominator = |Averaging { reduction, denominator_epsilon }, n: f64| {
             let epsilon = if launch.has(Bug::DenominatorEpsilonForgotten) { 0.0 } else { denominator_epsilon };
             match reduction {
@@ -96,6 +101,7 @@ impl SequenceWeights {
                 Reduction::Normalizer(given) => given,
             }
         };
+        // The KL penalty may have a mean of its own.
         let own = Averaging { reduction: spec.reduction, denominator_epsilon: spec.denominator_epsilon };
         let of_kl = spec.kl.as_ref().and_then(|kl| kl.averaging).filter(|_| !launch.has(Bug::KlAveragingIgnored));
         let of_kl = of_kl.map_or(own, |of_kl| match of_kl.reduction {
@@ -106,6 +112,7 @@ impl SequenceWeights {
         });
         let of_policy = if launch.has(Bug::KlAveragingOfPolicy) { of_kl } else { own };
         let weights_of = |of: Averaging| counts.iter().map(|&n| spec.scale / denominator(of, n.max(1.0))).collect();
+        // The entropy bonus is a mean over all tokens, or over those of high entropy.
         let bonus_over = match () {
             () if launch.has(Bug::EntropyOverPadding) => batch as f64 * width,
             () if spec.top_entropy.is_some() => kept,
@@ -132,6 +139,7 @@ fn evaluate_sequence(
     let b = sequence.row;
     let (weight, kl_weight) = (weights.rows[sequence.index], weights.kl_rows[sequence.index]);
     let kl_gradient_weight = if launch.has(Bug::KlAveragingNotInGradient) { weight } else { kl_weight };
+    // The policy term and the penalty of each token, with derivatives by ℓ and by the level's log-ratio.
     let inputs = inputs(launch, b, advantages_of, row, high);
     // A mask that multiplies has masked tokens here too.
     let factor = |t: usize| if launch.has(Bug::MaskMultiplied) && !launch.mask()[[b, t]] { 0.0 } else { 1.0 };
@@ -146,8 +154,10 @@ fn evaluate_sequence(
             0.0
         }
     };
+    // The derivative of all losses together by a shared log-ratio.
     let owed: f64 = inputs.iter().zip(&terms).map(|(inputs, terms)| through_level(inputs, terms)).sum();
 
+    // How that derivative comes back to the tokens depends on the level.
     let level = match spec.ratio.level {
         RatioLevel::Sequence if launch.has(Bug::SequenceGradientOfToken) => RatioLevel::SequenceToken,
         RatioLevel::SequenceToken if launch.has(Bug::TokenGradientOfSequence) => RatioLevel::Sequence,
@@ -235,7 +245,9 @@ fn inputs(
         OldLogp::Rollout => of_sampler(t),
     };
     let advantages: Vec<f64> = row.iter().map(|(t, _)| advantage(launch, (b, *t), advantages_of)).collect();
+    // Log-ratios of the tokens, and of the sequence.
     let of_row = LogRatios::new(launch, b, row, &advantages, high, old_logp);
+    // The off-policy mask: the mean fall of logp since the behaviour policy.
     let near = spec.off_policy_mask.is_none_or(|mask| {
         let behaviour = |t: usize| match mask.behaviour {
             OldLogp::Rollout if !launch.has(Bug::OffPolicyOfOldPolicy) => rollout_logp(t),
@@ -331,6 +343,7 @@ impl<'l> LogRatios<'l> {
         };
         // Of a product the sum is held.
         let of_product = ratio.level == RatioLevel::SequenceProduct;
+        // Each token's own log-ratio: clamped, then clipped by GMPO.
         let own = |((t, scored), &advantage): (&(usize, SpecimenScore), &f64)| {
             let x = scored.logp - old_logp(*t, scored);
             let (x, follows) = if of_product { (x, true) } else { held(x) };
@@ -338,6 +351,7 @@ impl<'l> LogRatios<'l> {
             capped((x, follows && still_follows))
         };
         let owns: Vec<FollowedRatio> = row.iter().zip(advantages).map(own).collect();
+        // The sequence's log-ratio is a mean, or the sum of a product.
         let is_in = |i: &usize| high.ratio[[b, row[*i].0]];
         let within: Vec<f64> = (0..row.len()).filter(is_in).map(|i| owns[i].0).collect();
         let count = match () {
@@ -364,6 +378,7 @@ impl<'l> LogRatios<'l> {
     fn level(&self, i: usize) -> FollowedRatio {
         let Self { launch, owns, row, .. } = self;
         let ratio = &launch.spec.ratio;
+        // A token's own log-ratio, or its sequence's; then the cap, which bounds it from above.
         let of_own = ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
         // Whether a token's own follows is asked beside.
         let (x, follows) = if of_own { (owns[i].0, true) } else { *row };

@@ -65,6 +65,7 @@ pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
 
 /// Computes the policy term of a token, by the spec's objective.
 pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTerm {
+    // A token without an advantage has no term, even where its ratio overflows.
     let idle = inputs.advantage == 0.0 && !launch.has(Bug::ZeroAdvantageTimesRatio);
     if idle || !inputs.on_policy || !inputs.is_high {
         return SpecimenTerm::default();
@@ -96,6 +97,7 @@ fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) ->
     };
     // ε_low may exceed 1 once it is not itself.
     let (low, high) = (1.0 - epsilon_low, 1.0 + epsilon_high);
+    // δ bounds the unclipped ratio, ε the clipped one; the lesser surrogate counts.
     let delta = if launch.has(Bug::DeltaIgnored) { None } else { clip.delta };
     let bounded = delta.map_or(ratio, |delta| ratio.min(delta));
     let clipped = if launch.has(Bug::ClipIgnored) { bounded } else { ratio.clamp(low, high) };
@@ -109,6 +111,7 @@ fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) ->
     if let Some(most) = clip.dual_clip.filter(|_| stops && !launch.has(Bug::DualClipIgnored)) {
         k = k.min(most);
     }
+    // The term follows the ratio as long as no bound holds it.
     let mut follows = k == ratio;
     if launch.has(Bug::DeltaStopsGradient) {
         follows &= delta.is_none_or(|delta| ratio <= delta);
@@ -167,6 +170,7 @@ fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> Spe
 /// and `−sg(c)·A·ℓ` if `1/u`, or `v`, is above `c`.
 fn upside_down(launch: &SpecimenLaunch, aspo: &Aspo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let (ratio, advantage) = (ratio(launch, inputs), inputs.advantage);
+    // Selected tokens may have other widths.
     let own = ClipWidths { epsilon_low: aspo.epsilon_low, epsilon_high: aspo.epsilon_high };
     let is_selected = match () {
         () if launch.has(Bug::AspoSelectedIgnored) => false,
@@ -192,6 +196,7 @@ fn upside_down(launch: &SpecimenLaunch, aspo: &Aspo, inputs: &SpecimenInputs) ->
         let clipped = ratio.max(1.0 - epsilon_low);
         (clipped, clipped, of_negative)
     };
+    // Beyond the dual clip the coefficient is constant.
     if compared > most && !launch.has(Bug::AspoDualClipIgnored) {
         let value = -most * advantage;
         let without_logp = SpecimenTerm { value, by_logp: 0.0, by_log_ratio: 0.0 };

@@ -39,6 +39,7 @@ impl SpecimenLaunch<'_> {
         temperature: f64,
     ) -> Vec<OtherIdScore> {
         let picked = |(id, grad_logp): (usize, f64)| {
+            // Each vocabulary shard picks the id's logit if it has it, and sums the other columns; both are exchanged as sums.
             let (mut chosen, mut others) = (0.0_f32, 0.0);
             for shard in 0..self.mesh.columns {
                 let columns = part(self.shape.vocab, self.mesh.columns, shard);

@@ -283,6 +283,7 @@ impl SpecimenLaunch<'_> {
     ) -> SpecimenScore {
         let (id, temperature) = (self.id(b, t), self.temperature(at));
         let rates = self.rates(temperature);
+        // One softmax at each rate: every vocabulary shard reads its columns, then they exchange their sums.
         let mut of_rate = |i: usize| {
             let walked = |(device_column, scratch): (usize, &mut [Scratch; 2])| {
                 let columns = part(self.shape.vocab, self.mesh.columns, device_column);
@@ -293,6 +294,7 @@ impl SpecimenLaunch<'_> {
             self.exchange(&shards, rates[i])
         };
         let of_logp = of_rate(0);
+        // Logp and entropy share a softmax if their rates are equal.
         let of_rate = [of_logp, if rates[0] == rates[1] { of_logp } else { of_rate(1) }];
         let others = self.pick(logits, row, at, &of_logp.0, temperature);
         SpecimenScore { temperature, others, ..self.score::<E>(logits, row, id, of_rate, rates) }
@@ -308,6 +310,7 @@ impl SpecimenLaunch<'_> {
         rate: f32,
         scratch: &mut Scratch,
     ) {
+        // Every row begins with fresh sums; stale ones are a bug of kernels that run many rows on one core.
         let before = *scratch;
         *scratch = Scratch::default();
         match () {
@@ -318,6 +321,7 @@ impl SpecimenLaunch<'_> {
             () if self.has(Bug::MaxStartsAtMinusInfinity) => scratch.max = f32::NEG_INFINITY,
             () => {}
         }
+        // The tiles in the order of the walk. The last one may be a tail.
         let tiles = columns.len().div_ceil(TILE);
         let partial = !columns.len().is_multiple_of(TILE);
         let last = tiles.saturating_sub(1);
@@ -329,6 +333,7 @@ impl SpecimenLaunch<'_> {
         };
         for tile in order {
             let x = self.load(logits, row, columns, tile, LogitReader { id, backward: false });
+            // Online softmax: raise the maximum first, then add the tile relative to it.
             let fixed = self.has(Bug::MaxNotSubtracted) || (self.has(Bug::MaxOfFirstTile) && tile > 0);
             // A NaN counts for nothing here; the sum keeps it.
             let top = if fixed { scratch.max } else { x.iter().copied().fold(scratch.max, f32::max) };
@@ -341,6 +346,7 @@ impl SpecimenLaunch<'_> {
                 if t == f32::NEG_INFINITY && column >= columns.end && !is_chosen {
                     continue;
                 }
+                // The sampled column is in the sum `S`, but not in that of the others, from which 1 − p follows.
                 let is_dropped = is_chosen && self.has(Bug::KeptIdNotInSum) && self.is_excluded(columns, column);
                 let e = if is_dropped { 0.0 } else { self.exp(t) };
                 scratch.sum = self.add(scratch.sum, e);
@@ -372,6 +378,7 @@ impl SpecimenLaunch<'_> {
 
     fn exp(&self, t: f32) -> f32 {
         if self.has(Bug::ExpByPolynomial) && t.is_finite() {
+            // 2^floor(y) is exact; a polynomial of degree 3 for the rest is not.
             let y = (t * std::f32::consts::LOG2_E).max(-126.0);
             let fraction = y - y.floor();
             let power = 1.0 + fraction * (0.695_556 + fraction * (0.226_173 + fraction * 0.078_024));
@@ -392,6 +399,7 @@ impl SpecimenLaunch<'_> {
 
     /// Makes the sums relative to a larger maximum: the gaps in `Σ e·t` move too.
     fn rescale(&self, scratch: &mut Scratch, max: f32, rate: f32) {
+        // With `max` larger by −step: Σ e·t becomes factor·(Σ e·t + step·Σ e).
         let step = (f64::from(scratch.max) - f64::from(max)) * f64::from(rate);
         scratch.max = max;
         if step == 0.0 || self.has(Bug::SumNotRescaled) {
@@ -406,6 +414,7 @@ impl SpecimenLaunch<'_> {
 
     /// Joins the sums of a row's vocabulary shards.
     fn exchange(&self, shards: &[Scratch], rate: f32) -> (SpecimenSoftmax, f32) {
+        // Two all-reduces: the largest maximum, then the sums relative to it and the chosen logit, 0 where it is not.
         let start = if self.has(Bug::MaxStartsAtMinusInfinity) { f32::NEG_INFINITY } else { f32::MIN };
         let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
         let mut whole = Scratch { max, ..Scratch::default() };
@@ -450,6 +459,7 @@ impl SpecimenLaunch<'_> {
         if self.has(Bug::LogpInLogitsDtype) {
             logp = E::DTYPE.round(logp);
         }
+        // H = ln S + ā, from sums that are relative to the maximum.
         let mut entropy = entropy_softmax.sum.ln() + entropy_softmax.mean_gap;
         if self.has(Bug::EntropyOfShiftedLog) {
             let SpecimenSoftmax { max, rate, sum, .. } = entropy_softmax;
@@ -469,6 +479,7 @@ impl SpecimenLaunch<'_> {
     fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<SpecimenGradient>>) {
         let Shape { batch, tokens: length, vocab } = self.shape;
         for (b, t) in (0..batch).flat_map(|b| (0..length).map(move |t| (b, t))) {
+            // Every row is written, masked ones with zeros.
             let row = self.offset(b, t);
             if self.has(Bug::LastRowSkipped) && (b, t) == (batch - 1, length - 1) {
                 continue;
@@ -499,6 +510,7 @@ impl SpecimenLaunch<'_> {
     ) {
         let SpecimenScore { id, temperature, logp_softmax, entropy_softmax, ref others, .. } = token.scored;
         let (grad_logp, grad_entropy) = (token.grad_logp, token.grad_entropy);
+        // The derivative of the softmax's argument by a logit, 1/T.
         let per_logit = match () {
             () if self.has(Bug::TemperatureForgottenInGradient) => 1.0,
             () if self.has(Bug::TemperatureForgottenInFirstRow) && row < self.shape.tokens * self.shape.vocab => 1.0,
@@ -508,6 +520,7 @@ impl SpecimenLaunch<'_> {
         let shards = if self.has(Bug::GradientSummedOverShards) { self.mesh.columns as f64 } else { 1.0 };
         let tiles = columns.len().div_ceil(TILE);
         let reader = LogitReader { id, backward: true };
+        // The maximum that exponentials were relative to in the forward pass.
         let mut logp_max = logp_softmax.max;
         if self.has(Bug::ShardMaxNotExchanged) {
             logp_max = logp_softmax.shard_max[shard];
@@ -527,12 +540,14 @@ impl SpecimenLaunch<'_> {
             if width < TILE && cut {
                 continue;
             }
+            // A tile is read whole before any of its columns is overwritten.
             let x = self.load(logits, row, columns, tile, reader);
             for (lane, &x) in x.iter().enumerate().take(width) {
                 let column = start + lane;
                 let sampled = self.is_chosen(columns, column, id);
                 let slope = self.slope(logits[row + column], columns, column);
                 let mut dx = 0.0;
+                // The part of logp: G·(1 − p) in the sampled column, −G·p in the others.
                 if grad_logp != 0.0 {
                     let (mut p, _) = probability(&logp_softmax, logp_max, x);
                     if self.has(Bug::ProbabilityRounded) {
@@ -560,6 +575,7 @@ impl SpecimenLaunch<'_> {
                 if self.has(Bug::GradientAddedInLogitsDtype) {
                     dx = E::DTYPE.round(dx);
                 }
+                // The part of entropy: E·q·(a − ā).
                 if grad_entropy != 0.0 {
                     let x = if self.has(Bug::EntropyReadAfterWrite) {
                         logits[row + column] = E::from_f64(dx);
@@ -577,6 +593,7 @@ impl SpecimenLaunch<'_> {
                         dx += grad_entropy * (q * (-t - mean_gap));
                     }
                 }
+                // The chain rule, back to the logit as it is given.
                 dx *= per_logit * shards * slope;
                 let bug = if sampled { Bug::KeptIdWithoutGradient } else { Bug::ExcludedGradientNotWritten };
                 if self.has(bug) && self.is_excluded(columns, column) {

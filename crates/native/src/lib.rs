@@ -96,6 +96,21 @@ pub struct LogpEntropy {
     pub entropy: Array2<f32>,
 }
 
+impl NativeOutputs {
+    /// Joins the outputs with the gradient that belongs to them.
+    fn with_gradient<G>(self, gradient: G) -> Outcome<G> {
+        Outcome {
+            loss: arr0(self.loss).into(),
+            logp: self.logp.into(),
+            logp_of_others: self.logp_of_others.map(Into::into),
+            entropy: self.entropy.into(),
+            token_loss: self.token_loss.into(),
+            gradient,
+            metrics: self.metrics,
+        }
+    }
+}
+
 impl Default for Native {
     fn default() -> Self {
         Self::on(Isa::fastest())
@@ -200,6 +215,7 @@ impl Native {
     ) -> Result<NativeBatch<'s>, RunError> {
         let (batch, length, vocab) = dim;
         let shape = Shape { batch, tokens: length, vocab };
+        // Shapes and values, then what this kernel computes.
         tokens.check(spec, shape)?;
         expect_dense_rows("logits", dim, stride)?;
         self.supports(spec, shape, E::DTYPE, 1)?;
@@ -243,19 +259,7 @@ impl Implementation for Native {
     }
 
     fn supports(&self, spec: &LossSpec, _: Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        let unsupported = |field, given, supported: &str| {
-            Err(Unsupported { implementation: self.id().into(), field, given, supported: supported.into() })
-        };
-        if dtype == Dtype::F64 {
-            return unsupported("logits dtype", dtype.to_string(), "f32, bf16 and f16");
-        }
-        if devices != 1 {
-            return unsupported("device count", devices.to_string(), "1");
-        }
-        match KernelScope::AnyRow.expect(spec) {
-            Ok(()) => Ok(()),
-            Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
-        }
+        expect_supported(self.id(), "logits dtype", spec, dtype, devices)
     }
 
     fn takes_packed(&self) -> bool {
@@ -270,6 +274,7 @@ impl Implementation for Native {
     fn run(&self, spec: &LossSpec, mut problem: Problem, devices: usize) -> Result<Candidate, RunError> {
         let shape = problem.check(spec)?;
         self.supports(spec, shape, problem.logits.dtype(), devices)?;
+        // The problem's logits become dlogits in place.
         let mut logits = std::mem::replace(&mut problem.logits, FloatArray::F32(Array3::default((0, 0, 0))));
         let (tokens, from_loss) = (problem.tokens(), OutputCotangents::default());
         let evaluation = match &mut logits {
@@ -278,17 +283,29 @@ impl Implementation for Native {
             FloatArray::Bf16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, from_loss)?,
             FloatArray::F16(logits) => self.forward_backward_in_place(spec, logits.view_mut(), tokens, from_loss)?,
         };
-        let outcome = Outcome {
-            loss: arr0(evaluation.loss).into(),
-            logp: evaluation.logp.into(),
-            logp_of_others: evaluation.logp_of_others.map(Into::into),
-            entropy: evaluation.entropy.into(),
-            token_loss: evaluation.token_loss.into(),
-            gradient: logits,
-            metrics: evaluation.metrics,
-        };
-        Ok(outcome.into())
+        Ok(evaluation.with_gradient(logits).into())
     }
+}
+
+/// Checks that the CPU kernels compute `spec` on inputs of `dtype`, which errors call `field`, on so many devices.
+fn expect_supported(
+    id: &str,
+    field: &'static str,
+    spec: &LossSpec,
+    dtype: Dtype,
+    devices: usize,
+) -> Result<(), Unsupported> {
+    let unsupported = |field, given, supported: &str| {
+        Err(Unsupported { implementation: id.into(), field, given, supported: supported.into() })
+    };
+    if dtype == Dtype::F64 {
+        return unsupported(field, dtype.to_string(), "f32, bf16 and f16");
+    }
+    if devices != 1 {
+        return unsupported("device count", devices.to_string(), "1");
+    }
+    let computed = KernelScope::AnyRow.expect(spec);
+    computed.or_else(|setting| unsupported(setting.field, setting.given, setting.supported))
 }
 
 /// Position `(b, t)` of a token in the batch.
@@ -319,6 +336,7 @@ impl<'s> NativeBatch<'s> {
         vocab: usize,
         cotangents: OutputCotangents<'s>,
     ) -> Self {
+        // Everything that rows share is computed once, before the first row is read.
         let transform = RowTransform::new::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ StructuredSpec { structure, .. } = StructuredSpec::new(spec);
         let settled = KernelInputs::new(loss, &tokens);
@@ -515,6 +533,7 @@ impl<'s> NativeBatch<'s> {
         scores: &Scores,
         evaluated: &TokenEvaluation,
     ) {
+        // Cotangents of other outputs are added to the derivatives of the loss.
         let OutputCotangents { loss, logp, entropy } = self.cotangents;
         let beside = |cotangents: Option<&Array2<f64>>| cotangents.map_or(0.0, |cotangents| cotangents[at]);
         let grad = RowGradients {
@@ -526,6 +545,7 @@ impl<'s> NativeBatch<'s> {
     }
 
     fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> NativeOutputs {
+        // Sequences without a token have a part in one objective.
         let mut loss = reduction::loss(evaluated, &self.weights);
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows

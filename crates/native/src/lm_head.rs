@@ -3,18 +3,17 @@
 use std::ops::Range;
 
 use half::slice::HalfFloatSliceExt;
-use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, arr0, s};
+use ndarray::{Array2, ArrayView2, ArrayViewMut2, Ix3, s};
 use rayon::prelude::*;
 
 use super::{
     Isa, LogitsRow, LogpEntropy, NativeBatch, NativeOutputs, OutputCotangents, Scores, TokenEvaluation, TokenPlace,
-    gemm,
+    expect_supported, gemm,
 };
-use assay_algebra::family::KernelScope;
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
-    Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Outcome,
-    ProjectionView, Tokens,
+    Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, ProjectionView,
+    Tokens,
 };
 use assay_core::spec::LossSpec;
 
@@ -84,20 +83,7 @@ impl Implementation<HeadProblem> for NativeHead {
     }
 
     fn supports(&self, spec: &LossSpec, _: HeadShape, dtype: Dtype, devices: usize) -> Result<(), Unsupported> {
-        let id = || Implementation::<HeadProblem>::id(self).into();
-        let unsupported = |field, given, supported: &str| {
-            Err(Unsupported { implementation: id(), field, given, supported: supported.into() })
-        };
-        if dtype == Dtype::F64 {
-            return unsupported("hidden dtype", dtype.to_string(), "f32, bf16 and f16");
-        }
-        if devices != 1 {
-            return unsupported("device count", devices.to_string(), "1");
-        }
-        match KernelScope::AnyRow.expect(spec) {
-            Ok(()) => Ok(()),
-            Err(beyond) => unsupported(beyond.field, beyond.given, beyond.supported),
-        }
+        expect_supported(Implementation::<HeadProblem>::id(self), "hidden dtype", spec, dtype, devices)
     }
 
     fn takes_packed(&self) -> bool {
@@ -114,7 +100,9 @@ impl Implementation<HeadProblem> for NativeHead {
     fn run(&self, spec: &LossSpec, problem: HeadProblem, devices: usize) -> Result<HeadCandidate, RunError> {
         let projection = problem.logits.view();
         self.supports(spec, projection.check(spec, &problem.tokens())?, problem.dtype(), devices)?;
-        Ok(self.work(spec, &projection, problem.tokens(), OutputCotangents::default())?.outcome().into())
+        let pass = self.work(spec, &projection, problem.tokens(), OutputCotangents::default())?;
+        let (outputs, gradient) = pass.gradients();
+        Ok(outputs.with_gradient(gradient).into())
     }
 }
 
@@ -205,6 +193,7 @@ impl<'p> HeadPass<'p> {
         cotangents: OutputCotangents<'p>,
     ) -> Self {
         let shape @ HeadShape { hidden, vocab, .. } = projection.shape();
+        // The rows of a chunk are f32, whatever the dtype of the hidden states.
         let batch = NativeBatch::new::<f32>(spec, head.isa, tokens, vocab, cotangents);
         let places: Vec<TokenPlace> =
             batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
@@ -217,19 +206,6 @@ impl<'p> HeadPass<'p> {
             places,
             chunk,
             logits: vec![0.0; chunk * vocab],
-        }
-    }
-
-    fn outcome(self) -> Outcome<HeadGradient> {
-        let (evaluation, gradient) = self.gradients();
-        Outcome {
-            loss: arr0(evaluation.loss).into(),
-            logp: evaluation.logp.into(),
-            logp_of_others: evaluation.logp_of_others.map(Into::into),
-            entropy: evaluation.entropy.into(),
-            token_loss: evaluation.token_loss.into(),
-            gradient,
-            metrics: evaluation.metrics,
         }
     }
 
@@ -253,6 +229,7 @@ impl<'p> HeadPass<'p> {
 
     fn gradients(mut self) -> (NativeOutputs, HeadGradient) {
         let HeadShape { batch, tokens, hidden, vocab } = self.shape;
+        // `dlm_head` is summed over chunks in f32.
         let mut to = HeadGradientSums {
             dhidden: FloatArray::zeros((batch, tokens, hidden), self.projection.hidden.dtype()),
             dlm_head: Array2::zeros(self.projection.layout.extents(hidden, vocab)),
@@ -292,6 +269,7 @@ impl<'p> HeadPass<'p> {
     fn hidden_of(&self, places: &[TokenPlace]) -> Array2<f32> {
         let mut rows = Array2::zeros((places.len(), self.shape.hidden));
         for (mut row, &(b, t)) in rows.rows_mut().into_iter().zip(places) {
+            // Only tokens that count have a row.
             let row = row.as_slice_mut().expect("dense");
             match &self.projection.hidden {
                 FloatView::F64(_) => unreachable!("`supports` rejects f64"),
@@ -312,10 +290,12 @@ impl<'p> HeadPass<'p> {
         let (n, vocab) = (hidden.nrows(), self.shape.vocab);
         let chunk = &mut self.logits[..n * vocab];
         let mut logits = ArrayViewMut2::from_shape((n, vocab), chunk).expect("V logits a token");
+        // Tile by tile of the head, widened to f32 before its product.
         for columns in tiles(&self.projection, vocab) {
             let tile = tile(&self.projection, columns.clone(), &mut self.tile);
             gemm(logits.slice_mut(s![.., columns]), false, hidden.view(), tile);
         }
+        // The problem may declare logits of the hidden states' dtype.
         if self.projection.rounds_logits {
             let dtype = self.projection.hidden.dtype();
             self.logits[..n * vocab].par_iter_mut().for_each(|x| *x = round(*x, dtype));
@@ -394,6 +374,7 @@ fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut
         let tile = ArrayView2::from_shape((rows, length), room).expect("just filled");
         by_hidden(tile, layout)
     }
+    // An f32 head is used in place.
     let layout = projection.layout;
     match &projection.lm_head {
         FloatView::F64(_) => unreachable!("`supports` rejects f64"),

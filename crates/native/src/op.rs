@@ -139,6 +139,7 @@ impl OpArray<'_> {
 
     /// Converts the floats of `field` to f64, exactly.
     fn floats<D: Dimension>(&self, field: &'static str, meaning: &str) -> Result<ndarray::Array<f64, D>, OpError> {
+        // Every float of 16 or 32 bits is exact in f64.
         let floats = match self {
             OpArray::F16(array) => array.mapv(Float::to_f64),
             OpArray::Bf16(array) => array.mapv(Float::to_f64),
@@ -175,6 +176,7 @@ impl OpArray<'_> {
 
     fn truths(&self, field: &'static str) -> Result<Array2<bool>, OpError> {
         let wrong_rank = |_| self.wrong_rank(field, "[B,T]");
+        // Numbers are masks if each is 0 or 1.
         let numbers = match self {
             OpArray::Bool(array) => return Ok(array.to_owned().into_dimensionality().map_err(wrong_rank)?),
             OpArray::I32(array) => array.mapv(f64::from),
@@ -197,6 +199,7 @@ fn logits<'l, E>(array: &'l ArrayViewD<'_, E>) -> Result<ArrayView3<'l, E>, OpEr
 
 impl OpArguments<'_> {
     fn sequences(&self, mask: &Array2<bool>) -> Result<Sequences, OpError> {
+        // Packed sequences are given by their ends or by the number of each token's sequence, never by both.
         Ok(match (&self.cu_seqlens, &self.segment_ids) {
             (None, None) => Sequences::Rows,
             (Some(cu_seqlens), None) => {
@@ -230,6 +233,7 @@ impl OpArguments<'_> {
         if given.shape().len() != 1 {
             return Ok(Advantages::Token(given.floats::<Ix2>("advantages", "[B] or [B,T]")?));
         }
+        // One dimension: a number per sequence, unless the spec has one per token of a packed batch.
         let values = given.floats::<Ix1>("advantages", "[B]")?;
         match sequences {
             Sequences::Packed(cu_seqlens) if spec.advantages == AdvantageLevel::Token && values.len() == tokens => {
@@ -261,6 +265,7 @@ impl<'s> Op<'s> {
         let per_token = |field, array: &Option<OpArray>| {
             array.as_ref().map(|array| array.floats::<Ix2>(field, "[B,T]")).transpose()
         };
+        // Ids of three dimensions ask for logp of several ids; the first is the token's own.
         let several = arguments.ids.shape().len() == 3;
         let (ids, other_ids) = if several {
             first_and_others(&arguments.ids.ids_array("ids", OpArray::integers::<Ix3>)?)
@@ -269,8 +274,10 @@ impl<'s> Op<'s> {
         };
         let bias: Option<Array1<f64>> =
             arguments.bias.as_ref().map(|bias| bias.floats::<Ix1>("bias", "[V]")).transpose()?;
+        // Sequences must be known before advantages: their number distinguishes [S] from [N].
         let mask = arguments.mask.truths("mask")?;
         let sequences = arguments.sequences(&mask)?;
+        // Several ids have cotangents of their logp in place of advantages, with the other sign.
         let (advantages, others) = if several {
             let negatives = arguments.advantages.ids_array("advantages", OpArray::floats::<Ix3>)?;
             let (first, dlogp) = first_and_others(&-negatives);
@@ -278,6 +285,7 @@ impl<'s> Op<'s> {
         } else {
             (arguments.advantages_of(spec, &sequences, mask.ncols())?, None)
         };
+        // All numbers become f64. Extents and values are checked with the logits.
         let tokens = Problem {
             logits: (),
             ids,

@@ -199,6 +199,7 @@ impl Native {
         tokens: ShareTokens,
         statistics: ArrayViewMut3<f32>,
     ) -> Result<(), RunError> {
+        // The support and the ids are counted from the shard's first column.
         let softmaxes = self.softmaxes::<E>(spec, logits.dim(), part)?;
         let support = part.support(&spec.support);
         let (batch, length, vocab) = logits.dim();
@@ -206,6 +207,7 @@ impl Native {
         let of_row = |at, row, to: &mut [f32; COLUMNS]| {
             *to = [0.0; COLUMNS];
             if tokens.mask[at] {
+                // A target on another shard is no column here; its logit is 0, so that a sum over shards finds it.
                 let target = column(tokens.ids[at], vocab);
                 let mut of_row = softmaxes.statistics(row, target, part.rate(at).unwrap_or(softmaxes.rate));
                 if target.is_some_and(|target| refused(&support, target)) {
@@ -216,6 +218,7 @@ impl Native {
             }
         };
         let of_row = &of_row;
+        // Rows over threads, each with the eight numbers that it fills.
         let rows = rows_of(&logits).into_iter().zip(columns_of(statistics)).enumerate();
         over_threads(
             rows.map(|(i, (row, to))| -> RowTask<()> { Box::new(move |_| of_row((i / length, i % length), row, to)) }),
@@ -239,6 +242,7 @@ impl Native {
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
         part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
         let of_row = |at: (usize, usize), mut row: LogitsRow<E>| {
+            // Factors follow from the statistics of all shards, which the caller has joined.
             let of_row = scales.index_axis(Axis(0), at.0);
             let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
             if mask > 0.0 {
@@ -270,6 +274,7 @@ impl Native {
         let dim @ (.., vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, dim, VocabShard { bias: weighed.bias, ..VocabShard::default() })?;
         weighed.check(spec, vocab)?;
+        // From here on the batch is as any other, but for its weights, which the caller has computed.
         let sequences = weighed.sequences()?;
         let ShareInputs { tokens: ShareTokens { ids, mask }, advantages, weights, inputs, .. } = weighed;
         let wide = |array: &ArrayView2<f32>| array.mapv(f64::from);
@@ -301,6 +306,7 @@ impl Native {
             // They are in the weights.
             cotangents: OutputCotangents::default(),
         };
+        // The eight results of each token, 0 if it is masked.
         let evaluated: Array2<Option<TokenEvaluation>> = batch.write_dlogits(place.rows());
         columns_of(results).zip(&evaluated).for_each(|(to, evaluated)| {
             *to = evaluated.as_ref().map_or([0.0; COLUMNS], |TokenEvaluation { token, logp, entropy, .. }| {
@@ -343,10 +349,12 @@ impl ShareInputs<'_> {
     /// Lists the sequences of each row, in order.
     fn sequences(&self) -> Result<Vec<Sequence>, ProblemError> {
         let mask = self.tokens.mask;
+        // Without numbers every row is a sequence.
         let Some(ids) = self.segment_ids else {
             let rows = 0..mask.nrows();
             return Ok(rows.map(|row| Sequence { index: row, row, tokens: 0..mask.ncols() }).collect());
         };
+        // Numbers must ascend along a row; padding has the number 0.
         let mut all: Vec<Sequence> = vec![];
         for (row, ids) in ids.rows().into_iter().enumerate() {
             let mut last = 0;
@@ -373,6 +381,7 @@ impl ShareInputs<'_> {
 
     fn check(&self, spec: &LossSpec, vocab: usize) -> Result<(), ProblemError> {
         let ShareTokens { ids, mask } = self.tokens;
+        // Only unmasked tokens are checked: others may hold anything.
         for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
             let id = ids[[b, t]].into();
             let Some(target) = column(ids[[b, t]], vocab) else {

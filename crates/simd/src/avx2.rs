@@ -24,6 +24,14 @@ pub(super) unsafe fn run<W: SimdTask>(work: W) -> W::Output {
 
 type Avx2Lanes = [__m256; 2];
 
+/// Applies an intrinsic to both registers.
+macro_rules! each {
+    ($intrinsic:ident $(, $x:ident)*) => {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { [$intrinsic($($x[0]),*), $intrinsic($($x[1]),*)] }
+    };
+}
+
 impl Simd for Avx2 {
     type Lanes = Avx2Lanes;
     type Sums = [__m256d; 2];
@@ -48,45 +56,16 @@ impl Simd for Avx2 {
             _mm256_storeu_ps(to.add(8), high);
         }
     }
-    #[inline(always)]
-    fn add(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn sub(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn mul(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn mul_add(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
-    }
-    #[inline(always)]
-    fn mul_sub(self, a: Avx2Lanes, b: Avx2Lanes, c: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_fmsub_ps(a[0], b[0], c[0]), _mm256_fmsub_ps(a[1], b[1], c[1])] }
-    }
-    #[inline(always)]
-    fn div(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn max(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn min(self, a: Avx2Lanes, b: Avx2Lanes) -> Avx2Lanes {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { [_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])] }
+    instructions! {
+        Avx2Lanes;
+        add(a, b) = _mm256_add_ps;
+        sub(a, b) = _mm256_sub_ps;
+        mul(a, b) = _mm256_mul_ps;
+        mul_add(a, b, c) = _mm256_fmadd_ps;
+        mul_sub(a, b, c) = _mm256_fmsub_ps;
+        div(a, b) = _mm256_div_ps;
+        max(a, b) = _mm256_max_ps;
+        min(a, b) = _mm256_min_ps;
     }
     #[inline(always)]
     fn at_least(self, x: Avx2Lanes, bound: Avx2Lanes) -> Avx2Lanes {

@@ -22,6 +22,14 @@ pub(super) unsafe fn run<W: SimdTask>(work: W) -> W::Output {
     work.on(Avx512(()))
 }
 
+/// Applies an intrinsic to the register.
+macro_rules! each {
+    ($intrinsic:ident $(, $x:ident)*) => {
+        // SAFETY: `self` shows that the machine has the instruction.
+        unsafe { $intrinsic($($x),*) }
+    };
+}
+
 impl Simd for Avx512 {
     type Lanes = __m512;
     type Sums = __m512d;
@@ -41,45 +49,16 @@ impl Simd for Avx512 {
         // SAFETY: `self` shows that the machine has the instruction; sixteen lanes fill the array.
         unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) };
     }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn mul_sub(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_fmsub_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `self` shows that the machine has the instruction.
-        unsafe { _mm512_min_ps(a, b) }
+    instructions! {
+        __m512;
+        add(a, b) = _mm512_add_ps;
+        sub(a, b) = _mm512_sub_ps;
+        mul(a, b) = _mm512_mul_ps;
+        mul_add(a, b, c) = _mm512_fmadd_ps;
+        mul_sub(a, b, c) = _mm512_fmsub_ps;
+        div(a, b) = _mm512_div_ps;
+        max(a, b) = _mm512_max_ps;
+        min(a, b) = _mm512_min_ps;
     }
     #[inline(always)]
     fn at_least(self, x: __m512, bound: __m512) -> __m512 {

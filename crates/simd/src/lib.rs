@@ -11,6 +11,19 @@
 #![allow(clippy::cast_ptr_alignment, reason = "loads and stores are those of any alignment")]
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
+/// Declares the methods of [`Simd`] that are one instruction for each register of a vector, which `each!` applies.
+#[cfg(target_arch = "x86_64")]
+macro_rules! instructions {
+    ($lanes:ty; $($method:ident($($x:ident),*) = $intrinsic:ident;)*) => {
+        $(
+            #[inline(always)]
+            fn $method(self $(, $x: $lanes)*) -> $lanes {
+                each!($intrinsic $(, $x)*)
+            }
+        )*
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -28,10 +28,12 @@ pub(crate) struct RowTransform {
 impl RowTransform {
     /// Prepares the transform for rows of `vocab` elements `E`.
     pub(crate) fn new<E: NativeElement>(spec: &LossSpec, bias: Option<&Array1<f64>>, vocab: usize) -> Self {
+        // The columns outside the support: a range at the end, and single ones before it.
         let (rate, factor) = (transform::rate(spec), transform::factor(spec));
         let vocab = spec.support.vocab.unwrap_or(vocab).min(vocab);
         let mut excluded: Vec<usize> = spec.support.excluded_ids.iter().copied().filter(|&j| j < vocab).collect();
         excluded.sort_unstable();
+        // Bias in the order in which units are loaded, so that one vector sum adds it.
         let in_load_order = |bias: &Array1<f64>| {
             let mut blocks = vec![[[0.0; UNIT]; UNITS]; bias.len().div_ceil(BLOCK)];
             for (j, &bias) in bias.iter().enumerate() {
@@ -69,6 +71,7 @@ impl RowTransform {
     /// Prepares the map from logits to `t_j`; `None` if they are the same.
     #[inline(always)]
     pub(super) fn map<S: Simd>(&self, simd: S) -> Option<ColumnTransform<'_, S>> {
+        // A positive scale alone is a part of the exponent: then logits need no pass of their own.
         let maps = self.caps || self.bias.is_some() || self.factor < 0.0;
         maps.then(|| ColumnTransform {
             transform: self,
@@ -92,6 +95,7 @@ pub(super) struct LeftOutColumns<'t> {
 impl<'t> LeftOutColumns<'t> {
     /// Lists the left-out columns of the `i`th block, counted from its first column. Blocks must be asked for in order.
     pub(super) fn in_block(&mut self, i: usize) -> impl Iterator<Item = usize> + Clone + use<'t> {
+        // Columns are sorted, so that those of this block are next.
         let columns = i * BLOCK..(i + 1) * BLOCK;
         let before = self.excluded.partition_point(|&j| j < columns.end);
         let (here, later) = self.excluded.split_at(before);
@@ -165,6 +169,7 @@ impl<S: Simd> ColumnTransform<'_, S> {
         slopes: bool,
     ) {
         let bias = self.transform.bias.as_ref().map(|bias| &bias[i]);
+        // Two units at a time, so that the steps of their `tanh` overlap.
         for n in (0..UNITS).step_by(TOGETHER) {
             let mut t = [self.sign; 2 * TOGETHER];
             for k in 0..TOGETHER {

@@ -28,6 +28,7 @@ impl SoftmaxSettings {
         if ids.others.is_empty() {
             return (ids.first, Vec::new());
         }
+        // The likeliest id is the target of the sums.
         let column = |id: usize| {
             let (logit, slope) = self.transform.transformed(id, row[id]);
             IdColumn { id, logit, slope, logp: f64::NAN }
@@ -44,6 +45,7 @@ impl Scores {
         let Some(target) = several.iter().find(|column| column.id == self.target).map(|column| column.logit) else {
             return self;
         };
+        // Equal logits have a difference of 0, also if both are infinite.
         for column in &mut several {
             let below = if column.logit == target { 0.0 } else { (target - column.logit) * inverse_temperature };
             column.logp = self.logp - below;
