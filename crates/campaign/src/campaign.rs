@@ -14,15 +14,15 @@ use crate::deck::Deck;
 /// One kernel before a deck of problems.
 #[derive(Clone, Debug)]
 pub struct Campaign {
-    /// What the kernel is called.
+    /// The kernel's name in reports.
     pub kernel: String,
-    /// The loss.
+    /// The loss that the kernel is asked to compute.
     pub spec: LossSpec,
     /// The project and the options that the spec is of, where it is one's.
     pub project: Option<(Preset, Vec<String>)>,
-    /// The problems.
+    /// The constraints of the problems that are tried.
     pub deck: Deck,
-    /// What is asked of accuracy.
+    /// The grade of accuracy that every output must reach.
     pub grade: Grade,
     /// Names of causes, edges, mutants or faults that may fail.
     pub allow: Vec<String>,
@@ -32,45 +32,45 @@ pub struct Campaign {
     pub shrink: bool,
     /// Whether wrong kernels are run on the deck.
     pub power: bool,
-    /// After which no problem more is tried.
+    /// The time after which no further problem is tried; `None` sets no limit.
     pub time: Option<Duration>,
-    /// Where problems that failed are kept, and tried first the next time.
+    /// The folder that keeps problems which failed, and from which they are tried first the next time.
     pub repros: Option<PathBuf>,
 }
 
-/// What has been done so far.
+/// The counts of a running campaign, for progress lines.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Problems tried.
+    /// Problems that were tried so far.
     pub tried: u64,
-    /// Of so many.
+    /// Problems that the campaign tries in all.
     pub cases: u64,
-    /// Problems that failed.
+    /// Problems that failed so far.
     pub failed: u64,
 }
 
 /// A campaign that cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CampaignError {
-    /// A problem of the deck is none.
+    /// A recipe in the deck is invalid.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     /// There is nothing to try.
     #[error("{field}: got {given}, expected {expected}")]
     Empty {
-        /// Of the deck.
+        /// The field of the deck that leaves nothing to try.
         field: &'static str,
-        /// What it is.
+        /// The value of the field.
         given: String,
-        /// What would do.
+        /// The values that would leave something to try.
         expected: &'static str,
     },
     /// A name that nothing has.
     #[error("allow: got `{given}`, expected {expected}")]
     Allow {
-        /// The name.
+        /// The name that the caller wants to allow.
         given: String,
-        /// The names there are.
+        /// The names that causes, edges, mutants and faults can have.
         expected: String,
     },
     /// A file of an earlier campaign cannot be read, or a new one not written.
@@ -79,9 +79,9 @@ pub enum CampaignError {
     /// The wrong kernels' correct original failed: the judge is wrong.
     #[error("the correct kernel that mutants are made of fails {gate} on {case}: a false alarm of the judge")]
     FalseAlarm {
-        /// The gate.
+        /// The gate that the correct kernel failed.
         gate: String,
-        /// The problem.
+        /// The problem, as the deck labels it.
         case: String,
     },
 }

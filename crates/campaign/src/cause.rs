@@ -25,7 +25,7 @@ use crate::subject::Subject;
 /// Problems that are made to tell losses apart whose numbers a kernel has.
 const TELLING: u64 = 12;
 
-/// What failed, by what it looks like, and problems that passed.
+/// The failures of a campaign by kind, and problems that passed.
 pub(crate) struct Found<'f, P> {
     pub(crate) buckets: BTreeMap<Kind, Bucket<P>>,
     pub(crate) passing: &'f [Arc<P>],
@@ -101,7 +101,7 @@ fn are_one(a: &schema::Cause, b: &schema::Cause) -> bool {
     a.like.iter().any(|name| b.like.contains(name))
 }
 
-/// The cause of the more telling gate stands for both; names are those of both.
+/// Adds `other` to `into`, which keeps its more telling gate; only the names that both have remain.
 fn merge<P>(into: &mut Draft<P>, other: Draft<P>) {
     into.cause.cases += other.cause.cases;
     into.cause.like.retain(|name| other.cause.like.contains(name));
@@ -242,8 +242,8 @@ fn first_drawn<P: Subject>(campaign: &Campaign, deals: &dyn Deals<P>, recipe: P:
 #[cfg(feature = "mutants")]
 const NAMING: usize = 3;
 
-/// Of `mutants` those that fail as this one does: by the same gate, with values that are as far off and the same, on every one of
-/// the cause's problems; and that pass where it passes.
+/// Returns the mutants that fail as the kernel does: by the same gate, with the same values to within a small part of
+/// the error, on every problem of the cause; and that pass where the kernel passes.
 #[cfg(feature = "mutants")]
 fn names<P: Subject>(
     bench: &mut Bench<P>,

@@ -26,10 +26,11 @@ const DIRECTED_SHAPES: [[usize; 3]; 12] = [
     [3, 7, 509],
 ];
 
-/// For kernels that are compiled for each shape.
+/// The shapes `[B,T,V]` for kernels that are compiled again for each shape.
 pub const FEW_SHAPES: [[usize; 3]; 4] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031]];
 
-/// The same of packed sequences, `[S,N/S,V]`: also rows longer than a tile of tokens, many sequences, and as many as there are tokens.
+/// The directed shapes of packed sequences, `[S,N/S,V]`: also rows longer than a tile of tokens, many sequences, and as
+/// many sequences as tokens.
 const PACKED_SHAPES: [[usize; 3]; 12] = [
     [4, 7, 257],
     [3, 89, 8],
@@ -45,22 +46,22 @@ const PACKED_SHAPES: [[usize; 3]; 12] = [
     [8, 1, 131],
 ];
 
-/// The same of packed sequences.
+/// The shapes of packed sequences for kernels that are compiled again for each shape.
 const FEW_PACKED_SHAPES: [[usize; 3]; 4] = [[4, 7, 257], [3, 3, 4099], [9, 7, 32], [4, 4, 1031]];
 
 /// More rows than a grid's second axis counts.
 const MANY_ROWS: [usize; 3] = [16, 4_097, 8];
 
-/// Qwen's vocabulary.
+/// One problem over Qwen's vocabulary of 151,936 entries.
 const WIDE: [usize; 3] = [1, 3, 151_936];
 
-/// The same of packed sequences, of which one is most often empty.
+/// Packed sequences over Qwen's vocabulary, one of them most often empty.
 const WIDE_PACKED: [usize; 3] = [3, 1, 151_936];
 
 /// Elements of a problem that is drawn at random.
 const RANDOM_ELEMENTS: usize = 1 << 14;
 
-/// Which extents problems have.
+/// The choice of the shapes that a deck deals.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Shapes {
@@ -68,15 +69,16 @@ pub enum Shapes {
     Many,
     /// [`FEW_SHAPES`], for what is compiled for each.
     Few,
-    /// These.
+    /// Exactly these shapes `[B,T,V]`, in turn.
     Given(Vec<[usize; 3]>),
 }
 
 impl Shapes {
-    /// From `many`, `few`, or extents, all `BxTxV` or all `BxTxHxV`; beside it the widths `H` of the latter.
+    /// Parses `many`, `few`, or shapes, which are all `BxTxV` or all `BxTxHxV`; returns the widths `H` of the latter as
+    /// well.
     ///
     /// # Errors
-    /// What was given that is none of them.
+    /// A text that names the argument which is none of these.
     pub fn read(given: &[String]) -> Result<(Self, Vec<usize>), String> {
         match given {
             [name] if name == "many" => return Ok((Shapes::Many, Vec::new())),
@@ -102,17 +104,17 @@ impl Shapes {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Deck {
-    /// Of the logits, or of hidden states and head.
+    /// The dtypes of the logits, or of hidden states and head, in turn.
     pub dtypes: Vec<Dtype>,
-    /// Extents.
+    /// The shapes of the problems.
     pub shapes: Shapes,
-    /// How logits are drawn.
+    /// The ways of drawing logits, in turn.
     pub regimes: Vec<Regime>,
-    /// How many problems there are.
+    /// The number of problems.
     pub cases: u64,
-    /// How many of them, the last ones, have the vocabulary of Qwen.
+    /// The number of problems at the end of the deck that have Qwen's vocabulary.
     pub wide: u64,
-    /// Seed of every draw.
+    /// The seed of every random draw.
     pub seed: u64,
     /// Whether the `B` sequences of a shape lie in one row of `B·T` tokens, of lengths that differ.
     #[serde(default)]
@@ -135,7 +137,7 @@ impl Default for Deck {
 }
 
 impl Deck {
-    /// The recipes, in order.
+    /// Returns the recipes of all problems, in order.
     pub fn recipes(&self) -> impl Iterator<Item = Recipe> + '_ {
         (0..self.cases).map(|index| self.recipe(index))
     }
@@ -180,7 +182,7 @@ impl Deck {
     }
 }
 
-/// Of at most so many sequences.
+/// Draws a shape `[B,T,V]` of at most `sequences` sequences and about [`RANDOM_ELEMENTS`] elements.
 fn random_shape(rng: &mut ChaCha8Rng, sequences: usize) -> [usize; 3] {
     let vocab = match rng.random_range(0..4) {
         0 => rng.random_range(2..40),
@@ -193,8 +195,8 @@ fn random_shape(rng: &mut ChaCha8Rng, sequences: usize) -> [usize; 3] {
     [batch, rng.random_range(1..=12.min((rows / batch).max(1))), vocab]
 }
 
-/// Where so many sequences lie in a row of so many tokens: cut anywhere, in half of the draws one more of them without a token, and
-/// in two of three with tokens behind the last.
+/// Cuts a row of `tokens` tokens into `sequences` sequences at random places. In half of the draws one of them is
+/// emptied, and in two of three some tokens after the last sequence belong to none.
 fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlens {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     // Draws of their own: the problem is that of its recipe, cut otherwise.
@@ -216,7 +218,7 @@ pub trait Deals<P: Subject> {
     /// The recipe of a number.
     fn deal(&self, index: u64) -> P::Recipe;
 
-    /// What both kinds have.
+    /// Returns the constraints that both kinds of problem share.
     fn deck(&self) -> &Deck;
 
     /// The problem of a recipe, packed where those of the deck are.
@@ -249,11 +251,11 @@ impl Deals<Problem> for Deck {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HeadDeck {
-    /// Of the tokens and the logits. Regimes with −∞ are passed over: a product is none.
+    /// The deck of tokens and logits. Regimes with −∞ are left out, as no product of finite numbers is −∞.
     pub deck: Deck,
-    /// Widths `H`, in turn.
+    /// The hidden widths `H`, in turn.
     pub hidden: Vec<usize>,
-    /// How the head lies.
+    /// The memory layout of the head's weights.
     pub layout: HeadLayout,
     /// Whether logits are rounded to the dtype of the hidden states.
     pub rounds_logits: bool,

@@ -14,14 +14,14 @@ use assay_schema::verdicts::Status;
 use crate::kernel::{Fault, UnderTest};
 use crate::subject::{Dealt as _, Subject, kept};
 
-/// What a failure looks like; what looks alike may have one cause.
+/// The appearance of a failure: failures of one kind may have one cause.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     /// The most telling of the gates that failed, and how.
     Gate(u8, Gate, Failed),
     /// An output that cannot be judged.
     Shape(String),
-    /// There was no answer.
+    /// The kernel returned no candidate: the fault's name and its text.
     Fault(&'static str, String),
     /// A second call had other bits.
     OtherBits,
@@ -46,7 +46,7 @@ impl Kind {
         Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
     }
 
-    /// As a cause is called.
+    /// Returns the name of a cause of this kind.
     pub(crate) fn name(&self) -> String {
         match self {
             Kind::Gate(_, gate, Failed::Beyond) => gate.to_string(),
@@ -59,8 +59,8 @@ impl Kind {
     }
 }
 
-/// What goes wrong first makes the rest wrong: log-probabilities before losses, losses before gradients; single values before
-/// norms and sums.
+/// Returns a gate's place in the order in which errors spread: log-probabilities before losses, losses before
+/// gradients; single values before norms and sums.
 fn rank(gate: Gate) -> u8 {
     let output = match gate.output {
         Output::Logp => 0,
@@ -79,27 +79,27 @@ fn rank(gate: Gate) -> u8 {
         }
 }
 
-/// What came of one problem.
+/// The outcome of one problem.
 pub(crate) struct Examined {
-    /// Nothing where it passed.
+    /// The kinds of failure, empty if the problem passed.
     pub(crate) kinds: Vec<Kind>,
-    /// What the kernel said.
+    /// The fault that the kernel reported in place of a candidate.
     pub(crate) fault: Option<Fault>,
     pub(crate) outputs: Vec<&'static str>,
 }
 
-/// A problem that failed.
+/// One problem on which the kernel failed.
 pub(crate) struct Failing<P> {
     pub(crate) label: String,
     pub(crate) problem: Arc<P>,
     pub(crate) fault: Option<Fault>,
 }
 
-/// Those that look alike.
+/// The failures of one kind.
 pub(crate) struct Bucket<P> {
     pub(crate) cases: u64,
     pub(crate) first: String,
-    /// The small ones.
+    /// The smallest of the problems that failed so.
     pub(crate) kept: Vec<Failing<P>>,
 }
 
@@ -124,7 +124,7 @@ impl<P: Subject> Bench<'_, P> {
         self.kernel.answer(self.spec, problem, read)
     }
 
-    /// What it returns, kept.
+    /// Returns the kernel's candidate as arrays that outlive the call.
     pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Result<Candidate<P::Gradient>, Fault> {
         let mut candidate = None;
         self.call(problem, &mut |given| candidate = Some(kept::<P>(given)))?;
@@ -179,7 +179,7 @@ pub(crate) fn same_bits<G: assay_judge::invariance::Gradient>(a: &Candidate<G>, 
     assay_judge::invariance::Invariance::between(a, b).other.is_empty()
 }
 
-/// Elements of the logits.
+/// Returns the number of logits `B·T·V`.
 pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
     problem.extents().into_iter().product()
 }

@@ -27,43 +27,43 @@ pub trait UnderTest<P: Subject = Problem> {
 /// Why a kernel has no answer that could be judged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// It raised an error.
+    /// The kernel raised an error, which is its text.
     #[error("the kernel failed: {0}")]
     Raised(String),
     /// An output is missing, unknown, or is not what an output is.
     #[error("output `{field}`: got {given}, expected {expected}")]
     Output {
-        /// Which.
+        /// The name of the output.
         field: String,
-        /// What it is.
+        /// The value or shape that the kernel returned.
         given: String,
-        /// What it should be.
+        /// The value or shape that the output must have.
         expected: String,
     },
-    /// It wrote to an array that it was given to read.
+    /// The kernel wrote to an input array, which is named.
     #[error("input `{0}` has other content after the call: inputs are to be read")]
     InputMutated(String),
-    /// Its process ended.
+    /// The kernel's process ended by itself or by a signal.
     #[error("{reason}")]
     Crashed {
-        /// How, in words.
+        /// A description of how the process ended.
         reason: String,
         /// The number of the signal that ended it; `None` where it exited by itself.
         signal: Option<i32>,
     },
-    /// It took too long, and was killed.
+    /// The kernel took too long, and its process was killed.
     #[error("{0}")]
     TimedOut(String),
-    /// It does not compute that, and says so: no failure.
+    /// The kernel reports that it does not compute this problem, which is no failure.
     #[error("not supported: {0}")]
     Unsupported(String),
-    /// Somebody wants to stop.
+    /// The user asked the campaign to stop.
     #[error("interrupted")]
     Interrupted,
 }
 
 impl Fault {
-    /// What kind of fault it is, in a word that a waiver names it by.
+    /// Returns the fault's name, by which a campaign can allow it.
     pub fn name(&self) -> &'static str {
         match self {
             Fault::Raised(_) => "raised",

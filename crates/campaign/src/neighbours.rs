@@ -14,14 +14,14 @@ use assay_judge::tolerance::Limits;
 /// A loss whose numbers a kernel has.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Computed {
-    /// What it is called, from the loss that was asked for.
+    /// The changed options, starting from the loss that was asked for.
     pub names: Vec<String>,
-    /// The loss.
+    /// The loss that the kernel appears to compute.
     pub spec: LossSpec,
 }
 
-/// Those of `specs` whose reference comes to every candidate, by all its gates: what the kernel computes, if it computes one of
-/// them. Equal losses stand together.
+/// Returns those of `specs` whose reference agrees with every candidate at all gates: the losses that the kernel may
+/// compute. Equal losses are adjacent.
 pub fn computed<P: Judgeable>(
     specs: Vec<Computed>,
     answers: &[(&P, &Candidate<P::Gradient>)],

@@ -31,28 +31,29 @@ pub fn judge(known: &Known, candidate: Candidate) -> Result<Judged, JudgeError> 
 /// Few shapes, as frameworks compile a program for each: around tiles, primes, few tokens and many.
 const SHAPES: [[usize; 3]; 5] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031], [1, 8, 2048]];
 
-/// Qwen's vocabulary.
+/// One problem over Qwen's vocabulary of 151,936 entries.
 const WIDE: [usize; 3] = [1, 3, 151_936];
 
-/// What is recorded is small.
+/// The small shape of problems whose answers are recorded.
 const SAMPLE: [usize; 3] = [1, 4, 131];
 
 /// Failures that are kept of each gate; all are counted.
 const KEPT: u64 = 2;
 
-/// Which problems.
+/// The choice of the problems that a panel tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deck {
-    /// Vocabularies up to 4,099.
+    /// Problems with vocabularies of up to 4,099 entries.
     Narrow,
-    /// A vocabulary of 151,936.
+    /// Problems with a vocabulary of 151,936 entries.
     Wide,
-    /// Those that fixtures are recorded of: one a regime, its dtype and loss another in each.
+    /// The problems that fixtures record: one for each regime, with a dtype and a loss that change from one to the
+    /// next.
     Sample,
 }
 
 impl Deck {
-    /// How a command's option calls one of its cases.
+    /// Returns the command's option that selects this deck.
     fn option(self) -> &'static str {
         match self {
             Deck::Narrow => "case",
@@ -61,7 +62,7 @@ impl Deck {
         }
     }
 
-    /// How many make one of each regime.
+    /// The number of problems that contain each regime once.
     pub const REGIMES: u64 = Regime::FINITE.len() as u64;
 
     /// The problem of this number, the same always: any 264 in a row have every regime with every dtype and every loss.
@@ -126,9 +127,9 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
 pub struct Case {
     deck: Deck,
     index: u64,
-    /// The loss.
+    /// The loss to compute.
     pub spec: LossSpec,
-    /// The batch.
+    /// The recipe of the batch.
     pub recipe: Recipe,
 }
 
@@ -139,66 +140,66 @@ impl Case {
     }
 }
 
-/// What was found under one dtype, regime and gate.
+/// The counts of one dtype, regime and gate.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// Of the logits.
+    /// The dtype of the logits.
     pub dtype: Dtype,
-    /// How they were drawn.
+    /// The way in which the logits were drawn.
     pub regime: Regime,
-    /// Output and comparison.
+    /// The name of the output and the comparison.
     pub gate: String,
-    /// Candidates judged.
+    /// Candidates that were judged.
     pub judged: u64,
-    /// Those that failed.
+    /// Candidates that failed this gate.
     pub failed: u64,
-    /// Those that are of grade `standard`, and not `exact`.
+    /// Candidates that reach grade `standard` and not `exact`.
     pub standard: u64,
-    /// Those with a NaN or ∞ where the exact value is neither, or the other way about.
+    /// Candidates with a NaN or ∞ where the exact value is finite, or the reverse.
     pub nonfinite: u64,
-    /// The largest κ needed.
+    /// The largest κ that any candidate needs.
     pub kappa: f64,
     /// The largest error over its limit, of finite values.
     pub share: f64,
 }
 
-/// A candidate that failed.
+/// One candidate that failed a gate.
 #[derive(Clone, Debug, Serialize)]
 pub struct Failure {
     /// The gate, or that there was no answer.
     pub gate: String,
-    /// What shows it again.
+    /// The command that shows the failure again.
     pub replay: String,
-    /// The loss.
+    /// The loss that the kernel was asked for.
     pub spec: LossSpec,
-    /// The batch.
+    /// The recipe of the batch.
     pub recipe: Recipe,
-    /// The verdict, in words.
+    /// The verdict's explanation as text.
     pub words: String,
 }
 
-/// What is expected of a kernel.
+/// The outcome that a panel's configuration expects of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Expected {
-    /// No failure.
+    /// The kernel passes every problem.
     Right,
-    /// A failure.
+    /// The kernel fails at least one problem.
     Wrong,
     /// A failure where the vocabulary is large.
     WrongIfWide,
 }
 
-/// What became of one kernel.
+/// The outcome of one kernel of the panel.
 #[derive(Clone, Debug, Serialize)]
 pub struct Found {
-    /// Its name.
+    /// The kernel's name in the panel.
     pub kernel: String,
-    /// What it says of itself.
+    /// The kernel's description of itself, such as a framework's version.
     pub about: Option<String>,
-    /// Candidates that it returned.
+    /// Candidates that the kernel returned.
     pub judged: u64,
-    /// How many problems it does not compute, by why not in its own words.
+    /// The number of problems that the kernel does not compute, by its own reason.
     pub unsupported: BTreeMap<String, u64>,
     /// Candidates that failed a gate, or cannot be judged.
     pub failed: u64,
@@ -206,7 +207,7 @@ pub struct Found {
     pub unanswered: u64,
     /// Seconds from question to answer, all together.
     pub answer_s: f64,
-    /// By dtype, regime and gate.
+    /// The counts by dtype, regime and gate.
     pub cells: Vec<Cell>,
     /// The first of each gate.
     pub failures: Vec<Failure>,
@@ -272,7 +273,7 @@ impl Found {
 pub struct Panelist {
     worker: Worker,
     command: String,
-    /// What has been found.
+    /// The outcome so far.
     pub found: Found,
 }
 
@@ -297,7 +298,7 @@ impl Panelist {
         format!("{} {}", self.command, case.options())
     }
 
-    /// What it returns; `None` where it does not compute that, or fails, which is noted.
+    /// Asks the kernel for a candidate; returns `None`, and records why, if it does not compute the problem or fails.
     pub fn answer(&mut self, case: &Case, problem: &Problem) -> Option<Candidate> {
         let started = Instant::now();
         let answer = self.worker.ask(&case.spec, problem);
@@ -340,10 +341,10 @@ impl Panelist {
 /// Why a problem of a deck cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum PanelError {
-    /// Its recipe is wrong.
+    /// The recipe of a problem is invalid.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// It does not fit its spec.
+    /// The problem does not fit its spec.
     #[error(transparent)]
     Problem(#[from] ProblemError),
 }

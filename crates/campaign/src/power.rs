@@ -30,7 +30,8 @@ const LARGER: Range<usize> = 1 << 16..1 << 18;
 /// And of one of Qwen's vocabulary.
 const WIDE: Range<usize> = 1 << 18..1 << 20;
 
-/// How far from the judged kernel's value a wrong kernel's may be to be the same, in units of how far both are off.
+/// The largest difference between the kernel's value and a mutant's that counts as equal, as a share of their largest
+/// error.
 const ALIKE: f64 = 0.05;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
@@ -38,7 +39,7 @@ pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static M
     BANK.iter().filter(|mutant| P::is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
 }
 
-/// What a mutant returns, with its verdicts; `None` where it does not compute that.
+/// Runs a mutant and judges it; returns `None` if it does not compute the problem.
 fn run<P: Subject>(
     known: &Known<P>,
     mutant: &Mutant,
@@ -104,7 +105,7 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
     }
 }
 
-/// Without the outputs that the judged kernel does not have.
+/// Removes the outputs that the judged kernel does not have.
 fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidate<G> {
     let Candidate { logp, logp_of_others, entropy, token_loss, metrics, .. } = &mut candidate;
     *logp_of_others = logp_of_others.take().filter(|_| outputs.contains(&"logp"));
@@ -117,7 +118,7 @@ fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidat
     candidate
 }
 
-/// What became of a mutant.
+/// The fate of one mutant in the campaign.
 #[derive(Clone, Copy)]
 enum Fate {
     Rejected,
@@ -132,8 +133,8 @@ struct Trial<'p, P: Subject> {
 }
 
 impl<P: Subject> Trial<'_, P> {
-    /// What becomes of mutants here. Where the numbers of one are those of the correct kernel it shows nothing, unless a second call has
-    /// others.
+    /// Returns the fate of each mutant on this problem. A mutant whose numbers equal the correct kernel's shows
+    /// nothing, unless a second call returns other numbers.
     fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<Fate> {
         let Known { spec, problem, .. } = self.known;
         // A second call is one of the same kernel, with the state that the first has left.

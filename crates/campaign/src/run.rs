@@ -50,10 +50,10 @@ impl Campaign {
         self.run_on::<Problem>(&self.deck, kernel, progress)
     }
 
-    /// Runs it on problems with an LM head; `heads` says how wide, and its deck stands for this campaign's.
+    /// Runs the campaign on problems with an LM head, whose deck replaces the campaign's own.
     ///
     /// # Errors
-    /// As [`run`](Self::run).
+    /// The errors of [`run`](Self::run).
     pub fn run_heads(
         &self,
         heads: &HeadDeck,
@@ -150,7 +150,7 @@ impl<P: Subject> Round<'_, P> {
         *self.skipped.entry(why).or_default() += 1;
     }
 
-    /// Problems that failed before.
+    /// Tries the problems that failed in earlier campaigns.
     fn repros(&mut self, deals: &dyn Deals<P>, progress: &mut dyn FnMut(Progress)) -> Result<(), CampaignError> {
         let Some(folder) = &self.campaign.repros else { return Ok(()) };
         for path in files(folder)? {
@@ -282,7 +282,7 @@ impl<P: Subject> Round<'_, P> {
         Ok(if self.waived(alone).is_empty() { vec![Kind::Stale] } else { wrong })
     }
 
-    /// Without what fails at an edge that is allowed.
+    /// Removes the failures at edges that the campaign allows.
     fn waived(&self, mut kinds: Vec<Kind>) -> Vec<Kind> {
         kinds.retain(|kind| match kind {
             Kind::Gate(_, gate, _) => gate.edge.is_none_or(|edge| !self.bench.allowed.contains(&edge)),

@@ -7,12 +7,12 @@ use assay_core::problem::{Advantages, ProblemPart};
 
 use crate::subject::Subject;
 
-/// How much may be tried.
+/// The limits of the search for a smaller problem.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Effort {
-    /// Calls of the kernel.
+    /// The most calls of the kernel.
     pub(crate) calls: usize,
-    /// Time.
+    /// The most time for the search.
     pub(crate) time: Duration,
     /// Whether extents may change: each is a program to compile, where programs are.
     pub(crate) shapes: bool,
@@ -20,7 +20,7 @@ pub(crate) struct Effort {
 
 impl Effort {
     pub(crate) const WHOLE: Self = Self { calls: 400, time: Duration::from_secs(20), shapes: true };
-    /// Of a kernel that is compiled for each shape.
+    /// The limits for a kernel that is compiled again for each shape: few calls, and the shape is kept.
     pub(crate) const FEW_SHAPES: Self = Self { calls: 40, time: Duration::from_secs(20), shapes: false };
 }
 
@@ -40,7 +40,7 @@ pub fn simplify<P: Subject>(problem: Arc<P>, calls: usize, still: &mut dyn FnMut
     shrink(problem, Effort { calls, time: NO_END, shapes: true }, still)
 }
 
-/// The same within an effort.
+/// Makes a problem smaller within an effort, as long as it still fails.
 pub(crate) fn shrink<P: Subject>(problem: Arc<P>, effort: Effort, fails: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
     let deadline = Instant::now() + effort.time;
     let mut shrinker = Shrinker { problem, effort, calls: 0, deadline, fails };

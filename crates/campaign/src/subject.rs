@@ -21,7 +21,7 @@ use assay_suites::mutants::{MutantKind, Specimen};
 
 /// A problem that a deck deals.
 pub trait Subject: Judgeable + StoredProblem {
-    /// What it is made from.
+    /// The recipe that a problem is drawn from.
     type Recipe: Dealt;
 
     /// Makes it.
@@ -30,7 +30,7 @@ pub trait Subject: Judgeable + StoredProblem {
     /// [`RecipeError`] naming the field that is out of range.
     fn draw(recipe: &Self::Recipe, spec: &LossSpec) -> Result<Self, RecipeError>;
 
-    /// `[B,T,V]`.
+    /// Returns the extents `[B,T,V]` of the logits.
     fn extents(&self) -> [usize; 3];
 
     /// `[B,T]`: the tokens that count.
@@ -47,21 +47,22 @@ pub trait Subject: Judgeable + StoredProblem {
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool;
 
-    /// Its tokens in one row, of which `cu_seqlens` makes as many sequences as it has.
+    /// Returns the problem with its tokens in one row, which `cu_seqlens` cuts into as many sequences as there were
+    /// rows.
     #[must_use]
     fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self;
 
-    /// All of it.
+    /// Returns the part that contains the whole problem.
     fn whole(&self) -> ProblemPart {
         let [batch, tokens, vocab] = self.extents();
         ProblemPart::whole([self.which_sequences().count(batch), tokens, vocab])
     }
 
-    /// Its tokens, whatever their logits are.
+    /// Returns the problem with its tokens edited, and its logits as they are.
     #[must_use]
     fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self;
 
-    /// Its floats, logits or hidden states, each as `edit` makes it of the old one.
+    /// Returns the problem with each float of its logits or hidden states replaced by `edit` of it.
     #[must_use]
     fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self;
 
@@ -101,10 +102,10 @@ pub trait Dealt: Clone + std::fmt::Debug + PartialEq + Serialize + Send + Sync {
     /// The recipe of the tokens and the logits, whatever those are made of.
     fn of_logits(&self) -> &Recipe;
 
-    /// The same, to be changed.
+    /// Returns the recipe of the tokens and the logits for editing.
     fn of_logits_mut(&mut self) -> &mut Recipe;
 
-    /// In a few words: `2x8x257 bf16 peaked, seed 3`.
+    /// Returns a short label: `2x8x257 bf16 peaked, seed 3`.
     fn label(&self) -> String;
 }
 

@@ -22,16 +22,16 @@ use assay_fixture::{FixtureError, MAX_HEADER_LEN, StoredProblem, read_candidate,
 /// Memory that is a file system, where there is one.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// How a worker is started, and how long it is waited for.
+/// The command that starts a worker, and the times that it may take.
 #[derive(Clone, Debug)]
 pub struct Launch {
     /// The program and its arguments.
     pub command: Vec<OsString>,
-    /// What is added to its environment.
+    /// The variables that are added to the process's environment.
     pub environment: Vec<(OsString, OsString)>,
-    /// Until it has said what it is: it may have a framework to load.
+    /// The time until the worker must have introduced itself: it may have a framework to load.
     pub start: Duration,
-    /// Until it has answered: it may have a program to compile.
+    /// The time until the worker must have answered a request: it may have a program to compile.
     pub answer: Duration,
 }
 
@@ -43,22 +43,22 @@ impl Launch {
         Self { command, environment: Vec::new(), start: minute, answer: minute }
     }
 
-    /// The command, for messages.
+    /// Returns the command as messages show it.
     fn name(&self) -> String {
         one_line(&self.command.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "))
     }
 }
 
-/// What a worker says of itself.
+/// A worker's introduction, the first line that it writes.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Hello {
-    /// [`PROTOCOL`].
+    /// The protocol's name, which must be [`PROTOCOL`].
     protocol: String,
     /// Dtypes of logits, or of hidden states, that it takes.
     pub dtypes: Vec<Dtype>,
-    /// Which of `logp`, `entropy` and `token_loss` each of its candidates has.
+    /// The outputs among `logp`, `entropy` and `token_loss` that each of its candidates has.
     pub outputs: Vec<String>,
-    /// What computes, with versions.
+    /// The framework that computes, with its version.
     #[serde(default)]
     pub about: Option<String>,
 }
@@ -80,7 +80,7 @@ struct Reply {
     mutated: Option<String>,
 }
 
-/// An output that is none, as a worker tells it.
+/// An invalid output, as a worker reports it.
 #[derive(Deserialize)]
 struct Refused {
     field: String,
@@ -88,12 +88,12 @@ struct Refused {
     expected: String,
 }
 
-/// What a worker answered.
+/// A worker's answer to one problem.
 #[derive(Debug)]
 pub enum Answer<G> {
-    /// Its outputs.
+    /// The outputs that the kernel computed.
     Candidate(Box<Candidate<G>>),
-    /// What it does not compute, in its own words.
+    /// The worker's reason why it does not compute the problem.
     Unsupported(String),
 }
 
@@ -103,83 +103,83 @@ pub enum WorkerError {
     /// The system does not start it.
     #[error("`{command}`: cannot be started: {reason}")]
     Start {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// The system's answer.
+        /// The operating system's error.
         reason: io::Error,
     },
-    /// It ended.
+    /// The worker's process ended before it answered.
     #[error("`{command}`: ended while it was waited for: {status}{stderr}")]
     Died {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// Its exit code or signal.
+        /// The exit code or the signal of the process.
         status: String,
         /// The number of the signal.
         signal: Option<i32>,
-        /// The last lines of its stderr, after a line break; nothing where there are none.
+        /// The last lines of its stderr, after a line break; empty if it wrote nothing.
         stderr: String,
     },
-    /// It was not done in time, and has been killed.
+    /// The worker did not answer in time and was killed.
     #[error("`{command}`: no {awaited} in {limit:?}: killed{stderr}")]
     TimedOut {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// What was waited for.
+        /// The message that the campaign waited for.
         awaited: &'static str,
-        /// How long.
+        /// The time that the worker had.
         limit: Duration,
-        /// As in [`WorkerError::Died`].
+        /// The last lines of its stderr, as in [`WorkerError::Died`].
         stderr: String,
     },
-    /// It said what the protocol does not have, and has been killed.
+    /// The worker broke the protocol and was killed.
     #[error("`{command}`: {field}: got {given}, expected {expected}{stderr}")]
     Protocol {
-        /// The command.
+        /// The command that was started.
         command: String,
         /// The message or its field.
         field: &'static str,
-        /// What it said.
+        /// The message that the worker sent.
         given: String,
-        /// What it may say.
+        /// The messages that the protocol allows here.
         expected: String,
-        /// As in [`WorkerError::Died`].
+        /// The last lines of its stderr, as in [`WorkerError::Died`].
         stderr: String,
     },
-    /// It says that it failed.
+    /// The worker reports that the kernel failed.
     #[error("`{command}`: {message}")]
     Failed {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// Its own words.
+        /// The worker's own description of the failure.
         message: String,
     },
-    /// It says that an output is missing, unknown, or is not what an output is.
+    /// The worker reports that an output is missing, unknown or malformed.
     #[error("`{command}`: output `{field}`: got {given}, expected {expected}")]
     Output {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// Which.
+        /// The name of the output.
         field: String,
-        /// What it is.
+        /// The value or shape that the kernel returned.
         given: String,
-        /// What it should be.
+        /// The value or shape that the output must have.
         expected: String,
     },
-    /// It says that the kernel wrote to an input.
+    /// The worker reports that the kernel wrote to an input.
     #[error("`{command}`: input `{field}` has other content after the call: inputs are to be read")]
     InputMutated {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// Which.
+        /// The name of the input.
         field: String,
     },
     /// The problem cannot be written, or its candidate cannot be read or believed.
     #[error("`{command}`: {reason}")]
     File {
-        /// The command.
+        /// The command that was started.
         command: String,
-        /// What is wrong.
+        /// The reason why the file was refused.
         reason: FixtureError,
     },
 }
@@ -211,7 +211,7 @@ impl Worker {
         Ok(Self { launch, folder, hello, process: Some(process), asked: 0 })
     }
 
-    /// What it says of itself.
+    /// Returns the worker's introduction, with the outputs that it promises.
     pub fn hello(&self) -> &Hello {
         &self.hello
     }
@@ -281,7 +281,7 @@ impl Worker {
         Ok(Answer::Candidate(Box::new(candidate)))
     }
 
-    /// What was promised is there: an output that is silently left out would not be judged.
+    /// Checks that every promised output is in the candidate: one that is silently left out would not be judged.
     fn expect_outputs<G>(&self, candidate: &Candidate<G>, path: &Path) -> Result<(), FixtureError> {
         let Candidate { logp, entropy, token_loss, .. } = candidate;
         let there = |name: &str| match name {
@@ -305,7 +305,7 @@ fn folder() -> io::Result<TempDir> {
     builder().tempdir_in(SHARED_MEMORY).or_else(|_| builder().tempdir())
 }
 
-/// What is waited for.
+/// The message that the campaign waits for.
 #[derive(Clone, Copy)]
 enum Awaited {
     Hello,
@@ -361,7 +361,7 @@ fn begin(launch: &Launch) -> Result<(Process, Hello), WorkerError> {
     Ok((process, hello))
 }
 
-/// The next message of `process`, which is ended where there is none.
+/// Reads the next message of `process`, and ends the process if there is none.
 fn hear<M: for<'m> Deserialize<'m>>(
     process: &mut Process,
     launch: &Launch,
@@ -402,7 +402,7 @@ fn broken(process: &mut Process, command: &str, field: &'static str, given: Stri
     WorkerError::Protocol { command: command.into(), field, given, expected, stderr: told(process) }
 }
 
-/// Its last words, below the message.
+/// Returns the process's last lines of stderr, as the end of a message.
 fn told(process: &Process) -> String {
     let words = process.last_words();
     if words.trim().is_empty() { String::new() } else { format!("\n{}", shown(&words)) }

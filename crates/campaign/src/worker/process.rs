@@ -13,24 +13,24 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 
 use super::LONGEST_LINE;
 
-/// How much of stderr is told.
+/// The number of last bytes of stderr that messages show.
 const TAIL: usize = 4 << 10;
 const TAIL_LINES: usize = 12;
 
-/// How long a process may take to end once its stdin has, and its stderr to be read once it has ended.
+/// The time that a process may take to end once its stdin is closed, and its stderr to be read once it has ended.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// How often it is looked at meanwhile.
+/// The pause between two looks at a process that is ending.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Why there is no line.
 #[derive(Debug)]
 pub(super) enum Silence {
-    /// Its stdout has ended.
+    /// The process closed its stdout.
     Ended,
-    /// Time is up.
+    /// The time for the line is over.
     TimedOut,
-    /// What came is no line of text; in words.
+    /// The bytes are no line of text, for the reason given.
     Garbage(String),
 }
 
@@ -39,7 +39,7 @@ pub(super) enum Silence {
 pub(super) struct Process {
     child: Child,
     group: Pid,
-    /// To its stdin, which ends when this is dropped.
+    /// The sender of lines to the process's stdin, which closes when this is dropped.
     requests: Option<Sender<String>>,
     lines: Receiver<Result<String, String>>,
     stderr: Arc<Mutex<VecDeque<u8>>>,
@@ -81,7 +81,8 @@ impl Process {
         }
     }
 
-    /// Closes its stdin, waits for a while, kills what is left of the group, and tells how the first process ended.
+    /// Closes the process's stdin, waits for `patience`, kills the rest of its group, and returns the first process's
+    /// exit status.
     pub(super) fn end(&mut self, patience: Duration) -> io::Result<ExitStatus> {
         self.requests = None;
         wait_until(patience, || self.has_exited());
@@ -91,7 +92,7 @@ impl Process {
         self.child.wait()
     }
 
-    /// The same, once its stdout has ended: it is about to end by itself.
+    /// Ends a process whose stdout is closed, and which is therefore about to end by itself.
     pub(super) fn ended(&mut self) -> io::Result<ExitStatus> {
         self.end(PATIENCE)
     }
@@ -126,7 +127,7 @@ fn wait_until(patience: Duration, done: impl Fn() -> bool) {
     }
 }
 
-/// Sends line after line; the first that is none, in words, is the last.
+/// Sends line after line; the first that is no text is sent as a description of what is wrong, and is the last.
 fn read_lines(stdout: impl Read, lines: &SyncSender<Result<String, String>>) {
     let mut stdout = BufReader::new(stdout);
     loop {
