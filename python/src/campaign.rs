@@ -15,12 +15,12 @@ use crate::error;
 use crate::outputs::{Answered, Returned};
 use crate::problem::{Batch, Lent, Problem};
 use crate::spec::Spec;
-use assay::campaign::{self, Fault, HeadDeck, Progress, Subject, UnderTest};
+use assay::campaign::{self, CampaignProgress, Fault, HeadDeck, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
 use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
-use assay::worker::{Launch, Worker, WorkerError};
+use assay::worker::{Worker, WorkerError, WorkerLaunch};
 
 /// Between two lines of progress.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -125,7 +125,7 @@ impl Campaign {
     ) -> PyResult<Found> {
         let answer = Duration::try_from_secs_f64(timeout)
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
-        let launch = Launch { answer, ..Launch::of(command) };
+        let launch = WorkerLaunch { answer, ..WorkerLaunch::new(command) };
         let worker = error::apart(py, || Worker::start(launch))?;
         let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
         self.on(py, Served(worker.map_err(crashed)?), progress)
@@ -133,14 +133,14 @@ impl Campaign {
 }
 
 impl Campaign {
-    fn on<K: UnderTest<core::Problem> + UnderTest<HeadProblem> + Send>(
+    fn on<K: KernelUnderTest<core::Problem> + KernelUnderTest<HeadProblem> + Send>(
         &self,
         py: Python<'_>,
         mut kernel: K,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Found> {
         let mut said = Instant::now();
-        let mut say = |Progress { tried, cases, failed }: Progress| {
+        let mut say = |CampaignProgress { tried, cases, failed }: CampaignProgress| {
             let Some(progress) = progress.as_ref().filter(|_| said.elapsed() > PAUSE) else { return };
             said = Instant::now();
             // A line that cannot be shown is no reason to stop.
@@ -220,7 +220,7 @@ struct Function {
     question: Question,
 }
 
-impl<P: Asked> UnderTest<P> for Function {
+impl<P: Asked> KernelUnderTest<P> for Function {
     fn answer(
         &mut self,
         _: &LossSpec,
@@ -268,9 +268,9 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
 /// A worker, which Ctrl-C does not reach: between two questions it is looked whether somebody pressed it.
 struct Served(Worker);
 
-impl<P: Asked> UnderTest<P> for Served
+impl<P: Asked> KernelUnderTest<P> for Served
 where
-    Worker: UnderTest<P>,
+    Worker: KernelUnderTest<P>,
 {
     fn answer(
         &mut self,

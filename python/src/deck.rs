@@ -1,6 +1,6 @@
 //! Problems that a campaign deals.
 
-use assay::campaign::{Deck, HeadDeck, Shapes};
+use assay::campaign::{Deck, DeckShapes, HeadDeck};
 use assay::judge::generate::Regime;
 use pyo3::prelude::*;
 
@@ -14,7 +14,7 @@ pub(crate) struct Dealt {
 }
 
 impl Dealt {
-    /// The deck of `shapes`, as [`Shapes::read`] takes them, packed or not.
+    /// The deck of `shapes`, as [`DeckShapes::read`] takes them, packed or not.
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
@@ -37,12 +37,12 @@ impl Dealt {
         if let Some(named) = regimes {
             deck.regimes = named.iter().map(regime).collect::<PyResult<_>>()?;
         }
-        let (shapes, hidden) = Shapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
+        let (shapes, hidden) = DeckShapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
         deck.shapes = shapes;
         if !lm_head && hidden.is_empty() {
             return Ok(Self { deck, heads: None });
         }
-        let mut heads = HeadDeck::of(deck.clone());
+        let mut heads = HeadDeck::new(deck.clone());
         if !hidden.is_empty() {
             heads.hidden = hidden;
         }

@@ -15,7 +15,7 @@ use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
-use assay::campaign::{Deals, Subject, simplify};
+use assay::campaign::{ProblemDeck, Subject, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::RecipeError;
@@ -566,7 +566,7 @@ impl Problems {
 /// The problem of a number, and its recipe as JSON, which says whether it was packed.
 fn drawn<P: Subject>(
     py: Python<'_>,
-    deals: &(dyn Deals<P> + Sync),
+    deals: &(dyn ProblemDeck<P> + Sync),
     index: u64,
     spec: &Spec,
 ) -> PyResult<Result<(Arc<P>, String), RecipeError>> {

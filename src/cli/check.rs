@@ -8,14 +8,14 @@ use clap::Args;
 use super::deck_choice::{AnyDeck, DeckChoice};
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, PluginChoice, Printing, command_line};
-use crate::campaign::{Campaign, Local, Progress, text};
+use crate::campaign::{Campaign, CampaignProgress, LocalKernel, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::find;
 use crate::report::{Input, render};
 use crate::schema::Made;
 use crate::schema::campaign::Campaign as Found;
 use crate::schema::verdicts::Grade;
-use crate::worker::{Launch, Worker};
+use crate::worker::{Worker, WorkerLaunch};
 
 #[derive(Args)]
 pub(super) struct Check {
@@ -87,7 +87,7 @@ impl Check {
             AnyDeck::Head(heads) => heads.deck.cases,
         };
         let bar = self.printing.progress(usize::try_from(cases).unwrap_or(usize::MAX));
-        let mut progress = |Progress { tried, failed, .. }: Progress| {
+        let mut progress = |CampaignProgress { tried, failed, .. }: CampaignProgress| {
             bar.set_position(tried);
             bar.set_message(format!("{failed} failed"));
         };
@@ -101,11 +101,11 @@ impl Check {
             }
             (AnyDeck::Logits(deck), None) => {
                 let implementation = find::<Problem>(name, plugin).map_err(CliError::Usage)?;
-                Campaign { deck, ..campaign }.run(&mut Local(&*implementation), &mut progress)?
+                Campaign { deck, ..campaign }.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
             (AnyDeck::Head(heads), None) => {
                 let implementation = find::<HeadProblem>(name, plugin).map_err(CliError::Usage)?;
-                campaign.run_heads(&heads, &mut Local(&*implementation), &mut progress)?
+                campaign.run_heads(&heads, &mut LocalKernel(&*implementation), &mut progress)?
             }
         };
         bar.finish_and_clear();
@@ -117,7 +117,7 @@ impl Check {
             CliError::Usage(format!("--exec: got `{command}`, expected a command, quoted as for a shell"))
         })?;
         let answer = seconds("--timeout", self.timeout)?;
-        Ok(Worker::start(Launch { answer, ..Launch::of(words) })?)
+        Ok(Worker::start(WorkerLaunch { answer, ..WorkerLaunch::new(words) })?)
     }
 }
 

@@ -4,7 +4,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::{CliError, one_of};
-use crate::campaign::{Deck, HeadDeck, Shapes};
+use crate::campaign::{Deck, DeckShapes, HeadDeck};
 use crate::judge::generate::Regime;
 use crate::problem::{Dtype, HeadLayout};
 
@@ -51,7 +51,7 @@ pub(super) enum AnyDeck {
 impl DeckChoice {
     pub(super) fn deck(&self) -> Result<AnyDeck, CliError> {
         let wrong = |reason| CliError::Usage(format!("--shapes: {reason}"));
-        let (shapes, widths) = Shapes::read(&self.shapes).map_err(wrong)?;
+        let (shapes, widths) = DeckShapes::read(&self.shapes).map_err(wrong)?;
         if !widths.is_empty() {
             return Err(wrong("got BxTxHxV, expected BxTxV, and the widths H in --hidden".into()));
         }
@@ -64,6 +64,6 @@ impl DeckChoice {
         if self.hidden.contains(&0) {
             return Err(CliError::Usage("--hidden: got 0, expected widths ≥ 1".into()));
         }
-        Ok(AnyDeck::Head(HeadDeck { hidden: self.hidden.clone(), layout: self.layout, ..HeadDeck::of(deck) }))
+        Ok(AnyDeck::Head(HeadDeck { hidden: self.hidden.clone(), layout: self.layout, ..HeadDeck::new(deck) }))
     }
 }

@@ -12,12 +12,12 @@ use serde::{Deserialize, Serialize};
 use super::document::{self, Marks};
 use super::generate::json;
 use super::{CliError, Passed, Printing};
-use crate::campaign::panel::{self, Cell, Deck, Expected, Found, Panelist};
+use crate::campaign::panel::{self, ExpectedOutcome, KernelOutcome, PanelCell, PanelDeck, Panelist};
 use crate::config;
 use crate::fixture::{write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
-use crate::worker::{Launch, Worker};
+use crate::worker::{Worker, WorkerLaunch};
 
 /// The gates of a problem on logits, and what the table calls them.
 const GATES: [(&str, &str); 7] = [
@@ -87,7 +87,7 @@ struct Entry {
     /// Module and function that `serve.py` is told.
     serve: [String; 2],
     /// What is expected of it; of a published project nothing is.
-    expected: Option<Expected>,
+    expected: Option<ExpectedOutcome>,
     /// What it is.
     #[serde(rename = "is")]
     what: String,
@@ -113,8 +113,8 @@ struct Cause {
 }
 
 impl Cause {
-    fn explains(&self, kernel: &str, cell: &Cell) -> bool {
-        let Cell { dtype, regime, gate, failed, .. } = cell;
+    fn explains(&self, kernel: &str, cell: &PanelCell) -> bool {
+        let PanelCell { dtype, regime, gate, failed, .. } = cell;
         let gate = self.gates.is_empty() || self.gates.contains(gate);
         let given = gate && self.dtypes.contains(dtype) && self.regimes.contains(regime);
         *failed > 0 && given && self.kernels.iter().any(|name| name == kernel)
@@ -134,10 +134,10 @@ struct Outcome {
 struct OfKernel {
     #[serde(rename = "is")]
     what: String,
-    expected: Option<Expected>,
+    expected: Option<ExpectedOutcome>,
     as_expected: bool,
     #[serde(flatten)]
-    found: Found,
+    found: KernelOutcome,
 }
 
 impl Panel {
@@ -158,8 +158,8 @@ impl Panel {
         let started = Instant::now();
         let [narrow, wide] = self.indices();
         let progress = self.printing.progress(narrow.clone().chain(wide.clone()).count());
-        let cases = narrow.clone().map(|index| Deck::Narrow.case(index));
-        let cases = cases.chain(wide.clone().map(|index| Deck::Wide.case(index)));
+        let cases = narrow.clone().map(|index| PanelDeck::Narrow.case(index));
+        let cases = cases.chain(wide.clone().map(|index| PanelDeck::Wide.case(index)));
         panel::run(&mut kernels, cases, || progress.inc(1))?;
         progress.finish_and_clear();
 
@@ -172,7 +172,7 @@ impl Panel {
         let count = |indices: &Range<u64>| indices.end - indices.start;
         let outcome = Outcome { cases: count(&narrow), wide: count(&wide), seconds, kernels };
         for OfKernel { expected, found, .. } in &outcome.kernels {
-            let told = *expected == Some(Expected::Right) || found.unanswered > 0;
+            let told = *expected == Some(ExpectedOutcome::Right) || found.unanswered > 0;
             for failure in found.failures.iter().filter(|_| told) {
                 super::print(&format!("{}\n", failure.words))?;
             }
@@ -208,7 +208,7 @@ impl Panel {
         let [module, function] = &entry.serve;
         let serve = self.list.parent().unwrap_or(Path::new("")).join("serve.py");
         let command = [self.python.as_os_str(), serve.as_os_str(), module.as_ref(), function.as_ref()];
-        let mut launch = Launch::of(command);
+        let mut launch = WorkerLaunch::new(command);
         // Kernels run side by side.
         launch.environment.push(("OMP_NUM_THREADS".into(), "1".into()));
         let again = format!("assay panel {} --kernel {}", self.list.display(), entry.name);
@@ -218,13 +218,13 @@ impl Panel {
 
 /// Writes `DIR/CASE.problem.safetensors`, and what each kernel returns for it to `DIR/CASE.KERNEL.safetensors`.
 fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
-    for index in 0..Deck::REGIMES {
-        let case = Deck::Sample.case(index);
+    for index in 0..PanelDeck::REGIMES {
+        let case = PanelDeck::Sample.case(index);
         let problem = case.recipe.problem(&case.spec)?;
         let path = |name: &str| folder.join(format!("{index}.{name}.safetensors"));
         for kernel in &mut *kernels {
             let answer = kernel.answer(&case, &problem);
-            let Found { kernel: name, about, failures, unsupported, .. } = &kernel.found;
+            let KernelOutcome { kernel: name, about, failures, unsupported, .. } = &kernel.found;
             let Some(candidate) = answer else {
                 let unsupported = unsupported.keys().next().map(|what| format!("it does not compute {what}"));
                 let why = failures.first().map(|failure| failure.words.clone()).or(unsupported).unwrap_or_default();
@@ -259,9 +259,9 @@ fn table(outcome: &Outcome) -> String {
         };
         let expected = match expected {
             None => "–",
-            Some(Expected::Right) => "right",
-            Some(Expected::Wrong) => "wrong",
-            Some(Expected::WrongIfWide) => "wrong if wide",
+            Some(ExpectedOutcome::Right) => "right",
+            Some(ExpectedOutcome::Wrong) => "wrong",
+            Some(ExpectedOutcome::WrongIfWide) => "wrong if wide",
         };
         let mut row = vec![found.kernel.clone(), expected.into()];
         row.extend([found.judged, found.failed, found.unanswered].map(|count| count.to_string()));
@@ -308,7 +308,7 @@ fn markdown(outcome: &Outcome, causes: &[Cause]) -> String {
 /// A row a cause, where what it explains is still seen; and one for each kernel of what nobody has looked into.
 fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
     let mut text = String::from("| | logits | regimes | cause | a defect? |\n|---|---|---|---|---|\n");
-    let mut row = |kernels: &[&str], cells: &[&Cell], cause: &str, defect: &str| {
+    let mut row = |kernels: &[&str], cells: &[&PanelCell], cause: &str, defect: &str| {
         let dtypes = Dtype::KERNEL.iter().filter(|dtype| cells.iter().any(|cell| cell.dtype == **dtype));
         let regimes = Regime::FINITE.iter().filter(|regime| cells.iter().any(|cell| cell.regime == **regime));
         let dtypes: Vec<String> = dtypes.map(ToString::to_string).collect();
@@ -326,17 +326,18 @@ fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
             .flat_map(|kernel| kernel.found.cells.iter().map(move |cell| (&*kernel.found.kernel, cell)))
     };
     for cause in causes {
-        let explained: Vec<(&str, &Cell)> = cells().filter(|(kernel, cell)| cause.explains(kernel, cell)).collect();
+        let explained: Vec<(&str, &PanelCell)> =
+            cells().filter(|(kernel, cell)| cause.explains(kernel, cell)).collect();
         let mut kernels: Vec<&str> = explained.iter().map(|(kernel, _)| *kernel).collect();
         kernels.dedup();
         if !kernels.is_empty() {
-            let cells: Vec<&Cell> = explained.into_iter().map(|(_, cell)| cell).collect();
+            let cells: Vec<&PanelCell> = explained.into_iter().map(|(_, cell)| cell).collect();
             row(&kernels, &cells, &cause.why, if cause.defect { "yes" } else { "no" });
         }
     }
     for OfKernel { found, .. } in &outcome.kernels {
-        let known = |cell: &Cell| causes.iter().any(|cause| cause.explains(&found.kernel, cell));
-        let left: Vec<&Cell> = found.cells.iter().filter(|cell| cell.failed > 0 && !known(cell)).collect();
+        let known = |cell: &PanelCell| causes.iter().any(|cause| cause.explains(&found.kernel, cell));
+        let left: Vec<&PanelCell> = found.cells.iter().filter(|cell| cell.failed > 0 && !known(cell)).collect();
         if !left.is_empty() {
             row(&[&found.kernel], &left, "not looked into", "–");
         }
@@ -346,7 +347,7 @@ fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
 
 /// What a cell comes to: the gate that is worst, its largest error over the limit of the grade that it reaches, and `std` where
 /// that is `standard`.
-fn grade(cell: &Cell) -> String {
+fn grade(cell: &PanelCell) -> String {
     let name = GATES.iter().find(|(gate, _)| *gate == cell.gate).map_or(cell.gate.as_str(), |(_, name)| name);
     let share = match cell.share {
         _ if cell.nonfinite > 0 => "NaN".into(),
@@ -359,7 +360,7 @@ fn grade(cell: &Cell) -> String {
 }
 
 /// Orders cells: NaN is worst.
-fn badness(cell: &Cell) -> f64 {
+fn badness(cell: &PanelCell) -> f64 {
     if cell.nonfinite > 0 { f64::INFINITY } else { cell.share }
 }
 
@@ -367,13 +368,13 @@ fn badness(cell: &Cell) -> f64 {
 mod tests {
     use super::*;
 
-    fn cell(gate: &str, failed: u64, nonfinite: u64, share: f64) -> Cell {
+    fn cell(gate: &str, failed: u64, nonfinite: u64, share: f64) -> PanelCell {
         let (dtype, regime) = (Dtype::Bf16, Regime::Holes);
-        Cell { dtype, regime, gate: gate.into(), judged: 8, failed, standard: 0, nonfinite, kappa: 0.0, share }
+        PanelCell { dtype, regime, gate: gate.into(), judged: 8, failed, standard: 0, nonfinite, kappa: 0.0, share }
     }
 
-    fn outcome(cells: Vec<Cell>) -> Outcome {
-        let found = Found {
+    fn outcome(cells: Vec<PanelCell>) -> Outcome {
+        let found = KernelOutcome {
             kernel: "k".into(),
             about: Some("k 1.0".into()),
             judged: 8,

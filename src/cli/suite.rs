@@ -12,7 +12,7 @@ use super::deck_choice::{AnyDeck, DeckChoice};
 use super::generate::json;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
-use crate::campaign::{Campaign, Deals, Fault, Subject, UnderTest};
+use crate::campaign::{Campaign, Fault, KernelUnderTest, ProblemDeck, Subject};
 use crate::config;
 use crate::fixture::{StoredGradient, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
@@ -77,7 +77,7 @@ impl Suite {
     }
 
     /// Writes those in which a token has a gradient.
-    fn write<P: Subject>(&self, spec: &LossSpec, deals: &dyn Deals<P>) -> Result<u64, CliError> {
+    fn write<P: Subject>(&self, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<u64, CliError> {
         let mut written = 0;
         for index in 0..deals.deck().cases {
             let Some((recipe, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? else { continue };
@@ -132,7 +132,7 @@ pub(super) fn judge(
 struct Answers(HashMap<u64, PathBuf>);
 
 impl Answers {
-    fn of<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn Deals<P>) -> Result<Self, CliError> {
+    fn of<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<Self, CliError> {
         let mut answers = HashMap::new();
         for index in 0..deals.deck().cases {
             if let Some((_, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? {
@@ -143,7 +143,7 @@ impl Answers {
     }
 }
 
-impl<P: Subject<Gradient: StoredGradient>> UnderTest<P> for Answers {
+impl<P: Subject<Gradient: StoredGradient>> KernelUnderTest<P> for Answers {
     fn answer(
         &mut self,
         _: &LossSpec,

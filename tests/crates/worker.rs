@@ -11,7 +11,7 @@ use assay::judge::generate::{Recipe, Regime};
 use assay::native::Native;
 use assay::problem::{Candidate, Dtype, Problem};
 use assay::spec::LossSpec;
-use assay::worker::{Answer, Launch, Worker, WorkerError};
+use assay::worker::{Worker, WorkerAnswer, WorkerError, WorkerLaunch};
 
 const HELLO: &str = r#"echo '{"protocol":"assay-check/1","dtypes":["f32"],"outputs":["logp","entropy"],"about":"sh"}'"#;
 
@@ -52,8 +52,8 @@ impl Fixture {
     }
 
     /// A worker that does as `script` says, in which `$folder` is that of the fixture.
-    fn launch(&self, script: &str) -> Launch {
-        let mut launch = Launch::of(["sh", "-c", script]);
+    fn launch(&self, script: &str) -> WorkerLaunch {
+        let mut launch = WorkerLaunch::new(["sh", "-c", script]);
         launch.environment.push(("folder".into(), self.folder.path().into()));
         launch.answer = Duration::from_millis(500);
         launch
@@ -63,7 +63,7 @@ impl Fixture {
         Worker::start(self.launch(script)).unwrap()
     }
 
-    fn ask(&self, worker: &mut Worker) -> Result<Answer<assay::problem::FloatArray<ndarray::Ix3>>, WorkerError> {
+    fn ask(&self, worker: &mut Worker) -> Result<WorkerAnswer<assay::problem::FloatArray<ndarray::Ix3>>, WorkerError> {
         worker.ask(&LossSpec::default(), &self.problem)
     }
 
@@ -121,7 +121,7 @@ fn right_answer_is_the_candidate_bit_for_bit_and_no_file_is_left() {
     assert_eq!(worker.hello().about.as_deref(), Some("sh"));
     let mut problems = Vec::new();
     for _ in 0..3 {
-        let Ok(Answer::Candidate(candidate)) = fixture.ask(&mut worker) else { panic!("no candidate") };
+        let Ok(WorkerAnswer::Candidate(candidate)) = fixture.ask(&mut worker) else { panic!("no candidate") };
         assert!(candidate.gradient.same_bits(&fixture.expected.gradient));
         assert!(candidate.logp.unwrap().same_bits(fixture.expected.logp.as_ref().unwrap()));
         let problem = PathBuf::from(fixture.pid("asked"));
@@ -140,7 +140,7 @@ fn what_a_worker_does_not_compute_is_an_answer_and_it_goes_on() {
     let unsupported = r#"echo "{\"id\":$id,\"unsupported\":\"kl k2\"}""#;
     let mut worker = fixture.start(&format!("{HELLO}; while true; do {READ} {unsupported}; done"));
     for _ in 0..2 {
-        assert!(matches!(fixture.ask(&mut worker), Ok(Answer::Unsupported(what)) if what == "kl k2"));
+        assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "kl k2"));
     }
 }
 
@@ -149,7 +149,7 @@ fn dtype_that_a_worker_does_not_take_is_not_asked_for() {
     let fixture = fixture();
     let hello = HELLO.replace("f32", "bf16");
     let mut worker = fixture.start(&format!("{hello}; {READ} touch \"$folder/asked\""));
-    assert!(matches!(fixture.ask(&mut worker), Ok(Answer::Unsupported(what)) if what == "logits in f32"));
+    assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "logits in f32"));
     drop(worker);
     assert!(!fixture.path("asked").exists());
 }
@@ -196,7 +196,7 @@ fn worker_that_ended_is_started_again_by_the_next_question() {
     ));
     let died = fixture.ask(&mut worker).map(|_| ()).unwrap_err();
     expect_in(&died.to_string(), &["SIGABRT"]);
-    assert!(matches!(fixture.ask(&mut worker), Ok(Answer::Candidate(_))));
+    assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Candidate(_))));
 }
 
 #[test]
@@ -266,9 +266,9 @@ fn first_line_of_another_protocol_is_refused() {
     }
     let error = Worker::start(fixture.launch("echo no module >&2; exit 1")).map(|_| ()).unwrap_err().to_string();
     expect_in(&error, &["exit status: 1", "no module"]);
-    let error = Worker::start(Launch::of(["/nowhere/kernel"])).map(|_| ()).unwrap_err().to_string();
+    let error = Worker::start(WorkerLaunch::new(["/nowhere/kernel"])).map(|_| ()).unwrap_err().to_string();
     expect_in(&error, &["`/nowhere/kernel`: cannot be started"]);
-    assert!(Worker::start(Launch::of(Vec::<String>::new())).is_err());
+    assert!(Worker::start(WorkerLaunch::new(Vec::<String>::new())).is_err());
 }
 
 #[test]

@@ -40,7 +40,7 @@ pub struct Campaign {
 
 /// The counts of a running campaign, for progress lines.
 #[derive(Clone, Copy, Debug)]
-pub struct Progress {
+pub struct CampaignProgress {
     /// Problems that were tried so far.
     pub tried: u64,
     /// Problems that the campaign tries in all.

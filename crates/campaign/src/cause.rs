@@ -14,20 +14,20 @@ use rayon::prelude::*;
 use assay_suites::mutants::{BANK, Mutant};
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::deck::{Deals, Shapes};
-use crate::examine::{Bench, Bucket, Failing, Kind, SEEDS, reseeded};
+use crate::deck::{DeckShapes, ProblemDeck};
+use crate::examine::{Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
-use crate::neighbours::{Computed, computed, neighbours};
+use crate::neighbours::{ComputedLoss, computed, neighbours};
 use crate::repros::keep;
-use crate::shrink::{Effort, shrink};
+use crate::shrink::{ShrinkEffort, shrink};
 use crate::subject::Subject;
 
 /// Problems that are made to tell losses apart whose numbers a kernel has.
 const TELLING: u64 = 12;
 
 /// The failures of a campaign by kind, and problems that passed.
-pub(crate) struct Found<'f, P> {
-    pub(crate) buckets: BTreeMap<Kind, Bucket<P>>,
+pub(crate) struct Failures<'f, P> {
+    pub(crate) buckets: BTreeMap<FailureKind, FailureGroup<P>>,
     pub(crate) passing: &'f [Arc<P>],
 }
 
@@ -46,9 +46,9 @@ pub(crate) fn is_called(cause: &schema::Cause, name: &str) -> bool {
 }
 
 /// A cause, and what it was made of.
-struct Draft<P> {
-    kind: Kind,
-    bucket: Bucket<P>,
+struct CauseDraft<P> {
+    kind: FailureKind,
+    bucket: FailureGroup<P>,
     problem: Arc<P>,
     cause: schema::Cause,
 }
@@ -56,11 +56,11 @@ struct Draft<P> {
 /// The causes of what was found, the one with most cases first.
 pub(crate) fn causes<P: Subject>(
     campaign: &Campaign,
-    deals: &dyn Deals<P>,
-    found: Found<P>,
-    bench: &mut Bench<P>,
+    deals: &dyn ProblemDeck<P>,
+    found: Failures<P>,
+    bench: &mut Examiner<P>,
 ) -> Result<Vec<schema::Cause>, CampaignError> {
-    let mut drafts: Vec<Draft<P>> = Vec::new();
+    let mut drafts: Vec<CauseDraft<P>> = Vec::new();
     for (kind, bucket) in found.buckets {
         let draft = draft((campaign, deals), kind, bucket, found.passing, bench);
         match drafts.iter_mut().find(|other| are_one(&other.cause, &draft.cause)) {
@@ -69,16 +69,17 @@ pub(crate) fn causes<P: Subject>(
         }
     }
     for draft in &mut drafts {
-        if matches!(draft.kind, Kind::Gate(..)) {
+        if matches!(draft.kind, FailureKind::Gate(..)) {
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
             (draft.cause.computes, draft.cause.computes_one_of) = computes((campaign, deals), bench, problems);
         }
     }
     // Who computes another loss does so by every gate.
-    let mut merged: Vec<Draft<P>> = Vec::new();
+    let mut merged: Vec<CauseDraft<P>> = Vec::new();
     for draft in drafts {
-        let same =
-            |other: &&mut Draft<P>| !draft.cause.computes.is_empty() && other.cause.computes == draft.cause.computes;
+        let same = |other: &&mut CauseDraft<P>| {
+            !draft.cause.computes.is_empty() && other.cause.computes == draft.cause.computes
+        };
         match merged.iter_mut().find(same) {
             Some(other) => merge(other, draft),
             None => merged.push(draft),
@@ -102,26 +103,27 @@ fn are_one(a: &schema::Cause, b: &schema::Cause) -> bool {
 }
 
 /// Adds `other` to `into`, which keeps its more telling gate; only the names that both have remain.
-fn merge<P>(into: &mut Draft<P>, other: Draft<P>) {
+fn merge<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
     into.cause.cases += other.cause.cases;
     into.cause.like.retain(|name| other.cause.like.contains(name));
     into.bucket.kept.extend(other.bucket.kept);
 }
 
 fn draft<P: Subject>(
-    (campaign, deals): (&Campaign, &dyn Deals<P>),
-    kind: Kind,
-    bucket: Bucket<P>,
+    (campaign, deals): (&Campaign, &dyn ProblemDeck<P>),
+    kind: FailureKind,
+    bucket: FailureGroup<P>,
     passing: &[Arc<P>],
-    bench: &mut Bench<P>,
-) -> Draft<P> {
-    let Failing { problem, fault, .. } = &bucket.kept[0];
+    bench: &mut Examiner<P>,
+) -> CauseDraft<P> {
+    let FailedProblem { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
     // A process that is started again each time takes seconds; what a second call differs in, or memory, is no property of one.
-    let shrinks =
-        matches!(kind, Kind::Gate(..) | Kind::Shape(_)) || matches!(kind, Kind::Fault("raised" | "output", _));
+    let shrinks = matches!(kind, FailureKind::Gate(..) | FailureKind::Shape(_))
+        || matches!(kind, FailureKind::Fault("raised" | "output", _));
     if campaign.shrink && shrinks {
-        let effort = if deals.deck().shapes == Shapes::Few { Effort::FEW_SHAPES } else { Effort::WHOLE };
+        let effort =
+            if deals.deck().shapes == DeckShapes::Few { ShrinkEffort::FEW_SHAPES } else { ShrinkEffort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
     }
     let mut cause = schema::Cause {
@@ -139,7 +141,7 @@ fn draft<P: Subject>(
         repro: None,
     };
     match &kind {
-        Kind::Gate(..) => {
+        FailureKind::Gate(..) => {
             if let Ok(candidate) = bench.candidate(&problem) {
                 explain(campaign, bench, &kind, &problem, &candidate, &mut cause);
                 #[cfg(feature = "mutants")]
@@ -151,22 +153,22 @@ fn draft<P: Subject>(
                 }
             }
         }
-        Kind::Shape(output) => {
+        FailureKind::Shape(output) => {
             cause.fault = Some(format!("output `{output}` has not the shape that the problem has"));
         }
-        Kind::OtherBits => cause.fault = Some("a second call with the same problem returned other bits".into()),
-        Kind::Stale => {
+        FailureKind::OtherBits => cause.fault = Some("a second call with the same problem returned other bits".into()),
+        FailureKind::Stale => {
             cause.fault = Some(
                 "the answer is wrong where a problem lies in memory that held another one before, and right in memory of \
                  its own: something is kept by address"
                     .into(),
             );
         }
-        Kind::Fault(..) => {}
+        FailureKind::Fault(..) => {}
     }
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
-    Draft { kind, bucket, problem, cause }
+    CauseDraft { kind, bucket, problem, cause }
 }
 
 /// `1x1x2 bf16`, and how many packed sequences.
@@ -178,15 +180,15 @@ fn words<P: Subject>(problem: &P) -> String {
 /// The verdict on the smallest problem, and what is likely behind it.
 fn explain<P: Subject>(
     campaign: &Campaign,
-    bench: &Bench<P>,
-    kind: &Kind,
+    bench: &Examiner<P>,
+    kind: &FailureKind,
     problem: &Arc<P>,
     candidate: &Candidate<P::Gradient>,
     cause: &mut schema::Cause,
 ) {
     let Ok(known) = Known::of(&campaign.spec, &**problem) else { return };
     let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return };
-    let Kind::Gate(_, gate, _) = kind else { return };
+    let FailureKind::Gate(_, gate, _) = kind else { return };
     if let Some(verdict) = verdicts.iter().find(|verdict| verdict.gate == *gate) {
         cause.verdict = Some(known.explain(verdict, &campaign.kernel, ""));
     }
@@ -197,8 +199,8 @@ fn explain<P: Subject>(
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell
 /// them apart, and whether they did not.
 fn computes<P: Subject>(
-    (campaign, deals): (&Campaign, &dyn Deals<P>),
-    bench: &mut Bench<P>,
+    (campaign, deals): (&Campaign, &dyn ProblemDeck<P>),
+    bench: &mut Examiner<P>,
     mut problems: Vec<Arc<P>>,
 ) -> (Vec<Vec<String>>, bool) {
     let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
@@ -230,11 +232,11 @@ fn computes<P: Subject>(
         left.clear();
     }
     let several = left.len() > 1;
-    (left.into_iter().map(|Computed { names, .. }| names).collect(), several)
+    (left.into_iter().map(|ComputedLoss { names, .. }| names).collect(), several)
 }
 
 /// The first problem of `recipe` that can be made, of the seeds that are tried.
-fn first_drawn<P: Subject>(campaign: &Campaign, deals: &dyn Deals<P>, recipe: P::Recipe) -> Option<P> {
+fn first_drawn<P: Subject>(campaign: &Campaign, deals: &dyn ProblemDeck<P>, recipe: P::Recipe) -> Option<P> {
     (0..SEEDS).find_map(|step| deals.draw(&reseeded::<P>(recipe.clone(), step), &campaign.spec).ok())
 }
 
@@ -246,9 +248,9 @@ const NAMING: usize = 3;
 /// the error, on every problem of the cause; and that pass where the kernel passes.
 #[cfg(feature = "mutants")]
 fn names<P: Subject>(
-    bench: &mut Bench<P>,
+    bench: &mut Examiner<P>,
     mutants: Vec<&'static Mutant>,
-    kind: &Kind,
+    kind: &FailureKind,
     smallest: (&Arc<P>, Candidate<P::Gradient>),
     cases: &[Arc<P>],
     passing: &[Arc<P>],

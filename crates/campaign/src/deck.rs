@@ -8,7 +8,7 @@ use assay_core::problem::{CuSeqlens, Dtype, HeadLayout, HeadProblem, Problem, Pr
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 
-use crate::subject::{Dealt, Subject};
+use crate::subject::{DeckRecipe, Subject};
 
 /// Around the tiles of vector units and GPU blocks, primes, one column, one token, many rows.
 const DIRECTED_SHAPES: [[usize; 3]; 12] = [
@@ -64,7 +64,7 @@ const RANDOM_ELEMENTS: usize = 1 << 14;
 /// The choice of the shapes that a deck deals.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Shapes {
+pub enum DeckShapes {
     /// Many, another one nearly every time.
     Many,
     /// [`FEW_SHAPES`], for what is compiled for each.
@@ -73,7 +73,7 @@ pub enum Shapes {
     Given(Vec<[usize; 3]>),
 }
 
-impl Shapes {
+impl DeckShapes {
     /// Parses `many`, `few`, or shapes, which are all `BxTxV` or all `BxTxHxV`; returns the widths `H` of the latter as
     /// well.
     ///
@@ -81,8 +81,8 @@ impl Shapes {
     /// A text that names the argument which is none of these.
     pub fn read(given: &[String]) -> Result<(Self, Vec<usize>), String> {
         match given {
-            [name] if name == "many" => return Ok((Shapes::Many, Vec::new())),
-            [name] if name == "few" => return Ok((Shapes::Few, Vec::new())),
+            [name] if name == "many" => return Ok((DeckShapes::Many, Vec::new())),
+            [name] if name == "few" => return Ok((DeckShapes::Few, Vec::new())),
             _ => {}
         }
         let read =
@@ -96,7 +96,7 @@ impl Shapes {
         if !hidden.is_empty() && hidden.len() < extents.len() {
             return Err("got BxTxV beside BxTxHxV, expected one of the two".into());
         }
-        Ok((Shapes::Given(extents.into_iter().map(ProblemShape::logits).collect()), hidden))
+        Ok((DeckShapes::Given(extents.into_iter().map(ProblemShape::logits).collect()), hidden))
     }
 }
 
@@ -107,7 +107,7 @@ pub struct Deck {
     /// The dtypes of the logits, or of hidden states and head, in turn.
     pub dtypes: Vec<Dtype>,
     /// The shapes of the problems.
-    pub shapes: Shapes,
+    pub shapes: DeckShapes,
     /// The ways of drawing logits, in turn.
     pub regimes: Vec<Regime>,
     /// The number of problems.
@@ -126,7 +126,7 @@ impl Default for Deck {
     fn default() -> Self {
         Self {
             dtypes: vec![Dtype::Bf16, Dtype::F32],
-            shapes: Shapes::Many,
+            shapes: DeckShapes::Many,
             regimes: Regime::FINITE.to_vec(),
             cases: 200,
             wide: 1,
@@ -162,14 +162,14 @@ impl Deck {
         let wide = index >= self.cases.saturating_sub(self.wide);
         let of = |padded: [usize; 3], packed: [usize; 3]| if self.packed { packed } else { padded };
         recipe.shape = match &self.shapes {
-            Shapes::Given(shapes) => shapes[at(shapes.len())],
+            DeckShapes::Given(shapes) => shapes[at(shapes.len())],
             _ if wide => of(WIDE, WIDE_PACKED),
-            Shapes::Few => of(FEW_SHAPES[at(FEW_SHAPES.len())], FEW_PACKED_SHAPES[at(FEW_PACKED_SHAPES.len())]),
-            Shapes::Many if index < directed => {
+            DeckShapes::Few => of(FEW_SHAPES[at(FEW_SHAPES.len())], FEW_PACKED_SHAPES[at(FEW_PACKED_SHAPES.len())]),
+            DeckShapes::Many if index < directed => {
                 of(DIRECTED_SHAPES[at(DIRECTED_SHAPES.len())], PACKED_SHAPES[at(PACKED_SHAPES.len())])
             }
-            Shapes::Many if index == directed + 1 => MANY_ROWS,
-            Shapes::Many => random_shape(&mut rng, if self.packed { 8 } else { 4 }),
+            DeckShapes::Many if index == directed + 1 => MANY_ROWS,
+            DeckShapes::Many => random_shape(&mut rng, if self.packed { 8 } else { 4 }),
         };
         if index == directed {
             // Ratios beyond f32.
@@ -214,7 +214,7 @@ fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlens {
 }
 
 /// The deck of a kind of problem, by number.
-pub trait Deals<P: Subject> {
+pub trait ProblemDeck<P: Subject> {
     /// The recipe of a number.
     fn deal(&self, index: u64) -> P::Recipe;
 
@@ -227,7 +227,7 @@ pub trait Deals<P: Subject> {
     /// [`RecipeError`] naming the field that is out of range.
     fn draw(&self, recipe: &P::Recipe, spec: &LossSpec) -> Result<P, RecipeError> {
         let problem = P::draw(recipe, spec)?;
-        let Recipe { shape: [batch, tokens, _], seed, .. } = *recipe.of_logits();
+        let Recipe { shape: [batch, tokens, _], seed, .. } = *recipe.logits_recipe();
         Ok(if self.deck().packed { problem.laid_out(cu_seqlens(seed, [batch, batch * tokens])) } else { problem })
     }
 
@@ -237,7 +237,7 @@ pub trait Deals<P: Subject> {
     }
 }
 
-impl Deals<Problem> for Deck {
+impl ProblemDeck<Problem> for Deck {
     fn deal(&self, index: u64) -> Recipe {
         self.recipe(index)
     }
@@ -263,15 +263,15 @@ pub struct HeadDeck {
 
 impl HeadDeck {
     /// Widths around tiles, `[V,H]`, logits in f32.
-    pub fn of(mut deck: Deck) -> Self {
+    pub fn new(mut deck: Deck) -> Self {
         deck.regimes.retain(|regime| !regime.has_holes());
-        let few = deck.shapes != Shapes::Many;
+        let few = deck.shapes != DeckShapes::Many;
         let hidden = if few { vec![64] } else { vec![64, 31, 128, 65, 16] };
         Self { deck, hidden, layout: HeadLayout::VocabByHidden, rounds_logits: false }
     }
 }
 
-impl Deals<HeadProblem> for HeadDeck {
+impl ProblemDeck<HeadProblem> for HeadDeck {
     fn deal(&self, index: u64) -> HeadRecipe {
         let Self { deck, hidden, layout, rounds_logits } = self;
         let hidden = hidden[(index % hidden.len() as u64) as usize];

@@ -11,14 +11,14 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_schema::verdicts::Status;
 
-use crate::kernel::{Fault, UnderTest};
-use crate::subject::{Dealt as _, Subject, kept};
+use crate::kernel::{Fault, KernelUnderTest};
+use crate::subject::{DeckRecipe as _, Subject, kept};
 
 /// The appearance of a failure: failures of one kind may have one cause.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub(crate) enum FailureKind {
     /// The most telling of the gates that failed, and how.
-    Gate(u8, Gate, Failed),
+    Gate(u8, Gate, FailedStatus),
     /// An output that cannot be judged.
     Shape(String),
     /// The kernel returned no candidate: the fault's name and its text.
@@ -31,16 +31,16 @@ pub(crate) enum Kind {
 
 /// A status that fails, in an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Failed {
+pub(crate) enum FailedStatus {
     Beyond,
     Nonfinite,
 }
 
-impl Kind {
-    pub(crate) fn of(verdict: &Verdict) -> Option<Self> {
+impl FailureKind {
+    pub(crate) fn from_verdict(verdict: &Verdict) -> Option<Self> {
         let failed = match verdict.status {
-            Status::Fail => Failed::Beyond,
-            Status::Nonfinite => Failed::Nonfinite,
+            Status::Fail => FailedStatus::Beyond,
+            Status::Nonfinite => FailedStatus::Nonfinite,
             _ => return None,
         };
         Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
@@ -49,12 +49,12 @@ impl Kind {
     /// Returns the name of a cause of this kind.
     pub(crate) fn name(&self) -> String {
         match self {
-            Kind::Gate(_, gate, Failed::Beyond) => gate.to_string(),
-            Kind::Gate(_, gate, Failed::Nonfinite) => format!("{gate} not finite"),
-            Kind::Shape(output) => format!("{output}, its shape"),
-            Kind::Fault(name, _) => (*name).into(),
-            Kind::OtherBits => "not-reproducible".into(),
-            Kind::Stale => "stale-memory".into(),
+            FailureKind::Gate(_, gate, FailedStatus::Beyond) => gate.to_string(),
+            FailureKind::Gate(_, gate, FailedStatus::Nonfinite) => format!("{gate} not finite"),
+            FailureKind::Shape(output) => format!("{output}, its shape"),
+            FailureKind::Fault(name, _) => (*name).into(),
+            FailureKind::OtherBits => "not-reproducible".into(),
+            FailureKind::Stale => "stale-memory".into(),
         }
     }
 }
@@ -82,30 +82,30 @@ fn rank(gate: Gate) -> u8 {
 /// The outcome of one problem.
 pub(crate) struct Examined {
     /// The kinds of failure, empty if the problem passed.
-    pub(crate) kinds: Vec<Kind>,
+    pub(crate) kinds: Vec<FailureKind>,
     /// The fault that the kernel reported in place of a candidate.
     pub(crate) fault: Option<Fault>,
     pub(crate) outputs: Vec<&'static str>,
 }
 
 /// One problem on which the kernel failed.
-pub(crate) struct Failing<P> {
+pub(crate) struct FailedProblem<P> {
     pub(crate) label: String,
     pub(crate) problem: Arc<P>,
     pub(crate) fault: Option<Fault>,
 }
 
 /// The failures of one kind.
-pub(crate) struct Bucket<P> {
+pub(crate) struct FailureGroup<P> {
     pub(crate) cases: u64,
     pub(crate) first: String,
     /// The smallest of the problems that failed so.
-    pub(crate) kept: Vec<Failing<P>>,
+    pub(crate) kept: Vec<FailedProblem<P>>,
 }
 
 /// A kernel under examination: what all of a campaign's steps ask it by.
-pub(crate) struct Bench<'b, P: Subject> {
-    pub(crate) kernel: &'b mut dyn UnderTest<P>,
+pub(crate) struct Examiner<'b, P: Subject> {
+    pub(crate) kernel: &'b mut dyn KernelUnderTest<P>,
     pub(crate) spec: &'b LossSpec,
     pub(crate) limits: Limits<'static>,
     /// Edges at which it may fail.
@@ -113,7 +113,7 @@ pub(crate) struct Bench<'b, P: Subject> {
     pub(crate) calls: u64,
 }
 
-impl<P: Subject> Bench<'_, P> {
+impl<P: Subject> Examiner<'_, P> {
     /// Lets it compute `problem`, and shows the candidate to `read`.
     pub(crate) fn call(
         &mut self,
@@ -140,8 +140,8 @@ impl<P: Subject> Bench<'_, P> {
                 [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
             outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
             match known.verdicts(candidate, &limits) {
-                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(Kind::of)),
-                Err(JudgeError::Shape { output, .. }) => kinds.push(Kind::Shape(output.into())),
+                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(FailureKind::from_verdict)),
+                Err(JudgeError::Shape { output, .. }) => kinds.push(FailureKind::Shape(output.into())),
                 Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
                 Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
             }
@@ -154,22 +154,22 @@ impl<P: Subject> Bench<'_, P> {
         }));
         if let Some(fault) = &fault {
             let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
-            kinds = vec![Kind::Fault(fault.name(), field)];
+            kinds = vec![FailureKind::Fault(fault.name(), field)];
         }
         kinds.sort();
         Examined { kinds, fault, outputs }
     }
 
     /// Whether `problem` still fails as `kind` says.
-    pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &Kind) -> bool {
+    pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &FailureKind) -> bool {
         let Ok(known) = Known::of(self.spec, &**problem) else { return false };
         match kind {
-            Kind::OtherBits => {
+            FailureKind::OtherBits => {
                 let both = (self.candidate(problem), self.candidate(problem));
                 matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
             }
             // It is a matter of what was there before.
-            Kind::Stale => false,
+            FailureKind::Stale => false,
             _ => self.judged(problem, &known).kinds.contains(kind),
         }
     }
@@ -189,7 +189,7 @@ pub(crate) const SEEDS: u64 = 8;
 
 /// The recipe with another seed, after `step` that were of no use.
 pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recipe {
-    let Recipe { seed, .. } = recipe.of_logits_mut();
+    let Recipe { seed, .. } = recipe.logits_recipe_mut();
     *seed = seed.wrapping_add(step << 48);
     recipe
 }

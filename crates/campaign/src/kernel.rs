@@ -1,8 +1,8 @@
-//! [`UnderTest`]: what a campaign asks, and [`Fault`], why it has no answer.
+//! [`KernelUnderTest`]: what a campaign asks, and [`Fault`], why it has no answer.
 
 use std::sync::Arc;
 
-use crate::worker::{Answer, Worker, WorkerError};
+use crate::worker::{Worker, WorkerAnswer, WorkerError};
 use assay_core::implementation::{Given, Implementation};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
@@ -10,7 +10,7 @@ use assay_core::spec::LossSpec;
 use crate::subject::Subject;
 
 /// Somebody's kernel, wherever it runs.
-pub trait UnderTest<P: Subject = Problem> {
+pub trait KernelUnderTest<P: Subject = Problem> {
     /// Computes `problem` under `spec`, and shows what came of it to `read`, once. What is shown may be borrowed from arrays
     /// that are gone afterwards.
     ///
@@ -83,9 +83,9 @@ impl Fault {
 }
 
 /// An implementation of this project, on one device.
-pub struct Local<'i, P: Subject = Problem>(pub &'i dyn Implementation<P>);
+pub struct LocalKernel<'i, P: Subject = Problem>(pub &'i dyn Implementation<P>);
 
-impl<P: Subject> UnderTest<P> for Local<'_, P> {
+impl<P: Subject> KernelUnderTest<P> for LocalKernel<'_, P> {
     fn answer(
         &mut self,
         spec: &LossSpec,
@@ -101,7 +101,7 @@ impl<P: Subject> UnderTest<P> for Local<'_, P> {
 }
 
 /// A kernel in a process of its own.
-impl<P: Subject> UnderTest<P> for Worker {
+impl<P: Subject> KernelUnderTest<P> for Worker {
     fn answer(
         &mut self,
         spec: &LossSpec,
@@ -109,11 +109,11 @@ impl<P: Subject> UnderTest<P> for Worker {
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
         match self.ask(spec, &**problem) {
-            Ok(Answer::Candidate(candidate)) => {
+            Ok(WorkerAnswer::Candidate(candidate)) => {
                 read(&candidate.lend());
                 Ok(())
             }
-            Ok(Answer::Unsupported(what)) => Err(Fault::Unsupported(what)),
+            Ok(WorkerAnswer::Unsupported(what)) => Err(Fault::Unsupported(what)),
             Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string())),
             Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
                 Err(Fault::Crashed { reason: error.to_string(), signal: error.signal() })

@@ -13,7 +13,7 @@ use assay_judge::tolerance::Limits;
 
 /// A loss whose numbers a kernel has.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Computed {
+pub struct ComputedLoss {
     /// The changed options, starting from the loss that was asked for.
     pub names: Vec<String>,
     /// The loss that the kernel appears to compute.
@@ -23,23 +23,23 @@ pub struct Computed {
 /// Returns those of `specs` whose reference agrees with every candidate at all gates: the losses that the kernel may
 /// compute. Equal losses are adjacent.
 pub fn computed<P: Judgeable>(
-    specs: Vec<Computed>,
+    specs: Vec<ComputedLoss>,
     answers: &[(&P, &Candidate<P::Gradient>)],
     limits: &Limits,
-) -> Vec<Computed> {
+) -> Vec<ComputedLoss> {
     let comes_to = |spec: &LossSpec, problem: &P, candidate: &Candidate<P::Gradient>| {
         let Ok(reference) = problem.evaluate(spec) else { return false };
         let Ok(verdicts) = problem.judge(&reference, &candidate.lend(), limits) else { return false };
         verdicts.iter().all(Verdict::passed) && verdicts.iter().any(Verdict::compared_a_gradient)
     };
-    let all = |of: &Computed| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
+    let all = |of: &ComputedLoss| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
     specs.into_iter().filter(all).collect()
 }
 
 /// The losses one option away from `asked`; where it is a project's, with one other option of that project's; and what every
 /// project computes by default. Of equal losses there is one, under all its names; `asked` is not among them.
-pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec<Computed> {
-    let mut all: Vec<Computed> = Vec::new();
+pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec<ComputedLoss> {
+    let mut all: Vec<ComputedLoss> = Vec::new();
     let mut add = |name: String, spec: LossSpec| {
         if spec == *asked || spec.check().is_err() {
             return;
@@ -47,7 +47,7 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
         match all.iter_mut().find(|other| other.spec == spec) {
             Some(other) if other.names.contains(&name) => {}
             Some(other) => other.names.push(name),
-            None => all.push(Computed { names: vec![name], spec }),
+            None => all.push(ComputedLoss { names: vec![name], spec }),
         }
     };
     if let Some((preset, options)) = project {
@@ -56,7 +56,7 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
             for value in values {
                 let changed = format!("{option}={value}");
                 let pairs: Vec<String> = others().chain([changed.clone()]).collect();
-                if let Some(spec) = of_preset(preset, None, &pairs) {
+                if let Some(spec) = preset_spec(preset, None, &pairs) {
                     add(changed, spec);
                 }
             }
@@ -69,13 +69,13 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
         for function in preset.functions() {
             let name =
                 if *function == preset.functions()[0] { preset.to_string() } else { format!("{preset} {function}") };
-            if let Some(spec) = of_preset(preset, Some(function), &[]) {
+            if let Some(spec) = preset_spec(preset, Some(function), &[]) {
                 add(format!("the default of {name}"), spec);
             }
         }
         for loss_type in LOSS_TYPES {
             let pair = format!("loss_type={loss_type}");
-            if let Some(spec) = of_preset(preset, None, &[pair]) {
+            if let Some(spec) = preset_spec(preset, None, &[pair]) {
                 add(format!("{preset} loss_type={loss_type}"), spec);
             }
         }
@@ -98,7 +98,7 @@ const OPTIONS: &[(&str, &[&str])] = &[
     ("token_level_loss", &["true", "false"]),
 ];
 
-fn of_preset(preset: Preset, function: Option<&str>, pairs: &[String]) -> Option<LossSpec> {
+fn preset_spec(preset: Preset, function: Option<&str>, pairs: &[String]) -> Option<LossSpec> {
     let options = PresetOptions::from_pairs(pairs).ok()?;
     presets::spec(preset, function, &options, &BatchInputs::default()).ok().map(|resolved| resolved.spec)
 }
@@ -157,7 +157,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         (spec.ratio.clamp, spec.ratio.clip, spec.ratio.cap) = (None, None, None);
     });
     add("old_logp: current, a ratio of 1", &|spec| spec.old_logp = OldLogp::Current);
-    of_kl(asked, &mut add);
+    kl_neighbours(asked, &mut add);
     add("no entropy bonus", &|spec| spec.entropy_coef = 0.0);
     add("no cotangent of the entropy", &|spec| spec.dentropy = false);
     add("entropy bonus of the other sign", &|spec| spec.entropy_coef = -spec.entropy_coef);
@@ -200,7 +200,7 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
 }
 
 /// The KL penalty: none, or another one.
-fn of_kl(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
+fn kl_neighbours(asked: &LossSpec, add: &mut impl FnMut(&str, &dyn Fn(&mut LossSpec))) {
     let Some(kl) = &asked.kl else { return };
     add("no kl", &|spec| spec.kl = None);
     let mut with = |name: &str, kl: Kl| add(name, &|spec| spec.kl = Some(kl.clone()));

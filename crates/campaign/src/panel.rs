@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::worker::{Answer, Worker};
+use crate::worker::{Worker, WorkerAnswer};
 use assay_core::problem::{Candidate, Dtype, Problem, ProblemError};
 use assay_core::spec::{
     Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, RatioLevel, Reduction, Rows, Sapo,
@@ -42,7 +42,7 @@ const KEPT: u64 = 2;
 
 /// The choice of the problems that a panel tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Deck {
+pub enum PanelDeck {
     /// Problems with vocabularies of up to 4,099 entries.
     Narrow,
     /// Problems with a vocabulary of 151,936 entries.
@@ -52,13 +52,13 @@ pub enum Deck {
     Sample,
 }
 
-impl Deck {
+impl PanelDeck {
     /// Returns the command's option that selects this deck.
     fn option(self) -> &'static str {
         match self {
-            Deck::Narrow => "case",
-            Deck::Wide => "wide-case",
-            Deck::Sample => "sample",
+            PanelDeck::Narrow => "case",
+            PanelDeck::Wide => "wide-case",
+            PanelDeck::Sample => "sample",
         }
     }
 
@@ -66,13 +66,13 @@ impl Deck {
     pub const REGIMES: u64 = Regime::FINITE.len() as u64;
 
     /// The problem of this number, the same always: any 264 in a row have every regime with every dtype and every loss.
-    pub fn case(self, index: u64) -> Case {
+    pub fn case(self, index: u64) -> PanelCase {
         let pick = |n: usize| (index % n as u64) as usize;
         let regimes = Regime::FINITE.len();
         let shape = match self {
-            Deck::Narrow => SHAPES[pick(SHAPES.len())],
-            Deck::Wide => WIDE,
-            Deck::Sample => SAMPLE,
+            PanelDeck::Narrow => SHAPES[pick(SHAPES.len())],
+            PanelDeck::Wide => WIDE,
+            PanelDeck::Sample => SAMPLE,
         };
         let mut rng = ChaCha8Rng::seed_from_u64(index);
         rng.set_stream(self as u64);
@@ -85,7 +85,7 @@ impl Deck {
             old_logp_noise_scale: [0.0, 0.1, 0.3, 1.0][rng.random_range(0..4)],
             masked_garbage: false,
         };
-        Case { deck: self, index, spec, recipe }
+        PanelCase { deck: self, index, spec, recipe }
     }
 }
 
@@ -124,8 +124,8 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
 
 /// One problem that every kernel is given.
 #[derive(Clone, Debug)]
-pub struct Case {
-    deck: Deck,
+pub struct PanelCase {
+    deck: PanelDeck,
     index: u64,
     /// The loss to compute.
     pub spec: LossSpec,
@@ -133,7 +133,7 @@ pub struct Case {
     pub recipe: Recipe,
 }
 
-impl Case {
+impl PanelCase {
     /// The options that choose it again.
     fn options(&self) -> String {
         format!("--{} {}", self.deck.option(), self.index)
@@ -142,7 +142,7 @@ impl Case {
 
 /// The counts of one dtype, regime and gate.
 #[derive(Clone, Debug, Serialize)]
-pub struct Cell {
+pub struct PanelCell {
     /// The dtype of the logits.
     pub dtype: Dtype,
     /// The way in which the logits were drawn.
@@ -181,7 +181,7 @@ pub struct Failure {
 /// The outcome that a panel's configuration expects of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Expected {
+pub enum ExpectedOutcome {
     /// The kernel passes every problem.
     Right,
     /// The kernel fails at least one problem.
@@ -192,7 +192,7 @@ pub enum Expected {
 
 /// The outcome of one kernel of the panel.
 #[derive(Clone, Debug, Serialize)]
-pub struct Found {
+pub struct KernelOutcome {
     /// The kernel's name in the panel.
     pub kernel: String,
     /// The kernel's description of itself, such as a framework's version.
@@ -208,22 +208,22 @@ pub struct Found {
     /// Seconds from question to answer, all together.
     pub answer_s: f64,
     /// The counts by dtype, regime and gate.
-    pub cells: Vec<Cell>,
+    pub cells: Vec<PanelCell>,
     /// The first of each gate.
     pub failures: Vec<Failure>,
 }
 
-impl Found {
+impl KernelOutcome {
     /// Whether that is as expected, of problems of a large vocabulary too if `has_wide`. A kernel that does not answer shows nothing.
-    pub fn is_as(&self, expected: Option<Expected>, has_wide: bool) -> bool {
+    pub fn is_as(&self, expected: Option<ExpectedOutcome>, has_wide: bool) -> bool {
         let failed = self.failed > 0;
         self.judged > 0
             && self.unanswered == 0
             && match expected {
                 None => true,
-                Some(Expected::Right) => !failed,
-                Some(Expected::Wrong) => failed,
-                Some(Expected::WrongIfWide) => failed || !has_wide,
+                Some(ExpectedOutcome::Right) => !failed,
+                Some(ExpectedOutcome::Wrong) => failed,
+                Some(ExpectedOutcome::WrongIfWide) => failed || !has_wide,
             }
     }
 
@@ -233,12 +233,12 @@ impl Found {
         cells.map(|cell| if cell.nonfinite > 0 { f64::INFINITY } else { cell.kappa }).reduce(f64::max)
     }
 
-    fn add(&mut self, case: &Case, verdict: &Verdict) {
+    fn add(&mut self, case: &PanelCase, verdict: &Verdict) {
         let (Recipe { dtype, regime, .. }, gate) = (&case.recipe, verdict.gate.to_string());
-        let same = |cell: &Cell| (cell.dtype, cell.regime, &cell.gate) == (*dtype, *regime, &gate);
+        let same = |cell: &PanelCell| (cell.dtype, cell.regime, &cell.gate) == (*dtype, *regime, &gate);
         let at = self.cells.iter().position(same).unwrap_or_else(|| {
             let (judged, failed, standard, nonfinite, kappa, share) = (0, 0, 0, 0, 0.0, 0.0);
-            self.cells.push(Cell {
+            self.cells.push(PanelCell {
                 dtype: *dtype,
                 regime: *regime,
                 gate,
@@ -260,7 +260,7 @@ impl Found {
         cell.share = cell.share.max(verdict.tally.worst.map_or(0.0, |worst| worst.share()));
     }
 
-    fn fail(&mut self, case: &Case, gate: &str, replay: String, words: String) {
+    fn fail(&mut self, case: &PanelCase, gate: &str, replay: String, words: String) {
         if self.failures.iter().filter(|failure| failure.gate == gate).count() as u64 >= KEPT {
             return;
         }
@@ -274,13 +274,13 @@ pub struct Panelist {
     worker: Worker,
     command: String,
     /// The outcome so far.
-    pub found: Found,
+    pub found: KernelOutcome,
 }
 
 impl Panelist {
     /// A kernel that nothing is known of. `command` runs it again, but for the options that choose a problem.
     pub fn new(name: &str, command: String, worker: Worker) -> Self {
-        let found = Found {
+        let found = KernelOutcome {
             kernel: name.into(),
             about: worker.hello().about.clone(),
             judged: 0,
@@ -294,18 +294,18 @@ impl Panelist {
         Self { worker, command, found }
     }
 
-    fn replay(&self, case: &Case) -> String {
+    fn replay(&self, case: &PanelCase) -> String {
         format!("{} {}", self.command, case.options())
     }
 
     /// Asks the kernel for a candidate; returns `None`, and records why, if it does not compute the problem or fails.
-    pub fn answer(&mut self, case: &Case, problem: &Problem) -> Option<Candidate> {
+    pub fn answer(&mut self, case: &PanelCase, problem: &Problem) -> Option<Candidate> {
         let started = Instant::now();
         let answer = self.worker.ask(&case.spec, problem);
         self.found.answer_s += started.elapsed().as_secs_f64();
         match answer {
-            Ok(Answer::Candidate(candidate)) => Some(*candidate),
-            Ok(Answer::Unsupported(what)) => {
+            Ok(WorkerAnswer::Candidate(candidate)) => Some(*candidate),
+            Ok(WorkerAnswer::Unsupported(what)) => {
                 *self.found.unsupported.entry(what).or_default() += 1;
                 None
             }
@@ -317,7 +317,7 @@ impl Panelist {
         }
     }
 
-    fn meet(&mut self, case: &Case, known: &Known) {
+    fn meet(&mut self, case: &PanelCase, known: &Known) {
         let Some(candidate) = self.answer(case, known.problem) else { return };
         self.found.judged += 1;
         match judge(known, candidate) {
@@ -355,7 +355,7 @@ pub enum PanelError {
 /// [`PanelError`] where a case is no problem. A kernel that fails is a finding.
 pub fn run(
     kernels: &mut [Panelist],
-    cases: impl Iterator<Item = Case>,
+    cases: impl Iterator<Item = PanelCase>,
     mut done: impl FnMut(),
 ) -> Result<(), PanelError> {
     for case in cases {

@@ -16,9 +16,9 @@ use ndarray::Ix2;
 use rayon::prelude::*;
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::deck::Deals;
-use crate::examine::{Kind, reseeded};
-use crate::subject::{Dealt, Subject};
+use crate::deck::ProblemDeck;
+use crate::examine::{FailureKind, reseeded};
+use crate::subject::{DeckRecipe, Subject};
 
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
 const CASES: usize = 50;
@@ -61,10 +61,10 @@ pub(crate) fn fails_alike<P: Subject>(
     known: &Known<P>,
     candidate: &Candidate<P::Gradient>,
     mutant: &Mutant,
-    kind: &Kind,
+    kind: &FailureKind,
     limits: &Limits,
 ) -> bool {
-    let Kind::Gate(_, gate, _) = kind else { return false };
+    let FailureKind::Gate(_, gate, _) = kind else { return false };
     let Some((other, verdicts)) = run(known, mutant, limits) else { return false };
     if !verdicts.iter().any(|verdict| verdict.gate == *gate && !verdict.passed()) {
         return false;
@@ -120,22 +120,22 @@ fn limited<G>(mut candidate: Candidate<G>, outputs: &[&'static str]) -> Candidat
 
 /// The fate of one mutant in the campaign.
 #[derive(Clone, Copy)]
-enum Fate {
+enum MutantFate {
     Rejected,
     Accepted,
     NotExercised,
 }
 
 /// A problem, and what the correct kernel returns for it.
-struct Trial<'p, P: Subject> {
+struct MutantTrial<'p, P: Subject> {
     known: Known<'p, P>,
     correct: Candidate<P::Gradient>,
 }
 
-impl<P: Subject> Trial<'_, P> {
+impl<P: Subject> MutantTrial<'_, P> {
     /// Returns the fate of each mutant on this problem. A mutant whose numbers equal the correct kernel's shows
     /// nothing, unless a second call returns other numbers.
-    fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<Fate> {
+    fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<MutantFate> {
         let Known { spec, problem, .. } = self.known;
         // A second call is one of the same kernel, with the state that the first has left.
         let kernels: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
@@ -152,20 +152,20 @@ impl<P: Subject> Trial<'_, P> {
         let verdicts = self.known.verdicts_of_all(&others.collect::<Vec<_>>(), limits).unwrap_or_default();
         let mut passes = verdicts.iter().map(|verdicts| verdicts.iter().all(Verdict::passed));
         let fate = |run: &Option<(bool, _)>| match run {
-            Some((false, _)) if passes.next().unwrap_or(false) => Fate::Accepted,
-            Some((false, _)) => Fate::Rejected,
-            Some((true, _)) | None => Fate::NotExercised,
+            Some((false, _)) if passes.next().unwrap_or(false) => MutantFate::Accepted,
+            Some((false, _)) => MutantFate::Rejected,
+            Some((true, _)) | None => MutantFate::NotExercised,
         };
-        let fates: Vec<Fate> = runs.iter().map(fate).collect();
+        let fates: Vec<MutantFate> = runs.iter().map(fate).collect();
         kernels
             .par_iter()
             .zip(runs)
             .zip(fates)
             .map(|((kernel, first), fate)| match (first, fate) {
-                (Some((_, candidate)), Fate::Accepted | Fate::NotExercised) => {
+                (Some((_, candidate)), MutantFate::Accepted | MutantFate::NotExercised) => {
                     let again = run(kernel);
                     let agrees = again.is_some_and(|again| Invariance::between(&candidate, &again).other.is_empty());
-                    if agrees { fate } else { Fate::Rejected }
+                    if agrees { fate } else { MutantFate::Rejected }
                 }
                 _ => fate,
             })
@@ -188,16 +188,17 @@ fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradien
 /// the loss.
 pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
-    deals: &dyn Deals<P>,
+    deals: &dyn ProblemDeck<P>,
     outputs: &[&'static str],
 ) -> Result<Option<schema::Power>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
     let mutants = shown::<P>(spec, deals.deck().packed);
-    let mut fates = vec![Fate::NotExercised; mutants.len()];
+    let mut fates = vec![MutantFate::NotExercised; mutants.len()];
     let mut cases = 0;
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
         let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
-        let recipes = recipes.filter(|recipe| sizes.contains(&recipe.of_logits().shape.iter().product())).take(most);
+        let recipes =
+            recipes.filter(|recipe| sizes.contains(&recipe.logits_recipe().shape.iter().product())).take(most);
         let problems = recipes.map(|recipe| Ok((deals.label(&recipe), deals.draw(&recipe, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
         let mut trials = Vec::new();
@@ -209,28 +210,29 @@ pub(crate) fn power<P: Subject>(
             if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
             }
-            trials.push(Trial { known, correct });
+            trials.push(MutantTrial { known, correct });
         }
         cases += trials.len();
-        let is_settled = |fate| matches!(fate, Fate::Rejected) || (accepted_only && matches!(fate, Fate::NotExercised));
-        let mut left: Vec<(&mut Fate, &Mutant)> =
+        let is_settled =
+            |fate| matches!(fate, MutantFate::Rejected) || (accepted_only && matches!(fate, MutantFate::NotExercised));
+        let mut left: Vec<(&mut MutantFate, &Mutant)> =
             fates.iter_mut().zip(mutants.iter().copied()).filter(|(fate, _)| !is_settled(**fate)).collect();
         for trial in &trials {
             let of_left: Vec<&Mutant> = left.iter().map(|(_, mutant)| *mutant).collect();
             for ((fate, _), here) in left.iter_mut().zip(trial.fates(&of_left, &limits, outputs)) {
-                if !matches!(here, Fate::NotExercised) {
+                if !matches!(here, MutantFate::NotExercised) {
                     **fate = here;
                 }
             }
-            left.retain(|(fate, _)| !matches!(fate, Fate::Rejected));
+            left.retain(|(fate, _)| !matches!(fate, MutantFate::Rejected));
         }
     }
     let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
     for (mutant, fate) in mutants.into_iter().zip(fates) {
         match fate {
-            Fate::NotExercised => continue,
-            Fate::Rejected => power.rejected += 1,
-            Fate::Accepted => power.accepted.push(named(mutant)),
+            MutantFate::NotExercised => continue,
+            MutantFate::Rejected => power.rejected += 1,
+            MutantFate::Accepted => power.accepted.push(named(mutant)),
         }
         power.exercised += 1;
     }

@@ -14,13 +14,15 @@ use assay_judge::trial::Known;
 use assay_reference::Reference;
 use assay_schema::campaign as schema;
 
-use crate::campaign::{Campaign, CampaignError, Progress};
-use crate::cause::{self, Found};
-use crate::deck::{Deals, Deck, HeadDeck, Shapes};
-use crate::examine::{Bench, Bucket, Examined, Failing, Kind, SEEDS, elements, reseeded, same_bits};
-use crate::kernel::{Fault, UnderTest};
+use crate::campaign::{Campaign, CampaignError, CampaignProgress};
+use crate::cause::{self, Failures};
+use crate::deck::{Deck, DeckShapes, HeadDeck, ProblemDeck};
+use crate::examine::{
+    Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
+};
+use crate::kernel::{Fault, KernelUnderTest};
 use crate::repros::{SPEC_KEY, files};
-use crate::subject::{Dealt, Subject};
+use crate::subject::{DeckRecipe, Subject};
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
 const TWICE: u64 = 8;
@@ -44,8 +46,8 @@ impl Campaign {
     /// [`CampaignError`] where it cannot be made. What a kernel does is a finding, never an error.
     pub fn run(
         &self,
-        kernel: &mut dyn UnderTest<Problem>,
-        progress: &mut dyn FnMut(Progress),
+        kernel: &mut dyn KernelUnderTest<Problem>,
+        progress: &mut dyn FnMut(CampaignProgress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.run_on::<Problem>(&self.deck, kernel, progress)
     }
@@ -57,22 +59,22 @@ impl Campaign {
     pub fn run_heads(
         &self,
         heads: &HeadDeck,
-        kernel: &mut dyn UnderTest<HeadProblem>,
-        progress: &mut dyn FnMut(Progress),
+        kernel: &mut dyn KernelUnderTest<HeadProblem>,
+        progress: &mut dyn FnMut(CampaignProgress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.run_on::<HeadProblem>(heads, kernel, progress)
     }
 
     fn run_on<P: Subject>(
         &self,
-        deals: &dyn Deals<P>,
-        kernel: &mut dyn UnderTest<P>,
-        progress: &mut dyn FnMut(Progress),
+        deals: &dyn ProblemDeck<P>,
+        kernel: &mut dyn KernelUnderTest<P>,
+        progress: &mut dyn FnMut(CampaignProgress),
     ) -> Result<schema::Campaign, CampaignError> {
         self.check(deals.deck())?;
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
         let limits = Limits::external(self.grade);
-        let bench = Bench { kernel, spec: &self.spec, limits, allowed: &edges, calls: 0 };
+        let bench = Examiner { kernel, spec: &self.spec, limits, allowed: &edges, calls: 0 };
         let mut round = Round {
             campaign: self,
             bench,
@@ -94,7 +96,7 @@ impl Campaign {
             }
             round.deal(deals, index)?;
             let (tried, failed) = (round.tried, round.failed);
-            progress(Progress { tried, cases: deals.deck().cases, failed });
+            progress(CampaignProgress { tried, cases: deals.deck().cases, failed });
         }
         round.finish(deals)
     }
@@ -110,7 +112,7 @@ impl Campaign {
             () if *cases == 0 => return empty("cases", "0", "at least one problem"),
             () if dtypes.is_empty() => return empty("dtypes", "none", "one of f32, bf16 and f16"),
             () if regimes.is_empty() => return empty("regimes", "none", "one that this kind of problem has"),
-            () if *shapes == Shapes::Given(Vec::new()) => return empty("shapes", "none", "[B,T,V]"),
+            () if *shapes == DeckShapes::Given(Vec::new()) => return empty("shapes", "none", "[B,T,V]"),
             () => {}
         }
         let known = cause::names_that_can_be_allowed();
@@ -124,7 +126,7 @@ impl Campaign {
 /// A campaign while it runs.
 struct Round<'r, P: Subject> {
     campaign: &'r Campaign,
-    bench: Bench<'r, P>,
+    bench: Examiner<'r, P>,
     started: Instant,
     tried: u64,
     failed: u64,
@@ -132,7 +134,7 @@ struct Round<'r, P: Subject> {
     /// Answers in a row for which the kernel's process ended, or was killed.
     ends: u64,
     outputs: Vec<&'static str>,
-    buckets: BTreeMap<Kind, Bucket<P>>,
+    buckets: BTreeMap<FailureKind, FailureGroup<P>>,
     passing: Vec<Arc<P>>,
     skipped: BTreeMap<String, u64>,
     coverage: schema::Coverage,
@@ -151,7 +153,11 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// Tries the problems that failed in earlier campaigns.
-    fn repros(&mut self, deals: &dyn Deals<P>, progress: &mut dyn FnMut(Progress)) -> Result<(), CampaignError> {
+    fn repros(
+        &mut self,
+        deals: &dyn ProblemDeck<P>,
+        progress: &mut dyn FnMut(CampaignProgress),
+    ) -> Result<(), CampaignError> {
         let Some(folder) = &self.campaign.repros else { return Ok(()) };
         for path in files(folder)? {
             if self.is_over() {
@@ -170,14 +176,14 @@ impl<P: Subject> Round<'_, P> {
                 // What failed once is tried, whatever it has in it.
                 let _ = self.examine(path.display().to_string(), problem, None);
                 let (tried, failed) = (self.tried, self.failed);
-                progress(Progress { tried, cases: deals.deck().cases, failed });
+                progress(CampaignProgress { tried, cases: deals.deck().cases, failed });
             }
         }
         Ok(())
     }
 
     /// The problem of a number.
-    fn deal(&mut self, deals: &dyn Deals<P>, index: u64) -> Result<(), CampaignError> {
+    fn deal(&mut self, deals: &dyn ProblemDeck<P>, index: u64) -> Result<(), CampaignError> {
         for step in 0..SEEDS {
             let recipe = reseeded::<P>(deals.deal(index), step);
             let problem = deals.draw(&recipe, &self.campaign.spec)?;
@@ -192,7 +198,7 @@ impl<P: Subject> Round<'_, P> {
 
     /// One problem; where there is a recipe, the kernel is asked twice, and then something else in the same memory. Whether
     /// there was anything to see: a problem without a gradient is not tried.
-    fn examine(&mut self, label: String, problem: P, again: Option<(&dyn Deals<P>, &P::Recipe)>) -> bool {
+    fn examine(&mut self, label: String, problem: P, again: Option<(&dyn ProblemDeck<P>, &P::Recipe)>) -> bool {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         let known = match Known::of(spec, &*problem) {
@@ -241,14 +247,14 @@ impl<P: Subject> Round<'_, P> {
                     Vec::new()
                 }
                 Err(ended) => {
-                    let kind = Kind::Fault(ended.name(), String::new());
+                    let kind = FailureKind::Fault(ended.name(), String::new());
                     fault = Some(ended);
                     vec![kind]
                 }
             };
         }
         match kinds.into_iter().next() {
-            Some(kind) => self.note(kind, Failing { label, problem, fault }),
+            Some(kind) => self.note(kind, FailedProblem { label, problem, fault }),
             None if self.passing.len() < PASSING && elements(&*problem) < 1 << 16 => self.passing.push(problem),
             None => {}
         }
@@ -256,13 +262,18 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// A second call, and one with other content in the same memory.
-    fn once_more(&mut self, problem: &Arc<P>, deals: &dyn Deals<P>, recipe: &P::Recipe) -> Result<Vec<Kind>, Fault> {
+    fn once_more(
+        &mut self,
+        problem: &Arc<P>,
+        deals: &dyn ProblemDeck<P>,
+        recipe: &P::Recipe,
+    ) -> Result<Vec<FailureKind>, Fault> {
         let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
         if !same_bits(&first, &second) {
-            return Ok(vec![Kind::OtherBits]);
+            return Ok(vec![FailureKind::OtherBits]);
         }
         let mut other = recipe.clone();
-        other.of_logits_mut().seed ^= 1 << 63;
+        other.logits_recipe_mut().seed ^= 1 << 63;
         let Ok(other) = deals.draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
         let alone = Arc::new(other.clone());
         let before = Arc::new((**problem).clone());
@@ -279,31 +290,31 @@ impl<P: Subject> Round<'_, P> {
             return Ok(wrong);
         }
         let alone = self.bench.judged(&alone, &known).kinds;
-        Ok(if self.waived(alone).is_empty() { vec![Kind::Stale] } else { wrong })
+        Ok(if self.waived(alone).is_empty() { vec![FailureKind::Stale] } else { wrong })
     }
 
     /// Removes the failures at edges that the campaign allows.
-    fn waived(&self, mut kinds: Vec<Kind>) -> Vec<Kind> {
+    fn waived(&self, mut kinds: Vec<FailureKind>) -> Vec<FailureKind> {
         kinds.retain(|kind| match kind {
-            Kind::Gate(_, gate, _) => gate.edge.is_none_or(|edge| !self.bench.allowed.contains(&edge)),
+            FailureKind::Gate(_, gate, _) => gate.edge.is_none_or(|edge| !self.bench.allowed.contains(&edge)),
             _ => true,
         });
         kinds
     }
 
-    fn note(&mut self, kind: Kind, failing: Failing<P>) {
+    fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>) {
         self.failed += 1;
         let first = failing.label.clone();
-        let bucket = self.buckets.entry(kind).or_insert_with(|| Bucket { cases: 0, first, kept: Vec::new() });
+        let bucket = self.buckets.entry(kind).or_insert_with(|| FailureGroup { cases: 0, first, kept: Vec::new() });
         bucket.cases += 1;
         bucket.kept.push(failing);
         bucket.kept.sort_by_key(|failing| elements(&*failing.problem));
         bucket.kept.truncate(KEPT);
     }
 
-    fn finish(mut self, deals: &dyn Deals<P>) -> Result<schema::Campaign, CampaignError> {
+    fn finish(mut self, deals: &dyn ProblemDeck<P>) -> Result<schema::Campaign, CampaignError> {
         let campaign = self.campaign;
-        let found = Found { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
+        let found = Failures { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
         let causes = cause::causes(campaign, deals, found, &mut self.bench)?;
         let (allowed, causes): (Vec<_>, Vec<_>) =
             causes.into_iter().partition(|cause| campaign.allow.iter().any(|name| cause::is_called(cause, name)));
@@ -331,7 +342,7 @@ impl<P: Subject> Round<'_, P> {
     }
 
     #[cfg(feature = "mutants")]
-    fn power(&self, deals: &dyn Deals<P>) -> Result<Option<schema::Power>, CampaignError> {
+    fn power(&self, deals: &dyn ProblemDeck<P>) -> Result<Option<schema::Power>, CampaignError> {
         if !self.campaign.power || self.stopped.is_some() || self.tried == 0 {
             return Ok(None);
         }
@@ -340,7 +351,7 @@ impl<P: Subject> Round<'_, P> {
 
     #[cfg(not(feature = "mutants"))]
     #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as with mutants")]
-    fn power(&self, _: &dyn Deals<P>) -> Result<Option<schema::Power>, CampaignError> {
+    fn power(&self, _: &dyn ProblemDeck<P>) -> Result<Option<schema::Power>, CampaignError> {
         Ok(None)
     }
 }
@@ -350,7 +361,7 @@ impl<P: Subject> Round<'_, P> {
 /// # Errors
 /// [`RecipeError`] naming the field that is out of range.
 pub fn dealt<P: Subject>(
-    deals: &dyn Deals<P>,
+    deals: &dyn ProblemDeck<P>,
     index: u64,
     spec: &LossSpec,
 ) -> Result<Option<(P::Recipe, P)>, RecipeError> {

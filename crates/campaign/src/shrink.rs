@@ -9,7 +9,7 @@ use crate::subject::Subject;
 
 /// The limits of the search for a smaller problem.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Effort {
+pub(crate) struct ShrinkEffort {
     /// The most calls of the kernel.
     pub(crate) calls: usize,
     /// The most time for the search.
@@ -18,7 +18,7 @@ pub(crate) struct Effort {
     pub(crate) shapes: bool,
 }
 
-impl Effort {
+impl ShrinkEffort {
     pub(crate) const WHOLE: Self = Self { calls: 400, time: Duration::from_secs(20), shapes: true };
     /// The limits for a kernel that is compiled again for each shape: few calls, and the shape is kept.
     pub(crate) const FEW_SHAPES: Self = Self { calls: 40, time: Duration::from_secs(20), shapes: false };
@@ -27,7 +27,7 @@ impl Effort {
 /// A problem on its way to a smaller one.
 struct Shrinker<'s, P> {
     problem: Arc<P>,
-    effort: Effort,
+    effort: ShrinkEffort,
     calls: usize,
     deadline: Instant,
     fails: &'s mut dyn FnMut(&Arc<P>) -> bool,
@@ -37,11 +37,15 @@ struct Shrinker<'s, P> {
 /// sequences, tokens and columns, then plainer numbers. It is asked of problems in which a token counts, and no others.
 pub fn simplify<P: Subject>(problem: Arc<P>, calls: usize, still: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
     const NO_END: Duration = Duration::from_secs(u32::MAX as u64);
-    shrink(problem, Effort { calls, time: NO_END, shapes: true }, still)
+    shrink(problem, ShrinkEffort { calls, time: NO_END, shapes: true }, still)
 }
 
 /// Makes a problem smaller within an effort, as long as it still fails.
-pub(crate) fn shrink<P: Subject>(problem: Arc<P>, effort: Effort, fails: &mut dyn FnMut(&Arc<P>) -> bool) -> Arc<P> {
+pub(crate) fn shrink<P: Subject>(
+    problem: Arc<P>,
+    effort: ShrinkEffort,
+    fails: &mut dyn FnMut(&Arc<P>) -> bool,
+) -> Arc<P> {
     let deadline = Instant::now() + effort.time;
     let mut shrinker = Shrinker { problem, effort, calls: 0, deadline, fails };
     if effort.shapes {

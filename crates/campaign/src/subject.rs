@@ -22,7 +22,7 @@ use assay_suites::mutants::{MutantKind, Specimen};
 /// A problem that a deck deals.
 pub trait Subject: Judgeable + StoredProblem {
     /// The recipe that a problem is drawn from.
-    type Recipe: Dealt;
+    type Recipe: DeckRecipe;
 
     /// Makes it.
     ///
@@ -98,23 +98,23 @@ pub trait Subject: Judgeable + StoredProblem {
 }
 
 /// A recipe on a deck.
-pub trait Dealt: Clone + std::fmt::Debug + PartialEq + Serialize + Send + Sync {
+pub trait DeckRecipe: Clone + std::fmt::Debug + PartialEq + Serialize + Send + Sync {
     /// The recipe of the tokens and the logits, whatever those are made of.
-    fn of_logits(&self) -> &Recipe;
+    fn logits_recipe(&self) -> &Recipe;
 
     /// Returns the recipe of the tokens and the logits for editing.
-    fn of_logits_mut(&mut self) -> &mut Recipe;
+    fn logits_recipe_mut(&mut self) -> &mut Recipe;
 
     /// Returns a short label: `2x8x257 bf16 peaked, seed 3`.
     fn label(&self) -> String;
 }
 
-impl Dealt for Recipe {
-    fn of_logits(&self) -> &Recipe {
+impl DeckRecipe for Recipe {
+    fn logits_recipe(&self) -> &Recipe {
         self
     }
 
-    fn of_logits_mut(&mut self) -> &mut Recipe {
+    fn logits_recipe_mut(&mut self) -> &mut Recipe {
         self
     }
 
@@ -124,12 +124,12 @@ impl Dealt for Recipe {
     }
 }
 
-impl Dealt for HeadRecipe {
-    fn of_logits(&self) -> &Recipe {
+impl DeckRecipe for HeadRecipe {
+    fn logits_recipe(&self) -> &Recipe {
         &self.recipe
     }
 
-    fn of_logits_mut(&mut self) -> &mut Recipe {
+    fn logits_recipe_mut(&mut self) -> &mut Recipe {
         &mut self.recipe
     }
 

@@ -11,10 +11,10 @@ const LISTED: usize = 3;
 pub fn text(campaign: &Campaign) -> String {
     let mut text = String::new();
     for cause in &campaign.causes {
-        of_cause(&mut text, "CAUSE", cause);
+        write_cause(&mut text, "CAUSE", cause);
     }
     for cause in &campaign.allowed {
-        of_cause(&mut text, "allowed", cause);
+        write_cause(&mut text, "allowed", cause);
     }
     for skipped in &campaign.skipped {
         let _ = writeln!(text, "skipped  {} problems: {}", skipped.cases, skipped.why);
@@ -51,7 +51,7 @@ fn total(campaign: &Campaign) -> String {
     format!("{line}, {seconds:.1} s\n")
 }
 
-fn of_cause(text: &mut String, word: &str, cause: &Cause) {
+fn write_cause(text: &mut String, word: &str, cause: &Cause) {
     let Cause {
         gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro, ..
     } = cause;

@@ -24,7 +24,7 @@ const SHARED_MEMORY: &str = "/dev/shm";
 
 /// The command that starts a worker, and the times that it may take.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub struct WorkerLaunch {
     /// The program and its arguments.
     pub command: Vec<OsString>,
     /// The variables that are added to the process's environment.
@@ -35,9 +35,9 @@ pub struct Launch {
     pub answer: Duration,
 }
 
-impl Launch {
+impl WorkerLaunch {
     /// A minute to start, a minute to answer.
-    pub fn of<S: Into<OsString>>(command: impl IntoIterator<Item = S>) -> Self {
+    pub fn new<S: Into<OsString>>(command: impl IntoIterator<Item = S>) -> Self {
         let minute = Duration::from_mins(1);
         let command = command.into_iter().map(Into::into).collect();
         Self { command, environment: Vec::new(), start: minute, answer: minute }
@@ -51,7 +51,7 @@ impl Launch {
 
 /// A worker's introduction, the first line that it writes.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct Hello {
+pub struct WorkerIntroduction {
     /// The protocol's name, which must be [`PROTOCOL`].
     protocol: String,
     /// Dtypes of logits, or of hidden states, that it takes.
@@ -76,13 +76,13 @@ struct Reply {
     id: u64,
     unsupported: Option<String>,
     error: Option<String>,
-    output: Option<Refused>,
+    output: Option<RefusedOutput>,
     mutated: Option<String>,
 }
 
 /// An invalid output, as a worker reports it.
 #[derive(Deserialize)]
-struct Refused {
+struct RefusedOutput {
     field: String,
     given: String,
     expected: String,
@@ -90,7 +90,7 @@ struct Refused {
 
 /// A worker's answer to one problem.
 #[derive(Debug)]
-pub enum Answer<G> {
+pub enum WorkerAnswer<G> {
     /// The outputs that the kernel computed.
     Candidate(Box<Candidate<G>>),
     /// The worker's reason why it does not compute the problem.
@@ -193,9 +193,9 @@ impl WorkerError {
 
 /// A kernel in a process of its own, which lives until this is dropped. One that ended is started again when it is asked.
 pub struct Worker {
-    launch: Launch,
+    launch: WorkerLaunch,
     folder: TempDir,
-    hello: Hello,
+    hello: WorkerIntroduction,
     process: Option<Process>,
     asked: u64,
 }
@@ -205,14 +205,14 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError`] where it does not start, or does not say so in time.
-    pub fn start(launch: Launch) -> Result<Self, WorkerError> {
+    pub fn start(launch: WorkerLaunch) -> Result<Self, WorkerError> {
         let folder = folder().map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
         let (process, hello) = begin(&launch)?;
         Ok(Self { launch, folder, hello, process: Some(process), asked: 0 })
     }
 
     /// Returns the worker's introduction, with the outputs that it promises.
-    pub fn hello(&self) -> &Hello {
+    pub fn hello(&self) -> &WorkerIntroduction {
         &self.hello
     }
 
@@ -220,10 +220,14 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
-    pub fn ask<P: StoredProblem>(&mut self, spec: &LossSpec, problem: &P) -> Result<Answer<P::Gradient>, WorkerError> {
+    pub fn ask<P: StoredProblem>(
+        &mut self,
+        spec: &LossSpec,
+        problem: &P,
+    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let (array, dtype) = (P::ARRAY, problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
-            return Ok(Answer::Unsupported(format!("{array} in {dtype}")));
+            return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}")));
         }
         self.asked += 1;
         let [given, returned] =
@@ -240,7 +244,7 @@ impl Worker {
         problem: &P,
         given: &Path,
         returned: &Path,
-    ) -> Result<Answer<P::Gradient>, WorkerError> {
+    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let command = self.launch.name();
         let file = |reason| WorkerError::File { command: command.clone(), reason };
         write_problem(given, problem, &BTreeMap::new()).map_err(file)?;
@@ -256,7 +260,7 @@ impl Worker {
         };
         let deadline = Instant::now() + self.launch.answer;
         process.send(request);
-        let reply: Result<Reply, WorkerError> = hear(process, &self.launch, Awaited::Answer, deadline);
+        let reply: Result<Reply, WorkerError> = hear(process, &self.launch, AwaitedMessage::WorkerAnswer, deadline);
         let reply = reply.and_then(|reply| match reply.id {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
@@ -265,7 +269,7 @@ impl Worker {
         if let Some(message) = error {
             return Err(WorkerError::Failed { command, message: shown(&message) });
         }
-        if let Some(Refused { field, given, expected }) = output {
+        if let Some(RefusedOutput { field, given, expected }) = output {
             let [field, given, expected] = [field, given, expected].map(|text| one_line(&text));
             return Err(WorkerError::Output { command, field, given, expected });
         }
@@ -273,12 +277,12 @@ impl Worker {
             return Err(WorkerError::InputMutated { command, field: one_line(&field) });
         }
         if let Some(what) = unsupported {
-            return Ok(Answer::Unsupported(one_line(&what)));
+            return Ok(WorkerAnswer::Unsupported(one_line(&what)));
         }
         expect_file(returned, given).map_err(file)?;
         let candidate = read_candidate(returned).map_err(file)?;
         self.expect_outputs(&candidate, returned).map_err(file)?;
-        Ok(Answer::Candidate(Box::new(candidate)))
+        Ok(WorkerAnswer::Candidate(Box::new(candidate)))
     }
 
     /// Checks that every promised output is in the candidate: one that is silently left out would not be judged.
@@ -307,23 +311,23 @@ fn folder() -> io::Result<TempDir> {
 
 /// The message that the campaign waits for.
 #[derive(Clone, Copy)]
-enum Awaited {
-    Hello,
-    Answer,
+enum AwaitedMessage {
+    WorkerIntroduction,
+    WorkerAnswer,
 }
 
-impl Awaited {
+impl AwaitedMessage {
     fn name(self) -> &'static str {
         match self {
-            Awaited::Hello => "first line",
-            Awaited::Answer => "answer",
+            AwaitedMessage::WorkerIntroduction => "first line",
+            AwaitedMessage::WorkerAnswer => "answer",
         }
     }
 
     fn form(self) -> &'static str {
         match self {
-            Awaited::Hello => r#"{"protocol": "assay-check/1", "dtypes": […], "outputs": […]}"#,
-            Awaited::Answer => {
+            AwaitedMessage::WorkerIntroduction => r#"{"protocol": "assay-check/1", "dtypes": […], "outputs": […]}"#,
+            AwaitedMessage::WorkerAnswer => {
                 r#"{"id": …}, or with "unsupported", "error", "output" or "mutated"; what else there is to say goes to stderr"#
             }
         }
@@ -331,7 +335,7 @@ impl Awaited {
 }
 
 /// A new process, and what it says of itself.
-fn begin(launch: &Launch) -> Result<(Process, Hello), WorkerError> {
+fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerError> {
     let name = launch.name();
     let start = |reason| WorkerError::Start { command: name.clone(), reason };
     let [program, arguments @ ..] = launch.command.as_slice() else {
@@ -341,7 +345,7 @@ fn begin(launch: &Launch) -> Result<(Process, Hello), WorkerError> {
     command.args(arguments).envs(launch.environment.iter().map(|(name, value)| (name, value)));
     let deadline = Instant::now() + launch.start;
     let mut process = Process::start(&mut command).map_err(start)?;
-    let hello: Hello = hear(&mut process, launch, Awaited::Hello, deadline)?;
+    let hello: WorkerIntroduction = hear(&mut process, launch, AwaitedMessage::WorkerIntroduction, deadline)?;
     let known = |name: &&String| {
         ["loss", "dlogits", "dhidden", "dlm_head", "logp", "entropy", "token_loss"].contains(&name.as_str())
     };
@@ -364,8 +368,8 @@ fn begin(launch: &Launch) -> Result<(Process, Hello), WorkerError> {
 /// Reads the next message of `process`, and ends the process if there is none.
 fn hear<M: for<'m> Deserialize<'m>>(
     process: &mut Process,
-    launch: &Launch,
-    awaited: Awaited,
+    launch: &WorkerLaunch,
+    awaited: AwaitedMessage,
     deadline: Instant,
 ) -> Result<M, WorkerError> {
     let command = launch.name();
@@ -386,8 +390,8 @@ fn hear<M: for<'m> Deserialize<'m>>(
         }
         Err(Silence::TimedOut) => {
             let limit = match awaited {
-                Awaited::Hello => launch.start,
-                Awaited::Answer => launch.answer,
+                AwaitedMessage::WorkerIntroduction => launch.start,
+                AwaitedMessage::WorkerAnswer => launch.answer,
             };
             // Killed, whatever its status is.
             let _ = process.end(Duration::ZERO);

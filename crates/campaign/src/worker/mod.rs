@@ -20,7 +20,7 @@
 mod kernel_process;
 mod process;
 
-pub use kernel_process::{Answer, Hello, Launch, Worker, WorkerError};
+pub use kernel_process::{Worker, WorkerAnswer, WorkerError, WorkerIntroduction, WorkerLaunch};
 
 /// The protocol and its version.
 pub const PROTOCOL: &str = "assay-check/1";

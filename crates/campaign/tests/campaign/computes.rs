@@ -1,6 +1,6 @@
 //! What a kernel computes, where it is not what is asked for.
 
-use assay_campaign::{Computed, computed, neighbours};
+use assay_campaign::{ComputedLoss, computed, neighbours};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, Problem};
 use assay_core::spec::LossSpec;
@@ -14,7 +14,7 @@ use super::finds::{campaign, run, trl};
 /// Computes `spec`, whatever is asked.
 struct Other(LossSpec);
 
-impl assay_campaign::UnderTest for Other {
+impl assay_campaign::KernelUnderTest for Other {
     fn answer(
         &mut self,
         _: &LossSpec,
@@ -84,7 +84,7 @@ fn every_presets_kernel_is_told_apart_under_every_other_spec() {
             }
             let answers: Vec<_> = answers.iter().map(|(problem, candidate)| (*problem, candidate)).collect();
             let found = computed(candidates.clone(), &answers, &limits);
-            let is_named = |of: &Computed| of.names.iter().any(|of| of.starts_with(name.as_str()));
+            let is_named = |of: &ComputedLoss| of.names.iter().any(|of| of.starts_with(name.as_str()));
             assert!(found.iter().any(is_named), "{name} under {asked_name}: {found:#?}");
             assert!(
                 found.len() * 4 < candidates.len(),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Deck, Fault, HeadDeck, Local, Shapes, UnderTest};
+use assay_campaign::{Campaign, Deck, DeckShapes, Fault, HeadDeck, KernelUnderTest, LocalKernel};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
@@ -21,7 +21,7 @@ pub(crate) fn campaign(spec: LossSpec, cases: u64) -> Campaign {
     Campaign { deck, power: false, ..Campaign::new("kernel", spec) }
 }
 
-pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn UnderTest) -> Found {
+pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn KernelUnderTest) -> Found {
     campaign.run(kernel, &mut |_| ()).unwrap()
 }
 
@@ -31,13 +31,13 @@ fn named(name: &str) -> &'static Mutant {
 
 fn causes_of(name: &str, spec: LossSpec) -> Vec<Cause> {
     let specimen = Specimen::with(named(name).bug);
-    run(&campaign(spec, 80), &mut Local::<Problem>(&specimen)).causes
+    run(&campaign(spec, 80), &mut LocalKernel::<Problem>(&specimen)).causes
 }
 
 /// A kernel that does as a function says.
 pub(crate) struct Does<F>(pub(crate) F);
 
-impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> UnderTest for Does<F> {
+impl<F: FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>> KernelUnderTest for Does<F> {
     fn answer(
         &mut self,
         spec: &LossSpec,
@@ -57,7 +57,7 @@ pub(crate) fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
 #[test]
 fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
     let campaign = Campaign { power: true, ..campaign(trl(), 500) };
-    let found = run(&campaign, &mut Local::<Problem>(&Native::default()));
+    let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed, "{}", assay_campaign::text(&found));
     assert_eq!((found.tried, found.failed, found.causes.len()), (500, 0, 0));
     assert_eq!(found.outputs, ["logp", "entropy", "token_loss"]);
@@ -74,9 +74,9 @@ fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
 #[test]
 fn right_kernel_of_a_head_passes() {
     let deck = Deck { cases: 60, wide: 0, ..Deck::default() };
-    let kernel = &mut Local::<HeadProblem>(&NativeHead::default());
+    let kernel = &mut LocalKernel::<HeadProblem>(&NativeHead::default());
     let campaign = Campaign { power: false, ..Campaign::new("native-lm-head", trl()) };
-    let found = campaign.run_heads(&HeadDeck::of(deck), kernel, &mut |_| ()).unwrap();
+    let found = campaign.run_heads(&HeadDeck::new(deck), kernel, &mut |_| ()).unwrap();
     assert!(found.passed && found.tried == 60, "{}", assay_campaign::text(&found));
 }
 
@@ -152,7 +152,7 @@ fn kernel_that_keeps_answers_by_address_is_found() {
         }
     });
     let mut campaign = campaign(trl(), 24);
-    (campaign.deck.dtypes, campaign.deck.shapes) = (vec![Dtype::F32], Shapes::Given(vec![[2, 4, 33]]));
+    (campaign.deck.dtypes, campaign.deck.shapes) = (vec![Dtype::F32], DeckShapes::Given(vec![[2, 4, 33]]));
     let found = run(&campaign, &mut kernel);
     assert!(!found.passed && found.causes.iter().any(|cause| cause.gate == "stale-memory"), "{:#?}", found.causes);
 }
@@ -217,12 +217,12 @@ fn empty_campaign_never_passes_and_bad_options_are_refused_by_name() {
     let refused = |change: &dyn Fn(&mut Campaign)| {
         let mut campaign = campaign(trl(), 8);
         change(&mut campaign);
-        campaign.run(&mut Local::<Problem>(&Native::default()), &mut |_| ()).unwrap_err().to_string()
+        campaign.run(&mut LocalKernel::<Problem>(&Native::default()), &mut |_| ()).unwrap_err().to_string()
     };
     assert!(refused(&|campaign| campaign.deck.cases = 0).starts_with("cases: got 0"));
     assert!(refused(&|campaign| campaign.deck.dtypes.clear()).starts_with("dtypes: got none"));
     assert!(refused(&|campaign| campaign.allow = vec!["rounding".into()]).starts_with("allow: got `rounding`"));
-    assert!(refused(&|campaign| campaign.deck.shapes = Shapes::Given(vec![[1, 0, 4]])).starts_with("`shape`"));
+    assert!(refused(&|campaign| campaign.deck.shapes = DeckShapes::Given(vec![[1, 0, 4]])).starts_with("`shape`"));
 }
 
 #[test]
@@ -231,10 +231,10 @@ fn problem_that_failed_is_kept_and_tried_first() {
     let mut campaign = campaign(trl(), 40);
     campaign.repros = Some(folder.path().into());
     let specimen = Specimen::with(named("non-target-dlogits-dropped").bug);
-    let found = run(&campaign, &mut Local::<Problem>(&specimen));
+    let found = run(&campaign, &mut LocalKernel::<Problem>(&specimen));
     assert!(found.causes[0].repro.as_ref().is_some_and(|path| std::path::Path::new(path).exists()));
     campaign.deck.cases = 1;
-    let again = run(&campaign, &mut Local::<Problem>(&specimen));
+    let again = run(&campaign, &mut LocalKernel::<Problem>(&specimen));
     assert!(again.tried > 1 && again.causes[0].first.ends_with(".safetensors"), "{again:#?}");
-    assert!(run(&campaign, &mut Local::<Problem>(&Native::default())).passed);
+    assert!(run(&campaign, &mut LocalKernel::<Problem>(&Native::default())).passed);
 }

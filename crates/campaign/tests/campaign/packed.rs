@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Deals, Deck, Fault, HeadDeck, Local, Shapes};
+use assay_campaign::{Campaign, Deck, DeckShapes, Fault, HeadDeck, LocalKernel, ProblemDeck};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Candidate, CuSeqlens, HeadProblem, Problem, Sequences};
 use assay_core::spec::{AdvantageLevel, LossSpec, Ratio, RatioLevel, Reduction, Rows};
@@ -65,14 +65,15 @@ fn sequences_of_all_lengths_lie_anywhere_in_rows_of_one_width() {
 #[test]
 fn right_kernels_pass_packed_problems_with_and_without_a_head() {
     let campaign = Campaign { power: true, ..packed(gspo(), 60) };
-    let found = run(&campaign, &mut Local::<Problem>(&Native::default()));
+    let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed && found.packed && found.tried == 60, "{}", assay_campaign::text(&found));
     assert!(found.coverage.empty_rows > 20, "{:?}", found.coverage);
     let power = found.power.unwrap();
     assert!(power.accepted.iter().all(|name| !name.does.contains("sequence")), "{power:?}");
-    let heads = HeadDeck::of(Deck { cases: 24, ..campaign.deck.clone() });
+    let heads = HeadDeck::new(Deck { cases: 24, ..campaign.deck.clone() });
     let campaign = Campaign { power: false, ..campaign };
-    let found = campaign.run_heads(&heads, &mut Local::<HeadProblem>(&NativeHead::default()), &mut |_| ()).unwrap();
+    let found =
+        campaign.run_heads(&heads, &mut LocalKernel::<HeadProblem>(&NativeHead::default()), &mut |_| ()).unwrap();
     assert!(found.passed && found.tried == 24, "{}", assay_campaign::text(&found));
 }
 
@@ -138,7 +139,7 @@ fn packed_problem_that_failed_is_kept_and_tried_first_by_packed_campaigns_alone(
         run(&Campaign { deck: Deck { cases: 1, ..campaign.deck.clone() }, ..campaign.clone() }, &mut Does(ignores));
     assert!(again.tried > 1 && again.causes[0].first.ends_with(".safetensors"), "{again:#?}");
     let deck = Deck { cases: 1, packed: false, ..campaign.deck.clone() };
-    let of_rows = run(&Campaign { deck, ..campaign }, &mut Local::<Problem>(&Native::default()));
+    let of_rows = run(&Campaign { deck, ..campaign }, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(of_rows.passed && of_rows.tried == 1, "{of_rows:#?}");
 }
 
@@ -174,10 +175,11 @@ impl Implementation for OfRows {
 #[test]
 fn packed_campaign_of_a_mean_over_the_width_is_refused_and_a_kernel_of_rows_is_asked_nothing() {
     let spec = LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: None }, ..trl() };
-    let refused = packed(spec, 4).run(&mut Local::<Problem>(&Native::default()), &mut |_| ()).unwrap_err().to_string();
+    let refused =
+        packed(spec, 4).run(&mut LocalKernel::<Problem>(&Native::default()), &mut |_| ()).unwrap_err().to_string();
     assert!(refused.starts_with("`reduction.fixed_length.length`: not given, expected a number"), "{refused}");
     let mut campaign = packed(trl(), 4);
-    campaign.deck.shapes = Shapes::Given(vec![[2, 3, 5]]);
-    let found = run(&campaign, &mut Local::<Problem>(&OfRows(Native::default())));
+    campaign.deck.shapes = DeckShapes::Given(vec![[2, 3, 5]]);
+    let found = run(&campaign, &mut LocalKernel::<Problem>(&OfRows(Native::default())));
     assert!(!found.passed && found.tried == 0 && found.skipped[0].why.contains("sequences packed"), "{found:#?}");
 }
