@@ -7,8 +7,22 @@
 
     print(assay.check(my_loss, "trl", beta=0.04))
 
-Notation, everywhere: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. Frameworks are
-imported when they are first needed.
+One `Problem` under one `Spec`, its arrays (an `Array` is one of them, without a copy) and the `Verdicts` on an answer:
+
+    >>> import assay, numpy as np
+    >>> spec = assay.spec("trl", beta=0.04)
+    >>> problem = next(assay.problems(spec, n=1, dtypes=["f32"], shapes=["2x3x7"]))
+    >>> isinstance(problem, assay.Problem), isinstance(problem.spec, assay.Spec), problem.shape
+    (True, True, (2, 3, 7))
+    >>> isinstance(problem.logits, assay.Array), problem.numpy().logits.dtype
+    (True, dtype('float32'))
+    >>> zeros = {"loss": np.zeros((), np.float32), "dlogits": np.zeros((2, 3, 7), np.float32)}
+    >>> verdicts = problem.check(zeros)
+    >>> isinstance(verdicts, assay.Verdicts), verdicts.passed
+    (True, False)
+
+Notation in the whole package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. Frameworks
+are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -71,9 +85,17 @@ def spec(
     batch: Mapping[str, object] | None = None,
     **options: object,
 ) -> Spec:
-    """A loss: a project's by its own options, a file's, or one by its fields.
+    """Reads a loss: a project's by its own options, a file's, or one by its fields.
 
-        assay.spec("trl", loss_type="grpo", beta=0.04)
+        >>> import assay
+        >>> spec = assay.spec("trl", loss_type="grpo", beta=0.04)
+        >>> spec.to_dict()["kl"]["beta"]
+        0.04
+        >>> assay.spec(**spec.to_dict()) == spec
+        True
+
+    Further forms:
+
         assay.spec("verl", policy_loss={"loss_mode": "gspo"})
         assay.spec("loss.yaml")
         assay.spec(objective={"cispo": {"upper": 5.0, "lower": None}}, temperature=0.7)
@@ -112,30 +134,33 @@ def problems(
     packed: bool = False,
     **spec_options: object,
 ) -> Iterator[Problem]:
-    """Generated problems for `spec`, the deck of a campaign: the same arguments give the same bits.
+    """Generates the problems of a campaign for `spec`: equal arguments give equal bits.
+
+        >>> import assay
+        >>> [problem.shape for problem in assay.problems("trl", n=2, dtypes=["f32"], shapes=["2x3x7"])]
+        [(2, 3, 7), (2, 3, 7)]
 
     Args:
         spec: As `assay.spec` takes it, with its options.
-        n: How many.
-        seed: Of every draw.
-        first: The number of the first; the others follow it.
-        dtypes: Of logits, or of hidden states and LM head: "f32", "bf16", "f16".
+        n: The number of problems.
+        seed: The seed of every draw.
+        first: The number of the first problem; the others follow it.
+        dtypes: The dtypes of logits, or of hidden states and LM head: "f32", "bf16", "f16".
         shapes: "many", "few", or a list of "BxTxV", or of "BxTxHxV" for problems with an LM head.
-        regimes: How logits are drawn, as `assay generate --help` names it; all in which every logp is a number if none are
-            named.
-        wide: How many of the problems, the last ones, have a vocabulary of 151,936.
-        lm_head: Problems have hidden states and an LM head instead of logits.
-        packed: Their sequences are packed into one row, as in `assay.check`.
+        regimes: The ways of drawing logits, as `assay generate --help` names them; by default all in which every logp is a number.
+        wide: The number of problems, the last ones, with a vocabulary of 151,936.
+        lm_head: Whether problems have hidden states and an LM head instead of logits.
+        packed: Whether the sequences are packed into one row, as in `assay.check`.
 
     Raises:
-        ProblemError: A name or an extent that there is not.
-        SpecError: As `assay.spec`.
+        ProblemError: A name is unknown, or an extent is out of range.
+        SpecError: The spec is invalid, as for `assay.spec`.
     """
     from . import _specs
     from ._native import Problems
 
     return Problems(
-        _specs.of(spec, spec_options),
+        _specs.parse(spec, spec_options),
         first,
         first + n,
         seed,
@@ -156,24 +181,32 @@ def load(
     old_logp: str = "old_logps",
     **spec_options: object,
 ) -> Problem:
-    """The problem in a safetensors file, as `assay generate`, `assay record` and `Problem.save` write it.
+    """Reads the problem in a safetensors file, as `assay generate`, `assay record` and `Problem.save` write it.
+
+        >>> import assay, os, tempfile
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "problem.safetensors")
+        ...     problem.save(path)
+        ...     assay.load(path).shape
+        (2, 3, 7)
 
     Args:
-        path: The file.
+        path: The path of the file.
         spec: The loss, as `assay.spec` takes it, with its options; a generated problem carries its own.
-        logits: The tensor of the logits, where there is no LM head.
-        old_logp: The tensor of the old log-probabilities.
+        logits: The name of the tensor of the logits, if the problem has no LM head.
+        old_logp: The name of the tensor of the old log-probabilities.
 
     Raises:
-        ProblemError: A file that is none, or a problem that does not fit its spec.
+        ProblemError: The file is invalid, or the problem does not fit its spec.
     """
     from . import _native, _specs
 
-    return _native.load(path, None if spec is None else _specs.of(spec, spec_options), logits, old_logp)
+    return _native.load(path, None if spec is None else _specs.parse(spec, spec_options), logits, old_logp)
 
 
 def __getattr__(name: str) -> object:
-    """What campaigns are made with is imported when it is first needed."""
+    """Imports the modules of campaigns when one of their names is first needed."""
     if name in ("check", "kernel"):
         from . import _check as module
     elif name == "check_logp":

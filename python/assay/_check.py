@@ -1,4 +1,4 @@
-"""Campaigns: a function of the user's before the library's engine, which judges, shrinks and names."""
+"""Campaigns: `check` runs a user's function on generated problems by the library's engine, which judges, shrinks and names causes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,18 @@ def check(
     progress: bool | None = None,
     **spec_options: object,
 ) -> Report:
-    """Judges `fn` on generated problems, and says what is wrong with it: each cause once, on a problem as small as it gets.
+    """Judges `fn` on generated problems, and reports each cause of failures once, on a problem as small as possible.
+
+        >>> import assay, numpy as np
+        >>> def zeros(problem):
+        ...     logits = problem.numpy().logits
+        ...     return {"loss": np.zeros((), np.float32), "dlogits": np.zeros_like(logits)}
+        >>> options = dict(dtypes=["f32"], shapes=["2x3x7"], cases=4, wide=0, power=False, repro_dir=None)
+        >>> report = assay.check(zeros, "trl", beta=0.04, progress=False, **options)
+        >>> report.passed
+        False
+
+    A kernel that is to be judged has this form:
 
         def my_loss(problem):
             x = problem.torch()                      # or .jax(), .numpy()
@@ -54,38 +65,38 @@ def check(
 
         print(assay.check(my_loss, "trl", loss_type="dapo", beta=0.04))
 
-    Ctrl-C ends it early, and the report says what was found so far.
+    Ctrl-C ends the campaign early, and the report has what was found until then.
 
     Args:
         fn: Takes a `Problem` and returns its outputs by name, as `Problem.check` takes them.
         spec: The loss, as `assay.spec` takes it, with its options.
-        dtypes: Of logits, or of hidden states and LM head: "f32", "bf16", "f16".
-        cases: How many problems.
-        seconds: After which no problem more is begun.
-        seed: Of every draw.
-        shapes: "many", "few" for kernels that are compiled for each shape, or a list of "BxTxV". "auto" is "few" for what
-            uses JAX or Triton, and else "many".
-        regimes: How logits are drawn; all in which every logp is a number if none are named.
-        wide: How many of the problems, the last ones, have a vocabulary of 151,936.
-        lm_head: Problems have hidden states and an LM head instead of logits.
-        packed: The sequences of each problem are packed into one row, `[1,N,V]`, and `problem.cu_seqlens` says where each ends: the
+        dtypes: The dtypes of logits, or of hidden states and LM head: "f32", "bf16", "f16".
+        cases: The number of problems.
+        seconds: The time after which no further problem is begun; None: no limit.
+        seed: The seed of every draw.
+        shapes: "many", "few" for kernels that are compiled for each shape, or a list of "BxTxV". "auto" is "few" for a function
+            that uses JAX or Triton, and else "many".
+        regimes: The ways of drawing logits; by default all in which every logp is a number.
+        wide: The number of problems, the last ones, with a vocabulary of 151,936.
+        lm_head: Whether problems have hidden states and an LM head instead of logits.
+        packed: Whether the sequences of each problem are packed into one row, `[1,N,V]`, and `problem.cu_seqlens` says where each ends: the
             B of a shape, in B·T tokens, of lengths that differ, some without a token, and tokens behind the last.
         grade: "standard", as textbook formulas are, carefully evaluated in f32, or "exact".
-        allow: Names of what may fail, which is printed and counted: causes, mutants or edges.
-        outputs: Which of the outputs are judged; all that are returned if none are named.
-        device: Where `problem.torch()` and `problem.jax()` put their arrays.
-        inplace: Logits are a copy that may be written to, and dlogits may be that memory.
-        isolate: `fn` runs in a process of its own, whose crash or hang is a cause. It must be importable.
-        timeout: Seconds for one answer of that process.
+        allow: The names of causes, mutants or edges that may fail; they are printed and counted.
+        outputs: The names of the outputs that are judged; by default all that are returned.
+        device: The device on which `problem.torch()` and `problem.jax()` put their arrays.
+        inplace: Whether logits are a copy that may be written to; dlogits may then be that memory.
+        isolate: Whether `fn` runs in a process of its own, whose crash or hang is a cause. It must be importable.
+        timeout: The seconds for one answer of that process.
         shrink: Whether problems that fail are made smaller.
-        power: Whether it is counted how many of the library's wrong kernels this campaign would catch.
-        repro_dir: Where problems that failed are kept, to be tried first the next time; None keeps none.
-        progress: Whether a line on stderr says how far it is; on a terminal if not told.
+        power: Whether the campaign counts how many of the library's wrong kernels it would catch.
+        repro_dir: The folder of problems that failed, which are tried first the next time; None keeps none.
+        progress: Whether a line on stderr shows the progress; by default on a terminal.
 
     Raises:
-        SpecError: As `assay.spec`.
-        ProblemError: A dtype, extent or regime that there is not, or that this spec cannot have.
-        AssayError: A name in `allow`, a grade, or a function that cannot be found by another process.
+        SpecError: The spec is invalid, as for `assay.spec`.
+        ProblemError: A dtype, extent or regime is unknown, or this spec cannot have it.
+        AssayError: A name in `allow` or a grade is unknown, or another process cannot import the function.
     """
     if not callable(fn):
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of a problem")
@@ -93,7 +104,7 @@ def check(
         shapes = "few" if compiles(fn) else "many"
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
-        spec=_specs.of(spec, spec_options),
+        spec=_specs.parse(spec, spec_options),
         dtypes=list(dtypes),
         cases=cases,
         seconds=seconds,
@@ -122,12 +133,12 @@ def check(
 
 
 def _line(tried: int, cases: int, failed: int) -> None:
-    """How far it is, over the line of before."""
+    """Prints the progress over the line printed before."""
     print(f"\r\033[Kassay: {tried} of {cases} problems, {failed} failed", end="", file=sys.stderr, flush=True)
 
 
 def compiles(fn: object) -> bool:
-    """Whether `fn`, or a function that it names, uses JAX or Triton: what compiles a program for each shape."""
+    """Whether `fn`, or a function that it names, uses JAX or Triton, which compile a program for each shape."""
     seen: set[int] = set()
     waiting = [fn]
     while waiting:
@@ -158,17 +169,30 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def kernel(spec: str | os.PathLike[str] | Spec = "trl", **options: Any) -> Callable[[Kernel], Callable[[], None]]:
-    """Makes a test of a kernel: a function without parameters that raises what `Report.raise_for_failure` does.
+    """Makes a test of a kernel: a function without parameters that raises the error of `Report.raise_for_failure`.
+
+        >>> import assay, numpy as np
+        >>> @assay.kernel("trl", dtypes=["f32"], shapes=["2x3x7"], cases=2, wide=0, power=False, repro_dir=None)
+        ... def test_zeros(problem):
+        ...     logits = problem.numpy().logits
+        ...     return {"loss": np.zeros((), np.float32), "dlogits": np.zeros_like(logits)}
+        >>> try:
+        ...     test_zeros()
+        ... except assay.KernelFailure:
+        ...     print("test_zeros fails")
+        test_zeros fails
+
+    In a test file, found and run by pytest:
 
         @assay.kernel("trl", beta=0.04)
         def test_my_loss(problem):
             return my_loss(problem.torch())
 
-    pytest's options `--assay-cases`, `--assay-seed` and `--assay-seconds` stand before those given here.
+    pytest's options `--assay-cases`, `--assay-seed` and `--assay-seconds` override those given here.
 
     Args:
-        spec: As `assay.check`.
-        options: As `assay.check`.
+        spec: The loss, as `assay.check` takes it.
+        options: The other arguments of `assay.check`.
     """
 
     def decorate(fn: Kernel) -> Callable[[], None]:

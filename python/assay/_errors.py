@@ -1,27 +1,59 @@
-"""What can go wrong. Every message names the field, what was given and what was expected."""
+"""The errors of the package. Every message names the field, what was given and what was expected."""
 
 from __future__ import annotations
 
 
 class AssayError(Exception):
-    """The class of all errors of this package."""
+    """The base class of all errors of this package.
+
+        >>> import assay
+        >>> try:
+        ...     assay.spec("trl", beta="much")
+        ... except assay.AssayError as error:
+        ...     print(type(error).__name__)
+        SpecError
+    """
 
 
 class SpecError(AssayError, ValueError):
-    """A spec that is none: an unknown project, option or field, or a number out of range."""
+    """An invalid spec: an unknown project, option or field, or a number out of range.
+
+        >>> import assay
+        >>> try:
+        ...     assay.spec("trl", bta=0.1)
+        ... except assay.SpecError as error:
+        ...     print("is `beta` meant?" in str(error))
+        True
+    """
 
 
 class ProblemError(AssayError, ValueError):
-    """A problem that cannot be generated, read or evaluated under its spec."""
+    """A problem that cannot be generated, read or evaluated under its spec.
+
+        >>> import assay
+        >>> try:
+        ...     assay.load("nowhere.safetensors")
+        ... except assay.ProblemError as error:
+        ...     print("nowhere.safetensors" in str(error))
+        True
+    """
 
 
 class OutputError(AssayError, ValueError):
     """An output that cannot be judged: missing, unknown, or of another shape, dtype, device or layout.
 
+        >>> import assay, numpy as np
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> try:
+        ...     problem.check({"loss": np.zeros((), np.float32), "dlogits": np.zeros(7, np.float32)})
+        ... except assay.OutputError as error:
+        ...     print(error.field)
+        dlogits
+
     Attributes:
         field: The output's name.
-        given: What was there.
-        expected: What would have been accepted.
+        given: The output that was given, in words.
+        expected: The output that would have been accepted, in words.
     """
 
     def __init__(self, field: str, given: str, expected: str) -> None:
@@ -33,14 +65,23 @@ class OutputError(AssayError, ValueError):
 
 
 class KernelFailure(AssayError, AssertionError):
-    """A kernel whose numbers are wrong; the message is the report. pytest shows it as a failed assertion."""
+    """A kernel whose numbers are wrong; the message is the report. pytest shows it as a failed assertion.
+
+        >>> import assay
+        >>> issubclass(assay.KernelFailure, AssertionError)
+        True
+    """
 
 
 class KernelCrashed(AssayError):
-    """A kernel that ended its process.
+    """A kernel that ended its process, under `isolate=True`.
+
+        >>> import assay
+        >>> assay.KernelCrashed("my_loss ended by SIGSEGV", signal=11).signal
+        11
 
     Attributes:
-        signal: The number of the signal that ended it; None where it exited by itself.
+        signal: The number of the signal that ended it; None if it exited by itself.
     """
 
     def __init__(self, reason: str, signal: int | None = None) -> None:
@@ -52,18 +93,32 @@ class KernelCrashed(AssayError):
 
 
 class KernelTimeout(AssayError, TimeoutError):
-    """A kernel that was not done in time, and has been stopped."""
+    """A kernel that did not answer in time, under `isolate=True`, and was stopped.
+
+        >>> import assay
+        >>> issubclass(assay.KernelTimeout, TimeoutError)
+        True
+    """
 
 
 class NotReproducible(AssayError):
-    """A kernel that returned other bits when it was called again with the same problem."""
+    """A kernel that returned other bits when it was called again with the same problem.
+
+        >>> import assay
+        >>> issubclass(assay.NotReproducible, assay.AssayError)
+        True
+    """
 
 
 class InputMutated(AssayError):
-    """A kernel that wrote to an input.
+    """A kernel that wrote to an input, without `inplace=True`.
+
+        >>> import assay
+        >>> assay.InputMutated("my_loss wrote to `ids`", field="ids").field
+        'ids'
 
     Attributes:
-        field: The input's name; None where it stands in the message alone.
+        field: The input's name; None if only the message has it.
     """
 
     def __init__(self, reason: str, field: str | None = None) -> None:

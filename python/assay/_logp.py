@@ -29,8 +29,18 @@ def check_logp(
     logits: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Report:
-    """Judges what trainers fuse: `selective_log_softmax`, `logprobs_of_labels`, log-probabilities by an LM head. Forward, and
-    backward with drawn cotangents.
+    """Judges log-probabilities without a loss, such as `selective_log_softmax`, `logprobs_of_labels` or those by an LM head:
+    forward, and backward with drawn cotangents.
+
+        >>> import assay, jax
+        >>> def logp(logits, ids):
+        ...     x = jax.nn.log_softmax(logits.astype("float32") / 0.7)
+        ...     return jax.numpy.take_along_axis(x, ids[..., None], -1)[..., 0]
+        >>> options = dict(dtypes=["f32"], shapes=["2x3x7"], cases=4, wide=0, power=False, repro_dir=None)
+        >>> assay.check_logp(logp, framework="jax", temperature=0.7, progress=False, **options).passed
+        True
+
+    In PyTorch:
 
         def logp(logits, ids):                        # [B,T,V], [B,T] -> [B,T]
             return selective_log_softmax(logits / 0.7, ids)
@@ -44,29 +54,28 @@ def check_logp(
 
         print(assay.check_logp(top_logp, ids_per_token=8))
 
-    Ids are a token's largest logits and some others; in half of the tokens one stands at two places, each with a cotangent of its own,
-    which add up.
+    Ids are a token's largest logits and some others. In half of the tokens one id occurs twice, with two cotangents, which add up.
 
-    The backward pass is `torch.autograd.grad` or `jax.vjp` of `fn`: a function of its own (`autograd.Function`, `custom_vjp`)
-    is judged as it stands. Of a function without one `problem.check({"logp": …})` judges the forward pass alone, for each
-    problem of `assay.problems("logp")`.
+    The backward pass is `torch.autograd.grad` or `jax.vjp` of `fn`; a hand-written one (`autograd.Function`, `custom_vjp`) is
+    judged as it is. For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for
+    each problem of `assay.problems("logp")`.
 
     Args:
         fn: Takes `logits` and `ids`, or with `lm_head` `hidden` `[B,T,H]`, a head `[V,H]` and `ids`; returns logp `[B,T]`, with
             `entropy` a pair of that and entropies `[B,T]`. Masked tokens are given and asked for like any other; what is
             returned for them is not looked at, and their cotangents are 0.
         ids_per_token: K, the number of ids per token. With more than 1, `ids` and logp are `[B,T,K]`. `top` is the old name.
-        framework: "torch" or "jax": whose arrays `fn` takes, and who differentiates it.
+        framework: "torch" or "jax", whose arrays `fn` takes and which differentiates it.
         entropy: Whether `fn` returns entropies too.
         lm_head: Whether `fn` takes hidden states and an LM head.
-        temperature: What `fn` divides logits by.
-        temperature_divides: "logits", or "logp".
-        logits: What else becomes of logits before their softmax: `{"softcap": 30.0}`, `{"scale": 0.5}`.
-        options: As `assay.check`.
+        temperature: The number that `fn` divides logits by.
+        temperature_divides: "logits" or "logp", the numbers that are divided.
+        logits: Other changes of logits before their softmax: `{"softcap": 30.0}`, `{"scale": 0.5}`.
+        options: The other arguments of `assay.check`.
 
     Raises:
-        SpecError, ProblemError: As `assay.check`.
-        AssayError: Another framework; or an option that there is not.
+        SpecError, ProblemError: The spec or an option is invalid, as for `assay.check`.
+        AssayError: The framework or an option is unknown.
     """
     if not callable(fn):
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of logits and ids")

@@ -1,4 +1,4 @@
-"""What a campaign found, as Python reads it."""
+"""The findings of a campaign: `Report` and `Cause`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ _CLASSES: dict[str, type[AssayError]] = {
 
 
 class Cause:
-    """Failures that look alike.
+    """A cause of failures: all failures of a campaign that look alike.
+
+        >>> import assay, numpy as np
+        >>> def zeros(problem):
+        ...     logits = problem.numpy().logits
+        ...     return {"loss": np.zeros((), np.float32), "dlogits": np.zeros_like(logits)}
+        >>> options = dict(dtypes=["f32"], shapes=["2x3x7"], cases=4, wide=0, power=False, repro_dir=None)
+        >>> cause = assay.check(zeros, "trl", progress=False, **options).causes[0]
+        >>> isinstance(cause, assay.Cause), cause.cases > 0, cause.status
+        (True, True, 'fail')
 
     Attributes:
         gate: The gate that failed, such as `dlogits`, or what the kernel did instead of answering, such as `raised`.
         status: `fail`, `nonfinite`, or None where there was no answer.
         like: Names of wrong kernels that fail alike.
-        cases: Problems that it was seen in.
+        cases: The number of problems that have it.
         verdict: The verdict on the smallest problem: `at`, `expected`, `actual`, `error`, `limit` and `lines` in words; None
             where there was no answer.
-        fault: What the kernel did, or said, where there was none.
-        signal: The number of the signal that ended the kernel's process; None where none did.
-        repro: The file that holds the smallest problem; None where none is kept.
-        spec_that_would_pass: Losses whose numbers these are, each a list of its names.
+        fault: The error of a kernel that did not answer, in words; None if it answered.
+        signal: The number of the signal that ended the kernel's process; None if none did.
+        repro: The file that holds the smallest problem; None if none is kept.
+        spec_that_would_pass: The losses that the kernel computes instead, each a list of its names.
     """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
@@ -50,7 +59,7 @@ class Cause:
 
     @property
     def problem(self) -> Problem:
-        """The smallest problem that it was seen in.
+        """The smallest problem that has it.
 
         Raises:
             AssayError: None is kept, as `repro_dir` was None.
@@ -65,19 +74,30 @@ class Cause:
 
 
 class Report:
-    """What a campaign found; true where it passed. Its repr is the whole of it in words.
+    """The findings of a campaign; true if it passed. Its repr is the report in words.
+
+        >>> import assay, json, numpy as np
+        >>> def zeros(problem):
+        ...     logits = problem.numpy().logits
+        ...     return {"loss": np.zeros((), np.float32), "dlogits": np.zeros_like(logits)}
+        >>> options = dict(dtypes=["f32"], shapes=["2x3x7"], cases=4, wide=0, power=False, repro_dir=None)
+        >>> report = assay.check(zeros, "trl", progress=False, **options)
+        >>> isinstance(report, assay.Report), bool(report), report.cases
+        (True, False, 4)
+        >>> json.loads(report.to_json())["passed"]
+        False
 
     Attributes:
         passed: Whether problems were judged, and nothing failed that is not allowed.
-        cases: Problems that were tried.
-        seed: Of the deck.
-        grade: What was asked of accuracy.
-        causes: What failed, a `Cause` each.
-        allowed: What failed and is allowed by name.
-        skipped: What was not tried, with the reasons.
-        coverage: What the problems had in them.
-        power: How many of the library's wrong kernels it would have caught; None where nobody counted.
-        stopped: Why it ended before every problem was tried; None where it did not.
+        cases: The number of problems that were tried.
+        seed: The seed of the problems.
+        grade: The grade of accuracy, `standard` or `exact`.
+        causes: The causes of failures, a `Cause` each.
+        allowed: The causes that are allowed by name.
+        skipped: The problems that were not tried, with the reasons.
+        coverage: The features that the problems covered.
+        power: The share of the library's wrong kernels that the campaign would have caught; None if it was not counted.
+        stopped: The reason why it ended before every problem was tried; None if all were.
     """
 
     def __init__(self, data: str, text: str) -> None:
@@ -107,21 +127,21 @@ class Report:
         return f'<iframe srcdoc="{escape(_native.page(self._json))}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The report as `assay check --json` writes it, also to `path` where one is given."""
+        """Returns the report as `assay check --json` writes it, and writes it to `path` if one is given."""
         if path is not None:
             Path(path).write_text(self._json)
         return self._json
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the project's report page of it to `path`."""
+        """Writes the report as an HTML page to `path`."""
         Path(path).write_text(_native.page(self._json), encoding="utf-8")
 
     def raise_for_failure(self) -> None:
-        """Raises what it found, unless it passed.
+        """Raises an error with the report in words, unless the campaign passed.
 
         Raises:
-            KernelCrashed, KernelTimeout, InputMutated, NotReproducible: That, and nothing else, is what the kernel did.
-            KernelFailure: All else: wrong numbers, no problem that was judged.
+            KernelCrashed, KernelTimeout, InputMutated, NotReproducible: Every cause is of that kind.
+            KernelFailure: Any other failure: wrong numbers, or no problem was judged.
         """
         if self.passed:
             return

@@ -1,4 +1,4 @@
-"""How a spec is told, and the extents of problems."""
+"""The reading of specs and of the shapes of problems, from the arguments of the package's functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from . import _native
 from ._errors import ProblemError, SpecError
 from ._native import Spec
 
-#: What stands in the place of a project where there is no loss.
+#: The name in place of a project's for logp and entropy without a loss.
 LOGP = "logp"
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 
-def of(source: str | os.PathLike[str] | Spec, options: Mapping[str, object]) -> Spec:
-    """As `assay.spec(source, **options)`."""
+def parse(source: str | os.PathLike[str] | Spec, options: Mapping[str, object]) -> Spec:
+    """Reads a loss as `assay.spec(source, **options)` does."""
     return spec(source, None, None, options)
 
 
@@ -26,7 +26,7 @@ def spec(
     batch: Mapping[str, object] | None,
     options: Mapping[str, object],
 ) -> Spec:
-    """As `assay.spec`."""
+    """Reads a loss as `assay.spec` does."""
     is_preset = isinstance(source, str) and os.sep not in source and not source.endswith(_FILES)
     if not is_preset and (function is not None or batch is not None):
         raise SpecError("`function` and `batch`: got one without a project, expected a project's name as the first argument")
@@ -77,5 +77,5 @@ def refuse_foreign(names: Iterable[str], owner: str, instead: Mapping[str, str])
 
 
 def shapes(given: str | Sequence[str]) -> list[str]:
-    """`many` or `few`, or extents, as a list."""
+    """Returns `many` or `few`, or extents, as a list."""
     return [given] if isinstance(given, str) else list(given)

@@ -1,7 +1,7 @@
-"""The GRPO loss as one operation of JAX's, whose gradient is made where the loss is.
+"""The GRPO loss as one operation of JAX, which computes the gradient together with the loss.
 
-`grpo_loss` takes logits; its kernels are those of this project: native on a CPU, Mosaic on a TPU, PTX on an NVIDIA GPU, or
-plain XLA where that is asked for. docs/python.md says more.
+`grpo_loss` takes logits. Its kernels are those of this project: native on a CPU, Mosaic on a TPU, PTX on an NVIDIA GPU, or
+plain XLA if that is asked for. docs/python.md has more.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ __all__ = [
     "logp_and_entropy_of_hidden",
 ]
 
-#: What computes on a platform where nothing else is asked for.
+#: The implementation of each platform, unless another one is asked for.
 _OF_PLATFORM = {"cpu": "native", "tpu": "mosaic", "gpu": "ptx"}
 
 
 class GrpoLoss(NamedTuple):
-    """A loss and what is logged of it. The loss alone is differentiable: the rest is `stop_gradient`.
+    """A loss and its metrics. Only the loss is differentiable: the rest is `stop_gradient`.
+
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.jax()
+        >>> result = assay.jax.grpo_loss(x.logits, x.ids, mask=x.mask, advantages=x.advantages, old_logp=x.old_logp, spec="trl")
+        >>> result.logp.shape, sorted(result.metrics)[:2]
+        ((2, 3), ['clip_high', 'clip_low'])
 
     Attributes:
-        loss: f32.
+        loss: the loss of the batch, f32.
         metrics: f32 each, means over the unmasked tokens: `entropy_mean`, `ratio_mean`, `clip_low`, `clip_high`,
             `clip_region`, and with a KL penalty `kl_mean`.
         logp: `[B,T]` f32, or `[N]` of logits `[N,V]`, nats; 0 where masked, as are the two that follow.
@@ -76,11 +83,19 @@ def grpo_loss(
     vocab_axis: str | tuple[str, ...] | None = None,
     **given: Array,
 ) -> GrpoLoss:
-    """The GRPO loss of `logits`, differentiable by them.
+    """Computes the GRPO loss of `logits`, differentiable by them.
 
-    Where it is differentiated the forward pass computes dlogits, which XLA lays over the logits where nothing else needs
-    them; else it computes none. The backward pass multiplies them by the loss's cotangent over `loss_scale`, in f32, rounded to
-    their dtype once more; XLA leaves that out where the quotient is a 1 that it knows.
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.jax()
+        >>> def loss(logits):
+        ...     return assay.jax.grpo_loss(logits, x.ids, mask=x.mask, advantages=x.advantages, old_logp=x.old_logp, spec="trl").loss
+        >>> jax.grad(loss)(x.logits).shape
+        (2, 3, 7)
+
+    If it is differentiated, the forward pass computes dlogits, which XLA puts in the memory of the logits if nothing else needs
+    them; else it computes none. The backward pass multiplies dlogits by the loss's cotangent over `loss_scale`, in f32, and rounds
+    them to their dtype once more; XLA omits that if it knows the quotient to be 1.
 
     Args:
         logits: `[B,T,V]`, f32, bf16 or f16; `[b,t]` scores `ids[b,t]`.
@@ -154,7 +169,16 @@ def grpo_loss_of_hidden(
     vocab_axis: str | tuple[str, ...] | None = None,
     **given: Array,
 ) -> GrpoLoss:
-    """The same of `hidden @ lm_head`, differentiable by both: logits are there a chunk at a time, and with them their dlogits.
+    """Computes the GRPO loss of the logits `hidden @ lm_head`, differentiable by both, a chunk of logits and dlogits at a time.
+
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x4x7"], lm_head=True))
+        >>> x = problem.jax()
+        >>> lm_head = x.lm_head if problem.layout == "hv" else x.lm_head.T
+        >>> def loss(hidden, lm_head):
+        ...     return assay.jax.grpo_loss_of_hidden(hidden, lm_head, x.ids, mask=x.mask, advantages=x.advantages, old_logp=x.old_logp, spec="trl").loss
+        >>> [gradient.shape for gradient in jax.grad(loss, argnums=(0, 1))(x.hidden, lm_head)]
+        [(2, 3, 4), (4, 7)]
 
     Products are summed in f32. A chunk's logits are rounded to `logits_dtype`, and so are their dlogits; both gradients once, to
     their own dtype.
@@ -193,7 +217,14 @@ def logp_and_entropy(
     target: str | None = None,
     vocab_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[Array, Array]:
-    """Logp of the ids and entropy, `[B,T]` f32 each, 0 where masked: `selective_log_softmax` and the entropy in one.
+    """Computes the logp of the ids and the entropy, `[B,T]` f32 each, 0 where masked: `selective_log_softmax` and the entropy in one.
+
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.jax()
+        >>> logp, entropy = assay.jax.logp_and_entropy(x.logits, x.ids, mask=x.mask)
+        >>> logp.shape, entropy.shape
+        ((2, 3), (2, 3))
 
     Both are differentiable by the logits, with any cotangents: the forward pass keeps the logits, the backward pass reads them
     once more and writes dlogits, rounded once. Under `stop_gradient` nothing is kept.
@@ -221,7 +252,15 @@ def logp_and_entropy_of_hidden(
     target: str | None = None,
     vocab_axis: str | tuple[str, ...] | None = None,
 ) -> tuple[Array, Array]:
-    """The same of `hidden @ lm_head`, differentiable by both: logits are there a chunk at a time, and so are their dlogits.
+    """Computes logp and entropy of the logits `hidden @ lm_head`, differentiable by both, a chunk of logits and dlogits at a time.
+
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x4x7"], lm_head=True))
+        >>> x = problem.jax()
+        >>> lm_head = x.lm_head if problem.layout == "hv" else x.lm_head.T
+        >>> logp, entropy = assay.jax.logp_and_entropy_of_hidden(x.hidden, lm_head, x.ids, mask=x.mask)
+        >>> logp.shape, entropy.shape
+        ((2, 3), (2, 3))
 
     Arguments and errors are those of `grpo_loss_of_hidden`; of the spec only what becomes of logits is read.
     """
@@ -242,8 +281,15 @@ def gather_logp(
     target: str | None = None,
     vocab_axis: str | tuple[str, ...] | None = None,
 ) -> Array:
-    """Log-probabilities of K ids a token, `[B,T,K]` f32, 0 where masked: `take_along_axis(log_softmax(logits), ids, -1)`, as distillation
-    on a teacher's top K has it.
+    """Computes the log-probabilities of K ids a token, `[B,T,K]` f32, 0 where masked: `take_along_axis(log_softmax(logits), ids, -1)`, as
+    distillation on a teacher's top K has it.
+
+        >>> import assay, assay.jax, jax
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.jax()
+        >>> _, ids = jax.lax.top_k(x.logits, 2)
+        >>> assay.jax.gather_logp(x.logits, ids, mask=x.mask).shape
+        (2, 3, 2)
 
     Differentiable by the logits: the kernel of `logp_and_entropy` does the likeliest of a token's ids, from which the others' logp
     follows, and writes dlogits; their columns are then set, each to the sum of what its id's places have sent, rounded once.

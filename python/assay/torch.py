@@ -6,10 +6,10 @@
     loss = assay.torch.grpo_loss(logits, ids, advantages, mask, old_logp, ref_logp, spec=spec).loss
     loss.backward()
 
-Without a copy of the logits: on the CPU by the kernel that `assay` judges under the name `native`, on an NVIDIA GPU by those of
-`gpu-one-pass` and `gpu-two-pass`. The forward pass reads them once; the backward pass reads them once more and writes dlogits, which are so
-of whatever cotangent there is and rounded once. On a GPU of sm_90 and up the forward pass of a loss that one token decides writes dlogits
-too, for the cotangent that the loss had at the last step: where it has that one again, the backward pass reads and writes nothing.
+No copy of the logits is made. On the CPU the kernel is the one that `assay` judges under the name `native`, on an NVIDIA GPU those of
+`gpu-one-pass` and `gpu-two-pass`. The forward pass reads the logits once. The backward pass reads them once more and writes dlogits for
+the cotangent that arrives, each rounded once. On a GPU of sm_90 and newer, the forward pass of a loss whose tokens do not depend on each
+other writes dlogits too, for the cotangent of the step before; if the loss has that one again, the backward pass reads and writes nothing.
 
 Notation as in the package: B sequences of T tokens over a vocabulary of V; H is the width of the hidden states. With `cu_seqlens` or
 `segment_ids` S sequences are packed into one row of N tokens, `[1,N]`, or flat, `[N]`.
@@ -33,25 +33,33 @@ from ._native import Spec
 __all__ = ["GrpoLoss", "METRICS", "empty_cache", "gather_logp", "grpo_loss", "logp_and_entropy", "trl_arguments"]
 
 METRICS = ("clip_low", "clip_high", "clip_region", "kl_mean", "entropy_mean", "ratio_mean")
-"""What trainers log, means over the unmasked tokens: `GrpoLoss.metrics` by name. Without a KL term `kl_mean` is 0."""
+"""The names of `GrpoLoss.metrics`: means over the unmasked tokens, as trainers log them. Without a KL term `kl_mean` is 0."""
 
 
 class GrpoLoss(NamedTuple):
-    """What `grpo_loss` returns. f32; masked tokens hold 0.
+    """The results of `grpo_loss`, in f32; masked tokens have 0.
+
+        >>> import assay, assay.torch, torch
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.torch()
+        >>> logits = x.logits.clone().requires_grad_()
+        >>> result = assay.torch.grpo_loss(logits, x.ids, x.advantages, x.mask, x.old_logp, spec="trl")
+        >>> result.logp.shape, sorted(result.metrics)[:2]
+        (torch.Size([2, 3]), ['clip_high', 'clip_low'])
 
     Loss, logp and entropy are differentiable; token_loss and metrics are detached.
     """
 
     loss: Tensor
-    """The loss, a scalar."""
+    """The loss of the batch, a scalar."""
     logp: Tensor
-    """`[B,T]`, nats: log-probability of each sampled token; `[N]` where ids are flat, as what follows."""
+    """Log-probability of each sampled token in nats, `[B,T]`; like the next two, `[N]` if ids are flat."""
     entropy: Tensor
-    """`[B,T]`, nats."""
+    """Entropy of each token in nats, `[B,T]`."""
     token_loss: Tensor
-    """`[B,T]`: policy term plus `beta · kl`, before mask and normaliser."""
+    """Policy term plus `beta · kl` of each token, `[B,T]`, before mask and normaliser."""
     metrics: dict[str, Tensor]
-    """Scalars by the names of `METRICS`."""
+    """The metrics as scalars, by the names of `METRICS`."""
 
 
 # The arrays beside the logits, in the order of every operation.
@@ -765,7 +773,17 @@ def grpo_loss(
     inplace: bool = False,
     **options: Any,
 ) -> GrpoLoss:
-    """A GRPO loss whose gradient is exact to one rounding, whatever the loss is multiplied by afterwards.
+    """Computes a GRPO loss whose gradient is exact to one rounding, whatever the loss is multiplied by afterwards.
+
+        >>> import assay, assay.torch, torch
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.torch()
+        >>> logits = x.logits.clone().requires_grad_()
+        >>> arrays = (x.ids, x.advantages, x.mask, x.old_logp, x.ref_logp)
+        >>> loss = assay.torch.grpo_loss(logits, *arrays[:4], spec="trl").loss
+        >>> (loss / 4).backward()
+        >>> logits.grad.shape
+        torch.Size([2, 3, 7])
 
     Args:
         logits: `[B,T,V]`, f32, bf16 or f16, in nats before the temperature, each row dense; None with `hidden` and `lm_head`.
@@ -774,7 +792,7 @@ def grpo_loss(
         mask: `[B,T]`, truth values or 0 and 1: the tokens that count; None: all.
         old_logp: `[B,T]`, nats: under the policy that sampled. With a project's name None means the policy itself.
         ref_logp: `[B,T]`, nats: under the reference policy, where there is a KL term.
-        spec: The loss: what `assay.spec` made, or a project's name, whose `options` follow as in `assay.spec`. It has no default.
+        spec: The loss: a `Spec` from `assay.spec`, or a project's name, whose `options` follow as in `assay.spec`. It has no default.
         rollout_logp: `[B,T]`, nats: under the policy that the sampler ran; NaN: not scored.
         rollout_weights: `[B,T]` or `[B,1]`: importance weights against that.
         token_weights: `[B,T]` or `[B,1]`: weights of tokens that the trainer gives.
@@ -804,7 +822,7 @@ def grpo_loss(
 
     Raises:
         ProblemError: An array has a shape, dtype, device or value that does not fit, by its name.
-        SpecError: No loss is given, or there is no such loss.
+        SpecError: No loss is given, or it is unknown.
     """
     _specs.refuse_foreign(options, "assay.jax", _OF_JAX)
     spec = _required(spec)
@@ -904,7 +922,16 @@ def logp_and_entropy(
     rounds_logits: bool = False,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sampled token and entropy, `[B,T]`, f32, nats: `selective_log_softmax` and the entropy in one.
+    """Computes the log-probability of each sampled token and the entropy, `[B,T]` f32 each, nats: `selective_log_softmax` and the
+    entropy in one.
+
+        >>> import assay, assay.torch, torch
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.torch()
+        >>> logits = x.logits.clone().requires_grad_()
+        >>> logp, entropy = assay.torch.logp_and_entropy(logits, x.ids, x.mask, temperature=0.7)
+        >>> logp.shape, entropy.shape
+        (torch.Size([2, 3]), torch.Size([2, 3]))
 
     The logits are read once and nothing of their size is made; with `hidden` and `lm_head` they are made a chunk at a time.
     Masked tokens hold 0. Both are differentiable, with any cotangents: the backward pass reads the logits once more and writes
@@ -948,8 +975,16 @@ def gather_logp(
     rounds_logits: bool = False,
     chunk: int = 0,
 ) -> Tensor:
-    """Log-probabilities of K ids a token, `[B,T,K]`, f32, nats: `logits.log_softmax(-1).gather(-1, ids)`, as distillation on a teacher's
-    top K has it, without an array of the logits' size.
+    """Computes the log-probabilities of K ids a token, `[B,T,K]`, f32, nats: `logits.log_softmax(-1).gather(-1, ids)`, as distillation
+    on a teacher's top K has it, without an array of the logits' size.
+
+        >>> import assay, assay.torch, torch
+        >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x7"]))
+        >>> x = problem.torch()
+        >>> logits = x.logits.clone().requires_grad_()
+        >>> ids = logits.detach().topk(2).indices
+        >>> assay.torch.gather_logp(logits, ids).shape
+        torch.Size([2, 3, 2])
 
     The logits are read once, and once more in the backward pass, which writes dlogits, rounded once. An id may stand at several
     places of a token: its cotangents add up. Masked tokens hold 0, and their cotangents are not looked at.
@@ -984,13 +1019,26 @@ def gather_logp(
 
 
 def empty_cache() -> None:
-    """Gives memory back that is kept for the next gradient: dlogits of 32 MiB and more lie where the last ones did, once those are
-    gone, so one block stays, at most twice as large as the last."""
+    """Frees the memory that is kept for the next gradient.
+
+        >>> import assay.torch
+        >>> assay.torch.empty_cache()
+
+    dlogits of 32 MiB and more reuse the memory of the last ones, once those are gone: one block is kept, at most twice as large as
+    the last.
+    """
     _pool.release()
 
 
 def trl_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `grpo_loss` in what TRL hands to `GRPOTrainer._compute_loss`, by their names here."""
+    """Returns the arguments of `grpo_loss` from the inputs of TRL's `GRPOTrainer._compute_loss`, by their names here.
+
+        >>> import assay.torch, torch
+        >>> ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3)
+        >>> inputs = {"completion_ids": ids, "completion_mask": mask, "advantages": torch.ones(2)}
+        >>> sorted(assay.torch.trl_arguments(inputs))[:3]
+        ['advantages', 'ids', 'mask']
+    """
     mask = inputs["completion_mask"]
     names = {
         "old_logp": "old_per_token_logps",

@@ -797,7 +797,8 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> Non
 @pytest.mark.parametrize("of_hidden", [False, True])
 def test_spec_that_is_missing_is_refused_with_two_examples(of_hidden: bool) -> None:
     arrays = (BATCH.logits, jnp.eye(16)) if of_hidden else (BATCH.logits,)
-    call = functools.partial(grpo_loss_of_hidden if of_hidden else grpo_loss, *arrays, BATCH.ids, **BATCH.given)
+    function: Any = grpo_loss_of_hidden if of_hidden else grpo_loss
+    call = functools.partial(function, *arrays, BATCH.ids, **BATCH.given)
     with pytest.raises(assay.SpecError) as error:
         call()
     assert str(error.value).startswith("`spec`: not given, expected the loss to compute")
