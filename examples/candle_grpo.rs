@@ -7,7 +7,7 @@ use assay::problem::{Advantages, Extra};
 use assay::spec::LossSpec;
 use assay::train::candle_core::{DType, Device, Tensor, Var};
 use assay::train::candle_nn::{AdamW, Optimizer, ParamsAdamW};
-use assay::train::{Batch, GrpoLoss};
+use assay::train::{GrpoLoss, TrainBatch};
 use ndarray::{Array1, Array2};
 
 const REWARDED: i64 = 7;
@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // What the sampler left: two sequences of the rewarded token, two of another.
     let sampled = |b: usize| if b < 2 { REWARDED } else { 11 };
-    let batch = Batch {
+    let batch = TrainBatch {
         logits: (),
         ids: Array2::from_shape_fn((sequences, tokens), |(b, _)| sampled(b)),
         mask: Array2::from_elem((sequences, tokens), true),

@@ -8,9 +8,9 @@ use comfy_table::Table;
 use super::train::{read_settings, told};
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
 use crate::schema::ab::{Comparison, Verdict};
-use crate::train::Summary;
-use crate::train::ab::{Contestant, Control, Pair, Plan, Side, comparison, pairs, runs};
-use crate::train::metrics::Evaluation;
+use crate::train::RunSummary;
+use crate::train::ab::{AbControl, AbPair, AbPlan, AbSide, Contestant, comparison, pairs, runs};
+use crate::train::metrics::GreedyEvaluation;
 
 /// Each run starts anew; only the warm start is kept.
 #[derive(Args)]
@@ -42,16 +42,16 @@ impl Ab {
         config.seed = self.seed.unwrap_or(config.seed);
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let plan = Plan { seeds: self.seeds, judge_every: Some(self.judge_every).filter(|every| *every > 0) };
+        let plan = AbPlan { seeds: self.seeds, judge_every: Some(self.judge_every).filter(|every| *every > 0) };
         let mut told = told(&self.printing);
-        let mut run = |plan: Plan, contestant: Contestant| runs(&config, plan, contestant, plugin, &stop, &mut told);
-        let baseline = run(plan, Contestant::Side(Side::Baseline))?;
+        let mut run = |plan: AbPlan, contestant: Contestant| runs(&config, plan, contestant, plugin, &stop, &mut told);
+        let baseline = run(plan, Contestant::Side(AbSide::Baseline))?;
         // One seed decides nothing of learning.
-        let unjudged = Plan { judge_every: None, ..plan };
+        let unjudged = AbPlan { judge_every: None, ..plan };
         let redrawn = if self.seeds > 1 { run(unjudged, Contestant::Redrawn)? } else { Vec::new() };
-        let made = pairs(&config, &baseline, &redrawn, &run(plan, Contestant::Side(Side::Kernel))?);
+        let made = pairs(&config, &baseline, &redrawn, &run(plan, Contestant::Side(AbSide::Kernel))?);
         let mut controls = Vec::new();
-        for control in Control::ALL.into_iter().filter(|_| self.controls) {
+        for control in AbControl::ALL.into_iter().filter(|_| self.controls) {
             let of_control = run(control.plan(plan), Contestant::Control(control))?;
             controls.push((control, pairs(&config, &baseline, &redrawn, &of_control)));
         }
@@ -61,7 +61,7 @@ impl Ab {
     }
 }
 
-fn text(pairs: &[Pair], Comparison { verdicts, controls, .. }: &Comparison) -> String {
+fn text(pairs: &[AbPair], Comparison { verdicts, controls, .. }: &Comparison) -> String {
     let mut arms = Table::new();
     arms.load_style(comfy_table::presets::ASCII_MARKDOWN);
     arms.set_header([
@@ -73,10 +73,10 @@ fn text(pairs: &[Pair], Comparison { verdicts, controls, .. }: &Comparison) -> S
         "last loss",
         "steps with equal tokens",
     ]);
-    for (pair, side) in pairs.iter().flat_map(|pair| Side::BOTH.map(|side| (pair, side))) {
-        let Summary { evaluation, entropy, loss, .. } = &pair.runs[side as usize].summary;
+    for (pair, side) in pairs.iter().flat_map(|pair| AbSide::BOTH.map(|side| (pair, side))) {
+        let RunSummary { evaluation, entropy, loss, .. } = &pair.runs[side as usize].summary;
         let evaluated =
-            |of: fn(&Evaluation) -> f64| evaluation.as_ref().map_or("–".into(), |it| format!("{:.4}", of(it)));
+            |of: fn(&GreedyEvaluation) -> f64| evaluation.as_ref().map_or("–".into(), |it| format!("{:.4}", of(it)));
         arms.add_row([
             pair.seed.to_string(),
             side.name().into(),
@@ -116,7 +116,7 @@ fn text(pairs: &[Pair], Comparison { verdicts, controls, .. }: &Comparison) -> S
     }
     let wrong = if controls.is_empty() { String::new() } else { format!("\n{wrong}\n") };
     let mut beyond = String::new();
-    for (pair, side) in pairs.iter().flat_map(|pair| Side::BOTH.map(|side| (pair, side))) {
+    for (pair, side) in pairs.iter().flat_map(|pair| AbSide::BOTH.map(|side| (pair, side))) {
         for worst in pair.runs[side as usize].judged.outputs.values().filter(|worst| worst.share > 1.0) {
             beyond += &format!("beyond its limit: {}, seed {}, {}\n", side.name(), pair.seed, worst.at);
         }

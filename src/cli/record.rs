@@ -9,7 +9,7 @@ use time::OffsetDateTime;
 
 use super::{CliError, Passed, Printing, command_line, stop_flag};
 use crate::problem::Dtype;
-use crate::record::{Recorded, Recording, Sampling, record};
+use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
 
 #[derive(Args)]
 pub(super) struct Record {
@@ -69,22 +69,22 @@ impl Record {
         Ok(Passed::Yes)
     }
 
-    fn sampling(&self) -> Result<Option<Sampling>, CliError> {
+    fn sampling(&self) -> Result<Option<CompletionSampling>, CliError> {
         if self.group.is_none() && self.temperature.is_none() && self.seed.is_none() {
             return Ok(None);
         }
-        let default = Sampling::default();
+        let default = CompletionSampling::default();
         let temperature = self.temperature.unwrap_or(default.temperature);
         if !(temperature.is_finite() && temperature > 0.0) {
             return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0")));
         }
         let group = self.group.map_or(default.group, NonZeroUsize::get);
-        Ok(Some(Sampling { group, temperature, seed: self.seed.unwrap_or(default.seed) }))
+        Ok(Some(CompletionSampling { group, temperature, seed: self.seed.unwrap_or(default.seed) }))
     }
 }
 
-fn text(recorded: &Recorded) -> String {
-    let Recorded { out, shape: [b, t, v], tokens, rewards, all_advantages_are_zero } = recorded;
+fn text(recorded: &RecordingSummary) -> String {
+    let RecordingSummary { out, shape: [b, t, v], tokens, rewards, all_advantages_are_zero } = recorded;
     let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
     let mut text = format!("{}: {b}x{t}x{v}, {tokens} tokens, mean reward {mean:.3}\n", out.display());
     if *all_advantages_are_zero {

@@ -7,7 +7,7 @@ use comfy_table::Table;
 
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
 use crate::config;
-use crate::train::{Progress, TrainConfig, TrainError, Unobserved, complete};
+use crate::train::{NoObserver, RunProgress, TrainConfig, TrainError, complete};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.
 #[derive(Args)]
@@ -32,7 +32,7 @@ impl Train {
         }
         let plugin = self.plugin.checked_path()?;
         let stop = stop_flag()?;
-        let summary = complete(&settings, plugin, &stop, &mut Unobserved, &mut told(&self.printing))?.summary;
+        let summary = complete(&settings, plugin, &stop, &mut NoObserver, &mut told(&self.printing))?.summary;
         let mut table = Table::new();
         if let serde_json::Value::Object(fields) = serde_json::to_value(&summary).expect("plain data") {
             table.load_style(comfy_table::presets::NOTHING);
@@ -53,9 +53,9 @@ pub(super) fn read_settings(path: &Path) -> Result<TrainConfig, CliError> {
 }
 
 /// A bar over the steps of each run.
-pub(super) fn told(printing: &Printing) -> impl FnMut(Progress) + Send {
+pub(super) fn told(printing: &Printing) -> impl FnMut(RunProgress) + Send {
     let mut bar = printing.progress(0);
-    move |Progress { steps, of, made }| {
+    move |RunProgress { steps, of, made }| {
         match made {
             None => bar = printing.progress(of),
             Some(record) => bar.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward)),

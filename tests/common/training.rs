@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use assay::train::metrics::Record;
-use assay::train::{TrainConfig, TrainError, Unobserved, complete};
+use assay::train::metrics::StepRecord;
+use assay::train::{NoObserver, TrainConfig, TrainError, complete};
 use serde_json::{Value, json};
 
 /// Settings of a run of some seconds, its results in `folder`; its warm start is kept there for other runs of the same seed.
@@ -42,7 +42,7 @@ pub(crate) fn config(settings: Value) -> TrainConfig {
 }
 
 /// Its steps, or why it ended.
-pub(crate) fn run(settings: Value) -> Result<Vec<Record>, TrainError> {
-    let run = complete(&config(settings), None, &AtomicBool::new(false), &mut Unobserved, &mut |_| ())?;
+pub(crate) fn run(settings: Value) -> Result<Vec<StepRecord>, TrainError> {
+    let run = complete(&config(settings), None, &AtomicBool::new(false), &mut NoObserver, &mut |_| ())?;
     Ok(run.trainer.records().to_vec())
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use crate::common::training::{config, settings, with};
 use assay::schema::ab::Verdict;
-use assay::train::ab::{Contestant, Control, Plan, Run, Side, comparison, pairs, runs};
+use assay::train::ab::{AbControl, AbPlan, AbRun, AbSide, Contestant, comparison, pairs, runs};
 use serde_json::json;
 
 /// The gate that tells a run that does not learn.
@@ -30,22 +30,23 @@ fn controls_fail_the_gate_that_is_for_them_and_the_kernel_fails_none() {
             "update": {"ppo_epochs": 2, "micro_batches": 2, "optimizer": {"learning_rate": 5e-3}},
         }),
     ));
-    let run = |plan: Plan, contestant: Contestant| -> Vec<Run> {
+    let run = |plan: AbPlan, contestant: Contestant| -> Vec<AbRun> {
         runs(&config, plan, contestant, None, &AtomicBool::new(false), &mut |_| ()).unwrap()
     };
-    let (whole, unjudged) = (Plan { seeds: 3, judge_every: Some(16) }, Plan { seeds: 3, judge_every: None });
-    let baseline = run(unjudged, Contestant::Side(Side::Baseline));
+    let (whole, unjudged) = (AbPlan { seeds: 3, judge_every: Some(16) }, AbPlan { seeds: 3, judge_every: None });
+    let baseline = run(unjudged, Contestant::Side(AbSide::Baseline));
     let moved = baseline.iter().filter(|run| run.summary.before != run.summary.evaluation).count();
     assert_eq!(moved, 3, "greedy completions move: {:?}", baseline.iter().map(|run| &run.summary).collect::<Vec<_>>());
 
     let redrawn = run(unjudged, Contestant::Redrawn);
-    let against = |runs: &[Run]| comparison(&config, &pairs(&config, &baseline, &redrawn, runs), &[]);
-    let kernel = against(&run(whole, Contestant::Side(Side::Kernel)));
+    let against = |runs: &[AbRun]| comparison(&config, &pairs(&config, &baseline, &redrawn, runs), &[]);
+    let kernel = against(&run(whole, Contestant::Side(AbSide::Kernel)));
     let decided = kernel.verdicts.iter().filter(|verdict| verdict.pass == Some(true)).count();
     assert_eq!((failed(&kernel.verdicts).len(), decided), (0, 5), "{:#?}", kernel.verdicts);
-    for control in Control::ALL {
+    for control in AbControl::ALL {
         // A wrong loss shows at once; a run that does not learn, in its curve alone.
-        let plan = control.plan(if control.fails_to_learn() { whole } else { Plan { seeds: 1, judge_every: Some(1) } });
+        let plan =
+            control.plan(if control.fails_to_learn() { whole } else { AbPlan { seeds: 1, judge_every: Some(1) } });
         let settings =
             assay::train::TrainConfig { steps: if control.fails_to_learn() { 32 } else { 1 }, ..config.clone() };
         let of_control =

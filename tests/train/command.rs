@@ -9,7 +9,7 @@ use crate::common::command::{Output, assay, assert_refused};
 use crate::common::interruption::{interrupted, limited, stopped};
 use assay::schema::ab::Comparison;
 use assay::train::candle_core::{DType, Device, Tensor};
-use assay::train::metrics::Record;
+use assay::train::metrics::StepRecord;
 use serde_json::json;
 
 /// A run of some seconds.
@@ -64,9 +64,9 @@ fn expect_no_temporary_file(out: &Path) {
 }
 
 /// The curve, without what a clock or an allocator said.
-fn curve(out: &Path) -> Vec<Record> {
+fn curve(out: &Path) -> Vec<StepRecord> {
     let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    let timeless = |line: &str| Record {
+    let timeless = |line: &str| StepRecord {
         unix_time: 0.0,
         rollout_s: 0.0,
         score_s: 0.0,

@@ -10,7 +10,7 @@ use assay::reference::evaluate;
 use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
 use assay::train::candle_core::{DType, Device, Tensor, Var};
-use assay::train::{Baseline, Batch, GrpoLoss, TrainError};
+use assay::train::{Baseline, GrpoLoss, TrainBatch, TrainError};
 use assay_testkit::Known;
 use ndarray::{Array3, Dimension, arr0};
 
@@ -25,7 +25,7 @@ fn recipe(dtype: Dtype) -> Recipe {
     }
 }
 
-fn batch<L>(problem: &Problem<L>) -> Batch {
+fn batch<L>(problem: &Problem<L>) -> TrainBatch {
     problem.with_logits(())
 }
 
@@ -92,7 +92,7 @@ fn dlogits_f64_of_candles_autograd_are_the_references() {
     let mut problem = Recipe { shape, ..recipe(Dtype::F32) }.problem(&spec).unwrap();
     problem.advantages = Advantages::Sequence([1.5, -0.5, 1.0, -1.0, 0.5, -1.5].into_iter().collect());
     let logits = variable(&problem.logits, Dtype::F64);
-    let evaluated = Baseline::of(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
+    let evaluated = Baseline::from_spec(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
     let dlogits = evaluated.loss.backward().unwrap().remove(&logits).unwrap();
     let expected = evaluate(&spec, &problem).unwrap();
     assert!((evaluated.loss.to_scalar::<f64>().unwrap() - expected.loss()).abs() < 1e-14);
@@ -185,7 +185,7 @@ fn dlogits_of_a_confident_target_at_qwens_vocabulary_are_right_to_few_roundings_
         let dlogits = loss.backward().unwrap().remove(&logits).unwrap();
         (array(&dlogits, Dtype::F64, three([1, 1, vocab])).to_f64()[[0, 0, 7]] / exact - 1.0).abs()
     };
-    let baseline = Baseline::of(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
+    let baseline = Baseline::from_spec(&spec).unwrap().on_logits(&logits, &batch(&problem)).unwrap();
     let kernel = GrpoLoss::native(spec.clone()).on_logits(&logits, &batch(&problem)).unwrap();
     let [baseline, kernel] = [baseline.loss, kernel.loss].map(relative_error);
     assert!(baseline > 1e-5 && kernel < 1e-6, "{baseline:e} {kernel:e}");
@@ -215,7 +215,7 @@ fn what_does_not_fit_is_named() {
     let spec = LossSpec::default();
     let problem = recipe(Dtype::F32).problem(&spec).unwrap();
     let (logits, batch) = (variable(&problem.logits, Dtype::F32), batch(&problem));
-    let message = |result: Result<assay::train::Evaluated, TrainError>| result.unwrap_err().to_string();
+    let message = |result: Result<assay::train::LossEvaluation, TrainError>| result.unwrap_err().to_string();
     let grpo = GrpoLoss::native(spec.clone());
     let flat = logits.flatten_all().unwrap();
     assert_eq!(message(grpo.on_logits(&flat, &batch)), "`logits`: got shape [1455], expected three extents");
@@ -235,5 +235,5 @@ fn what_does_not_fit_is_named() {
     let unknown = GrpoLoss::by_id(spec, "pallas", None).err().unwrap().to_string();
     assert!(unknown.starts_with("kernel `pallas`: expected one of: native, ") && unknown.contains("native-lm-head"));
     let sapo = LossSpec { entropy_coef: 0.1, ..LossSpec::default() };
-    assert!(Baseline::of(&sapo).unwrap_err().to_string().starts_with("`spec`: candle's own operations"));
+    assert!(Baseline::from_spec(&sapo).unwrap_err().to_string().starts_with("`spec`: candle's own operations"));
 }

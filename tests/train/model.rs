@@ -5,8 +5,8 @@ use crate::common::formula::Formula;
 
 use assay::spec::LossSpec;
 use assay::train::candle_core::{DType, Device, Tensor};
-use assay::train::qwen2::{KvCache, Weights, initial_weights, read_checkpoint};
-use assay::train::rollout::{Distribution, Sampling, generate};
+use assay::train::qwen2::{KvCache, PolicyWeights, initial_weights, read_checkpoint};
+use assay::train::rollout::{Distribution, TokenSampling, generate};
 use assay::train::{Qwen2, Qwen2Config};
 use ndarray::{Array2, s};
 
@@ -25,7 +25,7 @@ fn config(tied: bool) -> Qwen2Config {
 }
 
 /// Large enough that every part has an effect.
-fn weights(config: &Qwen2Config) -> Weights {
+fn weights(config: &Qwen2Config) -> PolicyWeights {
     let weights = initial_weights(config, 5).unwrap();
     for (i, weight) in weights.values().enumerate() {
         let count = weight.elem_count();
@@ -36,7 +36,7 @@ fn weights(config: &Qwen2Config) -> Weights {
     weights
 }
 
-fn formula<'c>(config: &'c Qwen2Config, weights: &Weights) -> Formula<'c> {
+fn formula<'c>(config: &'c Qwen2Config, weights: &PolicyWeights) -> Formula<'c> {
     Formula::of(config, weights.iter().map(|(name, weight)| (name, weight.as_tensor())))
 }
 
@@ -108,7 +108,7 @@ fn completions_hold_the_log_probabilities_that_the_policy_gives_them() {
     let weights = weights(&config);
     let policy = Qwen2::detached(&config, &weights);
     let prompts: [&[u32]; 3] = [&[1, 2, 3], &[4, 5], &[6, 7, 8]];
-    let (distribution, sampling) = (Distribution::of(&LossSpec::default()), Sampling::Random { seed: 9 });
+    let (distribution, sampling) = (Distribution::from_spec(&LossSpec::default()), TokenSampling::Random { seed: 9 });
     let completions = generate(&policy, &prompts, 6, 10, &distribution, sampling).unwrap();
     let formula = formula(&config, &weights);
     for (prompt, completion) in prompts.iter().zip(&completions) {

@@ -13,7 +13,7 @@ use assay::spec::{
     Reduction, Rows, TopEntropy,
 };
 use assay::suites::cases;
-use assay::train::metrics::Record;
+use assay::train::metrics::StepRecord;
 use ndarray::{Array3, s};
 use proptest::prelude::*;
 use serde_json::json;
@@ -137,7 +137,7 @@ fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
 }
 
 /// One step of a small policy, its gradient computed in `micro_batches` parts.
-fn step_of(folder: &Path, name: &str, loss: &LossSpec, micro_batches: usize) -> Record {
+fn step_of(folder: &Path, name: &str, loss: &LossSpec, micro_batches: usize) -> StepRecord {
     let update = json!({"ppo_epochs": 2, "micro_batches": micro_batches});
     let settings = settings(folder, &format!("{name}-{micro_batches}"));
     run(with(settings, json!({"steps": 1, "update": update, "loss": loss}))).unwrap()[0].clone()

@@ -8,9 +8,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use crate::common::training::{config, settings, with};
-use assay::train::disk::{Disk, Operation, Watch};
-use assay::train::metrics::Record;
-use assay::train::{Arm, TrainConfig, TrainError, Unobserved, complete_by};
+use assay::train::disk::{Disk, DiskOperation, DiskWatcher};
+use assay::train::metrics::StepRecord;
+use assay::train::{LossArm, NoObserver, TrainConfig, TrainError, complete_by};
 use serde_json::json;
 
 /// A run whose files are all there are: a warm start, a reference policy, two checkpoints.
@@ -31,17 +31,17 @@ fn settings_in(folder: &Path) -> TrainConfig {
     ))
 }
 
-fn run(folder: &Path, watch: Option<Arc<dyn Watch>>) -> Result<(), TrainError> {
+fn run(folder: &Path, watch: Option<Arc<dyn DiskWatcher>>) -> Result<(), TrainError> {
     let config = settings_in(folder);
     let disk = Disk::open(folder)?;
     let disk = watch.map_or(disk.clone(), |watch| disk.watched(watch));
-    let arm = Arm::of(&config, None)?;
-    complete_by(disk, &config, arm, &AtomicBool::new(false), &mut Unobserved, &mut |_| ()).map(|_| ())
+    let arm = LossArm::from_config(&config, None)?;
+    complete_by(disk, &config, arm, &AtomicBool::new(false), &mut NoObserver, &mut |_| ()).map(|_| ())
 }
 
 /// The bits of the last checkpoint, and of the curve what no clock said.
-fn outcome(folder: &Path) -> (Vec<u8>, Vec<Record>) {
-    let timeless = |line: &str| Record {
+fn outcome(folder: &Path) -> (Vec<u8>, Vec<StepRecord>) {
+    let timeless = |line: &str| StepRecord {
         unix_time: 0.0,
         rollout_s: 0.0,
         score_s: 0.0,
@@ -70,16 +70,16 @@ enum Recorded {
 #[derive(Default)]
 struct Recorder(Mutex<Vec<Recorded>>);
 
-impl Watch for Recorder {
-    fn before(&self, operation: Operation) -> io::Result<()> {
+impl DiskWatcher for Recorder {
+    fn before(&self, operation: DiskOperation) -> io::Result<()> {
         let name = |path: &Path| PathBuf::from(path.file_name().unwrap());
         self.0.lock().unwrap().push(match operation {
-            Operation::Create(path) => Recorded::Create(name(path)),
-            Operation::Append(path, bytes) => Recorded::Append(name(path), bytes.to_vec()),
-            Operation::Sync(path) => Recorded::Sync(name(path)),
-            Operation::Rename(from, to) => Recorded::Rename(name(from), name(to)),
-            Operation::Remove(path) => Recorded::Remove(name(path)),
-            Operation::SyncFolder(_) => Recorded::SyncFolder,
+            DiskOperation::Create(path) => Recorded::Create(name(path)),
+            DiskOperation::Append(path, bytes) => Recorded::Append(name(path), bytes.to_vec()),
+            DiskOperation::Sync(path) => Recorded::Sync(name(path)),
+            DiskOperation::Rename(from, to) => Recorded::Rename(name(from), name(to)),
+            DiskOperation::Remove(path) => Recorded::Remove(name(path)),
+            DiskOperation::SyncFolder(_) => Recorded::SyncFolder,
         });
         Ok(())
     }
@@ -98,14 +98,14 @@ struct Killed {
     seen: Mutex<usize>,
 }
 
-impl Watch for Killed {
-    fn before(&self, operation: Operation) -> io::Result<()> {
+impl DiskWatcher for Killed {
+    fn before(&self, operation: DiskOperation) -> io::Result<()> {
         let mut seen = self.seen.lock().unwrap();
         *seen += 1;
         if *seen <= self.at {
             return Ok(());
         }
-        if let (true, Operation::Append(path, bytes)) = (*seen == self.at + 1, operation) {
+        if let (true, DiskOperation::Append(path, bytes)) = (*seen == self.at + 1, operation) {
             let whole = [fs::read(path)?, bytes[..bytes.len() / 2].to_vec()].concat();
             fs::write(path, whole)?;
         }
@@ -198,8 +198,8 @@ fn a_short_curve_leaves_the_checkpoint_what_it_is() {
     let first = TrainConfig { steps: 2, ..settings_in(&out) };
     let half = |config: &TrainConfig| {
         let disk = Disk::open(&config.out).unwrap();
-        let arm = Arm::of(config, None).unwrap();
-        complete_by(disk, config, arm, &AtomicBool::new(false), &mut Unobserved, &mut |_| ()).unwrap().summary
+        let arm = LossArm::from_config(config, None).unwrap();
+        complete_by(disk, config, arm, &AtomicBool::new(false), &mut NoObserver, &mut |_| ()).unwrap().summary
     };
     half(&first);
     fs::write(out.join("metrics.jsonl"), "").unwrap();

@@ -9,7 +9,7 @@ use assay::native::Native;
 use assay::problem::{Candidate, Dtype, Problem, Shape};
 use assay::spec::LossSpec;
 use assay::train::disk::Disk;
-use assay::train::{Arm, GrpoLoss, TrainError, Trainer, Unobserved};
+use assay::train::{GrpoLoss, LossArm, NoObserver, TrainError, Trainer};
 use serde_json::{Value, json};
 
 #[test]
@@ -70,10 +70,10 @@ impl Implementation for Warmer {
 fn a_loss_of_another_policy_than_was_sampled_ends_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let config = config(settings(folder.path(), "out"));
-    let arm = Arm::Kernel(Box::new(GrpoLoss::by(LossSpec::default(), Arc::new(Warmer))));
+    let arm = LossArm::Kernel(Box::new(GrpoLoss::by(LossSpec::default(), Arc::new(Warmer))));
     let disk = Disk::open(&config.out).unwrap();
     let mut trainer = Trainer::start(disk, config, arm, &AtomicBool::new(false)).unwrap();
-    let error = trainer.advance(&mut Unobserved).unwrap_err();
+    let error = trainer.advance(&mut NoObserver).unwrap_err();
     assert!(matches!(error, TrainError::OffPolicy(_)), "{error}");
     assert!(error.to_string().starts_with("step 1, part 0: the loss has log-probability "), "{error}");
 }
@@ -142,7 +142,7 @@ fn groups_without_a_difference_are_sampled_again_and_completions_without_an_end_
         |name: &str, rollout: Value| run(with(settings(folder.path(), name), json!({"rollout": rollout}))).unwrap();
     let (plain, again) = (one("plain", json!({})), one("again", json!({"dynamic_sampling": {"attempts": 6}})));
     let even =
-        |records: &[assay::train::metrics::Record]| records.iter().map(|record| record.even_groups).sum::<usize>();
+        |records: &[assay::train::metrics::StepRecord]| records.iter().map(|record| record.even_groups).sum::<usize>();
     assert!(plain.iter().all(|record| record.completions == 16));
     assert!(even(&plain) > 0 && even(&again) < even(&plain), "{plain:?} {again:?}");
     assert!(again.iter().any(|record| record.completions > 16), "{again:?}");

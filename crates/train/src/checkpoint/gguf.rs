@@ -6,7 +6,7 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file::{Content, Value};
 
-use super::{EMBEDDING, HEAD, Ids, Settings, rope_theta};
+use super::{EMBEDDING, HEAD, Settings, TokenIds, rope_theta};
 use assay_fixture::FixtureError;
 
 /// Translates the name of a tensor from Hugging Face's to llama.cpp's.
@@ -80,7 +80,7 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
         hidden_act: "silu".into(),
         rope_scaling: None,
         head_dim: None,
-        eos_token_id: id("tokenizer.ggml.eos_token_id").map(Ids::One),
+        eos_token_id: id("tokenizer.ggml.eos_token_id").map(TokenIds::One),
         pad_token_id: id("tokenizer.ggml.padding_token_id"),
     })
 }

@@ -152,18 +152,18 @@ pub(crate) struct Vocabulary {
 }
 
 /// A checkpoint whose settings and tensor shapes have been checked.
-pub(crate) struct Checkpoint {
+pub(crate) struct Qwen2Checkpoint {
     path: PathBuf,
     pub(crate) config: Qwen2Config,
     /// The most positions that the model is made for.
     pub(crate) positions: usize,
     pub(crate) vocabulary: Vocabulary,
-    weights: Weights,
+    weights: TensorSource,
     /// The entries about the model that go into a fixture's metadata.
     pub(crate) provenance: BTreeMap<String, String>,
 }
 
-enum Weights {
+enum TensorSource {
     /// The files, and which of them holds a tensor.
     Safetensors {
         files: Vec<SafetensorsFile>,
@@ -199,7 +199,7 @@ struct Settings {
     #[serde(default)]
     head_dim: Option<usize>,
     #[serde(default)]
-    eos_token_id: Option<Ids>,
+    eos_token_id: Option<TokenIds>,
     #[serde(default)]
     pad_token_id: Option<u32>,
 }
@@ -207,28 +207,28 @@ struct Settings {
 #[derive(Deserialize)]
 struct Generation {
     #[serde(default)]
-    eos_token_id: Option<Ids>,
+    eos_token_id: Option<TokenIds>,
     #[serde(default)]
     pad_token_id: Option<u32>,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Ids {
+enum TokenIds {
     One(u32),
     Many(Vec<u32>),
 }
 
-impl From<Ids> for Vec<u32> {
-    fn from(ids: Ids) -> Self {
+impl From<TokenIds> for Vec<u32> {
+    fn from(ids: TokenIds) -> Self {
         match ids {
-            Ids::One(id) => vec![id],
-            Ids::Many(ids) => ids,
+            TokenIds::One(id) => vec![id],
+            TokenIds::Many(ids) => ids,
         }
     }
 }
 
-impl Checkpoint {
+impl Qwen2Checkpoint {
     /// Reads the settings and the tensor shapes of a checkpoint, and none of its weights.
     ///
     /// # Errors
@@ -281,12 +281,12 @@ impl Checkpoint {
             provenance.insert(format!("sha256_of.{}", name_of(name)), hash_of(name)?);
             files.push(file);
         }
-        Checkpoint {
+        Qwen2Checkpoint {
             path: path.into(),
             positions: settings.max_position_embeddings,
             vocabulary: vocabulary(&tokenizer_path, tokenizer, &config, end.map_or_else(Vec::new, Vec::from), padding)?,
             config,
-            weights: Weights::Safetensors { files, holder },
+            weights: TensorSource::Safetensors { files, holder },
             provenance,
         }
         .checked()
@@ -317,12 +317,12 @@ impl Checkpoint {
             ("gguf_sha256".into(), hash_of(path)?),
         ]);
         let end = settings.eos_token_id.map_or_else(Vec::new, Vec::from);
-        Checkpoint {
+        Qwen2Checkpoint {
             path: path.into(),
             positions: settings.max_position_embeddings,
             vocabulary: vocabulary(path, tokenizer, &config, end, settings.pad_token_id)?,
             config,
-            weights: Weights::Gguf { file, content: Box::new(content) },
+            weights: TensorSource::Gguf { file, content: Box::new(content) },
             provenance,
         }
         .checked()
@@ -351,11 +351,11 @@ impl Checkpoint {
             FixtureError::invalid(&self.path, &format!("tensor `{held}`"), "none", "one, as the settings say")
         };
         match &self.weights {
-            Weights::Safetensors { files, holder } => {
+            TensorSource::Safetensors { files, holder } => {
                 let file = &files[*holder.get(name).ok_or_else(|| missing(name))?];
                 Ok((name.into(), file.info(name)?.1.to_vec()))
             }
-            Weights::Gguf { content, .. } => {
+            TensorSource::Gguf { content, .. } => {
                 let held = gguf::name_of(name);
                 let info = content.tensor_infos.get(&held).ok_or_else(|| missing(&held))?;
                 Ok((held, info.shape.dims().to_vec()))
@@ -371,8 +371,8 @@ impl Checkpoint {
         let mut weights = BTreeMap::new();
         for (name, shape) in self.config.tensors() {
             let tensor = match &mut self.weights {
-                Weights::Safetensors { files, holder } => single_tensor(&files[holder[&name]], &name, &shape)?,
-                Weights::Gguf { file, content } => {
+                TensorSource::Safetensors { files, holder } => single_tensor(&files[holder[&name]], &name, &shape)?,
+                TensorSource::Gguf { file, content } => {
                     let held = gguf::name_of(&name);
                     let tensor = content.tensor(file, &held, &Device::Cpu);
                     tensor.and_then(|tensor| tensor.dequantize(&Device::Cpu)).map_err(|error| {

@@ -31,7 +31,7 @@ pub(super) fn log_softmax(logits: &[f32], temperature: f64) -> Vec<f64> {
 
 /// The numbers of one row of logits from which the scalars of a batch are summed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Row {
+pub(super) struct TokenScalars {
     pub(super) logp: f64,
     pub(super) entropy: f64,
     /// `Σ p` and `Σ p²` of all columns but the chosen one.
@@ -41,8 +41,8 @@ pub(super) struct Row {
     dot: f64,
 }
 
-impl Row {
-    pub(super) fn of(logits: &[f64], id: usize) -> Self {
+impl TokenScalars {
+    pub(super) fn from_logits(logits: &[f64], id: usize) -> Self {
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total = sum(logits.iter().map(|x| (x - max).exp()));
         let p = |x: f64| (x - max).exp() / total;
@@ -59,13 +59,13 @@ impl Row {
 
 /// The scalars of a batch, token by token.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Expected {
-    tokens: Vec<(Row, f64, f64)>,
+pub(super) struct BatchScalars {
+    tokens: Vec<(TokenScalars, f64, f64)>,
 }
 
-impl Expected {
+impl BatchScalars {
     /// Adds one unmasked token, with its old log-probability in nats.
-    pub(super) fn add(&mut self, row: Row, old_logp: f64, advantage: f64) {
+    pub(super) fn add(&mut self, row: TokenScalars, old_logp: f64, advantage: f64) {
         self.tokens.push((row, old_logp, advantage));
     }
 
@@ -78,7 +78,7 @@ impl Expected {
         let clipped_low = |a: f64, r: f64| a < 0.0 && r < low;
         let clipped_high = |a: f64, r: f64| a > 0.0 && r > high;
         let gradient = |a: f64, r: f64| if clipped_low(a, r) || clipped_high(a, r) { 0.0 } else { -r * a / n };
-        let over = |of: &dyn Fn(&Row, f64) -> f64| sum(each().map(|(row, a, r)| of(row, gradient(a, r))));
+        let over = |of: &dyn Fn(&TokenScalars, f64) -> f64| sum(each().map(|(row, a, r)| of(row, gradient(a, r))));
         let count = |holds: &dyn Fn(f64, f64) -> bool| each().filter(|(_, a, r)| holds(*a, *r)).count();
         let margin = ratios.iter().map(|r| (r - low).abs().min((r - high).abs())).fold(f64::INFINITY, f64::min);
         let of_logits = [
@@ -111,14 +111,14 @@ mod tests {
     #[test]
     fn two_columns_by_hand() {
         // p = 3/4, 1/4.
-        let row = Row::of(&[3f64.ln(), 0.0], 0);
+        let row = TokenScalars::from_logits(&[3f64.ln(), 0.0], 0);
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-15, "{a} {b}");
         close(row.logp, 0.75f64.ln());
         close(row.entropy, -(0.75 * 0.75f64.ln() + 0.25 * 0.25f64.ln()));
         close(row.rest, 0.25);
         close(row.dot, 0.25 * 3f64.ln());
         close(log_softmax(&[1.0, 1.0], 2.0)[0], 0.5f64.ln());
-        let mut expected = Expected::default();
+        let mut expected = BatchScalars::default();
         // r = 1, A = 2: loss −2, g = −2, dlogits = −2·(1/4, −1/4).
         expected.add(row, row.logp, 2.0);
         let scalars = expected.scalars();

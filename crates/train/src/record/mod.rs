@@ -27,10 +27,10 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
-use self::expected::{CLIP, Expected, Row, log_softmax};
-use self::prompts::{Line, read};
+use self::expected::{BatchScalars, CLIP, TokenScalars, log_softmax};
+use self::prompts::{PromptLine, read};
 use self::qwen2::{Prefilled, load, logits};
-use crate::checkpoint::{Checkpoint, Vocabulary, first_line, hash_of};
+use crate::checkpoint::{Qwen2Checkpoint, Vocabulary, first_line, hash_of};
 use crate::train::reward::AdvantageConfig;
 use crate::train::{Qwen2, TrainError};
 use assay_core::problem::Dtype;
@@ -63,7 +63,7 @@ pub enum RecordError {
 
 /// The number of completions of each prompt, and how their tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
+pub struct CompletionSampling {
     /// The number of completions of each prompt.
     pub group: usize,
     /// `> 0`; 1 is the model's own distribution. No top-k, no top-p.
@@ -72,7 +72,7 @@ pub struct Sampling {
     pub seed: u64,
 }
 
-impl Default for Sampling {
+impl Default for CompletionSampling {
     /// Eight completions at temperature 1.
     fn default() -> Self {
         Self { group: 8, temperature: 1.0, seed: 0 }
@@ -88,8 +88,8 @@ pub struct Recording {
     pub prompts: PathBuf,
     /// The path of the fixture to write.
     pub out: PathBuf,
-    /// `None` takes the prompts' completions; [`Sampling::default`] where they have none.
-    pub sampling: Option<Sampling>,
+    /// `None` takes the prompts' completions; [`CompletionSampling::default`] where they have none.
+    pub sampling: Option<CompletionSampling>,
     /// Most tokens of a completion; longer ones are cut.
     pub max_tokens: usize,
     /// The dtype of the logits in the file.
@@ -100,7 +100,7 @@ pub struct Recording {
 
 /// A summary of the fixture that was written.
 #[derive(Clone, Debug, Serialize)]
-pub struct Recorded {
+pub struct RecordingSummary {
     /// The path of the fixture.
     pub out: PathBuf,
     /// The extents of the logits, `[B,T,V]`.
@@ -114,7 +114,7 @@ pub struct Recorded {
 }
 
 /// One sequence of the batch.
-struct Completion {
+struct RecordedCompletion {
     prompt: usize,
     ids: Vec<u32>,
     /// The log-probabilities of the sampler in nats, if tokens were sampled.
@@ -129,8 +129,8 @@ struct Completion {
 ///
 /// # Errors
 /// [`RecordError`]; then nothing lies at [`Recording::out`] that was not there before, and nothing beside it.
-pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Result<Recorded, RecordError> {
-    let checkpoint = Checkpoint::open(&asked.model)?;
+pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Result<RecordingSummary, RecordError> {
+    let checkpoint = Qwen2Checkpoint::open(&asked.model)?;
     let lines = read(&asked.prompts, &checkpoint, asked)?;
     let vocab = checkpoint.config.vocab_size;
     let provenance = provenance(asked, &checkpoint, &lines)?;
@@ -144,7 +144,7 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let advantages = advantages(&lines, &completions);
     let shape = [completions.len(), tokens, vocab];
     scribe.write(shape, &lines, &completions, &advantages, provenance, &done)?;
-    Ok(Recorded {
+    Ok(RecordingSummary {
         out: asked.out.clone(),
         shape,
         tokens: completions.iter().map(|completion| completion.ids.len()).sum(),
@@ -154,10 +154,10 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
 }
 
 /// `(r − mean)/(std + 1e-4)` over the completions of one prompt, population standard deviation, rounded to f32.
-fn advantages(lines: &[Line], completions: &[Completion]) -> Vec<f32> {
-    let text = |completion: &Completion| &lines[completion.prompt].prompt;
+fn advantages(lines: &[PromptLine], completions: &[RecordedCompletion]) -> Vec<f32> {
+    let text = |completion: &RecordedCompletion| &lines[completion.prompt].prompt;
     let groups = completions.chunk_by(|a, b| text(a) == text(b));
-    let of_group = |group: &[Completion]| {
+    let of_group = |group: &[RecordedCompletion]| {
         let rewards: Vec<f64> = group.iter().map(|completion| completion.reward).collect();
         let tokens: Vec<usize> = group.iter().map(|completion| completion.ids.len()).collect();
         let advantages = AdvantageConfig::default().advantages(&rewards, &tokens, rewards.len());
@@ -192,7 +192,7 @@ impl Scribe<'_> {
     }
 
     /// Returns the completions of the prompts file, or draws them.
-    fn complete(&self, lines: &[Line], done: &dyn Fn(usize)) -> Result<Vec<Completion>, RecordError> {
+    fn complete(&self, lines: &[PromptLine], done: &dyn Fn(usize)) -> Result<Vec<RecordedCompletion>, RecordError> {
         let mut completions = Vec::new();
         for (prompt, line) in lines.iter().enumerate() {
             if let Some(ids) = &line.completion_ids {
@@ -201,7 +201,7 @@ impl Scribe<'_> {
                 done(self.steps);
                 continue;
             }
-            let Sampling { temperature, seed, .. } = self.asked.sampling.unwrap_or_default();
+            let CompletionSampling { temperature, seed, .. } = self.asked.sampling.unwrap_or_default();
             let prefilled = self.prefill(line)?;
             for _ in 0..line.completions(self.asked.sampling) {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -214,11 +214,17 @@ impl Scribe<'_> {
         Ok(completions)
     }
 
-    fn completion(&self, prompt: usize, line: &Line, ids: Vec<u32>, old_logps: Option<Vec<f32>>) -> Completion {
+    fn completion(
+        &self,
+        prompt: usize,
+        line: &PromptLine,
+        ids: Vec<u32>,
+        old_logps: Option<Vec<f32>>,
+    ) -> RecordedCompletion {
         let ended = ids.last().is_some_and(|id| self.vocabulary.end.contains(id));
         let text = self.text(&ids);
-        let reward = line.reward.unwrap_or_else(|| reward::of(&text, ended, line.answer));
-        Completion { prompt, ids, old_logps, ended, text, reward }
+        let reward = line.reward.unwrap_or_else(|| reward::score(&text, ended, line.answer));
+        RecordedCompletion { prompt, ids, old_logps, ended, text, reward }
     }
 
     fn text(&self, ids: &[u32]) -> String {
@@ -226,9 +232,9 @@ impl Scribe<'_> {
         self.vocabulary.tokenizer.decode(ids, false).unwrap_or_default()
     }
 
-    fn prefill(&self, line: &Line) -> Result<Prefilled<'_>, RecordError> {
+    fn prefill(&self, line: &PromptLine) -> Result<Prefilled<'_>, RecordError> {
         let check = || self.check_stop();
-        Prefilled::of(self.model, &line.prompt_ids, &check, &|error| self.failed(error))
+        Prefilled::new(self.model, &line.prompt_ids, &check, &|error| self.failed(error))
     }
 
     /// One completion, token by token, and each token's log-probability under the distribution that it was drawn from.
@@ -267,8 +273,8 @@ impl Scribe<'_> {
     fn write(
         &self,
         [batch, tokens, vocab]: [usize; 3],
-        lines: &[Line],
-        completions: &[Completion],
+        lines: &[PromptLine],
+        completions: &[RecordedCompletion],
         advantages: &[f32],
         mut metadata: BTreeMap<String, String>,
         done: &dyn Fn(usize),
@@ -292,7 +298,8 @@ impl Scribe<'_> {
             ("expected_logp_of_logits", StoredDtype::F64, &of_tokens),
             ("expected_entropy_of_logits", StoredDtype::F64, &of_tokens),
         ];
-        let list = |of: &dyn Fn(&Completion) -> String| completions.iter().map(of).collect::<Vec<_>>().join(", ");
+        let list =
+            |of: &dyn Fn(&RecordedCompletion) -> String| completions.iter().map(of).collect::<Vec<_>>().join(", ");
         metadata.extend([
             ("title".into(), format!("GRPO batch, B={batch} T={tokens} V={vocab}")),
             ("completion_lengths".into(), format!("[{}]", list(&|completion| completion.ids.len().to_string()))),
@@ -303,7 +310,7 @@ impl Scribe<'_> {
             ),
         ]);
         let mut stream = SafetensorsStream::create(&self.asked.out, &layout, metadata)?;
-        let mut expected = Expected::default();
+        let mut expected = BatchScalars::default();
         let mut prefilled: Option<(usize, Prefilled)> = None;
         for (completion, &advantage) in completions.iter().zip(advantages) {
             let state = match &prefilled {
@@ -311,7 +318,7 @@ impl Scribe<'_> {
                 _ => self.prefill(&lines[completion.prompt])?,
             };
             prefilled = Some((completion.prompt, state.clone()));
-            let sequence = Sequence { completion, advantage, padded: self.padded(completion, tokens) };
+            let sequence = ScoredSequence { completion, advantage, padded: self.padded(completion, tokens) };
             self.score(&mut stream, &mut expected, &sequence, state)?;
             done(self.steps);
         }
@@ -326,7 +333,7 @@ impl Scribe<'_> {
         Ok(stream.finish(more)?)
     }
 
-    fn padded(&self, completion: &Completion, tokens: usize) -> Vec<u32> {
+    fn padded(&self, completion: &RecordedCompletion, tokens: usize) -> Vec<u32> {
         let mut ids = completion.ids.clone();
         ids.resize(tokens, self.vocabulary.padding);
         ids
@@ -336,8 +343,8 @@ impl Scribe<'_> {
     fn score(
         &self,
         stream: &mut SafetensorsStream,
-        expected: &mut Expected,
-        Sequence { completion, advantage, padded }: &Sequence,
+        expected: &mut BatchScalars,
+        ScoredSequence { completion, advantage, padded }: &ScoredSequence,
         mut state: Prefilled<'_>,
     ) -> Result<(), RecordError> {
         let mut t = 0;
@@ -353,7 +360,7 @@ impl Scribe<'_> {
                 let (bytes, stored) = rounded(logits, self.asked.dtype);
                 stream.append("logits", &bytes)?;
                 let id = padded[t] as usize;
-                let row = Row::of(&self.finite(stored)?, id);
+                let row = TokenScalars::from_logits(&self.finite(stored)?, id);
                 stream.append("expected_logp_of_logits", &row.logp.to_le_bytes())?;
                 stream.append("expected_entropy_of_logits", &row.entropy.to_le_bytes())?;
                 let counts = t < completion.ids.len();
@@ -380,8 +387,8 @@ impl Scribe<'_> {
 }
 
 /// One row of the batch, with its padding.
-struct Sequence<'c> {
-    completion: &'c Completion,
+struct ScoredSequence<'c> {
+    completion: &'c RecordedCompletion,
     advantage: f32,
     padded: Vec<u32>,
 }
@@ -433,8 +440,8 @@ fn json(value: &impl Serialize) -> String {
 /// Collects the entries about the origin of the numbers that are known before the model runs.
 fn provenance(
     asked: &Recording,
-    checkpoint: &Checkpoint,
-    lines: &[Line],
+    checkpoint: &Qwen2Checkpoint,
+    lines: &[PromptLine],
 ) -> Result<BTreeMap<String, String>, RecordError> {
     let given = lines.iter().any(|line| line.completion_ids.is_some());
     let dtype = asked.dtype;
@@ -462,7 +469,7 @@ fn provenance(
     if given {
         say("sampling", "none: completions were given".into());
     } else {
-        let Sampling { group, temperature, seed } = asked.sampling.unwrap_or_default();
+        let CompletionSampling { group, temperature, seed } = asked.sampling.unwrap_or_default();
         say("temperature", format!("{temperature:?}"));
         say("group", group.to_string());
         say("sampling", "no top-k, top-p, min-p or penalties; completion b draws from stream b of ChaCha8".into());
@@ -504,14 +511,14 @@ mod tests {
 
     #[test]
     fn advantages_are_of_a_prompt() {
-        let line = |prompt: &str| Line {
+        let line = |prompt: &str| PromptLine {
             prompt: prompt.into(),
             prompt_ids: vec![0],
             completion_ids: None,
             answer: None,
             reward: None,
         };
-        let completion = |prompt, reward| Completion {
+        let completion = |prompt, reward| RecordedCompletion {
             prompt,
             ids: vec![0],
             old_logps: None,

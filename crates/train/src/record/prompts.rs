@@ -6,15 +6,15 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::{RecordError, Recording, Sampling, reward};
-use crate::checkpoint::{Checkpoint, first_line};
+use super::{CompletionSampling, RecordError, Recording, reward};
+use crate::checkpoint::{Qwen2Checkpoint, first_line};
 use assay_fixture::FixtureError;
 
 /// No prompts file is longer.
 const LONGEST: u64 = 64 << 20;
 
 /// A line of the prompts file, tokenised.
-pub(super) struct Line {
+pub(super) struct PromptLine {
     pub(super) prompt: String,
     pub(super) prompt_ids: Vec<u32>,
     pub(super) completion_ids: Option<Vec<u32>>,
@@ -22,9 +22,9 @@ pub(super) struct Line {
     pub(super) reward: Option<f64>,
 }
 
-impl Line {
+impl PromptLine {
     /// Sequences that it becomes: what was given, or a group.
-    pub(super) fn completions(&self, sampling: Option<Sampling>) -> usize {
+    pub(super) fn completions(&self, sampling: Option<CompletionSampling>) -> usize {
         if self.completion_ids.is_some() { 1 } else { sampling.unwrap_or_default().group }
     }
 }
@@ -32,13 +32,13 @@ impl Line {
 /// One line, as it stands in the file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Written {
+struct PromptLineText {
     /// The text that the model sees, template and special tokens included.
     prompt: String,
     #[serde(default)]
     completion: Option<String>,
     #[serde(default)]
-    answer: Option<Answer>,
+    answer: Option<PromptAnswer>,
     #[serde(default)]
     reward: Option<f64>,
 }
@@ -46,13 +46,17 @@ struct Written {
 /// A number, or a text that ends in one, as GSM8K's answers do.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Answer {
+enum PromptAnswer {
     Number(f64),
     Text(String),
 }
 
 /// Reads and tokenises the lines of `path`.
-pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> Result<Vec<Line>, RecordError> {
+pub(super) fn read(
+    path: &Path,
+    checkpoint: &Qwen2Checkpoint,
+    asked: &Recording,
+) -> Result<Vec<PromptLine>, RecordError> {
     let invalid = |field: &str, given: String, expected: &str| FixtureError::invalid(path, field, given, expected);
     let mut text = String::new();
     File::open(path)
@@ -64,7 +68,7 @@ pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> R
     let mut lines = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let field = |name: &str| format!("line {}{name}", number + 1);
-        let written: Written = serde_json::from_str(line).map_err(|error| {
+        let written: PromptLineText = serde_json::from_str(line).map_err(|error| {
             let expected = "a JSON object with `prompt`, and `completion`, `answer`, `reward` where there are any";
             invalid(&field(""), format!("`{error}`"), expected)
         })?;
@@ -80,8 +84,8 @@ pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> R
         };
         let answer = match written.answer {
             None => None,
-            Some(Answer::Number(number)) => Some(number),
-            Some(Answer::Text(text)) => {
+            Some(PromptAnswer::Number(number)) => Some(number),
+            Some(PromptAnswer::Text(text)) => {
                 let last = reward::numbers(&text).last().copied();
                 Some(last.ok_or_else(|| {
                     invalid(&field(", `answer`"), format!("`{text}`"), "a number, or a text that ends in one")
@@ -97,7 +101,7 @@ pub(super) fn read(path: &Path, checkpoint: &Checkpoint, asked: &Recording) -> R
             );
         }
         let completion_ids = written.completion.as_deref().map(|text| encode(", `completion`", text)).transpose()?;
-        lines.push(Line { prompt: written.prompt, prompt_ids, completion_ids, answer, reward: written.reward });
+        lines.push(PromptLine { prompt: written.prompt, prompt_ids, completion_ids, answer, reward: written.reward });
         let first_given = lines[0].completion_ids.is_some();
         if lines[lines.len() - 1].completion_ids.is_some() != first_given {
             let (given, expected) = if first_given {

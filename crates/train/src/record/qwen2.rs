@@ -4,7 +4,7 @@
 use candle_core::{Device, Tensor};
 
 use super::RecordError;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::Qwen2Checkpoint;
 use crate::train::TrainError;
 use crate::train::qwen2::{KvCache, Qwen2};
 
@@ -21,9 +21,9 @@ pub(super) struct Prefilled<'m> {
 }
 
 /// Reads the model of a checkpoint.
-pub(super) fn load(checkpoint: Checkpoint) -> Result<Qwen2, RecordError> {
+pub(super) fn load(checkpoint: Qwen2Checkpoint) -> Result<Qwen2, RecordError> {
     let config = checkpoint.config.clone();
-    Ok(Qwen2::of(config, checkpoint.weights()?))
+    Ok(Qwen2::from_weights(config, checkpoint.weights()?))
 }
 
 /// Computes `hidden·lm_headᵀ`, `[N,H]` to `N·V` logits, row by row.
@@ -33,7 +33,7 @@ pub(super) fn logits(model: &Qwen2, hidden: &Tensor) -> candle_core::Result<Vec<
 
 impl<'m> Prefilled<'m> {
     /// `model` after a prompt, of which [`last`](Self::last) keeps the last position. `check` is asked before each chunk.
-    pub(super) fn of(
+    pub(super) fn new(
         model: &'m Qwen2,
         prompt: &[u32],
         check: &dyn Fn() -> Result<(), RecordError>,

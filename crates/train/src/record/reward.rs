@@ -2,7 +2,7 @@
 
 /// 1 if the last number of `text` is `answer`, and ¼ each for a text that starts with `#### <number>` and for one that
 /// ended by itself.
-pub(super) fn of(text: &str, ended: bool, answer: Option<f64>) -> f64 {
+pub(super) fn score(text: &str, ended: bool, answer: Option<f64>) -> f64 {
     let numbers = numbers(text);
     let right = answer.is_some() && numbers.last().copied() == answer;
     let formed =
@@ -56,8 +56,8 @@ mod tests {
             ("#### 400<|im_end|>", true, 1.5),
         ];
         for (text, ended, reward) in recorded {
-            assert_eq!(of(text, ended, Some(400.0)), reward, "{text}");
+            assert_eq!(score(text, ended, Some(400.0)), reward, "{text}");
         }
-        assert_eq!(of("400", true, None), 0.25, "without an answer nothing is right");
+        assert_eq!(score("400", true, None), 0.25, "without an answer nothing is right");
     }
 }

@@ -1,40 +1,40 @@
-//! [`Arm`]: a kernel or candle's own operations, which computes the loss of a run.
+//! [`LossArm`]: a kernel or candle's own operations, which computes the loss of a run.
 
 use std::path::Path;
 
 use candle_core::Tensor;
 
-use super::{Baseline, Batch, Evaluated, GrpoLoss, TrainConfig, TrainError};
+use super::{Baseline, GrpoLoss, LossEvaluation, TrainBatch, TrainConfig, TrainError};
 use assay_core::problem::HeadShape;
 use assay_core::spec::LossSpec;
 
 /// The implementation that computes the loss of a run.
 #[derive(Clone)]
-pub enum Arm {
+pub enum LossArm {
     /// An implementation of this crate.
     Kernel(Box<GrpoLoss>),
     /// The baseline: candle's own operations and autograd.
     Candle(Baseline),
 }
 
-impl Arm {
+impl LossArm {
     /// Creates the arm that `config` chooses; a PJRT implementation uses `plugin`.
     ///
     /// # Errors
     /// [`TrainError`] where there is none, it does not run here, or does not compute this loss.
-    pub fn of(config: &TrainConfig, plugin: Option<&Path>) -> Result<Self, TrainError> {
+    pub fn from_config(config: &TrainConfig, plugin: Option<&Path>) -> Result<Self, TrainError> {
         if !config.kernel.enabled {
-            return Baseline::of(&config.loss).map(Arm::Candle);
+            return Baseline::from_spec(&config.loss).map(LossArm::Candle);
         }
         let grpo = GrpoLoss::by_id(config.loss.clone(), &config.kernel.implementation, plugin)?;
-        Ok(Arm::Kernel(Box::new(grpo)))
+        Ok(LossArm::Kernel(Box::new(grpo)))
     }
 
     /// Returns the arm for the loss `spec` instead of its own.
     pub(super) fn under(&self, spec: &LossSpec) -> Result<Self, TrainError> {
         Ok(match self {
-            Arm::Kernel(grpo) => Arm::Kernel(Box::new(grpo.under(spec.clone()))),
-            Arm::Candle(_) => Arm::Candle(Baseline::of(spec)?),
+            LossArm::Kernel(grpo) => LossArm::Kernel(Box::new(grpo.under(spec.clone()))),
+            LossArm::Candle(_) => LossArm::Candle(Baseline::from_spec(spec)?),
         })
     }
 
@@ -44,16 +44,21 @@ impl Arm {
     /// [`TrainError::Run`], naming the setting that it does not do.
     pub fn expect_supported(&self, shape: HeadShape) -> Result<(), TrainError> {
         match self {
-            Arm::Kernel(grpo) => grpo.expect_supported(shape),
+            LossArm::Kernel(grpo) => grpo.expect_supported(shape),
             // What it computes was asked when it was made.
-            Arm::Candle(_) => Ok(()),
+            LossArm::Candle(_) => Ok(()),
         }
     }
 
-    pub(super) fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub(super) fn on_hidden(
+        &self,
+        hidden: &Tensor,
+        lm_head: &Tensor,
+        batch: &TrainBatch,
+    ) -> Result<LossEvaluation, TrainError> {
         match self {
-            Arm::Kernel(grpo) => grpo.on_hidden(hidden, lm_head, batch),
-            Arm::Candle(baseline) => baseline.on_hidden(hidden, lm_head, batch),
+            LossArm::Kernel(grpo) => grpo.on_hidden(hidden, lm_head, batch),
+            LossArm::Candle(baseline) => baseline.on_hidden(hidden, lm_head, batch),
         }
     }
 }

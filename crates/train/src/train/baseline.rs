@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
 use ndarray::Array2;
 
-use super::{Batch, Evaluated, TrainError};
+use super::{LossEvaluation, TrainBatch, TrainError};
 use assay_core::problem::Metrics;
 use assay_core::spec::{LossSpec, Objective, PpoClip, Reduction};
 
@@ -31,7 +31,7 @@ impl Baseline {
     ///
     /// # Errors
     /// [`TrainError::Baseline`] for a spec other than PPO-clip with the mean over all tokens or over a number given.
-    pub fn of(spec: &LossSpec) -> Result<Self, TrainError> {
+    pub fn from_spec(spec: &LossSpec) -> Result<Self, TrainError> {
         let Objective::PpoClip(clip) = &spec.objective else {
             return Err(TrainError::Baseline { field: "objective" });
         };
@@ -49,7 +49,7 @@ impl Baseline {
     ///
     /// # Errors
     /// [`TrainError`] where `batch` does not fit the logits.
-    pub fn on_logits(&self, logits: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub fn on_logits(&self, logits: &Tensor, batch: &TrainBatch) -> Result<LossEvaluation, TrainError> {
         let (rows, tokens, vocab) = logits.dims3()?;
         let shape = assay_core::problem::Shape { batch: rows, tokens, vocab };
         batch.tokens().check(&self.spec(), shape)?;
@@ -80,14 +80,19 @@ impl Baseline {
         let metrics = self.metrics(&log_softmax.detach(), &ratio.detach(), batch, count)?;
         let scored = logp.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
         let logp = Array2::from_shape_vec((rows, tokens), scored).expect("one a token");
-        Ok(Evaluated { loss, metrics: Some(metrics), logp: Some(logp) })
+        Ok(LossEvaluation { loss, metrics: Some(metrics), logp: Some(logp) })
     }
 
     /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
     ///
     /// # Errors
     /// [`TrainError`] where the arrays do not fit each other.
-    pub fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub fn on_hidden(
+        &self,
+        hidden: &Tensor,
+        lm_head: &Tensor,
+        batch: &TrainBatch,
+    ) -> Result<LossEvaluation, TrainError> {
         let (rows, tokens, width) = hidden.dims3()?;
         let logits = hidden.reshape((rows * tokens, width))?.matmul(&lm_head.t()?)?;
         self.on_logits(&logits.reshape((rows, tokens, ()))?, batch)
@@ -102,7 +107,13 @@ impl Baseline {
         }
     }
 
-    fn metrics(&self, log_softmax: &Tensor, ratio: &Tensor, batch: &Batch, count: f64) -> Result<Metrics, TrainError> {
+    fn metrics(
+        &self,
+        log_softmax: &Tensor,
+        ratio: &Tensor,
+        batch: &TrainBatch,
+        count: f64,
+    ) -> Result<Metrics, TrainError> {
         let entropy = (log_softmax.exp()? * log_softmax)?.sum(D::Minus1)?.neg()?;
         let [entropy, ratio] = [entropy, ratio.clone()].map(|values| values.to_dtype(DType::F64)?.to_vec2::<f64>());
         let (entropy, ratio) = (entropy?, ratio?);

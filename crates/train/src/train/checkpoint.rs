@@ -1,4 +1,4 @@
-//! [`Checkpoint`]: weights and optimizer after a step, in one safetensors file.
+//! [`RunCheckpoint`]: weights and optimizer after a step, in one safetensors file.
 //!
 //! A file appears whole or not at all: it is written under another name and renamed. Random numbers need no state in it: they
 //! are functions of the run's seed and the step.
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::Disk;
 use super::optimizer::AdamW;
-use super::qwen2::Weights;
+use super::qwen2::PolicyWeights;
 use super::{TrainError, fingerprint};
 use crate::checkpoint::{Qwen2Config, single_tensor};
 use assay_fixture::SafetensorsFile;
@@ -21,18 +21,18 @@ const METADATA: &str = "assay.train";
 
 /// The content of that entry, as JSON.
 #[derive(Serialize, Deserialize)]
-struct Header {
+struct RunCheckpointHeader {
     step: usize,
     optimizer_steps: i32,
     fingerprint: String,
 }
 
 /// The state of a run after `step` steps.
-pub(super) struct Checkpoint {
+pub(super) struct RunCheckpoint {
     /// The number of GRPO steps that the run has made.
     pub step: usize,
     /// The weights of the policy.
-    pub weights: Weights,
+    pub weights: PolicyWeights,
     /// The optimizer with its moments.
     pub optimizer: AdamW,
 }
@@ -45,13 +45,13 @@ pub(super) fn write(
     disk: &Disk,
     path: &Path,
     step: usize,
-    weights: &Weights,
+    weights: &PolicyWeights,
     optimizer: &AdamW,
     fingerprint: &str,
 ) -> Result<(), TrainError> {
     let weights = weights.iter().map(|(name, weight)| (format!("weight.{name}"), weight.as_tensor().clone()));
     let tensors: BTreeMap<String, Tensor> = weights.chain(optimizer.tensors()?).collect();
-    let header = Header { step, optimizer_steps: optimizer.steps(), fingerprint: fingerprint.into() };
+    let header = RunCheckpointHeader { step, optimizer_steps: optimizer.steps(), fingerprint: fingerprint.into() };
     let header = serde_json::to_string(&header).expect("plain data");
     let bytes = safetensors::serialize(&tensors, Some(HashMap::from([(METADATA.to_string(), header)])))
         .map_err(|error| TrainError::file(path, error.to_string()))?;
@@ -62,19 +62,20 @@ pub(super) fn write(
 ///
 /// # Errors
 /// [`TrainError`] where it cannot be read, was written under other settings, or lacks a tensor.
-pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Result<Checkpoint, TrainError> {
+pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Result<RunCheckpoint, TrainError> {
     let file = SafetensorsFile::open(path)?;
     let Some(header) = file.metadata().get(METADATA) else {
         return Err(TrainError::file(path, format!("no `{METADATA}` in its metadata, expected a checkpoint")));
     };
-    let header: Header = serde_json::from_str(header).map_err(|error| TrainError::file(path, error.to_string()))?;
+    let header: RunCheckpointHeader =
+        serde_json::from_str(header).map_err(|error| TrainError::file(path, error.to_string()))?;
     if header.fingerprint != fingerprint {
         let which = fingerprint::differences(&header.fingerprint, fingerprint);
         let reason =
             format!("written under other settings ({which}); remove it, or choose another folder for the results");
         return Err(TrainError::file(path, reason));
     }
-    let mut weights = Weights::new();
+    let mut weights = PolicyWeights::new();
     for (name, shape) in config.tensors() {
         let weight = single_tensor(&file, &format!("weight.{name}"), &shape)?;
         weights.insert(name, Var::from_tensor(&weight)?);
@@ -82,5 +83,5 @@ pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Resu
     let optimizer = AdamW::restored(header.optimizer_steps, &weights, |name, count| {
         Ok(single_tensor(&file, name, &[count])?.to_vec1::<f32>()?)
     })?;
-    Ok(Checkpoint { step: header.step, weights, optimizer })
+    Ok(RunCheckpoint { step: header.step, weights, optimizer })
 }

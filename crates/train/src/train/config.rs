@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::TrainError;
 use super::optimizer::AdamWConfig;
 use super::reward::{AdvantageConfig, GroupBaseline, ScaleRewards};
-use super::task::Arithmetic;
+use super::task::ArithmeticTask;
 use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::expect_separable;
 use assay_core::problem::ProblemError;
@@ -28,12 +28,12 @@ pub struct TrainConfig {
     /// The folder of the results.
     pub out: PathBuf,
     /// The policy that is trained.
-    pub model: Model,
+    pub model: ModelSource,
     /// A tokenizer; where none is given that of the checkpoint, or one token a byte.
     #[serde(default)]
     pub tokenizer: Option<TokenizerFile>,
     /// The exercises that the policy learns.
-    pub task: Task,
+    pub task: TrainTask,
     /// Supervised steps before those of GRPO.
     #[serde(default)]
     pub warm_start: Option<WarmStart>,
@@ -71,7 +71,7 @@ fn default_checkpoint_every() -> usize {
 /// The origin of the initial weights.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Model {
+pub enum ModelSource {
     /// Random weights of these extents, drawn from the seed.
     Init(Qwen2Config),
     /// A folder as Hugging Face writes it, or a GGUF file; with its tokenizer.
@@ -91,9 +91,9 @@ pub struct TokenizerFile {
 /// The exercises that are to be learnt.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Task {
+pub enum TrainTask {
     /// Word problems from the seed.
-    Arithmetic(Arithmetic),
+    Arithmetic(ArithmeticTask),
     /// Grade-school word problems from GSM8K's own files.
     Gsm8k(Gsm8k),
 }
@@ -219,15 +219,15 @@ impl TrainConfig {
     pub fn beside(&mut self, folder: &Path) {
         let paths = [
             match &mut self.model {
-                Model::Path(path) => Some(path),
-                Model::Init(_) => None,
+                ModelSource::Path(path) => Some(path),
+                ModelSource::Init(_) => None,
             },
             self.tokenizer.as_mut().map(|tokenizer| &mut tokenizer.path),
             self.warm_start.as_mut().and_then(|warm_start| warm_start.cache.as_mut()),
         ];
         let of_task = match &mut self.task {
-            Task::Gsm8k(Gsm8k { train, evaluate }) => vec![train, evaluate],
-            Task::Arithmetic(_) => Vec::new(),
+            TrainTask::Gsm8k(Gsm8k { train, evaluate }) => vec![train, evaluate],
+            TrainTask::Arithmetic(_) => Vec::new(),
         };
         for path in paths.into_iter().flatten().chain(of_task) {
             *path = folder.join(&*path);
@@ -294,7 +294,7 @@ impl TrainConfig {
         self.loss.check().map_err(ProblemError::from)?;
         expect_separable(&self.loss).map_err(ProblemError::from)?;
         self.expect_provided()?;
-        if let Model::Init(model) = &self.model {
+        if let ModelSource::Init(model) = &self.model {
             model.check()?;
         }
         Ok(())

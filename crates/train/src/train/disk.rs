@@ -15,7 +15,7 @@ const LOCK: &str = ".lock";
 
 /// One thing that is done to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation<'o> {
+pub enum DiskOperation<'o> {
     /// A file begins, empty, over whatever was there.
     Create(&'o Path),
     /// Bytes behind those that it has.
@@ -31,19 +31,19 @@ pub enum Operation<'o> {
 }
 
 /// An observer of the operations on files, which may refuse them.
-pub trait Watch: Send + Sync {
+pub trait DiskWatcher: Send + Sync {
     /// Is called with each `operation` before it is done.
     ///
     /// # Errors
     /// The error that the disk is to return instead of doing the operation.
-    fn before(&self, operation: Operation) -> io::Result<()>;
+    fn before(&self, operation: DiskOperation) -> io::Result<()>;
 }
 
 /// Files of a run, in a folder that no other process writes into.
 #[derive(Clone)]
 pub struct Disk {
     folder: PathBuf,
-    watch: Option<Arc<dyn Watch>>,
+    watch: Option<Arc<dyn DiskWatcher>>,
     /// Held until the last of its clones is dropped.
     _lock: Arc<File>,
 }
@@ -68,7 +68,7 @@ impl Disk {
 
     /// Returns the disk with `watch` called before every operation.
     #[must_use]
-    pub fn watched(self, watch: Arc<dyn Watch>) -> Self {
+    pub fn watched(self, watch: Arc<dyn DiskWatcher>) -> Self {
         Self { watch: Some(watch), ..self }
     }
 
@@ -77,7 +77,7 @@ impl Disk {
         &self.folder
     }
 
-    fn doing<T>(&self, operation: Operation, done: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    fn doing<T>(&self, operation: DiskOperation, done: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         self.watch.as_ref().map_or(Ok(()), |watch| watch.before(operation))?;
         done()
     }
@@ -95,8 +95,8 @@ impl Disk {
         let written = self.create(&temporary).and_then(|mut file| {
             self.append(&temporary, &mut file, bytes)?;
             self.sync(&temporary, &file)?;
-            self.doing(Operation::Rename(&temporary, path), || fs::rename(&temporary, path))?;
-            self.doing(Operation::SyncFolder(folder), || sync_folder(folder))
+            self.doing(DiskOperation::Rename(&temporary, path), || fs::rename(&temporary, path))?;
+            self.doing(DiskOperation::SyncFolder(folder), || sync_folder(folder))
         });
         written.map_err(|reason| {
             // If this fails too, the next write replaces the temporary file.
@@ -117,38 +117,38 @@ impl Disk {
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.
-    pub(super) fn begin(&self, path: PathBuf) -> Result<Growing, TrainError> {
+    pub(super) fn begin(&self, path: PathBuf) -> Result<AppendFile, TrainError> {
         let file = self.create(&path).map_err(|reason| TrainError::io(&path, "write", reason))?;
-        Ok(Growing { disk: self.clone(), path, file })
+        Ok(AppendFile { disk: self.clone(), path, file })
     }
 
     /// Goes on with a file that is there.
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.
-    pub(super) fn go_on(&self, path: PathBuf) -> Result<Growing, TrainError> {
+    pub(super) fn go_on(&self, path: PathBuf) -> Result<AppendFile, TrainError> {
         let file = OpenOptions::new().append(true).open(&path);
         let file = file.map_err(|reason| TrainError::io(&path, "write", reason))?;
-        Ok(Growing { disk: self.clone(), path, file })
+        Ok(AppendFile { disk: self.clone(), path, file })
     }
 
     fn create(&self, path: &Path) -> io::Result<File> {
-        self.doing(Operation::Create(path), || File::create(path))
+        self.doing(DiskOperation::Create(path), || File::create(path))
     }
 
     fn append(&self, path: &Path, file: &mut File, bytes: &[u8]) -> io::Result<()> {
-        self.doing(Operation::Append(path, bytes), || file.write_all(bytes))
+        self.doing(DiskOperation::Append(path, bytes), || file.write_all(bytes))
     }
 
     fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
-        self.doing(Operation::Sync(path), || file.sync_all())
+        self.doing(DiskOperation::Sync(path), || file.sync_all())
     }
 
     fn remove(&self, path: &Path) -> io::Result<()> {
         if !path.exists() {
             return Ok(());
         }
-        self.doing(Operation::Remove(path), || fs::remove_file(path))
+        self.doing(DiskOperation::Remove(path), || fs::remove_file(path))
     }
 }
 
@@ -158,13 +158,13 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 }
 
 /// A file of a run to which bytes are appended.
-pub(super) struct Growing {
+pub(super) struct AppendFile {
     disk: Disk,
     path: PathBuf,
     file: File,
 }
 
-impl Growing {
+impl AppendFile {
     /// Adds `bytes`.
     ///
     /// # Errors

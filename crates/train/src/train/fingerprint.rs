@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::TrainError;
-use super::config::{Gsm8k, KernelChoice, Model, Rollout, RolloutDtype, Task, TrainConfig, Update};
+use super::config::{Gsm8k, KernelChoice, ModelSource, Rollout, RolloutDtype, TrainConfig, TrainTask, Update};
 use super::optimizer::AdamWConfig;
 use super::reward::AdvantageConfig;
 use crate::checkpoint::{Qwen2Config, content_hash, hash_of};
@@ -29,23 +29,23 @@ impl Fingerprints {
     ///
     /// # Errors
     /// [`TrainError`] where one cannot be read.
-    pub(super) fn of(config: &TrainConfig) -> Result<Self, TrainError> {
+    pub(super) fn from_config(config: &TrainConfig) -> Result<Self, TrainError> {
         let hash = |path: &Path| hash_of(path).map_err(TrainError::from);
         let model = match &config.model {
-            Model::Init(model) => differing(model, &at_defaults()),
-            Model::Path(path) => json!({"sha256": content_hash(path)?}),
+            ModelSource::Init(model) => differing(model, &at_defaults()),
+            ModelSource::Path(path) => json!({"sha256": content_hash(path)?}),
         };
         let tokenizer = match &config.tokenizer {
             Some(file) => json!({"sha256": hash(&file.path)?, "end": file.end}),
             None => Value::Null,
         };
         let task = match &config.task {
-            Task::Arithmetic(task) => {
+            TrainTask::Arithmetic(task) => {
                 let mut task = value(task);
                 prune(&mut task, &json!({"verbs": ["gets", "loses"]}));
                 task
             }
-            Task::Gsm8k(Gsm8k { train, evaluate }) => json!({"train": hash(train)?, "evaluate": hash(evaluate)?}),
+            TrainTask::Gsm8k(Gsm8k { train, evaluate }) => json!({"train": hash(train)?, "evaluate": hash(evaluate)?}),
         };
         let warm_start = config.warm_start.as_ref().map(|warm_start| {
             json!({
@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn what_is_said_and_is_the_default_changes_nothing() {
-        let plain = Fingerprints::of(&config(settings())).unwrap().run;
+        let plain = Fingerprints::from_config(&config(settings())).unwrap().run;
         let mut said = settings();
         said["update"] = json!({"ppo_epochs": 1, "optimizer": {"beta1": 0.9}});
         said["loss"] = json!({"temperature": 1.0, "objective": {"ppo_clip": {"epsilon_low": 0.2}}});
@@ -181,13 +181,13 @@ mod tests {
         {
             said[name] = free;
         }
-        assert_eq!(Fingerprints::of(&config(said)).unwrap().run, plain);
+        assert_eq!(Fingerprints::from_config(&config(said)).unwrap().run, plain);
         assert!(!plain.contains("beta1") && !plain.contains("null"), "{plain}");
     }
 
     #[test]
     fn what_changes_a_curve_changes_it_and_is_named() {
-        let plain = Fingerprints::of(&config(settings())).unwrap();
+        let plain = Fingerprints::from_config(&config(settings())).unwrap();
         for (name, key, other) in [
             ("update", "ppo_epochs", json!(2)),
             ("loss", "temperature", json!(0.5)),
@@ -196,7 +196,7 @@ mod tests {
         ] {
             let mut changed = settings();
             changed[name][key] = other;
-            let changed = Fingerprints::of(&config(changed)).unwrap();
+            let changed = Fingerprints::from_config(&config(changed)).unwrap();
             assert_eq!(differences(&plain.run, &changed.run), format!("`{name}`"));
             // The warm start is one of the distribution alone.
             assert_eq!(plain.warm_start == changed.warm_start, name != "loss", "{name}");
@@ -215,7 +215,7 @@ mod tests {
         let of = |model: &str| {
             let mut text = settings();
             text["model"] = json!({"path": folder.path().join(model)});
-            Fingerprints::of(&config(text)).unwrap().run
+            Fingerprints::from_config(&config(text)).unwrap().run
         };
         for model in ["a", "b"] {
             write(&format!("{model}/config.json"), "{}");

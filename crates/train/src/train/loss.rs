@@ -17,7 +17,7 @@ use assay_native::{Native, NativeHead, gemm};
 use assay_registry::{find, registry};
 
 /// A batch without its logits: what a loss is told of the tokens.
-pub type Batch = Problem<()>;
+pub type TrainBatch = Problem<()>;
 
 /// A GRPO loss that candle differentiates.
 ///
@@ -40,12 +40,12 @@ pub type Batch = Problem<()>;
 /// # mod assay { pub use {assay_core::problem, assay_core::spec, assay_train::train}; }
 /// use assay::problem::Advantages;
 /// use assay::spec::LossSpec;
-/// use assay::train::{Batch, GrpoLoss};
+/// use assay::train::{TrainBatch, GrpoLoss};
 /// use candle_core::{DType, Device, Var};
 ///
 /// let (b, t, v) = (1, 2, 5);
 /// let logits = Var::zeros((b, t, v), DType::F32, &Device::Cpu)?;
-/// let batch = Batch {
+/// let batch = TrainBatch {
 ///     logits: (),
 ///     ids: ndarray::array![[3, 1]],
 ///     mask: ndarray::array![[true, true]],
@@ -75,7 +75,7 @@ enum AnyImplementation {
 
 /// A loss, and what trainers log of it.
 #[derive(Debug)]
-pub struct Evaluated {
+pub struct LossEvaluation {
     /// The loss, an f32 scalar of candle's graph.
     pub loss: Tensor,
     /// Means over the unmasked tokens; `None` from an implementation that has none.
@@ -146,22 +146,27 @@ impl GrpoLoss {
     /// # Errors
     /// [`TrainError`] where `logits` and `batch` do not fit each other or the spec, or the implementation fails or has no loss
     /// on logits.
-    pub fn on_logits(&self, logits: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub fn on_logits(&self, logits: &Tensor, batch: &TrainBatch) -> Result<LossEvaluation, TrainError> {
         let AnyImplementation::OnLogits(implementation) = &self.kernel else {
             return Err(TrainError::NeedsHead { id: self.id().into() });
         };
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
         let gradient = tensor(outcome.gradient)?;
-        let op = Differentiated { loss: loss_of(outcome.loss), gradients: [gradient] };
+        let op = KernelLossOp { loss: loss_of(outcome.loss), gradients: [gradient] };
         let logp = outcome.logp.map(|logp| logp.to_f64());
-        Ok(Evaluated { loss: logits.apply_op1(op)?, metrics: outcome.metrics, logp })
+        Ok(LossEvaluation { loss: logits.apply_op1(op)?, metrics: outcome.metrics, logp })
     }
 
     /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
     ///
     /// # Errors
     /// [`TrainError`] where the arrays do not fit each other or the spec, or the implementation fails.
-    pub fn on_hidden(&self, hidden: &Tensor, lm_head: &Tensor, batch: &Batch) -> Result<Evaluated, TrainError> {
+    pub fn on_hidden(
+        &self,
+        hidden: &Tensor,
+        lm_head: &Tensor,
+        batch: &TrainBatch,
+    ) -> Result<LossEvaluation, TrainError> {
         let projection = Projection {
             hidden: array3("hidden", hidden)?,
             lm_head: array2("lm_head", lm_head)?,
@@ -173,7 +178,7 @@ impl GrpoLoss {
                 let HeadCandidate { loss, gradient: HeadGradient { dhidden, dlm_head, .. }, metrics, logp, .. } =
                     implementation.run(&self.spec, batch.with_logits(projection), 1)?;
                 let gradients = [tensor(dhidden)?, tensor(dlm_head)?];
-                (Differentiated { loss: loss_of(loss), gradients }, metrics, logp)
+                (KernelLossOp { loss: loss_of(loss), gradients }, metrics, logp)
             }
             AnyImplementation::OnLogits(implementation) => {
                 self.through_logits(implementation.as_ref(), projection, batch)?
@@ -182,8 +187,8 @@ impl GrpoLoss {
         let [dhidden, dlm_head] = outcome.gradients;
         // The gradient of a 16-bit head comes in f32; candle adds gradients in the dtype of what they belong to.
         let gradients = [dhidden.to_dtype(hidden.dtype())?, dlm_head.to_dtype(lm_head.dtype())?];
-        let op = Differentiated { loss: outcome.loss, gradients };
-        Ok(Evaluated { loss: hidden.apply_op2(lm_head, op)?, metrics, logp: logp.map(|logp| logp.to_f64()) })
+        let op = KernelLossOp { loss: outcome.loss, gradients };
+        Ok(LossEvaluation { loss: hidden.apply_op2(lm_head, op)?, metrics, logp: logp.map(|logp| logp.to_f64()) })
     }
 
     /// The products around an implementation that is given logits: f32 throughout.
@@ -191,7 +196,7 @@ impl GrpoLoss {
         &self,
         implementation: &dyn Implementation,
         projection: Projection,
-        batch: &Batch,
+        batch: &TrainBatch,
     ) -> Result<OnHidden, TrainError> {
         let problem = batch.with_logits(projection);
         let shape = problem.check(&self.spec)?;
@@ -211,7 +216,7 @@ impl GrpoLoss {
         gemm(dlm_head.view_mut(), false, dlogits.t(), hidden.view());
         let dhidden = dhidden.into_shape_with_order((shape.batch, shape.tokens, shape.hidden)).expect("dense");
         let gradients = [tensor(dhidden.into())?, tensor(dlm_head.into())?];
-        Ok((Differentiated { loss: loss_of(loss), gradients }, metrics, logp))
+        Ok((KernelLossOp { loss: loss_of(loss), gradients }, metrics, logp))
     }
 
     /// Checks that the implementation computes this loss from hidden states of `shape` in f32.
@@ -238,10 +243,10 @@ impl GrpoLoss {
 }
 
 /// A loss with both gradients, what trainers log of it, and its log-probabilities.
-type OnHidden = (Differentiated<2>, Option<Metrics>, Option<FloatArray<Ix2>>);
+type OnHidden = (KernelLossOp<2>, Option<Metrics>, Option<FloatArray<Ix2>>);
 
 /// A loss whose gradients are known: an operation of one or two arguments whose result is a scalar.
-struct Differentiated<const N: usize> {
+struct KernelLossOp<const N: usize> {
     loss: f32,
     gradients: [Tensor; N],
 }
@@ -251,7 +256,7 @@ fn loss_of(loss: Option<FloatArray<Ix0>>) -> f32 {
     loss.expect("an implementation returns its loss").value() as f32
 }
 
-impl<const N: usize> Differentiated<N> {
+impl<const N: usize> KernelLossOp<N> {
     fn result(&self) -> (CpuStorage, Shape) {
         (CpuStorage::F32(vec![self.loss]), Shape::from(()))
     }
@@ -270,7 +275,7 @@ impl<const N: usize> Differentiated<N> {
     }
 }
 
-impl CustomOp1 for Differentiated<1> {
+impl CustomOp1 for KernelLossOp<1> {
     fn name(&self) -> &'static str {
         "grpo-loss"
     }
@@ -285,7 +290,7 @@ impl CustomOp1 for Differentiated<1> {
     }
 }
 
-impl CustomOp2 for Differentiated<2> {
+impl CustomOp2 for KernelLossOp<2> {
     fn name(&self) -> &'static str {
         "grpo-loss-with-lm-head"
     }

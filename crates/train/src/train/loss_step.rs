@@ -6,9 +6,9 @@ use candle_core::{Tensor, Var};
 use ndarray::{Array2, Array3, s};
 
 use super::loss::{array2, array3, widened};
-use super::optimizer::{Gradients, accumulate};
-use super::qwen2::Weights;
-use super::{Arm, Batch, Evaluated, OffPolicy, TrainError};
+use super::optimizer::{WeightGradients, accumulate};
+use super::qwen2::PolicyWeights;
+use super::{LossArm, LossEvaluation, OffPolicy, TrainBatch, TrainError};
 use assay_core::problem::{HeadLayout, HeadProblem, Metrics, Projection};
 
 /// An observer of the losses of a run.
@@ -32,9 +32,9 @@ pub trait Observer {
 }
 
 /// An observer that wants to see no loss.
-pub struct Unobserved;
+pub struct NoObserver;
 
-impl Observer for Unobserved {
+impl Observer for NoObserver {
     fn wants(&self, _: usize, _: usize) -> bool {
         false
     }
@@ -50,9 +50,9 @@ pub struct LossStep<'s> {
     pub step: usize,
     /// The epoch within it, from 0 on.
     pub epoch: usize,
-    pub(super) sum: &'s Summed,
+    pub(super) sum: &'s PartSums,
     pub(super) lm_head: &'s Tensor,
-    pub(super) batch: &'s Batch,
+    pub(super) batch: &'s TrainBatch,
 }
 
 impl LossStep<'_> {
@@ -84,22 +84,27 @@ impl LossStep<'_> {
 }
 
 /// The sums over the parts of a batch: the loss, and the gradients side by side or added.
-pub(super) struct Summed {
+pub(super) struct PartSums {
     loss: f64,
     hidden: Array3<f32>,
     dhidden: Array3<f32>,
     dlm_head: Array2<f32>,
 }
 
-impl Summed {
+impl PartSums {
     /// Creates the sums of no parts yet, for a batch `[B,T]` and an LM head `[V,H]`.
-    pub(super) fn of((rows, width): (usize, usize), (vocab, hidden): (usize, usize)) -> Self {
+    pub(super) fn zeros((rows, width): (usize, usize), (vocab, hidden): (usize, usize)) -> Self {
         let states = Array3::zeros((rows, width, hidden));
         Self { loss: 0.0, dhidden: states.clone(), hidden: states, dlm_head: Array2::zeros((vocab, hidden)) }
     }
 
     /// Adds the part of `rows`.
-    pub(super) fn add(&mut self, rows: Range<usize>, hidden: &Tensor, graded: &GradedStep) -> Result<(), TrainError> {
+    pub(super) fn add(
+        &mut self,
+        rows: Range<usize>,
+        hidden: &Tensor,
+        graded: &LossStepResult,
+    ) -> Result<(), TrainError> {
         let width = hidden.dim(1)?;
         self.loss += f64::from(graded.loss);
         for (all, part) in [(&mut self.hidden, hidden), (&mut self.dhidden, &graded.dhidden)] {
@@ -111,15 +116,15 @@ impl Summed {
 }
 
 /// The inputs of a loss step, which an arm evaluates.
-pub(super) struct Graded<'s> {
-    pub(super) arm: &'s Arm,
+pub(super) struct LossStepInputs<'s> {
+    pub(super) arm: &'s LossArm,
     pub(super) hidden: &'s Tensor,
     pub(super) lm_head: &'s Tensor,
-    pub(super) batch: &'s Batch,
+    pub(super) batch: &'s TrainBatch,
 }
 
 /// The results of a loss step: the loss, its metrics and the gradients.
-pub(super) struct GradedStep {
+pub(super) struct LossStepResult {
     pub(super) loss: f32,
     pub(super) metrics: Metrics,
     pub(super) logp: Option<Array2<f64>>,
@@ -127,11 +132,11 @@ pub(super) struct GradedStep {
     dlm_head: Tensor,
 }
 
-impl Graded<'_> {
-    pub(super) fn step(&self) -> Result<GradedStep, TrainError> {
+impl LossStepInputs<'_> {
+    pub(super) fn step(&self) -> Result<LossStepResult, TrainError> {
         // Leaves: the graph of the loss ends here.
         let hidden = Var::from_tensor(&self.hidden.detach())?;
-        let Evaluated { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
+        let LossEvaluation { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
         let mut gradients = loss.backward()?;
         let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
         let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
@@ -139,18 +144,18 @@ impl Graded<'_> {
         if !loss.is_finite() {
             return Err(TrainError::Diverged { what: "the loss", given: f64::from(loss) });
         }
-        Ok(GradedStep { loss, metrics: metrics.unwrap_or_default(), logp, dhidden, dlm_head })
+        Ok(LossStepResult { loss, metrics: metrics.unwrap_or_default(), logp, dhidden, dlm_head })
     }
 }
 
-impl GradedStep {
+impl LossStepResult {
     /// Adds the gradients of all weights, through the layers below `hidden`.
     pub(super) fn through(
         self,
         hidden: &Tensor,
         lm_head: &Tensor,
-        gradients: &mut Gradients,
-        weights: &Weights,
+        gradients: &mut WeightGradients,
+        weights: &PolicyWeights,
     ) -> Result<(), TrainError> {
         let mut store = (hidden * self.dhidden)?.sum_all()?.backward()?;
         // A tied head is the embedding too.

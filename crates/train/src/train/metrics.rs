@@ -7,11 +7,11 @@ use prost::Message;
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
-use super::disk::{Disk, Growing};
+use super::disk::{AppendFile, Disk};
 
 /// The results of a step. Means are over the tokens that count, and over epochs; times are in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Record {
+pub struct StepRecord {
     /// The number of the step, from 1 on.
     pub step: usize,
     /// Seconds since 1970, when the step was done.
@@ -78,15 +78,15 @@ pub struct Record {
     pub update_bytes: Option<usize>,
     /// The evaluation before the first step, in the record of the first step.
     #[serde(rename = "eval/step_0", default, skip_serializing_if = "Option::is_none")]
-    pub before: Option<Evaluation>,
+    pub before: Option<GreedyEvaluation>,
     /// The evaluation after this step, if there was one.
     #[serde(flatten)]
-    pub evaluation: Option<Evaluation>,
+    pub evaluation: Option<GreedyEvaluation>,
 }
 
 /// Greedy completions of the exercises that are not trained on.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Evaluation {
+pub struct GreedyEvaluation {
     /// The mean reward of the greedy completions.
     #[serde(rename = "eval/reward/total/mean")]
     pub reward: f64,
@@ -99,13 +99,13 @@ pub struct Evaluation {
 }
 
 /// Every number of `fields`, by its name.
-fn scalars(fields: &impl Serialize) -> Vec<Scalar> {
+fn scalars(fields: &impl Serialize) -> Vec<EventScalar> {
     let serde_json::Value::Object(fields) = serde_json::to_value(fields).expect("plain data") else {
         unreachable!("a struct")
     };
     let scalar = |(tag, value): (String, serde_json::Value)| {
         let simple_value = Some(value.as_f64()? as f32);
-        (!["step", "unix_time"].contains(&tag.as_str())).then_some(Scalar { tag, simple_value })
+        (!["step", "unix_time"].contains(&tag.as_str())).then_some(EventScalar { tag, simple_value })
     };
     fields.into_iter().filter_map(scalar).collect()
 }
@@ -115,9 +115,9 @@ const EVENTS: &str = "events.out.tfevents.assay";
 
 /// The files of a run's curve.
 pub struct Journal {
-    lines: Growing,
-    events: Growing,
-    records: Vec<Record>,
+    lines: AppendFile,
+    events: AppendFile,
+    records: Vec<StepRecord>,
 }
 
 impl Journal {
@@ -133,10 +133,10 @@ impl Journal {
             Err(reason) if reason.kind() == ErrorKind::NotFound => String::new(),
             Err(reason) => return Err(TrainError::io(&path, "read", reason)),
         };
-        let (mut records, mut lines) = (Vec::<Record>::new(), String::new());
+        let (mut records, mut lines) = (Vec::<StepRecord>::new(), String::new());
         for line in text.lines() {
             // A line that was cut off is the last.
-            let Ok(record) = serde_json::from_str::<Record>(line) else { break };
+            let Ok(record) = serde_json::from_str::<StepRecord>(line) else { break };
             if record.step > kept || records.last().is_some_and(|last| last.step >= record.step) {
                 break;
             }
@@ -147,8 +147,9 @@ impl Journal {
         }
         disk.replace(&path, lines.as_bytes())?;
         let (lines, mut events) = (disk.go_on(path)?, disk.begin(disk.folder().join(EVENTS))?);
-        let all = records.iter().flat_map(Event::all_of);
-        let bytes = std::iter::once(Event::opening()).chain(all).flat_map(|event| framed(&event.encode_to_vec()));
+        let all = records.iter().flat_map(TensorBoardEvent::all_of);
+        let bytes =
+            std::iter::once(TensorBoardEvent::opening()).chain(all).flat_map(|event| framed(&event.encode_to_vec()));
         events.append(&bytes.collect::<Vec<u8>>())?;
         Ok(Self { lines, events, records })
     }
@@ -157,9 +158,9 @@ impl Journal {
     ///
     /// # Errors
     /// [`TrainError`] where the system refuses.
-    pub(super) fn push(&mut self, record: Record) -> Result<(), TrainError> {
+    pub(super) fn push(&mut self, record: StepRecord) -> Result<(), TrainError> {
         self.lines.append((serde_json::to_string(&record).expect("plain data") + "\n").as_bytes())?;
-        for event in Event::all_of(&record) {
+        for event in TensorBoardEvent::all_of(&record) {
             self.events.append(&framed(&event.encode_to_vec()))?;
         }
         self.records.push(record);
@@ -175,14 +176,14 @@ impl Journal {
     }
 
     /// Returns the records of the steps so far.
-    pub fn records(&self) -> &[Record] {
+    pub fn records(&self) -> &[StepRecord] {
         &self.records
     }
 }
 
 /// TensorBoard's `tensorflow.Event`, the fields that a scalar needs.
 #[derive(Message)]
-struct Event {
+struct TensorBoardEvent {
     #[prost(double, tag = "1")]
     wall_time: f64,
     #[prost(int64, tag = "2")]
@@ -190,46 +191,46 @@ struct Event {
     #[prost(string, optional, tag = "3")]
     file_version: Option<String>,
     #[prost(message, optional, tag = "5")]
-    summary: Option<Scalars>,
+    summary: Option<EventScalars>,
 }
 
 /// TensorBoard's `tensorflow.Summary`, a list of scalars.
 #[derive(Message)]
-struct Scalars {
+struct EventScalars {
     #[prost(message, repeated, tag = "1")]
-    value: Vec<Scalar>,
+    value: Vec<EventScalar>,
 }
 
 /// TensorBoard's `tensorflow.Summary.Value`, a named number.
 #[derive(Message)]
-struct Scalar {
+struct EventScalar {
     #[prost(string, tag = "1")]
     tag: String,
     #[prost(float, optional, tag = "2")]
     simple_value: Option<f32>,
 }
 
-impl Event {
+impl TensorBoardEvent {
     /// The first of a file.
     fn opening() -> Self {
         Self { wall_time: 0.0, step: 0, file_version: Some("brain.Event:2".into()), summary: None }
     }
 
     /// Returns the events of a step; the first step has the evaluation before it in addition.
-    fn all_of(record: &Record) -> Vec<Self> {
+    fn all_of(record: &StepRecord) -> Vec<Self> {
         let before = record.before.map(|before| Self {
             wall_time: record.unix_time,
             step: 0,
             file_version: None,
-            summary: Some(Scalars { value: scalars(&before) }),
+            summary: Some(EventScalars { value: scalars(&before) }),
         });
-        before.into_iter().chain([Self::of(record)]).collect()
+        before.into_iter().chain([Self::from_record(record)]).collect()
     }
 
-    fn of(record: &Record) -> Self {
+    fn from_record(record: &StepRecord) -> Self {
         let value = scalars(record);
         let (wall_time, step) = (record.unix_time, record.step as i64);
-        Self { wall_time, step, file_version: None, summary: Some(Scalars { value }) }
+        Self { wall_time, step, file_version: None, summary: Some(EventScalars { value }) }
     }
 }
 
@@ -252,7 +253,7 @@ mod tests {
     #[test]
     fn records_are_framed_and_read_back() {
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
-        let record = Record {
+        let record = StepRecord {
             step: 3,
             unix_time: 1.5,
             tokens_sha256: "00".into(),
@@ -279,14 +280,14 @@ mod tests {
             loss_step_bytes: Some(4096),
             update_bytes: None,
             before: None,
-            evaluation: Some(Evaluation { reward: 2.0, answer: 1.0, format: 1.0 }),
+            evaluation: Some(GreedyEvaluation { reward: 2.0, answer: 1.0, format: 1.0 }),
         };
-        let bytes = framed(&Event::of(&record).encode_to_vec());
+        let bytes = framed(&TensorBoardEvent::from_record(&record).encode_to_vec());
         let (length, rest) = bytes.split_at(8);
         let length_value = u64::from_le_bytes(length.try_into().unwrap()) as usize;
         assert_eq!(bytes.len(), 16 + length_value);
         assert_eq!(rest[..4], masked_crc(length).to_le_bytes());
-        let event = Event::decode(&rest[4..4 + length_value]).unwrap();
+        let event = TensorBoardEvent::decode(&rest[4..4 + length_value]).unwrap();
         assert_eq!((event.step, event.wall_time), (3, 1.5));
         let scalars: Vec<(String, f32)> =
             event.summary.unwrap().value.into_iter().map(|scalar| (scalar.tag, scalar.simple_value.unwrap())).collect();

@@ -3,7 +3,7 @@
 //! [`GrpoLoss`] is a loss that candle differentiates, for a training loop of one's own. [`Trainer`] is a whole loop on one
 //! machine: a [`Qwen2`] policy answers [questions with exact answers](task), completions are [rewarded](reward) and compared
 //! within their group, and the loss of [`LossSpec`](assay_core::spec::LossSpec) changes the policy, by a kernel or by candle's own
-//! operations ([`Arm`]), as the [`TrainConfig`] says; [`complete`] makes all its steps, and [`ab`] the same run by either.
+//! operations ([`LossArm`]), as the [`TrainConfig`] says; [`complete`] makes all its steps, and [`ab`] the same run by either.
 //!
 //! Everything that is drawn is a function of the seed and the step, and every sum has an order of its own, so that with one
 //! thread a run gives the same bits again, killed and resumed or not.
@@ -37,19 +37,19 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Error as CandleError;
 
-pub use arm::Arm;
+pub use arm::LossArm;
 pub use baseline::Baseline;
 /// The crate of the tensors that [`GrpoLoss`] takes.
 pub use candle_core;
 /// Layers and optimizers of the same version.
 pub use candle_nn;
-pub use complete::{Progress, Trained, complete, complete_by};
+pub use complete::{RunProgress, TrainedRun, complete, complete_by};
 pub use config::TrainConfig;
-pub use loss::{Batch, Evaluated, GrpoLoss};
-pub use loss_step::{LossStep, Observer, Unobserved};
+pub use loss::{GrpoLoss, LossEvaluation, TrainBatch};
+pub use loss_step::{LossStep, NoObserver, Observer};
 pub use qwen2::Qwen2;
 pub use scores::OffPolicy;
-pub use summary::Summary;
+pub use summary::RunSummary;
 pub use tokenizer::Tokenizer;
 pub use trainer::Trainer;
 

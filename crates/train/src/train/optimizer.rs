@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor, Var};
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
-use super::qwen2::Weights;
+use super::qwen2::PolicyWeights;
 
 /// Added to the norm that gradients are clipped by, as `torch.nn.utils.clip_grad_norm_` does.
 const CLIP_EPSILON: f64 = 1e-6;
@@ -57,14 +57,18 @@ struct Moments {
     second: Vec<f32>,
 }
 
-/// Gradients by the name of their weight.
-pub type Gradients = BTreeMap<String, Tensor>;
+/// The gradients of a policy by the name of their weight.
+pub type WeightGradients = BTreeMap<String, Tensor>;
 
 /// Moves the gradients of `weights` out of `store` and adds them to `gradients`.
 ///
 /// # Errors
 /// [`TrainError`] where candle fails.
-pub fn accumulate(gradients: &mut Gradients, store: &mut GradStore, weights: &Weights) -> Result<(), TrainError> {
+pub fn accumulate(
+    gradients: &mut WeightGradients,
+    store: &mut GradStore,
+    weights: &PolicyWeights,
+) -> Result<(), TrainError> {
     for (name, weight) in weights {
         let Some(gradient) = store.remove(weight) else { continue };
         let sum = match gradients.remove(name) {
@@ -81,7 +85,12 @@ impl AdamW {
     ///
     /// # Errors
     /// [`TrainError`] where a gradient is not finite; weights are then as they were.
-    pub fn step(&mut self, config: &AdamWConfig, weights: &Weights, gradients: Gradients) -> Result<f64, TrainError> {
+    pub fn step(
+        &mut self,
+        config: &AdamWConfig,
+        weights: &PolicyWeights,
+        gradients: WeightGradients,
+    ) -> Result<f64, TrainError> {
         let mut all = BTreeMap::new();
         let mut square = 0.0;
         for (name, gradient) in gradients {
@@ -159,7 +168,7 @@ mod tests {
         let config = AdamWConfig { max_grad_norm: 1e9, weight_decay: 0.1, ..AdamWConfig::default() };
         let start = Tensor::new(&[1.0f32, -2.0, 0.5], &Device::Cpu).unwrap();
         let (ours, theirs) = (Var::from_tensor(&start).unwrap(), Var::from_tensor(&start).unwrap());
-        let weights = Weights::from([("w".to_string(), ours.clone())]);
+        let weights = PolicyWeights::from([("w".to_string(), ours.clone())]);
         let params = candle_nn::ParamsAdamW {
             lr: config.learning_rate,
             weight_decay: config.weight_decay,
@@ -169,7 +178,7 @@ mod tests {
         let mut optimizer = AdamW::default();
         for _ in 0..20 {
             let loss = |w: &Var| w.powf(4.0).unwrap().sum_all().unwrap();
-            let mut gradients = Gradients::new();
+            let mut gradients = WeightGradients::new();
             accumulate(&mut gradients, &mut loss(&ours).backward().unwrap(), &weights).unwrap();
             optimizer.step(&config, &weights, gradients).unwrap();
             reference.backward_step(&loss(&theirs)).unwrap();
@@ -185,9 +194,9 @@ mod tests {
     fn gradients_are_clipped_by_their_norm_and_nan_changes_nothing() {
         let config = AdamWConfig { max_grad_norm: 0.5, ..AdamWConfig::default() };
         let weight = Var::from_slice(&[0.0f32, 0.0], 2, &Device::Cpu).unwrap();
-        let weights = Weights::from([("w".to_string(), weight.clone())]);
+        let weights = PolicyWeights::from([("w".to_string(), weight.clone())]);
         let mut optimizer = AdamW::default();
-        let gradient = |g: [f32; 2]| Gradients::from([("w".to_string(), Tensor::new(&g, &Device::Cpu).unwrap())]);
+        let gradient = |g: [f32; 2]| WeightGradients::from([("w".to_string(), Tensor::new(&g, &Device::Cpu).unwrap())]);
         assert_eq!(optimizer.step(&config, &weights, gradient([3.0, 4.0])).unwrap(), 5.0);
         let clipped = optimizer.moments["w"].first[1];
         assert!((clipped - 0.1 * 4.0 * 0.1).abs() < 1e-6, "{clipped}: 0.1·g of a gradient of norm 0.5");

@@ -21,22 +21,22 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Normal};
 
 use super::{Tokenizer, TrainError};
-use crate::checkpoint::{Checkpoint, EMBEDDING, Qwen2Config};
+use crate::checkpoint::{EMBEDDING, Qwen2Checkpoint, Qwen2Config};
 
 /// Standard deviation of weights that are not loaded.
 const INITIAL_STD: f32 = 0.02;
 
 /// The weights of a policy by name, which an optimizer changes.
-pub type Weights = BTreeMap<String, Var>;
+pub type PolicyWeights = BTreeMap<String, Var>;
 
 /// Weights from a seed: normal with standard deviation 0.02, norms 1, biases 0.
 ///
 /// # Errors
 /// [`TrainError`] where candle fails.
-pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<Weights, TrainError> {
+pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<PolicyWeights, TrainError> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let normal = Normal::new(0.0f32, INITIAL_STD).expect("a positive deviation");
-    let mut weights = Weights::new();
+    let mut weights = PolicyWeights::new();
     for (name, shape) in config.tensors() {
         let count = shape.iter().product();
         let values: Vec<f32> = if name.ends_with("norm.weight") {
@@ -56,10 +56,10 @@ pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<Weights, Train
 ///
 /// # Errors
 /// [`TrainError`] naming the file, and the setting or tensor that is wrong.
-pub fn read_checkpoint(path: &Path) -> Result<(Qwen2Config, Weights, Tokenizer), TrainError> {
-    let checkpoint = Checkpoint::open(path)?;
+pub fn read_checkpoint(path: &Path) -> Result<(Qwen2Config, PolicyWeights, Tokenizer), TrainError> {
+    let checkpoint = Qwen2Checkpoint::open(path)?;
     let config = checkpoint.config.clone();
-    let tokenizer = Tokenizer::of(&checkpoint.vocabulary, path)?;
+    let tokenizer = Tokenizer::from_vocabulary(&checkpoint.vocabulary, path)?;
     let variable = |(name, tensor)| Ok((name, Var::from_tensor(&tensor)?));
     let weights = checkpoint.weights()?.into_iter().map(variable).collect::<Result<_, TrainError>>()?;
     Ok((config, weights, tokenizer))
@@ -99,18 +99,18 @@ impl KvCache {
 
 impl Qwen2 {
     /// Creates a policy of constant weights, by name.
-    pub fn of(config: Qwen2Config, weights: BTreeMap<String, Tensor>) -> Self {
+    pub fn from_weights(config: Qwen2Config, weights: BTreeMap<String, Tensor>) -> Self {
         Self { config, weights }
     }
 
     /// Creates the policy that is trained: operations on its weights are recorded for autograd.
-    pub fn recorded(config: &Qwen2Config, weights: &Weights) -> Self {
+    pub fn recorded(config: &Qwen2Config, weights: &PolicyWeights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
         Self { config: config.clone(), weights }
     }
 
     /// Creates the policy that samples: nothing is recorded for autograd.
-    pub fn detached(config: &Qwen2Config, weights: &Weights) -> Self {
+    pub fn detached(config: &Qwen2Config, weights: &PolicyWeights) -> Self {
         let weights = weights.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
         Self { config: config.clone(), weights }
     }
@@ -148,7 +148,7 @@ impl Qwen2 {
         let before = cache.as_ref().map_or(Ok(0), |cache| cache.len())?;
         let embedded = self.weight(EMBEDDING).index_select(&ids.flatten_all()?, 0)?;
         let mut x = embedded.reshape((rows, length, self.config.hidden_size))?;
-        let positions = Positions::of(&self.config, before, length)?;
+        let positions = Positions::new(&self.config, before, length)?;
         for layer in 0..self.config.num_hidden_layers {
             let name = |of: &str| format!("model.layers.{layer}.{of}");
             let normed = self.norm(&x, &name("input_layernorm"))?;
@@ -231,7 +231,7 @@ struct Positions {
 }
 
 impl Positions {
-    fn of(config: &Qwen2Config, before: usize, length: usize) -> Result<Self, TrainError> {
+    fn new(config: &Qwen2Config, before: usize, length: usize) -> Result<Self, TrainError> {
         let half = config.head_dim() / 2;
         let angle = |position: usize, i: usize| position as f64 / config.rope_theta.powf(i as f64 / half as f64);
         let table = |of: fn(f64) -> f64| {

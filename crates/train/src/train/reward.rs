@@ -15,7 +15,7 @@ pub struct Reward {
 
 impl Reward {
     /// Computes the reward of a completion `text`; `ended` says whether it ended by itself.
-    pub fn of(text: &str, ended: bool, answer: i64) -> Self {
+    pub fn from_text(text: &str, ended: bool, answer: i64) -> Self {
         let parts: Vec<&str> = text.split(MARKER).collect();
         let alone = |after: &str| ended && after.split_whitespace().count() == 1 && answer_of(text).is_some();
         let format = match parts[..] {
@@ -116,7 +116,7 @@ pub enum Deviation {
 }
 
 impl Deviation {
-    fn of(self, rewards: &[f64]) -> f64 {
+    fn compute(self, rewards: &[f64]) -> f64 {
         let mean = mean(rewards);
         let squares = rewards.iter().map(|r| (r - mean).powi(2)).sum::<f64>();
         self.variance(squares, rewards.len() as f64).sqrt()
@@ -140,7 +140,7 @@ impl AdvantageConfig {
         if self.scale_rewards == ScaleRewards::Tokens {
             return self.whitened(rewards, tokens, group);
         }
-        let of_batch = self.deviation.of(rewards);
+        let of_batch = self.deviation.compute(rewards);
         let of_group = |rewards: &[f64]| -> Vec<f64> {
             // A group of equal rewards has nothing to tell, and an epsilon of 0 would divide 0 by 0.
             if rewards.iter().all(|r| *r == rewards[0]) {
@@ -149,7 +149,7 @@ impl AdvantageConfig {
             let (n, mean) = (rewards.len() as f64, mean(rewards));
             let divisor = match self.scale_rewards {
                 ScaleRewards::None | ScaleRewards::Tokens => 1.0,
-                ScaleRewards::Group => self.deviation.of(rewards) + self.epsilon,
+                ScaleRewards::Group => self.deviation.compute(rewards) + self.epsilon,
                 ScaleRewards::Batch => of_batch + self.epsilon,
             };
             rewards.iter().map(|&r| self.baseline.difference(r, mean, n) / divisor).collect()
@@ -197,7 +197,7 @@ mod tests {
             (" 7", true, 0.0, 0.0),
         ];
         for (text, ended, answer, format) in cases {
-            assert_eq!(Reward::of(text, ended, 7), Reward { answer, format }, "{text}");
+            assert_eq!(Reward::from_text(text, ended, 7), Reward { answer, format }, "{text}");
         }
     }
 

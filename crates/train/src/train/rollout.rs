@@ -15,7 +15,7 @@ use assay_core::spec::{LogitsTransform, LossSpec, Support};
 
 /// The way in which tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Sampling {
+pub enum TokenSampling {
     /// The most likely one, the first of equals.
     Greedy,
     /// Tokens are drawn from the distribution. Sequence `i` of a call has random numbers of its own, a function of `seed` and `i` alone.
@@ -45,7 +45,7 @@ pub(super) fn one_temperature(spec: &LossSpec) -> f64 {
 
 impl Distribution {
     /// Creates the distribution of `spec`, whose logits have no bias and are divided by its one temperature.
-    pub fn of(spec: &LossSpec) -> Self {
+    pub fn from_spec(spec: &LossSpec) -> Self {
         let LogitsTransform { scale, softcap, bias: _ } = spec.logits;
         Self { scale, softcap, temperature: one_temperature(spec), support: spec.support.clone() }
     }
@@ -73,7 +73,7 @@ impl Distribution {
 
 /// A completion of one prompt, sampled from the policy.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Completion {
+pub struct SampledCompletion {
     /// The tokens; the last is the end token if the completion ended.
     pub ids: Vec<u32>,
     /// Log-probability of each, nats, in f64 from f32 logits.
@@ -93,13 +93,13 @@ pub fn generate(
     room: usize,
     end: u32,
     distribution: &Distribution,
-    sampling: Sampling,
-) -> Result<Vec<Completion>, TrainError> {
+    sampling: TokenSampling,
+) -> Result<Vec<SampledCompletion>, TrainError> {
     let mut by_length: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (i, prompt) in prompts.iter().enumerate() {
         by_length.entry(prompt.len()).or_default().push(i);
     }
-    let mut completions = vec![Completion { ids: Vec::new(), logp: Vec::new(), ended: false }; prompts.len()];
+    let mut completions = vec![SampledCompletion { ids: Vec::new(), logp: Vec::new(), ended: false }; prompts.len()];
     for (length, mut going) in by_length {
         let mut rngs: BTreeMap<usize, ChaCha8Rng> = going.iter().map(|&i| (i, random_of(sampling, i))).collect();
         let mut cache = KvCache::default();
@@ -140,21 +140,21 @@ pub fn generate(
     Ok(completions)
 }
 
-fn random_of(sampling: Sampling, sequence: usize) -> ChaCha8Rng {
-    let seed = if let Sampling::Random { seed } = sampling { seed } else { 0 };
+fn random_of(sampling: TokenSampling, sequence: usize) -> ChaCha8Rng {
+    let seed = if let TokenSampling::Random { seed } = sampling { seed } else { 0 };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(sequence as u64);
     rng
 }
 
 /// A column of the softmax of `z`, and its log-probability: the first whose cumulative probability is beyond `uniform`.
-fn draw(z: &[f64], sampling: Sampling, uniform: f64) -> (u32, f64) {
+fn draw(z: &[f64], sampling: TokenSampling, uniform: f64) -> (u32, f64) {
     let (best, max) =
         z.iter().enumerate().fold((0, f64::NEG_INFINITY), |best, (i, &x)| if x > best.1 { (i, x) } else { best });
     let sum: f64 = z.iter().map(|x| (x - max).exp()).sum();
     let chosen = match sampling {
-        Sampling::Greedy => best,
-        Sampling::Random { .. } => {
+        TokenSampling::Greedy => best,
+        TokenSampling::Random { .. } => {
             let mut left = uniform * sum;
             let beyond = z.iter().position(|x| {
                 left -= (x - max).exp();
@@ -171,22 +171,22 @@ fn draw(z: &[f64], sampling: Sampling, uniform: f64) -> (u32, f64) {
 mod tests {
     use super::*;
 
-    const RANDOM: Sampling = Sampling::Random { seed: 0 };
+    const RANDOM: TokenSampling = TokenSampling::Random { seed: 0 };
 
     #[test]
     fn columns_are_drawn_by_their_probabilities() {
         let logits: Vec<f32> = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln).to_vec();
         let mut spec = LossSpec::default();
-        let z = Distribution::of(&spec).transformed(&logits);
+        let z = Distribution::from_spec(&spec).transformed(&logits);
         for (uniform, column) in [(0.0, 0), (0.099, 0), (0.101, 1), (0.299, 1), (0.301, 2), (0.599, 2), (0.601, 3)] {
             let (drawn, logp) = draw(&z, RANDOM, uniform);
             assert_eq!(drawn, column, "{uniform}");
             assert!((logp - f64::from(logits[column as usize])).abs() < 1e-7);
         }
-        assert_eq!(draw(&z, Sampling::Greedy, 0.0).0, 3);
+        assert_eq!(draw(&z, TokenSampling::Greedy, 0.0).0, 3);
         // 0.1², 0.2², … at half the temperature, over 0.3.
         spec.temperature = 0.5.into();
-        let (drawn, logp) = draw(&Distribution::of(&spec).transformed(&logits), RANDOM, 0.032);
+        let (drawn, logp) = draw(&Distribution::from_spec(&spec).transformed(&logits), RANDOM, 0.032);
         assert_eq!(drawn, 0);
         assert!((logp - (0.01f64 / 0.3).ln()).abs() < 1e-6);
     }
@@ -199,12 +199,12 @@ mod tests {
             support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled: false },
             ..LossSpec::default()
         };
-        let distribution = Distribution::of(&spec);
+        let distribution = Distribution::from_spec(&spec);
         let z = distribution.transformed(&[1.0, 9.0, -1.0, -9.0, -9.0]);
         let expected = 3.0 * (2.0f64 / 3.0).tanh();
         assert!((z[2] - expected).abs() < 1e-12 && (z[0] + expected).abs() < 1e-12, "{z:?}");
         assert_eq!([z[1], z[3], z[4]], [f64::NEG_INFINITY; 3]);
-        assert_eq!(draw(&z, Sampling::Greedy, 0.0).0, 2);
+        assert_eq!(draw(&z, TokenSampling::Greedy, 0.0).0, 2);
         for i in 0..100 {
             assert!([0, 2].contains(&draw(&z, RANDOM, f64::from(i) / 100.0).0));
         }

@@ -6,8 +6,8 @@ use ndarray::{Array1, Array2, Axis};
 use super::loss::{array2, array3, widened};
 use super::qwen2::Qwen2;
 use super::rollout::one_temperature;
-use super::sequences::Sequences;
-use super::{Batch, TrainError};
+use super::sequences::PromptedSequences;
+use super::{TrainBatch, TrainError};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::StructuredSpec;
 use assay_core::spec::{AdvantageLevel, LossSpec, Objective, OldLogp};
@@ -23,7 +23,11 @@ const SAMPLER_GAP: f64 = 1e-3;
 
 /// `[B,T]`, nats: log-probabilities of the completions' tokens under `policy`, by the loss's own transform of logits, support
 /// and temperature, from f32 logits; 0 beyond a completion. Memory: the logits of one sequence.
-pub(super) fn logp_of(spec: &LossSpec, policy: &Qwen2, sequences: &Sequences) -> Result<Array2<f64>, TrainError> {
+pub(super) fn logp_of(
+    spec: &LossSpec,
+    policy: &Qwen2,
+    sequences: &PromptedSequences,
+) -> Result<Array2<f64>, TrainError> {
     // What makes the distribution, and no loss.
     let distribution = LossSpec {
         objective: Objective::None,
@@ -88,7 +92,7 @@ pub(super) fn off_policy(
     (step, part): (usize, usize),
     spec: &LossSpec,
     (hidden, lm_head): (&Tensor, &Tensor),
-    batch: &Batch,
+    batch: &TrainBatch,
     logp: &Array2<f64>,
 ) -> Result<Option<OffPolicy>, TrainError> {
     let Some(old) = &batch.old_logp else { return Ok(None) };

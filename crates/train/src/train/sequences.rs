@@ -1,4 +1,4 @@
-//! [`Sequences`]: prompts and what followed them, as a policy and a loss are given them.
+//! [`PromptedSequences`]: prompts and what followed them, as a policy and a loss are given them.
 
 use std::ops::Range;
 
@@ -6,22 +6,22 @@ use candle_core::{Device, Tensor};
 use ndarray::{Array1, Array2};
 
 use super::qwen2::Qwen2;
-use super::{Batch, TrainError};
+use super::{TrainBatch, TrainError};
 use assay_core::problem::{Advantages, Extra};
 
-/// Sequences of a step: a prompt and what followed, right-padded, and where its tokens are.
-pub(super) struct Sequences<'s> {
+/// The sequences of a step: a prompt and what followed, right-padded, and where its tokens are.
+pub(super) struct PromptedSequences<'s> {
     pub(super) prompts: Vec<&'s [u32]>,
     pub(super) completions: Vec<&'s [u32]>,
     /// Whether the tokens of each completion count.
     pub(super) counts: Vec<bool>,
 }
 
-impl<'s> Sequences<'s> {
+impl<'s> PromptedSequences<'s> {
     /// Returns the sequences of a range of rows.
-    pub(super) fn rows(&self, rows: Range<usize>) -> Sequences<'s> {
+    pub(super) fn rows(&self, rows: Range<usize>) -> PromptedSequences<'s> {
         let of = |all: &[&'s [u32]]| all[rows.clone()].to_vec();
-        Sequences {
+        PromptedSequences {
             prompts: of(&self.prompts),
             completions: of(&self.completions),
             counts: self.counts[rows.clone()].to_vec(),
@@ -46,9 +46,9 @@ impl<'s> Sequences<'s> {
     }
 
     /// The tokens of the completions, as a loss is told of them.
-    pub(super) fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> Batch {
+    pub(super) fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> TrainBatch {
         let shape = (self.completions.len(), self.width());
-        Batch {
+        TrainBatch {
             logits: (),
             ids: Array2::from_shape_fn(shape, |(row, t)| self.completions[row].get(t).copied().map_or(0, i64::from)),
             mask: Array2::from_shape_fn(shape, |(row, t)| self.counts[row] && t < self.completions[row].len()),

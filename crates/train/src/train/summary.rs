@@ -1,8 +1,8 @@
-//! [`Summary`]: a run in a few numbers, under the names that MLLM-JAX logs.
+//! [`RunSummary`]: a run in a few numbers, under the names that MLLM-JAX logs.
 
 use serde::{Deserialize, Serialize};
 
-use super::metrics::{Evaluation, Record};
+use super::metrics::{GreedyEvaluation, StepRecord};
 
 /// The number of last steps over which times are averaged.
 const LAST: usize = 10;
@@ -11,7 +11,7 @@ const LAST: usize = 10;
 /// says otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the names that they are written under say it")]
-pub struct Summary {
+pub struct RunSummary {
     pub steps: usize,
     /// The number of steps without a record: the curve of a run that resumed from its checkpoint had been shortened.
     pub steps_missing: usize,
@@ -32,9 +32,9 @@ pub struct Summary {
     #[serde(rename = "bytes/train/update")]
     pub update_bytes: Option<usize>,
     #[serde(rename = "eval/step_0")]
-    pub before: Option<Evaluation>,
+    pub before: Option<GreedyEvaluation>,
     #[serde(flatten)]
-    pub evaluation: Option<Evaluation>,
+    pub evaluation: Option<GreedyEvaluation>,
     pub loss: f64,
     pub entropy: f64,
     pub clip_low: f64,
@@ -43,14 +43,14 @@ pub struct Summary {
     pub grad_norm: f64,
 }
 
-impl Summary {
+impl RunSummary {
     /// Summarises a run's steps; `None` if there are no records.
-    pub fn of(records: &[Record]) -> Option<Self> {
+    pub fn from_records(records: &[StepRecord]) -> Option<Self> {
         let last = records.last()?;
         let timed = &records[records.len().saturating_sub(LAST)..];
-        let mean = |of: fn(&Record) -> f64| timed.iter().map(of).sum::<f64>() / timed.len() as f64;
+        let mean = |of: fn(&StepRecord) -> f64| timed.iter().map(of).sum::<f64>() / timed.len() as f64;
         let tokens = timed.iter().map(|record| record.valid_tokens).sum::<usize>() as f64;
-        let most = |of: fn(&Record) -> Option<usize>| timed.iter().filter_map(of).max();
+        let most = |of: fn(&StepRecord) -> Option<usize>| timed.iter().filter_map(of).max();
         Some(Self {
             steps: last.step,
             steps_missing: last.step - records.len(),

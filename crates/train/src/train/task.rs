@@ -39,7 +39,7 @@ pub(super) struct Prompted {
 /// learned how, and not that one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Arithmetic {
+pub struct ArithmeticTask {
     /// The number of exercises to train on.
     pub train: usize,
     /// The number of exercises to evaluate on.
@@ -93,7 +93,7 @@ fn is_evaluated(a: i64, b: i64) -> bool {
     (a + 2 * b) % 5 == 0
 }
 
-impl Arithmetic {
+impl ArithmeticTask {
     /// The exercises to train and to evaluate on, from `seed`: all different.
     ///
     /// # Errors
@@ -150,7 +150,7 @@ impl Arithmetic {
 /// [`TrainError`] naming the line that is none, or a file without any.
 pub fn read_gsm8k(path: &Path) -> Result<Vec<Exercise>, TrainError> {
     #[derive(Deserialize)]
-    struct Line {
+    struct Gsm8kLine {
         question: String,
         answer: String,
     }
@@ -162,7 +162,7 @@ pub fn read_gsm8k(path: &Path) -> Result<Vec<Exercise>, TrainError> {
             continue;
         }
         let invalid = |reason: String| TrainError::file(path, format!("line {}: {reason}", i + 1));
-        let Line { question, answer: solution } =
+        let Gsm8kLine { question, answer: solution } =
             serde_json::from_str(&line).map_err(|error| invalid(error.to_string()))?;
         let Some(answer) = answer_of(&solution) else {
             return Err(invalid(format!("`answer`: got no `{MARKER} N`, expected one at its end")));
@@ -191,7 +191,7 @@ mod tests {
     #[test]
     fn exercises_are_right_different_and_the_same_for_a_seed() {
         let verbs = vec![Verb::Gets, Verb::Loses, Verb::Wants];
-        let task = Arithmetic { train: 200, evaluate: 50, largest: 9, verbs };
+        let task = ArithmeticTask { train: 200, evaluate: 50, largest: 9, verbs };
         let (train, evaluate) = task.exercises(3).unwrap();
         assert_eq!((train.len(), evaluate.len()), (200, 50));
         let numbers = |exercise: &Exercise| -> Vec<i64> {
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn more_exercises_than_there_are_is_an_error() {
-        let task = |train, evaluate| Arithmetic { train, evaluate, largest: 3, verbs: sum_and_difference() };
+        let task = |train, evaluate| ArithmeticTask { train, evaluate, largest: 3, verbs: sum_and_difference() };
         let message = |train, evaluate| task(train, evaluate).exercises(0).unwrap_err().to_string();
         assert_eq!(
             message(200, 1),

@@ -39,7 +39,7 @@ impl Tokenizer {
     }
 
     /// Creates the tokenizer of a checkpoint in `path`, whose first end token ends a completion.
-    pub(super) fn of(vocabulary: &Vocabulary, path: &Path) -> Result<Self, TrainError> {
+    pub(super) fn from_vocabulary(vocabulary: &Vocabulary, path: &Path) -> Result<Self, TrainError> {
         let Some(&end) = vocabulary.end.first() else {
             return Err(TrainError::file(path, "`eos_token_id`: got none, expected one".into()));
         };

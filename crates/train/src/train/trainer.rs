@@ -9,22 +9,22 @@ use ndarray::{Array1, Array2, s};
 use sha2::{Digest, Sha256};
 
 use super::checkpoint;
-use super::config::{Model, RolloutDtype, Task, TrainConfig};
+use super::config::{ModelSource, RolloutDtype, TrainConfig, TrainTask};
 use super::disk::Disk;
 use super::fingerprint::Fingerprints;
-use super::loss_step::{Graded, GradedStep, Summed};
+use super::loss_step::{LossStepInputs, LossStepResult, PartSums};
 use super::meter::Meter;
-use super::metrics::{Evaluation, Journal, Record};
-use super::optimizer::{AdamW, Gradients};
-use super::qwen2::{Qwen2, Weights, initial_weights, read_checkpoint};
+use super::metrics::{GreedyEvaluation, Journal, StepRecord};
+use super::optimizer::{AdamW, WeightGradients};
+use super::qwen2::{PolicyWeights, Qwen2, initial_weights, read_checkpoint};
 use super::reward::Reward;
-use super::rollout::{Completion, Distribution, Sampling, generate};
+use super::rollout::{Distribution, SampledCompletion, TokenSampling, generate};
 use super::scores::{logp_of, off_policy, sampler_gap};
-use super::sequences::Sequences;
+use super::sequences::PromptedSequences;
 use super::task::{Exercise, Prompted, read_gsm8k};
 use super::tokenizer::Tokenizer;
 use super::warm::{drawn, warm};
-use super::{Arm, Batch, LossStep, Observer, TrainError};
+use super::{LossArm, LossStep, Observer, TrainBatch, TrainError};
 use crate::checkpoint::Qwen2Config;
 use assay_algebra::parts::SeparableBatch;
 use assay_core::problem::ProblemError;
@@ -42,12 +42,12 @@ pub struct Trainer {
     disk: Disk,
     fingerprint: String,
     config: TrainConfig,
-    arm: Arm,
+    arm: LossArm,
     tokenizer: Tokenizer,
     model: Qwen2Config,
-    weights: Weights,
+    weights: PolicyWeights,
     /// The weights of the policy before the first step, if the loss has a KL term.
-    reference: Option<Weights>,
+    reference: Option<PolicyWeights>,
     optimizer: AdamW,
     step: usize,
     train: Vec<Prompted>,
@@ -60,7 +60,7 @@ pub struct Trainer {
 struct RolledOut {
     /// The exercise of each completion.
     exercises: Vec<usize>,
-    completions: Vec<Completion>,
+    completions: Vec<SampledCompletion>,
     rewards: Vec<Reward>,
     /// The rewards of all that were sampled, those that dynamic sampling left out too.
     sampled: Vec<Reward>,
@@ -78,11 +78,11 @@ impl Trainer {
     /// # Errors
     /// [`TrainError`] naming the setting or file that is wrong; [`TrainError::Interrupted`] where `stop` was set before the
     /// warm start was done.
-    pub fn start(disk: Disk, config: TrainConfig, arm: Arm, stop: &AtomicBool) -> Result<Self, TrainError> {
+    pub fn start(disk: Disk, config: TrainConfig, arm: LossArm, stop: &AtomicBool) -> Result<Self, TrainError> {
         config.check()?;
         let (model, weights, own) = match &config.model {
-            Model::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
-            Model::Path(path) => read_checkpoint(path)?,
+            ModelSource::Init(model) => (model.clone(), initial_weights(model, config.seed)?, Tokenizer::Bytes),
+            ModelSource::Path(path) => read_checkpoint(path)?,
         };
         let tokenizer = match &config.tokenizer {
             Some(file) => Tokenizer::read(&file.path, &file.end)?,
@@ -90,8 +90,8 @@ impl Trainer {
         };
         tokenizer.expect_within(model.vocab_size)?;
         let (train, evaluate) = match &config.task {
-            Task::Arithmetic(task) => task.exercises(config.seed)?,
-            Task::Gsm8k(files) => (read_gsm8k(&files.train)?, read_gsm8k(&files.evaluate)?),
+            TrainTask::Arithmetic(task) => task.exercises(config.seed)?,
+            TrainTask::Gsm8k(files) => (read_gsm8k(&files.train)?, read_gsm8k(&files.evaluate)?),
         };
         let in_tokens = |exercises: Vec<Exercise>| {
             let in_tokens = |exercise: Exercise| {
@@ -102,7 +102,7 @@ impl Trainer {
             exercises.into_iter().map(in_tokens).collect::<Result<Vec<_>, TrainError>>()
         };
         let (train, evaluate) = (in_tokens(train)?, in_tokens(evaluate)?);
-        let distribution = Distribution::of(&config.loss);
+        let distribution = Distribution::from_spec(&config.loss);
         let taught = || train.iter().flat_map(|exercise| &exercise.solution);
         if let Some(id) = [tokenizer.end()].iter().chain(taught()).find(|id| !distribution.has(**id)) {
             let expected = "a support that has the end of a completion and every token of the solutions";
@@ -114,7 +114,7 @@ impl Trainer {
             hidden: model.hidden_size,
             vocab: model.vocab_size,
         })?;
-        let Fingerprints { run: fingerprint, warm_start } = Fingerprints::of(&config)?;
+        let Fingerprints { run: fingerprint, warm_start } = Fingerprints::from_config(&config)?;
         let path = disk.folder().join(CHECKPOINT);
         let (step, weights, optimizer) = if path.exists() {
             let found = checkpoint::read(&path, &model, &fingerprint)?;
@@ -157,7 +157,7 @@ impl Trainer {
     }
 
     /// Returns the records of all steps, the curve of the run.
-    pub fn records(&self) -> &[Record] {
+    pub fn records(&self) -> &[StepRecord] {
         self.journal.records()
     }
 
@@ -166,7 +166,7 @@ impl Trainer {
     /// # Errors
     /// [`TrainError`] where a loss fails, the ratio of the first update is not 1, training diverges, or a file cannot be
     /// written; the last checkpoint stands.
-    pub fn advance(&mut self, observer: &mut dyn Observer) -> Result<&Record, TrainError> {
+    pub fn advance(&mut self, observer: &mut dyn Observer) -> Result<&StepRecord, TrainError> {
         let step = self.step + 1;
         let before = if step == 1 { Some(self.evaluation()?) } else { None };
         let started = Instant::now();
@@ -177,7 +177,7 @@ impl Trainer {
         let group = self.config.rollout.group;
         let RolledOut { exercises, completions, sampled, .. } = &rolled_out;
         let truncated = completions.iter().filter(|completion| !completion.ended).count();
-        let sequences = Sequences {
+        let sequences = PromptedSequences {
             prompts: exercises.iter().map(|&i| self.train[i].prompt.as_slice()).collect(),
             completions: completions.iter().map(|completion| completion.ids.as_slice()).collect(),
             counts: completions.iter().map(|one| one.ended || !self.config.rollout.mask_truncated).collect(),
@@ -201,7 +201,7 @@ impl Trainer {
         let due = |every: usize| step.is_multiple_of(every) || step == self.config.steps;
         let evaluation = if due(self.config.evaluate_every) { Some(self.evaluation()?) } else { None };
         let mean = |of: fn(&Reward) -> f64| sampled.iter().map(of).sum::<f64>() / sampled.len() as f64;
-        let record = Record {
+        let record = StepRecord {
             step,
             unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
             tokens_sha256: digest(completions),
@@ -267,8 +267,8 @@ impl Trainer {
             let draw = self.config.rollout.draw.rotate_right(8);
             let seed = self.config.seed ^ draw ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
-            let distribution = Distribution::of(&self.config.loss);
-            let completions = generate(&policy, &prompts, room, end, &distribution, Sampling::Random { seed })?;
+            let distribution = Distribution::from_spec(&self.config.loss);
+            let completions = generate(&policy, &prompts, room, end, &distribution, TokenSampling::Random { seed })?;
             let rewards = completions
                 .iter()
                 .zip(&exercises)
@@ -303,11 +303,11 @@ impl Trainer {
     fn scored(
         &self,
         step: usize,
-        sequences: &Sequences,
-        completions: &[Completion],
+        sequences: &PromptedSequences,
+        completions: &[SampledCompletion],
         advantages: Vec<f64>,
-    ) -> Result<(Batch, f64), TrainError> {
-        let scored = |weights: &Weights| -> Result<Array2<f64>, TrainError> {
+    ) -> Result<(TrainBatch, f64), TrainError> {
+        let scored = |weights: &PolicyWeights| -> Result<Array2<f64>, TrainError> {
             let policy = Qwen2::detached(&self.model, weights);
             let mut all = Array2::zeros((completions.len(), sequences.width()));
             for rows in self.parts(sequences) {
@@ -327,19 +327,19 @@ impl Trainer {
         Ok((batch, gap))
     }
 
-    fn reward(&self, completion: &Completion, answer: i64) -> Result<Reward, TrainError> {
+    fn reward(&self, completion: &SampledCompletion, answer: i64) -> Result<Reward, TrainError> {
         let ids = completion.ids.strip_suffix(&[self.tokenizer.end()]).unwrap_or(&completion.ids);
-        Ok(Reward::of(&self.tokenizer.decode(ids)?, completion.ended, answer))
+        Ok(Reward::from_text(&self.tokenizer.decode(ids)?, completion.ended, answer))
     }
 
-    fn evaluation(&self) -> Result<Evaluation, TrainError> {
+    fn evaluation(&self) -> Result<GreedyEvaluation, TrainError> {
         let policy = Qwen2::detached(&self.model, &self.weights);
         let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
-        let distribution = Distribution::of(&self.config.loss);
+        let distribution = Distribution::from_spec(&self.config.loss);
         let mut sum = Reward::default();
         for exercises in self.evaluate.chunks(EVALUATED_AT_ONCE) {
             let prompts: Vec<&[u32]> = exercises.iter().map(|exercise| exercise.prompt.as_slice()).collect();
-            let completions = generate(&policy, &prompts, room, end, &distribution, Sampling::Greedy)?;
+            let completions = generate(&policy, &prompts, room, end, &distribution, TokenSampling::Greedy)?;
             for (completion, exercise) in completions.iter().zip(exercises) {
                 let reward = self.reward(completion, exercise.answer)?;
                 sum.answer += reward.answer;
@@ -348,14 +348,14 @@ impl Trainer {
         }
         let count = self.evaluate.len() as f64;
         let (answer, format) = (sum.answer / count, sum.format / count);
-        Ok(Evaluation { reward: answer + format, answer, format })
+        Ok(GreedyEvaluation { reward: answer + format, answer, format })
     }
 
     /// New weights from completions and what their losses are told of them.
     fn update(
         &self,
         optimizer: &mut AdamW,
-        sequences: &Sequences,
+        sequences: &PromptedSequences,
         whole: &SeparableBatch,
         observer: &mut dyn Observer,
     ) -> Result<Updated, TrainError> {
@@ -363,18 +363,18 @@ impl Trainer {
         let mut updated = Updated::default();
         let (epochs, step) = (self.config.update.ppo_epochs, self.step + 1);
         let policy = Qwen2::recorded(&self.model, &self.weights);
-        let counted = |batch: &Batch| batch.mask.iter().filter(|counts| **counts).count() as f64;
+        let counted = |batch: &TrainBatch| batch.mask.iter().filter(|counts| **counts).count() as f64;
         let tokens = counted(whole.batch()).max(1.0);
         for epoch in 0..epochs {
-            let mut gradients = Gradients::new();
-            let kept = || Summed::of(whole.batch().mask.dim(), (self.model.vocab_size, self.model.hidden_size));
+            let mut gradients = WeightGradients::new();
+            let kept = || PartSums::zeros(whole.batch().mask.dim(), (self.model.vocab_size, self.model.hidden_size));
             let mut kept = observer.wants(step, epoch).then(|| meter.apart(kept));
             for (part, rows) in self.parts(sequences).enumerate() {
                 let sequences = sequences.rows(rows.clone());
                 let (spec, batch) = whole.part(rows.clone(), sequences.width());
                 let hidden = sequences.hidden(&policy)?;
                 let arm = self.arm.under(&spec)?;
-                let work = Graded { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
+                let work = LossStepInputs { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
                 let started = Instant::now();
                 let (graded, bytes) = meter.most_bytes(|| work.step());
                 let graded = graded?;
@@ -411,7 +411,7 @@ impl Trainer {
     }
 
     /// The rows of each part of a batch.
-    fn parts(&self, sequences: &Sequences) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn parts(&self, sequences: &PromptedSequences) -> impl Iterator<Item = Range<usize>> + use<> {
         let rows = sequences.completions.len();
         let part = rows / self.config.update.micro_batches;
         (0..rows).step_by(part).map(move |first| first..first + part)
@@ -432,7 +432,7 @@ struct Updated {
 }
 
 impl Updated {
-    fn add(&mut self, graded: &GradedStep, of_tokens: f64, of_losses: f64) {
+    fn add(&mut self, graded: &LossStepResult, of_tokens: f64, of_losses: f64) {
         self.loss += f64::from(graded.loss) * of_losses;
         let (sum, metrics) = (&mut self.metrics, &graded.metrics);
         if let Some(kl) = metrics.kl_mean {
@@ -445,7 +445,7 @@ impl Updated {
     }
 }
 
-fn digest(completions: &[Completion]) -> String {
+fn digest(completions: &[SampledCompletion]) -> String {
     let mut hash = Sha256::new();
     for completion in completions {
         hash.update((completion.ids.len() as u64).to_le_bytes());
@@ -466,9 +466,9 @@ fn reference_policy(
     disk: &Disk,
     fingerprint: &str,
     model: &Qwen2Config,
-    weights: &Weights,
+    weights: &PolicyWeights,
     step: usize,
-) -> Result<Weights, TrainError> {
+) -> Result<PolicyWeights, TrainError> {
     let path = disk.folder().join("reference.safetensors");
     if step == 0 {
         checkpoint::write(disk, &path, 0, weights, &AdamW::default(), fingerprint)?;

@@ -10,12 +10,12 @@ use rand_chacha::ChaCha8Rng;
 use super::checkpoint;
 use super::config::{TrainConfig, WarmStart};
 use super::disk::Disk;
-use super::loss_step::Graded;
-use super::optimizer::{AdamW, AdamWConfig, Gradients};
-use super::qwen2::{Qwen2, Weights};
-use super::sequences::Sequences;
+use super::loss_step::LossStepInputs;
+use super::optimizer::{AdamW, AdamWConfig, WeightGradients};
+use super::qwen2::{PolicyWeights, Qwen2};
+use super::sequences::PromptedSequences;
 use super::task::Prompted;
-use super::{Arm, GrpoLoss, TrainError};
+use super::{GrpoLoss, LossArm, TrainError};
 use crate::checkpoint::Qwen2Config;
 use assay_core::spec::{LossSpec, Objective, OldLogp};
 
@@ -25,10 +25,10 @@ pub(super) fn warm(
     fingerprint: &str,
     config: &TrainConfig,
     model: &Qwen2Config,
-    weights: Weights,
+    weights: PolicyWeights,
     train: &[Prompted],
     stop: &AtomicBool,
-) -> Result<Weights, TrainError> {
+) -> Result<PolicyWeights, TrainError> {
     let Some(WarmStart { steps, batch, learning_rate, cache }) = &config.warm_start else { return Ok(weights) };
     let path = cache.clone().unwrap_or_else(|| config.out.join("warm_start.safetensors"));
     if path.exists() {
@@ -45,7 +45,7 @@ pub(super) fn warm(
         temperature_divides,
         ..LossSpec::default()
     };
-    let arm = Arm::Kernel(Box::new(GrpoLoss::native(cross_entropy)));
+    let arm = LossArm::Kernel(Box::new(GrpoLoss::native(cross_entropy)));
     let settings = AdamWConfig { learning_rate: *learning_rate, ..config.update.optimizer.clone() };
     let mut optimizer = AdamW::default();
     let policy = Qwen2::recorded(model, &weights);
@@ -56,15 +56,15 @@ pub(super) fn warm(
             });
         }
         let exercises = drawn(train.len(), step * batch, *batch, !config.seed);
-        let sequences = Sequences {
+        let sequences = PromptedSequences {
             prompts: exercises.iter().map(|&i| train[i].prompt.as_slice()).collect(),
             completions: exercises.iter().map(|&i| train[i].solution.as_slice()).collect(),
             counts: vec![true; exercises.len()],
         };
         let batch = sequences.batch(Array1::ones(exercises.len()), None);
         let hidden = sequences.hidden(&policy)?;
-        let graded = Graded { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch }.step()?;
-        let mut gradients = Gradients::new();
+        let graded = LossStepInputs { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch }.step()?;
+        let mut gradients = WeightGradients::new();
         graded.through(&hidden, policy.lm_head(), &mut gradients, &weights)?;
         optimizer.step(&settings, &weights, gradients)?;
     }

@@ -1,19 +1,19 @@
 //! The learning gate: whether two arms reach the same rewards, within the baseline's own spread.
 
-use super::{Pair, Run};
+use super::{AbPair, AbRun};
 use assay_schema::ab::Verdict;
 
 /// Student's t, two-sided at 1 %, for 1, 2, … degrees of freedom.
 const T: [f64; 9] = [63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250];
 
 /// Computes the mean reward of the second half of a run's steps.
-fn learned(run: &Run) -> f64 {
+fn learned(run: &AbRun) -> f64 {
     let rewards: Vec<f64> = run.records.iter().map(|record| record.reward).collect();
     mean(&rewards[rewards.len() / 2..])
 }
 
 /// Computes the mean reward of the first tenth of a run's steps.
-fn begun(run: &Run) -> f64 {
+fn begun(run: &AbRun) -> f64 {
     let rewards: Vec<f64> = run.records.iter().map(|record| record.reward).collect();
     mean(&rewards[..rewards.len().div_ceil(10)])
 }
@@ -32,7 +32,7 @@ fn mean(values: &[f64]) -> f64 {
 /// Arms that differ by rounding come apart no further than those that draw other completions: of a kernel that learns as the
 /// baseline does at most 1 % of the sets of seeds are beyond. The kernel's own spread decides nothing. Nothing is decided either
 /// where a run that stays where the baseline began would pass too; the line then says so.
-pub(super) fn verdict(pairs: &[Pair]) -> Verdict {
+pub(super) fn verdict(pairs: &[AbPair]) -> Verdict {
     let n = pairs.len();
     let [baseline, kernel] = [0, 1].map(|side| pairs.iter().map(|pair| learned(&pair.runs[side])).collect::<Vec<_>>());
     let difference = mean(&kernel) - mean(&baseline);

@@ -3,7 +3,7 @@
 //! Two things are decided. The losses of judged steps, the parts of a batch summed, are compared with the f64 reference on that
 //! step's own hidden states, and a first update's ratio must be 1: that reveals a wrong loss. The rewards of the second half of
 //! the steps are compared with the baseline's, within the baseline's own spread (`learning`): that reveals a run that does not
-//! learn. [`Control`]s are arms that are wrong on purpose; the gates that reject each of them show what a verdict is worth.
+//! learn. [`AbControl`]s are arms that are wrong on purpose; the gates that reject each of them show what a verdict is worth.
 
 mod controls;
 mod learning;
@@ -15,13 +15,13 @@ use std::sync::atomic::AtomicBool;
 use ndarray::arr0;
 use serde::{Deserialize, Serialize};
 
-pub use controls::Control;
+pub use controls::AbControl;
 
-use super::complete::{Progress, Trained, complete_by};
+use super::complete::{RunProgress, TrainedRun, complete_by};
 use super::disk::Disk;
-use super::metrics::{Evaluation, Record};
+use super::metrics::{GreedyEvaluation, StepRecord};
 use super::trainer::CHECKPOINT;
-use super::{Arm, LossStep, Observer, OffPolicy, Summary, TrainConfig, TrainError};
+use super::{LossArm, LossStep, Observer, OffPolicy, RunSummary, TrainConfig, TrainError};
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
@@ -38,7 +38,7 @@ const JUDGED: [Output; 3] = [Output::Loss, Output::Dhidden, Output::DlmHead];
 /// The number of seeds of an A/B run, and the steps that are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Plan {
+pub struct AbPlan {
     /// The number of pairs of runs, of consecutive seeds from the settings' own on.
     pub seeds: u64,
     /// The losses of every so many steps are judged, from step 1 on; `None`: of none.
@@ -49,11 +49,11 @@ pub struct Plan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contestant {
     /// One of the two arms.
-    Side(Side),
+    Side(AbSide),
     /// The baseline, with other random numbers in its rollouts: how far two runs of one seed come apart.
     Redrawn,
     /// An arm that is wrong on purpose.
-    Control(Control),
+    Control(AbControl),
 }
 
 impl Contestant {
@@ -69,53 +69,53 @@ impl Contestant {
 /// One of the two arms of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Side {
+pub enum AbSide {
     /// The loss by candle's own operations.
     Baseline,
     /// The loss by the kernel under test.
     Kernel,
 }
 
-impl Side {
+impl AbSide {
     /// Both sides, in the order of [`Comparison::arms`].
-    pub const BOTH: [Side; 2] = [Side::Baseline, Side::Kernel];
+    pub const BOTH: [AbSide; 2] = [AbSide::Baseline, AbSide::Kernel];
 
     /// Returns its name in tables, folders and JSON.
     pub fn name(self) -> &'static str {
         match self {
-            Side::Baseline => "baseline",
-            Side::Kernel => "kernel",
+            AbSide::Baseline => "baseline",
+            AbSide::Kernel => "kernel",
         }
     }
 }
 
 /// One arm of one seed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Run {
+pub struct AbRun {
     /// The run in a few numbers.
-    pub summary: Summary,
+    pub summary: RunSummary,
     /// The verdicts on its loss steps against the reference.
-    pub judged: Judged,
+    pub judged: JudgedLossSteps,
     /// The record of each step.
-    pub records: Vec<Record>,
+    pub records: Vec<StepRecord>,
 }
 
 /// The errors of the judged loss steps of a run against the reference.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Judged {
+pub struct JudgedLossSteps {
     /// The arithmetic class whose limits apply.
     pub class: String,
     /// The number of loss steps that were judged.
     pub steps: usize,
     /// The worst comparison of each output.
-    pub outputs: BTreeMap<&'static str, Worst>,
+    pub outputs: BTreeMap<&'static str, WorstError>,
     /// The first updates whose ratio was not 1, of all steps.
     pub off_policy: Vec<String>,
 }
 
 /// The comparison of one output that went furthest beyond its limit, or came closest to it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Worst {
+pub struct WorstError {
     /// The largest error, as a multiple of its limit.
     pub share: f64,
     /// Whether every gate was passed.
@@ -126,13 +126,13 @@ pub struct Worst {
 
 /// Both arms of one seed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Pair {
+pub struct AbPair {
     /// The seed of parameters, data and sampling.
     pub seed: u64,
-    /// The runs of both arms, in the order of [`Side::BOTH`].
-    pub runs: [Run; 2],
+    /// The runs of both arms, in the order of [`AbSide::BOTH`].
+    pub runs: [AbRun; 2],
     /// The run of the baseline, [redrawn](Contestant::Redrawn).
-    pub redrawn: Option<Run>,
+    pub redrawn: Option<AbRun>,
 }
 
 /// Makes the runs of `contestant` under `plan`, one a seed, each in a folder of its own within that of `config`. Each starts
@@ -143,18 +143,18 @@ pub struct Pair {
 /// As of [`complete`](super::complete()); [`TrainError::Judge`] where a step cannot be judged.
 pub fn runs(
     config: &TrainConfig,
-    plan: Plan,
+    plan: AbPlan,
     contestant: Contestant,
     plugin: Option<&Path>,
     stop: &AtomicBool,
-    progress: &mut (dyn FnMut(Progress) + Send),
-) -> Result<Vec<Run>, TrainError> {
+    progress: &mut (dyn FnMut(RunProgress) + Send),
+) -> Result<Vec<AbRun>, TrainError> {
     let mut run = |seed: u64| {
         let folder = config.out.join(format!("seed-{seed}"));
         let mut settings = config.clone();
         settings.seed = seed;
         settings.out = folder.join(contestant.name());
-        settings.kernel.enabled = ![Contestant::Side(Side::Baseline), Contestant::Redrawn].contains(&contestant);
+        settings.kernel.enabled = ![Contestant::Side(AbSide::Baseline), Contestant::Redrawn].contains(&contestant);
         if contestant == Contestant::Redrawn {
             settings.rollout.draw += 1;
         }
@@ -164,7 +164,7 @@ pub fn runs(
         let disk = Disk::open(&settings.out)?;
         disk.forget(&settings.out.join(CHECKPOINT))?;
         let (settings, arm) = match contestant {
-            Contestant::Side(_) | Contestant::Redrawn => (settings.clone(), Arm::of(&settings, plugin)?),
+            Contestant::Side(_) | Contestant::Redrawn => (settings.clone(), LossArm::from_config(&settings, plugin)?),
             Contestant::Control(control) => {
                 let settings = control.settings(&settings);
                 let arm = control.arm(&settings.loss);
@@ -172,33 +172,33 @@ pub fn runs(
             }
         };
         let class = match &arm {
-            Arm::Kernel(grpo) => grpo.class_on_hidden(),
-            Arm::Candle(_) => BASELINE_CLASS.into(),
+            LossArm::Kernel(grpo) => grpo.class_on_hidden(),
+            LossArm::Candle(_) => BASELINE_CLASS.into(),
         };
-        let judged = Judged { class, steps: 0, outputs: BTreeMap::new(), off_policy: Vec::new() };
+        let judged = JudgedLossSteps { class, steps: 0, outputs: BTreeMap::new(), off_policy: Vec::new() };
         // By the loss that was asked for, whatever the arm makes of it.
-        let mut judge = Judge { loss: config.loss.clone(), every: plan.judge_every, judged };
-        let Trained { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
-        Ok(Run { summary, judged: judge.judged, records: trainer.records().to_vec() })
+        let mut judge = LossStepJudge { loss: config.loss.clone(), every: plan.judge_every, judged };
+        let TrainedRun { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
+        Ok(AbRun { summary, judged: judge.judged, records: trainer.records().to_vec() })
     };
     (0..plan.seeds).map(|i| run(config.seed + i)).collect()
 }
 
 /// The runs of both arms by their seeds, the first of which is that of `config`, and the baseline's redrawn where there are any.
-pub fn pairs(config: &TrainConfig, baseline: &[Run], redrawn: &[Run], kernel: &[Run]) -> Vec<Pair> {
+pub fn pairs(config: &TrainConfig, baseline: &[AbRun], redrawn: &[AbRun], kernel: &[AbRun]) -> Vec<AbPair> {
     let runs = baseline.iter().zip(kernel).map(|(baseline, kernel)| [baseline.clone(), kernel.clone()]);
-    let pair = |(i, (seed, runs)): (usize, _)| Pair { seed, runs, redrawn: redrawn.get(i).cloned() };
+    let pair = |(i, (seed, runs)): (usize, _)| AbPair { seed, runs, redrawn: redrawn.get(i).cloned() };
     (config.seed..).zip(runs).enumerate().map(pair).collect()
 }
 
 /// Holds the whole batch's loss of every so many steps against the reference, in each of their epochs.
-struct Judge {
+struct LossStepJudge {
     loss: LossSpec,
     every: Option<u64>,
-    judged: Judged,
+    judged: JudgedLossSteps,
 }
 
-impl Observer for Judge {
+impl Observer for LossStepJudge {
     fn wants(&self, step: usize, _: usize) -> bool {
         self.every.is_some_and(|every| (step as u64 - 1).is_multiple_of(every))
     }
@@ -224,7 +224,7 @@ fn words(verdict: &judge::Verdict) -> String {
     }
 }
 
-impl Judged {
+impl JudgedLossSteps {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
         let problem = step.problem()?;
         let candidate = HeadCandidate {
@@ -245,7 +245,7 @@ impl Judged {
         let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
-            let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| Worst {
+            let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| WorstError {
                 share: 0.0,
                 passed: true,
                 at: String::new(),
@@ -262,7 +262,7 @@ impl Judged {
     }
 }
 
-impl Pair {
+impl AbPair {
     /// Counts the steps, from the first on, in which both arms sampled the same tokens.
     pub fn equal_steps(&self) -> usize {
         let [baseline, kernel] = &self.runs;
@@ -271,7 +271,7 @@ impl Pair {
     }
 
     /// The largest difference of what `of` says of these steps.
-    fn largest_difference(&self, of: fn(&Record) -> f64) -> f64 {
+    fn largest_difference(&self, of: fn(&StepRecord) -> f64) -> f64 {
         let [baseline, kernel] = &self.runs;
         let both = baseline.records.iter().zip(&kernel.records).take(self.equal_steps());
         both.map(|(a, b)| (of(a) - of(b)).abs()).fold(0.0, f64::max)
@@ -283,13 +283,13 @@ impl Pair {
 /// Loss and gradients of the kernel's judged steps have to be within their derived limits, the ratios of its first updates 1, and
 /// its rewards those of the baseline within the baseline's spread, where there is more than one seed. `controls` have to fail.
 /// The rest informs.
-pub fn comparison(config: &TrainConfig, pairs: &[Pair], controls: &[(Control, Vec<Pair>)]) -> Comparison {
-    let implementation = |side: Side| match side {
-        Side::Baseline => "candle's log_softmax, gather and autograd".to_string(),
-        Side::Kernel => config.kernel.implementation.clone(),
+pub fn comparison(config: &TrainConfig, pairs: &[AbPair], controls: &[(AbControl, Vec<AbPair>)]) -> Comparison {
+    let implementation = |side: AbSide| match side {
+        AbSide::Baseline => "candle's log_softmax, gather and autograd".to_string(),
+        AbSide::Kernel => config.kernel.implementation.clone(),
     };
-    let curve = |run: &Run| run.records.iter().map(step_of).collect();
-    let arm = |side: Side| schema::Arm {
+    let curve = |run: &AbRun| run.records.iter().map(step_of).collect();
+    let arm = |side: AbSide| schema::Arm {
         name: side.name().into(),
         implementation: implementation(side),
         runs: pairs
@@ -301,17 +301,17 @@ pub fn comparison(config: &TrainConfig, pairs: &[Pair], controls: &[(Control, Ve
     let verdicts = verdicts(pairs);
     let pass = verdicts.iter().all(|verdict| verdict.pass != Some(false));
     let told = controls.iter().all(|control| !control.failed.is_empty());
-    Comparison { pass: pass && told, arms: Side::BOTH.map(arm), verdicts, controls }
+    Comparison { pass: pass && told, arms: AbSide::BOTH.map(arm), verdicts, controls }
 }
 
 /// Decides which gates a control fails, and how its rewards compare with the baseline's.
-fn told(control: Control, pairs: &[Pair]) -> schema::Control {
+fn told(control: AbControl, pairs: &[AbPair]) -> schema::Control {
     let verdicts = verdicts(pairs);
     let failed = verdicts.iter().filter(|verdict| verdict.pass == Some(false)).map(|verdict| verdict.what.clone());
     schema::Control { name: control.name().into(), failed: failed.collect(), learning: learning::verdict(pairs) }
 }
 
-fn step_of(record: &Record) -> Step {
+fn step_of(record: &StepRecord) -> Step {
     Step {
         step: record.step as u64,
         loss: record.loss,
@@ -325,11 +325,11 @@ fn step_of(record: &Record) -> Step {
 }
 
 /// A measurement of a step, and its name in tables.
-type Measured = (&'static str, fn(&Record) -> f64);
+type StepMeasurement = (&'static str, fn(&StepRecord) -> f64);
 
 /// Agreement, which is decided, and cost, which is shown.
-fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
-    let is_judged = pairs.iter().any(|pair| pair.runs[Side::Kernel as usize].judged.steps > 0);
+fn verdicts(pairs: &[AbPair]) -> Vec<Verdict> {
+    let is_judged = pairs.iter().any(|pair| pair.runs[AbSide::Kernel as usize].judged.steps > 0);
     let judged = JUDGED.iter().filter(|_| is_judged);
     let mut all: Vec<Verdict> = judged.map(|output| within_limits(pairs, output.name())).collect();
     let informed = |what: &str, difference: f64| Verdict {
@@ -340,14 +340,14 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
         limit: None,
         pass: None,
     };
-    let least = pairs.iter().map(Pair::equal_steps).min().unwrap_or(0);
-    let largest = |of: fn(&Record) -> f64| pairs.iter().map(|pair| pair.largest_difference(of)).fold(0.0, f64::max);
+    let least = pairs.iter().map(AbPair::equal_steps).min().unwrap_or(0);
+    let largest = |of: fn(&StepRecord) -> f64| pairs.iter().map(|pair| pair.largest_difference(of)).fold(0.0, f64::max);
     all.push(informed("steps from the first on with the same tokens in both arms", least as f64));
     all.push(informed("loss of these steps, largest difference", largest(|record| record.loss)));
     all.push(informed("gradient norm of these steps, largest difference", largest(|record| record.grad_norm)));
     all.push(first_updates(pairs));
     all.push(learning::verdict(pairs));
-    let shown = |what: &str, of: fn(&Run) -> f64| {
+    let shown = |what: &str, of: fn(&AbRun) -> f64| {
         let [baseline, kernel] =
             [0, 1].map(|side| pairs.iter().map(|pair| of(&pair.runs[side])).sum::<f64>() / pairs.len() as f64);
         let (difference, baseline, kernel) = (Some(kernel - baseline), Some(baseline), Some(kernel));
@@ -356,7 +356,7 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
     all.push(shown("evaluation reward at step 0, mean of the seeds", |run| evaluated(run.summary.before)));
     all.push(shown("final evaluation reward, mean of the seeds", |run| evaluated(run.summary.evaluation)));
     all.push(shown("final entropy, mean of the seeds", |run| run.summary.entropy));
-    let costs: [Measured; 5] = [
+    let costs: [StepMeasurement; 5] = [
         ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
         ("update, s, median; baseline / kernel", |record| record.update_s),
         ("whole step, s, median; baseline / kernel", |record| record.step_s),
@@ -364,7 +364,7 @@ fn verdicts(pairs: &[Pair]) -> Vec<Verdict> {
         ("update, bytes, median; baseline / kernel", |record| bytes(record.update_bytes)),
     ];
     all.extend(costs.map(|(what, of)| {
-        let [baseline, kernel] = Side::BOTH
+        let [baseline, kernel] = AbSide::BOTH
             .map(|side| median(pairs.iter().flat_map(|pair| &pair.runs[side as usize].records).map(of).collect()));
         let difference = Some(baseline / kernel);
         let (baseline, kernel) = (Some(baseline), Some(kernel));
@@ -390,13 +390,13 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 /// Whether every judged loss step of the kernel is within the derived bound. The baseline's are shown beside: what autograd
 /// in f32 loses is not the kernel's fault.
-fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
-    let of = |side: Side| pairs.iter().map(move |pair| &pair.runs[side as usize].judged);
-    let mut of_kernel = of(Side::Kernel).map(|judged| judged.outputs.get(output));
-    let [baseline, kernel] = Side::BOTH.map(|side| {
+fn within_limits(pairs: &[AbPair], output: &str) -> Verdict {
+    let of = |side: AbSide| pairs.iter().map(move |pair| &pair.runs[side as usize].judged);
+    let mut of_kernel = of(AbSide::Kernel).map(|judged| judged.outputs.get(output));
+    let [baseline, kernel] = AbSide::BOTH.map(|side| {
         of(side).filter_map(|judged| judged.outputs.get(output)).map(|worst| worst.share).fold(0.0, f64::max)
     });
-    let steps: usize = Side::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
+    let steps: usize = AbSide::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
     Verdict {
         what: format!("{output}, worst error / limit of {steps} losses of a whole batch against the reference"),
         baseline: Some(baseline),
@@ -408,7 +408,7 @@ fn within_limits(pairs: &[Pair], output: &str) -> Verdict {
 }
 
 /// Whether the ratio of every rollout's first update was 1 within rounding.
-fn first_updates(pairs: &[Pair]) -> Verdict {
+fn first_updates(pairs: &[AbPair]) -> Verdict {
     let [baseline, kernel] =
         [0, 1].map(|side| pairs.iter().map(|pair| pair.runs[side].judged.off_policy.len()).sum::<usize>() as f64);
     Verdict {
@@ -421,7 +421,7 @@ fn first_updates(pairs: &[Pair]) -> Verdict {
     }
 }
 
-fn evaluated(evaluation: Option<Evaluation>) -> f64 {
+fn evaluated(evaluation: Option<GreedyEvaluation>) -> f64 {
     evaluation.map_or(f64::NAN, |evaluation| evaluation.reward)
 }
 
