@@ -257,7 +257,7 @@ impl KernelOutcome {
         cell.standard += u64::from(verdict.grade == Some(Grade::Standard));
         cell.nonfinite += u64::from(verdict.tally.nonfinite.or(verdict.tally.silent).is_some());
         cell.kappa = cell.kappa.max(verdict.tally.kappa_seen);
-        cell.share = cell.share.max(verdict.tally.worst.map_or(0.0, |worst| worst.share()));
+        cell.share = cell.share.max(verdict.tally.worst.map_or(0.0, |worst| worst.error_over_limit()));
     }
 
     fn fail(&mut self, case: &PanelCase, gate: &str, replay: String, words: String) {

@@ -177,7 +177,7 @@ impl<P: Subject> MutantTrial<'_, P> {
 fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradient>) -> bool {
     let gates = [Output::Loss, Output::Logp, Output::Entropy, Output::TokenLoss, Output::Dlogits];
     gates.into_iter().all(|output| {
-        let gate = Gate::of(output, Model::Elementwise);
+        let gate = Gate::new(output, Model::Elementwise);
         let (a, b) = (values::<P>(a, gate), values::<P>(b, gate));
         a.len() == b.len() && a.iter().zip(&b).all(|(x, y)| x == y || (x.is_nan() && y.is_nan()))
     })

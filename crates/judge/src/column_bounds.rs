@@ -1,73 +1,74 @@
-//! How far each column of a token's dlogits may be off: of the conditions in [`condition`](super::condition), those of dlogits.
+//! [`DlogitsCondition`]: the bounds of a token's dlogits, one per vocabulary entry, derived in [`condition`](super::condition).
 //!
-//! Term by term, each over all columns: there are millions, and a loop without a branch is one of vectors.
+//! The bounds are evaluated term by term, each over all columns: there are millions, and a loop without a branch is vectorised.
 
 use super::condition::{
-    Alternative, Bound, Condition, FLUSHED, flushed_of_grad, grad_terms, of_sum, response, transform_rounding,
+    BranchAlternative, Condition, ErrorBound, FLUSHED, grad_flushed, grad_terms, response, sum_error,
+    transform_rounding,
 };
 use super::tolerance::Grade;
 use assay_core::spec::RatioLevel;
-use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
+use assay_reference::{TokenColumns, Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenInputs};
 
-/// How far columns may be off: `κ·u·scale + floor`.
+/// The bounds `κ·u·scale + floor` of the errors of some columns.
 #[derive(Clone, Debug)]
-pub(super) struct Bounds {
-    /// What `κ·u` multiplies.
+pub(super) struct ColumnErrors {
+    /// The parts that `κ·u` multiplies.
     pub(super) scale: Vec<f64>,
-    /// What nothing does.
+    /// The parts that nothing multiplies.
     pub(super) floor: Vec<f64>,
 }
 
-/// How far columns of dlogits may be off, and of that what all columns of a row have in common, each in proportion to its
-/// probability.
+/// The bounds of some columns of dlogits, and the parts of them that add up differently in a product with a head.
 #[derive(Clone, Debug)]
-pub(super) struct ColumnBounds {
-    /// All of it.
-    pub(super) whole: Bounds,
-    /// Of it, what has one sign in all columns but the target: errors of `G` and of the softmax's sum.
-    pub(super) common: Bounds,
-    /// Of it, what all tokens of a row have in common, whose ratio is one: errors of that ratio; 0 where each has its own.
-    pub(super) of_ratio: Bounds,
-    /// Of the floor, what f32 flushes to 0, which has one sign too.
+pub(super) struct ColumnErrorParts {
+    /// The whole bound of each column.
+    pub(super) whole: ColumnErrors,
+    /// The part that has one sign in all columns but the target, in proportion to their probabilities: errors of `G` and of the softmax's
+    /// sum.
+    pub(super) common: ColumnErrors,
+    /// The part that all tokens of a sequence with a shared ratio have in common; 0 if each token has a ratio of its own.
+    pub(super) of_ratio: ColumnErrors,
+    /// The part of the floor that f32 flushes to 0, which has one sign too.
     pub(super) flushed: Vec<f64>,
 }
 
-/// The dlogits of a token, were it on one of its alternatives: what its columns have in common.
+/// The condition of a token's dlogits on one of its branches, as far as it does not depend on the column.
 pub(super) struct DlogitsCondition<'c> {
     reference: &'c Reference<'c>,
     token: &'c Token,
     condition: &'c Condition,
-    /// `G_abs`; of several ids, `W`.
+    /// The size `G_abs` of the gradient's terms; `W` if the token has several ids.
     grad: f64,
     /// The token's ids, each once.
-    targets: Vec<Target>,
-    /// By how much of its terms' sizes a sum of their gradients may be off.
+    targets: Vec<TargetColumn>,
+    /// The relative error of the sum of the ids' gradients.
     summed: f64,
-    /// `ΔG`.
-    moved: Bound,
-    /// What of `G` may be flushed, in units of [`FLUSHED`].
+    /// The movement `ΔG` of the gradient by logp.
+    moved: ErrorBound,
+    /// The part of `G` that may be flushed, in units of [`FLUSHED`].
     flushed: f64,
-    /// `|E|`.
+    /// The size `|E|` of the gradient by entropy.
     grad_entropy: f64,
-    /// What rounding transformed logits adds to a gap.
+    /// The error that rounding transformed logits adds to a gap, in units of `u`.
     rounded: f64,
 }
 
-/// An id of the token.
+/// The column of one of the token's ids.
 #[derive(Clone, Copy)]
-struct Target {
+struct TargetColumn {
     id: usize,
-    /// `C`: `G_abs` of all of the places that it stands at.
+    /// The sum `C` of `G_abs` over the places of this id.
     own: f64,
-    /// `R`: that of the places where it does not.
+    /// The sum `R` of `G_abs` over the places of the other ids.
     rest: f64,
-    /// `1 − p_y`
+    /// The probability `1 − p_y` of all other columns.
     others: f64,
 }
 
-impl Target {
-    /// Those of a token, the first of whose gradients by logp has terms of the size `grad`.
-    fn all(reference: &Reference, token: &Token, grad: f64) -> Vec<Self> {
+impl TargetColumn {
+    /// Lists the ids of a token, whose first has gradient terms of the size `grad`.
+    fn list(reference: &Reference, token: &Token, grad: f64) -> Vec<Self> {
         let first = (token.id, grad, token.probability_of_others);
         let others = reference.others(token).iter();
         let others = others.map(|other| (other.id, other.grad_logp.abs(), other.probability_of_others));
@@ -83,21 +84,21 @@ impl Target {
     }
 }
 
-impl Bounds {
+impl ColumnErrors {
     fn new(columns: usize) -> Self {
         Self { scale: vec![0.0; columns], floor: vec![0.0; columns] }
     }
 
-    /// Both of a column.
-    pub(super) fn at(&self, v: usize) -> Bound {
-        Bound { scale: self.scale[v], floor: self.floor[v] }
+    /// Returns the bound of column `v`.
+    pub(super) fn at(&self, v: usize) -> ErrorBound {
+        ErrorBound { scale: self.scale[v], floor: self.floor[v] }
     }
 
-    fn set(&mut self, v: usize, Bound { scale, floor }: Bound) {
+    fn set(&mut self, v: usize, ErrorBound { scale, floor }: ErrorBound) {
         (self.scale[v], self.floor[v]) = (scale, floor);
     }
 
-    fn in_proportion(bound: Bound, shares: &[f64]) -> Self {
+    fn in_proportion(bound: ErrorBound, shares: &[f64]) -> Self {
         let times = |factor: f64| shares.iter().map(|share| share * factor).collect();
         Self { scale: times(bound.scale), floor: times(bound.floor) }
     }
@@ -108,7 +109,7 @@ impl Bounds {
         }
     }
 
-    /// The larger scale and the larger floor of each column.
+    /// Takes the larger scale and the larger floor of each column.
     pub(super) fn or(mut self, other: &Self) -> Self {
         let larger = |(ours, theirs): (&mut f64, &f64)| *ours = ours.max(*theirs);
         self.scale.iter_mut().zip(&other.scale).for_each(larger);
@@ -118,33 +119,34 @@ impl Bounds {
 }
 
 impl<'c> DlogitsCondition<'c> {
-    pub(super) fn of(
+    pub(super) fn new(
         condition: &'c Condition,
         reference: &'c Reference<'c>,
         token: &'c Token,
-        alternative: &Alternative,
+        alternative: &BranchAlternative,
     ) -> Self {
         let spec = reference.spec();
-        let Alternative { branch, coupling } = alternative;
+        let BranchAlternative { branch, coupling } = alternative;
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
         let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, condition.grade);
         let through_ratio = match spec.ratio.level {
             RatioLevel::Token => branch.slope * by_log_ratio,
             RatioLevel::SequenceToken => by_log_ratio,
-            RatioLevel::Sequence | RatioLevel::SequenceProduct => branch.slope * token.share * condition.row.sum,
+            RatioLevel::Sequence | RatioLevel::SequenceProduct => branch.slope * token.share * condition.shared.sum,
         };
         let mut moved = response(spec, &token.inputs, condition.moves, &on_branch);
-        let mut flushed = flushed_of_grad(spec, token, branch, condition.grade);
+        let mut flushed = grad_flushed(spec, token, branch, condition.grade);
         if spec.ratio.level.is_shared() {
-            moved.scale += branch.slope * token.share * condition.row.moved.scale;
-            moved.floor += branch.slope * token.share * condition.row.moved.floor;
-            flushed += token.share * condition.row.flushed;
+            moved.scale += branch.slope * token.share * condition.shared.moved.scale;
+            moved.floor += branch.slope * token.share * condition.shared.moved.floor;
+            flushed += token.share * condition.shared.flushed;
         }
         let grad_entropy = token.grad_entropy.abs();
         let rounded = transform_rounding(spec, token.logp_softmax.stats.max);
+        // The first id has the policy's and the KL's terms; the others have a cotangent each.
         let of_first = by_logp + through_ratio;
-        let targets = Target::all(reference, token, of_first);
+        let targets = TargetColumn::list(reference, token, of_first);
         let others = reference.others(token);
         Self {
             reference,
@@ -152,7 +154,7 @@ impl<'c> DlogitsCondition<'c> {
             condition,
             grad: of_first + others.iter().map(|other| other.grad_logp.abs()).sum::<f64>(),
             targets,
-            summed: of_sum(others.len() + 1),
+            summed: sum_error(others.len() + 1),
             moved,
             flushed: flushed + others.len() as f64,
             grad_entropy,
@@ -160,28 +162,28 @@ impl<'c> DlogitsCondition<'c> {
         }
     }
 
-    /// Of `columns`, all of it.
-    pub(super) fn whole(&self, columns: &TokenColumns) -> Bounds {
+    /// ColumnErrors the dlogits of `columns`.
+    pub(super) fn whole(&self, columns: &TokenColumns) -> ColumnErrors {
         self.whole_and_flushed(columns).0
     }
 
-    /// Of `columns`, all of it and what they have in common.
-    pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnBounds {
+    /// ColumnErrors the dlogits of `columns`, and splits off the parts that they share.
+    pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnErrorParts {
         let (whole, flushed) = self.whole_and_flushed(columns);
         let p = &columns.logp().probabilities;
-        let [mut common, mut of_ratio] = [(); 2].map(|()| Bounds::new(p.len()));
+        let [mut common, mut of_ratio] = [(); 2].map(|()| ColumnErrors::new(p.len()));
         let t = 1.0 / self.token.temperature();
         if self.grad != 0.0 {
-            common = Bounds::in_proportion(self.common().times(t), p);
+            common = ColumnErrors::in_proportion(self.common().times(t), p);
             if self.token.inputs.row_log_ratio.is_some() {
                 let moved = self.moved.times(t);
-                of_ratio = Bounds::in_proportion(moved, p);
+                of_ratio = ColumnErrors::in_proportion(moved, p);
                 for (target, y) in self.targets_in(columns) {
                     of_ratio.set(y, moved.times(target.others));
                 }
             }
             for (_, y) in self.targets_in(columns) {
-                common.set(y, Bound::default());
+                common.set(y, ErrorBound::default());
             }
         }
         if let Some(slopes) = columns.slopes() {
@@ -189,39 +191,46 @@ impl<'c> DlogitsCondition<'c> {
             common.multiply(&slopes);
             of_ratio.multiply(&slopes);
         }
-        ColumnBounds { whole, common, of_ratio, flushed }
+        ColumnErrorParts { whole, common, of_ratio, flushed }
     }
 
-    /// The ids among `columns`, and where they stand.
-    fn targets_in(&self, columns: &TokenColumns) -> impl Iterator<Item = (Target, usize)> {
+    /// Iterates over the ids among `columns`, each with its place there.
+    fn targets_in(&self, columns: &TokenColumns) -> impl Iterator<Item = (TargetColumn, usize)> {
         self.targets.iter().filter_map(|target| Some((*target, columns.place_of(target.id)?)))
     }
 
-    /// Of a column other than a target whose probability is 1, before `1/T`: what has one sign in all of them.
-    fn common(&self) -> Bound {
+    /// ColumnErrors the part that has one sign in all columns but a target: for a probability of 1, and before `1/T`.
+    fn common(&self) -> ErrorBound {
         let softmax = &self.token.logp_softmax;
         let mean_gap = softmax.stats.mean_gap + self.rounded;
-        let error = self.condition.base.mean_error / softmax.divisor + self.condition.base.offsets[0];
-        Bound {
+        let error = self.condition.softmax.mean_error / softmax.divisor + self.condition.softmax.offsets[0];
+        ErrorBound {
             scale: self.grad * (1.0 + mean_gap) + self.moved.scale,
             floor: self.grad * (error + self.summed) + self.moved.floor,
         }
     }
 
-    /// Of a target's column, before `1/T`: of the policy's and the KL's gradient.
-    fn of_target(&self, Target { own, rest, others, .. }: Target, p: f64, gap: f64, error: f64) -> Bound {
+    /// ColumnErrors the gradients of policy and KL in a target's column, before `1/T`.
+    fn target_bound(
+        &self,
+        TargetColumn { own, rest, others, .. }: TargetColumn,
+        p: f64,
+        gap: f64,
+        error: f64,
+    ) -> ErrorBound {
         let Self { token, moved, summed, .. } = *self;
         let softmax = &token.logp_softmax;
         let (mean_gap, mean_error) =
-            (softmax.stats.mean_gap + self.rounded, self.condition.base.mean_error / softmax.divisor);
+            (softmax.stats.mean_gap + self.rounded, self.condition.softmax.mean_error / softmax.divisor);
         let gaps_of_others = (mean_gap - p * gap).max(0.0);
         let errors_of_others = (mean_error - p * error).max(0.0);
-        let offset = self.condition.base.offsets[0];
+        let offset = self.condition.softmax.offsets[0];
         let of_rest = rest * p * (1.0 + gap + mean_gap) + others * moved.scale;
         let scale = own * (others * (1.0 + mean_gap) + gaps_of_others) + of_rest;
+        // The textbook's G − G·p rounds G itself, and not only G·(1 − p).
         let textbook = own * (1.0 + p * (gap + mean_gap)) + of_rest;
         let sums = if self.is_standard() { own + (own + rest) * p } else { own * others + rest * p };
-        Bound {
+        ErrorBound {
             scale: if self.is_standard() { scale.max(textbook) } else { scale },
             floor: own * (others * mean_error + errors_of_others + p * offset)
                 + rest * p * (error + mean_error + offset)
@@ -234,23 +243,24 @@ impl<'c> DlogitsCondition<'c> {
         self.condition.grade == Grade::Standard
     }
 
-    /// All of it; and what of the floor is flushed.
-    fn whole_and_flushed(&self, columns: &TokenColumns) -> (Bounds, Vec<f64>) {
+    /// ColumnErrors the dlogits of `columns`, and returns the part of the floor that is flushed.
+    fn whole_and_flushed(&self, columns: &TokenColumns) -> (ColumnErrors, Vec<f64>) {
         let Self { reference, token, condition, grad, grad_entropy, rounded, .. } = *self;
         let spec = reference.spec();
         let (of_logp, of_entropy) = (columns.logp(), columns.entropy());
         let (p, q) = (&of_logp.probabilities, &of_entropy.probabilities);
-        let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.base);
+        let (logp, entropy, base) = (&token.logp_softmax, &token.entropy_softmax, &condition.softmax);
         let scale_of_logits = spec.logits.scale.abs();
         let errors: Option<Vec<f64>> = (!condition.errors.is_empty())
             .then(|| (columns.first()..).take(p.len()).map(|j| scale_of_logits * condition.errors.at(j)).collect());
         let gaps_of_logp = gaps(logp, of_logp, rounded);
 
-        let mut whole = Bounds::new(p.len());
-        // What is flushed, in units of FLUSHED.
+        let mut whole = ColumnErrors::new(p.len());
+        // The flushed part, in units of FLUSHED.
         let mut flushed = vec![1.0 + self.flushed; p.len()];
-        // Σ |terms| of the value itself, which a cap's slope is multiplied with.
+        // The sizes of the dlogit's own terms, which a softcap's slope multiplies.
         let mut value = spec.logits.softcap.map(|_| vec![0.0; p.len()]);
+        // The gradient by logp: p_j (G_abs(1 + a_j + ā) + ΔG), then the targets' columns.
         if grad != 0.0 {
             let common = self.common();
             for ((scale, &p), gap) in whole.scale.iter_mut().zip(p).zip(&gaps_of_logp) {
@@ -267,7 +277,7 @@ impl<'c> DlogitsCondition<'c> {
             }
             for (target, y) in self.targets_in(columns) {
                 let error = errors.as_ref().map_or(0.0, |errors| errors[y]) / logp.divisor;
-                whole.set(y, self.of_target(target, p[y], gaps_of_logp[y], error));
+                whole.set(y, self.target_bound(target, p[y], gaps_of_logp[y], error));
                 if let Some(value) = &mut value {
                     value[y] = target.own * target.others + target.rest * p[y];
                 }
@@ -278,6 +288,7 @@ impl<'c> DlogitsCondition<'c> {
                 flushed[y] += sum_of_others * self.targets.len() as f64;
             }
         }
+        // The entropy bonus: C_E, without 1/T.
         if grad_entropy > 0.0 {
             let mut spans =
                 if logp.divisor == entropy.divisor { gaps_of_logp } else { gaps(entropy, of_entropy, rounded) };
@@ -294,7 +305,7 @@ impl<'c> DlogitsCondition<'c> {
                 }
             }
             if self.is_standard() {
-                // |ln q_j|: the gap, and ln S. By how much that is more.
+                // The textbook's −q_j(ln q_j + H): |ln q_j| is the gap and ln S, more than the span by this.
                 let beside_gap = 2.0 + entropy.stats.log_sum + token.entropy - rounded - entropy.stats.mean_gap;
                 for v in 0..p.len() {
                     let (of_q, span) = (grad_entropy * q[v], spans[v]);
@@ -305,14 +316,15 @@ impl<'c> DlogitsCondition<'c> {
             value.iter_mut().flatten().zip(q.iter().zip(&spans)).for_each(|(value, (&q, span))| {
                 *value += grad_entropy * q * span;
             });
-            // ā may lose e·a of every column, at most where e is the smallest number that stays.
+            // ā may lose e·a of every column, which is largest where e is the smallest number that f32 keeps.
             let sum = entropy.stats.log_sum.exp();
             let lost_of_mean_gap = reference.shape().vocab as f64 * -FLUSHED.ln();
             for ((flushed, &q), span) in flushed.iter_mut().zip(q).zip(&spans) {
-                // And E/S, before e_j·(a_j − ā) multiplies it.
+                // E/S may be flushed too, before e_j·(a_j − ā) multiplies it.
                 *flushed += 1.0 + q * sum * span + grad_entropy * (1.0 + span + q * lost_of_mean_gap);
             }
         }
+        // A transform of logits multiplies everything by its slope.
         if let Some(slopes) = columns.slopes() {
             let slopes: Vec<f64> = slopes.iter().map(|slope| slope.abs()).collect();
             whole.multiply(&slopes);
@@ -326,7 +338,7 @@ impl<'c> DlogitsCondition<'c> {
                 whole.floor[v] += scale_of_logits * value * 2.0 * error / cap;
             }
         }
-        // What is flushed before the transform of logits is multiplied by its slope.
+        // What is flushed before the transform of logits is multiplied by its slope, and divided by the temperature.
         let flushed_once = FLUSHED / token.temperature().min(1.0);
         for flushed in &mut flushed {
             *flushed *= flushed_once;
@@ -340,9 +352,10 @@ impl<'c> DlogitsCondition<'c> {
     }
 }
 
-/// `a_j`, and what rounding adds to it; a column of probability 0 has no gap worth speaking of. `z` is the very quotient that the
-/// maximum is one of: a product by `1/T` may leave of the maximum's own gap not 0 but less, which is more than all that a row beside
-/// certainty has.
+/// Returns the gap `a_j` of each column with its rounding; 0 for a column of probability 0.
+///
+/// `z` is the quotient by `T` that the maximum was taken of: a product by `1/T` would leave the maximum's own gap a little below 0, which
+/// is more than everything else in a row that is nearly certain.
 fn gaps(softmax: &ScaledSoftmax, columns: &SoftmaxColumns, rounded: f64) -> Vec<f64> {
     let gap = |(z, &p): (&f64, &f64)| (if p == 0.0 { 0.0 } else { softmax.stats.max - z }) + rounded;
     columns.z.iter().zip(&columns.probabilities).map(gap).collect()

@@ -170,8 +170,8 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Of the tokens that are at no edge.
-    pub const fn of(output: Output, model: Model) -> Self {
+    /// Creates the gate of the tokens that are at no edge.
+    pub const fn new(output: Output, model: Model) -> Self {
         Self { output, model, edge: None }
     }
 

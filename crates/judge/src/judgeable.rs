@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 
-use super::condition::GIVEN;
 use super::diagnosis::{self, Diagnosis};
 use super::gate::Output;
 use super::invariance::Gradient;
@@ -115,7 +114,7 @@ impl Judgeable for Problem {
         candidate: &Candidate<()>,
         limits: &Limits,
     ) -> Result<Vec<Verdict>, JudgeError> {
-        judge::judge_forward(reference, candidate, limits, GIVEN)
+        judge::judge_forward(reference, candidate, limits, &[])
     }
 
     fn diagnose(

@@ -3,9 +3,8 @@
 //! It sees the reference, and of kernels what they returned. What each gate allows, and why, is derived in
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
-mod arm;
 mod column_bounds;
-pub mod condition;
+mod condition;
 pub mod coverage;
 pub mod diagnosis;
 pub mod gate;
@@ -15,6 +14,7 @@ pub mod judge;
 pub mod judgeable;
 mod lm_head;
 pub mod metric;
+mod objective;
 pub mod packed;
 mod quantile;
 pub mod recorded;

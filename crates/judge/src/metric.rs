@@ -14,8 +14,8 @@ pub struct Spacing {
 }
 
 impl Spacing {
-    /// Of `dtype`.
-    pub fn of(dtype: Dtype) -> Self {
+    /// Returns the spacing of `dtype`.
+    pub fn new(dtype: Dtype) -> Self {
         let at_1 = match dtype {
             Dtype::F64 => f64::EPSILON / 2.0,
             Dtype::F32 => f64::from(f32::EPSILON) / 2.0,
@@ -37,7 +37,7 @@ impl Spacing {
 
 /// [`Spacing::half_ulp`] of `dtype` at `x`.
 pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
-    Spacing::of(dtype).half_ulp(x)
+    Spacing::new(dtype).half_ulp(x)
 }
 
 /// The smallest normal number of `dtype`.
@@ -137,7 +137,7 @@ pub struct Allowances {
 }
 
 /// Some of them.
-struct AllowancesOf<'a> {
+struct AllowanceSlices<'a> {
     rounding: &'a [f64],
     unit: f64,
     scale: &'a [f64],
@@ -150,8 +150,8 @@ impl Allowances {
         Allowance { rounding: self.rounding[v], unit: self.unit, scale: self.scale[v], floor: self.floor[v] }
     }
 
-    fn of(&self, range: Range<usize>) -> AllowancesOf<'_> {
-        AllowancesOf {
+    fn range(&self, range: Range<usize>) -> AllowanceSlices<'_> {
+        AllowanceSlices {
             rounding: &self.rounding[range.clone()],
             unit: self.unit,
             scale: &self.scale[range.clone()],
@@ -180,7 +180,7 @@ pub struct Comparison {
 
 impl Comparison {
     /// `error / limit`; 0 where both are 0.
-    pub fn share(&self) -> f64 {
+    pub fn error_over_limit(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { self.error / self.limit }
     }
 }
@@ -199,7 +199,7 @@ pub struct Tally {
     /// The comparison with the largest share of its limit.
     pub worst: Option<Comparison>,
     /// That share.
-    worst_share: f64,
+    worst_quotient: f64,
     /// The first value that is NaN or ∞ where the exact one is not.
     pub nonfinite: Option<(Position, f64)>,
     /// The first value that is finite where the exact one is not.
@@ -242,9 +242,9 @@ impl Tally {
             self.kappa_seen = excess / of_one_kappa;
         }
         self.histogram[bucket(error, 2.0 * half_ulp(expected, dtype))] += 1;
-        if error > self.worst_share * limit || self.worst.is_none() {
+        if error > self.worst_quotient * limit || self.worst.is_none() {
             let comparison = Comparison { at, expected, actual, error, limit };
-            (self.worst, self.worst_share) = (Some(comparison), comparison.share());
+            (self.worst, self.worst_quotient) = (Some(comparison), comparison.error_over_limit());
         }
     }
 
@@ -259,11 +259,11 @@ impl Tally {
         against: &Allowances,
         dtype: Dtype,
     ) {
-        let (places, spacing) = (exact.len(), Spacing::of(dtype));
+        let (places, spacing) = (exact.len(), Spacing::new(dtype));
         for start in (0..places).step_by(AT_ONCE) {
             let range = start..places.min(start + AT_ONCE);
             let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
-            if self.none_stands_out(of_exact, of_actual, kappa, &against.of(range.clone())) {
+            if self.none_stands_out(of_exact, of_actual, kappa, &against.range(range.clone())) {
                 self.count(of_exact, of_actual, spacing);
             } else {
                 for v in range {
@@ -295,8 +295,8 @@ impl Tally {
     /// Whether none of these comparisons is worse than all before, nor one of what is not finite: then only the histogram learns from
     /// them. That holds of almost all, and is asked without a branch.
     #[inline]
-    fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowancesOf) -> bool {
-        let (unit, worst, kappa_seen) = (against.unit, self.worst_share, self.kappa_seen);
+    fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> bool {
+        let (unit, worst, kappa_seen) = (against.unit, self.worst_quotient, self.kappa_seen);
         let mut none = self.worst.is_some();
         let allowances = against.rounding.iter().zip(against.scale).zip(against.floor);
         for ((x, y), ((rounding, scale), floor)) in exact.iter().zip(actual).zip(allowances) {
@@ -358,13 +358,13 @@ impl Tally {
         if self.nonfinite.is_some() || self.silent.is_some() {
             return f64::INFINITY;
         }
-        self.worst.map_or(0.0, |worst| worst.share())
+        self.worst.map_or(0.0, |worst| worst.error_over_limit())
     }
 
     /// Joins a later part of the same output.
     pub fn absorb(&mut self, later: Tally) {
-        if later.worst_share > self.worst_share || self.worst.is_none() {
-            (self.worst, self.worst_share) = (later.worst, later.worst_share);
+        if later.worst_quotient > self.worst_quotient || self.worst.is_none() {
+            (self.worst, self.worst_quotient) = (later.worst, later.worst_quotient);
         }
         self.nonfinite = self.nonfinite.or(later.nonfinite);
         self.silent = self.silent.or(later.silent);

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use ndarray::{Array1, Array2, Ix2, Ix3};
 
 use super::column_bounds::DlogitsCondition;
-use super::condition::{Bands, Condition, GIVEN};
+use super::condition::{Bands, Condition};
 use super::gate::{Gate, Model, Output};
 use super::judge::Verdict;
 use super::metric::{Allowance, Position, Tally};
@@ -29,7 +29,7 @@ pub fn recorded_spec() -> LossSpec {
 
 /// A scalar and its condition: the recorded value may differ by `κ·u(f64)·scale`.
 #[derive(Clone, Copy, Debug)]
-pub struct Scalar {
+pub struct RecordedScalar {
     /// The value.
     pub value: f64,
     /// Its condition; 0 for a count.
@@ -37,12 +37,12 @@ pub struct Scalar {
 }
 
 /// `scalar → value` of one reference, under the names that fixtures use.
-pub fn scalars(reference: &Reference) -> BTreeMap<&'static str, Scalar> {
+pub fn scalars(reference: &Reference) -> BTreeMap<&'static str, RecordedScalar> {
     sums(reference).0.named(reference)
 }
 
 /// The same of a head over a part of the vocabulary, and of its gradients.
-pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
+pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, RecordedScalar> {
     let reference = head.on_logits();
     let (sums, conditions) = sums(reference);
     let mut scalars = sums.named(reference);
@@ -55,7 +55,7 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
             let (Some(token), Some(condition)) = (reference.token(b, t), condition) else { continue };
             let columns = reference.columns(b, t, token, columns.clone());
             let row =
-                DlogitsCondition::of(condition, reference, token, &condition.alternatives[0]).whole(&columns).scale;
+                DlogitsCondition::new(condition, reference, token, &condition.alternatives[0]).whole(&columns).scale;
             scales.row_mut(b * reference.shape().tokens + t).assign(&Array1::from(row));
         }
         dhidden.scale += scales.dot(&head.columns(columns).mapv(f64::abs)).sum();
@@ -64,17 +64,17 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, Scalar> {
     }
     head.dhidden(|columns| head.dlogits(columns)).iter().for_each(|x| dhidden.add(x.abs(), 0.0));
     for (name, Total { value, scale }) in [("dhidden_sum_abs", dhidden), ("dlm_head_rows_sum_abs", dlm_head)] {
-        scalars.insert(name, Scalar { value: value.value(), scale });
+        scalars.insert(name, RecordedScalar { value: value.value(), scale });
     }
     scalars
 }
 
 /// The sums over all tokens, and their conditions.
-fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
-    let mut sums = Sums::default();
+fn sums(reference: &Reference) -> (RecordedSums, Array2<Option<Condition>>) {
+    let mut sums = RecordedSums::default();
     let shape = reference.shape();
     // Both sides are f64, far finer than any tie band.
-    let conditions = Condition::all(reference, Bands::NONE, GIVEN);
+    let conditions = Condition::for_tokens(reference, Bands::NONE, &[]);
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
             let Some(token) = reference.token(b, t) else { continue };
@@ -82,7 +82,7 @@ fn sums(reference: &Reference) -> (Sums, Array2<Option<Condition>>) {
             let row = reference.row(b, t, token);
             let dlogits = reference.dlogits_row(b, t);
             let scales =
-                DlogitsCondition::of(condition, reference, token, &condition.alternatives[0]).whole(&row).scale;
+                DlogitsCondition::new(condition, reference, token, &condition.alternatives[0]).whole(&row).scale;
             for ((&x, &d), scale) in row.logits().iter().zip(&dlogits).zip(scales) {
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
@@ -112,7 +112,7 @@ impl Total {
 }
 
 #[derive(Default)]
-struct Sums {
+struct RecordedSums {
     sum_abs: Total,
     sum_sq: Total,
     dot: Total,
@@ -123,7 +123,7 @@ struct Sums {
     clipped: [u32; 2],
 }
 
-impl Sums {
+impl RecordedSums {
     fn add_token(&mut self, reference: &Reference, token: &Token, condition: &Condition) {
         self.loss_scale += token.weight * condition.token_loss.scale;
         self.entropy_scale += condition.entropy.scale / reference.count() as f64;
@@ -133,17 +133,17 @@ impl Sums {
         self.clipped[1] += u32::from(token.clipped_high);
     }
 
-    fn named(self, reference: &Reference) -> BTreeMap<&'static str, Scalar> {
+    fn named(self, reference: &Reference) -> BTreeMap<&'static str, RecordedScalar> {
         let (low, high) = (1.0 - EPSILON_LOW, 1.0 + EPSILON_HIGH);
         let count = |holds: &dyn Fn(f64) -> bool| self.ratios.iter().filter(|r| holds(**r)).count() as f64;
-        let exact = |value: f64| Scalar { value, scale: 0.0 };
-        let scalar = |total: Total| Scalar { value: total.value.value(), scale: total.scale };
-        let of_ratio = |value: f64| Scalar { value, scale: self.ratio_scale };
+        let exact = |value: f64| RecordedScalar { value, scale: 0.0 };
+        let scalar = |total: Total| RecordedScalar { value: total.value.value(), scale: total.scale };
+        let of_ratio = |value: f64| RecordedScalar { value, scale: self.ratio_scale };
         let margin = |r: &f64| (r - low).abs().min((r - high).abs());
         BTreeMap::from([
             ("n_tokens", exact(reference.count() as f64)),
-            ("entropy_mean", Scalar { value: reference.metrics().entropy_mean, scale: self.entropy_scale }),
-            ("loss", Scalar { value: reference.loss(), scale: self.loss_scale }),
+            ("entropy_mean", RecordedScalar { value: reference.metrics().entropy_mean, scale: self.entropy_scale }),
+            ("loss", RecordedScalar { value: reference.loss(), scale: self.loss_scale }),
             ("dlogits_sum_abs", scalar(self.sum_abs)),
             ("dlogits_sum_sq", scalar(self.sum_sq)),
             ("dlogits_dot_logits", scalar(self.dot)),
@@ -162,15 +162,15 @@ impl Sums {
 pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
-) -> impl Iterator<Item = ((usize, usize), Scalar)> + use<'r> {
-    let conditions = Condition::all(reference, Bands::NONE, GIVEN);
+) -> impl Iterator<Item = ((usize, usize), RecordedScalar)> + use<'r> {
+    let conditions = Condition::for_tokens(reference, Bands::NONE, &[]);
     conditions.into_iter().enumerate().filter_map(move |(i, condition)| {
         let tokens = reference.shape().tokens;
         let (b, t) = (i / tokens, i % tokens);
         let (token, condition) = (reference.token(b, t)?, condition?);
         let (value, scale) =
             if entropy { (token.entropy, condition.entropy.scale) } else { (token.inputs.logp, condition.logp.scale) };
-        Some(((b, t), Scalar { value, scale }))
+        Some(((b, t), RecordedScalar { value, scale }))
     })
 }
 
@@ -195,7 +195,7 @@ pub fn sub_vocabulary_problem(
 }
 
 /// Judges recorded values, each with the token it is of, against the reference's.
-pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances) -> Verdict {
+pub fn judge_recorded(pairs: &[(Position, RecordedScalar, f64)], tolerances: &Tolerances) -> Verdict {
     let kappa = tolerances.recorded.kappa;
     let mut tally = Tally::default();
     for &(at, scalar, recorded) in pairs {
@@ -204,7 +204,7 @@ pub fn judge_recorded(pairs: &[(Position, Scalar, f64)], tolerances: &Tolerances
     }
     let status = tally.status();
     Verdict {
-        gate: Gate::of(Output::Recorded, Model::Elementwise),
+        gate: Gate::new(Output::Recorded, Model::Elementwise),
         dtype: Dtype::F64,
         promised: Dtype::F64,
         status,

@@ -470,7 +470,10 @@ fn explained(
                     line(judged, &both(worst.actual));
                 }
             }
-            line("error", &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.share(), worst.limit));
+            line(
+                "error",
+                &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.error_over_limit(), worst.limit),
+            );
             Some(worst.at)
         }
         (None, None) => None,

@@ -8,7 +8,7 @@ use super::judge::Status;
 use super::report::{Check, Compared, Ignored, Report, on_devices, with_lowering};
 use assay_schema::verdicts::{Summary, WorstKappa};
 
-/// Columns of a terminal that lists for a person to read keep to.
+/// TokenColumns of a terminal that lists for a person to read keep to.
 pub const COLUMNS: u16 = 100;
 
 /// What was ignored for one reason is named up to here, and counted beyond.

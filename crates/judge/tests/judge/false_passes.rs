@@ -19,7 +19,7 @@ fn status(verdicts: &[Verdict], gate: Gate) -> Status {
 }
 
 fn elements(output: Output) -> Gate {
-    Gate::of(output, Model::Elementwise)
+    Gate::new(output, Model::Elementwise)
 }
 
 /// A problem of which token `[0,0]` has a ratio beyond f32, and a loss that is ∞ for it.

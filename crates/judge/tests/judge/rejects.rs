@@ -9,7 +9,7 @@ use assay_core::spec::{
 };
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::{Cancels, Status, Verdict};
+use assay_judge::judge::{Cancellation, Status, Verdict};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::metric::half_ulp;
 use assay_judge::recorded::recorded_spec;
@@ -19,13 +19,13 @@ use assay_reference::{self as reference, Reference};
 use half::bf16;
 use ndarray::{Array3, Ix0, arr0};
 
-const DLOGITS: Gate = Gate::of(Output::Dlogits, Model::Elementwise);
+const DLOGITS: Gate = Gate::new(Output::Dlogits, Model::Elementwise);
 const MASKED: Gate = DLOGITS.at(Some(Edge::Masked));
-const ROW_L2: Gate = Gate::of(Output::Dlogits, Model::RowL2);
-const ROW_SUM: Gate = Gate::of(Output::Dlogits, Model::RowSum);
+const ROW_L2: Gate = Gate::new(Output::Dlogits, Model::RowL2);
+const ROW_SUM: Gate = Gate::new(Output::Dlogits, Model::RowSum);
 
 fn gate(output: Output) -> Gate {
-    Gate::of(output, Model::Elementwise)
+    Gate::new(output, Model::Elementwise)
 }
 
 fn spec() -> LossSpec {
@@ -288,7 +288,7 @@ fn metrics_off_by_one_token_are_rejected() {
         verdicts(Dtype::F32, |candidate, _| change(candidate.metrics.as_mut().expect("native gives metrics")))
     };
     let rejected = |verdicts: &[Verdict], output, model| {
-        assert_rejected(verdicts, Gate::of(output, model), Status::Fail);
+        assert_rejected(verdicts, Gate::new(output, model), Status::Fail);
     };
     rejected(&change(|m| m.clip_low += 1.0 / 14.0), Output::ClipLow, Model::Count);
     rejected(&change(|m| m.clip_high += 1.0 / 14.0), Output::ClipHigh, Model::Count);
@@ -406,7 +406,7 @@ fn part_of_a_gradient_at_a_bound_without_a_kink_is_forgiven_by_standard_alone() 
         }
         assert_rejected(&scaled(0.0, 0.75, level, Grade::Exact), DLOGITS, Status::Fail);
         let short = scaled(0.0, 0.75, level, Grade::Standard).into_iter().filter_map(|verdict| verdict.short_of_exact);
-        assert!(short.into_iter().any(|short| short.cancels == Cancels::Bound));
+        assert!(short.into_iter().any(|short| short.cancellation == Cancellation::Bound));
         for (steps, by) in [(0.0, -0.25), (0.0, 1.25), (-2000.0, 0.75), (2000.0, 0.75)] {
             assert_rejected(&scaled(steps, by, level, Grade::Standard), DLOGITS, Status::Fail);
         }

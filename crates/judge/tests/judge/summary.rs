@@ -23,7 +23,7 @@ fn check(fixture: &str, needed: Option<f64>) -> Check {
         Some(_) => Status::Pass,
         None => Status::NotCompared,
     };
-    let gate = Gate::of(Output::Logp, Model::Elementwise);
+    let gate = Gate::new(Output::Logp, Model::Elementwise);
     let verdict = Verdict {
         gate,
         dtype: Dtype::F64,

@@ -4,7 +4,7 @@
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{LossSpec, Objective, PpoClip, Sapo};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::judge::{Cancels, Verdict};
+use assay_judge::judge::{Cancellation, Verdict};
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::Known;
 use ndarray::{Array2, Array3, arr0};
@@ -127,18 +127,18 @@ fn verdict_names_what_cancels() {
         old_logp_noise_scale: 0.05,
         masked_garbage: false,
     };
-    for (spec, regime, output, cancels) in [
-        (&plain, Regime::Confident, "dlogits", Cancels::Target),
-        (&plain, Regime::ShiftedUp, "logp", Cancels::Offset),
-        (&plain, Regime::ShiftedUp, "dlogits", Cancels::Offset),
-        (&LossSpec { entropy_coef: 50.0, ..bonus }, Regime::Small, "dlogits", Cancels::EntropyGradient),
+    for (spec, regime, output, cancellation) in [
+        (&plain, Regime::Confident, "dlogits", Cancellation::Target),
+        (&plain, Regime::ShiftedUp, "logp", Cancellation::Offset),
+        (&plain, Regime::ShiftedUp, "dlogits", Cancellation::Offset),
+        (&LossSpec { entropy_coef: 50.0, ..bonus }, Regime::Small, "dlogits", Cancellation::EntropyGradient),
     ] {
         let (verdicts, failures) = judged(spec, &recipe(regime), Grade::Standard);
         assert!(failures.is_empty(), "{}", failures[0]);
         let verdict = verdicts.iter().find(|verdict| verdict.gate.to_string() == output).unwrap();
         assert_eq!(verdict.grade, Some(Grade::Standard), "{regime} {output}");
         let short = verdict.short_of_exact.expect("it is not exact");
-        assert_eq!(short.cancels, cancels, "{regime} {output}: {short}");
+        assert_eq!(short.cancellation, cancellation, "{regime} {output}: {short}");
         let (_, failures) = judged(spec, &recipe(regime), Grade::Exact);
         assert!(!failures.is_empty(), "{regime}: exact asks for more");
     }
@@ -147,7 +147,11 @@ fn verdict_names_what_cancels() {
     let recipe_of_open_gates = Recipe { shape: [6, 8, 97], old_logp_noise_scale: 2.0, ..recipe(Regime::Normal) };
     let (verdicts, failures) = judged(&sapo, &recipe_of_open_gates, Grade::Standard);
     assert!(failures.is_empty(), "{}", failures[0]);
-    assert!(verdicts.iter().any(|verdict| verdict.short_of_exact.is_some_and(|short| short.cancels == Cancels::Gate)));
+    assert!(
+        verdicts
+            .iter()
+            .any(|verdict| verdict.short_of_exact.is_some_and(|short| short.cancellation == Cancellation::Gate))
+    );
 
     let (verdicts, _) = judged(&plain, &recipe(Regime::Normal), Grade::Standard);
     assert!(verdicts.iter().all(|verdict| verdict.grade == Some(Grade::Exact)), "{verdicts:?}");

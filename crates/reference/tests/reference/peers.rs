@@ -40,7 +40,7 @@ impl Case {
 
     /// How many times its limit the worst error is.
     fn share(&self, output: Output) -> f64 {
-        self.verdict(output, Model::Elementwise).worst().expect("compared").share()
+        self.verdict(output, Model::Elementwise).worst().expect("compared").error_over_limit()
     }
 
     /// Checks the loss recorded and the formula's, that the loss and dlogits are rejected, and how many times their limit the worst errors are.

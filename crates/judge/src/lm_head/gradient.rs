@@ -1,0 +1,112 @@
+//! [`GradientGates`]: the two gates of a gradient of hidden states or head.
+
+use super::sums::square;
+use crate::condition::FLUSHED;
+use crate::gate::{Edge, Gate, Model, Output};
+use crate::judge::{GateTallies, StoredDtype};
+use crate::metric::{Allowance, Allowances, Position, Tally};
+use crate::tolerance::Limits;
+use assay_core::problem::Dtype;
+
+/// The two gates of a gradient: each element, and each row's norm.
+#[derive(Clone, Copy)]
+pub(super) struct GradientGates {
+    output: Output,
+    pub(super) stored: StoredDtype,
+    kappa: f64,
+}
+
+/// The comparisons of one row of a gradient.
+pub(super) struct GradientTallies {
+    elements: Tally,
+    nonfinite: Tally,
+    l2: Tally,
+}
+
+/// The elements of one row of a gradient.
+#[derive(Clone, Copy)]
+pub(super) struct GradientRow<'e> {
+    pub(super) exact: &'e [f64],
+    /// The error allowed for each element beyond half an ulp.
+    pub(super) limits: &'e [f64],
+    pub(super) actual: &'e [f64],
+}
+
+impl GradientGates {
+    pub(super) fn new(output: Output, stored: StoredDtype, limits: &Limits) -> Self {
+        Self { output, stored, kappa: limits.kappa(output) }
+    }
+
+    /// Enters both gates, so that each has a verdict even if nothing is compared.
+    pub(super) fn enter(self, tallies: &mut GateTallies) {
+        for model in [Model::Elementwise, Model::RowL2] {
+            tallies.entry(Gate::new(self.output, model), self.stored, Some(self.kappa));
+        }
+    }
+
+    /// Compares one row, whose norm is reported at `row` and whose elements at `at`. An element for which `open` holds may be NaN or ∞.
+    pub(super) fn compare(
+        self,
+        row: Position,
+        at: impl Fn(usize) -> Position,
+        open: impl Fn(usize) -> bool,
+        GradientRow { exact, limits, actual }: GradientRow,
+    ) -> GradientTallies {
+        let Self { stored, kappa, .. } = self;
+        let [mut elements, mut nonfinite, mut l2] = [(); 3].map(|()| Tally::default());
+        let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
+        // The limits contain κ already. They count as κ·u·scale, so that the κ needed is known.
+        let unit = 1.0 / kappa;
+        // The value of another branch may be larger, and is rounded at its own size.
+        let rounding = stored.roundings(exact.iter().zip(limits).map(|(x, limit)| x.abs() + limit));
+        let own = Allowances { rounding, unit, scale: limits.to_vec(), floor: vec![FLUSHED; exact.len()] };
+        let dtype = stored.given;
+        let finite = |values: &[f64]| values.iter().all(|x| x.is_finite());
+        if [exact, limits, actual].into_iter().all(finite) {
+            elements.compare_all(&at, exact, actual, kappa, &own, dtype);
+        } else {
+            for (i, ((&exact, limit), &actual)) in exact.iter().zip(limits).zip(actual).enumerate() {
+                let unlimited = exact.is_finite() && !limit.is_finite();
+                let tally = if actual.is_finite() { &mut elements } else { &mut nonfinite };
+                if (unlimited || !actual.is_finite()) && open(i) {
+                    tally.report(at(i));
+                    error2 = f64::NAN;
+                } else {
+                    tally.compare(at(i), exact, actual, kappa, own.at(i), dtype);
+                }
+            }
+        }
+        for (((x, y), limit), rounding) in exact.iter().zip(actual).zip(limits).zip(&own.rounding) {
+            error2 += square(y - x);
+            rounding2 += square(*rounding);
+            limit2 += square(*limit);
+        }
+        // A row with an element that is not finite has no norm to compare.
+        if f64::is_finite(error2) {
+            let norms = Allowance { rounding: rounding2.sqrt(), unit, scale: limit2.sqrt(), floor: FLUSHED };
+            l2.compare(row, 0.0, error2.sqrt(), kappa, norms, Dtype::F64);
+        } else {
+            l2.not_compared += 1;
+        }
+        GradientTallies { elements, nonfinite, l2 }
+    }
+
+    /// Adds a row at `edge`; its values that are not finite, and should be, count at `nonfinite_edge`.
+    pub(super) fn add(
+        self,
+        tallies: &mut GateTallies,
+        edge: Option<Edge>,
+        nonfinite_edge: Option<Edge>,
+        row: GradientTallies,
+    ) {
+        for (model, edge, tally) in [
+            (Model::Elementwise, edge, row.elements),
+            (Model::RowL2, edge, row.l2),
+            (Model::Elementwise, nonfinite_edge, row.nonfinite),
+        ] {
+            if !tally.is_empty() {
+                tallies.entry(Gate::new(self.output, model).at(edge), self.stored, Some(self.kappa)).absorb(tally);
+            }
+        }
+    }
+}
