@@ -6,7 +6,7 @@ use crate::error;
 use crate::outputs::{Answered, Returned};
 use assay::judge::gate::Edge;
 use assay::judge::judge::Verdict;
-use assay::judge::report::{Check, Ignored, Report};
+use assay::judge::report;
 use assay::judge::tolerance::{EXTERNAL, Grade, Limits};
 use assay::judge::trial::Known;
 use assay::problem::Candidate;
@@ -70,13 +70,12 @@ pub(crate) fn judge<P: Answered>(
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
     let failures = failed.map(|verdict| known.explain(verdict, "kernel", replay).to_string()).collect();
-    let checks = verdicts.iter().map(|verdict| Check::new("problem", "kernel", &verdict.gate.to_string(), verdict));
+    let checks = verdicts.iter().map(|verdict| report::check("problem", "kernel", &verdict.gate.to_string(), verdict));
     let absent = absent.into_iter();
-    let ignored = absent.map(|name| Ignored { what: name.into(), why: "not returned".into(), not_run: None });
+    let ignored = absent.map(|name| report::ignored(name, "not returned"));
     let diagnoses = diagnoses.iter().map(ToString::to_string).collect();
-    let report = Report { diagnoses, ..Report::new(checks.collect(), ignored.collect()) };
-    let table = report.table();
-    let verdicts = schema::verdicts::Verdicts::from(report);
+    let verdicts = schema::verdicts::Verdicts { diagnoses, ..report::verdicts(checks.collect(), ignored.collect()) };
+    let table = report::table(&verdicts);
     let json = serde_json::to_string_pretty(&verdicts).expect("plain data has a JSON form");
     Ok(Verdicts { passed: verdicts.pass, failures, table, json })
 }

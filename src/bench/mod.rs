@@ -35,12 +35,13 @@ use crate::implementation::{
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
-use crate::judge::report::{Check, Report, on_devices};
+use crate::judge::report::{self, on_devices};
 use crate::judge::tolerance::{Grade, Limits};
 use crate::judge::trial::Known;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
 use crate::schema::bench::{Bench, BenchKernel, KernelFigures, Ratios};
+use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
 /// Launches of kernels that are timed alone at least, so that neither a clock nor a single launch decides.
@@ -82,7 +83,7 @@ pub enum Measured {
     /// It was not.
     Wrong {
         /// The verdicts on the first step.
-        report: Report,
+        verdicts: Verdicts,
         /// Those that failed, in words.
         failures: Vec<String>,
     },
@@ -467,10 +468,10 @@ fn judge_answer<P: Judgeable>(
         return Ok(None);
     }
     let label = format!("{} {}", problem.checked_shape(spec).map_err(RunError::from)?, problem.dtype());
-    let check = |verdict: &Verdict| Check::new(&label, id, &verdict.gate.to_string(), verdict);
+    let check = |verdict: &Verdict| report::check(&label, id, &verdict.gate.to_string(), verdict);
     let checks =
         judged.verdicts.iter().map(|verdict| check(verdict).on_devices(devices, implementation.lowering())).collect();
-    Ok(Some(Measured::Wrong { report: Report::new(checks, Vec::new()), failures }))
+    Ok(Some(Measured::Wrong { verdicts: report::verdicts(checks, Vec::new()), failures }))
 }
 
 /// A problem where an implementation's steps are loaded from: its device's memory, or this machine's.
@@ -687,11 +688,11 @@ mod tests {
     #[test]
     fn a_wrong_answer_is_reported_and_not_timed() {
         let subject = Counting { error: 1e-3, ..Counting::default() };
-        let Ok(Measured::Wrong { report, failures }) = measure(&subject, [2, 3, 65], None) else {
+        let Ok(Measured::Wrong { verdicts, failures }) = measure(&subject, [2, 3, 65], None) else {
             panic!("a wrong answer")
         };
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1, "the one that was judged");
-        assert!(!report.pass && failures.len() == 1 && failures[0].contains("FAIL counting: loss"), "{failures:?}");
+        assert!(!verdicts.pass && failures.len() == 1 && failures[0].contains("FAIL counting: loss"), "{failures:?}");
         assert!(failures[0].contains("replay    again"), "{failures:?}");
     }
 

@@ -15,9 +15,9 @@ use crate::bench::{self, BenchError, Measured, Options, Progress};
 use crate::case::{Batch, Case};
 use crate::config;
 use crate::judge::generate::{Recipe, Regime};
-use crate::judge::report::{on_devices, with_lowering};
+use crate::judge::report::{self, on_devices, with_lowering};
 use crate::problem::{Dtype, ProblemShape};
-use crate::schema::{bench as schema, verdicts::Verdicts};
+use crate::schema::bench as schema;
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
@@ -70,11 +70,11 @@ impl Bench {
                 self.printing.finish(&table(&figures), &figures)?;
                 Ok(Passed::Yes)
             }
-            Measured::Wrong { report, failures } => {
+            Measured::Wrong { verdicts, failures } => {
                 for failure in failures {
                     super::print(&format!("{failure}\n"))?;
                 }
-                self.printing.finish(&report.table(), &Verdicts::from(report))?;
+                self.printing.finish(&report::table(&verdicts), &verdicts)?;
                 Ok(Passed::No)
             }
         }

@@ -12,7 +12,7 @@ use super::standards::Standards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::Case;
 use crate::config;
-use crate::judge::report::{Check, Report};
+use crate::judge::report;
 use crate::judge::trial::Known;
 use crate::registry::Listed;
 use crate::schema::verdicts::Verdicts;
@@ -74,7 +74,7 @@ impl Gradcheck {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", known.explain(&verdict, implementation.id(), &command)))?;
             }
-            let check = Check::new(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
+            let check = report::check(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
             checks.push(check.on_devices(config.kernel.devices, implementation.lowering()));
         }
         let differences = P::differences(&known.reference, &outcome).into_iter().flat_map(|(output, of)| {
@@ -82,8 +82,8 @@ impl Gradcheck {
             [("max_abs", max_abs), ("max_rel", max_rel), ("mean_abs", mean_abs)]
                 .map(|(which, x)| (format!("{which}_diff_{output}"), x))
         });
-        let report = Report::new(checks, Vec::new());
-        let table = report.table();
+        let verdicts = report::verdicts(checks, Vec::new());
+        let table = report::table(&verdicts);
         let result = Outcomes {
             implementation: implementation.id().into(),
             devices: config.kernel.devices,
@@ -91,7 +91,7 @@ impl Gradcheck {
             loss_kernel,
             abs_diff_loss: (loss_ref - loss_kernel).abs(),
             differences: differences.collect(),
-            verdicts: report.into(),
+            verdicts,
         };
         self.printing.finish(&(table + &result.text()), &result)?;
         Ok(result.verdicts.pass.into())

@@ -10,11 +10,11 @@ use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
 use crate::fixture::{Stored, StoredGradient, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
-use crate::judge::report::{Check, Ignored, Report};
+use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
 use crate::judge::trial::Known;
 use crate::problem::Candidate;
-use crate::schema::verdicts::Verdicts;
+use crate::schema::verdicts::{IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
 
 #[derive(Args)]
@@ -106,16 +106,12 @@ impl One {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", known.explain(&verdict, &name, &self.command())))?;
             }
-            checks.push(Check::new(&label, &name, &verdict.gate.to_string(), &verdict));
+            checks.push(report::check(&label, &name, &verdict.gate.to_string(), &verdict));
         }
-        ignored.extend(extra_tensors::<P::Gradient>(&self.candidate)?.into_iter().map(|name| Ignored {
-            what: format!("tensor `{name}`"),
-            why: "no output has this name".into(),
-            not_run: None,
-        }));
-        let report = Report { diagnoses, ..Report::new(checks, ignored) };
-        let (table, verdicts) = (report.table(), Verdicts::from(report));
-        self.printing.finish(&table, &verdicts)?;
+        let extra = extra_tensors::<P::Gradient>(&self.candidate)?.into_iter();
+        ignored.extend(extra.map(|name| report::ignored(format!("tensor `{name}`"), "no output has this name")));
+        let verdicts = Verdicts { diagnoses, ..report::verdicts(checks, ignored) };
+        self.printing.finish(&report::table(&verdicts), &verdicts)?;
         Ok(verdicts.pass.into())
     }
 
@@ -140,7 +136,7 @@ impl One {
 }
 
 /// Those that it lacks.
-fn absent<G>(candidate: &Candidate<G>) -> Vec<Ignored> {
+fn absent<G>(candidate: &Candidate<G>) -> Vec<IgnoredCheck> {
     let Candidate { loss, logp, entropy, token_loss, .. } = candidate;
     let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
     let optional = optional.into_iter().map(|(name, array)| (name, array.is_none()));
@@ -148,6 +144,6 @@ fn absent<G>(candidate: &Candidate<G>) -> Vec<Ignored> {
     absent.map(|(name, _)| lacking(name)).collect()
 }
 
-fn lacking(name: &str) -> Ignored {
-    Ignored { what: name.into(), why: "not in the candidate".into(), not_run: None }
+fn lacking(name: &str) -> IgnoredCheck {
+    report::ignored(name, "not in the candidate")
 }

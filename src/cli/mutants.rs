@@ -12,8 +12,9 @@ use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
+use crate::judge::report;
 use crate::project;
-use crate::schema::{self, mutants::Width, verdicts::Grade, verdicts::Ignored};
+use crate::schema::{self, mutants::Width, verdicts::Grade, verdicts::IgnoredCheck};
 use crate::suites::mutants::{
     BANK, Case, Fate, Kill, Mutant, PROJECTS, Production, Project, Trial, head_cases, property_cases,
 };
@@ -84,7 +85,7 @@ impl Mutants {
             document::put_into(path, [(MARKS, text.as_str())])?;
         }
         if !self.markdown {
-            text.extend(ignored.iter().map(|Ignored { what, why }| format!("ignored  {what}: {why}\n")));
+            text.extend(ignored.iter().map(|IgnoredCheck { what, why, .. }| format!("ignored  {what}: {why}\n")));
         }
         let outcomes = schema::mutants::Mutants { ignored, ..score.into() };
         self.printing.finish(&text, &outcomes)?;
@@ -158,11 +159,11 @@ impl Mutants {
     }
 
     /// The recorded files. A folder that nobody asked for may be absent, and is then said to be.
-    fn fixtures(&self, ignored: &mut Vec<Ignored>) -> Result<Vec<PathBuf>, CliError> {
+    fn fixtures(&self, ignored: &mut Vec<IgnoredCheck>) -> Result<Vec<PathBuf>, CliError> {
         let folder = self.fixtures.clone().or_else(|| project::find(DEFAULT_FOLDER).ok());
         let Some(folder) = folder else {
             let why = format!("there is no folder `{DEFAULT_FOLDER}` here; name one with --fixtures");
-            ignored.push(Ignored { what: "recorded problems".into(), why });
+            ignored.push(report::ignored("recorded problems", why));
             return Ok(Vec::new());
         };
         Ok(manifest_files(folder)?)

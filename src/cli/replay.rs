@@ -21,17 +21,17 @@ use crate::judge::judgeable::Judgeable;
 use crate::judge::metric::Position;
 use crate::judge::packed::{Packable, Twin, Twins};
 use crate::judge::recorded::{
-    Scalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
+    RecordedScalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
-use crate::judge::report::{Check, Compared, Ignored, Report, explain_recorded, on_devices};
-use crate::judge::summary::summary_of;
+use crate::judge::report::{self, explain_recorded, on_devices};
+use crate::judge::summary::{self, summarize};
 use crate::judge::tolerance::Tolerances;
 use crate::judge::trial::{Known, hindrance};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::project;
 use crate::reference::Reference;
 use crate::registry::{find, registry};
-use crate::schema::verdicts::{Summary, Verdicts};
+use crate::schema::verdicts::{BitComparison, GateCheck, IgnoredCheck, ImplementationSummary, Verdicts};
 use crate::spec::LossSpec;
 
 /// Where fixtures are looked for when none is named.
@@ -106,17 +106,19 @@ impl Replay {
         progress.finish_and_clear();
 
         let implementations = session.summaries(!self.implementations.is_empty());
-        let report =
-            Report { implementations, invariance: session.invariance, ..Report::new(session.checks, session.ignored) };
+        let verdicts = Verdicts {
+            implementations,
+            invariance: session.invariance,
+            ..report::verdicts(session.checks, session.ignored)
+        };
         if !self.printing.quiet {
-            let every_check = if self.verbose { report.checks_table() } else { String::new() };
-            super::print(&(every_check + &report.summary()))?;
+            let every_check = if self.verbose { report::checks_table(&verdicts) } else { String::new() };
+            super::print(&(every_check + &summary::summary(&verdicts)))?;
         }
         for failure in &session.failures {
             super::print(&format!("{failure}\n"))?;
         }
-        let rest = if self.verbose { report.below_table() } else { report.below_summary() };
-        let verdicts = Verdicts::from(report);
+        let rest = if self.verbose { report::below_table(&verdicts) } else { summary::below_summary(&verdicts) };
         self.printing.finish(&rest, &verdicts)?;
         Ok(verdicts.pass.into())
     }
@@ -226,9 +228,9 @@ struct Session {
     implementations: Vec<Arc<dyn Implementation>>,
     heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
     devices: Vec<usize>,
-    checks: Vec<Check>,
-    ignored: Vec<Ignored>,
-    invariance: Vec<Compared>,
+    checks: Vec<GateCheck>,
+    ignored: Vec<IgnoredCheck>,
+    invariance: Vec<BitComparison>,
     failures: Vec<String>,
     /// How long the runs of an implementation on a device count took together.
     run_times: BTreeMap<(String, usize), Duration>,
@@ -242,7 +244,7 @@ impl Session {
 
     /// What the reference and each implementation came to, on each device count. Those that were `asked_for` by name have
     /// a line each, even where they compared nothing.
-    fn summaries(&self, asked_for: bool) -> Vec<Summary> {
+    fn summaries(&self, asked_for: bool) -> Vec<ImplementationSummary> {
         let ran = |id: &str| -> Vec<usize> {
             let own = self.checks.iter().filter(|check| check.implementation == id);
             own.map(|check| check.devices).collect::<BTreeSet<_>>().into_iter().collect()
@@ -265,7 +267,7 @@ impl Session {
         }
         let summary = |line: (String, usize)| {
             let run = self.run_times.get(&line).copied();
-            summary_of(&line.0, line.1, &self.checks, run)
+            summarize(&line.0, line.1, &self.checks, run)
         };
         lines.into_iter().map(summary).collect()
     }
@@ -321,11 +323,7 @@ impl Session {
                 self.replay_sub_vocabulary(args, &file, path, *old_logp, &mut expected)?;
             }
             let why = "this version computes no scalar of that name";
-            self.ignored.extend(expected.rest().map(|key| Ignored {
-                what: key.into(),
-                why: why.into(),
-                not_run: None,
-            }));
+            self.ignored.extend(expected.rest().map(|key| report::ignored(key, why)));
         }
         Ok(())
     }
@@ -369,18 +367,13 @@ impl Session {
         }
         let Some(twins) = Twins::of(spec, problem) else {
             let why = "the loss reads weights of masked tokens, of which a packed batch has fewer".into();
-            self.ignored.push(Ignored { what: label, why, not_run: None });
+            self.ignored.push(IgnoredCheck { what: label, why, not_run: None });
             return Ok(());
         };
         let [packed, padded] = [&twins.packed, &twins.padded].map(|problem| known(&twins.spec, problem, path));
         let (packed, padded) = (packed?, padded?);
-        self.invariance.push(Compared {
-            fixture: label.clone(),
-            implementation: REFERENCE.into(),
-            devices: [1, 1],
-            packed: true,
-            invariance: twins.between(&P::outcome(&packed.reference), &P::outcome(&padded.reference)),
-        });
+        let bits = twins.between(&P::outcome(&packed.reference), &P::outcome(&padded.reference));
+        self.invariance.push(report::bit_comparison(&label, REFERENCE, [1, 1], true, &bits));
         self.check_all(&label, implementations, &packed, Some(&twins), command)
     }
 
@@ -446,7 +439,7 @@ impl Session {
         for devices in device_counts(&self.devices, implementation, spec, problem) {
             let name = on_devices(implementation.id(), devices);
             if let Some(why) = hindrance(implementation, spec, problem, devices) {
-                self.ignored.push(Ignored { what: format!("{label} with {name}"), why, not_run: Some(name) });
+                self.ignored.push(IgnoredCheck { what: format!("{label} with {name}"), why, not_run: Some(name) });
                 continue;
             }
             let given = problem.clone();
@@ -458,30 +451,24 @@ impl Session {
                 if verdict.status.failed() {
                     self.failures.push(known.explain(&verdict, &name, &command).to_string());
                 }
-                let check = Check::new(label, implementation.id(), &verdict.gate.to_string(), &verdict);
+                let check = report::check(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices, implementation.lowering()));
             }
             if let Some(twins) =
                 twins.filter(|twins| hindrance(implementation, spec, twins.padded(), devices).is_none())
             {
                 let padded = implementation.run(spec, twins.padded().clone(), devices)?;
-                self.invariance.push(Compared {
-                    fixture: label.into(),
-                    implementation: implementation.id().into(),
-                    devices: [devices, devices],
-                    packed: true,
-                    invariance: twins.between(&outcome, &padded),
-                });
+                let bits = twins.between(&outcome, &padded);
+                let of_both = report::bit_comparison(label, implementation.id(), [devices, devices], true, &bits);
+                self.invariance.push(of_both);
             }
             match &first {
                 None => first = Some((devices, outcome)),
-                Some((first_devices, first)) => self.invariance.push(Compared {
-                    fixture: label.into(),
-                    implementation: implementation.id().into(),
-                    devices: [*first_devices, devices],
-                    packed: false,
-                    invariance: Invariance::between(first, &outcome),
-                }),
+                Some((first_devices, first)) => {
+                    let bits = Invariance::between(first, &outcome);
+                    let devices = [*first_devices, devices];
+                    self.invariance.push(report::bit_comparison(label, implementation.id(), devices, false, &bits));
+                }
             }
         }
         Ok(())
@@ -494,7 +481,7 @@ impl Session {
         expected: &mut Expected,
         source: &str,
         old_logp: Option<&str>,
-        values: &BTreeMap<&str, Scalar>,
+        values: &BTreeMap<&str, RecordedScalar>,
         command: &str,
     ) -> Result<(), CliError> {
         for (&name, &scalar) in values {
@@ -541,7 +528,7 @@ impl Session {
         if verdict.status.failed() {
             self.failures.push(explain_recorded(verdict, &format!("{REFERENCE}: {output}"), command).to_string());
         }
-        self.checks.push(Check::new(label, REFERENCE, &output, verdict));
+        self.checks.push(report::check(label, REFERENCE, &output, verdict));
     }
 
     /// The scalars recorded for a head with a part of the vocabulary, where the file has one.

@@ -8,7 +8,7 @@ use super::condition::{
 };
 use super::tolerance::Grade;
 use assay_core::spec::RatioLevel;
-use assay_reference::{TokenColumns, Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenInputs};
+use assay_reference::{Reference, ScaledSoftmax, SoftmaxColumns, Token, TokenColumns, TokenInputs};
 
 /// The bounds `κ·u·scale + floor` of the errors of some columns.
 #[derive(Clone, Debug)]

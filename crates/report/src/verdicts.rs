@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use assay_schema::verdicts::{Check, Grade, Ignored, Status, Verdicts};
+use assay_schema::verdicts::{GateCheck, Grade, IgnoredCheck, Status, Verdicts};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash, ran, short};
@@ -12,12 +12,12 @@ use super::plot::{Strip, Tone, histogram, key, strips};
 /// Id under which the reference itself is compared with recorded values.
 const REFERENCE: &str = "reference";
 
-fn name(check: &Check) -> String {
+fn name(check: &GateCheck) -> String {
     ran(&check.implementation, check.devices, check.lowering.as_deref())
 }
 
 /// `error / limit`; beyond everything where the judge rejected a value that has no error.
-fn share(check: &Check) -> f64 {
+fn share(check: &GateCheck) -> f64 {
     match (check.worst, check.limit) {
         (Some(worst), Some(limit)) if worst > 0.0 && limit >= 0.0 => worst / limit,
         _ if check.verdict.failed() => f64::INFINITY,
@@ -45,21 +45,21 @@ fn word(status: Status) -> &'static str {
 }
 
 /// The values of `of`, each once, in order of first appearance.
-fn distinct<'c>(checks: &[&'c Check], of: impl Fn(&'c Check) -> String) -> Vec<String> {
+fn distinct<'c>(checks: &[&'c GateCheck], of: impl Fn(&'c GateCheck) -> String) -> Vec<String> {
     let mut seen = BTreeSet::new();
     checks.iter().map(|check| of(check)).filter(|name| seen.insert(name.clone())).collect()
 }
 
 /// What names a row, or a column.
-type Named = fn(&Check) -> String;
+type Named = fn(&GateCheck) -> String;
 
 /// The worst check of every row and column: how many times smaller its error is than it may be.
-fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> Markup {
+fn matrix(checks: &[&GateCheck], corner: &str, row_of: Named, column_of: Named) -> Markup {
     let columns = distinct(checks, column_of);
-    let mut cells: BTreeMap<(String, String), &Check> = BTreeMap::new();
+    let mut cells: BTreeMap<(String, String), &GateCheck> = BTreeMap::new();
     for check in checks {
         let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
-        let rank = |check: &Check| (check.verdict.failed(), check.verdict == Status::Pass, share(check));
+        let rank = |check: &GateCheck| (check.verdict.failed(), check.verdict == Status::Pass, share(check));
         let worse = rank(check) > rank(cell);
         if worse {
             *cell = check;
@@ -85,7 +85,7 @@ fn matrix(checks: &[&Check], corner: &str, row_of: Named, column_of: Named) -> M
     }
 }
 
-fn cell(check: &Check) -> Markup {
+fn cell(check: &GateCheck) -> Markup {
     let share = share(check);
     let place = format!("{}: error {}, limit {}", check.fixture, or_dash(check.worst), or_dash(check.limit));
     let (class, text) = match check.verdict {
@@ -102,7 +102,7 @@ fn cell(check: &Check) -> Markup {
 }
 
 /// Checks, one a row.
-fn lines(checks: &[&Check]) -> Markup {
+fn lines(checks: &[&GateCheck]) -> Markup {
     html! {
         div.scroll { table {
             thead { tr {
@@ -125,14 +125,14 @@ fn lines(checks: &[&Check]) -> Markup {
 }
 
 /// What was not checked.
-pub(super) fn not_checked(ignored: &[Ignored]) -> Markup {
+pub(super) fn not_checked(ignored: &[IgnoredCheck]) -> Markup {
     html! {
         @if !ignored.is_empty() {
             details {
                 summary { (ignored.len()) " not checked, and why" }
                 div.scroll { table {
                     thead { tr { th { "what" } th { "why" } } }
-                    tbody { @for Ignored { what, why } in ignored { tr { td { (clipped(what)) } td { (clipped(why)) } } } }
+                    tbody { @for IgnoredCheck { what, why, .. } in ignored { tr { td { (clipped(what)) } td { (clipped(why)) } } } }
                 } }
             }
         }
@@ -140,7 +140,7 @@ pub(super) fn not_checked(ignored: &[Ignored]) -> Markup {
 }
 
 /// A strip for each output.
-fn errors(checks: &[&Check], caption: &Markup) -> Markup {
+fn errors(checks: &[&GateCheck], caption: &Markup) -> Markup {
     let strip = |output: String| {
         let shares = checks.iter().filter(|check| check.output == output).map(|check| share(check)).collect();
         Strip { name: output, shares }
@@ -149,16 +149,16 @@ fn errors(checks: &[&Check], caption: &Markup) -> Markup {
     strips(&all, caption)
 }
 
-fn failed(verdicts: &Verdicts) -> Vec<&Check> {
+fn failed(verdicts: &Verdicts) -> Vec<&GateCheck> {
     verdicts.checks.iter().filter(|check| check.verdict.failed()).collect()
 }
 
 /// Errors in ulp of all implementations, by output and dtype; `edges` are the upper ones of all buckets but the last.
-fn histograms(edges: &[f64], checks: &[&Check]) -> Markup {
+fn histograms(edges: &[f64], checks: &[&GateCheck]) -> Markup {
     let buckets = edges.len() + 1;
-    let counted = |check: &&&Check| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
-    let counted: Vec<&Check> = checks.iter().filter(counted).copied().collect();
-    let name = |check: &Check| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
+    let counted = |check: &&&GateCheck| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
+    let counted: Vec<&GateCheck> = checks.iter().filter(counted).copied().collect();
+    let name = |check: &GateCheck| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
     let mut labels: Vec<String> = edges.iter().map(|edge| format!("≤{}", ulps(*edge))).collect();
     labels.push("more".into());
     html! {
@@ -178,7 +178,7 @@ fn histograms(edges: &[f64], checks: &[&Check]) -> Markup {
     }
 }
 
-fn total<'c>(checks: impl Iterator<Item = &'c &'c Check>, buckets: usize) -> Vec<u64> {
+fn total<'c>(checks: impl Iterator<Item = &'c &'c GateCheck>, buckets: usize) -> Vec<u64> {
     let mut sum = vec![0u64; buckets];
     for counts in checks.filter_map(|check| check.ulp.as_ref()) {
         sum.iter_mut().zip(counts).for_each(|(sum, n)| *sum = sum.saturating_add(*n));
@@ -206,7 +206,7 @@ impl Part for Verdicts {
     }
 
     fn body(&self) -> Markup {
-        let of = |reference: bool| -> Vec<&Check> {
+        let of = |reference: bool| -> Vec<&GateCheck> {
             self.checks.iter().filter(|check| (check.implementation == REFERENCE) == reference).collect()
         };
         let (kernels, reference) = (of(false), of(true));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::verdicts::{Grade, Ignored};
+use crate::verdicts::{Grade, IgnoredCheck};
 
 /// What became of the mutants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub struct Mutants {
     pub mutants: Vec<Mutant>,
     /// What was left out, and why.
     #[serde(default)]
-    pub ignored: Vec<Ignored>,
+    pub ignored: Vec<IgnoredCheck>,
 }
 
 /// What became of the mutants at the widths that kernels are made for: `assay mutants --production`.

@@ -13,7 +13,7 @@ use crate::condition::{BranchAlternative, ErrorBound};
 use crate::gate::Output;
 use crate::metric::Tally;
 use crate::tolerance::Limits;
-use assay_reference::{TokenColumns, Reference};
+use assay_reference::{Reference, TokenColumns};
 
 /// The shares of a second branch's gradient that automatic differentiation may take at a kink.
 ///

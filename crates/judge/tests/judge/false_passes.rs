@@ -7,11 +7,12 @@ use assay_judge::coverage::Coverage;
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::{Status, Verdict};
-use assay_judge::report::{Check, Report};
+use assay_judge::report::{self, total};
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::Known;
 use assay_native::{Native, NativeHead};
 use assay_reference::evaluate;
+use assay_schema::verdicts::Verdicts;
 use ndarray::{Array2, arr0, s};
 
 fn status(verdicts: &[Verdict], gate: Gate) -> Status {
@@ -86,9 +87,9 @@ fn one_nan_of_a_head_excuses_no_other_weight() {
     assert_eq!(status(&verdicts, elements(Output::Loss)), Status::NotCompared);
 }
 
-fn report(verdicts: &[Verdict]) -> Report {
-    let check = |verdict: &Verdict| Check::new("problem", "candidate", &verdict.gate.to_string(), verdict);
-    Report::new(verdicts.iter().map(check).collect(), Vec::new())
+fn reported(verdicts: &[Verdict]) -> Verdicts {
+    let check = |verdict: &Verdict| report::check("problem", "candidate", &verdict.gate.to_string(), verdict);
+    report::verdicts(verdicts.iter().map(check).collect(), Vec::new())
 }
 
 #[test]
@@ -102,9 +103,9 @@ fn verdict_without_a_gradient_that_was_compared_is_no_pass() {
     candidate.gradient.fill_row(0, 0, f64::NAN);
     let verdicts = known.judge(candidate, &Limits::external(Grade::Standard)).unwrap().verdicts;
     assert!(verdicts.iter().all(Verdict::passed), "{verdicts:?}");
-    let report = report(&verdicts);
-    assert!(!report.pass);
-    assert!(report.total().ends_with("; no gradient of problem with candidate was compared"), "{}", report.total());
+    let reported = reported(&verdicts);
+    assert!(!reported.pass);
+    assert!(total(&reported).ends_with("; no gradient of problem with candidate was compared"), "{}", total(&reported));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What each implementation came to, in a table.
+//! The summary of each implementation, in a table.
 
 use std::time::Duration;
 
@@ -7,19 +7,20 @@ use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::{Status, Verdict};
 use assay_judge::metric::{Allowance, Position, Tally};
-use assay_judge::report::{Check, Compared, Ignored, Report};
-use assay_judge::summary::{COLUMNS, notes, summary_of};
+use assay_judge::report::{self, bit_comparison, total};
+use assay_judge::summary::{COLUMNS, below_summary, notes, summarize, summary};
+use assay_schema::verdicts::{GateCheck, IgnoredCheck, Verdicts};
 
-/// A check of `fixture` that needs `needed` of the `κ` of 4 that it is allowed; one that compares nothing.
-fn check(fixture: &str, needed: Option<f64>) -> Check {
+/// Makes a check of `fixture` with an error of `error` and a limit of 4; without an error it compares nothing.
+fn check(fixture: &str, error: Option<f64>) -> GateCheck {
     let mut tally = Tally::default();
-    if let Some(needed) = needed {
+    if let Some(error) = error {
         let allowance = Allowance { unit: 1.0, scale: 1.0, ..Allowance::default() };
-        tally.compare(Position::default(), 1.0, 1.0 + needed, 4.0, allowance, Dtype::F64);
+        tally.compare(Position::default(), 1.0, 1.0 + error, 4.0, allowance, Dtype::F64);
     }
-    let status = match needed {
-        Some(needed) if needed.is_nan() => Status::Nonfinite,
-        Some(needed) if needed > 4.0 => Status::Fail,
+    let status = match error {
+        Some(error) if error.is_nan() => Status::Nonfinite,
+        Some(error) if error > 4.0 => Status::Fail,
         Some(_) => Status::Pass,
         None => Status::NotCompared,
     };
@@ -35,68 +36,67 @@ fn check(fixture: &str, needed: Option<f64>) -> Check {
         short_of_exact: None,
         open_entropies: None,
     };
-    Check::new(fixture, "native", "logp", &verdict)
+    report::check(fixture, "native", "logp", &verdict)
 }
 
-fn without_kappa(mut check: Check) -> Check {
-    check.kappa_allowed = None;
-    check
+fn without_kappa(check: GateCheck) -> GateCheck {
+    GateCheck { kappa_allowed: None, ..check }
 }
 
-fn report(checks: Vec<Check>) -> Report {
-    let summary = summary_of("native", 1, &checks, Some(Duration::from_millis(1234)));
-    Report { implementations: vec![summary], ..Report::new(checks, Vec::new()) }
+fn verdicts(checks: Vec<GateCheck>) -> Verdicts {
+    let summary = summarize("native", 1, &checks, Some(Duration::from_millis(1234)));
+    Verdicts { implementations: vec![summary], ..report::verdicts(checks, Vec::new()) }
 }
 
-/// The cells of the one row.
-fn row(report: &Report) -> Vec<String> {
-    let text = report.summary();
+/// Returns the cells of the only line.
+fn row(verdicts: &Verdicts) -> Vec<String> {
+    let text = summary(verdicts);
     let row = text.lines().nth(3).expect("a border, the header, a line, the row");
     row.trim_matches('│').split('┆').map(|cell| cell.trim().to_string()).collect()
 }
 
 #[test]
-fn the_worst_share_of_kappa_is_named() {
-    let two = report(vec![check("a", Some(1.0)), check("b", Some(2.0)), check("c", Some(2.0))]);
+fn summary_names_the_worst_error_over_limit() {
+    let two = verdicts(vec![check("a", Some(1.0)), check("b", Some(2.0)), check("c", Some(2.0))]);
     assert_eq!(row(&two), ["native", "3", "1.23", "0.50  logp of b"]);
-    assert_eq!(two.total(), "PASS  3 checks passed, 0 failed, 0 ignored");
-    let of_one = report(vec![check("a", Some(1.0)), without_kappa(check("b", Some(2.0)))]);
-    assert_eq!(row(&of_one)[3], "0.25  logp of a");
-    assert_eq!(row(&report(vec![without_kappa(check("a", Some(1.0)))]))[3], "–");
+    assert_eq!(total(&two), "PASS  3 checks passed, 0 failed, 0 ignored");
+    assert!(summary(&two).contains("worst error / limit"));
+    let counted = verdicts(vec![check("a", Some(1.0)), without_kappa(check("b", Some(2.0)))]);
+    assert_eq!(row(&counted)[3], "0.50  logp of b", "a limit without κ is one too");
 }
 
 #[test]
-fn failures_are_counted_and_what_no_kappa_allows_is_the_worst() {
-    let failed = report(vec![check("a", Some(6.0)), check("b", Some(1.0))]);
+fn summary_counts_failures_and_nan_is_the_worst() {
+    let failed = verdicts(vec![check("a", Some(6.0)), check("b", Some(1.0))]);
     assert_eq!(row(&failed), ["native", "2", "1", "1.23", "1.50  logp of a"]);
-    let wild = report(vec![check("a", Some(5e6)), check("b", Some(1.0))]);
+    let wild = verdicts(vec![check("a", Some(5e6)), check("b", Some(1.0))]);
     assert_eq!(row(&wild)[4], "1e6  logp of a");
-    let nan = report(vec![check("a", Some(6.0)), check("b", Some(f64::NAN))]);
+    let nan = verdicts(vec![check("a", Some(6.0)), check("b", Some(f64::NAN))]);
     assert_eq!(row(&nan), ["native", "2", "2", "1.23", "∞  logp of b"]);
 }
 
 #[test]
-fn what_compared_nothing_is_counted_apart() {
-    let one = report(vec![check("a", None), check("b", Some(1.0))]);
+fn summary_counts_what_compared_nothing_apart() {
+    let one = verdicts(vec![check("a", None), check("b", Some(1.0))]);
     assert_eq!(row(&one), ["native", "2", "1", "1.23", "0.25  logp of b"]);
-    assert_eq!(one.total(), "PASS  1 checks passed, 0 failed, 0 ignored, 1 not compared");
-    assert_eq!(row(&report(vec![check("a", None)]))[3..], ["1.23", "nothing compared"]);
-    assert_eq!(row(&report(Vec::new())), ["native", "0", "1.23", "nothing compared"]);
-    assert!(!report(Vec::new()).pass);
+    assert_eq!(total(&one), "PASS  1 checks passed, 0 failed, 0 ignored, 1 not compared");
+    assert_eq!(row(&verdicts(vec![check("a", None)]))[3..], ["1.23", "nothing compared"]);
+    assert_eq!(row(&verdicts(Vec::new())), ["native", "0", "1.23", "nothing compared"]);
+    assert!(!verdicts(Vec::new()).pass);
 }
 
 #[test]
-fn a_check_whose_name_does_not_fit_goes_unnamed() {
-    let mut both = report(vec![check("short", Some(1.0))]);
-    both.implementations.push(summary_of("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
-    let text = both.summary();
+fn summary_leaves_out_a_name_that_does_not_fit() {
+    let mut both = verdicts(vec![check("short", Some(1.0))]);
+    both.implementations.push(summarize("native", 1, &[check(&"long ".repeat(20), Some(2.0))], None));
+    let text = summary(&both);
     assert!(text.lines().all(|line| line.chars().count() <= COLUMNS.into()), "{text}");
     assert!(text.contains("0.25  logp of short") && text.contains("┆      – ┆ 0.50 "), "{text}");
 }
 
 #[test]
-fn what_was_ignored_for_one_reason_is_one_line() {
-    let ignored = |what: &str, why: &str, not_run: Option<&str>| Ignored {
+fn summary_lists_ignored_checks_by_reason() {
+    let ignored = |what: &str, why: &str, not_run: Option<&str>| IgnoredCheck {
         what: what.into(),
         why: why.into(),
         not_run: not_run.map(String::from),
@@ -105,7 +105,7 @@ fn what_was_ignored_for_one_reason_is_one_line() {
     let mut all = vec![run("a", "xla"), run("a", "xla-rows ×2"), ignored("c with xla", "too large", Some("xla"))];
     all.extend([run("b", "xla"), run("b", "xla-rows ×2")]);
     all.extend((0..6).map(|i| ignored(&format!("scalar_{i}"), "unknown", None)));
-    let text = Report::new(vec![check("a", Some(1.0))], all).below_summary();
+    let text = below_summary(&report::verdicts(vec![check("a", Some(1.0))], all));
     let expected = [
         "ignored  4 runs of xla, xla-rows ×2: no plugin",
         "ignored  c with xla: too large",
@@ -116,16 +116,12 @@ fn what_was_ignored_for_one_reason_is_one_line() {
 }
 
 #[test]
-fn bits_of_several_problems_are_one_line_and_long_lines_are_broken() {
-    let compared = |same: &[&'static str], other: &[&'static str]| Compared {
-        fixture: "a".into(),
-        implementation: "xla-rows".into(),
-        devices: [1, 2],
-        packed: false,
-        invariance: Invariance { same: same.into(), other: other.into() },
+fn summary_joins_bits_of_problems_and_breaks_long_lines() {
+    let compared = |same: &[&'static str], other: &[&'static str]| {
+        bit_comparison("a", "xla-rows", [1, 2], false, &Invariance { same: same.into(), other: other.into() })
     };
     let invariance = vec![compared(&["logp", "entropy"], &["loss"]), compared(&["logp"], &["entropy", "loss"])];
-    let text = Report { invariance, ..Report::new(Vec::new(), Vec::new()) }.below_summary();
+    let text = below_summary(&Verdicts { invariance, ..report::verdicts(Vec::new(), Vec::new()) });
     let line = "bits     xla-rows: ×2 has those of ×1 in logp, entropy (1 of 2 problems); others in loss\n";
     assert!(text.starts_with(line), "{text}");
     let long = notes([("bits", "word ".repeat(40))]);
