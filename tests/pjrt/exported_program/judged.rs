@@ -7,7 +7,7 @@ use std::time::Duration;
 use assay::fixture::write_problem;
 use assay::implementation::Implementation;
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::judge::Cancels;
+use assay::judge::judge::Cancellation;
 use assay::problem::{CuSeqlens, Dtype, Sequences};
 use assay::spec::LossSpec;
 use assert_cmd::cargo::cargo_bin_cmd;
@@ -45,8 +45,8 @@ fn exported_autodiff_of_a_confident_target_is_standard_alone() {
             let what = format!("{manifest} on {}", plugin.display());
             assert_eq!(failed(&verdicts), Vec::<String>::new(), "{what}");
             let short = verdicts.iter().filter_map(|verdict| Some((verdict.gate.to_string(), verdict.short_of_exact?)));
-            let short: Vec<_> = short.map(|(gate, short)| (gate, short.cancels)).collect();
-            let target = |gate: &str| (gate.to_string(), Cancels::Target);
+            let short: Vec<_> = short.map(|(gate, short)| (gate, short.cancellation)).collect();
+            let target = |gate: &str| (gate.to_string(), Cancellation::Target);
             assert_eq!(short, ["dlogits", "dlogits row_sum"].map(target), "{what}");
         }
     }
