@@ -228,7 +228,7 @@ memory() {
 		absent memory "no bench has a result"
 	fi
 }
-# The seed project's shapes: what was recorded on a v6e, as docs/tpu.md has it, beside what runs now.
+# MLLM-JAX's shapes: the times recorded on a v6e, from docs/tpu.md, next to those of this run.
 beside_the_seed() {
 	local shape id recorded took
 	for shape in "$@"; do
@@ -302,7 +302,7 @@ else
 	else
 		step jax 300 anything env TPU_LIBRARY_PATH="$plugin" "$python" "$here/tpu_record_jax.py" --shape "$shape"
 	fi
-	# By the shape that was asked for a dry run is known: the seed's shapes are a gigabyte.
+	# By the shape that was asked for a dry run is known: MLLM-JAX's shapes are a gigabyte.
 	seed=(1x2048x151643 4x1024x151643)
 	[ "$shape" = 1x4096x151936 ] || seed=()
 	for of_seed in ${seed[@]+"${seed[@]}"}; do
@@ -312,7 +312,7 @@ else
 	if [ ${#seed[@]} -gt 0 ]; then
 		beside_the_seed "${seed[@]}"
 	else
-		absent seed "--shape $shape is another than the seed's"
+		absent seed "--shape $shape is not one of MLLM-JAX's"
 	fi
 	for dtype in f32 f16; do
 		for id in tile-one-pass tile-two-pass; do bench "$id-$dtype" "$id" "$shape" "$dtype" is_mosaic; done

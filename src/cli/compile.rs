@@ -33,16 +33,16 @@ const MARKS: [Marks; 3] = [
 
 #[derive(Args)]
 pub(super) struct Compile {
-    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or, as in
-    /// h100:8, so many of them
+    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or with a number of
+    /// devices, as in h100:8
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse, required_unless_present = "table")]
     target: Option<AnyTarget>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
     /// tile-one-pass, tile-two-pass or tile-entropy; for a GPU gpu-one-pass, gpu-two-pass or gpu-logp; of an LM head, xla-lm-head, xla-lm-head-seed or tile-lm-head, for a GPU gpu-lm-head; or one of these over rows, vocabulary or both (-rows, -vocab, -mesh); xla-lm-head or tile-lm-head with what is summed in parts (-rows-scattered, -vocab-scattered)
     #[arg(long = "impl", value_name = "ID", default_value = "xla")]
     implementation: String,
-    /// Sequences, tokens and vocabulary that each device holds; with an LM head `BxTxHxV`. Of what is cut over devices all
-    /// that they hold together
+    /// Sequences, tokens and vocabulary on each device; with an LM head `BxTxHxV`. For a program that is cut over devices, the extents on
+    /// all of them together
     #[arg(long, value_name = "BxTxV", required_unless_present = "table")]
     shape: Option<ProblemShape>,
     /// Dtype of the logits, or of hidden states and head: f32, bf16 or f16
@@ -79,9 +79,9 @@ pub(super) struct Compile {
     /// libtpu; the one that `TPU_LIBRARY_PATH` names, or that `make setup-tpu` installed, if none is given
     #[arg(long, value_name = "FILE.so")]
     libtpu: Option<PathBuf>,
-    /// Flags of libtpu's own, as a job sets them in `LIBTPU_INIT_ARGS`. If this is not given, an LM head has
-    /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM, and what scatters those that leave all-gathers and
-    /// reduce-scatters to `SparseCore`s, on v6e and v7x
+    /// Flags of libtpu, as a job sets them in `LIBTPU_INIT_ARGS`. Without this option an LM head has
+    /// `--xla_tpu_scoped_vmem_limit_kib=73728` on chips with 128 MiB of VMEM, and a program that scatters has those that move all-gathers
+    /// and reduce-scatters to `SparseCore`s, on v6e and v7x
     #[arg(long, value_name = "FLAGS", allow_hyphen_values = true)]
     libtpu_flags: Option<String>,
     /// XLA's CUDA plugin; the one that `ASSAY_CUDA_PLUGIN` names, or that `make setup-gpu` installed, if none is given
@@ -120,7 +120,7 @@ enum ChipKind {
     Gpus,
 }
 
-/// [`HeadLayout`], on the command line.
+/// The layout of an LM head, [`HeadLayout`], on the command line.
 #[derive(Clone, Copy, ValueEnum)]
 enum HeadAxes {
     /// The head as `[H,V]`, hidden units by vocabulary
@@ -282,7 +282,7 @@ fn this_executable() -> Result<PathBuf, CliError> {
     env::current_exe().map_err(|reason| CliError::Io { path: "this executable".into(), action: "find", reason })
 }
 
-/// Kernels, the heaviest first, and all else that is known.
+/// Formats the kernels, the most cycles first, and the other figures.
 fn table_of(request: &CompileRequest<TpuTarget>, figures: &Compiled) -> String {
     let mut kernels = comfy_table::Table::new();
     kernels.load_style(UTF8_FULL_CONDENSED);

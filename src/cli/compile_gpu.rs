@@ -16,7 +16,7 @@ pub(super) const MARKS: [Marks; 2] = [
     ["<!-- assay compile --table gpus, LM heads -->", "<!-- end of table, LM heads -->"],
 ];
 
-/// Kernels of PTX, and all else that is known.
+/// Formats the kernels of PTX, and the other figures.
 pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &Compiled) -> String {
     let mut text = String::new();
     for launch in &figures.launches {

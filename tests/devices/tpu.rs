@@ -406,7 +406,7 @@ fn two_programs_compile_at_once() -> Result<(), Failed> {
     })
 }
 
-/// The scratch of `xla-seed` is what a v6e reserved for the seed's program, to a thousandth; `xla` has next to none.
+/// The scratch of `xla-seed` is what a v6e reserved for MLLM-JAX's program, to a thousandth; `xla` has next to none.
 fn scratch_of_the_seeds_program_is_the_records() -> Result<(), Failed> {
     let target = TpuTarget::parse("v6e:2x4")?;
     let local = shape(4, 1024, 151_643);

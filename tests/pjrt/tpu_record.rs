@@ -101,7 +101,7 @@ fn tpu_record_on_a_fake_tpu_says_what_failed() {
         ("bench-xla-seed", "passed"),
         ("memory", "ignored: the device says nothing of its memory, memory.txt has why"),
         ("jax", "ignored: no /nowhere/python"),
-        ("seed", "ignored: --shape 1x8x300 is another than the seed's"),
+        ("seed", "ignored: --shape 1x8x300 is not one of MLLM-JAX's"),
         ("bench-tile-one-pass-f32", "failed: ended with 2"),
         ("bench-tile-two-pass-f32", "failed: ended with 2"),
         ("bench-tile-one-pass-f16", "failed: ended with 2"),

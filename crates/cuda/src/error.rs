@@ -9,10 +9,10 @@ fn dotted(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// Why the driver did not do what it was asked.
+/// The reason why the driver failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// There is no such library.
+    /// The library cannot be loaded, because the machine has no driver.
     #[error(
         "CUDA driver {library}: cannot be loaded: {reason}; expected a machine with an NVIDIA GPU and its driver, or one that \
          ASSAY_CUDA_DRIVER names; `native` computes the same on any CPU", library = library.display()
@@ -23,7 +23,7 @@ pub enum CudaError {
         /// The message of the system's loader.
         reason: String,
     },
-    /// A library that is no driver.
+    /// The library is not a CUDA driver.
     #[error("CUDA driver {library}: it does not export `{symbol}`; expected a driver of CUDA 12.0 or newer", library = library.display())]
     NotADriver {
         /// The name or path of the library.
@@ -31,7 +31,7 @@ pub enum CudaError {
         /// The function that the library does not export.
         symbol: &'static str,
     },
-    /// A driver that does not know the PTX that kernels are written in.
+    /// The driver does not support the PTX version that kernels are written in.
     #[error(
         "CUDA driver {library}: it is of CUDA {}; expected {} or newer, which takes PTX {}, in which kernels for {} \
          are written: update the driver",
@@ -63,7 +63,7 @@ pub enum CudaError {
         /// The number of devices that the driver has.
         count: i32,
     },
-    /// A device too old for a kernel.
+    /// The device is too old for a kernel.
     #[error("{device}: it is of sm_{}{}, {kernel} needs {needed}; {instead}", given.0, given.1)]
     Capability {
         /// The name of the device, as CUDA reports it.
@@ -72,12 +72,12 @@ pub enum CudaError {
         given: (i32, i32),
         /// The kernel or implementation that needs more.
         kernel: String,
-        /// The least that would do.
+        /// The lowest capability that the kernel runs on.
         needed: &'static str,
         /// The alternative that runs on this device.
         instead: &'static str,
     },
-    /// A kernel whose shared memory a CTA of the device has not.
+    /// The kernel needs more shared memory than a CTA of the device may have.
     #[error(
         "{device}, kernel {kernel}: {given} bytes of shared memory a CTA, expected up to {most}; gpu-two-pass-driver needs less, \
          whatever the vocabulary"
@@ -92,7 +92,7 @@ pub enum CudaError {
         /// The most bytes that a CTA of this device may have.
         most: usize,
     },
-    /// A device, or a part of one, on which no cluster of a kernel's CTAs has room.
+    /// The device, or its slice, has no room for a cluster of the kernel's CTAs.
     #[error(
         "{device}, kernel {kernel}: it has no room for a cluster of {cluster} CTAs with {shared} bytes of shared \
          memory each, expected room for one at least, which a slice of a GPU (MIG) may not have: use a larger slice \
@@ -105,7 +105,7 @@ pub enum CudaError {
         kernel: String,
         /// The number of CTAs of a cluster.
         cluster: u32,
-        /// Static and dynamic shared memory of a CTA, bytes.
+        /// The static and dynamic shared memory of a CTA, in bytes.
         shared: u32,
     },
     /// The driver's assembler refused the text.
@@ -134,7 +134,7 @@ pub enum CudaError {
         /// The whole memory of the device, in bytes.
         total: usize,
     },
-    /// An array that a kernel would read in pieces that the hardware refuses.
+    /// An array starts at an address that the kernel's vector accesses do not allow.
     #[error(
         "kernel {kernel}, array {array}: it begins at {address:#x}, expected a multiple of {alignment}, because the \
          kernel reads or writes {alignment} bytes of it at a time: copy it to memory of its own"
@@ -146,7 +146,7 @@ pub enum CudaError {
         array: String,
         /// The address of its first byte.
         address: u64,
-        /// The bytes that it must begin at a multiple of.
+        /// The alignment that the kernel needs, in bytes.
         alignment: u64,
     },
     /// An output is separate from its input, and the two start at different offsets modulo [`ALIGNMENT`].
@@ -164,7 +164,7 @@ pub enum CudaError {
         /// The offsets of both arrays modulo [`ALIGNMENT`], in bytes.
         late: [u64; 2],
     },
-    /// A kernel that is to be loaded while its stream is captured.
+    /// A kernel must be loaded while its stream is captured into a graph.
     #[error(
         "kernel {kernel}: its stream is being captured into a CUDA graph, and the kernel is loaded at its first use, \
          which no graph can hold: make one run of the same loss, dtype and vocabulary before the capture"
@@ -173,7 +173,7 @@ pub enum CudaError {
         /// The name of the kernel's entry.
         kernel: String,
     },
-    /// An answer that is not the one that was judged, though nothing else was computed.
+    /// A timed launch changed its answer, though it computes the same each time.
     #[error(
         "{kernel}: after {launches} launches on the same logits {array} has {differing} of {all} numbers other than \
          in the answer that was judged, expected the same bits: nothing is reported; the kernel or the device is not \
@@ -191,7 +191,7 @@ pub enum CudaError {
         /// The number of timed launches before the comparison.
         launches: usize,
     },
-    /// More rows than a grid has CTAs for.
+    /// The batch has more rows than a grid has CTAs.
     #[error("kernel {kernel}: {given} rows, expected up to {most}")]
     Rows {
         /// The name of the kernel's entry.
@@ -201,7 +201,7 @@ pub enum CudaError {
         /// The most rows that one launch takes.
         most: usize,
     },
-    /// An array of another size than a kernel takes.
+    /// An array has another size than the kernel takes.
     #[error("kernel {kernel}, array {array}: {given} bytes, expected {expected}")]
     Size {
         /// The name of the kernel's entry.
@@ -213,7 +213,7 @@ pub enum CudaError {
         /// The bytes that the kernel reads or writes.
         expected: usize,
     },
-    /// A call for which the device's context is no longer there.
+    /// The device's primary context is gone.
     #[error(
         "{what}: {code}: {message}; expected the device's primary context, which this process holds until it ends: \
          call neither cudaDeviceReset nor cuDevicePrimaryCtxReset, hand over streams of the same device only, and \
@@ -227,7 +227,7 @@ pub enum CudaError {
         /// The driver's message for the error.
         message: String,
     },
-    /// Any other call that failed.
+    /// Any other call of the driver failed.
     #[error("{what}: {code}: {message}")]
     Call {
         /// The operation that failed, as a verb.

@@ -27,7 +27,7 @@ pub(crate) struct HostLoss<'s> {
     columns: Option<ColumnBiases>,
 }
 
-/// The softmaxes of a row: of the one that entropy is of, and of the one that logp is.
+/// The two softmaxes of a row: one for entropy, one for logp. They differ if only logp is tempered.
 #[derive(Clone, Copy)]
 pub(crate) struct RowSoftmaxes {
     max: f64,

@@ -18,7 +18,7 @@ use crate::run::{program, written_for};
 /// The implementation whose limits the operation shares.
 const ID: &str = "gpu-two-pass";
 
-/// A launch of a kernel.
+/// A launch of a kernel of the operation.
 #[derive(Clone, Copy, Debug)]
 pub struct OperationLaunch<'a> {
     /// The kernel of the operation that is launched.
@@ -31,14 +31,14 @@ pub struct OperationLaunch<'a> {
     pub extents: [usize; 3],
     /// Dtype of the logits and of dlogits.
     pub dtype: Dtype,
-    /// The framework's, one of this device's.
+    /// The framework's stream, which belongs to this device.
     pub stream: CudaStream,
-    /// The arrays, by the names of the kernel's parameters.
+    /// The framework's arrays, by the names of the kernel's parameters.
     pub arrays: &'a [(&'a str, BorrowedArray)],
 }
 
-/// A device, and the kernels that were assembled for it. It has the primary context, which a framework's runtime has too, until the
-/// process ends, and so it has the kernels.
+/// A device with the kernels that were assembled for it. It keeps the primary context, which a framework's runtime uses as well, and the
+/// kernels until the process ends.
 pub struct Gpu {
     driver: &'static Driver,
     place: usize,
@@ -48,7 +48,7 @@ pub struct Gpu {
     assembled: Mutex<Vec<Arc<AssembledOperation>>>,
 }
 
-/// A kernel that was assembled, and how its arrays and its grid grow.
+/// An assembled kernel, and how its arrays and its grid grow with the batch.
 struct AssembledOperation {
     text: OperationText,
     kernel: LoadedKernel,
@@ -82,7 +82,7 @@ impl Gpu {
         takes_one_pass(Structure::from_spec(spec), vocab, dtype.into(), self.target)
     }
 
-    /// Enqueues a kernel, and does not wait for it.
+    /// Enqueues a kernel without synchronising.
     ///
     /// # Errors
     /// [`RunError`] where the kernel does not do this, an array does not fit, or the driver fails.

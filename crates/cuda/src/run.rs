@@ -28,7 +28,7 @@ use crate::frame::{HostLoss, HostResults};
 /// The end of the ids of kernels that the driver launches.
 const SUFFIX: &str = "-driver";
 
-/// Launches before those that are timed, of the same kind: the device's clocks rise in them.
+/// The untimed launches before those that are timed. The device's clocks rise during them.
 const WARMUP_LAUNCHES: usize = 5;
 
 /// Bytes of a gradient that are compared at once.
@@ -38,9 +38,9 @@ const COMPARED_BYTES: usize = 16 << 20;
 pub struct DriverLoss {
     program: LossProgram,
     id: String,
-    /// Asked once where there is one.
+    /// The driver's first device, once it has been opened.
     device: OnceLock<CudaDevice>,
-    /// Opened once, and given back with this.
+    /// The device's context, which is opened once and released with this object.
     context: Mutex<Option<Arc<CudaContext>>>,
 }
 
@@ -219,14 +219,14 @@ impl DriverLogp {
     }
 }
 
-/// Kernels that were assembled, and the loss whose numbers they are given.
+/// Assembled kernels, and the loss whose numbers they read.
 struct LoadedProgram<'s> {
     id: String,
     context: Arc<CudaContext>,
     kernels: Vec<LoadedKernel>,
     loss: StructuredSpec<'s>,
     given: Given,
-    /// Bytes of copies of logits that are on the device so that steps can be restored from them.
+    /// The bytes of copies of logits on the device, from which steps are restored.
     held_bytes: AtomicUsize,
 }
 
@@ -234,7 +234,7 @@ struct LoadedProgram<'s> {
 struct ProblemArrays<'s> {
     frame: HostLoss<'s>,
     logits: CudaMemory,
-    /// The other inputs of the first kernel, in its order, the logits' place left out.
+    /// The other inputs of the first kernel, in its order, without the logits.
     inputs: Vec<(&'static str, CudaMemory)>,
     /// The output of the first kernel for each token.
     results: CudaMemory,
@@ -242,12 +242,12 @@ struct ProblemArrays<'s> {
     scales: Option<CudaMemory>,
 }
 
-/// A problem on the device that is restored there.
+/// A problem on the device whose logits can be restored after a step.
 struct RestorableArrays<'p> {
     ready: &'p LoadedProgram<'p>,
     /// The arrays of the step. After it the gradient is where the logits were.
     arrays: Rc<ProblemArrays<'p>>,
-    /// The logits, which no kernel writes over.
+    /// A copy of the logits, which no kernel writes to.
     copy: CudaMemory,
 }
 
@@ -285,7 +285,7 @@ fn column_bytes(frame: &HostLoss, array: impl Fn(&ColumnBiases) -> Option<&[f32]
 }
 
 impl<'s> LoadedProgram<'s> {
-    /// Puts a problem, which was checked, on the device, with room for what the kernels write.
+    /// Uploads a checked problem, and allocates the arrays that the kernels write.
     fn upload(&self, problem: &Problem) -> Result<ProblemArrays<'s>, CudaError> {
         let frame = HostLoss::new(self.loss, &problem.tokens(), self.given.shape.vocab);
         let context = &self.context;
@@ -328,7 +328,7 @@ impl<'s> LoadedProgram<'s> {
         Ok(ProblemArrays { frame, logits, inputs, results, scales: scales.transpose()? })
     }
 
-    /// Makes a step, after which the gradient is where the logits were.
+    /// Runs a step, after which the gradient is where the logits were.
     fn step(&self, arrays: &ProblemArrays) -> Result<HostResults, CudaError> {
         arrays.first_call(&self.kernels[0]).launch()?;
         let (results, scales) = self.after_first(arrays)?;
@@ -339,7 +339,7 @@ impl<'s> LoadedProgram<'s> {
         Ok(results)
     }
 
-    /// Computes a step's results from the first kernel's numbers, and the scales for the second one where there is one.
+    /// Computes a step's results from the first kernel's output, and the factors of the second kernel if there is one.
     fn after_first(&self, arrays: &ProblemArrays) -> Result<(HostResults, Vec<f32>), CudaError> {
         let (frame, numbers) = (&arrays.frame, floats(&arrays.results)?);
         if self.kernels.len() == 1 {
@@ -423,7 +423,7 @@ impl<'p> Held<'p> for RestorableArrays<'p> {
 }
 
 impl RestorableArrays<'_> {
-    /// Checks that what is on the device, and what follows from it, is the answer that was judged, bit for bit.
+    /// Checks that the arrays on the device, and the results that follow from them, equal the judged answer bit for bit.
     fn expect_same(&self, judged: &Candidate, results: &HostResults, launches: usize) -> Result<(), CudaError> {
         let expect = |array, differing: usize, all: usize| {
             if differing == 0 {
@@ -455,7 +455,7 @@ impl RestorableArrays<'_> {
     }
 }
 
-/// Numbers of two arrays of f32 whose bits differ.
+/// Counts the elements whose bits differ between two arrays of f32.
 fn numbers_that_differ(a: &FloatArray<Ix2>, b: &FloatArray<Ix2>) -> usize {
     match (a, b) {
         (FloatArray::F32(a), FloatArray::F32(b)) => a.iter().zip(b).filter(|(a, b)| a.to_bits() != b.to_bits()).count(),

@@ -33,7 +33,7 @@ pub const TIME_LIMIT: Duration = Duration::from_mins(30);
 /// The time after its limit at which a worker ends itself.
 pub const GRACE: Duration = Duration::from_secs(10);
 
-/// The folder, within a worker's, where every XLA writes its HLO.
+/// The folder inside of a worker's folder where every XLA writes its HLO.
 pub const HLO: &str = "hlo";
 
 /// The environment variable from which every XLA reads its flags.
@@ -43,7 +43,7 @@ const XLA_VARIABLE: &str = "XLA_FLAGS";
 const LAST_BYTES: u64 = 4 << 10;
 const LAST_LINES: usize = 12;
 
-/// The files of a folder that a worker is given.
+/// The files in a worker's folder: its input, its answer and its stderr.
 const JOB: &str = "job.json";
 const PROGRAM: &str = "program.mlir";
 const ANSWER: &str = "answer.json";
@@ -54,13 +54,13 @@ const STDERR: &str = "stderr.txt";
 pub struct CompileJob<'j> {
     /// The file of the PJRT plugin.
     pub library: &'j Path,
-    /// The plugin's name for the devices.
+    /// The name that the plugin has for the topology.
     pub topology: &'j str,
     /// The other options of the topology, as name and value.
     pub options: &'j [(&'j str, String)],
     /// The program as StableHLO text, in MLIR's syntax.
     pub code: &'j str,
-    /// Copies joined by collectives, one a device.
+    /// The number of copies joined by collectives, one on each device.
     pub replicas: usize,
     /// The number of copies of a program that counts its devices as partitions.
     pub partitions: usize,
@@ -83,7 +83,7 @@ struct JobFile {
 pub struct CompiledJob {
     /// The memory of one run on one device.
     pub memory: CompiledMemory,
-    /// Seconds that the plugin took.
+    /// The seconds that the plugin took to compile.
     pub compile_s: f64,
     /// The coordinates of each device's chip; empty where the plugin gives none.
     pub chips: Vec<Vec<usize>>,
@@ -97,10 +97,10 @@ enum JobAnswer {
     Refused(String),
 }
 
-/// Why there is no answer.
+/// The reason why a worker gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileWorkerError {
-    /// A file or process of ours.
+    /// A file or a process of this program failed.
     #[error("{path}: cannot {action}: {reason}")]
     Io {
         /// The file or folder concerned.
@@ -110,7 +110,7 @@ pub enum CompileWorkerError {
         /// The error of the operating system.
         reason: io::Error,
     },
-    /// The plugin refused, in its own words.
+    /// The plugin rejected the program with this message.
     #[error("{0}")]
     Refused(String),
     /// The worker died without an answer.
@@ -118,15 +118,15 @@ pub enum CompileWorkerError {
     Died {
         /// The exit status or the signal.
         status: String,
-        /// The last lines of its stderr.
+        /// The last lines of the worker's stderr.
         stderr: String,
     },
-    /// The worker took too long and was ended.
+    /// The worker exceeded its time limit and was killed.
     #[error("no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
     TimedOut {
         /// The time limit that was exceeded.
         limit: Duration,
-        /// The last lines of its stderr.
+        /// The last lines of the worker's stderr.
         stderr: String,
     },
     /// A job or an answer that is not valid JSON of its kind.
@@ -158,10 +158,10 @@ pub fn append_flags(variable: &str, flags: &str) -> String {
     format!("{} {flags}", own.trim()).trim().into()
 }
 
-/// The executable that compiles, and how long it may take.
+/// The executable that compiles, and its time limit.
 #[derive(Clone, Debug)]
 pub struct CompileWorker {
-    /// Called as `executable compile-worker FOLDER`.
+    /// The executable, which is called as `executable compile-worker FOLDER`.
     executable: PathBuf,
     limit: Duration,
 }
@@ -220,7 +220,7 @@ impl CompileWorker {
         }
     }
 
-    /// Runs a worker to its end; `None` where it did not come to one in time.
+    /// Runs a worker until it ends, or kills it after the limit and returns `None`.
     fn work(
         &self,
         folder: &Path,
@@ -280,7 +280,7 @@ pub fn work(folder: &Path) -> Result<(), CompileWorkerError> {
     write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
 }
 
-/// Ends this process, and takes `folder` away, when standard input ends or `limit` has passed.
+/// Ends this process, and removes `folder`, when standard input is closed or `limit` has passed.
 fn end_with_who_waits(folder: &Path, limit: Duration) {
     let end = |folder: PathBuf| {
         // The compiler may be writing to it.

@@ -26,10 +26,10 @@ pub struct CudaToolkit {
     root: PathBuf,
 }
 
-/// Names a CUDA toolkit's folder where set-up's is not to be taken.
+/// The environment variable that names the folder of a CUDA toolkit instead of the installed one.
 pub const TOOLKIT_VARIABLE: &str = "ASSAY_CUDA_TOOLKIT";
 
-/// The parts of a toolkit that are used, within it.
+/// The tools of the toolkit, relative to its folder.
 const PTXAS: &str = "bin/ptxas";
 const NVDISASM: &str = "bin/nvdisasm";
 
@@ -81,7 +81,7 @@ impl CudaToolkit {
         &self.root
     }
 
-    /// Assembles `kernel` for `target`, and counts what all its threads take.
+    /// Assembles `kernel` for `target`, and sums what all its threads execute.
     ///
     /// # Errors
     /// [`AheadError::Beyond`] where the chip lacks what it asks for; [`AheadError::Assembler`] with the assembler's words;
@@ -153,7 +153,7 @@ fn first_error(said: &str) -> Option<String> {
 /// The alternative for a kernel that asks for more than a chip has.
 const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
 
-/// Checks a launch against the chip.
+/// Checks a launch against the limits of the chip.
 ///
 /// # Errors
 /// [`AheadError::Beyond`].
@@ -194,7 +194,7 @@ fn expect_shared(kernel: &PtxKernel, target: &GpuTarget, bytes: u32) -> Result<(
 
 /// The machine code that the assembler made of one loop of PTX.
 struct AssembledLoop {
-    /// Addresses of the round, if it is a loop still: of several the one with most rounds in it.
+    /// The addresses of the machine's loop; `None` if the assembler unrolled it completely.
     place: Option<(u64, u64)>,
     /// The rounds of the PTX loop in one round of the machine's loop, or all rounds if it was unrolled completely.
     rounds: f64,
@@ -202,7 +202,7 @@ struct AssembledLoop {
     spilled_over: bool,
 }
 
-/// Instructions of which each comes from one of PTX, so that they tell how often that was copied.
+/// Opcodes of which each instruction comes from one instruction of PTX, so that their number tells how often a line was copied.
 const TELLING: [&str; 8] = ["LDS", "STS", "LDG", "STG", "LD", "ST", "LDGSTS", "MUFU"];
 
 impl AssembledLoop {

@@ -16,7 +16,7 @@ use crate::files::{failed, temporary_folder};
 use crate::plugin::{self, StableHloModule, worker_error};
 use crate::traffic::{Traffic, read_optimized};
 
-/// Names the plugin where no option does.
+/// The environment variable that names the plugin if no option does.
 pub const PLUGIN_VARIABLE: &str = "ASSAY_CUDA_PLUGIN";
 
 /// The custom call by which a program calls a kernel of PTX.
@@ -30,9 +30,9 @@ const OPTIMIZED: &str = "gpu_after_optimizations.txt";
 pub struct GpuCompilation {
     /// The memory of one run on one device, as the plugin reports it.
     pub memory: CompiledMemory,
-    /// Seconds that the plugin took.
+    /// The seconds that the plugin took, without starting the worker.
     pub compile_s: f64,
-    /// The kernels of PTX, assembled.
+    /// The assembled kernels of PTX, with their number of launches.
     pub launches: Vec<Launch>,
     /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
@@ -61,7 +61,7 @@ impl GpuCompilation {
     }
 }
 
-/// A plugin, what it needs of NVIDIA's toolkit, and the executable that loads it.
+/// The CUDA plugin, NVIDIA's tools, and the executable that loads the plugin.
 #[derive(Clone, Debug)]
 pub struct GpuCompiler {
     plugin: PathBuf,
@@ -94,7 +94,7 @@ impl GpuCompiler {
         GpuCompiler { worker: self.worker.with_limit(limit), ..self }
     }
 
-    /// Compiles a program, assembles its kernels and reads what the compilers say of both.
+    /// Compiles a program, assembles its kernels, and collects what both compilers report.
     ///
     /// # Errors
     /// As of [`CudaToolkit::assemble`]; [`AheadError::Refused`] with the plugin's message where it does not compile and

@@ -19,8 +19,8 @@ use super::target::{GpuChip, ISSUED, SHARED_BYTES_A_CLOCK, WARP};
 /// The names of the pipes, in the order of the module's table.
 pub(crate) const PIPES: [&str; 8] = ["issue", "fma", "product", "half", "alu", "xu", "lsu", "shared"];
 
-/// Clocks of pipes that one instruction of a warp takes on a multiprocessor. `None` where the instruction is not known: `issue` is all
-/// that it takes for sure.
+/// Returns the clocks that one instruction of a warp occupies each pipe of a multiprocessor. `None` for an unknown instruction, which
+/// certainly takes `issue`.
 pub(crate) fn taken(chip: &GpuChip, mnemonic: &str) -> Option<Vec<(&'static str, f64)>> {
     let rates = &chip.rates;
     let clocks = |rate: f64| f64::from(WARP) / rate;

@@ -12,16 +12,16 @@ use super::target::GpuTarget;
 use crate::request::{CompileOptions, CompileRequest};
 use crate::table::{extents, or_dash, relative_to_logits};
 
-/// Real vocabularies: Qwen2.5's tokens, the same padded to 128, Gemma's.
+/// Vocabularies of Qwen2.5's tokens, of the same padded to 128, and of Gemma.
 const VOCABS: [usize; 3] = [151_643, 151_936, 256_000];
 
-/// The one that XLA's programs and losses with an entropy bonus are compiled at.
+/// The vocabulary of XLA's programs and of losses with an entropy bonus.
 const VOCAB: usize = 151_936;
 
 /// The coefficient of the losses with an entropy bonus.
 const ENTROPY_COEF: f64 = 0.01;
 
-/// An LM head of a 7B model.
+/// The LM head of a 7B model on 8,192 tokens.
 const HEAD: ProblemShape = ProblemShape::Head(HeadShape { batch: 1, tokens: 8192, hidden: 4096, vocab: VOCAB });
 
 /// Lists the programs of the table, with the losses and sizes of `options`: on each chip `xla` and every kernel that it can run, on
@@ -58,7 +58,7 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<GpuTarget>> {
     requests
 }
 
-/// Whether a chip has what a kernel is made of: one pass needs a cluster.
+/// Whether a chip can run a kernel: one pass needs clusters of CTAs.
 fn runs_on(id: &str, target: &GpuTarget) -> bool {
     !id.contains("one-pass") || target.chip.largest_cluster > 1
 }

@@ -32,9 +32,9 @@ pub struct GpuChip {
     pub capability: (u32, u32),
     /// The number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Boost clock, 10⁹ a second.
+    /// The boost clock, 10⁹ cycles a second.
     pub clock_ghz: f64,
-    /// HBM bandwidth, 10¹² bytes a second.
+    /// The HBM bandwidth of the datasheet, 10¹² bytes a second.
     pub hbm_tb_per_s: f64,
     /// The HBM bandwidth that XLA's configuration has, in bytes a second.
     xla_bandwidth: u64,
@@ -42,43 +42,43 @@ pub struct GpuChip {
     memory_bytes: u64,
     /// The size of the L2 cache, in bytes.
     l2_bytes: u64,
-    /// Shared memory of a multiprocessor, bytes.
+    /// The shared memory of a multiprocessor, in bytes.
     pub shared_bytes: u32,
-    /// The most of it that one CTA may have, static and dynamic.
+    /// The most shared memory that one CTA may have, static and dynamic, in bytes.
     pub shared_bytes_a_cta: u32,
-    /// The most CTAs that a cluster may have everywhere; 1 where there are no clusters.
+    /// The most CTAs of a cluster that every device of this kind runs; 1 if the chip has no clusters.
     pub largest_cluster: u32,
     /// The rates of the execution units of a multiprocessor.
     pub rates: GpuRates,
 }
 
-/// Threads whose instruction a multiprocessor takes in one clock.
+/// The number of threads whose instruction a multiprocessor executes in one clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuRates {
-    /// f32 additions, multiplications and both at once.
+    /// Additions, multiplications and fused multiply-adds of f32.
     pub f32: f64,
     /// Additions, multiplications and fused multiply-adds of two f16 a thread.
     pub f16x2: f64,
     /// Additions, multiplications and fused multiply-adds of two bf16 a thread.
     pub bf16x2: f64,
-    /// Minimum and maximum of f32.
+    /// Minimum and maximum of two f32.
     pub f32_min_max: f64,
-    /// Integers, logic, shifts, comparisons, selections.
+    /// Integer additions, logic, shifts, comparisons and selections.
     pub integer: f64,
     /// Integer multiplications, with or without an addition.
     pub integer_product: f64,
     /// Exponential, logarithm and reciprocal, of the special function unit.
     pub transcendental: f64,
-    /// Conversions that share their unit.
+    /// Conversions between two float types or two integer types, and roundings.
     pub conversion: f64,
     /// Loads, stores and shuffles of any size.
     pub memory: f64,
 }
 
-/// Warps start one instruction a clock on each quarter of a multiprocessor: threads.
+/// The threads whose instructions start in one clock: a warp on each quarter of a multiprocessor.
 pub(crate) const ISSUED: f64 = 128.0;
 
-/// Bytes that shared memory gives a clock.
+/// The bytes that the banks of shared memory deliver in a clock.
 pub(crate) const SHARED_BYTES_A_CLOCK: f64 = 128.0;
 
 /// The number of threads of a warp.
@@ -90,10 +90,10 @@ const THREADS: u32 = 2048;
 const REGISTERS: u32 = 65_536;
 const SLOTS: u32 = 32;
 
-/// Shared memory that CUDA keeps of each CTA's, bytes.
+/// The shared memory that CUDA reserves in each CTA, in bytes.
 const RESERVED: u32 = 1024;
 
-/// Every chip that there is a target for.
+/// All chips for which there is a target.
 pub const CHIPS: [GpuChip; 4] = [
     GpuChip {
         name: "a100",
@@ -201,12 +201,12 @@ impl GpuChip {
         }
     }
 
-    /// Milliseconds that `bytes` take HBM.
+    /// Returns the milliseconds that `bytes` take at the HBM bandwidth.
     pub fn hbm_ms(&self, bytes: u64) -> f64 {
         bytes as f64 / (self.hbm_tb_per_s * 1e9)
     }
 
-    /// Milliseconds that `clocks`, of all multiprocessors together, take at best: all have the same to do.
+    /// Returns the milliseconds that `clocks`, summed over all multiprocessors, take if they are evenly distributed.
     pub(crate) fn ms(&self, clocks: f64) -> f64 {
         clocks / (f64::from(self.multiprocessors) * self.clock_ghz * 1e6)
     }
@@ -259,10 +259,10 @@ device_description_str: \"{device}\"
     }
 }
 
-/// The most devices that a target may have: those of one machine.
+/// The most devices of a target: those of one machine.
 const MOST_DEVICES: usize = 8;
 
-/// A chip, and how many of them.
+/// A chip, and the number of devices of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GpuTarget {
     /// The chip that all devices of the target are.
@@ -296,7 +296,7 @@ impl GpuTarget {
         Ok(GpuTarget { chip, devices: devices.ok_or_else(refused)? })
     }
 
-    /// Whether `text` begins as a target of this kind does, whatever else is wrong with it.
+    /// Whether `text` starts with the name of a GPU, even if the rest of it is invalid.
     pub fn is_meant(text: &str) -> bool {
         let name = text.split_once(':').map_or(text, |(name, _)| name);
         CHIPS.iter().any(|chip| chip.name == name)
@@ -307,7 +307,7 @@ impl GpuTarget {
         CHIPS.iter().map(|chip| GpuTarget { chip, devices: 1 })
     }
 
-    /// Devices that a program sees.
+    /// Returns the number of devices that a program uses.
     pub fn devices(&self) -> usize {
         self.devices
     }
@@ -336,7 +336,7 @@ mod tests {
         }
     }
 
-    /// Figures of NVIDIA's occupancy calculator.
+    /// The expected figures are those of NVIDIA's occupancy calculator.
     #[test]
     fn resident_ctas_are_limited_by_the_scarcest_resource() {
         let h100 = GpuTarget::parse("h100").unwrap().chip;

@@ -17,21 +17,21 @@ use assay_ptx::PtxKernel;
 use super::target::WARP;
 use crate::error::AheadError;
 
-/// Clusters that are run, at most.
+/// The most clusters that are executed to represent the grid.
 const CLUSTERS: u64 = 16;
 
-/// Lines that one thread may run.
+/// The most lines that one thread may run before it counts as endless.
 const MOST_STEPS: u64 = 4_000_000;
 
 /// The distance between the assumed addresses of arrays in global memory.
 const FIRST_ADDRESS: u64 = 1 << 44;
 
-/// A branch back, which makes a loop.
+/// A loop of the kernel: a backward branch and its label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PtxLoop {
-    /// The line of its label.
+    /// The line of the first instruction after the label.
     pub(crate) first: usize,
-    /// The line of the branch.
+    /// The line of the branch back to the label.
     pub(crate) last: usize,
 }
 
@@ -67,13 +67,13 @@ impl TripCounts {
     }
 }
 
-/// A number, where it is known.
+/// The value of an integer register; `None` if it is unknown.
 type KnownInteger = Option<u64>;
 
 #[derive(Debug)]
 enum TracedOperand {
     Register(usize),
-    /// A constant, the address of an array in shared memory, or a parameter.
+    /// A constant, the address of an array in shared memory, or of a parameter's array.
     Known(u64),
     Special(SpecialRegister),
     /// The address inside of the brackets of a memory operand.
@@ -103,7 +103,7 @@ enum SpecialRegister {
 #[derive(Debug)]
 struct TracedInstruction {
     line: usize,
-    /// A predicate, and whether it must be false.
+    /// The predicate's register, and whether the instruction runs if it is false.
     guard: Option<(usize, bool)>,
     opcode: String,
     modifiers: Vec<String>,
@@ -121,7 +121,7 @@ impl TracedInstruction {
     }
 }
 
-/// Bits of a type and whether it has a sign; `None` where it is no integer.
+/// Returns bits and signedness of an integer type; `None` for other types.
 fn integer(name: &str) -> Option<(u32, bool)> {
     let (kind, bits) = name.split_at_checked(1)?;
     match (kind, bits.parse().ok()?) {
@@ -131,7 +131,7 @@ fn integer(name: &str) -> Option<(u32, bool)> {
     }
 }
 
-/// A kernel's text as what can be run of it.
+/// A kernel's text, parsed as far as its integers need it.
 struct TracedProgram {
     instructions: Vec<TracedInstruction>,
     registers: usize,
@@ -354,7 +354,7 @@ impl ThreadTracer<'_> {
         }
     }
 
-    /// Runs one thread to its end; how often it ran each instruction.
+    /// Runs one thread until it ends, and adds to `counts` how often it ran each instruction.
     fn run(&mut self, place: ThreadPlace, counts: &mut [u32]) -> Result<(), AheadError> {
         // All registers are unknown at first. The program counter is `at`.
         let mut registers: Vec<KnownInteger> = vec![None; self.program.registers];
@@ -616,7 +616,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Each thread takes every 256th of 1,000 columns: the last takes three, the first 232 four.
+    /// Each thread processes every 256th of 1,000 columns: the last ones three times, the first 232 four times.
     pub(crate) const SWEEP: &str = "\tld.param.u64 %d0, [logits];
 \tld.param.u64 %d1, [mask];
 \tld.param.u64 %d2, [dlogits];

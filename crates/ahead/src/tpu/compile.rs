@@ -17,7 +17,7 @@ use crate::files::{failed, temporary_folder};
 use crate::plugin::{self, StableHloModule, worker_error};
 use crate::traffic::{Traffic, read_optimized};
 
-/// Names the library where no option does; JAX reads the same.
+/// The environment variable that names the library if no option does; JAX reads the same one.
 pub const LIBRARY_VARIABLE: &str = "TPU_LIBRARY_PATH";
 
 /// The environment variable from which libtpu reads its flags when it loads.
@@ -26,7 +26,7 @@ const LIBTPU_VARIABLE: &str = "LIBTPU_INIT_ARGS";
 /// The end of the name of libtpu's file with optimized HLO.
 const OPTIMIZED: &str = ".after_optimizations.txt";
 
-/// The folder of its schedules, within the worker's.
+/// The folder of libtpu's schedules, relative to the worker's.
 const SCHEDULES: &str = "schedules";
 
 /// The result of compiling one program with libtpu.
@@ -40,7 +40,7 @@ pub struct TpuCompilation {
     pub kernels: Vec<Launch>,
     /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
-    /// Collectives whose cycles are in no kernel.
+    /// The names of collectives whose cycles are in no kernel.
     pub uncounted: Vec<String>,
     /// The time that the collectives take on the links between chips.
     pub links: LinkTimes,
@@ -49,7 +49,7 @@ pub struct TpuCompilation {
 }
 
 impl TpuCompilation {
-    /// Cycles of all kernels, one after another, each as often as it is launched.
+    /// Sums the cycles of all kernels, each as often as it is launched.
     pub fn cycles(&self) -> u64 {
         self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
     }
@@ -85,7 +85,7 @@ impl TpuCompilation {
     }
 }
 
-/// A libtpu, and the executable that loads it.
+/// The file of libtpu, and the executable that loads it.
 #[derive(Clone, Debug)]
 pub struct TpuCompiler {
     library: PathBuf,
@@ -130,7 +130,7 @@ impl TpuCompiler {
         if self.flags.is_some() { self.clone() } else { self.clone().with_flags(flags) }
     }
 
-    /// Compiles a program and reads what the compiler says of it.
+    /// Compiles a program and collects what libtpu reports about it.
     ///
     /// # Errors
     /// [`AheadError::Refused`] with libtpu's message where it does not compile; [`AheadError::Died`] or

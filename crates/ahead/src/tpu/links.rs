@@ -26,7 +26,7 @@ use std::collections::{BTreeSet, HashMap};
 use super::target::TpuTarget;
 use crate::traffic::{Collective, CollectiveKind, Traffic};
 
-/// Boxes times devices that are looked at; of larger grids slabs and single chips alone.
+/// The most pairs of box and device that are examined; larger grids have slabs and single chips alone.
 const MOST_LOOKS: usize = 20_000_000;
 
 /// Lower bounds on the time that a program's collectives take on the links between chips, in milliseconds.
@@ -39,11 +39,11 @@ pub struct LinkTimes {
     pub exposed_ms: f64,
     /// The part of [`exposed_ms`](Self::exposed_ms) that comes from collectives with overlap.
     pub stalled_ms: f64,
-    /// The one that takes most, and the cut that it takes it at.
+    /// The collective that takes longest, with the box whose boundary bounds it.
     pub narrowest: Option<String>,
 }
 
-/// A part of the grid that is cut off.
+/// A box of the grid, whose boundary collectives cross.
 struct GridBox {
     from: Vec<usize>,
     extents: Vec<usize>,
@@ -161,7 +161,7 @@ impl LinkTimes {
 
 /// Collectives whose spans from start to end have instructions in common.
 struct OverlapWindow<'t> {
-    /// All of it, by name.
+    /// The names of all instructions that the collectives overlap with.
     within: BTreeSet<&'t str>,
     /// The milliseconds of each collective, and the instructions between its own ends.
     each: Vec<(f64, BTreeSet<&'t str>)>,
@@ -178,7 +178,7 @@ impl<'t> OverlapWindow<'t> {
         Self { each: vec![(ms, within.clone())], within, over }
     }
 
-    /// Puts it to `windows`, as one with those that it shares something with.
+    /// Adds the window to `windows`, merged with those that share an instruction with it.
     fn join(mut self, windows: &mut Vec<Self>) {
         // Collectives that overlap with the same instructions share the time of these.
         let joined: Vec<Self> = windows.extract_if(.., |other| !other.within.is_disjoint(&self.within)).collect();
@@ -203,7 +203,7 @@ impl<'t> OverlapWindow<'t> {
 }
 
 impl Collective {
-    /// Bytes that leave what is `within` and that come to it, at least.
+    /// Returns the least bytes that leave the devices marked in `within`, and that come to them.
     fn crossing(&self, within: &[bool]) -> [f64; 2] {
         let is_within = |device: &usize| within.get(*device).copied().unwrap_or(false);
         let bytes = self.bytes as f64;
@@ -245,7 +245,7 @@ impl Collective {
 mod tests {
     use super::*;
 
-    /// Chips of a grid in order, the first axis fastest, a device each.
+    /// Lists the chips of a grid, the first axis fastest, with one device on each.
     fn chips([x, y]: [usize; 2]) -> Vec<Vec<usize>> {
         (0..y).flat_map(|j| (0..x).map(move |i| vec![i, j])).collect()
     }

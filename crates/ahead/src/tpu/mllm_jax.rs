@@ -15,9 +15,9 @@ pub struct MllmJaxMeasurement {
     pub program: &'static str,
     /// The extents of the arrays on each device.
     pub shape: ProblemShape,
-    /// Least and most milliseconds a step.
+    /// The least and the most milliseconds of a step.
     pub step_ms: (f64, f64),
-    /// `peak_bytes_in_use` of the process, which holds the step before's gradient too.
+    /// `peak_bytes_in_use` of the process, which includes the previous step's gradient.
     pub peak_bytes_in_use: Option<u64>,
     /// `peak_bytes_reserved` of the process: scratch memory.
     pub peak_bytes_reserved: Option<u64>,

@@ -45,17 +45,17 @@ use crate::files::{read_text, sorted_names};
 const BUNDLES: &str = "-final_bundles.txt";
 const UTILIZATION: &str = "-final_hlo-static-per-bundle-utilization.txt";
 
-/// Passes whose dumps are read: what libtpu is asked to write, as a regular expression.
+/// The passes whose dumps libtpu is asked to write, as a regular expression.
 #[cfg(feature = "plugin")]
 pub(super) const PASSES: &str = "final_bundles|final_hlo-static-per-bundle-utilization";
 
-/// The most steps by which a pipeline's exit test exceeds its grid, with room to spare: 10 were seen.
+/// The most steps by which a pipeline's exit test exceeds its grid. The most that were seen is 10.
 const MOST_STAGES: u64 = 16;
 
-/// Trips of a loop of which they are not known, where loops are weighed: it may be what takes the most.
+/// The assumed trips of a loop with unknown trips where loops are compared: it may be the longest.
 const MANY: u64 = u32::MAX as u64;
 
-/// Cycles that these alone would take.
+/// Returns the cycles that these slots alone would take.
 fn cycles_of(slot: &SlotUse) -> f64 {
     slot.used as f64 / slot.capacity as f64
 }
@@ -153,10 +153,10 @@ fn leading_digits(text: &str) -> &str {
     &text[..text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len())]
 }
 
-/// A branch: to which region, and on what.
+/// A branch to a region, with its condition.
 struct VliwBranch<'t> {
     region: &'t str,
-    /// The predicate that is false where it is taken.
+    /// The predicate that must be false for the branch to be taken.
     unless: Option<&'t str>,
 }
 
@@ -187,7 +187,7 @@ fn definition(instruction: &str) -> Option<(&str, ScalarDefinition<'_>)> {
     Some((name, (operation, operands.collect())))
 }
 
-/// The scalars of a kernel by name.
+/// The scalars of a kernel and their definitions, by name.
 struct ScalarDefinitions<'t> {
     definitions: HashMap<&'t str, Vec<ScalarDefinition<'t>>>,
     /// The values that are stored to each spill slot, `[smem:[#allocation7_spill]]`.
@@ -236,7 +236,7 @@ impl<'t> ScalarDefinitions<'t> {
         }
     }
 
-    /// Trips of the loop that is left when `exit` holds: `counter ≥ end`, counting up from a constant by one.
+    /// Returns the trips of the loop that ends when `exit` holds: `counter ≥ end`, counting up from a constant by one.
     fn trips(&self, exit: &str) -> Option<u64> {
         // The exit test: `scmp.ge counter, end`.
         let &[counter, end] = self.operands(exit, "scmp.ge.s32")? else { return None };
@@ -251,12 +251,12 @@ impl<'t> ScalarDefinitions<'t> {
 /// The bundles of one loop, and how often it turns.
 struct LoopSpan {
     start: usize,
-    /// The last bundle, delay slots included.
+    /// The last bundle of the loop, with the branch's delay slots.
     last: usize,
     depth: usize,
     trips: Option<u64>,
     optional: bool,
-    /// Bundles in it, inner loops' too, that a branch may pass over, ascending.
+    /// Bundles of the loop and its inner loops that a branch may pass over, ascending.
     passed_over: Vec<usize>,
 }
 
@@ -266,7 +266,7 @@ impl LoopSpan {
     }
 }
 
-/// A branch from one bundle to another, and the predicate that is false where it is taken.
+/// A branch from one bundle to another, and the predicate that must be false for it to be taken.
 type BranchJump<'t> = (usize, usize, Option<&'t str>);
 
 /// Parses the kernel called `name` from the texts of its two files.
@@ -305,7 +305,7 @@ fn parse_bundles<'t>(file: &str, text: &'t str) -> Result<Vec<VliwBundle<'t>>, A
     Ok(bundles)
 }
 
-/// Slot names with their capacities, and the slots that each bundle fills.
+/// The slots' names with their capacities, and the slots that each bundle fills.
 type SlotUtilization<'t> = (Vec<(&'t str, u64)>, Vec<Vec<u64>>);
 
 fn parse_utilization<'t>(file: &str, text: &'t str) -> Result<SlotUtilization<'t>, AheadError> {
@@ -442,7 +442,7 @@ fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: us
     passed_over
 }
 
-/// Cycles and slots, over the loops' trips.
+/// Sums cycles and slots over the trips of all loops.
 fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
     // The innermost loop of each bundle, as an index into `spans` + 1; 0 is outside all.
     let mut innermost = vec![0; rows.len()];

@@ -13,7 +13,7 @@ use super::target::TpuTarget;
 use crate::request::{CompileOptions, CompileRequest};
 use crate::table::{extents, or_dash, relative_to_logits};
 
-/// The only target that was recorded.
+/// The only target of MLLM-JAX's record.
 pub const TARGET: &str = "v6e:2x4";
 
 /// The program of logits that MLLM-JAX measured as its baseline.

@@ -33,7 +33,7 @@ use crate::error::AheadError;
 use assay_programs::{TileMachine, TpuKind};
 use assay_schema::compile::{Bound, Limit};
 
-/// A generation of TPU. All figures are of a chip unless they say otherwise.
+/// A generation of TPU. All figures are per chip unless they say otherwise.
 #[derive(Debug, PartialEq)]
 pub struct TpuChip {
     /// The name of the generation in targets, such as `v6e`.
@@ -44,29 +44,29 @@ pub struct TpuChip {
     accelerator: &'static str,
     /// The chips along each axis of a target without a topology.
     default_topology: &'static [usize],
-    /// HBM bandwidth, 10¹² bytes a second.
+    /// The HBM bandwidth of a chip, 10¹² bytes a second.
     pub hbm_tb_per_s: f64,
     /// The bandwidth of one link between two chips in each direction, 10⁹ bytes a second. Documents give the sum of all links in both
     /// directions.
     pub port_gb_per_s: f64,
-    /// Chips along an axis from which on its ends are joined.
+    /// The number of chips along an axis from which its ends are connected to a ring.
     rings_of: usize,
     /// The HBM of a chip, 2³⁰ bytes.
     pub hbm_gib: f64,
-    /// One of its tensor cores.
+    /// The kind of the chip's tensor cores.
     pub core: TpuKind,
     /// The number of tensor cores of a chip.
     pub cores: usize,
-    /// Devices that a program sees.
+    /// The number of devices that a program sees on one chip.
     pub devices: usize,
     /// Whether libtpu can move all-gathers and reduce-scatters to `SparseCore`s, so that tensor cores compute at the same time. A v5e has
     /// no `SparseCore`, and on a v5p libtpu does not do it.
     pub offloads_collectives: bool,
-    /// Assumed clock, 10⁹ a second.
+    /// The assumed clock, 10⁹ cycles a second.
     pub clock_ghz: f64,
-    /// Dense bf16, 10¹² operations a second.
+    /// The dense bf16 rate of a chip, 10¹² operations a second.
     pub bf16_tflops: f64,
-    /// Bundles that issue after a branch before it is taken.
+    /// The bundles that issue after a branch before it takes effect.
     pub(super) branch_delay: usize,
 }
 
@@ -81,12 +81,12 @@ impl TpuChip {
         self.core.machine()
     }
 
-    /// Whether the ends of an axis of so many chips are joined.
+    /// Whether an axis of this many chips is a ring.
     pub(super) fn wraps(&self, chips: usize) -> bool {
         chips >= self.rings_of
     }
 
-    /// Milliseconds that `multiplications`, each with its addition, take one device at the rate of bf16.
+    /// Returns the milliseconds that one device takes for `multiplications`, each with an addition, at the bf16 rate.
     pub fn products_ms(&self, multiplications: f64) -> f64 {
         2.0 * multiplications * self.devices as f64 / (self.bf16_tflops * 1e9)
     }
@@ -103,7 +103,7 @@ impl TpuChip {
     }
 }
 
-/// Every chip that there is a target for.
+/// All chips for which there is a target.
 pub const CHIPS: [TpuChip; 4] = [
     TpuChip {
         name: "v5e",
@@ -175,10 +175,10 @@ pub const CHIPS: [TpuChip; 4] = [
     },
 ];
 
-/// The most chips that a target may have: the largest pod there is, v7x's, has 9,216.
+/// The most chips of a target: the largest pod, of v7x, has 9,216.
 const MOST_CHIPS: usize = 9_216;
 
-/// A chip and a grid of them.
+/// A chip, and the grid of chips that are connected.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TpuTarget {
     /// The chip that all devices of the target are part of.
@@ -228,7 +228,7 @@ impl TpuTarget {
         CHIPS.iter().map(TpuTarget::with_default_topology)
     }
 
-    /// Devices that a program sees.
+    /// Returns the number of devices that a program uses.
     pub fn devices(&self) -> usize {
         self.topology.iter().product::<usize>() * self.chip.devices
     }

@@ -9,7 +9,7 @@ use super::windows::{PartialAccesses, parts_taken};
 use super::{Collective, Traffic};
 use crate::error::AheadError;
 
-/// Opcodes that move nothing of themselves.
+/// The opcodes that move no bytes themselves.
 const STILL: [&str; 10] = [
     "parameter",
     "constant",
@@ -43,7 +43,7 @@ pub(super) fn traffic(file: &str, module: &HloModule) -> Result<Traffic, AheadEr
 }
 
 impl Traffic {
-    /// Counts a computation that runs `runs` times; the bodies of its loops come back, each with how often it runs.
+    /// Counts a computation that runs `runs` times. Returns the bodies of its loops, each with its number of runs.
     fn count<'t>(
         &mut self,
         file: &str,
@@ -154,7 +154,7 @@ mod tests {
 
     const XLA: &str = include_str!("../../../../fixtures/tpu/xla.after_optimizations.txt");
 
-    /// Bytes of the bf16 logits `[1,4096,151936]`.
+    /// The bytes of the bf16 logits `[1,4096,151936]`.
     const LOGITS: u64 = 4096 * 151_936 * 2;
 
     #[test]

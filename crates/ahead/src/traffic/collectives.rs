@@ -6,7 +6,7 @@ use super::hlo::{HloComputation, HloDefinitions, HloInstruction, HloShape};
 use super::{Collective, CollectiveKind};
 use crate::error::AheadError;
 
-/// Opcodes of what devices do together, at once or from here on.
+/// The opcodes of collectives, synchronous or starting an asynchronous pair.
 pub(super) const COLLECTIVES: [&str; 9] = [
     "all-gather",
     "all-gather-start",
@@ -53,10 +53,10 @@ impl<'t> CollectiveSignature<'t> {
     }
 }
 
-/// Opcodes of what is computed.
+/// The opcodes of instructions that compute, and so overlap with collectives.
 const COMPUTES: [&str; 5] = ["fusion", "convolution", "dot", "custom-call", "while"];
 
-/// Custom calls in which nothing is.
+/// Custom calls that compute nothing.
 const MEMORY_CALLS: [&str; 2] = ["custom_call_target=\"AllocateBuffer\"", "custom_call_target=\"ConcatBitcast\""];
 
 /// Parses groups of devices in three notations: `{{0,1},{2,3}}` lists them; `{}` means all devices, and returns no group; `[2,4]<=[8]` is

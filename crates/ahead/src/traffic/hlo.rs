@@ -10,7 +10,7 @@ use winnow::{ModalResult, Parser};
 
 use crate::error::AheadError;
 
-/// An array or a tuple of them.
+/// The shape of a value: an array or a tuple of shapes.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum HloShape {
     Array(HloArray),
@@ -60,7 +60,7 @@ impl HloShape {
     }
 }
 
-/// Tuples nested deeper than any compiler nests them are refused, lest the stack overflow.
+/// The deepest nesting of tuples. Deeper ones are refused, so that the parser does not overflow the stack.
 const DEEPEST: usize = 32;
 
 /// Parses a shape inside of `depth` tuples.
@@ -137,7 +137,7 @@ fn bits(element: &str) -> Option<u64> {
     })
 }
 
-/// One instruction: `%name = shape opcode(operands), attributes`.
+/// An instruction of HLO: `%name = shape opcode(operands), attributes`.
 pub(super) struct HloInstruction<'t> {
     pub(super) name: &'t str,
     pub(super) shape: HloShape,
@@ -146,7 +146,7 @@ pub(super) struct HloInstruction<'t> {
     pub(super) given: &'t str,
     pub(super) operands: Vec<&'t str>,
     pub(super) attributes: &'t str,
-    /// Whether it is what its computation returns.
+    /// Whether the instruction is the result of its computation.
     pub(super) root: bool,
 }
 
@@ -178,14 +178,14 @@ impl<'t> HloInstruction<'t> {
     }
 }
 
-/// A computation: what it does, and what it calls.
+/// The instructions of a computation, and the computations that it calls.
 #[derive(Default)]
 pub(super) struct HloComputation<'t> {
     pub(super) instructions: Vec<HloInstruction<'t>>,
     pub(super) called: Vec<&'t str>,
 }
 
-/// Instructions of one computation by name.
+/// The instructions of one computation by name.
 pub(super) struct HloDefinitions<'i, 't>(pub(super) HashMap<&'t str, &'i HloInstruction<'t>>);
 
 impl<'i, 't> HloDefinitions<'i, 't> {
@@ -235,7 +235,7 @@ impl<'i, 't> HloDefinitions<'i, 't> {
     }
 }
 
-/// A module's entry computation, and the computations that are called.
+/// The entry computation of a module, and the computations that are called.
 pub(super) struct HloModule<'t> {
     pub(super) entry: Vec<HloInstruction<'t>>,
     /// The called computations by name, which includes the `%`.

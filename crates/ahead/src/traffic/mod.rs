@@ -35,15 +35,15 @@ use hlo::HloModule;
 /// The bytes and the collectives of one run of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
-    /// Bytes read from HBM and written to it, on one device.
+    /// The bytes that one device reads from HBM and writes to it.
     pub hbm_bytes: u64,
-    /// Instructions with bodies that run a number of times that HLO does not say.
+    /// The names of loops and conditionals whose number of runs is unknown.
     pub uncounted: Vec<String>,
     /// The number of runs of each instruction inside of a loop, by name; instructions outside run once.
     pub runs: BTreeMap<String, u64>,
     /// The part of [`hbm_bytes`](Self::hbm_bytes) that each instruction moves in all its runs, by name.
     pub bytes_of: BTreeMap<String, u64>,
-    /// Names of collectives, those together that are alike: libtpu compiles one program for them, which has the name of one.
+    /// The names of collectives, grouped by the compiled program that they share. libtpu calls it by the name of one of them.
     pub collectives: Vec<Vec<String>>,
     /// The collectives with their bytes, groups and overlap.
     pub moved: Vec<Collective>,
@@ -55,15 +55,15 @@ pub struct Traffic {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CollectiveKind {
-    /// Every device has the sum, or the like, of what all had.
+    /// Every device gets the sum of all devices' arrays, or another reduction.
     AllReduce,
-    /// Every device has its part of it.
+    /// Every device gets one part of the sum.
     ReduceScatter,
-    /// Every device has what all had.
+    /// Every device gets the arrays of all devices.
     AllGather,
-    /// Every device has a part of what each had.
+    /// Every device gets one part of each device's array.
     AllToAll,
-    /// Devices have what others had.
+    /// Devices get the arrays of other devices.
     Permute,
 }
 
@@ -74,7 +74,7 @@ pub struct Collective {
     pub name: String,
     /// The kind of the operation, which determines its bytes on the links.
     pub kind: CollectiveKind,
-    /// Bytes of what is reduced, of what is gathered to, or of what each device sends.
+    /// The bytes that are reduced, that are gathered, or that each device sends.
     pub bytes: u64,
     /// The groups of devices that work together; empty for all devices. For a permute, pairs (from, to).
     pub groups: Vec<Vec<usize>>,
@@ -82,7 +82,7 @@ pub struct Collective {
     pub runs: u64,
     /// The names of the operations that are computed between its start and its end, with those of loops' bodies.
     pub beside: Vec<String>,
-    /// Collectives that are waited for between its start and its end, by name.
+    /// The names of collectives that are waited for between its start and its end.
     pub awaited: Vec<String>,
     /// The names of its start, its update and its end, which its own bytes are counted at; empty for a synchronous operation.
     pub ends: Vec<String>,

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::hlo::{HloComputation, HloDefinitions, HloInstruction, HloShape};
 
-/// Bytes that `instruction` takes of its operand `place`, where it gathers from it or slices it and does nothing else with it.
+/// Returns the bytes that `instruction` reads of operand `place`, if it only gathers from it or slices it.
 pub(super) fn parts_taken(
     instruction: &HloInstruction,
     place: usize,
@@ -19,7 +19,7 @@ pub(super) fn parts_taken(
     PartialReads { opcodes, computations, found: HashMap::new() }.bytes(name, place)
 }
 
-/// Opcodes of calls: what is called takes the operands as its parameters.
+/// The opcodes of calls, whose operands are the parameters of the called computation.
 const CALLS: [&str; 4] = ["async-start", "call", "custom-call", "fusion"];
 
 /// A search for parameters of computations of which only parts are read.
@@ -32,7 +32,7 @@ struct PartialReads<'c, 't> {
 }
 
 impl<'t> PartialReads<'_, 't> {
-    /// Bytes of all parts that the computation `name` takes of its parameter `place`; `None` where it reads it whole, or nowhere.
+    /// Returns the bytes of all parts that the computation `name` reads of its parameter `place`; `None` if it reads the whole, or nothing.
     fn bytes(&mut self, name: &'t str, place: usize) -> Option<u64> {
         if let Some(&known) = self.found.get(&(name, place)) {
             return known;
@@ -68,7 +68,7 @@ impl<'t> PartialReads<'_, 't> {
     }
 }
 
-/// Bytes that an instruction moves of arrays that it does not read or write whole.
+/// The bytes that an instruction moves of arrays of which it reads or writes only parts.
 #[derive(Default)]
 pub(super) struct PartialAccesses {
     /// The bytes that are read of an operand, by its index.

@@ -12,10 +12,10 @@ use super::timing::CudaEvent;
 use super::{BorrowedArray, CudaContext, CudaMemory, CudaStream, CurrentContext, Driver};
 use crate::error::CudaError;
 
-/// Shared memory that a launch may have without asking for more, bytes.
+/// The shared memory that a launch may have without a request, in bytes.
 const PLAIN_SHARED: usize = 48 << 10;
 
-/// Bytes of what the assembler says.
+/// The size of the buffer for the assembler's errors, in bytes.
 const LOG_BYTES: usize = 8192;
 
 // `CUresult`.
@@ -31,7 +31,7 @@ const BINARY_VERSION: c_int = 6;
 const DYNAMIC_SHARED_BYTES: c_int = 8;
 const SHARED_CARVEOUT: c_int = 9;
 
-/// The share of a multiprocessor's cache that is to be shared memory, percent.
+/// The share of a multiprocessor's L1 cache that becomes shared memory, in percent.
 const ALL_SHARED: c_int = 100;
 
 // `CUjit_option`.
@@ -90,7 +90,7 @@ impl KernelCall<'_> {
 }
 
 impl CudaContext {
-    /// Has the driver assemble a kernel for the device.
+    /// Assembles a kernel for the device.
     ///
     /// # Errors
     /// [`CudaError::Refused`] with the assembler's words; [`CudaError::SharedMemory`]; [`CudaError::NoRoom`]; [`CudaError::Call`].
@@ -171,7 +171,7 @@ impl LoadedKernel {
         })
     }
 
-    /// Asks for as much shared memory as the kernel has, and returns how much of it is static, bytes.
+    /// Requests the kernel's shared memory, and returns the bytes of it that are static.
     fn ask_for_shared_memory(&self, current: &CurrentContext) -> Result<u32, CudaError> {
         let (driver, device) = (current.driver, &self.context.device);
         let fixed = u32::try_from(self.attribute(driver, STATIC_SHARED_BYTES)?).unwrap_or(0);
@@ -222,7 +222,7 @@ impl LoadedKernel {
         }
     }
 
-    /// Clusters of the kernel that have room on the device together, if the driver says.
+    /// Returns the number of the kernel's clusters that fit on the device at once, if the driver tells.
     fn resident_clusters(&self, driver: &Driver) -> Option<u32> {
         let mut cluster = self.cluster_attribute();
         let config = self.config(self.kernel.grid, CudaStream::default_one(), &mut cluster);
@@ -295,7 +295,7 @@ impl LoadedKernel {
         unsafe { self.call(&current, [*of_one * times as u32, *y, *z], stream, addresses) }
     }
 
-    /// Launches it on the arrays that begin at these addresses.
+    /// Launches the kernel on the arrays at these addresses.
     ///
     /// # Safety
     /// There is one for each parameter, as large as the kernel reads and writes with so many CTAs, alive until that has run; `stream` is
@@ -340,7 +340,7 @@ impl LoadedKernel {
         Ok(arrays.iter().map(|array| array.address).collect())
     }
 
-    /// Checks that `array` has as many bytes as the kernel takes of a parameter, and begins where it may.
+    /// Checks that `array` has the size of a parameter, and the alignment that the kernel needs.
     fn expect(&self, parameter: &Parameter, expected: usize, array: BorrowedArray) -> Result<(), CudaError> {
         let (kernel, name) = (|| self.kernel.name.clone(), || parameter.name.clone());
         if array.bytes != expected {

@@ -30,7 +30,7 @@ use table::DriverTable;
 
 pub use kernel::{KernelCall, LoadedKernel};
 
-/// Names a driver to use instead of the one that the loader finds.
+/// The environment variable that names a driver instead of the one that the loader finds.
 pub const DRIVER_VARIABLE: &str = "ASSAY_CUDA_DRIVER";
 
 /// The library that the system's loader is asked for.
@@ -53,7 +53,7 @@ const SHARED_BYTES_A_CTA: c_int = 97;
 pub struct Driver {
     path: PathBuf,
     table: DriverTable,
-    /// The newest CUDA that it is of, as CUDA counts versions: 12040 is 12.4.
+    /// The newest CUDA version that the driver supports, as CUDA counts versions: 12040 is 12.4.
     version: c_int,
 }
 
@@ -101,7 +101,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Checks that it takes texts that are written for `target`.
+    /// Checks that the driver supports texts for `target`.
     ///
     /// # Errors
     /// [`CudaError::Version`].
@@ -272,7 +272,7 @@ impl CudaDevice {
     }
 }
 
-/// A device's primary context; given back when the last of its objects goes.
+/// A device's primary context. It is released when the last object in it is dropped.
 pub struct CudaContext {
     device: CudaDevice,
     handle: *mut c_void,
@@ -290,7 +290,7 @@ impl Drop for CudaContext {
     }
 }
 
-/// While it lives the context is this thread's current one.
+/// A guard that keeps the context current on this thread.
 struct CurrentContext<'c> {
     driver: &'c Driver,
 }
@@ -317,7 +317,7 @@ impl CudaContext {
         Ok(CurrentContext { driver })
     }
 
-    /// Bytes that are free, and bytes that there are.
+    /// Returns the free bytes and all bytes of the device.
     fn free_and_total(&self) -> Result<[usize; 2], CudaError> {
         let current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -340,8 +340,7 @@ impl CudaContext {
         })
     }
 
-    /// Checks that what is enqueued on `stream` is run, and not captured into a graph, which a first use of `kernel`
-    /// cannot be.
+    /// Checks that work on `stream` is executed, and not captured into a graph. A graph cannot contain the first use of `kernel`.
     ///
     /// # Errors
     /// [`CudaError::Capturing`]; [`CudaError::Call`].
@@ -387,7 +386,7 @@ impl CudaContext {
     }
 }
 
-/// An array on a device.
+/// An array on a device. It is freed when it is dropped.
 pub struct CudaMemory {
     context: Arc<CudaContext>,
     address: u64,
@@ -413,7 +412,7 @@ impl CudaMemory {
         assert_eq!(given, self.bytes, "an array is copied whole");
     }
 
-    /// Puts `bytes` there, as many as it has.
+    /// Copies `bytes`, as many as the array has, to the device.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -425,7 +424,7 @@ impl CudaMemory {
         current.driver.check(status, || format!("copy {} bytes to the device", bytes.len()))
     }
 
-    /// Copies it to `bytes`, which are as many.
+    /// Copies the whole array to `bytes`, which has the same size.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -434,7 +433,7 @@ impl CudaMemory {
         self.read_from(0, bytes)
     }
 
-    /// Copies its bytes from `start` on to `bytes`, as many as these are.
+    /// Copies `bytes.len()` bytes of the array, from offset `start`, to `bytes`.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -453,7 +452,7 @@ impl CudaMemory {
     }
 }
 
-/// Memory of a device that somebody else holds.
+/// An array on a device that another library owns.
 #[derive(Clone, Copy, Debug)]
 pub struct BorrowedArray {
     address: u64,
@@ -471,10 +470,10 @@ impl BorrowedArray {
     }
 }
 
-/// A stream that somebody else holds.
+/// A stream that another library owns.
 #[derive(Clone, Copy, Debug)]
 pub struct CudaStream {
-    /// A `CUstream`, as the number that it is: 0 is the default one.
+    /// The address of the `CUstream`; 0 is the default stream.
     handle: usize,
 }
 

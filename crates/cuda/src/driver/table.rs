@@ -15,7 +15,7 @@ pub(super) struct LaunchConfig {
     pub(super) attribute_count: c_uint,
 }
 
-/// One thing more: `CUlaunchAttribute`, whose value is a union of 64 bytes that may hold pointers.
+/// An attribute of a launch, CUDA's `CUlaunchAttribute`. Its value is a union of 64 bytes that may contain pointers.
 #[repr(C, align(8))]
 pub(super) struct LaunchAttribute {
     pub(super) id: c_int,

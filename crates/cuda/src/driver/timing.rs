@@ -8,11 +8,11 @@ use super::kernel::KernelCall;
 use super::{CudaContext, CudaMemory, CudaStream, Driver};
 use crate::error::CudaError;
 
-/// Times of launches that followed one another, each of the same input.
+/// The times of consecutive launches, each of the same input.
 pub struct ReplayTimes {
-    /// Times of the copies that restored the input, one for each launch.
+    /// The times of the copies that restored the input, one for each launch.
     pub copies: Vec<Duration>,
-    /// Times of each kernel, one for each launch.
+    /// The times of each kernel, one for each launch.
     pub kernels: Vec<Vec<Duration>>,
 }
 
@@ -64,7 +64,7 @@ impl CudaContext {
 }
 
 impl CudaMemory {
-    /// Copies `from`, which is as large, to it, and waits until it is there.
+    /// Copies `from`, which has the same size, to this array, and waits for the copy.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -76,7 +76,7 @@ impl CudaMemory {
         done.wait("a copy on the device")
     }
 
-    /// Enqueues such a copy on the default stream of the context that is current.
+    /// Enqueues a copy on the default stream of the current context.
     fn enqueue_copy(&self, driver: &Driver, from: &Self) -> Result<(), CudaError> {
         self.expect_bytes(from.bytes);
         let stream = CudaStream::default_one().pointer();
@@ -87,7 +87,7 @@ impl CudaMemory {
     }
 }
 
-/// A moment of the device's clock, in the current context.
+/// An event in the current context, which marks a moment of the device's clock.
 pub(super) struct CudaEvent<'d> {
     driver: &'d Driver,
     handle: *mut c_void,

@@ -11,7 +11,7 @@ use assay_core::device_dtype::DeviceDtype;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp, Temperature};
 
-/// No manifest is longer; a larger file is something else.
+/// The largest manifest, in bytes; a larger file is something else.
 const LONGEST_MANIFEST: u64 = 1 << 20;
 /// The largest program, with room for constants. A loss has no weights.
 const LONGEST_PROGRAM: u64 = 64 << 20;
@@ -47,7 +47,7 @@ fn one_device() -> usize {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum DevicesAre {
-    /// One program over whole arrays, which XLA cuts: what `jax.export` writes.
+    /// The program is over whole arrays, and XLA partitions it: the form that `jax.export` writes.
     #[default]
     Partitions,
     /// Every device runs the program, which contains collectives.
@@ -270,7 +270,7 @@ impl ExportManifest {
         }
     }
 
-    /// Whether a program may take this input in this dtype; otherwise what it may be.
+    /// Checks that a program may take this input in this dtype; the error is the expectation.
     fn accepts(&self, input: ExportInput) -> Result<(), &'static str> {
         match input.name {
             ExportInputName::Mask | ExportInputName::Selected => Ok(()),

@@ -86,14 +86,14 @@ pub struct ExportedProgram {
     code: Vec<u8>,
     /// The plugin; `None` means the one that [`locate`] finds.
     plugin: Option<PathBuf>,
-    /// Compiled when it first runs.
+    /// The executable, which is compiled when it first runs.
     executable: Mutex<Option<Arc<Executable>>>,
 }
 
 /// A manifest or program that cannot be used. The message is one line and starts with the file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExportedError {
-    /// The manifest or the program says something that it may not say.
+    /// A field of the manifest, or the program, has an invalid value.
     #[error("{path}: {field}: got {given}, expected {expected}")]
     Invalid {
         /// The manifest or the program.
@@ -107,10 +107,10 @@ pub enum ExportedError {
     },
     /// The file cannot be read, or the program does not compile or run.
     #[error("{at}: {reason}")]
-    PjrtProgram {
-        /// The file, and where in it.
+    Program {
+        /// The file, and the place in it.
         at: String,
-        /// The system's, the parser's or the plugin's message.
+        /// The message of the system, the parser or the plugin.
         reason: String,
     },
 }
@@ -127,7 +127,7 @@ impl ExportedError {
     }
 
     fn program(at: impl fmt::Display, reason: impl fmt::Display) -> Self {
-        Self::PjrtProgram { at: at.to_string(), reason: one_line(&reason.to_string()) }
+        Self::Program { at: at.to_string(), reason: one_line(&reason.to_string()) }
     }
 }
 
@@ -224,7 +224,7 @@ fn part(extents: &[usize], axes: &[ExportAxis], cut: Option<ExportAxis>, [device
     whole.cut(axis, device * length..(device + 1) * length, length)
 }
 
-/// Sends a device what it has of one input of a checked problem.
+/// Uploads a device's part of one input of a checked problem.
 fn upload(
     client: &Client,
     place: [usize; 2],

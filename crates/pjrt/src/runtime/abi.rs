@@ -25,7 +25,7 @@ pub(super) const OLDEST_MINOR: i32 = 54;
 /// The number of plugins that one process may load.
 pub(super) const SLOTS: usize = 8;
 
-/// Bytes of the struct that a plugin is handed. The longest of 0.54 takes 200, and they grow by tens.
+/// The size of the struct that a plugin is handed. The longest of 0.54 has 200 bytes, and they grow by tens of bytes.
 pub const ROOM: usize = 1024;
 
 /// An argument struct followed by zeros up to [`ROOM`] bytes.
@@ -141,7 +141,7 @@ unsafe extern "C" fn with_room_behind_one<
     }
 }
 
-/// Puts functions with room in place of the entries named.
+/// Replaces the named entries by functions that pass a longer struct.
 macro_rules! give_room {
     ($table:ident, $slot:ident: $($entry:ident)*) => {$(
         if $table.$entry.is_some() {

@@ -59,7 +59,7 @@ fn buffer_type(element: DeviceDtype) -> PJRT_Buffer_Type {
     }
 }
 
-/// Bytes of a dense array.
+/// Returns the bytes of a dense array; `None` if their number overflows.
 fn byte_count(element: DeviceDtype, shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(element.size(), |bytes, &extent| bytes.checked_mul(extent))
 }
@@ -94,7 +94,7 @@ unsafe extern "C" fn tell(error: *mut PJRT_Error, ready: *mut c_void) {
     let _ = tell.send(result);
 }
 
-/// Waits for an event until `deadline`, frees it, and returns the error that it carries; `None` where it is not ready by then: it is
+/// Waits for an event until `deadline`, frees it, and returns the error that it carries. `None` means that it was not ready by then; it is
 /// left to the plugin.
 pub(super) fn wait_until(
     plugin: &'static Plugin,

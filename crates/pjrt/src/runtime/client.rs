@@ -19,7 +19,7 @@ use super::abi::{bytes_from, slice_from};
 use super::error::RuntimeError;
 use super::plugin::{Plugin, call};
 
-/// Devices that a CPU plugin is asked for. They share the machine's cores; a device costs next to nothing until used.
+/// The devices that a CPU plugin is asked for. They share the machine's cores; an unused device costs next to nothing.
 const CPU_DEVICES: usize = 8;
 
 /// A plugin's devices. A clone is the same client.
@@ -30,12 +30,12 @@ struct Inner {
     plugin: &'static Plugin,
     raw: NonNull<PJRT_Client>,
     devices: Vec<*mut PJRT_Device>,
-    /// The plugin's numbers for them.
+    /// The plugin's numbers for the devices.
     device_ids: Vec<i64>,
     platform: String,
     device_kind: String,
     platform_version: String,
-    /// Held while a program runs on several devices.
+    /// A lock that is held while a program runs on several devices.
     collective: Mutex<()>,
     /// Whether programs are compiled with the least optimisation: see [`Client::compile_quickly`].
     compiles_quickly: AtomicBool,
@@ -193,12 +193,12 @@ impl Client {
         &self.0.platform_version
     }
 
-    /// Devices that this process can use.
+    /// Returns the number of devices that this process can use.
     pub fn device_count(&self) -> usize {
         self.0.devices.len()
     }
 
-    /// Checks that there are `devices`.
+    /// Checks that the client has at least `devices` devices, and that `devices` is not 0.
     ///
     /// # Errors
     /// [`RuntimeError::Devices`].
@@ -210,9 +210,9 @@ impl Client {
         Err(RuntimeError::Devices { given: devices, available, platform: self.platform().into() })
     }
 
-    /// Lets XLA's CPU backend optimise programs as little as it can, from now on: they compile sooner and run slower.
-    /// For tests, which run a program a few times. What runs on other platforms is compiled as ever, and so is what is
-    /// compiled ahead of time for a [`Topology`](super::Topology).
+    /// Makes XLA's CPU backend optimise programs as little as it can from now on: they compile sooner and run slower. Tests use it, since
+    /// they run a program a few times. It does not change programs on other platforms, or programs that are compiled ahead of time for a
+    /// [`Topology`](super::Topology).
     pub fn compile_quickly(&self) {
         self.0.compiles_quickly.store(self.platform() == "cpu", Ordering::Relaxed);
     }
@@ -226,8 +226,7 @@ impl Client {
         &self.0.device_ids
     }
 
-    /// Keeps other programs of several devices out. Two that started on their devices in different orders would wait for
-    /// each other for ever.
+    /// Locks out other programs of several devices. Two that start on their devices in different orders would deadlock.
     pub(super) fn alone(&self) -> MutexGuard<'_, ()> {
         self.0.collective.lock().unwrap_or_else(PoisonError::into_inner)
     }

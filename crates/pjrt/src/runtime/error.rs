@@ -9,10 +9,10 @@ use super::abi::bytes_from;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::memory::Shortage;
 
-/// Says in the environment how many seconds a run may take.
+/// The environment variable with the seconds that a run may take.
 pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
 
-/// Why the runtime did not do what it was asked.
+/// The reason why the runtime failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuntimeError {
     /// No plugin was named, and none is installed.
@@ -33,7 +33,7 @@ pub enum RuntimeError {
         /// The message of the system's loader.
         reason: String,
     },
-    /// A shared library that is no PJRT plugin.
+    /// The library is not a PJRT plugin.
     #[error("PJRT plugin {path}: {found}; expected a library that exports `GetPjrtApi`")]
     NotAPlugin {
         /// The file that was to be loaded.
@@ -41,7 +41,7 @@ pub enum RuntimeError {
         /// The property that disqualifies the library.
         found: String,
     },
-    /// A C API that this crate does not speak.
+    /// The plugin has a C API that this crate does not support.
     #[error("PJRT plugin {path}: C API {major}.{minor}; expected 0.{oldest} or newer")]
     Version {
         /// The file that was to be loaded.
@@ -53,7 +53,7 @@ pub enum RuntimeError {
         /// The oldest minor version that is supported.
         oldest: i32,
     },
-    /// More plugins than this process has room for.
+    /// The process has loaded as many plugins as it can.
     #[error("PJRT plugin {path}: already {limit} plugins are loaded, the most that one process may hold")]
     TooManyPlugins {
         /// The file that was to be loaded.
@@ -66,7 +66,7 @@ pub enum RuntimeError {
     Plugin {
         /// The operation that the plugin was asked for.
         what: String,
-        /// PJRT's name of the error.
+        /// PJRT's name of the error code.
         code: &'static str,
         /// The message of the plugin, unchanged.
         message: String,
@@ -77,7 +77,7 @@ pub enum RuntimeError {
         /// The operation that the plugin was asked for.
         what: String,
     },
-    /// The plugin answered something impossible.
+    /// The plugin gave an impossible answer.
     #[error("{what}: the plugin returned {given}, expected {expected}")]
     Answer {
         /// The operation that the plugin was asked for.
@@ -87,7 +87,7 @@ pub enum RuntimeError {
         /// A description of valid answers.
         expected: String,
     },
-    /// Not as many devices as were asked for.
+    /// The plugin has fewer devices than were asked for.
     #[error("device count: got {given}, expected 1 to {available} (platform {platform})")]
     Devices {
         /// The number of devices asked for.
@@ -97,21 +97,21 @@ pub enum RuntimeError {
         /// The platform's name, such as `cpu`.
         platform: String,
     },
-    /// Bytes that do not make the array they should.
+    /// The number of bytes does not match the array.
     #[error("{what}: got {given} bytes, expected {expected} for {element} {shape:?}")]
     Bytes {
         /// The operation and the array that it is about.
         what: String,
         /// The number of bytes that the caller gave.
         given: usize,
-        /// Bytes that the shape takes.
+        /// The number of bytes that the shape needs.
         expected: usize,
         /// The element type of the array.
         element: DeviceDtype,
         /// The extents of the array.
         shape: Vec<usize>,
     },
-    /// Arguments that do not fit the executable.
+    /// The arguments do not match the executable.
     #[error("execute: got {given}, expected {expected}")]
     Arguments {
         /// The arguments that were passed, as counts.
@@ -129,26 +129,26 @@ pub enum RuntimeError {
         /// The time limit that was exceeded.
         limit: Duration,
     },
-    /// No time that a run may take.
+    /// The environment has an invalid time limit.
     #[error("{LIMIT_VARIABLE}: got `{given}`, expected whole seconds, at least 1")]
     Limit {
         /// The value of the environment variable.
         given: String,
     },
-    /// Devices that hold the same part of an output, and not the same values.
+    /// Several devices have the same part of an output with different values.
     #[error(
         "{output}: on device {device} element {element} is {given}, expected {expected}, which another device holds"
     )]
     Replicas {
         /// The name of the output that differs.
         output: &'static str,
-        /// The later of the devices.
+        /// The device whose value differs from an earlier one.
         device: usize,
         /// The index of the element in the whole array, in row-major order.
         element: usize,
-        /// The element there, in hexadecimal, the highest digit first.
+        /// The element's bytes in hexadecimal, the highest digit first.
         given: String,
-        /// The element on an earlier device.
+        /// The bytes of the same element on an earlier device.
         expected: String,
     },
     /// The run needs more memory than is available.

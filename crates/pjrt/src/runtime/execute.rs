@@ -17,8 +17,8 @@ use super::client::Client;
 use super::error::{LIMIT_VARIABLE, RuntimeError};
 use super::plugin::call;
 
-/// `env_option_overrides { key: "xla_backend_optimization_level" value { int_field: 0 } }`, a field of `CompileOptionsProto`
-/// that is younger than the definition in `pjrt-sys`. Behind an encoded message it is one more field of it.
+/// `env_option_overrides { key: "xla_backend_optimization_level" value { int_field: 0 } }`, a field of `CompileOptionsProto` that is newer
+/// than `pjrt-sys`. Appended to an encoded message, it is one more field.
 const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_level\x12\x02\x18\x00";
 
 /// The time that a run may take unless the environment says otherwise.
@@ -34,7 +34,7 @@ fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
 /// A program to compile, and the number of its copies.
 #[derive(Clone, Copy, Debug)]
 pub struct PjrtProgram<'p> {
-    /// StableHLO, as MLIR text or bytecode.
+    /// The program in StableHLO, as MLIR text or bytecode.
     pub code: &'p [u8],
     /// The number of copies joined by collectives, each on its own device.
     pub replicas: usize,
@@ -48,7 +48,7 @@ impl<'p> PjrtProgram<'p> {
         Self { code, replicas, partitions: 1 }
     }
 
-    /// Devices that it runs on.
+    /// Returns the number of devices that it runs on.
     pub fn devices(&self) -> usize {
         self.replicas * self.partitions
     }
@@ -146,7 +146,7 @@ impl Client {
 }
 
 impl Executable {
-    /// Devices that it runs on.
+    /// Returns the number of devices that it runs on.
     pub fn devices(&self) -> usize {
         self.devices
     }
@@ -172,10 +172,9 @@ impl Executable {
         result.and_then(|value| freed.map(|()| value))
     }
 
-    /// Runs on every device and returns when all have finished: `outputs[device][output]` from
-    /// `arguments[device][argument]`. An argument that the program aliases to an output is donated: its buffer is gone,
-    /// and using it again is an error. A run that has not finished within [`TIME_LIMIT`], or the seconds that [`LIMIT_VARIABLE`] says,
-    /// is given up, but not ended: PJRT cannot.
+    /// Runs on every device and returns when all have finished: `outputs[device][output]` from `arguments[device][argument]`. An argument
+    /// that the program aliases to an output is donated: its buffer is gone, and using it again is an error. A run that exceeds
+    /// [`TIME_LIMIT`], or the seconds in [`LIMIT_VARIABLE`], is an error, but it continues, since PJRT cannot cancel it.
     ///
     /// # Errors
     /// [`RuntimeError::Arguments`] where the lists do not have one entry a device; the plugin's own error, from the

@@ -52,8 +52,8 @@ impl Client {
         })
     }
 
-    /// Bytes that may still be allocated on a device: the allocator's limit less what is in use, or, for a plugin
-    /// without such figures whose devices are this machine, what this machine has left. `None` where neither is known.
+    /// Returns the bytes that may still be allocated on a device: the allocator's limit minus the bytes in use. For a plugin without these
+    /// figures whose devices are this machine, it is the machine's free memory. `None` if neither is known.
     pub fn available_bytes(&self, device: usize) -> Option<usize> {
         if let Ok(DeviceMemory { bytes_in_use, bytes_limit: Some(limit), .. }) = self.device_memory(device) {
             return usize::try_from(limit - bytes_in_use).ok();

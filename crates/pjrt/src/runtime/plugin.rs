@@ -18,14 +18,14 @@ use assay_core::project;
 use super::abi::{self, OLDEST_MINOR, SLOTS};
 use super::error::{RuntimeError, check};
 
-/// Names a plugin library to use instead of the one that set-up installs.
+/// The environment variable that names a plugin instead of the installed one.
 pub const PLUGIN_VARIABLE: &str = "ASSAY_PJRT_PLUGIN";
 
 /// The environment variable that selects which messages of XLA go to stderr.
 const LOG_LEVEL: &str = "TF_CPP_MIN_LOG_LEVEL";
 
-/// Keeps plugins from writing notices and warnings to stderr, unless the environment says what they should write: every
-/// error also comes back as a value. To be called first in `main`; once there are threads it does nothing.
+/// Keeps plugins from writing notices and warnings to stderr, unless the environment asks for them: every error is also returned as a
+/// value. It must be called first in `main`; once there are other threads it has no effect.
 pub fn quiet_plugins() {
     let alone = fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1);
     if alone && env::var_os(LOG_LEVEL).is_none() {
@@ -74,8 +74,8 @@ pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
     project::find(Path::new(INSTALLED).join(name)).map(|path| std::path::absolute(&path).unwrap_or(path))
 }
 
-/// Bytes that the segments of an ELF file reach to and bytes there are, where those are fewer: mapping such a library ends
-/// the process. What else is wrong with a library the loader says itself.
+/// Returns the end of an ELF file's last segment and the file's length, if the file is shorter: mapping such a library ends the process.
+/// The system's loader reports everything else that is wrong with a library.
 fn cut_short(path: &Path) -> Option<(u64, u64)> {
     let file = fs::File::open(path).ok()?;
     let given = file.metadata().ok()?.len();
@@ -109,8 +109,8 @@ impl fmt::Debug for Plugin {
 static LOADED: Mutex<Vec<&'static Plugin>> = Mutex::new(Vec::new());
 
 impl Plugin {
-    /// Loads and initialises the plugin at `path`, once a process. Loading a library runs its code: name only
-    /// libraries that you trust.
+    /// Loads and initialises the plugin at `path`, once a process. Loading a library runs its code, so only trusted libraries should be
+    /// named.
     ///
     /// # Errors
     /// [`RuntimeError`] where the file is missing, is no shared library or no PJRT plugin, speaks a C API older than

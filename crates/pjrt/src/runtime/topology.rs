@@ -17,7 +17,7 @@ use super::memory::compiled_memory;
 use super::plugin::{Plugin, call};
 use assay_core::memory::CompiledMemory;
 
-/// The devices of a machine that need not exist. Freed when dropped.
+/// Devices of a machine that need not exist. The topology is freed when it is dropped.
 pub struct Topology {
     plugin: &'static Plugin,
     raw: NonNull<PJRT_TopologyDescription>,
@@ -170,7 +170,7 @@ fn coordinates(plugin: &Plugin, description: *mut PJRT_DeviceDescription) -> Res
     Ok(Vec::new())
 }
 
-/// A program compiled for devices that are not here. Freed when dropped.
+/// A program compiled for a topology. It is freed when it is dropped.
 #[derive(Debug)]
 pub struct UnloadedExecutable {
     plugin: &'static Plugin,

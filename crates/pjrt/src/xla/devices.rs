@@ -11,7 +11,7 @@ use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::Shape;
 use assay_programs::{Device, LOOPS_VARIABLE, Sharding};
 
-/// The largest device count that is tried of itself, but for all that there are.
+/// The largest device count that is offered, besides the number of all devices.
 const MOST_DEVICES: usize = 8;
 
 /// The plugin of an implementation, and how its batches are cut over the devices.
@@ -30,7 +30,7 @@ impl PluginDevices {
         Client::shared(&locate(self.plugin.as_deref())?)
     }
 
-    /// Whether there are as many devices as it cuts over.
+    /// Checks that the plugin has as many devices as the sharding needs.
     pub(super) fn available(&self) -> Result<(), Unavailable> {
         let client = self.client().map_err(|error| Unavailable { reason: error.to_string() })?;
         if self.counts().is_empty() {
@@ -49,12 +49,12 @@ impl PluginDevices {
         (1..=all.min(MOST_DEVICES)).chain(beyond).filter(|&devices| self.cuts_over(devices)).collect()
     }
 
-    /// Whether there are `devices` devices, and it cuts over them.
+    /// Whether the plugin has `devices` devices, and the sharding cuts over that many.
     pub(super) fn takes(&self, devices: usize) -> bool {
         self.client().is_ok_and(|client| devices <= client.device_count()) && self.cuts_over(devices)
     }
 
-    /// Whether it cuts a shape that `devices` devices can cut.
+    /// Whether the sharding cuts a shape that is divisible by `devices` along every axis.
     fn cuts_over(&self, devices: usize) -> bool {
         let roomy = Shape { batch: devices, tokens: devices, vocab: devices };
         self.sharding.mesh(roomy, devices).is_ok()
@@ -77,7 +77,7 @@ pub(super) fn device(client: &Client, id: &str) -> Result<Device, Unsupported> {
     })
 }
 
-/// A program, with the plugin and the text that it is compiled from. The text holds the shapes; the numbers of a spec are run-time
+/// A program with the plugin and the text that it is compiled from. The text contains the shapes; the numbers of a spec are run-time
 /// inputs.
 struct CachedProgram {
     plugin: PathBuf,
@@ -85,7 +85,7 @@ struct CachedProgram {
     executable: Arc<CachedExecutable>,
 }
 
-/// `None` until the first that asks for it has compiled it.
+/// The executable of a program; `None` until its first user has compiled it.
 type CachedExecutable = Mutex<Option<Arc<Executable>>>;
 
 /// The programs used last, the latest at the end.
@@ -131,7 +131,7 @@ pub(super) struct ShardedProgram {
 }
 
 impl ShardedProgram {
-    /// Compiles `code`, and checks that a run of it fits.
+    /// Compiles `code`, and checks that the memory of a run is available.
     pub(super) fn compile(code: String, shards: Shards) -> Result<Self, RuntimeError> {
         let devices = shards.mesh.devices();
         shards.client.expect_devices(devices)?;
@@ -146,7 +146,7 @@ impl ShardedProgram {
         self.executable.execute(&arguments)
     }
 
-    /// Bytes of this machine's memory that a run takes.
+    /// Returns the bytes of this machine's memory that a run takes.
     pub(super) fn host_bytes(&self) -> usize {
         if self.shards.on_host() { self.shards.bytes_needed(&self.executable) } else { 0 }
     }

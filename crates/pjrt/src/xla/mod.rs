@@ -276,7 +276,7 @@ trait DeviceArrays: Workload {
     ) -> Result<Self::Gradient, RuntimeError>;
 }
 
-/// A compiled program, what it was compiled for, and the loss whose numbers it is given.
+/// A compiled program, the problem's shape that it was compiled for, and its loss.
 struct PreparedProgram<'s, P: Workload> {
     plan: ShardedProgram,
     loss: StructuredSpec<'s>,
@@ -287,7 +287,7 @@ impl<'s, L> PreparedProgram<'s, Problem<L>>
 where
     Problem<L>: DeviceArrays,
 {
-    /// Compiles the program of what is `given`, and checks that a run of it fits.
+    /// Compiles the program for a problem of the `given` form, and checks that the memory of a run is available.
     fn compile<P: Programs<Problem = Problem<L>>>(
         Runner { program, on }: &Runner<P>,
         spec: &'s LossSpec,

@@ -20,11 +20,11 @@ pub(super) struct Shards {
     pub(super) mesh: Mesh,
     pub(super) client: Client,
     pub(super) device: Device,
-    /// Whether logits and dlogits cross as rows, as kernels take them.
+    /// Whether logits and dlogits have one axis for all rows, as kernels take them.
     pub(super) in_rows: bool,
     /// Whether logits must be row-major on the device.
     pub(super) row_major: bool,
-    /// Whether what is summed over devices comes back in parts.
+    /// Whether sums over devices are returned in parts, one on each device.
     pub(super) scatters: bool,
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct ArrayBlock {
     whole: Vec<usize>,
     ranges: Vec<Range<usize>>,
     local: Vec<usize>,
-    /// Whether it crosses as rows.
+    /// Whether the array has one axis for all rows on the device.
     in_rows: bool,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct ArrayBlock {
 pub(super) enum Padding {
     /// Zero, which a sum may include.
     Zero,
-    /// Padding that enters a result shows.
+    /// NaN, which shows in every result that it enters.
     Nan,
 }
 
@@ -106,7 +106,7 @@ impl ArrayBlock {
         local
     }
 
-    /// Extents of what it holds.
+    /// Returns the extents of the block on the device.
     pub(crate) fn extents(&self) -> &[usize] {
         &self.local
     }
@@ -119,7 +119,7 @@ impl ArrayBlock {
         Ok(bytes)
     }
 
-    /// Writes a device's block to its place in the whole.
+    /// Downloads a device's block into its place in the whole.
     fn download<D: Dimension>(&self, buffer: &DeviceBuffer, whole: &mut FloatArray<D>) -> Result<(), RuntimeError> {
         // A block that is the whole array is downloaded in place.
         let element = DeviceDtype::from(whole.dtype());
@@ -162,7 +162,7 @@ impl ArrayBlock {
     }
 }
 
-/// An element that a device holds otherwise than one before it.
+/// An element that differs between a device and an earlier one.
 struct ReplicaDifference {
     /// The index of the element in the whole array.
     element: usize,
@@ -170,7 +170,7 @@ struct ReplicaDifference {
     expected: String,
 }
 
-/// Whether the bytes of an element are a NaN's.
+/// Whether the bytes of an element are a NaN.
 fn is_nan(element: DeviceDtype, bytes: &[u8]) -> bool {
     match (element, bytes) {
         (DeviceDtype::F64, &[a, b, c, d, e, f, g, h]) => f64::from_ne_bytes([a, b, c, d, e, f, g, h]).is_nan(),
@@ -190,7 +190,7 @@ fn in_hexadecimal(bytes: &[u8]) -> String {
 const DENSE: &str = "checked: dense row-major";
 
 impl Shards {
-    /// Extents that each device holds.
+    /// Returns the extents that each device has of `[B,T,V]`.
     pub(super) fn local(&self) -> [usize; 3] {
         local_shape(self.shape, self.mesh, self.device.machine)
     }
@@ -211,8 +211,8 @@ impl Shards {
         self.client.platform() == "cpu"
     }
 
-    /// Bytes that one run takes of a device's memory, or of all devices' where they share it; 0 where the plugin does
-    /// not count.
+    /// Returns the bytes that one run takes of a device's memory, or of all devices' memory if they share it; 0 if the plugin does not
+    /// count them.
     pub(super) fn bytes_needed(&self, executable: &Executable) -> usize {
         // On a CPU all devices share this machine's memory.
         let sharers = if self.on_host() { self.mesh.devices() } else { 1 };
@@ -220,7 +220,7 @@ impl Shards {
         usize::try_from(peak).unwrap_or(0).saturating_mul(sharers)
     }
 
-    /// Checks that one run fits in what every device has left.
+    /// Checks that every device has enough free memory for one run.
     pub(super) fn expect_room(&self, executable: &Executable) -> Result<(), RuntimeError> {
         let what = || format!("the program for {} on {} device(s)", self.shape, self.mesh.devices());
         Ok(expect_room(what, self.bytes_needed(executable), self.client.available_bytes(0))?)
@@ -242,7 +242,7 @@ impl Shards {
         ArrayBlock { in_rows: self.in_rows, ..rows.cut(2, self.part(device).vocab, v) }
     }
 
-    /// Sends a device its block of an array.
+    /// Uploads a device's block of an array.
     pub(super) fn upload_block<D: Dimension>(
         &self,
         device: usize,
@@ -265,9 +265,8 @@ impl Shards {
         self.client.upload(device, on_device, &extents, &bytes)
     }
 
-    /// Replaces the logits, the first of each device's arguments, by row-major copies where the program needs them so
-    /// and a plugin has laid them out otherwise: libtpu lays what it is sent out as pads least. Until the first are
-    /// freed a device holds both.
+    /// Replaces the logits, the first of each device's arguments, by row-major copies if the program needs that layout and the plugin chose
+    /// another one: libtpu chooses the layout with the least padding. Both copies exist until the first are freed.
     pub(super) fn lay_out_logits(&self, arguments: &mut [Vec<DeviceBuffer>]) -> Result<(), RuntimeError> {
         if !self.row_major || arguments.iter().all(|buffers| buffers[0].is_row_major()) {
             return Ok(());
@@ -283,7 +282,7 @@ impl Shards {
         Ok(())
     }
 
-    /// Sends a device its part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.
+    /// Uploads a device's part of a `[B,T]` array, with `padding` in the tokens past `B` and `T`.
     pub(super) fn upload_per_token<P: Pod>(
         &self,
         device: usize,
@@ -300,7 +299,7 @@ impl Shards {
         self.client.upload(device, element, &[b, t], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
     }
 
-    /// Sends a device its part of a `[B,T,n]` array, with `padding` in the tokens past `B` and `T`.
+    /// Uploads a device's part of a `[B,T,n]` array, with `padding` in the tokens past `B` and `T`.
     pub(super) fn upload_of_others<P: Pod>(
         &self,
         device: usize,
@@ -317,7 +316,7 @@ impl Shards {
         self.client.upload(device, element, &[b, t, count], bytemuck::cast_slice(local.as_slice().expect(DENSE)))
     }
 
-    /// Sends a device its part of a `[V]` f32 array, with `padding` in the columns past `V`.
+    /// Uploads a device's part of a `[V]` f32 array, with `padding` in the columns past `V`.
     pub(super) fn upload_columns(
         &self,
         device: usize,
