@@ -1,5 +1,5 @@
-//! The arithmetic that a per-token formula needs, over whatever a kernel computes with: numbers, or values of a program
-//! that is being written.
+//! The arithmetic that a per-token formula needs, over the values of a kernel: numbers, or names of values in a program that is
+//! being written.
 
 /// Arithmetic on one kind of value.
 pub trait Arithmetic {

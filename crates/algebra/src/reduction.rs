@@ -20,8 +20,8 @@ pub struct ReductionWeights {
 
 impl ReductionWeights {
     /// Computes the factors of `spec` from the tokens that count.
-    pub fn new(spec: &LossSpec, settled: &KernelInputs, sequences: &Sequences) -> Self {
-        let mask = &settled.mask;
+    pub fn new(spec: &LossSpec, inputs: &KernelInputs, sequences: &Sequences) -> Self {
+        let mask = &inputs.mask;
         // One factor per sequence, in the places of its tokens.
         let counts = counts(mask, sequences);
         let all_tokens = Averaging { reduction: Reduction::TokenMean, denominator_epsilon: 0.0 };
@@ -31,7 +31,7 @@ impl ReductionWeights {
             sequences.spread(mask.dim(), &weights)
         };
         // Cotangents of entropies are factors of their own; a bonus has the factor of its mean.
-        let entropy = if let Some(dentropy) = settled.input(TokenInput::Dentropy) {
+        let entropy = if let Some(dentropy) = inputs.input(TokenInput::Dentropy) {
             Array2::from_shape_fn(mask.dim(), |at| if mask[at] { spec.scale * dentropy[at] } else { 0.0 })
         } else {
             let averaging = spec.entropy_averaging.unwrap_or(all_tokens);

@@ -1,7 +1,7 @@
 //! Arrays that are computed before there are logits: the tokens that rejections leave, and the weights against the
 //! sampler's policy. They are computed once, in f64, for native and for devices alike.
 //!
-//! With `y_t = old_logp_t − rollout_logp_t` of the unmasked tokens, 0 where the sampler gave none.
+//! The log-ratio `y_t = old_logp_t − rollout_logp_t` of an unmasked token is 0 if the sampler did not score it.
 
 use ndarray::{Array2, Zip};
 

@@ -7,7 +7,7 @@
 //! w = Σ_{j≠y} e_j a_j    ā  = (w + e_y a_y) / S        entropy = ln S + ā
 //! ```
 //!
-//! `ln S` is `ln(1 + (s + (e_y − 1)))`: nothing is lost where the target is the maximum and the others are tiny. A target
+//! `ln S` is `ln(1 + (s + (e_y − 1)))`: nothing is lost if the target is the maximum and the others are tiny. A target
 //! whose logit is −∞ has an infinite gap and no weight: logp is −∞, and entropy that of the others.
 
 use super::arithmetic::Arithmetic;

@@ -428,7 +428,7 @@ impl Structure {
         numbers
     }
 
-    /// The `[B,T]` arrays that a program reads beside ids, mask and advantages, in order.
+    /// The `[B,T]` arrays that a program reads besides ids, mask and advantages, in order.
     pub fn inputs(self) -> Vec<TokenInput> {
         let all = [
             (self.old_logp_given, TokenInput::OldLogp),

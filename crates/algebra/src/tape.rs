@@ -1,5 +1,5 @@
-//! A token's loss written down as a list of operations on `[B,T]` arrays, for somebody else to compute: a framework, or the writer of a
-//! kernel that needs to know which operations a sum over a sequence waits for.
+//! A token's loss as a list of operations on `[B,T]` arrays. A framework evaluates the list; the writer of a kernel learns from it
+//! which operations a sum over a sequence depends on.
 //!
 //! ```text
 //! let tape = token_losses(structure, |tape, number| tape.constant(number.value_in(spec, extents)));

@@ -92,7 +92,7 @@ pub(crate) fn bounded<A: Arithmetic>(
     HeldValue { value, replaced }
 }
 
-/// Holds `x` within `±bound`.
+/// Holds `x` within `±bound`, where the bound is not negative.
 pub(crate) fn within<A: Arithmetic>(on: &mut A, x: A::Value, bound: A::Value) -> HeldValue<A::Value, A::Truth> {
     let low = on.neg(bound);
     bounded(on, x, Some(low), Some(bound))

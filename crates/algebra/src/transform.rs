@@ -5,7 +5,7 @@
 //! dx_j = dh_j · scale · (1 − tanh²(scale · (x_j + bias_j) / cap))
 //! ```
 //!
-//! A softmax is of `rate·t_j/T`: what its gaps are multiplied by has the rate as a part of it, so that a scale alone costs a sign.
+//! The softmax is of `rate·t_j/T`. The rate is a part of the factor of its gaps, so that a scale alone costs a sign.
 //!
 //! ```text
 //!                 t_j                               rate        factor            dx_j
@@ -13,7 +13,7 @@
 //! without         factor · (x_j + bias_j)           |scale|     the sign of scale dt_j · factor
 //! ```
 //!
-//! What differs by column comes in as one array, so that no program is written anew for a list of ids.
+//! Columns that differ are described by one array, so that one program serves any list of ids.
 
 use ndarray::{Array1, Array2};
 

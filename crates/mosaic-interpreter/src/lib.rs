@@ -1,4 +1,4 @@
-//! An interpreter of the Mosaic text that libtpu is given: the check of what the emitter wrote, apart from the emitter.
+//! An interpreter of the Mosaic text that libtpu compiles. It checks the emitter's text and shares no code with the emitter.
 //!
 //! [`run`] takes a module in MLIR's generic form, every operation but the module renamed
 //! `stable_mosaic.<dialect>.<op>`, and the arrays of the custom call that carries it. It knows the forms that JAX 0.10.2
@@ -9,21 +9,21 @@
 //! # Arithmetic
 //!
 //! f32 computes in f32. bf16 and f16 compute in f32 and round to nearest even after every operation. A reduction folds
-//! by halves; a TPU's order may be another, so sums agree to rounding only. The transcendental functions are those of the host. `index` has 32 bits. `tpu.assume_multiple` is checked. What MLIR
-//! leaves undefined is an error (division by zero, shifts beyond the width) or poison (`fptosi` out of range).
+//! by halves; a TPU may sum in another order, so sums agree to rounding only. The transcendental functions are those of the host.
+//! `index` has 32 bits. `tpu.assume_multiple` is checked. Results that MLIR leaves undefined are errors (division by zero, shifts
+//! beyond the width) or poison (`fptosi` out of range).
 //!
 //! # Memory
 //!
-//! Whatever was not written is poison: NaN for floats, `0x5A5A5A5A` cut to the width for integers,
-//! but `0x7E00`, the NaN of f16, for i16. That holds for an
-//! output's window when it comes to a block, for scratch before the first step, for the elements of a window beyond its
-//! array, and for the elements of an output that no step wrote. Window elements beyond the array are dropped on the way
-//! back. A body may write to an input's window, a private copy of its block, where every step has another block: where the window
-//! stays, what a later step finds in it depends on the pipeline, and the store is an error.
+//! Memory that was not written is poison: NaN for floats, `0x5A5A5A5A` cut to the width for integers, but `0x7E00`, the NaN of f16,
+//! for i16. That holds for an output's window when it moves to a block, for scratch before the first step, for the elements of a
+//! window beyond its array, and for the elements of an output that no step wrote. Window elements beyond the array are dropped on
+//! the way back. A body may write to an input's window, a private copy of its block, if every step has another block. If the window
+//! stays, its content at a later step depends on the pipeline, and the store is an error.
 //!
 //! # Pipeline
 //!
-//! Steps run in order, the grid's last dimension fastest. At each, a window lies at the block that its transform gives:
+//! Steps run in order, the grid's last dimension fastest. At each step, a window is at the block that its transform gives:
 //! block index × window extent, in every dimension. Copies overlap the bodies, as a double-buffered pipeline has them:
 //!
 //! - The block that an input needs at step j is fetched, if its index is not that of step j − 1, at some time between
@@ -38,12 +38,12 @@
 //! earlier have landed, and the fetch reads what they wrote. So a run without an error has one result, whatever the
 //! times.
 //!
-//! Cores of a device may share the steps of a `parallel` dimension, each with scratch of its own. So it is an error to read scratch
+//! Cores of a device may share the steps of a `parallel` dimension, each with separate scratch. So it is an error to read scratch
 //! that a step of another index along it wrote, to stay at an output's block, or to touch an element of an array that is
 //! overwritten in place.
 //!
 //! An output that comes back to a block that it left is an error (its contents are gone from VMEM), and so is a block
-//! that lies wholly outside its array.
+//! that is entirely outside its array.
 //!
 //! # A core
 //!

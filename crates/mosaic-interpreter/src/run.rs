@@ -33,7 +33,7 @@ impl MosaicValue {
     }
 }
 
-/// On-chip memory, and the budget of the run.
+/// The state of a run: on-chip memory, and the work that was done.
 pub(super) struct InterpreterState {
     pub(super) memory: Vec<ElementBuffer>,
     /// Number of the [turn](Self::turn) that wrote each element, or 0, of memory that a core keeps from step to step.

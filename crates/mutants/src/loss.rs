@@ -380,7 +380,7 @@ impl<'l> LogRatios<'l> {
         let ratio = &launch.spec.ratio;
         // A token's own log-ratio, or its sequence's; then the cap, which bounds it from above.
         let of_own = ratio.level == RatioLevel::Token || launch.has(Bug::SequenceRatioOfTokens);
-        // Whether a token's own follows is asked beside.
+        // Whether a token's own log-ratio follows `ℓ` is asked separately.
         let (x, follows) = if of_own { (owns[i].0, true) } else { *row };
         match ratio.cap {
             Some(_) if launch.has(Bug::CapIgnored) || launch.has(Bug::CapOfTokens) => (x, follows),

@@ -124,7 +124,7 @@ fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) ->
     SpecimenTerm { value: -k * advantage, by_logp: 0.0, by_log_ratio }
 }
 
-/// Computes CISPO's term `−sg(clip(ρ))·A·ℓ`.
+/// Computes CISPO's term `−sg(clip(ρ))·A·ℓ`, whose weight is constant.
 fn cispo_weight(launch: &SpecimenLaunch, cispo: &Cispo, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
     let lower = cispo.lower.filter(|_| !launch.has(Bug::CispoLowerIgnored)).unwrap_or(f64::NEG_INFINITY);

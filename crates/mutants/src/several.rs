@@ -1,7 +1,7 @@
 //! The ids of a token besides its first, if logp of several is asked for.
 //!
-//! Each vocabulary shard picks the logits of those that it has, and sums the exponentials of the other columns; both are exchanged
-//! as sums.
+//! Each vocabulary shard picks the logits of the ids that it has, and sums the exponentials of the other columns; both are
+//! exchanged as sums.
 
 use ndarray::{Array3, Ix3};
 

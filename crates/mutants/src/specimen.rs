@@ -1,4 +1,4 @@
-//! [`Specimen`]: one correct GRPO kernel as teams write them, and every bug of the bank in its place.
+//! [`Specimen`]: one correct GRPO kernel as teams write them, and every bug of the bank where it belongs.
 //!
 //! ```text
 //! forward    a grid of rows; each walks its columns by tiles: a running maximum, sums that are rescaled when it rises
@@ -7,7 +7,7 @@
 //! backward   the same grid: dlogits over the logits, tile by tile
 //! ```
 //!
-//! Exponents and exponentials are f32, sums and what is done once a token f64, the ratio f32; outputs are rounded once.
+//! Exponents, exponentials and the ratio are f32; sums, and work that is done once per token, are f64; outputs are rounded once.
 //! Devices are simulated: whole sequences over rows of the mesh, ranges of columns over its columns.
 
 use std::ops::Range;

@@ -1,12 +1,12 @@
-//! The CPU kernel: rows of logits over threads, each read from memory once and its dlogits written once; twice where tokens
-//! share a ratio.
+//! The CPU kernel: rows of logits over threads. Each row is read from memory once and its dlogits are written once; if tokens share
+//! a ratio, rows are read twice.
 //!
-//! Arithmetic: each element in f32, sixteen at a time ([`Isa`]), sums in f32 over a few columns and in f64 over the rest,
-//! everything that is done once a token in f64, outputs rounded once. Rows are independent, and what tokens share is
-//! summed in their order, so results have the same bits for any number of threads, in place or not, and on every
-//! instruction set. Dlogits below the normal numbers of f32, 1.2e-38, are 0.
+//! Arithmetic: elements are f32, sixteen at a time ([`Isa`]); sums are f32 over a few columns and f64 over the rest; work that is
+//! done once per token is in f64; outputs are rounded once. Rows are independent, and sums over tokens are in their order, so
+//! results have the same bits for any number of threads, in place or not, and on every instruction set. Dlogits below the normal
+//! numbers of f32, 1.2e-38, are 0.
 //!
-//! Extra memory, a thread: one row of f32. Logits of masked tokens are not read.
+//! Extra memory is one f32 row per thread. Logits of masked tokens are not read.
 
 #![allow(clippy::inline_always, reason = "what is generic over a vector unit must be inlined to be compiled for it")]
 
@@ -322,7 +322,7 @@ struct NativeBatch<'s> {
     advantage: Array2<f64>,
     /// Advantage of each sequence, also of one without an unmasked token.
     advantage_of_rows: Vec<f64>,
-    settled: KernelInputs,
+    kernel_inputs: KernelInputs,
     weights: ReductionWeights,
     cotangents: OutputCotangents<'s>,
 }
@@ -339,7 +339,7 @@ impl<'s> NativeBatch<'s> {
         // Everything that rows share is computed once, before the first row is read.
         let transform = RowTransform::new::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ StructuredSpec { structure, .. } = StructuredSpec::new(spec);
-        let settled = KernelInputs::new(loss, &tokens);
+        let kernel_inputs = KernelInputs::new(loss, &tokens);
         let sequences = tokens.sequences();
         Self {
             spec,
@@ -350,8 +350,8 @@ impl<'s> NativeBatch<'s> {
             advantage_of_rows: sequences.iter().map(|sequence| tokens.advantage_of(sequence)).collect(),
             sequences,
             advantage: tokens.advantages_of_tokens(),
-            weights: ReductionWeights::new(spec, &settled, &tokens.extra.sequences),
-            settled,
+            weights: ReductionWeights::new(spec, &kernel_inputs, &tokens.extra.sequences),
+            kernel_inputs,
             cotangents,
         }
     }
@@ -430,7 +430,9 @@ impl<'s> NativeBatch<'s> {
         let score = |at, row| self.softmaxes.score(row, &self.ids(at), self.rate(at));
         let score = &score;
         over_threads(
-            rows.map(|(at, row)| -> RowTask<_> { Box::new(move |_| self.settled.mask[at].then(|| score(at, row))) }),
+            rows.map(|(at, row)| -> RowTask<_> {
+                Box::new(move |_| self.kernel_inputs.mask[at].then(|| score(at, row)))
+            }),
         )
     }
 
@@ -475,24 +477,24 @@ impl<'s> NativeBatch<'s> {
         rows: impl Iterator<Item = (TokenPlace, LogitsRow<'r, E>)>,
     ) -> Vec<Option<TokenEvaluation>> {
         let loss = self.loss();
-        let both = |at: TokenPlace, mut row: LogitsRow<E>, kept: &mut SavedExponentials| {
-            if !self.settled.mask[at] {
+        let both = |at: TokenPlace, mut row: LogitsRow<E>, saved: &mut SavedExponentials| {
+            if !self.kernel_inputs.mask[at] {
                 row.dlogits.fill(E::from_f32(0.0));
                 return None;
             }
             // The row is still in the cache when its dlogits are written.
-            let scores = self.softmaxes.score_and_keep(&mut row, &self.ids(at), self.rate(at), kept);
+            let scores = self.softmaxes.score_and_save(&mut row, &self.ids(at), self.rate(at), saved);
             let mut evaluated = loss
                 .evaluate(&[self.scored(at, &scores)], |input, at| {
                     self.input(input, at).expect("the structure reads it")
                 })
                 .pop()?;
             evaluated.add_others(scores.logp_of_others().zip(self.dlogp_of_others(at)));
-            self.write(&mut row, at, Some(kept), &scores, &evaluated);
+            self.write(&mut row, at, Some(saved), &scores, &evaluated);
             Some(evaluated)
         };
         let both = &both;
-        over_threads(rows.map(|(at, row)| -> RowTask<_> { Box::new(move |kept| both(at, row, kept)) }))
+        over_threads(rows.map(|(at, row)| -> RowTask<_> { Box::new(move |saved| both(at, row, saved)) }))
     }
 
     fn loss(&self) -> LossEvaluator {
@@ -500,7 +502,7 @@ impl<'s> NativeBatch<'s> {
     }
 
     fn input(&self, input: TokenInput, at: TokenPlace) -> Option<f64> {
-        self.settled.input(input).map(|values| values[at])
+        self.kernel_inputs.input(input).map(|values| values[at])
     }
 
     /// Returns the factor of a row's gaps, `1/T` with the transform's rate.
@@ -529,7 +531,7 @@ impl<'s> NativeBatch<'s> {
         &self,
         row: &mut LogitsRow<E>,
         at: TokenPlace,
-        kept: Option<&SavedExponentials>,
+        saved: Option<&SavedExponentials>,
         scores: &Scores,
         evaluated: &TokenEvaluation,
     ) {
@@ -541,7 +543,7 @@ impl<'s> NativeBatch<'s> {
             entropy: self.weights.entropy[at] * loss + beside(entropy),
             others: self.dlogp_of_others(at).map(|dlogp| dlogp * self.weights.policy[at] * loss).collect(),
         };
-        self.softmaxes.write(row, scores, kept, &grad);
+        self.softmaxes.write(row, scores, saved, &grad);
     }
 
     fn evaluation(&self, evaluated: &Array2<Option<TokenEvaluation>>) -> NativeOutputs {
@@ -550,7 +552,7 @@ impl<'s> NativeBatch<'s> {
         if let Objective::ImportanceSampling(sampling) = &self.spec.objective
             && sampling.empty_rows
         {
-            loss += reduction::empty_rows(self.spec, &self.settled.mask, &self.sequences, |sequence| {
+            loss += reduction::empty_rows(self.spec, &self.kernel_inputs.mask, &self.sequences, |sequence| {
                 self.advantage_of_rows[sequence.index]
             });
         }

@@ -196,7 +196,7 @@ impl<'p> HeadPass<'p> {
         // The rows of a chunk are f32, whatever the dtype of the hidden states.
         let batch = NativeBatch::new::<f32>(spec, head.isa, tokens, vocab, cotangents);
         let places: Vec<TokenPlace> =
-            batch.settled.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
+            batch.kernel_inputs.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
         Self {
             batch,

@@ -1,14 +1,14 @@
 //! The kernel as an operation of a framework: [`Op`]. Arrays are borrowed, and logits are never copied.
 //!
 //! ```text
-//! Op::of(spec, arguments)      the arrays of tokens, checked and in f64
+//! Op::new(spec, arguments)     the arrays of tokens, checked and in f64
 //!    .loss(logits)             loss, metrics, logp, entropy, token loss; one read of the logits, nothing written
-//!    .gradient(…)              the same and dlogits, in an array of their own
+//!    .gradient(…)              the same and dlogits, in a separate array
 //!    .gradient_in_place(…)     or over the logits
 //!    .logp_and_entropy(logits) these two alone
 //! ```
 //!
-//! Any number of threads may call at once: all share rayon's pool.
+//! Any number of threads may call at the same time: they share rayon's pool.
 
 use half::{bf16, f16};
 use ndarray::{Array1, Array2, Array3, ArrayView3, ArrayViewD, ArrayViewMut3, Axis, Dimension, Ix1, Ix2, Ix3};

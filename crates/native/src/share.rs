@@ -2,16 +2,16 @@
 //! batch, and joins the sums of a row whose columns are on several devices.
 //!
 //! ```text
-//! whole rows    loss         read a row, write its dlogits, hand over what is left of its token
-//! parts of rows statistics   read
-//!               gradient     from what follows from the statistics of all parts, read once more and write
+//! whole rows    loss         read a row, write its dlogits, hand over the results of its token
+//! shards of rows statistics  read
+//!               gradient     from factors that follow from the statistics of all shards: read again and write
 //! ```
 //!
-//! Per-token arrays are `[B,T]` and what is handed over `[B,T,8]`, f32, its columns named below, 0 in the others and where
-//! the mask hides a token. A column is rounded once from f64.
+//! Per-token arrays are `[B,T]`. The arrays that are handed over are `[B,T,8]`, f32, with the columns named below; other columns
+//! and masked tokens are 0. A column is rounded once from f64.
 //!
-//! Between the two of a part, a logit `x` is what the spec's scale, cap and bias leave of it over their [`rate`], which goes into
-//! `1/T`: with neither it is the logit.
+//! In statistics and scales, a logit `x` is the transformed logit over the transform's [`rate`], which is a part of `1/T`; without
+//! a transform it is the logit itself.
 
 use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayView3, ArrayViewMut3, Axis};
 
@@ -161,7 +161,7 @@ pub struct ShareInputs<'a> {
 pub struct ShareLogits<'a, E> {
     /// Logits, `[B,T,V]`; `None` if dlogits overwrite them.
     pub logits: Option<ArrayView3<'a, E>>,
-    /// Array for dlogits, `[B,T,V]`.
+    /// Array for dlogits, `[B,T,V]`, of the dtype of the logits.
     pub dlogits: ArrayViewMut3<'a, E>,
 }
 
@@ -291,7 +291,7 @@ impl Native {
             advantage_of_rows: vec![0.0; sequences.len()],
             sequences,
             advantage: wide(advantages),
-            settled: KernelInputs {
+            kernel_inputs: KernelInputs {
                 mask: mask.to_owned(),
                 inputs: inputs.iter().map(|(input, values)| (*input, wide(values))).collect(),
             },

@@ -59,7 +59,7 @@ pub struct Exp<S: Simd> {
     magic: S::Lanes,
     /// `−log₂ e · step / T`, rounded, and what rounding took from it.
     rate: [S::Lanes; 2],
-    /// Coefficients [`POWERS`], times [`SCALE`].
+    /// Coefficients [`POWERS`] of the polynomial, times [`SCALE`].
     powers: [S::Lanes; 6],
     one: S::Lanes,
 }

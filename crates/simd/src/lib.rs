@@ -1,11 +1,11 @@
 //! Sixteen `f32` at a time, on the vector unit that the machine has.
 //!
 //! An algorithm is written once, over [`Simd`], and compiled for each instruction set; [`Isa`] says which of them this
-//! machine has. A vector is sixteen lanes on all of them, every operation is rounded as IEEE 754 says, and a product and a
-//! sum are fused everywhere: so all give the same bits.
+//! machine has. A vector has sixteen lanes on all of them, every operation is rounded as IEEE 754 says, and a product and a
+//! sum are fused everywhere, so all give the same bits.
 //!
-//! `std::arch` and not a crate of vectors, because the conversion of 16-bit floats in registers is what decides here, and
-//! those leave it out.
+//! The intrinsics are those of `std::arch`: crates of vectors lack the conversion of 16-bit floats in registers, which decides the
+//! speed here.
 
 #![allow(unsafe_code)]
 #![allow(clippy::cast_ptr_alignment, reason = "loads and stores are those of any alignment")]
@@ -182,7 +182,7 @@ fn by_halves([a, b, c, d, e, f, g, h]: [f64; 8]) -> f64 {
 
 /// A computation that is written once and runs on every vector unit.
 pub trait SimdTask {
-    /// Result of the computation.
+    /// Result of the computation, on any vector unit.
     type Output;
 
     /// Runs the computation on a vector unit. It must be `#[inline(always)]`, and so must everything that it calls and

@@ -26,7 +26,7 @@ pub struct Tanh<S: Simd> {
 }
 
 impl<S: Simd> Tanh<S> {
-    /// Prepares `x ↦ tanh(factor·x)`.
+    /// Prepares `x ↦ tanh(factor·x)` for one factor.
     #[inline(always)]
     pub fn new(simd: S, factor: f64) -> Self {
         let square = factor * factor;

@@ -6,12 +6,13 @@
 //! write    dx_j = e_j · (−G/(S·T))  +  e_j (a_j/T − ā) · E/(S·T)       and at y the first term is  (Σ_{j≠y} e_j)·G/(S·T)
 //! ```
 //!
-//! Of several ids `y_k` of a token, with `G_k`, the likeliest is `y` and `G` their sum; their columns are written [apart](several).
+//! If a token has several ids `y_k` with derivatives `G_k`, the likeliest is `y`, and `G` is the sum; the columns of the ids are
+//! written [separately](several).
 //!
-//! What the spec does to logits first ([`RowTransform`]) is done a block at a time, where they are read.
+//! The spec's transform of logits ([`RowTransform`]) is applied block by block, where they are read.
 //!
-//! The exponentials may be kept for the write, each block's relative to the `m` that it was made with: beside the row, or
-//! where f32 dlogits go over f32 logits, over those. Where they are not kept, they are made again.
+//! The exponentials may be saved for the write, each block's relative to the `m` of its time: in a separate buffer, or over the
+//! logits if those are f32 and dlogits overwrite them. Exponentials that are not saved are computed again.
 
 mod logits_transform;
 mod score;
@@ -129,7 +130,7 @@ pub(crate) struct RowStatistics {
     pub(crate) target_logit: f64,
     /// Sums `Σ e_j` and `Σ e_j a_j`, with `a_j = (m − x_j)/T`, of the softmax that entropy is of.
     pub(crate) entropy: [f64; 2],
-    /// The same two sums of the softmax that logp is of, if that is another; else 0.
+    /// Sums `Σ e_j` and `Σ e_j a_j` of the softmax that logp is of, if that is another; else 0.
     pub(crate) logp: [f64; 2],
 }
 
@@ -211,49 +212,49 @@ impl SoftmaxSettings {
     pub(super) fn score<E: NativeElement>(&self, row: &[E], ids: &TokenIds, rate: f64) -> Scores {
         let (transform, (id, several)) = (&self.transform, self.target_of(row, ids));
         let scores = self.score_by(id, row[id], rate, |inverse_temperature, _| {
-            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, kept: None })
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, saved: None })
         });
         scores.with(several, rate)
     }
 
     /// Scores a row and saves its exponentials: over its logits if those are f32, dlogits go there too, and nothing
     /// will read the logits again.
-    pub(super) fn score_and_keep<E: NativeElement>(
+    pub(super) fn score_and_save<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
         ids: &TokenIds,
         rate: f64,
-        kept: &mut SavedExponentials,
+        saved: &mut SavedExponentials,
     ) -> Scores {
         let (id, several) = self.target_of(row.logits(), ids);
-        self.score_target_and_keep(row, id, rate, kept).with(several, rate)
+        self.score_target_and_save(row, id, rate, saved).with(several, rate)
     }
 
-    fn score_target_and_keep<E: NativeElement>(
+    fn score_target_and_save<E: NativeElement>(
         &self,
         row: &mut LogitsRow<E>,
         id: usize,
         rate: f64,
-        kept: &mut SavedExponentials,
+        saved: &mut SavedExponentials,
     ) -> Scores {
         // f32 exponentials can replace f32 logits, if the write needs nothing but them: one softmax, and no entropy gradient.
         let (transform, target) = (&self.transform, row.logits()[id]);
-        kept.over_logits = false;
+        saved.over_logits = false;
         if row.logits.is_none()
             && !self.two
             && !self.bonus
             && let Some(row) = E::as_floats(row.dlogits)
         {
-            kept.over_logits = true;
+            saved.over_logits = true;
             return self.score_by(id, target, rate, |inverse_temperature, _| {
-                let maxima = &mut kept.maxima;
+                let maxima = &mut saved.maxima;
                 self.isa.run(ScoreRowInPlace { row: &mut *row, id, transform, inverse_temperature, maxima })
             });
         }
         let row = row.logits();
         self.score_by(id, target, rate, |inverse_temperature, keeps| {
-            let kept = if keeps { Some(&mut *kept) } else { None };
-            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, kept })
+            let saved = if keeps { Some(&mut *saved) } else { None };
+            self.isa.run(ScoreRow { row, id: Some(id), transform, inverse_temperature, saved })
         })
     }
 
@@ -289,7 +290,7 @@ impl SoftmaxSettings {
         &self,
         row: &mut LogitsRow<E>,
         scores: &Scores,
-        kept: Option<&SavedExponentials>,
+        saved: Option<&SavedExponentials>,
         grad: &RowGradients,
     ) {
         // A derivative of 0 leaves its term out, so that nothing multiplies it into a NaN.
@@ -314,7 +315,7 @@ impl SoftmaxSettings {
         let exponents = [logp.exponent, entropy.exponent];
         // Several ids: every column as if it were none of them, then those of the ids.
         if !scores.several.is_empty() {
-            self.write_by(row, exponents, kept, factors);
+            self.write_by(row, exponents, saved, factors);
             scores.write_several(row, grad, by_logit, [bonus, factors.offset]);
             return;
         }
@@ -325,7 +326,7 @@ impl SoftmaxSettings {
             q if bonus == 0.0 || q == 0.0 => target,
             q => target + q * (factors.offset + bonus * of_entropy.target_gap),
         };
-        self.write_by(row, exponents, kept, factors);
+        self.write_by(row, exponents, saved, factors);
         row.dlogits[scores.target] = E::from_f32((target * scores.target_slope) as f32);
     }
 
@@ -334,7 +335,7 @@ impl SoftmaxSettings {
         &self,
         row: &mut LogitsRow<E>,
         [logp, entropy]: [Exponent; 2],
-        kept: Option<&SavedExponentials>,
+        saved: Option<&SavedExponentials>,
         factors: DlogitsFactors,
     ) {
         let transform = &self.transform;
@@ -343,10 +344,10 @@ impl SoftmaxSettings {
         let mut of_support = LogitsRow { logits: row.logits.map(|logits| &logits[..transform.vocab]), dlogits: inside };
         if factors.in_range(entropy) {
             let two = self.two && (factors.slope != 0.0 || factors.offset != 0.0);
-            let kept = kept.filter(|_| !two);
-            self.isa.run(WriteRow { row: &mut of_support, transform, logp, entropy, two, kept, factors });
+            let saved = saved.filter(|_| !two);
+            self.isa.run(WriteRow { row: &mut of_support, transform, logp, entropy, two, saved, factors });
         } else {
-            factors.write_carefully(&mut of_support, transform, logp, entropy, kept);
+            factors.write_carefully(&mut of_support, transform, logp, entropy, saved);
         }
         outside.fill(E::from_f32(0.0));
         transform.excluded.iter().for_each(|&j| row.dlogits[j] = E::from_f32(0.0));
@@ -356,7 +357,8 @@ impl SoftmaxSettings {
     /// the target.
     pub(super) fn statistics<E: NativeElement>(&self, row: &[E], id: Option<usize>, rate: f64) -> RowStatistics {
         let transform = &self.transform;
-        let walk = |inverse_temperature| self.isa.run(ScoreRow { row, id, transform, inverse_temperature, kept: None });
+        let walk =
+            |inverse_temperature| self.isa.run(ScoreRow { row, id, transform, inverse_temperature, saved: None });
         let entropy = walk(rate);
         let sums = |softmax: RowSoftmax| [softmax.end.others, softmax.weighted];
         RowStatistics {

@@ -1,13 +1,13 @@
 //! The score: one pass over a logits row that sums exponentials.
 //!
-//! `m` is the largest logit so far, and what was summed is multiplied by `exp((m_old − m_new)/T)` where a block of columns
-//! has a larger one. Sums are f32 over 32 columns, none of which is rounded more than nine times, and f64 over those; f32
-//! over two columns in the block that has the maximum.
+//! `m` is the largest logit so far. If a block of columns has a larger one, the sums are multiplied by `exp((m_old − m_new)/T)`.
+//! Sums are in f32 over 32 columns, none of which is rounded more than nine times, and in f64 over those; in the block that has
+//! the maximum they are in f32 over two columns only.
 //!
-//! What bounds it is the number of vector instructions, so the walk has none that looks for a larger maximum or for a
-//! column too far below it for the exponential's arithmetic: both show in the two highest bits of its gap, which are
-//! or'ed over a block, and only a block where one is set is walked again. Once a column was too far below, others of its row
-//! will be, and the walk of the blocks that follow takes care of them at once.
+//! The number of vector instructions bounds the time, so the pass has none that looks for a larger maximum, or for a column too
+//! far below it for the exponential's arithmetic. Both show in the two highest bits of the column's gap, which are or'ed over a
+//! block; only a block in which one is set is passed again. Once a column was too far below, others of its row will be, and the
+//! pass handles them at once in the blocks that follow.
 
 use super::logits_transform::{ColumnTransform, LeftOutColumns, RowTransform, TransformedBlock};
 use super::{BLOCK, ExpBlock, Exponent, NativeElement, RowSoftmax, SavedExponentials, UNITS};
@@ -33,7 +33,7 @@ pub(super) struct ScoreRow<'r, E> {
     pub(super) transform: &'r RowTransform,
     /// Factor `1/T`, with the transform's rate.
     pub(super) inverse_temperature: f64,
-    pub(super) kept: Option<&'r mut SavedExponentials>,
+    pub(super) saved: Option<&'r mut SavedExponentials>,
 }
 
 impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
@@ -41,20 +41,20 @@ impl<E: NativeElement> SimdTask for ScoreRow<'_, E> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) -> RowSoftmax {
-        let Self { row, id, transform, inverse_temperature, kept } = self;
+        let Self { row, id, transform, inverse_temperature, saved } = self;
         let mut sums = RunningSums::new(simd, transform, id.map(|id| (id, row[id])), inverse_temperature);
         let row = &row[..transform.vocab];
-        let mut kept = kept.map(|kept| {
+        let mut saved = saved.map(|saved| {
             let blocks = row.len().div_ceil(BLOCK);
-            kept.exps.resize(blocks, ExpBlock::room());
-            kept.maxima.resize(blocks, 0.0);
-            (&mut kept.exps[..], &mut kept.maxima[..])
+            saved.exps.resize(blocks, ExpBlock::room());
+            saved.maxima.resize(blocks, 0.0);
+            (&mut saved.exps[..], &mut saved.maxima[..])
         });
         // Each block's exponentials are relative to the maximum that the sums have after it: the write is told which.
         let mut mapped = TransformedBlock::room();
         for (i, block) in row.chunks(BLOCK).enumerate() {
-            sums.add(simd, i, block, &mut mapped, kept.as_mut().map(|(exps, _)| &mut exps[i].0));
-            if let Some((_, maxima)) = &mut kept {
+            sums.add(simd, i, block, &mut mapped, saved.as_mut().map(|(exps, _)| &mut exps[i].0));
+            if let Some((_, maxima)) = &mut saved {
                 maxima[i] = sums.max;
             }
         }
@@ -112,7 +112,7 @@ struct RunningSums<'t, S: Simd> {
     far: bool,
     /// Sums `2^64·Σ e_j`, and `2^64·Σ e_j a_j` with `a` in steps, since `m` was last raised.
     running: [S::Sums; 2],
-    /// The same two sums, in f64, for the columns before `m` was last raised.
+    /// Sums of the columns before `m` was last raised, in f64, also times `2^64` and in steps.
     before: [f64; 2],
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Sums leave out the likeliest of them, so that `1 − p` is exact on it; on the others `p ≤ ½`, and nothing cancels in
 //! `(S − e)/S`. Its log-probability gives those of the others, `log p_k = log p_y − (x_y − x_k)/T`, and with `C` the sum of the
-//! derivatives by an id's logp over the places that it stands at, and `R` that over the others,
+//! derivatives by an id's logp over all its occurrences, and `R` that of the other ids,
 //!
 //! ```text
 //! dx = C·(1 − p)/T − R·p/T        and that of entropy, as on every column

@@ -32,14 +32,14 @@ impl DlogitsFactors {
         transform: &RowTransform,
         logp: Exponent,
         entropy: Exponent,
-        kept: Option<&SavedExponentials>,
+        saved: Option<&SavedExponentials>,
     ) {
         // Saved exponentials that replaced the logits are all that is left of them.
-        if let Some(kept) = kept
-            && kept.over_logits
+        if let Some(saved) = saved
+            && saved.over_logits
         {
             for (i, dlogits) in row.dlogits.chunks_mut(BLOCK).enumerate() {
-                let faded = logp.faded(kept.maxima[i]) / SCALE;
+                let faded = logp.faded(saved.maxima[i]) / SCALE;
                 for x in dlogits {
                     let e = (f64::from(x.to_f32()) * faded) as f32;
                     // A NaN among the logits may have left any number here.
@@ -76,7 +76,7 @@ pub(super) struct WriteRow<'w, 'r, E> {
     /// Whether both softmaxes have a part in dlogits; otherwise that of `logp` alone has, which may be that of
     /// `entropy` too.
     pub(super) two: bool,
-    pub(super) kept: Option<&'w SavedExponentials>,
+    pub(super) saved: Option<&'w SavedExponentials>,
     pub(super) factors: DlogitsFactors,
 }
 
@@ -85,14 +85,14 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
 
     #[inline(always)]
     fn on<S: Simd>(self, simd: S) {
-        const NOT_KEPT: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
+        const NOT_SAVED: &[[f32; UNIT]; UNITS] = &[[0.0; UNIT]; UNITS];
         let DlogitsFactors { policy, slope, offset } = self.factors;
         let streaming = Streaming::begin();
         // Saved exponentials are already multiplied by the slopes of the cap.
-        let sloped = self.two || self.kept.is_none();
+        let sloped = self.two || self.saved.is_none();
         let mut mapping =
             self.transform.map(simd).map(|map| BlockTransform { map, mapped: TransformedBlock::room(), sloped });
-        match self.kept {
+        match self.saved {
             // Two softmaxes: exponentials of both are computed again from the logits.
             _ if self.two => {
                 let largest = offset.abs() + slope.abs() * self.entropy.farthest();
@@ -102,7 +102,7 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let factors = [simd.splat(slope as f32), simd.splat(offset as f32)];
                 let two = TwoSoftmaxes { logp, entropy, policy, factors };
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &two);
+                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_SAVED, &two);
                 }
             }
             // One softmax, and nothing saved: its exponentials are computed again.
@@ -111,17 +111,17 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                 let factors = [simd.splat(slope as f32), simd.splat((policy + offset) as f32)];
                 let again = OneSoftmax { softmax: RecomputedExp::new(simd, self.logp, largest), factors };
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_KEPT, &again);
+                    write(simd, &streaming, mapping.as_mut(), i, self.row.logits, dlogits, NOT_SAVED, &again);
                 }
             }
             // Saved exponentials: each block's are relative to the maximum at its time, so that its factors fade with later ones.
-            Some(kept) => {
+            Some(saved) => {
                 let again = RecomputedExp::new(simd, self.logp, policy + offset);
                 let farthest = self.logp.farthest();
                 let (mut since, mut faded) = (self.logp.max, 1.0);
                 for (i, dlogits) in self.row.dlogits.chunks_mut(BLOCK).enumerate() {
-                    if kept.maxima[i] != since {
-                        since = kept.maxima[i];
+                    if saved.maxima[i] != since {
+                        since = saved.maxima[i];
                         faded = self.logp.faded(since);
                     }
                     let [slope, factor] = [slope * faded, (policy + offset) * faded];
@@ -130,19 +130,19 @@ impl<E: NativeElement> SimdTask for WriteRow<'_, '_, E> {
                     let factors = [simd.splat(slope as f32), simd.splat(factor as f32)];
                     let scaled = (factor / SCALE) as f32;
                     // They replaced the logits: one product of each, or two if the factor alone is not a normal number.
-                    if kept.over_logits {
+                    if saved.over_logits {
                         let factors = if scaled.is_normal() {
                             [simd.splat(scaled), simd.splat(1.0)]
                         } else {
                             [again.unscale, factors[1]]
                         };
                         let over = OverLogits { factors, smallest: again.smallest };
-                        write(simd, &streaming, None, i, None, dlogits, NOT_KEPT, &over);
+                        write(simd, &streaming, None, i, None, dlogits, NOT_SAVED, &over);
                         continue;
                     }
                     // They are beside the logits: one product of each without an entropy gradient, else the gaps are needed too.
                     let logits = self.row.logits;
-                    let ExpBlock(exps) = &kept.exps[i];
+                    let ExpBlock(exps) = &saved.exps[i];
                     if let (true, Some(factor)) = (slope == 0.0, ExpFactor::new(simd, scaled)) {
                         write(simd, &streaming, None, i, logits, dlogits, exps, &TimesFactor(factor));
                     } else {
