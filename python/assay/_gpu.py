@@ -2,7 +2,7 @@
 framework gives them arrays and memory and computes nothing itself, but for the products of an LM head (`Head`).
 
 Nothing waits for the device but what is settled before there are logits, for specs that settle something (`_Batch.of`). So nothing can
-be refused for what a tensor on the device holds: a token whose mask, id or sequence is none has a loss that is NaN.
+be refused for what a tensor on the device holds: a token with an invalid mask, id or sequence has a loss that is NaN.
 
 Which framework it is, `Arrays` knows: `assay.torch` has PyTorch's, the tests have NumPy's, whose memory a driver without a device takes.
 """
@@ -37,7 +37,7 @@ class Arrays(Protocol):
 
     @property
     def on(self) -> Any:
-        """The framework's module."""
+        """The framework's module, such as `torch`."""
     @property
     def place(self) -> tuple[int, int]:
         """The device's number, and the stream that is current there."""
@@ -55,9 +55,9 @@ class Arrays(Protocol):
     def dense(self, array: Array) -> Array:
         """The array, or a copy, whose elements follow each other."""
     def dtype(self, array: Array) -> str:
-        """The dtype's name, in the framework's words where it is none of the package's."""
+        """Returns the name of the dtype: the package's, or the framework's for a dtype that the package does not have."""
     def strides(self, array: Array) -> Sequence[int]:
-        """In elements."""
+        """Returns the strides in elements."""
     def address(self, array: Array) -> int: ...
     def upload(self, array: Any) -> Array:
         """A list of integers, or an array in the host's memory, on the device; nothing is waited for."""
@@ -100,13 +100,13 @@ class Head:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """`(B, T, V)`."""
+        """The shape of the logits, `(B, T, V)`."""
         batch, tokens, _ = self.hidden.shape
         return int(batch), int(tokens), int(self.lm_head.shape[0])
 
     def chunks(self, arrays: Arrays, counted: Array) -> Iterator[tuple[slice, Array, Array]]:
-        """Of each chunk which tokens it has, their hidden states `[n,H]`, 0 where the tokens do not count, and logits `[1,n,V]`, which stand
-        until the next are asked for."""
+        """Iterates over chunks of tokens: the slice of tokens, their hidden states `[n,H]`, 0 where the tokens do not count, and logits
+        `[1,n,V]`, whose memory the next chunk reuses."""
         batch, tokens, vocab = self.shape
         rows, own = batch * tokens, arrays.dtype(self.hidden)
         dtype = own if self.rounds_logits else "f32"
@@ -127,7 +127,7 @@ class Head:
 
 @functools.lru_cache(maxsize=256)
 def _plan(spec: str, width: int | None) -> dict[str, Any]:
-    """Of a batch that is padded to `width`, or packed where there is none."""
+    """Returns the plan for a batch padded to `width`, or for a packed one if that is None."""
     plan: dict[str, Any] = json.loads(_native.gpu_plan(_read(spec), width))
     return plan
 
@@ -147,7 +147,8 @@ def _read(spec: str) -> Spec:
 
 @functools.lru_cache(maxsize=64)
 def _normalized(spec: str) -> tuple[str, float]:
-    """A spec whose normaliser is none that its KL penalty has by itself, and that number: the loss is divided by another."""
+    """Returns the spec with a constant normaliser that differs from the one of its KL penalty, and that constant. The loss is then
+    divided by the number that the caller gives."""
     of = json.loads(spec)
     if "normalizer" not in of["reduction"]:
         raise ProblemError("`normalizer`: got one, expected none, or a spec whose `reduction` is `normalizer`")
@@ -258,7 +259,7 @@ def kept_size(spec: str, tokens: int, vocab: int) -> int:
     return _kept(spec, tokens, vocab).size
 
 
-# ---- the batch beside its logits
+# ---- the batch except its logits
 
 
 def _truths(arrays: Arrays, field: str, array: Array) -> Array:
@@ -324,8 +325,8 @@ class _Batch:
         given: Mapping[str, Array | None],
         normalizer: Array | float | None,
     ) -> _Batch:
-        """Takes the arrays that are given. Where the spec rejects tokens or weighs them by themselves or against the sampler, and where
-        sequences are told by `segment_ids`, all of them are copied to the host, which waits for the device, and settled there."""
+        """Creates the batch from the given arrays. If the spec rejects or weights tokens, or if sequences are given by `segment_ids`, the
+        arrays are copied to the host, which waits for the device, and the kernel inputs are computed there."""
         plan, per_token = _of(spec, given, shape[1]), shape[:2]
         settled, ends = _settled(arrays, spec, plan, shape, given)
         mask, ids, advantages = given["mask"], given["ids"], given["advantages"]
@@ -459,7 +460,7 @@ class _Kernels:
     extents: tuple[int, int, int]
     of_tokens: tuple[bool, bool]
     spaces: dict[str, _Space]
-    #: Arrays that nobody else holds: their memory must not be another's before the kernels are enqueued.
+    #: Arrays without another owner: their memory must not be reused before the kernels are enqueued.
     held: list[Array] = field(default_factory=list)
 
     def give(self, **arrays: Array) -> None:

@@ -1,7 +1,7 @@
 """Rows of logits in JAX: what is read of them and written over them, by each implementation, whole or cut over devices.
 
 A kernel knows nothing of other devices: it is called with what one device holds. Here that device is found, under `jit` by
-`custom_partitioning` and in `shard_map` by the axes that the caller names, and what lies on several is joined.
+`custom_partitioning` and in `shard_map` by the axes that the caller names, and partial results of several devices are joined.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ._tape import compute
 COLUMNS = 8
 #: A kernel's statistics of a part of a row, in order; sums are of the columns other than the target.
 STATISTICS = ("max", "target_logit", "others", "weighted", "logp_others", "logp_weighted")
-#: What is left of a token.
+#: The results of a token, in the order of their columns.
 RESULTS = ("logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high")
 #: Beyond which a gap counts as this far: finite, so that 0 times it is 0.
 FARTHEST = 2.0**100
@@ -45,7 +45,7 @@ class Plan:
     spec: _native.Spec
     #: Tokens that rows are padded to.
     width: int
-    #: How many sequences a row may have where they are packed, of no width then; None: it is one.
+    #: The most sequences of a packed row, which has no padded width; None: each row is one sequence.
     packed: int | None
     implementation: str
     target: str | None
@@ -55,18 +55,18 @@ class Plan:
 
     @functools.cached_property
     def of(self) -> dict[str, Any]:
-        """Of `_native.plan`."""
+        """The plan of the extension, `_native.plan`, as plain data."""
         width = self.width if self.packed is None else None
         plan: dict[str, Any] = json.loads(_native.plan(self.spec, width, self.implementation == "native"))
         return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The per-token arrays beside ids, mask and advantages."""
+        """The names of the per-token arrays in addition to ids, mask and advantages."""
         return tuple(self.of["inputs"])
 
     def rate(self, inputs: Sequence[Array]) -> Array | float:
-        """What gaps from the maximum are multiplied by in the softmax that entropy is of: a number, or of each token, `[B,T]`."""
+        """Returns the factor of logits in the softmax of the entropy: a number, or one of each token, `[B,T]`."""
         of_tokens = dict(zip(self.inputs, inputs)).get("rate")
         return self.of["inverse_temperature"] if of_tokens is None else of_tokens
 
@@ -77,15 +77,15 @@ class Plan:
 
 
 class Sequences(NamedTuple):
-    """Which tokens of a row make a sequence."""
+    """The assignment of a row's tokens to sequences."""
 
-    #: `[B,T]` i32: the number of each token's, from 1 on, 0: it is of none. None: a row is one.
+    #: `[B,T]` i32: the sequence of each token, from 1 on; 0: none. None: each row is one sequence.
     segment_ids: Array | None
-    #: How many a row may have, where there are ids.
+    #: The most sequences of a row, if there are segment ids.
     most: int | None
 
     def sum(self, values: Array, over: Axes) -> Array:
-        """Of each one's tokens, on all devices of the axes `over`: `[B,1]`, or `[B,1+most]` by number."""
+        """Sums values over the tokens of each sequence, on all devices of the axes `over`: `[B,1]`, or `[B,1+most]` by number."""
         if self.segment_ids is None or self.most is None:
             sums = values.sum(1, keepdims=True)
         else:
@@ -95,7 +95,8 @@ class Sequences(NamedTuple):
         return lax.psum(sums, over) if over else sums
 
     def spread(self, of_each: Array) -> Array:
-        """What `sum` returns, in the places of each one's tokens; of a row that is one, what broadcasts to them."""
+        """Spreads the values of sequences, as `sum` returns them, to their tokens; for rows that are sequences, as an array that
+        broadcasts to them."""
         if self.segment_ids is None:
             return of_each
         return jnp.take_along_axis(of_each, self.segment_ids, 1, mode="promise_in_bounds")
@@ -105,14 +106,14 @@ class Sequences(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a device has of rows."""
+    """The part of the rows on one device."""
 
     logits: Array
-    #: Of its columns, among the vocabulary's.
+    #: The number in the vocabulary of the first column on this device.
     first: Array | int
-    #: As of `Plan`.
+    #: The factor of logits, as `Plan.rate` returns it.
     rate: Array | float
-    #: Of its columns, where the spec has one.
+    #: The bias of the columns on this device, if the spec has one.
     bias: Array | None
 
     @property
@@ -376,7 +377,7 @@ KERNELS: dict[str, Any] = {"native": Native, "mosaic": Mosaic, "ptx": Ptx, "xla"
 
 
 def of_entropy(plan: Plan, weights: Array, inputs: Sequence[Array]) -> Array:
-    """`∂loss/∂H`, `[B,T]`."""
+    """Returns the derivative of the loss by each token's entropy, `[B,T]`."""
     dentropy = dict(zip(plan.inputs, inputs)).get("dentropy")
     return weights[..., 2] if dentropy is None else weights[..., 2] * dentropy
 
@@ -407,8 +408,8 @@ def _joined(plan: Plan, rate: Array | float, statistics: Array, vocab_axes: Axes
 
 
 def apart(plan: Plan, others: Sequence[Array]) -> tuple[Sequences, tuple[Array, ...], tuple[Array | None]]:
-    """What a loss takes beside logits, ids, mask, advantages and weights: segment ids where sequences are packed, the spec's inputs in
-    their order, and the bias where it has one."""
+    """Splits the arrays of a loss after logits, ids, mask, advantages and weights: segment ids if sequences are packed, the spec's
+    inputs in their order, and the bias if it has one."""
     first, last = int(plan.packed is not None), len(others) - plan.biased
     segment_ids = others[0] if first else None
     return Sequences(segment_ids, plan.packed), tuple(others[first:last]), (others[last] if plan.biased else None,)
@@ -450,7 +451,7 @@ def _share(
     weights: Array,
     *others: Array,
 ) -> tuple[Array, ...]:
-    """What a device has of `[B,T,8]` results and, `backward`, of dlogits, from what `apart` names and what is there before."""
+    """Computes the part on this device of the results `[B,T,8]` and, if `backward`, of dlogits."""
     kernels, of = KERNELS[plan.implementation], plan.of
     columns = logits.shape[-1]
     first = lax.axis_index(vocab_axes) * columns if vocab_axes else 0
@@ -507,7 +508,7 @@ def _expect_even(mesh: Any, logits: Any) -> None:
 
 
 def _beside(plan: Plan) -> int:
-    """How many `[B,T]` arrays there are beside ids, mask and advantages."""
+    """Counts the `[B,T]` arrays in addition to ids, mask and advantages."""
     return len(plan.inputs) + (plan.packed is not None)
 
 
@@ -530,7 +531,7 @@ def _partitioned(plan: Plan, backward: bool) -> Any:
     def partition(mesh: Any, arguments: Any, _: Any) -> tuple[Any, ...]:
         (token_axes, vocab_axes), of_arguments, of_results = shardings(mesh, arguments[0].sharding)
         _expect_even(mesh, arguments[0])
-        # What lies alike on all of its devices is not cut.
+        # An array that is replicated is not cut.
         cut = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in (token_axes, vocab_axes)]
         return mesh, functools.partial(_share, plan, backward, *cut), of_results, tuple(of_arguments)
 
@@ -568,7 +569,7 @@ def _folded(plan: Plan, call: Callable[..., tuple[Array, ...]]) -> Callable[...,
 
 
 def _explicit(plan: Plan, backward: bool, mesh: Any, of_logits: PartitionSpec) -> Callable[..., tuple[Array, ...]]:
-    """The same where types say how arrays are cut (a mesh whose axes are `Explicit`): a `shard_map` within."""
+    """Wraps `function` in a `shard_map` if types say how arrays are cut (a mesh whose axes are `Explicit`)."""
     batch, tokens, vocab = (*of_logits, None, None, None)[:3]
     per_token = PartitionSpec(batch, tokens)
     bias = [PartitionSpec(vocab)] * plan.biased

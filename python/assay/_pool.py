@@ -1,6 +1,6 @@
 """Memory for gradients on the CPU, used again when the tensor that lay in it is gone.
 
-What PyTorch allocates for an array of logits' size is mapped anew each time, for the C library gives so much back at once, and
+An array of the size of logits that PyTorch allocates is mapped again each time, because the C library returns so much at once, and
 most of what a backward pass takes then goes to the first touch of its pages.
 """
 

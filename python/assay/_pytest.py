@@ -1,4 +1,4 @@
-"""The pytest plugin: campaigns are told by options, and problems are a fixture."""
+"""The pytest plugin: options for campaigns, and problems as a fixture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pytest_unconfigure() -> None:
 
 
 class _Controller:
-    """What xdist's own process tells the others."""
+    """The hook by which the controller of xdist sends its seed to the workers."""
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

@@ -1,4 +1,4 @@
-"""What lies between the logits and their gradient, by a framework's own operations: the extension's formulas, which it writes down as
+"""The arithmetic between the logits and their gradient, by a framework's own operations: the extension's formulas, which it writes down as
 lists of operations, and the sums over them.
 
 `on` is the framework's module, `jax.numpy`, `numpy` or `torch`: what is called of it has the same name in all.
@@ -50,7 +50,7 @@ def compute(
 
 
 class RowWeights(NamedTuple):
-    """What each sequence's terms are multiplied by, 0 where it has no token."""
+    """The factors of each sequence's terms, 0 for a sequence without tokens."""
 
     policy: Array
     kl_share: Array
@@ -65,8 +65,8 @@ def row_weights(
     sequences: Array | float,
     normalizer: Array | float = 1.0,
 ) -> RowWeights:
-    """Those of so many `sequences` with so many tokens each, of which `total` is the sum over the batch; the policy's divided by
-    `normalizer`."""
+    """Computes the weights of `sequences` sequences with `counts` tokens each; `total` sums over the batch. The policy's weights are
+    divided by `normalizer`."""
     filled, one = counts > 0.0, on.ones_like(counts)
 
     def at_least_one(number: Array) -> Array:
@@ -92,14 +92,14 @@ def row_weights(
 
 
 def weighed(on: Any, mask: Array, terms: Mapping[str, Array], policy: Array, entropy: Array) -> Array:
-    """What each token adds to the loss. Beside a weight of 0 stands anything, infinities too."""
+    """Computes the term of each token in the loss. A weight of 0 gives 0, also for infinite terms."""
     pairs = ((policy, terms["reduced"]), (entropy, terms["entropy"]))
     first, second = (on.where(mask & (factor != 0.0), factor * term, 0.0) for factor, term in pairs)
     return first + second
 
 
 def logged(on: Any, plan: Mapping[str, Any], of: Mapping[str, Array]) -> dict[str, Array]:
-    """What is logged of each token, of which trainers take the mean over those that count: clips are 1 or 0."""
+    """Computes the metrics of each token, whose mean over the tokens that count trainers log; clips are 1 or 0."""
     low, high = of["clipped_low"], of["clipped_high"]
     values = {"entropy_mean": of["entropy"], "ratio_mean": of["ratio"]}
     if plan["has_kl"]:

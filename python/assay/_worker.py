@@ -18,7 +18,7 @@ _LONGEST = 3000  # a part of an error in words; a line has at most 64 KiB
 
 
 def command(fn: Any, outputs: list[str] | None, device: str | None, inplace: bool) -> list[str]:
-    """The command that starts the process of `fn`, which is asked as `assay.check` is told.
+    """The command that starts the process of `fn`, with the options of `assay.check`.
 
     Raises:
         AssayError: Another process could not find `fn`.

@@ -107,10 +107,10 @@ def grpo_loss(
         bias: `[V]`, what the spec's `logits.bias` adds to logits; of a cut vocabulary a device's columns. It has no gradient: one
             that is trained belongs into the logits.
         cu_seqlens: `[S+1]`, integers: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; one may be
-            empty, and tokens behind the last are nobody's and masked. Advantages are then `[S]` or `[1,N]`. Logits may be `[N,V]`, and
-            what is told of tokens and returned of them is then `[N]`.
+            empty, and tokens after the last belong to no sequence and are masked. Advantages are then `[S]` or `[1,N]`. Logits may be
+            `[N,V]`, and the arrays and results of tokens are then `[N]`.
         segment_ids: `[1,N]` or `[N]`, integers, in place of it: 1, 2, … in order, 0 for padding. There are as many sequences as
-            advantages, or as the highest id says where those are told of tokens, as N of them are with logits `[N,V]`.
+            advantages `[S]`; if advantages are per token (N of them with logits `[N,V]`), as the highest id says.
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
             option is; a `Spec` has `temperature: given`. Packed `[S]`, `[S,1]` or `[1,N]`, the last `[N]` with logits `[N,V]`. It has no
             gradient.
@@ -128,11 +128,11 @@ def grpo_loss(
             `log_weight`, `behaviour_logp`, as docs/jax.md has them; `dentropy`, the cotangent of each token's entropy.
 
     Raises:
-        SpecError: the spec is none, or has what no kernel of these computes.
+        SpecError: the spec is missing or invalid, or has a feature that the implementation does not compute.
         ProblemError: an array does not fit; where they are known, as under `jit` they are not, also the values of `cu_seqlens`,
             `segment_ids` and `temperature`. An unmasked token of no sequence, or of a temperature that is no finite number > 0, is
             else a NaN in the loss, or an error of `native`'s.
-        AssayError: the implementation is not there, or another argument is none.
+        AssayError: the implementation is not available, or another argument is invalid.
     """
     spec = _asked(spec, given)
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
@@ -175,8 +175,9 @@ def grpo_loss_of_hidden(
         >>> problem = next(assay.problems("trl", n=1, dtypes=["f32"], shapes=["2x3x4x7"], lm_head=True))
         >>> x = problem.jax()
         >>> lm_head = x.lm_head if problem.layout == "hv" else x.lm_head.T
+        >>> batch = dict(mask=x.mask, advantages=x.advantages, old_logp=x.old_logp)
         >>> def loss(hidden, lm_head):
-        ...     return assay.jax.grpo_loss_of_hidden(hidden, lm_head, x.ids, mask=x.mask, advantages=x.advantages, old_logp=x.old_logp, spec="trl").loss
+        ...     return assay.jax.grpo_loss_of_hidden(hidden, lm_head, x.ids, spec="trl", **batch).loss
         >>> [gradient.shape for gradient in jax.grad(loss, argnums=(0, 1))(x.hidden, lm_head)]
         [(2, 3, 4), (4, 7)]
 
@@ -295,7 +296,7 @@ def gather_logp(
     follows, and writes dlogits; their columns are then set, each to the sum of what its id's places have sent, rounded once.
 
     Args:
-        ids: `[B,T,K]`, integers; an id may stand at several places of a token.
+        ids: `[B,T,K]`, integers; an id may occur several times in a token.
         logits: as the others, of `logp_and_entropy`; a spec with a bias or a support of its own is refused.
 
     Raises:
@@ -326,7 +327,7 @@ def _scoring(
     implementation: str | None,
     target: str | None,
 ) -> tuple[Plan, tuple[Array, ...]]:
-    """What scores tokens, and ids, mask and where there are such their rates and the bias as it takes them."""
+    """Returns the plan that scores tokens, and its arrays: ids, mask, and the rates and the bias if there are any."""
     plan = Plan(_of_logp(_spec(spec, temperature)), ids.shape[1], None, *_implementation(implementation, target))
     counts = jnp.ones(ids.shape, bool) if mask is None else _mask(mask, ids.shape)
     of_tokens = [_of_tokens(array, ids.shape) for array in _temperature(plan, temperature, counts, None)]
@@ -363,7 +364,7 @@ _loss.defvjp(_forward, _backward)
 
 
 class _Chunk(NamedTuple):
-    """The logits that are there at a time."""
+    """The size and dtype of a chunk of logits."""
 
     tokens: int
     dtype: Any
@@ -438,7 +439,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 
 class _Change(NamedTuple):
-    """What becomes of logits before their softmax, and what log-probabilities are multiplied by to be those of one."""
+    """The transform of logits before their softmax, and the factor from the temperature's logp to that of the softmax."""
 
     scale: float
     softcap: float | None
@@ -452,11 +453,11 @@ class _Change(NamedTuple):
 
 
 class _Gathered(NamedTuple):
-    """What there is of a token's ids, `[B,T,K]`, and which of them is the likeliest, `[B,T]`."""
+    """The logits and slopes of a token's ids, `[B,T,K]`, and the likeliest of them, `[B,T]`."""
 
     #: This device's columns; one past the last where another has it, or the mask is false.
     columns: Array
-    #: What the softmax is of, before the temperature.
+    #: The arguments of the softmax, before the temperature.
     logits: Array
     slopes: Array
     likeliest: Array
@@ -538,7 +539,7 @@ _head_scores.defvjp(_head_scores_forward, _head_scores_backward)
 
 
 def _scaled(arrays: tuple[Array, ...], scale: Array) -> tuple[Array, ...]:
-    """With the loss's weights times `scale`; the KL penalty's share is a quotient of weights."""
+    """Multiplies the weights of the loss by `scale`, except the KL penalty's share, which is a quotient of weights."""
     ids, mask, advantages, weights, *inputs = arrays
     return ids, mask, advantages, weights * jnp.stack([scale, jnp.ones_like(scale), scale]), *inputs
 
@@ -559,7 +560,7 @@ def _sweep(
     pieces = -(-extent // size)
 
     def cut(array: Array) -> Array:
-        """With its pieces in front."""
+        """Splits an axis into pieces, which become the first axis."""
         widths = [(0, pieces * size - extent if i == axis else 0) for i in range(array.ndim)]
         shape = (*array.shape[:axis], pieces, size, *array.shape[axis + 1 :])
         return jnp.moveaxis(jnp.pad(array, widths).reshape(shape), axis, 0)
@@ -595,7 +596,7 @@ def _sweep(
 def _sweep_twice(
     plan: Plan, axes: _Axes, chunk: _Chunk, backward: bool, hidden: Array, lm_head: Array, arrays: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """The same where tokens of several chunks share a ratio: first logp and entropy of all, then the gradient that follows from them."""
+    """Does the work of `_sweep` if tokens of several chunks share a ratio: first logp and entropy of all tokens, then the gradient."""
     ids, mask, advantages, weights, *others = arrays
     _, inputs, bias = rows.apart(plan, others)
     scored = dataclasses.replace(plan, spec=_of_logp(plan.spec), packed=None)
@@ -652,7 +653,7 @@ class _Axes(NamedTuple):
         return (self.tokens, self.vocab) if self.inside else None
 
     def total(self, values: Array) -> Array:
-        """The sum over all tokens."""
+        """Sums values over all tokens, those of other devices included."""
         over = self.batch + self.tokens
         return lax.psum(values.sum(), over) if over else values.sum()
 
@@ -674,7 +675,7 @@ def _weights(plan: Plan, mask: Array, sequences: rows.Sequences, count: float | 
 
 
 def _reduced(plan: Plan, results: Array, arrays: tuple[Array, ...], axes: _Axes) -> Array:
-    """The loss."""
+    """Reduces the results of tokens to the loss of the batch."""
     _, mask, _, weights, *others = arrays
     _, inputs, _ = rows.apart(plan, others)
     terms = {name: results[..., rows.RESULTS.index(name)] for name in ("reduced", "entropy")}
@@ -690,7 +691,7 @@ def _metrics(plan: Plan, of: dict[str, Array], mask: Array, axes: _Axes) -> dict
 
 
 class _Tokens(NamedTuple):
-    """What is told of tokens, as it is given."""
+    """The arrays of tokens and sequences, as the caller gives them."""
 
     ids: Array
     mask: Array
@@ -705,7 +706,7 @@ class _Tokens(NamedTuple):
         return self.cu_seqlens is not None or self.segment_ids is not None
 
     def in_a_row(self, length: int) -> _Tokens:
-        """With arrays `[N]` of tokens as `[1,N]`."""
+        """Returns the arrays with `[N]` of tokens as `[1,N]`."""
 
         def row(array: Array | None) -> Array | None:
             return array[None] if array is not None and array.shape == (length,) else array
@@ -725,14 +726,14 @@ def _in_a_row(array: Array, tokens: _Tokens) -> tuple[Array, _Tokens, bool]:
 
 
 class _Packing(NamedTuple):
-    """How sequences lie in a row, as far as it is known while tracing."""
+    """The packing of sequences into a row, as far as it is known while tracing."""
 
-    #: Whether ids of tokens say it, or cumulative lengths.
+    #: Whether segment ids give the packing; else cumulative lengths do.
     by_ids: bool
-    #: How many there may be.
+    #: The most sequences that there may be.
     most: int
-    #: How many there are; None: as many as the highest id says.
-    told: int | None
+    #: The number of sequences; None: the highest segment id.
+    sequence_count: int | None
 
     @classmethod
     def of(cls, tokens: _Tokens, mask: Array, axes: _Axes) -> _Packing:
@@ -758,17 +759,17 @@ class _Packing(NamedTuple):
             return cls(False, cu_seqlens.shape[0] - 1, cu_seqlens.shape[0] - 1)
         if given.shape not in ((length,), (1, length)):
             raise ProblemError(f"`segment_ids`: got shape {list(given.shape)}, expected {[1, length]} or {[length]} (of the logits)")
-        told = tokens.advantages.shape[0] if tokens.advantages.ndim == 1 else None
-        most = length * _size(axes.tokens) if told is None else told
+        sequence_count = tokens.advantages.shape[0] if tokens.advantages.ndim == 1 else None
+        most = length * _size(axes.tokens) if sequence_count is None else sequence_count
         # A device's part of the tokens says nothing of the others'.
         if known is not None and not axes.tokens:
             highest = len(_native.op_sequences(hidden, segment_ids=known.reshape(-1).tolist())) - 1
             if highest > most:
                 raise ProblemError(f"`segment_ids`: got {highest} sequences, expected at most {most}, as many as `advantages`")
-        return cls(True, most, told)
+        return cls(True, most, sequence_count)
 
     def sequences(self, given: Array, length: int, axes: _Axes) -> tuple[rows.Sequences, float | Array]:
-        """Those of a device's `length` tokens, from segment ids or cumulative lengths, and how many all devices have."""
+        """Returns the sequences of a device's `length` tokens, from segment ids or cumulative lengths, and their number on all devices."""
         if self.by_ids:
             ids = jnp.where((given >= 1) & (given <= self.most), given, 0).reshape(1, length)
         else:
@@ -778,15 +779,15 @@ class _Packing(NamedTuple):
             number = 1 + jnp.searchsorted(given[1:], place, side="right").astype(jnp.int32)
             ids = jnp.where(fits & (place < given[-1]), number, 0)[None]
         sequences = rows.Sequences(ids, self.most)
-        if self.told is not None:
-            return sequences, self.told * _size(axes.batch)
+        if self.sequence_count is not None:
+            return sequences, self.sequence_count * _size(axes.batch)
         highest = ids.max().astype(jnp.float32)
         highest = lax.pmax(highest, axes.tokens) if axes.tokens else highest
         return sequences, lax.psum(highest, axes.batch) if axes.batch else highest
 
 
 class _Batch(NamedTuple):
-    """What is known of a batch but for its logits."""
+    """A batch without its logits."""
 
     plan: Plan
     axes: _Axes
@@ -919,7 +920,7 @@ def _implementation(given: str | None, target: str | None) -> tuple[str, str | N
 
 
 def _known(array: Array) -> Any:
-    """Its values in NumPy; None where they are traced, or lie on devices of other processes."""
+    """Returns the values of an array in NumPy; None if they are traced, or on devices of other processes."""
     if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
     return np.asarray(array)
@@ -962,7 +963,7 @@ def _advantages(advantages: Array, shape: tuple[int, ...], most: int | None) -> 
 
 
 def _temperature(plan: Plan, temperature: Array | None, mask: Array, most: int | None) -> tuple[Array, ...]:
-    """What each token's logits are divided by, where the spec has it given: `[B,T]`, or by sequence, `[B]`, or `[S]` of what is packed."""
+    """Checks the temperatures, if the spec has them given: `[B,T]`, or by sequence, `[B]`, or `[S]` if packed."""
     if "rate" not in plan.inputs:
         return ()
     sequences = mask.shape[0] if most is None else most
@@ -988,7 +989,7 @@ def _temperature(plan: Plan, temperature: Array | None, mask: Array, most: int |
 
 
 def _of_tokens(array: Array, shape: tuple[int, ...], sequences: rows.Sequences = rows.Sequences(None, None)) -> Array:
-    """`[B,T]` of what is told of tokens, or of sequences, `[B]` or `[S]`."""
+    """Broadcasts an array of tokens, or of sequences, `[B]` or `[S]`, to `[B,T]`."""
     if array.ndim == 2:
         return array
     by_number = array[:, None] if sequences.segment_ids is None else jnp.pad(array, (1, 0))[None]

@@ -62,7 +62,7 @@ class GrpoLoss(NamedTuple):
     """The metrics as scalars, by the names of `METRICS`."""
 
 
-# The arrays beside the logits, in the order of every operation.
+# The arrays in addition to the logits, in the order of every operation.
 _ARRAYS = (
     "ids",
     "mask",
@@ -81,7 +81,7 @@ _ARRAYS = (
 )
 #: The first of these must be given.
 _REQUIRED = 3
-#: Those that are not of tokens, or may be of sequences, `[S]`.
+#: The arrays that are not of tokens, or may be of sequences, `[S]`.
 _NOT_OF_TOKENS = ("advantages", "bias", "cu_seqlens", "segment_ids")
 _GIVEN = ", ".join(
     [*(f"Tensor {name}" for name in _ARRAYS[:_REQUIRED]), *(f"Tensor? {name}" for name in _ARRAYS[_REQUIRED:])]
@@ -168,7 +168,7 @@ class _Constants:
             del self._kept[next(iter(self._kept))]
         host = torch.tensor(numbers, dtype=dtype, device="cpu")
         if device.type == "cuda":
-            # On a stream of its own the copy waits for nothing that the caller has enqueued, and is there for all streams afterwards.
+            # On a separate stream the copy does not wait for work that the caller has enqueued; all streams may use it afterwards.
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
                 self._kept[key] = host.to(device)
@@ -254,7 +254,7 @@ class _Tensors:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
-    """As `_gpu.Head.multiply`."""
+    """Multiplies matrices as `_gpu.Head.multiply` requires."""
     wider = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     torch.addmm(out, a, b, beta=int(adds), out=out, **wider)
 
@@ -557,7 +557,7 @@ def _once(dlogits: Tensor, logits: Tensor) -> Tensor:
 
 
 class _InPlace(torch.autograd.Function):
-    """The same with dlogits over the logits, in the backward pass."""
+    """The loss with dlogits written over the logits, in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -575,7 +575,7 @@ class _InPlace(torch.autograd.Function):
         logits, kept = ctx.saved_tensors
         _gradient_of(logits, None, kept, (loss, logp, entropy), ctx.given)
         ctx.done = True
-        # Whoever saved the logits and is differentiated later is told so by autograd.
+        # Autograd then refuses a later backward pass of any other operation that saved the logits.
         torch.autograd.graph.increment_version(logits)
         return (_once(logits.detach(), logits), *[None] * len(ctx.given))
 
@@ -589,7 +589,7 @@ class _OnePass(torch.autograd.Function):
         dlogits = logits.detach() if inplace else _place_for_dlogits(logits)
         outputs = _loss_on_gpu(logits.device, _row(logits, given), given, _row(dlogits, given))
         if inplace:
-            # Whoever saved the logits and is differentiated later is told so by autograd.
+            # Autograd then refuses a later backward pass of any other operation that saved the logits.
             torch.autograd.graph.increment_version(logits)
         # Dlogits beside what says for which cotangent: a checkpoint runs this again and has both of its second run. What the caller
         # writes to dlogits later is no change to what was saved, as `.data` of both counts its own.
@@ -651,7 +651,7 @@ _VIEWS = (
 
 
 def _expect_unsaved(logits: Tensor) -> None:
-    """That whoever made the logits does not need them for its own gradient, which comes after ours."""
+    """Checks that the producer of the logits does not need them for its own gradient, which comes after this one."""
     memory = logits.untyped_storage().data_ptr()
     node = logits.grad_fn
     while node is not None:
@@ -676,7 +676,7 @@ def _expect_in_place(logits: Tensor) -> None:
 
 
 def _expect_as_flat(field: str, tensor: Tensor, ids: Tensor) -> None:
-    """That an array of all tokens has an axis of rows where the ids have one."""
+    """Checks that an array of all tokens has an axis of rows if the ids have one."""
     if tensor.ndim != ids.ndim + 1:
         last = "V" if field == "logits" else "H"
         expected = f"[N,{last}], as `ids` are [N]" if ids.ndim == 1 else f"[B,T,{last}], as `ids` are [B,T]"
@@ -691,7 +691,7 @@ def _expect_host(field: str, tensor: Tensor) -> None:
 
 
 def _expect_together(field: str, first: Tensor, given: Mapping[str, Tensor | None]) -> None:
-    """All on the CPU, or on one GPU."""
+    """Checks that all tensors are on the CPU, or on one GPU."""
     if first.device.type not in _LOGITS:
         raise ProblemError(f"`{field}`: got a tensor on {first.device}, expected one on the CPU or an NVIDIA GPU")
     theirs = "the logits are" if field == "logits" else f"`{field}` is"
@@ -741,7 +741,7 @@ _OF_JAX = {
 
 
 def _required(spec: str | Spec | None) -> str | Spec:
-    """Returns the loss that is asked for; an error where there is none."""
+    """Returns the loss that is asked for, or raises an error if there is none."""
     if spec is None:
         _specs.required(spec)
     return spec  # type: ignore[return-value]
@@ -787,7 +787,7 @@ def grpo_loss(
 
     Args:
         logits: `[B,T,V]`, f32, bf16 or f16, in nats before the temperature, each row dense; None with `hidden` and `lm_head`.
-        ids: `[B,T]`, i64 or i32: the sampled tokens; anything may stand where the mask is false.
+        ids: `[B,T]`, i64 or i32: the sampled tokens; any value is allowed where the mask is false.
         advantages: `[B]`, or `[B,T]` where the spec has one a token.
         mask: `[B,T]`, truth values or 0 and 1: the tokens that count; None: all.
         old_logp: `[B,T]`, nats: under the policy that sampled. With a project's name None means the policy itself.
@@ -799,23 +799,23 @@ def grpo_loss(
         selected: `[B,T]`: the tokens that KL-Cov penalizes, or that Clip-Cov leaves out.
         bias: `[V]`: of the LM head, where the spec has one.
         cu_seqlens: `[S+1]`, i64 or i32: S sequences are packed into one row, B = 1 and T = N tokens. 0, and where each ends; tokens
-            behind the last are nobody's and masked. What is `[B]` above is then `[S]`, and `rollout_weights`, `token_weights` and
-            `temperature` are `[1,N]` or `[S,1]`. The row may be flat: logits `[N,V]`, hidden `[N,H]`, and `[N]` where there is `[1,N]`, also for
-            what is returned. Several packed rows are first laid one after another, their ends counted on.
+            after the last belong to no sequence and are masked. Arrays `[B]` above are then `[S]`, and `rollout_weights`, `token_weights`
+            and `temperature` are `[1,N]` or `[S,1]`. The row may be flat: logits `[N,V]`, hidden `[N,H]`, and `[N]` instead of `[1,N]`,
+            also for the results. Several packed rows must be concatenated first, their ends counted on.
         segment_ids: `[1,N]` or `[N]`, in place of it: 1, 2, … in order, 0 for padding.
         dentropy: `[B,T]`: the cotangent of each token's entropy, where the spec reads it.
         temperature: `[B]`, `[B,1]` or `[B,T]`: what logits are divided by, one a sequence or one a token, whatever a project's own
             option is; a Spec has `temperature: given`. A number is the option of a project. It has no gradient.
-        normalizer: What the sum over tokens is divided by, instead of the number that stands in a spec whose reduction is a
+        normalizer: The divisor of the sum over tokens, instead of the number in a spec whose reduction is a
             normalizer: the tokens of all ranks, so that losses and gradients of ranks add up to those of the whole batch.
         hidden: `[B,T,H]`, f32, bf16 or f16. Logits are then `hidden · lm_headᵀ`, a chunk of tokens at a time, never all.
         lm_head: `[V,H]`, of the dtype of `hidden`, contiguous.
         rounds_logits: Whether those logits are rounded to the dtype of `hidden` before anything reads them.
         chunk: Tokens of a chunk; 0: as many as 320 MiB hold.
-        inplace: Whether dlogits go over the logits: in the backward pass, or on a GPU of sm_90 and up, where one token decides its loss
-            and the logits are f32 or bf16, in the forward pass. There the gradient is that of the loss alone, and dlogits are rounded once more at a step whose loss is
-            multiplied by another number than at the last. Not under torch.compile, and not for logits that whoever made them needs
-            for a gradient of its own.
+        inplace: Whether dlogits are written over the logits in the backward pass. On a GPU of sm_90 and newer, for f32 and bf16 logits
+            and a loss whose tokens do not depend on each other, they are written in the forward pass: the gradient is then that
+            of the loss alone, and dlogits are rounded once more at a step whose loss is multiplied by another number than at the
+            step before. It is refused under torch.compile, and for logits that their producer needs for its own gradient.
 
     Returns:
         `GrpoLoss`. A gradient of a gradient is an error, and with `inplace=True` so is a second backward pass.
@@ -939,7 +939,7 @@ def logp_and_entropy(
     `torch.no_grad` in old and reference passes, nothing is kept for one.
 
     Args:
-        logits: As the others, of `grpo_loss`; flat, `[N,V]` beside `[N]`, without more.
+        logits: The logits, as for `grpo_loss`, like the other arrays; they may be flat, `[N,V]` with ids `[N]`.
         temperature: What logits are divided by; a tensor is one a sequence or one a token, as of `grpo_loss`.
         softcap: `c` of `c·tanh(logits / c)`, before the temperature.
 
@@ -986,12 +986,12 @@ def gather_logp(
         >>> assay.torch.gather_logp(logits, ids).shape
         torch.Size([2, 3, 2])
 
-    The logits are read once, and once more in the backward pass, which writes dlogits, rounded once. An id may stand at several
-    places of a token: its cotangents add up. Masked tokens hold 0, and their cotangents are not looked at.
+    The logits are read once, and once more in the backward pass, which writes dlogits, rounded once. An id may occur several
+    times in a token: its cotangents add up. Masked tokens hold 0, and their cotangents are not looked at.
 
     Args:
         logits: As the others, of `logp_and_entropy`.
-        ids: `[B,T,K]`, i64 or i32; anything may stand where the mask is false.
+        ids: `[B,T,K]`, i64 or i32; any value is allowed where the mask is false.
         mask: `[B,T]`.
 
     Raises:

@@ -26,6 +26,7 @@ impl ClusterMachine<'_> {
         let bytes = each * to.len();
         for lane in lanes_of(active) {
             let (place, start) = self.locate(w, lane, *space, *from, bytes)?;
+            // The history first: bytes that may not be read are not used.
             self.touch(w, lane, pc, place, |memory, by| match read_only {
                 true => memory.read_constant(start, bytes, by),
                 false => memory.read(start, bytes, by),
@@ -231,6 +232,7 @@ impl ClusterMachine<'_> {
     }
 
     fn conflict(&self, lane: usize, place: MemoryId, conflict: &AccessConflict) -> LaneFault {
+        // The message names the byte, the other access and what is missing between the two.
         let byte = match place {
             MemoryId::Global(array) => format!("byte {} of {}", conflict.byte, self.names[array]),
             MemoryId::Shared(cta) => {
@@ -384,6 +386,7 @@ impl ClusterMachine<'_> {
             let (cluster, thread) = (self.cluster, first + lane);
             let ThreadState { clock, known, groups, .. } = &mut self.threads[thread];
             let by = Accessor { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
+            // From now on the thread may touch these bytes: they are its own accesses at its present clock.
             while groups.len() > left {
                 for AsyncCopy { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
                     if read > 0 {

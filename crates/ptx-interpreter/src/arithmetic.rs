@@ -242,6 +242,7 @@ fn extreme(
     let (x, y) = (value(float, a), value(float, b));
     match (x.is_nan(), y.is_nan()) {
         (true, true) => nearest(float, f64::NAN),
+        // With .NaN one NaN is enough; without it a single NaN is ignored.
         (true, false) | (false, true) if nan => nearest(float, f64::NAN),
         (true, false) => b,
         (false, true) => a,
@@ -293,6 +294,7 @@ pub(super) fn compares(ty: PtxType, comparison: PtxComparison, unordered: bool, 
     use std::cmp::Ordering::{Equal, Greater, Less};
     let order = match ty {
         PtxType::Float(float) => {
+            // NaN has no order: the unordered relations hold for it.
             let [a, b] = [a, b].map(|x| value(float, flushed_if(ftz, float, x)));
             a.partial_cmp(&b)
         }
@@ -402,6 +404,7 @@ pub(super) fn looked_up(table: u64, a: u64, b: u64, c: u64) -> u64 {
 /// Shifts x; an amount beyond the width gives 0, or a signed number's sign in every bit.
 pub(super) fn shifted(ty: PtxType, left: bool, x: u64, by: u64) -> u64 {
     let bits = ty.bits();
+    // Amounts are unsigned and are not taken modulo the width, unlike in C.
     let by = by & mask(32);
     match (left, ty.is_signed()) {
         (true, _) | (_, false) if by >= bits.into() => 0,

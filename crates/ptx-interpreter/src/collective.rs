@@ -29,6 +29,7 @@ impl ClusterMachine<'_> {
             PtxOperation::Barrier { id, threads, waits, reduces, .. } => {
                 let slots = &self.warps[w].slots;
                 let lane = active.trailing_zeros() as usize;
+                // Id, thread count and predicate are operands; the first lane's id and count are those of all.
                 let id = slots[*id][lane];
                 let count = threads.map(|threads| slots[threads][lane]);
                 let held = reduces.as_ref().map(|reduces| {
@@ -122,6 +123,7 @@ impl ClusterMachine<'_> {
             }
             PtxOperation::Vote { mode, to, of, negated, .. } => {
                 let values = &self.warps[w].slots[*of];
+                // The lanes whose predicate holds, negated or not.
                 let held = lanes_where(active, |lane| (values[lane] == 1) != *negated);
                 let result = match mode {
                     VoteMode::All => u64::from(held == active),
@@ -155,6 +157,7 @@ impl ClusterMachine<'_> {
         let warp = &self.warps[w];
         let thread = warp.first + absent;
         let thread = thread % (self.threads.len() / self.ctas.len());
+        // Four ways to be missing: not in its own mask, exited, guarded off, or at another instruction.
         let problem = if lane == absent {
             "it is not among the members that it names".to_string()
         } else if warp.alive >> absent & 1 == 0 {

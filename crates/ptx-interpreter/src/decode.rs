@@ -52,6 +52,7 @@ fn text_error<T>(line: usize, problem: String) -> Result<T, PtxInterpretError> {
 fn limits(written: &[LimitDirective]) -> Result<LaunchLimits, PtxInterpretError> {
     let mut limits = LaunchLimits::default();
     for limit in written {
+        // Missing extents are 1.
         let axes = match *limit.numbers.as_slice() {
             [x] => Some([x, 1, 1]),
             [x, y] => Some([x, y, 1]),
@@ -294,6 +295,7 @@ impl Decoder {
         let Some(ty) = PtxType::from_name(ty).filter(|ty| ty.bits() != 8) else {
             return text_error(line, format!("registers of .{ty} are not supported"));
         };
+        // `%r<4>` declares %r0 to %r3.
         for (name, times) in names {
             let all = match times {
                 None => vec![name.clone()],
@@ -373,6 +375,7 @@ impl Decoder {
                 Ok(self.fill(InitialValue::Value(bits)))
             }
             OperandText::Name(name) => {
+                // Special registers first: their names begin with % like those of registers, and cannot be declared.
                 if let Some((special, bits)) = special(name) {
                     if !PtxType::Bits(bits).serves(ty) {
                         return form.error(format!("{name} has {bits} bits, expected {ty}"));

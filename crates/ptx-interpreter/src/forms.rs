@@ -165,6 +165,7 @@ impl Decoder {
     }
 
     fn float(&mut self, opcode: &str, ty: PtxType, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        // bf16 has no .ftz: its subnormals are never flushed.
         let ftz = form.flag("ftz");
         let of_bf16 = matches!(ty, PtxType::Float(FloatFormat::Bf16) | PtxType::Two(FloatFormat::Bf16));
         if ftz && of_bf16 {
@@ -224,6 +225,7 @@ impl Decoder {
     }
 
     fn integer(&mut self, opcode: &str, ty: PtxType, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
+        // Operands are read as numbers of the type, and results are cut to its width.
         let bits = ty.bits();
         if !is_whole(ty) {
             return form.error(format!("type {ty} is not supported"));
@@ -247,6 +249,7 @@ impl Decoder {
                 if part == 2 && bits == 64 {
                     return form.error(format!("type {ty} is not supported"));
                 }
+                // `.wide` has a result of twice the width, which no product overflows; `.hi` is the upper half of that.
                 let wide = match ty {
                     PtxType::Signed(bits) => PtxType::Signed(2 * bits),
                     _ => PtxType::Unsigned(2 * bits),
@@ -277,6 +280,7 @@ impl Decoder {
         let ftz = form.flag("ftz");
         let [to, a] = form.operands()?;
         let (to, a) = (self.target(form, to, ty)?, self.source(form, a, ty)?);
+        // These have an approximate form, whose error the manual bounds; rcp and sqrt also a rounded one.
         let function = match opcode {
             "ex2" => ApproximateFunction::Ex2,
             "lg2" => ApproximateFunction::Lg2,

@@ -87,6 +87,7 @@ impl Accessor<'_> {
 
     /// Whether this thread knows of a single access, one that is not [`MANY`].
     fn knows(&self, epoch: Epoch) -> bool {
+        // Threads of other clusters are outside of the vector clock: their accesses are never known.
         let (thread, clock) = ((epoch >> 32) as u32, epoch as u32);
         if epoch == BEGINNING {
             return true;
@@ -178,6 +179,7 @@ impl CheckedMemory {
 
     /// Checks that `by` knows of all reads and atomic operations since the last write.
     fn check_reads(&self, byte: usize, by: &Accessor) -> Result<(), AccessConflict> {
+        // A single read, or a set of them of which one suffices.
         let read = self.cells[byte].read;
         let unknown = match many_of(read) {
             Some(many) => self.many[many].unknown(by),
@@ -198,6 +200,7 @@ impl CheckedMemory {
 
     /// Replaces the single read of `byte` by a set of accesses, which starts with `before` unless that is the beginning.
     fn begin_many(&mut self, byte: usize, atomic: bool, before: Epoch, by: &Accessor) {
+        // A read by an earlier cluster is remembered as such: no thread of this cluster knows of it.
         let thread = ((before >> 32) as u32).wrapping_sub(by.first()) as usize;
         let mut many = ConcurrentAccesses {
             cell: byte,
@@ -212,6 +215,7 @@ impl CheckedMemory {
             None => many.other = Some(before),
         }
         many.add(by);
+        // Sets are reused: most bytes need one only for a short time.
         let at = if let Some(at) = self.unused.pop() {
             self.many[at] = many;
             at

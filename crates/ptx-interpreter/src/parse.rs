@@ -166,6 +166,7 @@ pub(super) fn parse(text: &str) -> Result<ModuleText, PtxInterpretError> {
         let problem = format!("{} bytes of text; the longest module that is read has {LONGEST_TEXT}", text.len());
         return Err(PtxInterpretError::Text { line: 1, problem });
     }
+    // Lines are computed from offsets, and only for what keeps one: the parser itself counts none.
     let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     module.parse(input).map_err(|error| {
@@ -269,6 +270,7 @@ fn number(input: &mut PtxInput) -> PtxParseResult<NumberText> {
         .verify_map(|text: &str| text.parse().ok().filter(|_| text == "0" || !text.starts_with('0')));
     let exponent = (one_of(['e', 'E']), opt(one_of(['+', '-'])), digit1);
     let decimal = (digit1, '.', digit0, opt(exponent)).take().verify_map(|text: &str| text.parse().ok());
+    // The order matters: a decimal begins like a whole number, and 0f… and 0d… like a 0.
     let whole = terminated(alt((sixteen, two, ten)), opt('U'));
     let value = alt((
         single.map(NumberText::Single),
@@ -404,6 +406,7 @@ fn body(input: &mut PtxInput) -> PtxParseResult<Vec<PtxStatement>> {
                 depth -= 1;
                 body.push(PtxStatement::Close);
             }
+            // A dot begins a declaration; anything else is a label or an instruction.
             Some(_) => body.extend(declaration(input, line)?),
             None => {
                 let label = terminated(name, (token(':'), not(':')));

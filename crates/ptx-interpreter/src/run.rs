@@ -150,6 +150,7 @@ impl ClusterMachine<'_> {
                 groups: VecDeque::new(),
             });
         }
+        // Each CTA has shared memory that is not yet written, and warps of 32 threads, the last perhaps fewer.
         for cta in 0..ctas {
             self.ctas.push(CtaState {
                 shared: CheckedMemory::unwritten(vec![0xA5; shared]),
@@ -160,6 +161,7 @@ impl ClusterMachine<'_> {
             });
             for first in (0..per_cta).step_by(LANES) {
                 let lanes = mask((per_cta - first).min(LANES) as u32) as u32;
+                // Constants, parameters and special registers are filled in once; registers hold a pattern that is not a likely value.
                 let slots = self.kernel.slots.iter().map(|fill| self.filled(*fill, cta as u32, first as u32));
                 let slots = slots.collect();
                 let written =
@@ -193,6 +195,7 @@ impl ClusterMachine<'_> {
             }
             InitialValue::Special(special) => special,
         };
+        // Special registers, from the coordinates of the thread.
         let mut lanes = [0; LANES];
         for (lane, value) in (0_u32..).zip(&mut lanes) {
             *value = u64::from(match special {
@@ -245,6 +248,7 @@ impl ClusterMachine<'_> {
     /// Runs all warps until their threads have exited, or until none can go on.
     fn run(&mut self) -> Result<(), PtxInterpretError> {
         let mut order: Vec<usize> = (0..self.warps.len()).collect();
+        // Each round gives every warp a turn; a round without progress is a deadlock.
         loop {
             if let Some(random) = &mut self.random {
                 order.shuffle(random);
@@ -267,6 +271,7 @@ impl ClusterMachine<'_> {
         let mut progress = false;
         while let Some((group, at)) = self.next_group(w) {
             progress = true;
+            // Shuffled, only some of the lanes go on, and for a limited turn: threads of a warp need not stay together.
             let (group, most) = match &mut self.random {
                 Some(random) if !self.kernel.instructions[at].action.is_collective() => {
                     let some = group & random.random::<u32>();
@@ -372,6 +377,7 @@ impl ClusterMachine<'_> {
                 return Err(PtxInterpretError::Endless { most: self.options.most_work });
             }
             let instruction = &kernel.instructions[pc];
+            // A fault is reported with the line and the thread of the lane that has it.
             let done = self.step(w, group, pc, instruction);
             let next = done.map_err(|LaneFault { lane, fault, problem }| {
                 self.fault(self.warps[w].first + lane, pc, fault, problem)
@@ -528,6 +534,7 @@ impl ClusterMachine<'_> {
                 self.set(w, active, *to, &values);
             }
             PtxOperation::Map { to, address, rank } => {
+                // The peer's range of the window: rank + 1 in the upper bits, over an address of the own CTA.
                 let ctas = self.ctas.len() as u64;
                 let of = [*address, *rank, *rank];
                 let beyond =
@@ -551,6 +558,7 @@ impl ClusterMachine<'_> {
             }
             PtxOperation::Copy { to, from, bytes, read, ignore } => {
                 for lane in lanes_of(active) {
+                    // A size operand or a predicate may reduce the bytes read; the rest of the target becomes 0.
                     let slots = &self.warps[w].slots;
                     let whole = u64::from(*bytes);
                     let count = read.map_or(whole, |read| slots[read][lane]);
@@ -572,6 +580,7 @@ impl ClusterMachine<'_> {
             | PtxOperation::InitialiseBarrier { .. }
             | PtxOperation::ArriveAtBarrier { .. }
             | PtxOperation::FenceInitialised => self.act_on_barrier(w, active, pc, action)?,
+            // A fence keeps what the thread knows now, which a later relaxed arrival passes on.
             PtxOperation::Fence { beyond_cta } => {
                 for lane in lanes_of(active).filter(|_| *beyond_cta) {
                     let thread = &mut self.threads[self.warps[w].first + lane];

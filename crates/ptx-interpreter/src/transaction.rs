@@ -200,6 +200,7 @@ impl ClusterMachine<'_> {
     ) -> LaneResult<()> {
         for lane in lanes_of(active) {
             let which @ (cta, number) = self.barrier_at(w, lane, pc, StateSpace::Shared, at)?;
+            // The number of bytes is an operand of `expect_tx` alone.
             let bytes = bytes.map_or(0, |bytes| self.warps[w].slots[bytes][lane] as i64);
             let index = self.warps[w].first + lane;
             let barrier = &mut self.ctas[cta].transactions[number];
@@ -239,6 +240,7 @@ impl ClusterMachine<'_> {
                 let problem = format!("a store to CTA {to} and a barrier of CTA {of}, expected those of one CTA");
                 return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
             }
+            // The data must not overwrite a barrier.
             if self.is_barrier(cta, start, bytes) {
                 let problem = "a store over a barrier".to_string();
                 return Err(LaneFault { lane, fault: PtxFault::Undefined, problem });
@@ -355,6 +357,7 @@ impl ClusterMachine<'_> {
     pub(super) fn missing_on_barriers(&self) -> Vec<String> {
         let all = (0_u32..).zip(&self.ctas);
         let all = all.flat_map(|(rank, cta)| cta.transactions.iter().map(move |barrier| (rank, barrier)));
+        // Only barriers that threads wait for explain a deadlock.
         let waited_for = all.filter(|(_, barrier)| !barrier.waiting.is_empty());
         let told = waited_for.map(|(rank, barrier)| {
             let TransactionBarrier { pending, bytes, phases, .. } = barrier;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use candle_core::quantized::gguf_file::{Content, Value};
 
-use super::{EMBEDDING, HEAD, Settings, TokenIds, rope_theta};
+use super::{EMBEDDING, EndTokenIds, HEAD, Settings, rope_theta};
 use assay_fixture::FixtureError;
 
 /// Translates the name of a tensor from Hugging Face's to llama.cpp's.
@@ -57,6 +57,7 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
             "`qwen2`: Qwen2 or Qwen2.5",
         ));
     }
+    // GGUF has no key for the vocabulary: it is the extent of the embedding.
     let embedding = name_of(EMBEDDING);
     let vocab_size = content.tensor_infos.get(&embedding).and_then(|info| info.shape.dims().first().copied());
     Ok(Settings {
@@ -80,7 +81,7 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
         hidden_act: "silu".into(),
         rope_scaling: None,
         head_dim: None,
-        eos_token_id: id("tokenizer.ggml.eos_token_id").map(TokenIds::One),
+        eos_token_id: id("tokenizer.ggml.eos_token_id").map(EndTokenIds::One),
         pad_token_id: id("tokenizer.ggml.padding_token_id"),
     })
 }

@@ -199,7 +199,7 @@ struct Settings {
     #[serde(default)]
     head_dim: Option<usize>,
     #[serde(default)]
-    eos_token_id: Option<TokenIds>,
+    eos_token_id: Option<EndTokenIds>,
     #[serde(default)]
     pad_token_id: Option<u32>,
 }
@@ -207,23 +207,23 @@ struct Settings {
 #[derive(Deserialize)]
 struct Generation {
     #[serde(default)]
-    eos_token_id: Option<TokenIds>,
+    eos_token_id: Option<EndTokenIds>,
     #[serde(default)]
     pad_token_id: Option<u32>,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum TokenIds {
+enum EndTokenIds {
     One(u32),
     Many(Vec<u32>),
 }
 
-impl From<TokenIds> for Vec<u32> {
-    fn from(ids: TokenIds) -> Self {
+impl From<EndTokenIds> for Vec<u32> {
+    fn from(ids: EndTokenIds) -> Self {
         match ids {
-            TokenIds::One(id) => vec![id],
-            TokenIds::Many(ids) => ids,
+            EndTokenIds::One(id) => vec![id],
+            EndTokenIds::Many(ids) => ids,
         }
     }
 }
@@ -245,6 +245,7 @@ impl Qwen2Checkpoint {
         let generation_path = path.join("generation_config.json");
         let generation: Option<Generation> =
             generation_path.exists().then(|| read_json(&generation_path)).transpose()?;
+        // The generation settings override those of the model, as in Hugging Face's loader.
         let (end, padding) = match generation {
             Some(Generation { eos_token_id: Some(end), pad_token_id }) => {
                 (Some(end), pad_token_id.or(settings.pad_token_id))
@@ -270,6 +271,7 @@ impl Qwen2Checkpoint {
             ("weights".into(), "safetensors, each tensor converted to f32".into()),
         ]);
         let (mut files, mut holder) = (Vec::new(), BTreeMap::new());
+        // A tensor may be in any of the files, but only in one.
         for name in &names {
             let file = SafetensorsFile::open(name)?;
             for tensor in file.names() {
@@ -304,6 +306,7 @@ impl Qwen2Checkpoint {
         let tokenizer = Tokenizer::from_gguf(&content).map_err(|error| {
             FixtureError::invalid(path, "tokenizer", first_line(&error), "a byte-level BPE in the GGUF's metadata")
         })?;
+        // The quantisations of the tensors, for the metadata of fixtures.
         let mut types: BTreeMap<String, usize> = BTreeMap::new();
         for info in content.tensor_infos.values() {
             *types.entry(format!("{:?}", info.ggml_dtype)).or_default() += 1;
@@ -445,6 +448,7 @@ fn vocabulary(
 ) -> Result<Vocabulary, FixtureError> {
     let columns = config.vocab_size;
     let beyond = |id: u32| id as usize >= columns;
+    // A token beyond the head would have no logit.
     if let Some((token, id)) =
         tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).filter(|(_, id)| beyond(*id))
     {
@@ -512,6 +516,7 @@ pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
             files.push(file);
         }
     }
+    // One line a file, in the order of names, as sha256sum prints: its own hash is that of the content.
     files.sort();
     let lines = files.iter().map(|file| Ok(format!("{} {}\n", hash_of(file)?, name_of(file))));
     let all = lines.collect::<Result<String, FixtureError>>()?;

@@ -43,6 +43,7 @@ pub(super) struct TokenScalars {
 
 impl TokenScalars {
     pub(super) fn from_logits(logits: &[f64], id: usize) -> Self {
+        // The softmax in f64, shifted by the largest logit.
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total = sum(logits.iter().map(|x| (x - max).exp()));
         let p = |x: f64| (x - max).exp() / total;
@@ -80,6 +81,7 @@ impl BatchScalars {
         let gradient = |a: f64, r: f64| if clipped_low(a, r) || clipped_high(a, r) { 0.0 } else { -r * a / n };
         let over = |of: &dyn Fn(&TokenScalars, f64) -> f64| sum(each().map(|(row, a, r)| of(row, gradient(a, r))));
         let count = |holds: &dyn Fn(f64, f64) -> bool| each().filter(|(_, a, r)| holds(*a, *r)).count();
+        // The smallest distance of a ratio from a bound: a reader whose ratio is off by more may clip differently.
         let margin = ratios.iter().map(|r| (r - low).abs().min((r - high).abs())).fold(f64::INFINITY, f64::min);
         let of_logits = [
             ("n_tokens", self.tokens.len().to_string()),

@@ -136,6 +136,7 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let provenance = provenance(asked, &checkpoint, &lines)?;
     let vocabulary = checkpoint.vocabulary.clone();
     let model = load(checkpoint)?;
+    // Every sequence is reported twice: once sampled, once scored.
     let steps = 2 * lines.iter().map(|line| line.completions(asked.sampling)).sum::<usize>();
     let scribe = Scribe { asked, stop, model: &model, vocabulary: &vocabulary, steps };
 
@@ -202,9 +203,11 @@ impl Scribe<'_> {
                 continue;
             }
             let CompletionSampling { temperature, seed, .. } = self.asked.sampling.unwrap_or_default();
+            // The prompt is read once; each completion continues from a clone of its cache.
             let prefilled = self.prefill(line)?;
             for _ in 0..line.completions(self.asked.sampling) {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
+                // A stream for each completion: the tokens do not depend on how many others are drawn.
                 rng.set_stream(completions.len() as u64);
                 let (ids, old_logps) = self.draw(prefilled.clone(), temperature, &mut rng)?;
                 completions.push(self.completion(prompt, line, ids, Some(old_logps)));
@@ -309,10 +312,12 @@ impl Scribe<'_> {
                 json(&completions.iter().map(|completion| &completion.text).collect::<Vec<_>>()),
             ),
         ]);
+        // Tensors are streamed a row at a time: the logits of the whole file are never in memory.
         let mut stream = SafetensorsStream::create(&self.asked.out, &layout, metadata)?;
         let mut expected = BatchScalars::default();
         let mut prefilled: Option<(usize, Prefilled)> = None;
         for (completion, &advantage) in completions.iter().zip(advantages) {
+            // Completions of one prompt share its cache.
             let state = match &prefilled {
                 Some((prompt, state)) if lines[*prompt].prompt == lines[completion.prompt].prompt => state.clone(),
                 _ => self.prefill(&lines[completion.prompt])?,
@@ -357,6 +362,7 @@ impl Scribe<'_> {
             stream.append("hidden", &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())?;
             let logits = self.logits(&hidden)?;
             for logits in logits.chunks(self.model.config().vocab_size) {
+                // The scalars are those of the stored numbers, after rounding to the dtype of the file.
                 let (bytes, stored) = rounded(logits, self.asked.dtype);
                 stream.append("logits", &bytes)?;
                 let id = padded[t] as usize;
@@ -364,6 +370,7 @@ impl Scribe<'_> {
                 stream.append("expected_logp_of_logits", &row.logp.to_le_bytes())?;
                 stream.append("expected_entropy_of_logits", &row.entropy.to_le_bytes())?;
                 let counts = t < completion.ids.len();
+                // The sampler's log-probability if there is one, else that of the f32 logits; 0 where masked.
                 let old_logp = match &completion.old_logps {
                     _ if !counts => 0.0,
                     Some(old_logps) => old_logps[t],
@@ -380,13 +387,14 @@ impl Scribe<'_> {
             if t == padded.len() {
                 return Ok(());
             }
+            // The next chunk of inputs, each of which predicts the token after it.
             let chunk = &padded[t - 1..(t - 1 + CHUNK).min(padded.len() - 1)];
             hidden = state.forward(chunk).map_err(|error| self.failed(&error))?;
         }
     }
 }
 
-/// One row of the batch, with its padding.
+/// A completion of the batch with its advantage and padded ids.
 struct ScoredSequence<'c> {
     completion: &'c RecordedCompletion,
     advantage: f32,

@@ -102,6 +102,7 @@ pub(super) fn read(
         }
         let completion_ids = written.completion.as_deref().map(|text| encode(", `completion`", text)).transpose()?;
         lines.push(PromptLine { prompt: written.prompt, prompt_ids, completion_ids, answer, reward: written.reward });
+        // Either every line has a completion or none: a file is recorded or sampled as a whole.
         let first_given = lines[0].completion_ids.is_some();
         if lines[lines.len() - 1].completion_ids.is_some() != first_given {
             let (given, expected) = if first_given {

@@ -89,9 +89,10 @@ impl Disk {
     pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
         let folder = path.parent().unwrap_or(Path::new("."));
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        // Elsewhere than in its own folder other processes may write the same.
+        // In another folder, another process may write the same file: its temporary name is different.
         let owner = if folder == self.folder { String::new() } else { format!("{}-", std::process::id()) };
         let temporary = folder.join(format!(".tmp-{owner}{name}"));
+        // Write, sync, rename, sync the folder: after a loss of power the file is either the old one or the new one.
         let written = self.create(&temporary).and_then(|mut file| {
             self.append(&temporary, &mut file, bytes)?;
             self.sync(&temporary, &file)?;

@@ -66,7 +66,7 @@ pub struct GrpoLoss {
     kernel: AnyImplementation,
 }
 
-/// What computes it.
+/// The implementation behind a loss, on logits or with an LM head.
 #[derive(Clone)]
 enum AnyImplementation {
     OnLogits(Arc<dyn Implementation>),
@@ -86,17 +86,17 @@ pub struct LossEvaluation {
 }
 
 impl GrpoLoss {
-    /// The loss by the CPU kernel.
+    /// Creates the loss by the CPU kernel.
     pub fn native(spec: LossSpec) -> Self {
         Self { spec, kernel: AnyImplementation::OnLogits(Arc::new(Native::default())) }
     }
 
-    /// The loss by the CPU's LM head, which never makes all logits. It has no loss [on logits](Self::on_logits).
+    /// Creates the loss by the CPU's LM head, which never makes all logits. It has no loss [on logits](Self::on_logits).
     pub fn native_lm_head(spec: LossSpec) -> Self {
         Self { spec, kernel: AnyImplementation::WithHead(Arc::new(NativeHead::default())) }
     }
 
-    /// The loss by the implementation `id` of [`registry`], on logits or with an LM head; those that need a PJRT plugin use
+    /// Creates the loss by the implementation `id` of [`registry`], on logits or with an LM head; those that need a PJRT plugin use
     /// `plugin`, as there.
     ///
     /// # Errors
@@ -117,12 +117,12 @@ impl GrpoLoss {
         Ok(Self { spec, kernel: AnyImplementation::OnLogits(implementation) })
     }
 
-    /// The loss by an implementation of one's own.
+    /// Creates the loss by another implementation on logits.
     pub fn by(spec: LossSpec, implementation: Arc<dyn Implementation>) -> Self {
         Self { spec, kernel: AnyImplementation::OnLogits(implementation) }
     }
 
-    /// The class of `tolerances.toml` for what [`on_hidden`](Self::on_hidden) returns.
+    /// Returns the arithmetic class of `tolerances.toml` for the results of [`on_hidden`](Self::on_hidden).
     pub fn class_on_hidden(&self) -> String {
         match &self.kernel {
             AnyImplementation::OnLogits(kernel) => format!("{}-lm-head", kernel.class()),
@@ -130,7 +130,7 @@ impl GrpoLoss {
         }
     }
 
-    /// The loss `spec` by the same implementation.
+    /// Returns the loss `spec` by the same implementation.
     #[must_use]
     pub fn under(&self, spec: LossSpec) -> Self {
         Self { spec, kernel: self.kernel.clone() }
@@ -141,7 +141,7 @@ impl GrpoLoss {
         &self.spec
     }
 
-    /// The loss of `logits`, `[B,T,V]`.
+    /// Evaluates the loss of `logits`, `[B,T,V]`.
     ///
     /// # Errors
     /// [`TrainError`] where `logits` and `batch` do not fit each other or the spec, or the implementation fails or has no loss
@@ -152,12 +152,13 @@ impl GrpoLoss {
         };
         let outcome = implementation.run(&self.spec, batch.with_logits(array3("logits", logits)?), 1)?;
         let gradient = tensor(outcome.gradient)?;
+        // The kernel has computed the gradient already; the operation hands it to autograd when asked.
         let op = KernelLossOp { loss: loss_of(outcome.loss), gradients: [gradient] };
         let logp = outcome.logp.map(|logp| logp.to_f64());
         Ok(LossEvaluation { loss: logits.apply_op1(op)?, metrics: outcome.metrics, logp })
     }
 
-    /// The loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
+    /// Evaluates the loss of the logits `hidden · lm_headᵀ`, from hidden states `[B,T,H]` and the LM head `[V,H]`.
     ///
     /// # Errors
     /// [`TrainError`] where the arrays do not fit each other or the spec, or the implementation fails.
@@ -191,13 +192,14 @@ impl GrpoLoss {
         Ok(LossEvaluation { loss: hidden.apply_op2(lm_head, op)?, metrics, logp: logp.map(|logp| logp.to_f64()) })
     }
 
-    /// The products around an implementation that is given logits: f32 throughout.
+    /// Evaluates an implementation on logits between the products with the LM head, in f32.
     fn through_logits(
         &self,
         implementation: &dyn Implementation,
         projection: Projection,
         batch: &TrainBatch,
     ) -> Result<OnHidden, TrainError> {
+        // Forward: all logits in f32.
         let problem = batch.with_logits(projection);
         let shape = problem.check(&self.spec)?;
         let rows = shape.batch * shape.tokens;
@@ -208,6 +210,7 @@ impl GrpoLoss {
         let logits = logits.into_shape_with_order((shape.batch, shape.tokens, shape.vocab)).expect("dense");
         let Candidate { loss, gradient: dlogits, metrics, logp, .. } =
             implementation.run(&self.spec, batch.with_logits(logits.into()), 1)?;
+        // Backward: dhidden = dlogits · lm_head and dlm_head = dlogitsᵀ · hidden.
         let FloatArray::F32(dlogits) = dlogits else { unreachable!("dlogits have the dtype of the logits") };
         let dlogits = dlogits.into_shape_with_order((rows, shape.vocab)).expect("dense");
         let mut dhidden = Array2::zeros(hidden.dim());

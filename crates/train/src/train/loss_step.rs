@@ -98,7 +98,7 @@ impl PartSums {
         Self { loss: 0.0, dhidden: states.clone(), hidden: states, dlm_head: Array2::zeros((vocab, hidden)) }
     }
 
-    /// Adds the part of `rows`.
+    /// Adds the part of a batch that has the sequences `rows`.
     pub(super) fn add(
         &mut self,
         rows: Range<usize>,
@@ -137,6 +137,7 @@ impl LossStepInputs<'_> {
         // Leaves: the graph of the loss ends here.
         let hidden = Var::from_tensor(&self.hidden.detach())?;
         let LossEvaluation { loss, metrics, logp } = self.arm.on_hidden(&hidden, self.lm_head, self.batch)?;
+        // Both gradients come from one backward pass of the loss, which does not reach the layers below.
         let mut gradients = loss.backward()?;
         let mut gradient = |of: &Tensor| gradients.remove(of).expect("the loss depends on it");
         let (dhidden, dlm_head) = (gradient(&hidden), gradient(self.lm_head));
@@ -157,6 +158,7 @@ impl LossStepResult {
         gradients: &mut WeightGradients,
         weights: &PolicyWeights,
     ) -> Result<(), TrainError> {
+        // The sum of hidden · dhidden has the gradient dhidden: its backward pass is that of the layers below.
         let mut store = (hidden * self.dhidden)?.sum_all()?.backward()?;
         // A tied head is the embedding too.
         let dlm_head = match store.remove(lm_head) {

@@ -133,19 +133,21 @@ impl Journal {
             Err(reason) if reason.kind() == ErrorKind::NotFound => String::new(),
             Err(reason) => return Err(TrainError::io(&path, "read", reason)),
         };
+        // Keep the lines up to the checkpoint, in order; a later line belongs to steps that will be made again.
         let (mut records, mut lines) = (Vec::<StepRecord>::new(), String::new());
         for line in text.lines() {
-            // A line that was cut off is the last.
+            // A line that was cut off ends the curve.
             let Ok(record) = serde_json::from_str::<StepRecord>(line) else { break };
             if record.step > kept || records.last().is_some_and(|last| last.step >= record.step) {
                 break;
             }
             records.push(record);
-            // As it stands: a number that is read and written again may lose its last bit.
+            // The line is kept as text: a number that is parsed and printed again may lose its last bit.
             lines += line;
             lines.push('\n');
         }
         disk.replace(&path, lines.as_bytes())?;
+        // The events are written again from the kept records: they have no order that could be cut.
         let (lines, mut events) = (disk.go_on(path)?, disk.begin(disk.folder().join(EVENTS))?);
         let all = records.iter().flat_map(TensorBoardEvent::all_of);
         let bytes =

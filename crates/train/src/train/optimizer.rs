@@ -92,6 +92,7 @@ impl AdamW {
         gradients: WeightGradients,
     ) -> Result<f64, TrainError> {
         let mut all = BTreeMap::new();
+        // One norm over all weights, in f64 and in the order of names, so that the sum is the same in every run.
         let mut square = 0.0;
         for (name, gradient) in gradients {
             let values = gradient.flatten_all()?.to_vec1::<f32>()?;
@@ -102,14 +103,17 @@ impl AdamW {
         if !norm.is_finite() {
             return Err(TrainError::Diverged { what: "the gradient's norm", given: norm });
         }
+        // Clipping scales all gradients alike; a norm below the limit leaves them as they are.
         let clip = (config.max_grad_norm / (norm + CLIP_EPSILON)).min(1.0) as f32;
         self.steps += 1;
+        // The bias corrections of the moments, which begin at 0.
         let [first_scale, second_scale] =
             [config.beta1, config.beta2].map(|beta| (1.0 / (1.0 - beta.powi(self.steps))) as f32);
         let [beta1, beta2, rate] = [config.beta1, config.beta2, config.learning_rate].map(|x| x as f32);
         let (epsilon, keep) = (config.epsilon as f32, (1.0 - config.learning_rate * config.weight_decay) as f32);
         for (name, gradient) in all {
             let weight = &weights[&name];
+            // A weight that has its first gradient now has moments of 0.
             let none = || Moments { first: vec![0.0; gradient.len()], second: vec![0.0; gradient.len()] };
             let Moments { first, second } = self.moments.entry(name).or_insert_with(none);
             let mut values = weight.flatten_all()?.to_vec1::<f32>()?;

@@ -148,11 +148,13 @@ impl Qwen2 {
         let before = cache.as_ref().map_or(Ok(0), |cache| cache.len())?;
         let embedded = self.weight(EMBEDDING).index_select(&ids.flatten_all()?, 0)?;
         let mut x = embedded.reshape((rows, length, self.config.hidden_size))?;
+        // Rotation and mask depend on positions alone and are shared by all layers.
         let positions = Positions::new(&self.config, before, length)?;
         for layer in 0..self.config.num_hidden_layers {
             let name = |of: &str| format!("model.layers.{layer}.{of}");
             let normed = self.norm(&x, &name("input_layernorm"))?;
             x = (x + self.attention(&normed, &name("self_attn"), &positions, (layer, cache.as_deref_mut()))?)?;
+            // The gated feed-forward network, on the residual stream after attention.
             let normed = self.norm(&x, &name("post_attention_layernorm"))?;
             let gate = self.linear(&normed, &name("mlp.gate_proj"))?.silu()?;
             let inner = (gate * self.linear(&normed, &name("mlp.up_proj"))?)?;
@@ -200,6 +202,7 @@ impl Qwen2 {
         let query = positions.rotated(&by_head(&format!("{name}.q_proj"), heads)?)?;
         let mut key = positions.rotated(&by_head(&format!("{name}.k_proj"), shared)?)?;
         let mut value = by_head(&format!("{name}.v_proj"), shared)?;
+        // Keys and values of this layer are appended to those of the tokens before.
         if let Some(cache) = cache {
             if let Some((keys, values)) = cache.layers.get(layer) {
                 key = Tensor::cat(&[keys, &key], 2)?;

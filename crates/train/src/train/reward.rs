@@ -135,18 +135,20 @@ fn mean(rewards: &[f64]) -> f64 {
 }
 
 impl AdvantageConfig {
-    /// Advantages of `rewards`, in groups of `group` ≥ 2 side by side, of completions with `tokens` that count.
+    /// Computes the advantages of `rewards`, in adjacent groups of `group` ≥ 2 completions with `tokens` tokens that count.
     pub fn advantages(&self, rewards: &[f64], tokens: &[usize], group: usize) -> Vec<f64> {
         if self.scale_rewards == ScaleRewards::Tokens {
             return self.whitened(rewards, tokens, group);
         }
+        // The deviation of the whole batch is used only if rewards are scaled by it.
         let of_batch = self.deviation.compute(rewards);
         let of_group = |rewards: &[f64]| -> Vec<f64> {
-            // A group of equal rewards has nothing to tell, and an epsilon of 0 would divide 0 by 0.
+            // A group of equal rewards gives no gradient; with an epsilon of 0 the quotient would be 0/0.
             if rewards.iter().all(|r| *r == rewards[0]) {
                 return vec![0.0; rewards.len()];
             }
             let (n, mean) = (rewards.len() as f64, mean(rewards));
+            // The divisor is the deviation plus epsilon, or 1 if rewards are not scaled.
             let divisor = match self.scale_rewards {
                 ScaleRewards::None | ScaleRewards::Tokens => 1.0,
                 ScaleRewards::Group => self.deviation.compute(rewards) + self.epsilon,
@@ -159,6 +161,7 @@ impl AdvantageConfig {
 
     /// Scales rewards above their baseline to mean 0 and variance 1 over all tokens; 0 where no two tokens differ.
     fn whitened(&self, rewards: &[f64], tokens: &[usize], group: usize) -> Vec<f64> {
+        // First the baseline of each group, as without scaling.
         let above = |rewards: &[f64]| -> Vec<f64> {
             let (n, mean) = (rewards.len() as f64, mean(rewards));
             rewards.iter().map(|&r| self.baseline.difference(r, mean, n)).collect()
@@ -166,10 +169,11 @@ impl AdvantageConfig {
         let above: Vec<f64> = rewards.chunks(group).flat_map(above).collect();
         let mut counted = above.iter().zip(tokens).filter(|(_, tokens)| **tokens > 0).map(|(x, _)| x);
         let first = counted.next();
-        // Nothing to tell, and of one token or none no deviation.
+        // Equal values give no gradient, and one token or none has no deviation.
         if counted.all(|x| Some(x) == first) {
             return vec![0.0; rewards.len()];
         }
+        // Then mean and variance, where each completion counts once a token.
         let of_tokens =
             |of: &dyn Fn(f64) -> f64| above.iter().zip(tokens).map(|(&x, &n)| of(x) * n as f64).sum::<f64>();
         let count = of_tokens(&|_| 1.0);

@@ -95,17 +95,20 @@ pub fn generate(
     distribution: &Distribution,
     sampling: TokenSampling,
 ) -> Result<Vec<SampledCompletion>, TrainError> {
+    // Prompts of one length run together, without padding: each batch has one position for all its sequences.
     let mut by_length: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (i, prompt) in prompts.iter().enumerate() {
         by_length.entry(prompt.len()).or_default().push(i);
     }
     let mut completions = vec![SampledCompletion { ids: Vec::new(), logp: Vec::new(), ended: false }; prompts.len()];
     for (length, mut going) in by_length {
+        // A sequence has a random stream of its own: its tokens do not depend on which others run with it.
         let mut rngs: BTreeMap<usize, ChaCha8Rng> = going.iter().map(|&i| (i, random_of(sampling, i))).collect();
         let mut cache = KvCache::default();
         let given: Vec<u32> = going.iter().flat_map(|&i| prompts[i].iter().copied()).collect();
         let mut next = Tensor::from_vec(given, (going.len(), length), &Device::Cpu)?;
         for _ in 0..room {
+            // The first pass reads the whole prompt, later ones one token, with the keys and values of all before it.
             let hidden = policy.hidden(&next, Some(&mut cache))?;
             let last = hidden.narrow(1, hidden.dim(1)? - 1, 1)?.squeeze(1)?.contiguous()?;
             let logits = last.matmul(&policy.lm_head().t()?)?;
@@ -116,6 +119,7 @@ pub fn generate(
                 .zip(uniform)
                 .map(|(row, uniform)| draw(&distribution.transformed(row), sampling, uniform))
                 .collect();
+            // Append each token; a sequence that has ended leaves the batch.
             let mut kept = Vec::new();
             for (row, (&i, &(id, logp))) in going.iter().zip(&drawn).enumerate() {
                 let completion = &mut completions[i];
@@ -126,6 +130,7 @@ pub fn generate(
                     kept.push(row);
                 }
             }
+            // The cache keeps only the sequences that go on.
             if kept.len() < going.len() {
                 cache.keep(&kept.iter().map(|&row| row as u32).collect::<Vec<_>>())?;
                 going = kept.iter().map(|&row| going[row]).collect();
@@ -149,18 +154,20 @@ fn random_of(sampling: TokenSampling, sequence: usize) -> ChaCha8Rng {
 
 /// A column of the softmax of `z`, and its log-probability: the first whose cumulative probability is beyond `uniform`.
 fn draw(z: &[f64], sampling: TokenSampling, uniform: f64) -> (u32, f64) {
+    // The maximum is subtracted before the exponentials, which so stay at most 1.
     let (best, max) =
         z.iter().enumerate().fold((0, f64::NEG_INFINITY), |best, (i, &x)| if x > best.1 { (i, x) } else { best });
     let sum: f64 = z.iter().map(|x| (x - max).exp()).sum();
     let chosen = match sampling {
         TokenSampling::Greedy => best,
         TokenSampling::Random { .. } => {
+            // Inverse transform sampling: the first column at which the cumulative sum exceeds `uniform` times the total.
             let mut left = uniform * sum;
             let beyond = z.iter().position(|x| {
                 left -= (x - max).exp();
                 left < 0.0
             });
-            // Rounding may leave a rest after the last.
+            // By rounding the cumulative sum may stay below: then the likeliest column.
             beyond.unwrap_or(best)
         }
     };

@@ -18,17 +18,17 @@ const U: f64 = (f32::EPSILON / 2.0) as f64;
 
 /// The largest allowed mean distance, for rollouts in f32, of the sampler's log-probabilities from those of the loss, nats. Keys and
 /// values that are kept and a whole forward round differently, by 1e-6 in the runs of docs/train.md; another temperature,
-/// softcap or support shows at 1e-2 and above. It tells these apart and is no bound of rounding.
+/// softcap or support shows at 1e-2 and above. It separates these two cases and is not a bound of rounding.
 const SAMPLER_GAP: f64 = 1e-3;
 
-/// `[B,T]`, nats: log-probabilities of the completions' tokens under `policy`, by the loss's own transform of logits, support
+/// Computes the log-probabilities of the completions' tokens under `policy`, `[B,T]`, nats, by the loss's own transform of logits, support
 /// and temperature, from f32 logits; 0 beyond a completion. Memory: the logits of one sequence.
 pub(super) fn logp_of(
     spec: &LossSpec,
     policy: &Qwen2,
     sequences: &PromptedSequences,
 ) -> Result<Array2<f64>, TrainError> {
-    // What makes the distribution, and no loss.
+    // A spec with the transform of logits, support and temperature of the loss, and no objective.
     let distribution = LossSpec {
         objective: Objective::None,
         old_logp: OldLogp::Current,
@@ -46,6 +46,7 @@ pub(super) fn logp_of(
     let (_, width, _) = hidden.dim();
     let mut logits = Array2::zeros((width, lm_head.nrows()));
     let mut logp = Array2::zeros(batch.mask.dim());
+    // The logits of one sequence at a time: all of them would be the largest array of the run.
     for (row, hidden) in hidden.axis_iter(Axis(0)).enumerate() {
         gemm(logits.view_mut(), false, hidden, lm_head.t());
         let tokens = batch.rows(row..row + 1, width);
@@ -78,7 +79,7 @@ pub struct OffPolicy {
     pub limit: f64,
 }
 
-/// The first token whose log-probability, in a first update's loss, is not the one that `batch` has for old.
+/// Finds the first token whose log-probability, in a first update's loss, is not the old one of `batch`.
 ///
 /// Two ways to `logp` from the same hidden states differ by no more than
 ///
@@ -102,8 +103,9 @@ pub(super) fn off_policy(
     };
     let (vocab, width) = lm_head.dims2()?;
     let size = norm(hidden)? * norm(lm_head)? * spec.logits.scale.abs() / one_temperature(spec);
+    // The bound of both products, from the norms of the largest hidden state and the largest column of the head.
     let products = 4.0 * (width as f64 + 8.0) * size;
-    // A rejected token that is as if masked has none.
+    // A token that rejection masks has no log-probability to compare.
     let mask = KernelInputs::new(StructuredSpec::new(spec), &batch.tokens()).mask;
     for ((b, t), _) in mask.indexed_iter().filter(|(_, counts)| **counts) {
         let (given, expected) = (logp[[b, t]], old[[b, t]]);

@@ -33,19 +33,19 @@ impl<'s> PromptedSequences<'s> {
         self.completions.iter().map(|completion| completion.len()).max().unwrap_or(0)
     }
 
-    /// `[B,T]`: `value` of each token of a completion, 0 beyond.
+    /// Fills an array `[B,T]` with `value` of each token of a completion, and 0 after its end.
     pub(super) fn per_token(&self, value: impl Fn(usize, usize) -> f64) -> Array2<f64> {
         Array2::from_shape_fn((self.completions.len(), self.width()), |(row, t)| {
             if t < self.completions[row].len() { value(row, t) } else { 0.0 }
         })
     }
 
-    /// `[B,T]`: where there is a token of a completion, whether it counts or not.
+    /// Returns the mask `[B,T]` of the tokens of completions, whether they count or not.
     pub(super) fn places(&self) -> Array2<bool> {
         self.per_token(|_, _| 1.0).mapv(|there| there == 1.0)
     }
 
-    /// The tokens of the completions, as a loss is told of them.
+    /// Creates the batch of the completions, as a loss takes it.
     pub(super) fn batch(&self, advantages: Array1<f64>, old_logp: Option<Array2<f64>>) -> TrainBatch {
         let shape = (self.completions.len(), self.width());
         TrainBatch {
@@ -59,11 +59,13 @@ impl<'s> PromptedSequences<'s> {
         }
     }
 
-    /// `[B,T,H]`: the hidden states that score the tokens of the completions. Beyond them stand those of other tokens.
+    /// Computes the hidden states that score the tokens of the completions, `[B,T,H]`. After the end of a completion they are
+    /// those of other tokens.
     pub(super) fn hidden(&self, policy: &Qwen2) -> Result<Tensor, TrainError> {
         let (rows, width) = (self.completions.len(), self.width());
         let all = || self.prompts.iter().zip(&self.completions);
         let length = all().map(|(prompt, completion)| prompt.len() + completion.len() - 1).max().unwrap_or(0);
+        // Right-padded inputs, and for each token of a completion the position whose hidden state scores it: the one before.
         let mut ids = vec![0u32; rows * length];
         let mut scoring = Vec::with_capacity(rows * width);
         for (row, (prompt, completion)) in all().enumerate() {

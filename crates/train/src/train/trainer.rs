@@ -102,6 +102,7 @@ impl Trainer {
             exercises.into_iter().map(in_tokens).collect::<Result<Vec<_>, TrainError>>()
         };
         let (train, evaluate) = (in_tokens(train)?, in_tokens(evaluate)?);
+        // The sampler can never draw an id outside the support of the loss: such a task could not be learnt.
         let distribution = Distribution::from_spec(&config.loss);
         let taught = || train.iter().flat_map(|exercise| &exercise.solution);
         if let Some(id) = [tokenizer.end()].iter().chain(taught()).find(|id| !distribution.has(**id)) {
@@ -115,6 +116,7 @@ impl Trainer {
             vocab: model.vocab_size,
         })?;
         let Fingerprints { run: fingerprint, warm_start } = Fingerprints::from_config(&config)?;
+        // A checkpoint in the folder is resumed if it was written under the same fingerprint; else the run begins.
         let path = disk.folder().join(CHECKPOINT);
         let (step, weights, optimizer) = if path.exists() {
             let found = checkpoint::read(&path, &model, &fingerprint)?;
@@ -167,12 +169,14 @@ impl Trainer {
     /// [`TrainError`] where a loss fails, the ratio of the first update is not 1, training diverges, or a file cannot be
     /// written; the last checkpoint stands.
     pub fn advance(&mut self, observer: &mut dyn Observer) -> Result<&StepRecord, TrainError> {
+        // The first step evaluates the policy that it starts from, so that the curve has a beginning.
         let step = self.step + 1;
         let before = if step == 1 { Some(self.evaluation()?) } else { None };
         let started = Instant::now();
         let rolled_out = self.roll_out(step)?;
         let rollout_s = started.elapsed().as_secs_f64();
 
+        // Score: log-probabilities before the update and under the reference policy, and advantages from the rewards.
         let score_started = Instant::now();
         let group = self.config.rollout.group;
         let RolledOut { exercises, completions, sampled, .. } = &rolled_out;
@@ -189,8 +193,10 @@ impl Trainer {
         let (batch, logp_gap) = self.scored(step, &sequences, completions, advantages)?;
         let score_s = score_started.elapsed().as_secs_f64();
 
+        // Update: the batch is cut into parts whose losses and gradients add up to those of the whole.
         let update_started = Instant::now();
         let whole = SeparableBatch::new(&self.config.loss, batch).map_err(ProblemError::from)?;
+        // The optimizer is taken out while the update borrows the trainer, and put back even if the update fails.
         let mut optimizer = std::mem::take(&mut self.optimizer);
         let updated = self.update(&mut optimizer, &sequences, &whole, observer);
         self.optimizer = optimizer;
@@ -230,6 +236,7 @@ impl Trainer {
             before,
             evaluation,
         };
+        // The curve is written before the checkpoint: a resumed run then misses no step.
         self.journal.push(record)?;
         if due(self.config.checkpoint_every) {
             self.save()?;
@@ -250,6 +257,7 @@ impl Trainer {
     /// The completions of step `step`, and what they are worth. Exercises and random numbers are functions of the seed, the
     /// step and the attempt; each epoch over all exercises has an order of its own.
     fn roll_out(&self, step: usize) -> Result<RolledOut, TrainError> {
+        // The sampler may have rounded weights, as an inference engine in bf16 has.
         let policy = Qwen2::detached(&self.model, &self.weights);
         let policy = match self.config.rollout.dtype {
             RolloutDtype::F32 => policy,
@@ -259,11 +267,13 @@ impl Trainer {
         let (wanted, group, attempts) =
             (self.config.rollout.prompts, self.config.rollout.group, self.config.rollout.attempts());
         let (mut chosen, mut even) = (RolledOut::default(), RolledOut::default());
+        // Dynamic sampling draws other exercises until enough groups have rewards that differ.
         for attempt in 1..=attempts {
             let number = (step - 1) * attempts + attempt;
             let exercises = drawn(self.train.len(), (number - 1) * wanted, wanted, self.config.seed);
             let exercises: Vec<usize> = exercises.into_iter().flat_map(|i| vec![i; group]).collect();
             let prompts: Vec<&[u32]> = exercises.iter().map(|&i| self.train[i].prompt.as_slice()).collect();
+            // The seed is a function of run, draw and attempt: a resumed run samples the same tokens.
             let draw = self.config.rollout.draw.rotate_right(8);
             let seed = self.config.seed ^ draw ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
@@ -316,9 +326,11 @@ impl Trainer {
             }
             Ok(all)
         };
+        // The old log-probabilities are those of the unrounded weights, so that the ratio of the first update is 1.
         let old_logp = scored(&self.weights)?;
         let rollout_logp = sequences.per_token(|row, t| completions[row].logp[t]);
         let mut batch = sequences.batch(Array1::from(advantages), None).with_advantages_for(&self.config.loss);
+        // With f32 rollouts sampler and loss have the same weights, and only rounding may separate them.
         let same_weights = self.config.rollout.dtype == RolloutDtype::F32;
         let gap = sampler_gap(step, &sequences.places(), [&old_logp, &rollout_logp], same_weights)?;
         batch.ref_logp = self.reference.as_ref().map(scored).transpose()?;
@@ -366,12 +378,14 @@ impl Trainer {
         let counted = |batch: &TrainBatch| batch.mask.iter().filter(|counts| **counts).count() as f64;
         let tokens = counted(whole.batch()).max(1.0);
         for epoch in 0..epochs {
+            // An epoch adds up the gradients of its parts and makes one step of the optimizer.
             let mut gradients = WeightGradients::new();
             let kept = || PartSums::zeros(whole.batch().mask.dim(), (self.model.vocab_size, self.model.hidden_size));
             let mut kept = observer.wants(step, epoch).then(|| meter.apart(kept));
             for (part, rows) in self.parts(sequences).enumerate() {
                 let sequences = sequences.rows(rows.clone());
                 let (spec, batch) = whole.part(rows.clone(), sequences.width());
+                // Forward through the layers, recorded for autograd; the loss step then starts from the hidden states.
                 let hidden = sequences.hidden(&policy)?;
                 let arm = self.arm.under(&spec)?;
                 let work = LossStepInputs { arm: &arm, hidden: &hidden, lm_head: policy.lm_head(), batch: &batch };
@@ -380,6 +394,7 @@ impl Trainer {
                 let graded = graded?;
                 updated.loss_step_s += started.elapsed().as_secs_f64();
                 updated.loss_step_bytes = updated.loss_step_bytes.max(bytes);
+                // In the first epoch nothing has changed since the rollout: each token must have its old log-probability.
                 if epoch == 0 {
                     let Some(logp) = &graded.logp else {
                         return Err(TrainError::NoLogp);
@@ -395,6 +410,7 @@ impl Trainer {
                     meter.apart(|| kept.add(rows, &hidden, &graded))?;
                     updated.observed_s += started.elapsed().as_secs_f64();
                 }
+                // Backward through the layers: autograd continues from the gradient of the hidden states.
                 graded.through(&hidden, policy.lm_head(), &mut gradients, &self.weights)?;
             }
             if let Some(sum) = &kept {
@@ -403,6 +419,7 @@ impl Trainer {
                 meter.apart(|| observer.see(&shown))?;
                 updated.observed_s += started.elapsed().as_secs_f64();
             }
+            // The norm is logged before clipping, as the mean over epochs.
             let norm = optimizer.step(&self.config.update.optimizer, &self.weights, gradients)?;
             updated.grad_norm += norm / epochs as f64;
         }

@@ -30,6 +30,7 @@ pub(super) fn warm(
     stop: &AtomicBool,
 ) -> Result<PolicyWeights, TrainError> {
     let Some(WarmStart { steps, batch, learning_rate, cache }) = &config.warm_start else { return Ok(weights) };
+    // A warm start that was made before is read: it has a fingerprint of its own, without the settings of GRPO.
     let path = cache.clone().unwrap_or_else(|| config.out.join("warm_start.safetensors"));
     if path.exists() {
         return Ok(checkpoint::read(&path, model, fingerprint)?.weights);
@@ -49,12 +50,14 @@ pub(super) fn warm(
     let settings = AdamWConfig { learning_rate: *learning_rate, ..config.update.optimizer.clone() };
     let mut optimizer = AdamW::default();
     let policy = Qwen2::recorded(model, &weights);
+    // Each step is one loss step of the whole batch, by the kernel that GRPO uses afterwards.
     for step in 0..*steps {
         if stop.load(Ordering::Relaxed) {
             return Err(TrainError::Interrupted {
                 done: format!("in the warm start, after {step} of {steps} steps; it begins again"),
             });
         }
+        // Another order of the exercises than that of the rollouts: the seed is inverted.
         let exercises = drawn(train.len(), step * batch, *batch, !config.seed);
         let sequences = PromptedSequences {
             prompts: exercises.iter().map(|&i| train[i].prompt.as_slice()).collect(),

@@ -35,8 +35,10 @@ fn mean(values: &[f64]) -> f64 {
 pub(super) fn verdict(pairs: &[AbPair]) -> Verdict {
     let n = pairs.len();
     let [baseline, kernel] = [0, 1].map(|side| pairs.iter().map(|pair| learned(&pair.runs[side])).collect::<Vec<_>>());
+    // The gain of the baseline: a limit above it would pass a run that learns nothing.
     let difference = mean(&kernel) - mean(&baseline);
     let gain = mean(&baseline) - mean(&pairs.iter().map(|pair| begun(&pair.runs[0])).collect::<Vec<_>>());
+    // The spread is that of the baseline against itself with other random numbers, in pairs of one seed.
     let apart: Option<Vec<f64>> =
         pairs.iter().zip(&baseline).map(|(pair, x)| Some(learned(pair.redrawn.as_ref()?) - x)).collect();
     let limit = apart.filter(|_| n > 1).map(|apart| {

@@ -161,6 +161,7 @@ pub fn runs(
         if let Some(warm_start) = &mut settings.warm_start {
             warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
         }
+        // The run begins again, with no checkpoint of an earlier one; only the warm start is shared.
         let disk = Disk::open(&settings.out)?;
         disk.forget(&settings.out.join(CHECKPOINT))?;
         let (settings, arm) = match contestant {
@@ -213,7 +214,7 @@ impl Observer for LossStepJudge {
     }
 }
 
-/// The comparison that went furthest beyond its limit.
+/// Describes the comparison that went furthest beyond its limit.
 fn words(verdict: &judge::Verdict) -> String {
     match (verdict.tally.nonfinite, verdict.worst()) {
         (Some((at, value)), _) => format!("{value} at {at}"),
@@ -226,6 +227,7 @@ fn words(verdict: &judge::Verdict) -> String {
 
 impl JudgedLossSteps {
     fn add(&mut self, loss: &LossSpec, step: &LossStep) -> Result<(), TrainError> {
+        // The reference evaluates the batch on the hidden states that this arm had: the arms may have drifted apart.
         let problem = step.problem()?;
         let candidate = HeadCandidate {
             loss: Some(arr0(step.loss()).into()),
@@ -243,6 +245,7 @@ impl JudgedLossSteps {
         };
         let limits = Limits::of(&self.class).map_err(JudgeError::from)?;
         let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
+        // Of each output the largest error over its limit is kept, with its place.
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| WorstError {
