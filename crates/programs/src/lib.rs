@@ -9,6 +9,24 @@
 //!
 //! [`LossProgram`] lists those of a loss on logits, [`HeadProgram`] those with an LM head before it; what runs them asks
 //! neither for more than [`Programs`] has.
+//!
+//! # Example
+//! The one-pass kernel of a loss, as PTX for an H100:
+//!
+//! ```
+//! use assay_core::problem::{Dtype, Shape};
+//! use assay_core::spec::LossSpec;
+//! use assay_programs::{LossProgram, Programs, PtxTarget, StructuredSpec};
+//!
+//! let spec = LossSpec { entropy_coef: 0.01, ..LossSpec::default() };
+//! let shape = Shape { batch: 4, tokens: 512, vocab: 151_936 };
+//! let program = LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").unwrap();
+//! let kernels = program.gpu_kernels_for(StructuredSpec::new(&spec), shape, Dtype::Bf16, 1, PtxTarget::Sm90)?;
+//!
+//! println!("{}", kernels[0].text);
+//! assert_eq!(kernels[0].grid[0], 4 * 512 * kernels[0].cluster, "a cluster for each row");
+//! # Ok::<(), assay_core::implementation::Unsupported>(())
+//! ```
 
 /// The columns of the kernels' arrays, for callers without a program around them: of the kernel that reads logits
 /// once and of the two that read them twice.

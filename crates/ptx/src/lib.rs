@@ -12,6 +12,29 @@
 //! | [`variable`](PtxBuilder::variable), [`set`](PtxBuilder::set) | `mov`: the only registers that change |
 //! | [`when`](PtxBuilder::when), [`repeat`](PtxBuilder::repeat) | branches round or back |
 //!
+//! # Example
+//! A kernel that doubles one number for each thread of a CTA:
+//!
+//! ```
+//! use assay_core::device_dtype::DeviceDtype;
+//! use assay_ptx::{PtxAddress, PtxBuilder, PtxLaunch, PtxTarget, PtxValue};
+//!
+//! let mut on = PtxBuilder::new("double", PtxTarget::Sm80);
+//! let input = on.input("x", DeviceDtype::F32, &[32]);
+//! let output = on.output("y", DeviceDtype::F32, &[32]);
+//! let thread = on.thread();
+//! let offset = on.mul_wide(thread, 4);
+//! let from = on.add(input, offset);
+//! let x: PtxValue<f32> = on.load(PtxAddress::Global(from, 0));
+//! let twice = on.add(x, x);
+//! let to = on.add(output, offset);
+//! on.store(PtxAddress::Global(to, 0), twice);
+//! let kernel = on.finish(PtxLaunch { grid: [1; 3], block: [32, 1, 1], cluster: 1, least_resident: 1 });
+//!
+//! println!("{}", kernel.text);
+//! assert!(kernel.text.contains("add.rn.f32 %f1, %f0, %f0;"));
+//! ```
+//!
 //! A text for `sm_80` and `sm_90` is `.version 8.0`: any driver since CUDA 12.0 takes it, and one for a newer chip assembles it for
 //! that. One for `sm_100` is `.version 8.6`, of CUDA 12.7.
 

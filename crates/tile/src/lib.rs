@@ -6,6 +6,26 @@
 //! scalars and tiles `[rows, columns]`. How long registers are and how much memory there is, a [`TileMachine`] says. The [`TileBuilder`] checks every shape and element type when an operation is written;
 //! a mistake there is a bug of this crate and panics.
 //!
+//! # Example
+//! A kernel that doubles an array in place, as Mosaic text:
+//!
+//! ```
+//! use assay_core::device_dtype::DeviceDtype;
+//! use assay_tile::{TileBuilder, TileColumn, TileMachine, Window, mosaic};
+//!
+//! let mut on = TileBuilder::new("double", &[1], TileMachine::tpu(120 << 20, true));
+//! let window = Window { block: vec![8, 128], along: vec![None, None] };
+//! let input = on.input(DeviceDtype::F32, &[8, 128], window);
+//! let output = on.output_over(input);
+//! let x = on.load(input, TileColumn::Static(0), 128);
+//! let twice = on.add(x, x);
+//! on.store(output, TileColumn::Static(0), twice);
+//! let kernel = on.finish();
+//!
+//! println!("{}", mosaic::text(&kernel));
+//! assert_eq!(kernel.vmem_bytes(), 2 * 2 * 8 * 128 * 4);
+//! ```
+//!
 //! Two lowerings walk the same program:
 //!
 //! * [`mosaic`]: the text that libtpu compiles for a TPU;

@@ -1,6 +1,8 @@
 //! What a test hands to a kernel and reads back: bytes of arrays, their columns by name, and the numbers of a spec.
 
 pub(crate) mod batch;
+pub(crate) mod claims;
+pub(crate) mod device;
 
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{ClipCov, KlGradient, LossSpec, Objective};

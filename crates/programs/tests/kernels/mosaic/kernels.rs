@@ -2,17 +2,13 @@
 //! plugin takes part: what surrounds a kernel on a device is computed here, in f64.
 
 use crate::common::batch::{Batch, plain, token_by_token};
-use crate::common::{
-    PerToken, bytes_of, column_bias, f32_bytes, impossible_targets, logits_bytes, number, per_token, target_bias,
-};
-use assay_core::problem::{Advantages, Candidate, Dtype, Extra, FloatArray, Problem, Shape};
-use assay_core::spec::{
-    Kl, KlEstimator, LogitsTransform, LossSpec, Objective, OldLogp, PpoClip, Support, Temperature, TemperatureDivides,
-};
+use crate::common::claims;
+use crate::common::device::{OnePassColumns, Pass, TwoPassColumns};
+use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
+use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, Temperature, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
-use assay_judge::variants::variants;
 use assay_mosaic_interpreter::{self as interpret, HostArray, MosaicOptions, MosaicUnits, TpuCore};
 use assay_programs::{ANY_TPU, LossProgram, NamedArray, Programs, StructuredSpec, TileMachine, TpuKernel};
 use assay_suites::supported::recipe;
@@ -75,121 +71,39 @@ impl<'p> Around<'p> {
             let columns = |columns: usize| format!("{{value = {columns} : i32}}");
             kernel.text = kernel.text.replace(&columns(self.shape.vocab), &columns(self.shape.vocab + 1));
         }
-        let named = |array: &str| &kernel.operands.iter().find(|operand| operand.name == array).unwrap().columns;
-        let numbers = self.numbers_of_one_pass(named("numbers"));
-        let tokens = self.tokens_of_one_pass(named("tokens"));
-        let logits = logits_bytes(&self.problem.logits);
-        let outputs = run(
-            kernel,
-            self.on(machine),
-            &[
-                ("ids", self.ids()),
-                ("numbers", numbers),
-                ("logits", logits),
-                ("tokens", tokens),
-                ("column_bias", column_bias(self.spec, self.problem)),
-            ],
-        )?;
-        let results = PerToken::new(&outputs[1], &kernel.results[1].columns);
-        let of = |name: &'static str| {
-            let results = &results;
-            move |token: usize| results.at(name, token)
-        };
-        let reduced = if kernel.results[1].columns.contains(&"reduced") { "reduced" } else { "token_loss" };
-        Ok(self.candidate(of("logp"), of("entropy"), [&of("token_loss"), &of(reduced)], &outputs[0]))
+        let named = |array: &str| kernel.operands.iter().find(|operand| operand.name == array).unwrap().columns.clone();
+        let results = kernel.results[1].columns.clone();
+        let columns = OnePassColumns { numbers: named("numbers"), tokens: named("tokens"), results };
+        self.one_pass_with(&columns, |arrays| run(kernel, self.on(machine), arrays))
     }
 
-    /// For plain PPO-clip: the derivative of a token's loss is not the kernels' here.
     fn two_pass(&self, machine: TileMachine) -> Result<Candidate, String> {
         let dtype = self.problem.logits.dtype();
         let [statistics, dlogits] = &kernels("tile-two-pass", self.spec, self.shape, dtype, machine)[..] else {
             panic!("two kernels")
         };
-        let inverse = self.spec.temperature.number().map_or(f64::NAN, f64::recip);
-        let numbers = statistics.operands.iter().find(|operand| operand.name == "softmax_numbers");
-        let numbers = numbers.map_or(&[][..], |operand| &operand.columns);
-        // The softmaxes are of what logits become, times this.
-        let rate = number(self.spec, "logp_rate");
-        let shared = vec![
-            ("inverse_temperature", f32_bytes([inverse])),
-            ("softmax_numbers", f32_bytes(numbers.iter().map(|name| number(self.spec, name)))),
-            ("column_bias", column_bias(self.spec, self.problem)),
-            ("target_bias", f32_bytes(target_bias(self.spec, self.problem))),
-            ("rate", self.rates()),
-            ("columns", bytes_of([(self.shape.vocab as i32).to_le_bytes()])),
-            ("logits", logits_bytes(&self.problem.logits)),
-            ("ids", self.ids()),
-        ];
-        let outputs = run(statistics, self.on(machine), &shared)?;
-        let sums = PerToken::new(&outputs[0], &statistics.results[0].columns);
-        let two = self.two_softmaxes();
-        let softmax = |token: usize, names: [&str; 2], inverse: f64| {
-            let gap = (sums.at("max", token) - sums.at("target_logit", token)) * inverse;
-            let (others, target) = (sums.at(names[0], token), (-gap).exp());
-            let sum = others + target;
-            let weighted = -std::f64::consts::LN_2 * sums.at(names[1], token);
-            let mean_gap = (weighted + if target == 0.0 { 0.0 } else { target * gap }) / sum;
-            Softmax { gap, others, sum, log_sum: (others + (target - 1.0)).ln_1p(), mean_gap }
+        let named = |array: &str| dlogits.operands.iter().find(|operand| operand.name == array);
+        let columns = TwoPassColumns {
+            softmax_numbers: named("softmax_numbers").map_or(vec![], |operand| operand.columns.clone()),
+            statistics: statistics.results[0].columns.clone(),
+            scales: named("scales").unwrap().columns.clone(),
         };
-        let of_entropy = |token| softmax(token, ["others", "weighted"], self.rate(token));
-        let of_logp =
-            |token| if two { softmax(token, ["logp_others", "logp_weighted"], rate) } else { of_entropy(token) };
-        let logp = |token: usize| {
-            let Softmax { gap, log_sum, .. } = of_logp(token);
-            -(gap + log_sum) * if two { self.inverse(token) } else { 1.0 }
-        };
-        let entropy = |token: usize| of_entropy(token).log_sum + of_entropy(token).mean_gap;
-        let loss_and_grad = |token: usize| {
-            if self.spec.objective == Objective::PolicyGradient {
-                let a = self.advantage(token);
-                return (-a * logp(token), -a);
-            }
-            let Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, .. }) = self.spec.objective else {
-                unreachable!("only PPO-clip and policy gradients are drawn")
-            };
-            let old = if self.spec.old_logp == OldLogp::Given {
-                self.token(self.problem.old_logp.as_ref(), token)
-            } else {
-                logp(token)
-            };
-            let (ratio, a) = ((logp(token) - old).exp(), self.advantage(token));
-            let clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high);
-            if clipped * a < ratio * a { (-clipped * a, 0.0) } else { (-ratio * a, -ratio * a) }
-        };
-        let scales = &dlogits.operands.iter().find(|operand| operand.name == "scales").unwrap().columns;
-        let scales = per_token(scales, self.tokens(), |name, token| {
-            let (policy, bonus) = (of_logp(token), of_entropy(token));
-            let factor = self.weight(token) * loss_and_grad(token).1 * self.rate(token);
-            let bonus_factor = self.entropy_weight(token) * self.rate(token) / bonus.sum;
-            match name {
-                "max" => sums.at("max", token),
-                "share" => -factor / policy.sum,
-                "others" => policy.others,
-                "mask" => f64::from(u8::from(self.mask[token])),
-                "bonus" => bonus_factor,
-                "mean_gap" => bonus.mean_gap,
-                other => panic!("{other}: not known here"),
-            }
-        });
-        let mut given = shared;
-        given.push(("scales", scales));
-        let outputs = run(dlogits, self.on(machine), &given)?;
-        let loss = |token| loss_and_grad(token).0;
-        Ok(self.candidate(logp, entropy, [&loss, &loss], &outputs[0]))
+        self.two_pass_with(&columns, 1, |pass, arrays| {
+            run(if pass == Pass::Statistics { statistics } else { dlogits }, self.on(machine), arrays)
+        })
     }
-}
-
-struct Softmax {
-    gap: f64,
-    others: f64,
-    sum: f64,
-    log_sum: f64,
-    mean_gap: f64,
 }
 
 /// Garbage at masked tokens that is no number in f64 arithmetic here is no business of the kernels.
 fn check(id: &str, spec: &LossSpec, recipe: &Recipe, machine: TileMachine) -> Result<(), String> {
     check_by(MosaicUnits::Host, id, spec, recipe, machine)
+}
+
+/// Checks the kernels of one pass and of two.
+fn check_both(spec: &LossSpec, recipe: &Recipe) {
+    for id in ["tile-one-pass", "tile-two-pass"] {
+        check(id, spec, recipe, ANY_TPU).unwrap_or_else(|failure| panic!("{failure}"));
+    }
 }
 
 /// The same by other units than the host's.
@@ -214,25 +128,14 @@ fn check_by(
     Ok(())
 }
 
-/// A target that no column can be has `logp` −∞, in every dtype: what stands for −∞ while a row is walked is another number in each.
 #[test]
-fn all_outputs_text_of_targets_at_minus_infinity_match_reference() {
-    let spec = LossSpec { entropy_coef: 0.02, ..LossSpec::default() };
-    for dtype in Dtype::KERNEL {
-        for (shape, seed) in [([2, 5, 131], 3), ([1, 12, 2049], 5)] {
-            let regime = Regime::TargetHoles;
-            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.1, masked_garbage: true };
-            assert!(impossible_targets(&recipe.problem(&spec).unwrap(), &spec) > 0, "{recipe:?} shows nothing");
-            for id in ["tile-one-pass", "tile-two-pass"] {
-                check(id, &spec, &recipe, ANY_TPU).unwrap();
-            }
-        }
-    }
+fn minus_infinity_targets_match_reference() {
+    claims::expect_targets_at_minus_infinity(|_, spec, recipe| check_both(spec, recipe));
 }
 
 /// The emitter and the interpreter may share a mistake about a TPU's units, not about all that are within eight ulp (`OFF_ULP`).
 #[test]
-fn all_outputs_text_by_units_that_are_off_either_way_match_reference() {
+fn units_off_either_way_match_reference() {
     let specs = [LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() }, LossSpec::default()];
     for units in [MosaicUnits::Above, MosaicUnits::Below] {
         for (i, regime) in Regime::FINITE.into_iter().enumerate() {
@@ -275,7 +178,7 @@ fn certain_targets(gaps: &[f32]) -> (Problem, Vec<f64>) {
 /// The other columns hold `255·e^−x` of the target's weight: logp is minus the logarithm of 1 and that, which a logarithm that is off by
 /// a fixed amount near 1 loses. Of 128 units in the last place exponents take a half, rounded times log₂e, and units eight each.
 #[test]
-fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
+fn logp_of_certain_targets_by_units_off_is_right() {
     let gaps = [6.0_f32, 7.0, 9.0, 12.0, 16.0, 20.0];
     let (problem, logp_of) = certain_targets(&gaps);
     let spec = LossSpec::default();
@@ -293,7 +196,7 @@ fn logp_of_certain_targets_is_right_by_units_that_are_off_either_way() {
 /// A policy that has hardly moved: the gradient of `e^d − d − 1` is `1 − e^d`, which an exponential that is off by a part of 1 loses where
 /// the difference `d` is small. The target is all but certain, so that `d` itself is exact, and nothing else has a gradient.
 #[test]
-fn k3_of_small_differences_is_right_by_units_that_are_off_either_way() {
+fn k3_of_small_differences_by_units_off_is_right() {
     let differences = [1e-4_f32, -1e-4, 3e-3, -3e-3, 0.1, -0.1, 0.4, -0.4, 0.7, -0.7, 3.0, -3.0];
     let (problem, logp_of) = certain_targets(&[20.0; 12]);
     let ref_logp = Array2::from_shape_fn((1, 12), |(_, token)| f64::from(differences[token]));
@@ -315,7 +218,7 @@ fn k3_of_small_differences_is_right_by_units_that_are_off_either_way() {
 
 /// The kernel whose text says that the array has one column more than it has: its edge is poison, and shows.
 #[test]
-fn nonfinite_outputs_of_a_text_that_reads_a_column_past_the_edge() {
+fn column_past_the_edge_makes_outputs_nan() {
     let spec = LossSpec::default();
     let recipe = Recipe {
         shape: [1, 5, 130],
@@ -341,13 +244,13 @@ proptest! {
     #![proptest_config(cases::config(48))]
 
     #[test]
-    fn all_outputs_one_pass_text_any_spec_match_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
+    fn one_pass_any_spec_matches_reference(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let spec = token_by_token(spec);
         check("tile-one-pass", &spec, &recipe, ANY_TPU).map_err(TestCaseError::fail)?;
     }
 
     #[test]
-    fn all_outputs_two_pass_text_any_spec_match_reference(
+    fn two_pass_any_spec_matches_reference(
         spec in cases::any_ppo_spec(),
         changed in proptest::option::of(cases::changed_logits()),
         recipe in cases::any_recipe(),
@@ -361,7 +264,7 @@ proptest! {
 /// What becomes of logits, in blocks of rows, chunks of several trips and several windows, of which some have no column in the support:
 /// a cap, a bias, columns that are left out, and a target among them that is put back.
 #[test]
-fn all_outputs_text_of_changed_logits_match_reference() {
+fn softcap_bias_and_support_match_reference() {
     let capped = LogitsTransform { scale: 0.5, softcap: Some(5.0), bias: true };
     let turned = LogitsTransform { scale: -1.7, softcap: None, bias: false };
     let of_first = Support { vocab: Some(100), excluded_ids: vec![0, 3, 64], keep_sampled: true };
@@ -381,71 +284,24 @@ fn all_outputs_text_of_changed_logits_match_reference() {
     }
 }
 
-/// Columns outside the support hold NaN and infinities, and have gradients of exactly 0.
 #[test]
-fn columns_outside_the_support_are_0_whatever_they_hold() {
-    let support = Support { vocab: Some(60), excluded_ids: vec![7], ..Support::default() };
-    for softcap in [None, Some(4.0)] {
-        let logits = LogitsTransform { softcap, ..LogitsTransform::default() };
-        let spec = LossSpec { logits, support: support.clone(), entropy_coef: 0.01, ..LossSpec::default() };
-        let recipe = Recipe {
-            shape: [1, 3, 131],
-            dtype: Dtype::F32,
-            regime: Regime::Normal,
-            seed: 4,
-            old_logp_noise_scale: 0.1,
-            masked_garbage: false,
-        };
-        let mut problem = recipe.problem(&spec).unwrap();
-        let FloatArray::F32(logits) = &mut problem.logits else { unreachable!("asked for f32") };
-        let outside = |j: usize| j == 7 || j >= 60;
-        for ((_, _, j), x) in logits.indexed_iter_mut().filter(|((_, _, j), _)| outside(*j)) {
-            *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][j % 3];
-        }
-        let known = Known::of(&spec, &problem).unwrap();
-        for id in ["tile-one-pass", "tile-two-pass"] {
-            let around = Around::new(&spec, &problem);
-            let candidate =
-                if id == "tile-one-pass" { around.one_pass(ANY_TPU) } else { around.two_pass(ANY_TPU) }.unwrap();
-            let FloatArray::F32(dlogits) = &candidate.gradient else { unreachable!("as the logits") };
-            let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));
-            assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
-            assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
-            let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
-            assert!(known.failures(&judged, id, "cargo test --test kernels mosaic::").is_empty(), "{id} {softcap:?}");
-        }
-    }
+fn support_excluded_columns_have_no_gradient() {
+    claims::expect_zeros_outside_the_support("tile", 4, |_, spec, problem| {
+        let around = Around::new(spec, problem);
+        vec![("tile-one-pass", around.one_pass(ANY_TPU).unwrap()), ("tile-two-pass", around.two_pass(ANY_TPU).unwrap())]
+    });
 }
 
-/// Every named choice of a spec that the one-pass kernel computes, alone.
 #[test]
-fn all_outputs_one_pass_text_every_variant_match_reference() {
-    let all = LossProgram::all();
-    let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
-    let (mut judged, mut forms) = (0, std::collections::BTreeSet::new());
-    for (i, variant) in variants().into_iter().enumerate() {
-        let shape = Shape { batch: 3, tokens: 4, vocab: 33 };
-        let around_here = token_by_token(variant.spec.clone()) == variant.spec;
-        if one_pass.supports(&variant.spec, shape, Dtype::F32, 1).is_ok() && around_here {
-            let recipe = Recipe {
-                shape: [3, 4, 33],
-                dtype: Dtype::F32,
-                regime: Regime::FINITE[i % Regime::FINITE.len()],
-                seed: i as u64,
-                old_logp_noise_scale: 0.3,
-                masked_garbage: true,
-            };
-            check("tile-one-pass", &variant.spec, &recipe, ANY_TPU).unwrap();
-            judged += 1;
-            forms.insert(format!("{:?}", std::mem::discriminant(&variant.spec.objective)));
-        }
-    }
-    assert!(judged > 55 && forms.len() == 13, "{judged} variants of {} objectives", forms.len());
+fn one_pass_every_variant_matches_reference() {
+    claims::expect_every_variant("tile-one-pass", |_, spec, recipe| {
+        check("tile-one-pass", spec, recipe, ANY_TPU).unwrap();
+    });
 }
 
 /// Specs among which every two choices that shape the kernel meet.
 #[test]
-fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
+fn one_pass_every_pair_of_structures_matches_reference() {
     let all = LossProgram::all();
     let one_pass = all.iter().find(|implementation| implementation.id() == "tile-one-pass").unwrap();
     for (i, spec) in covering::pairs(&|spec, shape| one_pass.supports(spec, shape, Dtype::F32, 1).is_ok())
@@ -461,37 +317,18 @@ fn all_outputs_one_pass_text_every_pair_of_structures_match_reference() {
 }
 
 #[test]
-fn logp_and_entropy_text_by_given_cotangents_match_reference() {
-    for (seed, entropy, temperature) in [(1, true, Temperature::Given), (2, false, 0.7.into())] {
-        let spec = LossSpec { temperature, ..LossSpec::from_cotangents(entropy) };
-        for (dtype, regime) in
-            [(Dtype::F32, Regime::Confident), (Dtype::Bf16, Regime::Holes), (Dtype::F16, Regime::Sampled)]
-        {
-            let (shape, old_logp_noise_scale) = ([2, 3, 1031], 0.3);
-            let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage: true };
-            for id in ["tile-one-pass", "tile-two-pass"] {
-                check(id, &spec, &recipe, ANY_TPU).unwrap_or_else(|failure| panic!("{failure}"));
-            }
-        }
-    }
+fn given_cotangents_match_reference() {
+    claims::expect_given_cotangents(0.3, check_both);
 }
 
 #[test]
-fn all_outputs_text_awkward_shapes_match_reference() {
-    let spec = LossSpec { entropy_coef: 0.02, temperature: 0.8.into(), ..LossSpec::default() };
-    for (shape, regime) in SHAPES.into_iter().zip(Regime::FINITE.into_iter().cycle()) {
-        for dtype in Dtype::KERNEL {
-            let recipe = Recipe { shape, dtype, regime, seed: 7, old_logp_noise_scale: 0.1, masked_garbage: true };
-            for id in ["tile-one-pass", "tile-two-pass"] {
-                check(id, &spec, &recipe, ANY_TPU).unwrap();
-            }
-        }
-    }
+fn awkward_shapes_match_reference() {
+    claims::expect_awkward_shapes(&SHAPES, check_both);
 }
 
 /// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
 #[test]
-fn all_outputs_text_for_a_lesser_core_match_reference() {
+fn lesser_core_outputs_match_reference() {
     let machine = TileMachine::tpu(7 << 20, false);
     let recipe = Recipe {
         shape: [1, 40, 9001],
@@ -509,7 +346,7 @@ fn all_outputs_text_for_a_lesser_core_match_reference() {
 
 /// What a kernel says that it needs of VMEM is what the interpreter counts.
 #[test]
-fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
+fn vmem_of_one_byte_less_is_refused() {
     let spec = LossSpec::default();
     for dtype in Dtype::KERNEL {
         for id in ["tile-one-pass", "tile-two-pass"] {
@@ -536,7 +373,7 @@ fn a_core_with_a_byte_less_than_a_kernel_needs_refuses_it() {
 /// libtpu gives a kernel the window of an input that is in VMEM as a part of that array: a store to it beyond the
 /// array's last row would be one to whatever is next to it.
 #[test]
-fn written_input_windows_are_of_operands_in_hbm() {
+fn hbm_is_asked_for_operands_that_are_written() {
     let spec = LossSpec::default();
     let shape = Shape { batch: 1, tokens: 40, vocab: 300 };
     let mut written = 0;

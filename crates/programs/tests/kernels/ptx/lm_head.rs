@@ -1,6 +1,6 @@
 //! The kernels that an LM head's program calls in its loop, on chunks of logits whose products are made here, in f64.
 
-use super::kernels::Around;
+use super::harness::Around;
 use assay_core::implementation::Given;
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, HeadCandidate, HeadForm, HeadGradient, HeadLayout, HeadProblem, Problem,
@@ -68,7 +68,7 @@ fn with_gradients(problem: &HeadProblem, candidate: Candidate) -> HeadCandidate 
 /// Chunks of eight tokens of eighteen, the last not full: by one pass where a row stays whole on a chip that has clusters, by two
 /// elsewhere, and where the tokens of a sequence share a ratio.
 #[test]
-fn gradients_of_an_lm_head_by_chunks_match_reference() {
+fn lm_head_gradients_by_chunks_match_reference() {
     let plain = LossSpec::default();
     let bonus = LossSpec {
         entropy_coef: 0.02,
@@ -129,7 +129,7 @@ fn gradients_of_an_lm_head_by_chunks_match_reference() {
 
 /// The text calls the kernels that are said to be its own, in place, on a chunk's logits and never on all.
 #[test]
-fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
+fn lm_head_program_calls_its_kernels_on_a_chunk() {
     let sequence = LossSpec { ratio: sequence(), ..LossSpec::default() };
     let shape = "1x8192x4096x151936".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
@@ -158,7 +158,7 @@ fn the_program_of_an_lm_head_calls_its_kernels_on_a_chunk() {
 }
 
 #[test]
-fn an_lm_head_for_gpus_is_refused_elsewhere() {
+fn lm_head_for_gpus_is_refused_elsewhere() {
     let shape = "1x8x16x64".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
     let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
