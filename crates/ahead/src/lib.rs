@@ -3,7 +3,7 @@
 //! | target | compilers | facts | lower bounds on one run |
 //! |---|---|---|---|
 //! | [`tpu`] | libtpu | memory, the final VLIW program of every kernel, HBM bytes | cycles, HBM, links between chips |
-//! | [`gpu`] | XLA's CUDA plugin, `ptxas`, `nvdisasm` | memory, registers, spills, HBM bytes, instructions by pipe | HBM, the busiest pipe |
+//! | [`gpu`] | the CUDA plugin, `ptxas`, `nvdisasm` | memory, registers, spills, HBM bytes, instructions by pipe | HBM, busiest pipe |
 //!
 //! The two targets do not depend on each other. They share the [request](CompileRequest), the [error](AheadError) and the account of
 //! [`traffic`], the bytes that an optimized HLO moves through HBM. A plugin runs in a child process (`assay_pjrt::compile_worker`),

@@ -316,7 +316,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), CompileWorkerError> {
     fs::write(path, bytes).map_err(failed("write", path))
 }
 
-/// Returns the last lines of a file, or the reason why there are none.
+/// Returns the last lines of a file, or why it cannot be read.
 fn last_lines(path: &Path) -> String {
     let read = || -> io::Result<String> {
         let mut file = File::open(path)?;

@@ -339,7 +339,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
         let (weights, uncounted) = weighed(&once, &trips);
         assert_eq!(weights, [1.0, 1.0, 4.0, 4.0, 4.0, 1.0].map(|times| times * warps));
         assert!(uncounted.is_empty(), "{uncounted:?}");
-        // Unrolled: two rounds in one and one for what is left over; or all four, one after another.
+        // Unrolled: two rounds in one and one for the remaining rounds; or all four, one after another.
         let twice = [&once[..4], &[of(56, "MUFU.EX2", inside, None)], &once[4..5], &[of(80, "MUFU.EX2", inside, None)]];
         let (weights, _) = weighed(&twice.concat(), &trips);
         assert_eq!(weights, [1.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0].map(|times| times * warps));

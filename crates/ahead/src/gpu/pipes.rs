@@ -11,7 +11,8 @@
 //! | `lsu` | loads, stores, copies, shuffles, reads of special registers |
 //! | `shared` | bytes that instructions read of shared memory and write to it; conflicts of banks, and what copies write, are left out |
 //!
-//! The pipes are those of Nsight Compute's documentation ("Pipelines"); the rates are [`GpuRates`](super::target::GpuRates). Branches, barriers, waits, constants
+//! The pipes are those of Nsight Compute's documentation ("Pipelines"); the rates are [`GpuRates`](super::target::GpuRates). Branches,
+//! barriers, waits, constants
 //! and the uniform data path count as `issue` alone. So do unknown instructions, which are reported by name.
 
 use super::target::{GpuChip, ISSUED, SHARED_BYTES_A_CLOCK, WARP};

@@ -366,7 +366,7 @@ impl ThreadTracer<'_> {
             }
             counts[at] += 1;
             at += 1;
-            // An unknown guard is `None`: the instruction may run or not.
+            // `None` means that the guard is unknown: the instruction may run or not.
             let guard = instruction
                 .guard
                 .map_or(Some(true), |(register, negated)| registers[register].map(|value| (value != 0) != negated));
@@ -542,7 +542,7 @@ impl TripCounts {
     /// Counts one launch of `kernel`.
     ///
     /// # Errors
-    /// [`AheadError::Malformed`] where the text is not understood, or a thread comes to no end.
+    /// [`AheadError::Malformed`] where the text is not understood, or a thread does not end.
     pub(crate) fn count(kernel: &PtxKernel) -> Result<Self, AheadError> {
         // A few clusters represent the grid: at most `CLUSTERS`, evenly spread.
         let program = TracedProgram::parse(kernel)?;

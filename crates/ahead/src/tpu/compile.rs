@@ -172,7 +172,7 @@ impl TpuCompiler {
         }
         // The dumps have one launch of each kernel; HLO has the number of launches.
         let uncounted = traffic.launch(&mut kernels);
-        // What is computed beside a collective hides it, so the links need the time of every other instruction.
+        // Computing hides the collectives that it overlaps with, so the links need the time of every other instruction.
         let chip = target.chip;
         let took = |name: &str| {
             let kernel = kernels.iter().find(|kernel| kernel.name == name);

@@ -203,7 +203,7 @@ impl<'t> OverlapWindow<'t> {
 }
 
 impl Collective {
-    /// Returns the least bytes that leave the devices marked in `within`, and that come to them.
+    /// Returns the least bytes that leave and that reach the devices marked in `within`.
     fn crossing(&self, within: &[bool]) -> [f64; 2] {
         let is_within = |device: &usize| within.get(*device).copied().unwrap_or(false);
         let bytes = self.bytes as f64;
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(stalls(vec![x(&["short"])]), 7.0);
         assert_eq!(stalls(vec![x(&["long"])]), 0.0);
         assert_eq!(stalls(vec![x(&["short"]), x(&["long"])]), 7.0, "what the long one leaves is no help to the other");
-        // Between the ends of both stands one product, and the links are the same, or others.
+        // Both overlap with one product; the links are the same, or different ones.
         assert_eq!(stalls(vec![x(&["long"]), x(&["long"])]), 8.0);
         assert_eq!(stalls(vec![x(&["long"]), y(&["long"])]), 0.0);
         assert_eq!(stalls(vec![x(&["short"]), y(&["short"])]), 7.0);

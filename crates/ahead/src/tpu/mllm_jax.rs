@@ -81,7 +81,7 @@ pub const MEASUREMENTS: [MllmJaxMeasurement; 6] = [
     },
 ];
 
-/// Returns the measurement of `program` at this shape and dtype on this target; `None` if there is none.
+/// Returns the measurement of `program` at this shape and dtype on this target; `None` without one.
 pub fn find(
     program: &str,
     target: &TpuTarget,

@@ -120,7 +120,7 @@ fn figures(row: &Compiled) -> String {
 fn row_of_head(table: &mut String, row: &Compiled) {
     let Memory { temp_bytes, peak_bytes, .. } = row.memory;
     let bound = &row.bound;
-    // Beside what is like it: the baseline of the record, or its kernel.
+    // Each program is compared with its counterpart in the record: the baseline, or the kernel.
     let (recorded, ratio) = match &row.recorded {
         Some(baseline) if row.implementation == HEAD_BASELINE => (Some(&baseline.recorded), Some(baseline.ratio)),
         _ => (row.recorded_kernel.as_ref().filter(|_| row.implementation == "tile-lm-head"), None),

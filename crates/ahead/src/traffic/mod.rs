@@ -130,7 +130,7 @@ impl Traffic {
 /// Reads the name and the text of the optimized HLO that a compiler left in `folder`, in a file whose name ends with `suffix`.
 ///
 /// # Errors
-/// [`AheadError::Malformed`] if there is none, [`AheadError::Io`] if it cannot be read.
+/// [`AheadError::Malformed`] if the file is missing, [`AheadError::Io`] if it cannot be read.
 pub fn read_optimized(folder: &Path, suffix: &str) -> Result<(String, String), AheadError> {
     // `module_0000.…` is the program; later modules are parts of it that were compiled separately, for the SparseCore.
     let module = sorted_names(folder)?.into_iter().find(|name| name.ends_with(suffix));

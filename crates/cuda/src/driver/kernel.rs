@@ -106,7 +106,7 @@ impl CudaContext {
         // Shared memory must be requested before the driver is asked how many CTAs have room.
         let static_shared = loaded.ask_for_shared_memory(&current)?;
         loaded.assembled = loaded.answers(&current, static_shared);
-        // A slice of a device may have no group of multiprocessors that is large enough. A driver that does not tell is given the benefit of the doubt.
+        // A slice of a device may have no group of multiprocessors that is large enough. An older driver may not know the answer.
         if loaded.assembled.clusters == Some(0) {
             let PtxKernel { name, cluster, .. } = &loaded.kernel;
             let shared = static_shared + loaded.kernel.shared_bytes;
@@ -125,7 +125,7 @@ impl CudaContext {
         let mut options = [ERROR_LOG, ERROR_LOG_BYTES];
         let mut values = [log.as_mut_ptr().cast(), ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
         let mut module = ptr::null_mut();
-        // SAFETY: the text ends in 0; options and values have the length that is passed, and they, the log and the handle are alive over the call.
+        // SAFETY: the text ends in 0; options and values have the length that is passed; all of it, the log and the handle live over the call.
         let status = unsafe {
             (driver.table.load)(
                 &raw mut module,
@@ -196,7 +196,7 @@ impl LoadedKernel {
         Ok(fixed)
     }
 
-    /// Collects the driver's figures of the function. A figure that the driver does not know is `None`.
+    /// Collects the driver's figures of the function. `None` marks a figure that the driver does not know.
     fn answers(&self, current: &CurrentContext, static_shared_bytes: u32) -> AssembledKernel {
         let driver = current.driver;
         let PtxKernel { name, block: [x, y, z], cluster, shared_bytes, .. } = &self.kernel;

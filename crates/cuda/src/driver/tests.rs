@@ -178,7 +178,7 @@ fn cluster_at_odds_with_the_text_is_refused() {
         let error = KernelCall { kernel: &loaded, inputs: vec![], outputs: vec![&array] }.launch().unwrap_err();
         assert!(error.to_string().starts_with("launch ranks: CUDA_ERROR_INVALID_CLUSTER_SIZE"), "{error}");
     }
-    // Asked for room for clusters that its text does not have, the driver says that there is none.
+    // Asked for room for clusters that its text does not have, the driver reports no room.
     fake.set("");
     let error = context.load(PtxKernel { cluster: 2, ..ranks(4, 4) }).err().unwrap();
     assert!(matches!(error, CudaError::NoRoom { cluster: 2, .. }), "{error}");

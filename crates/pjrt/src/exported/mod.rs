@@ -6,7 +6,7 @@
 //! shape = [2, 5, 1031]             # [B, T, V] that it was exported for
 //! devices = 1                      # the default
 //!
-//! [spec]                           # the loss it computes; what is left out has its default
+//! [spec]                           # the loss it computes; a missing field has its default
 //! reduction = "token_mean"
 //!
 //! [[input]]                        # in the program's order
@@ -42,9 +42,9 @@
 //! | `dlogits` | `[B,T,V]` | the same |
 //! | `logp`, `entropy`, `token_loss`, each optional | `[B,T]` | the same |
 //!
-//! A program for several devices is one that XLA partitions, as `jax.export` writes it, or with `devices_are = "replicas"` what each of them
-//! runs. Inputs and outputs are whole on every device, or say `cut = "B"`, `"T"` or `"V"`: along that axis device `d` of `n` has the part `d`
-//! of `n` equal ones. What is whole must be the same on all devices.
+//! A program for several devices is one that XLA partitions, as `jax.export` writes it, or with `devices_are = "replicas"` the program
+//! that each device runs. Inputs and outputs are whole on every device, or have `cut = "B"`, `"T"` or `"V"`: along that axis device `d`
+//! of `n` has part `d` of `n` equal ones. Whole outputs must be the same on all devices.
 //!
 //! Packed sequences are as many as `sequences` says; advantages of sequences are then `[S]`.
 //!

@@ -24,7 +24,7 @@ const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_lev
 /// The time that a run may take unless the environment says otherwise.
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
 
-/// Returns the limit `given` in seconds, or [`TIME_LIMIT`] if there is none.
+/// Returns the limit `given` in seconds, or [`TIME_LIMIT`] without one.
 fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
     let Some(given) = given.filter(|given| !given.is_empty()) else { return Ok(TIME_LIMIT) };
     let seconds = given.parse().ok().filter(|&seconds| seconds > 0);

@@ -29,7 +29,7 @@ const LOG_LEVEL: &str = "TF_CPP_MIN_LOG_LEVEL";
 pub fn quiet_plugins() {
     let alone = fs::read_dir("/proc/self/task").is_ok_and(|tasks| tasks.count() == 1);
     if alone && env::var_os(LOG_LEVEL).is_none() {
-        // SAFETY: no other thread can be reading the environment, for there is none.
+        // SAFETY: no other thread can be reading the environment, because this is the only thread.
         unsafe { env::set_var(LOG_LEVEL, "3") };
     }
 }
