@@ -143,7 +143,7 @@ fn what_does_not_fit_is_refused() {
     assert_refused(&args, &["candidate `loss`: not given, expected it: only logp and entropy by themselves have none"]);
 
     std::fs::write(&loss, "dentropy: true\nentropy_coef: 0.1\n").unwrap();
-    let both = ["`dentropy`: got true, expected false beside an `entropy_coef`"];
+    let both = ["`dentropy`: got true, expected false with an `entropy_coef`"];
     assert_refused(&["spec", "--spec", &loss], &both);
     assert_eq!(assay(&["generate", "--logp", "--spec", &loss, "--shape", "1x1x2", "-o", &candidate]).code, 2);
 }
