@@ -536,9 +536,9 @@ def test_packed_sequences_that_do_not_fit_are_refused_by_name() -> None:
             assay.torch.grpo_loss(logits, **{**given(rows), **more}, spec=rows.spec)
         return str(error.value)
 
-    laid = "several rows one after another, their ends counted on"
+    concatenated = "concatenate several rows, and add their lengths to the ends"
     assert refused_rows(cu_seqlens=torch.tensor([0, 1, 4])).startswith("`mask`: got shape [2, 4], expected [1,N]")
-    assert laid in refused_rows(cu_seqlens=torch.tensor([0, 1, 4]))
+    assert concatenated in refused_rows(cu_seqlens=torch.tensor([0, 1, 4]))
     assert refused_rows(segment_ids=torch.ones(2, 4, dtype=torch.int64)).startswith("`segment_ids`: got shape [2, 4]")
     assert refused_rows(logits=rows.torch().logits[0]) == "`logits`: got shape [4, 33], expected [B,T,V], as `ids` are [B,T]"
     one = {name: given(rows)[name][0] for name in ("ids", "mask", "old_logp")}
