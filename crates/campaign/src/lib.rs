@@ -1,4 +1,4 @@
-//! A campaign: one kernel before many problems.
+//! Campaigns: one kernel is given many problems, and its failures are explained by their causes.
 //!
 //! ```text
 //! Deck ─▶ problems ─▶ KernelUnderTest ─▶ judge ─▶ failures ─▶ causes: shrunk, named, told what they compute ─▶ report

@@ -1,4 +1,4 @@
-//! Problems that failed, in files.
+//! Reads and writes the problems that failed in earlier campaigns.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,8 @@ use crate::subject::Subject;
 /// The metadata key under which a problem's file carries its spec, as JSON.
 pub(crate) const SPEC_KEY: &str = "spec";
 
-/// Writes a problem that failed; the same one has the same name.
+/// Writes a problem that failed. The name of the file depends on the cause and the extents only, so that a later
+/// campaign overwrites it.
 pub(crate) fn keep<P: Subject>(
     folder: &Path,
     name: &str,
@@ -31,7 +32,7 @@ pub(crate) fn keep<P: Subject>(
     Ok(path)
 }
 
-/// The problems in a folder, by name; nothing where there is no folder.
+/// Returns the problem files of a folder in order of name, and nothing if the folder does not exist.
 pub(crate) fn files(folder: &Path) -> Result<Vec<PathBuf>, CampaignError> {
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,

@@ -1,13 +1,13 @@
-//! A campaign's report as a terminal shows it.
+//! Formats a campaign's report for a terminal.
 
 use std::fmt::Write as _;
 
 use assay_schema::campaign::{Campaign, Cause, Coverage, Name, Power};
 
-/// Names that are listed, and counted beyond.
+/// The number of mutants that are named; the others are only counted.
 const LISTED: usize = 3;
 
-/// The whole report: every cause, what was covered, the score, and one line that says whether it passed.
+/// Formats the whole report: every cause, the coverage, the mutation score, and a final line with the verdict.
 pub fn text(campaign: &Campaign) -> String {
     let mut text = String::new();
     for cause in &campaign.causes {
@@ -47,6 +47,7 @@ fn total(campaign: &Campaign) -> String {
         line += "; no problem was judged";
     } else if coverage.with_gradient == 0 {
         line += "; no token had a gradient";
+        // A campaign that tested nothing must not read as a pass.
     }
     format!("{line}, {seconds:.1} s\n")
 }
@@ -58,6 +59,7 @@ fn write_cause(text: &mut String, word: &str, cause: &Cause) {
     let problems = if *cases == 1 { "problem" } else { "problems" };
     let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
     let _ = writeln!(text, "{word} {gate}: {cases} {problems}{alike}");
+    // First the extents of the failure, then its explanations, each on a line with its own label.
     let mut line = |name: &str, value: &str| {
         let _ = writeln!(text, "  {name:<9} {value}");
     };
