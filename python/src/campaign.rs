@@ -1,4 +1,4 @@
-//! [`Campaign`]: a function of Python's as the library's engine sees a kernel.
+//! Connects the campaign engine to a kernel that is a Python function.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -22,7 +22,7 @@ use assay::report::{Input, render};
 use assay::spec::LossSpec;
 use assay::worker::{Worker, WorkerError, WorkerLaunch};
 
-/// Between two lines of progress.
+/// The least time between two progress lines.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A problem of either kind, as Python is asked about it.
@@ -50,7 +50,7 @@ pub(crate) struct Campaign {
     spec: Spec,
 }
 
-/// What came of a campaign, as JSON and in words.
+/// The result of a campaign: its JSON, and its report as text.
 type Found = (String, String);
 
 #[pymethods]
@@ -155,17 +155,17 @@ impl Campaign {
     }
 }
 
-/// How a function is asked.
+/// The options of asking a function: which outputs are judged, on which device, and in whose memory.
 struct Question {
     spec: Spec,
-    /// The outputs that are judged; all where none are named.
+    /// The outputs that are judged; `None` for all.
     outputs: Option<Vec<String>>,
     device: Option<String>,
     inplace: bool,
 }
 
 impl Question {
-    /// Calls `function` with `problem` and reads what it returns.
+    /// Calls `function` with `problem` and reads the outputs that it returns.
     ///
     /// # Errors
     /// What it raises; `OutputError`; `InputMutated`.
@@ -176,16 +176,19 @@ impl Question {
         let asked = if *inplace { asked.with_writable_logits() } else { asked };
         let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
         let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
+        // A kernel must not write to its inputs: their checksums are compared before and after the call.
         let before = checksums();
         let answer = function.call1((asked.clone(),))?;
         let answer = match outputs {
             None => answer,
             Some(named) => chosen(&answer, named)?,
         };
+        // Read the outputs first: this waits for a framework that still computes, and may still write.
         let returned = Returned::of(&spec.loss, &**problem, &answer, false)?;
         if let Some(((name, _), _)) = before.iter().zip(checksums()).find(|(before, after)| *before != after) {
             return Err(error::input_mutated(py, name));
         }
+        // An output that is a view of an input would change with the next problem, and is refused.
         for (output, addresses) in returned.addresses(&**problem) {
             let shared = inputs().find(|Lent { block, .. }| {
                 let held = block.addresses();
@@ -200,7 +203,7 @@ impl Question {
     }
 }
 
-/// The outputs that are named.
+/// Selects the outputs that are named.
 fn chosen<'py>(answer: &Bound<'py, PyAny>, named: &[String]) -> PyResult<Bound<'py, PyAny>> {
     // What is no mapping is said where it is read.
     let Ok(mapping) = answer.cast::<PyMapping>() else { return Ok(answer.clone()) };
@@ -214,7 +217,7 @@ fn chosen<'py>(answer: &Bound<'py, PyAny>, named: &[String]) -> PyResult<Bound<'
     Ok(chosen.into_any())
 }
 
-/// A function, asked in this process.
+/// A function that is called in this process.
 struct Function {
     function: Py<PyAny>,
     question: Question,
@@ -238,10 +241,11 @@ impl<P: Asked> KernelUnderTest<P> for Function {
     }
 }
 
-/// What a call that raised comes to.
+/// Converts the exception of a call to the fault of a kernel.
 fn fault(py: Python<'_>, reason: &PyErr) -> Fault {
     let value = reason.value(py);
     let text = |name: &str| value.getattr(name).map_or_else(|_| String::new(), |text| text.to_string());
+    // An interruption and an unsupported problem are no failures of the kernel.
     if reason.is_instance_of::<PyKeyboardInterrupt>(py) {
         return Fault::Interrupted;
     }
@@ -255,8 +259,9 @@ fn fault(py: Python<'_>, reason: &PyErr) -> Fault {
     }
 }
 
-/// Where it was raised: the innermost frame.
+/// Returns the file and the line of the innermost frame, where the exception was raised.
 fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
+    // The innermost frame is the last of the linked list of frames.
     let mut frame = reason.traceback(py)?.into_any();
     while let Some(inner) = frame.getattr("tb_next").ok().filter(|inner| !inner.is_none()) {
         frame = inner;
@@ -265,7 +270,7 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
     Some(format!(" ({file}:{})", frame.getattr("tb_lineno").ok()?))
 }
 
-/// A worker, which Ctrl-C does not reach: between two questions it is looked whether somebody pressed it.
+/// A worker that can be interrupted: Ctrl-C does not reach its process, so signals are checked between two questions.
 struct Served(Worker);
 
 impl<P: Asked> KernelUnderTest<P> for Served
@@ -283,7 +288,8 @@ where
     }
 }
 
-/// In the process that a kernel has to itself: asks `function` about `problem`, and writes what it returns to `path`.
+/// Asks `function` about `problem` and writes the outputs to `path`. This runs in the process that has one kernel to
+/// itself.
 #[pyfunction]
 pub(crate) fn answer(
     py: Python<'_>,
@@ -313,7 +319,7 @@ fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
     Candidate { loss, gradient: P::own(&gradient), logp, logp_of_others, entropy, token_loss, metrics }
 }
 
-/// The project's report page of a campaign, whose JSON this is.
+/// Renders the report page of a campaign from its JSON.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
     let input = Input::of(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;

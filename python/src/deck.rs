@@ -1,4 +1,4 @@
-//! Problems that a campaign deals.
+//! Reads the options that describe a campaign's problems.
 
 use assay::campaign::{Deck, DeckShapes, HeadDeck};
 use assay::judge::generate::Regime;
@@ -6,15 +6,15 @@ use pyo3::prelude::*;
 
 use crate::error;
 
-/// What a campaign's problems are, as Python tells it.
+/// The decks of a campaign as Python describes them.
 pub(crate) struct Dealt {
     pub(crate) deck: Deck,
-    /// Of problems with an LM head.
+    /// The deck of problems with an LM head; `None` if the problems have logits.
     pub(crate) heads: Option<HeadDeck>,
 }
 
 impl Dealt {
-    /// The deck of `shapes`, as [`DeckShapes::read`] takes them, packed or not.
+    /// Makes the deck of `shapes`, as [`DeckShapes::read`] parses them, packed or not.
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
@@ -39,6 +39,7 @@ impl Dealt {
         }
         let (shapes, hidden) = DeckShapes::read(shapes).map_err(|reason| wrong(format!("shapes: {reason}")))?;
         deck.shapes = shapes;
+        // Extents `BxTxHxV` ask for an LM head by themselves.
         if !lm_head && hidden.is_empty() {
             return Ok(Self { deck, heads: None });
         }
@@ -49,7 +50,7 @@ impl Dealt {
         Ok(Self { deck, heads: Some(heads) })
     }
 
-    /// The same with so many problems, of this seed, the last `wide` with a large vocabulary.
+    /// Returns the decks with `cases` problems drawn from `seed`, of which the last `wide` have a large vocabulary.
     pub(crate) fn counted(mut self, cases: u64, wide: u64, seed: u64) -> Self {
         for deck in [&mut self.deck].into_iter().chain(self.heads.as_mut().map(|heads| &mut heads.deck)) {
             (deck.cases, deck.wide, deck.seed) = (cases, wide, seed);

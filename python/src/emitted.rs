@@ -17,7 +17,8 @@ use assay_algebra::structure::{DenominatorTokens, SpecNumber};
 struct Kernels {
     statistics: Emitted,
     gradient: Emitted,
-    /// What reads logits once, where a row and the loss of a token are all that the spec needs, and a row fits.
+    /// The kernel that reads logits once, for specs that need only a row and the loss of a token, and for rows that
+    /// fit.
     one_pass: Option<OnePass>,
 }
 
@@ -74,7 +75,7 @@ pub(crate) fn mosaic_kernels(
     })
 }
 
-/// The same for a GPU.
+/// Returns the GPU kernels for the logits that one device holds, as JSON.
 ///
 /// # Errors
 /// As there.

@@ -13,38 +13,38 @@ fn made<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArg
     made.map_or_else(|error| error, PyErr::from_value)
 }
 
-/// What is wrong with a spec.
+/// Returns the `SpecError` for a spec that is invalid.
 pub(crate) fn of_spec(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "SpecError", (reason.to_string(),))
 }
 
-/// What is wrong with a problem, its recipe or its file.
+/// Returns the `ProblemError` for a problem, a recipe or a file that is invalid.
 pub(crate) fn of_problem(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "ProblemError", (reason.to_string(),))
 }
 
-/// What is wrong with the output `field`.
+/// Returns the `OutputError` for an output `field` that is invalid.
 pub(crate) fn of_output(py: Python<'_>, field: &str, given: impl ToString, expected: impl ToString) -> PyErr {
     made(py, "OutputError", (field, given.to_string(), expected.to_string()))
 }
 
-/// A kernel that wrote to the input `field`.
+/// Returns the `InputMutated` error for a kernel that wrote to the input `field`.
 pub(crate) fn input_mutated(py: Python<'_>, field: &str) -> PyErr {
     let reason = format!("`{field}`: got other bytes after the call than before, expected an input that is only read");
     made(py, "InputMutated", (reason, field))
 }
 
-/// A kernel whose process ended, by the `signal` if one did.
+/// Returns the `KernelCrashed` error for a kernel whose process ended, with the `signal` if one ended it.
 pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString, signal: Option<i32>) -> PyErr {
     made(py, "KernelCrashed", (reason.to_string(), signal))
 }
 
-/// A kernel whose numbers are wrong.
+/// Returns the `KernelFailure` error for a kernel whose numbers are wrong.
 pub(crate) fn kernel_failed(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "KernelFailure", (reason.to_string(),))
 }
 
-/// What is of no class of its own.
+/// Returns an `AssayError`, for errors that have no class.
 pub(crate) fn other(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "AssayError", (reason.to_string(),))
 }
@@ -58,17 +58,19 @@ static COMPUTES: AtomicU32 = AtomicU32::new(0);
 /// In a process that was forked after the threads were started: it has none of them, and would wait for ever.
 pub(crate) fn apart<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
     let here = process::id();
+    // The first call records its process; a fork inherits the number, but not the threads.
     let first = COMPUTES.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).unwrap_or_else(|first| first);
     if first != 0 && first != here {
         let expected = "expected a process of its own: multiprocessing.get_context(\"spawn\")";
         return Err(other(py, format!("process: got a fork of process {first}, which had computed, {expected}")));
     }
+    // A panic must not unwind through the interpreter's C frames.
     py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|panic| {
         other(py, format!("a defect of grpo-assay's own, please report it: {}", words(panic.as_ref())))
     })
 }
 
-/// What a panic says.
+/// Returns the message of a panic.
 pub(crate) fn words(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")

@@ -22,10 +22,10 @@ use assay::spec::{LossSpec, OldLogp, Support};
 use assay_algebra::rollout::KernelInputs;
 use assay_algebra::structure::{Structure, TokenInput};
 
-/// What an input is that no argument is.
+/// The source of an input that is computed on the host before there are logits, and is not an argument.
 const SETTLED: &str = "settled";
 
-/// How the kernels are called for a spec.
+/// The plan of a loss on a GPU: which arrays its kernels read, and which numbers.
 #[derive(Serialize)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an answer, read by its name")]
 struct GpuPlan<'s> {
@@ -56,6 +56,7 @@ pub(crate) fn gpu_plan(py: Python<'_>, spec: &Spec, width: Option<usize>) -> PyR
     let spec = &*spec.loss;
     expect_computed(py, spec, width, true)?;
     let structure = Structure::from_spec(spec);
+    // Name the argument that each input of the kernels comes from, or mark it as computed on the host.
     let inputs: Vec<_> = structure.inputs().into_iter().map(|input| (input.name(), source(spec, input))).collect();
     // None of these is of a batch's extents.
     let numbers = softmax_numbers(structure).into_iter().map(|number| number.value_in(spec, [1, 1]) as f32).collect();
@@ -115,11 +116,11 @@ fn source(spec: &LossSpec, input: TokenInput) -> &'static str {
     }
 }
 
-/// Arrays by name, and where packed sequences end.
+/// The arrays of a batch by name, and the ends of its packed sequences.
 type OfBatch = (BTreeMap<&'static str, LentArray>, Option<Vec<usize>>);
 
-/// What is settled before there are logits `[B,T,V]`, from arrays in the host's memory: `mask`, the inputs, f64, and where sequences are
-/// packed `cu_seqlens`.
+/// Computes the inputs of a batch `[B,T,V]` that need no logits, from arrays in the host's memory: `mask` and the
+/// weights, in f64, and `cu_seqlens` if sequences are packed.
 ///
 /// # Errors
 /// `ProblemError` naming the first array that does not fit.
@@ -135,6 +136,7 @@ pub(crate) fn gpu_settled<'py>(
     let (settled, ends) = done(py, || {
         let op = given.op()?;
         let tokens_of = op.tokens().tokens();
+        // The arrays come from a user: check them against the extents before anything is computed.
         tokens_of.check(&given.spec, Shape { batch, tokens, vocab }).map_err(|reason| reason.to_string())?;
         let ends = match &tokens_of.extra.sequences {
             Sequences::Rows => None,

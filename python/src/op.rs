@@ -17,7 +17,7 @@ use assay::problem::{
 };
 use assay::spec::{LossSpec, Reduction};
 
-/// What a loss hands over: loss, logp, entropy, token loss, and the metrics in their order.
+/// The results of a loss: loss, logp, entropy, token loss, and the metrics in their order.
 type Evaluated = (f32, LentArray, LentArray, LentArray, LentArray);
 
 /// The arguments beside logits, or beside hidden states and head.
@@ -44,7 +44,8 @@ const OPTIONAL: [&str; 11] = [
 ];
 
 impl Given {
-    /// Of a dict of tensors by their names, and the number that a reduction by a given number takes.
+    /// Reads the arguments from a dict of tensors by name, and the number that a reduction by a given number divides
+    /// by.
     pub(crate) fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
         let py = arrays.py();
         let taken = |field: &'static str| {
@@ -64,6 +65,7 @@ impl Given {
         for field in OPTIONAL {
             optional.extend(taken(field)?.map(|array| (field, array)));
         }
+        // A given normalizer replaces the number in the spec, in a copy of it.
         let mut spec = Arc::clone(&spec.loss);
         if let Some(given) = normalizer {
             let Reduction::Normalizer(count) = &mut Arc::make_mut(&mut spec).reduction else {
@@ -98,7 +100,7 @@ impl Given {
     }
 }
 
-/// The derivatives by loss, logp and entropy. A cotangent that is not given, or of zeros, is none.
+/// The derivatives by loss, logp and entropy. A cotangent that is absent or zero is `None`.
 struct Sent {
     loss: f64,
     logp: Option<Array2<f64>>,
@@ -130,7 +132,7 @@ impl Sent {
     }
 }
 
-/// An array of this extension's, lent to be kept.
+/// Lends an array that this extension made.
 pub(crate) fn lent<T: Send + Sync + 'static, D: Dimension + 'static>(
     element: Element,
     array: Array<T, D>,
@@ -156,12 +158,13 @@ fn evaluated(evaluation: NativeOutputs) -> Evaluated {
     (loss, kept(logp), kept(entropy), kept(token_loss), kept(Array1::from_iter(metrics.map(|x| x as f32))))
 }
 
-/// Does `work` without the interpreter's lock; what it does not do is a `ProblemError`.
+/// Does `work` without the interpreter's lock, and raises its error as a `ProblemError`.
 pub(crate) fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
     error::apart(py, work)?.map_err(|reason| error::of_problem(py, reason))
 }
 
-/// Cumulative lengths `[S+1]` of sequences that are packed into a row, from those or from segment ids `[N]`. `mask` is `[N]`.
+/// Returns the cumulative lengths `[S+1]` of sequences packed into a row, from `cu_seqlens` or from segment ids `[N]`.
+/// `mask` is `[N]`.
 #[pyfunction]
 #[pyo3(signature = (mask, *, cu_seqlens=None, segment_ids=None))]
 pub(crate) fn op_sequences(
@@ -183,7 +186,7 @@ pub(crate) fn op_sequences(
     checked().map_err(|reason: ProblemError| error::of_problem(py, reason))
 }
 
-/// The loss of `logits`, without its gradient.
+/// Computes the loss of `logits` without its gradient.
 #[pyfunction]
 pub(crate) fn op_loss(
     py: Python<'_>,
@@ -197,7 +200,7 @@ pub(crate) fn op_loss(
     Ok(evaluated(evaluation))
 }
 
-/// The gradient of `logits`, into `dlogits`, or over the logits where these are `None`.
+/// Computes the gradient of `logits` into `dlogits`, or over the logits if that is `None`.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "they are the operation's")]
 pub(crate) fn op_gradient(
@@ -217,6 +220,7 @@ pub(crate) fn op_gradient(
     let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?;
     done(py, || {
         let op = given.op()?;
+        // Without memory for dlogits they overwrite the logits.
         let evaluation = match &mut dlogits {
             Some(dlogits) => op.gradient(&logits.lent(), dlogits.lent_mut()?, sent.cotangents()),
             None => op.gradient_in_place(logits.lent_mut()?, sent.cotangents()),
@@ -225,7 +229,7 @@ pub(crate) fn op_gradient(
     })
 }
 
-/// What logits are made of: hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it.
+/// Joins hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it, to the projection that gives the logits.
 fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) -> Result<ProjectionView<'t>, String> {
     Ok(ProjectionView {
         hidden: hidden.floats::<Ix3>("floats [B,T,H]")?,
@@ -235,7 +239,7 @@ fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) ->
     })
 }
 
-/// Hidden states and head, and how they are used.
+/// The arguments that the logits are the product of, with the kernel that multiplies them.
 struct Projected {
     hidden: Taken,
     lm_head: Taken,
@@ -256,12 +260,12 @@ impl Projected {
     }
 }
 
-/// Logp of several ids a token: the ids and, where they are differentiated, what their logp is differentiated for.
+/// The arguments for the log-probabilities of several ids per token, with their cotangents if they are differentiated.
 struct Gathered {
     spec: Arc<LossSpec>,
     ids: Taken,
     mask: Taken,
-    /// The cotangents with the other sign, `[B,T,K]`.
+    /// The cotangents with their sign inverted, `[B,T,K]`.
     advantages: Array3<f64>,
 }
 
@@ -312,7 +316,7 @@ impl Gathered {
     }
 }
 
-/// `[B,T,K]`.
+/// Joins the log-probabilities of all ids to one array `[B,T,K]`.
 fn logps(LogpEntropy { logp, logp_of_others, .. }: LogpEntropy) -> LentArray {
     kept(match logp_of_others {
         Some(others) => with_others(&logp, &others),
@@ -320,7 +324,7 @@ fn logps(LogpEntropy { logp, logp_of_others, .. }: LogpEntropy) -> LentArray {
     })
 }
 
-/// Logp of the ids of `logits`.
+/// Computes the log-probabilities of the ids under `logits`.
 #[pyfunction]
 pub(crate) fn op_gather_logp(
     py: Python<'_>,
@@ -333,7 +337,7 @@ pub(crate) fn op_gather_logp(
     done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string())).map(logps)
 }
 
-/// Its gradient by the logits, into `dlogits`.
+/// Computes the gradient of the log-probabilities by the logits, into `dlogits`.
 #[pyfunction]
 pub(crate) fn op_gather_logp_gradient(
     py: Python<'_>,
@@ -352,7 +356,7 @@ pub(crate) fn op_gather_logp_gradient(
     })
 }
 
-/// Logp of the ids, of the logits `hidden · lm_headᵀ`.
+/// Computes the log-probabilities of the ids under the logits `hidden · lm_headᵀ`.
 #[pyfunction]
 pub(crate) fn op_head_gather_logp(
     py: Python<'_>,
@@ -369,7 +373,7 @@ pub(crate) fn op_head_gather_logp(
     forward.map(logps)
 }
 
-/// Its gradients by hidden states, in their dtype, and by the head, in f32.
+/// Computes the gradients of the log-probabilities by the hidden states, in their dtype, and by the head, in f32.
 #[pyfunction]
 pub(crate) fn op_head_gather_logp_gradient(
     py: Python<'_>,
@@ -389,7 +393,7 @@ pub(crate) fn op_head_gather_logp_gradient(
     Ok(of_head(gradient))
 }
 
-/// The loss of the logits `hidden · lm_headᵀ`, without its gradients.
+/// Computes the loss of the logits `hidden · lm_headᵀ` without its gradients.
 #[pyfunction]
 pub(crate) fn op_head_loss(
     py: Python<'_>,
@@ -407,7 +411,7 @@ pub(crate) fn op_head_loss(
     Ok(evaluated(evaluation))
 }
 
-/// The gradients of hidden states, in their dtype, and of the head, in f32.
+/// Computes the gradients of the loss by the hidden states, in their dtype, and by the head, in f32.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "they are the operation's")]
 pub(crate) fn op_head_gradient(

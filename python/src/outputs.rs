@@ -1,4 +1,4 @@
-//! What a kernel returned, as a candidate that the judge reads.
+//! Reads the outputs that a kernel returned as a candidate for the judge.
 
 use std::ops::Range;
 
@@ -13,24 +13,24 @@ use assay::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem,
 use assay::spec::LossSpec;
 use assay::text::nearest;
 
-/// The arrays of the tokens, each optional.
+/// The optional outputs with one value for each token.
 const OF_TOKENS: [&str; 3] = ["logp", "entropy", "token_loss"];
 
-/// With an LM head: the dtype that dlogits were rounded to before the two products.
+/// The entry that names the dtype to which dlogits were rounded before the two products with an LM head.
 const DLOGITS_DTYPE: &str = "dlogits_dtype";
 
-/// An array of a gradient: its name, its extents and what they are.
+/// An array of a gradient: its name, its extents, and what they mean.
 type Expected<'p> = (&'static str, &'p [usize], &'static str);
 
 /// A problem of either kind, with the gradient that a kernel returns for it.
 pub(crate) trait Answered: Judgeable {
-    /// The arrays of the gradient.
+    /// Returns the arrays that the gradient consists of.
     fn gradient(&self) -> Vec<Expected<'_>>;
 
-    /// Those that were returned, borrowed.
+    /// Borrows the gradient from the returned arrays.
     fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> Self::View<'r>;
 
-    /// `[B,T]`.
+    /// Returns the extents `[B,T]` of the tokens.
     fn of_tokens(&self) -> [usize; 2];
 }
 
@@ -76,19 +76,19 @@ fn triple(shape: &[usize]) -> (usize, usize, usize) {
     (a, b, c)
 }
 
-/// The outputs of one call, each of the shape that the problem has for it.
+/// The outputs of one call, each with the shape that the problem requires.
 pub(crate) struct Returned {
     loss: Option<Seen>,
-    /// Empty where there is none.
+    /// The arrays of the gradient; empty if none was returned.
     gradient: Vec<Seen>,
-    /// In the order of [`OF_TOKENS`].
+    /// The outputs of the tokens, in the order of [`OF_TOKENS`].
     of_tokens: [Option<Seen>; 3],
     dlogits_dtype: Option<Dtype>,
 }
 
 impl Returned {
-    /// Reads `outputs`, a mapping of names to arrays, without a copy. There may be no loss where `spec` asks for none, and no
-    /// gradient where `forward` will do and there is `logp`.
+    /// Reads `outputs`, a mapping of names to arrays, without a copy. The loss may be absent if `spec` is defined by
+    /// cotangents, and the gradient if `forward` is set and `logp` is there.
     ///
     /// # Errors
     /// `OutputError` naming the first output that is missing, has no place, or is no such array.
@@ -107,8 +107,10 @@ impl Returned {
             let given = format!("{} from the kernel", outputs.get_type().qualname()?);
             return Err(error::of_output(py, "outputs", given, format!("a dict of {names}")));
         };
+        // Copy the mapping into a dict, so that each name is looked up only once in the kernel's own type.
         let dictionary = PyDict::new(py);
         dictionary.update(mapping)?;
+        // An unknown name is refused, as a misspelt output would silently not be judged.
         for (name, _) in &dictionary {
             let name = name.to_string();
             let is_said_of_a_head = name == DLOGITS_DTYPE && gradient.len() == 2;
@@ -123,6 +125,7 @@ impl Returned {
                 ));
             }
         }
+        // NumPy has no bf16: for such problems 16-bit integers are read as its bits.
         let bits = problem.dtype() == Dtype::Bf16;
         let optional = |name: &str| match dictionary.get_item(name)? {
             Some(object) => Seen::of(name, &object, bits).map(Some),
@@ -146,6 +149,7 @@ impl Returned {
         if let Some(loss) = loss.as_ref().filter(|loss| !matches!(loss.shape(), [] | [1])) {
             return Err(error::of_output(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
         }
+        // The gradient is required unless a forward pass will do; half of a gradient is an error.
         let mut arrays = Vec::new();
         let given = gradient.iter().map(|(name, ..)| has(name)).collect::<PyResult<Vec<bool>>>()?;
         if !(forward && has("logp")?) || given.contains(&true) {
@@ -180,7 +184,7 @@ impl Returned {
         !self.gradient.is_empty()
     }
 
-    /// What the judge reads: the gradient where it lies, and copies of what there is of each token.
+    /// Returns the candidate for the judge: the gradient is borrowed, and the outputs of the tokens are copied.
     pub(crate) fn candidate<P: Answered>(&self, problem: &P) -> Candidate<P::View<'_>> {
         let Candidate { loss, logp, logp_of_others, entropy, token_loss, metrics, gradient: () } =
             self.forward(problem);
@@ -188,7 +192,7 @@ impl Returned {
         Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics }
     }
 
-    /// The same without the gradient.
+    /// Returns the candidate without its gradient.
     pub(crate) fn forward<P: Answered>(&self, problem: &P) -> Candidate<()> {
         let [batch, tokens] = problem.of_tokens();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
@@ -211,7 +215,7 @@ impl Returned {
         }
     }
 
-    /// The addresses that each output takes, by name.
+    /// Returns the addresses that each output occupies, by name.
     pub(crate) fn addresses<P: Answered>(&self, problem: &P) -> Vec<(&'static str, Range<usize>)> {
         let gradient = problem.gradient().into_iter().map(|(name, ..)| name).zip(&self.gradient);
         let of_tokens = OF_TOKENS.into_iter().zip(&self.of_tokens);

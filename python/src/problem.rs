@@ -34,14 +34,14 @@ pub(crate) enum Batch {
 pub(crate) struct Problem {
     spec: Spec,
     batch: Batch,
-    /// As JSON, of a batch that was generated.
+    /// The recipe as JSON, of a batch that was generated.
     recipe: Option<String>,
     arrays: Vec<Lent>,
-    /// Where frameworks put their arrays, unless they are told.
+    /// The device on which frameworks create their arrays; `None` for the framework's default.
     device: Option<String>,
 }
 
-/// An array of a problem's.
+/// An array of a problem that Python borrows.
 #[derive(Clone)]
 pub(crate) struct Lent {
     pub(crate) name: &'static str,
@@ -74,7 +74,7 @@ impl Problem {
         Self { device, ..self }
     }
 
-    /// With copies of the logits, or of the hidden states, that may be written to.
+    /// Replaces the logits, or the hidden states, by copies that may be written to.
     pub(crate) fn with_writable_logits(mut self) -> Self {
         for lent in self.arrays.iter_mut().filter(|lent| ["logits", "hidden"].contains(&lent.name)) {
             (lent.block, lent.writable) = (lent.block.copied(), true);
@@ -101,7 +101,7 @@ impl Problem {
         }
     }
 
-    /// The array `name`, lent.
+    /// Borrows the array `name`.
     fn lent(&self, name: &str) -> PyResult<Array> {
         let found = self.arrays.iter().find(|lent| lent.name == name);
         let lent = found.ok_or_else(|| {
@@ -111,7 +111,7 @@ impl Problem {
         Ok(Array::lend(lent.block.clone(), lent.writable))
     }
 
-    /// Its arrays by name, lent.
+    /// Returns the arrays by name.
     fn by_name<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let arrays = PyDict::new(py);
         for Lent { name, block, writable } in &self.arrays {
@@ -191,7 +191,7 @@ fn numbers<D: Dimension + 'static>(array: &Dense<f64, D>) -> Option<Block> {
 
 #[pymethods]
 impl Problem {
-    /// The loss.
+    /// The loss that the problem is for.
     #[getter]
     fn spec(&self) -> Spec {
         self.spec.clone()
@@ -221,7 +221,7 @@ impl Problem {
         }
     }
 
-    /// What it was generated from; `None` where it was not.
+    /// The recipe that the problem was generated from; `None` for one that was not generated.
     #[getter]
     fn recipe<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.recipe.as_deref().map(|recipe| plain_data(py, recipe)).transpose()
@@ -323,7 +323,7 @@ impl Problem {
         self.lent("cu_seqlens")
     }
 
-    /// The same with its sequences packed into one row, each without the tokens behind the last that counts.
+    /// Returns the problem with its sequences packed into one row, each cut off after its last token that counts.
     fn pack(&self, py: Python<'_>) -> PyResult<Self> {
         let already = |sequences: &Sequences| match sequences {
             Sequences::Rows => Ok(()),
@@ -361,7 +361,7 @@ impl Problem {
         frameworks(py)?.call_method1("torch", (self.by_name(py)?, device.unwrap_or_else(own)))
     }
 
-    /// The arrays as JAX's.
+    /// Returns the arrays as those of JAX.
     #[pyo3(signature = (device = None))]
     fn jax<'py>(&self, py: Python<'py>, device: Option<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         let own = || self.device.as_deref().map(|name| PyString::new(py, name).into_any());
@@ -401,6 +401,7 @@ impl Problem {
             Batch::Logits(problem) => problem.extra.sequences.count(of_batch),
             Batch::Head(problem) => problem.extra.sequences.count(of_batch),
         };
+        // Check the indices of each axis against its extent; `None` keeps the whole axis.
         let part = ProblemPart {
             batch: indices(py, "batch", batch, sequences)?,
             tokens: indices(py, "tokens", tokens, of_tokens)?,
@@ -432,6 +433,7 @@ impl Problem {
                     false
                 })
         };
+        // Shrinking a problem that does not fail would return an arbitrary one.
         let holds = ask(self.batch.clone());
         let simple = match &self.batch {
             batch if !holds => batch.clone(),
@@ -491,6 +493,7 @@ pub(crate) fn load(
                 )
             })?,
         };
+        // Read only the arrays that the loss needs, and check the problem against it.
         let old_logp = spec.loss.reads_old_logp().then_some(old_logp.as_str());
         let batch = if file.has_head() {
             let problem = file.head_problem(old_logp).map_err(|reason| reason.to_string())?;
@@ -520,7 +523,7 @@ pub(crate) struct Problems {
 
 #[pymethods]
 impl Problems {
-    /// Those from number `first` on, before number `end`.
+    /// Iterates over the problems from number `first` on, before number `end`.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.problems`")]
     fn new(

@@ -23,12 +23,12 @@ pub(crate) struct Spec {
     name: Option<String>,
     /// The project and its options, `name=value`.
     pub(crate) project: Option<(Preset, Vec<String>)>,
-    /// What there is to know of how the project's options were read.
+    /// The notes on how the project's options were read.
     notes: Vec<String>,
 }
 
 impl PartialEq for Spec {
-    /// What is computed, wherever it came from.
+    /// Compares the losses, not where they came from.
     fn eq(&self, other: &Self) -> bool {
         self.loss == other.loss
     }
@@ -39,12 +39,12 @@ impl Spec {
         Self { loss: Arc::new(loss), name: None, project: None, notes: Vec::new() }
     }
 
-    /// The same loss of a batch that is padded to `width`, whatever the width of the batch it is asked of.
+    /// Returns the loss for a batch that is padded to `width`, whatever the width of the batch that it is computed for.
     pub(crate) fn with_width(&self, width: usize) -> Self {
         Self { loss: Arc::new((*self.loss).clone().with_width(width)), ..self.clone() }
     }
 
-    /// As JSON.
+    /// Returns the spec as JSON text.
     pub(crate) fn json(&self) -> String {
         serde_json::to_string(&*self.loss).expect("plain data has a JSON form")
     }
@@ -52,7 +52,7 @@ impl Spec {
 
 #[pymethods]
 impl Spec {
-    /// What it computes, in words.
+    /// Describes the loss in words.
     fn describe(&self) -> String {
         let notes = self.notes.iter().map(|note| format!("\nnote: {note}"));
         self.loss.describe() + &notes.collect::<String>()
@@ -64,12 +64,12 @@ impl Spec {
         serde_saphyr::to_string(&*self.loss).map_err(|reason| error::of_spec(py, reason))
     }
 
-    /// Every field, as JSON.
+    /// Returns every field as JSON text.
     fn to_json(&self) -> String {
         self.json()
     }
 
-    /// The same, where what is called cannot be traced: an attribute can.
+    /// The spec as JSON text, in an attribute, for tracers that cannot follow a call.
     #[getter]
     fn _json(&self) -> String {
         self.json()
@@ -100,7 +100,7 @@ pub(crate) fn plain_data<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py
     py.import("json")?.call_method1("loads", (json,))
 }
 
-/// What a batch has, where a project chooses by it what it computes.
+/// The optional inputs that a batch has, for projects that choose their loss by them.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
@@ -160,7 +160,8 @@ impl From<Inputs> for BatchInputs {
     }
 }
 
-/// What the project `name` computes: `function` is one of its own, `options` and `batch` are JSON objects.
+/// Returns the loss that the project `name` computes: `function` is one of the project's functions, and `options` and
+/// `batch` are JSON objects.
 #[pyfunction]
 pub(crate) fn spec_of_preset(
     py: Python<'_>,
@@ -176,6 +177,7 @@ pub(crate) fn spec_of_preset(
         error::of_spec(py, format!("{reason}, or the path of a YAML, TOML or JSON file{meant}"))
     })?;
     let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
+    // Keep the options as `name=value`, so that a campaign can try the loss with one of them changed.
     let pairs = as_pairs("", &options);
     let options = PresetOptions::from_json(&options).map_err(|reason| wrong(&reason))?;
     let inputs: Inputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;

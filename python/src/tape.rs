@@ -20,12 +20,12 @@ use assay_algebra::structure::{Denominator, DenominatorTokens, SpecNumber, Struc
 use assay_algebra::tape::{Tape, token_losses};
 use assay_algebra::transform;
 
-/// What a term of the loss is divided by, as [`Denominator`] has it.
+/// The divisor of one term of the loss, as described by [`Denominator`].
 #[derive(Serialize)]
 struct Divisor {
-    /// `batch`, `row` or nothing.
+    /// The tokens that are counted: `batch`, `row` or none.
     tokens: Option<&'static str>,
-    /// `all`, `filled` or nothing.
+    /// The rows that are counted: `all`, `filled` or none.
     rows: Option<&'static str>,
     /// The factors that are known whatever the batch.
     number: f64,
@@ -37,9 +37,9 @@ struct Divisor {
 struct Plan {
     /// `1/T` of the softmax that entropy is of; none where each token has its own, the input `rate`.
     inverse_temperature: Option<f64>,
-    /// That of logp, where it is another.
+    /// The reciprocal temperature `1/T` of the softmax of logp.
     logp_inverse_temperature: f64,
-    /// What `1/T` of a token is multiplied by to be its `rate`.
+    /// The factor that converts a token's `1/T` to its `rate`.
     rate: f64,
     /// Whether logp is of another softmax than entropy.
     two_softmaxes: bool,
@@ -49,9 +49,9 @@ struct Plan {
     inputs: Vec<&'static str>,
     has_kl: bool,
     policy: Divisor,
-    /// Where the KL penalty has a reduction of its own.
+    /// The divisor of the KL penalty, if the penalty has its own reduction.
     kl: Option<Divisor>,
-    /// Where there is an entropy bonus.
+    /// The divisor of the entropy bonus, if there is one.
     entropy: Option<Divisor>,
     entropy_coef: f64,
     softmax: Tape,
@@ -92,7 +92,7 @@ pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usi
 }
 
 impl Plan {
-    /// That of `spec` for a batch that is padded to `width`, or packed where there is none.
+    /// Makes the plan of `spec` for a batch that is padded to `width`, or packed if that is `None`.
     ///
     /// # Errors
     /// As [`plan`].
@@ -101,6 +101,8 @@ impl Plan {
         let extents = [1, width.unwrap_or(1)];
         let structure = Structure::from_spec(spec);
         let number = |number: SpecNumber| number.value_in(spec, extents);
+        // The framework counts tokens and rows in the batch; all other factors of a divisor are folded into one
+        // number.
         let divisor = |denominator: Denominator, averaging: Option<Averaging>, known, epsilon| Divisor {
             tokens: denominator.tokens.map(|tokens| match tokens {
                 DenominatorTokens::OfBatch => "batch",
@@ -112,6 +114,7 @@ impl Plan {
         };
         let kl = structure.kl.and_then(|kl| kl.denominator);
         let own = spec.entropy_averaging.filter(|_| !structure.dentropy);
+        // Temperatures that each token brings are an input; a fixed one is a constant of the plan.
         let [inverse_temperature, logp_inverse_temperature] = [SpecNumber::Rate, SpecNumber::LogpRate].map(number);
         let inverse_temperature = (structure.temperature != TemperaturePlace::Given).then_some(inverse_temperature);
         Ok(Self {
@@ -146,7 +149,7 @@ impl Plan {
     }
 }
 
-/// Which rows a mean is over, where they are counted in the batch.
+/// Returns the rows that a mean divides by, if they are counted in the batch.
 fn rows(reduction: Reduction) -> Option<&'static str> {
     match reduction {
         Reduction::SequenceMean { rows } | Reduction::SequenceSum { rows } | Reduction::FixedLength { rows, .. } => {
@@ -160,8 +163,8 @@ fn rows(reduction: Reduction) -> Option<&'static str> {
     }
 }
 
-/// From the statistics of whole rows, of logits over their rate; these are multiplied by `of_entropy`, or each token's own where there is
-/// none, in the softmax that entropy is of, and by `of_logp` in that of logp.
+/// Computes the softmax from the statistics of whole rows, over logits divided by their rate. The inverse temperature
+/// is multiplied by `of_entropy` for the entropy, or by each token's rate if that is `None`, and by `of_logp` for logp.
 fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_temperature: f64) -> Tape {
     let on = &mut Tape::default();
     let [max, target_logit] = ["max", "target_logit"].map(|name| on.input(name));
@@ -171,11 +174,13 @@ fn softmax(structure: Structure, of_entropy: Option<f64>, of_logp: f64, inverse_
         None => Some(on.input(TokenInput::Rate.name())),
     };
     let of_logp = constant(on, of_logp);
+    // Record the end of a softmax from its sums; logp and entropy may use different temperatures.
     let end = |on: &mut Tape, [others, weighted]: [&'static str; 2], inverse| {
         let [others, weighted] = [others, weighted].map(|name| on.input(name));
         SoftmaxSums { max, target_logit, others, weighted }.softmax(on, inverse)
     };
     let of_entropy = end(on, ["others", "weighted"], of_entropy);
+    // With two temperatures the statistics are computed twice, under separate names.
     let two = structure.temperature == TemperaturePlace::Logp;
     let of_logp = if two { end(on, ["logp_others", "logp_weighted"], of_logp) } else { of_entropy };
     let logp = of_logp.logp(on);

@@ -1,4 +1,4 @@
-//! [`Verdicts`]: what the judge says of one candidate.
+//! [`Verdicts`], the judge's result for one candidate.
 
 use pyo3::prelude::*;
 
@@ -16,7 +16,7 @@ use assay::spec::LossSpec;
 /// One candidate's verdicts, a gate each. True where all pass.
 #[pyclass(frozen, module = "assay")]
 pub(crate) struct Verdicts {
-    /// Whether every gate passed.
+    /// Whether every gate of the candidate passed.
     #[pyo3(get)]
     passed: bool,
     /// Each gate that failed, in words: where, expected and actual, the error against its limit.
@@ -26,7 +26,7 @@ pub(crate) struct Verdicts {
     json: String,
 }
 
-/// What a candidate is held to.
+/// The grade and the waivers that a candidate is judged by.
 pub(crate) struct Standards {
     pub(crate) grade: Grade,
     pub(crate) allow: Vec<Edge>,
@@ -43,7 +43,7 @@ impl Standards {
     }
 }
 
-/// Judges what was returned for `problem` under `spec`.
+/// Judges the outputs that were returned for `problem` under `spec`.
 ///
 /// # Errors
 /// Why there is no verdict.
@@ -56,6 +56,7 @@ pub(crate) fn judge<P: Answered>(
     let known = Known::of(spec, problem).map_err(|reason| reason.to_string())?;
     let limits = Limits::of(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
     let waived = |verdicts: Vec<Verdict>| verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect::<Vec<_>>();
+    // Judge the outputs with a gradient by all gates, and without one by the forward gates only.
     let (diagnoses, absent, verdicts): (Vec<_>, Vec<&str>, _) = if returned.has_gradient() {
         let candidate = returned.candidate(problem);
         let verdicts = waived(known.verdicts(&candidate, &limits).map_err(|reason| reason.to_string())?);
@@ -68,6 +69,7 @@ pub(crate) fn judge<P: Answered>(
         (diagnosis.into_iter().collect(), gradient.chain(absent(&candidate)).collect(), verdicts)
     };
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
+    // Build the same report that `assay judge --json` writes.
     let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
     let failures = failed.map(|verdict| known.explain(verdict, "kernel", replay).to_string()).collect();
     let checks = verdicts.iter().map(|verdict| report::check("problem", "kernel", &verdict.gate.to_string(), verdict));
@@ -80,7 +82,7 @@ pub(crate) fn judge<P: Answered>(
     Ok(Verdicts { passed: verdicts.pass, failures, table, json })
 }
 
-/// The outputs that it lacks.
+/// Returns the names of the outputs that the candidate lacks.
 fn absent<G>(Candidate { loss, logp, entropy, token_loss, .. }: &Candidate<G>) -> Vec<&'static str> {
     let of_tokens = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];
     let of_tokens = of_tokens.into_iter().map(|(name, array)| (name, array.is_none()));
@@ -98,7 +100,7 @@ impl Verdicts {
         self.table.trim_end()
     }
 
-    /// As `assay judge --json` writes them.
+    /// Returns the verdicts as `assay judge --json` writes them.
     fn to_json(&self) -> &str {
         &self.json
     }

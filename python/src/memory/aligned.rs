@@ -5,13 +5,14 @@ use std::alloc::{GlobalAlloc, Layout, System};
 /// The system's allocator, with every block of [`LARGE`] bytes and more at a multiple of [`ALIGNMENT`].
 pub(crate) struct Aligned;
 
-/// XLA on CPUs copies what is not aligned so.
+/// The alignment in bytes that XLA on CPUs requires to use an array without copying it.
 const ALIGNMENT: usize = 64;
 
-/// From here on a block may be an array worth lending.
+/// The size in bytes from which a block may be an array that is shared.
 const LARGE: usize = 1024;
 
-/// What is asked of the system for `layout`. It follows from the layout alone, so that a block is given back as it was taken.
+/// Returns the layout that is requested from the system for `layout`. It depends on the layout alone, so that a block
+/// is freed as it was allocated.
 fn wide(layout: Layout) -> Layout {
     if layout.size() < LARGE {
         return layout;

@@ -1,4 +1,4 @@
-//! What a framework holds on a GPU, which is known here by its address alone.
+//! Handles for a framework's memory on a GPU, of which only the address is known here.
 
 use assay::cuda::driver::{BorrowedArray, CudaStream};
 

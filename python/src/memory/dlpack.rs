@@ -48,7 +48,7 @@ struct Tensor {
     byte_offset: u64,
 }
 
-/// `DLManagedTensor`.
+/// The structure `DLManagedTensor` of `DLPack` 0.
 #[repr(C)]
 struct Plain {
     tensor: Tensor,
@@ -58,7 +58,7 @@ struct Plain {
     deleter: Option<unsafe extern "C" fn(*mut Plain)>,
 }
 
-/// `DLManagedTensorVersioned`.
+/// The structure `DLManagedTensorVersioned` of `DLPack` 1.
 #[repr(C)]
 struct Versioned {
     major: u32,
@@ -71,7 +71,7 @@ struct Versioned {
     tensor: Tensor,
 }
 
-/// What a capsule's tensor points to.
+/// The memory that the tensor of a capsule points to.
 struct Context {
     block: Block,
     shape: Vec<i64>,
@@ -113,7 +113,7 @@ fn data_type(element: Element) -> DataType {
     DataType { code, bits: 8 * element.size() as u8, lanes: 1 }
 }
 
-/// What ends a capsule.
+/// The function that the interpreter calls at the end of a capsule.
 ///
 /// # Safety
 /// For the interpreter, with a capsule.
@@ -172,13 +172,13 @@ unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// What another framework's capsule says.
+/// The description of an array in another framework's capsule.
 pub(super) struct Described {
     pub(super) data: *const u8,
     pub(super) shape: Vec<usize>,
-    /// In elements; `None` where they follow from the shape.
+    /// The strides in elements; `None` if the array is dense and row-major.
     pub(super) strides: Option<Vec<isize>>,
-    /// Code, bits and lanes.
+    /// The code, the bits and the lanes of the `DLPack` dtype.
     pub(super) dtype: (u8, u8, u16),
     pub(super) on_host: bool,
 }
@@ -201,6 +201,7 @@ pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
             _ => return Err(PyBufferError::new_err("`__dlpack__`: got no capsule of DLPack 0 or 1")),
         }
     };
+    // Copy shape and strides out of the capsule, so that only the data depends on its lifetime.
     let axes = usize::try_from(tensor.ndim).unwrap_or(0);
     // SAFETY: by the protocol these point to as many numbers as there are axes, or are null.
     let numbers = |pointer: *const i64| unsafe {

@@ -40,7 +40,7 @@ impl Block {
         Self::within(owner, element, of(owner))
     }
 
-    /// The same of an array of floats.
+    /// Finds the elements of an array of floats in `owner`; `None` if it is not dense and row-major.
     pub(crate) fn floats<O: Send + Sync + 'static, D: Dimension>(
         owner: &Arc<O>,
         of: impl FnOnce(&O) -> &FloatArray<D>,
@@ -135,7 +135,7 @@ impl Array {
 
 #[pymethods]
 impl Array {
-    /// Its extents.
+    /// The extents of the array.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.block.shape)
@@ -147,7 +147,7 @@ impl Array {
         self.block.element.name()
     }
 
-    /// Bytes that it takes.
+    /// The number of bytes that the array takes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.block.len()

@@ -19,7 +19,7 @@ pub(crate) use taken::Taken;
 
 use assay::problem::Dtype;
 
-/// What an array holds.
+/// The element type of an array that Python borrows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Element {
     Float(Dtype),
@@ -36,7 +36,7 @@ impl Element {
         }
     }
 
-    /// As the package writes it.
+    /// Returns the name of the type in the package.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Element::Float(Dtype::F64) => "f64",
@@ -48,7 +48,8 @@ impl Element {
         }
     }
 
-    /// In Python's `struct` notation, which has no bf16: its bits are unsigned integers there.
+    /// Returns the type in the notation of Python's `struct` module, which has no bf16: its bits are unsigned integers
+    /// there.
     fn format(self) -> &'static CStr {
         match self {
             Element::Float(Dtype::F64) => c"d",

@@ -9,7 +9,7 @@ use super::dlpack;
 use crate::error;
 use assay::problem::{Dtype, FloatView};
 
-/// What an output may be, in messages.
+/// The arrays that an output may be, in messages.
 const ARRAY: &str = "an array of NumPy, PyTorch or JAX, or another with `__dlpack__` or the buffer protocol";
 const DTYPES: &str = "dtype f32, bf16, f16 or f64";
 
@@ -34,20 +34,20 @@ unsafe impl Send for Seen {}
 // SAFETY: as above.
 unsafe impl Sync for Seen {}
 
-/// An array as it was found.
+/// An array of a framework before its layout is checked.
 struct Found {
     keep: Keep,
     data: *const u8,
     shape: Vec<usize>,
-    /// In bytes; `None` where they follow from the shape.
+    /// The strides in bytes; `None` if the array is dense and row-major.
     strides: Option<Vec<isize>>,
-    /// What it holds; or its name, where that is no float.
+    /// The dtype, or the name of a dtype that is not a float.
     dtype: Result<Dtype, String>,
 }
 
 impl Seen {
-    /// Reads the output `field` without a copy. What lies on a device is first brought to the host, by its own framework. A
-    /// 16-bit integer is the bits of a bf16 where `bits` says so.
+    /// Reads the output `field` without a copy. An array on a device is first copied to the host by its own framework.
+    /// A 16-bit integer is the bits of a bf16 if `bits` is set.
     ///
     /// # Errors
     /// `OutputError` for what is no array, requires a gradient, has another dtype or is not dense.
@@ -60,6 +60,7 @@ impl Seen {
         {
             return Err(wrong("a tensor that requires a gradient".into(), "one that does not: `.detach()`"));
         }
+        // A Python number needs no protocol; anything else is first brought to the host.
         let found = if let Some(found) = number(object) {
             found
         } else {
@@ -70,6 +71,7 @@ impl Seen {
             found.ok_or_else(|| wrong(format!("{}", object.get_type()), ARRAY))?
         };
         let dtype = found.dtype.map_err(|given| wrong(format!("dtype {given}"), DTYPES))?;
+        // The judge reads dense arrays only: other strides are refused with the call that makes a dense copy.
         if let Some(strides) = found.strides.filter(|strides| !dense(&found.shape, strides, dtype.size())) {
             let given = format!("strides of {strides:?} bytes for shape {:?}", found.shape);
             return Err(wrong(given, "a dense row-major array: `.contiguous()`, or `numpy.ascontiguousarray`"));
@@ -93,7 +95,7 @@ impl Seen {
         start..start + self.shape.iter().product::<usize>() * self.dtype.size()
     }
 
-    /// Its elements, where they lie, as an array of `extents`.
+    /// Views the elements in place as an array of `extents`.
     ///
     /// # Panics
     /// Where these are other elements than it has.
@@ -135,6 +137,7 @@ fn number(object: &Bound<'_, PyAny>) -> Option<Found> {
 /// The array in the host's memory, computed.
 fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
+    // JAX returns before the array is computed: wait, so that its memory holds the result.
     if let Some(wait) = object.getattr_opt(intern!(py, "block_until_ready"))? {
         wait.call0()?;
     }
@@ -144,6 +147,7 @@ fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     {
         return numpy.call_method1(intern!(py, "asarray"), (object,));
     }
+    // An array on a device is copied by its own framework; an array on the host is used in place.
     let Some(device) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(object.clone()) };
     let device = device.call0().and_then(|device| device.get_item(0)?.extract::<i32>());
     if device.is_ok_and(dlpack::on_host) {
@@ -155,9 +159,10 @@ fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     }
 }
 
-/// Where the array lies and what it holds; `None` for what is no array.
+/// Finds the memory and the dtype of an array; `None` for an object that is not an array.
 fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
     let py = object.py();
+    // Try NumPy's protocol first, as NumPy cannot export bf16 by DLPack; then DLPack, then the buffer protocol.
     if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
         return of_interface(object, &interface, bits).map(Some);
     }
@@ -180,7 +185,7 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
     Ok(Some(Found { keep: Keep::Buffer(buffer), data, shape, strides, dtype }))
 }
 
-/// `NumPy`'s own protocol.
+/// Reads an array by `NumPy`'s protocol, `__array_interface__`.
 fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
     let (address, _): (usize, bool) = interface.get_item("data")?.extract()?;
     let shape: Vec<usize> = interface.get_item("shape")?.extract()?;

@@ -13,11 +13,11 @@ use assay::problem::FloatView;
 /// A tensor in the host's memory, by `DLPack`.
 pub(crate) struct Taken {
     field: &'static str,
-    /// What keeps the memory.
+    /// The capsule that keeps the memory alive.
     _capsule: Py<PyAny>,
     data: *mut u8,
     shape: Vec<usize>,
-    /// In elements.
+    /// The strides in elements, none negative.
     strides: Vec<usize>,
     element: Element,
 }
@@ -66,6 +66,7 @@ impl Taken {
         if !on_host {
             return Err(wrong("a tensor of a device", "one in the host's memory"));
         }
+        // The first number is DLPack's type code: 0 signed, 2 float, 4 bf16, 6 bool.
         let element = match dtype {
             (6, 8, 1) => Element::Bool,
             (0, 32, 1) => Element::I32,
@@ -83,6 +84,7 @@ impl Taken {
                 return Err(wrong(&given, "bool, i32, i64, f16, bf16, f32 or f64"));
             }
         };
+        // DLPack 0 leaves the strides out for dense arrays.
         let dense = || {
             let mut strides = vec![1; shape.len()];
             for axis in (1..shape.len()).rev() {
@@ -115,7 +117,7 @@ impl Taken {
         }
     }
 
-    /// As floats of the rank `D`.
+    /// Views the argument as floats of the rank `D`.
     ///
     /// # Errors
     /// What it is, in words, where it is none.
@@ -133,7 +135,7 @@ impl Taken {
         .map_err(|_| wrong)
     }
 
-    /// To be written to.
+    /// Views the argument for writing.
     ///
     /// # Errors
     /// What it is, in words, where that is no `[B,T,V]` of f32, bf16 or f16 whose elements are apart.
@@ -180,7 +182,7 @@ impl Taken {
     }
 }
 
-/// What an array holds.
+/// A type of element that an argument may have.
 trait Held: Copy {}
 impl Held for bool {}
 impl Held for i32 {}

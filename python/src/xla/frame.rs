@@ -12,18 +12,18 @@ use crate::error::words;
 /// The version that these structures are of, major and minor.
 const VERSION: [c_int; 2] = [0, 3];
 
-/// `XLA_FFI_Extension_Metadata`
+/// The kind of extension `XLA_FFI_Extension_Metadata`.
 const METADATA: c_int = 1;
-/// `XLA_FFI_ExecutionStage_EXECUTE`
+/// The stage `XLA_FFI_ExecutionStage_EXECUTE` of a call.
 const EXECUTE: c_int = 3;
-/// `XLA_FFI_Error_Code_INVALID_ARGUMENT`
+/// The error code `XLA_FFI_Error_Code_INVALID_ARGUMENT`.
 const INVALID_ARGUMENT: c_int = 3;
-/// `XLA_FFI_Error_Code_INTERNAL`
+/// The error code `XLA_FFI_Error_Code_INTERNAL`.
 const INTERNAL: c_int = 13;
-/// `XLA_FFI_AttrType_STRING`
+/// The attribute type `XLA_FFI_AttrType_STRING`.
 const STRING: c_int = 4;
 
-/// What XLA owns and this only passes on.
+/// An error that XLA owns and that is only passed on.
 #[repr(C)]
 pub(crate) struct Error([u8; 0]);
 
@@ -42,7 +42,7 @@ struct Version {
     minor: c_int,
 }
 
-/// What is asked of a handler when it is registered.
+/// The description that a handler fills in when it is registered.
 #[repr(C)]
 struct Metadata {
     struct_size: usize,
@@ -77,7 +77,7 @@ struct Api {
     create_error: Option<unsafe extern "C" fn(*mut ErrorArguments) -> *mut Error>,
 }
 
-/// `XLA_FFI_Args` and `XLA_FFI_Rets`.
+/// The structures `XLA_FFI_Args` and `XLA_FFI_Rets`.
 #[repr(C)]
 struct Buffers {
     struct_size: usize,
@@ -116,7 +116,7 @@ pub(crate) struct Frame {
     attributes: Attributes,
 }
 
-/// `XLA_FFI_Buffer`: dense, row-major.
+/// The structure `XLA_FFI_Buffer`, a dense row-major array.
 #[repr(C)]
 pub(crate) struct Buffer {
     struct_size: usize,
@@ -158,7 +158,7 @@ impl Buffer {
         self.dtype == E::DTYPE
     }
 
-    /// Where it starts: two buffers of one address are one array.
+    /// Returns the address of the first element. Two buffers with one address are one array.
     pub(crate) fn address(&self) -> usize {
         self.data as usize
     }
@@ -195,7 +195,7 @@ impl Buffer {
     }
 }
 
-/// A result, of which there is one such value.
+/// A result of a call, which only one value may write to.
 pub(crate) struct Output<'f>(&'f Buffer);
 
 impl<'f> Output<'f> {
@@ -213,7 +213,7 @@ impl<'f> Output<'f> {
     }
 }
 
-/// What a handler is called with.
+/// The frame that a handler is called with.
 pub(crate) struct Call<'f>(&'f Frame);
 
 impl<'f> Call<'f> {

@@ -65,7 +65,8 @@ fn bias<'f>(spec: &LossSpec, rest: &mut Vec<&'f Buffer>) -> Result<Option<ArrayV
     read.map(|bias| bias.view::<f32, Ix1>("bias")).transpose()
 }
 
-/// Where a device's columns begin, the rates of its rows where temperatures are given, and the bias that the spec reads.
+/// Reads which columns a device holds, the rates of its rows if temperatures are given, and the bias if the spec has
+/// one.
 fn part<'f>(spec: &LossSpec, first: &Buffer, mut rest: Vec<&'f Buffer>) -> Result<VocabShard<'f>, String> {
     let first = first.view::<i32, Ix0>("first_column")?[()];
     let expected = || format!("`first_column`: got {first}, expected 0 or more");
@@ -116,11 +117,12 @@ fn of_statistics(call: &Call) -> Result<(), String> {
     by_dtype!(logits, typed(call))
 }
 
-/// Where logits and dlogits are.
+/// Returns the logits and the place for dlogits, which may be the memory of the logits.
 fn place<'f, E: NativeElement + frame::Element>(
     logits: &'f Buffer,
     dlogits: Output<'f>,
 ) -> Result<ShareLogits<'f, E>, String> {
+    // XLA may give both the same memory; then only the mutable view may exist.
     let beside = logits.address() != dlogits.address();
     let dlogits = dlogits.view::<E, Ix3>("dlogits")?;
     let logits = if beside { Some(logits.view::<E, Ix3>("logits")?) } else { None };
@@ -153,6 +155,7 @@ fn of_loss(call: &Call) -> Result<(), String> {
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
         let bias = bias(&spec, &mut rest)?;
+        // Optional arguments follow the fixed ones in this order: segment ids, the inputs of the spec, the bias.
         let segment_ids = match call.text("sequences")? {
             "packed" if rest.is_empty() => return Err("`segment_ids`: not given, expected [B,T]".into()),
             "packed" => Some(rest.remove(0).view::<i32, Ix2>("segment_ids")?),
@@ -170,6 +173,7 @@ fn of_loss(call: &Call) -> Result<(), String> {
             expected.into_iter().zip(rest).map(|(input, buffer)| Ok((input, buffer.view(input.name())?))).collect();
         let inputs = inputs?;
         let results = results.view::<f32, Ix3>("results")?;
+        // Check every shape against the logits: XLA passes whatever the caller declared.
         let per_token = [("ids", ids.shape()), ("advantages", advantages.shape())].into_iter();
         let per_token = per_token.chain(segment_ids.as_ref().map(|ids| ("segment_ids", ids.shape())));
         for (name, given) in per_token.chain(inputs.iter().map(|(input, values)| (input.name(), values.shape()))) {
