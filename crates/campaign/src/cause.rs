@@ -1,4 +1,5 @@
-//! From failures to causes: made smaller, named, merged, and asked what they compute.
+//! Turns failures into causes: each is shrunk, named after mutants, merged with its like, and compared with other
+//! losses.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -60,6 +61,8 @@ pub(crate) fn causes<P: Subject>(
     found: Failures<P>,
     bench: &mut Examiner<P>,
 ) -> Result<Vec<schema::Cause>, CampaignError> {
+    // Each kind of failure becomes a draft. Drafts that share the name of a mutant are one cause: the same mistake
+    // fails several gates.
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
     for (kind, bucket) in found.buckets {
         let draft = draft((campaign, deals), kind, bucket, found.passing, bench);
@@ -69,6 +72,7 @@ pub(crate) fn causes<P: Subject>(
         }
     }
     for draft in &mut drafts {
+        // Ask which other loss the kernel computes. Only a failed gate has numbers that could be another loss's.
         if matches!(draft.kind, FailureKind::Gate(..)) {
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
             (draft.cause.computes, draft.cause.computes_one_of) = computes((campaign, deals), bench, problems);
@@ -86,12 +90,14 @@ pub(crate) fn causes<P: Subject>(
         }
     }
     let mut drafts = merged;
+    // Write the shrunk problem of each cause, so that the next campaign tries it first.
     for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
             let path = keep(folder, &draft.cause.gate, &campaign.spec, &*draft.problem)?;
             draft.cause.repro = Some(path.display().to_string());
         }
     }
+    // Report the cause with the most failing problems first.
     let mut causes: Vec<schema::Cause> = drafts.into_iter().map(|draft| draft.cause).collect();
     causes.sort_by_key(|cause| std::cmp::Reverse(cause.cases));
     Ok(causes)
@@ -116,6 +122,7 @@ fn draft<P: Subject>(
     passing: &[Arc<P>],
     bench: &mut Examiner<P>,
 ) -> CauseDraft<P> {
+    // Failures are sorted by size, so that shrinking starts from the smallest problem.
     let FailedProblem { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
     // A process that is started again each time takes seconds; what a second call differs in, or memory, is no property of one.
@@ -140,6 +147,8 @@ fn draft<P: Subject>(
         signal: fault.as_ref().and_then(Fault::signal),
         repro: None,
     };
+    // Explain the failure by what is known of its kind: a failed gate by its verdict, its diagnoses and the mutants
+    // that fail alike, any other kind by a sentence.
     match &kind {
         FailureKind::Gate(..) => {
             if let Ok(candidate) = bench.candidate(&problem) {
@@ -186,6 +195,7 @@ fn explain<P: Subject>(
     candidate: &Candidate<P::Gradient>,
     cause: &mut schema::Cause,
 ) {
+    // Judge the shrunk problem again, as its verdict and its diagnoses are what a reader sees.
     let Ok(known) = Known::of(&campaign.spec, &**problem) else { return };
     let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return };
     let FailureKind::Gate(_, gate, _) = kind else { return };
@@ -203,10 +213,12 @@ fn computes<P: Subject>(
     bench: &mut Examiner<P>,
     mut problems: Vec<Arc<P>>,
 ) -> (Vec<Vec<String>>, bool) {
+    // Start from the losses one option away, and drop those that contradict the kernel on any problem.
     let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
     let mut left = neighbours(&campaign.spec, project);
     let (mut telling, mut asked) = (0..TELLING, false);
     loop {
+        // Ask the kernel for its numbers on the new problems.
         let answers: Vec<(Arc<P>, Candidate<P::Gradient>)> = problems
             .drain(..)
             .filter_map(|problem| {
@@ -225,9 +237,11 @@ fn computes<P: Subject>(
         if left.len() < 2 {
             break;
         }
+        // Several losses remain: draw another problem on which losses differ, such as ratios on both sides of a clip.
         let Some(index) = telling.next() else { break };
         problems.extend(first_drawn(campaign, deals, P::telling(index)).map(Arc::new));
     }
+    // Without a single answer nothing was compared, and every neighbour would remain.
     if !asked {
         left.clear();
     }
@@ -255,17 +269,20 @@ fn names<P: Subject>(
     cases: &[Arc<P>],
     passing: &[Arc<P>],
 ) -> Vec<schema::Name> {
+    // Collect the kernel's answers to a few problems of the cause, the shrunk one first.
     let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
     for problem in cases {
         if let Ok(candidate) = bench.candidate(problem) {
             failing.push((Arc::clone(problem), candidate));
         }
     }
+    // Evaluate the reference once for each problem: every mutant is judged against it.
     let failing: Vec<(Known<P>, &Candidate<P::Gradient>)> = failing
         .iter()
         .filter_map(|(problem, candidate)| Some((Known::of(bench.spec, &**problem).ok()?, candidate)))
         .collect();
     let passing: Vec<Known<P>> = passing.iter().filter_map(|problem| Known::of(bench.spec, &**problem).ok()).collect();
+    // A name must explain every failure and contradict no passing problem.
     let is_alike = |mutant: &&Mutant| {
         failing
             .iter()

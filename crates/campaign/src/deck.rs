@@ -145,6 +145,7 @@ impl Deck {
     /// First every regime with every dtype, on shapes in turn; ratios that overflow, and many rows; then at random; the wide
     /// ones last.
     pub fn recipe(&self, index: u64) -> Recipe {
+        // A stream of its own for each index keeps problem `index` the same, however many problems the deck has.
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
         rng.set_stream(index);
         let at = |n: usize| (index % n as u64) as usize;
@@ -153,6 +154,7 @@ impl Deck {
         let mut recipe = Recipe {
             shape: [0; 3],
             // Every dtype meets every regime in as many problems as there are pairs.
+            // Consecutive problems change the regime; the dtype shifts by one after each round of regimes.
             dtype: self.dtypes[(at(regimes * dtypes) / regimes + at(regimes)) % dtypes],
             regime: self.regimes[at(regimes)],
             seed: self.seed.wrapping_mul(1 << 32).wrapping_add(index),
@@ -160,6 +162,8 @@ impl Deck {
             masked_garbage: false,
         };
         let wide = index >= self.cases.saturating_sub(self.wide);
+        // Choose the extents: a given list in turn, the wide ones at the end, directed ones until every regime has met
+        // every dtype, and then random ones.
         let of = |padded: [usize; 3], packed: [usize; 3]| if self.packed { packed } else { padded };
         recipe.shape = match &self.shapes {
             DeckShapes::Given(shapes) => shapes[at(shapes.len())],
@@ -184,12 +188,14 @@ impl Deck {
 
 /// Draws a shape `[B,T,V]` of at most `sequences` sequences and about [`RANDOM_ELEMENTS`] elements.
 fn random_shape(rng: &mut ChaCha8Rng, sequences: usize) -> [usize; 3] {
+    // Vocabularies are tiny, next to a power of two, prime, or anything in between.
     let vocab = match rng.random_range(0..4) {
         0 => rng.random_range(2..40),
         1 => (1_usize << rng.random_range(5..12)) + rng.random_range(0..3) - 1,
         2 => [97, 509, 997, 1031, 4099][rng.random_range(0..5)],
         _ => rng.random_range(40..2500),
     };
+    // Spend the logits that the vocabulary leaves on sequences first, and then on tokens.
     let rows = (RANDOM_ELEMENTS / vocab).max(1);
     let batch = rng.random_range(1..=sequences.min(rows));
     [batch, rng.random_range(1..=12.min((rows / batch).max(1))), vocab]
@@ -201,10 +207,12 @@ fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlens {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     // Draws of their own: the problem is that of its recipe, cut otherwise.
     rng.set_stream(2);
+    // Leave up to a quarter of the row behind the last sequence, and cut the remainder at random.
     let behind = if rng.random_range(0..3) > 0 { rng.random_range(0..=tokens / 4) } else { 0 };
     let end = tokens - behind;
     let mut ends: Vec<usize> = (1..sequences).map(|_| rng.random_range(0..=end)).chain([end]).collect();
     ends.sort_unstable();
+    // Empty one sequence by moving its end back to its start.
     if sequences > 1 && rng.random_bool(0.5) {
         let empty = rng.random_range(1..sequences);
         ends[empty - 1] = ends[empty];
@@ -264,6 +272,7 @@ pub struct HeadDeck {
 impl HeadDeck {
     /// Widths around tiles, `[V,H]`, logits in f32.
     pub fn new(mut deck: Deck) -> Self {
+        // A product of finite numbers has no −∞.
         deck.regimes.retain(|regime| !regime.has_holes());
         let few = deck.shapes != DeckShapes::Many;
         let hidden = if few { vec![64] } else { vec![64, 31, 128, 65, 16] };

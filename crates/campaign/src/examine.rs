@@ -1,4 +1,4 @@
-//! What a kernel returns for one problem, and what a failure looks like.
+//! Calls a kernel with one problem, and classifies the failure that its answer shows.
 
 use std::sync::Arc;
 
@@ -62,6 +62,7 @@ impl FailureKind {
 /// Returns a gate's place in the order in which errors spread: log-probabilities before losses, losses before
 /// gradients; single values before norms and sums.
 fn rank(gate: Gate) -> u8 {
+    // Three ranks for each output leave room for its single values, norms and sums.
     let output = match gate.output {
         Output::Logp => 0,
         Output::Entropy => 1,
@@ -135,6 +136,7 @@ impl<P: Subject> Examiner<'_, P> {
     pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
         let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
         let mut read = |candidate: &Candidate<P::View<'_>>| {
+            // Note the optional outputs: mutants are later judged by these outputs only.
             let Candidate { logp, entropy, token_loss, .. } = candidate;
             let there =
                 [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
@@ -147,6 +149,7 @@ impl<P: Subject> Examiner<'_, P> {
             }
         };
         let fault = self.call(problem, &mut read).err();
+        // An output that the judge misses is a fault of the kernel, which hides every other failure.
         let fault = fault.or(missing.map(|(field, because)| Fault::Output {
             field: field.into(),
             given: "nothing".into(),
@@ -165,6 +168,7 @@ impl<P: Subject> Examiner<'_, P> {
         let Ok(known) = Known::of(self.spec, &**problem) else { return false };
         match kind {
             FailureKind::OtherBits => {
+                // Two fresh calls must differ again.
                 let both = (self.candidate(problem), self.candidate(problem));
                 matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
             }

@@ -4,11 +4,25 @@
 //! Deck ─▶ problems ─▶ KernelUnderTest ─▶ judge ─▶ failures ─▶ causes: shrunk, named, told what they compute ─▶ report
 //! ```
 //!
-//! A [`Deck`] deals problems under the constraints of one [`LossSpec`](assay_core::spec::LossSpec). An [`KernelUnderTest`] answers them,
-//! and is judged as kernels that are not ours are. Failures that look alike are one cause: its smallest problem is made smaller
-//! while it still fails the same way, the mutants that fail so too give it their names, and the losses one option away are asked
-//! whether theirs are the numbers. At the end stands how many of the wrong kernels that this spec can tell from the right one
-//! the campaign would have caught.
+//! A [`Deck`] draws problems under the constraints of one [`LossSpec`](assay_core::spec::LossSpec). A [`KernelUnderTest`]
+//! answers them, and is judged by the limits for kernels of other projects. Failures that look alike are one cause: its smallest
+//! problem is shrunk while it still fails in the same way, the mutants that fail alike give it their names, and the losses one
+//! option away are compared with the kernel's numbers. The report ends with the mutation score: how many of the mutants that
+//! this spec can distinguish from a correct kernel the campaign rejects.
+//!
+//! A campaign of the CPU kernel, which passes:
+//!
+//! ```
+//! use assay_campaign::{Campaign, Deck, LocalKernel, text};
+//! use assay_core::spec::LossSpec;
+//! use assay_native::Native;
+//!
+//! let deck = Deck { cases: 4, wide: 0, ..Deck::default() };
+//! let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
+//! let native = Native::default();
+//! let report = campaign.run(&mut LocalKernel(&native), &mut |_| ()).unwrap();
+//! assert!(report.passed, "{}", text(&report));
+//! ```
 
 mod campaign;
 mod cause;

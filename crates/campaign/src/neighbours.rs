@@ -1,4 +1,4 @@
-//! Which loss a kernel computes, where it is not the one that is asked for: the losses one option away are tried against its
+//! Finds which loss a kernel computes instead of the requested one, by trying the losses one option away against its
 //! numbers.
 
 use assay_core::problem::Candidate;
@@ -28,8 +28,10 @@ pub fn computed<P: Judgeable>(
     limits: &Limits,
 ) -> Vec<ComputedLoss> {
     let comes_to = |spec: &LossSpec, problem: &P, candidate: &Candidate<P::Gradient>| {
+        // A loss that this problem cannot have, for lack of an input, is not what the kernel computes.
         let Ok(reference) = problem.evaluate(spec) else { return false };
         let Ok(verdicts) = problem.judge(&reference, &candidate.lend(), limits) else { return false };
+        // Agreement without a compared gradient proves nothing: a zero gradient fits many losses.
         verdicts.iter().all(Verdict::passed) && verdicts.iter().any(Verdict::compared_a_gradient)
     };
     let all = |of: &ComputedLoss| answers.iter().all(|(problem, candidate)| comes_to(&of.spec, problem, candidate));
@@ -50,6 +52,7 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
             None => all.push(ComputedLoss { names: vec![name], spec }),
         }
     };
+    // A project's own options come first: they name the mistake in the words of whoever configured it.
     if let Some((preset, options)) = project {
         for &(option, values) in OPTIONS {
             let others = || options.iter().filter(|pair| pair.split('=').next() != Some(option)).cloned();
@@ -63,8 +66,10 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
         }
     }
     for (name, spec) in one_field_away(asked) {
+        // Then single fields of the spec, for mistakes that no project's option describes.
         add(name, spec);
     }
+    // Then what each project computes by default, and under each `loss_type`.
     for preset in Preset::ALL {
         for function in preset.functions() {
             let name =

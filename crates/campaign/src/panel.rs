@@ -74,6 +74,7 @@ impl PanelDeck {
             PanelDeck::Wide => WIDE,
             PanelDeck::Sample => SAMPLE,
         };
+        // A stream for each deck keeps the draws of its cases independent of the other decks.
         let mut rng = ChaCha8Rng::seed_from_u64(index);
         rng.set_stream(self as u64);
         let spec = spec(pick(LOSSES), &mut rng);
@@ -102,6 +103,7 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
     let sapo = |rng: &mut ChaCha8Rng| {
         Objective::Sapo(Sapo { tau_positive: rng.random_range(0.5..1.5), tau_negative: rng.random_range(0.5..1.5) })
     };
+    // Vary what changes the structure of a kernel first, and then draw its numbers.
     let row_means = Reduction::SequenceMean { rows: Rows::All };
     let (objective, level, kl, reduction) = match loss {
         0 => (clip(rng), RatioLevel::Token, None, Reduction::TokenMean),
@@ -236,6 +238,7 @@ impl KernelOutcome {
     fn add(&mut self, case: &PanelCase, verdict: &Verdict) {
         let (Recipe { dtype, regime, .. }, gate) = (&case.recipe, verdict.gate.to_string());
         let same = |cell: &PanelCell| (cell.dtype, cell.regime, &cell.gate) == (*dtype, *regime, &gate);
+        // Find the cell of this dtype, regime and gate, or begin it.
         let at = self.cells.iter().position(same).unwrap_or_else(|| {
             let (judged, failed, standard, nonfinite, kappa, share) = (0, 0, 0, 0, 0.0, 0.0);
             self.cells.push(PanelCell {
@@ -326,6 +329,7 @@ impl Panelist {
                 self.found.fail(case, "not judged", self.replay(case), error.to_string());
             }
             Ok(judged) => {
+                // Count every verdict in its cell, and keep the words of the first failures of each gate.
                 judged.verdicts.iter().for_each(|verdict| self.found.add(case, verdict));
                 let failed: Vec<String> = judged.failed().map(|verdict| verdict.gate.to_string()).collect();
                 self.found.failed += u64::from(!failed.is_empty());
@@ -360,6 +364,7 @@ pub fn run(
 ) -> Result<(), PanelError> {
     for case in cases {
         let problem = case.recipe.problem(&case.spec)?;
+        // Evaluate the reference once; the kernels answer in parallel, each in its process.
         let known = Known::of(&case.spec, &problem)?;
         kernels.par_iter_mut().for_each(|kernel| kernel.meet(&case, &known));
         done();

@@ -80,6 +80,7 @@ fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool 
     if given.len() != wrong.len() {
         return false;
     }
+    // The largest finite error of the kernel is the scale on which two wrong values are compared.
     let off = given.iter().zip(exact).map(|(x, y)| (x - y).abs()).filter(|error| error.is_finite());
     let largest = off.fold(0.0, f64::max);
     given.iter().zip(wrong).all(|(x, y)| match (x.is_finite(), y.is_finite()) {
@@ -93,6 +94,7 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
     let of_tokens = |array: &Option<FloatArray<Ix2>>| {
         array.as_ref().map_or_else(Vec::new, |array| array.to_f64().into_iter().collect())
     };
+    // The absent optional outputs are empty, and thus equal.
     match gate.output {
         Output::Loss => candidate.loss.iter().map(FloatArray::value).collect(),
         Output::Logp => {
@@ -147,6 +149,8 @@ impl<P: Subject> MutantTrial<'_, P> {
             let candidate = run(kernel)?;
             Some((same_numbers::<P>(&self.correct, &candidate), candidate))
         };
+        // Run every mutant once. Equal numbers need no verdict, so only the differing candidates are judged, all in
+        // one pass over the reference.
         let runs: Vec<Option<(bool, Candidate<P::Gradient>)>> = kernels.par_iter().map(first).collect();
         let others = runs.iter().flatten().filter(|(same, _)| !same).map(|(_, candidate)| candidate.lend());
         let verdicts = self.known.verdicts_of_all(&others.collect::<Vec<_>>(), limits).unwrap_or_default();
@@ -157,6 +161,7 @@ impl<P: Subject> MutantTrial<'_, P> {
             Some((true, _)) | None => MutantFate::NotExercised,
         };
         let fates: Vec<MutantFate> = runs.iter().map(fate).collect();
+        // Run the mutants that were not rejected once more: some keep state, and differ only in the second call.
         kernels
             .par_iter()
             .zip(runs)
@@ -196,12 +201,15 @@ pub(crate) fn power<P: Subject>(
     let mut fates = vec![MutantFate::NotExercised; mutants.len()];
     let mut cases = 0;
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
+        // Draw the problems of this size from the campaign's own deck.
         let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
         let recipes =
             recipes.filter(|recipe| sizes.contains(&recipe.logits_recipe().shape.iter().product())).take(most);
         let problems = recipes.map(|recipe| Ok((deals.label(&recipe), deals.draw(&recipe, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
         let mut trials = Vec::new();
+        // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the
+        // judge, which would make the score worthless.
         for (label, problem) in &problems {
             let Ok(known) = Known::of(spec, problem) else { continue };
             let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(None) };
@@ -217,6 +225,7 @@ pub(crate) fn power<P: Subject>(
             |fate| matches!(fate, MutantFate::Rejected) || (accepted_only && matches!(fate, MutantFate::NotExercised));
         let mut left: Vec<(&mut MutantFate, &Mutant)> =
             fates.iter_mut().zip(mutants.iter().copied()).filter(|(fate, _)| !is_settled(**fate)).collect();
+        // Run only the mutants that are not yet rejected, and drop each as soon as one problem rejects it.
         for trial in &trials {
             let of_left: Vec<&Mutant> = left.iter().map(|(_, mutant)| *mutant).collect();
             for ((fate, _), here) in left.iter_mut().zip(trial.fates(&of_left, &limits, outputs)) {
@@ -227,6 +236,7 @@ pub(crate) fn power<P: Subject>(
             left.retain(|(fate, _)| !matches!(fate, MutantFate::Rejected));
         }
     }
+    // Count a mutant if any problem exercised it, and list the accepted ones by name.
     let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
     for (mutant, fate) in mutants.into_iter().zip(fates) {
         match fate {

@@ -89,6 +89,7 @@ impl Campaign {
             skipped: BTreeMap::new(),
             coverage: schema::Coverage::default(),
         };
+        // Problems that failed in an earlier campaign come first, then the deck by number.
         round.repros(deals, progress)?;
         for index in 0..deals.deck().cases {
             if round.is_over() {
@@ -115,6 +116,7 @@ impl Campaign {
             () if *shapes == DeckShapes::Given(Vec::new()) => return empty("shapes", "none", "[B,T,V]"),
             () => {}
         }
+        // A misspelt waiver would silently waive nothing.
         let known = cause::names_that_can_be_allowed();
         match self.allow.iter().find(|name| !known.contains(&name.as_str())) {
             Some(given) => Err(CampaignError::Allow { given: given.clone(), expected: known.join(", ") }),
@@ -164,6 +166,7 @@ impl<P: Subject> Round<'_, P> {
                 break;
             }
             let file = ProblemFile::open(&path)?;
+            // A folder may hold problems of other losses, whose limits would not apply.
             let of_this_spec = file
                 .metadata()
                 .get(SPEC_KEY)
@@ -201,6 +204,7 @@ impl<P: Subject> Round<'_, P> {
     fn examine(&mut self, label: String, problem: P, again: Option<(&dyn ProblemDeck<P>, &P::Recipe)>) -> bool {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
+        // Evaluate the reference, and look at what the problem covers before the kernel is asked.
         let known = match Known::of(spec, &*problem) {
             Ok(known) => known,
             Err(why) => {
@@ -214,6 +218,8 @@ impl<P: Subject> Round<'_, P> {
             return false;
         }
         let Examined { kinds, mut fault, outputs } = self.bench.judged(&problem, &known);
+        // An unsupported problem is skipped with the kernel's own words. An interruption ends the campaign and its
+        // remaining problems.
         match &fault {
             Some(Fault::Unsupported(what)) => {
                 self.skip(what.clone());
@@ -225,6 +231,7 @@ impl<P: Subject> Round<'_, P> {
             }
             _ => {}
         }
+        // A process that ends again and again costs a start for each problem, and teaches nothing new.
         self.ends = if matches!(fault, Some(Fault::Crashed { .. } | Fault::TimedOut(_))) { self.ends + 1 } else { 0 };
         if self.ends == ENDS {
             self.stopped = Some(format!("the kernel's process ended {ENDS} times in a row"));
@@ -237,6 +244,7 @@ impl<P: Subject> Round<'_, P> {
             }
         }
         drop(known);
+        // A right answer is asked for again, as some kernels depend on state or on addresses.
         let mut kinds = self.waived(kinds);
         if let (true, Some((deals, recipe))) = (kinds.is_empty(), again) {
             kinds = match self.once_more(&problem, deals, recipe) {
@@ -253,6 +261,7 @@ impl<P: Subject> Round<'_, P> {
                 }
             };
         }
+        // A failing problem counts for its most telling kind; a small passing one is kept, to test mutants on.
         match kinds.into_iter().next() {
             Some(kind) => self.note(kind, FailedProblem { label, problem, fault }),
             None if self.passing.len() < PASSING && elements(&*problem) < 1 << 16 => self.passing.push(problem),
@@ -268,10 +277,13 @@ impl<P: Subject> Round<'_, P> {
         deals: &dyn ProblemDeck<P>,
         recipe: &P::Recipe,
     ) -> Result<Vec<FailureKind>, Fault> {
+        // Two calls with one problem must return the same bits.
         let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
         if !same_bits(&first, &second) {
             return Ok(vec![FailureKind::OtherBits]);
         }
+        // Draw other content of equal extents, and let the kernel see the first problem in the memory that is then
+        // refilled.
         let mut other = recipe.clone();
         other.logits_recipe_mut().seed ^= 1 << 63;
         let Ok(other) = deals.draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
@@ -279,6 +291,7 @@ impl<P: Subject> Round<'_, P> {
         let before = Arc::new((**problem).clone());
         self.bench.candidate(&before)?;
         // What the kernel still holds is not written over.
+        // Only memory that the kernel has released may be written over.
         let Ok(memory) = Arc::try_unwrap(before) else { return Ok(Vec::new()) };
         let refilled = Arc::new(memory.refilled(other));
         let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Ok(Vec::new()) };
@@ -289,6 +302,7 @@ impl<P: Subject> Round<'_, P> {
         if wrong.is_empty() {
             return Ok(wrong);
         }
+        // Wrong in reused memory and right in fresh memory means that the kernel caches by address.
         let alone = self.bench.judged(&alone, &known).kinds;
         Ok(if self.waived(alone).is_empty() { vec![FailureKind::Stale] } else { wrong })
     }
@@ -314,6 +328,8 @@ impl<P: Subject> Round<'_, P> {
 
     fn finish(mut self, deals: &dyn ProblemDeck<P>) -> Result<schema::Campaign, CampaignError> {
         let campaign = self.campaign;
+        // Explain the failures first, as that needs further calls of the kernel, and then split off the allowed
+        // causes.
         let found = Failures { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
         let causes = cause::causes(campaign, deals, found, &mut self.bench)?;
         let (allowed, causes): (Vec<_>, Vec<_>) =
@@ -382,6 +398,7 @@ fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
     let shape = reference.shape();
     for sequence in reference.problem().sequences() {
         let mut empty = true;
+        // Count what kernels branch on: the clip, the sign of the advantage, and targets in the tiles at either end.
         for (b, t) in sequence.places() {
             let Some(token) = reference.token(b, t) else { continue };
             empty = false;

@@ -48,6 +48,7 @@ pub(crate) fn shrink<P: Subject>(
 ) -> Arc<P> {
     let deadline = Instant::now() + effort.time;
     let mut shrinker = Shrinker { problem, effort, calls: 0, deadline, fails };
+    // Remove parts until a whole pass removes nothing: once an axis is shorter, another may shrink further.
     if effort.shapes {
         while shrinker.narrow() {}
     }
@@ -58,6 +59,7 @@ pub(crate) fn shrink<P: Subject>(
 impl<P: Subject> Shrinker<'_, P> {
     /// Takes `smaller` if it still fails.
     fn try_one(&mut self, smaller: P) -> bool {
+        // A problem in which no token counts has no loss to compare.
         if !smaller.mask().iter().any(|counts| *counts) || self.is_spent() {
             return false;
         }
@@ -80,6 +82,8 @@ impl<P: Subject> Shrinker<'_, P> {
             [|part| &mut part.batch, |part| &mut part.tokens, |part| &mut part.columns];
         let mut any = false;
         for axis in axes {
+            // As in delta debugging, remove half an axis first, and halve the block whenever no block of this size can
+            // go.
             let mut size = usize::MAX;
             while size > 0 && !self.is_spent() {
                 let mut whole = self.problem.whole();
@@ -91,6 +95,7 @@ impl<P: Subject> Shrinker<'_, P> {
                     && starts.into_iter().rev().any(|start| {
                         let mut part = whole.clone();
                         axis(&mut part).retain(|i| !(start..start + size).contains(i));
+                        // Never empty an axis: a problem without tokens or entries is invalid.
                         !axis(&mut part).is_empty() && self.try_one(self.problem.part(&part))
                     });
                 any |= gone;
@@ -106,6 +111,7 @@ impl<P: Subject> Shrinker<'_, P> {
     fn simplify(&mut self) {
         let rounded = |x: &mut f64| *x = x.round();
         let tenths = |x: &mut f64| *x = (*x * 8.0).round() / 8.0;
+        // Advantages and cotangents become −1, 0 or 1, as their sign alone often decides.
         let plainer = [self.problem.map_tokens(|tokens| {
             if let Some(others) = &mut tokens.extra.others {
                 others.dlogp.mapv_inplace(f64::signum);
@@ -118,6 +124,7 @@ impl<P: Subject> Shrinker<'_, P> {
         for problem in plainer {
             self.try_one(problem);
         }
+        // Round the log-probabilities to integers, then to eighths, one array at a time.
         for edit in [rounded as fn(&mut f64), tenths] {
             for array in [0, 1, 2, 3] {
                 let edited = self.problem.map_tokens(|tokens| {
@@ -132,6 +139,8 @@ impl<P: Subject> Shrinker<'_, P> {
                 self.try_one(edited);
             }
         }
+        // Replace the logits or hidden states from the plainest values to the richest; the first edit that still fails
+        // is kept. Infinities stay, as they may be the cause.
         let values: [fn(f64) -> f64; 4] = [
             |x| if x.is_finite() { 0.0 } else { x },
             |x| if x.is_finite() { x.signum() } else { x },

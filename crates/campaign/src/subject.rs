@@ -320,6 +320,7 @@ impl Subject for HeadProblem {
 
 /// A number of the tokens of a problem and the values that its logits are, or are made of.
 fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u64 {
+    // Hash the bits, so that −0 and 0 differ and NaN equals itself.
     let mut hasher = DefaultHasher::new();
     let mut floats = |values: &mut dyn Iterator<Item = &f64>| values.for_each(|x| x.to_bits().hash(&mut hasher));
     for values in values {

@@ -74,6 +74,7 @@ fn write_cause(text: &mut String, word: &str, cause: &Cause) {
     for diagnosis in diagnoses {
         line("likely", diagnosis);
     }
+    // Several losses are an answer only if each has these numbers on every problem that was tried.
     let listed: Vec<String> = computes.iter().map(|names| names.join(", which is ")).collect();
     match listed.as_slice() {
         [] => {}

@@ -247,9 +247,11 @@ impl Worker {
     ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let command = self.launch.name();
         let file = |reason| WorkerError::File { command: command.clone(), reason };
+        // The problem is a file; only its path goes through the pipe.
         write_problem(given, problem, &BTreeMap::new()).map_err(file)?;
         let request = Request { id: self.asked, problem: given, candidate: returned, spec };
         let request = serde_json::to_string(&request).expect("plain data has a JSON form");
+        // A process that ended earlier is started again here, which may cost the load of a framework.
         let process = match &mut self.process {
             Some(process) => process,
             none => {
@@ -261,11 +263,13 @@ impl Worker {
         let deadline = Instant::now() + self.launch.answer;
         process.send(request);
         let reply: Result<Reply, WorkerError> = hear(process, &self.launch, AwaitedMessage::WorkerAnswer, deadline);
+        // An answer with another id belongs to an earlier question: the stream is out of step and cannot be trusted.
         let reply = reply.and_then(|reply| match reply.id {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
         let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| self.process = None)?;
+        // The worker's own reports come before the file, which need not exist then.
         if let Some(message) = error {
             return Err(WorkerError::Failed { command, message: shown(&message) });
         }
@@ -279,6 +283,7 @@ impl Worker {
         if let Some(what) = unsupported {
             return Ok(WorkerAnswer::Unsupported(one_line(&what)));
         }
+        // The file was written by a stranger: bound its length before reading, then require the promised outputs.
         expect_file(returned, given).map_err(file)?;
         let candidate = read_candidate(returned).map_err(file)?;
         self.expect_outputs(&candidate, returned).map_err(file)?;
@@ -343,6 +348,7 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
     };
     let mut command = Command::new(program);
     command.args(arguments).envs(launch.environment.iter().map(|(name, value)| (name, value)));
+    // The first line names the protocol and the outputs; anything else is a stranger.
     let deadline = Instant::now() + launch.start;
     let mut process = Process::start(&mut command).map_err(start)?;
     let hello: WorkerIntroduction = hear(&mut process, launch, AwaitedMessage::WorkerIntroduction, deadline)?;
@@ -382,6 +388,7 @@ fn hear<M: for<'m> Deserialize<'m>>(
             let expected = format!("{} in at most {LONGEST_LINE} bytes", awaited.form());
             Err(broken(process, &command, awaited.name(), one_line(&given), expected))
         }
+        // stdout ends before the process does: wait for its exit status, which says why.
         Err(Silence::Ended) => {
             let ended = process.ended();
             let signal = ended.as_ref().ok().and_then(ExitStatusExt::signal);
@@ -424,6 +431,7 @@ fn expect_file(path: &Path, problem: &Path) -> Result<(), FixtureError> {
     let length =
         |path: &Path| fs::symlink_metadata(path).map_err(io).map(|metadata| (metadata.is_file(), metadata.len()));
     let ((is_file, given), (_, problem)) = (length(path)?, length(problem)?);
+    // dlogits in f64 for logits of 16 bits are four times as large as the problem.
     let longest = 4 * problem + MAX_HEADER_LEN;
     match is_file {
         false => Err(FixtureError::invalid(path, "candidate", "no regular file", "one")),

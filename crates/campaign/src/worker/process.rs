@@ -50,12 +50,14 @@ pub(super) struct Process {
 
 impl Process {
     pub(super) fn start(command: &mut Command) -> io::Result<Self> {
+        // A group of its own contains every process that the worker starts, so that one signal ends them all.
         let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = piped.process_group(0).spawn()?;
         let group = Pid::from_child(&child);
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(mut stdin), Some(stdout), Some(stderr)) = pipes else { unreachable!("all three are piped") };
 
+        // One thread writes requests, one reads stdout and one keeps the tail of stderr.
         let (requests, received) = channel::<String>();
         thread::spawn(move || while received.recv().is_ok_and(|line| stdin.write_all(line.as_bytes()).is_ok()) {});
         // One line is read ahead: a worker that talks without end is held up by its pipe.
@@ -84,6 +86,7 @@ impl Process {
     /// Closes the process's stdin, waits for `patience`, kills the rest of its group, and returns the first process's
     /// exit status.
     pub(super) fn end(&mut self, patience: Duration) -> io::Result<ExitStatus> {
+        // Closing stdin asks the worker to end; whoever is left after the wait is killed.
         self.requests = None;
         wait_until(patience, || self.has_exited());
         // Until it is waited for, no other group can have its number.
@@ -132,6 +135,7 @@ fn read_lines(stdout: impl Read, lines: &SyncSender<Result<String, String>>) {
     let mut stdout = BufReader::new(stdout);
     loop {
         let mut bytes = Vec::new();
+        // Bound the line before it is read, and take one byte more to notice a longer one.
         let line = match (&mut stdout).take(LONGEST_LINE as u64 + 1).read_until(b'\n', &mut bytes) {
             Ok(0) | Err(_) => return,
             Ok(_) if bytes.pop_if(|last| *last == b'\n').is_some() => {
@@ -152,6 +156,7 @@ fn keep_tail(mut stderr: impl Read, tail: &Mutex<VecDeque<u8>>) {
     while let Ok(n @ 1..) = stderr.read(&mut bytes) {
         let mut tail = tail.lock().unwrap_or_else(PoisonError::into_inner);
         tail.extend(&bytes[..n]);
+        // Drop the oldest bytes: the last lines explain the end.
         let excess = tail.len().saturating_sub(TAIL);
         tail.drain(..excess);
     }
