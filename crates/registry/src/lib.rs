@@ -14,7 +14,7 @@ use assay_pjrt::xla::{Xla, XlaHead};
 
 /// A kind of problem whose implementations are listed.
 pub trait Listed: Workload {
-    /// See [`registry`].
+    /// Returns all implementations for this kind of problem, as [`registry`] does.
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>>;
 
     /// See [`find`].
@@ -75,13 +75,13 @@ pub fn registry<P: Listed>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<
     P::all(plugin)
 }
 
-/// Those that run any shape at once: they are given thousands of shapes.
+/// Returns the implementations that run any shape without compiling: tests give them thousands of shapes.
 pub fn immediate<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
     registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
 }
 
-/// Those that compile a program for each shape, on the devices of `plugin`: they are given a few shapes and every device
-/// count.
+/// Returns the implementations that compile a program for each shape, on the devices of `plugin`: tests give them a few
+/// shapes and every device count.
 pub fn compiled<P: Listed>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
     registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
 }
@@ -107,7 +107,7 @@ fn ids<P: Workload>(all: &[Arc<dyn Implementation<P>>]) -> String {
     all.iter().map(|implementation| implementation.id()).collect::<Vec<_>>().join(", ")
 }
 
-/// The program called `id` among the other ways to write `xla`. They are in no list: they are there to be timed beside
+/// Returns the program called `id` among the other ways to write `xla`, which are in no list and are only timed against
 /// an implementation.
 #[cfg(feature = "pjrt")]
 fn alternative(id: &str, plugin: Option<&Path>) -> Option<Arc<dyn Implementation>> {

@@ -9,7 +9,7 @@ use super::plot::{Axis, Curve, Tone, curves, key};
 
 const TONES: [Tone; 2] = [Tone::Second, Tone::First];
 
-/// What is drawn of every step, and the axis that suits it.
+/// A quantity that is drawn for every step, with its axis.
 type Quantity = (&'static str, fn(&Step) -> f64, Axis);
 
 const QUANTITIES: [Quantity; 7] = [

@@ -34,7 +34,7 @@ fn memory(bench: &Bench) -> Vec<Bar> {
     known.map(|(name, n)| Bar::of(name, n, Tone::First, bytes(n))).collect()
 }
 
-/// What the device's memory gives at most, and who says so.
+/// Describes the largest rate of the device's memory, with its source.
 fn device_rate(bench: &Bench) -> String {
     let Some(rate) = bench.device_gb_per_s else { return "–".into() };
     let from = bench.device_gb_per_s_from.as_deref().map_or(String::new(), |from| format!(" ({})", clipped(from)));

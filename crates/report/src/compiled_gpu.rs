@@ -11,7 +11,7 @@ fn size(program: &Compiled) -> String {
     format!("{} {}, for {}", shape(&program.shape), program.dtype, program.target)
 }
 
-/// With what its loss has beside.
+/// Returns a program's name with the options that its loss adds.
 fn name(program: &Compiled) -> String {
     let bonus = if program.entropy_coef == 0.0 { "" } else { ", entropy bonus" };
     format!("{}{bonus}", program.implementation)

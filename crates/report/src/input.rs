@@ -24,22 +24,22 @@ pub const LONGEST: u64 = 16 << 20;
 /// A file that cannot become a part of a report. The message is one line and starts with the file.
 #[derive(Debug, thiserror::Error)]
 pub enum InputError {
-    /// The system refused.
+    /// The operating system refused to read the file.
     #[error("{path}: cannot read: {reason}")]
     Io {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The system's answer.
+        /// The operating system's error.
         reason: io::Error,
     },
     /// The file is no result of a command, or not one that has a part in a report.
     #[error("{path}: got {given}, expected {expected}")]
     Invalid {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What it holds.
+        /// The value that the file contains.
         given: String,
-        /// What it may hold.
+        /// The values that are valid.
         expected: String,
     },
 }
@@ -47,7 +47,7 @@ pub enum InputError {
 /// One result, as `--json` of its command wrote it.
 pub struct Input {
     pub(super) name: String,
-    /// What the result is, as the page's headings have it.
+    /// The heading of the result's part of the page.
     pub(super) title: &'static str,
     pub(super) command: Option<String>,
     pub(super) part: Box<dyn Part>,
@@ -86,10 +86,10 @@ impl Input {
         Self::of(path, &bytes)
     }
 
-    /// The same of bytes that are there already, under the name `path`.
+    /// Parses bytes that were read already, under the name `path`.
     ///
     /// # Errors
-    /// [`InputError::Invalid`].
+    /// [`InputError::Invalid`] if they are no result of a command.
     pub fn of(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
         let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         if bytes.len() as u64 > LONGEST {
@@ -111,7 +111,7 @@ impl Input {
     }
 }
 
-/// What a value is, for an error message.
+/// Names the kind of a JSON value, for an error message.
 fn described(value: &Value) -> String {
     const SHOWN: usize = 6;
     match value {

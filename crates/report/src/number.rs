@@ -19,7 +19,7 @@ pub fn or_dash(x: Option<f64>) -> String {
     x.map_or("–".into(), short)
 }
 
-/// `512`, `12.3k`, `4.56M`.
+/// Formats a count in three digits: `512`, `12.3k`, `4.56M`.
 pub fn count(n: u64) -> String {
     scaled(n as f64, 1e3, &["", "k", "M", "G", "T"])
 }
@@ -45,7 +45,7 @@ fn scaled(x: f64, step: f64, units: &[&str]) -> String {
     format!("{x:.digits$}{}", units[at])
 }
 
-/// `1x4096x151936`
+/// Formats extents as a shape: `1x4096x151936`.
 pub fn shape(extents: &[usize]) -> String {
     extents.iter().map(usize::to_string).collect::<Vec<_>>().join("x")
 }

@@ -62,7 +62,7 @@ fn badge(passed: Option<bool>) -> Markup {
     }
 }
 
-/// A command to copy.
+/// Draws a command that can be copied.
 fn shell(command: &str) -> Markup {
     html! { pre { code { (command) } } }
 }

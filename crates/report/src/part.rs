@@ -2,12 +2,12 @@
 
 use maud::Markup;
 
-/// What a result says for itself.
+/// One result's part of the page.
 pub(super) trait Part {
     /// Whether it passed; `None` where it decides nothing.
     fn passed(&self) -> Option<bool>;
-    /// One line.
+    /// Returns a summary of one line.
     fn summary(&self) -> String;
-    /// Tables and plots.
+    /// Draws the tables and plots.
     fn body(&self) -> Markup;
 }

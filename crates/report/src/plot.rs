@@ -10,7 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::number::{clipped, count, short};
 
-/// What the page's style gives a colour of its own: no colour here is ever seen.
+/// The meaning of a colour, which the page's style sheet chooses.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the style sheet's variables")]
 pub enum Tone {
@@ -99,7 +99,7 @@ pub fn key(entries: &[(Tone, &str)]) -> Markup {
 
 /// Values on one line of a [`strips`] plot.
 pub struct Strip {
-    /// What stands before it.
+    /// The label before the bar.
     pub name: String,
     /// Shares of the limit, of which those beyond 1 are failures.
     pub shares: Vec<f64>,
@@ -163,16 +163,16 @@ pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
 
 /// One bar of parts, end to end.
 pub struct Bar {
-    /// What stands before it.
+    /// The label before the bar.
     pub name: String,
-    /// Lengths.
+    /// The lengths of the bar's parts.
     pub parts: Vec<(f64, Tone)>,
-    /// What stands at its end.
+    /// The text after the bar.
     pub note: String,
 }
 
 impl Bar {
-    /// Of one part.
+    /// Makes a bar of one part.
     pub fn of(name: impl Into<String>, value: f64, tone: Tone, note: impl Into<String>) -> Self {
         Self { name: name.into(), parts: vec![(value, tone)], note: note.into() }
     }
@@ -222,7 +222,7 @@ pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
     })
 }
 
-/// How many values lie in each bucket, on a logarithmic axis, so that a single one still shows.
+/// Draws the number of values in each bucket on a logarithmic axis, so that a single value still shows.
 pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup {
     const FLOOR: f64 = 0.5;
     let most = counts.iter().copied().max().unwrap_or(0) as f64;
@@ -255,15 +255,15 @@ pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup 
 
 /// A curve and its tone.
 pub struct Curve {
-    /// Its colour.
+    /// The tone of the curve.
     pub tone: Tone,
-    /// Where the value is not finite, the curve is broken.
+    /// The points of the curve, which is broken where a value is not finite.
     pub points: Vec<(f64, f64)>,
 }
 
-/// An upright axis.
+/// The scale of a vertical axis.
 pub struct Axis {
-    /// How its numbers are written.
+    /// The function that formats the axis's numbers.
     pub format: fn(f64) -> String,
     /// Whether it begins at 0, so that heights compare as amounts do.
     pub from_zero: bool,

@@ -50,7 +50,7 @@ fn distinct<'c>(checks: &[&'c GateCheck], of: impl Fn(&'c GateCheck) -> String) 
     checks.iter().map(|check| of(check)).filter(|name| seen.insert(name.clone())).collect()
 }
 
-/// What names a row, or a column.
+/// The function that names a row or a column.
 type Named = fn(&GateCheck) -> String;
 
 /// The worst check of every row and column: how many times smaller its error is than it may be.
@@ -101,7 +101,7 @@ fn cell(check: &GateCheck) -> Markup {
     html! { td class={ "number " (class) } title=(clipped(&place)) { (text) } }
 }
 
-/// Checks, one a row.
+/// Draws a table of checks, one in each line.
 fn lines(checks: &[&GateCheck]) -> Markup {
     html! {
         div.scroll { table {
@@ -124,7 +124,7 @@ fn lines(checks: &[&GateCheck]) -> Markup {
     }
 }
 
-/// What was not checked.
+/// Draws the list of checks that were not made.
 pub(super) fn not_checked(ignored: &[IgnoredCheck]) -> Markup {
     html! {
         @if !ignored.is_empty() {
@@ -186,7 +186,7 @@ fn total<'c>(checks: impl Iterator<Item = &'c &'c GateCheck>, buckets: usize) ->
     sum
 }
 
-/// `½`, `16`, `64k`.
+/// Formats an edge in units in the last place: `½`, `16`, `64k`.
 fn ulps(edge: f64) -> String {
     match edge {
         0.5 => "½".into(),

@@ -17,8 +17,9 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 
-/// How many cases a property is tried on: `cases` of one seed, so that a change is judged on what those before it were. Another seed
-/// is for `PROPTEST_RNG_SEED` to give, and another number for `PROPTEST_CASES`. What fails is printed; no file is written.
+/// Returns the configuration of a property that is tried on `cases` cases. Its seed is fixed, so that a change is
+/// judged on the cases of those before it; `PROPTEST_RNG_SEED` and `PROPTEST_CASES` replace seed and number. A failure
+/// is printed, and no file is written.
 pub fn config(cases: u32) -> ProptestConfig {
     let given = |name| std::env::var_os(name).is_some();
     let wanted = ProptestConfig::default();
@@ -350,7 +351,7 @@ fn off_policy_mask() -> BoxedStrategy<OffPolicyMask> {
         .boxed()
 }
 
-/// What becomes of logits before their softmax, and over which columns that is.
+/// Draws a transform of the logits before their softmax, and the support of that softmax.
 pub fn changed_logits() -> BoxedStrategy<(LogitsTransform, Support)> {
     (logits_transform(), support()).boxed()
 }

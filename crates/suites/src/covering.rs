@@ -59,7 +59,7 @@ const DIFFERENCE_CLAMPS: [Option<f64>; 2] = [None, Some(0.2)];
 /// Each with whether it comes after the importance weight.
 const VALUE_CLAMPS: [(Option<f64>, bool); 3] = [(None, false), (Some(0.02), false), (Some(0.02), true)];
 const KL_AVERAGINGS: [Option<Averaging>; 2] = [None, Some(OF_ROWS)];
-/// Each with its epsilon.
+/// The reductions, each with its denominator epsilon.
 const REDUCTIONS: [(Reduction, f64); 5] = [
     (Reduction::TokenMean, 0.0),
     (Reduction::SequenceMean { rows: Rows::All }, 0.0),
@@ -84,17 +84,17 @@ const BOUNDS: [(Option<f64>, Option<LogClip>, Option<f64>); 4] = [
     (None, Some(LogClip { low: 0.2, high: 0.1 }), None),
     (None, None, Some(0.1)),
 ];
-/// What rollout weights apply to.
+/// The terms that rollout weights may apply to.
 const WEIGHTS: [Option<LossTerms>; 3] = [None, Some(LossTerms::Policy), Some(LossTerms::PolicyAndKl)];
-/// What rejected tokens are dropped from.
+/// The terms that rejected tokens may be dropped from.
 const DROPS: [Option<LossTerms>; 3] = [None, Some(LossTerms::Policy), Some(LossTerms::PolicyAndKl)];
 const ADVANTAGES: [AdvantageLevel; 2] = [AdvantageLevel::Sequence, AdvantageLevel::Token];
 
-/// What becomes of logits: scale, softcap, bias, and how many columns are left out.
+/// The transforms of logits: scale, softcap, whether there is a bias, and the number of excluded ids.
 const TRANSFORMS: [(f64, Option<f64>, bool, usize); 3] =
     [(1.0, None, false, 0), (-0.5, None, false, 3), (2.0, Some(9.0), true, 0)];
 
-/// How many choices each factor has, in the order that [`spec`] reads them.
+/// The number of choices of each factor, in the order in which [`spec`] reads them.
 const CHOICES: [usize; 15] = [
     ESTIMATORS.len(),
     IMPORTANCES.len(),

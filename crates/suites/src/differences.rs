@@ -6,7 +6,7 @@ use assay_reference::{HeadReference, Reference};
 
 /// A problem whose gradients are compared plainly.
 pub trait Differentiated: Judgeable {
-    /// By output.
+    /// Returns the differences between a candidate and its twin, by output.
     fn differences(
         reference: &Self::Reference<'_>,
         outcome: &Candidate<Self::Gradient>,
@@ -38,16 +38,16 @@ impl Differentiated for HeadProblem {
 /// Plain differences of a gradient, as the seed project reports them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Differences {
-    /// The largest.
+    /// The largest absolute difference.
     pub max_abs: f64,
     /// The largest over the size of the reference, of the elements with `|reference| > 1e-6`.
     pub max_rel: f64,
-    /// Their mean.
+    /// The mean of the absolute differences.
     pub mean_abs: f64,
 }
 
 impl Differences {
-    /// Of `(reference, candidate)` of every element.
+    /// Collects the differences of pairs `(reference, candidate)`, one for each element.
     fn of(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
         const SMALLEST: f64 = 1e-6;
         let mut all = Self::default();

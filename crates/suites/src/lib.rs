@@ -30,7 +30,7 @@ pub(crate) fn measured_cases() -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_recipe())
 }
 
-/// The same of heads.
+/// The random cases of heads that `worst_seen` is measured on.
 pub(crate) fn measured_heads() -> impl Iterator<Item = (LossSpec, HeadRecipe)> {
     drawn(TestRng::deterministic_rng(RngAlgorithm::ChaCha), cases::any_head_recipe())
 }
@@ -66,7 +66,7 @@ pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec
     cases
 }
 
-/// The same of heads, with widths that the devices do not divide: the last one leaves some of 8 devices no row of `dlm_head`.
+/// Extents of heads that 2, 4 and 8 devices do not divide; the last one leaves some of 8 devices no row of `dlm_head`.
 pub const DEVICE_HEADS: [HeadShape; 4] = {
     const fn shape([batch, tokens, hidden, vocab]: [usize; 4]) -> HeadShape {
         HeadShape { batch, tokens, hidden, vocab }

@@ -44,7 +44,7 @@ impl Work {
         }
     }
 
-    /// `V`
+    /// Returns the number of vocabulary entries `V`.
     fn vocab(&self) -> usize {
         match self {
             Work::Logits(_, recipe) | Work::Head(_, HeadRecipe { recipe, .. }) => recipe.shape[2],
@@ -64,25 +64,25 @@ impl fmt::Display for Case {
     }
 }
 
-/// What is measured.
+/// The implementations that a measurement runs.
 #[derive(Clone, Default)]
 pub struct Measured {
-    /// Those that run any shape at once.
+    /// Implementations on logits that run any shape without compiling.
     pub immediate: Vec<Arc<dyn Implementation>>,
-    /// The same with an LM head.
+    /// Implementations with an LM head that run any shape without compiling.
     pub immediate_heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
-    /// Those that compile a program for each shape, by plugin.
+    /// Implementations that compile a program for each shape, by plugin.
     pub compiled: Vec<Compiled>,
 }
 
-/// What runs on the devices of one plugin.
+/// The implementations that run on the devices of one plugin.
 #[derive(Clone)]
 pub struct Compiled {
-    /// The plugin.
+    /// The path of the plugin's library.
     pub plugin: PathBuf,
-    /// Of the loss on logits.
+    /// Implementations of the loss on logits.
     pub on_logits: Vec<Arc<dyn Implementation>>,
-    /// With an LM head.
+    /// Implementations of the loss with an LM head.
     pub heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
 }
 
@@ -135,7 +135,7 @@ pub fn cases(class: Option<&str>, random: usize, all: &Measured) -> Vec<Case> {
     cases
 }
 
-/// Where cases run.
+/// The implementation, plugin and device count of some cases.
 struct On {
     implementation: Arc<dyn Implementation>,
     plugin: Option<String>,
@@ -230,7 +230,8 @@ fn few_heads(
     }
 }
 
-/// Heads of any width; and those of one token, or one column beside the target, where no error is averaged away.
+/// Adds cases of heads of any width, and of one token or one column besides the target, where no error is averaged
+/// away.
 fn any_head(
     implementation: &Arc<dyn Implementation<HeadProblem>>,
     random: usize,
@@ -262,8 +263,8 @@ fn is_tile(implementation: &dyn Implementation) -> bool {
     implementation.class() == "tile"
 }
 
-/// Where the policy is the reference policy: the gradient of the KL term is then all rounding, and a candidate rounds
-/// another number than the reference does.
+/// Adds cases in which the policy equals the reference policy: the gradient of the KL term is then rounding error
+/// alone, and differs between candidate and reference.
 fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
     const ON: [(&str, usize); 5] =
         [("xla", 1), ("xla-vocab", 2), ("tile-one-pass", 1), ("tile-two-pass", 1), ("tile-two-pass-vocab", 2)];
@@ -298,12 +299,12 @@ fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize
 /// A gate of one class, at whatever edge its tokens are.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Subject {
-    /// What is judged and how.
+    /// The output and the comparison.
     #[serde(flatten)]
     pub gate: Gate,
     /// Dtype of the output; f64 is f32's arithmetic stored wider.
     pub dtype: Dtype,
-    /// Class of implementation.
+    /// The arithmetic class of the implementation.
     pub class: String,
 }
 
@@ -313,10 +314,10 @@ impl fmt::Display for Subject {
     }
 }
 
-/// What a gate has needed.
+/// The largest κ that the cases of a gate needed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Needed {
-    /// The largest `κ`.
+    /// The largest `κ` of any case.
     pub kappa: f64,
     /// The `κ` it is allowed.
     pub allowed: f64,
@@ -324,7 +325,7 @@ pub struct Needed {
     pub case: String,
 }
 
-/// What the cases of one class were.
+/// The ranges that the cases of one class covered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Covered {
     cases: u64,
@@ -365,9 +366,9 @@ impl fmt::Display for Covered {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{case}: {reason}")]
 pub struct MeasureError {
-    /// The case.
+    /// A description of the case.
     pub case: String,
-    /// Why.
+    /// The reason why it was not judged.
     pub reason: Unjudged,
 }
 
@@ -377,7 +378,7 @@ pub enum Unjudged {
     /// No problem comes of the recipe.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// The reference refuses it.
+    /// The reference refused the problem.
     #[error(transparent)]
     Problem(#[from] ProblemError),
     /// There is no verdict on it.
@@ -385,7 +386,7 @@ pub enum Unjudged {
     Trial(#[from] trial::Unjudged),
 }
 
-/// What the judge says of a case; `None` where it is not supported.
+/// Returns the verdicts on a case; `None` if the implementation does not support it.
 fn verdicts(case: &Case) -> Result<Option<Vec<Verdict>>, Unjudged> {
     let Case { work, devices, spec, .. } = case;
     match work {
@@ -442,7 +443,7 @@ impl Measurement {
         }
     }
 
-    /// What each gate has needed that a case reached.
+    /// Returns the κ that each gate needed, for the gates that a case reached.
     pub fn needed(&self) -> impl Iterator<Item = (&Subject, &Needed)> {
         self.needed.iter()
     }

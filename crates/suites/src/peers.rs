@@ -14,11 +14,11 @@ pub struct Difference {
     pub dlogits: f64,
 }
 
-/// Below this an expected value counts as 0.
+/// The magnitude below which an expected value counts as 0.
 const FLOOR: f64 = 1e-12;
 
 impl Difference {
-    /// Between `reference` and the loss and dlogits expected of it.
+    /// Compares the loss and dlogits of `reference` with the expected ones.
     pub fn of(reference: &Reference, loss: f64, dlogits: &Array3<f64>) -> Self {
         let (batch, tokens, _) = dlogits.dim();
         let largest = dlogits.iter().fold(0.0_f64, |most, x| most.max(x.abs()));

@@ -42,7 +42,7 @@ impl Arms {
         others.made.difference(&self.made).collect()
     }
 
-    /// What `specs` choose.
+    /// Collects the choices of all `specs`.
     pub fn of_specs<'a>(specs: impl IntoIterator<Item = &'a LossSpec>) -> Self {
         let mut arms = Self::default();
         for spec in specs {
@@ -64,7 +64,7 @@ impl Arms {
         choose!(self, field, x == neutral, { true => "neutral", false => "another" });
     }
 
-    /// Notes what `spec` chooses.
+    /// Records the choices that `spec` makes.
     pub fn spec(&mut self, spec: &LossSpec) {
         let LossSpec {
             objective,
@@ -359,7 +359,7 @@ impl Arms {
         });
     }
 
-    /// What a recipe for a problem chooses.
+    /// Records the choices of a problem's recipe.
     pub fn recipe(&mut self, recipe: &Recipe) {
         use assay_judge::generate::Regime;
 
@@ -388,7 +388,7 @@ impl Arms {
         self.flag("masked_garbage", *masked_garbage);
     }
 
-    /// What is judged, and how.
+    /// Records the output and the comparison of a gate.
     pub fn gate(&mut self, gate: Gate) {
         let Gate { output, model, edge: _ } = gate;
         choose!(self, "output", output, {

@@ -9,11 +9,11 @@ use assay_judge::packed::Packable;
 /// One batch, and the loss that is asked for.
 #[derive(Clone, Debug)]
 pub struct Case<P = Problem> {
-    /// What a report calls it.
+    /// The name of the case in reports.
     pub label: String,
-    /// The loss.
+    /// The loss that kernels are asked for.
     pub spec: LossSpec,
-    /// The batch.
+    /// The batch that kernels are run on.
     pub problem: P,
 }
 
@@ -35,7 +35,7 @@ impl<P: Workload> Case<P> {
 }
 
 impl<P: Packable> Case<P> {
-    /// The same with its sequences packed into one row.
+    /// Returns the case with its sequences packed into one row.
     pub(super) fn packed(self) -> Self {
         let spec = self.spec.with_width(self.problem.width());
         Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
@@ -43,7 +43,7 @@ impl<P: Packable> Case<P> {
 }
 
 impl Case<HeadProblem> {
-    /// The same with an LM head.
+    /// Makes a case of a problem with an LM head.
     pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
         let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
         let HeadRecipe { layout, rounds_logits, recipe: Recipe { dtype, regime, seed, .. }, .. } = recipe;

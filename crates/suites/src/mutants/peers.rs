@@ -22,18 +22,18 @@ pub use assay_schema::mutants::Cell;
 /// The tests of one project.
 #[derive(Clone, Copy, Debug)]
 pub struct Project {
-    /// Its name in tables.
+    /// The project's name in tables.
     pub name: &'static str,
-    /// Where they stand.
+    /// The file and lines of the project's tests.
     pub source: &'static str,
-    /// What they draw and compare, and what of it is cut down here.
+    /// The inputs that the tests draw and compare, and the parts that are shortened here.
     pub inputs: &'static str,
     /// Whether its kernel has the entropy among its outputs.
     entropy: bool,
     checks: fn() -> Vec<Check>,
 }
 
-/// All of them.
+/// The projects whose tests are replayed.
 pub const PROJECTS: [Project; 7] = [
     Project {
         name: "Liger bf16",
@@ -97,7 +97,7 @@ pub const PROJECTS: [Project; 7] = [
 ];
 
 impl Project {
-    /// Its tests, with what the correct kernel returns.
+    /// Prepares the project's tests: draws their inputs and runs the correct kernel.
     pub fn prepare(self) -> Tests {
         let prepared = |check| Prepared::of(check, self.entropy);
         Tests { project: self, checks: (self.checks)().into_par_iter().map(prepared).collect() }
@@ -106,13 +106,13 @@ impl Project {
 
 /// A project's tests, ready to be run.
 pub struct Tests {
-    /// Whose they are.
+    /// The project that the tests belong to.
     pub project: Project,
     checks: Vec<Prepared>,
 }
 
 impl Tests {
-    /// What they say of `mutant`.
+    /// Returns whether the tests catch `mutant`, accept it, or do not exercise it.
     pub fn judge(&self, mutant: &Mutant) -> Cell {
         let specimen = Specimen::with(mutant.bug);
         let mut cell = Cell::NotExercised;
@@ -125,7 +125,7 @@ impl Tests {
         cell
     }
 
-    /// What they say of the correct kernel.
+    /// Whether the tests accept the correct kernel.
     pub fn accept_the_correct_kernel(&self) -> bool {
         self.checks
             .iter()
@@ -158,14 +158,14 @@ impl Close {
     }
 }
 
-/// What a test compares.
+/// The comparison that a test makes.
 enum Limit {
     Loss(Close),
     Logp(Close),
     Entropy(Close),
     TokenLoss(Close),
     Dlogits(Close),
-    /// dlogits hold no NaN.
+    /// The dlogits contain no NaN.
     NoNan,
     /// `|Δ| ≤ |x|` of dlogits where `|x|` is above this.
     RelativeAbove(f64),
@@ -244,7 +244,7 @@ impl Prepared {
     }
 }
 
-/// On one device; without the entropy where the project's kernel has none.
+/// Runs the kernel on one device; removes the entropy if the project's kernel returns none.
 fn run(kernel: &Specimen, spec: &LossSpec, problem: &Problem, entropy: bool) -> Candidate {
     let candidate = kernel.run(spec, problem.clone(), 1).expect("the specimen supports these");
     Candidate { entropy: candidate.entropy.filter(|_| entropy), ..candidate }

@@ -11,25 +11,25 @@ use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Tolerances};
 use assay_mutants::DEVICE_COUNTS;
 
-/// How much is run at the widths that kernels are made for.
+/// The amount of work at the widths that kernels are made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Production {
-    /// What a test has time for: six tokens over Qwen's vocabulary, where there is a choice in bf16, of logits as they are, on one
-    /// device but for what several do.
+    /// A selection that a test has time for: six tokens over Qwen's vocabulary, in bf16 where there is a choice, of
+    /// untransformed logits, on one device except for mutants of several.
     Short,
     /// Sixteen tokens; every class of heads, six tokens at 4096 × 4,099 and at 896 × 151,936, in every dtype and on every number
     /// of devices.
     Full,
 }
 
-/// What became of a mutant at one width.
+/// The fate of one mutant at one width.
 #[derive(Clone, Debug)]
 pub struct AtWidth {
-    /// The mutant.
+    /// The mutant that was run.
     pub mutant: &'static Mutant,
     /// Columns, or hidden units by columns.
     pub width: String,
-    /// What became of it.
+    /// The fate of the mutant.
     pub fate: Fate,
 }
 
@@ -62,7 +62,7 @@ const HEADS: [(usize, usize, HeadLayout); 2] =
     [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
 
 impl Production {
-    /// What is run.
+    /// Returns the parts of the run, in order.
     pub fn parts(self) -> impl Iterator<Item = Part> {
         let is_run = move |class: &MutantKind| match self {
             Self::Short => !matches!(class, MutantKind::Logits | MutantKind::Support),
@@ -106,7 +106,8 @@ impl Part {
         self.fates(&DEVICE_COUNTS, cases, grade)
     }
 
-    /// What becomes of the mutants, one case after the other: a wide one, and what is known of it, take gigabytes.
+    /// Returns the fates of the mutants. Cases run one after another, as a wide problem with its reference takes
+    /// gigabytes.
     fn fates<P: Judgeable>(
         self,
         devices: &'static [usize],

@@ -88,12 +88,12 @@ fn k3() -> Kl {
     Kl::plain(0.1, KlEstimator::K3)
 }
 
-/// Weights against the sampler beside a penalty.
+/// Returns a spec with weights against the sampler in addition to a penalty.
 fn rolled(rollout: RolloutWeights) -> LossSpec {
     LossSpec { rollout: Some(rollout), ..penalised(k3()) }
 }
 
-/// As computed, without bounds.
+/// Returns unbounded rollout weights of one level.
 fn weights(level: RolloutLevel) -> RolloutWeights {
     RolloutWeights {
         source: RolloutSource::Logp,
@@ -108,7 +108,7 @@ fn weights(level: RolloutLevel) -> RolloutWeights {
     }
 }
 
-/// Rejections beside a penalty, over a denominator that each row has of its own.
+/// Returns a spec with rejections in addition to a penalty, whose denominator differs between sequences.
 fn rejected(rejection: Vec<Rejection>) -> LossSpec {
     let reduction = Reduction::SequenceMean { rows: Rows::All };
     LossSpec { rejection, reduction, ..penalised(k3()) }
@@ -128,7 +128,7 @@ pub fn property(class: MutantKind) -> Vec<Case> {
     grid(class).recipes(true).into_iter().map(case).collect()
 }
 
-/// The same of heads, in both layouts. Masked hidden states are finite: what they reach is a wrong number, and no NaN.
+/// Returns the cases of heads in both layouts. Masked hidden states are finite, as they make a wrong number and no NaN.
 pub fn head_property(class: MutantKind) -> Vec<Case<HeadProblem>> {
     let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
     let case = |(spec, recipe): (LossSpec, Recipe)| {
@@ -145,12 +145,12 @@ fn of_layout<P: Packable>(class: MutantKind, case: Case<P>) -> Case<P> {
     if class == MutantKind::Packing { case.packed() } else { case }
 }
 
-/// Its cases at the width that kernels are made for: these sequences and tokens over Qwen's vocabulary.
+/// Returns the cases of a class over Qwen's vocabulary, with the given sequences and tokens.
 pub(super) fn production(class: MutantKind, [batch, tokens]: [usize; 2]) -> Vec<(LossSpec, Recipe)> {
     Grid { shapes: vec![[batch, tokens, QWEN_VOCABULARY]], ..grid(class) }.recipes(true)
 }
 
-/// The same of a head of `hidden` states a column.
+/// Returns the cases of a class over Qwen's vocabulary, with a head of `hidden` states a column.
 pub(super) fn head_production(
     class: MutantKind,
     hidden: usize,

@@ -21,7 +21,7 @@ use assay_judge::variants;
 /// supports are run.
 const DRAWN: usize = 400;
 
-/// The same of heads.
+/// The number of random cases of heads.
 const DRAWN_HEADS: usize = 320;
 
 /// Classes whose properties are property cases of every implementation too: what random specs seldom have, or never alone.
@@ -70,7 +70,7 @@ pub fn property_cases() -> Vec<Case> {
     random.chain(named).chain(wide_cases()).chain(seldom_drawn.collect::<Vec<_>>()).collect()
 }
 
-/// The same of heads: random specs and regimes, from a fixed seed.
+/// Returns random cases of heads in all regimes, from a fixed seed.
 pub fn head_cases() -> Vec<Case<HeadProblem>> {
     let drawn: Vec<(usize, (LossSpec, HeadRecipe))> = measured_heads().take(DRAWN_HEADS).enumerate().collect();
     drawn
@@ -105,16 +105,16 @@ pub struct Suite<'c, P: Judgeable = Problem> {
 struct Prepared<'c, P: Judgeable> {
     case: &'c Case<P>,
     known: Known<'c, P>,
-    /// By number of devices.
+    /// The correct kernel's candidates, by number of devices.
     correct: Vec<(usize, Candidate<P::Gradient>)>,
 }
 
-/// What rejected a kernel.
+/// The verdict that rejected a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kill {
     /// The gate: an output and how it is compared, or what else was broken.
     pub gate: String,
-    /// The case's label.
+    /// The label of the case.
     pub case: String,
     /// Devices that it ran on.
     pub devices: usize,
@@ -122,19 +122,19 @@ pub struct Kill {
     pub cases: usize,
 }
 
-/// What became of a mutant.
+/// The fate of one mutant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It was rejected.
+    /// A gate rejected the mutant.
     Killed(Kill),
-    /// Another kernel than the correct one, which no gate told apart.
+    /// No gate distinguishes the mutant from the correct kernel, although its numbers differ.
     Accepted,
     /// No case reached the bug: it had the bits of the correct kernel in all of them.
     NotExercised,
 }
 
 impl Fate {
-    /// What rejected it.
+    /// Returns the verdict that rejected the mutant.
     pub fn kill(self) -> Option<Kill> {
         if let Fate::Killed(kill) = self { Some(kill) } else { None }
     }
@@ -152,7 +152,7 @@ where
         Self::on(&DEVICE_COUNTS, cases, AT_ONCE, grade)
     }
 
-    /// The same, run on these numbers of devices alone, so many mutants at once.
+    /// Returns the fates on these numbers of devices alone, with so many mutants at once.
     pub(super) fn on(
         devices: &'static [usize],
         cases: &'c [Case<P>],
@@ -174,12 +174,12 @@ where
         Ok(Self { cases: prepared.collect::<Result<_, Kill>>()?, devices, limits, at_once })
     }
 
-    /// How many cases there are.
+    /// Returns the number of prepared cases.
     pub fn len(&self) -> usize {
         self.cases.len()
     }
 
-    /// Whether there is none.
+    /// Whether there is no case.
     pub fn is_empty(&self) -> bool {
         self.cases.is_empty()
     }
@@ -218,10 +218,10 @@ where
 /// Mutants that are judged at once: the gradients that they return on one number of devices are held.
 pub(super) const AT_ONCE: usize = 8;
 
-/// What rejects a kernel, and on how many devices.
+/// The reason for a rejection, and the number of devices.
 type Rejection = (String, usize);
 
-/// What a kernel that nothing rejects returns on some number of devices.
+/// The candidate of a kernel that nothing rejects on some number of devices.
 struct Accepted<G> {
     candidate: Candidate<G>,
     /// Whether that is not what the correct one returns there.
@@ -249,7 +249,7 @@ where
         all
     }
 
-    /// The same on one number of devices, with a second run for its bits where it is the first of them.
+    /// Judges a kernel on one number of devices, with a second run for its bits on the first of them.
     fn judged_on(
         &self,
         kernels: &[&Specimen],

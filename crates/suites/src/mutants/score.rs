@@ -27,7 +27,7 @@ pub struct Trial {
 }
 
 impl Trial {
-    /// Of mutants that nothing has rejected yet, held to `grade`.
+    /// Makes a trial of mutants that nothing has rejected yet, held to `grade`.
     pub fn of(mutants: &[&'static Mutant], grade: Grade) -> Self {
         Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0, grade }
     }
@@ -74,49 +74,49 @@ impl Trial {
     }
 }
 
-/// What became of the mutants.
+/// The mutation score of a suite.
 #[derive(Clone, Debug)]
 pub struct Score {
-    /// What they were held to.
+    /// The grade that the mutants were held to.
     pub grade: Grade,
-    /// How many there were.
+    /// The number of mutants.
     pub total: usize,
-    /// How many the suite rejected.
+    /// The number of mutants that the suite rejected.
     pub killed: usize,
-    /// Those that it accepted, and should not have.
+    /// The mutants that the suite accepted, and should have rejected.
     pub survived: Vec<&'static str>,
-    /// Those that the grade admits by design.
+    /// The mutants that the grade admits by design.
     pub admitted: Vec<&'static str>,
     /// Cases that the correct kernel passed, on each number of devices.
     pub cases: usize,
-    /// Each of them.
+    /// The outcome of each mutant.
     pub mutants: Vec<Outcome>,
 }
 
-/// What became of one mutant.
+/// The outcome of one mutant.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// Named after the bug.
+    /// The name of the bug.
     pub name: &'static str,
-    /// What kind of mistake it is.
+    /// The kind of mistake.
     pub class: MutantKind,
-    /// What it computes instead.
+    /// The computation in place of the correct one.
     pub does: &'static str,
-    /// Where it was seen; empty where it is only conceivable.
+    /// The place where the bug was seen; empty if it is only conceivable.
     pub seen: &'static str,
     /// The gate and the case that rejected it first; `None` where it survived.
     pub killed_by: Option<String>,
-    /// The gate.
+    /// The gate that rejected it, if one did.
     pub gate: Option<String>,
-    /// The case.
+    /// The case that it was rejected on.
     pub case: Option<String>,
     /// Devices that it ran on there.
     pub devices: Option<usize>,
     /// Cases that it was given, the last among them.
     pub cases: usize,
-    /// What the tests of others say of it.
+    /// The results of other projects' tests on this mutant.
     pub peers: BTreeMap<&'static str, Cell>,
-    /// Those that accept it.
+    /// The projects whose tests accept it.
     pub passes_peers: Vec<&'static str>,
 }
 
@@ -173,7 +173,7 @@ impl From<Score> for schema::Mutants {
 }
 
 impl Score {
-    /// With what became of others.
+    /// Adds the outcomes of other mutants.
     #[must_use]
     pub fn and(mut self, other: Score) -> Self {
         self.total += other.total;
@@ -218,7 +218,7 @@ impl Score {
         text
     }
 
-    /// How many mutants the tests of each project catch, accept and do not exercise.
+    /// Returns how many mutants the tests of each project catch, accept and do not exercise.
     pub fn peers(&self) -> Vec<(&'static str, [usize; 3])> {
         let count = |project: &str, cell: Cell| {
             self.mutants.iter().filter(|mutant| mutant.peers.get(project) == Some(&cell)).count()
@@ -228,7 +228,7 @@ impl Score {
         asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
     }
 
-    /// The tables of `docs/mutants.md`.
+    /// Returns the tables of `docs/mutants.md`.
     pub fn markdown(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
