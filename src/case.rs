@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::implementation::{FILE_PREFIX, Implementation};
 use crate::judge::generate::{HeadRecipe, Recipe};
-use crate::registry::Listed;
+use crate::registry::RegisteredProblem;
 use crate::spec::LossSpec;
 
 /// What `kernel.enabled: false` runs, the first of its kind that this machine can.
@@ -148,7 +148,7 @@ impl KernelSettings {
     ///
     /// # Errors
     /// A message that lists the ids there are, or says why the one asked for does not run here.
-    pub fn implementation<P: Listed>(
+    pub fn implementation<P: RegisteredProblem>(
         &self,
         case: &Path,
         plugin: Option<&Path>,
@@ -158,7 +158,11 @@ impl KernelSettings {
         Ok(implementation)
     }
 
-    fn chosen<P: Listed>(&self, case: &Path, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
+    fn chosen<P: RegisteredProblem>(
+        &self,
+        case: &Path,
+        plugin: Option<&Path>,
+    ) -> Result<Arc<dyn Implementation<P>>, String> {
         if self.enabled {
             let id = match self.implementation.strip_prefix(FILE_PREFIX) {
                 Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),

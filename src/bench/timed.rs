@@ -8,13 +8,13 @@ use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::HeadProducts;
-use crate::registry::Listed;
+use crate::registry::RegisteredProblem;
 use crate::schema::bench::Bench;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
 pub(super) trait Timed: Clone + Sync {
-    type Problem: Judgeable + Listed;
+    type Problem: Judgeable + RegisteredProblem;
 
     /// The field of a config that says the recipe.
     const FIELD: &'static str;

@@ -132,7 +132,7 @@ pub(super) fn show(found: &Found, printing: &Printing, page: Option<&Path>) -> R
     if let Some(path) = page {
         let made = Made { command: command_line(), result: found };
         let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
-        let page = render(&[Input::of(Path::new(&found.kernel), &json)?], &made.command);
+        let page = render(&[Input::parse(Path::new(&found.kernel), &json)?], &made.command);
         crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
             path: path.into(),
             action: "write",

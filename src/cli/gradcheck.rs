@@ -14,9 +14,9 @@ use crate::case::Case;
 use crate::config;
 use crate::judge::report;
 use crate::judge::trial::Known;
-use crate::registry::Listed;
+use crate::registry::RegisteredProblem;
 use crate::schema::verdicts::Verdicts;
-use crate::suites::differences::{Differences, Differentiated};
+use crate::suites::differences::{DifferencedOutputs, Differences};
 
 #[derive(Args)]
 pub(super) struct Gradcheck {
@@ -56,7 +56,7 @@ impl Gradcheck {
         }
     }
 
-    fn check<P: Differentiated + Listed>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
+    fn check<P: DifferencedOutputs + RegisteredProblem>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let plugin = self.plugin.checked_path()?;
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;

@@ -8,7 +8,7 @@ use super::problem_choice::{AnyProblem, Within};
 use super::standards::Standards;
 use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
-use crate::fixture::{Stored, StoredGradient, extra_tensors, read_stored};
+use crate::fixture::{StoredCandidate, StoredGradient, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
@@ -74,7 +74,7 @@ impl One {
         &self,
         spec: &LossSpec,
         problem: &P,
-        candidate: &Stored<P::Gradient>,
+        candidate: &StoredCandidate<P::Gradient>,
     ) -> Result<Passed, CliError> {
         let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
         let known = Known::of(spec, problem).map_err(wrong)?;
@@ -82,7 +82,7 @@ impl One {
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
         let (verdicts, diagnoses, mut ignored) = match candidate {
-            Stored::Whole(candidate) => {
+            StoredCandidate::Whole(candidate) => {
                 let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
                 let mut diagnoses: Vec<String> = diagnoses.iter().map(ToString::to_string).collect();
@@ -91,7 +91,7 @@ impl One {
                 }
                 (verdicts, diagnoses, absent(candidate))
             }
-            Stored::Forward(candidate) => {
+            StoredCandidate::Forward(candidate) => {
                 let verdicts = self.standards.judge_forward(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose_forward(&known.reference, candidate, &verdicts);
                 let gradients = P::Gradient::TENSORS.iter().map(|name| lacking(name));

@@ -16,7 +16,8 @@ use crate::judge::report;
 use crate::project;
 use crate::schema::{self, mutants::Width, verdicts::Grade, verdicts::IgnoredCheck};
 use crate::suites::mutants::{
-    BANK, Case, Fate, Kill, Mutant, PROJECTS, Production, Project, Trial, head_cases, property_cases,
+    BANK, Kill, Mutant, MutantCase, MutantOutcome, PROJECTS, PeerProject, ProductionRun, Trial, head_cases,
+    property_cases,
 };
 
 /// Where fixtures are looked for when no folder is named.
@@ -59,7 +60,7 @@ impl Mutants {
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
         let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.kind.is_of_heads());
-        let (mut trial, mut heads) = (Trial::of(&on_logits, self.grade), Trial::of(&of_heads, self.grade));
+        let (mut trial, mut heads) = (Trial::new(&on_logits, self.grade), Trial::new(&of_heads, self.grade));
         let progress = self.printing.progress(2 + fixtures.len());
         let mut false_alarm = trial.run(&property_cases()).err();
         progress.inc(1);
@@ -78,7 +79,7 @@ impl Mutants {
             return rejected(&kill);
         }
 
-        let peers: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+        let peers: Vec<_> = PROJECTS.into_iter().map(PeerProject::prepare).collect();
         let score = trial.score(&peers).and(heads.score(&[]));
         let mut text = if self.markdown { score.markdown() } else { score.table() };
         if let Some(path) = &self.into {
@@ -97,7 +98,7 @@ impl Mutants {
 
     /// Passes where no width accepts a mutant that is not admitted there by name.
     fn at_production_widths(&self) -> Result<Passed, CliError> {
-        let parts: Vec<_> = Production::Full.parts().collect();
+        let parts: Vec<_> = ProductionRun::Full.parts().collect();
         let progress = self.printing.progress(parts.len());
         let mut fates = Vec::new();
         for part in parts {
@@ -107,7 +108,7 @@ impl Mutants {
                 Ok(of_part) => of_part,
                 Err(kill) => return rejected(&kill),
             };
-            let killed = of_part.iter().filter(|at| matches!(at.fate, Fate::Killed(_))).count();
+            let killed = of_part.iter().filter(|at| matches!(at.fate, MutantOutcome::Killed(_))).count();
             let (total, seconds) = (of_part.len(), started.elapsed().as_secs_f64());
             if !self.printing.quiet {
                 // At once: all parts together take minutes.
@@ -119,15 +120,15 @@ impl Mutants {
         progress.finish_and_clear();
         let names: BTreeSet<&String> = fates.iter().map(|at| &at.width).collect();
         let of_width = |width: &String| {
-            let named = |of: fn(&Fate) -> bool| {
+            let named = |of: fn(&MutantOutcome) -> bool| {
                 let named = fates.iter().filter(|at| at.width == *width && of(&at.fate));
                 named.map(|at| at.mutant.name.to_string()).collect()
             };
             Width {
                 width: width.clone(),
-                killed: named(|fate| matches!(fate, Fate::Killed(_))),
-                accepted: named(|fate| *fate == Fate::Accepted),
-                not_exercised: named(|fate| *fate == Fate::NotExercised),
+                killed: named(|fate| matches!(fate, MutantOutcome::Killed(_))),
+                accepted: named(|fate| *fate == MutantOutcome::Accepted),
+                not_exercised: named(|fate| *fate == MutantOutcome::NotExercised),
             }
         };
         let widths: Vec<Width> = names.into_iter().map(of_width).collect();
@@ -142,7 +143,7 @@ impl Mutants {
             }
         }
         self.printing.finish(&text, &schema::mutants::Production { grade: self.grade, widths })?;
-        Ok(fates.iter().all(|at| at.fate != Fate::Accepted || at.is_admitted(self.grade)).into())
+        Ok(fates.iter().all(|at| at.fate != MutantOutcome::Accepted || at.is_admitted(self.grade)).into())
     }
 
     fn chosen(&self) -> Result<Vec<&'static Mutant>, CliError> {
@@ -177,7 +178,7 @@ fn rejected(Kill { gate, case, devices, .. }: &Kill) -> Result<Passed, CliError>
 }
 
 /// The problems of one file, under the loss that `assay replay` takes for them.
-fn for_each_case(path: &Path, mut run: impl FnMut(Case)) -> Result<(), CliError> {
+fn for_each_case(path: &Path, mut run: impl FnMut(MutantCase)) -> Result<(), CliError> {
     verify(path)?;
     let file = ProblemFile::open(path)?;
     let spec = config::spec_within(&file)?.unwrap_or_else(recorded_spec);
@@ -191,7 +192,7 @@ fn for_each_case(path: &Path, mut run: impl FnMut(Case)) -> Result<(), CliError>
             let problem = file.problem(logits, old_logp)?;
             problem.check(&spec).map_err(|reason| CliError::Problem { path: path.into(), reason })?;
             let label = format!("{stem} {logits} {}", old_logp.unwrap_or("current"));
-            run(Case { label, spec: spec.clone(), problem });
+            run(MutantCase { label, spec: spec.clone(), problem });
         }
     }
     Ok(())

@@ -17,7 +17,7 @@ use crate::problem::Dtype;
 use crate::reference::{self, Reference};
 use crate::schema::peers::{self as schema, Run, Verdict, Worst};
 use crate::schema::verdicts::Grade;
-use crate::suites::peers::{Difference, limit};
+use crate::suites::peers::{PeerDifference, limit};
 
 /// How the names end of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
@@ -97,7 +97,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
     let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
     let in_problem = |reason| CliError::Problem { path: path.into(), reason };
     let reference = reference::evaluate(&resolved.spec, &recorded.problem).map_err(in_problem)?;
-    let difference = Difference::of(&reference, recorded.loss, &recorded.dlogits);
+    let difference = PeerDifference::new(&reference, recorded.loss, &recorded.dlogits);
 
     let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let quirk = path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with(QUIRK));
@@ -128,7 +128,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
 }
 
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
-/// kernels, as any candidate is; that it agrees to float64's own precision is for [`Difference`] to say.
+/// kernels, as any candidate is; that it agrees to float64's own precision is for [`PeerDifference`] to say.
 fn judged(recorded: &PeerFile, reference: &Reference) -> Result<Vec<(String, bool)>, JudgeError> {
     let verdicts =
         recorded.problem.judge(reference, &recorded.candidate().lend(), &Limits::external(Grade::Standard))?;

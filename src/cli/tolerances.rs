@@ -17,7 +17,9 @@ use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{compiled, immediate, registry};
-use crate::suites::measure::{self, CASES, Compiled, Measured, Measurement, Needed, Subject};
+use crate::suites::measure::{
+    self, CASES, CompiledImplementations, MeasuredGate, MeasuredImplementations, Measurement, NeededKappa,
+};
 
 /// The lines that stand around the figures in a document.
 const MARKS: Marks = ["<!-- assay tolerances --measure -->", "<!-- end of figures -->"];
@@ -55,9 +57,9 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 #[derive(Serialize)]
 struct Figure<'m> {
     #[serde(flatten)]
-    subject: &'m Subject,
+    subject: &'m MeasuredGate,
     #[serde(flatten)]
-    needed: &'m Needed,
+    needed: &'m NeededKappa,
 }
 
 impl Limits {
@@ -82,9 +84,9 @@ impl Limits {
         let plugins = self.plugins()?;
         let on = |plugin: PathBuf| {
             let (on_logits, heads) = (compiled::<Problem>(&plugin), compiled::<HeadProblem>(&plugin));
-            Compiled { plugin, on_logits, heads }
+            CompiledImplementations { plugin, on_logits, heads }
         };
-        let measured = Measured {
+        let measured = MeasuredImplementations {
             immediate: immediate::<Problem>(),
             immediate_heads: immediate::<HeadProblem>(),
             compiled: plugins.into_iter().map(on).collect(),
@@ -117,7 +119,7 @@ impl Limits {
         let beyond: Vec<&Figure> = figures.iter().filter(|of| of.needed.kappa > of.needed.allowed).collect();
         let mut text = format!("{}\n{notes}", table(&figures, UTF8_FULL_CONDENSED));
         for Figure { subject, needed } in &beyond {
-            let Needed { kappa, allowed, case } = needed;
+            let NeededKappa { kappa, allowed, case } = needed;
             let _ = writeln!(text, "{subject}: κ = {kappa} was needed, {allowed} is allowed: {case}");
         }
         let panel = if self.class.is_none() { Panel::of_project() } else { Err("one class is measured".into()) };
@@ -208,7 +210,7 @@ fn in_words(tolerances: &Tolerances) -> String {
 fn table(figures: &[Figure], style: TableStyle) -> Table {
     let mut table = headed(&["class", "gate", "dtype", "κ needed", "κ allowed", "allowed / needed"], style);
     for Figure { subject, needed } in figures {
-        let Needed { kappa, allowed, .. } = needed;
+        let NeededKappa { kappa, allowed, .. } = needed;
         let times = if *kappa > 0.0 { format!("{:.1}", allowed / kappa) } else { "rounding is enough".into() };
         table.add_row([
             subject.class.clone(),

@@ -9,7 +9,7 @@ use crate::common::command::command;
 use assay::implementation::{Given, Implementation};
 use assay::native::Isa;
 use assay::problem::{Dtype, HeadProblem, Problem, Shape};
-use assay::registry::{Listed, find, registry};
+use assay::registry::{RegisteredProblem, find, registry};
 use assay::spec::LossSpec;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -77,7 +77,7 @@ fn bench_of(args: &[&str]) -> (i32, String, String, Option<Value>) {
 }
 
 /// The last implementation of each class that can run here, the one that is cut most: what a bench says of them is said in one place.
-fn one_of_each_class<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
+fn one_of_each_class<P: RegisteredProblem>() -> Vec<Arc<dyn Implementation<P>>> {
     let all = registry::<P>(None).into_iter().filter(|implementation| implementation.available().is_ok());
     let by_class: BTreeMap<_, _> =
         all.map(|implementation| (implementation.class().to_string(), implementation)).collect();

@@ -31,7 +31,7 @@ fn whatever_the_numbers_something_is_drawn_or_said() {
     assert!(drawn.contains("&lt;b&gt;") && !drawn.contains("<b>"), "{drawn}");
     let points = odd.iter().map(|&y| (y, y)).collect();
     curves(&[Curve { tone: Tone::First, points }], &Axis { format: short, from_zero: true }, &none);
-    bars(&odd.map(|x| Bar::of("x", x, Tone::First, "x")), Some(f64::NAN), &none);
+    bars(&odd.map(|x| Bar::single("x", x, Tone::First, "x")), Some(f64::NAN), &none);
     histogram(&["a".into(), "b".into()], &[0, u64::MAX], &none);
     strips(&[], &none);
 }

@@ -146,7 +146,7 @@ impl Judged {
             );
             if implementation.id() == "xla" && of.hindrance(1).is_none() {
                 let computed = variants::supported(&*implementation, 1);
-                let computed = Arms::of_specs(computed.iter().map(|variant| &variant.spec));
+                let computed = Arms::from_specs(computed.iter().map(|variant| &variant.spec));
                 missing.extend(self.specs.missing_of(&computed).into_iter().map(|arm| format!("xla with {arm}")));
             }
         }

@@ -27,7 +27,7 @@ fn drawn() -> Vec<(LossSpec, Recipe)> {
 #[test]
 fn every_arm_of_a_spec_is_a_named_variant() {
     let all = variants();
-    let named = Arms::of_specs(all.iter().map(|variant| &variant.spec));
+    let named = Arms::from_specs(all.iter().map(|variant| &variant.spec));
     assert_eq!(named.missing(), Vec::<&String>::new());
 }
 
@@ -37,9 +37,9 @@ fn every_arm_that_a_kernel_computes_is_drawn() {
     let shape = "4x6x33".parse().unwrap();
     let all = variants();
     let computed = all.iter().filter(|variant| native.supports(&variant.spec, shape, Dtype::F32, 1).is_ok());
-    let computed = Arms::of_specs(computed.map(|variant| &variant.spec));
+    let computed = Arms::from_specs(computed.map(|variant| &variant.spec));
     let drawn = drawn();
-    let drawn = Arms::of_specs(drawn.iter().map(|(spec, _)| spec));
+    let drawn = Arms::from_specs(drawn.iter().map(|(spec, _)| spec));
     assert_eq!(drawn.missing_of(&computed), Vec::<&String>::new());
     // No kernel has a choice over the whole batch: all else is drawn.
     let rest: BTreeSet<&str> = drawn.missing().iter().map(|arm| arm.as_str()).collect();
@@ -105,7 +105,7 @@ fn every_implementation_is_in_one_property_suite() {
 fn a_choice_that_nobody_makes_is_named() {
     let mut specs: Vec<LossSpec> = variants().into_iter().map(|variant| variant.spec).collect();
     specs.retain(|spec| spec.kl.as_ref().is_none_or(|kl| kl.estimator != assay::spec::KlEstimator::Abs));
-    assert_eq!(Arms::of_specs(&specs).missing(), ["kl.estimator: abs"]);
+    assert_eq!(Arms::from_specs(&specs).missing(), ["kl.estimator: abs"]);
 }
 
 /// What is written for people.

@@ -13,7 +13,7 @@ use assay_pjrt::exported::ExportedProgram;
 use assay_pjrt::xla::{Xla, XlaHead};
 
 /// A kind of problem whose implementations are listed.
-pub trait Listed: Workload {
+pub trait RegisteredProblem: Workload {
     /// Returns all implementations for this kind of problem, as [`registry`] does.
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>>;
 
@@ -24,7 +24,7 @@ pub trait Listed: Workload {
     fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String>;
 }
 
-impl Listed for Problem {
+impl RegisteredProblem for Problem {
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
         let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
         #[cfg(feature = "pjrt")]
@@ -50,7 +50,7 @@ impl Listed for Problem {
     }
 }
 
-impl Listed for HeadProblem {
+impl RegisteredProblem for HeadProblem {
     fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>> {
         #[allow(unused_mut, reason = "without PJRT there is but one")]
         let mut all: Vec<Arc<dyn Implementation<Self>>> = vec![Arc::new(NativeHead::default())];
@@ -71,18 +71,18 @@ impl Listed for HeadProblem {
 /// Every implementation there is of a kind of problem: `registry::<Problem>` of the loss on logits,
 /// `registry::<HeadProblem>` of the LM head with the loss. Those that need a PJRT plugin use `plugin`, or where that is
 /// `None` the one that the environment names or set-up installed. Tests, benches and commands iterate over it.
-pub fn registry<P: Listed>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<P>>> {
+pub fn registry<P: RegisteredProblem>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<P>>> {
     P::all(plugin)
 }
 
 /// Returns the implementations that run any shape without compiling: tests give them thousands of shapes.
-pub fn immediate<P: Listed>() -> Vec<Arc<dyn Implementation<P>>> {
+pub fn immediate<P: RegisteredProblem>() -> Vec<Arc<dyn Implementation<P>>> {
     registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
 }
 
 /// Returns the implementations that compile a program for each shape, on the devices of `plugin`: tests give them a few
 /// shapes and every device count.
-pub fn compiled<P: Listed>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
+pub fn compiled<P: RegisteredProblem>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
     registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
 }
 
@@ -95,7 +95,7 @@ fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
 ///
 /// # Errors
 /// A message that lists the ids there are, or says what is wrong with the manifest.
-pub fn find<P: Listed>(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
+pub fn find<P: RegisteredProblem>(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
     P::find(id, plugin)
 }
 

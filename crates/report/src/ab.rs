@@ -4,7 +4,7 @@ use assay_schema::ab::{Comparison, Run, Step};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, milliseconds, short};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Axis, Curve, Tone, curves, key};
 
 const TONES: [Tone; 2] = [Tone::Second, Tone::First];
@@ -31,7 +31,7 @@ fn curves_of(comparison: &Comparison, (name, of, axis): &Quantity) -> Markup {
     curves(&runs.map(curve).collect::<Vec<_>>(), axis, &html! { (name) })
 }
 
-impl Part for Comparison {
+impl ReportPart for Comparison {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }

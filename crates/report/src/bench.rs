@@ -4,7 +4,7 @@ use assay_schema::bench::{Bench, BenchKernel};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, milliseconds, ran, shape, short};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 
 /// The opponents that are bounds rather than rivals.
@@ -12,12 +12,12 @@ const BOUNDS: [&str; 2] = ["copy", "gemm"];
 
 fn times(bench: &Bench) -> Vec<Bar> {
     let (own, median) = (&bench.implementation, bench.step_s_p50);
-    let mut all = vec![Bar::of(own.as_str(), median, Tone::First, milliseconds(median * 1e3))];
+    let mut all = vec![Bar::single(own.as_str(), median, Tone::First, milliseconds(median * 1e3))];
     all.extend(bench.ratios.0.iter().map(|(opponent, ratio)| {
         let tone = if BOUNDS.contains(&opponent.as_str()) { Tone::Faint } else { Tone::Second };
         let seconds = median / ratio;
         let note = format!("{}: {own} takes {} ×", milliseconds(seconds * 1e3), short(*ratio));
-        Bar::of(opponent.as_str(), seconds, tone, note)
+        Bar::single(opponent.as_str(), seconds, tone, note)
     }));
     all
 }
@@ -31,7 +31,7 @@ fn memory(bench: &Bench) -> Vec<Bar> {
         ("peak in use", bench.peak_bytes_in_use),
     ];
     let known = parts.into_iter().filter_map(|(name, n)| Some((name, n? as f64)));
-    known.map(|(name, n)| Bar::of(name, n, Tone::First, bytes(n))).collect()
+    known.map(|(name, n)| Bar::single(name, n, Tone::First, bytes(n))).collect()
 }
 
 /// Describes the largest rate of the device's memory, with its source.
@@ -73,7 +73,7 @@ fn kernels(kernels: &[BenchKernel]) -> Markup {
     }
 }
 
-impl Part for Bench {
+impl ReportPart for Bench {
     fn passed(&self) -> Option<bool> {
         None
     }

@@ -4,9 +4,9 @@ use assay_schema::campaign::{Campaign, Cause, Coverage, Name};
 use maud::{Markup, html};
 
 use super::number::clipped;
-use super::part::Part;
+use super::part::ReportPart;
 
-impl Part for Campaign {
+impl ReportPart for Campaign {
     fn passed(&self) -> Option<bool> {
         Some(self.passed)
     }
@@ -26,10 +26,10 @@ impl Part for Campaign {
             @if let Some(why) = &self.stopped {
                 p.bad { "Stopped after " (self.tried) " of " (self.cases) " problems: " (clipped(why)) }
             }
-            @for cause in &self.causes { (of_cause(cause)) }
+            @for cause in &self.causes { (draw_cause(cause)) }
             @if !self.allowed.is_empty() {
                 h3 { "Allowed by name" }
-                @for cause in &self.allowed { (of_cause(cause)) }
+                @for cause in &self.allowed { (draw_cause(cause)) }
             }
             @for skipped in &self.skipped {
                 p.note { (skipped.cases) " problems were not tried: " (clipped(&skipped.why)) }
@@ -47,7 +47,7 @@ impl Part for Campaign {
     }
 }
 
-fn of_cause(cause: &Cause) -> Markup {
+fn draw_cause(cause: &Cause) -> Markup {
     let Cause { gate, cases, first, problem, like, diagnoses, computes, verdict, fault, repro, .. } = cause;
     let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
     html! {

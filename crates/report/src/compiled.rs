@@ -4,7 +4,7 @@ use assay_schema::compile::{Bound, Compiled, SeedMeasurement, Table};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 
 fn size(program: &Compiled) -> String {
@@ -25,10 +25,10 @@ fn together(programs: &[&Compiled]) -> Markup {
     for program in programs {
         let Bound { cycles_ms, hbm_ms, .. } = program.bound;
         let of = |what: &str| format!("{}, {what}", program.implementation);
-        times.push(Bar::of(of("HBM traffic"), hbm_ms, Tone::First, milliseconds(hbm_ms)));
-        times.push(Bar::of(of("cycles"), cycles_ms, Tone::Third, milliseconds(cycles_ms)));
+        times.push(Bar::single(of("HBM traffic"), hbm_ms, Tone::First, milliseconds(hbm_ms)));
+        times.push(Bar::single(of("cycles"), cycles_ms, Tone::Third, milliseconds(cycles_ms)));
         let peak = program.memory.peak_bytes as f64;
-        memory.push(Bar::of(program.implementation.as_str(), peak, Tone::First, bytes(peak)));
+        memory.push(Bar::single(program.implementation.as_str(), peak, Tone::First, bytes(peak)));
     }
     for SeedMeasurement { program, step_ms: [least, most], peak_bytes_in_use, .. } in records(first) {
         let note = if least == most {
@@ -36,11 +36,11 @@ fn together(programs: &[&Compiled]) -> Markup {
         } else {
             format!("{} to {}", milliseconds(*least), milliseconds(*most))
         };
-        times.push(Bar::of(program.as_str(), *least, Tone::Second, note));
+        times.push(Bar::single(program.as_str(), *least, Tone::Second, note));
         memory.extend(
             peak_bytes_in_use
                 .map(|peak| peak as f64)
-                .map(|peak| Bar::of(program.as_str(), peak, Tone::Second, bytes(peak))),
+                .map(|peak| Bar::single(program.as_str(), peak, Tone::Second, bytes(peak))),
         );
     }
     // An LM head has four extents, and then no logits need to lie anywhere.
@@ -78,7 +78,7 @@ fn body(rows: &[&Compiled]) -> Markup {
     }
 }
 
-impl Part for Compiled {
+impl ReportPart for Compiled {
     fn passed(&self) -> Option<bool> {
         None
     }
@@ -95,7 +95,7 @@ impl Part for Compiled {
     }
 }
 
-impl Part for Table {
+impl ReportPart for Table {
     fn passed(&self) -> Option<bool> {
         None
     }

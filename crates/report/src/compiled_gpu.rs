@@ -4,7 +4,7 @@ use assay_schema::gpu::{Bound, Compiled, Launch, Limit, Table};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 
 fn size(program: &Compiled) -> String {
@@ -35,12 +35,12 @@ fn together(programs: &[&Compiled]) -> Markup {
     let (mut times, mut memory) = (Vec::new(), Vec::new());
     for program in programs {
         let (bound, name) = (&program.bound, name(program));
-        times.push(Bar::of(format!("{name}, HBM traffic"), bound.hbm_ms, Tone::First, milliseconds(bound.hbm_ms)));
+        times.push(Bar::single(format!("{name}, HBM traffic"), bound.hbm_ms, Tone::First, milliseconds(bound.hbm_ms)));
         if let Some(pipe) = pipe(bound) {
-            times.push(Bar::of(format!("{name}, {pipe}"), bound.pipe_ms, Tone::Third, milliseconds(bound.pipe_ms)));
+            times.push(Bar::single(format!("{name}, {pipe}"), bound.pipe_ms, Tone::Third, milliseconds(bound.pipe_ms)));
         }
         let peak = program.memory.peak_bytes as f64;
-        memory.push(Bar::of(name, peak, Tone::First, bytes(peak)));
+        memory.push(Bar::single(name, peak, Tone::First, bytes(peak)));
     }
     // An LM head has four extents, and then no logits need to lie anywhere.
     let width = if first.dtype == "f32" { 4.0 } else { 2.0 };
@@ -53,7 +53,7 @@ fn together(programs: &[&Compiled]) -> Markup {
 }
 
 /// A figure of each launch.
-fn of_launches(program: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
+fn launch_figures(program: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
     let figures: Vec<String> = program.launches.iter().map(figure).collect();
     if figures.is_empty() { "–".into() } else { figures.join(", ") }
 }
@@ -75,10 +75,10 @@ fn body(rows: &[&Compiled]) -> Markup {
             tbody { @for row in rows { tr {
                 td { (clipped(&row.target)) } td { (shape(&row.shape)) " " (clipped(&row.dtype)) } td { (clipped(&name(row))) }
                 td.number { (bytes(row.memory.peak_bytes as f64)) }
-                td.number { (of_launches(row, |launch| launch.registers.to_string())) }
-                td.number { (of_launches(row, |launch| count(launch.spill_bytes.into()))) }
-                td.number { (of_launches(row, |launch| bytes(launch.shared_bytes.into()))) }
-                td.number { (of_launches(row, |launch| launch.resident.to_string())) }
+                td.number { (launch_figures(row, |launch| launch.registers.to_string())) }
+                td.number { (launch_figures(row, |launch| count(launch.spill_bytes.into()))) }
+                td.number { (launch_figures(row, |launch| bytes(launch.shared_bytes.into()))) }
+                td.number { (launch_figures(row, |launch| launch.resident.to_string())) }
                 td.number { (bytes(row.hbm_bytes as f64)) } td.number { (milliseconds(row.bound.predicted_ms)) } td { (limit(&row.bound)) }
                 td.number { (pipe(&row.bound).map_or("–".into(), |_| short(row.bound.pipe_ms / row.bound.hbm_ms))) }
             } } }
@@ -86,7 +86,7 @@ fn body(rows: &[&Compiled]) -> Markup {
     }
 }
 
-impl Part for Compiled {
+impl ReportPart for Compiled {
     fn passed(&self) -> Option<bool> {
         None
     }
@@ -102,7 +102,7 @@ impl Part for Compiled {
     }
 }
 
-impl Part for Table {
+impl ReportPart for Table {
     fn passed(&self) -> Option<bool> {
         None
     }

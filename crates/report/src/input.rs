@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::number::clipped;
-use super::part::Part;
+use super::part::ReportPart;
 
 /// Longest input accepted, in bytes. A replay of everything needs one or two million.
 pub const LONGEST: u64 = 16 << 20;
@@ -50,12 +50,12 @@ pub struct Input {
     /// The heading of the result's part of the page.
     pub(super) title: &'static str,
     pub(super) command: Option<String>,
-    pub(super) part: Box<dyn Part>,
+    pub(super) part: Box<dyn ReportPart>,
 }
 
-type Parse = fn(Value) -> serde_json::Result<Box<dyn Part>>;
+type Parse = fn(Value) -> serde_json::Result<Box<dyn ReportPart>>;
 
-fn parse<P: Part + DeserializeOwned + 'static>(value: Value) -> serde_json::Result<Box<dyn Part>> {
+fn parse<P: ReportPart + DeserializeOwned + 'static>(value: Value) -> serde_json::Result<Box<dyn ReportPart>> {
     Ok(Box::new(serde_json::from_value::<P>(value)?))
 }
 
@@ -83,14 +83,14 @@ impl Input {
         let io = |reason| InputError::Io { path: path.into(), reason };
         let mut bytes = Vec::new();
         File::open(path).map_err(io)?.take(LONGEST + 1).read_to_end(&mut bytes).map_err(io)?;
-        Self::of(path, &bytes)
+        Self::parse(path, &bytes)
     }
 
     /// Parses bytes that were read already, under the name `path`.
     ///
     /// # Errors
     /// [`InputError::Invalid`] if they are no result of a command.
-    pub fn of(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
         let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
         if bytes.len() as u64 > LONGEST {
             return Err(invalid(format!("more than {LONGEST} bytes"), "a shorter result".into()));

@@ -6,7 +6,7 @@ use assay_schema::mutants::{Cell, Mutant, Mutants};
 use maud::{Markup, html};
 
 use super::number::clipped;
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 use super::verdicts::not_checked;
 
@@ -33,7 +33,7 @@ fn scores(all: &[Mutant]) -> Vec<Bar> {
     std::iter::once(ours).chain(projects(all).into_iter().map(|project| bar(project, score(all, project)))).collect()
 }
 
-impl Part for Mutants {
+impl ReportPart for Mutants {
     fn passed(&self) -> Option<bool> {
         Some(self.survived.is_empty())
     }

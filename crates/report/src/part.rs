@@ -3,7 +3,7 @@
 use maud::Markup;
 
 /// One result's part of the page.
-pub(super) trait Part {
+pub(super) trait ReportPart {
     /// Whether it passed; `None` where it decides nothing.
     fn passed(&self) -> Option<bool>;
     /// Returns a summary of one line.

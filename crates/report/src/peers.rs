@@ -4,7 +4,7 @@ use assay_schema::peers::{Peers, Run, Verdict, Worst};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Strip, strips};
 
 /// An error, where it is a number.
@@ -47,7 +47,7 @@ fn runs<'r>(runs: impl Iterator<Item = &'r Run>) -> Markup {
     }
 }
 
-impl Part for Peers {
+impl ReportPart for Peers {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }

@@ -173,7 +173,7 @@ pub struct Bar {
 
 impl Bar {
     /// Makes a bar of one part.
-    pub fn of(name: impl Into<String>, value: f64, tone: Tone, note: impl Into<String>) -> Self {
+    pub fn single(name: impl Into<String>, value: f64, tone: Tone, note: impl Into<String>) -> Self {
         Self { name: name.into(), parts: vec![(value, tone)], note: note.into() }
     }
 

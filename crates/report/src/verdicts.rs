@@ -6,7 +6,7 @@ use assay_schema::verdicts::{GateCheck, Grade, IgnoredCheck, Status, Verdicts};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash, ran, short};
-use super::part::Part;
+use super::part::ReportPart;
 use super::plot::{Strip, Tone, histogram, key, strips};
 
 /// Id under which the reference itself is compared with recorded values.
@@ -195,7 +195,7 @@ fn ulps(edge: f64) -> String {
     }
 }
 
-impl Part for Verdicts {
+impl ReportPart for Verdicts {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }

@@ -5,7 +5,7 @@ use assay_judge::judgeable::Judgeable;
 use assay_reference::{HeadReference, Reference};
 
 /// A problem whose gradients are compared plainly.
-pub trait Differentiated: Judgeable {
+pub trait DifferencedOutputs: Judgeable {
     /// Returns the differences between a candidate and its twin, by output.
     fn differences(
         reference: &Self::Reference<'_>,
@@ -13,19 +13,19 @@ pub trait Differentiated: Judgeable {
     ) -> Vec<(&'static str, Differences)>;
 }
 
-impl Differentiated for Problem {
+impl DifferencedOutputs for Problem {
     fn differences(reference: &Reference, outcome: &Candidate) -> Vec<(&'static str, Differences)> {
         let shape = reference.shape();
         let tokens = || ndarray::indices((shape.batch, shape.tokens)).into_iter();
         let pairs = tokens().flat_map(|(b, t)| reference.dlogits_row(b, t).into_iter().zip(outcome.gradient.row(b, t)));
-        vec![("dlogits", Differences::of(pairs))]
+        vec![("dlogits", Differences::from_pairs(pairs))]
     }
 }
 
-impl Differentiated for HeadProblem {
+impl DifferencedOutputs for HeadProblem {
     fn differences(reference: &HeadReference, outcome: &HeadCandidate) -> Vec<(&'static str, Differences)> {
         let exact = reference.outcome();
-        let pairs = |exact: Vec<f64>, actual: Vec<f64>| Differences::of(exact.into_iter().zip(actual));
+        let pairs = |exact: Vec<f64>, actual: Vec<f64>| Differences::from_pairs(exact.into_iter().zip(actual));
         let [dhidden, actual] =
             [&exact.gradient.dhidden, &outcome.gradient.dhidden].map(|array| array.to_f64().into_iter().collect());
         let of_hidden = pairs(dhidden, actual);
@@ -48,7 +48,7 @@ pub struct Differences {
 
 impl Differences {
     /// Collects the differences of pairs `(reference, candidate)`, one for each element.
-    fn of(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
+    fn from_pairs(pairs: impl Iterator<Item = (f64, f64)>) -> Self {
         const SMALLEST: f64 = 1e-6;
         let mut all = Self::default();
         let (mut total, mut count) = (0.0, 0_usize);

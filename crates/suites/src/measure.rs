@@ -22,8 +22,8 @@ pub const CASES: usize = 20_000;
 
 /// One problem for one implementation.
 #[derive(Clone)]
-pub struct Case {
-    work: Work,
+pub struct MeasuredCase {
+    work: CaseWork,
     /// File name of the plugin that it runs on.
     plugin: Option<String>,
     devices: usize,
@@ -31,34 +31,36 @@ pub struct Case {
 }
 
 #[derive(Clone)]
-enum Work {
+enum CaseWork {
     Logits(Arc<dyn Implementation>, Recipe),
     Head(Arc<dyn Implementation<HeadProblem>>, HeadRecipe),
 }
 
-impl Work {
+impl CaseWork {
     fn class(&self) -> &str {
         match self {
-            Work::Logits(implementation, _) => implementation.class(),
-            Work::Head(implementation, _) => implementation.class(),
+            CaseWork::Logits(implementation, _) => implementation.class(),
+            CaseWork::Head(implementation, _) => implementation.class(),
         }
     }
 
     /// Returns the number of vocabulary entries `V`.
     fn vocab(&self) -> usize {
         match self {
-            Work::Logits(_, recipe) | Work::Head(_, HeadRecipe { recipe, .. }) => recipe.shape[2],
+            CaseWork::Logits(_, recipe) | CaseWork::Head(_, HeadRecipe { recipe, .. }) => recipe.shape[2],
         }
     }
 }
 
-impl fmt::Display for Case {
+impl fmt::Display for MeasuredCase {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match &self.work {
-            Work::Logits(implementation, recipe) => {
+            CaseWork::Logits(implementation, recipe) => {
                 write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?;
             }
-            Work::Head(implementation, recipe) => write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?,
+            CaseWork::Head(implementation, recipe) => {
+                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?
+            }
         }
         write!(f, " {:?}", self.spec)
     }
@@ -66,18 +68,18 @@ impl fmt::Display for Case {
 
 /// The implementations that a measurement runs.
 #[derive(Clone, Default)]
-pub struct Measured {
+pub struct MeasuredImplementations {
     /// Implementations on logits that run any shape without compiling.
     pub immediate: Vec<Arc<dyn Implementation>>,
     /// Implementations with an LM head that run any shape without compiling.
     pub immediate_heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
     /// Implementations that compile a program for each shape, by plugin.
-    pub compiled: Vec<Compiled>,
+    pub compiled: Vec<CompiledImplementations>,
 }
 
 /// The implementations that run on the devices of one plugin.
 #[derive(Clone)]
-pub struct Compiled {
+pub struct CompiledImplementations {
     /// The path of the plugin's library.
     pub plugin: PathBuf,
     /// Implementations of the loss on logits.
@@ -87,7 +89,7 @@ pub struct Compiled {
 }
 
 /// The classes that there are measurements for, by what hinders them here.
-pub fn classes(all: &Measured) -> BTreeMap<String, Option<String>> {
+pub fn classes(all: &MeasuredImplementations) -> BTreeMap<String, Option<String>> {
     let mut classes = BTreeMap::new();
     let compiled = all.compiled.iter().flat_map(|on| &on.on_logits);
     for implementation in all.immediate.iter().chain(compiled) {
@@ -108,22 +110,22 @@ pub fn classes(all: &Measured) -> BTreeMap<String, Option<String>> {
 /// The cases of a measurement, of one `class` or all: `random` random ones for what runs any shape at once, narrow and
 /// wide vocabularies; for what compiles a program for each shape, the shapes and device counts of its tests, on each
 /// plugin, and where the policy is the reference policy.
-pub fn cases(class: Option<&str>, random: usize, all: &Measured) -> Vec<Case> {
+pub fn cases(class: Option<&str>, random: usize, all: &MeasuredImplementations) -> Vec<MeasuredCase> {
     let seeds = |of_all: usize| of_all * random / CASES;
     let wanted = |implementation: &&Arc<dyn Implementation>| class.is_none_or(|class| class == implementation.class());
     let mut cases = Vec::new();
     for implementation in all.immediate.iter().filter(wanted) {
-        let on = On { implementation: Arc::clone(implementation), plugin: None, devices: 1 };
+        let on = CasePlacement { implementation: Arc::clone(implementation), plugin: None, devices: 1 };
         on.any_shape(random, seeds, &mut cases);
     }
     let wanted_head = |head: &&Arc<dyn Implementation<HeadProblem>>| class.is_none_or(|class| class == head.class());
     for head in all.immediate_heads.iter().filter(wanted_head) {
         any_head(head, random / 2, seeds, &mut cases);
     }
-    for (i, Compiled { plugin, on_logits, heads }) in all.compiled.iter().enumerate() {
+    for (i, CompiledImplementations { plugin, on_logits, heads }) in all.compiled.iter().enumerate() {
         let on_logits: Vec<_> = on_logits.iter().filter(wanted).collect();
         for implementation in &on_logits {
-            for on in On::each_count(implementation, plugin, i == 0) {
+            for on in CasePlacement::each_count(implementation, plugin, i == 0) {
                 on.few_shapes(seeds, &mut cases);
             }
         }
@@ -136,13 +138,13 @@ pub fn cases(class: Option<&str>, random: usize, all: &Measured) -> Vec<Case> {
 }
 
 /// The implementation, plugin and device count of some cases.
-struct On {
+struct CasePlacement {
     implementation: Arc<dyn Implementation>,
     plugin: Option<String>,
     devices: usize,
 }
 
-impl On {
+impl CasePlacement {
     fn compiled(implementation: &Arc<dyn Implementation>, plugin: &Path, devices: usize) -> Self {
         let plugin = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
         Self { implementation: Arc::clone(implementation), plugin, devices }
@@ -163,12 +165,12 @@ impl On {
         counts.map(|devices| Self::compiled(implementation, plugin, devices)).collect()
     }
 
-    fn case(&self, spec: &LossSpec, recipe: Recipe) -> Case {
-        let work = Work::Logits(Arc::clone(&self.implementation), recipe);
-        Case { work, plugin: self.plugin.clone(), devices: self.devices, spec: spec.clone() }
+    fn case(&self, spec: &LossSpec, recipe: Recipe) -> MeasuredCase {
+        let work = CaseWork::Logits(Arc::clone(&self.implementation), recipe);
+        MeasuredCase { work, plugin: self.plugin.clone(), devices: self.devices, spec: spec.clone() }
     }
 
-    fn any_shape(&self, random: usize, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+    fn any_shape(&self, random: usize, seeds: impl Fn(usize) -> usize, cases: &mut Vec<MeasuredCase>) {
         let mut drawn = crate::measured_cases();
         cases.extend(drawn.by_ref().take(random).map(|(spec, recipe)| self.case(&spec, recipe)));
         for dtype in Dtype::KERNEL {
@@ -190,7 +192,7 @@ impl On {
         }
     }
 
-    fn few_shapes(&self, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+    fn few_shapes(&self, seeds: impl Fn(usize) -> usize, cases: &mut Vec<MeasuredCase>) {
         let structures = if is_tile(&*self.implementation) { 4 } else { 8 };
         let specs = [
             LossSpec { entropy_coef: 0.02, temperature: 0.6.into(), ..LossSpec::default() },
@@ -216,7 +218,7 @@ fn few_heads(
     implementation: &Arc<dyn Implementation<HeadProblem>>,
     plugin: &Path,
     seeds: impl Fn(usize) -> usize,
-    cases: &mut Vec<Case>,
+    cases: &mut Vec<MeasuredCase>,
 ) {
     let Some(devices) = implementation.device_counts().into_iter().rfind(|devices| devices.is_power_of_two()) else {
         return;
@@ -224,8 +226,8 @@ fn few_heads(
     let file = plugin.file_name().map(|name| name.to_string_lossy().into_owned());
     for dtype in Dtype::KERNEL {
         for (spec, recipe) in crate::device_heads(dtype, seeds(16), devices as u64) {
-            let work = Work::Head(Arc::clone(implementation), recipe);
-            cases.push(Case { work, plugin: file.clone(), devices, spec });
+            let work = CaseWork::Head(Arc::clone(implementation), recipe);
+            cases.push(MeasuredCase { work, plugin: file.clone(), devices, spec });
         }
     }
 }
@@ -236,10 +238,10 @@ fn any_head(
     implementation: &Arc<dyn Implementation<HeadProblem>>,
     random: usize,
     seeds: impl Fn(usize) -> usize,
-    cases: &mut Vec<Case>,
+    cases: &mut Vec<MeasuredCase>,
 ) {
-    let case = |spec: LossSpec, recipe| Case {
-        work: Work::Head(Arc::clone(implementation), recipe),
+    let case = |spec: LossSpec, recipe| MeasuredCase {
+        work: CaseWork::Head(Arc::clone(implementation), recipe),
         plugin: None,
         devices: 1,
         spec,
@@ -265,13 +267,18 @@ fn is_tile(implementation: &dyn Implementation) -> bool {
 
 /// Adds cases in which the policy equals the reference policy: the gradient of the KL term is then rounding error
 /// alone, and differs between candidate and reference.
-fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize) -> usize, cases: &mut Vec<Case>) {
+fn zero_kl(
+    all: &[&Arc<dyn Implementation>],
+    plugin: &Path,
+    seeds: impl Fn(usize) -> usize,
+    cases: &mut Vec<MeasuredCase>,
+) {
     const ON: [(&str, usize); 5] =
         [("xla", 1), ("xla-vocab", 2), ("tile-one-pass", 1), ("tile-two-pass", 1), ("tile-two-pass-vocab", 2)];
     let called = |id: &str| all.iter().find(|implementation| implementation.id() == id);
-    let on: Vec<On> = ON
+    let on: Vec<CasePlacement> = ON
         .into_iter()
-        .filter_map(|(id, devices)| Some(On::compiled(called(id)?, plugin, devices)))
+        .filter_map(|(id, devices)| Some(CasePlacement::compiled(called(id)?, plugin, devices)))
         .filter(|on| on.implementation.device_counts().contains(&on.devices))
         .collect();
     for estimator in [KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs] {
@@ -288,7 +295,7 @@ fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize
                         old_logp_noise_scale: 0.0,
                         masked_garbage: false,
                     };
-                    let few = |on: &&On| seed < 8 || !is_tile(&*on.implementation);
+                    let few = |on: &&CasePlacement| seed < 8 || !is_tile(&*on.implementation);
                     cases.extend(on.iter().filter(few).map(|on| on.case(&spec, recipe.clone())));
                 }
             }
@@ -298,7 +305,7 @@ fn zero_kl(all: &[&Arc<dyn Implementation>], plugin: &Path, seeds: impl Fn(usize
 
 /// A gate of one class, at whatever edge its tokens are.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub struct Subject {
+pub struct MeasuredGate {
     /// The output and the comparison.
     #[serde(flatten)]
     pub gate: Gate,
@@ -308,7 +315,7 @@ pub struct Subject {
     pub class: String,
 }
 
-impl fmt::Display for Subject {
+impl fmt::Display for MeasuredGate {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} {}", self.class, self.gate, self.dtype)
     }
@@ -316,7 +323,7 @@ impl fmt::Display for Subject {
 
 /// The largest κ that the cases of a gate needed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Needed {
+pub struct NeededKappa {
     /// The largest `κ` of any case.
     pub kappa: f64,
     /// The `κ` it is allowed.
@@ -327,20 +334,20 @@ pub struct Needed {
 
 /// The ranges that the cases of one class covered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Covered {
+struct CoveredCases {
     cases: u64,
     vocab: [usize; 2],
     devices: [usize; 2],
     plugins: BTreeSet<String>,
 }
 
-impl Covered {
+impl CoveredCases {
     fn nothing() -> Self {
         let empty = [usize::MAX, 0];
         Self { cases: 0, vocab: empty, devices: empty, plugins: BTreeSet::new() }
     }
 
-    fn add(&mut self, case: &Case) {
+    fn add(&mut self, case: &MeasuredCase) {
         let widen = |range: &mut [usize; 2], x: usize| *range = [range[0].min(x), range[1].max(x)];
         self.cases += 1;
         widen(&mut self.vocab, case.work.vocab());
@@ -349,7 +356,7 @@ impl Covered {
     }
 }
 
-impl fmt::Display for Covered {
+impl fmt::Display for CoveredCases {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let count = |n: usize| HumanCount(n as u64);
         let [narrowest, widest] = self.vocab.map(count);
@@ -369,12 +376,12 @@ pub struct MeasureError {
     /// A description of the case.
     pub case: String,
     /// The reason why it was not judged.
-    pub reason: Unjudged,
+    pub reason: UnjudgedReason,
 }
 
 /// Why a case was not judged.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Unjudged {
+pub enum UnjudgedReason {
     /// No problem comes of the recipe.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
@@ -387,11 +394,15 @@ pub enum Unjudged {
 }
 
 /// Returns the verdicts on a case; `None` if the implementation does not support it.
-fn verdicts(case: &Case) -> Result<Option<Vec<Verdict>>, Unjudged> {
-    let Case { work, devices, spec, .. } = case;
+fn verdicts(case: &MeasuredCase) -> Result<Option<Vec<Verdict>>, UnjudgedReason> {
+    let MeasuredCase { work, devices, spec, .. } = case;
     match work {
-        Work::Logits(implementation, recipe) => verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices),
-        Work::Head(implementation, recipe) => verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices),
+        CaseWork::Logits(implementation, recipe) => {
+            verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices)
+        }
+        CaseWork::Head(implementation, recipe) => {
+            verdicts_on(&**implementation, spec, &recipe.problem(spec)?, *devices)
+        }
     }
 }
 
@@ -400,7 +411,7 @@ fn verdicts_on<P: Judgeable>(
     spec: &LossSpec,
     problem: &P,
     devices: usize,
-) -> Result<Option<Vec<Verdict>>, Unjudged> {
+) -> Result<Option<Vec<Verdict>>, UnjudgedReason> {
     if implementation.supports(spec, problem.checked_shape(spec)?, problem.dtype(), devices).is_err() {
         return Ok(None);
     }
@@ -410,8 +421,8 @@ fn verdicts_on<P: Judgeable>(
 /// The largest `κ` by gate, and what it was measured on by class.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measurement {
-    needed: BTreeMap<Subject, Needed>,
-    covered: BTreeMap<String, Covered>,
+    needed: BTreeMap<MeasuredGate, NeededKappa>,
+    covered: BTreeMap<String, CoveredCases>,
 }
 
 impl Measurement {
@@ -419,32 +430,32 @@ impl Measurement {
     ///
     /// # Errors
     /// [`MeasureError`], naming the case.
-    pub fn add(&mut self, case: &Case) -> Result<(), MeasureError> {
+    pub fn add(&mut self, case: &MeasuredCase) -> Result<(), MeasureError> {
         self.judge(case).map_err(|reason| MeasureError { case: case.to_string(), reason })
     }
 
-    fn judge(&mut self, case: &Case) -> Result<(), Unjudged> {
+    fn judge(&mut self, case: &MeasuredCase) -> Result<(), UnjudgedReason> {
         let Some(verdicts) = verdicts(case)? else { return Ok(()) };
         let class = case.work.class();
         for verdict in verdicts {
             let Some(allowed) = verdict.kappa else { continue };
             let dtype = if verdict.dtype == Dtype::F64 { Dtype::F32 } else { verdict.dtype };
-            let subject = Subject { gate: verdict.gate.at(None), dtype, class: class.into() };
+            let subject = MeasuredGate { gate: verdict.gate.at(None), dtype, class: class.into() };
             self.need(subject, [verdict.tally.kappa_seen, allowed], case);
         }
-        self.covered.entry(class.into()).or_insert_with(Covered::nothing).add(case);
+        self.covered.entry(class.into()).or_insert_with(CoveredCases::nothing).add(case);
         Ok(())
     }
 
-    fn need(&mut self, subject: Subject, [kappa, allowed]: [f64; 2], case: &Case) {
-        let worst = self.needed.entry(subject).or_insert_with(|| Needed { allowed, ..Needed::default() });
+    fn need(&mut self, subject: MeasuredGate, [kappa, allowed]: [f64; 2], case: &MeasuredCase) {
+        let worst = self.needed.entry(subject).or_insert_with(|| NeededKappa { allowed, ..NeededKappa::default() });
         if kappa > worst.kappa {
-            *worst = Needed { kappa, allowed, case: case.to_string() };
+            *worst = NeededKappa { kappa, allowed, case: case.to_string() };
         }
     }
 
     /// Returns the κ that each gate needed, for the gates that a case reached.
-    pub fn needed(&self) -> impl Iterator<Item = (&Subject, &Needed)> {
+    pub fn needed(&self) -> impl Iterator<Item = (&MeasuredGate, &NeededKappa)> {
         self.needed.iter()
     }
 

@@ -7,7 +7,7 @@ use assay_reference::Reference;
 
 /// Relative errors of one run.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Difference {
+pub struct PeerDifference {
     /// `|Δ| / max(|expected|, 1e-12)` of the loss.
     pub loss: f64,
     /// `max |Δ| / max(max |expected|, 1e-12)` over all of dlogits.
@@ -17,9 +17,9 @@ pub struct Difference {
 /// The magnitude below which an expected value counts as 0.
 const FLOOR: f64 = 1e-12;
 
-impl Difference {
+impl PeerDifference {
     /// Compares the loss and dlogits of `reference` with the expected ones.
-    pub fn of(reference: &Reference, loss: f64, dlogits: &Array3<f64>) -> Self {
+    pub fn new(reference: &Reference, loss: f64, dlogits: &Array3<f64>) -> Self {
         let (batch, tokens, _) = dlogits.dim();
         let largest = dlogits.iter().fold(0.0_f64, |most, x| most.max(x.abs()));
         let mut worst = 0.0_f64;

@@ -43,7 +43,7 @@ impl Arms {
     }
 
     /// Collects the choices of all `specs`.
-    pub fn of_specs<'a>(specs: impl IntoIterator<Item = &'a LossSpec>) -> Self {
+    pub fn from_specs<'a>(specs: impl IntoIterator<Item = &'a LossSpec>) -> Self {
         let mut arms = Self::default();
         for spec in specs {
             arms.spec(spec);

@@ -11,14 +11,14 @@ use assay_judge::judge::Status;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
-    AtWidth, BANK, Case, Cell, Fate, Mutant, MutantKind, PROJECTS, Part, Production, Project, Specimen, Suite, Trial,
-    head_cases, head_property, property, property_cases,
+    AtWidth, BANK, Cell, Mutant, MutantCase, MutantKind, MutantOutcome, MutantSuite, PROJECTS, PeerProject,
+    ProductionPart, ProductionRun, Specimen, Trial, head_cases, head_property, property, property_cases,
 };
 
 #[test]
 fn no_mutant_survives_and_the_correct_kernel_passes() {
     let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) = BANK.iter().partition(|mutant| mutant.kind.is_of_heads());
-    let (mut trial, mut heads) = (Trial::of(&on_logits, Grade::Standard), Trial::of(&of_heads, Grade::Standard));
+    let (mut trial, mut heads) = (Trial::new(&on_logits, Grade::Standard), Trial::new(&of_heads, Grade::Standard));
     assert_eq!(trial.run(&property_cases()), Ok(()), "the correct kernel passes every case");
     assert_eq!(heads.run(&head_cases()), Ok(()), "so does the correct head");
     let score = trial.score(&[]).and(heads.score(&[]));
@@ -31,7 +31,7 @@ fn no_mutant_survives_and_the_correct_kernel_passes() {
 
 #[test]
 fn a_mutant_that_nothing_rejects_is_a_survivor() {
-    let score = Trial::of(&[&BANK[0]], Grade::Standard).score(&[]);
+    let score = Trial::new(&[&BANK[0]], Grade::Standard).score(&[]);
     assert_eq!((score.total, score.killed, score.survived), (1, 0, vec![BANK[0].name]));
     assert!(score.mutants[0].killed_by.is_none());
 }
@@ -62,22 +62,23 @@ fn every_class_falls_to_its_own_property() {
     assert_eq!(missed, Vec::<&str>::new());
 }
 
-fn missed_by<P: Judgeable>(class: MutantKind, cases: &[Case<P>]) -> Vec<&'static str>
+fn missed_by<P: Judgeable>(class: MutantKind, cases: &[MutantCase<P>]) -> Vec<&'static str>
 where
     Specimen: Implementation<P>,
 {
-    let suite = Suite::of(cases, Grade::Exact).unwrap_or_else(|false_alarm| panic!("{class:?}: {false_alarm:?}"));
+    let suite =
+        MutantSuite::new(cases, Grade::Exact).unwrap_or_else(|false_alarm| panic!("{class:?}: {false_alarm:?}"));
     assert_eq!(suite.len(), cases.len(), "{class:?} has a case that the specimen does not support");
     let of_class: Vec<_> = BANK.iter().filter(|mutant| mutant.kind == class).collect();
     assert!(!of_class.is_empty(), "{class:?} has no mutant");
     let fates = of_class.iter().zip(suite.run(&of_class));
-    fates.filter(|(_, fate)| !matches!(fate, Fate::Killed(_))).map(|(mutant, _)| mutant.name).collect()
+    fates.filter(|(_, fate)| !matches!(fate, MutantOutcome::Killed(_))).map(|(mutant, _)| mutant.name).collect()
 }
 
 /// What a class is said not to be reached by is not run: the bits of the correct kernel are taken for granted.
 #[test]
 fn a_loss_that_lacks_what_a_class_is_of_does_not_reach_it() {
-    let bits = |specimen: &Specimen, case: &Case| {
+    let bits = |specimen: &Specimen, case: &MutantCase| {
         let candidate = specimen.run(&case.spec, case.problem.clone(), 2).unwrap();
         (candidate.loss.unwrap().value().to_bits(), candidate.gradient)
     };
@@ -94,15 +95,19 @@ fn a_loss_that_lacks_what_a_class_is_of_does_not_reach_it() {
 /// Six tokens over Qwen's vocabulary. What they do not reach is named, and so is what is accepted there.
 #[test]
 fn mutants_are_rejected_at_production_width() {
-    let of_part =
-        |part: Part| part.run(Grade::Standard).unwrap_or_else(|false_alarm| panic!("{part}: {false_alarm:?}"));
-    let parts: Vec<Part> = Production::Short.parts().collect();
+    let of_part = |part: ProductionPart| {
+        part.run(Grade::Standard).unwrap_or_else(|false_alarm| panic!("{part}: {false_alarm:?}"))
+    };
+    let parts: Vec<ProductionPart> = ProductionRun::Short.parts().collect();
     let fates: Vec<AtWidth> = parts.into_par_iter().flat_map_iter(of_part).collect();
-    let named = |of: fn(&Fate) -> bool| -> Vec<&str> {
+    let named = |of: fn(&MutantOutcome) -> bool| -> Vec<&str> {
         fates.iter().filter(|at| of(&at.fate)).map(|at| at.mutant.name).collect()
     };
-    let [killed, accepted, not_exercised]: [fn(&Fate) -> bool; 3] =
-        [|fate| matches!(fate, Fate::Killed(_)), |fate| *fate == Fate::Accepted, |fate| *fate == Fate::NotExercised];
+    let [killed, accepted, not_exercised]: [fn(&MutantOutcome) -> bool; 3] = [
+        |fate| matches!(fate, MutantOutcome::Killed(_)),
+        |fate| *fate == MutantOutcome::Accepted,
+        |fate| *fate == MutantOutcome::NotExercised,
+    ];
     let at_width = |class: MutantKind| !class.is_of_heads() && class.is_of_columns();
     let changed = |class: MutantKind| matches!(class, MutantKind::Logits | MutantKind::Support);
     let on_logits = BANK.iter().filter(|mutant| at_width(mutant.kind) && !changed(mutant.kind)).count();
@@ -140,7 +145,7 @@ fn mutants_of_heads_are_rejected_for_a_wrong_number() {
     }
 }
 
-fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadProblem>) -> bool {
+fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &MutantCase<HeadProblem>) -> bool {
     let reference = case.problem.evaluate(&case.spec).unwrap();
     kernel.device_counts().into_iter().any(|devices| {
         let outcome = kernel.run(&case.spec, case.problem.clone(), devices).unwrap();
@@ -154,14 +159,14 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &Case<HeadP
 #[test]
 fn tests_of_others_accept_some_mutants_and_reject_some() {
     const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
-    let peers: Vec<_> = PROJECTS.into_iter().map(Project::prepare).collect();
+    let peers: Vec<_> = PROJECTS.into_iter().map(PeerProject::prepare).collect();
     for tests in &peers {
         assert!(tests.accept_the_correct_kernel(), "{}", tests.project.name);
     }
     let on_logits = BANK.iter().filter(|mutant| !mutant.kind.is_of_heads()).enumerate();
     let chosen = on_logits.filter(|(i, mutant)| i.is_multiple_of(6) || NAMED.contains(&mutant.name));
     let chosen: Vec<&Mutant> = chosen.map(|(_, mutant)| mutant).collect();
-    let score = Trial::of(&chosen, Grade::Standard).score(&peers);
+    let score = Trial::new(&chosen, Grade::Standard).score(&peers);
     let mut pass = 0;
     for (project, [caught, passes, not_exercised]) in score.peers() {
         assert!(caught > 3, "{project}: {caught} caught");

@@ -8,7 +8,7 @@ use assay_judge::packed::Packable;
 
 /// One batch, and the loss that is asked for.
 #[derive(Clone, Debug)]
-pub struct Case<P = Problem> {
+pub struct MutantCase<P = Problem> {
     /// The name of the case in reports.
     pub label: String,
     /// The loss that kernels are asked for.
@@ -17,7 +17,7 @@ pub struct Case<P = Problem> {
     pub problem: P,
 }
 
-impl Case {
+impl MutantCase {
     /// The case of a recipe, called after `family`.
     pub(super) fn generated(family: &str, spec: LossSpec, recipe: &Recipe) -> Self {
         let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
@@ -28,13 +28,13 @@ impl Case {
     }
 }
 
-impl<P: Workload> Case<P> {
+impl<P: Workload> MutantCase<P> {
     pub(super) fn is_packed(&self) -> bool {
         self.problem.which_sequences().packed().is_some()
     }
 }
 
-impl<P: Packable> Case<P> {
+impl<P: Packable> MutantCase<P> {
     /// Returns the case with its sequences packed into one row.
     pub(super) fn packed(self) -> Self {
         let spec = self.spec.with_width(self.problem.width());
@@ -42,9 +42,9 @@ impl<P: Packable> Case<P> {
     }
 }
 
-impl Case<HeadProblem> {
+impl MutantCase<HeadProblem> {
     /// Makes a case of a problem with an LM head.
-    pub(super) fn of_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
+    pub(super) fn with_head(family: &str, spec: LossSpec, recipe: &HeadRecipe) -> Self {
         let problem = recipe.problem(&spec).expect("recipes of this crate are in range");
         let HeadRecipe { layout, rounds_logits, recipe: Recipe { dtype, regime, seed, .. }, .. } = recipe;
         let regime = serde_json::to_value(regime).expect("a name");

@@ -8,12 +8,12 @@ mod run;
 mod score;
 
 pub use assay_mutants::{BANK, Bug, Mutant, MutantKind, Specimen};
-pub use case::Case;
-pub use peers::{Cell, PROJECTS, Project, Tests};
-pub use production::{AtWidth, Part, Production};
+pub use case::MutantCase;
+pub use peers::{Cell, PROJECTS, PeerProject, Tests};
+pub use production::{AtWidth, ProductionPart, ProductionRun};
 pub use property::{head_property, property};
-pub use run::{Fate, Kill, Suite, head_cases, property_cases};
-pub use score::{Outcome, Score, Trial};
+pub use run::{Kill, MutantOutcome, MutantSuite, head_cases, property_cases};
+pub use score::{MutantRecord, Score, Trial};
 
 /// The vocabulary of Qwen: no tile divides it evenly.
 const QWEN_VOCABULARY: usize = 151_936;

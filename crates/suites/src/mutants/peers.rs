@@ -21,7 +21,7 @@ pub use assay_schema::mutants::Cell;
 
 /// The tests of one project.
 #[derive(Clone, Copy, Debug)]
-pub struct Project {
+pub struct PeerProject {
     /// The project's name in tables.
     pub name: &'static str,
     /// The file and lines of the project's tests.
@@ -30,12 +30,12 @@ pub struct Project {
     pub inputs: &'static str,
     /// Whether its kernel has the entropy among its outputs.
     entropy: bool,
-    checks: fn() -> Vec<Check>,
+    checks: fn() -> Vec<PeerCheck>,
 }
 
 /// The projects whose tests are replayed.
-pub const PROJECTS: [Project; 7] = [
-    Project {
+pub const PROJECTS: [PeerProject; 7] = [
+    PeerProject {
         name: "Liger bf16",
         source: "linkedin/Liger-Kernel test/transformers/test_grpo_loss.py, test_grpo_loss, beta 0",
         inputs: "randn bf16 logits, V = 151,936, T = 0.7, old log-probabilities randn or absent, mask all ones but for its \
@@ -44,7 +44,7 @@ pub const PROJECTS: [Project; 7] = [
         entropy: false,
         checks: || liger_bf16(0.0),
     },
-    Project {
+    PeerProject {
         name: "Liger bf16, KL",
         source: "the same test, beta 0.04",
         inputs: "the same with reference log-probabilities randn: about 12 nats from those of randn logits, so that the \
@@ -52,7 +52,7 @@ pub const PROJECTS: [Project; 7] = [
         entropy: false,
         checks: || liger_bf16(0.04),
     },
-    Project {
+    PeerProject {
         name: "Liger f32",
         source: "the same file, test_grpo_loss_vs_trl and test_grpo_loss_sequence_backward_matches_reference",
         inputs: "randn f32 logits, mask all ones, T = 0.9: five reductions, ratios of tokens and sequences, beta 0 and \
@@ -61,14 +61,14 @@ pub const PROJECTS: [Project; 7] = [
         entropy: false,
         checks: liger_f32,
     },
-    Project {
+    PeerProject {
         name: "TRL",
         source: "huggingface/trl tests/test_utils.py, TestSelectiveLogSoftmax; July 2026",
         inputs: "randn logits, [4,32,1024]: logp and entropy in f32 at 1e-5 + 1e-5·|x|; their gradients in bf16 at 1e-2",
         entropy: true,
         checks: trl,
     },
-    Project {
+    PeerProject {
         name: "verl fused",
         source: "verl-project/verl tests/utils/test_linear_cross_entropy.py",
         inputs: "logits of uniform ±0.5 states and heads, σ = 2.5, V = 151,936, T = 1.5: logp at 1e-3 + 2e-4·|x|, entropy at \
@@ -77,7 +77,7 @@ pub const PROJECTS: [Project; 7] = [
         entropy: true,
         checks: verl_fused,
     },
-    Project {
+    PeerProject {
         name: "Tokamax",
         source: "openxla/tokamax linear_softmax_cross_entropy_loss/pallas_mosaic_tpu_kernel_test.py, chunked_xla_test.py",
         inputs: "logits of randn states and heads, σ = 32, V = 2,048, 2,664 and 10,000, f32: loss and logp at 1e-4 + 1e-4·|x|, \
@@ -86,7 +86,7 @@ pub const PROJECTS: [Project; 7] = [
         entropy: false,
         checks: tokamax,
     },
-    Project {
+    PeerProject {
         name: "MLLM-JAX",
         source: "demon2036/MLLM-JAX, gates of its gradient check",
         inputs: "Qwen2.5 logits, for which normal ones of σ = 8 stand here, V = 151,936, old_logp = logp + 0.3·randn: loss at \
@@ -96,10 +96,10 @@ pub const PROJECTS: [Project; 7] = [
     },
 ];
 
-impl Project {
+impl PeerProject {
     /// Prepares the project's tests: draws their inputs and runs the correct kernel.
     pub fn prepare(self) -> Tests {
-        let prepared = |check| Prepared::of(check, self.entropy);
+        let prepared = |check| PreparedCheck::new(check, self.entropy);
         Tests { project: self, checks: (self.checks)().into_par_iter().map(prepared).collect() }
     }
 }
@@ -107,8 +107,8 @@ impl Project {
 /// A project's tests, ready to be run.
 pub struct Tests {
     /// The project that the tests belong to.
-    pub project: Project,
-    checks: Vec<Prepared>,
+    pub project: PeerProject,
+    checks: Vec<PreparedCheck>,
 }
 
 impl Tests {
@@ -134,10 +134,10 @@ impl Tests {
 }
 
 /// One comparison with a twin in f32.
-struct Check {
+struct PeerCheck {
     spec: LossSpec,
     problem: Problem,
-    limits: Vec<Limit>,
+    limits: Vec<PeerLimit>,
 }
 
 /// `|x̂ − x| ≤ atol + rtol·|x|`; a NaN is never close.
@@ -159,7 +159,7 @@ impl Close {
 }
 
 /// The comparison that a test makes.
-enum Limit {
+enum PeerLimit {
     Loss(Close),
     Logp(Close),
     Entropy(Close),
@@ -177,15 +177,15 @@ enum Limit {
     },
 }
 
-struct Prepared {
-    check: Check,
+struct PreparedCheck {
+    check: PeerCheck,
     entropy: bool,
     twin: Candidate,
     correct: Candidate,
 }
 
-impl Prepared {
-    fn of(check: Check, entropy: bool) -> Self {
+impl PreparedCheck {
+    fn new(check: PeerCheck, entropy: bool) -> Self {
         let logits = FloatArray::rounded_from(&check.problem.logits.to_f64(), Dtype::F32);
         let twin = Problem { logits, ..check.problem.clone() };
         let [twin, correct] =
@@ -206,7 +206,7 @@ impl Prepared {
         self.check.limits.iter().all(|limit| self.within(limit, candidate))
     }
 
-    fn within(&self, limit: &Limit, candidate: &Candidate) -> bool {
+    fn within(&self, limit: &PeerLimit, candidate: &Candidate) -> bool {
         let per_token = |close: Close, of: fn(&Candidate) -> &Option<FloatArray<Ix2>>| {
             let values = |of: &Option<FloatArray<Ix2>>| of.as_ref().expect("the specimen has all outputs").to_f64();
             let (actual, expected) = (values(of(candidate)), values(of(&self.twin)));
@@ -220,17 +220,17 @@ impl Prepared {
         let dlogits = |of: &Candidate| of.gradient.to_f64();
         let loss = |of: &Candidate| of.loss.iter().map(FloatArray::value).collect::<Vec<f64>>();
         match limit {
-            Limit::Loss(close) => close.holds(&loss(candidate), &loss(&self.twin)),
-            Limit::Logp(close) => per_token(*close, |of| &of.logp),
-            Limit::Entropy(close) => per_token(*close, |of| &of.entropy),
-            Limit::TokenLoss(close) => per_token(*close, |of| &of.token_loss),
-            Limit::Dlogits(close) => close.holds(&dlogits(candidate), &dlogits(&self.twin)),
-            Limit::NoNan => !dlogits(candidate).iter().any(|x| x.is_nan()),
-            Limit::RelativeAbove(least) => {
+            PeerLimit::Loss(close) => close.holds(&loss(candidate), &loss(&self.twin)),
+            PeerLimit::Logp(close) => per_token(*close, |of| &of.logp),
+            PeerLimit::Entropy(close) => per_token(*close, |of| &of.entropy),
+            PeerLimit::TokenLoss(close) => per_token(*close, |of| &of.token_loss),
+            PeerLimit::Dlogits(close) => close.holds(&dlogits(candidate), &dlogits(&self.twin)),
+            PeerLimit::NoNan => !dlogits(candidate).iter().any(|x| x.is_nan()),
+            PeerLimit::RelativeAbove(least) => {
                 let near = |(x, y): (&f64, &f64)| y.abs() <= *least || (x - y).abs() <= y.abs();
                 dlogits(candidate).iter().zip(&dlogits(&self.twin)).all(near)
             }
-            Limit::ThroughHead { states, head, close } => {
+            PeerLimit::ThroughHead { states, head, close } => {
                 let rows = |of: &Candidate| {
                     let all = dlogits(of);
                     let (batch, tokens, vocab) = all.dim();
@@ -268,7 +268,7 @@ fn k3(beta: f64) -> Option<Kl> {
     (beta > 0.0).then(|| Kl::plain(beta, KlEstimator::K3))
 }
 
-fn liger_bf16(beta: f64) -> Vec<Check> {
+fn liger_bf16(beta: f64) -> Vec<PeerCheck> {
     let close = Close { atol: 5e-2, rtol: 5e-1 };
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let check = |(seed, old_logp)| {
@@ -284,7 +284,7 @@ fn liger_bf16(beta: f64) -> Vec<Check> {
         let mut normals = || Array2::from_shape_simple_fn((1, 6), || f32_normal(&mut rng));
         (problem.old_logp, problem.ref_logp) = (Some(normals()), Some(normals()));
         problem.mask.slice_mut(s![.., 5..]).fill(false);
-        Check { spec, problem, limits: vec![Limit::TokenLoss(close), Limit::Dlogits(close)] }
+        PeerCheck { spec, problem, limits: vec![PeerLimit::TokenLoss(close), PeerLimit::Dlogits(close)] }
     };
     (0..).zip([OldLogp::Current, OldLogp::Given]).map(check).collect()
 }
@@ -294,7 +294,7 @@ fn f32_normal(rng: &mut impl Rng) -> f64 {
     f64::from(x as f32)
 }
 
-fn liger_f32() -> Vec<Check> {
+fn liger_f32() -> Vec<PeerCheck> {
     let rows = Rows::All;
     let reductions = |tokens| {
         [
@@ -318,14 +318,14 @@ fn liger_f32() -> Vec<Check> {
             for reduction in reductions(16) {
                 let spec = spec(reduction, 0.9.into());
                 let problem = randn(&spec, [2, 16, 1000], Dtype::F32, 42);
-                let limits = vec![Limit::Loss(Close::both(1e-4)), Limit::NoNan];
-                checks.push(Check { spec, problem, limits });
+                let limits = vec![PeerLimit::Loss(Close::both(1e-4)), PeerLimit::NoNan];
+                checks.push(PeerCheck { spec, problem, limits });
             }
             if level == RatioLevel::Sequence {
                 let spec = spec(Reduction::SequenceMean { rows }, 1.1.into());
                 let problem = randn(&spec, [2, 8, 32], Dtype::F32, 0);
-                let limits = vec![Limit::Loss(Close::both(1e-5)), Limit::Dlogits(Close::both(1e-4))];
-                checks.push(Check { spec, problem, limits });
+                let limits = vec![PeerLimit::Loss(Close::both(1e-5)), PeerLimit::Dlogits(Close::both(1e-4))];
+                checks.push(PeerCheck { spec, problem, limits });
             }
         }
     }
@@ -342,18 +342,18 @@ fn sum_of_logp() -> LossSpec {
     }
 }
 
-fn trl() -> Vec<Check> {
+fn trl() -> Vec<PeerCheck> {
     let forward = LossSpec { objective: Objective::None, ..sum_of_logp() };
     let close = Close::both(1e-5);
     let shape = [4, 32, 1024];
     let problem = randn(&forward, shape, Dtype::F32, 0);
-    let limits = vec![Limit::Logp(close), Limit::Entropy(close)];
-    let forward = Check { spec: forward, problem, limits };
+    let limits = vec![PeerLimit::Logp(close), PeerLimit::Entropy(close)];
+    let forward = PeerCheck { spec: forward, problem, limits };
     let spec = LossSpec { entropy_coef: -0.25 * 128.0, ..sum_of_logp() };
     let mut problem = randn(&spec, shape, Dtype::Bf16, 1);
     problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::Array1::ones(shape[0]));
-    let limits = vec![Limit::Dlogits(Close::both(1e-2))];
-    vec![forward, Check { spec, problem, limits }]
+    let limits = vec![PeerLimit::Dlogits(Close::both(1e-2))];
+    vec![forward, PeerCheck { spec, problem, limits }]
 }
 
 /// Logits of a head drawn normal with deviation `sigma`, in f32 as the fused kernels hold them; and a part of its states.
@@ -373,7 +373,7 @@ fn through_head(
     (problem, states, head)
 }
 
-fn verl_fused() -> Vec<Check> {
+fn verl_fused() -> Vec<PeerCheck> {
     let tokens = 4;
     let spec = LossSpec {
         advantages: AdvantageLevel::Token,
@@ -387,14 +387,14 @@ fn verl_fused() -> Vec<Check> {
     // Of each of 896 products the variance is 1/144.
     let (problem, states, head) = through_head(&spec, shape, f64::sqrt(896.0 / 144.0), &half, 1);
     let limits = vec![
-        Limit::Logp(Close { atol: 1e-3, rtol: 2e-4 }),
-        Limit::Entropy(Close { atol: 5e-3, rtol: 5e-4 }),
-        Limit::ThroughHead { states, head, close: Close { atol: 2e-2, rtol: 4e-2 } },
+        PeerLimit::Logp(Close { atol: 1e-3, rtol: 2e-4 }),
+        PeerLimit::Entropy(Close { atol: 5e-3, rtol: 5e-4 }),
+        PeerLimit::ThroughHead { states, head, close: Close { atol: 2e-2, rtol: 4e-2 } },
     ];
-    vec![Check { spec, problem, limits }]
+    vec![PeerCheck { spec, problem, limits }]
 }
 
-fn tokamax() -> Vec<Check> {
+fn tokamax() -> Vec<PeerCheck> {
     let shapes = [2048, 2664, 10_000].map(|vocab| [1, 16, vocab]);
     let reductions = [Reduction::Normalizer(1.0), Reduction::TokenMean];
     let both = shapes.into_iter().flat_map(|shape| reductions.map(|reduction| (shape, reduction)));
@@ -403,22 +403,22 @@ fn tokamax() -> Vec<Check> {
         let (mut problem, states, head) = through_head(&spec, shape, 32.0, &StandardNormal, 42);
         problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::Array1::ones(1));
         let limits = vec![
-            Limit::Loss(Close::both(1e-4)),
-            Limit::Logp(Close::both(1e-4)),
-            Limit::ThroughHead { states, head, close: Close::both(5e-2) },
+            PeerLimit::Loss(Close::both(1e-4)),
+            PeerLimit::Logp(Close::both(1e-4)),
+            PeerLimit::ThroughHead { states, head, close: Close::both(5e-2) },
         ];
-        Check { spec, problem, limits }
+        PeerCheck { spec, problem, limits }
     };
     both.map(check).collect()
 }
 
-fn mllm_jax() -> Vec<Check> {
+fn mllm_jax() -> Vec<PeerCheck> {
     let spec = LossSpec { objective: clipped(0.3), ..LossSpec::default() };
     let problem = drawn(&spec, [1, 6, QWEN_VOCABULARY], Dtype::F32, Regime::Peaked, 0);
     let limits = vec![
-        Limit::Loss(Close { atol: 3e-3, rtol: 0.0 }),
-        Limit::Dlogits(Close { atol: 2e-2, rtol: 0.0 }),
-        Limit::RelativeAbove(1e-6),
+        PeerLimit::Loss(Close { atol: 3e-3, rtol: 0.0 }),
+        PeerLimit::Dlogits(Close { atol: 2e-2, rtol: 0.0 }),
+        PeerLimit::RelativeAbove(1e-6),
     ];
-    vec![Check { spec, problem, limits }]
+    vec![PeerCheck { spec, problem, limits }]
 }

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use super::case::Case;
-use super::run::{AT_ONCE, Fate, Kill, Suite};
+use super::case::MutantCase;
+use super::run::{AT_ONCE, Kill, MutantOutcome, MutantSuite};
 use super::{BANK, Mutant, MutantKind, QWEN_VOCABULARY, Specimen, property};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, HeadLayout};
@@ -13,7 +13,7 @@ use assay_mutants::DEVICE_COUNTS;
 
 /// The amount of work at the widths that kernels are made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Production {
+pub enum ProductionRun {
     /// A selection that a test has time for: six tokens over Qwen's vocabulary, in bf16 where there is a choice, of
     /// untransformed logits, on one device except for mutants of several.
     Short,
@@ -30,7 +30,7 @@ pub struct AtWidth {
     /// Columns, or hidden units by columns.
     pub width: String,
     /// The fate of the mutant.
-    pub fate: Fate,
+    pub fate: MutantOutcome,
 }
 
 /// Mutants that are as accurate as the correct kernel at production widths, but for what their narrow cases show: a shift that is
@@ -47,11 +47,11 @@ impl AtWidth {
 
 /// A class of mutants at one of the widths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct ProductionPart {
     class: MutantKind,
     /// Hidden units, columns and layout of an LM head; without one Qwen's vocabulary.
     head: Option<(usize, usize, HeadLayout)>,
-    production: Production,
+    production: ProductionRun,
 }
 
 /// Mutants of wide heads that are judged at once: the gradients that each returns take half a gigabyte.
@@ -61,9 +61,9 @@ const HEADS_AT_ONCE: usize = 2;
 const HEADS: [(usize, usize, HeadLayout); 2] =
     [(4096, 4099, HeadLayout::VocabByHidden), (896, QWEN_VOCABULARY, HeadLayout::HiddenByVocab)];
 
-impl Production {
+impl ProductionRun {
     /// Returns the parts of the run, in order.
-    pub fn parts(self) -> impl Iterator<Item = Part> {
+    pub fn parts(self) -> impl Iterator<Item = ProductionPart> {
         let is_run = move |class: &MutantKind| match self {
             Self::Short => !matches!(class, MutantKind::Logits | MutantKind::Support),
             Self::Full => true,
@@ -73,11 +73,11 @@ impl Production {
         let on_logits = on_logits.map(|class| (class, None));
         let of_heads = MutantKind::ALL.into_iter().filter(move |class| self == Self::Full && class.is_of_heads());
         let of_heads = of_heads.flat_map(|class| HEADS.map(|head| (class, Some(head))));
-        on_logits.chain(of_heads).map(move |(class, head)| Part { class, head, production: self })
+        on_logits.chain(of_heads).map(move |(class, head)| ProductionPart { class, head, production: self })
     }
 }
 
-impl Part {
+impl ProductionPart {
     /// Columns, or hidden units by columns.
     pub fn width(&self) -> String {
         self.head.map_or(QWEN_VOCABULARY.to_string(), |(hidden, vocab, _)| format!("{hidden}x{vocab}"))
@@ -88,7 +88,7 @@ impl Part {
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
     pub fn run(self, grade: Grade) -> Result<Vec<AtWidth>, Kill> {
-        let short = self.production == Production::Short;
+        let short = self.production == ProductionRun::Short;
         let family = self.class.name();
         let Some((hidden, vocab, layout)) = self.head else {
             let mut recipes = property::production(self.class, if short { [2, 3] } else { [4, 4] });
@@ -96,13 +96,13 @@ impl Part {
             if short && recipes.iter().any(|(_, recipe)| recipe.dtype == Dtype::Bf16) {
                 recipes.retain(|(_, recipe)| recipe.dtype == Dtype::Bf16);
             }
-            let cases = recipes.into_iter().map(|(spec, recipe)| Case::generated(family, spec, &recipe));
+            let cases = recipes.into_iter().map(|(spec, recipe)| MutantCase::generated(family, spec, &recipe));
             // What goes wrong within a row does so on one device.
             let on_all = !short || matches!(self.class, MutantKind::Devices | MutantKind::State);
             return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
         };
         let recipes = property::head_production(self.class, hidden, [2, 3, vocab], layout).into_iter();
-        let cases = recipes.map(|(spec, head)| Case::of_head(family, spec, &head));
+        let cases = recipes.map(|(spec, head)| MutantCase::with_head(family, spec, &head));
         self.fates(&DEVICE_COUNTS, cases, grade)
     }
 
@@ -111,7 +111,7 @@ impl Part {
     fn fates<P: Judgeable>(
         self,
         devices: &'static [usize],
-        cases: impl Iterator<Item = Case<P>>,
+        cases: impl Iterator<Item = MutantCase<P>>,
         grade: Grade,
     ) -> Result<Vec<AtWidth>, Kill>
     where
@@ -119,16 +119,17 @@ impl Part {
     {
         let mutants = BANK.iter().filter(|mutant| mutant.kind == self.class);
         let mut all: Vec<AtWidth> =
-            mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: Fate::NotExercised }).collect();
+            mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: MutantOutcome::NotExercised }).collect();
         for case in cases {
-            let mut left: Vec<&mut AtWidth> = all.iter_mut().filter(|at| !matches!(at.fate, Fate::Killed(_))).collect();
+            let mut left: Vec<&mut AtWidth> =
+                all.iter_mut().filter(|at| !matches!(at.fate, MutantOutcome::Killed(_))).collect();
             if left.is_empty() {
                 break;
             }
             let at_once = if self.head.is_some() { HEADS_AT_ONCE } else { AT_ONCE };
-            let suite = Suite::on(devices, std::slice::from_ref(&case), at_once, grade)?;
+            let suite = MutantSuite::on(devices, std::slice::from_ref(&case), at_once, grade)?;
             let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
-            for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != Fate::NotExercised) {
+            for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != MutantOutcome::NotExercised) {
                 at.fate = fate;
             }
         }
@@ -136,7 +137,7 @@ impl Part {
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for ProductionPart {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} at {}", self.class.name(), self.width())
     }

@@ -1,6 +1,6 @@
 //! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
 
-use super::case::Case;
+use super::case::MutantCase;
 use super::{MutantKind, QWEN_VOCABULARY};
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
@@ -123,25 +123,25 @@ fn token_weighed(applies_to: LossTerms, spec: LossSpec) -> LossSpec {
 }
 
 /// The cases that target a class.
-pub fn property(class: MutantKind) -> Vec<Case> {
-    let case = |(spec, recipe)| of_layout(class, Case::generated(class.name(), spec, &recipe));
+pub fn property(class: MutantKind) -> Vec<MutantCase> {
+    let case = |(spec, recipe)| packed_where_needed(class, MutantCase::generated(class.name(), spec, &recipe));
     grid(class).recipes(true).into_iter().map(case).collect()
 }
 
 /// Returns the cases of heads in both layouts. Masked hidden states are finite, as they make a wrong number and no NaN.
-pub fn head_property(class: MutantKind) -> Vec<Case<HeadProblem>> {
+pub fn head_property(class: MutantKind) -> Vec<MutantCase<HeadProblem>> {
     let heads = [(HeadLayout::HiddenByVocab, false), (HeadLayout::VocabByHidden, true)];
     let case = |(spec, recipe): (LossSpec, Recipe)| {
         heads.map(|(layout, rounds_logits)| {
             let recipe = HeadRecipe { hidden: WIDTH, layout, rounds_logits, recipe: recipe.clone() };
-            of_layout(class, Case::of_head(class.name(), spec.clone(), &recipe))
+            packed_where_needed(class, MutantCase::with_head(class.name(), spec.clone(), &recipe))
         })
     };
     grid(class).recipes(false).into_iter().flat_map(case).collect()
 }
 
-/// The case with its sequences packed, where that is what goes wrong.
-fn of_layout<P: Packable>(class: MutantKind, case: Case<P>) -> Case<P> {
+/// Packs the sequences of the case if the class is about packing.
+fn packed_where_needed<P: Packable>(class: MutantKind, case: MutantCase<P>) -> MutantCase<P> {
     if class == MutantKind::Packing { case.packed() } else { case }
 }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::case::Case;
+use super::case::MutantCase;
 use super::{Mutant, MutantKind, QWEN_VOCABULARY, Specimen, property};
 use assay_mutants::DEVICE_COUNTS;
 
@@ -51,18 +51,18 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 
 /// The property cases of every implementation, as far as the specimen supports them, from a fixed seed: random specs and
 /// regimes, every named choice of a spec, the vocabulary of Qwen, and the properties of what is seldom drawn.
-pub fn property_cases() -> Vec<Case> {
+pub fn property_cases() -> Vec<MutantCase> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
     let random = drawn
         .into_par_iter()
         .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
-        .map(|(i, (spec, recipe))| Case::generated(&format!("random {i}"), spec, &recipe));
+        .map(|(i, (spec, recipe))| MutantCase::generated(&format!("random {i}"), spec, &recipe));
     let named: Vec<(usize, variants::Variant)> = variants::variants().into_iter().enumerate().collect();
     let named = named.into_par_iter().filter(|(_, variant)| is_supported(&variant.spec, Dtype::F32)).flat_map_iter(
         |(i, variant)| {
             (0..Regime::FINITE.len()).map(move |step| {
                 let family = format!("{} {}", variant.field, variant.choice);
-                Case::generated(&family, variant.spec.clone(), &variants::recipe(i, step))
+                MutantCase::generated(&family, variant.spec.clone(), &variants::recipe(i, step))
             })
         },
     );
@@ -71,39 +71,39 @@ pub fn property_cases() -> Vec<Case> {
 }
 
 /// Returns random cases of heads in all regimes, from a fixed seed.
-pub fn head_cases() -> Vec<Case<HeadProblem>> {
+pub fn head_cases() -> Vec<MutantCase<HeadProblem>> {
     let drawn: Vec<(usize, (LossSpec, HeadRecipe))> = measured_heads().take(DRAWN_HEADS).enumerate().collect();
     drawn
         .into_par_iter()
         .filter(|(_, (spec, head))| is_supported(spec, head.recipe.dtype))
-        .map(|(i, (spec, head))| Case::of_head(&format!("random {i}"), spec, &head))
+        .map(|(i, (spec, head))| MutantCase::with_head(&format!("random {i}"), spec, &head))
         .collect()
 }
 
 /// Qwen's vocabulary, in every dtype.
-fn wide_cases() -> Vec<Case> {
+fn wide_cases() -> Vec<MutantCase> {
     let specs = [LossSpec { entropy_coef: 0.01, temperature: 0.7.into(), ..LossSpec::default() }, LossSpec::default()];
     let mut cases = Vec::new();
     for dtype in Dtype::KERNEL {
         for (regime, seed) in [(Regime::Small, 1), (Regime::Peaked, 2), (Regime::Confident, 3)] {
             let shape = [1, 3, QWEN_VOCABULARY];
             let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
-            cases.extend(specs.iter().map(|spec| Case::generated("qwen vocabulary", spec.clone(), &recipe)));
+            cases.extend(specs.iter().map(|spec| MutantCase::generated("qwen vocabulary", spec.clone(), &recipe)));
         }
     }
     cases
 }
 
 /// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
-pub struct Suite<'c, P: Judgeable = Problem> {
-    cases: Vec<Prepared<'c, P>>,
+pub struct MutantSuite<'c, P: Judgeable = Problem> {
+    cases: Vec<PreparedCase<'c, P>>,
     devices: &'static [usize],
     limits: Limits<'static>,
     at_once: usize,
 }
 
-struct Prepared<'c, P: Judgeable> {
-    case: &'c Case<P>,
+struct PreparedCase<'c, P: Judgeable> {
+    case: &'c MutantCase<P>,
     known: Known<'c, P>,
     /// The correct kernel's candidates, by number of devices.
     correct: Vec<(usize, Candidate<P::Gradient>)>,
@@ -124,7 +124,7 @@ pub struct Kill {
 
 /// The fate of one mutant.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum MutantOutcome {
     /// A gate rejected the mutant.
     Killed(Kill),
     /// No gate distinguishes the mutant from the correct kernel, although its numbers differ.
@@ -133,14 +133,14 @@ pub enum Fate {
     NotExercised,
 }
 
-impl Fate {
+impl MutantOutcome {
     /// Returns the verdict that rejected the mutant.
     pub fn kill(self) -> Option<Kill> {
-        if let Fate::Killed(kill) = self { Some(kill) } else { None }
+        if let MutantOutcome::Killed(kill) = self { Some(kill) } else { None }
     }
 }
 
-impl<'c, P: Judgeable> Suite<'c, P>
+impl<'c, P: Judgeable> MutantSuite<'c, P>
 where
     Specimen: Implementation<P>,
 {
@@ -148,14 +148,14 @@ where
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn of(cases: &'c [Case<P>], grade: Grade) -> Result<Self, Kill> {
+    pub fn new(cases: &'c [MutantCase<P>], grade: Grade) -> Result<Self, Kill> {
         Self::on(&DEVICE_COUNTS, cases, AT_ONCE, grade)
     }
 
     /// Returns the fates on these numbers of devices alone, with so many mutants at once.
     pub(super) fn on(
         devices: &'static [usize],
-        cases: &'c [Case<P>],
+        cases: &'c [MutantCase<P>],
         at_once: usize,
         grade: Grade,
     ) -> Result<Self, Kill> {
@@ -163,7 +163,7 @@ where
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
-            let mut prepared = Prepared { case, known, correct: Vec::new() };
+            let mut prepared = PreparedCase { case, known, correct: Vec::new() };
             for (i, &on) in devices.iter().enumerate() {
                 let judged = prepared.judged_on(&[&Specimen::default()], on, i == 0, &limits).remove(0);
                 let of_gate = |gate| Kill { gate, case: case.label.clone(), devices: on, cases: 0 };
@@ -185,17 +185,18 @@ where
     }
 
     /// Runs mutants through the cases, each up to the first that rejects it.
-    pub fn run(&self, mutants: &[&Mutant]) -> Vec<Fate> {
+    pub fn run(&self, mutants: &[&Mutant]) -> Vec<MutantOutcome> {
         let specimens: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
-        let mut fates = vec![Fate::NotExercised; mutants.len()];
+        let mut fates = vec![MutantOutcome::NotExercised; mutants.len()];
         for (prepared, cases) in self.cases.iter().zip(1..) {
             // A mutant of what the spec does not have has the bits of the correct kernel.
-            let is_left = |((_, fate), mutant): &((_, &mut Fate), &&Mutant)| {
-                !matches!(fate, Fate::Killed(_))
+            let is_left = |((_, fate), mutant): &((_, &mut MutantOutcome), &&Mutant)| {
+                !matches!(fate, MutantOutcome::Killed(_))
                     && mutant.kind.is_reached(&prepared.case.spec, prepared.case.is_packed())
             };
             let kernels = specimens.iter().zip(&mut fates).zip(mutants);
-            let mut left: Vec<(&Specimen, &mut Fate)> = kernels.filter(is_left).map(|(kernel, _)| kernel).collect();
+            let mut left: Vec<(&Specimen, &mut MutantOutcome)> =
+                kernels.filter(is_left).map(|(kernel, _)| kernel).collect();
             for left in left.chunks_mut(self.at_once) {
                 let kernels: Vec<&Specimen> = left.iter().map(|(kernel, _)| *kernel).collect();
                 let judged = prepared.judged(&kernels, self.devices, &self.limits);
@@ -203,10 +204,10 @@ where
                     match judged {
                         Err((gate, devices)) => {
                             let case = prepared.case.label.clone();
-                            **fate = Fate::Killed(Kill { gate, case, devices, cases });
+                            **fate = MutantOutcome::Killed(Kill { gate, case, devices, cases });
                         }
                         Ok(true) => {}
-                        Ok(false) => **fate = Fate::Accepted,
+                        Ok(false) => **fate = MutantOutcome::Accepted,
                     }
                 }
             }
@@ -219,29 +220,29 @@ where
 pub(super) const AT_ONCE: usize = 8;
 
 /// The reason for a rejection, and the number of devices.
-type Rejection = (String, usize);
+type KernelRejection = (String, usize);
 
 /// The candidate of a kernel that nothing rejects on some number of devices.
-struct Accepted<G> {
+struct AcceptedKernel<G> {
     candidate: Candidate<G>,
     /// Whether that is not what the correct one returns there.
     is_new: bool,
 }
 
-impl<P: Judgeable> Prepared<'_, P>
+impl<P: Judgeable> PreparedCase<'_, P>
 where
     Specimen: Implementation<P>,
 {
     /// Whether each of `kernels` returns the bits of the correct one on each number of devices, or the gate that rejects it and the
     /// first number that it does on.
-    fn judged(&self, kernels: &[&Specimen], devices: &[usize], limits: &Limits) -> Vec<Result<bool, Rejection>> {
-        let mut all: Vec<Result<bool, Rejection>> = kernels.iter().map(|_| Ok(true)).collect();
+    fn judged(&self, kernels: &[&Specimen], devices: &[usize], limits: &Limits) -> Vec<Result<bool, KernelRejection>> {
+        let mut all: Vec<Result<bool, KernelRejection>> = kernels.iter().map(|_| Ok(true)).collect();
         for (i, &devices) in devices.iter().enumerate() {
             let left: Vec<_> = all.iter_mut().zip(kernels).filter(|(judged, _)| judged.is_ok()).collect();
             let kernels: Vec<&Specimen> = left.iter().map(|(_, kernel)| **kernel).collect();
             for ((judged, _), on_devices) in left.into_iter().zip(self.judged_on(&kernels, devices, i == 0, limits)) {
                 match on_devices {
-                    Ok(Accepted { is_new, .. }) => *judged = judged.clone().map(|so_far| so_far && !is_new),
+                    Ok(AcceptedKernel { is_new, .. }) => *judged = judged.clone().map(|so_far| so_far && !is_new),
                     Err(gate) => *judged = Err((gate, devices)),
                 }
             }
@@ -256,8 +257,8 @@ where
         devices: usize,
         runs_again: bool,
         limits: &Limits,
-    ) -> Vec<Result<Accepted<P::Gradient>, String>> {
-        let Case { spec, problem, .. } = self.case;
+    ) -> Vec<Result<AcceptedKernel<P::Gradient>, String>> {
+        let MutantCase { spec, problem, .. } = self.case;
         // The judge has seen the bits of the correct kernel.
         let correct = self.correct.iter().find(|(of, _)| *of == devices).map(|(_, correct)| correct);
         let run = |kernel: &Specimen| kernel.run(spec, problem.clone(), devices).map_err(|error| error.to_string());
@@ -276,11 +277,11 @@ where
                 let of_new = if is_new { verdicts.next().expect("of each that is new") } else { Vec::new() };
                 match of_new.iter().find(|verdict| !verdict.passed()) {
                     Some(failed) => Err(format!("{} {}", failed.gate, failed.dtype)),
-                    None => Ok(Accepted { candidate, is_new }),
+                    None => Ok(AcceptedKernel { candidate, is_new }),
                 }
             }));
         }
-        let again = |(kernel, judged): (&&Specimen, Result<Accepted<P::Gradient>, String>)| {
+        let again = |(kernel, judged): (&&Specimen, Result<AcceptedKernel<P::Gradient>, String>)| {
             let accepted = judged?;
             if !runs_again {
                 return Ok(accepted);

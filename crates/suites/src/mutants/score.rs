@@ -6,9 +6,9 @@ use std::fmt::Write as _;
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use rayon::prelude::*;
 
-use super::case::Case;
+use super::case::MutantCase;
 use super::peers::{Cell, PROJECTS, Tests};
-use super::run::{Kill, Suite};
+use super::run::{Kill, MutantSuite};
 
 use super::{Mutant, MutantKind, Specimen};
 use assay_core::implementation::Implementation;
@@ -28,7 +28,7 @@ pub struct Trial {
 
 impl Trial {
     /// Makes a trial of mutants that nothing has rejected yet, held to `grade`.
-    pub fn of(mutants: &[&'static Mutant], grade: Grade) -> Self {
+    pub fn new(mutants: &[&'static Mutant], grade: Grade) -> Self {
         Self { mutants: mutants.iter().map(|mutant| (*mutant, None)).collect(), cases: 0, grade }
     }
 
@@ -36,7 +36,7 @@ impl Trial {
     ///
     /// # Errors
     /// What rejected the correct kernel: a false alarm.
-    pub fn run<P: Judgeable>(&mut self, cases: &[Case<P>]) -> Result<(), Kill>
+    pub fn run<P: Judgeable>(&mut self, cases: &[MutantCase<P>]) -> Result<(), Kill>
     where
         Specimen: Implementation<P>,
     {
@@ -45,7 +45,7 @@ impl Trial {
             if left.is_empty() {
                 break;
             }
-            let suite = Suite::of(cases, self.grade)?;
+            let suite = MutantSuite::new(cases, self.grade)?;
             let fates = suite.run(&left.iter().map(|(mutant, _)| *mutant).collect::<Vec<_>>());
             for ((_, kill), fate) in left.iter_mut().zip(fates) {
                 *kill = fate.kill().map(|kill| Kill { cases: self.cases + kill.cases, ..kill });
@@ -59,9 +59,9 @@ impl Trial {
     pub fn score(&self, peers: &[Tests]) -> Score {
         let outcome = |(mutant, kill): &(&'static Mutant, Option<Kill>)| {
             let cells = peers.iter().map(|tests| (tests.project.name, tests.judge(mutant))).collect();
-            Outcome::of(mutant, kill.as_ref(), self.cases, cells)
+            MutantRecord::new(mutant, kill.as_ref(), self.cases, cells)
         };
-        let mutants: Vec<Outcome> = self.mutants.par_iter().map(outcome).collect();
+        let mutants: Vec<MutantRecord> = self.mutants.par_iter().map(outcome).collect();
         let left: Vec<_> =
             mutants.iter().filter(|mutant| mutant.killed_by.is_none()).map(|mutant| mutant.name).collect();
         let killed = mutants.len() - left.len();
@@ -90,12 +90,12 @@ pub struct Score {
     /// Cases that the correct kernel passed, on each number of devices.
     pub cases: usize,
     /// The outcome of each mutant.
-    pub mutants: Vec<Outcome>,
+    pub mutants: Vec<MutantRecord>,
 }
 
 /// The outcome of one mutant.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct MutantRecord {
     /// The name of the bug.
     pub name: &'static str,
     /// The kind of mistake.
@@ -120,8 +120,8 @@ pub struct Outcome {
     pub passes_peers: Vec<&'static str>,
 }
 
-impl Outcome {
-    fn of(mutant: &Mutant, kill: Option<&Kill>, cases: usize, peers: BTreeMap<&'static str, Cell>) -> Self {
+impl MutantRecord {
+    fn new(mutant: &Mutant, kill: Option<&Kill>, cases: usize, peers: BTreeMap<&'static str, Cell>) -> Self {
         let passes = peers.iter().filter(|(_, cell)| **cell == Cell::Passes);
         Self {
             name: mutant.name,
@@ -139,8 +139,8 @@ impl Outcome {
     }
 }
 
-impl From<Outcome> for schema::Mutant {
-    fn from(outcome: Outcome) -> Self {
+impl From<MutantRecord> for schema::Mutant {
+    fn from(outcome: MutantRecord) -> Self {
         Self {
             name: outcome.name.into(),
             class: outcome.class.name().into(),
