@@ -1,4 +1,4 @@
-//! [`Case`]: one batch, one loss, one kernel. What `assay gradcheck` and `assay bench` read from a file.
+//! [`BenchCase`]: one batch, one loss, one kernel. What `assay gradcheck` and `assay bench` read from a file.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,38 +10,38 @@ use crate::judge::generate::{HeadRecipe, Recipe};
 use crate::registry::RegisteredProblem;
 use crate::spec::LossSpec;
 
-/// What `kernel.enabled: false` runs, the first of its kind that this machine can.
+/// The implementations that `kernel.enabled: false` selects: the first that can run here.
 const BASELINES: [&str; 4] = ["xla", "native", "xla-lm-head", "native-lm-head"];
 
 /// One batch, one loss, one kernel.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Case {
+pub struct BenchCase {
     /// Why the case is kept, for the cases that are.
     #[serde(default, rename = "reason")]
     _reason: String,
-    /// The problem.
-    pub batch: Batch,
-    /// The loss.
+    /// The problem that is computed.
+    pub batch: CaseBatch,
+    /// The loss that is computed.
     #[serde(default)]
     pub spec: LossSpec,
-    /// What computes it.
+    /// The implementation that computes it.
     #[serde(default)]
     pub kernel: KernelSettings,
-    /// What a bench does beside; `assay gradcheck` leaves it alone.
+    /// The number of steps of a bench; `assay gradcheck` ignores it.
     #[serde(default)]
-    pub bench: Counts,
+    pub bench: StepCounts,
 }
 
-/// Where a problem comes from.
+/// The source of a problem.
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Batch {
-    /// Logits that are drawn.
+pub enum CaseBatch {
+    /// The recipe of a generated problem.
     Generate(Recipe),
     /// Hidden states and an LM head that are drawn.
     GenerateHead(HeadRecipe),
-    /// A problem file.
+    /// The file of a recorded problem.
     Fixture(FixtureBatch),
 }
 
@@ -68,7 +68,7 @@ fn default_old_logp() -> Option<String> {
     Some("old_logps".into())
 }
 
-/// What computes the loss, on how many devices.
+/// The implementation that computes the loss, and its number of devices.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelSettings {
@@ -77,7 +77,7 @@ pub struct KernelSettings {
     /// An id; the path of a manifest in it is relative to the folder of the case.
     #[serde(rename = "impl", default = "default_implementation")]
     pub implementation: String,
-    /// How many devices.
+    /// The number of devices.
     #[serde(default = "one_device")]
     pub devices: usize,
 }
@@ -96,38 +96,38 @@ fn default_implementation() -> String {
     "native".into()
 }
 
-/// How many steps a bench makes.
+/// The number of steps of a bench.
 #[derive(Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Counts {
-    /// After the first, before any is timed.
+pub struct StepCounts {
+    /// The untimed steps after the first.
     pub warmup: usize,
-    /// Timed.
+    /// The number of timed steps.
     pub steps: usize,
 }
 
-impl Default for Counts {
+impl Default for StepCounts {
     fn default() -> Self {
         Self { warmup: 2, steps: 10 }
     }
 }
 
-impl Counts {
+impl StepCounts {
     /// All steps: the first, those of the warm-up and those that are timed.
     pub fn all(self) -> usize {
         self.warmup.saturating_add(self.steps).saturating_add(1)
     }
 }
 
-impl Case {
+impl BenchCase {
     /// `batch` with the default loss and the implementation `id`, on one device.
-    pub fn of(batch: Batch, id: &str) -> Self {
+    pub fn new(batch: CaseBatch, id: &str) -> Self {
         Self {
             _reason: String::new(),
             batch,
             spec: LossSpec::default(),
-            kernel: KernelSettings::of(id),
-            bench: Counts::default(),
+            kernel: KernelSettings::with_id(id),
+            bench: StepCounts::default(),
         }
     }
 }
@@ -139,7 +139,7 @@ pub(crate) fn beside(case: &Path, path: impl AsRef<Path>) -> PathBuf {
 
 impl KernelSettings {
     /// The implementation `id`, on one device.
-    pub fn of(id: &str) -> Self {
+    pub fn with_id(id: &str) -> Self {
         Self { enabled: true, implementation: id.into(), devices: one_device() }
     }
 

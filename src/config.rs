@@ -20,28 +20,28 @@ const LONGEST: u64 = 1 << 20;
 /// Settings that cannot be read or believed: one line that starts with the file.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The system refused.
+    /// The operating system refused to read the file.
     #[error("{path}: cannot read: {reason}")]
     Io {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The system's answer.
+        /// The operating system's error.
         reason: io::Error,
     },
-    /// It is not what was expected there.
+    /// The file's content is invalid.
     #[error("{path}: {reason}")]
     Invalid {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason why it is invalid.
         reason: String,
     },
     /// A spec that is out of range.
     #[error("{path}: {reason}")]
     Spec {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The field.
+        /// The error, which names the field.
         reason: ProblemError,
     },
 }
@@ -88,10 +88,10 @@ pub fn spec_notes(path: Option<&Path>) -> Result<Vec<String>, ConfigError> {
     Ok(old.map(|(old, new)| format!("`{old}` is the old name of `{new}`")).collect())
 }
 
-/// The spec that a generated problem carries, if it does.
+/// Returns the spec that a generated problem's file contains, if it has one.
 ///
 /// # Errors
-/// [`ConfigError::Invalid`] where it is none.
+/// [`ConfigError::Invalid`] if the spec is malformed.
 pub fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, ConfigError> {
     let parse = |json: &String| {
         serde_json::from_str(json).map_err(|error| ConfigError::Invalid {
@@ -102,8 +102,8 @@ pub fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, ConfigError> 
     file.metadata().get(SPEC_KEY).map(parse).transpose()
 }
 
-/// The parser's message, and the line it speaks of: the message does not name the field.
-/// Infinities and NaN come to the field, whose error says what it expects.
+/// Returns options under which an error gives the parser's message and its line, as the message does not name the
+/// field. Infinities and NaN reach the field, whose error states what it expects.
 fn yaml_options() -> serde_saphyr::Options {
     serde_saphyr::options! { non_finite_float_policy: serde_saphyr::options::NonFiniteFloatPolicy::PassThrough }
 }

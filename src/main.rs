@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-/// Counts what training allocates.
+/// The allocator, which counts the bytes that training allocates.
 #[cfg(feature = "train")]
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 
 use self::timed::Timed;
-use crate::case::{Batch, Case, Counts, KernelSettings};
+use crate::case::{BenchCase, CaseBatch, KernelSettings, StepCounts};
 use crate::gpu::GpuChip;
 use crate::implementation::{
     Answer, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step, Unavailable,
@@ -47,7 +47,7 @@ use crate::spec::LossSpec;
 /// Launches of kernels that are timed alone at least, so that neither a clock nor a single launch decides.
 const LEAST_LAUNCHES: usize = 20;
 
-/// What a bench is told beside its [`Case`].
+/// The options of a bench in addition to its [`BenchCase`].
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Options {
@@ -63,66 +63,66 @@ pub struct Options {
     pub command: String,
 }
 
-/// How far a bench is.
+/// The progress of a bench.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// What it does now.
+pub enum BenchProgress {
+    /// The name of the step that begins.
     Doing(&'static str),
-    /// It has made one of its steps, of which there are [`Counts::all`].
+    /// One step has ended, of [`StepCounts::all`] steps.
     Step,
 }
 
-/// Who hears of it.
-type Told<'t> = &'t mut (dyn FnMut(Progress) + Send);
+/// The function that a bench reports its progress to.
+type ProgressListener<'t> = &'t mut (dyn FnMut(BenchProgress) + Send);
 
-/// What a bench came to.
+/// The result of a bench.
 #[derive(Debug)]
-pub enum Measured {
+pub enum BenchResult {
     /// The answer was right, and this is what it cost.
     Right(Box<Bench>),
-    /// It was not.
+    /// The answer failed its judgement, and nothing was timed.
     Wrong {
         /// The verdicts on the first step.
         verdicts: Verdicts,
-        /// Those that failed, in words.
+        /// The gates that failed, as text.
         failures: Vec<String>,
     },
 }
 
-/// Why nothing was measured.
+/// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The case says something that no bench is of.
     #[error("`{field}`: got {given}, expected {expected}")]
     Setting {
-        /// The field.
+        /// The name of the field.
         field: String,
-        /// Its value.
+        /// The value of the field.
         given: &'static str,
-        /// What would do.
+        /// The values that the field may have.
         expected: &'static str,
     },
     /// An implementation is not there, or does not run here.
     #[error("{0}")]
     Implementation(String),
-    /// That many threads cannot be had.
+    /// The pool of threads could not be made.
     #[error("threads: got {given}: {reason}")]
     Threads {
-        /// How many were asked for.
+        /// The number of threads that was asked for.
         given: NonZeroUsize,
-        /// Why not.
+        /// The reason that the system gives.
         reason: String,
     },
     /// The recipe makes no problem.
     #[error(transparent)]
     Recipe(#[from] RecipeError),
-    /// This machine has too little memory.
+    /// The machine has too little memory.
     #[error(transparent)]
     Memory(#[from] Shortage),
-    /// An implementation failed.
+    /// The implementation failed to run.
     #[error(transparent)]
     Run(#[from] RunError),
-    /// Its answer cannot be judged.
+    /// The answer cannot be judged.
     #[error(transparent)]
     Judge(#[from] JudgeError),
 }
@@ -134,21 +134,26 @@ pub enum BenchError {
 /// [`BenchError::Implementation`] where one is not there; [`BenchError::Memory`] before anything large is made, and again
 /// when it is known what the implementations need; what the implementations return.
 pub fn run(
-    case: &Case,
+    case: &BenchCase,
     options: &Options,
-    progress: &mut (dyn FnMut(Progress) + Send),
-) -> Result<Measured, BenchError> {
+    progress: &mut (dyn FnMut(BenchProgress) + Send),
+) -> Result<BenchResult, BenchError> {
     match &case.batch {
-        Batch::Generate(recipe) => of_timed(case, recipe, options, progress),
-        Batch::GenerateHead(recipe) => of_timed(case, recipe, options, progress),
-        Batch::Fixture(_) => {
+        CaseBatch::Generate(recipe) => measure_timed(case, recipe, options, progress),
+        CaseBatch::GenerateHead(recipe) => measure_timed(case, recipe, options, progress),
+        CaseBatch::Fixture(_) => {
             let expected = "`generate` or `generate_head`: a bench is of a shape";
             Err(BenchError::Setting { field: "batch".into(), given: "`fixture`", expected })
         }
     }
 }
 
-fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told) -> Result<Measured, BenchError> {
+fn measure_timed<W: Timed>(
+    case: &BenchCase,
+    recipe: &W,
+    options: &Options,
+    progress: ProgressListener,
+) -> Result<BenchResult, BenchError> {
     if recipe.recipe().masked_garbage {
         let field = format!("{}.masked_garbage", W::FIELD);
         return Err(BenchError::Setting { field, given: "true", expected: "false: every token of a bench counts" });
@@ -164,9 +169,9 @@ fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told
         if id == W::BOUND {
             return Ok(Opponent::Bound);
         }
-        Ok(Opponent::Implementation(found(&KernelSettings::of(id))?))
+        Ok(Opponent::Implementation(found(&KernelSettings::with_id(id))?))
     };
-    let subject = Subject {
+    let subject = BenchSubject {
         implementation: &*implementation,
         spec: &case.spec,
         recipe,
@@ -179,15 +184,15 @@ fn of_timed<W: Timed>(case: &Case, recipe: &W, options: &Options, progress: Told
     pool.map_err(|error| BenchError::Threads { given, reason: error.to_string() })?.install(measure)
 }
 
-/// What takes turns with the subject.
+/// A program that takes turns with the subject.
 enum Opponent<P: Workload> {
-    /// [`Timed::BOUND`]
+    /// The bound of the subject, [`Timed::BOUND`].
     Bound,
     Implementation(Arc<dyn Implementation<P>>),
 }
 
-/// What is measured.
-struct Subject<'s, W: Timed> {
+/// The implementation that is measured, with its problem.
+struct BenchSubject<'s, W: Timed> {
     implementation: &'s dyn Implementation<W::Problem>,
     spec: &'s LossSpec,
     recipe: &'s W,
@@ -195,21 +200,21 @@ struct Subject<'s, W: Timed> {
     opponents: Vec<Opponent<W::Problem>>,
 }
 
-impl<W: Timed> Subject<'_, W> {
+impl<W: Timed> BenchSubject<'_, W> {
     /// `available` are the bytes that this machine has left.
     fn measure(
         &self,
-        counts: Counts,
+        counts: StepCounts,
         available: Option<usize>,
         command: &str,
-        progress: Told,
-    ) -> Result<Measured, BenchError> {
+        progress: ProgressListener,
+    ) -> Result<BenchResult, BenchError> {
         let Self { implementation, spec, recipe, devices, ref opponents } = *self;
         let given = recipe.given();
         self.expect_room(0, available)?;
         recipe.check(spec)?;
 
-        progress(Progress::Doing("compiling"));
+        progress(BenchProgress::Doing("compiling"));
         let started = Instant::now();
         let prepared = implementation.prepare(spec, given, devices)?;
         let compiling = started.elapsed();
@@ -225,16 +230,16 @@ impl<W: Timed> Subject<'_, W> {
         let of_bound = if bounds > 0 { recipe.bound_bytes() } else { 0 };
         self.expect_room(prepared.host_bytes().max(others) + of_bound, available)?;
 
-        progress(Progress::Doing("judging"));
+        progress(BenchProgress::Doing("judging"));
         let part = recipe.judged_part(devices);
         if let Some(part) = &part
             && let Some(wrong) = self.judge_part(part, command)?
         {
             return Ok(wrong);
         }
-        progress(Progress::Doing("generating"));
+        progress(BenchProgress::Doing("generating"));
         let problem = recipe.unmasked_problem(spec)?;
-        progress(Progress::Doing("the first step"));
+        progress(BenchProgress::Doing("the first step"));
         let placed = Placed::new(&*prepared, &problem)?;
         let step = placed.load()?;
         let after_alloc = prepared.device_memory();
@@ -242,7 +247,7 @@ impl<W: Timed> Subject<'_, W> {
         let mut kernels = None;
         let whole = part.is_none();
         if whole {
-            progress(Progress::Doing("judging"));
+            progress(BenchProgress::Doing("judging"));
             let answer = answer()?;
             // What kernels leave when they are timed is compared with the answer that was judged.
             let judged = placed.held.as_ref().map(|held| (held, answer.clone()));
@@ -250,7 +255,7 @@ impl<W: Timed> Subject<'_, W> {
                 return Ok(wrong);
             }
             if let Some((held, judged)) = judged {
-                progress(Progress::Doing("timing the kernels"));
+                progress(BenchProgress::Doing("timing the kernels"));
                 kernels = Some(held.time_kernels(&judged, counts.steps.max(LEAST_LAUNCHES))?);
             }
         }
@@ -269,19 +274,19 @@ impl<W: Timed> Subject<'_, W> {
             }
             rivals.push(Rival::Implementation(placed));
         }
-        progress(Progress::Step);
+        progress(BenchProgress::Step);
 
-        progress(Progress::Doing("steps"));
+        progress(BenchProgress::Doing("steps"));
         let (mut times, after_run) = take_turns(counts, &placed, &mut rivals, progress)?;
         times.first = compiling + first;
         times.kernels = kernels;
         let after_run = after_run.unwrap_or_else(|| after_alloc.clone());
         let memory = MemorySeen { after_alloc, after_run, compiled: prepared.compiled_memory() };
-        Ok(Measured::Right(Box::new(self.figures(counts, times, memory, prepared.runs_on()))))
+        Ok(BenchResult::Right(Box::new(self.figures(counts, times, memory, prepared.runs_on()))))
     }
 
     /// Judges all answers to a part of the problem, and returns the verdicts on the first that is wrong.
-    fn judge_part(&self, part: &W, command: &str) -> Result<Option<Measured>, BenchError> {
+    fn judge_part(&self, part: &W, command: &str) -> Result<Option<BenchResult>, BenchError> {
         let problem = part.unmasked_problem(self.spec)?;
         for (implementation, devices) in self.implementations() {
             let prepared = implementation.prepare(self.spec, part.given(), devices)?;
@@ -302,7 +307,8 @@ impl<W: Timed> Subject<'_, W> {
         std::iter::once((self.implementation, self.devices)).chain(others)
     }
 
-    /// Checks that this machine holds the problem while it is made and judged, and then with its outcome and `beside` bytes.
+    /// Checks that this machine has room for the problem while it is made and judged, and then for its outcome and
+    /// `beside` more bytes.
     fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), BenchError> {
         let Self { recipe, implementation, devices, .. } = *self;
         let running = recipe.running_bytes().saturating_add(beside);
@@ -311,7 +317,7 @@ impl<W: Timed> Subject<'_, W> {
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
 
-    fn figures(&self, counts: Counts, times: Times, memory: MemorySeen, runs_on: Option<RunsOn>) -> Bench {
+    fn figures(&self, counts: StepCounts, times: Times, memory: MemorySeen, runs_on: Option<RunsOn>) -> Bench {
         let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
         let median = percentile(&steps, 50);
@@ -436,7 +442,8 @@ fn figures_of_kernel(KernelTiming { kernel, took }: &KernelTiming) -> BenchKerne
     }
 }
 
-/// What `devices` of a kind give at most, by what they say themselves or by NVIDIA's datasheet, and what part of it is reached.
+/// Adds the largest rate of `devices` devices of one kind, as they report it or as NVIDIA's datasheet gives it, and the
+/// share that was reached.
 fn add_device(figures: &mut Bench, RunsOn { device, bytes_per_s }: RunsOn, devices: usize) {
     let by_datasheet = || GpuChip::with_device_name(&device).map(|chip| (chip.hbm_tb_per_s * 1e12, "datasheet"));
     if let Some((bytes_per_s, from)) = bytes_per_s.map(|own| (own, "device")).or_else(by_datasheet) {
@@ -457,7 +464,7 @@ fn judge_answer<P: Judgeable>(
     devices: usize,
     outcome: Candidate<P::Gradient>,
     command: &str,
-) -> Result<Option<Measured>, BenchError> {
+) -> Result<Option<BenchResult>, BenchError> {
     let id = implementation.id();
     let known = Known::of(spec, problem).map_err(RunError::from)?;
     let limits = Limits::of(implementation.class()).map_err(JudgeError::from)?;
@@ -471,7 +478,7 @@ fn judge_answer<P: Judgeable>(
     let check = |verdict: &Verdict| report::check(&label, id, &verdict.gate.to_string(), verdict);
     let checks =
         judged.verdicts.iter().map(|verdict| check(verdict).on_devices(devices, implementation.lowering())).collect();
-    Ok(Some(Measured::Wrong { verdicts: report::verdicts(checks, Vec::new()), failures }))
+    Ok(Some(BenchResult::Wrong { verdicts: report::verdicts(checks, Vec::new()), failures }))
 }
 
 /// A problem where an implementation's steps are loaded from: its device's memory, or this machine's.
@@ -514,15 +521,15 @@ type AfterRun = Option<Result<DeviceMemory, Unavailable>>;
 
 /// Makes all steps but the first, and says how long those took that are not for warming up.
 fn take_turns<P: Workload>(
-    counts: Counts,
+    counts: StepCounts,
     placed: &Placed<P>,
     rivals: &mut [Rival<P>],
-    progress: Told,
+    progress: ProgressListener,
 ) -> Result<(Times, AfterRun), BenchError> {
     for _ in 0..counts.warmup {
         drop(timed::<P>(placed.load()?)?);
         rivals.iter_mut().try_for_each(|rival| rival.take_a_turn().map(drop))?;
-        progress(Progress::Step);
+        progress(BenchProgress::Step);
     }
     let of_opponents = vec![Vec::new(); rivals.len()];
     let mut times = Times { first: Duration::ZERO, steps: Vec::new(), kernels: None, of_opponents };
@@ -535,7 +542,7 @@ fn take_turns<P: Workload>(
         for (rival, took) in rivals.iter_mut().zip(&mut times.of_opponents) {
             took.push(rival.take_a_turn()?);
         }
-        progress(Progress::Step);
+        progress(BenchProgress::Step);
     }
     Ok((times, after_run))
 }
@@ -552,11 +559,11 @@ struct Times {
     steps: Vec<Duration>,
     /// Kernels alone, where a device's driver times them.
     kernels: Option<KernelTimings>,
-    /// In the order of the opponents.
+    /// The times of the opponents, in their order.
     of_opponents: Vec<Vec<Duration>>,
 }
 
-/// Seconds, ascending.
+/// Returns the times in seconds, in ascending order.
 fn sorted(times: &[Duration]) -> Vec<f64> {
     let mut seconds: Vec<f64> = times.iter().map(Duration::as_secs_f64).collect();
     seconds.sort_by(f64::total_cmp);
@@ -600,12 +607,12 @@ mod tests {
 
     /// The native kernel, with a loss that is off by `error`; its first device has an allocator that counts.
     #[derive(Default)]
-    struct Counting {
+    struct CountedSteps {
         error: f32,
         steps: AtomicUsize,
     }
 
-    impl Implementation for Counting {
+    impl Implementation for CountedSteps {
         fn id(&self) -> &'static str {
             "counting"
         }
@@ -640,7 +647,7 @@ mod tests {
     }
 
     struct CountingReady<'s> {
-        implementation: &'s Counting,
+        implementation: &'s CountedSteps,
         spec: &'s LossSpec,
         devices: usize,
     }
@@ -666,17 +673,17 @@ mod tests {
         }
     }
 
-    fn measure(subject: &Counting, shape: [usize; 3], available: Option<usize>) -> Result<Measured, BenchError> {
+    fn measure(subject: &CountedSteps, shape: [usize; 3], available: Option<usize>) -> Result<BenchResult, BenchError> {
         let (spec, recipe) = (LossSpec::default(), recipe(shape));
         let subject =
-            Subject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1, opponents: Vec::new() };
-        subject.measure(Counts { warmup: 2, steps: 4 }, available, "again", &mut |_| {})
+            BenchSubject { implementation: subject, spec: &spec, recipe: &recipe, devices: 1, opponents: Vec::new() };
+        subject.measure(StepCounts { warmup: 2, steps: 4 }, available, "again", &mut |_| {})
     }
 
     #[test]
     fn every_step_is_made_and_every_figure_stands_under_its_key() {
-        let subject = Counting::default();
-        let Ok(Measured::Right(figures)) = measure(&subject, [2, 3, 65], None) else { panic!("a right answer") };
+        let subject = CountedSteps::default();
+        let Ok(BenchResult::Right(figures)) = measure(&subject, [2, 3, 65], None) else { panic!("a right answer") };
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1 + 2 + 4);
         assert_eq!((figures.mem_after_alloc, figures.mem_after_run), (Some(0), Some(7)), "before any step, after all");
         assert_eq!((figures.peak_bytes_in_use, figures.peak_bytes_reserved), (Some(7), None));
@@ -687,8 +694,8 @@ mod tests {
 
     #[test]
     fn a_wrong_answer_is_reported_and_not_timed() {
-        let subject = Counting { error: 1e-3, ..Counting::default() };
-        let Ok(Measured::Wrong { verdicts, failures }) = measure(&subject, [2, 3, 65], None) else {
+        let subject = CountedSteps { error: 1e-3, ..CountedSteps::default() };
+        let Ok(BenchResult::Wrong { verdicts, failures }) = measure(&subject, [2, 3, 65], None) else {
             panic!("a wrong answer")
         };
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1, "the one that was judged");
@@ -700,7 +707,7 @@ mod tests {
     #[test]
     fn a_batch_that_does_not_fit_is_refused_before_it_is_made() {
         for (available, fits) in [(3899, false), (3900, true)] {
-            let subject = Counting::default();
+            let subject = CountedSteps::default();
             match measure(&subject, [2, 3, 65], Some(available)) {
                 Ok(_) => assert!(fits),
                 Err(error) => {
@@ -711,9 +718,9 @@ mod tests {
                 }
             }
         }
-        let error = measure(&Counting::default(), [1, 2, 3], Some(1023)).expect_err("1024 bytes do not fit");
+        let error = measure(&CountedSteps::default(), [1, 2, 3], Some(1023)).expect_err("1024 bytes do not fit");
         assert!(error.to_string().contains("needs 1024 bytes, 1023 are"), "{error}");
-        let error = measure(&Counting::default(), [usize::MAX, 2, 3], Some(usize::MAX - 1)).expect_err("too many");
+        let error = measure(&CountedSteps::default(), [usize::MAX, 2, 3], Some(usize::MAX - 1)).expect_err("too many");
         assert!(error.to_string().contains("needs 18446744073709551615 bytes"), "{error}");
     }
 

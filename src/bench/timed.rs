@@ -19,21 +19,21 @@ pub(super) trait Timed: Clone + Sync {
     /// The field of a config that says the recipe.
     const FIELD: &'static str;
 
-    /// What any implementation has to do, as an opponent.
+    /// The name of the work that no implementation can avoid, as an opponent.
     const BOUND: &'static str;
 
-    /// That in words.
+    /// A description of that work.
     const BOUND_IS: &'static str;
 
     /// All but the extents of the logits.
     fn recipe(&self) -> &Recipe;
-    /// What an implementation is made ready for.
+    /// Returns the inputs that an implementation is prepared for.
     fn given(&self) -> Given<Self::Problem>;
     fn extents(&self) -> Vec<usize>;
     fn check(&self, spec: &LossSpec) -> Result<(), RecipeError>;
     fn unmasked_problem(&self, spec: &LossSpec) -> Result<Self::Problem, RecipeError>;
 
-    /// As many of the tokens as are judged, one for each of `devices` or more; `None` where all of them are.
+    /// Returns the part of the tokens that is judged, at least one for each of `devices`; `None` if all of them are.
     fn judged_part(&self, devices: usize) -> Option<Self>;
 
     /// Bytes of this machine's memory while the problem is made, and judged on `devices`.
@@ -168,7 +168,7 @@ impl Timed for HeadRecipe {
         made.max(bytes(&sizes(&part)[0], 48).saturating_add(bytes(&head, 48)))
     }
 
-    /// `dlm_head` is f32.
+    /// Returns the bytes of a run, in which `dlm_head` is f32.
     fn running_bytes(&self) -> usize {
         let (dtype, [_, head, hidden]) = (self.recipe.dtype.size(), sizes(self));
         bytes(&head, 2 * dtype + 4).saturating_add(bytes(&hidden, 3 * dtype))

@@ -12,13 +12,13 @@ use crate::train::RunSummary;
 use crate::train::ab::{AbControl, AbPair, AbPlan, AbSide, Contestant, comparison, pairs, runs};
 use crate::train::metrics::GreedyEvaluation;
 
-/// Each run starts anew; only the warm start is kept.
+/// Each run starts again from the model; only the warm start is kept.
 #[derive(Args)]
-pub(super) struct Ab {
+pub(super) struct AbCommand {
     /// Settings of the runs; `kernel.impl` is the kernel arm's
     #[arg(long, value_name = "FILE.yaml")]
     config: PathBuf,
-    /// How many pairs of runs, of consecutive seeds
+    /// Number of pairs of runs, of consecutive seeds
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
     /// The first of them, in place of the settings' own
@@ -36,7 +36,7 @@ pub(super) struct Ab {
     printing: Printing,
 }
 
-impl Ab {
+impl AbCommand {
     pub(super) fn run(self) -> Result<Passed, CliError> {
         let mut config = read_settings(&self.config)?;
         config.seed = self.seed.unwrap_or(config.seed);

@@ -11,8 +11,8 @@ use serde_json::json;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::bench::{self, BenchError, Measured, Options, Progress};
-use crate::case::{Batch, Case};
+use crate::bench::{self, BenchError, BenchProgress, BenchResult, Options};
+use crate::case::{BenchCase, CaseBatch};
 use crate::config;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::report::{self, on_devices, with_lowering};
@@ -21,7 +21,7 @@ use crate::schema::bench as schema;
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
-pub(super) struct Bench {
+pub(super) struct BenchCommand {
     /// The batch, the loss, the kernel and how many steps, in YAML, TOML or JSON
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -48,7 +48,7 @@ pub(super) struct Bench {
     printing: Printing,
 }
 
-impl Bench {
+impl BenchCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (case, command) = self.case()?;
         let options = Options {
@@ -60,17 +60,17 @@ impl Bench {
         };
         let progress = self.printing.progress(case.bench.all());
         let mut told = |said| match said {
-            Progress::Doing(what) => progress.set_message(what),
-            Progress::Step => progress.inc(1),
+            BenchProgress::Doing(what) => progress.set_message(what),
+            BenchProgress::Step => progress.inc(1),
         };
         let measured = bench::run(&case, &options, &mut told);
         progress.finish_and_clear();
         match measured.map_err(|error| self.wrong(error))? {
-            Measured::Right(figures) => {
+            BenchResult::Right(figures) => {
                 self.printing.finish(&table(&figures), &figures)?;
                 Ok(Passed::Yes)
             }
-            Measured::Wrong { verdicts, failures } => {
+            BenchResult::Wrong { verdicts, failures } => {
                 for failure in failures {
                     super::print(&format!("{failure}\n"))?;
                 }
@@ -91,8 +91,8 @@ impl Bench {
         }
     }
 
-    /// What to measure, and the command that says so.
-    fn case(&self) -> Result<(Case, String), CliError> {
+    /// Returns the case to measure, and the command that measures it again.
+    fn case(&self) -> Result<(BenchCase, String), CliError> {
         let Some(id) = &self.implementation else {
             let config = self.config.as_ref().expect("one of the two is required");
             return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
@@ -107,12 +107,12 @@ impl Bench {
             masked_garbage: false,
         };
         let batch = match self.head.recipe(self.shape, recipe)? {
-            AnyRecipe::Logits(recipe) => Batch::Generate(recipe),
-            AnyRecipe::Head(recipe) => Batch::GenerateHead(recipe),
+            AnyRecipe::Logits(recipe) => CaseBatch::Generate(recipe),
+            AnyRecipe::Head(recipe) => CaseBatch::GenerateHead(recipe),
         };
         let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
         let command = format!("assay bench --impl {id} --shape {shape} --dtype {dtype}{head}");
-        Ok((Case::of(batch, id), command))
+        Ok((BenchCase::new(batch, id), command))
     }
 }
 
@@ -242,11 +242,11 @@ mod tests {
         for entry in fs::read_dir("configs").unwrap() {
             let path = entry.unwrap().path();
             if path.file_name().unwrap().to_string_lossy().starts_with("bench_") {
-                let case: Case = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
+                let case: BenchCase = config::read(&path).unwrap_or_else(|error| panic!("{error}"));
                 let (checked, recipe) = match &case.batch {
-                    Batch::Generate(recipe) => (recipe.check(&case.spec), recipe),
-                    Batch::GenerateHead(head) => (head.check(&case.spec), &head.recipe),
-                    Batch::Fixture(_) => panic!("{}: a bench is of a shape", path.display()),
+                    CaseBatch::Generate(recipe) => (recipe.check(&case.spec), recipe),
+                    CaseBatch::GenerateHead(head) => (head.check(&case.spec), &head.recipe),
+                    CaseBatch::Fixture(_) => panic!("{}: a bench is of a shape", path.display()),
                 };
                 checked.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
                 assert!(case.bench.steps > 0 && !recipe.masked_garbage, "{}", path.display());

@@ -18,7 +18,7 @@ use crate::schema::verdicts::Grade;
 use crate::worker::{Worker, WorkerLaunch};
 
 #[derive(Args)]
-pub(super) struct Check {
+pub(super) struct CheckCommand {
     /// The kernel: a command that speaks the protocol `assay-check/1`, quoted as for a shell
     #[arg(long, value_name = "CMD", required_unless_present = "implementation")]
     exec: Option<String>,
@@ -48,27 +48,27 @@ pub(super) struct Check {
     repros: Option<PathBuf>,
     #[command(flatten)]
     plugin: PluginChoice,
-    /// Also write a page
+    /// Also write an HTML page
     #[arg(long, value_name = "PAGE.html")]
     html: Option<PathBuf>,
     #[command(flatten)]
     printing: Printing,
 }
 
-/// What a campaign asks.
+/// The standards of a campaign.
 #[derive(Args)]
 pub(super) struct CampaignStandards {
-    /// How accurate it must be: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every avoidable
-    /// cancellation avoided
+    /// Accuracy to demand: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every
+    /// avoidable cancellation avoided
     #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
     pub(super) grade: Grade,
-    /// What may fail: an edge (`overflow`, `minus_infinity`, `lowest_float`, `masked`), a wrong kernel that it is like,
-    /// `not-reproducible` or `stale-memory`
+    /// Failure to allow: an edge (`overflow`, `minus_infinity`, `lowest_float`, `masked`), a wrong kernel that it is
+    /// like, `not-reproducible` or `stale-memory`
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub(super) allow: Vec<String>,
 }
 
-impl Check {
+impl CheckCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let name = self.implementation.as_ref().or(self.exec.as_ref()).map_or("", String::as_str);
         let campaign = Campaign {

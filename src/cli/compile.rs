@@ -32,9 +32,9 @@ const MARKS: [Marks; 3] = [
 ];
 
 #[derive(Args)]
-pub(super) struct Compile {
-    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or with a number of
-    /// devices, as in h100:8
+pub(super) struct CompileCommand {
+    /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: a100, h100, h200 or b200, alone or, as in
+    /// h100:8, so many of them
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse, required_unless_present = "table")]
     target: Option<AnyTarget>,
     /// The implementation: xla or another way to write it (xla-seed, xla-wide-gather, xla-kept, xla-logsumexp, xla-online),
@@ -151,7 +151,7 @@ impl CompileWorkerArgs {
     }
 }
 
-impl Compile {
+impl CompileCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let options = CompileOptions {
             dtype: self.dtype,

@@ -10,22 +10,22 @@ use crate::problem::{Dtype, HeadLayout};
 
 #[derive(Args)]
 pub(super) struct DeckChoice {
-    /// How many problems
+    /// Number of problems to try
     #[arg(long, value_name = "N", default_value_t = 200)]
     cases: u64,
-    /// How many of them have a vocabulary of 151,936
+    /// Number of them with a vocabulary of 151,936
     #[arg(long, value_name = "N", default_value_t = 1)]
     wide: u64,
-    /// Seed of every draw
+    /// Seed of every random draw
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Of the logits, or of hidden states and head
+    /// Dtypes of the logits, or of hidden states and head
     #[arg(long, value_name = "DTYPE,…", value_delimiter = ',', default_value = "bf16,f32")]
     dtypes: Vec<Dtype>,
     /// `many`; `few`, for kernels that are compiled for each; or extents, `BxTxV`
     #[arg(long, value_name = "SHAPES", value_delimiter = ',', default_value = "many")]
     shapes: Vec<String>,
-    /// How logits are drawn; every way in which all losses are finite if none is given
+    /// Ways of drawing logits; all in which every loss is finite if none is given
     #[arg(long, value_name = "REGIME,…", value_delimiter = ',', value_parser = one_of(&Regime::ALL))]
     regimes: Vec<Regime>,
     /// The sequences of each problem packed: the B of a shape lie in one row of B·T tokens, of lengths that differ, some without a
@@ -35,7 +35,7 @@ pub(super) struct DeckChoice {
     /// Problems with an LM head, of these widths
     #[arg(long, value_name = "H,…", value_delimiter = ',')]
     hidden: Vec<usize>,
-    /// How the LM head lies: hv, which is [H,V], or vh, which is [V,H]
+    /// Layout of the LM head: hv, which is [H,V], or vh, which is [V,H]
     #[arg(long, value_name = "hv|vh", requires = "hidden", default_value = "vh")]
     layout: HeadLayout,
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::CliError;
 
-/// No document is longer.
+/// The largest size of a document, in bytes.
 const LONGEST: u64 = 1 << 20;
 
 /// The lines that stand around what is put in.

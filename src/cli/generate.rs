@@ -19,7 +19,7 @@ use crate::problem::{Dtype, ProblemShape};
 use crate::spec::LossSpec;
 
 #[derive(Args)]
-pub(super) struct Generate {
+pub(super) struct GenerateCommand {
     #[command(flatten)]
     spec: SpecChoice,
     /// Sequences, tokens and vocabulary; with an LM head `BxTxHxV`
@@ -30,10 +30,10 @@ pub(super) struct Generate {
     dtype: Dtype,
     #[command(flatten)]
     head: HeadChoice,
-    /// How logits are drawn
+    /// Way in which logits are drawn
     #[arg(long, value_parser = one_of(&Regime::ALL), default_value = "sampled")]
     regime: Regime,
-    /// Seed of every draw
+    /// Seed of every random draw
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// `old_logp = logp + SCALE · N(0,1)`
@@ -48,7 +48,7 @@ pub(super) struct Generate {
     /// Write the problem even if no token of it has a gradient
     #[arg(long)]
     without_gradient: bool,
-    /// The file to write
+    /// Problem file to write
     #[arg(short, long, value_name = "PROBLEM.safetensors")]
     output: PathBuf,
     #[command(flatten)]
@@ -68,7 +68,7 @@ struct Generated<'g> {
     coverage: &'g Coverage,
 }
 
-impl Generate {
+impl GenerateCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let [_, width, _] = self.shape.logits();
         let spec = self.spec.read()?;
@@ -113,7 +113,7 @@ impl Generate {
         if self.packed { problem.packed().0 } else { problem }
     }
 
-    /// What the problem can show, which is to be something.
+    /// Returns the coverage of the problem, which must not be empty.
     fn covered<P: Judgeable>(&self, problem: &P, spec: &LossSpec) -> Result<Coverage, CliError> {
         let wrong = |reason| CliError::Problem { path: self.output.clone(), reason };
         let coverage = Coverage::of(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));

@@ -8,9 +8,9 @@ use clap::Args;
 use serde::Serialize;
 
 use super::problem_choice::AnyProblem;
-use super::standards::Standards;
+use super::standards::CandidateStandards;
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::case::Case;
+use crate::case::BenchCase;
 use crate::config;
 use crate::judge::report;
 use crate::judge::trial::Known;
@@ -19,14 +19,14 @@ use crate::schema::verdicts::Verdicts;
 use crate::suites::differences::{DifferencedOutputs, Differences};
 
 #[derive(Args)]
-pub(super) struct Gradcheck {
+pub(super) struct GradcheckCommand {
     /// The batch, the loss and the kernel, in YAML, TOML or JSON
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
-    standards: Standards,
+    standards: CandidateStandards,
     #[command(flatten)]
     printing: Printing,
 }
@@ -47,16 +47,20 @@ struct Outcomes {
     verdicts: Verdicts,
 }
 
-impl Gradcheck {
+impl GradcheckCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let config: Case = config::read(&self.config)?;
-        match AnyProblem::of(&config.batch, &config.spec, &self.config)? {
+        let config: BenchCase = config::read(&self.config)?;
+        match AnyProblem::from_batch(&config.batch, &config.spec, &self.config)? {
             AnyProblem::Logits(problem) => self.check(&config, &problem),
             AnyProblem::Head(problem) => self.check(&config, &problem),
         }
     }
 
-    fn check<P: DifferencedOutputs + RegisteredProblem>(&self, config: &Case, problem: &P) -> Result<Passed, CliError> {
+    fn check<P: DifferencedOutputs + RegisteredProblem>(
+        &self,
+        config: &BenchCase,
+        problem: &P,
+    ) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let plugin = self.plugin.checked_path()?;
         let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;

@@ -7,10 +7,10 @@ use super::CliError;
 use crate::judge::generate::{HeadRecipe, Recipe};
 use crate::problem::{HeadLayout, HeadShape, ProblemShape};
 
-/// What is said of an LM head beside its extents.
+/// The options of an LM head in addition to its extents.
 #[derive(Args)]
 pub(super) struct HeadChoice {
-    /// How the LM head lies: hv, which is [H,V], or vh, which is [V,H]; hv if none is given
+    /// Layout of the LM head: hv, which is [H,V], or vh, which is [V,H]; hv if none is given
     #[arg(long, value_name = "hv|vh")]
     layout: Option<HeadLayout>,
     /// Logits of the LM head stay in f32 instead of being rounded to the dtype

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use clap::Command;
 
-/// Which commands stand under which heading, in order. A build without a feature lacks some of them.
+/// The commands under each heading, in order. A build without a feature lacks some of them.
 const HEADINGS: [(&str, &[&str]); 4] = [
     ("Judge a kernel", &["check", "judge", "suite", "generate", "replay", "gradcheck", "report"]),
     (
@@ -15,7 +15,7 @@ const HEADINGS: [(&str, &[&str]); 4] = [
     ("Train", &["train", "ab", "record"]),
 ];
 
-/// Where commands stand that no heading names, so that none is missing.
+/// The heading of commands that no other heading names, so that none is missing.
 const OTHERS: &str = "Others";
 
 /// `command` with a help that lists its commands by heading.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::problem_choice::{AnyProblem, Within};
-use super::standards::Standards;
+use super::standards::CandidateStandards;
 use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
 use crate::fixture::{StoredCandidate, StoredGradient, extra_tensors, read_stored};
@@ -18,38 +18,39 @@ use crate::schema::verdicts::{IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
 
 #[derive(Args)]
-pub(super) struct Judge {
+pub(super) struct JudgeCommand {
     /// A folder that `assay suite` wrote, in place of one problem
     #[arg(value_name = "SUITE", requires = "candidates", conflicts_with_all = ["problem", "candidate"])]
     suite: Option<PathBuf>,
-    /// What was put out for each of its problems, under the same name
+    /// Folder with a candidate for each of its problems, under the same name
     #[arg(long, value_name = "DIR", requires = "suite")]
     candidates: Option<PathBuf>,
-    /// The problem
+    /// Problem file to judge by
     #[arg(long, value_name = "PROBLEM.safetensors", required_unless_present = "suite")]
     problem: Option<PathBuf>,
     #[command(flatten)]
     within: Within,
-    /// What it put out: `loss` and `dlogits`, or `dhidden` and `dlm_head`, and `logp`, `entropy`, `token_loss` where it has
-    /// them. Without a gradient it is judged on the rest; without a loss where `logp` is all that the spec asks for
+    /// Outputs of the kernel: `loss` and `dlogits`, or `dhidden` and `dlm_head`, and `logp`, `entropy`, `token_loss`
+    /// where it has them. Without a gradient the rest is judged; without a loss as well where `logp` is all that the
+    /// spec asks for
     #[arg(long, value_name = "CANDIDATE.safetensors", required_unless_present = "suite")]
     candidate: Option<PathBuf>,
     #[command(flatten)]
-    standards: Standards,
+    standards: CandidateStandards,
     #[command(flatten)]
     printing: Printing,
 }
 
-impl Judge {
+impl JudgeCommand {
     pub(super) fn run(self) -> Result<Passed, CliError> {
         let Self { suite, candidates, problem, within, candidate, standards, printing } = self;
         match (suite, candidates, problem, candidate) {
             (Some(suite), Some(candidates), ..) => {
-                super::suite::judge(&suite, &candidates, standards.of_a_campaign(), &printing)
+                super::suite::judge(&suite, &candidates, standards.for_campaign(), &printing)
             }
             (_, _, Some(problem), Some(candidate)) => {
                 let (spec, given) = within.read(&problem)?;
-                let one = One { problem, within, candidate, standards, printing };
+                let one = JudgedCandidate { problem, within, candidate, standards, printing };
                 match given {
                     AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
                     AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
@@ -60,16 +61,16 @@ impl Judge {
     }
 }
 
-/// One candidate.
-struct One {
+/// JudgedCandidate candidate and its problem.
+struct JudgedCandidate {
     problem: PathBuf,
     within: Within,
     candidate: PathBuf,
-    standards: Standards,
+    standards: CandidateStandards,
     printing: Printing,
 }
 
-impl One {
+impl JudgedCandidate {
     fn judge<P: Judgeable<Gradient: StoredGradient>>(
         &self,
         spec: &LossSpec,
@@ -115,14 +116,14 @@ impl One {
         Ok(verdicts.pass.into())
     }
 
-    /// Which other loss has these numbers, on this problem.
+    /// Finds another loss that has these numbers on this problem.
     fn computed<P: Judgeable>(
         &self,
         spec: &LossSpec,
         problem: &P,
         candidate: &Candidate<P::Gradient>,
     ) -> Option<String> {
-        let limits = Limits::external(self.standards.of_a_campaign().grade);
+        let limits = Limits::external(self.standards.for_campaign().grade);
         let all = computed(neighbours(spec, None), &[(problem, candidate)], &limits);
         let names: Vec<String> = all.iter().map(|of| of.names.join(", which is ")).collect();
         let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };
@@ -135,7 +136,7 @@ impl One {
     }
 }
 
-/// Those that it lacks.
+/// Returns the outputs that the candidate lacks.
 fn absent<G>(candidate: &Candidate<G>) -> Vec<IgnoredCheck> {
     let Candidate { loss, logp, entropy, token_loss, .. } = candidate;
     let optional = [("logp", logp), ("entropy", entropy), ("token_loss", token_loss)];

@@ -22,18 +22,18 @@ use crate::spec::LossSpec;
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
 const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
 
-/// The same, of an LM head.
+/// The extents of the batch with an LM head that support is asked for.
 const HEAD_SHAPE: HeadShape = HeadShape { batch: 8, tokens: 8, hidden: 896, vocab: 151_936 };
 
 /// The lines that stand around the matrix in a document.
 const MARKS: Marks = ["<!-- assay list --markdown -->", "<!-- end of matrix -->"];
 
 #[derive(Args)]
-pub(super) struct List {
+pub(super) struct ListCommand {
     /// Show every choice of a spec against every implementation: yes, or the setting that is refused
     #[arg(long)]
     matrix: bool,
-    /// The same as a Markdown table
+    /// Print the same as a Markdown table
     #[arg(long)]
     markdown: bool,
     /// Also put that table between its marks in a document, such as docs/support.md
@@ -46,7 +46,7 @@ pub(super) struct List {
 }
 
 #[derive(Serialize)]
-struct Listed {
+struct ListedImplementation {
     id: String,
     class: String,
     summary: String,
@@ -65,8 +65,8 @@ fn fewest_devices<P: Workload>(implementation: &dyn Implementation<P>, shape: P:
     [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1)
 }
 
-impl Listed {
-    fn of<P: Workload>(implementation: &dyn Implementation<P>, shape: P::Shape) -> Self {
+impl ListedImplementation {
+    fn new<P: Workload>(implementation: &dyn Implementation<P>, shape: P::Shape) -> Self {
         let spec = LossSpec::default();
         let fewest = fewest_devices(implementation, shape);
         let supports = |spec: &LossSpec, dtype| implementation.supports(spec, shape, dtype, fewest);
@@ -90,22 +90,26 @@ impl Listed {
     }
 }
 
-impl List {
+impl ListCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         if self.matrix || self.markdown {
             return self.print_matrix();
         }
-        let mut listed: Vec<Listed> = registry::<Problem>(self.plugin.path())
+        let mut listed: Vec<ListedImplementation> = registry::<Problem>(self.plugin.path())
             .iter()
-            .map(|implementation| Listed::of(&**implementation, SHAPE))
+            .map(|implementation| ListedImplementation::new(&**implementation, SHAPE))
             .collect();
-        listed.extend(registry::<HeadProblem>(self.plugin.path()).iter().map(|head| Listed::of(&**head, HEAD_SHAPE)));
+        listed.extend(
+            registry::<HeadProblem>(self.plugin.path())
+                .iter()
+                .map(|head| ListedImplementation::new(&**head, HEAD_SHAPE)),
+        );
         self.printing.finish_list(&text(&listed, devices(self.plugin.path())), &listed)?;
         Ok(Passed::Yes)
     }
 
     fn print_matrix(&self) -> Result<Passed, CliError> {
-        let matrix = Matrix::of(&registry::<Problem>(self.plugin.path()));
+        let matrix = Matrix::ask(&registry::<Problem>(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
         if let Some(path) = &self.into {
             document::put_into(path, [(MARKS, text.as_str())])?;
@@ -115,8 +119,8 @@ impl List {
     }
 }
 
-/// The plugin's devices and the plugin, a line each; nothing where there are none, which the implementations give the
-/// reason of.
+/// Returns the plugin's devices and the plugin, one line each; empty without a plugin, as the implementations then give
+/// the reason.
 #[cfg(feature = "pjrt")]
 fn devices(plugin: Option<&Path>) -> Vec<(&'static str, String)> {
     let Some(client) = locate(plugin).ok().and_then(|path| Client::shared(&path).ok()) else { return vec![] };
@@ -136,7 +140,7 @@ fn devices(_: Option<&Path>) -> Vec<(&'static str, String)> {
 
 /// A table, and below it the plugin's devices and what several implementations share: why they cannot run here, and the
 /// options they refuse.
-fn text(listed: &[Listed], devices: Vec<(&'static str, String)>) -> String {
+fn text(listed: &[ListedImplementation], devices: Vec<(&'static str, String)>) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_content_arrangement(ContentArrangement::Dynamic).set_width(COLUMNS);
     table.set_header(["impl", "runs\nhere", "dtypes", "devices", "what it is"]);
@@ -149,7 +153,7 @@ fn text(listed: &[Listed], devices: Vec<(&'static str, String)>) -> String {
             entry.summary.clone(),
         ]);
     }
-    let ids = |entries: &[&Listed]| join(entries.iter().map(|entry| &entry.id), ", ");
+    let ids = |entries: &[&ListedImplementation]| join(entries.iter().map(|entry| &entry.id), ", ");
     let reasons = grouped(listed, |entry| &entry.why_not).into_iter().filter_map(|entries| {
         let why = entries[0].why_not.as_ref()?;
         Some(("not here", format!("{}: {why}", ids(&entries))))
@@ -168,56 +172,56 @@ fn join(items: impl IntoIterator<Item = impl ToString>, between: &str) -> String
 
 /// Every named choice of a spec against every implementation.
 struct Matrix {
-    rows: Vec<Row>,
+    rows: Vec<SupportRow>,
     /// Implementations of one kind that support the same, under one heading.
     columns: Vec<Vec<String>>,
 }
 
 #[derive(Serialize)]
-struct Row {
+struct SupportRow {
     field: &'static str,
     choice: &'static str,
-    /// By implementation, the reference among them.
-    support: BTreeMap<String, Cell>,
+    /// The support by implementation, including the reference.
+    support: BTreeMap<String, SupportCell>,
 }
 
 #[derive(Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum Cell {
+enum SupportCell {
     Yes,
     No {
         /// The setting that is refused.
         refused: &'static str,
-        /// What would do.
+        /// The value that would be supported.
         supported: String,
     },
 }
 
-impl Cell {
+impl SupportCell {
     fn text(&self) -> &str {
         match self {
-            Cell::Yes => "yes",
-            Cell::No { refused, .. } => refused,
+            SupportCell::Yes => "yes",
+            SupportCell::No { refused, .. } => refused,
         }
     }
 }
 
-/// What every other implementation is judged against.
+/// The id of the reference, which every other implementation is judged by.
 const REFERENCE: &str = "reference";
 
 impl Matrix {
-    fn of(implementations: &[std::sync::Arc<dyn Implementation>]) -> Self {
+    fn ask(implementations: &[std::sync::Arc<dyn Implementation>]) -> Self {
         let cell = |supported: Result<(), Unsupported>| match supported {
-            Ok(()) => Cell::Yes,
-            Err(why) => Cell::No { refused: why.field, supported: why.supported },
+            Ok(()) => SupportCell::Yes,
+            Err(why) => SupportCell::No { refused: why.field, supported: why.supported },
         };
         let row = |field, choice, of: &dyn Fn(&dyn Implementation) -> Result<(), Unsupported>| {
-            let mut support: BTreeMap<String, Cell> =
+            let mut support: BTreeMap<String, SupportCell> =
                 implementations.iter().map(|each| (each.id().to_string(), cell(of(&**each)))).collect();
-            support.insert(REFERENCE.into(), Cell::Yes);
-            Row { field, choice, support }
+            support.insert(REFERENCE.into(), SupportCell::Yes);
+            SupportRow { field, choice, support }
         };
-        let mut rows: Vec<Row> = variants()
+        let mut rows: Vec<SupportRow> = variants()
             .into_iter()
             .map(|variant| {
                 row(variant.field, variant.choice, &|implementation| {
@@ -246,7 +250,7 @@ impl Matrix {
     }
 
     /// The cells of a row, by column.
-    fn cells<'m>(&'m self, row: &'m Row) -> impl Iterator<Item = &'m Cell> {
+    fn cells<'m>(&'m self, row: &'m SupportRow) -> impl Iterator<Item = &'m SupportCell> {
         self.columns.iter().map(|ids| &row.support[&ids[0]])
     }
 
@@ -257,7 +261,7 @@ impl Matrix {
         table.set_header(["field".into(), "choice".into()].into_iter().chain(self.columns.iter().map(heading)));
         for row in &self.rows {
             let names = [row.field, row.choice].into_iter();
-            table.add_row(names.chain(self.cells(row).map(Cell::text)));
+            table.add_row(names.chain(self.cells(row).map(SupportCell::text)));
         }
         table
     }
@@ -275,8 +279,8 @@ impl Matrix {
             let _ = write!(text, "| {} | {} |", if repeated { "" } else { row.field }, row.choice);
             for cell in self.cells(row) {
                 let _ = match cell {
-                    Cell::Yes => write!(text, " yes |"),
-                    Cell::No { refused, .. } => write!(text, " no: `{refused}` |"),
+                    SupportCell::Yes => write!(text, " yes |"),
+                    SupportCell::No { refused, .. } => write!(text, " no: `{refused}` |"),
                 };
             }
             text += "\n";

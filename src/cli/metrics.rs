@@ -9,17 +9,17 @@ use crate::judge::judgeable::Judgeable;
 use crate::reference::metrics::MetricsProject;
 
 #[derive(Args)]
-pub(super) struct Metrics {
+pub(super) struct MetricsCommand {
     #[command(flatten)]
     choice: ProblemChoice,
-    /// Under whose names, and by whose definitions
+    /// Project whose names and definitions are used
     #[arg(long, value_name = "PROJECT", value_parser = one_of(&MetricsProject::ALL), default_value = "trl")]
     names: MetricsProject,
     #[command(flatten)]
     printing: Printing,
 }
 
-impl Metrics {
+impl MetricsCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, problem) = self.choice.read()?;
         let wrong = |reason| self.choice.wrong(reason);

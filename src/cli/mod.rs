@@ -85,52 +85,52 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Evaluate recorded problems with every implementation and judge the results
-    Replay(replay::Replay),
+    Replay(replay::ReplayCommand),
     /// Check one implementation's loss and gradient on one batch
-    Gradcheck(gradcheck::Gradcheck),
+    Gradcheck(gradcheck::GradcheckCommand),
     /// Time one implementation on one batch, after judging its answer, in turns with others
-    Bench(bench::Bench),
+    Bench(bench::BenchCommand),
     /// Write a problem for a kernel of your own
-    Generate(generate::Generate),
+    Generate(generate::GenerateCommand),
     /// Judge the outputs of a kernel of your own
-    Judge(judge::Judge),
+    Judge(judge::JudgeCommand),
     /// Give a kernel of your own many problems, and say what is wrong with it and why
-    Check(check::Check),
+    Check(check::CheckCommand),
     /// Write a folder of problems, to be judged together
-    Suite(suite::Suite),
+    Suite(suite::SuiteCommand),
     /// Show what trainers would log of a problem, and what it means
-    Metrics(metrics::Metrics),
+    Metrics(metrics::MetricsCommand),
     /// Compile one implementation for TPUs that need not be there
     #[cfg(feature = "pjrt")]
-    Compile(compile::Compile),
+    Compile(compile::CompileCommand),
     /// Write the kernels of one implementation for a program of your own
     #[cfg(feature = "pjrt")]
-    Emit(emit::Emit),
+    Emit(emit::EmitCommand),
     /// Show the implementations and what they support
-    List(list::List),
+    List(list::ListCommand),
     /// Compare the reference with what published implementations returned
     #[command(alias = "parity")]
-    Peers(peers::Peers),
+    Peers(peers::PeersCommand),
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
     #[cfg(feature = "mutants")]
-    Mutants(mutants::Mutants),
+    Mutants(mutants::MutantsCommand),
     /// Judge kernels written in Python, honest and wrong, in every regime and dtype
-    Panel(panel::Panel),
+    Panel(panel::PanelCommand),
     /// Run a Qwen2 model and keep its logits as a fixture
     #[cfg(feature = "train")]
-    Record(record::Record),
+    Record(record::RecordCommand),
     /// Make one page of what other commands wrote with --json
-    Report(report::Report),
+    Report(report::ReportCommand),
     /// Say what a loss computes, as a published project or a spec file has it
-    Spec(spec::Spec),
+    Spec(spec::SpecCommand),
     /// Show the limits of the judge, or measure them again
-    Tolerances(tolerances::Limits),
+    Tolerances(tolerances::TolerancesCommand),
     /// Train a small policy with GRPO, by a kernel or by candle's own operations
     #[cfg(feature = "train")]
-    Train(train::Train),
+    Train(train::TrainCommand),
     /// Make the same run by candle's own operations and by a kernel, and compare them
     #[cfg(feature = "train")]
-    Ab(ab::Ab),
+    Ab(ab::AbCommand),
     /// Run a Qwen2 model and keep its logits as a fixture (in builds with the feature `train`)
     #[cfg(not(feature = "train"))]
     Record(NotBuilt),
@@ -145,13 +145,13 @@ enum Command {
     CompileWorker(compile::CompileWorkerArgs),
 }
 
-/// What every command takes.
+/// The options of output that every command takes.
 #[derive(Args)]
 struct Printing {
     /// Write the result as JSON to PATH
     #[arg(long, value_name = "PATH")]
     json: Option<PathBuf>,
-    /// Print nothing but failures
+    /// Print failures and nothing else
     #[arg(short, long)]
     quiet: bool,
 }
@@ -174,7 +174,7 @@ impl NotBuilt {
     }
 }
 
-/// Which PJRT plugin the device implementations use.
+/// The PJRT plugin that the device implementations use.
 #[derive(Args)]
 struct PluginChoice {
     /// PJRT plugin library; the one that `ASSAY_PJRT_PLUGIN` names, or that `make setup` installed, if none is given
@@ -264,7 +264,7 @@ fn one_of<T: Copy + fmt::Display + Send + Sync + 'static>(all: &'static [T]) -> 
     })
 }
 
-/// Whether every verdict passed.
+/// Whether every verdict of a command passed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Passed {
     Yes,
@@ -346,7 +346,7 @@ impl Command {
     }
 }
 
-/// What [`run`] was given last, as a shell takes it.
+/// The arguments of the last call of [`run`], quoted for a shell.
 static COMMAND_LINE: Mutex<String> = Mutex::new(String::new());
 
 /// The command line, as a shell takes it.

@@ -20,21 +20,21 @@ use crate::suites::mutants::{
     property_cases,
 };
 
-/// Where fixtures are looked for when no folder is named.
+/// The folder of fixtures that is used when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
 
 /// The lines that stand around the tables in a document.
 const MARKS: Marks = ["<!-- assay mutants --markdown -->", "<!-- end of tables -->"];
 
 #[derive(Args)]
-pub(super) struct Mutants {
+pub(super) struct MutantsCommand {
     /// Recorded problems to run as well; `fixtures` where it is there, if none is named
     #[arg(long, value_name = "DIR")]
     fixtures: Option<PathBuf>,
-    /// Run only these mutants
+    /// Mutants to run, instead of all
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// How accurate kernels must be: `standard`, as kernels of others are held to, or `exact`
+    /// Accuracy to demand: `standard`, as of anybody's kernels, or `exact`
     #[arg(long, value_name = "GRADE", default_value_t = Grade::Standard)]
     grade: Grade,
     /// Only run each class of mutants at the widths that kernels are made for: 16 tokens over 151,936 columns, heads of 4096 × 4,099
@@ -51,7 +51,7 @@ pub(super) struct Mutants {
     printing: Printing,
 }
 
-impl Mutants {
+impl MutantsCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         if self.production {
             return self.at_production_widths();
@@ -171,7 +171,7 @@ impl Mutants {
     }
 }
 
-/// A false alarm.
+/// Reports a false alarm of the judge.
 fn rejected(Kill { gate, case, devices, .. }: &Kill) -> Result<Passed, CliError> {
     super::print(&format!("the correct kernel was rejected: {gate} in {case} on ×{devices}\n"))?;
     Ok(Passed::No)

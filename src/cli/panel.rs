@@ -34,14 +34,14 @@ const GATES: [(&str, &str); 7] = [
 const MARKS: Marks = ["<!-- assay panel --markdown -->", "<!-- end of tables -->"];
 
 #[derive(Args)]
-pub(super) struct Panel {
-    /// The list of kernels; the programs that serve them lie beside it
+pub(super) struct PanelCommand {
+    /// PanelList of kernels; the programs that serve them are in the same folder
     #[arg(default_value = "tests/panel/panel.toml")]
     list: PathBuf,
     /// The Python that has what they import; `make panel` makes one
     #[arg(long, value_name = "PATH", default_value = "target/panel/bin/python")]
     python: PathBuf,
-    /// Run only these kernels
+    /// Kernels to run, instead of all
     #[arg(long = "kernel", value_name = "NAME")]
     only: Vec<String>,
     /// Problems with a vocabulary up to 4,099; every 264 have each regime with each dtype and each loss
@@ -69,26 +69,26 @@ pub(super) struct Panel {
     printing: Printing,
 }
 
-/// A list of kernels.
+/// The list of kernels in a panel's file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct List {
-    kernel: Vec<Entry>,
+struct PanelList {
+    kernel: Vec<PanelEntry>,
     #[serde(default)]
-    cause: Vec<Cause>,
+    cause: Vec<PanelCause>,
 }
 
-/// One of them.
+/// One kernel of the list.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Entry {
-    /// How it is called.
+struct PanelEntry {
+    /// The name of the kernel in reports.
     name: String,
     /// Module and function that `serve.py` is told.
     serve: [String; 2],
-    /// What is expected of it; of a published project nothing is.
+    /// The expected outcome; a published project has none.
     expected: Option<ExpectedOutcome>,
-    /// What it is.
+    /// A description of the kernel.
     #[serde(rename = "is")]
     what: String,
 }
@@ -96,23 +96,23 @@ struct Entry {
 /// Why kernels fail, as somebody found out.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Cause {
-    /// Which.
+struct PanelCause {
+    /// The names of the kernels that it concerns.
     kernels: Vec<String>,
-    /// On logits of which dtypes.
+    /// The dtypes of the logits.
     dtypes: Vec<Dtype>,
-    /// In which regimes.
+    /// The regimes in which it shows.
     regimes: Vec<Regime>,
-    /// By which gates; all where none is named.
+    /// The gates that fail; all if none is named.
     #[serde(default)]
     gates: Vec<String>,
-    /// In words.
+    /// The reason, as text.
     why: String,
     /// Whether that is a defect, and not the way textbook formulas are.
     defect: bool,
 }
 
-impl Cause {
+impl PanelCause {
     fn explains(&self, kernel: &str, cell: &PanelCell) -> bool {
         let PanelCell { dtype, regime, gate, failed, .. } = cell;
         let gate = self.gates.is_empty() || self.gates.contains(gate);
@@ -121,9 +121,9 @@ impl Cause {
     }
 }
 
-/// What became of them all.
+/// The outcome of all kernels.
 #[derive(Serialize)]
-struct Outcome {
+struct PanelOutcome {
     cases: u64,
     wide: u64,
     seconds: f64,
@@ -140,9 +140,9 @@ struct OfKernel {
     found: KernelOutcome,
 }
 
-impl Panel {
+impl PanelCommand {
     /// The project's own, as it is run where nothing is asked for; why not, where it cannot be.
-    pub(super) fn of_project() -> Result<Self, String> {
+    pub(super) fn from_project_files() -> Result<Self, String> {
         let matches = Self::augment_args(Command::new("panel")).get_matches_from(["panel"]);
         let panel = Self::from_arg_matches(&matches).expect("every argument has a default");
         let missing = [&panel.list, &panel.python].into_iter().find(|path| !path.exists()).cloned();
@@ -150,7 +150,7 @@ impl Panel {
     }
 
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let List { kernel: entries, cause: causes } = self.chosen()?;
+        let PanelList { kernel: entries, cause: causes } = self.chosen()?;
         let mut kernels = entries.iter().map(|entry| self.start(entry)).collect::<Result<Vec<_>, _>>()?;
         if let Some(folder) = &self.record {
             return record(&mut kernels, folder);
@@ -163,14 +163,14 @@ impl Panel {
         panel::run(&mut kernels, cases, || progress.inc(1))?;
         progress.finish_and_clear();
 
-        let of_kernel = |(entry, kernel): (Entry, Panelist)| {
-            let (Entry { what, expected, .. }, found) = (entry, kernel.found);
+        let of_kernel = |(entry, kernel): (PanelEntry, Panelist)| {
+            let (PanelEntry { what, expected, .. }, found) = (entry, kernel.found);
             OfKernel { what, expected, as_expected: found.is_as(expected, !wide.is_empty()), found }
         };
         let kernels: Vec<OfKernel> = entries.into_iter().zip(kernels).map(of_kernel).collect();
         let seconds = started.elapsed().as_secs_f64();
         let count = |indices: &Range<u64>| indices.end - indices.start;
-        let outcome = Outcome { cases: count(&narrow), wide: count(&wide), seconds, kernels };
+        let outcome = PanelOutcome { cases: count(&narrow), wide: count(&wide), seconds, kernels };
         for OfKernel { expected, found, .. } in &outcome.kernels {
             let told = *expected == Some(ExpectedOutcome::Right) || found.unanswered > 0;
             for failure in found.failures.iter().filter(|_| told) {
@@ -194,8 +194,8 @@ impl Panel {
         }
     }
 
-    fn chosen(&self) -> Result<List, CliError> {
-        let mut list: List = config::read(&self.list)?;
+    fn chosen(&self) -> Result<PanelList, CliError> {
+        let mut list: PanelList = config::read(&self.list)?;
         if let Some(unknown) = self.only.iter().find(|name| !list.kernel.iter().any(|entry| entry.name == **name)) {
             let names: Vec<&str> = list.kernel.iter().map(|entry| entry.name.as_str()).collect();
             return Err(CliError::Usage(format!("--kernel: got `{unknown}`, expected one of: {}", names.join(", "))));
@@ -204,7 +204,7 @@ impl Panel {
         Ok(list)
     }
 
-    fn start(&self, entry: &Entry) -> Result<Panelist, CliError> {
+    fn start(&self, entry: &PanelEntry) -> Result<Panelist, CliError> {
         let [module, function] = &entry.serve;
         let serve = self.list.parent().unwrap_or(Path::new("")).join("serve.py");
         let command = [self.python.as_os_str(), serve.as_os_str(), module.as_ref(), function.as_ref()];
@@ -241,7 +241,7 @@ fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
 }
 
 /// A row a kernel: the largest κ that each gate needed. Below it, what they do not compute.
-fn table(outcome: &Outcome) -> String {
+fn table(outcome: &PanelOutcome) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
     let gates = GATES.map(|(_, name)| name);
@@ -271,7 +271,7 @@ fn table(outcome: &Outcome) -> String {
         table.add_row(row);
     }
     let unexpected = outcome.kernels.iter().filter(|kernel| !kernel.as_expected).count();
-    let Outcome { cases, wide, seconds, kernels } = outcome;
+    let PanelOutcome { cases, wide, seconds, kernels } = outcome;
     let mut unsupported = String::new();
     for OfKernel { found, .. } in kernels {
         for (what, problems) in &found.unsupported {
@@ -285,8 +285,8 @@ fn table(outcome: &Outcome) -> String {
     )
 }
 
-/// Three tables: what was driven; what each kernel comes to by dtype and regime; why it fails.
-fn markdown(outcome: &Outcome, causes: &[Cause]) -> String {
+/// Writes three tables: what was driven; the result of each kernel by dtype and regime; why it fails.
+fn markdown(outcome: &PanelOutcome, causes: &[PanelCause]) -> String {
     let regimes = Regime::FINITE.map(|regime| regime.to_string());
     let mut driven = String::from("| | what is driven | with |\n|---|---|---|\n");
     let mut worst = format!("| | logits | {} |\n|---|---|{}\n", regimes.join(" | "), "---|".repeat(regimes.len()));
@@ -300,13 +300,13 @@ fn markdown(outcome: &Outcome, causes: &[Cause]) -> String {
                 &format!("| {} | {dtype} | {} |\n", found.kernel, row.map(|c| c.map_or("–".into(), grade)).join(" | "));
         }
     }
-    let Outcome { cases, wide, .. } = outcome;
+    let PanelOutcome { cases, wide, .. } = outcome;
     let asked = format!("{cases} problems of a vocabulary up to 4,099 and {wide} of one of 151,936.");
     format!("{asked}\n\n{driven}\n{worst}\n{}", explained(outcome, causes))
 }
 
 /// A row a cause, where what it explains is still seen; and one for each kernel of what nobody has looked into.
-fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
+fn explained(outcome: &PanelOutcome, causes: &[PanelCause]) -> String {
     let mut text = String::from("| | logits | regimes | cause | a defect? |\n|---|---|---|---|---|\n");
     let mut row = |kernels: &[&str], cells: &[&PanelCell], cause: &str, defect: &str| {
         let dtypes = Dtype::KERNEL.iter().filter(|dtype| cells.iter().any(|cell| cell.dtype == **dtype));
@@ -345,8 +345,8 @@ fn explained(outcome: &Outcome, causes: &[Cause]) -> String {
     text
 }
 
-/// What a cell comes to: the gate that is worst, its largest error over the limit of the grade that it reaches, and `std` where
-/// that is `standard`.
+/// Writes the result of a cell: the gate that is worst, its largest error over the limit of the grade that it reaches,
+/// and `std` if that is `standard`.
 fn grade(cell: &PanelCell) -> String {
     let name = GATES.iter().find(|(gate, _)| *gate == cell.gate).map_or(cell.gate.as_str(), |(_, name)| name);
     let share = match cell.share {
@@ -373,7 +373,7 @@ mod tests {
         PanelCell { dtype, regime, gate: gate.into(), judged: 8, failed, standard: 0, nonfinite, kappa: 0.0, share }
     }
 
-    fn outcome(cells: Vec<PanelCell>) -> Outcome {
+    fn outcome(cells: Vec<PanelCell>) -> PanelOutcome {
         let found = KernelOutcome {
             kernel: "k".into(),
             about: Some("k 1.0".into()),
@@ -386,11 +386,11 @@ mod tests {
             failures: Vec::new(),
         };
         let kernels = vec![OfKernel { what: "`f`".into(), expected: None, as_expected: true, found }];
-        Outcome { cases: 8, wide: 0, seconds: 1.0, kernels }
+        PanelOutcome { cases: 8, wide: 0, seconds: 1.0, kernels }
     }
 
-    fn cause(gate: &str) -> Cause {
-        Cause {
+    fn cause(gate: &str) -> PanelCause {
+        PanelCause {
             kernels: vec!["k".into()],
             dtypes: vec![Dtype::Bf16],
             regimes: vec![Regime::Holes],

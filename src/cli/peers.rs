@@ -19,11 +19,11 @@ use crate::schema::peers::{self as schema, Run, Verdict, Worst};
 use crate::schema::verdicts::Grade;
 use crate::suites::peers::{PeerDifference, limit};
 
-/// How the names end of files that record a defect of one release.
+/// The end of the names of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
 
 #[derive(Args)]
-pub(super) struct Peers {
+pub(super) struct PeersCommand {
     /// A recorded run in JSON, or a folder of them
     #[arg(value_name = "DIR|FILE.json")]
     path: PathBuf,
@@ -31,7 +31,7 @@ pub(super) struct Peers {
     printing: Printing,
 }
 
-impl Peers {
+impl PeersCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let paths = self.paths()?;
         let progress = self.printing.progress(paths.len());
@@ -84,14 +84,14 @@ impl Peers {
     }
 }
 
-/// A run, compared.
-struct Compared {
+/// One recorded run, compared with the reference.
+struct ComparedRun {
     dtype: Dtype,
     run: Run,
 }
 
 /// File, peer, function and options to a preset's spec, and that through the reference.
-fn compare(path: &Path) -> Result<Compared, CliError> {
+fn compare(path: &Path) -> Result<ComparedRun, CliError> {
     let recorded = PeerFile::read(path)?;
     let in_file = |reason: String| CliError::Config { path: path.into(), reason };
     let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
@@ -124,7 +124,7 @@ fn compare(path: &Path) -> Result<Compared, CliError> {
         without_effect: resolved.without_effect,
         notes: resolved.notes,
     };
-    Ok(Compared { dtype: recorded.dtype, run })
+    Ok(ComparedRun { dtype: recorded.dtype, run })
 }
 
 /// Every gate that the outcome of a run came to, and whether it was passed. A float64 run is held to the limits of f32
@@ -135,9 +135,9 @@ fn judged(recorded: &PeerFile, reference: &Reference) -> Result<Vec<(String, boo
     Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
 }
 
-fn worst(files: &[Compared]) -> Vec<Worst> {
+fn worst(files: &[ComparedRun]) -> Vec<Worst> {
     let mut by_peer: BTreeMap<(&str, Dtype), Worst> = BTreeMap::new();
-    for Compared { dtype, run } in files.iter().filter(|file| !file.run.quirk) {
+    for ComparedRun { dtype, run } in files.iter().filter(|file| !file.run.quirk) {
         let worst = by_peer.entry((&run.peer, *dtype)).or_insert_with(|| Worst {
             peer: run.peer.clone(),
             dtype: run.dtype.clone(),

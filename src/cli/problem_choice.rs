@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 
 use super::CliError;
-use crate::case::{Batch, beside};
+use crate::case::{CaseBatch, beside};
 use crate::config;
 use crate::fixture::{ProblemFile, verify};
 use crate::problem::{HeadProblem, Problem, ProblemError};
@@ -18,7 +18,7 @@ pub(super) enum AnyProblem {
 }
 
 impl AnyProblem {
-    /// That of `file`: with `logits`, or with its LM head.
+    /// Reads the problem of `file`: with `logits`, or with its LM head.
     pub(super) fn read(file: &ProblemFile, logits: &str, old_logp: Option<&str>) -> Result<Self, CliError> {
         if file.has_head() {
             return Ok(Self::Head(file.head_problem(old_logp)?));
@@ -26,12 +26,12 @@ impl AnyProblem {
         Ok(Self::Logits(file.problem(logits, old_logp)?))
     }
 
-    /// That of a case, which stands in the file `case`.
-    pub(super) fn of(batch: &Batch, spec: &LossSpec, case: &Path) -> Result<Self, CliError> {
+    /// Reads or draws the problem of a case, which the file `case` describes.
+    pub(super) fn from_batch(batch: &CaseBatch, spec: &LossSpec, case: &Path) -> Result<Self, CliError> {
         match batch {
-            Batch::Generate(recipe) => Ok(Self::Logits(recipe.problem(spec)?)),
-            Batch::GenerateHead(recipe) => Ok(Self::Head(recipe.problem(spec)?)),
-            Batch::Fixture(batch) => {
+            CaseBatch::Generate(recipe) => Ok(Self::Logits(recipe.problem(spec)?)),
+            CaseBatch::GenerateHead(recipe) => Ok(Self::Head(recipe.problem(spec)?)),
+            CaseBatch::Fixture(batch) => {
                 let path = beside(case, &batch.path);
                 verify(&path)?;
                 Self::read(&ProblemFile::open(&path)?, &batch.logits, batch.old_logp.as_deref())
@@ -43,14 +43,14 @@ impl AnyProblem {
 /// A problem in a file.
 #[derive(Args)]
 pub(super) struct ProblemChoice {
-    /// The problem
+    /// Problem file to read
     #[arg(long, value_name = "PROBLEM.safetensors")]
     problem: PathBuf,
     #[command(flatten)]
     within: Within,
 }
 
-/// What of a problem's file is meant, and which loss.
+/// The choice of a loss and of tensors within a problem's file.
 #[derive(Args)]
 pub(super) struct Within {
     /// The loss, in YAML, TOML or JSON; a generated problem carries its own
@@ -59,13 +59,13 @@ pub(super) struct Within {
     /// The problem's logits tensor, where it has no LM head
     #[arg(long, value_name = "NAME", default_value = "logits")]
     logits: String,
-    /// The problem's old log-probabilities
+    /// Name of the problem's old log-probabilities
     #[arg(long, value_name = "NAME", default_value = "old_logps")]
     old_logp: String,
 }
 
 impl ProblemChoice {
-    /// Reads both.
+    /// Reads the loss and the problem.
     pub(super) fn read(&self) -> Result<(LossSpec, AnyProblem), CliError> {
         self.within.read(&self.problem)
     }

@@ -12,7 +12,7 @@ use crate::problem::Dtype;
 use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
 
 #[derive(Args)]
-pub(super) struct Record {
+pub(super) struct RecordCommand {
     /// A Qwen2 or Qwen2.5 model: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
     #[arg(long, value_name = "DIR|FILE.gguf")]
     model: PathBuf,
@@ -20,7 +20,7 @@ pub(super) struct Record {
     /// `completion`, which is then scored instead of sampled, with `reward` or `answer`
     #[arg(long, value_name = "FILE.jsonl")]
     prompts: PathBuf,
-    /// The fixture to write
+    /// Fixture file to write
     #[arg(long, value_name = "FILE.safetensors")]
     out: PathBuf,
     /// Completions of each prompt; 8 if none is given
@@ -42,7 +42,7 @@ pub(super) struct Record {
     printing: Printing,
 }
 
-impl Record {
+impl RecordCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let asked = Recording {
             model: self.model.clone(),

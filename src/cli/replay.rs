@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use ndarray::{Array2, Ix1, Ix2, Ix3};
 
-use super::standards::Standards;
+use super::standards::CandidateStandards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
@@ -34,7 +34,7 @@ use crate::registry::{find, registry};
 use crate::schema::verdicts::{BitComparison, GateCheck, IgnoredCheck, ImplementationSummary, Verdicts};
 use crate::spec::LossSpec;
 
-/// Where fixtures are looked for when none is named.
+/// The folder of fixtures that is used when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
 
 /// Implementations whose programs are compiled before they run. Fewer programs than are kept for who asks again, on as many device
@@ -45,7 +45,7 @@ const AHEAD: usize = 8;
 const REFERENCE: &str = "reference";
 
 #[derive(Args)]
-pub(super) struct Replay {
+pub(super) struct ReplayCommand {
     /// Problem files; all that `fixtures/manifest.toml` lists if none is named
     #[arg(value_name = "FIXTURE.safetensors")]
     fixtures: Vec<PathBuf>,
@@ -74,12 +74,12 @@ pub(super) struct Replay {
     #[arg(short, long, conflicts_with = "quiet")]
     verbose: bool,
     #[command(flatten)]
-    standards: Standards,
+    standards: CandidateStandards,
     #[command(flatten)]
     printing: Printing,
 }
 
-impl Replay {
+impl ReplayCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let spec = config::read_spec(self.spec.as_deref())?;
         let (implementations, heads) = self.implementations()?;
@@ -140,7 +140,7 @@ impl Replay {
         )))
     }
 
-    /// Those asked for, or all.
+    /// Returns the implementations that were asked for, or all.
     fn implementations(&self) -> Result<Implementations, CliError> {
         let plugin = self.plugin.checked_path()?;
         let heads = registry::<HeadProblem>(plugin);
@@ -217,14 +217,14 @@ impl Chosen<'_> {
     }
 }
 
-/// Of the loss on logits, and of the LM head with it.
+/// The implementations of the loss on logits, and those with an LM head.
 type Implementations = (Vec<Arc<dyn Implementation>>, Vec<Arc<dyn Implementation<HeadProblem>>>);
 
 #[derive(Default)]
 struct Session {
     /// `None` means each problem's own.
     spec: Option<LossSpec>,
-    standards: Standards,
+    standards: CandidateStandards,
     implementations: Vec<Arc<dyn Implementation>>,
     heads: Vec<Arc<dyn Implementation<HeadProblem>>>,
     devices: Vec<usize>,
@@ -232,7 +232,7 @@ struct Session {
     ignored: Vec<IgnoredCheck>,
     invariance: Vec<BitComparison>,
     failures: Vec<String>,
-    /// How long the runs of an implementation on a device count took together.
+    /// The total time of an implementation's runs on a device count.
     run_times: BTreeMap<(String, usize), Duration>,
 }
 
@@ -242,8 +242,8 @@ impl Session {
         on_logits.chain(self.heads.iter().map(|head| Chosen::Head(&**head))).collect()
     }
 
-    /// What the reference and each implementation came to, on each device count. Those that were `asked_for` by name have
-    /// a line each, even where they compared nothing.
+    /// Returns the summary of the reference and of each implementation, on each device count. Those that were
+    /// `asked_for` by name have a line each, even if they compared nothing.
     fn summaries(&self, asked_for: bool) -> Vec<ImplementationSummary> {
         let ran = |id: &str| -> Vec<usize> {
             let own = self.checks.iter().filter(|check| check.implementation == id);
@@ -272,7 +272,7 @@ impl Session {
         lines.into_iter().map(summary).collect()
     }
 
-    fn replay(&mut self, args: &Replay, path: &Path) -> Result<(), CliError> {
+    fn replay(&mut self, args: &ReplayCommand, path: &Path) -> Result<(), CliError> {
         verify(path)?;
         let file = ProblemFile::open(path)?;
         let other_spec = self.spec.clone().map_or_else(|| config::spec_within(&file), |spec| Ok(Some(spec)))?;
@@ -281,10 +281,10 @@ impl Session {
         if file.has_head() {
             return self.replay_head(args, &file, path, &spec);
         }
-        let mut expected = Expected::of(&file);
-        let logits_names = Replay::chosen(args.logits.as_ref(), file.logits_names());
+        let mut expected = RecordedValues::read(&file);
+        let logits_names = ReplayCommand::chosen(args.logits.as_ref(), file.logits_names());
         let old_logps: Vec<Option<&str>> = if spec.reads_old_logp() {
-            Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
+            ReplayCommand::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
         } else {
             vec![None]
         };
@@ -329,9 +329,15 @@ impl Session {
     }
 
     /// A file that has an LM head, and nothing recorded.
-    fn replay_head(&mut self, args: &Replay, file: &ProblemFile, path: &Path, spec: &LossSpec) -> Result<(), CliError> {
+    fn replay_head(
+        &mut self,
+        args: &ReplayCommand,
+        file: &ProblemFile,
+        path: &Path,
+        spec: &LossSpec,
+    ) -> Result<(), CliError> {
         let old_logps: Vec<Option<&str>> = if spec.reads_old_logp() {
-            Replay::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
+            ReplayCommand::chosen(args.old_logp.as_ref(), file.old_logp_names()).into_iter().map(Some).collect()
         } else {
             vec![None]
         };
@@ -350,8 +356,8 @@ impl Session {
         Ok(())
     }
 
-    /// A problem with its sequences packed into one row, through the reference and each of `implementations`, and the bits of both
-    /// beside those of the padded one.
+    /// Replays a problem with its sequences packed into one row through the reference and each of `implementations`,
+    /// and compares the bits of both with those of the padded problem.
     fn replay_packed<P: Judgeable + Packable>(
         &mut self,
         label: &str,
@@ -478,7 +484,7 @@ impl Session {
     fn check_recorded(
         &mut self,
         label: &str,
-        expected: &mut Expected,
+        expected: &mut RecordedValues,
         source: &str,
         old_logp: Option<&str>,
         values: &BTreeMap<&str, RecordedScalar>,
@@ -534,11 +540,11 @@ impl Session {
     /// The scalars recorded for a head with a part of the vocabulary, where the file has one.
     fn replay_sub_vocabulary(
         &mut self,
-        args: &Replay,
+        args: &ReplayCommand,
         file: &ProblemFile,
         path: &Path,
         old_logp: Option<&str>,
-        expected: &mut Expected,
+        expected: &mut RecordedValues,
     ) -> Result<(), CliError> {
         const SOURCE: &str = "subvocab";
         let tensors = file.file();
@@ -581,21 +587,21 @@ fn known<'p, P: Judgeable>(spec: &'p LossSpec, problem: &'p P, path: &Path) -> R
     Known::of(spec, problem).map_err(|reason| CliError::Problem { path: path.into(), reason })
 }
 
-/// `qwen_tiny logits old_logps`
+/// Returns the label of a problem: `qwen_tiny logits old_logps`.
 fn label(path: &Path, logits: &str, old_logp: Option<&str>) -> String {
     let stem = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy();
     format!("{stem} {logits} {}", old_logp.unwrap_or("current"))
 }
 
 /// The `expected.…` entries of a file's metadata, ticked off as they are compared.
-struct Expected<'f> {
+struct RecordedValues<'f> {
     path: &'f Path,
     entries: BTreeMap<&'f str, &'f str>,
     taken: BTreeSet<String>,
 }
 
-impl<'f> Expected<'f> {
-    fn of(file: &'f ProblemFile) -> Self {
+impl<'f> RecordedValues<'f> {
+    fn read(file: &'f ProblemFile) -> Self {
         let entries =
             file.metadata().iter().filter_map(|(key, value)| Some((key.strip_prefix("expected.")?, value.as_str())));
         Self { path: file.file().path(), entries: entries.collect(), taken: BTreeSet::new() }
@@ -628,21 +634,21 @@ mod tests {
     use crate::judge::generate::{Recipe, Regime};
     use crate::problem::{Dtype, Shape};
 
-    /// Of implementations: how many were prepared, and run, and the most that were prepared and not run.
+    /// The number of implementations that were prepared and run, and the most that were prepared and not yet run.
     #[derive(Debug, Default)]
-    struct Counts {
+    struct RunCounts {
         prepared: usize,
         run: usize,
         most: usize,
     }
 
-    /// `native`, counted.
-    struct Counting {
+    /// The implementation `native`, which counts its calls.
+    struct CountedImplementation {
         native: Arc<dyn Implementation>,
-        counts: Arc<Mutex<Counts>>,
+        counts: Arc<Mutex<RunCounts>>,
     }
 
-    impl Implementation for Counting {
+    impl Implementation for CountedImplementation {
         fn id(&self) -> &str {
             self.native.id()
         }
@@ -689,7 +695,7 @@ mod tests {
     #[test]
     fn programs_are_compiled_ahead_of_their_runs_but_not_all_at_once() {
         let (native, counts) = (find("native", None).unwrap(), Arc::default());
-        let counting = |_| Arc::new(Counting { native: Arc::clone(&native), counts: Arc::clone(&counts) });
+        let counting = |_| Arc::new(CountedImplementation { native: Arc::clone(&native), counts: Arc::clone(&counts) });
         let implementations: Vec<Arc<dyn Implementation>> = (0..3 * AHEAD).map(|i| counting(i) as Arc<_>).collect();
         let spec = LossSpec::default();
         let (shape, dtype, regime) = ([1, 2, 5], Dtype::F32, Regime::Normal);
@@ -699,7 +705,7 @@ mod tests {
         let mut session = Session::default();
         session.check_all("a problem", &implementations, &known, None, &|_| String::new()).unwrap();
         assert!(session.failures.is_empty(), "{:?}", session.failures);
-        let Counts { prepared, run, most } = &*counts.lock().unwrap();
+        let RunCounts { prepared, run, most } = &*counts.lock().unwrap();
         assert_eq!([prepared, run], [&implementations.len(); 2]);
         assert!((AHEAD..=AHEAD + 1).contains(most), "{most} were compiled before they ran");
     }

@@ -8,19 +8,19 @@ use super::{CliError, Passed, command_line};
 use crate::report::{Input, render};
 
 #[derive(Args)]
-pub(super) struct Report {
-    /// What `--json` of replay, gradcheck, judge, bench, compile, mutants, peers, ab or check wrote
+pub(super) struct ReportCommand {
+    /// Results that `--json` of replay, gradcheck, judge, bench, compile, mutants, peers, ab or check wrote
     #[arg(value_name = "INPUT.json", required = true)]
     inputs: Vec<PathBuf>,
-    /// The page to write
+    /// HTML page to write
     #[arg(short, long, value_name = "PAGE.html")]
     output: PathBuf,
-    /// Print nothing
+    /// Do not print where it was written
     #[arg(short, long)]
     quiet: bool,
 }
 
-impl Report {
+impl ReportCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let inputs = self.inputs.iter().map(|path| Input::read(path)).collect::<Result<Vec<_>, _>>()?;
         let page = render(&inputs, &command_line());

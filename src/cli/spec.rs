@@ -11,29 +11,29 @@ use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, PresetOptions,
 use crate::spec::{AdvantageLevel, LossSpec};
 
 #[derive(Args)]
-pub(super) struct Spec {
+pub(super) struct SpecCommand {
     /// Options of the project's, such as `loss_type=grpo` or `policy_loss.loss_mode=gspo`
     #[arg(value_name = "NAME=VALUE", requires = "preset")]
     options: Vec<String>,
     /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
-    /// Which of its functions; the usual one if none is given
+    /// Name of the project's function; the usual one if none is given
     #[arg(long, value_name = "NAME", requires = "preset")]
     function: Option<String>,
     /// A spec in YAML, TOML or JSON, instead of a project's
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "preset", required_unless_present = "preset")]
     file: Option<PathBuf>,
     #[command(flatten)]
-    batch: Batch,
+    batch: BatchOptions,
     #[command(flatten)]
     printing: Printing,
 }
 
-/// What the batch has, where a project chooses by it what it computes.
+/// The optional inputs of the batch, by which some projects choose what they compute.
 #[derive(Args)]
 #[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
-struct Batch {
+struct BatchOptions {
     /// The batch has no old log-probabilities
     #[arg(long)]
     no_old_logps: bool,
@@ -58,7 +58,7 @@ struct Batch {
 }
 
 #[derive(Serialize)]
-struct Described<'s> {
+struct DescribedSpec<'s> {
     #[serde(skip_serializing_if = "Option::is_none")]
     preset: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -69,7 +69,7 @@ struct Described<'s> {
     notes: &'s [String],
 }
 
-impl Spec {
+impl SpecCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let Some(name) = &self.preset else {
             let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
@@ -93,7 +93,7 @@ impl Spec {
         for note in notes {
             text += &comments(&format!("note: {note}"));
         }
-        let described = Described {
+        let described = DescribedSpec {
             preset: preset.map(Preset::name),
             function: preset.map(|_| *function),
             spec,
@@ -106,7 +106,7 @@ impl Spec {
     }
 }
 
-impl Batch {
+impl BatchOptions {
     fn given(&self) -> BatchInputs {
         let is_token = |level: &String| level == "token";
         BatchInputs {

@@ -12,11 +12,12 @@ use crate::judge::trial::Known;
 use crate::problem::Candidate;
 use crate::schema::verdicts::Grade;
 
-/// What a candidate is held to.
+/// The standards that a candidate is held to.
 #[derive(Args, Clone, Default)]
-pub(super) struct Standards {
-    /// How accurate it must be: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every avoidable
-    /// cancellation avoided. Kernels of others are held to `standard` if none is given, this project's own to `exact`
+pub(super) struct CandidateStandards {
+    /// Accuracy to demand: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every
+    /// avoidable cancellation avoided. Kernels of others are held to `standard` if none is given, this project's own to
+    /// `exact`
     #[arg(long, value_name = "GRADE")]
     grade: Option<Grade>,
     /// Waive what fails at an edge: `overflow`, `minus_infinity`, `lowest_float` or `masked`
@@ -24,8 +25,8 @@ pub(super) struct Standards {
     allow: Vec<Edge>,
 }
 
-impl Standards {
-    /// What is said of `outcome`, of an implementation of `class`.
+impl CandidateStandards {
+    /// Judges `outcome`, of an implementation of `class`.
     pub(super) fn judge<P: Judgeable>(
         &self,
         known: &Known<P>,
@@ -36,7 +37,7 @@ impl Standards {
         Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
     }
 
-    /// The same of `outcome` that has no gradient.
+    /// Judges `outcome`, which has no gradient.
     pub(super) fn judge_forward<P: Judgeable>(
         &self,
         known: &Known<P>,
@@ -52,8 +53,8 @@ impl Standards {
         Ok(self.grade.map_or(limits, |grade| limits.at(grade)))
     }
 
-    /// The same of many problems.
-    pub(super) fn of_a_campaign(&self) -> CampaignStandards {
+    /// Returns the same standards for a campaign of many problems.
+    pub(super) fn for_campaign(&self) -> CampaignStandards {
         CampaignStandards {
             grade: self.grade.unwrap_or(Grade::Standard),
             allow: self.allow.iter().map(ToString::to_string).collect(),

@@ -19,11 +19,11 @@ use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
 
-/// Beside the problems: what they are of.
+/// The file that describes the problems of a folder.
 const SUITE: &str = "suite.json";
 
 #[derive(Args)]
-pub(super) struct Suite {
+pub(super) struct SuiteCommand {
     #[command(flatten)]
     spec: SpecChoice,
     #[command(flatten)]
@@ -35,11 +35,11 @@ pub(super) struct Suite {
     printing: Printing,
 }
 
-/// What the problems of a folder are of.
+/// The description of the problems of a folder.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Written {
-    /// Which version of this command wrote them: another draws others.
+struct SuiteDescription {
+    /// The version of the command that wrote them, as another draws other problems.
     version: String,
     spec: LossSpec,
     project: Option<(String, Vec<String>)>,
@@ -50,12 +50,12 @@ fn version() -> String {
     format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))
 }
 
-/// `0000.safetensors`
+/// Returns the file name of a problem: `0000.safetensors`.
 fn file_name(index: u64) -> String {
     format!("{index:04}.safetensors")
 }
 
-impl Suite {
+impl SuiteCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let (spec, deck) = (self.spec.read()?, self.deck.deck()?);
         let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
@@ -65,7 +65,7 @@ impl Suite {
             AnyDeck::Head(heads) => self.write::<HeadProblem>(&spec, heads)?,
         };
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
-        let suite = Written { version: version(), spec, project, deck };
+        let suite = SuiteDescription { version: version(), spec, project, deck };
         write_json(&self.output.join(SUITE), &suite)?;
         let folder = self.output.display();
         let text = format!(
@@ -101,7 +101,7 @@ pub(super) fn judge(
     printing: &Printing,
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
-    let Written { version: by, spec, project, deck } = config::read(&path)?;
+    let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
     if by != version() {
         let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
         return Err(CliError::Config { path, reason });
@@ -117,11 +117,11 @@ pub(super) fn judge(
     };
     let found = match deck {
         AnyDeck::Logits(deck) => {
-            let mut answers = Answers::of::<Problem>(candidates, &campaign.spec, &deck)?;
+            let mut answers = Answers::read::<Problem>(candidates, &campaign.spec, &deck)?;
             Campaign { deck, ..campaign }.run(&mut answers, &mut |_| ())?
         }
         AnyDeck::Head(heads) => {
-            let mut answers = Answers::of::<HeadProblem>(candidates, &campaign.spec, &heads)?;
+            let mut answers = Answers::read::<HeadProblem>(candidates, &campaign.spec, &heads)?;
             campaign.run_heads(&heads, &mut answers, &mut |_| ())?
         }
     };
@@ -132,7 +132,7 @@ pub(super) fn judge(
 struct Answers(HashMap<u64, PathBuf>);
 
 impl Answers {
-    fn of<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<Self, CliError> {
+    fn read<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<Self, CliError> {
         let mut answers = HashMap::new();
         for index in 0..deals.deck().cases {
             if let Some((_, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? {

@@ -12,7 +12,7 @@ use serde::Serialize;
 use time::OffsetDateTime;
 
 use super::document::{self, Marks};
-use super::panel::Panel;
+use super::panel::PanelCommand;
 use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::Tolerances;
 use crate::problem::{HeadProblem, Problem};
@@ -25,7 +25,7 @@ use crate::suites::measure::{
 const MARKS: Marks = ["<!-- assay tolerances --measure -->", "<!-- end of figures -->"];
 
 #[derive(Args)]
-pub(super) struct Limits {
+pub(super) struct TolerancesCommand {
     /// Measure what correct implementations need, and run the panel of kernels of others where its Python is
     #[arg(long)]
     measure: bool,
@@ -53,7 +53,7 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     number.ok_or_else(|| "expected a whole number, 1 or more".into())
 }
 
-/// What one gate has needed.
+/// The measurement of one gate.
 #[derive(Serialize)]
 struct Figure<'m> {
     #[serde(flatten)]
@@ -62,7 +62,7 @@ struct Figure<'m> {
     needed: &'m NeededKappa,
 }
 
-impl Limits {
+impl TolerancesCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         if self.measure { self.measure() } else { self.show() }
     }
@@ -122,7 +122,8 @@ impl Limits {
             let NeededKappa { kappa, allowed, case } = needed;
             let _ = writeln!(text, "{subject}: κ = {kappa} was needed, {allowed} is allowed: {case}");
         }
-        let panel = if self.class.is_none() { Panel::of_project() } else { Err("one class is measured".into()) };
+        let panel =
+            if self.class.is_none() { PanelCommand::from_project_files() } else { Err("one class is measured".into()) };
         if let Err(why) = &panel {
             let _ = writeln!(text, "ignored  the panel of kernels of others: {why}");
         }
@@ -175,7 +176,7 @@ fn read_file(path: &Path) -> Result<Tolerances, CliError> {
     Tolerances::parse(&text).map_err(|error| CliError::Config { path: path.into(), reason: error.to_string() })
 }
 
-/// `2 cores, avx2, 2026-11-21`
+/// Describes the machine and the day: `2 cores, avx2, 2026-11-21`.
 fn machine() -> String {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let isa = registry::<Problem>(None).iter().find_map(|implementation| implementation.isa()).unwrap_or("unknown");
@@ -189,7 +190,7 @@ fn headed(header: &[&str], style: TableStyle) -> Table {
     table
 }
 
-/// What a person decided, and why.
+/// Writes the decisions of people, with their reasons.
 fn in_words(tolerances: &Tolerances) -> String {
     let mut table = headed(&["class", "κ of logp", "entropy", "gradients", "because"], UTF8_FULL_CONDENSED);
     for (name, class) in &tolerances.class {

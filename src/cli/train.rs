@@ -11,7 +11,7 @@ use crate::train::{NoObserver, RunProgress, TrainConfig, TrainError, complete};
 
 /// A run goes on from the checkpoint in the folder of its results, where there is one.
 #[derive(Args)]
-pub(super) struct Train {
+pub(super) struct TrainCommand {
     /// Settings of the run; `configs/train_small.yaml` is one
     #[arg(long, value_name = "FILE.yaml")]
     config: PathBuf,
@@ -24,7 +24,7 @@ pub(super) struct Train {
     printing: Printing,
 }
 
-impl Train {
+impl TrainCommand {
     pub(super) fn run(self) -> Result<Passed, CliError> {
         let mut settings = read_settings(&self.config)?;
         if let Some(out) = self.out {

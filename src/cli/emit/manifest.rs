@@ -31,7 +31,7 @@ pub(super) struct EmitRequest {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
     #[arg(long, value_name = "FILE")]
     spec: Option<PathBuf>,
-    /// The folder to make
+    /// Folder to make for the files
     #[arg(short, long, value_name = "DIR")]
     pub(super) output: PathBuf,
     #[command(flatten)]

@@ -11,7 +11,7 @@ use super::{CliError, Passed};
 use manifest::EmitRequest;
 
 #[derive(Args)]
-pub(super) struct Emit {
+pub(super) struct EmitCommand {
     /// A TPU and its topology: v5e, v5p, v6e or v7x, alone or as in v6e:2x4; or a GPU: h100, h200 or b200, alone or, as in h100:8, so
     /// many of them
     #[arg(long, value_name = "CHIP[:TOPOLOGY]", value_parser = AnyTarget::parse)]
@@ -20,7 +20,7 @@ pub(super) struct Emit {
     asked: EmitRequest,
 }
 
-impl Emit {
+impl EmitCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         match &self.target {
             AnyTarget::Tpu(target) => tpu::emit(&self.asked, target),
