@@ -322,6 +322,6 @@ fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
 /// Renders the report page of a campaign from its JSON.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {
-    let input = Input::of(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;
+    let input = Input::parse(Path::new("assay.check"), json.as_bytes()).map_err(|reason| error::other(py, reason))?;
     Ok(render(&[input], "assay.check(…).to_html(path)"))
 }
