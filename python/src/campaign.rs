@@ -10,7 +10,7 @@ use pyo3::exceptions::{PyKeyboardInterrupt, PyNotImplementedError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping};
 
-use crate::deck::Dealt;
+use crate::deck::DeckOptions;
 use crate::error;
 use crate::outputs::{Answered, Returned};
 use crate::problem::{Batch, Lent, Problem};
@@ -51,7 +51,7 @@ pub(crate) struct Campaign {
 }
 
 /// The result of a campaign: its JSON, and its report as text.
-type Found = (String, String);
+type CampaignResult = (String, String);
 
 #[pymethods]
 impl Campaign {
@@ -81,8 +81,8 @@ impl Campaign {
         power: bool,
         repros: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head, packed)?;
-        let Dealt { deck, heads } = dealt.counted(cases, wide, seed);
+        let dealt = DeckOptions::of(py, &dtypes, &shapes, regimes, lm_head, packed)?;
+        let DeckOptions { deck, heads } = dealt.counted(cases, wide, seed);
         let seconds = seconds.map(|given| {
             Duration::try_from_secs_f64(given)
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
@@ -110,7 +110,7 @@ impl Campaign {
         device: Option<String>,
         inplace: bool,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<Found> {
+    ) -> PyResult<CampaignResult> {
         let question = Question { spec: self.spec.clone(), outputs, device, inplace };
         self.on(py, Function { function, question }, progress)
     }
@@ -122,7 +122,7 @@ impl Campaign {
         command: Vec<OsString>,
         timeout: f64,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<Found> {
+    ) -> PyResult<CampaignResult> {
         let answer = Duration::try_from_secs_f64(timeout)
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = WorkerLaunch { answer, ..WorkerLaunch::new(command) };
@@ -138,7 +138,7 @@ impl Campaign {
         py: Python<'_>,
         mut kernel: K,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<Found> {
+    ) -> PyResult<CampaignResult> {
         let mut said = Instant::now();
         let mut say = |CampaignProgress { tried, cases, failed }: CampaignProgress| {
             let Some(progress) = progress.as_ref().filter(|_| said.elapsed() > PAUSE) else { return };

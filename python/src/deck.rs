@@ -7,13 +7,13 @@ use pyo3::prelude::*;
 use crate::error;
 
 /// The decks of a campaign as Python describes them.
-pub(crate) struct Dealt {
+pub(crate) struct DeckOptions {
     pub(crate) deck: Deck,
     /// The deck of problems with an LM head; `None` if the problems have logits.
     pub(crate) heads: Option<HeadDeck>,
 }
 
-impl Dealt {
+impl DeckOptions {
     /// Makes the deck of `shapes`, as [`DeckShapes::read`] parses them, packed or not.
     ///
     /// # Errors

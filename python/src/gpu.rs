@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::error;
 use crate::memory::{Array as LentArray, Element, device};
-use crate::op::{Given, done, lent};
+use crate::op::{LossArguments, done, lent};
 use crate::spec::Spec;
 use crate::tape::expect_computed;
 use assay::cuda::op::{Gpu, OperationLaunch};
@@ -117,7 +117,7 @@ fn source(spec: &LossSpec, input: TokenInput) -> &'static str {
 }
 
 /// The arrays of a batch by name, and the ends of its packed sequences.
-type OfBatch = (BTreeMap<&'static str, LentArray>, Option<Vec<usize>>);
+type HostInputs = (BTreeMap<&'static str, LentArray>, Option<Vec<usize>>);
 
 /// Computes the inputs of a batch `[B,T,V]` that need no logits, from arrays in the host's memory: `mask` and the
 /// weights, in f64, and `cu_seqlens` if sequences are packed.
@@ -130,8 +130,8 @@ pub(crate) fn gpu_settled<'py>(
     spec: Spec,
     shape: (usize, usize, usize),
     arrays: &Bound<'py, PyDict>,
-) -> PyResult<OfBatch> {
-    let given = Given::of(&spec, arrays, None)?;
+) -> PyResult<HostInputs> {
+    let given = LossArguments::of(&spec, arrays, None)?;
     let (batch, tokens, vocab) = shape;
     let (settled, ends) = done(py, || {
         let op = given.op()?;

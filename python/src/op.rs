@@ -18,10 +18,10 @@ use assay::problem::{
 use assay::spec::{LossSpec, Reduction};
 
 /// The results of a loss: loss, logp, entropy, token loss, and the metrics in their order.
-type Evaluated = (f32, LentArray, LentArray, LentArray, LentArray);
+type LossResults = (f32, LentArray, LentArray, LentArray, LentArray);
 
 /// The arguments beside logits, or beside hidden states and head.
-pub(crate) struct Given {
+pub(crate) struct LossArguments {
     pub(crate) spec: Arc<LossSpec>,
     ids: Taken,
     mask: Taken,
@@ -43,7 +43,7 @@ const OPTIONAL: [&str; 11] = [
     "temperature",
 ];
 
-impl Given {
+impl LossArguments {
     /// Reads the arguments from a dict of tensors by name, and the number that a reduction by a given number divides
     /// by.
     pub(crate) fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
@@ -101,13 +101,13 @@ impl Given {
 }
 
 /// The derivatives by loss, logp and entropy. A cotangent that is absent or zero is `None`.
-struct Sent {
+struct CotangentArrays {
     loss: f64,
     logp: Option<Array2<f64>>,
     entropy: Option<Array2<f64>>,
 }
 
-impl Sent {
+impl CotangentArrays {
     fn of(
         py: Python<'_>,
         loss: f64,
@@ -145,7 +145,7 @@ fn kept<D: Dimension + 'static>(array: Array<f32, D>) -> LentArray {
     lent(Element::Float(Dtype::F32), array)
 }
 
-fn evaluated(evaluation: NativeOutputs) -> Evaluated {
+fn evaluated(evaluation: NativeOutputs) -> LossResults {
     let NativeOutputs { loss, logp, logp_of_others: _, entropy, token_loss, metrics } = evaluation;
     let metrics = [
         metrics.clip_low,
@@ -194,8 +194,8 @@ pub(crate) fn op_loss(
     logits: &Bound<'_, PyAny>,
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
-) -> PyResult<Evaluated> {
-    let (given, logits) = (Given::of(&spec, arrays, normalizer)?, Taken::of("logits", logits)?);
+) -> PyResult<LossResults> {
+    let (given, logits) = (LossArguments::of(&spec, arrays, normalizer)?, Taken::of("logits", logits)?);
     let evaluation = done(py, || given.op()?.loss(&logits.lent()).map_err(|reason| reason.to_string()))?;
     Ok(evaluated(evaluation))
 }
@@ -214,8 +214,8 @@ pub(crate) fn op_gradient(
     logp: Option<&Bound<'_, PyAny>>,
     entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    let given = Given::of(&spec, arrays, normalizer)?;
-    let sent = Sent::of(py, loss, logp, entropy)?;
+    let given = LossArguments::of(&spec, arrays, normalizer)?;
+    let sent = CotangentArrays::of(py, loss, logp, entropy)?;
     let mut logits = Taken::of("logits", logits)?;
     let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?;
     done(py, || {
@@ -401,8 +401,8 @@ pub(crate) fn op_head_loss(
     head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize),
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
-) -> PyResult<Evaluated> {
-    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
+) -> PyResult<LossResults> {
+    let (given, head) = (LossArguments::of(&spec, arrays, normalizer)?, Projected::of(head)?);
     let evaluation = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
@@ -424,8 +424,8 @@ pub(crate) fn op_head_gradient(
     logp: Option<&Bound<'_, PyAny>>,
     entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Given::of(&spec, arrays, normalizer)?, Projected::of(head)?);
-    let sent = Sent::of(py, loss, logp, entropy)?;
+    let (given, head) = (LossArguments::of(&spec, arrays, normalizer)?, Projected::of(head)?);
+    let sent = CotangentArrays::of(py, loss, logp, entropy)?;
     let (_, gradient) = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();

@@ -20,12 +20,12 @@ const OF_TOKENS: [&str; 3] = ["logp", "entropy", "token_loss"];
 const DLOGITS_DTYPE: &str = "dlogits_dtype";
 
 /// An array of a gradient: its name, its extents, and what they mean.
-type Expected<'p> = (&'static str, &'p [usize], &'static str);
+type GradientArray<'p> = (&'static str, &'p [usize], &'static str);
 
 /// A problem of either kind, with the gradient that a kernel returns for it.
 pub(crate) trait Answered: Judgeable {
     /// Returns the arrays that the gradient consists of.
-    fn gradient(&self) -> Vec<Expected<'_>>;
+    fn gradient(&self) -> Vec<GradientArray<'_>>;
 
     /// Borrows the gradient from the returned arrays.
     fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> Self::View<'r>;
@@ -35,7 +35,7 @@ pub(crate) trait Answered: Judgeable {
 }
 
 impl Answered for Problem {
-    fn gradient(&self) -> Vec<Expected<'_>> {
+    fn gradient(&self) -> Vec<GradientArray<'_>> {
         vec![("dlogits", self.logits.shape(), "[B,T,V] of the logits")]
     }
 
@@ -50,7 +50,7 @@ impl Answered for Problem {
 }
 
 impl Answered for HeadProblem {
-    fn gradient(&self) -> Vec<Expected<'_>> {
+    fn gradient(&self) -> Vec<GradientArray<'_>> {
         let layout = self.logits.layout.name();
         vec![
             ("dhidden", self.logits.hidden.shape(), "[B,T,H] of the hidden states"),

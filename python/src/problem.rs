@@ -9,7 +9,7 @@ use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 
-use crate::deck::Dealt;
+use crate::deck::DeckOptions;
 use crate::error;
 use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
@@ -517,7 +517,7 @@ pub(crate) fn load(
 #[pyclass(module = "assay")]
 pub(crate) struct Problems {
     spec: Spec,
-    dealt: Dealt,
+    dealt: DeckOptions,
     next: u64,
 }
 
@@ -539,7 +539,7 @@ impl Problems {
         lm_head: bool,
         packed: bool,
     ) -> PyResult<Self> {
-        let dealt = Dealt::of(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
+        let dealt = DeckOptions::of(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
         Ok(Self { spec, dealt, next: first })
     }
 
@@ -549,7 +549,7 @@ impl Problems {
 
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Problem>> {
         let Self { spec, dealt, next } = self;
-        let Dealt { deck, heads } = &*dealt;
+        let DeckOptions { deck, heads } = &*dealt;
         if *next >= deck.cases {
             return Ok(None);
         }

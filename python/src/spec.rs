@@ -104,7 +104,7 @@ pub(crate) fn plain_data<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[expect(clippy::struct_excessive_bools, reason = "each says whether one input is there")]
-struct Inputs {
+struct DeclaredInputs {
     old_logps: bool,
     ref_logps: bool,
     sampling_logps: bool,
@@ -122,7 +122,7 @@ enum Level {
     Sequence,
 }
 
-impl Default for Inputs {
+impl Default for DeclaredInputs {
     fn default() -> Self {
         Self {
             old_logps: true,
@@ -137,8 +137,8 @@ impl Default for Inputs {
     }
 }
 
-impl From<Inputs> for BatchInputs {
-    fn from(inputs: Inputs) -> Self {
+impl From<DeclaredInputs> for BatchInputs {
+    fn from(inputs: DeclaredInputs) -> Self {
         let shape = |level| match level {
             Level::Token => WeightShape::Token,
             Level::Sequence => WeightShape::Sequence,
@@ -180,7 +180,7 @@ pub(crate) fn spec_of_preset(
     // Keep the options as `name=value`, so that a campaign can try the loss with one of them changed.
     let pairs = as_pairs("", &options);
     let options = PresetOptions::from_json(&options).map_err(|reason| wrong(&reason))?;
-    let inputs: Inputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
+    let inputs: DeclaredInputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
     let resolved = presets::spec(preset, function, &options, &inputs.into()).map_err(|reason| wrong(&reason))?;
     let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
     Ok(Spec {

@@ -34,7 +34,7 @@ struct Divisor {
 
 /// Everything that a framework needs of a spec to compute its loss around kernels.
 #[derive(Serialize)]
-struct Plan {
+struct LossPlan {
     /// `1/T` of the softmax that entropy is of; none where each token has its own, the input `rate`.
     inverse_temperature: Option<f64>,
     /// The reciprocal temperature `1/T` of the softmax of logp.
@@ -67,7 +67,7 @@ struct Plan {
 #[pyfunction]
 #[pyo3(signature = (spec, width, native))]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
-    let plan = Plan::of(py, &spec.loss, width, native)?;
+    let plan = LossPlan::of(py, &spec.loss, width, native)?;
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
 }
 
@@ -91,7 +91,7 @@ pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usi
     })
 }
 
-impl Plan {
+impl LossPlan {
     /// Makes the plan of `spec` for a batch that is padded to `width`, or packed if that is `None`.
     ///
     /// # Errors

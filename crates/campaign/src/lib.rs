@@ -14,13 +14,14 @@
 //!
 //! ```
 //! use assay_campaign::{Campaign, Deck, LocalKernel, text};
+//! use assay_core::problem::Problem;
 //! use assay_core::spec::LossSpec;
 //! use assay_native::Native;
 //!
 //! let deck = Deck { cases: 4, wide: 0, ..Deck::default() };
 //! let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
 //! let native = Native::default();
-//! let report = campaign.run(&mut LocalKernel(&native), &mut |_| ()).unwrap();
+//! let report = campaign.run(&mut LocalKernel::<Problem>(&native), &mut |_| ()).unwrap();
 //! assert!(report.passed, "{}", text(&report));
 //! ```
 

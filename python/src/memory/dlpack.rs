@@ -37,7 +37,7 @@ struct DataType {
 }
 
 #[repr(C)]
-struct Tensor {
+struct DlTensor {
     data: *mut c_void,
     device_type: i32,
     device_id: i32,
@@ -51,7 +51,7 @@ struct Tensor {
 /// The structure `DLManagedTensor` of `DLPack` 0.
 #[repr(C)]
 struct Plain {
-    tensor: Tensor,
+    tensor: DlTensor,
     context: *mut c_void,
     /// # Safety
     /// Called once, by whoever is the last to use the tensor.
@@ -68,7 +68,7 @@ struct Versioned {
     /// Called once, by whoever is the last to use the tensor.
     deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
     flags: u64,
-    tensor: Tensor,
+    tensor: DlTensor,
 }
 
 /// The memory that the tensor of a capsule points to.
@@ -88,9 +88,9 @@ impl Context {
         Self { block, shape, strides }
     }
 
-    fn tensor(&mut self) -> Tensor {
+    fn tensor(&mut self) -> DlTensor {
         let (device_type, device_id) = CPU;
-        Tensor {
+        DlTensor {
             data: self.block.data().cast(),
             device_type,
             device_id,
@@ -173,7 +173,7 @@ unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
 }
 
 /// The description of an array in another framework's capsule.
-pub(super) struct Described {
+pub(super) struct CapsuleArray {
     pub(super) data: *const u8,
     pub(super) shape: Vec<usize>,
     /// The strides in elements; `None` if the array is dense and row-major.
@@ -184,7 +184,7 @@ pub(super) struct Described {
 }
 
 /// Reads `capsule`, which keeps what it describes for as long as it lives: it is not consumed.
-pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
+pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<CapsuleArray> {
     let pointer = |name: &CStr| {
         // SAFETY: both calls take any object and a string that lives for ever; the second is made of a capsule of that name.
         unsafe {
@@ -211,7 +211,7 @@ pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Described> {
         numbers(tensor.shape).unwrap_or(&[]).iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
     let strides = numbers(tensor.strides).map(|strides| strides.iter().map(|&stride| stride as isize).collect());
     let DataType { code, bits, lanes } = tensor.dtype;
-    Ok(Described {
+    Ok(CapsuleArray {
         data: tensor.data.cast::<u8>().wrapping_add(usize::try_from(tensor.byte_offset).unwrap_or(0)).cast_const(),
         shape,
         strides,

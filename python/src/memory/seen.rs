@@ -35,7 +35,7 @@ unsafe impl Send for Seen {}
 unsafe impl Sync for Seen {}
 
 /// An array of a framework before its layout is checked.
-struct Found {
+struct ForeignArray {
     keep: Keep,
     data: *const u8,
     shape: Vec<usize>,
@@ -117,7 +117,7 @@ impl Seen {
 }
 
 /// A number of Python's own, as `loss.item()` is: an f32 where one holds it exactly.
-fn number(object: &Bound<'_, PyAny>) -> Option<Found> {
+fn number(object: &Bound<'_, PyAny>) -> Option<ForeignArray> {
     let value = object.cast_exact::<pyo3::types::PyFloat>().ok()?.value();
     let narrow = value as f32;
     let mut bytes = [0; 8];
@@ -131,7 +131,7 @@ fn number(object: &Bound<'_, PyAny>) -> Option<Found> {
     // A word, for its alignment.
     let word = Box::new(u64::from_ne_bytes(bytes));
     let data = (&raw const *word).cast();
-    Some(Found { keep: Keep::Scalar(word), data, shape: Vec::new(), strides: None, dtype: Ok(dtype) })
+    Some(ForeignArray { keep: Keep::Scalar(word), data, shape: Vec::new(), strides: None, dtype: Ok(dtype) })
 }
 
 /// The array in the host's memory, computed.
@@ -160,7 +160,7 @@ fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 }
 
 /// Finds the memory and the dtype of an array; `None` for an object that is not an array.
-fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
+fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<ForeignArray>> {
     let py = object.py();
     // Try NumPy's protocol first, as NumPy cannot export bf16 by DLPack; then DLPack, then the buffer protocol.
     if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
@@ -182,11 +182,11 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<Found>> {
     let format = buffer.format().to_string_lossy().into_owned();
     let dtype = named(format.trim_start_matches(['@', '=', '<']), bits);
     let data = buffer.buf_ptr().cast::<u8>().cast_const();
-    Ok(Some(Found { keep: Keep::Buffer(buffer), data, shape, strides, dtype }))
+    Ok(Some(ForeignArray { keep: Keep::Buffer(buffer), data, shape, strides, dtype }))
 }
 
 /// Reads an array by `NumPy`'s protocol, `__array_interface__`.
-fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
+fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
     let (address, _): (usize, bool) = interface.get_item("data")?.extract()?;
     let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
     let strides: Option<Vec<isize>> = interface.get_item("strides")?.extract()?;
@@ -201,11 +201,11 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: b
         _ => Err(name.unwrap_or(typestr)),
     };
     let data = std::ptr::with_exposed_provenance(address);
-    Ok(Found { keep: Keep::Object(object.clone().unbind()), data, shape, strides, dtype })
+    Ok(ForeignArray { keep: Keep::Object(object.clone().unbind()), data, shape, strides, dtype })
 }
 
-fn of_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
-    let dlpack::Described { data, shape, strides, dtype, on_host } = dlpack::read(capsule)?;
+fn of_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
+    let dlpack::CapsuleArray { data, shape, strides, dtype, on_host } = dlpack::read(capsule)?;
     let dtype = match dtype {
         _ if !on_host => Err("of a device's memory".into()),
         (2, 64, 1) => Ok(Dtype::F64),
@@ -223,7 +223,7 @@ fn of_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<Found> {
     };
     let size = dtype.as_ref().map_or(1, |dtype| dtype.size()).cast_signed();
     let strides = strides.map(|strides| strides.iter().map(|stride| stride * size).collect());
-    Ok(Found { keep: Keep::Object(capsule.clone().unbind()), data, shape, strides, dtype })
+    Ok(ForeignArray { keep: Keep::Object(capsule.clone().unbind()), data, shape, strides, dtype })
 }
 
 /// A format of the buffer protocol.

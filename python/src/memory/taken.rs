@@ -19,11 +19,11 @@ pub(crate) struct Taken {
     shape: Vec<usize>,
     /// The strides in elements, none negative.
     strides: Vec<usize>,
-    element: Element,
+    element: ArgumentElement,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Element {
+enum ArgumentElement {
     Bool,
     I32,
     I64,
@@ -33,13 +33,13 @@ enum Element {
     F64,
 }
 
-impl Element {
+impl ArgumentElement {
     fn size(self) -> usize {
         match self {
-            Element::Bool => 1,
-            Element::F16 | Element::Bf16 => 2,
-            Element::I32 | Element::F32 => 4,
-            Element::I64 | Element::F64 => 8,
+            ArgumentElement::Bool => 1,
+            ArgumentElement::F16 | ArgumentElement::Bf16 => 2,
+            ArgumentElement::I32 | ArgumentElement::F32 => 4,
+            ArgumentElement::I64 | ArgumentElement::F64 => 8,
         }
     }
 }
@@ -62,19 +62,19 @@ impl Taken {
             return Err(wrong(&object.get_type().to_string(), "a tensor"));
         };
         let capsule = method.call0()?;
-        let dlpack::Described { data, shape, strides, dtype, on_host } = dlpack::read(&capsule)?;
+        let dlpack::CapsuleArray { data, shape, strides, dtype, on_host } = dlpack::read(&capsule)?;
         if !on_host {
             return Err(wrong("a tensor of a device", "one in the host's memory"));
         }
         // The first number is DLPack's type code: 0 signed, 2 float, 4 bf16, 6 bool.
         let element = match dtype {
-            (6, 8, 1) => Element::Bool,
-            (0, 32, 1) => Element::I32,
-            (0, 64, 1) => Element::I64,
-            (2, 16, 1) => Element::F16,
-            (4, 16, 1) => Element::Bf16,
-            (2, 32, 1) => Element::F32,
-            (2, 64, 1) => Element::F64,
+            (6, 8, 1) => ArgumentElement::Bool,
+            (0, 32, 1) => ArgumentElement::I32,
+            (0, 64, 1) => ArgumentElement::I64,
+            (2, 16, 1) => ArgumentElement::F16,
+            (4, 16, 1) => ArgumentElement::Bf16,
+            (2, 32, 1) => ArgumentElement::F32,
+            (2, 64, 1) => ArgumentElement::F64,
             (code, bits, _) => {
                 let given = match code {
                     0 => format!("dtype int{bits}"),
@@ -107,13 +107,13 @@ impl Taken {
 
     pub(crate) fn lent(&self) -> OpArray<'_> {
         match self.element {
-            Element::Bool => OpArray::Bool(self.elements()),
-            Element::I32 => OpArray::I32(self.elements()),
-            Element::I64 => OpArray::I64(self.elements()),
-            Element::F16 => OpArray::F16(self.elements()),
-            Element::Bf16 => OpArray::Bf16(self.elements()),
-            Element::F32 => OpArray::F32(self.elements()),
-            Element::F64 => OpArray::F64(self.elements()),
+            ArgumentElement::Bool => OpArray::Bool(self.elements()),
+            ArgumentElement::I32 => OpArray::I32(self.elements()),
+            ArgumentElement::I64 => OpArray::I64(self.elements()),
+            ArgumentElement::F16 => OpArray::F16(self.elements()),
+            ArgumentElement::Bf16 => OpArray::Bf16(self.elements()),
+            ArgumentElement::F32 => OpArray::F32(self.elements()),
+            ArgumentElement::F64 => OpArray::F64(self.elements()),
         }
     }
 
@@ -150,9 +150,9 @@ impl Taken {
             return Err(wrong(format!("strides {:?}", self.strides)));
         }
         Ok(match self.element {
-            Element::F16 => OpArrayMut::F16(self.elements_mut([batch, tokens, vocab])),
-            Element::Bf16 => OpArrayMut::Bf16(self.elements_mut([batch, tokens, vocab])),
-            Element::F32 => OpArrayMut::F32(self.elements_mut([batch, tokens, vocab])),
+            ArgumentElement::F16 => OpArrayMut::F16(self.elements_mut([batch, tokens, vocab])),
+            ArgumentElement::Bf16 => OpArrayMut::Bf16(self.elements_mut([batch, tokens, vocab])),
+            ArgumentElement::F32 => OpArrayMut::F32(self.elements_mut([batch, tokens, vocab])),
             _ => return Err(wrong(format!("dtype {}", self.lent().dtype()))),
         })
     }
@@ -161,7 +161,7 @@ impl Taken {
         self.shape.contains(&0)
     }
 
-    fn elements<T: Held>(&self) -> ArrayViewD<'_, T> {
+    fn elements<T: TensorElement>(&self) -> ArrayViewD<'_, T> {
         if self.is_empty() {
             return ArrayView::from_shape(IxDyn(&self.shape), &[]).expect("no element");
         }
@@ -171,7 +171,7 @@ impl Taken {
         unsafe { ArrayView::from_shape_ptr(extents, self.data.cast_const().cast()) }
     }
 
-    fn elements_mut<T: Held>(&mut self, [batch, tokens, vocab]: [usize; 3]) -> ndarray::ArrayViewMut3<'_, T> {
+    fn elements_mut<T: TensorElement>(&mut self, [batch, tokens, vocab]: [usize; 3]) -> ndarray::ArrayViewMut3<'_, T> {
         if self.is_empty() {
             return ArrayViewMut::from_shape((batch, tokens, vocab), &mut []).expect("no element");
         }
@@ -183,11 +183,11 @@ impl Taken {
 }
 
 /// A type of element that an argument may have.
-trait Held: Copy {}
-impl Held for bool {}
-impl Held for i32 {}
-impl Held for i64 {}
-impl Held for f16 {}
-impl Held for bf16 {}
-impl Held for f32 {}
-impl Held for f64 {}
+trait TensorElement: Copy {}
+impl TensorElement for bool {}
+impl TensorElement for i32 {}
+impl TensorElement for i64 {}
+impl TensorElement for f16 {}
+impl TensorElement for bf16 {}
+impl TensorElement for f32 {}
+impl TensorElement for f64 {}

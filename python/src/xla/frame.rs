@@ -131,7 +131,7 @@ pub(crate) struct Buffer {
 ///
 /// # Safety
 /// Every pattern of bits is a value, and its size is that type's.
-pub(crate) unsafe trait Element {
+pub(crate) unsafe trait XlaElement {
     const DTYPE: c_int;
     const NAME: &str;
 }
@@ -139,7 +139,7 @@ pub(crate) unsafe trait Element {
 macro_rules! elements {
     ($($type:ty, $dtype:literal, $name:literal;)*) => { $(
         // SAFETY: numbers, of which all bits are some; a truth value is read as its byte.
-        unsafe impl Element for $type {
+        unsafe impl XlaElement for $type {
             const DTYPE: c_int = $dtype;
             const NAME: &str = $name;
         }
@@ -154,7 +154,7 @@ elements! {
 }
 
 impl Buffer {
-    pub(crate) fn has<E: Element>(&self) -> bool {
+    pub(crate) fn has<E: XlaElement>(&self) -> bool {
         self.dtype == E::DTYPE
     }
 
@@ -175,7 +175,7 @@ impl Buffer {
         Ok(dim)
     }
 
-    fn pointer<E: Element>(&self, name: &str) -> Result<*mut E, String> {
+    fn pointer<E: XlaElement>(&self, name: &str) -> Result<*mut E, String> {
         if !self.has::<E>() {
             return Err(format!("`{name}`: got element type {} of XLA's, expected {}", self.dtype, E::NAME));
         }
@@ -187,7 +187,7 @@ impl Buffer {
     }
 
     /// The array `name`, which nothing writes to while it is looked at.
-    pub(crate) fn view<E: Element, D: Dimension>(&self, name: &str) -> Result<ArrayView<'_, E, D>, String> {
+    pub(crate) fn view<E: XlaElement, D: Dimension>(&self, name: &str) -> Result<ArrayView<'_, E, D>, String> {
         let extents: D = self.extents(name)?;
         // SAFETY: the buffer is dense, of that type and those extents, and lives as long as the call; `Call` hands out no view
         // of what is written.
@@ -196,16 +196,16 @@ impl Buffer {
 }
 
 /// A result of a call, which only one value may write to.
-pub(crate) struct Output<'f>(&'f Buffer);
+pub(crate) struct XlaOutput<'f>(&'f Buffer);
 
-impl<'f> Output<'f> {
+impl<'f> XlaOutput<'f> {
     /// The address, as of [`Buffer::address`].
     pub(crate) fn address(&self) -> usize {
         self.0.address()
     }
 
     /// The array `name`, to be written to. Nothing else may look at it: see [`Call::outputs`].
-    pub(crate) fn view<E: Element, D: Dimension>(self, name: &str) -> Result<ArrayViewMut<'f, E, D>, String> {
+    pub(crate) fn view<E: XlaElement, D: Dimension>(self, name: &str) -> Result<ArrayViewMut<'f, E, D>, String> {
         let extents: D = self.0.extents(name)?;
         // SAFETY: as of `Buffer::view`; and it is the only `Output` of this result. An argument that XLA laid over it has the
         // same address, and handlers look at such a one through this view alone.
@@ -242,8 +242,8 @@ impl<'f> Call<'f> {
     }
 
     /// The results, of which there are `N`; asked for once a call.
-    pub(crate) fn outputs<const N: usize>(&self) -> Result<[Output<'f>; N], String> {
-        let all: Vec<_> = Self::buffers(&self.0.results, "results")?.into_iter().map(Output).collect();
+    pub(crate) fn outputs<const N: usize>(&self) -> Result<[XlaOutput<'f>; N], String> {
+        let all: Vec<_> = Self::buffers(&self.0.results, "results")?.into_iter().map(XlaOutput).collect();
         all.try_into().map_err(|all: Vec<_>| format!("results: got {}, expected {N}", all.len()))
     }
 

@@ -13,7 +13,7 @@ use assay::native::share::{self, ShareInputs, ShareLogits, ShareTokens, VocabSha
 use assay::native::{Native, NativeElement};
 use assay::spec::{LossSpec, Temperature};
 use assay_algebra::structure::Structure;
-use frame::{Buffer, Call, Error, Frame, Output};
+use frame::{Buffer, Call, Error, Frame, XlaOutput};
 
 /// `logits, ids, mask, first_column`, `rate` where temperatures are given, and `bias` where the spec has one, to `statistics`.
 extern "C" fn statistics(frame: *mut Frame) -> *mut Error {
@@ -98,7 +98,7 @@ macro_rules! by_dtype {
 }
 
 fn of_statistics(call: &Call) -> Result<(), String> {
-    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, first], rest) = call.arguments()?;
         let [to] = call.outputs()?;
         let spec = spec(call)?;
@@ -118,9 +118,9 @@ fn of_statistics(call: &Call) -> Result<(), String> {
 }
 
 /// Returns the logits and the place for dlogits, which may be the memory of the logits.
-fn place<'f, E: NativeElement + frame::Element>(
+fn place<'f, E: NativeElement + frame::XlaElement>(
     logits: &'f Buffer,
-    dlogits: Output<'f>,
+    dlogits: XlaOutput<'f>,
 ) -> Result<ShareLogits<'f, E>, String> {
     // XLA may give both the same memory; then only the mutable view may exist.
     let beside = logits.address() != dlogits.address();
@@ -133,7 +133,7 @@ fn place<'f, E: NativeElement + frame::Element>(
 }
 
 fn of_gradient(call: &Call) -> Result<(), String> {
-    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, scales, first], rest) = call.arguments()?;
         let [dlogits] = call.outputs()?;
         let spec = spec(call)?;
@@ -150,7 +150,7 @@ fn of_gradient(call: &Call) -> Result<(), String> {
 }
 
 fn of_loss(call: &Call) -> Result<(), String> {
-    fn typed<E: NativeElement + frame::Element>(call: &Call) -> Result<(), String> {
+    fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, advantages, weights], mut rest) = call.arguments()?;
         let [dlogits, results] = call.outputs()?;
         let spec = spec(call)?;
