@@ -59,7 +59,7 @@ pub(crate) fn bench_steps(
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
     let judged = known
-        .judge(outcome, &Limits::of(implementation.class()).expect("a class of ours"))
+        .judge(outcome, &Limits::for_class(implementation.class()).expect("a class of ours"))
         .expect("every output has a tolerance");
     assert_eq!(known.failures(&judged, &name, "this bench"), Vec::<String>::new());
     group.bench_function(BenchmarkId::from_parameter(name), |bencher| {

@@ -54,7 +54,7 @@ pub(crate) fn judge<P: Answered>(
     Standards { grade, allow }: &Standards,
 ) -> Result<Verdicts, String> {
     let known = Known::of(spec, problem).map_err(|reason| reason.to_string())?;
-    let limits = Limits::of(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
+    let limits = Limits::for_class(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
     let waived = |verdicts: Vec<Verdict>| verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect::<Vec<_>>();
     // Judge the outputs with a gradient by all gates, and without one by the forward gates only.
     let (diagnoses, absent, verdicts): (Vec<_>, Vec<&str>, _) = if returned.has_gradient() {

@@ -467,7 +467,7 @@ fn judge_answer<P: Judgeable>(
 ) -> Result<Option<BenchResult>, BenchError> {
     let id = implementation.id();
     let known = Known::of(spec, problem).map_err(RunError::from)?;
-    let limits = Limits::of(implementation.class()).map_err(JudgeError::from)?;
+    let limits = Limits::for_class(implementation.class()).map_err(JudgeError::from)?;
     let limits = if implementation.keeps_digits() { limits } else { limits.at(Grade::Standard) };
     let judged = known.judge(outcome, &limits)?;
     let failures = known.failures(&judged, id, command);

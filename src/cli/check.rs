@@ -12,7 +12,7 @@ use crate::campaign::{Campaign, CampaignProgress, LocalKernel, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::find;
 use crate::report::{Input, render};
-use crate::schema::Made;
+use crate::schema::CommandOutput;
 use crate::schema::campaign::Campaign as Found;
 use crate::schema::verdicts::Grade;
 use crate::worker::{Worker, WorkerLaunch};
@@ -130,7 +130,7 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
 /// Prints what a campaign found, and writes it where that is asked for.
 pub(super) fn show(found: &Found, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
     if let Some(path) = page {
-        let made = Made { command: command_line(), result: found };
+        let made = CommandOutput { command: command_line(), result: found };
         let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
         let page = render(&[Input::parse(Path::new(&found.kernel), &json)?], &made.command);
         crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {

@@ -116,7 +116,7 @@ impl GenerateCommand {
     /// Returns the coverage of the problem, which must not be empty.
     fn covered<P: Judgeable>(&self, problem: &P, spec: &LossSpec) -> Result<Coverage, CliError> {
         let wrong = |reason| CliError::Problem { path: self.output.clone(), reason };
-        let coverage = Coverage::of(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));
+        let coverage = Coverage::from_reference(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));
         if coverage.with_gradient == 0 && !self.without_gradient {
             let given = format!("--seed {}: got {coverage}, expected a token with a gradient", self.seed);
             return Err(CliError::Usage(format!("{given}: take another seed, more tokens, or --without-gradient")));

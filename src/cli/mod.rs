@@ -67,7 +67,7 @@ use crate::problem::ProblemError;
 #[cfg(feature = "train")]
 use crate::record::RecordError;
 use crate::report::InputError;
-use crate::schema::Made;
+use crate::schema::CommandOutput;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
 #[cfg(feature = "train")]
@@ -378,7 +378,7 @@ fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
 impl Printing {
     /// Prints `text` unless quiet, and writes `result`, an object, with the command that made it where asked to.
     fn finish(&self, text: &str, result: &impl Serialize) -> Result<(), CliError> {
-        self.finish_list(text, &Made { command: command_line(), result })
+        self.finish_list(text, &CommandOutput { command: command_line(), result })
     }
 
     /// Prints `text` unless quiet, and writes `json` as it is where asked to.

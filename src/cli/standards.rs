@@ -49,7 +49,7 @@ impl CandidateStandards {
     }
 
     fn limits(&self, class: &str) -> Result<Limits<'static>, CliError> {
-        let limits = Limits::of(class)?;
+        let limits = Limits::for_class(class)?;
         Ok(self.grade.map_or(limits, |grade| limits.at(grade)))
     }
 

@@ -40,7 +40,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
         for regime in [Regime::Normal, Regime::Confident, Regime::Ties] {
             let problem = recipe(regime).problem(&spec)?;
             let known = Known::of(&spec, &problem)?;
-            let judged = known.judge(program.run(&problem)?, &Limits::of("gpu")?)?;
+            let judged = known.judge(program.run(&problem)?, &Limits::for_class("gpu")?)?;
             if let Some(failure) = known.failures(&judged, id, "this trial").into_iter().next() {
                 return Err(format!("{regime:?} {failure}").into());
             }

@@ -74,7 +74,7 @@ pub(crate) fn forward_alone(
                 token_loss: None,
                 metrics: None,
             };
-            let verdicts = known.verdicts_of_forward(&candidate, &Limits::of(class)?)?;
+            let verdicts = known.verdicts_of_forward(&candidate, &Limits::for_class(class)?)?;
             if let Some(verdict) = verdicts.iter().find(|verdict| !verdict.passed()) {
                 return Err(known.explain(verdict, name, "this test").to_string().into());
             }
@@ -321,7 +321,7 @@ impl Run {
         let problem = recipe.problem(&spec)?;
         let known = Known::of(&spec, &problem)?;
         let candidate = parts::run(&*self.implementation, &spec, &problem, 2, self.devices)?;
-        let judged = known.judge(candidate, &Limits::of(self.implementation.class())?)?;
+        let judged = known.judge(candidate, &Limits::for_class(self.implementation.class())?)?;
         let name = on_devices(self.implementation.id(), self.devices);
         match known.failures(&judged, &name, "this trial").into_iter().next() {
             Some(failure) => Err(failure.into()),

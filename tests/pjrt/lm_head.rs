@@ -319,7 +319,7 @@ fn lm_head_prepared_step_equals_a_run() {
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
     expect_dtypes(&problem, &outcome);
     let known = Known::of(&case.spec, &problem).unwrap();
-    let judged = known.judge(outcome, &Limits::of(head.class()).unwrap()).unwrap();
+    let judged = known.judge(outcome, &Limits::for_class(head.class()).unwrap()).unwrap();
     assert_eq!(known.failures(&judged, "prepared", "this test"), Vec::<String>::new());
 }
 

@@ -78,7 +78,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
                 metrics: evaluated.metrics,
             };
             let known = Known::of(&spec, &problem).unwrap();
-            let judged = known.judge(candidate, &Limits::of("native").unwrap()).unwrap();
+            let judged = known.judge(candidate, &Limits::for_class("native").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
         }
     }
@@ -146,7 +146,9 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
                     token_loss: None,
                 };
                 let expect_right = |outcome: &HeadCandidate, class: &str| {
-                    for verdict in problem.judge(&reference, &outcome.lend(), &Limits::of(class).unwrap()).unwrap() {
+                    for verdict in
+                        problem.judge(&reference, &outcome.lend(), &Limits::for_class(class).unwrap()).unwrap()
+                    {
                         assert!(verdict.passed(), "{dtype}, {class}: {verdict:?}");
                     }
                 };

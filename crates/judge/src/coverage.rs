@@ -1,4 +1,4 @@
-//! [`Coverage`]: what a problem can show of a kernel.
+//! [`Coverage`]: the features of a problem that decide which bugs of a kernel it can show.
 
 use std::fmt;
 
@@ -6,26 +6,26 @@ use serde::Serialize;
 
 use assay_reference::Reference;
 
-/// What a problem can show.
+/// The features of a problem that decide which bugs it can show.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Coverage {
-    /// Tokens that count.
+    /// The number of tokens that count.
     pub tokens: usize,
-    /// Of them, those whose dlogits are not all 0.
+    /// The number of tokens whose dlogits are not all 0.
     pub with_gradient: usize,
-    /// Tokens that count as clipped, on either side.
+    /// The number of tokens that count as clipped, on either side.
     pub clipped: usize,
-    /// Sequences without a token.
+    /// The number of sequences without a token that counts.
     pub empty_rows: usize,
-    /// The least and the largest probability of a target that has a gradient.
+    /// The smallest and the largest probability of a target that has a gradient.
     pub target_probability: Option<[f64; 2]>,
-    /// Of the targets that have a gradient, those in the first column, and those in the last.
+    /// The number of targets with a gradient at the first vocabulary entry, and at the last.
     pub first_and_last_column: [usize; 2],
 }
 
 impl Coverage {
-    /// That of the problem that was evaluated.
-    pub fn of(reference: &Reference) -> Self {
+    /// Counts the features of the problem behind `reference`.
+    pub fn from_reference(reference: &Reference) -> Self {
         let shape = reference.shape();
         let mut coverage = Self::default();
         for sequence in reference.problem().sequences() {

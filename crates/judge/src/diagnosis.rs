@@ -1,4 +1,33 @@
-//! [`Diagnosis`]: what is likely behind a failure, where the errors of a candidate have the pattern of a known cause.
+//! [`Diagnosis`]: the likely cause of a failure, if the errors of a candidate have the pattern of a known one.
+//!
+//! ```
+//! use assay_judge::diagnosis::Diagnosis;
+//! # use assay_core::problem::{Candidate, Dtype, FloatArray};
+//! # use assay_core::spec::LossSpec;
+//! # use assay_judge::generate::{Recipe, Regime};
+//! # use assay_judge::judgeable::Judgeable;
+//! # use assay_judge::tolerance::Limits;
+//! # let spec = LossSpec::default();
+//! # let recipe = Recipe {
+//! #     shape: [2, 3, 32],
+//! #     dtype: Dtype::F32,
+//! #     regime: Regime::Normal,
+//! #     seed: 0,
+//! #     old_logp_noise_scale: 0.3,
+//! #     masked_garbage: false,
+//! # };
+//! # let problem = recipe.problem(&spec)?;
+//! # let reference = problem.evaluate(&spec)?;
+//! // A kernel whose gradient is 1.5 times the exact one:
+//! let exact: Candidate = reference.outcome().into();
+//! let gradient = FloatArray::rounded_from(&(exact.gradient.to_f64() * 1.5), Dtype::F32);
+//! let candidate = Candidate { gradient, ..exact };
+//! let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external")?)?;
+//! let causes = problem.diagnose(&reference, &candidate.lend(), &verdicts);
+//! assert!(causes.iter().any(|cause| cause.to_string() == "dlogits are 1.500000 times what they should be"));
+//! assert!(matches!(causes[..], [Diagnosis::ConstantFactor(_), ..]));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use std::fmt;
 
@@ -11,20 +40,20 @@ use super::metric::half_ulp;
 use assay_core::problem::{Candidate, Dtype, FloatView};
 use assay_reference::Reference;
 
-/// A likely cause.
+/// The likely cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Diagnosis {
-    /// All columns but the target are 0.
+    /// Only the target has a gradient: all other vocabulary entries are 0.
     OnlyTheTarget,
-    /// The gradient is this many times what it should be.
+    /// The gradient is the exact one times this factor.
     ConstantFactor(f64),
-    /// Errors of up to one ulp, all toward 0.
+    /// The errors are up to one ulp and all toward 0, as of truncation to this dtype.
     Truncated(Dtype),
-    /// An output's values are those of a dtype of fewer bits than it is stored in.
+    /// The values of an output are those of a narrower dtype than it is stored in.
     StoredWider(Output, Dtype),
-    /// Errors of logp, or entropy, of the size that logits of this dtype have when they are not converted first.
+    /// The errors of logp, or entropy, are as large as if logits of this dtype were not converted to f32 first.
     NotUpcast(Dtype),
-    /// Errors of logp, or of entropy alone, of the size of a sum of so many terms, added one by one in f32.
+    /// The errors of logp, or of entropy alone, are as large as those of a sum of so many terms, added one by one in f32.
     NaiveSum(usize),
 }
 
@@ -51,15 +80,15 @@ impl fmt::Display for Diagnosis {
     }
 }
 
-/// What the judge's verdicts on `candidate` are likely of; nothing where all passed.
-pub(super) fn of_logits(
+/// Diagnoses the failures of a candidate on logits; empty if all verdicts passed.
+pub(super) fn diagnose_logits(
     reference: &Reference,
     candidate: &Candidate<FloatView<Ix3>>,
     verdicts: &[Verdict],
 ) -> Vec<Diagnosis> {
-    let mut all: Vec<Diagnosis> = of_tokens(reference, candidate, verdicts).into_iter().collect();
+    let mut all: Vec<Diagnosis> = diagnose_tokens(reference, candidate, verdicts).into_iter().collect();
     if failed(verdicts, Output::Dlogits) {
-        all.extend(of_dlogits(reference, &candidate.gradient));
+        all.extend(diagnose_dlogits(reference, &candidate.gradient));
     }
     all
 }
@@ -68,14 +97,19 @@ fn failed(verdicts: &[Verdict], output: Output) -> bool {
     verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed())
 }
 
-/// Of the softmax alone: of logp, or where that is right of entropy.
-pub(super) fn of_tokens<G>(reference: &Reference, candidate: &Candidate<G>, verdicts: &[Verdict]) -> Option<Diagnosis> {
+/// Diagnoses the softmax: from the errors of logp, or if that is right, of entropy.
+pub(super) fn diagnose_tokens<G>(
+    reference: &Reference,
+    candidate: &Candidate<G>,
+    verdicts: &[Verdict],
+) -> Option<Diagnosis> {
     let of_logp = failed(verdicts, Output::Logp);
     if !of_logp && !failed(verdicts, Output::Entropy) {
         return None;
     }
     let values = if of_logp { &candidate.logp } else { &candidate.entropy }.as_ref()?;
     let (shape, dtype) = (reference.shape(), reference.problem().logits.dtype());
+    // The largest error, and the errors that two known causes would have at most.
     let (mut error, mut coarse, mut of_sum) = (0.0, 0.0, 0.0);
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
@@ -90,13 +124,13 @@ pub(super) fn of_tokens<G>(reference: &Reference, candidate: &Candidate<G>, verd
     match () {
         () if !error.is_finite() => None,
         () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
-        // Of fewer terms a sum is no cause.
+        // A sum of fewer terms has too small an error to be a cause.
         () if shape.vocab >= 1 << 10 && error <= of_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
         () => None,
     }
 }
 
-/// Sums over pairs of an expected and an actual value.
+/// The sums over pairs of an expected and an actual value from which a constant factor follows.
 #[derive(Default)]
 struct Pairs {
     count: usize,
@@ -113,7 +147,7 @@ impl Pairs {
         self.actual2 += actual * actual;
     }
 
-    /// The factor that comes nearest, and what is left of the actual values without it, of their size.
+    /// Returns the factor that fits best in least squares, and the relative size of what remains of the actual values.
     fn factor(&self) -> Option<(f64, f64)> {
         let factor = self.product / self.expected2;
         let left2 = self.actual2 - factor * self.product;
@@ -121,7 +155,8 @@ impl Pairs {
     }
 }
 
-fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis> {
+/// Diagnoses dlogits from the pattern of their errors over all tokens.
+fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis> {
     let shape = reference.shape();
     let dtype = dlogits.dtype();
     let (mut others, mut targets) = (Pairs::default(), Pairs::default());
@@ -129,7 +164,7 @@ fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis>
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
-            // What is flushed, and what is not finite, says nothing.
+            // A flushed value, and one that is not finite, has no pattern.
             if !y.is_finite() || x.abs() < f64::from(f32::MIN_POSITIVE) {
                 continue;
             }
@@ -147,6 +182,7 @@ fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis>
         all.push(Diagnosis::OnlyTheTarget);
         return all;
     }
+    // One factor must fit the targets and the other entries alike, much better than a factor of 1 does.
     if let (Some((factor, left)), Some((of_targets, left_of_targets))) =
         (others.factor(), targets.factor().or(others.factor()))
         && left.max(left_of_targets) < 1e-2
@@ -162,7 +198,7 @@ fn of_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis>
     all
 }
 
-/// The dtype of fewer bits that all of an output's values are of.
+/// Finds the narrower dtype that all values of an output are of.
 pub(super) fn stored_wider<D: Dimension>(output: Output, values: &FloatView<D>) -> Option<Diagnosis> {
     if !matches!(values.dtype(), Dtype::F32 | Dtype::F64) {
         return None;

@@ -1,45 +1,45 @@
-//! [`Gate`]: what is judged, and how.
+//! [`Gate`]: one comparison within a verdict: an output, the way it is compared, and the tokens it is of.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Something that is judged.
+/// An output of a candidate that is judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Output {
     /// The scalar loss.
     Loss,
-    /// `[B,T]` log-probabilities.
+    /// The log-probabilities of the sampled tokens, `[B,T]`, in nats.
     Logp,
-    /// `[B,T]` entropies.
+    /// The entropies of the tokens' distributions, `[B,T]`, in nats.
     Entropy,
-    /// `[B,T]` token losses.
+    /// The losses of the tokens before mask and normaliser, `[B,T]`.
     TokenLoss,
-    /// `[B,T,V]` gradient.
+    /// The gradient of the loss by the logits, `[B,T,V]`.
     Dlogits,
-    /// `[B,T,H]` gradient of the hidden states.
+    /// The gradient of the loss by the hidden states, `[B,T,H]`.
     Dhidden,
-    /// `[H,V]` or `[V,H]` gradient of the LM head.
+    /// The gradient of the loss by the LM head, `[H,V]` or `[V,H]`.
     DlmHead,
-    /// Metric: mean entropy.
+    /// The metric "mean entropy", in nats.
     EntropyMean,
-    /// Metric: mean KL estimate.
+    /// The metric "mean KL estimate", in nats.
     KlMean,
-    /// Metric: mean ratio.
+    /// The metric "mean ratio" of the policies' probabilities.
     RatioMean,
-    /// Metric: share clipped low.
+    /// The metric "share of tokens clipped at the lower bound".
     ClipLow,
-    /// Metric: share clipped high.
+    /// The metric "share of tokens clipped at the upper bound".
     ClipHigh,
-    /// Metric: share clipped on either side.
+    /// The metric "share of tokens clipped at either bound".
     ClipRegion,
-    /// A scalar recorded with a fixture, which checks the reference itself.
+    /// A scalar that was recorded with a fixture: it checks the reference itself.
     Recorded,
 }
 
 impl Output {
-    /// All of them.
+    /// All outputs, in the order of their gates.
     pub const ALL: [Output; 14] = [
         Output::Loss,
         Output::Logp,
@@ -57,7 +57,7 @@ impl Output {
         Output::Recorded,
     ];
 
-    /// The name that files and reports use.
+    /// Returns the name that files and reports use, such as `token_loss`.
     pub fn name(self) -> &'static str {
         match self {
             Output::Loss => "loss",
@@ -77,29 +77,29 @@ impl Output {
         }
     }
 
-    /// Whether it is a gradient: what a kernel is there for.
+    /// Whether it is a gradient, the main purpose of a kernel.
     pub fn is_gradient(self) -> bool {
         matches!(self, Output::Dlogits | Output::Dhidden | Output::DlmHead)
     }
 }
 
-/// How an output is compared.
+/// The way in which an output is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Model {
-    /// Every element: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale + floor`.
+    /// Each element by itself: `|x̂ − x| ≤ ½ulp(x) + κ·u·scale + floor`.
     Elementwise,
-    /// Each row of dlogits without its target, of `dhidden`, or column of `dlm_head`:
+    /// The norm of each token's row of dlogits without its target, of `dhidden`, or of each column of `dlm_head`:
     /// `‖x̂ − x‖₂ ≤ ‖½ulp(x)‖₂ + κ·u·‖scale‖₂ + ‖floor‖₂`.
     RowL2,
-    /// Each row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale + Σ floor`.
+    /// The sum of each token's row of dlogits: `|Σ x̂ − Σ x| ≤ Σ ½ulp(x) + κ·u·Σ scale + Σ floor`.
     RowSum,
-    /// A share of tokens: exact, but for tokens inside a tie band.
+    /// A share of tokens, which must be exact up to tokens inside a tie band.
     Count,
 }
 
 impl Model {
-    /// The name that files use.
+    /// Returns the name that files use, such as `row_l2`.
     pub fn name(self) -> &'static str {
         match self {
             Model::Elementwise => "elementwise",
@@ -110,26 +110,27 @@ impl Model {
     }
 }
 
-/// Inputs at the edge of what a kernel is used on. Tokens on one are judged in gates of their own, so that a kernel's accuracy
-/// and what it does at its edges are two statements; a known edge is waived by name.
+/// A class of tokens that is judged separately, so that a kernel's accuracy and its behaviour on extreme inputs are two statements.
+///
+/// A user waives a known edge by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Edge {
-    /// A value that the loss goes through is beyond f32, or not finite in exact arithmetic.
+    /// A value on the way to the loss overflows f32, or is not finite in exact arithmetic.
     Overflow,
-    /// A logit of the token is −∞.
+    /// A logit of the token is −∞, as filters write it.
     MinusInfinity,
     /// A logit of the token is finite and near its dtype's lowest number, below half of it: `finfo.min`, as masks are written.
     LowestFloat,
-    /// The token is masked: its gradient is exactly 0.
+    /// The token is masked, so that its gradient is exactly 0.
     Masked,
 }
 
 impl Edge {
-    /// All of them.
+    /// All edges, in the order in which a token's edge is chosen.
     pub const ALL: [Edge; 4] = [Edge::Overflow, Edge::MinusInfinity, Edge::LowestFloat, Edge::Masked];
 
-    /// The name by which it is waived.
+    /// Returns the name by which a user waives the edge.
     pub fn name(self) -> &'static str {
         match self {
             Edge::Overflow => "overflow",
@@ -157,14 +158,14 @@ impl std::str::FromStr for Edge {
     }
 }
 
-/// An output, the way it is compared, and of which tokens.
+/// One comparison within a verdict: an output, the way it is compared, and the tokens it is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Gate {
-    /// What is judged.
+    /// The output that is judged.
     pub output: Output,
-    /// How.
+    /// The way in which it is compared.
     pub model: Model,
-    /// At which edge its tokens are; `None` for all others.
+    /// The edge that its tokens are at; `None` for tokens at no edge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub edge: Option<Edge>,
 }
@@ -175,7 +176,7 @@ impl Gate {
         Self { output, model, edge: None }
     }
 
-    /// The same of tokens at `edge`.
+    /// Returns the gate of the tokens that are at `edge`.
     #[must_use]
     pub const fn at(self, edge: Option<Edge>) -> Self {
         Self { edge, ..self }

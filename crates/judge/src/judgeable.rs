@@ -81,7 +81,7 @@ pub trait Judgeable: Workload<Gradient: Gradient> {
         candidate: &Candidate<()>,
         verdicts: &[Verdict],
     ) -> Option<Diagnosis> {
-        diagnosis::of_tokens(Self::on_logits(reference), candidate, verdicts)
+        diagnosis::diagnose_tokens(Self::on_logits(reference), candidate, verdicts)
     }
 
     /// What went into an output at `at`, in words; `None` where it is of no one place.
@@ -123,7 +123,7 @@ impl Judgeable for Problem {
         outcome: &Candidate<FloatView<Ix3>>,
         verdicts: &[Verdict],
     ) -> Vec<Diagnosis> {
-        diagnosis::of_logits(reference, outcome, verdicts)
+        diagnosis::diagnose_logits(reference, outcome, verdicts)
     }
 
     fn inputs(&self, reference: &Reference<'_>, at: Position) -> Option<String> {
@@ -174,7 +174,7 @@ impl Judgeable for HeadProblem {
             failed(Output::Dhidden).then(|| diagnosis::stored_wider(Output::Dhidden, &gradient.dhidden)),
             failed(Output::DlmHead).then(|| diagnosis::stored_wider(Output::DlmHead, &gradient.dlm_head)),
         ];
-        let of_tokens = diagnosis::of_tokens(reference.on_logits(), outcome, verdicts);
+        let of_tokens = diagnosis::diagnose_tokens(reference.on_logits(), outcome, verdicts);
         of_tokens.into_iter().chain(stored.into_iter().flatten().flatten()).collect()
     }
 

@@ -1,6 +1,34 @@
-//! The judge: derived tolerances, comparators, verdicts, and the problems to judge on.
+//! Judges kernels: derived limits, verdicts, and the problems to judge on.
 //!
-//! It sees the reference, and of kernels what they returned. What each gate allows, and why, is derived in
+//! ```
+//! use assay_core::problem::{Candidate, Dtype};
+//! use assay_core::spec::LossSpec;
+//! use assay_judge::generate::{Recipe, Regime};
+//! use assay_judge::judgeable::Judgeable;
+//! use assay_judge::tolerance::Limits;
+//!
+//! let spec = LossSpec::default();
+//! let recipe = Recipe {
+//!     shape: [2, 3, 32],
+//!     dtype: Dtype::F32,
+//!     regime: Regime::Normal,
+//!     seed: 0,
+//!     old_logp_noise_scale: 0.3,
+//!     masked_garbage: false,
+//! };
+//! let problem = recipe.problem(&spec)?;
+//! let reference = problem.evaluate(&spec)?;
+//! // The reference's own values in place of a kernel's: every gate passes.
+//! let candidate: Candidate = reference.outcome().into();
+//! let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external")?)?;
+//! assert!(verdicts.iter().all(|verdict| verdict.passed()));
+//! // A kernel that returns no loss is refused.
+//! let without_loss = Candidate { loss: None, ..candidate };
+//! assert!(problem.judge(&reference, &without_loss.lend(), &Limits::for_class("external")?).is_err());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The judge sees the reference, and of a kernel only what it returned. What each gate allows, and why, is derived in
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
 mod column_bounds;

@@ -1,14 +1,27 @@
-//! How far one number is from another, and a tally of many such comparisons.
+//! [`Tally`]: many comparisons of a value with the exact one, each against its limit, of which the worst is kept.
+//!
+//! ```
+//! use assay_core::problem::Dtype;
+//! use assay_judge::metric::{Allowance, Position, Tally};
+//!
+//! // The limit is κ·u·scale = 4·2⁻²⁴·1: an error of 2·2⁻²⁴ is half of it.
+//! let u = f64::powi(2.0, -24);
+//! let allowance = Allowance { unit: u, scale: 1.0, ..Allowance::default() };
+//! let mut tally = Tally::default();
+//! tally.compare(Position::token(0, 1), 1.0, 1.0 + 2.0 * u, 4.0, allowance, Dtype::F32);
+//! assert!(tally.passes());
+//! assert_eq!((tally.badness(), tally.kappa_seen), (0.5, 2.0));
+//! ```
 
 use std::ops::Range;
 
 use assay_core::problem::Dtype;
 use assay_schema::verdicts::Status;
 
-/// The spacing of a dtype's numbers.
+/// The spacing of a dtype's numbers, from which the error of rounding follows.
 #[derive(Clone, Copy, Debug)]
 pub struct Spacing {
-    /// Half of it at 1.
+    /// Half of the spacing at 1.
     at_1: f64,
     min_normal: f64,
 }
@@ -25,22 +38,23 @@ impl Spacing {
         Self { at_1, min_normal: min_normal(dtype) }
     }
 
-    /// Half of it at `x`: the error of rounding `x` to nearest. Below the smallest normal number the spacing stays that of the
-    /// subnormals.
+    /// Returns half of the spacing at `x`: the largest error of rounding `x` to nearest.
+    ///
+    /// Below the smallest normal number the spacing is that of the subnormals.
     #[inline]
     pub fn half_ulp(self, x: f64) -> f64 {
-        // The exponent's bits alone: the largest power of two that is no more than |x|; of a subnormal f64 they are 0.
+        // The exponent's bits alone are the largest power of two up to |x|; for a subnormal f64 they are 0.
         let power_of_two = f64::from_bits(x.to_bits() & f64::INFINITY.to_bits());
         self.at_1 * if power_of_two > self.min_normal { power_of_two } else { self.min_normal }
     }
 }
 
-/// [`Spacing::half_ulp`] of `dtype` at `x`.
+/// Returns [`Spacing::half_ulp`] of `dtype` at `x`.
 pub fn half_ulp(x: f64, dtype: Dtype) -> f64 {
     Spacing::new(dtype).half_ulp(x)
 }
 
-/// The smallest normal number of `dtype`.
+/// Returns the smallest normal number of `dtype`.
 #[inline]
 pub fn min_normal(dtype: Dtype) -> f64 {
     match dtype {
@@ -50,7 +64,7 @@ pub fn min_normal(dtype: Dtype) -> f64 {
     }
 }
 
-/// The bits of `x` rounded to `dtype`, in hexadecimal.
+/// Formats the bits of `x`, rounded to `dtype`, in hexadecimal.
 pub fn hex(x: f64, dtype: Dtype) -> String {
     match dtype {
         Dtype::F64 => format!("{:#018x}", x.to_bits()),
@@ -60,43 +74,43 @@ pub fn hex(x: f64, dtype: Dtype) -> String {
     }
 }
 
-/// Where a value stands in an output.
+/// The place of a value in an output; indices that it does not have are `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct Position {
-    /// Sequence.
+    /// The index of the sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub b: Option<usize>,
-    /// Token.
+    /// The index of the token in its sequence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub t: Option<usize>,
-    /// Which of a token's ids.
+    /// The number of one of a token's ids, from 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub k: Option<usize>,
-    /// Hidden unit.
+    /// The index of the hidden unit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub h: Option<usize>,
-    /// Column.
+    /// The index of the vocabulary entry.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub v: Option<usize>,
 }
 
 impl Position {
-    /// Token `[b,t]`.
+    /// Creates the place of token `[b,t]`.
     pub fn token(b: usize, t: usize) -> Self {
         Self { b: Some(b), t: Some(t), ..Self::default() }
     }
 
-    /// Column `[b,t,v]`.
+    /// Creates the place of vocabulary entry `[b,t,v]`.
     pub fn column(b: usize, t: usize, v: usize) -> Self {
         Self { v: Some(v), ..Self::token(b, t) }
     }
 
-    /// Hidden unit `[b,t,h]`.
+    /// Creates the place of hidden unit `[b,t,h]`.
     pub fn hidden(b: usize, t: usize, h: usize) -> Self {
         Self { h: Some(h), ..Self::token(b, t) }
     }
 
-    /// Weight `[h,v]` of the LM head, whatever its layout.
+    /// Creates the place of weight `[h,v]` of the LM head, whatever its layout.
     pub fn weight(h: usize, v: usize) -> Self {
         Self { h: Some(h), v: Some(v), ..Self::default() }
     }
@@ -110,33 +124,33 @@ impl std::fmt::Display for Position {
     }
 }
 
-/// What an error is measured against: `limit = rounding + κ·u·scale + floor`.
+/// The parts of the limit of one value: `limit = rounding + κ·unit·scale + floor`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Allowance {
-    /// Error of rounding the exact value to the output's dtype.
+    /// The error of rounding the exact value to the output's dtype.
     pub rounding: f64,
-    /// Unit roundoff of the arithmetic.
+    /// The unit roundoff `u` of the arithmetic.
     pub unit: f64,
-    /// The value's own condition.
+    /// The condition of the value: how strongly rounding shows in it.
     pub scale: f64,
-    /// Errors that no multiple of the scale covers, such as underflow to zero.
+    /// The errors that no multiple of the scale covers, such as flushing to 0.
     pub floor: f64,
 }
 
-/// What many errors are measured against, an [`Allowance`] each.
+/// The parts of the limits of many values, one [`Allowance`] each.
 #[derive(Clone, Debug, Default)]
 pub struct Allowances {
-    /// Of each.
+    /// The rounding errors, one entry per value.
     pub rounding: Vec<f64>,
-    /// Of all.
+    /// The unit roundoff, the same for all values.
     pub unit: f64,
-    /// Of each.
+    /// The conditions, one entry per value.
     pub scale: Vec<f64>,
-    /// Of each.
+    /// The floors, one entry per value.
     pub floor: Vec<f64>,
 }
 
-/// Some of them.
+/// A range of [`Allowances`], borrowed.
 struct AllowanceSlices<'a> {
     rounding: &'a [f64],
     unit: f64,
@@ -145,7 +159,7 @@ struct AllowanceSlices<'a> {
 }
 
 impl Allowances {
-    /// Of one.
+    /// Returns the allowance of the `v`th value.
     pub fn at(&self, v: usize) -> Allowance {
         Allowance { rounding: self.rounding[v], unit: self.unit, scale: self.scale[v], floor: self.floor[v] }
     }
@@ -160,65 +174,64 @@ impl Allowances {
     }
 }
 
-/// How many are compared before the worst of them is asked for.
+/// The number of values that are compared before their worst is looked for.
 const AT_ONCE: usize = 64;
 
-/// One comparison.
+/// The comparison of one value with the exact one.
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison {
-    /// Where.
+    /// The place of the value.
     pub at: Position,
-    /// The exact value.
+    /// The exact value, from the reference.
     pub expected: f64,
-    /// The value judged.
+    /// The value that is judged.
     pub actual: f64,
-    /// `|actual − expected|`.
+    /// The error `|actual − expected|`.
     pub error: f64,
     /// The largest error allowed.
     pub limit: f64,
 }
 
 impl Comparison {
-    /// `error / limit`; 0 where both are 0.
+    /// Returns error / limit; 0 if both are 0. Above 1 the comparison fails.
     pub fn error_over_limit(&self) -> f64 {
         if self.error == 0.0 { 0.0 } else { self.error / self.limit }
     }
 }
 
-/// Upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
+/// The upper edges of the histogram's buckets, in ulp of the output's dtype; the last bucket is open.
 pub const ULP_EDGES: [f64; 8] = [0.5, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0, f64::INFINITY];
 
-/// The bucket of an error, where an ulp is `ulp`: how many edges it is beyond.
+/// Returns the bucket of an error: the number of edges, in units of `ulp`, that it exceeds.
 fn bucket(error: f64, ulp: f64) -> usize {
     ULP_EDGES.iter().map(|&edge| usize::from(error > edge * ulp)).sum()
 }
 
-/// The worst of many comparisons.
+/// A tally of many comparisons, of which the worst is kept.
 #[derive(Clone, Debug, Default)]
 pub struct Tally {
-    /// The comparison with the largest share of its limit.
+    /// The comparison with the largest error / limit.
     pub worst: Option<Comparison>,
-    /// That share.
+    /// The error / limit of that comparison.
     worst_quotient: f64,
-    /// The first value that is NaN or ∞ where the exact one is not.
+    /// The first value that is NaN or ∞ though the exact one is finite.
     pub nonfinite: Option<(Position, f64)>,
-    /// The first value that is finite where the exact one is not.
+    /// The first value that is finite though the exact one is not.
     pub silent: Option<(Position, f64)>,
-    /// The first value that is NaN or ∞ as the exact one is, or as f32 may make of it.
+    /// The first value that is NaN or ∞ as it may be: as the exact one is, or because f32 overflows.
     pub reported: Option<Position>,
-    /// Values for which there is no limit, as what they depend on may be off by more than f64 can say, and rows with such a value
-    /// or one that is not finite: they were not compared.
+    /// The number of values without a finite limit, and of rows with such a value or one that is not finite: they were not compared.
     pub not_compared: u64,
-    /// The largest `(error − rounding − floor)⁺ / (u·scale)`: the `κ` that would have been needed.
+    /// The `κ` that would have been needed: the largest `(error − rounding − floor)⁺ / (u·scale)`.
     pub kappa_seen: f64,
-    /// Errors in ulp, counted by [`ULP_EDGES`].
+    /// The number of errors in each bucket of [`ULP_EDGES`], in ulp.
     pub histogram: [u64; ULP_EDGES.len()],
 }
 
 impl Tally {
     /// Compares `actual` with `expected`.
     ///
-    /// A value that is not finite is right only where the exact one is not finite either, or rounds to the same ∞.
+    /// A value that is not finite is right only if the exact one is not finite either, or rounds to the same ∞.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would pass its arguments through memory, once a weight of a head")]
     pub fn compare(
@@ -235,7 +248,7 @@ impl Tally {
             return self.compare_nonfinite(at, expected, actual, limit, dtype);
         }
         let error = (actual - expected).abs();
-        // Products in place of quotients: there are millions of elements, and few are worse than all before.
+        // Products replace quotients here: there are millions of elements, and few are worse than all before.
         let excess = (error - allowance.rounding - allowance.floor).max(0.0);
         let of_one_kappa = allowance.unit * allowance.scale;
         if excess > self.kappa_seen * of_one_kappa {
@@ -248,7 +261,7 @@ impl Tally {
         }
     }
 
-    /// Compares many: `exact` and `actual` of each place, and what its error is measured against.
+    /// Compares many values: `exact` and `actual` at each place, against the limit from `against`.
     #[inline]
     pub fn compare_all(
         &mut self,
@@ -263,6 +276,7 @@ impl Tally {
         for start in (0..places).step_by(AT_ONCE) {
             let range = start..places.min(start + AT_ONCE);
             let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
+            // Almost every block only adds to the histogram; the others are compared one by one.
             if self.none_stands_out(of_exact, of_actual, kappa, &against.range(range.clone())) {
                 self.count(of_exact, of_actual, spacing);
             } else {
@@ -273,7 +287,7 @@ impl Tally {
         }
     }
 
-    /// Sorts at most [`AT_ONCE`] errors into their buckets: how many are beyond an edge, until none is.
+    /// Sorts at most [`AT_ONCE`] errors into their buckets, by counting how many exceed each edge until none does.
     #[inline]
     fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
         let mut in_ulp = [0.0; AT_ONCE];
@@ -292,8 +306,9 @@ impl Tally {
         }
     }
 
-    /// Whether none of these comparisons is worse than all before, nor one of what is not finite: then only the histogram learns from
-    /// them. That holds of almost all, and is asked without a branch.
+    /// Whether all values are finite, and none is worse than all before, so that only the histogram changes.
+    ///
+    /// This is true of almost all blocks, and is decided without a branch in the loop.
     #[inline]
     fn none_stands_out(&self, exact: &[f64], actual: &[f64], kappa: f64, against: &AllowanceSlices) -> bool {
         let (unit, worst, kappa_seen) = (against.unit, self.worst_quotient, self.kappa_seen);
@@ -302,7 +317,7 @@ impl Tally {
         for ((x, y), ((rounding, scale), floor)) in exact.iter().zip(actual).zip(allowances) {
             let limit = rounding + kappa * unit * scale + floor;
             let error = (y - x).abs();
-            // With a NaN none of them holds. Where a limit was 0, `worst` may be infinite itself.
+            // Each test is false for NaN. After a limit of 0 `worst` may itself be infinite, so ∞ is tested apart.
             none &= error <= worst * limit;
             none &= error < f64::INFINITY;
             none &= limit < f64::INFINITY;
@@ -311,14 +326,14 @@ impl Tally {
         none
     }
 
-    /// The same where one of them is not finite.
+    /// Compares a value if it, the exact one or the limit is not finite.
     #[cold]
     fn compare_nonfinite(&mut self, at: Position, expected: f64, actual: f64, limit: f64, dtype: Dtype) {
         if !expected.is_finite() {
             let slot = if actual.is_finite() { &mut self.silent } else { return self.report(at) };
             slot.get_or_insert((at, actual));
         } else if !actual.is_finite() {
-            // What is within the limit may be beyond the dtype.
+            // A value within the limit may be beyond the dtype's largest number, and then ∞ is right.
             if dtype.round(expected + actual.signum() * limit) != actual {
                 self.nonfinite.get_or_insert((at, actual));
             }
@@ -327,23 +342,23 @@ impl Tally {
         }
     }
 
-    /// Whether it has seen nothing.
+    /// Whether nothing was compared, reported or left out.
     pub fn is_empty(&self) -> bool {
         let Self { worst, nonfinite, silent, reported, not_compared, .. } = self;
         worst.is_none() && nonfinite.is_none() && silent.is_none() && reported.is_none() && *not_compared == 0
     }
 
-    /// Notes a value that is rightly not finite.
+    /// Records a value that is not finite, as it may be.
     pub fn report(&mut self, at: Position) {
         self.reported.get_or_insert(at);
     }
 
-    /// Whether every comparison was within its limit.
+    /// Whether every comparison is within its limit.
     pub fn passes(&self) -> bool {
         self.nonfinite.is_none() && self.silent.is_none() && self.worst.is_none_or(|worst| worst.error <= worst.limit)
     }
 
-    /// What they come to.
+    /// Decides the gate that the comparisons are of.
     pub fn status(&self) -> Status {
         match () {
             () if self.nonfinite.is_some() => Status::Nonfinite,
@@ -353,7 +368,7 @@ impl Tally {
         }
     }
 
-    /// How badly the worst comparison did: above 1 is a failure.
+    /// Returns error / limit of the worst comparison, ∞ for values that are wrongly finite or not; above 1 is a failure.
     pub fn badness(&self) -> f64 {
         if self.nonfinite.is_some() || self.silent.is_some() {
             return f64::INFINITY;
@@ -361,7 +376,7 @@ impl Tally {
         self.worst.map_or(0.0, |worst| worst.error_over_limit())
     }
 
-    /// Joins a later part of the same output.
+    /// Adds the tally of a later part of the same output.
     pub fn absorb(&mut self, later: Tally) {
         if later.worst_quotient > self.worst_quotient || self.worst.is_none() {
             (self.worst, self.worst_quotient) = (later.worst, later.worst_quotient);

@@ -1,7 +1,7 @@
-//! The scalars recorded with a fixture, computed again from the reference: a check of the reference itself.
+//! Computes the scalars that are recorded with a fixture again from the reference, as a check of the reference itself.
 //!
-//! A key is `expected.<source>.<scalar>` or `expected.<source>.<old log-probabilities>.<scalar>`; what each scalar is
-//! stands in `fixtures/README.md`.
+//! A key is `expected.<source>.<scalar>` or `expected.<source>.<old log-probabilities>.<scalar>`; `fixtures/README.md` describes each
+//! scalar.
 
 use std::collections::BTreeMap;
 
@@ -17,31 +17,32 @@ use assay_core::problem::{Dtype, FloatArray, HeadLayout, HeadProblem, Problem, P
 use assay_core::spec::{LossSpec, Objective, PpoClip};
 use assay_reference::{HeadReference, Reference, Sum, Token};
 
-/// The clip of every recorded run.
+/// The lower width of the clip of every recorded run.
 const EPSILON_LOW: f64 = 0.2;
+/// The upper width of the clip of every recorded run.
 const EPSILON_HIGH: f64 = 0.3;
 
-/// The loss that every recorded scalar belongs to: PPO-clip at 0.2/0.3, temperature 1, mean over the batch's tokens.
+/// Returns the loss that every recorded scalar belongs to: PPO-clip at 0.2/0.3, temperature 1, mean over the batch's tokens.
 pub fn recorded_spec() -> LossSpec {
     let clip = PpoClip { epsilon_low: EPSILON_LOW, epsilon_high: EPSILON_HIGH, ..PpoClip::default() };
     LossSpec { objective: Objective::PpoClip(clip), ..LossSpec::default() }
 }
 
-/// A scalar and its condition: the recorded value may differ by `κ·u(f64)·scale`.
+/// A scalar and its condition: the recorded value may differ from it by `κ·u(f64)·scale`.
 #[derive(Clone, Copy, Debug)]
 pub struct RecordedScalar {
-    /// The value.
+    /// The value that follows from the reference.
     pub value: f64,
-    /// Its condition; 0 for a count.
+    /// The condition of the value; 0 for a count.
     pub scale: f64,
 }
 
-/// `scalar → value` of one reference, under the names that fixtures use.
+/// Computes the scalars of one reference, by the names that fixtures use.
 pub fn scalars(reference: &Reference) -> BTreeMap<&'static str, RecordedScalar> {
     sums(reference).0.named(reference)
 }
 
-/// The same of a head over a part of the vocabulary, and of its gradients.
+/// Computes the scalars of an LM head over a part of the vocabulary, with those of its gradients.
 pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, RecordedScalar> {
     let reference = head.on_logits();
     let (sums, conditions) = sums(reference);
@@ -69,11 +70,11 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, RecordedScal
     scalars
 }
 
-/// The sums over all tokens, and their conditions.
+/// Sums over all tokens, and returns the tokens' conditions.
 fn sums(reference: &Reference) -> (RecordedSums, Array2<Option<Condition>>) {
     let mut sums = RecordedSums::default();
     let shape = reference.shape();
-    // Both sides are f64, far finer than any tie band.
+    // Both sides are computed in f64, which is far finer than any tie band.
     let conditions = Condition::for_tokens(reference, Bands::NONE, &[]);
     for b in 0..shape.batch {
         for t in 0..shape.tokens {
@@ -86,7 +87,7 @@ fn sums(reference: &Reference) -> (RecordedSums, Array2<Option<Condition>>) {
             for ((&x, &d), scale) in row.logits().iter().zip(&dlogits).zip(scales) {
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
-                // 0 · (−∞) counts as 0.
+                // The product 0 · (−∞) counts as 0.
                 if x.is_finite() {
                     sums.dot.add(d * x, x.abs() * scale);
                 }
@@ -111,6 +112,7 @@ impl Total {
     }
 }
 
+/// The sums and counts over all tokens from which the scalars follow.
 #[derive(Default)]
 struct RecordedSums {
     sum_abs: Total,
@@ -158,7 +160,7 @@ impl RecordedSums {
     }
 }
 
-/// `logp`, or entropy, of every unmasked token.
+/// Iterates over logp, or entropy, of every unmasked token.
 pub fn token_values<'r>(
     reference: &'r Reference,
     entropy: bool,
@@ -174,10 +176,10 @@ pub fn token_values<'r>(
     })
 }
 
-/// The problem of `whole`'s tokens over a part of the vocabulary, whose rows of the head are `lm_head_rows`, `[V,H]`.
+/// Makes the problem of `whole`'s tokens over a part of the vocabulary, whose rows of the head are `lm_head_rows`, `[V,H]`.
 ///
 /// # Errors
-/// A message naming the id that is no row.
+/// A message naming the id that has no row.
 pub fn sub_vocabulary_problem(
     whole: &Problem,
     hidden: FloatArray<Ix3>,
@@ -194,7 +196,7 @@ pub fn sub_vocabulary_problem(
     Ok(HeadProblem { ids, ..whole.with_logits(projection) })
 }
 
-/// Judges recorded values, each with the token it is of, against the reference's.
+/// Judges recorded values, each with its place and the scalar from the reference, as one gate.
 pub fn judge_recorded(pairs: &[(Position, RecordedScalar, f64)], tolerances: &Tolerances) -> Verdict {
     let kappa = tolerances.recorded.kappa;
     let mut tally = Tally::default();

@@ -1,4 +1,30 @@
 //! Verdicts as JSON ([`Verdicts`]), as a table, and in words. The table of a whole replay is in [`super::summary`].
+//!
+//! ```
+//! use assay_judge::report::{check, table, verdicts};
+//! # use assay_core::problem::{Candidate, Dtype, FloatArray};
+//! # use assay_core::spec::LossSpec;
+//! # use assay_judge::generate::{Recipe, Regime};
+//! # use assay_judge::judgeable::Judgeable;
+//! # use assay_judge::tolerance::Limits;
+//! # let spec = LossSpec::default();
+//! # let recipe = Recipe {
+//! #     shape: [2, 3, 32],
+//! #     dtype: Dtype::F32,
+//! #     regime: Regime::Normal,
+//! #     seed: 0,
+//! #     old_logp_noise_scale: 0.3,
+//! #     masked_garbage: false,
+//! # };
+//! # let problem = recipe.problem(&spec)?;
+//! # let reference = problem.evaluate(&spec)?;
+//! let candidate: Candidate = reference.outcome().into();
+//! let judged = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external")?)?;
+//! let checks = judged.iter().map(|verdict| check("problem", "kernel", &verdict.gate.to_string(), verdict)).collect();
+//! let verdicts = verdicts(checks, Vec::new());
+//! assert!(verdicts.pass && table(&verdicts).ends_with("failed, 0 ignored\n"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use std::fmt::Write as _;
 

@@ -1,4 +1,16 @@
-//! `tolerances.toml`, what a person decides of the limits, and [`Limits`], what follows from it for one class and grade.
+//! [`Tolerances`], the numbers of `tolerances.toml`, and [`Limits`], which follow from them for one arithmetic class and grade.
+//!
+//! ```
+//! use assay_judge::gate::Output;
+//! use assay_judge::tolerance::{Grade, Limits};
+//!
+//! // Kernels that are not ours are held to grade `standard`, and each gate reports whether it reaches `exact`.
+//! let limits = Limits::for_class("external")?;
+//! assert_eq!(limits.grade, Grade::Standard);
+//! // κ counts roundings: a gradient is a longer computation than a log-probability.
+//! assert!(limits.kappa(Output::Dlogits) > limits.kappa(Output::Logp));
+//! # Ok::<(), assay_judge::tolerance::ToleranceError>(())
+//! ```
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -8,117 +20,117 @@ use serde::{Deserialize, Serialize};
 use super::gate::Output;
 pub use assay_schema::verdicts::Grade;
 
-/// How many roundings a class of arithmetic may add up to, as an error analysis of it gives them: `κ` of what its outputs are
-/// limited by. Derived in `docs/tolerances.md`.
+/// The `κ` of one arithmetic class: the number of roundings that an error analysis allows its outputs. Derived in
+/// `docs/tolerances.md`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Class {
-    /// Of logp, and of what follows from it alone: token losses, KL estimates, ratios.
+pub struct ArithmeticClass {
+    /// The `κ` of logp, and of token losses, KL estimates and ratios, which follow from it alone.
     pub logp: f64,
-    /// Of entropy, and of the loss, which it may be part of.
+    /// The `κ` of entropy, and of the loss, which may contain it.
     pub entropy: f64,
-    /// Of dlogits, and of the gradients that are products with them.
+    /// The `κ` of dlogits, and of the gradients of hidden states and head, which are products with them.
     pub gradient: f64,
-    /// What the roundings are.
+    /// The roundings that are counted, in words.
     pub why: String,
 }
 
-/// What [`Grade::Standard`] forgives beside cancellations.
+/// The offset error that [`Grade::Standard`] forgives in addition to cancellations.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Standard {
-    /// Roundings at the size of a row's largest logit that logp may carry.
+pub struct StandardTolerance {
+    /// The number of roundings at the size of a token's largest logit that logp may contain.
     pub offset: f64,
-    /// What they are.
+    /// The steps that round so, in words.
     pub why: String,
 }
 
-/// Sums whose errors have random signs: the products of an LM head.
+/// The limit of sums whose errors have random signs: the products of an LM head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Sums {
-    /// How many standard deviations of such a sum are allowed.
+pub struct SumTolerance {
+    /// The number of standard deviations of such a sum that are allowed.
     pub deviations: f64,
-    /// Why so many.
+    /// The reason for the number.
     pub why: String,
 }
 
-/// Scalars recorded with fixtures, which check the reference itself.
+/// The limit of scalars that were recorded with fixtures, which check the reference itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Recorded {
-    /// `κ`, with `u = 2⁻⁵³`.
+pub struct RecordedTolerance {
+    /// The `κ` of such a scalar, in units of `u = 2⁻⁵³`.
     pub kappa: f64,
-    /// What it counts.
+    /// The roundings that are counted, in words.
     pub why: String,
 }
 
-/// A wrong kernel that a grade admits by design.
+/// A mutant that grade `standard` admits by design.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Admitted {
-    /// Its name among the mutants.
+pub struct AdmittedMutant {
+    /// The name of the mutant.
     pub mutant: String,
-    /// Why no limit of the grade sees it.
+    /// The reason why no limit of the grade rejects it.
     pub why: String,
 }
 
-/// The parsed file.
+/// The contents of `tolerances.toml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tolerances {
-    /// By name.
-    pub class: BTreeMap<String, Class>,
-    /// Of grade `standard`.
-    pub standard: Standard,
-    /// Of LM heads.
-    pub sums: Sums,
-    /// Of recorded scalars.
-    pub recorded: Recorded,
-    /// What grade `standard` does not reject.
+    /// The arithmetic classes by name.
+    pub class: BTreeMap<String, ArithmeticClass>,
+    /// The offset error that grade `standard` forgives.
+    pub standard: StandardTolerance,
+    /// The limit of the products of LM heads.
+    pub sums: SumTolerance,
+    /// The limit of recorded scalars.
+    pub recorded: RecordedTolerance,
+    /// The mutants that grade `standard` does not reject.
     #[serde(default)]
-    pub admitted: Vec<Admitted>,
+    pub admitted: Vec<AdmittedMutant>,
 }
 
-/// A tolerance file that cannot be used, or does not say what it was asked.
+/// The reason why a tolerance file cannot be used, or has no limits for a class.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ToleranceError {
-    /// Not TOML, or an unknown or missing field.
+    /// The file is not TOML, or a field is unknown or missing.
     #[error("tolerances: {0}")]
     Parse(String),
-    /// A number that is none, or negative.
+    /// A number is not finite, or not above 0.
     #[error("tolerances: `{field}`: got {given}, expected a finite number above 0")]
     Number {
-        /// Which.
+        /// The path of the field.
         field: String,
-        /// What it is.
+        /// The number in the file.
         given: String,
     },
-    /// A decision without a reason.
+    /// A number has no reason of four words or more.
     #[error("tolerances: `{field}`: expected a reason of four words or more, got `{given}`")]
     Reason {
-        /// Which.
+        /// The path of the field.
         field: String,
-        /// What it says.
+        /// The text in the file.
         given: String,
     },
-    /// No such class.
+    /// The file has no such arithmetic class.
     #[error("class: got `{given}`, for which tolerances.toml has no limits; expected one of {expected}")]
     Class {
-        /// Class of implementation.
+        /// The class that was asked for.
         given: String,
-        /// Those of the file.
+        /// The classes of the file.
         expected: String,
     },
 }
 
-/// A reason has at least so many words.
+/// The least number of words of a reason.
 const WORDS: usize = 4;
 
-/// What the name of a class ends in where the LM head is part of the kernel. Its arithmetic is that of the class without.
+/// The suffix of a class whose kernels contain the LM head; its limits are those of the class without the suffix.
 const HEAD: &str = "-lm-head";
 
-/// The class of kernels that are not ours.
+/// The arithmetic class of kernels that are not part of this project.
 pub const EXTERNAL: &str = "external";
 
 impl Tolerances {
@@ -157,7 +169,7 @@ impl Tolerances {
         Ok(file)
     }
 
-    /// The project's own `tolerances.toml`, built in.
+    /// Returns the project's own `tolerances.toml`, which is built in.
     pub fn builtin() -> &'static Self {
         static BUILTIN: OnceLock<Tolerances> = OnceLock::new();
         BUILTIN.get_or_init(|| {
@@ -165,10 +177,10 @@ impl Tolerances {
         })
     }
 
-    /// The limits of `class`, with or without an LM head: [`Grade::Standard`] for what is not ours, [`Grade::Exact`] for what is.
+    /// Returns the limits of `class`, with or without an LM head: [`Grade::Standard`] for [`EXTERNAL`], [`Grade::Exact`] for every other.
     ///
     /// # Errors
-    /// [`ToleranceError::Class`] where the file has no such class.
+    /// [`ToleranceError::Class`] if the file has no such class.
     pub fn limits(&self, class: &str) -> Result<Limits<'_>, ToleranceError> {
         let name = class.strip_suffix(HEAD).unwrap_or(class);
         let found = self.class.get(name).ok_or_else(|| ToleranceError::Class {
@@ -180,53 +192,52 @@ impl Tolerances {
     }
 }
 
-/// What a candidate is held to: `|x̂ − x| ≤ ½ulp_out(x) + κ·u·scale + floor`, with `κ` of its class and the scale and the floor of
+/// The limits of a candidate: `|x̂ − x| ≤ ½ulp_out(x) + κ·u·scale + floor`, with `κ` from its arithmetic class, and scale and floor from
 /// its grade.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits<'t> {
     tolerances: &'t Tolerances,
-    class: &'t Class,
-    /// What is asked of cancellations.
+    class: &'t ArithmeticClass,
+    /// The grade that is asked for.
     pub grade: Grade,
-    /// Whether the better grade is tried first.
+    /// Whether grade `exact` is tried first if `standard` is asked for.
     tries_better: bool,
 }
 
 impl Limits<'static> {
-    /// Those of `class` by the tolerances that are built in.
+    /// Returns the limits of `class` from the tolerances that are built in.
     ///
     /// # Errors
-    /// [`ToleranceError::Class`] where there is no such class.
-    pub fn of(class: &str) -> Result<Self, ToleranceError> {
+    /// [`ToleranceError::Class`] if there is no such class.
+    pub fn for_class(class: &str) -> Result<Self, ToleranceError> {
         Tolerances::builtin().limits(class)
     }
 
-    /// Those of a kernel that is not ours.
+    /// Returns the limits of [`EXTERNAL`] kernels, at `grade`.
     pub fn external(grade: Grade) -> Self {
-        Self { grade, ..Self::of(EXTERNAL).expect("checked by the tests of the judge") }
+        Self { grade, ..Self::for_class(EXTERNAL).expect("checked by the tests of the judge") }
     }
 }
 
 impl Limits<'_> {
-    /// At another grade.
+    /// Returns the limits at another grade.
     #[must_use]
     pub fn at(self, grade: Grade) -> Self {
         Self { grade, ..self }
     }
 
-    /// At this grade alone: a verdict passes or fails by its limits, and does not say whether the better grade would be reached. Where
-    /// no more than that is asked it takes half the time.
+    /// Returns the limits of this grade alone: verdicts do not report whether the better grade is reached, which takes half the time.
     #[must_use]
     pub fn alone(self) -> Self {
         Self { tries_better: false, ..self }
     }
 
-    /// The better grade, where it is tried first.
+    /// Returns the limits of grade `exact`, if they are tried first.
     pub(crate) fn better(&self) -> Option<Self> {
         (self.tries_better && self.grade == Grade::Standard).then(|| self.at(Grade::Exact))
     }
 
-    /// `κ`: 0 for what is counted.
+    /// Returns the `κ` of an output; 0 for shares, which are counted.
     pub fn kappa(&self, output: Output) -> f64 {
         match output {
             Output::Logp | Output::TokenLoss | Output::KlMean | Output::RatioMean => self.class.logp,
@@ -237,7 +248,7 @@ impl Limits<'_> {
         }
     }
 
-    /// By how many `u` of a row's largest logit an exponent may be off beside its gap's own error: half of what logp may be.
+    /// Returns the offset error of an exponent in units of `u` and the token's largest logit; 0 at grade `exact`.
     pub(crate) fn offset(&self) -> f64 {
         match self.grade {
             Grade::Standard => self.tolerances.standard.offset,
@@ -245,7 +256,7 @@ impl Limits<'_> {
         }
     }
 
-    /// By how much a sum of errors that are uniform within `±1` and of random signs may exceed the root of their squares' sum.
+    /// Returns the factor by which a sum of errors that are uniform within `±1` may exceed the root of their squares' sum.
     pub(crate) fn spread(&self) -> f64 {
         self.tolerances.sums.deviations / f64::sqrt(3.0)
     }

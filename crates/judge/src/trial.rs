@@ -113,7 +113,7 @@ impl<'p, P: Judgeable> Known<'p, P> {
     /// [`Unjudged`] where it does not run, or an output cannot be judged.
     pub fn run(&self, implementation: &dyn Implementation<P>, devices: usize) -> Result<Judged<P>, Unjudged> {
         let outcome = implementation.run(self.spec, self.problem.clone(), devices)?;
-        Ok(self.judge(outcome, &Limits::of(implementation.class()).map_err(JudgeError::from)?)?)
+        Ok(self.judge(outcome, &Limits::for_class(implementation.class()).map_err(JudgeError::from)?)?)
     }
 
     /// The gates that `judged` fails, in words. `name` is what computed it, `replay` how it is shown again.

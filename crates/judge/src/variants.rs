@@ -1,4 +1,12 @@
-//! Every named choice of a spec, alone: what a table of support has for rows, and what a suite runs one by one.
+//! [`variants`]: every named choice of a spec, each in a spec that is otherwise plain.
+//!
+//! They are the lines of the table of supported options, and the specs that a suite runs one by one.
+//!
+//! ```
+//! let all = assay_judge::variants::variants();
+//! assert!(all.iter().any(|variant| (variant.field, variant.choice) == ("logits", "softcap")));
+//! assert!(all.iter().all(|variant| variant.spec.check().is_ok()));
+//! ```
 
 use super::generate::{Recipe, Regime};
 use assay_core::problem::Dtype;
@@ -11,18 +19,18 @@ use assay_core::spec::{
     Topr, TrustRegion, UnscoredWeight, Vespo,
 };
 
-/// A named choice.
+/// A named choice of one field of a spec.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// The field of the spec that it is a choice of.
+    /// The field of the spec that the choice is made in.
     pub field: &'static str,
-    /// The choice, as a file spells it.
+    /// The choice as a file spells it.
     pub choice: &'static str,
-    /// A spec that makes it, and otherwise is plain.
+    /// A spec that makes the choice, and is plain otherwise.
     pub spec: LossSpec,
 }
 
-/// All of them, by field.
+/// Lists all variants, by field.
 pub fn variants() -> Vec<Variant> {
     let of = |field: &'static str, choices: Vec<(&'static str, LossSpec)>| {
         choices.into_iter().map(move |(choice, spec)| Variant { field, choice, spec })
@@ -42,7 +50,7 @@ pub fn variants() -> Vec<Variant> {
     all.extend(of("reduction", reductions()));
     all.extend(of("logits", logits()));
     all.extend(of("support", supports()));
-    // Last: a variant's problems are drawn by its number.
+    // New variants come last: a variant's problems are drawn from its number.
     all.extend(of(
         "ids_per_token",
         vec![(
@@ -56,10 +64,10 @@ pub fn variants() -> Vec<Variant> {
     all
 }
 
-/// Rows of several lengths, an empty one most likely among them.
+/// The extents `[B,T,V]` of a variant's problems: sequences of several lengths, most likely an empty one among them.
 pub const SHAPE: [usize; 3] = [4, 6, 33];
 
-/// The `step`th problem for the `variant`th variant: each has one dtype, and another regime at every step.
+/// Returns the recipe of the `step`th problem for the `variant`th variant: one dtype, and another regime at every step.
 pub fn recipe(variant: usize, step: usize) -> Recipe {
     Recipe {
         shape: SHAPE,

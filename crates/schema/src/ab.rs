@@ -4,93 +4,93 @@ use serde::{Deserialize, Serialize};
 
 use crate::number::or_nan;
 
-/// Both arms, and what was decided of them.
+/// The trainings with both losses, and the verdicts on their differences.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
-    /// Whether every verdict passed.
+    /// Whether every verdict of the comparison passed.
     pub pass: bool,
-    /// The baseline, then the kernel.
+    /// The trainings of the baseline, then those of the kernel.
     pub arms: [Arm; 2],
-    /// What was compared, in the order to be read.
+    /// The figures that were compared, in the order in which they are read.
     pub verdicts: Vec<Verdict>,
-    /// Arms that are wrong on purpose, where they were run too.
+    /// The trainings with kernels that are wrong on purpose, if they were run too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub controls: Vec<Control>,
 }
 
-/// An arm that is wrong on purpose, instead of the kernel.
+/// A training with a kernel that is wrong on purpose, in place of the kernel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Control {
-    /// What is wrong.
+    /// The name of the bug.
     pub name: String,
-    /// The gates that it fails.
+    /// The gates that its losses and gradients fail.
     pub failed: Vec<String>,
-    /// What its rewards come to.
+    /// The verdict on its rewards.
     pub learning: Verdict,
 }
 
-/// One arm: the same training on every seed.
+/// The same training on every seed, with one way of computing the loss.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Arm {
-    /// `baseline` or `kernel`.
+    /// The name of the arm: `baseline` or `kernel`.
     pub name: String,
-    /// What computes the loss: an implementation's id, or the framework's own operations.
+    /// The implementation's id, or the name of the framework's own operations, that compute the loss.
     #[serde(rename = "impl")]
     pub implementation: String,
-    /// A run for each seed, the same seeds in both arms.
+    /// The trainings, one per seed, with the same seeds in both arms.
     pub runs: Vec<Run>,
 }
 
-/// One training.
+/// One training, from one seed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// Of parameters, data and sampling.
+    /// The seed of parameters, data and sampling.
     pub seed: u64,
-    /// In order.
+    /// The steps of the training, in order.
     pub steps: Vec<Step>,
 }
 
-/// What one step of training logs. A value that is no number is `null` in JSON and NaN here.
+/// The log of one step of training. A value that is not finite is `null` in JSON and NaN here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Step {
-    /// Counted from 1.
+    /// The number of the step, from 1.
     pub step: u64,
-    /// The loss that was differentiated.
+    /// The loss whose gradient was taken.
     #[serde(deserialize_with = "or_nan")]
     pub loss: f64,
-    /// Mean total reward of the step's completions.
+    /// The mean total reward of the step's completions.
     #[serde(deserialize_with = "or_nan")]
     pub reward: f64,
-    /// Mean entropy of the policy, in nats a token.
+    /// The mean entropy of the policy, in nats per token.
     #[serde(deserialize_with = "or_nan")]
     pub entropy: f64,
-    /// L2 norm of the gradient before it is clipped.
+    /// The L2 norm of the gradient before it is clipped.
     #[serde(deserialize_with = "or_nan")]
     pub grad_norm: f64,
-    /// Seconds of the loss step: from logits (or hidden states) to their gradient.
+    /// The seconds of the loss step: from logits (or hidden states) to their gradient.
     #[serde(deserialize_with = "or_nan")]
     pub loss_step_s: f64,
-    /// Seconds of the whole update: forward, loss step, backward and optimizer.
+    /// The seconds of the whole update: forward, loss step, backward and optimizer.
     #[serde(deserialize_with = "or_nan")]
     pub update_s: f64,
-    /// The most bytes that the loss step held beyond what there was; no number where nobody counted.
+    /// The most bytes that the loss step held in addition to its inputs; NaN if they were not counted.
     #[serde(deserialize_with = "or_nan")]
     pub loss_step_bytes: f64,
 }
 
-/// One line of the verdict: a figure of both arms, and how far apart they may be.
+/// One figure of both arms, with the limit of its difference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// What was compared, its unit included.
+    /// The name of the figure, with its unit.
     pub what: String,
-    /// Of the baseline; `None` where there is but a difference.
+    /// The figure of the baseline; `None` if there is only a difference.
     pub baseline: Option<f64>,
-    /// Of the kernel.
+    /// The figure of the kernel.
     pub kernel: Option<f64>,
-    /// What is held against the limit: a difference, or a ratio.
+    /// The difference, or the ratio, that is held against the limit.
     pub difference: Option<f64>,
-    /// The limit; `None` where the line only informs.
+    /// The limit of the difference; `None` if the line only informs.
     pub limit: Option<f64>,
-    /// The decision; `None` where the line only informs.
+    /// The decision; `None` if the line only informs.
     pub pass: Option<bool>,
 }

@@ -8,75 +8,77 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::number::{nan, or_nan};
 
-/// What was measured, under the seed project's keys. Times are seconds unless the key says otherwise, memory is bytes.
+/// The measurements of one implementation on one batch, under the keys of MLLM-JAX.
+///
+/// Times are seconds unless the key says otherwise, memory is bytes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bench {
-    /// Id of the implementation.
+    /// The id of the implementation.
     #[serde(rename = "impl")]
     pub implementation: String,
-    /// Devices that it ran on.
+    /// The number of devices that it ran on.
     pub devices: usize,
-    /// How its tile kernels were written for them: `loops` or `mosaic`.
+    /// The lowering of its tile kernels: `loops` or `mosaic`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lowering: Option<String>,
-    /// `[B, T, V]` or `[B, T, H, V]`.
+    /// The extents of the batch, `[B, T, V]` or `[B, T, H, V]`.
     pub shape: Vec<usize>,
-    /// Of logits, or of hidden states and head.
+    /// The dtype of the logits, or of hidden states and head.
     pub dtype: String,
-    /// With an LM head: the extents of what was judged.
+    /// The extents of the batch that was judged, if there is an LM head.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub judged_shape: Option<Vec<usize>>,
-    /// With an LM head: how it lies, `hv` or `vh`.
+    /// The layout of the LM head, `hv` or `vh`, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout: Option<String>,
-    /// With an LM head: whether its logits are rounded to the dtype.
+    /// Whether the LM head's logits are rounded to the dtype, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounds_logits: Option<bool>,
-    /// Steps after the first, before any was timed.
+    /// The number of untimed steps after the first one.
     #[serde(default)]
     pub warmup: usize,
-    /// Steps timed.
+    /// The number of steps that were timed.
     pub steps: usize,
-    /// Compiling, where the implementation does, and the first step.
+    /// The seconds of the first step, and of compiling if the implementation does so.
     pub first_call_s: f64,
-    /// The mean, in milliseconds.
+    /// The mean step, in milliseconds.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub avg_step_ms: f64,
-    /// The mean.
+    /// The mean step, in seconds.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub step_s_mean: f64,
-    /// The median: the smallest step that half of them do not exceed.
+    /// The median step: the smallest one that half of them do not exceed.
     pub step_s_p50: f64,
-    /// The smallest step that nine in ten do not exceed.
+    /// The smallest step that nine of ten do not exceed.
     pub step_s_p90: f64,
-    /// The fastest.
+    /// The fastest step, in seconds.
     pub step_s_min: f64,
-    /// The slowest.
+    /// The slowest step, in seconds.
     pub step_s_max: f64,
-    /// On logits: 10⁹ bytes a second over the median step, of logits read and dlogits written.
+    /// The rate of logits read and dlogits written over the median step, in 10⁹ bytes per second; only without an LM head.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gb_per_s: Option<f64>,
-    /// What it ran on, where that is not this machine's cores.
+    /// The device that it ran on, if that is not this machine's CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
-    /// Launches of the step's kernels that were timed alone, back to back, each on the same logits, restored from a
-    /// copy on the device.
+    /// The number of launches of the step's kernels that were timed alone, back to back, each on the same logits, restored from a copy on
+    /// the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_launches: Option<usize>,
-    /// The kernels' median over these launches, by the device's own clock: without what starts them, and without what
-    /// lies between.
+    /// The kernels' median over these launches in seconds, by the device's own clock: without their start, and without the time between
+    /// them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_s_p50: Option<f64>,
-    /// The kernels' fastest launch.
+    /// The kernels' fastest launch, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_s_min: Option<f64>,
-    /// Logits read once and dlogits written once over the kernels' median, 10⁹ bytes a second.
+    /// The rate of logits read once and dlogits written once over the kernels' median, in 10⁹ bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel_gb_per_s: Option<f64>,
     /// The median of the copies between these launches, which restore the logits from the device's memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_copy_s_p50: Option<f64>,
-    /// 10⁹ bytes a second over that median, of bytes read and bytes written.
+    /// The rate of bytes read and bytes written over that median, in 10⁹ bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_copy_gb_per_s: Option<f64>,
     /// The share of the copy's rate that the kernels reach: `kernel_gb_per_s` over `device_copy_gb_per_s`.
@@ -85,83 +87,83 @@ pub struct Bench {
     /// The kernels that were timed, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kernels: Vec<BenchKernel>,
-    /// 10⁹ bytes a second that the device's memory gives at most.
+    /// The largest rate of the device's memory, in 10⁹ bytes per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_gb_per_s: Option<f64>,
-    /// Who says so: `device`, by its clock and its bus, or `datasheet`.
+    /// The source of that rate: `device`, from its clock and bus, or `datasheet`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_gb_per_s_from: Option<String>,
-    /// What part of that is reached by logits read once and dlogits written once, over the kernels' median where it is known, else over
+    /// The share of that rate that logits read once and dlogits written once reach, over the kernels' median if it is known, otherwise over
     /// the median step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_share: Option<f64>,
-    /// With an LM head: 10⁹ operations a second over the median step, of its three products.
+    /// The rate of the LM head's three products over the median step, in 10⁹ operations per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gflop_per_s: Option<f64>,
-    /// Threads of kernels on this machine's cores.
+    /// The number of threads of kernels on this machine's CPU.
     pub threads: usize,
-    /// The instruction set, where it runs on them.
+    /// The instruction set, if the kernel runs on the CPU.
     pub isa: Option<String>,
-    /// The opponents that took turns with it.
+    /// The opponents that were timed in turns with it.
     #[serde(flatten)]
     pub ratios: Ratios,
-    /// The bound's median over the median step: what part of the time any implementation needs. The bound is a copy of the
+    /// The bound's median over the median step: the share of the time that any implementation needs. The bound is a copy of the
     /// logits, or with an LM head its three products.
     pub roofline_share: Option<f64>,
-    /// Of the first device, as is every figure of memory: bytes in use when the arguments lie there.
+    /// The bytes in use when the arguments are on the device; all figures of memory are of the first device.
     pub mem_after_alloc: Option<i64>,
-    /// Bytes in use when the outputs of the last step lie there.
+    /// The bytes in use when the outputs of the last step are on the device.
     pub mem_after_run: Option<i64>,
-    /// The most bytes that were in use.
+    /// The most bytes in use at any time.
     pub peak_bytes_in_use: Option<i64>,
-    /// The most bytes that were reserved.
+    /// The most bytes reserved at any time.
     pub peak_bytes_reserved: Option<i64>,
-    /// Of the compiled program, as are the next three: inputs.
+    /// The bytes of the compiled program's inputs.
     pub argument_bytes: Option<i64>,
-    /// Outputs, those that lie over an input included.
+    /// The bytes of the compiled program's outputs, including those in the place of an input.
     pub output_bytes: Option<i64>,
-    /// Scratch.
+    /// The bytes of the compiled program's scratch memory.
     pub temp_bytes: Option<i64>,
-    /// Outputs that lie over an input.
+    /// The bytes of outputs in the place of an input.
     pub alias_bytes: Option<i64>,
-    /// Why a figure is `null`, by its key.
+    /// The reason why a figure is `null`, by its key.
     #[serde(default)]
     pub why_null: BTreeMap<String, String>,
 }
 
-/// A kernel of a step, as a GPU's driver has assembled it; a figure that the driver does not say is `null`.
+/// The figures of a kernel as a GPU's driver has assembled it; a figure that the driver does not report is `null`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelFigures {
-    /// Registers of a thread.
+    /// The number of registers per thread.
     pub registers: Option<u32>,
-    /// Local memory of a thread, bytes: registers are spilled there.
+    /// The bytes of local memory per thread, to which registers are spilled.
     pub local_bytes: Option<u32>,
-    /// Shared memory of a CTA that the kernel's text declares, bytes.
+    /// The bytes of shared memory per CTA that the kernel's text declares.
     pub static_shared_bytes: u32,
-    /// Shared memory of a CTA that the launch gives, bytes.
+    /// The bytes of shared memory per CTA that the launch adds.
     pub dynamic_shared_bytes: u32,
-    /// The most threads that a CTA may have.
+    /// The largest number of threads of a CTA.
     pub most_threads: Option<u32>,
     /// The version of PTX that it was assembled from: 80 is 8.0.
     pub ptx_version: Option<u32>,
     /// The architecture that it was assembled for: 90 is `sm_90`.
     pub binary_version: Option<u32>,
-    /// CTAs that have room on a multiprocessor together.
+    /// The number of CTAs that fit on a multiprocessor together.
     pub ctas_a_multiprocessor: Option<u32>,
-    /// Clusters that have room on the device together; `null` also where there are no clusters.
+    /// The number of clusters that fit on the device together; `null` also if there are no clusters.
     pub clusters: Option<u32>,
 }
 
-/// A kernel of a step: its times, and what the driver made of it.
+/// A kernel of a step: its times and the driver's figures.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BenchKernel {
-    /// The kernel's entry.
+    /// The name of the kernel's entry point.
     pub name: String,
-    /// The median launch, seconds.
+    /// The median launch, in seconds.
     pub s_p50: f64,
-    /// The fastest launch, seconds.
+    /// The fastest launch, in seconds.
     pub s_min: f64,
-    /// The driver's figures.
+    /// The driver's figures of the assembled kernel.
     #[serde(flatten)]
     pub assembled: KernelFigures,
 }
@@ -171,11 +173,11 @@ pub struct BenchKernel {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ratios(pub BTreeMap<String, f64>);
 
-/// How the keys of ratios begin.
+/// The prefix of the keys of ratios.
 const RATIO: &str = "ratio_to_";
 
 impl Ratios {
-    /// The key that the ratio to `opponent` is written under.
+    /// Returns the key that the ratio to `opponent` is written under.
     pub fn key(opponent: &str) -> String {
         format!("{RATIO}{opponent}")
     }
@@ -193,7 +195,7 @@ impl<'de> Deserialize<'de> for Ratios {
     }
 }
 
-/// A number, or what is passed over.
+/// A value of the object: a number, or anything else, which is skipped.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Ratio {

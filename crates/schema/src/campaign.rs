@@ -4,122 +4,122 @@ use serde::{Deserialize, Serialize};
 
 use crate::verdicts::{Explanation, Grade};
 
-/// What a campaign found.
+/// The result of a campaign: one kernel on many problems.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Campaign {
-    /// Whether problems were judged, and nothing failed that is not allowed.
+    /// Whether problems were judged, and every failure is allowed.
     pub passed: bool,
-    /// The kernel.
+    /// The name of the kernel.
     pub kernel: String,
-    /// The loss, as its description has it.
+    /// The loss in words.
     pub spec: String,
-    /// What was asked of its accuracy.
+    /// The grade that the kernel was held to.
     pub grade: Grade,
-    /// Of the deck.
+    /// The seed of the deck of problems.
     pub seed: u64,
-    /// Whether the sequences of each problem lay in one row.
+    /// Whether the sequences of each problem were packed one after another.
     #[serde(default)]
     pub packed: bool,
-    /// Problems that were to be tried.
+    /// The number of problems that were planned.
     pub cases: u64,
-    /// Problems that were judged, or should have been.
+    /// The number of problems that the kernel was given.
     pub tried: u64,
-    /// Of them, those that failed.
+    /// The number of those problems that failed.
     pub failed: u64,
-    /// Calls of the kernel, all of them.
+    /// The number of calls of the kernel.
     pub calls: u64,
-    /// Seconds it took.
+    /// The seconds that the campaign took.
     pub seconds: f64,
-    /// Whether somebody stopped it, or its time was up, before every problem was tried.
+    /// The reason why it stopped before every problem was tried: an interrupt, or its time was over.
     pub stopped: Option<String>,
-    /// Which outputs were judged.
+    /// The outputs that were judged.
     pub outputs: Vec<String>,
-    /// What failed.
+    /// The causes of failures that are not allowed.
     pub causes: Vec<Cause>,
-    /// What failed and is allowed by name.
+    /// The causes of failures that are allowed by name.
     pub allowed: Vec<Cause>,
-    /// What was not tried, and why.
+    /// The problems that were not tried, with the reason.
     pub skipped: Vec<Skipped>,
-    /// What the problems had in them.
+    /// The features that the problems covered.
     pub coverage: Coverage,
-    /// How many wrong kernels it would have caught; `None` where nobody counted.
+    /// The number of mutants that it would have caught; `None` if they were not counted.
     pub power: Option<Power>,
 }
 
-/// Failures that look alike.
+/// Failures that are explained alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cause {
-    /// The gate that failed, or the name of what the kernel did instead of answering.
+    /// The gate that failed, or the name of the kernel's fault, such as a crash.
     pub gate: String,
-    /// Problems that it was seen in.
+    /// The number of problems that failed so.
     pub cases: u64,
-    /// The first of them, in words.
+    /// The first of those problems, in words.
     pub first: String,
-    /// The smallest problem it was seen in: extents and dtype.
+    /// The smallest problem that failed so: extents and dtype.
     pub problem: String,
-    /// Wrong kernels that fail alike.
+    /// The mutants that fail alike.
     pub like: Vec<Name>,
-    /// What is likely behind it, from the pattern of its errors.
+    /// The likely causes, from the pattern of the errors.
     pub diagnoses: Vec<String>,
-    /// Losses whose numbers these are, each under all its names.
+    /// The losses that the kernel computes instead, each with all its names.
     pub computes: Vec<Vec<String>>,
-    /// Whether no problem that was tried tells several of them apart.
+    /// Whether several losses fit, as no problem distinguishes them.
     pub computes_one_of: bool,
-    /// The verdict on that problem; `None` where there was no answer.
+    /// The verdict on the smallest problem; `None` if the kernel returned nothing.
     pub verdict: Option<Explanation>,
-    /// What the kernel did, or said, where there was none.
+    /// The kernel's fault or message, if it returned nothing.
     pub fault: Option<String>,
-    /// The number of the signal that ended the kernel's process; `None` where none did.
+    /// The number of the signal that ended the kernel's process, if one did.
     pub signal: Option<i32>,
-    /// The file that holds the problem.
+    /// The file with the smallest problem.
     pub repro: Option<String>,
 }
 
-/// A wrong kernel.
+/// The name of a mutant, and its bug.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
-    /// Of the bank.
+    /// The name in the bank of mutants.
     pub mutant: String,
-    /// What it computes instead.
+    /// The wrong computation, in words.
     pub does: String,
 }
 
-/// Problems that were not tried.
+/// Problems that were not tried, for one reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skipped {
-    /// How many.
+    /// The number of those problems.
     pub cases: u64,
-    /// Why.
+    /// The reason why they were not tried.
     pub why: String,
 }
 
-/// What problems have in them, all together.
+/// The features that all problems of a campaign cover together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Coverage {
-    /// Tokens that count.
+    /// The number of tokens that count.
     pub tokens: u64,
-    /// Of them, those whose gradient is not all 0.
+    /// The number of tokens whose gradient is not all 0.
     pub with_gradient: u64,
-    /// Tokens that a clip holds, below and above.
+    /// The numbers of tokens that a clip holds, at its lower and its upper bound.
     pub clipped: [u64; 2],
-    /// Tokens with `A > 0`, and with `A < 0`.
+    /// The numbers of tokens with `A > 0`, and with `A < 0`.
     pub advantages: [u64; 2],
-    /// Targets with a gradient in the first tile of 128 columns, and in the last.
+    /// The numbers of targets with a gradient in the first tile of 128 vocabulary entries, and in the last.
     pub first_and_last_tile: [u64; 2],
-    /// Sequences without a token.
+    /// The number of sequences without a token that counts.
     pub empty_rows: u64,
 }
 
-/// How much a campaign can see.
+/// The mutation score of a campaign: the share of mutants that it rejects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Power {
-    /// Wrong kernels that it rejects.
+    /// The number of mutants that it rejects.
     pub rejected: usize,
-    /// Wrong kernels whose bits differ from the correct one's on its problems: under this loss, the others cannot show.
+    /// The number of mutants whose bits differ from the correct kernel's on its problems: under this loss, the others cannot show.
     pub exercised: usize,
-    /// Those that it accepts.
+    /// The mutants that it accepts though their bits differ.
     pub accepted: Vec<Name>,
-    /// Problems that they were run on.
+    /// The number of problems that the mutants were run on.
     pub cases: usize,
 }

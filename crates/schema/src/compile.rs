@@ -1,73 +1,73 @@
-//! Programs compiled for TPUs that were not there: `assay compile`.
+//! Programs compiled for TPUs without the chip: what `assay compile` writes.
 
 use serde::{Deserialize, Serialize};
 
 use crate::number::{nan, or_nan};
 
-/// What is known of one compiled program; all of one device.
+/// The figures of one program compiled for a TPU; all are of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Compiled {
-    /// Chip and topology.
+    /// The chip and topology of the target.
     pub target: String,
-    /// Devices of the target.
+    /// The number of devices of the target.
     #[serde(default)]
     pub devices: usize,
-    /// Id of the implementation.
+    /// The id of the implementation.
     #[serde(rename = "impl")]
     pub implementation: String,
-    /// `[B, T, V]` or `[B, T, H, V]`.
+    /// The extents of the batch, `[B, T, V]` or `[B, T, H, V]`.
     pub shape: Vec<usize>,
-    /// What the shape is the extent of.
+    /// The arrays that the shape describes: each device's, or all devices' together.
     #[serde(default)]
     pub held_by: HeldBy,
-    /// Of logits, or of hidden states and head.
+    /// The dtype of the logits, or of hidden states and head.
     pub dtype: String,
-    /// Of one run.
+    /// The memory of one run.
     pub memory: Memory,
-    /// Every kernel's final program.
+    /// The final program of each kernel.
     #[serde(default)]
     pub kernels: Vec<Launch>,
-    /// Cycles of all kernels, one after another, each as often as it is launched.
+    /// The cycles of all kernels, one after another, each as often as it is launched.
     pub cycles: u64,
-    /// Collectives whose cycles are not among them.
+    /// The collectives whose cycles are not counted.
     #[serde(default)]
     pub cycles_uncounted: Vec<String>,
-    /// Bytes read from HBM and written to it.
+    /// The bytes read from HBM and written to it.
     pub hbm_bytes: u64,
-    /// HLO instructions whose bytes are not among them.
+    /// The HLO instructions whose bytes are not counted.
     #[serde(default)]
     pub hbm_uncounted: Vec<String>,
-    /// What libtpu was told.
+    /// The flags that libtpu was given.
     #[serde(default)]
     pub libtpu_flags: String,
-    /// Lower bounds on the time of one run.
+    /// The lower bounds on the time of one run.
     pub bound: Bound,
-    /// Three products of a bf16 head on one device at the chip's rate, in milliseconds: what any program of it takes at least.
+    /// The least milliseconds of any program with a bf16 head: its three products on one device at the chip's rate.
     pub products_ms: Option<f64>,
-    /// Assumed.
+    /// The clock that is assumed, in GHz.
     pub clock_ghz: f64,
-    /// Seconds that compiling took.
+    /// The seconds that compiling took.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub compile_s: f64,
-    /// The recorded baseline of this target, shape and dtype.
+    /// The recorded measurement of the baseline for this target, shape and dtype.
     pub recorded: Option<Beside>,
-    /// What the seed project's own kernel took there.
+    /// The recorded measurement of MLLM-JAX's own kernel there.
     pub recorded_kernel: Option<SeedMeasurement>,
 }
 
-/// What a shape is the extent of.
+/// The arrays that a shape describes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HeldBy {
-    /// Of each device's own arrays.
+    /// The arrays of each device.
     #[default]
     EachDevice,
-    /// Of arrays that are cut over the devices.
+    /// The whole arrays, which are cut over the devices.
     AllDevices,
 }
 
 impl HeldBy {
-    /// What stands before "devices".
+    /// Returns the preposition before "devices" in a sentence.
     pub fn preposition(self) -> &'static str {
         match self {
             HeldBy::EachDevice => "on each of",
@@ -76,25 +76,25 @@ impl HeldBy {
     }
 }
 
-/// Bytes that one run takes on each device.
+/// The bytes that one run takes on each device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// Inputs.
+    /// The bytes of the inputs.
     #[serde(default)]
     pub argument_bytes: i64,
-    /// Outputs, those that lie over an input included.
+    /// The bytes of the outputs, including those in the place of an input.
     #[serde(default)]
     pub output_bytes: i64,
-    /// Scratch.
+    /// The bytes of scratch memory.
     #[serde(default)]
     pub temp_bytes: i64,
-    /// Outputs that lie over a donated input.
+    /// The bytes of outputs in the place of a donated input.
     #[serde(default)]
     pub alias_bytes: i64,
-    /// The program itself.
+    /// The bytes of the program itself.
     #[serde(default)]
     pub code_bytes: i64,
-    /// `argument + output + temp − alias`: what is held while it runs.
+    /// The bytes held while it runs: `argument + output + temp − alias`.
     pub peak_bytes: i64,
 }
 
@@ -102,11 +102,11 @@ pub struct Memory {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SlotUse {
-    /// libtpu's name: `VALU`, `VLOAD`, …
+    /// The name that libtpu uses: `VALU`, `VLOAD`, …
     pub name: String,
-    /// Slots of this kind in one bundle.
+    /// The number of slots of this kind in one bundle.
     pub capacity: u64,
-    /// Slots filled, over all trips that are counted.
+    /// The number of slots filled, over all trips that are counted.
     pub used: u64,
 }
 
@@ -114,63 +114,63 @@ pub struct SlotUse {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Loop {
-    /// 1 for a loop outside all others.
+    /// The nesting depth; 1 for an outermost loop.
     pub depth: usize,
-    /// Bundles of one trip, without those of inner loops and those that a branch may pass over.
+    /// The bundles of one trip, without those of inner loops and those that a branch may skip.
     pub bundles: u64,
-    /// Bundles that a branch may pass over, without those of inner loops: they count once, as if one trip ran them.
+    /// The bundles that a branch may skip, without those of inner loops: they count once, as if one trip ran them.
     pub passed_over: u64,
-    /// Trips each time that it is entered; `None` where the program decides at run time.
+    /// The number of trips each time it is entered; `None` if the program decides at run time.
     pub trips: Option<u64>,
-    /// `bundles × trips` over the nest, and what is passed over once; `None` where some trips are unknown or it may be passed over.
+    /// The cycles `bundles × trips` over the nest, and those that may be skipped once; `None` if some trips are unknown or it may be skipped.
     pub cycles: Option<u64>,
-    /// Whether a branch outside it may pass over it, or over a loop around it.
+    /// Whether a branch outside it may skip it, or a loop around it.
     pub optional: bool,
-    /// Slots filled, over all trips that are counted.
+    /// The slots filled, over all trips that are counted.
     pub slots: Vec<SlotUse>,
 }
 
-/// The program of one kernel.
+/// The program of one kernel, and its launches.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Launch {
-    /// The HLO instruction, or a part of the top level.
+    /// The name of the HLO instruction, or of a part of the top level.
     pub name: String,
-    /// Bundles of the program.
+    /// The number of bundles of the program.
     pub bundles: u64,
-    /// Its loops, in order of their start.
+    /// The loops, in the order of their start.
     pub loops: Vec<Loop>,
-    /// `Σ bundles × trips` of one launch; loops without known cycles count as one trip.
+    /// The cycles `Σ bundles × trips` of one launch; loops without known cycles count as one trip.
     pub cycles: u64,
-    /// How often it is launched.
+    /// The number of launches in one run.
     pub runs: u64,
-    /// Slots filled, over the same cycles.
+    /// The slots filled, over the same cycles.
     pub slots: Vec<SlotUse>,
-    /// The slot with the highest use against capacity; `None` where none is used.
+    /// The slot with the highest use relative to capacity; `None` if none is used.
     pub binding: Option<String>,
 }
 
 impl Launch {
-    /// Cycles of all launches.
+    /// Returns the cycles of all launches together.
     pub fn all_cycles(&self) -> u64 {
         self.cycles.saturating_mul(self.runs)
     }
 }
 
-/// Which of the bounds is the largest.
+/// The largest of the lower bounds on time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Limit {
-    /// Instructions issue.
+    /// The issue of instructions takes longest.
     Cycles,
-    /// HBM delivers.
+    /// The transfers from and to HBM take longest.
     Hbm,
-    /// Links between chips carry.
+    /// The transfers between chips take longest.
     Links,
 }
 
 impl Limit {
-    /// Its word in tables and JSON.
+    /// Returns the word for it in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Limit::Cycles => "cycles",
@@ -180,59 +180,59 @@ impl Limit {
     }
 }
 
-/// Lower bounds on one run, in milliseconds.
+/// The lower bounds on the time of one run, in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bound {
-    /// `cycles / clock`, at the assumed clock of the chip.
+    /// The bound `cycles / clock`, at the assumed clock of the chip.
     pub cycles_ms: f64,
-    /// `bytes / bandwidth`, at the documented bandwidth of a device.
+    /// The bound `bytes / bandwidth`, at the documented bandwidth of a device.
     pub hbm_ms: f64,
-    /// What collectives take on the links between chips, by the narrowest cut of each.
+    /// The time of collectives on the links between chips, by the narrowest cut of each.
     #[serde(default)]
     pub links_ms: f64,
-    /// Of that, what passes while nothing else is computed.
+    /// The part of that time in which nothing else is computed.
     #[serde(default)]
     pub links_exposed_ms: f64,
-    /// The collective that takes most, and its cut; `None` where nothing crosses a link.
+    /// The collective that takes longest, and its cut; `None` if nothing crosses a link.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub links: Option<String>,
     /// The largest of cycles, HBM and those links that are busy while something is computed, which overlap at best, and the other
     /// links on top.
     pub predicted_ms: f64,
-    /// Which of cycles, HBM and links takes longest.
+    /// The one of cycles, HBM and links that takes longest.
     pub limit: Limit,
 }
 
-/// What hardware measured at one shape.
+/// A recorded measurement on hardware at one shape.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SeedMeasurement {
-    /// What ran.
+    /// The program that was measured.
     pub program: String,
-    /// What each device held, as `BxTxV` or `BxTxHxV`.
+    /// The extents on each device, as `BxTxV` or `BxTxHxV`.
     #[serde(default)]
     pub shape: String,
-    /// Least and most milliseconds a step.
+    /// The least and the most milliseconds of a step.
     pub step_ms: [f64; 2],
-    /// `peak_bytes_in_use` of the process, which holds the step before's gradient too.
+    /// The `peak_bytes_in_use` of the process, which also holds the gradient of the step before.
     pub peak_bytes_in_use: Option<u64>,
-    /// `peak_bytes_reserved`: scratch.
+    /// The `peak_bytes_reserved` of the process: scratch memory.
     pub peak_bytes_reserved: Option<u64>,
 }
 
-/// That, and how the bound compares.
+/// A recorded measurement, and the bound relative to it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Beside {
-    /// What was measured.
+    /// The recorded measurement on hardware.
     #[serde(flatten)]
     pub recorded: SeedMeasurement,
-    /// `bound / recorded`, the least of it; a lower bound that holds is at most 1.
+    /// The quotient `bound / recorded`, with the fastest step; a lower bound that holds is at most 1.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub ratio: f64,
 }
 
-/// Every recorded shape: `assay compile --table`.
+/// The table of every recorded shape, as `assay compile --table` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// A row for each shape and program.
+    /// The lines of the table, one per shape and program.
     pub rows: Vec<Compiled>,
 }

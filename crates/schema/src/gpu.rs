@@ -1,79 +1,79 @@
-//! Programs compiled for GPUs that were not there: `assay compile` of a GPU.
+//! Programs compiled for GPUs without the chip: what `assay compile` of a GPU writes.
 
 use serde::{Deserialize, Serialize};
 
 use crate::compile::{HeldBy, Memory};
 use crate::number::{nan, or_nan};
 
-/// What is known of one compiled program; all of one device.
+/// The figures of one program compiled for a GPU; all are of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Compiled {
-    /// Chip, and how many of them.
+    /// The chip, and the number of chips.
     pub target: String,
-    /// Devices of the target.
+    /// The number of devices of the target.
     pub devices: usize,
-    /// Id of the implementation.
+    /// The id of the implementation.
     #[serde(rename = "impl")]
     pub implementation: String,
-    /// `[B, T, V]` or `[B, T, H, V]`.
+    /// The extents of the batch, `[B, T, V]` or `[B, T, H, V]`.
     pub shape: Vec<usize>,
-    /// What the shape is the extent of.
+    /// The arrays that the shape describes: each device's, or all devices' together.
     #[serde(default)]
     pub held_by: HeldBy,
-    /// Of logits, or of hidden states and head.
+    /// The dtype of the logits, or of hidden states and head.
     pub dtype: String,
-    /// The loss's entropy bonus; 0 where it has none. Entropy is returned all the same.
+    /// The coefficient of the loss's entropy bonus; 0 if it has none, though entropy is returned anyway.
     #[serde(default)]
     pub entropy_coef: f64,
-    /// Of one run.
+    /// The memory of one run.
     pub memory: Memory,
-    /// The kernels of PTX, in the order of their calls.
+    /// The PTX kernels, in the order of their calls.
     pub launches: Vec<Launch>,
-    /// Bytes read from HBM and written to it.
+    /// The bytes read from HBM and written to it.
     pub hbm_bytes: u64,
-    /// HLO instructions whose bytes are not among them.
+    /// The HLO instructions whose bytes are not counted.
     #[serde(default)]
     pub hbm_uncounted: Vec<String>,
-    /// Collectives, whose time is in no bound.
+    /// The collectives, whose time is in no bound.
     #[serde(default)]
     pub collectives: Vec<String>,
-    /// Lower bounds on the time of one run.
+    /// The lower bounds on the time of one run.
     pub bound: Bound,
-    /// Assumed: the boost clock.
+    /// The clock that is assumed in GHz: the boost clock.
     pub clock_ghz: f64,
-    /// Seconds that the plugin took.
+    /// The seconds that the plugin took to compile.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub compile_s: f64,
 }
 
-/// A kernel of PTX, assembled, and all its threads.
+/// An assembled PTX kernel, with its grid.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Launch {
-    /// The name of its entry.
+    /// The name of the kernel's entry point.
     pub name: String,
-    /// How often it is launched.
+    /// The number of launches in one run.
     pub runs: u64,
-    /// CTAs along x, y and z.
+    /// The number of CTAs along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a CTA along x, y and z.
+    /// The number of threads of a CTA along x, y and z.
     pub block: [u32; 3],
-    /// CTAs of a cluster.
+    /// The number of CTAs of a cluster.
     pub cluster: u32,
-    /// Registers of a thread.
+    /// The number of registers per thread.
     pub registers: u32,
-    /// Bytes that a thread spills: stored and loaded.
+    /// The bytes that a thread spills, stored and loaded together.
     pub spill_bytes: u32,
-    /// Shared memory of a CTA, static and dynamic, bytes.
+    /// The bytes of shared memory per CTA, static and dynamic.
     pub shared_bytes: u32,
-    /// CTAs that find room on one multiprocessor together.
+    /// The number of CTAs that fit on one multiprocessor together.
     pub resident: u32,
-    /// What holds that number where it is: `registers`, `shared memory`, `threads` or `slots`.
+    /// The resource that limits that number: `registers`, `shared memory`, `threads` or `slots`.
     pub resident_by: String,
-    /// Instructions that warps issue in one launch.
+    /// The number of instructions that warps issue in one launch.
     pub instructions: f64,
-    /// What each pipe takes of one launch, the busiest first.
+    /// The time of each pipe in one launch, the busiest first.
     pub pipes: Vec<Pipe>,
-    /// What is not counted, and why.
+    /// The parts that are not counted, with the reason.
     #[serde(default)]
     pub uncounted: Vec<String>,
 }
@@ -81,42 +81,42 @@ pub struct Launch {
 /// An execution unit of all multiprocessors together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pipe {
-    /// `issue`, `fma`, `xu`, …
+    /// The name of the unit: `issue`, `fma`, `xu`, …
     pub name: String,
-    /// Instructions of warps that go through it.
+    /// The number of warp instructions that it executes.
     pub instructions: f64,
-    /// Milliseconds of one launch at its rate and the clock.
+    /// The milliseconds of one launch at its rate and the clock.
     pub ms: f64,
 }
 
-/// Which of the bounds is the largest.
+/// The largest of the lower bounds on time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Limit {
-    /// HBM delivers.
+    /// The transfers from and to HBM take longest.
     Hbm,
-    /// A pipe of the multiprocessors works.
+    /// A pipe of the multiprocessors takes longest.
     Pipe,
 }
 
-/// Lower bounds on one run, in milliseconds. Stalls are in none of them.
+/// The lower bounds on the time of one run, in milliseconds; none contains stalls.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Bound {
-    /// `bytes / bandwidth`, at the documented bandwidth.
+    /// The bound `bytes / bandwidth`, at the documented bandwidth.
     pub hbm_ms: f64,
-    /// The busiest pipe over all launches of kernels of PTX; 0 where there is none.
+    /// The time of the busiest pipe over all launches of PTX kernels; 0 if there are none.
     pub pipe_ms: f64,
-    /// Which that is; empty where there is none.
+    /// The name of the busiest pipe; empty if there is none.
     pub pipe: String,
-    /// The larger of both.
+    /// The larger of both bounds.
     pub predicted_ms: f64,
-    /// Which that is.
+    /// The bound that is the larger one.
     pub limit: Limit,
 }
 
-/// Every row of docs/gpu.md: `assay compile --table gpus`.
+/// The table of `docs/gpu.md`, as `assay compile --table gpus` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// A row for each target, shape, dtype and program.
+    /// The lines of the table, one per target, shape, dtype and program.
     pub gpu_rows: Vec<Compiled>,
 }

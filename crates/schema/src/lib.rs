@@ -1,8 +1,8 @@
-//! The JSON that commands write and the page reads: each result once, as a type.
+//! The JSON that commands write and the page reads, with each result as one type.
 //!
-//! A command fills one of these and writes it after its own command line ([`Made`]); the page reads the same type. What is
-//! written has every field, in the order in which they stand here. A reader takes less: what the page can do without has a
-//! default, fields that nobody knows are passed over, and a field that is lacking is named by the error.
+//! A command fills one of these types and writes it after its own command line ([`CommandOutput`]); the page reads the same type. The JSON
+//! has every field, in the order of the declaration. Reading is lenient: fields that the page can do without have a default, unknown fields
+//! are skipped, and the error names a field that is missing.
 //!
 //! JSON has no NaN and no ∞. Both are written `null`; a number that may be either is NaN when it is read again.
 
@@ -18,12 +18,12 @@ pub mod verdicts;
 
 use serde::{Deserialize, Serialize};
 
-/// A result and the command that made it.
+/// A result, and the command that wrote it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Made<R> {
-    /// As a shell takes it.
+pub struct CommandOutput<R> {
+    /// The command line, as a shell takes it.
     pub command: String,
-    /// What the command writes.
+    /// The result that the command writes.
     #[serde(flatten)]
     pub result: R,
 }

@@ -6,92 +6,92 @@ use serde::{Deserialize, Serialize};
 
 use crate::verdicts::{Grade, IgnoredCheck};
 
-/// What became of the mutants.
+/// The result of a suite on all mutants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Mutants {
-    /// How many there were.
+    /// The number of mutants.
     #[serde(default)]
     pub total: usize,
-    /// How many the suite rejected.
+    /// The number of mutants that the suite rejects.
     #[serde(default)]
     pub killed: usize,
-    /// What they were held to.
+    /// The grade that they were held to.
     #[serde(default)]
     pub grade: Option<Grade>,
-    /// Those that it accepted, and should not have.
+    /// The mutants that it accepts and should reject.
     pub survived: Vec<String>,
-    /// Those that the grade admits by design.
+    /// The mutants that the grade admits by design.
     #[serde(default)]
     pub admitted: Vec<String>,
-    /// Cases that the correct kernel passed, on each number of devices.
+    /// The number of cases that the correct kernel passed, on each device count.
     pub cases: usize,
-    /// Each of them.
+    /// The result for each mutant.
     pub mutants: Vec<Mutant>,
-    /// What was left out, and why.
+    /// The checks that were left out, with the reason.
     #[serde(default)]
     pub ignored: Vec<IgnoredCheck>,
 }
 
-/// What became of the mutants at the widths that kernels are made for: `assay mutants --production`.
+/// The result of a suite on the mutants at production widths, as `assay mutants --production` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Production {
-    /// What they were held to.
+    /// The grade that they were held to.
     pub grade: Grade,
-    /// By columns, or hidden units by columns.
+    /// The results by width of the vocabulary, or of head and vocabulary.
     pub widths: Vec<Width>,
 }
 
-/// What became of them at one.
+/// The result at one width.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Width {
-    /// `V`, or `HxV` of heads.
+    /// The width `V`, or `HxV` with an LM head.
     pub width: String,
-    /// Those that were rejected.
+    /// The mutants that were rejected.
     pub killed: Vec<String>,
-    /// Other kernels than the correct one, which no gate told apart.
+    /// The mutants with other bits than the correct kernel that every gate accepts.
     pub accepted: Vec<String>,
-    /// Those that had the bits of the correct kernel in every case.
+    /// The mutants with the bits of the correct kernel in every case.
     pub not_exercised: Vec<String>,
 }
 
-/// What became of one mutant.
+/// The result for one mutant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Mutant {
-    /// Named after the bug.
+    /// The name of the mutant, after its bug.
     pub name: String,
-    /// What kind of mistake it is.
+    /// The kind of the bug.
     pub class: String,
-    /// What it computes instead.
+    /// The wrong computation, in words.
     pub does: String,
-    /// Where it was seen; empty where it is only conceivable.
+    /// The place where the bug was seen; empty if it is only conceivable.
     #[serde(default)]
     pub seen: String,
-    /// The gate and the case that rejected it first; `None` where it survived.
+    /// The gate and the case that rejected it first; `None` if it survived.
     pub killed_by: Option<String>,
-    /// The gate.
+    /// The gate that rejected it first.
     pub gate: Option<String>,
-    /// The case.
+    /// The case that rejected it first.
     pub case: Option<String>,
-    /// Devices that it ran on there.
+    /// The number of devices that it ran on there.
     pub devices: Option<usize>,
-    /// Cases that it was given, the last among them.
+    /// The number of cases that it was given, including the last.
     pub cases: usize,
-    /// What the tests of others say of it, by project.
+    /// The verdict of other projects' tests on it, by project.
     #[serde(default)]
     pub peers: BTreeMap<String, Cell>,
-    /// The projects that accept it.
+    /// The projects whose tests accept it.
     #[serde(default)]
     pub passes_peers: Vec<String>,
 }
 
-/// What a project's tests say of a mutant, the mildest first.
+/// The verdict of a project's tests on a mutant, the mildest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cell {
-    /// Its outputs have the bits of the correct kernel's: these inputs do not reach the bug.
+    /// The outputs have the bits of the correct kernel's, as the inputs do not reach the bug.
     NotExercised,
-    /// Its outputs differ, and are accepted.
+    /// The outputs differ, and are accepted.
     Passes,
-    /// They are rejected.
+    /// The outputs differ, and are rejected.
     Caught,
 }

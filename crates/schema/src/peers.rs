@@ -4,84 +4,84 @@ use serde::{Deserialize, Serialize};
 
 use crate::number::{nan, or_nan};
 
-/// Every run, and the largest errors.
+/// The comparison of every recorded run, and the largest errors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Peers {
-    /// Whether every run could be compared and agrees, known differences apart.
+    /// Whether every run could be compared and agrees, except for known differences.
     pub pass: bool,
-    /// A line for each run.
+    /// The comparisons, one per run.
     pub files: Vec<Run>,
-    /// A line for each peer and dtype.
+    /// The largest errors, one entry per peer and dtype.
     pub worst: Vec<Worst>,
-    /// Files that could not be compared, and why.
+    /// The files that could not be compared, with the reason.
     #[serde(default)]
     pub refused: Vec<String>,
 }
 
-/// One recorded run. Errors are relative.
+/// The comparison of one recorded run; errors are relative.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// Its file's name.
+    /// The name of the run's file.
     pub file: String,
-    /// The project.
+    /// The project that was run.
     pub peer: String,
     /// The function that was called.
     #[serde(default)]
     pub function: String,
-    /// That it was called in.
+    /// The dtype that the function was called in.
     pub dtype: String,
-    /// Error of the loss; NaN where it is no number.
+    /// The error of the loss; NaN if it is not finite.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub loss_rel: f64,
-    /// Error of dlogits; NaN where it is no number.
+    /// The error of dlogits; NaN if it is not finite.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub dlogits_rel: f64,
-    /// The limit of both.
+    /// The limit of both errors.
     pub limit: f64,
-    /// The outputs that were judged, as `assay judge` would, by gate.
+    /// The gates that were judged, as in `assay judge`.
     #[serde(default)]
     pub gates: Vec<String>,
-    /// Those of them that the run failed: what the judge says of the peer, where `verdict` is about the reference.
+    /// The gates that the run failed: the judge's verdict on the peer, while `verdict` is about the reference.
     #[serde(default)]
     pub caught_by: Vec<String>,
     /// Whether the file records a defect of its release, which is not reproduced.
     #[serde(default)]
     pub quirk: bool,
-    /// The decision.
+    /// The decision on the run.
     pub verdict: Verdict,
-    /// Options of the run that change nothing.
+    /// The options of the run that have no effect.
     #[serde(default)]
     pub without_effect: Vec<String>,
-    /// What else is to be known of it.
+    /// Further notes on the run.
     #[serde(default)]
     pub notes: Vec<String>,
 }
 
-/// What was decided of one run.
+/// The decision on one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// The reference agrees with it.
+    /// The reference agrees with the run.
     Pass,
-    /// It does not.
+    /// The reference does not agree with the run.
     Fail,
-    /// A quirk: counted neither way.
+    /// The run differs by a known quirk, which counts neither way.
     KnownDifference,
 }
 
 /// The largest errors of one peer's runs in one dtype, quirks left out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worst {
-    /// The project.
+    /// The project that was run.
     pub peer: String,
-    /// The dtype.
+    /// The dtype that the functions were called in.
     pub dtype: String,
-    /// How many runs.
+    /// The number of runs.
     pub files: usize,
-    /// Of the loss; NaN where one is no number.
+    /// The largest error of the loss; NaN if one is not finite.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub loss_rel: f64,
-    /// Of dlogits; NaN where one is no number.
+    /// The largest error of dlogits; NaN if one is not finite.
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub dlogits_rel: f64,
 }

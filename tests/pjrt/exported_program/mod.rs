@@ -46,7 +46,7 @@ fn read(manifest: impl AsRef<Path>, plugin: &Path) -> ExportedProgram {
 /// The verdicts on `candidate` by the limits of users' own kernels.
 fn judge(candidate: Candidate, problem: &Problem) -> Vec<Verdict> {
     let spec = LossSpec::default();
-    let limits = Limits::of("external").unwrap();
+    let limits = Limits::for_class("external").unwrap();
     Known::of(&spec, problem).unwrap().judge(candidate, &limits).unwrap().verdicts
 }
 

@@ -1,4 +1,24 @@
 //! Makes problems from a seed, in the regimes where kernels go wrong.
+//!
+//! ```
+//! use assay_core::problem::Dtype;
+//! use assay_core::spec::LossSpec;
+//! use assay_judge::generate::{Recipe, Regime};
+//!
+//! let recipe = Recipe {
+//!     shape: [2, 3, 32],
+//!     dtype: Dtype::Bf16,
+//!     regime: Regime::Peaked,
+//!     seed: 7,
+//!     old_logp_noise_scale: 0.3,
+//!     masked_garbage: true,
+//! };
+//! let problem = recipe.problem(&LossSpec::default())?;
+//! assert_eq!(problem.logits.shape(), [2, 3, 32]);
+//! // The same recipe and spec give the same bits.
+//! assert!(problem.logits.same_bits(&recipe.problem(&LossSpec::default())?.logits));
+//! # Ok::<(), assay_judge::generate::RecipeError>(())
+//! ```
 
 mod head;
 mod regime;

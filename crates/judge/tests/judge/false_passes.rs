@@ -154,7 +154,7 @@ fn generated_problems_have_gradients_at_probabilities_of_rollouts() {
         };
         let problem = recipe.problem(&spec).unwrap();
         let reference = evaluate(&spec, &problem).unwrap();
-        let coverage = Coverage::of(&reference);
+        let coverage = Coverage::from_reference(&reference);
         assert!(coverage.tokens >= 14, "{coverage}");
         for (b, t) in ndarray::indices((2, 16)) {
             let Some(token) = reference.token(b, t) else { continue };

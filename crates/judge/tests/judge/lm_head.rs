@@ -29,7 +29,8 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
     dlm_head[[0, 0]] = f32::INFINITY;
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
         outcome.gradient.dlogits_dtype = dtype;
-        let verdicts = problem.judge(&reference, &outcome.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        let verdicts =
+            problem.judge(&reference, &outcome.lend(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
@@ -54,7 +55,8 @@ fn gradients_may_be_infinite_where_what_dlogits_may_be_off_overflows_the_dtype_o
     dhidden[[b, t, 0]] = f64::NAN;
     for (dtype, honest) in [(Dtype::F16, true), (Dtype::Bf16, false), (Dtype::F32, false)] {
         candidate.gradient.dlogits_dtype = dtype;
-        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        let verdicts =
+            problem.judge(&reference, &candidate.lend(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
         let failed: Vec<_> = verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect();
         assert_eq!(failed.is_empty(), honest, "{dtype}: {failed:#?}");
     }
@@ -94,7 +96,8 @@ fn gradients_may_be_infinite_where_their_sums_may_overflow_before_they_cancel_an
         if let Some(v) = of_head {
             dlm_head[[1, v]] = f64::INFINITY;
         }
-        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        let verdicts =
+            problem.judge(&reference, &candidate.lend(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
         verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect()
     };
     for (of_hidden, of_head, failures) in [
@@ -121,7 +124,8 @@ fn wrong_gradients_are_rejected() {
         let mut right: HeadCandidate = reference.outcome().into();
         right.gradient.dlogits_dtype = dtype;
         let failed = |outcome: &HeadCandidate| -> Vec<String> {
-            let verdicts = problem.judge(&reference, &outcome.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+            let verdicts =
+                problem.judge(&reference, &outcome.lend(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
             verdicts.iter().filter(|verdict| !verdict.passed()).map(|verdict| verdict.gate.to_string()).collect()
         };
         assert_eq!(failed(&right), Vec::<String>::new());
@@ -227,7 +231,8 @@ fn dlogits_of_a_column_that_share_a_step_round_alike() {
 fn expect_right(problem: &HeadProblem, spec: &LossSpec) {
     let reference = problem.evaluate(spec).unwrap();
     let failed = |candidate: &HeadCandidate| -> Vec<String> {
-        let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("native-lm-head").unwrap()).unwrap();
+        let verdicts =
+            problem.judge(&reference, &candidate.lend(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
         verdicts.iter().filter(|verdict| !verdict.passed()).map(described).collect()
     };
     for scale in (0..20).map(|k| 1.0 + f64::from(k) / 20.0) {

@@ -54,7 +54,7 @@ fn verdicts(dtype: Dtype, break_it: impl FnOnce(&mut Candidate, &Reference)) -> 
     let native = Native::default();
     let mut candidate = native.run(&spec, problem.clone(), 1).unwrap();
     break_it(&mut candidate, &reference);
-    problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
+    problem.judge(&reference, &candidate.lend(), &Limits::for_class(native.class()).unwrap()).unwrap()
 }
 
 #[track_caller]
@@ -94,7 +94,7 @@ fn reference_rounded_to_each_dtype_passes_every_gate() {
         let reference = reference::evaluate(&spec, &problem).unwrap();
         let mut candidate = Candidate::from(reference.outcome());
         candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), dtype);
-        for verdict in problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap() {
+        for verdict in problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap() {
             assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
         }
     }
@@ -218,7 +218,7 @@ fn a_bias_dropped_a_support_ignored_and_a_caps_derivative_missing_are_rejected()
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let native = Native::default();
     let verdicts = |candidate: Candidate| {
-        problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class(native.class()).unwrap()).unwrap()
     };
     let right = native.run(&spec, problem.clone(), 1).unwrap();
     assert!(verdicts(right).iter().all(|verdict| verdict.status == Status::Pass));
@@ -259,7 +259,7 @@ fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() 
     }
     candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), Dtype::Bf16);
     candidate.metrics = None;
-    let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::of("external").unwrap());
+    let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external").unwrap());
     for gate in [DLOGITS, ROW_L2, ROW_SUM] {
         assert_rejected(verdicts.as_ref().unwrap(), gate, Status::Fail);
     }
@@ -310,7 +310,7 @@ fn finite_answer_where_the_reference_is_not_is_rejected() {
     let native = Native::default();
     let honest = native.run(&spec, problem.clone(), 1).unwrap();
     let judged = |candidate: &Candidate| {
-        problem.judge(&reference, &candidate.lend(), &Limits::of(native.class()).unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class(native.class()).unwrap()).unwrap()
     };
     for verdict in judged(&honest) {
         assert!(verdict.passed(), "a kernel that reports the NaN is right: {verdict:?}");
@@ -350,7 +350,7 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
         let reference = reference::evaluate(spec, problem).unwrap();
         let mut candidate = Native::default().run(spec, problem.clone(), 1).unwrap();
         candidate.gradient.fill_row(0, 0, 0.0);
-        let zeroed = problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap();
+        let zeroed = problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap();
         zeroed.iter().find(|verdict| verdict.gate == DLOGITS).unwrap().passed()
     };
     for steps in [-1.0, 0.0, 1.0] {
@@ -375,7 +375,7 @@ fn any_gradient_between_the_two_of_a_tie_is_right_and_beyond_them_none_is() {
         let exact = reference::evaluate(&spec, &below).unwrap().dlogits_row(0, 0);
         dlogits.slice_mut(ndarray::s![0, 0, ..]).iter_mut().zip(exact).for_each(|(x, exact)| *x = exact as f32 * by);
         let reference = reference::evaluate(&spec, &problem).unwrap();
-        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap()
     };
     for by in [0.25, 0.5, 0.75] {
         assert!(scaled(0.0, by).iter().all(Verdict::passed), "{by}");
@@ -513,7 +513,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
         candidate.loss = Some(loss_of(f32::INFINITY));
         *token(&mut candidate, Output::TokenLoss, 0, 0) = f32::INFINITY;
         candidate.gradient.fill_row(0, 0, f64::NAN);
-        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap()
     };
     for verdict in not_finite(92.0) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -537,7 +537,7 @@ fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_b
         let column = (0..row.len()).find(|&v| row[v].abs() < 1e37).expect("a small one");
         let FloatArray::F32(dlogits) = &mut candidate.gradient else { panic!("f32") };
         dlogits[[0, 0, column]] = f32::INFINITY;
-        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap()
     };
     for verdict in not_finite(0.3) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -562,7 +562,7 @@ fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
         *token(&mut candidate, Output::TokenLoss, 0, 0) = 0.0;
         candidate.gradient.fill_row(0, 0, 0.0);
         candidate.metrics.as_mut().unwrap().kl_mean = Some(0.0);
-        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap()
     };
     for verdict in lost(-87.7) {
         assert!(verdict.passed(), "{verdict:?}");
@@ -579,7 +579,7 @@ fn outputs_of_the_wrong_shape_are_refused_by_name() {
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let right = Candidate::from(reference.outcome());
     let error = |candidate: &Candidate| {
-        problem.judge(&reference, &candidate.lend(), &Limits::of("native").unwrap()).unwrap_err()
+        problem.judge(&reference, &candidate.lend(), &Limits::for_class("native").unwrap()).unwrap_err()
     };
 
     let mut short = right;

@@ -33,9 +33,9 @@ fn numbers_out_of_range_and_missing_reasons_are_refused_by_name() {
 
 #[test]
 fn limits_follow_from_class_and_grade() {
-    let external = Limits::of("external").unwrap();
-    assert_eq!((external.grade, Limits::of("native").unwrap().grade), (Grade::Standard, Grade::Exact));
-    assert_eq!(Limits::of("external-lm-head").unwrap().grade, Grade::Standard);
+    let external = Limits::for_class("external").unwrap();
+    assert_eq!((external.grade, Limits::for_class("native").unwrap().grade), (Grade::Standard, Grade::Exact));
+    assert_eq!(Limits::for_class("external-lm-head").unwrap().grade, Grade::Standard);
     for (output, kappa) in [
         (Output::Logp, 19.0),
         (Output::TokenLoss, 19.0),
@@ -49,7 +49,7 @@ fn limits_follow_from_class_and_grade() {
         assert_eq!(external.kappa(output), kappa, "{output:?}");
         assert_eq!(external.at(Grade::Exact).kappa(output), kappa, "a grade changes scales, and no κ");
     }
-    let unknown = Limits::of("cuda-lm-head").unwrap_err();
+    let unknown = Limits::for_class("cuda-lm-head").unwrap_err();
     assert!(matches!(&unknown, ToleranceError::Class { given, .. } if given == "cuda-lm-head"));
     assert_eq!(
         unknown.to_string(),

@@ -58,7 +58,7 @@ fn lm_head_any_threads_same_bits() {
             };
             let one = run(1);
             let known = Known::of(&spec, &problem).unwrap();
-            let judged = known.judge(one.clone(), &Limits::of("native-lm-head").unwrap()).unwrap();
+            let judged = known.judge(one.clone(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
             for threads in [2, 3] {
                 let more = run(threads);

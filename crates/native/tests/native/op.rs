@@ -113,7 +113,7 @@ fn op_scaled_loss_dlogits_match_reference() {
                     metrics: evaluation.metrics,
                 };
                 let known = Known::of(&scaled, &problem).unwrap();
-                let judged = known.judge(Candidate::from(outcome), &Limits::of("native").unwrap()).unwrap();
+                let judged = known.judge(Candidate::from(outcome), &Limits::for_class("native").unwrap()).unwrap();
                 let failures = known.failures(&judged, "native", "this test");
                 assert_eq!(failures, Vec::<String>::new(), "{g} times, {dtype}, {spec:?}");
             }

@@ -38,7 +38,7 @@ fn laid_out(spec: LossSpec, problem: &Problem) -> (LossSpec, Problem) {
 /// The gates that a candidate fails as the whole batch's.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: Candidate) -> Vec<String> {
     let known = Known::of(spec, problem).unwrap();
-    let judged = known.judge(candidate, &Limits::of(Native::default().class()).unwrap()).unwrap();
+    let judged = known.judge(candidate, &Limits::for_class(Native::default().class()).unwrap()).unwrap();
     known.failures(&judged, "parts", "this test")
 }
 

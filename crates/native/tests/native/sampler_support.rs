@@ -58,7 +58,7 @@ fn top_k_top_p_outputs_are_of_softmax_over_the_set() {
         assert!(known.failures(&judged, "native", "this test").is_empty(), "{dtype}");
         // Who takes the whole softmax is told.
         let of_whole = native.run(&spec, whole, 1).unwrap();
-        let judged = known.judge(of_whole, &Limits::of("native").unwrap()).unwrap();
+        let judged = known.judge(of_whole, &Limits::for_class("native").unwrap()).unwrap();
         assert!(!known.failures(&judged, "native", "this test").is_empty(), "{dtype}");
     }
 }

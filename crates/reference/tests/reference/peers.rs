@@ -27,8 +27,10 @@ impl Case {
         let recorded = PeerFile::read(path).unwrap();
         let spec = recorded.resolve().unwrap().spec;
         let reference = reference::evaluate(&spec, &recorded.problem).unwrap();
-        let verdicts =
-            recorded.problem.judge(&reference, &recorded.candidate().lend(), &Limits::of("external").unwrap()).unwrap();
+        let verdicts = recorded
+            .problem
+            .judge(&reference, &recorded.candidate().lend(), &Limits::for_class("external").unwrap())
+            .unwrap();
         let loss = reference.loss();
         Self { recorded, loss, verdicts }
     }

@@ -95,7 +95,7 @@ pub(crate) fn expect_zeros_outside_the_support(
             let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));
             assert!(beyond.map(|(_, dx)| *dx).all(|dx| dx == 0.0), "{id} {softcap:?}");
             assert!(dlogits.iter().any(|dx| *dx != 0.0), "{id} {softcap:?}");
-            let judged = known.judge(candidate, &Limits::of(class).unwrap()).unwrap();
+            let judged = known.judge(candidate, &Limits::for_class(class).unwrap()).unwrap();
             assert_eq!(known.failures(&judged, id, "cargo test --test kernels"), [""; 0], "{id} {softcap:?}");
         }
     }

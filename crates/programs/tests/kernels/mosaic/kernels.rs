@@ -121,7 +121,7 @@ fn check_by(
         _ => around.two_pass(machine)?,
     };
     let known = Known::of(spec, &problem).unwrap();
-    let judged = known.judge(candidate, &Limits::of("tile").unwrap()).unwrap();
+    let judged = known.judge(candidate, &Limits::for_class("tile").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels mosaic::").first() {
         return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));
     }

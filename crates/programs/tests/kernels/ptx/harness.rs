@@ -228,7 +228,7 @@ pub(super) fn check_problem(
     };
     let candidate = candidate.map_err(|error| format!("{spec:?}\n{error}"))?;
     let known = Known::of(spec, problem).unwrap();
-    let judged = known.judge(candidate, &Limits::of("gpu").unwrap()).unwrap();
+    let judged = known.judge(candidate, &Limits::for_class("gpu").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels ptx::").first() {
         return Err(format!("{id} for {target:?} by {units:?} {spec:?}\n{failure}"));
     }

@@ -173,7 +173,7 @@ fn recorded_row_of_qwen_matches_reference() {
     for (id, candidate) in
         [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
     {
-        let judged = known.judge(candidate.unwrap(), &Limits::of("gpu").unwrap()).unwrap();
+        let judged = known.judge(candidate.unwrap(), &Limits::for_class("gpu").unwrap()).unwrap();
         assert_eq!(known.failures(&judged, id, "cargo test --test kernels ptx::"), [""; 0]);
     }
 }

@@ -120,7 +120,7 @@ fn lm_head_gradients_by_chunks_match_reference() {
             };
             let candidate = with_gradients(&problem, candidate.unwrap());
             let known = Known::of(spec, &problem).unwrap();
-            let judged = known.judge(candidate, &Limits::of(program.class()).unwrap()).unwrap();
+            let judged = known.judge(candidate, &Limits::for_class(program.class()).unwrap()).unwrap();
             let name = format!("{id} on {devices} devices for {target:?}, {recipe:?}");
             assert_eq!(known.failures(&judged, &name, "cargo test --test kernels ptx::"), [""; 0]);
         }

@@ -36,7 +36,7 @@ fn refusal_of(
         Err(error) => return Some(error),
     };
     let known = Known::of(spec, &problem).unwrap();
-    let judged = match known.judge(candidate, &Limits::of("gpu").unwrap()) {
+    let judged = match known.judge(candidate, &Limits::for_class("gpu").unwrap()) {
         Ok(judged) => judged,
         Err(error) => return Some(error.to_string()),
     };

@@ -243,7 +243,7 @@ impl JudgedLossSteps {
             token_loss: None,
             metrics: None,
         };
-        let limits = Limits::of(&self.class).map_err(JudgeError::from)?;
+        let limits = Limits::for_class(&self.class).map_err(JudgeError::from)?;
         let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
         // Of each output the largest error over its limit is kept, with its place.
         self.steps += 1;
