@@ -125,7 +125,8 @@ impl CudaContext {
         let mut options = [ERROR_LOG, ERROR_LOG_BYTES];
         let mut values = [log.as_mut_ptr().cast(), ptr::without_provenance_mut::<c_void>(LOG_BYTES)];
         let mut module = ptr::null_mut();
-        // SAFETY: the text ends in 0; options and values have the length that is passed; all of it, the log and the handle live over the call.
+        // SAFETY: the text ends in 0; options and values have the length that is passed; all of it, the log and the handle live over the
+        // call.
         let status = unsafe {
             (driver.table.load)(
                 &raw mut module,
