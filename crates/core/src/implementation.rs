@@ -1,7 +1,7 @@
-//! [`Implementation`]: something that computes a GRPO loss and can be judged. The crate `assay-registry` lists all there
-//! are.
+//! [`Implementation`]: a kernel that computes a GRPO loss and can be judged. The crate `assay-registry` lists all of
+//! them.
 //!
-//! The reference is not among them: it is what they are judged against.
+//! The reference is not an implementation: implementations are judged against it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,36 +16,36 @@ use crate::problem::{
 };
 use crate::spec::LossSpec;
 
-/// What an implementation is given: a [`Problem`], whose logits are there, or a [`HeadProblem`], whose logits are a
-/// product that is part of the work.
+/// The input of an implementation: a [`Problem`] with its logits, or a [`HeadProblem`] whose logits are a product that
+/// is part of the work.
 pub trait Workload: Clone + Send + Sync + 'static {
-    /// Its extents.
+    /// The shape of the input, such as `(B, T, V)`.
     type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
-    /// How its arrays lie, where there is a choice.
+    /// The layout of the arrays, if there is a choice.
     type Form: Copy + PartialEq + fmt::Debug + Send + Sync;
-    /// The gradient that it comes to, borrowed.
+    /// The gradient of the loss by the input, borrowed.
     type View<'a>: Clone;
-    /// The same, held.
+    /// The gradient of the loss by the input.
     type Gradient: Clone + Send + Sync + for<'a> Lend<'a, View = Self::View<'a>>;
-    /// What has the extents, and is given in a dtype.
+    /// The name of the array that has the shape and the dtype, such as `logits`.
     const ARRAY: &'static str;
 
-    /// Its extents, after a check.
+    /// Checks the input under `spec` and returns its shape.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong.
     fn checked_shape(&self, spec: &LossSpec) -> Result<Self::Shape, ProblemError>;
 
-    /// The dtype of that array.
+    /// Returns the dtype of logits or hidden states.
     fn dtype(&self) -> Dtype;
 
-    /// How its arrays lie.
+    /// Returns the layout of the arrays.
     fn form(&self) -> Self::Form;
 
-    /// Which of its tokens make a sequence.
+    /// Returns the assignment of tokens to sequences.
     fn which_sequences(&self) -> &Sequences;
 
-    /// A form in words; nothing where there is no choice.
+    /// Describes a layout in words; empty if there is no choice.
     fn describe(form: Self::Form) -> String;
 }
 
@@ -104,62 +104,64 @@ impl Workload for HeadProblem {
     }
 }
 
-/// A kernel under test: of the loss on logits, or, as an `Implementation<HeadProblem>`, of the LM head and the loss.
+/// A kernel under test: of the loss on logits, or, as an `Implementation<HeadProblem>`, of LM head and loss.
 pub trait Implementation<P: Workload = Problem>: Send + Sync {
-    /// The name that commands and reports use.
+    /// Returns the name that commands and reports use, such as `native`.
     fn id(&self) -> &str;
 
-    /// One line on what it is and where it runs.
+    /// Returns one line about the kernel and the hardware that it runs on.
     fn summary(&self) -> &str;
 
-    /// The class of its arithmetic: which entries of `tolerances.toml` it is held to.
+    /// Returns the arithmetic class, which selects the entries of `tolerances.toml`: `native`, `xla`, `tile`, `gpu` or
+    /// `external`.
     fn class(&self) -> &str;
 
-    /// Whether this machine can run it.
+    /// Checks whether this machine can run the kernel.
     ///
     /// # Errors
     /// [`Unavailable`], saying what is absent.
     fn available(&self) -> Result<(), Unavailable>;
 
-    /// The device counts that it can be run on here, ascending; empty where it is not available. Of more than eight
-    /// devices [`takes`](Self::takes) knows.
+    /// Returns the device counts that it can run on here, ascending; empty if it is not available. For more than eight
+    /// devices ask [`takes`](Self::takes).
     fn device_counts(&self) -> Vec<usize> {
         vec![1]
     }
 
-    /// Whether there is anything that it can be run on here with `devices` devices.
+    /// Whether it can run on `devices` devices here, for any input.
     fn takes(&self, devices: usize) -> bool {
         self.device_counts().contains(&devices)
     }
 
-    /// How its tile kernels are written for the devices here, `loops` or `mosaic`; `None` where it has none, or there is no device.
+    /// Returns the lowering of its tile kernels for the devices here, `loops` or `mosaic`; `None` if it has none, or
+    /// there is no device.
     fn lowering(&self) -> Option<&'static str> {
         None
     }
 
-    /// The instruction set that it uses, where it runs on this machine's cores.
+    /// Returns the instruction set that it uses, if it runs on this machine's cores.
     fn isa(&self) -> Option<&'static str> {
         None
     }
 
-    /// Whether it computes `spec` on logits, or hidden states, of `shape` and `dtype` over `devices` devices.
+    /// Checks whether it computes `spec` on logits, or hidden states, of `shape` and `dtype` over `devices` devices.
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
     fn supports(&self, spec: &LossSpec, shape: P::Shape, dtype: Dtype, devices: usize) -> Result<(), Unsupported>;
 
-    /// Whether it avoids every cancellation that can be avoided, as the grade `exact` asks. What does not is held to
-    /// `standard`.
+    /// Whether it avoids every cancellation that can be avoided, as the grade `exact` requires. Other kernels are held
+    /// to `standard`.
     fn keeps_digits(&self) -> bool {
         true
     }
 
-    /// Whether it computes batches whose sequences are [packed](Sequences::Packed).
+    /// Whether it computes batches with [packed](Sequences::Packed) sequences.
     fn takes_packed(&self) -> bool {
         false
     }
 
-    /// [`supports`](Self::supports) of what is given, packed sequences too.
+    /// Checks whether it computes `spec` on `given`, including packed sequences, as [`supports`](Self::supports) does.
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
@@ -176,21 +178,21 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
         }
     }
 
-    /// Bytes of this machine's memory that a run takes beside the problem, of `shape` and `dtype`, and its outcome.
+    /// Returns the bytes of this machine's memory that a run needs in addition to the problem, of `shape` and `dtype`,
+    /// and its outcome.
     fn host_bytes(&self, _shape: P::Shape, _dtype: Dtype) -> usize {
         0
     }
 
-    /// Computes the loss on `devices` devices. Takes the problem by value, so that dlogits may be written over the
+    /// Computes the loss on `devices` devices. The problem is passed by value, so that dlogits may be written over the
     /// logits.
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or a device fails.
     fn run(&self, spec: &LossSpec, problem: P, devices: usize) -> Result<Candidate<P::Gradient>, RunError>;
 
-    /// Makes ready to evaluate problems of `given` extents, dtype and form again and again: what can be done before there
-    /// is a problem, such as compiling, is done here. A step of an implementation that does not say otherwise is a
-    /// [`run`](Self::run).
+    /// Prepares the evaluation of many problems of `given` shape, dtype and layout: everything that does not depend on
+    /// a problem, such as compiling, is done here. By default a step is a [`run`](Self::run).
     ///
     /// # Errors
     /// [`RunError`] where the problem would not be supported, or a device fails.
@@ -205,32 +207,32 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
     }
 }
 
-/// An implementation made ready for one shape, to be timed.
+/// An implementation that is prepared for one shape, to be timed.
 pub trait Prepared<P: Workload = Problem> {
-    /// Puts a problem where a step reads it: on the devices, or in a copy that dlogits may be written over. The step
-    /// holds that memory.
+    /// Moves a problem to where a step reads it: to the devices, or into a copy that dlogits may overwrite. The step
+    /// owns that memory.
     ///
     /// # Errors
     /// [`RunError`] where the problem is wrong or of another shape or dtype, or a device fails.
     fn load<'p>(&'p self, problem: &'p P) -> Result<Step<'p, P>, RunError>;
 
-    /// Bytes of this machine's memory that a step takes beside the problem and its outcome.
+    /// Returns the bytes of this machine's memory that a step needs in addition to the problem and its outcome.
     fn host_bytes(&self) -> usize;
 
-    /// What a step takes on each device, as the compiler counted.
+    /// Returns the memory of a step on each device, as the compiler counted it.
     ///
     /// # Errors
     /// [`Unavailable`], saying why nobody counted.
     fn compiled_memory(&self) -> Result<CompiledMemory, Unavailable>;
 
-    /// What the allocator of the first device says now.
+    /// Returns the current figures of the first device's allocator.
     ///
     /// # Errors
     /// [`Unavailable`], saying why it says nothing.
     fn device_memory(&self) -> Result<DeviceMemory, Unavailable>;
 
-    /// Holds a problem where steps are restored from without this machine's memory, and where kernels can be timed
-    /// alone; `None` where an implementation has no such place, and each step is [loaded](Self::load) again.
+    /// Keeps a problem on the device, where steps restore it without this machine's memory and kernels can be timed
+    /// alone; `None` if the implementation cannot, and each step is [loaded](Self::load) again.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -238,13 +240,13 @@ pub trait Prepared<P: Workload = Problem> {
         Ok(None)
     }
 
-    /// The device that a step runs on; `None` where it is this machine's cores.
+    /// Returns the device that a step runs on; `None` if it runs on this machine's cores.
     fn runs_on(&self) -> Option<RunsOn> {
         None
     }
 }
 
-/// A problem in a device's memory, beside a copy of what steps write over.
+/// A problem in a device's memory, with a copy of the arrays that steps overwrite.
 pub trait Held<'p, P: Workload = Problem> {
     /// Restores the problem for a step. An answer that was not fetched by then is lost.
     ///
@@ -252,85 +254,83 @@ pub trait Held<'p, P: Workload = Problem> {
     /// [`RunError`] where the device fails.
     fn load(&self) -> Result<Step<'p, P>, RunError>;
 
-    /// Launches the kernels of a step `launches` times back to back, from the same problem each time, and times them
-    /// by the device's own clock. The answer that is then there must have the bits of `judged`, which a step has
-    /// given.
+    /// Launches the kernels of a step `launches` times in a row, from the same problem each time, and times them by the
+    /// device's own clock. The last answer must have the bits of `judged`, which a step has returned.
     ///
     /// # Errors
     /// [`RunError`] where the answer has other bits, or where the device fails.
     fn time_kernels(&self, judged: &Candidate<P::Gradient>, launches: usize) -> Result<KernelTimings, RunError>;
 }
 
-/// Times of kernels alone, by the device's own clock: without what starts them, and without what lies between.
+/// Times of kernels alone by the device's own clock, without their launch and without gaps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTimings {
     /// The kernels of a step, in order.
     pub kernels: Vec<KernelTiming>,
-    /// Times of the copies that restored the problem between the launches, from the device's memory to the device's
-    /// memory.
+    /// The times of the copies that restored the problem between the launches, within the device's memory.
     pub copies: Vec<Duration>,
-    /// Bytes that such a copy reads; it writes as many.
+    /// The number of bytes that such a copy reads, and writes.
     pub copied_bytes: usize,
 }
 
-/// A kernel and its times.
+/// A kernel with its measured times.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTiming {
     /// The driver's figures of the kernel.
     pub kernel: AssembledKernel,
-    /// One time for each launch, in order.
+    /// The time of each launch, in order.
     pub took: Vec<Duration>,
 }
 
-/// A kernel as a GPU's driver has assembled it, in the driver's own figures; `None` where it does not say.
+/// A kernel that a GPU's driver has assembled, with the driver's figures; `None` where it reports none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AssembledKernel {
-    /// The kernel's entry.
+    /// The name of the kernel's entry.
     pub name: String,
-    /// Registers of a thread.
+    /// The number of registers of a thread.
     pub registers: Option<u32>,
-    /// Local memory of a thread, bytes: registers are spilled there.
+    /// The local memory of a thread, bytes: registers are spilled there.
     pub local_bytes: Option<u32>,
-    /// Static shared memory of a CTA, bytes.
+    /// The static shared memory of a CTA, bytes.
     pub static_shared_bytes: u32,
-    /// Dynamic shared memory of a CTA, bytes.
+    /// The dynamic shared memory of a CTA, bytes.
     pub dynamic_shared_bytes: u32,
-    /// The most threads that a CTA may have.
+    /// The largest number of threads of a CTA.
     pub most_threads: Option<u32>,
     /// The version of PTX that it was assembled from: 80 is 8.0.
     pub ptx_version: Option<u32>,
     /// The architecture that it was assembled for: 90 is `sm_90`.
     pub binary_version: Option<u32>,
-    /// CTAs that have room on a multiprocessor together.
+    /// The number of CTAs that fit on a multiprocessor together.
     pub ctas_a_multiprocessor: Option<u32>,
-    /// Clusters that have room on the device together; `None` also where there are no clusters.
+    /// The number of clusters that fit on the device together; `None` also without clusters.
     pub clusters: Option<u32>,
 }
 
-/// A device.
+/// A device with its memory bandwidth.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunsOn {
-    /// What it is called.
+    /// The name of the device, as its driver reports it.
     pub device: String,
-    /// What its memory gives at most, bytes a second, where it says so itself.
+    /// The peak bandwidth of its memory, bytes per second, if it reports one.
     pub bytes_per_s: Option<f64>,
 }
 
-/// Evaluates a loaded problem, and returns when every output is there: what a bench times.
+/// Evaluates a loaded problem, and returns when every output is computed: a bench times this call.
 pub type Step<'p, P = Problem> = Box<dyn FnOnce() -> Result<Answer<'p, P>, RunError> + 'p>;
 
-/// Fetches the outputs of a step, which hold memory until then.
+/// Fetches the outputs of a step, which occupy memory until then.
 pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<Candidate<<P as Workload>::Gradient>, RunError> + 'p>;
 
-/// What an implementation is made ready for.
+/// The shape, dtype and layout that an implementation is prepared for.
 pub struct Given<P: Workload = Problem> {
-    /// Extents.
+    /// The shape of the input.
     pub shape: P::Shape,
-    /// Element type.
+    /// The element type of logits or hidden states.
     pub dtype: Dtype,
-    /// How the arrays lie.
+    /// The layout of the arrays, if there is a choice.
     pub form: P::Form,
-    /// How many sequences are packed into the one row; `None` where each row is one.
+    /// The number of sequences packed into the one row; `None` if each row is a sequence.
     pub packed: Option<usize>,
 }
 
@@ -350,7 +350,7 @@ impl<P: Workload> PartialEq for Given<P> {
 }
 
 impl<P: Workload> Given<P> {
-    /// What `problem` is, after a check.
+    /// Checks `problem` and returns its shape, dtype and layout.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong.
@@ -360,7 +360,7 @@ impl<P: Workload> Given<P> {
         Ok(Self { shape, dtype: problem.dtype(), form: problem.form(), packed })
     }
 
-    /// Checks `problem`, and that it is as given.
+    /// Checks `problem`, and that its shape, dtype and layout are these.
     ///
     /// # Errors
     /// [`RunError::NotPrepared`], with both; that of the problem where it is wrong.
@@ -380,7 +380,7 @@ impl<P: Workload> fmt::Display for Given<P> {
     }
 }
 
-/// Steps that are whole runs, each on a copy of the problem.
+/// A preparation whose steps are whole runs, each on a copy of the problem.
 struct Runs<'s, P: Workload, I: ?Sized> {
     implementation: &'s I,
     spec: &'s LossSpec,
@@ -405,7 +405,7 @@ impl<P: Workload, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> 
         }))
     }
 
-    /// Those of a run: the copy becomes the outcome.
+    /// Returns the bytes of a run: the copy of the problem becomes the outcome.
     fn host_bytes(&self) -> usize {
         self.implementation.host_bytes(self.given.shape, self.given.dtype)
     }
@@ -419,60 +419,60 @@ impl<P: Workload, I: Implementation<P> + ?Sized> Prepared<P> for Runs<'_, P, I> 
     }
 }
 
-/// What the id of a user's own program begins with; the path of its manifest follows.
+/// The prefix of the id of a user's own program; the path of its manifest follows.
 pub const FILE_PREFIX: &str = "file:";
 
-/// Why this machine cannot run an implementation.
+/// The reason why this machine cannot run an implementation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not available here: {reason}")]
 pub struct Unavailable {
-    /// What is absent.
+    /// The thing that is missing, in words.
     pub reason: String,
 }
 
-/// What an implementation does not do.
+/// An option or property that an implementation does not support.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{implementation} does not support {field} {given}; it supports {supported}")]
 pub struct Unsupported {
-    /// The implementation's id.
+    /// The id of the implementation.
     pub implementation: String,
-    /// The option or property.
+    /// The name of the option or property.
     pub field: &'static str,
-    /// Its value.
+    /// The value that was given.
     pub given: String,
-    /// What would do.
+    /// The values that are supported, in words.
     pub supported: String,
 }
 
-/// Why an implementation returned nothing.
+/// The reason why an implementation returned no result.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RunError {
     /// The problem does not fit its spec.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// The implementation does not do this.
+    /// The implementation does not support the spec or the problem.
     #[error(transparent)]
     Unsupported(#[from] Unsupported),
-    /// It was made ready for another array.
+    /// The implementation was prepared for another shape, dtype or layout.
     #[error("load: got {given}, expected {expected}, which the implementation was prepared for")]
     NotPrepared {
-        /// That of the problem.
+        /// The shape, dtype and layout of the problem.
         given: String,
-        /// The one prepared for.
+        /// The shape, dtype and layout that the implementation was prepared for.
         expected: String,
     },
-    /// What runs the implementation failed: a plugin, its devices, or a program that does not do what its manifest says.
+    /// The backend failed: a plugin, its devices, or a program that contradicts its manifest.
     #[error(transparent)]
     Backend(#[from] BackendError),
 }
 
-/// The failure of what an implementation runs on, in that backend's own words. Clones are the same failure.
+/// The failure of a backend, in its own words. Clones are the same failure.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct BackendError(Arc<dyn std::error::Error + Send + Sync>);
 
 impl BackendError {
-    /// `error`, whatever the backend calls it.
+    /// Wraps an `error` of any backend.
     pub fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self(Arc::new(error))
     }
