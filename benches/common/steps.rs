@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use assay::implementation::{Given, Implementation};
+use assay::implementation::{Implementation, ProblemFormat};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
@@ -54,8 +54,9 @@ pub(crate) fn bench_steps(
         println!("{shape} {dtype} {name}: ignored, {why}");
         return;
     }
-    let prepared =
-        implementation.prepare(spec, Given { shape, dtype, form: (), packed: None }, devices).expect("supported");
+    let prepared = implementation
+        .prepare(spec, ProblemFormat { shape, dtype, form: (), packed: None }, devices)
+        .expect("supported");
     let load = || prepared.load(problem).expect("a valid problem");
     let outcome = load()().and_then(|answer| answer()).expect("supported");
     let judged = known

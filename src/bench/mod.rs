@@ -5,7 +5,7 @@
 //! for PJRT on the devices, else in a fresh copy. That is not timed, and neither is fetching the outputs; a step ends
 //! when all of them are there. The logits have to be put back, because dlogits lie over them, and the last step's
 //! dlogits would be another problem: all but uniform, with clipped ratios and rows of zeros, which a kernel may leave
-//! early. Where an implementation [holds](crate::implementation::Held) the problem on its device, it is restored from
+//! early. Where an implementation [holds](crate::implementation::ResidentProblem) the problem on its device, it is restored from
 //! there, and its kernels are timed alone as well: back to back, at least 20 times, with nothing but the restoring
 //! copies between them, which are timed too.
 //!
@@ -29,8 +29,8 @@ use self::timed::Timed;
 use crate::case::{BenchCase, CaseBatch, KernelSettings, StepCounts};
 use crate::gpu::GpuChip;
 use crate::implementation::{
-    Answer, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step, Unavailable,
-    Workload,
+    Answer, Implementation, KernelTiming, KernelTimings, Prepared, ProblemFormat, ResidentProblem, RunError, RunsOn,
+    Step, Unavailable, Workload,
 };
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::{JudgeError, Verdict};
@@ -312,7 +312,7 @@ impl<W: Timed> BenchSubject<'_, W> {
     fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), BenchError> {
         let Self { recipe, implementation, devices, .. } = *self;
         let running = recipe.running_bytes().saturating_add(beside);
-        let Given { shape, dtype, .. } = recipe.given();
+        let ProblemFormat { shape, dtype, .. } = recipe.given();
         let what = || format!("a bench of {shape} {dtype} with {}", on_devices(implementation.id(), devices));
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
@@ -485,7 +485,7 @@ fn judge_answer<P: Judgeable>(
 struct Placed<'p, P: Workload> {
     prepared: &'p dyn Prepared<P>,
     problem: &'p P,
-    held: Option<Box<dyn Held<'p, P> + 'p>>,
+    held: Option<Box<dyn ResidentProblem<'p, P> + 'p>>,
 }
 
 impl<'p, P: Workload> Placed<'p, P> {
@@ -639,7 +639,7 @@ mod tests {
         fn prepare<'s>(
             &'s self,
             spec: &'s LossSpec,
-            _: Given,
+            _: ProblemFormat,
             devices: usize,
         ) -> Result<Box<dyn Prepared + 's>, RunError> {
             Ok(Box::new(CountingReady { implementation: self, spec, devices }))

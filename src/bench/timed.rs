@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::bandwidth::LogitsCopy;
-use crate::implementation::Given;
+use crate::implementation::ProblemFormat;
 use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
@@ -28,7 +28,7 @@ pub(super) trait Timed: Clone + Sync {
     /// All but the extents of the logits.
     fn recipe(&self) -> &Recipe;
     /// Returns the inputs that an implementation is prepared for.
-    fn given(&self) -> Given<Self::Problem>;
+    fn given(&self) -> ProblemFormat<Self::Problem>;
     fn extents(&self) -> Vec<usize>;
     fn check(&self, spec: &LossSpec) -> Result<(), RecipeError>;
     fn unmasked_problem(&self, spec: &LossSpec) -> Result<Self::Problem, RecipeError>;
@@ -68,9 +68,9 @@ impl Timed for Recipe {
         self
     }
 
-    fn given(&self) -> Given {
+    fn given(&self) -> ProblemFormat {
         let [batch, tokens, vocab] = self.shape;
-        Given { shape: Shape { batch, tokens, vocab }, dtype: self.dtype, form: (), packed: None }
+        ProblemFormat { shape: Shape { batch, tokens, vocab }, dtype: self.dtype, form: (), packed: None }
     }
 
     fn extents(&self) -> Vec<usize> {
@@ -134,9 +134,9 @@ impl Timed for HeadRecipe {
         &self.recipe
     }
 
-    fn given(&self) -> Given<HeadProblem> {
+    fn given(&self) -> ProblemFormat<HeadProblem> {
         let form = HeadForm { layout: self.layout, rounds_logits: self.rounds_logits };
-        Given { shape: self.shape(), dtype: self.recipe.dtype, form, packed: None }
+        ProblemFormat { shape: self.shape(), dtype: self.recipe.dtype, form, packed: None }
     }
 
     fn extents(&self) -> Vec<usize> {

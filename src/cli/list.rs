@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, PluginChoice, Printing};
-use crate::implementation::{Given, Implementation, Unsupported, Workload};
+use crate::implementation::{Implementation, ProblemFormat, Unsupported, Workload};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
 use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
@@ -231,7 +231,7 @@ impl Matrix {
             .collect();
         // No choice of a spec's, but of how a batch lies.
         rows.push(row("sequences", "packed", &|implementation| {
-            let given = Given { shape: SHAPE, dtype: Dtype::F32, form: (), packed: Some(SHAPE.batch) };
+            let given = ProblemFormat { shape: SHAPE, dtype: Dtype::F32, form: (), packed: Some(SHAPE.batch) };
             implementation.supports_given(&LossSpec::default(), given, fewest_devices(implementation, SHAPE))
         }));
         let mut columns = vec![vec![REFERENCE.to_string()]];

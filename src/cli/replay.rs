@@ -14,7 +14,7 @@ use super::standards::CandidateStandards;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
-use crate::implementation::{Given, Implementation};
+use crate::implementation::{Implementation, ProblemFormat};
 use crate::judge::invariance::Invariance;
 use crate::judge::judge::Verdict;
 use crate::judge::judgeable::Judgeable;
@@ -401,7 +401,7 @@ impl Session {
             while let Ok(implementation) = take() {
                 for devices in device_counts(&devices, implementation, spec, problem) {
                     // Whatever hinders it is said where it is run.
-                    if let Ok(given) = Given::of(spec, problem) {
+                    if let Ok(given) = ProblemFormat::from_problem(spec, problem) {
                         drop(implementation.prepare(spec, given, devices));
                     }
                 }
@@ -578,7 +578,7 @@ fn device_counts<P: Judgeable>(
     let counts = implementation.device_counts();
     let supported = |devices: &usize| {
         let supports = |given| implementation.supports_given(spec, given, *devices);
-        Given::of(spec, problem).is_ok_and(|given| supports(given).is_ok())
+        ProblemFormat::from_problem(spec, problem).is_ok_and(|given| supports(given).is_ok())
     };
     vec![counts.iter().rev().copied().find(supported).or(counts.first().copied()).unwrap_or(1)]
 }
@@ -682,7 +682,7 @@ mod tests {
         fn prepare<'s>(
             &'s self,
             spec: &'s LossSpec,
-            given: Given<Problem>,
+            given: ProblemFormat<Problem>,
             devices: usize,
         ) -> Result<Box<dyn Prepared + 's>, RunError> {
             let mut counts = self.counts.lock().unwrap();

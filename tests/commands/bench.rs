@@ -6,7 +6,7 @@ use std::fs;
 use std::sync::Arc;
 
 use crate::common::command::command;
-use assay::implementation::{Given, Implementation};
+use assay::implementation::{Implementation, ProblemFormat};
 use assay::native::Isa;
 use assay::problem::{Dtype, HeadProblem, Problem, Shape};
 use assay::registry::{RegisteredProblem, find, registry};
@@ -252,8 +252,9 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
         if implementation.device_counts().last().is_none_or(|&most| most < devices) {
             continue;
         }
-        let prepared =
-            implementation.prepare(&spec, Given { shape, dtype: Dtype::F32, form: (), packed: None }, devices).unwrap();
+        let prepared = implementation
+            .prepare(&spec, ProblemFormat { shape, dtype: Dtype::F32, form: (), packed: None }, devices)
+            .unwrap();
         let one = prepared.compiled_memory().unwrap().peak_bytes();
         assert_eq!(prepared.host_bytes() as i64, one * devices as i64, "{id} on {devices}");
     }
@@ -327,7 +328,8 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
     for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = *implementation.device_counts().last().expect("it is available");
         let run = implementation.run(&spec, problem.clone(), devices).unwrap();
-        let prepared = implementation.prepare(&spec, Given::of(&spec, &problem).unwrap(), devices).unwrap();
+        let prepared =
+            implementation.prepare(&spec, ProblemFormat::from_problem(&spec, &problem).unwrap(), devices).unwrap();
         for step in 0..3 {
             let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
             assert_eq!(outcome.gradient, run.gradient, "{} step {step}", implementation.id());
@@ -344,7 +346,12 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
         let prepared = implementation
             .prepare(
                 &spec,
-                Given { shape: Shape { batch: 2, tokens: 4, vocab: 130 }, dtype: Dtype::Bf16, form: (), packed: None },
+                ProblemFormat {
+                    shape: Shape { batch: 2, tokens: 4, vocab: 130 },
+                    dtype: Dtype::Bf16,
+                    form: (),
+                    packed: None,
+                },
                 devices,
             )
             .unwrap();
@@ -365,7 +372,12 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
             .unwrap()
             .prepare(
                 &spec,
-                Given { shape: Shape { batch: 1, tokens: 1, vocab: 1 }, dtype: Dtype::F64, form: (), packed: None },
+                ProblemFormat {
+                    shape: Shape { batch: 1, tokens: 1, vocab: 1 },
+                    dtype: Dtype::F64,
+                    form: (),
+                    packed: None
+                },
                 1
             )
             .is_err()

@@ -10,7 +10,7 @@ use std::time::Duration;
 use assay::ahead::{AheadError, StableHloModule};
 use assay::gpu::compile::{CALL, locate};
 use assay::gpu::{CudaToolkit, GpuCompiler, GpuTarget};
-use assay::implementation::Given;
+use assay::implementation::ProblemFormat;
 use assay::problem::{Dtype, Shape};
 use assay::programs::operation::{BatchForm, Cotangents, OperationKernel, OperationText};
 use assay::programs::{Device, LossProgram, Programs, PtxTarget, StructuredSpec};
@@ -274,7 +274,7 @@ fn small() -> Result<(String, Vec<PtxKernel>), Failed> {
     let program =
         LossProgram::all().into_iter().find(|program| program.id() == "gpu-one-pass").ok_or("no gpu-one-pass")?;
     let (loss, target) = (StructuredSpec::new(&spec), target.chip.written_for());
-    let given = Given { shape, dtype: Dtype::Bf16, form: (), packed: None };
+    let given = ProblemFormat { shape, dtype: Dtype::Bf16, form: (), packed: None };
     let text = program.text(loss, given, 1, Device::gpu(target))?;
     Ok((text, program.gpu_kernels_for(loss, shape, Dtype::Bf16, 1, target)?))
 }

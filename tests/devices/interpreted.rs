@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use assay::device_dtype::ArrayBytes as _;
-use assay::implementation::Given;
+use assay::implementation::ProblemFormat;
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::tolerance::Limits;
 use assay::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
@@ -63,7 +63,8 @@ impl<'s> Interpreted<'s> {
     fn of(client: Client, id: &str, target: PtxTarget, spec: &'s LossSpec, recipe: &Recipe) -> Result<Self, Failed> {
         let program = LossProgram::all().into_iter().find(|program| program.id() == id).ok_or("no such program")?;
         let (loss, dtype, shape) = (StructuredSpec::new(spec), recipe.dtype, recipe.problem(spec)?.shape());
-        let text = program.text(loss, Given { shape, dtype, form: (), packed: None }, 1, Device::gpu(target))?;
+        let text =
+            program.text(loss, ProblemFormat { shape, dtype, form: (), packed: None }, 1, Device::gpu(target))?;
         let parts: Vec<String> = parts(&text);
         let compiled = |part: &String| client.compile(&PjrtProgram::replicated(part.as_bytes(), 1));
         let parts = parts.iter().map(compiled).collect::<Result<Vec<_>, _>>()?;

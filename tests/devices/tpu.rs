@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use assay::ahead::traffic::{Collective, CollectiveKind};
 use assay::ahead::{AheadError, StableHloModule};
 use assay::device_dtype::DeviceDtype;
-use assay::implementation::Given;
+use assay::implementation::ProblemFormat;
 use assay::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, ProblemShape, Shape};
 use assay::programs::{ANY_TPU, HeadProgram, LossProgram, Programs, StructuredSpec, TileMachine, row_major_copy};
 use assay::runtime::Client;
@@ -287,12 +287,12 @@ fn head(id: &str) -> HeadProgram {
 }
 
 /// What bf16 programs of a head are given; logits are rounded.
-fn bf16_head(shape: &str, layout: HeadLayout) -> Given<HeadProblem> {
+fn bf16_head(shape: &str, layout: HeadLayout) -> ProblemFormat<HeadProblem> {
     let form = HeadForm { layout, rounds_logits: true };
-    Given { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form, packed: None }
+    ProblemFormat { shape: shape.parse().expect("a shape"), dtype: Dtype::Bf16, form, packed: None }
 }
 
-fn compile_head(id: &str, given: Given<HeadProblem>, target: &TpuTarget) -> Result<TpuCompilation, Failed> {
+fn compile_head(id: &str, given: ProblemFormat<HeadProblem>, target: &TpuTarget) -> Result<TpuCompilation, Failed> {
     let code = head(id).program_for(StructuredSpec::new(&LossSpec::default()), given, target.devices(), ANY_TPU)?;
     let module = StableHloModule::replicated(&code, target.devices());
     // Large products take libtpu long.

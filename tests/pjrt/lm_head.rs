@@ -5,7 +5,7 @@ use super::cpu_plugins;
 use std::env;
 use std::path::Path;
 
-use assay::implementation::{Given, Implementation};
+use assay::implementation::{Implementation, ProblemFormat};
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::judge::packed::Twins;
 use assay::judge::tolerance::Limits;
@@ -308,13 +308,13 @@ fn lm_head_prepared_step_equals_a_run() {
     assert_eq!(head.id(), "tile-lm-head");
     let case = &cases()[5];
     let problem = problem(case, SHAPE, 3);
-    let given = Given::of(&case.spec, &problem).unwrap();
+    let given = ProblemFormat::from_problem(&case.spec, &problem).unwrap();
     let prepared = head.prepare(&case.spec, given, 1).unwrap();
     assert!(prepared.compiled_memory().unwrap().peak_bytes() > 0, "it is compiled before there is a problem");
     let form = HeadForm { rounds_logits: !given.form.rounds_logits, ..given.form };
-    let other = head.prepare(&case.spec, Given { form, ..given }, 1).unwrap();
+    let other = head.prepare(&case.spec, ProblemFormat { form, ..given }, 1).unwrap();
     let Err(error) = other.load(&problem) else { panic!("logits are rounded, or are not") };
-    let [given, expected] = [given, Given { form, ..given }].map(|given| given.to_string());
+    let [given, expected] = [given, ProblemFormat { form, ..given }].map(|given| given.to_string());
     assert!([given, expected].iter().all(|form| error.to_string().contains(form)), "{error}");
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
     expect_dtypes(&problem, &outcome);
@@ -336,7 +336,7 @@ fn lm_head_in_chunks_has_no_array_of_all_logits() {
     for (name, spec) in specs() {
         for rounds_logits in [false, true] {
             let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits };
-            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+            let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
             let largest = |id: &str| {
                 let all = XlaHead::all(None);
                 let head = all.into_iter().find(|head| head.id() == id).unwrap();
@@ -353,7 +353,7 @@ fn lm_head_in_chunks_has_no_array_of_all_logits() {
 fn lm_head_for_many_devices_has_the_part_of_one() {
     let shape = HeadShape { batch: 256, tokens: 128, hidden: 512, vocab: 151_936 };
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+    let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
     let all = XlaHead::all(None);
     let program = |id: &str, devices| {
         let head = all.iter().find(|head| head.id() == id).unwrap();

@@ -1,6 +1,6 @@
 //! Programs of which the text is changed before it is compiled.
 
-use assay::implementation::{Given, Unsupported, Workload};
+use assay::implementation::{ProblemFormat, Unsupported, Workload};
 use assay::problem::Dtype;
 use assay::programs::{Device, Programs, Sharding, StructuredSpec};
 use assay::spec::LossSpec;
@@ -98,7 +98,7 @@ impl<P: Programs> Programs for Rewritten<P> {
     fn text(
         self,
         loss: StructuredSpec,
-        given: Given<P::Problem>,
+        given: ProblemFormat<P::Problem>,
         devices: usize,
         device: Device,
     ) -> Result<String, Unsupported> {

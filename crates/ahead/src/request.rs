@@ -1,6 +1,6 @@
 //! A request to compile one implementation for one target, and the text that answers it.
 
-use assay_core::implementation::Given;
+use assay_core::implementation::ProblemFormat;
 use assay_core::memory::CompiledMemory;
 use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, ProblemShape};
 use assay_core::spec::LossSpec;
@@ -81,9 +81,9 @@ pub struct ProgramText {
 
 impl<T> CompileRequest<T> {
     /// Returns what the program of an LM head of `shape` is given.
-    pub(crate) fn given_head(&self, shape: HeadShape) -> Given<HeadProblem> {
+    pub(crate) fn given_head(&self, shape: HeadShape) -> ProblemFormat<HeadProblem> {
         let &CompileOptions { dtype, layout, rounds_logits, .. } = &self.options;
-        Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed: None }
+        ProblemFormat { shape, dtype, form: HeadForm { layout, rounds_logits }, packed: None }
     }
 
     /// Applies the requested sizes of chunks and sums to an LM head's program.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::worker::{Worker, WorkerAnswer, WorkerError};
-use assay_core::implementation::{Given, Implementation};
+use assay_core::implementation::{Implementation, ProblemFormat};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
 
@@ -92,7 +92,7 @@ impl<P: Subject> KernelUnderTest<P> for LocalKernel<'_, P> {
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        let given = Given::of(spec, &**problem).map_err(|error| Fault::Raised(error.to_string()))?;
+        let given = ProblemFormat::from_problem(spec, &**problem).map_err(|error| Fault::Raised(error.to_string()))?;
         self.0.supports_given(spec, given, 1).map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
         let candidate = self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
         read(&candidate.lend());

@@ -165,7 +165,7 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
     ///
     /// # Errors
     /// [`Unsupported`], naming the first thing it does not do.
-    fn supports_given(&self, spec: &LossSpec, given: Given<P>, devices: usize) -> Result<(), Unsupported> {
+    fn supports_given(&self, spec: &LossSpec, given: ProblemFormat<P>, devices: usize) -> Result<(), Unsupported> {
         self.supports(spec, given.shape, given.dtype, devices)?;
         match given.packed {
             Some(_) if !self.takes_packed() => Err(Unsupported {
@@ -199,7 +199,7 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        given: Given<P>,
+        given: ProblemFormat<P>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<P> + 's>, RunError> {
         self.supports_given(spec, given, devices)?;
@@ -236,7 +236,7 @@ pub trait Prepared<P: Workload = Problem> {
     ///
     /// # Errors
     /// As [`load`](Self::load).
-    fn hold<'p>(&'p self, _problem: &'p P) -> Result<Option<Box<dyn Held<'p, P> + 'p>>, RunError> {
+    fn hold<'p>(&'p self, _problem: &'p P) -> Result<Option<Box<dyn ResidentProblem<'p, P> + 'p>>, RunError> {
         Ok(None)
     }
 
@@ -247,7 +247,7 @@ pub trait Prepared<P: Workload = Problem> {
 }
 
 /// A problem in a device's memory, with a copy of the arrays that steps overwrite.
-pub trait Held<'p, P: Workload = Problem> {
+pub trait ResidentProblem<'p, P: Workload = Problem> {
     /// Restores the problem for a step. An answer that was not fetched by then is lost.
     ///
     /// # Errors
@@ -323,7 +323,7 @@ pub type Step<'p, P = Problem> = Box<dyn FnOnce() -> Result<Answer<'p, P>, RunEr
 pub type Answer<'p, P = Problem> = Box<dyn FnOnce() -> Result<Candidate<<P as Workload>::Gradient>, RunError> + 'p>;
 
 /// The shape, dtype and layout that an implementation is prepared for.
-pub struct Given<P: Workload = Problem> {
+pub struct ProblemFormat<P: Workload = Problem> {
     /// The shape of the input.
     pub shape: P::Shape,
     /// The element type of logits or hidden states.
@@ -335,26 +335,26 @@ pub struct Given<P: Workload = Problem> {
 }
 
 #[expect(clippy::expl_impl_clone_on_copy, reason = "a derived one asks that problems be Copy")]
-impl<P: Workload> Clone for Given<P> {
+impl<P: Workload> Clone for ProblemFormat<P> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<P: Workload> Copy for Given<P> {}
+impl<P: Workload> Copy for ProblemFormat<P> {}
 
-impl<P: Workload> PartialEq for Given<P> {
+impl<P: Workload> PartialEq for ProblemFormat<P> {
     fn eq(&self, other: &Self) -> bool {
         (self.shape, self.dtype, self.form, self.packed) == (other.shape, other.dtype, other.form, other.packed)
     }
 }
 
-impl<P: Workload> Given<P> {
+impl<P: Workload> ProblemFormat<P> {
     /// Checks `problem` and returns its shape, dtype and layout.
     ///
     /// # Errors
     /// [`ProblemError`] naming the first field that is wrong.
-    pub fn of(spec: &LossSpec, problem: &P) -> Result<Self, ProblemError> {
+    pub fn from_problem(spec: &LossSpec, problem: &P) -> Result<Self, ProblemError> {
         let shape = problem.checked_shape(spec)?;
         let packed = problem.which_sequences().packed();
         Ok(Self { shape, dtype: problem.dtype(), form: problem.form(), packed })
@@ -365,7 +365,7 @@ impl<P: Workload> Given<P> {
     /// # Errors
     /// [`RunError::NotPrepared`], with both; that of the problem where it is wrong.
     pub fn expect(&self, spec: &LossSpec, problem: &P) -> Result<(), RunError> {
-        let given = Self::of(spec, problem)?;
+        let given = Self::from_problem(spec, problem)?;
         if given == *self {
             return Ok(());
         }
@@ -373,7 +373,7 @@ impl<P: Workload> Given<P> {
     }
 }
 
-impl<P: Workload> fmt::Display for Given<P> {
+impl<P: Workload> fmt::Display for ProblemFormat<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))?;
         self.packed.map_or(Ok(()), |sequences| write!(f, " with {sequences} packed sequences"))
@@ -384,7 +384,7 @@ impl<P: Workload> fmt::Display for Given<P> {
 struct Runs<'s, P: Workload, I: ?Sized> {
     implementation: &'s I,
     spec: &'s LossSpec,
-    given: Given<P>,
+    given: ProblemFormat<P>,
     devices: usize,
 }
 

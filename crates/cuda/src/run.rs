@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use assay_algebra::transform::ColumnBiases;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
-    Answer, BackendError, Given, Held, Implementation, KernelTiming, KernelTimings, Prepared, RunError, RunsOn, Step,
-    Unavailable, Unsupported,
+    Answer, BackendError, Implementation, KernelTiming, KernelTimings, Prepared, ProblemFormat, ResidentProblem,
+    RunError, RunsOn, Step, Unavailable, Unsupported,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Outcome, Problem, Shape};
@@ -120,7 +120,12 @@ impl DriverLoss {
         Unsupported { implementation: self.id.clone(), ..unsupported }
     }
 
-    fn ready<'s>(&self, spec: &'s LossSpec, given: Given, devices: usize) -> Result<LoadedProgram<'s>, RunError> {
+    fn ready<'s>(
+        &self,
+        spec: &'s LossSpec,
+        given: ProblemFormat,
+        devices: usize,
+    ) -> Result<LoadedProgram<'s>, RunError> {
         self.supports_given(spec, given, devices)?;
         let (target, context) = (self.target()?, self.context()?);
         let loss = StructuredSpec::new(spec);
@@ -173,7 +178,7 @@ impl Implementation for DriverLoss {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        let ready = self.ready(spec, Given::of(spec, &problem)?, devices)?;
+        let ready = self.ready(spec, ProblemFormat::from_problem(spec, &problem)?, devices)?;
         let arrays = ready.upload(&problem)?;
         let results = ready.step(&arrays)?;
         // The gradient takes the place of the logits.
@@ -183,7 +188,7 @@ impl Implementation for DriverLoss {
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        given: Given,
+        given: ProblemFormat,
         devices: usize,
     ) -> Result<Box<dyn Prepared + 's>, RunError> {
         Ok(Box::new(self.ready(spec, given, devices)?))
@@ -211,7 +216,7 @@ impl DriverLogp {
     /// # Errors
     /// [`RunError`] where the problem is wrong or not supported, or the device fails.
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
-        let ready = self.driven.ready(spec, Given::of(spec, problem)?, 1)?;
+        let ready = self.driven.ready(spec, ProblemFormat::from_problem(spec, problem)?, 1)?;
         let arrays = ready.upload(problem)?;
         arrays.first_call(&ready.kernels[0]).launch()?;
         let statistics = floats(&arrays.results)?;
@@ -225,7 +230,7 @@ struct LoadedProgram<'s> {
     context: Arc<CudaContext>,
     kernels: Vec<LoadedKernel>,
     loss: StructuredSpec<'s>,
-    given: Given,
+    given: ProblemFormat,
     /// The bytes of copies of logits on the device, from which steps are restored.
     held_bytes: AtomicUsize,
 }
@@ -355,7 +360,7 @@ impl<'s> LoadedProgram<'s> {
         Box::new(move || {
             let results = self.step(&arrays)?;
             let answer: Answer<'p> = Box::new(move || {
-                let Given { shape: Shape { batch, tokens, vocab }, dtype, .. } = self.given;
+                let ProblemFormat { shape: Shape { batch, tokens, vocab }, dtype, .. } = self.given;
                 Ok(arrays.outcome(results, FloatArray::zeros((batch, tokens, vocab), dtype))?.into())
             });
             Ok(answer)
@@ -397,7 +402,7 @@ impl Drop for RestorableArrays<'_> {
     }
 }
 
-impl<'p> Held<'p> for RestorableArrays<'p> {
+impl<'p> ResidentProblem<'p> for RestorableArrays<'p> {
     fn load(&self) -> Result<Step<'p>, RunError> {
         self.arrays.logits.copy_from(&self.copy)?;
         Ok(self.ready.step_on(Rc::clone(&self.arrays)))
@@ -469,7 +474,7 @@ impl Prepared for LoadedProgram<'_> {
         Ok(self.step_on(Rc::new(self.upload(problem)?)))
     }
 
-    fn hold<'p>(&'p self, problem: &'p Problem) -> Result<Option<Box<dyn Held<'p> + 'p>>, RunError> {
+    fn hold<'p>(&'p self, problem: &'p Problem) -> Result<Option<Box<dyn ResidentProblem<'p> + 'p>>, RunError> {
         self.given.expect(self.loss.spec, problem)?;
         let arrays = self.upload(problem)?;
         let copy =

@@ -4,7 +4,7 @@ use super::judge::{JudgeError, Verdict};
 use super::judgeable::Judgeable;
 use super::report::{explain, on_devices};
 use super::tolerance::Limits;
-use assay_core::implementation::{Given, Implementation, RunError, Workload};
+use assay_core::implementation::{Implementation, ProblemFormat, RunError, Workload};
 use assay_core::problem::{Candidate, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_schema::verdicts::Explanation;
@@ -16,7 +16,7 @@ pub fn hindrance<P: Workload>(
     problem: &P,
     devices: usize,
 ) -> Option<String> {
-    let given = match Given::of(spec, problem) {
+    let given = match ProblemFormat::from_problem(spec, problem) {
         Ok(given) => given,
         Err(why) => return Some(why.to_string()),
     };

@@ -73,7 +73,7 @@ pub use assay_ptx::PtxTarget;
 pub use assay_tile::TileMachine;
 
 use assay_core::device_dtype::DeviceDtype;
-use assay_core::implementation::{Given, Unsupported, Workload};
+use assay_core::implementation::{ProblemFormat, Unsupported, Workload};
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 use assay_tile::stablehlo;
@@ -150,7 +150,7 @@ pub trait Programs: Copy + Send + Sync {
     fn text(
         self,
         loss: StructuredSpec,
-        given: Given<Self::Problem>,
+        given: ProblemFormat<Self::Problem>,
         devices: usize,
         device: Device,
     ) -> Result<String, Unsupported>;

@@ -199,11 +199,11 @@ impl Programs for LossProgram {
     fn text(
         self,
         loss: StructuredSpec,
-        given: implementation::Given<Problem>,
+        given: implementation::ProblemFormat<Problem>,
         devices: usize,
         device @ Device { machine, lowering }: Device,
     ) -> Result<String, Unsupported> {
-        let implementation::Given { shape, dtype, form: (), packed } = given;
+        let implementation::ProblemFormat { shape, dtype, form: (), packed } = given;
         self.expect_device(device)?;
         self.supports(loss.spec, shape, dtype, devices)?;
         let mesh = self.mesh(shape, devices)?;
@@ -521,7 +521,7 @@ impl LossProgram {
 mod tests {
     use super::*;
     use crate::HeadProgram;
-    use assay_core::implementation::Given;
+    use assay_core::implementation::ProblemFormat;
     use assay_core::problem::{HeadForm, HeadLayout, HeadShape};
     use assay_core::spec::{Ratio, RatioLevel};
 
@@ -551,11 +551,11 @@ mod tests {
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
         let columns = |platform| {
             let device = Device::in_loops(platform, "TPU v6 lite");
-            let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
+            let given = ProblemFormat { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
             let cut = LossProgram::all().into_iter();
             let cut = cut.filter(|xla| xla.sharding == Sharding::Vocab && !xla.is_for_gpus());
             let texts = cut.map(|xla| xla.text(StructuredSpec::new(&spec), given, 8, device).unwrap());
-            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+            let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = HeadProgram::all().into_iter();
             let cut = cut.filter(|head| head.sharding() == Sharding::Vocab && !head.is_for_gpus());
             let of_heads = cut.map(|head| head.text(StructuredSpec::new(&spec), given, 8, device).unwrap());
@@ -587,7 +587,7 @@ mod tests {
             let text = |xla: &LossProgram| {
                 let mesh = xla.mesh(shape.logits(), 1).unwrap();
                 assert_eq!(mesh, Mesh::ONE);
-                let given = Given { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
+                let given = ProblemFormat { shape: shape.logits(), dtype: Dtype::Bf16, form: (), packed: None };
                 xla.text(StructuredSpec::new(spec), given, 1, Device::ANY).unwrap()
             };
             for cut in all.iter().filter(|xla| !xla.is_whole() && !xla.is_for_gpus()).filter(takes) {
@@ -596,7 +596,7 @@ mod tests {
                 same += 1;
             }
             let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-            let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+            let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
             let cut = heads.iter().filter(|head| !head.is_whole());
             for cut in cut.filter(|head| head.supports(spec, shape, Dtype::Bf16, 1).is_ok()) {
                 let of_gpus = cut.is_for_gpus();

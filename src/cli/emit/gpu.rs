@@ -9,7 +9,7 @@ use crate::device_dtype::DeviceDtype;
 use crate::gpu::GpuTarget;
 use crate::gpu::assemble::expect_launch;
 use crate::gpu::figures::gpu_program;
-use crate::implementation::{Given, RunError};
+use crate::implementation::{ProblemFormat, RunError};
 use crate::programs::{ANY_DEVICE, Device, LossProgram, Programs as _, StructuredSpec};
 
 #[derive(Serialize)]
@@ -89,7 +89,7 @@ pub(super) fn emit(asked: &EmitRequest, target: &GpuTarget) -> Result<Passed, Cl
     }
     let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, written_for).map_err(RunError::from)?;
     kernels.iter().try_for_each(|kernel| expect_launch(kernel, target))?;
-    let given = Given { shape, dtype, form: (), packed: None };
+    let given = ProblemFormat { shape, dtype, form: (), packed: None };
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;
     let signature = program.signature_for(loss, shape, dtype, devices, ANY_DEVICE).map_err(RunError::from)?;
     let local = program.held_by_each(shape, devices, ANY_DEVICE).map_err(RunError::from)?;

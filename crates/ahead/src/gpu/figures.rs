@@ -1,6 +1,6 @@
 //! The facts and bounds of one program that was compiled for a GPU.
 
-use assay_core::implementation::Given;
+use assay_core::implementation::ProblemFormat;
 use assay_core::problem::ProblemShape;
 use assay_programs::{Device, HeadProgram, LossProgram, Programs, StructuredSpec};
 #[cfg(feature = "plugin")]
@@ -31,7 +31,7 @@ impl CompileRequest<GpuTarget> {
                 let program: LossProgram = gpu_program(&self.implementation)?;
                 let dtype = self.options.dtype;
                 let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, target)?;
-                let given = Given { shape, dtype, form: (), packed: None };
+                let given = ProblemFormat { shape, dtype, form: (), packed: None };
                 let code = program.text(loss, given, devices, device)?;
                 Ok(ProgramText { code, kernels, held_by: held_by(program) })
             }

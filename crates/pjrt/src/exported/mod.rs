@@ -67,7 +67,7 @@ use crate::runtime::{Client, DeviceBuffer, Executable, PjrtProgram, RuntimeError
 use crate::xla::shards::{ArrayBlock, gather};
 use assay_core::device_dtype::{ArrayBytes, DeviceDtype};
 use assay_core::implementation::{
-    BackendError, FILE_PREFIX, Given, Implementation, RunError, Unavailable, Unsupported,
+    BackendError, FILE_PREFIX, Implementation, ProblemFormat, RunError, Unavailable, Unsupported,
 };
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Sequences, Shape};
 use assay_core::spec::LossSpec;
@@ -374,7 +374,7 @@ impl Implementation for ExportedProgram {
         self.manifest.sequences.is_some()
     }
 
-    fn supports_given(&self, spec: &LossSpec, given: Given, devices: usize) -> Result<(), Unsupported> {
+    fn supports_given(&self, spec: &LossSpec, given: ProblemFormat, devices: usize) -> Result<(), Unsupported> {
         self.supports(spec, given.shape, given.dtype, devices)?;
         let words =
             |packed: Option<usize>| packed.map_or("one a row".into(), |count| format!("{count} packed into one row"));
@@ -385,7 +385,7 @@ impl Implementation for ExportedProgram {
     }
 
     fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
-        self.supports_given(spec, Given::of(spec, &problem)?, devices)?;
+        self.supports_given(spec, ProblemFormat::from_problem(spec, &problem)?, devices)?;
         let client = self.client()?;
         let executable = self.executable(&client)?;
         let on_one = |device: usize| -> Result<Vec<DeviceBuffer>, RuntimeError> {

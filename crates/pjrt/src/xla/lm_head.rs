@@ -1,6 +1,6 @@
 //! The arrays of an LM head that devices receive and return.
 
-use assay_core::implementation::{Given, Workload as _};
+use assay_core::implementation::{ProblemFormat, Workload as _};
 use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
 use assay_programs::ProgramOutput;
 use assay_programs::mesh::{MeshAxis, shard};
@@ -18,7 +18,7 @@ impl DeviceArrays for HeadProblem {
 
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError> {
         let packed = self.extra.sequences.packed();
-        let given = Given::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form(), packed };
+        let given = ProblemFormat::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form(), packed };
         let rows = states(shards, device, given.shape);
         let head = block_of_head(shards, device, given);
         Ok(vec![
@@ -28,7 +28,7 @@ impl DeviceArrays for HeadProblem {
         ])
     }
 
-    fn room(given: Given<Self>) -> HeadGradient {
+    fn room(given: ProblemFormat<Self>) -> HeadGradient {
         let HeadShape { batch, tokens, hidden, vocab } = given.shape;
         HeadGradient {
             dhidden: FloatArray::zeros([batch, tokens, hidden], given.dtype),
@@ -39,7 +39,7 @@ impl DeviceArrays for HeadProblem {
 
     fn download(
         shards: &Shards,
-        given: Given<Self>,
+        given: ProblemFormat<Self>,
         outputs: &[Vec<DeviceBuffer>],
         mut gradient: HeadGradient,
     ) -> Result<HeadGradient, RuntimeError> {
@@ -66,7 +66,7 @@ fn states(shards: &Shards, device: usize, HeadShape { batch, tokens, hidden, .. 
 
 /// Returns the block of the head's gradient that `device` has: that of its columns, or of some hidden units if rows are cut and the
 /// gradient is scattered.
-fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
+fn block_of_gradient(shards: &Shards, device: usize, given: ProblemFormat<HeadProblem>) -> ArrayBlock {
     let parts = shards.mesh.batch * shards.mesh.tokens;
     let block = block_of_head(shards, device, given);
     if !shards.scatters || parts == 1 {
@@ -81,7 +81,7 @@ fn block_of_gradient(shards: &Shards, device: usize, given: Given<HeadProblem>) 
 }
 
 /// Returns the block of the head that `device` has.
-fn block_of_head(shards: &Shards, device: usize, given: Given<HeadProblem>) -> ArrayBlock {
+fn block_of_head(shards: &Shards, device: usize, given: ProblemFormat<HeadProblem>) -> ArrayBlock {
     let (shape, layout) = (given.shape, given.form.layout);
     let [_, _, v] = shards.local();
     let axis = match layout {

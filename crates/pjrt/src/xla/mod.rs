@@ -13,7 +13,8 @@ use assay_algebra::structure::{SpecNumber, TokenInput};
 use assay_algebra::transform::ColumnBiases;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::implementation::{
-    Answer, BackendError, Given, Implementation, Prepared, RunError, RunsOn, Step, Unavailable, Unsupported, Workload,
+    Answer, BackendError, Implementation, Prepared, ProblemFormat, RunError, RunsOn, Step, Unavailable, Unsupported,
+    Workload,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
 use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
@@ -106,7 +107,7 @@ impl XlaEntropy {
     pub fn logp_and_entropy(&self, spec: &LossSpec, problem: &Problem) -> Result<[FloatArray<Ix2>; 2], RunError> {
         let shape = problem.check(spec)?;
         let client = self.on.client()?;
-        let given = Given { shape, dtype: problem.logits.dtype(), form: (), packed: None };
+        let given = ProblemFormat { shape, dtype: problem.logits.dtype(), form: (), packed: None };
         let program = LossProgram::entropy();
         let device = device(&client, program.id())?;
         let loss = StructuredSpec::new(spec);
@@ -203,13 +204,13 @@ where
         problem: Problem<L>,
         devices: usize,
     ) -> Result<Candidate<<Problem<L> as Workload>::Gradient>, RunError> {
-        PreparedProgram::compile(self, spec, Given::of(spec, &problem)?, devices)?.run(problem)
+        PreparedProgram::compile(self, spec, ProblemFormat::from_problem(spec, &problem)?, devices)?.run(problem)
     }
 
     fn prepare<'s>(
         &'s self,
         spec: &'s LossSpec,
-        given: Given<Problem<L>>,
+        given: ProblemFormat<Problem<L>>,
         devices: usize,
     ) -> Result<Box<dyn Prepared<Problem<L>> + 's>, RunError> {
         Ok(Box::new(PreparedProgram::compile(self, spec, given, devices)?))
@@ -227,17 +228,17 @@ impl DeviceArrays for Problem {
         Ok(vec![shards.upload_block(device, &self.logits, &shards.logits(device), Padding::Nan)?])
     }
 
-    fn room(given: Given) -> FloatArray<Ix3> {
+    fn room(given: ProblemFormat) -> FloatArray<Ix3> {
         FloatArray::zeros([given.shape.batch, given.shape.tokens, given.shape.vocab], given.dtype)
     }
 
-    fn into_room(self, _: Given) -> FloatArray<Ix3> {
+    fn into_room(self, _: ProblemFormat) -> FloatArray<Ix3> {
         self.logits
     }
 
     fn download(
         shards: &Shards,
-        _: Given,
+        _: ProblemFormat,
         outputs: &[Vec<DeviceBuffer>],
         mut dlogits: FloatArray<Ix3>,
     ) -> Result<FloatArray<Ix3>, RuntimeError> {
@@ -259,10 +260,10 @@ trait DeviceArrays: Workload {
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError>;
 
     /// Allocates arrays for the gradient.
-    fn room(given: Given<Self>) -> Self::Gradient;
+    fn room(given: ProblemFormat<Self>) -> Self::Gradient;
 
     /// Returns arrays for the gradient, and may reuse those of the problem.
-    fn into_room(self, given: Given<Self>) -> Self::Gradient {
+    fn into_room(self, given: ProblemFormat<Self>) -> Self::Gradient {
         drop(self);
         Self::room(given)
     }
@@ -270,7 +271,7 @@ trait DeviceArrays: Workload {
     /// Collects the gradient from each device's outputs in `room`, whose content is overwritten.
     fn download(
         shards: &Shards,
-        given: Given<Self>,
+        given: ProblemFormat<Self>,
         outputs: &[Vec<DeviceBuffer>],
         room: Self::Gradient,
     ) -> Result<Self::Gradient, RuntimeError>;
@@ -280,7 +281,7 @@ trait DeviceArrays: Workload {
 struct PreparedProgram<'s, P: Workload> {
     plan: ShardedProgram,
     loss: StructuredSpec<'s>,
-    given: Given<P>,
+    given: ProblemFormat<P>,
 }
 
 impl<'s, L> PreparedProgram<'s, Problem<L>>
@@ -291,7 +292,7 @@ where
     fn compile<P: Programs<Problem = Problem<L>>>(
         Runner { program, on }: &Runner<P>,
         spec: &'s LossSpec,
-        given: Given<Problem<L>>,
+        given: ProblemFormat<Problem<L>>,
         devices: usize,
     ) -> Result<Self, RunError> {
         program.supports(spec, given.shape, given.dtype, devices)?;

@@ -217,7 +217,7 @@ impl Programs for HeadProgram {
     fn text(
         self,
         loss: StructuredSpec,
-        given: implementation::Given<HeadProblem>,
+        given: implementation::ProblemFormat<HeadProblem>,
         devices: usize,
         device: Device,
     ) -> Result<String, Unsupported> {
@@ -262,12 +262,12 @@ impl HeadProgram {
     pub fn program_for(
         self,
         loss: StructuredSpec,
-        given: implementation::Given<HeadProblem>,
+        given: implementation::ProblemFormat<HeadProblem>,
         devices: usize,
         machine: TileMachine,
     ) -> Result<String, Unsupported> {
         self.expect_device(Device { machine, lowering: Lowering::Mosaic })?;
-        let implementation::Given { shape, dtype, .. } = given;
+        let implementation::ProblemFormat { shape, dtype, .. } = given;
         if !self.is_whole() {
             self.supports(loss.spec, shape, dtype, devices)?;
             let mesh = self.mesh(shape.logits(), devices)?;
@@ -279,7 +279,7 @@ impl HeadProgram {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
             return Err(unsupported(self, "sequences a device", shape.batch, supported));
         };
-        let given = implementation::Given { shape: HeadShape { batch, ..shape }, ..given };
+        let given = implementation::ProblemFormat { shape: HeadShape { batch, ..shape }, ..given };
         let mesh = Mesh { batch: devices, tokens: 1, vocab: 1 };
         Ok(self.program(loss, given, mesh, Lowering::Mosaic, machine))
     }
@@ -291,12 +291,12 @@ impl HeadProgram {
     pub fn gpu_kernels_for(
         self,
         loss: StructuredSpec,
-        given: implementation::Given<HeadProblem>,
+        given: implementation::ProblemFormat<HeadProblem>,
         devices: usize,
         target: PtxTarget,
     ) -> Result<Vec<assay_ptx::PtxKernel>, Unsupported> {
         self.expect_device(Device::gpu(target))?;
-        let implementation::Given { shape, dtype, form, .. } = given;
+        let implementation::ProblemFormat { shape, dtype, form, .. } = given;
         self.supports(loss.spec, shape, dtype, devices)?;
         if self.core != HeadCore::Gpu {
             return Ok(vec![]);
@@ -320,13 +320,13 @@ impl HeadProgram {
     fn program(
         self,
         loss: StructuredSpec,
-        given: implementation::Given<HeadProblem>,
+        given: implementation::ProblemFormat<HeadProblem>,
         mesh: Mesh,
         lowering: Lowering,
         machine: TileMachine,
     ) -> String {
         let structure = loss.structure;
-        let implementation::Given { shape, dtype, form: HeadForm { layout, rounds_logits }, packed } = given;
+        let implementation::ProblemFormat { shape, dtype, form: HeadForm { layout, rounds_logits }, packed } = given;
         let logits_dtype = if rounds_logits { dtype } else { Dtype::F32 };
         let share @ DeviceShare { local: [b, t, v], .. } = DeviceShare::new(shape.logits(), packed, mesh, machine);
         let parts = if self.scattered { mesh.vocab } else { 1 };
@@ -390,7 +390,7 @@ mod tests {
         let spec = LossSpec::default();
         let shape = HeadShape { batch: 1, tokens: 2048, hidden, vocab };
         let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-        let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
+        let given = implementation::ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
         let head = HeadProgram {
             sum_bytes,
             ..HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head").unwrap()
@@ -421,7 +421,7 @@ mod tests {
         let head = HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head-rows-scattered").unwrap();
         let text = |tokens| {
             let shape = HeadShape { batch: 8, tokens, hidden: 4094, vocab: 151_936 };
-            let given = implementation::Given { shape, dtype: Dtype::Bf16, form, packed: None };
+            let given = implementation::ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
             head.program_for(StructuredSpec::new(&spec), given, 8, ANY_TPU).unwrap()
         };
         // As many logits as the gradient has bytes in f32, less than a chunk of eight rows.

@@ -1,7 +1,7 @@
 //! The kernels that an LM head's program calls in its loop, on chunks of logits whose products are made here, in f64.
 
 use super::harness::Around;
-use assay_core::implementation::Given;
+use assay_core::implementation::ProblemFormat;
 use assay_core::problem::{
     Candidate, Dtype, FloatArray, HeadCandidate, HeadForm, HeadGradient, HeadLayout, HeadProblem, Problem,
 };
@@ -107,7 +107,8 @@ fn lm_head_gradients_by_chunks_match_reference() {
             let recipe = HeadRecipe { hidden: 16, layout, rounds_logits, recipe };
             let spec = specs[(place + turn) % 2];
             let problem = recipe.problem(spec).unwrap();
-            let given = Given { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits }, packed: None };
+            let given =
+                ProblemFormat { shape: problem.shape(), dtype, form: HeadForm { layout, rounds_logits }, packed: None };
             let program = head(id).chunk_bytes(1);
             let called = program.gpu_kernels_for(StructuredSpec::new(spec), given, devices, target).unwrap();
             assert_eq!(called.len(), kernels, "{id} for {target:?}");
@@ -133,7 +134,7 @@ fn lm_head_program_calls_its_kernels_on_a_chunk() {
     let sequence = LossSpec { ratio: sequence(), ..LossSpec::default() };
     let shape = "1x8192x4096x151936".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+    let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
     for (spec, target, kernels) in [
         (&LossSpec::default(), PtxTarget::Sm90, 1),
         (&LossSpec::default(), PtxTarget::Sm80, 2),
@@ -161,7 +162,7 @@ fn lm_head_program_calls_its_kernels_on_a_chunk() {
 fn lm_head_for_gpus_is_refused_elsewhere() {
     let shape = "1x8x16x64".parse().unwrap();
     let form = HeadForm { layout: HeadLayout::HiddenByVocab, rounds_logits: true };
-    let given = Given { shape, dtype: Dtype::Bf16, form, packed: None };
+    let given = ProblemFormat { shape, dtype: Dtype::Bf16, form, packed: None };
     let (spec, tpu) = (LossSpec::default(), Device::from_platform("tpu", "TPU v6e").unwrap());
     for device in [Device::ANY, tpu] {
         let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), given, 1, device).unwrap_err().to_string();
@@ -170,7 +171,7 @@ fn lm_head_for_gpus_is_refused_elsewhere() {
     let error =
         head("gpu-lm-head").program_for(StructuredSpec::new(&spec), given, 1, tpu.machine).unwrap_err().to_string();
     assert!(error.contains("mosaic") && error.contains("sm_80"), "{error}");
-    let wide = Given { shape: "1x8x16x2147483647".parse().unwrap(), ..given };
+    let wide = ProblemFormat { shape: "1x8x16x2147483647".parse().unwrap(), ..given };
     let error = head("gpu-lm-head").text(StructuredSpec::new(&spec), wide, 1, Device::gpu(PtxTarget::Sm90));
     let error = error.unwrap_err().to_string();
     assert!(error.contains("vocabulary 2147483647") && error.contains("bytes"), "{error}");
