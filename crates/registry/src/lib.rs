@@ -36,11 +36,13 @@ impl RegisteredProblem for Problem {
     }
 
     fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+        // A program from a manifest is in no list; every other id is searched for.
         if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
             return from_manifest(manifest, plugin);
         }
         let all = Self::all(plugin);
         called(id, &all).or_else(|| alternative(id, plugin)).ok_or_else(|| {
+            // The id may belong to the other kind of problem, so the message lists both kinds.
             let (on_logits, heads) = (ids(&all), ids(&HeadProblem::all(plugin)));
             format!(
                 "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
