@@ -81,7 +81,7 @@ impl Campaign {
         power: bool,
         repros: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let dealt = DeckOptions::of(py, &dtypes, &shapes, regimes, lm_head, packed)?;
+        let dealt = DeckOptions::new(py, &dtypes, &shapes, regimes, lm_head, packed)?;
         let DeckOptions { deck, heads } = dealt.counted(cases, wide, seed);
         let seconds = seconds.map(|given| {
             Duration::try_from_secs_f64(given)
@@ -172,7 +172,7 @@ impl Question {
     fn ask<P: Asked>(&self, function: &Bound<'_, PyAny>, problem: &Arc<P>) -> PyResult<Returned> {
         let py = function.py();
         let Self { spec, outputs, device, inplace } = self;
-        let asked = Problem::of(spec.clone(), P::batch(problem), None).on_device(device.clone());
+        let asked = Problem::from_batch(spec.clone(), P::batch(problem), None).on_device(device.clone());
         let asked = if *inplace { asked.with_writable_logits() } else { asked };
         let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
         let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
@@ -184,7 +184,7 @@ impl Question {
             Some(named) => chosen(&answer, named)?,
         };
         // Read the outputs first: this waits for a framework that still computes, and may still write.
-        let returned = Returned::of(&spec.loss, &**problem, &answer, false)?;
+        let returned = Returned::read(&spec.loss, &**problem, &answer, false)?;
         if let Some(((name, _), _)) = before.iter().zip(checksums()).find(|(before, after)| *before != after) {
             return Err(error::input_mutated(py, name));
         }
@@ -196,7 +196,7 @@ impl Question {
             });
             if let Some(Lent { name, .. }) = shared {
                 let expected = "memory of its own, or inplace=True for dlogits in the memory of the logits";
-                return Err(error::of_output(py, output, format!("a view of the input `{name}`"), expected));
+                return Err(error::output_error(py, output, format!("a view of the input `{name}`"), expected));
             }
         }
         Ok(returned)
@@ -210,7 +210,7 @@ fn chosen<'py>(answer: &Bound<'py, PyAny>, named: &[String]) -> PyResult<Bound<'
     let chosen = PyDict::new(answer.py());
     for name in named {
         if !mapping.contains(name)? {
-            return Err(error::of_output(answer.py(), name, "nothing", "it to be returned, as `outputs` names it"));
+            return Err(error::output_error(answer.py(), name, "nothing", "it to be returned, as `outputs` names it"));
         }
         chosen.set_item(name, mapping.get_item(name)?)?;
     }

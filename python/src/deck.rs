@@ -18,7 +18,7 @@ impl DeckOptions {
     ///
     /// # Errors
     /// `ProblemError` naming what is none.
-    pub(crate) fn of(
+    pub(crate) fn new(
         py: Python<'_>,
         dtypes: &[String],
         shapes: &[String],
@@ -26,7 +26,7 @@ impl DeckOptions {
         lm_head: bool,
         packed: bool,
     ) -> PyResult<Self> {
-        let wrong = |reason: String| error::of_problem(py, reason);
+        let wrong = |reason: String| error::problem_error(py, reason);
         let dtypes = dtypes.iter().map(|name| name.parse().map_err(wrong)).collect::<PyResult<_>>()?;
         let regime = |name: &String| {
             let found = Regime::ALL.into_iter().find(|regime| regime.to_string() == *name);

@@ -14,17 +14,17 @@ fn made<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArg
 }
 
 /// Returns the `SpecError` for a spec that is invalid.
-pub(crate) fn of_spec(py: Python<'_>, reason: impl ToString) -> PyErr {
+pub(crate) fn spec_error(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "SpecError", (reason.to_string(),))
 }
 
 /// Returns the `ProblemError` for a problem, a recipe or a file that is invalid.
-pub(crate) fn of_problem(py: Python<'_>, reason: impl ToString) -> PyErr {
+pub(crate) fn problem_error(py: Python<'_>, reason: impl ToString) -> PyErr {
     made(py, "ProblemError", (reason.to_string(),))
 }
 
 /// Returns the `OutputError` for an output `field` that is invalid.
-pub(crate) fn of_output(py: Python<'_>, field: &str, given: impl ToString, expected: impl ToString) -> PyErr {
+pub(crate) fn output_error(py: Python<'_>, field: &str, given: impl ToString, expected: impl ToString) -> PyErr {
     made(py, "OutputError", (field, given.to_string(), expected.to_string()))
 }
 

@@ -99,7 +99,7 @@ pub(crate) fn gpu_takes_one_pass(
     vocab: usize,
     dtype: &str,
 ) -> PyResult<bool> {
-    let dtype: Dtype = dtype.parse().map_err(|reason| error::of_problem(py, format!("`logits`: {reason}")))?;
+    let dtype: Dtype = dtype.parse().map_err(|reason| error::problem_error(py, format!("`logits`: {reason}")))?;
     let gpu = Gpu::at(place).map_err(|reason| error::other(py, reason))?;
     Ok(gpu.takes_one_pass(&spec.loss, vocab, dtype))
 }
@@ -131,7 +131,7 @@ pub(crate) fn gpu_settled<'py>(
     shape: (usize, usize, usize),
     arrays: &Bound<'py, PyDict>,
 ) -> PyResult<HostInputs> {
-    let given = LossArguments::of(&spec, arrays, None)?;
+    let given = LossArguments::read(&spec, arrays, None)?;
     let (batch, tokens, vocab) = shape;
     let (settled, ends) = done(py, || {
         let op = given.op()?;
@@ -170,7 +170,7 @@ pub(crate) fn gpu_enqueue(
     sent: (bool, bool, bool),
     arrays: BTreeMap<String, (u64, usize)>,
 ) -> PyResult<()> {
-    let dtype: Dtype = dtype.parse().map_err(|reason| error::of_problem(py, format!("`logits`: {reason}")))?;
+    let dtype: Dtype = dtype.parse().map_err(|reason| error::problem_error(py, format!("`logits`: {reason}")))?;
     let (logp, entropy, unless_used) = sent;
     let kernel = match kernel {
         "count" => OperationKernel::Count,
@@ -198,6 +198,6 @@ pub(crate) fn gpu_enqueue(
     };
     error::apart(py, enqueue)?.map_err(|reason| match reason {
         RunError::Backend(reason) => error::other(py, reason),
-        reason => error::of_problem(py, reason),
+        reason => error::problem_error(py, reason),
     })
 }

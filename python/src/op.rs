@@ -46,19 +46,19 @@ const OPTIONAL: [&str; 11] = [
 impl LossArguments {
     /// Reads the arguments from a dict of tensors by name, and the number that a reduction by a given number divides
     /// by.
-    pub(crate) fn of(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
+    pub(crate) fn read(spec: &Spec, arrays: &Bound<'_, PyDict>, normalizer: Option<f64>) -> PyResult<Self> {
         let py = arrays.py();
         let taken = |field: &'static str| {
             let array = arrays.get_item(field)?.filter(|array| !array.is_none());
-            array.map(|array| Taken::of(field, &array)).transpose()
+            array.map(|array| Taken::read(field, &array)).transpose()
         };
         let required = |field: &'static str| {
-            taken(field)?.ok_or_else(|| error::of_problem(py, format!("`{field}`: not given, expected a tensor")))
+            taken(field)?.ok_or_else(|| error::problem_error(py, format!("`{field}`: not given, expected a tensor")))
         };
         for key in arrays.keys() {
             let key: String = key.extract()?;
             if !["ids", "mask", "advantages"].contains(&&*key) && !OPTIONAL.contains(&&*key) {
-                return Err(error::of_problem(py, format!("`{key}`: got an array of no such name")));
+                return Err(error::problem_error(py, format!("`{key}`: got an array of no such name")));
             }
         }
         let mut optional = BTreeMap::new();
@@ -70,7 +70,7 @@ impl LossArguments {
         if let Some(given) = normalizer {
             let Reduction::Normalizer(count) = &mut Arc::make_mut(&mut spec).reduction else {
                 let expected = "none, or a spec whose `reduction` is `normalizer`";
-                return Err(error::of_problem(py, format!("`normalizer`: got {given}, expected {expected}")));
+                return Err(error::problem_error(py, format!("`normalizer`: got {given}, expected {expected}")));
             };
             *count = given;
         }
@@ -108,7 +108,7 @@ struct CotangentArrays {
 }
 
 impl CotangentArrays {
-    fn of(
+    fn read(
         py: Python<'_>,
         loss: f64,
         logp: Option<&Bound<'_, PyAny>>,
@@ -116,8 +116,9 @@ impl CotangentArrays {
     ) -> PyResult<Self> {
         let cotangent = |field: &'static str, array: Option<&Bound<'_, PyAny>>| {
             let Some(array) = array else { return Ok(None) };
-            let taken = Taken::of(field, array)?;
-            let floats = taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::of_problem(py, reason))?.to_f64();
+            let taken = Taken::read(field, array)?;
+            let floats =
+                taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::problem_error(py, reason))?.to_f64();
             PyResult::Ok(Some(floats).filter(|floats| floats.iter().any(|x| *x != 0.0)))
         };
         Ok(Self {
@@ -137,7 +138,7 @@ pub(crate) fn lent<T: Send + Sync + 'static, D: Dimension + 'static>(
     element: Element,
     array: Array<T, D>,
 ) -> LentArray {
-    let block = Block::of(&Arc::new(array), element, |array| array);
+    let block = Block::lend(&Arc::new(array), element, |array| array);
     LentArray::lend(block.expect("made densely"), true)
 }
 
@@ -160,7 +161,7 @@ fn evaluated(evaluation: NativeOutputs) -> LossResults {
 
 /// Does `work` without the interpreter's lock, and raises its error as a `ProblemError`.
 pub(crate) fn done<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, String> + Send) -> PyResult<T> {
-    error::apart(py, work)?.map_err(|reason| error::of_problem(py, reason))
+    error::apart(py, work)?.map_err(|reason| error::problem_error(py, reason))
 }
 
 /// Returns the cumulative lengths `[S+1]` of sequences packed into a row, from `cu_seqlens` or from segment ids `[N]`.
@@ -183,7 +184,7 @@ pub(crate) fn op_sequences(
         Sequences::Packed(cu_seqlens).check(&mask)?;
         Ok(values)
     };
-    checked().map_err(|reason: ProblemError| error::of_problem(py, reason))
+    checked().map_err(|reason: ProblemError| error::problem_error(py, reason))
 }
 
 /// Computes the loss of `logits` without its gradient.
@@ -195,7 +196,7 @@ pub(crate) fn op_loss(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
 ) -> PyResult<LossResults> {
-    let (given, logits) = (LossArguments::of(&spec, arrays, normalizer)?, Taken::of("logits", logits)?);
+    let (given, logits) = (LossArguments::read(&spec, arrays, normalizer)?, Taken::read("logits", logits)?);
     let evaluation = done(py, || given.op()?.loss(&logits.lent()).map_err(|reason| reason.to_string()))?;
     Ok(evaluated(evaluation))
 }
@@ -214,10 +215,10 @@ pub(crate) fn op_gradient(
     logp: Option<&Bound<'_, PyAny>>,
     entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
-    let given = LossArguments::of(&spec, arrays, normalizer)?;
-    let sent = CotangentArrays::of(py, loss, logp, entropy)?;
-    let mut logits = Taken::of("logits", logits)?;
-    let mut dlogits = dlogits.map(|dlogits| Taken::of("dlogits", dlogits)).transpose()?;
+    let given = LossArguments::read(&spec, arrays, normalizer)?;
+    let sent = CotangentArrays::read(py, loss, logp, entropy)?;
+    let mut logits = Taken::read("logits", logits)?;
+    let mut dlogits = dlogits.map(|dlogits| Taken::read("dlogits", dlogits)).transpose()?;
     done(py, || {
         let op = given.op()?;
         // Without memory for dlogits they overwrite the logits.
@@ -248,10 +249,10 @@ struct Projected {
 }
 
 impl Projected {
-    fn of(head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize)) -> PyResult<Self> {
+    fn read(head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize)) -> PyResult<Self> {
         let (hidden, lm_head, rounds_logits, chunk) = head;
         let kernel = NativeHead::default().chunk(chunk);
-        let (hidden, lm_head) = (Taken::of("hidden", &hidden)?, Taken::of("lm_head", &lm_head)?);
+        let (hidden, lm_head) = (Taken::read("hidden", &hidden)?, Taken::read("lm_head", &lm_head)?);
         Ok(Self { hidden, lm_head, rounds_logits, kernel })
     }
 
@@ -270,17 +271,18 @@ struct Gathered {
 }
 
 impl Gathered {
-    fn of(
+    fn read(
         spec: &Spec,
         ids: &Bound<'_, PyAny>,
         mask: &Bound<'_, PyAny>,
         dlogp: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let (py, ids, mask) = (ids.py(), Taken::of("ids", ids)?, Taken::of("mask", mask)?);
+        let (py, ids, mask) = (ids.py(), Taken::read("ids", ids)?, Taken::read("mask", mask)?);
         let advantages = match dlogp {
             Some(dlogp) => {
-                let dlogp = Taken::of("cotangent of logp", dlogp)?;
-                let floats = dlogp.floats::<Ix3>("floats [B,T,K]").map_err(|reason| error::of_problem(py, reason))?;
+                let dlogp = Taken::read("cotangent of logp", dlogp)?;
+                let floats =
+                    dlogp.floats::<Ix3>("floats [B,T,K]").map_err(|reason| error::problem_error(py, reason))?;
                 -floats.to_f64()
             }
             None => match *ids.lent().shape() {
@@ -333,7 +335,7 @@ pub(crate) fn op_gather_logp(
     ids: &Bound<'_, PyAny>,
     mask: &Bound<'_, PyAny>,
 ) -> PyResult<LentArray> {
-    let (given, logits) = (Gathered::of(&spec, ids, mask, None)?, Taken::of("logits", logits)?);
+    let (given, logits) = (Gathered::read(&spec, ids, mask, None)?, Taken::read("logits", logits)?);
     done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string())).map(logps)
 }
 
@@ -348,8 +350,8 @@ pub(crate) fn op_gather_logp_gradient(
     mask: &Bound<'_, PyAny>,
     dlogp: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
-    let given = Gathered::of(&spec, ids, mask, Some(dlogp))?;
-    let (logits, mut dlogits) = (Taken::of("logits", logits)?, Taken::of("dlogits", dlogits)?);
+    let given = Gathered::read(&spec, ids, mask, Some(dlogp))?;
+    let (logits, mut dlogits) = (Taken::read("logits", logits)?, Taken::read("dlogits", dlogits)?);
     done(py, || {
         let evaluation = given.op()?.gradient(&logits.lent(), dlogits.lent_mut()?, OutputCotangents::default());
         evaluation.map(drop).map_err(|reason| reason.to_string())
@@ -365,7 +367,7 @@ pub(crate) fn op_head_gather_logp(
     ids: &Bound<'_, PyAny>,
     mask: &Bound<'_, PyAny>,
 ) -> PyResult<LentArray> {
-    let (given, head) = (Gathered::of(&spec, ids, mask, None)?, Projected::of(head)?);
+    let (given, head) = (Gathered::read(&spec, ids, mask, None)?, Projected::read(head)?);
     let forward = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         head.kernel.forward(&given.spec, &projection, op.tokens().tokens()).map_err(|reason| reason.to_string())
@@ -383,14 +385,14 @@ pub(crate) fn op_head_gather_logp_gradient(
     mask: &Bound<'_, PyAny>,
     dlogp: &Bound<'_, PyAny>,
 ) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (Gathered::of(&spec, ids, mask, Some(dlogp))?, Projected::of(head)?);
+    let (given, head) = (Gathered::read(&spec, ids, mask, Some(dlogp))?, Projected::read(head)?);
     let (_, gradient) = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
         let done = head.kernel.forward_backward(&given.spec, &projection, tokens, OutputCotangents::default());
         done.map_err(|reason| reason.to_string())
     })?;
-    Ok(of_head(gradient))
+    Ok(head_gradients(gradient))
 }
 
 /// Computes the loss of the logits `hidden · lm_headᵀ` without its gradients.
@@ -402,7 +404,7 @@ pub(crate) fn op_head_loss(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
 ) -> PyResult<LossResults> {
-    let (given, head) = (LossArguments::of(&spec, arrays, normalizer)?, Projected::of(head)?);
+    let (given, head) = (LossArguments::read(&spec, arrays, normalizer)?, Projected::read(head)?);
     let evaluation = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
@@ -424,18 +426,18 @@ pub(crate) fn op_head_gradient(
     logp: Option<&Bound<'_, PyAny>>,
     entropy: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(LentArray, LentArray)> {
-    let (given, head) = (LossArguments::of(&spec, arrays, normalizer)?, Projected::of(head)?);
-    let sent = CotangentArrays::of(py, loss, logp, entropy)?;
+    let (given, head) = (LossArguments::read(&spec, arrays, normalizer)?, Projected::read(head)?);
+    let sent = CotangentArrays::read(py, loss, logp, entropy)?;
     let (_, gradient) = done(py, || {
         let (op, projection) = (given.op()?, head.projection()?);
         let tokens = op.tokens().tokens();
         let done = head.kernel.forward_backward(&given.spec, &projection, tokens, sent.cotangents());
         done.map_err(|reason| reason.to_string())
     })?;
-    Ok(of_head(gradient))
+    Ok(head_gradients(gradient))
 }
 
-fn of_head(HeadGradient { dhidden, dlm_head, .. }: HeadGradient) -> (LentArray, LentArray) {
+fn head_gradients(HeadGradient { dhidden, dlm_head, .. }: HeadGradient) -> (LentArray, LentArray) {
     let FloatArray::F32(dlm_head) = dlm_head else { unreachable!("the head's gradient is f32") };
     let dhidden = Block::floats(&Arc::new(dhidden), |dhidden| dhidden).expect("made densely");
     (LentArray::lend(dhidden, true), kept(dlm_head))

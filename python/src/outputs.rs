@@ -31,7 +31,7 @@ pub(crate) trait Answered: Judgeable {
     fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> Self::View<'r>;
 
     /// Returns the extents `[B,T]` of the tokens.
-    fn of_tokens(&self) -> [usize; 2];
+    fn token_extents(&self) -> [usize; 2];
 }
 
 impl Answered for Problem {
@@ -44,7 +44,7 @@ impl Answered for Problem {
         returned[0].view(Ix3(batch, tokens, vocab))
     }
 
-    fn of_tokens(&self) -> [usize; 2] {
+    fn token_extents(&self) -> [usize; 2] {
         self.ids.dim().into()
     }
 }
@@ -66,7 +66,7 @@ impl Answered for HeadProblem {
         HeadGradientView { dhidden, dlm_head: returned[1].view(Ix2(rows, columns)), dlogits_dtype }
     }
 
-    fn of_tokens(&self) -> [usize; 2] {
+    fn token_extents(&self) -> [usize; 2] {
         self.ids.dim().into()
     }
 }
@@ -92,7 +92,7 @@ impl Returned {
     ///
     /// # Errors
     /// `OutputError` naming the first output that is missing, has no place, or is no such array.
-    pub(crate) fn of<P: Answered>(
+    pub(crate) fn read<P: Answered>(
         spec: &LossSpec,
         problem: &P,
         outputs: &Bound<'_, PyAny>,
@@ -105,7 +105,7 @@ impl Returned {
         let names = known.join(", ");
         let Ok(mapping) = outputs.cast::<PyMapping>() else {
             let given = format!("{} from the kernel", outputs.get_type().qualname()?);
-            return Err(error::of_output(py, "outputs", given, format!("a dict of {names}")));
+            return Err(error::output_error(py, "outputs", given, format!("a dict of {names}")));
         };
         // Copy the mapping into a dict, so that each name is looked up only once in the kernel's own type.
         let dictionary = PyDict::new(py);
@@ -117,7 +117,7 @@ impl Returned {
             if !known.contains(&name.as_str()) && !is_said_of_a_head {
                 let meant = nearest(&name, known.iter().copied());
                 let meant = meant.map_or(String::new(), |meant| format!(": is `{meant}` meant?"));
-                return Err(error::of_output(
+                return Err(error::output_error(
                     py,
                     &name,
                     "an output that is not known",
@@ -128,18 +128,18 @@ impl Returned {
         // NumPy has no bf16: for such problems 16-bit integers are read as its bits.
         let bits = problem.dtype() == Dtype::Bf16;
         let optional = |name: &str| match dictionary.get_item(name)? {
-            Some(object) => Seen::of(name, &object, bits).map(Some),
+            Some(object) => Seen::read(name, &object, bits).map(Some),
             None => Ok(None),
         };
         let required = |name: &str| {
-            optional(name)?.ok_or_else(|| error::of_output(py, name, "nothing", format!("a dict of {names}")))
+            optional(name)?.ok_or_else(|| error::output_error(py, name, "nothing", format!("a dict of {names}")))
         };
         let fits = |name: &str, seen: Seen, shape: &[usize], meaning: &str| {
             if seen.shape() == shape {
                 return Ok(seen);
             }
             let (given, expected) = (format!("shape {:?}", seen.shape()), format!("{shape:?}, {meaning}"));
-            Err(error::of_output(py, name, given, expected))
+            Err(error::output_error(py, name, given, expected))
         };
         let has = |name: &str| dictionary.contains(name);
         let loss = if spec.is_from_cotangents() { optional("loss")? } else { Some(required("loss")?) };
@@ -147,7 +147,7 @@ impl Returned {
             required("logp")?;
         }
         if let Some(loss) = loss.as_ref().filter(|loss| !matches!(loss.shape(), [] | [1])) {
-            return Err(error::of_output(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
+            return Err(error::output_error(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
         }
         // The gradient is required unless a forward pass will do; half of a gradient is an error.
         let mut arrays = Vec::new();
@@ -157,7 +157,7 @@ impl Returned {
                 arrays.push(fits(name, required(name)?, shape, meaning)?);
             }
         }
-        let shape = problem.of_tokens();
+        let shape = problem.token_extents();
         let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
         let of_ids = |name| match spec.ids_per_token {
             1 => of_token(name),
@@ -169,7 +169,7 @@ impl Returned {
         let [logp, entropy, token_loss] = OF_TOKENS;
         let dlogits_dtype = dictionary.get_item(DLOGITS_DTYPE)?.map(|said| {
             let dtype = said.to_string().parse::<Dtype>();
-            dtype.map_err(|_| error::of_output(py, DLOGITS_DTYPE, format!("`{said}`"), "f64, f32, bf16 or f16"))
+            dtype.map_err(|_| error::output_error(py, DLOGITS_DTYPE, format!("`{said}`"), "f64, f32, bf16 or f16"))
         });
         Ok(Self {
             loss,
@@ -194,7 +194,7 @@ impl Returned {
 
     /// Returns the candidate without its gradient.
     pub(crate) fn forward<P: Answered>(&self, problem: &P) -> Candidate<()> {
-        let [batch, tokens] = problem.of_tokens();
+        let [batch, tokens] = problem.token_extents();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
         let (logp, logp_of_others) = match logp.as_ref().map(|seen| (seen, seen.shape())) {

@@ -51,16 +51,16 @@ pub(crate) struct Lent {
 }
 
 impl Problem {
-    pub(crate) fn of(spec: Spec, batch: Batch, recipe: Option<String>) -> Self {
+    pub(crate) fn from_batch(spec: Spec, batch: Batch, recipe: Option<String>) -> Self {
         let arrays = match &batch {
             Batch::Logits(owner) => {
                 let logits = Block::floats(owner, |problem| &problem.logits);
-                [("logits", logits)].into_iter().chain(of_tokens(owner)).collect::<Vec<_>>()
+                [("logits", logits)].into_iter().chain(token_arrays(owner)).collect::<Vec<_>>()
             }
             Batch::Head(owner) => {
                 let hidden = Block::floats(owner, |problem| &problem.logits.hidden);
                 let lm_head = Block::floats(owner, |problem| &problem.logits.lm_head);
-                [("hidden", hidden), ("lm_head", lm_head)].into_iter().chain(of_tokens(owner)).collect()
+                [("hidden", hidden), ("lm_head", lm_head)].into_iter().chain(token_arrays(owner)).collect()
             }
         };
         let lent = |(name, block): (_, Option<Block>)| {
@@ -124,7 +124,8 @@ impl Problem {
 /// `given` of the axis `name`; all `length` where none are.
 fn indices(py: Python<'_>, name: &str, given: Option<Vec<i64>>, length: usize) -> PyResult<Vec<usize>> {
     let Some(given) = given else { return Ok((0..length).collect()) };
-    let wrong = |given: String| error::of_problem(py, format!("{name}: got {given}, expected indices below {length}"));
+    let wrong =
+        |given: String| error::problem_error(py, format!("{name}: got {given}, expected indices below {length}"));
     if given.is_empty() {
         return Err(wrong("none".into()));
     }
@@ -137,7 +138,7 @@ fn frameworks(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 }
 
 /// The arrays of each token.
-fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<(&'static str, Option<Block>)> {
+fn token_arrays<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<(&'static str, Option<Block>)> {
     let extra = &owner.extra;
     let advantages = match &owner.advantages {
         Advantages::Sequence(advantages) => numbers(advantages),
@@ -150,13 +151,13 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
     let ids = match &extra.others {
         Some(others) => {
             let all = Arc::new(with_others(&owner.ids, &others.ids));
-            Block::of(&all, Element::Int64, |ids| ids)
+            Block::lend(&all, Element::Int64, |ids| ids)
         }
-        None => Block::of(owner, Element::Int64, |problem| &problem.ids),
+        None => Block::lend(owner, Element::Int64, |problem| &problem.ids),
     };
     let mut arrays = vec![
         ("ids", ids),
-        ("mask", Block::of(owner, Element::Bool, |problem| &problem.mask)),
+        ("mask", Block::lend(owner, Element::Bool, |problem| &problem.mask)),
         (owner.advantages.name(), advantages),
     ];
     let optional = [
@@ -172,10 +173,10 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
     arrays.extend(extra.bias.iter().map(|bias| ("bias", numbers(bias))));
     if let Sequences::Packed(cu_seqlens) = &extra.sequences {
         let ends = Arc::new(cu_seqlens.values().mapv(|end| end as i64));
-        arrays.push(("cu_seqlens", Block::of(&ends, Element::Int64, |ends| ends)));
+        arrays.push(("cu_seqlens", Block::lend(&ends, Element::Int64, |ends| ends)));
     }
     if let Some(selected) = &extra.selected {
-        arrays.push(("selected", Block::of(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
+        arrays.push(("selected", Block::lend(&Arc::new(selected.clone()), Element::Bool, |selected| selected)));
     }
     arrays
 }
@@ -184,9 +185,9 @@ fn of_tokens<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<
 fn numbers<D: Dimension + 'static>(array: &Dense<f64, D>) -> Option<Block> {
     if array.iter().all(|x| x.is_nan() || f64::from(*x as f32).to_bits() == x.to_bits()) {
         let narrow = Arc::new(array.mapv(|x| x as f32));
-        return Block::of(&narrow, Element::Float(Dtype::F32), |array| array);
+        return Block::lend(&narrow, Element::Float(Dtype::F32), |array| array);
     }
-    Block::of(&Arc::new(array.clone()), Element::Float(Dtype::F64), |array| array)
+    Block::lend(&Arc::new(array.clone()), Element::Float(Dtype::F64), |array| array)
 }
 
 #[pymethods]
@@ -327,7 +328,7 @@ impl Problem {
     fn pack(&self, py: Python<'_>) -> PyResult<Self> {
         let already = |sequences: &Sequences| match sequences {
             Sequences::Rows => Ok(()),
-            Sequences::Packed(_) => Err(error::of_problem(py, "pack: got packed sequences, expected one a row")),
+            Sequences::Packed(_) => Err(error::problem_error(py, "pack: got packed sequences, expected one a row")),
         };
         let [_, width, _] = self.extents().logits();
         let packed = match &self.batch {
@@ -340,7 +341,7 @@ impl Problem {
                 Batch::Head(Arc::new(error::apart(py, || problem.pack().0)?))
             }
         };
-        Ok(Self::of(self.spec.with_width(width), packed, None).on_device(self.device.clone()))
+        Ok(Self::from_batch(self.spec.with_width(width), packed, None).on_device(self.device.clone()))
     }
 
     /// `[V]`: bias of the LM head.
@@ -371,19 +372,19 @@ impl Problem {
     /// Judges `outputs`, a dict of arrays.
     #[pyo3(signature = (outputs, *, grade="standard", allow=vec![]))]
     fn check(&self, py: Python<'_>, outputs: &Bound<'_, PyAny>, grade: &str, allow: Vec<String>) -> PyResult<Verdicts> {
-        let standards = Standards::of(py, grade, &allow)?;
+        let standards = Standards::new(py, grade, &allow)?;
         let spec = &*self.spec.loss;
         let judged = match &self.batch {
             Batch::Logits(problem) => {
-                let returned = Returned::of(spec, &**problem, outputs, true)?;
+                let returned = Returned::read(spec, &**problem, outputs, true)?;
                 error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
             }
             Batch::Head(problem) => {
-                let returned = Returned::of(spec, &**problem, outputs, true)?;
+                let returned = Returned::read(spec, &**problem, outputs, true)?;
                 error::apart(py, || verdicts::judge(spec, &**problem, &returned, &standards))?
             }
         };
-        judged.map_err(|reason| error::of_problem(py, reason))
+        judged.map_err(|reason| error::problem_error(py, reason))
     }
 
     /// A part of it, a problem of its own. Of a packed one `batch` are its sequences.
@@ -409,7 +410,7 @@ impl Problem {
         };
         let selected = match &self.batch {
             Batch::Logits(_) if units.is_some() => {
-                return Err(error::of_problem(py, "units: got some of a problem with logits, expected an LM head"));
+                return Err(error::problem_error(py, "units: got some of a problem with logits, expected an LM head"));
             }
             Batch::Logits(problem) => error::apart(py, || Batch::Logits(Arc::new(problem.select(&part))))?,
             Batch::Head(problem) => {
@@ -417,13 +418,13 @@ impl Problem {
                 error::apart(py, || Batch::Head(Arc::new(problem.select(&part, &units))))?
             }
         };
-        Ok(Self::of(self.spec.clone(), selected, None).on_device(self.device.clone()))
+        Ok(Self::from_batch(self.spec.clone(), selected, None).on_device(self.device.clone()))
     }
 
     /// The smallest problem that is found for which `fails` still says so.
     #[pyo3(signature = (fails, *, calls=400))]
     fn simplify(&self, py: Python<'_>, fails: &Bound<'_, PyAny>, calls: usize) -> PyResult<Self> {
-        let of = |batch| Self::of(self.spec.clone(), batch, None).on_device(self.device.clone());
+        let of = |batch| Self::from_batch(self.spec.clone(), batch, None).on_device(self.device.clone());
         let mut raised = None;
         // Once it has raised, nothing is asked any more.
         let mut ask = |batch: Batch| {
@@ -447,7 +448,7 @@ impl Problem {
         match raised {
             Some(error) => Err(error),
             None if holds => Ok(of(simple)),
-            None => Err(error::of_problem(py, "fails: got no of the problem itself, expected yes")),
+            None => Err(error::problem_error(py, "fails: got no of the problem itself, expected yes")),
         }
     }
 
@@ -462,7 +463,7 @@ impl Problem {
             Batch::Logits(problem) => write_problem(&path, &**problem, &metadata),
             Batch::Head(problem) => write_problem(&path, &**problem, &metadata),
         })?;
-        written.map_err(|reason| error::of_problem(py, reason))
+        written.map_err(|reason| error::problem_error(py, reason))
     }
 
     fn __repr__(&self) -> String {
@@ -486,7 +487,7 @@ pub(crate) fn load(
         let within = || spec_within(&file).map_err(|reason| reason.to_string());
         let spec = match spec {
             Some(spec) => spec,
-            None => within()?.map(Spec::of).ok_or_else(|| {
+            None => within()?.map(Spec::from_loss).ok_or_else(|| {
                 format!(
                     "{}: metadata `{SPEC_KEY}`: not in the file, expected spec=… to say which loss is meant",
                     path.display()
@@ -509,8 +510,8 @@ pub(crate) fn load(
         checked.map_err(|reason| format!("{}: {reason}", path.display()))?;
         Ok((spec, batch, file.metadata().get("recipe").cloned()))
     })?;
-    let (spec, batch, recipe) = read.map_err(|reason| error::of_problem(py, reason))?;
-    Ok(Problem::of(spec, batch, recipe))
+    let (spec, batch, recipe) = read.map_err(|reason| error::problem_error(py, reason))?;
+    Ok(Problem::from_batch(spec, batch, recipe))
 }
 
 /// Generated problems, one after another.
@@ -539,7 +540,7 @@ impl Problems {
         lm_head: bool,
         packed: bool,
     ) -> PyResult<Self> {
-        let dealt = DeckOptions::of(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
+        let dealt = DeckOptions::new(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
         Ok(Self { spec, dealt, next: first })
     }
 
@@ -560,9 +561,9 @@ impl Problems {
                 drawn::<HeadProblem>(py, heads, *next, spec)?.map(|(problem, recipe)| (Batch::Head(problem), recipe))
             }
         };
-        let (batch, recipe) = made.map_err(|reason| error::of_problem(py, reason))?;
+        let (batch, recipe) = made.map_err(|reason| error::problem_error(py, reason))?;
         *next += 1;
-        Ok(Some(Problem::of(spec.clone(), batch, Some(recipe))))
+        Ok(Some(Problem::from_batch(spec.clone(), batch, Some(recipe))))
     }
 }
 

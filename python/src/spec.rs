@@ -35,7 +35,7 @@ impl PartialEq for Spec {
 }
 
 impl Spec {
-    pub(crate) fn of(loss: LossSpec) -> Self {
+    pub(crate) fn from_loss(loss: LossSpec) -> Self {
         Self { loss: Arc::new(loss), name: None, project: None, notes: Vec::new() }
     }
 
@@ -61,7 +61,7 @@ impl Spec {
     /// Every field, as a file that `assay.spec(path)` and `assay judge --spec` read.
     #[getter]
     fn yaml(&self, py: Python<'_>) -> PyResult<String> {
-        serde_saphyr::to_string(&*self.loss).map_err(|reason| error::of_spec(py, reason))
+        serde_saphyr::to_string(&*self.loss).map_err(|reason| error::spec_error(py, reason))
     }
 
     /// Returns every field as JSON text.
@@ -87,7 +87,7 @@ impl Spec {
 
     #[classmethod]
     fn _of_json(class: &Bound<'_, PyType>, json: &str) -> PyResult<Self> {
-        serde_json::from_str(json).map(Self::of).map_err(|reason| error::of_spec(class.py(), reason))
+        serde_json::from_str(json).map(Self::from_loss).map_err(|reason| error::spec_error(class.py(), reason))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
@@ -170,11 +170,11 @@ pub(crate) fn spec_of_preset(
     options: &str,
     batch: &str,
 ) -> PyResult<Spec> {
-    let wrong = |reason: &dyn std::fmt::Display| error::of_spec(py, reason);
+    let wrong = |reason: &dyn std::fmt::Display| error::spec_error(py, reason);
     let preset: Preset = name.parse().map_err(|reason| {
         let meant = nearest(name, Preset::ALL.map(Preset::name));
         let meant = meant.map_or(String::new(), |meant| format!(": is `{meant}` meant?"));
-        error::of_spec(py, format!("{reason}, or the path of a YAML, TOML or JSON file{meant}"))
+        error::spec_error(py, format!("{reason}, or the path of a YAML, TOML or JSON file{meant}"))
     })?;
     let options: Value = serde_json::from_str(options).map_err(|reason| wrong(&reason))?;
     // Keep the options as `name=value`, so that a campaign can try the loss with one of them changed.
@@ -205,8 +205,8 @@ fn as_pairs(name: &str, value: &Value) -> Vec<String> {
 /// The spec in the YAML, TOML or JSON file at `path`.
 #[pyfunction]
 pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
-    let read = read_spec(Some(&path)).map_err(|reason| error::of_spec(py, reason))?;
-    Ok(Spec::of(read.expect("a path is named")))
+    let read = read_spec(Some(&path)).map_err(|reason| error::spec_error(py, reason))?;
+    Ok(Spec::from_loss(read.expect("a path is named")))
 }
 
 /// Logp, or logp and entropy, without a loss: by their given cotangents. `options`, a JSON object, says what becomes of logits before
@@ -214,19 +214,20 @@ pub(crate) fn spec_of_file(py: Python<'_>, path: PathBuf) -> PyResult<Spec> {
 #[pyfunction]
 pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -> PyResult<Spec> {
     const OPTIONS: [&str; 5] = ["temperature", "temperature_divides", "logits", "support", "ids_per_token"];
-    let mut given: Map<String, Value> = serde_json::from_str(options).map_err(|reason| error::of_spec(py, reason))?;
+    let mut given: Map<String, Value> =
+        serde_json::from_str(options).map_err(|reason| error::spec_error(py, reason))?;
     let notes = rename_old_keys(&mut given);
     if let Some(stranger) = given.keys().find(|name| !OPTIONS.contains(&name.as_str())) {
         let meant = nearest(stranger, OPTIONS).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
         let all = OPTIONS.join(", ");
-        return Err(error::of_spec(py, format!("`{stranger}`: no such option, {meant}expected entropy, {all}")));
+        return Err(error::spec_error(py, format!("`{stranger}`: no such option, {meant}expected entropy, {all}")));
     }
     let mut fields = serde_json::to_value(LossSpec::from_cotangents(entropy)).expect("plain data has a JSON form");
     fields.as_object_mut().expect("a spec is an object").extend(given);
     let loss: LossSpec =
-        serde_json::from_value(fields).map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
-    loss.check().map_err(|reason| error::of_spec(py, reason))?;
-    Ok(Spec { notes, ..Spec::of(loss) })
+        serde_json::from_value(fields).map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;
+    loss.check().map_err(|reason| error::spec_error(py, reason))?;
+    Ok(Spec { notes, ..Spec::from_loss(loss) })
 }
 
 /// Gives fields with an old key their new one, and returns a note for each; a field under both keys is left for the parser to refuse.
@@ -246,7 +247,7 @@ fn rename_old_keys(fields: &mut Map<String, Value>) -> Vec<String> {
 /// The spec with `fields`, a JSON object; what is left out is as in plain PPO-clip.
 #[pyfunction]
 pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
-    let mut given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::of_spec(py, reason))?;
+    let mut given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::spec_error(py, reason))?;
     let notes = rename_old_keys(&mut given);
     let plain = serde_json::to_value(LossSpec::default()).expect("plain data has a JSON form");
     // What is written where it is not 1 alone.
@@ -257,13 +258,13 @@ pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
     {
         let meant = nearest(stranger, known()).map_or(String::new(), |meant| format!("is `{meant}` meant? "));
         let all: Vec<&str> = known().collect();
-        return Err(error::of_spec(
+        return Err(error::spec_error(
             py,
             format!("`{stranger}`: no such field, {meant}expected one of {}", all.join(", ")),
         ));
     }
     let loss: LossSpec = serde_json::from_value(Value::Object(given))
-        .map_err(|reason| error::of_spec(py, one_line(&reason.to_string())))?;
-    loss.check().map_err(|reason| error::of_spec(py, reason))?;
-    Ok(Spec { notes, ..Spec::of(loss) })
+        .map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;
+    loss.check().map_err(|reason| error::spec_error(py, reason))?;
+    Ok(Spec { notes, ..Spec::from_loss(loss) })
 }

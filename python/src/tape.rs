@@ -67,7 +67,7 @@ struct LossPlan {
 #[pyfunction]
 #[pyo3(signature = (spec, width, native))]
 pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bool) -> PyResult<String> {
-    let plan = LossPlan::of(py, &spec.loss, width, native)?;
+    let plan = LossPlan::new(py, &spec.loss, width, native)?;
     Ok(serde_json::to_string(&plan).expect("plain data has a JSON form"))
 }
 
@@ -78,13 +78,13 @@ pub(crate) fn plan(py: Python<'_>, spec: &Spec, width: Option<usize>, native: bo
 /// As [`plan`].
 pub(crate) fn expect_computed(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<()> {
     if width.is_none() {
-        let no_width = |field| error::of_spec(py, ProblemError::NoWidth { field });
+        let no_width = |field| error::spec_error(py, ProblemError::NoWidth { field });
         spec.expect_no_width().map_err(no_width)?;
     }
     let plain = || if native { Ok(()) } else { expect_plain_logits(spec) };
     expect_one_id(spec).and_then(|()| KernelScope::Row.expect(spec)).and_then(|()| plain()).map_err(|beyond| {
         let elsewhere = if matches!(beyond.field, "logits" | "support") { "; `native` takes it" } else { "" };
-        error::of_spec(
+        error::spec_error(
             py,
             format!("`{}`: got {}, expected {}{elsewhere}", beyond.field, beyond.given, beyond.supported),
         )
@@ -96,7 +96,7 @@ impl LossPlan {
     ///
     /// # Errors
     /// As [`plan`].
-    fn of(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, spec: &LossSpec, width: Option<usize>, native: bool) -> PyResult<Self> {
         expect_computed(py, spec, width, native)?;
         let extents = [1, width.unwrap_or(1)];
         let structure = Structure::from_spec(spec);

@@ -35,7 +35,7 @@ pub(crate) struct Standards {
 impl Standards {
     /// # Errors
     /// `AssayError` for a grade or an edge that there is not.
-    pub(crate) fn of(py: Python<'_>, grade: &str, allow: &[String]) -> PyResult<Self> {
+    pub(crate) fn new(py: Python<'_>, grade: &str, allow: &[String]) -> PyResult<Self> {
         let grade = grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?;
         let edges = allow.iter().map(|edge| edge.parse::<Edge>());
         let allow = edges.collect::<Result<_, _>>().map_err(|reason| error::other(py, format!("allow: {reason}")))?;

@@ -79,7 +79,7 @@ struct Context {
 }
 
 impl Context {
-    fn of(block: Block) -> Self {
+    fn new(block: Block) -> Self {
         let shape: Vec<i64> = block.shape().iter().map(|extent| extent.cast_signed() as i64).collect();
         let mut strides = vec![1; shape.len()];
         for axis in (1..shape.len()).rev() {
@@ -121,7 +121,7 @@ type Destructor = unsafe extern "C" fn(*mut ffi::PyObject);
 
 /// A capsule that keeps `block` until its consumer is done with it. The plain kind cannot say whether it may be written to.
 pub(super) fn capsule(py: Python<'_>, block: Block, versioned: bool, writable: bool) -> PyResult<Bound<'_, PyAny>> {
-    let mut context = Box::new(Context::of(block));
+    let mut context = Box::new(Context::new(block));
     let tensor = context.tensor();
     let context = Box::into_raw(context).cast();
     let (pointer, name, destructor): (*mut c_void, _, Destructor) = if versioned {

@@ -32,7 +32,7 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// The elements of the array that `of` finds in `owner`; `None` where it is not dense and row-major.
-    pub(crate) fn of<O: Send + Sync + 'static, T, D: Dimension>(
+    pub(crate) fn lend<O: Send + Sync + 'static, T, D: Dimension>(
         owner: &Arc<O>,
         element: Element,
         of: impl FnOnce(&O) -> &ndarray::Array<T, D>,

@@ -51,9 +51,9 @@ impl Seen {
     ///
     /// # Errors
     /// `OutputError` for what is no array, requires a gradient, has another dtype or is not dense.
-    pub(crate) fn of(field: &str, object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Self> {
+    pub(crate) fn read(field: &str, object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Self> {
         let py = object.py();
-        let wrong = |given: String, expected: &str| error::of_output(py, field, given, expected);
+        let wrong = |given: String, expected: &str| error::output_error(py, field, given, expected);
         if object
             .getattr_opt(intern!(py, "requires_grad"))?
             .is_some_and(|requires| requires.is_truthy().unwrap_or(false))
@@ -164,7 +164,7 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<ForeignArray>
     let py = object.py();
     // Try NumPy's protocol first, as NumPy cannot export bf16 by DLPack; then DLPack, then the buffer protocol.
     if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
-        return of_interface(object, &interface, bits).map(Some);
+        return from_interface(object, &interface, bits).map(Some);
     }
     if let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? {
         let versions = pyo3::types::PyDict::new(py);
@@ -174,7 +174,7 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<ForeignArray>
             if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) { method.call0() } else { Err(error) }
         };
         let capsule = method.call((), Some(&versions)).or_else(old)?;
-        return of_capsule(&capsule, bits).map(Some);
+        return from_capsule(&capsule, bits).map(Some);
     }
     let Ok(buffer) = PyUntypedBuffer::get(object) else { return Ok(None) };
     let shape = buffer.shape().to_vec();
@@ -186,7 +186,7 @@ fn found(object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Option<ForeignArray>
 }
 
 /// Reads an array by `NumPy`'s protocol, `__array_interface__`.
-fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
+fn from_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
     let (address, _): (usize, bool) = interface.get_item("data")?.extract()?;
     let shape: Vec<usize> = interface.get_item("shape")?.extract()?;
     let strides: Option<Vec<isize>> = interface.get_item("strides")?.extract()?;
@@ -204,7 +204,7 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits: b
     Ok(ForeignArray { keep: Keep::Object(object.clone().unbind()), data, shape, strides, dtype })
 }
 
-fn of_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
+fn from_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray> {
     let dlpack::CapsuleArray { data, shape, strides, dtype, on_host } = dlpack::read(capsule)?;
     let dtype = match dtype {
         _ if !on_host => Err("of a device's memory".into()),

@@ -54,10 +54,11 @@ impl Taken {
     ///
     /// # Errors
     /// `ProblemError` for what is no tensor in the host's memory, or has elements that no operation takes.
-    pub(crate) fn of(field: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub(crate) fn read(field: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();
-        let wrong =
-            |given: &str, expected: &str| error::of_problem(py, format!("`{field}`: got {given}, expected {expected}"));
+        let wrong = |given: &str, expected: &str| {
+            error::problem_error(py, format!("`{field}`: got {given}, expected {expected}"))
+        };
         let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
             return Err(wrong(&object.get_type().to_string(), "a tensor"));
         };

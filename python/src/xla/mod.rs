@@ -18,20 +18,20 @@ use frame::{Buffer, Call, Error, Frame, XlaOutput};
 /// `logits, ids, mask, first_column`, `rate` where temperatures are given, and `bias` where the spec has one, to `statistics`.
 extern "C" fn statistics(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
-    unsafe { frame::answer(frame, of_statistics) }
+    unsafe { frame::answer(frame, handle_statistics) }
 }
 
 /// `logits, ids, scales, first_column`, `rate` and `bias` likewise, to `dlogits`, which may be over the logits.
 extern "C" fn gradient(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
-    unsafe { frame::answer(frame, of_gradient) }
+    unsafe { frame::answer(frame, handle_gradient) }
 }
 
 /// `logits, ids, mask, advantages, weights`, where the attribute `sequences` is `packed` `segment_ids`, and what else the spec reads,
 /// `bias` last, to `dlogits`, which may be over the logits, and `results`.
 extern "C" fn loss(frame: *mut Frame) -> *mut Error {
     // SAFETY: XLA calls it.
-    unsafe { frame::answer(frame, of_loss) }
+    unsafe { frame::answer(frame, handle_loss) }
 }
 
 /// The addresses of the handlers, by name.
@@ -97,7 +97,7 @@ macro_rules! by_dtype {
     };
 }
 
-fn of_statistics(call: &Call) -> Result<(), String> {
+fn handle_statistics(call: &Call) -> Result<(), String> {
     fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, first], rest) = call.arguments()?;
         let [to] = call.outputs()?;
@@ -132,7 +132,7 @@ fn place<'f, E: NativeElement + frame::XlaElement>(
     Ok(ShareLogits { logits, dlogits })
 }
 
-fn of_gradient(call: &Call) -> Result<(), String> {
+fn handle_gradient(call: &Call) -> Result<(), String> {
     fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, scales, first], rest) = call.arguments()?;
         let [dlogits] = call.outputs()?;
@@ -149,7 +149,7 @@ fn of_gradient(call: &Call) -> Result<(), String> {
     by_dtype!(logits, typed(call))
 }
 
-fn of_loss(call: &Call) -> Result<(), String> {
+fn handle_loss(call: &Call) -> Result<(), String> {
     fn typed<E: NativeElement + frame::XlaElement>(call: &Call) -> Result<(), String> {
         let ([logits, ids, mask, advantages, weights], mut rest) = call.arguments()?;
         let [dlogits, results] = call.outputs()?;
