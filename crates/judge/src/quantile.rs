@@ -139,7 +139,8 @@ impl EntropyQuantile {
         let left_out = of_others.len();
         lowest < highest
             && if left_out <= self.below {
-                // The quantile is among the kept ones: it is lowest if the lowest of them is as high, and the others as low, as they may be.
+                // The quantile is among the kept ones: it is lowest if the lowest of them is as high, and the others as low, as they
+                // may be.
                 let values = ascending(of_kept.iter().map(|(token, _)| token.low().max(highest)).collect());
                 self.between(|k| values(k - left_out)) - highest <= self.rounding
             } else if left_out == self.below + 1 {

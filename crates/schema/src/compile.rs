@@ -122,7 +122,8 @@ pub struct Loop {
     pub passed_over: u64,
     /// The number of trips each time it is entered; `None` if the program decides at run time.
     pub trips: Option<u64>,
-    /// The cycles `bundles × trips` over the nest, and those that may be skipped once; `None` if some trips are unknown or it may be skipped.
+    /// The cycles `bundles × trips` over the nest, and those that may be skipped once; `None` if some trips are unknown or it may be
+    /// skipped.
     pub cycles: Option<u64>,
     /// Whether a branch outside it may skip it, or a loop around it.
     pub optional: bool,
