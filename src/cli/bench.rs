@@ -254,7 +254,7 @@ mod tests {
             }
         }
         for shape in [[1, 2048, 151_643], [4, 1024, 151_643], [1, 4096, 151_936]] {
-            assert!(shapes.contains(&shape), "the seed project's {shape:?} is shipped");
+            assert!(shapes.contains(&shape), "MLLM-JAX's {shape:?} is shipped");
         }
     }
 }

@@ -31,7 +31,7 @@ pub(super) struct GradcheckCommand {
     printing: Printing,
 }
 
-/// The seed project's keys, and the verdicts.
+/// MLLM-JAX's keys, and the verdicts.
 #[derive(Serialize)]
 struct Outcomes {
     #[serde(rename = "impl")]

@@ -109,7 +109,6 @@ enum Command {
     /// Show the implementations and what they support
     List(list::ListCommand),
     /// Compare the reference with what published implementations returned
-    #[command(alias = "parity")]
     Peers(peers::PeersCommand),
     /// Judge deliberately wrong kernels: which of them the suite rejects, and by what
     #[cfg(feature = "mutants")]

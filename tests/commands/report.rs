@@ -174,7 +174,7 @@ fn mutants_and_compiled_programs_have_their_parts() {
                "bound": {"cycles_ms": 3.16, "hbm_ms": ms, "predicted_ms": ms, "limit": "hbm"},
                "recorded": {"program": "log_softmax and autodiff", "shape": "1x4096x151936", "step_ms": [9.01, 9.01], "peak_bytes_in_use": 6_226_795_008u64,
                             "peak_bytes_reserved": null, "ratio": 0.51},
-               "recorded_kernel": {"program": "the seed's Pallas kernels", "shape": "1x4096x151936", "step_ms": [52.9, 55.2],
+               "recorded_kernel": {"program": "MLLM-JAX's Pallas kernels", "shape": "1x4096x151936", "step_ms": [52.9, 55.2],
                             "peak_bytes_in_use": null, "peak_bytes_reserved": null}})
     };
     let of_gpu = |id: &str, launches: Value, pipe: &str| {

@@ -2,7 +2,7 @@
 //!
 //! | id | what is written otherwise |
 //! |---|---|
-//! | `xla-seed` | `log_softmax` of every column, of which the target's is gathered, and what autodiff makes of it: the seed's |
+//! | `xla-seed` | `log_softmax` of every column, of which the target's is gathered, and what autodiff makes of it: MLLM-JAX's |
 //! | `xla-wide-gather` | the target's logit is gathered from the logits' copy in f32 |
 //! | `xla-kept` | the logits are not donated |
 //! | `xla-logsumexp` | `x_y − logsumexp(x)`, and what autodiff makes of it |
@@ -50,7 +50,7 @@ impl BaselineAlternative {
 
     pub(crate) fn summary(self) -> &'static str {
         match self {
-            Self::LogSoftmax => "log_softmax, of which the target's is gathered, and autodiff: the seed's program",
+            Self::LogSoftmax => "log_softmax, of which the target's is gathered, and autodiff: MLLM-JAX's program",
             Self::WideGather => "xla, the target's logit gathered from a copy in f32",
             Self::Kept => "xla, dlogits beside the logits",
             Self::LogSumExp => "the target's logit less logsumexp, and autodiff",

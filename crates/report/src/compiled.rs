@@ -59,7 +59,7 @@ fn body(rows: &[&Compiled]) -> Markup {
         p {
             "Compiled ahead of time: bytes are facts, times are lower bounds at the assumed clock and the documented bandwidth."
         }
-        (key(&[(Tone::First, "HBM traffic, memory"), (Tone::Third, "cycles"), (Tone::Second, "recorded on hardware by the seed project")]))
+        (key(&[(Tone::First, "HBM traffic, memory"), (Tone::Third, "cycles"), (Tone::Second, "recorded on hardware by MLLM-JAX")]))
         @for group in rows.chunk_by(|a, b| size(a) == size(b)) { (together(group)) }
         div.scroll { table {
             thead { tr {

@@ -35,7 +35,7 @@ impl DifferencedOutputs for HeadProblem {
     }
 }
 
-/// Plain differences of a gradient, as the seed project reports them.
+/// Plain differences of a gradient, as MLLM-JAX reports them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Differences {
     /// The largest absolute difference.

@@ -10,7 +10,7 @@
 //! | id | logits |
 //! |---|---|
 //! | `xla-lm-head` | all of them, in plain XLA operations: the baseline |
-//! | `xla-lm-head-seed` | the same by `log_softmax` and autodiff, as the seed's: only to be compiled |
+//! | `xla-lm-head-seed` | the same by `log_softmax` and autodiff, as MLLM-JAX does: only to be compiled |
 //! | `tile-lm-head` | a chunk of the tokens at a time, in a loop: no array of `B·T·V` elements is ever there |
 //! | `gpu-lm-head` | the same, by the kernels for NVIDIA's GPUs |
 //!
@@ -150,7 +150,7 @@ impl Programs for HeadProgram {
             (HeadCore::Gpu, Sharding::Whole) => {
                 "XLA's products and PTX kernels, LM head and loss, logits in chunks, on NVIDIA GPUs of sm_80"
             }
-            (HeadCore::Seed, _) => "the same by log_softmax and autodiff: the seed's program",
+            (HeadCore::Seed, _) => "the same by log_softmax and autodiff: MLLM-JAX's program",
             (_, Sharding::Rows) if self.scattered => "the same, rows over devices, dlm_head back in parts",
             (_, Sharding::Vocab) if self.scattered => {
                 "the same, vocabulary over devices, hidden states and dhidden in parts"

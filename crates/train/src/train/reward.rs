@@ -39,7 +39,7 @@ impl Reward {
 /// A = (x − mean x) / √max(var x, epsilon)         the same with a floor
 /// ```
 ///
-/// The default is that of the seed project, MLLM-JAX: a group's mean, its population deviation, 1e-4.
+/// The default is that of MLLM-JAX: a group's mean, its population deviation, 1e-4.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdvantageConfig {
