@@ -40,7 +40,7 @@ use crate::judge::tolerance::{Grade, Limits};
 use crate::judge::trial::Known;
 use crate::memory::{CompiledMemory, DeviceMemory, Shortage, available_host_bytes, expect_room};
 use crate::problem::Candidate;
-use crate::schema::bench::{Bench, BenchKernel, KernelFigures, Ratios};
+use crate::schema::bench::{BenchFigures, BenchKernel, KernelFigures, Ratios};
 use crate::schema::verdicts::Verdicts;
 use crate::spec::LossSpec;
 
@@ -79,7 +79,7 @@ type ProgressListener<'t> = &'t mut (dyn FnMut(BenchProgress) + Send);
 #[derive(Debug)]
 pub enum BenchResult {
     /// The answer was right, and this is what it cost.
-    Right(Box<Bench>),
+    Right(Box<BenchFigures>),
     /// The answer failed its judgement, and nothing was timed.
     Wrong {
         /// The verdicts on the first step.
@@ -317,7 +317,7 @@ impl<W: Timed> BenchSubject<'_, W> {
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)
     }
 
-    fn figures(&self, counts: StepCounts, times: Times, memory: MemorySeen, runs_on: Option<RunsOn>) -> Bench {
+    fn figures(&self, counts: StepCounts, times: Times, memory: MemorySeen, runs_on: Option<RunsOn>) -> BenchFigures {
         let steps = sorted(&times.steps);
         let mean = steps.iter().sum::<f64>() / steps.len() as f64;
         let median = percentile(&steps, 50);
@@ -347,7 +347,7 @@ impl<W: Timed> BenchSubject<'_, W> {
             memory.after_run.clone().and_then(|memory| of(memory).ok_or_else(unreported))
         };
         let compiled = |of: fn(CompiledMemory) -> i64| memory.compiled.clone().map(of);
-        let mut figures = Bench {
+        let mut figures = BenchFigures {
             implementation: self.implementation.id().into(),
             devices: self.devices,
             shape: self.recipe.extents(),
@@ -405,7 +405,7 @@ impl<W: Timed> BenchSubject<'_, W> {
 }
 
 /// Adds what was seen of a step's kernels, and of the copies between them.
-fn add_kernels(figures: &mut Bench, KernelTimings { kernels, copies, copied_bytes }: &KernelTimings) {
+fn add_kernels(figures: &mut BenchFigures, KernelTimings { kernels, copies, copied_bytes }: &KernelTimings) {
     // A launch of all kernels takes what each of them takes.
     let launch = |i: usize| kernels.iter().map(|kernel| kernel.took[i]).sum();
     let launches: Vec<Duration> = (0..copies.len()).map(launch).collect();
@@ -444,7 +444,7 @@ fn figures_of_kernel(KernelTiming { kernel, took }: &KernelTiming) -> BenchKerne
 
 /// Adds the largest rate of `devices` devices of one kind, as they report it or as NVIDIA's datasheet gives it, and the
 /// share that was reached.
-fn add_device(figures: &mut Bench, RunsOn { device, bytes_per_s }: RunsOn, devices: usize) {
+fn add_device(figures: &mut BenchFigures, RunsOn { device, bytes_per_s }: RunsOn, devices: usize) {
     let by_datasheet = || GpuChip::with_device_name(&device).map(|chip| (chip.hbm_tb_per_s * 1e12, "datasheet"));
     if let Some((bytes_per_s, from)) = bytes_per_s.map(|own| (own, "device")).or_else(by_datasheet) {
         let most = bytes_per_s / 1e9 * devices as f64;

@@ -9,7 +9,7 @@ use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::HeadProducts;
 use crate::registry::RegisteredProblem;
-use crate::schema::bench::Bench;
+use crate::schema::bench::BenchFigures;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
@@ -50,7 +50,7 @@ pub(super) trait Timed: Clone + Sync {
 
     /// Adds the figures that this kind of problem alone has: the rate over the median step, and what else is said of it on
     /// `devices`.
-    fn add_own(&self, devices: usize, figures: &mut Bench);
+    fn add_own(&self, devices: usize, figures: &mut BenchFigures);
 }
 
 /// Bytes of a product of extents; the most there can be where that overflows.
@@ -108,7 +108,7 @@ impl Timed for Recipe {
     }
 
     /// Logits read and dlogits written.
-    fn add_own(&self, _: usize, figures: &mut Bench) {
+    fn add_own(&self, _: usize, figures: &mut BenchFigures) {
         let moved = bytes(&self.shape, 2 * self.dtype.size()) as f64 / 1e9;
         figures.gb_per_s = Some(moved / figures.step_s_p50);
     }
@@ -187,7 +187,7 @@ impl Timed for HeadRecipe {
     }
 
     /// The operations of the three products, also where an implementation makes four.
-    fn add_own(&self, devices: usize, figures: &mut Bench) {
+    fn add_own(&self, devices: usize, figures: &mut BenchFigures) {
         let operations = HeadProducts::operations(self.shape()) / 1e9;
         figures.gflop_per_s = Some(operations / figures.step_s_p50);
         let judged = self.judged_part(devices).map_or_else(|| self.extents(), |part| part.extents());

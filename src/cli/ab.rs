@@ -7,7 +7,7 @@ use comfy_table::Table;
 
 use super::train::{read_settings, told};
 use super::{CliError, Passed, PluginChoice, Printing, stop_flag};
-use crate::schema::ab::{Comparison, Verdict};
+use crate::schema::ab::{AbComparison, AbVerdict};
 use crate::train::RunSummary;
 use crate::train::ab::{AbControl, AbPair, AbPlan, AbSide, Contestant, comparison, pairs, runs};
 use crate::train::metrics::GreedyEvaluation;
@@ -61,7 +61,7 @@ impl AbCommand {
     }
 }
 
-fn text(pairs: &[AbPair], Comparison { verdicts, controls, .. }: &Comparison) -> String {
+fn text(pairs: &[AbPair], AbComparison { verdicts, controls, .. }: &AbComparison) -> String {
     let mut arms = Table::new();
     arms.load_style(comfy_table::presets::ASCII_MARKDOWN);
     arms.set_header([
@@ -91,7 +91,7 @@ fn text(pairs: &[AbPair], Comparison { verdicts, controls, .. }: &Comparison) ->
     compared.load_style(comfy_table::presets::ASCII_MARKDOWN);
     compared.set_header(["compared", "baseline", "kernel", "difference or ratio", "limit", "verdict"]);
     let shown = |value: Option<f64>| value.map_or(String::new(), short);
-    for Verdict { what, baseline, kernel, difference, limit, pass } in verdicts {
+    for AbVerdict { what, baseline, kernel, difference, limit, pass } in verdicts {
         let decided = match pass {
             Some(true) => "PASS",
             Some(false) => "FAIL",
@@ -111,7 +111,7 @@ fn text(pairs: &[AbPair], Comparison { verdicts, controls, .. }: &Comparison) ->
     wrong.set_header(["wrong on purpose", "training reward", "difference", "limit", "fails"]);
     for control in controls {
         let failed = if control.failed.is_empty() { "nothing: FAIL".into() } else { control.failed.join("; ") };
-        let Verdict { kernel, difference, limit, .. } = &control.learning;
+        let AbVerdict { kernel, difference, limit, .. } = &control.learning;
         wrong.add_row([control.name.clone(), shown(*kernel), shown(*difference), shown(*limit), failed]);
     }
     let wrong = if controls.is_empty() { String::new() } else { format!("\n{wrong}\n") };

@@ -116,7 +116,7 @@ impl BenchCommand {
     }
 }
 
-fn table(figures: &schema::Bench) -> String {
+fn table(figures: &schema::BenchFigures) -> String {
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED);
     let shape: Vec<String> = figures.shape.iter().map(usize::to_string).collect();
@@ -190,7 +190,7 @@ fn table(figures: &schema::Bench) -> String {
 }
 
 /// Adds what was seen of kernels that were timed alone.
-fn add_kernels(table: &mut Table, figures: &schema::Bench) {
+fn add_kernels(table: &mut Table, figures: &schema::BenchFigures) {
     if let Some(launches) = figures.kernel_launches {
         table.add_row(["kernel_launches".into(), launches.to_string()]);
     }

@@ -13,7 +13,7 @@ use crate::problem::{HeadProblem, Problem};
 use crate::registry::find;
 use crate::report::{Input, render};
 use crate::schema::CommandOutput;
-use crate::schema::campaign::Campaign as Found;
+use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
 use crate::worker::{Worker, WorkerLaunch};
 
@@ -128,7 +128,7 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
 }
 
 /// Prints what a campaign found, and writes it where that is asked for.
-pub(super) fn show(found: &Found, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
+pub(super) fn show(found: &CampaignReport, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
     if let Some(path) = page {
         let made = CommandOutput { command: command_line(), result: found };
         let json = serde_json::to_vec(&made).expect("plain data has a JSON form");

@@ -17,8 +17,10 @@ use crate::compile_worker;
 use crate::config;
 use crate::gpu::{self, CudaToolkit, GpuCompiler, GpuTarget};
 use crate::problem::{Dtype, HeadLayout, ProblemShape};
-use crate::schema::compile::{Beside, Bound, Compiled, Launch, Loop, Memory, Table};
-use crate::schema::gpu::Table as GpuTable;
+use crate::schema::compile::{
+    Loop, ProgramMemory, SeedComparison, TpuLaunch, TpuProgramReport, TpuTable, TpuTimeBound,
+};
+use crate::schema::gpu::GpuTable;
 use crate::tpu::{self, TpuCompiler, TpuTarget};
 
 /// Kernels that take less than this part of all cycles share one row of the table.
@@ -184,7 +186,7 @@ impl CompileCommand {
             _ => {
                 let compiler = self.tpu_compiler()?;
                 let rows = self.run_all(&tpu::table::requests(&options), |request| request.compile(&compiler))?;
-                let table = Table { rows };
+                let table = TpuTable { rows };
                 self.finish_table(MARKS, &tpu::table::markdown(&table), &table)
             }
         }
@@ -283,15 +285,15 @@ fn this_executable() -> Result<PathBuf, CliError> {
 }
 
 /// Formats the kernels, the most cycles first, and the other figures.
-fn table_of(request: &CompileRequest<TpuTarget>, figures: &Compiled) -> String {
+fn table_of(request: &CompileRequest<TpuTarget>, figures: &TpuProgramReport) -> String {
     let mut kernels = comfy_table::Table::new();
     kernels.load_style(UTF8_FULL_CONDENSED);
     kernels.set_header(["kernel", "cycles", "loops: bundles × trips + once", "busiest slot"]);
     kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
-    let mut sorted: Vec<&Launch> = figures.kernels.iter().collect();
+    let mut sorted: Vec<&TpuLaunch> = figures.kernels.iter().collect();
     sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
-    let small = |kernel: &&Launch| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
-    let (small, large): (Vec<&Launch>, Vec<&Launch>) = sorted.into_iter().partition(small);
+    let small = |kernel: &&TpuLaunch| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
+    let (small, large): (Vec<&TpuLaunch>, Vec<&TpuLaunch>) = sorted.into_iter().partition(small);
     for kernel in large {
         let name = if kernel.runs == 1 { kernel.name.clone() } else { format!("{} × {}", kernel.runs, kernel.name) };
         kernels.add_row([name, kernel.all_cycles().to_string(), loops(kernel), busiest(kernel)]);
@@ -301,10 +303,10 @@ fn table_of(request: &CompileRequest<TpuTarget>, figures: &Compiled) -> String {
         kernels.add_row([format!("{} more", small.len()), cycles.to_string(), String::new(), String::new()]);
     }
 
-    let Compiled { target, devices, held_by, memory, hbm_bytes, .. } = figures;
+    let TpuProgramReport { target, devices, held_by, memory, hbm_bytes, .. } = figures;
     let mut table = table_of_memory(request, [target, held_by.preposition()], *devices, memory, *hbm_bytes);
     table.add_row(["cycles".into(), figures.cycles.to_string()]);
-    let Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, predicted_ms, limit, .. } = figures.bound;
+    let TpuTimeBound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, predicted_ms, limit, .. } = figures.bound;
     table.add_row([format!("cycles at {} GHz (assumed)", figures.clock_ghz), format!("{cycles_ms:.3} ms")]);
     table.add_row(["bytes at HBM bandwidth".into(), format!("{hbm_ms:.3} ms")]);
     if let Some(links) = &figures.bound.links {
@@ -318,7 +320,7 @@ fn table_of(request: &CompileRequest<TpuTarget>, figures: &Compiled) -> String {
         let label = format!("3 products at {} TFLOP/s", request.target.chip.bf16_tflops);
         table.add_row([label, format!("{products_ms:.3} ms; bound / products {ratio:.3}")]);
     }
-    if let Some(Beside { recorded, ratio }) = &figures.recorded {
+    if let Some(SeedComparison { recorded, ratio }) = &figures.recorded {
         let label = format!("recorded: {}", recorded.program);
         table.add_row([label, format!("{:.2} ms; bound / recorded {ratio:.2}", recorded.step_ms[0])]);
     }
@@ -342,7 +344,7 @@ pub(super) fn table_of_memory<T>(
     request: &CompileRequest<T>,
     [target, preposition]: [&str; 2],
     devices: usize,
-    memory: &Memory,
+    memory: &ProgramMemory,
     hbm_bytes: u64,
 ) -> comfy_table::Table {
     let CompileRequest { implementation, shape, options, .. } = request;
@@ -368,7 +370,7 @@ pub(super) fn table_of_memory<T>(
 }
 
 /// Formats the loops of a kernel as `1274 × 594, 12 × ?`, the most cycles first.
-fn loops(kernel: &Launch) -> String {
+fn loops(kernel: &TpuLaunch) -> String {
     const SHOWN: usize = 3;
     let mut loops: Vec<_> = kernel.loops.iter().collect();
     loops.sort_by_key(|l| std::cmp::Reverse(l.cycles.unwrap_or(l.bundles)));
@@ -387,7 +389,7 @@ fn loops(kernel: &Launch) -> String {
 }
 
 /// Formats the use of the busiest slot as `VALU 62 %`.
-fn busiest(kernel: &Launch) -> String {
+fn busiest(kernel: &TpuLaunch) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
     slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))

@@ -8,7 +8,7 @@ use super::compile::table_of_memory;
 use super::document::Marks;
 use crate::ahead::CompileRequest;
 use crate::gpu::GpuTarget;
-use crate::schema::gpu::{Bound, Compiled, Launch, Limit};
+use crate::schema::gpu::{GpuLaunch, GpuLimit, GpuProgramReport, GpuTimeBound};
 
 /// The marks around each table in docs/gpu.md: logits, and LM heads.
 pub(super) const MARKS: [Marks; 2] = [
@@ -17,14 +17,14 @@ pub(super) const MARKS: [Marks; 2] = [
 ];
 
 /// Formats the kernels of PTX, and the other figures.
-pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &Compiled) -> String {
+pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &GpuProgramReport) -> String {
     let mut text = String::new();
     for launch in &figures.launches {
         let _ = writeln!(text, "{}", table_of_launch(launch));
     }
-    let Compiled { target, devices, held_by, memory, hbm_bytes, .. } = figures;
+    let GpuProgramReport { target, devices, held_by, memory, hbm_bytes, .. } = figures;
     let mut table = table_of_memory(request, [target, held_by.preposition()], *devices, memory, *hbm_bytes);
-    let Bound { hbm_ms, pipe_ms, pipe, predicted_ms, limit } = &figures.bound;
+    let GpuTimeBound { hbm_ms, pipe_ms, pipe, predicted_ms, limit } = &figures.bound;
     let bandwidth = request.target.chip.hbm_tb_per_s;
     table.add_row([format!("bytes at {bandwidth} TB/s"), format!("{hbm_ms:.3} ms")]);
     if !pipe.is_empty() {
@@ -32,8 +32,8 @@ pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &Compiled) 
         table.add_row([label, format!("{pipe_ms:.3} ms; pipe / HBM {:.2}", pipe_ms / hbm_ms)]);
     }
     let limit = match limit {
-        Limit::Hbm => "hbm",
-        Limit::Pipe => pipe,
+        GpuLimit::Hbm => "hbm",
+        GpuLimit::Pipe => pipe,
     };
     table.add_row([format!("lower bound ({limit}), without stalls"), format!("{predicted_ms:.3} ms")]);
     table.add_row(["compile_s".into(), format!("{:.2}", figures.compile_s)]);
@@ -50,7 +50,7 @@ pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &Compiled) 
     text
 }
 
-fn table_of_launch(launch: &Launch) -> String {
+fn table_of_launch(launch: &GpuLaunch) -> String {
     let by = |extents: [u32; 3]| extents.map(|extent| extent.to_string()).join("x");
     let mut table = comfy_table::Table::new();
     table.load_style(UTF8_FULL_CONDENSED);

@@ -88,7 +88,7 @@ impl MutantsCommand {
         if !self.markdown {
             text.extend(ignored.iter().map(|IgnoredCheck { what, why, .. }| format!("ignored  {what}: {why}\n")));
         }
-        let outcomes = schema::mutants::Mutants { ignored, ..score.into() };
+        let outcomes = schema::mutants::MutationReport { ignored, ..score.into() };
         self.printing.finish(&text, &outcomes)?;
         for name in &outcomes.survived {
             super::print(&format!("survived {name}\n"))?;
@@ -142,7 +142,7 @@ impl MutantsCommand {
                 }
             }
         }
-        self.printing.finish(&text, &schema::mutants::Production { grade: self.grade, widths })?;
+        self.printing.finish(&text, &schema::mutants::ProductionReport { grade: self.grade, widths })?;
         Ok(fates.iter().all(|at| at.fate != MutantOutcome::Accepted || at.is_admitted(self.grade)).into())
     }
 

@@ -15,7 +15,7 @@ use crate::judge::judgeable::Judgeable;
 use crate::judge::tolerance::Limits;
 use crate::problem::Dtype;
 use crate::reference::{self, Reference};
-use crate::schema::peers::{self as schema, Run, Verdict, Worst};
+use crate::schema::peers::{self as schema, PeerErrors, PeerRun, PeerVerdict};
 use crate::schema::verdicts::Grade;
 use crate::suites::peers::{PeerDifference, limit};
 
@@ -46,10 +46,10 @@ impl PeersCommand {
         }
         progress.finish_and_clear();
 
-        let pass = refused.is_empty() && files.iter().all(|file| file.run.verdict != Verdict::Fail);
+        let pass = refused.is_empty() && files.iter().all(|file| file.run.verdict != PeerVerdict::Fail);
         let worst = worst(&files);
         let files = files.into_iter().map(|compared| compared.run).collect();
-        let comparison = schema::Peers { pass, files, worst, refused };
+        let comparison = schema::PeersReport { pass, files, worst, refused };
         // Where nothing could be compared, the error says it all.
         if !comparison.files.is_empty() {
             self.printing.finish(&text(&comparison), &comparison)?;
@@ -59,7 +59,7 @@ impl PeersCommand {
             return Err(CliError::Usage(format!("{first}{others}")));
         }
         if self.printing.quiet {
-            for file in comparison.files.iter().filter(|file| file.verdict == Verdict::Fail) {
+            for file in comparison.files.iter().filter(|file| file.verdict == PeerVerdict::Fail) {
                 super::print(&format!("{}\n", failure(file)))?;
             }
         }
@@ -87,7 +87,7 @@ impl PeersCommand {
 /// One recorded run, compared with the reference.
 struct ComparedRun {
     dtype: Dtype,
-    run: Run,
+    run: PeerRun,
 }
 
 /// File, peer, function and options to a preset's spec, and that through the reference.
@@ -105,11 +105,11 @@ fn compare(path: &Path) -> Result<ComparedRun, CliError> {
     let gates = judged(&recorded, &reference)?;
     let caught_by: Vec<String> = gates.iter().filter(|(_, passed)| !passed).map(|(gate, _)| gate.clone()).collect();
     let verdict = match (quirk, difference.within(limit)) {
-        (true, _) => Verdict::KnownDifference,
-        (false, true) => Verdict::Pass,
-        (false, false) => Verdict::Fail,
+        (true, _) => PeerVerdict::KnownDifference,
+        (false, true) => PeerVerdict::Pass,
+        (false, false) => PeerVerdict::Fail,
     };
-    let run = Run {
+    let run = PeerRun {
         file,
         peer: recorded.peer,
         function: resolved.function.into(),
@@ -135,10 +135,10 @@ fn judged(recorded: &PeerFile, reference: &Reference) -> Result<Vec<(String, boo
     Ok(verdicts.iter().map(|verdict| (verdict.gate.to_string(), verdict.passed())).collect())
 }
 
-fn worst(files: &[ComparedRun]) -> Vec<Worst> {
-    let mut by_peer: BTreeMap<(&str, Dtype), Worst> = BTreeMap::new();
+fn worst(files: &[ComparedRun]) -> Vec<PeerErrors> {
+    let mut by_peer: BTreeMap<(&str, Dtype), PeerErrors> = BTreeMap::new();
     for ComparedRun { dtype, run } in files.iter().filter(|file| !file.run.quirk) {
-        let worst = by_peer.entry((&run.peer, *dtype)).or_insert_with(|| Worst {
+        let worst = by_peer.entry((&run.peer, *dtype)).or_insert_with(|| PeerErrors {
             peer: run.peer.clone(),
             dtype: run.dtype.clone(),
             files: 0,
@@ -157,27 +157,27 @@ fn larger(a: f64, b: f64) -> f64 {
     if a > b || a.is_nan() { a } else { b }
 }
 
-fn failed_gates(run: &Run) -> String {
+fn failed_gates(run: &PeerRun) -> String {
     if run.caught_by.is_empty() { format!("none of {}", run.gates.len()) } else { run.caught_by.join(", ") }
 }
 
-fn failure(run: &Run) -> String {
-    let Run { file, loss_rel, dlogits_rel, limit, .. } = run;
+fn failure(run: &PeerRun) -> String {
+    let PeerRun { file, loss_rel, dlogits_rel, limit, .. } = run;
     let gates = failed_gates(run);
     format!(
         "{file}: loss off by {loss_rel:.1e}, dlogits by {dlogits_rel:.1e}, limit {limit:.0e}; failed gates: {gates}"
     )
 }
 
-fn word(verdict: Verdict) -> &'static str {
+fn word(verdict: PeerVerdict) -> &'static str {
     match verdict {
-        Verdict::Pass => "pass",
-        Verdict::Fail => "FAIL",
-        Verdict::KnownDifference => "known difference",
+        PeerVerdict::Pass => "pass",
+        PeerVerdict::Fail => "FAIL",
+        PeerVerdict::KnownDifference => "known difference",
     }
 }
 
-fn text(comparison: &schema::Peers) -> String {
+fn text(comparison: &schema::PeersReport) -> String {
     let table = |header: &[&str]| {
         let mut table = Table::new();
         table.load_style(UTF8_FULL_CONDENSED);
@@ -211,9 +211,9 @@ fn text(comparison: &schema::Peers) -> String {
     let count = |verdict| comparison.files.iter().filter(|file| file.verdict == verdict).count();
     text += &format!(
         "{} pass, {} fail, {} known differences, {} could not be compared; errors are relative; {} fail a gate of the judge\n",
-        count(Verdict::Pass),
-        count(Verdict::Fail),
-        count(Verdict::KnownDifference),
+        count(PeerVerdict::Pass),
+        count(PeerVerdict::Fail),
+        count(PeerVerdict::KnownDifference),
         comparison.refused.len(),
         comparison.files.iter().filter(|file| !file.caught_by.is_empty()).count(),
     );

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::command::{assay, assert_refused};
-use assay::schema::ab::{Arm, Comparison, Run, Step, Verdict};
+use assay::schema::ab::{AbArm, AbComparison, AbVerdict, TrainingRun, TrainingStep};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -52,8 +52,8 @@ fn problem(folder: &TempDir) -> String {
     path
 }
 
-fn step(step: u64, loss: f64) -> Step {
-    Step {
+fn step(step: u64, loss: f64) -> TrainingStep {
+    TrainingStep {
         step,
         loss,
         reward: 0.5,
@@ -65,13 +65,13 @@ fn step(step: u64, loss: f64) -> Step {
     }
 }
 
-fn comparison() -> Comparison {
-    let arm = |name: &str, implementation: &str| Arm {
+fn comparison() -> AbComparison {
+    let arm = |name: &str, implementation: &str| AbArm {
         name: name.into(),
         implementation: implementation.into(),
-        runs: vec![Run { seed: 0, steps: vec![step(1, 0.5), step(2, f64::NAN), step(3, 0.25)] }],
+        runs: vec![TrainingRun { seed: 0, steps: vec![step(1, 0.5), step(2, f64::NAN), step(3, 0.25)] }],
     };
-    let verdict = |what: &str, pass: Option<bool>| Verdict {
+    let verdict = |what: &str, pass: Option<bool>| AbVerdict {
         what: what.into(),
         baseline: Some(1.0),
         kernel: Some(1.5),
@@ -79,7 +79,7 @@ fn comparison() -> Comparison {
         limit: pass.map(|_| 0.75),
         pass,
     };
-    Comparison {
+    AbComparison {
         pass: true,
         arms: [arm("baseline", "candle"), arm("kernel", "native")],
         verdicts: vec![verdict("loss, worst step", Some(true)), verdict("time of the loss step", None)],

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use assay::schema::bench::{Bench, Ratios};
+use assay::schema::bench::{BenchFigures, Ratios};
 use serde_json::{Value, json};
 
 /// What the page cannot do without, and what a stranger may put beside it.
@@ -14,7 +14,7 @@ fn least() -> Value {
 
 #[test]
 fn ratios_stand_under_keys_of_their_own_and_the_rest_is_passed_over() {
-    let read: Bench = serde_json::from_value(least()).unwrap();
+    let read: BenchFigures = serde_json::from_value(least()).unwrap();
     assert_eq!(read.ratios, Ratios(BTreeMap::from([("copy".into(), 2.0)])));
     assert_eq!((read.step_s_max, read.isa.as_deref(), read.warmup), (1.0, None, 0));
     assert!(read.avg_step_ms.is_nan());
@@ -27,6 +27,6 @@ fn ratios_stand_under_keys_of_their_own_and_the_rest_is_passed_over() {
 fn a_field_that_is_lacking_is_named() {
     let mut lacking = least();
     lacking.as_object_mut().unwrap().remove("step_s_p90");
-    let error = serde_json::from_value::<Bench>(lacking).unwrap_err();
+    let error = serde_json::from_value::<BenchFigures>(lacking).unwrap_err();
     assert_eq!(error.to_string(), "missing field `step_s_p90`");
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use crate::common::training::{config, settings, with};
-use assay::schema::ab::Verdict;
+use assay::schema::ab::AbVerdict;
 use assay::train::ab::{AbControl, AbPlan, AbRun, AbSide, Contestant, comparison, pairs, runs};
 use serde_json::json;
 
@@ -11,7 +11,7 @@ use serde_json::json;
 const LEARNING: &str = "training reward, second half of the steps, mean of the seeds";
 
 /// The gates that fail.
-fn failed(verdicts: &[Verdict]) -> Vec<&str> {
+fn failed(verdicts: &[AbVerdict]) -> Vec<&str> {
     verdicts.iter().filter(|verdict| verdict.pass == Some(false)).map(|verdict| verdict.what.as_str()).collect()
 }
 

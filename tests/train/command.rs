@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::common::checkpoint::{HIDDEN, VOCAB};
 use crate::common::command::{Output, assay, assert_refused};
 use crate::common::interruption::{interrupted, limited, stopped};
-use assay::schema::ab::Comparison;
+use assay::schema::ab::AbComparison;
 use assay::train::candle_core::{DType, Device, Tensor};
 use assay::train::metrics::StepRecord;
 use serde_json::json;
@@ -276,7 +276,7 @@ fn both_arms_agree_in_a_short_run() {
     for said in ["| kernel ", "against the reference", "baseline / kernel", "final evaluation reward"] {
         assert!(output.stdout.contains(said), "`{said}` not in {}", output.stdout);
     }
-    let compared: Comparison = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
+    let compared: AbComparison = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
     assert!(compared.pass);
     assert_eq!(compared.arms.each_ref().map(|arm| arm.runs[0].steps.len()), [2, 2]);
     let decided: Vec<_> = compared.verdicts.iter().filter(|verdict| verdict.pass == Some(true)).collect();

@@ -6,7 +6,7 @@ use assay_core::problem::{Dtype, HeadForm, HeadLayout, HeadProblem, HeadShape, P
 use assay_core::spec::LossSpec;
 use assay_programs::{HeadProgram, Programs};
 use assay_ptx::PtxKernel;
-use assay_schema::compile::{HeldBy, Memory};
+use assay_schema::compile::{HeldBy, ProgramMemory};
 
 use crate::error::AheadError;
 
@@ -100,9 +100,16 @@ pub(crate) fn held_by(program: impl Programs) -> HeldBy {
 
 /// Converts the memory that a plugin reports to the form that is written to JSON.
 #[cfg_attr(not(feature = "plugin"), expect(dead_code, reason = "a plugin reports it"))]
-pub(crate) fn memory(compiled: &CompiledMemory) -> Memory {
+pub(crate) fn memory(compiled: &CompiledMemory) -> ProgramMemory {
     let &CompiledMemory { argument_bytes, output_bytes, temp_bytes, alias_bytes, code_bytes, .. } = compiled;
-    Memory { argument_bytes, output_bytes, temp_bytes, alias_bytes, code_bytes, peak_bytes: compiled.peak_bytes() }
+    ProgramMemory {
+        argument_bytes,
+        output_bytes,
+        temp_bytes,
+        alias_bytes,
+        code_bytes,
+        peak_bytes: compiled.peak_bytes(),
+    }
 }
 
 /// Returns the program with this id among those that `accepted` admits.

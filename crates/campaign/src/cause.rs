@@ -42,7 +42,7 @@ pub(crate) fn names_that_can_be_allowed() -> Vec<&'static str> {
 }
 
 /// Whether `name` is one of a cause's.
-pub(crate) fn is_called(cause: &schema::Cause, name: &str) -> bool {
+pub(crate) fn is_called(cause: &schema::FailureCause, name: &str) -> bool {
     cause.gate == name || cause.like.iter().any(|like| like.mutant == name)
 }
 
@@ -51,7 +51,7 @@ struct CauseDraft<P> {
     kind: FailureKind,
     bucket: FailureGroup<P>,
     problem: Arc<P>,
-    cause: schema::Cause,
+    cause: schema::FailureCause,
 }
 
 /// The causes of what was found, the one with most cases first.
@@ -60,7 +60,7 @@ pub(crate) fn causes<P: Subject>(
     deals: &dyn ProblemDeck<P>,
     found: Failures<P>,
     bench: &mut Examiner<P>,
-) -> Result<Vec<schema::Cause>, CampaignError> {
+) -> Result<Vec<schema::FailureCause>, CampaignError> {
     // Each kind of failure becomes a draft. Drafts that share the name of a mutant are one cause: the same mistake
     // fails several gates.
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
@@ -98,13 +98,13 @@ pub(crate) fn causes<P: Subject>(
         }
     }
     // Report the cause with the most failing problems first.
-    let mut causes: Vec<schema::Cause> = drafts.into_iter().map(|draft| draft.cause).collect();
+    let mut causes: Vec<schema::FailureCause> = drafts.into_iter().map(|draft| draft.cause).collect();
     causes.sort_by_key(|cause| std::cmp::Reverse(cause.cases));
     Ok(causes)
 }
 
 /// Whether two failures have one cause: a wrong kernel's name in common.
-fn are_one(a: &schema::Cause, b: &schema::Cause) -> bool {
+fn are_one(a: &schema::FailureCause, b: &schema::FailureCause) -> bool {
     a.like.iter().any(|name| b.like.contains(name))
 }
 
@@ -133,7 +133,7 @@ fn draft<P: Subject>(
             if deals.deck().shapes == DeckShapes::Few { ShrinkEffort::FEW_SHAPES } else { ShrinkEffort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
     }
-    let mut cause = schema::Cause {
+    let mut cause = schema::FailureCause {
         gate: kind.name(),
         cases: bucket.cases,
         first: bucket.first.clone(),
@@ -193,7 +193,7 @@ fn explain<P: Subject>(
     kind: &FailureKind,
     problem: &Arc<P>,
     candidate: &Candidate<P::Gradient>,
-    cause: &mut schema::Cause,
+    cause: &mut schema::FailureCause,
 ) {
     // Judge the shrunk problem again, as its verdict and its diagnoses are what a reader sees.
     let Ok(known) = Known::of(&campaign.spec, &**problem) else { return };
@@ -268,7 +268,7 @@ fn names<P: Subject>(
     smallest: (&Arc<P>, Candidate<P::Gradient>),
     cases: &[Arc<P>],
     passing: &[Arc<P>],
-) -> Vec<schema::Name> {
+) -> Vec<schema::MutantName> {
     // Collect the kernel's answers to a few problems of the cause, the shrunk one first.
     let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
     for problem in cases {

@@ -195,7 +195,7 @@ pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
     deals: &dyn ProblemDeck<P>,
     outputs: &[&'static str],
-) -> Result<Option<schema::Power>, CampaignError> {
+) -> Result<Option<schema::MutationScore>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
     let mutants = shown::<P>(spec, deals.deck().packed);
     let mut fates = vec![MutantFate::NotExercised; mutants.len()];
@@ -237,7 +237,7 @@ pub(crate) fn power<P: Subject>(
         }
     }
     // Count a mutant if any problem exercised it, and list the accepted ones by name.
-    let mut power = schema::Power { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
+    let mut power = schema::MutationScore { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
     for (mutant, fate) in mutants.into_iter().zip(fates) {
         match fate {
             MutantFate::NotExercised => continue,
@@ -250,6 +250,6 @@ pub(crate) fn power<P: Subject>(
 }
 
 /// A mutant by its name.
-pub(crate) fn named(mutant: &Mutant) -> schema::Name {
-    schema::Name { mutant: mutant.name.into(), does: mutant.does.into() }
+pub(crate) fn named(mutant: &Mutant) -> schema::MutantName {
+    schema::MutantName { mutant: mutant.name.into(), does: mutant.does.into() }
 }

@@ -48,7 +48,7 @@ impl Campaign {
         &self,
         kernel: &mut dyn KernelUnderTest<Problem>,
         progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<schema::Campaign, CampaignError> {
+    ) -> Result<schema::CampaignReport, CampaignError> {
         self.run_on::<Problem>(&self.deck, kernel, progress)
     }
 
@@ -61,7 +61,7 @@ impl Campaign {
         heads: &HeadDeck,
         kernel: &mut dyn KernelUnderTest<HeadProblem>,
         progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<schema::Campaign, CampaignError> {
+    ) -> Result<schema::CampaignReport, CampaignError> {
         self.run_on::<HeadProblem>(heads, kernel, progress)
     }
 
@@ -70,7 +70,7 @@ impl Campaign {
         deals: &dyn ProblemDeck<P>,
         kernel: &mut dyn KernelUnderTest<P>,
         progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<schema::Campaign, CampaignError> {
+    ) -> Result<schema::CampaignReport, CampaignError> {
         self.check(deals.deck())?;
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
         let limits = Limits::external(self.grade);
@@ -87,7 +87,7 @@ impl Campaign {
             buckets: BTreeMap::new(),
             passing: Vec::new(),
             skipped: BTreeMap::new(),
-            coverage: schema::Coverage::default(),
+            coverage: schema::DeckCoverage::default(),
         };
         // Problems that failed in an earlier campaign come first, then the deck by number.
         round.repros(deals, progress)?;
@@ -139,7 +139,7 @@ struct Round<'r, P: Subject> {
     buckets: BTreeMap<FailureKind, FailureGroup<P>>,
     passing: Vec<Arc<P>>,
     skipped: BTreeMap<String, u64>,
-    coverage: schema::Coverage,
+    coverage: schema::DeckCoverage,
 }
 
 impl<P: Subject> Round<'_, P> {
@@ -326,7 +326,7 @@ impl<P: Subject> Round<'_, P> {
         bucket.kept.truncate(KEPT);
     }
 
-    fn finish(mut self, deals: &dyn ProblemDeck<P>) -> Result<schema::Campaign, CampaignError> {
+    fn finish(mut self, deals: &dyn ProblemDeck<P>) -> Result<schema::CampaignReport, CampaignError> {
         let campaign = self.campaign;
         // Explain the failures first, as that needs further calls of the kernel, and then split off the allowed
         // causes.
@@ -335,7 +335,7 @@ impl<P: Subject> Round<'_, P> {
         let (allowed, causes): (Vec<_>, Vec<_>) =
             causes.into_iter().partition(|cause| campaign.allow.iter().any(|name| cause::is_called(cause, name)));
         let power = self.power(deals)?;
-        Ok(schema::Campaign {
+        Ok(schema::CampaignReport {
             passed: self.tried > 0 && causes.is_empty() && self.coverage.with_gradient > 0,
             kernel: campaign.kernel.clone(),
             spec: campaign.spec.describe(),
@@ -351,14 +351,14 @@ impl<P: Subject> Round<'_, P> {
             outputs: self.outputs.into_iter().map(Into::into).collect(),
             causes,
             allowed,
-            skipped: self.skipped.into_iter().map(|(why, cases)| schema::Skipped { cases, why }).collect(),
+            skipped: self.skipped.into_iter().map(|(why, cases)| schema::SkippedProblems { cases, why }).collect(),
             coverage: self.coverage,
             power,
         })
     }
 
     #[cfg(feature = "mutants")]
-    fn power(&self, deals: &dyn ProblemDeck<P>) -> Result<Option<schema::Power>, CampaignError> {
+    fn power(&self, deals: &dyn ProblemDeck<P>) -> Result<Option<schema::MutationScore>, CampaignError> {
         if !self.campaign.power || self.stopped.is_some() || self.tried == 0 {
             return Ok(None);
         }
@@ -367,7 +367,7 @@ impl<P: Subject> Round<'_, P> {
 
     #[cfg(not(feature = "mutants"))]
     #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as with mutants")]
-    fn power(&self, _: &dyn ProblemDeck<P>) -> Result<Option<schema::Power>, CampaignError> {
+    fn power(&self, _: &dyn ProblemDeck<P>) -> Result<Option<schema::MutationScore>, CampaignError> {
         Ok(None)
     }
 }
@@ -384,7 +384,7 @@ pub fn dealt<P: Subject>(
     for step in 0..SEEDS {
         let recipe = reseeded::<P>(deals.deal(index), step);
         let problem = deals.draw(&recipe, spec)?;
-        let mut coverage = schema::Coverage::default();
+        let mut coverage = schema::DeckCoverage::default();
         cover(&mut coverage, P::on_logits(&problem.evaluate(spec).map_err(RecipeError::Problem)?));
         if coverage.with_gradient > 0 {
             return Ok(Some((recipe, problem)));
@@ -394,7 +394,7 @@ pub fn dealt<P: Subject>(
 }
 
 /// Adds what a problem has in it.
-fn cover(coverage: &mut schema::Coverage, reference: &Reference) {
+fn cover(coverage: &mut schema::DeckCoverage, reference: &Reference) {
     let shape = reference.shape();
     for sequence in reference.problem().sequences() {
         let mut empty = true;

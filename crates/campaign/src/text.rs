@@ -2,13 +2,13 @@
 
 use std::fmt::Write as _;
 
-use assay_schema::campaign::{Campaign, Cause, Coverage, Name, Power};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore};
 
 /// The number of mutants that are named; the others are only counted.
 const LISTED: usize = 3;
 
 /// Formats the whole report: every cause, the coverage, the mutation score, and a final line with the verdict.
-pub fn text(campaign: &Campaign) -> String {
+pub fn text(campaign: &CampaignReport) -> String {
     let mut text = String::new();
     for cause in &campaign.causes {
         write_cause(&mut text, "CAUSE", cause);
@@ -30,9 +30,10 @@ pub fn text(campaign: &Campaign) -> String {
 }
 
 /// `PASS  k: 200 problems, …`
-fn total(campaign: &Campaign) -> String {
-    let Campaign { passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, .. } =
-        campaign;
+fn total(campaign: &CampaignReport) -> String {
+    let CampaignReport {
+        passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, ..
+    } = campaign;
     let verdict = if *passed { "PASS" } else { "FAIL" };
     let packed = if *packed { " packed" } else { "" };
     let mut line =
@@ -52,9 +53,20 @@ fn total(campaign: &Campaign) -> String {
     format!("{line}, {seconds:.1} s\n")
 }
 
-fn write_cause(text: &mut String, word: &str, cause: &Cause) {
-    let Cause {
-        gate, cases, first, problem, like, diagnoses, computes, computes_one_of, verdict, fault, repro, ..
+fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
+    let FailureCause {
+        gate,
+        cases,
+        first,
+        problem,
+        like,
+        diagnoses,
+        computes,
+        computes_one_of,
+        verdict,
+        fault,
+        repro,
+        ..
     } = cause;
     let problems = if *cases == 1 { "problem" } else { "problems" };
     let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
@@ -68,7 +80,7 @@ fn write_cause(text: &mut String, word: &str, cause: &Cause) {
     if let Some(fault) = fault {
         line("fault", fault);
     }
-    for Name { mutant, does } in like.iter().take(LISTED) {
+    for MutantName { mutant, does } in like.iter().take(LISTED) {
         line("like", &format!("{mutant}: {does}"));
     }
     for diagnosis in diagnoses {
@@ -94,15 +106,15 @@ fn write_cause(text: &mut String, word: &str, cause: &Cause) {
 }
 
 /// `a, b, c and 2 more`
-fn names(like: &[Name]) -> String {
+fn names(like: &[MutantName]) -> String {
     let listed: Vec<&str> = like.iter().take(LISTED).map(|name| name.mutant.as_str()).collect();
     let more = like.len() - listed.len();
     if more > 0 { format!("{} and {more} more", listed.join(", ")) } else { listed.join(" or ") }
 }
 
 /// `812 tokens that count, …`
-pub fn covered(coverage: &Coverage) -> String {
-    let Coverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
+pub fn covered(coverage: &DeckCoverage) -> String {
+    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
     format!(
         "{tokens} tokens that count, {with_gradient} with a gradient, {} clipped low and {} high, {} with A > 0 and {} with \
          A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} sequences without a token",
@@ -111,8 +123,8 @@ pub fn covered(coverage: &Coverage) -> String {
 }
 
 /// `53 of 54 wrong kernels would be rejected; not …`
-fn score(power: &Power) -> String {
-    let Power { rejected, exercised, accepted, cases } = power;
+fn score(power: &MutationScore) -> String {
+    let MutationScore { rejected, exercised, accepted, cases } = power;
     let mut line = format!(
         "{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)"
     );

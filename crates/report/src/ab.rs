@@ -1,6 +1,6 @@
 //! Training with a kernel off and on: results of `assay ab`.
 
-use assay_schema::ab::{Comparison, Run, Step};
+use assay_schema::ab::{AbComparison, TrainingRun, TrainingStep};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, milliseconds, short};
@@ -10,7 +10,7 @@ use super::plot::{Axis, Curve, Tone, curves, key};
 const TONES: [Tone; 2] = [Tone::Second, Tone::First];
 
 /// A quantity that is drawn for every step, with its axis.
-type Quantity = (&'static str, fn(&Step) -> f64, Axis);
+type Quantity = (&'static str, fn(&TrainingStep) -> f64, Axis);
 
 const QUANTITIES: [Quantity; 7] = [
     ("loss", |step| step.loss, Axis { format: short, from_zero: false }),
@@ -22,8 +22,8 @@ const QUANTITIES: [Quantity; 7] = [
     ("bytes of the loss step", |step| step.loss_step_bytes, Axis { format: bytes, from_zero: true }),
 ];
 
-fn curves_of(comparison: &Comparison, (name, of, axis): &Quantity) -> Markup {
-    let curve = |(run, tone): (&Run, Tone)| Curve {
+fn curves_of(comparison: &AbComparison, (name, of, axis): &Quantity) -> Markup {
+    let curve = |(run, tone): (&TrainingRun, Tone)| Curve {
         tone,
         points: run.steps.iter().map(|step| (step.step as f64, of(step))).collect(),
     };
@@ -31,7 +31,7 @@ fn curves_of(comparison: &Comparison, (name, of, axis): &Quantity) -> Markup {
     curves(&runs.map(curve).collect::<Vec<_>>(), axis, &html! { (name) })
 }
 
-impl ReportPart for Comparison {
+impl ReportPart for AbComparison {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }

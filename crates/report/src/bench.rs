@@ -1,6 +1,6 @@
 //! Times and memory of one implementation on this machine: results of `assay bench`.
 
-use assay_schema::bench::{Bench, BenchKernel};
+use assay_schema::bench::{BenchFigures, BenchKernel};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, milliseconds, ran, shape, short};
@@ -10,7 +10,7 @@ use super::plot::{Bar, Tone, bars, key};
 /// The opponents that are bounds rather than rivals.
 const BOUNDS: [&str; 2] = ["copy", "gemm"];
 
-fn times(bench: &Bench) -> Vec<Bar> {
+fn times(bench: &BenchFigures) -> Vec<Bar> {
     let (own, median) = (&bench.implementation, bench.step_s_p50);
     let mut all = vec![Bar::single(own.as_str(), median, Tone::First, milliseconds(median * 1e3))];
     all.extend(bench.ratios.0.iter().map(|(opponent, ratio)| {
@@ -22,7 +22,7 @@ fn times(bench: &Bench) -> Vec<Bar> {
     all
 }
 
-fn memory(bench: &Bench) -> Vec<Bar> {
+fn memory(bench: &BenchFigures) -> Vec<Bar> {
     let parts = [
         ("arguments", bench.argument_bytes),
         ("outputs", bench.output_bytes),
@@ -35,7 +35,7 @@ fn memory(bench: &Bench) -> Vec<Bar> {
 }
 
 /// Describes the largest rate of the device's memory, with its source.
-fn device_rate(bench: &Bench) -> String {
+fn device_rate(bench: &BenchFigures) -> String {
     let Some(rate) = bench.device_gb_per_s else { return "–".into() };
     let from = bench.device_gb_per_s_from.as_deref().map_or(String::new(), |from| format!(" ({})", clipped(from)));
     format!("{} GB/s{from}", short(rate))
@@ -73,7 +73,7 @@ fn kernels(kernels: &[BenchKernel]) -> Markup {
     }
 }
 
-impl ReportPart for Bench {
+impl ReportPart for BenchFigures {
     fn passed(&self) -> Option<bool> {
         None
     }

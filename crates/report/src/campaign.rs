@@ -1,12 +1,12 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
-use assay_schema::campaign::{Campaign, Cause, Coverage, Name};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName};
 use maud::{Markup, html};
 
 use super::number::clipped;
 use super::part::ReportPart;
 
-impl ReportPart for Campaign {
+impl ReportPart for CampaignReport {
     fn passed(&self) -> Option<bool> {
         Some(self.passed)
     }
@@ -47,15 +47,15 @@ impl ReportPart for Campaign {
     }
 }
 
-fn draw_cause(cause: &Cause) -> Markup {
-    let Cause { gate, cases, first, problem, like, diagnoses, computes, verdict, fault, repro, .. } = cause;
+fn draw_cause(cause: &FailureCause) -> Markup {
+    let FailureCause { gate, cases, first, problem, like, diagnoses, computes, verdict, fault, repro, .. } = cause;
     let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
     html! {
         h3 { (clipped(gate)) }
         p.lead { (cases) " problems, the smallest " (clipped(problem)) }
         div.scroll { table { tbody {
             (line("first", first))
-            @for Name { mutant, does } in like { (line("like", &format!("{mutant}: {does}"))) }
+            @for MutantName { mutant, does } in like { (line("like", &format!("{mutant}: {does}"))) }
             @for diagnosis in diagnoses { (line("likely", diagnosis)) }
             @for names in computes { (line("computes", &format!("the numbers of {}", names.join(", which is ")))) }
             @if let Some(fault) = fault { (line("fault", fault)) }
@@ -65,8 +65,8 @@ fn draw_cause(cause: &Cause) -> Markup {
     }
 }
 
-fn covered(coverage: &Coverage) -> Markup {
-    let Coverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
+fn covered(coverage: &DeckCoverage) -> Markup {
+    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
     let rows = [
         ("tokens that count", *tokens),
         ("of them with a gradient", *with_gradient),
@@ -86,6 +86,6 @@ fn covered(coverage: &Coverage) -> Markup {
     }
 }
 
-fn names(all: &[Name]) -> String {
+fn names(all: &[MutantName]) -> String {
     clipped(&all.iter().map(|name| name.mutant.as_str()).collect::<Vec<_>>().join(", "))
 }

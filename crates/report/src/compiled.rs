@@ -1,29 +1,29 @@
 //! Programs compiled for TPUs that were not there, beside what hardware took: results of `assay compile`.
 
-use assay_schema::compile::{Bound, Compiled, SeedMeasurement, Table};
+use assay_schema::compile::{SeedMeasurement, TpuProgramReport, TpuTable, TpuTimeBound};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
 use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 
-fn size(program: &Compiled) -> String {
+fn size(program: &TpuProgramReport) -> String {
     format!("{} {}, each device of {}", shape(&program.shape), program.dtype, program.target)
 }
 
 /// The recorded baseline, and whatever else was recorded at this shape.
-fn records(program: &Compiled) -> impl Iterator<Item = &SeedMeasurement> {
+fn records(program: &TpuProgramReport) -> impl Iterator<Item = &SeedMeasurement> {
     let baseline = program.recorded.as_ref().map(|beside| &beside.recorded);
     [baseline, program.recorded_kernel.as_ref()].into_iter().flatten()
 }
 
 /// Programs of one shape, dtype and target.
-fn together(programs: &[&Compiled]) -> Markup {
+fn together(programs: &[&TpuProgramReport]) -> Markup {
     let Some(first) = programs.first() else { return html! {} };
     let mut times = Vec::new();
     let mut memory = Vec::new();
     for program in programs {
-        let Bound { cycles_ms, hbm_ms, .. } = program.bound;
+        let TpuTimeBound { cycles_ms, hbm_ms, .. } = program.bound;
         let of = |what: &str| format!("{}, {what}", program.implementation);
         times.push(Bar::single(of("HBM traffic"), hbm_ms, Tone::First, milliseconds(hbm_ms)));
         times.push(Bar::single(of("cycles"), cycles_ms, Tone::Third, milliseconds(cycles_ms)));
@@ -54,7 +54,7 @@ fn together(programs: &[&Compiled]) -> Markup {
 }
 
 /// Runs of rows that share shape, dtype and target.
-fn body(rows: &[&Compiled]) -> Markup {
+fn body(rows: &[&TpuProgramReport]) -> Markup {
     html! {
         p {
             "Compiled ahead of time: bytes are facts, times are lower bounds at the assumed clock and the documented bandwidth."
@@ -78,13 +78,13 @@ fn body(rows: &[&Compiled]) -> Markup {
     }
 }
 
-impl ReportPart for Compiled {
+impl ReportPart for TpuProgramReport {
     fn passed(&self) -> Option<bool> {
         None
     }
 
     fn summary(&self) -> String {
-        let Bound { predicted_ms, limit, .. } = &self.bound;
+        let TpuTimeBound { predicted_ms, limit, .. } = &self.bound;
         let peak = bytes(self.memory.peak_bytes as f64);
         let (least, limit) = (milliseconds(*predicted_ms), limit.name());
         format!("{}, {}: at least {least} ({limit}), {peak}", self.implementation, size(self))
@@ -95,7 +95,7 @@ impl ReportPart for Compiled {
     }
 }
 
-impl ReportPart for Table {
+impl ReportPart for TpuTable {
     fn passed(&self) -> Option<bool> {
         None
     }

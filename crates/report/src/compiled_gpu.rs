@@ -1,36 +1,36 @@
 //! Programs compiled for GPUs that were not there: results of `assay compile` of a GPU.
 
-use assay_schema::gpu::{Bound, Compiled, Launch, Limit, Table};
+use assay_schema::gpu::{GpuLaunch, GpuLimit, GpuProgramReport, GpuTable, GpuTimeBound};
 use maud::{Markup, html};
 
 use super::number::{bytes, clipped, count, milliseconds, shape, short};
 use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 
-fn size(program: &Compiled) -> String {
+fn size(program: &GpuProgramReport) -> String {
     format!("{} {}, for {}", shape(&program.shape), program.dtype, program.target)
 }
 
 /// Returns a program's name with the options that its loss adds.
-fn name(program: &Compiled) -> String {
+fn name(program: &GpuProgramReport) -> String {
     let bonus = if program.entropy_coef == 0.0 { "" } else { ", entropy bonus" };
     format!("{}{bonus}", program.implementation)
 }
 
 /// The pipe that is busiest; a program without a kernel of PTX has none.
-fn pipe(bound: &Bound) -> Option<&str> {
+fn pipe(bound: &GpuTimeBound) -> Option<&str> {
     Some(bound.pipe.as_str()).filter(|pipe| !pipe.is_empty())
 }
 
-fn limit(bound: &Bound) -> String {
+fn limit(bound: &GpuTimeBound) -> String {
     match bound.limit {
-        Limit::Hbm => "HBM".into(),
-        Limit::Pipe => clipped(&bound.pipe),
+        GpuLimit::Hbm => "HBM".into(),
+        GpuLimit::Pipe => clipped(&bound.pipe),
     }
 }
 
 /// Programs of one shape, dtype and target.
-fn together(programs: &[&Compiled]) -> Markup {
+fn together(programs: &[&GpuProgramReport]) -> Markup {
     let Some(first) = programs.first() else { return html! {} };
     let (mut times, mut memory) = (Vec::new(), Vec::new());
     for program in programs {
@@ -53,13 +53,13 @@ fn together(programs: &[&Compiled]) -> Markup {
 }
 
 /// A figure of each launch.
-fn launch_figures(program: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
+fn launch_figures(program: &GpuProgramReport, figure: impl Fn(&GpuLaunch) -> String) -> String {
     let figures: Vec<String> = program.launches.iter().map(figure).collect();
     if figures.is_empty() { "–".into() } else { figures.join(", ") }
 }
 
 /// Runs of rows that share shape, dtype and target.
-fn body(rows: &[&Compiled]) -> Markup {
+fn body(rows: &[&GpuProgramReport]) -> Markup {
     html! {
         p {
             "Compiled ahead of time, run on no device: memory, registers and spills are facts of these compilers, times are lower bounds at the boost clock and the documented bandwidth."
@@ -86,7 +86,7 @@ fn body(rows: &[&Compiled]) -> Markup {
     }
 }
 
-impl ReportPart for Compiled {
+impl ReportPart for GpuProgramReport {
     fn passed(&self) -> Option<bool> {
         None
     }
@@ -102,7 +102,7 @@ impl ReportPart for Compiled {
     }
 }
 
-impl ReportPart for Table {
+impl ReportPart for GpuTable {
     fn passed(&self) -> Option<bool> {
         None
     }

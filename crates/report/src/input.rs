@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use assay_schema::ab::Comparison;
-use assay_schema::bench::Bench;
-use assay_schema::campaign::Campaign;
-use assay_schema::compile::{Compiled, Table};
+use assay_schema::ab::AbComparison;
+use assay_schema::bench::BenchFigures;
+use assay_schema::campaign::CampaignReport;
+use assay_schema::compile::{TpuProgramReport, TpuTable};
 use assay_schema::gpu;
-use assay_schema::mutants::Mutants;
-use assay_schema::peers::Peers;
+use assay_schema::mutants::MutationReport;
+use assay_schema::peers::PeersReport;
 use assay_schema::verdicts::Verdicts;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -62,15 +62,15 @@ fn parse<P: ReportPart + DeserializeOwned + 'static>(value: Value) -> serde_json
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
 const KINDS: [(&str, &str, &str, Parse); 10] = [
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
-    ("step_s_p50", "bench", "Time and memory", parse::<Bench>),
-    ("cycles", "compile", "Compiled for a TPU", parse::<Compiled>),
-    ("rows", "compile --table", "Compiled for a TPU", parse::<Table>),
-    ("launches", "compile", "Compiled for a GPU", parse::<gpu::Compiled>),
-    ("gpu_rows", "compile --table gpus", "Compiled for a GPU", parse::<gpu::Table>),
-    ("mutants", "mutants", "Wrong kernels", parse::<Mutants>),
-    ("files", "peers", "Recorded runs of others", parse::<Peers>),
-    ("arms", "ab", "Kernel off and on", parse::<Comparison>),
-    ("causes", "check", "Campaign", parse::<Campaign>),
+    ("step_s_p50", "bench", "Time and memory", parse::<BenchFigures>),
+    ("cycles", "compile", "Compiled for a TPU", parse::<TpuProgramReport>),
+    ("rows", "compile --table", "Compiled for a TPU", parse::<TpuTable>),
+    ("launches", "compile", "Compiled for a GPU", parse::<gpu::GpuProgramReport>),
+    ("gpu_rows", "compile --table gpus", "Compiled for a GPU", parse::<gpu::GpuTable>),
+    ("mutants", "mutants", "Wrong kernels", parse::<MutationReport>),
+    ("files", "peers", "Recorded runs of others", parse::<PeersReport>),
+    ("arms", "ab", "Kernel off and on", parse::<AbComparison>),
+    ("causes", "check", "Campaign", parse::<CampaignReport>),
 ];
 
 impl Input {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use assay_schema::mutants::{Cell, Mutant, Mutants};
+use assay_schema::mutants::{MutantReport, MutationReport, PeerOutcome};
 use maud::{Markup, html};
 
 use super::number::clipped;
@@ -10,20 +10,20 @@ use super::part::ReportPart;
 use super::plot::{Bar, Tone, bars, key};
 use super::verdicts::not_checked;
 
-fn projects(all: &[Mutant]) -> BTreeSet<&str> {
+fn projects(all: &[MutantReport]) -> BTreeSet<&str> {
     all.iter().flat_map(|mutant| mutant.peers.keys().map(String::as_str)).collect()
 }
 
-fn killed(all: &[Mutant]) -> usize {
+fn killed(all: &[MutantReport]) -> usize {
     all.iter().filter(|mutant| mutant.gate.is_some()).count()
 }
 
-fn score(all: &[Mutant], project: &str) -> [usize; 3] {
-    [Cell::Caught, Cell::Passes, Cell::NotExercised]
+fn score(all: &[MutantReport], project: &str) -> [usize; 3] {
+    [PeerOutcome::Caught, PeerOutcome::Passes, PeerOutcome::NotExercised]
         .map(|cell| all.iter().filter(|mutant| mutant.peers.get(project) == Some(&cell)).count())
 }
 
-fn scores(all: &[Mutant]) -> Vec<Bar> {
+fn scores(all: &[MutantReport]) -> Vec<Bar> {
     let bar = |name: &str, [caught, passes, rest]: [usize; 3]| Bar {
         name: name.into(),
         parts: vec![(caught as f64, Tone::Third), (passes as f64, Tone::Bad), (rest as f64, Tone::Rule)],
@@ -33,7 +33,7 @@ fn scores(all: &[Mutant]) -> Vec<Bar> {
     std::iter::once(ours).chain(projects(all).into_iter().map(|project| bar(project, score(all, project)))).collect()
 }
 
-impl ReportPart for Mutants {
+impl ReportPart for MutationReport {
     fn passed(&self) -> Option<bool> {
         Some(self.survived.is_empty())
     }
@@ -65,9 +65,9 @@ impl ReportPart for Mutants {
                         td.number { (mutant.cases) }
                         @for project in &projects {
                             @match mutant.peers.get(*project) {
-                                Some(Cell::Caught) => td { "rejected" },
-                                Some(Cell::Passes) => td.bad { "accepted" },
-                                Some(Cell::NotExercised) | None => td.none { "·" },
+                                Some(PeerOutcome::Caught) => td { "rejected" },
+                                Some(PeerOutcome::Passes) => td.bad { "accepted" },
+                                Some(PeerOutcome::NotExercised) | None => td.none { "·" },
                             }
                         }
                     } } }

@@ -1,6 +1,6 @@
 //! The reference against what published implementations returned: results of `assay peers`.
 
-use assay_schema::peers::{Peers, Run, Verdict, Worst};
+use assay_schema::peers::{PeerErrors, PeerRun, PeerVerdict, PeersReport};
 use maud::{Markup, html};
 
 use super::number::{clipped, or_dash};
@@ -12,11 +12,12 @@ fn finite(error: f64) -> Option<f64> {
     error.is_finite().then_some(error)
 }
 
-fn errors(peers: &Peers) -> Vec<Strip> {
+fn errors(peers: &PeersReport) -> Vec<Strip> {
     let share = |error: f64, limit: f64| finite(error).map_or(f64::INFINITY, |error| error / limit);
-    let of = |worst: &Worst, what: &str, error: fn(&Run) -> f64| {
-        let theirs =
-            |run: &&Run| run.peer == worst.peer && run.dtype == worst.dtype && run.verdict != Verdict::KnownDifference;
+    let of = |worst: &PeerErrors, what: &str, error: fn(&PeerRun) -> f64| {
+        let theirs = |run: &&PeerRun| {
+            run.peer == worst.peer && run.dtype == worst.dtype && run.verdict != PeerVerdict::KnownDifference
+        };
         Strip {
             name: format!("{} {}, {what}", worst.peer, worst.dtype),
             shares: peers.files.iter().filter(theirs).map(|run| share(error(run), run.limit)).collect(),
@@ -26,7 +27,7 @@ fn errors(peers: &Peers) -> Vec<Strip> {
     peers.worst.iter().flat_map(both).collect()
 }
 
-fn runs<'r>(runs: impl Iterator<Item = &'r Run>) -> Markup {
+fn runs<'r>(runs: impl Iterator<Item = &'r PeerRun>) -> Markup {
     html! {
         div.scroll { table {
             thead { tr {
@@ -38,16 +39,16 @@ fn runs<'r>(runs: impl Iterator<Item = &'r Run>) -> Markup {
                 td.number { (or_dash(finite(run.loss_rel))) } td.number { (or_dash(finite(run.dlogits_rel))) } td.number { (or_dash(Some(run.limit))) }
                 td { (clipped(&run.caught_by.join(", "))) }
                 @match run.verdict {
-                    Verdict::Pass => td.well { "pass" },
-                    Verdict::Fail => td.bad { "fail" },
-                    Verdict::KnownDifference => td { "known difference" },
+                    PeerVerdict::Pass => td.well { "pass" },
+                    PeerVerdict::Fail => td.bad { "fail" },
+                    PeerVerdict::KnownDifference => td { "known difference" },
                 }
             } } }
         } }
     }
 }
 
-impl ReportPart for Peers {
+impl ReportPart for PeersReport {
     fn passed(&self) -> Option<bool> {
         Some(self.pass)
     }
@@ -56,15 +57,15 @@ impl ReportPart for Peers {
         let count = |verdict| self.files.iter().filter(|run| run.verdict == verdict).count();
         format!(
             "{} recorded runs agree, {} do not, {} known differences, {} could not be compared",
-            count(Verdict::Pass),
-            count(Verdict::Fail),
-            count(Verdict::KnownDifference),
+            count(PeerVerdict::Pass),
+            count(PeerVerdict::Fail),
+            count(PeerVerdict::KnownDifference),
             self.refused.len(),
         )
     }
 
     fn body(&self) -> Markup {
-        let apart: Vec<&Run> = self.files.iter().filter(|run| run.verdict != Verdict::Pass).collect();
+        let apart: Vec<&PeerRun> = self.files.iter().filter(|run| run.verdict != PeerVerdict::Pass).collect();
         html! {
             p { "What functions of other projects returned, against the reference. Errors are relative." }
             (strips(&errors(self), &html! { "error / limit, by project and dtype; known differences left out" }))

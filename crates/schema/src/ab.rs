@@ -6,53 +6,53 @@ use crate::number::or_nan;
 
 /// The trainings with both losses, and the verdicts on their differences.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Comparison {
+pub struct AbComparison {
     /// Whether every verdict of the comparison passed.
     pub pass: bool,
     /// The trainings of the baseline, then those of the kernel.
-    pub arms: [Arm; 2],
+    pub arms: [AbArm; 2],
     /// The figures that were compared, in the order in which they are read.
-    pub verdicts: Vec<Verdict>,
+    pub verdicts: Vec<AbVerdict>,
     /// The trainings with kernels that are wrong on purpose, if they were run too.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub controls: Vec<Control>,
+    pub controls: Vec<WrongKernelArm>,
 }
 
 /// A training with a kernel that is wrong on purpose, in place of the kernel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Control {
+pub struct WrongKernelArm {
     /// The name of the bug.
     pub name: String,
     /// The gates that its losses and gradients fail.
     pub failed: Vec<String>,
     /// The verdict on its rewards.
-    pub learning: Verdict,
+    pub learning: AbVerdict,
 }
 
 /// The same training on every seed, with one way of computing the loss.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Arm {
+pub struct AbArm {
     /// The name of the arm: `baseline` or `kernel`.
     pub name: String,
     /// The implementation's id, or the name of the framework's own operations, that compute the loss.
     #[serde(rename = "impl")]
     pub implementation: String,
     /// The trainings, one per seed, with the same seeds in both arms.
-    pub runs: Vec<Run>,
+    pub runs: Vec<TrainingRun>,
 }
 
 /// One training, from one seed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Run {
+pub struct TrainingRun {
     /// The seed of parameters, data and sampling.
     pub seed: u64,
     /// The steps of the training, in order.
-    pub steps: Vec<Step>,
+    pub steps: Vec<TrainingStep>,
 }
 
 /// The log of one step of training. A value that is not finite is `null` in JSON and NaN here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Step {
+pub struct TrainingStep {
     /// The number of the step, from 1.
     pub step: u64,
     /// The loss whose gradient was taken.
@@ -80,7 +80,7 @@ pub struct Step {
 
 /// One figure of both arms, with the limit of its difference.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Verdict {
+pub struct AbVerdict {
     /// The name of the figure, with its unit.
     pub what: String,
     /// The figure of the baseline; `None` if there is only a difference.

@@ -12,7 +12,7 @@ use crate::number::{nan, or_nan};
 ///
 /// Times are seconds unless the key says otherwise, memory is bytes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Bench {
+pub struct BenchFigures {
     /// The id of the implementation.
     #[serde(rename = "impl")]
     pub implementation: String,
@@ -198,7 +198,7 @@ impl<'de> Deserialize<'de> for Ratios {
 /// A value of the object: a number, or anything else, which is skipped.
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Ratio {
+enum RatioValue {
     Number(f64),
     Other(IgnoredAny),
 }
@@ -215,8 +215,8 @@ impl<'de> Visitor<'de> for RatioVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Ratios, A::Error> {
         let mut ratios = BTreeMap::new();
         while let Some(key) = map.next_key::<String>()? {
-            let value = map.next_value::<Ratio>()?;
-            if let (Some(opponent), Ratio::Number(ratio)) = (key.strip_prefix(RATIO), value) {
+            let value = map.next_value::<RatioValue>()?;
+            if let (Some(opponent), RatioValue::Number(ratio)) = (key.strip_prefix(RATIO), value) {
                 ratios.insert(opponent.into(), ratio);
             }
         }

@@ -6,7 +6,7 @@ use crate::verdicts::{Explanation, Grade};
 
 /// The result of a campaign: one kernel on many problems.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Campaign {
+pub struct CampaignReport {
     /// Whether problems were judged, and every failure is allowed.
     pub passed: bool,
     /// The name of the kernel.
@@ -35,20 +35,20 @@ pub struct Campaign {
     /// The outputs that were judged.
     pub outputs: Vec<String>,
     /// The causes of failures that are not allowed.
-    pub causes: Vec<Cause>,
+    pub causes: Vec<FailureCause>,
     /// The causes of failures that are allowed by name.
-    pub allowed: Vec<Cause>,
+    pub allowed: Vec<FailureCause>,
     /// The problems that were not tried, with the reason.
-    pub skipped: Vec<Skipped>,
+    pub skipped: Vec<SkippedProblems>,
     /// The features that the problems covered.
-    pub coverage: Coverage,
+    pub coverage: DeckCoverage,
     /// The number of mutants that it would have caught; `None` if they were not counted.
-    pub power: Option<Power>,
+    pub power: Option<MutationScore>,
 }
 
 /// Failures that are explained alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Cause {
+pub struct FailureCause {
     /// The gate that failed, or the name of the kernel's fault, such as a crash.
     pub gate: String,
     /// The number of problems that failed so.
@@ -58,7 +58,7 @@ pub struct Cause {
     /// The smallest problem that failed so: extents and dtype.
     pub problem: String,
     /// The mutants that fail alike.
-    pub like: Vec<Name>,
+    pub like: Vec<MutantName>,
     /// The likely causes, from the pattern of the errors.
     pub diagnoses: Vec<String>,
     /// The losses that the kernel computes instead, each with all its names.
@@ -77,7 +77,7 @@ pub struct Cause {
 
 /// The name of a mutant, and its bug.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Name {
+pub struct MutantName {
     /// The name in the bank of mutants.
     pub mutant: String,
     /// The wrong computation, in words.
@@ -86,7 +86,7 @@ pub struct Name {
 
 /// Problems that were not tried, for one reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Skipped {
+pub struct SkippedProblems {
     /// The number of those problems.
     pub cases: u64,
     /// The reason why they were not tried.
@@ -96,7 +96,7 @@ pub struct Skipped {
 /// The features that all problems of a campaign cover together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Coverage {
+pub struct DeckCoverage {
     /// The number of tokens that count.
     pub tokens: u64,
     /// The number of tokens whose gradient is not all 0.
@@ -113,13 +113,13 @@ pub struct Coverage {
 
 /// The mutation score of a campaign: the share of mutants that it rejects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Power {
+pub struct MutationScore {
     /// The number of mutants that it rejects.
     pub rejected: usize,
     /// The number of mutants whose bits differ from the correct kernel's on its problems: under this loss, the others cannot show.
     pub exercised: usize,
     /// The mutants that it accepts though their bits differ.
-    pub accepted: Vec<Name>,
+    pub accepted: Vec<MutantName>,
     /// The number of problems that the mutants were run on.
     pub cases: usize,
 }

@@ -6,7 +6,7 @@ use crate::number::{nan, or_nan};
 
 /// The figures of one program compiled for a TPU; all are of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Compiled {
+pub struct TpuProgramReport {
     /// The chip and topology of the target.
     pub target: String,
     /// The number of devices of the target.
@@ -23,10 +23,10 @@ pub struct Compiled {
     /// The dtype of the logits, or of hidden states and head.
     pub dtype: String,
     /// The memory of one run.
-    pub memory: Memory,
+    pub memory: ProgramMemory,
     /// The final program of each kernel.
     #[serde(default)]
-    pub kernels: Vec<Launch>,
+    pub kernels: Vec<TpuLaunch>,
     /// The cycles of all kernels, one after another, each as often as it is launched.
     pub cycles: u64,
     /// The collectives whose cycles are not counted.
@@ -41,7 +41,7 @@ pub struct Compiled {
     #[serde(default)]
     pub libtpu_flags: String,
     /// The lower bounds on the time of one run.
-    pub bound: Bound,
+    pub bound: TpuTimeBound,
     /// The least milliseconds of any program with a bf16 head: its three products on one device at the chip's rate.
     pub products_ms: Option<f64>,
     /// The clock that is assumed, in GHz.
@@ -50,7 +50,7 @@ pub struct Compiled {
     #[serde(default = "nan", deserialize_with = "or_nan")]
     pub compile_s: f64,
     /// The recorded measurement of the baseline for this target, shape and dtype.
-    pub recorded: Option<Beside>,
+    pub recorded: Option<SeedComparison>,
     /// The recorded measurement of MLLM-JAX's own kernel there.
     pub recorded_kernel: Option<SeedMeasurement>,
 }
@@ -78,7 +78,7 @@ impl HeldBy {
 
 /// The bytes that one run takes on each device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Memory {
+pub struct ProgramMemory {
     /// The bytes of the inputs.
     #[serde(default)]
     pub argument_bytes: i64,
@@ -134,7 +134,7 @@ pub struct Loop {
 /// The program of one kernel, and its launches.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Launch {
+pub struct TpuLaunch {
     /// The name of the HLO instruction, or of a part of the top level.
     pub name: String,
     /// The number of bundles of the program.
@@ -151,7 +151,7 @@ pub struct Launch {
     pub binding: Option<String>,
 }
 
-impl Launch {
+impl TpuLaunch {
     /// Returns the cycles of all launches together.
     pub fn all_cycles(&self) -> u64 {
         self.cycles.saturating_mul(self.runs)
@@ -161,7 +161,7 @@ impl Launch {
 /// The largest of the lower bounds on time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Limit {
+pub enum TpuLimit {
     /// The issue of instructions takes longest.
     Cycles,
     /// The transfers from and to HBM take longest.
@@ -170,20 +170,20 @@ pub enum Limit {
     Links,
 }
 
-impl Limit {
+impl TpuLimit {
     /// Returns the word for it in tables and JSON.
     pub fn name(self) -> &'static str {
         match self {
-            Limit::Cycles => "cycles",
-            Limit::Hbm => "hbm",
-            Limit::Links => "links",
+            TpuLimit::Cycles => "cycles",
+            TpuLimit::Hbm => "hbm",
+            TpuLimit::Links => "links",
         }
     }
 }
 
 /// The lower bounds on the time of one run, in milliseconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Bound {
+pub struct TpuTimeBound {
     /// The bound `cycles / clock`, at the assumed clock of the chip.
     pub cycles_ms: f64,
     /// The bound `bytes / bandwidth`, at the documented bandwidth of a device.
@@ -201,7 +201,7 @@ pub struct Bound {
     /// links on top.
     pub predicted_ms: f64,
     /// The one of cycles, HBM and links that takes longest.
-    pub limit: Limit,
+    pub limit: TpuLimit,
 }
 
 /// A recorded measurement on hardware at one shape.
@@ -222,7 +222,7 @@ pub struct SeedMeasurement {
 
 /// A recorded measurement, and the bound relative to it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Beside {
+pub struct SeedComparison {
     /// The recorded measurement on hardware.
     #[serde(flatten)]
     pub recorded: SeedMeasurement,
@@ -233,7 +233,7 @@ pub struct Beside {
 
 /// The table of every recorded shape, as `assay compile --table` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Table {
+pub struct TpuTable {
     /// The lines of the table, one per shape and program.
-    pub rows: Vec<Compiled>,
+    pub rows: Vec<TpuProgramReport>,
 }

@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::compile::{HeldBy, Memory};
+use crate::compile::{HeldBy, ProgramMemory};
 use crate::number::{nan, or_nan};
 
 /// The figures of one program compiled for a GPU; all are of one device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Compiled {
+pub struct GpuProgramReport {
     /// The chip, and the number of chips.
     pub target: String,
     /// The number of devices of the target.
@@ -26,9 +26,9 @@ pub struct Compiled {
     #[serde(default)]
     pub entropy_coef: f64,
     /// The memory of one run.
-    pub memory: Memory,
+    pub memory: ProgramMemory,
     /// The PTX kernels, in the order of their calls.
-    pub launches: Vec<Launch>,
+    pub launches: Vec<GpuLaunch>,
     /// The bytes read from HBM and written to it.
     pub hbm_bytes: u64,
     /// The HLO instructions whose bytes are not counted.
@@ -38,7 +38,7 @@ pub struct Compiled {
     #[serde(default)]
     pub collectives: Vec<String>,
     /// The lower bounds on the time of one run.
-    pub bound: Bound,
+    pub bound: GpuTimeBound,
     /// The clock that is assumed in GHz: the boost clock.
     pub clock_ghz: f64,
     /// The seconds that the plugin took to compile.
@@ -48,7 +48,7 @@ pub struct Compiled {
 
 /// An assembled PTX kernel, with its grid.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Launch {
+pub struct GpuLaunch {
     /// The name of the kernel's entry point.
     pub name: String,
     /// The number of launches in one run.
@@ -92,7 +92,7 @@ pub struct Pipe {
 /// The largest of the lower bounds on time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Limit {
+pub enum GpuLimit {
     /// The transfers from and to HBM take longest.
     Hbm,
     /// A pipe of the multiprocessors takes longest.
@@ -101,7 +101,7 @@ pub enum Limit {
 
 /// The lower bounds on the time of one run, in milliseconds; none contains stalls.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Bound {
+pub struct GpuTimeBound {
     /// The bound `bytes / bandwidth`, at the documented bandwidth.
     pub hbm_ms: f64,
     /// The time of the busiest pipe over all launches of PTX kernels; 0 if there are none.
@@ -111,12 +111,12 @@ pub struct Bound {
     /// The larger of both bounds.
     pub predicted_ms: f64,
     /// The bound that is the larger one.
-    pub limit: Limit,
+    pub limit: GpuLimit,
 }
 
 /// The table of `docs/gpu.md`, as `assay compile --table gpus` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Table {
+pub struct GpuTable {
     /// The lines of the table, one per target, shape, dtype and program.
-    pub gpu_rows: Vec<Compiled>,
+    pub gpu_rows: Vec<GpuProgramReport>,
 }

@@ -8,7 +8,7 @@ use crate::verdicts::{Grade, IgnoredCheck};
 
 /// The result of a suite on all mutants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Mutants {
+pub struct MutationReport {
     /// The number of mutants.
     #[serde(default)]
     pub total: usize,
@@ -26,7 +26,7 @@ pub struct Mutants {
     /// The number of cases that the correct kernel passed, on each device count.
     pub cases: usize,
     /// The result for each mutant.
-    pub mutants: Vec<Mutant>,
+    pub mutants: Vec<MutantReport>,
     /// The checks that were left out, with the reason.
     #[serde(default)]
     pub ignored: Vec<IgnoredCheck>,
@@ -34,7 +34,7 @@ pub struct Mutants {
 
 /// The result of a suite on the mutants at production widths, as `assay mutants --production` writes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Production {
+pub struct ProductionReport {
     /// The grade that they were held to.
     pub grade: Grade,
     /// The results by width of the vocabulary, or of head and vocabulary.
@@ -56,7 +56,7 @@ pub struct Width {
 
 /// The result for one mutant.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Mutant {
+pub struct MutantReport {
     /// The name of the mutant, after its bug.
     pub name: String,
     /// The kind of the bug.
@@ -78,7 +78,7 @@ pub struct Mutant {
     pub cases: usize,
     /// The verdict of other projects' tests on it, by project.
     #[serde(default)]
-    pub peers: BTreeMap<String, Cell>,
+    pub peers: BTreeMap<String, PeerOutcome>,
     /// The projects whose tests accept it.
     #[serde(default)]
     pub passes_peers: Vec<String>,
@@ -87,7 +87,7 @@ pub struct Mutant {
 /// The verdict of a project's tests on a mutant, the mildest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Cell {
+pub enum PeerOutcome {
     /// The outputs have the bits of the correct kernel's, as the inputs do not reach the bug.
     NotExercised,
     /// The outputs differ, and are accepted.

@@ -6,13 +6,13 @@ use crate::number::{nan, or_nan};
 
 /// The comparison of every recorded run, and the largest errors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Peers {
+pub struct PeersReport {
     /// Whether every run could be compared and agrees, except for known differences.
     pub pass: bool,
     /// The comparisons, one per run.
-    pub files: Vec<Run>,
+    pub files: Vec<PeerRun>,
     /// The largest errors, one entry per peer and dtype.
-    pub worst: Vec<Worst>,
+    pub worst: Vec<PeerErrors>,
     /// The files that could not be compared, with the reason.
     #[serde(default)]
     pub refused: Vec<String>,
@@ -20,7 +20,7 @@ pub struct Peers {
 
 /// The comparison of one recorded run; errors are relative.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Run {
+pub struct PeerRun {
     /// The name of the run's file.
     pub file: String,
     /// The project that was run.
@@ -48,7 +48,7 @@ pub struct Run {
     #[serde(default)]
     pub quirk: bool,
     /// The decision on the run.
-    pub verdict: Verdict,
+    pub verdict: PeerVerdict,
     /// The options of the run that have no effect.
     #[serde(default)]
     pub without_effect: Vec<String>,
@@ -60,7 +60,7 @@ pub struct Run {
 /// The decision on one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum PeerVerdict {
     /// The reference agrees with the run.
     Pass,
     /// The reference does not agree with the run.
@@ -71,7 +71,7 @@ pub enum Verdict {
 
 /// The largest errors of one peer's runs in one dtype, quirks left out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Worst {
+pub struct PeerErrors {
     /// The project that was run.
     pub peer: String,
     /// The dtype that the functions were called in.

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use assay_core::project;
 use assay_ptx::PtxKernel;
-use assay_schema::gpu::{Launch, Pipe};
+use assay_schema::gpu::{GpuLaunch, Pipe};
 
 use super::pipes::{PIPES, taken};
 use super::sass::{self, SassInstruction};
@@ -86,7 +86,7 @@ impl CudaToolkit {
     /// # Errors
     /// [`AheadError::Beyond`] where the chip lacks what it asks for; [`AheadError::Assembler`] with the assembler's words;
     /// [`AheadError::Malformed`] where what it or the disassembler wrote is not understood; [`AheadError::Io`].
-    pub fn assemble(&self, kernel: &PtxKernel, target: &GpuTarget) -> Result<Launch, AheadError> {
+    pub fn assemble(&self, kernel: &PtxKernel, target: &GpuTarget) -> Result<GpuLaunch, AheadError> {
         let chip = target.chip;
         expect_launch(kernel, target)?;
         // `ptxas` writes the machine code to a file, with the line of PTX of each instruction.
@@ -122,7 +122,7 @@ impl CudaToolkit {
         let threads = kernel.block.iter().product();
         // Residency depends on the registers that the assembler chose.
         let (resident, by) = chip.resident(threads, registers, shared_bytes);
-        Ok(Launch {
+        Ok(GpuLaunch {
             name: kernel.name.clone(),
             runs: 1,
             grid: kernel.grid,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use assay_core::memory::CompiledMemory;
 use assay_pjrt::compile_worker::{CompileJob, CompileWorker, HLO};
-use assay_schema::gpu::{Bound, Launch, Limit};
+use assay_schema::gpu::{GpuLaunch, GpuLimit, GpuTimeBound};
 
 use super::assemble::CudaToolkit;
 use super::target::{GpuChip, GpuTarget};
@@ -33,14 +33,14 @@ pub struct GpuCompilation {
     /// The seconds that the plugin took, without starting the worker.
     pub compile_s: f64,
     /// The assembled kernels of PTX, with their number of launches.
-    pub launches: Vec<Launch>,
+    pub launches: Vec<GpuLaunch>,
     /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
 }
 
 impl GpuCompilation {
     /// Returns the lower bounds of one run on `chip`: HBM's, and that of the busiest pipe over all launches.
-    pub fn bound(&self, chip: &GpuChip) -> Bound {
+    pub fn bound(&self, chip: &GpuChip) -> GpuTimeBound {
         let hbm_ms = chip.hbm_ms(self.traffic.hbm_bytes);
         // Adds up each pipe over all launches; the launches run one after another.
         let mut pipes: Vec<(&str, f64)> = Vec::new();
@@ -56,8 +56,8 @@ impl GpuCompilation {
         let busiest = pipes.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
         let (pipe, pipe_ms) = busiest.unwrap_or_default();
         // Computing and HBM overlap in the best case.
-        let limit = if pipe_ms > hbm_ms { Limit::Pipe } else { Limit::Hbm };
-        Bound { hbm_ms, pipe_ms, pipe: pipe.into(), predicted_ms: hbm_ms.max(pipe_ms), limit }
+        let limit = if pipe_ms > hbm_ms { GpuLimit::Pipe } else { GpuLimit::Hbm };
+        GpuTimeBound { hbm_ms, pipe_ms, pipe: pipe.into(), predicted_ms: hbm_ms.max(pipe_ms), limit }
     }
 }
 

@@ -49,7 +49,7 @@ impl CompileRequest<GpuTarget> {
     /// # Errors
     /// Those of [`text`](Self::text) and of [`GpuCompiler::compile`].
     #[cfg(feature = "plugin")]
-    pub fn compile(&self, compiler: &GpuCompiler) -> Result<schema::Compiled, AheadError> {
+    pub fn compile(&self, compiler: &GpuCompiler) -> Result<schema::GpuProgramReport, AheadError> {
         let text = self.text()?;
         let module = StableHloModule {
             kernels: &text.kernels,
@@ -60,9 +60,9 @@ impl CompileRequest<GpuTarget> {
 
     /// Collects the facts and bounds of this program from its compilation.
     #[cfg(feature = "plugin")]
-    fn figures(&self, held_by: HeldBy, compiled: &GpuCompilation) -> schema::Compiled {
+    fn figures(&self, held_by: HeldBy, compiled: &GpuCompilation) -> schema::GpuProgramReport {
         let chip = self.target.chip;
-        schema::Compiled {
+        schema::GpuProgramReport {
             target: self.target.to_string(),
             devices: self.target.devices(),
             implementation: self.implementation.clone(),

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use assay_core::problem::{Dtype, HeadShape, ProblemShape, Shape};
 use assay_core::spec::LossSpec;
 use assay_programs::{HeadProgram, LossProgram, Programs as _};
-use assay_schema::gpu::{Compiled, Launch, Table};
+use assay_schema::gpu::{GpuLaunch, GpuProgramReport, GpuTable};
 
 use super::figures::is_for_gpus;
 use super::target::GpuTarget;
@@ -64,7 +64,7 @@ fn runs_on(id: &str, target: &GpuTarget) -> bool {
 }
 
 /// Formats the rows as two tables in Markdown: logits, and LM heads.
-pub fn markdown(table: &Table) -> [String; 2] {
+pub fn markdown(table: &GpuTable) -> [String; 2] {
     let mut logits = String::from(
         "| target | shape | dtype | program | peak, bytes | of the logits | registers | spills | SMEM a CTA | CTAs an SM | busiest pipe, ms | HBM bytes | HBM, ms | pipe / HBM | bound, ms |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
@@ -78,23 +78,23 @@ pub fn markdown(table: &Table) -> [String; 2] {
 }
 
 /// Formats the implementation's id, with a note on the entropy bonus if the loss has one.
-fn program(row: &Compiled) -> String {
+fn program(row: &GpuProgramReport) -> String {
     let bonus = if row.entropy_coef == 0.0 { "" } else { ", entropy bonus" };
     format!("{}{bonus}", row.implementation)
 }
 
 /// Formats a figure of each launch, separated by commas.
-fn per_launch(row: &Compiled, figure: impl Fn(&Launch) -> String) -> String {
+fn per_launch(row: &GpuProgramReport, figure: impl Fn(&GpuLaunch) -> String) -> String {
     let figures: Vec<String> = row.launches.iter().map(figure).collect();
     if figures.is_empty() { "–".into() } else { figures.join(", ") }
 }
 
-fn busiest(row: &Compiled) -> String {
+fn busiest(row: &GpuProgramReport) -> String {
     let bound = &row.bound;
     if bound.pipe.is_empty() { "–".into() } else { format!("{:.3} ({})", bound.pipe_ms, bound.pipe) }
 }
 
-fn row_of_logits(table: &mut String, row: &Compiled) -> std::fmt::Result {
+fn row_of_logits(table: &mut String, row: &GpuProgramReport) -> std::fmt::Result {
     let peak = row.memory.peak_bytes;
     let bound = &row.bound;
     writeln!(
@@ -117,7 +117,7 @@ fn row_of_logits(table: &mut String, row: &Compiled) -> std::fmt::Result {
     )
 }
 
-fn row_of_head(table: &mut String, row: &Compiled) -> std::fmt::Result {
+fn row_of_head(table: &mut String, row: &GpuProgramReport) -> std::fmt::Result {
     writeln!(
         table,
         "| {} | {} | {} | {} | {} | {} | {} | {:.3} | {} |",

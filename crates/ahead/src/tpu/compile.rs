@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use assay_core::memory::CompiledMemory;
 use assay_pjrt::compile_worker::{CompileJob, CompileWorker, HLO, append_flags};
-use assay_schema::compile::{Bound, Limit};
+use assay_schema::compile::{TpuLimit, TpuTimeBound};
 
 use super::links::LinkTimes;
-use super::schedule::{self, Launch};
+use super::schedule::{self, TpuLaunch};
 use super::target::{TpuChip, TpuTarget};
 use crate::error::AheadError;
 use crate::files::{failed, temporary_folder};
@@ -37,7 +37,7 @@ pub struct TpuCompilation {
     /// The seconds that libtpu took, without starting the worker.
     pub compile_s: f64,
     /// The final VLIW program of every kernel, with its number of launches.
-    pub kernels: Vec<Launch>,
+    pub kernels: Vec<TpuLaunch>,
     /// The bytes that one run moves through HBM, and its collectives.
     pub traffic: Traffic,
     /// The names of collectives whose cycles are in no kernel.
@@ -51,20 +51,20 @@ pub struct TpuCompilation {
 impl TpuCompilation {
     /// Sums the cycles of all kernels, each as often as it is launched.
     pub fn cycles(&self) -> u64 {
-        self.kernels.iter().map(Launch::all_cycles).fold(0, u64::saturating_add)
+        self.kernels.iter().map(TpuLaunch::all_cycles).fold(0, u64::saturating_add)
     }
 
     /// Sums the cycles of collectives during which nothing else is computed.
     fn exposed_cycles(&self) -> u64 {
         // A kernel has the name of the collective that it serves.
         let exposed =
-            |kernel: &&Launch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && moved.is_alone());
-        self.kernels.iter().filter(exposed).map(Launch::all_cycles).fold(0, u64::saturating_add)
+            |kernel: &&TpuLaunch| self.traffic.moved.iter().any(|moved| moved.name == kernel.name && moved.is_alone());
+        self.kernels.iter().filter(exposed).map(TpuLaunch::all_cycles).fold(0, u64::saturating_add)
     }
 
     /// Returns the lower bounds of one run on `chip`. A collective that runs during other work overlaps with cycles and HBM; the time of
     /// the other collectives is added to the bound of the remaining work.
-    pub fn bound(&self, chip: &TpuChip) -> Bound {
+    pub fn bound(&self, chip: &TpuChip) -> TpuTimeBound {
         let (links, cycles, bytes) = (&self.links, self.cycles(), self.traffic.hbm_bytes);
         let (exposed_cycles, exposed_bytes) = (self.exposed_cycles(), self.traffic.exposed_bytes);
         // Three bounds without links: of everything, of the exposed collectives, and of everything else.
@@ -79,9 +79,9 @@ impl TpuCompilation {
         let collectives_ms = alone.predicted_ms.max(links.exposed_ms - links.stalled_ms) + links.stalled_ms;
         // Never below the bound that ignores links.
         let predicted_ms = all.predicted_ms.max(computing_ms + collectives_ms);
-        let limit = if links.all_ms > all.predicted_ms { Limit::Links } else { all.limit };
+        let limit = if links.all_ms > all.predicted_ms { TpuLimit::Links } else { all.limit };
         let (links_ms, links_exposed_ms, links) = (links.all_ms, links.exposed_ms, links.narrowest.clone());
-        Bound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
+        TpuTimeBound { links_ms, links_exposed_ms, links, predicted_ms, limit, ..all }
     }
 }
 
@@ -176,7 +176,7 @@ impl TpuCompiler {
         let chip = target.chip;
         let took = |name: &str| {
             let kernel = kernels.iter().find(|kernel| kernel.name == name);
-            chip.bound(kernel.map_or(0, Launch::all_cycles), traffic.bytes_of.get(name).copied().unwrap_or(0))
+            chip.bound(kernel.map_or(0, TpuLaunch::all_cycles), traffic.bytes_of.get(name).copied().unwrap_or(0))
         };
         let links = LinkTimes::new(target, &chips, &traffic, |name| took(name).predicted_ms);
         let flags = append_flags(LIBTPU_VARIABLE, flags);

@@ -48,7 +48,7 @@ impl CompileRequest<TpuTarget> {
     /// # Errors
     /// Those of [`text`](Self::text) and of [`TpuCompiler::compile`].
     #[cfg(feature = "plugin")]
-    pub fn compile(&self, compiler: &TpuCompiler) -> Result<schema::Compiled, AheadError> {
+    pub fn compile(&self, compiler: &TpuCompiler) -> Result<schema::TpuProgramReport, AheadError> {
         let text = self.text()?;
         let module = StableHloModule::replicated(&text.code, self.target.devices());
         let compiler = compiler.or_flags(&flags_for(&self.implementation, self.shape, self.target.chip));
@@ -57,7 +57,7 @@ impl CompileRequest<TpuTarget> {
 
     /// Collects the facts and bounds of this program from its compilation.
     #[cfg(feature = "plugin")]
-    pub fn figures(&self, held_by: HeldBy, compiled: &TpuCompilation) -> schema::Compiled {
+    pub fn figures(&self, held_by: HeldBy, compiled: &TpuCompilation) -> schema::TpuProgramReport {
         let chip = self.target.chip;
         let bound = compiled.bound(chip);
         // The record has data-parallel devices alone: each held the whole shape.
@@ -65,7 +65,7 @@ impl CompileRequest<TpuTarget> {
             let recorded = mllm_jax::find(program, &self.target, self.shape, self.options.dtype);
             recorded.filter(|_| held_by == HeldBy::EachDevice)
         };
-        schema::Compiled {
+        schema::TpuProgramReport {
             target: self.target.to_string(),
             devices: self.target.devices(),
             implementation: self.implementation.clone(),
@@ -82,7 +82,7 @@ impl CompileRequest<TpuTarget> {
             products_ms: self.products_ms(held_by),
             clock_ghz: chip.clock_ghz,
             compile_s: compiled.compile_s,
-            recorded: recorded(BASELINE).map(|recorded| schema::Beside {
+            recorded: recorded(BASELINE).map(|recorded| schema::SeedComparison {
                 recorded: recorded.into(),
                 ratio: recorded.ratio(bound.predicted_ms),
             }),

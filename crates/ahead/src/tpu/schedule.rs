@@ -36,7 +36,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::iter;
 use std::path::{Path, PathBuf};
 
-pub use assay_schema::compile::{Launch, Loop, SlotUse};
+pub use assay_schema::compile::{Loop, SlotUse, TpuLaunch};
 
 use super::target::TpuChip;
 use crate::error::AheadError;
@@ -64,7 +64,7 @@ fn cycles_of(slot: &SlotUse) -> f64 {
 ///
 /// # Errors
 /// [`AheadError::Malformed`] for a file that does not read as expected, [`AheadError::Io`] for one that cannot be read.
-pub fn read(folder: &Path, chip: &TpuChip) -> Result<Vec<Launch>, AheadError> {
+pub fn read(folder: &Path, chip: &TpuChip) -> Result<Vec<TpuLaunch>, AheadError> {
     let mut utilizations = BTreeMap::new();
     let mut bundles = BTreeMap::new();
     // Names begin with the time, so that the latest of a kernel comes last and replaces the earlier ones.
@@ -273,7 +273,7 @@ type BranchJump<'t> = (usize, usize, Option<&'t str>);
 ///
 /// # Errors
 /// [`AheadError::Malformed`], with the line that does not read as expected.
-pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &TpuChip) -> Result<Launch, AheadError> {
+pub fn parse(name: &str, bundles: &str, utilization: &str, chip: &TpuChip) -> Result<TpuLaunch, AheadError> {
     // Both files list the bundles in the same order.
     let parsed = parse_bundles(&format!("{name}{BUNDLES}"), bundles)?;
     let file = format!("{name}{UTILIZATION}");
@@ -443,7 +443,7 @@ fn passed_over(spans: &[LoopSpan], at: usize, branches: &[BranchJump], delay: us
 }
 
 /// Sums cycles and slots over the trips of all loops.
-fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> Launch {
+fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>]) -> TpuLaunch {
     // The innermost loop of each bundle, as an index into `spans` + 1; 0 is outside all.
     let mut innermost = vec![0; rows.len()];
     for (at, span) in spans.iter().enumerate() {
@@ -498,7 +498,7 @@ fn count(name: &str, spans: &[LoopSpan], kinds: &[(&str, u64)], rows: &[Vec<u64>
     // The slot that alone would take most cycles is the one that binds.
     let binding = slots.iter().filter(|slot| slot.used > 0).max_by(|a, b| cycles_of(a).total_cmp(&cycles_of(b)));
     let binding = binding.map(|slot| slot.name.clone());
-    Launch { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
+    TpuLaunch { name: name.into(), bundles: rows.len() as u64, loops, cycles, runs: 1, slots, binding }
 }
 
 #[cfg(test)]
@@ -515,7 +515,7 @@ mod tests {
         include_str!("../../../../fixtures/tpu/mosaic_dynamic.utilization.txt"),
     ];
 
-    fn parse([bundles, utilization]: [&str; 2]) -> Result<Launch, AheadError> {
+    fn parse([bundles, utilization]: [&str; 2]) -> Result<TpuLaunch, AheadError> {
         super::parse("name.1", bundles, utilization, TpuTarget::parse("v6e").unwrap().chip)
     }
 

@@ -6,7 +6,7 @@ use std::iter;
 
 use assay_core::problem::{ProblemShape, Shape};
 use assay_programs::{LossProgram, Programs};
-use assay_schema::compile::{Compiled, Memory, Table};
+use assay_schema::compile::{ProgramMemory, TpuProgramReport, TpuTable};
 
 use super::mllm_jax::{BASELINE, MEASUREMENTS};
 use super::target::TpuTarget;
@@ -57,7 +57,7 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<TpuTarget>> {
 }
 
 /// Formats the rows as three tables in Markdown: logits, LM heads, and the ways to write `xla`.
-pub fn markdown(table: &Table) -> [String; 3] {
+pub fn markdown(table: &TpuTable) -> [String; 3] {
     let mut logits = String::from(
         "| target | shape a device | program | peak, bytes | of the logits | cycles | HBM bytes | cycles, ms | HBM, ms | bound, ms | recorded, ms | bound / recorded |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
@@ -83,7 +83,7 @@ pub fn markdown(table: &Table) -> [String; 3] {
     [logits, heads, ways]
 }
 
-fn row_of_logits(table: &mut String, row: &Compiled) {
+fn row_of_logits(table: &mut String, row: &TpuProgramReport) {
     let recorded = row.recorded.as_ref().filter(|_| row.implementation == LOSS_BASELINE);
     let _ = writeln!(
         table,
@@ -97,13 +97,13 @@ fn row_of_logits(table: &mut String, row: &Compiled) {
     );
 }
 
-fn row_of_way(table: &mut String, program: LossProgram, row: &Compiled) {
+fn row_of_way(table: &mut String, program: LossProgram, row: &TpuProgramReport) {
     let grade = if program.keeps_digits() { "`exact`" } else { "`standard`" };
     let _ = writeln!(table, "| {} | {} | {grade} | {} |", program.id(), program.summary(), figures(row));
 }
 
 /// Formats the columns from the peak to the bound.
-fn figures(row: &Compiled) -> String {
+fn figures(row: &TpuProgramReport) -> String {
     let (peak, bound) = (row.memory.peak_bytes, &row.bound);
     format!(
         "{peak} | {} × | {} | {} | {:.3} | {:.3} | {:.3} ({})",
@@ -117,8 +117,8 @@ fn figures(row: &Compiled) -> String {
     )
 }
 
-fn row_of_head(table: &mut String, row: &Compiled) {
-    let Memory { temp_bytes, peak_bytes, .. } = row.memory;
+fn row_of_head(table: &mut String, row: &TpuProgramReport) {
+    let ProgramMemory { temp_bytes, peak_bytes, .. } = row.memory;
     let bound = &row.bound;
     // Each program is compared with its counterpart in the record: the baseline, or the kernel.
     let (recorded, ratio) = match &row.recorded {

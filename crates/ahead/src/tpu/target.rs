@@ -31,7 +31,7 @@ use std::fmt;
 
 use crate::error::AheadError;
 use assay_programs::{TileMachine, TpuKind};
-use assay_schema::compile::{Bound, Limit};
+use assay_schema::compile::{TpuLimit, TpuTimeBound};
 
 /// A generation of TPU. All figures are per chip unless they say otherwise.
 #[derive(Debug, PartialEq)]
@@ -92,14 +92,14 @@ impl TpuChip {
     }
 
     /// Returns the lower bounds of `cycles` on one core and `bytes` through one device's HBM.
-    pub fn bound(&self, cycles: u64, bytes: u64) -> Bound {
+    pub fn bound(&self, cycles: u64, bytes: u64) -> TpuTimeBound {
         // Instructions and HBM overlap in the best case, so that the larger time bounds the run.
         let cycles_ms = cycles as f64 / (self.clock_ghz * 1e6);
         let hbm_ms = bytes as f64 / (self.device_hbm_tb_per_s() * 1e9);
-        let limit = if cycles_ms > hbm_ms { Limit::Cycles } else { Limit::Hbm };
+        let limit = if cycles_ms > hbm_ms { TpuLimit::Cycles } else { TpuLimit::Hbm };
         let (links_ms, links_exposed_ms) = (0.0, 0.0);
         let predicted_ms = cycles_ms.max(hbm_ms);
-        Bound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, links: None, predicted_ms, limit }
+        TpuTimeBound { cycles_ms, hbm_ms, links_ms, links_exposed_ms, links: None, predicted_ms, limit }
     }
 }
 
@@ -270,9 +270,9 @@ mod tests {
         let bound = chip.bound(1_750_000, 1_638_000_000);
         assert_eq!((bound.cycles_ms, bound.hbm_ms), (1.0, 1.0));
         let more_cycles = chip.bound(3_500_000, 1_638_000_000);
-        assert_eq!((more_cycles.predicted_ms, more_cycles.limit), (2.0, Limit::Cycles));
+        assert_eq!((more_cycles.predicted_ms, more_cycles.limit), (2.0, TpuLimit::Cycles));
         let more_bytes = chip.bound(1_750_000, 4_914_000_000);
-        assert_eq!((more_bytes.predicted_ms, more_bytes.limit), (3.0, Limit::Hbm));
+        assert_eq!((more_bytes.predicted_ms, more_bytes.limit), (3.0, TpuLimit::Hbm));
     }
 
     #[test]

@@ -29,7 +29,7 @@ use serde::Serialize;
 
 use crate::error::AheadError;
 use crate::files::{read_text, sorted_names};
-use assay_schema::compile::Launch;
+use assay_schema::compile::TpuLaunch;
 use hlo::HloModule;
 
 /// The bytes and the collectives of one run of a program.
@@ -106,7 +106,7 @@ impl Traffic {
 
     /// Sets the number of launches of each kernel: its own runs, and those of the collectives that share its program. Returns the names of
     /// collectives that no kernel serves.
-    pub fn launch(&self, kernels: &mut [Launch]) -> Vec<String> {
+    pub fn launch(&self, kernels: &mut [TpuLaunch]) -> Vec<String> {
         let runs = |name: &str| self.runs.get(name).copied().unwrap_or(1);
         for kernel in &mut *kernels {
             kernel.runs = runs(&kernel.name);
@@ -191,7 +191,7 @@ ENTRY %main (a: f32[7]) -> f32[7] {
 }
 ";
         let traffic = Traffic::parse("x", text).unwrap();
-        let kernel = |name: &str| Launch {
+        let kernel = |name: &str| TpuLaunch {
             name: name.into(),
             bundles: 1,
             loops: vec![],

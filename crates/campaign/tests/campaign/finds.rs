@@ -7,7 +7,7 @@ use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, 
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 use assay_native::{Native, NativeHead};
-use assay_schema::campaign::{Campaign as Found, Cause};
+use assay_schema::campaign::{CampaignReport, FailureCause};
 use assay_suites::mutants::{BANK, Mutant, MutantKind, Specimen};
 use ndarray::Ix3;
 
@@ -21,7 +21,7 @@ pub(crate) fn campaign(spec: LossSpec, cases: u64) -> Campaign {
     Campaign { deck, power: false, ..Campaign::new("kernel", spec) }
 }
 
-pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn KernelUnderTest) -> Found {
+pub(crate) fn run(campaign: &Campaign, kernel: &mut dyn KernelUnderTest) -> CampaignReport {
     campaign.run(kernel, &mut |_| ()).unwrap()
 }
 
@@ -29,7 +29,7 @@ fn named(name: &str) -> &'static Mutant {
     BANK.iter().find(|mutant| mutant.name == name).unwrap_or_else(|| panic!("no mutant {name}"))
 }
 
-fn causes_of(name: &str, spec: LossSpec) -> Vec<Cause> {
+fn causes_of(name: &str, spec: LossSpec) -> Vec<FailureCause> {
     let specimen = Specimen::with(named(name).bug);
     run(&campaign(spec, 80), &mut LocalKernel::<Problem>(&specimen)).causes
 }
@@ -94,7 +94,7 @@ fn wrong_kernel_is_found_shrunk_and_named() {
         "clip-on-the-wrong-side",
     ] {
         let causes = causes_of(name, spec.clone());
-        let names = |cause: &Cause| cause.like.iter().map(|name| name.mutant.clone()).collect::<Vec<_>>();
+        let names = |cause: &FailureCause| cause.like.iter().map(|name| name.mutant.clone()).collect::<Vec<_>>();
         assert!(causes.iter().any(|cause| names(cause).contains(&name.to_string())), "{name}: {causes:#?}");
     }
 }
@@ -114,8 +114,8 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
         }
         rejected += 1;
         of_one_cause += usize::from(causes.len() == 1);
-        let named: Vec<&Cause> = causes.iter().filter(|cause| !cause.like.is_empty()).collect();
-        let own = |cause: &&Cause| cause.like.iter().any(|name| name.mutant == mutant.name);
+        let named: Vec<&FailureCause> = causes.iter().filter(|cause| !cause.like.is_empty()).collect();
+        let own = |cause: &&FailureCause| cause.like.iter().any(|name| name.mutant == mutant.name);
         if !named.iter().any(own) {
             let computes: Vec<String> = causes.iter().flat_map(|cause| cause.computes.concat()).collect();
             unnamed.push((mutant.name, computes.join(", ")));

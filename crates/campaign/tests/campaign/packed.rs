@@ -7,7 +7,7 @@ use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Candidate, CuSeqlens, HeadProblem, Problem, Sequences};
 use assay_core::spec::{AdvantageLevel, LossSpec, Ratio, RatioLevel, Reduction, Rows};
 use assay_native::{Native, NativeHead};
-use assay_schema::campaign::Cause;
+use assay_schema::campaign::FailureCause;
 use ndarray::s;
 
 use crate::finds::{Does, campaign, right, run, trl};
@@ -78,7 +78,7 @@ fn right_kernels_pass_packed_problems_with_and_without_a_head() {
 }
 
 /// The one cause of a kernel that does as a function says.
-fn cause_of(spec: LossSpec, kernel: impl FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>) -> Cause {
+fn cause_of(spec: LossSpec, kernel: impl FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>) -> FailureCause {
     let found = run(&packed(spec, 32), &mut Does(kernel));
     let [cause] = found.causes.as_slice() else { panic!("{}", assay_campaign::text(&found)) };
     cause.clone()
@@ -86,7 +86,7 @@ fn cause_of(spec: LossSpec, kernel: impl FnMut(&LossSpec, &Arc<Problem>) -> Resu
 
 /// It has the name, and its problem two sequences of a token or two.
 #[track_caller]
-fn assert_called(cause: &Cause, name: &str) {
+fn assert_called(cause: &FailureCause, name: &str) {
     assert!(cause.like.iter().any(|like| like.mutant == name), "{cause:#?}");
     let small = ["1x1x", "1x2x"].iter().any(|extents| cause.problem.starts_with(extents));
     assert!(small && cause.problem.ends_with(", 2 packed"), "{cause:#?}");

@@ -11,7 +11,7 @@ use assay_judge::judge::Status;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_suites::mutants::{
-    AtWidth, BANK, Cell, Mutant, MutantCase, MutantKind, MutantOutcome, MutantSuite, PROJECTS, PeerProject,
+    AtWidth, BANK, Mutant, MutantCase, MutantKind, MutantOutcome, MutantSuite, PROJECTS, PeerOutcome, PeerProject,
     ProductionPart, ProductionRun, Specimen, Trial, head_cases, head_property, property, property_cases,
 };
 
@@ -179,9 +179,9 @@ fn tests_of_others_accept_some_mutants_and_reject_some() {
     };
     // Their inputs are drawn around 0, and their masks are all ones.
     for project in PROJECTS {
-        assert_eq!(cell("max-starts-at-zero", project.name), Cell::NotExercised, "{}", project.name);
-        assert_eq!(cell("mask-of-first-row", project.name), Cell::NotExercised, "{}", project.name);
+        assert_eq!(cell("max-starts-at-zero", project.name), PeerOutcome::NotExercised, "{}", project.name);
+        assert_eq!(cell("mask-of-first-row", project.name), PeerOutcome::NotExercised, "{}", project.name);
     }
-    assert_eq!(cell("non-target-dlogits-dropped", "Liger bf16"), Cell::Passes);
-    assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), Cell::Caught);
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger bf16"), PeerOutcome::Passes);
+    assert_eq!(cell("non-target-dlogits-dropped", "Liger f32"), PeerOutcome::Caught);
 }

@@ -9,7 +9,7 @@ mod score;
 
 pub use assay_mutants::{BANK, Bug, Mutant, MutantKind, Specimen};
 pub use case::MutantCase;
-pub use peers::{Cell, PROJECTS, PeerProject, Tests};
+pub use peers::{PROJECTS, PeerOutcome, PeerProject, Tests};
 pub use production::{AtWidth, ProductionPart, ProductionRun};
 pub use property::{head_property, property};
 pub use run::{Kill, MutantOutcome, MutantSuite, head_cases, property_cases};

@@ -17,7 +17,7 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::invariance::Invariance;
-pub use assay_schema::mutants::Cell;
+pub use assay_schema::mutants::PeerOutcome;
 
 /// The tests of one project.
 #[derive(Clone, Copy, Debug)]
@@ -113,12 +113,12 @@ pub struct Tests {
 
 impl Tests {
     /// Returns whether the tests catch `mutant`, accept it, or do not exercise it.
-    pub fn judge(&self, mutant: &Mutant) -> Cell {
+    pub fn judge(&self, mutant: &Mutant) -> PeerOutcome {
         let specimen = Specimen::with(mutant.bug);
-        let mut cell = Cell::NotExercised;
+        let mut cell = PeerOutcome::NotExercised;
         for check in self.checks.iter().filter(|check| mutant.kind.is_reached(&check.check.spec, false)) {
             cell = cell.max(check.judge(&specimen));
-            if cell == Cell::Caught {
+            if cell == PeerOutcome::Caught {
                 break;
             }
         }
@@ -127,9 +127,9 @@ impl Tests {
 
     /// Whether the tests accept the correct kernel.
     pub fn accept_the_correct_kernel(&self) -> bool {
-        self.checks
-            .iter()
-            .all(|check| check.judge(&Specimen::default()) == Cell::NotExercised && check.accepts(&check.correct))
+        self.checks.iter().all(|check| {
+            check.judge(&Specimen::default()) == PeerOutcome::NotExercised && check.accepts(&check.correct)
+        })
     }
 }
 
@@ -193,12 +193,12 @@ impl PreparedCheck {
         Self { check, entropy, twin, correct }
     }
 
-    fn judge(&self, kernel: &Specimen) -> Cell {
+    fn judge(&self, kernel: &Specimen) -> PeerOutcome {
         let candidate = run(kernel, &self.check.spec, &self.check.problem, self.entropy);
         match () {
-            () if Invariance::between(&candidate, &self.correct).other.is_empty() => Cell::NotExercised,
-            () if self.accepts(&candidate) => Cell::Passes,
-            () => Cell::Caught,
+            () if Invariance::between(&candidate, &self.correct).other.is_empty() => PeerOutcome::NotExercised,
+            () if self.accepts(&candidate) => PeerOutcome::Passes,
+            () => PeerOutcome::Caught,
         }
     }
 

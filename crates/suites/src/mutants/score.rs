@@ -7,7 +7,7 @@ use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use rayon::prelude::*;
 
 use super::case::MutantCase;
-use super::peers::{Cell, PROJECTS, Tests};
+use super::peers::{PROJECTS, PeerOutcome, Tests};
 use super::run::{Kill, MutantSuite};
 
 use super::{Mutant, MutantKind, Specimen};
@@ -115,14 +115,14 @@ pub struct MutantRecord {
     /// Cases that it was given, the last among them.
     pub cases: usize,
     /// The results of other projects' tests on this mutant.
-    pub peers: BTreeMap<&'static str, Cell>,
+    pub peers: BTreeMap<&'static str, PeerOutcome>,
     /// The projects whose tests accept it.
     pub passes_peers: Vec<&'static str>,
 }
 
 impl MutantRecord {
-    fn new(mutant: &Mutant, kill: Option<&Kill>, cases: usize, peers: BTreeMap<&'static str, Cell>) -> Self {
-        let passes = peers.iter().filter(|(_, cell)| **cell == Cell::Passes);
+    fn new(mutant: &Mutant, kill: Option<&Kill>, cases: usize, peers: BTreeMap<&'static str, PeerOutcome>) -> Self {
+        let passes = peers.iter().filter(|(_, cell)| **cell == PeerOutcome::Passes);
         Self {
             name: mutant.name,
             class: mutant.kind,
@@ -139,7 +139,7 @@ impl MutantRecord {
     }
 }
 
-impl From<MutantRecord> for schema::Mutant {
+impl From<MutantRecord> for schema::MutantReport {
     fn from(outcome: MutantRecord) -> Self {
         Self {
             name: outcome.name.into(),
@@ -157,7 +157,7 @@ impl From<MutantRecord> for schema::Mutant {
     }
 }
 
-impl From<Score> for schema::Mutants {
+impl From<Score> for schema::MutationReport {
     fn from(score: Score) -> Self {
         Self {
             total: score.total,
@@ -220,11 +220,11 @@ impl Score {
 
     /// Returns how many mutants the tests of each project catch, accept and do not exercise.
     pub fn peers(&self) -> Vec<(&'static str, [usize; 3])> {
-        let count = |project: &str, cell: Cell| {
+        let count = |project: &str, cell: PeerOutcome| {
             self.mutants.iter().filter(|mutant| mutant.peers.get(project) == Some(&cell)).count()
         };
         let asked = PROJECTS.iter().filter(|project| self.mutants.iter().any(|m| m.peers.contains_key(project.name)));
-        let cells = [Cell::Caught, Cell::Passes, Cell::NotExercised];
+        let cells = [PeerOutcome::Caught, PeerOutcome::Passes, PeerOutcome::NotExercised];
         asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
     }
 
@@ -248,9 +248,9 @@ impl Score {
             let _ = writeln!(text, "|---|---|---|---|--:|{}", "---|".repeat(projects.len()));
             for mutant in self.mutants.iter().filter(|mutant| mutant.class == class) {
                 let word = |project: &&str| match mutant.peers.get(project) {
-                    Some(Cell::Caught) => "caught",
-                    Some(Cell::Passes) => "**passes**",
-                    Some(Cell::NotExercised) | None => "–",
+                    Some(PeerOutcome::Caught) => "caught",
+                    Some(PeerOutcome::Passes) => "**passes**",
+                    Some(PeerOutcome::NotExercised) | None => "–",
                 };
                 let killed_by = mutant.gate.as_deref().unwrap_or(if self.admitted.contains(&mutant.name) {
                     "admitted"

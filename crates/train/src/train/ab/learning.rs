@@ -1,7 +1,7 @@
 //! The learning gate: whether two arms reach the same rewards, within the baseline's own spread.
 
 use super::{AbPair, AbRun};
-use assay_schema::ab::Verdict;
+use assay_schema::ab::AbVerdict;
 
 /// Student's t, two-sided at 1 %, for 1, 2, … degrees of freedom.
 const T: [f64; 9] = [63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250];
@@ -32,7 +32,7 @@ fn mean(values: &[f64]) -> f64 {
 /// Arms that differ by rounding come apart no further than those that draw other completions: of a kernel that learns as the
 /// baseline does at most 1 % of the sets of seeds are beyond. The kernel's own spread decides nothing. Nothing is decided either
 /// where a run that stays where the baseline began would pass too; the line then says so.
-pub(super) fn verdict(pairs: &[AbPair]) -> Verdict {
+pub(super) fn verdict(pairs: &[AbPair]) -> AbVerdict {
     let n = pairs.len();
     let [baseline, kernel] = [0, 1].map(|side| pairs.iter().map(|pair| learned(&pair.runs[side])).collect::<Vec<_>>());
     // The gain of the baseline: a limit above it would pass a run that learns nothing.
@@ -48,7 +48,7 @@ pub(super) fn verdict(pairs: &[AbPair]) -> Verdict {
     });
     let decides = limit.is_some_and(|limit| limit < gain);
     let what = "training reward, second half of the steps, mean of the seeds";
-    Verdict {
+    AbVerdict {
         what: match limit {
             _ if decides => what.into(),
             None => format!("{what}; not decided: a single seed, or no baseline that was redrawn"),

@@ -27,7 +27,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
 use assay_judge::trial::Known;
 use assay_judge::{gate::Output, tolerance::Limits};
-use assay_schema::ab::{self as schema, Comparison, Step, Verdict};
+use assay_schema::ab::{self as schema, AbComparison, AbVerdict, TrainingStep};
 
 /// The class whose limits candle's own operations are held to: that of any kernel not made here. They sum a row in f32.
 const BASELINE_CLASS: &str = "external-lm-head";
@@ -286,36 +286,36 @@ impl AbPair {
 /// Loss and gradients of the kernel's judged steps have to be within their derived limits, the ratios of its first updates 1, and
 /// its rewards those of the baseline within the baseline's spread, where there is more than one seed. `controls` have to fail.
 /// The rest informs.
-pub fn comparison(config: &TrainConfig, pairs: &[AbPair], controls: &[(AbControl, Vec<AbPair>)]) -> Comparison {
+pub fn comparison(config: &TrainConfig, pairs: &[AbPair], controls: &[(AbControl, Vec<AbPair>)]) -> AbComparison {
     let implementation = |side: AbSide| match side {
         AbSide::Baseline => "candle's log_softmax, gather and autograd".to_string(),
         AbSide::Kernel => config.kernel.implementation.clone(),
     };
     let curve = |run: &AbRun| run.records.iter().map(step_of).collect();
-    let arm = |side: AbSide| schema::Arm {
+    let arm = |side: AbSide| schema::AbArm {
         name: side.name().into(),
         implementation: implementation(side),
         runs: pairs
             .iter()
-            .map(|pair| schema::Run { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
+            .map(|pair| schema::TrainingRun { seed: pair.seed, steps: curve(&pair.runs[side as usize]) })
             .collect(),
     };
-    let controls: Vec<schema::Control> = controls.iter().map(|(control, pairs)| told(*control, pairs)).collect();
+    let controls: Vec<schema::WrongKernelArm> = controls.iter().map(|(control, pairs)| told(*control, pairs)).collect();
     let verdicts = verdicts(pairs);
     let pass = verdicts.iter().all(|verdict| verdict.pass != Some(false));
     let told = controls.iter().all(|control| !control.failed.is_empty());
-    Comparison { pass: pass && told, arms: AbSide::BOTH.map(arm), verdicts, controls }
+    AbComparison { pass: pass && told, arms: AbSide::BOTH.map(arm), verdicts, controls }
 }
 
 /// Decides which gates a control fails, and how its rewards compare with the baseline's.
-fn told(control: AbControl, pairs: &[AbPair]) -> schema::Control {
+fn told(control: AbControl, pairs: &[AbPair]) -> schema::WrongKernelArm {
     let verdicts = verdicts(pairs);
     let failed = verdicts.iter().filter(|verdict| verdict.pass == Some(false)).map(|verdict| verdict.what.clone());
-    schema::Control { name: control.name().into(), failed: failed.collect(), learning: learning::verdict(pairs) }
+    schema::WrongKernelArm { name: control.name().into(), failed: failed.collect(), learning: learning::verdict(pairs) }
 }
 
-fn step_of(record: &StepRecord) -> Step {
-    Step {
+fn step_of(record: &StepRecord) -> TrainingStep {
+    TrainingStep {
         step: record.step as u64,
         loss: record.loss,
         reward: record.reward,
@@ -331,11 +331,11 @@ fn step_of(record: &StepRecord) -> Step {
 type StepMeasurement = (&'static str, fn(&StepRecord) -> f64);
 
 /// Agreement, which is decided, and cost, which is shown.
-fn verdicts(pairs: &[AbPair]) -> Vec<Verdict> {
+fn verdicts(pairs: &[AbPair]) -> Vec<AbVerdict> {
     let is_judged = pairs.iter().any(|pair| pair.runs[AbSide::Kernel as usize].judged.steps > 0);
     let judged = JUDGED.iter().filter(|_| is_judged);
-    let mut all: Vec<Verdict> = judged.map(|output| within_limits(pairs, output.name())).collect();
-    let informed = |what: &str, difference: f64| Verdict {
+    let mut all: Vec<AbVerdict> = judged.map(|output| within_limits(pairs, output.name())).collect();
+    let informed = |what: &str, difference: f64| AbVerdict {
         what: what.into(),
         baseline: None,
         kernel: None,
@@ -354,7 +354,7 @@ fn verdicts(pairs: &[AbPair]) -> Vec<Verdict> {
         let [baseline, kernel] =
             [0, 1].map(|side| pairs.iter().map(|pair| of(&pair.runs[side])).sum::<f64>() / pairs.len() as f64);
         let (difference, baseline, kernel) = (Some(kernel - baseline), Some(baseline), Some(kernel));
-        Verdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
+        AbVerdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
     };
     all.push(shown("evaluation reward at step 0, mean of the seeds", |run| evaluated(run.summary.before)));
     all.push(shown("final evaluation reward, mean of the seeds", |run| evaluated(run.summary.evaluation)));
@@ -371,7 +371,7 @@ fn verdicts(pairs: &[AbPair]) -> Vec<Verdict> {
             .map(|side| median(pairs.iter().flat_map(|pair| &pair.runs[side as usize].records).map(of).collect()));
         let difference = Some(baseline / kernel);
         let (baseline, kernel) = (Some(baseline), Some(kernel));
-        Verdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
+        AbVerdict { what: what.into(), baseline, kernel, difference, limit: None, pass: None }
     }));
     all
 }
@@ -393,14 +393,14 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 /// Whether every judged loss step of the kernel is within the derived bound. The baseline's are shown beside: what autograd
 /// in f32 loses is not the kernel's fault.
-fn within_limits(pairs: &[AbPair], output: &str) -> Verdict {
+fn within_limits(pairs: &[AbPair], output: &str) -> AbVerdict {
     let of = |side: AbSide| pairs.iter().map(move |pair| &pair.runs[side as usize].judged);
     let mut of_kernel = of(AbSide::Kernel).map(|judged| judged.outputs.get(output));
     let [baseline, kernel] = AbSide::BOTH.map(|side| {
         of(side).filter_map(|judged| judged.outputs.get(output)).map(|worst| worst.share).fold(0.0, f64::max)
     });
     let steps: usize = AbSide::BOTH.into_iter().flat_map(of).map(|judged| judged.steps).sum();
-    Verdict {
+    AbVerdict {
         what: format!("{output}, worst error / limit of {steps} losses of a whole batch against the reference"),
         baseline: Some(baseline),
         kernel: Some(kernel),
@@ -411,10 +411,10 @@ fn within_limits(pairs: &[AbPair], output: &str) -> Verdict {
 }
 
 /// Whether the ratio of every rollout's first update was 1 within rounding.
-fn first_updates(pairs: &[AbPair]) -> Verdict {
+fn first_updates(pairs: &[AbPair]) -> AbVerdict {
     let [baseline, kernel] =
         [0, 1].map(|side| pairs.iter().map(|pair| pair.runs[side].judged.off_policy.len()).sum::<usize>() as f64);
-    Verdict {
+    AbVerdict {
         what: "parts of first updates whose ratio is not 1".into(),
         baseline: Some(baseline),
         kernel: Some(kernel),
