@@ -30,17 +30,18 @@ use assay_core::spec::{LossSpec, Support, Temperature};
 /// Number of columns per token in the arrays that are handed over.
 pub const COLUMNS: usize = 8;
 
-/// The columns of [`Native::share_statistics`]: `m` and `x_y` of the shard, then `Σ e_j` and `Σ e_j a_j` over its columns other
-/// than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; then the same two sums of the softmax of logp, if that is another.
-/// `x_y` is 0 if another shard has the target, and NaN if the target is outside the spec's support.
+/// The columns of [`Native::share_statistics`]: `m` and `x_y` of the shard, then `Σ e_j` and `Σ e_j a_j` over its
+/// columns other than the target, `a_j = (m − x_j)/T`, of the softmax that entropy is of; then the same two sums of the
+/// softmax of logp, if that is another. `x_y` is 0 if another shard has the target, and NaN if the target is outside
+/// the spec's support.
 pub const STATISTICS: [&str; 6] = ["max", "target_logit", "others", "weighted", "logp_others", "logp_weighted"];
 
 /// The columns that [`Native::share_gradient`] reads: `m` of all shards, `−G/(S·T)`, `Σ e_j` of the softmax of logp, 1 or 0,
 /// `E/(S·T)` and `ā`, with `G` and `E` the loss's derivatives by logp and by entropy.
 pub const SCALES: [&str; 6] = ["max", "share", "others", "mask", "bonus", "mean_gap"];
 
-/// The columns of [`Native::share_loss`]. `reduced` is the number that the reduction weighs: the token's loss, except for a KL penalty with a
-/// reduction of its own; a clip is 1 or 0.
+/// The columns of [`Native::share_loss`]. `reduced` is the number that the reduction weighs: the token's loss, except
+/// for a KL penalty with a reduction of its own; a clip is 1 or 0.
 pub const RESULTS: [&str; COLUMNS] =
     ["logp", "entropy", "token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high"];
 

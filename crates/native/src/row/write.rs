@@ -25,7 +25,8 @@ impl DlogitsFactors {
         (largest as f32).is_finite()
     }
 
-    /// Writes dlogits column by column, for factors that are not in range. A column of probability 0 has no part even in an infinite gradient.
+    /// Writes dlogits column by column, for factors that are not in range. A column of probability 0 has no part even
+    /// in an infinite gradient.
     pub(super) fn write_carefully<E: NativeElement>(
         self,
         row: &mut LogitsRow<E>,
