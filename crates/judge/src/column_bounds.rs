@@ -162,12 +162,12 @@ impl<'c> DlogitsCondition<'c> {
         }
     }
 
-    /// ColumnErrors the dlogits of `columns`.
+    /// Bounds the dlogits of `columns`.
     pub(super) fn whole(&self, columns: &TokenColumns) -> ColumnErrors {
         self.whole_and_flushed(columns).0
     }
 
-    /// ColumnErrors the dlogits of `columns`, and splits off the parts that they share.
+    /// Bounds the dlogits of `columns`, and splits off the parts that they share.
     pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnErrorParts {
         let (whole, flushed) = self.whole_and_flushed(columns);
         let p = &columns.logp().probabilities;
@@ -199,7 +199,7 @@ impl<'c> DlogitsCondition<'c> {
         self.targets.iter().filter_map(|target| Some((*target, columns.place_of(target.id)?)))
     }
 
-    /// ColumnErrors the part that has one sign in all columns but a target: for a probability of 1, and before `1/T`.
+    /// Bounds the part that has one sign in all columns but a target: for a probability of 1, and before `1/T`.
     fn common(&self) -> ErrorBound {
         let softmax = &self.token.logp_softmax;
         let mean_gap = softmax.stats.mean_gap + self.rounded;
@@ -210,7 +210,7 @@ impl<'c> DlogitsCondition<'c> {
         }
     }
 
-    /// ColumnErrors the gradients of policy and KL in a target's column, before `1/T`.
+    /// Bounds the gradients of policy and KL in a target's column, before `1/T`.
     fn target_bound(
         &self,
         TargetColumn { own, rest, others, .. }: TargetColumn,
@@ -243,7 +243,7 @@ impl<'c> DlogitsCondition<'c> {
         self.condition.grade == Grade::Standard
     }
 
-    /// ColumnErrors the dlogits of `columns`, and returns the part of the floor that is flushed.
+    /// Bounds the dlogits of `columns`, and returns the part of the floor that is flushed.
     fn whole_and_flushed(&self, columns: &TokenColumns) -> (ColumnErrors, Vec<f64>) {
         let Self { reference, token, condition, grad, grad_entropy, rounded, .. } = *self;
         let spec = reference.spec();
