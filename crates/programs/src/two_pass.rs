@@ -393,7 +393,7 @@ impl LaneStatistics {
         let lanes = on.machine().lanes;
         let whole = |on: &mut TileBuilder, memory| on.load(memory, TileColumn::Static(0), lanes);
         let give = |on: &mut TileBuilder, column: Statistic, value| {
-            on.store(results, TileColumn::Static(column as usize), value)
+            on.store(results, TileColumn::Static(column as usize), value);
         };
         // The lanes meet once a row: each lane's sums are brought below the row's maximum, then added.
         let of_lanes = whole(on, self.maxima);

@@ -549,7 +549,7 @@ impl ClusterMachine<'_> {
             }
             PtxOperation::Load { .. } => self.load(w, active, pc, action)?,
             PtxOperation::Store { space, to, bytes, of } => {
-                self.store(w, active, pc, (*space, *to), *bytes as usize, of)?
+                self.store(w, active, pc, (*space, *to), *bytes as usize, of)?;
             }
             PtxOperation::Atomic { space, at, ty, operation, to, of } => {
                 for lane in lanes_of(active) {

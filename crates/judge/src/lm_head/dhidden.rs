@@ -150,7 +150,7 @@ struct EqualLogits {
     most: usize,
 }
 
-/// TokenColumns of one logit value.
+/// The columns of one logit value.
 struct EqualLogitsGroup {
     columns: Vec<usize>,
     /// The largest `o²` among them.
