@@ -61,7 +61,7 @@ impl JudgeCommand {
     }
 }
 
-/// JudgedCandidate candidate and its problem.
+/// One candidate and its problem.
 struct JudgedCandidate {
     problem: PathBuf,
     within: Within,

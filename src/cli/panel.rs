@@ -35,7 +35,7 @@ const MARKS: Marks = ["<!-- assay panel --markdown -->", "<!-- end of tables -->
 
 #[derive(Args)]
 pub(super) struct PanelCommand {
-    /// PanelList of kernels; the programs that serve them are in the same folder
+    /// List of kernels; the programs that serve them are in the same folder
     #[arg(default_value = "tests/panel/panel.toml")]
     list: PathBuf,
     /// The Python that has what they import; `make panel` makes one

@@ -59,7 +59,7 @@ impl fmt::Display for MeasuredCase {
                 write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?;
             }
             CaseWork::Head(implementation, recipe) => {
-                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?
+                write!(f, "{} on {}, {recipe:?}", implementation.id(), self.devices)?;
             }
         }
         write!(f, " {:?}", self.spec)

@@ -10,7 +10,7 @@
 //! `b200.txtpb`). HBM bandwidth: NVIDIA's datasheets of the A100 80GB SXM, H100 SXM, H200 SXM and DGX B200. The clock is the boost
 //! clock of the same files of XLA, and an assumption wherever a time is printed: under load a chip may run slower.
 //!
-//! GpuRates of a multiprocessor: CUDA C++ Best Practices Guide 13, 12.1.1, "Throughput of Native Arithmetic Instructions", in results a
+//! Rates of a multiprocessor: CUDA C++ Best Practices Guide 13, 12.1.1, "Throughput of Native Arithmetic Instructions", in results a
 //! clock (<https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#throughput-of-native-arithmetic-instructions>), columns 8.0, 9.0 and
 //! 10.0; half-precision there counts both halves up to 9.0. openxla/xla quotes f32, f16 and i32 of the same table
 //! (`xla/stream_executor/cuda/cuda_core_info_table.cc`). Which instruction takes which pipe:

@@ -48,7 +48,9 @@ pub fn requests(options: &CompileOptions) -> Vec<CompileRequest<TpuTarget>> {
                 ProblemShape::Logits(_) => &["xla", LOSS_BASELINE, "tile-one-pass", "tile-two-pass"],
                 ProblemShape::Head(_) => &["xla-lm-head", HEAD_BASELINE, "tile-lm-head"],
             };
-            ids.iter().for_each(|id| request(&target, id, shape));
+            for id in ids {
+                request(&target, id, shape);
+            }
         }
     }
     let ways = LossProgram::alternatives().map(Programs::id).filter(|&id| id != LOSS_BASELINE);

@@ -167,7 +167,7 @@ impl Qwen2 {
         &self.weights[name]
     }
 
-    /// Computes the RMSNorm `x / √(mean x² + ε) · w`.
+    /// Computes the RMS norm `x / √(mean x² + ε) · w`.
     fn norm(&self, x: &Tensor, name: &str) -> Result<Tensor, TrainError> {
         let square = (x.sqr()?.mean_keepdim(D::Minus1)? + self.config.rms_norm_eps)?;
         Ok(x.broadcast_div(&square.sqrt()?)?.broadcast_mul(self.weight(&format!("{name}.weight")))?)
