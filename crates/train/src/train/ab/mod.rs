@@ -77,7 +77,7 @@ pub enum AbSide {
 }
 
 impl AbSide {
-    /// Both sides, in the order of [`Comparison::arms`].
+    /// Both sides, in the order of `AbComparison::arms`.
     pub const BOTH: [AbSide; 2] = [AbSide::Baseline, AbSide::Kernel];
 
     /// Returns its name in tables, folders and JSON.
