@@ -338,7 +338,7 @@ impl Structure {
         self.dentropy || self.entropy_bonus.is_some_and(Denominator::by_row)
     }
 
-    /// The numbers that [`token_loss`](super::objective::token_loss) reads, in order.
+    /// The numbers that `token_loss` reads, in order.
     pub fn numbers(self) -> Vec<SpecNumber> {
         use SpecNumber as N;
         // The numbers of the objective, then those of options that the spec has.

@@ -9,7 +9,7 @@ pub trait PtxElement: Copy + 'static {
     const DECLARED: &'static str;
     /// The prefix of register names, such as `%f`.
     const PREFIX: &'static str;
-    /// The index of the type in [`ELEMENTS`].
+    /// The index of the type in `ELEMENTS`.
     const PLACE: usize;
     /// The type suffix of instructions that only move bits.
     const BITS: &'static str;
