@@ -149,35 +149,15 @@ impl SourceFile {
     fn parse(text: &str) -> Self {
         let tokens: TokenStream = text.parse().expect("a Rust file");
         let lines: Vec<String> = text.lines().map(str::to_owned).collect();
-        let mut file = Self { is_code: vec![false; lines.len()], lines, tokens };
-        let tokens = file.tokens.clone();
-        file.mark(tokens);
-        file
-    }
-
-    /// Marks the lines of all tokens but those of doc comments, which the lexer turns into attributes.
-    fn mark(&mut self, tokens: TokenStream) {
-        for token in tokens {
-            if let TokenTree::Group(group) = &token {
-                // The attribute of a doc comment has the comment's place, where no bracket is.
-                for span in [group.span_open(), group.span_close()] {
-                    self.mark_lines(span.start().line, span.end().line, span.start().column);
-                }
-                self.mark(group.stream());
-            } else {
-                let span = token.span();
-                self.mark_lines(span.start().line, span.end().line, span.start().column);
+        // The lexer turns a doc comment into an attribute, whose tokens have the comment's place.
+        let is_comment: Vec<bool> = lines.iter().map(|line| line.trim_start().starts_with("//")).collect();
+        let mut is_code = vec![false; lines.len()];
+        mark(&tokens, &mut |first, last| {
+            if !is_comment[first - 1] {
+                is_code[first - 1..last].fill(true);
             }
-        }
-    }
-
-    fn mark_lines(&mut self, first: usize, last: usize, column: usize) {
-        let rest: String = self.lines[first - 1].chars().skip(column).take(3).collect();
-        // A doc comment's closing bracket has its last character's place.
-        let in_comment = self.lines[first - 1].trim_start().starts_with("//");
-        if !in_comment && rest != "/**" {
-            self.is_code[first - 1..last].fill(true);
-        }
+        });
+        Self { is_code, lines, tokens }
     }
 
     /// The doc comments in front of items, `///`, in their order; those of modules, `//!`, have no item to name.
@@ -202,6 +182,22 @@ impl SourceFile {
         let is_doc = |text: &str| text.starts_with("///") || text.starts_with("//!");
         let lines = self.lines.iter().enumerate().map(|(index, line)| (index, line.trim_start()));
         lines.filter(move |(index, text)| text.starts_with("//") && !self.is_code[*index] && (docs || !is_doc(text)))
+    }
+}
+
+/// Calls `on_lines` with the first and the last line of every token, counted from 1.
+fn mark(tokens: &TokenStream, on_lines: &mut impl FnMut(usize, usize)) {
+    for token in tokens.clone() {
+        if let TokenTree::Group(group) = &token {
+            for span in [group.span_open(), group.span_close()] {
+                let line = span.start().line;
+                on_lines(line, line);
+            }
+            mark(&group.stream(), on_lines);
+        } else {
+            let span = token.span();
+            on_lines(span.start().line, span.end().line);
+        }
     }
 }
 
@@ -295,7 +291,8 @@ fn counts_of_file(path: &Path, text: &str, is_source: bool) -> ProseCounts {
         if file.lines[index].chars().count() > WIDTH {
             found("wide lines", place(index + 1, text));
         }
-        for phrase in PHRASES.iter().filter(|phrase| has_phrase(&text.to_lowercase(), phrase)) {
+        let lower = text.to_lowercase();
+        for phrase in PHRASES.iter().filter(|phrase| has_phrase(&lower, phrase)) {
             found("phrases", place(index + 1, &format!("{phrase}: {text}")));
         }
     }
