@@ -168,7 +168,7 @@ impl CompileCommand {
         match (&self.target, self.shape) {
             (Some(AnyTarget::Tpu(target)), Some(shape)) => {
                 let request = self.request(target, shape, options);
-                // What no program can be written for is reported whether libtpu is installed or not.
+                // The text is written first, so that a spec without a program is reported even if libtpu is not installed.
                 request.text()?;
                 let compiler = self.tpu_compiler()?;
                 self.run_one(&request, |request| request.compile(&compiler), table_of)

@@ -6,8 +6,8 @@
 //! target is the middle of the vocabulary. At a branch on an unknown value the thread takes the way on which less runs: it skips
 //! forward, or leaves the loop after one round; the line is reported.
 //!
-//! A warp runs a line as often as the thread that runs it most often. Of each warp the first and the last thread are executed, and
-//! of the grid some clusters, spread so that rows of every alignment are among them. The count is a lower bound, apart from the
+//! A warp runs a line as often as the thread that runs it most often. The first and the last thread of each warp are executed,
+//! and some clusters of the grid, spread so that rows of every alignment are among them. The count is a lower bound, apart from the
 //! scaling from these clusters to the whole grid.
 
 use std::collections::HashMap;
@@ -401,7 +401,7 @@ impl ThreadTracer<'_> {
                 Some(TracedOperand::Several(several)) => several.clone(),
                 _ => continue,
             };
-            // Where the guard is unknown the result is unknown as well.
+            // An unknown guard makes the result unknown.
             let value = if guard.is_some() { self.value(instruction, &registers, place) } else { None };
             let value = value.filter(|_| defined.len() == 1);
             for register in defined {
@@ -558,7 +558,8 @@ impl TripCounts {
             // One cluster further each time, so that rows of every alignment modulo 16 bytes are among them.
             let number = (at * (clusters / chosen) + if clusters > 2 * CLUSTERS { at } else { 0 }) % clusters;
             for cta in number * cluster..(number + 1) * cluster {
-                // Of each warp the first and the last thread are executed; the warp runs a line as often as the more diligent of the two.
+                // The first and the last thread of each warp are executed. The warp runs a line as often as that of the two which
+                // runs it more often.
                 for first in (0..threads_a_cta).step_by(WARP as usize) {
                     let last = (first + WARP).min(threads_a_cta) - 1;
                     let mut most = vec![0_u32; instructions];

@@ -214,7 +214,7 @@ impl Collective {
         // The bytes that the formulas of the links start from: the larger side of a collective.
         let bytes = match kind {
             CollectiveKind::ReduceScatter | CollectiveKind::AllToAll | CollectiveKind::Permute => of_operands(),
-            // What is started returns what it was given too.
+            // A started all-gather returns its operand as well; the second part is the result.
             CollectiveKind::AllGather if starts => instruction.shape.part(1).map_or(0, HloShape::bytes),
             CollectiveKind::AllReduce | CollectiveKind::AllGather => instruction.shape.bytes(),
         };

@@ -210,7 +210,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             let room = exps.as_deref_mut();
             let (sums, right) =
                 if far { self.walk::<E, true>(simd, block, room) } else { self.walk::<E, false>(simd, block, room) };
-            // It was wrong about the maximum: move the sums to the new one, and add the block with more care.
+            // If the block exceeds the assumed maximum, move the sums to the new one, and add the block column by column.
             let top = if right { f32::MIN } else { largest(simd, block) };
             if top > self.max {
                 self.raise(simd, top);

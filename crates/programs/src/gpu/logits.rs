@@ -77,7 +77,7 @@ impl LogitsFormat {
         }
     }
 
-    /// Writes one element as it is elsewhere.
+    /// Copies one element from `from` to `to`, bit by bit.
     pub(crate) fn copy(self, on: &mut PtxBuilder, to: PtxAddress, from: PtxAddress) {
         match self {
             Self::F32 => {

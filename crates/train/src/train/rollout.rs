@@ -167,7 +167,7 @@ fn draw(z: &[f64], sampling: TokenSampling, uniform: f64) -> (u32, f64) {
                 left -= (x - max).exp();
                 left < 0.0
             });
-            // By rounding the cumulative sum may stay below: then the likeliest column.
+            // Rounding may leave the cumulative sum below the drawn number; the likeliest column is taken then.
             beyond.unwrap_or(best)
         }
     };

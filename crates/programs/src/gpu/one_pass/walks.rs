@@ -129,8 +129,8 @@ impl ClusterWriter {
         let kept = match affine {
             None => self.sum_by_gaps(on, walked, max, scales, &sums),
             Some(affine) => {
-                // The row's numbers decide at run time which of the two walks it takes; both leave exponentials in
-                // the same registers.
+                // The row's numbers decide at run time which of the two walks it takes. Both leave their exponentials in one
+                // set of registers, which walk 3 reads.
                 let kept = self.room_for_kept(on, scales.len());
                 on.either(
                     affine.is_beyond,
@@ -207,7 +207,7 @@ impl ClusterWriter {
                 (vec![], None)
             };
             let exps = kept.unwrap_or_else(|| exponentials(on, &gaps, &scales[first..]));
-            // With a bonus dx_j = e_j·(base + slope·gap_j) + policy·e'_j, without one it is policy·e_j.
+            // The gradient is dx_j = e_j·(base + slope·gap_j) + policy·e'_j with an entropy bonus, and policy·e_j without one.
             let gradients: Vec<FloatPair> = if bonus {
                 let of_entropy = gaps.iter().zip(&exps[0]).map(|(&gap, &exp)| {
                     let factor = on.mul_add_pair(slope, gap, base);

@@ -129,7 +129,7 @@ impl Batch<'_> {
         let two = self.two_softmaxes();
         let softmax = |token: usize, names: [&str; 2], inverse: f64| {
             let gap = (max(token) - target_logit(token)) * inverse;
-            // What a device summed below its own maximum.
+            // Each device summed below its own maximum: rescale its sums to the maximum of all.
             let (mut others, mut weighted) = (0.0, 0.0);
             for part in &parts {
                 let shift = (part.at("max", token) - max(token)) * inverse * std::f64::consts::LOG2_E;

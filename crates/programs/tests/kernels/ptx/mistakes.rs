@@ -102,7 +102,7 @@ fn meeting_by_stores_with_a_mistake_is_refused() {
         // A line that is left out: each wait, each barrier, each fence, each arrival and each store.
         for what in ["cp.async.wait", "barrier.", "fence.mbarrier_init", "try_wait", "st.async", "bra $L"] {
             let found = places(what).into_iter();
-            // Of the branches those that repeat a wait, which follow it.
+            // Only the branches that follow a wait and repeat it.
             changes.extend(
                 found
                     .filter(|&at| what != "bra $L" || lines[at - 1].contains("try_wait"))
@@ -184,7 +184,7 @@ fn masked_rows_are_not_read() {
         for target in TARGETS {
             let kernel = &kernels(target, "gpu-one-pass", &spec, around.shape, dtype)[0];
             expect_zeros(&run_without(kernel, ApproximateUnits::Rounded, &inputs, &masked).unwrap());
-            // What counts is read.
+            // Logits of tokens that count are read.
             let first: Range<usize> = 0..of_a_row;
             assert!(
                 run_without(kernel, ApproximateUnits::Rounded, &inputs, &[first])

@@ -96,7 +96,7 @@ impl Loss<'_> {
         for (at @ (b, t), covariance) in covariances {
             let ratio = self.log_ratio(frozen, &frozen.base, b, t).exp();
             let a = self.advantage(b, t);
-            // Where the clipped loss is the larger.
+            // The token is held at a bound if the clipped loss is the larger one.
             let held = (a > 0.0 && !ratio.at_most(1.0 + clip.epsilon_high))
                 || (a < 0.0 && !ratio.at_least(1.0 - clip.epsilon_low));
             selected[at] = !held && !covariance.at_most(band.lower) && !covariance.at_least(band.upper);
