@@ -130,11 +130,15 @@ impl<'c> DlogitsCondition<'c> {
         let on_branch =
             |inputs: &TokenInputs| reference.grad_logp(&Token { inputs: *inputs, ..*token }, branch, *coupling);
         let (by_logp, by_log_ratio) = grad_terms(spec, token, branch, condition.grade);
+        // The gradient reaches ℓ in two ways: directly, and through the log-ratio w. A token's own ratio has a factor
+        // of its slope; one that the sequence shares has the slope and the token's share `1/n` of the sum over all of
+        // its tokens.
         let through_ratio = match spec.ratio.level {
             RatioLevel::Token => branch.slope * by_log_ratio,
             RatioLevel::SequenceToken => by_log_ratio,
             RatioLevel::Sequence | RatioLevel::SequenceProduct => branch.slope * token.share * condition.shared.sum,
         };
+        // The sum over the sequence has an error of its own too, of which the token has the same share.
         let mut moved = response(spec, &token.inputs, condition.moves, &on_branch);
         let mut flushed = grad_flushed(spec, token, branch, condition.grade);
         if spec.ratio.level.is_shared() {
@@ -170,6 +174,8 @@ impl<'c> DlogitsCondition<'c> {
     /// Bounds the dlogits of `columns`, and splits off the parts that they share.
     pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnErrorParts {
         let (whole, flushed) = self.whole_and_flushed(columns);
+        // The common part is what an error of `G`, of `S` or of the mean gap does to every column alike, in proportion
+        // to `p_j`. It is split off because such errors cannot cancel in a product with the head's weights.
         let p = &columns.logp().probabilities;
         let [mut common, mut of_ratio] = [(); 2].map(|()| ColumnErrors::new(p.len()));
         let t = 1.0 / self.token.temperature();
@@ -178,10 +184,12 @@ impl<'c> DlogitsCondition<'c> {
             if self.token.inputs.row_log_ratio.is_some() {
                 let moved = self.moved.times(t);
                 of_ratio = ColumnErrors::in_proportion(moved, p);
+                // A target's column moves by `1 − p_y` where the others move by `p_j`.
                 for (target, y) in self.targets_in(columns) {
                     of_ratio.set(y, moved.times(target.others));
                 }
             }
+            // A target's share of a common error has the other sign, so that none of it counts as common.
             for (_, y) in self.targets_in(columns) {
                 common.set(y, ErrorBound::default());
             }
@@ -222,9 +230,12 @@ impl<'c> DlogitsCondition<'c> {
         let softmax = &token.logp_softmax;
         let (mean_gap, mean_error) =
             (softmax.stats.mean_gap + self.rounded, self.condition.softmax.mean_error / softmax.divisor);
+        // The sum of the others is Σ p_j a_j less the target's own term. It is a difference of rounded numbers, which
+        // may be slightly below 0 where the target has nearly all of the mass.
         let gaps_of_others = (mean_gap - p * gap).max(0.0);
         let errors_of_others = (mean_error - p * error).max(0.0);
         let offset = self.condition.softmax.offsets[0];
+        // The terms of the token's other places, which a column with an id of its own has like any other column.
         let of_rest = rest * p * (1.0 + gap + mean_gap) + others * moved.scale;
         let scale = own * (others * (1.0 + mean_gap) + gaps_of_others) + of_rest;
         // The textbook's G − G·p rounds G itself, and not only G·(1 − p).

@@ -111,16 +111,21 @@ pub(super) fn diagnose_tokens<G>(
     let (shape, dtype) = (reference.shape(), reference.problem().logits.dtype());
     // The largest error, and the errors that two known causes would have at most.
     let (mut error, mut coarse, mut of_sum) = (0.0, 0.0, 0.0);
+    // Tokens whose values are not finite have no error to look at.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         let exact = if of_logp { token.inputs.logp } else { token.entropy };
         error = f64::max(error, (values.at(b, t) - exact).abs());
+        // A softmax in the logits' own dtype is off by up to four half ulps of its largest logit; a sum of V terms that
+        // rounds at each step is off by up to V·u times its size.
         let size = token.logp_softmax.stats.max.abs().max(token.inputs.logp.abs());
         coarse = f64::max(coarse, 4.0 * half_ulp(size, dtype));
         let sum = if of_logp { 1.0 } else { token.entropy };
         of_sum = f64::max(of_sum, U * shape.vocab as f64 * sum);
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
+    // The two causes are told by the size of the largest error alone: within a factor of 16 of what a narrow softmax
+    // would have, or below the worst of a sum one by one.
     match () {
         () if !error.is_finite() => None,
         () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
@@ -149,6 +154,7 @@ impl Pairs {
 
     /// Returns the factor that fits best in least squares, and the relative size of what remains of the actual values.
     fn factor(&self) -> Option<(f64, f64)> {
+        // The least-squares factor is Σxy/Σx², and what remains of Σy² is Σy² − factor·Σxy.
         let factor = self.product / self.expected2;
         let left2 = self.actual2 - factor * self.product;
         (self.count >= 4 && factor.is_finite()).then(|| (factor, (left2.max(0.0) / self.actual2).sqrt()))
@@ -161,6 +167,7 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diag
     let dtype = dlogits.dtype();
     let (mut others, mut targets) = (Pairs::default(), Pairs::default());
     let (mut beyond_half, mut toward_zero) = (0, true);
+    // Targets and other entries are kept apart: a wrong factor on one of them alone is another bug.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
@@ -170,6 +177,8 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diag
             }
             let is_id = v == token.id || reference.others(token).iter().any(|other| other.id == v);
             if is_id { &mut targets } else { &mut others }.add(x, y);
+            // A rounded value is within half an ulp and a truncated one within a whole ulp below it. The 5 % above
+            // leave room for the kernel's own f32 errors.
             let half = half_ulp(x, dtype);
             if (y - x).abs() > 1.05 * half {
                 beyond_half += 1;
@@ -204,6 +213,7 @@ pub(super) fn stored_wider<D: Dimension>(output: Output, values: &FloatView<D>) 
         return None;
     }
     let values = values.to_f64();
+    // A handful of values may be round by chance: at least 16 finite ones other than 0 are asked for.
     let finite = || values.iter().copied().filter(|x| x.is_finite() && *x != 0.0);
     let of = |dtype: Dtype| finite().all(|x| dtype.round(x) == x);
     let narrow =

@@ -243,6 +243,8 @@ impl Tally {
         allowance: Allowance,
         dtype: Dtype,
     ) {
+        // NaN fails every comparison, and would pass a test of `error > limit`; so all three numbers are asked for
+        // first.
         let limit = allowance.rounding + kappa * allowance.unit * allowance.scale + allowance.floor;
         if !(expected.is_finite() && actual.is_finite() && limit.is_finite()) {
             return self.compare_nonfinite(at, expected, actual, limit, dtype);
@@ -291,6 +293,8 @@ impl Tally {
     #[inline]
     fn count(&mut self, exact: &[f64], actual: &[f64], spacing: Spacing) {
         let mut in_ulp = [0.0; AT_ONCE];
+        // A value beyond one edge is beyond all lower ones, so the counts of the buckets are differences of such
+        // numbers, and most blocks end after the first edge.
         let in_ulp = &mut in_ulp[..exact.len()];
         for (in_ulp, (x, y)) in in_ulp.iter_mut().zip(exact.iter().zip(actual)) {
             *in_ulp = (y - x).abs() / (2.0 * spacing.half_ulp(*x));

@@ -34,14 +34,16 @@ impl ObjectiveTerms {
             is_score: false,
             flushed: (1.0 + advantage) * (1.0 + weight),
         };
-        // The size of the value as a term in ℓ and one in w, which may cancel.
+        // The size of the value as a term in ℓ and one in w, which may cancel though each was rounded at its own size.
         let w = inputs.level_log_ratio(spec).value;
         let in_parts = plain.value.max((term.by_logp * inputs.logp).abs() + (term.by_log_ratio * w).abs());
         match &spec.objective {
+            // PPO's clip has no coefficient in front of ℓ: the ratio may be flushed, which A then multiplies.
             Objective::PpoClip(_) => Self { flushed: advantage, ..plain },
             Objective::Cispo(_) | Objective::PolicyGradient | Objective::MaskedRatio(_) | Objective::Aspo(_) => {
                 Self { is_score: true, ..plain }
             }
+            // TOPR multiplies by a weight of the token's sign after the coefficient, which may be flushed once more.
             Objective::Topr(topr) => {
                 let most = topr.positive_weight.max(topr.negative_weight);
                 Self { is_score: true, flushed: plain.flushed * (1.0 + most), ..plain }
@@ -55,12 +57,16 @@ impl ObjectiveTerms {
             }
             Objective::Sapo(sapo) => match grade {
                 Grade::Exact => plain,
+                // The sigmoid's slope is `σ(x)·σ(−x)` in a careful kernel, and `σ·(1 − σ)` in a textbook's, which
+                // rounds at the size of σ.
                 Grade::Standard => {
                     let slope = weight * sapo_slope_rounding(sapo, spec, inputs);
                     Self { by_log_ratio: plain.by_log_ratio.max(slope), ..plain }
                 }
             },
             Objective::Vespo(vespo) => {
+                // VESPO's `λ + k·ln w − λ·w` is an exponent: its terms round at their own sizes, and the exponential
+                // takes these errors as relative ones.
                 let exponent = vespo_exponent_rounding(vespo, inputs);
                 Self { value: plain.value * exponent, by_logp: plain.by_logp * exponent, is_score: true, ..plain }
             }
@@ -87,6 +93,7 @@ pub(super) fn sapo_gate(sapo: &Sapo, ratio: f64, advantage: f64) -> f64 {
 
 /// Returns the factor by which the rounding of the terms of VESPO's `λ + k·ln w − λ·w` is larger than that of an exponential.
 fn vespo_exponent_rounding(vespo: &Vespo, inputs: &TokenInputs) -> f64 {
+    // The bounds are the objective's own clamp of the log-weight, so that no exponent beyond it counts.
     let log_weight = inputs.row_log_weight.clamp(1e-8_f64.ln(), 20.0);
     let (k, lambda) = if inputs.advantage >= 0.0 {
         (vespo.k_positive, vespo.lambda_positive)
@@ -99,6 +106,8 @@ fn vespo_exponent_rounding(vespo: &Vespo, inputs: &TokenInputs) -> f64 {
 /// Bounds the rounding error of a trust region's divergence, in units of `u`, if `ℓ` is off by `moved·u`.
 pub(super) fn divergence_error(region: &TrustRegion, inputs: &TokenInputs, moved: f64) -> f64 {
     let (p, p_old) = (inputs.logp.exp(), inputs.old_logp.exp());
+    // The divergence of a sampled id: |p − p_old| of the total variation, and of the binary KL between (p, 1 − p) and
+    // (p_old, 1 − p_old) two logarithms, of which that of the complements is ill-conditioned near 1.
     match region.divergence {
         Divergence::TotalVariation => p * moved + 2.0 * (1.0 + p_old) + region.low.max(region.high),
         Divergence::BinaryKl => {

@@ -85,6 +85,8 @@ impl EntropyQuantile {
         }
         let index = quantile_index(&top, entropies.len());
         let (below, fraction) = (index.floor(), index.fract());
+        // A threshold that is a token's own entropy is rounded only where it is stored in f32 and compared with
+        // unrounded entropies.
         let roundings = match (fraction == 0.0, top.precision) {
             (true, QuantilePrecision::Exact | QuantilePrecision::F32) => 0.0,
             (true, QuantilePrecision::F32Threshold) => 1.0,
@@ -102,6 +104,8 @@ impl EntropyQuantile {
 
     /// Returns the quantile of ascending values after `value`, one of them, is replaced by `by`.
     fn with(&self, ascending: &[f64], value: f64, by: f64) -> f64 {
+        // Replacing one of n ascending values needs no new sort: the others keep their order, and the new value is put
+        // at its place by bounding it with its neighbours.
         let place = ascending.partition_point(|other| *other < value);
         // The values without the replaced one.
         let rest = |k: usize| ascending.get(if k < place { k } else { k + 1 }).copied().unwrap_or(f64::INFINITY);
@@ -119,6 +123,8 @@ impl EntropyQuantile {
             all
         };
         let (lows, highs) = (ascending(UncertainEntropy::low), ascending(UncertainEntropy::high));
+        // The threshold moves by at most as much as the entropy that moves it, so the extreme cases are one token
+        // against all others at the opposite ends.
         let is_open = |token: &UncertainEntropy| {
             let (low, high) = (token.low(), token.high());
             let left_out = self.with(&highs, high, low) + self.rounding > low;
@@ -130,6 +136,8 @@ impl EntropyQuantile {
     /// Whether some correct kernel keeps exactly these tokens.
     fn may_be(&self, kept: &[bool]) -> bool {
         let (of_kept, of_others): (Vec<_>, Vec<_>) = self.entropies.iter().zip(kept).partition(|(_, kept)| **kept);
+        // All others must be able to be below all kept tokens: the largest lower end of the others is compared with the
+        // smallest upper end of the kept.
         let lowest = of_others.iter().map(|(token, _)| token.low()).fold(f64::NEG_INFINITY, f64::max);
         let highest = of_kept.iter().map(|(token, _)| token.high()).fold(f64::INFINITY, f64::min);
         let ascending = |mut values: Vec<f64>| {
@@ -138,12 +146,15 @@ impl EntropyQuantile {
         };
         let left_out = of_others.len();
         lowest < highest
+            // The quantile is between values of one side: which of them it is depends on how many tokens are below it.
             && if left_out <= self.below {
                 // The quantile is among the kept ones: it is lowest if the lowest of them is as high, and the others as low, as they
                 // may be.
                 let values = ascending(of_kept.iter().map(|(token, _)| token.low().max(highest)).collect());
                 self.between(|k| values(k - left_out)) - highest <= self.rounding
             } else if left_out == self.below + 1 {
+                // The quantile is between the highest of the others and the lowest of the kept: it is above the former
+                // wherever it is interpolated or rounded.
                 self.fraction > 0.0 || self.rounding > 0.0
             } else {
                 let values = ascending(of_others.iter().map(|(token, _)| token.high().min(lowest)).collect());

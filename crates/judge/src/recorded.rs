@@ -50,6 +50,9 @@ pub fn head_scalars(head: &HeadReference) -> BTreeMap<&'static str, RecordedScal
     let sizes = head.hidden().mapv(f64::abs);
     let (mut dhidden, mut dlm_head) = (Total::default(), Total::default());
     for columns in head.column_chunks() {
+        // The head and its gradient are too large for f64 as a whole, so both sums go over the vocabulary in chunks.
+        // The scale of a sum of absolute values is the sum of the elements' scales, taken through the products with |w|
+        // and |x|.
         let gradients = head.dlogits(columns.clone());
         let mut scales = Array2::zeros(gradients.dim());
         for ((b, t), condition) in conditions.indexed_iter() {
@@ -85,6 +88,7 @@ fn sums(reference: &Reference) -> (RecordedSums, Array2<Option<Condition>>) {
             let scales =
                 DlogitsCondition::new(condition, reference, token, &condition.alternatives[0]).whole(&row).scale;
             for ((&x, &d), scale) in row.logits().iter().zip(&dlogits).zip(scales) {
+                // The square d² moves by 2|d| of an error of d, and the product d·x by |x|.
                 sums.sum_abs.add(d.abs(), scale);
                 sums.sum_sq.add(d * d, 2.0 * d.abs() * scale);
                 // The product 0 · (−∞) counts as 0.

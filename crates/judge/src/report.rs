@@ -128,6 +128,8 @@ pub fn checks_table(verdicts: &Verdicts) -> String {
         table.column_mut(column).expect("nine columns").set_cell_alignment(CellAlignment::Right);
     }
     let number = |x: Option<f64>| x.map_or("–".into(), |x| format!("{x:.2e}"));
+    // Metrics and recorded values are many and hardly ever fail, so the line of a family names its size and its worst
+    // member.
     for (check, count) in table_lines(&verdicts.checks) {
         let output =
             if count == 1 { check.output.clone() } else { format!("{count} {}", check.family.unwrap_or("outputs")) };
@@ -150,6 +152,8 @@ pub fn checks_table(verdicts: &Verdicts) -> String {
 pub fn below_table(verdicts: &Verdicts) -> String {
     let mut text = String::new();
     let mut said = Vec::new();
+    // The checks of one output fall short for one reason on many fixtures: each pair of output and reason is written
+    // once.
     for check in &verdicts.checks {
         let Some(short) = &check.short_of_exact else { continue };
         if !said.contains(&(&check.output, short)) {
@@ -184,6 +188,7 @@ pub fn below_table(verdicts: &Verdicts) -> String {
 /// Groups the checks into lines: those of one family that pass one after another become one line, the one closest to its limit, with
 /// their number.
 fn table_lines(checks: &[GateCheck]) -> Vec<(&GateCheck, usize)> {
+    // Only neighbours are joined, so that the table keeps the order in which checks were made.
     let joins = |a: &GateCheck, b: &GateCheck| {
         let same = |of: fn(&GateCheck) -> (&str, &str)| of(a) == of(b);
         a.family.is_some()
@@ -239,6 +244,7 @@ fn family(output: Output) -> Option<&'static str> {
 
 /// Names the runs that have gradients among their checks, and compared none of them.
 fn without_gradient(checks: &[GateCheck]) -> Vec<String> {
+    // A run is a fixture with an implementation: one compared gradient among its checks is enough.
     let mut runs: Vec<(String, bool)> = Vec::new();
     for check in checks {
         let Some(compared) = check.compared_gradient else { continue };

@@ -60,6 +60,8 @@ pub fn summary(verdicts: &Verdicts) -> String {
     let mut named: Vec<bool> = implementations.iter().map(|of| of.worst.is_some()).collect();
     loop {
         let table = summary_table(implementations, &named);
+        // The table draws its own columns, so that its width is known only after it is drawn: each round drops one name
+        // and draws again.
         let too_wide = table.lines().any(|line| line.chars().count() > COLUMNS.into());
         let length = |i: &usize| implementations[*i].worst.as_ref().map(|worst| check_name(worst).len());
         match (0..named.len()).filter(|&i| named[i]).max_by_key(length) {
@@ -72,6 +74,7 @@ pub fn summary(verdicts: &Verdicts) -> String {
 /// Draws the table, with the worst check of each line named if `named` says so.
 fn summary_table(implementations: &[ImplementationSummary], named: &[bool]) -> String {
     let any = |count: fn(&ImplementationSummary) -> usize| implementations.iter().any(|of| count(of) > 0);
+    // A column whose entries are all 0 is left out.
     let (failed, nothing) = (any(|of| of.failed), any(|of| of.not_compared));
     let mut header = vec!["impl", "checks"];
     header.extend(failed.then_some("failed"));

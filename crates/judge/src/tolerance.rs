@@ -151,6 +151,8 @@ impl Tolerances {
             let fault = || ToleranceError::Reason { field, given: given.into() };
             if given.split_whitespace().count() >= WORDS { Ok(()) } else { Err(fault()) }
         };
+        // A number without a reason is refused like one out of range: a limit that nobody derived must not enter the
+        // file.
         for (name, class) in &file.class {
             for (field, given) in [("logp", class.logp), ("entropy", class.entropy), ("gradient", class.gradient)] {
                 number(format!("class.{name}.{field}"), given)?;

@@ -91,6 +91,8 @@ pub(super) fn branches(
             }
         }
     }
+    // Grade `standard` also forgives the gradient of two equal arguments of `min` or `clip`; it is no side of a kink,
+    // so that no inputs nearby lead to it.
     if let Some(held) = held_by_clip(spec, token, nearby, bands).filter(|held| !branches.contains(held)) {
         branches.push(held);
     }
@@ -105,6 +107,8 @@ pub(super) fn held_by_clip(spec: &LossSpec, token: &Token, nearby: &[TokenInputs
     if bands.grade != Grade::Standard {
         return None;
     }
+    // A held branch is added only where the inputs nearby span less than 1e-3 of a ratio: in a wider band nearly every
+    // token would have a ratio at a bound.
     let ratios = nearby.iter().map(|inputs| inputs.ratio(spec));
     let (low, high) = ratios.fold((f64::INFINITY, 0.0), |(low, high), x| (f64::min(low, x), f64::max(high, x)));
     token.branch.held_by_clip(spec, low..=high).filter(|_| high <= low * (1.0 + 1e-3))
@@ -118,7 +122,11 @@ fn choice_bands(
     batch: &BatchCondition,
     sequence: &SequenceCondition,
 ) -> [f64; 2] {
+    // The off-policy mask compares the mean divergence of a sequence with a threshold: the band is 2κ_logp·C̄ + 4
+    // roundings wide.
     let on_policy = U * (2.0 * bands.logp * sequence.mean.scale + 4.0) + 2.0 * sequence.mean.floor;
+    // A covariance is `(A − mean A)(ℓ − mean ℓ)`: a token's logp and the batch's mean err by at most the token's bound
+    // plus the largest bound of the batch, and the first factor is at most `|A| + max |A|`.
     let two = |kappa: f64, a: ErrorBound, b: ErrorBound| U * kappa * (a.scale + b.scale) + a.floor + b.floor;
     let logps = two(bands.logp, softmax.logp, batch.logp) + U * (8.0 + token.inputs.logp.abs());
     let selected = (token.inputs.advantage.abs() + batch.advantage) * logps;

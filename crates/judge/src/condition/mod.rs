@@ -132,6 +132,7 @@ impl Condition {
     /// Evaluates the conditions of every unmasked token; `errors` has one entry per token, or none if logits are given.
     pub(crate) fn for_tokens(reference: &Reference, bands: Bands, errors: &[LogitErrors]) -> Array2<Option<Condition>> {
         let shape = reference.shape();
+        // The errors are flat, `[B·T]`; an empty list means that logits are given, and each token then has no error.
         let errors = |(b, t): (usize, usize)| errors.get(b * shape.tokens + t).cloned().unwrap_or_default();
         // First every softmax by itself, which is the expensive part: each reads V logits.
         let places: Vec<(usize, usize)> = ndarray::indices((shape.batch, shape.tokens)).into_iter().collect();
@@ -177,16 +178,21 @@ impl Condition {
         // The branches that rounding may have put the token on, each with every choice of the sequence's other tokens.
         let nearby = nearby(spec, token, softmax, bands, batch, sequence);
         let branches = branches(spec, token, &nearby, moves, bands);
+        // The branches do not tell how a token counts in the clip fractions, so inputs nearby are asked again: a token
+        // is tied where any of them counts otherwise than the reference.
         let tied = nearby.iter().fold((false, false), |tied, inputs| {
             let (low, high) = clipped(spec, inputs);
             (tied.0 || low != token.clipped_low, tied.1 || high != token.clipped_high)
         });
+        // A coupling belongs to the whole sequence and a branch to the token, so every pair of them is possible.
         let with_coupling = |&coupling| branches.iter().map(move |&branch| BranchAlternative { branch, coupling });
         let alternatives: Vec<BranchAlternative> = sequence.couplings.iter().flat_map(with_coupling).collect();
 
         // The token loss: its terms' sizes, and how far it moves with its inputs, on the branch where that is most.
         let respond = |f: &dyn Fn(&TokenInputs) -> f64| response(spec, inputs, moves, f);
         let beta = spec.kl.as_ref().map_or(0.0, |kl| kl.beta);
+        // A KL estimate rounds at the size of its value and at those of its terms 1 and d, which the importance weight
+        // multiplies; d is at most its clamp.
         let kl_terms = spec.kl.as_ref().map_or(0.0, |kl| {
             let d = inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp);
             let d = d.abs().min(kl.difference_clamp.unwrap_or(f64::INFINITY));
@@ -199,6 +205,7 @@ impl Condition {
             let terms = ObjectiveTerms::new(spec, inputs, branch, bands.grade).value + weighted(beta, kl_terms);
             most.or(ErrorBound { scale: terms + response.scale, floor: response.floor }.finite_or_zero())
         });
+        // The other ids of a token bring a term `c_k·ℓ_k` each to its loss, and their bounds to the bound of the loss.
         let others: Vec<ErrorBound> = reference
             .others(token)
             .iter()
@@ -206,6 +213,8 @@ impl Condition {
             .collect();
         let others_loss = others_bound(reference, token, &others).finite_or_zero();
 
+        // Flushed values add to the floor: the loss itself, the ratio (which `A` multiplies, and then the sampler's
+        // weight), a coefficient that multiplies ℓ, and the ratio in front of the KL estimate.
         let kl_flushed = kl_flushed(spec, inputs, &token.branch)[0];
         let loss_flushed = {
             let terms = ObjectiveTerms::new(spec, inputs, &token.branch, bands.grade);

@@ -24,6 +24,7 @@ pub(crate) fn response(
     f: &dyn Fn(&TokenInputs) -> f64,
 ) -> ErrorBound {
     let here = f(inputs);
+    // Each input is moved both ways and the larger change counts: next to a kink one of the two may change nothing.
     let between = |inputs: [TokenInputs; 2]| {
         let [down, up] = inputs.map(|inputs| (f(&inputs) - here).abs());
         down.max(up)
@@ -34,6 +35,7 @@ pub(crate) fn response(
     // error of ℓ cancels, as ρ·e^d does not depend on it.
     let by_logp = |by: f64| [shift(spec, inputs, -by), shift(spec, inputs, by)];
     let of_logp = moved(by_logp(moves.logp.scale * U));
+    // A difference with an infinite side is not rounded; its token is judged by not being finite alone.
     let differences = [inputs.logp - inputs.old_logp, inputs.ref_logp.map_or(0.0, |ref_logp| ref_logp - inputs.logp)];
     let [x, d] = differences.map(|difference| if difference.is_finite() { difference * U } else { 0.0 });
     let old = |by: f64| TokenInputs { old_logp: inputs.old_logp + by, ..*inputs };
@@ -44,6 +46,7 @@ pub(crate) fn response(
     let of_sampler = s.map_or(0.0, |s| moved([sampler(-s), sampler(s)]));
     let of_differences = moved([old(-x), old(x)]) + moved([reference(-d), reference(d)]) + of_sampler;
     let mut total = ErrorBound { scale: of_logp.max(of_differences), floor: 0.0 };
+    // A floor is in nats, not in units of u, and stays so: it is not divided by U.
     if moves.logp.floor > 0.0 {
         total.floor += between(by_logp(moves.logp.floor));
     }
@@ -63,6 +66,7 @@ pub(crate) fn response(
         let by = level.value.abs() * U;
         total.scale += moved([at(level.value - by), at(level.value + by)]);
     }
+    // VESPO weighs a token by `w` of its whole sequence, which has a log-weight of its own and so an error of its own.
     if matches!(spec.objective, Objective::Vespo(_)) {
         let weight =
             |by: f64| [-by, by].map(|by| TokenInputs { row_log_weight: inputs.row_log_weight + by, ..*inputs });

@@ -35,6 +35,8 @@ impl BatchCondition {
             }
         }
         let mut all = Self { logp: ErrorBound::default(), advantage: 0.0, open };
+        // A covariance compares a token with means over the batch, whose errors are not known token by token: the
+        // largest bound and the largest advantage stand for all of them.
         for ((b, t), softmax) in softmax.indexed_iter() {
             let (Some(softmax), Some(token)) = (softmax, reference.token(b, t)) else { continue };
             all.logp = all.logp.or(softmax.logp);
@@ -74,6 +76,8 @@ pub(super) struct SequenceCondition {
 impl SequenceCondition {
     pub(super) fn new(reference: &Reference, bands: Bands, batch: &BatchCondition, tokens: &[SequenceToken]) -> Self {
         let spec = reference.spec();
+        // A token contributes the error of its logp, and those of rounding `old_logp` and the log-ratio `x = ℓ −
+        // old_logp`.
         let condition = |&(_, token, softmax): &SequenceToken| {
             let x = token.inputs.logp - token.inputs.old_logp;
             softmax.logp.scale + old_logp_size(spec, token) + if x.is_finite() { x.abs() } else { 0.0 }
@@ -81,6 +85,8 @@ impl SequenceCondition {
         let sum: f64 = tokens.iter().map(condition).sum();
         let floors: f64 = tokens.iter().map(|(_, _, softmax)| softmax.logp.floor).sum();
         let count = tokens.len().max(1) as f64;
+        // A shared ratio is the exponential of the mean of a sequence's log-ratios, whose errors are averaged; RLOO's
+        // product of ratios has their sum.
         let shared = if spec.ratio.level == RatioLevel::SequenceProduct { 1.0 } else { count };
         let weights = tokens.first().map_or(0.0, |(_, token, _)| token.inputs.row_log_weight.abs());
         let flushed = |(_, token, _): &SequenceToken| grad_flushed(spec, token, &token.branch, bands.grade);
@@ -91,6 +97,8 @@ impl SequenceCondition {
             couplings: vec![tokens.first().map_or(0.0, |(_, token, _)| token.coupling)],
             terms: RatioTerms { flushed: tokens.iter().map(flushed).sum(), ..RatioTerms::default() },
         };
+        // The terms of Σ ∂loss/∂w may cancel within a sequence, so their sizes and their movements are added up, which
+        // bounds the sum in any order.
         if spec.ratio.level.is_shared() {
             for &(_, token, softmax) in tokens {
                 let moves = sequence.moves(spec, token, softmax);
@@ -115,6 +123,9 @@ impl SequenceCondition {
         let sum = |branch: &dyn Fn(&Token, SoftmaxErrors) -> Branch| -> f64 {
             tokens.iter().map(|&(_, token, softmax)| reference.by_log_ratio(token, &branch(token, softmax))).sum()
         };
+        // All tokens of a sequence read one rounded ratio and one rounded mask, so that they move together: one sum for
+        // each end of the band, one at the kink of |w|, one for each way of making the open choices, one with the
+        // branches that a clip holds. The combinations of single tokens are not possible.
         let mut couplings = Vec::new();
         for by in within(band) {
             couplings.push(sum(&|token, _| Branch::at(spec, &shift_shared(&token.inputs, by))));

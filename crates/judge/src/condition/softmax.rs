@@ -68,12 +68,15 @@ impl SoftmaxErrors {
         let q = &token.entropy_softmax;
         // ∂H/∂z_j = q_j (a_j − ā), which is 0 if all gaps are equal: the squares of the errors count too.
         let (mut mean_error, mut spread) = (0.0, 0.0);
+        // A logit's own error reaches logp by the mean Σ p_j ε_j, and entropy by its first derivative and the squares.
+        // Only logits that are a product have such errors, and only then the whole row is read again.
         if !errors.is_empty() {
             let row = reference.row(b, t, token);
             let SoftmaxColumns { z, probabilities } = row.entropy();
             let of_entropy = z.iter().zip(probabilities);
             for (j, (p_j, (z_j, &q_j))) in row.logp().probabilities.iter().zip(of_entropy).enumerate() {
                 mean_error += p_j * error(j);
+                // A column of probability 0 has a gap of ∞, whose product with 0 would be NaN.
                 let (gap, error) = (if q_j == 0.0 { 0.0 } else { q.stats.max - z_j }, error(j) / q.divisor);
                 spread += q_j * ((gap - q.stats.mean_gap).abs() + error) * error;
             }
@@ -82,6 +85,8 @@ impl SoftmaxErrors {
         let second_moment = q.stats.mean_square_gap;
         Self {
             logp: logp_bound(reference, token, token.id, (errors, mean_error), bands),
+            // Entropy is `ln S + ā`: its condition is 1 + H + ā + ā₂ (docs/tolerances.md), and the rounding of
+            // transformed logits counts 1 + H times.
             entropy: ErrorBound {
                 scale: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
                 floor: spread + offsets[1] * (1.0 + token.entropy),
@@ -126,6 +131,7 @@ pub(super) fn logp_bound(
     let (gap, log_p) = (softmax.stats.max - z, softmax.stats.log_probability(z));
     let rounded = exponent_rounding(reference, token, z);
     let own = spec.logits.scale.abs() * errors.at(id);
+    // The difference z_y − ln Σ e^z moves by at most the id's own error and the mean Σ p_j ε_j.
     let product = if errors.is_empty() { 0.0 } else { (own + mean_error) / softmax.divisor };
     // ∂ℓ/∂log p_y: 1, or 1/T if the temperature divides the log-probability.
     let factor = softmax.divisor / token.temperature();
@@ -146,6 +152,8 @@ pub(super) fn others_bound(reference: &Reference, token: &Token, bounds: &[Error
     let mut all = ErrorBound { scale: 0.0, floor: others.len() as f64 * FLUSHED };
     let mut sizes = token.policy.value.abs();
     for (other, bound) in others.iter().zip(bounds) {
+        // Each term has the error of its product and, times the cotangent, that of its logp; the sum of the terms then
+        // rounds at the sum of their sizes.
         let (size, factor) = ((other.grad_logp * other.logp).abs(), other.grad_logp.abs());
         all = all.plus(ErrorBound { scale: size + factor * bound.scale, floor: factor * bound.floor });
         sizes += size;

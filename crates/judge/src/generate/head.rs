@@ -78,6 +78,8 @@ impl HeadRecipe {
         if !spec.support.keep_sampled {
             sampled.mapv_inplace(|id| within_support(spec, vocab, id));
         }
+        // Factors are rounded before they are multiplied: logits are then those of the very numbers that a kernel is
+        // given.
         let (mut hidden, mut columns) = draw_factors(recipe.regime, &mut rng, [batch * tokens, width, vocab], &sampled);
         for factor in [&mut hidden, &mut columns] {
             factor.mapv_inplace(|x| recipe.dtype.round(x));

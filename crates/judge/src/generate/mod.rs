@@ -203,6 +203,8 @@ impl Recipe {
         if tokens_that_count == CountedTokens::All {
             mask.fill(true);
         }
+        // Advantages of 0 occur in training where all rewards of a group are equal; a kernel may skip such tokens, and
+        // then loses their KL term.
         let mut advantage = || if rng.random_bool(0.1) { 0.0 } else { f32_value(rng.sample(StandardNormal)) };
         let advantages = match spec.advantages {
             AdvantageLevel::Token if spec.is_from_cotangents() => {
@@ -227,6 +229,7 @@ impl Recipe {
         problem.extra.bias = spec.logits.bias.then(|| Array1::from_shape_simple_fn(vocab, || normal(1.0)));
         problem.extra.dentropy = spec.dentropy.then(|| Array2::from_shape_simple_fn((batch, tokens), || normal(0.3)));
         problem.extra.temperature = (spec.temperature == Temperature::Given).then(|| {
+            // The shape alternates with the seed, so that both layouts of temperatures are drawn for every spec.
             let columns = if self.seed.is_multiple_of(2) { 1 } else { tokens };
             Array2::from_shape_simple_fn((batch, columns), || f32_value(normal(0.4).exp().clamp(0.4, 2.0)))
         });
@@ -248,6 +251,8 @@ impl Recipe {
         };
         let reference = reference::evaluate(&policy, &problem)?;
         let logp = |b, t| reference.token(b, t).map_or(0.0, |token| token.inputs.logp);
+        // Log-probabilities of other policies are around the policy's own, so that ratios are around 1 and tokens fall
+        // on either side of every clip.
         let mut noisy = || {
             Array2::from_shape_fn((batch, tokens), |(b, t)| {
                 let noise: f64 = rng.sample(StandardNormal);
@@ -279,11 +284,13 @@ impl Recipe {
                 .filter(|&v| row[v].is_finite() || self.regime == Regime::TargetHoles)
                 .collect();
             let raised = if spec.logits.scale < 0.0 { -1.0 } else { 1.0 };
+            // A negative scale turns the order of logits round, and the likeliest columns are then the lowest.
             columns.sort_by(|&v, &w| (raised * row[w]).total_cmp(&(raised * row[v])));
             for k in 0..spec.ids_per_token - 1 {
                 let again = rng.random_bool(if k == 0 { 0.5 } else { 0.25 }) || columns.is_empty();
                 let any = rng.random_bool(0.125);
                 let drawn = if any { rng.random_range(0..columns.len().max(1)) } else { k };
+                // More ids than columns wrap around.
                 let column = |at: usize| i64::try_from(columns[at % columns.len()]).expect("at most 2³¹");
                 ids[[b, t, k]] = if again { first } else { column(drawn) };
             }

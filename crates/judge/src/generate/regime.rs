@@ -103,6 +103,8 @@ fn draw_column(rng: &mut ChaCha8Rng, row: &[f64]) -> usize {
         let p = (x - most).exp() / sum;
         if (1e-3..1.0 - 1e-6).contains(&p) { p } else { 0.0 }
     };
+    // The draw walks the cumulative sum of the admitted probabilities; rounding may leave a rest at the end, for which
+    // the first admitted column is taken.
     let mut left = rng.random_range(0.0..1.0) * row.iter().map(probability).sum::<f64>();
     let drawn = row.iter().position(|x| {
         left -= probability(x);
@@ -138,6 +140,8 @@ pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id
         Regime::Sampled => {
             // In a recorded model the gap of the k-th column is about 2.7 ln k; a row may be flatter or steeper.
             let (peak, steepness) = (normal(15.0, 2.0).sample(rng), rng.random_range(1.0..6.0));
+            // Gaps are scattered by a fifth, and several ranks may meet in one column: rows differ in shape and not
+            // only in order.
             for rank in 1..=row.len().min(HEAVY) {
                 let gap: f64 = steepness * f64::from(u32::try_from(rank).expect("few")).ln();
                 row[rng.random_range(0..row.len())] = peak - gap * rng.random_range(0.8..1.2);
@@ -146,6 +150,8 @@ pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id
             row.swap(drawn, id);
         }
         Regime::LongTail => {
+            // A peak of ln V ± a nat has about the weight of all other columns, so that a sum in f32 is already large
+            // when the small terms come.
             let peak = (row.len() as f64).ln() + rng.random_range(-1.5..0.5);
             row[0] = peak;
             if rng.random_bool(0.3) {
@@ -157,9 +163,12 @@ pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id
             row[peak] += rng.random_range(30.0..60.0);
         }
         Regime::Holes | Regime::TargetHoles => {
+            // A row that begins with −∞ has its whole first half so: a running maximum is then −∞ after a block, and −∞
+            // − (−∞) is NaN in a careless rescaling.
             let leading = if row[0] == f64::NEG_INFINITY { row.len() / 2 } else { 0 };
             row[..leading].fill(f64::NEG_INFINITY);
             row[id] = normal(0.0, 2.0).sample(rng);
+            // A sampled column at −∞ needs another finite one, or the softmax would be 0/0.
             let softmax_without_it = row.iter().enumerate().any(|(j, x)| j != id && x.is_finite());
             if regime == Regime::TargetHoles && softmax_without_it && rng.random_bool(0.5) {
                 row[id] = f64::NEG_INFINITY;

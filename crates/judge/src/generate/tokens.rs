@@ -54,6 +54,7 @@ pub(super) fn ragged_mask(regime: Regime, rng: &mut ChaCha8Rng, batch: usize, to
                 continue;
             }
             let length = rng.random_range(tokens.div_ceil(2)..=tokens);
+            // Every other sequence ends at the right edge, which is padding on the left; its first token always counts.
             let start = if b % 2 == 1 { tokens - length } else { 0 };
             let counts = |t: usize| t == start || !rng.random_bool(0.1);
             let drawn: Vec<bool> = (start..start + length).map(counts).collect();

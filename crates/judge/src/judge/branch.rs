@@ -64,9 +64,11 @@ impl<'c> BranchChoice<'c> {
 
     /// Prepares the token's dlogits on this choice: everything that does not depend on the vocabulary entry.
     fn dlogits(&self, reference: &'c Reference, token: &'c JudgedToken) -> BranchDlogits<'c> {
+        // The gradient of the loss by ℓ on a branch, with the sequence's ratio on the side that belongs to it.
         let grad = |on: &BranchAlternative| reference.grad_logp(token.token, &on.branch, on.coupling);
         let condition = |on| DlogitsCondition::new(&token.condition, reference, token.token, on);
         let mut dlogits = BranchDlogits { grad: grad(self.on), condition: condition(self.on), towards: None };
+        // A point at a kink is a convex combination of two gradients; its error may be that of either branch.
         if let Some((other, share)) = self.towards {
             dlogits.grad += share * (grad(other) - dlogits.grad);
             dlogits.towards = Some(condition(other));

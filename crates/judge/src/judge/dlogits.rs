@@ -76,6 +76,8 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
         let (token, stored, kappa) = (self.token, self.stored, self.kappa);
         let at = |v| Position::column(token.b, token.t, first + v);
         let allowed = stored.allowances(exact, bounds);
+        // Only a token that may overflow needs the loop element by element; all other tokens take the blockwise
+        // comparison, which decides most blocks without a branch.
         if token.may_be_nonfinite() {
             for (v, (&x, &y)) in exact.iter().zip(actual).enumerate() {
                 let unlimited = x.is_finite() && !(bounds.scale[v] + bounds.floor[v]).is_finite();
@@ -91,6 +93,7 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
         } else {
             sums.elements.compare_all(at, exact, actual, kappa, &allowed, stored.given);
         }
+        // The ids are of the whole row, and are moved to the block's own numbering; those of other blocks are left out.
         let ids = token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&y| y < exact.len());
         sums.add(exact, actual, &allowed, &ids.collect::<Vec<_>>());
     }
@@ -99,6 +102,8 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
     fn finish(&self, sums: RowSums) -> RowTallies {
         let mut row = RowTallies { elements: sums.elements, ..RowTallies::default() };
         if sums.error.is_finite() {
+            // A norm of a sum is at most the sum of the norms: ‖error‖ ≤ ‖½ulp‖ + κu‖scale‖ + ‖floor‖, so each part is
+            // summed in squares by itself. The row's error is compared with an exact value of 0.
             let at = self.token.at();
             let allowance = |rounding, scale, floor| Allowance { rounding, unit: U, scale, floor };
             let l2 = allowance(sums.rounding2.sqrt(), sums.scale2.sqrt(), sums.floor2.sqrt());
@@ -136,6 +141,8 @@ impl RowSums {
             self.rounding += rounding;
             self.scale += scale;
             self.floor += floor;
+            // The norm leaves the token's ids out: the limit of a target is about G, of another column p_j·G, and the
+            // one would hide the errors of all others.
             let square = |x: f64| if targets.contains(&v) { 0.0 } else { x * x };
             self.error2 += square(error);
             self.rounding2 += square(rounding);
@@ -181,6 +188,7 @@ pub(super) fn compare_masked_rows(
     tallies: &mut GateTallies,
 ) {
     for (b, t) in ndarray::indices((batch, width)) {
+        // The tokens are in row-major order, so that a token that is not among them is masked.
         if tokens.binary_search_by_key(&(b, t), |token| (token.b, token.t)).is_err() {
             let gate = Gate::new(Output::Dlogits, Model::Elementwise).at(Some(Edge::Masked));
             compare_with_zero(tallies.entry(gate, stored, None), &dlogits.row(b, t), |v| Position::column(b, t, v));

@@ -126,6 +126,7 @@ impl GateTallies {
         open: bool,
     ) {
         let GateLimit { gate, stored, kappa } = limit;
+        // The gate at no edge is entered in any case, so that it has a verdict even if the value counts at an edge.
         self.entry(gate, stored, Some(kappa));
         let edge = if actual.is_finite() || open { None } else { shared_edge(tokens) };
         let tally = self.entry(gate.at(edge), stored, Some(kappa));

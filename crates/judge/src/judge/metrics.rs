@@ -44,6 +44,7 @@ pub(super) fn compare_metrics(
         tallies.compare_shared(limit, tokens, (expected, bound), actual, open);
     }
 
+    // A tied token is counted by one kernel and not by another, so each may move a share by 1/count.
     let ties =
         |tied: fn(&Condition) -> bool| tokens.iter().filter(|token| tied(&token.condition)).count() as f64 / count;
     let shares = [

@@ -110,11 +110,14 @@ pub(super) fn judge_candidates(
         if failing.is_empty() {
             break;
         }
+        // Only failing candidates are compared again; a set that is better for one of them is no reason to change the
+        // others.
         let outputs: Vec<CandidateOutputs> = failing.iter().map(|&i| candidates[i].clone()).collect();
         let on_set = match set {
             ReferenceOnSet::Logits(reference) => {
                 judge_grades(JudgedReference { reference, ..judged }, &outputs, limits)
             }
+            // The gradient of the hidden states follows from the dlogits, which are different ones on this set.
             ReferenceOnSet::Head(reference, head) => {
                 let dhidden = lm_head::exact_dhidden(reference);
                 let head = Some(JudgedHead { reference, dhidden: &dhidden, ..*head });

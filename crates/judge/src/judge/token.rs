@@ -63,6 +63,8 @@ pub(crate) fn judged_tokens<'r>(
 /// Finds the edge that a token is at: a logit of −∞ comes before a very low one, and both before overflow.
 fn edge_at(reference: &Reference, (b, t): (usize, usize), overflows: bool) -> Option<Edge> {
     let logits = &reference.problem().logits;
+    // The range of bf16 is that of f32, and f64 logits are judged by f32's as kernels read them so. Half of the lowest
+    // number is low enough: kernels that mask by a lowest float may add a logit to it.
     let lowest = match logits.dtype() {
         Dtype::F16 => f64::from(half::f16::MIN) / 2.0,
         Dtype::Bf16 | Dtype::F32 | Dtype::F64 => f64::from(f32::MIN) / 2.0,
@@ -135,6 +137,7 @@ fn tally_candidate(
         .token_loss
         .map(|values| GateLimit::elementwise(Output::TokenLoss, StoredDtype::scalar(values.dtype()), limits));
     if let Some(GateLimit { gate, stored, kappa }) = token_loss {
+        // The tally of the gate at no edge exists even if all tokens are at edges.
         tallies.entry(gate, stored, Some(kappa));
     }
     let rows = candidate.dlogits.as_ref().map(|dlogits| {
@@ -146,6 +149,8 @@ fn tally_candidate(
         compare_masked_rows(dlogits, tokens, reference.shape(), stored, &mut tallies);
         (stored, kappa)
     });
+    // The kinks are read before the tallies are moved out: the loss, compared last, is allowed the distance to the
+    // branches that fit.
     let kinks: Vec<f64> = best.iter().map(|best| best.kink).collect();
     for (token, best) in tokens.iter().zip(best) {
         if let Some(GateLimit { gate, stored, kappa }) = token_loss {
@@ -195,6 +200,8 @@ fn compare_loss(
 ) {
     let mut bound = ErrorBound { scale: 0.0, floor: FLUSHED };
     for (token, kink) in tokens.iter().zip(kinks) {
+        // The weight of policy and KL terms may differ. The larger of the two bounds both, as `token_loss` is the bound
+        // of their sum.
         let weight = token.token.weight.max(token.token.kl_weight);
         let grad_entropy = token.token.grad_entropy.abs();
         let Condition { token_loss, entropy, .. } = &token.condition;

@@ -54,6 +54,9 @@ impl<'r> DhiddenLimits<'r> {
     /// Adds some columns of the vocabulary, whose weights are `[columns,H]`.
     pub(super) fn add(&mut self, dlogits: &DlogitsErrors, weights: &Array2<f64>) {
         let DlogitsErrors { exact, common, own, rounding, one_sided, of_ids, dtype, .. } = dlogits;
+        // Errors of different kinds add up in different ways: common ones keep their sign, so that Σ c·w is taken as it
+        // is; one-sided ones are added by size; errors of one column each by squares. Parts of one kind are stacked, so
+        // that the weights are read once for each.
         add_product(&mut self.common, common, weights.view(), |w| w);
         add_product(&mut self.by_size, &stacked(&[rounding, &(one_sided + of_ids)]), weights.view(), f64::abs);
         let squares = stacked(&[own, rounding, exact]).mapv_into(square);
@@ -88,6 +91,8 @@ impl<'r> DhiddenLimits<'r> {
         let [rounding, one_sided] = [0, 1].map(|sum| self.by_size[[sum * tokens + i, h]]);
         let [own2, rounding2, exact2] = [0, 1, 2].map(|sum| self.by_square[[sum * tokens + i, h]]);
         let roundings = std::array::from_fn(|sum| self.roundings[[sum * tokens + i, h]]);
+        // The bound of one element is the line of the table at the head of [`super`]: c, then o, R, f + i, and the
+        // roundings of the sum itself.
         self.common[[i, h]].abs()
             + own2.max(self.equal_logits[[i, h]]).sqrt()
             + rounding_of_sum(rounding, rounding2, roundings, self.limits)
@@ -162,6 +167,7 @@ impl EqualLogits {
     fn find(reference: &HeadReference, token: &JudgedToken, dtype: Dtype, limits: &Limits) -> Option<Self> {
         let reference = reference.on_logits();
         let logits = reference.problem().logits.row(token.b, token.t);
+        // Equal logits have equal errors in any kernel, since it computes all of them alike.
         let mut groups: HashMap<u64, Vec<usize>> = HashMap::new();
         for (v, x) in logits.iter().enumerate().filter(|(v, _)| token.ids(reference).all(|id| id != *v)) {
             groups.entry(x.to_bits()).or_default().push(v);
@@ -185,6 +191,8 @@ impl EqualLogits {
                 }
             }
             for (all, (sum, squares)) in all.iter_mut().zip(sums) {
+                // Equal errors add up to own·Σw; where the weights cancel in that sum, the squares of unequal errors
+                // are the larger bound.
                 *all += own2 * f64::max(squares, square(sum));
             }
         }

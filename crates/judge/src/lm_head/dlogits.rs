@@ -67,6 +67,8 @@ impl TokenDlogitsErrors {
         // Each part is the largest over the branches that the token may be on.
         for alternative in &token.condition.alternatives {
             let there = dlogits(&alternative.branch, alternative.coupling);
+            // A token on another branch has other dlogits: the distance between the exact ones counts as one-sided,
+            // since the choice is made once for the whole row.
             let bounds = DlogitsCondition::new(&token.condition, reference, token.token, alternative).parts(&row);
             let ColumnErrorParts { whole, common: shared, of_ratio: by_ratio, flushed: lost } = bounds;
             for (v, x) in there.into_iter().enumerate() {
@@ -149,6 +151,8 @@ pub(super) fn token_product_errors(
     let on_logits = reference.on_logits();
     let overflows = |token: &JudgedToken, columns| {
         let row = TokenDlogitsErrors::new(on_logits, token, columns, dtype, limits);
+        // Twice the sum of the dlogit and its errors rounds to ∞ wherever the value comes within a factor of 2 of the
+        // largest number of the dtype.
         (0..row.exact.len()).any(|v| !dtype.round(2.0 * (row.exact[v].abs() + row.before_rounding(v))).is_finite())
     };
     let errors = |token: &JudgedToken| {

@@ -17,6 +17,7 @@ use assay_reference::HeadReference;
 pub(super) fn logit_errors(reference: &HeadReference, problem: &HeadProblem, limits: &Limits) -> Vec<LogitErrors> {
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
     let (on_logits, HeadShape { tokens, hidden, vocab, .. }) = (reference.on_logits(), reference.shape());
+    // A logit is a walk of H steps, whose partial sums are about |x| + ‖terms‖₂ each, and each is rounded once.
     let each = limits.spread() * U * f64::sqrt(hidden as f64);
     let hidden2 = reference.hidden().mapv(square);
     let mut errors = vec![Vec::with_capacity(vocab); hidden2.nrows()];
@@ -32,6 +33,8 @@ pub(super) fn logit_errors(reference: &HeadReference, problem: &HeadProblem, lim
         let unrounded = rounding.map(|dtype| (dtype, product(reference.hidden(), |w| w)));
         for (n, errors) in errors.iter_mut().enumerate() {
             let sum_error = |x: f64, norm2: &f64| each * (x.abs() + norm2.sqrt());
+            // Rounded logits hide the product's error, unless x − off and x + off round to different values: the
+            // difference of the two is the step.
             if let Some((dtype, exact)) = &unrounded {
                 let step = |(&x, norm2)| {
                     let off = sum_error(x, norm2);

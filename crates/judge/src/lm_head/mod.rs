@@ -123,6 +123,8 @@ pub(super) fn judge_gradients(
     limits: &Limits,
     tallies: &mut [GateTallies],
 ) {
+    // The limits depend on the dtype that dlogits were rounded to, so candidates are grouped by it, and each group
+    // walks the vocabulary once.
     for dtype in Dtype::KERNEL.into_iter().chain([Dtype::F64]) {
         let mut gradients = HeadGradients::default();
         for (i, outputs) in candidates.iter().enumerate() {
@@ -189,6 +191,8 @@ fn compare_gradients(
             dlm_head_limits.compare(&dlogits, columns, dlm_head, tallies);
         }
     }
+    // The limits of dhidden are complete only after the last columns; equal logits are looked for over the whole row,
+    // which no chunk has.
     if let Some(dhidden_limits) = &mut dhidden_limits {
         dhidden_limits.add_equal_logits(dtype, tokens);
         for gradient in dhidden {

@@ -35,6 +35,8 @@ pub(super) fn stacked(parts: &[&Array2<f64>]) -> Array2<f64> {
 /// Evaluates the three terms of [`ROUNDING_SUMS`] for each dlogit of `exact`, stacked.
 pub(super) fn rounding_terms(exact: &Array2<f64>, dtype: Dtype) -> Array2<f64> {
     let each = exact.iter().map(|&x| {
+        // The rounded value is a multiple of the ulp, 2·half, so that e^(πi·moved/half) is the conjugate of
+        // e^(πi·x/half): the size of the sum is the same, and the angle is small.
         let (moved, half) = (dtype.round(x) - x, half_ulp(x, dtype));
         let (sin, cos) = f64::sin_cos(PI * moved / half);
         (moved, (half * cos, half * sin))
@@ -51,6 +53,8 @@ pub(super) fn rounding_of_sum(
     [moved, cos, sin]: [f64; ROUNDING_SUMS],
     limits: &Limits,
 ) -> f64 {
+    // A part of the row that rounds alike adds up linearly, the rest like independent errors; no kernel exceeds the sum
+    // of all sizes.
     let alike2 = f64::max(square(moved), square(cos) + square(sin));
     by_size.min(f64::sqrt(square(limits.spread()) * by_square + alike2))
 }
