@@ -179,6 +179,8 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         on.divisor(&counts, known(SpecNumber::Denominator, SpecNumber::DenominatorEpsilon, structure.denominator));
     let weight = on.share(mask, divisor);
     let grad_weight = on.times(weight, loss_scale);
+    // A KL penalty with a reduction of its own is weighed by weight · kl_share: the quotient of the two divisors puts
+    // its own in the place of the policy's.
     let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
         let of_kl =
             on.divisor(&counts, known(SpecNumber::KlDenominator, SpecNumber::KlDenominatorEpsilon, denominator));
@@ -193,12 +195,16 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
         let counted = on.builder.select(mask, dentropy, nothing);
         on.times(counted, numbers.get(SpecNumber::EntropyCoef))
     } else {
+        // The mean over all tokens is the default, whose divisor is counted on the devices; any other has numbers of
+        // its own in the spec.
         let denominator = structure.entropy_bonus.unwrap_or(Denominator::ALL_TOKENS);
         let own = denominator != Denominator::ALL_TOKENS;
         let (known_part, epsilon) = (SpecNumber::EntropyDenominator, SpecNumber::EntropyDenominatorEpsilon);
         let plain = DivisorNumbers { denominator, given: None, epsilon: None };
         let divisor = on.divisor(&counts, if own { known(known_part, epsilon, denominator) } else { plain });
         let coef = numbers.get(SpecNumber::EntropyCoef);
+        // A divisor by row makes the weight an array, 0 where the mask hides a token; otherwise it is one number, which
+        // kernels take as such.
         if denominator.by_row() {
             let share = on.share(mask, divisor);
             on.times(share, coef)
@@ -206,6 +212,7 @@ pub(crate) fn frame<A, const GRADIENTS: usize>(
             on.builder.divide(coef, divisor)
         }
     };
+    // The loss contains −coef · H, so the derivative by H is negative.
     let entropy_factor = on.times(entropy_weight, loss_scale);
     let entropy_factor = on.builder.negate(entropy_factor);
     let given = CoreInputs {
@@ -338,6 +345,7 @@ impl Program {
         DivisorNumbers { denominator, given, epsilon }: DivisorNumbers,
     ) -> HloValue {
         let tokens = denominator.tokens.map(|tokens| match tokens {
+            // A sum over no token is 0, and stays 0 divided by 1.
             DenominatorTokens::OfBatch => self.at_least_one(counts.of_batch),
             DenominatorTokens::OfRow => self.spread_rows(counts.of_rows),
         });
@@ -349,6 +357,7 @@ impl Program {
             (Some(tokens), Some(epsilon)) => Some(self.builder.add(tokens, epsilon)),
             (tokens, _) => tokens,
         };
+        // A row is filled if one of its tokens counts.
         let filled = denominator.filled_rows.then(|| {
             let of_rows = self.builder.type_of(counts.of_rows).clone();
             let zero = self.builder.constant(0.0, of_rows);
@@ -389,6 +398,8 @@ impl Program {
     /// The loss and the metrics, from their sums over this device's tokens.
     fn means(&mut self, sums: &[HloValue; ScalarOutputs::COUNT], count: HloValue) -> HloValue {
         let sums = self.builder.vector(sums);
+        // One collective adds up all scalars of the batch: the loss is a sum with its weights in it, the others are
+        // divided by the count of tokens.
         let sums = self.over(&[MeshAxis::Batch, MeshAxis::Tokens], Fold::Add, sums);
         let count = self.at_least_one(count);
         let mut values: Vec<HloValue> = (0..ScalarOutputs::COUNT).map(|i| self.builder.element_at(sums, i)).collect();

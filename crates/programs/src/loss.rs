@@ -261,6 +261,8 @@ impl LossProgram {
             dtype,
             to_kernels: lowering == Lowering::Mosaic && !self.is_xla(),
             row_major: lowering == Lowering::Mosaic,
+            // Dlogits are written over the logits, but not by programs that have none or by the alternative that keeps
+            // its logits.
             donated: !matches!(
                 self.core,
                 LossCore::Entropy | LossCore::GpuLogp | LossCore::Alternative(BaselineAlternative::Kept)
@@ -323,6 +325,8 @@ impl LossProgram {
         // The limit of the machine asked for comes before that of any other.
         self.expect_fits(loss.structure, local_shape(local, Mesh::ONE, machine), dtype, machine)?;
         self.supports(loss.spec, local, dtype, 1)?;
+        // The batch of all devices is what the program is written for; each device has `local` of it, which is a mesh
+        // along the batch alone.
         let batch = local.batch.checked_mul(devices).filter(|&batch| i32::try_from(batch).is_ok());
         let Some(batch) = batch else {
             let supported = format!("up to {} on {devices} devices", i32::MAX as usize / devices.max(1));
@@ -445,6 +449,8 @@ impl LossProgram {
         devices: usize,
         machine: TileMachine,
     ) -> Result<Signature, Unsupported> {
+        // Whole programs are described for one device, and the numbers of their reductions for the batch of all of
+        // them.
         let [of_mesh, times] = if self.is_whole() { [1, devices] } else { [devices, 1] };
         self.supports(loss.spec, shape, dtype, of_mesh)?;
         let mesh = self.mesh(shape, of_mesh)?;
@@ -471,6 +477,8 @@ impl LossProgram {
     ) -> Result<(), Unsupported> {
         if self.is_for_gpus() {
             let rows = in_rows(local);
+            // Two limits of a GPU: a row of the one-pass kernel must fit a cluster's shared memory, one of the two-pass
+            // kernel the offsets of 32 bits.
             let one_pass = self.core == LossCore::GpuOnePass;
             let fits = if one_pass { gpu::expect_one_pass_fits } else { gpu::expect_two_pass_fits };
             return fits(rows, dtype.into()).map_err(|gpu::CapacityError { field, given, most, room }| {
@@ -480,6 +488,7 @@ impl LossProgram {
         if self.core != LossCore::OnePass {
             return Ok(());
         }
+        // SMEM holds the ids of all tokens at once, since scalars come in no windows.
         let tokens = local[0].saturating_mul(local[1]);
         let most = most_tokens(machine);
         if tokens > most {

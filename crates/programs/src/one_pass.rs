@@ -193,6 +193,8 @@ pub(crate) fn rows_of_a_block(
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
     let fits = |rows: &usize| vmem_bytes(structure, logits, [*rows, v], machine) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
+        // The bytes are linear in the columns: what the arrays without columns leave of VMEM, by the bytes of one
+        // register of columns, is the largest vocabulary, in whole registers.
         let of_no_columns = vmem_bytes(structure, logits, [granule, 0], machine);
         let of_a_register = vmem_bytes(structure, logits, [granule, machine.lanes], machine) - of_no_columns;
         machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * machine.lanes
@@ -253,6 +255,8 @@ fn write(
     let ids = on.scalars(DeviceDtype::I32, n);
     let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
     let given = given_columns(structure);
+    // A window is a block of rows with all of their columns. Each window has two buffers, so that the copy of the next
+    // block overlaps the work on this one.
     let padded = v.next_multiple_of(machine.lanes);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[1, n, v], window(padded));
@@ -328,6 +332,8 @@ impl OnePassWriter {
             self.leave_targets(&targets);
         }
 
+        // Temperatures by token come as an array of rates and leave no number 1/T: one softmax then serves logp and
+        // entropy.
         let by_token = structure.temperature == TemperaturePlace::Given;
         let inverse = (!by_token).then(|| number(&mut self.on, SpecNumber::InverseTemperature));
         let rates = structure.gap_rates().into_iter();
@@ -342,6 +348,8 @@ impl OnePassWriter {
         // Exponentials are taken once and kept in VMEM: pass 2 loads them, which is cheaper than a second use of the
         // transcendental unit.
         let entropy_softmax = self.softmax(max, target_logit, tempered);
+        // A second softmax is needed only where the temperature divides logp and not logits: entropy is then of the
+        // divided logits, and logp of the others.
         let logp_softmax = if one_softmax { entropy_softmax } else { self.softmax(max, target_logit, scales[1]) };
 
         let per_row = &mut self.per_row();
@@ -397,6 +405,8 @@ impl OnePassWriter {
     fn targets(&mut self, tokens: usize, ids: TileMemory) -> Vec<TargetPlace> {
         let lanes = self.lanes();
         let on = &mut self.on;
+        // The block's first token is its number times the rows of a block; the ids are scalars in SMEM, which are read
+        // one by one.
         let (block, rows) = (on.grid_index(1), on.integer(self.rows));
         let first = on.mul(block, rows);
         let (zero, last) = (on.integer(0), on.integer(tokens - 1));
@@ -409,10 +419,13 @@ impl OnePassWriter {
                 // Rows beyond the end, and what stands where the mask hides it, must point somewhere in the block.
                 let token = on.min(token, last);
                 let id = on.load_scalar(ids, token);
+                // An id out of range meets no check later, so it is clamped into the row.
                 let id = on.max(id, zero);
                 let id = on.min(id, last_column);
                 let register = on.and(id, whole_registers);
                 let lane = on.sub(id, register);
+                // One number, row · lanes + lane, addresses an element of a register, so that one comparison of a whole
+                // register finds the target of one row and of no other.
                 let before = on.integer(row * lanes);
                 TargetPlace { register, place: on.add(lane, before) }
             })
@@ -451,6 +464,7 @@ impl OnePassWriter {
                 on.store(self.logits, column, left);
             }
         }
+        // Each row has one lane that is not 0, its target's, so that a sum over lanes is that logit, exactly.
         let taken = on.fold_lanes(Fold::Add, taken);
         change.map_or(taken, |change| change.apply(on, taken, bias))
     }
@@ -494,6 +508,7 @@ impl OnePassWriter {
             maxima
         });
         let maximum = join(on, Fold::Max, &maxima);
+        // The lanes are folded in f32, and the target joins as the last: it left the block before the walk.
         let maximum = on.convert(maximum, DeviceDtype::F32);
         let others = on.fold_lanes(Fold::Max, maximum);
         on.max(others, target_logit)
@@ -557,6 +572,7 @@ impl OnePassWriter {
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
         // Each column: −G·e/(S·T), plus the bonus, times the slope of the transform; masked rows are selected to 0.
+        // The factors of a row are divided once here, not in every column.
         let share = on.div(factor, policy.sum);
         let minus_share = on.neg(share);
         let zero = on.number(0.0);
@@ -572,6 +588,7 @@ impl OnePassWriter {
                 kept
             };
             let mut gradient = on.mul(exp, minus_share);
+            // The bonus needs the gap itself: it is taken from the logits again, since only exponentials were kept.
             if let Some(bonus) = bonus {
                 let x = load_changed(on, logits, change.map(|_| exps), chunk);
                 let gap = gap(on, max, x);
@@ -584,6 +601,7 @@ impl OnePassWriter {
                 let term = on.mul(exp_above_mean, bonus.factor);
                 gradient = on.add(gradient, term);
             }
+            // A transform's slope belongs to the column's own logit, and columns outside the support get 0.
             if let Some(change) = change {
                 let outside = change.outside(on, kept);
                 gradient = change.through(on, gradient, kept, outside);

@@ -70,6 +70,8 @@ pub fn local_shape(shape: Shape, mesh: Mesh, machine: TileMachine) -> [usize; 3]
 /// at most one column in 64.
 fn columns(vocab: usize, devices: usize, machine: TileMachine) -> usize {
     let even = vocab.div_ceil(devices);
+    // A device whose columns fill its registers masks none of them; where that would cost more than one column in 64,
+    // the even cut is kept.
     let full = even.next_multiple_of(machine.memory_columns);
     if devices > 1 && full - even <= even / 64 { full } else { even }
 }
@@ -339,6 +341,7 @@ impl Program {
             let sums = self.builder.reduce(Fold::Add, values, &[1]);
             return self.over(&[MeshAxis::Tokens], Fold::Add, sums);
         };
+        // Each token's value goes into the line of its own sequence, [S,b,t], and 0 into all others.
         let values = self.builder.broadcast(values, &[1, 2], &[packed.count, b, t]);
         let own = self.own_sequence_values(packed, values);
         let sums = self.builder.reduce(Fold::Add, own, &[1, 2]);

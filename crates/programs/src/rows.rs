@@ -59,6 +59,7 @@ pub(crate) fn for_each_chunk(
     let registers = columns.whole / lanes;
     let width = registers / registers.div_ceil(columns.registers).max(1) * lanes;
     let trips = columns.whole.checked_div(width).unwrap_or(0);
+    // A single trip needs no loop, and its column is then known when the kernel is compiled.
     let mut carried = if trips == 1 {
         body(on, ColumnChunk { column: TileColumn::Static(0), columns: width, real: None }, initial)
     } else {
@@ -180,6 +181,7 @@ pub(crate) fn narrow(on: &mut TileBuilder, x: TileValue, stored: DeviceDtype) ->
     let rounded = on.shift_right(rounded, dropped);
     let (bias, infinite, nan) = (integer(on, 112 << 10), integer(on, 0x7C00), integer(on, 0x7E00));
     let normal = on.sub(rounded, bias);
+    // Values beyond the largest f16 become ∞; a fraction that rounds up has carried into the exponent by itself.
     let normal = on.min(normal, infinite);
     // Below the normal numbers: added to 2²³ the value is rounded to whole units of 2⁻²⁴, which are its last bits.
     let (unit, whole, fraction) = (on.number(2_f64.powi(24)), on.number(2_f64.powi(23)), integer(on, (1 << 23) - 1));
@@ -190,6 +192,7 @@ pub(crate) fn narrow(on: &mut TileBuilder, x: TileValue, stored: DeviceDtype) ->
     let least_normal = on.number(2_f64.powi(-14));
     let small = on.less(value, least_normal);
     let magnitude = on.select(small, subnormal, normal);
+    // NaN is the only number that differs from itself.
     let number = on.equal(x, x);
     let magnitude = on.select(number, magnitude, nan);
     let sign = integer(on, -0x8000);
@@ -217,6 +220,7 @@ impl PairwiseSum {
 
     /// Returns `start` plus the sum of all terms.
     pub(crate) fn onto(self, on: &mut TileBuilder, start: TileValue) -> TileValue {
+        // The sums that wait hold ever fewer terms from the first to the last: the smallest is added first.
         let total = self.waiting.into_iter().map(|(_, sum)| sum).rev().reduce(|a, b| on.add(b, a));
         total.map_or(start, |total| on.add(start, total))
     }
@@ -291,6 +295,7 @@ impl Arithmetic for PerRow<'_> {
     /// −1/2 to 1/2 the terms left out are below 2⁻²⁶ of it.
     fn exp_m1(&mut self, a: TileValue) -> TileValue {
         let one = self.constant(1.0);
+        // Horner's rule for 1 + a/2·(1 + a/3·(1 + …)), which `a` then multiplies.
         let mut series = one;
         for factor in (2..=8).rev() {
             let over = self.constant(1.0 / f64::from(factor));

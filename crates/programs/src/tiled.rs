@@ -95,6 +95,8 @@ pub(crate) fn describe_two_pass(
     element: DeviceDtype,
     machine: TileMachine,
 ) -> [TpuKernel; 2] {
+    // The array of numbers has three forms: absent where a spec has none, named after its only number, or a vector with
+    // named entries.
     let numbers: Vec<&str> = two_pass::numbers(structure).into_iter().map(SpecNumber::name).collect();
     let numbers: Option<ArrayLabel> = match *numbers {
         [] => None,
@@ -141,6 +143,8 @@ fn call(on: &mut Program, kernel: &TileKernel, calls: KernelCalls, operands: &[H
 
 /// `[1,b·t,width]` from `[b,t]` columns, 0 in those that are not given.
 fn columns(on: &mut Program, given: &[(usize, HloValue)], width: usize) -> HloValue {
+    // A token's values lie in one row of `width` columns, which a kernel reads as one window; columns that nothing
+    // gives are 0.
     let [b, t, _] = on.local;
     let zero = on.constant(0.0);
     let columns: Vec<HloValue> = (0..width)
@@ -167,6 +171,8 @@ fn call_ptx(on: &mut Program, kernel: &assay_ptx::PtxKernel, operands: &[HloValu
     assert_eq!(given, inputs, "operands of {}", kernel.name);
     let outputs: Vec<HloType> = kernel.outputs().map(of).collect();
     let [[grid_x, grid_y, grid_z], [block_x, block_y, block_z]] = [kernel.grid, kernel.block];
+    // XLA's custom call takes the text as it is, with the launch in its fields; the text is assembled by the driver of
+    // the machine that runs it.
     let fields = [
         ("name", CallField::Text(&kernel.name)),
         ("kernel_type", CallField::Text("ptx")),
@@ -230,6 +236,7 @@ fn one_pass_core(
 ) -> CoreOutputs {
     use one_pass::{ResultColumn, TokenColumn as Column};
     let [b, t, _] = on.local;
+    // All columns of the tokens' array are f32: the mask goes in as 1 and 0, and the clipped flags come out so.
     let mask = on.builder.convert(given.mask, DeviceDtype::F32);
     let names = one_pass::given_columns(structure);
     let of_tokens: Vec<(usize, HloValue)> = names
@@ -255,6 +262,8 @@ fn one_pass_core(
         })
         .collect();
     let tokens = columns(on, &of_tokens, one_pass::width(names.len()));
+    // The rows of a batch follow one another, [1,b·t,v]: a kernel needs nothing of the sequence that a token belongs
+    // to.
     let ids = on.builder.reshape(given.ids, &[b * t]);
     // Where tokens differ in it, it comes with them.
     let entropy_factor =
@@ -376,7 +385,10 @@ fn statistics(
     let logp_sums = two_softmaxes.then(|| [statistic(Statistic::LogpOthers), statistic(Statistic::LogpWeighted)]);
     // Each device summed below its own maximum; the sums are brought below the common one, then added over devices.
     let max = on.over(&[MeshAxis::Vocab], Fold::Max, local_max);
+    // A device that has not the target returned 0 for its logit, so that the sum over devices is the logit.
     let target_logit = on.over(&[MeshAxis::Vocab], Fold::Add, target_logit);
+    // A device whose columns are all −∞ has the lowest float as its maximum, and the rise from there may be ∞: bounded,
+    // its product with a sum of 0 is 0 and not NaN.
     let (rise, farthest) = (on.builder.subtract(max, local_max), on.constant(FARTHEST));
     let rise = on.builder.minimum(rise, farthest);
     let entropy_softmax = on.joined_softmax(max, rise, target_logit, entropy_sums, scales[0]);
@@ -457,6 +469,7 @@ fn gradient(
         let factor = on.builder.divide(factor, entropy_sum);
         scales.extend([(Scale::Bonus as usize, factor), (Scale::MeanGap as usize, mean_gap)]);
     }
+    // Max, share, others and mask are of every token; the bonus's two columns are 0 without a bonus.
     let scales = columns(on, &scales, two_pass::PER_TOKEN);
     let (element, values) = (calls.dtype.into(), [&operands.values[..], &[scales]].concat());
     let dlogits = if let Some(target) = calls.ptx {
@@ -494,11 +507,13 @@ impl Program {
         let scalar = HloType::new(DeviceDtype::I32, &[]);
         let columns = self.builder.constant(v as f64, scalar.clone());
         let Some(first) = given.first_column else {
+            // A vocabulary that is not cut has all of its columns here, and ids need no change.
             return (given.ids, self.builder.reshape(columns, &[1]));
         };
         let before = self.builder.broadcast(first, &[], &[b, t]);
         let ids = self.builder.subtract(given.ids, before);
         let vocab = self.builder.constant(self.vocab as f64, scalar);
+        // The last device has fewer real columns than the others where the devices do not divide the vocabulary.
         let left = self.builder.subtract(vocab, first);
         let real = self.builder.minimum(left, columns);
         // A window reaches beyond the device's columns, and no target may be found there.
@@ -520,6 +535,9 @@ impl Program {
         inverse: Option<HloValue>,
     ) -> SoftmaxStatistics<HloValue> {
         let tempered = |on: &mut Self, value| inverse.map_or(value, |inverse| on.times(value, inverse));
+        // Below a maximum that is higher by `rise`, e' = e·2^shift with shift = −rise·log₂e/T, and g' = g + shift: s' =
+        // s·2^shift and w' = (w + s·shift)·2^shift. The product with 2^shift comes last, so that it is applied to the
+        // sum of both terms.
         let rise = tempered(self, rise);
         let minus_rise = self.builder.negate(rise);
         let shrink = self.builder.exponential(minus_rise);
@@ -532,6 +550,7 @@ impl Program {
         let others = self.over(&[MeshAxis::Vocab], Fold::Add, others);
         let weighted = self.over(&[MeshAxis::Vocab], Fold::Add, weighted);
 
+        // The weighted sum is of exponents of 2, −a·log₂e/T; −ln 2 turns it into one of gaps over T.
         let minus_ln_2 = self.constant(-LN_2);
         let weighted = self.builder.multiply(weighted, minus_ln_2);
         let inverse = inverse.map(|inverse| self.per_token(inverse));

@@ -125,6 +125,8 @@ impl StreamWindows {
         machine: TileMachine,
     ) -> Self {
         let rows = tokens.next_multiple_of(machine.rows_of_a_register(logits)).min(ROWS);
+        // The fewest windows that cover the row, of equal width: full windows would leave a short one at the end, and a
+        // trip for few columns.
         let columns = vocab.div_ceil(vocab.div_ceil(WINDOW)).next_multiple_of(machine.lanes);
         Self { tokens, vocab, least, rows, columns }
     }

@@ -66,6 +66,8 @@ impl TokenFactors {
         };
         let [max, others, mask] =
             [TokenRecord::Max, TokenRecord::Others, TokenRecord::Counts].map(|column| given(on, column));
+        // The derivative through the loss is multiplied by the loss's own cotangent; what the framework sends for logp
+        // or entropy directly is added, and the share multiplies both.
         let mut factor = |[weight, share]: [TokenRecord; 2], own: Option<PtxValue<f32>>| {
             let [weight, share] = [weight, share].map(|column| given(on, column));
             let through_loss = on.mul(weight, loss);

@@ -260,6 +260,7 @@ impl SequenceEvaluation {
         let CountedToken { token, counted } = at;
         let softmaxes = self.softmaxes(on, at);
         let names = ["token_loss", "reduced", "ratio", "kl", "clipped_low", "clipped_high", "grad_logp"];
+        // All results are made by one list of operations, so that parts that they share are computed once.
         let places = names.map(|name| self.tape.place_of(name));
         let computed = self.compute(on, &places, at, &softmaxes);
         let [loss, reduced, ratio, kl, clipped_low, clipped_high, grad_logp] = places.map(|place| computed[&place]);
@@ -273,6 +274,8 @@ impl SequenceEvaluation {
         let to = written.record.at(on, token);
         store_8(on, to, record);
 
+        // The loss of the sequence is a sum of weighted terms; metrics are plain sums here, and divided by the count of
+        // the batch later.
         let weight = PtxBuilder::mul(on, self.weights.policy, counted);
         let [policy, bonus] =
             [(weight, reduced.number()), (factor, entropy)].map(|(factor, term)| weighed(on, factor, term));
@@ -328,6 +331,7 @@ impl SequenceEvaluation {
             let value = match &self.tape.operations()[place] {
                 TapeOperation::Constant(number) => TapeValue::Number(on.constant(*number)),
                 TapeOperation::Input(name) => TapeValue::Number(self.leaf(on, name, at, softmaxes)),
+                // A sum over the sequence was computed in an earlier walk, and nothing before it is computed again.
                 TapeOperation::Apply(TapeOperator::RowSum, _) => self.known[&place],
                 TapeOperation::Apply(operator, operands) => {
                     let operands: Vec<TapeValue> = operands.iter().map(|operand| computed[operand]).collect();
@@ -395,6 +399,7 @@ impl TokenSoftmaxes {
         entropy: PtxValue<f32>,
     ) -> [PtxValue<f32>; PER_TOKEN] {
         let rate = self.tempered.unwrap_or(1.0.into());
+        // Each softmax has its own sum, while derivatives by logits are multiplied by the first one's rate in both.
         let [logp_share, entropy_share] = [&self.of_logp, &self.of_entropy].map(|of| on.div(rate, of.sum));
         let mut columns = [PtxValue::from(0.0); PER_TOKEN];
         let named = [

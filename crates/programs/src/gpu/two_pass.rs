@@ -84,6 +84,8 @@ impl RowStream {
         vocab: u32,
     ) -> Self {
         let bytes = vocab * logits.size();
+        // Where rows are no multiple of 16 bytes, one may begin inside an aligned block that the row before has too:
+        // its start moves back to that of its first block, and `before` counts the bytes in between.
         let offset = on.mul_wide(row, bytes);
         let mut starts: Vec<PtxValue<u64>> = arrays.into_iter().map(|array| on.add(array, offset)).collect();
         let threads = bytes.div_ceil(BLOCK).next_power_of_two().clamp(32, THREADS);
@@ -121,6 +123,8 @@ impl RowStream {
         reads: bool,
         mut body: impl FnMut(&mut PtxBuilder, &[(StreamBlock, BlockOutput)]),
     ) {
+        // Blocks that belong to the row alone are loaded whole: from the first that begins at or after the row's first
+        // byte, to the last that ends before its end.
         let (start, end) = match self.before {
             None => (0.into(), (self.row_bytes() / BLOCK).into()),
             Some(before) => {
@@ -131,6 +135,7 @@ impl RowStream {
                 (start, end)
             }
         };
+        // Threads take blocks in turn, so that a warp reads neighbouring ones.
         let block = on.add(self.thread, start);
         let block = on.variable(block);
         // Several blocks are loaded before any is used, so that their latencies overlap; the rest goes one by one.
@@ -178,6 +183,7 @@ impl RowStream {
         mut body: impl FnMut(&mut PtxBuilder, &[(StreamBlock, BlockOutput)]),
     ) {
         let Some(before) = self.before else { return };
+        // The row's first byte and the byte after its last may be inside a block, which a neighbouring row shares.
         let past = on.add(before, self.row_bytes());
         let [over_begin, over_end] = [before, past].map(|byte| {
             let over = on.bits_and(byte, BLOCK - 1);
@@ -198,6 +204,8 @@ impl RowStream {
                 let first = self.column(on, block);
                 let offset = on.mul_wide(block, BLOCK);
                 let (mut values, mut inside) = (Vec::new(), Vec::new());
+                // An element of another row is neither read nor written: another CTA may write it at this moment. It
+                // counts as −∞.
                 for element in 0..self.logits.per_block() {
                     let column = on.add(first, element);
                     let is_inside = on.less(column, self.vocab);
@@ -387,6 +395,7 @@ pub(crate) fn statistics(
     let on = &mut builder;
     let max: PtxValue<f32> = on.variable(f32::MIN);
     let chosen: PtxValue<f32> = on.variable(0.0);
+    // Each thread begins with the lowest finite number as its maximum: with −∞ the gap of a logit of −∞ would be NaN.
     let sums: Vec<[PtxValue<f32>; 2]> = scales.iter().map(|_| [on.variable(0.0), on.variable(0.0)]).collect();
     stream.walk(on, true, |on, parts| {
         let mut highest = max;
@@ -427,6 +436,7 @@ pub(crate) fn statistics(
     for (&scale, &sums) in scales.iter().zip(&sums) {
         rescale(on, scale, rise, sums);
     }
+    // Unused columns of a statistics row are 0.
     let mut columns = [PtxValue::from(0.0); PER_TOKEN];
     columns[Statistic::Max as usize] = of_row;
     let places = [
@@ -459,6 +469,8 @@ pub(crate) fn dlogits(
     let TokenFactors { max, share, others, mask, bonus } = match factors {
         Factors::Scales => TokenFactors::from_scales(on, structure, token),
         Factors::Record(cotangents) => {
+            // Autograd's cotangents are not known when the losses are computed: the factors are then made of the
+            // token's record.
             let arrays = CotangentArrays::declare(on, local.shape[1], cotangents);
             let row = on.cta();
             let sent = arrays.load(on, [stream.thread, row]);
@@ -476,6 +488,7 @@ pub(crate) fn dlogits(
         stream.walk(on, false, |on, parts| parts.iter().for_each(|(_, place)| stream.write(on, place, &zeros)));
         on.exit();
     });
+    // The target's dlogit is −share · s, a sum over the others, in place of a difference from 1.
     let of_others = on.mul(share, others);
     let target_gradient = on.neg(of_others);
     stream.walk(on, true, |on, parts| {

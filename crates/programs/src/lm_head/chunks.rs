@@ -56,6 +56,7 @@ impl Chunks {
         if on.builder.type_of(array).shape.is_empty() {
             return array;
         }
+        // The tokens are padded twice: to lines of equal length, and each line to whole chunks.
         let line = on.builder.reshape(array, &[1, self.tokens]);
         let line = on.filled(line, &[1, self.parts * self.part()]);
         let lines = on.builder.reshape(line, &[self.parts, self.part()]);

@@ -360,6 +360,7 @@ impl HeadMatmuls {
         let of_head = on.builder.type_of(self.weights).shape.clone();
         let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &of_head));
         let start = on.index(0);
+        // The hidden states of the first chunk are gathered before the loop; each trip gathers those of the next.
         let hidden = chunks.hidden(on, states, start);
         let carried = [&[states, nothing, hidden], carried].concat();
         let results = on.for_each_chunk(chunks, chunks.padded, &carried, |on, first, carried| {
@@ -397,6 +398,8 @@ impl HeadMatmuls {
         let [_, _, vocab] = on.local;
         let first = chunks.padded - chunks.rows;
         let (mut so_far, mut states, mut carried) = (None, states, carried.to_vec());
+        // All chunks but the last add up on the device; the sum goes to the other devices with the last chunk's
+        // product, part by part.
         if first > 0 {
             let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &[width, vocab]));
             let (after, dlm_head, more) = self.loop_up_to(on, first, [states, nothing], chunks, &carried, &chunk);
@@ -430,6 +433,7 @@ impl HeadMatmuls {
     ) -> (HloValue, HloValue) {
         let [rows, width] = on.builder.type_of(hidden).shape[..] else { unreachable!("a chunk has two axes") };
         let [_, _, vocab] = on.local;
+        // Each device keeps `own` hidden units of the sum: H over the devices that have other rows.
         let own = width / (on.mesh.batch * on.mesh.tokens);
         let mut whole = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &self.layout.extents(own, vocab)));
         // A part that is on its way, and its first column.
@@ -442,6 +446,8 @@ impl HeadMatmuls {
                 let before = on.builder.slice(so_far, &[0, from], &[width, count]);
                 part = on.builder.add(before, part);
             }
+            // The parts of a collective are whole registers, so a narrower part is padded before it is sent and cut
+            // after.
             let unit = SCATTERED_REGISTERS * chunks.register;
             let padded = if chunks.register > 1 { count.next_multiple_of(unit) } else { count };
             let part = on.filled(part, &[width, padded]);

@@ -26,6 +26,7 @@ pub(crate) fn sums(target: PtxTarget, structure: Structure, threads: u32) -> Bat
     let mut threads = CtaThreads::new(on, threads, COLUMNS as u32);
     let sequences = extent(on, extents, SEQUENCES);
     let all = on.add(sequences, 1);
+    // Threads take the sequences in turn and add up in registers; the CTA's threads meet once at the end.
     let sums: [PtxValue<f32>; COLUMNS] = std::array::from_fn(|_| on.variable(0.0));
     let zero = on.variable(0);
     // One CTA adds up the sums of all sequences and of the tokens that belong to none.

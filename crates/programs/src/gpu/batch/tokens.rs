@@ -26,11 +26,13 @@ pub(crate) fn tokens(target: PtxTarget, structure: Structure, form: BatchForm, t
     let on = &mut writer.on;
     let mut threads = CtaThreads::new(on, threads, FOLDS_OF_WEIGHTS);
     let span = sequences.span(on, threads.cta);
+    // The factors follow from counts of the batch and of this CTA's sequence, and are the same for all of its tokens.
     let weights = TermFactors::new(on, structure, &mut threads, sequences, &numbers, normalizer);
     let sequence = sequences.owner(on, threads.cta);
     threads.each(on, span, |on, token| {
         let counted = sequences.counted.load(on, token);
         let hidden = on.equal(counted, 0.0);
+        // A token's columns lie side by side in one row of the array, in the order that the kernel's structure has.
         let to = tokens.at(on, token);
         for (column, place) in columns.iter().zip(0..) {
             let value = match column {

@@ -39,6 +39,7 @@ impl TermFactors {
             let count = sequences.count(on, sequence);
             let next = on.add(tokens, count);
             on.set(tokens, next);
+            // A sequence is filled if one of its tokens counts.
             let nothing: PtxValue<f32> = 0.0.into();
             let has_some = on.less(nothing, count);
             let one = on.select(has_some, 1.0, 0.0);
@@ -52,15 +53,19 @@ impl TermFactors {
 
         let policy =
             of_sequence.weight(on, structure.denominator, [SpecNumber::Denominator, SpecNumber::DenominatorEpsilon]);
+        // The normalizer that the framework gives, 1 if it gives none, divides the policy's factor.
         let divisor = on.load(normalizer.first());
         let policy = on.div(policy, divisor);
         let kl_share = structure.kl.and_then(|kl| kl.denominator).map(|denominator| {
             let own = [SpecNumber::KlDenominator, SpecNumber::KlDenominatorEpsilon];
             let own = of_sequence.weight(on, denominator, own);
+            // The kernel multiplies the KL penalty by weight · share: the policy's factor in the weight is divided out.
+            // A sequence without tokens would give 0/0.
             let share = on.div(own, policy);
             let empty = on.equal(count, 0.0);
             on.select(empty, 0.0, share)
         });
+        // The loss has −coef · H. Where cotangents of entropy come with the batch, they replace the divisor.
         let entropy = structure.entropy_bonus.map(|denominator| {
             let coef = numbers.load(on, SpecNumber::EntropyCoef);
             let coef = on.neg(coef);
@@ -71,6 +76,7 @@ impl TermFactors {
             let has_own = denominator != Denominator::ALL_TOKENS;
             let divisor = if has_own { of_sequence.divisor(on, denominator, own) } else { of_batch[0] };
             let of_batch = on.div(coef, divisor);
+            // An empty sequence has no bonus, while the number for the whole batch stays what it is.
             let empty = on.equal(count, 0.0);
             [on.select(empty, 0.0, of_batch), of_batch]
         });
