@@ -163,6 +163,7 @@ impl KernelSettings {
         case: &Path,
         plugin: Option<&Path>,
     ) -> Result<Arc<dyn Implementation<P>>, String> {
+        // A manifest in the id is found from where the case is, so that a case can be read from any folder.
         if self.enabled {
             let id = match self.implementation.strip_prefix(FILE_PREFIX) {
                 Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),
@@ -170,6 +171,7 @@ impl KernelSettings {
             };
             return P::find(&id, plugin);
         }
+        // The baseline is the first of the list that runs here.
         let baseline = |id: &&str| P::find(id, plugin).ok().filter(|found| found.available().is_ok());
         BASELINES.iter().find_map(baseline).ok_or_else(|| "kernel: no baseline runs here".into())
     }

@@ -54,6 +54,7 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
     let io = |reason| ConfigError::Io { path: path.into(), reason };
     let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: one_line(&reason) };
     let mut text = String::new();
+    // One byte more than allowed is read, so that a longer file is seen without reading all of it.
     let read = File::open(path).map_err(io)?.take(LONGEST + 1).read_to_string(&mut text).map_err(io)?;
     if read as u64 > LONGEST {
         return Err(invalid(format!("got more than {LONGEST} bytes, expected a settings file")));

@@ -154,6 +154,7 @@ impl Timed for HeadRecipe {
 
     fn judged_part(&self, devices: usize) -> Option<Self> {
         let [batch, tokens, vocab] = self.recipe.shape;
+        // The judged part has at least one token for each device, so that no device's answer goes unseen.
         let rows = batch.min(JUDGED[0]);
         let shape = [rows, tokens.min(JUDGED[1].max(devices.div_ceil(rows))), vocab];
         let part = Self { recipe: Recipe { shape, ..self.recipe.clone() }, ..self.clone() };
@@ -163,6 +164,8 @@ impl Timed for HeadRecipe {
     /// Made: logits and two heads in f64, and a head in its dtype. Judged: six of each for the part.
     fn making_bytes(&self, devices: usize) -> usize {
         let [logits, head, _] = sizes(self);
+        // Two things need memory at different times, of which the larger counts: drawing the problem, and the reference
+        // of its judged part.
         let made = bytes(&logits, 8).saturating_add(bytes(&head, 16 + self.recipe.dtype.size()));
         let part = self.judged_part(devices).unwrap_or_else(|| self.clone());
         made.max(bytes(&sizes(&part)[0], 48).saturating_add(bytes(&head, 48)))

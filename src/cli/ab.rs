@@ -45,12 +45,15 @@ impl AbCommand {
         let plan = AbPlan { seeds: self.seeds, judge_every: Some(self.judge_every).filter(|every| *every > 0) };
         let mut told = told(&self.printing);
         let mut run = |plan: AbPlan, contestant: Contestant| runs(&config, plan, contestant, plugin, &stop, &mut told);
+        // Every contestant runs the seeds of the plan, so that run i of one is compared with run i of another.
         let baseline = run(plan, Contestant::Side(AbSide::Baseline))?;
         // One seed decides nothing of learning.
         let unjudged = AbPlan { judge_every: None, ..plan };
         let redrawn = if self.seeds > 1 { run(unjudged, Contestant::Redrawn)? } else { Vec::new() };
         let made = pairs(&config, &baseline, &redrawn, &run(plan, Contestant::Side(AbSide::Kernel))?);
         let mut controls = Vec::new();
+        // A control is wrong on purpose: if the comparison did not fail it, it would not be able to fail a wrong kernel
+        // either.
         for control in AbControl::ALL.into_iter().filter(|_| self.controls) {
             let of_control = run(control.plan(plan), Contestant::Control(control))?;
             controls.push((control, pairs(&config, &baseline, &redrawn, &of_control)));
@@ -116,6 +119,7 @@ fn text(pairs: &[AbPair], AbComparison { verdicts, controls, .. }: &AbComparison
     }
     let wrong = if controls.is_empty() { String::new() } else { format!("\n{wrong}\n") };
     let mut beyond = String::new();
+    // An output beyond its limit is listed with its step, whatever the verdict on learning is.
     for (pair, side) in pairs.iter().flat_map(|pair| AbSide::BOTH.map(|side| (pair, side))) {
         for worst in pair.runs[side as usize].judged.outputs.values().filter(|worst| worst.share > 1.0) {
             beyond += &format!("beyond its limit: {}, seed {}, {}\n", side.name(), pair.seed, worst.at);

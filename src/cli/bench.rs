@@ -100,6 +100,7 @@ impl BenchCommand {
         let recipe = Recipe {
             shape: self.shape.logits(),
             dtype: self.dtype,
+            // The logits are as peaked as a trained model's.
             regime: Regime::Peaked,
             seed: 0,
             // So near to the policy that no token is clipped: one that is costs less.
@@ -181,6 +182,7 @@ fn table(figures: &schema::BenchFigures) -> String {
         table.add_row([key.into(), bytes.map_or("–".into(), |bytes| bytes.to_string())]);
     }
     let mut text = format!("{table}\n");
+    // Keys without a figure are grouped by the reason, which several share.
     let reasons: BTreeSet<&String> = figures.why_null.values().collect();
     for reason in reasons {
         let keys = figures.why_null.iter().filter(|(_, why)| *why == reason).map(|(key, _)| key.as_str());

@@ -131,6 +131,7 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
 pub(super) fn show(found: &CampaignReport, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
     if let Some(path) = page {
         let made = CommandOutput { command: command_line(), result: found };
+        // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
         let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
         let page = render(&[Input::parse(Path::new(&found.kernel), &json)?], &made.command);
         crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {

@@ -105,6 +105,8 @@ pub(super) enum AnyTarget {
 
 impl AnyTarget {
     pub(super) fn parse(text: &str) -> Result<Self, String> {
+        // No chip of one kind has the name of one of the other: a text that names a GPU is the GPU parser's, and
+        // everything else the TPU's, whose error then lists the GPUs too.
         if GpuTarget::is_meant(text) {
             return GpuTarget::parse(text).map(Self::Gpu).map_err(|error| error.to_string());
         }
@@ -177,6 +179,7 @@ impl CompileCommand {
                 let (request, compiler) = (self.request(target, shape, options), self.gpu_compiler()?);
                 self.run_one(&request, |request| request.compile(&compiler), compile_gpu::table_of)
             }
+            // The programs of a table share one compiler, which is located before the first of them is compiled.
             _ if on_gpu => {
                 let compiler = self.gpu_compiler()?;
                 let gpu_rows = self.run_all(&gpu::table::requests(&options), |request| request.compile(&compiler))?;
@@ -292,6 +295,7 @@ fn table_of(request: &CompileRequest<TpuTarget>, figures: &TpuProgramReport) -> 
     kernels.column_mut(1).expect("four columns").set_cell_alignment(CellAlignment::Right);
     let mut sorted: Vec<&TpuLaunch> = figures.kernels.iter().collect();
     sorted.sort_by_key(|kernel| std::cmp::Reverse(kernel.all_cycles()));
+    // Small kernels are many and say little one by one: together they get one row.
     let small = |kernel: &&TpuLaunch| (kernel.all_cycles() as f64) < SMALL * figures.cycles as f64;
     let (small, large): (Vec<&TpuLaunch>, Vec<&TpuLaunch>) = sorted.into_iter().partition(small);
     for kernel in large {
@@ -315,6 +319,8 @@ fn table_of(request: &CompileRequest<TpuTarget>, figures: &TpuProgramReport) -> 
         table.add_row(["narrowest".into(), links.clone()]);
     }
     table.add_row([format!("lower bound ({})", limit.name()), format!("{predicted_ms:.3} ms")]);
+    // The three products of an LM head are the least that any implementation computes, so their time at the chip's peak
+    // is what the bound is compared with.
     if let Some(products_ms) = figures.products_ms {
         let ratio = predicted_ms / products_ms;
         let label = format!("3 products at {} TFLOP/s", request.target.chip.bf16_tflops);
@@ -373,6 +379,7 @@ pub(super) fn table_of_memory<T>(
 fn loops(kernel: &TpuLaunch) -> String {
     const SHOWN: usize = 3;
     let mut loops: Vec<_> = kernel.loops.iter().collect();
+    // A loop whose cycles are unknown sorts by the bundles of one trip.
     loops.sort_by_key(|l| std::cmp::Reverse(l.cycles.unwrap_or(l.bundles)));
     let trips = |trips: Option<u64>| trips.map_or("?".into(), |trips| trips.to_string());
     let one = |l: &&_| -> String {
@@ -391,6 +398,7 @@ fn loops(kernel: &TpuLaunch) -> String {
 /// Formats the use of the busiest slot as `VALU 62 %`.
 fn busiest(kernel: &TpuLaunch) -> String {
     let slot = kernel.slots.iter().find(|slot| Some(&slot.name) == kernel.binding.as_ref());
+    // A slot is used at most `capacity` times in each cycle.
     let percent = |used: u64, capacity: u64| 100.0 * used as f64 / (capacity * kernel.cycles) as f64;
     slot.map_or(String::new(), |slot| format!("{} {:.0} %", slot.name, percent(slot.used, slot.capacity)))
 }

@@ -51,6 +51,7 @@ pub(super) enum AnyDeck {
 impl DeckChoice {
     pub(super) fn deck(&self) -> Result<AnyDeck, CliError> {
         let wrong = |reason| CliError::Usage(format!("--shapes: {reason}"));
+        // The shapes' parser also takes extents of an LM head, which belong in another option here.
         let (shapes, widths) = DeckShapes::read(&self.shapes).map_err(wrong)?;
         if !widths.is_empty() {
             return Err(wrong("got BxTxHxV, expected BxTxV, and the widths H in --hidden".into()));

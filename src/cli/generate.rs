@@ -72,6 +72,8 @@ impl GenerateCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let [_, width, _] = self.shape.logits();
         let spec = self.spec.read()?;
+        // A mean over the padded width has no meaning in a packed row: the width is written into the spec before
+        // packing.
         let spec = if self.packed { spec.with_width(width) } else { spec };
         let recipe = Recipe {
             shape: self.shape.logits(),
@@ -117,6 +119,7 @@ impl GenerateCommand {
     fn covered<P: Judgeable>(&self, problem: &P, spec: &LossSpec) -> Result<Coverage, CliError> {
         let wrong = |reason| CliError::Problem { path: self.output.clone(), reason };
         let coverage = Coverage::from_reference(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));
+        // A problem in which all advantages or weights are 0 would let any gradient of 0 pass.
         if coverage.with_gradient == 0 && !self.without_gradient {
             let given = format!("--seed {}: got {coverage}, expected a token with a gradient", self.seed);
             return Err(CliError::Usage(format!("{given}: take another seed, more tokens, or --without-gradient")));

@@ -81,6 +81,7 @@ impl GradcheckCommand {
             let check = report::check(&label, implementation.id(), &verdict.gate.to_string(), &verdict);
             checks.push(check.on_devices(config.kernel.devices, implementation.lowering()));
         }
+        // The differences are MLLM-JAX's own measures, given for comparison; the verdict is by the gates alone.
         let differences = P::differences(&known.reference, &outcome).into_iter().flat_map(|(output, of)| {
             let Differences { max_abs, max_rel, mean_abs } = of;
             [("max_abs", max_abs), ("max_rel", max_rel), ("mean_abs", mean_abs)]

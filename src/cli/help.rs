@@ -23,6 +23,7 @@ pub(super) fn grouped(command: Command) -> Command {
     let styles = command.get_styles();
     let (header, literal) = (styles.get_header(), styles.get_literal());
     let groups = groups(&command);
+    // All names are padded to the longest of all groups, so that descriptions line up over the headings.
     let names = groups.iter().flat_map(|(_, commands)| commands.iter().map(|command| command.get_name().len()));
     let width = names.max().unwrap_or(0);
     let mut template = String::from("{about-with-newline}\n{usage-heading} {usage}\n");

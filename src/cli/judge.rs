@@ -82,11 +82,14 @@ impl JudgedCandidate {
         let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
+        // A whole candidate has a gradient. A candidate without one is judged by the rest, and its missing tensors are
+        // listed as not checked.
         let (verdicts, diagnoses, mut ignored) = match candidate {
             StoredCandidate::Whole(candidate) => {
                 let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
                 let mut diagnoses: Vec<String> = diagnoses.iter().map(ToString::to_string).collect();
+                // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error.
                 if verdicts.iter().any(|verdict| verdict.status.failed()) {
                     diagnoses.extend(self.computed(spec, problem, candidate));
                 }
@@ -109,6 +112,7 @@ impl JudgedCandidate {
             }
             checks.push(report::check(&label, &name, &verdict.gate.to_string(), &verdict));
         }
+        // A tensor with a name that no output has is most likely misspelt, so it is reported.
         let extra = extra_tensors::<P::Gradient>(&self.candidate)?.into_iter();
         ignored.extend(extra.map(|name| report::ignored(format!("tensor `{name}`"), "no output has this name")));
         let verdicts = Verdicts { diagnoses, ..report::verdicts(checks, ignored) };
@@ -124,6 +128,8 @@ impl JudgedCandidate {
         candidate: &Candidate<P::Gradient>,
     ) -> Option<String> {
         let limits = Limits::external(self.standards.for_campaign().grade);
+        // Neighbours differ from the spec in one choice each; those that this problem cannot distinguish from each
+        // other are named together.
         let all = computed(neighbours(spec, None), &[(problem, candidate)], &limits);
         let names: Vec<String> = all.iter().map(|of| of.names.join(", which is ")).collect();
         let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };

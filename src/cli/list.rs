@@ -61,6 +61,8 @@ struct ListedImplementation {
 
 /// The fewest devices that an implementation takes.
 fn fewest_devices<P: Workload>(implementation: &dyn Implementation<P>, shape: P::Shape) -> usize {
+    // Implementations that cut a batch need as many devices as parts: the fewest that it takes tell what it supports at
+    // all.
     let takes = |devices: &usize| implementation.supports(&LossSpec::default(), shape, Dtype::F32, *devices).is_ok();
     [1, 2, 4, 8].into_iter().find(takes).unwrap_or(1)
 }
@@ -71,6 +73,8 @@ impl ListedImplementation {
         let fewest = fewest_devices(implementation, shape);
         let supports = |spec: &LossSpec, dtype| implementation.supports(spec, shape, dtype, fewest);
         let dtypes: Vec<_> = Dtype::KERNEL.into_iter().filter(|&dtype| supports(&spec, dtype).is_ok()).collect();
+        // Support of a choice is asked in a dtype that the implementation takes, so that it is not refused for its
+        // dtype.
         let some_dtype = dtypes.first().copied().unwrap_or(Dtype::F32);
         let available = implementation.available();
         Self {
@@ -154,6 +158,7 @@ fn text(listed: &[ListedImplementation], devices: Vec<(&'static str, String)>) -
         ]);
     }
     let ids = |entries: &[&ListedImplementation]| join(entries.iter().map(|entry| &entry.id), ", ");
+    // Implementations are grouped by what they share, and one line names the group: most cannot run for one reason.
     let reasons = grouped(listed, |entry| &entry.why_not).into_iter().filter_map(|entries| {
         let why = entries[0].why_not.as_ref()?;
         Some(("not here", format!("{}: {why}", ids(&entries))))
@@ -234,6 +239,7 @@ impl Matrix {
             let given = ProblemFormat { shape: SHAPE, dtype: Dtype::F32, form: (), packed: Some(SHAPE.batch) };
             implementation.supports_given(&LossSpec::default(), given, fewest_devices(implementation, SHAPE))
         }));
+        // Neighbours of one class that support the same share a column, or the table would be too wide to read.
         let mut columns = vec![vec![REFERENCE.to_string()]];
         for (i, implementation) in implementations.iter().enumerate() {
             let id = implementation.id();
@@ -275,6 +281,7 @@ impl Matrix {
         text += &"---|".repeat(self.columns.len());
         text += "\n";
         for (i, row) in self.rows.iter().enumerate() {
+            // A field is written once, on the first of its choices.
             let repeated = i > 0 && self.rows[i - 1].field == row.field;
             let _ = write!(text, "| {} | {} |", if repeated { "" } else { row.field }, row.choice);
             for cell in self.cells(row) {

@@ -189,6 +189,8 @@ impl PluginChoice {
     /// The path, once a plugin that was asked for has been seen to work: what nobody asked for may be absent.
     #[cfg(feature = "pjrt")]
     fn checked_path(&self) -> Result<Option<&Path>, CliError> {
+        // A plugin that is named must work, or the command stops here with the reason; the default one may be missing,
+        // and then only the implementations that need it are.
         if let Some(path) = crate::runtime::asked_for(self.path()) {
             crate::runtime::Client::shared(&path).map_err(RunError::from)?;
         }
@@ -258,6 +260,7 @@ enum CliError {
 fn one_of<T: Copy + fmt::Display + Send + Sync + 'static>(all: &'static [T]) -> impl TypedValueParser<Value = T> {
     let names = all.iter().map(|value| PossibleValue::new(value.to_string()));
     PossibleValuesParser::new(names).map(|name| {
+        // The parser has checked the name against `all`, so the search finds it.
         let value = all.iter().find(|value| value.to_string() == name);
         *value.expect("clap takes no other name")
     })
@@ -285,6 +288,7 @@ pub fn main() -> ExitCode {
 /// be an interpreter's.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
+    // The command line is kept for the whole process: results, pages and records name the command that made them.
     *COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner) = as_typed(&arguments);
     let matches = help::grouped(Cli::command()).try_get_matches_from(arguments);
     let code = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
@@ -355,6 +359,8 @@ fn command_line() -> String {
 
 /// `arguments`, the first of which is a program's path, as a shell takes them.
 fn as_typed(arguments: &[OsString]) -> String {
+    // These characters mean nothing to a shell; everything else is put in single quotes, and a quote in it ends and
+    // reopens them.
     let plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%^".contains(c);
     let quoted = |argument: &OsString| {
         let argument = argument.to_string_lossy();
@@ -398,6 +404,8 @@ impl Printing {
 
 /// Prints to stdout; a reader that has gone away is no error.
 fn print(text: &str) -> Result<(), CliError> {
+    // A pipe that is closed, as by `head`, ends the output and not the command: its exit code still tells whether all
+    // passed.
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             Err(CliError::Io { path: "stdout".into(), action: "write", reason: error })

@@ -59,9 +59,13 @@ impl MutantsCommand {
         let mutants = self.chosen()?;
         let mut ignored = Vec::new();
         let fixtures = self.fixtures(&mut ignored)?;
+        // Mutants of heads need problems with a head and the others problems on logits, so that each kind has a trial
+        // of its own.
         let (of_heads, on_logits): (Vec<_>, Vec<_>) = mutants.iter().partition(|mutant| mutant.kind.is_of_heads());
         let (mut trial, mut heads) = (Trial::new(&on_logits, self.grade), Trial::new(&of_heads, self.grade));
         let progress = self.printing.progress(2 + fixtures.len());
+        // The correct kernel must pass every problem on which mutants are tried, or a rejection would prove nothing:
+        // the first false alarm ends the command.
         let mut false_alarm = trial.run(&property_cases()).err();
         progress.inc(1);
         false_alarm = false_alarm.or(heads.run(&head_cases()).err());
@@ -106,6 +110,7 @@ impl MutantsCommand {
             let started = Instant::now();
             let of_part = match part.run(self.grade) {
                 Ok(of_part) => of_part,
+                // Any part in which the correct kernel is rejected ends the run.
                 Err(kill) => return rejected(&kill),
             };
             let killed = of_part.iter().filter(|at| matches!(at.fate, MutantOutcome::Killed(_))).count();
@@ -118,6 +123,7 @@ impl MutantsCommand {
             progress.inc(1);
         }
         progress.finish_and_clear();
+        // A mutant may be killed at one width and accepted at another, so fates are listed by width.
         let names: BTreeSet<&String> = fates.iter().map(|at| &at.width).collect();
         let of_width = |width: &String| {
             let named = |of: fn(&MutantOutcome) -> bool| {
@@ -181,6 +187,7 @@ fn rejected(Kill { gate, case, devices, .. }: &Kill) -> Result<Passed, CliError>
 fn for_each_case(path: &Path, mut run: impl FnMut(MutantCase)) -> Result<(), CliError> {
     verify(path)?;
     let file = ProblemFile::open(path)?;
+    // A generated file carries its spec; a recorded one has the loss that recorded scalars belong to.
     let spec = config::spec_within(&file)?.unwrap_or_else(recorded_spec);
     let old_logps: Vec<Option<&str>> = match file.old_logp_names() {
         names if spec.reads_old_logp() => names.into_iter().map(Some).collect(),

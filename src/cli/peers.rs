@@ -104,6 +104,7 @@ fn compare(path: &Path) -> Result<ComparedRun, CliError> {
     let limit = limit(recorded.dtype);
     let gates = judged(&recorded, &reference)?;
     let caught_by: Vec<String> = gates.iter().filter(|(_, passed)| !passed).map(|(gate, _)| gate.clone()).collect();
+    // A file of a known defect never passes: it records that one release differs, whatever the difference is.
     let verdict = match (quirk, difference.within(limit)) {
         (true, _) => PeerVerdict::KnownDifference,
         (false, true) => PeerVerdict::Pass,
@@ -137,6 +138,7 @@ fn judged(recorded: &PeerFile, reference: &Reference) -> Result<Vec<(String, boo
 
 fn worst(files: &[ComparedRun]) -> Vec<PeerErrors> {
     let mut by_peer: BTreeMap<(&str, Dtype), PeerErrors> = BTreeMap::new();
+    // Known defects are left out of the worst errors, which describe the correct functions.
     for ComparedRun { dtype, run } in files.iter().filter(|file| !file.run.quirk) {
         let worst = by_peer.entry((&run.peer, *dtype)).or_insert_with(|| PeerErrors {
             peer: run.peer.clone(),

@@ -82,6 +82,7 @@ impl Within {
         verify(path)?;
         let file = ProblemFile::open(path)?;
         let spec = self.spec(&file, path)?;
+        // A loss without a ratio reads no old log-probabilities, and the file then need not have them.
         let old_logp = spec.reads_old_logp().then_some(self.old_logp.as_str());
         let problem = match AnyProblem::read(&file, &self.logits, old_logp)? {
             AnyProblem::Logits(problem) => AnyProblem::Logits(problem.with_advantages_for(&spec)),

@@ -79,6 +79,8 @@ impl SuiteCommand {
     /// Writes those in which a token has a gradient.
     fn write<P: Subject>(&self, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<u64, CliError> {
         let mut written = 0;
+        // A problem is drawn again from its index: without a gradient in any token it would test nothing, and is left
+        // out.
         for index in 0..deals.deck().cases {
             let Some((recipe, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? else { continue };
             let metadata = [
@@ -102,6 +104,8 @@ pub(super) fn judge(
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
     let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
+    // The problems are drawn again from the deck, not read: another version may draw others, and the answers would be
+    // of different problems.
     if by != version() {
         let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
         return Err(CliError::Config { path, reason });
@@ -111,6 +115,7 @@ pub(super) fn judge(
         project: project.transpose().map_err(|reason: crate::spec::presets::PresetError| CliError::Preset(reason))?,
         grade: standards.grade,
         allow: standards.allow,
+        // Candidates are files: a second answer to one problem, or one to a smaller problem, does not exist.
         repeats: false,
         shrink: false,
         ..Campaign::new(&candidates.display().to_string(), spec)
@@ -135,6 +140,7 @@ impl Answers {
     fn read<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<Self, CliError> {
         let mut answers = HashMap::new();
         for index in 0..deals.deck().cases {
+            // A candidate is found by the content of its problem, as the campaign asks by problem and not by number.
             if let Some((_, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? {
                 answers.insert(problem.fingerprint(), folder.join(file_name(index)));
             }

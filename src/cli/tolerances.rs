@@ -91,6 +91,7 @@ impl TolerancesCommand {
             immediate_heads: immediate::<HeadProblem>(),
             compiled: plugins.into_iter().map(on).collect(),
         };
+        // The class is checked before anything is measured, which takes minutes.
         let classes = measure::classes(&measured);
         self.check_class(&classes)?;
 
@@ -116,12 +117,14 @@ impl TolerancesCommand {
         if let Some(path) = &self.into {
             document::put_into(path, [(MARKS, format!("{}\n\n{notes}", table(&figures, ASCII_MARKDOWN)).as_str())])?;
         }
+        // A measurement beyond its limit fails the command: it is a bug of an implementation or of the derivation.
         let beyond: Vec<&Figure> = figures.iter().filter(|of| of.needed.kappa > of.needed.allowed).collect();
         let mut text = format!("{}\n{notes}", table(&figures, UTF8_FULL_CONDENSED));
         for Figure { subject, needed } in &beyond {
             let NeededKappa { kappa, allowed, case } = needed;
             let _ = writeln!(text, "{subject}: κ = {kappa} was needed, {allowed} is allowed: {case}");
         }
+        // The panel judges kernels of other projects by the same limits, and needs a Python with theirs.
         let panel =
             if self.class.is_none() { PanelCommand::from_project_files() } else { Err("one class is measured".into()) };
         if let Err(why) = &panel {

@@ -81,6 +81,7 @@ pub(super) fn emit(asked: &EmitRequest, target: &GpuTarget) -> Result<Passed, Cl
     let program: LossProgram = gpu_program(id)?;
     let (shape, dtype, devices) = (asked.shape, asked.dtype, target.devices());
     let (written_for, loss) = (target.chip.written_for(), StructuredSpec::new(&spec));
+    // A program of XLA's operations alone has no PTX to hand over.
     if !program.has_kernels() {
         let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
         let ids = all.map(LossProgram::id).collect::<Vec<_>>().join(", ");
@@ -88,6 +89,7 @@ pub(super) fn emit(asked: &EmitRequest, target: &GpuTarget) -> Result<Passed, Cl
         return Err(CliError::Usage(format!("implementation: got `{id}`, expected {expected}")));
     }
     let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, written_for).map_err(RunError::from)?;
+    // The driver of the target must be able to launch every kernel, which is checked here and not when it is used.
     kernels.iter().try_for_each(|kernel| expect_launch(kernel, target))?;
     let given = ProblemFormat { shape, dtype, form: (), packed: None };
     let module = program.text(loss, given, devices, Device::gpu(written_for)).map_err(RunError::from)?;

@@ -84,6 +84,7 @@ impl<'e, T: Serialize, K: Serialize> EmitManifest<'e, T, K> {
         kernels: Vec<K>,
     ) -> Self {
         let Signature { numbers, inputs, outputs } = signature;
+        // Dlogits are written over the logits in every emitted program: operand 0 and result 0 are one array.
         let module = EmittedModule { file: MODULE, inputs, outputs, aliases: [Alias { operand: 0, result: 0 }] };
         let assay = env!("CARGO_PKG_VERSION");
         Self { assay, facts, implementation, target, devices, shape, dtype, spec, numbers, kernels, module }
@@ -141,6 +142,7 @@ fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Re
 /// Makes `folder` whole or not at all: it is filled under another name and renamed.
 fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
     let failed = |reason| CliError::Io { path: folder.into(), action: "write", reason };
+    // A folder that exists is not touched: files of an earlier run beside these would look as if they belonged to them.
     if folder.symlink_metadata().is_ok() {
         return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
     }

@@ -48,6 +48,8 @@ struct DenseArray<'e> {
 impl<'e> EmittedMosaic<'e> {
     fn new(kernel: &'e TpuKernel, dtype: Dtype) -> Self {
         let dense = |named: &'e NamedArray| {
+            // A TPU has no f16, so that f16 logits are given as the i16 of their bits; the manifest names the dtype
+            // that they mean.
             let stored_as_bits = named.name.ends_with("logits") && named.dtype != dtype.into();
             DenseArray { named, layout: (0..named.shape.len()).collect(), bits_of: stored_as_bits.then_some(dtype) }
         };
