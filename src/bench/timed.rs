@@ -1,4 +1,4 @@
-//! What a bench is of: logits, or hidden states and the LM head.
+//! [`Timed`]: the two kinds of problem that a bench times, logits, or hidden states and the LM head.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What commands are told of an LM head beside `--shape`, and the recipe that follows.
+//! The options of an LM head in addition to `--shape`, and the recipe that follows from them.
 
 use clap::Args;
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! What a candidate is held to, where a command lets one choose.
+//! [`CandidateStandards`]: the options that choose the grade and the edges that a candidate is held to.
 
 use clap::Args;
 

@@ -40,7 +40,6 @@ impl Arithmetic for PtxBuilder {
     /// Computes `e^a` within 3 ulp: with `n` the whole number nearest to `a·log₂e` it is `2^((a − n·ln 2)·log₂e) ·
     /// 2^n`. The power `2^n` is two factors, since it may exceed f32 where the product does not.
     fn exp(&mut self, a: PtxValue<f32>) -> PtxValue<f32> {
-        // 0 and ∞ begin before.
         // Beyond ±104 the result is 0 or ∞ in any case, and the bit tricks below stay within range.
         let a = self.max(a, -104.0);
         let a = self.min(a, 104.0);
@@ -59,6 +58,8 @@ impl Arithmetic for PtxBuilder {
         let other = PtxBuilder::sub(self, whole, half);
         let shifted_other = PtxBuilder::add(self, other, WHOLE);
         [shifted_half, shifted_other].into_iter().fold(value, |value, shifted| {
+            // The low bits of the shifted number hold n; moved up by 23 they are an exponent, to which that of 1 is
+            // added.
             let bits = self.bits(shifted);
             let exponent = self.shift_left(bits, FRACTION);
             let power = PtxBuilder::add(self, exponent, 1_f32.to_bits());
@@ -96,7 +97,7 @@ impl Arithmetic for PtxBuilder {
         let low = self.mul_add(exponent, LN_2[1], of_mantissa);
         let value = self.mul_add(exponent, LN_2[0], low);
 
-        // ∞ and NaN are their own.
+        // The logarithm of ∞ is ∞, and that of NaN is NaN.
         let finite = PtxBuilder::less(self, a, f32::INFINITY);
         let value = PtxBuilder::select(self, finite, value, a);
         let nothing = PtxBuilder::equal(self, a, 0.0);

@@ -110,9 +110,11 @@ impl PtxBuilder {
 
     /// Returns the finished kernel, to be launched as `launch` says.
     pub fn finish(mut self, launch: PtxLaunch) -> PtxKernel {
+        // Every way through the kernel ends in a return.
         self.write("ret");
         let PtxLaunch { grid, block, cluster, least_resident } = launch;
         let mut text = format!(".version {}\n.target {}\n.address_size 64\n\n", self.version, self.target.name());
+        // Dynamic shared memory has no size in the text: the launch gives it.
         if self.dynamic.is_some() {
             text += &format!(".extern .shared .align 16 .b8 {DYNAMIC}[];\n\n");
         }
@@ -121,6 +123,8 @@ impl PtxBuilder {
             .iter()
             .map(|Parameter { name, alignment, .. }| format!("\t.param .u64 .ptr .global .align {alignment} {name}"))
             .collect();
+        // The sizes of CTA and cluster are part of the text, so that the assembler knows how many threads share the
+        // registers.
         let _ = writeln!(text, ".visible .entry {}(\n{}\n)", self.name, parameters.join(",\n"));
         let [x, y, z] = block;
         let _ = writeln!(text, ".reqntid {x}, {y}, {z}\n.minnctapersm {least_resident}");
@@ -128,6 +132,8 @@ impl PtxBuilder {
             let _ = writeln!(text, ".explicitcluster\n.reqnctapercluster {cluster}, 1, 1");
         }
         text += "{\n";
+        // Registers of the text are virtual: each type's are declared by their number, and the assembler maps them to
+        // real ones.
         for ((declared, prefix), count) in ELEMENTS.iter().zip(self.registers) {
             if count > 0 {
                 let _ = writeln!(text, "\t.reg {declared} {prefix}<{count}>;");
@@ -201,6 +207,7 @@ impl PtxBuilder {
     pub fn output_over(&mut self, name: &str, over: &str) -> PtxValue<u64> {
         let place = self.parameters.iter().position(|parameter| parameter.name == over);
         let place = place.unwrap_or_else(|| panic!("output over `{over}`: no such input"));
+        // Both parameters are pointers of their own with the same value, as an XLA call passes them.
         let Parameter { dtype, shape, alignment, .. } = self.parameters[place].clone();
         self.parameter(name, dtype, &shape, alignment, Role::Output { over: Some(place) })
     }
@@ -290,8 +297,9 @@ impl PtxBuilder {
     /// is over, and nothing else that this thread has done is known by that.
     pub fn store_async<T: PtxStorable>(&mut self, to: PtxAddress, value: impl Into<PtxValue<T>>, barrier: PtxAddress) {
         let value = value.into();
-        // Registers alone are stored so.
+        // The instruction stores registers only, so a constant is put into one first.
         let value = if value.is_register() { value } else { self.variable(value) };
+        // The instruction is of PTX 8.1, above the version of the older targets' texts.
         self.version = self.version.max("8.1");
         self.write(&format!(
             "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{} {to}, {value}, {barrier}",
@@ -301,6 +309,7 @@ impl PtxBuilder {
 
     /// Waits until the phase of that parity, 0 of the first, is over on a barrier of this CTA: what was stored is there to see.
     pub fn wait_for_phase(&mut self, barrier: PtxAddress, parity: u32) {
+        // A try may give up before the phase is over, so it is repeated.
         let start = self.new_label();
         self.label(&start);
         let wait = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64";
@@ -546,8 +555,11 @@ impl PtxBuilder {
         each: impl Fn(&mut Self, [PtxValue<f32>; N]) -> PtxValue<f32>,
     ) -> [PtxValue<f32>; 2] {
         if self.target < PtxTarget::Sm100 {
+            // Older targets compute the halves one by one, with the same rounding.
             return [0, 1].map(|half| each(self, operands.map(|operand| operand[half])));
         }
+        // A pair of f32 is one register of 64 bits to the instruction, so both halves are packed before and unpacked
+        // after.
         let operands: [PtxValue<u64>; N] = operands.map(|halves| self.define("mov.b64", &list(&halves)));
         let operands = operands.map(|operand| operand.to_string()).join(", ");
         let result: PtxValue<u64> = self.define(both, &operands);
@@ -568,6 +580,7 @@ impl PtxBuilder {
     pub fn unpack(&mut self, packed: PackedFloat, a: PtxValue<u32>) -> [PtxValue<f32>; 2] {
         match packed {
             PackedFloat::Bf16 => {
+                // A bf16 is the upper half of an f32: the low one is shifted up, and the high one is there already.
                 let low = self.shift_left(a, 16);
                 let high = self.bits_and(a, 0xFFFF_0000);
                 [self.float_from_bits(low), self.float_from_bits(high)]
@@ -582,6 +595,7 @@ impl PtxBuilder {
 
     /// The other way round, each rounded to nearest even.
     pub fn pack(&mut self, packed: PackedFloat, low: PtxValue<f32>, high: PtxValue<f32>) -> PtxValue<u32> {
+        // The instruction takes the upper half first.
         self.define(&format!("cvt.rn.{}x2.f32", packed.name()), &format!("{high}, {low}"))
     }
 
@@ -630,6 +644,8 @@ impl PtxBuilder {
     /// Runs `body` in the threads where `condition` holds.
     pub fn when(&mut self, condition: PtxValue<bool>, body: impl FnOnce(&mut Self)) {
         let end = self.new_label();
+        // Threads for which the condition fails branch round the body; a warp whose threads differ runs it with some of
+        // them idle.
         self.write(&format!("@!{condition} bra {end}"));
         body(self);
         self.label(&end);

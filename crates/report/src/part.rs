@@ -1,4 +1,4 @@
-//! What every part of a page is.
+//! [`ReportPart`]: the trait of every part of a page.
 
 use maud::Markup;
 

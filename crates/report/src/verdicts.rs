@@ -1,4 +1,4 @@
-//! What the judge said: results of `assay replay`, `gradcheck` and `judge`.
+//! The part of the page about verdicts: results of `assay replay`, `gradcheck` and `judge`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

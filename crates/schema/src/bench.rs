@@ -1,4 +1,4 @@
-//! How long one implementation takes for one batch, and how much memory: `assay bench`.
+//! The time and the memory that one implementation takes for one batch: `assay bench`.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Which cases implementations are run on: what tests, measurements and counts of false alarms share.
+//! The cases that implementations are run on, which tests, measurements and counts of false alarms share.
 
 pub mod cases;
 pub mod covering;

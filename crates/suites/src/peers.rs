@@ -1,4 +1,4 @@
-//! How far the reference is from what a published implementation returned.
+//! The distance between the reference and the recorded outputs of a published implementation.
 
 use ndarray::Array3;
 

@@ -1,4 +1,4 @@
-//! What a sampler's top-k and top-p leave of logits, handed over as trainers do it: −∞ in the columns outside.
+//! Logits after a sampler's top-k and top-p, handed over as trainers do it: −∞ in the columns outside.
 
 use ndarray::Ix3;
 

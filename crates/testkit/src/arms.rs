@@ -1,4 +1,4 @@
-//! Which choices specs make, of all there are. Structs are taken apart field by field and enums arm by arm: what is added
+//! The choices that specs make, of all there are. Structs are taken apart field by field and enums arm by arm: what is added
 //! to [`LossSpec`] does not compile until it is named here, and then fails the coverage test until something draws it.
 
 use std::collections::BTreeSet;

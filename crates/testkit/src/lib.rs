@@ -1,4 +1,4 @@
-//! What the integration tests of the whole house share. Nothing below the registry may depend on it: the trial itself
+//! The parts that all integration tests share. Nothing below the registry may depend on it: the trial itself
 //! ([`Known`], [`hindrance`]) is the judge's.
 
 pub mod arms;

@@ -1,4 +1,4 @@
-//! How long trials took, for harnesses that do not say so themselves: `setup/test.sh` lists the slowest of a run.
+//! The time that trials took, for harnesses that do not report it: `setup/test.sh` lists the slowest of a run.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -87,6 +87,8 @@ impl TileBuilder {
     /// An output that takes the memory of an input. Block by block each is read before it is written: both have one window.
     pub fn output_over(&mut self, input: TileMemory) -> TileMemory {
         let TileMemory::Input(i) = input else { panic!("output over {input:?}, expected an input") };
+        // The output has the input's window, so that a step writes the very block that it read, and no later step reads
+        // it again.
         self.kernel.outputs.push(self.kernel.inputs[i].clone());
         let output = self.kernel.outputs.len() - 1;
         self.kernel.aliases.push((i, output));
@@ -132,6 +134,7 @@ impl TileBuilder {
 
     /// The number `x` in every place of `ty`.
     pub fn constant(&mut self, x: f64, ty: TileType) -> TileValue {
+        // Only a float can hold a fraction; an integer constant with one would be a mistake of the caller.
         assert!(ty.element.is_float() || x.fract() == 0.0, "constant: {x} as {ty}");
         self.define(ty, TileOperation::Constant(x))
     }
@@ -170,6 +173,7 @@ impl TileBuilder {
             ColumnIndex::Static(start) => assert!(start + columns <= extent, "columns {start} + {columns} of {extent}"),
             ColumnIndex::Dynamic(start) => {
                 assert_eq!(self.type_of(start), TileType::scalar(DeviceDtype::I32), "a dynamic column");
+                // A load at a dynamic column takes whole registers, so that no row has to be shifted across two of them.
                 assert_eq!(columns % self.kernel.machine.lanes, 0, "{columns} columns from a dynamic one");
                 assert!(columns <= extent, "{columns} columns of {extent}");
             }
@@ -316,6 +320,8 @@ impl TileBuilder {
     /// `yes` where `condition` holds, else `no`.
     pub fn select(&mut self, condition: TileValue, yes: TileValue, no: TileValue) -> TileValue {
         assert_eq!(self.element(condition), DeviceDtype::Pred, "select: the condition");
+        // Any two of the three may be scalars or columns: each pair is brought to the wider of its extents, so that all
+        // three agree in the end.
         let (yes, no) = self.meet("select", yes, no);
         let (condition, yes) = self.meet("select", condition, yes);
         let (condition, no) = self.meet("select", condition, no);
@@ -374,6 +380,7 @@ impl TileBuilder {
         initial: &[TileValue],
         body: impl FnOnce(&mut Self, TileValue, &[TileValue]) -> Vec<TileValue>,
     ) -> Vec<TileValue> {
+        // A loop of no trips would define results that nothing computes.
         if trips == 0 {
             return initial.to_vec();
         }
@@ -384,6 +391,7 @@ impl TileBuilder {
         self.open.push(Vec::new());
         let next = body(self, index, &carried);
         let statements = self.open.pop().expect("opened above");
+        // The types of what is carried are fixed: both lowerings name them once for all trips.
         let same = next.iter().map(|&value| self.type_of(value)).eq(types.iter().copied());
         assert!(same, "for: what is carried changes its type");
         let results: Vec<TileValue> = types.iter().map(|&ty| self.new_value(ty)).collect();

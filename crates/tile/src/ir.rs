@@ -293,6 +293,7 @@ impl TileKernel {
         for statement in statements {
             match statement {
                 TileStatement::Let(value, operation) => {
+                    // The work of a tile is counted by its elements; a scalar is one.
                     let places = self.types[value.0].tile.map_or(1, |[rows, columns]| rows * columns);
                     match operation {
                         TileOperation::Unary(Unary::Exp | Unary::Exp2 | Unary::Log, _)
@@ -315,6 +316,7 @@ impl TileKernel {
                     work.transcendentals += inside.transcendentals * looped.trips;
                 }
                 TileStatement::When { body, .. } => {
+                    // A conditional block counts as if it ran at every step, which makes the estimate an upper bound.
                     let inside = self.work(body);
                     work.flops += inside.flops;
                     work.transcendentals += inside.transcendentals;

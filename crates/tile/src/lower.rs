@@ -85,6 +85,7 @@ impl<V: Copy> BodyLowering<'_, V> {
         for statement in statements {
             match statement {
                 TileStatement::Let(value, operation) => {
+                    // Operands come before their operation, so that each has its text already.
                     let operands = self.operands(&used_by(operation));
                     let written = lowering.operation(self.kernel.types[value.0], operation, &operands);
                     self.written[value.0] = Some(written);
@@ -98,6 +99,8 @@ impl<V: Copy> BodyLowering<'_, V> {
                     let stored = stored_in(&looped.body);
                     let results =
                         lowering.for_loop(looped.trips, &initial, &stored, &mut |lowering, index, carried| {
+                            // The names of the loop's index and of what is carried are valid in its body only, and get
+                            // their text from the lowering.
                             self.written[looped.index.0] = Some(index);
                             self.set(&looped.carried, carried);
                             self.block(&looped.body, lowering);

@@ -33,6 +33,7 @@ impl TileMachine {
 
     /// Bytes that `[rows, columns]` take in VMEM, where rows and columns fill whole registers.
     pub fn tile_bytes(self, element: DeviceDtype, [rows, columns]: [usize; 2]) -> usize {
+        // VMEM is allocated by registers: rows and columns that fill one in part take all of it.
         let rows = rows.next_multiple_of(self.rows_of_a_register(element));
         rows * columns.next_multiple_of(self.lanes) * element.size()
     }

@@ -26,6 +26,7 @@ const HBM: usize = 0;
 
 /// The `backend_config` of a `tpu_custom_call` of `kernel`, JSON, with all VMEM of its machine to use.
 pub fn payload(kernel: &TileKernel) -> String {
+    // The body is the text in base64. The cost estimate is for XLA, which does not look into the kernel.
     let mut config = json!({
         "body": STANDARD.encode(text(kernel)),
         "serialization_format": 1,
@@ -44,6 +45,7 @@ pub fn payload(kernel: &TileKernel) -> String {
     if !written.is_empty() {
         let inputs = written.iter().map(|&input| json!({"operand_index": operand(input), "color": HBM}));
         let over = kernel.aliases.iter().filter(|(input, _)| written.contains(input));
+        // XLA names a result by its index in a tuple, and a single result is no tuple.
         let outputs = over.map(|&(_, output)| match kernel.outputs.len() {
             1 => json!({"color": HBM}),
             _ => json!({"color": HBM, "shape_index": [output]}),
@@ -100,6 +102,7 @@ pub fn text(kernel: &TileKernel) -> String {
 fn transform(i: usize, array: &WindowedArray, given: &[(String, String)]) -> String {
     let typed = given.iter().map(|(name, ty)| format!("{name}: {ty}")).collect::<Vec<_>>().join(", ");
     let types = given.iter().map(|(_, ty)| ty.as_str()).collect::<Vec<_>>().join(", ");
+    // A dimension that no axis of the grid moves along stays at block 0.
     let along = &array.window.along;
     let names = along.iter().map(|axis| axis.map_or("%zero".to_string(), |axis| given[axis].0.clone()));
     let names = names.collect::<Vec<_>>().join(", ");
@@ -269,6 +272,7 @@ impl MosaicWriter<'_> {
 
     /// The indices of column `place` in memory of `rank`.
     fn indices(&mut self, rank: usize, place: ColumnIndex<MosaicName>) -> Vec<MosaicName> {
+        // Memory has leading dimensions of one, of which a step sees index 0; all loads begin at row 0.
         let zero = self.index(0);
         let column = match place {
             ColumnIndex::Static(0) => zero,
@@ -302,6 +306,8 @@ impl MosaicWriter<'_> {
         self.line(format_args!(
             "{loaded} = \"stable_mosaic.vector.load\"({memory}, {names}) : ({memref}, {types}) -> {wide}"
         ));
+        // A window of more than two dimensions is loaded with its leading ones, which a cast then drops: the body
+        // computes on matrices alone.
         if shape.len() == 2 {
             return loaded;
         }
@@ -309,6 +315,8 @@ impl MosaicWriter<'_> {
     }
 
     fn binary(&mut self, op: Binary, ty: TileType, a: MosaicName, b: MosaicName) -> MosaicName {
+        // Floats and integers have operations of different names. Fast math is off: it permits a compiler to
+        // reassociate sums and to assume that no value is NaN.
         let float = ty.element.is_float();
         let (op, attributes) = match op {
             Binary::Add if float => ("arith.addf", NO_FAST_MATH),

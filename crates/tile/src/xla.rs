@@ -53,6 +53,8 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
             let end = builder.constant(steps as f64, index.clone());
             builder.compare(stablehlo::HloComparison::Less, carried[0], end)
         },
+        // A region is written into the same text as the operations around it: the builder moves into the step and back
+        // out.
         |builder, carried| {
             let (arrays, scratch) = carried[1..].split_at(kernel.outputs.len());
             let builder_so_far = mem::take(builder);
@@ -70,6 +72,8 @@ pub fn inline(kernel: &TileKernel, builder: &mut HloBuilder, operands: &[HloValu
                 step.memory.insert(TileMemory::Input(i), window);
             }
             for (i, array) in kernel.outputs.iter().enumerate() {
+                // A block that the next step sees again keeps what this one wrote; any other starts as garbage, which a
+                // kernel must not read.
                 let window = if revisited(kernel, array) {
                     step.read(array, arrays[i])
                 } else {
@@ -109,6 +113,7 @@ fn poison(builder: &mut HloBuilder, element: DeviceDtype, shape: &[usize]) -> Hl
 
 /// Whether steps that follow one another may see the same block.
 fn revisited(kernel: &TileKernel, array: &WindowedArray) -> bool {
+    // The last axis runs fastest: an array that does not move along it has one block for all of its steps.
     let last = kernel.grid.len() - 1;
     kernel.grid[last] > 1 && !array.window.along.contains(&Some(last))
 }
@@ -242,6 +247,7 @@ impl KernelLowering for GridStep {
                 Unary::Neg => self.builder.negate(value(0)),
                 Unary::Exp => self.builder.exponential(value(0)),
                 Unary::Exp2 => {
+                    // StableHLO has no exp2, so the base changes by one product, which rounds once more.
                     let ln_2 = self.builder.constant(LN_2, ty);
                     let exponent = self.builder.multiply(value(0), ln_2);
                     self.builder.exponential(exponent)
@@ -282,6 +288,7 @@ impl KernelLowering for GridStep {
             TileOperation::Convert(_) => self.builder.convert(value(0), ty.element),
             TileOperation::Bitcast(_) => self.builder.bitcast(value(0), ty.element),
             TileOperation::Broadcast(_) => {
+                // A tile keeps its two dimensions, of which those of extent 1 are repeated; a scalar has none.
                 let dimensions: &[usize] = if operands[0].ty.tile.is_some() { &[0, 1] } else { &[] };
                 self.builder.broadcast(value(0), dimensions, &ty.shape)
             }
@@ -306,6 +313,7 @@ impl KernelLowering for GridStep {
         stored: &[TileMemory],
         body: LoopBody<'_, Self>,
     ) -> Vec<HloValue> {
+        // The loop's index, the carried values and the memory that the body writes go from trip to trip together.
         let mut carried = vec![self.integer(0)];
         carried.extend(initial.iter().map(|operand| operand.value));
         carried.extend(self.stored(stored));

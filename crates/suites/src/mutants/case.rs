@@ -1,4 +1,4 @@
-//! What mutants are run on.
+//! [`MutantCase`]: a loss and a problem that mutants are run on.
 
 use assay_core::implementation::Workload;
 use assay_core::problem::{HeadProblem, Problem};

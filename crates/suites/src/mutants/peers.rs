@@ -1,4 +1,4 @@
-//! Which mutants other projects' tests would accept: their kind of input, their twin, their tolerances.
+//! The tests of other projects, and the mutants that they would accept: their kind of input, their twin, their tolerances.
 //!
 //! Each of them compares a kernel with a twin that is right by construction: here the specimen without a bug, in
 //! f32 as theirs is, on one device. Batches are cut down; vocabularies and distributions are not.

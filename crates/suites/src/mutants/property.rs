@@ -1,4 +1,4 @@
-//! What targets each class of bugs: a short list of cases for each, on which all of its mutants fall.
+//! The cases that target each kind of bugs: a short list for each, on which all of its mutants fall.
 
 use super::case::MutantCase;
 use super::{MutantKind, QWEN_VOCABULARY};

@@ -1,4 +1,4 @@
-//! How many mutants a suite rejects, by what, and which of them others would have accepted.
+//! The mutation score: the number of mutants that a suite rejects, by what, and those that others would have accepted.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

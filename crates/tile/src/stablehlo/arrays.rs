@@ -125,6 +125,8 @@ impl HloBuilder {
     }
     /// `a[b, t, indices[b, t]]`, the last axis of `a` gathered. An index out of range is moved to the nearest end.
     pub fn take_along_last(&mut self, a: HloValue, indices: HloValue) -> HloValue {
+        // Batching dimensions [0,1] pair each token with its own index: a gather without them would take every index
+        // from every row.
         let from = self.type_of(a).clone();
         let index = self.type_of(indices).clone();
         let [batch, tokens, _] = from.shape[..] else { panic!("take_along_last: {from} has not three axes") };
@@ -177,6 +179,7 @@ impl HloBuilder {
     pub fn take(&mut self, a: HloValue, indices: HloValue) -> HloValue {
         let (from, index) = (self.type_of(a).clone(), self.type_of(indices).clone());
         assert_eq!((from.shape.len(), index.element), (1, DeviceDtype::I32), "take: of {from} at {index}");
+        // Indices of any shape become a list of vectors of one index each, which is the form that a gather takes.
         let places = self.reshape(indices, &[&index.shape[..], &[1]].concat());
         let ty = HloType { element: from.element, shape: index.shape };
         let (dimension, index) = (ty.shape.len(), self.type_of(places).clone());

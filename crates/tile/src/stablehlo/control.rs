@@ -24,6 +24,7 @@ pub enum CallField<'c> {
 
 /// A text as MLIR has it, which reads `\XX` as the byte of that number.
 fn quoted(text: &str) -> String {
+    // The backslash is replaced first, or the escapes of the others would be escaped again.
     let escaped = text.replace('\\', "\\5C").replace('"', "\\22").replace('\n', "\\0A").replace('\t', "\\09");
     format!("\"{escaped}\"")
 }
@@ -100,6 +101,7 @@ impl HloBuilder {
         let aliases = aliases.collect::<Vec<_>>().join(", ");
         let (names, types) = self.lists(operands);
         let output_types = outputs.iter().map(HloType::to_string).collect::<Vec<_>>().join(", ");
+        // A text is the older version of the interface; a dictionary needs version 4.
         let (version, config) = match config {
             CallConfig::Text(text) => (1, quoted(text)),
             CallConfig::Fields(fields) => {

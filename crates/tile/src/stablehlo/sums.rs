@@ -28,6 +28,7 @@ impl HloBuilder {
         assert_eq!(left.element, right.element, "dot: element types of {left} and {right}");
         assert_eq!(left.shape.get(of_a), right.shape.get(of_b), "dot: axes {of_a} of {left} and {of_b} of {right}");
         self.expect_float("dot", a);
+        // Each operand keeps its axes but the contracted one.
         let free = |ty: &HloType, contracted: usize| {
             let mut shape = ty.shape.clone();
             shape.remove(contracted);
@@ -94,6 +95,7 @@ impl HloBuilder {
 
     /// `a` folded, element by element, over the devices of each group. Every device is in one group.
     pub fn all_reduce(&mut self, fold: Fold, a: HloValue, groups: &[Vec<usize>]) -> HloValue {
+        // A group of one device has nothing to exchange.
         if groups.iter().all(|group| group.len() == 1) {
             return a;
         }
