@@ -21,6 +21,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 /// judged on the cases of those before it; `PROPTEST_RNG_SEED` and `PROPTEST_CASES` replace seed and number. A failure
 /// is printed, and no file is written.
 pub fn config(cases: u32) -> ProptestConfig {
+    // The environment's number and seed win over the property's own, each by itself.
     let given = |name| std::env::var_os(name).is_some();
     let wanted = ProptestConfig::default();
     ProptestConfig {
@@ -44,12 +45,15 @@ pub fn any_spec() -> BoxedStrategy<LossSpec> {
 fn or_logp(spec: LossSpec) -> LossSpec {
     let by_token = spec.objective == Objective::PolicyGradient && spec.advantages == AdvantageLevel::Token;
     let changed = spec.logits != LogitsTransform::default() || !spec.support.is_whole();
+    // Policy gradients by token have an advantage for each token, which serves as the cotangent of its logp.
     if !by_token || !(changed || spec.rollout.is_some() || !spec.rejection.is_empty()) {
         return spec;
     }
     let LossSpec { logits, mut support, temperature, temperature_divides, dentropy, .. } = spec;
+    // A spec with several ids for each token refuses `keep_sampled`.
     support.keep_sampled = false;
     let size = temperature.number().unwrap_or(1.0);
+    // The number of ids follows from values that were drawn anyway: a draw of its own would change every spec after it.
     let ids_per_token = if size < 0.9 { 2 } else { 2 + usize::from(size > 1.0) + usize::from(dentropy) };
     LossSpec { logits, support, temperature, temperature_divides, ids_per_token, ..LossSpec::from_cotangents(dentropy) }
 }
@@ -203,6 +207,7 @@ fn ratio() -> BoxedStrategy<Ratio> {
         RatioLevel::SequenceProduct,
     ]);
     let clip = (0.0..0.5_f64, 0.0..0.5_f64).prop_map(|(low, high)| LogClip { low, high });
+    // The ranges reach from clamps that hold nearly every ratio to ones that hold none.
     (
         level,
         weighted(0.3, 0.1..20.0_f64),
@@ -298,7 +303,7 @@ fn rollout() -> BoxedStrategy<RolloutWeights> {
                 unscored: UnscoredWeight::One,
                 applies_to,
             };
-            // Given weights are taken as they are.
+            // A weight that the batch gives is taken as it is, so bounds and clamps would have no effect.
             if source == RolloutSource::Given {
                 plain
             } else {
@@ -333,7 +338,7 @@ fn rejection() -> BoxedStrategy<Rejection> {
         select(vec![LossTerms::Policy, LossTerms::PolicyAndKl]),
     )
         .prop_map(|(estimator, level, min, max, counts, drops_from)| {
-            // A ratio is 1 at least.
+            // The larger of a ratio and its inverse is at least 1, so the bound must be above that.
             let max = if estimator == RejectionEstimator::AbsoluteRatio { 1.0 + max } else { max };
             let drawn = Rejection { estimator, level, min, max, counts, drops_from };
             if level == RejectionLevel::SecondMoment {
@@ -409,6 +414,7 @@ pub fn any_ppo_spec() -> BoxedStrategy<LossSpec> {
 /// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
 pub fn any_recipe() -> BoxedStrategy<Recipe> {
     let around_tiles =
+        // The widths around a tile's are the ones at which a last tile is empty, full, or has one column.
         select(vec![8_usize, 16, 32, 64, 128, 256, 1024, 2048]).prop_flat_map(|tile| tile - 1..=tile + 1);
     let vocab = prop_oneof![1..10_usize, around_tiles, select(vec![97_usize, 997, 4099])];
     (
@@ -416,6 +422,7 @@ pub fn any_recipe() -> BoxedStrategy<Recipe> {
         select(Dtype::KERNEL.to_vec()),
         select(Regime::FINITE.to_vec()),
         any::<u64>(),
+        // Noise of 0 makes all ratios 1, and that of 60 nats lets them overflow f32.
         prop_oneof![Just(0.0), 0.01..1.0_f64, Just(5.0), Just(60.0)],
         any::<bool>(),
     )

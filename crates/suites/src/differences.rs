@@ -54,7 +54,7 @@ impl Differences {
         let (mut total, mut count) = (0.0, 0_usize);
         for (x, y) in pairs {
             let error = (x - y).abs();
-            // `max` would pass over a NaN.
+            // The method `f64::max` would pass over a NaN.
             let worse = |max: f64, x: f64| if x > max || x.is_nan() { x } else { max };
             all.max_abs = worse(all.max_abs, error);
             if x.abs() > SMALLEST {

@@ -36,6 +36,7 @@ pub(crate) fn measured_heads() -> impl Iterator<Item = (LossSpec, HeadRecipe)> {
 }
 
 fn rng(seed: [u64; 2]) -> TestRng {
+    // A seed is two numbers in the first half of the generator's key: the caller's, and one for each family of cases.
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed[0].to_le_bytes());
     bytes[8..16].copy_from_slice(&seed[1].to_le_bytes());
@@ -58,6 +59,7 @@ pub const DEVICE_SHAPES: [[usize; 3]; 4] = [[2, 5, 131], [8, 2, 37], [3, 9, 1031
 pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, Recipe)> {
     let mut cases = Vec::new();
     for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64]), cases::any_recipe()).take(structures).enumerate() {
+        // The shapes rotate by the seed as well, so that different seeds pair one spec with different shapes.
         let shape = DEVICE_SHAPES[(i + seed as usize) % DEVICE_SHAPES.len()];
         for (seed, regime) in (recipe.seed..).zip(Regime::FINITE) {
             cases.push((spec.clone(), Recipe { shape, dtype, regime, seed, ..recipe.clone() }));

@@ -92,6 +92,7 @@ pub struct CompiledImplementations {
 pub fn classes(all: &MeasuredImplementations) -> BTreeMap<String, Option<String>> {
     let mut classes = BTreeMap::new();
     let compiled = all.compiled.iter().flat_map(|on| &on.on_logits);
+    // A class can be measured where any of its implementations can run.
     for implementation in all.immediate.iter().chain(compiled) {
         let hindrance = implementation.available().err().map(|why| why.reason);
         let found = classes.entry(implementation.class().to_string()).or_insert_with(|| hindrance.clone());
@@ -111,6 +112,7 @@ pub fn classes(all: &MeasuredImplementations) -> BTreeMap<String, Option<String>
 /// wide vocabularies; for what compiles a program for each shape, the shapes and device counts of its tests, on each
 /// plugin, and where the policy is the reference policy.
 pub fn cases(class: Option<&str>, random: usize, all: &MeasuredImplementations) -> Vec<MeasuredCase> {
+    // The number of all other seeds is in proportion to the random cases that are asked for.
     let seeds = |of_all: usize| of_all * random / CASES;
     let wanted = |implementation: &&Arc<dyn Implementation>| class.is_none_or(|class| class == implementation.class());
     let mut cases = Vec::new();
@@ -129,6 +131,7 @@ pub fn cases(class: Option<&str>, random: usize, all: &MeasuredImplementations) 
                 on.few_shapes(seeds, &mut cases);
             }
         }
+        // Equal policies and heads are measured on the first plugin alone.
         if i == 0 {
             zero_kl(&on_logits, plugin, seeds, &mut cases);
             heads.iter().filter(wanted_head).for_each(|head| few_heads(head, plugin, seeds, &mut cases));
@@ -153,6 +156,8 @@ impl CasePlacement {
     /// The device counts of `implementation`. Tile kernels take long to compile as loops, and sum in an order of their
     /// own on any plugin; their rows are computed one by one, so that cutting the batch changes nothing.
     fn each_count(implementation: &Arc<dyn Implementation>, plugin: &Path, first: bool) -> Vec<Self> {
+        // The largest count of devices cuts the vocabulary the most, and so has the most partial sums; smaller counts
+        // of a tile kernel are left out.
         let tile = is_tile(&**implementation);
         let batch_cut = ["-rows", "-mesh"].iter().any(|end| implementation.id().ends_with(end));
         if tile && (batch_cut || !first) {
@@ -174,8 +179,8 @@ impl CasePlacement {
         let mut drawn = crate::measured_cases();
         cases.extend(drawn.by_ref().take(random).map(|(spec, recipe)| self.case(&spec, recipe)));
         for dtype in Dtype::KERNEL {
-            // One non-target column: an error there is the whole row's, with nothing to average it away.
-            // Equal logits round alike, so that a row's sum gathers their errors.
+            // A vocabulary of two has one column besides the target: an error there is that of the whole row, with
+            // nothing to average it away. Equal logits round alike, so that a row's sum gathers their errors.
             for vocab in [2, 3, 5] {
                 for (seed, (spec, recipe)) in (0..seeds(100) as u64).zip(&mut drawn) {
                     let narrow = Recipe { shape: [64, 64, vocab], dtype, seed, ..recipe };
@@ -254,7 +259,7 @@ fn any_head(
             cases.push(case(spec, HeadRecipe { recipe, ..head }));
         }
     }
-    // Qwen2.5-0.5B's width.
+    // The width of Qwen2.5-0.5B.
     for (spec, head) in drawn.take(seeds(30)) {
         let recipe = Recipe { shape: [1, 4, 4099], ..head.recipe };
         cases.push(case(spec, HeadRecipe { hidden: 896, recipe, ..head }));
@@ -295,6 +300,7 @@ fn zero_kl(
                         old_logp_noise_scale: 0.0,
                         masked_garbage: false,
                     };
+                    // Tile kernels take long to compile as loops, so they get the first seeds only.
                     let few = |on: &&CasePlacement| seed < 8 || !is_tile(&*on.implementation);
                     cases.extend(on.iter().filter(few).map(|on| on.case(&spec, recipe.clone())));
                 }
@@ -438,8 +444,11 @@ impl Measurement {
         let Some(verdicts) = verdicts(case)? else { return Ok(()) };
         let class = case.work.class();
         for verdict in verdicts {
+            // Shares are counted and have no κ.
             let Some(allowed) = verdict.kappa else { continue };
+            // An output that is stored in f64 by a kernel of f32 belongs to the gates of f32.
             let dtype = if verdict.dtype == Dtype::F64 { Dtype::F32 } else { verdict.dtype };
+            // The edges of a gate are measured together: they have one limit.
             let subject = MeasuredGate { gate: verdict.gate.at(None), dtype, class: class.into() };
             self.need(subject, [verdict.tally.kappa_seen, allowed], case);
         }

@@ -11,10 +11,13 @@ fn support(logits: &[f64], temperature: f64, sampled: usize, (k, p): (usize, f64
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&i, &j| logits[j].total_cmp(&logits[i]));
     order.truncate(k);
+    // Weights are relative to the largest logit, so that none overflows.
     let weight = |j: usize| ((logits[j] - logits[order[0]]) / temperature).exp();
     let all: f64 = order.iter().map(|&j| weight(j)).sum();
     let (mut inside, mut before) = (vec![false; logits.len()], 0.0);
     for &j in &order {
+        // A column is inside while the columns before it have less than p of the probability: the one that crosses p is
+        // inside too.
         inside[j] = before < p * all;
         before += weight(j);
     }

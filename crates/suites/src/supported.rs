@@ -9,6 +9,8 @@ use assay_judge::variants::{Variant, variants};
 
 /// The settings that an implementation may refuse, and no other.
 fn refusals(id: &str) -> BTreeSet<&'static str> {
+    // These choices look at the whole batch, those of `of_rows` at a whole row: a kernel that sees less must refuse
+    // them.
     let of_batch = ["objective.clip_cov.selection", "objective.kl_cov.selection", "top_entropy"];
     let of_rows = ["objective", "off_policy_mask", "ratio.level"];
     let mut all: BTreeSet<&str> = of_batch.into();
@@ -37,6 +39,7 @@ pub fn supported(implementation: &dyn Implementation, devices: usize) -> Vec<Var
             }
         }
     });
+    // A refusal for any other reason, or one that is missing, is a mistake of the implementation's `supports`.
     let all: Vec<Variant> = all.collect();
     assert_eq!(refused, refusals(implementation.id()), "{} refuses", implementation.id());
     all

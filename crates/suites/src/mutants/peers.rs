@@ -115,6 +115,8 @@ impl Tests {
     /// Returns whether the tests catch `mutant`, accept it, or do not exercise it.
     pub fn judge(&self, mutant: &Mutant) -> PeerOutcome {
         let specimen = Specimen::with(mutant.bug);
+        // The outcomes are ordered from not exercised over accepted to caught: one check that catches the mutant is
+        // enough.
         let mut cell = PeerOutcome::NotExercised;
         for check in self.checks.iter().filter(|check| mutant.kind.is_reached(&check.check.spec, false)) {
             cell = cell.max(check.judge(&specimen));
@@ -127,6 +129,8 @@ impl Tests {
 
     /// Whether the tests accept the correct kernel.
     pub fn accept_the_correct_kernel(&self) -> bool {
+        // The correct kernel must have its own bits on a second run, and be within the project's tolerances of the
+        // twin.
         self.checks.iter().all(|check| {
             check.judge(&Specimen::default()) == PeerOutcome::NotExercised && check.accepts(&check.correct)
         })
@@ -186,6 +190,7 @@ struct PreparedCheck {
 
 impl PreparedCheck {
     fn new(check: PeerCheck, entropy: bool) -> Self {
+        // The twin computes on the same logits in f32, as the projects' references do.
         let logits = FloatArray::rounded_from(&check.problem.logits.to_f64(), Dtype::F32);
         let twin = Problem { logits, ..check.problem.clone() };
         let [twin, correct] =
@@ -196,6 +201,8 @@ impl PreparedCheck {
     fn judge(&self, kernel: &Specimen) -> PeerOutcome {
         let candidate = run(kernel, &self.check.spec, &self.check.problem, self.entropy);
         match () {
+            // A mutant whose outputs have the bits of the correct kernel was not exercised: nothing could tell them
+            // apart.
             () if Invariance::between(&candidate, &self.correct).other.is_empty() => PeerOutcome::NotExercised,
             () if self.accepts(&candidate) => PeerOutcome::Passes,
             () => PeerOutcome::Caught,
@@ -210,7 +217,7 @@ impl PreparedCheck {
         let per_token = |close: Close, of: fn(&Candidate) -> &Option<FloatArray<Ix2>>| {
             let values = |of: &Option<FloatArray<Ix2>>| of.as_ref().expect("the specimen has all outputs").to_f64();
             let (actual, expected) = (values(of(candidate)), values(of(&self.twin)));
-            // Their losses are 0 under the mask; what else stands there they do not look at.
+            // The projects' losses are 0 under the mask, and other outputs there are not compared.
             let mask = &self.check.problem.mask;
             let unmasked = |array: Array2<f64>| -> Vec<f64> {
                 array.into_iter().zip(mask).filter_map(|(x, &counts)| counts.then_some(x)).collect()
@@ -230,6 +237,8 @@ impl PreparedCheck {
                 let near = |(x, y): (&f64, &f64)| y.abs() <= *least || (x - y).abs() <= y.abs();
                 dlogits(candidate).iter().zip(&dlogits(&self.twin)).all(near)
             }
+            // The fused kernels of those projects return gradients of states and head: dlogits are multiplied by a few
+            // columns of either.
             PeerLimit::ThroughHead { states, head, close } => {
                 let rows = |of: &Candidate| {
                     let all = dlogits(of);
@@ -349,6 +358,7 @@ fn trl() -> Vec<PeerCheck> {
     let problem = randn(&forward, shape, Dtype::F32, 0);
     let limits = vec![PeerLimit::Logp(close), PeerLimit::Entropy(close)];
     let forward = PeerCheck { spec: forward, problem, limits };
+    // The mean of the entropy is over 128 tokens: this coefficient gives each an upstream gradient of 0.25.
     let spec = LossSpec { entropy_coef: -0.25 * 128.0, ..sum_of_logp() };
     let mut problem = randn(&spec, shape, Dtype::Bf16, 1);
     problem.advantages = assay_core::problem::Advantages::Sequence(ndarray::Array1::ones(shape[0]));
@@ -378,13 +388,13 @@ fn verl_fused() -> Vec<PeerCheck> {
     let spec = LossSpec {
         advantages: AdvantageLevel::Token,
         temperature: 1.5.into(),
-        // Over Σ m: an upstream gradient of 0.25 a token.
+        // The coefficient is divided by the number of tokens, which leaves an upstream gradient of 0.25 for each.
         entropy_coef: -0.25 * f64::from(tokens),
         ..sum_of_logp()
     };
     let shape = [1, usize::try_from(tokens).expect("positive"), QWEN_VOCABULARY];
     let half = Uniform::new_inclusive(-0.5, 0.5).expect("a non-empty range");
-    // Of each of 896 products the variance is 1/144.
+    // Each of the 896 products of two uniform numbers in ±0.5 has a variance of 1/144.
     let (problem, states, head) = through_head(&spec, shape, f64::sqrt(896.0 / 144.0), &half, 1);
     let limits = vec![
         PeerLimit::Logp(Close { atol: 1e-3, rtol: 2e-4 }),

@@ -92,12 +92,12 @@ impl ProductionPart {
         let family = self.class.name();
         let Some((hidden, vocab, layout)) = self.head else {
             let mut recipes = property::production(self.class, if short { [2, 3] } else { [4, 4] });
-            // Of several dtypes bf16 alone.
+            // A short run keeps bf16 alone of several dtypes.
             if short && recipes.iter().any(|(_, recipe)| recipe.dtype == Dtype::Bf16) {
                 recipes.retain(|(_, recipe)| recipe.dtype == Dtype::Bf16);
             }
             let cases = recipes.into_iter().map(|(spec, recipe)| MutantCase::generated(family, spec, &recipe));
-            // What goes wrong within a row does so on one device.
+            // A bug within a row shows on one device.
             let on_all = !short || matches!(self.class, MutantKind::Devices | MutantKind::State);
             return self.fates(if on_all { &DEVICE_COUNTS } else { &[1] }, cases, grade);
         };
@@ -120,6 +120,7 @@ impl ProductionPart {
         let mutants = BANK.iter().filter(|mutant| mutant.kind == self.class);
         let mut all: Vec<AtWidth> =
             mutants.map(|mutant| AtWidth { mutant, width: self.width(), fate: MutantOutcome::NotExercised }).collect();
+        // Cases are made one at a time, and only those mutants are run on the next that no earlier case has killed.
         for case in cases {
             let mut left: Vec<&mut AtWidth> =
                 all.iter_mut().filter(|at| !matches!(at.fate, MutantOutcome::Killed(_))).collect();
@@ -129,6 +130,7 @@ impl ProductionPart {
             let at_once = if self.head.is_some() { HEADS_AT_ONCE } else { AT_ONCE };
             let suite = MutantSuite::on(devices, std::slice::from_ref(&case), at_once, grade)?;
             let fates = suite.run(&left.iter().map(|at| at.mutant).collect::<Vec<_>>());
+            // A case that does not exercise a mutant leaves the fate that an earlier case gave it.
             for (at, fate) in left.iter_mut().zip(fates).filter(|(_, fate)| *fate != MutantOutcome::NotExercised) {
                 at.fate = fate;
             }

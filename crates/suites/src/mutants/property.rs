@@ -45,6 +45,8 @@ impl Grid {
             for &shape in &shapes {
                 for &regime in &regimes {
                     for &dtype in &dtypes {
+                        // The seed is the number of the recipe, so that a case does not depend on the other classes'
+                        // cases.
                         let (seed, old_logp_noise_scale) = (recipes.len() as u64, noise);
                         let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale, masked_garbage };
                         recipes.push((spec.clone(), recipe));
@@ -172,14 +174,17 @@ fn grid(class: MutantKind) -> Grid {
             regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
             ..Grid::default()
         },
+        // Blocks and tiles are powers of two: 515 and 1,025 columns leave a rest after each.
         MutantKind::Maximum => Grid {
             shapes: vec![[4, 6, 515], [2, 4, 1025]],
             regimes: vec![Regime::ShiftedUp, Regime::ShiftedDown, Regime::Negative, Regime::Peaked, Regime::Confident],
             ..Grid::default()
         },
+        // A first half of nothing but −∞ spans whole tiles at 1,025 columns.
         MutantKind::Holes => {
             Grid { shapes: vec![[4, 8, 1025], [4, 8, 33]], regimes: vec![Regime::Holes], ..Grid::default() }
         }
+        // Sums of many small terms show a narrow accumulator, large logits a missing conversion.
         MutantKind::Precision => Grid {
             specs: vec![plain(), tempered(TemperatureDivides::Logits)],
             shapes: vec![[2, 6, 1025], [2, 4, 4099]],
@@ -208,7 +213,7 @@ fn grid(class: MutantKind) -> Grid {
                 .collect(),
             ..Grid::default()
         },
-        // A cap that all logits are near to; where a bias and a scale come before it their order shows.
+        // A cap that all logits are near to bends them; where a bias and a scale come before it, their order shows.
         MutantKind::Logits => {
             let changed = |scale, softcap, bias| LossSpec {
                 logits: LogitsTransform { scale, softcap, bias },
@@ -221,7 +226,7 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
-        // Few tokens' ids are outside the support where they may be.
+        // Few tokens' ids are outside the support, where it keeps the sampled ones.
         MutantKind::Support => {
             let over = |vocab, excluded_ids, keep_sampled| LossSpec {
                 support: Support { vocab, excluded_ids, keep_sampled },
@@ -238,6 +243,7 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
+        // Widths and bounds differ between the two sides, so that an exchange of the two shows.
         MutantKind::Clip => Grid {
             specs: vec![
                 clipped(PpoClip { epsilon_low: 0.1, epsilon_high: 0.4, ..PpoClip::default() }),
@@ -249,7 +255,7 @@ fn grid(class: MutantKind) -> Grid {
             regimes: vec![Regime::Normal, Regime::Ties],
             ..Grid::default()
         },
-        // Of token advantages a row has some of either sign, and some of 0.
+        // Advantages by token give a row some of either sign, and some of 0.
         MutantKind::LogClip => {
             let of = |ratio| LossSpec { ratio, objective: Objective::PpoClip(wide_clip()), ..by_token() };
             let clip = Some(LogClip { low: 0.2, high: 0.1 });
@@ -284,6 +290,7 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
+        // Noise of 200 nats makes ratios that overflow f32 in one direction and vanish in the other.
         MutantKind::Overflow => Grid {
             specs: vec![by_token()],
             shapes: vec![[8, 8, 33], [8, 8, 5], [8, 16, 33]],
@@ -311,7 +318,7 @@ fn grid(class: MutantKind) -> Grid {
                     with_gradient(KlGradient::K2),
                     levelled(RatioLevel::Sequence, with_gradient(KlGradient::K2Weighted(1.1))),
                 ],
-                // A token in twenty is not scored.
+                // A token in twenty has no score of the sampler's.
                 shapes: vec![[8, 8, 33]],
                 ..Grid::default()
             }
@@ -341,7 +348,7 @@ fn grid(class: MutantKind) -> Grid {
                     LossSpec { old_logp: OldLogp::Rollout, ..plain() },
                     LossSpec { off_policy_mask: Some(from), ..plain() },
                 ],
-                // A token in twenty is not scored.
+                // A token in twenty has no score of the sampler's; the larger batch has some in every regime.
                 shapes: vec![[4, 6, 5], [32, 8, 5]],
                 ..Grid::default()
             }
@@ -374,7 +381,7 @@ fn grid(class: MutantKind) -> Grid {
                 RolloutWeights { unscored: UnscoredWeight::Zero, ..gated },
                 given,
             ];
-            // A token in twenty is not scored.
+            // A token in twenty has no score of the sampler's.
             Grid { specs: all.into_iter().map(rolled).collect(), shapes: vec![[9, 8, 33]], ..Grid::default() }
         }
         MutantKind::Rejection => {
@@ -404,7 +411,8 @@ fn grid(class: MutantKind) -> Grid {
             all.push(rejected(vec![rejection(K1, Token, Some(-0.2), 0.4), of_rows]));
             let normalised = RolloutWeights { normalize: true, ..weights(RolloutLevel::Token) };
             all.push(LossSpec { rollout: Some(normalised), ..rejected(vec![rejection(K2, Token, None, 0.03)]) });
-            // Of five columns some probabilities are large: the two ways round of a divergence are far apart.
+            // Vocabularies of five have some large probabilities, at which the two directions of a divergence are far
+            // apart.
             Grid { specs: all, shapes: vec![[9, 8, 33], [9, 8, 5]], ..Grid::default() }
         }
         MutantKind::TokenWeights => {
@@ -418,13 +426,13 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
-        // At the largest vocabulary what is added to each probability adds up.
+        // The largest vocabulary sums up what a mutant adds to each probability.
         MutantKind::Entropy => {
             let specs = vec![bonus(), LossSpec::from_cotangents(true)];
             let shapes = vec![[4, 6, 33], [1, 2, 60_000]];
             Grid { specs, shapes, regimes: vec![Regime::Small], ..Grid::default() }
         }
-        // Of one token more than a multiple of five, one is the quantile itself.
+        // A batch with one token more than a multiple of five has a token that is the quantile itself.
         MutantKind::TopEntropy => {
             let of = |drops, spec| {
                 let top = TopEntropy { fraction: 0.4, drops, precision: QuantilePrecision::Exact };
@@ -439,7 +447,7 @@ fn grid(class: MutantKind) -> Grid {
                 ..Grid::default()
             }
         }
-        // Two columns a shard: ids that repeat, and ids in the other one.
+        // A shard has two columns: some ids repeat, and some are in the other one.
         MutantKind::Several => Grid {
             specs: vec![LossSpec { temperature: 0.7.into(), ids_per_token: 3, ..LossSpec::from_cotangents(true) }],
             shapes: vec![[3, 4, 5], [2, 3, 33]],
@@ -460,7 +468,8 @@ fn grid(class: MutantKind) -> Grid {
             regimes: vec![Regime::Normal, Regime::Ties],
             ..Grid::default()
         },
-        // Where all tokens of a row have one weight and one advantage, GSPO and GSPO-token are the same.
+        // A row whose tokens have one weight and one advantage has the same gradient under GSPO and GSPO-token, so
+        // others are needed.
         MutantKind::SequenceRatio => Grid {
             specs: [RatioLevel::Sequence, RatioLevel::SequenceToken]
                 .into_iter()
@@ -495,7 +504,7 @@ fn grid(class: MutantKind) -> Grid {
             regimes: vec![Regime::Normal, Regime::Peaked, Regime::Confident],
             ..Grid::default()
         },
-        // Among five columns tokens of a chunk have the same id.
+        // A vocabulary of five gives tokens of one chunk the same id.
         MutantKind::HeadChunks => Grid {
             specs: vec![plain(), bonus()],
             shapes: vec![[4, 6, 5], [4, 6, 97]],

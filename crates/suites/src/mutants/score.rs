@@ -42,6 +42,8 @@ impl Trial {
     {
         for cases in cases.chunks(EVALUATED_AT_ONCE) {
             let mut left: Vec<_> = self.mutants.iter_mut().filter(|(_, kill)| kill.is_none()).collect();
+            // The mutants that are left are rejected at the earliest case; later chunks of cases run fewer and fewer of
+            // them.
             if left.is_empty() {
                 break;
             }
@@ -65,6 +67,7 @@ impl Trial {
         let left: Vec<_> =
             mutants.iter().filter(|mutant| mutant.killed_by.is_none()).map(|mutant| mutant.name).collect();
         let killed = mutants.len() - left.len();
+        // A mutant that survives is an error unless the grade admits it by name.
         let by_design = |name: &&str| {
             let admitted = &Tolerances::builtin().admitted;
             self.grade == Grade::Standard && admitted.iter().any(|admitted| admitted.mutant == *name)
@@ -240,7 +243,7 @@ impl Score {
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
         for class in MutantKind::ALL {
             let _ = writeln!(text, "\n### {}\n", class.title());
-            // Their inputs here are logits.
+            // The tests of other projects have logits as inputs here, so that they do not apply to heads.
             let projects: &[&str] = if class.is_of_heads() { &[] } else { &projects };
             let line = |cells: &[&str]| format!("| {} |", cells.join(" | "));
             let columns = [&["mutant", "what it does", "seen", "killed by", "cases"], projects].concat();
