@@ -24,6 +24,8 @@ pub(super) fn name_of(name: &str) -> String {
         ("mlp.down_proj.", "ffn_down."),
         ("self_attn.", "attn_"),
     ];
+    // The parts are replaced in this order: an earlier one may contain a later, as `self_attn.o_proj.` contains
+    // `self_attn.`.
     let renamed = PARTS.iter().fold(name.to_owned(), |name, (theirs, llama)| name.replace(theirs, llama));
     renamed.replace("_proj.", ".")
 }
@@ -70,6 +72,7 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
         num_attention_heads: integer("qwen2.attention.head_count")?,
         num_key_value_heads: integer("qwen2.attention.head_count_kv")?,
         max_position_embeddings: integer("qwen2.context_length")?,
+        // A file without a tensor for the head shares the embedding with it.
         tie_word_embeddings: !content.tensor_infos.contains_key(&name_of(HEAD)),
         rope_theta: if content.metadata.contains_key("qwen2.rope.freq_base") {
             number("qwen2.rope.freq_base")?
@@ -104,6 +107,7 @@ pub(super) fn expect_alignment(path: &Path) -> Result<(), FixtureError> {
         };
         rest.get(4..4 + size).is_some_and(|value| value.iter().all(|byte| *byte == 0))
     };
+    // The header has not been parsed yet, as the parser is what must not see the 0: the key is searched in the bytes.
     if start.windows(KEY.len()).enumerate().any(|(at, window)| window == KEY && zero(&start[at + KEY.len()..])) {
         return Err(FixtureError::invalid(path, "`general.alignment`", "0", "a power of two"));
     }

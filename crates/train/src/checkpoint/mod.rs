@@ -85,6 +85,7 @@ impl Qwen2Config {
         ] {
             expect((1..=i32::MAX as usize).contains(&n), field, n.to_string(), "an integer from 1 to 2^31 - 1")?;
         }
+        // The rotation pairs the units of a head, and query heads share key heads evenly: both need whole quotients.
         let (hidden, heads, pairs) = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads);
         let given = hidden.to_string();
         expect(
@@ -265,6 +266,8 @@ impl Qwen2Checkpoint {
                 names.push(file);
             }
         }
+        // Files are taken in the order of their names, so that an error does not depend on how the file system lists
+        // them.
         names.sort();
         let mut provenance = BTreeMap::from([
             ("model".into(), name_of(path)),
@@ -333,6 +336,7 @@ impl Qwen2Checkpoint {
 
     /// Returns the checkpoint, once every tensor is found in its shape.
     fn checked(self) -> Result<Self, FixtureError> {
+        // Every tensor is looked up before any is read: a missing one is found in milliseconds and not after gigabytes.
         for (name, expected) in self.config.tensors() {
             let (held, given) = self.shape_of(&name)?;
             if given != expected {
@@ -372,6 +376,8 @@ impl Qwen2Checkpoint {
     /// [`FixtureError`] where one cannot be read.
     pub(crate) fn weights(mut self) -> Result<BTreeMap<String, Tensor>, FixtureError> {
         let mut weights = BTreeMap::new();
+        // One tensor at a time is widened to f32 or dequantised: the file's own form and the result are never both
+        // there as a whole.
         for (name, shape) in self.config.tensors() {
             let tensor = match &mut self.weights {
                 TensorSource::Safetensors { files, holder } => single_tensor(&files[holder[&name]], &name, &shape)?,
@@ -421,6 +427,7 @@ fn config(path: &Path, s: &Settings) -> Result<Qwen2Config, FixtureError> {
     config.check().map_err(|Misfit { field, given, expected }| {
         FixtureError::invalid(path, &format!("`{field}`"), given, expected)
     })?;
+    // Settings that would change what the model computes are refused, not ignored.
     let expect = |holds: bool, field: &str, given: String, expected: &str| {
         if holds { Ok(()) } else { Err(FixtureError::invalid(path, &format!("`{field}`"), given, expected)) }
     };
@@ -460,6 +467,7 @@ fn vocabulary(
             format!("ids below the model's vocabulary of {columns}"),
         ));
     }
+    // A padding id is fed to the model, so it must be an id: the end token serves where none is named.
     let padding = padding.or(end.first().copied()).unwrap_or(0);
     if let Some(id) = end.iter().copied().chain([padding]).find(|id| beyond(*id)) {
         let expected = format!("ids below the model's vocabulary of {columns}");
@@ -475,6 +483,7 @@ fn vocabulary(
 
 fn read_bounded(path: &Path) -> Result<Vec<u8>, FixtureError> {
     let mut bytes = Vec::new();
+    // One byte more than allowed shows that a file is longer, without reading it.
     let read = File::open(path).and_then(|file| file.take(LONGEST_SETTINGS + 1).read_to_end(&mut bytes));
     read.map_err(|reason| FixtureError::io(path, "read", reason))?;
     if bytes.len() as u64 > LONGEST_SETTINGS {

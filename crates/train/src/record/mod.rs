@@ -130,6 +130,7 @@ struct RecordedCompletion {
 /// # Errors
 /// [`RecordError`]; then nothing lies at [`Recording::out`] that was not there before, and nothing beside it.
 pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Result<RecordingSummary, RecordError> {
+    // Everything that can be wrong with the inputs is found before the weights are read.
     let checkpoint = Qwen2Checkpoint::open(&asked.model)?;
     let lines = read(&asked.prompts, &checkpoint, asked)?;
     let vocab = checkpoint.config.vocab_size;
@@ -141,6 +142,7 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let scribe = Scribe { asked, stop, model: &model, vocabulary: &vocabulary, steps };
 
     let completions = scribe.complete(&lines, &done)?;
+    // The batch is as wide as its longest completion, so that widths are known only after all of them are drawn.
     let tokens = completions.iter().map(|completion| completion.ids.len()).max().unwrap_or(0);
     let advantages = advantages(&lines, &completions);
     let shape = [completions.len(), tokens, vocab];
@@ -157,6 +159,7 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
 /// `(r − mean)/(std + 1e-4)` over the completions of one prompt, population standard deviation, rounded to f32.
 fn advantages(lines: &[PromptLine], completions: &[RecordedCompletion]) -> Vec<f32> {
     let text = |completion: &RecordedCompletion| &lines[completion.prompt].prompt;
+    // Neighbouring completions of one prompt are a group, whether they were given or sampled.
     let groups = completions.chunk_by(|a, b| text(a) == text(b));
     let of_group = |group: &[RecordedCompletion]| {
         let rewards: Vec<f64> = group.iter().map(|completion| completion.reward).collect();
@@ -197,6 +200,7 @@ impl Scribe<'_> {
         let mut completions = Vec::new();
         for (prompt, line) in lines.iter().enumerate() {
             if let Some(ids) = &line.completion_ids {
+                // Given completions are cut as sampled ones would be.
                 let ids = ids[..ids.len().min(self.asked.max_tokens)].to_vec();
                 completions.push(self.completion(prompt, line, ids, None));
                 done(self.steps);
@@ -251,6 +255,8 @@ impl Scribe<'_> {
         loop {
             self.check_stop()?;
             let logits = self.logits(&state.last)?;
+            // The distribution is that of the f32 logits at the sampling temperature, in f64: `old_logps` are what the
+            // sampler saw.
             let logp = self.finite(log_softmax(&logits, temperature))?;
             let id = choose(&logp, rng.random());
             ids.push(id as u32);
@@ -333,6 +339,8 @@ impl Scribe<'_> {
             "rewards",
             &bytes(&completions.iter().map(|completion| completion.reward as f32).collect::<Vec<_>>()),
         )?;
+        // The recorded scalars are of a loss at temperature 1. Another temperature has a spec in the metadata instead,
+        // and no scalars.
         let temperature = self.asked.sampling.map_or(1.0, |sampling| sampling.temperature);
         let more = if temperature == 1.0 { expected.scalars() } else { BTreeMap::from([spec_at(temperature)]) };
         Ok(stream.finish(more)?)
@@ -388,6 +396,7 @@ impl Scribe<'_> {
                 return Ok(());
             }
             // The next chunk of inputs, each of which predicts the token after it.
+            // Position t − 1 is the input whose hidden state predicts token t.
             let chunk = &padded[t - 1..(t - 1 + CHUNK).min(padded.len() - 1)];
             hidden = state.forward(chunk).map_err(|error| self.failed(&error))?;
         }

@@ -72,6 +72,7 @@ pub(super) fn read(
             let expected = "a JSON object with `prompt`, and `completion`, `answer`, `reward` where there are any";
             invalid(&field(""), format!("`{error}`"), expected)
         })?;
+        // Special tokens are in the prompt's text already, so that none are added.
         let encode = |name: &str, text: &str| -> Result<Vec<u32>, RecordError> {
             let encoding = checkpoint.vocabulary.tokenizer.encode_fast(text, false);
             let encoding = encoding.map_err(|error| {
@@ -82,6 +83,7 @@ pub(super) fn read(
             }
             Ok(encoding.get_ids().to_vec())
         };
+        // An answer in words ends in its number, as GSM8K's answers do after the marker.
         let answer = match written.answer {
             None => None,
             Some(PromptAnswer::Number(number)) => Some(number),
@@ -93,6 +95,7 @@ pub(super) fn read(
             }
         };
         let prompt_ids = encode(", `prompt`", &written.prompt)?;
+        // The longest sequence is known before anything is sampled: prompt and as many tokens as may come.
         let (longest, positions) = (prompt_ids.len() + asked.max_tokens, checkpoint.positions);
         if longest > positions {
             let given = format!("{} tokens, with {} more to come", prompt_ids.len(), asked.max_tokens);
@@ -117,10 +120,12 @@ pub(super) fn read(
         None => return Err(invalid("lines", "none".into(), "at least one prompt").into()),
         Some(line) => line.completion_ids.is_some(),
     };
+    // A group, a temperature or a seed would have no effect where nothing is sampled.
     if given && asked.sampling.is_some() {
         let expected = "no group, temperature or seed: nothing is sampled";
         return Err(invalid("completions", "one on each line".into(), expected).into());
     }
+    // A reward belongs to a text, which sampling has yet to draw.
     if !given && let Some(at) = lines.iter().position(|line| line.reward.is_some()) {
         let expected = "none: what will be sampled is not known yet; give an `answer`";
         return Err(invalid("`reward`", format!("one for prompt {}", at + 1), expected).into());
