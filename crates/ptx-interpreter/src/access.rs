@@ -25,6 +25,8 @@ impl ClusterMachine<'_> {
         let each = ty.bits() as usize / 8;
         let bytes = each * to.len();
         for lane in lanes_of(active) {
+            // Lanes are served one after another, each with its own address: a warp's load is 32 accesses in the
+            // history.
             let (place, start) = self.locate(w, lane, *space, *from, bytes)?;
             // The history first: bytes that may not be read are not used.
             self.touch(w, lane, pc, place, |memory, by| match read_only {
@@ -38,6 +40,7 @@ impl ClusterMachine<'_> {
                 }
             }
         }
+        // The registers count as written in the lanes that loaded; reading one in any other lane is an error.
         for to in to.iter().flatten() {
             self.warps[w].written[*to] |= active;
         }
@@ -57,6 +60,7 @@ impl ClusterMachine<'_> {
         let bytes = each * of.len();
         for lane in lanes_of(active) {
             let (place, start) = self.locate(w, lane, space, to, bytes)?;
+            // The history decides before any byte changes, so that a store that races leaves the memory as it was.
             self.touch(w, lane, pc, place, |memory, by| memory.write(start, bytes, by))?;
             for (i, of) in of.iter().enumerate() {
                 let value = self.warps[w].slots[*of][lane];
@@ -122,6 +126,8 @@ impl ClusterMachine<'_> {
                 format!("{bytes} bytes at {}, expected a multiple", self.spelt(space, at)),
             );
         }
+        // A global address has the number of its array above bit ARRAY_RANGE, so that no offset leads from one array
+        // into another.
         if space == StateSpace::Global {
             if let Some((array, start)) = self.in_array(at, bytes) {
                 return Ok((MemoryId::Global(array), start));
@@ -161,6 +167,8 @@ impl ClusterMachine<'_> {
     fn near_array(&self, at: u64) -> (usize, i64) {
         let array = ((at >> ARRAY_RANGE) as usize).wrapping_sub(1);
         let late = self.late.get(array).copied().unwrap_or(0);
+        // Offsets are counted from the middle of an array's range: a negative one still belongs to that array, and is
+        // reported by its name.
         (array, (at & mask(ARRAY_RANGE)) as i64 - (1 << (ARRAY_RANGE - 1)) - i64::from(late))
     }
 
@@ -246,6 +254,7 @@ impl ClusterMachine<'_> {
         };
         let problem = match conflict.other {
             None => format!("{byte} was never written"),
+            // An asynchronous store is an agent of its own, numbered after the threads: it writes when nobody waits.
             Some((agent, at, _)) if agent as usize % self.agents() >= self.threads.len() => {
                 let DecodedInstruction { line, name, .. } = &self.kernel.instructions[at as usize];
                 let problem = match self.kernel.instructions[at as usize].action {
@@ -289,6 +298,7 @@ impl ClusterMachine<'_> {
     ) -> LaneResult<()> {
         let bytes = ty.bits() as usize / 8;
         let (place, start) = self.locate(w, lane, space, at, bytes)?;
+        // The history sees one access that reads and writes, which other atomic operations need no order with.
         self.touch(w, lane, pc, place, |memory, by| memory.read_and_write(start, bytes, by))?;
         let (first, second) = (self.warps[w].slots[first][lane], self.warps[w].slots[second][lane]);
         let memory = &mut self.memory_mut(place).bytes[start..start + bytes];
@@ -307,6 +317,7 @@ impl ClusterMachine<'_> {
             AtomicOperation::Exchange => first,
             AtomicOperation::CompareAndSwap if old == first => second,
             AtomicOperation::CompareAndSwap => old,
+            // The counter wraps at the operand: `inc` goes to 0 from there, `dec` goes there from 0.
             AtomicOperation::Increment => {
                 if old >= first {
                     0
@@ -324,6 +335,7 @@ impl ClusterMachine<'_> {
         };
         memory.copy_from_slice(&new.to_le_bytes()[..bytes]);
         if let Some(to) = to {
+            // The result is the old value; `red` has no register for it.
             self.warps[w].slots[to][lane] = old;
             self.warps[w].written[to] |= 1 << lane;
         }
@@ -354,6 +366,8 @@ impl ClusterMachine<'_> {
                 let problem = format!("{count} bytes at {}", self.spelt(StateSpace::Global, at));
                 return Err(LaneFault { lane, fault: PtxFault::OutOfBounds, problem });
             };
+            // The copy reads its source at any time until the thread waits for it, so the access is noted with the
+            // clock of copies under way.
             self.touch(w, lane, pc, MemoryId::Global(array), |memory, by| {
                 memory.read(start, count, &Accessor { clock: UNDER_WAY, ..*by })
             })?;
@@ -387,6 +401,7 @@ impl ClusterMachine<'_> {
             let ThreadState { clock, known, groups, .. } = &mut self.threads[thread];
             let by = Accessor { cluster, thread: thread as u32, clock: *clock, known, at: pc as u32 };
             // From now on the thread may touch these bytes: they are its own accesses at its present clock.
+            // Groups complete in the order of their commits: the oldest are finished first.
             while groups.len() > left {
                 for AsyncCopy { array, from, read, to, written } in groups.pop_front().unwrap_or_default() {
                     if read > 0 {

@@ -66,6 +66,7 @@ fn limits(written: &[LimitDirective]) -> Result<LaunchLimits, PtxInterpretError>
                 limits.most_threads = Some(x.checked_mul(y).and_then(|xy| xy.checked_mul(z)).unwrap_or(u32::MAX));
             }
             ("explicitcluster", None) => limits.explicit_cluster = true,
+            // Hints to the assembler change no result: they are read and have no effect.
             ("minnctapersm" | "maxnreg" | "maxclusterrank", Some([_, 1, 1])) | ("pragma", None) => {}
             (name, _) => {
                 return text_error(limit.line, format!("directive .{name} with these numbers is not supported"));
@@ -81,6 +82,7 @@ fn expect_explicit_cluster(
     limits: &LaunchLimits,
     instructions: &[DecodedInstruction],
 ) -> Result<(), PtxInterpretError> {
+    // A cluster of one CTA needs no launch attribute: its barrier and its addresses are the CTA's own.
     let is_cluster = limits.cluster.is_some_and(|cluster| cluster != [1, 1, 1]);
     let relies = |name: &str| {
         name.starts_with("barrier.cluster") || name.starts_with("mapa") || name.contains("shared::cluster")
@@ -275,6 +277,7 @@ impl Decoder {
             }
             return self.name(*line, name, Symbol::Shared(start));
         };
+        // A text may declare any number of elements, so the sum is checked for overflow.
         let end = elements.checked_mul(size).and_then(|bytes| start.checked_add(bytes));
         let Some(end) = end.filter(|&end| end < MOST_SHARED) else {
             return text_error(*line, format!("{name} does not fit into shared memory"));
@@ -460,6 +463,7 @@ impl Decoder {
 pub(super) fn constant(form: &InstructionForm, number: NumberText, ty: PtxType) -> DecodeResult<u64> {
     let bits = ty.bits();
     match (number, ty) {
+        // A whole number fits if either reading of its bits does: −1 and 0xFFFFFFFF are the same constant of 32 bits.
         (NumberText::Whole(x), PtxType::Bits(_) | PtxType::Unsigned(_) | PtxType::Signed(_))
             if -(1_i128 << (bits - 1)) <= x && x < 1_i128 << bits =>
         {
@@ -474,6 +478,7 @@ pub(super) fn constant(form: &InstructionForm, number: NumberText, ty: PtxType) 
 
 /// Looks up a special register by name, and returns its initial value and its width in bits.
 fn special(name: &str) -> Option<(InitialValue, u32)> {
+    // Registers with three axes have one as a suffix; all others have none.
     let (register, axis) = match name.rsplit_once('.') {
         Some((register, axis)) => (register, ["x", "y", "z"].iter().position(|&word| word == axis)?),
         None => (name, 3),

@@ -157,6 +157,7 @@ impl Decoder {
     ) -> DecodeResult<PtxOperation> {
         let operands = form.some_operands(N, N)?;
         let to = self.target(form, &operands[0], ty)?;
+        // Operands that an instruction lacks read a slot that holds 0.
         let mut of = [self.fill(InitialValue::Value(0)); 3];
         for (of, operand) in of.iter_mut().zip(&operands[1..]) {
             *of = self.source(form, operand, ty)?;
@@ -204,6 +205,7 @@ impl Decoder {
             }
             "copysign" if ty == PtxType::Float(FloatFormat::F32) && !ftz => {
                 let sign = 1 << 31;
+                // The sign is that of the first operand; NaN keeps its other bits.
                 self.compute::<3>(form, ty, Box::new(move |a, b, _| a & sign | b & !sign))
             }
             "div" if ty == PtxType::Float(FloatFormat::F32) => {
@@ -323,6 +325,7 @@ impl Decoder {
             "shf" => {
                 let left = form.needs(&[("l", true), ("r", false)])?;
                 let wraps = form.needs(&[("wrap", true), ("clamp", false)])?;
+                // A funnel shift takes 32 of the 64 bits of the pair `b:a`.
                 let ty = form.ty_of(|ty| ty == B32)?;
                 let function = move |a: u64, b: u64, c: u64| {
                     let by = if wraps { c & 31 } else { c.min(32) };
@@ -380,6 +383,7 @@ impl Decoder {
     fn mov(&mut self, form: &mut InstructionForm) -> DecodeResult<PtxOperation> {
         let ty = form.ty_of(|ty| ty.bits() != 8)?;
         match form.operands()? {
+            // Vectors of `mov` split a register into equal parts or join it from them; `_` drops a part.
             [OperandText::Vector(parts), of] => {
                 let part = part_of(form, ty, parts.len())?;
                 let to = parts.iter().map(|operand| match operand {

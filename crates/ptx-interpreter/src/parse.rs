@@ -171,6 +171,7 @@ pub(super) fn parse(text: &str) -> Result<ModuleText, PtxInterpretError> {
     let input = Stateful { input: LocatingSlice::new(text), state: line_ends.as_slice() };
     module.parse(input).map_err(|error| {
         let PtxSyntaxError { at, problem } = error.into_inner();
+        // An error points to the next token and not to the space before it.
         let at = text.len() - text[at..].trim_start().len();
         let problem = match problem {
             PtxSyntaxProblem::Expected(what) => format!("expected {what}, found {}", token_of(&text[at..])),
@@ -231,6 +232,7 @@ fn list<'t, T>(mut item: impl PtxParser<'t, T>) -> impl PtxParser<'t, Vec<T>> {
     move |input: &mut PtxInput<'t>| {
         let mut items = vec![item.parse_next(input)?];
         while opt(mark(',')).parse_next(input)?.is_some() {
+            // A comma promises another item, so that its absence is an error and no end of the list.
             items.push(cut_err(item.by_ref()).parse_next(input)?);
         }
         Ok(items)
@@ -311,6 +313,7 @@ fn module(input: &mut PtxInput) -> PtxParseResult<ModuleText> {
             "shared" => text.shared.push(variable(input)?),
             "entry" => text.entries.push(entry(input)?),
             other => {
+                // The error is to point at the directive itself, so the parser goes back to its begin.
                 input.reset(&start);
                 space(input)?;
                 return wrong(input, format!("directive .{other} is not supported"));
@@ -324,6 +327,7 @@ fn entry(input: &mut PtxInput) -> PtxParseResult<EntryText> {
     let name = cut_err(name).parse_next(input)?.to_string();
     let parameters = opt(parameters).parse_next(input)?.unwrap_or_default();
     let mut limits = Vec::new();
+    // Directives of the launch's limits may come in any order before the body.
     while opt(mark('{')).parse_next(input)?.is_none() {
         limits.push(limit(input)?);
     }
@@ -384,6 +388,7 @@ fn variable(input: &mut PtxInput) -> PtxParseResult<SharedVariable> {
     }
     let name = cut_err(name).parse_next(input)?.to_string();
     let extent = delimited(mark('['), opt(count), cut_err(mark(']')));
+    // An array without brackets is one element; with empty ones its size is the launch's.
     let elements = opt(extent).parse_next(input)?.unwrap_or(Some(1));
     end(input)?;
     Ok(SharedVariable { line, name, align, ty: ty.to_string(), elements })
@@ -409,6 +414,7 @@ fn body(input: &mut PtxInput) -> PtxParseResult<Vec<PtxStatement>> {
             // A dot begins a declaration; anything else is a label or an instruction.
             Some(_) => body.extend(declaration(input, line)?),
             None => {
+                // A label is a name before a colon; two colons are part of an instruction's name.
                 let label = terminated(name, (token(':'), not(':')));
                 match opt(label).parse_next(input)? {
                     Some(name) => body.push(PtxStatement::Label { line, name: name.to_string() }),

@@ -95,6 +95,7 @@ pub(super) fn run(
             late: &late,
             arguments,
             arrays: arrays.clone(),
+            // The generator of random orders goes through all clusters, so that each has another order under one seed.
             random: random.take(),
             place: split(cluster, of_clusters),
             cluster,
@@ -135,6 +136,7 @@ impl ClusterMachine<'_> {
         let GridLaunch { block, cluster, .. } = *self.launch;
         let (per_cta, ctas) = (volume(block).unwrap_or(0) as usize, volume(cluster).unwrap_or(0) as usize);
         let all = per_cta * ctas;
+        // A clock has an entry for each thread and for each barrier, which writes the asynchronous stores.
         let nothing: VectorClock = vec![0; all + ctas * self.kernel.barriers_of_a_cta].into();
         let shared = self.arrays.iter().map(|&(_, end)| end).max().unwrap_or(0) as usize;
         self.alive = all;
@@ -190,6 +192,7 @@ impl ClusterMachine<'_> {
             InitialValue::Value(value) => return [value; LANES],
             InitialValue::Parameter(parameter) => {
                 let array = self.arguments[parameter];
+                // A pointer leads to the middle of its array's range, so that an offset either way stays recognisable.
                 let address = (array as u64 + 1) << ARRAY_RANGE | 1 << (ARRAY_RANGE - 1);
                 return [address + u64::from(self.late[array]); LANES];
             }

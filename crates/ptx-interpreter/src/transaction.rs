@@ -211,6 +211,8 @@ impl ClusterMachine<'_> {
             // The bytes are expected before the arrival counts.
             barrier.count_bytes(lane, bytes)?;
             barrier.pending -= 1;
+            // The arrival passes on what the thread has done: its clock joins those that waiters will acquire, and then
+            // advances, so that what it does later is not passed on.
             if releases {
                 let thread = &mut self.threads[index];
                 barrier.meeting.add(&thread.known, index, thread.clock);
@@ -300,6 +302,7 @@ impl ClusterMachine<'_> {
     /// Ends the phase of a barrier that lacks nothing, and lets the threads go on that wait for the end.
     fn finish_transactions(&mut self, which @ (cta, number): BarrierId) {
         let barrier = &mut self.ctas[cta].transactions[number];
+        // A phase is over when its arrivals and its bytes are both complete, in whichever order they come.
         if barrier.pending != 0 || barrier.bytes != 0 {
             return;
         }
@@ -330,6 +333,7 @@ impl ClusterMachine<'_> {
         let (passed, phases, over) = (barrier.passed.clone(), barrier.passed_phases, barrier.phases + 1);
         let state: &mut ThreadState = &mut self.threads[thread];
         state.phases = state.phases.max(phases);
+        // The waiter knows from here on what any of the arrivals released.
         if let Some(passed) = passed {
             let mut meeting = ClockJoin::default();
             meeting.join(&state.known);
@@ -347,6 +351,8 @@ impl ClusterMachine<'_> {
         let per_cta = self.threads.len() / self.ctas.len();
         let threads = &self.threads[cta * per_cta..][..per_cta];
         self.ctas[cta].transactions.iter().enumerate().find_map(|(number, barrier)| {
+            // A barrier remembers its last store: if no thread of the CTA has learnt of that, the CTA may be gone
+            // before the bytes arrive.
             let (clock, thread, at) = barrier.stored?;
             let agent = self.agent((cta, number));
             (!threads.iter().any(|thread| thread.known[agent] >= clock)).then_some((thread, at))

@@ -18,6 +18,7 @@ impl Decoder {
         let aligned = form.flag("aligned") || opcode == "bar";
         if opcode == "barrier" && form.flag("cluster") {
             form.operands::<0>()?;
+            // An arrival without .release or .relaxed releases.
             if form.needs(&[("arrive", true), ("wait", false)])? {
                 let release = form.one_of(&[("release", true), ("relaxed", false)]).unwrap_or(true);
                 return Ok(PtxOperation::ClusterArrive { release, aligned });
@@ -40,6 +41,7 @@ impl Decoder {
             let reduces = Some(PredicateReduction { to, of, negated, mode });
             return Ok(PtxOperation::Barrier { id, threads, aligned, waits: true, reduces });
         }
+        // An arrival that does not wait must say how many threads the barrier is for.
         let waits = form.needs(&[("sync", true), ("arrive", false)])?;
         let operands = form.some_operands(if waits { 1 } else { 2 }, 2)?;
         let id = self.source(form, &operands[0], U32)?;

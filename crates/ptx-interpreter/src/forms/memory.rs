@@ -77,6 +77,7 @@ impl Decoder {
             _ => None,
         };
         match parameter {
+            // A pointer is a constant of the launch, so the load is a move from its slot.
             Some(&parameter) if ty.bits() == 64 && !ty.is_float() => {
                 let of = [self.fill(InitialValue::Parameter(parameter)); 3];
                 Ok(PtxOperation::Compute { to: self.target(form, to, ty)?, of, function: Box::new(|x, _, _| x) })
@@ -150,6 +151,7 @@ impl Decoder {
         let has_policy = form.flag("L2::cache_hint");
         strip_hints(form);
         let all = form.some_operands(count, count + usize::from(has_policy))?;
+        // The policy of a cache is an operand without effect, but it must be a register that was written.
         if has_policy {
             match all.get(count) {
                 Some(policy) => self.source(form, policy, PtxType::Bits(64))?,

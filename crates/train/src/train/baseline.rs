@@ -41,6 +41,7 @@ impl Baseline {
         if !matches!(spec.reduction, Reduction::TokenMean | Reduction::Normalizer(_)) {
             return Err(TrainError::Baseline { field: "reduction" });
         }
+        // The spec must say nothing more than the baseline computes: the two are compared as a whole.
         let baseline = Self { clip: clip.clone(), reduction: spec.reduction, scale: spec.scale };
         if *spec == baseline.spec() { Ok(baseline) } else { Err(TrainError::Baseline { field: "spec" }) }
     }
@@ -57,6 +58,8 @@ impl Baseline {
             DType::BF16 | DType::F16 => logits.to_dtype(DType::F32)?,
             _ => logits.clone(),
         };
+        // Masked tokens get 0 in every array, and id 0, so that nothing under the mask can make a NaN that `0 ·` would
+        // keep.
         let per_token = |value: &dyn Fn(usize, usize) -> f64| {
             let values: Vec<f64> = ndarray::indices((rows, tokens))
                 .into_iter()
@@ -69,14 +72,18 @@ impl Baseline {
         let ids = Tensor::from_vec(ids, (rows, tokens, 1), &Device::Cpu)?;
         let mask = per_token(&|_, _| 1.0)?;
         let advantages = per_token(&|b, t| batch.advantages.at(b, t))?;
+        // The graph from here to the loss is what autograd differentiates: it keeps log-softmax and ratio, and makes
+        // dlogits of them.
         let log_softmax = log_softmax(&wide, D::Minus1)?;
         let logp = log_softmax.gather(&ids, D::Minus1)?.squeeze(D::Minus1)?;
+        // The mask multiplies the log-ratio before the exponential, which makes a masked ratio 1.
         let ratio = ((&logp - per_token(&|b, t| old_logp[[b, t]])?)? * &mask)?.exp()?;
         let clipped = ratio.clamp(1.0 - self.clip.epsilon_low, 1.0 + self.clip.epsilon_high)?;
         let policy = (&ratio * &advantages)?.minimum(&(clipped * &advantages)?)?.neg()?;
         let count = batch.mask.iter().filter(|counts| **counts).count().max(1) as f64;
         let denominator = if let Reduction::Normalizer(given) = self.reduction { given } else { count };
         let loss = ((policy * mask)?.sum_all()? * (self.scale / denominator))?;
+        // Metrics are computed outside of the graph.
         let metrics = self.metrics(&log_softmax.detach(), &ratio.detach(), batch, count)?;
         let scored = logp.detach().to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
         let logp = Array2::from_shape_vec((rows, tokens), scored).expect("one a token");

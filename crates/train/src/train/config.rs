@@ -217,6 +217,7 @@ impl Rollout {
 impl TrainConfig {
     /// Makes the paths of inputs relative to `folder`.
     pub fn beside(&mut self, folder: &Path) {
+        // Inputs are found from the settings' folder, so that a run does not depend on where it is started.
         let paths = [
             match &mut self.model {
                 ModelSource::Path(path) => Some(path),
@@ -260,6 +261,7 @@ impl TrainConfig {
             return wrong("rollout.group", self.rollout.group.to_string(), "at least 2: advantages are within a group");
         }
         let sequences = self.rollout.prompts.saturating_mul(self.rollout.group);
+        // The parts of a batch have equally many sequences, which the division needs.
         if !sequences.is_multiple_of(self.update.micro_batches) {
             let expected = format!("a divisor of prompts·group = {sequences}");
             return wrong("update.micro_batches", self.update.micro_batches.to_string(), &expected);
@@ -281,6 +283,7 @@ impl TrainConfig {
         if let Some((field, given)) = at_least_0.into_iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
             return wrong(field, given.to_string(), "a finite number, at least 0");
         }
+        // A floor and an absent baseline belong to advantages that are scaled over tokens.
         let over_tokens = self.advantages.scale_rewards == ScaleRewards::Tokens;
         if !over_tokens && (self.advantages.floor || self.advantages.baseline == GroupBaseline::None) {
             let (field, given) =
@@ -302,6 +305,7 @@ impl TrainConfig {
 
     /// Checks that the loss reads nothing that a run here has not.
     fn expect_provided(&self) -> Result<(), TrainError> {
+        // A loss may read arrays that a trainer gives; this one has only what its own sampler and policy produce.
         let loss = &self.loss;
         if loss.logits.bias {
             return Err(TrainError::setting("loss.logits.bias", true, "false: no policy here has one"));

@@ -42,6 +42,7 @@ impl Fingerprints {
         let task = match &config.task {
             TrainTask::Arithmetic(task) => {
                 let mut task = value(task);
+                // Verbs at their default are left out, so that files from before they were a setting still match.
                 prune(&mut task, &json!({"verbs": ["gets", "loses"]}));
                 task
             }
@@ -66,6 +67,7 @@ impl Fingerprints {
             "task": task,
             "warm_start": warm_start,
         });
+        // Both fingerprints begin with what the warm start depends on; the run adds its own settings.
         let with = |more: Value| {
             let (mut all, Value::Object(more)) = (shared.as_object().expect("an object").clone(), more) else {
                 unreachable!("an object")
@@ -126,6 +128,7 @@ fn differing<T: Serialize>(settings: &T, defaults: &T) -> Value {
 
 fn prune(settings: &mut Value, defaults: &Value) {
     let (Value::Object(settings), Value::Object(defaults)) = (settings, defaults) else { return };
+    // A group of settings that is empty after pruning is left out as a whole.
     let kept = std::mem::take(settings).into_iter().filter_map(|(name, mut value)| {
         let default = defaults.get(&name).unwrap_or(&Value::Null);
         prune(&mut value, default);

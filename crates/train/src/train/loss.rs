@@ -104,6 +104,7 @@ impl GrpoLoss {
     pub fn by_id(spec: LossSpec, id: &str, plugin: Option<&Path>) -> Result<Self, TrainError> {
         let unknown = |reason: String| TrainError::Kernel { id: id.into(), reason };
         let heads = registry::<HeadProblem>(plugin);
+        // Implementations with an LM head are a registry of their own, which is searched first.
         if let Some(head) = heads.iter().find(|head| head.id() == id) {
             head.available().map_err(|why| unknown(why.to_string()))?;
             return Ok(Self { spec, kernel: AnyImplementation::WithHead(head.clone()) });
@@ -168,6 +169,7 @@ impl GrpoLoss {
         lm_head: &Tensor,
         batch: &TrainBatch,
     ) -> Result<LossEvaluation, TrainError> {
+        // Logits of the loop are never rounded: they are the product in f32.
         let projection = Projection {
             hidden: array3("hidden", hidden)?,
             lm_head: array2("lm_head", lm_head)?,
@@ -267,6 +269,7 @@ impl<const N: usize> KernelLossOp<N> {
     /// `∂result/∂argument` times the gradient of the result.
     fn scaled(&self, by: &Tensor) -> candle_core::Result<[Tensor; N]> {
         let by = f64::from(by.to_scalar::<f32>()?);
+        // The gradient of the loss is 1 unless something is computed from it, and arrays are then not multiplied.
         if by == 1.0 {
             return Ok(self.gradients.clone());
         }

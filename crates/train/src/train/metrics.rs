@@ -104,6 +104,7 @@ fn scalars(fields: &impl Serialize) -> Vec<EventScalar> {
         unreachable!("a struct")
     };
     let scalar = |(tag, value): (String, serde_json::Value)| {
+        // A field that is not a number, such as the hash of the tokens, is no scalar of the curve.
         let simple_value = Some(value.as_f64()? as f32);
         (!["step", "unix_time"].contains(&tag.as_str())).then_some(EventScalar { tag, simple_value })
     };
@@ -238,6 +239,7 @@ impl TensorBoardEvent {
 
 /// A record of a TFRecord file: length, its checksum, `bytes`, their checksum.
 fn framed(bytes: &[u8]) -> Vec<u8> {
+    // TensorBoard checks the length by itself, before it trusts it to find the end of the record.
     let length = (bytes.len() as u64).to_le_bytes();
     [&length, &masked_crc(&length).to_le_bytes()[..], bytes, &masked_crc(bytes).to_le_bytes()].concat()
 }

@@ -38,6 +38,7 @@ pub fn initial_weights(config: &Qwen2Config, seed: u64) -> Result<PolicyWeights,
     let normal = Normal::new(0.0f32, INITIAL_STD).expect("a positive deviation");
     let mut weights = PolicyWeights::new();
     for (name, shape) in config.tensors() {
+        // The names tell what a tensor is: norms begin at 1 and biases at 0, as they would be without effect.
         let count = shape.iter().product();
         let values: Vec<f32> = if name.ends_with("norm.weight") {
             vec![1.0; count]
@@ -169,12 +170,15 @@ impl Qwen2 {
 
     /// Computes the RMS norm `x / √(mean x² + ε) · w`.
     fn norm(&self, x: &Tensor, name: &str) -> Result<Tensor, TrainError> {
+        // The mean of squares is over the hidden units; the mean itself is not subtracted, which is what distinguishes
+        // RMSNorm from LayerNorm.
         let square = (x.sqr()?.mean_keepdim(D::Minus1)? + self.config.rms_norm_eps)?;
         Ok(x.broadcast_div(&square.sqrt()?)?.broadcast_mul(self.weight(&format!("{name}.weight")))?)
     }
 
     /// Computes `x · wᵀ`, plus the bias if the weight has one.
     fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor, TrainError> {
+        // One matrix product serves all tokens of all sequences, `[B·L,H]`.
         let (rows, length, width) = x.dims3()?;
         let product = x.reshape((rows * length, width))?.matmul(&self.weight(&format!("{name}.weight")).t()?)?;
         let product = match self.weights.get(&format!("{name}.bias")) {
@@ -195,6 +199,7 @@ impl Qwen2 {
         let (rows, length, width) = x.dims3()?;
         let (heads, shared, dim) =
             (self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim());
+        // Heads come before positions, `[B,heads,L,dim]`, so that each head is a matrix of its own.
         let by_head = |name: &str, heads: usize| -> Result<Tensor, TrainError> {
             let projected = self.linear(x, name)?.reshape((rows, length, heads, dim))?;
             Ok(projected.transpose(1, 2)?.contiguous()?)
@@ -236,6 +241,7 @@ struct Positions {
 impl Positions {
     fn new(config: &Qwen2Config, before: usize, length: usize) -> Result<Self, TrainError> {
         let half = config.head_dim() / 2;
+        // Unit i of a half turns by position · theta^(−i/half): the first by whole radians, the last hardly at all.
         let angle = |position: usize, i: usize| position as f64 / config.rope_theta.powf(i as f64 / half as f64);
         let table = |of: fn(f64) -> f64| {
             let values: Vec<f32> = (before..before + length)
@@ -244,6 +250,7 @@ impl Positions {
                 .collect();
             Tensor::from_vec(values, (length, half), &Device::Cpu)
         };
+        // A token sees those in the cache, the earlier ones of its own chunk, and itself.
         let mask = (0..length)
             .flat_map(|i| (0..before + length).map(move |j| if j > before + i { f32::NEG_INFINITY } else { 0.0 }))
             .collect();

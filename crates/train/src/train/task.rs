@@ -108,7 +108,8 @@ impl ArithmeticTask {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut set = |wanted: usize, field: &'static str, evaluated: bool| {
             let numbers = pairs().filter(|&(a, b)| is_evaluated(a, b) == evaluated).count();
-            // Drawn until they differ: half of what there are is drawn soon.
+            // Exercises are drawn until they differ, which takes few draws while at most half of all that there are is
+            // wanted.
             let most = numbers * self.verbs.len() * NAMES.len() * THINGS.len() / 2;
             if wanted == 0 || wanted > most {
                 let expected = format!("at least 1 and at most {most} (`largest: {}`)", self.largest);
@@ -128,6 +129,8 @@ impl ArithmeticTask {
     }
 
     fn draw(&self, rng: &mut ChaCha8Rng, evaluated: bool) -> Exercise {
+        // The two numbers are ordered, so that a difference is never negative; a pair belongs to one of the two sets by
+        // its numbers.
         let (a, b) = loop {
             let (a, b) = (rng.random_range(1..=self.largest), rng.random_range(1..=self.largest));
             let (a, b) = (a.max(b), a.min(b));

@@ -149,16 +149,19 @@ pub fn runs(
     stop: &AtomicBool,
     progress: &mut (dyn FnMut(RunProgress) + Send),
 ) -> Result<Vec<AbRun>, TrainError> {
+    // The folders are by seed and contestant, so that runs of one seed share a warm start and nothing else.
     let mut run = |seed: u64| {
         let folder = config.out.join(format!("seed-{seed}"));
         let mut settings = config.clone();
         settings.seed = seed;
         settings.out = folder.join(contestant.name());
         settings.kernel.enabled = ![Contestant::Side(AbSide::Baseline), Contestant::Redrawn].contains(&contestant);
+        // Another number of the draw has other random numbers in its rollouts, with the same weights and exercises.
         if contestant == Contestant::Redrawn {
             settings.rollout.draw += 1;
         }
         if let Some(warm_start) = &mut settings.warm_start {
+            // The first run of a seed makes the warm start, and all others of it begin from the same weights.
             warm_start.cache.get_or_insert_with(|| folder.join("warm_start.safetensors"));
         }
         // The run begins again, with no checkpoint of an earlier one; only the warm start is shared.
@@ -177,7 +180,7 @@ pub fn runs(
             LossArm::Candle(_) => BASELINE_CLASS.into(),
         };
         let judged = JudgedLossSteps { class, steps: 0, outputs: BTreeMap::new(), off_policy: Vec::new() };
-        // By the loss that was asked for, whatever the arm makes of it.
+        // Every contestant is judged by the loss that was asked for, whatever its arm makes of it.
         let mut judge = LossStepJudge { loss: config.loss.clone(), every: plan.judge_every, judged };
         let TrainedRun { trainer, summary } = complete_by(disk, &settings, arm, stop, &mut judge, progress)?;
         Ok(AbRun { summary, judged: judge.judged, records: trainer.records().to_vec() })
@@ -245,7 +248,7 @@ impl JudgedLossSteps {
         };
         let limits = Limits::for_class(&self.class).map_err(JudgeError::from)?;
         let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
-        // Of each output the largest error over its limit is kept, with its place.
+        // Each output keeps its largest error over its limit, with its place.
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
             let worst = self.outputs.entry(verdict.gate.output.name()).or_insert_with(|| WorstError {
@@ -269,6 +272,7 @@ impl AbPair {
     /// Counts the steps, from the first on, in which both arms sampled the same tokens.
     pub fn equal_steps(&self) -> usize {
         let [baseline, kernel] = &self.runs;
+        // Once the tokens differ the batches are different ones, and their losses cannot be compared.
         let both = baseline.records.iter().zip(&kernel.records);
         both.take_while(|(a, b)| a.tokens_sha256 == b.tokens_sha256).count()
     }
@@ -302,6 +306,7 @@ pub fn comparison(config: &TrainConfig, pairs: &[AbPair], controls: &[(AbControl
     };
     let controls: Vec<schema::WrongKernelArm> = controls.iter().map(|(control, pairs)| told(*control, pairs)).collect();
     let verdicts = verdicts(pairs);
+    // A verdict that decides nothing is no failure; a control that nothing fails is one.
     let pass = verdicts.iter().all(|verdict| verdict.pass != Some(false));
     let told = controls.iter().all(|control| !control.failed.is_empty());
     AbComparison { pass: pass && told, arms: AbSide::BOTH.map(arm), verdicts, controls }
@@ -332,6 +337,7 @@ type StepMeasurement = (&'static str, fn(&StepRecord) -> f64);
 
 /// Agreement, which is decided, and cost, which is shown.
 fn verdicts(pairs: &[AbPair]) -> Vec<AbVerdict> {
+    // Without a judged step there is no verdict on losses, and not one that passes.
     let is_judged = pairs.iter().any(|pair| pair.runs[AbSide::Kernel as usize].judged.steps > 0);
     let judged = JUDGED.iter().filter(|_| is_judged);
     let mut all: Vec<AbVerdict> = judged.map(|output| within_limits(pairs, output.name())).collect();
@@ -343,6 +349,7 @@ fn verdicts(pairs: &[AbPair]) -> Vec<AbVerdict> {
         limit: None,
         pass: None,
     };
+    // Agreement is shown over the steps that all seeds have in common.
     let least = pairs.iter().map(AbPair::equal_steps).min().unwrap_or(0);
     let largest = |of: fn(&StepRecord) -> f64| pairs.iter().map(|pair| pair.largest_difference(of)).fold(0.0, f64::max);
     all.push(informed("steps from the first on with the same tokens in both arms", least as f64));
@@ -359,6 +366,7 @@ fn verdicts(pairs: &[AbPair]) -> Vec<AbVerdict> {
     all.push(shown("evaluation reward at step 0, mean of the seeds", |run| evaluated(run.summary.before)));
     all.push(shown("final evaluation reward, mean of the seeds", |run| evaluated(run.summary.evaluation)));
     all.push(shown("final entropy, mean of the seeds", |run| run.summary.entropy));
+    // Costs are medians, so that a step during which the machine was busy does not count.
     let costs: [StepMeasurement; 5] = [
         ("loss step, s, median; baseline / kernel", |record| record.loss_step_s),
         ("update, s, median; baseline / kernel", |record| record.update_s),
