@@ -142,7 +142,7 @@ fn by_name<S: Serializer>(numbers: &&[(&'static str, f32)], serializer: S) -> Re
 /// Makes `folder` whole or not at all: it is filled under another name and renamed.
 fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), CliError> {
     let failed = |reason| CliError::Io { path: folder.into(), action: "write", reason };
-    // A folder that exists is not touched: files of an earlier run beside these would look as if they belonged to them.
+    // A folder that exists is not touched: files of an earlier run next to these would look as if they belonged to them.
     if folder.symlink_metadata().is_ok() {
         return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
     }
