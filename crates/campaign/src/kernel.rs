@@ -108,6 +108,8 @@ impl<P: Subject> KernelUnderTest<P> for Worker {
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
+        // A worker's error is a finding about the kernel if the kernel caused it. A process that could not be started,
+        // died or broke the protocol counts as a crash, so that the campaign can go on with the next problem.
         match self.ask(spec, &**problem) {
             Ok(WorkerAnswer::Candidate(candidate)) => {
                 read(&candidate.lend());

@@ -113,6 +113,8 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
     let mut all = Vec::new();
     let mut add = |name: &str, change: &dyn Fn(&mut LossSpec)| {
         let mut spec = asked.clone();
+        // Every neighbour differs from `asked` in one setting: a kernel that computes its numbers has that setting
+        // wrong. Changes that change nothing, as the setting was so already, are sorted out by the caller.
         change(&mut spec);
         all.push((name.to_string(), spec));
     };
@@ -162,10 +164,13 @@ fn one_field_away(asked: &LossSpec) -> Vec<(String, LossSpec)> {
         (spec.ratio.clamp, spec.ratio.clip, spec.ratio.cap) = (None, None, None);
     });
     add("old_logp: current, a ratio of 1", &|spec| spec.old_logp = OldLogp::Current);
+    // The KL term has the most settings, and its neighbours are listed apart.
     kl_neighbours(asked, &mut add);
     add("no entropy bonus", &|spec| spec.entropy_coef = 0.0);
     add("no cotangent of the entropy", &|spec| spec.dentropy = false);
     add("entropy bonus of the other sign", &|spec| spec.entropy_coef = -spec.entropy_coef);
+    // A temperature is mistaken for its reciprocal by a kernel that multiplies with it, and for its square by one that
+    // divides twice.
     add("temperature: 1", &|spec| spec.temperature = Temperature::ONE);
     if let Some(temperature) = asked.temperature.number() {
         for (name, other) in

@@ -67,6 +67,8 @@ impl PanelDeck {
 
     /// The problem of this number, the same always: any 264 in a row have every regime with every dtype and every loss.
     pub fn case(self, index: u64) -> PanelCase {
+        // Shape, loss, regime and dtype are counted off by the number, so that combinations are met in turns and not by
+        // luck; only the numbers of the loss and the noise are drawn.
         let pick = |n: usize| (index % n as u64) as usize;
         let regimes = Regime::FINITE.len();
         let shape = match self {
@@ -80,6 +82,8 @@ impl PanelDeck {
         let spec = spec(pick(LOSSES), &mut rng);
         let recipe = Recipe {
             shape,
+            // The dtype advances with the regime, and begins one further after each turn of the regimes, so that a
+            // regime meets every dtype.
             dtype: Dtype::KERNEL[(pick(regimes) + pick(regimes * Dtype::KERNEL.len()) / regimes) % Dtype::KERNEL.len()],
             regime: Regime::FINITE[pick(regimes)],
             seed: index,
@@ -119,6 +123,7 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
     spec.ratio.level = level;
     spec.kl = kl
         .map(|importance| Kl { importance, ..Kl::plain([0.001, 0.04, 0.1][rng.random_range(0..3)], KlEstimator::K3) });
+    // Half of the losses have the neutral setting, under which a kernel may take a shorter path.
     spec.temperature = if rng.random_bool(0.5) { 1.0 } else { rng.random_range(0.5..1.5) }.into();
     spec.entropy_coef = if rng.random_bool(0.5) { 0.0 } else { rng.random_range(0.001..0.1) };
     spec

@@ -72,7 +72,10 @@ impl Campaign {
         progress: &mut dyn FnMut(CampaignProgress),
     ) -> Result<schema::CampaignReport, CampaignError> {
         self.check(deals.deck())?;
+        // The other allowed names are those of causes, which are known only after the last problem: `finish` waives
+        // them.
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
+        // The kernel is somebody else's: the limits are those of external kernels, not of a class of this project.
         let limits = Limits::external(self.grade);
         let bench = Examiner { kernel, spec: &self.spec, limits, allowed: &edges, calls: 0 };
         let mut round = Round {
@@ -397,6 +400,7 @@ pub fn dealt<P: Subject>(
 fn cover(coverage: &mut schema::DeckCoverage, reference: &Reference) {
     let shape = reference.shape();
     for sequence in reference.problem().sequences() {
+        // A row is empty until it has an unmasked token.
         let mut empty = true;
         // Count what kernels branch on: the clip, the sign of the advantage, and targets in the tiles at either end.
         for (b, t) in sequence.places() {

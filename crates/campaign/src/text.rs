@@ -44,11 +44,11 @@ fn total(campaign: &CampaignReport) -> String {
     if !allowed.is_empty() {
         let _ = write!(line, ", {} allowed", allowed.len());
     }
+    // A campaign that tested nothing must not read as a pass.
     if *tried == 0 {
         line += "; no problem was judged";
     } else if coverage.with_gradient == 0 {
         line += "; no token had a gradient";
-        // A campaign that tested nothing must not read as a pass.
     }
     format!("{line}, {seconds:.1} s\n")
 }

@@ -339,11 +339,15 @@ impl<'s> NativeBatch<'s> {
         // Everything that rows share is computed once, before the first row is read.
         let transform = RowTransform::new::<E>(spec, tokens.extra.bias.as_ref(), vocab);
         let loss @ StructuredSpec { structure, .. } = StructuredSpec::new(spec);
+        // Rejections and weights against the sampler depend on no logit, so that they are final before the walk over
+        // rows.
         let kernel_inputs = KernelInputs::new(loss, &tokens);
         let sequences = tokens.sequences();
         Self {
             spec,
             structure,
+            // The settings fix whether a row needs a second softmax, and whether it may have an entropy gradient: a
+            // cotangent of entropy brings one even where the loss has no bonus.
             softmaxes: SoftmaxSettings::new(spec, isa, transform).with_entropy_cotangents(cotangents.entropy.is_some()),
             ids: tokens.ids,
             others: tokens.extra.others.as_ref(),
@@ -493,6 +497,8 @@ impl<'s> NativeBatch<'s> {
             self.write(&mut row, at, Some(saved), &scores, &evaluated);
             Some(evaluated)
         };
+        // Each row is one task: its dlogits belong to it alone, and the sums over rows are made afterwards in a fixed
+        // order.
         let both = &both;
         over_threads(rows.map(|(at, row)| -> RowTask<_> { Box::new(move |saved| both(at, row, saved)) }))
     }
@@ -556,6 +562,7 @@ impl<'s> NativeBatch<'s> {
                 self.advantage_of_rows[sequence.index]
             });
         }
+        // Masked tokens are 0 in every array, whatever their rows hold.
         let per_token = |value: fn(&TokenEvaluation) -> f64| {
             evaluated.map(|evaluated| evaluated.as_ref().map_or(0.0, value) as f32)
         };

@@ -195,8 +195,10 @@ impl<'p> HeadPass<'p> {
         let shape @ HeadShape { hidden, vocab, .. } = projection.shape();
         // The rows of a chunk are f32, whatever the dtype of the hidden states.
         let batch = NativeBatch::new::<f32>(spec, head.isa, tokens, vocab, cotangents);
+        // Only unmasked tokens have logits: a padded batch costs what its tokens cost, and padding is in no product.
         let places: Vec<TokenPlace> =
             batch.kernel_inputs.mask.indexed_iter().filter_map(|(at, &counts)| counts.then_some(at)).collect();
+        // A chunk is at least one token: a batch without one would otherwise be walked in steps of 0.
         let chunk = head.chunk_tokens(vocab).min(places.len()).max(1);
         Self {
             batch,
@@ -367,6 +369,8 @@ fn tile<'t>(projection: &'t ProjectionView, columns: Range<usize>, room: &'t mut
         room: &'t mut [f32],
         widen: impl Fn(&[E], &mut [f32]) + Sync,
     ) -> ArrayView2<'t, f32> {
+        // The head is widened line by line: a line is dense even if `columns` cut it, and widening is exact, so the
+        // number of threads changes no bit.
         let (rows, length) = head.dim();
         let room = &mut room[..rows * length];
         let lines = room.par_chunks_mut(length).enumerate();

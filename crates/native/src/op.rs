@@ -203,10 +203,12 @@ impl OpArguments<'_> {
         Ok(match (&self.cu_seqlens, &self.segment_ids) {
             (None, None) => Sequences::Rows,
             (Some(cu_seqlens), None) => {
+                // Ends come as `[0, e₁, …, e_S]`, in the form of cu_seqlens in FlashAttention.
                 let values: Array1<i64> = cu_seqlens.integers("cu_seqlens", "[S+1]")?;
                 Sequences::Packed(CuSeqlens::new(&values.to_vec())?)
             }
             (None, Some(ids)) => {
+                // The number of a token's sequence may be given as one row or as no rows; both have the same elements.
                 const MEANING: &str =
                     "[1,N] or [N]: one row of sequences, several laid one after another, their numbers counted on";
                 let flat: Vec<i64> = match ids.shape() {

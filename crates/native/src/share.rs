@@ -241,9 +241,11 @@ impl Native {
     ) -> Result<(), RunError> {
         let (batch, length, vocab) = place.dlogits.dim();
         let softmaxes = self.softmaxes::<E>(spec, (batch, length, vocab), part)?;
+        // Column 3 of the scales is the mask: a masked token's rate may be anything, and is not checked.
         part.check_rates(spec, (batch, length), |(b, t)| scales[[b, t, 3]] > 0.0)?;
         let of_row = |at: (usize, usize), mut row: LogitsRow<E>| {
-            // Factors follow from the statistics of all shards, which the caller has joined.
+            // The factors follow from the statistics of all shards, which the caller has joined: no sum is made
+            // here, and a shard needs no column of another.
             let of_row = scales.index_axis(Axis(0), at.0);
             let [max, share, others, mask, bonus, mean_gap] = std::array::from_fn(|k| f64::from(of_row[[at.1, k]]));
             if mask > 0.0 {
@@ -340,6 +342,8 @@ impl Native {
             }
             .into());
         }
+        // A shard has its own columns of the bias, and its own part of the support: ids are counted from its first
+        // column.
         let bias = part.bias(spec, vocab)?;
         let of_part = LossSpec { support: part.support(&spec.support), ..spec.clone() };
         Ok(SoftmaxSettings::new(spec, self.isa, RowTransform::new::<E>(&of_part, bias.as_ref(), vocab)))

@@ -48,6 +48,7 @@ impl ReportPart for AbComparison {
     }
 
     fn body(&self) -> Markup {
+        // The names come from the kernels' own records, and are cut to a length that a legend holds.
         let arms: Vec<String> =
             self.arms.iter().map(|arm| format!("{}: {}", arm.name, clipped(&arm.implementation))).collect();
         let shown = |x: Option<f64>| x.map_or("–".into(), short);

@@ -43,6 +43,7 @@ fn device_rate(bench: &BenchFigures) -> String {
 
 /// A line for each kernel that was timed alone.
 fn kernels(kernels: &[BenchKernel]) -> Markup {
+    // A driver that does not report a figure leaves a dash, not a 0.
     let known = |figure: Option<u32>| figure.map_or("–".to_string(), |figure| figure.to_string());
     html! {
         h3 { "Kernels" }
@@ -88,6 +89,7 @@ impl ReportPart for BenchFigures {
         let seconds = |s: f64| milliseconds(s * 1e3);
         let rate = |rate: f64| format!("{} GB/s", short(rate));
         let percent = |share: f64| format!("{} %", short(100.0 * share));
+        // Units are those of a reader: seconds of the record become a time with its unit, and shares become percents.
         let rows = [
             ("median step", seconds(self.step_s_p50)),
             ("90th percentile", seconds(self.step_s_p90)),

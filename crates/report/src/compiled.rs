@@ -19,6 +19,8 @@ fn records(program: &TpuProgramReport) -> impl Iterator<Item = &SeedMeasurement>
 
 /// Programs of one shape, dtype and target.
 fn together(programs: &[&TpuProgramReport]) -> Markup {
+    // Both bounds of a program are bars of the same plot, since the longer of them is its lower bound, next to the time
+    // that hardware took.
     let Some(first) = programs.first() else { return html! {} };
     let mut times = Vec::new();
     let mut memory = Vec::new();

@@ -44,6 +44,8 @@ impl ReportPart for MutationReport {
     }
 
     fn body(&self) -> Markup {
+        // One column for each project whose tests were tried on any of the kernels; a kernel that a project was not
+        // asked about has a dot there.
         let projects = projects(&self.mutants);
         html! {
             @if !self.survived.is_empty() {

@@ -17,6 +17,8 @@ pub fn render(inputs: &[Input], command: &str) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
+                // The page shows text of foreign files. Nothing can be loaded or run from it, whatever they contain:
+                // its styles are inline, its plots are SVG within it, and it has no script.
                 meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
                 title { "grpo-assay: report" }
                 style { (PreEscaped(STYLE)) (PreEscaped(Tone::rules())) }

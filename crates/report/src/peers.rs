@@ -65,6 +65,7 @@ impl ReportPart for PeersReport {
     }
 
     fn body(&self) -> Markup {
+        // Runs that differ are listed at once; the table of all runs is folded away.
         let apart: Vec<&PeerRun> = self.files.iter().filter(|run| run.verdict != PeerVerdict::Pass).collect();
         html! {
             p { "What functions of other projects returned, against the reference. Errors are relative." }

@@ -108,6 +108,8 @@ pub struct Strip {
 /// One line a strip, a dot a value, on a logarithmic axis whose 1 is the limit. Values of 0 are not drawn but counted.
 pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
     const ROW: u32 = 24;
+    // Shares below 1e-12 are as good as exact and would stretch the axis; a share of ∞, a value without an error, is
+    // drawn at its upper end.
     const DRAWN: Range<f64> = 1e-12..1e12;
     let exact = |strip: &Strip| strip.shares.iter().filter(|share| **share < DRAWN.start).count();
     let drawn = |strip: &Strip| -> Vec<f64> {
@@ -115,6 +117,7 @@ pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
         above.map(|share| share.min(DRAWN.end)).collect()
     };
     let all: Vec<f64> = strips.iter().flat_map(drawn).collect();
+    // The axis ends at whole powers of ten, and has at least a decade on either side of the limit, 1.
     let low = all.iter().copied().fold(0.1, f64::min).log10().floor();
     let high = all.iter().copied().fold(2.0, f64::max).log10().ceil();
     let left = label_width(strips.iter().map(|strip| strip.name.as_str()));
@@ -139,8 +142,10 @@ pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
             .draw()?;
         chart.draw_series(LineSeries::new([(1.0, 0.0), (1.0, rows)], Tone::Bad.stand_in().stroke_width(2)))?;
         for (i, strip) in strips.iter().enumerate() {
+            // Plots count upwards, and the first strip is the topmost: its middle is half a row below the upper end.
             let y = rows - i as f64 - 0.5;
             let points = drawn(strip);
+            // A crowd of dots is drawn more transparent, so that its density still shows.
             let crowd = 1.0 / (points.len() as f64).sqrt();
             chart.draw_series(points.iter().enumerate().map(|(k, &share)| {
                 // Dots of one line stand a little apart, in turns.
@@ -185,6 +190,7 @@ impl Bar {
 /// Horizontal bars from 0, and an upright line at `mark` where there is one.
 pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
     const ROW: u32 = 26;
+    // A value that was not measured has no bar; a length of 0 has one, with only its note.
     let bars: Vec<&Bar> = bars.iter().filter(|bar| bar.end().is_finite() && bar.end() >= 0.0).collect();
     let mark = mark.filter(|mark| mark.is_finite());
     let longest = bars.iter().map(|bar| bar.end()).chain(mark).fold(0.0, f64::max);
@@ -202,8 +208,10 @@ pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
             .y_label_area_size(left)
             .build_cartesian_2d(0.0..longest, 0.0..rows)?;
         for (i, bar) in bars.iter().enumerate() {
+            // The first bar is the topmost.
             let y = rows - i as f64 - 0.5;
             let mut from = 0.0;
+            // The parts of a bar lie end to end, each in its tone.
             for &(value, tone) in &bar.parts {
                 let corners = [(from, y - 0.32), (from + value, y + 0.32)];
                 chart.draw_series([Rectangle::new(corners, tone.stand_in().filled())])?;
@@ -224,6 +232,7 @@ pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
 
 /// Draws the number of values in each bucket on a logarithmic axis, so that a single value still shows.
 pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup {
+    // A logarithmic axis has no 0. It begins at ½, so that a single value has a bar of visible height.
     const FLOOR: f64 = 0.5;
     let most = counts.iter().copied().max().unwrap_or(0) as f64;
     let columns = counts.len() as f64;
@@ -236,6 +245,7 @@ pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup 
         for (i, (&n, label)) in counts.iter().zip(labels).enumerate() {
             let (from, to) = (i as f64 + 0.08, i as f64 + 0.92);
             let middle = i as f64 + 0.5;
+            // The first bucket is of values that round right; its colour is that of a pass.
             let tone = if i == 0 { Tone::Third } else { Tone::First };
             let foot = chart.backend_coord(&(middle, FLOOR));
             if n > 0 {
@@ -271,6 +281,7 @@ pub struct Axis {
 
 /// Curves over steps of training.
 pub fn curves(curves: &[Curve], axis: &Axis, caption: &Markup) -> Markup {
+    // A run that diverged has values that are not finite. The extents leave them out, and the curve breaks there.
     let finite = |(x, y): &&(f64, f64)| x.is_finite() && y.is_finite();
     let all = || curves.iter().flat_map(|curve| curve.points.iter().filter(finite));
     let Some(x) = extent(all().map(|(x, _)| *x)) else { return html! {} };

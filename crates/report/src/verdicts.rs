@@ -59,6 +59,8 @@ fn matrix(checks: &[&GateCheck], corner: &str, row_of: Named, column_of: Named) 
     let mut cells: BTreeMap<(String, String), &GateCheck> = BTreeMap::new();
     for check in checks {
         let cell = cells.entry((row_of(check), column_of(check))).or_insert(check);
+        // The worst check of a cell fails, or is a pass with the largest share of its limit; checks without a verdict
+        // are shown only where the cell has nothing else.
         let rank = |check: &GateCheck| (check.verdict.failed(), check.verdict == Status::Pass, share(check));
         let worse = rank(check) > rank(cell);
         if worse {
@@ -156,6 +158,7 @@ fn failed(verdicts: &Verdicts) -> Vec<&GateCheck> {
 /// Errors in ulp of all implementations, by output and dtype; `edges` are the upper ones of all buckets but the last.
 fn histograms(edges: &[f64], checks: &[&GateCheck]) -> Markup {
     let buckets = edges.len() + 1;
+    // Records of other versions have other buckets, whose counts cannot be added to these.
     let counted = |check: &&&GateCheck| check.ulp.as_ref().is_some_and(|counts| counts.len() == buckets);
     let counted: Vec<&GateCheck> = checks.iter().filter(counted).copied().collect();
     let name = |check: &GateCheck| format!("{}, {}", check.output, check.dtype.as_deref().unwrap_or("dtype unknown"));
@@ -206,6 +209,7 @@ impl ReportPart for Verdicts {
     }
 
     fn body(&self) -> Markup {
+        // Checks of the reference are about the recorded values, not about a kernel, so that they are shown apart.
         let of = |reference: bool| -> Vec<&GateCheck> {
             self.checks.iter().filter(|check| (check.implementation == REFERENCE) == reference).collect()
         };

@@ -348,10 +348,13 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
     };
     let mut command = Command::new(program);
     command.args(arguments).envs(launch.environment.iter().map(|(name, value)| (name, value)));
-    // The first line names the protocol and the outputs; anything else is a stranger.
+    // The first line names the protocol and the outputs. Anything else comes from a program that is no worker, such as
+    // a shell that prints a banner. The time to start is limited apart from that of an answer, as loading a framework
+    // is slow.
     let deadline = Instant::now() + launch.start;
     let mut process = Process::start(&mut command).map_err(start)?;
     let hello: WorkerIntroduction = hear(&mut process, launch, AwaitedMessage::WorkerIntroduction, deadline)?;
+    // An output of another name could not be judged, and would pass unseen.
     let known = |name: &&String| {
         ["loss", "dlogits", "dhidden", "dlm_head", "logp", "entropy", "token_loss"].contains(&name.as_str())
     };

@@ -174,6 +174,8 @@ impl<S: Simd> ColumnTransform<'_, S> {
             let mut t = [self.sign; 2 * TOGETHER];
             for k in 0..TOGETHER {
                 let mut x = E::load(simd, &block[n + k]);
+                // The bias is added to the raw logit, before scale and softcap: `scale·(x + bias)` is what `tanh`
+                // bounds.
                 if let Some(bias) = bias {
                     let bias = f32::load(simd, &bias[n + k]);
                     x = [simd.add(x[0], bias[0]), simd.add(x[1], bias[1])];
@@ -182,6 +184,8 @@ impl<S: Simd> ColumnTransform<'_, S> {
             }
             t = self.apply(simd, t);
             for k in 0..TOGETHER {
+                // A capped `t` is the `tanh` itself, so that its slope `1 − t²` follows from it; without a cap all
+                // slopes are 1.
                 let t = [t[2 * k], t[2 * k + 1]];
                 f32::store(simd, t, &mut to.t[n + k]);
                 if let (Some(tanh), true) = (&self.tanh, slopes) {

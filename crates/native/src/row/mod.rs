@@ -237,7 +237,8 @@ impl SoftmaxSettings {
         rate: f64,
         saved: &mut SavedExponentials,
     ) -> Scores {
-        // f32 exponentials can replace f32 logits, if the write needs nothing but them: one softmax, and no entropy gradient.
+        // The exponentials can replace f32 logits if the write needs nothing but them: one softmax, and no entropy
+        // gradient. The target is read first, as such a walk overwrites it.
         let (transform, target) = (&self.transform, row.logits()[id]);
         saved.over_logits = false;
         if row.logits.is_none()
@@ -274,6 +275,8 @@ impl SoftmaxSettings {
             let shared = walk(rate, true);
             (shared, shared)
         };
+        // The temperature may divide the logits or logp itself; `logp_factor` is 1 in the first case, as the walk has
+        // divided already.
         Scores {
             logp_softmax,
             entropy_softmax,
@@ -378,19 +381,26 @@ impl SoftmaxSettings {
         rate: f64,
     ) {
         let DlogitsScales { max, share, others, bonus, mean_gap } = scales;
+        // The transform's constant slope multiplies every derivative by a logit.
         let (share, bonus) = (share * self.transform.factor, bonus * self.transform.factor);
         if share == 0.0 && bonus == 0.0 {
             row.dlogits.fill(E::from_f32(0.0));
             return;
         }
+        // The gaps of the entropy's softmax are multiplied by the token's rate, those of logp's by the transform's rate
+        // if the two differ.
         let inverse_temperature = rate;
         let entropy = Exponent { max: max as f32, inverse_temperature };
         let logp = if self.two { Exponent { inverse_temperature: self.transform.rate, ..entropy } } else { entropy };
         let factors = DlogitsFactors {
+            // A column's part is `share·e_j + bonus·e_j·(a_j − ā)`, `a_j` counted in steps. A factor of 0 leaves its
+            // term out, as `ā` need not be finite and 0·∞ is NaN.
             policy: share,
             slope: bonus * inverse_temperature * entropy.step(),
             offset: if bonus == 0.0 { 0.0 } else { -bonus * mean_gap },
         };
+        // The target's part by logp is `−share·Σ others`, the other columns' parts with the sign changed: `1 − p` is
+        // never computed as a difference.
         let target = id.map(|id| {
             let (logit, slope) = self.transform.transformed(id, row.logits()[id]);
             let gap = (max - logit) * inverse_temperature;

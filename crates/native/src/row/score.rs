@@ -128,6 +128,7 @@ impl<'t, S: Simd> RunningSums<'t, S> {
     ) -> Self {
         let map = transform.map(simd);
         let absent = transform.absent(target.map(|(id, _)| id));
+        // The target's logit passes through the same transform as its column, so that both round alike.
         let target = match (&map, target) {
             (Some(map), Some((id, logit))) => map.column(simd, id, logit),
             (None, Some((_, logit))) => logit.to_f32(),
@@ -140,6 +141,8 @@ impl<'t, S: Simd> RunningSums<'t, S> {
             inverse_temperature,
             step: step(inverse_temperature),
             target,
+            // Beginning with the target spares a rescale for rows whose target is the maximum. The bound by the least
+            // finite number keeps `x − max` from being −∞ − (−∞); a NaN fails the comparison and stays.
             max: if target < f32::MIN { f32::MIN } else { target },
             far: false,
             running: [simd.sums(); 2],
