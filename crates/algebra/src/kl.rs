@@ -88,6 +88,8 @@ fn weighed<A: Arithmetic>(
 
 /// Writes an estimate at `d`, and its derivative by `−d`, which is that by `logp`.
 fn estimate<A: Arithmetic>(on: &mut A, estimator: KlEstimator, d: A::Value) -> (A::Value, A::Value) {
+    // All estimators are functions of `d = ref_logp − logp`. K3 is `e^d − 1 − d`, and `exp_m1` forms its first
+    // difference, which would cancel near 0.
     match estimator {
         KlEstimator::K1 => (on.neg(d), on.constant(1.0)),
         KlEstimator::K2 => {
@@ -102,6 +104,7 @@ fn estimate<A: Arithmetic>(on: &mut A, estimator: KlEstimator, d: A::Value) -> (
         KlEstimator::Abs => {
             let (zero, one) = (on.constant(0.0), on.constant(1.0));
             let minus_one = on.constant(-1.0);
+            // The kink at `d = 0` has the slope 0, as automatic differentiation of an absolute value gives it.
             let (negative, positive) = (on.less(d, zero), on.less(zero, d));
             let minus_d = on.neg(d);
             let at_kink = on.select(positive, minus_one, zero);

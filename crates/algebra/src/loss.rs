@@ -109,7 +109,8 @@ impl LossEvaluator {
         });
         let mut tokens: Vec<LossInputs<f64, bool>> = gathered.collect();
 
-        // What the tokens of a sequence share: its log-ratio, VESPO's weight, and whether the off-policy mask keeps it.
+        // The tokens of a sequence share its log-ratio, VESPO's weight, and whether the off-policy mask keeps it. The
+        // log-ratio is the mean of the tokens', or their sum, and `share` is its derivative by one of them.
         let share = match structure.level {
             RatioLevel::Token => None,
             RatioLevel::Sequence | RatioLevel::SequenceToken => {
@@ -123,6 +124,7 @@ impl LossEvaluator {
             sampler + tokens.iter().map(|token| (token.logp - token.old_logp).clamp(least, most)).sum::<f64>()
         });
         let near = structure.off_policy_mask.then(|| {
+            // The mean counts every token of the sequence: one that the behaviour policy did not score has fallen by 0.
             let fallen = tokens.iter().filter_map(|token| Some(token.arrays.behaviour_logp? - token.logp));
             let scored = fallen.filter(|difference| !difference.is_nan());
             scored.sum::<f64>() / row.len() as f64 <= numbers.get(SpecNumber::OffPolicyThreshold)
@@ -130,6 +132,7 @@ impl LossEvaluator {
         for token in &mut tokens {
             token.log_ratio = log_ratio.unwrap_or(token.log_ratio);
             token.log_weight = log_weight;
+            // A token with an advantage ≥ 0 is kept even where the sequence has moved too far.
             token.on_policy = near.map(|near| near || token.arrays.advantage >= 0.0);
         }
 
@@ -141,6 +144,8 @@ impl LossEvaluator {
             row.iter().zip(&losses).map(|(token, loss)| token.weighted.weight * loss.by_log_ratio.unwrap_or(0.0)).sum();
         let evaluated = row.iter().zip(&tokens).zip(losses).map(|((score, inputs), token)| {
             let &ScoredToken { weighted: WeightedToken { weight, .. }, logp, entropy } = score;
+            // The level decides how the derivative by the shared log-ratio reaches a token: as its share of the sum
+            // over the sequence, or by the token's own log-probability alone.
             let grad_logp = match (structure.level, share) {
                 (RatioLevel::Sequence | RatioLevel::SequenceProduct, Some(share)) => {
                     weight * token.by_logp.unwrap_or(0.0) + unless(on, inputs.own.replaced, share * shared)

@@ -331,7 +331,8 @@ fn clipped<A: Arithmetic>(
     inputs: &LossInputs<A::Value, A::Truth>,
     ratio: A::Value,
 ) -> (A::Truth, A::Truth) {
-    // GMPO clips log-ratios, PPO and CISPO ratios.
+    // GMPO clips log-ratios, PPO and CISPO ratios. The log-ratio is that of the log-probabilities, before any bound is
+    // applied to it.
     let zero = on.constant(0.0);
     let compared = if structure.bounds.clip {
         let x = on.sub(inputs.logp, inputs.old_logp);
@@ -342,6 +343,7 @@ fn clipped<A: Arithmetic>(
         None
     };
     let Some((x, low, high)) = compared else {
+        // This arithmetic has no constant truth; `0 < 0` never holds.
         let never = on.less(zero, zero);
         return (never, never);
     };

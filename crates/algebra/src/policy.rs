@@ -62,6 +62,8 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
             }
             ObjectiveForm::ImportanceSampling | ObjectiveForm::KlCov => self.times_ratio(on),
             ObjectiveForm::MaskedRatio => {
+                // The window is open at both ends. A selection takes the term away outside, as a product with 0 would
+                // turn an infinite ratio into NaN.
                 let (above, below) = (on.less(self.number(low), self.ratio), on.less(self.ratio, self.number(high)));
                 let inside = on.and(above, below);
                 let zero = on.constant(0.0);
@@ -69,6 +71,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
                 term.map(on, |on, x| on.select(inside, x, zero))
             }
             ObjectiveForm::TrustRegion { divergence, two_sided, score } => {
+                // A truncated ratio multiplies a score function; any other ratio has a gradient of its own.
                 let term = if score {
                     let bounded = bounded(on, self.ratio, None, Some(self.number(SpecNumber::Truncate)));
                     self.score(on, bounded.value)
@@ -160,18 +163,21 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let w = self.log_ratio;
         match self.structure.form {
             ObjectiveForm::TrustRegion { .. } | ObjectiveForm::Dro => {
+                // The value `penalty·w²` and its derivative `2·penalty·w` share the factor `penalty·w`.
                 let half_slope = on.mul(self.number(SpecNumber::Penalty), w);
                 let slope = on.add(half_slope, half_slope);
                 Some(LossTerm { value: on.mul(half_slope, w), by_logp: None, by_log_ratio: Some(slope) })
             }
             ObjectiveForm::KlCov => {
                 let (zero, coefficient) = (on.constant(0.0), self.number(SpecNumber::Penalty));
+                // Two strict comparisons give `|w|` the slope 0 at its kink.
                 let (negative, positive) = (on.less(w, zero), on.less(zero, w));
                 let minus = on.neg(coefficient);
                 let slope = on.select(positive, coefficient, zero);
                 let slope = on.select(negative, minus, slope);
                 let value = on.mul(slope, w);
                 let term = LossTerm { value, by_logp: None, by_log_ratio: Some(slope) };
+                // Tokens that are not selected have no penalty, whatever their ratio is.
                 let selected = self.inputs.arrays.selected?;
                 let spared = on.equal(selected, zero);
                 Some(term.unless(on, spared))
@@ -251,6 +257,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
     /// Computes VESPO's weight `exp(λ + k·ln w − λ·w)`, or 0 if that is NaN or infinite.
     fn gamma_weight(&self, on: &mut A) -> A::Value {
         let zero = on.constant(0.0);
+        // The weight is held within `[1e-8, e²⁰]` before the power `k` is taken of it.
         let (least, most) = (on.constant(1e-8_f64.ln()), on.constant(20.0));
         let log_weight = self.inputs.log_weight.unwrap_or(zero);
         let log_weight = bounded(on, log_weight, Some(least), Some(most)).value;
@@ -270,6 +277,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let push = on.mul(k, log_weight);
         let exponent = on.add(pull, push);
         let weight = on.exp(exponent);
+        // A NaN fails the comparison as ∞ does, and both give a weight of 0.
         let infinite = on.constant(f64::INFINITY);
         let real = on.less(weight, infinite);
         on.select(real, weight, zero)
@@ -282,6 +290,8 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
         let (logp, old_logp) = (self.inputs.logp, self.inputs.old_logp);
         let positive = on.less(zero, self.inputs.arrays.advantage);
         let limit = on.select(positive, self.number(SpecNumber::High), self.number(SpecNumber::Low));
+        // The policy has advanced if it moved with the advantage: the probability rose where `A > 0`, or fell
+        // elsewhere.
         let (p, p_old) = (on.exp(logp), on.exp(old_logp));
         let rise = on.sub(p, p_old);
         let fall = on.sub(p_old, p);
@@ -299,6 +309,7 @@ impl<A: Arithmetic> PolicyFormula<'_, A> {
                     on.neg(less_one)
                 };
                 let (q, q_old) = (others(on, logp), others(on, old_logp));
+                // The added 1e-8 keeps the quotient and its logarithm finite for a token whose probability rounds to 1.
                 let tiny = on.constant(1e-8);
                 let (numerator, denominator) = (on.add(q_old, tiny), on.add(q, tiny));
                 let quotient = on.div(numerator, denominator);

@@ -202,6 +202,7 @@ fn stays(rejection: &Rejection, tokens: &Tokens) -> Array2<bool> {
     }
     // A bound on each token, or on a sum, mean or extreme over its sequence.
     let of_token = estimates(rejection.estimator, tokens);
+    // A missing lower bound is −∞. A NaN is in no range, so that its token is rejected.
     let range = rejection.min.unwrap_or(f64::NEG_INFINITY)..=rejection.max;
     let mut stays = Array2::from_elem(tokens.mask.dim(), true);
     if rejection.level == RejectionLevel::Token {

@@ -357,6 +357,8 @@ impl Structure {
             }
             ObjectiveForm::PolicyGradient | ObjectiveForm::ImportanceSampling | ObjectiveForm::None => &[],
         };
+        // Each pair says whether the structure reads the number. The order matters: kernels take the numbers by their
+        // place.
         let kl = self.kl;
         let optional = [
             (self.bounds.clamp, N::LogRatioClamp),

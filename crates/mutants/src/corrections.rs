@@ -17,6 +17,8 @@ impl TokenCorrections {
         // In this order: rejections, the trainer's weights, weights against the sampler.
         let mut all = Self::none(given);
         all.reject(launch);
+        // Weights against the sampler are computed over the given mask; these mutants take the one that earlier steps
+        // have narrowed.
         let rejected = launch.has(Bug::RejectedOutOfRollout).then(|| all.mask.clone());
         if let Some(TokenWeights { applies_to }) = spec.token_weights {
             let weights = token_weights(launch);
@@ -104,6 +106,7 @@ fn per_token(launch: &SpecimenLaunch, given: &Array2<f64>) -> Array2<f64> {
 pub(crate) fn token_weights(launch: &SpecimenLaunch) -> Array2<f64> {
     let dim = launch.tokens.mask.dim();
     let Some(given) = launch.tokens.extra.token_weights.as_ref() else { return Array2::ones(dim) };
+    // One weight a sequence, `[B,1]`, is spread over its tokens.
     let mut all = per_token(launch, given);
     if launch.has(Bug::TokenWeightOfFirstSequence) && given.dim() != dim {
         all.fill(given[[0, 0]]);
@@ -211,9 +214,11 @@ fn divergence(launch: &SpecimenLaunch, estimator: RejectionEstimator, of: Rollou
     if launch.has(Bug::RejectionOfUnscored) && !of.is_scored() {
         return f64::NAN;
     }
+    // The clamp is that of the estimators of `y`; the absolute ratio takes the gap as it is.
     let y = of.gap().clamp(-20.0, 20.0);
     let sampler = if of.is_scored() { of.rollout_logp } else { of.old_logp };
     let (p, q) = (sampler.exp(), of.old_logp.exp());
+    // The binary divergences keep both probabilities off 0 and 1, where a logarithm is infinite.
     let inner = |p: f64| p.clamp(1e-6, 1.0 - 1e-6);
     let binary_kl = |p: f64, q: f64| {
         let own = p * (p / q).ln();
@@ -362,6 +367,7 @@ impl RolloutWeighing<'_, '_> {
         for sequence in self.sequences() {
             let tokens = compared(self.launch, &sequence, |at| self.mask[at]);
             let sum: f64 = tokens.iter().map(|of| of.gap()).sum();
+            // Tokens that the sampler did not score count with a gap of 0, and are in the count of the mean.
             let count = match () {
                 () if self.has(Bug::RolloutMeanOverWidth) => self.launch.shape.tokens,
                 () if self.has(Bug::UnscoredOutOfMean) => tokens.iter().filter(|of| of.is_scored()).count().max(1),
@@ -441,6 +447,7 @@ impl RolloutWeighing<'_, '_> {
         } else {
             mean(&rows.concat())
         };
+        // Weights whose mean is 0 are left alone: the quotient would be NaN.
         if mean > 1e-8 {
             let places = sequences.iter().flat_map(Sequence::places);
             places.for_each(|at| weights[at] /= mean);

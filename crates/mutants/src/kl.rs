@@ -33,6 +33,8 @@ fn weighed_kl(
     (value, by_logp): (f64, f64),
     is_free: bool,
 ) -> SpecimenTerm {
+    // A ratio of the spec's level may be shared by a sequence, so that its derivative goes by the log-ratio, which the
+    // caller distributes over the tokens.
     let of_level = |by: &SpecimenInputs| {
         let ratio = ratio(launch, by);
         let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
@@ -57,6 +59,8 @@ fn weighed_kl(
             let policy = if launch.has(Bug::KlRolloutOfOldPolicy) { inputs.old_logp } else { inputs.logp };
             let log_weight = policy - inputs.rollout_logp;
             let is_detached = !is_free || launch.has(Bug::KlRolloutDetached) || launch.has(Bug::KlRolloutOfOldPolicy);
+            // A token that the sampler did not score has a NaN here, and no penalty; the mutants count it with a weight
+            // of 1, or let the NaN through.
             match () {
                 () if launch.has(Bug::KlRolloutIgnored) => own(0.0, false),
                 () if log_weight.is_nan() && launch.has(Bug::KlUnscoredAsOne) => own(0.0, false),
@@ -89,6 +93,7 @@ fn difference(launch: &SpecimenLaunch, kl: &Kl, inputs: &SpecimenInputs) -> (f64
 
 /// Computes the estimate of a difference, and its derivative by `ℓ` if the difference follows it.
 fn estimate(launch: &SpecimenLaunch, kl: &Kl, d: f64) -> (f64, f64) {
+    // K1 equals `|d|` where `d < 0`, and K2 and K3 agree to second order at 0: such a mistake shows only elsewhere.
     let estimator = match kl.estimator {
         KlEstimator::K2 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K3,
         KlEstimator::K3 if launch.has(Bug::KlEstimatorsSwapped) => KlEstimator::K2,
@@ -96,6 +101,7 @@ fn estimate(launch: &SpecimenLaunch, kl: &Kl, d: f64) -> (f64, f64) {
         _ if kl.gradient != KlGradient::Own && launch.has(Bug::KlK2InValue) => KlEstimator::K2,
         other => other,
     };
+    // Each pair is a value and its derivative by `ℓ`, whose sign is turned as `d = ref − ℓ`.
     match (estimator, kl.difference_clamp) {
         (KlEstimator::K3, Some(clamp)) if launch.has(Bug::KlDifferenceClampOfExp) => {
             let held = d.clamp(-clamp, clamp);
@@ -131,6 +137,7 @@ pub(crate) fn kl(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTe
     if launch.has(Bug::TopEntropyTakesKl) && !inputs.is_high {
         return SpecimenTerm::default();
     }
+    // Importance weight and value clamp are applied in the order that the spec gives. A clamped value has no gradient.
     let is_kept = launch.has(Bug::KlValueClampGradientKept);
     let after_importance = kl.clamp_after_importance != launch.has(Bug::KlValueClampOnTheWrongSide);
     let (d, is_free) = difference(launch, kl, inputs);
@@ -150,6 +157,7 @@ pub(crate) fn kl(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTe
             SpecimenTerm { value: bound, ..SpecimenTerm::default() }
         };
     }
+    // The factors of the corrections come last: no clamp applies to them.
     let mut term = term.times(kl.beta).weighed(inputs.factors[1]);
     if launch.has(Bug::BetaTwiceInGradient) {
         term.by_logp *= kl.beta;

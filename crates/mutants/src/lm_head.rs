@@ -142,6 +142,8 @@ impl<'l> SpecimenHead<'l> {
         let (dhidden, dlm_head) = self.backward(&evaluation, &logits);
         let [logp, entropy, token_loss] = evaluation.per_token().map(Some);
         let dhidden = dhidden.into_shape_with_order((batch, tokens, width)).expect("dense");
+        // The kernel computes `[H,V]`. The other layout is its transpose, in memory of its own; the mutant gives the
+        // same numbers another shape.
         let dlm_head = match self.projection.layout {
             HeadLayout::HiddenByVocab => dlm_head,
             HeadLayout::VocabByHidden if self.has(Bug::DlmHeadLayoutMistaken) => {
@@ -314,6 +316,7 @@ impl<'l> SpecimenHead<'l> {
         before: &[SequencePlace],
         evaluation: &SpecimenEvaluation,
     ) -> Array2<f64> {
+        // Only unmasked tokens are in chunks, so that each of them was evaluated.
         let evaluated = |&(b, t): &SequencePlace| evaluation.tokens[[b, t]].as_ref().expect("each of them counts");
         for (i, place) in places.iter().enumerate() {
             let mut token: SpecimenGradient = evaluated(place).clone();
@@ -323,6 +326,7 @@ impl<'l> SpecimenHead<'l> {
                 token.scored = token.scored.with_softmax_of(&evaluated(stale).scored);
             }
             if self.has(Bug::NormaliserOfChunk) {
+                // This mutant takes the mean over the chunk's tokens where it is over all tokens of the batch.
                 let all = self.launch.mask().iter().filter(|counts| **counts).count();
                 let share = all as f64 / places.len() as f64;
                 token.grad_logp *= share;
@@ -357,6 +361,8 @@ impl<'l> SpecimenHead<'l> {
                 if self.has(Bug::DhiddenLacksTail) && tile.len() < TILE {
                     continue;
                 }
+                // The head's columns are those of the whole vocabulary; the mutant counts them from the shard's own
+                // first.
                 let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
                 let weights = self.weights(0..self.shape.hidden, tile.start - from..tile.end - from);
                 of_shard += &dlogits.slice(s![.., tile]).dot(&weights.t());
@@ -382,7 +388,8 @@ impl<'l> SpecimenHead<'l> {
         evaluation: &SpecimenEvaluation,
     ) -> Array2<f32> {
         let n = chunk.dlogits.nrows();
-        // The hidden states that meet the chunk's dlogits.
+        // The hidden states that meet the chunk's dlogits. The first mutant takes those of the chunk before, the second
+        // the rows that follow the chunk's first token, as if no token between them were masked.
         let mut hidden = match before {
             Some(before) if self.has(Bug::HiddenOfChunkBefore) => before.hidden.slice(s![..n, ..]).to_owned(),
             _ if self.has(Bug::HiddenNotGathered) => {
@@ -409,6 +416,8 @@ impl<'l> SpecimenHead<'l> {
             }
         }
         if self.has(Bug::OneHotOverwritten) {
+            // A scatter that overwrites keeps the one-hot part of the last token with an id: the parts `G/T·hidden` of
+            // earlier ones are taken out again.
             for (i, (b, t)) in places.iter().enumerate() {
                 let id = self.launch.id(*b, *t);
                 if places[i + 1..].iter().any(|(b, t)| self.launch.id(*b, *t) == id) {

@@ -34,6 +34,7 @@ impl SpecimenLaunch<'_> {
         let forgotten = self.has(Bug::BiasForgottenInBackward) && reader.backward;
         let bias = if forgotten { 0.0 } else { self.bias(columns, column) };
         let scale = if self.has(Bug::LogitScaleForgotten) { 1.0 } else { scale };
+        // All maps are of the raw logit in f64, so that a mutant differs by its mistake and not by a rounding.
         let scaled = match () {
             () if self.has(Bug::BiasAfterScale) => scale * x + bias,
             () if self.has(Bug::BiasAfterSoftcap) => scale * x,

@@ -24,6 +24,8 @@ pub(crate) fn evaluate(launch: &SpecimenLaunch, scored: Array2<Option<SpecimenSc
         let weights = SequenceWeights::new(launch, &sequences, &high, device_row);
         let mut of_device = 0.0;
         for sequence in sequences.iter().filter(|sequence| rows.contains(&sequence.row)) {
+            // Advantages are indexed by the sequence's number in the whole batch. The mutant counts from the device's
+            // first row, and so reads those of the first device.
             let first = if launch.has(Bug::AdvantagesOfFirstDevice) { rows.start } else { 0 };
             let b = sequence.row;
             let row = sequence.tokens.clone().filter_map(|t| Some((t, scored[[b, t]].clone()?)));
@@ -223,6 +225,7 @@ fn inputs(
     high: &HighEntropy,
 ) -> Vec<SpecimenInputs> {
     let SpecimenLaunch { spec, tokens, .. } = launch;
+    // An array that the batch does not have reads as NaN, so that a use of it shows.
     let at = |array: Option<&Array2<f64>>, b: usize, t: usize| array.map_or(f64::NAN, |array| array[[b, t]]);
     let rollout_logp = |t: usize| at(tokens.extra.rollout_logp.as_ref(), b, t);
     let given = |t: usize| {
@@ -253,6 +256,7 @@ fn inputs(
             OldLogp::Rollout if !launch.has(Bug::OffPolicyOfOldPolicy) => rollout_logp(t),
             _ => at(tokens.old_logp, b, t),
         };
+        // A token that was not scored has fallen by 0, and is in the count of the mean.
         let fallen = |(t, scored): &(usize, SpecimenScore)| {
             let fallen = behaviour(*t) - scored.logp;
             if fallen.is_nan() && !launch.has(Bug::OffPolicyUnscoredNan) { 0.0 } else { fallen }

@@ -143,6 +143,7 @@ fn cispo_weight(launch: &SpecimenLaunch, cispo: &Cispo, inputs: &SpecimenInputs)
 /// Computes TOPR: `−w₊·A·ℓ` for a positive token, `−w₋·sg(min(ρ, upper))·A·ℓ` for any other.
 fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> SpecimenTerm {
     let ratio = ratio(launch, inputs);
+    // The ratio of a token that is not positive is held from above only.
     let k = match () {
         () if launch.has(Bug::ToprClipIgnored) => ratio,
         () if launch.has(Bug::ToprClipFromBelow) => ratio.max(topr.upper),
@@ -159,6 +160,8 @@ fn tapered(launch: &SpecimenLaunch, topr: &Topr, inputs: &SpecimenInputs) -> Spe
         return score(if launch.has(Bug::ToprRatioForPositive) { of_positive * k } else { of_positive }, inputs);
     }
     let term = score(of_others * k, inputs);
+    // The ratio is detached. One with a gradient would add the term's own value as derivative by the log-ratio, as
+    // `∂ρ/∂ln ρ = ρ`.
     match () {
         () if launch.has(Bug::ToprRatioNotDetached) && k == ratio => SpecimenTerm { by_log_ratio: term.value, ..term },
         () if launch.has(Bug::ToprGradientClipped) && k != ratio => SpecimenTerm { by_logp: 0.0, ..term },

@@ -45,12 +45,16 @@ impl SpecimenLaunch<'_> {
                 let columns = part(self.shape.vocab, self.mesh.columns, shard);
                 let is_elsewhere = !columns.contains(&id) && !columns.is_empty();
                 let edge = id.clamp(columns.start, columns.end.max(columns.start + 1) - 1);
+                // A shard without the id has the column `edge`, which a clamped gather would read; the mutant adds its
+                // logit.
                 for tile in 0..columns.len().div_ceil(TILE) {
                     let x = self.load(logits, row, &columns, tile, LogitReader { id, backward: false });
                     for (column, x) in (columns.start + tile * TILE..columns.end).zip(x) {
                         if column == id || (is_elsewhere && column == edge && self.has(Bug::OtherIdFromEveryShard)) {
                             chosen += x;
                         }
+                        // The sum leaves the target out: `1 − p` of a probable target would cancel if it were formed
+                        // from `p`.
                         if column != id {
                             others += f64::from(((x - softmax.max) * softmax.rate).exp());
                         }
@@ -58,6 +62,8 @@ impl SpecimenLaunch<'_> {
                 }
             }
             let t = f64::from((chosen - softmax.max) * softmax.rate);
+            // A target at the maximum has `t = 0`, and then the whole sum is `1 + others`: `ln_1p` keeps the small
+            // part.
             let log_sum = if t == 0.0 { others.ln_1p() } else { softmax.sum.ln() };
             let divisor = if self.divides_logits() { 1.0 } else { temperature };
             OtherIdScore { id, logp: (t - log_sum) / divisor, others: others / softmax.sum, grad_logp }

@@ -60,6 +60,8 @@ impl Specimen {
         if !DEVICE_COUNTS.contains(&devices) {
             return refused("devices", devices.to_string(), "1, 2 and 4");
         }
+        // The specimen has the objectives that the bank's mutants are about. Others are refused rather than
+        // approximated.
         let objective = matches!(
             spec.objective,
             Objective::PpoClip(_)
@@ -228,6 +230,7 @@ impl SpecimenLaunch<'_> {
         reader: LogitReader,
     ) -> [f32; TILE] {
         let start = columns.start + tile * TILE;
+        // A read beyond the last row gives −∞, as that of a guarded load would.
         let at = |column: usize| {
             logits.get(row + column).map_or(f32::NEG_INFINITY, |x| self.logit(*x, columns, column, reader))
         };
@@ -246,7 +249,8 @@ impl SpecimenLaunch<'_> {
             x[0] = f32::NEG_INFINITY;
         }
         if self.has(Bug::TemperatureInLogitsDtype) {
-            // One for all.
+            // All tokens have one temperature. `x/T` is rounded to `E` and multiplied by `T`, since the softmax divides
+            // by `T` again.
             let temperature = self.spec.temperature.number().unwrap_or(1.0);
             x = x.map(|x| (E::DTYPE.round(f64::from(x) / temperature) * temperature) as f32);
         }
@@ -417,6 +421,7 @@ impl SpecimenLaunch<'_> {
         // Two all-reduces: the largest maximum, then the sums relative to it and the chosen logit, 0 where it is not.
         let start = if self.has(Bug::MaxStartsAtMinusInfinity) { f32::NEG_INFINITY } else { f32::MIN };
         let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
+        // Sums are relative to their own shard's maximum until they are rescaled by `exp((m_shard − m)/T)`.
         let mut whole = Scratch { max, ..Scratch::default() };
         for (i, shard) in shards.iter().enumerate() {
             let mut shard = *shard;

@@ -36,6 +36,7 @@ impl HighEntropy {
 /// kernel.
 fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Option<SpecimenScore>>) -> Array2<bool> {
     let (rows, devices) = (launch.shape.batch, launch.mesh.rows);
+    // The quantile is one of the whole batch; the mutants take one of each row, or of the rows of each device.
     let group = |b: usize| match () {
         () if launch.has(Bug::TopEntropyOfRow) => b,
         () if launch.has(Bug::TopEntropyOfDevice) => {
@@ -43,6 +44,7 @@ fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Opt
         }
         () => 0,
     };
+    // A masked token has an entropy of 0 in the kernel's output array, which a quantile over that array would count.
     let padding = launch.has(Bug::TopEntropyOverPadding).then_some(0.0);
     let rounded = |entropy: f64| match top.precision {
         QuantilePrecision::F32 => f64::from(entropy as f32),
@@ -54,6 +56,7 @@ fn above_quantile(launch: &SpecimenLaunch, top: &TopEntropy, scored: &Array2<Opt
         let mut ascending: Vec<f64> =
             of_group.clone().filter_map(|(_, token)| token.as_ref().map(|token| token.entropy).or(padding)).collect();
         ascending.sort_by(f64::total_cmp);
+        // Each group has its own threshold, and tokens are compared with it in the precision that the spec names.
         let threshold = quantile(launch, top, &ascending);
         for (at, token) in of_group {
             let Some(token) = token else { continue };

@@ -224,7 +224,8 @@ impl<D: Dimension> FloatView<'_, D> {
             b: &ArrayView<T, D>,
             bits: impl Fn(&T) -> B,
         ) -> bool {
-            // Contiguous elements are compared as slices, which is faster.
+            // Bits distinguish what `==` does not: −0 from 0, and one NaN from another. Contiguous elements are
+            // compared as slices, which is faster.
             let same = |(a, b): (&T, &T)| bits(a) == bits(b);
             a.shape() == b.shape()
                 && match (a.as_slice(), b.as_slice()) {

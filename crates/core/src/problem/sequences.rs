@@ -234,6 +234,7 @@ impl Sequences {
                 expected: format!("at most N = {tokens}, the number of tokens"),
             });
         }
+        // Padding after the last sequence is allowed if it is masked.
         match (cu_seqlens.end()..tokens).find(|&t| mask[[0, t]]) {
             Some(t) => Err(ProblemError::NoSequence { t, end: cu_seqlens.end() }),
             None => Ok(()),

@@ -184,6 +184,7 @@ impl LossSpec {
             }
             Objective::ClipCov(cov) => {
                 cov.clip.check()?;
+                // The objective without a selection of its own reads the array `selected`, which the problem must have.
                 let Some(band) = cov.selection else { return Ok(()) };
                 positive("objective.clip_cov.selection.fraction", band.fraction)?;
                 interval("objective.clip_cov.selection.lower", band.lower, band.upper)

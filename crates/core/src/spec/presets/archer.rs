@@ -27,6 +27,7 @@ pub(super) fn resolve(reader: &OptionReader, _: &'static str, given: &BatchInput
         objective: Objective::Aspo(Aspo {
             epsilon_low: others.epsilon_low,
             epsilon_high: others.epsilon_high,
+            // Equal widths make the mask irrelevant, and the loss does not ask for it then.
             selected: (masked != others).then_some(masked),
             dual_clip_positive: reader.number("positive_clip_ratio_c", 3.0)?,
             dual_clip_negative: reader.number("negative_clip_ratio_c", 3.0)?,

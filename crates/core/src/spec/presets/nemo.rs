@@ -82,6 +82,8 @@ fn objective(
                         ratio_clip_c or without token_level_loss";
         return Err(reader.refuse("use_cispo", expected));
     }
+    // An on-policy ratio is 1 and has a gradient, so that the clipped loss below is right for it even with
+    // `disable_ppo_ratio`.
     if plain && !on_policy {
         if dual_clip.is_some() {
             return Err(reader.refuse("ratio_clip_c", "null with `disable_ppo_ratio`"));
@@ -163,9 +165,11 @@ fn rollout(
         let expected = "it, as `use_importance_sampling_correction` is on";
         return Err(reader.lacks("generation_logprobs", "nothing", expected));
     }
+    // The weights have the level of the ratio. A token that the sampler did not score weighs 0.
     let level = if by_sequence { RolloutLevel::Sequence } else { RolloutLevel::Token };
     let plain = RolloutWeights { level, unscored: UnscoredWeight::Zero, ..weights_from(RolloutSource::Logp) };
     let (min, max) = (reader.number_or_null(MIN, None)?, reader.number_or_null(MAX, None)?);
+    // The weights have no bounds without a type. An upper bound would have no effect then, so that it is refused.
     if !reader.is_given(TYPE) {
         return if max.is_some() { Err(reader.refuse(TYPE, "tis, icepop or seq-mask-tis")) } else { Ok(Some(plain)) };
     }

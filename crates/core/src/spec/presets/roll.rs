@@ -124,6 +124,8 @@ fn weighs_samples(reader: &OptionReader) -> Result<bool, PresetError> {
 /// Reads `pg_variant` of the agentic pipeline.
 fn variant(reader: &OptionReader) -> Result<(Objective, Ratio), PresetError> {
     const SEGMENTS: &str = "token: a ratio of each run of the mask is one of sequences, packed";
+    // Segments are runs of the mask within a row. The spec has no such level, but packing has: every run becomes a
+    // sequence.
     if !reader.word("ratio_type", true, &[("token", true), ("segment", false)])? {
         return Err(reader.refuse("ratio_type", SEGMENTS));
     }
@@ -165,6 +167,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     if !given.sampling_logps {
         return Err(reader.lacks("infer_logprobs", "nothing", "them, as `is_weight` is on"));
     }
+    // A word of the project that the spec has no level for is known here, so that it is refused with its reason.
     let levels = [
         ("token", Some(RolloutLevel::Token)),
         ("geometric", Some(RolloutLevel::Geometric)),

@@ -142,6 +142,7 @@ fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio
         let epsilon_high = reader.number("eps_clip_high", 0.2)?;
         Ok(PpoClip { epsilon_low, epsilon_high, delta: None, dual_clip: None })
     };
+    // Most losses of SkyRL clamp the log-ratio to ±20 before its exponential.
     let clamped = Ratio { clamp: Some(20.0), ..Ratio::default() };
     Ok(match loss {
         SkyrlLoss::Regular => (Objective::PpoClip(clip()?), clamped),
@@ -154,10 +155,12 @@ fn objective(reader: &OptionReader, loss: SkyrlLoss) -> Result<(Objective, Ratio
             (Objective::Sapo(Sapo { tau_positive, tau_negative: reader.number("sapo.tau_neg", 1.05)? }), clamped)
         }
         SkyrlLoss::Gspo => {
+            // SkyRL's GSPO bounds the mean log-ratio from above only, and each token has the gradient of its own logp.
             let ratio = Ratio { level: RatioLevel::SequenceToken, cap: Some(10.0), ..Ratio::default() };
             (Objective::PpoClip(clip()?), ratio)
         }
         SkyrlLoss::Cispo => {
+            // Both options are distances from 1.
             let lower = Some(1.0 - reader.number("cispo.cispo_eps_clip_low", 0.0)?);
             let upper = 1.0 + reader.number("cispo.cispo_eps_clip_high", 5.0)?;
             (Objective::Cispo(Cispo { lower, upper }), clamped)

@@ -49,12 +49,16 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     let loss_type = LossType::read(reader, LossType::Dapo)?;
     let clip = ClipNames { low: ("epsilon", 0.2), high: ("epsilon_high", None) };
     let steps = Steps::read(reader)?;
+    // Only Dr. GRPO divides by a fixed length; the default of the option is 512.
     let max_completion_length = match loss_type {
         LossType::DrGrpo if reader.is_given("max_completion_length") => {
             reader.count_or_null("max_completion_length")?
         }
         _ => Some(512),
     };
+    // A loss that counts items is divided by the items of the batch that was generated: `items_factor` turns their
+    // number into that of one accumulation window of one process. Every other loss is divided by the number of
+    // accumulation steps.
     let (items, scale) = match given.num_items_in_batch {
         Some(items) if loss_type.counts_items() => (Some(items.max(1.0) * steps.items_factor()), 1.0),
         None if loss_type.counts_items() => (None, 1.0 / steps.items_factor()),

@@ -229,6 +229,8 @@ fn geo_mean(reader: &OptionReader, given: &BatchInputs) -> Result<LossSpec, Pres
         }
         rollout.level = RolloutLevel::Geometric;
     }
+    // The geometric mean of a sequence's ratios is the ratio of its mean log-ratio. The two widths are bounds of
+    // log-ratios here, in nats, and not distances of a ratio from 1.
     Ok(LossSpec {
         objective: Objective::ImportanceSampling(ImportanceSampling { empty_rows: false }),
         ratio: Ratio {
@@ -298,6 +300,7 @@ fn kl(reader: &OptionReader, name: &'static str, beta: f64) -> Result<Kl, Preset
         "low_var_kl" | "k3" => KlEstimator::K3,
         _ => return Err(reader.refuse(name, EXPECTED)),
     };
+    // Only K3 is clamped: its exponential can overflow.
     let clamped = estimator == KlEstimator::K3;
     Ok(Kl {
         gradient,
@@ -383,6 +386,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
     // `rollout_is: null` switches the weights off; leaving the option out keeps its default.
     let switched_off = reader.names(NAME) && !reader.is_given(NAME);
     let corrects = reader.any_within("rollout_correction") && !switched_off;
+    // The batch's own array comes first, and an option that would compute another one is refused.
     match given.rollout_weights {
         Some(WeightShape::Flat) => Err(reader.lacks("rollout_is_weights", "[B]", "[B,T] or [B,1]")),
         Some(_) if corrects => Err(reader.refuse(NAME, "null where the batch has `rollout_is_weights`")),
@@ -394,6 +398,7 @@ fn rollout(reader: &OptionReader, given: &BatchInputs) -> Result<Option<RolloutW
             let (min, max) = is_threshold(reader)?;
             Ok(Some(RolloutWeights {
                 level,
+                // A lower bound means that weights outside are 0; an upper bound alone truncates them.
                 outside: if min.is_some() { OutOfBounds::Mask } else { OutOfBounds::Truncate },
                 min,
                 max: Some(max),
