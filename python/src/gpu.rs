@@ -144,6 +144,8 @@ pub(crate) fn gpu_settled<'py>(
         };
         Ok((KernelInputs::new(StructuredSpec::new(&given.spec), &tokens_of), ends))
     })?;
+    // Rejections and weights against the sampler are of whole sequences, so that the host settles them: kernels read
+    // one array per input.
     let inputs = settled.inputs.into_iter();
     let mut of = BTreeMap::from([("mask", lent(Element::Bool, settled.mask))]);
     of.extend(inputs.map(|(input, values)| (input.name(), lent(Element::Float(Dtype::F64), values))));

@@ -55,6 +55,7 @@ impl LossArguments {
         let required = |field: &'static str| {
             taken(field)?.ok_or_else(|| error::problem_error(py, format!("`{field}`: not given, expected a tensor")))
         };
+        // An array of an unknown name would silently have no part in the loss.
         for key in arrays.keys() {
             let key: String = key.extract()?;
             if !["ids", "mask", "advantages"].contains(&&*key) && !OPTIONAL.contains(&&*key) {
@@ -279,6 +280,8 @@ impl Gathered {
     ) -> PyResult<Self> {
         let (py, ids, mask) = (ids.py(), Taken::read("ids", ids)?, Taken::read("mask", mask)?);
         let advantages = match dlogp {
+            // The policy gradient's loss is `−A·logp`, so that a cotangent of logp is an advantage with the sign
+            // changed. A forward pass has none, and takes zeros; ids of a wrong rank are refused by `op`.
             Some(dlogp) => {
                 let dlogp = Taken::read("cotangent of logp", dlogp)?;
                 let floats =

@@ -142,6 +142,7 @@ impl Returned {
             Err(error::output_error(py, name, given, expected))
         };
         let has = |name: &str| dictionary.contains(name);
+        // A loss that is given by cotangents has no value of its own: a kernel may return its logp instead.
         let loss = if spec.is_from_cotangents() { optional("loss")? } else { Some(required("loss")?) };
         if loss.is_none() {
             required("logp")?;
@@ -197,6 +198,7 @@ impl Returned {
         let [batch, tokens] = problem.token_extents();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
+        // Several ids a token have logp as `[B,T,K]`, whose first column is that of the sampled id.
         let (logp, logp_of_others) = match logp.as_ref().map(|seen| (seen, seen.shape())) {
             Some((seen, &[batch, tokens, top])) => {
                 let (first, others) = seen.view(Ix3(batch, tokens, top)).to_owned().first_and_others();

@@ -140,6 +140,7 @@ fn frameworks(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 /// The arrays of each token.
 fn token_arrays<L: Send + Sync + 'static>(owner: &Arc<problem::Problem<L>>) -> Vec<(&'static str, Option<Block>)> {
     let extra = &owner.extra;
+    // Several ids a token are one array `[B,T,K]` here, joined in a copy.
     let advantages = match &owner.advantages {
         Advantages::Sequence(advantages) => numbers(advantages),
         Advantages::Token(advantages) => numbers(advantages),
@@ -398,6 +399,7 @@ impl Problem {
         units: Option<Vec<i64>>,
     ) -> PyResult<Self> {
         let [of_batch, of_tokens, of_columns] = self.extents().logits();
+        // Sequences are the rows of a padded batch, and the parts of the one row of a packed batch.
         let sequences = match &self.batch {
             Batch::Logits(problem) => problem.extra.sequences.count(of_batch),
             Batch::Head(problem) => problem.extra.sequences.count(of_batch),

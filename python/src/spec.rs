@@ -250,7 +250,7 @@ pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
     let mut given: Map<String, Value> = serde_json::from_str(fields).map_err(|reason| error::spec_error(py, reason))?;
     let notes = rename_old_keys(&mut given);
     let plain = serde_json::to_value(LossSpec::default()).expect("plain data has a JSON form");
-    // What is written where it is not 1 alone.
+    // A default spec is written with every field but `ids_per_token`, which is written only where it is not 1.
     let known = || plain.as_object().into_iter().flat_map(Map::keys).map(String::as_str).chain(["ids_per_token"]);
     if let Some(stranger) = given
         .keys()
@@ -263,6 +263,7 @@ pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
             format!("`{stranger}`: no such field, {meant}expected one of {}", all.join(", ")),
         ));
     }
+    // The names were checked above, where the nearest one could be named, as this error cannot.
     let loss: LossSpec = serde_json::from_value(Value::Object(given))
         .map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;
     loss.check().map_err(|reason| error::spec_error(py, reason))?;

@@ -92,6 +92,8 @@ impl CheckCommand {
             bar.set_message(format!("{failed} failed"));
         };
         let plugin = self.plugin.checked_path()?;
+        // The kernel is a command that answers over a pipe, or an implementation of this program; its problems have
+        // logits or an LM head.
         let found = match (deck, &self.exec) {
             (AnyDeck::Logits(deck), Some(command)) => {
                 Campaign { deck, ..campaign }.run(&mut self.worker(command)?, &mut progress)?

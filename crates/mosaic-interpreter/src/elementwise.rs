@@ -22,6 +22,8 @@ pub(super) enum Elementwise {
 /// Returns the function of an element-by-element operation, or `None` for any other.
 pub(super) fn elementwise(name: &str) -> Option<Elementwise> {
     use Elementwise::{Bitwise, FloatBinary, FloatUnary, IntBinary};
+    // Floats are computed in f32, and the caller rounds them to the result's kind; integers are sign-extended to i32,
+    // and the caller wraps them.
     Some(match name {
         "arith.negf" => FloatUnary(|x| -x),
         "math.absf" => FloatUnary(f32::abs),
@@ -39,6 +41,7 @@ pub(super) fn elementwise(name: &str) -> Option<Elementwise> {
         "arith.subi" => IntBinary(|_, x, y| Ok(x.wrapping_sub(y))),
         "arith.muli" => IntBinary(|_, x, y| Ok(x.wrapping_mul(y))),
         "arith.divsi" => IntBinary(|kind, x, y| {
+            // The quotient of the least number of a kind by −1 is beyond that kind, not only in i32.
             let quotient = x.checked_div(y).ok_or("a division by zero, or one that overflows")?;
             if kind.wrap(quotient) == quotient { Ok(quotient) } else { Err("a division that overflows") }
         }),
@@ -137,6 +140,7 @@ pub(super) struct Conversion {
 
 /// Returns the conversion of an operation, or `None` if it changes no element type.
 pub(super) fn conversion(name: &str) -> Option<Conversion> {
+    // A 16-bit float is held as the f32 that equals it: extension changes no number, and truncation rounds once.
     let (takes, convert): (Takes, Convert) = match name {
         "arith.extf" => (
             |from, to| from.is_float() && to.is_float() && from.bits() < to.bits(),
@@ -148,6 +152,7 @@ pub(super) fn conversion(name: &str) -> Option<Conversion> {
         ),
         "arith.sitofp" => (
             |from, to| is_integer(from) && to.is_float(),
+            // The integer goes through f64, which holds every i32, so that it is rounded once.
             |x, from, to| floats(x.ints(), |&x| to.round_f64(from.signed(x).into())),
         ),
         "arith.fptosi" => (

@@ -278,6 +278,8 @@ fn alias_sources(
 ) -> Result<Vec<Option<usize>>, MosaicInterpretError> {
     let mut sources = vec![None; outputs];
     for &(operand, output) in aliases {
+        // Operands count the prefetched arrays first, windows do not. An input is overwritten by one output at most,
+        // and an output overwrites one input.
         let input = operand.checked_sub(prefetched).filter(|&input| input < arrays.inputs);
         let free = input.is_some_and(|input| !sources.contains(&Some(input)));
         match sources.get_mut(output) {

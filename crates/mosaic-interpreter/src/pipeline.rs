@@ -173,6 +173,7 @@ impl Pipeline<'_> {
             return Ok(());
         }
         let region = self.region(window, block);
+        // Steps of one turn run in their order, and two reads are harmless: a conflict needs another turn and a write.
         let meets = |other: &&TouchedBlocks| {
             other.array == array && other.turn != turn && (other.writes || writes) && overlap(&other.region, &region)
         };
@@ -301,6 +302,8 @@ impl Pipeline<'_> {
         let to_come = outputs.map(|output| (output, &blocks[output], "is still to come"));
         let fetched = self.region(window, block);
         for (output, written, state) in under_way.chain(to_come) {
+            // A window of another array cannot be overwritten: only an input and an output that share theirs are in
+            // place.
             let shared = self.arrays.of_window[output] == self.arrays.of_window[window];
             if shared && overlap(&fetched, &self.region(output, written)) {
                 let output = output - self.arrays.inputs;

@@ -266,6 +266,7 @@ fn pure(
     let kind = result.kind;
     Ok(Rc::new(match &instruction.action {
         MosaicAction::Constant(elements) => return Ok(Rc::clone(elements)),
+        // Memory is row-major in both shapes, so that a reshape moves no element.
         MosaicAction::Reshape => return Ok(Rc::clone(operand(0))),
         MosaicAction::AssumeMultiple(multiple) => {
             let found = operand(0).int();
@@ -300,6 +301,7 @@ fn pure(
         }
         MosaicAction::Select => return Ok(select(operand(0), operand(1), operand(2))),
         MosaicAction::Convert(conversion) => (conversion.convert)(operand(0), operand_type(0).kind, kind),
+        // A stride of 0 reads the same element again along an axis that is broadcast.
         MosaicAction::Broadcast => operand(0).gather(walk(&result.shape, repeating_strides(operand_type(0), result))),
         MosaicAction::Slice { start } => {
             let mut slice = ElementBuffer::poison(result);
@@ -308,11 +310,13 @@ fn pure(
             slice
         }
         MosaicAction::Reduce { fold, dimensions } => {
+            // A stride of 0 along the folded axes sends all of their elements to one place of the result.
             let from = operand_type(0);
             let places = walk(&from.shape, strides_without(&from.shape, dimensions));
             reduce(*fold, kind, operand(0), operand(1), places, units != MosaicUnits::Host)
         }
         MosaicAction::Iota { dimension } => {
+            // Only the chosen axis advances: the walk gives an element's index along it.
             let mut strides = vec![0; result.shape.len()];
             strides[*dimension] = 1;
             ElementBuffer::Int(walk(&result.shape, strides).map(|i| i as i32).collect())

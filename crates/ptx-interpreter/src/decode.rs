@@ -388,6 +388,7 @@ impl Decoder {
                 match self.named(name) {
                     Some(Symbol::Register(slot, of)) if serves(of, ty) => Ok(slot),
                     Some(Symbol::Register(_, of)) => form.error(format!("{name} is {of}, expected {ty}")),
+                    // The name of a shared array is its address, a constant of the kernel.
                     Some(Symbol::Shared(address)) if [32, 64].contains(&ty.bits()) && !ty.is_float() => {
                         Ok(self.fill(InitialValue::Value(address.into())))
                     }
@@ -442,6 +443,7 @@ impl Decoder {
         let base = match (&**base, space) {
             (OperandText::Name(name), _) => match self.named(name) {
                 Some(Symbol::Register(slot, PtxType::Bits(64) | PtxType::Unsigned(64) | PtxType::Signed(64))) => slot,
+                // Shared addresses have 32 bits or 64; a global one needs all 64.
                 Some(Symbol::Register(slot, PtxType::Bits(32) | PtxType::Unsigned(32) | PtxType::Signed(32)))
                     if space != StateSpace::Global =>
                 {

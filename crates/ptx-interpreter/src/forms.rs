@@ -92,6 +92,7 @@ impl Decoder {
             "st" => self.store(form),
             "atom" | "red" => self.atomic(opcode, form),
             "cp" => self.copy(form),
+            // A prefetch changes no result, but its operands must be right.
             "prefetch" => {
                 let space = form.needs(&[("global", StateSpace::Global)])?;
                 form.needs(&[("L1", ()), ("L2", ())])?;
@@ -193,6 +194,7 @@ impl Decoder {
                     self.compute::<3>(form, ty, function)
                 }
             }
+            // A pair of f32 has only the arithmetic above.
             "min" | "max" if ty != PtxType::Two(FloatFormat::F32) => {
                 let nan = form.flag("NaN");
                 let extreme = if opcode == "min" { arithmetic::smaller } else { arithmetic::larger };

@@ -60,6 +60,7 @@ fn or_logp(spec: LossSpec) -> LossSpec {
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
 pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
+    // An element that occurs twice in a list is drawn twice as often: most losses have the plain choice.
     let levels = (
         select(vec![AdvantageLevel::Sequence, AdvantageLevel::Token]),
         select(vec![OldLogp::Given, OldLogp::Given, OldLogp::Current, OldLogp::Rollout]),

@@ -19,6 +19,7 @@ fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
             .map(|other| if other.0 < factor { [other, (factor, choice)] } else { [(factor, choice), other] })
             .collect()
     };
+    // At first every pair of choices of two factors is missing.
     let mut missing: BTreeSet<[(usize, usize); 2]> = BTreeSet::new();
     for b in factors.clone() {
         for (a, x, y) in (0..b).flat_map(|a| (0..choices[a]).flat_map(move |x| (0..choices[b]).map(move |y| (a, x, y))))
@@ -28,6 +29,8 @@ fn pairwise(choices: &[usize]) -> Vec<Vec<usize>> {
     }
     let mut rows: Vec<Vec<usize>> = Vec::new();
     while let Some(&[(a, x), (b, y)]) = missing.first() {
+        // Each row begins with the first missing pair, and then takes for one factor after the other the choice that
+        // meets the most pairs that are still missing.
         let mut row = vec![None; choices.len()];
         (row[a], row[b]) = (Some(x), Some(y));
         for factor in factors.clone().filter(|factor| ![a, b].contains(factor)) {

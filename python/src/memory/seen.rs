@@ -222,6 +222,7 @@ fn from_capsule(capsule: &Bound<'_, PyAny>, bits: bool) -> PyResult<ForeignArray
         }),
     };
     let size = dtype.as_ref().map_or(1, |dtype| dtype.size()).cast_signed();
+    // DLPack counts strides in elements, NumPy and this type in bytes.
     let strides = strides.map(|strides| strides.iter().map(|stride| stride * size).collect());
     Ok(ForeignArray { keep: Keep::Object(capsule.clone().unbind()), data, shape, strides, dtype })
 }

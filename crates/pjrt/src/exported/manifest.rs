@@ -275,6 +275,7 @@ impl ExportManifest {
         match input.name {
             ExportInputName::Mask | ExportInputName::Selected => Ok(()),
             ExportInputName::Ids => match input.dtype {
+                // An i32 must hold every id below V.
                 DeviceDtype::I32 if i32::try_from(self.shape().vocab).is_err() => Err("i64, as V is beyond i32"),
                 DeviceDtype::I32 | DeviceDtype::I64 => Ok(()),
                 _ => Err("i32 or i64"),

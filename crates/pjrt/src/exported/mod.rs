@@ -260,6 +260,7 @@ fn upload(
             let bytes = match &problem.advantages {
                 Advantages::Sequence(advantages) => numbers(advantages.iter().copied(), dtype),
                 Advantages::Token(advantages) => numbers(advantages.iter().copied(), dtype),
+                // Programs take advantages: a cotangent of logp is one with the sign changed.
                 Advantages::Dlogp(dlogp) => numbers(dlogp.iter().map(|dlogp| -dlogp), dtype),
             };
             send(problem.advantages.shape(), &bytes)
@@ -280,6 +281,7 @@ fn upload(
             send(ends.shape(), &ids(ends.iter().map(|&end| end as i64), dtype))
         }
         ExportInputName::SegmentIds => {
+            // Segment ids count from 1, and 0 is of a token in no sequence.
             let number = |at| problem.extra.sequences.owner(at).map_or(0, |sequence| sequence as i64 + 1);
             send(per_token, &ids(problem.ids.indexed_iter().map(|(at, _)| number(at)), dtype))
         }

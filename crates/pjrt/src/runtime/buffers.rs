@@ -106,6 +106,8 @@ pub(super) fn wait_until(
         return Some(Ok(()));
     }
     let (tell_it, told) = mpsc::channel();
+    // The callback gets a box of its own, as it may run on a thread of the plugin, and after this function has given
+    // up.
     let ready = Box::into_raw(Box::new(EventWaiter { plugin, what: what.into(), tell: tell_it }));
     let mut args = PJRT_Event_OnReady_Args::new();
     args.event = event;
@@ -137,6 +139,7 @@ impl Client {
     ) -> Result<DeviceBuffer, RuntimeError> {
         let what = || format!("upload {element} {shape:?} to device {device}");
         let expected = byte_count(element, shape).unwrap_or(usize::MAX);
+        // The plugin reads as many bytes as the shape has, whatever the slice holds.
         if bytes.len() != expected {
             let (given, shape) = (bytes.len(), shape.to_vec());
             return Err(RuntimeError::Bytes { what: "upload".into(), given, expected, element, shape });

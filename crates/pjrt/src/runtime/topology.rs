@@ -130,6 +130,7 @@ impl Topology {
         args.program = &raw mut code;
         args.compile_options = options.as_ptr().cast();
         args.compile_options_size = options.len();
+        // No client takes part: the program is compiled for devices that this machine need not have.
         args.client = ptr::null_mut();
         call!(self.plugin, PJRT_Compile, args, "compile")?;
         let Some(raw) = NonNull::new(args.executable) else {

@@ -116,6 +116,7 @@ impl XlaEntropy {
         let (in_rows, row_major) = (program.takes_rows(device), program.takes_row_major(device));
         let shards = Shards { shape, mesh: Mesh::ONE, client, device, in_rows, row_major, scatters: false };
         shards.expect_room(&executable)?;
+        // Ids of unmasked tokens have been checked; an id of a masked one may be anything, and becomes 0.
         let ids = problem.ids.mapv(|id| i32::try_from(id).unwrap_or(0));
         // Temperatures of tokens go in as rates per token, and one temperature as a scalar.
         let inverse_temperature =
@@ -126,6 +127,7 @@ impl XlaEntropy {
                 shards.client.upload(0, DeviceDtype::F32, &[], bytemuck::bytes_of(&one))?
             };
         let mut inputs = [vec![
+            // A logit beyond the problem's extents is NaN on the device, so that a program that reads one shows it.
             shards.upload_block(0, &problem.logits, &shards.logits(0), Padding::Nan)?,
             shards.upload_per_token(0, DeviceDtype::I32, &ids, 0)?,
             shards.upload_per_token(0, DeviceDtype::Pred, &problem.mask.mapv(u8::from), 0)?,

@@ -281,6 +281,7 @@ where
                 }
             }));
         }
+        // Sums in any order give other bits in a second run, which no verdict on a single run can show.
         let again = |(kernel, judged): (&&Specimen, Result<AcceptedKernel<P::Gradient>, String>)| {
             let accepted = judged?;
             if !runs_again {

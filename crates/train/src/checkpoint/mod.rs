@@ -119,6 +119,7 @@ impl Qwen2Config {
     pub(crate) fn tensors(&self) -> impl Iterator<Item = (String, Vec<usize>)> + use<> {
         let &Self { vocab_size: v, hidden_size: h, intermediate_size: m, .. } = self;
         let of_keys = self.head_dim() * self.num_key_value_heads;
+        // Linear weights are `[out, in]`. Only the projections to queries, keys and values have a bias.
         let layer = move |i: usize| {
             [
                 ("input_layernorm.weight", vec![h]),

@@ -83,6 +83,8 @@ impl BatchScalars {
         let count = |holds: &dyn Fn(f64, f64) -> bool| each().filter(|(_, a, r)| holds(*a, *r)).count();
         // The smallest distance of a ratio from a bound: a reader whose ratio is off by more may clip differently.
         let margin = ratios.iter().map(|r| (r - low).abs().min((r - high).abs())).fold(f64::INFINITY, f64::min);
+        // The dlogits of a token are `g·(1 − p)` at its id and `−g·p_j` elsewhere, with `g` from `gradient`: sums of
+        // absolute values and of squares follow from `Σ p` and `Σ p²` of the other columns, without a row of dlogits.
         let of_logits = [
             ("n_tokens", self.tokens.len().to_string()),
             ("entropy_mean", format!("{:e}", sum(each().map(|(row, ..)| row.entropy)) / n)),

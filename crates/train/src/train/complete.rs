@@ -62,6 +62,7 @@ pub fn complete_by(
         let of = config.steps;
         progress(RunProgress { steps: trainer.steps(), of, made: None });
         while !trainer.finished() {
+            // An interrupted run saves its state first, so that the same command goes on with the next step.
             if stop.load(Ordering::Relaxed) {
                 trainer.save()?;
                 let done = format!("after {} of {of} steps; the same command goes on", trainer.steps());

@@ -173,6 +173,7 @@ pub fn read_gsm8k(path: &Path) -> Result<Vec<Exercise>, TrainError> {
         if question.trim().is_empty() {
             return Err(invalid("`question`: got nothing, expected a question".into()));
         }
+        // The newline separates the solution from the question, which come as one text.
         exercises.push(Exercise { question, solution: format!("\n{solution}"), answer });
     }
     if exercises.is_empty() {

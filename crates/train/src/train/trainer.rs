@@ -124,6 +124,7 @@ impl Trainer {
         } else {
             (0, warm(&disk, &warm_start, &config, &model, weights, &train, stop)?, AdamW::default())
         };
+        // Only a KL penalty needs a reference policy, which is a copy of all weights.
         let reference = config
             .loss
             .kl
