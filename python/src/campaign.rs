@@ -126,6 +126,7 @@ impl Campaign {
         let answer = Duration::try_from_secs_f64(timeout)
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = WorkerLaunch { answer, ..WorkerLaunch::new(command) };
+        // The worker is a process of its own, which may take long to start: the interpreter goes on meanwhile.
         let worker = error::apart(py, || Worker::start(launch))?;
         let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
         self.on(py, Served(worker.map_err(crashed)?), progress)

@@ -120,6 +120,7 @@ impl CotangentArrays {
             let taken = Taken::read(field, array)?;
             let floats =
                 taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::problem_error(py, reason))?.to_f64();
+            // A cotangent of zeros is as good as none, and spares the work for its gradient.
             PyResult::Ok(Some(floats).filter(|floats| floats.iter().any(|x| *x != 0.0)))
         };
         Ok(Self {

@@ -64,6 +64,7 @@ impl Problem {
             }
         };
         let lent = |(name, block): (_, Option<Block>)| {
+            // Python borrows the arrays and cannot write to them: the judge reads the same memory afterwards.
             let block = block.expect("problems are generated and read densely");
             Lent { name, block, writable: false }
         };
@@ -331,6 +332,8 @@ impl Problem {
             Sequences::Rows => Ok(()),
             Sequences::Packed(_) => Err(error::problem_error(py, "pack: got packed sequences, expected one a row")),
         };
+        // A packed batch has no padded width, which a reduction by a fixed length reads: the spec takes the width
+        // along.
         let [_, width, _] = self.extents().logits();
         let packed = match &self.batch {
             Batch::Logits(problem) => {

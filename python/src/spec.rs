@@ -223,6 +223,7 @@ pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -
         return Err(error::spec_error(py, format!("`{stranger}`: no such option, {meant}expected entropy, {all}")));
     }
     let mut fields = serde_json::to_value(LossSpec::from_cotangents(entropy)).expect("plain data has a JSON form");
+    // The options replace fields of a spec whose loss is `Σ dlogp·logp`, with the entropy's part if it is asked for.
     fields.as_object_mut().expect("a spec is an object").extend(given);
     let loss: LossSpec =
         serde_json::from_value(fields).map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;

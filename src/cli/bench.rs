@@ -164,6 +164,7 @@ fn table(figures: &schema::BenchFigures) -> String {
     }
     table.add_row(["threads".into(), figures.threads.to_string()]);
     table.add_row(["isa", figures.isa.as_deref().unwrap_or("–")]);
+    // A ratio is the kernel's median step over the opponent's: the kernel is the faster one below 1.
     for (opponent, ratio) in &figures.ratios.0 {
         table.add_row([schema::Ratios::key(opponent), format!("{ratio:.3}")]);
     }

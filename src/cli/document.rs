@@ -17,6 +17,7 @@ pub(super) type Marks = [&'static str; 2];
 /// [`CliError`], naming the marks that the document lacks, or what could not be read or written.
 pub(super) fn put_into<'t>(path: &Path, texts: impl IntoIterator<Item = (Marks, &'t str)>) -> Result<(), CliError> {
     let io = |action, reason| CliError::Io { path: path.into(), action, reason };
+    // The document is read whole, so that its size is limited first.
     let bytes = fs::metadata(path).map_err(|reason| io("read", reason))?.len();
     if bytes > LONGEST {
         return Err(CliError::Usage(format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}")));

@@ -46,6 +46,7 @@ impl PeersCommand {
         }
         progress.finish_and_clear();
 
+        // A file that could not be compared is no pass, as its run may differ.
         let pass = refused.is_empty() && files.iter().all(|file| file.run.verdict != PeerVerdict::Fail);
         let worst = worst(&files);
         let files = files.into_iter().map(|compared| compared.run).collect();
@@ -75,6 +76,7 @@ impl PeersCommand {
         let entries = fs::read_dir(&self.path).map_err(io)?.collect::<Result<Vec<_>, _>>().map_err(io)?;
         let json = |path: &PathBuf| path.extension() == Some(OsStr::new("json"));
         let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).filter(json).collect();
+        // A folder lists its files in any order.
         paths.sort();
         if paths.is_empty() {
             let reason = "got no .json file in it, expected recorded runs of published implementations".into();

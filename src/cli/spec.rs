@@ -85,6 +85,7 @@ impl SpecCommand {
         let PresetLoss { spec, function, without_effect, notes } = resolved;
         let yaml = serde_saphyr::to_string(spec)
             .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}")))?;
+        // The text is YAML that can be read as a spec again: everything else in it is a comment.
         let mut text = preset.map_or(String::new(), |preset| format!("# {preset}, {function}\n"));
         text += &format!("{}\n\n{}", yaml.trim_end(), comments(&spec.describe()));
         if !without_effect.is_empty() {

@@ -57,6 +57,7 @@ pub(super) fn told(printing: &Printing) -> impl FnMut(RunProgress) + Send {
     let mut bar = printing.progress(0);
     move |RunProgress { steps, of, made }| {
         match made {
+            // A run begins with a report that has no record, and gets a bar of its own.
             None => bar = printing.progress(of),
             Some(record) => bar.set_message(format!("loss {:+.4}  reward {:.3}", record.loss, record.reward)),
         }

@@ -211,6 +211,7 @@ impl Program {
             let x = on.times(x, factor);
             if transform.caps { on.builder.tanh(x) } else { x }
         };
+        // All columns have one map where none has a bias and none is left out, the target's included.
         let Some(HloBiases { bias, target }) = given.columns else {
             return (changed(self, wide), changed(self, target_logit));
         };

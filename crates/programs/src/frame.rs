@@ -41,6 +41,7 @@ pub(crate) fn signature(
         per_token("mask", DeviceDtype::Pred),
         per_token("advantages", DeviceDtype::F32),
     ];
+    // The first id of a token is in `ids`; the others have arrays of their own.
     let others = |name, dtype| named(name, dtype, &[b, t, structure.ids_per_token - 1]);
     if structure.ids_per_token > 1 {
         inputs.extend([others("other_ids", DeviceDtype::I32), others("dlogp_of_others", DeviceDtype::F32)]);

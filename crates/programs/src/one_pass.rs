@@ -193,8 +193,7 @@ pub(crate) fn rows_of_a_block(
     let worthwhile = [2 * granule, granule].into_iter().filter(|&rows| rows == granule || rows < 2 * n);
     let fits = |rows: &usize| vmem_bytes(structure, logits, [*rows, v], machine) <= machine.vmem_bytes;
     worthwhile.into_iter().find(fits).ok_or_else(|| {
-        // The bytes are linear in the columns: what the arrays without columns leave of VMEM, by the bytes of one
-        // register of columns, is the largest vocabulary, in whole registers.
+        // The bytes are linear in the columns, from which the largest vocabulary follows, in whole registers.
         let of_no_columns = vmem_bytes(structure, logits, [granule, 0], machine);
         let of_a_register = vmem_bytes(structure, logits, [granule, machine.lanes], machine) - of_no_columns;
         machine.vmem_bytes.saturating_sub(of_no_columns) / of_a_register * machine.lanes
@@ -255,8 +254,6 @@ fn write(
     let ids = on.scalars(DeviceDtype::I32, n);
     let numbers = on.scalars(DeviceDtype::F32, self::numbers(structure).len());
     let given = given_columns(structure);
-    // A window is a block of rows with all of their columns. Each window has two buffers, so that the copy of the next
-    // block overlaps the work on this one.
     let padded = v.next_multiple_of(machine.lanes);
     let window = |columns| Window { block: vec![1, rows, columns], along: vec![Some(0), Some(1), None] };
     let logits = on.input(stored_as(element), &[1, n, v], window(padded));
@@ -332,8 +329,7 @@ impl OnePassWriter {
             self.leave_targets(&targets);
         }
 
-        // Temperatures by token come as an array of rates and leave no number 1/T: one softmax then serves logp and
-        // entropy.
+        // Temperatures by token come as an array of rates: one softmax then serves logp and entropy.
         let by_token = structure.temperature == TemperaturePlace::Given;
         let inverse = (!by_token).then(|| number(&mut self.on, SpecNumber::InverseTemperature));
         let rates = structure.gap_rates().into_iter();
@@ -405,8 +401,6 @@ impl OnePassWriter {
     fn targets(&mut self, tokens: usize, ids: TileMemory) -> Vec<TargetPlace> {
         let lanes = self.lanes();
         let on = &mut self.on;
-        // The block's first token is its number times the rows of a block; the ids are scalars in SMEM, which are read
-        // one by one.
         let (block, rows) = (on.grid_index(1), on.integer(self.rows));
         let first = on.mul(block, rows);
         let (zero, last) = (on.integer(0), on.integer(tokens - 1));
@@ -419,7 +413,6 @@ impl OnePassWriter {
                 // Rows beyond the end, and what stands where the mask hides it, must point somewhere in the block.
                 let token = on.min(token, last);
                 let id = on.load_scalar(ids, token);
-                // An id out of range meets no check later, so it is clamped into the row.
                 let id = on.max(id, zero);
                 let id = on.min(id, last_column);
                 let register = on.and(id, whole_registers);
@@ -508,7 +501,6 @@ impl OnePassWriter {
             maxima
         });
         let maximum = join(on, Fold::Max, &maxima);
-        // The lanes are folded in f32, and the target joins as the last: it left the block before the walk.
         let maximum = on.convert(maximum, DeviceDtype::F32);
         let others = on.fold_lanes(Fold::Max, maximum);
         on.max(others, target_logit)
@@ -572,7 +564,6 @@ impl OnePassWriter {
         let on = &mut self.on;
         let element = on.memory_element(dlogits);
         // Each column: −G·e/(S·T), plus the bonus, times the slope of the transform; masked rows are selected to 0.
-        // The factors of a row are divided once here, not in every column.
         let share = on.div(factor, policy.sum);
         let minus_share = on.neg(share);
         let zero = on.number(0.0);

@@ -187,6 +187,8 @@ pub(super) fn round_once(float: FloatFormat, operation: RoundedOperation, ftz: b
             RoundedOperation::Fma => a.mul_add(b, c),
         })
     } else {
+        // A product of two 16-bit floats is exact in f64. A sum need not be: it is rounded to odd, so that the rounding
+        // to 16 bits gives what that of the exact sum would.
         let (a, b, c) = (value(float, a), value(float, b), value(float, c));
         nearest(
             float,
@@ -362,6 +364,7 @@ fn off_by(exact: f64, off: LargestError, units: ApproximateUnits) -> f32 {
     };
     match off {
         LargestError::Ulps(ulps) if near.is_finite() && near != 0.0 => {
+            // Neighbouring floats have neighbouring bits: ulps are added to the bits of the magnitude.
             let magnitude = near.abs().to_bits().cast_signed();
             let moved = (magnitude + if sign > 0.0 { ulps } else { -ulps }).clamp(0, f32::MAX.to_bits().cast_signed());
             f32::from_bits(moved.cast_unsigned()).copysign(near)
@@ -471,6 +474,8 @@ pub(super) fn conversion(
         (to, PtxType::Float(from)) if to.is_integer() => (rounding.is_some() && integral).then(|| -> LaneFunction {
             Box::new(move |x, _, _| {
                 let x = value(from, flushed_if(ftz, from, x & mask(from.bits())));
+                // Floats beyond the integer's range saturate, with `.sat` and without. A NaN becomes 2^63 in 64 bits,
+                // and 0 in fewer.
                 if x.is_nan() { if to.bits() == 64 { 1 << 63 } else { 0 } } else { clamped(to, whole_of(x) as i128) }
             })
         }),

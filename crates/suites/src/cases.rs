@@ -221,6 +221,7 @@ fn ratio() -> BoxedStrategy<Ratio> {
             clamp,
             clip,
             cap,
+            // A sum over the sequence has no denominator.
             denominator_epsilon: if level == RatioLevel::SequenceProduct { 0.0 } else { denominator_epsilon },
         })
         .boxed()
@@ -343,6 +344,7 @@ fn rejection() -> BoxedStrategy<Rejection> {
             let max = if estimator == RejectionEstimator::AbsoluteRatio { 1.0 + max } else { max };
             let drawn = Rejection { estimator, level, min, max, counts, drops_from };
             if level == RejectionLevel::SecondMoment {
+                // This level bounds the mean of `y²` over the batch, and has no choice of estimator or lower bound.
                 Rejection { estimator: RejectionEstimator::K2, min: None, counts: false, ..drawn }
             } else {
                 drawn

@@ -196,6 +196,7 @@ pub fn choices(supports: Supports) -> Vec<LossSpec> {
     let mut missing: BTreeSet<(usize, usize)> = rows.iter().flat_map(|(row, _)| row.iter().copied()).collect();
     let mut specs = Vec::new();
     while !missing.is_empty() {
+        // The cover is greedy: the row with the most choices that no earlier one has comes next.
         let new = |(row, _): &(BTreeSet<(usize, usize)>, LossSpec)| row.intersection(&missing).count();
         let most = (0..rows.len()).max_by_key(|&at| new(&rows[at])).expect("what is missing is in a row");
         let (row, spec) = rows.swap_remove(most);
@@ -215,6 +216,7 @@ fn rows(supports: Supports) -> Vec<(Vec<usize>, LossSpec)> {
     let of_objective = variants().into_iter().filter(|variant| variant.field == "objective");
     let supported = of_objective.filter(|variant| supports(&variant.spec, shape()));
     let objectives: Vec<Objective> = supported.map(|variant| variant.spec.objective).collect();
+    // The objectives take turns over the rows: they need not meet every other choice.
     let turns = objectives.iter().enumerate().cycle();
     let rows = pairwise(&CHOICES).into_iter().zip(turns).map(|(mut row, (place, objective))| {
         let spec = spec(objective.clone(), &row);

@@ -198,6 +198,7 @@ impl CasePlacement {
     }
 
     fn few_shapes(&self, seeds: impl Fn(usize) -> usize, cases: &mut Vec<MeasuredCase>) {
+        // Every structure is another program to compile, which takes longest for tile kernels.
         let structures = if is_tile(&*self.implementation) { 4 } else { 8 };
         let specs = [
             LossSpec { entropy_coef: 0.02, temperature: 0.6.into(), ..LossSpec::default() },

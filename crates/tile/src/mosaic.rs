@@ -433,6 +433,8 @@ impl KernelLowering for MosaicWriter<'_> {
             TileOperation::Binary(op, ..) => self.binary(*op, ty, operands[0].value, operands[1].value),
             TileOperation::Compare(comparison, ..) => {
                 let float = operands[0].ty.element.is_float();
+                // The predicates are MLIR's numbers. Those of floats are ordered: a NaN equals nothing and is less than
+                // nothing.
                 let (op, attributes) = match (comparison, float) {
                     (TileComparison::Equal, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 1 : i64")),
                     (TileComparison::Less, true) => ("arith.cmpf", format!("{NO_FAST_MATH}, predicate = 4 : i64")),

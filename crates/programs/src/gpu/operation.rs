@@ -69,6 +69,8 @@ impl OperationText {
         element: DeviceDtype,
     ) -> Self {
         let Structure { transform, temperature, entropy_bonus, .. } = structure;
+        // Statistics and dlogits read the softmax and no other part of the loss: one text serves all losses over the
+        // same logits.
         let softmax_alone = Structure { transform, temperature, ..Structure::from_spec(&LossSpec::default()) };
         let structure = match kernel {
             OperationKernel::Statistics => softmax_alone,

@@ -308,6 +308,7 @@ impl HeadMatmuls {
             self.loop_of_scattered(on, states, chunks, carried, chunk)
         } else {
             let of_head = on.builder.type_of(self.weights).shape.clone();
+            // The head's gradient is summed over the chunks in f32, from zeros.
             let nothing = on.builder.constant(0.0, HloType::new(DeviceDtype::F32, &of_head));
             let (states, dlm_head, carried) =
                 self.loop_up_to(on, chunks.padded, [states, nothing], chunks, carried, chunk);

@@ -306,6 +306,7 @@ impl HeadProgram {
         let logits = if form.rounds_logits { dtype } else { Dtype::F32 };
         let rows = self.chunks([b * t, shape.hidden, v], mesh, logits, ANY_DEVICE).rows;
         let chunk = [1, rows, v];
+        // One pass needs a loss in which no token depends on another, and rows that are whole on the device.
         let by_token = KernelScope::Token.expect(loss.spec).is_ok() && mesh.vocab == 1;
         if let Some(kernel) = by_token.then(|| gpu::one_pass_if(loss.structure, chunk, logits.into(), target)).flatten()
         {

@@ -292,6 +292,7 @@ fn liger_bf16(beta: f64) -> Vec<PeerCheck> {
         let mut problem = randn(&spec, [1, 6, QWEN_VOCABULARY], Dtype::Bf16, seed);
         let mut normals = || Array2::from_shape_simple_fn((1, 6), || f32_normal(&mut rng));
         (problem.old_logp, problem.ref_logp) = (Some(normals()), Some(normals()));
+        // The last of the six tokens is padding.
         problem.mask.slice_mut(s![.., 5..]).fill(false);
         PeerCheck { spec, problem, limits: vec![PeerLimit::TokenLoss(close), PeerLimit::Dlogits(close)] }
     };

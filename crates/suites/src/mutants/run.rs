@@ -53,6 +53,7 @@ fn is_supported(spec: &LossSpec, dtype: Dtype) -> bool {
 /// regimes, every named choice of a spec, the vocabulary of Qwen, and the properties of what is seldom drawn.
 pub fn property_cases() -> Vec<MutantCase> {
     let drawn: Vec<(usize, (LossSpec, Recipe))> = measured_cases().take(DRAWN).enumerate().collect();
+    // The order of the cases is kept through the parallel steps, since a mutant is reported with its number of cases.
     let random = drawn
         .into_par_iter()
         .filter(|(_, (spec, recipe))| is_supported(spec, recipe.dtype))
@@ -163,6 +164,7 @@ where
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
             let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
+            // The correct kernel is judged first: a case that rejected it would kill every mutant for nothing.
             let mut prepared = PreparedCase { case, known, correct: Vec::new() };
             for (i, &on) in devices.iter().enumerate() {
                 let judged = prepared.judged_on(&[&Specimen::default()], on, i == 0, &limits).remove(0);

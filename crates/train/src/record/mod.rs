@@ -435,6 +435,8 @@ fn rounded(logits: &[f32], dtype: Dtype) -> (Vec<u8>, Vec<f64>) {
         (bytes, stored)
     }
     match dtype {
+        // The expected values are computed from the stored numbers, which a reader of the file has, and not from those
+        // before their rounding.
         Dtype::F64 => each(logits, |x| (f64::from(x).to_le_bytes(), f64::from(x))),
         Dtype::F32 => each(logits, |x| (x.to_le_bytes(), f64::from(x))),
         Dtype::Bf16 => each(logits, |x| (bf16::from_f32(x).to_le_bytes(), bf16::from_f32(x).to_f64())),

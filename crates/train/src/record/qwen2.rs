@@ -39,6 +39,8 @@ impl<'m> Prefilled<'m> {
         check: &dyn Fn() -> Result<(), RecordError>,
         failed: &dyn Fn(&TrainError) -> RecordError,
     ) -> Result<Self, RecordError> {
+        // The last hidden state can be any tensor until the first chunk has been read. The keys and values of all
+        // positions are in the cache, so that no other hidden state is needed later.
         let mut state = Self { model, cache: KvCache::default(), last: model.lm_head().clone() };
         for chunk in prompt.chunks(CHUNK) {
             check()?;

@@ -15,12 +15,14 @@ pub(super) fn score(text: &str, ended: bool, answer: Option<f64>) -> f64 {
 pub(super) fn numbers(text: &str) -> Vec<f64> {
     let mut numbers = Vec::new();
     let mut current = String::new();
+    // The added space closes a number that ends with the text.
     for c in text.chars().chain([' ']) {
         match c {
             '0'..='9' => current.push(c),
             ',' if ends_in_digit(&current) => {}
             '.' if ends_in_digit(&current) && !current.contains('.') => current.push(c),
             _ => {
+                // A full stop after a number ends the sentence.
                 numbers.extend(current.trim_end_matches('.').parse::<f64>());
                 current.clear();
                 if c == '-' {

@@ -121,6 +121,7 @@ impl Baseline {
         batch: &TrainBatch,
         count: f64,
     ) -> Result<Metrics, TrainError> {
+        // The metrics are summed on the host, in f64, as no gradient depends on them.
         let entropy = (log_softmax.exp()? * log_softmax)?.sum(D::Minus1)?.neg()?;
         let [entropy, ratio] = [entropy, ratio.clone()].map(|values| values.to_dtype(DType::F64)?.to_vec2::<f64>());
         let (entropy, ratio) = (entropy?, ratio?);

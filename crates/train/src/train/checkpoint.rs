@@ -49,6 +49,7 @@ pub(super) fn write(
     optimizer: &AdamW,
     fingerprint: &str,
 ) -> Result<(), TrainError> {
+    // Weights and moments of the optimiser share one file, so that no interruption can leave those of different steps.
     let weights = weights.iter().map(|(name, weight)| (format!("weight.{name}"), weight.as_tensor().clone()));
     let tensors: BTreeMap<String, Tensor> = weights.chain(optimizer.tensors()?).collect();
     let header = RunCheckpointHeader { step, optimizer_steps: optimizer.steps(), fingerprint: fingerprint.into() };
@@ -76,6 +77,7 @@ pub(super) fn read(path: &Path, config: &Qwen2Config, fingerprint: &str) -> Resu
         return Err(TrainError::file(path, reason));
     }
     let mut weights = PolicyWeights::new();
+    // The tensors are read by the model's own list, whose shapes they must have: a file with fewer is refused.
     for (name, shape) in config.tensors() {
         let weight = single_tensor(&file, &format!("weight.{name}"), &shape)?;
         weights.insert(name, Var::from_tensor(&weight)?);

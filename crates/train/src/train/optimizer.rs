@@ -70,6 +70,7 @@ pub fn accumulate(
     weights: &PolicyWeights,
 ) -> Result<(), TrainError> {
     for (name, weight) in weights {
+        // The micro-batches' losses are parts of one sum, so that their gradients add up.
         let Some(gradient) = store.remove(weight) else { continue };
         let sum = match gradients.remove(name) {
             Some(before) => (before + gradient)?,

@@ -130,6 +130,8 @@ pub(super) fn sampler_gap(
     let gaps =
         || mask.iter().zip(old.iter().zip(rollout)).filter(|(counts, _)| **counts).map(|(_, (a, b))| (a - b).abs());
     let gap = gaps().sum::<f64>() / gaps().count().max(1) as f64;
+    // The sampler and the policy compute the same number in different orders. A gap beyond rounding under the same
+    // weights means that one of them is wrong, and so does a NaN, which exceeds nothing.
     if same_weights && (gap.is_nan() || gap > SAMPLER_GAP) {
         return Err(TrainError::Sampler { step, gap, limit: SAMPLER_GAP });
     }

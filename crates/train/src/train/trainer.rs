@@ -109,6 +109,8 @@ impl Trainer {
             let expected = "a support that has the end of a completion and every token of the solutions";
             return Err(TrainError::setting("loss.support", format!("one without id {id}"), expected));
         }
+        // The kernel is asked for a micro-batch of full length now, and not after the first completions have been
+        // drawn.
         arm.expect_supported(HeadShape {
             batch: config.rollout.prompts * config.rollout.group / config.update.micro_batches,
             tokens: config.rollout.max_new_tokens,
@@ -350,6 +352,7 @@ impl Trainer {
         let (room, end) = (self.config.rollout.max_new_tokens, self.tokenizer.end());
         let distribution = Distribution::from_spec(&self.config.loss);
         let mut sum = Reward::default();
+        // Greedy completions make the evaluation one of the weights alone: no draw has a part in it.
         for exercises in self.evaluate.chunks(EVALUATED_AT_ONCE) {
             let prompts: Vec<&[u32]> = exercises.iter().map(|exercise| exercise.prompt.as_slice()).collect();
             let completions = generate(&policy, &prompts, room, end, &distribution, TokenSampling::Greedy)?;

@@ -77,6 +77,8 @@ pub(super) fn warm(
 
 /// `count` of `0..all` from place `first` on, in an order of each round over all of them that is drawn from `seed`.
 pub(super) fn drawn(all: usize, first: usize, count: usize, seed: u64) -> Vec<usize> {
+    // Each round has its own stream of the generator, so that a resumed run finds the order of its round without
+    // drawing those before.
     let round_of = |round: usize| {
         let mut order: Vec<usize> = (0..all).collect();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);

@@ -102,6 +102,7 @@ impl LossType {
                 })
             }
             _ => {
+                // The other types are all clipped alike, and differ in their reduction.
                 let (epsilon_low, epsilon_high) = clip.read(reader)?;
                 let delta = reader.number_or_null("delta", None)?;
                 Objective::PpoClip(PpoClip { epsilon_low, epsilon_high, delta, dual_clip: None })
