@@ -404,7 +404,7 @@ impl Printing {
 
 /// Prints to stdout; a reader that has gone away is no error.
 fn print(text: &str) -> Result<(), CliError> {
-    // A pipe that is closed, as by `head`, ends the output and not the command: its exit code still tells whether all
+    // A pipe that is closed, as by `head`, ends the output and not the command: its exit code still says whether all
     // passed.
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {

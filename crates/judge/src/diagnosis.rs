@@ -124,8 +124,8 @@ pub(super) fn diagnose_tokens<G>(
         of_sum = f64::max(of_sum, U * shape.vocab as f64 * sum);
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
-    // The two causes are told by the size of the largest error alone: within a factor of 16 of what a narrow softmax
-    // would have, or below the worst of a sum one by one.
+    // The size of the largest error alone decides between the two causes: within a factor of 16 of what a narrow
+    // softmax would have, or below the worst of a sum one by one.
     match () {
         () if !error.is_finite() => None,
         () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
