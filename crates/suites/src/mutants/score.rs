@@ -135,7 +135,7 @@ impl MutantRecord {
             gate: kill.map(|kill| kill.gate.clone()),
             case: kill.map(|kill| kill.case.clone()),
             devices: kill.map(|kill| kill.devices),
-            // A mutant that survives has been through all cases, any other through those up to its kill.
+            // A mutant that survives has been through all cases, and a killed one through those up to its kill.
             cases: kill.map_or(cases, |kill| kill.cases),
             passes_peers: passes.map(|(name, _)| *name).collect(),
             peers,
