@@ -15,7 +15,7 @@ use crate::error;
 use crate::outputs::{Answered, Returned};
 use crate::problem::{Batch, Lent, Problem};
 use crate::spec::Spec;
-use assay::campaign::{self, CampaignProgress, Fault, HeadDeck, KernelUnderTest, Subject};
+use assay::campaign::{self, CampaignProgress, Fault, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
 use assay::problem::{self as core, Candidate, HeadProblem};
 use assay::report::{Input, render};
@@ -46,7 +46,6 @@ impl Asked for HeadProblem {
 #[pyclass(frozen, module = "assay")]
 pub(crate) struct Campaign {
     engine: campaign::Campaign,
-    heads: Option<HeadDeck>,
     spec: Spec,
 }
 
@@ -56,40 +55,27 @@ type CampaignResult = (String, String);
 #[pymethods]
 impl Campaign {
     #[new]
-    #[pyo3(signature = (*, kernel, spec, dtypes, cases, seconds, seed, shapes, regimes, wide, lm_head, packed, grade, allow, shrink, power, repros))]
-    #[expect(
-        clippy::too_many_arguments,
-        clippy::fn_params_excessive_bools,
-        reason = "they are the options of `assay.check`, each by its name"
-    )]
+    #[pyo3(signature = (*, kernel, spec, deck, seconds, grade, allow, shrink, power, repros))]
+    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, each by its name")]
     fn new(
         py: Python<'_>,
         kernel: &str,
         spec: Spec,
-        dtypes: Vec<String>,
-        cases: u64,
+        deck: DeckOptions,
         seconds: Option<f64>,
-        seed: u64,
-        shapes: Vec<String>,
-        regimes: Option<Vec<String>>,
-        wide: u64,
-        lm_head: bool,
-        packed: bool,
         grade: &str,
         allow: Vec<String>,
         shrink: bool,
         power: bool,
         repros: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let dealt = DeckOptions::new(py, &dtypes, &shapes, regimes, lm_head, packed)?;
-        let DeckOptions { deck, heads } = dealt.counted(cases, wide, seed);
         let seconds = seconds.map(|given| {
             Duration::try_from_secs_f64(given)
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
         });
         let engine = campaign::Campaign {
             project: spec.project.clone(),
-            deck,
+            deck: deck.deck(py)?,
             grade: grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?,
             allow,
             shrink,
@@ -98,7 +84,7 @@ impl Campaign {
             repros,
             ..campaign::Campaign::new(kernel, (*spec.loss).clone())
         };
-        Ok(Self { engine, heads, spec })
+        Ok(Self { engine, spec })
     }
 
     /// Runs it on `function`, which is called with each problem.
@@ -147,9 +133,9 @@ impl Campaign {
             // A line that cannot be shown is no reason to stop.
             let _ = Python::attach(|py| progress.call1(py, (tried, cases, failed)).map(drop));
         };
-        let found = error::apart(py, || match &self.heads {
-            None => self.engine.run(&mut kernel, &mut say),
-            Some(heads) => self.engine.run_heads(heads, &mut kernel, &mut say),
+        let found = error::apart(py, || match &self.engine.deck.head {
+            None => self.engine.run::<core::Problem>(&mut kernel, &mut say),
+            Some(_) => self.engine.run::<HeadProblem>(&mut kernel, &mut say),
         })?;
         let found = found.map_err(|reason| error::other(py, reason))?;
         Ok((serde_json::to_string_pretty(&found).expect("plain data has a JSON form"), campaign::text(&found)))

@@ -15,7 +15,7 @@ use crate::memory::{Array, Block, Element};
 use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
-use assay::campaign::{ProblemDeck, Subject, simplify};
+use assay::campaign::{Deck, Subject, simplify};
 use assay::config::{SPEC_KEY, spec_within};
 use assay::fixture::{ProblemFile, verify, write_problem};
 use assay::judge::generate::RecipeError;
@@ -523,30 +523,16 @@ pub(crate) fn load(
 #[pyclass(module = "assay")]
 pub(crate) struct Problems {
     spec: Spec,
-    dealt: DeckOptions,
+    deck: Deck,
     next: u64,
 }
 
 #[pymethods]
 impl Problems {
-    /// Iterates over the problems from number `first` on, before number `end`.
+    /// Iterates over the problems of a deck from number `first` on.
     #[new]
-    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.problems`")]
-    fn new(
-        py: Python<'_>,
-        spec: Spec,
-        first: u64,
-        end: u64,
-        seed: u64,
-        dtypes: Vec<String>,
-        shapes: Vec<String>,
-        regimes: Option<Vec<String>>,
-        wide: u64,
-        lm_head: bool,
-        packed: bool,
-    ) -> PyResult<Self> {
-        let dealt = DeckOptions::new(py, &dtypes, &shapes, regimes, lm_head, packed)?.counted(end, wide, seed);
-        Ok(Self { spec, dealt, next: first })
+    fn new(py: Python<'_>, spec: Spec, first: u64, deck: DeckOptions) -> PyResult<Self> {
+        Ok(Self { spec, deck: deck.deck(py)?, next: first })
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -554,16 +540,15 @@ impl Problems {
     }
 
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<Problem>> {
-        let Self { spec, dealt, next } = self;
-        let DeckOptions { deck, heads } = &*dealt;
+        let Self { spec, deck, next } = self;
         if *next >= deck.cases {
             return Ok(None);
         }
-        let made = match heads {
+        let made = match &deck.head {
             None => drawn::<problem::Problem>(py, deck, *next, spec)?
                 .map(|(problem, recipe)| (Batch::Logits(problem), recipe)),
-            Some(heads) => {
-                drawn::<HeadProblem>(py, heads, *next, spec)?.map(|(problem, recipe)| (Batch::Head(problem), recipe))
+            Some(_) => {
+                drawn::<HeadProblem>(py, deck, *next, spec)?.map(|(problem, recipe)| (Batch::Head(problem), recipe))
             }
         };
         let (batch, recipe) = made.map_err(|reason| error::problem_error(py, reason))?;
@@ -572,18 +557,15 @@ impl Problems {
     }
 }
 
-/// The problem of a number, and its recipe as JSON, which says whether it was packed.
+/// Draws the problem of a number, and writes its recipe as JSON.
 fn drawn<P: Subject>(
     py: Python<'_>,
-    deals: &(dyn ProblemDeck<P> + Sync),
+    deck: &Deck,
     index: u64,
     spec: &Spec,
 ) -> PyResult<Result<(Arc<P>, String), RecipeError>> {
-    let recipe = deals.deal(index);
-    let problem = error::apart(py, || deals.draw(&recipe, &spec.loss))?;
-    let mut said = serde_json::to_value(&recipe).expect("plain data has a JSON form");
-    if deals.deck().packed {
-        said["packed"] = true.into();
-    }
-    Ok(problem.map(|problem| (Arc::new(problem), said.to_string())))
+    let dealt = deck.deal(index);
+    let problem = error::apart(py, || deck.draw(&dealt, &spec.loss))?;
+    let recipe = serde_json::to_string(&dealt).expect("plain data has a JSON form");
+    Ok(problem.map(|problem| (Arc::new(problem), recipe)))
 }

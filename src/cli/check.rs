@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::deck_choice::{AnyDeck, DeckChoice};
+use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, PluginChoice, Printing, command_line};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, text};
@@ -79,14 +79,10 @@ impl CheckCommand {
             power: !self.no_power,
             time: self.seconds.map(|s| seconds("--seconds", s)).transpose()?,
             repros: self.repros.clone(),
+            deck: self.deck.deck()?,
             ..Campaign::new(name, self.spec.read()?)
         };
-        let deck = self.deck.deck()?;
-        let cases = match &deck {
-            AnyDeck::Logits(deck) => deck.cases,
-            AnyDeck::Head(heads) => heads.deck.cases,
-        };
-        let bar = self.printing.progress(usize::try_from(cases).unwrap_or(usize::MAX));
+        let bar = self.printing.progress(usize::try_from(campaign.deck.cases).unwrap_or(usize::MAX));
         let mut progress = |CampaignProgress { tried, failed, .. }: CampaignProgress| {
             bar.set_position(tried);
             bar.set_message(format!("{failed} failed"));
@@ -94,20 +90,16 @@ impl CheckCommand {
         let plugin = self.plugin.checked_path()?;
         // The kernel is a command that answers over a pipe, or an implementation of this program; its problems have
         // logits or an LM head.
-        let found = match (deck, &self.exec) {
-            (AnyDeck::Logits(deck), Some(command)) => {
-                Campaign { deck, ..campaign }.run(&mut self.worker(command)?, &mut progress)?
-            }
-            (AnyDeck::Head(heads), Some(command)) => {
-                campaign.run_heads(&heads, &mut self.worker(command)?, &mut progress)?
-            }
-            (AnyDeck::Logits(deck), None) => {
+        let found = match (&campaign.deck.head, &self.exec) {
+            (None, Some(command)) => campaign.run::<Problem>(&mut self.worker(command)?, &mut progress)?,
+            (Some(_), Some(command)) => campaign.run::<HeadProblem>(&mut self.worker(command)?, &mut progress)?,
+            (None, None) => {
                 let implementation = find::<Problem>(name, plugin).map_err(CliError::Usage)?;
-                Campaign { deck, ..campaign }.run(&mut LocalKernel(&*implementation), &mut progress)?
+                campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
-            (AnyDeck::Head(heads), None) => {
+            (Some(_), None) => {
                 let implementation = find::<HeadProblem>(name, plugin).map_err(CliError::Usage)?;
-                campaign.run_heads(&heads, &mut LocalKernel(&*implementation), &mut progress)?
+                campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
         };
         bar.finish_and_clear();

@@ -1,10 +1,9 @@
 //! The problems of a campaign.
 
 use clap::Args;
-use serde::{Deserialize, Serialize};
 
 use super::{CliError, one_of};
-use crate::campaign::{Deck, DeckShapes, HeadDeck};
+use crate::campaign::{Deck, DeckHead, DeckShapes};
 use crate::judge::generate::Regime;
 use crate::problem::{Dtype, HeadLayout};
 
@@ -13,9 +12,9 @@ pub(super) struct DeckChoice {
     /// Number of problems to try
     #[arg(long, value_name = "N", default_value_t = 200)]
     cases: u64,
-    /// Number of them with a vocabulary of 151,936
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    wide: u64,
+    /// Number of them with a vocabulary of 151,936; one for each dtype and two at least if nothing is said, a tenth at most
+    #[arg(long, value_name = "N")]
+    wide: Option<u64>,
     /// Seed of every random draw
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -32,39 +31,41 @@ pub(super) struct DeckChoice {
     /// token, and tokens behind the last
     #[arg(long)]
     packed: bool,
-    /// Problems with an LM head, of these widths
+    /// Garbage under the mask in a third of the problems, NaN and the id −100: `true`, it must not show; `false`, there is none. If
+    /// nothing is said there is NaN alone, and a kernel that reads it has a note
+    #[arg(long, value_name = "true|false")]
+    masked_garbage: Option<bool>,
+    /// Problems with hidden states and an LM head instead of logits
+    #[arg(long)]
+    lm_head: bool,
+    /// Widths of the LM head, which ask for one; the deck's own if none is given
     #[arg(long, value_name = "H,…", value_delimiter = ',')]
     hidden: Vec<usize>,
     /// Layout of the LM head: hv, which is [H,V], or vh, which is [V,H]
-    #[arg(long, value_name = "hv|vh", requires = "hidden", default_value = "vh")]
+    #[arg(long, value_name = "hv|vh", default_value = "vh")]
     layout: HeadLayout,
-}
-
-/// A deck of either kind.
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum AnyDeck {
-    Logits(Deck),
-    Head(HeadDeck),
+    /// Problems whose logits the LM head rounds to its dtype
+    #[arg(long)]
+    rounds_logits: bool,
 }
 
 impl DeckChoice {
-    pub(super) fn deck(&self) -> Result<AnyDeck, CliError> {
+    /// Reads the options as a deck.
+    pub(super) fn deck(&self) -> Result<Deck, CliError> {
         let wrong = |reason| CliError::Usage(format!("--shapes: {reason}"));
         // The shapes' parser also takes extents of an LM head, which belong in another option here.
         let (shapes, widths) = DeckShapes::read(&self.shapes).map_err(wrong)?;
+        let Self { cases, seed, packed, masked_garbage, layout, rounds_logits, ref hidden, ref dtypes, .. } = *self;
         if !widths.is_empty() {
             return Err(wrong("got BxTxHxV, expected BxTxV, and the widths H in --hidden".into()));
         }
-        let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };
-        let Self { cases, wide, seed, packed, ref dtypes, .. } = *self;
-        let deck = Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed, packed };
-        if self.hidden.is_empty() {
-            return Ok(AnyDeck::Logits(deck));
-        }
-        if self.hidden.contains(&0) {
+        if hidden.contains(&0) {
             return Err(CliError::Usage("--hidden: got 0, expected widths ≥ 1".into()));
         }
-        Ok(AnyDeck::Head(HeadDeck { hidden: self.hidden.clone(), layout: self.layout, ..HeadDeck::new(deck) }))
+        let head =
+            (self.lm_head || !hidden.is_empty()).then(|| DeckHead { hidden: hidden.clone(), layout, rounds_logits });
+        let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };
+        let wide = self.wide.unwrap_or_else(|| Deck::usual_wide(cases, dtypes.len()));
+        Ok(Deck { dtypes: dtypes.clone(), shapes, regimes, cases, wide, seed, packed, masked_garbage, head })
     }
 }

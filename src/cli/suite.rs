@@ -8,11 +8,11 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::check::{CampaignStandards, show};
-use super::deck_choice::{AnyDeck, DeckChoice};
+use super::deck_choice::DeckChoice;
 use super::generate::json;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
-use crate::campaign::{Campaign, Fault, KernelUnderTest, ProblemDeck, Subject};
+use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
 use crate::fixture::{StoredGradient, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
@@ -43,7 +43,7 @@ struct SuiteDescription {
     version: String,
     spec: LossSpec,
     project: Option<(String, Vec<String>)>,
-    deck: AnyDeck,
+    deck: Deck,
 }
 
 fn version() -> String {
@@ -57,12 +57,14 @@ fn file_name(index: u64) -> String {
 
 impl SuiteCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let (spec, deck) = (self.spec.read()?, self.deck.deck()?);
+        let (spec, mut deck) = (self.spec.read()?, self.deck.deck()?);
+        // Files are answered once: whether garbage alone made a kernel fail cannot be asked.
+        deck.masked_garbage.get_or_insert(false);
         let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
         std::fs::create_dir_all(&self.output).map_err(io)?;
-        let written = match &deck {
-            AnyDeck::Logits(deck) => self.write::<Problem>(&spec, deck)?,
-            AnyDeck::Head(heads) => self.write::<HeadProblem>(&spec, heads)?,
+        let written = match &deck.head {
+            None => self.write::<Problem>(&spec, &deck)?,
+            Some(_) => self.write::<HeadProblem>(&spec, &deck)?,
         };
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
         let suite = SuiteDescription { version: version(), spec, project, deck };
@@ -77,12 +79,12 @@ impl SuiteCommand {
     }
 
     /// Writes those in which a token has a gradient.
-    fn write<P: Subject>(&self, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<u64, CliError> {
+    fn write<P: Subject>(&self, spec: &LossSpec, deck: &Deck) -> Result<u64, CliError> {
         let mut written = 0;
         // A problem is drawn again from its index: without a gradient in any token it would test nothing, and is left
         // out.
-        for index in 0..deals.deck().cases {
-            let Some((recipe, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? else { continue };
+        for index in 0..deck.cases {
+            let Some((recipe, problem)) = deck.problem::<P>(index, spec)? else { continue };
             let metadata = [
                 (config::SPEC_KEY.to_string(), json(spec)),
                 ("recipe".to_string(), json(&recipe)),
@@ -118,16 +120,14 @@ pub(super) fn judge(
         // Candidates are files: a second answer to one problem, or one to a smaller problem, does not exist.
         repeats: false,
         shrink: false,
+        deck,
         ..Campaign::new(&candidates.display().to_string(), spec)
     };
-    let found = match deck {
-        AnyDeck::Logits(deck) => {
-            let mut answers = Answers::read::<Problem>(candidates, &campaign.spec, &deck)?;
-            Campaign { deck, ..campaign }.run(&mut answers, &mut |_| ())?
-        }
-        AnyDeck::Head(heads) => {
-            let mut answers = Answers::read::<HeadProblem>(candidates, &campaign.spec, &heads)?;
-            campaign.run_heads(&heads, &mut answers, &mut |_| ())?
+    let (deck, spec) = (&campaign.deck, &campaign.spec);
+    let found = match &deck.head {
+        None => campaign.run::<Problem>(&mut Answers::read::<Problem>(candidates, spec, deck)?, &mut |_| ())?,
+        Some(_) => {
+            campaign.run::<HeadProblem>(&mut Answers::read::<HeadProblem>(candidates, spec, deck)?, &mut |_| ())?
         }
     };
     show(&found, printing, None)
@@ -137,11 +137,11 @@ pub(super) fn judge(
 struct Answers(HashMap<u64, PathBuf>);
 
 impl Answers {
-    fn read<P: Subject>(folder: &Path, spec: &LossSpec, deals: &dyn ProblemDeck<P>) -> Result<Self, CliError> {
+    fn read<P: Subject>(folder: &Path, spec: &LossSpec, deck: &Deck) -> Result<Self, CliError> {
         let mut answers = HashMap::new();
-        for index in 0..deals.deck().cases {
-            // A candidate is found by the content of its problem, as the campaign asks by problem and not by number.
-            if let Some((_, problem)) = crate::campaign::dealt::<P>(deals, index, spec)? {
+        // A candidate is found by the content of its problem, as the campaign asks by problem and not by number.
+        for index in 0..deck.cases {
+            if let Some((_, problem)) = deck.problem::<P>(index, spec)? {
                 answers.insert(problem.fingerprint(), folder.join(file_name(index)));
             }
         }

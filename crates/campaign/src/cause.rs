@@ -15,13 +15,13 @@ use rayon::prelude::*;
 use assay_suites::mutants::{BANK, Mutant};
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::deck::{DeckShapes, ProblemDeck};
+use crate::deck::{DealtRecipe, DeckShapes};
 use crate::examine::{Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours};
 use crate::repros::keep;
 use crate::shrink::{ShrinkEffort, shrink};
-use crate::subject::Subject;
+use crate::subject::{Subject, telling};
 
 /// Problems that are made to tell losses apart whose numbers a kernel has.
 const TELLING: u64 = 12;
@@ -35,7 +35,7 @@ pub(crate) struct Failures<'f, P> {
 /// The names by which a failure can be allowed.
 pub(crate) fn names_that_can_be_allowed() -> Vec<&'static str> {
     let mut all: Vec<&str> = Edge::ALL.into_iter().map(Edge::name).collect();
-    all.extend(["not-reproducible", "stale-memory"]);
+    all.extend(["not-reproducible", "stale-memory", "masked-garbage"]);
     #[cfg(feature = "mutants")]
     all.extend(BANK.iter().map(|mutant| mutant.name));
     all
@@ -57,7 +57,6 @@ struct CauseDraft<P> {
 /// The causes of what was found, the one with most cases first.
 pub(crate) fn causes<P: Subject>(
     campaign: &Campaign,
-    deals: &dyn ProblemDeck<P>,
     found: Failures<P>,
     bench: &mut Examiner<P>,
 ) -> Result<Vec<schema::FailureCause>, CampaignError> {
@@ -65,7 +64,7 @@ pub(crate) fn causes<P: Subject>(
     // fails several gates.
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
     for (kind, bucket) in found.buckets {
-        let draft = draft((campaign, deals), kind, bucket, found.passing, bench);
+        let draft = draft(campaign, kind, bucket, found.passing, bench);
         match drafts.iter_mut().find(|other| are_one(&other.cause, &draft.cause)) {
             Some(other) => merge(other, draft),
             None => drafts.push(draft),
@@ -75,7 +74,7 @@ pub(crate) fn causes<P: Subject>(
         // Ask which other loss the kernel computes. Only a failed gate has numbers that could be another loss's.
         if matches!(draft.kind, FailureKind::Gate(..)) {
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
-            (draft.cause.computes, draft.cause.computes_one_of) = computes((campaign, deals), bench, problems);
+            (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
         }
     }
     // Who computes another loss does so by every gate.
@@ -116,7 +115,7 @@ fn merge<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
 }
 
 fn draft<P: Subject>(
-    (campaign, deals): (&Campaign, &dyn ProblemDeck<P>),
+    campaign: &Campaign,
     kind: FailureKind,
     bucket: FailureGroup<P>,
     passing: &[Arc<P>],
@@ -130,7 +129,7 @@ fn draft<P: Subject>(
         || matches!(kind, FailureKind::Fault("raised" | "output", _));
     if campaign.shrink && shrinks {
         let effort =
-            if deals.deck().shapes == DeckShapes::Few { ShrinkEffort::FEW_SHAPES } else { ShrinkEffort::WHOLE };
+            if campaign.deck.shapes == DeckShapes::Few { ShrinkEffort::FEW_SHAPES } else { ShrinkEffort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
     }
     let mut cause = schema::FailureCause {
@@ -157,7 +156,7 @@ fn draft<P: Subject>(
                 {
                     let cases: Vec<Arc<P>> =
                         bucket.kept.iter().take(NAMING).map(|failing| Arc::clone(&failing.problem)).collect();
-                    let mutants = crate::power::shown::<P>(bench.spec, deals.deck().packed);
+                    let mutants = crate::power::shown::<P>(bench.spec, campaign.deck.packed);
                     cause.like = names(bench, mutants, &kind, (&problem, candidate), &cases, passing);
                 }
             }
@@ -170,6 +169,12 @@ fn draft<P: Subject>(
             cause.fault = Some(
                 "the answer is wrong where a problem lies in memory that held another one before, and right in memory of \
                  its own: something is kept by address"
+                    .into(),
+            );
+        }
+        FailureKind::MaskedGarbage => {
+            cause.fault = Some(
+                "NaN in the inputs of masked tokens reaches the outputs; with ordinary numbers under the mask the same problem passes"
                     .into(),
             );
         }
@@ -209,14 +214,14 @@ fn explain<P: Subject>(
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell
 /// them apart, and whether they did not.
 fn computes<P: Subject>(
-    (campaign, deals): (&Campaign, &dyn ProblemDeck<P>),
+    campaign: &Campaign,
     bench: &mut Examiner<P>,
     mut problems: Vec<Arc<P>>,
 ) -> (Vec<Vec<String>>, bool) {
     // Start from the losses one option away, and drop those that contradict the kernel on any problem.
     let project = campaign.project.as_ref().map(|(preset, options)| (*preset, options.as_slice()));
     let mut left = neighbours(&campaign.spec, project);
-    let (mut telling, mut asked) = (0..TELLING, false);
+    let (mut numbers, mut asked) = (0..TELLING, false);
     loop {
         // Ask the kernel for its numbers on the new problems.
         let answers: Vec<(Arc<P>, Candidate<P::Gradient>)> = problems
@@ -238,8 +243,8 @@ fn computes<P: Subject>(
             break;
         }
         // Several losses remain: draw another problem on which losses differ, such as ratios on both sides of a clip.
-        let Some(index) = telling.next() else { break };
-        problems.extend(first_drawn(campaign, deals, P::telling(index)).map(Arc::new));
+        let Some(index) = numbers.next() else { break };
+        problems.extend(first_drawn(campaign, telling(index)).map(Arc::new));
     }
     // Without a single answer nothing was compared, and every neighbour would remain.
     if !asked {
@@ -250,8 +255,8 @@ fn computes<P: Subject>(
 }
 
 /// The first problem of `recipe` that can be made, of the seeds that are tried.
-fn first_drawn<P: Subject>(campaign: &Campaign, deals: &dyn ProblemDeck<P>, recipe: P::Recipe) -> Option<P> {
-    (0..SEEDS).find_map(|step| deals.draw(&reseeded::<P>(recipe.clone(), step), &campaign.spec).ok())
+fn first_drawn<P: Subject>(campaign: &Campaign, recipe: DealtRecipe) -> Option<P> {
+    (0..SEEDS).find_map(|step| campaign.deck.draw(&reseeded(recipe.clone(), step), &campaign.spec).ok())
 }
 
 /// Problems of a cause that wrong kernels are run on for its names.

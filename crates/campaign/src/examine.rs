@@ -5,14 +5,14 @@ use std::sync::Arc;
 use assay_core::problem::Candidate;
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Edge, Gate, Model, Output};
-use assay_judge::generate::Recipe;
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
 use assay_schema::verdicts::Status;
 
+use crate::deck::DealtRecipe;
 use crate::kernel::{Fault, KernelUnderTest};
-use crate::subject::{DeckRecipe as _, Subject, kept};
+use crate::subject::{Subject, kept};
 
 /// The appearance of a failure: failures of one kind may have one cause.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,6 +27,8 @@ pub(crate) enum FailureKind {
     OtherBits,
     /// The answer to other content in the same memory is wrong, and right in memory of its own.
     Stale,
+    /// The answer is wrong where masked tokens hold garbage, and right where they do not.
+    MaskedGarbage,
 }
 
 /// A status that fails, in an order.
@@ -55,6 +57,7 @@ impl FailureKind {
             FailureKind::Fault(name, _) => (*name).into(),
             FailureKind::OtherBits => "not-reproducible".into(),
             FailureKind::Stale => "stale-memory".into(),
+            FailureKind::MaskedGarbage => "masked-garbage".into(),
         }
     }
 }
@@ -173,7 +176,7 @@ impl<P: Subject> Examiner<'_, P> {
                 matches!(both, (Ok(a), Ok(b)) if !same_bits(&a, &b))
             }
             // It is a matter of what was there before.
-            FailureKind::Stale => false,
+            FailureKind::Stale | FailureKind::MaskedGarbage => false,
             _ => self.judged(problem, &known).kinds.contains(kind),
         }
     }
@@ -192,8 +195,8 @@ pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
 pub(crate) const SEEDS: u64 = 8;
 
 /// The recipe with another seed, after `step` that were of no use.
-pub(crate) fn reseeded<P: Subject>(mut recipe: P::Recipe, step: u64) -> P::Recipe {
-    let Recipe { seed, .. } = recipe.logits_recipe_mut();
+pub(crate) fn reseeded(mut dealt: DealtRecipe, step: u64) -> DealtRecipe {
+    let seed = &mut dealt.recipe.seed;
     *seed = seed.wrapping_add(step << 48);
-    recipe
+    dealt
 }

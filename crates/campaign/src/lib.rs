@@ -42,10 +42,9 @@ mod text;
 pub mod worker;
 
 pub use campaign::{Campaign, CampaignError, CampaignProgress};
-pub use deck::{Deck, DeckShapes, FEW_SHAPES, HeadDeck, ProblemDeck};
+pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, FEW_SHAPES, Feature, FeatureCounts};
 pub use kernel::{Fault, KernelUnderTest, LocalKernel};
 pub use neighbours::{ComputedLoss, computed, neighbours};
-pub use run::dealt;
 pub use shrink::simplify;
-pub use subject::{DeckRecipe, Subject};
+pub use subject::Subject;
 pub use text::{covered, text};

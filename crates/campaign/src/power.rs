@@ -16,9 +16,8 @@ use ndarray::Ix2;
 use rayon::prelude::*;
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::deck::ProblemDeck;
-use crate::examine::{FailureKind, reseeded};
-use crate::subject::{DeckRecipe, Subject};
+use crate::examine::FailureKind;
+use crate::subject::Subject;
 
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
 const CASES: usize = 50;
@@ -193,19 +192,19 @@ fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradien
 /// the loss.
 pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
-    deals: &dyn ProblemDeck<P>,
     outputs: &[&'static str],
 ) -> Result<Option<schema::MutationScore>, CampaignError> {
     let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
-    let mutants = shown::<P>(spec, deals.deck().packed);
+    let mutants = shown::<P>(spec, campaign.deck.packed);
     let mut fates = vec![MutantFate::NotExercised; mutants.len()];
     let mut cases = 0;
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
         // Draw the problems of this size from the campaign's own deck.
-        let recipes = (0..deals.deck().cases).map(|index| reseeded::<P>(deals.deal(index), 0));
-        let recipes =
-            recipes.filter(|recipe| sizes.contains(&recipe.logits_recipe().shape.iter().product())).take(most);
-        let problems = recipes.map(|recipe| Ok((deals.label(&recipe), deals.draw(&recipe, spec)?)));
+        // What the campaign does not hold against a kernel does not count against a mutant.
+        let is_noted = campaign.deck.masked_garbage.is_none();
+        let recipes = campaign.deck.recipes().map(|dealt| if is_noted { dealt.without_garbage() } else { dealt });
+        let recipes = recipes.filter(|dealt| sizes.contains(&dealt.recipe.shape.iter().product())).take(most);
+        let problems = recipes.map(|dealt| Ok((dealt.label(), campaign.deck.draw(&dealt, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
         let mut trials = Vec::new();
         // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the

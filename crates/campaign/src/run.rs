@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use assay_core::problem::{HeadProblem, Problem, ProblemError};
+use assay_core::problem::ProblemError;
 use assay_core::spec::LossSpec;
 use assay_fixture::ProblemFile;
 use assay_judge::gate::Edge;
@@ -16,16 +16,19 @@ use assay_schema::campaign as schema;
 
 use crate::campaign::{Campaign, CampaignError, CampaignProgress};
 use crate::cause::{self, Failures};
-use crate::deck::{Deck, DeckShapes, HeadDeck, ProblemDeck};
+use crate::deck::{DealtRecipe, Deck, DeckContent, DeckShapes, FeatureCounts};
 use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
 use crate::kernel::{Fault, KernelUnderTest};
 use crate::repros::{SPEC_KEY, files};
-use crate::subject::{DeckRecipe, Subject};
+use crate::subject::Subject;
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
 const TWICE: u64 = 8;
+
+/// Vocabularies above this are split over programs, and asked twice.
+const SPLIT: usize = 16_384;
 
 /// Problems of one kind of failure that are kept, the small ones.
 const KEPT: usize = 6;
@@ -40,40 +43,18 @@ const ENDS: u64 = 3;
 const TILE: usize = 128;
 
 impl Campaign {
-    /// Runs it on problems of logits.
+    /// Gives the kernel the problems of the deck, which have an LM head if the kernel is one of [`HeadProblem`]s.
     ///
     /// # Errors
     /// [`CampaignError`] where it cannot be made. What a kernel does is a finding, never an error.
-    pub fn run(
+    pub fn run<P: Subject>(
         &self,
-        kernel: &mut dyn KernelUnderTest<Problem>,
-        progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<schema::CampaignReport, CampaignError> {
-        self.run_on::<Problem>(&self.deck, kernel, progress)
-    }
-
-    /// Runs the campaign on problems with an LM head, whose deck replaces the campaign's own.
-    ///
-    /// # Errors
-    /// The errors of [`run`](Self::run).
-    pub fn run_heads(
-        &self,
-        heads: &HeadDeck,
-        kernel: &mut dyn KernelUnderTest<HeadProblem>,
-        progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<schema::CampaignReport, CampaignError> {
-        self.run_on::<HeadProblem>(heads, kernel, progress)
-    }
-
-    fn run_on<P: Subject>(
-        &self,
-        deals: &dyn ProblemDeck<P>,
         kernel: &mut dyn KernelUnderTest<P>,
         progress: &mut dyn FnMut(CampaignProgress),
     ) -> Result<schema::CampaignReport, CampaignError> {
-        self.check(deals.deck())?;
         // The other allowed names are those of causes, which are known only after the last problem: `finish` waives
         // them.
+        self.check()?;
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
         // The kernel is somebody else's: the limits are those of external kernels, not of a class of this project.
         let limits = Limits::external(self.grade);
@@ -85,28 +66,31 @@ impl Campaign {
             tried: 0,
             failed: 0,
             stopped: None,
+            interrupted: false,
             ends: 0,
             outputs: Vec::new(),
             buckets: BTreeMap::new(),
             passing: Vec::new(),
             skipped: BTreeMap::new(),
             coverage: schema::DeckCoverage::default(),
+            features: FeatureCounts::new(&self.deck),
         };
         // Problems that failed in an earlier campaign come first, then the deck by number.
-        round.repros(deals, progress)?;
-        for index in 0..deals.deck().cases {
+        round.repros(progress)?;
+        for index in 0..self.deck.cases {
             if round.is_over() {
                 break;
             }
-            round.deal(deals, index)?;
+            round.deal(index)?;
             let (tried, failed) = (round.tried, round.failed);
-            progress(CampaignProgress { tried, cases: deals.deck().cases, failed });
+            progress(CampaignProgress { tried, cases: self.deck.cases, failed });
         }
-        round.finish(deals)
+        round.finish()
     }
 
-    fn check(&self, deck: &Deck) -> Result<(), CampaignError> {
-        let Deck { dtypes, shapes, regimes, cases, packed, .. } = deck;
+    fn check(&self) -> Result<(), CampaignError> {
+        let Deck { dtypes, shapes, cases, packed, .. } = &self.deck;
+        let regimes = self.deck.possible_regimes();
         let empty = |field, given: &str, expected| Err(CampaignError::Empty { field, given: given.into(), expected });
         self.spec.check().map_err(|reason| RecipeError::Problem(reason.into()))?;
         if *packed {
@@ -136,6 +120,8 @@ struct Round<'r, P: Subject> {
     tried: u64,
     failed: u64,
     stopped: Option<String>,
+    /// Whether the user stopped it, so that it has not passed.
+    interrupted: bool,
     /// Answers in a row for which the kernel's process ended, or was killed.
     ends: u64,
     outputs: Vec<&'static str>,
@@ -143,6 +129,7 @@ struct Round<'r, P: Subject> {
     passing: Vec<Arc<P>>,
     skipped: BTreeMap<String, u64>,
     coverage: schema::DeckCoverage,
+    features: FeatureCounts,
 }
 
 impl<P: Subject> Round<'_, P> {
@@ -158,11 +145,7 @@ impl<P: Subject> Round<'_, P> {
     }
 
     /// Tries the problems that failed in earlier campaigns.
-    fn repros(
-        &mut self,
-        deals: &dyn ProblemDeck<P>,
-        progress: &mut dyn FnMut(CampaignProgress),
-    ) -> Result<(), CampaignError> {
+    fn repros(&mut self, progress: &mut dyn FnMut(CampaignProgress)) -> Result<(), CampaignError> {
         let Some(folder) = &self.campaign.repros else { return Ok(()) };
         for path in files(folder)? {
             if self.is_over() {
@@ -177,24 +160,26 @@ impl<P: Subject> Round<'_, P> {
                 .is_some_and(|spec| spec == self.campaign.spec);
             let old_logp = file.old_logp_names().first().copied();
             let problem = if of_this_spec { P::read(&file, old_logp)? } else { None };
-            let as_dealt = |problem: &P| problem.which_sequences().packed().is_some() == deals.deck().packed;
+            let as_dealt = |problem: &P| problem.which_sequences().packed().is_some() == self.campaign.deck.packed;
             if let Some(problem) = problem.filter(as_dealt) {
                 // What failed once is tried, whatever it has in it.
                 let _ = self.examine(path.display().to_string(), problem, None);
                 let (tried, failed) = (self.tried, self.failed);
-                progress(CampaignProgress { tried, cases: deals.deck().cases, failed });
+                progress(CampaignProgress { tried, cases: self.campaign.deck.cases, failed });
             }
         }
         Ok(())
     }
 
-    /// The problem of a number.
-    fn deal(&mut self, deals: &dyn ProblemDeck<P>, index: u64) -> Result<(), CampaignError> {
+    /// Tries problem `index` of the deck, with the first of several seeds under which a token has a gradient.
+    fn deal(&mut self, index: u64) -> Result<(), CampaignError> {
         for step in 0..SEEDS {
-            let recipe = reseeded::<P>(deals.deal(index), step);
-            let problem = deals.draw(&recipe, &self.campaign.spec)?;
-            let again = (self.campaign.repeats && index.is_multiple_of(TWICE)).then_some((deals, &recipe));
-            if self.examine(deals.label(&recipe), problem, again) {
+            let dealt = reseeded(self.campaign.deck.deal(index), step);
+            let problem = self.campaign.deck.draw(&dealt, &self.campaign.spec)?;
+            // What breaks on wide problems only, such as a workspace that is not cleared, shows in the second call.
+            let wide = dealt.recipe.shape[2] > SPLIT;
+            let twice = self.campaign.repeats && (wide || index.is_multiple_of(TWICE));
+            if self.examine(dealt.label(), problem, Some((&dealt, twice))) {
                 return Ok(());
             }
         }
@@ -202,9 +187,10 @@ impl<P: Subject> Round<'_, P> {
         Ok(())
     }
 
-    /// One problem; where there is a recipe, the kernel is asked twice, and then something else in the same memory. Whether
-    /// there was anything to see: a problem without a gradient is not tried.
-    fn examine(&mut self, label: String, problem: P, again: Option<(&dyn ProblemDeck<P>, &P::Recipe)>) -> bool {
+    /// Judges the kernel on one problem. A problem of the deck may be asked twice, and then other content in the same memory.
+    ///
+    /// Returns false if there was nothing to see: a problem without a gradient is not tried, unless that is what it was dealt for.
+    fn examine(&mut self, label: String, problem: P, dealt: Option<(&DealtRecipe, bool)>) -> bool {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         // Evaluate the reference, and look at what the problem covers before the kernel is asked.
@@ -217,7 +203,8 @@ impl<P: Subject> Round<'_, P> {
         };
         let mut coverage = self.coverage.clone();
         cover(&mut coverage, P::on_logits(&known.reference));
-        if coverage.with_gradient == self.coverage.with_gradient {
+        let without_gradient = coverage.with_gradient == self.coverage.with_gradient;
+        if without_gradient && !dealt.is_some_and(|(dealt, _)| dealt.content.may_lack_a_gradient()) {
             return false;
         }
         let Examined { kinds, mut fault, outputs } = self.bench.judged(&problem, &known);
@@ -229,7 +216,7 @@ impl<P: Subject> Round<'_, P> {
                 return true;
             }
             Some(Fault::Interrupted) => {
-                self.stopped = Some("it was interrupted".into());
+                self.interrupt();
                 return true;
             }
             _ => {}
@@ -247,67 +234,104 @@ impl<P: Subject> Round<'_, P> {
             }
         }
         drop(known);
-        // A right answer is asked for again, as some kernels depend on state or on addresses.
+        if let Some((dealt, _)) = dealt {
+            self.features.add(dealt);
+        }
+        let mut shown = FailedProblem { label, problem, fault: fault.take() };
         let mut kinds = self.waived(kinds);
-        if let (true, Some((deals, recipe))) = (kinds.is_empty(), again) {
-            kinds = match self.once_more(&problem, deals, recipe) {
-                Ok(kinds) => kinds,
-                Err(Fault::Unsupported(_)) => Vec::new(),
-                Err(Fault::Interrupted) => {
-                    self.stopped = Some("it was interrupted".into());
-                    Vec::new()
+        match dealt {
+            // Garbage under the mask is a cause of its own where the same problem passes without it.
+            Some((dealt, _)) if !kinds.is_empty() && dealt.content == DeckContent::MaskedGarbage => {
+                if let Some(without) = self.without_garbage(dealt) {
+                    (kinds, shown) = without.unwrap_or((vec![FailureKind::MaskedGarbage], shown));
                 }
+            }
+            // A right answer is asked for again, as some kernels depend on state or on addresses.
+            Some((dealt, true)) if kinds.is_empty() => match self.once_more(&shown.problem, dealt) {
+                Ok(None) | Err(Fault::Unsupported(_)) => {}
+                Ok(Some((found, other))) => {
+                    kinds = found;
+                    shown = other.unwrap_or(shown);
+                }
+                Err(Fault::Interrupted) => self.interrupt(),
                 Err(ended) => {
-                    let kind = FailureKind::Fault(ended.name(), String::new());
-                    fault = Some(ended);
-                    vec![kind]
+                    kinds = vec![FailureKind::Fault(ended.name(), String::new())];
+                    shown.fault = Some(ended);
                 }
-            };
+            },
+            _ => {}
         }
         // A failing problem counts for its most telling kind; a small passing one is kept, to test mutants on.
         match kinds.into_iter().next() {
-            Some(kind) => self.note(kind, FailedProblem { label, problem, fault }),
-            None if self.passing.len() < PASSING && elements(&*problem) < 1 << 16 => self.passing.push(problem),
+            Some(kind) => self.note(kind, shown),
+            None if self.passing.len() < PASSING && elements(&*shown.problem) < 1 << 16 => {
+                self.passing.push(shown.problem)
+            }
             None => {}
         }
         true
     }
 
-    /// A second call, and one with other content in the same memory.
+    fn interrupt(&mut self) {
+        self.stopped = Some("it was interrupted".into());
+        self.interrupted = true;
+    }
+
+    /// Judges the problem of `dealt` with ordinary numbers under the mask. Returns `None` if that cannot be judged, `Some(None)` if
+    /// the kernel passes, and else the kinds of failure and the problem.
+    #[expect(clippy::option_option, reason = "not judged, passed, and failed are three things")]
+    fn without_garbage(&mut self, dealt: &DealtRecipe) -> Option<Option<(Vec<FailureKind>, FailedProblem<P>)>> {
+        let dealt = dealt.without_garbage();
+        let problem: Arc<P> = Arc::new(self.campaign.deck.draw(&dealt, self.bench.spec).ok()?);
+        let known = Known::of(self.bench.spec, &*problem).ok()?;
+        let Examined { kinds, fault, .. } = self.bench.judged(&problem, &known);
+        drop(known);
+        if matches!(fault, Some(Fault::Unsupported(_) | Fault::Interrupted)) {
+            return None;
+        }
+        let kinds = self.waived(kinds);
+        Some((!kinds.is_empty()).then(|| (kinds, FailedProblem { label: dealt.label(), problem, fault })))
+    }
+
+    /// Asks for `problem` a second time, and then for other content in the same memory. Returns the kinds of failure, and the other
+    /// problem if it is that which fails.
     fn once_more(
         &mut self,
         problem: &Arc<P>,
-        deals: &dyn ProblemDeck<P>,
-        recipe: &P::Recipe,
-    ) -> Result<Vec<FailureKind>, Fault> {
+        dealt: &DealtRecipe,
+    ) -> Result<Option<(Vec<FailureKind>, Option<FailedProblem<P>>)>, Fault> {
         // Two calls with one problem must return the same bits.
         let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
         if !same_bits(&first, &second) {
-            return Ok(vec![FailureKind::OtherBits]);
+            return Ok(Some((vec![FailureKind::OtherBits], None)));
         }
         // Draw other content of equal extents, and let the kernel see the first problem in the memory that is then
         // refilled.
-        let mut other = recipe.clone();
-        other.logits_recipe_mut().seed ^= 1 << 63;
-        let Ok(other) = deals.draw(&other, self.bench.spec) else { return Ok(Vec::new()) };
+        let mut dealt = dealt.clone();
+        dealt.recipe.seed ^= 1 << 63;
+        let Ok(other) = self.campaign.deck.draw::<P>(&dealt, self.bench.spec) else { return Ok(None) };
         let alone = Arc::new(other.clone());
         let before = Arc::new((**problem).clone());
         self.bench.candidate(&before)?;
-        // What the kernel still holds is not written over.
         // Only memory that the kernel has released may be written over.
-        let Ok(memory) = Arc::try_unwrap(before) else { return Ok(Vec::new()) };
+        let Ok(memory) = Arc::try_unwrap(before) else { return Ok(None) };
         let refilled = Arc::new(memory.refilled(other));
-        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Ok(Vec::new()) };
+        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Ok(None) };
         // A process that ends is a fault of its own, and may not end again.
         let Examined { kinds, fault, .. } = self.bench.judged(&refilled, &known);
         fault.map_or(Ok(()), Err)?;
-        let wrong = self.waived(kinds);
-        if wrong.is_empty() {
-            return Ok(wrong);
+        if self.waived(kinds).is_empty() {
+            return Ok(None);
         }
-        // Wrong in reused memory and right in fresh memory means that the kernel caches by address.
-        let alone = self.bench.judged(&alone, &known).kinds;
-        Ok(if self.waived(alone).is_empty() { vec![FailureKind::Stale] } else { wrong })
+        // Wrong in reused memory and right in fresh memory means that the kernel caches by address. Wrong in both is a failure of the
+        // other content, which is the problem that a cause then shows.
+        let Examined { kinds, fault, .. } = self.bench.judged(&alone, &known);
+        drop(known);
+        let kinds = self.waived(kinds);
+        if kinds.is_empty() {
+            return Ok(Some((vec![FailureKind::Stale], None)));
+        }
+        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault }))))
     }
 
     /// Removes the failures at edges that the campaign allows.
@@ -329,23 +353,27 @@ impl<P: Subject> Round<'_, P> {
         bucket.kept.truncate(KEPT);
     }
 
-    fn finish(mut self, deals: &dyn ProblemDeck<P>) -> Result<schema::CampaignReport, CampaignError> {
+    fn finish(mut self) -> Result<schema::CampaignReport, CampaignError> {
         let campaign = self.campaign;
         // Explain the failures first, as that needs further calls of the kernel, and then split off the allowed
         // causes.
         let found = Failures { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
-        let causes = cause::causes(campaign, deals, found, &mut self.bench)?;
-        let (allowed, causes): (Vec<_>, Vec<_>) =
-            causes.into_iter().partition(|cause| campaign.allow.iter().any(|name| cause::is_called(cause, name)));
-        let power = self.power(deals)?;
+        let causes = cause::causes(campaign, found, &mut self.bench)?;
+        let may_fail = |cause: &schema::FailureCause| {
+            let unasked = campaign.deck.masked_garbage.is_none() && cause.gate == FailureKind::MaskedGarbage.name();
+            unasked || campaign.allow.iter().any(|name| cause::is_called(cause, name))
+        };
+        let (allowed, causes): (Vec<_>, Vec<_>) = causes.into_iter().partition(may_fail);
+        let power = self.power()?;
+        self.coverage.features = self.features.table();
         Ok(schema::CampaignReport {
-            passed: self.tried > 0 && causes.is_empty() && self.coverage.with_gradient > 0,
+            passed: self.tried > 0 && causes.is_empty() && self.coverage.with_gradient > 0 && !self.interrupted,
             kernel: campaign.kernel.clone(),
             spec: campaign.spec.describe(),
             grade: campaign.grade,
-            seed: deals.deck().seed,
-            packed: deals.deck().packed,
-            cases: deals.deck().cases,
+            seed: self.campaign.deck.seed,
+            packed: self.campaign.deck.packed,
+            cases: self.campaign.deck.cases,
             tried: self.tried,
             failed: self.failed,
             calls: self.bench.calls,
@@ -361,39 +389,37 @@ impl<P: Subject> Round<'_, P> {
     }
 
     #[cfg(feature = "mutants")]
-    fn power(&self, deals: &dyn ProblemDeck<P>) -> Result<Option<schema::MutationScore>, CampaignError> {
+    fn power(&self) -> Result<Option<schema::MutationScore>, CampaignError> {
         if !self.campaign.power || self.stopped.is_some() || self.tried == 0 {
             return Ok(None);
         }
-        crate::power::power(self.campaign, deals, &self.outputs)
+        crate::power::power::<P>(self.campaign, &self.outputs)
     }
 
     #[cfg(not(feature = "mutants"))]
     #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "as with mutants")]
-    fn power(&self, _: &dyn ProblemDeck<P>) -> Result<Option<schema::MutationScore>, CampaignError> {
+    fn power(&self) -> Result<Option<schema::MutationScore>, CampaignError> {
         Ok(None)
     }
 }
 
-/// The problem of a number, with its recipe: of the seeds that are tried the first under which a token has a gradient.
-///
-/// # Errors
-/// [`RecipeError`] naming the field that is out of range.
-pub fn dealt<P: Subject>(
-    deals: &dyn ProblemDeck<P>,
-    index: u64,
-    spec: &LossSpec,
-) -> Result<Option<(P::Recipe, P)>, RecipeError> {
-    for step in 0..SEEDS {
-        let recipe = reseeded::<P>(deals.deal(index), step);
-        let problem = deals.draw(&recipe, spec)?;
-        let mut coverage = schema::DeckCoverage::default();
-        cover(&mut coverage, P::on_logits(&problem.evaluate(spec).map_err(RecipeError::Problem)?));
-        if coverage.with_gradient > 0 {
-            return Ok(Some((recipe, problem)));
+impl Deck {
+    /// Returns problem `index` as a campaign deals it, with its recipe: the first of several seeds under which a token has a gradient.
+    ///
+    /// # Errors
+    /// [`RecipeError`] naming the field that is out of range.
+    pub fn problem<P: Subject>(&self, index: u64, spec: &LossSpec) -> Result<Option<(DealtRecipe, P)>, RecipeError> {
+        for step in 0..SEEDS {
+            let dealt = reseeded(self.deal(index), step);
+            let problem = self.draw::<P>(&dealt, spec)?;
+            let mut coverage = schema::DeckCoverage::default();
+            cover(&mut coverage, P::on_logits(&problem.evaluate(spec).map_err(RecipeError::Problem)?));
+            if coverage.with_gradient > 0 || dealt.content.may_lack_a_gradient() {
+                return Ok(Some((dealt, problem)));
+            }
         }
+        Ok(None)
     }
-    Ok(None)
 }
 
 /// Adds what a problem has in it.

@@ -3,32 +3,30 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use ndarray::{Array2, Ix3};
-use serde::Serialize;
 
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
 use assay_core::problem::{
-    Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadLayout,
-    HeadProblem, Problem, ProblemPart, Projection,
+    Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadProblem,
+    Problem, ProblemPart, Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
-use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
+use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_reference::{HeadReference, Reference};
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::{MutantKind, Specimen};
 
+use crate::deck::{DealtRecipe, DeckContent};
+
 /// A problem that a deck deals.
 pub trait Subject: Judgeable + StoredProblem {
-    /// The recipe that a problem is drawn from.
-    type Recipe: DeckRecipe;
-
-    /// Makes it.
+    /// Draws the problem of a recipe, before its content is edited and its sequences are packed.
     ///
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
-    fn draw(recipe: &Self::Recipe, spec: &LossSpec) -> Result<Self, RecipeError>;
+    fn draw(dealt: &DealtRecipe, spec: &LossSpec) -> Result<Self, RecipeError>;
 
     /// Returns the extents `[B,T,V]` of the logits.
     fn extents(&self) -> [usize; 3];
@@ -38,10 +36,6 @@ pub trait Subject: Judgeable + StoredProblem {
 
     /// `1x1x2`, or with an LM head `1x1x8x2`.
     fn extents_in_words(&self) -> String;
-
-    /// The recipe, of this number, of a problem with what losses differ in: rows of several lengths, ratios on either side of a
-    /// clip.
-    fn telling(index: u64) -> Self::Recipe;
 
     /// Whether a wrong kernel of this class is one of such problems on one device.
     #[cfg(feature = "mutants")]
@@ -97,46 +91,17 @@ pub trait Subject: Judgeable + StoredProblem {
     fn mutant(specimen: &Specimen) -> &dyn Implementation<Self>;
 }
 
-/// A recipe on a deck.
-pub trait DeckRecipe: Clone + std::fmt::Debug + PartialEq + Serialize + Send + Sync {
-    /// The recipe of the tokens and the logits, whatever those are made of.
-    fn logits_recipe(&self) -> &Recipe;
-
-    /// Returns the recipe of the tokens and the logits for editing.
-    fn logits_recipe_mut(&mut self) -> &mut Recipe;
-
-    /// Returns a short label: `2x8x257 bf16 peaked, seed 3`.
-    fn label(&self) -> String;
-}
-
-impl DeckRecipe for Recipe {
-    fn logits_recipe(&self) -> &Recipe {
-        self
-    }
-
-    fn logits_recipe_mut(&mut self) -> &mut Recipe {
-        self
-    }
-
-    fn label(&self) -> String {
-        let [batch, tokens, vocab] = self.shape;
-        format!("{batch}x{tokens}x{vocab} {} {}, seed {}", self.dtype, self.regime, self.seed)
-    }
-}
-
-impl DeckRecipe for HeadRecipe {
-    fn logits_recipe(&self) -> &Recipe {
-        &self.recipe
-    }
-
-    fn logits_recipe_mut(&mut self) -> &mut Recipe {
-        &mut self.recipe
-    }
-
-    fn label(&self) -> String {
-        let Recipe { dtype, regime, seed, .. } = &self.recipe;
-        format!("{} {} {dtype} {regime}, seed {seed}", self.shape(), self.layout.key())
-    }
+/// The recipe, of this number, of a problem with what losses differ in: sequences of several lengths, ratios on either side of a
+/// clip.
+pub(crate) fn telling(index: u64) -> DealtRecipe {
+    DealtRecipe::from_recipe(Recipe {
+        shape: [4, 7, 33],
+        dtype: Dtype::F32,
+        regime: [Regime::Normal, Regime::Sampled, Regime::Small][(index % 3) as usize],
+        seed: (1 << 62) + index,
+        old_logp_noise_scale: [0.3, 1.0][(index % 2) as usize],
+        masked_garbage: false,
+    })
 }
 
 /// The tokens of a problem, edited apart from its logits.
@@ -152,10 +117,11 @@ fn mapped(array: &FloatArray<Ix3>, edit: impl Fn(f64) -> f64) -> FloatArray<Ix3>
 }
 
 impl Subject for Problem {
-    type Recipe = Recipe;
-
-    fn draw(recipe: &Recipe, spec: &LossSpec) -> Result<Self, RecipeError> {
-        recipe.problem(spec)
+    fn draw(dealt: &DealtRecipe, spec: &LossSpec) -> Result<Self, RecipeError> {
+        match dealt.content {
+            DeckContent::EveryTokenCounts => dealt.recipe.unmasked_problem(spec),
+            _ => dealt.recipe.problem(spec),
+        }
     }
 
     fn extents(&self) -> [usize; 3] {
@@ -169,17 +135,6 @@ impl Subject for Problem {
 
     fn extents_in_words(&self) -> String {
         self.shape().to_string()
-    }
-
-    fn telling(index: u64) -> Recipe {
-        Recipe {
-            shape: [4, 7, 33],
-            dtype: Dtype::F32,
-            regime: [Regime::Normal, Regime::Sampled, Regime::Small][(index % 3) as usize],
-            seed: (1 << 62) + index,
-            old_logp_noise_scale: [0.3, 1.0][(index % 2) as usize],
-            masked_garbage: false,
-        }
     }
 
     #[cfg(feature = "mutants")]
@@ -235,10 +190,11 @@ impl Subject for Problem {
 }
 
 impl Subject for HeadProblem {
-    type Recipe = HeadRecipe;
-
-    fn draw(recipe: &HeadRecipe, spec: &LossSpec) -> Result<Self, RecipeError> {
-        recipe.problem(spec)
+    fn draw(dealt: &DealtRecipe, spec: &LossSpec) -> Result<Self, RecipeError> {
+        match dealt.content {
+            DeckContent::EveryTokenCounts => dealt.head_recipe().unmasked_problem(spec),
+            _ => dealt.head_recipe().problem(spec),
+        }
     }
 
     fn extents(&self) -> [usize; 3] {
@@ -252,11 +208,6 @@ impl Subject for HeadProblem {
 
     fn extents_in_words(&self) -> String {
         self.shape().to_string()
-    }
-
-    fn telling(index: u64) -> HeadRecipe {
-        let layout = HeadLayout::VocabByHidden;
-        HeadRecipe { hidden: 16, layout, rounds_logits: false, recipe: <Problem as Subject>::telling(index) }
     }
 
     #[cfg(feature = "mutants")]

@@ -107,17 +107,34 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
 
 /// `a, b, c and 2 more`
 fn names(like: &[MutantName]) -> String {
-    let listed: Vec<&str> = like.iter().take(LISTED).map(|name| name.mutant.as_str()).collect();
-    let more = like.len() - listed.len();
-    if more > 0 { format!("{} and {more} more", listed.join(", ")) } else { listed.join(" or ") }
+    let names: Vec<&str> = like.iter().map(|name| name.mutant.as_str()).collect();
+    if names.len() > LISTED { shortened(&names) } else { names.join(" or ") }
+}
+
+/// `a, b, c and 2 more`
+fn shortened(names: &[&str]) -> String {
+    let (listed, more) = names.split_at(names.len().min(LISTED));
+    if more.is_empty() { listed.join(", ") } else { format!("{} and {} more", listed.join(", "), more.len()) }
 }
 
 /// `812 tokens that count, …`
 pub fn covered(coverage: &DeckCoverage) -> String {
-    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
+    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows, features } =
+        coverage;
+    let missed: Vec<&str> = features.iter().filter(|row| row.problems == 0).map(|row| row.feature.as_str()).collect();
+    let dealt = match missed.len() {
+        0 if features.is_empty() => String::new(),
+        0 => format!("; all {} features of the deck", features.len()),
+        _ => format!(
+            "; {} of {} features of the deck, not {}",
+            features.len() - missed.len(),
+            features.len(),
+            shortened(&missed)
+        ),
+    };
     format!(
         "{tokens} tokens that count, {with_gradient} with a gradient, {} clipped low and {} high, {} with A > 0 and {} with \
-         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} sequences without a token",
+         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} sequences without a token{dealt}",
         clipped[0], clipped[1], advantages[0], advantages[1], first_and_last_tile[0], first_and_last_tile[1],
     )
 }

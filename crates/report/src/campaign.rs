@@ -1,6 +1,6 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
 use maud::{Markup, html};
 
 use super::number::clipped;
@@ -66,7 +66,8 @@ fn draw_cause(cause: &FailureCause) -> Markup {
 }
 
 fn covered(coverage: &DeckCoverage) -> Markup {
-    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows } = coverage;
+    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows, features } =
+        coverage;
     let rows = [
         ("tokens that count", *tokens),
         ("of them with a gradient", *with_gradient),
@@ -82,6 +83,14 @@ fn covered(coverage: &DeckCoverage) -> Markup {
         details {
             summary { "What the problems had in them" }
             div.scroll { table { tbody { @for (name, n) in rows { tr { td { (name) } td.number { (n) } } } } } }
+            @if !features.is_empty() {
+                div.scroll { table {
+                    thead { tr { th { "Feature" } th { "Shows" } th { "Problems" } th { "Regimes" } th { "Dtypes" } } }
+                    tbody { @for FeatureCoverage { feature, reason, problems, regimes, dtypes } in features { tr {
+                        td { (feature) } td { (reason) } td.number { (problems) } td.number { (regimes) } td { (dtypes.join(", ")) }
+                    } } }
+                } }
+            }
         }
     }
 }

@@ -109,6 +109,23 @@ pub struct DeckCoverage {
     pub first_and_last_tile: [u64; 2],
     /// The number of sequences without a token that counts.
     pub empty_rows: u64,
+    /// The features that a kernel may depend on, the most important first, with the problems that had them.
+    pub features: Vec<FeatureCoverage>,
+}
+
+/// The problems of a campaign that had one feature.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FeatureCoverage {
+    /// The name of the feature.
+    pub feature: String,
+    /// The mistake of kernels that it shows.
+    pub reason: String,
+    /// The number of problems that had it.
+    pub problems: u64,
+    /// The number of regimes in which they were drawn.
+    pub regimes: u64,
+    /// The dtypes in which they were drawn.
+    pub dtypes: Vec<String>,
 }
 
 /// The mutation score of a campaign: the share of mutants that it rejects.

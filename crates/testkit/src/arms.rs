@@ -383,6 +383,7 @@ impl Arms {
             Regime::Ties => "ties",
             Regime::Sampled => "sampled",
             Regime::LongTail => "long_tail",
+            Regime::FarColumn => "far_column",
         });
         self.number("old_logp_noise_scale", *old_logp_noise_scale, 0.0);
         self.flag("masked_garbage", *masked_garbage);

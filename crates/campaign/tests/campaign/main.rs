@@ -1,6 +1,8 @@
 //! Campaigns before kernels that are right, and before kernels that are wrong in known ways.
 
 mod computes;
+mod deck;
 mod finds;
 mod packed;
 mod select;
+mod sizes;

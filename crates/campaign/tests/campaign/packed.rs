@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Deck, DeckShapes, Fault, HeadDeck, LocalKernel, ProblemDeck};
+use assay_campaign::{Campaign, Deck, DeckHead, DeckShapes, Fault, LocalKernel};
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Candidate, CuSeqlens, HeadProblem, Problem, Sequences};
 use assay_core::spec::{AdvantageLevel, LossSpec, Ratio, RatioLevel, Reduction, Rows};
@@ -43,7 +43,7 @@ fn sequences_of_all_lengths_lie_anywhere_in_rows_of_one_width() {
     let (mut empty, mut behind, mut across) = ([0; 3], 0, 0);
     for recipe in deck.recipes() {
         let problem: Problem = deck.draw(&recipe, &spec).unwrap();
-        let [batch, tokens, _] = recipe.shape;
+        let [batch, tokens, _] = recipe.recipe.shape;
         assert_eq!((problem.mask.dim(), problem.extra.sequences.packed()), ((1, batch * tokens), Some(batch)));
         let ends = ends(&problem);
         for (i, pair) in ends.windows(2).enumerate() {
@@ -70,10 +70,9 @@ fn right_kernels_pass_packed_problems_with_and_without_a_head() {
     assert!(found.coverage.empty_rows > 20, "{:?}", found.coverage);
     let power = found.power.unwrap();
     assert!(power.accepted.iter().all(|name| !name.does.contains("sequence")), "{power:?}");
-    let heads = HeadDeck::new(Deck { cases: 24, ..campaign.deck.clone() });
-    let campaign = Campaign { power: false, ..campaign };
-    let found =
-        campaign.run_heads(&heads, &mut LocalKernel::<HeadProblem>(&NativeHead::default()), &mut |_| ()).unwrap();
+    let deck = Deck { cases: 24, head: Some(DeckHead::default()), ..campaign.deck.clone() };
+    let campaign = Campaign { power: false, deck, ..campaign };
+    let found = campaign.run(&mut LocalKernel::<HeadProblem>(&NativeHead::default()), &mut |_| ()).unwrap();
     assert!(found.passed && found.tried == 24, "{}", assay_campaign::text(&found));
 }
 

@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
-use super::regime::Regime;
+use super::regime::{Regime, far_column};
 use super::tokens::{CountedTokens, draw_id, put_garbage_under_the_mask, within_support};
 use super::{Recipe, RecipeError};
 use assay_core::problem::{FloatArray, HeadLayout, HeadProblem, HeadShape, Projection};
@@ -145,6 +145,13 @@ fn draw_factors(
             let column = columns.row(id);
             let length2 = column.dot(&column);
             row.scaled_add(rng.random_range(30.0..60.0) / length2.max(0.1), &column);
+        }
+    }
+    if regime == Regime::FarColumn {
+        for (mut row, &id) in hidden.rows_mut().into_iter().zip(sampled) {
+            let column = columns.row(far_column(rng, id, vocab));
+            let length2 = column.dot(&column);
+            row.scaled_add(rng.random_range(90.0..1000.0) / length2.max(0.1), &column);
         }
     }
     if regime == Regime::Sampled {

@@ -40,6 +40,9 @@ pub enum Regime {
     /// Most of the mass in columns with a probability around 1/V, after a peak in the first one: a sum that is already large loses
     /// what is added to it. Ids and masks are as in [`Regime::Sampled`].
     LongTail,
+    /// Normal with σ = 1, and one column 90 to 1,000 nats above the rest, in the last eighth of the columns or the sampled one: the sums
+    /// before it are nothing beside it, and exp of a difference overflows.
+    FarColumn,
 }
 
 impl fmt::Display for Regime {
@@ -51,7 +54,7 @@ impl fmt::Display for Regime {
 
 impl Regime {
     /// All regimes, in the order of their declaration.
-    pub const ALL: [Regime; 12] = [
+    pub const ALL: [Regime; 13] = [
         Regime::Small,
         Regime::Normal,
         Regime::Peaked,
@@ -64,9 +67,10 @@ impl Regime {
         Regime::Ties,
         Regime::Sampled,
         Regime::LongTail,
+        Regime::FarColumn,
     ];
 
-    /// The regimes in which every logp is finite, which suit any spec: a logp of −∞ makes many losses infinite.
+    /// The regimes that suit any spec: a logp of −∞ makes many losses infinite, and one of −1,000 most ratios.
     pub const FINITE: [Regime; 11] = [
         Regime::Small,
         Regime::Normal,
@@ -113,6 +117,11 @@ fn draw_column(rng: &mut ChaCha8Rng, row: &[f64]) -> usize {
     drawn.or_else(|| row.iter().position(|x| probability(x) > 0.0)).unwrap_or(0)
 }
 
+/// Draws the column of a row that is far above all others: the sampled one, or more often a late one.
+pub(super) fn far_column(rng: &mut ChaCha8Rng, id: usize, vocab: usize) -> usize {
+    if rng.random_bool(0.3) { id } else { vocab - 1 - rng.random_range(0..vocab.div_ceil(8)) }
+}
+
 /// Draws the logits of one token, whose sampled id is `id`.
 pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id: usize) {
     let normal = |mean, deviation| Normal::new(mean, deviation).expect("finite and positive");
@@ -123,7 +132,7 @@ pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id
             let uniform = Uniform::new(-0.1, 0.1).expect("a non-empty range");
             fill(&|rng| uniform.sample(rng));
         }
-        Regime::Normal | Regime::Confident => fill(&|rng| normal(0.0, 1.0).sample(rng)),
+        Regime::Normal | Regime::Confident | Regime::FarColumn => fill(&|rng| normal(0.0, 1.0).sample(rng)),
         Regime::Peaked => fill(&|rng| normal(0.0, 8.0).sample(rng)),
         Regime::ShiftedUp => fill(&|rng| normal(1e4, 1.0).sample(rng)),
         Regime::ShiftedDown => fill(&|rng| normal(-1e4, 1.0).sample(rng)),
@@ -162,6 +171,7 @@ pub(super) fn draw_row(regime: Regime, rng: &mut ChaCha8Rng, row: &mut [f64], id
             let peak = if rng.random_bool(0.8) { id } else { rng.random_range(0..row.len()) };
             row[peak] += rng.random_range(30.0..60.0);
         }
+        Regime::FarColumn => row[far_column(rng, id, row.len())] += rng.random_range(90.0..1000.0),
         Regime::Holes | Regime::TargetHoles => {
             // A row that begins with −∞ has its whole first half so: a running maximum is then −∞ after a block, and −∞
             // − (−∞) is NaN in a careless rescaling.
