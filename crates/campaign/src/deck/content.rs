@@ -17,6 +17,8 @@ pub enum DeckContent {
     Drawn,
     /// Every token counts, the last of a block of tokens included.
     EveryTokenCounts,
+    /// The tokens at both ends of the batch count, and none between them: a batch of very many tokens costs little so.
+    EndsCount,
     /// Masked tokens have NaN logits, advantages, log-probabilities and weights, and the id −100 if that is asked for.
     MaskedGarbage,
     /// One late vocabulary entry 90 to 1,000 nats above all others.
@@ -30,6 +32,9 @@ pub enum DeckContent {
     /// No token counts, so that every mean is over nothing.
     NoTokenCounts,
 }
+
+/// The tokens at each end of a batch of [`DeckContent::EndsCount`].
+const ENDS: usize = 64;
 
 /// The contents in turn, apart from masked garbage, which a third of the problems have.
 const TURNS: [DeckContent; 25] = {
@@ -66,7 +71,7 @@ const TURNS: [DeckContent; 25] = {
 impl DeckContent {
     /// The content of problem `index`.
     pub(super) fn in_turn(index: u64) -> Self {
-        // The third that has it moves along, so that it meets every dtype where there are three.
+        // The third of the places that has it moves along, so that it meets every dtype where there are three.
         if (index + index / 12) % 3 == 2 {
             return Self::MaskedGarbage;
         }
@@ -79,6 +84,7 @@ impl DeckContent {
         match self {
             Self::Drawn | Self::FarColumn => None,
             Self::EveryTokenCounts => Some("every token counts"),
+            Self::EndsCount => Some("the first and the last tokens count"),
             Self::MaskedGarbage => Some("garbage under the mask"),
             Self::RatiosAtBounds => Some("ratios at the bounds"),
             Self::FarRatios => Some("far ratios"),
@@ -124,6 +130,11 @@ impl DeckContent {
             Self::Drawn | Self::EveryTokenCounts | Self::FarColumn | Self::FarRatios => return Ok(()),
             Self::MaskedGarbage if dealt.garbage_ids => return Ok(()),
             Self::MaskedGarbage => problem.map_tokens(put_ids_into_the_vocabulary),
+            Self::EndsCount => problem.map_tokens(|tokens| {
+                let count = tokens.mask.len();
+                let is_at_an_end = |place: usize| place < ENDS || place + ENDS >= count;
+                tokens.mask.iter_mut().enumerate().for_each(|(place, counts)| *counts = is_at_an_end(place));
+            }),
             Self::NoTokenCounts => problem.map_tokens(|tokens| tokens.mask.fill(false)),
             Self::ZeroAdvantages => problem.map_tokens(|tokens| match &mut tokens.advantages {
                 Advantages::Sequence(advantages) => advantages.fill(0.0),

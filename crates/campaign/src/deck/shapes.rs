@@ -86,6 +86,7 @@ pub(super) const DESIGNED_SHAPES: [[usize; 3]; 58] = [
 pub(super) fn fixed_content(shape: [usize; 3]) -> Option<DeckContent> {
     match shape {
         [4, 16, 32] | [9, 7, 32] => Some(DeckContent::RatiosAtBounds),
+        [_, 4_097, _] => Some(DeckContent::EndsCount),
         [batch, tokens, _] => (tokens > 30 || batch > 30).then_some(DeckContent::EveryTokenCounts),
     }
 }
