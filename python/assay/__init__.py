@@ -131,7 +131,10 @@ def problems(
     regimes: Sequence[str] | None = None,
     wide: int = 0,
     lm_head: bool = False,
+    layout: str = "vh",
+    rounds_logits: bool = False,
     packed: bool = False,
+    masked_garbage: bool | None = None,
     **spec_options: object,
 ) -> Iterator[Problem]:
     """Generates the problems of a campaign for `spec`: equal arguments give equal bits.
@@ -150,7 +153,10 @@ def problems(
         regimes: The ways of drawing logits, as `assay generate --help` names them; by default all in which every logp is a number.
         wide: The number of problems, the last ones, with a vocabulary of 151,936.
         lm_head: Whether problems have hidden states and an LM head instead of logits.
+        layout: The layout of the LM head, as in `assay.check`.
+        rounds_logits: Whether the logits of the LM head are rounded to its dtype.
         packed: Whether the sequences are packed into one row, as in `assay.check`.
+        masked_garbage: Whether masked tokens hold garbage in some problems, as in `assay.check`.
 
     Raises:
         ProblemError: A name is unknown, or an extent is out of range.
@@ -162,14 +168,19 @@ def problems(
     return Problems(
         _specs.parse(spec, spec_options),
         first,
-        first + n,
-        seed,
-        list(dtypes),
-        _specs.shapes(shapes),
-        None if regimes is None else list(regimes),
-        wide,
-        lm_head,
-        packed,
+        {
+            "cases": first + n,
+            "seed": seed,
+            "dtypes": list(dtypes),
+            "shapes": _specs.shapes(shapes),
+            "regimes": None if regimes is None else list(regimes),
+            "wide": wide,
+            "lm_head": lm_head,
+            "layout": layout,
+            "rounds_logits": rounds_logits,
+            "packed": packed,
+            "masked_garbage": masked_garbage,
+        },
     )
 
 

@@ -29,9 +29,12 @@ def check(
     seed: int = 0,
     shapes: str | Sequence[str] = "auto",
     regimes: Sequence[str] | None = None,
-    wide: int = 1,
+    wide: int | None = None,
     lm_head: bool = False,
+    layout: str = "vh",
+    rounds_logits: bool = False,
     packed: bool = False,
+    masked_garbage: bool | None = None,
     grade: str = "standard",
     allow: Sequence[str] = (),
     outputs: Sequence[str] | None = None,
@@ -77,10 +80,15 @@ def check(
         shapes: "many", "few" for kernels that are compiled for each shape, or a list of "BxTxV". "auto" is "few" for a function
             that uses JAX or Triton, and else "many".
         regimes: The ways of drawing logits; by default all in which every logp is a number.
-        wide: The number of problems, the last ones, with a vocabulary of 151,936.
+        wide: The number of problems, the last ones, with a vocabulary of 151,936; by default one for each dtype and two at least, but
+            no more than a tenth of `cases`.
         lm_head: Whether problems have hidden states and an LM head instead of logits.
+        layout: The layout of the LM head, "vh" for `[V,H]` or "hv" for `[H,V]`.
+        rounds_logits: Whether the logits of the LM head are rounded to its dtype.
         packed: Whether the sequences of each problem are packed into one row, `[1,N,V]`, and `problem.cu_seqlens` says where each ends: the
-            B of a shape, in B·T tokens, of lengths that differ, some without a token, and tokens behind the last.
+            B of a shape, in B·T tokens, of lengths that differ, some without a token, and tokens after the last.
+        masked_garbage: Whether masked tokens hold garbage in a quarter of the problems, NaN and the id −100, which must not reach an
+            output. By default they hold NaN and ids of the vocabulary, and a kernel that reads them gets a note; False deals none.
         grade: "standard", as textbook formulas are, carefully evaluated in f32, or "exact".
         allow: The names of causes, mutants or edges that may fail; they are printed and counted.
         outputs: The names of the outputs that are judged; by default all that are returned.
@@ -105,15 +113,20 @@ def check(
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
         spec=_specs.parse(spec, spec_options),
-        dtypes=list(dtypes),
-        cases=cases,
+        deck={
+            "cases": cases,
+            "seed": seed,
+            "dtypes": list(dtypes),
+            "shapes": _specs.shapes(shapes),
+            "regimes": None if regimes is None else list(regimes),
+            "wide": wide,
+            "lm_head": lm_head,
+            "layout": layout,
+            "rounds_logits": rounds_logits,
+            "packed": packed,
+            "masked_garbage": masked_garbage,
+        },
         seconds=seconds,
-        seed=seed,
-        shapes=_specs.shapes(shapes),
-        regimes=None if regimes is None else list(regimes),
-        wide=wide,
-        lm_head=lm_head,
-        packed=packed,
         grade=grade,
         allow=list(allow),
         shrink=shrink,
