@@ -42,7 +42,7 @@ def grpo(logits, ids, mask, advantages, old_logp, cu_seqlens=None):
         owner = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right") - 1
         a = advantages[jnp.minimum(owner, args.sequences - 1)][None]
     token_loss = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
-    loss = jnp.where(mask, token_loss, 0.0).sum() / mask.sum()
+    loss = jnp.where(mask, token_loss, 0.0).sum() / jnp.maximum(mask.sum(), 1)
     p = jnp.exp(logp_all)
     entropy = -jnp.where(p > 0, p * logp_all, 0.0).sum(-1)
     return loss, dict(logp=logp, entropy=entropy, token_loss=token_loss)

@@ -23,8 +23,8 @@ ratio = jnp.exp(logp - jnp.where(mask, problem["old_logps"], logp))
 token_loss = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
 active = mask & jnp.where(a > 0, ratio <= 1.2, ratio >= 0.8)
 others = jnp.where(target, 0.0, p).sum(-1, keepdims=True)  # 1 − p of the target, without cancellation
-grad = jnp.where(active, -ratio * a, 0.0)[..., None] / mask.sum()
+grad = jnp.where(active, -ratio * a, 0.0)[..., None] / jnp.maximum(mask.sum(), 1)
 dlogits = jnp.where(active[..., None], grad * jnp.where(target, others, -p), 0.0).astype(problem["logits"].dtype)
-loss = jnp.where(mask, token_loss, 0.0).sum() / mask.sum()
+loss = jnp.where(mask, token_loss, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 save_file(dict(loss=loss, dlogits=dlogits, logp=logp, entropy=entropy, token_loss=token_loss), sys.argv[2])

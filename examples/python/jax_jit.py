@@ -10,7 +10,7 @@ def outputs(x, ids, mask, a, old_logp):
         logp = jnp.take_along_axis(jax.nn.log_softmax(x.astype(jnp.float32)), ids[..., None], -1)[..., 0]
         ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0))  # what is masked may overflow
         token_loss = jnp.where(mask, -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a), 0)
-        return token_loss.sum() / mask.sum(), {"logp": jnp.where(mask, logp, 0), "token_loss": token_loss}
+        return token_loss.sum() / jnp.maximum(mask.sum(), 1), {"logp": jnp.where(mask, logp, 0), "token_loss": token_loss}
 
     (loss, others), dlogits = jax.value_and_grad(mean, has_aux=True)(x)
     return others | {"loss": loss, "dlogits": dlogits}

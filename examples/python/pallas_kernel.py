@@ -11,7 +11,7 @@ def row(x, ids, a, old, weight, token_loss, dlogits):
 @jax.jit
 def outputs(logits, ids, mask, advantages, old_logp, **_):
     a = advantages[:, None] * jnp.ones_like(old_logp)
-    a, old, ids, weight = (array[..., None] for array in (a, old_logp, ids, mask / mask.sum()))
+    a, old, ids, weight = (array[..., None] for array in (a, old_logp, ids, mask / jnp.maximum(mask.sum(), 1)))
     one, whole = (pl.BlockSpec((None, None, n), lambda b, t: (b, t, 0)) for n in (1, logits.shape[2]))
     kernel = pl.pallas_call(row, (old, logits), grid=mask.shape, in_specs=[whole, one, one, one, one], out_specs=(one, whole),
                             interpret=jax.default_backend() == "cpu")

@@ -11,7 +11,7 @@ def loss(problem: assay.Problem) -> dict[str, torch.Tensor]:
     a = arrays.advantages[:, None]
     ratio = torch.exp((logp - arrays.old_logp).where(mask, 0))  # what is masked may overflow
     token_loss = (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)).where(mask, 0)
-    mean = token_loss.sum() / mask.sum()
+    mean = token_loss.sum() / mask.sum().clamp(min=1)
     mean.backward()
     return {"loss": mean.detach(), "dlogits": x.grad, "logp": logp.detach().where(mask, 0), "token_loss": token_loss.detach()}
 

@@ -16,7 +16,7 @@ def rows(x, ids, a, old, weight, token_loss, dlogits, V, BLOCK: tl.constexpr):
 def loss(problem: assay.Problem) -> dict[str, torch.Tensor]:
     t, (B, T, V) = problem.torch("cuda" if torch.cuda.is_available() else "cpu"), problem.shape
     token_loss, dlogits = torch.empty_like(t.old_logp), torch.empty_like(t.logits, dtype=torch.float32)
-    a, weight = t.advantages[:, None].expand(B, T).contiguous(), t.mask / t.mask.sum()
+    a, weight = t.advantages[:, None].expand(B, T).contiguous(), t.mask / t.mask.sum().clamp(min=1)
     rows[(B * T,)](t.logits, t.ids, a, t.old_logp, weight, token_loss, dlogits, V, BLOCK=triton.next_power_of_2(V))
     return {"loss": token_loss.sum(), "dlogits": dlogits.to(t.logits.dtype)}
 

@@ -16,8 +16,8 @@ for line in sys.stdin:
     ratio = np.exp(np.where(mask, logp - t["old_logps"], 0))  # what is masked may overflow
     token_loss = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
     active = mask & np.where(a > 0, ratio <= 1.2, ratio >= 0.8)
-    g = np.where(active, -ratio * a, 0)[..., None] / mask.sum()
+    g = np.where(active, -ratio * a, 0)[..., None] / max(mask.sum(), 1)
     dlogits = (g * (target - e / total[..., None])).astype(t["logits"].dtype)
-    loss = np.float32(np.where(mask, token_loss, 0).sum() / mask.sum())
+    loss = np.float32(np.where(mask, token_loss, 0).sum() / max(mask.sum(), 1))
     save_file({"loss": loss[None], "dlogits": dlogits, "logp": np.where(mask, logp, 0).astype(np.float32)}, request["candidate"])
     print(json.dumps({"id": request["id"]}), flush=True)

@@ -24,10 +24,10 @@ def honest(problem: assay.Problem) -> dict[str, Any]:
     token_loss = np.where(mask, -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a), 0.0)
     active = mask & np.where(a > 0, ratio <= 1.2, ratio >= 0.8)
     others = np.where(target, 0.0, p).sum(-1, keepdims=True)  # 1 − p of the target, without cancellation
-    grad = np.where(active, -ratio * a, 0.0)[..., None] / mask.sum()
+    grad = np.where(active, -ratio * a, 0.0)[..., None] / max(mask.sum(), 1)
     dlogits = np.where(active[..., None], grad * np.where(target, others, -p), 0.0)
     return {
-        "loss": np.float32(token_loss.sum() / mask.sum()),
+        "loss": np.float32(token_loss.sum() / max(mask.sum(), 1)),
         "dlogits": dlogits.astype(arrays.logits.dtype),
         "logp": np.where(mask, logp, 0.0).astype(np.float32),
         "token_loss": token_loss.astype(np.float32),

@@ -58,20 +58,25 @@ def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
     campaign = _native.Campaign(
         kernel="worker",
         spec=assay.spec("trl"),
-        dtypes=dtypes,
-        cases=24,
         seconds=None,
-        seed=0,
-        shapes=["many"],
-        regimes=None,
-        wide=0,
-        lm_head=False,
-        packed=False,
         grade="standard",
         allow=[],
         shrink=False,
         power=False,
         repros=None,
+        deck={
+            "dtypes": dtypes,
+            "cases": 24,
+            "seed": 0,
+            "shapes": ["many"],
+            "regimes": None,
+            "wide": 0,
+            "lm_head": False,
+            "packed": False,
+            "layout": "vh",
+            "rounds_logits": False,
+            "masked_garbage": None,
+        },
     )
     found, text = campaign.run_isolated(command, 30.0, None)
     print(text)

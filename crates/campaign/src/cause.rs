@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use assay_core::problem::Candidate;
+use assay_judge::diagnosis::Diagnosis;
 use assay_judge::gate::Edge;
 use assay_judge::trial::Known;
 use assay_schema::campaign as schema;
@@ -15,6 +16,7 @@ use rayon::prelude::*;
 use assay_suites::mutants::{BANK, Mutant};
 
 use crate::campaign::{Campaign, CampaignError};
+use crate::common::CommonProperty;
 use crate::deck::{DealtRecipe, DeckShapes};
 use crate::examine::{Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
@@ -30,6 +32,7 @@ const TELLING: u64 = 12;
 pub(crate) struct Failures<'f, P> {
     pub(crate) buckets: BTreeMap<FailureKind, FailureGroup<P>>,
     pub(crate) passing: &'f [Arc<P>],
+    pub(crate) trials: &'f [(DealtRecipe, bool)],
 }
 
 /// The names by which a failure can be allowed.
@@ -51,6 +54,7 @@ struct CauseDraft<P> {
     kind: FailureKind,
     bucket: FailureGroup<P>,
     problem: Arc<P>,
+    patterns: Vec<Diagnosis>,
     cause: schema::FailureCause,
 }
 
@@ -65,7 +69,7 @@ pub(crate) fn causes<P: Subject>(
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
     for (kind, bucket) in found.buckets {
         let draft = draft(campaign, kind, bucket, found.passing, bench);
-        match drafts.iter_mut().find(|other| are_one(&other.cause, &draft.cause)) {
+        match drafts.iter_mut().find(|other| are_one(other, &draft)) {
             Some(other) => merge(other, draft),
             None => drafts.push(draft),
         }
@@ -88,7 +92,7 @@ pub(crate) fn causes<P: Subject>(
             None => merged.push(draft),
         }
     }
-    let mut drafts = merged;
+    let mut drafts = join_by_property(merged, found.trials);
     // Write the shrunk problem of each cause, so that the next campaign tries it first.
     for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
@@ -102,16 +106,56 @@ pub(crate) fn causes<P: Subject>(
     Ok(causes)
 }
 
-/// Whether two failures have one cause: a wrong kernel's name in common.
-fn are_one(a: &schema::FailureCause, b: &schema::FailureCause) -> bool {
-    a.like.iter().any(|name| b.like.contains(name))
+/// Joins drafts with a larger one whose property all of their problems have, or whose sums they are of: the same mistake fails several
+/// gates, and at several edges.
+fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, bool)]) -> Vec<CauseDraft<P>> {
+    let passing: Vec<&DealtRecipe> = trials.iter().filter(|(_, failed)| !failed).map(|(dealt, _)| dealt).collect();
+    drafts.sort_by_key(|draft| std::cmp::Reverse(draft.cause.cases));
+    let mut joined: Vec<(Option<CommonProperty>, CauseDraft<P>)> = Vec::new();
+    for draft in drafts {
+        let failing: Vec<&DealtRecipe> = draft.bucket.tried.iter().map(|&place| &trials[place].0).collect();
+        let explains = |(property, other): &&mut (Option<CommonProperty>, CauseDraft<P>)| {
+            let both = [&draft, other].iter().all(|draft| matches!(draft.kind, FailureKind::Gate(..)));
+            let same_property = !failing.is_empty()
+                && property.as_ref().is_some_and(|property| property.holds_for(failing.iter().copied()));
+            // The loss and the metrics are sums over what other gates judge, and fail alone where no token's own output shows it.
+            let sum_of_it = draft.kind.is_of_a_sum() && 4 * draft.cause.cases <= other.cause.cases;
+            both && (same_property || sum_of_it)
+        };
+        if let Some((_, other)) = joined.iter_mut().find(explains) {
+            merge(other, draft);
+        } else {
+            joined.push((CommonProperty::find(&failing, &passing), draft));
+        }
+    }
+    let told = |(property, mut draft): (Option<CommonProperty>, CauseDraft<P>)| {
+        draft.cause.in_common = property.map(|CommonProperty { words, passing: with, .. }| match with {
+            0 => format!("{words}, in every problem that failed and in none that passed"),
+            _ => format!("{words}, in every problem that failed and in {with} of the {} that passed", passing.len()),
+        });
+        draft
+    };
+    joined.into_iter().map(told).collect()
 }
 
-/// Adds `other` to `into`, which keeps its more telling gate; only the names that both have remain.
+/// Whether two failures have one cause: a wrong kernel's name, or a pattern of errors, in common.
+fn are_one<P>(a: &CauseDraft<P>, b: &CauseDraft<P>) -> bool {
+    let named = a.cause.like.iter().any(|name| b.cause.like.contains(name));
+    named || a.patterns.iter().any(|pattern| b.patterns.iter().any(|other| pattern.is_like(other)))
+}
+
+/// Adds `other` to `into`, which keeps its more telling gate; of two lists of names those in both remain.
 fn merge<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
     into.cause.cases += other.cause.cases;
-    into.cause.like.retain(|name| other.cause.like.contains(name));
+    // A gate whose failures no mutant explains takes no name away.
+    if into.cause.like.is_empty() {
+        into.cause.like = other.cause.like;
+    } else if !other.cause.like.is_empty() {
+        into.cause.like.retain(|name| other.cause.like.contains(name));
+    }
     into.bucket.kept.extend(other.bucket.kept);
+    into.bucket.tried.extend(other.bucket.tried);
+    into.cause.worst = into.cause.worst.take().or(other.cause.worst);
 }
 
 fn draft<P: Subject>(
@@ -137,6 +181,11 @@ fn draft<P: Subject>(
         cases: bucket.cases,
         first: bucket.first.clone(),
         problem: words(&*problem),
+        worst: bucket.worst.as_ref().map(|(error_over_limit, problem)| schema::WorstProblem {
+            problem: problem.clone(),
+            error_over_limit: *error_over_limit,
+        }),
+        in_common: None,
         like: Vec::new(),
         diagnoses: Vec::new(),
         computes: Vec::new(),
@@ -146,12 +195,19 @@ fn draft<P: Subject>(
         signal: fault.as_ref().and_then(Fault::signal),
         repro: None,
     };
+    let mut patterns = Vec::new();
     // Explain the failure by what is known of its kind: a failed gate by its verdict, its diagnoses and the mutants
     // that fail alike, any other kind by a sentence.
     match &kind {
         FailureKind::Gate(..) => {
             if let Ok(candidate) = bench.candidate(&problem) {
                 explain(campaign, bench, &kind, &problem, &candidate, &mut cause);
+                // A shrunk problem has too few values for a pattern: the largest of the problems that failed has most.
+                let originals = bucket.kept.iter().rev().map(|failing| &failing.problem);
+                let diagnoses =
+                    originals.map(|problem| diagnoses(campaign, bench, problem)).find(|all| !all.is_empty());
+                patterns = diagnoses.unwrap_or_default();
+                cause.diagnoses = patterns.iter().map(ToString::to_string).collect();
                 #[cfg(feature = "mutants")]
                 {
                     let cases: Vec<Arc<P>> =
@@ -182,7 +238,7 @@ fn draft<P: Subject>(
     }
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
-    CauseDraft { kind, bucket, problem, cause }
+    CauseDraft { kind, bucket, problem, patterns, cause }
 }
 
 /// `1x1x2 bf16`, and how many packed sequences.
@@ -207,8 +263,14 @@ fn explain<P: Subject>(
     if let Some(verdict) = verdicts.iter().find(|verdict| verdict.gate == *gate) {
         cause.verdict = Some(known.explain(verdict, &campaign.kernel, ""));
     }
-    let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
-    cause.diagnoses = diagnoses.iter().map(ToString::to_string).collect();
+}
+
+/// The diagnoses of a problem on which the kernel failed.
+fn diagnoses<P: Subject>(campaign: &Campaign, bench: &mut Examiner<P>, problem: &Arc<P>) -> Vec<Diagnosis> {
+    let Ok(candidate) = bench.candidate(problem) else { return Vec::new() };
+    let Ok(known) = Known::of(&campaign.spec, &**problem) else { return Vec::new() };
+    let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return Vec::new() };
+    problem.diagnose(&known.reference, &candidate.lend(), &verdicts)
 }
 
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell

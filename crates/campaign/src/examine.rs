@@ -48,6 +48,11 @@ impl FailureKind {
         Some(Self::Gate(rank(verdict.gate), verdict.gate, failed))
     }
 
+    /// Whether the gate is of the loss or a metric, which are sums over tokens.
+    pub(crate) fn is_of_a_sum(&self) -> bool {
+        matches!(self, FailureKind::Gate(rank, ..) if *rank >= FIRST_SUM)
+    }
+
     /// Returns the name of a cause of this kind.
     pub(crate) fn name(&self) -> String {
         match self {
@@ -61,6 +66,9 @@ impl FailureKind {
         }
     }
 }
+
+/// The rank from which on gates are of the loss and of metrics.
+const FIRST_SUM: u8 = 15;
 
 /// Returns a gate's place in the order in which errors spread: log-probabilities before losses, losses before
 /// gradients; single values before norms and sums.
@@ -87,6 +95,8 @@ fn rank(gate: Gate) -> u8 {
 pub(crate) struct Examined {
     /// The kinds of failure, empty if the problem passed.
     pub(crate) kinds: Vec<FailureKind>,
+    /// The largest error / limit of each gate that failed.
+    pub(crate) errors: Vec<(FailureKind, f64)>,
     /// The fault that the kernel reported in place of a candidate.
     pub(crate) fault: Option<Fault>,
     pub(crate) outputs: Vec<&'static str>,
@@ -97,14 +107,27 @@ pub(crate) struct FailedProblem<P> {
     pub(crate) label: String,
     pub(crate) problem: Arc<P>,
     pub(crate) fault: Option<Fault>,
+    /// The largest error / limit of each gate that failed.
+    pub(crate) errors: Vec<(FailureKind, f64)>,
 }
 
 /// The failures of one kind.
 pub(crate) struct FailureGroup<P> {
     pub(crate) cases: u64,
     pub(crate) first: String,
+    /// The places of the problems among all that were tried.
+    pub(crate) tried: Vec<usize>,
+    /// The largest error / limit of all, and the problem that has it.
+    pub(crate) worst: Option<(f64, String)>,
     /// The smallest of the problems that failed so.
     pub(crate) kept: Vec<FailedProblem<P>>,
+}
+
+impl<P> FailureGroup<P> {
+    /// A group without a problem yet, whose first will be `first`.
+    pub(crate) fn new(first: String) -> Self {
+        Self { cases: 0, first, tried: Vec::new(), worst: None, kept: Vec::new() }
+    }
 }
 
 /// A kernel under examination: what all of a campaign's steps ask it by.
@@ -138,6 +161,7 @@ impl<P: Subject> Examiner<'_, P> {
     /// Judges what it returns for what is `known`.
     pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
         let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
+        let mut errors = Vec::new();
         let mut read = |candidate: &Candidate<P::View<'_>>| {
             // Note the optional outputs: mutants are later judged by these outputs only.
             let Candidate { logp, entropy, token_loss, .. } = candidate;
@@ -145,7 +169,13 @@ impl<P: Subject> Examiner<'_, P> {
                 [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
             outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
             match known.verdicts(candidate, &limits) {
-                Ok(verdicts) => kinds.extend(verdicts.iter().filter_map(FailureKind::from_verdict)),
+                Ok(verdicts) => {
+                    for (verdict, kind) in verdicts.iter().filter_map(|v| Some((v, FailureKind::from_verdict(v)?))) {
+                        let error = verdict.worst().map(|worst| worst.error_over_limit());
+                        errors.extend(error.filter(|error| error.is_finite()).map(|error| (kind.clone(), error)));
+                        kinds.push(kind);
+                    }
+                }
                 Err(JudgeError::Shape { output, .. }) => kinds.push(FailureKind::Shape(output.into())),
                 Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
                 Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
@@ -163,7 +193,7 @@ impl<P: Subject> Examiner<'_, P> {
             kinds = vec![FailureKind::Fault(fault.name(), field)];
         }
         kinds.sort();
-        Examined { kinds, fault, outputs }
+        Examined { kinds, errors, fault, outputs }
     }
 
     /// Whether `problem` still fails as `kind` says.

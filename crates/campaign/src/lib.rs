@@ -27,6 +27,7 @@
 
 mod campaign;
 mod cause;
+mod common;
 mod deck;
 mod examine;
 mod kernel;

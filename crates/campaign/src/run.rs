@@ -74,6 +74,7 @@ impl Campaign {
             skipped: BTreeMap::new(),
             coverage: schema::DeckCoverage::default(),
             features: FeatureCounts::new(&self.deck),
+            trials: Vec::new(),
         };
         // Problems that failed in an earlier campaign come first, then the deck by number.
         round.repros(progress)?;
@@ -130,6 +131,8 @@ struct Round<'r, P: Subject> {
     skipped: BTreeMap<String, u64>,
     coverage: schema::DeckCoverage,
     features: FeatureCounts,
+    /// Every problem of the deck that was tried, and whether the kernel failed on it.
+    trials: Vec<(DealtRecipe, bool)>,
 }
 
 impl<P: Subject> Round<'_, P> {
@@ -207,7 +210,7 @@ impl<P: Subject> Round<'_, P> {
         if without_gradient && !dealt.is_some_and(|(dealt, _)| dealt.content.may_lack_a_gradient()) {
             return false;
         }
-        let Examined { kinds, mut fault, outputs } = self.bench.judged(&problem, &known);
+        let Examined { kinds, errors, mut fault, outputs } = self.bench.judged(&problem, &known);
         // An unsupported problem is skipped with the kernel's own words. An interruption ends the campaign and its
         // remaining problems.
         match &fault {
@@ -236,8 +239,9 @@ impl<P: Subject> Round<'_, P> {
         drop(known);
         if let Some((dealt, _)) = dealt {
             self.features.add(dealt);
+            self.trials.push((dealt.clone(), false));
         }
-        let mut shown = FailedProblem { label, problem, fault: fault.take() };
+        let mut shown = FailedProblem { label, problem, fault: fault.take(), errors };
         let mut kinds = self.waived(kinds);
         match dealt {
             // Garbage under the mask is a cause of its own where the same problem passes without it.
@@ -263,7 +267,7 @@ impl<P: Subject> Round<'_, P> {
         }
         // A failing problem counts for its most telling kind; a small passing one is kept, to test mutants on.
         match kinds.into_iter().next() {
-            Some(kind) => self.note(kind, shown),
+            Some(kind) => self.note(kind, shown, dealt.is_some()),
             None if self.passing.len() < PASSING && elements(&*shown.problem) < 1 << 16 => {
                 self.passing.push(shown.problem)
             }
@@ -284,13 +288,13 @@ impl<P: Subject> Round<'_, P> {
         let dealt = dealt.without_garbage();
         let problem: Arc<P> = Arc::new(self.campaign.deck.draw(&dealt, self.bench.spec).ok()?);
         let known = Known::of(self.bench.spec, &*problem).ok()?;
-        let Examined { kinds, fault, .. } = self.bench.judged(&problem, &known);
+        let Examined { kinds, errors, fault, .. } = self.bench.judged(&problem, &known);
         drop(known);
         if matches!(fault, Some(Fault::Unsupported(_) | Fault::Interrupted)) {
             return None;
         }
         let kinds = self.waived(kinds);
-        Some((!kinds.is_empty()).then(|| (kinds, FailedProblem { label: dealt.label(), problem, fault })))
+        Some((!kinds.is_empty()).then(|| (kinds, FailedProblem { label: dealt.label(), problem, fault, errors })))
     }
 
     /// Asks for `problem` a second time, and then for other content in the same memory. Returns the kinds of failure, and the other
@@ -307,7 +311,7 @@ impl<P: Subject> Round<'_, P> {
         }
         // Draw other content of equal extents, and let the kernel see the first problem in the memory that is then
         // refilled.
-        let mut dealt = dealt.clone();
+        let mut dealt = dealt.without_garbage();
         dealt.recipe.seed ^= 1 << 63;
         let Ok(other) = self.campaign.deck.draw::<P>(&dealt, self.bench.spec) else { return Ok(None) };
         let alone = Arc::new(other.clone());
@@ -325,13 +329,13 @@ impl<P: Subject> Round<'_, P> {
         }
         // Wrong in reused memory and right in fresh memory means that the kernel caches by address. Wrong in both is a failure of the
         // other content, which is the problem that a cause then shows.
-        let Examined { kinds, fault, .. } = self.bench.judged(&alone, &known);
+        let Examined { kinds, errors, fault, .. } = self.bench.judged(&alone, &known);
         drop(known);
         let kinds = self.waived(kinds);
         if kinds.is_empty() {
             return Ok(Some((vec![FailureKind::Stale], None)));
         }
-        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault }))))
+        Ok(Some((kinds, Some(FailedProblem { label: dealt.label(), problem: alone, fault, errors }))))
     }
 
     /// Removes the failures at edges that the campaign allows.
@@ -343,21 +347,31 @@ impl<P: Subject> Round<'_, P> {
         kinds
     }
 
-    fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>) {
+    /// Notes a failure; `dealt` says that the last of the tried problems is the one.
+    fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>, dealt: bool) {
         self.failed += 1;
-        let first = failing.label.clone();
-        let bucket = self.buckets.entry(kind).or_insert_with(|| FailureGroup { cases: 0, first, kept: Vec::new() });
-        bucket.cases += 1;
-        bucket.kept.push(failing);
-        bucket.kept.sort_by_key(|failing| elements(&*failing.problem));
-        bucket.kept.truncate(KEPT);
+        let group = self.buckets.entry(kind.clone()).or_insert_with(|| FailureGroup::new(failing.label.clone()));
+        group.cases += 1;
+        if let Some((_, failed)) = self.trials.last_mut().filter(|_| dealt) {
+            *failed = true;
+            group.tried.push(self.trials.len() - 1);
+        }
+        if let Some((_, error)) = failing.errors.iter().find(|(of, _)| *of == kind)
+            && group.worst.as_ref().is_none_or(|(worst, _)| error > worst)
+        {
+            group.worst = Some((*error, failing.label.clone()));
+        }
+        group.kept.push(failing);
+        group.kept.sort_by_key(|failing| elements(&*failing.problem));
+        group.kept.truncate(KEPT);
     }
 
     fn finish(mut self) -> Result<schema::CampaignReport, CampaignError> {
         let campaign = self.campaign;
         // Explain the failures first, as that needs further calls of the kernel, and then split off the allowed
         // causes.
-        let found = Failures { buckets: std::mem::take(&mut self.buckets), passing: &self.passing };
+        let found =
+            Failures { buckets: std::mem::take(&mut self.buckets), passing: &self.passing, trials: &self.trials };
         let causes = cause::causes(campaign, found, &mut self.bench)?;
         let may_fail = |cause: &schema::FailureCause| {
             let unasked = campaign.deck.masked_garbage.is_none() && cause.gate == FailureKind::MaskedGarbage.name();

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore, WorstProblem};
 
 /// The number of mutants that are named; the others are only counted.
 const LISTED: usize = 3;
@@ -59,6 +59,8 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
         cases,
         first,
         problem,
+        worst,
+        in_common,
         like,
         diagnoses,
         computes,
@@ -77,6 +79,12 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
     };
     line("first", first);
     line("smallest", problem);
+    if let Some(WorstProblem { problem, error_over_limit }) = worst {
+        line("worst", &format!("{error_over_limit:.4} times the limit in {problem}"));
+    }
+    if let Some(property) = in_common {
+        line("common", property);
+    }
     if let Some(fault) = fault {
         line("fault", fault);
     }

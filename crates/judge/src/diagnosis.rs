@@ -25,7 +25,7 @@
 //! let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external")?)?;
 //! let causes = problem.diagnose(&reference, &candidate.lend(), &verdicts);
 //! assert!(causes.iter().any(|cause| cause.to_string() == "dlogits are 1.500000 times what they should be"));
-//! assert!(matches!(causes[..], [Diagnosis::ConstantFactor(_), ..]));
+//! assert!(matches!(causes[..], [Diagnosis::ConstantFactor { .. }, ..]));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -37,16 +37,40 @@ use super::U;
 use super::gate::Output;
 use super::judge::Verdict;
 use super::metric::half_ulp;
-use assay_core::problem::{Candidate, Dtype, FloatView};
+use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView};
 use assay_reference::Reference;
+use assay_schema::verdicts::Status;
 
 /// The likely cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Diagnosis {
     /// Only the target has a gradient: all other vocabulary entries are 0.
     OnlyTheTarget,
-    /// The gradient is the exact one times this factor.
-    ConstantFactor(f64),
+    /// The gradient is the exact one times a factor.
+    ConstantFactor {
+        /// The factor of dlogits.
+        dlogits: f64,
+        /// The factor of the loss, if there is a loss and its factor is not 1.
+        loss: Option<f64>,
+    },
+    /// Some vocabulary entries are wrong in every token that has a gradient, and all others are right.
+    Columns {
+        /// The first wrong entry.
+        first: usize,
+        /// The last wrong entry.
+        last: usize,
+        /// The number of entries `V`.
+        vocab: usize,
+        /// Whether dlogits are 0 there.
+        zero: bool,
+    },
+    /// All tokens of a sequence from some place on are wrong, and all before it are right.
+    Tokens {
+        /// The first wrong place `t`.
+        first: usize,
+        /// The number of tokens `T`.
+        tokens: usize,
+    },
     /// The errors are up to one ulp and all toward 0, as of truncation to this dtype.
     Truncated(Dtype),
     /// The values of an output are those of a narrower dtype than it is stored in.
@@ -61,7 +85,34 @@ impl fmt::Display for Diagnosis {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Diagnosis::OnlyTheTarget => write!(f, "only the target has a gradient: every other column of dlogits is 0"),
-            Diagnosis::ConstantFactor(factor) => write!(f, "dlogits are {factor:.6} times what they should be"),
+            Diagnosis::ConstantFactor { dlogits, loss } => {
+                write!(f, "dlogits are {dlogits:.6} times what they should be")?;
+                if let Some(loss) = loss {
+                    write!(f, ", the loss {loss:.6} times")?;
+                }
+                // A whole number of equal parts is most often divided by once too much, or summed over instead of averaged.
+                match integer(1.0 / dlogits) {
+                    Some(parts) => {
+                        write!(f, ": 1/{parts}, as of accumulation steps or ranks that divide once too much")
+                    }
+                    None => Ok(()),
+                }
+            }
+            Diagnosis::Columns { first, last, vocab, zero } => {
+                let wrong = if *zero { "0" } else { "wrong" };
+                write!(
+                    f,
+                    "dlogits of vocabulary entries {first} to {last} of {vocab} are {wrong}, all others are right: "
+                )?;
+                write!(f, "{}", if last + 1 == *vocab { "the last tile, or its mask" } else { "a tile or a shard" })
+            }
+            Diagnosis::Tokens { first, tokens } => {
+                write!(
+                    f,
+                    "dlogits of the tokens from t = {first} on, of {tokens}, are wrong, those before are right: "
+                )?;
+                write!(f, "the last block of tokens, or its mask")
+            }
             Diagnosis::Truncated(dtype) => {
                 write!(f, "every error of dlogits is toward 0, by up to one ulp: rounded to {dtype} by truncation. ")?;
                 write!(f, "Triton's interpreter does that, and GPUs do not")
@@ -80,6 +131,23 @@ impl fmt::Display for Diagnosis {
     }
 }
 
+impl Diagnosis {
+    /// Whether two diagnoses, of different problems, are one mistake: the same pattern, at places that depend on the problem.
+    pub fn is_like(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::ConstantFactor { dlogits: a, .. }, Self::ConstantFactor { dlogits: b, .. }) => {
+                (a - b).abs() < 1e-2 * a.abs()
+            }
+            (
+                Self::Columns { last, vocab, zero, .. },
+                Self::Columns { last: other_last, vocab: other_vocab, zero: other_zero, .. },
+            ) => zero == other_zero && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
+            (Self::Tokens { .. }, Self::Tokens { .. }) | (Self::NaiveSum(_), Self::NaiveSum(_)) => true,
+            _ => self == other,
+        }
+    }
+}
+
 /// Diagnoses the failures of a candidate on logits; empty if all verdicts passed.
 pub(super) fn diagnose_logits(
     reference: &Reference,
@@ -88,7 +156,14 @@ pub(super) fn diagnose_logits(
 ) -> Vec<Diagnosis> {
     let mut all: Vec<Diagnosis> = diagnose_tokens(reference, candidate, verdicts).into_iter().collect();
     if failed(verdicts, Output::Dlogits) {
-        all.extend(diagnose_dlogits(reference, &candidate.gradient));
+        let loss = candidate.loss.as_ref().map(FloatArray::value);
+        all.extend(diagnose_dlogits(reference, &candidate.gradient, loss));
+        // Values that are not finite are no pattern of numbers that are.
+        if verdicts.iter().any(|verdict| verdict.gate.output == Output::Dlogits && verdict.status == Status::Nonfinite)
+        {
+            all.retain(|diagnosis| !matches!(diagnosis, Diagnosis::ConstantFactor { .. }));
+        }
+        all.extend(diagnose_places(reference, &candidate.gradient));
     }
     all
 }
@@ -162,7 +237,7 @@ impl Pairs {
 }
 
 /// Diagnoses dlogits from the pattern of their errors over all tokens.
-fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diagnosis> {
+fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Option<f64>) -> Vec<Diagnosis> {
     let shape = reference.shape();
     let dtype = dlogits.dtype();
     let (mut others, mut targets) = (Pairs::default(), Pairs::default());
@@ -198,13 +273,63 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>) -> Vec<Diag
         && (factor - of_targets).abs() < 1e-2 * factor.abs()
         && (factor - 1.0).abs() > 4.0 * left.max(1e-6)
     {
-        all.push(Diagnosis::ConstantFactor(factor));
+        let of_loss = loss.map(|loss| loss / reference.loss()).filter(|of_loss| of_loss.is_finite());
+        let loss = of_loss.filter(|of_loss| (of_loss - 1.0).abs() > 1e-2);
+        all.push(Diagnosis::ConstantFactor { dlogits: factor, loss });
     }
     if matches!(dtype, Dtype::Bf16 | Dtype::F16) && beyond_half >= 8 && toward_zero {
         all.push(Diagnosis::Truncated(dtype));
     }
     all.extend(stored_wider(Output::Dlogits, dlogits));
     all
+}
+
+/// Returns the whole number from 2 on that `x` is, to within what a sum in f32 may be off by.
+fn integer(x: f64) -> Option<u32> {
+    let whole = x.round();
+    ((2.0..=4096.0).contains(&whole) && (x - whole).abs() < 1e-3 * whole).then_some(whole as u32)
+}
+
+/// The error of a value, as a share of it, from which on it is wrong beyond any rounding.
+const WRONG: f64 = 0.1;
+
+/// Diagnoses where dlogits are wrong: in a run of vocabulary entries, or from some token on.
+fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Diagnosis> {
+    let shape = reference.shape();
+    // For each entry and each place in a sequence whether any value is wrong, and whether any is right.
+    let (mut columns, mut places) = (vec![[false; 2]; shape.vocab], vec![[false; 2]; shape.tokens]);
+    let mut zero = true;
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        if !reference.has_gradient(token) {
+            continue;
+        }
+        let mut all_wrong = true;
+        for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
+            // What rounds to nothing is neither right nor wrong.
+            if half_ulp(x, dlogits.dtype()) > WRONG / 2.0 * x.abs() {
+                continue;
+            }
+            let wrong = !((y - x).abs() <= WRONG * x.abs());
+            columns[v][usize::from(!wrong)] = true;
+            all_wrong &= wrong;
+            zero &= !wrong || y == 0.0;
+        }
+        places[t][usize::from(!all_wrong)] = true;
+    }
+    let run = |marks: &[[bool; 2]]| {
+        let first = marks.iter().position(|[wrong, _]| *wrong)?;
+        let last = marks.iter().rposition(|[wrong, _]| *wrong)?;
+        // Within the run nothing is right; outside it something is, and nothing wrong.
+        let whole = marks[first..=last].iter().all(|[_, right]| !right);
+        let others = marks[..first].iter().chain(&marks[last + 1..]).any(|[_, right]| *right);
+        (whole && others).then_some((first, last))
+    };
+    if let Some((first, last)) = run(&columns) {
+        return Some(Diagnosis::Columns { first, last, vocab: shape.vocab, zero });
+    }
+    let (first, last) = run(&places)?;
+    (last + 1 == shape.tokens && first > 0).then_some(Diagnosis::Tokens { first, tokens: shape.tokens })
 }
 
 /// Finds the narrower dtype that all values of an output are of.

@@ -1,6 +1,6 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName, WorstProblem};
 use maud::{Markup, html};
 
 use super::number::clipped;
@@ -48,13 +48,33 @@ impl ReportPart for CampaignReport {
 }
 
 fn draw_cause(cause: &FailureCause) -> Markup {
-    let FailureCause { gate, cases, first, problem, like, diagnoses, computes, verdict, fault, repro, .. } = cause;
+    let FailureCause {
+        gate,
+        cases,
+        first,
+        problem,
+        worst,
+        in_common,
+        like,
+        diagnoses,
+        computes,
+        verdict,
+        fault,
+        repro,
+        ..
+    } = cause;
     let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
     html! {
         h3 { (clipped(gate)) }
         p.lead { (cases) " problems, the smallest " (clipped(problem)) }
         div.scroll { table { tbody {
             (line("first", first))
+            @if let Some(WorstProblem { problem, error_over_limit }) = worst {
+                (line("worst", &format!("{error_over_limit:.4} times the limit in {problem}")))
+            }
+            @if let Some(property) = in_common {
+                (line("common", property))
+            }
             @for MutantName { mutant, does } in like { (line("like", &format!("{mutant}: {does}"))) }
             @for diagnosis in diagnoses { (line("likely", diagnosis)) }
             @for names in computes { (line("computes", &format!("the numbers of {}", names.join(", which is ")))) }

@@ -57,6 +57,12 @@ pub struct FailureCause {
     pub first: String,
     /// The smallest problem that failed so: extents and dtype.
     pub problem: String,
+    /// The problem that failed worst; `None` where no error has a limit.
+    #[serde(default)]
+    pub worst: Option<WorstProblem>,
+    /// What all of the problems have in common, and none that passed; `None` if nothing is known of the kind.
+    #[serde(default)]
+    pub in_common: Option<String>,
     /// The mutants that fail alike.
     pub like: Vec<MutantName>,
     /// The likely causes, from the pattern of the errors.
@@ -73,6 +79,15 @@ pub struct FailureCause {
     pub signal: Option<i32>,
     /// The file with the smallest problem.
     pub repro: Option<String>,
+}
+
+/// The problem of a cause with the largest error / limit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorstProblem {
+    /// The problem in words.
+    pub problem: String,
+    /// The error / limit.
+    pub error_over_limit: f64,
 }
 
 /// The name of a mutant, and its bug.

@@ -69,6 +69,19 @@ const TURNS: [DeckContent; 25] = {
 };
 
 impl DeckContent {
+    /// All contents, in the order of their declaration.
+    pub(crate) const ALL: [Self; 9] = [
+        Self::Drawn,
+        Self::EveryTokenCounts,
+        Self::EndsCount,
+        Self::MaskedGarbage,
+        Self::FarColumn,
+        Self::RatiosAtBounds,
+        Self::FarRatios,
+        Self::ZeroAdvantages,
+        Self::NoTokenCounts,
+    ];
+
     /// The content of problem `index`.
     pub(super) fn in_turn(index: u64) -> Self {
         // The third of the places that has it moves along, so that it meets every dtype where there are three.

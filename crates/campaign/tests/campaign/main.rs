@@ -1,5 +1,6 @@
 //! Campaigns before kernels that are right, and before kernels that are wrong in known ways.
 
+mod causes;
 mod computes;
 mod deck;
 mod finds;

@@ -54,7 +54,7 @@ fn only_the_target_is_named() {
 fn constant_factor_is_measured() {
     let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
     let said = diagnosed(&problem, |candidate, _| change(candidate, |_, x| x * 0.9375));
-    let [Diagnosis::ConstantFactor(factor)] = said[..] else { panic!("{said:?}") };
+    let [Diagnosis::ConstantFactor { dlogits: factor, loss: None }] = said[..] else { panic!("{said:?}") };
     assert!((factor - 0.9375).abs() < 1e-6, "{factor}");
 }
 

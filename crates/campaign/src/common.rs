@@ -1,0 +1,118 @@
+//! What the problems on which a kernel failed have in common, and those that it passed do not.
+
+use std::rc::Rc;
+
+use assay_core::problem::Dtype;
+use assay_judge::generate::Recipe;
+
+use crate::deck::{DealtHead, DealtRecipe, DeckContent};
+
+/// Problems that must have failed, and passed, before they are compared.
+const FEW: usize = 3;
+
+/// A property of a problem, in words.
+type Property = (String, Box<dyn Fn(&DealtRecipe) -> bool>);
+
+/// A property of all failing problems, which few passing ones have.
+#[derive(Clone)]
+pub(crate) struct CommonProperty {
+    /// The property in words: `V mod 8192 = 0`.
+    pub(crate) words: String,
+    /// The number of passing problems that have it, such as those without a gradient.
+    pub(crate) passing: usize,
+    holds: Rc<dyn Fn(&DealtRecipe) -> bool>,
+}
+
+impl CommonProperty {
+    /// Returns the property that all failing problems have and the fewest passing ones, the plainest of several; `None` if many
+    /// passing ones have each, or there are too few problems to tell.
+    pub(crate) fn find(failing: &[&DealtRecipe], passing: &[&DealtRecipe]) -> Option<Self> {
+        if failing.len() < FEW || passing.len() < FEW {
+            return None;
+        }
+        let shared = properties().into_iter().filter(|(_, holds)| failing.iter().all(|dealt| holds(dealt)));
+        let counted = shared.map(|(words, holds)| {
+            let passing = passing.iter().filter(|dealt| holds(dealt)).count();
+            Self { words, passing, holds: holds.into() }
+        });
+        counted.min_by_key(|property| property.passing).filter(|property| 3 * property.passing <= failing.len())
+    }
+
+    /// Whether the property holds for each of some problems.
+    pub(crate) fn holds_for(
+        &self,
+        mut problems: impl Iterator<Item = impl std::ops::Deref<Target = DealtRecipe>>,
+    ) -> bool {
+        problems.all(|dealt| (self.holds)(&dealt))
+    }
+}
+
+/// The properties that are tried. A bound is between the sizes that a deck deals, so the first that fits is the tightest.
+fn properties() -> Vec<Property> {
+    let mut all: Vec<Property> = Vec::new();
+    let mut add = |words: String, holds: Box<dyn Fn(&DealtRecipe) -> bool>| all.push((words, holds));
+    for dtype in Dtype::KERNEL {
+        add(format!("{dtype} only"), Box::new(move |dealt| dealt.recipe.dtype == dtype));
+    }
+    for content in DeckContent::ALL {
+        if let Some(words) = content.words() {
+            add(words.into(), Box::new(move |dealt| dealt.content == content));
+        }
+    }
+    for regime in assay_judge::generate::Regime::ALL {
+        add(format!("regime {regime}"), Box::new(move |dealt| dealt.recipe.regime == regime));
+    }
+    add("B > 1".into(), Box::new(|dealt| batch(dealt) > 1));
+    add("T > 1".into(), Box::new(|dealt| tokens(dealt) > 1));
+    for tile in [8, 16, 32, 64, 128, 256] {
+        add(format!("B > {tile}"), Box::new(move |dealt| batch(dealt) > tile));
+        add(
+            format!("T > {tile} and T mod {tile} ≠ 0"),
+            Box::new(move |dealt| tokens(dealt) > tile && tokens(dealt) % tile != 0),
+        );
+        add(format!("T mod {tile} ≠ 0"), Box::new(move |dealt| tokens(dealt) % tile != 0));
+        add(format!("T > {tile}"), Box::new(move |dealt| tokens(dealt) > tile));
+        add(format!("H > {tile}"), Box::new(move |dealt| hidden(dealt) > tile));
+        add(format!("H mod {tile} ≠ 0"), Box::new(move |dealt| hidden(dealt) % tile != 0));
+    }
+    for tile in (3..18).map(|power| 1_usize << power) {
+        add(format!("V mod {tile} = 0"), Box::new(move |dealt| vocab(dealt).is_multiple_of(tile)));
+        add(format!("V mod {tile} = 1"), Box::new(move |dealt| vocab(dealt) > tile && vocab(dealt) % tile == 1));
+        add(format!("V mod {tile} ≠ 0"), Box::new(move |dealt| !vocab(dealt).is_multiple_of(tile)));
+        add(format!("V > {tile}"), Box::new(move |dealt| vocab(dealt) > tile));
+        add(
+            format!("V > {tile} and V mod {tile} ≠ 0"),
+            Box::new(move |dealt| vocab(dealt) > tile && vocab(dealt) % tile != 0),
+        );
+        for dtype in Dtype::KERNEL {
+            add(
+                format!("{dtype} and V > {tile}"),
+                Box::new(move |dealt| dealt.recipe.dtype == dtype && vocab(dealt) > tile),
+            );
+        }
+    }
+    for rows in [32, 64, 128, 132, 256, 1_024, 65_535] {
+        add(format!("B·T > {rows}"), Box::new(move |dealt| batch(dealt) * tokens(dealt) > rows));
+        add(
+            format!("B·T > {rows} and V > 1024"),
+            Box::new(move |dealt| batch(dealt) * tokens(dealt) > rows && vocab(dealt) > 1_024),
+        );
+    }
+    all
+}
+
+fn batch(dealt: &DealtRecipe) -> usize {
+    dealt.recipe.shape[0]
+}
+
+fn tokens(dealt: &DealtRecipe) -> usize {
+    dealt.recipe.shape[1]
+}
+
+fn vocab(DealtRecipe { recipe: Recipe { shape: [_, _, vocab], .. }, .. }: &DealtRecipe) -> usize {
+    *vocab
+}
+
+fn hidden(dealt: &DealtRecipe) -> usize {
+    dealt.head.map_or(0, |DealtHead { hidden, .. }| hidden)
+}

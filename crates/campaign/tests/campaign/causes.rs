@@ -1,0 +1,180 @@
+//! What a cause says of the problems that failed: they fail, what they have in common, and what is wrong in them.
+
+use std::sync::Arc;
+
+use assay_campaign::{Campaign, Fault, LocalKernel};
+use assay_core::problem::{Candidate, FloatArray, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::tolerance::{Grade, Limits};
+use assay_judge::trial::Known;
+use assay_native::Native;
+use assay_schema::campaign::{CampaignReport, FailureCause};
+
+use crate::finds::{Does, campaign, right, run, trl};
+
+/// The report on a kernel that changes the outputs of a right one.
+fn report(campaign: &Campaign, change: impl Fn(&Problem, &mut Candidate)) -> CampaignReport {
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(spec, problem);
+        change(problem, &mut candidate);
+        Ok(candidate)
+    };
+    run(campaign, &mut Does(kernel))
+}
+
+fn scale_dlogits(candidate: &mut Candidate, factor: impl Fn((usize, usize, usize)) -> f64) {
+    let dtype = candidate.gradient.dtype();
+    let mut values = candidate.gradient.to_f64();
+    values.indexed_iter_mut().for_each(|(at, x)| *x *= factor(at));
+    candidate.gradient = FloatArray::rounded_from(&values, dtype);
+}
+
+fn diagnoses(report: &CampaignReport) -> Vec<&str> {
+    report.causes.iter().flat_map(|cause| &cause.diagnoses).map(String::as_str).collect()
+}
+
+#[test]
+fn factor_of_loss_and_dlogits_survives_shrinking() {
+    for shrink in [false, true] {
+        let campaign = Campaign { shrink, ..campaign(trl(), 24) };
+        let found = report(&campaign, |_, candidate| {
+            scale_dlogits(candidate, |_| 0.25);
+            let loss = candidate.loss.as_ref().unwrap();
+            candidate.loss = Some(FloatArray::rounded_from(&ndarray::arr0(loss.value() / 4.0), loss.dtype()));
+        });
+        let expected = "times what they should be, the loss 0.250000 times: 1/4, as of accumulation steps";
+        assert!(
+            diagnoses(&found).iter().any(|text| text.contains(expected)),
+            "{shrink}: {}",
+            assay_campaign::text(&found)
+        );
+    }
+}
+
+#[test]
+fn common_property_and_columns_of_a_lost_tile_are_told() {
+    let found = report(&campaign(trl(), 200), |problem, candidate| {
+        let vocab = problem.shape().vocab;
+        if vocab.is_multiple_of(8_192) {
+            scale_dlogits(candidate, |(_, _, v)| if v >= vocab - 8_192 / 2 { 0.0 } else { 1.0 });
+        }
+    });
+    let of_dlogits: Vec<&FailureCause> =
+        found.causes.iter().filter(|cause| cause.gate.starts_with("dlogits")).collect();
+    assert!(
+        of_dlogits
+            .iter()
+            .any(|cause| cause.in_common.as_deref().is_some_and(|words| words.starts_with("V mod 8192 = 0,"))),
+        "{}",
+        assay_campaign::text(&found)
+    );
+    assert!(
+        diagnoses(&found).iter().any(|text| text.contains("are 0, all others are right: the last tile")),
+        "{}",
+        assay_campaign::text(&found)
+    );
+}
+
+#[test]
+fn common_property_and_tokens_of_a_lost_tail_are_told() {
+    let found = report(&campaign(trl(), 200), |problem, candidate| {
+        let tokens = problem.shape().tokens;
+        if tokens > 32 && tokens % 32 != 0 {
+            scale_dlogits(candidate, |(_, t, _)| if t >= tokens / 32 * 32 { 0.0 } else { 1.0 });
+        }
+    });
+    let told = |cause: &FailureCause| {
+        cause.in_common.as_deref().is_some_and(|words| words.starts_with("T > 32 and T mod 32 ≠ 0,"))
+    };
+    assert!(found.causes.iter().any(told), "{}", assay_campaign::text(&found));
+    assert!(
+        diagnoses(&found).iter().any(|text| text.contains("the last block of tokens")),
+        "{}",
+        assay_campaign::text(&found)
+    );
+}
+
+/// A kernel that is wrong where the number of counting tokens is a multiple of 7 passes some problems and fails their other content.
+#[test]
+fn cause_shows_a_problem_that_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrong = |problem: &Problem, candidate: &mut Candidate| {
+        let count = problem.mask.iter().filter(|counts| **counts).count();
+        if count > 0 && count % 7 == 0 {
+            scale_dlogits(candidate, |_| 2.0);
+        }
+    };
+    for seed in 0..4 {
+        let mut campaign = Campaign { repros: Some(folder.path().into()), shrink: false, ..campaign(trl(), 40) };
+        campaign.deck.seed = seed;
+        let found = report(&campaign, wrong);
+        assert!(!found.causes.is_empty());
+        for cause in &found.causes {
+            let file = assay_fixture::ProblemFile::open(cause.repro.as_ref().unwrap()).unwrap();
+            let problem = file.problem("logits", file.old_logp_names().first().copied()).unwrap();
+            let (spec, limits) = (trl(), Limits::external(Grade::Standard));
+            let mut candidate = right(&spec, &problem);
+            wrong(&problem, &mut candidate);
+            let verdicts = Known::of(&spec, &problem).unwrap().verdicts(&candidate.lend(), &limits).unwrap();
+            assert!(verdicts.iter().any(|verdict| !verdict.passed()), "seed {seed}: {cause:#?}");
+        }
+        std::fs::remove_dir_all(folder.path()).unwrap();
+    }
+}
+
+/// What a kernel leaves in logp under the mask hides no name.
+#[test]
+fn names_do_not_depend_on_masked_logp() {
+    let mut spec = assay_core::spec::LossSpec { objective: trl().objective, ..trl() };
+    spec.temperature = 0.7.into();
+    let forgotten = LossSpec { temperature: 1.0.into(), ..spec.clone() };
+    let mut names = Vec::new();
+    for left in [0.0, -3.25] {
+        let kernel = |_: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+            let mut candidate = right(&forgotten, problem);
+            let logp = candidate.logp.as_mut().unwrap();
+            let mut values = logp.to_f64();
+            values.indexed_iter_mut().filter(|(at, _)| !problem.mask[*at]).for_each(|(_, x)| *x = left);
+            *logp = FloatArray::rounded_from(&values, logp.dtype());
+            Ok(candidate)
+        };
+        let found = run(&campaign(spec.clone(), 60), &mut Does(kernel));
+        names.push(found.causes.iter().map(|cause| cause.like.clone()).collect::<Vec<_>>());
+    }
+    assert_eq!(names[0], names[1]);
+    assert!(names[0].iter().flatten().any(|name| name.mutant.contains("temperature")), "{names:?}");
+}
+
+#[test]
+fn interrupted_campaign_has_not_passed() {
+    let native = Native::default();
+    let mut left = 3;
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| {
+        left -= 1;
+        if left == 0 { Err(Fault::Interrupted) } else { Ok(right(spec, problem)) }
+    };
+    let found = run(&campaign(trl(), 40), &mut Does(kernel));
+    assert!(!found.passed && found.causes.is_empty() && found.tried > 0, "{}", assay_campaign::text(&found));
+    assert!(run(&campaign(trl(), 40), &mut LocalKernel::<Problem>(&native)).passed);
+}
+
+/// Under a mask that hides garbage a kernel that multiplies by it is noted, and fails where that is asked for.
+#[test]
+fn garbage_under_the_mask_is_noted_and_fails_where_it_is_asked_for() {
+    let change = |problem: &Problem, candidate: &mut Candidate| {
+        for ((b, t), counts) in problem.mask.indexed_iter() {
+            if !counts && problem.logits.row(b, t)[0].is_nan() {
+                candidate.gradient.fill_row(b, t, f64::NAN);
+            }
+        }
+    };
+    let mut asked = campaign(trl(), 40);
+    let noted = report(&asked, change);
+    assert!(noted.passed && noted.failed > 2, "{}", assay_campaign::text(&noted));
+    assert_eq!(noted.allowed.iter().map(|cause| cause.gate.as_str()).collect::<Vec<_>>(), ["masked-garbage"]);
+    asked.deck.masked_garbage = Some(true);
+    assert!(!report(&asked, change).passed);
+    asked.deck.masked_garbage = Some(false);
+    let spared = report(&asked, change);
+    assert!(spared.passed && spared.failed == 0);
+}
