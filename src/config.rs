@@ -6,13 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use crate::fixture::ProblemFile;
 use crate::problem::ProblemError;
 use crate::spec::LossSpec;
 use crate::text::one_line;
-
-/// The metadata key under which a generated problem carries its spec, as JSON.
-pub const SPEC_KEY: &str = "spec";
 
 /// No settings file is longer; a larger one is something else.
 const LONGEST: u64 = 1 << 20;
@@ -87,20 +83,6 @@ pub fn spec_notes(path: Option<&Path>) -> Result<Vec<String>, ConfigError> {
     let fields: serde_json::Map<String, serde_json::Value> = read(path)?;
     let old = LossSpec::OLD_KEYS.into_iter().filter(|(old, _)| fields.contains_key(*old));
     Ok(old.map(|(old, new)| format!("`{old}` is the old name of `{new}`")).collect())
-}
-
-/// Returns the spec that a generated problem's file contains, if it has one.
-///
-/// # Errors
-/// [`ConfigError::Invalid`] if the spec is malformed.
-pub fn spec_within(file: &ProblemFile) -> Result<Option<LossSpec>, ConfigError> {
-    let parse = |json: &String| {
-        serde_json::from_str(json).map_err(|error| ConfigError::Invalid {
-            path: file.file().path().into(),
-            reason: format!("metadata `{SPEC_KEY}`: {}", one_line(&error.to_string())),
-        })
-    };
-    file.metadata().get(SPEC_KEY).map(parse).transpose()
 }
 
 /// Returns options under which an error gives the parser's message and its line, as the message does not name the

@@ -29,6 +29,7 @@ pub use assay_pjrt::{compile_worker, exported, runtime, xla};
 pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;
+pub use assay_replay as replay;
 pub use assay_report as report;
 pub use assay_schema as schema;
 pub use assay_suites as suites;

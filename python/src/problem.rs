@@ -16,8 +16,7 @@ use crate::outputs::Returned;
 use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
 use assay::campaign::{Deck, Subject, simplify};
-use assay::config::{SPEC_KEY, spec_within};
-use assay::fixture::{ProblemFile, verify, write_problem};
+use assay::fixture::{ProblemFile, SPEC_KEY, verify, write_problem};
 use assay::judge::generate::RecipeError;
 use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemShape, Sequences, with_others};
 
@@ -489,7 +488,7 @@ pub(crate) fn load(
     let read = error::apart(py, || -> Result<_, String> {
         verify(&path).map_err(|reason| reason.to_string())?;
         let file = ProblemFile::open(&path).map_err(|reason| reason.to_string())?;
-        let within = || spec_within(&file).map_err(|reason| reason.to_string());
+        let within = || file.spec().map_err(|reason| reason.to_string());
         let spec = match spec {
             Some(spec) => spec,
             None => within()?.map(Spec::from_loss).ok_or_else(|| {

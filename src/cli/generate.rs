@@ -9,8 +9,7 @@ use serde::Serialize;
 use super::head_choice::{AnyRecipe, HeadChoice};
 use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, one_of};
-use crate::config;
-use crate::fixture::write_problem;
+use crate::fixture::{SPEC_KEY, write_problem};
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
@@ -85,7 +84,7 @@ impl GenerateCommand {
         };
         let recipe = self.head.recipe(self.shape, recipe)?;
         let metadata = BTreeMap::from([
-            (config::SPEC_KEY.to_string(), json(&spec)),
+            (SPEC_KEY.to_string(), json(&spec)),
             ("recipe".to_string(), json(&recipe)),
             ("generator".to_string(), format!("grpo-assay {}", env!("CARGO_PKG_VERSION"))),
         ]);

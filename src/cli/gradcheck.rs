@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::problem_choice::AnyProblem;
-use super::standards::CandidateStandards;
+use super::standards::StandardsChoice;
 use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::BenchCase;
 use crate::config;
@@ -26,7 +26,7 @@ pub(super) struct GradcheckCommand {
     #[command(flatten)]
     plugin: PluginChoice,
     #[command(flatten)]
-    standards: CandidateStandards,
+    standards: StandardsChoice,
     #[command(flatten)]
     printing: Printing,
 }
@@ -74,7 +74,7 @@ impl GradcheckCommand {
         let command = format!("assay gradcheck --config {}{}", self.config.display(), self.standards.options());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
-        for verdict in self.standards.judge(&known, &outcome, implementation.class())? {
+        for verdict in self.standards.standards().judge(&known, &outcome, implementation.class())? {
             if verdict.status.failed() {
                 super::print(&format!("{}\n", known.explain(&verdict, implementation.id(), &command)))?;
             }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::problem_choice::{AnyProblem, Within};
-use super::standards::CandidateStandards;
+use super::standards::StandardsChoice;
 use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
 use crate::fixture::{StoredCandidate, StoredGradient, extra_tensors, read_stored};
@@ -36,7 +36,7 @@ pub(super) struct JudgeCommand {
     #[arg(long, value_name = "CANDIDATE.safetensors", required_unless_present = "suite")]
     candidate: Option<PathBuf>,
     #[command(flatten)]
-    standards: CandidateStandards,
+    standards: StandardsChoice,
     #[command(flatten)]
     printing: Printing,
 }
@@ -66,7 +66,7 @@ struct JudgedCandidate {
     problem: PathBuf,
     within: Within,
     candidate: PathBuf,
-    standards: CandidateStandards,
+    standards: StandardsChoice,
     printing: Printing,
 }
 
@@ -86,7 +86,7 @@ impl JudgedCandidate {
         // listed as not checked.
         let (verdicts, diagnoses, mut ignored) = match candidate {
             StoredCandidate::Whole(candidate) => {
-                let verdicts = self.standards.judge(&known, candidate, EXTERNAL)?;
+                let verdicts = self.standards.standards().judge(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
                 let mut diagnoses: Vec<String> = diagnoses.iter().map(ToString::to_string).collect();
                 // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error.
@@ -96,7 +96,7 @@ impl JudgedCandidate {
                 (verdicts, diagnoses, absent(candidate))
             }
             StoredCandidate::Forward(candidate) => {
-                let verdicts = self.standards.judge_forward(&known, candidate, EXTERNAL)?;
+                let verdicts = self.standards.standards().judge_forward(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose_forward(&known.reference, candidate, &verdicts);
                 let gradients = P::Gradient::TENSORS.iter().map(|name| lacking(name));
                 (

@@ -66,6 +66,7 @@ use crate::judge::tolerance::ToleranceError;
 use crate::problem::ProblemError;
 #[cfg(feature = "train")]
 use crate::record::RecordError;
+use crate::replay::ReplayError;
 use crate::report::InputError;
 use crate::schema::CommandOutput;
 use crate::spec::presets::PresetError;
@@ -234,6 +235,8 @@ enum CliError {
     Campaign(#[from] CampaignError),
     #[error(transparent)]
     Preset(#[from] PresetError),
+    #[error(transparent)]
+    Replay(#[from] ReplayError),
     #[error(transparent)]
     Input(#[from] InputError),
     #[cfg(feature = "train")]

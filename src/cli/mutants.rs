@@ -9,7 +9,6 @@ use clap::Args;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, Printing};
-use crate::config;
 use crate::fixture::{ProblemFile, manifest_files, verify};
 use crate::judge::recorded::recorded_spec;
 use crate::judge::report;
@@ -188,7 +187,7 @@ fn for_each_case(path: &Path, mut run: impl FnMut(MutantCase)) -> Result<(), Cli
     verify(path)?;
     let file = ProblemFile::open(path)?;
     // A generated file carries its spec; a recorded one has the loss that recorded scalars belong to.
-    let spec = config::spec_within(&file)?.unwrap_or_else(recorded_spec);
+    let spec = file.spec()?.unwrap_or_else(recorded_spec);
     let old_logps: Vec<Option<&str>> = match file.old_logp_names() {
         names if spec.reads_old_logp() => names.into_iter().map(Some).collect(),
         _ => vec![None],

@@ -14,7 +14,7 @@ use super::generate::json;
 use super::{CliError, Passed, Printing};
 use crate::campaign::panel::{self, ExpectedOutcome, KernelOutcome, PanelCell, PanelDeck, Panelist};
 use crate::config;
-use crate::fixture::{write_candidate, write_problem};
+use crate::fixture::{SPEC_KEY, write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
 use crate::worker::{Worker, WorkerLaunch};
@@ -234,7 +234,7 @@ fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
             write_candidate(path(name), &candidate, &about)?;
         }
         let (spec, recipe) = (json(&case.spec), json(&case.recipe));
-        let metadata = [(config::SPEC_KEY.to_string(), spec), ("recipe".to_string(), recipe)];
+        let metadata = [(SPEC_KEY.to_string(), spec), ("recipe".to_string(), recipe)];
         write_problem(path("problem"), &problem, &metadata.into())?;
     }
     Ok(Passed::Yes)

@@ -96,7 +96,7 @@ impl Within {
         if let Some(spec) = config::read_spec(self.spec.as_deref())? {
             return Ok(spec);
         }
-        config::spec_within(file)?.ok_or_else(|| {
+        file.spec()?.ok_or_else(|| {
             let reason = "metadata `spec`: not in the file, expected --spec FILE to say which loss is meant".into();
             CliError::Config { path: path.into(), reason }
         })

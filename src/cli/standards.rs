@@ -1,20 +1,15 @@
-//! [`CandidateStandards`]: the options that choose the grade and the edges that a candidate is held to.
+//! [`StandardsChoice`]: the options that choose the grade and the edges that a candidate is held to.
 
 use clap::Args;
 
-use super::CliError;
 use super::check::CampaignStandards;
 use crate::judge::gate::Edge;
-use crate::judge::judge::Verdict;
-use crate::judge::judgeable::Judgeable;
-use crate::judge::tolerance::Limits;
-use crate::judge::trial::Known;
-use crate::problem::Candidate;
+use crate::judge::standards::CandidateStandards;
 use crate::schema::verdicts::Grade;
 
-/// The standards that a candidate is held to.
-#[derive(Args, Clone, Default)]
-pub(super) struct CandidateStandards {
+/// The options that choose [`CandidateStandards`].
+#[derive(Args)]
+pub(super) struct StandardsChoice {
     /// Accuracy to demand: `standard`, as textbook formulas are, carefully evaluated in f32; `exact`, with every
     /// avoidable cancellation avoided. Kernels of others are held to `standard` if none is given, this project's own to
     /// `exact`
@@ -25,32 +20,10 @@ pub(super) struct CandidateStandards {
     allow: Vec<Edge>,
 }
 
-impl CandidateStandards {
-    /// Judges `outcome`, of an implementation of `class`.
-    pub(super) fn judge<P: Judgeable>(
-        &self,
-        known: &Known<P>,
-        outcome: &Candidate<P::Gradient>,
-        class: &str,
-    ) -> Result<Vec<Verdict>, CliError> {
-        let verdicts = known.verdicts(&outcome.lend(), &self.limits(class)?)?;
-        Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
-    }
-
-    /// Judges `outcome`, which has no gradient.
-    pub(super) fn judge_forward<P: Judgeable>(
-        &self,
-        known: &Known<P>,
-        outcome: &Candidate<()>,
-        class: &str,
-    ) -> Result<Vec<Verdict>, CliError> {
-        let verdicts = known.verdicts_of_forward(outcome, &self.limits(class)?)?;
-        Ok(verdicts.into_iter().map(|verdict| verdict.waive(&self.allow)).collect())
-    }
-
-    fn limits(&self, class: &str) -> Result<Limits<'static>, CliError> {
-        let limits = Limits::for_class(class)?;
-        Ok(self.grade.map_or(limits, |grade| limits.at(grade)))
+impl StandardsChoice {
+    /// Returns the standards that were chosen.
+    pub(super) fn standards(&self) -> CandidateStandards {
+        CandidateStandards { grade: self.grade, allow: self.allow.clone() }
     }
 
     /// Returns the same standards for a campaign of many problems.

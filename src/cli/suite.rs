@@ -14,7 +14,7 @@ use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
 use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
-use crate::fixture::{StoredGradient, read_candidate, write_problem};
+use crate::fixture::{SPEC_KEY, StoredGradient, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
@@ -86,7 +86,7 @@ impl SuiteCommand {
         for index in 0..deck.cases {
             let Some((recipe, problem)) = deck.problem::<P>(index, spec)? else { continue };
             let metadata = [
-                (config::SPEC_KEY.to_string(), json(spec)),
+                (SPEC_KEY.to_string(), json(spec)),
                 ("recipe".to_string(), json(&recipe)),
                 ("generator".to_string(), version()),
             ];

@@ -60,6 +60,10 @@ fn crates_stand_on_what_they_may() {
     }
     let programs = tree("normal,build", &["--package", "assay-programs"]);
     assert_eq!(any(&programs, &[&FOREIGN[..], &["libloading"]].concat()), Vec::<&str>::new());
+    for engine in ["assay-campaign", "assay-replay"] {
+        let names = tree("normal", &["--package", engine]);
+        assert_eq!(any(&names, &["clap"]), Vec::<&str>::new(), "{engine} is asked by commands, and parses nothing");
+    }
     let binary = tree("normal", &["--package", "grpo-assay"]);
     let of_tests = ["assay-mosaic-interpreter", "assay-ptx-interpreter", "assay-testkit", "proptest-macro"];
     assert_eq!(any(&binary, &of_tests), Vec::<&str>::new());

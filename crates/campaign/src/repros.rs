@@ -4,13 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use assay_core::spec::LossSpec;
-use assay_fixture::{FixtureError, write_problem};
+use assay_fixture::{FixtureError, SPEC_KEY, write_problem};
 
 use crate::campaign::CampaignError;
 use crate::subject::Subject;
-
-/// The metadata key under which a problem's file carries its spec, as JSON.
-pub(crate) const SPEC_KEY: &str = "spec";
 
 /// Writes a problem that failed. The name of the file depends on the cause and the extents only, so that a later
 /// campaign overwrites it.

@@ -21,7 +21,7 @@ use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
 use crate::kernel::{Fault, KernelUnderTest};
-use crate::repros::{SPEC_KEY, files};
+use crate::repros::files;
 use crate::subject::Subject;
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
@@ -156,11 +156,7 @@ impl<P: Subject> Round<'_, P> {
             }
             let file = ProblemFile::open(&path)?;
             // A folder may hold problems of other losses, whose limits would not apply.
-            let of_this_spec = file
-                .metadata()
-                .get(SPEC_KEY)
-                .and_then(|spec| serde_json::from_str::<LossSpec>(spec).ok())
-                .is_some_and(|spec| spec == self.campaign.spec);
+            let of_this_spec = file.spec().is_ok_and(|spec| spec.as_ref() == Some(&self.campaign.spec));
             let old_logp = file.old_logp_names().first().copied();
             let problem = if of_this_spec { P::read(&file, old_logp)? } else { None };
             let as_dealt = |problem: &P| problem.which_sequences().packed().is_some() == self.campaign.deck.packed;

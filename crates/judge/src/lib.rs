@@ -47,6 +47,7 @@ pub mod packed;
 mod quantile;
 pub mod recorded;
 pub mod report;
+pub mod standards;
 pub mod summary;
 pub mod tolerance;
 pub mod trial;
