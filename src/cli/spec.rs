@@ -5,16 +5,16 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::spec_choice::LossOptions;
 use super::{CliError, Passed, Printing};
 use crate::config;
-use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, PresetOptions, WeightShape};
+use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, WeightShape};
 use crate::spec::{AdvantageLevel, LossSpec};
 
 #[derive(Args)]
 pub(super) struct SpecCommand {
-    /// Options of the project's, such as `loss_type=grpo` or `policy_loss.loss_mode=gspo`
-    #[arg(value_name = "NAME=VALUE", requires = "preset")]
-    options: Vec<String>,
+    #[command(flatten)]
+    options: LossOptions,
     /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
@@ -72,12 +72,13 @@ struct DescribedSpec<'s> {
 impl SpecCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let Some(name) = &self.preset else {
+            self.options.expect_none()?;
             let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
             let notes = config::spec_notes(self.file.as_deref())?;
             return self.show(None, &PresetLoss { spec, function: "", without_effect: Vec::new(), notes });
         };
         let preset: Preset = name.parse()?;
-        let options = PresetOptions::from_pairs(&self.options)?;
+        let options = self.options.read()?;
         self.show(Some(preset), &presets::spec(preset, self.function.as_deref(), &options, &self.batch.given())?)
     }
 

@@ -23,23 +23,55 @@ pub(super) struct SpecChoice {
     /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
     #[arg(long, value_name = "NAME")]
     preset: Option<Preset>,
-    /// An option of that project's, such as `loss_type=grpo`
-    #[arg(long = "option", value_name = "NAME=VALUE", requires = "preset")]
-    options: Vec<String>,
+    #[command(flatten)]
+    options: LossOptions,
+}
+
+/// The options of a project's loss, in two forms that mean the same.
+#[derive(Args)]
+pub(super) struct LossOptions {
+    /// Options of the project that `--preset` names, such as `loss_type=grpo` or `policy_loss.loss_mode=gspo`
+    #[arg(value_name = "NAME=VALUE")]
+    words: Vec<String>,
+    /// One such option, as `--option NAME=VALUE`. Of an option that is given twice the last value counts, words before `--option`
+    #[arg(long = "option", value_name = "NAME=VALUE")]
+    named: Vec<String>,
+}
+
+impl LossOptions {
+    /// Returns the pairs `name=value` of both forms, the words first.
+    fn pairs(&self) -> Vec<String> {
+        [&self.words[..], &self.named].concat()
+    }
+
+    /// Returns the options of a project's loss.
+    pub(super) fn read(&self) -> Result<PresetOptions, CliError> {
+        Ok(PresetOptions::from_pairs(&self.pairs())?)
+    }
+
+    /// Refuses options if no project is named that could have them.
+    pub(super) fn expect_none(&self) -> Result<(), CliError> {
+        self.pairs().first().map_or(Ok(()), |given| {
+            let expected = "expected --preset NAME with it, the project that has this option";
+            Err(CliError::Usage(format!("NAME=VALUE: got `{given}` and no --preset, {expected}")))
+        })
+    }
 }
 
 impl SpecChoice {
     pub(super) fn read(&self) -> Result<LossSpec, CliError> {
+        if self.preset.is_none() {
+            self.options.expect_none()?;
+        }
         if self.logp {
             return Ok(LossSpec { ids_per_token: self.ids_per_token, ..LossSpec::from_cotangents(true) });
         }
         let Some(preset) = self.preset else { return Ok(config::read_spec(self.spec.as_deref())?.unwrap_or_default()) };
-        let options = PresetOptions::from_pairs(&self.options)?;
-        Ok(presets::spec(preset, None, &options, &BatchInputs::default())?.spec)
+        Ok(presets::spec(preset, None, &self.options.read()?, &BatchInputs::default())?.spec)
     }
 
     /// The project and its options, where the loss is one's.
     pub(super) fn project(&self) -> Option<(Preset, Vec<String>)> {
-        Some((self.preset?, self.options.clone()))
+        Some((self.preset?, self.options.pairs()))
     }
 }

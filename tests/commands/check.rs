@@ -65,6 +65,33 @@ fn check_of_packed_problems_is_a_word_and_refuses_a_mean_over_the_width() {
 }
 
 #[test]
+fn options_of_a_loss_are_taken_as_words_and_after_an_option() {
+    let folder = TempDir::new().unwrap();
+    let words = ["--preset", "trl", "loss_type=bnpo", "beta=0.04"];
+    let named = ["--preset", "trl", "--option", "loss_type=bnpo", "--option", "beta=0.04"];
+    let wanted = trl(&["loss_type=bnpo", "beta=0.04"]);
+    for (form, options) in [("words", &words[..]), ("named", &named)] {
+        let check = ["check", "--impl", "native", "--cases", "2", "--wide", "0", "--no-power", "-q"];
+        let output = assay(&[&check, options].concat());
+        assert_eq!(output.code, 0, "{form}: {}{}", output.stdout, output.stderr);
+
+        let suite = folder.path().join(form);
+        let suite = suite.to_str().unwrap();
+        let output = assay(&[&["suite", "--cases", "1", "--wide", "0", "-o", suite], options].concat());
+        assert_eq!(output.code, 0, "{form}: {}", output.stderr);
+        let json: Value = serde_json::from_str(&fs::read_to_string(format!("{suite}/suite.json")).unwrap()).unwrap();
+        assert_eq!(json["project"], serde_json::json!(["trl", ["loss_type=bnpo", "beta=0.04"]]), "{form}");
+        assert_eq!(serde_json::from_value::<LossSpec>(json["spec"].clone()).unwrap(), wanted, "{form}");
+
+        let problem = folder.path().join(format!("{form}.safetensors"));
+        let problem = problem.to_str().unwrap();
+        let output = assay(&[&["generate", "--shape", "2x4x33", "-o", problem], options].concat());
+        assert_eq!(output.code, 0, "{form}: {}", output.stderr);
+        assert_eq!(ProblemFile::open(problem).unwrap().spec().unwrap(), Some(wanted.clone()), "{form}");
+    }
+}
+
+#[test]
 fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
     let (_folder, [suite, candidates]) = answered(&trl(&[]));
     let judged = |more: &[&str]| assay(&[&["judge", &suite, "--candidates", &candidates], more].concat());

@@ -37,6 +37,28 @@ fn what_is_printed_is_a_spec_file() {
 }
 
 #[test]
+fn options_in_both_forms_mean_the_same() {
+    let words = shown(&["--preset", "trl", "loss_type=grpo", "epsilon_high=0.28"]);
+    let named = shown(&["--preset", "trl", "--option", "loss_type=grpo", "--option", "epsilon_high=0.28"]);
+    assert_eq!(words, named);
+    assert_eq!(words, shown(&["--preset", "trl", "--option", "loss_type=grpo", "epsilon_high=0.28"]));
+    // Of an option in both forms, that behind `--option` counts.
+    assert_eq!(words, shown(&["--preset", "trl", "--option", "loss_type=grpo", "loss_type=bnpo", "epsilon_high=0.28"]));
+}
+
+#[test]
+fn options_without_a_preset_are_refused_in_both_forms() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("spec.yaml");
+    fs::write(&file, "{}").unwrap();
+    for option in [&["loss_type=grpo"][..], &["--option", "loss_type=grpo"]] {
+        let of_file = [&["spec", "--spec", file.to_str().unwrap()], option].concat();
+        assert_refused(&of_file, &["`loss_type=grpo`", "--preset"]);
+        assert_refused(&[&["check", "--impl", "native"], option].concat(), &["`loss_type=grpo`", "--preset"]);
+    }
+}
+
+#[test]
 fn the_loss_is_said_in_formulas() {
     let verl = ["--preset", "verl", "loss_mode=gspo", "use_kl_loss=True", "kl_loss_type=k3+", "entropy_coeff=0.01"];
     let text = shown(&verl);
