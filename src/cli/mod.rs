@@ -54,7 +54,6 @@ use serde::Serialize;
 use crate::ahead::AheadError;
 use crate::bench::BenchError;
 use crate::campaign::CampaignError;
-use crate::campaign::panel::PanelError;
 #[cfg(feature = "pjrt")]
 use crate::compile_worker::{CompileWorkerError, WORKER_COMMAND};
 use crate::config::ConfigError;
@@ -251,8 +250,6 @@ enum CliError {
     #[cfg(feature = "train")]
     #[error(transparent)]
     Train(#[from] TrainError),
-    #[error(transparent)]
-    Panel(#[from] PanelError),
     #[error(transparent)]
     Worker(#[from] WorkerError),
     #[error("{0}")]

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use clap::{Args, Command, FromArgMatches as _};
@@ -163,7 +164,7 @@ impl PanelCommand {
         panel::run(&mut kernels, cases, || progress.inc(1))?;
         progress.finish_and_clear();
 
-        let of_kernel = |(entry, kernel): (PanelEntry, Panelist)| {
+        let of_kernel = |(entry, kernel): (PanelEntry, Panelist<Worker>)| {
             let (PanelEntry { what, expected, .. }, found) = (entry, kernel.found);
             OfKernel { what, expected, as_expected: found.is_as(expected, !wide.is_empty()), found }
         };
@@ -204,7 +205,7 @@ impl PanelCommand {
         Ok(list)
     }
 
-    fn start(&self, entry: &PanelEntry) -> Result<Panelist, CliError> {
+    fn start(&self, entry: &PanelEntry) -> Result<Panelist<Worker>, CliError> {
         let [module, function] = &entry.serve;
         let serve = self.list.parent().unwrap_or(Path::new("")).join("serve.py");
         let command = [self.python.as_os_str(), serve.as_os_str(), module.as_ref(), function.as_ref()];
@@ -212,30 +213,28 @@ impl PanelCommand {
         // Kernels run side by side.
         launch.environment.push(("OMP_NUM_THREADS".into(), "1".into()));
         let again = format!("assay panel {} --kernel {}", self.list.display(), entry.name);
-        Ok(Panelist::new(&entry.name, again, Worker::start(launch)?))
+        let worker = Worker::start(launch)?;
+        Ok(Panelist::new(&entry.name, worker.hello().about.clone(), again, worker))
     }
 }
 
 /// Writes `DIR/CASE.problem.safetensors`, and what each kernel returns for it to `DIR/CASE.KERNEL.safetensors`.
-fn record(kernels: &mut [Panelist], folder: &Path) -> Result<Passed, CliError> {
+fn record(kernels: &mut [Panelist<Worker>], folder: &Path) -> Result<Passed, CliError> {
     for index in 0..PanelDeck::REGIMES {
         let case = PanelDeck::Sample.case(index);
-        let problem = case.recipe.problem(&case.spec)?;
+        let problem = Arc::new(case.recipe.problem(&case.spec)?);
         let path = |name: &str| folder.join(format!("{index}.{name}.safetensors"));
         for kernel in &mut *kernels {
             let answer = kernel.answer(&case, &problem);
-            let KernelOutcome { kernel: name, about, failures, unsupported, .. } = &kernel.found;
-            let Some(candidate) = answer else {
-                let unsupported = unsupported.keys().next().map(|what| format!("it does not compute {what}"));
-                let why = failures.first().map(|failure| failure.words.clone()).or(unsupported).unwrap_or_default();
-                return Err(CliError::Usage(format!("--record: {name}: sample {index}: {why}")));
-            };
+            let KernelOutcome { kernel: name, about, .. } = &kernel.found;
+            let candidate =
+                answer.map_err(|why| CliError::Usage(format!("--record: {name}: sample {index}: {why}")))?;
             let about = about.iter().map(|about| ("about".to_string(), about.clone())).collect();
             write_candidate(path(name), &candidate, &about)?;
         }
         let (spec, recipe) = (json(&case.spec), json(&case.recipe));
         let metadata = [(SPEC_KEY.to_string(), spec), ("recipe".to_string(), recipe)];
-        write_problem(path("problem"), &problem, &metadata.into())?;
+        write_problem(path("problem"), &*problem, &metadata.into())?;
     }
     Ok(Passed::Yes)
 }

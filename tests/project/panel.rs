@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use assay::campaign::panel::judge;
+use assay::campaign::panel::{ExpectedOutcome, KernelOutcome, PanelDeck, Panelist, meet};
+use assay::campaign::{Fault, KernelUnderTest};
 use assay::fixture::{ProblemFile, read_candidate};
-use assay::judge::trial::Known;
+use assay::problem::{Candidate, FloatView, Problem};
 use assay::spec::LossSpec;
+use ndarray::Ix3;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -18,48 +21,61 @@ struct List {
 #[derive(Deserialize)]
 struct Entry {
     name: String,
-    expected: String,
+    expected: ExpectedOutcome,
 }
 
-/// The problems, by number, that each kernel fails.
-fn failures() -> BTreeMap<String, BTreeSet<String>> {
-    let mut failures = BTreeMap::new();
-    for entry in fs::read_dir("fixtures/panel").unwrap() {
-        let path = entry.unwrap().path();
-        let name = path.file_name().unwrap().to_str().unwrap();
-        let [case, kernel, "safetensors"] = name.split('.').collect::<Vec<_>>()[..] else { panic!("{name}") };
-        if kernel == "problem" {
-            continue;
-        }
-        let file = ProblemFile::open(Path::new("fixtures/panel").join(format!("{case}.problem.safetensors"))).unwrap();
-        let spec: LossSpec = serde_json::from_str(&file.metadata()["spec"]).unwrap();
-        let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let known = Known::of(&spec, &problem).unwrap();
-        let judged = judge(&known, read_candidate(&path).unwrap()).unwrap();
-        let failed: &mut BTreeSet<String> = failures.entry(kernel.to_string()).or_default();
-        if judged.failed().next().is_some() {
-            failed.insert(case.to_string());
-        }
+/// A kernel that answers one problem with what is recorded in a file.
+struct RecordedKernel(PathBuf);
+
+impl KernelUnderTest for RecordedKernel {
+    fn answer(
+        &mut self,
+        _: &LossSpec,
+        _: &Arc<Problem>,
+        read: &mut dyn FnMut(&Candidate<FloatView<Ix3>>),
+    ) -> Result<(), Fault> {
+        let recorded: Candidate = read_candidate(&self.0).map_err(|error| Fault::Raised(error.to_string()))?;
+        read(&recorded.lend());
+        Ok(())
     }
-    failures
+}
+
+fn recorded(index: u64, name: &str) -> PathBuf {
+    Path::new("fixtures/panel").join(format!("{index}.{name}.safetensors"))
+}
+
+/// The outcome of each kernel on the recorded problem of a number.
+fn outcomes(index: u64, names: &[&str]) -> Vec<KernelOutcome> {
+    let file = ProblemFile::open(recorded(index, "problem")).unwrap();
+    let mut case = PanelDeck::Sample.case(index);
+    case.spec = file.spec().unwrap().unwrap();
+    let panelist = |name: &&str| Panelist::new(name, None, name.to_string(), RecordedKernel(recorded(index, name)));
+    let mut kernels: Vec<_> = names.iter().map(panelist).collect();
+    meet(&mut kernels, &case, file.problem("logits", Some("old_logps")).unwrap()).unwrap();
+    kernels.into_iter().map(|kernel| kernel.found).collect()
 }
 
 #[test]
 fn honest_kernels_pass_as_recorded_and_wrong_ones_fail() {
     let List { kernel: entries } = toml::from_str(&fs::read_to_string("tests/panel/panel.toml").unwrap()).unwrap();
-    let failures = failures();
-    let names: BTreeSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
-    assert_eq!(
-        names,
-        failures.keys().map(String::as_str).collect(),
-        "`assay panel --record fixtures/panel` records them"
-    );
-    let failed = |name: &str| failures[name].iter().map(String::as_str).collect::<Vec<_>>();
-    let expected = |what: &'static str| entries.iter().filter(move |entry| entry.expected == what);
-    let rejected = expected("right").map(|entry| (entry.name.as_str(), failed(&entry.name)));
+    let names: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
+    // Each kernel has an answer to each problem, and no other file is there.
+    let files: BTreeSet<PathBuf> = fs::read_dir("fixtures/panel").unwrap().map(|file| file.unwrap().path()).collect();
+    let all =
+        (0..PanelDeck::REGIMES).flat_map(|index| names.iter().chain(&["problem"]).map(move |n| recorded(index, n)));
+    assert_eq!(files, all.collect(), "`assay panel --record fixtures/panel` records them");
+    let mut failed: BTreeMap<String, Vec<u64>> = BTreeMap::new();
+    for index in 0..PanelDeck::REGIMES {
+        for found in outcomes(index, &names) {
+            assert_eq!((found.judged, found.unanswered), (1, 0), "{}: {:?}", found.kernel, found.failures);
+            failed.entry(found.kernel).or_default().extend((found.failed > 0).then_some(index));
+        }
+    }
+    let expected = |what| entries.iter().filter(move |entry| entry.expected == what);
+    let rejected = expected(ExpectedOutcome::Right).map(|entry| (entry.name.as_str(), &failed[&entry.name]));
     let rejected: BTreeMap<_, _> = rejected.filter(|(_, cases)| !cases.is_empty()).collect();
     assert_eq!(rejected, BTreeMap::new(), "honest kernels, and the problems that they fail");
     // Those that are wrong only in a large vocabulary have nothing to show here.
-    let accepted = expected("wrong").filter(|entry| failed(&entry.name).is_empty());
+    let accepted = expected(ExpectedOutcome::Wrong).filter(|entry| failed[&entry.name].is_empty());
     assert_eq!(accepted.map(|entry| entry.name.as_str()).collect::<Vec<_>>(), Vec::<&str>::new());
 }

@@ -1,6 +1,7 @@
 //! Calls a kernel with one problem, and classifies the failure that its answer shows.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use assay_core::problem::Candidate;
 use assay_core::spec::LossSpec;
@@ -138,9 +139,30 @@ pub(crate) struct Examiner<'b, P: Subject> {
     /// Edges at which it may fail.
     pub(crate) allowed: &'b [Edge],
     pub(crate) calls: u64,
+    /// The time from questions to answers, all together, without what is done with the answers.
+    pub(crate) answering: Duration,
 }
 
-impl<P: Subject> Examiner<'_, P> {
+/// The reason why there are no verdicts on a problem.
+#[derive(Debug)]
+pub(crate) enum NoVerdicts {
+    /// The kernel showed no candidate.
+    NoAnswer(Fault),
+    /// The kernel showed a candidate that cannot be judged.
+    NotJudged(JudgeError),
+}
+
+impl<'b, P: Subject> Examiner<'b, P> {
+    /// Examines `kernel`, of which nothing was asked yet.
+    pub(crate) fn new(
+        kernel: &'b mut dyn KernelUnderTest<P>,
+        spec: &'b LossSpec,
+        limits: Limits<'static>,
+        allowed: &'b [Edge],
+    ) -> Self {
+        Self { kernel, spec, limits, allowed, calls: 0, answering: Duration::ZERO }
+    }
+
     /// Lets it compute `problem`, and shows the candidate to `read`.
     pub(crate) fn call(
         &mut self,
@@ -148,7 +170,13 @@ impl<P: Subject> Examiner<'_, P> {
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
         self.calls += 1;
-        self.kernel.answer(self.spec, problem, read)
+        let (asked, mut answered) = (Instant::now(), None);
+        let outcome = self.kernel.answer(self.spec, problem, &mut |candidate| {
+            answered.get_or_insert_with(|| asked.elapsed());
+            read(candidate);
+        });
+        self.answering += answered.unwrap_or_else(|| asked.elapsed());
+        outcome
     }
 
     /// Returns the kernel's candidate as arrays that outlive the call.
@@ -158,36 +186,55 @@ impl<P: Subject> Examiner<'_, P> {
         candidate.ok_or_else(|| Fault::Raised("it showed no outputs".into()))
     }
 
-    /// Judges what it returns for what is `known`.
-    pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
-        let (limits, mut kinds, mut outputs, mut missing) = (self.limits, Vec::new(), Vec::new(), None);
-        let mut errors = Vec::new();
+    /// Lets it compute `problem`, shows the candidate to `look`, and judges it by what is `known`.
+    pub(crate) fn verdicts(
+        &mut self,
+        problem: &Arc<P>,
+        known: &Known<P>,
+        mut look: impl FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<Vec<Verdict>, NoVerdicts> {
+        let (limits, mut verdicts) = (self.limits, None);
         let mut read = |candidate: &Candidate<P::View<'_>>| {
+            look(candidate);
+            verdicts = Some(known.verdicts(candidate, &limits));
+        };
+        self.call(problem, &mut read).map_err(NoVerdicts::NoAnswer)?;
+        let none = || Err(NoVerdicts::NoAnswer(Fault::Raised("it showed no outputs".into())));
+        verdicts.map_or_else(none, |verdicts| verdicts.map_err(NoVerdicts::NotJudged))
+    }
+
+    /// Judges what it returns for what is `known`, and sorts its failures by kind.
+    pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
+        let mut outputs = Vec::new();
+        let verdicts = self.verdicts(problem, known, |candidate| {
             // Note the optional outputs: mutants are later judged by these outputs only.
             let Candidate { logp, entropy, token_loss, .. } = candidate;
             let there =
                 [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
             outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
-            match known.verdicts(candidate, &limits) {
-                Ok(verdicts) => {
-                    for (verdict, kind) in verdicts.iter().filter_map(|v| Some((v, FailureKind::from_verdict(v)?))) {
-                        let error = verdict.worst().map(|worst| worst.error_over_limit());
-                        errors.extend(error.filter(|error| error.is_finite()).map(|error| (kind.clone(), error)));
-                        kinds.push(kind);
-                    }
-                }
-                Err(JudgeError::Shape { output, .. }) => kinds.push(FailureKind::Shape(output.into())),
-                Err(JudgeError::Missing { output, because }) => missing = Some((output, because)),
-                Err(JudgeError::Tolerance(_)) => unreachable!("the class is built in"),
+        });
+        let (mut fault, mut errors) = (None, Vec::new());
+        let mut kinds: Vec<FailureKind> = match verdicts {
+            Ok(verdicts) => {
+                let failed =
+                    verdicts.iter().filter_map(|verdict| Some((FailureKind::from_verdict(verdict)?, verdict.worst()?)));
+                let quotients = failed.map(|(kind, worst)| (kind, worst.error_over_limit()));
+                errors.extend(quotients.filter(|(_, error)| error.is_finite()));
+                verdicts.iter().filter_map(FailureKind::from_verdict).collect()
+            }
+            Err(NoVerdicts::NotJudged(JudgeError::Shape { output, .. })) => vec![FailureKind::Shape(output.into())],
+            Err(NoVerdicts::NotJudged(JudgeError::Tolerance(_))) => unreachable!("the class is built in"),
+            // An output that the judge misses is a fault of the kernel, which hides every other failure.
+            Err(NoVerdicts::NotJudged(JudgeError::Missing { output, because })) => {
+                let expected = format!("it: {because}");
+                fault = Some(Fault::Output { field: output.into(), given: "nothing".into(), expected });
+                Vec::new()
+            }
+            Err(NoVerdicts::NoAnswer(why)) => {
+                fault = Some(why);
+                Vec::new()
             }
         };
-        let fault = self.call(problem, &mut read).err();
-        // An output that the judge misses is a fault of the kernel, which hides every other failure.
-        let fault = fault.or(missing.map(|(field, because)| Fault::Output {
-            field: field.into(),
-            given: "nothing".into(),
-            expected: format!("it: {because}"),
-        }));
         if let Some(fault) = &fault {
             let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
             kinds = vec![FailureKind::Fault(fault.name(), field)];

@@ -1,32 +1,27 @@
-//! The panel: kernels that are not ours, in processes of their own, on problems in every regime and dtype.
+//! The panel: a campaign of several kernels that are not ours, on problems in every regime and dtype.
 //!
 //! What they need says whether the limits hold for anybody's kernel: honest ones never fail, wrong ones do.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::sync::Arc;
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::worker::{Worker, WorkerAnswer};
-use assay_core::problem::{Candidate, Dtype, Problem, ProblemError};
+use assay_core::problem::{Candidate, Dtype, Problem};
 use assay_core::spec::{
     Cispo, Kl, KlEstimator, KlImportance, LossSpec, Objective, PpoClip, RatioLevel, Reduction, Rows, Sapo,
 };
 use assay_judge::generate::{Recipe, RecipeError, Regime};
-use assay_judge::judge::{JudgeError, Verdict};
+use assay_judge::judge::Verdict;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::{Judged, Known};
+use assay_judge::trial::Known;
 
-/// Judges what a kernel of the panel returned, as kernels that are not ours are.
-///
-/// # Errors
-/// As [`Known::judge`].
-pub fn judge(known: &Known, candidate: Candidate) -> Result<Judged, JudgeError> {
-    known.judge(candidate, &Limits::external(Grade::Standard))
-}
+use crate::campaign::CampaignError;
+use crate::examine::{Examiner, NoVerdicts};
+use crate::kernel::{Fault, KernelUnderTest};
 
 /// Few shapes, as frameworks compile a program for each: around tiles, primes, few tokens and many.
 const SHAPES: [[usize; 3]; 5] = [[2, 8, 257], [1, 4, 4099], [4, 16, 32], [3, 4, 1031], [1, 8, 2048]];
@@ -277,20 +272,21 @@ impl KernelOutcome {
     }
 }
 
-/// A kernel, and what has been found so far.
-pub struct Panelist {
-    worker: Worker,
+/// A kernel of the panel, and its outcome so far.
+pub struct Panelist<K> {
+    kernel: K,
     command: String,
     /// The outcome so far.
     pub found: KernelOutcome,
 }
 
-impl Panelist {
-    /// A kernel that nothing is known of. `command` runs it again, but for the options that choose a problem.
-    pub fn new(name: &str, command: String, worker: Worker) -> Self {
+impl<K: KernelUnderTest> Panelist<K> {
+    /// Returns a kernel that no problem was given to. `about` describes it; `command` runs it again, but for the options that
+    /// choose a problem.
+    pub fn new(name: &str, about: Option<String>, command: String, kernel: K) -> Self {
         let found = KernelOutcome {
             kernel: name.into(),
-            about: worker.hello().about.clone(),
+            about,
             judged: 0,
             unsupported: BTreeMap::new(),
             failed: 0,
@@ -299,80 +295,83 @@ impl Panelist {
             cells: Vec::new(),
             failures: Vec::new(),
         };
-        Self { worker, command, found }
+        Self { kernel, command, found }
     }
 
-    fn replay(&self, case: &PanelCase) -> String {
-        format!("{} {}", self.command, case.options())
+    /// Asks the kernel for a candidate, and judges nothing.
+    ///
+    /// # Errors
+    /// [`Fault`] if it does not compute the problem or fails.
+    pub fn answer(&mut self, case: &PanelCase, problem: &Arc<Problem>) -> Result<Candidate, Fault> {
+        examiner(&mut self.kernel, case).candidate(problem)
     }
 
-    /// Asks the kernel for a candidate; returns `None`, and records why, if it does not compute the problem or fails.
-    pub fn answer(&mut self, case: &PanelCase, problem: &Problem) -> Option<Candidate> {
-        let started = Instant::now();
-        let answer = self.worker.ask(&case.spec, problem);
-        self.found.answer_s += started.elapsed().as_secs_f64();
-        match answer {
-            Ok(WorkerAnswer::Candidate(candidate)) => Some(*candidate),
-            Ok(WorkerAnswer::Unsupported(what)) => {
-                *self.found.unsupported.entry(what).or_default() += 1;
-                None
+    fn meet(&mut self, case: &PanelCase, problem: &Arc<Problem>, known: &Known) {
+        let replay = format!("{} {}", self.command, case.options());
+        let mut examiner = examiner(&mut self.kernel, case);
+        let verdicts = examiner.verdicts(problem, known, |_| ());
+        let found = &mut self.found;
+        found.answer_s += examiner.answering.as_secs_f64();
+        match verdicts {
+            Err(NoVerdicts::NoAnswer(Fault::Unsupported(what))) => *found.unsupported.entry(what).or_default() += 1,
+            Err(NoVerdicts::NoAnswer(fault)) => {
+                found.unanswered += 1;
+                found.fail(case, "no answer", replay, fault.to_string());
             }
-            Err(error) => {
-                self.found.unanswered += 1;
-                self.found.fail(case, "no answer", self.replay(case), error.to_string());
-                None
+            Err(NoVerdicts::NotJudged(error)) => {
+                found.judged += 1;
+                found.failed += 1;
+                found.fail(case, "not judged", replay, error.to_string());
             }
-        }
-    }
-
-    fn meet(&mut self, case: &PanelCase, known: &Known) {
-        let Some(candidate) = self.answer(case, known.problem) else { return };
-        self.found.judged += 1;
-        match judge(known, candidate) {
-            Err(error) => {
-                self.found.failed += 1;
-                self.found.fail(case, "not judged", self.replay(case), error.to_string());
-            }
-            Ok(judged) => {
+            Ok(verdicts) => {
                 // Count every verdict in its cell, and keep the words of the first failures of each gate.
-                judged.verdicts.iter().for_each(|verdict| self.found.add(case, verdict));
-                let failed: Vec<String> = judged.failed().map(|verdict| verdict.gate.to_string()).collect();
-                self.found.failed += u64::from(!failed.is_empty());
-                let replay = self.replay(case);
-                for (gate, words) in failed.iter().zip(known.failures(&judged, &self.found.kernel, &replay)) {
-                    self.found.fail(case, gate, replay.clone(), words);
+                found.judged += 1;
+                found.failed += u64::from(verdicts.iter().any(|verdict| !verdict.passed()));
+                for verdict in &verdicts {
+                    found.add(case, verdict);
+                    if !verdict.passed() {
+                        let words = known.explain(verdict, &found.kernel, &replay).to_string();
+                        found.fail(case, &verdict.gate.to_string(), replay.clone(), words);
+                    }
                 }
             }
         }
     }
 }
 
-/// Why a problem of a deck cannot be made.
-#[derive(Debug, thiserror::Error)]
-pub enum PanelError {
-    /// The recipe of a problem is invalid.
-    #[error(transparent)]
-    Recipe(#[from] RecipeError),
-    /// The problem does not fit its spec.
-    #[error(transparent)]
-    Problem(#[from] ProblemError),
+/// Examines `kernel` as every kernel that is not ours is, at grade `standard` and without a waiver.
+fn examiner<'k>(kernel: &'k mut dyn KernelUnderTest, case: &'k PanelCase) -> Examiner<'k, Problem> {
+    Examiner::new(kernel, &case.spec, Limits::external(Grade::Standard), &[])
 }
 
-/// Gives every kernel every case; the reference is evaluated once for all of them.
+/// Gives every kernel every case.
 ///
 /// # Errors
-/// [`PanelError`] where a case is no problem. A kernel that fails is a finding.
-pub fn run(
-    kernels: &mut [Panelist],
+/// [`CampaignError::Recipe`] if a case is invalid. A kernel that fails is a finding.
+pub fn run<K: KernelUnderTest + Send>(
+    kernels: &mut [Panelist<K>],
     cases: impl Iterator<Item = PanelCase>,
     mut done: impl FnMut(),
-) -> Result<(), PanelError> {
+) -> Result<(), CampaignError> {
     for case in cases {
-        let problem = case.recipe.problem(&case.spec)?;
-        // Evaluate the reference once; the kernels answer in parallel, each in its process.
-        let known = Known::of(&case.spec, &problem)?;
-        kernels.par_iter_mut().for_each(|kernel| kernel.meet(&case, &known));
+        meet(kernels, &case, case.recipe.problem(&case.spec)?)?;
         done();
     }
+    Ok(())
+}
+
+/// Gives every kernel one `problem`, that of `case`. The reference is evaluated once for all of them, and they answer in
+/// parallel, each in its process.
+///
+/// # Errors
+/// [`CampaignError::Recipe`] if the problem does not fit the loss.
+pub fn meet<K: KernelUnderTest + Send>(
+    kernels: &mut [Panelist<K>],
+    case: &PanelCase,
+    problem: Problem,
+) -> Result<(), CampaignError> {
+    let problem = Arc::new(problem);
+    let known = Known::of(&case.spec, &*problem).map_err(RecipeError::Problem)?;
+    kernels.par_iter_mut().for_each(|kernel| kernel.meet(case, &problem, &known));
     Ok(())
 }

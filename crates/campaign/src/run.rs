@@ -58,7 +58,7 @@ impl Campaign {
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
         // The kernel is somebody else's: the limits are those of external kernels, not of a class of this project.
         let limits = Limits::external(self.grade);
-        let bench = Examiner { kernel, spec: &self.spec, limits, allowed: &edges, calls: 0 };
+        let bench = Examiner::new(kernel, &self.spec, limits, &edges);
         let mut round = Round {
             campaign: self,
             bench,
