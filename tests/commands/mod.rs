@@ -6,10 +6,15 @@ mod cli;
 mod driver;
 #[cfg(feature = "pjrt")]
 mod emit;
+mod generate;
 mod gpu_record;
+mod gradcheck;
+mod judge;
+mod list;
 mod logp;
 #[cfg(feature = "pjrt")]
 mod meeting;
+mod metrics;
 #[cfg(feature = "mutants")]
 mod mutants;
 mod panel;
@@ -17,6 +22,8 @@ mod peers;
 #[cfg(feature = "pjrt")]
 mod plugin_choice;
 mod regressions;
+mod replay;
 mod report;
 mod spec;
 mod tolerances;
+mod workplace;
