@@ -117,6 +117,27 @@ pub enum BenchError {
 
 /// Measures the kernel of `case` on its batch; `progress` hears how far it is.
 ///
+/// ```
+/// use assay::bench::{BenchResult, Options, run};
+/// use assay::case::{BenchCase, CaseBatch, StepCounts};
+/// use assay::judge::generate::{Recipe, Regime};
+/// use assay::problem::Dtype;
+///
+/// let recipe = Recipe {
+///     shape: [2, 3, 32],
+///     dtype: Dtype::F32,
+///     regime: Regime::Normal,
+///     seed: 0,
+///     old_logp_noise_scale: 0.3,
+///     masked_garbage: false,
+/// };
+/// let mut case = BenchCase::new(CaseBatch::Generate(recipe), "native");
+/// case.bench = StepCounts { warmup: 0, steps: 2 };
+/// let BenchResult::Right(figures) = run(&case, &Options::default(), &mut |_| ())? else { panic!("a wrong answer") };
+/// assert!(figures.step_s_p50 > 0.0);
+/// # Ok::<(), assay::bench::BenchError>(())
+/// ```
+///
 /// # Errors
 /// [`BenchError::Setting`] for a batch from a file, for one with garbage under its mask and for no step;
 /// [`BenchError::Implementation`] where one is not there; [`BenchError::Memory`] before anything large is made, and again

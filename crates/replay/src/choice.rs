@@ -24,11 +24,27 @@ pub struct ReplayedImplementations {
 
 impl ReplayedImplementations {
     /// Returns all implementations there are. Those that need a PJRT plugin use `plugin`, as [`registry`] does.
+    ///
+    /// ```
+    /// use assay_replay::ReplayedImplementations;
+    ///
+    /// let all = ReplayedImplementations::all(None);
+    /// assert!(all.on_logits.iter().any(|implementation| implementation.id() == "native"));
+    /// ```
     pub fn all(plugin: Option<&Path>) -> Self {
         Self { on_logits: registry::<Problem>(plugin), heads: registry::<HeadProblem>(plugin), ids: Vec::new() }
     }
 
     /// Returns the implementations called `ids`, or all if there are no ids.
+    ///
+    /// ```
+    /// use assay_replay::{ReplayError, ReplayedImplementations};
+    ///
+    /// let chosen = ReplayedImplementations::with_ids(&["native-lm-head".to_string()], None).unwrap();
+    /// assert_eq!((chosen.on_logits.len(), chosen.heads.len()), (0, 1));
+    /// let unknown = ReplayedImplementations::with_ids(&["nobody".to_string()], None);
+    /// assert!(matches!(unknown, Err(ReplayError::Unknown(_))));
+    /// ```
     ///
     /// # Errors
     /// [`ReplayError::Unknown`] and [`ReplayError::Unavailable`], which name the id.

@@ -102,6 +102,14 @@ pub struct Replay {
 impl Replay {
     /// Starts a replay that has no file yet.
     ///
+    /// ```
+    /// use assay_replay::{Replay, ReplayError, ReplayRequest, ReplayedImplementations};
+    ///
+    /// let native = ReplayedImplementations::with_ids(&["native".to_string()], None).unwrap();
+    /// let request = ReplayRequest { devices: vec![2], ..ReplayRequest::new(native) };
+    /// assert!(matches!(Replay::new(request), Err(ReplayError::Devices { given: 2, .. })));
+    /// ```
+    ///
     /// # Errors
     /// [`ReplayError::Devices`] if none of the implementations runs on one of the device counts.
     pub fn new(request: ReplayRequest) -> Result<Self, ReplayError> {
@@ -117,6 +125,15 @@ impl Replay {
     }
 
     /// Returns all checks made so far, with a summary of each implementation.
+    ///
+    /// ```
+    /// use assay_replay::{Replay, ReplayRequest, ReplayedImplementations};
+    ///
+    /// // A replay that was given no file has not failed, and has compared nothing.
+    /// let outcome = Replay::new(ReplayRequest::new(ReplayedImplementations::default()))?.finish();
+    /// assert!(outcome.failures.is_empty() && outcome.verdicts.checks.is_empty());
+    /// # Ok::<(), assay_replay::ReplayError>(())
+    /// ```
     pub fn finish(self) -> ReplayOutcome {
         let implementations = self.summaries();
         let Self { checks, ignored, invariance, failures, .. } = self;
@@ -158,6 +175,17 @@ impl Replay {
 
     /// Replays every problem of the file `path`: the reference against the numbers recorded in it, then each implementation against
     /// the reference. A check that fails is a finding, and no error.
+    ///
+    /// ```
+    /// use std::path::Path;
+    ///
+    /// use assay_replay::{Replay, ReplayRequest, ReplayedImplementations};
+    ///
+    /// let mut replay = Replay::new(ReplayRequest::new(ReplayedImplementations::default()))?;
+    /// let error = replay.replay(Path::new("no/such.safetensors")).unwrap_err();
+    /// assert!(error.to_string().starts_with("no/such.safetensors: "));
+    /// # Ok::<(), assay_replay::ReplayError>(())
+    /// ```
     ///
     /// # Errors
     /// [`ReplayError`] if the file cannot be read, does not fit the loss, or an implementation fails.

@@ -76,6 +76,15 @@ const KINDS: [(&str, &str, &str, Parse); 10] = [
 impl Input {
     /// Reads one result.
     ///
+    /// ```
+    /// use std::path::Path;
+    ///
+    /// use assay_report::Input;
+    ///
+    /// let Err(error) = Input::read(Path::new("no/such.json")) else { panic!("there is no such file") };
+    /// assert!(error.to_string().starts_with("no/such.json: "));
+    /// ```
+    ///
     /// # Errors
     /// [`InputError::Io`]; [`InputError::Invalid`] where the file is longer than [`LONGEST`], no JSON object, of no known
     /// kind, or lacks what its kind has.
@@ -87,6 +96,16 @@ impl Input {
     }
 
     /// Parses bytes that were read already, under the name `path`.
+    ///
+    /// ```
+    /// use std::path::Path;
+    ///
+    /// use assay_report::Input;
+    ///
+    /// assert!(Input::parse(Path::new("replay.json"), br#"{"pass": true, "checks": []}"#).is_ok());
+    /// let Err(error) = Input::parse(Path::new("other.json"), b"{}") else { panic!("no command writes that") };
+    /// assert!(error.to_string().contains("got an empty object"));
+    /// ```
     ///
     /// # Errors
     /// [`InputError::Invalid`] if they are no result of a command.

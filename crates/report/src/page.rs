@@ -9,6 +9,17 @@ use super::plot::Tone;
 const STYLE: &str = include_str!("style.css");
 
 /// The page, whole. `command` made it.
+///
+/// ```
+/// use std::path::Path;
+///
+/// use assay_report::{Input, render};
+///
+/// let json = br#"{"command": "assay replay", "pass": true, "checks": []}"#;
+/// let input = Input::parse(Path::new("replay.json"), json).unwrap();
+/// let page = render(&[input], "assay report replay.json");
+/// assert!(page.starts_with("<!DOCTYPE html>") && page.contains("assay replay"));
+/// ```
 pub fn render(inputs: &[Input], command: &str) -> String {
     let page = html! {
         (DOCTYPE)

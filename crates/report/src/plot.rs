@@ -87,6 +87,12 @@ fn figure(caption: &Markup, size: (u32, u32), draw: impl FnOnce(&Area) -> Drawn)
 }
 
 /// The colours of a plot, in words.
+///
+/// ```
+/// use assay_report::plot::{Tone, key};
+///
+/// assert!(key(&[(Tone::Bad, "beyond the limit")]).into_string().contains("var(--bad)"));
+/// ```
 pub fn key(entries: &[(Tone, &str)]) -> Markup {
     html! {
         p.key {
@@ -106,6 +112,15 @@ pub struct Strip {
 }
 
 /// One line a strip, a dot a value, on a logarithmic axis whose 1 is the limit. Values of 0 are not drawn but counted.
+///
+/// ```
+/// use assay_report::plot::{Markup, Strip, strips};
+/// use maud::html;
+///
+/// let strip = Strip { name: "dlogits".into(), shares: vec![0.0, 0.25, 0.5] };
+/// let figure: Markup = strips(&[strip], &html! { "error / limit" });
+/// assert!(figure.into_string().contains("<svg"));
+/// ```
 pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
     const ROW: u32 = 24;
     // Shares below 1e-12 are as good as exact and would stretch the axis; a share of ∞, a value without an error, is
@@ -188,6 +203,14 @@ impl Bar {
 }
 
 /// Horizontal bars from 0, and an upright line at `mark` where there is one.
+///
+/// ```
+/// use assay_report::plot::{Bar, Tone, bars};
+/// use maud::html;
+///
+/// let bar = Bar::single("native", 1.5, Tone::First, "1.50 ms");
+/// assert!(bars(&[bar], Some(1.0), &html! { "a step" }).into_string().contains("1.50 ms"));
+/// ```
 pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
     const ROW: u32 = 26;
     // A value that was not measured has no bar; a length of 0 has one, with only its note.
@@ -231,6 +254,14 @@ pub fn bars(bars: &[Bar], mark: Option<f64>, caption: &Markup) -> Markup {
 }
 
 /// Draws the number of values in each bucket on a logarithmic axis, so that a single value still shows.
+///
+/// ```
+/// use assay_report::plot::histogram;
+/// use maud::html;
+///
+/// let labels = ["≤ 1".to_string(), "> 1".to_string()];
+/// assert!(histogram(&labels, &[7, 1], &html! { "ulp" }).into_string().contains("<svg"));
+/// ```
 pub fn histogram(labels: &[String], counts: &[u64], caption: &Markup) -> Markup {
     // A logarithmic axis has no 0. It begins at ½, so that a single value has a bar of visible height.
     const FLOOR: f64 = 0.5;
@@ -280,6 +311,16 @@ pub struct Axis {
 }
 
 /// Curves over steps of training.
+///
+/// ```
+/// use assay_report::number::short;
+/// use assay_report::plot::{Axis, Curve, Tone, curves};
+/// use maud::html;
+///
+/// let curve = Curve { tone: Tone::First, points: vec![(0.0, 1.0), (1.0, 0.5)] };
+/// let axis = Axis { format: short, from_zero: true };
+/// assert!(curves(&[curve], &axis, &html! { "loss" }).into_string().contains("<svg"));
+/// ```
 pub fn curves(curves: &[Curve], axis: &Axis, caption: &Markup) -> Markup {
     // A run that diverged has values that are not finite. The extents leave them out, and the curve breaks there.
     let finite = |(x, y): &&(f64, f64)| x.is_finite() && y.is_finite();
@@ -339,6 +380,11 @@ fn label_width<'t>(labels: impl Iterator<Item = &'t str>) -> u32 {
 }
 
 /// `10⁻³`; 1 is the limit.
+///
+/// ```
+/// # use assay_report::plot::power_of_ten;
+/// assert_eq!([power_of_ten(1e-3), power_of_ten(1.0)], ["10⁻³", "limit"]);
+/// ```
 pub fn power_of_ten(x: f64) -> String {
     const DIGITS: [char; 10] = ['⁰', '¹', '²', '³', '⁴', '⁵', '⁶', '⁷', '⁸', '⁹'];
     let exponent = x.log10().round();

@@ -20,6 +20,15 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 /// Returns the configuration of a property that is tried on `cases` cases. Its seed is fixed, so that a change is
 /// judged on the cases of those before it; `PROPTEST_RNG_SEED` and `PROPTEST_CASES` replace seed and number. A failure
 /// is printed, and no file is written.
+///
+/// ```
+/// use assay_suites::cases::{any_recipe, any_spec, config};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |(spec in any_spec(), recipe in any_recipe())| {
+///     prop_assert!(recipe.problem(&spec).is_ok());
+/// });
+/// ```
 pub fn config(cases: u32) -> ProptestConfig {
     // The environment's number and seed win over the property's own, each by itself.
     let given = |name| std::env::var_os(name).is_some();
@@ -33,6 +42,13 @@ pub fn config(cases: u32) -> ProptestConfig {
 }
 
 /// Every option of [`LossSpec`] that some kernel computes: PPO-clip alone in two cases of five.
+///
+/// ```
+/// use assay_suites::cases::{any_spec, config};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |(spec in any_spec())| prop_assert!(spec.check().is_ok()));
+/// ```
 pub fn any_spec() -> BoxedStrategy<LossSpec> {
     // A trust region has four choices of its own.
     let weight = |name| if name == "trust_region" { 2 } else { 1 };
@@ -59,6 +75,16 @@ fn or_logp(spec: LossSpec) -> LossSpec {
 }
 
 /// Any member of the family with `objective`: a ratio and a reduction, and of everything else something in some cases.
+///
+/// ```
+/// use assay_core::spec::Objective;
+/// use assay_suites::cases::{config, family};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |(spec in family(Just(Objective::PolicyGradient).boxed()))| {
+///     prop_assert_eq!(spec.objective, Objective::PolicyGradient);
+/// });
+/// ```
 pub fn family(objective: BoxedStrategy<Objective>) -> BoxedStrategy<LossSpec> {
     // An element that occurs twice in a list is drawn twice as often: most losses have the plain choice.
     let levels = (
@@ -131,6 +157,12 @@ fn clip() -> BoxedStrategy<PpoClip> {
 }
 
 /// Every objective, by its name in a file.
+///
+/// ```
+/// use assay_suites::cases::objectives;
+///
+/// assert!(objectives().iter().any(|(name, _)| *name == "ppo_clip"));
+/// ```
 pub fn objectives() -> Vec<(&'static str, BoxedStrategy<Objective>)> {
     let vespo = (0.0..4.0_f64, -0.5..4.0_f64, 0.0..4.0_f64, 0.0..4.0_f64, any::<bool>()).prop_map(
         |(k_positive, lambda_positive, k_negative, lambda_negative, weights_of_masked_tokens)| Vespo {
@@ -360,6 +392,15 @@ fn off_policy_mask() -> BoxedStrategy<OffPolicyMask> {
 }
 
 /// Draws a transform of the logits before their softmax, and the support of that softmax.
+///
+/// ```
+/// use assay_suites::cases::{changed_logits, config};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |((logits, support) in changed_logits())| {
+///     prop_assert!(logits.scale > 0.0 && support.keep_sampled);
+/// });
+/// ```
 pub fn changed_logits() -> BoxedStrategy<(LogitsTransform, Support)> {
     (logits_transform(), support()).boxed()
 }
@@ -378,6 +419,16 @@ fn support() -> impl Strategy<Value = Support> {
 }
 
 /// Every option of PPO-clip, clip widths and bounds on either side of each other.
+///
+/// ```
+/// use assay_core::spec::Objective;
+/// use assay_suites::cases::{any_ppo_spec, config};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |(spec in any_ppo_spec())| {
+///     prop_assert!(matches!(spec.objective, Objective::PpoClip(_)));
+/// });
+/// ```
 pub fn any_ppo_spec() -> BoxedStrategy<LossSpec> {
     let estimator = select(vec![KlEstimator::K1, KlEstimator::K2, KlEstimator::K3, KlEstimator::Abs]);
     let kl = option((0.0..0.5_f64, estimator).prop_map(|(beta, estimator)| Kl::plain(beta, estimator)));
@@ -415,6 +466,13 @@ pub fn any_ppo_spec() -> BoxedStrategy<LossSpec> {
 }
 
 /// Small batches in every regime and dtype; vocabularies of 1, around the tiles of vector units and GPU blocks, and primes.
+///
+/// ```
+/// use assay_suites::cases::{any_recipe, config};
+/// use proptest::prelude::*;
+///
+/// proptest!(config(4), |(recipe in any_recipe())| prop_assert!(recipe.shape.iter().all(|extent| *extent > 0)));
+/// ```
 pub fn any_recipe() -> BoxedStrategy<Recipe> {
     let around_tiles =
         // The widths around a tile's are the ones at which a last tile is empty, full, or has one column.
@@ -441,6 +499,14 @@ pub fn any_recipe() -> BoxedStrategy<Recipe> {
 }
 
 /// Small batches over heads of any width, in both layouts, with and without rounded logits.
+///
+/// ```
+/// use assay_suites::cases::{any_head_recipe, config};
+/// use proptest::prelude::*;
+///
+/// // No product of finite numbers is −∞.
+/// proptest!(config(4), |(head in any_head_recipe())| prop_assert!(!head.recipe.regime.has_holes()));
+/// ```
 pub fn any_head_recipe() -> BoxedStrategy<HeadRecipe> {
     let width = prop_oneof![1..10_usize, select(vec![16_usize, 31, 64, 65, 128, 257])];
     let layout = select(vec![HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden]);
@@ -455,6 +521,14 @@ pub fn any_head_recipe() -> BoxedStrategy<HeadRecipe> {
 }
 
 /// One batch of f32, `[H,V]`.
+///
+/// ```
+/// use assay_core::spec::LossSpec;
+/// use assay_suites::cases::head_recipe;
+///
+/// let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&LossSpec::default()).unwrap();
+/// assert_eq!(problem.shape().to_string(), "2x3x4x5");
+/// ```
 pub fn head_recipe(shape: HeadShape) -> HeadRecipe {
     let HeadShape { batch, tokens, hidden, vocab } = shape;
     let recipe = Recipe {

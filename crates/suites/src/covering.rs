@@ -180,6 +180,17 @@ pub type Supports<'s> = &'s dyn Fn(&LossSpec, Shape) -> bool;
 
 /// Specs with every objective that is supported, in turn.
 ///
+/// ```
+/// use assay_core::implementation::Implementation;
+/// use assay_core::problem::Dtype;
+/// use assay_native::Native;
+/// use assay_suites::covering::pairs;
+///
+/// let native = Native::default();
+/// let all = pairs(&|spec, shape| native.supports(spec, shape, Dtype::F32, 1).is_ok());
+/// assert!(all.iter().any(|spec| spec.kl.is_some() && spec.rollout.is_some()));
+/// ```
+///
 /// # Panics
 /// Where another setting of one of them is not supported.
 pub fn pairs(supports: Supports) -> Vec<LossSpec> {
@@ -187,6 +198,17 @@ pub fn pairs(supports: Supports) -> Vec<LossSpec> {
 }
 
 /// Few of these that have every choice and every objective: the one with most that is new, again and again.
+///
+/// ```
+/// use assay_core::implementation::Implementation;
+/// use assay_core::problem::Dtype;
+/// use assay_native::Native;
+/// use assay_suites::covering::{choices, pairs};
+///
+/// let native = Native::default();
+/// let supports = |spec: &_, shape| native.supports(spec, shape, Dtype::F32, 1).is_ok();
+/// assert!(choices(&supports).len() < pairs(&supports).len());
+/// ```
 ///
 /// # Panics
 /// As [`pairs`] does.

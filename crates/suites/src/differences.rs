@@ -5,6 +5,30 @@ use assay_judge::judgeable::Judgeable;
 use assay_reference::{HeadReference, Reference};
 
 /// A problem whose gradients are compared plainly.
+///
+/// ```
+/// use assay_core::implementation::Implementation;
+/// use assay_core::problem::{Dtype, Problem};
+/// use assay_core::spec::LossSpec;
+/// use assay_judge::generate::{Recipe, Regime};
+/// use assay_native::Native;
+/// use assay_suites::differences::DifferencedOutputs;
+///
+/// let spec = LossSpec::default();
+/// let recipe = Recipe {
+///     shape: [2, 3, 32],
+///     dtype: Dtype::F32,
+///     regime: Regime::Normal,
+///     seed: 0,
+///     old_logp_noise_scale: 0.3,
+///     masked_garbage: false,
+/// };
+/// let problem = recipe.problem(&spec).unwrap();
+/// let candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
+/// let reference = assay_reference::evaluate(&spec, &problem).unwrap();
+/// let [(output, differences)] = <Problem>::differences(&reference, &candidate)[..] else { panic!("one gradient") };
+/// assert!(output == "dlogits" && differences.max_abs < 1e-6);
+/// ```
 pub trait DifferencedOutputs: Judgeable {
     /// Returns the differences between a candidate and its twin, by output.
     fn differences(

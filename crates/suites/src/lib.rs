@@ -21,6 +21,15 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 pub const SEED: u64 = 7;
 
 /// Random specs and recipes without end; the same `seed` gives the same ones.
+///
+/// ```
+/// use assay_suites::{SEED, random_cases};
+///
+/// let (spec, recipe) = random_cases(SEED).next().unwrap();
+/// let problem = recipe.problem(&spec).unwrap();
+/// assert!(problem.check(&spec).is_ok());
+/// assert_eq!(random_cases(SEED).next().unwrap().0, spec);
+/// ```
 pub fn random_cases(seed: u64) -> impl Iterator<Item = (LossSpec, Recipe)> {
     drawn(rng([seed, 0]), cases::any_recipe())
 }
@@ -56,6 +65,16 @@ pub const DEVICE_SHAPES: [[usize; 3]; 4] = [[2, 5, 131], [8, 2, 37], [3, 9, 1031
 /// Cases for implementations that compile a program for each shape: few shapes, many problems. `structures` random
 /// specs, each in every regime, on [`DEVICE_SHAPES`] in turn: a spec is a program to compile, its regimes are problems
 /// for it. The same arguments give the same cases.
+///
+/// ```
+/// use assay_core::problem::Dtype;
+/// use assay_judge::generate::Regime;
+/// use assay_suites::device_cases;
+///
+/// // Two specs are two programs to compile, each with a problem in every regime.
+/// let cases = device_cases(Dtype::Bf16, 2, 0);
+/// assert_eq!(cases.len(), 2 * Regime::FINITE.len());
+/// ```
 pub fn device_cases(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, Recipe)> {
     let mut cases = Vec::new();
     for (i, (spec, recipe)) in drawn(rng([seed, dtype as u64]), cases::any_recipe()).take(structures).enumerate() {
@@ -77,6 +96,14 @@ pub const DEVICE_HEADS: [HeadShape; 4] = {
 };
 
 /// [`device_cases`] for heads, in every regime that a product has. Layout and rounding are drawn with the spec.
+///
+/// ```
+/// use assay_core::problem::Dtype;
+/// use assay_suites::{DEVICE_HEADS, device_heads};
+///
+/// let cases = device_heads(Dtype::F32, 1, 0);
+/// assert!(cases.iter().all(|(_, head)| head.hidden == DEVICE_HEADS[0].hidden));
+/// ```
 pub fn device_heads(dtype: Dtype, structures: usize, seed: u64) -> Vec<(LossSpec, HeadRecipe)> {
     let mut cases = Vec::new();
     let drawn = drawn(rng([seed, 16 + dtype as u64]), cases::any_head_recipe()).take(structures);

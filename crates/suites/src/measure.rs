@@ -89,6 +89,16 @@ pub struct CompiledImplementations {
 }
 
 /// The classes that there are measurements for, by what hinders them here.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use assay_native::Native;
+/// use assay_suites::measure::{MeasuredImplementations, classes};
+///
+/// let all = MeasuredImplementations { immediate: vec![Arc::new(Native::default())], ..Default::default() };
+/// assert_eq!(classes(&all)["native"], None);
+/// ```
 pub fn classes(all: &MeasuredImplementations) -> BTreeMap<String, Option<String>> {
     let mut classes = BTreeMap::new();
     let compiled = all.compiled.iter().flat_map(|on| &on.on_logits);
@@ -111,6 +121,20 @@ pub fn classes(all: &MeasuredImplementations) -> BTreeMap<String, Option<String>
 /// The cases of a measurement, of one `class` or all: `random` random ones for what runs any shape at once, narrow and
 /// wide vocabularies; for what compiles a program for each shape, the shapes and device counts of its tests, on each
 /// plugin, and where the policy is the reference policy.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use assay_native::Native;
+/// use assay_suites::measure::{Measurement, MeasuredImplementations, cases};
+///
+/// let all = MeasuredImplementations { immediate: vec![Arc::new(Native::default())], ..Default::default() };
+/// let mut measured = Measurement::default();
+/// for case in cases(Some("native"), 3, &all).iter().take(3) {
+///     measured.add(case).unwrap();
+/// }
+/// assert!(measured.needed().all(|(_, needed)| needed.kappa <= needed.allowed));
+/// ```
 pub fn cases(class: Option<&str>, random: usize, all: &MeasuredImplementations) -> Vec<MeasuredCase> {
     // The number of all other seeds is in proportion to the random cases that are asked for.
     let seeds = |of_all: usize| of_all * random / CASES;

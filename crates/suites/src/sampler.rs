@@ -26,6 +26,28 @@ fn support(logits: &[f64], temperature: f64, sampled: usize, (k, p): (usize, f64
 }
 
 /// `problem` with −∞ where a sampler by top-`k` and top-`p`, at each token's temperature, draws no column. The sampled one stays.
+///
+/// ```
+/// use assay_core::problem::Dtype;
+/// use assay_core::spec::LossSpec;
+/// use assay_judge::generate::{Recipe, Regime};
+/// use assay_suites::sampler::within_top_k_and_top_p;
+///
+/// let spec = LossSpec::default();
+/// let recipe = Recipe {
+///     shape: [2, 3, 32],
+///     dtype: Dtype::F32,
+///     regime: Regime::Normal,
+///     seed: 0,
+///     old_logp_noise_scale: 0.3,
+///     masked_garbage: false,
+/// };
+/// let problem = recipe.problem(&spec).unwrap();
+/// // At most four columns are drawn, and the sampled one stays.
+/// let drawn = within_top_k_and_top_p(&spec, &problem, 4, 1.0);
+/// let row = drawn.logits.row(0, 0);
+/// assert!(!problem.mask[[0, 0]] || (1..=5).contains(&row.iter().filter(|x| x.is_finite()).count()));
+/// ```
 pub fn within_top_k_and_top_p(spec: &LossSpec, problem: &Problem, k: usize, p: f64) -> Problem {
     let dtype = problem.logits.dtype();
     let mut logits = problem.logits.to_f64();

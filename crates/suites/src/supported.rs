@@ -25,6 +25,14 @@ fn refusals(id: &str) -> BTreeSet<&'static str> {
 
 /// The variants that `implementation` computes. Those that it refuses are refused for the reasons there are.
 ///
+/// ```
+/// use assay_native::Native;
+/// use assay_suites::supported::supported;
+///
+/// let variants = supported(&Native::default(), 1);
+/// assert!(variants.iter().any(|variant| variant.choice == "ppo_clip"));
+/// ```
+///
 /// # Panics
 /// Where it refuses another setting, or computes one that it should refuse.
 pub fn supported(implementation: &dyn Implementation, devices: usize) -> Vec<Variant> {

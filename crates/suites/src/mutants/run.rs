@@ -96,6 +96,17 @@ fn wide_cases() -> Vec<MutantCase> {
 }
 
 /// Cases with all that mutants have in common: the reference, and what the correct kernel returns.
+///
+/// ```
+/// use assay_judge::tolerance::Grade;
+/// use assay_suites::mutants::{BANK, MutantOutcome, MutantSuite, property};
+///
+/// let mutant = &BANK[0];
+/// let cases = property(mutant.kind);
+/// let suite = MutantSuite::new(&cases[..1], Grade::Standard).expect("no false alarm");
+/// let [outcome] = &suite.run(&[mutant])[..] else { panic!("one a mutant") };
+/// assert!(matches!(outcome, MutantOutcome::Killed(_) | MutantOutcome::Accepted | MutantOutcome::NotExercised));
+/// ```
 pub struct MutantSuite<'c, P: Judgeable = Problem> {
     cases: Vec<PreparedCase<'c, P>>,
     devices: &'static [usize],

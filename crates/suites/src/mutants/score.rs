@@ -20,6 +20,16 @@ use assay_schema::mutants as schema;
 const EVALUATED_AT_ONCE: usize = 64;
 
 /// Mutants, and what has rejected each so far.
+///
+/// ```
+/// use assay_judge::tolerance::Grade;
+/// use assay_suites::mutants::{BANK, Trial, property};
+///
+/// let mutants = [&BANK[0]];
+/// let mut trial = Trial::new(&mutants, Grade::Standard);
+/// trial.run(&property(mutants[0].kind)[..2]).expect("no false alarm");
+/// let score = trial.score(&[]);
+/// ```
 pub struct Trial {
     mutants: Vec<(&'static Mutant, Option<Kill>)>,
     cases: usize,
