@@ -144,10 +144,10 @@ impl<W: Timed> BenchSubject<'_, W> {
     }
 
     /// Checks that this machine has room for the problem while it is made and judged, and then for its outcome and
-    /// `beside` more bytes.
-    fn expect_room(&self, beside: usize, available: Option<usize>) -> Result<(), BenchError> {
+    /// `more` bytes.
+    fn expect_room(&self, more: usize, available: Option<usize>) -> Result<(), BenchError> {
         let Self { recipe, implementation, devices, .. } = *self;
-        let running = recipe.running_bytes().saturating_add(beside);
+        let running = recipe.running_bytes().saturating_add(more);
         let ProblemFormat { shape, dtype, .. } = recipe.given();
         let what = || format!("a bench of {shape} {dtype} with {}", on_devices(implementation.id(), devices));
         Ok(expect_room(what, recipe.making_bytes(devices).max(running), available)?)

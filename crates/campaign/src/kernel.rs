@@ -24,7 +24,7 @@ pub trait KernelUnderTest<P: Subject = Problem> {
     ) -> Result<(), Fault>;
 }
 
-/// Why a kernel has no answer that could be judged.
+/// The reason why a kernel has no answer that could be judged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// The kernel raised an error, which is its text.

@@ -129,7 +129,7 @@ fn spec(loss: usize, rng: &mut ChaCha8Rng) -> LossSpec {
 pub struct PanelCase {
     deck: PanelDeck,
     index: u64,
-    /// The loss to compute.
+    /// The loss that every kernel is asked for.
     pub spec: LossSpec,
     /// The recipe of the batch.
     pub recipe: Recipe,
@@ -151,7 +151,7 @@ pub struct PanelCell {
     pub regime: Regime,
     /// The name of the output and the comparison.
     pub gate: String,
-    /// Candidates that were judged.
+    /// The number of candidates that were judged.
     pub judged: u64,
     /// Candidates that failed this gate.
     pub failed: u64,
@@ -276,7 +276,7 @@ impl KernelOutcome {
 pub struct Panelist<K> {
     kernel: K,
     command: String,
-    /// The outcome so far.
+    /// The outcome on the problems that were given so far.
     pub found: KernelOutcome,
 }
 

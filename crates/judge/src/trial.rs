@@ -31,7 +31,7 @@ pub struct Known<'p, P: Judgeable = Problem> {
     pub spec: &'p LossSpec,
     /// The batch.
     pub problem: &'p P,
-    /// What it comes to.
+    /// The reference's values for the batch.
     pub reference: P::Reference<'p>,
 }
 
