@@ -68,12 +68,12 @@ fn properties() -> Vec<Property> {
         add(format!("B > {tile}"), Box::new(move |dealt| batch(dealt) > tile));
         add(
             format!("T > {tile} and T mod {tile} ≠ 0"),
-            Box::new(move |dealt| tokens(dealt) > tile && tokens(dealt) % tile != 0),
+            Box::new(move |dealt| tokens(dealt) > tile && !tokens(dealt).is_multiple_of(tile)),
         );
-        add(format!("T mod {tile} ≠ 0"), Box::new(move |dealt| tokens(dealt) % tile != 0));
+        add(format!("T mod {tile} ≠ 0"), Box::new(move |dealt| !tokens(dealt).is_multiple_of(tile)));
         add(format!("T > {tile}"), Box::new(move |dealt| tokens(dealt) > tile));
         add(format!("H > {tile}"), Box::new(move |dealt| hidden(dealt) > tile));
-        add(format!("H mod {tile} ≠ 0"), Box::new(move |dealt| hidden(dealt) % tile != 0));
+        add(format!("H mod {tile} ≠ 0"), Box::new(move |dealt| !hidden(dealt).is_multiple_of(tile)));
     }
     for tile in (3..18).map(|power| 1_usize << power) {
         add(format!("V mod {tile} = 0"), Box::new(move |dealt| vocab(dealt).is_multiple_of(tile)));
@@ -82,7 +82,7 @@ fn properties() -> Vec<Property> {
         add(format!("V > {tile}"), Box::new(move |dealt| vocab(dealt) > tile));
         add(
             format!("V > {tile} and V mod {tile} ≠ 0"),
-            Box::new(move |dealt| vocab(dealt) > tile && vocab(dealt) % tile != 0),
+            Box::new(move |dealt| vocab(dealt) > tile && !vocab(dealt).is_multiple_of(tile)),
         );
         for dtype in Dtype::KERNEL {
             add(

@@ -113,6 +113,9 @@ impl Campaign {
     }
 }
 
+/// What a second call showed: the kinds of failure, and the other problem if it is that which fails.
+type SecondFailure<P> = (Vec<FailureKind>, Option<FailedProblem<P>>);
+
 /// A campaign while it runs.
 struct Round<'r, P: Subject> {
     campaign: &'r Campaign,
@@ -265,7 +268,7 @@ impl<P: Subject> Round<'_, P> {
         match kinds.into_iter().next() {
             Some(kind) => self.note(kind, shown, dealt.is_some()),
             None if self.passing.len() < PASSING && elements(&*shown.problem) < 1 << 16 => {
-                self.passing.push(shown.problem)
+                self.passing.push(shown.problem);
             }
             None => {}
         }
@@ -295,11 +298,7 @@ impl<P: Subject> Round<'_, P> {
 
     /// Asks for `problem` a second time, and then for other content in the same memory. Returns the kinds of failure, and the other
     /// problem if it is that which fails.
-    fn once_more(
-        &mut self,
-        problem: &Arc<P>,
-        dealt: &DealtRecipe,
-    ) -> Result<Option<(Vec<FailureKind>, Option<FailedProblem<P>>)>, Fault> {
+    fn once_more(&mut self, problem: &Arc<P>, dealt: &DealtRecipe) -> Result<Option<SecondFailure<P>>, Fault> {
         // Two calls with one problem must return the same bits.
         let [first, second] = [self.bench.candidate(problem)?, self.bench.candidate(problem)?];
         if !same_bits(&first, &second) {

@@ -285,9 +285,9 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
 }
 
 /// Returns the whole number from 2 on that `x` is, to within what a sum in f32 may be off by.
-fn integer(x: f64) -> Option<u32> {
+fn integer(x: f64) -> Option<f64> {
     let whole = x.round();
-    ((2.0..=4096.0).contains(&whole) && (x - whole).abs() < 1e-3 * whole).then_some(whole as u32)
+    ((2.0..=4096.0).contains(&whole) && (x - whole).abs() < 1e-3 * whole).then_some(whole)
 }
 
 /// The error of a value, as a share of it, from which on it is wrong beyond any rounding.
@@ -310,7 +310,7 @@ fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Di
             if half_ulp(x, dlogits.dtype()) > WRONG / 2.0 * x.abs() {
                 continue;
             }
-            let wrong = !((y - x).abs() <= WRONG * x.abs());
+            let wrong = y.is_nan() || (y - x).abs() > WRONG * x.abs();
             columns[v][usize::from(!wrong)] = true;
             all_wrong &= wrong;
             zero &= !wrong || y == 0.0;

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use assay_core::problem::Dtype;
-use assay_judge::generate::{Recipe, Regime};
+use assay_judge::generate::Recipe;
 use assay_schema::campaign as schema;
 
 use super::{DealtHead, DealtRecipe, Deck, DeckContent};
@@ -47,6 +47,9 @@ pub struct Feature {
     holds: Predicate,
 }
 
+/// A feature of recipes: its name, its reason, and the test.
+type FeatureOfRecipe = (&'static str, &'static str, fn(&DealtRecipe) -> bool);
+
 /// The test whether a problem has a feature.
 enum Predicate {
     Vocab(usize),
@@ -62,115 +65,102 @@ impl Feature {
 
     /// Returns the features that problems of the deck's kind can have, the most important first.
     pub fn all(deck: &Deck) -> Vec<Self> {
-        use DeckContent::{
-            EveryTokenCounts, FarColumn, FarRatios, MaskedGarbage, NoTokenCounts, RatiosAtBounds, ZeroAdvantages,
-        };
-        let mut all = Vec::new();
-        let mut add = |name: &str, reason, holds| all.push(Feature::new(name, reason, holds));
-        add("every token counts", "the last token of a block loses its gradient", Predicate::Content(EveryTokenCounts));
-        add(
-            "garbage under the mask",
-            "masked tokens reach the sums, or 0·NaN the gradient",
-            Predicate::Content(MaskedGarbage),
-        );
-        add(
-            "ratios of 1",
-            "old log-probabilities that equal the new ones hide behind no noise",
-            Predicate::Recipe(|dealt| dealt.recipe.old_logp_noise_scale == 0.0),
-        );
-        add(
-            "ratios at the clip's bounds",
-            "a comparison on the wrong side, or 0/0",
-            Predicate::Content(RatiosAtBounds),
-        );
-        add("ratios beyond f32", "a clamped or overflowing log-ratio", Predicate::Content(FarRatios));
-        add(
-            "a late entry 90 to 1,000 nats up",
-            "sums over tiles that are merged by exp of a difference overflow",
-            Predicate::Recipe(|dealt| dealt.content == FarColumn && dealt.recipe.regime == Regime::FarColumn),
-        );
-        if let Some(head) = &deck.head {
-            add("H = 896", "partial products over blocks of H", Predicate::Recipe(|dealt| width(dealt) == 896));
-            add(
-                "H = 2048",
-                "a whole row of H no longer fits shared memory",
-                Predicate::Recipe(|dealt| width(dealt) == 2_048),
-            );
-            add("H no multiple of 16", "the tail of a block of H", Predicate::Recipe(|dealt| width(dealt) % 16 != 0));
-            add(
-                "V > 8,192 and H > 32",
-                "indices of the head, and tiles over both",
-                Predicate::Recipe(|dealt| width(dealt) > 32 && dealt.recipe.shape[2] > 8_192),
-            );
-            // Whoever names the widths asks for no other.
-            if !head.hidden.is_empty() {
-                all.truncate(all.len() - 4);
-            }
+        let mut all = Self::of_contents();
+        // Whoever names the widths asks for no other.
+        if deck.head.as_ref().is_some_and(|head| head.hidden.is_empty()) {
+            all.extend(Self::of_heads());
         }
-        let mut add = |name: String, reason, holds| all.push(Feature::new(name, reason, holds));
         for (vocab, model) in MODEL_VOCABS {
             if !deck.packed || PACKED_MODEL_VOCABS.contains(&vocab) {
                 let reason = "sizes at which kernels are tuned, and 16-bit or split sums break";
-                add(format!("V = {vocab} ({model})"), reason, Predicate::Vocab(vocab));
+                all.push(Self::new(format!("V = {vocab} ({model})"), reason, Predicate::Vocab(vocab)));
             }
         }
-        if deck.packed {
-            add(
-                "a sequence of 129 tokens".into(),
-                "a sequence that ends past a tile of tokens",
-                Predicate::Recipe(|dealt| tokens(dealt) >= LONG_PACK),
-            );
-            add(
-                "an empty sequence".into(),
-                "a mean over nothing",
-                Predicate::Recipe(|dealt| dealt.recipe.seed % 2 == 0),
-            );
-            add(
-                "more than 32 sequences".into(),
-                "a sequence is looked up in one block",
-                Predicate::Recipe(|dealt| dealt.recipe.shape[0] > 32),
-            );
-        } else {
-            for tile in TOKEN_TILES {
-                for length in [tile - 1, tile, tile + 1] {
-                    add(
-                        format!("T = {length}"),
-                        "the last block of tokens, full or not, whose last token counts",
-                        Predicate::Tokens(length),
-                    );
-                }
-            }
-            add(
-                "B > 32".into(),
-                "one sequence for each thread of a warp",
-                Predicate::Recipe(|dealt| dealt.recipe.shape[0] > 32),
-            );
-            add("one token".into(), "loops that need two", Predicate::Recipe(|dealt| tokens(dealt) == 1));
-        }
+        all.extend(if deck.packed { Self::of_packed_sequences() } else { Self::of_tokens() });
         for tile in VOCAB_TILES {
             for vocab in [tile - 1, tile, tile + 1] {
                 // Packed rows of three sequences spend their logits on full and just overfull tiles.
                 if !deck.packed || (vocab >= tile && tile != 2_048 && tile != 512) {
-                    add(
-                        format!("V = {vocab}"),
-                        "the last tile of vocabulary entries, full or not",
-                        Predicate::Vocab(vocab),
-                    );
+                    let reason = "the last tile of vocabulary entries, full or not";
+                    all.push(Self::new(format!("V = {vocab}"), reason, Predicate::Vocab(vocab)));
                 }
             }
         }
-        add(
-            "more than 132 rows, V > 1,024".into(),
-            "the second row of a persistent program",
-            Predicate::Recipe(|dealt| tokens(dealt) > MULTIPROCESSORS && dealt.recipe.shape[2] > 1_024),
-        );
-        add(
-            "more than 65,535 rows".into(),
-            "a grid's second axis ends there",
-            Predicate::Recipe(|dealt| tokens(dealt) > 65_535),
-        );
-        add("advantages 0".into(), "0/0 in a normalised loss", Predicate::Content(ZeroAdvantages));
-        add("no token counts".into(), "a mean over nothing", Predicate::Content(NoTokenCounts));
+        let of_rows: [FeatureOfRecipe; 2] = [
+            ("more than 132 rows, V > 1,024", "the second row of a persistent program", |dealt| {
+                tokens(dealt) > MULTIPROCESSORS && dealt.recipe.shape[2] > 1_024
+            }),
+            ("more than 65,535 rows", "a grid's second axis ends there", |dealt| tokens(dealt) > 65_535),
+        ];
+        all.extend(of_rows.map(|(name, reason, holds)| Self::new(name, reason, Predicate::Recipe(holds))));
+        let contents = [
+            ("advantages 0", "0/0 in a normalised loss", DeckContent::ZeroAdvantages),
+            ("no token counts", "a mean over nothing", DeckContent::NoTokenCounts),
+        ];
+        all.extend(contents.map(|(name, reason, content)| Self::new(name, reason, Predicate::Content(content))));
+        all
+    }
+
+    /// The features of the arrays' content.
+    fn of_contents() -> Vec<Self> {
+        use DeckContent::{EveryTokenCounts, FarColumn, FarRatios, MaskedGarbage, RatiosAtBounds};
+        let of = Predicate::Content;
+        let all = [
+            ("every token counts", "the last token of a block loses its gradient", of(EveryTokenCounts)),
+            ("garbage under the mask", "masked tokens reach the sums, or 0·NaN the gradient", of(MaskedGarbage)),
+            (
+                "ratios of 1",
+                "without noise of old log-probabilities a clip at 1 shows",
+                Predicate::Recipe(|dealt| dealt.recipe.old_logp_noise_scale == 0.0),
+            ),
+            ("ratios at the clip's bounds", "a comparison on the wrong side, or 0/0", of(RatiosAtBounds)),
+            ("ratios beyond f32", "a clamped or overflowing log-ratio", of(FarRatios)),
+            (
+                "a late entry 90 to 1,000 nats up",
+                "tiles that are merged by exp of a difference overflow",
+                of(FarColumn),
+            ),
+        ];
+        all.map(|(name, reason, holds)| Self::new(name, reason, holds)).into()
+    }
+
+    /// The features of LM heads.
+    fn of_heads() -> Vec<Self> {
+        let all: [FeatureOfRecipe; 4] = [
+            ("H = 896", "partial products over blocks of H", |dealt| width(dealt) == 896),
+            ("H = 2048", "a whole row of H no longer fits shared memory", |dealt| width(dealt) == 2_048),
+            ("H no multiple of 16", "the tail of a block of H", |dealt| !width(dealt).is_multiple_of(16)),
+            ("V > 8,192 and H > 32", "indices of the head, and tiles over both", |dealt| {
+                width(dealt) > 32 && dealt.recipe.shape[2] > 8_192
+            }),
+        ];
+        all.map(|(name, reason, holds)| Self::new(name, reason, Predicate::Recipe(holds))).into()
+    }
+
+    /// The features of packed sequences.
+    fn of_packed_sequences() -> Vec<Self> {
+        let all: [FeatureOfRecipe; 3] = [
+            ("a sequence of 129 tokens", "a sequence that ends past a tile of tokens", |dealt| {
+                tokens(dealt) >= LONG_PACK
+            }),
+            ("an empty sequence", "a mean over nothing", |dealt| dealt.recipe.seed.is_multiple_of(2)),
+            ("more than 32 sequences", "a sequence is looked up in one block", |dealt| dealt.recipe.shape[0] > 32),
+        ];
+        all.map(|(name, reason, holds)| Self::new(name, reason, Predicate::Recipe(holds))).into()
+    }
+
+    /// The features of the numbers of sequences and tokens.
+    fn of_tokens() -> Vec<Self> {
+        let lengths = TOKEN_TILES.into_iter().flat_map(|tile| [tile - 1, tile, tile + 1]);
+        let reason = "the last block of tokens, full or not, whose last token counts";
+        let mut all: Vec<Self> =
+            lengths.map(|length| Self::new(format!("T = {length}"), reason, Predicate::Tokens(length))).collect();
+        all.push(Self::new(
+            "B > 32",
+            "one sequence for each thread of a warp",
+            Predicate::Recipe(|dealt| dealt.recipe.shape[0] > 32),
+        ));
+        all.push(Self::new("one token", "loops that need two", Predicate::Recipe(|dealt| tokens(dealt) == 1)));
         all
     }
 

@@ -265,8 +265,8 @@ impl DeckHead {
         let Self { layout, rounds_logits, .. } = *self;
         let at = |widths: &[usize], turn: u64| widths[(turn % widths.len() as u64) as usize];
         let hidden = if self.hidden.is_empty() {
-            let from_here = (0..WIDTHS.len() as u64).map(|step| at(&WIDTHS, index + step));
-            from_here.filter(|width| width * (batch * tokens + vocab) <= HEAD_ELEMENTS).next().unwrap_or(NARROW)
+            let mut from_here = (0..WIDTHS.len() as u64).map(|step| at(&WIDTHS, index + step));
+            from_here.find(|width| width * (batch * tokens + vocab) <= HEAD_ELEMENTS).unwrap_or(NARROW)
         } else {
             at(&self.hidden, index)
         };

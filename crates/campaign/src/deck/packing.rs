@@ -28,7 +28,9 @@ pub(super) fn cu_seqlens(seed: u64, [sequences, tokens]: [usize; 2]) -> CuSeqlen
     }
     if sequences > 1 && tokens >= LONG_PACK {
         // Ends before that one leave empty sequences behind it.
-        ends.iter_mut().for_each(|end| *end = (*end).max(PAST_A_TILE));
+        for end in &mut ends {
+            *end = (*end).max(PAST_A_TILE);
+        }
         ends[0] = PAST_A_TILE;
     }
     let starts = std::iter::once(0).chain(ends.iter().copied());

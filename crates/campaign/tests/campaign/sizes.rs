@@ -16,7 +16,7 @@ type WrongKernel = (&'static str, fn(&LossSpec, &Problem, &mut Candidate));
 fn drop_columns(candidate: &mut Candidate, first: usize, at: impl Fn(usize, usize) -> bool) {
     let [batch, tokens, _] = candidate.gradient.shape()[..] else { unreachable!("three axes") };
     for (b, t) in (0..batch).flat_map(|b| (0..tokens).map(move |t| (b, t))).filter(|(b, t)| at(*b, *t)) {
-        let mut row = candidate.gradient.row(b, t).to_vec();
+        let mut row = candidate.gradient.row(b, t);
         row[first..].fill(0.0);
         candidate.gradient.set_row(b, t, &row);
     }
