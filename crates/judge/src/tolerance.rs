@@ -190,7 +190,7 @@ impl Tolerances {
             expected: self.class.keys().map(String::as_str).collect::<Vec<_>>().join(", "),
         })?;
         let grade = if name == EXTERNAL { Grade::Standard } else { Grade::Exact };
-        Ok(Limits { tolerances: self, class: found, grade, tries_better: true })
+        Ok(Limits { tolerances: self, class: found, grade, tries_better: true, lanes: false })
     }
 }
 
@@ -204,6 +204,8 @@ pub struct Limits<'t> {
     pub grade: Grade,
     /// Whether grade `exact` is tried first if `standard` is asked for.
     tries_better: bool,
+    /// Whether a sum in f32 may have been added up in lanes, one term after another.
+    lanes: bool,
 }
 
 impl Limits<'static> {
@@ -232,6 +234,16 @@ impl Limits<'_> {
     #[must_use]
     pub fn alone(self) -> Self {
         Self { tries_better: false, ..self }
+    }
+
+    /// Returns limits that forgive what a long sum of exponentials loses if it is added up in lanes of f32.
+    pub(crate) fn with_sums_in_lanes(self) -> Self {
+        Self { lanes: true, ..self }
+    }
+
+    /// Whether the error of a long sum in lanes is forgiven.
+    pub(crate) fn sums_in_lanes(&self) -> bool {
+        self.lanes
     }
 
     /// Returns the limits of grade `exact`, if they are tried first.

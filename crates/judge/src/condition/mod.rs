@@ -33,10 +33,12 @@
 //!
 //! In addition to the scale, which `κ·u` multiplies, each limit has a *floor*, an error that nothing multiplies: what f32 flushes to
 //! 0; what follows from an error `ε_j` that each logit has of its own, if it is a product; and at [`Grade::Standard`] from an
-//! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round.
+//! offset, `offset·u·M` with `M` the size of the row's largest logit divided by T, as `x − logsumexp(x)` and `x/T` round;
+//! and of a long row, if nothing else explains it, from its sum in lanes of f32, one relative error `η` of all probabilities.
 
 mod alternatives;
 mod bound;
+mod lanes;
 mod moves;
 mod sequence;
 mod softmax;
@@ -56,6 +58,7 @@ use softmax::{SoftmaxErrors, logp_bound, others_bound};
 use terms::{clamp_rounding, importance, kl_flushed, weighted};
 
 pub(crate) use bound::{ErrorBound, FLUSHED};
+pub(crate) use lanes::LONG_ROW;
 pub(crate) use moves::{InputMoves, response};
 pub(crate) use sequence::RatioTerms;
 pub(crate) use softmax::{LogitErrors, entropy_errors, sum_error, transform_rounding};
@@ -71,11 +74,13 @@ pub(crate) struct Bands {
     pub(crate) grade: Grade,
     /// The error of an exponent in units of `u·M`.
     pub(crate) offset: f64,
+    /// Whether the sum of a long row may have been added up in lanes of f32.
+    pub(crate) lanes: bool,
 }
 
 impl Bands {
     /// Bands of width 0, for values that are far finer than any band.
-    pub(crate) const NONE: Bands = Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0 };
+    pub(crate) const NONE: Bands = Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0, lanes: false };
 }
 
 impl From<&Limits<'_>> for Bands {
@@ -85,6 +90,7 @@ impl From<&Limits<'_>> for Bands {
             entropy: limits.kappa(Output::Entropy),
             grade: limits.grade,
             offset: limits.offset(),
+            lanes: limits.sums_in_lanes(),
         }
     }
 }
@@ -209,7 +215,7 @@ impl Condition {
         let others: Vec<ErrorBound> = reference
             .others(token)
             .iter()
-            .map(|other| logp_bound(reference, token, other.id, (&errors, softmax.mean_error), bands))
+            .map(|other| logp_bound(reference, token, other.id, (&errors, softmax.mean_error, softmax.lane_sum), bands))
             .collect();
         let others_loss = others_bound(reference, token, &others).finite_or_zero();
 

@@ -6,6 +6,7 @@ use ndarray::Array2;
 
 use super::Bands;
 use super::bound::{ErrorBound, FLUSHED};
+use super::lanes::{LONG_ROW, lane_sum_error};
 use crate::U;
 use assay_core::problem::Shape;
 use assay_core::spec::LossSpec;
@@ -51,6 +52,8 @@ pub(crate) struct SoftmaxErrors {
     pub(crate) mean_error: f64,
     /// The offset errors `offset·u·M` of the softmax that logp is taken from, and of the one that entropy is.
     pub(crate) offsets: [f64; 2],
+    /// The relative error of the sum of the exponentials, shared by all probabilities of the row; 0 unless it is forgiven.
+    pub(crate) lane_sum: f64,
 }
 
 impl SoftmaxErrors {
@@ -83,18 +86,21 @@ impl SoftmaxErrors {
         }
         let offsets = [softmax, q].map(|softmax| offset_error(softmax, bands));
         let second_moment = q.stats.mean_square_gap;
+        let long = bands.lanes && reference.shape().vocab > LONG_ROW && softmax.stats.max.is_finite();
+        let lane_sum = if long { lane_sum_error(reference, (b, t), token) } else { 0.0 };
         Self {
-            logp: logp_bound(reference, token, token.id, (errors, mean_error), bands),
+            logp: logp_bound(reference, token, token.id, (errors, mean_error, lane_sum), bands),
             // Entropy is `ln S + ā`: its condition is 1 + H + ā + ā₂ (docs/tolerances.md), and the rounding of
             // transformed logits counts 1 + H times.
             entropy: ErrorBound {
                 scale: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
-                floor: spread + offsets[1] * (1.0 + token.entropy),
+                floor: spread + (offsets[1] + lane_sum) * (1.0 + token.entropy),
             },
             second_moment,
             spread,
             mean_error,
             offsets,
+            lane_sum,
         }
     }
 }
@@ -118,12 +124,13 @@ fn offset_error(softmax: &ScaledSoftmax, bands: Bands) -> f64 {
     if largest.is_finite() { bands.offset * U * largest } else { 0.0 }
 }
 
-/// Bounds logp of one id of a token, whose logits have `errors` with the mean `Σ p_j ε_j`; the scale is `C_ℓ`.
+/// Bounds logp of one id of a token, whose logits have `errors` with the mean `Σ p_j ε_j` and whose sum is off by `lane_sum` of itself;
+/// the scale is `C_ℓ`.
 pub(super) fn logp_bound(
     reference: &Reference,
     token: &Token,
     id: usize,
-    (errors, mean_error): (&LogitErrors, f64),
+    (errors, mean_error, lane_sum): (&LogitErrors, f64, f64),
     bands: Bands,
 ) -> ErrorBound {
     let (spec, softmax) = (reference.spec(), &token.logp_softmax);
@@ -137,7 +144,7 @@ pub(super) fn logp_bound(
     let factor = softmax.divisor / token.temperature();
     ErrorBound {
         scale: (1.0 + gap + softmax.stats.mean_gap + log_p.abs() + 2.0 * rounded) * factor,
-        floor: (product + offset_error(softmax, bands)) * factor,
+        floor: (product + offset_error(softmax, bands) + lane_sum) * factor,
     }
 }
 

@@ -87,6 +87,11 @@ pub(super) struct BranchDlogits<'c> {
 }
 
 impl BranchDlogits<'_> {
+    /// Bounds the error of an id's dlogit that a relative error of the row's sum makes: `|G|·p_y/T` of it.
+    pub(super) fn share_of_sum(&self, token: &JudgedToken) -> f64 {
+        self.grad.abs() * (1.0 - token.token.probability_of_others) / token.token.temperature()
+    }
+
     /// Evaluates the exact dlogits of `columns`, and how far each may be off.
     pub(super) fn evaluate(
         &self,

@@ -20,6 +20,8 @@ pub enum Cancellation {
     Offset,
     /// The slope `σ(1 − σ)` of SAPO's gate where the gate is open.
     Gate,
+    /// The sum of a long row's exponentials, added up in f32, one term after another in lanes.
+    LaneSum,
     /// Two equal arguments of PPO's `min`, of which automatic differentiation takes a part each.
     Bound,
 }
@@ -31,6 +33,9 @@ impl fmt::Display for Cancellation {
             Cancellation::EntropyGradient => "the entropy gradient cancels: −p·(log p + H), for p·(gap − mean gap)",
             Cancellation::Offset => {
                 "logits are rounded at the size of the largest before it is subtracted: x − logsumexp(x), or x/T"
+            }
+            Cancellation::LaneSum => {
+                "the exponentials of the row are added up in f32, one after another in lanes: add parts of a few hundred, or in f64"
             }
             Cancellation::Bound => {
                 "the ratio is at a bound of the clip, and automatic differentiation takes a part of each of two equal arguments"
@@ -47,6 +52,9 @@ impl Cancellation {
     ///
     /// The causes are tried from the most specific to the most general.
     pub(super) fn explaining(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits: &Limits) -> Self {
+        if limits.sums_in_lanes() {
+            return Cancellation::LaneSum;
+        }
         let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
         if let Some(token) = token.filter(|_| gate.output.is_gradient()) {
             let ratio = token.inputs.ratio(reference.spec());

@@ -162,21 +162,126 @@ pub(super) fn compare_rows(
     rows: &[CandidateRow],
     choices: &[BranchDlogits],
 ) -> Vec<Vec<RowTallies>> {
+    let shifts = row_shifts(reference, token, rows, choices);
     let mut sums = vec![vec![RowSums::default(); choices.len()]; rows.len()];
+    walk_rows(reference, token, rows, choices, |first, expected, row, actual| {
+        for (choice, (expected, sums)) in expected.iter().zip(&mut sums[row]).enumerate() {
+            match &shifts {
+                None => rows[row].add(reference, sums, first, expected, actual),
+                Some(shifts) => {
+                    let at_ids = choices[choice].share_of_sum(token) * token.condition.softmax.lane_sum;
+                    let shifted = shifted(reference, token, first, expected, (shifts[row][choice], at_ids));
+                    rows[row].add(reference, sums, first, &shifted, actual);
+                }
+            }
+        }
+    });
+    let finish = |(row, sums): (&CandidateRow, Vec<RowSums>)| sums.into_iter().map(|sums| row.finish(sums)).collect();
+    rows.iter().zip(sums).map(finish).collect()
+}
+
+/// Walks the vocabulary a block at a time, and calls `visit` with the first entry of the block, the exact values and limits of it for each
+/// choice, and for each candidate its number and its values.
+fn walk_rows(
+    reference: &Reference,
+    token: &JudgedToken,
+    rows: &[CandidateRow],
+    choices: &[BranchDlogits],
+    mut visit: impl FnMut(usize, &[(Vec<f64>, ColumnErrors)], usize, &[f64]),
+) {
     let vocab = reference.shape().vocab;
     for first in (0..vocab).step_by(AT_ONCE) {
         let range = first..vocab.min(first + AT_ONCE);
         let columns = reference.columns(token.b, token.t, token.token, range.clone());
         let expected: Vec<_> = choices.iter().map(|choice| choice.evaluate(reference, token, &columns)).collect();
-        for (row, sums) in rows.iter().zip(&mut sums) {
-            let actual = row.actual.row_part(token.b, token.t, range.clone());
-            for (expected, sums) in expected.iter().zip(sums) {
-                row.add(reference, sums, first, expected, &actual);
-            }
+        for (number, row) in rows.iter().enumerate() {
+            visit(first, &expected, number, &row.actual.row_part(token.b, token.t, range.clone()));
         }
     }
-    let finish = |(row, sums): (&CandidateRow, Vec<RowSums>)| sums.into_iter().map(|sums| row.finish(sums)).collect();
-    rows.iter().zip(sums).map(finish).collect()
+}
+
+/// Returns the relative error of the row's sum that fits each candidate best on each choice; `None` where no such error is forgiven.
+///
+/// All probabilities of a row are off by one factor if their common sum is, so the error enters once, and with one sign: as
+/// `Σ (y − x) / Σ x` over all entries but the token's ids, or the nearest shift that suits every entry, and no more than the bound of
+/// the sum.
+fn row_shifts(
+    reference: &Reference,
+    token: &JudgedToken,
+    rows: &[CandidateRow],
+    choices: &[BranchDlogits],
+) -> Option<Vec<Vec<f64>>> {
+    let most = token.condition.softmax.lane_sum;
+    if most == 0.0 {
+        return None;
+    }
+    let mut fits = vec![vec![ShiftFit::default(); choices.len()]; rows.len()];
+    walk_rows(reference, token, rows, choices, |first, expected, row, actual| {
+        let ids: Vec<usize> = token.ids(reference).filter_map(|id| id.checked_sub(first)).collect();
+        let CandidateRow { stored, kappa, .. } = &rows[row];
+        for ((exact, bounds), fit) in expected.iter().zip(&mut fits[row]) {
+            let allowed = stored.allowances(exact, bounds);
+            for (v, (x, y)) in exact.iter().zip(actual).enumerate().filter(|(v, _)| !ids.contains(v)) {
+                let limit = allowed.rounding[v] + kappa * U * allowed.scale[v] + allowed.floor[v];
+                fit.add(*x, *y, limit);
+            }
+        }
+    });
+    let shift = |fit: ShiftFit| fit.shift().clamp(-most, most);
+    Some(fits.into_iter().map(|row| row.into_iter().map(shift).collect()).collect())
+}
+
+/// The shifts of a row with which its values are within their limits.
+#[derive(Clone)]
+struct ShiftFit {
+    error: f64,
+    size: f64,
+    within: [f64; 2],
+}
+
+impl Default for ShiftFit {
+    fn default() -> Self {
+        Self { error: 0.0, size: 0.0, within: [f64::NEG_INFINITY, f64::INFINITY] }
+    }
+}
+
+impl ShiftFit {
+    /// Adds a value `y` for `x`, which may be off by `limit` besides the shift.
+    fn add(&mut self, x: f64, y: f64, limit: f64) {
+        (self.error, self.size) = (self.error + (y - x), self.size + x);
+        // What f32 flushes to 0 says nothing about a factor.
+        if x.abs() > limit {
+            let (shift, reach) = ((y - x) / x, limit / x.abs());
+            self.within = [self.within[0].max(shift - reach), self.within[1].min(shift + reach)];
+        }
+    }
+
+    /// Returns the shift of the row's sum, or the nearest with which every value is within its limit. Of coarse dtypes the sum is one of
+    /// roundings, which equal values share.
+    fn shift(&self) -> f64 {
+        let of_sum = Some(self.error / self.size).filter(|shift| shift.is_finite()).unwrap_or(0.0);
+        let [low, high] = self.within;
+        // At the very end of the range a value is at its limit, on either side of it by the last bit.
+        let inset = (high - low) / 16.0;
+        if inset > 0.0 && inset.is_finite() { of_sum.clamp(low + inset, high - inset) } else { of_sum }
+    }
+}
+
+/// Shifts exact values as an error of the row's sum does: all but the ids' by one factor; the ids' limits grow by `at_ids`.
+fn shifted(
+    reference: &Reference,
+    token: &JudgedToken,
+    first: usize,
+    (exact, bounds): &(Vec<f64>, ColumnErrors),
+    (shift, at_ids): (f64, f64),
+) -> (Vec<f64>, ColumnErrors) {
+    let mut bounds = bounds.clone();
+    let mut moved: Vec<f64> = exact.iter().map(|x| x * (1.0 + shift)).collect();
+    for id in token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&id| id < exact.len()) {
+        moved[id] = exact[id];
+        bounds.floor[id] += at_ids;
+    }
+    (moved, bounds)
 }
 
 /// Checks that the dlogits of masked tokens are exactly 0.

@@ -173,10 +173,33 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
     }
     let again: Vec<CandidateOutputs> =
         failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
-    let standard = judge_grade(judged, &again, &limits.at(Grade::Standard));
-    for (i, standard) in failing.into_iter().zip(standard) {
+    take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard));
+    // What a long sum in lanes loses takes a walk along each row to bound: only candidates that fail without it are asked.
+    let failing: Vec<usize> = failing.into_iter().filter(|&i| failures(&best[i]) > 0).collect();
+    if !failing.is_empty() && judged.reference.shape().vocab > condition::LONG_ROW {
+        let again: Vec<CandidateOutputs> =
+            failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
+        take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard).with_sums_in_lanes());
+    }
+    best
+}
+
+/// Replaces the failed verdicts of the candidates `failing` by those of `limits`, and notes of each that passes what kept it from `exact`.
+fn take_standard(
+    judged: JudgedReference,
+    best: &mut [Vec<Verdict>],
+    failing: &[usize],
+    candidates: &[CandidateOutputs],
+    limits: &Limits,
+) {
+    let standard = judge_grade(judged, candidates, limits);
+    for (&i, standard) in failing.iter().zip(standard) {
         for verdict in best[i].iter_mut().filter(|verdict| verdict.status.failed()) {
             let Some(other) = standard.iter().find(|other| other.gate == verdict.gate) else { continue };
+            // A failure keeps the tighter limits, unless the last grade is the one that it is reported at.
+            if limits.sums_in_lanes() && !other.passed() {
+                continue;
+            }
             // A gate that passes at `standard` tells what kept it from `exact`.
             let short_of_exact = other.passed().then(|| {
                 let worst = verdict.tally.worst;
@@ -186,7 +209,6 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
             *verdict = Verdict { short_of_exact, ..other.clone() };
         }
     }
-    best
 }
 
 /// Judges every gate at the grade of `limits`.

@@ -10,6 +10,7 @@ mod metric;
 mod mutants;
 mod rejects;
 mod summary;
+mod sums_in_lanes;
 mod tells_variants_apart;
 mod textbook;
 mod tolerances;
