@@ -17,7 +17,7 @@ use crate::problem::{Batch, Lent, Problem};
 use crate::spec::Spec;
 use assay::campaign::{self, CampaignProgress, Fault, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
-use assay::problem::{self as core, Candidate, HeadProblem};
+use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
 use assay::worker::{Worker, WorkerError, WorkerLaunch};
@@ -291,19 +291,14 @@ pub(crate) fn answer(
     let written = match problem.batch() {
         Batch::Logits(problem) => {
             let returned = question.ask(function, problem)?;
-            write_candidate(path, &owned(&**problem, &returned), &BTreeMap::new())
+            write_candidate(path, &<Candidate>::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
         }
         Batch::Head(problem) => {
             let returned = question.ask(function, problem)?;
-            write_candidate(path, &owned(&**problem, &returned), &BTreeMap::new())
+            write_candidate(path, &HeadCandidate::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
         }
     };
     written.map_err(|reason| error::other(py, reason))
-}
-
-fn owned<P: Asked>(problem: &P, returned: &Returned) -> Candidate<P::Gradient> {
-    let Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics } = returned.candidate(problem);
-    Candidate { loss, gradient: P::own(&gradient), logp, logp_of_others, entropy, token_loss, metrics }
 }
 
 /// Renders the report page of a campaign from its JSON.

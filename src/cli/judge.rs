@@ -8,12 +8,12 @@ use super::problem_choice::{AnyProblem, Within};
 use super::standards::StandardsChoice;
 use super::{CliError, Passed, Printing};
 use crate::campaign::{computed, neighbours};
-use crate::fixture::{StoredCandidate, StoredGradient, extra_tensors, read_stored};
+use crate::fixture::{StoredCandidate, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
 use crate::judge::trial::Known;
-use crate::problem::Candidate;
+use crate::problem::{Candidate, Gradient};
 use crate::schema::verdicts::{IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
 
@@ -71,7 +71,7 @@ struct JudgedCandidate {
 }
 
 impl JudgedCandidate {
-    fn judge<P: Judgeable<Gradient: StoredGradient>>(
+    fn judge<P: Judgeable>(
         &self,
         spec: &LossSpec,
         problem: &P,
@@ -98,7 +98,7 @@ impl JudgedCandidate {
             StoredCandidate::Forward(candidate) => {
                 let verdicts = self.standards.standards().judge_forward(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose_forward(&known.reference, candidate, &verdicts);
-                let gradients = P::Gradient::TENSORS.iter().map(|name| lacking(name));
+                let gradients = P::Gradient::ARRAYS.iter().map(|name| lacking(name));
                 (
                     verdicts,
                     diagnoses.iter().map(ToString::to_string).collect(),

@@ -14,7 +14,7 @@ use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, Printing, write_json};
 use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
-use crate::fixture::{SPEC_KEY, StoredGradient, read_candidate, write_problem};
+use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
@@ -149,7 +149,7 @@ impl Answers {
     }
 }
 
-impl<P: Subject<Gradient: StoredGradient>> KernelUnderTest<P> for Answers {
+impl<P: Subject> KernelUnderTest<P> for Answers {
     fn answer(
         &mut self,
         _: &LossSpec,

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::common::command::{Output, assay, assert_refused};
-use assay::fixture::{ProblemFile, StoredGradient, write_candidate};
-use assay::problem::{Advantages, Candidate, FloatArray, Problem};
+use assay::fixture::{ProblemFile, write_candidate};
+use assay::problem::{Advantages, Candidate, FloatArray, Gradient, Problem};
 use assay::registry::find;
 use assay::spec::LossSpec;
 use half::bf16;
@@ -38,7 +38,7 @@ impl Workplace {
         find::<Problem>("native", None).unwrap().run(&LossSpec::from_cotangents(true), self.problem(), 1).unwrap()
     }
 
-    fn judge<G: StoredGradient>(&self, candidate: &Candidate<G>) -> Output {
+    fn judge<G: Gradient>(&self, candidate: &Candidate<G>) -> Output {
         let (problem, path) = (self.path("problem.safetensors"), self.path("candidate.safetensors"));
         write_candidate(&path, candidate, &BTreeMap::new()).unwrap();
         assay(&["judge", "--problem", &problem, "--candidate", &path])

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use assay_core::problem::Candidate;
+use assay_core::problem::{Candidate, Gradient};
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Edge, Gate, Model, Output};
+use assay_judge::invariance::Invariance;
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::Known;
@@ -13,7 +14,7 @@ use assay_schema::verdicts::Status;
 
 use crate::deck::DealtRecipe;
 use crate::kernel::{Fault, KernelUnderTest};
-use crate::subject::{Subject, kept};
+use crate::subject::Subject;
 
 /// The appearance of a failure: failures of one kind may have one cause.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -182,7 +183,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
     /// Returns the kernel's candidate as arrays that outlive the call.
     pub(crate) fn candidate(&mut self, problem: &Arc<P>) -> Result<Candidate<P::Gradient>, Fault> {
         let mut candidate = None;
-        self.call(problem, &mut |given| candidate = Some(kept::<P>(given)))?;
+        self.call(problem, &mut |given| candidate = Some(Candidate::from_lent(given)))?;
         candidate.ok_or_else(|| Fault::Raised("it showed no outputs".into()))
     }
 
@@ -259,8 +260,8 @@ impl<'b, P: Subject> Examiner<'b, P> {
     }
 }
 
-pub(crate) fn same_bits<G: assay_judge::invariance::Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
-    assay_judge::invariance::Invariance::between(a, b).other.is_empty()
+pub(crate) fn same_bits<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
+    Invariance::between(a, b).other.is_empty()
 }
 
 /// Returns the number of logits `B·T·V`.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use assay_core::problem::{Candidate, Dtype, FloatArray};
+use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Gradient};
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::invariance::Invariance;
@@ -91,7 +91,7 @@ fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool 
 
 /// The output that a gate is of, without the values of masked tokens, which nobody looks at. Masked dlogits must be 0, and stay.
 fn counting_values<P: Subject>(problem: &P, candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
-    let mut all = values::<P>(candidate, gate);
+    let mut all = values(candidate, gate);
     let mask = problem.mask();
     if matches!(gate.output, Output::Logp | Output::Entropy | Output::TokenLoss) && all.len().is_multiple_of(mask.len())
     {
@@ -109,7 +109,7 @@ fn counting_values<P: Subject>(problem: &P, candidate: &Candidate<P::Gradient>, 
 }
 
 /// The output that a gate is of, as it was returned.
-fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
+fn values<G: Gradient>(candidate: &Candidate<G>, gate: Gate) -> Vec<f64> {
     let of_tokens = |array: &Option<FloatArray<Ix2>>| {
         array.as_ref().map_or_else(Vec::new, |array| array.to_f64().into_iter().collect())
     };
@@ -122,7 +122,7 @@ fn values<P: Subject>(candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64
         }
         Output::Entropy => of_tokens(&candidate.entropy),
         Output::TokenLoss => of_tokens(&candidate.token_loss),
-        _ => P::values(&candidate.gradient),
+        _ => G::arrays(&candidate.gradient.lend()).iter().flat_map(FloatView::to_f64).collect(),
     }
 }
 
@@ -166,7 +166,7 @@ impl<P: Subject> MutantTrial<'_, P> {
         };
         let first = |kernel: &Specimen| {
             let candidate = run(kernel)?;
-            Some((same_numbers::<P>(&self.correct, &candidate), candidate))
+            Some((same_numbers(&self.correct, &candidate), candidate))
         };
         // Run every mutant once. Equal numbers need no verdict, so only the differing candidates are judged, all in
         // one pass over the reference.
@@ -198,11 +198,11 @@ impl<P: Subject> MutantTrial<'_, P> {
 }
 
 /// Whether all numbers of two candidates are the same: −0 is 0.
-fn same_numbers<P: Subject>(a: &Candidate<P::Gradient>, b: &Candidate<P::Gradient>) -> bool {
+fn same_numbers<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
     let gates = [Output::Loss, Output::Logp, Output::Entropy, Output::TokenLoss, Output::Dlogits];
     gates.into_iter().all(|output| {
         let gate = Gate::new(output, Model::Elementwise);
-        let (a, b) = (values::<P>(a, gate), values::<P>(b, gate));
+        let (a, b) = (values(a, gate), values(b, gate));
         a.len() == b.len() && a.iter().zip(&b).all(|(x, y)| x == y || (x.is_nan() && y.is_nan()))
     })
 }

@@ -7,8 +7,7 @@ use ndarray::{Array2, Ix3};
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
 use assay_core::problem::{
-    Candidate, CuSeqlens, Dtype, FloatArray, FloatView, HeadCandidate, HeadGradient, HeadGradientView, HeadProblem,
-    Problem, ProblemPart, Projection,
+    Candidate, CuSeqlens, Dtype, FloatArray, HeadCandidate, HeadProblem, Problem, ProblemPart, Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
@@ -71,14 +70,8 @@ pub trait Subject: Judgeable + StoredProblem {
     /// A number that problems of other content do not share.
     fn fingerprint(&self) -> u64;
 
-    /// A gradient of its own.
-    fn own(view: &Self::View<'_>) -> Self::Gradient;
-
     /// All outputs of the reference.
     fn outcome(reference: &Self::Reference<'_>) -> Candidate<Self::Gradient>;
-
-    /// The values of a gradient, array after array.
-    fn values(gradient: &Self::Gradient) -> Vec<f64>;
 
     /// Reads what [`write_problem`](assay_fixture::write_problem) wrote; `None` where the file holds the other kind of problem.
     ///
@@ -167,16 +160,8 @@ impl Subject for Problem {
         hashed(self, [&self.logits.to_f64().into_iter().collect::<Vec<f64>>()])
     }
 
-    fn own(view: &FloatView<Ix3>) -> FloatArray<Ix3> {
-        view.to_owned()
-    }
-
     fn outcome(reference: &Reference<'_>) -> Candidate {
         reference.outcome().into()
-    }
-
-    fn values(gradient: &FloatArray<Ix3>) -> Vec<f64> {
-        gradient.to_f64().into_iter().collect()
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
@@ -245,18 +230,8 @@ impl Subject for HeadProblem {
         hashed::<_, 2>(self, [&hidden, &lm_head])
     }
 
-    fn own(view: &HeadGradientView) -> HeadGradient {
-        let HeadGradientView { dhidden, dlm_head, dlogits_dtype } = view;
-        HeadGradient { dhidden: dhidden.to_owned(), dlm_head: dlm_head.to_owned(), dlogits_dtype: *dlogits_dtype }
-    }
-
     fn outcome(reference: &HeadReference<'_>) -> HeadCandidate {
         reference.outcome().into()
-    }
-
-    fn values(gradient: &HeadGradient) -> Vec<f64> {
-        let HeadGradient { dhidden, dlm_head, .. } = gradient;
-        dhidden.to_f64().into_iter().chain(dlm_head.to_f64()).collect()
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
@@ -283,18 +258,4 @@ fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u6
     problem.ids.hash(&mut hasher);
     problem.mask.hash(&mut hasher);
     hasher.finish()
-}
-
-/// A candidate that is kept.
-pub(crate) fn kept<P: Subject>(candidate: &Candidate<P::View<'_>>) -> Candidate<P::Gradient> {
-    let Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics } = candidate;
-    Candidate {
-        loss: loss.clone(),
-        gradient: P::own(gradient),
-        logp: logp.clone(),
-        logp_of_others: logp_of_others.clone(),
-        entropy: entropy.clone(),
-        token_loss: token_loss.clone(),
-        metrics: *metrics,
-    }
 }

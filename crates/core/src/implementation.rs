@@ -11,8 +11,8 @@ use crate::memory::{CompiledMemory, DeviceMemory};
 use ndarray::Ix3;
 
 use crate::problem::{
-    Candidate, Dtype, FloatArray, FloatView, HeadForm, HeadGradient, HeadGradientView, HeadProblem, HeadShape, Lend,
-    Problem, ProblemError, Sequences, Shape,
+    Candidate, Dtype, FloatArray, FloatView, Gradient, HeadForm, HeadGradient, HeadGradientView, HeadProblem,
+    HeadShape, Problem, ProblemError, Sequences, Shape,
 };
 use crate::spec::LossSpec;
 
@@ -26,7 +26,7 @@ pub trait Workload: Clone + Send + Sync + 'static {
     /// The gradient of the loss by the input, borrowed.
     type View<'a>: Clone;
     /// The gradient of the loss by the input.
-    type Gradient: Clone + Send + Sync + for<'a> Lend<'a, View = Self::View<'a>>;
+    type Gradient: for<'a> Gradient<View<'a> = Self::View<'a>>;
     /// The name of the array that has the shape and the dtype, such as `logits`.
     const ARRAY: &'static str;
 

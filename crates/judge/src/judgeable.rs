@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use super::diagnosis::{self, Diagnosis};
 use super::gate::Output;
-use super::invariance::Gradient;
 use super::judge::{self, JudgeError, Verdict};
 use super::lm_head;
 use super::metric::Position;
@@ -16,7 +15,7 @@ use assay_reference::{self as reference, HeadReference, Reference};
 use ndarray::Ix3;
 
 /// A problem that there is a reference for, and a judge.
-pub trait Judgeable: Workload<Gradient: Gradient> {
+pub trait Judgeable: Workload {
     /// It, evaluated.
     type Reference<'p>: Send + Sync;
 

@@ -2,7 +2,7 @@
 
 use ndarray::{Array2, Ix2, Ix3};
 
-use super::invariance::{Gradient, Invariance};
+use super::invariance::Invariance;
 use super::judgeable::Judgeable;
 use assay_core::implementation::Workload;
 use assay_core::problem::{Candidate, FloatArray, HeadCandidate, HeadGradient, HeadProblem, Problem};
@@ -68,7 +68,7 @@ pub trait Twin<P: Workload> {
 }
 
 /// A problem that can be packed.
-pub trait Packable: Judgeable<Gradient: Gradient> {
+pub trait Packable: Judgeable {
     /// It packed, and where each token was.
     fn packed(&self) -> (Self, Vec<(usize, usize)>);
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ndarray::{Array, Array2, ArrayView, Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, ShapeBuilder, s};
+use ndarray::{Array, Array2, ArrayView, Axis, Dimension, Ix0, Ix2, Ix3, IxDyn, RemoveAxis, ShapeBuilder, s};
 pub use others::{first_and_others, with_others};
 use serde::{Deserialize, Serialize};
 
@@ -190,7 +190,20 @@ macro_rules! map_array {
 
 pub(crate) use with_array;
 
-impl<D: Dimension> FloatView<'_, D> {
+impl<'a, D: Dimension> FloatView<'a, D> {
+    /// Returns the view with its rank chosen at run time.
+    pub fn into_dyn(self) -> FloatView<'a, IxDyn> {
+        map_array!(FloatView => FloatView, self, array => array.into_dyn())
+    }
+
+    /// Returns the view with another type for its rank.
+    ///
+    /// # Panics
+    /// If it has another rank than `E`.
+    pub fn into_rank<E: Dimension>(self) -> FloatView<'a, E> {
+        map_array!(FloatView => FloatView, self, array => array.into_dimensionality().expect("an array of this rank"))
+    }
+
     /// Borrows the view again, for a shorter lifetime.
     pub fn view(&self) -> FloatView<'_, D> {
         map_array!(FloatView => FloatView, self, array => array.view())
@@ -303,6 +316,19 @@ impl FloatView<'_, Ix3> {
 }
 
 impl<D: Dimension> FloatArray<D> {
+    /// Returns the array with its rank chosen at run time, without a copy.
+    pub fn into_dyn(self) -> FloatArray<IxDyn> {
+        map_array!(FloatArray => FloatArray, self, array => array.into_dyn())
+    }
+
+    /// Returns the array with another type for its rank, without a copy.
+    ///
+    /// # Panics
+    /// If it has another rank than `E`.
+    pub fn into_rank<E: Dimension>(self) -> FloatArray<E> {
+        map_array!(FloatArray => FloatArray, self, array => array.into_dimensionality().expect("an array of this rank"))
+    }
+
     /// Borrows the array without copying it.
     pub fn view(&self) -> FloatView<'_, D> {
         map_array!(FloatArray => FloatView, self, array => array.view())

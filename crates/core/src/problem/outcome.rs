@@ -1,4 +1,4 @@
-use ndarray::{Axis, Dimension, Ix0, Ix2, Ix3, RemoveAxis, arr0, concatenate};
+use ndarray::{Axis, Dimension, Ix0, Ix2, Ix3, IxDyn, RemoveAxis, arr0, concatenate};
 use serde::Serialize;
 
 use super::{Dtype, FloatArray, FloatView, Sequences};
@@ -48,46 +48,121 @@ pub struct HeadGradientView<'a> {
     pub dlogits_dtype: Dtype,
 }
 
-/// A gradient that can be borrowed: as large as the logits or the head, it is not copied to be judged.
-pub trait Lend<'a> {
-    /// The borrowed gradient, a view.
-    type View;
+/// The gradient of a loss by its input, as a list of named arrays: dlogits, a [`HeadGradient`], or `()`.
+///
+/// As large as the logits or the head, it is borrowed to be judged.
+pub trait Gradient: Clone + Send + Sync {
+    /// The gradient with its arrays borrowed.
+    type View<'a>: Clone;
+    /// The names of the arrays. The first has the extents `[B,T,…]`, a second one those of a head.
+    const ARRAYS: &'static [&'static str];
+    /// The extents of the first array.
+    const EXTENTS: &'static str;
 
     /// Borrows the gradient without copying it.
-    fn lend(&'a self) -> Self::View;
-}
+    fn lend(&self) -> Self::View<'_>;
 
-impl<'a> Lend<'a> for FloatArray<Ix3> {
-    type View = FloatView<'a, Ix3>;
+    /// Borrows the arrays of a borrowed gradient, in the order of [`ARRAYS`](Self::ARRAYS).
+    fn arrays<'v>(view: &'v Self::View<'_>) -> Vec<FloatView<'v, IxDyn>>;
 
-    fn lend(&'a self) -> Self::View {
-        self.view()
+    /// Returns the dtype to which dlogits were rounded before the products with a head; `None` without a head.
+    fn dlogits_dtype(_view: &Self::View<'_>) -> Option<Dtype> {
+        None
+    }
+
+    /// Makes a borrowed gradient of borrowed [`ARRAYS`](Self::ARRAYS). With a head, `dlogits_dtype` is the dtype of the
+    /// first array unless it is given.
+    ///
+    /// # Panics
+    /// If an array is missing or has another rank.
+    fn view_from(arrays: Vec<FloatView<'_, IxDyn>>, dlogits_dtype: Option<Dtype>) -> Self::View<'_>;
+
+    /// Makes a gradient of [`ARRAYS`](Self::ARRAYS), as [`view_from`](Self::view_from).
+    ///
+    /// # Panics
+    /// If an array is missing or has another rank.
+    fn from_arrays(arrays: Vec<FloatArray<IxDyn>>, dlogits_dtype: Option<Dtype>) -> Self;
+
+    /// Copies the arrays of a borrowed gradient.
+    fn to_owned(view: &Self::View<'_>) -> Self {
+        let arrays = Self::arrays(view).iter().map(FloatView::to_owned).collect();
+        Self::from_arrays(arrays, Self::dlogits_dtype(view))
     }
 }
 
-impl<'a> Lend<'a> for FloatView<'_, Ix3> {
-    type View = FloatView<'a, Ix3>;
+impl Gradient for () {
+    type View<'a> = ();
+    const ARRAYS: &'static [&'static str] = &[];
+    const EXTENTS: &'static str = "nothing";
 
-    fn lend(&'a self) -> Self::View {
+    fn lend(&self) {}
+
+    fn arrays((): &()) -> Vec<FloatView<'_, IxDyn>> {
+        Vec::new()
+    }
+
+    fn view_from(_: Vec<FloatView<'_, IxDyn>>, _: Option<Dtype>) {}
+
+    fn from_arrays(_: Vec<FloatArray<IxDyn>>, _: Option<Dtype>) {}
+}
+
+/// Moves a gradient's arrays out of a list.
+fn taken<A, const N: usize>(arrays: Vec<A>) -> [A; N] {
+    arrays.try_into().ok().expect("as many arrays as the gradient has")
+}
+
+impl Gradient for FloatArray<Ix3> {
+    type View<'a> = FloatView<'a, Ix3>;
+    const ARRAYS: &'static [&'static str] = &["dlogits"];
+    const EXTENTS: &'static str = "[B,T,V]";
+
+    fn lend(&self) -> FloatView<'_, Ix3> {
         self.view()
+    }
+
+    fn arrays<'v>(view: &'v FloatView<'_, Ix3>) -> Vec<FloatView<'v, IxDyn>> {
+        vec![view.view().into_dyn()]
+    }
+
+    fn view_from(arrays: Vec<FloatView<'_, IxDyn>>, _: Option<Dtype>) -> FloatView<'_, Ix3> {
+        let [dlogits] = taken(arrays);
+        dlogits.into_rank()
+    }
+
+    fn from_arrays(arrays: Vec<FloatArray<IxDyn>>, _: Option<Dtype>) -> Self {
+        let [dlogits] = taken(arrays);
+        dlogits.into_rank()
     }
 }
 
-impl<'a> Lend<'a> for HeadGradientView<'_> {
-    type View = HeadGradientView<'a>;
+impl Gradient for HeadGradient {
+    type View<'a> = HeadGradientView<'a>;
+    const ARRAYS: &'static [&'static str] = &["dhidden", "dlm_head"];
+    const EXTENTS: &'static str = "[B,T,H]";
 
-    fn lend(&'a self) -> Self::View {
+    fn lend(&self) -> HeadGradientView<'_> {
         let Self { dhidden, dlm_head, dlogits_dtype } = self;
         HeadGradientView { dhidden: dhidden.view(), dlm_head: dlm_head.view(), dlogits_dtype: *dlogits_dtype }
     }
-}
 
-impl<'a> Lend<'a> for HeadGradient {
-    type View = HeadGradientView<'a>;
+    fn arrays<'v>(view: &'v HeadGradientView<'_>) -> Vec<FloatView<'v, IxDyn>> {
+        vec![view.dhidden.view().into_dyn(), view.dlm_head.view().into_dyn()]
+    }
 
-    fn lend(&'a self) -> Self::View {
-        let Self { dhidden, dlm_head, dlogits_dtype } = self;
-        HeadGradientView { dhidden: dhidden.view(), dlm_head: dlm_head.view(), dlogits_dtype: *dlogits_dtype }
+    fn dlogits_dtype(view: &HeadGradientView<'_>) -> Option<Dtype> {
+        Some(view.dlogits_dtype)
+    }
+
+    fn view_from(arrays: Vec<FloatView<'_, IxDyn>>, dlogits_dtype: Option<Dtype>) -> HeadGradientView<'_> {
+        let [dhidden, dlm_head] = taken(arrays);
+        let dlogits_dtype = dlogits_dtype.unwrap_or(dhidden.dtype());
+        HeadGradientView { dhidden: dhidden.into_rank(), dlm_head: dlm_head.into_rank(), dlogits_dtype }
+    }
+
+    fn from_arrays(arrays: Vec<FloatArray<IxDyn>>, dlogits_dtype: Option<Dtype>) -> Self {
+        let [dhidden, dlm_head] = taken(arrays);
+        let dlogits_dtype = dlogits_dtype.unwrap_or(dhidden.dtype());
+        Self { dhidden: dhidden.into_rank(), dlm_head: dlm_head.into_rank(), dlogits_dtype }
     }
 }
 
@@ -153,13 +228,26 @@ pub type HeadCandidate = Candidate<HeadGradient>;
 
 impl<G> Candidate<G> {
     /// Borrows the gradient, and copies the scalars and per-token arrays.
-    pub fn lend<'a>(&'a self) -> Candidate<G::View>
+    pub fn lend(&self) -> Candidate<G::View<'_>>
     where
-        G: Lend<'a>,
+        G: Gradient,
     {
+        self.with_gradient(self.gradient.lend())
+    }
+
+    /// Copies a candidate whose gradient is borrowed.
+    pub fn from_lent(lent: &Candidate<G::View<'_>>) -> Self
+    where
+        G: Gradient,
+    {
+        lent.with_gradient(G::to_owned(&lent.gradient))
+    }
+
+    /// Copies the other outputs, and puts `gradient` in the place of the candidate's own.
+    pub fn with_gradient<H>(&self, gradient: H) -> Candidate<H> {
         Candidate {
             loss: self.loss.clone(),
-            gradient: self.gradient.lend(),
+            gradient,
             logp: self.logp.clone(),
             logp_of_others: self.logp_of_others.clone(),
             entropy: self.entropy.clone(),
