@@ -17,6 +17,7 @@ use crate::spec::{Spec, plain_data};
 use crate::verdicts::{self, Standards, Verdicts};
 use assay::campaign::{Deck, Subject, simplify};
 use assay::fixture::{ProblemFile, SPEC_KEY, verify, write_problem};
+use assay::implementation::Workload as _;
 use assay::judge::generate::RecipeError;
 use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemShape, Sequences, with_others};
 
@@ -25,6 +26,18 @@ use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemS
 pub(crate) enum Batch {
     Logits(Arc<problem::Problem>),
     Head(Arc<HeadProblem>),
+}
+
+impl From<Arc<problem::Problem>> for Batch {
+    fn from(problem: Arc<problem::Problem>) -> Self {
+        Self::Logits(problem)
+    }
+}
+
+impl From<Arc<HeadProblem>> for Batch {
+    fn from(problem: Arc<HeadProblem>) -> Self {
+        Self::Head(problem)
+    }
 }
 
 /// One GRPO batch under one loss.

@@ -13,7 +13,6 @@ use crate::fixture::{SPEC_KEY, write_problem};
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
-use crate::judge::packed::Packable;
 use crate::problem::{Dtype, ProblemShape};
 use crate::spec::LossSpec;
 
@@ -110,8 +109,8 @@ impl GenerateCommand {
     }
 
     /// Packed, where that is asked for.
-    fn laid_out<P: Packable>(&self, problem: P) -> P {
-        if self.packed { problem.packed().0 } else { problem }
+    fn laid_out<P: Judgeable>(&self, problem: P) -> P {
+        if self.packed { problem.pack().0 } else { problem }
     }
 
     /// Returns the coverage of the problem, which must not be empty.

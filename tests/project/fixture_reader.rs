@@ -9,6 +9,7 @@ use assay::fixture::{
     FixtureError, MAX_HEADER_LEN, ProblemFile, SafetensorsFile, StoredDtype, Verified, candidate, read_candidate,
     verify, write_candidate, write_problem,
 };
+use assay::implementation::Workload as _;
 use assay::problem::{
     Advantages, Candidate, CuSeqlens, Dtype, Extra, FloatArray, Metrics, OtherIds, Problem, ProblemError, Sequences,
 };

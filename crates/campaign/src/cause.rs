@@ -243,8 +243,8 @@ fn draft<P: Subject>(
 
 /// `1x1x2 bf16`, and how many packed sequences.
 fn words<P: Subject>(problem: &P) -> String {
-    let packed = problem.which_sequences().packed().map(|count| format!(", {count} packed"));
-    format!("{} {}{}", problem.extents_in_words(), problem.dtype(), packed.unwrap_or_default())
+    let packed = problem.batch().extra.sequences.packed().map(|count| format!(", {count} packed"));
+    format!("{} {}{}", problem.shape(), problem.dtype(), packed.unwrap_or_default())
 }
 
 /// The verdict on the smallest problem, and what is likely behind it.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use assay_core::problem::{Candidate, Gradient};
+use assay_core::problem::{Candidate, Gradient, Shape};
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::invariance::Invariance;
@@ -266,7 +266,8 @@ pub(crate) fn same_bits<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool
 
 /// Returns the number of logits `B·T·V`.
 pub(crate) fn elements<P: Subject>(problem: &P) -> usize {
-    problem.extents().into_iter().product()
+    let Shape { batch, tokens, vocab } = problem.shape().into();
+    batch * tokens * vocab
 }
 
 /// Seeds that are tried for a problem with a gradient.

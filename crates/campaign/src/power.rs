@@ -92,7 +92,7 @@ fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool 
 /// The output that a gate is of, without the values of masked tokens, which nobody looks at. Masked dlogits must be 0, and stay.
 fn counting_values<P: Subject>(problem: &P, candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
     let mut all = values(candidate, gate);
-    let mask = problem.mask();
+    let mask = &problem.batch().mask;
     if matches!(gate.output, Output::Logp | Output::Entropy | Output::TokenLoss) && all.len().is_multiple_of(mask.len())
     {
         // Logp of a token's other ids follows that of the first ids, token by token.

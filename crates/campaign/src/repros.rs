@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use assay_core::problem::Shape;
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, SPEC_KEY, write_problem};
 
@@ -21,10 +22,10 @@ pub(crate) fn keep<P: Subject>(
     std::fs::create_dir_all(folder).map_err(io)?;
     let word = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     let spec = serde_json::to_string(spec).expect("plain data has a JSON form");
-    let [batch, tokens, vocab] = problem.extents();
+    let shape: Shape = problem.shape().into();
     let stem: String = name.chars().map(word).collect();
-    let packed = if problem.which_sequences().packed().is_some() { "-packed" } else { "" };
-    let path = folder.join(format!("{stem}-{batch}x{tokens}x{vocab}-{}{packed}.safetensors", problem.dtype()));
+    let packed = if problem.batch().extra.sequences.packed().is_some() { "-packed" } else { "" };
+    let path = folder.join(format!("{stem}-{shape}-{}{packed}.safetensors", problem.dtype()));
     write_problem(&path, problem, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
     Ok(path)
 }

@@ -162,7 +162,8 @@ impl<P: Subject> Round<'_, P> {
             let of_this_spec = file.spec().is_ok_and(|spec| spec.as_ref() == Some(&self.campaign.spec));
             let old_logp = file.old_logp_names().first().copied();
             let problem = if of_this_spec { P::read(&file, old_logp)? } else { None };
-            let as_dealt = |problem: &P| problem.which_sequences().packed().is_some() == self.campaign.deck.packed;
+            let as_dealt =
+                |problem: &P| problem.batch().extra.sequences.packed().is_some() == self.campaign.deck.packed;
             if let Some(problem) = problem.filter(as_dealt) {
                 // What failed once is tried, whatever it has in it.
                 let _ = self.examine(path.display().to_string(), problem, None);

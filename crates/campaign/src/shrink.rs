@@ -60,7 +60,7 @@ impl<P: Subject> Shrinker<'_, P> {
     /// Takes `smaller` if it still fails.
     fn try_one(&mut self, smaller: P) -> bool {
         // A problem in which no token counts has no loss to compare.
-        if !smaller.mask().iter().any(|counts| *counts) || self.is_spent() {
+        if !smaller.batch().mask.iter().any(|counts| *counts) || self.is_spent() {
             return false;
         }
         self.calls += 1;

@@ -2,62 +2,50 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use ndarray::{Array2, Ix3};
-
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
-use assay_core::problem::{
-    Candidate, CuSeqlens, Dtype, FloatArray, HeadCandidate, HeadProblem, Problem, ProblemPart, Projection,
-};
+use assay_core::problem::{Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
 use assay_core::spec::LossSpec;
-use assay_fixture::{FixtureError, ProblemFile, StoredProblem};
+use assay_fixture::{FixtureError, ProblemFile};
 use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
-use assay_reference::{HeadReference, Reference};
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::{MutantKind, Specimen};
 
 use crate::deck::{DealtRecipe, DeckContent};
 
 /// A problem that a deck deals.
-pub trait Subject: Judgeable + StoredProblem {
+pub trait Subject: Judgeable {
     /// Draws the problem of a recipe, before its content is edited and its sequences are packed.
     ///
     /// # Errors
     /// [`RecipeError`] naming the field that is out of range.
     fn draw(dealt: &DealtRecipe, spec: &LossSpec) -> Result<Self, RecipeError>;
 
-    /// Returns the extents `[B,T,V]` of the logits.
-    fn extents(&self) -> [usize; 3];
-
-    /// `[B,T]`: the tokens that count.
-    fn mask(&self) -> &Array2<bool>;
-
-    /// `1x1x2`, or with an LM head `1x1x8x2`.
-    fn extents_in_words(&self) -> String;
-
     /// Whether a wrong kernel of this class is one of such problems on one device.
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool;
 
-    /// Returns the problem with its tokens in one row, which `cu_seqlens` cuts into as many sequences as there were
-    /// rows.
-    #[must_use]
-    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self;
-
     /// Returns the part that contains the whole problem.
     fn whole(&self) -> ProblemPart {
-        let [batch, tokens, vocab] = self.extents();
-        ProblemPart::whole([self.which_sequences().count(batch), tokens, vocab])
+        let Shape { batch, tokens, vocab } = self.shape().into();
+        ProblemPart::whole([self.batch().extra.sequences.count(batch), tokens, vocab])
     }
 
     /// Returns the problem with its tokens edited, and its logits as they are.
     #[must_use]
-    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self;
+    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
+        let mut tokens = self.batch().with_logits(());
+        edit(&mut tokens);
+        tokens.with_logits(self.batch().logits.clone()).into()
+    }
 
-    /// Returns the problem with each float of its logits or hidden states replaced by `edit` of it.
+    /// Returns the problem with each float of its logits or hidden states replaced by `edit` of it, rounded.
     #[must_use]
-    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self;
+    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self {
+        let rows = FloatArray::rounded_from(&self.rows().to_f64().mapv(edit), self.dtype());
+        self.batch().with_logits(self.with_rows(rows)).into()
+    }
 
     /// A part of it, packed if it is; hidden units are all kept.
     #[must_use]
@@ -67,11 +55,22 @@ pub trait Subject: Judgeable + StoredProblem {
     #[must_use]
     fn refilled(self, other: Self) -> Self;
 
-    /// A number that problems of other content do not share.
-    fn fingerprint(&self) -> u64;
-
-    /// All outputs of the reference.
-    fn outcome(reference: &Self::Reference<'_>) -> Candidate<Self::Gradient>;
+    /// Returns a number that problems of other content do not share.
+    fn fingerprint(&self) -> u64 {
+        // Hash the bits, so that −0 and 0 differ and NaN equals itself.
+        let mut hasher = DefaultHasher::new();
+        let mut floats = |values: &mut dyn Iterator<Item = &f64>| values.for_each(|x| x.to_bits().hash(&mut hasher));
+        for array in self.arrays() {
+            floats(&mut array.to_f64().iter());
+        }
+        let Problem { ids, mask, old_logp, ref_logp, .. } = self.batch();
+        for array in [old_logp, ref_logp] {
+            floats(&mut array.iter().flatten());
+        }
+        ids.hash(&mut hasher);
+        mask.hash(&mut hasher);
+        hasher.finish()
+    }
 
     /// Reads what [`write_problem`](assay_fixture::write_problem) wrote; `None` where the file holds the other kind of problem.
     ///
@@ -97,18 +96,6 @@ pub(crate) fn telling(index: u64) -> DealtRecipe {
     })
 }
 
-/// The tokens of a problem, edited apart from its logits.
-fn edited<L: Clone>(problem: &Problem<L>, edit: impl FnOnce(&mut Problem<()>)) -> Problem<L> {
-    let mut tokens = problem.with_logits(());
-    edit(&mut tokens);
-    tokens.with_logits(problem.logits.clone())
-}
-
-/// Each element as `edit` makes it of the old one, rounded.
-fn mapped(array: &FloatArray<Ix3>, edit: impl Fn(f64) -> f64) -> FloatArray<Ix3> {
-    FloatArray::rounded_from(&array.to_f64().mapv(edit), array.dtype())
-}
-
 impl Subject for Problem {
     fn draw(dealt: &DealtRecipe, spec: &LossSpec) -> Result<Self, RecipeError> {
         match dealt.content {
@@ -117,34 +104,9 @@ impl Subject for Problem {
         }
     }
 
-    fn extents(&self) -> [usize; 3] {
-        let shape = self.shape();
-        [shape.batch, shape.tokens, shape.vocab]
-    }
-
-    fn mask(&self) -> &Array2<bool> {
-        &self.mask
-    }
-
-    fn extents_in_words(&self) -> String {
-        self.shape().to_string()
-    }
-
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool {
         !class.is_of_heads() && class != MutantKind::Devices
-    }
-
-    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
-        self.laid_out(cu_seqlens)
-    }
-
-    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
-        edited(self, edit)
-    }
-
-    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self {
-        self.with_logits(mapped(&self.logits, edit))
     }
 
     fn part(&self, part: &ProblemPart) -> Self {
@@ -154,14 +116,6 @@ impl Subject for Problem {
     fn refilled(mut self, other: Self) -> Self {
         self.logits.assign(&other.logits);
         other.with_logits(self.logits)
-    }
-
-    fn fingerprint(&self) -> u64 {
-        hashed(self, [&self.logits.to_f64().into_iter().collect::<Vec<f64>>()])
-    }
-
-    fn outcome(reference: &Reference<'_>) -> Candidate {
-        reference.outcome().into()
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
@@ -182,34 +136,9 @@ impl Subject for HeadProblem {
         }
     }
 
-    fn extents(&self) -> [usize; 3] {
-        let shape = self.shape().logits();
-        [shape.batch, shape.tokens, shape.vocab]
-    }
-
-    fn mask(&self) -> &Array2<bool> {
-        &self.mask
-    }
-
-    fn extents_in_words(&self) -> String {
-        self.shape().to_string()
-    }
-
     #[cfg(feature = "mutants")]
     fn is_of(class: MutantKind) -> bool {
         !matches!(class, MutantKind::HeadDevices | MutantKind::Devices)
-    }
-
-    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
-        self.laid_out(cu_seqlens)
-    }
-
-    fn map_tokens(&self, edit: impl FnOnce(&mut Problem<()>)) -> Self {
-        edited(self, edit)
-    }
-
-    fn map_values(&self, edit: impl Fn(f64) -> f64) -> Self {
-        self.with_logits(Projection { hidden: mapped(&self.logits.hidden, edit), ..self.logits.clone() })
     }
 
     fn part(&self, part: &ProblemPart) -> Self {
@@ -224,16 +153,6 @@ impl Subject for HeadProblem {
         other.with_logits(projection)
     }
 
-    fn fingerprint(&self) -> u64 {
-        let Projection { hidden, lm_head, .. } = &self.logits;
-        let (hidden, lm_head) = (hidden.to_f64().into_iter().collect(), lm_head.to_f64().into_iter().collect());
-        hashed::<_, 2>(self, [&hidden, &lm_head])
-    }
-
-    fn outcome(reference: &HeadReference<'_>) -> HeadCandidate {
-        reference.outcome().into()
-    }
-
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
         if file.has_head() { file.head_problem(old_logp).map(Some) } else { Ok(None) }
     }
@@ -242,20 +161,4 @@ impl Subject for HeadProblem {
     fn mutant(specimen: &Specimen) -> &dyn Implementation<HeadProblem> {
         specimen
     }
-}
-
-/// A number of the tokens of a problem and the values that its logits are, or are made of.
-fn hashed<L, const N: usize>(problem: &Problem<L>, values: [&Vec<f64>; N]) -> u64 {
-    // Hash the bits, so that −0 and 0 differ and NaN equals itself.
-    let mut hasher = DefaultHasher::new();
-    let mut floats = |values: &mut dyn Iterator<Item = &f64>| values.for_each(|x| x.to_bits().hash(&mut hasher));
-    for values in values {
-        floats(&mut values.iter());
-    }
-    for array in [&problem.old_logp, &problem.ref_logp] {
-        floats(&mut array.iter().flatten());
-    }
-    problem.ids.hash(&mut hasher);
-    problem.mask.hash(&mut hasher);
-    hasher.finish()
 }

@@ -3,32 +3,37 @@
 //!
 //! The reference is not an implementation: implementations are judged against it.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::memory::{CompiledMemory, DeviceMemory};
-use ndarray::Ix3;
+use ndarray::{Ix3, IxDyn};
 
 use crate::problem::{
-    Candidate, Dtype, FloatArray, FloatView, Gradient, HeadForm, HeadGradient, HeadGradientView, HeadProblem,
-    HeadShape, Problem, ProblemError, Sequences, Shape,
+    Candidate, CuSeqlens, Dtype, FloatArray, FloatView, Gradient, HeadForm, HeadGradient, HeadGradientView,
+    HeadProblem, HeadShape, Problem, ProblemError, Projection, Shape,
 };
 use crate::spec::LossSpec;
 
 /// The input of an implementation: a [`Problem`] with its logits, or a [`HeadProblem`] whose logits are a product that
 /// is part of the work.
-pub trait Workload: Clone + Send + Sync + 'static {
+pub trait Workload:
+    Borrow<Problem<<Self as Workload>::Logits>> + From<Problem<<Self as Workload>::Logits>> + Clone + Send + Sync + 'static
+{
+    /// The logits, or the factors whose product they are.
+    type Logits: Clone;
     /// The shape of the input, such as `(B, T, V)`.
-    type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync;
+    type Shape: Copy + PartialEq + fmt::Debug + fmt::Display + Send + Sync + Into<Shape>;
     /// The layout of the arrays, if there is a choice.
     type Form: Copy + PartialEq + fmt::Debug + Send + Sync;
     /// The gradient of the loss by the input, borrowed.
     type View<'a>: Clone;
     /// The gradient of the loss by the input.
     type Gradient: for<'a> Gradient<View<'a> = Self::View<'a>>;
-    /// The name of the array that has the shape and the dtype, such as `logits`.
-    const ARRAY: &'static str;
+    /// The names of the arrays of [`Logits`](Self::Logits). The first, such as `logits`, has the shape and the dtype.
+    const ARRAYS: &'static [&'static str];
 
     /// Checks the input under `spec` and returns its shape.
     ///
@@ -36,71 +41,122 @@ pub trait Workload: Clone + Send + Sync + 'static {
     /// [`ProblemError`] naming the first field that is wrong.
     fn checked_shape(&self, spec: &LossSpec) -> Result<Self::Shape, ProblemError>;
 
-    /// Returns the dtype of logits or hidden states.
-    fn dtype(&self) -> Dtype;
+    /// Returns the shape of the input, which is not checked.
+    fn shape(&self) -> Self::Shape;
 
     /// Returns the layout of the arrays.
     fn form(&self) -> Self::Form;
 
-    /// Returns the assignment of tokens to sequences.
-    fn which_sequences(&self) -> &Sequences;
+    /// Returns the layout of the head; `None` without a head.
+    fn head_form(form: Self::Form) -> Option<HeadForm>;
 
-    /// Describes a layout in words; empty if there is no choice.
-    fn describe(form: Self::Form) -> String;
+    /// Borrows the arrays in the order of [`ARRAYS`](Self::ARRAYS).
+    fn arrays(&self) -> Vec<FloatView<'_, IxDyn>>;
+
+    /// Returns the array with a row for each token: logits or hidden states.
+    fn rows(&self) -> &FloatArray<Ix3>;
+
+    /// Returns the logits with `rows` in the place of [`rows`](Self::rows).
+    fn with_rows(&self, rows: FloatArray<Ix3>) -> Self::Logits;
+
+    /// Returns the batch itself, with its tokens.
+    fn batch(&self) -> &Problem<Self::Logits> {
+        self.borrow()
+    }
+
+    /// Returns the dtype of logits or hidden states.
+    fn dtype(&self) -> Dtype {
+        self.rows().dtype()
+    }
+
+    /// Packs the sequences, each without the tokens after its last unmasked one; also returns the former position of
+    /// each token.
+    fn pack(&self) -> (Self, Vec<(usize, usize)>) {
+        let (packed, places) = self.batch().packed(|places| self.with_rows(self.rows().at_places(places)));
+        (packed.into(), places)
+    }
+
+    /// Concatenates the tokens of all rows, `[1,B·T]`, and cuts them by `cu_seqlens` into as many sequences as there
+    /// were rows. Sequence `s` keeps the advantage, and other values per sequence, of row `s`; tokens after the last
+    /// sequence no longer count.
+    ///
+    /// # Panics
+    /// If `cu_seqlens` has another number of sequences, or ends after `B·T`.
+    #[must_use]
+    fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
+        self.batch().in_one_row(self.with_rows(self.rows().in_one_row()), cu_seqlens).into()
+    }
 }
 
 impl Workload for Problem {
+    type Logits = FloatArray<Ix3>;
     type Shape = Shape;
     type Form = ();
     type View<'a> = FloatView<'a, Ix3>;
     type Gradient = FloatArray<Ix3>;
-    const ARRAY: &'static str = "logits";
+    const ARRAYS: &'static [&'static str] = &["logits"];
 
     fn checked_shape(&self, spec: &LossSpec) -> Result<Shape, ProblemError> {
         self.check(spec)
     }
 
-    fn dtype(&self) -> Dtype {
-        self.logits.dtype()
+    fn shape(&self) -> Shape {
+        self.shape()
     }
 
     fn form(&self) {}
 
-    fn which_sequences(&self) -> &Sequences {
-        &self.extra.sequences
+    fn head_form((): ()) -> Option<HeadForm> {
+        None
     }
 
-    fn describe((): ()) -> String {
-        String::new()
+    fn arrays(&self) -> Vec<FloatView<'_, IxDyn>> {
+        vec![self.logits.view().into_dyn()]
+    }
+
+    fn rows(&self) -> &FloatArray<Ix3> {
+        &self.logits
+    }
+
+    fn with_rows(&self, rows: FloatArray<Ix3>) -> FloatArray<Ix3> {
+        rows
     }
 }
 
 impl Workload for HeadProblem {
+    type Logits = Projection;
     type Shape = HeadShape;
     type Form = HeadForm;
     type View<'a> = HeadGradientView<'a>;
     type Gradient = HeadGradient;
-    const ARRAY: &'static str = "hidden";
+    const ARRAYS: &'static [&'static str] = &["hidden", "lm_head"];
 
     fn checked_shape(&self, spec: &LossSpec) -> Result<HeadShape, ProblemError> {
         self.check(spec)
     }
 
-    fn dtype(&self) -> Dtype {
-        self.logits.hidden.dtype()
+    fn shape(&self) -> HeadShape {
+        self.shape()
     }
 
     fn form(&self) -> HeadForm {
         HeadForm { layout: self.logits.layout, rounds_logits: self.logits.rounds_logits }
     }
 
-    fn which_sequences(&self) -> &Sequences {
-        &self.extra.sequences
+    fn head_form(form: HeadForm) -> Option<HeadForm> {
+        Some(form)
     }
 
-    fn describe(form: HeadForm) -> String {
-        let logits = if form.rounds_logits { "rounded" } else { "f32" };
-        format!(" with a head {} and {logits} logits", form.layout.name())
+    fn arrays(&self) -> Vec<FloatView<'_, IxDyn>> {
+        vec![self.logits.hidden.view().into_dyn(), self.logits.lm_head.view().into_dyn()]
+    }
+
+    fn rows(&self) -> &FloatArray<Ix3> {
+        &self.logits.hidden
+    }
+
+    fn with_rows(&self, hidden: FloatArray<Ix3>) -> Projection {
+        Projection { hidden, ..self.logits.clone() }
     }
 }
 
@@ -156,7 +212,7 @@ pub trait Implementation<P: Workload = Problem>: Send + Sync {
         true
     }
 
-    /// Whether it computes batches with [packed](Sequences::Packed) sequences.
+    /// Whether it computes batches with [packed](crate::problem::Sequences::Packed) sequences.
     fn takes_packed(&self) -> bool {
         false
     }
@@ -356,7 +412,7 @@ impl<P: Workload> ProblemFormat<P> {
     /// [`ProblemError`] naming the first field that is wrong.
     pub fn from_problem(spec: &LossSpec, problem: &P) -> Result<Self, ProblemError> {
         let shape = problem.checked_shape(spec)?;
-        let packed = problem.which_sequences().packed();
+        let packed = problem.batch().extra.sequences.packed();
         Ok(Self { shape, dtype: problem.dtype(), form: problem.form(), packed })
     }
 
@@ -375,7 +431,11 @@ impl<P: Workload> ProblemFormat<P> {
 
 impl<P: Workload> fmt::Display for ProblemFormat<P> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} {} of {}{}", self.dtype, P::ARRAY, self.shape, P::describe(self.form))?;
+        write!(f, "{} {} of {}", self.dtype, P::ARRAYS[0], self.shape)?;
+        if let Some(HeadForm { layout, rounds_logits }) = P::head_form(self.form) {
+            let logits = if rounds_logits { "rounded" } else { "f32" };
+            write!(f, " with a head {} and {logits} logits", layout.name())?;
+        }
         self.packed.map_or(Ok(()), |sequences| write!(f, " with {sequences} packed sequences"))
     }
 }

@@ -9,7 +9,9 @@ use super::lm_head;
 use super::metric::Position;
 use super::tolerance::Limits;
 use assay_core::implementation::Workload;
-use assay_core::problem::{Advantages, Candidate, FloatView, HeadGradientView, HeadProblem, Problem, ProblemError};
+use assay_core::problem::{
+    Advantages, Candidate, FloatView, HeadCandidate, HeadGradientView, HeadProblem, Problem, ProblemError,
+};
 use assay_core::spec::{LossSpec, Temperature};
 use assay_reference::{self as reference, HeadReference, Reference};
 use ndarray::Ix3;
@@ -24,6 +26,9 @@ pub trait Judgeable: Workload {
     /// # Errors
     /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
     fn evaluate<'p>(&'p self, spec: &'p LossSpec) -> Result<Self::Reference<'p>, ProblemError>;
+
+    /// Returns all outputs of the reference.
+    fn outcome(reference: &Self::Reference<'_>) -> Candidate<Self::Gradient>;
 
     /// The loss on logits, in a reference of it.
     fn on_logits<'r>(reference: &'r Self::Reference<'_>) -> &'r Reference<'r>;
@@ -94,6 +99,10 @@ impl Judgeable for Problem {
         reference::evaluate(spec, self)
     }
 
+    fn outcome(reference: &Reference<'_>) -> Candidate {
+        reference.outcome().into()
+    }
+
     fn on_logits<'r>(reference: &'r Reference<'_>) -> &'r Reference<'r> {
         reference
     }
@@ -137,6 +146,10 @@ impl Judgeable for HeadProblem {
 
     fn evaluate<'p>(&'p self, spec: &'p LossSpec) -> Result<HeadReference<'p>, ProblemError> {
         reference::evaluate_head(spec, self)
+    }
+
+    fn outcome(reference: &HeadReference<'_>) -> HeadCandidate {
+        reference.outcome().into()
     }
 
     fn on_logits<'r>(reference: &'r HeadReference<'_>) -> &'r Reference<'r> {

@@ -4,10 +4,8 @@ use ndarray::{Array2, Ix2, Ix3};
 
 use super::invariance::Invariance;
 use super::judgeable::Judgeable;
-use assay_core::implementation::Workload;
-use assay_core::problem::{Candidate, FloatArray, HeadCandidate, HeadGradient, HeadProblem, Problem};
+use assay_core::problem::{Candidate, FloatArray, FloatView, Gradient, Problem};
 use assay_core::spec::{LossSpec, Objective, RolloutSource};
-use assay_reference::{HeadReference, Reference};
 
 /// A batch, padded and packed, and a loss that is the same of both.
 pub struct Twins<P = Problem> {
@@ -21,14 +19,24 @@ pub struct Twins<P = Problem> {
     pub places: Vec<(usize, usize)>,
 }
 
-impl<P: Packable> Twins<P> {
+impl<P: Judgeable> Twins<P> {
     /// Of `padded`; `None` where `spec` reads weights of masked tokens, of which the packed one has fewer.
     pub fn of(spec: &LossSpec, padded: &P) -> Option<Self> {
         let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
         let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
-        let (packed, places) = padded.packed();
-        let spec = spec.clone().with_width(padded.width());
+        let (packed, places) = padded.pack();
+        let spec = spec.clone().with_width(padded.batch().mask.ncols());
         (!(given && masked_too)).then(|| Self { spec, padded: padded.clone(), packed, places })
+    }
+
+    /// Gathers the tokens of the packed batch from a gradient of the padded one.
+    fn gradient(&self, of_padded: &P::Gradient) -> P::Gradient {
+        let lent = of_padded.lend();
+        let mut arrays: Vec<_> = P::Gradient::arrays(&lent).iter().map(FloatView::to_owned).collect();
+        // Only the first array has tokens; the gradient of a head is that of the whole batch.
+        let of_tokens: FloatArray<Ix3> = arrays.remove(0).into_rank();
+        arrays.insert(0, of_tokens.at_places(&self.places).into_dyn());
+        P::Gradient::from_arrays(arrays, P::Gradient::dlogits_dtype(&lent))
     }
 
     fn tokens(&self, array: &FloatArray<Ix2>) -> FloatArray<Ix2> {
@@ -36,18 +44,13 @@ impl<P: Packable> Twins<P> {
         let values = Array2::from_shape_vec((1, self.places.len()), at).expect("one entry a token");
         FloatArray::rounded_from(&values, array.dtype())
     }
-}
 
-impl<P: Packable> Twin<P> for Twins<P> {
-    fn padded(&self) -> &P {
-        &self.padded
-    }
-
-    fn between(&self, of_packed: &Candidate<P::Gradient>, of_padded: &Candidate<P::Gradient>) -> Invariance {
+    /// Compares the outputs of the packed batch with those of the padded one at the places of its tokens.
+    pub fn between(&self, of_packed: &Candidate<P::Gradient>, of_padded: &Candidate<P::Gradient>) -> Invariance {
         let per_token = |array: &Option<FloatArray<Ix2>>| array.as_ref().map(|array| self.tokens(array));
         let at_places = Candidate {
             loss: of_padded.loss.clone(),
-            gradient: P::at_places(&of_padded.gradient, &self.places),
+            gradient: self.gradient(&of_padded.gradient),
             logp: per_token(&of_padded.logp),
             logp_of_others: of_padded.logp_of_others.as_ref().map(|others| others.at_places(&self.places)),
             entropy: per_token(&of_padded.entropy),
@@ -55,69 +58,5 @@ impl<P: Packable> Twin<P> for Twins<P> {
             metrics: of_padded.metrics,
         };
         Invariance::between(of_packed, &at_places)
-    }
-}
-
-/// The padded twin of a packed batch.
-pub trait Twin<P: Workload> {
-    /// It.
-    fn padded(&self) -> &P;
-
-    /// Which outputs of the packed batch have the bits of the padded one's at the places of its tokens.
-    fn between(&self, of_packed: &Candidate<P::Gradient>, of_padded: &Candidate<P::Gradient>) -> Invariance;
-}
-
-/// A problem that can be packed.
-pub trait Packable: Judgeable {
-    /// It packed, and where each token was.
-    fn packed(&self) -> (Self, Vec<(usize, usize)>);
-
-    /// `T`.
-    fn width(&self) -> usize;
-
-    /// What the reference comes to.
-    fn outcome(reference: &Self::Reference<'_>) -> Candidate<Self::Gradient>;
-
-    /// The gradient of the tokens at `places`.
-    fn at_places(gradient: &Self::Gradient, places: &[(usize, usize)]) -> Self::Gradient;
-}
-
-impl Packable for Problem {
-    fn packed(&self) -> (Self, Vec<(usize, usize)>) {
-        self.pack()
-    }
-
-    fn width(&self) -> usize {
-        self.mask.ncols()
-    }
-
-    fn outcome(reference: &Reference) -> Candidate {
-        reference.outcome().into()
-    }
-
-    fn at_places(gradient: &FloatArray<Ix3>, places: &[(usize, usize)]) -> FloatArray<Ix3> {
-        gradient.at_places(places)
-    }
-}
-
-impl Packable for HeadProblem {
-    fn packed(&self) -> (Self, Vec<(usize, usize)>) {
-        self.pack()
-    }
-
-    fn width(&self) -> usize {
-        self.mask.ncols()
-    }
-
-    fn outcome(reference: &HeadReference) -> HeadCandidate {
-        reference.outcome().into()
-    }
-
-    fn at_places(gradient: &HeadGradient, places: &[(usize, usize)]) -> HeadGradient {
-        HeadGradient {
-            dhidden: gradient.dhidden.at_places(places),
-            dlm_head: gradient.dlm_head.clone(),
-            dlogits_dtype: gradient.dlogits_dtype,
-        }
     }
 }

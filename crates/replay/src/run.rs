@@ -13,7 +13,7 @@ use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::metric::Position;
-use assay_judge::packed::{Packable, Twin, Twins};
+use assay_judge::packed::Twins;
 use assay_judge::recorded::{
     RecordedScalar, head_scalars, judge_recorded, recorded_spec, scalars, sub_vocabulary_problem, token_values,
 };
@@ -277,7 +277,7 @@ impl Replay {
 
     /// Replays a problem with its sequences packed into one row through the reference and each of `implementations`,
     /// and compares the bits of both with those of the padded problem.
-    fn replay_packed<P: Judgeable + Packable>(
+    fn replay_packed<P: Judgeable>(
         &mut self,
         label: &str,
         implementations: &[Arc<dyn Implementation<P>>],
@@ -287,7 +287,7 @@ impl Replay {
         let label = format!("{label} packed");
         // Whatever is wrong with it is said of what is in the file.
         problem.checked_shape(spec).map_err(|reason| ReplayError::Problem { path: path.into(), reason })?;
-        if problem.which_sequences().packed().is_some() {
+        if problem.batch().extra.sequences.packed().is_some() {
             return Err(ReplayError::Packed { path: path.into() });
         }
         let Some(twins) = Twins::of(spec, problem) else {
@@ -303,12 +303,12 @@ impl Replay {
     }
 
     /// Checks each of `implementations` on one problem, as [`check_on_devices`](Self::check_on_devices) does, the next ones compiled ahead.
-    fn check_all<P: Judgeable + Sync>(
+    fn check_all<P: Judgeable>(
         &mut self,
         label: &str,
         implementations: &[Arc<dyn Implementation<P>>],
         known: &Known<P>,
-        twins: Option<&dyn Twin<P>>,
+        twins: Option<&Twins<P>>,
         command: &dyn Fn(Option<&str>) -> String,
     ) -> Result<(), ReplayError> {
         let request = Arc::clone(&self.request);
@@ -325,7 +325,7 @@ impl Replay {
         label: &str,
         implementation: &dyn Implementation<P>,
         known: &Known<P>,
-        twins: Option<&dyn Twin<P>>,
+        twins: Option<&Twins<P>>,
         command: &str,
     ) -> Result<(), ReplayError> {
         let &Known { spec, problem, .. } = known;
@@ -349,9 +349,9 @@ impl Replay {
                 self.checks.push(check.on_devices(devices, implementation.lowering()));
             }
             if let Some(twins) =
-                twins.filter(|twins| hindrance(implementation, spec, twins.padded(), devices).is_none())
+                twins.filter(|twins| hindrance(implementation, spec, &twins.padded, devices).is_none())
             {
-                let padded = implementation.run(spec, twins.padded().clone(), devices)?;
+                let padded = implementation.run(spec, twins.padded.clone(), devices)?;
                 let bits = twins.between(&outcome, &padded);
                 let of_both = report::bit_comparison(label, implementation.id(), [devices, devices], true, &bits);
                 self.invariance.push(of_both);

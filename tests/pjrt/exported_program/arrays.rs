@@ -2,7 +2,7 @@
 
 use assay::device_dtype::DeviceDtype;
 use assay::exported::ExportedProgram;
-use assay::implementation::Implementation;
+use assay::implementation::{Implementation, Workload as _};
 use assay::judge::generate::{Recipe, Regime};
 use assay::problem::{Advantages, CuSeqlens, Dtype, Extra, FloatArray, Problem, Sequences};
 use assay::spec::{KlCov, LossSpec, LossTerms, Objective, OffPolicyMask, OldLogp, TokenWeights};

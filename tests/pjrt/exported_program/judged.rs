@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use assay::fixture::write_problem;
-use assay::implementation::Implementation;
+use assay::implementation::{Implementation, Workload as _};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::judge::Cancellation;
 use assay::problem::{CuSeqlens, Dtype, Sequences};

@@ -14,10 +14,11 @@ use tempfile::TempDir;
 
 use super::process::{Process, Silence};
 use super::{LONGEST_LINE, PROTOCOL};
+use assay_core::implementation::Workload;
 use assay_core::problem::{Candidate, Dtype};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
-use assay_fixture::{FixtureError, MAX_HEADER_LEN, StoredProblem, read_candidate, write_problem};
+use assay_fixture::{FixtureError, MAX_HEADER_LEN, read_candidate, write_problem};
 
 /// Memory that is a file system, where there is one.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -220,12 +221,8 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
-    pub fn ask<P: StoredProblem>(
-        &mut self,
-        spec: &LossSpec,
-        problem: &P,
-    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
-        let (array, dtype) = (P::ARRAY, problem.dtype());
+    pub fn ask<P: Workload>(&mut self, spec: &LossSpec, problem: &P) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+        let (array, dtype) = (P::ARRAYS[0], problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
             return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}")));
         }
@@ -238,7 +235,7 @@ impl Worker {
         answer
     }
 
-    fn answer<P: StoredProblem>(
+    fn answer<P: Workload>(
         &mut self,
         spec: &LossSpec,
         problem: &P,

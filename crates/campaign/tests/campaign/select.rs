@@ -2,6 +2,7 @@
 
 use ndarray::{Array2, Array3, arr1, arr2};
 
+use assay_core::implementation::Workload as _;
 use assay_core::problem::{Advantages, CuSeqlens, Extra, HeadLayout, Problem, ProblemPart, Projection, Sequences};
 use assay_core::spec::LossSpec;
 

@@ -224,6 +224,12 @@ impl HeadShape {
     }
 }
 
+impl From<HeadShape> for Shape {
+    fn from(shape: HeadShape) -> Shape {
+        shape.logits()
+    }
+}
+
 impl fmt::Display for HeadShape {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{}x{}x{}x{}", self.batch, self.tokens, self.hidden, self.vocab)

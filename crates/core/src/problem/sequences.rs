@@ -8,7 +8,7 @@ use std::ops::Range;
 use ndarray::{Array1, Array2, s};
 
 use super::select::Places;
-use super::{Advantages, HeadProblem, Problem, ProblemError, Projection, Tokens};
+use super::{Advantages, Problem, ProblemError, Tokens};
 
 /// The assignment of the tokens of `[B,T]` to sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -336,46 +336,16 @@ impl<L> Problem<L> {
         let places = Places { tokens: places.collect(), sequences: (0..lengths.len()).collect() };
         (CuSeqlens::from_lengths(lengths.iter().copied()), places)
     }
-}
 
-impl Problem {
-    /// Packs the sequences, each without the tokens after its last unmasked one; also returns the former position of
-    /// each token.
-    pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
+    /// Packs the sequences, with the logits that `logits` makes of the places of the tokens; also returns the places.
+    pub(crate) fn packed<M>(&self, logits: impl FnOnce(&[(usize, usize)]) -> M) -> (Problem<M>, Vec<(usize, usize)>) {
         let (cu_seqlens, places) = self.packed_places();
-        let logits = self.logits.at_places(&places.tokens);
-        (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
+        let packed = self.gathered(&places, Sequences::Packed(cu_seqlens), logits(&places.tokens));
+        (packed, places.tokens)
     }
 
-    /// Concatenates the tokens of all rows, `[1,B·T]`, and cuts them by `cu_seqlens` into as many sequences as there
-    /// were rows. Sequence `s` keeps the advantage, and other values per sequence, of row `s`; tokens after the last
-    /// sequence no longer count.
-    ///
-    /// # Panics
-    /// If `cu_seqlens` has another number of sequences, or ends after `B·T`.
-    #[must_use]
-    pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
-        let logits = self.logits.in_one_row();
-        self.gathered(&self.row_after_row(), Sequences::Rows, logits).with_cu_seqlens(cu_seqlens, self.mask.nrows())
-    }
-}
-
-impl HeadProblem {
-    /// Packs the sequences, each without the tokens after its last unmasked one; also returns the former position of
-    /// each token.
-    pub fn pack(&self) -> (Self, Vec<(usize, usize)>) {
-        let (cu_seqlens, places) = self.packed_places();
-        let logits = Projection { hidden: self.logits.hidden.at_places(&places.tokens), ..self.logits.clone() };
-        (self.gathered(&places, Sequences::Packed(cu_seqlens), logits), places.tokens)
-    }
-
-    /// Concatenates the tokens of all rows and cuts them by `cu_seqlens`, as [`Problem::laid_out`] does.
-    ///
-    /// # Panics
-    /// If `cu_seqlens` has another number of sequences, or ends after `B·T`.
-    #[must_use]
-    pub fn laid_out(&self, cu_seqlens: CuSeqlens) -> Self {
-        let logits = Projection { hidden: self.logits.hidden.in_one_row(), ..self.logits.clone() };
+    /// Concatenates the tokens of all rows and cuts them by `cu_seqlens`, with other logits.
+    pub(crate) fn in_one_row<M>(&self, logits: M, cu_seqlens: CuSeqlens) -> Problem<M> {
         self.gathered(&self.row_after_row(), Sequences::Rows, logits).with_cu_seqlens(cu_seqlens, self.mask.nrows())
     }
 }

@@ -1,10 +1,10 @@
 //! Packed sequences: the reference and the kernel give them the bits of their padded twin.
 
-use assay_core::implementation::Implementation as _;
+use assay_core::implementation::{Implementation as _, Workload as _};
 use assay_core::problem::{Advantages, Candidate, CuSeqlens, Dtype, HeadCandidate, ProblemPart, Sequences};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Ratio, RatioLevel, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::packed::{Twin as _, Twins};
+use assay_judge::packed::Twins;
 use assay_judge::trial::{Known, hindrance};
 use assay_native::{Native, NativeHead};
 use assay_suites::cases;

@@ -1,7 +1,7 @@
 //! A batch in parts comes to what it comes to whole: the sum of losses, every token's gradient.
 
 use assay_algebra::parts;
-use assay_core::implementation::Implementation;
+use assay_core::implementation::{Implementation, Workload as _};
 use assay_core::problem::{Candidate, CuSeqlens, Dtype, Problem, Sequences};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};

@@ -1,7 +1,7 @@
 //! The arrays of an LM head that devices receive and return.
 
 use assay_core::implementation::{ProblemFormat, Workload as _};
-use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape, Shape};
+use assay_core::problem::{Dtype, FloatArray, HeadGradient, HeadLayout, HeadProblem, HeadShape};
 use assay_programs::ProgramOutput;
 use assay_programs::mesh::{MeshAxis, shard};
 
@@ -10,12 +10,6 @@ use super::{DeviceArrays, output};
 use crate::runtime::{DeviceBuffer, RuntimeError};
 
 impl DeviceArrays for HeadProblem {
-    const GRADIENTS: usize = 2;
-
-    fn logits(shape: HeadShape) -> Shape {
-        shape.logits()
-    }
-
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError> {
         let packed = self.extra.sequences.packed();
         let given = ProblemFormat::<Self> { shape: self.shape(), dtype: self.dtype(), form: self.form(), packed };

@@ -17,7 +17,7 @@ use assay_core::implementation::{
     Workload,
 };
 use assay_core::memory::{CompiledMemory, DeviceMemory};
-use assay_core::problem::{Candidate, Dtype, FloatArray, Metrics, Outcome, Problem, Shape};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Gradient, Metrics, Outcome, Problem};
 use assay_core::spec::LossSpec;
 use assay_programs::mesh::Mesh;
 use assay_programs::{HeadProgram, LossProgram, Lowering, ProgramOutput, Programs, ScalarOutputs, StructuredSpec};
@@ -220,12 +220,6 @@ where
 }
 
 impl DeviceArrays for Problem {
-    const GRADIENTS: usize = 1;
-
-    fn logits(shape: Shape) -> Shape {
-        shape
-    }
-
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError> {
         Ok(vec![shards.upload_block(device, &self.logits, &shards.logits(device), Padding::Nan)?])
     }
@@ -252,12 +246,6 @@ impl DeviceArrays for Problem {
 
 /// The arrays of a kind of problem that devices receive and return, besides those of its tokens.
 trait DeviceArrays: Workload {
-    /// The number of arrays of the gradient: 1, or 2 with an LM head.
-    const GRADIENTS: usize;
-
-    /// Returns the extents of the logits.
-    fn logits(shape: Self::Shape) -> Shape;
-
     /// Sends `device` its blocks of the arrays.
     fn upload(&self, shards: &Shards, device: usize) -> Result<Vec<DeviceBuffer>, RuntimeError>;
 
@@ -298,7 +286,7 @@ where
         devices: usize,
     ) -> Result<Self, RunError> {
         program.supports(spec, given.shape, given.dtype, devices)?;
-        let (client, loss, shape) = (on.client()?, StructuredSpec::new(spec), Problem::<L>::logits(given.shape));
+        let (client, loss, shape) = (on.client()?, StructuredSpec::new(spec), given.shape.into());
         let device = device(&client, program.id())?;
         let text = program.text(loss, given, devices, device)?;
         let (mesh, in_rows) = (program.mesh(shape, devices)?, program.takes_rows(device));
@@ -336,7 +324,8 @@ where
         )?;
         // With several ids per token, the other ids have one more output.
         let logp_of_others = (loss.spec.ids_per_token > 1).then(|| {
-            let place = |device| output(outputs, device, ProgramOutput::logp_of_others(Problem::<L>::GRADIENTS));
+            let gradients = <Problem<L> as Workload>::Gradient::ARRAYS.len();
+            let place = |device| output(outputs, device, ProgramOutput::logp_of_others(gradients));
             let mut logps =
                 FloatArray::zeros([shards.shape.batch, shards.shape.tokens, loss.spec.ids_per_token - 1], Dtype::F32);
             shards.gather(

@@ -10,7 +10,7 @@ use assay_core::spec::{
     Reduction, Rows, SpecError, Support, TemperatureDivides,
 };
 use assay_judge::generate::Recipe;
-use assay_judge::packed::{Twin as _, Twins};
+use assay_judge::packed::Twins;
 use assay_reference::{Reference, evaluate};
 use ndarray::{Array1, Array2, Array3, Axis, Dimension, Ix3, arr1, arr2, s};
 use proptest::prelude::*;

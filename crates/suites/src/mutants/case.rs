@@ -4,7 +4,6 @@ use assay_core::implementation::Workload;
 use assay_core::problem::{HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe};
-use assay_judge::packed::Packable;
 
 /// One batch, and the loss that is asked for.
 #[derive(Clone, Debug)]
@@ -30,15 +29,13 @@ impl MutantCase {
 
 impl<P: Workload> MutantCase<P> {
     pub(super) fn is_packed(&self) -> bool {
-        self.problem.which_sequences().packed().is_some()
+        self.problem.batch().extra.sequences.packed().is_some()
     }
-}
 
-impl<P: Packable> MutantCase<P> {
     /// Returns the case with its sequences packed into one row.
     pub(super) fn packed(self) -> Self {
-        let spec = self.spec.with_width(self.problem.width());
-        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.packed().0 }
+        let spec = self.spec.with_width(self.problem.batch().mask.ncols());
+        Self { label: format!("{}, packed", self.label), spec, problem: self.problem.pack().0 }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::case::MutantCase;
 use super::{MutantKind, QWEN_VOCABULARY};
+use assay_core::implementation::Workload;
 use assay_core::problem::{Dtype, HeadLayout, HeadProblem};
 use assay_core::spec::{
     AdvantageLevel, Aspo, Averaging, Cispo, ClipWidths, DroppedTerm, Kl, KlEstimator, KlGradient, KlImportance,
@@ -11,7 +12,6 @@ use assay_core::spec::{
     TopEntropy, Topr, UnscoredWeight,
 };
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
-use assay_judge::packed::Packable;
 
 /// Hidden units, which no step of a product divides.
 const WIDTH: usize = 21;
@@ -143,7 +143,7 @@ pub fn head_property(class: MutantKind) -> Vec<MutantCase<HeadProblem>> {
 }
 
 /// Packs the sequences of the case if the class is about packing.
-fn packed_where_needed<P: Packable>(class: MutantKind, case: MutantCase<P>) -> MutantCase<P> {
+fn packed_where_needed<P: Workload>(class: MutantKind, case: MutantCase<P>) -> MutantCase<P> {
     if class == MutantKind::Packing { case.packed() } else { case }
 }
 
