@@ -12,11 +12,12 @@ use pyo3::types::{PyDict, PyMapping};
 
 use crate::deck::DeckOptions;
 use crate::error;
-use crate::outputs::{Answered, Returned};
+use crate::outputs::Returned;
 use crate::problem::{Batch, Lent, Problem};
 use crate::spec::Spec;
 use assay::campaign::{self, CampaignProgress, Fault, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
+use assay::implementation::Workload;
 use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::spec::LossSpec;
@@ -24,23 +25,6 @@ use assay::worker::{Worker, WorkerError, WorkerLaunch};
 
 /// The least time between two progress lines.
 const PAUSE: Duration = Duration::from_millis(100);
-
-/// A problem of either kind, as Python is asked about it.
-pub(crate) trait Asked: Subject + Answered {
-    fn batch(problem: &Arc<Self>) -> Batch;
-}
-
-impl Asked for core::Problem {
-    fn batch(problem: &Arc<Self>) -> Batch {
-        Batch::Logits(Arc::clone(problem))
-    }
-}
-
-impl Asked for HeadProblem {
-    fn batch(problem: &Arc<Self>) -> Batch {
-        Batch::Head(Arc::clone(problem))
-    }
-}
 
 /// One kernel before a deck of problems.
 #[pyclass(frozen, module = "assay")]
@@ -156,10 +140,13 @@ impl Question {
     ///
     /// # Errors
     /// What it raises; `OutputError`; `InputMutated`.
-    fn ask<P: Asked>(&self, function: &Bound<'_, PyAny>, problem: &Arc<P>) -> PyResult<Returned> {
+    fn ask<P: Workload>(&self, function: &Bound<'_, PyAny>, problem: &Arc<P>) -> PyResult<Returned>
+    where
+        Batch: From<Arc<P>>,
+    {
         let py = function.py();
         let Self { spec, outputs, device, inplace } = self;
-        let asked = Problem::from_batch(spec.clone(), P::batch(problem), None).on_device(device.clone());
+        let asked = Problem::from_batch(spec.clone(), Arc::clone(problem).into(), None).on_device(device.clone());
         let asked = if *inplace { asked.with_writable_logits() } else { asked };
         let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
         let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
@@ -176,7 +163,7 @@ impl Question {
             return Err(error::input_mutated(py, name));
         }
         // An output that is a view of an input would change with the next problem, and is refused.
-        for (output, addresses) in returned.addresses(&**problem) {
+        for (output, addresses) in returned.addresses::<P::Gradient>() {
             let shared = inputs().find(|Lent { block, .. }| {
                 let held = block.addresses();
                 held.start < addresses.end && addresses.start < held.end
@@ -210,7 +197,10 @@ struct Function {
     question: Question,
 }
 
-impl<P: Asked> KernelUnderTest<P> for Function {
+impl<P: Subject> KernelUnderTest<P> for Function
+where
+    Batch: From<Arc<P>>,
+{
     fn answer(
         &mut self,
         _: &LossSpec,
@@ -260,7 +250,7 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
 /// A worker that can be interrupted: Ctrl-C does not reach its process, so signals are checked between two questions.
 struct Served(Worker);
 
-impl<P: Asked> KernelUnderTest<P> for Served
+impl<P: Subject> KernelUnderTest<P> for Served
 where
     Worker: KernelUnderTest<P>,
 {

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use ndarray::{Ix0, Ix2, Ix3};
+use ndarray::{Ix0, Ix2, Ix3, IxDyn};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods, PyMapping};
 
 use crate::error;
 use crate::memory::Seen;
-use assay::judge::judgeable::Judgeable;
-use assay::problem::{Candidate, Dtype, FloatView, HeadGradientView, HeadProblem, Problem};
+use assay::implementation::Workload;
+use assay::problem::{Candidate, Dtype, Gradient};
 use assay::spec::LossSpec;
 use assay::text::nearest;
 
@@ -19,61 +19,14 @@ const OF_TOKENS: [&str; 3] = ["logp", "entropy", "token_loss"];
 /// The entry that names the dtype to which dlogits were rounded before the two products with an LM head.
 const DLOGITS_DTYPE: &str = "dlogits_dtype";
 
-/// An array of a gradient: its name, its extents, and what they mean.
-type GradientArray<'p> = (&'static str, &'p [usize], &'static str);
-
-/// A problem of either kind, with the gradient that a kernel returns for it.
-pub(crate) trait Answered: Judgeable {
-    /// Returns the arrays that the gradient consists of.
-    fn gradient(&self) -> Vec<GradientArray<'_>>;
-
-    /// Borrows the gradient from the returned arrays.
-    fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> Self::View<'r>;
-
-    /// Returns the extents `[B,T]` of the tokens.
-    fn token_extents(&self) -> [usize; 2];
-}
-
-impl Answered for Problem {
-    fn gradient(&self) -> Vec<GradientArray<'_>> {
-        vec![("dlogits", self.logits.shape(), "[B,T,V] of the logits")]
-    }
-
-    fn view<'r>(&self, returned: &'r [Seen], _: Option<Dtype>) -> FloatView<'r, Ix3> {
-        let (batch, tokens, vocab) = triple(returned[0].shape());
-        returned[0].view(Ix3(batch, tokens, vocab))
-    }
-
-    fn token_extents(&self) -> [usize; 2] {
-        self.ids.dim().into()
-    }
-}
-
-impl Answered for HeadProblem {
-    fn gradient(&self) -> Vec<GradientArray<'_>> {
-        let layout = self.logits.layout.name();
-        vec![
-            ("dhidden", self.logits.hidden.shape(), "[B,T,H] of the hidden states"),
-            ("dlm_head", self.logits.lm_head.shape(), layout),
-        ]
-    }
-
-    fn view<'r>(&self, returned: &'r [Seen], dlogits_dtype: Option<Dtype>) -> HeadGradientView<'r> {
-        let (batch, tokens, hidden) = triple(returned[0].shape());
-        let &[rows, columns] = returned[1].shape() else { unreachable!("compared when it was read") };
-        let dhidden = returned[0].view(Ix3(batch, tokens, hidden));
-        let dlogits_dtype = dlogits_dtype.unwrap_or(dhidden.dtype());
-        HeadGradientView { dhidden, dlm_head: returned[1].view(Ix2(rows, columns)), dlogits_dtype }
-    }
-
-    fn token_extents(&self) -> [usize; 2] {
-        self.ids.dim().into()
-    }
-}
-
-fn triple(shape: &[usize]) -> (usize, usize, usize) {
-    let &[a, b, c] = shape else { unreachable!("compared when it was read") };
-    (a, b, c)
+/// Lists the arrays of the gradient for a problem: their names, their extents, and what these mean.
+fn gradient_arrays<P: Workload>(problem: &P) -> Vec<(&'static str, Vec<usize>, String)> {
+    let head = P::head_form(problem.form());
+    let rows = if head.is_some() { "hidden states" } else { "logits" };
+    let meanings = [format!("{} of the {rows}", P::Gradient::EXTENTS)].into_iter();
+    let meanings = meanings.chain(head.map(|head| head.layout.name().into()));
+    let arrays = P::Gradient::ARRAYS.iter().zip(problem.arrays()).zip(meanings);
+    arrays.map(|((name, like), meaning)| (*name, like.shape().to_vec(), meaning)).collect()
 }
 
 /// The outputs of one call, each with the shape that the problem requires.
@@ -92,14 +45,14 @@ impl Returned {
     ///
     /// # Errors
     /// `OutputError` naming the first output that is missing, has no place, or is no such array.
-    pub(crate) fn read<P: Answered>(
+    pub(crate) fn read<P: Workload>(
         spec: &LossSpec,
         problem: &P,
         outputs: &Bound<'_, PyAny>,
         forward: bool,
     ) -> PyResult<Self> {
         let py = outputs.py();
-        let gradient = problem.gradient();
+        let gradient = gradient_arrays(problem);
         let required = || ["loss"].into_iter().chain(gradient.iter().map(|(name, ..)| *name));
         let known: Vec<&str> = required().chain(OF_TOKENS).collect();
         let names = known.join(", ");
@@ -154,11 +107,11 @@ impl Returned {
         let mut arrays = Vec::new();
         let given = gradient.iter().map(|(name, ..)| has(name)).collect::<PyResult<Vec<bool>>>()?;
         if !(forward && has("logp")?) || given.contains(&true) {
-            for &(name, shape, meaning) in &gradient {
+            for (name, shape, meaning) in &gradient {
                 arrays.push(fits(name, required(name)?, shape, meaning)?);
             }
         }
-        let shape = problem.token_extents();
+        let shape = <[usize; 2]>::from(problem.batch().ids.dim());
         let of_token = |name| optional(name)?.map(|seen| fits(name, seen, &shape, "[B,T]")).transpose();
         let of_ids = |name| match spec.ids_per_token {
             1 => of_token(name),
@@ -186,16 +139,14 @@ impl Returned {
     }
 
     /// Returns the candidate for the judge: the gradient is borrowed, and the outputs of the tokens are copied.
-    pub(crate) fn candidate<P: Answered>(&self, problem: &P) -> Candidate<P::View<'_>> {
-        let Candidate { loss, logp, logp_of_others, entropy, token_loss, metrics, gradient: () } =
-            self.forward(problem);
-        let gradient = problem.view(&self.gradient, self.dlogits_dtype);
-        Candidate { loss, gradient, logp, logp_of_others, entropy, token_loss, metrics }
+    pub(crate) fn candidate<P: Workload>(&self, problem: &P) -> Candidate<P::View<'_>> {
+        let arrays = self.gradient.iter().map(|seen| seen.view(IxDyn(seen.shape()))).collect();
+        self.forward(problem).with_gradient(P::Gradient::view_from(arrays, self.dlogits_dtype))
     }
 
     /// Returns the candidate without its gradient.
-    pub(crate) fn forward<P: Answered>(&self, problem: &P) -> Candidate<()> {
-        let [batch, tokens] = problem.token_extents();
+    pub(crate) fn forward<P: Workload>(&self, problem: &P) -> Candidate<()> {
+        let (batch, tokens) = problem.batch().ids.dim();
         let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
         // Several ids a token have logp as `[B,T,K]`, whose first column is that of the sampled id.
@@ -218,8 +169,8 @@ impl Returned {
     }
 
     /// Returns the addresses that each output occupies, by name.
-    pub(crate) fn addresses<P: Answered>(&self, problem: &P) -> Vec<(&'static str, Range<usize>)> {
-        let gradient = problem.gradient().into_iter().map(|(name, ..)| name).zip(&self.gradient);
+    pub(crate) fn addresses<G: Gradient>(&self) -> Vec<(&'static str, Range<usize>)> {
+        let gradient = G::ARRAYS.iter().copied().zip(&self.gradient);
         let of_tokens = OF_TOKENS.into_iter().zip(&self.of_tokens);
         let of_tokens = of_tokens.filter_map(|(name, seen)| Some((name, seen.as_ref()?)));
         let all = self.loss.iter().map(|loss| ("loss", loss)).chain(gradient).chain(of_tokens);

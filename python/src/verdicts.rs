@@ -3,13 +3,14 @@
 use pyo3::prelude::*;
 
 use crate::error;
-use crate::outputs::{Answered, Returned};
+use crate::outputs::Returned;
 use assay::judge::gate::Edge;
 use assay::judge::judge::Verdict;
+use assay::judge::judgeable::Judgeable;
 use assay::judge::report;
 use assay::judge::tolerance::{EXTERNAL, Grade, Limits};
 use assay::judge::trial::Known;
-use assay::problem::Candidate;
+use assay::problem::{Candidate, Gradient};
 use assay::schema;
 use assay::spec::LossSpec;
 
@@ -47,7 +48,7 @@ impl Standards {
 ///
 /// # Errors
 /// Why there is no verdict.
-pub(crate) fn judge<P: Answered>(
+pub(crate) fn judge<P: Judgeable>(
     spec: &LossSpec,
     problem: &P,
     returned: &Returned,
@@ -65,7 +66,7 @@ pub(crate) fn judge<P: Answered>(
         let candidate = returned.forward(problem);
         let verdicts = waived(known.verdicts_of_forward(&candidate, &limits).map_err(|reason| reason.to_string())?);
         let diagnosis = problem.diagnose_forward(&known.reference, &candidate, &verdicts);
-        let gradient = problem.gradient().into_iter().map(|(name, ..)| name);
+        let gradient = P::Gradient::ARRAYS.iter().copied();
         (diagnosis.into_iter().collect(), gradient.chain(absent(&candidate)).collect(), verdicts)
     };
     let replay = "problem.save(\"problem.safetensors\"), then assay judge --problem problem.safetensors";
