@@ -3,7 +3,6 @@
 #[path = "common/steps.rs"]
 mod steps;
 
-use assay::problem::Problem;
 use assay::registry::find;
 use criterion::{Criterion, criterion_group, criterion_main};
 
@@ -11,7 +10,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 const SHAPES: [[usize; 3]; 3] = [[4, 64, 2049], [1, 16, 151_936], [4, 16, 151_936]];
 
 fn implementations(criterion: &mut Criterion) {
-    let native = find::<Problem>("native", None).expect("it is in the registry");
+    let native = find("native", None).expect("it is in the registry");
     steps::for_each_problem(criterion, &SHAPES, |group, known| {
         steps::bench_steps(group, &*native, known, 1);
     });

@@ -1,13 +1,12 @@
 //! [`BenchCase`]: one batch, one loss, one kernel. What `assay gradcheck` and `assay bench` read from a file.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use serde::Deserialize;
 
-use crate::implementation::{FILE_PREFIX, Implementation};
+use crate::implementation::{FILE_PREFIX, Workload};
 use crate::judge::generate::{HeadRecipe, Recipe};
-use crate::registry::RegisteredProblem;
+use crate::registry::FoundImplementation;
 use crate::spec::LossSpec;
 
 /// The implementations that `kernel.enabled: false` selects: the first that can run here.
@@ -143,36 +142,27 @@ impl KernelSettings {
         Self { enabled: true, implementation: id.into(), devices: one_device() }
     }
 
-    /// The implementation, once it is known to run here. `case` is the file that this was read from; those that need a PJRT
-    /// plugin as in [`registry`](crate::registry::registry).
+    /// Returns the implementation, once it is known to run here. `case` is the file that this was read from; `find` searches
+    /// for an id, as [`find`](crate::registry::find) and [`find_head`](crate::registry::find_head) do.
     ///
     /// # Errors
     /// A message that lists the ids there are, or says why the one asked for does not run here.
-    pub fn implementation<P: RegisteredProblem>(
+    pub fn implementation<P: Workload>(
         &self,
         case: &Path,
-        plugin: Option<&Path>,
-    ) -> Result<Arc<dyn Implementation<P>>, String> {
-        let implementation = self.chosen(case, plugin)?;
+        find: impl Fn(&str) -> FoundImplementation<P>,
+    ) -> FoundImplementation<P> {
+        // The baseline is the first of the list that runs here.
+        if !self.enabled {
+            let baseline = |id: &&str| find(id).ok().filter(|found| found.available().is_ok());
+            return BASELINES.iter().find_map(baseline).ok_or_else(|| "kernel: no baseline runs here".into());
+        }
+        // A manifest in the id is found from where the case is, so that a case can be read from any folder.
+        let implementation = match self.implementation.strip_prefix(FILE_PREFIX) {
+            Some(manifest) => find(&format!("{FILE_PREFIX}{}", beside(case, manifest).display())),
+            None => find(&self.implementation),
+        }?;
         implementation.available().map_err(|why| format!("{}: {why}", implementation.id()))?;
         Ok(implementation)
-    }
-
-    fn chosen<P: RegisteredProblem>(
-        &self,
-        case: &Path,
-        plugin: Option<&Path>,
-    ) -> Result<Arc<dyn Implementation<P>>, String> {
-        // A manifest in the id is found from where the case is, so that a case can be read from any folder.
-        if self.enabled {
-            let id = match self.implementation.strip_prefix(FILE_PREFIX) {
-                Some(manifest) => format!("{FILE_PREFIX}{}", beside(case, manifest).display()),
-                None => self.implementation.clone(),
-            };
-            return P::find(&id, plugin);
-        }
-        // The baseline is the first of the list that runs here.
-        let baseline = |id: &&str| P::find(id, plugin).ok().filter(|found| found.available().is_ok());
-        BASELINES.iter().find_map(baseline).ok_or_else(|| "kernel: no baseline runs here".into())
     }
 }

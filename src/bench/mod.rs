@@ -21,7 +21,7 @@ mod timed;
 mod turns;
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
@@ -32,6 +32,7 @@ use crate::implementation::RunError;
 use crate::judge::generate::RecipeError;
 use crate::judge::judge::JudgeError;
 use crate::memory::{Shortage, available_host_bytes};
+use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::bench::BenchFigures;
 use crate::schema::verdicts::Verdicts;
 
@@ -148,8 +149,8 @@ pub fn run(
     progress: &mut (dyn FnMut(BenchProgress) + Send),
 ) -> Result<BenchResult, BenchError> {
     match &case.batch {
-        CaseBatch::Generate(recipe) => measure_timed(case, recipe, options, progress),
-        CaseBatch::GenerateHead(recipe) => measure_timed(case, recipe, options, progress),
+        CaseBatch::Generate(recipe) => measure_timed(case, recipe, options, progress, find),
+        CaseBatch::GenerateHead(recipe) => measure_timed(case, recipe, options, progress, find_head),
         CaseBatch::Fixture(_) => {
             let expected = "`generate` or `generate_head`: a bench is of a shape";
             Err(BenchError::Setting { field: "batch".into(), given: "`fixture`", expected })
@@ -162,6 +163,7 @@ fn measure_timed<W: Timed>(
     recipe: &W,
     options: &Options,
     progress: ProgressListener,
+    find: fn(&str, Option<&Path>) -> FoundImplementation<W::Problem>,
 ) -> Result<BenchResult, BenchError> {
     if recipe.recipe().masked_garbage {
         let field = format!("{}.masked_garbage", W::FIELD);
@@ -171,7 +173,8 @@ fn measure_timed<W: Timed>(
         return Err(BenchError::Setting { field: "bench.steps".into(), given: "0", expected: "at least 1" });
     }
     let found = |kernel: &KernelSettings| {
-        kernel.implementation(&options.file, options.plugin.as_deref()).map_err(BenchError::Implementation)
+        let by_id = |id: &str| find(id, options.plugin.as_deref());
+        kernel.implementation(&options.file, by_id).map_err(BenchError::Implementation)
     };
     let implementation = found(&case.kernel)?;
     let opponent = |id: &String| {

@@ -234,7 +234,7 @@ mod tests {
         fn run(&self, spec: &LossSpec, problem: Problem, devices: usize) -> Result<Candidate, RunError> {
             assert!(problem.mask.iter().all(|&counts| counts), "every token counts");
             self.steps.fetch_add(1, Ordering::Relaxed);
-            let mut outcome = find::<Problem>("native", None).unwrap().run(spec, problem, devices)?;
+            let mut outcome = find("native", None).unwrap().run(spec, problem, devices)?;
             let loss = outcome.loss.expect("native returns it").value() as f32;
             outcome.loss = Some(ndarray::arr0(loss + self.error).into());
             Ok(outcome)

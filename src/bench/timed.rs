@@ -8,13 +8,12 @@ use crate::judge::generate::{HeadRecipe, Recipe, RecipeError};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, HeadForm, HeadProblem, HeadShape, Problem, Shape};
 use crate::products::HeadProducts;
-use crate::registry::RegisteredProblem;
 use crate::schema::bench::BenchFigures;
 use crate::spec::LossSpec;
 
 /// A recipe for a problem to be timed.
 pub(super) trait Timed: Clone + Sync {
-    type Problem: Judgeable + RegisteredProblem;
+    type Problem: Judgeable;
 
     /// The field of a config that says the recipe.
     const FIELD: &'static str;

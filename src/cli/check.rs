@@ -10,7 +10,7 @@ use super::spec_choice::SpecChoice;
 use super::{CliError, Passed, PluginChoice, Printing, command_line};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, text};
 use crate::problem::{HeadProblem, Problem};
-use crate::registry::find;
+use crate::registry::{find, find_head};
 use crate::report::{Input, render};
 use crate::schema::CommandOutput;
 use crate::schema::campaign::CampaignReport;
@@ -94,11 +94,11 @@ impl CheckCommand {
             (None, Some(command)) => campaign.run::<Problem>(&mut self.worker(command)?, &mut progress)?,
             (Some(_), Some(command)) => campaign.run::<HeadProblem>(&mut self.worker(command)?, &mut progress)?,
             (None, None) => {
-                let implementation = find::<Problem>(name, plugin).map_err(CliError::Usage)?;
+                let implementation = find(name, plugin).map_err(CliError::Usage)?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
             (Some(_), None) => {
-                let implementation = find::<HeadProblem>(name, plugin).map_err(CliError::Usage)?;
+                let implementation = find_head(name, plugin).map_err(CliError::Usage)?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
         };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
@@ -14,7 +14,7 @@ use crate::case::BenchCase;
 use crate::config;
 use crate::judge::report;
 use crate::judge::trial::Known;
-use crate::registry::RegisteredProblem;
+use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::verdicts::Verdicts;
 use crate::suites::differences::{DifferencedOutputs, Differences};
 
@@ -51,19 +51,21 @@ impl GradcheckCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let config: BenchCase = config::read(&self.config)?;
         match AnyProblem::from_batch(&config.batch, &config.spec, &self.config)? {
-            AnyProblem::Logits(problem) => self.check(&config, &problem),
-            AnyProblem::Head(problem) => self.check(&config, &problem),
+            AnyProblem::Logits(problem) => self.check(&config, &problem, find),
+            AnyProblem::Head(problem) => self.check(&config, &problem, find_head),
         }
     }
 
-    fn check<P: DifferencedOutputs + RegisteredProblem>(
+    fn check<P: DifferencedOutputs>(
         &self,
         config: &BenchCase,
         problem: &P,
+        find: fn(&str, Option<&Path>) -> FoundImplementation<P>,
     ) -> Result<Passed, CliError> {
         let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
         let plugin = self.plugin.checked_path()?;
-        let implementation = config.kernel.implementation::<P>(&self.config, plugin).map_err(CliError::Usage)?;
+        let found = config.kernel.implementation(&self.config, |id| find(id, plugin));
+        let implementation = found.map_err(CliError::Usage)?;
         let known = Known::of(&config.spec, problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let (loss_ref, loss_kernel) = (

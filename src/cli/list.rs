@@ -13,8 +13,8 @@ use super::{CliError, Passed, PluginChoice, Printing};
 use crate::implementation::{Implementation, ProblemFormat, Unsupported, Workload};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
-use crate::problem::{Dtype, HeadProblem, HeadShape, Problem, Shape};
-use crate::registry::registry;
+use crate::problem::{Dtype, HeadShape, Shape};
+use crate::registry::{head_registry, registry};
 #[cfg(feature = "pjrt")]
 use crate::runtime::{Client, locate};
 use crate::spec::LossSpec;
@@ -99,21 +99,19 @@ impl ListCommand {
         if self.matrix || self.markdown {
             return self.print_matrix();
         }
-        let mut listed: Vec<ListedImplementation> = registry::<Problem>(self.plugin.path())
+        let mut listed: Vec<ListedImplementation> = registry(self.plugin.path())
             .iter()
             .map(|implementation| ListedImplementation::new(&**implementation, SHAPE))
             .collect();
         listed.extend(
-            registry::<HeadProblem>(self.plugin.path())
-                .iter()
-                .map(|head| ListedImplementation::new(&**head, HEAD_SHAPE)),
+            head_registry(self.plugin.path()).iter().map(|head| ListedImplementation::new(&**head, HEAD_SHAPE)),
         );
         self.printing.finish_list(&text(&listed, devices(self.plugin.path())), &listed)?;
         Ok(Passed::Yes)
     }
 
     fn print_matrix(&self) -> Result<Passed, CliError> {
-        let matrix = Matrix::ask(&registry::<Problem>(self.plugin.path()));
+        let matrix = Matrix::ask(&registry(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
         if let Some(path) = &self.into {
             document::put_into(path, [(MARKS, text.as_str())])?;

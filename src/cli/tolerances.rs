@@ -15,8 +15,7 @@ use super::document::{self, Marks};
 use super::panel::PanelCommand;
 use super::{CliError, Passed, Printing};
 use crate::judge::tolerance::Tolerances;
-use crate::problem::{HeadProblem, Problem};
-use crate::registry::{compiled, immediate, registry};
+use crate::registry::{compiled, compiled_heads, immediate, immediate_heads, registry};
 use crate::suites::measure::{
     self, CASES, CompiledImplementations, MeasuredGate, MeasuredImplementations, Measurement, NeededKappa,
 };
@@ -83,12 +82,12 @@ impl TolerancesCommand {
     fn measure(&self) -> Result<Passed, CliError> {
         let plugins = self.plugins()?;
         let on = |plugin: PathBuf| {
-            let (on_logits, heads) = (compiled::<Problem>(&plugin), compiled::<HeadProblem>(&plugin));
+            let (on_logits, heads) = (compiled(&plugin), compiled_heads(&plugin));
             CompiledImplementations { plugin, on_logits, heads }
         };
         let measured = MeasuredImplementations {
-            immediate: immediate::<Problem>(),
-            immediate_heads: immediate::<HeadProblem>(),
+            immediate: immediate(),
+            immediate_heads: immediate_heads(),
             compiled: plugins.into_iter().map(on).collect(),
         };
         // The class is checked before anything is measured, which takes minutes.
@@ -182,7 +181,7 @@ fn read_file(path: &Path) -> Result<Tolerances, CliError> {
 /// Describes the machine and the day: `2 cores, avx2, 2026-11-21`.
 fn machine() -> String {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let isa = registry::<Problem>(None).iter().find_map(|implementation| implementation.isa()).unwrap_or("unknown");
+    let isa = registry(None).iter().find_map(|implementation| implementation.isa()).unwrap_or("unknown");
     format!("{cores} cores, {isa}, {}", OffsetDateTime::now_utc().date())
 }
 

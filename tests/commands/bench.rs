@@ -6,10 +6,10 @@ use std::fs;
 use std::sync::Arc;
 
 use crate::common::command::command;
-use assay::implementation::{Implementation, ProblemFormat};
+use assay::implementation::{Implementation, ProblemFormat, Workload};
 use assay::native::Isa;
-use assay::problem::{Dtype, HeadProblem, Problem, Shape};
-use assay::registry::{RegisteredProblem, find, registry};
+use assay::problem::{Dtype, Shape};
+use assay::registry::{find, head_registry, registry};
 use assay::spec::LossSpec;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -77,8 +77,8 @@ fn bench_of(args: &[&str]) -> (i32, String, String, Option<Value>) {
 }
 
 /// The last implementation of each class that can run here, the one that is cut most: what a bench says of them is said in one place.
-fn one_of_each_class<P: RegisteredProblem>() -> Vec<Arc<dyn Implementation<P>>> {
-    let all = registry::<P>(None).into_iter().filter(|implementation| implementation.available().is_ok());
+fn one_of_each_class<P: Workload>(all: Vec<Arc<dyn Implementation<P>>>) -> Vec<Arc<dyn Implementation<P>>> {
+    let all = all.into_iter().filter(|implementation| implementation.available().is_ok());
     let by_class: BTreeMap<_, _> =
         all.map(|implementation| (implementation.class().to_string(), implementation)).collect();
     // The CPU's own, XLA's and the tile kernels'; without a plugin the first alone.
@@ -139,7 +139,7 @@ fn a_head_takes_turns_with_its_products() {
 
 #[test]
 fn a_head_in_a_config_gives_the_seeds_keys() {
-    for head in one_of_each_class::<HeadProblem>() {
+    for head in one_of_each_class(head_registry(None)) {
         let devices = *head.device_counts().last().expect("it is available");
         let config = format!(
             "batch: {{generate_head: {{hidden: 9, layout: hv, rounds_logits: false, \
@@ -193,7 +193,7 @@ fn assert_refused(config: &str, parts: &[&str]) {
 #[test]
 fn every_class_gives_the_seeds_keys_and_figures_that_agree() {
     let (shape, dtype) = ([2, 4, 130], Dtype::Bf16);
-    for implementation in one_of_each_class::<Problem>() {
+    for implementation in one_of_each_class(registry(None)) {
         let devices = *implementation.device_counts().last().expect("it is available");
         let (code, stdout, stderr, json) = bench(&config(implementation.id(), devices, shape, dtype), &[]);
         assert_eq!(code, 0, "{stdout}{stderr}");
@@ -248,7 +248,7 @@ fn program_bytes_are_those_of_the_shape() {
 fn host_bytes_are_those_of_every_device_that_shares_the_host() {
     let (spec, shape) = (LossSpec::default(), Shape { batch: 2, tokens: 4, vocab: 130 });
     for (id, devices) in [("xla", 1), ("xla-rows", 4), ("xla-vocab", 8)] {
-        let implementation = find::<Problem>(id, None).unwrap();
+        let implementation = find(id, None).unwrap();
         if implementation.device_counts().last().is_none_or(|&most| most < devices) {
             continue;
         }
@@ -263,7 +263,7 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
 #[test]
 fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
     let [b, t, v] = [4096, 65_536, 151_936];
-    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = implementation.device_counts()[0];
         let text = config(implementation.id(), devices, [b, t, v], Dtype::Bf16);
         // Logits in f64 and in bf16.
@@ -325,7 +325,7 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
         masked_garbage: true,
     };
     let problem = recipe.problem(&spec).unwrap();
-    for implementation in registry::<Problem>(None).iter().filter(|implementation| implementation.available().is_ok()) {
+    for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = *implementation.device_counts().last().expect("it is available");
         let run = implementation.run(&spec, problem.clone(), devices).unwrap();
         let prepared =
@@ -341,7 +341,7 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
 #[test]
 fn a_problem_of_another_shape_or_dtype_is_refused() {
     let spec = LossSpec::default();
-    for implementation in one_of_each_class::<Problem>() {
+    for implementation in one_of_each_class(registry(None)) {
         let devices = implementation.device_counts()[0];
         let prepared = implementation
             .prepare(
@@ -368,7 +368,7 @@ fn a_problem_of_another_shape_or_dtype_is_refused() {
         assert!(error.to_string().contains("got f16 logits of 2x4x130"), "{error}");
     }
     assert!(
-        find::<Problem>("native", None)
+        find("native", None)
             .unwrap()
             .prepare(
                 &spec,

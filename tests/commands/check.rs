@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use assay::fixture::{ProblemFile, write_candidate};
-use assay::problem::Problem;
 use assay::registry::find;
 use assay::spec::LossSpec;
 use assay::spec::presets::{BatchInputs, Preset, PresetOptions, spec};
@@ -25,7 +24,7 @@ fn answered(computed: &LossSpec) -> (TempDir, [String; 2]) {
     let output = assay(&["suite", "--preset", "trl", "--cases", "8", "--wide", "0", "-o", &suite]);
     assert_eq!(output.code, 0, "{}", output.stderr);
     fs::create_dir(&candidates).unwrap();
-    let native = find::<Problem>("native", None).unwrap();
+    let native = find("native", None).unwrap();
     for entry in fs::read_dir(&suite).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "safetensors") {

@@ -4,7 +4,6 @@ use std::fs;
 
 use super::workplace::{Workplace, assert_narrow, read_json};
 use crate::common::command::assay;
-use assay::problem::Problem;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -27,7 +26,7 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
     for (row, variant) in rows.iter().zip(variants) {
         assert_eq!((row["field"].as_str(), row["choice"].as_str()), (Some(variant.field), Some(variant.choice)));
         assert_eq!(row["support"]["reference"], "yes");
-        for implementation in assay::registry::registry::<Problem>(None) {
+        for implementation in assay::registry::registry(None) {
             assert!(!row["support"][implementation.id()].is_null(), "{} {row}", implementation.id());
             assert!(table.stdout.contains(implementation.id()));
         }
@@ -63,7 +62,7 @@ fn list_shows_every_implementation() {
     let output = assay(&["list", "--json", json.to_str().unwrap()]);
     assert_eq!(output.code, 0);
     let listed = read_json(&json);
-    for implementation in assay::registry::registry::<Problem>(None) {
+    for implementation in assay::registry::registry(None) {
         assert!(output.stdout.contains(&format!("│ {} ", implementation.id())), "{}", output.stdout);
         assert!(listed.as_array().unwrap().iter().any(|entry| entry["id"] == implementation.id()));
     }

@@ -35,7 +35,7 @@ impl Workplace {
 
     /// The native kernel's answer.
     fn answer(&self) -> Candidate {
-        find::<Problem>("native", None).unwrap().run(&LossSpec::from_cotangents(true), self.problem(), 1).unwrap()
+        find("native", None).unwrap().run(&LossSpec::from_cotangents(true), self.problem(), 1).unwrap()
     }
 
     fn judge<G: Gradient>(&self, candidate: &Candidate<G>) -> Output {
@@ -58,7 +58,7 @@ fn logp_of_several_ids_goes_through_files() {
     }
     let read = file.problem("logits", None).unwrap();
     let spec = LossSpec { ids_per_token: 3, ..LossSpec::from_cotangents(true) };
-    let answer = find::<Problem>("native", None).unwrap().run(&spec, read, 1).unwrap();
+    let answer = find("native", None).unwrap().run(&spec, read, 1).unwrap();
     let judge = |candidate: &Candidate| {
         write_candidate(&path, candidate, &BTreeMap::new()).unwrap();
         assay(&["judge", "--problem", &problem, "--candidate", &path])
@@ -112,7 +112,7 @@ fn wrong_backward_is_named_by_the_loss_that_it_is_of() {
     let workplace = Workplace::new();
     let mut problem = workplace.problem();
     problem.extra.dentropy.as_mut().unwrap().fill(0.0);
-    let dropped = find::<Problem>("native", None).unwrap().run(&LossSpec::from_cotangents(true), problem, 1).unwrap();
+    let dropped = find("native", None).unwrap().run(&LossSpec::from_cotangents(true), problem, 1).unwrap();
     let candidate =
         Candidate { loss: None, gradient: dropped.gradient, token_loss: None, metrics: None, ..workplace.answer() };
     let output = workplace.judge(&candidate);

@@ -8,7 +8,7 @@ use super::workplace::{SOME, SOME_HEADS, Workplace, assert_narrow, read_json, su
 use crate::common::command::{assay, assert_refused};
 use assay::fixture::{ProblemFile, write_problem};
 use assay::judge::report::{on_devices, with_lowering};
-use assay::problem::{CuSeqlens, Problem, Sequences};
+use assay::problem::{CuSeqlens, Sequences};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -28,7 +28,7 @@ fn replay_with_no_choice_reports_every_output_of_every_implementation() {
     let output = assay(&["replay", &problem, "--json", &json]);
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
     let report = read_json(Path::new(&json));
-    for implementation in assay::registry::registry::<Problem>(None).iter().filter(|i| i.available().is_ok()) {
+    for implementation in assay::registry::registry(None).iter().filter(|i| i.available().is_ok()) {
         assert_every_output(&report, implementation.id(), 1);
     }
 }

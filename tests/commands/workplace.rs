@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::common::command::{Output, assay};
 use assay::fixture::{ProblemFile, write_candidate};
-use assay::problem::{Candidate, HeadCandidate, HeadProblem, Problem};
-use assay::registry::find;
+use assay::problem::{Candidate, HeadCandidate};
+use assay::registry::{find, find_head};
 use assay::spec::LossSpec;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -56,7 +56,7 @@ impl Workplace {
     pub(super) fn write_candidate(&self, break_it: impl FnOnce(&mut Candidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.problem("logits", Some("old_logps")).unwrap();
-        let mut candidate = find::<Problem>("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
+        let mut candidate = find("native", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         write_candidate(self.path("candidate.safetensors"), &candidate, &BTreeMap::new()).unwrap();
     }
@@ -103,8 +103,7 @@ impl HeadWorkplace {
     pub(super) fn write_candidate(&self, break_it: impl FnOnce(&mut HeadCandidate)) {
         let file = ProblemFile::open(self.path("problem.safetensors")).unwrap();
         let problem = file.head_problem(Some("old_logps")).unwrap();
-        let mut candidate =
-            find::<HeadProblem>("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
+        let mut candidate = find_head("native-lm-head", None).unwrap().run(&LossSpec::default(), problem, 1).unwrap();
         break_it(&mut candidate);
         let path = self.path("candidate.safetensors");
         write_candidate(path, &candidate, &BTreeMap::new()).unwrap();

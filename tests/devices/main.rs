@@ -24,7 +24,7 @@ use assay::cuda::driver::DRIVER_VARIABLE;
 use assay::implementation::Implementation;
 use assay::judge::report::on_devices;
 use assay::judge::variants::Variant;
-use assay::problem::{Dtype, Problem, Shape};
+use assay::problem::{Dtype, Shape};
 use assay::runtime::{PLUGIN_VARIABLE, Plugin};
 use assay::spec::LossSpec;
 use assay::suites::{covering, supported as variants};
@@ -83,7 +83,7 @@ fn main() {
     let mut trials = Vec::new();
     let plugins = plugins();
     for (i, plugin) in plugins.iter().enumerate() {
-        for implementation in assay::registry::compiled::<Problem>(&plugin.path) {
+        for implementation in assay::registry::compiled(&plugin.path) {
             let of = Trials { plugin, implementation, found: &mut trials };
             if i == 0 { of.all() } else { of.on_another_plugin() }
         }
@@ -134,7 +134,7 @@ impl Judged {
     /// dtype, and every choice that a spec has under `xla`.
     fn missing(&self, plugin: &Under) -> Vec<String> {
         let mut missing = Vec::new();
-        for implementation in assay::registry::compiled::<Problem>(&plugin.path) {
+        for implementation in assay::registry::compiled(&plugin.path) {
             let of = Trials { plugin, implementation: Arc::clone(&implementation), found: &mut Vec::new() };
             let placed = || self.placed.iter().filter(|(id, ..)| id == implementation.id());
             let counts = of.available_counts();

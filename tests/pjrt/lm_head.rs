@@ -14,7 +14,7 @@ use assay::problem::{
     Projection,
 };
 use assay::programs::{ANY_TPU, CHUNK_BYTES, Programs, StructuredSpec};
-use assay::registry::registry;
+use assay::registry::head_registry;
 use assay::spec::{
     DroppedTerm, Kl, KlEstimator, LogitsTransform, LossSpec, OldLogp, QuantilePrecision, Ratio, RatioLevel, Reduction,
     Rows, Support, TopEntropy,
@@ -290,7 +290,7 @@ fn lm_head_packed_sequences_match_reference() {
 /// The baseline has no chunks: its program is the one of the other tests.
 #[test]
 fn lm_head_registered_in_one_chunk_matches_reference() {
-    let registry = registry::<HeadProblem>(Some(cpu_plugins()[0]));
+    let registry = head_registry(Some(cpu_plugins()[0]));
     let in_chunks = registry.iter().filter(|head| head.class() == "tile-lm-head" && head.available().is_ok());
     let mut judged = 0;
     for (seed, implementation) in in_chunks.enumerate() {

@@ -8,8 +8,8 @@ use std::path::Path;
 use assay::fixture::manifest_files;
 use assay::judge::generate::Recipe;
 use assay::judge::variants::variants;
-use assay::problem::{Dtype, HeadProblem, Problem};
-use assay::registry::{find, registry};
+use assay::problem::Dtype;
+use assay::registry::{find, head_registry, registry};
 use assay::spec::LossSpec;
 use assay::suites;
 use assay::suites::cases::head_recipe;
@@ -33,7 +33,7 @@ fn every_arm_of_a_spec_is_a_named_variant() {
 
 #[test]
 fn every_arm_that_a_kernel_computes_is_drawn() {
-    let native = find::<Problem>("native", None).unwrap();
+    let native = find("native", None).unwrap();
     let shape = "4x6x33".parse().unwrap();
     let all = variants();
     let computed = all.iter().filter(|variant| native.supports(&variant.spec, shape, Dtype::F32, 1).is_ok());
@@ -61,7 +61,7 @@ fn every_regime_and_kernel_dtype_is_drawn() {
 #[test]
 fn every_output_is_judged() {
     let mut arms = Arms::default();
-    let native = find::<Problem>("native", None).unwrap();
+    let native = find("native", None).unwrap();
     for (spec, recipe) in drawn().into_iter().take(100) {
         let problem = recipe.problem(&spec).unwrap();
         let judged = Known::of(&spec, &problem).unwrap().run(&*native, 1).unwrap();
@@ -72,7 +72,7 @@ fn every_output_is_judged() {
     let spec = LossSpec::default();
     let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
     let known = Known::of(&spec, &problem).unwrap();
-    for head in assay::registry::immediate::<HeadProblem>() {
+    for head in assay::registry::immediate_heads() {
         for verdict in known.run(&*head, 1).unwrap().verdicts {
             arms.gate(verdict.gate);
         }
@@ -86,17 +86,16 @@ fn every_implementation_is_in_one_property_suite() {
     let ids = |all: Vec<std::sync::Arc<dyn assay::implementation::Implementation>>| -> Vec<String> {
         all.iter().map(|implementation| implementation.id().into()).collect()
     };
-    let compiled = ids(assay::registry::compiled::<Problem>(Path::new("nowhere.so")));
-    let mut in_suites = [ids(assay::registry::immediate::<Problem>()), compiled].concat();
-    let mut registered = ids(registry::<Problem>(None));
+    let compiled = ids(assay::registry::compiled(Path::new("nowhere.so")));
+    let mut in_suites = [ids(assay::registry::immediate()), compiled].concat();
+    let mut registered = ids(registry(None));
     in_suites.sort();
     registered.sort();
     assert_eq!(in_suites, registered);
-    let heads = assay::registry::immediate::<HeadProblem>()
-        .into_iter()
-        .chain(assay::registry::compiled::<HeadProblem>(Path::new("nowhere.so")));
+    let heads =
+        assay::registry::immediate_heads().into_iter().chain(assay::registry::compiled_heads(Path::new("nowhere.so")));
     let mut heads: Vec<String> = heads.map(|head| head.id().into()).collect();
-    let mut registered: Vec<String> = registry::<HeadProblem>(None).iter().map(|head| head.id().into()).collect();
+    let mut registered: Vec<String> = head_registry(None).iter().map(|head| head.id().into()).collect();
     heads.sort();
     registered.sort();
     assert_eq!(heads, registered);

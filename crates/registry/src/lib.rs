@@ -12,93 +12,85 @@ use assay_pjrt::exported::ExportedProgram;
 #[cfg(feature = "pjrt")]
 use assay_pjrt::xla::{Xla, XlaHead};
 
-/// A kind of problem whose implementations are listed.
-pub trait RegisteredProblem: Workload {
-    /// Returns all implementations for this kind of problem, as [`registry`] does.
-    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>>;
+/// The result of a search for an implementation; the error lists the ids there are.
+pub type FoundImplementation<P> = Result<Arc<dyn Implementation<P>>, String>;
 
-    /// See [`find`].
-    ///
-    /// # Errors
-    /// A message that lists the ids there are.
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String>;
+/// Lists every implementation of the loss on logits. Those that need a PJRT plugin use `plugin`, or where that is `None` the
+/// one that the environment names or set-up installed. Tests, benches and commands iterate over it.
+pub fn registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
+    let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
+    #[cfg(feature = "pjrt")]
+    all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
+    #[cfg(not(feature = "pjrt"))]
+    let _ = plugin;
+    all.extend(DriverLoss::all().into_iter().map(|driven| Arc::new(driven) as Arc<dyn Implementation>));
+    all
 }
 
-impl RegisteredProblem for Problem {
-    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation>> {
-        let mut all: Vec<Arc<dyn Implementation>> = vec![Arc::new(Native::default())];
-        #[cfg(feature = "pjrt")]
-        all.extend(Xla::all(plugin).into_iter().map(|xla| Arc::new(xla) as Arc<dyn Implementation>));
-        #[cfg(not(feature = "pjrt"))]
-        let _ = plugin;
-        all.extend(DriverLoss::all().into_iter().map(|driven| Arc::new(driven) as Arc<dyn Implementation>));
-        all
-    }
-
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
-        // A program from a manifest is in no list; every other id is searched for.
-        if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
-            return from_manifest(manifest, plugin);
-        }
-        let all = Self::all(plugin);
-        called(id, &all).or_else(|| alternative(id, plugin)).ok_or_else(|| {
-            // The id may belong to the other kind of problem, so the message lists both kinds.
-            let (on_logits, heads) = (ids(&all), ids(&HeadProblem::all(plugin)));
-            format!(
-                "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
-                 with an LM head: {heads}"
-            )
-        })
-    }
-}
-
-impl RegisteredProblem for HeadProblem {
-    fn all(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<Self>>> {
-        #[allow(unused_mut, reason = "without PJRT there is but one")]
-        let mut all: Vec<Arc<dyn Implementation<Self>>> = vec![Arc::new(NativeHead::default())];
-        #[cfg(feature = "pjrt")]
-        all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<Self>>));
-        #[cfg(not(feature = "pjrt"))]
-        let _ = plugin;
-        all
-    }
-
-    fn find(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<Self>>, String> {
-        let all = Self::all(plugin);
-        called(id, &all)
-            .ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
-    }
-}
-
-/// Every implementation there is of a kind of problem: `registry::<Problem>` of the loss on logits,
-/// `registry::<HeadProblem>` of the LM head with the loss. Those that need a PJRT plugin use `plugin`, or where that is
-/// `None` the one that the environment names or set-up installed. Tests, benches and commands iterate over it.
-pub fn registry<P: RegisteredProblem>(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<P>>> {
-    P::all(plugin)
+/// Lists every implementation of the LM head with the loss, as [`registry`] does for the loss on logits.
+pub fn head_registry(plugin: Option<&Path>) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    #[allow(unused_mut, reason = "without PJRT there is but one")]
+    let mut all: Vec<Arc<dyn Implementation<HeadProblem>>> = vec![Arc::new(NativeHead::default())];
+    #[cfg(feature = "pjrt")]
+    all.extend(XlaHead::all(plugin).into_iter().map(|head| Arc::new(head) as Arc<dyn Implementation<HeadProblem>>));
+    #[cfg(not(feature = "pjrt"))]
+    let _ = plugin;
+    all
 }
 
 /// Returns the implementations that run any shape without compiling: tests give them thousands of shapes.
-pub fn immediate<P: RegisteredProblem>() -> Vec<Arc<dyn Implementation<P>>> {
+pub fn immediate() -> Vec<Arc<dyn Implementation>> {
     registry(None).into_iter().filter(|implementation| !compiles(&**implementation)).collect()
+}
+
+/// Returns the implementations with an LM head that run any shape without compiling.
+pub fn immediate_heads() -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    head_registry(None).into_iter().filter(|head| !compiles(&**head)).collect()
 }
 
 /// Returns the implementations that compile a program for each shape, on the devices of `plugin`: tests give them a few
 /// shapes and every device count.
-pub fn compiled<P: RegisteredProblem>(plugin: &Path) -> Vec<Arc<dyn Implementation<P>>> {
+pub fn compiled(plugin: &Path) -> Vec<Arc<dyn Implementation>> {
     registry(Some(plugin)).into_iter().filter(|implementation| compiles(&**implementation)).collect()
+}
+
+/// Returns the implementations with an LM head that compile a program for each shape, on the devices of `plugin`.
+pub fn compiled_heads(plugin: &Path) -> Vec<Arc<dyn Implementation<HeadProblem>>> {
+    head_registry(Some(plugin)).into_iter().filter(|head| compiles(&**head)).collect()
 }
 
 fn compiles<P: Workload>(implementation: &dyn Implementation<P>) -> bool {
     ["xla", "tile", "gpu"].contains(&implementation.class().trim_end_matches("-lm-head"))
 }
 
-/// The implementation called `id` in [`registry`], or another way to write `xla`; for `file:MANIFEST.toml` the program
-/// that the manifest describes.
+/// Returns the implementation called `id` in [`registry`], or another way to write `xla`; for `file:MANIFEST.toml` the
+/// program that the manifest describes.
 ///
 /// # Errors
 /// A message that lists the ids there are, or says what is wrong with the manifest.
-pub fn find<P: RegisteredProblem>(id: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation<P>>, String> {
-    P::find(id, plugin)
+pub fn find(id: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
+    // A program from a manifest is in no list; every other id is searched for.
+    if let Some(manifest) = id.strip_prefix(FILE_PREFIX) {
+        return from_manifest(manifest, plugin);
+    }
+    let all = registry(plugin);
+    called(id, &all).or_else(|| alternative(id, plugin)).ok_or_else(|| {
+        // The id may belong to the other kind of problem, so the message lists both kinds.
+        let (on_logits, heads) = (ids(&all), ids(&head_registry(plugin)));
+        format!(
+            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
+             with an LM head: {heads}"
+        )
+    })
+}
+
+/// Returns the implementation called `id` in [`head_registry`].
+///
+/// # Errors
+/// A message that lists the ids there are.
+pub fn find_head(id: &str, plugin: Option<&Path>) -> FoundImplementation<HeadProblem> {
+    let all = head_registry(plugin);
+    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
 }
 
 fn called<P: Workload>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
@@ -123,12 +115,12 @@ fn alternative(_: &str, _: Option<&Path>) -> Option<Arc<dyn Implementation>> {
 }
 
 #[cfg(feature = "pjrt")]
-fn from_manifest(manifest: &str, plugin: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+fn from_manifest(manifest: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
     let exported = ExportedProgram::read(manifest, plugin).map_err(|error| error.to_string())?;
     Ok(Arc::new(exported))
 }
 
 #[cfg(not(feature = "pjrt"))]
-fn from_manifest(manifest: &str, _: Option<&Path>) -> Result<Arc<dyn Implementation>, String> {
+fn from_manifest(manifest: &str, _: Option<&Path>) -> FoundImplementation<Problem> {
     Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected a build with the feature `pjrt`"))
 }

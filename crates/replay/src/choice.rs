@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use assay_core::implementation::Implementation;
-use assay_core::problem::{HeadProblem, Problem};
-use assay_registry::{find, registry};
+use assay_core::problem::HeadProblem;
+use assay_registry::{find, head_registry, registry};
 
 use crate::ReplayError;
 
@@ -32,7 +32,7 @@ impl ReplayedImplementations {
     /// assert!(all.on_logits.iter().any(|implementation| implementation.id() == "native"));
     /// ```
     pub fn all(plugin: Option<&Path>) -> Self {
-        Self { on_logits: registry::<Problem>(plugin), heads: registry::<HeadProblem>(plugin), ids: Vec::new() }
+        Self { on_logits: registry(plugin), heads: head_registry(plugin), ids: Vec::new() }
     }
 
     /// Returns the implementations called `ids`, or all if there are no ids.
@@ -52,7 +52,7 @@ impl ReplayedImplementations {
         if ids.is_empty() {
             return Ok(Self::all(plugin));
         }
-        let heads = registry::<HeadProblem>(plugin);
+        let heads = head_registry(plugin);
         let mut chosen = Self { ids: ids.to_vec(), ..Self::default() };
         for id in ids {
             let unavailable = |why| ReplayError::Unavailable { id: id.clone(), why };
@@ -61,7 +61,7 @@ impl ReplayedImplementations {
                 chosen.heads.push(Arc::clone(head));
                 continue;
             }
-            let implementation = find::<Problem>(id, plugin).map_err(ReplayError::Unknown)?;
+            let implementation = find(id, plugin).map_err(ReplayError::Unknown)?;
             implementation.available().map_err(unavailable)?;
             chosen.on_logits.push(implementation);
         }

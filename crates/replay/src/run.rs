@@ -348,8 +348,7 @@ impl Replay {
                 let check = report::check(label, implementation.id(), &verdict.gate.to_string(), &verdict);
                 self.checks.push(check.on_devices(devices, implementation.lowering()));
             }
-            if let Some(twins) =
-                twins.filter(|twins| hindrance(implementation, spec, &twins.padded, devices).is_none())
+            if let Some(twins) = twins.filter(|twins| hindrance(implementation, spec, &twins.padded, devices).is_none())
             {
                 let padded = implementation.run(spec, twins.padded.clone(), devices)?;
                 let bits = twins.between(&outcome, &padded);

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 
 use assay::implementation::RunError;
 use assay::judge::generate::Regime;
-use assay::problem::{Dtype, Problem};
+use assay::problem::Dtype;
 use assay::registry::find;
 use assay::spec::{Kl, KlEstimator, LossSpec, Objective, OldLogp, PpoClip, Reduction, Rows};
 
@@ -55,7 +55,7 @@ fn exported_program_unlike_its_manifest_is_refused() {
 
 #[test]
 fn exported_other_shape_dtype_devices_or_spec_is_refused() {
-    let exported = find::<Problem>(&format!("file:{F32}"), None).unwrap();
+    let exported = find(&format!("file:{F32}"), None).unwrap();
     assert_eq!((exported.id(), exported.class()), ("file:fixtures/exported/grpo_f32.toml", "external"));
     let problem = full_problem();
     let supports = |spec: &LossSpec, shape: &str, dtype, devices| {

@@ -9,12 +9,12 @@ use ndarray::{Array, Array2, Dimension, Ix0, Ix2};
 use super::TrainError;
 use assay_core::implementation::{Implementation, RunError};
 use assay_core::problem::{
-    self, Candidate, Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadProblem, HeadShape, Metrics,
-    Problem, Projection,
+    self, Candidate, Dtype, FloatArray, HeadCandidate, HeadGradient, HeadLayout, HeadShape, Metrics, Problem,
+    Projection,
 };
 use assay_core::spec::LossSpec;
 use assay_native::{Native, NativeHead, gemm};
-use assay_registry::{find, registry};
+use assay_registry::{find, head_registry, registry};
 
 /// A batch without its logits: what a loss is told of the tokens.
 pub type TrainBatch = Problem<()>;
@@ -103,14 +103,14 @@ impl GrpoLoss {
     /// [`TrainError::Kernel`] where there is none of that name, or it cannot run here.
     pub fn by_id(spec: LossSpec, id: &str, plugin: Option<&Path>) -> Result<Self, TrainError> {
         let unknown = |reason: String| TrainError::Kernel { id: id.into(), reason };
-        let heads = registry::<HeadProblem>(plugin);
+        let heads = head_registry(plugin);
         // Implementations with an LM head are a registry of their own, which is searched first.
         if let Some(head) = heads.iter().find(|head| head.id() == id) {
             head.available().map_err(|why| unknown(why.to_string()))?;
             return Ok(Self { spec, kernel: AnyImplementation::WithHead(head.clone()) });
         }
-        let implementation = find::<Problem>(id, plugin).map_err(|_| {
-            let ids = registry::<Problem>(plugin).iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
+        let implementation = find(id, plugin).map_err(|_| {
+            let ids = registry(plugin).iter().map(|one| one.id().to_string()).collect::<Vec<_>>();
             let heads = heads.iter().map(|head| head.id().to_string());
             unknown(format!("expected one of: {}", ids.into_iter().chain(heads).collect::<Vec<_>>().join(", ")))
         })?;
