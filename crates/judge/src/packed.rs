@@ -9,18 +9,18 @@ use assay_core::spec::{LossSpec, Objective, RolloutSource};
 
 /// A batch, padded and packed, and a loss that is the same of both.
 pub struct Twins<P = Problem> {
-    /// Without a mean over the padded width, which the packed one does not have: the width is written out.
+    /// The loss, without a mean over the padded width, which the packed batch does not have: the width is written out.
     pub spec: LossSpec,
-    /// `[B,T]`
+    /// The batch with a sequence in each row, `[B,T]`.
     pub padded: P,
-    /// `[1,N]`
+    /// The batch with its sequences in one row, `[1,N]`.
     pub packed: P,
-    /// Where each token of the packed one is in the padded one.
+    /// The place in the padded batch of each token of the packed one.
     pub places: Vec<(usize, usize)>,
 }
 
 impl<P: Judgeable> Twins<P> {
-    /// Of `padded`; `None` where `spec` reads weights of masked tokens, of which the packed one has fewer.
+    /// Makes the twins of `padded`; `None` where `spec` reads weights of masked tokens, of which the packed one has fewer.
     pub fn of(spec: &LossSpec, padded: &P) -> Option<Self> {
         let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
         let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
