@@ -1,5 +1,5 @@
-//! The error of a row's sum in f32 whose terms are added one after another in lanes, as PyTorch's `log_softmax` and plain loops of vector
-//! units do.
+//! The error of a sum in f32 whose terms are added one after another in lanes, as `torch.log_softmax` on a CPU and plain loops of
+//! vector units add them.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! `log_softmax` in f32 as PyTorch and plain vector loops compute it, at Qwen's vocabulary: a row's exponentials are added one after
+//! `torch.log_softmax` in f32 on a CPU, and plain vector loops, at Qwen's vocabulary: a row's exponentials are added one after
 //! another in lanes. It passes at grade `standard`, and what is wrong beside it does not.
 
 use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, Problem};
