@@ -134,7 +134,7 @@ def problems(
     layout: str = "vh",
     rounds_logits: bool = False,
     packed: bool = False,
-    masked_garbage: bool | None = None,
+    masked_garbage: bool = False,
     **spec_options: object,
 ) -> Iterator[Problem]:
     """Generates the problems of a campaign for `spec`: equal arguments give equal bits.
@@ -156,7 +156,7 @@ def problems(
         layout: The layout of the LM head, as in `assay.check`.
         rounds_logits: Whether the logits of the LM head are rounded to its dtype.
         packed: Whether the sequences are packed into one row, as in `assay.check`.
-        masked_garbage: Whether masked tokens hold garbage in some problems, as in `assay.check`.
+        masked_garbage: Whether masked tokens hold garbage, NaN and the id −100, in a quarter of the problems.
 
     Raises:
         ProblemError: A name is unknown, or an extent is out of range.

@@ -105,7 +105,7 @@ fn sum_in_lanes_passes_at_standard_and_names_why_not_exact() {
 
 #[test]
 fn sum_with_32_terms_left_out_is_rejected() {
-    for regime in [Regime::Ties, Regime::Sampled, Regime::Normal, Regime::Small] {
+    for regime in [Regime::Ties, Regime::Sampled, Regime::Normal, Regime::Small, Regime::LongTail] {
         for (seed, lanes) in [(1, 8), (2, 16)] {
             let problem = problem(regime, Dtype::F32, seed);
             assert!(!passes(&problem, &Sum { left_out: 32, lanes, ..RIGHT }), "{regime}, {lanes} lanes");
