@@ -1,10 +1,13 @@
 //! [`Subject`]: what a campaign can do with a problem, whether its logits are given or a product.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem::swap;
+
+use ndarray::{Array, Dimension};
 
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
-use assay_core::problem::{Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
+use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
 use assay_core::spec::LossSpec;
 use assay_fixture::{FixtureError, ProblemFile};
 use assay_judge::generate::{Recipe, RecipeError, Regime};
@@ -113,9 +116,11 @@ impl Subject for Problem {
         self.select(part)
     }
 
-    fn refilled(mut self, other: Self) -> Self {
+    fn refilled(mut self, mut other: Self) -> Self {
         self.logits.assign(&other.logits);
-        other.with_logits(self.logits)
+        swap(&mut self.logits, &mut other.logits);
+        refill_tokens(&mut self, &mut other);
+        other
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
@@ -146,11 +151,12 @@ impl Subject for HeadProblem {
         self.select(part, &units)
     }
 
-    fn refilled(self, other: Self) -> Self {
-        let mut projection = self.logits;
-        projection.hidden.assign(&other.logits.hidden);
-        projection.lm_head.assign(&other.logits.lm_head);
-        other.with_logits(projection)
+    fn refilled(mut self, mut other: Self) -> Self {
+        self.logits.hidden.assign(&other.logits.hidden);
+        self.logits.lm_head.assign(&other.logits.lm_head);
+        swap(&mut self.logits, &mut other.logits);
+        refill_tokens(&mut self, &mut other);
+        other
     }
 
     fn read(file: &ProblemFile, old_logp: Option<&str>) -> Result<Option<Self>, FixtureError> {
@@ -160,5 +166,42 @@ impl Subject for HeadProblem {
     #[cfg(feature = "mutants")]
     fn mutant(specimen: &Specimen) -> &dyn Implementation<HeadProblem> {
         specimen
+    }
+}
+
+/// Moves the arrays of `content` apart from its logits into the memory of `memory`, and leaves them in `content`.
+fn refill_tokens<L>(memory: &mut Problem<L>, content: &mut Problem<L>) {
+    fn refill<T: Clone, D: Dimension>(memory: &mut Array<T, D>, content: &mut Array<T, D>) {
+        if memory.raw_dim() == content.raw_dim() {
+            memory.assign(content);
+            swap(memory, content);
+        }
+    }
+    fn refill_optional<T: Clone, D: Dimension>(memory: &mut Option<Array<T, D>>, content: &mut Option<Array<T, D>>) {
+        if let (Some(memory), Some(content)) = (memory, content) {
+            refill(memory, content);
+        }
+    }
+    refill(&mut memory.ids, &mut content.ids);
+    refill(&mut memory.mask, &mut content.mask);
+    match (&mut memory.advantages, &mut content.advantages) {
+        (Advantages::Sequence(memory), Advantages::Sequence(content)) => refill(memory, content),
+        (Advantages::Token(memory), Advantages::Token(content))
+        | (Advantages::Dlogp(memory), Advantages::Dlogp(content)) => refill(memory, content),
+        _ => {}
+    }
+    refill_optional(&mut memory.old_logp, &mut content.old_logp);
+    refill_optional(&mut memory.ref_logp, &mut content.ref_logp);
+    let (memory, content) = (&mut memory.extra, &mut content.extra);
+    refill_optional(&mut memory.rollout_logp, &mut content.rollout_logp);
+    refill_optional(&mut memory.rollout_weights, &mut content.rollout_weights);
+    refill_optional(&mut memory.token_weights, &mut content.token_weights);
+    refill_optional(&mut memory.selected, &mut content.selected);
+    refill_optional(&mut memory.bias, &mut content.bias);
+    refill_optional(&mut memory.dentropy, &mut content.dentropy);
+    refill_optional(&mut memory.temperature, &mut content.temperature);
+    if let (Some(memory), Some(content)) = (&mut memory.others, &mut content.others) {
+        refill(&mut memory.ids, &mut content.ids);
+        refill(&mut memory.dlogp, &mut content.dlogp);
     }
 }

@@ -157,6 +157,24 @@ fn kernel_that_keeps_answers_by_address_is_found() {
 }
 
 #[test]
+fn kernel_that_keeps_a_count_by_the_mask_is_found() {
+    let mut last: Option<(*const bool, usize)> = None;
+    let mut kernel = Does(|spec: &LossSpec, problem: &Arc<Problem>| {
+        let (address, counts) = (problem.mask.as_ptr(), problem.mask.iter().filter(|counts| **counts).count());
+        let kept = last.filter(|(known, _)| *known == address).map_or(counts, |(_, kept)| kept);
+        last = Some((address, kept));
+        let mut candidate = right(spec, problem);
+        let loss = candidate.loss.as_ref().expect("native returns it").value() * counts as f64 / kept as f64;
+        candidate.loss = Some(ndarray::arr0(loss as f32).into());
+        Ok(candidate)
+    });
+    let mut campaign = campaign(trl(), 24);
+    (campaign.deck.dtypes, campaign.deck.shapes) = (vec![Dtype::F32], DeckShapes::Given(vec![[2, 40, 33]]));
+    let found = run(&campaign, &mut kernel);
+    assert!(found.causes.iter().any(|cause| cause.gate == "stale-memory"), "{:#?}", found.causes);
+}
+
+#[test]
 fn second_call_with_other_bits_is_found_and_can_be_allowed() {
     let make = || {
         let mut turn = 0;
