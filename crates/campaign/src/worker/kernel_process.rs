@@ -391,8 +391,13 @@ fn hear<M: for<'m> Deserialize<'m>>(
         // stdout ends before the process does: wait for its exit status, which says why.
         Err(Silence::Ended) => {
             let ended = process.ended();
-            let signal = ended.as_ref().ok().and_then(ExitStatusExt::signal);
-            let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            let signal = ended.as_ref().ok().and_then(Option::as_ref).and_then(ExitStatusExt::signal);
+            let status = match ended {
+                Ok(Some(status)) if signal.is_none() => format!("it exited by itself, {status}"),
+                Ok(Some(status)) => status.to_string(),
+                Ok(None) => "it closed its stdout and went on, and was killed".into(),
+                Err(error) => error.to_string(),
+            };
             Err(WorkerError::Died { command, status, signal, stderr: told(process) })
         }
         Err(Silence::TimedOut) => {

@@ -20,6 +20,9 @@ const TAIL_LINES: usize = 12;
 /// The time that a process may take to end once its stdin is closed, and its stderr to be read once it has ended.
 const PATIENCE: Duration = Duration::from_millis(500);
 
+/// The time that a process may take to end once it has closed its stdout: an interpreter with a framework takes seconds.
+const FAREWELL: Duration = Duration::from_secs(10);
+
 /// The pause between two looks at a process that is ending.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -95,9 +98,13 @@ impl Process {
         self.child.wait()
     }
 
-    /// Ends a process whose stdout is closed, and which is therefore about to end by itself.
-    pub(super) fn ended(&mut self) -> io::Result<ExitStatus> {
-        self.end(PATIENCE)
+    /// Waits for the end of a process whose stdout is closed, and which is therefore about to end by itself; `None` if it did not, and
+    /// was killed.
+    pub(super) fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+        self.requests = None;
+        wait_until(FAREWELL, || self.has_exited());
+        let by_itself = self.has_exited();
+        self.end(Duration::ZERO).map(|status| by_itself.then_some(status))
     }
 
     fn has_exited(&self) -> bool {
