@@ -28,9 +28,9 @@ use crate::subject::{Subject, telling};
 /// Problems that are made to tell losses apart whose numbers a kernel has.
 const TELLING: u64 = 12;
 
-/// The failures of a campaign by kind, and problems that passed.
+/// The failures of a campaign by way of calling and kind, and problems that passed.
 pub(crate) struct Failures<'f, P> {
-    pub(crate) buckets: BTreeMap<FailureKind, FailureGroup<P>>,
+    pub(crate) buckets: BTreeMap<(Option<usize>, FailureKind), FailureGroup<P>>,
     pub(crate) passing: &'f [Arc<P>],
     pub(crate) trials: &'f [(DealtRecipe, bool)],
 }
@@ -52,6 +52,8 @@ pub(crate) fn is_called(cause: &schema::FailureCause, name: &str) -> bool {
 /// A cause, and what it was made of.
 struct CauseDraft<P> {
     kind: FailureKind,
+    /// The way of calling in which the kernel fails; `None` if it is the plain one.
+    way: Option<usize>,
     bucket: FailureGroup<P>,
     problem: Arc<P>,
     patterns: Vec<Diagnosis>,
@@ -67,16 +69,20 @@ pub(crate) fn causes<P: Subject>(
     // Each kind of failure becomes a draft. Drafts that share the name of a mutant are one cause: the same mistake
     // fails several gates.
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
-    for (kind, bucket) in found.buckets {
+    for ((way, kind), bucket) in found.buckets {
+        bench.call_by(way);
         let draft = draft(campaign, kind, bucket, found.passing, bench);
-        match drafts.iter_mut().find(|other| are_one(other, &draft)) {
+        // What fails in one way of calling only has that for its cause, whichever gates fail.
+        let are_one = |other: &CauseDraft<P>| way.is_some() || are_one(other, &draft);
+        match drafts.iter_mut().find(|other| other.way == way && are_one(other)) {
             Some(other) => merge(other, draft),
             None => drafts.push(draft),
         }
     }
+    bench.call_by(None);
     for draft in &mut drafts {
         // Ask which other loss the kernel computes. Only a failed gate has numbers that could be another loss's.
-        if matches!(draft.kind, FailureKind::Gate(..)) {
+        if matches!(draft.kind, FailureKind::Gate(..)) && draft.way.is_none() {
             let problems = draft.bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
             (draft.cause.computes, draft.cause.computes_one_of) = computes(campaign, bench, problems);
         }
@@ -96,7 +102,8 @@ pub(crate) fn causes<P: Subject>(
     // Write the shrunk problem of each cause, so that the next campaign tries it first.
     for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
-            let path = keep(folder, &draft.cause.gate, &campaign.spec, &*draft.problem)?;
+            let called = draft.way.map(|way| bench.kernel.ways()[way].words.as_str());
+            let path = keep(folder, &draft.cause.gate, called, &campaign.spec, &*draft.problem)?;
             draft.cause.repro = Some(path.display().to_string());
         }
     }
@@ -120,12 +127,14 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
                 && property.as_ref().is_some_and(|property| property.holds_for(failing.iter().copied()));
             // The loss and the metrics are sums over what other gates judge, and fail alone where no token's own output shows it.
             let sum_of_it = draft.kind.is_of_a_sum() && 4 * draft.cause.cases <= other.cause.cases;
-            both && (same_property || sum_of_it)
+            both && draft.way == other.way && (same_property || sum_of_it)
         };
         if let Some((_, other)) = joined.iter_mut().find(explains) {
             merge(other, draft);
         } else {
-            joined.push((CommonProperty::find(&failing, &passing), draft));
+            // What a way of calling shows does not depend on the problems.
+            let property = if draft.way.is_none() { CommonProperty::find(&failing, &passing) } else { None };
+            joined.push((property, draft));
         }
     }
     let told = |(property, mut draft): (Option<CommonProperty>, CauseDraft<P>)| {
@@ -176,11 +185,13 @@ fn draft<P: Subject>(
             if campaign.deck.shapes == DeckShapes::Few { ShrinkEffort::FEW_SHAPES } else { ShrinkEffort::WHOLE };
         problem = shrink(problem, effort, &mut |smaller| bench.fails(smaller, &kind));
     }
+    let called = bench.called();
+    let with_way = |text: String| [text].into_iter().chain(called.clone()).collect::<Vec<_>>().join(", ");
     let mut cause = schema::FailureCause {
         gate: kind.name(),
         cases: bucket.cases,
-        first: bucket.first.clone(),
-        problem: words(&*problem),
+        first: with_way(bucket.first.clone()),
+        problem: with_way(words(&*problem)),
         worst: bucket.worst.as_ref().map(|(error_over_limit, problem)| schema::WorstProblem {
             problem: problem.clone(),
             error_over_limit: *error_over_limit,
@@ -208,8 +219,9 @@ fn draft<P: Subject>(
                     originals.map(|problem| diagnoses(campaign, bench, problem)).find(|all| !all.is_empty());
                 patterns = diagnoses.unwrap_or_default();
                 cause.diagnoses = patterns.iter().map(ToString::to_string).collect();
+                // A wrong kernel is wrong however it is called: none is like one that is right when it is called plainly.
                 #[cfg(feature = "mutants")]
-                {
+                if bench.way.is_none() {
                     let cases: Vec<Arc<P>> =
                         bucket.kept.iter().take(NAMING).map(|failing| Arc::clone(&failing.problem)).collect();
                     let mutants = crate::power::shown::<P>(bench.spec, campaign.deck.packed);
@@ -238,7 +250,7 @@ fn draft<P: Subject>(
     }
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
-    CauseDraft { kind, bucket, problem, patterns, cause }
+    CauseDraft { kind, way: bench.way, bucket, problem, patterns, cause }
 }
 
 /// `1x1x2 bf16`, and how many packed sequences.

@@ -142,6 +142,8 @@ pub(crate) struct Examiner<'b, P: Subject> {
     pub(crate) calls: u64,
     /// The time from questions to answers, all together, without what is done with the answers.
     pub(crate) answering: Duration,
+    /// The way in which the kernel is called; `None` for the plain one.
+    pub(crate) way: Option<usize>,
 }
 
 /// The reason why there are no verdicts on a problem.
@@ -161,7 +163,18 @@ impl<'b, P: Subject> Examiner<'b, P> {
         limits: Limits<'static>,
         allowed: &'b [Edge],
     ) -> Self {
-        Self { kernel, spec, limits, allowed, calls: 0, answering: Duration::ZERO }
+        Self { kernel, spec, limits, allowed, calls: 0, answering: Duration::ZERO, way: None }
+    }
+
+    /// Calls the kernel in another way from here on.
+    pub(crate) fn call_by(&mut self, way: Option<usize>) {
+        self.way = way;
+        self.kernel.call_by(way);
+    }
+
+    /// Returns `called with …`, or `None` if the kernel is called plainly.
+    pub(crate) fn called(&self) -> Option<String> {
+        Some(format!("called {}", self.kernel.ways()[self.way?].words))
     }
 
     /// Lets it compute `problem`, and shows the candidate to `read`.

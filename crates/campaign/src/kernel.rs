@@ -9,8 +9,28 @@ use assay_core::spec::LossSpec;
 
 use crate::subject::Subject;
 
+/// A way of calling a kernel in which callers differ, such as with logits that are a view.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CallWay {
+    /// The way in words, as reports have it after "called".
+    pub words: String,
+    /// Whether it is for problems in which every token counts and has the same cotangent.
+    pub equal_cotangents: bool,
+}
+
 /// Somebody's kernel, wherever it runs.
 pub trait KernelUnderTest<P: Subject = Problem> {
+    /// Returns the ways of calling it, besides the plain one. One that the kernel refuses for a problem is a
+    /// [`Fault::Unsupported`].
+    fn ways(&self) -> &[CallWay] {
+        &[]
+    }
+
+    /// Sets the way of all further calls, by its place in [`ways`](Self::ways); `None` is the plain one.
+    fn call_by(&mut self, way: Option<usize>) {
+        let _ = way;
+    }
+
     /// Computes `problem` under `spec`, and shows what came of it to `read`, once. What is shown may be borrowed from arrays
     /// that are gone afterwards.
     ///

@@ -1,6 +1,5 @@
 //! Reads and writes the problems that failed in earlier campaigns.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use assay_core::problem::Shape;
@@ -10,11 +9,15 @@ use assay_fixture::{FixtureError, SPEC_KEY, write_problem};
 use crate::campaign::CampaignError;
 use crate::subject::Subject;
 
-/// Writes a problem that failed. The name of the file depends on the cause and the extents only, so that a later
-/// campaign overwrites it.
+/// The metadata key under which a problem's file carries the way of calling in which the kernel failed, if that is not the plain one.
+pub(crate) const CALLED_KEY: &str = "called";
+
+/// Writes a problem that failed, `called` in a way that may not be the plain one. The name of the file depends on the cause, the way and
+/// the extents only, so that a later campaign overwrites it.
 pub(crate) fn keep<P: Subject>(
     folder: &Path,
     name: &str,
+    called: Option<&str>,
     spec: &LossSpec,
     problem: &P,
 ) -> Result<PathBuf, CampaignError> {
@@ -23,10 +26,11 @@ pub(crate) fn keep<P: Subject>(
     let word = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     let spec = serde_json::to_string(spec).expect("plain data has a JSON form");
     let shape: Shape = problem.shape().into();
-    let stem: String = name.chars().map(word).collect();
+    let stem: String = [name].into_iter().chain(called).collect::<Vec<_>>().join(" ").chars().map(word).collect();
     let packed = if problem.batch().extra.sequences.packed().is_some() { "-packed" } else { "" };
     let path = folder.join(format!("{stem}-{shape}-{}{packed}.safetensors", problem.dtype()));
-    write_problem(&path, problem, &BTreeMap::from([(SPEC_KEY.into(), spec)]))?;
+    let called = called.map(|words| (CALLED_KEY.into(), words.into()));
+    write_problem(&path, problem, &[(SPEC_KEY.into(), spec)].into_iter().chain(called).collect())?;
     Ok(path)
 }
 

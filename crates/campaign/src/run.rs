@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use assay_core::problem::ProblemError;
+use ndarray::{Array, Dimension};
+
+use assay_core::problem::{Advantages, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_fixture::ProblemFile;
 use assay_judge::gate::Edge;
@@ -21,7 +23,7 @@ use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
 use crate::kernel::{Fault, KernelUnderTest};
-use crate::repros::files;
+use crate::repros::{CALLED_KEY, files};
 use crate::subject::Subject;
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
@@ -38,6 +40,9 @@ const PASSING: usize = 12;
 
 /// Ends of a process in a row after which it is not started again.
 const ENDS: u64 = 3;
+
+/// The golden ratio as a fraction of 2⁶⁴: its multiples, modulo 1, fill an interval evenly, and in step with no other cycle of a deck.
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// A tile of columns, for what is counted of targets at its edges.
 const TILE: usize = 128;
@@ -72,6 +77,7 @@ impl Campaign {
             buckets: BTreeMap::new(),
             passing: Vec::new(),
             skipped: BTreeMap::new(),
+            turn: 0,
             coverage: schema::DeckCoverage::default(),
             features: FeatureCounts::new(&self.deck),
             trials: Vec::new(),
@@ -129,9 +135,12 @@ struct Round<'r, P: Subject> {
     /// Answers in a row for which the kernel's process ended, or was killed.
     ends: u64,
     outputs: Vec<&'static str>,
-    buckets: BTreeMap<FailureKind, FailureGroup<P>>,
+    /// The failures by the way of calling in which they showed, and by kind.
+    buckets: BTreeMap<(Option<usize>, FailureKind), FailureGroup<P>>,
     passing: Vec<Arc<P>>,
     skipped: BTreeMap<String, u64>,
+    /// The number of problems for which a way of calling was chosen.
+    turn: u64,
     coverage: schema::DeckCoverage,
     features: FeatureCounts,
     /// Every problem of the deck that was tried, and whether the kernel failed on it.
@@ -165,8 +174,10 @@ impl<P: Subject> Round<'_, P> {
             let as_dealt =
                 |problem: &P| problem.batch().extra.sequences.packed().is_some() == self.campaign.deck.packed;
             if let Some(problem) = problem.filter(as_dealt) {
-                // What failed once is tried, whatever it has in it.
-                let _ = self.examine(path.display().to_string(), problem, None);
+                // What failed once is tried, whatever it has in it, and in the way in which it failed.
+                let called = file.metadata().get(CALLED_KEY);
+                let way = self.bench.kernel.ways().iter().position(|way| Some(&way.words) == called);
+                let _ = self.examine(path.display().to_string(), problem, None, way);
                 let (tried, failed) = (self.tried, self.failed);
                 progress(CampaignProgress { tried, cases: self.campaign.deck.cases, failed });
             }
@@ -177,12 +188,16 @@ impl<P: Subject> Round<'_, P> {
     /// Tries problem `index` of the deck, with the first of several seeds under which a token has a gradient.
     fn deal(&mut self, index: u64) -> Result<(), CampaignError> {
         for step in 0..SEEDS {
-            let dealt = reseeded(self.campaign.deck.deal(index), step);
-            let problem = self.campaign.deck.draw(&dealt, &self.campaign.spec)?;
+            let mut dealt = reseeded(self.campaign.deck.deal(index), step);
             // What breaks on wide problems only, such as a workspace that is not cleared, shows in the second call.
             let wide = dealt.recipe.shape[2] > SPLIT;
             let twice = self.campaign.repeats && (wide || index.is_multiple_of(TWICE));
-            if self.examine(dealt.label(), problem, Some((&dealt, twice))) {
+            let way = if twice { None } else { self.way(&mut dealt) };
+            let mut problem: P = self.campaign.deck.draw(&dealt, &self.campaign.spec)?;
+            if way.is_some_and(|way| self.bench.kernel.ways()[way].equal_cotangents) {
+                problem = problem.map_tokens(equalize_cotangents);
+            }
+            if self.examine(dealt.label(), problem, Some((&dealt, twice)), way) {
                 return Ok(());
             }
         }
@@ -190,10 +205,53 @@ impl<P: Subject> Round<'_, P> {
         Ok(())
     }
 
+    /// Chooses the way of calling for the next problem: for half of the problems the plain one, and the others by turns. The recipe is
+    /// changed where the way is for problems of another content.
+    fn way(&mut self, dealt: &mut DealtRecipe) -> Option<usize> {
+        // Garbage under the mask is a question of its own, which a failure in one of the ways would hide.
+        if dealt.content == DeckContent::MaskedGarbage {
+            return None;
+        }
+        let place = self.turn.wrapping_mul(GOLDEN) >> 32;
+        self.turn += 1;
+        // The upper three quarters of the interval are cut into as many parts as there are ways.
+        let ways = self.bench.kernel.ways();
+        let way = (place.checked_sub(1 << 30)? * ways.len() as u64 / (3 << 30)) as usize;
+        if ways.get(way)?.equal_cotangents {
+            if dealt.packed || matches!(dealt.content, DeckContent::EndsCount | DeckContent::NoTokenCounts) {
+                return None;
+            }
+            dealt.content = DeckContent::EveryTokenCounts;
+        }
+        Some(way)
+    }
+
+    /// Judges the kernel on one problem, called in the `way` that is given. If it fails so, it is called plainly too: a failure that then
+    /// remains is no matter of the way.
+    fn judged(&mut self, problem: &Arc<P>, known: &Known<P>, way: Option<usize>) -> Examined {
+        self.bench.call_by(way);
+        let examined = self.bench.judged(problem, known);
+        if way.is_none() || matches!(examined.fault, Some(Fault::Interrupted)) {
+            return examined;
+        }
+        if let Some(Fault::Unsupported(what)) = &examined.fault {
+            self.skip(what.clone());
+        } else if self.waived(examined.kinds.clone()).is_empty() {
+            return examined;
+        }
+        self.bench.call_by(None);
+        let plain = self.bench.judged(problem, known);
+        if !self.waived(plain.kinds.clone()).is_empty() || matches!(examined.fault, Some(Fault::Unsupported(_))) {
+            return plain;
+        }
+        self.bench.call_by(way);
+        examined
+    }
+
     /// Judges the kernel on one problem. A problem of the deck may be asked twice, and then other content in the same memory.
     ///
     /// Returns false if there was nothing to see: a problem without a gradient is not tried, unless that is what it was dealt for.
-    fn examine(&mut self, label: String, problem: P, dealt: Option<(&DealtRecipe, bool)>) -> bool {
+    fn examine(&mut self, label: String, problem: P, dealt: Option<(&DealtRecipe, bool)>, way: Option<usize>) -> bool {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         // Evaluate the reference, and look at what the problem covers before the kernel is asked.
@@ -210,7 +268,7 @@ impl<P: Subject> Round<'_, P> {
         if without_gradient && !dealt.is_some_and(|(dealt, _)| dealt.content.may_lack_a_gradient()) {
             return false;
         }
-        let Examined { kinds, errors, mut fault, outputs } = self.bench.judged(&problem, &known);
+        let Examined { kinds, errors, mut fault, outputs } = self.judged(&problem, &known, way);
         // An unsupported problem is skipped with the kernel's own words. An interruption ends the campaign and its
         // remaining problems.
         match &fault {
@@ -245,7 +303,9 @@ impl<P: Subject> Round<'_, P> {
         let mut kinds = self.waived(kinds);
         match dealt {
             // Garbage under the mask is a cause of its own where the same problem passes without it.
-            Some((dealt, _)) if !kinds.is_empty() && dealt.content == DeckContent::MaskedGarbage => {
+            Some((dealt, _))
+                if !kinds.is_empty() && dealt.content == DeckContent::MaskedGarbage && self.bench.way.is_none() =>
+            {
                 if let Some(without) = self.without_garbage(dealt) {
                     (kinds, shown) = without.unwrap_or((vec![FailureKind::MaskedGarbage], shown));
                 }
@@ -346,7 +406,8 @@ impl<P: Subject> Round<'_, P> {
     /// Notes a failure; `dealt` says that the last of the tried problems is the one.
     fn note(&mut self, kind: FailureKind, failing: FailedProblem<P>, dealt: bool) {
         self.failed += 1;
-        let group = self.buckets.entry(kind.clone()).or_insert_with(|| FailureGroup::new(failing.label.clone()));
+        let first = || FailureGroup::new(failing.label.clone());
+        let group = self.buckets.entry((self.bench.way, kind.clone())).or_insert_with(first);
         group.cases += 1;
         if let Some((_, failed)) = self.trials.last_mut().filter(|_| dealt) {
             *failed = true;
@@ -430,6 +491,19 @@ impl Deck {
         }
         Ok(None)
     }
+}
+
+/// Gives all tokens the cotangents of the first.
+fn equalize_cotangents(tokens: &mut Problem<()>) {
+    fn fill<D: Dimension>(array: &mut Array<f64, D>) {
+        let first = array.first().copied().unwrap_or_default();
+        array.fill(first);
+    }
+    if let Advantages::Dlogp(dlogp) = &mut tokens.advantages {
+        fill(dlogp);
+    }
+    tokens.extra.others.iter_mut().for_each(|others| fill(&mut others.dlogp));
+    tokens.extra.dentropy.iter_mut().for_each(fill);
 }
 
 /// Adds what a problem has in it.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel};
+use assay_campaign::{CallWay, Campaign, Deck, DeckHead, DeckShapes, Fault, KernelUnderTest, LocalKernel};
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::{self, BatchInputs, Preset, PresetOptions};
@@ -172,6 +172,68 @@ fn kernel_that_keeps_a_count_by_the_mask_is_found() {
     (campaign.deck.dtypes, campaign.deck.shapes) = (vec![Dtype::F32], DeckShapes::Given(vec![[2, 40, 33]]));
     let found = run(&campaign, &mut kernel);
     assert!(found.causes.iter().any(|cause| cause.gate == "stale-memory"), "{:#?}", found.causes);
+}
+
+/// A kernel with two ways of calling: it is wrong in the first, and refuses the second.
+#[derive(Default)]
+struct CalledInWays {
+    way: Option<usize>,
+    ways: Vec<CallWay>,
+    calls: [u32; 3],
+}
+
+impl KernelUnderTest for CalledInWays {
+    fn ways(&self) -> &[CallWay] {
+        &self.ways
+    }
+
+    fn call_by(&mut self, way: Option<usize>) {
+        self.way = way;
+    }
+
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<Problem>,
+        read: &mut dyn FnMut(&Candidate<FloatView<'_, Ix3>>),
+    ) -> Result<(), Fault> {
+        self.calls[self.way.map_or(0, |way| way + 1)] += 1;
+        let mut candidate = right(spec, problem);
+        match self.way {
+            Some(0) => {
+                candidate.gradient =
+                    FloatArray::rounded_from(&(candidate.gradient.to_f64() * 2.0), candidate.gradient.dtype());
+            }
+            Some(_) => {
+                assert!(problem.mask.iter().all(|counts| *counts), "it is for problems in which every token counts");
+                return Err(Fault::Unsupported("called with a view".into()));
+            }
+            None => {}
+        }
+        read(&candidate.lend());
+        Ok(())
+    }
+}
+
+#[test]
+fn way_of_calling_that_fails_alone_is_the_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let way = |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents };
+    let mut kernel =
+        CalledInWays { ways: vec![way("with a slice", false), way("with a view", true)], ..CalledInWays::default() };
+    let mut campaign = campaign(trl(), 60);
+    campaign.repros = Some(folder.path().into());
+    let found = run(&campaign, &mut kernel);
+    assert!(found.tried == 60 && kernel.calls.iter().all(|calls| *calls > 5), "{:?}", kernel.calls);
+    let [cause] = found.causes.as_slice() else { panic!("{:#?}", found.causes) };
+    assert!(cause.first.ends_with(", called with a slice") && cause.problem.ends_with(", called with a slice"));
+    // It is shrunk in its way, and no wrong kernel is like it: a plain call is right.
+    assert!(cause.problem.starts_with("1x1x") && cause.like.is_empty() && cause.computes.is_empty(), "{cause:#?}");
+    assert!(found.skipped.iter().any(|skipped| skipped.why == "called with a view" && skipped.cases > 5));
+    // What is kept fails again in its way alone.
+    campaign.deck.cases = 1;
+    let again = run(&campaign, &mut kernel);
+    assert!(again.causes[0].first.contains(".safetensors, called with a slice"), "{again:#?}");
 }
 
 #[test]
