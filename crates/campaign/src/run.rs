@@ -41,6 +41,9 @@ const PASSING: usize = 12;
 /// Ends of a process in a row after which it is not started again.
 const ENDS: u64 = 3;
 
+/// First problems after which the campaign ends if the kernel has failed by one and the same fault on all of them.
+const SAME_FAULTS: u64 = 10;
+
 /// The golden ratio as a fraction of 2⁶⁴: its multiples, modulo 1, fill an interval evenly, and in step with no other cycle of a deck.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
@@ -73,6 +76,7 @@ impl Campaign {
             stopped: None,
             interrupted: false,
             ends: 0,
+            same_fault: None,
             outputs: Vec::new(),
             buckets: BTreeMap::new(),
             passing: Vec::new(),
@@ -134,6 +138,8 @@ struct Round<'r, P: Subject> {
     interrupted: bool,
     /// Answers in a row for which the kernel's process ended, or was killed.
     ends: u64,
+    /// The fault of every problem that was tried so far, and their number; `None` once another problem had none or another.
+    same_fault: Option<(String, u64)>,
     outputs: Vec<&'static str>,
     /// The failures by the way of calling in which they showed, and by kind.
     buckets: BTreeMap<(Option<usize>, FailureKind), FailureGroup<P>>,
@@ -286,6 +292,16 @@ impl<P: Subject> Round<'_, P> {
         self.ends = if matches!(fault, Some(Fault::Crashed { .. } | Fault::TimedOut(_))) { self.ends + 1 } else { 0 };
         if self.ends == ENDS {
             self.stopped = Some(format!("the kernel's process ended {ENDS} times in a row"));
+        }
+        // A fault of the interface, such as a missing output, would only be repeated.
+        let said = fault.as_ref().filter(|_| self.bench.way.is_none()).map(ToString::to_string);
+        self.same_fault = match (said, self.same_fault.take()) {
+            (Some(said), None) if self.tried == 0 => Some((said, 1)),
+            (Some(said), Some((same, count))) if said == same => Some((same, count + 1)),
+            _ => None,
+        };
+        if self.same_fault.as_ref().is_some_and(|(_, count)| *count == SAME_FAULTS) {
+            self.stopped = Some(format!("the first {SAME_FAULTS} problems all failed by the same fault"));
         }
         self.tried += 1;
         self.coverage = coverage;
