@@ -166,7 +166,7 @@ def problems(
     from ._native import Problems
 
     return Problems(
-        _specs.parse(spec, spec_options),
+        _specs.parse(spec, spec_options, problems),
         first,
         {
             "cases": first + n,
@@ -213,7 +213,7 @@ def load(
     """
     from . import _native, _specs
 
-    return _native.load(path, None if spec is None else _specs.parse(spec, spec_options), logits, old_logp)
+    return _native.load(path, None if spec is None else _specs.parse(spec, spec_options, load), logits, old_logp)
 
 
 def __getattr__(name: str) -> object:

@@ -112,7 +112,7 @@ def check(
         shapes = "few" if compiles(fn) else "many"
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
-        spec=_specs.parse(spec, spec_options),
+        spec=_specs.parse(spec, spec_options, check),
         deck={
             "cases": cases,
             "seed": seed,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from ._errors import AssayError
 from ._native import Array
 
 
@@ -24,9 +26,53 @@ class Arrays(SimpleNamespace):
         return f"<assay.Arrays {', '.join(held)}>"
 
 
-def numpy(arrays: Mapping[str, Array]) -> Arrays:
-    import numpy as np
+def imported(name: str) -> Any:
+    """Returns the framework of that name.
 
+    Raises:
+        AssayError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as reason:
+        if reason.name != name:
+            raise
+        raise AssayError(f"framework: got {name}, which is not installed here, expected one that is: `pip install {name}`") from None
+
+
+def torch_device(device: Any) -> Any:
+    """Returns a device of PyTorch's.
+
+    Raises:
+        AssayError: It is unknown, or a GPU where PyTorch has none.
+    """
+    torch = imported("torch")
+    try:
+        found = torch.device(device)
+    except RuntimeError as reason:
+        raise AssayError(f"device: got {device!r}, expected one of PyTorch's: {str(reason).splitlines()[0]}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise AssayError(f"device: got {device!r}, expected 'cpu': PyTorch {torch.__version__} has no GPU here")
+    return found
+
+
+def jax_device(device: Any) -> Any:
+    """Returns a device of JAX's, or None for its default.
+
+    Raises:
+        AssayError: JAX has no such platform here.
+    """
+    if not isinstance(device, str):
+        return device
+    jax = imported("jax")
+    try:
+        return jax.devices(device)[0]
+    except RuntimeError:
+        raise AssayError(f"device: got {device!r}, expected a platform that JAX has here, such as {jax.default_backend()!r}") from None
+
+
+def numpy(arrays: Mapping[str, Array]) -> Arrays:
+    np = imported("numpy")
     try:
         from ml_dtypes import bfloat16
     except ImportError:
@@ -43,13 +89,12 @@ def numpy(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def torch(arrays: Mapping[str, Array], device: Any) -> Arrays:
-    import torch
-
+    torch, device = imported("torch"), torch_device(device)
     return Arrays(**{name: torch.from_dlpack(array).to(device) for name, array in arrays.items()})
 
 
 def jax(arrays: Mapping[str, Array], device: Any) -> Arrays:
-    import jax
+    jax, device = imported("jax"), jax_device(device)
 
     def lent(array: Array) -> Any:
         # JAX without x64 has no 64-bit types: what is narrowed is a copy.
@@ -62,4 +107,4 @@ def jax(arrays: Mapping[str, Array], device: Any) -> Arrays:
     on_default = {name: lent(array) for name, array in arrays.items()}
     if device is None:
         return Arrays(**on_default)
-    return Arrays(**jax.device_put(on_default, jax.devices(device)[0] if isinstance(device, str) else device))
+    return Arrays(**jax.device_put(on_default, device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from . import _native
 from ._errors import ProblemError, SpecError
@@ -15,9 +15,24 @@ LOGP = "logp"
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 
-def parse(source: str | os.PathLike[str] | Spec, options: Mapping[str, object]) -> Spec:
-    """Reads a loss as `assay.spec(source, **options)` does."""
-    return spec(source, None, None, options)
+def parse(source: str | os.PathLike[str] | Spec, options: Mapping[str, object], caller: Callable[..., object]) -> Spec:
+    """Reads a loss as `assay.spec(source, **options)` does, for a function that takes all its other arguments by name.
+
+    Raises:
+        SpecError: As `spec`; or an option that looks like one of the `caller`'s arguments.
+    """
+    try:
+        return spec(source, None, None, options)
+    except SpecError as reason:
+        import difflib
+        import inspect
+
+        for name in options:
+            meant = difflib.get_close_matches(name, inspect.signature(caller).parameters, 1, 0.8)
+            if meant and name in str(reason):
+                said = f"`{name}`: got an option that neither assay.{caller.__name__} nor the loss has, is `{meant[0]}` meant?"
+                raise SpecError(said) from None
+        raise
 
 
 def spec(
@@ -27,6 +42,11 @@ def spec(
     options: Mapping[str, object],
 ) -> Spec:
     """Reads a loss as `assay.spec` does."""
+    if isinstance(source, Mapping):
+        fields = "**{" + ", ".join(f"{name!r}: …" for name in source) + "}"
+        raise SpecError(f"`spec`: got a dict, expected a project's name, a file or a Spec; fields are given by name, assay.spec({fields})")
+    if not isinstance(source, (str, os.PathLike, Spec, type(None))):
+        raise SpecError(f"`spec`: got {type(source).__name__}, expected a project's name, a file or a Spec")
     is_preset = isinstance(source, str) and os.sep not in source and not source.endswith(_FILES)
     if not is_preset and (function is not None or batch is not None):
         raise SpecError("`function` and `batch`: got one without a project, expected a project's name as the first argument")
@@ -60,6 +80,8 @@ def required(spec: str | os.PathLike[str] | Spec | None) -> str | os.PathLike[st
             '`spec`: not given, expected the loss to compute: a project\'s name, as spec="trl", or a Spec with the project\'s options, as '
             'spec=assay.spec("verl", clip_ratio_high=0.28)'
         )
+    if isinstance(spec, Mapping):
+        raise SpecError("`spec`: got a dict, expected a project's name, or a Spec, as spec=assay.spec(**fields)")
     return spec
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +101,7 @@ def grpo_loss(
     Args:
         logits: `[B,T,V]`, f32, bf16 or f16; `[b,t]` scores `ids[b,t]`.
         ids: `[B,T]`, integers.
-        mask: `[B,T]`, truth values or integers: the tokens that count.
+        mask: `[B,T]`, truth values, or integers or floats that are 0 or 1: the tokens that count.
         advantages: `[B]` or `[B,T]`.
         old_logp: `[B,T]`, nats. What the spec does not read may be there all the same.
         ref_logp: `[B,T]`, nats.
@@ -138,7 +139,7 @@ def grpo_loss(
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
     tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
-    logits, tokens, flat = _in_a_row(logits, tokens)
+    logits, tokens, flat = _in_a_row("logits", logits, tokens)
     _expect_logits(logits, tokens.ids)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, logits.shape[2])
     loss, results = _loss(batch.plan, axes, logits, _scale(loss_scale), *batch.arrays)
@@ -199,7 +200,7 @@ def grpo_loss_of_hidden(
     axes = _Axes.of(batch_axis, token_axis, vocab_axis)
     given = dict(given, old_logp=old_logp, ref_logp=ref_logp)
     tokens = _Tokens(ids, mask, advantages, given, temperature, cu_seqlens, segment_ids)
-    hidden, tokens, flat = _in_a_row(hidden, tokens)
+    hidden, tokens, flat = _in_a_row("hidden", hidden, tokens)
     part = _chunk(hidden, lm_head, tokens.ids, chunk, logits_dtype)
     batch = _Batch.of(tokens, axes, spec, implementation, target, bias, lm_head.shape[1])
     loss, results = _head_loss(batch.plan, axes, part, hidden, lm_head, _scale(loss_scale), *batch.arrays)
@@ -371,6 +372,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunk(hidden: Array, lm_head: Array, ids: Array, chunk: int, logits_dtype: Any) -> _Chunk:
+    _expect_arrays({"hidden": hidden, "lm_head": lm_head})
     if hidden.ndim != 3 or lm_head.ndim != 2 or hidden.shape[2] != lm_head.shape[0]:
         shapes = f"{list(hidden.shape)} and {list(lm_head.shape)}"
         raise ProblemError(f"`hidden` and `lm_head`: got shapes {shapes}, expected [B,T,H] and [H,V]")
@@ -718,8 +720,9 @@ class _Tokens(NamedTuple):
         return self._replace(**arrays, advantages=advantages, given={name: row(array) for name, array in self.given.items()})
 
 
-def _in_a_row(array: Array, tokens: _Tokens) -> tuple[Array, _Tokens, bool]:
+def _in_a_row(name: str, array: Array, tokens: _Tokens) -> tuple[Array, _Tokens, bool]:
     """Logits or hidden states and their tokens as a row, and whether they were none."""
+    _expect_arrays({name: array, "ids": tokens.ids, "mask": tokens.mask, "advantages": tokens.advantages})
     if array.ndim != 2 or not tokens.packed:
         return array, tokens, False
     return array[None], tokens.in_a_row(array.shape[0]), True
@@ -805,6 +808,7 @@ class _Batch(NamedTuple):
         bias: Array | None,
         columns: int,
     ) -> _Batch:
+        _expect_arrays({"mask": tokens.mask, "advantages": tokens.advantages, **tokens.given})
         shape = tokens.ids.shape
         mask = _mask(tokens.mask, shape)
         packing = _Packing.of(tokens, mask, axes) if tokens.packed else None
@@ -936,7 +940,15 @@ def _shape(name: str, array: Array, shape: tuple[int, ...], meaning: str) -> Non
         raise ProblemError(f"`{name}`: got shape {list(array.shape)}, expected {list(shape)} ({meaning})")
 
 
+def _expect_arrays(given: Mapping[str, Any]) -> None:
+    """Checks that what is no array is not given for one."""
+    for name, array in given.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise ProblemError(f"`{name}`: got {type(array).__name__}, expected an array")
+
+
 def _expect_logits(logits: Array, ids: Array) -> None:
+    _expect_arrays({"logits": logits, "ids": ids})
     if logits.ndim != 3 or 0 in logits.shape:
         raise ProblemError(f"`logits`: got shape {list(logits.shape)}, expected [B,T,V] with B, T, V ≥ 1")
     if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -947,8 +959,11 @@ def _expect_logits(logits: Array, ids: Array) -> None:
 
 def _mask(mask: Array, shape: tuple[int, ...]) -> Array:
     mask = jnp.asarray(mask)
-    _dtype("mask", mask, (jnp.bool_, jnp.integer), "truth values or integers")
+    _dtype("mask", mask, (jnp.bool_, jnp.integer, jnp.floating), "truth values, or numbers that are 0 or 1")
     _shape("mask", mask, shape, "[B,T] of the logits")
+    known = _known(mask)
+    if known is not None and (strangers := known[(known != 0) & (known != 1)]).size:
+        raise ProblemError(f"`mask`: got {strangers[0]}, expected truth values, or numbers that are 0 or 1")
     return mask != 0
 
 

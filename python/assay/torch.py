@@ -675,6 +675,20 @@ def _expect_in_place(logits: Tensor) -> None:
         _expect_unsaved(logits)
 
 
+def _expect_tensors(given: Mapping[str, Any]) -> None:
+    """Checks that all arguments that are arrays are tensors, and not those of several devices at once."""
+    for name, array in given.items():
+        if array is None or type(array) is Tensor:
+            continue
+        if isinstance(array, torch.nn.Module):
+            raise ProblemError(f"`{name}`: got the module {type(array).__name__}, expected its tensor, {name}=module.weight")
+        if not isinstance(array, Tensor):
+            raise ProblemError(f"`{name}`: got {type(array).__name__}, expected a tensor")
+        if hasattr(array, "full_tensor"):
+            expected = "a tensor of this rank's own: `.full_tensor()`, or `.to_local()` where it is cut by sequences"
+            raise ProblemError(f"`{name}`: got {type(array).__name__}, expected {expected}")
+
+
 def _expect_as_flat(field: str, tensor: Tensor, ids: Tensor) -> None:
     """Checks that an array of all tokens has an axis of rows if the ids have one."""
     if tensor.ndim != ids.ndim + 1:
@@ -706,6 +720,11 @@ def _json_of_options(spec: str, batch: tuple[tuple[str, Any], ...], options: tup
     return _spec(spec, batch=dict(batch) if project else None, **dict(options)).to_json()
 
 
+def _integers_or_truths(mask: Tensor) -> Tensor:
+    """Returns a mask of a dtype that kernels take: integers of 8 and 16 bits become those of 32."""
+    return mask.to(torch.int32) if mask.dtype in (torch.uint8, torch.int8, torch.int16) else mask
+
+
 def _json(spec: str | Spec, batch: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if isinstance(spec, str):
         json: str = _json_of_options(spec, tuple(batch.items()), tuple(options.items()))
@@ -713,6 +732,30 @@ def _json(spec: str | Spec, batch: Mapping[str, Any], options: Mapping[str, Any]
     if options:
         raise ProblemError(f"got {', '.join(options)} beside a Spec, expected options only with a project's name")
     return spec._json
+
+
+@torch._dynamo.assume_constant_result
+def _expect_normalizer(json: str) -> None:
+    """Checks that the sum over tokens is divided by a number that is given."""
+    reduction = _read(json).to_dict()["reduction"]
+    if not (isinstance(reduction, dict) and "normalizer" in reduction):
+        raise ProblemError(
+            f"`normalizer`: got a number beside a Spec whose reduction is {reduction}, expected a Spec that divides by one: "
+            'assay.spec("trl", batch={"num_items_in_batch": n}) for a project, or reduction={"normalizer": n}'
+        )
+
+
+def _expect_count(normalizer: float) -> None:
+    if not normalizer > 0:
+        raise ProblemError(
+            f"`normalizer`: got {normalizer:g}, expected the number of tokens that count, above 0: a step without one has no loss"
+        )
+
+
+@torch._dynamo.assume_constant_result
+def _json_of_one_advantage_a_token(json: str) -> str:
+    """The loss with one advantage a token, whatever a Spec says of them."""
+    return _spec(**{**_read(json).to_dict(), "advantages": "token"}).to_json()
 
 
 @torch._dynamo.assume_constant_result
@@ -742,9 +785,9 @@ _OF_JAX = {
 
 def _required(spec: str | Spec | None) -> str | Spec:
     """Returns the loss that is asked for, or raises an error if there is none."""
-    if spec is None:
-        _specs.required(spec)
-    return spec  # type: ignore[return-value]
+    if not isinstance(spec, (str, Spec)):
+        spec = _spec(_specs.required(spec))
+    return spec
 
 
 def grpo_loss(
@@ -788,7 +831,7 @@ def grpo_loss(
     Args:
         logits: `[B,T,V]`, f32, bf16 or f16, in nats before the temperature, each row dense; None with `hidden` and `lm_head`.
         ids: `[B,T]`, i64 or i32: the sampled tokens; any value is allowed where the mask is false.
-        advantages: `[B]`, or `[B,T]` where the spec has one a token.
+        advantages: `[B]`, or `[B,T]`, one a token.
         mask: `[B,T]`, truth values or 0 and 1: the tokens that count; None: all.
         old_logp: `[B,T]`, nats: under the policy that sampled. With a project's name None means the policy itself.
         ref_logp: `[B,T]`, nats: under the reference policy, where there is a KL term.
@@ -826,9 +869,10 @@ def grpo_loss(
     """
     _specs.refuse_foreign(options, "assay.jax", _OF_JAX)
     spec = _required(spec)
+    _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask, "advantages": advantages})
     given: dict[str, Tensor | None] = {
         "ids": ids,
-        "mask": torch.ones_like(ids, dtype=torch.bool) if mask is None else mask,
+        "mask": torch.ones_like(ids, dtype=torch.bool) if mask is None else _integers_or_truths(mask),
         "advantages": advantages,
         "old_logp": old_logp,
         "ref_logp": ref_logp,
@@ -848,6 +892,7 @@ def grpo_loss(
         "sampling_logps": rollout_logp is not None,
         "token_weights": token_weights is not None,
     }
+    _expect_tensors(given)
     # A project's name says which loss, the arrays which form of it.
     flat = ids.ndim == 1
     if rollout_weights is not None:
@@ -856,16 +901,23 @@ def grpo_loss(
         batch["advantages"] = "token"
     if normalizer is not None:
         batch["num_items_in_batch"] = 1.0
+        if isinstance(spec, Spec):
+            _expect_normalizer(spec._json)
         if not isinstance(normalizer, Tensor):
+            _expect_count(normalizer)
             normalizer = torch.tensor(normalizer, dtype=torch.float64, device="cpu")
         elif normalizer.ndim != 0:
             raise ProblemError(f"`normalizer`: got shape {list(normalizer.shape)}, expected one number")
         elif normalizer.device.type != "cpu":
             given["normalizer"] = normalizer
+        elif not (torch.compiler.is_compiling() or isinstance(normalizer, FakeTensor)):
+            _expect_count(normalizer.item())
     if isinstance(temperature, Tensor):
         json = _json_at_given_temperatures(_json(spec, batch, options), isinstance(spec, str))
     else:
         json = _json(spec, batch, options if temperature is None else {**options, "temperature": temperature})
+    if "advantages" in batch and isinstance(spec, Spec):
+        json = _json_of_one_advantage_a_token(json)
     arguments = (*(given[name] for name in _ARRAYS), normalizer, json)
     if flat and cu_seqlens is None and segment_ids is None:
         expected = "`cu_seqlens` or `segment_ids`, which say where each sequence lies, or [B,T]"
@@ -946,7 +998,8 @@ def logp_and_entropy(
     Raises:
         ProblemError, SpecError: As `grpo_loss`.
     """
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask})
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else _integers_or_truths(mask)
     given: dict[str, Tensor | None] = {"ids": ids, "mask": mask}
     asked: float | str = "given" if isinstance(temperature, Tensor) else temperature
     if isinstance(temperature, Tensor):
@@ -997,9 +1050,10 @@ def gather_logp(
     Raises:
         ProblemError, SpecError: As `grpo_loss`.
     """
+    _expect_tensors({"logits": logits, "hidden": hidden, "lm_head": lm_head, "ids": ids, "mask": mask})
     if ids.ndim != 3 or ids.shape[2] == 0:
         raise ProblemError(f"`ids`: got shape {list(ids.shape)}, expected [B,T,K] with K ≥ 1")
-    mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask
+    mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else _integers_or_truths(mask)
     asked = (
         ("entropy", False),
         ("temperature", temperature),

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::error;
 use assay::config::read_spec;
-use assay::spec::presets::{self, BatchInputs, Preset, PresetOptions, WeightShape};
+use assay::spec::presets::{self, BatchInputs, Preset, PresetError, PresetOptions, WeightShape};
 use assay::spec::{AdvantageLevel, LossSpec};
 use assay::text::{nearest, one_line};
 
@@ -160,6 +160,21 @@ impl From<DeclaredInputs> for BatchInputs {
     }
 }
 
+/// The names of projects for the log-probabilities of the sampler, or for what is made of them.
+const OF_THE_SAMPLER: [&str; 8] = [
+    "generation_logprobs",
+    "importance_sampling_ratio",
+    "infer_logprobs",
+    "logprobs",
+    "old_log_probs",
+    "rollout_log_probs",
+    "rollout_logprobs",
+    "sampling_logps",
+];
+
+/// The end of the error where they are missing.
+const SAMPLER_HINT: &str = "; batch={\"sampling_logps\": True} says that the batch has those of the sampler, and so does `rollout_logp=` of `grpo_loss`";
+
 /// Returns the loss that the project `name` computes: `function` is one of the project's functions, and `options` and
 /// `batch` are JSON objects.
 #[pyfunction]
@@ -181,7 +196,13 @@ pub(crate) fn spec_of_preset(
     let pairs = as_pairs("", &options);
     let options = PresetOptions::from_json(&options).map_err(|reason| wrong(&reason))?;
     let inputs: DeclaredInputs = serde_json::from_str(batch).map_err(|reason| wrong(&format!("batch: {reason}")))?;
-    let resolved = presets::spec(preset, function, &options, &inputs.into()).map_err(|reason| wrong(&reason))?;
+    let inputs = BatchInputs::from(inputs);
+    let resolved = presets::spec(preset, function, &options, &inputs).map_err(|reason| {
+        // Projects name the sampler's log-probabilities in many ways; the package has one.
+        let sampler = matches!(&reason, PresetError::Input { input, .. } if OF_THE_SAMPLER.contains(input));
+        let hint = if sampler && !inputs.sampling_logps { SAMPLER_HINT } else { "" };
+        wrong(&format!("{reason}{hint}"))
+    })?;
     let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
     Ok(Spec {
         loss: Arc::new(resolved.spec),

@@ -721,7 +721,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "f64": ({"logits": BATCH.logits.astype(jnp.int32)}, "`logits`: got dtype int32, expected float32, bfloat16 or float16"),
     "ids": ({"ids": BATCH.ids[:, :2]}, r"`ids`: got shape \[2, 2\], expected \[2, 3\]"),
     "floats for ids": ({"ids": BATCH.ids * 1.0}, "`ids`: got dtype float32, expected integers"),
-    "mask": ({"mask": BATCH.given["mask"] * 0.5}, "`mask`: got dtype float32, expected truth values or integers"),
+    "mask": ({"mask": BATCH.given["mask"] * 0.5}, "`mask`: got 0.5, expected truth values, or numbers that are 0 or 1"),
     "advantages": ({"advantages": jnp.ones(3)}, r"`advantages`: got shape \[3\], expected \[2\] or \[2, 3\]"),
     "missing": ({"old_logp": None}, r"`old_logp`: not given, expected shape \[2, 3\]: the spec reads it"),
     "stranger": ({"old_logps": jnp.ones((2, 3))}, "`old_logps`: got an array of no such name"),
@@ -842,3 +842,29 @@ def test_the_cpu_kernel_names_the_token_that_is_wrong(change: dict[str, Any], sa
     spec = given.pop("spec")
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=said):
         jax.jit(jax.grad(lambda x, given: grpo_loss(x, spec=spec, **given).loss))(BATCH.logits, given).block_until_ready()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "float32", "bfloat16"])
+def test_a_mask_may_be_of_any_numbers_that_are_0_or_1(dtype: str) -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    x = problem.jax()
+    batch = {"advantages": x.advantages, "old_logp": x.old_logp, "spec": "trl"}
+    loss = assay.jax.grpo_loss(x.logits, x.ids, mask=x.mask.astype(dtype), **batch).loss
+    assert float(loss) == float(assay.jax.grpo_loss(x.logits, x.ids, mask=x.mask, **batch).loss)
+    with pytest.raises(assay.ProblemError, match="`advantages`: got list, expected an array"):
+        assay.jax.grpo_loss(x.logits, x.ids, mask=x.mask, **(batch | {"advantages": [1.0, 2.0]}))
+    with pytest.raises(assay.SpecError, match="`spec`: got a dict, expected a project's name, or a Spec"):
+        assay.jax.grpo_loss(x.logits, x.ids, mask=x.mask, **(batch | {"spec": {"beta": 0.04}}))
+
+
+def test_an_id_outside_the_vocabulary_is_nan_in_the_loss_alone_and_an_error_with_its_gradient() -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    x = problem.jax()
+
+    def loss(logits: Any) -> Any:
+        outside = jax.numpy.full_like(x.ids, 7)
+        return assay.jax.grpo_loss(logits, outside, mask=x.mask, advantages=x.advantages, old_logp=x.old_logp, spec="trl").loss
+
+    assert bool(jax.numpy.isnan(loss(x.logits)))
+    with pytest.raises(Exception, match="`ids.*got 7"):
+        jax.grad(loss)(x.logits).block_until_ready()

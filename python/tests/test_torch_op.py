@@ -593,3 +593,49 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert refused(None, hidden=wrong[0], lm_head=wrong[1]).startswith("`lm_head`: got shape [257, 8], expected [V,H] with H")
     with pytest.raises(assay.SpecError, match="is `trl` meant"):
         assay.torch.grpo_loss(logits, **arguments, spec="trll")
+
+
+def test_what_is_no_tensor_or_no_spec_is_named() -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    logits, arguments = problem.torch().logits.clone().requires_grad_(), given(problem)
+    hidden, linear = torch.zeros(2, 3, 4), torch.nn.Linear(4, 7)
+
+    tensor: Any = torch.Tensor
+
+    class DTensor(tensor):  # type: ignore[misc]
+        def full_tensor(self) -> Any:
+            return self
+
+    counted = 'assay.spec("trl", batch={"num_items_in_batch": n})'
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"spec": {"beta": 0.04}}, assay.SpecError, "`spec`: got a dict, expected a project's name, or a Spec"),
+        ({"advantages": [1.0, -1.0]}, assay.ProblemError, "`advantages`: got list, expected a tensor"),
+        ({"old_logp": 0.0}, assay.ProblemError, "`old_logp`: got float, expected a tensor"),
+        ({"logits": None, "hidden": hidden, "lm_head": linear}, assay.ProblemError, "`lm_head`: got the module Linear"),
+        ({"logits": logits.detach().as_subclass(DTensor)}, assay.ProblemError, "`logits`: got DTensor, expected a tensor of this rank"),
+        ({"spec": assay.spec("trl"), "normalizer": 5.0}, assay.ProblemError, counted),
+        ({"normalizer": torch.tensor(0)}, assay.ProblemError, "`normalizer`: got 0, expected the number of tokens that count, above 0"),
+        ({"normalizer": 0}, assay.ProblemError, "`normalizer`: got 0, expected the number of tokens that count, above 0"),
+    ]
+    for wrong, error, said in cases:
+        with pytest.raises(error, match=re.escape(said)):
+            assay.torch.grpo_loss(**({"logits": logits, "spec": "trl", **arguments} | wrong))
+    for name in ("logp_and_entropy", "gather_logp"):
+        with pytest.raises(assay.ProblemError, match="`ids`: got list, expected a tensor"):
+            getattr(assay.torch, name)(logits, [1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.float32, torch.bfloat16])
+def test_a_mask_may_be_of_any_numbers_that_are_0_or_1(dtype: Any) -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    logits, arguments = problem.torch().logits, given(problem)
+    loss = assay.torch.grpo_loss(logits, **arguments, spec="trl").loss
+    assert assay.torch.grpo_loss(logits, **(arguments | {"mask": arguments["mask"].to(dtype)}), spec="trl").loss == loss
+
+
+def test_advantages_may_be_one_a_token_whatever_a_spec_says() -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    logits, arguments = problem.torch().logits, given(problem)
+    loss = assay.torch.grpo_loss(logits, **arguments, spec=assay.spec("trl")).loss
+    of_tokens = arguments["advantages"][:, None].expand(2, 3).contiguous()
+    assert assay.torch.grpo_loss(logits, **(arguments | {"advantages": of_tokens}), spec=assay.spec("trl")).loss == loss
