@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods, PyMapping};
 
 use crate::error;
-use crate::memory::Seen;
+use crate::memory::{Seen, requires_grad};
 use assay::implementation::Workload;
 use assay::problem::{Candidate, Dtype, Gradient};
 use assay::spec::LossSpec;
@@ -81,6 +81,10 @@ impl Returned {
         // NumPy has no bf16: for such problems 16-bit integers are read as its bits.
         let bits = problem.dtype() == Dtype::Bf16;
         let optional = |name: &str| match dictionary.get_item(name)? {
+            // A loss that is ready for `backward` is what a trainer has: its value is read.
+            Some(object) if name == "loss" && requires_grad(&object) => {
+                Seen::read(name, &object.call_method0("detach")?, bits).map(Some)
+            }
             Some(object) => Seen::read(name, &object, bits).map(Some),
             None => Ok(None),
         };
@@ -89,7 +93,7 @@ impl Returned {
         };
         let fits = |name: &str, seen: Seen, shape: &[usize], meaning: &str| {
             if seen.shape() == shape {
-                return Ok(seen);
+                return seen.expect_dense(py, name);
             }
             let (given, expected) = (format!("shape {:?}", seen.shape()), format!("{shape:?}, {meaning}"));
             Err(error::output_error(py, name, given, expected))
@@ -103,6 +107,7 @@ impl Returned {
         if let Some(loss) = loss.as_ref().filter(|loss| !matches!(loss.shape(), [] | [1])) {
             return Err(error::output_error(py, "loss", format!("shape {:?}", loss.shape()), "a scalar, [] or [1]"));
         }
+        let loss = loss.map(|loss| loss.expect_dense(py, "loss")).transpose()?;
         // The gradient is required unless a forward pass will do; half of a gradient is an error.
         let mut arrays = Vec::new();
         let given = gradient.iter().map(|(name, ..)| has(name)).collect::<PyResult<Vec<bool>>>()?;

@@ -73,6 +73,12 @@ def test_an_lm_head_has_two_gradients(one: Callable[..., assay.Problem]) -> None
         assert error.value.field == field
 
 
+class NoMemory:
+    """An array at address 0, as a tensor without storage is."""
+
+    __array_interface__ = {"version": 3, "data": (0, False), "shape": (2, 8, 1023), "strides": None, "typestr": "<f4"}
+
+
 @pytest.mark.parametrize(
     ("change", "field", "said"),
     [
@@ -85,9 +91,13 @@ def test_an_lm_head_has_two_gradients(one: Callable[..., assay.Problem]) -> None
         (lambda outputs: outputs | {"loss": "0.5"}, "loss", "str"),
         (lambda outputs: outputs | {"loss": np.zeros(2, np.float32)}, "loss", "expected a scalar"),
         (lambda outputs: outputs | {"dlogits": outputs["dlogits"][0]}, "dlogits", "[2, 8, 1023]"),
-        (lambda outputs: outputs | {"dlogits": outputs["dlogits"][..., :-1]}, "dlogits", "strides"),
+        (lambda outputs: outputs | {"loss": 0}, "loss", "0, an integer of Python"),
+        (lambda outputs: outputs | {"dlogits": outputs["dlogits"][..., :-1]}, "dlogits", "shape [2, 8, 1022]"),
+        (lambda outputs: outputs | {"dlogits": np.asfortranarray(outputs["dlogits"])}, "dlogits", "strides"),
+        (lambda outputs: outputs | {"dlogits": NoMemory()}, "dlogits", "NoMemory without memory of its own"),
         (lambda outputs: outputs | {"dlogits": np.zeros((2, 8, 1023), np.int32)}, "dlogits", "int32"),
-        (lambda outputs: outputs | {"dlogits": np.zeros((2, 8, 1023), ">f4")}, "dlogits", "float32"),
+        (lambda outputs: outputs | {"dlogits": np.zeros((2, 8, 1023), ">f4")}, "dlogits", "float32, with its bytes in big-endian"),
+        (lambda outputs: outputs | {"dlogits": np.zeros((2, 8, 1023), object)}, "dlogits", "Python objects"),
         (lambda outputs: outputs | {"dlogits": np.zeros((2, 8, 1023), np.complex64)}, "dlogits", "complex64"),
         (lambda outputs: outputs | {"logp": np.zeros((8, 2), np.float32)}, "logp", "[B,T]"),
     ],
@@ -122,8 +132,13 @@ def test_torch_outputs_are_read_where_they_lie(problem: assay.Problem) -> None:
     outputs = {name: torch.from_numpy(np.asarray(array, np.float32)) for name, array in honest(problem).items()}
     outputs["dlogits"] = outputs["dlogits"].to(torch.bfloat16)
     assert problem.check(outputs)
+    # A loss may wait for its backward pass, and numbers may be noted as negated.
+    assert problem.check(outputs | {"loss": outputs["loss"].clone().requires_grad_()})
+    assert problem.check(outputs | {"dlogits": torch._neg_view(-outputs["dlogits"])})
+    assert not problem.check(outputs | {"dlogits": torch._neg_view(outputs["dlogits"])})
     for name, tensor, said in [
-        ("loss", outputs["loss"].clone().requires_grad_(), "requires a gradient"),
+        ("dlogits", outputs["dlogits"].float().requires_grad_(), "requires a gradient"),
+        ("dlogits", without_storage(torch, outputs["dlogits"]), "without memory of its own"),
         ("dlogits", torch.zeros((2, 8, 1023), device="meta"), "meta"),
         ("dlogits", torch.zeros((2, 1023, 8)).transpose(1, 2), "strides"),
         ("dlogits", torch.zeros((2, 8, 1023), dtype=torch.int64), "int64"),
@@ -132,6 +147,21 @@ def test_torch_outputs_are_read_where_they_lie(problem: assay.Problem) -> None:
         with pytest.raises(assay.OutputError) as error:
             problem.check(outputs | {name: tensor})
         assert error.value.field == name and said in str(error.value), str(error.value)
+
+
+def without_storage(torch: Any, tensor: Any) -> Any:
+    """A subclass that wraps a tensor and has no memory itself, as quantized and distributed ones are."""
+
+    class Wrapper(torch.Tensor):  # type: ignore[misc]
+        @staticmethod
+        def __new__(cls, inner: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("not implemented")
+
+    return Wrapper(tensor)
 
 
 def in_child(problem: assay.Problem, answers: Any) -> None:

@@ -14,7 +14,7 @@ use std::ffi::CStr;
 
 pub(crate) use aligned::Aligned;
 pub(crate) use lent::{Array, Block};
-pub(crate) use seen::Seen;
+pub(crate) use seen::{Seen, requires_grad};
 pub(crate) use taken::Taken;
 
 use assay::problem::Dtype;

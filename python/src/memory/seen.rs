@@ -4,6 +4,7 @@ use ndarray::{ArrayView, Dimension};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
 use super::dlpack;
 use crate::error;
@@ -13,12 +14,14 @@ use assay::problem::{Dtype, FloatView};
 const ARRAY: &str = "an array of NumPy, PyTorch or JAX, or another with `__dlpack__` or the buffer protocol";
 const DTYPES: &str = "dtype f32, bf16, f16 or f64";
 
-/// A dense row-major array of floats in the host's memory.
+/// An array of floats in the host's memory, dense and row-major once that is [expected](Seen::expect_dense).
 pub(crate) struct Seen {
     /// The array, its capsule or its buffer: what keeps the memory.
     _keep: Keep,
     data: *const u8,
     shape: Vec<usize>,
+    /// The strides in bytes; `None` if the array is dense and row-major.
+    strides: Option<Vec<isize>>,
     dtype: Dtype,
 }
 
@@ -50,15 +53,16 @@ impl Seen {
     /// A 16-bit integer is the bits of a bf16 if `bits` is set.
     ///
     /// # Errors
-    /// `OutputError` for what is no array, requires a gradient, has another dtype or is not dense.
+    /// `OutputError` for what is no array, requires a gradient, has another dtype or no memory.
     pub(crate) fn read(field: &str, object: &Bound<'_, PyAny>, bits: bool) -> PyResult<Self> {
         let py = object.py();
         let wrong = |given: String, expected: &str| error::output_error(py, field, given, expected);
-        if object
-            .getattr_opt(intern!(py, "requires_grad"))?
-            .is_some_and(|requires| requires.is_truthy().unwrap_or(false))
-        {
+        if requires_grad(object) {
             return Err(wrong("a tensor that requires a gradient".into(), "one that does not: `.detach()`"));
+        }
+        if object.is_instance_of::<PyInt>() {
+            let given = format!("{}, an integer of Python", object.repr()?);
+            return Err(wrong(given, "a float, or an array of dtype f32, bf16, f16 or f64"));
         }
         // A Python number needs no protocol; anything else is first brought to the host.
         let found = if let Some(found) = number(object) {
@@ -71,10 +75,10 @@ impl Seen {
             found.ok_or_else(|| wrong(format!("{}", object.get_type()), ARRAY))?
         };
         let dtype = found.dtype.map_err(|given| wrong(format!("dtype {given}"), DTYPES))?;
-        // The judge reads dense arrays only: other strides are refused with the call that makes a dense copy.
-        if let Some(strides) = found.strides.filter(|strides| !dense(&found.shape, strides, dtype.size())) {
-            let given = format!("strides of {strides:?} bytes for shape {:?}", found.shape);
-            return Err(wrong(given, "a dense row-major array: `.contiguous()`, or `numpy.ascontiguousarray`"));
+        // A wrapper around other tensors has none, nor has what was freed.
+        if found.data.is_null() && !found.shape.contains(&0) {
+            let kind = object.get_type().qualname()?;
+            return Err(wrong(format!("{kind} without memory of its own, a null pointer"), "a plain array or tensor"));
         }
         if !found.data.addr().is_multiple_of(dtype.size()) {
             return Err(wrong(
@@ -82,7 +86,20 @@ impl Seen {
                 "one that is a multiple of an element's size",
             ));
         }
-        Ok(Self { _keep: found.keep, data: found.data, shape: found.shape, dtype })
+        let strides = found.strides.filter(|strides| !dense(&found.shape, strides, dtype.size()));
+        Ok(Self { _keep: found.keep, data: found.data, shape: found.shape, strides, dtype })
+    }
+
+    /// Returns the output `field`, which the judge can read only if it is dense: other strides are refused with the call that makes a dense
+    /// copy.
+    ///
+    /// # Errors
+    /// `OutputError` naming the strides.
+    pub(crate) fn expect_dense(self, py: Python<'_>, field: &str) -> PyResult<Self> {
+        let Some(strides) = &self.strides else { return Ok(self) };
+        let given = format!("strides of {strides:?} bytes for shape {:?}", self.shape);
+        let expected = "a dense row-major array: `.contiguous()`, or `numpy.ascontiguousarray`";
+        Err(error::output_error(py, field, given, expected))
     }
 
     pub(crate) fn shape(&self) -> &[usize] {
@@ -101,6 +118,7 @@ impl Seen {
     /// Where these are other elements than it has.
     pub(crate) fn view<D: Dimension>(&self, extents: D) -> FloatView<'_, D> {
         assert_eq!(extents.size(), self.shape.iter().product::<usize>(), "extents are compared before");
+        assert!(self.strides.is_none(), "strides are looked at before");
         match self.dtype {
             Dtype::F64 => FloatView::F64(self.elements(extents)),
             Dtype::F32 => FloatView::F32(self.elements(extents)),
@@ -110,10 +128,16 @@ impl Seen {
     }
 
     fn elements<T, D: Dimension>(&self, extents: D) -> ArrayView<'_, T, D> {
-        // SAFETY: `of` has seen so many elements of this dtype there, dense, row-major and aligned, and the keeper lives. Who
+        // SAFETY: `read` has seen so many elements of this dtype there, dense, row-major and aligned, and the keeper lives. Who
         // returned the array is not to write to it while it is judged.
         unsafe { ArrayView::from_shape_ptr(extents, self.data.cast()) }
     }
+}
+
+/// Whether an object is a tensor of `PyTorch`'s that requires a gradient.
+pub(crate) fn requires_grad(object: &Bound<'_, PyAny>) -> bool {
+    let requires = object.getattr_opt(intern!(object.py(), "requires_grad"));
+    requires.is_ok_and(|requires| requires.is_some_and(|requires| requires.is_truthy().unwrap_or(false)))
 }
 
 /// A number of Python's own, as `loss.item()` is: an f32 where one holds it exactly.
@@ -146,6 +170,13 @@ fn on_host<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         && object.is_instance(&numpy.getattr(intern!(py, "generic"))?)?
     {
         return numpy.call_method1(intern!(py, "asarray"), (object,));
+    }
+    // PyTorch may only note that numbers are negated, which their memory does not show.
+    if object
+        .getattr_opt(intern!(py, "is_neg"))?
+        .is_some_and(|is| is.call0().is_ok_and(|is| is.is_truthy().unwrap_or(false)))
+    {
+        return on_host(&object.call_method0(intern!(py, "resolve_neg"))?);
     }
     // An array on a device is copied by its own framework; an array on the host is used in place.
     let Some(device) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(object.clone()) };
@@ -198,6 +229,12 @@ fn from_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>, bits:
         "<f2" => Ok(Dtype::F16),
         "<V2" if name.as_ref().is_ok_and(|name| name == "bfloat16") => Ok(Dtype::Bf16),
         "<u2" if bits => Ok(Dtype::Bf16),
+        swapped if swapped.starts_with('>') => Err(format!(
+            "{}, with its bytes in big-endian order: `.astype({:?})`",
+            name.unwrap_or_default(),
+            swapped.replace('>', "<")
+        )),
+        "|O" => Err("object, an array of Python objects".into()),
         _ => Err(name.unwrap_or(typestr)),
     };
     let data = std::ptr::with_exposed_provenance(address);

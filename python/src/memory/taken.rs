@@ -100,6 +100,12 @@ impl Taken {
                 strides.map_err(|_| wrong("negative strides", "a tensor that runs forwards"))?
             }
         };
+        if data.is_null() && !shape.contains(&0) {
+            return Err(wrong(
+                &format!("{} without memory of its own, a null pointer", object.get_type().qualname()?),
+                "a plain tensor",
+            ));
+        }
         // DLPack allows an array to begin at any byte; elements of Rust must be aligned.
         if !data.addr().is_multiple_of(element.size()) {
             return Err(wrong(&format!("address {:#x}", data.addr()), "a multiple of an element's size"));
