@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ._check import check as check
     from ._check import kernel as kernel
     from ._logp import check_logp as check_logp
+    from ._loss import check_loss as check_loss
     from ._report import Cause as Cause
     from ._report import Report as Report
 
@@ -70,6 +71,7 @@ __all__ = [
     "Verdicts",
     "check",
     "check_logp",
+    "check_loss",
     "kernel",
     "load",
     "problems",
@@ -222,6 +224,8 @@ def __getattr__(name: str) -> object:
         from . import _check as module
     elif name == "check_logp":
         from . import _logp as module  # type: ignore[no-redef]
+    elif name == "check_loss":
+        from . import _loss as module  # type: ignore[no-redef]
     elif name in ("Cause", "Report"):
         from . import _report as module  # type: ignore[no-redef]
     else:

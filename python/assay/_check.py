@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import _native, _specs, _worker
+from ._autograd import WAYS
 from ._errors import AssayError
 from ._native import Problem, Spec
 from ._report import Report
@@ -139,7 +140,7 @@ def check(
     try:
         if isolate:
             return Report(*campaign.run_isolated(_worker.command(fn, named, device, inplace), timeout, line))
-        return Report(*campaign.run(fn, named, device, inplace, line))
+        return Report(*campaign.run(fn, named, device, inplace, line, getattr(fn, WAYS, [])))
     finally:
         if shown:
             print(end="\r\033[K", file=sys.stderr)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
-from . import _specs
+from . import _autograd, _specs
 from ._check import check
 from ._errors import AssayError, OutputError
 from ._native import Problem
 from ._report import Report
 
+# pytest shows the test's own frames alone.
+__tracebackhide__ = methodcaller("errisinstance", AssayError)
+
 Scores = Callable[..., Any]
-#: The arrays that a function is given and differentiated by, and what their gradients are called.
-_GRADIENTS = {"logits": "dlogits", "hidden": "dhidden", "lm_head": "dlm_head"}
 
 
 def check_logp(
@@ -57,8 +60,14 @@ def check_logp(
     Ids are a token's largest logits and some others. In half of the tokens one id occurs twice, with two cotangents, which add up.
 
     The backward pass is `torch.autograd.grad` or `jax.vjp` of `fn`; a hand-written one (`autograd.Function`, `custom_vjp`) is
-    judged as it is. For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for
-    each problem of `assay.problems("logp")`.
+    judged as it is. Half of the problems are asked as callers differ, by turns: with logits that are a view, cotangents that are strided or
+    expanded from one number, a second backward pass of a kept graph, a frozen head or frozen hidden states, or a `.grad` that is set; in
+    JAX with what is frozen. A failure that a plain call of the same problem does not have names the way. A function that raises an
+    error for a view or for a second backward pass refuses it, and the report counts that as skipped. Inputs must be what they were after
+    the backward pass, unless `inplace=True`.
+
+    For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for each problem of
+    `assay.problems("logp")`.
 
     Args:
         fn: Takes `logits` and `ids`, or with `lm_head` `hidden` `[B,T,H]`, a head `[V,H]` and `ids`; returns logp `[B,T]`, with
@@ -79,15 +88,12 @@ def check_logp(
     """
     if not callable(fn):
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of logits and ids")
-    if framework not in _KERNELS:
-        raise AssayError(f"framework: got {framework!r}, expected one of {', '.join(_KERNELS)}")
+    _autograd.expect_options(framework, _KERNELS, options)
     if "top" in options:
         warnings.warn("`top` is the old name of `ids_per_token`", DeprecationWarning, stacklevel=2)
         ids_per_token = options.pop("top")
     if type(ids_per_token) is not int or ids_per_token < 1:
         raise AssayError(f"ids_per_token: got {ids_per_token!r}, expected an integer of at least 1")
-    if options.get("isolate"):
-        raise AssayError("isolate: got True, expected False: another process cannot import what is made of `fn`")
     asked = {} if logits is None else {"logits": dict(logits)}
     spec = _specs.spec(
         _specs.LOGP,
@@ -101,12 +107,9 @@ def check_logp(
             **asked,
         },
     )
-    return check(_KERNELS[framework](fn, entropy), spec, lm_head=lm_head, **options)
-
-
-def _named(fn: Scores, kernel: Callable[[Problem], Mapping[str, Any]]) -> Callable[[Problem], Mapping[str, Any]]:
-    kernel.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    return kernel
+    has_head = _autograd.has_head({**options, "lm_head": lm_head})
+    kernel = _KERNELS[framework](fn, entropy, has_head, bool(options.get("inplace")))
+    return check(kernel, spec, lm_head=lm_head, **options)
 
 
 def _scores(returned: Any, entropy: bool) -> tuple[Any, ...]:
@@ -118,60 +121,64 @@ def _scores(returned: Any, entropy: bool) -> tuple[Any, ...]:
     return pair
 
 
-def _arrays(arrays: Any, entropy: bool) -> tuple[list[str], list[Any]]:
-    """The names of what a function is differentiated by, and the cotangents of what it returns, 0 where masked."""
-    names = ["hidden", "lm_head"] if hasattr(arrays, "lm_head") else ["logits"]
-    return names, [arrays.dlogp, arrays.dentropy] if entropy else [arrays.dlogp]
+def _cotangents(arrays: Any, entropy: bool) -> list[Any]:
+    """The cotangents of what a function returns."""
+    return [arrays.dlogp, arrays.dentropy] if entropy else [arrays.dlogp]
 
 
-def _outputs(scores: Sequence[Any], names: Sequence[str], gradients: Sequence[Any]) -> dict[str, Any]:
-    of_tokens = dict(zip(("logp", "entropy"), scores))
-    return {**of_tokens, **{_GRADIENTS[name]: gradient for name, gradient in zip(names, gradients)}}
-
-
-def _torch(fn: Scores, entropy: bool) -> Callable[[Problem], Mapping[str, Any]]:
-    import torch
-
-    def kernel(problem: Problem) -> Mapping[str, Any]:
+def _torch(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
+    def kernel(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         arrays = problem.torch()
-        names, cotangents = _arrays(arrays, entropy)
-        inputs = [getattr(arrays, name).clone().requires_grad_() for name in names]
+        inputs = _autograd.TorchInputs(arrays, way, inplace)
         # A head is `[V,H]`, as `torch.nn.Linear` has it.
-        given = [x.T if name == "lm_head" and problem.layout == "hv" else x for name, x in zip(names, inputs)]
-        scores = _scores(fn(*given, arrays.ids), entropy)
-        sent = [
-            array.where(arrays.mask[..., None] if array.ndim > arrays.mask.ndim else arrays.mask, 0).to(score.dtype)
-            for array, score in zip(cotangents, scores)
-        ]
-        gradients = torch.autograd.grad(scores, inputs, sent)
-        return _outputs([score.detach() for score in scores], names, gradients)
+        turned = problem.layout == "hv"
+        given = [x.T if name == "lm_head" and turned else x for name, x in inputs.tensors.items()]
+        with _autograd.refusal(way):
+            scores = _scores(fn(*given, arrays.ids), entropy)
+        sent = _autograd.torch_cotangents(way, _cotangents(arrays, entropy), arrays.mask, scores)
+        outputs = inputs.gradients(way, scores, sent)
+        outputs |= {name: score.detach().contiguous() for name, score in zip(("logp", "entropy"), scores)}
+        return outputs | _autograd.of_frozen(way, kernel, problem)
 
-    return _named(fn, kernel)
+    first = _autograd.differentiated(lm_head)[0]
+    ways = [
+        *_autograd.layouts(first),
+        _autograd.SECOND_PASS,
+        _autograd.STRIDED_COTANGENT,
+        _autograd.EQUAL_COTANGENT,
+        _autograd.with_grad(first),
+        *(_autograd.FROZEN.values() if lm_head else ()),
+    ]
+    return _autograd.campaign(fn, kernel, ways)
 
 
-def _jax(fn: Scores, entropy: bool) -> Callable[[Problem], Mapping[str, Any]]:
+def _jax(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
     import jax
     import jax.numpy as jnp
 
-    @jax.jit  # type: ignore[untyped-decorator]
-    def run(inputs: list[Any], ids: Any, mask: Any, cotangents: list[Any]) -> tuple[Any, Any]:
-        scores, backward = jax.vjp(lambda *inputs: _scores(fn(*inputs, ids), entropy), *inputs)
+    @functools.partial(jax.jit, static_argnames="frozen")
+    def run(inputs: dict[str, Any], ids: Any, mask: Any, cotangents: list[Any], frozen: str | None) -> tuple[Any, Any]:
+        def scored(free: dict[str, Any]) -> tuple[Any, ...]:
+            return _scores(fn(*({**inputs, **free}[name] for name in inputs), ids), entropy)
+
+        scores, backward = jax.vjp(scored, {name: x for name, x in inputs.items() if name != frozen})
         counts = [mask[..., None] if array.ndim > mask.ndim else mask for array in cotangents]
         kept = (jnp.where(*given, 0) for given in zip(counts, cotangents))
         sent = (array.astype(score.dtype) for array, score in zip(kept, scores))
-        return scores, backward(tuple(sent))
+        return scores, backward(tuple(sent))[0]
 
-    def kernel(problem: Problem) -> Mapping[str, Any]:
+    def kernel(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
         arrays = problem.jax()
-        names, cotangents = _arrays(arrays, entropy)
         turned = problem.layout == "hv"
-        inputs = [getattr(arrays, name) for name in names]
-        given = [x.T if name == "lm_head" and turned else x for name, x in zip(names, inputs)]
-        scores, gradients = run(given, arrays.ids, arrays.mask, cotangents)
-        gradients = [x.T if name == "lm_head" and turned else x for name, x in zip(names, gradients)]
-        return _outputs(scores, names, gradients)
+        named = {name: getattr(arrays, name) for name in _autograd.differentiated(hasattr(arrays, "lm_head"))}
+        given = {name: x.T if name == "lm_head" and turned else x for name, x in named.items()}
+        scores, gradients = run(given, arrays.ids, arrays.mask, _cotangents(arrays, entropy), _autograd.frozen(way))
+        outputs = dict(zip(("logp", "entropy"), scores))
+        for name, x in gradients.items():
+            outputs[_autograd.GRADIENTS[name]] = x.T if name == "lm_head" and turned else x
+        return outputs | _autograd.of_frozen(way, kernel, problem)
 
-    return _named(fn, kernel)
+    return _autograd.campaign(fn, kernel, list(_autograd.FROZEN.values()) if lm_head else [])
 
 
-_KERNELS: dict[str, Callable[[Scores, bool], Callable[[Problem], Mapping[str, Any]]]] = {"torch": _torch, "jax": _jax}
+_KERNELS: dict[str, Callable[[Scores, bool, bool, bool], _autograd.Kernel]] = {"torch": _torch, "jax": _jax}

@@ -262,11 +262,12 @@ class Campaign:
     ) -> Campaign: ...
     def run(
         self,
-        function: Callable[[Problem], Mapping[str, Any]],
+        function: Callable[..., Mapping[str, Any]],
         outputs: list[str] | None,
         device: str | None,
         inplace: bool,
         progress: Callable[[int, int, int], object] | None,
+        ways: list[tuple[str, bool]],
     ) -> tuple[str, str]: ...
     def run_isolated(
         self, command: list[str], timeout: float, progress: Callable[[int, int, int], object] | None

@@ -13,9 +13,9 @@ use pyo3::types::{PyDict, PyMapping};
 use crate::deck::DeckOptions;
 use crate::error;
 use crate::outputs::Returned;
-use crate::problem::{Batch, Lent, Problem};
+use crate::problem::{Batch, KeptArrays, Lent, Problem};
 use crate::spec::Spec;
-use assay::campaign::{self, CampaignProgress, Fault, KernelUnderTest, Subject};
+use assay::campaign::{self, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
 use assay::implementation::Workload;
 use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
@@ -71,7 +71,9 @@ impl Campaign {
         Ok(Self { engine, spec })
     }
 
-    /// Runs it on `function`, which is called with each problem.
+    /// Runs it on `function`, which is called with each problem, and with the words of one of the `ways` of calling if it is not the plain
+    /// one. Each of these says whether it is for problems with equal cotangents.
+    #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`")]
     fn run(
         &self,
         py: Python<'_>,
@@ -80,9 +82,11 @@ impl Campaign {
         device: Option<String>,
         inplace: bool,
         progress: Option<Py<PyAny>>,
+        ways: Vec<(String, bool)>,
     ) -> PyResult<CampaignResult> {
-        let question = Question { spec: self.spec.clone(), outputs, device, inplace };
-        self.on(py, Function { function, question }, progress)
+        let question = Question::new(self.spec.clone(), outputs, device, inplace);
+        let ways = ways.into_iter().map(|(words, equal_cotangents)| CallWay { words, equal_cotangents });
+        self.on(py, PythonKernel { function, question, ways: ways.collect(), way: None }, progress)
     }
 
     /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1.
@@ -133,26 +137,41 @@ struct Question {
     outputs: Option<Vec<String>>,
     device: Option<String>,
     inplace: bool,
+    /// The arrays of the last problem that Python borrowed as copies.
+    kept: KeptArrays,
 }
 
 impl Question {
-    /// Calls `function` with `problem` and reads the outputs that it returns.
+    fn new(spec: Spec, outputs: Option<Vec<String>>, device: Option<String>, inplace: bool) -> Self {
+        Self { spec, outputs, device, inplace, kept: KeptArrays::default() }
+    }
+
+    /// Calls `function` with `problem`, in the way of calling that is named, and reads the outputs that it returns.
     ///
     /// # Errors
     /// What it raises; `OutputError`; `InputMutated`.
-    fn ask<P: Workload>(&self, function: &Bound<'_, PyAny>, problem: &Arc<P>) -> PyResult<Returned>
+    fn ask<P: Workload>(
+        &mut self,
+        function: &Bound<'_, PyAny>,
+        problem: &Arc<P>,
+        way: Option<&str>,
+    ) -> PyResult<Returned>
     where
         Batch: From<Arc<P>>,
     {
         let py = function.py();
-        let Self { spec, outputs, device, inplace } = self;
+        let Self { spec, outputs, device, inplace, kept } = self;
         let asked = Problem::from_batch(spec.clone(), Arc::clone(problem).into(), None).on_device(device.clone());
+        let asked = asked.with_kept_memory(kept);
         let asked = if *inplace { asked.with_writable_logits() } else { asked };
         let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
         let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
         // A kernel must not write to its inputs: their checksums are compared before and after the call.
         let before = checksums();
-        let answer = function.call1((asked.clone(),))?;
+        let answer = match way {
+            None => function.call1((asked.clone(),))?,
+            Some(words) => function.call1((asked.clone(), words))?,
+        };
         let answer = match outputs {
             None => answer,
             Some(named) => chosen(&answer, named)?,
@@ -192,23 +211,36 @@ fn chosen<'py>(answer: &Bound<'py, PyAny>, named: &[String]) -> PyResult<Bound<'
 }
 
 /// A function that is called in this process.
-struct Function {
+struct PythonKernel {
     function: Py<PyAny>,
     question: Question,
+    ways: Vec<CallWay>,
+    /// The way of the next call, a place in `ways`.
+    way: Option<usize>,
 }
 
-impl<P: Subject> KernelUnderTest<P> for Function
+impl<P: Subject> KernelUnderTest<P> for PythonKernel
 where
     Batch: From<Arc<P>>,
 {
+    fn ways(&self) -> &[CallWay] {
+        &self.ways
+    }
+
+    fn call_by(&mut self, way: Option<usize>) {
+        self.way = way;
+    }
+
     fn answer(
         &mut self,
         _: &LossSpec,
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
+        let Self { function, question, ways, way } = self;
+        let words = way.map(|way| ways[way].words.as_str());
         let returned = Python::attach(|py| {
-            let asked = py.check_signals().and_then(|()| self.question.ask(self.function.bind(py), problem));
+            let asked = py.check_signals().and_then(|()| question.ask(function.bind(py), problem, words));
             asked.map_err(|reason| fault(py, &reason))
         })?;
         read(&returned.candidate(&**problem));
@@ -277,14 +309,14 @@ pub(crate) fn answer(
     inplace: bool,
     path: PathBuf,
 ) -> PyResult<()> {
-    let question = Question { spec: problem.under().clone(), outputs, device, inplace };
+    let mut question = Question::new(problem.under().clone(), outputs, device, inplace);
     let written = match problem.batch() {
         Batch::Logits(problem) => {
-            let returned = question.ask(function, problem)?;
+            let returned = question.ask(function, problem, None)?;
             write_candidate(path, &<Candidate>::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
         }
         Batch::Head(problem) => {
-            let returned = question.ask(function, problem)?;
+            let returned = question.ask(function, problem, None)?;
             write_candidate(path, &HeadCandidate::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
         }
     };

@@ -1,6 +1,6 @@
 //! [`Problem`]: one batch, whose arrays are lent, and where batches come from.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,6 +20,9 @@ use assay::fixture::{ProblemFile, SPEC_KEY, verify, write_problem};
 use assay::implementation::Workload as _;
 use assay::judge::generate::RecipeError;
 use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemShape, Sequences, with_others};
+
+/// The arrays that are the logits, or that they are made of.
+const LOGITS: [&str; 3] = ["logits", "hidden", "lm_head"];
 
 /// A batch of either kind.
 #[derive(Clone)]
@@ -51,6 +54,34 @@ pub(crate) struct Problem {
     arrays: Vec<Lent>,
     /// The device on which frameworks create their arrays; `None` for the framework's default.
     device: Option<String>,
+}
+
+/// The memory of arrays that Python borrows as copies, as the problem has them in f64 or in another layout.
+#[derive(Default)]
+pub(crate) struct KeptArrays {
+    /// The address of the logits, or of the hidden states, that the copies belong to.
+    logits: usize,
+    copies: Vec<Lent>,
+    /// The copies of earlier problems, whose memory no later one is to be given: their answers must not depend on it.
+    earlier: VecDeque<Vec<Lent>>,
+}
+
+impl KeptArrays {
+    /// The number of earlier problems whose copies are kept.
+    const EARLIER: usize = 4;
+
+    /// Takes the copies out that belong to these logits, and begins those of the next problem.
+    fn take(&mut self, logits: usize) -> Vec<Lent> {
+        let copies = std::mem::take(&mut self.copies);
+        if std::mem::replace(&mut self.logits, logits) == logits {
+            return copies;
+        }
+        self.earlier.push_back(copies);
+        if self.earlier.len() > Self::EARLIER {
+            self.earlier.pop_front();
+        }
+        Vec::new()
+    }
 }
 
 /// An array of a problem that Python borrows.
@@ -85,6 +116,21 @@ impl Problem {
 
     pub(crate) fn on_device(self, device: Option<String>) -> Self {
         Self { device, ..self }
+    }
+
+    /// Replaces the arrays of tokens by copies in the memory that the last problem's had, if its logits were in the memory of these: a
+    /// campaign refills the memory of a whole problem, to find kernels that keep something by address.
+    pub(crate) fn with_kept_memory(mut self, kept: &mut KeptArrays) -> Self {
+        let logits = self.arrays[0].block.addresses().start;
+        let mut copies = kept.take(logits);
+        for lent in self.arrays.iter_mut().filter(|lent| !LOGITS.contains(&lent.name)) {
+            let place = copies.iter().position(|copy| copy.name == lent.name);
+            let refilled =
+                place.map(|place| copies.swap_remove(place).block).and_then(|block| block.refilled(&lent.block));
+            lent.block = refilled.unwrap_or_else(|| lent.block.copied());
+            kept.copies.push(lent.clone());
+        }
+        self
     }
 
     /// Replaces the logits, or the hidden states, by copies that may be written to.

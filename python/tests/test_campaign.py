@@ -106,6 +106,22 @@ def test_what_a_kernel_does_instead_of_answering_is_a_cause(
         report.raise_for_failure()
 
 
+def test_a_fault_that_every_problem_has_ends_the_campaign_after_ten() -> None:
+    report = check(misbehaving.raises, cases=40)
+    assert (report.cases, report.stopped) == (10, "the first 10 problems all failed by the same fault"), report
+    assert check(misbehaving.returns_nothing, cases=40).cases == 10
+
+
+@pytest.mark.parametrize("name", ["mask", "ids", "advantages", "old_logp"])
+def test_what_is_kept_by_the_address_of_any_array_is_found(name: str) -> None:
+    def kernel(problem: assay.Problem) -> Any:
+        return misbehaving.keeps_by_address(name, problem)
+
+    misbehaving.sums.clear()
+    report = check(kernel, cases=1, dtypes=["f32"], shapes=["3x40x33"], regimes=["normal"], masked_garbage=False)
+    assert [cause.gate for cause in report.causes] == ["stale-memory"], report
+
+
 def test_dlogits_may_be_written_over_logits_where_that_is_asked_for() -> None:
     assert check(misbehaving.in_place, inplace=True, dtypes=["f32"], regimes=["normal"])
     report = check(misbehaving.in_place, dtypes=["f32"], regimes=["normal"])
@@ -224,6 +240,7 @@ def test_a_process_of_its_own_fails_the_same(fn: Callable[[assay.Problem], Any])
     [
         (misbehaving.crashes, "crashed", "SIGSEGV", assay.KernelCrashed, signal.SIGSEGV),
         (misbehaving.exits, "crashed", "exit status: 3", assay.KernelCrashed, None),
+        (misbehaving.exits_slowly, "crashed", "it exited by itself, exit status: 7", assay.KernelCrashed, None),
         (misbehaving.hangs, "timed-out", "killed", assay.KernelTimeout, None),
     ],
 )

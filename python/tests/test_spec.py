@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,45 @@ def test_the_panels_kernels_read_trls_losses(options: dict[str, Any], form: tupl
     protocol = Path(__file__).parents[2] / "tests" / "panel" / "protocol.py"
     read = runpy.run_path(str(protocol))["read_spec"]
     assert read(assay.spec("trl", **options).to_dict())[0] == form
+
+
+def test_what_is_given_for_a_spec_or_an_option_is_named() -> None:
+    with pytest.raises(assay.SpecError, match=r"`spec`: got a dict, .* assay.spec\(\*\*{'beta': …}\)"):
+        assay.spec({"beta": 0.04})  # type: ignore[arg-type]
+    with pytest.raises(assay.SpecError, match="`spec`: got int, expected a project's name"):
+        assay.check(lambda problem: {}, 3)  # type: ignore[arg-type]
+    for campaign in (assay.check, assay.check_logp, assay.check_loss):
+        if campaign is not assay.check:
+            pytest.importorskip("torch", reason="PyTorch is not installed")
+        with pytest.raises(assay.SpecError, match="`case`: got an option that neither .* is `cases` meant"):
+            campaign(lambda problem: {}, case=3)
+    with pytest.raises(assay.SpecError, match="`bta`"):
+        assay.check(lambda problem: {}, bta=0.1)
+
+
+@pytest.mark.parametrize("project", [("trl", {"use_vllm": True}), ("openrlhf", {"is_correction_level": "token"})])
+def test_missing_log_probabilities_of_the_sampler_name_the_batch(project: tuple[str, dict[str, Any]]) -> None:
+    name, options = project
+    with pytest.raises(assay.SpecError, match='batch={"sampling_logps": True} says that the batch has those of the sampler'):
+        assay.spec(name, **options)
+    with pytest.raises(assay.SpecError) as error:
+        assay.spec("mllm-jax", batch={"old_logps": False})
+    assert "sampling_logps" not in str(error.value)
+
+
+def test_a_framework_or_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = next(assay.problems("trl", 1, dtypes=["f32"], shapes=["2x3x7"]))
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(assay.AssayError, match="framework: got jax, which is not installed here"):
+        problem.jax()
+    with pytest.raises(assay.AssayError, match="framework: got jax, which is not installed here"):
+        assay.check_logp(lambda logits, ids: logits, framework="jax")
+    monkeypatch.undo()
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if not torch.cuda.is_available():
+        with pytest.raises(assay.AssayError, match="device: got 'cuda', expected 'cpu': PyTorch .* has no GPU here"):
+            problem.torch("cuda")
+        with pytest.raises(assay.AssayError, match="device: got 'cuda'"):
+            assay.check_loss(lambda arrays: arrays, device="cuda")
+    with pytest.raises(assay.AssayError, match="device: got 'cdua', expected one of PyTorch's"):
+        problem.torch("cdua")

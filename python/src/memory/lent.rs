@@ -22,10 +22,11 @@ pub(crate) struct Block {
     data: *mut u8,
     shape: Vec<usize>,
     element: Element,
-    _owner: Arc<dyn Any + Send + Sync>,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the owner keeps the memory where it is and may be shared itself; what `data` points to is only read here.
+// SAFETY: the owner keeps the memory where it is and may be shared itself; what `data` points to is only read here, and written to in
+// `refilled` alone, where nobody else has the block.
 unsafe impl Send for Block {}
 // SAFETY: as above.
 unsafe impl Sync for Block {}
@@ -62,7 +63,7 @@ impl Block {
     ) -> Option<Self> {
         debug_assert_eq!(size_of::<T>(), element.size());
         let data = array.as_slice()?.as_ptr().cast_mut().cast();
-        Some(Self { data, shape: array.shape().to_vec(), element, _owner: Arc::<O>::clone(owner) })
+        Some(Self { data, shape: array.shape().to_vec(), element, owner: Arc::<O>::clone(owner) })
     }
 
     pub(super) fn data(&self) -> *mut u8 {
@@ -94,6 +95,17 @@ impl Block {
         crc32c::crc32c(unsafe { slice::from_raw_parts(self.data, self.len()) })
     }
 
+    /// Overwrites this block, a copy, with the bytes of `other`; `None` if somebody else still has it, or it has another form.
+    pub(crate) fn refilled(mut self, other: &Self) -> Option<Self> {
+        let fits = self.shape == other.shape && self.element == other.element;
+        if !fits || Arc::get_mut(&mut self.owner).is_none() {
+            return None;
+        }
+        // SAFETY: both blocks have so many bytes, and are apart, as nobody else has this one, whose owner was made to be written to.
+        unsafe { self.data.copy_from_nonoverlapping(other.data, other.len()) };
+        Some(self)
+    }
+
     /// A copy of it that may be written to.
     pub(crate) fn copied(&self) -> Self {
         // SAFETY: as in `checksum`.
@@ -103,7 +115,7 @@ impl Block {
         let data = words.as_mut_ptr().cast::<u8>();
         // SAFETY: the words hold as many bytes, and are apart from them.
         unsafe { data.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        Self { data, shape: self.shape.clone(), element: self.element, _owner: Arc::new(words) }
+        Self { data, shape: self.shape.clone(), element: self.element, owner: Arc::new(words) }
     }
 }
 
