@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 from . import _native, _specs, _worker
@@ -13,6 +14,9 @@ from ._autograd import WAYS
 from ._errors import AssayError
 from ._native import Problem, Spec
 from ._report import Report
+
+# pytest shows the test's own frames alone.
+__tracebackhide__ = methodcaller("errisinstance", AssayError)
 
 Kernel = Callable[[Problem], Mapping[str, Any]]
 

@@ -127,3 +127,18 @@ class InputMutated(AssayError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+# Messages, as in a summary of tests, have the names that users import.
+for _error in (
+    AssayError,
+    SpecError,
+    ProblemError,
+    OutputError,
+    KernelFailure,
+    KernelCrashed,
+    KernelTimeout,
+    NotReproducible,
+    InputMutated,
+):
+    _error.__module__ = "assay"

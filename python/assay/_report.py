@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 from . import _native
 from ._errors import AssayError, InputMutated, KernelCrashed, KernelFailure, KernelTimeout, NotReproducible
 from ._native import Problem
+
+# pytest shows the test's own frames alone.
+__tracebackhide__ = methodcaller("errisinstance", AssayError)
 
 _CLASSES: dict[str, type[AssayError]] = {
     "input-mutated": InputMutated,
@@ -68,9 +72,16 @@ class Cause:
             raise AssayError(f"problem: got repro_dir=None, expected a folder to keep {self._data['problem']} in")
         return _native.load(self.repro, None, "logits", "old_logps")
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """The cause in one line: gate, number of problems, the smallest of them, and names of wrong kernels or the fault."""
         alike = f", like {' or '.join(self.like[:3])}" if self.like else ""
-        return f"<assay.Cause {self.gate}: {self.cases} problems, smallest {self._data['problem']}{alike}>"
+        fault = f": {self.fault.splitlines()[0]}" if self.fault else ""
+        problems = "problem" if self.cases == 1 else "problems"
+        return f"{self.gate}{alike}: {self.cases} {problems}, smallest {self._data['problem']}{fault}"
+
+    def __repr__(self) -> str:
+        return f"<assay.Cause {self.summary}>"
 
 
 class Report:
@@ -147,6 +158,8 @@ class Report:
             return
         gates = {cause.gate for cause in self.causes}
         raised = _CLASSES.get(gates.pop(), KernelFailure) if len(gates) == 1 else KernelFailure
+        # The first line is what a summary of tests shows.
+        said = f"{self.causes[0].summary if self.causes else self._text.rstrip().splitlines()[-1]}\n{self}"
         if raised is KernelCrashed:
-            raise KernelCrashed(f"\n{self}", self.causes[0].signal)
-        raise raised(f"\n{self}")
+            raise KernelCrashed(said, self.causes[0].signal)
+        raise raised(said)

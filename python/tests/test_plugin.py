@@ -42,6 +42,10 @@ def test_a_kernel_is_a_test_and_the_fixture_a_problem(run: object) -> None:
     result = run("--assay-cases=3")  # type: ignore[operator]
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(["*CAUSE dlogits*", "*KernelFailure*"])
+    # One line says what fails first, and the frames are those of the test.
+    result.stdout.fnmatch_lines(["FAILED *::test_wrong - assay.KernelFailure: dlogits*"])
+    result.stdout.no_fnmatch_line("*_report.py*")
+    result.stdout.no_fnmatch_line("*_check.py*")
 
 
 def test_a_page_is_written_for_each_campaign(run: object, pytester: pytest.Pytester) -> None:
