@@ -7,7 +7,7 @@ use clap::Args;
 use super::problem_choice::{AnyProblem, Within};
 use super::standards::StandardsChoice;
 use super::{CliError, Passed, Printing};
-use crate::campaign::{computed, neighbours};
+use crate::campaign::{ComputedLoss, computed, neighbours};
 use crate::fixture::{StoredCandidate, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report;
@@ -84,16 +84,11 @@ impl JudgedCandidate {
         let mut checks = Vec::new();
         // A whole candidate has a gradient. A candidate without one is judged by the rest, and its missing tensors are
         // listed as not checked.
-        let (verdicts, diagnoses, mut ignored) = match candidate {
+        let (verdicts, mut diagnoses, mut ignored) = match candidate {
             StoredCandidate::Whole(candidate) => {
                 let verdicts = self.standards.standards().judge(&known, candidate, EXTERNAL)?;
                 let diagnoses = problem.diagnose(&known.reference, &candidate.lend(), &verdicts);
-                let mut diagnoses: Vec<String> = diagnoses.iter().map(ToString::to_string).collect();
-                // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error.
-                if verdicts.iter().any(|verdict| verdict.status.failed()) {
-                    diagnoses.extend(self.computed(spec, problem, candidate));
-                }
-                (verdicts, diagnoses, absent(candidate))
+                (verdicts, diagnoses.iter().map(ToString::to_string).collect::<Vec<String>>(), absent(candidate))
             }
             StoredCandidate::Forward(candidate) => {
                 let verdicts = self.standards.standards().judge_forward(&known, candidate, EXTERNAL)?;
@@ -111,6 +106,13 @@ impl JudgedCandidate {
                 super::print(&format!("{}\n", known.explain(&verdict, &name, &self.command())))?;
             }
             checks.push(report::check(&label, &name, &verdict.gate.to_string(), &verdict));
+        }
+        // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error. The search evaluates some
+        // hundred losses, so what failed is printed before it.
+        if let StoredCandidate::Whole(candidate) = candidate
+            && checks.iter().any(|check| check.verdict.failed())
+        {
+            diagnoses.extend(self.computed(spec, problem, candidate));
         }
         // A tensor with a name that no output has is most likely misspelt, so it is reported.
         let extra = extra_tensors::<P::Gradient>(&self.candidate)?.into_iter();
@@ -130,7 +132,15 @@ impl JudgedCandidate {
         let limits = Limits::external(self.standards.for_campaign().grade);
         // Neighbours differ from the spec in one choice each; those that this problem cannot distinguish from each
         // other are named together.
-        let all = computed(neighbours(spec, None), &[(problem, candidate)], &limits);
+        let losses = neighbours(spec, None);
+        let bar = self.printing.progress(losses.len());
+        bar.set_message("losses near this one, compared with the candidate");
+        let fits = |loss| {
+            bar.inc(1);
+            computed(vec![loss], &[(problem, candidate)], &limits)
+        };
+        let all: Vec<ComputedLoss> = losses.into_iter().flat_map(fits).collect();
+        bar.finish_and_clear();
         let names: Vec<String> = all.iter().map(|of| of.names.join(", which is ")).collect();
         let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };
         (!names.is_empty()).then(|| format!("these are the numbers of another loss: {}{more}", names.join("; or ")))

@@ -123,7 +123,7 @@ impl Campaign {
     }
 }
 
-/// What a second call showed: the kinds of failure, and the other problem if it is that which fails.
+/// The findings of a second call: the kinds of failure, and the other problem if it is that which fails.
 type SecondFailure<P> = (Vec<FailureKind>, Option<FailedProblem<P>>);
 
 /// A campaign while it runs.

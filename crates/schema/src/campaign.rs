@@ -60,7 +60,7 @@ pub struct FailureCause {
     /// The problem that failed worst; `None` where no error has a limit.
     #[serde(default)]
     pub worst: Option<WorstProblem>,
-    /// What all of the problems have in common, and none that passed; `None` if nothing is known of the kind.
+    /// The property that all of the problems have and none that passed, with counts; `None` if nothing is known of the kind.
     #[serde(default)]
     pub in_common: Option<String>,
     /// The mutants that fail alike.
@@ -84,9 +84,9 @@ pub struct FailureCause {
 /// The problem of a cause with the largest error / limit.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorstProblem {
-    /// The problem in words.
+    /// The problem in words: extents, dtype, regime and seed.
     pub problem: String,
-    /// The error / limit.
+    /// The largest error / limit of its values.
     pub error_over_limit: f64,
 }
 

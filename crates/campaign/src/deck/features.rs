@@ -65,10 +65,10 @@ impl Feature {
 
     /// Returns the features that problems of the deck's kind can have, the most important first.
     pub fn all(deck: &Deck) -> Vec<Self> {
-        let mut all = Self::of_contents();
+        let mut all = Self::content_features();
         // Whoever names the widths asks for no other.
         if deck.head.as_ref().is_some_and(|head| head.hidden.is_empty()) {
-            all.extend(Self::of_heads());
+            all.extend(Self::head_features());
         }
         for (vocab, model) in MODEL_VOCABS {
             if !deck.packed || PACKED_MODEL_VOCABS.contains(&vocab) {
@@ -76,7 +76,7 @@ impl Feature {
                 all.push(Self::new(format!("V = {vocab} ({model})"), reason, Predicate::Vocab(vocab)));
             }
         }
-        all.extend(if deck.packed { Self::of_packed_sequences() } else { Self::of_tokens() });
+        all.extend(if deck.packed { Self::packed_features() } else { Self::token_features() });
         for tile in VOCAB_TILES {
             for vocab in [tile - 1, tile, tile + 1] {
                 // Packed rows of three sequences spend their logits on full and just overfull tiles.
@@ -102,7 +102,7 @@ impl Feature {
     }
 
     /// The features of the arrays' content.
-    fn of_contents() -> Vec<Self> {
+    fn content_features() -> Vec<Self> {
         use DeckContent::{EveryTokenCounts, FarColumn, FarRatios, MaskedGarbage, RatiosAtBounds};
         let of = Predicate::Content;
         let all = [
@@ -125,7 +125,7 @@ impl Feature {
     }
 
     /// The features of LM heads.
-    fn of_heads() -> Vec<Self> {
+    fn head_features() -> Vec<Self> {
         let all: [FeatureOfRecipe; 4] = [
             ("H = 896", "partial products over blocks of H", |dealt| width(dealt) == 896),
             ("H = 2048", "a whole row of H no longer fits shared memory", |dealt| width(dealt) == 2_048),
@@ -138,7 +138,7 @@ impl Feature {
     }
 
     /// The features of packed sequences.
-    fn of_packed_sequences() -> Vec<Self> {
+    fn packed_features() -> Vec<Self> {
         let all: [FeatureOfRecipe; 3] = [
             ("a sequence of 129 tokens", "a sequence that ends past a tile of tokens", |dealt| {
                 tokens(dealt) >= LONG_PACK
@@ -150,7 +150,7 @@ impl Feature {
     }
 
     /// The features of the numbers of sequences and tokens.
-    fn of_tokens() -> Vec<Self> {
+    fn token_features() -> Vec<Self> {
         let lengths = TOKEN_TILES.into_iter().flat_map(|tile| [tile - 1, tile, tile + 1]);
         let reason = "the last block of tokens, full or not, whose last token counts";
         let mut all: Vec<Self> =

@@ -135,7 +135,7 @@ impl DealtRecipe {
         Self { recipe, head: None, content: DeckContent::Drawn, packed: false, garbage_ids: false }
     }
 
-    /// The same recipe with ordinary numbers under the mask.
+    /// Returns the recipe with ordinary numbers under the mask.
     pub(crate) fn without_garbage(&self) -> Self {
         if self.content != DeckContent::MaskedGarbage {
             return self.clone();

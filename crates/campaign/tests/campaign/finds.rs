@@ -31,7 +31,7 @@ fn named(name: &str) -> &'static Mutant {
 
 fn causes_of(name: &str, spec: LossSpec) -> Vec<FailureCause> {
     let specimen = Specimen::with(named(name).bug);
-    run(&campaign(spec, 80), &mut LocalKernel::<Problem>(&specimen)).causes
+    run(&campaign(spec, 40), &mut LocalKernel::<Problem>(&specimen)).causes
 }
 
 /// A kernel that does as a function says.
@@ -56,10 +56,10 @@ pub(crate) fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
 
 #[test]
 fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
-    let campaign = Campaign { power: true, ..campaign(trl(), 500) };
+    let campaign = Campaign { power: true, ..campaign(trl(), 300) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed, "{}", assay_campaign::text(&found));
-    assert_eq!((found.tried, found.failed, found.causes.len()), (500, 0, 0));
+    assert_eq!((found.tried, found.failed, found.causes.len()), (300, 0, 0));
     assert_eq!(found.outputs, ["logp", "entropy", "token_loss"]);
     let power = found.power.unwrap();
     let accepted: Vec<&str> = power.accepted.iter().map(|name| name.mutant.as_str()).collect();
@@ -72,11 +72,11 @@ fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
 
 #[test]
 fn right_kernel_of_a_head_passes() {
-    let deck = Deck { cases: 60, wide: 0, head: Some(DeckHead::default()), ..Deck::default() };
+    let deck = Deck { cases: 40, wide: 0, head: Some(DeckHead::default()), ..Deck::default() };
     let kernel = &mut LocalKernel::<HeadProblem>(&NativeHead::default());
     let campaign = Campaign { power: false, deck, ..Campaign::new("native-lm-head", trl()) };
     let found = campaign.run(kernel, &mut |_| ()).unwrap();
-    assert!(found.passed && found.tried == 60, "{}", assay_campaign::text(&found));
+    assert!(found.passed && found.tried == 40, "{}", assay_campaign::text(&found));
 }
 
 /// Under TRL's default with a KL penalty and a bonus: each mutant's own name is among those of its one cause, and its problem is
