@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use assay::implementation::Implementation;
-use assay::judge::trial::Known;
+use assay::judge::trial::JudgedProblem;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadProblem, HeadShape};
 use assay::products::HeadProducts;
@@ -55,7 +55,11 @@ fn check(shape: HeadShape) {
     let spec = LossSpec::default();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let problem = problem(shape, dtype);
-        Known::of(&spec, &problem).expect("a valid problem").expect_right(&NativeHead::default(), 1, "this bench");
+        JudgedProblem::new(&spec, &problem).expect("a valid problem").expect_right(
+            &NativeHead::default(),
+            1,
+            "this bench",
+        );
     }
 }
 

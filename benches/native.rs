@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use assay::bandwidth::{LogitsCopy, time_read};
 use assay::fixture::ProblemFile;
 use assay::judge::generate::{Recipe, Regime};
-use assay::judge::trial::Known;
+use assay::judge::trial::JudgedProblem;
 use assay::native::{Isa, Native, OutputCotangents};
 use assay::problem::{Dtype, FloatArray, Problem};
 use assay::spec::{LogitsTransform, LossSpec, OldLogp, Support};
@@ -104,7 +104,7 @@ fn recorded(drawn: Problem) -> Problem {
 }
 
 fn check(isa: Isa, spec: &LossSpec, problem: &Problem) {
-    let known = Known::of(spec, problem).expect("a valid problem");
+    let known = JudgedProblem::new(spec, problem).expect("a valid problem");
     known.expect_right(&Native::on(isa), 1, &format!("this bench on {isa}"));
 }
 

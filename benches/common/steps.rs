@@ -7,7 +7,7 @@ use assay::implementation::{Implementation, ProblemFormat};
 use assay::judge::generate::{Recipe, Regime};
 use assay::judge::report::on_devices;
 use assay::judge::tolerance::Limits;
-use assay::judge::trial::{Known, hindrance};
+use assay::judge::trial::{JudgedProblem, hindrance};
 use assay::problem::Dtype;
 use assay::spec::LossSpec;
 use criterion::measurement::WallTime;
@@ -17,7 +17,7 @@ use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput};
 pub(crate) fn for_each_problem(
     criterion: &mut Criterion,
     shapes: &[[usize; 3]],
-    mut bench: impl FnMut(&mut BenchmarkGroup<WallTime>, &Known),
+    mut bench: impl FnMut(&mut BenchmarkGroup<WallTime>, &JudgedProblem),
 ) {
     let spec = LossSpec::default();
     for &shape in shapes {
@@ -31,7 +31,7 @@ pub(crate) fn for_each_problem(
                 masked_garbage: false,
             };
             let problem = recipe.unmasked_problem(&spec).expect("a valid recipe");
-            let known = Known::of(&spec, &problem).expect("a valid problem");
+            let known = JudgedProblem::new(&spec, &problem).expect("a valid problem");
             let [b, t, v] = shape;
             let mut group = criterion.benchmark_group(format!("{b}x{t}x{v} {dtype}"));
             group.throughput(Throughput::Bytes((2 * b * t * v * dtype.size()) as u64));
@@ -44,11 +44,11 @@ pub(crate) fn for_each_problem(
 pub(crate) fn bench_steps(
     group: &mut BenchmarkGroup<WallTime>,
     implementation: &dyn Implementation,
-    known: &Known,
+    known: &JudgedProblem,
     devices: usize,
 ) {
     let name = on_devices(implementation.id(), devices);
-    let &Known { spec, problem, .. } = known;
+    let &JudgedProblem { spec, problem, .. } = known;
     let (shape, dtype) = (problem.shape(), problem.logits.dtype());
     if let Some(why) = hindrance(implementation, spec, problem, devices) {
         println!("{shape} {dtype} {name}: ignored, {why}");

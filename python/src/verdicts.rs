@@ -9,7 +9,7 @@ use assay::judge::judge::Verdict;
 use assay::judge::judgeable::Judgeable;
 use assay::judge::report;
 use assay::judge::tolerance::{EXTERNAL, Grade, Limits};
-use assay::judge::trial::Known;
+use assay::judge::trial::JudgedProblem;
 use assay::problem::{Candidate, Gradient};
 use assay::schema;
 use assay::spec::LossSpec;
@@ -54,7 +54,7 @@ pub(crate) fn judge<P: Judgeable>(
     returned: &Returned,
     Standards { grade, allow }: &Standards,
 ) -> Result<Verdicts, String> {
-    let known = Known::of(spec, problem).map_err(|reason| reason.to_string())?;
+    let known = JudgedProblem::new(spec, problem).map_err(|reason| reason.to_string())?;
     let limits = Limits::for_class(EXTERNAL).map_err(|reason| reason.to_string())?.at(*grade);
     let waived = |verdicts: Vec<Verdict>| verdicts.into_iter().map(|verdict| verdict.waive(allow)).collect::<Vec<_>>();
     // Judge the outputs with a gradient by all gates, and without one by the forward gates only.

@@ -12,7 +12,7 @@ use crate::judge::judge::{JudgeError, Verdict};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report::{self, on_devices};
 use crate::judge::tolerance::{Grade, Limits};
-use crate::judge::trial::Known;
+use crate::judge::trial::JudgedProblem;
 use crate::memory::{CompiledMemory, DeviceMemory, expect_room};
 use crate::problem::Candidate;
 use crate::spec::LossSpec;
@@ -164,7 +164,7 @@ fn judge_answer<P: Judgeable>(
     command: &str,
 ) -> Result<Option<BenchResult>, BenchError> {
     let id = implementation.id();
-    let known = Known::of(spec, problem).map_err(RunError::from)?;
+    let known = JudgedProblem::new(spec, problem).map_err(RunError::from)?;
     let limits = Limits::for_class(implementation.class()).map_err(JudgeError::from)?;
     let limits = if implementation.keeps_digits() { limits } else { limits.at(Grade::Standard) };
     let judged = known.judge(outcome, &limits)?;

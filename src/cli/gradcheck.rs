@@ -13,7 +13,7 @@ use super::{CliError, Passed, PluginChoice, Printing};
 use crate::case::BenchCase;
 use crate::config;
 use crate::judge::report;
-use crate::judge::trial::Known;
+use crate::judge::trial::JudgedProblem;
 use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::verdicts::Verdicts;
 use crate::suites::differences::{DifferencedOutputs, Differences};
@@ -66,7 +66,7 @@ impl GradcheckCommand {
         let plugin = self.plugin.checked_path()?;
         let found = config.kernel.implementation(&self.config, |id| find(id, plugin));
         let implementation = found.map_err(CliError::Usage)?;
-        let known = Known::of(&config.spec, problem).map_err(in_config)?;
+        let known = JudgedProblem::new(&config.spec, problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let (loss_ref, loss_kernel) = (
             P::on_logits(&known.reference).loss(),

@@ -12,7 +12,7 @@ use crate::fixture::{StoredCandidate, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
-use crate::judge::trial::Known;
+use crate::judge::trial::JudgedProblem;
 use crate::problem::{Candidate, Gradient};
 use crate::schema::verdicts::{IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
@@ -78,7 +78,7 @@ impl JudgedCandidate {
         candidate: &StoredCandidate<P::Gradient>,
     ) -> Result<Passed, CliError> {
         let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
-        let known = Known::of(spec, problem).map_err(wrong)?;
+        let known = JudgedProblem::new(spec, problem).map_err(wrong)?;
         let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();

@@ -12,7 +12,7 @@ use assay::spec::LossSpec;
 use assay::tpu::TpuTarget;
 use assay::tpu::table;
 use assay::xla::Xla;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use libtest_mimic::Failed;
 
 /// On the devices of `plugin`: all reach `standard`, and `exact` those that are said to keep the digits that it asks for.
@@ -27,7 +27,7 @@ pub(crate) fn reach_their_grades(plugin: &Path) -> Result<(), Failed> {
                 let recipe = super::run::recipe([6, 10, 131], dtype, regime, 28);
                 let recipe = Recipe { masked_garbage: false, ..recipe };
                 let problem = recipe.problem(&spec)?;
-                let known = Known::of(&spec, &problem)?;
+                let known = JudgedProblem::new(&spec, &problem)?;
                 let candidate = kernel.run(&spec, problem.clone(), 1)?;
                 for grade in [Grade::Standard, Grade::Exact] {
                     let judged = known.judge(candidate.clone(), &Limits::external(grade).alone())?;

@@ -17,7 +17,7 @@ use assay_algebra::rollout::KernelInputs;
 use assay_algebra::transform::ColumnBiases;
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxModule};
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use assay_testkit::plugins::client;
 use libtest_mimic::Failed;
 use ndarray::{Dimension, IntoDimension, Ix1, arr0};
@@ -39,7 +39,7 @@ pub(crate) fn several_ids(plugin: &Path) -> Result<(), Failed> {
         let program = Interpreted::of(client(plugin)?, id, target, &spec, &recipe(Regime::Normal))?;
         for regime in [Regime::Normal, Regime::Confident, Regime::Ties] {
             let problem = recipe(regime).problem(&spec)?;
-            let known = Known::of(&spec, &problem)?;
+            let known = JudgedProblem::new(&spec, &problem)?;
             let judged = known.judge(program.run(&problem)?, &Limits::for_class("gpu")?)?;
             if let Some(failure) = known.failures(&judged, id, "this trial").into_iter().next() {
                 return Err(format!("{regime:?} {failure}").into());

@@ -118,7 +118,7 @@ fn main() {
 }
 
 /// What a verdict was given on.
-struct Judged {
+struct JudgedTally {
     cases: usize,
     /// Implementations, each on a device count and in a dtype.
     placed: BTreeSet<(String, usize, Dtype)>,
@@ -126,10 +126,10 @@ struct Judged {
     specs: Arms,
 }
 
-static JUDGED: LazyLock<Mutex<Judged>> =
-    LazyLock::new(|| Mutex::new(Judged { cases: 0, placed: BTreeSet::new(), specs: Arms::default() }));
+static JUDGED: LazyLock<Mutex<JudgedTally>> =
+    LazyLock::new(|| Mutex::new(JudgedTally { cases: 0, placed: BTreeSet::new(), specs: Arms::default() }));
 
-impl Judged {
+impl JudgedTally {
     /// What all trials together should have judged and did not: every implementation on every device count, and in every
     /// dtype, and every choice that a spec has under `xla`.
     fn missing(&self, plugin: &Under) -> Vec<String> {

@@ -18,7 +18,7 @@ use assay::spec::{
 };
 use assay::suites;
 use assay::suites::supported as variants;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use libtest_mimic::Failed;
 use ndarray::{Axis, Ix2};
 
@@ -33,14 +33,14 @@ pub(crate) fn recipe(shape: [usize; 3], dtype: Dtype, regime: Regime, seed: u64)
 }
 
 /// Qwen's vocabulary, 151,936 = 128 × 1187, in three regimes.
-fn qwen() -> &'static [(Recipe, Known<'static>)] {
-    static KNOWN: OnceLock<Vec<(Recipe, Known<'static>)>> = OnceLock::new();
+fn qwen() -> &'static [(Recipe, JudgedProblem<'static>)] {
+    static KNOWN: OnceLock<Vec<(Recipe, JudgedProblem<'static>)>> = OnceLock::new();
     KNOWN.get_or_init(|| {
         let spec = Box::leak(Box::new(LossSpec { entropy_coef: 0.01, temperature: 0.7.into(), ..LossSpec::default() }));
         let of = |regime| {
             let recipe = recipe([1, 8, 151_936], Dtype::Bf16, regime, 1);
             let problem: &Problem = Box::leak(Box::new(recipe.problem(spec).expect("a valid recipe")));
-            (recipe, Known::of(spec, problem).expect("a valid problem"))
+            (recipe, JudgedProblem::new(spec, problem).expect("a valid problem"))
         };
         [Regime::Small, Regime::Peaked, Regime::Confident].map(of).into()
     })
@@ -63,7 +63,7 @@ pub(crate) fn forward_alone(
             let LossSpec { temperature, temperature_divides, .. } = spec;
             let spec = LossSpec { temperature, temperature_divides, ..LossSpec::from_cotangents(false) };
             let problem = recipe.problem(&spec).expect("a valid recipe");
-            let known = Known::of(&spec, &problem).expect("a valid problem");
+            let known = JudgedProblem::new(&spec, &problem).expect("a valid problem");
             let [logp, entropy] = kernel(&spec, &problem)?.map(Some);
             let candidate = Candidate {
                 loss: None,
@@ -105,10 +105,10 @@ impl Run {
     /// Judges one case, which is supported.
     fn judge(&self, spec: &LossSpec, recipe: &Recipe) -> Result<Candidate, Failed> {
         let problem = recipe.problem(spec).map_err(|error| format!("{error}: {recipe:?} {spec:?}"))?;
-        self.judge_known(&Known::of(spec, &problem).expect("a valid problem"), recipe)
+        self.judge_known(&JudgedProblem::new(spec, &problem).expect("a valid problem"), recipe)
     }
 
-    fn judge_known(&self, known: &Known, recipe: &Recipe) -> Result<Candidate, Failed> {
+    fn judge_known(&self, known: &JudgedProblem, recipe: &Recipe) -> Result<Candidate, Failed> {
         let (spec, id) = (known.spec, self.implementation.id());
         let name = on_devices(id, self.devices);
         let judged = known.run(&*self.implementation, self.devices);
@@ -222,7 +222,7 @@ impl Run {
             let lengths: Vec<usize> = twins.packed.sequences().iter().map(|sequence| sequence.tokens.len()).collect();
             assert!(lengths.contains(&0) && lengths.iter().sum::<usize>() > 2 * self.devices, "{lengths:?}");
             if self.takes(&twins.spec, [1, twins.packed.mask.ncols(), 131], dtype) {
-                self.judge_known(&Known::of(&twins.spec, &twins.packed)?, &recipe)?;
+                self.judge_known(&JudgedProblem::new(&twins.spec, &twins.packed)?, &recipe)?;
                 judged += 1;
             }
         }
@@ -247,7 +247,7 @@ impl Run {
         for ((b, t), old_logp) in old_logp.indexed_iter_mut() {
             *old_logp = logp[[b, t]] - SUMS[b % 4] / counts[b];
         }
-        let known = Known::of(&spec, &problem).expect("a valid problem");
+        let known = JudgedProblem::new(&spec, &problem).expect("a valid problem");
         let judged = self.judge_known(&known, &recipe)?;
         let loss = judged.loss.expect("ours return all outputs").to_f64();
         assert!(loss.iter().all(|loss| loss.is_finite()), "{loss}");
@@ -319,7 +319,7 @@ impl Run {
         };
         let recipe = recipe([8, 8, 96], Dtype::F32, Regime::Normal, 5);
         let problem = recipe.problem(&spec)?;
-        let known = Known::of(&spec, &problem)?;
+        let known = JudgedProblem::new(&spec, &problem)?;
         let candidate = parts::run(&*self.implementation, &spec, &problem, 2, self.devices)?;
         let judged = known.judge(candidate, &Limits::for_class(self.implementation.class())?)?;
         let name = on_devices(self.implementation.id(), self.devices);
@@ -354,14 +354,14 @@ impl Run {
                 }
             }
             problem.logits = FloatArray::rounded_from(&logits, dtype);
-            self.judge_known(&Known::of(&spec, &problem)?, &recipe)?;
+            self.judge_known(&JudgedProblem::new(&spec, &problem)?, &recipe)?;
             self.target_holes(&spec, &recipe)?;
             judged += 2;
         }
         // Columns that a sampler cut off.
         let recipe_of_sets = recipe(Dtype::Bf16);
         let problem = suites::sampler::within_top_k_and_top_p(&spec, &recipe_of_sets.problem(&spec)?, 20, 0.95);
-        self.judge_known(&Known::of(&spec, &problem)?, &recipe_of_sets)?;
+        self.judge_known(&JudgedProblem::new(&spec, &problem)?, &recipe_of_sets)?;
         judged += 1;
         // Another softmax for the bonus than for logp.
         if self.devices == 1 {
@@ -376,7 +376,7 @@ impl Run {
     fn target_holes(&self, spec: &LossSpec, recipe: &Recipe) -> Result<(), Failed> {
         let recipe = Recipe { regime: Regime::TargetHoles, masked_garbage: true, ..recipe.clone() };
         let problem = recipe.problem(spec)?;
-        let known = Known::of(spec, &problem)?;
+        let known = JudgedProblem::new(spec, &problem)?;
         let outcome = self.judge_known(&known, &recipe)?;
         let logp = outcome.logp.as_ref().ok_or("no logp")?;
         let of_reference = |(b, t)| known.reference.token(b, t).map(|token| token.inputs.logp);

@@ -3,7 +3,7 @@
 use assay::implementation::Implementation;
 use assay::judge::generate::{HeadRecipe, Recipe, Regime};
 use assay::judge::tolerance::{Grade, Limits};
-use assay::judge::trial::Known;
+use assay::judge::trial::JudgedProblem;
 use assay::native::NativeHead;
 use assay::problem::{Dtype, HeadLayout};
 use assay::spec::LossSpec;
@@ -30,7 +30,7 @@ pub(crate) fn of_a_head() {
     let problem = recipe.unmasked_problem(&spec).expect("a valid recipe");
     let outcome = NativeHead::default().run(&spec, problem.clone(), 1).expect("supported");
     let taken = most_bytes(|| {
-        let known = Known::of(&spec, &problem).expect("a valid problem");
+        let known = JudgedProblem::new(&spec, &problem).expect("a valid problem");
         let judged = known.judge(outcome, &Limits::external(Grade::Standard)).expect("as many elements");
         assert_eq!(judged.failed().count(), 0);
     });

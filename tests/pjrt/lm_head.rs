@@ -21,7 +21,7 @@ use assay::spec::{
 };
 use assay::suites;
 use assay::xla::XlaHead;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use ndarray::{Array1, Array2, Array3, s};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -162,7 +162,7 @@ fn expect_dtypes(problem: &HeadProblem, outcome: &HeadCandidate) {
 
 fn run(implementation: &dyn Implementation<HeadProblem>, case: &Case, devices: usize, seed: u64) {
     let problem = problem(case, SHAPE, seed);
-    let known = Known::of(&case.spec, &problem).unwrap();
+    let known = JudgedProblem::new(&case.spec, &problem).unwrap();
     expect_dtypes(&problem, &known.expect_right(implementation, devices, &format!("seed {seed}, {case:?}")));
 }
 
@@ -229,7 +229,7 @@ fn lm_head_any_spec_on_most_devices_matches_reference() {
         assert_eq!(cases.len(), asked, "{} on {devices} devices", head.id());
         for (spec, recipe) in cases {
             let problem = recipe.problem(&spec).expect("a valid recipe");
-            let known = Known::of(&spec, &problem).unwrap();
+            let known = JudgedProblem::new(&spec, &problem).unwrap();
             expect_dtypes(&problem, &known.expect_right(&head, devices, &format!("{recipe:?}, {spec:?}")));
         }
     }
@@ -255,7 +255,7 @@ fn lm_head_of_several_ids_matches_reference() {
         let recipe = Recipe { shape, dtype, regime, seed, old_logp_noise_scale: 0.3, masked_garbage: true };
         let recipe = HeadRecipe { hidden, layout: HeadLayout::VocabByHidden, rounds_logits: seed % 2 == 0, recipe };
         let problem = recipe.problem(&spec).unwrap();
-        let known = Known::of(&spec, &problem).unwrap();
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
         let devices = *counts.last().expect("the plugin has eight devices");
         expect_dtypes(&problem, &known.expect_right(&head, devices, &format!("{recipe:?}")));
     }
@@ -280,7 +280,7 @@ fn lm_head_packed_sequences_match_reference() {
         let recipe =
             HeadRecipe { recipe: Recipe { shape: [3, 9, 131], regime: Regime::Normal, ..recipe.recipe }, ..recipe };
         let twins = Twins::of(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
-        let known = Known::of(&twins.spec, &twins.packed).expect("a valid problem");
+        let known = JudgedProblem::new(&twins.spec, &twins.packed).expect("a valid problem");
         known.expect_right(&head, devices, &format!("packed {recipe:?}"));
         judged += 1;
     }
@@ -318,7 +318,7 @@ fn lm_head_prepared_step_equals_a_run() {
     assert!([given, expected].iter().all(|form| error.to_string().contains(form)), "{error}");
     let outcome = prepared.load(&problem).unwrap()().unwrap()().unwrap();
     expect_dtypes(&problem, &outcome);
-    let known = Known::of(&case.spec, &problem).unwrap();
+    let known = JudgedProblem::new(&case.spec, &problem).unwrap();
     let judged = known.judge(outcome, &Limits::for_class(head.class()).unwrap()).unwrap();
     assert_eq!(known.failures(&judged, "prepared", "this test"), Vec::<String>::new());
 }

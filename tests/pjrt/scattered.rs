@@ -5,7 +5,7 @@ use assay::problem::{Dtype, HeadLayout, HeadProblem};
 use assay::programs::{HeadProgram, ProgramOutput, Programs};
 use assay::spec::LossSpec;
 use assay::xla::Runner;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 
 use super::cpu_plugins;
 use super::rewritten::{Rewrite, Rewritten};
@@ -34,7 +34,7 @@ fn scattered_part_dropped_or_swapped_is_rejected() {
         let recipe = HeadRecipe { hidden: 16, layout, rounds_logits: false, recipe: recipe.clone() };
         let problem: HeadProblem = recipe.problem(&spec).unwrap();
         let program = HeadProgram::all().into_iter().find(|program| program.id() == id).unwrap();
-        let known = Known::of(&spec, &problem).unwrap();
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
         let judged = known.run(&Runner::new(Rewritten { program, rewrite }, Some(plugins[0])), 2).unwrap();
         known.failures(&judged, id, "this test")
     };

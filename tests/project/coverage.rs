@@ -13,7 +13,7 @@ use assay::registry::{find, head_registry, registry};
 use assay::spec::LossSpec;
 use assay::suites;
 use assay::suites::cases::head_recipe;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use assay_testkit::arms::Arms;
 
 /// The seed and number of cases of `make test-extensive`.
@@ -64,14 +64,14 @@ fn every_output_is_judged() {
     let native = find("native", None).unwrap();
     for (spec, recipe) in drawn().into_iter().take(100) {
         let problem = recipe.problem(&spec).unwrap();
-        let judged = Known::of(&spec, &problem).unwrap().run(&*native, 1).unwrap();
+        let judged = JudgedProblem::new(&spec, &problem).unwrap().run(&*native, 1).unwrap();
         for verdict in &judged.verdicts {
             arms.gate(verdict.gate);
         }
     }
     let spec = LossSpec::default();
     let problem = head_recipe("2x3x4x5".parse().unwrap()).problem(&spec).unwrap();
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     for head in assay::registry::immediate_heads() {
         for verdict in known.run(&*head, 1).unwrap().verdicts {
             arms.gate(verdict.gate);

@@ -11,7 +11,7 @@ use assay::spec::{LossSpec, Reduction, Rows};
 use assay::suites::cases;
 use assay::train::candle_core::{DType, Device, Tensor, Var};
 use assay::train::{Baseline, GrpoLoss, TrainBatch, TrainError};
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use ndarray::{Array3, Dimension, arr0};
 
 fn recipe(dtype: Dtype) -> Recipe {
@@ -77,7 +77,7 @@ fn dlogits_all_dtypes_pass_the_judge() {
                 token_loss: None,
                 metrics: evaluated.metrics,
             };
-            let known = Known::of(&spec, &problem).unwrap();
+            let known = JudgedProblem::new(&spec, &problem).unwrap();
             let judged = known.judge(candidate, &Limits::for_class("native").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use assay_core::problem::Candidate;
 use assay_judge::diagnosis::Diagnosis;
 use assay_judge::gate::Edge;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
 #[cfg(feature = "mutants")]
 use rayon::prelude::*;
@@ -269,7 +269,7 @@ fn explain<P: Subject>(
     cause: &mut schema::FailureCause,
 ) {
     // Judge the shrunk problem again, as its verdict and its diagnoses are what a reader sees.
-    let Ok(known) = Known::of(&campaign.spec, &**problem) else { return };
+    let Ok(known) = JudgedProblem::new(&campaign.spec, &**problem) else { return };
     let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return };
     let FailureKind::Gate(_, gate, _) = kind else { return };
     if let Some(verdict) = verdicts.iter().find(|verdict| verdict.gate == *gate) {
@@ -280,7 +280,7 @@ fn explain<P: Subject>(
 /// The diagnoses of a problem on which the kernel failed.
 fn diagnoses<P: Subject>(campaign: &Campaign, bench: &mut Examiner<P>, problem: &Arc<P>) -> Vec<Diagnosis> {
     let Ok(candidate) = bench.candidate(problem) else { return Vec::new() };
-    let Ok(known) = Known::of(&campaign.spec, &**problem) else { return Vec::new() };
+    let Ok(known) = JudgedProblem::new(&campaign.spec, &**problem) else { return Vec::new() };
     let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return Vec::new() };
     problem.diagnose(&known.reference, &candidate.lend(), &verdicts)
 }
@@ -356,11 +356,12 @@ fn names<P: Subject>(
         }
     }
     // Evaluate the reference once for each problem: every mutant is judged against it.
-    let failing: Vec<(Known<P>, &Candidate<P::Gradient>)> = failing
+    let failing: Vec<(JudgedProblem<P>, &Candidate<P::Gradient>)> = failing
         .iter()
-        .filter_map(|(problem, candidate)| Some((Known::of(bench.spec, &**problem).ok()?, candidate)))
+        .filter_map(|(problem, candidate)| Some((JudgedProblem::new(bench.spec, &**problem).ok()?, candidate)))
         .collect();
-    let passing: Vec<Known<P>> = passing.iter().filter_map(|problem| Known::of(bench.spec, &**problem).ok()).collect();
+    let passing: Vec<JudgedProblem<P>> =
+        passing.iter().filter_map(|problem| JudgedProblem::new(bench.spec, &**problem).ok()).collect();
     // A name must explain every failure and contradict no passing problem.
     let is_alike = |mutant: &&Mutant| {
         failing

@@ -9,7 +9,7 @@ use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_schema::verdicts::Status;
 
 use crate::deck::DealtRecipe;
@@ -204,7 +204,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
     pub(crate) fn verdicts(
         &mut self,
         problem: &Arc<P>,
-        known: &Known<P>,
+        known: &JudgedProblem<P>,
         mut look: impl FnMut(&Candidate<P::View<'_>>),
     ) -> Result<Vec<Verdict>, NoVerdicts> {
         let (limits, mut verdicts) = (self.limits, None);
@@ -218,7 +218,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
     }
 
     /// Judges what it returns for what is `known`, and sorts its failures by kind.
-    pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &Known<P>) -> Examined {
+    pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &JudgedProblem<P>) -> Examined {
         let mut outputs = Vec::new();
         let verdicts = self.verdicts(problem, known, |candidate| {
             // Note the optional outputs: mutants are later judged by these outputs only.
@@ -259,7 +259,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
 
     /// Whether `problem` still fails as `kind` says.
     pub(crate) fn fails(&mut self, problem: &Arc<P>, kind: &FailureKind) -> bool {
-        let Ok(known) = Known::of(self.spec, &**problem) else { return false };
+        let Ok(known) = JudgedProblem::new(self.spec, &**problem) else { return false };
         match kind {
             FailureKind::OtherBits => {
                 // Two fresh calls must differ again.

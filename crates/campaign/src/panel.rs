@@ -17,7 +17,7 @@ use assay_core::spec::{
 use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 
 use crate::campaign::CampaignError;
 use crate::examine::{Examiner, NoVerdicts};
@@ -306,7 +306,7 @@ impl<K: KernelUnderTest> Panelist<K> {
         examiner(&mut self.kernel, case).candidate(problem)
     }
 
-    fn meet(&mut self, case: &PanelCase, problem: &Arc<Problem>, known: &Known) {
+    fn meet(&mut self, case: &PanelCase, problem: &Arc<Problem>, known: &JudgedProblem) {
         let replay = format!("{} {}", self.command, case.options());
         let mut examiner = examiner(&mut self.kernel, case);
         let verdicts = examiner.verdicts(problem, known, |_| ());
@@ -371,7 +371,7 @@ pub fn meet<K: KernelUnderTest + Send>(
     problem: Problem,
 ) -> Result<(), CampaignError> {
     let problem = Arc::new(problem);
-    let known = Known::of(&case.spec, &*problem).map_err(RecipeError::Problem)?;
+    let known = JudgedProblem::new(&case.spec, &*problem).map_err(RecipeError::Problem)?;
     kernels.par_iter_mut().for_each(|kernel| kernel.meet(case, &problem, &known));
     Ok(())
 }

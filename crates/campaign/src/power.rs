@@ -9,7 +9,7 @@ use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
 use assay_judge::metric::half_ulp;
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
 use assay_suites::mutants::{BANK, Mutant, Specimen};
 use ndarray::Ix2;
@@ -40,7 +40,7 @@ pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static M
 
 /// Runs a mutant and judges it; returns `None` if it does not compute the problem.
 fn run<P: Subject>(
-    known: &Known<P>,
+    known: &JudgedProblem<P>,
     mutant: &Mutant,
     limits: &Limits,
 ) -> Option<(Candidate<P::Gradient>, Vec<Verdict>)> {
@@ -51,13 +51,13 @@ fn run<P: Subject>(
 }
 
 /// Whether a mutant fails no gate.
-pub(crate) fn passes<P: Subject>(known: &Known<P>, mutant: &Mutant, limits: &Limits) -> bool {
+pub(crate) fn passes<P: Subject>(known: &JudgedProblem<P>, mutant: &Mutant, limits: &Limits) -> bool {
     run(known, mutant, limits).is_some_and(|(_, verdicts)| verdicts.iter().all(Verdict::passed))
 }
 
 /// Whether a mutant fails as `candidate` does: by the gate of `kind`, with the same values.
 pub(crate) fn fails_alike<P: Subject>(
-    known: &Known<P>,
+    known: &JudgedProblem<P>,
     candidate: &Candidate<P::Gradient>,
     mutant: &Mutant,
     kind: &FailureKind,
@@ -149,7 +149,7 @@ enum MutantFate {
 
 /// A problem, and what the correct kernel returns for it.
 struct MutantTrial<'p, P: Subject> {
-    known: Known<'p, P>,
+    known: JudgedProblem<'p, P>,
     correct: Candidate<P::Gradient>,
 }
 
@@ -157,7 +157,7 @@ impl<P: Subject> MutantTrial<'_, P> {
     /// Returns the fate of each mutant on this problem. A mutant whose numbers equal the correct kernel's shows
     /// nothing, unless a second call returns other numbers.
     fn fates(&self, mutants: &[&Mutant], limits: &Limits, outputs: &[&'static str]) -> Vec<MutantFate> {
-        let Known { spec, problem, .. } = self.known;
+        let JudgedProblem { spec, problem, .. } = self.known;
         // A second call is one of the same kernel, with the state that the first has left.
         let kernels: Vec<Specimen> = mutants.iter().map(|mutant| Specimen::with(mutant.bug)).collect();
         let run = |kernel: &Specimen| {
@@ -230,7 +230,7 @@ pub(crate) fn power<P: Subject>(
         // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the
         // judge, which would make the score worthless.
         for (label, problem) in &problems {
-            let Ok(known) = Known::of(spec, problem) else { continue };
+            let Ok(known) = JudgedProblem::new(spec, problem) else { continue };
             let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(None) };
             let correct = limited(correct, outputs);
             let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();

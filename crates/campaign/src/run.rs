@@ -12,7 +12,7 @@ use assay_fixture::ProblemFile;
 use assay_judge::gate::Edge;
 use assay_judge::generate::RecipeError;
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_reference::Reference;
 use assay_schema::campaign as schema;
 
@@ -234,7 +234,7 @@ impl<P: Subject> Round<'_, P> {
 
     /// Judges the kernel on one problem, called in the `way` that is given. If it fails so, it is called plainly too: a failure that then
     /// remains is no matter of the way.
-    fn judged(&mut self, problem: &Arc<P>, known: &Known<P>, way: Option<usize>) -> Examined {
+    fn judged(&mut self, problem: &Arc<P>, known: &JudgedProblem<P>, way: Option<usize>) -> Examined {
         self.bench.call_by(way);
         let examined = self.bench.judged(problem, known);
         if way.is_none() || matches!(examined.fault, Some(Fault::Interrupted)) {
@@ -261,7 +261,7 @@ impl<P: Subject> Round<'_, P> {
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         // Evaluate the reference, and look at what the problem covers before the kernel is asked.
-        let known = match Known::of(spec, &*problem) {
+        let known = match JudgedProblem::new(spec, &*problem) {
             Ok(known) => known,
             Err(why) => {
                 self.skip(why.to_string());
@@ -363,7 +363,7 @@ impl<P: Subject> Round<'_, P> {
     fn without_garbage(&mut self, dealt: &DealtRecipe) -> Option<Option<(Vec<FailureKind>, FailedProblem<P>)>> {
         let dealt = dealt.without_garbage();
         let problem: Arc<P> = Arc::new(self.campaign.deck.draw(&dealt, self.bench.spec).ok()?);
-        let known = Known::of(self.bench.spec, &*problem).ok()?;
+        let known = JudgedProblem::new(self.bench.spec, &*problem).ok()?;
         let Examined { kinds, errors, fault, .. } = self.bench.judged(&problem, &known);
         drop(known);
         if matches!(fault, Some(Fault::Unsupported(_) | Fault::Interrupted)) {
@@ -392,7 +392,7 @@ impl<P: Subject> Round<'_, P> {
         // Only memory that the kernel has released may be written over.
         let Ok(memory) = Arc::try_unwrap(before) else { return Ok(None) };
         let refilled = Arc::new(memory.refilled(other));
-        let Ok(known) = Known::of(self.bench.spec, &*refilled) else { return Ok(None) };
+        let Ok(known) = JudgedProblem::new(self.bench.spec, &*refilled) else { return Ok(None) };
         // A process that ends is a fault of its own, and may not end again.
         let Examined { kinds, fault, .. } = self.bench.judged(&refilled, &known);
         fault.map_or(Ok(()), Err)?;

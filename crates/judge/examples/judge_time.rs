@@ -11,7 +11,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::{Native, NativeHead};
 
 fn main() {
@@ -53,7 +53,8 @@ fn main() {
 /// The reference, the judge where the better grade is reached, and where neither is.
 fn time<P: Judgeable>(name: &str, spec: &LossSpec, problem: &P, kernel: &dyn Implementation<P>, elements: usize) {
     let right = kernel.run(spec, problem.clone(), 1).expect("supported");
-    let known = timed(&format!("{name} {:<9} reference", ""), elements, || Known::of(spec, problem).expect("valid"));
+    let known =
+        timed(&format!("{name} {:<9} reference", ""), elements, || JudgedProblem::new(spec, problem).expect("valid"));
     let limits = Limits::external(Grade::Standard);
     let of_right = format!("{name} {:<9} judge    ", Grade::Exact);
     let judged = timed(&of_right, elements, || known.judge(right, &limits).expect("as many elements"));

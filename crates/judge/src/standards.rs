@@ -7,7 +7,7 @@ use crate::gate::Edge;
 use crate::judge::{JudgeError, Verdict};
 use crate::judgeable::Judgeable;
 use crate::tolerance::Limits;
-use crate::trial::Known;
+use crate::trial::JudgedProblem;
 
 /// The standards that a candidate is held to.
 #[derive(Clone, Debug, Default)]
@@ -25,7 +25,7 @@ impl CandidateStandards {
     /// [`JudgeError`] if an output has the wrong shape or the class has no limits.
     pub fn judge<P: Judgeable>(
         &self,
-        known: &Known<P>,
+        known: &JudgedProblem<P>,
         outcome: &Candidate<P::Gradient>,
         class: &str,
     ) -> Result<Vec<Verdict>, JudgeError> {
@@ -39,7 +39,7 @@ impl CandidateStandards {
     /// The errors of [`judge`](Self::judge).
     pub fn judge_forward<P: Judgeable>(
         &self,
-        known: &Known<P>,
+        known: &JudgedProblem<P>,
         outcome: &Candidate<()>,
         class: &str,
     ) -> Result<Vec<Verdict>, JudgeError> {

@@ -26,7 +26,7 @@ pub fn hindrance<P: Workload>(
 }
 
 /// A problem with its reference, made once for all that compute it.
-pub struct Known<'p, P: Judgeable = Problem> {
+pub struct JudgedProblem<'p, P: Judgeable = Problem> {
     /// The loss.
     pub spec: &'p LossSpec,
     /// The batch.
@@ -36,7 +36,7 @@ pub struct Known<'p, P: Judgeable = Problem> {
 }
 
 /// What an implementation returned, and what the judge says of it.
-pub struct Judged<P: Judgeable = Problem> {
+pub struct JudgedOutcome<P: Judgeable = Problem> {
     /// What was returned.
     pub outcome: Candidate<P::Gradient>,
     /// One a gate.
@@ -45,7 +45,7 @@ pub struct Judged<P: Judgeable = Problem> {
 
 /// Why there is no verdict.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Unjudged {
+pub enum NoVerdictReason {
     /// The implementation failed.
     #[error(transparent)]
     Run(#[from] RunError),
@@ -54,19 +54,19 @@ pub enum Unjudged {
     Judge(#[from] JudgeError),
 }
 
-impl<P: Judgeable> Judged<P> {
+impl<P: Judgeable> JudgedOutcome<P> {
     /// The gates that it fails.
     pub fn failed(&self) -> impl Iterator<Item = &Verdict> {
         self.verdicts.iter().filter(|verdict| !verdict.passed())
     }
 }
 
-impl<'p, P: Judgeable> Known<'p, P> {
-    /// Evaluates `problem`.
+impl<'p, P: Judgeable> JudgedProblem<'p, P> {
+    /// Evaluates the reference for `problem`.
     ///
     /// # Errors
     /// [`ProblemError`] where the spec is out of range or the problem does not fit it.
-    pub fn of(spec: &'p LossSpec, problem: &'p P) -> Result<Self, ProblemError> {
+    pub fn new(spec: &'p LossSpec, problem: &'p P) -> Result<Self, ProblemError> {
         Ok(Self { spec, problem, reference: problem.evaluate(spec)? })
     }
 
@@ -74,9 +74,9 @@ impl<'p, P: Judgeable> Known<'p, P> {
     ///
     /// # Errors
     /// [`JudgeError`] where an output has the wrong shape.
-    pub fn judge(&self, outcome: Candidate<P::Gradient>, limits: &Limits) -> Result<Judged<P>, JudgeError> {
+    pub fn judge(&self, outcome: Candidate<P::Gradient>, limits: &Limits) -> Result<JudgedOutcome<P>, JudgeError> {
         let verdicts = self.verdicts(&outcome.lend(), limits)?;
-        Ok(Judged { outcome, verdicts })
+        Ok(JudgedOutcome { outcome, verdicts })
     }
 
     /// The same of a gradient that is borrowed.
@@ -110,14 +110,18 @@ impl<'p, P: Judgeable> Known<'p, P> {
     /// Runs `implementation` on so many devices and judges what comes of it, by the limits of its class that are built in.
     ///
     /// # Errors
-    /// [`Unjudged`] where it does not run, or an output cannot be judged.
-    pub fn run(&self, implementation: &dyn Implementation<P>, devices: usize) -> Result<Judged<P>, Unjudged> {
+    /// [`NoVerdictReason`] where it does not run, or an output cannot be judged.
+    pub fn run(
+        &self,
+        implementation: &dyn Implementation<P>,
+        devices: usize,
+    ) -> Result<JudgedOutcome<P>, NoVerdictReason> {
         let outcome = implementation.run(self.spec, self.problem.clone(), devices)?;
         Ok(self.judge(outcome, &Limits::for_class(implementation.class()).map_err(JudgeError::from)?)?)
     }
 
     /// The gates that `judged` fails, in words. `name` is what computed it, `replay` how it is shown again.
-    pub fn failures(&self, judged: &Judged<P>, name: &str, replay: &str) -> Vec<String> {
+    pub fn failures(&self, judged: &JudgedOutcome<P>, name: &str, replay: &str) -> Vec<String> {
         judged.failed().map(|verdict| self.explain(verdict, name, replay).to_string()).collect()
     }
 

@@ -21,7 +21,7 @@ use assay_judge::report::{self, explain_recorded, on_devices};
 use assay_judge::standards::CandidateStandards;
 use assay_judge::summary::summarize;
 use assay_judge::tolerance::Tolerances;
-use assay_judge::trial::{Known, hindrance};
+use assay_judge::trial::{JudgedProblem, hindrance};
 use assay_reference::Reference;
 use assay_schema::verdicts::{BitComparison, GateCheck, IgnoredCheck, ImplementationSummary, Verdicts};
 use ndarray::{Array2, Ix1, Ix2, Ix3};
@@ -307,7 +307,7 @@ impl Replay {
         &mut self,
         label: &str,
         implementations: &[Arc<dyn Implementation<P>>],
-        known: &Known<P>,
+        known: &JudgedProblem<P>,
         twins: Option<&Twins<P>>,
         command: &dyn Fn(Option<&str>) -> String,
     ) -> Result<(), ReplayError> {
@@ -324,11 +324,11 @@ impl Replay {
         &mut self,
         label: &str,
         implementation: &dyn Implementation<P>,
-        known: &Known<P>,
+        known: &JudgedProblem<P>,
         twins: Option<&Twins<P>>,
         command: &str,
     ) -> Result<(), ReplayError> {
-        let &Known { spec, problem, .. } = known;
+        let &JudgedProblem { spec, problem, .. } = known;
         let mut first: Option<(usize, Candidate<P::Gradient>)> = None;
         for devices in device_counts(&self.request.devices, implementation, spec, problem) {
             let name = on_devices(implementation.id(), devices);
@@ -457,8 +457,12 @@ fn chosen<'n>(asked: Option<&'n String>, held: Vec<&'n str>) -> Vec<&'n str> {
     asked.map_or(held, |name| vec![name.as_str()])
 }
 
-fn known<'p, P: Judgeable>(spec: &'p LossSpec, problem: &'p P, path: &Path) -> Result<Known<'p, P>, ReplayError> {
-    Known::of(spec, problem).map_err(|reason| ReplayError::Problem { path: path.into(), reason })
+fn known<'p, P: Judgeable>(
+    spec: &'p LossSpec,
+    problem: &'p P,
+    path: &Path,
+) -> Result<JudgedProblem<'p, P>, ReplayError> {
+    JudgedProblem::new(spec, problem).map_err(|reason| ReplayError::Problem { path: path.into(), reason })
 }
 
 /// Returns the label of a problem: `qwen_tiny logits old_logps`.

@@ -15,7 +15,7 @@ use assay_judge::gate::Gate;
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::judgeable::Judgeable;
-use assay_judge::trial::{self, Known};
+use assay_judge::trial::{self, JudgedProblem};
 
 /// Random cases of a whole measurement; with fewer, the seeds of all other cases are fewer in proportion.
 pub const CASES: usize = 20_000;
@@ -421,7 +421,7 @@ pub enum UnjudgedReason {
     Problem(#[from] ProblemError),
     /// There is no verdict on it.
     #[error(transparent)]
-    Trial(#[from] trial::Unjudged),
+    Trial(#[from] trial::NoVerdictReason),
 }
 
 /// Returns the verdicts on a case; `None` if the implementation does not support it.
@@ -446,7 +446,7 @@ fn verdicts_on<P: Judgeable>(
     if implementation.supports(spec, problem.checked_shape(spec)?, problem.dtype(), devices).is_err() {
         return Ok(None);
     }
-    Ok(Some(Known::of(spec, problem)?.run(implementation, devices)?.verdicts))
+    Ok(Some(JudgedProblem::new(spec, problem)?.run(implementation, devices)?.verdicts))
 }
 
 /// The largest `κ` by gate, and what it was measured on by class.

@@ -15,7 +15,7 @@ use assay::judge::judge::Verdict;
 use assay::judge::tolerance::Limits;
 use assay::problem::{Advantages, Candidate, Dtype, Problem};
 use assay::spec::LossSpec;
-use assay_testkit::Known;
+use assay_testkit::JudgedProblem;
 use ndarray::arr1;
 use tempfile::TempDir;
 
@@ -47,7 +47,7 @@ fn read(manifest: impl AsRef<Path>, plugin: &Path) -> ExportedProgram {
 fn judge(candidate: Candidate, problem: &Problem) -> Vec<Verdict> {
     let spec = LossSpec::default();
     let limits = Limits::for_class("external").unwrap();
-    Known::of(&spec, problem).unwrap().judge(candidate, &limits).unwrap().verdicts
+    JudgedProblem::new(&spec, problem).unwrap().judge(candidate, &limits).unwrap().verdicts
 }
 
 fn run(exported: &ExportedProgram, problem: &Problem) -> Result<Candidate, RunError> {

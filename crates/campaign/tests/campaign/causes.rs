@@ -6,7 +6,7 @@ use assay_campaign::{Campaign, Fault, LocalKernel};
 use assay_core::problem::{Candidate, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::Native;
 use assay_schema::campaign::{CampaignReport, FailureCause};
 
@@ -115,7 +115,7 @@ fn cause_shows_a_problem_that_fails() {
             let (spec, limits) = (trl(), Limits::external(Grade::Standard));
             let mut candidate = right(&spec, &problem);
             wrong(&problem, &mut candidate);
-            let verdicts = Known::of(&spec, &problem).unwrap().verdicts(&candidate.lend(), &limits).unwrap();
+            let verdicts = JudgedProblem::new(&spec, &problem).unwrap().verdicts(&candidate.lend(), &limits).unwrap();
             assert!(verdicts.iter().any(|verdict| !verdict.passed()), "seed {seed}: {cause:#?}");
         }
         std::fs::remove_dir_all(folder.path()).unwrap();

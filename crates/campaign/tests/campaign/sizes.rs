@@ -5,7 +5,7 @@ use assay_core::problem::{Candidate, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::invariance::Invariance;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 
 use crate::finds::{right, trl};
 
@@ -121,7 +121,7 @@ fn sizes_at_which_kernels_break_are_dealt_whatever_the_seed() {
                 let mut candidate = correct.clone();
                 wrong(&spec, &problem, &mut candidate);
                 if !Invariance::between(&candidate, &correct).other.is_empty() {
-                    let known = known.get_or_insert_with(|| Known::of(&spec, &problem).unwrap());
+                    let known = known.get_or_insert_with(|| JudgedProblem::new(&spec, &problem).unwrap());
                     let verdicts = known.verdicts(&candidate.lend(), &limits).unwrap();
                     *rejected += u64::from(verdicts.iter().any(|verdict| !verdict.passed()));
                 }

@@ -7,7 +7,7 @@ use assay_judge::gate::Output;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_reference::Reference;
 
 fn problem(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Problem {
@@ -18,7 +18,7 @@ fn problem(shape: [usize; 3], dtype: Dtype, regime: Regime) -> Problem {
 /// The reference's answer in the problem's dtype, changed by `break_it`: what is said of it.
 fn diagnosed(problem: &Problem, break_it: impl FnOnce(&mut Candidate, &Reference)) -> Vec<Diagnosis> {
     let spec = LossSpec::default();
-    let known = Known::of(&spec, problem).unwrap();
+    let known = JudgedProblem::new(&spec, problem).unwrap();
     let mut candidate = Candidate::from(known.reference.outcome());
     candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), problem.logits.dtype());
     candidate.metrics = None;

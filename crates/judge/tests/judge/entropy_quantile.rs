@@ -7,7 +7,7 @@ use assay_judge::gate::Output;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::Status;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::{Judged, Known};
+use assay_judge::trial::{JudgedOutcome, JudgedProblem};
 use assay_suites::mutants::{BANK, Specimen};
 use ndarray::{Array3, arr0};
 
@@ -32,9 +32,9 @@ fn problem(spec: &LossSpec, shape: [usize; 3], regime: Regime, seed: u64) -> Pro
     recipe.unmasked_problem(spec).unwrap()
 }
 
-fn judged(spec: &LossSpec, problem: &Problem, specimen: Specimen, grade: Grade) -> Judged {
+fn judged(spec: &LossSpec, problem: &Problem, specimen: Specimen, grade: Grade) -> JudgedOutcome {
     let outcome = specimen.run(spec, problem.clone(), 2).unwrap();
-    Known::of(spec, problem).unwrap().judge(outcome, &Limits::external(grade)).unwrap()
+    JudgedProblem::new(spec, problem).unwrap().judge(outcome, &Limits::external(grade)).unwrap()
 }
 
 /// Logits of −1, 0 and 1: rows that are each other's in another order have one entropy, but for the last bits.
@@ -75,7 +75,7 @@ fn of_more_equal_entropies_than_sets_are_told_apart_what_depends_on_them_is_not_
         let of_loss = |tokens: usize| {
             let mut problem = problem(spec, [1, tokens, 5], Regime::Normal, 1);
             problem.logits = Array3::<f32>::zeros((1, tokens, 5)).into();
-            let known = Known::of(spec, &problem).unwrap();
+            let known = JudgedProblem::new(spec, &problem).unwrap();
             let mut outcome = Candidate::from(known.reference.outcome());
             outcome.loss = Some(arr0(100.0_f32).into());
             let judged = known.judge(outcome, &Limits::external(Grade::Standard)).unwrap();

@@ -9,7 +9,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::{Status, Verdict};
 use assay_judge::report::{self, total};
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::{Native, NativeHead};
 use assay_reference::evaluate;
 use assay_schema::verdicts::Verdicts;
@@ -43,7 +43,7 @@ fn overflowing(spec: &LossSpec) -> Problem {
 fn one_nan_where_f32_overflows_excuses_no_other_value() {
     let spec = LossSpec::default();
     let problem = overflowing(&spec);
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
     let honest = known.judge(candidate.clone(), &Limits::external(Grade::Standard)).unwrap();
     assert_eq!(honest.failed().count(), 0, "{:?}", honest.verdicts);
@@ -75,7 +75,7 @@ fn one_nan_of_a_head_excuses_no_other_weight() {
     let mut problem = recipe.unmasked_problem(&spec).unwrap();
     problem.advantages = Advantages::Sequence(ndarray::arr1(&[-1.0, 1.0]));
     problem.old_logp.as_mut().unwrap()[[0, 0]] = -200.0;
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let mut outcome = NativeHead::default().run(&spec, problem.clone(), 1).unwrap();
     let mut wrong = outcome.gradient.dlm_head.to_f64();
     wrong.fill(123.0);
@@ -98,7 +98,7 @@ fn verdict_without_a_gradient_that_was_compared_is_no_pass() {
     let mut problem = overflowing(&spec);
     problem.mask.fill(false);
     problem.mask[[0, 0]] = true;
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let mut candidate = Native::default().run(&spec, problem.clone(), 1).unwrap();
     candidate.gradient.fill_row(0, 0, f64::NAN);
     let verdicts = known.judge(candidate, &Limits::external(Grade::Standard)).unwrap().verdicts;
@@ -121,7 +121,7 @@ fn dtype_coarser_than_promised_is_judged_by_the_promise() {
     };
     let judged = |of: Dtype, stored: Dtype, logp: Dtype| {
         let problem = recipe(of).problem(&spec).unwrap();
-        let known = Known::of(&spec, &problem).unwrap();
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
         let mut candidate = Candidate::from(known.reference.outcome());
         candidate.gradient = FloatArray::rounded_from(&candidate.gradient.to_f64(), stored);
         candidate.logp = candidate.logp.map(|values| FloatArray::rounded_from(&values.to_f64(), logp));
@@ -172,7 +172,7 @@ fn head_without_its_last_columns_is_rejected_at_production_width() {
     let spec = LossSpec::default();
     for (regime, dtype) in [(Regime::Normal, Dtype::Bf16), (Regime::LongTail, Dtype::F32)] {
         let known_problem = wide(&spec, regime, dtype, [1, 2, 151_936], 16);
-        let known = Known::of(&spec, &known_problem).unwrap();
+        let known = JudgedProblem::new(&spec, &known_problem).unwrap();
         let honest = HeadCandidate::from(known.reference.outcome());
         let mut dlogits = known.reference.dlogits(0..151_936);
         dlogits.slice_mut(s![.., 151_936 - 384..]).fill(0.0);
@@ -210,7 +210,7 @@ fn head_of_rounded_logits_is_rejected_at_production_widths() {
                 _ => Dtype::F16,
             };
             let problem = wide(&spec, regime, Dtype::F32, [1, 3, vocab], hidden);
-            let known = Known::of(&spec, &problem).unwrap();
+            let known = JudgedProblem::new(&spec, &problem).unwrap();
             let exact = known.reference.on_logits().problem();
             let rounded = exact.with_logits(FloatArray::F64(exact.logits.to_f64().mapv(|x| round.round(x))));
             let of_rounded = evaluate(&spec, &rounded).unwrap().outcome();

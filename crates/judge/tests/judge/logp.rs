@@ -8,7 +8,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use half::bf16;
 use ndarray::{Array2, Array3};
 
@@ -115,7 +115,7 @@ fn textbook_passes_forward_and_backward() {
         {
             for spec in [spec(), of_several()] {
                 let problem = recipe(dtype, regime).problem(&spec).unwrap();
-                let known = Known::of(&spec, &problem).unwrap();
+                let known = JudgedProblem::new(&spec, &problem).unwrap();
                 let candidate = textbook(&problem);
                 let whole = known.verdicts(&candidate.lend(), &limits()).unwrap();
                 assert_eq!(failed(&whole), [], "{dtype} {regime}");
@@ -131,7 +131,7 @@ fn textbook_passes_forward_and_backward() {
 #[test]
 fn wrong_logp_of_several_ids_is_rejected() {
     let (spec, problem) = (of_several(), recipe(Dtype::F32, Regime::Normal).problem(&of_several()).unwrap());
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let failed = |candidate: &Candidate| failed(&known.verdicts(&candidate.lend(), &limits()).unwrap());
     let last = |ids: Ids, id: usize| ids.iter().rev().find(|of| of.0 == id).map_or(0.0, |of| of.1);
     let first = |ids: Ids, id: usize| if ids[0].0 == id { ids[0].1 } else { 0.0 };
@@ -159,7 +159,7 @@ fn wrong_logp_of_several_ids_is_rejected() {
 #[test]
 fn wrong_backward_is_rejected_where_forward_is_right() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let of = |edit: &dyn Fn(&mut Problem)| {
         let mut other = problem.clone();
         edit(&mut other);
@@ -190,7 +190,7 @@ fn wrong_backward_is_rejected_where_forward_is_right() {
 #[test]
 fn garbage_in_masked_rows_is_rejected() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let (masked, _) = problem.mask.indexed_iter().find(|(_, counts)| !**counts).expect("masks are ragged");
     let mut candidate = textbook(&problem);
     candidate.gradient.fill_row(masked.0, masked.1, f64::NAN);
@@ -200,7 +200,7 @@ fn garbage_in_masked_rows_is_rejected() {
 #[test]
 fn logits_of_bf16_that_are_not_upcast_are_rejected_by_name() {
     let (spec, problem) = (spec(), recipe(Dtype::Bf16, Regime::Normal).problem(&spec()).unwrap());
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let rounded = |array: Option<FloatArray<ndarray::Ix2>>| {
         array.map(|array| array.to_f64().mapv(|x| bf16::from_f64(Float::to_f64(bf16::from_f64(x)))).into())
     };
@@ -227,7 +227,7 @@ fn forward_of_an_lm_head_is_judged_with_the_errors_of_its_product() {
     let (spec, recipe) = (spec(), recipe(Dtype::Bf16, Regime::Normal));
     let recipe = HeadRecipe { hidden: 65, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
     let problem = recipe.problem(&spec).unwrap();
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let outcome = known.reference.outcome();
     let narrowed = |by: f64| Some((outcome.logp.to_f64() * by).mapv(|x| x as f32).into());
     let of = |by: f64| Candidate {
@@ -246,7 +246,7 @@ fn forward_of_an_lm_head_is_judged_with_the_errors_of_its_product() {
 #[test]
 fn what_a_spec_asks_for_must_be_there() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     let candidate = Candidate { logp: None, ..textbook(&problem) };
     let missing = |error| matches!(error, JudgeError::Missing { output: "logp", .. });
     assert!(missing(known.verdicts(&candidate.lend(), &limits()).unwrap_err()));
@@ -254,7 +254,7 @@ fn what_a_spec_asks_for_must_be_there() {
 
     let loss = LossSpec::default();
     let problem = recipe(Dtype::F32, Regime::Normal).problem(&loss).unwrap();
-    let known = Known::of(&loss, &problem).unwrap();
+    let known = JudgedProblem::new(&loss, &problem).unwrap();
     let candidate = Candidate { loss: None, ..Candidate::from(known.reference.outcome()) };
     let error = known.verdicts(&candidate.lend(), &limits()).unwrap_err();
     assert!(matches!(error, JudgeError::Missing { output: "loss", .. }), "{error}");

@@ -6,7 +6,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use ndarray::{Array2, Array3};
 
 const VOCAB: usize = 151_936;
@@ -77,7 +77,7 @@ fn log_softmax(problem: &Problem, sum: &Sum) -> Candidate {
 
 fn verdicts(problem: &Problem, sum: &Sum) -> Vec<Verdict> {
     let spec = spec();
-    let known = Known::of(&spec, problem).unwrap();
+    let known = JudgedProblem::new(&spec, problem).unwrap();
     known.verdicts(&log_softmax(problem, sum).lend(), &Limits::external(Grade::Standard)).unwrap()
 }
 

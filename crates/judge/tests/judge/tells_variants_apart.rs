@@ -13,7 +13,7 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_reference as reference;
 use ndarray::{Array2, arr0};
 
@@ -314,8 +314,10 @@ fn token_arms() -> Vec<(&'static str, LossSpec, LossSpec)> {
 
 /// The gates that a candidate fails.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<String> {
-    let judged =
-        Known::of(spec, problem).unwrap().judge(candidate.clone(), &Limits::external(Grade::Standard)).unwrap();
+    let judged = JudgedProblem::new(spec, problem)
+        .unwrap()
+        .judge(candidate.clone(), &Limits::external(Grade::Standard))
+        .unwrap();
     judged.failed().map(|verdict| verdict.gate.to_string()).collect()
 }
 

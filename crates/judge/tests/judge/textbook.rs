@@ -6,7 +6,7 @@ use assay_core::spec::{LossSpec, Objective, PpoClip, Sapo};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::judge::{Cancellation, Verdict};
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use ndarray::{Array2, Array3, arr0};
 
 /// By halves, so that no sum is much larger than what is added to it.
@@ -74,7 +74,7 @@ fn surrogate(objective: &Objective, ratio: f32, a: f32) -> (f32, f32) {
 
 fn judged(spec: &LossSpec, recipe: &Recipe, grade: Grade) -> (Vec<Verdict>, Vec<String>) {
     let problem = recipe.problem(spec).unwrap();
-    let known = Known::of(spec, &problem).unwrap();
+    let known = JudgedProblem::new(spec, &problem).unwrap();
     let judged = known.judge(textbook(spec, &problem), &Limits::external(grade)).unwrap();
     let failures = known.failures(&judged, "textbook", &format!("{recipe:?}"));
     (judged.verdicts, failures)

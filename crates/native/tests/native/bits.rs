@@ -9,7 +9,7 @@ use assay_core::spec::{
     Kl, KlEstimator, LogitsTransform, LossSpec, RatioLevel, Support, Temperature, TemperatureDivides,
 };
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::{Isa, Native, NativeElement, NativeOutputs, OutputCotangents};
 use assay_suites::cases;
 use half::bf16;
@@ -283,7 +283,7 @@ fn elements_more_than_2_31_match_reference() {
         problem.logits.set_row(0, at(t), &few.logits.row(0, t));
     }
     assert!(problem.logits.shape().iter().product::<usize>() > 1 << 31);
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     known.expect_right(&Native::default(), 1, "1x14136x151936");
 }
 
@@ -300,7 +300,7 @@ fn expect_the_same_bits(spec: &LossSpec, problem: &Problem, what: &str) {
 
 /// On the fastest.
 fn expect_right(spec: &LossSpec, problem: &Problem, what: &str) {
-    Known::of(spec, problem).expect("a valid problem").expect_right(&Native::default(), 1, what);
+    JudgedProblem::new(spec, problem).expect("a valid problem").expect_right(&Native::default(), 1, what);
 }
 
 #[test]

@@ -10,14 +10,14 @@ use assay_core::spec::{
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::{Known, hindrance};
+use assay_judge::trial::{JudgedProblem, hindrance};
 use assay_native::NativeHead;
 use assay_suites::cases;
 use proptest::prelude::*;
 
 fn expect_right(spec: &LossSpec, recipe: &HeadRecipe) {
     let problem = recipe.problem(spec).unwrap_or_else(|error| panic!("{error}"));
-    let known = Known::of(spec, &problem).unwrap();
+    let known = JudgedProblem::new(spec, &problem).unwrap();
     // Chunks that the tokens do not fill; the one registered takes so few at once.
     for head in [NativeHead::default(), NativeHead::default().chunk(3)] {
         if hindrance(&head, spec, &problem, 1).is_none() {
@@ -57,7 +57,7 @@ fn lm_head_any_threads_same_bits() {
                 pool.install(|| NativeHead::default().chunk(4).run(&spec, problem.clone(), 1).unwrap())
             };
             let one = run(1);
-            let known = Known::of(&spec, &problem).unwrap();
+            let known = JudgedProblem::new(&spec, &problem).unwrap();
             let judged = known.judge(one.clone(), &Limits::for_class("native-lm-head").unwrap()).unwrap();
             assert_eq!(known.failures(&judged, &dtype.to_string(), "this test"), Vec::<String>::new());
             for threads in [2, 3] {

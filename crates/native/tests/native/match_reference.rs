@@ -9,7 +9,7 @@ use assay_core::implementation::Implementation;
 use assay_core::problem::{Dtype, FloatArray, Problem};
 use assay_core::spec::{LossSpec, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
-use assay_judge::trial::{Known, hindrance};
+use assay_judge::trial::{JudgedProblem, hindrance};
 use assay_native::Native;
 use assay_suites as suites;
 use assay_suites::cases;
@@ -36,7 +36,7 @@ fn failures(spec: &LossSpec, problem: &Problem, recipe: &Recipe) -> Option<Vec<S
     if hindrance(&native, spec, problem, 1).is_some() {
         return None;
     }
-    let known = Known::of(spec, problem).expect("a valid problem");
+    let known = JudgedProblem::new(spec, problem).expect("a valid problem");
     let judged = known.run(&native, 1).expect("supported");
     let config = serde_json::json!({
         "reason": "…",
@@ -73,7 +73,7 @@ fn target_at_minus_infinity_matches_reference() {
                 masked_garbage: true,
             };
             let problem = recipe.problem(&spec).unwrap();
-            let of_reference = Known::of(&spec, &problem).unwrap().reference;
+            let of_reference = JudgedProblem::new(&spec, &problem).unwrap().reference;
             assert!(of_reference.loss().is_finite(), "else this shows little");
             let logp = Native::default().run(&spec, problem.clone(), 1).unwrap().logp.expect("it returns logp");
             let counting = problem.mask.indexed_iter().filter(|(_, counts)| **counts).map(|(at, _)| at);

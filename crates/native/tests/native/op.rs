@@ -7,7 +7,7 @@ use assay_core::spec::{
 };
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::op::{Op, OpArguments, OpArray, OpArrayMut};
 use assay_native::{NativeOutputs, OutputCotangents};
 use ndarray::{Array2, ArrayD, Ix3, arr0};
@@ -112,7 +112,7 @@ fn op_scaled_loss_dlogits_match_reference() {
                     gradient: FloatArray::rounded_from(&dlogits.to_f64().mapv(sign), dtype),
                     metrics: evaluation.metrics,
                 };
-                let known = Known::of(&scaled, &problem).unwrap();
+                let known = JudgedProblem::new(&scaled, &problem).unwrap();
                 let judged = known.judge(Candidate::from(outcome), &Limits::for_class("native").unwrap()).unwrap();
                 let failures = known.failures(&judged, "native", "this test");
                 assert_eq!(failures, Vec::<String>::new(), "{g} times, {dtype}, {spec:?}");

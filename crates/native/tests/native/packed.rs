@@ -5,7 +5,7 @@ use assay_core::problem::{Advantages, Candidate, CuSeqlens, Dtype, HeadCandidate
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Ratio, RatioLevel, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::packed::Twins;
-use assay_judge::trial::{Known, hindrance};
+use assay_judge::trial::{JudgedProblem, hindrance};
 use assay_native::{Native, NativeHead};
 use assay_suites::cases;
 use ndarray::s;
@@ -19,8 +19,8 @@ proptest! {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
-        let of_packed = Known::of(spec, packed).unwrap_or_else(|error| panic!("{error}"));
-        let of_padded = Known::of(spec, padded).expect("a valid problem");
+        let of_packed = JudgedProblem::new(spec, packed).unwrap_or_else(|error| panic!("{error}"));
+        let of_padded = JudgedProblem::new(spec, padded).expect("a valid problem");
         let reference: [Candidate; 2] = [&of_packed, &of_padded].map(|known| known.reference.outcome().into());
         let [a, b] = &reference;
         prop_assert_eq!(twins.between(a, b).other, Vec::<&str>::new(), "reference");
@@ -45,8 +45,8 @@ proptest! {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
         let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
-        let of_packed = Known::of(spec, packed).unwrap_or_else(|error| panic!("{error}"));
-        let of_padded = Known::of(spec, padded).expect("a valid problem");
+        let of_packed = JudgedProblem::new(spec, packed).unwrap_or_else(|error| panic!("{error}"));
+        let of_padded = JudgedProblem::new(spec, padded).expect("a valid problem");
         let reference: [HeadCandidate; 2] = [&of_packed, &of_padded].map(|known| known.reference.outcome().into());
         let [a, b] = &reference;
         prop_assert_eq!(twins.between(a, b).other, Vec::<&str>::new(), "reference");
@@ -101,5 +101,9 @@ fn packed_tokens_after_last_sequence_change_no_bit() {
         let expected = if t < end { of_short.gradient.row(0, t) } else { vec![0.0; 300] };
         assert_eq!(of_long.gradient.row(0, t), expected, "[0,{t}]");
     }
-    Known::of(&spec, &long).expect("a valid problem").expect_right(&native, 1, "tokens behind the last sequence");
+    JudgedProblem::new(&spec, &long).expect("a valid problem").expect_right(
+        &native,
+        1,
+        "tokens behind the last sequence",
+    );
 }

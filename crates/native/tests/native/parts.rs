@@ -6,7 +6,7 @@ use assay_core::problem::{Candidate, CuSeqlens, Dtype, Problem, Sequences};
 use assay_core::spec::{Kl, KlEstimator, LossSpec, Reduction, Rows};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::Native;
 use assay_suites::cases;
 use ndarray::Axis;
@@ -37,7 +37,7 @@ fn laid_out(spec: LossSpec, problem: &Problem) -> (LossSpec, Problem) {
 
 /// The gates that a candidate fails as the whole batch's.
 fn failures(spec: &LossSpec, problem: &Problem, candidate: Candidate) -> Vec<String> {
-    let known = Known::of(spec, problem).unwrap();
+    let known = JudgedProblem::new(spec, problem).unwrap();
     let judged = known.judge(candidate, &Limits::for_class(Native::default().class()).unwrap()).unwrap();
     known.failures(&judged, "parts", "this test")
 }

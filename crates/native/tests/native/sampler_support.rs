@@ -5,7 +5,7 @@ use assay_core::problem::{Dtype, Problem};
 use assay_core::spec::{LossSpec, Temperature};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_native::Native;
 use assay_suites::sampler::within_top_k_and_top_p;
 
@@ -39,7 +39,7 @@ fn top_k_top_p_outputs_are_of_softmax_over_the_set() {
         };
         let whole = recipe.problem(&spec).unwrap();
         let problem = within_top_k_and_top_p(&spec, &whole, 50, 0.9);
-        let known = Known::of(&spec, &problem).unwrap();
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
         let outcome = native.run(&spec, problem.clone(), 1).unwrap();
         let mut sizes = Vec::new();
         for (at, _) in problem.mask.indexed_iter().filter(|(_, counts)| **counts) {

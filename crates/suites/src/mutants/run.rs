@@ -14,7 +14,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::invariance::Invariance;
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_judge::variants;
 
 /// Random specs and problems that are drawn, the first of those that limits are measured on. Those that the specimen
@@ -116,7 +116,7 @@ pub struct MutantSuite<'c, P: Judgeable = Problem> {
 
 struct PreparedCase<'c, P: Judgeable> {
     case: &'c MutantCase<P>,
-    known: Known<'c, P>,
+    known: JudgedProblem<'c, P>,
     /// The correct kernel's candidates, by number of devices.
     correct: Vec<(usize, Candidate<P::Gradient>)>,
 }
@@ -174,7 +174,7 @@ where
         let limits = Limits::external(grade).alone();
         let supported = cases.par_iter().filter(|case| is_supported(&case.spec, case.problem.dtype()));
         let prepared = supported.map(|case| {
-            let known = Known::of(&case.spec, &case.problem).expect("a valid problem");
+            let known = JudgedProblem::new(&case.spec, &case.problem).expect("a valid problem");
             // The correct kernel is judged first: a case that rejected it would kill every mutant for nothing.
             let mut prepared = PreparedCase { case, known, correct: Vec::new() };
             for (i, &on) in devices.iter().enumerate() {

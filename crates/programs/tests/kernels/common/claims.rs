@@ -6,7 +6,7 @@ use assay_core::problem::{Candidate, Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{LogitsTransform, LossSpec, Support, Temperature};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_judge::variants::variants;
 use assay_programs::{LossProgram, Programs as _};
 
@@ -89,7 +89,7 @@ pub(crate) fn expect_zeros_outside_the_support(
         for ((_, _, j), x) in logits.indexed_iter_mut().filter(|((_, _, j), _)| outside(*j)) {
             *x = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][j % 3];
         }
-        let known = Known::of(&spec, &problem).unwrap();
+        let known = JudgedProblem::new(&spec, &problem).unwrap();
         for (id, candidate) in run(i, &spec, &problem) {
             let FloatArray::F32(dlogits) = &candidate.gradient else { unreachable!("as the logits") };
             let beyond = dlogits.indexed_iter().filter(|((_, _, j), _)| outside(*j));

@@ -6,13 +6,13 @@ pub(crate) mod device;
 
 use assay_core::problem::{Dtype, FloatArray, Problem, Shape};
 use assay_core::spec::{ClipCov, KlGradient, LossSpec, Objective};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use half::{bf16, f16};
 use ndarray::Array3;
 
 /// Tokens that count and whose logp is −∞.
 pub(crate) fn impossible_targets(problem: &Problem, spec: &LossSpec) -> usize {
-    let known = Known::of(spec, problem).unwrap();
+    let known = JudgedProblem::new(spec, problem).unwrap();
     let tokens = problem.mask.indexed_iter().filter(|(_, counts)| **counts);
     tokens.filter(|((b, t), _)| known.reference.token(*b, *t).unwrap().inputs.logp == f64::NEG_INFINITY).count()
 }

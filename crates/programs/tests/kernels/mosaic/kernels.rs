@@ -8,7 +8,7 @@ use assay_core::problem::{Advantages, Candidate, Dtype, Extra, Problem, Shape};
 use assay_core::spec::{Kl, KlEstimator, LogitsTransform, LossSpec, Support, Temperature, TemperatureDivides};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_mosaic_interpreter::{self as interpret, HostArray, MosaicOptions, MosaicUnits, TpuCore};
 use assay_programs::{ANY_TPU, LossProgram, NamedArray, Programs, StructuredSpec, TileMachine, TpuKernel};
 use assay_suites::supported::recipe;
@@ -120,7 +120,7 @@ fn check_by(
         "tile-one-pass" => around.one_pass(machine)?,
         _ => around.two_pass(machine)?,
     };
-    let known = Known::of(spec, &problem).unwrap();
+    let known = JudgedProblem::new(spec, &problem).unwrap();
     let judged = known.judge(candidate, &Limits::for_class("tile").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels mosaic::").first() {
         return Err(format!("{id} by {units:?} {recipe:?} {spec:?}\n{failure}"));

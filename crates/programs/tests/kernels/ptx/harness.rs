@@ -6,7 +6,7 @@ use assay_core::problem::{Candidate, Dtype, Problem, Shape};
 use assay_core::spec::{LogitsTransform, LossSpec};
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_programs::{ANY_TPU, LossProgram, MeetingMethod, Programs, PtxTarget, StructuredSpec};
 use assay_ptx::{PtxKernel, Role};
 use assay_ptx_interpreter::{ApproximateUnits, GlobalArray, GridLaunch, PtxModule};
@@ -227,7 +227,7 @@ pub(super) fn check_problem(
         _ => around.two_pass(),
     };
     let candidate = candidate.map_err(|error| format!("{spec:?}\n{error}"))?;
-    let known = Known::of(spec, problem).unwrap();
+    let known = JudgedProblem::new(spec, problem).unwrap();
     let judged = known.judge(candidate, &Limits::for_class("gpu").unwrap()).unwrap();
     if let Some(failure) = known.failures(&judged, id, "cargo test --test kernels ptx::").first() {
         return Err(format!("{id} for {target:?} by {units:?} {spec:?}\n{failure}"));

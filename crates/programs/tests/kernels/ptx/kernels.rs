@@ -10,7 +10,7 @@ use assay_fixture::ProblemFile;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::recorded::recorded_spec;
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_programs::{Device, LossProgram, Programs, PtxTarget, StructuredSpec};
 use assay_ptx_interpreter::ApproximateUnits;
 use assay_suites::cases;
@@ -169,7 +169,7 @@ fn recorded_row_of_qwen_matches_reference() {
     let spec = LossSpec { entropy_coef: 0.01, ..recorded_spec() };
     let around = Around::new(&spec, &problem);
     let on_b200 = Around { target: PtxTarget::Sm100, ..Around::new(&spec, &problem) };
-    let known = Known::of(&spec, &problem).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
     for (id, candidate) in
         [("gpu-one-pass", around.one_pass()), ("gpu-one-pass", on_b200.one_pass()), ("gpu-two-pass", around.two_pass())]
     {

@@ -8,7 +8,7 @@ use assay_core::problem::{
 use assay_core::spec::{LogitsTransform, LossSpec, Ratio, RatioLevel, Support};
 use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_programs::{Device, HeadProgram, Programs, PtxTarget, StructuredSpec};
 use ndarray::{Array2, Array3};
 
@@ -120,7 +120,7 @@ fn lm_head_gradients_by_chunks_match_reference() {
                 two_pass => around.two_pass_by(two_pass, devices),
             };
             let candidate = with_gradients(&problem, candidate.unwrap());
-            let known = Known::of(spec, &problem).unwrap();
+            let known = JudgedProblem::new(spec, &problem).unwrap();
             let judged = known.judge(candidate, &Limits::for_class(program.class()).unwrap()).unwrap();
             let name = format!("{id} on {devices} devices for {target:?}, {recipe:?}");
             assert_eq!(known.failures(&judged, &name, "cargo test --test kernels ptx::"), [""; 0]);

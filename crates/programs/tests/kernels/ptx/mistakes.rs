@@ -6,7 +6,7 @@ use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{Recipe, Regime};
 use assay_judge::tolerance::Limits;
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_programs::PtxTarget;
 use assay_ptx::PtxKernel;
 use assay_ptx_interpreter::ApproximateUnits;
@@ -35,7 +35,7 @@ fn refusal_of(
         Ok(candidate) => candidate,
         Err(error) => return Some(error),
     };
-    let known = Known::of(spec, &problem).unwrap();
+    let known = JudgedProblem::new(spec, &problem).unwrap();
     let judged = match known.judge(candidate, &Limits::for_class("gpu").unwrap()) {
         Ok(judged) => judged,
         Err(error) => return Some(error.to_string()),

@@ -25,7 +25,7 @@ use super::{LossArm, LossStep, Observer, OffPolicy, RunSummary, TrainConfig, Tra
 use assay_core::problem::{Dtype, HeadCandidate, HeadGradient};
 use assay_core::spec::LossSpec;
 use assay_judge::judge::{self, JudgeError};
-use assay_judge::trial::Known;
+use assay_judge::trial::JudgedProblem;
 use assay_judge::{gate::Output, tolerance::Limits};
 use assay_schema::ab::{self as schema, AbComparison, AbVerdict, TrainingStep};
 
@@ -247,7 +247,7 @@ impl JudgedLossSteps {
             metrics: None,
         };
         let limits = Limits::for_class(&self.class).map_err(JudgeError::from)?;
-        let verdicts = Known::of(loss, &problem)?.judge(candidate, &limits)?.verdicts;
+        let verdicts = JudgedProblem::new(loss, &problem)?.judge(candidate, &limits)?.verdicts;
         // Each output keeps its largest error over its limit, with its place.
         self.steps += 1;
         for verdict in verdicts.iter().filter(|verdict| JUDGED.contains(&verdict.gate.output)) {
