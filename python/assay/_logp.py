@@ -60,10 +60,10 @@ def check_logp(
     Ids are a token's largest logits and some others. In half of the tokens one id occurs twice, with two cotangents, which add up.
 
     The backward pass is `torch.autograd.grad` or `jax.vjp` of `fn`; a hand-written one (`autograd.Function`, `custom_vjp`) is
-    judged as it is. Half of the problems are asked as callers differ, by turns: with logits that are a view, cotangents that are strided or
-    expanded from one number, a second backward pass of a kept graph, a frozen head or frozen hidden states, or a `.grad` that is set; in
-    JAX with what is frozen. A failure that a plain call of the same problem does not have names the way. A function that raises an
-    error for a view or for a second backward pass refuses it, and the report counts that as skipped. Inputs must be what they were after
+    judged as it is. Almost half of the problems are asked as callers differ, by turns: with logits that are a view, cotangents that are
+    strided or expanded from one number, a second backward pass of a kept graph, a frozen head or frozen hidden states, or a `.grad` that
+    is set; in JAX with what is frozen. A failure that a plain call of the same problem does not have names the way. A function that raises
+    an error for a view or for a second backward pass refuses it, and the report counts that as skipped. Inputs must be what they were after
     the backward pass, unless `inplace=True`.
 
     For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for each problem of

@@ -49,7 +49,7 @@ def check_loss(
         print(assay.check_loss(loss, "trl", loss_type="dapo"))
 
     What `assay.check` cannot see is judged here: the gradients are those of `torch.autograd.grad` or `jax.vjp`, divided by the upstream
-    gradient, which is 3 or 0.37 in some problems, as under gradient accumulation and loss scaling. Half of the problems are asked as
+    gradient, which is 3 or 0.37 in some problems, as under gradient accumulation and loss scaling. Almost half of the problems are asked as
     callers differ, by turns, as in `assay.check_logp`; a failure that a plain call of the same problem does not have names the way.
 
     Args:

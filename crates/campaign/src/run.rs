@@ -211,8 +211,8 @@ impl<P: Subject> Round<'_, P> {
         Ok(())
     }
 
-    /// Chooses the way of calling for the next problem: for half of the problems the plain one, and the others by turns. The recipe is
-    /// changed where the way is for problems of another content.
+    /// Chooses the way of calling for the next problem: the plain one for a quarter of them, and for the rest the others by turns. The
+    /// recipe is changed where the way is for problems of another content.
     fn way(&mut self, dealt: &mut DealtRecipe) -> Option<usize> {
         // Garbage under the mask is a question of its own, which a failure in one of the ways would hide.
         if dealt.content == DeckContent::MaskedGarbage {
