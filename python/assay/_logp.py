@@ -88,12 +88,12 @@ def check_logp(
     """
     if not callable(fn):
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of logits and ids")
-    _autograd.expect_options(framework, _KERNELS, options)
     if "top" in options:
         warnings.warn("`top` is the old name of `ids_per_token`", DeprecationWarning, stacklevel=2)
         ids_per_token = options.pop("top")
     if type(ids_per_token) is not int or ids_per_token < 1:
         raise AssayError(f"ids_per_token: got {ids_per_token!r}, expected an integer of at least 1")
+    _autograd.expect_options(framework, _KERNELS, options)
     asked = {} if logits is None else {"logits": dict(logits)}
     spec = _specs.spec(
         _specs.LOGP,
