@@ -25,13 +25,18 @@ pub enum DeckContent {
     FarColumn,
     /// Ratios at the bounds of the clip, in f32, and next to them.
     RatiosAtBounds,
-    /// Log-probabilities and old log-probabilities that are tens to hundreds of nats apart: ratios overflow f32.
+    /// Log-probabilities and old log-probabilities that are tens of nats apart either way, or hundreds with ratios that underflow. Ratios
+    /// do not overflow f32: the slope of one that the clip holds would be 0·∞ in plain automatic differentiation.
     FarRatios,
     /// All advantages are 0, as in a group of equal rewards.
     ZeroAdvantages,
     /// No token counts, so that every mean is over nothing.
     NoTokenCounts,
 }
+
+/// Scales of the noise of old log-probabilities that are far from the new ones, nats.
+const TENS: f64 = 20.0;
+const HUNDREDS: f64 = 300.0;
 
 /// The tokens at each end of a batch of [`DeckContent::EndsCount`].
 const ENDS: usize = 64;
@@ -124,7 +129,9 @@ impl DeckContent {
             Self::RatiosAtBounds if deck.regimes == Regime::FINITE && recipe.seed.is_multiple_of(2) => {
                 recipe.regime = Regime::Confident;
             }
-            Self::FarRatios => recipe.old_logp_noise_scale = if recipe.seed.is_multiple_of(2) { 60.0 } else { 300.0 },
+            Self::FarRatios => {
+                recipe.old_logp_noise_scale = if recipe.seed.is_multiple_of(2) { TENS } else { HUNDREDS }
+            }
             _ => {}
         }
     }
@@ -140,7 +147,19 @@ impl DeckContent {
         problem: &mut P,
     ) -> Result<(), RecipeError> {
         let edited = match self {
-            Self::Drawn | Self::EveryTokenCounts | Self::FarColumn | Self::FarRatios => return Ok(()),
+            Self::Drawn | Self::EveryTokenCounts | Self::FarColumn => return Ok(()),
+            Self::FarRatios if dealt.recipe.old_logp_noise_scale < HUNDREDS => return Ok(()),
+            Self::FarRatios => {
+                let evaluated = problem.evaluate(spec).map_err(RecipeError::Problem)?;
+                let reference = P::on_logits(&evaluated);
+                problem.map_tokens(|tokens| {
+                    // Mirrored at the new log-probability, no old one is below it.
+                    for ((b, t), old) in tokens.old_logp.iter_mut().flat_map(|array| array.indexed_iter_mut()) {
+                        let Some(logp) = reference.token(b, t).map(|token| token.inputs.logp) else { continue };
+                        *old = f64::from((logp + (*old - logp).abs()) as f32);
+                    }
+                })
+            }
             Self::MaskedGarbage if dealt.garbage_ids => return Ok(()),
             Self::MaskedGarbage => problem.map_tokens(put_ids_into_the_vocabulary),
             Self::EndsCount => problem.map_tokens(|tokens| {

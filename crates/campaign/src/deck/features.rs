@@ -114,7 +114,7 @@ impl Feature {
                 Predicate::Recipe(|dealt| dealt.recipe.old_logp_noise_scale == 0.0),
             ),
             ("ratios at the clip's bounds", "a comparison on the wrong side, or 0/0", of(RatiosAtBounds)),
-            ("ratios beyond f32", "a clamped or overflowing log-ratio", of(FarRatios)),
+            ("ratios far from 1", "a clamped or underflowing log-ratio", of(FarRatios)),
             (
                 "a late entry 90 to 1,000 nats up",
                 "tiles that are merged by exp of a difference overflow",

@@ -11,6 +11,9 @@ use crate::tolerance::Grade;
 use assay_core::spec::{LossSpec, Objective, TrustRegion};
 use assay_reference::{Branch, Choice, Token, TokenInputs};
 
+/// The relative distance from a bound within which an accurate ratio in f32 may be at it.
+const AT_A_BOUND: f64 = 1e-5;
+
 /// A yes-or-no choice among a token's inputs.
 type ChoiceField = fn(&mut TokenInputs) -> &mut bool;
 
@@ -102,7 +105,7 @@ pub(super) fn branches(
 /// Returns the branch that automatic differentiation takes if the ratio of `nearby` inputs is at a bound of PPO's clip, which grade
 /// `standard` forgives.
 ///
-/// A band that is wider than a value at a bound, as if logits were rounded by whole nats, contains no such branch.
+/// In a band that is wider than a value at a bound, as if logits were rounded by whole nats, the exact ratio must be at the bound.
 pub(super) fn held_by_clip(spec: &LossSpec, token: &Token, nearby: &[TokenInputs], bands: Bands) -> Option<Branch> {
     if bands.grade != Grade::Standard {
         return None;
@@ -110,8 +113,13 @@ pub(super) fn held_by_clip(spec: &LossSpec, token: &Token, nearby: &[TokenInputs
     // A held branch is added only where the inputs nearby span less than 1e-3 of a ratio: in a wider band nearly every
     // token would have a ratio at a bound.
     let ratios = nearby.iter().map(|inputs| inputs.ratio(spec));
-    let (low, high) = ratios.fold((f64::INFINITY, 0.0), |(low, high), x| (f64::min(low, x), f64::max(high, x)));
-    token.branch.held_by_clip(spec, low..=high).filter(|_| high <= low * (1.0 + 1e-3))
+    let (mut low, mut high) = ratios.fold((f64::INFINITY, 0.0), |(low, high), x| (f64::min(low, x), f64::max(high, x)));
+    if high > low * (1.0 + 1e-3) {
+        // A kernel that is more accurate than its limits still has a ratio at a bound if the exact one is.
+        let here = token.inputs.ratio(spec);
+        (low, high) = (here * (1.0 - AT_A_BOUND), here * (1.0 + AT_A_BOUND));
+    }
+    token.branch.held_by_clip(spec, low..=high)
 }
 
 /// Returns how near each of a token's choices, on policy and selected, must be to its threshold to be open.

@@ -76,10 +76,13 @@ pub(crate) fn response(
     total
 }
 
-/// Moves `ℓ` by `by`, to at most 0: it stays the logarithm of a probability.
+/// Moves `ℓ` by `by`, to at most 0: it stays the logarithm of a probability. The remainder moves the old log-probability the other way,
+/// as the log-ratio rounds by itself even where `ℓ` is 0.
 pub(super) fn shift(spec: &LossSpec, inputs: &TokenInputs, by: f64) -> TokenInputs {
     let logp = inputs.logp + by;
-    at_logp(spec, inputs, if logp > 0.0 { 0.0 } else { logp })
+    let moved = at_logp(spec, inputs, logp.min(0.0));
+    let by_itself = logp > 0.0 && spec.old_logp != OldLogp::Current;
+    if by_itself { TokenInputs { old_logp: moved.old_logp - logp, ..moved } } else { moved }
 }
 
 /// Replaces `ℓ`, and under [`OldLogp::Current`] moves the old one along, so that the ratio stays.

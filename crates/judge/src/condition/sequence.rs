@@ -102,12 +102,24 @@ impl SequenceCondition {
         if spec.ratio.level.is_shared() {
             for &(_, token, softmax) in tokens {
                 let moves = sequence.moves(spec, token, softmax);
-                let derivative =
-                    |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, &token.branch);
-                let moved = response(spec, &token.inputs, moves, &derivative);
-                sequence.terms.sum += grad_terms(spec, token, &token.branch, bands.grade).1;
-                sequence.terms.moved.scale += moved.scale;
-                sequence.terms.moved.floor += moved.floor;
+                // Near a bound of the clip the token may be on the other branch, whose derivative may be the larger.
+                let mut branches = vec![token.branch];
+                for by in within(sequence.band(bands)) {
+                    let branch = Branch::at(spec, &shift_shared(&token.inputs, by));
+                    if !branches.contains(&branch) {
+                        branches.push(branch);
+                    }
+                }
+                let (mut sum, mut most) = (0.0, ErrorBound::default());
+                for branch in &branches {
+                    let derivative =
+                        |inputs: &TokenInputs| reference.by_log_ratio(&Token { inputs: *inputs, ..*token }, branch);
+                    most = most.or(response(spec, &token.inputs, moves, &derivative));
+                    sum = f64::max(sum, grad_terms(spec, token, branch, bands.grade).1);
+                }
+                sequence.terms.sum += sum;
+                sequence.terms.moved.scale += most.scale;
+                sequence.terms.moved.floor += most.floor;
             }
             sequence.add_couplings(reference, bands, batch, tokens);
         }
