@@ -57,7 +57,7 @@ pub struct Options {
 pub enum BenchProgress {
     /// The name of the step that begins.
     Doing(&'static str),
-    /// One step has ended, of [`StepCounts::all`] steps.
+    /// One step has ended, of `StepCounts::all` steps.
     Step,
 }
 

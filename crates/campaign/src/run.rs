@@ -51,7 +51,7 @@ const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 const TILE: usize = 128;
 
 impl Campaign {
-    /// Gives the kernel the problems of the deck, which have an LM head if the kernel is one of [`HeadProblem`]s.
+    /// Gives the kernel the problems of the deck, which have an LM head if the kernel is one of `HeadProblem`s.
     ///
     /// # Errors
     /// [`CampaignError`] where it cannot be made. What a kernel does is a finding, never an error.
