@@ -438,7 +438,8 @@ def test_a_normalizer_that_is_none_is_refused(on_gpu: Fake, monkeypatch: pytest.
     assert torch.isfinite(loss(3))
     on_gpu.set("devices=3,capability=9.0/8.0/7.5")
     for number in (0, -3.0, float("nan"), float("inf")):
-        with pytest.raises(assay.ProblemError, match=rf"`normalizer`: got {number:g}, expected a finite number > 0"):
+        expected = "the number of tokens that count, above 0" if not number > 0 else "a finite number > 0"
+        with pytest.raises(assay.ProblemError, match=rf"`normalizer`: got {number:g}, expected {expected}"):
             loss(number)
     with pytest.raises(assay.ProblemError, match="`normalizer`: got a tensor on meta, expected one on cpu"):
         loss(torch.tensor(3.0, device="meta"))
