@@ -28,7 +28,7 @@ impl ReportPart for CampaignReport {
             }
             @for cause in &self.causes { (draw_cause(cause)) }
             @if !self.allowed.is_empty() {
-                h3 { "Allowed by name" }
+                h3 { "Allowed by name, or noted" }
                 @for cause in &self.allowed { (draw_cause(cause)) }
             }
             @for skipped in &self.skipped {

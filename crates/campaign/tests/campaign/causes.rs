@@ -172,6 +172,8 @@ fn garbage_under_the_mask_is_noted_and_fails_where_it_is_asked_for() {
     let noted = report(&asked, change);
     assert!(noted.passed && noted.failed > 2, "{}", assay_campaign::text(&noted));
     assert_eq!(noted.allowed.iter().map(|cause| cause.gate.as_str()).collect::<Vec<_>>(), ["masked-garbage"]);
+    let text = assay_campaign::text(&noted);
+    assert!(text.contains("NOTE masked-garbage: ") && text.contains(", 1 noted, "), "{text}");
     asked.deck.masked_garbage = Some(true);
     assert!(!report(&asked, change).passed);
     asked.deck.masked_garbage = Some(false);
