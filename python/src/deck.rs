@@ -45,6 +45,11 @@ impl DeckOptions {
         let layout = self.layout.parse().map_err(|reason| wrong(format!("layout: {reason}")))?;
         // Extents `BxTxHxV` ask for an LM head by themselves.
         let head = (self.lm_head || !hidden.is_empty()).then_some(DeckHead { hidden, layout, rounds_logits });
+        // An option of the head would silently do nothing without one.
+        if head.is_none() && (rounds_logits || layout != DeckHead::default().layout) {
+            let option = if rounds_logits { "rounds_logits" } else { "layout" };
+            return Err(wrong(format!("{option}: got it for problems of logits, expected lm_head=True beside it")));
+        }
         let wide = self.wide.unwrap_or_else(|| Deck::usual_wide(cases, dtypes.len()));
         Ok(Deck { dtypes, shapes, regimes, cases, wide, seed, packed, masked_garbage, head })
     }

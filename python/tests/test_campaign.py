@@ -253,3 +253,48 @@ def test_a_process_that_ends_or_hangs_is_a_cause(
     with pytest.raises(raised) as error:
         report.raise_for_failure()
     assert getattr(error.value, "signal", None) == number
+
+
+def plain(level: str) -> Callable[[assay.Problem], dict[str, Any]]:
+    """TRL's loss in f32 as automatic differentiation makes it: of two equal arguments of `minimum` each gets half of the gradient."""
+
+    def plain_f32(problem: assay.Problem) -> dict[str, Any]:
+        arrays, one = problem.numpy(), np.float32(1)
+        mask, x = arrays.mask, arrays.logits.astype(np.float32)
+        target = np.arange(x.shape[-1]) == arrays.ids[..., None]
+        z = x - x.max(-1, keepdims=True)
+        log_sum = np.log(np.exp(z).sum(-1))
+        logp = np.where(target, z, 0).sum(-1) - log_sum
+        lengths = np.maximum(mask.sum(-1, keepdims=True), 1).astype(np.float32)
+        log_ratio = np.where(mask, logp - arrays.old_logp, 0).astype(np.float32)
+        if level == "sequence":
+            log_ratio = np.broadcast_to(log_ratio.sum(-1, keepdims=True) / lengths, mask.shape)
+        ratio, a = np.exp(log_ratio), np.broadcast_to(arrays.advantages[:, None], mask.shape).astype(np.float32)
+        bounds = np.float32(0.8), np.float32(1.2)
+        free, held = ratio * a, np.clip(ratio, *bounds) * a
+        inside = ((ratio >= bounds[0]) & (ratio <= bounds[1])).astype(np.float32)
+        slope = np.where(free < held, one, np.where(free > held, inside, (one + inside) / 2))
+        count = np.float32(max(mask.sum(), 1))
+        by_ratio = np.where(mask, -slope * a * ratio, 0) / count
+        if level == "sequence":
+            by_ratio = np.where(mask, by_ratio.sum(-1, keepdims=True) / lengths, 0)
+        p = np.exp(z - log_sum[..., None])
+        dlogits = by_ratio[..., None] * (target - p)
+        loss = np.where(mask, -np.minimum(free, held), 0).sum() / count
+        return {"loss": np.float32(loss), "dlogits": dlogits.astype(arrays.logits.dtype), "logp": np.where(mask, logp, 0)}
+
+    return plain_f32
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_plain_f32_passes_where_ratios_are_at_the_bounds_of_the_clip(level: str) -> None:
+    options: dict[str, Any] = {"shapes": ["4x9x33", "2x3x2", "4x16x32"], "dtypes": ["f32"], "cases": 120, "masked_garbage": False}
+    with np.errstate(all="ignore"):
+        report = check(plain(level), importance_sampling_level=level, loss_type="dapo", **options)
+    assert report, report
+
+
+@pytest.mark.parametrize("option", [{"layout": "hv"}, {"rounds_logits": True}])
+def test_options_of_a_head_are_refused_without_one(option: dict[str, Any]) -> None:
+    with pytest.raises(assay.ProblemError, match=f"{next(iter(option))}: got it for problems of logits, expected lm_head=True"):
+        check(honest, **option)

@@ -85,7 +85,7 @@ impl<W: Timed> BenchSubject<'_, W> {
         if whole {
             progress(BenchProgress::Doing("judging"));
             let answer = answer()?;
-            // What kernels leave when they are timed is compared with the answer that was judged.
+            // The outputs of the timed runs are compared with the answer that was judged.
             let judged = placed.held.as_ref().map(|held| (held, answer.clone()));
             if let Some(wrong) = judge_answer(implementation, spec, &problem, devices, answer, command)? {
                 return Ok(wrong);

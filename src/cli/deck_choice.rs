@@ -41,9 +41,9 @@ pub(super) struct DeckChoice {
     /// Widths of the LM head, which ask for one; the deck's own if none is given
     #[arg(long, value_name = "H,…", value_delimiter = ',')]
     hidden: Vec<usize>,
-    /// Layout of the LM head: hv, which is [H,V], or vh, which is [V,H]
-    #[arg(long, value_name = "hv|vh", default_value = "vh")]
-    layout: HeadLayout,
+    /// Layout of the LM head: hv, which is [H,V], or vh, which is [V,H], if nothing is said
+    #[arg(long, value_name = "hv|vh")]
+    layout: Option<HeadLayout>,
     /// Problems whose logits the LM head rounds to its dtype
     #[arg(long)]
     rounds_logits: bool,
@@ -62,6 +62,16 @@ impl DeckChoice {
         if hidden.contains(&0) {
             return Err(CliError::Usage("--hidden: got 0, expected widths ≥ 1".into()));
         }
+        // An option of the head would silently do nothing without one.
+        if !self.lm_head && hidden.is_empty() {
+            let given = [("--layout", layout.is_some()), ("--rounds-logits", rounds_logits)];
+            if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+                return Err(CliError::Usage(format!(
+                    "{option}: got no LM head, expected --lm-head or --hidden beside it"
+                )));
+            }
+        }
+        let layout = layout.unwrap_or(HeadLayout::VocabByHidden);
         let head =
             (self.lm_head || !hidden.is_empty()).then(|| DeckHead { hidden: hidden.clone(), layout, rounds_logits });
         let regimes = if self.regimes.is_empty() { Regime::FINITE.to_vec() } else { self.regimes.clone() };

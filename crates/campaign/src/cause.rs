@@ -72,7 +72,7 @@ pub(crate) fn causes<P: Subject>(
     for ((way, kind), bucket) in found.buckets {
         bench.call_by(way);
         let draft = draft(campaign, kind, bucket, found.passing, bench);
-        // What fails in one way of calling only has that for its cause, whichever gates fail.
+        // A kernel that fails in one way of calling only has that way for its cause, whichever gates fail.
         let are_one = |other: &CauseDraft<P>| way.is_some() || are_one(other, &draft);
         match drafts.iter_mut().find(|other| other.way == way && are_one(other)) {
             Some(other) => merge(other, draft),
@@ -132,7 +132,7 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
         if let Some((_, other)) = joined.iter_mut().find(explains) {
             merge(other, draft);
         } else {
-            // What a way of calling shows does not depend on the problems.
+            // A failure of one way of calling is no property of the problems.
             let property = if draft.way.is_none() { CommonProperty::find(&failing, &passing) } else { None };
             joined.push((property, draft));
         }

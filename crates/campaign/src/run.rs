@@ -180,7 +180,7 @@ impl<P: Subject> Round<'_, P> {
             let as_dealt =
                 |problem: &P| problem.batch().extra.sequences.packed().is_some() == self.campaign.deck.packed;
             if let Some(problem) = problem.filter(as_dealt) {
-                // What failed once is tried, whatever it has in it, and in the way in which it failed.
+                // A problem that failed once is tried whatever its content is, and called in the way in which it failed.
                 let called = file.metadata().get(CALLED_KEY);
                 let way = self.bench.kernel.ways().iter().position(|way| Some(&way.words) == called);
                 let _ = self.examine(path.display().to_string(), problem, None, way);
@@ -195,7 +195,7 @@ impl<P: Subject> Round<'_, P> {
     fn deal(&mut self, index: u64) -> Result<(), CampaignError> {
         for step in 0..SEEDS {
             let mut dealt = reseeded(self.campaign.deck.deal(index), step);
-            // What breaks on wide problems only, such as a workspace that is not cleared, shows in the second call.
+            // Some mistakes of wide problems, such as a workspace that is not cleared, show in the second call only.
             let wide = dealt.recipe.shape[2] > SPLIT;
             let twice = self.campaign.repeats && (wide || index.is_multiple_of(TWICE));
             let way = if twice { None } else { self.way(&mut dealt) };

@@ -306,7 +306,7 @@ fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Di
         }
         let mut all_wrong = true;
         for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
-            // What rounds to nothing is neither right nor wrong.
+            // A value below the dtype's resolution is neither right nor wrong.
             if half_ulp(x, dlogits.dtype()) > WRONG / 2.0 * x.abs() {
                 continue;
             }

@@ -125,7 +125,7 @@ impl DeckContent {
             // Whoever names regimes gets no other.
             Self::FarColumn if deck.regimes != Regime::FINITE => dealt.content = Self::Drawn,
             Self::FarColumn => recipe.regime = Regime::FarColumn,
-            // Where the sampled entry has all the mass, its logp is 0 and the ratio exact.
+            // A sampled entry that has all the mass has logp 0, so that the ratio is exact in f32.
             Self::RatiosAtBounds if deck.regimes == Regime::FINITE && recipe.seed.is_multiple_of(2) => {
                 recipe.regime = Regime::Confident;
             }

@@ -249,7 +249,7 @@ impl ShiftFit {
     /// Adds a value `y` for `x`, which may be off by `limit` besides the shift.
     fn add(&mut self, x: f64, y: f64, limit: f64) {
         (self.error, self.size) = (self.error + (y - x), self.size + x);
-        // What f32 flushes to 0 says nothing about a factor.
+        // A value within its limit of 0 says nothing about a factor.
         if x.abs() > limit {
             let (shift, reach) = ((y - x) / x, limit / x.abs());
             self.within = [self.within[0].max(shift - reach), self.within[1].min(shift + reach)];
