@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_samples() {
+    fn bench_percentiles_are_samples() {
         let sorted = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0];
         assert_eq!([0, 50, 90, 100].map(|percent| percentile(&sorted, percent)), [1.0, 5.0, 9.0, 10.0]);
         assert_eq!([0, 50, 90, 100].map(|percent| percentile(&[3.0], percent)), [3.0; 4]);

@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn every_step_is_made_and_every_figure_stands_under_its_key() {
+    fn bench_makes_every_step_and_writes_every_figure() {
         let subject = CountedSteps::default();
         let Ok(BenchResult::Right(figures)) = measure(&subject, [2, 3, 65], None) else { panic!("a right answer") };
         assert_eq!(subject.steps.load(Ordering::Relaxed), 1 + 2 + 4);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_answer_is_reported_and_not_timed() {
+    fn bench_reports_a_wrong_answer_and_does_not_time_it() {
         let subject = CountedSteps { error: 1e-3, ..CountedSteps::default() };
         let Ok(BenchResult::Wrong { verdicts, failures }) = measure(&subject, [2, 3, 65], None) else {
             panic!("a wrong answer")
@@ -308,7 +308,7 @@ mod tests {
 
     /// 2·3·65 elements: 10 bytes each while they are made, then 4 and the 1000 of the implementation.
     #[test]
-    fn a_batch_that_does_not_fit_is_refused_before_it_is_made() {
+    fn bench_refuses_a_batch_that_does_not_fit_unmade() {
         for (available, fits) in [(3899, false), (3900, true)] {
             let subject = CountedSteps::default();
             match measure(&subject, [2, 3, 65], Some(available)) {

@@ -240,7 +240,7 @@ mod tests {
 
     /// The large ones are too large to run here.
     #[test]
-    fn shipped_bench_configs_are_valid() {
+    fn bench_configs_shipped_are_valid() {
         let mut shapes = Vec::new();
         for entry in fs::read_dir("configs").unwrap() {
             let path = entry.unwrap().path();

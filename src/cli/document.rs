@@ -46,14 +46,14 @@ mod tests {
     const MARKS: Marks = ["<!-- start -->", "<!-- end -->"];
 
     #[test]
-    fn what_stands_between_the_marks_is_replaced_and_nothing_else() {
+    fn document_text_between_marks_alone_is_replaced() {
         let once = between("before\n<!-- start -->\nold\n<!-- end -->\nafter\n", MARKS, "| new |\n").unwrap();
         assert_eq!(once, "before\n<!-- start -->\n| new |\n<!-- end -->\nafter\n");
         assert_eq!(between(&once, MARKS, "| new |\n").unwrap(), once);
     }
 
     #[test]
-    fn a_document_without_both_marks_in_order_is_refused_and_left_as_it_is() {
+    fn document_without_both_marks_is_refused_and_left() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("document.md");
         for text in ["", "<!-- start -->\n", "<!-- end -->\n", "<!-- end -->\n<!-- start -->\n"] {

@@ -57,7 +57,7 @@ mod tests {
     use crate::cli::Cli;
 
     #[test]
-    fn every_command_stands_under_exactly_one_heading() {
+    fn help_has_every_command_under_exactly_one_heading() {
         let command = Cli::command();
         for command in command.get_subcommands().filter(|command| !command.is_hide_set()) {
             let name = command.get_name();
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn help_shows_every_command_once_and_those_without_a_heading_too() {
+    fn help_shows_every_command_once_even_without_a_heading() {
         let command = Cli::command().subcommand(Command::new("newcomer").about("Nobody gave it a heading"));
         let help = grouped(command.clone()).render_help().to_string();
         for command in command.get_subcommands() {

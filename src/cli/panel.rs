@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn worst_gate_of_a_regime_is_the_one_with_nan_and_what_fails_is_bold() {
+    fn panel_worst_gate_is_the_one_with_nan_and_failures_are_bold() {
         let outcome =
             outcome(vec![cell("loss", 1, 0, 9e9), cell("dlogits row_l2", 1, 2, 0.1), cell("logp", 0, 0, 0.5)]);
         let text = markdown(&outcome, &[]);
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn cause_is_shown_while_it_explains_a_failure_and_what_none_explains_is_shown_too() {
+    fn panel_shows_causes_that_explain_and_what_none_explains() {
         let failing = outcome(vec![cell("loss", 1, 0, 2.0), cell("logp", 0, 0, 0.5)]);
         let explained_by = |gate| explained(&failing, &[cause(gate)]);
         assert!(explained_by("loss").ends_with("|\n| k | bf16 | holes | u·\\|x\\| | yes |\n"));

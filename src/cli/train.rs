@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shipped_train_configs_are_valid() {
+    fn train_configs_shipped_are_valid() {
         let mut names = Vec::new();
         for entry in std::fs::read_dir("configs").unwrap() {
             let path = entry.unwrap().path();

@@ -89,7 +89,7 @@ fn one_of_each_class<P: Workload>(all: Vec<Arc<dyn Implementation<P>>>) -> Vec<A
 /// `xla-online` has no digits of `1 − p_y` left at a peak: it is held to `standard`, and timed.
 #[cfg(feature = "pjrt")]
 #[test]
-fn other_ways_to_write_xla_are_timed_at_standard() {
+fn bench_times_other_ways_to_write_xla_at_standard() {
     for id in ["xla-online", "xla-seed"] {
         let (code, stdout, stderr, json) = bench_of(&["--impl", id, "--shape", "1x64x3000", "--against", "xla"]);
         assert_eq!((code, stderr.as_str()), (0, ""), "{id}: {stdout}");
@@ -98,7 +98,7 @@ fn other_ways_to_write_xla_are_timed_at_standard() {
 }
 
 #[test]
-fn opponents_take_turns_and_give_ratios() {
+fn bench_opponents_take_turns_and_give_ratios() {
     let args = ["--impl", "native", "--shape", "1x4x513", "--dtype", "f16", "--threads", "2"];
     let (code, stdout, stderr, json) = bench_of(&[&args[..], &["--against", "copy", "--against", "native"]].concat());
     assert_eq!((code, stderr.as_str()), (0, ""), "{stdout}");
@@ -115,7 +115,7 @@ fn opponents_take_turns_and_give_ratios() {
 }
 
 #[test]
-fn a_head_takes_turns_with_its_products() {
+fn bench_lm_head_takes_turns_with_its_products() {
     let args =
         ["--impl", "native-lm-head", "--shape", "3x4x17x513", "--dtype", "bf16", "--layout", "vh", "--threads", "2"];
     let against = ["--against", "gemm", "--against", "native-lm-head"];
@@ -138,7 +138,7 @@ fn a_head_takes_turns_with_its_products() {
 }
 
 #[test]
-fn a_head_in_a_config_gives_the_seeds_keys() {
+fn bench_lm_head_in_a_config_gives_the_seeds_keys() {
     for head in one_of_each_class(head_registry(None)) {
         let devices = *head.device_counts().last().expect("it is available");
         let config = format!(
@@ -158,7 +158,7 @@ fn a_head_in_a_config_gives_the_seeds_keys() {
 }
 
 #[test]
-fn impossible_turns_are_refused() {
+fn bench_impossible_turns_are_refused() {
     let native = ["--impl", "native", "--shape", "1x2x9"];
     for (args, part) in [
         (&["--against", "nobody"][..], "nobody"),
@@ -191,7 +191,7 @@ fn assert_refused(config: &str, parts: &[&str]) {
 }
 
 #[test]
-fn every_class_gives_the_seeds_keys_and_figures_that_agree() {
+fn bench_every_class_gives_the_seeds_keys_and_agrees() {
     let (shape, dtype) = ([2, 4, 130], Dtype::Bf16);
     for implementation in one_of_each_class(registry(None)) {
         let devices = *implementation.device_counts().last().expect("it is available");
@@ -224,7 +224,7 @@ fn every_class_gives_the_seeds_keys_and_figures_that_agree() {
 
 #[cfg(feature = "pjrt")]
 #[test]
-fn program_bytes_are_those_of_the_shape() {
+fn bench_program_bytes_are_those_of_the_shape() {
     let [b, t, v] = [2, 4, 130];
     for dtype in Dtype::KERNEL {
         let (code, _, stderr, json) = bench(&config("xla", 1, [b, t, v], dtype), &["-q"]);
@@ -245,7 +245,7 @@ fn program_bytes_are_those_of_the_shape() {
 
 #[cfg(feature = "pjrt")]
 #[test]
-fn host_bytes_are_those_of_every_device_that_shares_the_host() {
+fn bench_host_bytes_are_of_every_device_that_shares_it() {
     let (spec, shape) = (LossSpec::default(), Shape { batch: 2, tokens: 4, vocab: 130 });
     for (id, devices) in [("xla", 1), ("xla-rows", 4), ("xla-vocab", 8)] {
         let implementation = find(id, None).unwrap();
@@ -261,7 +261,7 @@ fn host_bytes_are_those_of_every_device_that_shares_the_host() {
 }
 
 #[test]
-fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
+fn bench_shape_that_does_not_fit_is_refused_with_both_numbers() {
     let [b, t, v] = [4096, 65_536, 151_936];
     for implementation in registry(None).iter().filter(|implementation| implementation.available().is_ok()) {
         let devices = implementation.device_counts()[0];
@@ -276,7 +276,7 @@ fn a_shape_that_does_not_fit_is_refused_with_both_numbers() {
 }
 
 #[test]
-fn bad_bench_configs_are_refused_by_file_and_field() {
+fn bench_bad_configs_are_refused_by_file_and_field() {
     let right = config("native", 1, [1, 2, 3], Dtype::F32);
     let with = |from: &str, to: &str| {
         assert!(right.contains(from), "{from}");
@@ -303,7 +303,7 @@ fn bad_bench_configs_are_refused_by_file_and_field() {
 }
 
 #[test]
-fn quiet_prints_nothing_and_counts_have_defaults() {
+fn bench_quiet_prints_nothing_and_counts_have_defaults() {
     let text = "batch: {generate: {shape: [1, 2, 33], dtype: f16, regime: small}}\n";
     let (code, stdout, stderr, json) = bench(text, &["--quiet"]);
     assert_eq!((code, stdout.as_str(), stderr.as_str()), (0, "", ""));
@@ -312,7 +312,7 @@ fn quiet_prints_nothing_and_counts_have_defaults() {
 }
 
 #[test]
-fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
+fn bench_steps_of_every_implementation_equal_a_run() {
     #[cfg(feature = "pjrt")]
     assay_testkit::plugins::cpu_clients();
     let spec = LossSpec::default();
@@ -339,7 +339,7 @@ fn steps_of_every_implementation_give_what_a_run_gives_each_time() {
 }
 
 #[test]
-fn a_problem_of_another_shape_or_dtype_is_refused() {
+fn bench_problem_of_another_shape_or_dtype_is_refused() {
     let spec = LossSpec::default();
     for implementation in one_of_each_class(registry(None)) {
         let devices = implementation.device_counts()[0];

@@ -38,7 +38,7 @@ fn answered(computed: &LossSpec) -> (TempDir, [String; 2]) {
 }
 
 #[test]
-fn check_of_a_right_kernel_passes_and_says_what_it_would_have_caught() {
+fn check_passes_a_right_kernel_and_says_what_it_would_catch() {
     let folder = TempDir::new().unwrap();
     let [json, page] = ["check.json", "page.html"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
     let fixed = ["check", "--impl", "native", "--preset", "trl", "--cases", "24", "--wide", "0"];
@@ -54,7 +54,7 @@ fn check_of_a_right_kernel_passes_and_says_what_it_would_have_caught() {
 }
 
 #[test]
-fn check_of_packed_problems_is_a_word_and_refuses_a_mean_over_the_width() {
+fn packed_check_is_a_word_and_refuses_a_mean_over_the_width() {
     let packed = ["check", "--packed", "--impl", "native", "--cases", "6", "--wide", "0", "--no-power"];
     let output = assay(&packed);
     let said = output.stdout.lines().last().unwrap_or_default();
@@ -64,7 +64,7 @@ fn check_of_packed_problems_is_a_word_and_refuses_a_mean_over_the_width() {
 }
 
 #[test]
-fn options_of_a_loss_are_taken_as_words_and_after_an_option() {
+fn check_options_of_a_loss_are_taken_as_words_or_options() {
     let folder = TempDir::new().unwrap();
     let words = ["--preset", "trl", "loss_type=bnpo", "beta=0.04"];
     let named = ["--preset", "trl", "--option", "loss_type=bnpo", "--option", "beta=0.04"];
@@ -91,7 +91,7 @@ fn options_of_a_loss_are_taken_as_words_and_after_an_option() {
 }
 
 #[test]
-fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
+fn check_folder_with_a_missing_answer_is_no_pass() {
     let (_folder, [suite, candidates]) = answered(&trl(&[]));
     let judged = |more: &[&str]| assay(&[&["judge", &suite, "--candidates", &candidates], more].concat());
     let output = judged(&[]);
@@ -110,7 +110,7 @@ fn folder_is_judged_at_once_and_a_missing_answer_is_no_pass() {
 }
 
 #[test]
-fn truncated_answer_in_a_folder_is_named_and_the_others_are_judged() {
+fn check_folder_names_a_truncated_answer_and_judges_the_others() {
     let (_folder, [suite, candidates]) = answered(&trl(&[]));
     let path = format!("{candidates}/0003.safetensors");
     let whole = fs::read(&path).unwrap();
@@ -125,7 +125,7 @@ fn truncated_answer_in_a_folder_is_named_and_the_others_are_judged() {
 }
 
 #[test]
-fn folder_and_single_candidate_of_another_loss_are_told_which() {
+fn check_names_the_loss_that_a_candidate_computes() {
     let (_folder, [suite, candidates]) = answered(&trl(&["loss_type=grpo"]));
     let output = assay(&["judge", &suite, "--candidates", &candidates]);
     assert_eq!(output.code, 1);
@@ -138,7 +138,7 @@ fn folder_and_single_candidate_of_another_loss_are_told_which() {
 }
 
 #[test]
-fn bad_options_of_a_campaign_are_refused_by_name() {
+fn check_bad_options_are_refused_by_name() {
     let native = ["check", "--impl", "native"];
     assert_refused(&[&native[..], &["--shapes", "0x1x4"]].concat(), &["--shapes", "0x1x4", "many, few"]);
     assert_refused(&[&native[..], &["--shapes", "1x2x3,1x2x4x3"]].concat(), &["--shapes", "BxTxV beside BxTxHxV"]);

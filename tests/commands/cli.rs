@@ -3,7 +3,7 @@
 use crate::common::command::{assay, assert_refused};
 
 #[test]
-fn bad_usage_exits_with_2() {
+fn cli_bad_usage_exits_with_2() {
     for args in [&["frobnicate"][..], &["replay", "--frob"], &["generate"], &["judge", "--problem", "p"]] {
         assert_eq!(assay(args).code, 2, "{args:?}");
     }
@@ -11,7 +11,7 @@ fn bad_usage_exits_with_2() {
 }
 
 #[test]
-fn bad_shapes_dtypes_and_names_are_refused() {
+fn cli_bad_shapes_dtypes_and_names_are_refused() {
     let out = ["-o", "/nonexistent/problem.safetensors"];
     for shape in ["0x3x5", "2x3x0", "2x3", "2x3x5x0", "2x3x5x7x9", "axbxc", "-1x2x3", "99999999999999999999x1x1"] {
         let output = assay(&[&["generate", "--shape", shape], &out[..]].concat());

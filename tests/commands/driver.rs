@@ -66,7 +66,7 @@ fn assert_freed(calls: &[String]) {
 }
 
 #[test]
-fn what_a_driver_is_handed_computes_the_loss() {
+fn driver_computes_the_loss_from_what_it_is_handed() {
     let sequence = json!({"ratio": {"level": "sequence"}, "entropy_coef": 0.01});
     let tempered = json!({"temperature": 0.7, "entropy_coef": 0.02});
     let cases = [
@@ -93,7 +93,7 @@ fn what_a_driver_is_handed_computes_the_loss() {
 
 /// On a chip of `sm_80` there are no clusters: `gpu-two-pass` runs, and `gpu-one-pass` is refused with it.
 #[test]
-fn an_older_chip_runs_what_it_can() {
+fn driver_of_an_older_chip_runs_what_it_can() {
     let ran = gradcheck("capability=8.0", "gpu-two-pass-driver", &json!({}), [1, 3, 300], "bf16");
     assert_eq!(ran.code, 0, "{}{}", ran.text, ran.stderr);
     assert_freed(&ran.calls);
@@ -103,7 +103,7 @@ fn an_older_chip_runs_what_it_can() {
 }
 
 #[test]
-fn what_cannot_be_had_is_one_error_that_says_what_would_do() {
+fn driver_that_cannot_be_had_is_one_error_with_a_remedy() {
     let wide: [usize; 3] = [1, 2, 33_001];
     let small: [usize; 3] = [1, 3, 300];
     let vast = [1, 1, 400_000];
@@ -199,7 +199,7 @@ fn cluster_without_room_leaves_what_needs_none() {
 
 /// Each kind of call fails in turn, at its first and at its last use: one error, and all that was made is given back.
 #[test]
-fn whatever_fails_all_that_was_made_is_given_back() {
+fn driver_gives_back_all_that_was_made_whatever_fails() {
     for (id, shape) in [("gpu-one-pass-driver", [1, 1, 33_001]), ("gpu-two-pass-driver", [1, 2, 64])] {
         let all = gradcheck("", id, &json!({}), shape, "f32");
         assert_eq!(all.code, 0, "{}{}", all.text, all.stderr);

@@ -87,7 +87,7 @@ fn every() -> impl Iterator<Item = Emitted> {
 
 /// Four devices have 258 columns each, the last one 257: registers would hold more than one in 64 that are none.
 #[test]
-fn a_cut_vocabulary_is_described_as_each_device_holds_it() {
+fn emit_describes_a_cut_vocabulary_as_each_device_holds_it() {
     for (id, shape, columns) in [
         ("tile-two-pass", [4, 5, 1031], [1031, 1031]),
         ("tile-two-pass-vocab", [4, 5, 258], [257, 258]),
@@ -107,7 +107,7 @@ fn a_cut_vocabulary_is_described_as_each_device_holds_it() {
 }
 
 #[test]
-fn the_manifest_names_every_file_and_no_other() {
+fn emit_manifest_names_every_file_and_no_other() {
     for emitted in every() {
         let named = emitted.kernels().iter().flat_map(|kernel| [&kernel["payload"], &kernel["text"]]);
         let named = named.chain([&emitted.manifest["module"]["file"]]).map(|name| name.as_str().unwrap().to_string());
@@ -119,7 +119,7 @@ fn the_manifest_names_every_file_and_no_other() {
 }
 
 #[test]
-fn the_manifest_says_what_was_asked_and_the_spec_round_trips() {
+fn emit_manifest_says_what_was_asked_and_its_spec_reads_back() {
     let emitted = Emitted::new("tile-two-pass", "2x5x1031", "f16");
     let manifest = &emitted.manifest;
     for (field, value) in [
@@ -139,7 +139,7 @@ fn the_manifest_says_what_was_asked_and_the_spec_round_trips() {
 }
 
 #[test]
-fn the_numbers_are_those_of_the_spec() {
+fn emit_numbers_are_those_of_the_spec() {
     let numbers = &Emitted::new("tile-one-pass", "2x5x1031", "bf16").manifest["numbers"];
     let expected = [
         ("low", 0.9_f32),
@@ -160,7 +160,7 @@ fn the_numbers_are_those_of_the_spec() {
 }
 
 #[test]
-fn payloads_hold_the_text_of_their_kernels() {
+fn emit_payloads_hold_the_text_of_their_kernels() {
     for emitted in every() {
         for kernel in emitted.kernels() {
             let text = emitted.text(&kernel["text"]);
@@ -177,7 +177,7 @@ fn payloads_hold_the_text_of_their_kernels() {
 }
 
 #[test]
-fn kernels_are_listed_as_the_module_calls_them() {
+fn emit_lists_kernels_as_the_module_calls_them() {
     for emitted in every() {
         let module = emitted.text(&emitted.manifest["module"]["file"]);
         let calls: Vec<&str> = module.lines().filter(|line| line.contains("@tpu_custom_call")).collect();
@@ -204,7 +204,7 @@ fn kernels_are_listed_as_the_module_calls_them() {
 }
 
 #[test]
-fn the_module_is_given_and_returns_what_the_manifest_says() {
+fn emit_module_takes_and_returns_what_the_manifest_says() {
     for emitted in every() {
         let module = &emitted.manifest["module"];
         let text = emitted.text(&module["file"]);
@@ -225,7 +225,7 @@ fn the_module_is_given_and_returns_what_the_manifest_says() {
 }
 
 #[test]
-fn bad_usage_is_refused_and_leaves_nothing() {
+fn emit_bad_usage_is_refused_and_leaves_nothing() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("out");
     let out = out.to_str().unwrap();
@@ -259,7 +259,7 @@ fn bad_usage_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn what_exists_is_left_as_it_is() {
+fn emit_leaves_files_that_exist() {
     let folder = TempDir::new().unwrap();
     let (kept, link) = (folder.path().join("kept"), folder.path().join("link"));
     fs::create_dir(&kept).unwrap();
@@ -274,7 +274,7 @@ fn what_exists_is_left_as_it_is() {
 
 /// PTX for a GPU: the text's own entry, launch and parameters are those of the manifest, and the program calls it so.
 #[test]
-fn kernels_for_gpus_are_launched_as_their_text_says() {
+fn emit_gpu_kernels_are_launched_as_their_text_says() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("out");
     let asked = ["emit", "--target", "h100", "--shape", "2x8x1000", "-q", "-o", out.to_str().unwrap()];

@@ -7,7 +7,7 @@ use super::workplace::Workplace;
 use crate::common::command::{assay, assert_refused};
 
 #[test]
-fn generated_problems_are_the_same_bytes_for_the_same_seed() {
+fn generate_writes_the_same_bytes_for_the_same_seed() {
     let workplace = Workplace::new();
     for (name, seed) in [("a", "1"), ("b", "1"), ("c", "2")] {
         let path = workplace.path(name);
@@ -20,7 +20,7 @@ fn generated_problems_are_the_same_bytes_for_the_same_seed() {
 }
 
 #[test]
-fn bad_specs_are_refused_by_file_and_field() {
+fn generate_bad_specs_are_refused_by_file_and_field() {
     let workplace = Workplace::new();
     let cases: [(&str, &str, &[&str]); 12] = [
         ("unknown.yaml", "temprature: 1.0\n", &["temprature", "temperature"]),

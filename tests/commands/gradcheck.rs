@@ -33,7 +33,7 @@ fn gradcheck_of_the_baseline_runs_the_best_one_here() {
 }
 
 #[test]
-fn shipped_gradcheck_configs_pass() {
+fn gradcheck_configs_shipped_pass() {
     for entry in fs::read_dir("configs").unwrap() {
         let path: PathBuf = entry.unwrap().path();
         if !path.file_name().unwrap().to_string_lossy().starts_with("gradcheck_") {
@@ -45,7 +45,7 @@ fn shipped_gradcheck_configs_pass() {
 }
 
 #[test]
-fn bad_gradcheck_configs_are_refused() {
+fn gradcheck_bad_configs_are_refused() {
     let workplace = Workplace::new();
     let batch = "batch: {generate: {shape: [1, 2, 3], dtype: f32, regime: small}}\n";
     let cases: [(&str, String, &[&str]); 6] = [

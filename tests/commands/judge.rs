@@ -17,7 +17,7 @@ fn judge_passes_a_right_candidate() {
 }
 
 #[test]
-fn judge_reads_a_candidate_with_only_loss_and_dlogits_and_says_what_it_lacks() {
+fn judge_reads_loss_and_dlogits_alone_and_says_what_lacks() {
     let workplace = Workplace::new();
     workplace
         .write_candidate(|candidate| (candidate.logp, candidate.entropy, candidate.token_loss) = (None, None, None));
@@ -59,7 +59,7 @@ fn judge_under_another_spec_rejects() {
 }
 
 #[test]
-fn a_head_in_files_is_judged_replayed_and_checked() {
+fn lm_head_in_files_is_judged_replayed_and_checked() {
     for options in [&["--dtype", "f32", "--layout", "vh"][..], &["--dtype", "bf16", "--f32-logits"]] {
         let workplace = HeadWorkplace::new(options);
         let output = workplace.judge(&[]);
@@ -86,7 +86,7 @@ fn a_head_in_files_is_judged_replayed_and_checked() {
 }
 
 #[test]
-fn a_wrong_head_is_explained() {
+fn lm_head_that_is_wrong_is_explained() {
     let workplace = HeadWorkplace::new(&["--dtype", "f32", "--layout", "vh"]);
     let sign = |x: &mut f32| *x = -*x;
     workplace.write_candidate(|candidate| {
@@ -121,7 +121,7 @@ fn a_wrong_head_is_explained() {
 }
 
 #[test]
-fn heads_in_files_that_do_not_fit_are_refused_by_field() {
+fn lm_head_in_files_that_does_not_fit_is_refused_by_field() {
     let workplace = HeadWorkplace::new(&["--dtype", "f32"]);
     let candidate = workplace.path("candidate.safetensors");
     let refused = |metadata: &[(&str, &str)], parts: &[&str]| {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 #[test]
-fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() {
+fn list_matrix_has_every_variant_and_implementation() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("matrix.json");
     let table = assay(&["list", "--matrix", "--json", json.to_str().unwrap()]);
@@ -35,7 +35,7 @@ fn the_matrix_has_every_variant_and_implementation_in_table_markdown_and_json() 
 }
 
 #[test]
-fn the_matrix_goes_between_its_marks_in_a_document() {
+fn list_matrix_goes_between_its_marks_in_a_document() {
     let workplace = Workplace::new();
     let document = workplace.path("support.md");
     let list = || assay(&["list", "--quiet", "--markdown", "--into", &document]);

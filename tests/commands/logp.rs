@@ -71,14 +71,14 @@ fn logp_of_several_ids_goes_through_files() {
 }
 
 #[test]
-fn problem_holds_the_cotangents() {
+fn logp_problem_holds_the_cotangents() {
     let problem = Workplace::new().problem();
     assert!(matches!(problem.advantages, Advantages::Dlogp(_)), "{:?}", problem.advantages);
     assert_eq!(problem.extra.dentropy.map(|dentropy| dentropy.dim()), Some((2, 3)));
 }
 
 #[test]
-fn candidate_needs_no_loss() {
+fn logp_candidate_needs_no_loss() {
     let workplace = Workplace::new();
     let candidate = Candidate { loss: None, token_loss: None, metrics: None, ..workplace.answer() };
     let output = workplace.judge(&candidate);
@@ -87,7 +87,7 @@ fn candidate_needs_no_loss() {
 }
 
 #[test]
-fn forward_alone_is_judged_on_what_it_has_and_says_so() {
+fn logp_forward_alone_is_judged_on_what_it_has() {
     let workplace = Workplace::new();
     let Candidate { logp, entropy, .. } = workplace.answer();
     let right =
@@ -108,7 +108,7 @@ fn forward_alone_is_judged_on_what_it_has_and_says_so() {
 }
 
 #[test]
-fn wrong_backward_is_named_by_the_loss_that_it_is_of() {
+fn logp_wrong_backward_is_named_by_the_loss_that_it_is_of() {
     let workplace = Workplace::new();
     let mut problem = workplace.problem();
     problem.extra.dentropy.as_mut().unwrap().fill(0.0);
@@ -123,7 +123,7 @@ fn wrong_backward_is_named_by_the_loss_that_it_is_of() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn logp_files_that_do_not_fit_are_refused() {
     let workplace = Workplace::new();
     let (problem, candidate) = (workplace.path("problem.safetensors"), workplace.path("candidate.safetensors"));
     let Candidate { logp, .. } = workplace.answer();

@@ -8,7 +8,7 @@ use assert_cmd::cargo::cargo_bin;
 use serde_json::Value;
 
 #[test]
-fn json_has_the_score_and_says_that_there_are_no_fixtures() {
+fn mutants_json_has_the_score_and_reports_absent_fixtures() {
     // The project's fixtures are found from any working directory, but not by an executable that lies elsewhere.
     let folder = tempfile::tempdir().unwrap();
     let elsewhere = folder.path().join("assay");
@@ -30,7 +30,7 @@ fn json_has_the_score_and_says_that_there_are_no_fixtures() {
 }
 
 #[test]
-fn an_unknown_mutant_and_an_absent_folder_are_refused_by_name() {
+fn mutants_unknown_name_or_absent_folder_is_refused() {
     command::assert_refused(&["mutants", "--only", "nobody"], &["--only", "`nobody`", "last-tile-skipped"]);
     let args = ["mutants", "--only", "length-factor", "--fixtures", "/nowhere"];
     command::assert_refused(&args, &["/nowhere/manifest.toml"]);

@@ -24,7 +24,7 @@ fn run(folder: &tempfile::TempDir, more: &[&str]) -> (i32, String) {
 }
 
 #[test]
-fn kernel_that_answers_nothing_is_not_right() {
+fn panel_kernel_that_answers_nothing_is_not_right() {
     let unsupported = format!(
         r#"{HELLO}; while read -r line; do
         id=$(printf '%s' "$line" | sed 's/.*"id":\([0-9]*\).*/\1/'); echo "{{\"id\":$id,\"unsupported\":\"kl k2\"}}"; done"#
@@ -36,7 +36,7 @@ fn kernel_that_answers_nothing_is_not_right() {
 }
 
 #[test]
-fn kernel_that_dies_fails_every_problem_and_says_what_shows_it_again() {
+fn panel_kernel_that_dies_fails_all_and_says_what_repeats_it() {
     let folder = panel("right", &format!("{HELLO}; read -r line; echo \"$@\" >&2; kill -SEGV $$"));
     let json = folder.path().join("panel.json");
     let (code, text) = run(&folder, &["--cases", "3", "--wide", "0", "--json", json.to_str().unwrap()]);
@@ -55,7 +55,7 @@ fn kernel_that_dies_fails_every_problem_and_says_what_shows_it_again() {
 }
 
 #[test]
-fn kernel_that_cannot_be_started_and_one_that_is_not_listed_are_bad_input() {
+fn panel_kernel_unstartable_or_unlisted_is_bad_input() {
     let folder = panel("right", "echo no torch here >&2; exit 1");
     let (code, text) = run(&folder, &[]);
     assert_eq!(code, 2, "{text}");

@@ -69,7 +69,7 @@ impl Changed {
 }
 
 #[test]
-fn outcome_of_every_recorded_run_matches_reference() {
+fn peers_outcome_of_every_recorded_run_matches_reference() {
     let (report, output) = peers(folder().to_str().unwrap());
     assert_eq!(output.code, 0, "{}", output.stdout);
     assert_eq!(report["pass"], true);
@@ -93,7 +93,7 @@ fn outcome_of_every_recorded_run_matches_reference() {
 }
 
 #[test]
-fn quirks_are_shown_with_their_size_and_counted_neither_way() {
+fn peers_quirks_are_shown_with_size_and_counted_neither_way() {
     let (report, output) = peers(&path("liger_triton_delta_quirk.json"));
     assert_eq!(output.code, 0);
     let file = &report["files"][0];
@@ -112,7 +112,7 @@ fn quirks_are_shown_with_their_size_and_counted_neither_way() {
 }
 
 #[test]
-fn one_wrong_dlogit_fails_and_is_named() {
+fn peers_wrong_dlogit_fails_and_is_named() {
     let name = "trl_grpo_kl.json";
     let changed = Changed::new(name, |run| {
         let dlogit = &mut run["expected"]["dlogits"][0][0][0];
@@ -134,7 +134,7 @@ fn one_wrong_dlogit_fails_and_is_named() {
 }
 
 #[test]
-fn one_wrong_loss_fails() {
+fn peers_wrong_loss_fails() {
     let changed = Changed::new("verl_sapo.json", |run| {
         let loss = run["expected"]["loss"].as_f64().unwrap();
         run["expected"]["loss"] = json!(loss * (1.0 + 1e-8));
@@ -144,7 +144,7 @@ fn one_wrong_loss_fails() {
 
 /// Its loss and dlogits still agree with the reference: the gate of logp alone can tell.
 #[test]
-fn one_wrong_logp_fails_its_gate() {
+fn peers_wrong_logp_fails_its_gate() {
     let name = "trl_grpo_kl.json";
     let changed = Changed::new(name, |run| {
         let logp = &mut run["expected"]["logps"][0][0];
@@ -156,7 +156,7 @@ fn one_wrong_logp_fails_its_gate() {
 }
 
 #[test]
-fn options_decide_what_is_compared() {
+fn peers_options_decide_what_is_compared() {
     // TRL's default, which the file says too; without the correction its KL is another.
     let changed = Changed::new("trl_grpo_kl_biascorr.json", |run| {
         run["options"].as_object_mut().unwrap().remove("use_bias_correction_kl");
@@ -167,7 +167,7 @@ fn options_decide_what_is_compared() {
 }
 
 #[test]
-fn bad_input_is_refused_in_one_line_that_names_file_and_field() {
+fn peers_bad_input_is_refused_in_a_line_with_file_and_field() {
     let name = "trl_grpo_kl.json";
     let refused = |change: fn(&mut Value), parts: &[&str]| {
         let changed = Changed::new(name, change);
@@ -197,7 +197,7 @@ fn bad_input_is_refused_in_one_line_that_names_file_and_field() {
 }
 
 #[test]
-fn what_is_no_recorded_run_is_refused() {
+fn peers_file_that_is_no_recorded_run_is_refused() {
     let empty = TempDir::new().unwrap();
     let folder = empty.path().to_str().unwrap();
     assert_refused(&["peers", folder], &[folder, "no .json file"]);
@@ -207,7 +207,7 @@ fn what_is_no_recorded_run_is_refused() {
 }
 
 #[test]
-fn a_bad_file_does_not_hide_the_others() {
+fn peers_bad_file_does_not_hide_the_others() {
     let changed = Changed::new("trl_grpo_kl.json", |_| {});
     fs::write(changed.file("broken.json"), "{").unwrap();
     let (report, output) = peers(changed.folder());
@@ -218,7 +218,7 @@ fn a_bad_file_does_not_hide_the_others() {
 }
 
 #[test]
-fn numbers_of_float32_files_are_rounded_first() {
+fn peers_numbers_of_f32_files_are_rounded_first() {
     // Off by less than half an ulp of f32, and so the same file.
     let name = "liger_triton_grpo.json";
     let changed = Changed::new(name, |run| {

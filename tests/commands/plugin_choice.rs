@@ -25,7 +25,7 @@ fn expect_refused(args: &[&str], plugin: Option<&str>, wanted: &[&str]) {
 }
 
 #[test]
-fn a_plugin_that_was_asked_for_and_cannot_be_loaded_is_refused() {
+fn plugin_asked_for_that_cannot_be_loaded_is_refused() {
     let missing = &["PJRT plugin /nowhere/plugin.so: cannot be loaded", "No such file"];
     expect_refused(&["replay", FIXTURE, "--plugin", "/nowhere/plugin.so"], None, missing);
     expect_refused(&["replay", FIXTURE], Some("/nowhere/plugin.so"), missing);
@@ -38,7 +38,7 @@ fn a_plugin_that_was_asked_for_and_cannot_be_loaded_is_refused() {
 }
 
 #[test]
-fn the_option_goes_before_the_environment() {
+fn plugin_option_goes_before_the_environment() {
     let args = ["replay", FIXTURE, "--plugin", ".plugins/pjrt_cpu.so", "--impl", "xla", "-q"];
     assert_eq!(assay(&args, Some("/nowhere/plugin.so")).0, 0);
 }
@@ -58,7 +58,7 @@ fn list_says_why_an_implementation_cannot_run() {
 }
 
 #[test]
-fn a_device_count_that_nothing_here_takes_is_refused() {
+fn devices_count_that_nothing_here_takes_is_refused() {
     let args = |id| ["replay", FIXTURE, "--impl", id, "--devices", "4,16"];
     let expected = ["--devices: got 16, expected counts that xla-vocab takes here: 1, 2, 4, 8\n"];
     expect_refused(&args("xla-vocab"), None, &expected);
@@ -72,7 +72,7 @@ fn a_device_count_that_nothing_here_takes_is_refused() {
 }
 
 #[test]
-fn a_device_count_that_one_implementation_never_takes_is_ignored_by_name() {
+fn devices_count_never_taken_by_an_implementation_is_ignored() {
     let args =
         ["replay", FIXTURE, "--logits", "logits", "--impl", "xla-mesh", "--impl", "xla-rows", "--devices", "2,4"];
     let (code, stdout, _) = assay(&args, None);
@@ -101,6 +101,6 @@ fn replay_on_several_counts_says_which_outputs_keep_their_bits() {
 }
 
 #[test]
-fn a_device_count_of_zero_is_refused() {
+fn devices_count_of_zero_is_refused() {
     expect_refused(&["replay", "--devices", "0"], None, &["--devices", "zero"]);
 }

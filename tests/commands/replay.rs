@@ -22,7 +22,7 @@ fn assert_every_output(report: &Value, id: &str, count: usize) {
 
 /// A small problem: programs of a whole vocabulary take long to compile, and `make replay` gives all of them the fixtures.
 #[test]
-fn replay_with_no_choice_reports_every_output_of_every_implementation() {
+fn replay_without_a_choice_reports_all_of_all_implementations() {
     let workplace = Workplace::new();
     let (problem, json) = (workplace.path("problem.safetensors"), workplace.path("report.json"));
     let output = assay(&["replay", &problem, "--json", &json]);
@@ -107,7 +107,7 @@ fn replay_shows_every_check_with_verbose() {
 }
 
 #[test]
-fn an_implementation_that_compared_nothing_is_no_pass() {
+fn replay_implementation_that_compared_nothing_is_no_pass() {
     let workplace = Workplace::new();
     let problem = workplace.path("problem.safetensors");
     // Asked for, beside one that can be run.
@@ -124,7 +124,7 @@ fn an_implementation_that_compared_nothing_is_no_pass() {
 }
 
 #[test]
-fn a_run_without_a_gradient_to_compare_is_no_pass() {
+fn replay_without_a_gradient_to_compare_is_no_pass() {
     let workplace = Workplace::new();
     let path = workplace.path("problem.safetensors");
     let file = ProblemFile::open(&path).unwrap();
@@ -143,7 +143,7 @@ fn a_run_without_a_gradient_to_compare_is_no_pass() {
 }
 
 #[test]
-fn a_device_count_that_no_implementation_takes_is_refused() {
+fn replay_device_count_that_nothing_takes_is_refused() {
     let parts = ["--devices", "got 1000", "expected counts that some implementation takes here: 1"];
     assert_refused(&["replay", "--devices", "1000"], &parts);
     let args = ["replay", "fixtures/qwen_tiny.safetensors", "--impl", "native", "--devices", "1,2"];
@@ -174,7 +174,7 @@ fn replay_of_a_generated_problem_uses_the_spec_it_carries() {
 
 /// The group that Qwen answered, its sequences in one row.
 #[test]
-fn replay_of_a_packed_group_has_the_bits_of_the_padded_one_in_native_and_passes_everywhere() {
+fn packed_replay_passes_and_native_has_the_bits_of_padded() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("replay.json");
     let run = |more: &[&str]| {
@@ -200,7 +200,7 @@ fn replay_of_a_packed_group_has_the_bits_of_the_padded_one_in_native_and_passes_
 
 /// A file with packed sequences is one as any other, but cannot be packed again.
 #[test]
-fn a_generated_packed_problem_is_replayed_and_its_cu_seqlens_are_checked() {
+fn packed_generated_problem_replays_and_cu_seqlens_are_checked() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("packed.safetensors");
     let path = path.to_str().unwrap();
@@ -219,7 +219,7 @@ fn a_generated_packed_problem_is_replayed_and_its_cu_seqlens_are_checked() {
 }
 
 #[test]
-fn a_changed_recorded_scalar_fails_the_replay() {
+fn replay_of_a_changed_recorded_scalar_fails() {
     let workplace = Workplace::new();
     let bytes = fs::read("fixtures/qwen_tiny.safetensors").unwrap();
     // The same length, so that the header's prefix stays true: 0.14044… becomes 0.15044….
@@ -249,7 +249,7 @@ fn a_changed_recorded_scalar_fails_the_replay() {
 }
 
 #[test]
-fn a_changed_fixture_that_the_manifest_lists_is_refused() {
+fn replay_of_a_changed_listed_fixture_is_refused() {
     let workplace = Workplace::new();
     let mut bytes = fs::read("fixtures/qwen_tiny.safetensors").unwrap();
     *bytes.last_mut().unwrap() ^= 1;
@@ -260,7 +260,7 @@ fn a_changed_fixture_that_the_manifest_lists_is_refused() {
 }
 
 #[test]
-fn problems_that_do_not_fit_their_spec_are_refused_by_file_and_index() {
+fn replay_of_problems_unlike_their_spec_is_refused_by_index() {
     let workplace = Workplace::new();
     let problem = workplace.path("problem.safetensors");
     let file = ProblemFile::open(&problem).unwrap();

@@ -88,7 +88,7 @@ fn comparison() -> AbComparison {
 }
 
 #[test]
-fn each_commands_result_has_its_part_and_its_command() {
+fn report_has_a_part_and_the_command_of_each_result() {
     let folder = TempDir::new().unwrap();
     let problem = problem(&folder);
     let (replay, _) = result_of(&folder, "replay.json", &["replay", &problem, "--impl", "native"]);
@@ -132,7 +132,7 @@ fn each_commands_result_has_its_part_and_its_command() {
 
 /// Tolerances are so tight that the kernel fails: the page says where.
 #[test]
-fn a_failed_check_is_shown_first() {
+fn report_shows_a_failed_check_first() {
     let folder = TempDir::new().unwrap();
     let check = |output: &str, verdict: &str, worst: Option<f64>| json!({"fixture": "p", "impl": "mine", "devices": 4, "output": output, "worst": worst, "limit": 1e-6, "at": "[0,1,2]", "verdict": verdict});
     let checks = json!([
@@ -159,7 +159,7 @@ fn a_failed_check_is_shown_first() {
 }
 
 #[test]
-fn mutants_and_compiled_programs_have_their_parts() {
+fn report_has_parts_of_mutants_and_compiled_programs() {
     let folder = TempDir::new().unwrap();
     let mutant = |name: &str, gate: Option<&str>, cell: &str| {
         json!({"name": name, "class": "clip", "does": "d", "seen": "", "killed_by": gate, "gate": gate, "case": null, "devices": null,
@@ -221,7 +221,7 @@ fn mutants_and_compiled_programs_have_their_parts() {
 }
 
 #[test]
-fn a_strangers_text_stays_text_and_odd_numbers_are_drawn_or_left_out() {
+fn report_escapes_text_and_draws_or_omits_odd_numbers() {
     let folder = TempDir::new().unwrap();
     let evil = "</style></script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&";
     let check = |verdict: &str, worst: Value| {
@@ -248,7 +248,7 @@ fn a_strangers_text_stays_text_and_odd_numbers_are_drawn_or_left_out() {
 }
 
 #[test]
-fn what_is_no_result_is_refused_and_nothing_is_written() {
+fn report_of_what_is_no_result_is_refused_unwritten() {
     let folder = TempDir::new().unwrap();
     let output = text(&folder.path().join("page.html"));
     let refuse = |name: &str, content: &[u8], parts: &[&str]| {

@@ -15,7 +15,7 @@ fn shown(args: &[&str]) -> String {
 }
 
 #[test]
-fn what_is_printed_is_a_spec_file() {
+fn spec_that_is_printed_is_a_spec_file() {
     let text = shown(&["--preset", "trl", "loss_type=grpo", "epsilon_high=0.28", "gradient_accumulation_steps=4"]);
     let spec: LossSpec = serde_saphyr::from_str(&text).unwrap();
     assert_eq!(spec.objective, Objective::PpoClip(PpoClip { epsilon_high: 0.28, ..PpoClip::default() }));
@@ -37,7 +37,7 @@ fn what_is_printed_is_a_spec_file() {
 }
 
 #[test]
-fn options_in_both_forms_mean_the_same() {
+fn spec_options_in_both_forms_mean_the_same() {
     let words = shown(&["--preset", "trl", "loss_type=grpo", "epsilon_high=0.28"]);
     let named = shown(&["--preset", "trl", "--option", "loss_type=grpo", "--option", "epsilon_high=0.28"]);
     assert_eq!(words, named);
@@ -47,7 +47,7 @@ fn options_in_both_forms_mean_the_same() {
 }
 
 #[test]
-fn options_without_a_preset_are_refused_in_both_forms() {
+fn spec_options_without_a_preset_are_refused_in_both_forms() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("spec.yaml");
     fs::write(&file, "{}").unwrap();
@@ -59,7 +59,7 @@ fn options_without_a_preset_are_refused_in_both_forms() {
 }
 
 #[test]
-fn the_loss_is_said_in_formulas() {
+fn spec_is_said_in_formulas() {
     let verl = ["--preset", "verl", "loss_mode=gspo", "use_kl_loss=True", "kl_loss_type=k3+", "entropy_coeff=0.01"];
     let text = shown(&verl);
     for part in [
@@ -75,7 +75,7 @@ fn the_loss_is_said_in_formulas() {
 }
 
 #[test]
-fn options_without_effect_and_notes_are_listed() {
+fn spec_options_without_effect_and_notes_are_listed() {
     let text = shown(&["--preset", "trl", "loss_type=dapo", "sapo_temperature_pos=2", "num_generations=8"]);
     assert!(text.contains("without effect on the loss: num_generations, sapo_temperature_pos"), "{text}");
     assert!(text.contains("note: num_items_in_batch is not given"), "{text}");
@@ -91,7 +91,7 @@ fn options_without_effect_and_notes_are_listed() {
 }
 
 #[test]
-fn json_holds_the_spec_and_the_words() {
+fn spec_json_holds_the_spec_and_the_words() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("spec.json");
     let printed = shown(&["--preset", "tunix", "beta=0", "--json", path.to_str().unwrap(), "--quiet"]);
@@ -103,7 +103,7 @@ fn json_holds_the_spec_and_the_words() {
 }
 
 #[test]
-fn bad_options_are_refused_by_name() {
+fn spec_bad_options_are_refused_by_name() {
     assert_refused(&["spec", "--preset", "nobody"], &["`nobody`", "trl", "openrlhf"]);
     assert_refused(&["spec", "--preset", "trl", "--function", "f"], &["`f`", "GMPOTrainer"]);
     assert_refused(&["spec", "--preset", "trl", "epsilon"], &["`epsilon`", "name=value"]);

@@ -7,7 +7,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 #[test]
-fn decisions_are_shown_with_their_reasons() {
+fn tolerances_are_shown_with_their_reasons() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("tolerances.json");
     let output = assay(&["tolerances", "--json", json.to_str().unwrap()]);
@@ -27,7 +27,7 @@ fn decisions_are_shown_with_their_reasons() {
 }
 
 #[test]
-fn a_measurement_says_what_each_gate_needs_and_the_case_that_needed_it() {
+fn tolerances_measured_name_each_gates_need_and_its_case() {
     let folder = TempDir::new().unwrap();
     let json = folder.path().join("needed.json");
     let measure = ["tolerances", "--measure", "--class", "native", "--cases", "40"];
@@ -45,7 +45,7 @@ fn a_measurement_says_what_each_gate_needs_and_the_case_that_needed_it() {
 }
 
 #[test]
-fn bad_input_is_refused() {
+fn tolerances_bad_input_is_refused() {
     let measure = ["tolerances", "--measure"];
     assert_refused(&[&measure[..], &["--class", "cuda"]].concat(), &["--class", "`cuda`", "native"]);
     assert_refused(&["tolerances", "--file", "nowhere.toml"], &["nowhere.toml", "cannot read"]);

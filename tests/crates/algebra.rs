@@ -4,7 +4,7 @@ use assay_core::tanh;
 
 /// The quotient as kernels write it, with fused products and without: what docs/tolerances.md counts for it.
 #[test]
-fn tanh_quotient_is_within_eight_units() {
+fn softcap_tanh_quotient_is_within_eight_units() {
     let horner = |coefficients: &[f32], square: f32, step: fn(f32, f32, f32) -> f32| {
         let descending = coefficients.iter().rev().chain(&[1.0]);
         descending.copied().reduce(|sum, next| step(sum, square, next)).expect("there are some")

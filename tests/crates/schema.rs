@@ -13,7 +13,7 @@ fn least() -> Value {
 }
 
 #[test]
-fn ratios_stand_under_keys_of_their_own_and_the_rest_is_passed_over() {
+fn schema_ratios_have_their_keys_and_the_rest_is_passed_over() {
     let read: BenchFigures = serde_json::from_value(least()).unwrap();
     assert_eq!(read.ratios, Ratios(BTreeMap::from([("copy".into(), 2.0)])));
     assert_eq!((read.step_s_max, read.isa.as_deref(), read.warmup), (1.0, None, 0));
@@ -24,7 +24,7 @@ fn ratios_stand_under_keys_of_their_own_and_the_rest_is_passed_over() {
 }
 
 #[test]
-fn a_field_that_is_lacking_is_named() {
+fn schema_field_that_is_missing_is_named() {
     let mut lacking = least();
     lacking.as_object_mut().unwrap().remove("step_s_p90");
     let error = serde_json::from_value::<BenchFigures>(lacking).unwrap_err();

@@ -109,7 +109,7 @@ fn expect_in(message: &str, parts: &[&str]) {
 }
 
 #[test]
-fn right_answer_is_the_candidate_bit_for_bit_and_no_file_is_left() {
+fn worker_answer_is_the_candidate_and_leaves_no_file() {
     let fixture = fixture();
     let mut worker = fixture.start(&format!(
         r#"{HELLO}; while true; do {READ}
@@ -135,7 +135,7 @@ fn right_answer_is_the_candidate_bit_for_bit_and_no_file_is_left() {
 }
 
 #[test]
-fn what_a_worker_does_not_compute_is_an_answer_and_it_goes_on() {
+fn worker_that_does_not_compute_a_spec_answers_and_goes_on() {
     let fixture = fixture();
     let unsupported = r#"echo "{\"id\":$id,\"unsupported\":\"kl k2\"}""#;
     let mut worker = fixture.start(&format!("{HELLO}; while true; do {READ} {unsupported}; done"));
@@ -145,7 +145,7 @@ fn what_a_worker_does_not_compute_is_an_answer_and_it_goes_on() {
 }
 
 #[test]
-fn dtype_that_a_worker_does_not_take_is_not_asked_for() {
+fn worker_is_not_asked_for_a_dtype_it_does_not_take() {
     let fixture = fixture();
     let hello = HELLO.replace("f32", "bf16");
     let mut worker = fixture.start(&format!("{hello}; {READ} touch \"$folder/asked\""));
@@ -155,7 +155,7 @@ fn dtype_that_a_worker_does_not_take_is_not_asked_for() {
 }
 
 #[test]
-fn error_of_a_worker_is_told_in_its_own_words_and_it_goes_on() {
+fn worker_error_is_shown_in_its_words_and_it_goes_on() {
     let fixture = fixture();
     let failing = r#"printf '%s\n' "{\"id\":$id,\"error\":\"line 1\\nno \\u001b[31mred\"}""#;
     let mut worker = fixture.start(&format!("{HELLO}; while true; do {READ} {failing}; done"));
@@ -167,7 +167,7 @@ fn error_of_a_worker_is_told_in_its_own_words_and_it_goes_on() {
 }
 
 #[test]
-fn output_that_is_none_and_input_that_was_written_to_are_told_by_name() {
+fn worker_bad_output_or_written_input_is_named() {
     let fixture = fixture();
     let output = r#"echo '{"id":1,"output":{"field":"logp","given":"shape [3]","expected":"[2, 3]"}}'"#;
     let error = fixture.error(output);
@@ -178,7 +178,7 @@ fn output_that_is_none_and_input_that_was_written_to_are_told_by_name() {
 }
 
 #[test]
-fn crash_names_the_signal_and_tells_the_last_lines_of_stderr() {
+fn worker_crash_shows_signal_and_last_lines_of_stderr() {
     let fixture = fixture();
     let message = fixture.message("for i in $(seq 5000); do echo \"line $i\" >&2; done; kill -SEGV $$");
     expect_in(&message, &["SIGSEGV", "\nline 4989\n", "line 5000"]);
@@ -189,7 +189,7 @@ fn crash_names_the_signal_and_tells_the_last_lines_of_stderr() {
 }
 
 #[test]
-fn worker_that_ended_is_started_again_by_the_next_question() {
+fn worker_that_ended_is_restarted_by_the_next_question() {
     let fixture = fixture();
     let mut worker = fixture.start(&format!(
         r#"{HELLO}; {READ}
@@ -202,7 +202,7 @@ fn worker_that_ended_is_started_again_by_the_next_question() {
 }
 
 #[test]
-fn hang_is_killed_on_time_with_all_that_the_worker_started() {
+fn worker_hang_is_killed_on_time_with_all_it_started() {
     let fixture = fixture();
     let started = Instant::now();
     let error = fixture.error("echo waiting >&2; sleep 600 & echo $! > $folder/child; echo $$ > $folder/pid; wait");
@@ -223,7 +223,7 @@ fn worker_that_never_says_what_it_is_is_killed() {
 }
 
 #[test]
-fn dropped_worker_ends_even_if_it_does_not_mind_and_leaves_no_orphan() {
+fn worker_dropped_ends_even_unwilling_and_leaves_no_orphan() {
     let fixture = fixture();
     let deaf = fixture.start(&format!("sleep 600 & echo $! > $folder/child; trap '' TERM INT HUP; {HELLO}; sleep 600"));
     drop(deaf);
@@ -235,7 +235,7 @@ fn dropped_worker_ends_even_if_it_does_not_mind_and_leaves_no_orphan() {
 }
 
 #[test]
-fn line_that_the_protocol_does_not_have_is_shown_beside_what_is_expected() {
+fn worker_line_outside_the_protocol_is_shown_with_what_is_due() {
     let fixture = fixture();
     let expected = r#"expected {"id": …}"#;
     for (script, parts) in [
@@ -255,7 +255,7 @@ fn line_that_the_protocol_does_not_have_is_shown_beside_what_is_expected() {
 }
 
 #[test]
-fn first_line_of_another_protocol_is_refused() {
+fn worker_of_another_protocol_is_refused() {
     let fixture = fixture();
     for (hello, parts) in [
         (HELLO.replace("check/1", "check/2"), ["protocol: got `assay-check/2`", "expected assay-check/1"]),
@@ -274,7 +274,7 @@ fn first_line_of_another_protocol_is_refused() {
 }
 
 #[test]
-fn candidate_that_is_missing_half_written_or_no_file_is_an_error_that_names_it() {
+fn worker_candidate_missing_or_half_written_is_an_error() {
     let fixture = fixture();
     let done = "echo \"{\\\"id\\\":$id}\"";
     for (script, parts) in [
@@ -292,7 +292,7 @@ fn candidate_that_is_missing_half_written_or_no_file_is_an_error_that_names_it()
 }
 
 #[test]
-fn output_that_was_promised_and_is_not_there_is_an_error() {
+fn worker_output_promised_and_missing_is_an_error() {
     let mut fixture = fixture();
     fixture.expected.entropy = None;
     write_candidate(fixture.path("expected"), &fixture.expected, &BTreeMap::new()).unwrap();
@@ -301,7 +301,7 @@ fn output_that_was_promised_and_is_not_there_is_an_error() {
 }
 
 #[test]
-fn request_longer_than_a_pipe_to_a_worker_that_does_not_read_ends_on_time() {
+fn worker_that_does_not_read_a_long_request_ends_on_time() {
     let fixture = fixture();
     let mut spec = LossSpec::default();
     spec.support.excluded_ids = (0..200_000).map(|_| 1).collect();
@@ -313,7 +313,7 @@ fn request_longer_than_a_pipe_to_a_worker_that_does_not_read_ends_on_time() {
 }
 
 #[test]
-fn shared_memory_holds_the_files_where_there_is_some() {
+fn worker_files_are_in_shared_memory_where_there_is_some() {
     let fixture = fixture();
     let mut worker = fixture.start(&format!("{HELLO}; {READ} echo $problem > $folder/asked; exit 1"));
     assert!(fixture.ask(&mut worker).is_err());

@@ -19,10 +19,10 @@ fn main() {
     };
     let trials = vec![
         // First: it counts each byte, where the other reads a slope.
-        trial("extra_memory_is_within_a_megabyte_a_thread_and_with_an_lm_head_a_chunk", native::extra_memory),
-        trial("judge_of_a_head_widens_a_few_columns_at_a_time", judge::of_a_head),
+        trial("memory_of_a_kernel_is_a_megabyte_a_thread_or_a_chunk", native::extra_memory),
+        trial("lm_head_judge_widens_a_few_columns_at_a_time", judge::of_a_head),
         #[cfg(feature = "pjrt")]
-        trial("two_hundred_compile_execute_cycles_leak_nothing", runtime::cycles_leak_nothing),
+        trial("runtime_leaks_nothing_in_two_hundred_cycles", runtime::cycles_leak_nothing),
     ];
     let conclusion = libtest_mimic::run(&arguments, trials);
     slowest::print();

@@ -25,14 +25,14 @@ fn drawn() -> Vec<(LossSpec, Recipe)> {
 }
 
 #[test]
-fn every_arm_of_a_spec_is_a_named_variant() {
+fn coverage_every_arm_of_a_spec_is_a_named_variant() {
     let all = variants();
     let named = Arms::from_specs(all.iter().map(|variant| &variant.spec));
     assert_eq!(named.missing(), Vec::<&String>::new());
 }
 
 #[test]
-fn every_arm_that_a_kernel_computes_is_drawn() {
+fn coverage_every_arm_that_a_kernel_computes_is_drawn() {
     let native = find("native", None).unwrap();
     let shape = "4x6x33".parse().unwrap();
     let all = variants();
@@ -47,7 +47,7 @@ fn every_arm_that_a_kernel_computes_is_drawn() {
 }
 
 #[test]
-fn every_regime_and_kernel_dtype_is_drawn() {
+fn coverage_every_regime_and_kernel_dtype_is_drawn() {
     let mut arms = Arms::default();
     for (_, recipe) in &drawn() {
         arms.recipe(recipe);
@@ -59,7 +59,7 @@ fn every_regime_and_kernel_dtype_is_drawn() {
 }
 
 #[test]
-fn every_output_is_judged() {
+fn coverage_every_output_is_judged() {
     let mut arms = Arms::default();
     let native = find("native", None).unwrap();
     for (spec, recipe) in drawn().into_iter().take(100) {
@@ -77,12 +77,12 @@ fn every_output_is_judged() {
             arms.gate(verdict.gate);
         }
     }
-    // Recorded scalars are compared by `assay replay`; `a_changed_recorded_scalar_fails_the_replay`.
+    // Recorded scalars are compared by `assay replay`; `replay_of_a_changed_recorded_scalar_fails`.
     assert_eq!(arms.missing(), ["output: recorded"]);
 }
 
 #[test]
-fn every_implementation_is_in_one_property_suite() {
+fn coverage_every_implementation_is_in_one_property_suite() {
     let ids = |all: Vec<std::sync::Arc<dyn assay::implementation::Implementation>>| -> Vec<String> {
         all.iter().map(|implementation| implementation.id().into()).collect()
     };
@@ -102,7 +102,7 @@ fn every_implementation_is_in_one_property_suite() {
 }
 
 #[test]
-fn a_choice_that_nobody_makes_is_named() {
+fn coverage_names_a_choice_that_nobody_makes() {
     let mut specs: Vec<LossSpec> = variants().into_iter().map(|variant| variant.spec).collect();
     specs.retain(|spec| spec.kl.as_ref().is_none_or(|kl| kl.estimator != assay::spec::KlEstimator::Abs));
     assert_eq!(Arms::from_specs(&specs).missing(), ["kl.estimator: abs"]);
@@ -202,7 +202,7 @@ fn unopened(fixtures: &[String]) -> Vec<&String> {
 }
 
 #[test]
-fn every_fixture_is_opened() {
+fn fixtures_are_all_opened() {
     assert_eq!(unopened(&below("fixtures")), Vec::<&String>::new());
     for (folder, _, test) in WALKED {
         let code = code(test);
@@ -214,14 +214,14 @@ fn every_fixture_is_opened() {
 }
 
 #[test]
-fn a_fixture_that_nobody_opens_is_named() {
+fn fixture_that_nobody_opens_is_named() {
     let stray = ["tpu/golden.other.mlir", "peers/notes.txt", "exported/grpo_f64.mlir", "new/other.yaml"];
     let stray = stray.map(String::from);
     assert_eq!(unopened(&stray), stray.iter().collect::<Vec<_>>());
 }
 
 #[test]
-fn every_recorded_batch_is_one_that_replay_evaluates() {
+fn fixture_batches_are_all_evaluated_by_replay() {
     let listed: Vec<_> = manifest_files("fixtures").unwrap();
     let recorded = below("fixtures").into_iter().filter(|path| path.ends_with(".safetensors") && !walked(path));
     let recorded: Vec<_> = recorded.map(|path| Path::new("fixtures").join(path)).collect();

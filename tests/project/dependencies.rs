@@ -21,7 +21,7 @@ const FOREIGN: [&str; 7] = ["pjrt", "pjrt-sys", "bindgen", "clang-sys", "prost-b
 
 /// `cargo test --no-default-features` at the root is built with cargo alone.
 #[test]
-fn no_default_features_need_neither_libclang_nor_protoc() {
+fn dependencies_without_features_need_cargo_alone() {
     let names = tree("normal,build,dev", &["--no-default-features", "--workspace"]);
     assert_eq!(any(&names, &FOREIGN), Vec::<&str>::new());
     let names = tree("normal,build,dev", &["--all-features", "--workspace"]);
@@ -30,7 +30,7 @@ fn no_default_features_need_neither_libclang_nor_protoc() {
 
 /// A kernel's bytes are emitted with cargo alone, and the judge knows no kernel.
 #[test]
-fn crates_stand_on_what_they_may() {
+fn dependencies_of_crates_are_those_allowed() {
     let kernels = [
         "assay-native",
         "assay-simd",

@@ -391,7 +391,7 @@ fn packed_problems_read_back_unchanged() {
 }
 
 #[test]
-fn segment_ids_pack_as_cu_seqlens_do_and_what_is_wrong_with_either_is_refused_by_name() {
+fn segment_ids_pack_as_cu_seqlens_and_either_is_checked() {
     let with = |name, dtype, shape, bytes: &[u8]| {
         let file = problem_with("bias", (name, dtype, shape, bytes));
         file.problem("logits", None).map(|problem| problem.extra.sequences)
@@ -823,7 +823,7 @@ proptest! {
     #![proptest_config(assay_suites::cases::config(4096))]
 
     #[test]
-    fn damaged_file_never_panics_and_what_is_accepted_another_reader_accepts(
+    fn damaged_file_never_panics_and_agrees_with_another_reader(
         mut bytes in prop::sample::select(small_files().to_vec()),
         damages in prop::collection::vec(damage(), 0..4),
         header_kept in any::<bool>(),

@@ -11,7 +11,7 @@ fn names(folder: &Path) -> usize {
 }
 
 #[test]
-fn tensors_grow_in_turns_and_read_back() {
+fn fixture_stream_tensors_grow_in_turns_and_read_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     let layout: [(&str, StoredDtype, &[usize]); 2] = [("a", StoredDtype::U8, &[3]), ("b", StoredDtype::F32, &[2, 1])];
@@ -33,7 +33,7 @@ fn tensors_grow_in_turns_and_read_back() {
 }
 
 #[test]
-fn what_is_not_full_leaves_nothing() {
+fn fixture_stream_that_is_not_full_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
     let layout: [(&str, StoredDtype, &[usize]); 1] = [("a", StoredDtype::U8, &[3])];

@@ -56,7 +56,7 @@ fn outcomes(index: u64, names: &[&str]) -> Vec<KernelOutcome> {
 }
 
 #[test]
-fn honest_kernels_pass_as_recorded_and_wrong_ones_fail() {
+fn panel_honest_kernels_pass_as_recorded_and_wrong_ones_fail() {
     let List { kernel: entries } = toml::from_str(&fs::read_to_string("tests/panel/panel.toml").unwrap()).unwrap();
     let names: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
     // Each kernel has an answer to each problem, and no other file is there.

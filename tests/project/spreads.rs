@@ -25,7 +25,7 @@ fn spread(gaps: &[[f64; 3]], of: usize) -> [f64; 3] {
 }
 
 #[test]
-fn sampled_logits_are_spread_as_those_of_qwen() {
+fn regime_sampled_is_spread_as_logits_of_qwen() {
     let file = ProblemFile::open("fixtures/qwen_tiny.safetensors").unwrap();
     let recorded = gaps(&file.problem(file.logits_names()[0], None).unwrap().logits);
     let recipe = Recipe {

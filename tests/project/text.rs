@@ -8,7 +8,7 @@ use assay_core::project::find;
 use assay_core::text::one_line;
 
 #[test]
-fn what_is_not_in_the_working_directory_is_found_beside_the_executable() {
+fn fixtures_outside_the_working_folder_are_found_by_executable() {
     let executable = env::current_exe().unwrap();
     let name = executable.file_name().unwrap();
     assert_eq!(find(name), Ok(executable.clone()));
@@ -18,14 +18,14 @@ fn what_is_not_in_the_working_directory_is_found_beside_the_executable() {
 }
 
 #[test]
-fn strangers_text_is_one_short_line_that_drives_no_terminal() {
+fn text_of_strangers_is_one_line_that_drives_no_terminal() {
     assert_eq!(one_line("  two\n\twords \u{1b}[2J"), "two words \\u{1b}[2J");
     assert_eq!(one_line(&"é".repeat(300)), "é".repeat(300));
     assert_eq!(one_line(&"é".repeat(301)), "é".repeat(300) + "…");
 }
 
 #[test]
-fn shapes_are_written_as_they_are_read() {
+fn shape_is_written_as_it_is_read() {
     let shape: HeadShape = "2x16x896x151936".parse().unwrap();
     assert_eq!(shape, HeadShape { batch: 2, tokens: 16, hidden: 896, vocab: 151_936 });
     assert_eq!(shape.to_string(), "2x16x896x151936");

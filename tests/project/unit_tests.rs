@@ -11,7 +11,7 @@ fn has_unit_tests(folder: &Path) -> bool {
 }
 
 #[test]
-fn no_crate_with_unit_tests_leaves_them_out() {
+fn unit_tests_are_left_out_by_no_crate() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates");
     let (mut tested, mut left_out) = (0, vec![]);
     for folder in fs::read_dir(crates).unwrap().map(|entry| entry.unwrap().path()) {

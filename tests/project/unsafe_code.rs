@@ -28,7 +28,7 @@ fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {
 }
 
 #[test]
-fn unsafe_stands_only_where_it_may_and_gives_its_reason() {
+fn unsafe_is_only_where_it_may_be_and_gives_its_reason() {
     let mut files = BTreeMap::new();
     sources(Path::new("src"), &mut files);
     sources(Path::new("crates"), &mut files);

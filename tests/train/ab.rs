@@ -17,7 +17,7 @@ fn failed(verdicts: &[AbVerdict]) -> Vec<&str> {
 
 /// The baseline is run once: what stands against it is the kernel, and four arms that are wrong.
 #[test]
-fn controls_fail_the_gate_that_is_for_them_and_the_kernel_fails_none() {
+fn ab_controls_fail_their_gates_and_the_kernel_fails_none() {
     let folder = tempfile::tempdir().unwrap();
     let config = config(with(
         settings(folder.path(), "ab"),

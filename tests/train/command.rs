@@ -90,7 +90,7 @@ fn state(out: &Path) -> Vec<(String, Vec<f32>)> {
 }
 
 #[test]
-fn a_killed_run_goes_on_to_the_same_curve() {
+fn train_killed_run_goes_on_to_the_same_curve() {
     let folder = tempfile::tempdir().unwrap();
     expect_success(&train(folder.path(), &settings(folder.path(), "whole")));
     let killed = train(folder.path(), &settings(folder.path(), "killed"));
@@ -125,7 +125,7 @@ fn a_killed_run_goes_on_to_the_same_curve() {
 /// A limit on the size of files stands for a full disk: both end a write with an error.
 #[cfg(unix)]
 #[test]
-fn a_disk_that_fills_leaves_the_last_checkpoint_and_the_run_goes_on() {
+fn train_full_disk_leaves_the_last_checkpoint_and_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let (whole, out) = (settings(folder.path(), "whole"), folder.path().join("out"));
     expect_success(&train(folder.path(), &whole));
@@ -146,7 +146,7 @@ fn a_disk_that_fills_leaves_the_last_checkpoint_and_the_run_goes_on() {
 
 #[cfg(unix)]
 #[test]
-fn an_interrupted_run_keeps_its_steps_and_goes_on() {
+fn train_interrupted_run_keeps_its_steps_and_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let (whole, out) = (settings(folder.path(), "whole"), folder.path().join("out"));
     expect_success(&train(folder.path(), &whole));
@@ -181,7 +181,7 @@ fn an_interrupted_run_keeps_its_steps_and_goes_on() {
 
 /// The loop on a checkpoint with its own tokenizer, and what of one is refused.
 #[test]
-fn a_checkpoint_is_trained_with_its_own_tokenizer() {
+fn train_checkpoint_uses_its_own_tokenizer() {
     let folder = tempfile::tempdir().unwrap();
     checkpoint::write(&folder.path().join("model"), VOCAB, true);
     let lines = [json!({"question": "what is 7 plus 5 ", "answer": "it is\n#### 12"}).to_string()];
@@ -214,7 +214,7 @@ fn a_checkpoint_is_trained_with_its_own_tokenizer() {
 }
 
 #[test]
-fn what_is_wrong_is_named_and_the_last_checkpoint_stays() {
+fn train_error_is_named_and_the_last_checkpoint_stays() {
     let folder = tempfile::tempdir().unwrap();
     let whole = settings(folder.path(), "out");
     let expect = |settings: &str, reason: &str| {
@@ -265,7 +265,7 @@ fn what_is_wrong_is_named_and_the_last_checkpoint_stays() {
 
 /// Both arms, judged at each step; `make test-extensive` runs the shipped one too.
 #[test]
-fn both_arms_agree_in_a_short_run() {
+fn ab_arms_agree_in_a_short_run() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("ab.yaml");
     fs::write(&config, settings(folder.path(), "ab").replace("steps: 8", "steps: 2")).unwrap();

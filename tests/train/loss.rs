@@ -115,7 +115,7 @@ fn dlogits_f64_of_candles_autograd_are_the_references() {
 }
 
 #[test]
-fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
+fn lm_head_gradients_of_all_dtypes_pass_the_judge() {
     let shape = HeadShape { batch: 3, tokens: 5, hidden: 16, vocab: 97 };
     for spec in specs() {
         for dtype in Dtype::KERNEL {
@@ -169,7 +169,7 @@ fn dhidden_and_dlm_head_all_dtypes_pass_the_judge() {
 /// Why `assay ab` shows the errors of candle's operations and does not decide by them: in a long row with a confident target
 /// they are many hundred roundings off.
 #[test]
-fn dlogits_of_a_confident_target_at_qwens_vocabulary_are_right_to_few_roundings_by_the_kernel_alone() {
+fn dlogits_of_a_confident_target_are_right_by_kernel_alone() {
     let (spec, vocab, gap) = (LossSpec::default(), 151_936, 22.6_f32);
     let logits = Array3::from_shape_fn((1, 1, vocab), |(.., v)| if v == 7 { gap } else { 0.0 });
     let problem = Problem {
@@ -195,7 +195,7 @@ fn dlogits_of_a_confident_target_at_qwens_vocabulary_are_right_to_few_roundings_
 
 /// A loss within a larger graph: what comes before it and what multiplies it have their part in the gradient.
 #[test]
-fn gradients_pass_through_what_is_around() {
+fn dlogits_pass_through_what_is_around() {
     let spec = LossSpec::default();
     let problem = recipe(Dtype::F32).problem(&spec).unwrap();
     let logits = variable(&problem.logits, Dtype::F32);
@@ -213,7 +213,7 @@ fn gradients_pass_through_what_is_around() {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn loss_arguments_that_do_not_fit_are_named() {
     let spec = LossSpec::default();
     let problem = recipe(Dtype::F32).problem(&spec).unwrap();
     let (logits, batch) = (variable(&problem.logits, Dtype::F32), batch(&problem));

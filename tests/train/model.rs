@@ -53,7 +53,7 @@ fn expect_close(given: &Tensor, expected: &Array2<f64>) {
 }
 
 #[test]
-fn hidden_states_are_those_of_the_formula_with_and_without_a_cache() {
+fn model_hidden_states_match_the_formula_with_or_without_cache() {
     for tied in [false, true] {
         let config = config(tied);
         let weights = weights(&config);
@@ -73,7 +73,7 @@ fn hidden_states_are_those_of_the_formula_with_and_without_a_cache() {
 
 /// Along a direction through all elements of each weight, by differences of the formula.
 #[test]
-fn gradients_of_every_weight_are_differences_of_the_formula() {
+fn model_gradients_of_every_weight_match_differences() {
     let config = config(true);
     let weights = weights(&config);
     let tokens = [3, 1, 4, 1, 5];
@@ -103,7 +103,7 @@ fn gradients_of_every_weight_are_differences_of_the_formula() {
 }
 
 #[test]
-fn completions_hold_the_log_probabilities_that_the_policy_gives_them() {
+fn model_completions_hold_the_logp_that_the_policy_gives() {
     let config = config(false);
     let weights = weights(&config);
     let policy = Qwen2::detached(&config, &weights);
@@ -128,7 +128,7 @@ fn completions_hold_the_log_probabilities_that_the_policy_gives_them() {
 
 /// A folder as Hugging Face writes it, in bf16 and in two parts.
 #[test]
-fn a_checkpoint_of_two_parts_in_bf16_is_widened() {
+fn bf16_checkpoint_of_two_parts_is_widened() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model");
     checkpoint::write(&model, checkpoint::VOCAB, false);

@@ -89,7 +89,7 @@ proptest! {
     #![proptest_config(cases::config(400))]
 
     #[test]
-    fn loss_and_dlogits_are_those_of_1_2_4_and_8_parts(spec in cases::any_spec(), seed in 0..1000_u64) {
+    fn parts_1_2_4_and_8_have_the_loss_and_dlogits_of_the_whole(spec in cases::any_spec(), seed in 0..1000_u64) {
         expect_parts_add_up(&spec, seed);
     }
 }
@@ -109,7 +109,7 @@ fn reductions() -> Vec<Reduction> {
 }
 
 #[test]
-fn every_reduction_adds_up_with_a_bonus_and_without_tokens_in_a_row() {
+fn parts_of_every_reduction_add_up_with_bonus_and_empty_rows() {
     for reduction in reductions() {
         let spec = LossSpec { reduction, entropy_coef: 0.1, denominator_epsilon: 0.5, ..LossSpec::default() };
         expect_parts_add_up(&spec, 3);
@@ -127,7 +127,7 @@ fn every_reduction_adds_up_with_a_bonus_and_without_tokens_in_a_row() {
 }
 
 #[test]
-fn what_is_chosen_over_a_batchs_logits_is_no_sum_of_parts() {
+fn parts_do_not_add_up_where_a_batchs_logits_choose() {
     let top_entropy =
         Some(TopEntropy { fraction: 0.5, drops: DroppedTerm::default(), precision: QuantilePrecision::Exact });
     let spec = LossSpec { top_entropy, ..LossSpec::default() };
@@ -146,7 +146,7 @@ fn step_of(folder: &Path, name: &str, loss: &LossSpec, micro_batches: usize) -> 
 /// Prints the table of docs/train.md. The second epoch starts from the weights that the first left, so that a gradient whose
 /// parts did not add up would part them.
 #[test]
-fn a_training_step_in_four_parts_is_that_in_one() {
+fn parts_of_a_training_step_in_four_parts_are_that_in_one() {
     let folder = tempfile::tempdir().unwrap();
     println!(
         "| reduction | entropy bonus | loss, 1 part | 4 parts | gradient norm, 1 part | 4 parts |\n|---|---|---|---|---|---|"

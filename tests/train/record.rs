@@ -165,7 +165,7 @@ fn replay(file: &Path) -> command::Output {
 
 /// Every position against a forward over the whole sequence, without cache or chunks.
 #[test]
-fn logits_f32_are_the_models_and_old_logps_those_of_the_drawn_tokens() {
+fn record_logits_are_the_models_and_logps_those_of_drawn_ids() {
     let case = Case::new();
     let file = case.record("model", &["--group", "6", "--max-tokens", "60", "--seed", "3", "--dtype", "f32"]);
     let ids: Array2<i64> = file.integers::<Ix2>("ids").unwrap();
@@ -204,7 +204,7 @@ fn logits_f32_are_the_models_and_old_logps_those_of_the_drawn_tokens() {
 }
 
 #[test]
-fn a_recorded_fixture_replays_as_it_is() {
+fn record_of_a_fixture_replays_as_it_is() {
     let case = Case::new();
     for dtype in ["bf16", "f32", "f16"] {
         case.record("model", &["--group", "4", "--max-tokens", "12", "--dtype", dtype]);
@@ -220,7 +220,7 @@ fn a_recorded_fixture_replays_as_it_is() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_tensors_and_another_others() {
+fn record_of_a_seed_repeats_and_of_another_differs() {
     let case = Case::new();
     let hashes = |seed: &str| {
         let file = case.record("model", &["--seed", seed, "--max-tokens", "9"]);
@@ -232,7 +232,7 @@ fn the_same_seed_gives_the_same_tensors_and_another_others() {
 }
 
 #[test]
-fn a_gguf_of_the_same_weights_gives_the_same_file() {
+fn record_of_a_gguf_of_the_same_weights_is_the_same_file() {
     let case = Case::new();
     let arrays = |file: SafetensorsFile| {
         ["ids", "logits", "old_logps", "hidden", "rewards", "advantages"]
@@ -249,7 +249,7 @@ fn a_gguf_of_the_same_weights_gives_the_same_file() {
 }
 
 #[test]
-fn a_tied_head_is_the_embedding() {
+fn lm_head_that_is_tied_is_the_embedding() {
     let case = Case::of(VOCAB, true);
     let file = case.record("model", &["--max-tokens", "2", "--group", "1", "--dtype", "f32"]);
     let embedding = weights(VOCAB, true)[0].1.to_vec2::<f32>().unwrap();
@@ -262,7 +262,7 @@ fn a_tied_head_is_the_embedding() {
 }
 
 #[test]
-fn given_completions_are_scored_and_rewarded() {
+fn record_of_given_completions_is_scored_and_rewarded() {
     let case = Case::new();
     let line = |completion: &str, more: serde_json::Value| {
         let mut line = json!({"prompt": PROMPT, "completion": completion});
@@ -290,7 +290,7 @@ fn given_completions_are_scored_and_rewarded() {
 }
 
 #[test]
-fn checkpoints_that_do_not_fit_are_refused() {
+fn record_checkpoints_that_do_not_fit_are_refused() {
     let case = Case::new();
     let refuse = |parts: &[&str]| case.assert_refused("model", &[], parts);
     let whole = weights(VOCAB, false);
@@ -340,7 +340,7 @@ fn checkpoints_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn gguf_files_that_do_not_fit_are_refused() {
+fn record_gguf_files_that_do_not_fit_are_refused() {
     let case = Case::new();
     let cases: [(&str, Value, &str); 5] = [
         ("general.architecture", Value::String("llama".into()), "expected `qwen2`"),
@@ -360,7 +360,7 @@ fn gguf_files_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn prompts_that_say_nothing_are_refused() {
+fn record_prompts_that_say_nothing_are_refused() {
     let case = Case::new();
     let good = json!({"prompt": "a"}).to_string();
     for (text, parts) in [
@@ -388,7 +388,7 @@ fn prompts_that_say_nothing_are_refused() {
 /// A limit on the size of files stands for a full disk: both end a write with an error.
 #[cfg(unix)]
 #[test]
-fn a_disk_that_fills_leaves_nothing() {
+fn record_onto_a_full_disk_leaves_nothing() {
     let case = Case::new();
     let args = case.args("model", &["--group", "8", "--max-tokens", "64"]);
     let output = limited("trap '' XFSZ && ulimit -f 64", &args);
@@ -400,7 +400,7 @@ fn a_disk_that_fills_leaves_nothing() {
 /// The file is larger than the memory that the process may have.
 #[cfg(target_os = "linux")]
 #[test]
-fn memory_does_not_grow_with_the_batch() {
+fn record_memory_does_not_grow_with_the_batch() {
     let case = Case::of(50_000, true);
     let options = ["--group", "4", "--max-tokens", "96", "--dtype", "f64"];
     let output = limited("ulimit -d 75000", &case.args("model", &options));
@@ -411,7 +411,7 @@ fn memory_does_not_grow_with_the_batch() {
 
 #[cfg(unix)]
 #[test]
-fn an_interrupted_recording_leaves_nothing() {
+fn record_interrupted_leaves_nothing() {
     let case = Case::of(50_000, true);
     let args = case.args("model", &["--group", "8", "--max-tokens", "64"]);
     // Once the file has been begun.

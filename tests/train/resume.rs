@@ -114,7 +114,7 @@ impl DiskWatcher for Killed {
 }
 
 #[test]
-fn a_run_that_is_killed_at_any_write_goes_on_to_the_same_bits() {
+fn resume_after_a_kill_at_any_write_has_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole");
     let operations = recorded(&whole).len();
@@ -168,7 +168,7 @@ fn left(operations: &[Recorded], names_too: bool) -> BTreeMap<PathBuf, Vec<u8>> 
 }
 
 #[test]
-fn a_run_that_loses_power_goes_on_to_the_same_bits_from_what_was_synced() {
+fn resume_after_a_power_cut_has_the_same_bits_from_synced_data() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole");
     let operations = recorded(&whole);
@@ -191,7 +191,7 @@ fn a_run_that_loses_power_goes_on_to_the_same_bits_from_what_was_synced() {
 }
 
 #[test]
-fn a_short_curve_leaves_the_checkpoint_what_it_is() {
+fn resume_with_a_short_curve_leaves_the_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let (whole, out) = (folder.path().join("whole"), folder.path().join("out"));
     run(&whole, None).unwrap();
@@ -210,7 +210,7 @@ fn a_short_curve_leaves_the_checkpoint_what_it_is() {
 }
 
 #[test]
-fn two_runs_do_not_write_into_one_folder() {
+fn resume_of_two_runs_in_one_folder_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let first = Disk::open(folder.path()).unwrap();
     let error = run(folder.path(), None).unwrap_err().to_string();

@@ -13,7 +13,7 @@ use assay::train::{GrpoLoss, LossArm, NoObserver, TrainError, Trainer};
 use serde_json::{Value, json};
 
 #[test]
-fn a_first_updates_ratio_is_1_whatever_becomes_of_the_logits() {
+fn rollout_first_ratio_is_1_whatever_transforms_the_logits() {
     let folder = tempfile::tempdir().unwrap();
     for (i, loss) in [
         json!({}),
@@ -67,7 +67,7 @@ impl Implementation for Warmer {
 }
 
 #[test]
-fn a_loss_of_another_policy_than_was_sampled_ends_the_run() {
+fn rollout_of_another_policy_than_the_loss_ends_the_run() {
     let folder = tempfile::tempdir().unwrap();
     let config = config(settings(folder.path(), "out"));
     let arm = LossArm::Kernel(Box::new(GrpoLoss::by(LossSpec::default(), Arc::new(Warmer))));
@@ -79,7 +79,7 @@ fn a_loss_of_another_policy_than_was_sampled_ends_the_run() {
 }
 
 #[test]
-fn the_kl_penalty_is_against_the_policy_before_the_first_step() {
+fn kl_penalty_is_against_the_policy_before_the_first_step() {
     let folder = tempfile::tempdir().unwrap();
     let steps = |impl_name: &str| {
         let kl = json!({"loss": {"kl": {"beta": 0.04}}, "kernel": {"enabled": true, "impl": impl_name}, "steps": 4});
@@ -93,7 +93,7 @@ fn the_kl_penalty_is_against_the_policy_before_the_first_step() {
 }
 
 #[test]
-fn a_sampler_of_16_bits_has_log_probabilities_of_its_own_to_correct_for() {
+fn rollout_sampler_of_16_bits_has_its_own_logp_to_correct() {
     let folder = tempfile::tempdir().unwrap();
     for (dtype, loss) in [
         ("bf16", json!({"rollout": {"source": "logp", "max": 2.0, "normalize": true}})),
@@ -107,7 +107,7 @@ fn a_sampler_of_16_bits_has_log_probabilities_of_its_own_to_correct_for() {
 }
 
 #[test]
-fn what_a_run_has_not_is_refused_before_it_begins() {
+fn rollout_input_that_a_run_lacks_is_refused_at_its_start() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |others: Value, expected: &str| {
         let error = run(with(settings(folder.path(), "out"), others)).unwrap_err().to_string();
@@ -136,7 +136,7 @@ fn what_a_run_has_not_is_refused_before_it_begins() {
 }
 
 #[test]
-fn groups_without_a_difference_are_sampled_again_and_completions_without_an_end_are_left_out() {
+fn rollout_resamples_equal_groups_and_drops_endless_completions() {
     let folder = tempfile::tempdir().unwrap();
     let one =
         |name: &str, rollout: Value| run(with(settings(folder.path(), name), json!({"rollout": rollout}))).unwrap();

@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_of_a_spec_is_a_run_time_input() {
+    fn numbers_of_a_spec_are_run_time_inputs() {
         assert_eq!(text(&spec(1.0), Mesh::ONE), text(&spec(1.5), Mesh::ONE));
         let sum = LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: Some(9) }, ..spec(1.0) };
         assert_eq!(text(&spec(1.0), Mesh::ONE), text(&sum, Mesh::ONE), "both divide by a given number");
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_are_masked_only_where_the_vocabulary_is_padded() {
+    fn masked_columns_are_only_those_of_a_padded_vocabulary() {
         let padded =
             |vocab| text(&spec(1.0), Mesh { batch: 1, tokens: 1, vocab }).contains("dense<0xFF800000> : tensor<4x6x");
         assert!(padded(2), "13 columns over 2 devices");

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_are_written_for_tpus_that_are_known_and_loops_for_all_else() {
+    fn target_known_tpu_has_a_kernel_and_any_other_loops() {
         for kind in ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "TPU v6e"] {
             let device = Device::from_platform("tpu", kind).unwrap();
             assert_eq!((device.lowering, device.machine.memory_columns), (Lowering::Mosaic, 128), "{kind}");

@@ -535,7 +535,7 @@ mod tests {
     use assay_core::spec::{Ratio, RatioLevel};
 
     #[test]
-    fn kernels_of_a_batch_are_those_of_its_rows_whatever_its_sequences() {
+    fn batch_shape_does_not_change_the_kernels_of_its_rows() {
         let text = |xla: &LossProgram, batch, tokens| {
             let shape = Shape { batch, tokens, vocab: 1031 };
             let kernels =

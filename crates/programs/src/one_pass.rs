@@ -675,7 +675,7 @@ mod tests {
 
     /// The limit on the vocabulary is worked out before there is a kernel.
     #[test]
-    fn bytes_of_vmem_are_those_that_the_kernel_counts() {
+    fn vmem_bytes_are_those_that_the_kernel_counts() {
         let machine = TileMachine::tpu(120 << 20, true);
         let support = Support { vocab: Some(1), ..Support::default() };
         let structures =

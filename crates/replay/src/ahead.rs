@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_compiled_ahead_of_their_runs_but_not_all_at_once() {
+    fn replay_compiles_ahead_of_runs_but_not_all_at_once() {
         let (native, counts) = (find("native", None).unwrap(), Arc::default());
         let counting = |_| Arc::new(CountedImplementation { native: Arc::clone(&native), counts: Arc::clone(&counts) });
         let implementations: Vec<Arc<dyn Implementation>> = (0..3 * AHEAD).map(|i| counting(i) as Arc<_>).collect();

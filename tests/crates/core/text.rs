@@ -3,7 +3,7 @@
 use assay::text::nearest;
 
 #[test]
-fn nearest_name_is_found_and_a_stranger_has_none() {
+fn names_nearest_is_found_and_a_stranger_has_none() {
     let names = ["beta", "epsilon", "epsilon_high", "loss_type"];
     for (given, expected) in [
         ("bta", Some("beta")),

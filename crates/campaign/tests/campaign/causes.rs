@@ -34,7 +34,7 @@ fn diagnoses(report: &CampaignReport) -> Vec<&str> {
 }
 
 #[test]
-fn factor_of_loss_and_dlogits_survives_shrinking() {
+fn cause_factor_of_loss_and_dlogits_survives_shrinking() {
     for shrink in [false, true] {
         let campaign = Campaign { shrink, ..campaign(trl(), 24) };
         let found = report(&campaign, |_, candidate| {
@@ -52,7 +52,7 @@ fn factor_of_loss_and_dlogits_survives_shrinking() {
 }
 
 #[test]
-fn common_property_and_columns_of_a_lost_tile_are_told() {
+fn cause_of_a_lost_tile_names_property_and_columns() {
     let found = report(&campaign(trl(), 200), |problem, candidate| {
         let vocab = problem.shape().vocab;
         if vocab.is_multiple_of(8_192) {
@@ -76,7 +76,7 @@ fn common_property_and_columns_of_a_lost_tile_are_told() {
 }
 
 #[test]
-fn common_property_and_tokens_of_a_lost_tail_are_told() {
+fn cause_of_a_lost_tail_names_property_and_tokens() {
     let found = report(&campaign(trl(), 200), |problem, candidate| {
         let tokens = problem.shape().tokens;
         if tokens > 32 && tokens % 32 != 0 {
@@ -129,7 +129,7 @@ fn cause_shows_a_problem_that_fails() {
 
 /// What a kernel leaves in logp under the mask hides no name.
 #[test]
-fn names_do_not_depend_on_masked_logp() {
+fn cause_names_do_not_depend_on_masked_logp() {
     let mut spec = assay_core::spec::LossSpec { objective: trl().objective, ..trl() };
     spec.temperature = 0.7.into();
     let forgotten = LossSpec { temperature: 1.0.into(), ..spec.clone() };
@@ -151,7 +151,7 @@ fn names_do_not_depend_on_masked_logp() {
 }
 
 #[test]
-fn interrupted_campaign_has_not_passed() {
+fn campaign_interrupted_has_not_passed() {
     let native = Native::default();
     let mut left = 3;
     let kernel = |spec: &LossSpec, problem: &Arc<Problem>| {
@@ -165,7 +165,7 @@ fn interrupted_campaign_has_not_passed() {
 
 /// Under a mask that hides garbage a kernel that multiplies by it is noted, and fails where that is asked for.
 #[test]
-fn garbage_under_the_mask_is_noted_and_fails_where_it_is_asked_for() {
+fn masked_garbage_is_noted_and_fails_where_asked_for() {
     let change = |problem: &Problem, candidate: &mut Candidate| {
         for ((b, t), counts) in problem.mask.indexed_iter() {
             if !counts && problem.logits.row(b, t)[0].is_nan() {

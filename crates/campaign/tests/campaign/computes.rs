@@ -34,7 +34,7 @@ fn trl_with(options: &[&str]) -> LossSpec {
 }
 
 #[test]
-fn kernel_with_another_aggregation_is_told_which() {
+fn computes_names_another_aggregation() {
     let mut asked = campaign(trl(), 60);
     asked.project = Some((Preset::Trl, Vec::new()));
     let found = run(&asked, &mut Other(trl_with(&["loss_type=grpo"])));
@@ -47,7 +47,7 @@ fn kernel_with_another_aggregation_is_told_which() {
 
 /// Every project's loss under every other's spec: what it computes is among those that are named, under its own name.
 #[test]
-fn every_presets_kernel_is_told_apart_under_every_other_spec() {
+fn computes_distinguishes_every_preset_under_every_spec() {
     let specs: Vec<(String, LossSpec)> = Preset::ALL
         .into_iter()
         .filter_map(|preset| {

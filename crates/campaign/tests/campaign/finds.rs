@@ -55,7 +55,7 @@ pub(crate) fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
 }
 
 #[test]
-fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
+fn campaign_passes_a_right_kernel_and_scores_wrong_ones() {
     let campaign = Campaign { power: true, ..campaign(trl(), 300) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed, "{}", assay_campaign::text(&found));
@@ -71,7 +71,7 @@ fn right_kernel_passes_every_problem_and_most_wrong_ones_would_not() {
 }
 
 #[test]
-fn right_kernel_of_a_head_passes() {
+fn lm_head_right_kernel_passes_a_campaign() {
     let deck = Deck { cases: 40, wide: 0, head: Some(DeckHead::default()), ..Deck::default() };
     let kernel = &mut LocalKernel::<HeadProblem>(&NativeHead::default());
     let campaign = Campaign { power: false, deck, ..Campaign::new("native-lm-head", trl()) };
@@ -82,7 +82,7 @@ fn right_kernel_of_a_head_passes() {
 /// Under TRL's default with a KL penalty and a bonus: each mutant's own name is among those of its one cause, and its problem is
 /// small.
 #[test]
-fn wrong_kernel_is_found_shrunk_and_named() {
+fn campaign_finds_shrinks_and_names_a_wrong_kernel() {
     let mut spec = trl();
     (spec.entropy_coef, spec.temperature) = (0.05, 0.7.into());
     for name in [
@@ -100,7 +100,7 @@ fn wrong_kernel_is_found_shrunk_and_named() {
 
 /// Every eighth of the mutants; all of them where `ASSAY_PRODUCTION` is set.
 #[test]
-fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
+fn mutants_rejected_are_named_by_themselves_or_by_none() {
     let (mut wrongly, mut unnamed) = (Vec::new(), Vec::new());
     let (mut rejected, mut of_one_cause) = (0, 0);
     let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 8 };
@@ -134,7 +134,7 @@ fn every_mutant_that_a_campaign_rejects_is_named_by_itself_or_by_none() {
 }
 
 #[test]
-fn kernel_that_keeps_answers_by_address_is_found() {
+fn campaign_finds_answers_kept_by_address() {
     let mut last: Option<(*const Problem, Candidate)> = None;
     let mut kernel = Does(|spec: &LossSpec, problem: &Arc<Problem>| {
         let FloatArray::F32(logits) = &problem.logits else { return Ok(right(spec, problem)) };
@@ -157,7 +157,7 @@ fn kernel_that_keeps_answers_by_address_is_found() {
 }
 
 #[test]
-fn kernel_that_keeps_a_count_by_the_mask_is_found() {
+fn campaign_finds_a_count_kept_by_the_mask() {
     let mut last: Option<(*const bool, usize)> = None;
     let mut kernel = Does(|spec: &LossSpec, problem: &Arc<Problem>| {
         let (address, counts) = (problem.mask.as_ptr(), problem.mask.iter().filter(|counts| **counts).count());
@@ -216,7 +216,7 @@ impl KernelUnderTest for CalledInWays {
 }
 
 #[test]
-fn way_of_calling_that_fails_alone_is_the_cause() {
+fn cause_is_the_way_of_calling_that_fails_alone() {
     let folder = tempfile::tempdir().unwrap();
     let way = |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents };
     let mut kernel =
@@ -237,7 +237,7 @@ fn way_of_calling_that_fails_alone_is_the_cause() {
 }
 
 #[test]
-fn second_call_with_other_bits_is_found_and_can_be_allowed() {
+fn campaign_finds_other_bits_in_a_second_call_or_allows_them() {
     let make = || {
         let mut turn = 0;
         Does(move |spec: &LossSpec, problem: &Arc<Problem>| {
@@ -257,7 +257,7 @@ fn second_call_with_other_bits_is_found_and_can_be_allowed() {
 }
 
 #[test]
-fn faults_are_causes_and_what_is_not_supported_is_none() {
+fn cause_of_a_fault_is_shown_and_unsupported_is_no_cause() {
     let raised = |_: &LossSpec, problem: &Arc<Problem>| match problem.logits.dtype() {
         Dtype::Bf16 => Err(Fault::Unsupported("bf16".into())),
         _ if problem.shape().vocab > 40 => Err(Fault::Raised("index 40 is out of bounds".into())),
@@ -271,7 +271,7 @@ fn faults_are_causes_and_what_is_not_supported_is_none() {
 }
 
 #[test]
-fn process_that_ends_three_times_in_a_row_is_not_started_again() {
+fn worker_ending_three_times_in_a_row_is_not_restarted() {
     let mut calls = 0;
     let mut kernel = Does(|spec: &LossSpec, problem: &Arc<Problem>| {
         calls += 1;
@@ -290,7 +290,7 @@ fn process_that_ends_three_times_in_a_row_is_not_started_again() {
 }
 
 #[test]
-fn empty_campaign_never_passes_and_bad_options_are_refused_by_name() {
+fn campaign_empty_never_passes_and_bad_options_are_refused() {
     let nothing = |_: &LossSpec, _: &Arc<Problem>| Err(Fault::Unsupported("anything".into()));
     assert!(!run(&campaign(trl(), 8), &mut Does(nothing)).passed);
     let refused = |change: &dyn Fn(&mut Campaign)| {
@@ -305,7 +305,7 @@ fn empty_campaign_never_passes_and_bad_options_are_refused_by_name() {
 }
 
 #[test]
-fn problem_that_failed_is_kept_and_tried_first() {
+fn replay_problem_that_failed_is_kept_and_tried_first() {
     let folder = tempfile::tempdir().unwrap();
     let mut campaign = campaign(trl(), 40);
     campaign.repros = Some(folder.path().into());

@@ -38,7 +38,7 @@ fn with_ends(problem: &Problem, ends: &[usize]) -> Problem {
 }
 
 #[test]
-fn sequences_of_all_lengths_lie_anywhere_in_rows_of_one_width() {
+fn packed_sequences_of_all_lengths_lie_anywhere_in_a_row() {
     let Campaign { deck, spec, .. } = packed(trl(), 64);
     let (mut empty, mut behind, mut across) = ([0; 3], 0, 0);
     for recipe in deck.recipes() {
@@ -63,7 +63,7 @@ fn sequences_of_all_lengths_lie_anywhere_in_rows_of_one_width() {
 }
 
 #[test]
-fn right_kernels_pass_packed_problems_with_and_without_a_head() {
+fn packed_right_kernels_pass_with_and_without_a_head() {
     let campaign = Campaign { power: true, ..packed(gspo(), 60) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
     assert!(found.passed && found.packed && found.tried == 60, "{}", assay_campaign::text(&found));
@@ -100,13 +100,13 @@ fn of_one_row(spec: &LossSpec, problem: &Problem) -> Candidate {
 }
 
 #[test]
-fn kernel_that_ignores_the_boundaries_is_found_shrunk_and_named() {
+fn packed_ignored_boundaries_are_found_shrunk_and_named() {
     let cause = cause_of(gspo(), |spec, problem| Ok(of_one_row(spec, problem)));
     assert_called(&cause, "pack-taken-for-row");
 }
 
 #[test]
-fn kernel_that_leaks_ratios_across_a_boundary_is_found_shrunk_and_named() {
+fn packed_ratios_leaked_over_boundaries_are_found_and_named() {
     let cause = cause_of(gspo(), |spec, problem| {
         let (ends, last) = (ends(problem), *ends(problem).last().expect("not empty"));
         let late: Vec<usize> = ends.iter().map(|&end| if end == 0 { 0 } else { (end + 1).min(last) }).collect();
@@ -116,7 +116,7 @@ fn kernel_that_leaks_ratios_across_a_boundary_is_found_shrunk_and_named() {
 }
 
 #[test]
-fn kernel_that_counts_empty_sequences_is_found_shrunk_and_named() {
+fn packed_counted_empty_sequences_are_found_and_named() {
     let cause = cause_of(trl(), |spec, problem| {
         let tokens =
             |sequence: &assay_core::problem::Sequence| sequence.places().filter(|at| problem.mask[*at]).count();
@@ -128,7 +128,7 @@ fn kernel_that_counts_empty_sequences_is_found_shrunk_and_named() {
 }
 
 #[test]
-fn packed_problem_that_failed_is_kept_and_tried_first_by_packed_campaigns_alone() {
+fn packed_failed_problem_is_tried_first_by_packed_campaigns() {
     let folder = tempfile::tempdir().unwrap();
     let campaign = Campaign { repros: Some(folder.path().into()), ..packed(gspo(), 8) };
     let ignores = |spec: &LossSpec, problem: &Arc<Problem>| Ok(of_one_row(spec, problem));
@@ -172,7 +172,7 @@ impl Implementation for OfRows {
 }
 
 #[test]
-fn packed_campaign_of_a_mean_over_the_width_is_refused_and_a_kernel_of_rows_is_asked_nothing() {
+fn packed_padded_width_mean_and_row_kernels_are_refused() {
     let spec = LossSpec { reduction: Reduction::FixedLength { rows: Rows::All, length: None }, ..trl() };
     let refused =
         packed(spec, 4).run(&mut LocalKernel::<Problem>(&Native::default()), &mut |_| ()).unwrap_err().to_string();

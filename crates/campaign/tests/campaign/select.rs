@@ -19,7 +19,7 @@ fn problem() -> Problem {
 }
 
 #[test]
-fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
+fn shrink_part_has_its_columns_and_drops_lost_targets() {
     let part = ProblemPart { batch: vec![1], tokens: vec![0, 2], columns: vec![1, 2] };
     let selected = problem().select(&part);
     assert!(selected.logits.is_standard_layout() && selected.check(&LossSpec::default()).is_ok());
@@ -32,7 +32,7 @@ fn part_has_its_own_columns_and_a_token_without_its_column_does_not_count() {
 
 /// Sequences of 2, 0 and 3 tokens, and one token behind them.
 #[test]
-fn part_of_a_packed_problem_stays_packed() {
+fn packed_part_of_a_shrunk_problem_stays_packed() {
     let mut packed = problem().laid_out(CuSeqlens::from_lengths([2, 3]));
     packed.extra.sequences = Sequences::Packed(CuSeqlens::from_lengths([2, 0, 3]));
     packed.advantages = Advantages::Sequence(arr1(&[1.0, 2.0, 3.0]));
@@ -53,7 +53,7 @@ fn part_of_a_packed_problem_stays_packed() {
 }
 
 #[test]
-fn head_loses_columns_and_units_in_either_layout() {
+fn lm_head_shrinks_columns_and_units_in_either_layout() {
     for layout in [HeadLayout::HiddenByVocab, HeadLayout::VocabByHidden] {
         let [rows, columns] = layout.extents(3, 4);
         let lm_head = Array2::from_shape_fn((rows, columns), |(i, j)| match layout {

@@ -107,7 +107,7 @@ const WRONG: [WrongKernel; 17] = [
 ];
 
 #[test]
-fn sizes_at_which_kernels_break_are_dealt_whatever_the_seed() {
+fn deck_deals_sizes_that_break_kernels_whatever_the_seed() {
     let (spec, limits) = (trl(), Limits::external(Grade::Standard));
     for seed in [0, 7] {
         let deck = Deck { seed, ..Deck::default() };

@@ -149,7 +149,7 @@ const REFUSED: c_int = 912;
 
 /// XLA's command buffers launch without attributes: the clusters are those of the text, if it has some.
 #[test]
-fn cluster_of_the_text_alone_is_launched() {
+fn cluster_in_the_text_alone_is_launched() {
     let fake = Fake::new("");
     let context = Fake::context();
     let loaded = context.load(ranks(4, 2)).unwrap();

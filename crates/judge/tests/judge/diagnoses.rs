@@ -35,14 +35,14 @@ fn change(candidate: &mut Candidate, by: impl Fn((usize, usize, usize), f64) -> 
 }
 
 #[test]
-fn right_answer_has_no_cause() {
+fn diagnosis_of_a_right_answer_is_empty() {
     for dtype in Dtype::KERNEL {
         assert_eq!(diagnosed(&problem([2, 3, 257], dtype, Regime::Normal), |_, _| {}), []);
     }
 }
 
 #[test]
-fn only_the_target_is_named() {
+fn diagnosis_names_the_target_alone() {
     let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
     let said = diagnosed(&problem, |candidate, reference| {
         change(candidate, |(b, t, v), x| if reference.token(b, t).unwrap().id == v { x } else { 0.0 });
@@ -51,7 +51,7 @@ fn only_the_target_is_named() {
 }
 
 #[test]
-fn constant_factor_is_measured() {
+fn diagnosis_measures_a_constant_factor() {
     let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
     let said = diagnosed(&problem, |candidate, _| change(candidate, |_, x| x * 0.9375));
     let [Diagnosis::ConstantFactor { dlogits: factor, loss: None }] = said[..] else { panic!("{said:?}") };
@@ -59,7 +59,7 @@ fn constant_factor_is_measured() {
 }
 
 #[test]
-fn truncation_is_named() {
+fn diagnosis_names_truncation() {
     let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
     let said = diagnosed(&problem, |candidate, reference| {
         change(candidate, |(b, t, v), _| {
@@ -71,14 +71,14 @@ fn truncation_is_named() {
 }
 
 #[test]
-fn values_of_a_narrower_dtype_are_recognised() {
+fn diagnosis_recognises_values_of_a_narrower_dtype() {
     let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
     let said = diagnosed(&problem, |candidate, _| change(candidate, |_, x| Dtype::Bf16.round(x)));
     assert_eq!(said, [Diagnosis::StoredWider(Output::Dlogits, Dtype::Bf16)]);
 }
 
 #[test]
-fn logits_that_are_not_upcast_are_named() {
+fn diagnosis_names_logits_that_are_not_upcast() {
     let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Peaked);
     let said = diagnosed(&problem, |candidate, _| {
         candidate.logp = candidate.logp.take().map(|logp| logp.to_f64().mapv(|x| Dtype::Bf16.round(x)).into());
@@ -88,7 +88,7 @@ fn logits_that_are_not_upcast_are_named() {
 
 /// `−Σ p ln p` of equal terms, one after the other in f32, as XLA adds on CPUs.
 #[test]
-fn naive_sum_of_an_entropy_is_named() {
+fn diagnosis_names_a_naive_sum_of_an_entropy() {
     let mut problem = problem([1, 2, 4099], Dtype::F32, Regime::Small);
     let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
     logits.fill(0.1);
@@ -102,7 +102,7 @@ fn naive_sum_of_an_entropy_is_named() {
 
 /// `ln Σ exp(x − max)` of the vocabulary of Qwen, one term after the other in f32.
 #[test]
-fn naive_sum_is_named() {
+fn diagnosis_names_a_naive_sum() {
     // As columns of an untrained vocabulary: of one logit, so that what is lost of each is lost of all.
     let mut problem = problem([1, 2, 151_936], Dtype::F32, Regime::LongTail);
     let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };

@@ -39,7 +39,7 @@ fn judged(spec: &LossSpec, problem: &Problem, specimen: Specimen, grade: Grade) 
 
 /// Logits of −1, 0 and 1: rows that are each other's in another order have one entropy, but for the last bits.
 #[test]
-fn a_right_kernel_may_tell_equal_entropies_apart() {
+fn entropy_quantile_of_equal_entropies_may_differ() {
     for spec in &specs() {
         for seed in 0..12 {
             let problem = problem(spec, [4, 3, 5], Regime::Ties, seed);
@@ -54,7 +54,7 @@ fn a_right_kernel_may_tell_equal_entropies_apart() {
 
 /// The threshold is the very number of a token, which is kept.
 #[test]
-fn the_token_that_is_the_quantile_is_kept() {
+fn entropy_quantile_token_itself_is_kept() {
     let above = BANK.iter().find(|mutant| mutant.name == "top-entropy-above").unwrap();
     for spec in &specs() {
         let problem = problem(spec, [2, 3, 33], Regime::Normal, 1);
@@ -70,7 +70,7 @@ fn the_token_that_is_the_quantile_is_kept() {
 
 /// A loss that no set of tokens has. Of eight with one entropy every set is tried; of nine nothing is compared, which is said.
 #[test]
-fn of_more_equal_entropies_than_sets_are_told_apart_what_depends_on_them_is_not_compared() {
+fn entropy_quantile_of_many_equals_is_not_compared() {
     for spec in &specs()[..2] {
         let of_loss = |tokens: usize| {
             let mut problem = problem(spec, [1, tokens, 5], Regime::Normal, 1);

@@ -40,7 +40,7 @@ fn overflowing(spec: &LossSpec) -> Problem {
 }
 
 #[test]
-fn one_nan_where_f32_overflows_excuses_no_other_value() {
+fn nan_where_f32_overflows_excuses_no_other_value() {
     let spec = LossSpec::default();
     let problem = overflowing(&spec);
     let known = JudgedProblem::new(&spec, &problem).unwrap();
@@ -57,7 +57,7 @@ fn one_nan_where_f32_overflows_excuses_no_other_value() {
 }
 
 #[test]
-fn one_nan_of_a_head_excuses_no_other_weight() {
+fn lm_head_nan_excuses_no_other_weight() {
     let spec = LossSpec::default();
     let recipe = HeadRecipe {
         hidden: 5,
@@ -139,7 +139,7 @@ fn dtype_coarser_than_promised_is_judged_by_the_promise() {
 }
 
 #[test]
-fn generated_problems_have_gradients_at_probabilities_of_rollouts() {
+fn generated_problems_have_gradients_as_rollouts_have() {
     let spec = LossSpec::default();
     let mut within = 0;
     for seed in 0..8 {
@@ -168,7 +168,7 @@ fn generated_problems_have_gradients_at_probabilities_of_rollouts() {
 
 /// A head over Qwen's vocabulary, of which a kernel lacks the last 384 columns.
 #[test]
-fn head_without_its_last_columns_is_rejected_at_production_width() {
+fn lm_head_without_last_columns_is_rejected_at_151936() {
     let spec = LossSpec::default();
     for (regime, dtype) in [(Regime::Normal, Dtype::Bf16), (Regime::LongTail, Dtype::F32)] {
         let known_problem = wide(&spec, regime, dtype, [1, 2, 151_936], 16);
@@ -199,7 +199,7 @@ fn head_without_its_last_columns_is_rejected_at_production_width() {
 
 /// A head whose logits were rounded where the problem promises f32 logits.
 #[test]
-fn head_of_rounded_logits_is_rejected_at_production_widths() {
+fn lm_head_of_rounded_logits_is_rejected_at_production_width() {
     let spec = LossSpec::default();
     for (hidden, vocab) in [(896, 1024), (4096, 256)] {
         for regime in Regime::FINITE.into_iter().filter(|regime| !regime.has_holes()) {

@@ -18,7 +18,7 @@ fn candidate(loss: f32, logp: Option<f32>, dlogit: f32) -> Candidate {
 }
 
 #[test]
-fn bits_are_compared_not_values_and_only_where_both_have_the_output() {
+fn invariance_compares_bits_of_outputs_that_both_have() {
     let one = candidate(0.0, Some(f32::NAN), 1.0);
     let other = candidate(-0.0, Some(f32::NAN), 1.0);
     let compared = Invariance::between(&one, &other);

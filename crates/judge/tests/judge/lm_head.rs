@@ -18,7 +18,7 @@ fn described(verdict: &Verdict) -> String {
 
 /// Dlogits beyond 65504 are ∞ where they go into the products in f16, and then `dlm_head` may be; where they go in f32, not.
 #[test]
-fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
+fn dlm_head_may_be_infinite_where_dlogits_overflow_products() {
     let spec = LossSpec { scale: 1e7, ..LossSpec::default() };
     let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
     recipe.recipe.dtype = Dtype::F16;
@@ -39,7 +39,7 @@ fn dlm_head_may_be_infinite_where_dlogits_overflow_the_dtype_of_the_products() {
 /// A ratio's derivative takes what k3's own one adds, and leaves `−β·ρ·(ref_logp − ℓ)` of `e^42`: f32 leaves what it happens to, which
 /// may overflow f16 where the exact dlogits do not.
 #[test]
-fn gradients_may_be_infinite_where_what_dlogits_may_be_off_overflows_the_dtype_of_the_products() {
+fn lm_head_infinite_where_dlogits_error_overflows_passes() {
     let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::K3) };
     let spec = LossSpec { old_logp: OldLogp::Current, kl: Some(kl), ..LossSpec::default() };
     let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 7 });
@@ -65,7 +65,7 @@ fn gradients_may_be_infinite_where_what_dlogits_may_be_off_overflows_the_dtype_o
 /// A hidden unit whose weights are all 64 has a gradient of 0, the sum of what f32 cannot add up; another's it can. And of one that no
 /// logit depends on the target's column gets more than half of f32's largest number, others little.
 #[test]
-fn gradients_may_be_infinite_where_their_sums_may_overflow_before_they_cancel_and_nowhere_else() {
+fn lm_head_infinite_passes_only_where_sums_may_overflow() {
     let recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 3, hidden: 4, vocab: 4099 });
     let mut spec = LossSpec::default();
     let mut problem = recipe.problem(&spec).unwrap();
@@ -114,7 +114,7 @@ fn gradients_may_be_infinite_where_their_sums_may_overflow_before_they_cancel_an
 
 /// What goes wrong in fused heads, each alone, on f32 and on bf16.
 #[test]
-fn wrong_gradients_are_rejected() {
+fn lm_head_wrong_gradients_are_rejected() {
     let spec = LossSpec::default();
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let mut recipe = cases::head_recipe(HeadShape { batch: 2, tokens: 9, hidden: 24, vocab: 131 });

@@ -108,7 +108,7 @@ fn failed(verdicts: &[Verdict]) -> Vec<Output> {
 }
 
 #[test]
-fn textbook_passes_forward_and_backward() {
+fn logp_textbook_passes_forward_and_backward() {
     for dtype in Dtype::KERNEL {
         for regime in
             [Regime::Normal, Regime::Peaked, Regime::Confident, Regime::ShiftedUp, Regime::Holes, Regime::LongTail]
@@ -129,7 +129,7 @@ fn textbook_passes_forward_and_backward() {
 }
 
 #[test]
-fn wrong_logp_of_several_ids_is_rejected() {
+fn logp_wrong_for_several_ids_is_rejected() {
     let (spec, problem) = (of_several(), recipe(Dtype::F32, Regime::Normal).problem(&of_several()).unwrap());
     let known = JudgedProblem::new(&spec, &problem).unwrap();
     let failed = |candidate: &Candidate| failed(&known.verdicts(&candidate.lend(), &limits()).unwrap());
@@ -157,7 +157,7 @@ fn wrong_logp_of_several_ids_is_rejected() {
 }
 
 #[test]
-fn wrong_backward_is_rejected_where_forward_is_right() {
+fn logp_wrong_backward_is_rejected_with_a_right_forward() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
     let known = JudgedProblem::new(&spec, &problem).unwrap();
     let of = |edit: &dyn Fn(&mut Problem)| {
@@ -188,7 +188,7 @@ fn wrong_backward_is_rejected_where_forward_is_right() {
 }
 
 #[test]
-fn garbage_in_masked_rows_is_rejected() {
+fn masked_garbage_in_logp_is_rejected() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
     let known = JudgedProblem::new(&spec, &problem).unwrap();
     let (masked, _) = problem.mask.indexed_iter().find(|(_, counts)| !**counts).expect("masks are ragged");
@@ -198,7 +198,7 @@ fn garbage_in_masked_rows_is_rejected() {
 }
 
 #[test]
-fn logits_of_bf16_that_are_not_upcast_are_rejected_by_name() {
+fn bf16_logits_that_are_not_upcast_are_rejected_by_name() {
     let (spec, problem) = (spec(), recipe(Dtype::Bf16, Regime::Normal).problem(&spec()).unwrap());
     let known = JudgedProblem::new(&spec, &problem).unwrap();
     let rounded = |array: Option<FloatArray<ndarray::Ix2>>| {
@@ -223,7 +223,7 @@ fn logits_of_bf16_that_are_not_upcast_are_rejected_by_name() {
 }
 
 #[test]
-fn forward_of_an_lm_head_is_judged_with_the_errors_of_its_product() {
+fn lm_head_forward_is_judged_with_the_errors_of_its_product() {
     let (spec, recipe) = (spec(), recipe(Dtype::Bf16, Regime::Normal));
     let recipe = HeadRecipe { hidden: 65, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
     let problem = recipe.problem(&spec).unwrap();
@@ -244,7 +244,7 @@ fn forward_of_an_lm_head_is_judged_with_the_errors_of_its_product() {
 }
 
 #[test]
-fn what_a_spec_asks_for_must_be_there() {
+fn logp_outputs_that_a_spec_asks_for_are_required() {
     let (spec, problem) = (spec(), recipe(Dtype::F32, Regime::Normal).problem(&spec()).unwrap());
     let known = JudgedProblem::new(&spec, &problem).unwrap();
     let candidate = Candidate { logp: None, ..textbook(&problem) };

@@ -7,7 +7,7 @@ use assay_judge::metric::{Allowance, Allowances, Position, Tally};
 /// What is compared 64 at a time comes to what is compared one by one: of values that are right, wrong, and not finite, at limits that
 /// are finite, 0 and infinite.
 #[test]
-fn many_compared_at_once_come_to_what_each_does() {
+fn metric_of_many_values_is_that_of_each() {
     // Halton's sequence: as good as drawn, and the same every time.
     let drawn = |i: usize, base: usize| {
         let (mut i, mut digit, mut value) = (i, 1.0, 0.0);
@@ -58,7 +58,7 @@ fn many_compared_at_once_come_to_what_each_does() {
 }
 
 #[test]
-fn value_without_a_finite_limit_is_not_compared_and_nan_is_found() {
+fn metric_skips_infinite_limits_and_finds_nan() {
     let mut tally = Tally::default();
     for scale in [f64::INFINITY, f64::NAN] {
         let allowance = Allowance { scale, unit: 1.0, ..Allowance::default() };

@@ -16,7 +16,7 @@ use assay_suites::mutants::{
 };
 
 #[test]
-fn no_mutant_survives_and_the_correct_kernel_passes() {
+fn mutants_all_fall_and_the_correct_kernel_passes() {
     let (of_heads, on_logits): (Vec<&Mutant>, Vec<&Mutant>) = BANK.iter().partition(|mutant| mutant.kind.is_of_heads());
     let (mut trial, mut heads) = (Trial::new(&on_logits, Grade::Standard), Trial::new(&of_heads, Grade::Standard));
     assert_eq!(trial.run(&property_cases()), Ok(()), "the correct kernel passes every case");
@@ -30,14 +30,14 @@ fn no_mutant_survives_and_the_correct_kernel_passes() {
 }
 
 #[test]
-fn a_mutant_that_nothing_rejects_is_a_survivor() {
+fn mutant_that_nothing_rejects_is_a_survivor() {
     let score = Trial::new(&[&BANK[0]], Grade::Standard).score(&[]);
     assert_eq!((score.total, score.killed, score.survived), (1, 0, vec![BANK[0].name]));
     assert!(score.mutants[0].killed_by.is_none());
 }
 
 #[test]
-fn names_are_unique_and_say_what_is_computed() {
+fn mutants_names_are_unique_and_say_what_is_computed() {
     let names: BTreeSet<&str> = BANK.iter().map(|mutant| mutant.name).collect();
     assert_eq!(names.len(), BANK.len());
     for mutant in BANK.iter() {
@@ -48,7 +48,7 @@ fn names_are_unique_and_say_what_is_computed() {
 }
 
 #[test]
-fn every_class_falls_to_its_own_property() {
+fn mutants_of_every_class_fall_to_its_property() {
     let missed: Vec<&str> = MutantKind::ALL
         .into_iter()
         .flat_map(|class| {
@@ -77,7 +77,7 @@ where
 
 /// What a class is said not to be reached by is not run: the bits of the correct kernel are taken for granted.
 #[test]
-fn a_loss_that_lacks_what_a_class_is_of_does_not_reach_it() {
+fn mutants_of_a_class_are_unreached_by_a_loss_without_it() {
     let bits = |specimen: &Specimen, case: &MutantCase| {
         let candidate = specimen.run(&case.spec, case.problem.clone(), 2).unwrap();
         (candidate.loss.unwrap().value().to_bits(), candidate.gradient)
@@ -135,7 +135,7 @@ const NOT_EXERCISED: [&str; 9] = [
 
 /// A NaN is seen by any test; these have to be seen without.
 #[test]
-fn mutants_of_heads_are_rejected_for_a_wrong_number() {
+fn lm_head_mutants_are_rejected_for_a_wrong_number() {
     for class in MutantKind::ALL.into_iter().filter(|class| class.is_of_heads()) {
         let cases = head_property(class);
         for mutant in BANK.iter().filter(|mutant| mutant.kind == class) {
@@ -157,7 +157,7 @@ fn fails_by_a_number(kernel: &dyn Implementation<HeadProblem>, case: &MutantCase
 
 /// Those that are named here and every sixth: `assay mutants` gives them all of them.
 #[test]
-fn tests_of_others_accept_some_mutants_and_reject_some() {
+fn mutants_accepted_by_tests_of_others_are_some_not_all() {
     const NAMED: [&str; 3] = ["max-starts-at-zero", "mask-of-first-row", "non-target-dlogits-dropped"];
     let peers: Vec<_> = PROJECTS.into_iter().map(PeerProject::prepare).collect();
     for tests in &peers {

@@ -79,7 +79,7 @@ fn dlogits_bf16(candidate: &mut Candidate) -> &mut Array3<bf16> {
 }
 
 #[test]
-fn right_answers_pass_every_gate() {
+fn verdict_of_right_answers_passes_every_gate() {
     for dtype in Dtype::KERNEL {
         for verdict in verdicts(dtype, |_, _| {}) {
             assert!(verdict.passed(), "{dtype} {}: {verdict:?}", verdict.gate);
@@ -88,7 +88,7 @@ fn right_answers_pass_every_gate() {
 }
 
 #[test]
-fn reference_rounded_to_each_dtype_passes_every_gate() {
+fn dtype_rounding_of_the_reference_passes_every_gate() {
     for dtype in Dtype::KERNEL {
         let (spec, problem) = (spec(), problem(dtype));
         let reference = reference::evaluate(&spec, &problem).unwrap();
@@ -142,7 +142,7 @@ fn sign_flips_are_rejected() {
 }
 
 #[test]
-fn one_ulp_in_bf16_and_a_thousand_in_f32_are_rejected() {
+fn dlogits_one_bf16_ulp_or_1000_f32_ulps_off_are_rejected() {
     // In bf16 the limit is half an ulp and a little; in f32 a few roundings of every term, here about 160 ulp.
     let verdict = verdicts(Dtype::Bf16, |candidate, reference| {
         let exact = reference.dlogits_row(1, 1)[500];
@@ -165,7 +165,7 @@ fn one_ulp_in_bf16_and_a_thousand_in_f32_are_rejected() {
 }
 
 #[test]
-fn dropped_column_is_rejected_by_elements_and_row_l2() {
+fn dlogits_dropped_column_fails_elements_and_row_l2() {
     for dtype in Dtype::KERNEL {
         let verdict = verdicts(dtype, |candidate, _| {
             let mut values = candidate.gradient.to_f64();
@@ -180,7 +180,7 @@ fn dropped_column_is_rejected_by_elements_and_row_l2() {
 }
 
 #[test]
-fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
+fn dlogits_zero_beside_the_target_fail_every_dlogits_gate() {
     for dtype in Dtype::KERNEL {
         let verdict = verdicts(dtype, |candidate, reference| {
             let mut values = candidate.gradient.to_f64();
@@ -202,7 +202,7 @@ fn non_target_gradients_set_to_zero_are_rejected_by_every_dlogits_gate() {
 /// What a spec does to logits, each part of it left out: a bias, columns that are outside the support, and on the way back the
 /// derivative of a cap.
 #[test]
-fn a_bias_dropped_a_support_ignored_and_a_caps_derivative_missing_are_rejected() {
+fn softcap_bias_or_support_mistakes_are_rejected() {
     let logits = LogitsTransform { scale: 0.7, softcap: Some(6.0), bias: true };
     let support = Support { vocab: Some(1000), excluded_ids: vec![1, 5], keep_sampled: true };
     let spec = LossSpec { logits: logits.clone(), support: support.clone(), ..spec() };
@@ -241,7 +241,7 @@ fn a_bias_dropped_a_support_ignored_and_a_caps_derivative_missing_are_rejected()
 }
 
 #[test]
-fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() {
+fn published_bf16_tolerance_accepts_what_the_judge_rejects() {
     let file = assay_fixture::ProblemFile::open(concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../../fixtures/qwen_gsm8k.safetensors"
@@ -266,7 +266,7 @@ fn published_bf16_tolerance_accepts_what_the_judge_rejects_on_recorded_logits() 
 }
 
 #[test]
-fn zeroed_row_is_rejected() {
+fn dlogits_zeroed_row_is_rejected() {
     for dtype in Dtype::KERNEL {
         let verdict = verdicts(dtype, |candidate, _| candidate.gradient.fill_row(1, 3, 0.0));
         assert_rejected(&verdict, DLOGITS, Status::Fail);
@@ -275,7 +275,7 @@ fn zeroed_row_is_rejected() {
 }
 
 #[test]
-fn gradient_on_a_masked_token_is_rejected() {
+fn masked_token_with_a_gradient_is_rejected() {
     let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[2, 4, 9]] = 1e-30);
     assert_rejected(&verdict, MASKED, Status::Fail);
     let verdict = verdicts(Dtype::F32, |candidate, _| dlogits_f32(candidate)[[2, 4, 9]] = f32::NAN);
@@ -301,7 +301,7 @@ fn metrics_off_by_one_token_are_rejected() {
 }
 
 #[test]
-fn finite_answer_where_the_reference_is_not_is_rejected() {
+fn nonfinite_reference_rejects_a_finite_answer() {
     let (spec, mut problem) = (spec(), problem(Dtype::F32));
     let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
     logits[[1, 1, 8]] = f32::NAN;
@@ -345,7 +345,7 @@ fn at_the_clip(steps: f64) -> (LossSpec, Problem) {
 }
 
 #[test]
-fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
+fn tie_band_takes_either_branch_inside_and_one_outside() {
     let clipped = |problem: &Problem, spec: &LossSpec| {
         let reference = reference::evaluate(spec, problem).unwrap();
         let mut candidate = Native::default().run(spec, problem.clone(), 1).unwrap();
@@ -365,7 +365,7 @@ fn either_branch_is_right_inside_the_tie_band_and_one_outside() {
 
 /// `jnp.minimum(ρA, jnp.clip(ρ, 0.8, 1.2)·A)` at a `ρ` of 1.2 has ¾ of a gradient: ½ of one argument, and ½ of ½ of the other.
 #[test]
-fn any_gradient_between_the_two_of_a_tie_is_right_and_beyond_them_none_is() {
+fn tie_gradient_between_its_branches_passes_and_beyond_fails() {
     let scaled = |steps: f64, by: f32| {
         let (spec, problem) = at_the_clip(steps);
         // The piece with a gradient is the one below the clip.
@@ -389,7 +389,7 @@ fn any_gradient_between_the_two_of_a_tie_is_right_and_beyond_them_none_is() {
 /// For `A < 0` the loss has no kink at `1 + epsilon_high`: the gradient is the ratio's, and the ¾ of it that `jax.grad` makes of two equal
 /// arguments are forgiven, by grade `standard` alone, and there alone.
 #[test]
-fn part_of_a_gradient_at_a_bound_without_a_kink_is_forgiven_by_standard_alone() {
+fn tie_without_a_kink_is_forgiven_by_standard_alone() {
     let scaled = |steps: f64, by: f32, level: RatioLevel, grade: Grade| {
         let (spec, mut problem) = at_the_clip(steps);
         let spec = LossSpec { ratio: Ratio { level, ..spec.ratio }, ..spec };
@@ -415,7 +415,7 @@ fn part_of_a_gradient_at_a_bound_without_a_kink_is_forgiven_by_standard_alone() 
 
 /// Two tokens of one entropy, of which the upper half has a policy term: either may, but none may have half of one.
 #[test]
-fn where_the_loss_jumps_no_gradient_between_is_right() {
+fn tie_at_a_jump_takes_no_gradient_between() {
     let spec = LossSpec {
         top_entropy: Some(TopEntropy {
             fraction: 0.5,
@@ -450,7 +450,7 @@ fn where_the_loss_jumps_no_gradient_between_is_right() {
 
 /// `G/S` of five equal logits: a device that flushes it to 0 has no gradient, and one that need not flush it has.
 #[test]
-fn what_multiplies_exponentials_may_be_flushed() {
+fn flushed_factor_of_exponentials_passes() {
     let (spec, mut problem) = at_the_clip(0.0);
     let vocab = 5;
     problem.logits = ndarray::Array3::<f32>::zeros((1, 1, vocab)).into();
@@ -470,7 +470,7 @@ fn what_multiplies_exponentials_may_be_flushed() {
 
 /// `E/S` of an entropy bonus, with one logit above all others: its `a − ā` is some multiple of what is lost of `E/S`.
 #[test]
-fn what_multiplies_the_gaps_of_an_entropy_bonus_may_be_flushed() {
+fn flushed_factor_of_an_entropy_bonus_passes() {
     let (spec, mut problem) = at_the_clip(0.0);
     let mut logits = Array3::<f32>::from_elem((1, 1, 4097), -6.0);
     logits[[0, 0, 0]] = 0.0;
@@ -504,7 +504,7 @@ fn importance_sampled_k3(d: f64) -> (LossSpec, Problem) {
 }
 
 #[test]
-fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not() {
+fn kl_k3_that_overflows_before_its_product_passes() {
     let not_finite = |d: f64| {
         let (spec, problem) = importance_sampled_k3(d);
         let reference = reference::evaluate(&spec, &problem).unwrap();
@@ -525,7 +525,7 @@ fn k3_that_overflows_f32_is_honest_although_its_product_with_the_ratio_does_not(
 
 /// `−w·e^d/T` of one token, of which a column has too little for f32 to overflow.
 #[test]
-fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_before_is_not() {
+fn temperature_that_overflows_a_gradient_passes_only_after() {
     let not_finite = |temperature: f64| {
         let (spec, mut problem) = at_the_clip(0.0);
         let spec = LossSpec { kl: Some(Kl::plain(1.0, KlEstimator::K3)), temperature: temperature.into(), ..spec };
@@ -547,7 +547,7 @@ fn a_gradient_that_f32_overflows_once_the_temperature_divides_it_is_honest_and_b
 
 /// `ρ·|d|` with `|d| = 120` and a `ρ` that f32 flushes, or not: what is lost of the ratio is lost 120-fold.
 #[test]
-fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
+fn kl_estimate_may_be_lost_with_a_flushed_ratio_alone() {
     let kl = Kl { importance: KlImportance::Ratio, ..Kl::plain(0.1, KlEstimator::Abs) };
     let lost = |log_ratio: f64| {
         let (spec, mut problem) = at_the_clip(0.0);
@@ -574,7 +574,7 @@ fn kl_estimate_may_be_lost_with_a_ratio_that_is_flushed_and_not_with_another() {
 }
 
 #[test]
-fn outputs_of_the_wrong_shape_are_refused_by_name() {
+fn shape_of_outputs_that_is_wrong_is_refused_by_name() {
     let (spec, problem) = (spec(), problem(Dtype::F32));
     let reference = reference::evaluate(&spec, &problem).unwrap();
     let right = Candidate::from(reference.outcome());
@@ -591,7 +591,7 @@ fn outputs_of_the_wrong_shape_are_refused_by_name() {
 }
 
 #[test]
-fn half_ulp_is_half_the_distance_to_the_next_number() {
+fn ulp_half_is_half_the_distance_to_the_next_number() {
     let power = |n: i32| 2.0_f64.powi(n);
     for (dtype, at_one, below_normal) in [(Dtype::F32, -24, -150), (Dtype::Bf16, -8, -134), (Dtype::F16, -11, -25)] {
         assert_eq!(half_ulp(1.0, dtype), power(at_one), "{dtype}");

@@ -322,7 +322,7 @@ fn failures(spec: &LossSpec, problem: &Problem, candidate: &Candidate) -> Vec<St
 }
 
 #[test]
-fn each_variant_is_accepted_as_itself_and_rejected_as_its_neighbour() {
+fn variants_pass_as_themselves_and_fail_as_their_neighbours() {
     for advantages in [AdvantageLevel::Sequence, AdvantageLevel::Token] {
         let problem = problem(advantages);
         for (name, one, other) in pairs().into_iter().chain(weights_and_rejections()).chain(token_arms()) {

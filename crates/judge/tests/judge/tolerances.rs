@@ -8,13 +8,13 @@ fn text() -> String {
 }
 
 #[test]
-fn file_is_read_in_a_minute() {
+fn tolerances_file_is_read_in_a_minute() {
     assert!(text().lines().count() <= 60, "{} lines", text().lines().count());
     assert_eq!(&Tolerances::parse(&text()).unwrap(), Tolerances::builtin());
 }
 
 #[test]
-fn numbers_out_of_range_and_missing_reasons_are_refused_by_name() {
+fn tolerances_out_of_range_or_without_reason_are_refused() {
     let refused = |from: &str, to: &str| {
         assert!(text().contains(from), "{from}");
         Tolerances::parse(&text().replacen(from, to, 1)).unwrap_err().to_string()

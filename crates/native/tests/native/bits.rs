@@ -134,7 +134,7 @@ fn temperature_given_everywhere_has_bits_of_number() {
 }
 
 #[test]
-fn logits_transform_same_bits_and_match_reference() {
+fn softcap_scale_and_bias_same_bits_match_reference() {
     for (i, spec) in transforms().into_iter().enumerate() {
         for (regime, dtype) in Regime::FINITE.into_iter().zip(Dtype::KERNEL.into_iter().cycle().skip(i)) {
             let problem = recipe([1, 4, 1100], dtype, regime, i as u64).problem(&spec).expect("a valid recipe");

@@ -239,7 +239,7 @@ mod tests {
 
     /// Fewer columns than blocks, and a gradient of which a sixteenth is more than is summed at a time.
     #[test]
-    fn parts_cover_any_vocabulary_in_at_most_as_many_blocks_and_a_rest() {
+    fn lm_head_chunks_cover_any_vocabulary_in_blocks_and_a_rest() {
         let chunks = |sum_bytes| Chunks { tokens: 8, parts: 1, rows: 8, padded: 8, sum_bytes, register: 128 };
         for (width, vocab) in [(8, 1), (8, 7), (8, 15), (64, 1024), (896, 151_936), (16_384, 262_144)] {
             for sum_bytes in [None, Some(1), Some(100_000_000), Some(usize::MAX)] {

@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_is_summed_over_devices_by_quarters_or_as_asked() {
+    fn lm_head_gradient_is_summed_by_quarters_or_as_asked() {
         // Qwen2.5-0.5B's, 545 MB.
         assert_eq!(summed(896, 151_936, None), [224; 4]);
         assert_eq!(summed(896, 151_936, Some(640_000_000)), [896]);
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_is_scattered_by_columns_in_eights_of_registers_and_is_never_whole() {
+    fn lm_head_gradient_is_scattered_by_columns_and_never_whole() {
         let spec = LossSpec::default();
         let form = HeadForm { layout: HeadLayout::VocabByHidden, rounds_logits: true };
         let head = HeadProgram::all().into_iter().find(|head| head.id() == "tile-lm-head-rows-scattered").unwrap();

@@ -169,17 +169,17 @@ proptest! {
     #![proptest_config(crate::config(4))]
 
     #[test]
-    fn single_precision_rounds_once(triples in prop::collection::vec((SINGLE.any(), SINGLE.any(), SINGLE.any()), 256)) {
+    fn f32_rounds_once(triples in prop::collection::vec((SINGLE.any(), SINGLE.any(), SINGLE.any()), 256)) {
         rounds_once(SINGLE, &triples);
     }
 
     #[test]
-    fn half_precision_rounds_once(triples in prop::collection::vec((HALF.any(), HALF.any(), HALF.any()), 256)) {
+    fn f16_rounds_once(triples in prop::collection::vec((HALF.any(), HALF.any(), HALF.any()), 256)) {
         rounds_once(HALF, &triples);
     }
 
     #[test]
-    fn bfloat_rounds_once(triples in prop::collection::vec((BRAIN.any(), BRAIN.any(), BRAIN.any()), 256)) {
+    fn bf16_rounds_once(triples in prop::collection::vec((BRAIN.any(), BRAIN.any(), BRAIN.any()), 256)) {
         rounds_once(BRAIN, &triples);
     }
 
@@ -265,7 +265,7 @@ fn ulp(x: f64) -> f64 {
 }
 
 #[test]
-fn functions_at_their_ends() {
+fn functions_at_their_ends_are_right() {
     let (nan, infinity) = (f32::NAN, f32::INFINITY);
     let denormal = f32::from_bits(3);
     for (name, input, expected) in [
@@ -328,7 +328,7 @@ fn subnormals_are_flushed_where_it_says_so() {
 }
 
 #[test]
-fn what_is_less_than_any_last_bit_breaks_ties() {
+fn rounding_ties_are_broken_by_less_than_any_last_bit() {
     // 17 × 19 = 323 is midway between 322 and 324, of which 324 is even.
     let [seventeen, nineteen] = [17.0, 19.0].map(|x| u64::from(bf16::from_f32(x).to_bits()));
     for (c, expected) in
@@ -341,7 +341,7 @@ fn what_is_less_than_any_last_bit_breaks_ties() {
 }
 
 #[test]
-fn extremes_and_signs() {
+fn minimum_maximum_and_signs_are_right() {
     let nan = 0xFFC0_0001;
     for (instruction, [a, b], expected) in [
         ("max.f32", [f(1.0), nan], f(1.0)),
@@ -385,7 +385,7 @@ fn extremes_and_signs() {
 }
 
 #[test]
-fn conversions() {
+fn conversions_round_and_saturate() {
     for (instruction, to, from, x, expected) in [
         // Ties of bf16 and f16 go to even.
         ("cvt.rn.bf16.f32", "b16", "f32", 0x3F80_8000, 0x3F80),
@@ -434,7 +434,7 @@ fn conversions() {
 }
 
 #[test]
-fn whole_numbers() {
+fn integer_operations_are_right() {
     let minus = |x: u64| x.wrapping_neg() & 0xFFFF_FFFF;
     for (instruction, types, operands, expected) in [
         ("add.u32 %d, %a, %b;", B32, [0xFFFF_FFFF, 2, 0], 1),
@@ -503,7 +503,7 @@ fn whole_numbers() {
 }
 
 #[test]
-fn comparisons() {
+fn comparisons_follow_their_types_and_nan() {
     let nan = 0x7FC0_0000;
     let set = |form: &str| format!("setp.{form}; selp.b32 %d, 1, 0, %p;");
     for (form, types, operands, expected) in [
@@ -548,7 +548,7 @@ fn comparisons() {
 }
 
 #[test]
-fn shuffles_votes_and_reductions() {
+fn shuffles_votes_and_reductions_are_right() {
     let lanes: Vec<[u64; 3]> = (0..32).map(|lane| [lane, lane * lane, 0]).collect();
     let run = |instruction: &str| of(instruction, B32, &lanes);
     let expected = |value: &dyn Fn(u64) -> u64| (0..32).map(value).collect::<Vec<_>>();

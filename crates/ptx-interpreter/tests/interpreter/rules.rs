@@ -82,7 +82,7 @@ fn outputs_are_written_whole_and_not_read() {
 }
 
 #[test]
-fn accesses_stay_inside() {
+fn accesses_outside_an_array_are_refused() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n{OUT}");
     let beyond = "[%rd4 + 4]";
     needs(WARP, &kept, |i| i, "[%rd4]", beyond, PtxFault::OutOfBounds, "4 bytes at byte 128 of a, which has 128");
@@ -164,7 +164,7 @@ fn copies_are_published_by_a_barrier() {
 }
 
 #[test]
-fn what_a_copy_reads_is_not_written_before_it_is_over() {
+fn copy_source_is_not_written_before_the_copy_ends() {
     let kept = format!("{COPY} cp.async.wait_all;\n st.global.b32 [%rd4], 7;\n ld.shared.b32 %r10, [%r5];\n{OUT}");
     let (wait, store) = (" cp.async.wait_all;\n", " st.global.b32 [%rd4], 7;\n");
     let swapped = format!("{store}{wait}");
@@ -181,7 +181,7 @@ fn what_a_copy_reads_is_not_written_before_it_is_over() {
 }
 
 #[test]
-fn what_many_copy_is_written_once_all_have_it() {
+fn copy_source_of_many_is_written_once_all_have_it() {
     let write = "setp.eq.u32 %p0, %r0, 9;\n @%p0 st.global.b32 [%rd0], 7;\n";
     let copy = COPY.replace("[%r5], [%rd4]", "[%r5], [%rd0]");
     let kept = format!("{copy} cp.async.wait_all;\n bar.sync 0;\n{write} ld.shared.b32 %r10, [%r5];\n{OUT}");
@@ -248,7 +248,7 @@ fn threads_of_a_warp_are_ordered_by_its_barrier_alone() {
 }
 
 #[test]
-fn barriers_of_some_threads() {
+fn barriers_of_some_threads_order_those() {
     // Warp 0 produces and goes on, warp 1 waits.
     let body = format!(
         "setp.lt.u32 %p0, %r0, 32;\n mov.u32 %r10, 0;\n @%p0 bra produce;\n bar.sync 3, 64;\n \
@@ -266,7 +266,7 @@ fn barriers_of_some_threads() {
 }
 
 #[test]
-fn barriers_that_reduce() {
+fn barriers_that_reduce_give_all_the_result() {
     let body = |form: &str, to: &str| {
         format!(
             "setp.lt.u32 %p0, %r0, 5;\n bar.red.{form} {to}, 0, %p0;\n selp.u32 %r11, 1, 0, %p1;\n add.u32 %r10, %r10, %r11;\n{OUT}"
@@ -280,7 +280,7 @@ fn barriers_that_reduce() {
 }
 
 #[test]
-fn a_barrier_is_reached_by_a_whole_warp() {
+fn barriers_are_reached_by_a_whole_warp() {
     let kept = format!("setp.lt.u32 %p0, %r0, 64;\n @%p0 bar.sync 0;\n mov.u32 %r10, 1;\n{OUT}");
     needs(CTA, &kept, |_| 1, "64;\n @", "16;\n @", PtxFault::Divergence, "thread 16 of the warp steps over it");
     // Without .aligned, threads of a warp may come one by one; who exits holds up nobody.
@@ -295,7 +295,7 @@ fn a_barrier_is_reached_by_a_whole_warp() {
 }
 
 #[test]
-fn uniform_branches_are_uniform() {
+fn branches_called_uniform_are_uniform() {
     let kept =
         format!("mov.u32 %r10, 1;\n setp.lt.u32 %p0, %r0, 32;\n @%p0 bra.uni low;\n mov.u32 %r10, 2;\nlow:\n{OUT}");
     let expected = |i| if i < 32 { 1 } else { 2 };
@@ -375,7 +375,7 @@ fn peers_are_touched_while_they_are_there() {
 }
 
 #[test]
-fn that_a_peer_has_started_may_be_learnt_from_others() {
+fn peers_starts_may_be_learnt_from_others() {
     let kept = |bits: u32, bound: u32, barrier: &str| {
         format!(
             "shl.b32 %r5, %r0, 2;\n add.u32 %r5, %r2, %r5;\n barrier.cluster.arrive.relaxed;\n and.b32 %r9, %r0, {bits};\n \
@@ -400,7 +400,7 @@ fn that_a_peer_has_started_may_be_learnt_from_others() {
 }
 
 #[test]
-fn phases_of_the_cluster_have_arrivals_and_waits_by_all() {
+fn cluster_phases_have_arrivals_and_waits_by_all() {
     let kept = format!(
         "setp.lt.u32 %p0, %r1, 2;\n @%p0 barrier.cluster.arrive.aligned;\n @%p0 barrier.cluster.wait.aligned;\n \
          mov.u32 %r10, 1;\n{OUT}"
@@ -419,7 +419,7 @@ fn phases_of_the_cluster_have_arrivals_and_waits_by_all() {
 }
 
 #[test]
-fn who_arrives_and_exits_is_not_waited_for_twice() {
+fn cluster_threads_that_exit_are_not_waited_for_twice() {
     // Warp 0 of the second CTA reads what warp 1 wrote before its arrival; the first CTA arrived and went.
     let kept = format!(
         "mov.u32 %r10, 0;\n{OUT} setp.eq.u32 %p0, %r1, 0;\n @%p0 barrier.cluster.arrive;\n @%p0 exit;\n \
@@ -473,7 +473,7 @@ fn atomic_operations_order_nothing_and_race_with_plain_ones() {
 }
 
 #[test]
-fn what_is_read_as_constant_stays() {
+fn constant_loads_of_written_bytes_are_refused() {
     let kept = format!("add.u64 %rd4, %rd0, %rd2;\n ld.global.b32 %r10, [%rd4];\n st.global.b32 [%rd4], 3;\n{OUT}");
     needs(WARP, &kept, |i| i, "ld.global", "ld.global.nc", PtxFault::Undefined, "byte 0 of a was read");
     let after = kept.replace("st.global.b32 [%rd4], 3;", "st.global.b32 [%rd4], 3;\n ld.global.b32 %r6, [%rd4];");
@@ -489,7 +489,7 @@ fn what_is_read_as_constant_stays() {
 }
 
 #[test]
-fn what_does_not_end_is_given_up() {
+fn run_without_end_is_given_up() {
     let module = PtxModule::parse(&text(1, "again:\n bra again;")).unwrap();
     let buffers = vec![GlobalArray::input("a", Vec::new()), GlobalArray::input("b", Vec::new())];
     let options = InterpretOptions { most_work: 1000, ..InterpretOptions::default() };

@@ -69,14 +69,14 @@ fn assert_softmax(row: Row, rows: u32, got: &[bf16]) {
 }
 
 #[test]
-fn rows_are_right_by_all_units() {
+fn softmax_rows_are_right_by_all_units() {
     for units in [ApproximateUnits::Rounded, ApproximateUnits::Above, ApproximateUnits::Below] {
         assert_softmax(SMALL, 3, &SMALL.run(TEXT, 3, units).unwrap());
     }
 }
 
 #[test]
-fn a_whole_row() {
+fn softmax_of_a_whole_row_is_right() {
     assert_softmax(QWEN, 1, &QWEN.run(TEXT, 1, ApproximateUnits::Rounded).unwrap());
 }
 
@@ -107,7 +107,7 @@ const SUMS: (&str, &str) = (
 );
 
 #[test]
-fn every_wait_is_needed() {
+fn softmax_needs_every_wait() {
     for (removed, fault) in [
         (vec!["cp.async.wait_group 0;                          // copy"], PtxFault::NotCopied),
         (vec!["bar.sync 0;                                     // maxima of warps"], PtxFault::Race),
@@ -129,7 +129,7 @@ fn every_wait_is_needed() {
 }
 
 #[test]
-fn a_relaxed_arrival_orders_nothing() {
+fn softmax_relaxed_arrival_orders_nothing() {
     for (arrive, _) in [MAXIMA, SUMS] {
         assert_eq!(found(&[(arrive, "barrier.cluster.arrive.relaxed.aligned;")]), PtxFault::Race);
         let fenced = "fence.acq_rel.cluster; barrier.cluster.arrive.relaxed.aligned;";
@@ -145,7 +145,7 @@ fn a_relaxed_arrival_orders_nothing() {
 }
 
 #[test]
-fn bounds_and_alignment() {
+fn softmax_bounds_and_alignment_are_checked() {
     let rounds = ["copied", "found", "summed", "written"];
     for label in rounds {
         let right = format!("setp.ge.u32 %p0, %r5, SLICE;\n    @%p0 bra {label};");
@@ -162,7 +162,7 @@ fn bounds_and_alignment() {
 }
 
 #[test]
-fn no_thread_reads_what_another_writes() {
+fn softmax_threads_read_nothing_that_others_write() {
     // The next 16 bytes are another thread's, which it writes.
     let text = [("write_words:\n    ld.shared.b32 %r11, [%r6];", "write_words:\n    ld.global.b32 %r11, [%rd3];")];
     SMALL.run(&TEXT.replace(text[0].0, text[0].1), 1, ApproximateUnits::Rounded).unwrap();
@@ -179,7 +179,7 @@ fn no_thread_reads_what_another_writes() {
 }
 
 #[test]
-fn launches_that_do_not_fit() {
+fn softmax_launches_that_do_not_fit_are_refused() {
     let module = PtxModule::parse(&SMALL.text(TEXT)).unwrap();
     let right = SMALL.launch(1);
     let row = || GlobalArray::input("row", vec![0; 2 * SMALL.elements()]);

@@ -14,7 +14,7 @@ fn refused(body: &str, told: &str) {
 }
 
 #[test]
-fn instructions_that_are_not_known() {
+fn text_with_unknown_instructions_is_refused() {
     refused("    wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned: the instruction is not known");
     refused("    add.rz.f32 %f0, %f1, %f2;", "add.rz.f32: modifier .rz is not supported here");
     refused("    add.f32x4 %f0, %f1, %f2;", "add.f32x4: expected a type as the last modifier");
@@ -46,7 +46,7 @@ fn instructions_that_are_not_known() {
 }
 
 #[test]
-fn operands_that_do_not_fit() {
+fn text_with_operands_that_do_not_fit_is_refused() {
     refused("    add.u32 %r5, %r6;", "add.u32: 2 operands, expected 3");
     refused("    add.u32 %r5, %r6, %x;", "add.u32: %x is not declared");
     refused("    add.u32 %r5, %r6, %rd0;", "add.u32: %rd0 is .b64, expected .u32");
@@ -74,7 +74,7 @@ fn operands_that_do_not_fit() {
 }
 
 #[test]
-fn texts_that_are_malformed() {
+fn text_that_is_malformed_is_refused() {
     refused("    add.u32 %r5, %r6, %r7 %r8;", "expected ;, found %r8");
     refused("    .local .b8 stack[8];", "directive .local is not supported");
     refused("    .reg .b128 %q;", "registers of .b128 are not supported");
@@ -124,7 +124,7 @@ fn cluster_entry_without_explicitcluster_is_refused() {
 }
 
 #[test]
-fn what_says_nothing_about_results_is_read() {
+fn text_that_says_nothing_about_results_is_read() {
     let body = "    .pragma \"nounroll\";\n    .loc 1 2 3\n    prefetch.global.L2 [%rd0];\n    /* a */ ld.global.nc.L1::no_allocate.L2::128B.b32 %r10, [%rd0+4]; // b\n    \
         createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;\n    add.s64 %rd3, %rd1, %rd2;\n    \
         st.global.L2::cache_hint.b32 [%rd3], %r10, %rd9;";
@@ -152,12 +152,12 @@ proptest! {
     #![proptest_config(crate::config(300))]
 
     #[test]
-    fn no_text_is_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn text_of_any_kind_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let _ = PtxModule::parse(&String::from_utf8_lossy(&bytes));
     }
 
     #[test]
-    fn no_change_of_a_kernel_is_a_panic(
+    fn text_of_a_changed_kernel_never_panics(
         changes in prop::collection::vec((any::<Index>(), any::<Index>(), 0..4), 1..4),
         word in select(vec!["-1", "0xFFFFFFFF", "%r5", "%p0", "%f3", "%rd2", "{", "}", "[", ";", ".v4", ".b64", "wide", "bar.sync 0;", "0", "!", "@%p0", "_"]),
     ) {

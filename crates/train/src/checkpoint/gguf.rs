@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_have_the_names_that_llama_cpp_gives_them() {
+    fn gguf_tensors_have_the_names_of_llama_cpp() {
         let pairs = [
             (EMBEDDING, "token_embd.weight"),
             (HEAD, "output.weight"),

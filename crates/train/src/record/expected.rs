@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_columns_by_hand() {
+    fn record_of_two_columns_by_hand() {
         // p = 3/4, 1/4.
         let row = TokenScalars::from_logits(&[3f64.ln(), 0.0], 0);
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-15, "{a} {b}");

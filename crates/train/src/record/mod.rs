@@ -522,14 +522,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_chosen_by_its_share() {
+    fn record_tokens_are_chosen_by_their_share() {
         let logp = [0.25f64.ln(), 0.5f64.ln(), 0.25f64.ln()];
         assert_eq!([0.0, 0.24, 0.26, 0.74, 0.76, 0.999_999].map(|u| choose(&logp, u)), [0, 0, 1, 1, 2, 2]);
         assert_eq!(choose(&[0.2f64.ln(), 0.5f64.ln()], 0.9), 1, "a sum that ends short");
     }
 
     #[test]
-    fn advantages_are_of_a_prompt() {
+    fn advantages_are_those_within_a_prompt() {
         let line = |prompt: &str| PromptLine {
             prompt: prompt.into(),
             prompt_ids: vec![0],

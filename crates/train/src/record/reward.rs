@@ -43,13 +43,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_as_people_write_them() {
+    fn reward_numbers_are_read_as_people_write_them() {
         assert_eq!(numbers("1,234 and -5.50. Then 7,"), [1234.0, -5.5, 7.0]);
         assert_eq!(numbers("no - number."), [] as [f64; 0]);
     }
 
     #[test]
-    fn rewards_of_the_recorded_completions_are_those_recorded() {
+    fn reward_of_recorded_completions_is_that_recorded() {
         // `completions_text`, `ended_by_itself` and `rewards` of fixtures/qwen_gsm8k.safetensors, whose answer is 400.
         let recorded = [
             ("#### 3000<|im_end|>", true, 0.5),

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_and_is_the_default_changes_nothing() {
+    fn fingerprint_of_a_spelled_out_default_is_the_same() {
         let plain = Fingerprints::from_config(&config(settings())).unwrap().run;
         let mut said = settings();
         said["update"] = json!({"ppo_epochs": 1, "optimizer": {"beta1": 0.9}});
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_a_curve_changes_it_and_is_named() {
+    fn fingerprint_changes_with_what_changes_a_curve() {
         let plain = Fingerprints::from_config(&config(settings())).unwrap();
         for (name, key, other) in [
             ("update", "ppo_epochs", json!(2)),
@@ -208,7 +208,7 @@ mod tests {
 
     /// Another folder with the same files is the same, and the same folder with others is not.
     #[test]
-    fn files_count_by_their_content() {
+    fn fingerprint_of_files_is_of_their_content() {
         let folder = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| {
             let path = folder.path().join(name);

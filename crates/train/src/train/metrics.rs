@@ -255,7 +255,7 @@ mod tests {
 
     /// RFC 3720's check value of CRC-32C is e3069283; a reader of `TFRecord` takes the length first.
     #[test]
-    fn records_are_framed_and_read_back() {
+    fn metrics_records_are_framed_and_read_back() {
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
         let record = StepRecord {
             step: 3,

@@ -169,7 +169,7 @@ mod tests {
 
     /// Compares the steps with those of candle's AdamW, which rounds in another order.
     #[test]
-    fn steps_are_those_of_candles_adamw() {
+    fn optimizer_steps_are_those_of_candles_adamw() {
         let config = AdamWConfig { max_grad_norm: 1e9, weight_decay: 0.1, ..AdamWConfig::default() };
         let start = Tensor::new(&[1.0f32, -2.0, 0.5], &Device::Cpu).unwrap();
         let (ours, theirs) = (Var::from_tensor(&start).unwrap(), Var::from_tensor(&start).unwrap());
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_clipped_by_their_norm_and_nan_changes_nothing() {
+    fn optimizer_clips_by_norm_and_nan_changes_nothing() {
         let config = AdamWConfig { max_grad_norm: 0.5, ..AdamWConfig::default() };
         let weight = Var::from_slice(&[0.0f32, 0.0], 2, &Device::Cpu).unwrap();
         let weights = PolicyWeights::from([("w".to_string(), weight.clone())]);

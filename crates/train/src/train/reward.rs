@@ -235,7 +235,7 @@ mod tests {
     /// Four rewards as above, of 1, 2, 1 and 4 tokens: of eight the sum is 6, the mean 3/4, the squares 25/16 + 2·9/16 + 169/16 + 4·9/16 =
     /// 31/2. Above their groups' means `[1, −1, 2, −2]`: the sum is −7, the squares 23 − 49/8 = 135/8.
     #[test]
-    fn reinforce_plus_plus_by_hand() {
+    fn advantages_of_reinforce_plus_plus_by_hand() {
         use {Deviation::*, GroupBaseline as Of};
         let cases = [
             (Of::None, Sample, 1e-8, false, 0.75, (15.5 / 7.0 + 1e-8_f64).sqrt(), [2.0, 0.0, 4.0, 0.0]),

@@ -181,7 +181,7 @@ mod tests {
     const RANDOM: TokenSampling = TokenSampling::Random { seed: 0 };
 
     #[test]
-    fn columns_are_drawn_by_their_probabilities() {
+    fn rollout_draws_columns_by_their_probabilities() {
         let logits: Vec<f32> = [0.1f32, 0.2, 0.3, 0.4].map(f32::ln).to_vec();
         let mut spec = LossSpec::default();
         let z = Distribution::from_spec(&spec).transformed(&logits);
@@ -200,7 +200,7 @@ mod tests {
 
     /// Two columns of the five, whose logits are turned round and bounded.
     #[test]
-    fn what_is_drawn_is_within_the_support_and_after_the_transform() {
+    fn rollout_draws_within_the_support_after_the_transform() {
         let spec = LossSpec {
             logits: LogitsTransform { scale: -2.0, softcap: Some(3.0), bias: false },
             support: Support { vocab: Some(3), excluded_ids: vec![1], keep_sampled: false },

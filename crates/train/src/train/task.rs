@@ -193,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exercises_are_right_different_and_the_same_for_a_seed() {
+    fn task_exercises_are_right_different_and_seeded() {
         let verbs = vec![Verb::Gets, Verb::Loses, Verb::Wants];
         let task = ArithmeticTask { train: 200, evaluate: 50, largest: 9, verbs };
         let (train, evaluate) = task.exercises(3).unwrap();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn more_exercises_than_there_are_is_an_error() {
+    fn task_with_too_many_exercises_is_an_error() {
         let task = |train, evaluate| ArithmeticTask { train, evaluate, largest: 3, verbs: sum_and_difference() };
         let message = |train, evaluate| task(train, evaluate).exercises(0).unwrap_err().to_string();
         assert_eq!(
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_stand_after_the_last_marker() {
+    fn task_answers_are_after_the_last_marker() {
         let cases = [("#### 7", Some(7)), ("so #### 1,234\n", Some(1234)), ("#### -3 or", Some(-3)), ("#### x", None)];
         for (text, answer) in cases.into_iter().chain([("7", None), ("####", None), ("#### 1 #### 2", Some(2))]) {
             assert_eq!(answer_of(text), answer, "{text}");

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_go_there_and_back() {
+    fn tokenizer_bytes_go_there_and_back() {
         let text = "Ann has 3 figs – #### 7";
         let ids = Tokenizer::Bytes.encode(text).unwrap();
         assert_eq!(ids.len(), text.len());

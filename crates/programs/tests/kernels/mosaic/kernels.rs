@@ -317,18 +317,18 @@ fn one_pass_every_pair_of_structures_matches_reference() {
 }
 
 #[test]
-fn given_cotangents_match_reference() {
+fn cotangents_given_match_reference() {
     claims::expect_given_cotangents(0.3, check_both);
 }
 
 #[test]
-fn awkward_shapes_match_reference() {
+fn shapes_awkward_match_reference() {
     claims::expect_awkward_shapes(&SHAPES, check_both);
 }
 
 /// A core that has no bf16 arithmetic, and so little VMEM that a block has half as many rows.
 #[test]
-fn lesser_core_outputs_match_reference() {
+fn core_of_lesser_outputs_matches_reference() {
     let machine = TileMachine::tpu(7 << 20, false);
     let recipe = Recipe {
         shape: [1, 40, 9001],

@@ -67,7 +67,7 @@ fn run_sample(text: &str, operands: Vec<HostArray>) -> Result<Vec<HostArray>, Mo
 }
 
 #[test]
-fn the_sample_computes_what_its_source_says() {
+fn sample_computes_what_its_source_says() {
     let sample = Sample::new();
     let written = run_sample(&fixture("pallas_sample.mlir"), sample.operands()).unwrap();
     let stats = f32s(&written[1]);
@@ -98,7 +98,7 @@ fn the_sample_computes_what_its_source_says() {
 }
 
 #[test]
-fn a_wrong_transform_gives_wrong_numbers() {
+fn transform_that_is_wrong_gives_wrong_numbers() {
     let text = fixture("pallas_sample.mlir");
     let right = run_sample(&text, Sample::new().operands()).unwrap();
     // The tokens' window, at block [0, i, 0] at every step.
@@ -112,7 +112,7 @@ fn a_wrong_transform_gives_wrong_numbers() {
 }
 
 #[test]
-fn carried_values_edges_and_scratch_agree_with_the_interpreter_of_jax() {
+fn sample_edges_and_scratch_agree_with_jaxs_interpreter() {
     let x = (0..12).flat_map(|row| (0..200).map(move |column| f32::from((row * 7 + column * 3) % 11i16 - 5)));
     let y = (0..12).flat_map(|row| (0..128).map(move |column| f32::from((row * 5 + column) % 9i16 - 4) * 0.5));
     let operands = vec![
@@ -135,7 +135,7 @@ fn carried_values_edges_and_scratch_agree_with_the_interpreter_of_jax() {
 }
 
 #[test]
-fn spoilt_texts_are_errors_or_other_programs_and_never_panics() {
+fn text_that_is_spoilt_never_panics() {
     let whole = fixture("pallas_carried.mlir");
     let zeros = |element: DeviceDtype, shape: [usize; 2]| HostArray {
         element,

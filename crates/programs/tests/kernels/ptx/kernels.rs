@@ -87,12 +87,12 @@ fn one_pass_every_variant_matches_reference() {
 }
 
 #[test]
-fn given_cotangents_match_reference() {
+fn cotangents_given_match_reference() {
     claims::expect_given_cotangents(0.1, |spec, recipe| check_both(PtxTarget::Sm90, spec, recipe));
 }
 
 #[test]
-fn awkward_shapes_match_reference() {
+fn shapes_awkward_match_reference() {
     claims::expect_awkward_shapes(&SHAPES, |spec, recipe| {
         for target in TARGETS {
             check(target, "gpu-one-pass", spec, recipe).unwrap();
@@ -160,7 +160,7 @@ fn units_off_either_way_match_reference() {
 
 /// A recorded row, whole, and one that the mask hides.
 #[test]
-fn recorded_row_of_qwen_matches_reference() {
+fn qwen_recorded_row_matches_reference() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/qwen_tiny.safetensors");
     let recorded = ProblemFile::open(path).unwrap().problem("logits", Some("old_logps_stale")).unwrap();
     let part = ProblemPart { batch: vec![1], tokens: vec![2, 3], ..ProblemPart::whole([2, 4, 151_936]) };

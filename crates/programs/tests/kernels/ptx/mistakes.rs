@@ -44,7 +44,7 @@ fn refusal_of(
 }
 /// A row over one CTA, and one over two: each wait of the kernel is needed, and its absence is seen by what it leaves to chance.
 #[test]
-fn waits_left_out_are_refused() {
+fn one_pass_waits_left_out_are_refused() {
     let spec = LossSpec::default();
     let is_wait = |line: &&str| ["cp.async.wait", "barrier."].iter().any(|wait| line.trim_start().starts_with(wait));
     for (target, shape, waits) in [

@@ -71,12 +71,12 @@ fn expect(name: &str, text: &str) {
 }
 
 #[test]
-fn the_mosaic_text_of_a_small_kernel_is_as_pinned() {
+fn mosaic_text_of_a_small_kernel_is_as_pinned() {
     expect("mosaic", &mosaic::text(&kernel()));
 }
 
 #[test]
-fn the_stablehlo_text_of_a_small_kernel_is_as_pinned() {
+fn stablehlo_text_of_a_small_kernel_is_as_pinned() {
     let kernel = kernel();
     let mut builder = stablehlo::HloBuilder::default();
     let types: Vec<_> = kernel.operands().map(|(element, shape)| stablehlo::HloType::new(element, &shape)).collect();
@@ -104,7 +104,7 @@ fn operands_of_different_elements_are_refused() {
 
 #[test]
 #[should_panic(expected = "columns 300 + 128 of 384")]
-fn a_load_beyond_the_window_is_refused() {
+fn load_beyond_the_window_is_refused() {
     let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(DeviceDtype::F32, 8, 384);
     on.load(memory, TileColumn::Static(300), 128);
@@ -112,7 +112,7 @@ fn a_load_beyond_the_window_is_refused() {
 
 #[test]
 #[should_panic(expected = "columns from a dynamic one")]
-fn a_dynamic_load_of_part_of_a_register_is_refused() {
+fn load_of_part_of_a_register_by_index_is_refused() {
     let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let memory = on.scratch(DeviceDtype::F32, 8, 384);
     let column = on.integer(0);
@@ -121,14 +121,14 @@ fn a_dynamic_load_of_part_of_a_register_is_refused() {
 
 #[test]
 #[should_panic(expected = "does not reach all of [9, 700]")]
-fn a_window_that_leaves_part_of_its_array_unseen_is_refused() {
+fn window_that_leaves_part_of_its_array_unseen_is_refused() {
     let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     on.input(DeviceDtype::F32, &[9, 700], Window { block: vec![16, 384], along: vec![None, Some(0)] });
 }
 
 #[test]
 #[should_panic(expected = "for: what is carried changes its type")]
-fn a_loop_that_changes_the_type_of_what_it_carries_is_refused() {
+fn loop_that_changes_the_type_of_what_it_carries_is_refused() {
     let mut on = TileBuilder::new("wrong", &[1], MACHINE);
     let start = on.number(0.0);
     on.for_loop(2, &[start], |_, trip, _| vec![trip]);

@@ -8,7 +8,7 @@ fn f32s(shape: &[usize]) -> HloType {
 }
 
 #[test]
-fn a_small_program_reads_as_written() {
+fn stablehlo_of_a_small_program_reads_as_written() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[2, 3]), Some(0));
     let max = builder.reduce(Fold::Max, x, &[1]);
@@ -41,7 +41,7 @@ fn constants_are_written_as_mlir_reads_them() {
 }
 
 #[test]
-fn a_group_of_one_needs_no_collective() {
+fn collective_of_a_group_of_one_is_left_out() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[4]), None);
     assert_eq!(builder.all_reduce(Fold::Add, x, &[vec![0], vec![1]]), x);
@@ -49,7 +49,7 @@ fn a_group_of_one_needs_no_collective() {
 }
 
 #[test]
-fn what_is_gathered_is_as_often_as_long_and_what_is_scattered_a_part() {
+fn collective_gathers_multiply_and_scatters_divide_an_extent() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[6, 4]), None);
     let pairs = [vec![0, 2], vec![1, 3]];
@@ -70,14 +70,14 @@ fn what_is_gathered_is_as_often_as_long_and_what_is_scattered_a_part() {
 
 #[test]
 #[should_panic(expected = "reduce_scatter: 4 parts of dimension 0 of tensor<6x4xf32>")]
-fn what_does_not_part_evenly_is_not_scattered() {
+fn collective_scatter_of_an_uneven_extent_is_refused() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[6, 4]), None);
     builder.reduce_scatter(x, 0, &[vec![0, 1, 2, 3]]);
 }
 
 #[test]
-fn a_product_sums_in_f32_and_keeps_the_other_axes() {
+fn product_sums_in_f32_and_keeps_the_other_axes() {
     let mut builder = HloBuilder::default();
     let bf16s = |shape: &[usize]| HloType::new(DeviceDtype::Bf16, shape);
     let (x, w) = (builder.parameter(bf16s(&[5, 2]), None), builder.parameter(bf16s(&[3, 2]), None));
@@ -89,7 +89,7 @@ fn a_product_sums_in_f32_and_keeps_the_other_axes() {
 
 #[test]
 #[should_panic(expected = "dot: axes 1 of tensor<5x2xf32> and 0 of tensor<3x2xf32>")]
-fn a_product_over_axes_of_different_extents_is_refused() {
+fn product_over_axes_of_different_extents_is_refused() {
     let mut builder = HloBuilder::default();
     let (x, w) = (builder.parameter(f32s(&[5, 2]), None), builder.parameter(f32s(&[3, 2]), None));
     builder.dot(x, w, [1, 0], DeviceDtype::F32);
@@ -113,7 +113,7 @@ fn operations_of_real_numbers_refuse_integers() {
 
 #[test]
 #[should_panic(expected = "broadcast: tensor<3xf32> to [3, 2] along [1]")]
-fn a_broadcast_along_the_wrong_dimension_is_refused() {
+fn broadcast_along_the_wrong_dimension_is_refused() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(f32s(&[3]), None);
     builder.broadcast(x, &[1], &[3, 2]);
@@ -121,7 +121,7 @@ fn a_broadcast_along_the_wrong_dimension_is_refused() {
 
 #[test]
 #[should_panic(expected = "output 0 over a parameter of another type")]
-fn an_output_over_a_parameter_of_another_type_is_refused() {
+fn output_over_a_parameter_of_another_type_is_refused() {
     let mut builder = HloBuilder::default();
     let x = builder.parameter(HloType::new(DeviceDtype::Bf16, &[2]), Some(0));
     let wide = builder.convert(x, DeviceDtype::F32);

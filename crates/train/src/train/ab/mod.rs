@@ -441,7 +441,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_are_of_the_middle() {
+    fn ab_medians_are_of_the_middle() {
         assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(vec![4.0, 1.0, 2.0, 8.0]), 3.0);
         assert!(median(Vec::new()).is_nan());

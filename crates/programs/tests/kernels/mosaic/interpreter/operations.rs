@@ -266,7 +266,7 @@ fn nested_loops_and_branches_run_what_they_should() {
 }
 
 #[test]
-fn a_branch_without_results_stores_or_does_not() {
+fn branch_without_results_stores_or_does_not() {
     let store = "\"tpu.vector_store\"(%x0, %w1, %zero) {operandSegmentSizes = array<i32: 1, 1, 1, 0>} : \
                  (vector<1xi32>, vmem<1xi32>, index) -> ()";
     let operations = |holds: bool| {

@@ -5,7 +5,7 @@ use assay_mosaic_interpreter::{MosaicOptions, run_with};
 use std::slice::from_ref;
 
 #[test]
-fn a_run_that_breaks_a_rule_is_refused_with_its_line() {
+fn run_that_breaks_a_rule_is_refused_with_its_line() {
     let x = array(DeviceDtype::I32, &[2], &[4.0, 0.0]);
     let index = |at: i32| format!("%at = \"arith.constant\"() {{value = {at} : index}} : () -> index\n");
     for (operations, expected) in [
@@ -64,7 +64,7 @@ fn a_run_that_breaks_a_rule_is_refused_with_its_line() {
 }
 
 #[test]
-fn a_run_without_end_is_given_up() {
+fn run_without_end_is_given_up() {
     let loops = format!(
         "{COUNTS}\n%most = \"arith.constant\"() {{value = 2147483647 : i32}} : () -> i32\n\"scf.for\"(%c0, %most, %c1) \
          ({{\n^bb0(%n: i32):\n\"scf.yield\"() : () -> ()\n}}) : (i32, i32, i32) -> ()"
@@ -75,7 +75,7 @@ fn a_run_without_end_is_given_up() {
 }
 
 #[test]
-fn malformed_texts_are_refused_with_their_line() {
+fn text_that_is_malformed_is_refused_with_its_line() {
     let x = array(DeviceDtype::I32, &[2], &[4.0, 0.0]);
     let ty = "vector<2xi32>";
     let add = format!("%r = \"arith.addi\"(%x0, %x0) : ({ty}, {ty}) -> {ty}");
@@ -139,7 +139,7 @@ fn malformed_texts_are_refused_with_their_line() {
 }
 
 #[test]
-fn a_name_of_a_region_is_unknown_after_it() {
+fn region_names_are_unknown_after_it() {
     let operations = format!(
         "{COUNTS}\n\"scf.for\"(%c0, %c7, %c1) ({{\n^bb0(%n: i32):\n%inside = \"arith.addi\"(%n, %c1) : (i32, i32) -> \
          i32\n\"scf.yield\"() : () -> ()\n}}) : (i32, i32, i32) -> ()\n%r = \"vector.broadcast\"(%inside) : (i32) -> \
@@ -150,7 +150,7 @@ fn a_name_of_a_region_is_unknown_after_it() {
 }
 
 #[test]
-fn deep_nesting_is_refused() {
+fn nesting_that_is_deep_is_refused() {
     for (open, expected) in [("[", "nesting"), ("{a = ", "nesting")] {
         let operations = format!("\"arith.constant\"() {{value = {}", open.repeat(100_000));
         let problem = problem(evaluate(&operations, &[], &array(DeviceDtype::I32, &[2], &[0.0; 2])));

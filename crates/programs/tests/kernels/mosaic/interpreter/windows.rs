@@ -5,7 +5,7 @@ use assay_mosaic_interpreter::{MosaicOptions, TpuCore, run_with};
 use std::ops::Range;
 
 #[test]
-fn in_place_each_block_read_before_it_is_written_passes() {
+fn in_place_block_read_before_it_is_written_passes() {
     let tables = Tables { reads: &[0, 1, 2, 3], writes: &[0, 1, 2, 3], body: ADD_ONE, semantics: ARBITRARY };
     let x = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
     let expected = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
@@ -14,7 +14,7 @@ fn in_place_each_block_read_before_it_is_written_passes() {
 }
 
 #[test]
-fn in_place_a_fetch_that_meets_a_write_back_is_refused() {
+fn in_place_fetch_that_meets_a_write_back_is_refused() {
     let x = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
     for (reads, writes, expected) in [
         // Block 0 is written after step 0 and fetched for step 1.
@@ -32,21 +32,21 @@ fn in_place_a_fetch_that_meets_a_write_back_is_refused() {
 }
 
 #[test]
-fn in_place_a_block_that_has_landed_is_read_as_written() {
+fn in_place_block_that_has_landed_is_read_as_written() {
     let tables = Tables { reads: &[3, 3, 3, 0], writes: &[0, 1, 2, 3], body: ADD_ONE, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 8, true).unwrap();
     assert_values(&found, &[7.0, 8.0, 7.0, 8.0, 7.0, 8.0, 8.0, 9.0], "block 3 is block 0 as step 0 left it, plus 1");
 }
 
 #[test]
-fn in_place_a_block_that_stays_in_vmem_is_not_fetched_again() {
+fn in_place_block_that_stays_in_vmem_is_not_fetched_again() {
     let tables = Tables { reads: &[0, 0, 0], writes: &[0, 1, 2], body: ADD_ONE, semantics: ARBITRARY };
     let found = tables.run(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], 6, true).unwrap();
     assert_values(&found, &[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], "all from the block as it was fetched");
 }
 
 #[test]
-fn a_parallel_dimension_that_shares_a_block_is_refused() {
+fn parallel_dimension_that_shares_a_block_is_refused() {
     let x = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
     let run = |reads: &[i32], writes: &[i32], semantics: &str, aliased| {
         Tables { reads, writes, body: ADD_ONE, semantics }.run(&x, 8, aliased)
@@ -68,7 +68,7 @@ fn a_parallel_dimension_that_shares_a_block_is_refused() {
 }
 
 #[test]
-fn a_parallel_dimension_that_carries_scratch_is_refused() {
+fn parallel_dimension_that_carries_scratch_is_refused() {
     // Each step adds its input to what scratch holds, which the first of them sets, or all of them.
     let body = |sets: &str| {
         format!(
@@ -106,14 +106,14 @@ fn a_parallel_dimension_that_carries_scratch_is_refused() {
 }
 
 #[test]
-fn an_output_that_comes_back_to_a_block_is_refused() {
+fn output_that_comes_back_to_a_block_is_refused() {
     let tables = Tables { reads: &[0, 1, 2], writes: &[0, 1, 0], body: ADD_ONE, semantics: ARBITRARY };
     let problem = problem(tables.run(&[0.0; 6], 6, false));
     assert!(problem.starts_with("output 0, at grid step [2]: comes back to block [0]"), "{problem}");
 }
 
 #[test]
-fn a_block_outside_its_array_is_refused() {
+fn block_outside_its_array_is_refused() {
     for reads in [[0, 3], [0, -1], [0, i32::MAX]] {
         let tables = Tables { reads: &reads, writes: &[0, 1], body: ADD_ONE, semantics: ARBITRARY };
         let problem = problem(tables.run(&[0.0; 5], 4, false));
@@ -129,7 +129,7 @@ fn transforms_choose_the_blocks() {
 }
 
 #[test]
-fn an_output_keeps_its_contents_while_it_stays_and_is_poison_when_it_comes() {
+fn output_is_kept_while_it_stays_and_poison_when_it_comes() {
     // out = out + in, and out = in at step 0.
     let body = "%x = \"vector.load\"(%w0, %zero) : ( vmem<2xf32>, index) -> vector<2xf32>
 %before = \"vector.load\"(%w1, %zero) : ( vmem<2xf32>, index) -> vector<2xf32>
@@ -145,7 +145,7 @@ fn an_output_keeps_its_contents_while_it_stays_and_is_poison_when_it_comes() {
 }
 
 #[test]
-fn a_store_to_an_input_is_refused_where_its_window_stays() {
+fn store_to_an_input_is_refused_where_its_window_stays() {
     let body = format!("{ADD_ONE}\n{}", ADD_ONE.lines().last().unwrap().replace("%w1", "%w0"));
     let run = |reads: &[i32]| {
         let tables = Tables { reads, writes: &[0, 1, 2, 3], body: &body, semantics: ARBITRARY };
@@ -181,7 +181,7 @@ fn copy_on_a_core(window: [usize; 2], x: &HostArray, vmem_bytes: usize) -> Resul
 }
 
 #[test]
-fn a_core_refuses_blocks_that_are_no_whole_tiles_and_more_vmem_than_it_has() {
+fn core_refuses_partial_tiles_and_more_vmem_than_it_has() {
     let zeros = |element: DeviceDtype, shape: [usize; 2]| array(element, &shape, &vec![0.0; shape[0] * shape[1]]);
     let (wide, narrow) = (zeros(DeviceDtype::F32, [20, 200]), zeros(DeviceDtype::Bf16, [20, 200]));
     // Tiles of 8 × 128 take 4,096 bytes: two buffers of each of two windows.
@@ -212,7 +212,7 @@ fn a_core_refuses_blocks_that_are_no_whole_tiles_and_more_vmem_than_it_has() {
 
 /// Races are looked for by element. That finds those within a tile too, as long as this holds of the blocks that a core takes.
 #[test]
-fn whole_blocks_that_share_no_element_share_no_tile() {
+fn block_that_shares_no_element_shares_no_tile() {
     const ROWS_OF_A_TILE: usize = 8;
     for size in 1..=40 {
         let x = array(DeviceDtype::F32, &[size, 128], &vec![0.0; size * 128]);
@@ -271,7 +271,7 @@ fn lane_sums(rows: usize, columns: usize) -> Vec<f64> {
 }
 
 #[test]
-fn beyond_an_edge_reads_are_nan_and_writes_are_dropped() {
+fn edge_reads_beyond_are_nan_and_writes_are_dropped() {
     // The tail's sum is NaN in its two columns, and does not spill into the next row.
     let expected = [6.0, 6.0, 6.0, 6.0, NAN, NAN, 30.0, 30.0, 30.0, 30.0, NAN, NAN];
     assert_values(&lane_sums(2, 6), &expected, "a tail of 2 of 4");
