@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyMapping};
 use crate::deck::DeckOptions;
 use crate::error;
 use crate::outputs::Returned;
-use crate::problem::{Batch, KeptArrays, Lent, Problem};
+use crate::problem::{Batch, KeptArrays, Problem, ProblemArray};
 use crate::spec::Spec;
 use assay::campaign::{self, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject};
 use assay::fixture::write_candidate;
@@ -165,7 +165,8 @@ impl Question {
         let asked = asked.with_kept_memory(kept);
         let asked = if *inplace { asked.with_writable_logits() } else { asked };
         let inputs = || asked.arrays().iter().filter(|lent| !lent.writable);
-        let checksums = || inputs().map(|Lent { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
+        let checksums =
+            || inputs().map(|ProblemArray { name, block, .. }| (*name, block.checksum())).collect::<Vec<_>>();
         // A kernel must not write to its inputs: their checksums are compared before and after the call.
         let before = checksums();
         let answer = match way {
@@ -183,11 +184,11 @@ impl Question {
         }
         // An output that is a view of an input would change with the next problem, and is refused.
         for (output, addresses) in returned.addresses::<P::Gradient>() {
-            let shared = inputs().find(|Lent { block, .. }| {
+            let shared = inputs().find(|ProblemArray { block, .. }| {
                 let held = block.addresses();
                 held.start < addresses.end && addresses.start < held.end
             });
-            if let Some(Lent { name, .. }) = shared {
+            if let Some(ProblemArray { name, .. }) = shared {
                 let expected = "memory of its own, or inplace=True for dlogits in the memory of the logits";
                 return Err(error::output_error(py, output, format!("a view of the input `{name}`"), expected));
             }

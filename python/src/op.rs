@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error;
-use crate::memory::{Array as LentArray, Block, Element, Taken};
+use crate::memory::{Array as LentArray, Block, Element, TensorArgument};
 use crate::spec::Spec;
 use assay::native::op::{Op, OpArguments, OpArray};
 use assay::native::{LogpEntropy, NativeHead, NativeOutputs, OutputCotangents};
@@ -23,10 +23,10 @@ type LossResults = (f32, LentArray, LentArray, LentArray, LentArray);
 /// The arguments beside logits, or beside hidden states and head.
 pub(crate) struct LossArguments {
     pub(crate) spec: Arc<LossSpec>,
-    ids: Taken,
-    mask: Taken,
-    advantages: Taken,
-    optional: BTreeMap<&'static str, Taken>,
+    ids: TensorArgument,
+    mask: TensorArgument,
+    advantages: TensorArgument,
+    optional: BTreeMap<&'static str, TensorArgument>,
 }
 
 const OPTIONAL: [&str; 11] = [
@@ -50,7 +50,7 @@ impl LossArguments {
         let py = arrays.py();
         let taken = |field: &'static str| {
             let array = arrays.get_item(field)?.filter(|array| !array.is_none());
-            array.map(|array| Taken::read(field, &array)).transpose()
+            array.map(|array| TensorArgument::read(field, &array)).transpose()
         };
         let required = |field: &'static str| {
             taken(field)?.ok_or_else(|| error::problem_error(py, format!("`{field}`: not given, expected a tensor")))
@@ -80,7 +80,7 @@ impl LossArguments {
     }
 
     pub(crate) fn op(&self) -> Result<Op<'_>, String> {
-        let lent = |field: &str| self.optional.get(field).map(Taken::lent);
+        let lent = |field: &str| self.optional.get(field).map(TensorArgument::lent);
         let arguments = OpArguments {
             ids: self.ids.lent(),
             mask: self.mask.lent(),
@@ -117,7 +117,7 @@ impl CotangentArrays {
     ) -> PyResult<Self> {
         let cotangent = |field: &'static str, array: Option<&Bound<'_, PyAny>>| {
             let Some(array) = array else { return Ok(None) };
-            let taken = Taken::read(field, array)?;
+            let taken = TensorArgument::read(field, array)?;
             let floats =
                 taken.floats::<Ix2>("floats [B,T]").map_err(|reason| error::problem_error(py, reason))?.to_f64();
             // A cotangent of zeros is as good as none, and spares the work for its gradient.
@@ -198,7 +198,7 @@ pub(crate) fn op_loss(
     arrays: &Bound<'_, PyDict>,
     normalizer: Option<f64>,
 ) -> PyResult<LossResults> {
-    let (given, logits) = (LossArguments::read(&spec, arrays, normalizer)?, Taken::read("logits", logits)?);
+    let (given, logits) = (LossArguments::read(&spec, arrays, normalizer)?, TensorArgument::read("logits", logits)?);
     let evaluation = done(py, || given.op()?.loss(&logits.lent()).map_err(|reason| reason.to_string()))?;
     Ok(evaluated(evaluation))
 }
@@ -219,8 +219,8 @@ pub(crate) fn op_gradient(
 ) -> PyResult<()> {
     let given = LossArguments::read(&spec, arrays, normalizer)?;
     let sent = CotangentArrays::read(py, loss, logp, entropy)?;
-    let mut logits = Taken::read("logits", logits)?;
-    let mut dlogits = dlogits.map(|dlogits| Taken::read("dlogits", dlogits)).transpose()?;
+    let mut logits = TensorArgument::read("logits", logits)?;
+    let mut dlogits = dlogits.map(|dlogits| TensorArgument::read("dlogits", dlogits)).transpose()?;
     done(py, || {
         let op = given.op()?;
         // Without memory for dlogits they overwrite the logits.
@@ -233,7 +233,11 @@ pub(crate) fn op_gradient(
 }
 
 /// Joins hidden states `[B,T,H]` and a head `[V,H]`, as `PyTorch` stores it, to the projection that gives the logits.
-fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) -> Result<ProjectionView<'t>, String> {
+fn projection<'t>(
+    hidden: &'t TensorArgument,
+    lm_head: &'t TensorArgument,
+    rounds_logits: bool,
+) -> Result<ProjectionView<'t>, String> {
     Ok(ProjectionView {
         hidden: hidden.floats::<Ix3>("floats [B,T,H]")?,
         lm_head: lm_head.floats::<Ix2>("floats [V,H]")?,
@@ -244,8 +248,8 @@ fn projection<'t>(hidden: &'t Taken, lm_head: &'t Taken, rounds_logits: bool) ->
 
 /// The arguments that the logits are the product of, with the kernel that multiplies them.
 struct Projected {
-    hidden: Taken,
-    lm_head: Taken,
+    hidden: TensorArgument,
+    lm_head: TensorArgument,
     rounds_logits: bool,
     kernel: NativeHead,
 }
@@ -254,7 +258,7 @@ impl Projected {
     fn read(head: (Bound<'_, PyAny>, Bound<'_, PyAny>, bool, usize)) -> PyResult<Self> {
         let (hidden, lm_head, rounds_logits, chunk) = head;
         let kernel = NativeHead::default().chunk(chunk);
-        let (hidden, lm_head) = (Taken::read("hidden", &hidden)?, Taken::read("lm_head", &lm_head)?);
+        let (hidden, lm_head) = (TensorArgument::read("hidden", &hidden)?, TensorArgument::read("lm_head", &lm_head)?);
         Ok(Self { hidden, lm_head, rounds_logits, kernel })
     }
 
@@ -266,8 +270,8 @@ impl Projected {
 /// The arguments for the log-probabilities of several ids per token, with their cotangents if they are differentiated.
 struct Gathered {
     spec: Arc<LossSpec>,
-    ids: Taken,
-    mask: Taken,
+    ids: TensorArgument,
+    mask: TensorArgument,
     /// The cotangents with their sign inverted, `[B,T,K]`.
     advantages: Array3<f64>,
 }
@@ -279,12 +283,12 @@ impl Gathered {
         mask: &Bound<'_, PyAny>,
         dlogp: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let (py, ids, mask) = (ids.py(), Taken::read("ids", ids)?, Taken::read("mask", mask)?);
+        let (py, ids, mask) = (ids.py(), TensorArgument::read("ids", ids)?, TensorArgument::read("mask", mask)?);
         let advantages = match dlogp {
             // The policy gradient's loss is `−A·logp`, so that a cotangent of logp is an advantage with the sign
             // changed. A forward pass has none, and takes zeros; ids of a wrong rank are refused by `op`.
             Some(dlogp) => {
-                let dlogp = Taken::read("cotangent of logp", dlogp)?;
+                let dlogp = TensorArgument::read("cotangent of logp", dlogp)?;
                 let floats =
                     dlogp.floats::<Ix3>("floats [B,T,K]").map_err(|reason| error::problem_error(py, reason))?;
                 -floats.to_f64()
@@ -339,7 +343,7 @@ pub(crate) fn op_gather_logp(
     ids: &Bound<'_, PyAny>,
     mask: &Bound<'_, PyAny>,
 ) -> PyResult<LentArray> {
-    let (given, logits) = (Gathered::read(&spec, ids, mask, None)?, Taken::read("logits", logits)?);
+    let (given, logits) = (Gathered::read(&spec, ids, mask, None)?, TensorArgument::read("logits", logits)?);
     done(py, || given.op()?.logp_and_entropy(&logits.lent()).map_err(|reason| reason.to_string())).map(logps)
 }
 
@@ -355,7 +359,7 @@ pub(crate) fn op_gather_logp_gradient(
     dlogp: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let given = Gathered::read(&spec, ids, mask, Some(dlogp))?;
-    let (logits, mut dlogits) = (Taken::read("logits", logits)?, Taken::read("dlogits", dlogits)?);
+    let (logits, mut dlogits) = (TensorArgument::read("logits", logits)?, TensorArgument::read("dlogits", dlogits)?);
     done(py, || {
         let evaluation = given.op()?.gradient(&logits.lent(), dlogits.lent_mut()?, OutputCotangents::default());
         evaluation.map(drop).map_err(|reason| reason.to_string())

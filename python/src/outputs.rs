@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods, PyMapping};
 
 use crate::error;
-use crate::memory::{Seen, requires_grad};
+use crate::memory::{OutputArray, requires_grad};
 use assay::implementation::Workload;
 use assay::problem::{Candidate, Dtype, Gradient};
 use assay::spec::LossSpec;
@@ -31,11 +31,11 @@ fn gradient_arrays<P: Workload>(problem: &P) -> Vec<(&'static str, Vec<usize>, S
 
 /// The outputs of one call, each with the shape that the problem requires.
 pub(crate) struct Returned {
-    loss: Option<Seen>,
+    loss: Option<OutputArray>,
     /// The arrays of the gradient; empty if none was returned.
-    gradient: Vec<Seen>,
+    gradient: Vec<OutputArray>,
     /// The outputs of the tokens, in the order of [`OF_TOKENS`].
-    of_tokens: [Option<Seen>; 3],
+    of_tokens: [Option<OutputArray>; 3],
     dlogits_dtype: Option<Dtype>,
 }
 
@@ -83,15 +83,15 @@ impl Returned {
         let optional = |name: &str| match dictionary.get_item(name)? {
             // A loss that is ready for `backward` is what a trainer has: its value is read.
             Some(object) if name == "loss" && requires_grad(&object) => {
-                Seen::read(name, &object.call_method0("detach")?, bits).map(Some)
+                OutputArray::read(name, &object.call_method0("detach")?, bits).map(Some)
             }
-            Some(object) => Seen::read(name, &object, bits).map(Some),
+            Some(object) => OutputArray::read(name, &object, bits).map(Some),
             None => Ok(None),
         };
         let required = |name: &str| {
             optional(name)?.ok_or_else(|| error::output_error(py, name, "nothing", format!("a dict of {names}")))
         };
-        let fits = |name: &str, seen: Seen, shape: &[usize], meaning: &str| {
+        let fits = |name: &str, seen: OutputArray, shape: &[usize], meaning: &str| {
             if seen.shape() == shape {
                 return seen.expect_dense(py, name);
             }
@@ -152,7 +152,7 @@ impl Returned {
     /// Returns the candidate without its gradient.
     pub(crate) fn forward<P: Workload>(&self, problem: &P) -> Candidate<()> {
         let (batch, tokens) = problem.batch().ids.dim();
-        let of_token = |seen: &Option<Seen>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
+        let of_token = |seen: &Option<OutputArray>| seen.as_ref().map(|seen| seen.view(Ix2(batch, tokens)).to_owned());
         let [logp, entropy, token_loss] = &self.of_tokens;
         // Several ids a token have logp as `[B,T,K]`, whose first column is that of the sampled id.
         let (logp, logp_of_others) = match logp.as_ref().map(|seen| (seen, seen.shape())) {

@@ -51,7 +51,7 @@ pub(crate) struct Problem {
     batch: Batch,
     /// The recipe as JSON, of a batch that was generated.
     recipe: Option<String>,
-    arrays: Vec<Lent>,
+    arrays: Vec<ProblemArray>,
     /// The device on which frameworks create their arrays; `None` for the framework's default.
     device: Option<String>,
 }
@@ -61,9 +61,9 @@ pub(crate) struct Problem {
 pub(crate) struct KeptArrays {
     /// The address of the logits, or of the hidden states, that the copies belong to.
     logits: usize,
-    copies: Vec<Lent>,
+    copies: Vec<ProblemArray>,
     /// The copies of earlier problems, whose memory no later one is to be given: their answers must not depend on it.
-    earlier: VecDeque<Vec<Lent>>,
+    earlier: VecDeque<Vec<ProblemArray>>,
 }
 
 impl KeptArrays {
@@ -71,7 +71,7 @@ impl KeptArrays {
     const EARLIER: usize = 4;
 
     /// Takes the copies out that belong to these logits, and begins those of the next problem.
-    fn take(&mut self, logits: usize) -> Vec<Lent> {
+    fn take(&mut self, logits: usize) -> Vec<ProblemArray> {
         let copies = std::mem::take(&mut self.copies);
         if std::mem::replace(&mut self.logits, logits) == logits {
             return copies;
@@ -86,7 +86,7 @@ impl KeptArrays {
 
 /// An array of a problem that Python borrows.
 #[derive(Clone)]
-pub(crate) struct Lent {
+pub(crate) struct ProblemArray {
     pub(crate) name: &'static str,
     pub(crate) block: Block,
     /// Whether it is a copy that may be written to.
@@ -109,7 +109,7 @@ impl Problem {
         let lent = |(name, block): (_, Option<Block>)| {
             // Python borrows the arrays and cannot write to them: the judge reads the same memory afterwards.
             let block = block.expect("problems are generated and read densely");
-            Lent { name, block, writable: false }
+            ProblemArray { name, block, writable: false }
         };
         Self { spec, batch, recipe, arrays: arrays.into_iter().map(lent).collect(), device: None }
     }
@@ -141,7 +141,7 @@ impl Problem {
         self
     }
 
-    pub(crate) fn arrays(&self) -> &[Lent] {
+    pub(crate) fn arrays(&self) -> &[ProblemArray] {
         &self.arrays
     }
 
@@ -173,7 +173,7 @@ impl Problem {
     /// Returns the arrays by name.
     fn by_name<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let arrays = PyDict::new(py);
-        for Lent { name, block, writable } in &self.arrays {
+        for ProblemArray { name, block, writable } in &self.arrays {
             arrays.set_item(name, Array::lend(block.clone(), *writable))?;
         }
         Ok(arrays)

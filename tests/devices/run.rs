@@ -218,7 +218,7 @@ impl Run {
             let recipe = recipe([5, 7, 131], dtype, Regime::Normal, 12);
             let mut padded = recipe.problem(&spec)?;
             padded.mask.row_mut(3).fill(false);
-            let twins = Twins::of(&spec, &padded).expect("no weights");
+            let twins = Twins::from_padded(&spec, &padded).expect("no weights");
             let lengths: Vec<usize> = twins.packed.sequences().iter().map(|sequence| sequence.tokens.len()).collect();
             assert!(lengths.contains(&0) && lengths.iter().sum::<usize>() > 2 * self.devices, "{lengths:?}");
             if self.takes(&twins.spec, [1, twins.packed.mask.ncols(), 131], dtype) {

@@ -279,7 +279,8 @@ fn lm_head_packed_sequences_match_reference() {
         let (_, recipe) = suites::device_heads(Dtype::F32, 1, 1).swap_remove(0);
         let recipe =
             HeadRecipe { recipe: Recipe { shape: [3, 9, 131], regime: Regime::Normal, ..recipe.recipe }, ..recipe };
-        let twins = Twins::of(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
+        let twins =
+            Twins::from_padded(&sequence, &recipe.problem(&sequence).expect("a valid recipe")).expect("no weights");
         let known = JudgedProblem::new(&twins.spec, &twins.packed).expect("a valid problem");
         known.expect_right(&head, devices, &format!("packed {recipe:?}"));
         judged += 1;

@@ -137,7 +137,7 @@ impl Judgeable for Problem {
     fn inputs(&self, reference: &Reference<'_>, at: Position) -> Option<String> {
         let (b, t) = at.b.zip(at.t)?;
         let logit = at.v.map(|v| ("logit", self.logits.row(b, t)[v]));
-        Some(of_token(self, reference, (b, t), logit))
+        Some(describe_token(self, reference, (b, t), logit))
     }
 }
 
@@ -194,7 +194,7 @@ impl Judgeable for HeadProblem {
     fn inputs(&self, reference: &HeadReference<'_>, at: Position) -> Option<String> {
         if let Some((b, t)) = at.b.zip(at.t) {
             let hidden = at.h.map(|h| ("hidden", self.logits.hidden.row(b, t)[h]));
-            return Some(of_token(self, reference.on_logits(), (b, t), hidden));
+            return Some(describe_token(self, reference.on_logits(), (b, t), hidden));
         }
         let v = at.v?;
         let weight = at.h.map_or(String::new(), |h| format!("weight {:e}, ", reference.columns(v..v + 1)[[0, h]]));
@@ -203,8 +203,8 @@ impl Judgeable for HeadProblem {
     }
 }
 
-/// The inputs of token `[b,t]`, and of what the output is a gradient of.
-fn of_token<L>(
+/// Describes the inputs of token `[b,t]`, and the element that the output is a gradient of.
+fn describe_token<L>(
     problem: &Problem<L>,
     reference: &Reference,
     (b, t): (usize, usize),

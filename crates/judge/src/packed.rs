@@ -21,7 +21,7 @@ pub struct Twins<P = Problem> {
 
 impl<P: Judgeable> Twins<P> {
     /// Makes the twins of `padded`; `None` where `spec` reads weights of masked tokens, of which the packed one has fewer.
-    pub fn of(spec: &LossSpec, padded: &P) -> Option<Self> {
+    pub fn from_padded(spec: &LossSpec, padded: &P) -> Option<Self> {
         let given = spec.rollout.as_ref().is_some_and(|rollout| rollout.source == RolloutSource::Given);
         let masked_too = matches!(&spec.objective, Objective::Vespo(vespo) if vespo.weights_of_masked_tokens);
         let (packed, places) = padded.pack();

@@ -290,7 +290,7 @@ impl Replay {
         if problem.batch().extra.sequences.packed().is_some() {
             return Err(ReplayError::Packed { path: path.into() });
         }
-        let Some(twins) = Twins::of(spec, problem) else {
+        let Some(twins) = Twins::from_padded(spec, problem) else {
             let why = "the loss reads weights of masked tokens, of which a packed batch has fewer".into();
             self.ignored.push(IgnoredCheck { what: label, why, not_run: None });
             return Ok(());

@@ -7,15 +7,15 @@ mod aligned;
 pub(crate) mod device;
 mod dlpack;
 mod lent;
-mod seen;
-mod taken;
+mod output_array;
+mod tensor_argument;
 
 use std::ffi::CStr;
 
 pub(crate) use aligned::Aligned;
 pub(crate) use lent::{Array, Block};
-pub(crate) use seen::{Seen, requires_grad};
-pub(crate) use taken::Taken;
+pub(crate) use output_array::{OutputArray, requires_grad};
+pub(crate) use tensor_argument::TensorArgument;
 
 use assay::problem::Dtype;
 

@@ -348,7 +348,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
     }
 
     /// A target, a change of the kernel, and the words that the error must have.
-    type Case = (&'static str, fn(&mut PtxKernel), &'static [&'static str]);
+    type RefusedLaunch = (&'static str, fn(&mut PtxKernel), &'static [&'static str]);
 
     #[test]
     fn launch_beyond_a_chip_is_refused_with_an_alternative() {
@@ -359,7 +359,7 @@ ptxas info    : Used 255 registers, used 1 barriers, 40 bytes cumulative stack s
         };
         assert_eq!(of("a100", |_| ()), Ok(()));
         assert_eq!(of("h100", |kernel| kernel.cluster = 8), Ok(()));
-        let cases: [Case; 4] = [
+        let cases: [RefusedLaunch; 4] = [
             (
                 "a100",
                 |kernel| kernel.cluster = 4,

@@ -17,7 +17,7 @@ proptest! {
     #[test]
     fn packed_any_spec_has_bits_of_padded(spec in cases::any_spec(), recipe in cases::any_recipe()) {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
-        let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
+        let Some(twins) = Twins::from_padded(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
         let of_packed = JudgedProblem::new(spec, packed).unwrap_or_else(|error| panic!("{error}"));
         let of_padded = JudgedProblem::new(spec, padded).expect("a valid problem");
@@ -43,7 +43,7 @@ proptest! {
     #[test]
     fn packed_any_head_has_bits_of_padded(spec in cases::any_spec(), recipe in cases::any_head_recipe()) {
         let padded = recipe.problem(&spec).unwrap_or_else(|error| panic!("{error}"));
-        let Some(twins) = Twins::of(&spec, &padded) else { return Ok(()) };
+        let Some(twins) = Twins::from_padded(&spec, &padded) else { return Ok(()) };
         let Twins { spec, padded, packed, .. } = &twins;
         let of_packed = JudgedProblem::new(spec, packed).unwrap_or_else(|error| panic!("{error}"));
         let of_padded = JudgedProblem::new(spec, padded).expect("a valid problem");

@@ -253,7 +253,7 @@ fn packed_sequences_have_the_bits_of_padded_ones() {
     let objectives = Union::new(cases::objectives().into_iter().map(|(_, arm)| arm));
     let cases = cases::of_family(objectives.boxed());
     let result = draws::run("reference_identities", 600, &cases, |Case { spec, problem }| {
-        let Some(twins) = Twins::of(&spec, &problem) else { return Ok(()) };
+        let Some(twins) = Twins::from_padded(&spec, &problem) else { return Ok(()) };
         let evaluated = |problem| evaluate(&twins.spec, problem).map(|reference| reference.outcome().into());
         let [packed, padded] = [&twins.packed, &twins.padded].map(evaluated);
         match (packed, padded) {

@@ -1,4 +1,4 @@
-//! [`Seen`]: an array of somebody's framework, read where it lies.
+//! [`OutputArray`]: an array of somebody's framework, read where it lies.
 
 use ndarray::{ArrayView, Dimension};
 use pyo3::buffer::PyUntypedBuffer;
@@ -14,8 +14,8 @@ use assay::problem::{Dtype, FloatView};
 const ARRAY: &str = "an array of NumPy, PyTorch or JAX, or another with `__dlpack__` or the buffer protocol";
 const DTYPES: &str = "dtype f32, bf16, f16 or f64";
 
-/// An array of floats in the host's memory, dense and row-major once that is [expected](Seen::expect_dense).
-pub(crate) struct Seen {
+/// An array of floats in the host's memory, dense and row-major once that is [expected](OutputArray::expect_dense).
+pub(crate) struct OutputArray {
     /// The array, its capsule or its buffer: what keeps the memory.
     _keep: Keep,
     data: *const u8,
@@ -33,9 +33,9 @@ enum Keep {
 }
 
 // SAFETY: what keeps the memory may be held and dropped on any thread, and the memory is only read.
-unsafe impl Send for Seen {}
+unsafe impl Send for OutputArray {}
 // SAFETY: as above.
-unsafe impl Sync for Seen {}
+unsafe impl Sync for OutputArray {}
 
 /// An array of a framework before its layout is checked.
 struct ForeignArray {
@@ -48,7 +48,7 @@ struct ForeignArray {
     dtype: Result<Dtype, String>,
 }
 
-impl Seen {
+impl OutputArray {
     /// Reads the output `field` without a copy. An array on a device is first copied to the host by its own framework.
     /// A 16-bit integer is the bits of a bf16 if `bits` is set.
     ///

@@ -1,4 +1,4 @@
-//! [`Taken`]: an argument of an operation, a tensor of a framework's, used where it lies.
+//! [`TensorArgument`]: an argument of an operation, a tensor of a framework's, used where it lies.
 
 use half::{bf16, f16};
 use ndarray::{ArrayView, ArrayViewD, ArrayViewMut, Dimension, IxDyn, ShapeBuilder};
@@ -11,7 +11,7 @@ use assay::native::op::{OpArray, OpArrayMut};
 use assay::problem::FloatView;
 
 /// A tensor in the host's memory, by `DLPack`.
-pub(crate) struct Taken {
+pub(crate) struct TensorArgument {
     field: &'static str,
     /// The capsule that keeps the memory alive.
     _capsule: Py<PyAny>,
@@ -45,11 +45,11 @@ impl ArgumentElement {
 }
 
 // SAFETY: the capsule keeps the memory on any thread; who calls an operation lends its arrays until that returns.
-unsafe impl Send for Taken {}
+unsafe impl Send for TensorArgument {}
 // SAFETY: as above. Only `lent_mut` writes, and takes it alone.
-unsafe impl Sync for Taken {}
+unsafe impl Sync for TensorArgument {}
 
-impl Taken {
+impl TensorArgument {
     /// Takes the argument `field`.
     ///
     /// # Errors
