@@ -133,7 +133,7 @@ miri: export MIRIFLAGS = -Zmiri-tree-borrows -Zmiri-permissive-provenance -Zmiri
 miri:
 	@if cargo +nightly miri --version >/dev/null 2>&1 || \
 		rustup toolchain install nightly --profile minimal --component miri,rust-src; then \
-		set -ex; $(CARGO) +nightly miri test --locked --package assay-simd -- exp:: tests::every_; \
+		set -ex; $(CARGO) +nightly miri test --locked --package assay-simd -- exp:: tests::isa_every_; \
 	else \
 		echo "miri: skipped, no nightly toolchain with Miri can be had (rustup toolchain install nightly --component miri,rust-src)"; \
 	fi

@@ -5,8 +5,8 @@
 //! PROSE_ROOT=../other cargo test --test it prose -- --nocapture       # the table of another checkout, and how its counts differ
 //! ```
 //!
-//! Names and comments are counted in all Rust of the workspace but tests, benches and examples; code lines and long files in
-//! these as well.
+//! Names and comments are counted in all Rust of the workspace but tests, benches and examples; code lines, long files and the names of
+//! tests in these as well.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,13 +20,16 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 const RULES: [&str; 7] =
     ["openings", "short comments", "phrases", "wide lines", "repeated types", "functions `of`", "long files"];
 
+/// The rules that no crate may have a finding of.
+const FORBIDDEN: [&str; 1] = ["long test names"];
+
 /// The findings that each crate has of each rule: they may only fall. A crate that is not listed may have none.
 const ALLOWED: &[(&str, [usize; RULES.len()])] = &[
     ("algebra", [0, 0, 2, 0, 0, 0, 0]),
     ("campaign", [2, 4, 5, 0, 1, 0, 0]),
     ("core", [0, 19, 1, 0, 1, 0, 1]),
     ("fixture", [0, 1, 1, 0, 0, 0, 0]),
-    ("judge", [17, 25, 5, 0, 0, 2, 0]),
+    ("judge", [17, 25, 5, 0, 0, 0, 0]),
     ("mosaic-interpreter", [0, 0, 1, 0, 0, 0, 0]),
     ("native", [0, 0, 3, 0, 0, 0, 0]),
     ("programs", [0, 0, 46, 19, 1, 0, 0]),
@@ -84,6 +87,9 @@ const SHORT: usize = 4;
 
 /// The most lines of a file.
 const LONG: usize = 700;
+
+/// The most characters of a test's name.
+const TEST_NAME: usize = 60;
 
 /// One place in a source file.
 #[derive(Clone, Debug)]
@@ -246,6 +252,65 @@ fn definitions(tokens: TokenStream, associated: bool, defined: &mut Vec<(&'stati
     }
 }
 
+/// A test function: its name after those of the modules around it in the file, and the line of its name.
+#[derive(Debug, PartialEq)]
+pub(super) struct TestFunction {
+    pub(super) module: String,
+    pub(super) name: String,
+    line: usize,
+}
+
+/// The functions in `text`, a Rust file, that have the attribute `#[test]`, in macros such as `proptest!` too.
+pub(super) fn test_functions(text: &str) -> Vec<TestFunction> {
+    let mut tests = Vec::new();
+    add_tests(text.parse().expect("a Rust file"), "", &mut tests);
+    tests
+}
+
+/// Adds the tests among `tokens`, the items of `module`.
+fn add_tests(tokens: TokenStream, module: &str, tests: &mut Vec<TestFunction>) {
+    let is_test = |stream: TokenStream| {
+        let mut attribute = stream.into_iter();
+        matches!(attribute.next(), Some(TokenTree::Ident(ident)) if ident == "test") && attribute.next().is_none()
+    };
+    // Between `#[test]` and its function; between `mod` and its items.
+    let (mut marked, mut inner) = (false, None);
+    let mut keyword = String::new();
+    for token in tokens {
+        match token {
+            TokenTree::Ident(ident) => {
+                let name = ident.to_string();
+                match keyword.as_str() {
+                    "fn" if marked => {
+                        let line = ident.span().start().line;
+                        tests.push(TestFunction { module: module.into(), name: name.clone(), line });
+                        marked = false;
+                    }
+                    "mod" => inner = Some(format!("{module}{name}::")),
+                    _ => {}
+                }
+                keyword = name;
+            }
+            TokenTree::Group(group) => {
+                if group.delimiter() == Delimiter::Bracket && is_test(group.stream()) {
+                    marked = true;
+                } else {
+                    let inner = if group.delimiter() == Delimiter::Brace { inner.take() } else { None };
+                    add_tests(group.stream(), inner.as_deref().unwrap_or(module), tests);
+                }
+                keyword.clear();
+            }
+            TokenTree::Punct(punct) => {
+                if punct.as_char() == ';' {
+                    inner = None;
+                }
+                keyword.clear();
+            }
+            TokenTree::Literal(_) => keyword.clear(),
+        }
+    }
+}
+
 /// The text of a doc comment without the marks of code and links.
 fn plain(text: &str) -> String {
     text.replace(['`', '[', ']', '*'], "").to_lowercase()
@@ -270,6 +335,9 @@ fn counts_of_file(path: &Path, text: &str, is_source: bool) -> ProseCounts {
 
     if file.lines.len() > LONG {
         found("long files", place(1, &format!("{} lines", file.lines.len())));
+    }
+    for test in test_functions(text).into_iter().filter(|test| test.name.len() > TEST_NAME) {
+        found("long test names", place(test.line, &format!("{} characters: {}", test.name.len(), test.name)));
     }
     if !is_source {
         return counts;
@@ -340,7 +408,7 @@ fn crate_of(path: &Path) -> String {
 }
 
 /// Adds the Rust files below `folder` to `files`.
-fn rust_files(folder: &Path, files: &mut Vec<PathBuf>) {
+pub(super) fn rust_files(folder: &Path, files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
         let path = entry.path();
         let name = entry.file_name();
@@ -399,6 +467,7 @@ fn table(crates: &BTreeMap<String, ProseCounts>, root: &Path) -> String {
         ("phrases of the guide's list", all.found("phrases").to_string()),
         ("comment lines over the width", all.found("wide lines").to_string()),
         ("files over 700 lines", all.found("long files").to_string()),
+        ("tests named in over 60 characters", all.found("long test names").to_string()),
         ("Rust code lines", all.code_lines.to_string()),
         ("folders of `crates`", folders.to_string()),
     ];
@@ -414,7 +483,8 @@ fn differences(crates: &BTreeMap<String, ProseCounts>, allowed: &[(&str, [usize;
     for (name, counts) in crates {
         let limits = allowed.iter().find(|row| row.0 == name).map_or([0; RULES.len()], |row| row.1);
         let found = RULES.map(|rule| counts.found(rule));
-        for ((rule, count), limit) in RULES.into_iter().zip(found).zip(limits) {
+        let forbidden = FORBIDDEN.map(|rule| ((rule, counts.found(rule)), 0));
+        for ((rule, count), limit) in RULES.into_iter().zip(found).zip(limits).chain(forbidden) {
             if count > limit {
                 writeln!(text, "{name}: {count} {rule}, allowed {limit}:").unwrap();
                 for place in counts.findings.get(rule).into_iter().flatten() {
@@ -477,4 +547,20 @@ impl Iterator for Row {
          x: fewer than allowed, its row is now (\"x\", [1, 1, 1, 0, 0, 1, 0])\n"
     );
     assert!(!has_phrase("understands", "stands") && has_phrase("it stands.", "stands"));
+}
+
+#[test]
+fn prose_long_test_names_are_found_in_modules_and_macros() {
+    let name = "x".repeat(TEST_NAME);
+    let text = format!(
+        "#[test]\nfn {name}() {{}}\nfn {name}_helper() {{}}\nproptest! {{\n#[test]\nfn {name}_a(n in 0..3) {{}}\n}}\n\
+         #[cfg(test)]\nmod outer;\nmod inner {{\n#[test]\n#[should_panic(expected = \"b\")]\nfn {name}_b() {{ fn inside() {{}} }}\n}}\n"
+    );
+    let found = test_functions(&text).into_iter().map(|test| (test.module, test.name, test.line)).collect::<Vec<_>>();
+    let expected = [("", "", 2), ("", "_a", 6), ("inner::", "_b", 13)];
+    assert_eq!(found, expected.map(|(module, end, line)| (module.into(), format!("{name}{end}"), line)));
+
+    let crates = BTreeMap::from([("x".to_owned(), counts_of_file(Path::new("crates/x/tests/a.rs"), &text, false))]);
+    let text = differences(&crates, &[]);
+    assert!(text.starts_with("x: 2 long test names, allowed 0:\n  crates/x/tests/a.rs:6: 62 characters: xx"), "{text}");
 }
