@@ -207,13 +207,16 @@ fn record_logits_are_the_models_and_logps_those_of_drawn_ids() {
 fn record_of_a_fixture_replays_as_it_is() {
     let case = Case::new();
     for dtype in ["bf16", "f32", "f16"] {
-        case.record("model", &["--group", "4", "--max-tokens", "12", "--dtype", dtype]);
+        let file = case.record("model", &["--group", "4", "--max-tokens", "12", "--dtype", dtype]);
+        assert!(file.metadata()["expected.definition"].ends_with("temperature=1"), "{:?}", file.metadata());
         let output = replay(&case.path("out/f.safetensors"));
         assert_eq!(output.code, 0, "{dtype}: {}{}", output.stdout, output.stderr);
         assert!(output.stdout.contains("│ reference "), "{dtype}: {}", output.stdout);
     }
     // At another temperature the file carries the loss that its old log-probabilities belong to.
-    case.record("model", &["--temperature", "0.7", "--max-tokens", "12"]);
+    let file = case.record("model", &["--temperature", "0.7", "--max-tokens", "12"]);
+    let expected: Vec<_> = file.metadata().keys().filter(|key| key.starts_with("expected.")).collect();
+    assert!(expected.is_empty() && file.metadata()["temperature"] == "0.7", "{expected:?}");
     let output = replay(&case.path("out/f.safetensors"));
     assert_eq!(output.code, 0, "{}{}", output.stdout, output.stderr);
     assert!(!output.stdout.contains("│ reference "), "{}", output.stdout);

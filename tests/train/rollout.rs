@@ -126,7 +126,16 @@ fn rollout_input_that_a_run_lacks_is_refused_at_its_start() {
         loss(json!({"objective": {"kl_cov": {"coefficient": 1.0, "selection": {"fraction": 0.1}}}})),
         "spec field `objective.kl_cov.selection`: got a choice",
     );
-    refused(loss(json!({"objective": {"clip_cov": {}}})), "`loss.objective`: got KL-Cov or Clip-Cov");
+    for (objective, given) in [
+        (json!({"kl_cov": {"coefficient": 1.0}}), "kl_cov without a selection"),
+        (json!({"clip_cov": {}}), "clip_cov without a selection"),
+        (json!({"topr": {"positive": "selected"}}), "topr with `positive: selected`"),
+        (json!({"aspo": {"selected": {"epsilon_low": 0.5, "epsilon_high": 0.5}}}), "aspo with `selected`"),
+    ] {
+        let expected = format!("`loss.objective`: got {given}, expected one that reads no `selected`");
+        refused(loss(json!({"objective": objective})), &expected);
+    }
+    refused(loss(json!({"dentropy": true})), "`loss.dentropy`: got true, expected false");
     refused(loss(json!({"support": {"vocab": 256}})), "`loss.support`: got one without id 256");
     let kernel =
         json!({"kernel": {"enabled": true, "impl": "tile-one-pass"}, "loss": {"ratio": {"level": "sequence"}}});

@@ -98,6 +98,18 @@ pub struct Recording {
     pub provenance: BTreeMap<String, String>,
 }
 
+impl Recording {
+    /// Returns the temperature of the loss that the file is of: that of the sampler, 1 where completions are given.
+    fn temperature(&self) -> f64 {
+        self.sampling.map_or(1.0, |sampling| sampling.temperature)
+    }
+
+    /// Whether the file has expected scalars, which are those of a loss at temperature 1.
+    fn has_scalars(&self) -> bool {
+        self.temperature() == 1.0
+    }
+}
+
 /// A summary of the fixture that was written.
 #[derive(Clone, Debug, Serialize)]
 pub struct RecordingSummary {
@@ -341,8 +353,8 @@ impl Scribe<'_> {
         )?;
         // The recorded scalars are of a loss at temperature 1. Another temperature has a spec in the metadata instead,
         // and no scalars.
-        let temperature = self.asked.sampling.map_or(1.0, |sampling| sampling.temperature);
-        let more = if temperature == 1.0 { expected.scalars() } else { BTreeMap::from([spec_at(temperature)]) };
+        let temperature = self.asked.temperature();
+        let more = if self.asked.has_scalars() { expected.scalars() } else { BTreeMap::from([spec_at(temperature)]) };
         Ok(stream.finish(more)?)
     }
 
@@ -494,11 +506,14 @@ fn provenance(
         say("sampling", "no top-k, top-p, min-p or penalties; completion b draws from stream b of ChaCha8".into());
         say("sampling_seed", seed.to_string());
     }
-    let [low, high] = CLIP;
-    say(
-        "expected.definition",
-        format!("as in fixtures/README.md: PPO-clip at eps_low={low} eps_high={high}, beta=0, temperature=1"),
-    );
+    // Only a file of temperature 1 has the scalars that this defines; any other carries its loss as `spec`.
+    if asked.has_scalars() {
+        let [low, high] = CLIP;
+        say(
+            "expected.definition",
+            format!("as in fixtures/README.md: PPO-clip at eps_low={low} eps_high={high}, beta=0, temperature=1"),
+        );
+    }
     let tensors = [
         ("logits", format!("{dtype} [B,T,V]: hidden @ lm_head^T in f32, rounded to nearest even; position t predicts ids[b,t]")),
         ("hidden", "f32 [B,T,H]: output of the final RMSNorm, input of lm_head".into()),

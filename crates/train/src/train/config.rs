@@ -325,10 +325,20 @@ impl TrainConfig {
         if loss.token_weights.is_some() {
             return Err(TrainError::setting("loss.token_weights", "given", "none: nothing makes them here"));
         }
-        let selects = matches!(loss.objective, Objective::KlCov(_) | Objective::ClipCov(_));
-        if selects {
-            let expected = "one that needs no selection of tokens: nothing makes it here";
-            return Err(TrainError::setting("loss.objective", "KL-Cov or Clip-Cov", expected));
+        if loss.dentropy {
+            let expected = "false: no cotangents of entropy are given here, take `entropy_coef` for a bonus";
+            return Err(TrainError::setting("loss.dentropy", true, expected));
+        }
+        if loss.reads_selected() {
+            let expected = "one that reads no `selected`: nothing here marks tokens before the loss";
+            let given = match &loss.objective {
+                Objective::KlCov(_) => "kl_cov without a selection",
+                Objective::ClipCov(_) => "clip_cov without a selection",
+                Objective::Topr(_) => "topr with `positive: selected`",
+                Objective::Aspo(_) => "aspo with `selected`",
+                _ => "one that reads `selected`",
+            };
+            return Err(TrainError::setting("loss.objective", given, expected));
         }
         Ok(())
     }
