@@ -278,7 +278,7 @@ struct OperationCount {
 }
 
 impl TileKernel {
-    /// Real additions, products and comparisons over the whole grid.
+    /// Additions, products, comparisons and selections over the whole grid, one for each element, those of reductions included.
     pub fn flops(&self) -> usize {
         self.work(&self.body).flops * self.grid.iter().product::<usize>()
     }
@@ -288,13 +288,17 @@ impl TileKernel {
         self.work(&self.body).transcendentals * self.grid.iter().product::<usize>()
     }
 
+    /// Returns the number of elements of a value: those of a tile, 1 for a scalar.
+    fn places(&self, value: TileValue) -> usize {
+        self.types[value.0].tile.map_or(1, |[rows, columns]| rows * columns)
+    }
+
     fn work(&self, statements: &[TileStatement]) -> OperationCount {
         let mut work = OperationCount::default();
         for statement in statements {
             match statement {
                 TileStatement::Let(value, operation) => {
-                    // The work of a tile is counted by its elements; a scalar is one.
-                    let places = self.types[value.0].tile.map_or(1, |[rows, columns]| rows * columns);
+                    let places = self.places(*value);
                     match operation {
                         TileOperation::Unary(Unary::Exp | Unary::Exp2 | Unary::Log, _)
                         | TileOperation::Binary(Binary::Div, ..) => {
@@ -306,7 +310,19 @@ impl TileKernel {
                         | TileOperation::Select(..) => {
                             work.flops += places;
                         }
-                        _ => {}
+                        // A row of n columns takes n − 1 additions or comparisons, and has one place in the result.
+                        TileOperation::FoldLanes(_, folded) => {
+                            work.flops += self.places(*folded) - places;
+                        }
+                        TileOperation::Constant(_)
+                        | TileOperation::GridIndex(_)
+                        | TileOperation::LoadScalar(..)
+                        | TileOperation::Load(..)
+                        | TileOperation::Iota(_)
+                        | TileOperation::Convert(_)
+                        | TileOperation::Bitcast(_)
+                        | TileOperation::Broadcast(_)
+                        | TileOperation::Columns(..) => {}
                     }
                 }
                 TileStatement::Store { .. } => {}

@@ -95,6 +95,15 @@ fn bytes_are_counted_in_whole_registers() {
 }
 
 #[test]
+fn flops_of_a_fold_are_one_less_than_its_columns() {
+    // A trip: the first column, a maximum of 128 columns in 16 rows, the larger of two, and a difference, a product and a sum.
+    let trip = 1 + 16 * 127 + 16 + 3 * 16 * 128;
+    // The last step: a comparison, a selection, and a sum of 128 columns in 16 rows. Two scalars say which step it is.
+    let last = 2 * 16 * 128 + 16 * 127;
+    assert_eq!(kernel().flops(), 4 * (3 * trip + last + 2));
+}
+
+#[test]
 #[should_panic(expected = "Add: operands of different types")]
 fn operands_of_different_elements_are_refused() {
     let mut on = TileBuilder::new("wrong", &[1], MACHINE);
