@@ -227,3 +227,17 @@ fn fixture_batches_are_all_evaluated_by_replay() {
     let recorded: Vec<_> = recorded.map(|path| Path::new("fixtures").join(path)).collect();
     assert_eq!(BTreeSet::from_iter(listed), BTreeSet::from_iter(recorded));
 }
+
+#[test]
+fn covering_specs_of_all_that_kernels_compute_are_valid() {
+    // An implementation that refuses nothing gets every objective.
+    let covered = [suites::covering::pairs(&|_, _| true), suites::covering::choices(&|_, _| true)].concat();
+    let refused: Vec<_> = covered.iter().filter_map(|spec| Some((spec.check().err()?, spec))).collect();
+    assert!(
+        !covered.is_empty() && refused.is_empty(),
+        "{} of {}: {:#?}",
+        refused.len(),
+        covered.len(),
+        refused.first()
+    );
+}

@@ -178,7 +178,7 @@ fn spec(objective: Objective, row: &[usize]) -> LossSpec {
 /// Whether something computes a spec for a shape.
 pub type Supports<'s> = &'s dyn Fn(&LossSpec, Shape) -> bool;
 
-/// Specs with every objective that is supported, in turn.
+/// Specs with every objective in turn that is supported, and valid with any other choice.
 ///
 /// ```
 /// use assay_core::implementation::Implementation;
@@ -235,12 +235,15 @@ fn shape() -> Shape {
 
 /// One choice of each factor, and of the objective, with their spec.
 fn rows(supports: Supports) -> Vec<(Vec<usize>, LossSpec)> {
+    let rows = pairwise(&CHOICES);
     let of_objective = variants().into_iter().filter(|variant| variant.field == "objective");
     let supported = of_objective.filter(|variant| supports(&variant.spec, shape()));
-    let objectives: Vec<Objective> = supported.map(|variant| variant.spec.objective).collect();
+    // An objective that only a certain ratio and reduction go with cannot take its turn with any other choice.
+    let fits = |objective: &Objective| rows.iter().all(|row| spec(objective.clone(), row).check().is_ok());
+    let objectives: Vec<Objective> = supported.map(|variant| variant.spec.objective).filter(fits).collect();
     // The objectives take turns over the rows: they need not meet every other choice.
     let turns = objectives.iter().enumerate().cycle();
-    let rows = pairwise(&CHOICES).into_iter().zip(turns).map(|(mut row, (place, objective))| {
+    let rows = rows.into_iter().zip(turns).map(|(mut row, (place, objective))| {
         let spec = spec(objective.clone(), &row);
         assert!(supports(&spec, shape()), "not supported: {spec:?}");
         row.push(place);
