@@ -124,6 +124,25 @@ def test_a_normalizer_divides_the_loss() -> None:
         assay.torch.grpo_loss(logits, **arguments, spec="trl", loss_type="grpo", normalizer=5)
 
 
+@pytest.mark.parametrize("reduction", ["token_mean", {"normalizer": 1.0}])
+def test_a_normalizer_leaves_a_kl_penalty_that_has_a_reduction(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kl = {"beta": 0.04, "estimator": "k3", "averaging": {"reduction": reduction}}
+    problem = one("f32", assay.spec(reduction={"normalizer": 3.0}, kl=kl))
+
+    def gradient() -> Any:
+        logits = problem.torch().logits.clone().requires_grad_()
+        result = assay.torch.grpo_loss(logits, **given(problem), spec=problem.spec, normalizer=7.0)
+        result.loss.backward()
+        assert logits.grad is not None
+        return result.loss.item(), logits.grad
+
+    on_device, of_device = gradient()
+    monkeypatch.setattr(assay.torch, "_on_gpu", lambda tensor: False)
+    on_host, of_host = gradient()
+    assert on_device == pytest.approx(on_host, rel=1e-6)
+    assert (of_device - of_host).norm() < 1e-6 * of_host.norm()
+
+
 @pytest.mark.parametrize("lm_head", [False, True], ids=["logits", "head"])
 def test_it_is_traced(lm_head: bool) -> None:
     problem = one()
