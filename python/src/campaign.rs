@@ -111,9 +111,10 @@ impl Campaign {
     fn on<K: KernelUnderTest<core::Problem> + KernelUnderTest<HeadProblem> + Send>(
         &self,
         py: Python<'_>,
-        mut kernel: K,
+        kernel: K,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<CampaignResult> {
+        let mut kernel = GuardedKernel { kernel, has_answered: false, absent: None };
         let mut said = Instant::now();
         let mut say = |CampaignProgress { tried, cases, failed }: CampaignProgress| {
             let Some(progress) = progress.as_ref().filter(|_| said.elapsed() > PAUSE) else { return };
@@ -125,6 +126,9 @@ impl Campaign {
             None => self.engine.run::<core::Problem>(&mut kernel, &mut say),
             Some(_) => self.engine.run::<HeadProblem>(&mut kernel, &mut say),
         })?;
+        if let Some(absent) = kernel.absent {
+            return Err(error::other(py, absent));
+        }
         let found = found.map_err(|reason| error::other(py, reason))?;
         Ok((serde_json::to_string_pretty(&found).expect("plain data has a JSON form"), campaign::text(&found)))
     }
@@ -249,6 +253,83 @@ where
         Python::attach(|_| drop(returned));
         Ok(())
     }
+}
+
+/// A kernel whose campaign ends at its first call if that call misses a device or a package: every other problem would show the same, and
+/// none anything of the kernel.
+struct GuardedKernel<K> {
+    kernel: K,
+    has_answered: bool,
+    /// The error in place of a report.
+    absent: Option<String>,
+}
+
+impl<P: Subject, K: KernelUnderTest<P>> KernelUnderTest<P> for GuardedKernel<K> {
+    fn ways(&self) -> &[CallWay] {
+        self.kernel.ways()
+    }
+
+    fn call_by(&mut self, way: Option<usize>) {
+        self.kernel.call_by(way);
+    }
+
+    fn answer(
+        &mut self,
+        spec: &LossSpec,
+        problem: &Arc<P>,
+        read: &mut dyn FnMut(&Candidate<P::View<'_>>),
+    ) -> Result<(), Fault> {
+        let answer = self.kernel.answer(spec, problem, read);
+        // A kernel that has answered can run here; what it raises later is a finding.
+        self.has_answered |= answer.is_ok();
+        match &answer {
+            Err(Fault::Raised(text)) if !self.has_answered => {
+                self.absent = absent(text);
+                if self.absent.is_some() { Err(Fault::Interrupted) } else { answer }
+            }
+            _ => answer,
+        }
+    }
+}
+
+/// The words of `PyTorch`, JAX, Triton and Python for a device or a package that is missing.
+const ABSENT: [&str; 9] = [
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+    "Torch not compiled with",
+    "invalid device ordinal",
+    "0 active drivers",
+    "RuntimeError: Unknown backend",
+    "RuntimeError: Unable to initialize backend",
+    "Available backends are [",
+    "ModuleNotFoundError: No module named",
+];
+
+/// Returns the error for a kernel that raised `text` because a device or a package is missing here; `None` for another reason. From a
+/// worker the text is a traceback, whose last line names the exception.
+fn absent(text: &str) -> Option<String> {
+    // A traceback indents what it quotes of the source.
+    let lines = || text.lines().rev().filter(|line| !line.starts_with(' '));
+    // This package's own checks already say what is missing.
+    let own = lines().find_map(|line| {
+        let (_, reason) = line
+            .split_once("AssayError: ")
+            .filter(|(_, reason)| ["device: got", "framework: got"].iter().any(|start| reason.starts_with(start)))?;
+        Some(
+            reason
+                .rsplit_once(" (")
+                .filter(|(_, place)| place.contains("_frameworks.py:"))
+                .map_or(reason, |(said, _)| said),
+        )
+    });
+    if let Some(reason) = own {
+        return Some(reason.into());
+    }
+    let given = lines().find(|line| ABSENT.iter().any(|words| line.contains(words)))?;
+    Some(format!(
+        "device: got a kernel that raises {given} before its first answer, expected one whose devices and packages are here; run it where \
+         they are"
+    ))
 }
 
 /// Converts the exception of a call to the fault of a kernel.

@@ -19,6 +19,29 @@ def raises(problem: assay.Problem) -> dict[str, Any]:
     raise ValueError("no such tile")
 
 
+def needs_a_driver(problem: assay.Problem) -> dict[str, Any]:
+    # The words of PyTorch 2.15 for `torch.zeros(1, device="cuda")` where there is no GPU.
+    raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver")
+
+
+def needs_a_driver_for_bf16(problem: assay.Problem) -> dict[str, Any]:
+    return needs_a_driver(problem) if problem.dtype == "bf16" else honest(problem)
+
+
+def needs_a_package(problem: assay.Problem) -> dict[str, Any]:
+    import no_such_package  # type: ignore[import-not-found]
+
+    return no_such_package.loss(problem)  # type: ignore[no-any-return]
+
+
+def takes_arrays_of_jax(problem: assay.Problem) -> dict[str, Any]:
+    return {"loss": problem.jax().logits.sum()}
+
+
+def takes_tensors(problem: assay.Problem) -> dict[str, Any]:
+    return {"loss": problem.torch().logits.sum()}
+
+
 def returns_nothing(problem: assay.Problem) -> None:
     return None
 

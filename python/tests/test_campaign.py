@@ -112,6 +112,34 @@ def test_a_fault_that_every_problem_has_ends_the_campaign_after_ten() -> None:
     assert check(misbehaving.returns_nothing, cases=40).cases == 10
 
 
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (misbehaving.needs_a_driver, "^device: got a kernel that raises RuntimeError: Found no NVIDIA driver on your system"),
+        (misbehaving.needs_a_package, "^device: got a kernel that raises ModuleNotFoundError: No module named 'no_such_package'"),
+        (misbehaving.takes_arrays_of_jax, "^device: got 'no-such-platform', expected a platform that JAX has here, such as 'cpu'$"),
+    ],
+)
+def test_a_device_or_package_that_is_missing_is_one_error(fn: Callable[[assay.Problem], Any], said: str, isolate: bool) -> None:
+    with pytest.raises(assay.AssayError, match=said):
+        check(fn, cases=40, device="no-such-platform", isolate=isolate, timeout=120)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_device_that_pytorch_lacks_is_one_error(isolate: bool) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(assay.AssayError, match="^device: got 'cuda', expected 'cpu': PyTorch .* has no GPU here$"):
+        check(misbehaving.takes_tensors, cases=40, device="cuda", isolate=isolate, timeout=120)
+
+
+def test_a_device_that_some_problems_alone_ask_for_is_a_cause() -> None:
+    report = check(misbehaving.needs_a_driver_for_bf16, dtypes=["f32", "bf16"], cases=12)
+    assert [cause.gate for cause in report.causes] == ["raised"] and "NVIDIA driver" in repr(report), report
+
+
 @pytest.mark.parametrize("name", ["mask", "ids", "advantages", "old_logp"])
 def test_what_is_kept_by_the_address_of_any_array_is_found(name: str) -> None:
     def kernel(problem: assay.Problem) -> Any:
