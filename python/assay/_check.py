@@ -141,10 +141,12 @@ def check(
     shown = sys.stderr.isatty() if progress is None else progress
     line = _line if shown else None
     named = None if outputs is None else list(outputs)
+    # Functions of logits and ids are no functions of a problem, and cannot be called with one.
+    call = None if hasattr(fn, WAYS) or not hasattr(fn, "__name__") else f"{fn.__name__}(problem)"
     try:
         if isolate:
-            return Report(*campaign.run_isolated(_worker.command(fn, named, device, inplace), timeout, line))
-        return Report(*campaign.run(fn, named, device, inplace, line, getattr(fn, WAYS, [])))
+            return Report(campaign.run_isolated(_worker.command(fn, named, device, inplace), timeout, line), call)
+        return Report(campaign.run(fn, named, device, inplace, line, getattr(fn, WAYS, [])), call)
     finally:
         if shown:
             print(end="\r\033[K", file=sys.stderr)

@@ -37,12 +37,13 @@ class Cause:
         (True, True, 'fail')
 
     Attributes:
+        sentence: The most telling explanation.
         gate: The gate that failed, such as `dlogits`, or what the kernel did instead of answering, such as `raised`.
         status: `fail`, `nonfinite`, or None where there was no answer.
         like: Names of wrong kernels that fail alike.
         cases: The number of problems that have it.
-        verdict: The verdict on the smallest problem: `at`, `expected`, `actual`, `error`, `limit` and `lines` in words; None
-            where there was no answer.
+        verdict: The verdict on the smallest problem: `at`, `expected`, `actual`, `error`, `limit`, and `lines` and `details` in words;
+            None where there was no answer.
         fault: The error of a kernel that did not answer, in words; None if it answered.
         signal: The number of the signal that ended the kernel's process; None if none did.
         repro: The file that holds the smallest problem; None if none is kept.
@@ -51,6 +52,7 @@ class Cause:
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = data
+        self.sentence: str = data["sentence"]
         self.gate: str = data["gate"]
         self.verdict: Mapping[str, Any] | None = data["verdict"]
         self.status: str | None = self.verdict["status"] if self.verdict else None
@@ -74,11 +76,9 @@ class Cause:
 
     @property
     def summary(self) -> str:
-        """The cause in one line: gate, number of problems, the smallest of them, and names of wrong kernels or the fault."""
-        alike = f", like {' or '.join(self.like[:3])}" if self.like else ""
-        fault = f": {self.fault.splitlines()[0]}" if self.fault else ""
+        """The cause in one line: gate, sentence, number of problems, and the smallest of them."""
         problems = "problem" if self.cases == 1 else "problems"
-        return f"{self.gate}{alike}: {self.cases} {problems}, smallest {self._data['problem']}{fault}"
+        return f"{self.gate}: {self.sentence} ({self.cases} {problems}, smallest {self._data['problem']})"
 
     def __repr__(self) -> str:
         return f"<assay.Cause {self.summary}>"
@@ -111,8 +111,8 @@ class Report:
         stopped: The reason why it ended before every problem was tried; None if all were.
     """
 
-    def __init__(self, data: str, text: str) -> None:
-        self._json, self._text = data, text
+    def __init__(self, data: str, call: str | None) -> None:
+        self._json, self._call = data, call
         read = json.loads(data)
         self.passed: bool = read["passed"]
         self.cases: int = read["tried"]
@@ -129,7 +129,11 @@ class Report:
         return self.passed
 
     def __repr__(self) -> str:
-        return self._text.rstrip()
+        return self.text()
+
+    def text(self, *, details: bool = False) -> str:
+        """Returns the report in words; with `details` also inputs, bits, roundings and all wrong kernels that fail alike."""
+        return _native.report_text(self._json, details, self._call).rstrip()
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -159,7 +163,7 @@ class Report:
         gates = {cause.gate for cause in self.causes}
         raised = _CLASSES.get(gates.pop(), KernelFailure) if len(gates) == 1 else KernelFailure
         # The first line is what a summary of tests shows.
-        said = f"{self.causes[0].summary if self.causes else self._text.rstrip().splitlines()[-1]}\n{self}"
+        said = f"{self.causes[0].summary if self.causes else self.text().splitlines()[-1]}\n{self}"
         if raised is KernelCrashed:
             raise KernelCrashed(said, self.causes[0].signal)
         raise raised(said)

@@ -15,11 +15,12 @@ use crate::error;
 use crate::outputs::Returned;
 use crate::problem::{Batch, KeptArrays, Problem, ProblemArray};
 use crate::spec::Spec;
-use assay::campaign::{self, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject};
+use assay::campaign::{self, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject, TextForm};
 use assay::fixture::write_candidate;
 use assay::implementation::Workload;
 use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
 use assay::report::{Input, render};
+use assay::schema::campaign::CampaignReport;
 use assay::spec::LossSpec;
 use assay::worker::{Worker, WorkerError, WorkerLaunch};
 
@@ -32,9 +33,6 @@ pub(crate) struct Campaign {
     engine: campaign::Campaign,
     spec: Spec,
 }
-
-/// The result of a campaign: its JSON, and its report as text.
-type CampaignResult = (String, String);
 
 #[pymethods]
 impl Campaign {
@@ -83,7 +81,7 @@ impl Campaign {
         inplace: bool,
         progress: Option<Py<PyAny>>,
         ways: Vec<(String, bool)>,
-    ) -> PyResult<CampaignResult> {
+    ) -> PyResult<String> {
         let question = Question::new(self.spec.clone(), outputs, device, inplace);
         let ways = ways.into_iter().map(|(words, equal_cotangents)| CallWay { words, equal_cotangents });
         self.on(py, PythonKernel { function, question, ways: ways.collect(), way: None }, progress)
@@ -96,7 +94,7 @@ impl Campaign {
         command: Vec<OsString>,
         timeout: f64,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<CampaignResult> {
+    ) -> PyResult<String> {
         let answer = Duration::try_from_secs_f64(timeout)
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = WorkerLaunch { answer, ..WorkerLaunch::new(command) };
@@ -113,7 +111,7 @@ impl Campaign {
         py: Python<'_>,
         kernel: K,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<CampaignResult> {
+    ) -> PyResult<String> {
         let mut kernel = GuardedKernel { kernel, has_answered: false, absent: None };
         let mut said = Instant::now();
         let mut say = |CampaignProgress { tried, cases, failed }: CampaignProgress| {
@@ -130,7 +128,7 @@ impl Campaign {
             return Err(error::other(py, absent));
         }
         let found = found.map_err(|reason| error::other(py, reason))?;
-        Ok((serde_json::to_string_pretty(&found).expect("plain data has a JSON form"), campaign::text(&found)))
+        Ok(serde_json::to_string_pretty(&found).expect("plain data has a JSON form"))
     }
 }
 
@@ -403,6 +401,13 @@ pub(crate) fn answer(
         }
     };
     written.map_err(|reason| error::other(py, reason))
+}
+
+/// Formats the report of a campaign from its JSON; `call` is the call of the kernel on `problem`, if it is a function of one.
+#[pyfunction]
+pub(crate) fn report_text(py: Python<'_>, json: &str, details: bool, call: Option<String>) -> PyResult<String> {
+    let report: CampaignReport = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
+    Ok(campaign::text(&report, &TextForm { details, python_call: call }))
 }
 
 /// Renders the report page of a campaign from its JSON.

@@ -41,7 +41,7 @@ def test_a_wrong_kernel_is_one_cause_on_a_small_problem_that_is_kept(tmp_path: P
     small = cause.problem
     assert np.prod(small.shape) < 200 and cause.verdict is not None and cause.verdict["lines"]
     assert not small.check(too_large(small)) and small.check(honest(small))
-    with pytest.raises(assay.KernelFailure, match="CAUSE dlogits"):
+    with pytest.raises(assay.KernelFailure, match="gate +dlogits, in"):
         report.raise_for_failure()
     # The next campaign begins with it.
     again = check(too_large, cases=1, regimes=["small"], repro_dir=tmp_path)

@@ -41,7 +41,7 @@ def run(pytester: pytest.Pytester) -> object:
 def test_a_kernel_is_a_test_and_the_fixture_a_problem(run: object) -> None:
     result = run("--assay-cases=3")  # type: ignore[operator]
     result.assert_outcomes(passed=4, failed=1)
-    result.stdout.fnmatch_lines(["*CAUSE dlogits*", "*KernelFailure*"])
+    result.stdout.fnmatch_lines(["*gate *dlogits, in*", "*KernelFailure*"])
     # One line says what fails first, and the frames are those of the test.
     result.stdout.fnmatch_lines(["FAILED *::test_wrong - assay.KernelFailure: dlogits*"])
     result.stdout.no_fnmatch_line("*_report.py*")

@@ -7,8 +7,8 @@ use clap::Args;
 
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Passed, PluginChoice, Printing, command_line};
-use crate::campaign::{Campaign, CampaignProgress, LocalKernel, text};
+use super::{CliError, Details, Passed, PluginChoice, Printing, command_line};
+use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
 use crate::report::{Input, render};
@@ -51,6 +51,8 @@ pub(super) struct CheckCommand {
     /// Also write an HTML page
     #[arg(long, value_name = "PAGE.html")]
     html: Option<PathBuf>,
+    #[command(flatten)]
+    details: Details,
     #[command(flatten)]
     printing: Printing,
 }
@@ -103,7 +105,7 @@ impl CheckCommand {
             }
         };
         bar.finish_and_clear();
-        show(&found, &self.printing, self.html.as_deref())
+        show(&found, &self.printing, &self.details, self.html.as_deref())
     }
 
     fn worker(&self, command: &str) -> Result<Worker, CliError> {
@@ -122,7 +124,12 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
 }
 
 /// Prints what a campaign found, and writes it where that is asked for.
-pub(super) fn show(found: &CampaignReport, printing: &Printing, page: Option<&Path>) -> Result<Passed, CliError> {
+pub(super) fn show(
+    found: &CampaignReport,
+    printing: &Printing,
+    details: &Details,
+    page: Option<&Path>,
+) -> Result<Passed, CliError> {
     if let Some(path) = page {
         let made = CommandOutput { command: command_line(), result: found };
         // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
@@ -134,9 +141,10 @@ pub(super) fn show(found: &CampaignReport, printing: &Printing, page: Option<&Pa
             reason,
         })?;
     }
+    let text = text(found, &TextForm { details: details.shown, python_call: None });
     if printing.quiet && !found.passed {
-        super::print(&text(found))?;
+        super::print(&text)?;
     }
-    printing.finish(&text(found), found)?;
+    printing.finish(&text, found)?;
     Ok(found.passed.into())
 }

@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::problem_choice::{AnyProblem, Within};
 use super::standards::StandardsChoice;
-use super::{CliError, Passed, Printing};
+use super::{CliError, Details, Passed, Printing};
 use crate::campaign::{ComputedLoss, computed, neighbours};
 use crate::fixture::{StoredCandidate, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
@@ -14,8 +14,11 @@ use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
 use crate::judge::trial::JudgedProblem;
 use crate::problem::{Candidate, Gradient};
-use crate::schema::verdicts::{IgnoredCheck, Verdicts};
+use crate::schema::verdicts::{GateCheck, IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
+
+/// The width of a picture, with two characters before it.
+const PICTURE_WIDTH: usize = 76;
 
 #[derive(Args)]
 pub(super) struct JudgeCommand {
@@ -38,19 +41,21 @@ pub(super) struct JudgeCommand {
     #[command(flatten)]
     standards: StandardsChoice,
     #[command(flatten)]
+    details: Details,
+    #[command(flatten)]
     printing: Printing,
 }
 
 impl JudgeCommand {
     pub(super) fn run(self) -> Result<Passed, CliError> {
-        let Self { suite, candidates, problem, within, candidate, standards, printing } = self;
+        let Self { suite, candidates, problem, within, candidate, standards, details, printing } = self;
         match (suite, candidates, problem, candidate) {
             (Some(suite), Some(candidates), ..) => {
-                super::suite::judge(&suite, &candidates, standards.for_campaign(), &printing)
+                super::suite::judge(&suite, &candidates, standards.for_campaign(), &printing, &details)
             }
             (_, _, Some(problem), Some(candidate)) => {
                 let (spec, given) = within.read(&problem)?;
-                let one = JudgedCandidate { problem, within, candidate, standards, printing };
+                let one = JudgedCandidate { problem, within, candidate, standards, details, printing };
                 match given {
                     AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
                     AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
@@ -67,6 +72,7 @@ struct JudgedCandidate {
     within: Within,
     candidate: PathBuf,
     standards: StandardsChoice,
+    details: Details,
     printing: Printing,
 }
 
@@ -103,9 +109,13 @@ impl JudgedCandidate {
         };
         for verdict in verdicts {
             if verdict.status.failed() {
-                super::print(&format!("{}\n", known.explain(&verdict, &name, &self.command())))?;
+                let explained = known.explain(&verdict, &name, &self.command());
+                super::print(&if self.details.shown { format!("{explained:#}\n") } else { format!("{explained}\n") })?;
             }
             checks.push(report::check(&label, &name, &verdict.gate.to_string(), &verdict));
+        }
+        if let StoredCandidate::Whole(candidate) = candidate {
+            self.draw(&known, candidate, &checks)?;
         }
         // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error. The search evaluates some
         // hundred losses, so what failed is printed before it.
@@ -120,6 +130,28 @@ impl JudgedCandidate {
         let verdicts = Verdicts { diagnoses, ..report::verdicts(checks, ignored) };
         self.printing.finish(&report::table(&verdicts), &verdicts)?;
         Ok(verdicts.pass.into())
+    }
+
+    /// Draws where the first of the outputs that failed is wrong.
+    fn draw<P: Judgeable>(
+        &self,
+        known: &JudgedProblem<P>,
+        candidate: &Candidate<P::Gradient>,
+        checks: &[GateCheck],
+    ) -> Result<(), CliError> {
+        if !checks.iter().any(|check| check.verdict.failed()) {
+            return Ok(());
+        }
+        // Maps take a second judging, which only a failure is worth.
+        let limits = Limits::external(self.standards.for_campaign().grade).with_error_maps();
+        let verdicts = known.verdicts(&candidate.lend(), &limits)?;
+        let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
+        let label = self.problem.display().to_string();
+        if let Some(picture) = failed.filter_map(|verdict| report::picture(&verdicts, verdict.gate, &label)).next() {
+            let lines: String = picture.lines(PICTURE_WIDTH).iter().map(|line| format!("  {line}\n")).collect();
+            super::print(&format!("{}; {}\n{lines}\n", picture.caption(), picture.beyond_in_words()))?;
+        }
+        Ok(())
     }
 
     /// Finds another loss that has these numbers on this problem.
@@ -141,7 +173,8 @@ impl JudgedCandidate {
         };
         let all: Vec<ComputedLoss> = losses.into_iter().flat_map(fits).collect();
         bar.finish_and_clear();
-        let names: Vec<String> = all.iter().map(|of| of.names.join(", which is ")).collect();
+        // A loss may be the default of several projects: one name is enough.
+        let names: Vec<&str> = all.iter().filter_map(|of| of.names.first()).map(String::as_str).collect();
         let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };
         (!names.is_empty()).then(|| format!("these are the numbers of another loss: {}{more}", names.join("; or ")))
     }

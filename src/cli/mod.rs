@@ -155,6 +155,14 @@ struct Printing {
     quiet: bool,
 }
 
+/// The option of commands that judge a kernel of the user's own.
+#[derive(Args)]
+struct Details {
+    /// Print inputs, bits, roundings and all wrong kernels that fail alike too
+    #[arg(short = 'v', long = "verbose")]
+    shown: bool,
+}
+
 /// A command that this build lacks, whatever it is told.
 #[cfg(not(feature = "train"))]
 #[derive(Args)]

@@ -11,7 +11,7 @@ use super::check::{CampaignStandards, show};
 use super::deck_choice::DeckChoice;
 use super::generate::json;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Passed, Printing, write_json};
+use super::{CliError, Details, Passed, Printing, write_json};
 use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
 use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
@@ -103,6 +103,7 @@ pub(super) fn judge(
     candidates: &Path,
     standards: CampaignStandards,
     printing: &Printing,
+    details: &Details,
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
     let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
@@ -130,7 +131,7 @@ pub(super) fn judge(
             campaign.run::<HeadProblem>(&mut Answers::read::<HeadProblem>(candidates, spec, deck)?, &mut |_| ())?
         }
     };
-    show(&found, printing, None)
+    show(&found, printing, details, None)
 }
 
 /// A kernel that has answered already: the candidate of each problem, by what the problem holds.

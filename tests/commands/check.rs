@@ -100,7 +100,7 @@ fn check_folder_with_a_missing_answer_is_no_pass() {
     fs::remove_file(format!("{candidates}/0003.safetensors")).unwrap();
     let output = judged(&["-q"]);
     assert_eq!(output.code, 1);
-    assert!(output.stdout.contains("CAUSE raised: 1 problem"), "{}", output.stdout);
+    assert!(output.stdout.contains("raised, in 1 problem\n"), "{}", output.stdout);
     let json = format!("{suite}/suite.json");
     fs::write(&json, fs::read_to_string(&json).unwrap().replace("grpo-assay 0", "grpo-assay 9")).unwrap();
     assert_refused(

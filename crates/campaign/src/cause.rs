@@ -6,9 +6,12 @@ use std::sync::Arc;
 
 use assay_core::problem::Candidate;
 use assay_judge::diagnosis::Diagnosis;
-use assay_judge::gate::Edge;
+use assay_judge::gate::{Edge, Model};
+use assay_judge::metric::Comparison;
+use assay_judge::report;
 use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
+use assay_schema::picture::ErrorPicture;
 #[cfg(feature = "mutants")]
 use rayon::prelude::*;
 
@@ -18,7 +21,7 @@ use assay_suites::mutants::{BANK, Mutant};
 use crate::campaign::{Campaign, CampaignError};
 use crate::common::CommonProperty;
 use crate::deck::{DealtRecipe, DeckShapes};
-use crate::examine::{Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, reseeded};
+use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours};
 use crate::repros::keep;
@@ -108,9 +111,39 @@ pub(crate) fn causes<P: Subject>(
         }
     }
     // Report the cause with the most failing problems first.
-    let mut causes: Vec<schema::FailureCause> = drafts.into_iter().map(|draft| draft.cause).collect();
+    let told = |CauseDraft { kind, mut cause, .. }: CauseDraft<P>| {
+        cause.sentence = sentence(&kind, &cause);
+        cause
+    };
+    let mut causes: Vec<schema::FailureCause> = drafts.into_iter().map(told).collect();
     causes.sort_by_key(|cause| std::cmp::Reverse(cause.cases));
     Ok(causes)
+}
+
+/// Returns the most telling explanation of a cause: the loss that the kernel computes instead, else the pattern of its errors, else the
+/// mutant that fails alike, else the gate that fails.
+fn sentence(kind: &FailureKind, cause: &schema::FailureCause) -> String {
+    let schema::FailureCause { gate, fault, computes, computes_one_of, diagnoses, like, .. } = cause;
+    if let Some(fault) = fault {
+        return fault.lines().next().unwrap_or(gate).to_string();
+    }
+    if let ([names], false) | ([names, ..], true) = (computes.as_slice(), *computes_one_of)
+        && let Some(name) = names.first()
+    {
+        return format!("these are the numbers of another loss: {name}");
+    }
+    if let Some(diagnosis) = diagnoses.first() {
+        return diagnosis.clone();
+    }
+    if let Some(schema::MutantName { does, .. }) = like.first() {
+        return does.clone();
+    }
+    match kind {
+        FailureKind::Gate(_, _, FailedStatus::Nonfinite) => {
+            format!("{gate}: a value is NaN or ∞ and should be a number")
+        }
+        _ => format!("{gate} differs from the exact values by more than rounding explains"),
+    }
 }
 
 /// Joins drafts with a larger one whose property all of their problems have, or whose sums they are of: the same mistake fails several
@@ -130,7 +163,7 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
             both && draft.way == other.way && (same_property || sum_of_it)
         };
         if let Some((_, other)) = joined.iter_mut().find(explains) {
-            merge(other, draft);
+            join(other, draft);
         } else {
             // A failure of one way of calling is no property of the problems.
             let property = if draft.way.is_none() { CommonProperty::find(&failing, &passing) } else { None };
@@ -151,6 +184,13 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
 fn are_one<P>(a: &CauseDraft<P>, b: &CauseDraft<P>) -> bool {
     let named = a.cause.like.iter().any(|name| b.cause.like.contains(name));
     named || a.patterns.iter().any(|pattern| b.patterns.iter().any(|other| pattern.is_like(other)))
+}
+
+/// Adds a draft that fails on the same problems, and keeps the names of the larger one: another mistake may fail there too.
+fn join<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
+    let like = into.cause.like.clone();
+    merge(into, other);
+    into.cause.like = like;
 }
 
 /// Adds `other` to `into`, which keeps its more telling gate; of two lists of names those in both remain.
@@ -192,10 +232,10 @@ fn draft<P: Subject>(
         cases: bucket.cases,
         first: with_way(bucket.first.clone()),
         problem: with_way(words(&*problem)),
-        worst: bucket.worst.as_ref().map(|(error_over_limit, problem)| schema::WorstProblem {
-            problem: problem.clone(),
-            error_over_limit: *error_over_limit,
-        }),
+        sentence: String::new(),
+        worst: bucket.worst.as_ref().map(|(worst, problem)| worst_problem(&kind, worst, problem)),
+        picture: None,
+        values: None,
         in_common: None,
         like: Vec::new(),
         diagnoses: Vec::new(),
@@ -206,6 +246,9 @@ fn draft<P: Subject>(
         signal: fault.as_ref().and_then(Fault::signal),
         repro: None,
     };
+    if shrinks {
+        cause.values = problem.values_in_words();
+    }
     let mut patterns = Vec::new();
     // Explain the failure by what is known of its kind: a failed gate by its verdict, its diagnoses and the mutants
     // that fail alike, any other kind by a sentence.
@@ -219,6 +262,8 @@ fn draft<P: Subject>(
                     originals.map(|problem| diagnoses(campaign, bench, problem)).find(|all| !all.is_empty());
                 patterns = diagnoses.unwrap_or_default();
                 cause.diagnoses = patterns.iter().map(ToString::to_string).collect();
+                let largest = Arc::clone(&bucket.kept.last().expect("a failure has a problem").problem);
+                cause.picture = picture(campaign, bench, &kind, &largest);
                 // A wrong kernel is wrong however it is called: none is like one that is right when it is called plainly.
                 #[cfg(feature = "mutants")]
                 if bench.way.is_none() {
@@ -254,9 +299,36 @@ fn draft<P: Subject>(
 }
 
 /// `1x1x2 bf16`, and how many packed sequences.
-fn words<P: Subject>(problem: &P) -> String {
+pub(crate) fn words<P: Subject>(problem: &P) -> String {
     let packed = problem.batch().extra.sequences.packed().map(|count| format!(", {count} packed"));
     format!("{} {}{}", problem.shape(), problem.dtype(), packed.unwrap_or_default())
+}
+
+/// The worst comparison of a cause, and the problem that it is of.
+fn worst_problem(kind: &FailureKind, worst: &Comparison, problem: &str) -> schema::WorstProblem {
+    // The exact value of a norm or a sum of a difference is 0, and says nothing.
+    let of_one_element = matches!(kind, FailureKind::Gate(_, gate, _) if gate.model == Model::Elementwise);
+    schema::WorstProblem {
+        problem: problem.into(),
+        error_over_limit: worst.error_over_limit(),
+        at: worst.at.to_string(),
+        expected: of_one_element.then_some(worst.expected),
+        actual: Some(worst.actual),
+    }
+}
+
+/// Draws where the kernel is wrong on a problem on which it fails.
+fn picture<P: Subject>(
+    campaign: &Campaign,
+    bench: &mut Examiner<P>,
+    kind: &FailureKind,
+    problem: &Arc<P>,
+) -> Option<ErrorPicture> {
+    let FailureKind::Gate(_, gate, _) = kind else { return None };
+    let candidate = bench.candidate(problem).ok()?;
+    let known = JudgedProblem::new(&campaign.spec, &**problem).ok()?;
+    let verdicts = known.verdicts(&candidate.lend(), &bench.limits.with_error_maps()).ok()?;
+    report::picture(&verdicts, *gate, &words(&**problem))
 }
 
 /// The verdict on the smallest problem, and what is likely behind it.

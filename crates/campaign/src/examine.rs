@@ -8,6 +8,7 @@ use assay_core::spec::LossSpec;
 use assay_judge::gate::{Edge, Gate, Model, Output};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::{JudgeError, Verdict};
+use assay_judge::metric::Comparison;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::JudgedProblem;
 use assay_schema::verdicts::Status;
@@ -97,8 +98,8 @@ fn rank(gate: Gate) -> u8 {
 pub(crate) struct Examined {
     /// The kinds of failure, empty if the problem passed.
     pub(crate) kinds: Vec<FailureKind>,
-    /// The largest error / limit of each gate that failed.
-    pub(crate) errors: Vec<(FailureKind, f64)>,
+    /// The comparison with the largest error / limit of each gate that failed; none for a gate with values that are not finite.
+    pub(crate) errors: Vec<(FailureKind, Comparison)>,
     /// The fault that the kernel reported in place of a candidate.
     pub(crate) fault: Option<Fault>,
     pub(crate) outputs: Vec<&'static str>,
@@ -109,8 +110,8 @@ pub(crate) struct FailedProblem<P> {
     pub(crate) label: String,
     pub(crate) problem: Arc<P>,
     pub(crate) fault: Option<Fault>,
-    /// The largest error / limit of each gate that failed.
-    pub(crate) errors: Vec<(FailureKind, f64)>,
+    /// The comparison with the largest error / limit of each gate that failed; none for a gate with values that are not finite.
+    pub(crate) errors: Vec<(FailureKind, Comparison)>,
 }
 
 /// The failures of one kind.
@@ -119,8 +120,8 @@ pub(crate) struct FailureGroup<P> {
     pub(crate) first: String,
     /// The places of the problems among all that were tried.
     pub(crate) tried: Vec<usize>,
-    /// The largest error / limit of all, and the problem that has it.
-    pub(crate) worst: Option<(f64, String)>,
+    /// The comparison with the largest error / limit of all, and the problem that has it.
+    pub(crate) worst: Option<(Comparison, String)>,
     /// The smallest of the problems that failed so.
     pub(crate) kept: Vec<FailedProblem<P>>,
 }
@@ -230,10 +231,9 @@ impl<'b, P: Subject> Examiner<'b, P> {
         let (mut fault, mut errors) = (None, Vec::new());
         let mut kinds: Vec<FailureKind> = match verdicts {
             Ok(verdicts) => {
-                let failed =
-                    verdicts.iter().filter_map(|verdict| Some((FailureKind::from_verdict(verdict)?, verdict.worst()?)));
-                let quotients = failed.map(|(kind, worst)| (kind, worst.error_over_limit()));
-                errors.extend(quotients.filter(|(_, error)| error.is_finite()));
+                let beyond = verdicts.iter().filter(|verdict| verdict.status == Status::Fail);
+                let worst = beyond.filter_map(|verdict| Some((FailureKind::from_verdict(verdict)?, verdict.worst()?)));
+                errors.extend(worst.filter(|(_, worst)| worst.error_over_limit().is_finite()));
                 verdicts.iter().filter_map(FailureKind::from_verdict).collect()
             }
             Err(NoVerdicts::NotJudged(JudgeError::Shape { output, .. })) => vec![FailureKind::Shape(output.into())],

@@ -13,7 +13,7 @@
 //! A campaign of the CPU kernel, which passes:
 //!
 //! ```
-//! use assay_campaign::{Campaign, Deck, LocalKernel, text};
+//! use assay_campaign::{Campaign, Deck, LocalKernel, TextForm, text};
 //! use assay_core::problem::Problem;
 //! use assay_core::spec::LossSpec;
 //! use assay_native::Native;
@@ -22,7 +22,7 @@
 //! let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
 //! let native = Native::default();
 //! let report = campaign.run(&mut LocalKernel::<Problem>(&native), &mut |_| ()).unwrap();
-//! assert!(report.passed, "{}", text(&report));
+//! assert!(report.passed, "{}", text(&report, &TextForm::default()));
 //! ```
 
 mod campaign;
@@ -48,4 +48,4 @@ pub use kernel::{CallWay, Fault, KernelUnderTest, LocalKernel};
 pub use neighbours::{ComputedLoss, computed, neighbours};
 pub use shrink::simplify;
 pub use subject::Subject;
-pub use text::{covered, text};
+pub use text::{TextForm, text};

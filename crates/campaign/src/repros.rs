@@ -12,6 +12,9 @@ use crate::subject::Subject;
 /// The metadata key under which a problem's file carries the way of calling in which the kernel failed, if that is not the plain one.
 pub(crate) const CALLED_KEY: &str = "called";
 
+/// The metadata key under which a problem's file carries the name of the cause.
+pub(crate) const CAUSE_KEY: &str = "cause";
+
 /// Writes a problem that failed, `called` in a way that may not be the plain one. The name of the file depends on the cause, the way and
 /// the extents only, so that a later campaign overwrites it.
 pub(crate) fn keep<P: Subject>(
@@ -30,7 +33,8 @@ pub(crate) fn keep<P: Subject>(
     let packed = if problem.batch().extra.sequences.packed().is_some() { "-packed" } else { "" };
     let path = folder.join(format!("{stem}-{shape}-{}{packed}.safetensors", problem.dtype()));
     let called = called.map(|words| (CALLED_KEY.into(), words.into()));
-    write_problem(&path, problem, &[(SPEC_KEY.into(), spec)].into_iter().chain(called).collect())?;
+    let metadata = [(SPEC_KEY.into(), spec), (CAUSE_KEY.into(), name.into())];
+    write_problem(&path, problem, &metadata.into_iter().chain(called).collect())?;
     Ok(path)
 }
 

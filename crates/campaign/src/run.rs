@@ -23,7 +23,7 @@ use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
 use crate::kernel::{Fault, KernelUnderTest};
-use crate::repros::{CALLED_KEY, files};
+use crate::repros::{CALLED_KEY, CAUSE_KEY, files};
 use crate::subject::Subject;
 
 /// Every so many problems are asked twice, and answered with other content in the same memory.
@@ -123,6 +123,27 @@ impl Campaign {
     }
 }
 
+/// The origin of a problem.
+#[derive(Clone, Copy)]
+enum Origin<'d> {
+    /// The deck deals it; the flag says whether it is asked twice.
+    Dealt(&'d DealtRecipe, bool),
+    /// An earlier campaign kept it as it failed.
+    Kept,
+    /// An earlier campaign kept it as it failed with garbage under the mask, and passed without.
+    KeptForGarbage,
+}
+
+impl<'d> Origin<'d> {
+    /// Returns the recipe of a problem of the deck, and whether it is asked twice.
+    fn dealt(self) -> Option<(&'d DealtRecipe, bool)> {
+        match self {
+            Origin::Dealt(dealt, twice) => Some((dealt, twice)),
+            Origin::Kept | Origin::KeptForGarbage => None,
+        }
+    }
+}
+
 /// The findings of a second call: the kinds of failure, and the other problem if it is that which fails.
 type SecondFailure<P> = (Vec<FailureKind>, Option<FailedProblem<P>>);
 
@@ -183,7 +204,9 @@ impl<P: Subject> Round<'_, P> {
                 // A problem that failed once is tried whatever its content is, and called in the way in which it failed.
                 let called = file.metadata().get(CALLED_KEY);
                 let way = self.bench.kernel.ways().iter().position(|way| Some(&way.words) == called);
-                let _ = self.examine(path.display().to_string(), problem, None, way);
+                let garbage = file.metadata().get(CAUSE_KEY) == Some(&FailureKind::MaskedGarbage.name());
+                let origin = if garbage { Origin::KeptForGarbage } else { Origin::Kept };
+                let _ = self.examine(path.display().to_string(), problem, origin, way);
                 let (tried, failed) = (self.tried, self.failed);
                 progress(CampaignProgress { tried, cases: self.campaign.deck.cases, failed });
             }
@@ -203,7 +226,7 @@ impl<P: Subject> Round<'_, P> {
             if way.is_some_and(|way| self.bench.kernel.ways()[way].equal_cotangents) {
                 problem = problem.map_tokens(equalize_cotangents);
             }
-            if self.examine(dealt.label(), problem, Some((&dealt, twice)), way) {
+            if self.examine(dealt.label(), problem, Origin::Dealt(&dealt, twice), way) {
                 return Ok(());
             }
         }
@@ -257,7 +280,8 @@ impl<P: Subject> Round<'_, P> {
     /// Judges the kernel on one problem. A problem of the deck may be asked twice, and then other content in the same memory.
     ///
     /// Returns false if there was nothing to see: a problem without a gradient is not tried, unless that is what it was dealt for.
-    fn examine(&mut self, label: String, problem: P, dealt: Option<(&DealtRecipe, bool)>, way: Option<usize>) -> bool {
+    fn examine(&mut self, label: String, problem: P, origin: Origin, way: Option<usize>) -> bool {
+        let dealt = origin.dealt();
         let problem = Arc::new(problem);
         let spec = self.bench.spec;
         // Evaluate the reference, and look at what the problem covers before the kernel is asked.
@@ -318,6 +342,10 @@ impl<P: Subject> Round<'_, P> {
         let mut shown = FailedProblem { label, problem, fault: fault.take(), errors };
         let mut kinds = self.waived(kinds);
         match dealt {
+            // What was kept because garbage under the mask reached the outputs shows nothing else.
+            None if matches!(origin, Origin::KeptForGarbage) && !kinds.is_empty() => {
+                kinds = vec![FailureKind::MaskedGarbage];
+            }
             // Garbage under the mask is a cause of its own where the same problem passes without it.
             Some((dealt, _))
                 if !kinds.is_empty() && dealt.content == DeckContent::MaskedGarbage && self.bench.way.is_none() =>
@@ -430,9 +458,11 @@ impl<P: Subject> Round<'_, P> {
             group.tried.push(self.trials.len() - 1);
         }
         if let Some((_, error)) = failing.errors.iter().find(|(of, _)| *of == kind)
-            && group.worst.as_ref().is_none_or(|(worst, _)| error > worst)
+            && group.worst.as_ref().is_none_or(|(worst, _)| error.error_over_limit() > worst.error_over_limit())
         {
-            group.worst = Some((*error, failing.label.clone()));
+            // The label of a kept problem is its file.
+            let label = if dealt { failing.label.clone() } else { cause::words(&*failing.problem) };
+            group.worst = Some((*error, label));
         }
         group.kept.push(failing);
         group.kept.sort_by_key(|failing| elements(&*failing.problem));
@@ -460,6 +490,7 @@ impl<P: Subject> Round<'_, P> {
             grade: campaign.grade,
             seed: self.campaign.deck.seed,
             packed: self.campaign.deck.packed,
+            from_cotangents: campaign.spec.is_from_cotangents(),
             cases: self.campaign.deck.cases,
             tried: self.tried,
             failed: self.failed,

@@ -3,7 +3,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::swap;
 
-use ndarray::{Array, Dimension};
+use ndarray::{Array, ArrayViewD, Dimension};
 
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
@@ -58,6 +58,31 @@ pub trait Subject: Judgeable {
     #[must_use]
     fn refilled(self, other: Self) -> Self;
 
+    /// Writes the values of a tiny problem as they are written in code; `None` if it has many.
+    fn values_in_words(&self) -> Option<String> {
+        let arrays: Vec<_> = Self::ARRAYS.iter().copied().zip(self.arrays()).collect();
+        let Problem { ids, mask, advantages, old_logp, ref_logp, .. } = self.batch();
+        let values: usize = arrays.iter().map(|(_, array)| array.shape().iter().product::<usize>()).sum();
+        if values + ids.len() > FEW_VALUES {
+            return None;
+        }
+        let floats = arrays.iter().map(|(name, array)| (*name, nested(array.to_f64().view())));
+        let advantages = match advantages {
+            Advantages::Dlogp(dlogp) => ("dlogp", nested(dlogp.view().into_dyn())),
+            Advantages::Sequence(one) => ("advantages", nested(one.view().into_dyn())),
+            Advantages::Token(all) => ("advantages", nested(all.view().into_dyn())),
+        };
+        let whole = [
+            ("ids", nested(ids.mapv(|id| id as f64).view().into_dyn())),
+            ("mask", nested(mask.mapv(|counts| f64::from(u8::from(counts))).view().into_dyn())),
+            advantages,
+        ];
+        let optional = [("old_logp", old_logp), ("ref_logp", ref_logp)];
+        let optional = optional.into_iter().filter_map(|(name, x)| Some((name, nested(x.as_ref()?.view().into_dyn()))));
+        let all = floats.chain(whole).chain(optional);
+        Some(all.map(|(name, values)| format!("{name} = {values}")).collect::<Vec<_>>().join(", "))
+    }
+
     /// Returns a number that problems of other content do not share.
     fn fingerprint(&self) -> u64 {
         // Hash the bits, so that −0 and 0 differ and NaN equals itself.
@@ -84,6 +109,17 @@ pub trait Subject: Judgeable {
     /// A mutant, as a kernel of it.
     #[cfg(feature = "mutants")]
     fn mutant(specimen: &Specimen) -> &dyn Implementation<Self>;
+}
+
+/// The largest number of values that are written out.
+const FEW_VALUES: usize = 12;
+
+/// Writes an array as nested lists: `[[1, 2], [3, 4]]`.
+fn nested(array: ArrayViewD<f64>) -> String {
+    match array.ndim() {
+        0 => array.first().map_or_else(String::new, |x| format!("{x:?}").trim_end_matches(".0").to_string()),
+        _ => format!("[{}]", array.outer_iter().map(nested).collect::<Vec<_>>().join(", ")),
+    }
 }
 
 /// The recipe, of this number, of a problem with what losses differ in: sequences of several lengths, ratios on either side of a

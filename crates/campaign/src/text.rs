@@ -1,32 +1,65 @@
-//! Formats a campaign's report for a terminal.
+//! Formats a campaign's report for a terminal: per cause one sentence, the values, a picture, and code that shows it again.
 
 use std::fmt::Write as _;
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore, WorstProblem};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore};
+use assay_schema::number::{distinct, quotient, six};
+use comfy_table::{CellAlignment, Table, presets::NOTHING};
+use textwrap::Options;
 
 /// The number of mutants that are named; the others are only counted.
 const LISTED: usize = 3;
 
+/// The width of a terminal that is taken for granted.
+const WIDTH: usize = 80;
+
+/// The width of a label with the space after it.
+const LABEL: usize = 13;
+
+/// The parts of a report that are formatted.
+#[derive(Clone, Debug, Default)]
+pub struct TextForm {
+    /// Whether inputs, bits, roundings, and all mutants that fail alike are listed.
+    pub details: bool,
+    /// The call of the kernel in Python, such as `my_kernel(problem)`; `None` if it is not a function of a problem.
+    pub python_call: Option<String>,
+}
+
 /// Formats the whole report: every cause, the coverage, the mutation score, and a final line with the verdict.
-pub fn text(campaign: &CampaignReport) -> String {
+pub fn text(campaign: &CampaignReport, form: &TextForm) -> String {
     let mut text = String::new();
     for cause in &campaign.causes {
-        write_cause(&mut text, "CAUSE", cause);
+        write_cause(&mut text, "FAIL", cause, form);
     }
     for cause in &campaign.allowed {
-        write_cause(&mut text, if is_note(cause) { "NOTE" } else { "allowed" }, cause);
+        write_cause(&mut text, if is_note(cause) { "NOTE" } else { "ALLOWED" }, cause, form);
     }
     for skipped in &campaign.skipped {
-        let _ = writeln!(text, "skipped  {} problems: {}", skipped.cases, skipped.why);
+        write_line(&mut text, "", "skipped", &format!("{} problems: {}", skipped.cases, skipped.why));
     }
     if let Some(why) = &campaign.stopped {
-        let _ = writeln!(text, "stopped  after {} of {} problems: {why}", campaign.tried, campaign.cases);
+        let after = format!("after {} of {} problems: {why}", campaign.tried, campaign.cases);
+        write_line(&mut text, "", "stopped", &after);
     }
-    let _ = writeln!(text, "covered  {}", covered(&campaign.coverage));
+    write_line(&mut text, "", "covered", &covered(campaign));
+    if form.details {
+        write_line(&mut text, "", "tokens", &tokens_covered(campaign));
+    }
     if let Some(power) = &campaign.power {
-        let _ = writeln!(text, "power    {}", score(power));
+        write_line(&mut text, "", "mutants", &score(power));
     }
     text + &total(campaign)
+}
+
+/// Writes a line with its label, wrapped; `indent` is before every line.
+fn write_line(text: &mut String, indent: &str, label: &str, value: &str) {
+    let rest = format!("{indent}{:LABEL$}", "");
+    let first = format!("{indent}{label:<LABEL$}");
+    // A path or a number is never broken.
+    let options = Options::new(WIDTH).initial_indent(&first).subsequent_indent(&rest).break_words(false);
+    for line in textwrap::wrap(value, options.word_splitter(textwrap::WordSplitter::NoHyphenation)) {
+        let _ = writeln!(text, "{line}");
+    }
 }
 
 /// `PASS  k: 200 problems, …`
@@ -61,70 +94,124 @@ fn is_note(cause: &FailureCause) -> bool {
     cause.gate == "masked-garbage"
 }
 
-fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
+fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextForm) {
     let FailureCause {
-        gate,
-        cases,
-        first,
-        problem,
-        worst,
-        in_common,
-        like,
-        diagnoses,
-        computes,
-        computes_one_of,
-        verdict,
-        fault,
-        repro,
-        ..
+        gate, cases, sentence, first, in_common, like, diagnoses, computes, verdict, fault, worst, ..
     } = cause;
+    // The sentence is the headline; what it says is not said again below it.
+    let options = Options::new(WIDTH).subsequent_indent("      ").break_words(false);
+    for line in textwrap::wrap(&format!("{word}  {sentence}"), options) {
+        let _ = writeln!(text, "{line}");
+    }
     let problems = if *cases == 1 { "problem" } else { "problems" };
-    let alike = if like.is_empty() { String::new() } else { format!(", like {}", names(like)) };
-    let _ = writeln!(text, "{word} {gate}: {cases} {problems}{alike}");
-    // First the extents of the failure, then its explanations, each on a line with its own label.
-    let mut line = |name: &str, value: &str| {
-        let _ = writeln!(text, "  {name:<9} {value}");
-    };
-    line("first", first);
-    line("smallest", problem);
-    if let Some(WorstProblem { problem, error_over_limit }) = worst {
-        line("worst", &format!("{error_over_limit:.4} times the limit in {problem}"));
-    }
+    write_line(text, "  ", "gate", &format!("{gate}, in {cases} {problems}"));
     if let Some(property) = in_common {
-        line("common", property);
-    }
-    if let Some(fault) = fault {
-        line("fault", fault);
-    }
-    for MutantName { mutant, does } in like.iter().take(LISTED) {
-        line("like", &format!("{mutant}: {does}"));
-    }
-    for diagnosis in diagnoses {
-        line("likely", diagnosis);
+        write_line(text, "  ", "in common", property);
     }
     // Several losses are an answer only if each has these numbers on every problem that was tried.
-    let listed: Vec<String> = computes.iter().map(|names| names.join(", which is ")).collect();
-    match listed.as_slice() {
-        [] => {}
-        [one] => line("computes", &format!("the numbers of {one}")),
-        several if *computes_one_of => {
-            let listed = several.join("; or ");
-            line("computes", &format!("the numbers of {listed}; no problem that was tried tells them apart"));
+    if cause.computes_one_of && computes.len() > 1 {
+        let others: Vec<&str> = computes[1..].iter().filter_map(|names| names.first()).map(String::as_str).collect();
+        let others = format!("{}; no problem that was tried tells them apart", shortened(&others));
+        write_line(text, "  ", "or of", &others);
+    }
+    for diagnosis in diagnoses.iter().filter(|diagnosis| *diagnosis != sentence) {
+        write_line(text, "  ", "also", diagnosis);
+    }
+    let listed = if form.details { like.len() } else { 1 };
+    for MutantName { mutant, does } in like.iter().take(listed) {
+        let does = if does == sentence { String::new() } else { format!(": {does}") };
+        write_line(text, "  ", "like mutant", &format!("{mutant}{does}"));
+    }
+    if like.len() > listed {
+        let others: Vec<&str> = like[listed..].iter().map(|name| name.mutant.as_str()).collect();
+        write_line(text, "  ", "or", &shortened(&others));
+    }
+    if let Some(rest) = fault.as_ref().and_then(|fault| fault.split_once('\n')) {
+        for line in rest.1.lines() {
+            let _ = writeln!(text, "  │ {line}");
         }
-        several => line("computes", &format!("the numbers of {}", several.join("; or "))),
     }
-    for of in verdict.iter().flat_map(|verdict| &verdict.lines).filter(|of| !of.text.is_empty()) {
-        line(&of.name, &of.text);
+    write_values(text, cause);
+    if let Some(picture) = &cause.picture {
+        let _ = writeln!(text);
+        write_line(text, "  ", "where", &format!("{}; {}", picture.caption(), picture.beyond_in_words()));
+        for line in picture.lines(WIDTH - 4) {
+            let _ = writeln!(text, "    {line}");
+        }
     }
-    if let Some(repro) = repro {
-        line("repro", repro);
+    if form.details {
+        let _ = writeln!(text);
+        write_line(text, "  ", "first", first);
+        if let Some(worst) = worst {
+            write_line(text, "  ", "worst", &worst.problem);
+        }
+        let lines = verdict.iter().flat_map(|verdict| verdict.lines.iter().chain(&verdict.details));
+        for line in lines {
+            write_line(text, "  ", &line.name, &line.text);
+        }
+    }
+    write_example(text, cause, form);
+    let _ = writeln!(text);
+}
+
+/// Writes a table of the smallest problem of a cause and its worst: place, expected and actual value, error / limit.
+fn write_values(text: &mut String, cause: &FailureCause) {
+    let FailureCause { problem, worst, verdict, .. } = cause;
+    let Some(verdict) = verdict else {
+        write_line(text, "  ", "smallest", problem);
+        return;
+    };
+    let place = |at: &str| if at.is_empty() { "–".to_string() } else { at.to_string() };
+    let values = |expected: Option<f64>, actual: Option<f64>| match (expected, actual) {
+        (Some(expected), Some(actual)) => distinct(expected, actual),
+        // The judge reports the norm or the sum of a difference, whose exact value is 0.
+        (None, Some(actual)) => ["–".into(), six(actual)],
+        (_, None) => ["a number".into(), "NaN or ∞".into()],
+    };
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(["", "problem", "place", "expected", "got", "error / limit"]);
+    let over = verdict.error.zip(verdict.limit);
+    let over =
+        over.map_or("–".into(), |(error, limit)| if error == 0.0 { "0".into() } else { quotient(error / limit) });
+    let [expected, actual] = values(verdict.expected, verdict.actual);
+    table.add_row(["smallest", problem, &place(&verdict.at), &expected, &actual, &over]);
+    if let Some(worst) = worst {
+        let [expected, actual] = values(worst.expected, worst.actual);
+        let over = quotient(worst.error_over_limit);
+        // The extents, the dtype and the regime; the rest of the label is among the details.
+        let problem = worst.problem.split(',').next().unwrap_or_default();
+        table.add_row(["worst", problem, &place(&worst.at), &expected, &actual, &over]);
+    }
+    for column in 3..6 {
+        table.column_mut(column).expect("the header has six columns").set_cell_alignment(CellAlignment::Right);
+    }
+    let _ = writeln!(text);
+    for line in table.to_string().lines() {
+        let _ = writeln!(text, " {}", line.trim_end());
     }
 }
 
-/// `a, b, c and 2 more`
-fn names(like: &[MutantName]) -> String {
-    let names: Vec<&str> = like.iter().map(|name| name.mutant.as_str()).collect();
-    if names.len() > LISTED { shortened(&names) } else { names.join(" or ") }
+/// Writes code that shows the smallest problem again, with its values if they are few.
+fn write_example(text: &mut String, cause: &FailureCause, form: &TextForm) {
+    let mut lines = Vec::new();
+    match (&cause.repro, &form.python_call) {
+        (Some(repro), Some(call)) => {
+            lines.push(format!("problem = assay.load({repro:?})"));
+            lines.push(format!("problem.check({call}).raise_for_failure()"));
+        }
+        (Some(repro), None) => lines.push(format!("{repro}, which the next campaign tries first")),
+        (None, _) => {}
+    }
+    if lines.is_empty() && cause.values.is_none() {
+        return;
+    }
+    let _ = writeln!(text);
+    for (line, label) in lines.iter().zip(["try again", ""]) {
+        let _ = writeln!(text, "  {label:<LABEL$}{line}");
+    }
+    if let Some(values) = &cause.values {
+        write_line(text, "  ", "its values", values);
+    }
 }
 
 /// `a, b, c and 2 more`
@@ -133,25 +220,40 @@ fn shortened(names: &[&str]) -> String {
     if more.is_empty() { listed.join(", ") } else { format!("{} and {} more", listed.join(", "), more.len()) }
 }
 
-/// `812 tokens that count, …`
-pub fn covered(coverage: &DeckCoverage) -> String {
-    let DeckCoverage { tokens, with_gradient, clipped, advantages, first_and_last_tile, empty_rows, features } =
-        coverage;
+/// `62 of 62 features of the deck; 812 tokens that count, 700 with a gradient`
+fn covered(campaign: &CampaignReport) -> String {
+    let DeckCoverage { tokens, with_gradient, features, .. } = &campaign.coverage;
     let missed: Vec<&str> = features.iter().filter(|row| row.problems == 0).map(|row| row.feature.as_str()).collect();
     let dealt = match missed.len() {
         0 if features.is_empty() => String::new(),
-        0 => format!("; all {} features of the deck", features.len()),
-        _ => format!(
-            "; {} of {} features of the deck, not {}",
-            features.len() - missed.len(),
-            features.len(),
-            shortened(&missed)
-        ),
+        0 => format!("all {} features of the deck; ", features.len()),
+        count => {
+            format!(
+                "{} of {} features of the deck, not {}; ",
+                features.len() - count,
+                features.len(),
+                shortened(&missed)
+            )
+        }
+    };
+    format!("{dealt}{tokens} tokens that count, {with_gradient} with a gradient")
+}
+
+/// Describes the tokens by what kernels branch on: the clip, the sign of the advantage, and the tiles at either end.
+fn tokens_covered(campaign: &CampaignReport) -> String {
+    let DeckCoverage { clipped, advantages, first_and_last_tile, empty_rows, .. } = &campaign.coverage;
+    // Log-probabilities alone have no clip and no advantage.
+    let loss = if campaign.from_cotangents {
+        String::new()
+    } else {
+        format!(
+            "{} clipped low and {} high, {} with A > 0 and {} with A < 0; ",
+            clipped[0], clipped[1], advantages[0], advantages[1]
+        )
     };
     format!(
-        "{tokens} tokens that count, {with_gradient} with a gradient, {} clipped low and {} high, {} with A > 0 and {} with \
-         A < 0; {} targets in the first tile of 128 columns and {} in the last; {empty_rows} sequences without a token{dealt}",
-        clipped[0], clipped[1], advantages[0], advantages[1], first_and_last_tile[0], first_and_last_tile[1],
+        "{loss}{} targets in the first tile of 128 vocabulary entries and {} in the last; {empty_rows} sequences without a token",
+        first_and_last_tile[0], first_and_last_tile[1],
     )
 }
 
@@ -162,7 +264,8 @@ fn score(power: &MutationScore) -> String {
         "{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)"
     );
     if !accepted.is_empty() {
-        let _ = write!(line, "; accepted: {}", names(accepted));
+        let names: Vec<&str> = accepted.iter().map(|name| name.mutant.as_str()).collect();
+        let _ = write!(line, "; accepted: {}", shortened(&names));
     }
     line
 }

@@ -24,7 +24,7 @@
 //! let candidate = Candidate { gradient, ..exact };
 //! let verdicts = problem.judge(&reference, &candidate.lend(), &Limits::for_class("external")?)?;
 //! let causes = problem.diagnose(&reference, &candidate.lend(), &verdicts);
-//! assert!(causes.iter().any(|cause| cause.to_string() == "dlogits are 1.500000 times what they should be"));
+//! assert!(causes.iter().any(|cause| cause.to_string() == "dlogits are 1.5 times what they should be"));
 //! assert!(matches!(causes[..], [Diagnosis::ConstantFactor { .. }, ..]));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -39,6 +39,7 @@ use super::judge::Verdict;
 use super::metric::half_ulp;
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView};
 use assay_reference::Reference;
+use assay_schema::number::six;
 use assay_schema::verdicts::Status;
 
 /// The likely cause of a failure.
@@ -86,9 +87,9 @@ impl fmt::Display for Diagnosis {
         match self {
             Diagnosis::OnlyTheTarget => write!(f, "only the target has a gradient: every other column of dlogits is 0"),
             Diagnosis::ConstantFactor { dlogits, loss } => {
-                write!(f, "dlogits are {dlogits:.6} times what they should be")?;
+                write!(f, "dlogits are {} times what they should be", six(*dlogits))?;
                 if let Some(loss) = loss {
-                    write!(f, ", the loss {loss:.6} times")?;
+                    write!(f, ", the loss {} times", six(*loss))?;
                 }
                 // A whole number of equal parts is most often divided by once too much, or summed over instead of averaged.
                 match integer(1.0 / dlogits) {
@@ -100,10 +101,11 @@ impl fmt::Display for Diagnosis {
             }
             Diagnosis::Columns { first, last, vocab, zero } => {
                 let wrong = if *zero { "0" } else { "wrong" };
-                write!(
-                    f,
-                    "dlogits of vocabulary entries {first} to {last} of {vocab} are {wrong}, all others are right: "
-                )?;
+                match first == last {
+                    true => write!(f, "the dlogit of vocabulary entry {first} of {vocab} is {wrong}")?,
+                    false => write!(f, "dlogits of vocabulary entries {first} to {last} of {vocab} are {wrong}")?,
+                }
+                write!(f, ", all others are right: ")?;
                 write!(f, "{}", if last + 1 == *vocab { "the last tile, or its mask" } else { "a tile or a shard" })
             }
             Diagnosis::Tokens { first, tokens } => {

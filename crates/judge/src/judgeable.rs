@@ -14,6 +14,7 @@ use assay_core::problem::{
 };
 use assay_core::spec::{LossSpec, Temperature};
 use assay_reference::{self as reference, HeadReference, Reference};
+use assay_schema::number::six;
 use ndarray::Ix3;
 
 /// A problem that there is a reference for, and a judge.
@@ -197,7 +198,7 @@ impl Judgeable for HeadProblem {
             return Some(describe_token(self, reference.on_logits(), (b, t), hidden));
         }
         let v = at.v?;
-        let weight = at.h.map_or(String::new(), |h| format!("weight {:e}, ", reference.columns(v..v + 1)[[0, h]]));
+        let weight = at.h.map_or(String::new(), |h| format!("weight {}, ", six(reference.columns(v..v + 1)[[0, h]])));
         let tokens = reference.on_logits().count();
         Some(format!("{weight}column {v} of a head {}, {tokens} tokens that count", self.logits.layout.name()))
     }
@@ -211,14 +212,14 @@ fn describe_token<L>(
     element: Option<(&str, f64)>,
 ) -> String {
     let mut text = format!(
-        "mask {}, id {}, {} {:e}",
+        "mask {}, id {}, {} {}",
         problem.mask[[b, t]],
         problem.ids[[b, t]],
         match &problem.advantages {
             Advantages::Dlogp(_) => "dlogp",
             Advantages::Sequence(_) | Advantages::Token(_) => "advantage",
         },
-        problem.advantage((b, t)),
+        six(problem.advantage((b, t))),
     );
     let given = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
     let dentropy = if reference.spec().dentropy { &problem.extra.dentropy } else { &None };
@@ -232,11 +233,14 @@ fn describe_token<L>(
     let temperature = problem.tokens().temperature(reference.spec(), (b, t));
     let temperature = (reference.spec().temperature == Temperature::Given).then_some(("temperature", temperature));
     for (name, x) in given.chain(temperature).chain(element) {
-        let _ = write!(text, ", {name} {x:e}");
+        let _ = write!(text, ", {name} {}", six(x));
     }
     if let Some(token) = reference.token(b, t) {
-        let ratio = token.inputs.ratio(reference.spec());
-        let _ = write!(text, "; in the reference logp {:e}, ratio {ratio:e}", token.inputs.logp);
+        let _ = write!(text, "; in the reference logp {}", six(token.inputs.logp));
+        // Log-probabilities alone have no ratio.
+        if !reference.spec().is_from_cotangents() {
+            let _ = write!(text, ", ratio {}", six(token.inputs.ratio(reference.spec())));
+        }
     }
     text
 }

@@ -35,6 +35,7 @@ mod column_bounds;
 mod condition;
 pub mod coverage;
 pub mod diagnosis;
+pub mod error_map;
 pub mod gate;
 pub mod generate;
 pub mod invariance;

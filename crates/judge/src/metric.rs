@@ -15,7 +15,9 @@
 
 use std::ops::Range;
 
-use assay_core::problem::Dtype;
+use super::error_map::ErrorMap;
+use super::gate::Gate;
+use assay_core::problem::{Dtype, HeadShape};
 use assay_schema::verdicts::Status;
 
 /// The spacing of a dtype's numbers, from which the error of rounding follows.
@@ -226,9 +228,16 @@ pub struct Tally {
     pub kappa_seen: f64,
     /// The number of errors in each bucket of [`ULP_EDGES`], in ulp.
     pub histogram: [u64; ULP_EDGES.len()],
+    /// The errors by their place; empty unless they are asked for.
+    pub maps: Vec<ErrorMap>,
 }
 
 impl Tally {
+    /// Returns an empty tally of `gate`, with maps of errors if `mapped` gives their extents.
+    pub(crate) fn with_maps(gate: Gate, mapped: Option<HeadShape>) -> Self {
+        Self { maps: mapped.map_or_else(Vec::new, |shape| ErrorMap::for_gate(gate, shape)), ..Self::default() }
+    }
+
     /// Compares `actual` with `expected`.
     ///
     /// A value that is not finite is right only if the exact one is not finite either, or rounds to the same ∞.
@@ -257,6 +266,9 @@ impl Tally {
             self.kappa_seen = excess / of_one_kappa;
         }
         self.histogram[bucket(error, 2.0 * half_ulp(expected, dtype))] += 1;
+        if !self.maps.is_empty() {
+            self.add_to_maps(at, if error == 0.0 { 0.0 } else { error / limit });
+        }
         if error > self.worst_quotient * limit || self.worst.is_none() {
             let comparison = Comparison { at, expected, actual, error, limit };
             (self.worst, self.worst_quotient) = (Some(comparison), comparison.error_over_limit());
@@ -279,7 +291,7 @@ impl Tally {
             let range = start..places.min(start + AT_ONCE);
             let (of_exact, of_actual) = (&exact[range.clone()], &actual[range.clone()]);
             // Almost every block only adds to the histogram; the others are compared one by one.
-            if self.none_stands_out(of_exact, of_actual, kappa, &against.range(range.clone())) {
+            if self.maps.is_empty() && self.none_stands_out(of_exact, of_actual, kappa, &against.range(range.clone())) {
                 self.count(of_exact, of_actual, spacing);
             } else {
                 for v in range {
@@ -336,14 +348,22 @@ impl Tally {
         if !expected.is_finite() {
             let slot = if actual.is_finite() { &mut self.silent } else { return self.report(at) };
             slot.get_or_insert((at, actual));
+            self.add_to_maps(at, f64::INFINITY);
         } else if !actual.is_finite() {
             // A value within the limit may be beyond the dtype's largest number, and then ∞ is right.
             if dtype.round(expected + actual.signum() * limit) != actual {
                 self.nonfinite.get_or_insert((at, actual));
+                self.add_to_maps(at, f64::INFINITY);
             }
         } else {
             self.not_compared += 1;
         }
+    }
+
+    /// Adds one error / limit to the maps, if there are any.
+    #[cold]
+    fn add_to_maps(&mut self, at: Position, error_over_limit: f64) {
+        self.maps.iter_mut().for_each(|map| map.add(at, error_over_limit));
     }
 
     /// Whether nothing was compared, reported or left out.
@@ -382,6 +402,17 @@ impl Tally {
 
     /// Adds the tally of a later part of the same output.
     pub fn absorb(&mut self, later: Tally) {
+        if later.maps.is_empty() {
+            // A part without maps of its own is one value: that of a token, or of a row.
+            let odd = later.nonfinite.or(later.silent).map(|(at, _)| (at, f64::INFINITY));
+            let value = odd.or(later.worst.map(|worst| (worst.at, worst.error_over_limit())));
+            if let Some((at, error_over_limit)) = value {
+                self.add_to_maps(at, error_over_limit);
+            }
+        }
+        for (map, later) in self.maps.iter_mut().zip(&later.maps) {
+            map.absorb(later);
+        }
         if later.worst_quotient > self.worst_quotient || self.worst.is_none() {
             (self.worst, self.worst_quotient) = (later.worst, later.worst_quotient);
         }

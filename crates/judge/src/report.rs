@@ -30,12 +30,15 @@ use std::fmt::Write as _;
 
 use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 
-use super::gate::{Model, Output};
+use super::error_map::most_telling;
+use super::gate::{Gate, Model, Output};
 use super::invariance::Invariance;
 use super::judge::{Status, Verdict};
 use super::judgeable::Judgeable;
 use super::metric::{Position, ULP_EDGES, half_ulp, hex};
 use super::tolerance::Grade;
+use assay_schema::number::{distinct, quotient as quotient_in_words, six};
+use assay_schema::picture::ErrorPicture;
 use assay_schema::verdicts::{BitComparison, Explanation, ExplanationLine, GateCheck, IgnoredCheck, Verdicts};
 
 pub use assay_schema::verdicts::{on_devices, with_lowering};
@@ -295,64 +298,70 @@ fn explained(
     replay: &str,
 ) -> Explanation {
     let Verdict { dtype, promised, tally, .. } = verdict;
-    let mut lines = Vec::new();
+    let (mut lines, mut details) = (Vec::new(), Vec::new());
     // A scalar has no place: an empty text adds no line.
-    let mut line = |name: &str, value: &str| {
+    let add = |lines: &mut Vec<ExplanationLine>, name: &str, value: &str| {
         if !value.is_empty() {
             lines.push(ExplanationLine { name: name.into(), text: value.into() });
         }
     };
-    // A norm or a sum is computed by the judge: its bits say nothing.
     let of_one_element = verdict.gate.model == Model::Elementwise;
-    let both = |x: f64| if of_one_element { format!("{x:.17e}  {}", hex(x, *dtype)) } else { format!("{x:.9e}") };
     let odd =
         tally.nonfinite.map(|odd| (odd, "finite")).or(tally.silent.map(|odd| (odd, "NaN or ∞, as the reference")));
     let at = match (odd, tally.worst) {
         (Some(((at, actual), expected)), _) => {
-            line("at", &at.to_string());
-            line(of_reference, expected);
-            line(judged, &both(actual));
+            add(&mut lines, "at", &at.to_string());
+            add(&mut lines, of_reference, expected);
+            add(&mut lines, judged, &six(actual));
             Some(at)
         }
         (None, Some(worst)) => {
-            line("at", &worst.at.to_string());
+            add(&mut lines, "at", &worst.at.to_string());
+            let [expected, actual] = distinct(worst.expected, worst.actual);
             match verdict.gate.model {
                 Model::RowL2 => {
-                    line("norm", &format!("{:.9e} of the difference from the {of_reference} row", worst.actual));
+                    add(&mut lines, "norm", &format!("{actual} of the difference from the {of_reference} row"));
                 }
                 Model::RowSum => {
-                    line("sum", &format!("{:.9e} of the difference from the {of_reference} row", worst.actual));
+                    add(&mut lines, "sum", &format!("{actual} of the difference from the {of_reference} row"));
                 }
                 Model::Elementwise | Model::Count => {
-                    line(of_reference, &both(worst.expected));
-                    line(judged, &both(worst.actual));
+                    add(&mut lines, of_reference, &expected);
+                    add(&mut lines, judged, &actual);
                 }
             }
-            line(
-                "error",
-                &format!("{:.3e}, {:.4} times the limit {:.3e}", worst.error, worst.error_over_limit(), worst.limit),
-            );
+            let quotient = quotient_in_words(worst.error_over_limit());
+            let limit = if worst.limit == 0.0 { "0".into() } else { format!("{:.3e}", worst.limit) };
+            add(&mut lines, "error", &format!("{:.3e}, {quotient} times the limit {limit}", worst.error));
             Some(worst.at)
         }
         (None, None) => None,
     };
     if let Some(inputs) = at.and_then(inputs) {
-        line("inputs", &inputs);
-    }
-    if let Some(kappa) = verdict.kappa {
-        line("κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
-    }
-    if of_one_element {
-        if let Some(worst) = tally.worst {
-            line("1 ulp", &format!("{:.3e} in {dtype}", 2.0 * half_ulp(worst.expected, *dtype)));
-        }
-        line("ulp", &histogram(&tally.histogram));
+        add(&mut lines, "inputs", &inputs);
     }
     if dtype != promised {
         let note = "a coarser output is judged by the ulp of the promised dtype, a finer one by its own";
-        line("promised", &format!("{promised}; {note}"));
+        add(&mut lines, "promised", &format!("{promised}; {note}"));
     }
-    line("replay", replay);
+    add(&mut lines, "replay", replay);
+    if let Some(kappa) = verdict.kappa {
+        add(&mut details, "κ", &format!("{:.3} needed, {kappa} allowed", tally.kappa_seen));
+    }
+    // A norm or a sum is computed by the judge: its bits say nothing.
+    if of_one_element {
+        let judged_value = odd.map(|((_, actual), _)| actual).or(tally.worst.map(|worst| worst.actual));
+        if let Some(worst) = tally.worst.filter(|_| odd.is_none()) {
+            add(&mut details, of_reference, &format!("{:.17e}  {}", worst.expected, hex(worst.expected, *dtype)));
+        }
+        if let Some(actual) = judged_value {
+            add(&mut details, judged, &format!("{actual:.17e}  {}", hex(actual, *dtype)));
+        }
+        if let Some(worst) = tally.worst {
+            add(&mut details, "1 ulp", &format!("{:.3e} in {dtype}", 2.0 * half_ulp(worst.expected, *dtype)));
+        }
+        add(&mut details, "ulp", &histogram(&tally.histogram));
+    }
     let finite = |x: f64| Some(x).filter(|x| x.is_finite());
     let worst = if odd.is_some() { None } else { tally.worst };
     Explanation {
@@ -366,7 +375,19 @@ fn explained(
         error: worst.map(|worst| worst.error),
         limit: worst.map(|worst| worst.limit),
         lines,
+        details,
     }
+}
+
+/// Draws where the values of a failed gate are beyond their limits; `None` if its output has no axis, or the verdicts have no
+/// [maps](super::tolerance::Limits::with_error_maps).
+pub fn picture(verdicts: &[Verdict], gate: Gate, problem: &str) -> Option<ErrorPicture> {
+    let output = gate.output.name();
+    let maps =
+        |gate| verdicts.iter().find(|verdict| verdict.gate == gate).map_or(&[][..], |verdict| &verdict.tally.maps);
+    // Where the values themselves are beyond their limits, they show more than the norm of a row does.
+    let elementwise = most_telling(maps(Gate { model: Model::Elementwise, ..gate }), output, problem);
+    elementwise.or_else(|| most_telling(maps(gate), &gate.to_string(), problem))
 }
 
 /// Writes the histogram, `≤0.5: 120  ≤1: 3  …`, without its empty tail.

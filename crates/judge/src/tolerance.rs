@@ -18,6 +18,7 @@ use std::sync::OnceLock;
 use serde::{Deserialize, Serialize};
 
 use super::gate::Output;
+use assay_core::problem::{HeadShape, Shape};
 pub use assay_schema::verdicts::Grade;
 
 /// The `κ` of one arithmetic class: the number of roundings that an error analysis allows its outputs. Derived in
@@ -190,7 +191,7 @@ impl Tolerances {
             expected: self.class.keys().map(String::as_str).collect::<Vec<_>>().join(", "),
         })?;
         let grade = if name == EXTERNAL { Grade::Standard } else { Grade::Exact };
-        Ok(Limits { tolerances: self, class: found, grade, tries_better: true, lanes: false })
+        Ok(Limits { tolerances: self, class: found, grade, tries_better: true, lanes: false, maps: false })
     }
 }
 
@@ -206,6 +207,8 @@ pub struct Limits<'t> {
     tries_better: bool,
     /// Whether a sum in f32 may have been added up in lanes, one term after another.
     lanes: bool,
+    /// Whether errors are mapped by their place.
+    maps: bool,
 }
 
 impl Limits<'static> {
@@ -234,6 +237,17 @@ impl Limits<'_> {
     #[must_use]
     pub fn alone(self) -> Self {
         Self { tries_better: false, ..self }
+    }
+
+    /// Returns limits whose verdicts have an [`ErrorMap`](crate::error_map::ErrorMap) for each axis of an output, which takes more time.
+    #[must_use]
+    pub fn with_error_maps(self) -> Self {
+        Self { maps: true, ..self }
+    }
+
+    /// Returns the extents of the maps of errors, if there are maps.
+    pub(crate) fn mapped(&self, Shape { batch, tokens, vocab }: Shape, hidden: usize) -> Option<HeadShape> {
+        self.maps.then_some(HeadShape { batch, tokens, hidden, vocab })
     }
 
     /// Returns limits that forgive what a long sum of exponentials loses if it is added up in lanes of f32.

@@ -1,10 +1,12 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName, WorstProblem};
+use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
+use assay_schema::number::{distinct, quotient, six};
 use maud::{Markup, html};
 
 use super::number::clipped;
 use super::part::ReportPart;
+use super::plot::places;
 
 impl ReportPart for CampaignReport {
     fn passed(&self) -> Option<bool> {
@@ -47,41 +49,88 @@ impl ReportPart for CampaignReport {
     }
 }
 
+/// Draws one cause: the sentence in large type, the values, the place of the errors, and the rest folded.
 fn draw_cause(cause: &FailureCause) -> Markup {
     let FailureCause {
         gate,
+        sentence,
         cases,
         first,
-        problem,
-        worst,
         in_common,
         like,
         diagnoses,
         computes,
+        picture,
+        values,
         verdict,
         fault,
         repro,
         ..
     } = cause;
     let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
+    // What the headline says is not said again below it.
+    let others = diagnoses.iter().filter(|diagnosis| *diagnosis != sentence);
+    let problems = if *cases == 1 { "problem" } else { "problems" };
     html! {
-        h3 { (clipped(gate)) }
-        p.lead { (cases) " problems, the smallest " (clipped(problem)) }
-        div.scroll { table { tbody {
-            (line("first", first))
-            @if let Some(WorstProblem { problem, error_over_limit }) = worst {
-                (line("worst", &format!("{error_over_limit:.4} times the limit in {problem}")))
+        div.cause {
+            h3.sentence { (clipped(sentence)) }
+            p.note { (clipped(gate)) ", in " (cases) " " (problems) }
+            @if let Some(property) = in_common { p { "In common: " (clipped(property)) } }
+            @if let Some(fault) = fault.as_ref().filter(|fault| fault.contains('\n')) { pre { (fault) } }
+            (table_of_values(cause))
+            @if let Some(picture) = picture { (places(picture)) }
+            @if let Some(repro) = repro {
+                pre { code { "problem = assay.load(" (format!("{repro:?}")) ")"
+                    @if let Some(values) = values { "\n# " (values) }
+                } }
+            } @else if let Some(values) = values {
+                pre { code { (values) } }
             }
-            @if let Some(property) = in_common {
-                (line("common", property))
+            details {
+                summary { "Details" }
+                div.scroll { table { tbody {
+                    @for other in others { (line("also", other)) }
+                    @for MutantName { mutant, does } in like { (line("like mutant", &format!("{mutant}: {does}"))) }
+                    @for names in computes { (line("computes", &format!("the numbers of {}", names.join(" or ")))) }
+                    (line("first", first))
+                    @for of in verdict.iter().flat_map(|verdict| verdict.lines.iter().chain(&verdict.details)) {
+                        (line(&of.name, &of.text))
+                    }
+                } } }
             }
-            @for MutantName { mutant, does } in like { (line("like", &format!("{mutant}: {does}"))) }
-            @for diagnosis in diagnoses { (line("likely", diagnosis)) }
-            @for names in computes { (line("computes", &format!("the numbers of {}", names.join(", which is ")))) }
-            @if let Some(fault) = fault { (line("fault", fault)) }
-            @for of in verdict.iter().flat_map(|verdict| &verdict.lines) { (line(&of.name, &of.text)) }
-            @if let Some(repro) = repro { (line("repro", repro)) }
-        } } }
+        }
+    }
+}
+
+/// Draws the smallest problem of a cause and its worst: place, expected and actual value, error / limit.
+fn table_of_values(cause: &FailureCause) -> Markup {
+    let FailureCause { problem, worst, verdict, .. } = cause;
+    let Some(verdict) = verdict else { return html! { p { "Smallest problem: " (clipped(problem)) } } };
+    let row = |which: &str, problem: &str, at: &str, values: [Option<f64>; 2], over: Option<f64>| {
+        let [expected, actual] = match values {
+            [Some(expected), Some(actual)] => distinct(expected, actual),
+            // The judge reports the norm or the sum of a difference, whose exact value is 0.
+            [None, Some(actual)] => ["–".into(), six(actual)],
+            [_, None] => ["a number".into(), "NaN or ∞".into()],
+        };
+        html! { tr {
+            td { (which) } td { (clipped(problem)) } td { (if at.is_empty() { "–" } else { at }) }
+            td.number { (expected) } td.number { (actual) } td.number.bad { (over.map_or("–".into(), quotient)) }
+        } }
+    };
+    let over = verdict.error.zip(verdict.limit).map(|(error, limit)| error / limit).filter(|over| over.is_finite());
+    html! {
+        div.scroll { table {
+            thead { tr {
+                th {} th { "Problem" } th { "Place" } th.number { "Expected" } th.number { "Got" } th.number { "Error / limit" }
+            } }
+            tbody {
+                (row("smallest", problem, &verdict.at, [verdict.expected, verdict.actual], over))
+                @if let Some(worst) = worst {
+                    (row("worst", &worst.problem, &worst.at, [worst.expected, worst.actual], Some(worst.error_over_limit)))
+                }
+            }
+        } }
     }
 }
 

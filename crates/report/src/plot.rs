@@ -8,6 +8,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use assay_schema::picture::ErrorPicture;
+
 use super::number::{clipped, count, short};
 
 /// The meaning of a colour, which the page's style sheet chooses.
@@ -177,6 +179,66 @@ pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
                 area.draw_text(&format!("+{} at 0", exact(strip)), &note, (at.0 + 4, at.1))?;
             }
         }
+        Ok(())
+    })
+}
+
+/// Draws where an output is wrong: a bar for each part of its axis, on a logarithmic scale whose line is the limit.
+///
+/// ```
+/// use assay_report::plot::places;
+/// use assay_schema::picture::{ErrorPicture, PictureAxis};
+///
+/// let picture = ErrorPicture {
+///     output: "dlogits".into(),
+///     problem: "1x2x4 f32".into(),
+///     axis: PictureAxis::VocabularyEntry,
+///     extent: 4,
+///     places: 1,
+///     error_over_limit: vec![Some(0.1), Some(0.2), None, Some(40.0)],
+///     nonfinite: vec![2],
+/// };
+/// let figure = places(&picture).into_string();
+/// assert!(figure.contains("<svg") && figure.contains("beyond the limit: 2 to 3"));
+/// ```
+pub fn places(picture: &ErrorPicture) -> Markup {
+    // Errors below a hundredth of the limit are as good as none.
+    const LOWEST: f64 = 1e-2;
+    let cells = picture.filled();
+    let largest = cells.iter().flatten().copied().filter(|x| x.is_finite()).fold(10.0, f64::max);
+    let highest = 10f64.powf(largest.log10().ceil());
+    let caption = html! {
+        (clipped(&picture.caption())) "; " (picture.beyond_in_words()) ". The line is the limit."
+        @if !picture.nonfinite.is_empty() { " Bars to the top are NaN or ∞." }
+    };
+    let (extent, places) = (picture.extent as f64, picture.places as f64);
+    figure(&caption, (WIDE, 190), |area| {
+        let mut chart = ChartBuilder::on(area)
+            .margin_top(8)
+            .margin_right(14)
+            .x_label_area_size(26)
+            .y_label_area_size(58)
+            .build_cartesian_2d(0.0..extent, (LOWEST..highest).log_scale())?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_labels(9)
+            .y_labels(6)
+            .bold_line_style(Tone::Rule.stand_in())
+            .light_line_style(TRANSPARENT)
+            .axis_style(Tone::Rule.stand_in())
+            .label_style(text_style(Tone::Faint, HPos::Center, VPos::Top))
+            .x_label_formatter(&|x| format!("{x:.0}"))
+            .y_label_formatter(&|y| power_of_ten(*y))
+            .draw()?;
+        let bars = cells.iter().enumerate().filter_map(|(cell, error)| {
+            let error = error.filter(|error| *error > LOWEST)?;
+            let (from, to) = (cell as f64 * places, ((cell + 1) as f64 * places).min(extent));
+            let tone = if error > 1.0 { Tone::Bad } else { Tone::First };
+            Some(Rectangle::new([(from, LOWEST), (to, error.min(highest))], tone.stand_in().filled()))
+        });
+        chart.draw_series(bars)?;
+        chart.draw_series(LineSeries::new([(0.0, 1.0), (extent, 1.0)], Tone::Ink.stand_in().stroke_width(1)))?;
         Ok(())
     })
 }

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::picture::ErrorPicture;
 use crate::verdicts::{Explanation, Grade};
 
 /// The result of a campaign: one kernel on many problems.
@@ -20,6 +21,9 @@ pub struct CampaignReport {
     /// Whether the sequences of each problem were packed one after another.
     #[serde(default)]
     pub packed: bool,
+    /// Whether logp and entropy were asked for by their cotangents, and no loss.
+    #[serde(default)]
+    pub from_cotangents: bool,
     /// The number of problems that were planned.
     pub cases: u64,
     /// The number of problems that the kernel was given.
@@ -51,6 +55,9 @@ pub struct CampaignReport {
 pub struct FailureCause {
     /// The gate that failed, or the name of the kernel's fault, such as a crash.
     pub gate: String,
+    /// The most telling explanation, in one sentence.
+    #[serde(default)]
+    pub sentence: String,
     /// The number of problems that failed so.
     pub cases: u64,
     /// The first of those problems, in words.
@@ -60,6 +67,12 @@ pub struct FailureCause {
     /// The problem that failed worst; `None` where no error has a limit.
     #[serde(default)]
     pub worst: Option<WorstProblem>,
+    /// The place of the errors in the largest problem that is kept; `None` if the output has no axis, or there is no output.
+    #[serde(default)]
+    pub picture: Option<ErrorPicture>,
+    /// The values of the smallest problem, if they are few: `logits = [[[0.5, -1.25]]], ids = [[1]], …`.
+    #[serde(default)]
+    pub values: Option<String>,
     /// The property that all of the problems have and none that passed, with counts; `None` if nothing is known of the kind.
     #[serde(default)]
     pub in_common: Option<String>,
@@ -88,6 +101,15 @@ pub struct WorstProblem {
     pub problem: String,
     /// The largest error / limit of its values.
     pub error_over_limit: f64,
+    /// The place of that value, `[b,t,v]`; empty for a scalar.
+    #[serde(default)]
+    pub at: String,
+    /// The exact value; `None` for a norm or a sum, whose exact value is 0.
+    #[serde(default)]
+    pub expected: Option<f64>,
+    /// The value that the kernel returned, or the norm or sum of the difference.
+    #[serde(default)]
+    pub actual: Option<f64>,
 }
 
 /// The name of a mutant, and its bug.

@@ -12,8 +12,9 @@ pub mod campaign;
 pub mod compile;
 pub mod gpu;
 pub mod mutants;
-mod number;
+pub mod number;
 pub mod peers;
+pub mod picture;
 pub mod verdicts;
 
 use serde::{Deserialize, Serialize};

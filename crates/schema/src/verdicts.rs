@@ -146,8 +146,11 @@ pub struct Explanation {
     pub error: Option<f64>,
     /// The largest error allowed.
     pub limit: Option<f64>,
-    /// The whole explanation in words, line by line.
+    /// The explanation in words, line by line.
     pub lines: Vec<ExplanationLine>,
+    /// The bits, the roundings and the distribution of the errors, line by line.
+    #[serde(default)]
+    pub details: Vec<ExplanationLine>,
 }
 
 /// A line of an explanation, such as `error  3.2e-5, 1.4 times the limit`.
@@ -161,8 +164,11 @@ pub struct ExplanationLine {
 
 impl std::fmt::Display for Explanation {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        // `{:#}` adds the details.
+        let details = if f.alternate() { self.details.as_slice() } else { &[] };
         writeln!(f, "{} {}, {}", self.status.word(), self.of, self.dtype)?;
-        self.lines.iter().try_for_each(|ExplanationLine { name, text }| writeln!(f, "  {name:<9} {text}"))
+        let mut lines = self.lines.iter().chain(details);
+        lines.try_for_each(|ExplanationLine { name, text }| writeln!(f, "  {name:<9} {text}"))
     }
 }
 

@@ -153,9 +153,10 @@ impl DeckContent {
                 let evaluated = problem.evaluate(spec).map_err(RecipeError::Problem)?;
                 let reference = P::on_logits(&evaluated);
                 problem.map_tokens(|tokens| {
-                    // Mirrored at the new log-probability, no old one is below it.
+                    // Mirrored at the new log-probability, no old one is below it. Under the mask, where the new one is not known, none is
+                    // below 0: a plain loss multiplies the ratios of masked tokens by 0, and 0·∞ is NaN.
                     for ((b, t), old) in tokens.old_logp.iter_mut().flat_map(|array| array.indexed_iter_mut()) {
-                        let Some(logp) = reference.token(b, t).map(|token| token.inputs.logp) else { continue };
+                        let logp = reference.token(b, t).map_or(0.0, |token| token.inputs.logp);
                         *old = f64::from((logp + (*old - logp).abs()) as f32);
                     }
                 })

@@ -73,3 +73,24 @@ fn deck_ratios_meet_both_bounds_of_the_clip_exactly() {
     assert!(at.iter().all(|count| *count > 10), "{at:?} at a bound");
     assert!(beyond.iter().all(|count| *count > 5), "{beyond:?} next to a bound");
 }
+
+/// A plain loss multiplies the ratios of masked tokens by 0, and 0·∞ is NaN.
+#[test]
+fn deck_far_ratios_are_finite_in_f32_under_the_mask() {
+    let deck = Deck { cases: 2_000, dtypes: vec![Dtype::F32], wide: 0, ..Deck::default() };
+    let is_far =
+        |dealt: &DealtRecipe| dealt.content == DeckContent::FarRatios && dealt.recipe.old_logp_noise_scale > 100.0;
+    let small = |dealt: &DealtRecipe| dealt.recipe.shape.iter().product::<usize>() < 10_000;
+    let mut masked = 0;
+    for dealt in deck.recipes().filter(|dealt| is_far(dealt) && small(dealt)) {
+        let problem: Problem = deck.draw(&dealt, &trl()).unwrap();
+        for (at, old) in problem.old_logp.as_ref().unwrap().indexed_iter() {
+            if !problem.mask[at] {
+                masked += 1;
+                // No log-probability is above 0.
+                assert!((-*old as f32).exp().is_finite(), "{}: old_logp {old} at {at:?}", dealt.label());
+            }
+        }
+    }
+    assert!(masked > 20, "{masked} masked tokens");
+}

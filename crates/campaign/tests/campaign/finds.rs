@@ -58,13 +58,14 @@ pub(crate) fn right(spec: &LossSpec, problem: &Problem) -> Candidate {
 fn campaign_passes_a_right_kernel_and_scores_wrong_ones() {
     let campaign = Campaign { power: true, ..campaign(trl(), 300) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
-    assert!(found.passed, "{}", assay_campaign::text(&found));
+    assert!(found.passed, "{}", assay_campaign::text(&found, &assay_campaign::TextForm::default()));
     assert_eq!((found.tried, found.failed, found.causes.len()), (300, 0, 0));
     assert_eq!(found.outputs, ["logp", "entropy", "token_loss"]);
     let power = found.power.unwrap();
     let accepted: Vec<&str> = power.accepted.iter().map(|name| name.mutant.as_str()).collect();
-    // A logarithm of p + 1e-9 is as good while V is small; grade `standard` admits a collapsed target.
-    let expected = ["target-collapses", "entropy-of-shifted-log"];
+    // A logarithm of p + 1e-9 is as good while V is small; grade `standard` admits a collapsed target; NaN under the mask is only noted
+    // unless it is asked for.
+    let expected = ["target-collapses", "entropy-of-shifted-log", "mask-multiplied"];
     assert_eq!((accepted, power.exercised - power.rejected), (expected.to_vec(), expected.len()));
     let coverage = found.coverage;
     assert!(coverage.clipped.iter().chain(&coverage.first_and_last_tile).all(|count| *count > 50), "{coverage:?}");
@@ -76,7 +77,11 @@ fn lm_head_right_kernel_passes_a_campaign() {
     let kernel = &mut LocalKernel::<HeadProblem>(&NativeHead::default());
     let campaign = Campaign { power: false, deck, ..Campaign::new("native-lm-head", trl()) };
     let found = campaign.run(kernel, &mut |_| ()).unwrap();
-    assert!(found.passed && found.tried == 40, "{}", assay_campaign::text(&found));
+    assert!(
+        found.passed && found.tried == 40,
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 }
 
 /// Under TRL's default with a KL penalty and a bonus: each mutant's own name is among those of its one cause, and its problem is

@@ -5,5 +5,6 @@ mod computes;
 mod deck;
 mod finds;
 mod packed;
+mod report;
 mod select;
 mod sizes;

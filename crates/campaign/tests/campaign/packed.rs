@@ -66,20 +66,30 @@ fn packed_sequences_of_all_lengths_lie_anywhere_in_a_row() {
 fn packed_right_kernels_pass_with_and_without_a_head() {
     let campaign = Campaign { power: true, ..packed(gspo(), 60) };
     let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
-    assert!(found.passed && found.packed && found.tried == 60, "{}", assay_campaign::text(&found));
+    assert!(
+        found.passed && found.packed && found.tried == 60,
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
     assert!(found.coverage.empty_rows > 20, "{:?}", found.coverage);
     let power = found.power.unwrap();
     assert!(power.accepted.iter().all(|name| !name.does.contains("sequence")), "{power:?}");
     let deck = Deck { cases: 24, head: Some(DeckHead::default()), ..campaign.deck.clone() };
     let campaign = Campaign { power: false, deck, ..campaign };
     let found = campaign.run(&mut LocalKernel::<HeadProblem>(&NativeHead::default()), &mut |_| ()).unwrap();
-    assert!(found.passed && found.tried == 24, "{}", assay_campaign::text(&found));
+    assert!(
+        found.passed && found.tried == 24,
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 }
 
 /// The one cause of a kernel that does as a function says.
 fn cause_of(spec: LossSpec, kernel: impl FnMut(&LossSpec, &Arc<Problem>) -> Result<Candidate, Fault>) -> FailureCause {
     let found = run(&packed(spec, 32), &mut Does(kernel));
-    let [cause] = found.causes.as_slice() else { panic!("{}", assay_campaign::text(&found)) };
+    let [cause] = found.causes.as_slice() else {
+        panic!("{}", assay_campaign::text(&found, &assay_campaign::TextForm::default()))
+    };
     cause.clone()
 }
 

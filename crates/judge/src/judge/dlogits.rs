@@ -11,7 +11,7 @@ use crate::column_bounds::ColumnErrors;
 use crate::gate::{Edge, Gate, Model, Output};
 use crate::metric::{Allowance, Allowances, Position, Tally};
 use crate::tolerance::Limits;
-use assay_core::problem::{Dtype, FloatView, Shape};
+use assay_core::problem::{Dtype, FloatView, HeadShape, Shape};
 use assay_reference::Reference;
 
 /// The ways in which dlogits are compared, in the order of [`RowTallies::into_tallies`].
@@ -48,6 +48,8 @@ pub(super) struct CandidateRow<'t, 'c> {
     /// Whether one of the values is not finite on a token where that is honest: the row then reports the overflow, and exact values
     /// that are not finite need not be reported one by one.
     reports_nonfinite: bool,
+    /// The extents of the maps of errors; `None` if there are no maps.
+    mapped: Option<HeadShape>,
 }
 
 impl<'t, 'c> CandidateRow<'t, 'c> {
@@ -61,7 +63,8 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
         let actual = candidate.dlogits.as_ref()?.view();
         let stored = StoredDtype::gradient(actual.dtype(), reference.problem().logits.dtype());
         let reports_nonfinite = token.may_be_nonfinite() && actual.row(token.b, token.t).iter().any(|y| !y.is_finite());
-        Some(Self { token, actual, stored, kappa: limits.kappa(Output::Dlogits), reports_nonfinite })
+        let mapped = limits.mapped(reference.shape(), 0);
+        Some(Self { token, actual, stored, kappa: limits.kappa(Output::Dlogits), reports_nonfinite, mapped })
     }
 
     /// Compares the vocabulary entries from `first` on, and adds them to `sums`.
@@ -163,7 +166,10 @@ pub(super) fn compare_rows(
     choices: &[BranchDlogits],
 ) -> Vec<Vec<RowTallies>> {
     let shifts = row_shifts(reference, token, rows, choices);
-    let mut sums = vec![vec![RowSums::default(); choices.len()]; rows.len()];
+    let gate = Gate::new(Output::Dlogits, Model::Elementwise);
+    let elements = Tally::with_maps(gate, rows.iter().find_map(|row| row.mapped));
+    let sums = RowSums { elements, ..RowSums::default() };
+    let mut sums = vec![vec![sums; choices.len()]; rows.len()];
     walk_rows(reference, token, rows, choices, |first, expected, row, actual| {
         for (choice, (expected, sums)) in expected.iter().zip(&mut sums[row]).enumerate() {
             match &shifts {

@@ -10,7 +10,7 @@ use crate::condition::ErrorBound;
 use crate::gate::{Gate, Model, Output};
 use crate::metric::{Allowance, Allowances, Position, Spacing, Tally, min_normal};
 use crate::tolerance::{Grade, Limits};
-use assay_core::problem::Dtype;
+use assay_core::problem::{Dtype, HeadShape, Shape};
 
 /// The dtype that an output was returned in, and the one that the problem promises for it.
 #[derive(Clone, Copy, Debug)]
@@ -101,17 +101,21 @@ impl GateLimit {
 /// Tallies by gate, in the order of gates.
 pub(crate) struct GateTallies {
     grade: Grade,
+    /// The extents of the maps of errors; `None` if there are no maps.
+    mapped: Option<HeadShape>,
     by_gate: BTreeMap<Gate, (StoredDtype, Option<f64>, Tally)>,
 }
 
 impl GateTallies {
-    pub(crate) fn new(grade: Grade) -> Self {
-        Self { grade, by_gate: BTreeMap::new() }
+    /// Returns empty tallies of a problem of `shape`, whose hidden width is 0 without an LM head.
+    pub(crate) fn new(limits: &Limits, shape: Shape, hidden: usize) -> Self {
+        Self { grade: limits.grade, mapped: limits.mapped(shape, hidden), by_gate: BTreeMap::new() }
     }
 
     /// Returns the tally of `gate`, whose limit has this `κ`; it is empty at first, and so appears in the verdicts.
     pub(crate) fn entry(&mut self, gate: Gate, stored: StoredDtype, kappa: Option<f64>) -> &mut Tally {
-        &mut self.by_gate.entry(gate).or_insert_with(|| (stored, kappa, Tally::default())).2
+        let mapped = self.mapped;
+        &mut self.by_gate.entry(gate).or_insert_with(|| (stored, kappa, Tally::with_maps(gate, mapped))).2
     }
 
     /// Compares a value that all tokens contribute to, such as the loss; NaN or ∞ is honest only if `open`.

@@ -97,20 +97,22 @@ pub(super) fn judge_tokens(
         by_candidate.iter_mut().zip(of_token).for_each(|(all, best)| all.push(best));
     }
     let tally = |(candidate, best): (&CandidateOutputs, Vec<BestBranch>)| {
-        tally_candidate(judged.reference, candidate, tokens, best, limits)
+        tally_candidate(judged, candidate, tokens, best, limits)
     };
     candidates.iter().zip(by_candidate).map(tally).collect()
 }
 
 /// Tallies the outputs of one candidate, whose tokens fit the branches `best`.
 fn tally_candidate(
-    reference: &Reference,
+    judged: JudgedReference,
     candidate: &CandidateOutputs,
     tokens: &[JudgedToken],
     best: Vec<BestBranch>,
     limits: &Limits,
 ) -> GateTallies {
-    let mut tallies = GateTallies::new(limits.grade);
+    let reference = judged.reference;
+    let hidden = judged.head.map_or(0, |head| head.reference.shape().hidden);
+    let mut tallies = GateTallies::new(limits, reference.shape(), hidden);
     if let Some(logp) = candidate.logp {
         compare_each(&mut tallies, Output::Logp, logp, tokens, limits, |token| {
             (token.token.inputs.logp, token.condition.logp)

@@ -6,7 +6,7 @@ use crate::gate::{Edge, Gate, Model, Output};
 use crate::judge::{GateTallies, StoredDtype};
 use crate::metric::{Allowance, Allowances, Position, Tally};
 use crate::tolerance::Limits;
-use assay_core::problem::Dtype;
+use assay_core::problem::{Dtype, HeadShape, Shape};
 
 /// The two gates of a gradient: each element, and each row's norm.
 #[derive(Clone, Copy)]
@@ -14,6 +14,8 @@ pub(super) struct GradientGates {
     output: Output,
     pub(super) stored: StoredDtype,
     kappa: f64,
+    /// The extents of the maps of errors; `None` if there are no maps.
+    mapped: Option<HeadShape>,
 }
 
 /// The comparisons of one row of a gradient.
@@ -33,8 +35,10 @@ pub(super) struct GradientRow<'e> {
 }
 
 impl GradientGates {
-    pub(super) fn new(output: Output, stored: StoredDtype, limits: &Limits) -> Self {
-        Self { output, stored, kappa: limits.kappa(output) }
+    pub(super) fn new(output: Output, stored: StoredDtype, limits: &Limits, shape: HeadShape) -> Self {
+        let HeadShape { batch, tokens, hidden, vocab } = shape;
+        let mapped = limits.mapped(Shape { batch, tokens, vocab }, hidden);
+        Self { output, stored, kappa: limits.kappa(output), mapped }
     }
 
     /// Enters both gates, so that each has a verdict even if nothing is compared.
@@ -53,7 +57,9 @@ impl GradientGates {
         GradientRow { exact, limits, actual }: GradientRow,
     ) -> GradientTallies {
         let Self { stored, kappa, .. } = self;
-        let [mut elements, mut nonfinite, mut l2] = [(); 3].map(|()| Tally::default());
+        let maps = |model| Tally::with_maps(Gate::new(self.output, model), self.mapped);
+        let [mut elements, mut nonfinite] = [(); 2].map(|()| maps(Model::Elementwise));
+        let mut l2 = maps(Model::RowL2);
         let (mut error2, mut rounding2, mut limit2) = (0.0, 0.0, 0.0);
         // The limits contain κ already. They count as κ·u·scale, so that the κ needed is known.
         let unit = 1.0 / kappa;

@@ -129,7 +129,8 @@ pub(super) fn judge_gradients(
         let mut gradients = HeadGradients::default();
         for (i, outputs) in candidates.iter().enumerate() {
             let Some(outputs) = outputs.head.as_ref().filter(|head| head.dlogits_dtype == dtype) else { continue };
-            let gates = |output, given, of| GradientGates::new(output, StoredDtype::gradient(given, of), limits);
+            let shape = head.reference.shape();
+            let gates = |output, given, of| GradientGates::new(output, StoredDtype::gradient(given, of), limits, shape);
             if let Some(actual) = &outputs.dhidden {
                 let gates = gates(Output::Dhidden, actual.dtype(), head.problem.logits.hidden.dtype());
                 gradients.dhidden.push(CandidateGradient { candidate: i, actual: actual.view(), gates });

@@ -2,6 +2,7 @@
 
 mod diagnoses;
 mod entropy_quantile;
+mod error_map;
 mod false_passes;
 mod invariance;
 mod lm_head;

@@ -1,0 +1,81 @@
+//! The report of a campaign as a person reads it: the sentence, the values, the picture, and nothing that does not apply.
+
+use std::sync::Arc;
+
+use assay_campaign::{Campaign, Fault, TextForm, text};
+use assay_core::problem::{Candidate, FloatArray, Problem};
+use assay_core::spec::LossSpec;
+use assay_schema::campaign::CampaignReport;
+use assay_schema::picture::PictureAxis;
+
+use crate::finds::{Does, campaign, right, run, trl};
+
+/// The report on a kernel whose dlogits of the vocabulary entries from a multiple of 64 on are 0.
+fn tail_is_dropped(campaign: &Campaign) -> CampaignReport {
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(spec, problem);
+        let mut values = candidate.gradient.to_f64();
+        let vocab = values.dim().2;
+        if vocab > 64 {
+            values.slice_mut(ndarray::s![.., .., vocab / 64 * 64..]).fill(0.0);
+        }
+        candidate.gradient = FloatArray::rounded_from(&values, candidate.gradient.dtype());
+        Ok(candidate)
+    };
+    run(campaign, &mut Does(kernel))
+}
+
+#[test]
+fn report_shows_the_place_of_a_dropped_tail() {
+    let found = tail_is_dropped(&campaign(trl(), 40));
+    let cause = &found.causes[0];
+    let picture = cause.picture.as_ref().expect("dlogits have an axis");
+    assert_eq!((picture.axis, picture.output.as_str()), (PictureAxis::VocabularyEntry, "dlogits"));
+    // The picture is of a problem with a tail, and only the tail is beyond the limit.
+    let tail = picture.extent / 64 * 64;
+    assert!(tail < picture.extent, "{picture:?}");
+    assert_eq!(picture.beyond(), [[tail, picture.extent - 1]], "{picture:?}");
+    assert!(picture.error_over_limit.iter().flatten().any(|error| *error > 100.0), "{picture:?}");
+    let written = text(&found, &TextForm::default());
+    assert!(written.starts_with("FAIL  the dlogit") || written.starts_with("FAIL  dlogits"), "{written}");
+    assert!(written.contains("the last tile, or its mask") && written.contains("limit ┼"), "{written}");
+    assert!(written.lines().filter(|line| !line.contains("worst")).all(|line| line.chars().count() <= 80), "{written}");
+}
+
+#[test]
+fn report_has_details_where_they_are_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let kept = Campaign { repros: Some(folder.path().into()), ..campaign(trl(), 24) };
+    let found = tail_is_dropped(&kept);
+    let brief = text(&found, &TextForm { details: false, python_call: Some("kernel(problem)".into()) });
+    let long = text(&found, &TextForm { details: true, python_call: None });
+    for detail in ["κ ", "1 ulp", "  0x", "inputs", "clipped low"] {
+        assert!(!brief.contains(detail) && long.contains(detail), "{detail}:\n{brief}\n{long}");
+    }
+    assert!(brief.contains("problem.check(kernel(problem)).raise_for_failure()"), "{brief}");
+    assert!(!long.contains("raise_for_failure") && long.contains("which the next campaign tries first"), "{long}");
+}
+
+#[test]
+fn report_of_a_tiny_problem_has_its_values() {
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(spec, problem);
+        candidate.gradient = FloatArray::rounded_from(&(candidate.gradient.to_f64() * 2.0), candidate.gradient.dtype());
+        Ok(candidate)
+    };
+    let found = run(&campaign(trl(), 24), &mut Does(kernel));
+    let values = found.causes[0].values.as_ref().expect("two logits");
+    assert!(values.starts_with("logits = [[[") && values.contains("ids = [["), "{values}");
+    assert!(values.contains("mask = [[1]]") && values.contains("old_logp = [["), "{values}");
+}
+
+#[test]
+fn report_on_logp_speaks_of_no_clip() {
+    let spec = LossSpec::from_cotangents(true);
+    let found = tail_is_dropped(&campaign(spec, 24));
+    let long = text(&found, &TextForm { details: true, python_call: None });
+    assert!(found.from_cotangents && !found.passed, "{long}");
+    for word in ["clipped", "A > 0", "advantage", ", ratio "] {
+        assert!(!long.contains(word), "{word}:\n{long}");
+    }
+}
