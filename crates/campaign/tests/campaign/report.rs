@@ -39,7 +39,11 @@ fn report_shows_the_place_of_a_dropped_tail() {
     let written = text(&found, &TextForm::default());
     assert!(written.starts_with("FAIL  the dlogit") || written.starts_with("FAIL  dlogits"), "{written}");
     assert!(written.contains("the last tile, or its mask") && written.contains("limit ┼"), "{written}");
-    assert!(written.lines().filter(|line| !line.contains("worst")).all(|line| line.chars().count() <= 80), "{written}");
+    // A table is as wide as its longest problem.
+    let in_table = |line: &&str| ["  problem", "smallest", "worst"].iter().any(|word| line.contains(word));
+    for line in written.lines().filter(|line| !in_table(line)) {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
 }
 
 #[test]
