@@ -28,6 +28,7 @@ __all__ = [
     "op_loss",
     "op_sequences",
     "page",
+    "report_text",
     "run",
     "spec_of_cotangents",
     "spec_of_fields",

@@ -78,8 +78,8 @@ def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
             "masked_garbage": None,
         },
     )
-    found, text = campaign.run_isolated(command, 30.0, None)
-    print(text)
+    found = campaign.run_isolated(command, 30.0, None)
+    print(_native.report_text(found, True, None))
     read: dict[str, object] = json.loads(found)
     return read
 

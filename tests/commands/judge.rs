@@ -41,13 +41,17 @@ fn judge_rejects_a_wrong_candidate_and_shows_where() {
         "at  ",
         "expected  ",
         "actual  ",
-        "0x",
-        "limit",
         "inputs  ",
-        "ulp  ",
         "assay judge --problem",
+        "error / limit of dlogits by vocabulary entry",
+        "beyond the limit: ",
+        "  limit ┼─",
     ] {
         assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
+    }
+    let long = workplace.judge(&["--quiet", "-v"]);
+    for detail in ["  0x", "ulp  ", "κ  "] {
+        assert!(!output.stdout.contains(detail) && long.stdout.contains(detail), "{detail}: {}", long.stdout);
     }
 }
 

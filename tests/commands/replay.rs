@@ -235,10 +235,9 @@ fn replay_of_a_changed_recorded_scalar_fails() {
     let replay = format!("  replay    assay {}\n", args.join(" "));
     for part in [
         "FAIL reference: recorded loss, f64\n",
-        "  reference 1.40449798628877",
-        "  recorded  1.50449798628877",
+        "  reference 0.14045\n",
+        "  recorded  0.15045\n",
         "times the limit",
-        "κ         ",
         &replay,
         ", 1 failed, 0 ignored\n",
     ] {

@@ -125,7 +125,13 @@ pub(crate) fn causes<P: Subject>(
 fn sentence(kind: &FailureKind, cause: &schema::FailureCause) -> String {
     let schema::FailureCause { gate, fault, computes, computes_one_of, diagnoses, like, .. } = cause;
     if let Some(fault) = fault {
-        return fault.lines().next().unwrap_or(gate).to_string();
+        let line = fault.lines().next().unwrap_or(gate);
+        // The command of a process is known, and may be long.
+        return match line.strip_prefix('`').and_then(|rest| rest.split_once("`: ")) {
+            Some((_, ended)) if ended.starts_with("ended") => format!("the kernel's process {ended}"),
+            Some((_, said)) if matches!(kind, FailureKind::Fault(..)) => format!("the kernel's process: {said}"),
+            _ => line.to_string(),
+        };
     }
     if let ([names], false) | ([names, ..], true) = (computes.as_slice(), *computes_one_of)
         && let Some(name) = names.first()

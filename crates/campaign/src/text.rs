@@ -175,7 +175,7 @@ fn write_values(text: &mut String, cause: &FailureCause) {
         over.map_or("–".into(), |(error, limit)| if error == 0.0 { "0".into() } else { quotient(error / limit) });
     let [expected, actual] = values(verdict.expected, verdict.actual);
     table.add_row(["smallest", problem, &place(&verdict.at), &expected, &actual, &over]);
-    if let Some(worst) = worst {
+    if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
         let [expected, actual] = values(worst.expected, worst.actual);
         let over = quotient(worst.error_over_limit);
         // The extents, the dtype and the regime; the rest of the label is among the details.

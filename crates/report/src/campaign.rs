@@ -28,10 +28,10 @@ impl ReportPart for CampaignReport {
             @if let Some(why) = &self.stopped {
                 p.bad { "Stopped after " (self.tried) " of " (self.cases) " problems: " (clipped(why)) }
             }
-            @for cause in &self.causes { (draw_cause(cause)) }
+            @for cause in &self.causes { (draw_cause(cause, "cause")) }
             @if !self.allowed.is_empty() {
                 h3 { "Allowed by name, or noted" }
-                @for cause in &self.allowed { (draw_cause(cause)) }
+                @for cause in &self.allowed { (draw_cause(cause, "cause noted")) }
             }
             @for skipped in &self.skipped {
                 p.note { (skipped.cases) " problems were not tried: " (clipped(&skipped.why)) }
@@ -49,8 +49,8 @@ impl ReportPart for CampaignReport {
     }
 }
 
-/// Draws one cause: the sentence in large type, the values, the place of the errors, and the rest folded.
-fn draw_cause(cause: &FailureCause) -> Markup {
+/// Draws one cause in a box of this class: the sentence in large type, the values, the place of the errors, and the rest folded.
+fn draw_cause(cause: &FailureCause, class: &str) -> Markup {
     let FailureCause {
         gate,
         sentence,
@@ -72,7 +72,7 @@ fn draw_cause(cause: &FailureCause) -> Markup {
     let others = diagnoses.iter().filter(|diagnosis| *diagnosis != sentence);
     let problems = if *cases == 1 { "problem" } else { "problems" };
     html! {
-        div.cause {
+        div class=(class) {
             h3.sentence { (clipped(sentence)) }
             p.note { (clipped(gate)) ", in " (cases) " " (problems) }
             @if let Some(property) = in_common { p { "In common: " (clipped(property)) } }
@@ -126,8 +126,8 @@ fn table_of_values(cause: &FailureCause) -> Markup {
             } }
             tbody {
                 (row("smallest", problem, &verdict.at, [verdict.expected, verdict.actual], over))
-                @if let Some(worst) = worst {
-                    (row("worst", &worst.problem, &worst.at, [worst.expected, worst.actual], Some(worst.error_over_limit)))
+                @if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
+                    (row("worst", worst.problem.split(',').next().unwrap_or_default(), &worst.at, [worst.expected, worst.actual], Some(worst.error_over_limit)))
                 }
             }
         } }

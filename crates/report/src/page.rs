@@ -85,10 +85,7 @@ fn part(i: usize, input: &Input) -> Markup {
         section id=(format!("part-{i}")) {
             h2 { (input.title) " " (badge(input.part.passed())) }
             p.lead { (clipped(&input.part.summary())) }
-            @match &input.command {
-                Some(command) => (shell(command)),
-                None => p.note { "The file does not say which command wrote it." },
-            }
+            @if let Some(command) = &input.command { (shell(command)) }
             p.note { "from " (clipped(&input.name)) }
             (input.part.body())
         }
