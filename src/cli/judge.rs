@@ -7,7 +7,7 @@ use clap::Args;
 use super::problem_choice::{AnyProblem, Within};
 use super::standards::StandardsChoice;
 use super::{CliError, Details, Passed, Printing};
-use crate::campaign::{ComputedLoss, computed, neighbours};
+use crate::campaign::{ComputedLoss, computed, neighbours, short_name};
 use crate::fixture::{StoredCandidate, extra_tensors, read_stored};
 use crate::judge::judgeable::Judgeable;
 use crate::judge::report;
@@ -173,9 +173,8 @@ impl JudgedCandidate {
         };
         let all: Vec<ComputedLoss> = losses.into_iter().flat_map(fits).collect();
         bar.finish_and_clear();
-        // A loss may be the default of several projects: one name is enough.
-        let names: Vec<&str> = all.iter().filter_map(|of| of.names.first()).map(String::as_str).collect();
-        let more = if names.len() > 1 { ", which this problem does not tell apart" } else { "" };
+        let names: Vec<String> = all.iter().map(|loss| short_name(&loss.names)).collect();
+        let more = if names.len() > 1 { ", which this problem does not distinguish" } else { "" };
         (!names.is_empty()).then(|| format!("these are the numbers of another loss: {}{more}", names.join("; or ")))
     }
 

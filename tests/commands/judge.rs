@@ -45,7 +45,7 @@ fn judge_rejects_a_wrong_candidate_and_shows_where() {
         "assay judge --problem",
         "error / limit of dlogits by vocabulary entry",
         "beyond the limit: ",
-        "  limit ┼─",
+        "  limit ┼",
     ] {
         assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
     }

@@ -23,7 +23,7 @@ use crate::common::CommonProperty;
 use crate::deck::{DealtRecipe, DeckShapes};
 use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
-use crate::neighbours::{ComputedLoss, computed, neighbours};
+use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
 use crate::repros::keep;
 use crate::shrink::{ShrinkEffort, shrink};
 use crate::subject::{Subject, telling};
@@ -133,10 +133,8 @@ fn sentence(kind: &FailureKind, cause: &schema::FailureCause) -> String {
             _ => line.to_string(),
         };
     }
-    if let ([names], false) | ([names, ..], true) = (computes.as_slice(), *computes_one_of)
-        && let Some(name) = names.first()
-    {
-        return format!("these are the numbers of another loss: {name}");
+    if let ([names], false) | ([names, ..], true) = (computes.as_slice(), *computes_one_of) {
+        return format!("these are the numbers of another loss: {}", short_name(names));
     }
     if let Some(diagnosis) = diagnoses.first() {
         return diagnosis.clone();

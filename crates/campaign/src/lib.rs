@@ -45,7 +45,7 @@ pub mod worker;
 pub use campaign::{Campaign, CampaignError, CampaignProgress};
 pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, FEW_SHAPES, Feature, FeatureCounts};
 pub use kernel::{CallWay, Fault, KernelUnderTest, LocalKernel};
-pub use neighbours::{ComputedLoss, computed, neighbours};
+pub use neighbours::{ComputedLoss, computed, neighbours, short_name};
 pub use shrink::simplify;
 pub use subject::Subject;
 pub use text::{TextForm, text};

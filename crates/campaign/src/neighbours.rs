@@ -21,6 +21,18 @@ pub struct ComputedLoss {
     pub spec: LossSpec,
 }
 
+/// Names a loss by its first name, and one more that a reader may know better: `reduction: token_mean (trl loss_type=dapo)`.
+pub fn short_name(names: &[String]) -> String {
+    match names {
+        [] => String::new(),
+        [one] => one.clone(),
+        [first, others @ ..] => {
+            let known = others.iter().find(|name| name.contains("loss_type=")).unwrap_or(&others[0]);
+            format!("{first} ({known})")
+        }
+    }
+}
+
 /// Returns those of `specs` whose reference agrees with every candidate at all gates: the losses that the kernel may
 /// compute. Equal losses are adjacent.
 pub fn computed<P: Judgeable>(

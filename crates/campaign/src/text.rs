@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::neighbours::short_name;
 use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore};
 use assay_schema::number::{distinct, quotient, six};
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
@@ -110,8 +111,9 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
     }
     // Several losses are an answer only if each has these numbers on every problem that was tried.
     if cause.computes_one_of && computes.len() > 1 {
-        let others: Vec<&str> = computes[1..].iter().filter_map(|names| names.first()).map(String::as_str).collect();
-        let others = format!("{}; no problem that was tried tells them apart", shortened(&others));
+        let others: Vec<String> = computes[1..].iter().map(|names| short_name(names)).collect();
+        let others: Vec<&str> = others.iter().map(String::as_str).collect();
+        let others = format!("{}; no problem that was tried distinguishes them", shortened(&others));
         write_line(text, "  ", "or of", &others);
     }
     for diagnosis in diagnoses.iter().filter(|diagnosis| *diagnosis != sentence) {

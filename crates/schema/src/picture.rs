@@ -30,9 +30,9 @@ impl PictureAxis {
 pub struct ErrorPicture {
     /// The name of what was compared, such as `dlogits`.
     pub output: String,
-    /// The batch in words.
+    /// The extents and the dtype of the problem.
     pub problem: String,
-    /// The axis.
+    /// The axis of the output that the cells are along.
     pub axis: PictureAxis,
     /// The number of places along the axis.
     pub extent: u64,
