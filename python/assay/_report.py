@@ -151,6 +151,10 @@ class Report:
         """Writes the report as an HTML page to `path`."""
         Path(path).write_text(_native.page(self._json), encoding="utf-8")
 
+    def to_markdown(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as Markdown to `path`, as for the summary of a job."""
+        Path(path).write_text(_native.report_markdown(self._json), encoding="utf-8")
+
     def raise_for_failure(self) -> None:
         """Raises an error with the report in words, unless the campaign passed.
 

@@ -410,6 +410,13 @@ pub(crate) fn report_text(py: Python<'_>, json: &str, details: bool, call: Optio
     Ok(campaign::text(&report, &TextForm { details, python_call: call }))
 }
 
+/// Formats the report of a campaign as Markdown, from its JSON.
+#[pyfunction]
+pub(crate) fn report_markdown(py: Python<'_>, json: &str) -> PyResult<String> {
+    let report: CampaignReport = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
+    Ok(campaign::markdown(&report))
+}
+
 /// Renders the report page of a campaign from its JSON.
 #[pyfunction]
 pub(crate) fn page(py: Python<'_>, json: &str) -> PyResult<String> {

@@ -33,7 +33,7 @@ fn run(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<u8> {
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::campaign::{Campaign, answer, page, report_text};
+    use super::campaign::{Campaign, answer, page, report_markdown, report_text};
     #[pymodule_export]
     use super::emitted::{mosaic_kernels, ptx_kernels};
     #[pymodule_export]

@@ -203,6 +203,9 @@ def test_a_report_is_written(tmp_path: Path) -> None:
     report.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert report.causes[0].sentence in page and "<svg" in page and "too_large: 20 problems" in page
+    report.to_markdown(tmp_path / "report.md")
+    written = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert written.startswith("### FAIL") and "| smallest | " in written
     assert "srcdoc" in report._repr_html_() and report.causes[0].sentence in report._repr_html_()
 
 

@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use serde::Serialize;
 
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Details, Passed, PluginChoice, Printing, command_line};
-use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, text};
+use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
 use crate::report::{Input, render};
@@ -48,13 +49,23 @@ pub(super) struct CheckCommand {
     repros: Option<PathBuf>,
     #[command(flatten)]
     plugin: PluginChoice,
-    /// Also write an HTML page
-    #[arg(long, value_name = "PAGE.html")]
-    html: Option<PathBuf>,
+    #[command(flatten)]
+    pages: Pages,
     #[command(flatten)]
     details: Details,
     #[command(flatten)]
     printing: Printing,
+}
+
+/// The pages that a report is written to as well.
+#[derive(Args)]
+pub(super) struct Pages {
+    /// Also write an HTML page
+    #[arg(long, value_name = "PAGE.html")]
+    pub(super) html: Option<PathBuf>,
+    /// Also write the report as Markdown, as for the summary of a job
+    #[arg(long, value_name = "REPORT.md")]
+    pub(super) markdown: Option<PathBuf>,
 }
 
 /// The standards of a campaign.
@@ -105,7 +116,7 @@ impl CheckCommand {
             }
         };
         bar.finish_and_clear();
-        show(&found, &self.printing, &self.details, self.html.as_deref())
+        show(&found, &self.printing, &self.details, &self.pages)
     }
 
     fn worker(&self, command: &str) -> Result<Worker, CliError> {
@@ -123,24 +134,36 @@ fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
     time.ok_or_else(|| CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0")))
 }
 
+impl Pages {
+    /// Writes the pages that are asked for, of a `result` that is called `name`.
+    pub(super) fn write(
+        &self,
+        name: &str,
+        result: &impl Serialize,
+        markdown: impl FnOnce() -> String,
+    ) -> Result<(), CliError> {
+        let write = |path: &Path, page: &str| {
+            let wrong = |reason| CliError::Io { path: path.into(), action: "write", reason };
+            crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(wrong)
+        };
+        if let Some(path) = &self.html {
+            let made = CommandOutput { command: command_line(), result };
+            // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
+            let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
+            write(path, &render(&[Input::parse(Path::new(name), &json)?], &made.command))?;
+        }
+        self.markdown.as_deref().map_or(Ok(()), |path| write(path, &markdown()))
+    }
+}
+
 /// Prints what a campaign found, and writes it where that is asked for.
 pub(super) fn show(
     found: &CampaignReport,
     printing: &Printing,
     details: &Details,
-    page: Option<&Path>,
+    pages: &Pages,
 ) -> Result<Passed, CliError> {
-    if let Some(path) = page {
-        let made = CommandOutput { command: command_line(), result: found };
-        // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
-        let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
-        let page = render(&[Input::parse(Path::new(&found.kernel), &json)?], &made.command);
-        crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
-            path: path.into(),
-            action: "write",
-            reason,
-        })?;
-    }
+    pages.write(&found.kernel, found, || markdown(found))?;
     let text = text(found, &TextForm { details: details.shown, python_call: None });
     if printing.quiet && !found.passed {
         super::print(&text)?;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::check::Pages;
 use super::problem_choice::{AnyProblem, Within};
 use super::standards::StandardsChoice;
 use super::{CliError, Details, Passed, Printing};
@@ -41,6 +42,8 @@ pub(super) struct JudgeCommand {
     #[command(flatten)]
     standards: StandardsChoice,
     #[command(flatten)]
+    pages: Pages,
+    #[command(flatten)]
     details: Details,
     #[command(flatten)]
     printing: Printing,
@@ -48,14 +51,14 @@ pub(super) struct JudgeCommand {
 
 impl JudgeCommand {
     pub(super) fn run(self) -> Result<Passed, CliError> {
-        let Self { suite, candidates, problem, within, candidate, standards, details, printing } = self;
+        let Self { suite, candidates, problem, within, candidate, standards, pages, details, printing } = self;
         match (suite, candidates, problem, candidate) {
             (Some(suite), Some(candidates), ..) => {
-                super::suite::judge(&suite, &candidates, standards.for_campaign(), &printing, &details)
+                super::suite::judge(&suite, &candidates, standards.for_campaign(), &printing, &details, &pages)
             }
             (_, _, Some(problem), Some(candidate)) => {
                 let (spec, given) = within.read(&problem)?;
-                let one = JudgedCandidate { problem, within, candidate, standards, details, printing };
+                let one = JudgedCandidate { problem, within, candidate, standards, pages, details, printing };
                 match given {
                     AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
                     AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
@@ -72,6 +75,7 @@ struct JudgedCandidate {
     within: Within,
     candidate: PathBuf,
     standards: StandardsChoice,
+    pages: Pages,
     details: Details,
     printing: Printing,
 }
@@ -87,7 +91,7 @@ impl JudgedCandidate {
         let known = JudgedProblem::new(spec, problem).map_err(wrong)?;
         let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
         let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
-        let mut checks = Vec::new();
+        let (mut checks, mut said) = (Vec::new(), String::new());
         // A whole candidate has a gradient. A candidate without one is judged by the rest, and its missing tensors are
         // listed as not checked.
         let (verdicts, mut diagnoses, mut ignored) = match candidate {
@@ -110,12 +114,16 @@ impl JudgedCandidate {
         for verdict in verdicts {
             if verdict.status.failed() {
                 let explained = known.explain(&verdict, &name, &self.command());
-                super::print(&if self.details.shown { format!("{explained:#}\n") } else { format!("{explained}\n") })?;
+                let text = if self.details.shown { format!("{explained:#}\n") } else { format!("{explained}\n") };
+                super::print(&text)?;
+                said += &text;
             }
             checks.push(report::check(&label, &name, &verdict.gate.to_string(), &verdict));
         }
         if let StoredCandidate::Whole(candidate) = candidate {
-            self.draw(&known, candidate, &checks)?;
+            let drawn = self.draw(&known, candidate, &checks)?;
+            super::print(&drawn)?;
+            said += &drawn;
         }
         // A failure that has the numbers of another loss is most likely a wrong option, and no rounding error. The search evaluates some
         // hundred losses, so what failed is printed before it.
@@ -128,30 +136,33 @@ impl JudgedCandidate {
         let extra = extra_tensors::<P::Gradient>(&self.candidate)?.into_iter();
         ignored.extend(extra.map(|name| report::ignored(format!("tensor `{name}`"), "no output has this name")));
         let verdicts = Verdicts { diagnoses, ..report::verdicts(checks, ignored) };
-        self.printing.finish(&report::table(&verdicts), &verdicts)?;
+        let table = report::table(&verdicts);
+        // A fence of four is not closed by what a stranger's file is called.
+        self.pages.write(&label, &verdicts, || format!("````text\n{}{table}````\n", said.replace('`', "'")))?;
+        self.printing.finish(&table, &verdicts)?;
         Ok(verdicts.pass.into())
     }
 
-    /// Draws where the first of the outputs that failed is wrong.
+    /// Draws where the first of the outputs that failed is wrong; empty if it has no axis.
     fn draw<P: Judgeable>(
         &self,
         known: &JudgedProblem<P>,
         candidate: &Candidate<P::Gradient>,
         checks: &[GateCheck],
-    ) -> Result<(), CliError> {
+    ) -> Result<String, CliError> {
         if !checks.iter().any(|check| check.verdict.failed()) {
-            return Ok(());
+            return Ok(String::new());
         }
         // Maps take a second judging, which only a failure is worth.
         let limits = Limits::external(self.standards.for_campaign().grade).with_error_maps();
         let verdicts = known.verdicts(&candidate.lend(), &limits)?;
         let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
         let label = self.problem.display().to_string();
-        if let Some(picture) = failed.filter_map(|verdict| report::picture(&verdicts, verdict.gate, &label)).next() {
+        let picture = failed.filter_map(|verdict| report::picture(&verdicts, verdict.gate, &label)).next();
+        Ok(picture.map_or_else(String::new, |picture| {
             let lines: String = picture.lines(PICTURE_WIDTH).iter().map(|line| format!("  {line}\n")).collect();
-            super::print(&format!("{}; {}\n{lines}\n", picture.caption(), picture.beyond_in_words()))?;
-        }
-        Ok(())
+            format!("{}; {}\n{lines}\n", picture.caption(), picture.beyond_in_words())
+        }))
     }
 
     /// Finds another loss that has these numbers on this problem.

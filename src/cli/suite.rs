@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::check::{CampaignStandards, show};
+use super::check::{CampaignStandards, Pages, show};
 use super::deck_choice::DeckChoice;
 use super::generate::json;
 use super::spec_choice::SpecChoice;
@@ -104,6 +104,7 @@ pub(super) fn judge(
     standards: CampaignStandards,
     printing: &Printing,
     details: &Details,
+    pages: &Pages,
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
     let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
@@ -131,7 +132,7 @@ pub(super) fn judge(
             campaign.run::<HeadProblem>(&mut Answers::read::<HeadProblem>(candidates, spec, deck)?, &mut |_| ())?
         }
     };
-    show(&found, printing, details, None)
+    show(&found, printing, details, pages)
 }
 
 /// A kernel that has answered already: the candidate of each problem, by what the problem holds.

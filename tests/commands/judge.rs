@@ -49,7 +49,12 @@ fn judge_rejects_a_wrong_candidate_and_shows_where() {
     ] {
         assert!(output.stdout.contains(part), "`{part}` not in: {}", output.stdout);
     }
-    let long = workplace.judge(&["--quiet", "-v"]);
+    let [html, markdown] = ["page.html", "report.md"].map(|name| workplace.path(name));
+    let long = workplace.judge(&["--quiet", "-v", "--html", &html, "--markdown", &markdown]);
+    let [html, markdown] = [html, markdown].map(|path| std::fs::read_to_string(path).unwrap());
+    assert!(
+        html.starts_with("<!DOCTYPE html>") && markdown.contains("  limit ┼") && markdown.contains("FAIL candidate")
+    );
     for detail in ["  0x", "ulp  ", "κ  "] {
         assert!(!output.stdout.contains(detail) && long.stdout.contains(detail), "{detail}: {}", long.stdout);
     }

@@ -251,7 +251,7 @@ fn draft<P: Subject>(
         repro: None,
     };
     if shrinks {
-        cause.values = problem.values_in_words();
+        cause.values = problem.values_in_words(&campaign.spec);
     }
     let mut patterns = Vec::new();
     // Explain the failure by what is known of its kind: a failed gate by its verdict, its diagnoses and the mutants

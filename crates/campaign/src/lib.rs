@@ -31,6 +31,7 @@ mod common;
 mod deck;
 mod examine;
 mod kernel;
+mod markdown;
 mod neighbours;
 pub mod panel;
 #[cfg(feature = "mutants")]
@@ -45,6 +46,7 @@ pub mod worker;
 pub use campaign::{Campaign, CampaignError, CampaignProgress};
 pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, FEW_SHAPES, Feature, FeatureCounts};
 pub use kernel::{CallWay, Fault, KernelUnderTest, LocalKernel};
+pub use markdown::markdown;
 pub use neighbours::{ComputedLoss, computed, neighbours, short_name};
 pub use shrink::simplify;
 pub use subject::Subject;

@@ -8,7 +8,7 @@ use ndarray::{Array, ArrayViewD, Dimension};
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
-use assay_core::spec::LossSpec;
+use assay_core::spec::{LossSpec, OldLogp};
 use assay_fixture::{FixtureError, ProblemFile};
 use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
@@ -58,8 +58,8 @@ pub trait Subject: Judgeable {
     #[must_use]
     fn refilled(self, other: Self) -> Self;
 
-    /// Writes the values of a tiny problem as they are written in code; `None` if it has many.
-    fn values_in_words(&self) -> Option<String> {
+    /// Writes the values of a tiny problem that `spec` reads, as they are written in code; `None` if there are many.
+    fn values_in_words(&self, spec: &LossSpec) -> Option<String> {
         let arrays: Vec<_> = Self::ARRAYS.iter().copied().zip(self.arrays()).collect();
         let Problem { ids, mask, advantages, old_logp, ref_logp, .. } = self.batch();
         let values: usize = arrays.iter().map(|(_, array)| array.shape().iter().product::<usize>()).sum();
@@ -77,8 +77,10 @@ pub trait Subject: Judgeable {
             ("mask", nested(mask.mapv(|counts| f64::from(u8::from(counts))).view().into_dyn())),
             advantages,
         ];
+        let old_logp = old_logp.as_ref().filter(|_| spec.old_logp == OldLogp::Given);
+        let ref_logp = ref_logp.as_ref().filter(|_| spec.kl.is_some());
         let optional = [("old_logp", old_logp), ("ref_logp", ref_logp)];
-        let optional = optional.into_iter().filter_map(|(name, x)| Some((name, nested(x.as_ref()?.view().into_dyn()))));
+        let optional = optional.into_iter().filter_map(|(name, x)| Some((name, nested(x?.view().into_dyn()))));
         let all = floats.chain(whole).chain(optional);
         Some(all.map(|(name, values)| format!("{name} = {values}")).collect::<Vec<_>>().join(", "))
     }

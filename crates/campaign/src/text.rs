@@ -14,6 +14,9 @@ const LISTED: usize = 3;
 /// The width of a terminal that is taken for granted.
 const WIDTH: usize = 80;
 
+/// The width of a picture, four characters from the left.
+pub(crate) const PICTURE_WIDTH: usize = WIDTH - 4;
+
 /// The width of a label with the space after it.
 const LABEL: usize = 13;
 
@@ -64,7 +67,7 @@ fn write_line(text: &mut String, indent: &str, label: &str, value: &str) {
 }
 
 /// `PASS  k: 200 problems, …`
-fn total(campaign: &CampaignReport) -> String {
+pub(crate) fn total(campaign: &CampaignReport) -> String {
     let CampaignReport {
         passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, ..
     } = campaign;
@@ -137,7 +140,7 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
     if let Some(picture) = &cause.picture {
         let _ = writeln!(text);
         write_line(text, "  ", "where", &format!("{}; {}", picture.caption(), picture.beyond_in_words()));
-        for line in picture.lines(WIDTH - 4) {
+        for line in picture.lines(PICTURE_WIDTH) {
             let _ = writeln!(text, "    {line}");
         }
     }
@@ -156,13 +159,11 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
     let _ = writeln!(text);
 }
 
-/// Writes a table of the smallest problem of a cause and its worst: place, expected and actual value, error / limit.
-fn write_values(text: &mut String, cause: &FailureCause) {
+/// Returns the rows of a table of the smallest problem of a cause and its worst: problem, place, expected and actual value, error / limit.
+/// There is none if the kernel returned nothing.
+pub(crate) fn value_rows(cause: &FailureCause) -> Vec<[String; 6]> {
     let FailureCause { problem, worst, verdict, .. } = cause;
-    let Some(verdict) = verdict else {
-        write_line(text, "  ", "smallest", problem);
-        return;
-    };
+    let Some(verdict) = verdict else { return Vec::new() };
     let place = |at: &str| if at.is_empty() { "–".to_string() } else { at.to_string() };
     let values = |expected: Option<f64>, actual: Option<f64>| match (expected, actual) {
         (Some(expected), Some(actual)) => distinct(expected, actual),
@@ -170,20 +171,30 @@ fn write_values(text: &mut String, cause: &FailureCause) {
         (None, Some(actual)) => ["–".into(), six(actual)],
         (_, None) => ["a number".into(), "NaN or ∞".into()],
     };
-    let mut table = Table::new();
-    table.load_style(NOTHING).set_header(["", "problem", "place", "expected", "got", "error / limit"]);
     let over = verdict.error.zip(verdict.limit);
     let over =
         over.map_or("–".into(), |(error, limit)| if error == 0.0 { "0".into() } else { quotient(error / limit) });
     let [expected, actual] = values(verdict.expected, verdict.actual);
-    table.add_row(["smallest", problem, &place(&verdict.at), &expected, &actual, &over]);
+    let mut rows = vec![["smallest".into(), problem.clone(), place(&verdict.at), expected, actual, over]];
     if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
         let [expected, actual] = values(worst.expected, worst.actual);
-        let over = quotient(worst.error_over_limit);
         // The extents, the dtype and the regime; the rest of the label is among the details.
-        let problem = worst.problem.split(',').next().unwrap_or_default();
-        table.add_row(["worst", problem, &place(&worst.at), &expected, &actual, &over]);
+        let problem = worst.problem.split(',').next().unwrap_or_default().to_string();
+        let over = quotient(worst.error_over_limit);
+        rows.push(["worst".into(), problem, place(&worst.at), expected, actual, over]);
     }
+    rows
+}
+
+/// Writes the table of a cause's values, or its smallest problem if there are none.
+fn write_values(text: &mut String, cause: &FailureCause) {
+    let rows = value_rows(cause);
+    if rows.is_empty() {
+        write_line(text, "  ", "smallest", &cause.problem);
+        return;
+    }
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(["", "problem", "place", "expected", "got", "error / limit"]).add_rows(rows);
     for column in 3..6 {
         table.column_mut(column).expect("the header has six columns").set_cell_alignment(CellAlignment::Right);
     }
@@ -223,7 +234,7 @@ fn shortened(names: &[&str]) -> String {
 }
 
 /// `62 of 62 features of the deck; 812 tokens that count, 700 with a gradient`
-fn covered(campaign: &CampaignReport) -> String {
+pub(crate) fn covered(campaign: &CampaignReport) -> String {
     let DeckCoverage { tokens, with_gradient, features, .. } = &campaign.coverage;
     let missed: Vec<&str> = features.iter().filter(|row| row.problems == 0).map(|row| row.feature.as_str()).collect();
     let dealt = match missed.len() {
@@ -260,7 +271,7 @@ fn tokens_covered(campaign: &CampaignReport) -> String {
 }
 
 /// `53 of 54 wrong kernels would be rejected; not …`
-fn score(power: &MutationScore) -> String {
+pub(crate) fn score(power: &MutationScore) -> String {
     let MutationScore { rejected, exercised, accepted, cases } = power;
     let mut line = format!(
         "{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)"

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Fault, TextForm, text};
+use assay_campaign::{Campaign, Fault, TextForm, markdown, text};
 use assay_core::problem::{Candidate, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_schema::campaign::CampaignReport;
@@ -81,5 +81,21 @@ fn report_on_logp_speaks_of_no_clip() {
     assert!(found.from_cotangents && !found.passed, "{long}");
     for word in ["clipped", "A > 0", "advantage", ", ratio "] {
         assert!(!long.contains(word), "{word}:\n{long}");
+    }
+}
+
+/// A stranger's text is text in Markdown too, and a cell of a table stays one.
+#[test]
+fn report_in_markdown_escapes_the_names_of_strangers() {
+    let mut named = campaign(trl(), 24);
+    named.kernel = "<img src=x> `k` | **b**\n# title".into();
+    let found = tail_is_dropped(&named);
+    let written = markdown(&found);
+    assert!(written.starts_with("### FAIL") && written.contains("```text\n"), "{written}");
+    for raw in ["<img", "\n# title", "**b**", " `k`"] {
+        assert!(!written.contains(raw), "{raw}:\n{written}");
+    }
+    for row in written.lines().filter(|line| line.starts_with("| smallest") || line.starts_with("| worst")) {
+        assert_eq!(row.matches(" | ").count(), 5, "{row}");
     }
 }

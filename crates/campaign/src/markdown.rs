@@ -1,0 +1,88 @@
+//! Formats a campaign's report as Markdown, as for the summary of a job or a comment on a pull request.
+
+use std::fmt::Write as _;
+
+use assay_schema::campaign::{CampaignReport, FailureCause};
+
+use crate::text::{PICTURE_WIDTH, covered, score, total, value_rows};
+
+/// Formats the whole report: the verdict as a heading, then each cause with its values, and the place of its errors folded.
+///
+/// ```
+/// use assay_campaign::{Campaign, Deck, LocalKernel, markdown};
+/// use assay_core::problem::Problem;
+/// use assay_core::spec::LossSpec;
+/// use assay_native::Native;
+///
+/// let deck = Deck { cases: 2, wide: 0, ..Deck::default() };
+/// let campaign = Campaign { deck, power: false, ..Campaign::new("native", LossSpec::default()) };
+/// let native = Native::default();
+/// let report = campaign.run(&mut LocalKernel::<Problem>(&native), &mut |_| ()).unwrap();
+/// assert!(markdown(&report).starts_with("### PASS"));
+/// ```
+pub fn markdown(campaign: &CampaignReport) -> String {
+    let mut text = format!("### {}\n", escaped(&total(campaign)));
+    for cause in &campaign.causes {
+        write_cause(&mut text, "", cause);
+    }
+    for cause in &campaign.allowed {
+        write_cause(&mut text, "Allowed or noted: ", cause);
+    }
+    for skipped in &campaign.skipped {
+        let _ = writeln!(text, "\n{} problems were skipped: {}", skipped.cases, escaped(&skipped.why));
+    }
+    if let Some(why) = &campaign.stopped {
+        let _ = writeln!(text, "\nStopped after {} of {} problems: {}", campaign.tried, campaign.cases, escaped(why));
+    }
+    let _ = writeln!(text, "\nCovered: {}.", escaped(&covered(campaign)));
+    if let Some(power) = &campaign.power {
+        let _ = writeln!(text, "\nMutants: {}.", escaped(&score(power)));
+    }
+    text
+}
+
+fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
+    let FailureCause { gate, cases, sentence, in_common, picture, repro, values, .. } = cause;
+    let problems = if *cases == 1 { "problem" } else { "problems" };
+    let _ = writeln!(text, "\n**{word}{}**\n\n{}, in {cases} {problems}.", escaped(sentence), escaped(gate));
+    if let Some(property) = in_common {
+        let _ = writeln!(text, "In common: {}.", escaped(property));
+    }
+    let rows = value_rows(cause);
+    if !rows.is_empty() {
+        text.push_str("\n| | problem | place | expected | got | error / limit |\n|---|---|---|--:|--:|--:|\n");
+        for row in rows {
+            let _ = writeln!(text, "| {} |", row.map(|cell| escaped(&cell)).join(" | "));
+        }
+    }
+    if let Some(picture) = picture {
+        let caption = format!("{}; {}", picture.caption(), picture.beyond_in_words());
+        let _ = writeln!(text, "\n<details><summary>Where</summary>\n\n{}\n\n```text", escaped(&caption));
+        for line in picture.lines(PICTURE_WIDTH) {
+            let _ = writeln!(text, "{line}");
+        }
+        text.push_str("```\n\n</details>\n");
+    }
+    for (name, value) in [("Problem", repro), ("Its values", values)] {
+        if let Some(value) = value {
+            let _ = writeln!(text, "\n{name}: {}", escaped(value));
+        }
+    }
+}
+
+/// Escapes what Markdown would take for its own: the text is a stranger's.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.trim_end().chars() {
+        match c {
+            '\n' | '\r' => escaped.push(' '),
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '\\' | '`' | '*' | '_' | '[' | ']' | '|' | '#' | '~' | '!' => escaped.extend(['\\', c]),
+            c if c.is_control() => {}
+            c => escaped.push(c),
+        }
+    }
+    escaped
+}
