@@ -1,5 +1,6 @@
 # The README's two commands are `make replay` and `make test`.
-.PHONY: setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+export NO_MKDOCS_2_WARNING = 1
+.PHONY: docs setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -75,6 +76,16 @@ target/python/venv/made: python/tests/requirements.txt
 	rm -rf target/python/venv
 	$(PYTHON) -m venv target/python/venv
 	target/python/venv/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
+	touch $@
+
+# The site, in target/docs/site: broken links, anchors and names fail. What builds it is installed once, 0.2 GB.
+docs: target/docs/venv/made
+	target/docs/venv/bin/mkdocs build --quiet
+
+target/docs/venv/made: setup/docs.txt
+	rm -rf target/docs/venv
+	$(PYTHON) -m venv target/docs/venv
+	target/docs/venv/bin/pip install --disable-pip-version-check --quiet --only-binary :all: -r $<
 	touch $@
 
 # The Python package as it would be published, in dist; nothing is published. What builds it is installed once, 0.3 GB.

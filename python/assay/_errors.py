@@ -6,6 +6,7 @@ from __future__ import annotations
 class AssayError(Exception):
     """The base class of all errors of this package.
 
+    Examples:
         >>> import assay
         >>> try:
         ...     assay.spec("trl", beta="much")
@@ -18,6 +19,7 @@ class AssayError(Exception):
 class SpecError(AssayError, ValueError):
     """An invalid spec: an unknown project, option or field, or a number out of range.
 
+    Examples:
         >>> import assay
         >>> try:
         ...     assay.spec("trl", bta=0.1)
@@ -30,6 +32,7 @@ class SpecError(AssayError, ValueError):
 class ProblemError(AssayError, ValueError):
     """A problem that cannot be generated, read or evaluated under its spec.
 
+    Examples:
         >>> import assay
         >>> try:
         ...     assay.load("nowhere.safetensors")
@@ -67,6 +70,7 @@ class OutputError(AssayError, ValueError):
 class KernelFailure(AssayError, AssertionError):
     """A kernel whose numbers are wrong; the message is the report. pytest shows it as a failed assertion.
 
+    Examples:
         >>> import assay
         >>> issubclass(assay.KernelFailure, AssertionError)
         True
@@ -95,6 +99,7 @@ class KernelCrashed(AssayError):
 class KernelTimeout(AssayError, TimeoutError):
     """A kernel that did not answer in time, under `isolate=True`, and was stopped.
 
+    Examples:
         >>> import assay
         >>> issubclass(assay.KernelTimeout, TimeoutError)
         True
@@ -104,6 +109,7 @@ class KernelTimeout(AssayError, TimeoutError):
 class NotReproducible(AssayError):
     """A kernel that returned other bits when it was called again with the same problem.
 
+    Examples:
         >>> import assay
         >>> issubclass(assay.NotReproducible, assay.AssayError)
         True

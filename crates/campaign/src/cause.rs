@@ -266,8 +266,10 @@ fn draft<P: Subject>(
                     originals.map(|problem| diagnoses(campaign, bench, problem)).find(|all| !all.is_empty());
                 patterns = diagnoses.unwrap_or_default();
                 cause.diagnoses = patterns.iter().map(ToString::to_string).collect();
-                let largest = Arc::clone(&bucket.kept.last().expect("a failure has a problem").problem);
-                cause.picture = picture(campaign, bench, &kind, &largest);
+                // The picture that tells most is the one of which the smallest part is beyond the limit; of equals, of the largest problem.
+                let kept = bucket.kept.iter().rev().map(|failing| &failing.problem);
+                let pictures = kept.filter_map(|problem| picture(campaign, bench, &kind, problem));
+                cause.picture = pictures.min_by(|a, b| a.share_beyond().total_cmp(&b.share_beyond()));
                 // A wrong kernel is wrong however it is called: none is like one that is right when it is called plainly.
                 #[cfg(feature = "mutants")]
                 if bench.way.is_none() {

@@ -67,7 +67,7 @@ pub struct FailureCause {
     /// The problem that failed worst; `None` where no error has a limit.
     #[serde(default)]
     pub worst: Option<WorstProblem>,
-    /// The place of the errors in the largest problem that is kept; `None` if the output has no axis, or there is no output.
+    /// The place of the errors in the problem that tells most; `None` if the output has no axis, or there is no output.
     #[serde(default)]
     pub picture: Option<ErrorPicture>,
     /// The values of the smallest problem, if they are few: `logits = [[[0.5, -1.25]]], ids = [[1]], …`.

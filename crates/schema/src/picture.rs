@@ -58,6 +58,12 @@ impl ErrorPicture {
         format!("error / limit of {} by {}{cell}, in {}", self.output, self.axis.name(), self.problem)
     }
 
+    /// Returns the share of the axis that is beyond the limit: the smaller, the more a picture tells.
+    pub fn share_beyond(&self) -> f64 {
+        let places: u64 = self.beyond().iter().map(|[first, last]| last + 1 - first).sum();
+        places as f64 / self.extent as f64
+    }
+
     /// Returns the cells that are beyond the limit as ranges of places, first and last.
     pub fn beyond(&self) -> Vec<[u64; 2]> {
         let mut ranges: Vec<[u64; 2]> = Vec::new();
