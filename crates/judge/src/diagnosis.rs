@@ -101,9 +101,10 @@ impl fmt::Display for Diagnosis {
             }
             Diagnosis::Columns { first, last, vocab, zero } => {
                 let wrong = if *zero { "0" } else { "wrong" };
-                match first == last {
-                    true => write!(f, "the dlogit of vocabulary entry {first} of {vocab} is {wrong}")?,
-                    false => write!(f, "dlogits of vocabulary entries {first} to {last} of {vocab} are {wrong}")?,
+                if first == last {
+                    write!(f, "the dlogit of vocabulary entry {first} of {vocab} is {wrong}")?;
+                } else {
+                    write!(f, "dlogits of vocabulary entries {first} to {last} of {vocab} are {wrong}")?;
                 }
                 write!(f, ", all others are right: ")?;
                 write!(f, "{}", if last + 1 == *vocab { "the last tile, or its mask" } else { "a tile or a shard" })

@@ -154,8 +154,9 @@ fn bar(value: Option<f64>, low: f64, high: f64) -> char {
             }
         }
         Some(value) => {
-            let filled = ((value.log10() - low) / (high - low)).clamp(0.0, 1.0);
-            EIGHTHS[(filled * 8.0).round() as usize]
+            let filled = (value.log10() - low) / (high - low);
+            // The number of eighths that are filled; a value of 0 fills none.
+            EIGHTHS[(1..EIGHTHS.len()).filter(|&eighths| filled * 8.0 + 0.5 >= eighths as f64).count()]
         }
     }
 }
