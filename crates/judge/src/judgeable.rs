@@ -221,11 +221,17 @@ fn describe_token<L>(
         },
         six(problem.advantage((b, t))),
     );
-    let given = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
+    let given_at = |(name, array): (&'static str, &Option<ndarray::Array2<f64>>)| Some((name, array.as_ref()?[[b, t]]));
     let dentropy = if reference.spec().dentropy { &problem.extra.dentropy } else { &None };
-    let given = [("dentropy", dentropy), ("old_logp", &problem.old_logp), ("ref_logp", &problem.ref_logp)]
-        .into_iter()
-        .filter_map(given);
+    let reads_rollout_logp = reference.spec().reads_rollout_logp();
+    let rollout_logp = if reads_rollout_logp { &problem.extra.rollout_logp } else { &None };
+    let given = [
+        ("dentropy", dentropy),
+        ("old_logp", &problem.old_logp),
+        ("ref_logp", &problem.ref_logp),
+        ("rollout_logp", rollout_logp),
+    ];
+    let given = given.into_iter().filter_map(given_at);
     if let Some(others) = &problem.extra.others {
         let (ids, dlogp): (Vec<i64>, Vec<f64>) = others.at(b, t).unzip();
         let _ = write!(text, ", other ids {ids:?}, their dlogp {dlogp:?}");
@@ -234,6 +240,9 @@ fn describe_token<L>(
     let temperature = (reference.spec().temperature == Temperature::Given).then_some(("temperature", temperature));
     for (name, x) in given.chain(temperature).chain(element) {
         let _ = write!(text, ", {name} {}", six(x));
+        if name == "rollout_logp" && x.is_nan() {
+            text += " (not scored)";
+        }
     }
     if let Some(token) = reference.token(b, t) {
         let _ = write!(text, "; in the reference logp {}", six(token.inputs.logp));

@@ -362,13 +362,13 @@ impl Rejection {
         };
         let of = match self.estimator {
             RejectionEstimator::K1 | RejectionEstimator::K2 | RejectionEstimator::K3 => {
-                "y = clamp(old_logp − rollout_logp, ±20)"
+                "y = clamp(old_logp − rollout_logp, ±20), 0 where rollout_logp is NaN"
             }
             RejectionEstimator::BinaryKl | RejectionEstimator::TotalVariation => {
-                "p of the sampler and q of the old policy within 1e-6 and 1 − 1e-6"
+                "p of the sampler and q of the old policy within 1e-6 and 1 − 1e-6, p = q where rollout_logp is NaN"
             }
-            RejectionEstimator::Probability => "p of the sampler, q of the old policy",
-            RejectionEstimator::AbsoluteRatio => "y = old_logp − rollout_logp",
+            RejectionEstimator::Probability => "p of the sampler, q of the old policy, p = q where rollout_logp is NaN",
+            RejectionEstimator::AbsoluteRatio => "y = old_logp − rollout_logp, 0 where rollout_logp is NaN",
         };
         let level = match self.level {
             RejectionLevel::Token => "of a token",
@@ -380,7 +380,7 @@ impl Rejection {
                 let max = number(self.max);
                 return format!(
                     "the largest y², as few as bring the mean of the batch's other tokens below {max}, \
-                     y = old_logp − rollout_logp; one token remains: as if masked"
+                     y = old_logp − rollout_logp, 0 where rollout_logp is NaN; one token remains: as if masked"
                 );
             }
         };
@@ -401,7 +401,11 @@ impl Rejection {
 impl OffPolicyMask {
     fn describe(&self) -> String {
         let threshold = number(self.threshold);
-        format!("the policy term stays where A ≥ 0 or the row's mean of {} − ℓ is ≤ {threshold}", old(self.behaviour))
+        let unscored = if self.behaviour == OldLogp::Rollout { ", 0 where that is NaN," } else { "" };
+        format!(
+            "the policy term stays where A ≥ 0 or the row's mean of {} − ℓ{unscored} is ≤ {threshold}",
+            old(self.behaviour)
+        )
     }
 }
 
@@ -435,7 +439,7 @@ impl RolloutWeights {
                 format!("exp({y}) of each token, where the row's geometric mean is within bounds")
             }
         };
-        let difference = if self.source == RolloutSource::Logp { ", y = old_logp − rollout_logp" } else { "" };
+        let difference = if self.source == RolloutSource::Logp { self.unscored.describe(self.level) } else { "" };
         // Given weights have no bounds; a gated weight is 0 outside, whatever `outside` says.
         let bounds = match (self.min, self.max) {
             _ if self.source == RolloutSource::Given => String::new(),
@@ -447,14 +451,31 @@ impl RolloutWeights {
                 format!(", {outside} [{}, {}]", end(min, "0"), end(max, "∞"))
             }
         };
-        let unscored = if self.unscored == UnscoredWeight::Zero { ", 0 where a token was not scored" } else { "" };
         let normalized = if self.normalize { ", divided by its mean" } else { "" };
         let on = match self.applies_to {
             _ if in_vespo => "within w",
             LossTerms::Policy => "on the policy term",
             LossTerms::PolicyAndKl => "on the policy term and KL",
         };
-        format!("{made}{difference}{unscored}{bounds}{normalized}: {on}")
+        format!("{made}{difference}{bounds}{normalized}: {on}")
+    }
+}
+
+impl UnscoredWeight {
+    /// Describes the log-ratio `y`, and what a token with a NaN `rollout_logp`, which the sampler did not score, gets.
+    fn describe(self, level: RolloutLevel) -> &'static str {
+        match (self, level) {
+            (UnscoredWeight::One, _) => ", y = old_logp − rollout_logp, or 0 where rollout_logp is NaN (not scored)",
+            (UnscoredWeight::Zero, RolloutLevel::Token) => {
+                ", y = old_logp − rollout_logp; where rollout_logp is NaN (not scored) the weight is 0, before bounds"
+            }
+            (UnscoredWeight::Zero, RolloutLevel::Sequence | RolloutLevel::Geometric) => {
+                ", y = old_logp − rollout_logp; of a row with a NaN in rollout_logp (not scored) the weight is 0, before bounds"
+            }
+            (UnscoredWeight::Zero, RolloutLevel::TokenGatedByGeometric) => {
+                ", y = old_logp − rollout_logp; where rollout_logp is NaN (not scored) y is 0 in the mean, and the weight 0"
+            }
+        }
     }
 }
 
@@ -502,6 +523,9 @@ impl Kl {
             KlGradient::K2Weighted(bound) => {
                 text += &format!("; the gradient is that of d²/2, times sg(min(exp(ℓ − old), {}))", number(bound));
             }
+        }
+        if self.importance == KlImportance::Rollout {
+            text += "; kl is 0 where rollout_logp is NaN (not scored)";
         }
         if let Some(averaging) = &self.averaging {
             text += &format!("; {}", averaging.describe());
