@@ -3,7 +3,7 @@
 //! The bounds are evaluated term by term, each over all columns: there are millions, and a loop without a branch is vectorised.
 
 use super::condition::{
-    BranchAlternative, Condition, ErrorBound, FLUSHED, grad_flushed, grad_terms, response, sum_error,
+    BranchAlternative, Condition, ErrorBound, FLUSHED, SoftmaxErrors, grad_flushed, grad_terms, response, sum_error,
     transform_rounding,
 };
 use super::tolerance::Grade;
@@ -173,7 +173,7 @@ impl<'c> DlogitsCondition<'c> {
 
     /// Bounds the dlogits of `columns`, and splits off the parts that they share.
     pub(super) fn parts(&self, columns: &TokenColumns) -> ColumnErrorParts {
-        let (whole, flushed) = self.whole_and_flushed(columns);
+        let (mut whole, flushed) = self.whole_and_flushed(columns);
         // The common part is what an error of `G`, of `S` or of the mean gap does to every column alike, in proportion
         // to `p_j`. It is split off because such errors cannot cancel in a product with the head's weights.
         let p = &columns.logp().probabilities;
@@ -199,7 +199,32 @@ impl<'c> DlogitsCondition<'c> {
             common.multiply(&slopes);
             of_ratio.multiply(&slopes);
         }
+        self.add_row_shift(columns, &mut whole, &mut common);
         ColumnErrorParts { whole, common, of_ratio, flushed }
+    }
+
+    /// Adds what errors of the row's sum and of its entropy do to all columns, in proportion to their probabilities, if they are forgiven.
+    ///
+    /// Given logits have no such part in their limits: their rows are compared at the shift that fits. A product with a head has one
+    /// value for all columns, in which the error of the row enters once.
+    fn add_row_shift(&self, columns: &TokenColumns, whole: &mut ColumnErrors, common: &mut ColumnErrors) {
+        let SoftmaxErrors { lane_sum, entropy_shift, .. } = self.condition.softmax;
+        if lane_sum == 0.0 && entropy_shift == 0.0 {
+            return;
+        }
+        let t = 1.0 / self.token.temperature();
+        let (of_sum, of_entropy) = (self.grad * lane_sum * t, self.grad_entropy * entropy_shift * t);
+        let probabilities = columns.logp().probabilities.iter().zip(&columns.entropy().probabilities);
+        for (v, (p, q)) in probabilities.enumerate() {
+            let slope = columns.slopes().map_or(1.0, |slopes| slopes[v].abs());
+            let shift = (of_sum * p + of_entropy * q) * slope;
+            whole.floor[v] += shift;
+            common.floor[v] += shift;
+        }
+        // The sum moves a target's column by `1 − p_y` or by `p_y`, as the formula has it: all of it is the column's own.
+        for (_, y) in self.targets_in(columns) {
+            common.floor[y] = 0.0;
+        }
     }
 
     /// Iterates over the ids among `columns`, each with its place there.

@@ -80,6 +80,13 @@ pub enum Diagnosis {
     NotUpcast(Dtype),
     /// The errors of logp, or of entropy alone, are as large as those of a sum of so many terms, added one by one in f32.
     NaiveSum(usize),
+    /// The errors of entropy alone are no larger than those of `lse − Σ p·x` with p rounded as `exp(x − lse)`.
+    EntropyDifference {
+        /// The logarithm of the sum of exponentials at the largest error, in nats.
+        lse: f64,
+        /// The entropy there, in nats.
+        entropy: f64,
+    },
 }
 
 impl fmt::Display for Diagnosis {
@@ -130,6 +137,13 @@ impl fmt::Display for Diagnosis {
             Diagnosis::NaiveSum(terms) => {
                 write!(f, "these are the errors of a sum of {terms} terms, added one by one in f32")
             }
+            Diagnosis::EntropyDifference { lse, entropy } => {
+                write!(
+                    f,
+                    "these are the errors of an entropy as lse − Σ p·x, where two numbers near {lse:.4} cancel to "
+                )?;
+                write!(f, "{entropy:.4}, if each p is exp(x − lse): p of a softmax, or x − max for x, loses less")
+            }
         }
     }
 }
@@ -145,7 +159,9 @@ impl Diagnosis {
                 Self::Columns { last, vocab, zero, .. },
                 Self::Columns { last: other_last, vocab: other_vocab, zero: other_zero, .. },
             ) => zero == other_zero && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
-            (Self::Tokens { .. }, Self::Tokens { .. }) | (Self::NaiveSum(_), Self::NaiveSum(_)) => true,
+            (Self::Tokens { .. }, Self::Tokens { .. })
+            | (Self::NaiveSum(_), Self::NaiveSum(_))
+            | (Self::EntropyDifference { .. }, Self::EntropyDifference { .. }) => true,
             _ => self == other,
         }
     }
@@ -175,6 +191,9 @@ fn failed(verdicts: &[Verdict], output: Output) -> bool {
     verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed())
 }
 
+/// The roundings of a probability besides that of `lse`, and of the sum that it goes into.
+const ROUNDINGS: f64 = 20.0;
+
 /// Diagnoses the softmax: from the errors of logp, or if that is right, of entropy.
 pub(super) fn diagnose_tokens<G>(
     reference: &Reference,
@@ -187,13 +206,22 @@ pub(super) fn diagnose_tokens<G>(
     }
     let values = if of_logp { &candidate.logp } else { &candidate.entropy }.as_ref()?;
     let (shape, dtype) = (reference.shape(), reference.problem().logits.dtype());
-    // The largest error, and the errors that two known causes would have at most.
-    let (mut error, mut coarse, mut of_sum) = (0.0, 0.0, 0.0);
+    // The largest error, and the errors that known causes would have at most.
+    let (mut error, mut coarse, mut of_sum, mut of_difference) = (0.0, 0.0, 0.0, 0.0);
+    let mut difference = None;
     // Tokens whose values are not finite have no error to look at.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         let exact = if of_logp { token.inputs.logp } else { token.entropy };
-        error = f64::max(error, (values.at(b, t) - exact).abs());
+        let own = (values.at(b, t) - exact).abs();
+        // lse − Σ p·z is off by lse's rounding, a few more of each p, and as much of Σ p·z as no p sums up to 1.
+        let stats = &token.entropy_softmax.stats;
+        let (lse, mean) = (stats.max + stats.log_sum, stats.max - stats.mean_gap);
+        if own >= error {
+            difference = Some(Diagnosis::EntropyDifference { lse, entropy: token.entropy });
+        }
+        of_difference = f64::max(of_difference, U * (lse.abs() + ROUNDINGS) * (1.0 + mean.abs()));
+        error = f64::max(error, own);
         // A softmax in the logits' own dtype is off by up to four half ulps of its largest logit; a sum of V terms that
         // rounds at each step is off by up to V·u times its size.
         let size = token.logp_softmax.stats.max.abs().max(token.inputs.logp.abs());
@@ -207,6 +235,8 @@ pub(super) fn diagnose_tokens<G>(
     match () {
         () if !error.is_finite() => None,
         () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
+        // Where the difference may be off by more, as around logits of 10⁴, its errors are those of any other cause.
+        () if !of_logp && error <= of_difference && of_difference < 1e-2 => difference,
         // A sum of fewer terms has too small an error to be a cause.
         () if shape.vocab >= 1 << 10 && error <= of_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
         () => None,

@@ -191,13 +191,22 @@ impl Tolerances {
             expected: self.class.keys().map(String::as_str).collect::<Vec<_>>().join(", "),
         })?;
         let grade = if name == EXTERNAL { Grade::Standard } else { Grade::Exact };
-        Ok(Limits { tolerances: self, class: found, grade, tries_better: true, lanes: false, maps: false })
+        Ok(Limits {
+            tolerances: self,
+            class: found,
+            grade,
+            tries_better: true,
+            lanes: false,
+            entropy_difference: false,
+            maps: false,
+        })
     }
 }
 
 /// The limits of a candidate: `|x̂ − x| ≤ ½ulp_out(x) + κ·u·scale + floor`, with `κ` from its arithmetic class, and scale and floor from
 /// its grade.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a choice of its own")]
 pub struct Limits<'t> {
     tolerances: &'t Tolerances,
     class: &'t ArithmeticClass,
@@ -207,6 +216,8 @@ pub struct Limits<'t> {
     tries_better: bool,
     /// Whether a sum in f32 may have been added up in lanes, one term after another.
     lanes: bool,
+    /// Whether an entropy may have been computed as `lse − Σ p·z`, two numbers of the size of the largest logit.
+    entropy_difference: bool,
     /// Whether errors are mapped by their place.
     maps: bool,
 }
@@ -253,6 +264,16 @@ impl Limits<'_> {
     /// Returns limits that forgive what a long sum of exponentials loses if it is added up in lanes of f32.
     pub(crate) fn with_sums_in_lanes(self) -> Self {
         Self { lanes: true, ..self }
+    }
+
+    /// Returns limits that forgive what an entropy loses if it is computed as `lse − Σ p·z`.
+    pub(crate) fn with_entropy_as_difference(self) -> Self {
+        Self { entropy_difference: true, ..self }
+    }
+
+    /// Whether the error of `lse − Σ p·z` is forgiven.
+    pub(crate) fn entropy_as_difference(&self) -> bool {
+        self.entropy_difference
     }
 
     /// Whether the error of a long sum in lanes is forgiven.

@@ -1,8 +1,9 @@
-//! The error of a sum in f32 whose terms are added one after another in lanes, as `torch.log_softmax` on a CPU and plain loops of
-//! vector units add them.
+//! The errors of sums in f32 whose terms are added one after another in lanes, as `torch.log_softmax` on a CPU and plain loops of
+//! vector units add them, and of the entropy that is a difference of two numbers made from such sums.
 
 use std::collections::HashMap;
 
+use crate::U;
 use assay_reference::{Reference, SoftmaxColumns, Token};
 
 /// The lanes of vector units: eight f32 of AVX2, sixteen of AVX-512. GPUs have more, with fewer terms each.
@@ -11,43 +12,107 @@ const LANES: [usize; 2] = [8, 16];
 /// The number of vocabulary entries from which on a sum in lanes may lose more than the roundings that `κ` counts for it.
 pub(crate) const LONG_ROW: usize = 4096;
 
-/// The key of terms that a partial sum absorbs: the bits of no exponential.
+/// The key of terms that a partial sum absorbs: the bits of no finite term.
 const ABSORBED: u32 = u32::MAX;
 
 /// Standard deviations of a sum of independent errors that are allowed.
 const DEVIATIONS: f64 = 6.0;
 
-/// Bounds the relative error of the sum of a token's exponentials, added in f32 in lanes.
-///
-/// Adding a term `t` to a partial sum rounds to a multiple of the sum's ulp. Terms that are *equal* are rounded alike as long as the
-/// sum stays below the next power of two, so their errors add up, to `D_t` over all places of `t`. Terms of the size of the ulp or below,
-/// as all have that come after a peak in its lane, are lost or rounded up by their size alone, and add up to one `D`. Terms that differ
-/// otherwise have independent errors. The sum of all is off by at most `Σ |D_t|`, and by more than six times the root of `Σ D_t²` only by
-/// a chance of 2e-9; the smaller of the two, and what is absorbed, is the bound.
-pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
-    let row = reference.row(b, t, token);
-    let SoftmaxColumns { probabilities, .. } = row.logp();
-    // Kernels add exponentials whose largest is 1.
-    let largest = probabilities.iter().copied().fold(0.0, f64::max);
-    let terms: Vec<f32> = probabilities.iter().map(|p| (p / largest) as f32).collect();
-    LANES.into_iter().map(|lanes| error_in_lanes(&terms, lanes)).fold(0.0, f64::max)
+/// A sum in lanes and the two parts of its error, each in the sum's own unit.
+#[derive(Clone, Copy, Debug, Default)]
+struct LaneErrors {
+    /// The sum as the lanes have it.
+    sum: f64,
+    /// The size of the error of terms that are lost, or rounded up, by their size alone.
+    absorbed: f64,
+    /// The size of the error of all other terms as it is here.
+    others: f64,
+    /// The bound of the error of all other terms if they are independent unless they are equal.
+    independent: f64,
 }
 
-fn error_in_lanes(terms: &[f32], lanes: usize) -> f64 {
-    let mut sums = vec![0.0_f32; lanes];
-    let mut by_term: HashMap<u32, f64> = HashMap::with_capacity(1024);
-    for (j, term) in terms.iter().enumerate() {
-        let lane = &mut sums[j % lanes];
-        let exact = f64::from(*lane) + f64::from(*term);
-        *lane += term;
-        let ulp = lane.next_up() - *lane;
-        let key = if *term <= ulp { ABSORBED } else { term.to_bits() };
-        *by_term.entry(key).or_default() += f64::from(*lane) - exact;
+impl LaneErrors {
+    /// Adds `terms` one after another, the `j`th in lane `j mod lanes`.
+    ///
+    /// Adding a term `t` to a partial sum rounds to a multiple of the sum's ulp. Terms that are *equal* are rounded alike as long as
+    /// the sum stays below the next power of two, so their errors add up, to `D_t` over all places of `t`. Terms of the size of the
+    /// ulp or below, as all have that come after a peak in its lane, are lost or rounded up by their size alone, and add up to one
+    /// `D`. Terms that differ otherwise have independent errors. The sum of all is off by at most `Σ |D_t|`, and by more than six
+    /// times the root of `Σ D_t²` only by a chance of 2e-9; the smaller of the two, and what is absorbed, is the bound.
+    fn walk(terms: impl Iterator<Item = f32>, lanes: usize) -> Self {
+        let mut sums = vec![0.0_f32; lanes];
+        let mut by_term: HashMap<u32, f64> = HashMap::with_capacity(1024);
+        for (j, term) in terms.enumerate() {
+            let lane = &mut sums[j % lanes];
+            let exact = f64::from(*lane) + f64::from(term);
+            *lane += term;
+            let ulp = lane.abs().next_up() - lane.abs();
+            let key = if term.abs() <= ulp { ABSORBED } else { term.to_bits() };
+            *by_term.entry(key).or_default() += f64::from(*lane) - exact;
+        }
+        let absorbed = by_term.remove(&ABSORBED).unwrap_or_default().abs();
+        let (sizes, squares) =
+            by_term.values().fold((0.0, 0.0), |(sizes, squares), error| (sizes + error.abs(), squares + error * error));
+        let others = by_term.values().sum::<f64>().abs();
+        // The lanes' own sums are added in a few more steps, which κ counts.
+        let sum = sums.iter().map(|lane| f64::from(*lane)).sum();
+        Self { sum, absorbed, others, independent: f64::min(sizes, DEVIATIONS * f64::sqrt(squares)) }
     }
-    let absorbed = by_term.remove(&ABSORBED).unwrap_or_default().abs();
-    let (sizes, squares) =
-        by_term.values().fold((0.0, 0.0), |(sizes, squares), error| (sizes + error.abs(), squares + error * error));
-    // The lanes' own sums are added in a few more steps, which κ counts.
-    let total: f64 = sums.iter().map(|lane| f64::from(*lane)).sum();
-    (absorbed + f64::min(sizes, DEVIATIONS * f64::sqrt(squares))) / total
+}
+
+/// Returns the exponentials of a softmax as kernels have them, in f32 and with a largest of 1.
+fn exponentials(probabilities: &[f64]) -> Vec<f32> {
+    let largest = probabilities.iter().copied().fold(0.0, f64::max);
+    probabilities.iter().map(|p| (p / largest) as f32).collect()
+}
+
+/// Bounds the relative error of the sum of a token's exponentials, added in f32 in lanes.
+pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
+    let row = reference.row(b, t, token);
+    let terms = exponentials(&row.logp().probabilities);
+    let error = |lanes| {
+        let LaneErrors { sum, absorbed, independent, .. } = LaneErrors::walk(terms.iter().copied(), lanes);
+        (absorbed + independent) / sum
+    };
+    LANES.into_iter().map(error).fold(0.0, f64::max)
+}
+
+/// Bounds the error of an entropy that is computed as `ln S + m − Σ p·z`, beyond what the two numbers lose by being rounded at the
+/// size of the largest logit.
+///
+/// An error of `S` moves the logarithm by itself and the mean `z̄ = Σ p·z` by that times `z̄`, and the sum of the products has its own:
+/// `dH = (1 + z̄)·dS/S − d(Σ p·z)`. Each sum is walked in lanes; equal products are rounded alike, and are other numbers where
+/// exponentials are divided by `S` before they are multiplied than where the sum is, so both are walked, and those of the gradient. Products crowd about the
+/// minimum of `z·e^z` and are rounded alike there without being equal, so their errors count as the walk has them too. In addition, each
+/// exponential, its product with `z`, the sums and the quotient are rounded at the size of `Σ p·|z|`, `roundings` times.
+pub(super) fn entropy_difference_error(
+    reference: &Reference,
+    (b, t): (usize, usize),
+    token: &Token,
+    roundings: f64,
+) -> f64 {
+    let row = reference.row(b, t, token);
+    let SoftmaxColumns { z, probabilities } = row.entropy();
+    let exponentials = exponentials(probabilities);
+    let size: f64 = z.iter().zip(probabilities).map(|(z, p)| if *p == 0.0 { 0.0 } else { p * z.abs() }).sum();
+    let error = |lanes| {
+        let of_sum = LaneErrors::walk(exponentials.iter().copied(), lanes);
+        let by_sum = 1.0 + size;
+        let with_products = |divisor: f32| {
+            // A column of probability 0 may have a logit of −∞, whose product would be NaN.
+            let product = |(e, z): (&f32, &f64)| if *e == 0.0 { 0.0 } else { e / divisor * *z as f32 };
+            let of_products = LaneErrors::walk(exponentials.iter().zip(z).map(product), lanes);
+            let scale = f64::from(divisor) / of_sum.sum;
+            let alike = of_products.absorbed + of_products.others;
+            let alike = by_sum * of_sum.absorbed / of_sum.sum + alike * scale;
+            let independent = [by_sum * of_sum.independent / of_sum.sum, of_products.independent * scale];
+            alike + f64::hypot(independent[0], independent[1])
+        };
+        let total = of_sum.sum as f32;
+        // Automatic differentiation sums the products once more, times the cotangent of the entropy.
+        let with_cotangent =
+            if token.grad_entropy == 0.0 { 0.0 } else { with_products(total / token.grad_entropy.abs() as f32) };
+        with_products(1.0).max(with_products(total)).max(with_cotangent)
+    };
+    LANES.into_iter().map(error).fold(0.0, f64::max) + roundings * U * size
 }

@@ -54,14 +54,14 @@ use alternatives::{branches, nearby};
 use assay_core::spec::{Kl, KlEstimator, KlImportance};
 use assay_reference::{Branch, Reference, Token, TokenInputs, clipped};
 use sequence::{BatchCondition, SequenceCondition};
-use softmax::{SoftmaxErrors, logp_bound, others_bound};
+use softmax::{logp_bound, others_bound};
 use terms::{clamp_rounding, importance, kl_flushed, weighted};
 
 pub(crate) use bound::{ErrorBound, FLUSHED};
 pub(crate) use lanes::LONG_ROW;
 pub(crate) use moves::{InputMoves, response};
 pub(crate) use sequence::RatioTerms;
-pub(crate) use softmax::{LogitErrors, entropy_errors, sum_error, transform_rounding};
+pub(crate) use softmax::{LogitErrors, SoftmaxErrors, entropy_errors, sum_error, transform_rounding};
 pub(crate) use terms::{grad_flushed, grad_terms};
 
 /// The parts of the limits that a condition depends on: how near to a kink either side is right, and what a grade forgives.
@@ -76,11 +76,14 @@ pub(crate) struct Bands {
     pub(crate) offset: f64,
     /// Whether the sum of a long row may have been added up in lanes of f32.
     pub(crate) lanes: bool,
+    /// Whether entropy may have been computed as `lse − Σ p·z`.
+    pub(crate) entropy_difference: bool,
 }
 
 impl Bands {
     /// Bands of width 0, for values that are far finer than any band.
-    pub(crate) const NONE: Bands = Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0, lanes: false };
+    pub(crate) const NONE: Bands =
+        Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0, lanes: false, entropy_difference: false };
 }
 
 impl From<&Limits<'_>> for Bands {
@@ -91,6 +94,7 @@ impl From<&Limits<'_>> for Bands {
             grade: limits.grade,
             offset: limits.offset(),
             lanes: limits.sums_in_lanes(),
+            entropy_difference: limits.entropy_as_difference(),
         }
     }
 }

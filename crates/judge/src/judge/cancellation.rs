@@ -10,7 +10,7 @@ use assay_core::spec::Objective;
 use assay_reference::{Reference, Token};
 
 /// A step of a textbook formula that loses digits by cancellation, which a careful formula avoids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cancellation {
     /// The difference `G − G·p` at the target.
     Target,
@@ -22,6 +22,13 @@ pub enum Cancellation {
     Gate,
     /// The sum of a long row's exponentials, added up in f32, one term after another in lanes.
     LaneSum,
+    /// The difference `lse − Σ p·z` of which an entropy is made, and in a gradient the error of that entropy.
+    EntropyDifference {
+        /// The logarithm of the sum of exponentials, in nats.
+        lse: f64,
+        /// The entropy that is left, in nats.
+        entropy: f64,
+    },
     /// Two equal arguments of PPO's `min`, of which automatic differentiation takes a part each.
     Bound,
 }
@@ -36,6 +43,12 @@ impl fmt::Display for Cancellation {
             }
             Cancellation::LaneSum => {
                 "the exponentials of the row are added up in f32, one after another in lanes: add parts of a few hundred, or in f64"
+            }
+            Cancellation::EntropyDifference { lse, entropy } => {
+                return write!(
+                    f,
+                    "entropy is lse − Σ p·x: two numbers near {lse:.4} cancel to {entropy:.4}; subtract the largest logit from x first"
+                );
             }
             Cancellation::Bound => {
                 "the ratio is at a bound of the clip, and automatic differentiation takes a part of each of two equal arguments"
@@ -52,10 +65,18 @@ impl Cancellation {
     ///
     /// The causes are tried from the most specific to the most general.
     pub(super) fn explaining(reference: &Reference, gate: Gate, worst: Option<Comparison>, limits: &Limits) -> Self {
+        let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
+        if limits.entropy_as_difference() {
+            let lse = |token: &Token| token.entropy_softmax.stats.max + token.entropy_softmax.stats.log_sum;
+            // A value of all tokens is explained by the one of whose numbers most cancels.
+            let token = token.or_else(|| largest_by(reference, |token| lse(token).abs()));
+            return token.map_or(Cancellation::EntropyDifference { lse: 0.0, entropy: 0.0 }, |token| {
+                Cancellation::EntropyDifference { lse: lse(token), entropy: token.entropy }
+            });
+        }
         if limits.sums_in_lanes() {
             return Cancellation::LaneSum;
         }
-        let token = worst.and_then(|worst| reference.token(worst.at.b?, worst.at.t?));
         if let Some(token) = token.filter(|_| gate.output.is_gradient()) {
             let ratio = token.inputs.ratio(reference.spec());
             if let Objective::Sapo(sapo) = &reference.spec().objective
@@ -82,4 +103,12 @@ impl Cancellation {
             Cancellation::EntropyGradient
         }
     }
+}
+
+/// Finds the unmasked token with the largest finite `size`.
+fn largest_by<'r>(reference: &'r Reference, size: impl Fn(&Token) -> f64) -> Option<&'r Token> {
+    let shape = reference.shape();
+    let tokens = ndarray::indices((shape.batch, shape.tokens)).into_iter();
+    let tokens = tokens.filter_map(|(b, t)| reference.token(b, t)).filter(|token| size(token).is_finite());
+    tokens.max_by(|a, b| size(a).total_cmp(&size(b)))
 }

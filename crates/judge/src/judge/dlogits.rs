@@ -12,7 +12,7 @@ use crate::gate::{Edge, Gate, Model, Output};
 use crate::metric::{Allowance, Allowances, Position, Tally};
 use crate::tolerance::Limits;
 use assay_core::problem::{Dtype, FloatView, HeadShape, Shape};
-use assay_reference::Reference;
+use assay_reference::{Reference, TokenColumns};
 
 /// The ways in which dlogits are compared, in the order of [`RowTallies::into_tallies`].
 pub(super) const DLOGITS_MODELS: [Model; 3] = [Model::Elementwise, Model::RowL2, Model::RowSum];
@@ -101,6 +101,13 @@ impl<'t, 'c> CandidateRow<'t, 'c> {
         sums.add(exact, actual, &allowed, &ids.collect::<Vec<_>>());
     }
 
+    /// Returns the largest errors allowed for some vocabulary entries.
+    fn limits(&self, exact: &[f64], bounds: &ColumnErrors) -> Vec<f64> {
+        let Allowances { rounding, unit, scale, floor } = self.stored.allowances(exact, bounds);
+        let parts = rounding.iter().zip(&scale).zip(&floor);
+        parts.map(|((rounding, scale), floor)| rounding + self.kappa * unit * scale + floor).collect()
+    }
+
     /// Compares norm and sum of the row, once all its vocabulary entries are in `sums`.
     fn finish(&self, sums: RowSums) -> RowTallies {
         let mut row = RowTallies { elements: sums.elements, ..RowTallies::default() };
@@ -170,14 +177,13 @@ pub(super) fn compare_rows(
     let elements = Tally::with_maps(gate, rows.iter().find_map(|row| row.mapped));
     let sums = RowSums { elements, ..RowSums::default() };
     let mut sums = vec![vec![sums; choices.len()]; rows.len()];
-    walk_rows(reference, token, rows, choices, |first, expected, row, actual| {
-        for (choice, (expected, sums)) in expected.iter().zip(&mut sums[row]).enumerate() {
+    walk_rows(reference, token, rows, choices, |block, row, actual| {
+        for (choice, (expected, sums)) in block.expected.iter().zip(&mut sums[row]).enumerate() {
             match &shifts {
-                None => rows[row].add(reference, sums, first, expected, actual),
+                None => rows[row].add(reference, sums, block.columns.first(), expected, actual),
                 Some(shifts) => {
-                    let at_ids = choices[choice].share_of_sum(token) * token.condition.softmax.lane_sum;
-                    let shifted = shifted(reference, token, first, expected, (shifts[row][choice], at_ids));
-                    rows[row].add(reference, sums, first, &shifted, actual);
+                    let moved = block.moved(reference, token, choice, &choices[choice], shifts[row][choice]);
+                    rows[row].add(reference, sums, block.columns.first(), &moved, actual);
                 }
             }
         }
@@ -186,55 +192,174 @@ pub(super) fn compare_rows(
     rows.iter().zip(sums).map(finish).collect()
 }
 
-/// Walks the vocabulary a block at a time, and calls `visit` with the first entry of the block, the exact values and limits of it for each
-/// choice, and for each candidate its number and its values.
+/// The exact values of a block of vocabulary entries, and how they move with what the whole row shares.
+struct RowBlock {
+    columns: TokenColumns,
+    /// The exact values and limits, one entry per choice.
+    expected: Vec<(Vec<f64>, ColumnErrors)>,
+    /// The movement of each dlogit by an error of the token's entropy, `∂loss/∂H · q_j/T`; empty if no such error is forgiven.
+    by_entropy: Vec<f64>,
+}
+
+impl RowBlock {
+    /// Moves the exact values of a choice as errors of the row's sum and entropy do: the sum moves all but the ids by one factor, and adds
+    /// to the ids' limits.
+    fn moved(
+        &self,
+        reference: &Reference,
+        token: &JudgedToken,
+        choice: usize,
+        branch: &BranchDlogits,
+        shift: RowShift,
+    ) -> (Vec<f64>, ColumnErrors) {
+        let (exact, bounds) = &self.expected[choice];
+        let mut bounds = bounds.clone();
+        let mut moved: Vec<f64> = exact.iter().map(|x| x * (1.0 + shift.sum)).collect();
+        for id in token.ids(reference).filter_map(|id| self.columns.place_of(id)) {
+            moved[id] = exact[id];
+            bounds.floor[id] += self.of_sum_at_id(token, branch, id);
+        }
+        for (moved, by_entropy) in moved.iter_mut().zip(&self.by_entropy) {
+            *moved += shift.entropy * by_entropy;
+        }
+        (moved, bounds)
+    }
+
+    /// Bounds how far the largest error of the row's sum moves the id in column `id` of the block.
+    fn of_sum_at_id(&self, token: &JudgedToken, branch: &BranchDlogits, id: usize) -> f64 {
+        // The id's part of the entropy's gradient, −q(ln q + H), moves by as much of itself.
+        let log_q = token.token.entropy_softmax.stats.log_probability(self.columns.entropy().z[id]);
+        let of_entropy = self.by_entropy.get(id).map_or(0.0, |q| q.abs() * (log_q.abs() + token.token.entropy));
+        (branch.share_of_sum(token) + of_entropy) * token.condition.softmax.lane_sum
+    }
+}
+
+/// Walks the vocabulary a block at a time, and calls `visit` with the block, and for each candidate its number and its values.
 fn walk_rows(
     reference: &Reference,
     token: &JudgedToken,
     rows: &[CandidateRow],
     choices: &[BranchDlogits],
-    mut visit: impl FnMut(usize, &[(Vec<f64>, ColumnErrors)], usize, &[f64]),
+    mut visit: impl FnMut(&RowBlock, usize, &[f64]),
 ) {
     let vocab = reference.shape().vocab;
+    let by_entropy = (most_shift(token).entropy > 0.0).then(|| token.token.grad_entropy / token.token.temperature());
     for first in (0..vocab).step_by(AT_ONCE) {
         let range = first..vocab.min(first + AT_ONCE);
         let columns = reference.columns(token.b, token.t, token.token, range.clone());
-        let expected: Vec<_> = choices.iter().map(|choice| choice.evaluate(reference, token, &columns)).collect();
+        let expected = choices.iter().map(|choice| choice.evaluate(reference, token, &columns)).collect();
+        let mut block = RowBlock { columns, expected, by_entropy: Vec::new() };
+        if let Some(factor) = by_entropy {
+            block.by_entropy = block.columns.entropy().probabilities.iter().map(|q| factor * q).collect();
+            if let Some(slopes) = block.columns.slopes() {
+                block.by_entropy.iter_mut().zip(slopes).for_each(|(moved, slope)| *moved *= slope);
+            }
+        }
         for (number, row) in rows.iter().enumerate() {
-            visit(first, &expected, number, &row.actual.row_part(token.b, token.t, range.clone()));
+            visit(&block, number, &row.actual.row_part(token.b, token.t, range.clone()));
         }
     }
 }
 
-/// Returns the relative error of the row's sum that fits each candidate best on each choice; `None` where no such error is forgiven.
+/// The errors that all dlogits of a row share.
+#[derive(Clone, Copy, Default)]
+struct RowShift {
+    /// The relative error of the row's sum of exponentials.
+    sum: f64,
+    /// The error of the entropy, in nats.
+    entropy: f64,
+}
+
+/// Returns the largest shared errors that are forgiven in the row of `token`; 0 for an entropy that has no gradient.
+fn most_shift(token: &JudgedToken) -> RowShift {
+    let softmax = &token.condition.softmax;
+    let entropy = if token.token.grad_entropy == 0.0 { 0.0 } else { softmax.entropy_shift };
+    RowShift { sum: softmax.lane_sum, entropy }
+}
+
+/// Returns the shared errors that fit each candidate best on each choice; `None` where no such error is forgiven.
 ///
 /// All probabilities of a row are off by one factor if their common sum is, so the error enters once, and with one sign: as
 /// `Σ (y − x) / Σ x` over all entries but the token's ids, or the nearest shift that suits every entry, and no more than the bound of
-/// the sum.
+/// the sum. The error of an entropy moves all entries in proportion to their probabilities, and is fitted alike, for errors of the sum
+/// in small steps: the range of shifts that suits every entry is widest at one of them, and narrower the farther from it.
 fn row_shifts(
     reference: &Reference,
     token: &JudgedToken,
     rows: &[CandidateRow],
     choices: &[BranchDlogits],
-) -> Option<Vec<Vec<f64>>> {
-    let most = token.condition.softmax.lane_sum;
-    if most == 0.0 {
-        return None;
+) -> Option<Vec<Vec<RowShift>>> {
+    let most = most_shift(token);
+    if most.entropy == 0.0 {
+        return (most.sum > 0.0).then(|| sum_shifts(reference, token, rows, choices));
     }
+    let around = |middle: f64, reach: f64| -> Vec<f64> {
+        let steps = (-STEPS..=STEPS).map(|step| middle + reach * f64::from(step) / f64::from(STEPS));
+        steps.map(|sum| sum.clamp(-most.sum, most.sum)).collect()
+    };
+    let sums = if most.sum == 0.0 { vec![0.0] } else { around(0.0, most.sum) };
+    let given = vec![vec![sums; choices.len()]; rows.len()];
+    let mut fits = entropy_fits(reference, token, rows, choices, given);
+    if most.sum > 0.0 {
+        let reach = most.sum / f64::from(STEPS);
+        let finer = |fit: &EntropyFit| around(fit.sums[fit.widest(most.entropy)], reach);
+        let finer = fits.iter().map(|row| row.iter().map(finer).collect()).collect();
+        fits = entropy_fits(reference, token, rows, choices, finer);
+    }
+    let shift = |fit: &EntropyFit| fit.shift(most.entropy);
+    Some(fits.iter().map(|row| row.iter().map(shift).collect()).collect())
+}
+
+/// The steps of the sum's error to either side, of which the finer ones divide a coarse one.
+const STEPS: i32 = 16;
+
+/// Fits the error of the row's sum alone.
+fn sum_shifts(
+    reference: &Reference,
+    token: &JudgedToken,
+    rows: &[CandidateRow],
+    choices: &[BranchDlogits],
+) -> Vec<Vec<RowShift>> {
+    let most = most_shift(token).sum;
     let mut fits = vec![vec![ShiftFit::default(); choices.len()]; rows.len()];
-    walk_rows(reference, token, rows, choices, |first, expected, row, actual| {
-        let ids: Vec<usize> = token.ids(reference).filter_map(|id| id.checked_sub(first)).collect();
-        let CandidateRow { stored, kappa, .. } = &rows[row];
-        for ((exact, bounds), fit) in expected.iter().zip(&mut fits[row]) {
-            let allowed = stored.allowances(exact, bounds);
+    walk_rows(reference, token, rows, choices, |block, row, actual| {
+        let ids: Vec<usize> = token.ids(reference).filter_map(|id| block.columns.place_of(id)).collect();
+        for ((exact, bounds), fit) in block.expected.iter().zip(&mut fits[row]) {
+            let limits = rows[row].limits(exact, bounds);
             for (v, (x, y)) in exact.iter().zip(actual).enumerate().filter(|(v, _)| !ids.contains(v)) {
-                let limit = allowed.rounding[v] + kappa * U * allowed.scale[v] + allowed.floor[v];
-                fit.add(*x, *y, limit);
+                fit.add(*x, y - x, limits[v]);
             }
         }
     });
-    let shift = |fit: ShiftFit| fit.shift().clamp(-most, most);
-    Some(fits.into_iter().map(|row| row.into_iter().map(shift).collect()).collect())
+    let shift = |fit: ShiftFit| RowShift { sum: fit.shift().clamp(-most, most), entropy: 0.0 };
+    fits.into_iter().map(|row| row.into_iter().map(shift).collect()).collect()
+}
+
+/// Fits the error of the entropy for each error of the sum in `sums`, of each candidate and choice.
+fn entropy_fits(
+    reference: &Reference,
+    token: &JudgedToken,
+    rows: &[CandidateRow],
+    choices: &[BranchDlogits],
+    sums: Vec<Vec<Vec<f64>>>,
+) -> Vec<Vec<EntropyFit>> {
+    let fits = |sums: Vec<Vec<f64>>| sums.into_iter().map(EntropyFit::new).collect();
+    let mut fits: Vec<Vec<EntropyFit>> = sums.into_iter().map(fits).collect();
+    walk_rows(reference, token, rows, choices, |block, row, actual| {
+        let ids: Vec<usize> = token.ids(reference).filter_map(|id| block.columns.place_of(id)).collect();
+        for (((exact, bounds), branch), fit) in block.expected.iter().zip(choices).zip(&mut fits[row]) {
+            let limits = rows[row].limits(exact, bounds);
+            for (v, (x, y)) in exact.iter().zip(actual).enumerate() {
+                if ids.contains(&v) {
+                    // How an id moves with the sum is in its limit.
+                    fit.narrow(0.0, block.by_entropy[v], y - x, limits[v] + block.of_sum_at_id(token, branch, v));
+                } else {
+                    fit.add(*x, block.by_entropy[v], y - x, limits[v]);
+                }
+            }
+        }
+    });
+    fits
 }
 
 /// The shifts of a row with which its values are within their limits.
@@ -252,12 +377,12 @@ impl Default for ShiftFit {
 }
 
 impl ShiftFit {
-    /// Adds a value `y` for `x`, which may be off by `limit` besides the shift.
-    fn add(&mut self, x: f64, y: f64, limit: f64) {
-        (self.error, self.size) = (self.error + (y - x), self.size + x);
+    /// Adds a value that a shift of 1 moves by `direction`, is off by `error`, and may be off by `limit` besides the shift.
+    fn add(&mut self, direction: f64, error: f64, limit: f64) {
+        (self.error, self.size) = (self.error + error, self.size + direction);
         // A value within its limit of 0 says nothing about a factor.
-        if x.abs() > limit {
-            let (shift, reach) = ((y - x) / x, limit / x.abs());
+        if direction.abs() > limit {
+            let (shift, reach) = (error / direction, limit / direction.abs());
             self.within = [self.within[0].max(shift - reach), self.within[1].min(shift + reach)];
         }
     }
@@ -273,21 +398,71 @@ impl ShiftFit {
     }
 }
 
-/// Shifts exact values as an error of the row's sum does: all but the ids' by one factor; the ids' limits grow by `at_ids`.
-fn shifted(
-    reference: &Reference,
-    token: &JudgedToken,
-    first: usize,
-    (exact, bounds): &(Vec<f64>, ColumnErrors),
-    (shift, at_ids): (f64, f64),
-) -> (Vec<f64>, ColumnErrors) {
-    let mut bounds = bounds.clone();
-    let mut moved: Vec<f64> = exact.iter().map(|x| x * (1.0 + shift)).collect();
-    for id in token.ids(reference).filter_map(|id| id.checked_sub(first)).filter(|&id| id < exact.len()) {
-        moved[id] = exact[id];
-        bounds.floor[id] += at_ids;
+/// The errors of an entropy with which a row's values are within their limits, for several errors of the row's sum.
+struct EntropyFit {
+    /// The errors of the sum that are tried.
+    sums: Vec<f64>,
+    /// The smallest and the largest error of the entropy that suits every value, one entry per error of the sum.
+    within: [Vec<f64>; 2],
+    /// The sum of the values' errors, and how far an error of the sum and one of the entropy move it.
+    error: f64,
+    by_sum: f64,
+    by_entropy: f64,
+}
+
+impl EntropyFit {
+    fn new(sums: Vec<f64>) -> Self {
+        let within = [f64::NEG_INFINITY, f64::INFINITY].map(|end| vec![end; sums.len()]);
+        Self { sums, within, error: 0.0, by_sum: 0.0, by_entropy: 0.0 }
     }
-    (moved, bounds)
+
+    /// Adds a value that an error of the sum moves by `by_sum`, one of the entropy by `by_entropy`, that is off by `error` and may be
+    /// off by `limit` besides.
+    fn add(&mut self, by_sum: f64, by_entropy: f64, error: f64, limit: f64) {
+        self.error += error;
+        self.by_sum += by_sum;
+        self.by_entropy += by_entropy;
+        self.narrow(by_sum, by_entropy, error, limit);
+    }
+
+    /// Narrows the ranges to those that suit a value, which is no part of the row's sum.
+    fn narrow(&mut self, by_sum: f64, by_entropy: f64, error: f64, limit: f64) {
+        if by_entropy == 0.0 {
+            return;
+        }
+        let (shift, slope, reach) = (error / by_entropy, by_sum / by_entropy, limit / by_entropy.abs());
+        let [lows, highs] = &mut self.within;
+        for ((sum, low), high) in self.sums.iter().zip(lows).zip(highs) {
+            let shift = shift - sum * slope;
+            *low = if shift - reach > *low { shift - reach } else { *low };
+            *high = if shift + reach < *high { shift + reach } else { *high };
+        }
+    }
+
+    /// Returns the errors of the entropy, of at most `most`, that suit every value where the sum's error is the `i`th; empty if the
+    /// first is above the second.
+    fn range(&self, i: usize, most: f64) -> [f64; 2] {
+        [self.within[0][i].max(-most), self.within[1][i].min(most)]
+    }
+
+    /// Returns the place of the error of the sum at which the range of the entropy's error is widest.
+    fn widest(&self, most: f64) -> usize {
+        let width = |i: &usize| {
+            let [low, high] = self.range(*i, most);
+            high - low
+        };
+        (0..self.sums.len())
+            .max_by(|a, b| width(a).total_cmp(&width(b)))
+            .expect("at least one error of the sum is tried")
+    }
+
+    /// Returns the shift that suits every value, with an error of the entropy of at most `most`.
+    fn shift(&self, most: f64) -> RowShift {
+        let at = self.widest(most);
+        let (sum, within) = (self.sums[at], self.range(at, most));
+        let fit = ShiftFit { error: self.error - sum * self.by_sum, size: self.by_entropy, within };
+        RowShift { sum, entropy: fit.shift().clamp(-most, most) }
+    }
 }
 
 /// Checks that the dlogits of masked tokens are exactly 0.

@@ -23,6 +23,7 @@ mod verdict;
 use ndarray::{Array2, Ix3};
 
 use super::condition::{self, LogitErrors};
+use super::gate::Output;
 use super::lm_head::{self, JudgedHead};
 use super::quantile::{self, KeptSets};
 use super::tolerance::{Grade, Limits};
@@ -174,14 +175,44 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
     let again: Vec<CandidateOutputs> =
         failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
     take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard));
-    // What a long sum in lanes loses takes a walk along each row to bound: only candidates that fail without it are asked.
-    let failing: Vec<usize> = failing.into_iter().filter(|&i| failures(&best[i]) > 0).collect();
-    if !failing.is_empty() && judged.reference.shape().vocab > condition::LONG_ROW {
+    // What sums in lanes lose takes walks along each row to bound: only candidates that fail without it are asked.
+    let standard = limits.at(Grade::Standard);
+    let long = judged.reference.shape().vocab > condition::LONG_ROW;
+    if long {
+        take_forgiven(judged, candidates, &mut best, &standard.with_sums_in_lanes(), |_| true);
+    }
+    // An entropy as a difference of two large numbers has such sums in it, of rows of any length.
+    let standard = if long { standard.with_sums_in_lanes() } else { standard };
+    take_forgiven(judged, candidates, &mut best, &standard.with_entropy_as_difference(), |verdicts| {
+        fails_by_entropy(judged.reference, verdicts)
+    });
+    best
+}
+
+/// Judges once more, by `limits`, the candidates that fail and that `asked` is true of.
+fn take_forgiven(
+    judged: JudgedReference,
+    candidates: &[CandidateOutputs],
+    best: &mut [Vec<Verdict>],
+    limits: &Limits,
+    asked: impl Fn(&[Verdict]) -> bool,
+) {
+    let failing: Vec<usize> = (0..candidates.len()).filter(|&i| failures(&best[i]) > 0 && asked(&best[i])).collect();
+    if !failing.is_empty() {
         let again: Vec<CandidateOutputs> =
             failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
-        take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard).with_sums_in_lanes());
+        take_standard(judged, best, &failing, &again, limits);
     }
-    best
+}
+
+/// Whether an error of the entropies may be why one of `verdicts` failed.
+fn fails_by_entropy(reference: &Reference, verdicts: &[Verdict]) -> bool {
+    let has_gradient = reference.spec().entropy_coef != 0.0 || reference.spec().dentropy;
+    verdicts.iter().filter(|verdict| verdict.status == Status::Fail).any(|verdict| match verdict.gate.output {
+        Output::Entropy | Output::EntropyMean => true,
+        Output::Loss => has_gradient,
+        output => has_gradient && output.is_gradient(),
+    })
 }
 
 /// Replaces the failed verdicts of the candidates `failing` by those of `limits`, and notes of each that passes what kept it from `exact`.
@@ -196,8 +227,8 @@ fn take_standard(
     for (&i, standard) in failing.iter().zip(standard) {
         for verdict in best[i].iter_mut().filter(|verdict| verdict.status.failed()) {
             let Some(other) = standard.iter().find(|other| other.gate == verdict.gate) else { continue };
-            // A failure keeps the tighter limits, unless the last grade is the one that it is reported at.
-            if limits.sums_in_lanes() && !other.passed() {
+            // A failure keeps the limits without sums in lanes.
+            if (limits.sums_in_lanes() || limits.entropy_as_difference()) && !other.passed() {
                 continue;
             }
             // A gate that passes at `standard` tells what kept it from `exact`.

@@ -119,3 +119,24 @@ fn diagnosis_names_a_naive_sum() {
     });
     assert_eq!(said, [Diagnosis::NaiveSum(151_936)]);
 }
+
+/// `lse − Σ p·x` with `p = exp(x − lse)`: the p do not sum up to 1, which is multiplied by the mean logit.
+#[test]
+fn entropy_of_probabilities_that_do_not_sum_to_1_is_named() {
+    let mut problem = problem([4, 8, 1025], Dtype::F32, Regime::Peaked);
+    let FloatArray::F32(logits) = &mut problem.logits else { panic!("asked for f32") };
+    logits.mapv_inplace(|x| x + 60.0);
+    let said = diagnosed(&problem, |candidate, _| {
+        let mut entropy = candidate.entropy.take().unwrap().to_f64();
+        for ((b, t), value) in entropy.indexed_iter_mut() {
+            let row: Vec<f32> = problem.logits.row(b, t).into_iter().map(|x| x as f32).collect();
+            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let lse = most + row.iter().map(|x| f64::from((x - most).exp())).sum::<f64>().ln() as f32;
+            let mean: f64 = row.iter().map(|x| f64::from((x - lse).exp()) * f64::from(*x)).sum();
+            *value = f64::from(lse - mean as f32);
+        }
+        candidate.entropy = Some(entropy.into());
+    });
+    let [Diagnosis::EntropyDifference { lse, entropy }] = said[..] else { panic!("{said:?}") };
+    assert!(lse > 60.0 && entropy < 10.0, "{said:?}");
+}

@@ -1,15 +1,18 @@
 //! The judge rejects what is wrong and accepts what is right.
 
 mod diagnoses;
+mod entropy_difference;
 mod entropy_quantile;
 mod error_map;
 mod false_passes;
 mod invariance;
+mod lane_kernel;
 mod lm_head;
 mod logp;
 mod metric;
 mod mutants;
 mod rejects;
+mod smallest_defects;
 mod summary;
 mod sums_in_lanes;
 mod tells_variants_apart;
