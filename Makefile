@@ -1,6 +1,6 @@
 # The README's two commands are `make replay` and `make test`.
 export NO_MKDOCS_2_WARNING = 1
-.PHONY: docs setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-frameworks fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: docs setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -64,6 +64,12 @@ python-extension:
 	@$(CARGO) build --locked --all-features --quiet
 	@$(CARGO) build --locked --all-features --quiet --example fake_cuda
 
+# The package as Python imports it: links to its sources and to the extension.
+python-package:
+	@rm -rf target/python/package && mkdir -p target/python/package/assay
+	@ln -s $(CURDIR)/python/assay/*.py* target/python/package/assay
+	@ln -s $(CURDIR)/target/debug/lib_native.so target/python/package/assay/_native.abi3.so
+
 # NumPy, JAX and what tests with them, 0.5 GB to install.
 python-packages:
 	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
@@ -95,7 +101,7 @@ wheel:
 
 # Hours of machine time for what minutes cannot find. Each part is a command by itself: after a failure go on with the next.
 test-extensive: test more-cases production bare sanitize miri neon libtpus jax-example jax-gpu-example panel python-frameworks \
-	trl-example tunix-example jax-train fuzz
+	campaign-bank trl-example tunix-example jax-train fuzz
 
 # Every property on PROPERTY_CASES cases of another seed, DEVICE_CASES random specs an implementation, programs as users have them, and
 # what `make test` has no time for.
@@ -120,6 +126,15 @@ bare:
 python-frameworks: setup python-extension target/panel/made
 	$(PANEL_PIP) -r python/tests/requirements.txt
 	ASSAY_CASES=40 ASSAY_FULL_OPTIMIZATION=1 setup/python.sh target/panel
+
+# Wrong, honest and hostile kernels of NumPy, PyTorch and JAX through the default campaign: every wrong one must fail and be described
+# rightly, and none of HONEST problems of honest ones may fail. An hour on two cores, and HONEST=100000 takes four more. The Python is
+# that of `make panel`, 6 GB, made once.
+HONEST ?= 4000
+campaign-bank: python-extension python-package target/panel/made
+	$(PANEL_PIP) -r python/tests/requirements.txt
+	PYTHONPATH=$(CURDIR)/target/python/package JAX_PLATFORMS=cpu target/panel/bin/python tests/bank/run.py \
+		--honest $(HONEST) --json target/assay/bank.json
 
 fuzz:
 	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked

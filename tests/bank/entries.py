@@ -1,0 +1,76 @@
+"""The entries of the bank: kernels with what a campaign must say of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The campaigns that an entry may ask for, by the name of the function of `assay`.
+CAMPAIGNS = ("check", "check_logp", "check_loss")
+
+
+@dataclass(frozen=True)
+class WrongKernel:
+    """A kernel that is wrong in one way, and the words that describe it rightly."""
+
+    name: str
+    fn: Callable[..., Any]
+    kind: str
+    #: A regular expression that the printed causes match if they describe it rightly.
+    says: str
+    #: A regular expression of explanations that are true of it too, though they are not the heart of it.
+    also: str = ""
+    campaign: str = "check"
+    #: The arguments of the campaign, its spec among them.
+    options: dict[str, Any] = field(default_factory=dict)
+    #: The reason why it may pass; empty if it may not.
+    harmless: str = ""
+    #: The reason why no cause describes it yet; empty if one must.
+    gap: str = ""
+
+    @property
+    def is_wrong_by(self) -> str:
+        """The first line of the kernel's docstring."""
+        return (self.fn.__doc__ or "").strip().split("\n")[0]
+
+
+    def is_said_by(self, text: str) -> bool:
+        """Whether a text describes the kernel rightly."""
+        return re.search(self.says, text) is not None
+
+    def misleading(self, causes: list[dict[str, Any]]) -> list[str]:
+        """Returns the explanations in a report's causes that are not of this kernel: diagnoses, other losses, and names of wrong kernels
+        of which none is right."""
+        right = f"{self.says}|{self.also}" if self.also else self.says
+        said: list[str] = []
+        for cause in causes:
+            said += [f"likely {text}" for text in cause["diagnoses"]]
+            said += [f"computes {' which is '.join(names)}" for names in cause["computes"]]
+            names = [like["mutant"] for like in cause["like"]]
+            said += [f"like {' or '.join(names)}"] if names else []
+        return [text for text in said if not re.search(right, text)]
+
+
+BANK: list[WrongKernel] = []
+
+
+def wrong(
+    kind: str,
+    says: str,
+    *,
+    also: str = "",
+    campaign: str = "check",
+    harmless: str = "",
+    gap: str = "",
+    name: str = "",
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a kernel to the bank; `options` are those of its campaign."""
+
+    def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+        BANK.append(WrongKernel(name or fn.__name__, fn, kind, says, also, campaign, options, harmless, gap))
+        return fn
+
+    return add
