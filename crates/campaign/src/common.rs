@@ -49,7 +49,8 @@ impl CommonProperty {
     }
 }
 
-/// The properties that are tried. A bound is between the sizes that a deck deals, so the first that fits is the tightest.
+/// The properties that are tried, of several that fit alike the first. Of bounds between two sizes that a deck deals, that is the largest:
+/// no problem below it was seen to fail.
 fn properties() -> Vec<Property> {
     let mut all: Vec<Property> = Vec::new();
     let mut add = |words: String, holds: Box<dyn Fn(&DealtRecipe) -> bool>| all.push((words, holds));
@@ -66,19 +67,26 @@ fn properties() -> Vec<Property> {
     }
     add("B > 1".into(), Box::new(|dealt| batch(dealt) > 1));
     add("T > 1".into(), Box::new(|dealt| tokens(dealt) > 1));
-    for tile in [8, 16, 32, 64, 128, 256] {
+    for tile in [1_024, 512, 256, 128, 64, 32, 16, 8] {
         add(format!("B > {tile}"), Box::new(move |dealt| batch(dealt) > tile));
+        add(format!("H > {tile}"), Box::new(move |dealt| hidden(dealt) > tile));
+    }
+    for tile in [8, 16, 32, 64, 128, 256] {
         add(
             format!("T > {tile} and T mod {tile} ≠ 0"),
             Box::new(move |dealt| tokens(dealt) > tile && !tokens(dealt).is_multiple_of(tile)),
         );
         add(format!("T mod {tile} ≠ 0"), Box::new(move |dealt| !tokens(dealt).is_multiple_of(tile)));
+        add(format!("T mod {tile} = 0"), Box::new(move |dealt| tokens(dealt).is_multiple_of(tile)));
         add(format!("T > {tile}"), Box::new(move |dealt| tokens(dealt) > tile));
-        add(format!("H > {tile}"), Box::new(move |dealt| hidden(dealt) > tile));
         add(format!("H mod {tile} ≠ 0"), Box::new(move |dealt| !hidden(dealt).is_multiple_of(tile)));
     }
     for tile in (3..18).map(|power| 1_usize << power) {
         add(format!("V mod {tile} = 0"), Box::new(move |dealt| vocab(dealt).is_multiple_of(tile)));
+        add(
+            format!("V > {tile} and V mod {tile} = 0"),
+            Box::new(move |dealt| vocab(dealt) > tile && vocab(dealt).is_multiple_of(tile)),
+        );
         add(format!("V mod {tile} = 1"), Box::new(move |dealt| vocab(dealt) > tile && vocab(dealt) % tile == 1));
         add(format!("V mod {tile} ≠ 0"), Box::new(move |dealt| !vocab(dealt).is_multiple_of(tile)));
         add(format!("V > {tile}"), Box::new(move |dealt| vocab(dealt) > tile));
@@ -93,7 +101,7 @@ fn properties() -> Vec<Property> {
             );
         }
     }
-    for rows in [32, 64, 128, 132, 256, 1_024, 65_535] {
+    for rows in [65_535, 1_024, 256, 132, 128, 64, 32] {
         add(format!("B·T > {rows}"), Box::new(move |dealt| batch(dealt) * tokens(dealt) > rows));
         add(
             format!("B·T > {rows} and V > 1024"),
@@ -117,4 +125,32 @@ fn vocab(DealtRecipe { recipe: Recipe { shape: [_, _, vocab], .. }, .. }: &Dealt
 
 fn hidden(dealt: &DealtRecipe) -> usize {
     dealt.head.map_or(0, |DealtHead { hidden, .. }| hidden)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deck::{Deck, DeckHead};
+
+    /// Returns the property that is found where those problems of a deck fail that `fails` selects.
+    fn found(deck: &Deck, fails: impl Fn(&DealtRecipe) -> bool) -> Option<String> {
+        let dealt: Vec<DealtRecipe> = deck.recipes().collect();
+        let (failing, passing): (Vec<&DealtRecipe>, Vec<&DealtRecipe>) = dealt.iter().partition(|dealt| fails(dealt));
+        CommonProperty::find(&failing, &passing).map(|property| property.words)
+    }
+
+    #[test]
+    fn common_property_is_the_size_at_which_a_kernel_breaks() {
+        let deck = Deck::default();
+        for tile in [4_096, 8_192, 16_384] {
+            let words = found(&deck, |dealt| vocab(dealt) > tile && vocab(dealt).is_multiple_of(tile));
+            assert_eq!(words, Some(format!("V > {tile} and V mod {tile} = 0")));
+        }
+        assert_eq!(found(&deck, |dealt| batch(dealt) > 32).as_deref(), Some("B > 32"));
+        assert_eq!(found(&deck, |dealt| tokens(dealt).is_multiple_of(32)).as_deref(), Some("T mod 32 = 0"));
+        let persistent = |dealt: &DealtRecipe| batch(dealt) * tokens(dealt) > 132 && vocab(dealt) > 1_024;
+        assert_eq!(found(&deck, persistent).as_deref(), Some("B·T > 132 and V > 1024"));
+        let of_heads = Deck { head: Some(DeckHead::default()), ..deck };
+        assert_eq!(found(&of_heads, |dealt| hidden(dealt) > 512).as_deref(), Some("H > 512"));
+    }
 }

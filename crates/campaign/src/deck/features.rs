@@ -14,6 +14,9 @@ use super::{DealtHead, DealtRecipe, Deck, DeckContent};
 /// The tiles of vocabulary entries that kernels use.
 const VOCAB_TILES: [usize; 10] = [128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536];
 
+/// Three tiles of 4,096, of 8,192 and of 16,384 vocabulary entries.
+const THREE_TILES: [usize; 3] = [12_288, 24_576, 49_152];
+
 /// The tiles of tokens that kernels use.
 const TOKEN_TILES: [usize; 4] = [8, 32, 128, 256];
 
@@ -86,6 +89,12 @@ impl Feature {
                 }
             }
         }
+        if !deck.packed {
+            for vocab in THREE_TILES {
+                let reason = "a tile is told from its double by what is a multiple of one only";
+                all.push(Self::new(format!("V = {vocab}"), reason, Predicate::Vocab(vocab)));
+            }
+        }
         let of_rows: [FeatureOfRecipe; 2] = [
             ("more than 132 rows, V > 1,024", "the second row of a persistent program", |dealt| {
                 tokens(dealt) > MULTIPROCESSORS && dealt.recipe.shape[2] > 1_024
@@ -155,11 +164,9 @@ impl Feature {
         let reason = "the last block of tokens, full or not, whose last token counts";
         let mut all: Vec<Self> =
             lengths.map(|length| Self::new(format!("T = {length}"), reason, Predicate::Tokens(length))).collect();
-        all.push(Self::new(
-            "B > 32",
-            "one sequence for each thread of a warp",
-            Predicate::Recipe(|dealt| dealt.recipe.shape[0] > 32),
-        ));
+        let reason = "one sequence for each thread of a warp";
+        all.push(Self::new("B = 32", reason, Predicate::Recipe(|dealt| dealt.recipe.shape[0] == 32)));
+        all.push(Self::new("B > 32", reason, Predicate::Recipe(|dealt| dealt.recipe.shape[0] > 32)));
         all.push(Self::new("one token", "loops that need two", Predicate::Recipe(|dealt| tokens(dealt) == 1)));
         all
     }

@@ -33,9 +33,9 @@ pub(super) const DESIGNED_SHAPES: [[usize; 3]; 58] = [
     [1, 127, 257],
     [1, 256, 128],
     [1, 255, 129],
-    // More sequences than a block of 32.
+    // More sequences than a block of 32, and as many.
     [33, 2, 131],
-    [40, 1, 67],
+    [32, 1, 67],
     // Vocabularies around tiles of 2,048 to 65,536.
     [1, 3, 4096],
     [2, 1, 4097],
@@ -55,6 +55,10 @@ pub(super) const DESIGNED_SHAPES: [[usize; 3]; 58] = [
     [2, 1, 16_383],
     [1, 2, 32_767],
     [1, 2, 65_535],
+    // Three tiles of 4,096, 8,192 and 16,384: what fails there and at twice the tile fails at any multiple of it.
+    [1, 2, 12_288],
+    [2, 1, 24_576],
+    [1, 1, 49_152],
     // More rows than a GPU has multiprocessors, with vocabularies above a tile.
     [2, 67, 1153],
     [5, 61, 2053],
@@ -66,13 +70,10 @@ pub(super) const DESIGNED_SHAPES: [[usize; 3]; 58] = [
     [1, 1, 128_256],
     [1, 1, 129_280],
     [1, 1, 201_088],
-    [1, 1, 256_000],
     [1, 1, 262_144],
     // Primes, single columns past a vector, and many short sequences.
-    [2, 5, 127],
     [8, 2, 37],
     [3, 7, 509],
-    [2, 5, 129],
     [16, 5, 8],
     [1, 6, 997],
     [7, 3, 65],
