@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from plain import Outputs, plain
 
-#: Seconds for one answer.
-TIMEOUT = 10.0
+#: Seconds for one answer, and for one that imports PyTorch first.
+TIMEOUT, WITH_TORCH = 10.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class HostileKernel:
     says: str
     #: Whether it may pass: what it does harms nobody.
     may_pass: bool
+    #: Seconds for one answer.
+    timeout: float = TIMEOUT
 
 
 KERNELS: list[HostileKernel] = []
 
 
-def hostile(says: str, *, may_pass: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def hostile(says: str, *, may_pass: bool = False, timeout: float = TIMEOUT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        KERNELS.append(HostileKernel(fn.__name__, says, may_pass))
+        KERNELS.append(HostileKernel(fn.__name__, says, may_pass, timeout))
         return fn
 
     return add
@@ -382,7 +384,7 @@ def answers_with(name: str) -> Callable[[Any], Any]:
 NAMES = [*RETURNED, *(OF_TORCH if find_spec("torch") else ())]
 for each in NAMES:
     # Another process imports it by its name.
-    globals()[f"returns_{each}"] = hostile(REFUSED)(answers_with(each))
+    globals()[f"returns_{each}"] = hostile(REFUSED, timeout=WITH_TORCH if each in OF_TORCH else TIMEOUT)(answers_with(each))
 
 
 # Kernels that write where they should not.

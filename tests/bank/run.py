@@ -106,7 +106,7 @@ def run_hostile(name: str, seed: int) -> dict[str, Any]:
     entry = next(entry for entry in load("hostile") if entry.name == name)
     started = time.monotonic()
     report = assay.check(
-        getattr(hostile, name), **quiet(seed=seed, cases=6, wide=0, shapes=["2x3x33"], isolate=True, timeout=hostile.TIMEOUT, shrink=False)
+        getattr(hostile, name), **quiet(seed=seed, cases=6, wide=0, shapes=["2x3x33"], isolate=True, timeout=entry.timeout, shrink=False)
     )
     return {"name": name, "seed": seed, "passed": report.passed, "described": bool(re.search(entry.says, repr(report))),
             "says": entry.says, "may_pass": entry.may_pass, "seconds": time.monotonic() - started, "text": repr(report)}  # fmt: skip

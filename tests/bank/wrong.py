@@ -294,12 +294,13 @@ def chunks_merged_by_log1p(problem: Any) -> Outputs:
     """Chunks are merged by lse + log1p(exp(chunk − lse)), which overflows from 88.7 nats on."""
 
     def total(total: Any, c: Any) -> Any:
-        each = [(t - t.max(-1, keepdims=True), t.max(-1, keepdims=True)) for t in tiles(c.x, 1024)]
-        parts = [top + np.log(np.exp(gaps).sum(-1, keepdims=True)) for gaps, top in each]
+        tops = [tile.max(-1, keepdims=True) for tile in tiles(c.x - c.top, 1024)]
+        sums = [np.exp(tile - top).sum(-1, keepdims=True) for tile, top in zip(tiles(c.x - c.top, 1024), tops)]
+        parts = [top + np.log(part) for top, part in zip(tops, sums)]
         lse = parts[0]
         for part in parts[1:]:
             lse = lse + np.log1p(np.exp(part - lse))
-        return np.exp(lse - c.top)
+        return np.exp(lse)
 
     return plain(problem, total=total)
 
@@ -353,16 +354,16 @@ def mean_over_nothing(problem: Any) -> Outputs:
 @wrong(MASKS, r"mask-shifted")
 def mask_of_the_next_token(problem: Any) -> Outputs:
     """The mask is that of the next token."""
-    return plain(problem, weight=lambda w, c: np.roll(w, -1, 1))
+    return plain(problem, mask=lambda mask, c: np.roll(mask, -1, 1))
 
 
-@wrong(MASKS, r"normaliser-counts-padding")
+@wrong(MASKS, r"normaliser-counts-padding", also=r"padded width|times what they should be, the loss")
 def mean_over_padding(problem: Any) -> Outputs:
     """The mean divides by B·T."""
     return plain(problem, weight=lambda w, c: c.mask / F32(c.mask.size))
 
 
-@wrong(MASKS, r"masked|mask", masked_garbage=True)
+@wrong(MASKS, r"dlogits at masked", masked_garbage=True)
 def masked_gradient_not_written(problem: Any) -> Outputs:
     """dlogits of masked tokens are left as they were allocated."""
     return plain(problem, dlogits=lambda d, c: np.where(c.mask[..., None], d, F32(1)))
@@ -382,7 +383,7 @@ def nan_at_a_bound(problem: Any) -> Outputs:
     return plain(problem, slope=lambda g, c: np.where(at_a_bound(c) & c.mask, F32(np.nan), g))
 
 
-@wrong(BOUNDS, r"ratios at the bounds")
+@wrong(BOUNDS, r"ratios at the bounds", also=r"dlogits are (2\.0|1\.9999)\d+ times")
 def both_branches_at_a_bound(problem: Any) -> Outputs:
     """At a bound the slopes of both branches are added, of the ratio twice."""
     return plain(problem, slope=lambda g, c: np.where(at_a_bound(c), 2 * g, g))
