@@ -74,6 +74,13 @@ def test_bank_explains_each_kernel_once() -> None:
         re.compile(kernel.says)
 
 
+def test_bank_gaps_are_kernels_of_the_bank_with_a_reason() -> None:
+    callers = (Path(__file__).parents[2] / "tests" / "bank" / "callers.py").read_text()
+    for name, reason in import_module("entries").gaps().items():
+        assert reason and (name in BY_NAME or name in callers), name
+        assert name not in BY_NAME or not BY_NAME[name].harmless, name
+
+
 def test_bank_finds_a_misleading_cause() -> None:
     kernel = BY_NAME["divided_by_steps_again"]
     right = {"diagnoses": ["dlogits are 0.250000 times what they should be, the loss 0.250000 times"], "computes": [], "like": []}

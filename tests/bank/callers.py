@@ -233,6 +233,19 @@ def masked_logp_multiplied(x: Any) -> Any:
     return token_losses(x, logp).sum()
 
 
+@wrong("wide only", r"added one by one in f32", campaign="check_logp", cases=11, wide=11, dtypes=["f32"])
+def cross_entropy_of_transposed_logits(x: Any, ids: Any) -> Any:
+    """PyTorch's own cross_entropy over axis 1 adds the terms of a denominator one by one on a CPU, 151,936 of them."""
+    return -torch.nn.functional.cross_entropy(x.float().transpose(1, 2), ids, reduction="none")
+
+
+@wrong("softmax", r"minus_infinity not finite", campaign="check_logp")
+def logsumexp_of_tiles(x: Any, ids: Any) -> Any:
+    """PyTorch's logsumexp of a tile of nothing but −∞ has a gradient of NaN."""
+    x = x.float()
+    return chosen(x, ids) - torch.stack([tile.logsumexp(-1) for tile in x.split(8, -1)], -1).logsumexp(-1)
+
+
 TRANSFORMS = {
     "softcap_before_scale": ("The capped logit is scaled.", lambda x: 30 * torch.tanh(x / 30) * 0.25, r"softcap-before-scale"),
     "scale_forgotten": ("The logit is not scaled before its cap.", lambda x: 30 * torch.tanh(x / 30), r"logit-scale-forgotten|scale"),

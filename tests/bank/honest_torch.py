@@ -41,10 +41,6 @@ def in_chunks_of_tokens(x: Any, ids: Any) -> Any:
     return torch.cat([logsumexp(part, each) for part, each in zip(x.split(4, 1), ids.split(4, 1))], 1)
 
 
-def in_tiles_of_columns(x: Any, ids: Any) -> Any:
-    return chosen(x, ids) - torch.stack([tile.logsumexp(-1) for tile in x.split(1024, -1)], -1).logsumexp(-1)
-
-
 def by_distribution(x: Any, ids: Any) -> Any:
     return torch.distributions.Categorical(logits=x, validate_args=False).log_prob(ids)
 
@@ -62,7 +58,7 @@ def by_index(x: Any, ids: Any) -> Any:
     return logps[torch.arange(len(logps)), ids.flatten()].view(ids.shape)
 
 
-LOGPS = (log_softmax, logsumexp, cross_entropy, cross_entropy_transposed, nll_loss, row_by_row, in_chunks_of_tokens, in_tiles_of_columns)
+LOGPS = (log_softmax, logsumexp, cross_entropy, cross_entropy_transposed, nll_loss, row_by_row, in_chunks_of_tokens)
 OTHERS = (by_distribution, checkpointed, in_f64, by_index)
 
 
@@ -133,7 +129,9 @@ def several(x: Any, ids: Any) -> Any:
 
 
 FORMS = [HonestForm(f"torch {fn.__name__}", scores(fn), "check_logp") for fn in LOGPS + OTHERS]
-FORMS += [HonestForm(f"torch {fn.__name__}, wide", scores(fn), "check_logp", each_wide("f32", "bf16")) for fn in LOGPS]
+# Of transposed logits PyTorch adds 151,936 terms one by one: it is in the bank of wrong kernels.
+WIDE = [fn for fn in LOGPS if fn is not cross_entropy_transposed]
+FORMS += [HonestForm(f"torch {fn.__name__}, wide", scores(fn), "check_logp", each_wide("f32", "bf16")) for fn in WIDE]
 FORMS += [HonestForm(f"torch {fn.__name__}, loss", loss_by(fn), "check_loss") for fn in LOGPS + OTHERS]
 FORMS += [
     HonestForm("torch T 0.7", scores(logsumexp, temperature=0.7), "check_logp", {"temperature": 0.7}),

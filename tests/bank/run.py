@@ -71,7 +71,6 @@ def run_wrong(name: str, seed: int) -> dict[str, Any]:
         "misleading": entry.misleading([cause._data for cause in report.causes]),
         "says": entry.says,
         "harmless": entry.harmless,
-        "gap": entry.gap,
         "text": repr(report),
     }
 
@@ -185,9 +184,11 @@ def judge_wrong(one: dict[str, Any]) -> tuple[str, bool]:
         return ("harmless", True) if one["harmless"] else ("PASSED", False)
     if one.get("verdict"):
         return "fails", True
+    is_gap = one["name"] in entries.gaps()
     if one["described"] and not one["misleading"]:
-        return "described", True
-    if one["gap"] or one["harmless"]:
+        # What is mended leaves the list, so that it can only get shorter.
+        return ("MENDED GAP", False) if is_gap and one["seed"] == 0 else ("described", True)
+    if is_gap or one["harmless"]:
         return "gap", True
     return ("MISLEADING" if one["described"] else "NOT DESCRIBED"), False
 

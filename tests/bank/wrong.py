@@ -43,13 +43,13 @@ for tile in (4096, 8192, 16_384):
     wrong(EDGE, rf"V mod {tile} = 0", name=f"last_full_tile_of_{tile}_lost")(last_full_tile_lost(tile))
 
 
-@wrong(EDGE, r"V mod 4096 = 1\b|V = 4097")
+@wrong(EDGE, r"V mod 4096 = 1\b", also=r"vocabulary entries (\d+) to \1 of")
 def tail_of_one_column_lost(problem: Any) -> Outputs:
     """A tail of one column past tiles of 4,096 is not added."""
     return plain(problem, e=lambda e, c: without(e, (columns(e) >= 4096) & (columns(e) % 4096 == 0) & (columns(e) == e.shape[-1] - 1)))
 
 
-@wrong(EDGE, r"V mod 2048 = 1\b")
+@wrong(EDGE, r"V mod 2048 = 1\b", also=r"vocabulary entries (\d+) to \1 of")
 def tail_of_one_column_has_no_gradient(problem: Any) -> Outputs:
     """dlogits of a tail of one column past tiles of 2,048 are 0."""
 
@@ -472,7 +472,7 @@ def denominators_kept_by_address(problem: Any) -> Outputs:
     return plain(problem, total=lambda total, c: kept_by_address(c.a.logits, total))
 
 
-@wrong(MEMORY, r"stale-memory|not-reproducible")
+@wrong(MEMORY, r"stale-memory|not-reproducible", also=r"dlogits are 2\.000000 times")
 def buffer_of_dlogits_added_to(problem: Any) -> Outputs:
     """dlogits are added to a buffer of their shape that is never cleared."""
 
@@ -493,13 +493,13 @@ def divided_by_steps_again(problem: Any) -> Outputs:
     return plain(problem, weight=lambda w, c: w / 4)
 
 
-@wrong(LOSS, r"dlogits are 2\.0+ times")
+@wrong(LOSS, r"dlogits are (2\.00|1\.99)\d+ times")
 def upstream_twice_in_some_batches(problem: Any) -> Outputs:
     """dlogits are doubled where the number of counting tokens is a multiple of 7."""
     return plain(problem, upstream=lambda g, c: 2 * g if c.mask.sum() % 7 == 0 else g)
 
 
-@wrong(LOSS, r"clip-ignored")
+@wrong(LOSS, r"clip-ignored", also=r"no clip")
 def no_clip(problem: Any) -> Outputs:
     """No ratio is clipped."""
     return plain(problem, bounds=lambda b, c: (F32(0), F32(np.inf)))
@@ -539,10 +539,15 @@ def ratio_inverted(problem: Any) -> Outputs:
     return plain(problem, log_ratio=lambda r, c: -r, upstream=lambda g, c: -g)
 
 
+def before(array: Any) -> Any:
+    """Each token's number is that of the token before; the first keeps its own."""
+    return np.concatenate([array[:, :1], array[:, :-1]], 1)
+
+
 @wrong(LOSS, r"old-logp-shifted")
 def old_logp_of_the_token_before(problem: Any) -> Outputs:
     """The old log-probability is that of the token before."""
-    return plain(problem, log_ratio=lambda r, c: np.where(c.mask, c.logp - np.roll(c.a.old_logp, 1, 1), F32(0)))
+    return plain(problem, log_ratio=lambda r, c: np.where(c.mask, c.logp - before(c.a.old_logp), F32(0)))
 
 
 @wrong(LOSS, r"advantage-of-neighbour")
@@ -561,7 +566,7 @@ def mean_over_sequences(problem: Any) -> Outputs:
     return plain(problem, weight=weight)
 
 
-@wrong(LOSS, r"gradient-not-normalised")
+@wrong(LOSS, r"gradient-not-normalised", also=r"dlogits are \d+\.0\d+ times")
 def gradient_of_a_sum(problem: Any) -> Outputs:
     """The loss is a mean, its gradient that of a sum."""
     return plain(problem, upstream=lambda g, c: g * F32(max(c.mask.sum(), 1)))
@@ -591,30 +596,30 @@ def kl_not_in_loss(problem: Any) -> Outputs:
     return plain(problem, with_kl=lambda loss, c: c.policy_loss)
 
 
-@wrong(LOSS, r"sequence-ratio-of-sum|sum", importance_sampling_level="sequence")
+@wrong(LOSS, r"sequence-ratio-of-sum", also=r"sequence_product", importance_sampling_level="sequence")
 def sequence_ratio_of_the_sum(problem: Any) -> Outputs:
     """The sequence's ratio is exp of the sum of log-ratios."""
     return plain(problem, mean_log_ratio=lambda r, c: r * c.length, sequence_slope=lambda g, c: g * c.length)
 
 
-@wrong(LOSS, r"sequence-gradient-of-token", importance_sampling_level="sequence")
-def sequence_gradient_of_the_token(problem: Any) -> Outputs:
-    """Each token has the gradient of its own loss alone."""
-    return plain(problem, sequence_slope=lambda g, c: c.slope)
+@wrong(LOSS, r"sequence-share-forgotten", importance_sampling_level="sequence")
+def sequence_gradient_without_its_length(problem: Any) -> Outputs:
+    """The gradient of the mean log-ratio lacks 1/n."""
+    return plain(problem, sequence_slope=lambda g, c: g * c.length)
 
 
 # Bugs of published kernels: the softmax, and the arithmetic.
 SOFTMAX = "softmax"
 
 
-@wrong(SOFTMAX, r"temperature-forgotten\b(?!-)", temperature=0.7)
+@wrong(SOFTMAX, r"temperature-forgotten\b(?!-)", also=r"temperature: 1|the default of mllm-jax", temperature=0.7)
 def temperature_forgotten(problem: Any) -> Outputs:
     """Logits are not divided by the temperature."""
     t = F32(problem.spec.to_dict()["temperature"])
     return plain(problem, x=lambda x, c: x * t, dlogits=lambda d, c: d * t)
 
 
-@wrong(SOFTMAX, r"temperature-forgotten-in-gradient|0\.70000\d times", temperature=0.7)
+@wrong(SOFTMAX, r"temperature-forgotten-in-gradient|dlogits are 0\.70\d+ times", temperature=0.7)
 def temperature_not_in_gradient(problem: Any) -> Outputs:
     """dlogits lack 1/T."""
     return plain(problem, dlogits=lambda d, c: d * F32(problem.spec.to_dict()["temperature"]))
