@@ -52,13 +52,12 @@ def test_bank_kernel_fails_few_problems_and_plain_passes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cases", "printed"), [("count_kept_by_address", 1, "stale-memory: 1 problem"), ("mean_over_nothing", 40, "no token counts")]
+    ("name", "cases", "said"), [("count_kept_by_address", 1, "stale-memory"), ("mean_over_nothing", 40, "no token counts")]
 )
-def test_bank_kernel_fails_a_campaign(name: str, cases: int, printed: str) -> None:
+def test_bank_kernel_fails_a_campaign(name: str, cases: int, said: str) -> None:
     options: dict[str, Any] = {"wide": 0, "power": False, "shrink": False, "repro_dir": None, "progress": False}
     report = assay.check(BY_NAME[name].fn, cases=cases, **options)
-    assert not report.passed
-    assert len(report.causes) == 1 and printed in repr(report), report
+    assert [said in f"{cause.gate} in {cause._data['first']}" for cause in report.causes] == [True], report
     assert assay.check(PLAIN, cases=cases, **options).passed
 
 

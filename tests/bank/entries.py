@@ -36,9 +36,9 @@ class WrongKernel:
         return (self.fn.__doc__ or "").strip().split("\n")[0]
 
 
-    def is_said_by(self, text: str) -> bool:
-        """Whether a text describes the kernel rightly."""
-        return re.search(self.says, text) is not None
+    def is_said_by(self, report: str) -> bool:
+        """Whether the printed causes of a report describe the kernel rightly."""
+        return re.search(self.says, causes_of(report)) is not None
 
     def misleading(self, causes: list[dict[str, Any]]) -> list[str]:
         """Returns the explanations in a report's causes that are not of this kernel: diagnoses, other losses, and names of wrong kernels
@@ -51,6 +51,11 @@ class WrongKernel:
             names = [like["mutant"] for like in cause["like"]]
             said += [f"like {' or '.join(names)}"] if names else []
         return [text for text in said if not re.search(right, text)]
+
+
+def causes_of(report: str) -> str:
+    """Returns the causes of a printed report in one line: text is wrapped at the width of a terminal."""
+    return " ".join(re.split(r"\n *covered ", report)[0].split())
 
 
 BANK: list[WrongKernel] = []

@@ -59,7 +59,6 @@ def run_wrong(name: str, seed: int) -> dict[str, Any]:
 
     entry = next(entry for entry in load("wrong") if entry.name == name)
     report = getattr(assay, entry.campaign)(entry.fn, **quiet(seed=seed, **entry.options))
-    printed = repr(report).split("\ncovered  ")[0]
     return {
         "kind": entry.kind,
         "name": name,
@@ -67,7 +66,7 @@ def run_wrong(name: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "passed": report.passed,
         "causes": [cause._data for cause in report.causes],
-        "described": entry.is_said_by(printed),
+        "described": entry.is_said_by(repr(report)),
         "misleading": entry.misleading([cause._data for cause in report.causes]),
         "says": entry.says,
         "harmless": entry.harmless,
@@ -107,7 +106,7 @@ def run_hostile(name: str, seed: int) -> dict[str, Any]:
     report = assay.check(
         getattr(hostile, name), **quiet(seed=seed, cases=6, wide=0, shapes=["2x3x33"], isolate=True, timeout=entry.timeout, shrink=False)
     )
-    return {"name": name, "seed": seed, "passed": report.passed, "described": bool(re.search(entry.says, repr(report))),
+    return {"name": name, "seed": seed, "passed": report.passed, "described": bool(re.search(entry.says, " ".join(repr(report).split()))),
             "says": entry.says, "may_pass": entry.may_pass, "seconds": time.monotonic() - started, "text": repr(report)}  # fmt: skip
 
 
@@ -155,20 +154,17 @@ def outcomes(tasks: Iterable[tuple[str, tuple[Any, ...]]], jobs: int, limit: flo
             running.remove(one)
 
 
-def cause_line(text: str) -> str:
+def cause_line(one: dict[str, Any]) -> str:
     """The first cause in one line."""
-    lines = text.split("\ncovered  ")[0].splitlines()
-    if not lines or not lines[0].startswith("CAUSE"):
-        return lines[0] if lines else ""
-    told = [lines[0].removeprefix("CAUSE ")]
-    for line in lines[1:]:
-        if line.startswith("CAUSE"):
-            break
-        label, _, rest = line.strip().partition(" ")
-        if label in ("common", "likely", "computes", "fault"):
-            told.append(f"{label} {rest.strip()}")
-        elif label == "first" and "called" in rest:
-            told.append(rest[rest.index("called") :])
+    if not one.get("causes"):
+        return entries.causes_of(one.get("text", "")) if "causes" not in one else ""
+    cause = one["causes"][0]
+    told = [f"{cause['gate']}: {cause['cases']} problems"]
+    told += [f"common {cause['in_common']}"] if cause["in_common"] else []
+    told += [f"like {' or '.join(like['mutant'] for like in cause['like'][:3])}"] if cause["like"] else []
+    told += [f"computes {', which is '.join(names)}" for names in cause["computes"]] + cause["diagnoses"]
+    told += cause["fault"].splitlines()[:1] if cause["fault"] else []
+    told += [cause["first"][cause["first"].index("called") :]] if "called" in cause["first"] else []
     return "; ".join(told)
 
 
@@ -252,11 +248,12 @@ def main() -> int:
         counts[part][word] = counts[part].get(word, 0) + 1
         found.append({"part": part, "outcome": word, **one})
         if not as_it_should:
-            wrong_words.append(f"{part} {one['name']}, seed {one['seed']}: {word}")
+            misled = "; ".join(one.get("misleading", []))
+            wrong_words.append(f"{part} {one['name']}, seed {one['seed']}: {word} {misled}")
         if part == "honest":
             problems += one.get("tried", 0)
             failed += one.get("failed", 0)
-        told = cause_line(one.get("text", ""))
+        told = cause_line(one)
         print(f"{one.get('kind', part):18} {one['name']:40} {one['seed']:4} {word:14} {short(told, 200)}", flush=True)
         if asked.print:
             print(one.get("text", ""))
