@@ -220,7 +220,7 @@ def loss_divided_by_steps_again(x: Any) -> Any:
     return loss(x) / 4
 
 
-@wrong(CALLERS, r"not converted to f32", campaign="check_logp")
+@wrong(CALLERS, r"not converted to f32", also=r"logp-in-logits-dtype", campaign="check_logp")
 def logp_not_upcast(x: Any, ids: Any) -> Any:
     """bf16 logits go into log_softmax as they are."""
     return chosen(x.log_softmax(-1), ids)

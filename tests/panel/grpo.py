@@ -22,6 +22,12 @@ def row_counts(tokens: Tokens) -> Array:
     return count + (count == 0)
 
 
+def token_count(tokens: Tokens) -> Array:
+    """The number of tokens that count; 1 if none does, whose loss is 0."""
+    count = tokens.mask.sum()
+    return count + (count == 0)
+
+
 def sigmoid(xp: Any, x: Array) -> Array:
     return 1 / (1 + xp.exp(-x))
 
@@ -49,7 +55,7 @@ def token_loss(
 
 def reduce(loss: Array, entropy: Array, tokens: Tokens, form: Form, numbers: Numbers) -> Array:
     """The scalar."""
-    masked, count = loss * tokens.mask, tokens.mask.sum()
+    masked, count = loss * tokens.mask, token_count(tokens)
     mean = (masked.sum(-1, keepdims=True) / row_counts(tokens)).mean() if form.row_means else masked.sum() / count
     return mean - numbers.entropy_coef * (entropy * tokens.mask).sum() / count
 
@@ -59,7 +65,7 @@ def gradient(xp: Any, logp: Array, tokens: Tokens, form: Form, numbers: Numbers)
     first, second, _, beta, _ = numbers
     logp = counted(xp, logp, tokens)
     mask, advantages, ratio = tokens.mask, tokens.advantages, xp.exp(log_ratio(logp, tokens, form))
-    weight = mask / row_counts(tokens) / mask.shape[0] if form.row_means else mask / mask.sum()
+    weight = mask / row_counts(tokens) / mask.shape[0] if form.row_means else mask / token_count(tokens)
     through_ratio = form.objective != "cispo"
     if form.objective == "ppo_clip":
         follows = ((advantages > 0) & (ratio <= second)) | ((advantages < 0) & (ratio >= first))
@@ -114,7 +120,7 @@ def closed_form(
 
     losses = token_loss(xp, logp, tokens, form, numbers, lambda constant: constant)
     g = gradient(xp, logp, tokens, form, numbers)[..., None]
-    bonus = (numbers.entropy_coef * tokens.mask / tokens.mask.sum())[..., None]
+    bonus = (numbers.entropy_coef * tokens.mask / token_count(tokens))[..., None]
     target = xp.where(xp.arange(logits.shape[-1]) == tokens.ids[..., None], 1.0, 0.0)
     dlogits = (g * (target - p) + bonus * of_entropy) / numbers.temperature
     loss = reduce(losses, entropy, tokens, form, numbers)
