@@ -13,14 +13,12 @@ use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
 use assay_schema::picture::ErrorPicture;
 #[cfg(feature = "mutants")]
-use rayon::prelude::*;
-
-#[cfg(feature = "mutants")]
-use assay_suites::mutants::{BANK, Mutant};
+use assay_suites::mutants::BANK;
 
 use crate::campaign::{Campaign, CampaignError};
 use crate::common::CommonProperty;
 use crate::deck::{DealtRecipe, DeckShapes};
+use crate::dependence::dependences;
 use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
@@ -197,14 +195,17 @@ fn join<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
     into.cause.like = like;
 }
 
-/// Adds `other` to `into`, which keeps its more telling gate; of two lists of names those in both remain.
+/// Adds `other` to `into`, which keeps its more telling gate; of two lists of names those in both remain, or those of more problems.
 fn merge<P>(into: &mut CauseDraft<P>, other: CauseDraft<P>) {
+    let is_larger = other.cause.cases > into.cause.cases;
     into.cause.cases += other.cause.cases;
     // A gate whose failures no mutant explains takes no name away.
-    if into.cause.like.is_empty() {
+    let is_in_both = |name: &&schema::MutantName| other.cause.like.contains(name);
+    let both: Vec<schema::MutantName> = into.cause.like.iter().filter(is_in_both).cloned().collect();
+    if !both.is_empty() {
+        into.cause.like = both;
+    } else if into.cause.like.is_empty() || (is_larger && !other.cause.like.is_empty()) {
         into.cause.like = other.cause.like;
-    } else if !other.cause.like.is_empty() {
-        into.cause.like.retain(|name| other.cause.like.contains(name));
     }
     into.bucket.kept.extend(other.bucket.kept);
     into.bucket.tried.extend(other.bucket.tried);
@@ -270,13 +271,13 @@ fn draft<P: Subject>(
                 let kept = bucket.kept.iter().rev().map(|failing| &failing.problem);
                 let pictures = kept.filter_map(|problem| picture(campaign, bench, &kind, problem));
                 cause.picture = pictures.min_by(|a, b| a.share_beyond().total_cmp(&b.share_beyond()));
-                // A wrong kernel is wrong however it is called: none is like one that is right when it is called plainly.
-                #[cfg(feature = "mutants")]
                 if bench.way.is_none() {
-                    let cases: Vec<Arc<P>> =
-                        bucket.kept.iter().take(NAMING).map(|failing| Arc::clone(&failing.problem)).collect();
-                    let mutants = crate::power::shown::<P>(bench.spec, campaign.deck.packed);
-                    cause.like = names(bench, mutants, &kind, (&problem, candidate), &cases, passing);
+                    let kept: Vec<Arc<P>> = bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
+                    cause.diagnoses.extend(dependences(bench, &kept));
+                }
+                #[cfg(feature = "mutants")]
+                {
+                    cause.like = named(campaign, bench, &kind, (&problem, candidate), &bucket, passing);
                 }
             }
         }
@@ -296,12 +297,35 @@ fn draft<P: Subject>(
                 "NaN in the inputs of masked tokens reaches the outputs; with ordinary numbers under the mask the same problem passes"
                     .into(),
             );
+            #[cfg(feature = "mutants")]
+            if let Ok(candidate) = bench.candidate(&problem) {
+                cause.like = named(campaign, bench, &kind, (&problem, candidate), &bucket, passing);
+            }
         }
         FailureKind::Fault(..) => {}
     }
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
     CauseDraft { kind, way: bench.way, bucket, problem, patterns, cause }
+}
+
+/// Returns the mutants that fail as the kernel does on the problems of a cause.
+#[cfg(feature = "mutants")]
+fn named<P: Subject>(
+    campaign: &Campaign,
+    bench: &mut Examiner<P>,
+    kind: &FailureKind,
+    smallest: (&Arc<P>, Candidate<P::Gradient>),
+    bucket: &FailureGroup<P>,
+    passing: &[Arc<P>],
+) -> Vec<schema::MutantName> {
+    // A wrong kernel is wrong however it is called: none is like one that is right when it is called plainly.
+    if bench.way.is_some() {
+        return Vec::new();
+    }
+    let cases: Vec<Arc<P>> = bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
+    let mutants = crate::power::shown::<P>(bench.spec, campaign.deck.packed);
+    crate::naming::names(bench, mutants, kind, smallest, &cases, passing)
 }
 
 /// `1x1x2 bf16`, and how many packed sequences.
@@ -409,43 +433,4 @@ fn computes<P: Subject>(
 /// The first problem of `recipe` that can be made, of the seeds that are tried.
 fn first_drawn<P: Subject>(campaign: &Campaign, recipe: DealtRecipe) -> Option<P> {
     (0..SEEDS).find_map(|step| campaign.deck.draw(&reseeded(recipe.clone(), step), &campaign.spec).ok())
-}
-
-/// Problems of a cause that wrong kernels are run on for its names.
-#[cfg(feature = "mutants")]
-const NAMING: usize = 3;
-
-/// Returns the mutants that fail as the kernel does: by the same gate, with the same values to within a small part of
-/// the error, on every problem of the cause; and that pass where the kernel passes.
-#[cfg(feature = "mutants")]
-fn names<P: Subject>(
-    bench: &mut Examiner<P>,
-    mutants: Vec<&'static Mutant>,
-    kind: &FailureKind,
-    smallest: (&Arc<P>, Candidate<P::Gradient>),
-    cases: &[Arc<P>],
-    passing: &[Arc<P>],
-) -> Vec<schema::MutantName> {
-    // Collect the kernel's answers to a few problems of the cause, the shrunk one first.
-    let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
-    for problem in cases {
-        if let Ok(candidate) = bench.candidate(problem) {
-            failing.push((Arc::clone(problem), candidate));
-        }
-    }
-    // Evaluate the reference once for each problem: every mutant is judged against it.
-    let failing: Vec<(JudgedProblem<P>, &Candidate<P::Gradient>)> = failing
-        .iter()
-        .filter_map(|(problem, candidate)| Some((JudgedProblem::new(bench.spec, &**problem).ok()?, candidate)))
-        .collect();
-    let passing: Vec<JudgedProblem<P>> =
-        passing.iter().filter_map(|problem| JudgedProblem::new(bench.spec, &**problem).ok()).collect();
-    // A name must explain every failure and contradict no passing problem.
-    let is_alike = |mutant: &&Mutant| {
-        failing
-            .iter()
-            .all(|(known, candidate)| crate::power::fails_alike(known, candidate, mutant, kind, &bench.limits))
-            && passing.iter().all(|known| crate::power::passes(known, mutant, &bench.limits))
-    };
-    mutants.into_par_iter().filter(is_alike).map(crate::power::named).collect()
 }

@@ -29,10 +29,15 @@ mod campaign;
 mod cause;
 mod common;
 mod deck;
+mod dependence;
 mod examine;
 mod kernel;
 mod markdown;
+#[cfg(feature = "mutants")]
+mod naming;
 mod neighbours;
+#[cfg(feature = "mutants")]
+mod outputs;
 pub mod panel;
 #[cfg(feature = "mutants")]
 mod power;

@@ -1,22 +1,23 @@
-//! Wrong kernels beside the one that is judged: which fail as it does, and how many its campaign would catch.
+//! The mutation score: how many wrong kernels a campaign would catch, and which option catches the others.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView, Gradient};
+use assay_core::problem::{Candidate, Dtype, Gradient, Shape};
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Gate, Model, Output};
+use assay_judge::generate::Regime;
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
-use assay_judge::metric::half_ulp;
-use assay_judge::tolerance::Limits;
+use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
-use assay_suites::mutants::{BANK, Mutant, Specimen};
-use ndarray::Ix2;
+use assay_suites::mutants::{BANK, BatchSizes, Mutant, Specimen};
 use rayon::prelude::*;
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::examine::FailureKind;
+use crate::deck::{DealtRecipe, Deck, DeckContent, DeckShapes};
+use crate::outputs::values;
 use crate::subject::Subject;
 
 /// Problems that wrong kernels are run on, and their elements: small ones show what large ones do, many times sooner.
@@ -29,101 +30,15 @@ const LARGER: Range<usize> = 1 << 16..1 << 18;
 /// And of one of Qwen's vocabulary.
 const WIDE: Range<usize> = 1 << 18..1 << 20;
 
-/// The largest difference between the kernel's value and a mutant's that counts as equal, as a share of their largest
-/// error.
-const ALIKE: f64 = 0.05;
+/// Problems of the deck that a mutant is run on which depends on sizes alone.
+const SIZED: usize = 2;
+
+/// Problems of a larger campaign, which may reject what this one accepts.
+const MORE: u64 = 1_000;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
 pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
     BANK.iter().filter(|mutant| P::is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
-}
-
-/// Runs a mutant and judges it; returns `None` if it does not compute the problem.
-fn run<P: Subject>(
-    known: &JudgedProblem<P>,
-    mutant: &Mutant,
-    limits: &Limits,
-) -> Option<(Candidate<P::Gradient>, Vec<Verdict>)> {
-    let specimen = Specimen::with(mutant.bug);
-    let candidate = P::mutant(&specimen).run(known.spec, known.problem.clone(), 1).ok()?;
-    let verdicts = known.verdicts(&candidate.lend(), limits).ok()?;
-    Some((candidate, verdicts))
-}
-
-/// Whether a mutant fails no gate.
-pub(crate) fn passes<P: Subject>(known: &JudgedProblem<P>, mutant: &Mutant, limits: &Limits) -> bool {
-    run(known, mutant, limits).is_some_and(|(_, verdicts)| verdicts.iter().all(Verdict::passed))
-}
-
-/// Whether a mutant fails as `candidate` does: by the gate of `kind`, with the same values.
-pub(crate) fn fails_alike<P: Subject>(
-    known: &JudgedProblem<P>,
-    candidate: &Candidate<P::Gradient>,
-    mutant: &Mutant,
-    kind: &FailureKind,
-    limits: &Limits,
-) -> bool {
-    let FailureKind::Gate(_, gate, _) = kind else { return false };
-    let Some((other, verdicts)) = run(known, mutant, limits) else { return false };
-    if !verdicts.iter().any(|verdict| verdict.gate == *gate && !verdict.passed()) {
-        return false;
-    }
-    let dtype = known.problem.dtype();
-    let counting = |candidate: &Candidate<P::Gradient>| counting_values(known.problem, candidate, *gate);
-    let (given, wrong, exact) = (counting(candidate), counting(&other), counting(&P::outcome(&known.reference)));
-    are_alike(&given, &wrong, &exact, if gate.output.is_gradient() { dtype } else { Dtype::F32 })
-}
-
-/// Whether `wrong` are the values `given`, both being off from `exact`: NaN in the same places, and elsewhere no further apart than
-/// two roundings and a small part of the largest error.
-fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool {
-    if given.len() != wrong.len() {
-        return false;
-    }
-    // The largest finite error of the kernel is the scale on which two wrong values are compared.
-    let off = given.iter().zip(exact).map(|(x, y)| (x - y).abs()).filter(|error| error.is_finite());
-    let largest = off.fold(0.0, f64::max);
-    given.iter().zip(wrong).all(|(x, y)| match (x.is_finite(), y.is_finite()) {
-        (true, true) => (x - y).abs() <= f64::max(ALIKE * largest, 4.0 * half_ulp(*x, dtype)),
-        (finite, other) => finite == other,
-    })
-}
-
-/// The output that a gate is of, without the values of masked tokens, which nobody looks at. Masked dlogits must be 0, and stay.
-fn counting_values<P: Subject>(problem: &P, candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
-    let mut all = values(candidate, gate);
-    let mask = &problem.batch().mask;
-    if matches!(gate.output, Output::Logp | Output::Entropy | Output::TokenLoss) && all.len().is_multiple_of(mask.len())
-    {
-        // Logp of a token's other ids follows that of the first ids, token by token.
-        let (tokens, ids) = (mask.len(), all.len() / mask.len());
-        let counts: Vec<bool> = mask.iter().copied().collect();
-        for (place, value) in all.iter_mut().enumerate() {
-            let token = if place < tokens { place } else { (place - tokens) / (ids - 1) };
-            if !counts[token] {
-                *value = 0.0;
-            }
-        }
-    }
-    all
-}
-
-/// The output that a gate is of, as it was returned.
-fn values<G: Gradient>(candidate: &Candidate<G>, gate: Gate) -> Vec<f64> {
-    let of_tokens = |array: &Option<FloatArray<Ix2>>| {
-        array.as_ref().map_or_else(Vec::new, |array| array.to_f64().into_iter().collect())
-    };
-    // The absent optional outputs are empty, and thus equal.
-    match gate.output {
-        Output::Loss => candidate.loss.iter().map(FloatArray::value).collect(),
-        Output::Logp => {
-            let others = candidate.logp_of_others.iter().flat_map(FloatArray::to_f64);
-            of_tokens(&candidate.logp).into_iter().chain(others).collect()
-        }
-        Output::Entropy => of_tokens(&candidate.entropy),
-        Output::TokenLoss => of_tokens(&candidate.token_loss),
-        _ => G::arrays(&candidate.gradient.lend()).iter().flat_map(FloatView::to_f64).collect(),
-    }
 }
 
 /// Removes the outputs that the judged kernel does not have.
@@ -145,6 +60,16 @@ enum MutantFate {
     Rejected,
     Accepted,
     NotExercised,
+}
+
+impl MutantFate {
+    fn is_rejected(self) -> bool {
+        matches!(self, MutantFate::Rejected)
+    }
+
+    fn is_unseen(self) -> bool {
+        matches!(self, MutantFate::NotExercised)
+    }
 }
 
 /// A problem, and what the correct kernel returns for it.
@@ -207,6 +132,148 @@ fn same_numbers<G: Gradient>(a: &Candidate<G>, b: &Candidate<G>) -> bool {
     })
 }
 
+/// The mutants of a campaign, and the fate of each so far.
+struct ScoreRound<'c, P> {
+    campaign: &'c Campaign,
+    outputs: &'c [&'static str],
+    mutants: Vec<(&'static Mutant, MutantFate)>,
+    /// The number of problems that mutants were run on.
+    cases: usize,
+    subject: PhantomData<P>,
+}
+
+impl<P: Subject> ScoreRound<'_, P> {
+    /// Runs the mutants that `is_left` on the problems of some recipes, and notes their fates. Returns false where the correct kernel
+    /// does not compute the loss.
+    fn run(
+        &mut self,
+        deck: &Deck,
+        recipes: impl Iterator<Item = DealtRecipe>,
+        grade: Grade,
+        is_left: impl Fn(&Mutant, MutantFate) -> bool,
+    ) -> Result<bool, CampaignError> {
+        let (spec, limits) = (&self.campaign.spec, Limits::external(grade).alone());
+        let problems = recipes.map(|dealt| Ok((dealt.label(), deck.draw(&dealt, spec)?)));
+        let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
+        let mut trials = Vec::new();
+        // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the
+        // judge, which would make the score worthless.
+        for (label, problem) in &problems {
+            let Ok(known) = JudgedProblem::new(spec, problem) else { continue };
+            let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(false) };
+            let correct = limited(correct, self.outputs);
+            let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();
+            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
+                return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
+            }
+            trials.push(MutantTrial { known, correct });
+        }
+        self.cases += trials.len();
+        // Run only the mutants that are not yet rejected, and drop each as soon as one problem rejects it.
+        let outputs = self.outputs;
+        let mut left: Vec<_> = self.mutants.iter_mut().filter(|(mutant, fate)| is_left(mutant, *fate)).collect();
+        for trial in &trials {
+            let of_left: Vec<&Mutant> = left.iter().map(|(mutant, _)| *mutant).collect();
+            for ((_, fate), here) in left.iter_mut().zip(trial.fates(&of_left, &limits, outputs)) {
+                if !matches!(here, MutantFate::NotExercised) {
+                    *fate = here;
+                }
+            }
+            left.retain(|(_, fate)| !matches!(fate, MutantFate::Rejected));
+        }
+        Ok(true)
+    }
+
+    /// Runs mutants of sizes on the smallest problems of the deck that have their size.
+    fn run_sizes(&mut self) -> Result<(), CampaignError> {
+        let campaign = self.campaign;
+        let mut recipes: Vec<DealtRecipe> = dealt(&campaign.deck, campaign.deck.cases)
+            .filter(|dealt| !dealt.content.may_lack_a_gradient() && elements(dealt) < WIDE.end)
+            .collect();
+        recipes.sort_by_key(elements);
+        let unseen: Vec<&Mutant> =
+            self.mutants.iter().filter(|(_, fate)| !fate.is_rejected()).map(|(m, _)| *m).collect();
+        for mutant in unseen {
+            let has_its_size = |dealt: &&DealtRecipe| mutant.bug.is_shown_by(dealt_sizes(dealt)) == Some(true);
+            let with_size = recipes.iter().filter(has_its_size).take(SIZED).cloned();
+            self.run(&campaign.deck, with_size, campaign.grade, |other, _| other.bug == mutant.bug)?;
+        }
+        Ok(())
+    }
+
+    /// Finds the options under which the campaign rejects the mutants that it accepts, and those whose sizes it does not deal: these are
+    /// accepted from here on.
+    fn options(&mut self) -> Vec<schema::CatchingOption> {
+        let campaign = self.campaign;
+        let mut all: Vec<schema::CatchingOption> = Vec::new();
+        // An attempt is a copy of the round: what it rejects is accepted still.
+        let mut attempt = |option: String,
+                           round: &Self,
+                           deck: &Deck,
+                           recipes: Vec<DealtRecipe>,
+                           grade: Grade,
+                           is_left: &dyn Fn(&Mutant, MutantFate) -> bool| {
+            let is_found = |name: &str| all.iter().any(|found| found.mutants.iter().any(|other| other == name));
+            let is_left = |mutant: &Mutant, fate| is_left(mutant, fate) && !is_found(mutant.name);
+            let mut tried = ScoreRound { mutants: round.mutants.clone(), ..*round };
+            // An option under which the correct kernel would be rejected is no advice.
+            if tried.run(deck, recipes.into_iter(), grade, is_left).is_err() {
+                return;
+            }
+            let caught = tried.mutants.iter().zip(&round.mutants);
+            let caught = caught.filter(|((_, there), (_, here))| there.is_rejected() && !here.is_rejected());
+            let mutants: Vec<String> = caught.map(|((mutant, _), _)| mutant.name.to_string()).collect();
+            if !mutants.is_empty() {
+                all.push(schema::CatchingOption { option, mutants });
+            }
+        };
+        // Sizes that the deck does not deal: a problem of the smallest shape, in which every token counts.
+        for (mutant, fate) in &self.mutants {
+            let Some([batch, tokens, vocab]) = mutant.bug.smallest_shape().filter(|_| fate.is_unseen()) else {
+                continue;
+            };
+            let shape = [batch, tokens, vocab];
+            let deck = Deck { shapes: DeckShapes::Given(vec![shape]), ..campaign.deck.clone() };
+            let mut recipe = deck.deal(0).without_garbage();
+            recipe.content = DeckContent::EveryTokenCounts;
+            let option = format!("shapes={batch}x{tokens}x{vocab}");
+            attempt(option, self, &deck, vec![recipe], campaign.grade, &|other, _| other.bug == mutant.bug);
+        }
+        // The other mutants: each option that the campaign has not, on as many small problems as it takes to reject most.
+        let is_accepted = |_: &Mutant, fate: MutantFate| matches!(fate, MutantFate::Accepted);
+        let small = |deck: &Deck, cases: u64| -> Vec<DealtRecipe> {
+            dealt(deck, cases).filter(|dealt| elements(dealt) < ELEMENTS).take(CASES).collect()
+        };
+        if campaign.grade != Grade::Exact {
+            let recipes = small(&campaign.deck, campaign.deck.cases);
+            attempt("grade=exact".into(), self, &campaign.deck, recipes, Grade::Exact, &is_accepted);
+        }
+        for dtype in Dtype::KERNEL.into_iter().filter(|dtype| !campaign.deck.dtypes.contains(dtype)) {
+            let deck = Deck { dtypes: vec![dtype], ..campaign.deck.clone() };
+            attempt(format!("dtypes={dtype}"), self, &deck, small(&deck, deck.cases), campaign.grade, &is_accepted);
+        }
+        for regime in Regime::ALL.into_iter().filter(|regime| !campaign.deck.regimes.contains(regime)) {
+            let deck = Deck { regimes: vec![regime], ..campaign.deck.clone() };
+            if !deck.possible_regimes().is_empty() {
+                let recipes = small(&deck, deck.cases);
+                attempt(format!("regimes={regime}"), self, &deck, recipes, campaign.grade, &is_accepted);
+            }
+        }
+        if campaign.deck.cases < MORE {
+            let deck = Deck { cases: MORE, ..campaign.deck.clone() };
+            let recipes = dealt(&deck, MORE).skip(CASES).filter(|dealt| elements(dealt) < ELEMENTS).take(2 * CASES);
+            attempt(format!("cases={MORE}"), self, &deck, recipes.collect(), campaign.grade, &is_accepted);
+        }
+        // A mutant of a size that the deck does not deal is missed by the deck, not by the loss.
+        for (mutant, fate) in &mut self.mutants {
+            if fate.is_unseen() && all.iter().any(|found| found.mutants.iter().any(|name| name == mutant.name)) {
+                *fate = MutantFate::Accepted;
+            }
+        }
+        all
+    }
+}
+
 /// Runs the mutants on the deck, judged by the outputs that the kernel has: on its first small problems, and those that these do
 /// not reject on a few larger ones; what is accepted there on the wide ones too. `None` where the correct kernel does not compute
 /// the loss.
@@ -214,50 +281,30 @@ pub(crate) fn power<P: Subject>(
     campaign: &Campaign,
     outputs: &[&'static str],
 ) -> Result<Option<schema::MutationScore>, CampaignError> {
-    let (spec, limits) = (&campaign.spec, Limits::external(campaign.grade).alone());
-    let mutants = shown::<P>(spec, campaign.deck.packed);
-    let mut fates = vec![MutantFate::NotExercised; mutants.len()];
-    let mut cases = 0;
+    let mutants = shown::<P>(&campaign.spec, campaign.deck.packed);
+    let mutants = mutants.into_iter().map(|mutant| (mutant, MutantFate::NotExercised)).collect();
+    let mut round = ScoreRound::<P> { campaign, outputs, mutants, cases: 0, subject: PhantomData };
     for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
         // Draw the problems of this size from the campaign's own deck.
-        // What the campaign does not hold against a kernel does not count against a mutant.
-        let is_noted = campaign.deck.masked_garbage.is_none();
-        let recipes = campaign.deck.recipes().map(|dealt| if is_noted { dealt.without_garbage() } else { dealt });
-        let recipes = recipes.filter(|dealt| sizes.contains(&dealt.recipe.shape.iter().product())).take(most);
-        let problems = recipes.map(|dealt| Ok((dealt.label(), campaign.deck.draw(&dealt, spec)?)));
-        let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
-        let mut trials = Vec::new();
-        // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the
-        // judge, which would make the score worthless.
-        for (label, problem) in &problems {
-            let Ok(known) = JudgedProblem::new(spec, problem) else { continue };
-            let Ok(correct) = P::mutant(&Specimen::default()).run(spec, problem.clone(), 1) else { return Ok(None) };
-            let correct = limited(correct, outputs);
-            let verdicts = known.verdicts(&correct.lend(), &limits).unwrap_or_default();
-            if let Some(failed) = verdicts.iter().find(|verdict| !verdict.passed()) {
-                return Err(CampaignError::FalseAlarm { gate: failed.gate.to_string(), case: label.clone() });
-            }
-            trials.push(MutantTrial { known, correct });
-        }
-        cases += trials.len();
-        let is_settled =
-            |fate| matches!(fate, MutantFate::Rejected) || (accepted_only && matches!(fate, MutantFate::NotExercised));
-        let mut left: Vec<(&mut MutantFate, &Mutant)> =
-            fates.iter_mut().zip(mutants.iter().copied()).filter(|(fate, _)| !is_settled(**fate)).collect();
-        // Run only the mutants that are not yet rejected, and drop each as soon as one problem rejects it.
-        for trial in &trials {
-            let of_left: Vec<&Mutant> = left.iter().map(|(_, mutant)| *mutant).collect();
-            for ((fate, _), here) in left.iter_mut().zip(trial.fates(&of_left, &limits, outputs)) {
-                if !matches!(here, MutantFate::NotExercised) {
-                    **fate = here;
-                }
-            }
-            left.retain(|(fate, _)| !matches!(fate, MutantFate::Rejected));
+        let recipes = dealt(&campaign.deck, campaign.deck.cases).filter(|dealt| sizes.contains(&elements(dealt)));
+        // A mutant that depends on sizes alone is run on those below.
+        let is_left = |mutant: &Mutant, fate: MutantFate| {
+            let is_seen = !fate.is_rejected() && !(accepted_only && fate.is_unseen());
+            is_seen && mutant.bug.smallest_shape().is_none()
+        };
+        if !round.run(&campaign.deck, recipes.take(most), campaign.grade, is_left)? {
+            return Ok(None);
         }
     }
+    round.run_sizes()?;
+    if round.cases == 0 {
+        return Ok(None);
+    }
+    let cases = round.cases;
+    let options = round.options();
     // Count a mutant if any problem exercised it, and list the accepted ones by name.
-    let mut power = schema::MutationScore { rejected: 0, exercised: 0, accepted: Vec::new(), cases };
-    for (mutant, fate) in mutants.into_iter().zip(fates) {
+    let mut power = schema::MutationScore { rejected: 0, exercised: 0, accepted: Vec::new(), cases, options };
+    for (mutant, fate) in round.mutants {
         match fate {
             MutantFate::NotExercised => continue,
             MutantFate::Rejected => power.rejected += 1,
@@ -265,7 +312,31 @@ pub(crate) fn power<P: Subject>(
         }
         power.exercised += 1;
     }
-    Ok(Some(power).filter(|power| power.cases > 0))
+    Ok(Some(power))
+}
+
+/// Returns the first recipes of a deck. What the campaign does not hold against a kernel does not count against a mutant.
+fn dealt(deck: &Deck, cases: u64) -> impl Iterator<Item = DealtRecipe> + '_ {
+    let is_noted = deck.masked_garbage.is_none();
+    (0..cases).map(|index| deck.deal(index)).map(move |dealt| if is_noted { dealt.without_garbage() } else { dealt })
+}
+
+/// Returns the number of logits of a recipe.
+fn elements(dealt: &DealtRecipe) -> usize {
+    dealt.recipe.shape.iter().product()
+}
+
+/// Returns the sizes of the problem that a recipe is of.
+fn dealt_sizes(dealt: &DealtRecipe) -> BatchSizes {
+    let [sequences, tokens, vocab] = dealt.recipe.shape;
+    let rows = sequences * tokens;
+    BatchSizes { sequences, tokens: if dealt.packed { rows } else { tokens }, rows, vocab }
+}
+
+/// Returns the sizes of a problem.
+pub(crate) fn sizes<P: Subject>(problem: &P) -> BatchSizes {
+    let Shape { batch, tokens, vocab } = problem.shape().into();
+    BatchSizes { sequences: problem.batch().extra.sequences.count(batch), tokens, rows: batch * tokens, vocab }
 }
 
 /// A mutant by its name.

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::neighbours::short_name;
-use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, MutantName, MutationScore};
+use assay_schema::campaign::{CampaignReport, CatchingOption, DeckCoverage, FailureCause, MutantName, MutationScore};
 use assay_schema::number::{distinct, quotient, six};
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use textwrap::Options;
@@ -270,15 +270,18 @@ fn tokens_covered(campaign: &CampaignReport) -> String {
     )
 }
 
-/// `53 of 54 wrong kernels would be rejected; not …`
+/// `53 of the 54 wrong kernels that show …; missed: …; grade=exact would reject …`
 pub(crate) fn score(power: &MutationScore) -> String {
-    let MutationScore { rejected, exercised, accepted, cases } = power;
+    let MutationScore { rejected, exercised, accepted, cases, options } = power;
     let mut line = format!(
         "{rejected} of the {exercised} wrong kernels that show under this loss are rejected ({cases} problems)"
     );
     if !accepted.is_empty() {
-        let names: Vec<&str> = accepted.iter().map(|name| name.mutant.as_str()).collect();
-        let _ = write!(line, "; accepted: {}", shortened(&names));
+        let missed: Vec<&str> = accepted.iter().map(|name| name.mutant.as_str()).collect();
+        let _ = write!(line, "; missed: {}", missed.join(", "));
+    }
+    for CatchingOption { option, mutants } in options {
+        let _ = write!(line, "; {option} would reject {}", mutants.join(", "));
     }
     line
 }

@@ -42,6 +42,18 @@ use assay_reference::Reference;
 use assay_schema::number::six;
 use assay_schema::verdicts::Status;
 
+/// Tokens or sequences whose factor a diagnosis shows.
+const EXAMPLES: usize = 3;
+
+/// The factor of a token's gradient, or of its sequence's.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TokenFactor {
+    /// The place `[b,t]` of the token.
+    pub token: (usize, usize),
+    /// The factor, 0 where there are fewer examples.
+    pub factor: f64,
+}
+
 /// The likely cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Diagnosis {
@@ -53,6 +65,28 @@ pub enum Diagnosis {
         dlogits: f64,
         /// The factor of the loss, if there is a loss and its factor is not 1.
         loss: Option<f64>,
+    },
+    /// The gradient of each token is the exact one times a factor, and the factors differ.
+    FactorPerToken {
+        /// The gradient: dlogits, or dhidden of an LM head.
+        output: Output,
+        /// The first tokens whose factor is not 1.
+        examples: [TokenFactor; EXAMPLES],
+        /// The number of tokens whose factor is not 1.
+        off: usize,
+        /// The number of tokens that have a gradient.
+        tokens: usize,
+    },
+    /// The gradient of each sequence is the exact one times a factor, and the factors differ.
+    FactorPerSequence {
+        /// The gradient: dlogits, or dhidden of an LM head.
+        output: Output,
+        /// The first token of the first sequences whose factor is not 1.
+        examples: [TokenFactor; EXAMPLES],
+        /// The number of sequences whose factor is not 1.
+        off: usize,
+        /// The number of sequences that have a gradient.
+        sequences: usize,
     },
     /// Some vocabulary entries are wrong in every token that has a gradient, and all others are right.
     Columns {
@@ -74,6 +108,8 @@ pub enum Diagnosis {
     },
     /// The errors are up to one ulp and all toward 0, as of truncation to this dtype.
     Truncated(Dtype),
+    /// The errors are up to one ulp and to both sides, as of two roundings to this dtype, or of one by chance.
+    RoundedTwice(Dtype),
     /// The values of an output are those of a narrower dtype than it is stored in.
     StoredWider(Output, Dtype),
     /// The errors of logp, or entropy, are as large as if logits of this dtype were not converted to f32 first.
@@ -106,6 +142,18 @@ impl fmt::Display for Diagnosis {
                     None => Ok(()),
                 }
             }
+            Diagnosis::FactorPerToken { output, examples, off, tokens } => {
+                write!(f, "{} of each token are right up to a factor of its own: ", output.name())?;
+                write!(f, "{}; {off} of {tokens} tokens are off", listed(examples, *off, "token"))
+            }
+            Diagnosis::FactorPerSequence { output, examples, off, sequences } => {
+                write!(f, "{} of each sequence are right up to a factor of its own: ", output.name())?;
+                let listed = listed(examples, *off, "the sequence of token");
+                write!(
+                    f,
+                    "{listed}; {off} of {sequences} sequences are off: a weight, an advantage or a mean of sequences"
+                )
+            }
             Diagnosis::Columns { first, last, vocab, zero } => {
                 let wrong = if *zero { "0" } else { "wrong" };
                 if first == last {
@@ -126,6 +174,13 @@ impl fmt::Display for Diagnosis {
             Diagnosis::Truncated(dtype) => {
                 write!(f, "every error of dlogits is toward 0, by up to one ulp: rounded to {dtype} by truncation. ")?;
                 write!(f, "Triton's interpreter does that, and GPUs do not")
+            }
+            Diagnosis::RoundedTwice(dtype) => {
+                write!(
+                    f,
+                    "errors of dlogits are up to one ulp of {dtype}, to both sides: rounded twice, or by chance "
+                )?;
+                write!(f, "(stochastic rounding)")
             }
             Diagnosis::StoredWider(output, dtype) => {
                 write!(f, "every value of {} is one of {dtype}, stored wider: store it as {dtype}, ", output.name())?;
@@ -161,7 +216,9 @@ impl Diagnosis {
             ) => zero == other_zero && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
             (Self::Tokens { .. }, Self::Tokens { .. })
             | (Self::NaiveSum(_), Self::NaiveSum(_))
-            | (Self::EntropyDifference { .. }, Self::EntropyDifference { .. }) => true,
+            | (Self::EntropyDifference { .. }, Self::EntropyDifference { .. })
+            | (Self::FactorPerToken { .. }, Self::FactorPerToken { .. })
+            | (Self::FactorPerSequence { .. }, Self::FactorPerSequence { .. }) => true,
             _ => self == other,
         }
     }
@@ -181,6 +238,9 @@ pub(super) fn diagnose_logits(
         if verdicts.iter().any(|verdict| verdict.gate.output == Output::Dlogits && verdict.status == Status::Nonfinite)
         {
             all.retain(|diagnosis| !matches!(diagnosis, Diagnosis::ConstantFactor { .. }));
+        } else if all.is_empty() {
+            let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
+            all.extend(diagnose_factors(reference, Output::Dlogits, candidate.gradient.dtype(), row));
         }
         all.extend(diagnose_places(reference, &candidate.gradient));
     }
@@ -250,11 +310,14 @@ struct Pairs {
     product: f64,
     expected2: f64,
     actual2: f64,
+    /// The sum of each expected value times half an ulp of it.
+    rounding: f64,
 }
 
 impl Pairs {
-    fn add(&mut self, expected: f64, actual: f64) {
+    fn add(&mut self, expected: f64, actual: f64, dtype: Dtype) {
         self.count += 1;
+        self.rounding += expected.abs() * half_ulp(expected, dtype);
         self.product += expected * actual;
         self.expected2 += expected * expected;
         self.actual2 += actual * actual;
@@ -267,6 +330,86 @@ impl Pairs {
         let left2 = self.actual2 - factor * self.product;
         (self.count >= 4 && factor.is_finite()).then(|| (factor, (left2.max(0.0) / self.actual2).sqrt()))
     }
+
+    /// Whether a factor differs from 1 by more than what remains can make of it, and than errors of two ulps that all go one way can.
+    fn is_off(&self, factor: f64, left: f64) -> bool {
+        (factor - 1.0).abs() > f64::max(4.0 * left.max(1e-6), 4.0 * self.rounding / self.expected2)
+    }
+}
+
+/// The size of what a factor may leave of a gradient, as a share of it.
+const LEFT: f64 = 1e-2;
+
+/// Diagnoses a gradient `output` whose rows are the exact ones, each times a factor. `row` returns a token's exact and actual values.
+pub(super) fn diagnose_factors(
+    reference: &Reference,
+    output: Output,
+    dtype: Dtype,
+    row: impl Fn(usize, usize) -> (Vec<f64>, Vec<f64>),
+) -> Option<Diagnosis> {
+    // The factor of each token, and whether it is off; one token that no factor explains is enough to end it.
+    let mut factors: Vec<(TokenFactor, bool)> = Vec::new();
+    for token in ndarray::indices((reference.shape().batch, reference.shape().tokens)) {
+        let Some(known) = reference.token(token.0, token.1).filter(|known| reference.finite(known)) else { continue };
+        let (expected, actual) = row(token.0, token.1);
+        let (mut all, mut small) = (Pairs::default(), Pairs::default());
+        // The largest value hides what the others are: without it they must have the same factor.
+        let largest = expected.iter().map(|x| x.abs()).fold(0.0, f64::max);
+        for (x, y) in expected.into_iter().zip(actual) {
+            if !y.is_finite() || (largest == 0.0 && y != 0.0) {
+                return None;
+            }
+            if x.abs() < f64::from(f32::MIN_POSITIVE) {
+                continue;
+            }
+            all.add(x, y, dtype);
+            if x.abs() < largest {
+                small.add(x, y, dtype);
+            }
+        }
+        if !reference.has_gradient(known) || largest < f64::from(f32::MIN_POSITIVE) {
+            continue;
+        }
+        // Two or three values are one number: the sum of a row of dlogits is 0.
+        let ((factor, left), (of_small, left_of_small)) = (all.factor()?, small.factor()?);
+        if !(left.max(left_of_small) < LEFT && (factor - of_small).abs() < LEFT * factor.abs()) {
+            return None;
+        }
+        factors
+            .push((TokenFactor { token, factor }, all.is_off(factor, left) && small.is_off(of_small, left_of_small)));
+    }
+    let off: Vec<TokenFactor> = factors.iter().filter(|(_, off)| *off).map(|(factor, _)| *factor).collect();
+    let is_same = |a: f64, b: f64| (a - b).abs() <= LEFT * a.abs().max(b.abs());
+    if off.is_empty() || factors.iter().all(|(other, _)| is_same(other.factor, off[0].factor)) {
+        return None;
+    }
+    // Factors that agree within every sequence are those of sequences, if some sequence has two.
+    let owner = |of: &TokenFactor| reference.problem().extra.sequences.owner(of.token);
+    let mut sequences: Vec<(TokenFactor, usize)> = Vec::new();
+    let mut is_of_sequences = true;
+    for (of, _) in &factors {
+        match sequences.last_mut().filter(|(first, _)| owner(first) == owner(of)) {
+            Some((first, count)) => {
+                is_of_sequences &= is_same(first.factor, of.factor);
+                *count += 1;
+            }
+            None => sequences.push((*of, 1)),
+        }
+    }
+    let first = |all: &[TokenFactor]| std::array::from_fn(|i| all.get(i).copied().unwrap_or_default());
+    if is_of_sequences && sequences.len() > 1 && sequences.iter().any(|(_, count)| *count > 1) {
+        let is_off = |of: &TokenFactor| off.iter().any(|other| owner(other) == owner(of));
+        let of_sequences: Vec<TokenFactor> = sequences.iter().map(|(of, _)| *of).filter(is_off).collect();
+        let (examples, off, sequences) = (first(&of_sequences), of_sequences.len(), sequences.len());
+        return Some(Diagnosis::FactorPerSequence { output, examples, off, sequences });
+    }
+    Some(Diagnosis::FactorPerToken { output, examples: first(&off), off: off.len(), tokens: factors.len() })
+}
+
+/// Returns `0.5000 at token [0,1], 2.0000 at token [0,2]`.
+fn listed(examples: &[TokenFactor; EXAMPLES], off: usize, place: &str) -> String {
+    let one = |of: &TokenFactor| format!("{:.4} at {place} [{},{}]", of.factor, of.token.0, of.token.1);
+    examples.iter().take(off).map(one).collect::<Vec<_>>().join(", ")
 }
 
 /// Diagnoses dlogits from the pattern of their errors over all tokens.
@@ -274,7 +417,7 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
     let shape = reference.shape();
     let dtype = dlogits.dtype();
     let (mut others, mut targets) = (Pairs::default(), Pairs::default());
-    let (mut beyond_half, mut toward_zero) = (0, true);
+    let (mut counted, mut beyond_half, mut toward_zero, mut within_one) = (0, 0, true, true);
     // Targets and other entries are kept apart: a wrong factor on one of them alone is another bug.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
@@ -284,13 +427,15 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
                 continue;
             }
             let is_id = v == token.id || reference.others(token).iter().any(|other| other.id == v);
-            if is_id { &mut targets } else { &mut others }.add(x, y);
+            if is_id { &mut targets } else { &mut others }.add(x, y, dtype);
             // A rounded value is within half an ulp and a truncated one within a whole ulp below it. The 5 % above
             // leave room for the kernel's own f32 errors.
             let half = half_ulp(x, dtype);
+            counted += 1;
             if (y - x).abs() > 1.05 * half {
                 beyond_half += 1;
-                toward_zero &= y.abs() < x.abs() && (y - x).abs() < 2.1 * half;
+                toward_zero &= y.abs() < x.abs();
+                within_one &= (y - x).abs() < 2.1 * half;
             }
         }
     }
@@ -302,16 +447,21 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
     // One factor must fit the targets and the other entries alike, much better than a factor of 1 does.
     if let (Some((factor, left)), Some((of_targets, left_of_targets))) =
         (others.factor(), targets.factor().or(others.factor()))
-        && left.max(left_of_targets) < 1e-2
-        && (factor - of_targets).abs() < 1e-2 * factor.abs()
-        && (factor - 1.0).abs() > 4.0 * left.max(1e-6)
+        && left.max(left_of_targets) < LEFT
+        && (factor - of_targets).abs() < LEFT * factor.abs()
+        && others.is_off(factor, left)
     {
         let of_loss = loss.map(|loss| loss / reference.loss()).filter(|of_loss| of_loss.is_finite());
         let loss = of_loss.filter(|of_loss| (of_loss - 1.0).abs() > 1e-2);
         all.push(Diagnosis::ConstantFactor { dlogits: factor, loss });
     }
-    if matches!(dtype, Dtype::Bf16 | Dtype::F16) && beyond_half >= 8 && toward_zero {
-        all.push(Diagnosis::Truncated(dtype));
+    if matches!(dtype, Dtype::Bf16 | Dtype::F16) && beyond_half >= 8 && within_one {
+        // A second rounding, and one by chance, is beyond half an ulp for a quarter of evenly spread values, and goes both ways.
+        match () {
+            () if toward_zero => all.push(Diagnosis::Truncated(dtype)),
+            () if beyond_half >= 16 && 8 * beyond_half >= counted => all.push(Diagnosis::RoundedTwice(dtype)),
+            () => {}
+        }
     }
     all.extend(stored_wider(Output::Dlogits, dlogits));
     all

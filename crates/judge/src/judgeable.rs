@@ -188,7 +188,12 @@ impl Judgeable for HeadProblem {
             failed(Output::DlmHead).then(|| diagnosis::stored_wider(Output::DlmHead, &gradient.dlm_head)),
         ];
         let of_tokens = diagnosis::diagnose_tokens(reference.on_logits(), outcome, verdicts);
-        of_tokens.into_iter().chain(stored.into_iter().flatten().flatten()).collect()
+        let factors = failed(Output::Dhidden).then(|| {
+            let exact = Self::outcome(reference).gradient.dhidden;
+            let row = |b, t| (exact.row(b, t), gradient.dhidden.row(b, t));
+            diagnosis::diagnose_factors(reference.on_logits(), Output::Dhidden, gradient.dhidden.dtype(), row)
+        });
+        of_tokens.into_iter().chain(stored.into_iter().flatten().flatten()).chain(factors.flatten()).collect()
     }
 
     /// A weight's gradient is a sum over tokens: of those that count there is a number.

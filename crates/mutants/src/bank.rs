@@ -34,72 +34,78 @@ macro_rules! bugs {
 }
 
 bugs! {
-    LastTileSkipped LastTileReadTwice TailZeroPadded TailNanPadded TailReadsNextRow TailRepeatsLastColumn
-    TailGradientNotWritten FirstColumnSkipped WholeTilesOnlyInGradient
-    MaxNotSubtracted MaxStartsAtZero SumNotRescaled RescaledTwice MaxOfFirstTile GradientWithMaxOfLastTile
-    EntropySumNotShifted
+    LastTileSkipped LastTileReadTwice TailZeroPadded TailNanPadded TailReadsNextRow
+    TailRepeatsLastColumn TailGradientNotWritten FirstColumnSkipped WholeTilesOnlyInGradient
+    FullTileLost FullTileOf1024Lost FullTileOf4096Lost FullTileOf8192Lost FullTileOf16384Lost
+    OneColumnTailLost OneColumnTailOf4096Lost TokenTailOf32Lost TokenTailOf128Lost
+    AdvantageOfRowModulo32 PersistentGridDropsColumns
+    MaxNotSubtracted MaxStartsAtZero SumNotRescaled RescaledTwice MaxOfFirstTile
+    GradientWithMaxOfLastTile EntropySumNotShifted
     MaxStartsAtMinusInfinity HoleTimesZero HoleGradientTimesZero
-    SumInBf16 SumInF16 ProbabilityRounded TemperatureInLogitsDtype LogpInLogitsDtype EntropyInLogitsDtype
-    OldLogpInBf16 GradientAddedInLogitsDtype SmallProbabilitiesFlushed LogpOfClampedProbability
-    ExpByPolynomial TargetCollapses
-    NonTargetDropped OneHotForgotten ScaleForgottenInGradient GradientOfLoss RatioDetached CurrentNotDetached
-    DlogpSignFlipped SampledColumnUnscaled
+    SumInBf16 SumInF16 ProbabilityRounded TemperatureInLogitsDtype LogpInLogitsDtype
+    EntropyInLogitsDtype OldLogpInBf16 GradientAddedInLogitsDtype LogitsInTf32 LogitsInBf16InForward
+    TemperatureInLogitsDtypeInForward StochasticRounding EntropyAsDifferenceInBf16
+    SmallProbabilitiesFlushed LogpOfClampedProbability ExpByPolynomial TargetCollapses
+    NonTargetDropped OneHotForgotten ScaleForgottenInGradient GradientOfLoss RatioDetached
+    CurrentNotDetached DlogpSignFlipped SampledColumnUnscaled DlogpOfFirstToken MaxNotDetached
     TemperatureForgotten TemperatureForgottenInGradient TemperatureTwice TemperatureTwiceInGradient
     TemperatureMultiplies TemperatureOnTheWrongSide EntropyWithoutTemperature TemperatureOfFirstRow
     TemperatureForgottenInFirstRow
     LogitScaleForgotten LogitScaleForgottenInGradient SoftcapForgotten SoftcapSlopeForgotten
-    SoftcapSlopeOfCapped TanhNotMultiplied TanhNotDivided SoftcapCuts SoftcapBeforeScale
-    SoftcapAfterTemperature SoftcapInLogitsDtype BiasForgotten BiasForgottenInBackward BiasOfNextColumn
-    BiasOfTile BiasOfFirstShard BiasAfterScale BiasAfterSoftcap
-    ExcludedIdsInSum FirstExcludedIdAlone ExcludedIdsOfShard ExcludedLogitsZeroed ExcludedGradientNotZero
-    ExcludedGradientNotWritten PaddingInSum SupportTooLong SupportTooShort KeptIdLeftOut KeptIdNotInSum
-    KeptIdForAll KeptIdWithoutGradient
+    SoftcapSlopeOfCapped SoftcapForgottenInBackward SoftcapSlopeNotDivided SoftcapSlopeNotSquared
+    SoftcapSlopeOverCap SoftcapBySoftsign TanhNotMultiplied TanhNotDivided SoftcapCuts
+    SoftcapBeforeScale SoftcapAfterTemperature SoftcapInLogitsDtype BiasForgotten
+    BiasForgottenInBackward BiasOfNextColumn BiasOfTile BiasOfFirstShard BiasAfterScale BiasAfterSoftcap
+    ExcludedIdsInSum FirstExcludedIdAlone ExcludedIdsOfShard ExcludedLogitsZeroed
+    ExcludedGradientNotZero ExcludedGradientNotWritten PaddingInSum SupportTooLong SupportTooShort
+    KeptIdLeftOut KeptIdNotInSum KeptIdForAll KeptIdWithoutGradient
     EpsilonsSwapped ClipIgnored ClipGradientKept ClipOnTheWrongSide ClipWithoutMin DeltaIgnored
-    DeltaStopsGradient DualClipIgnored DualClipForPositive CispoGradientClipped CispoBoundFromOne
-    CispoLowerIgnored CispoWithoutLogp RatioClampIgnored RatioClampGradientKept RatioToFirstOrder
+    DeltaStopsGradient DualClipIgnored DualClipForPositive DualClipRaisesPositive CispoGradientClipped
+    CispoBoundFromOne CispoLowerIgnored CispoWithoutLogp RatioClampIgnored RatioClampGradientKept
+    RatioToFirstOrder RatioInverted
     LogClipIgnored LogClipGradientKept LogClipOfBothSides LogClipOnTheWrongSide LogClipOfMean
     LogClipWithoutAdvantage CapIgnored CapGradientKept CapOfTokens CapOfRatio CapOfBothSides
-    ToprWeightsSwapped ToprNegativeWeightForgotten ToprRatioForPositive ToprClipIgnored ToprClipFromBelow
-    ToprRatioNotDetached ToprGradientClipped ToprSelectedIgnored
-    AspoRatioNotInverted AspoInvertedForAll AspoGradientOfInverse AspoEpsilonsSwapped AspoSelectedIgnored
-    AspoSelectedReversed AspoClipAfterInverting AspoGradientKept AspoDualClipsSwapped AspoDualClipIgnored
-    AspoDualClipOfRatio AspoDualClipWithoutLogp
+    ToprWeightsSwapped ToprNegativeWeightForgotten ToprRatioForPositive ToprClipIgnored
+    ToprClipFromBelow ToprRatioNotDetached ToprGradientClipped ToprSelectedIgnored
+    AspoRatioNotInverted AspoInvertedForAll AspoGradientOfInverse AspoEpsilonsSwapped
+    AspoSelectedIgnored AspoSelectedReversed AspoClipAfterInverting AspoGradientKept
+    AspoDualClipsSwapped AspoDualClipIgnored AspoDualClipOfRatio AspoDualClipWithoutLogp
     OverflowingRatioTimesZero ZeroAdvantageTimesRatio
-    KlEstimatorsSwapped K1ForAbs K3SignFlipped KlDetached K3GradientOfK1 BetaTwiceInGradient
-    KlAgainstOldPolicy BiasCorrectionDetached BiasCorrectionIgnored KlClipped
+    KlEstimatorsSwapped K1ForAbs K3SignFlipped KlDetached KlSubtracted K3GradientOfK1
+    BetaTwiceInGradient KlAgainstOldPolicy BiasCorrectionDetached BiasCorrectionIgnored KlClipped
     KlRatioOfToken KlTokenRatioOfSequence KlTokenRatioDetached KlRolloutIgnored KlRolloutInverted
     KlRolloutOfOldPolicy KlRolloutDetached KlUnscoredAsOne KlUnscoredNan KlScoreForgotten KlScoreAlone
     KlScoreInValue KlK2Ignored KlK2InValue KlK2SignFlipped KlK2WeightForgotten KlK2WeightUnbounded
     KlK2WeightOfSequence
-    KlDifferenceClampIgnored KlDifferenceClampGradientKept KlDifferenceClampFromAbove KlDifferenceClampOfExp
-    KlK2GradientClamped KlValueClampIgnored KlValueClampGradientKept KlValueClampFromAbove
-    KlValueClampOfPenalty KlValueClampOnTheWrongSide KlAveragingIgnored KlAveragingOfPolicy
-    KlAveragingNotInGradient KlAveragingCountsEmptyRows
+    KlDifferenceClampIgnored KlDifferenceClampGradientKept KlDifferenceClampFromAbove
+    KlDifferenceClampOfExp KlK2GradientClamped KlValueClampIgnored KlValueClampGradientKept
+    KlValueClampFromAbove KlValueClampOfPenalty KlValueClampOnTheWrongSide KlAveragingIgnored
+    KlAveragingOfPolicy KlAveragingNotInGradient KlAveragingCountsEmptyRows
     OffPolicyMaskIgnored OffPolicyMaskForPositive KlMaskedByOffPolicyMask OffPolicyOverWidth
     OffPolicySignFlipped
     SamplerIgnored SamplerShifted SamplerInBf16 OffPolicyOfOldPolicy OffPolicyUnscoredNan
     RolloutIgnored RolloutInverted RolloutNotInGradient RolloutMasks RolloutTruncates RolloutMinIgnored
     RolloutBoundOnLog RolloutClampIgnored RolloutClampAfterExp RolloutSumForMean RolloutMeanForSum
     RolloutMeanOverWidth RolloutOfTokens RolloutGateIgnored RolloutGateByToken RolloutGateTruncates
-    RolloutGivenAsIs RolloutNormalisedOverPadding RolloutNormalisedBeforeBounds RolloutNormalisedByDevice
-    RolloutNormalisedOverTokens RolloutOnKl RolloutNotOnKl UnscoredNan UnscoredOneAsZero UnscoredZeroAsOne
-    UnscoredZeroesTokenAlone UnscoredOutOfMean UnscoredOutOfNormaliser UnscoredEscapesBounds
-    UnscoredClosesGate
-    RejectionIgnored RejectionOnTheWrongSide RejectionMinIgnored RejectionK1SignFlipped RejectionK2NotHalved
-    RejectionK3SignFlipped RejectionKlReversed RejectionKlOfTokenAlone RejectionVariationSigned
-    RejectionProbabilityReversed RejectionRatioSigned RejectionSumForMean RejectionMeanForSum
-    RejectionMeanOverWidth RejectionMaxForMin RejectionMinForMax RejectionOfTokens RejectionCountsMasked
-    RejectedStillCount RejectedDoNotCount RejectionKeepsKl RejectionTakesKl RejectedOutOfRollout
-    RejectionOfUnscored FirstRejectionAlone RejectionByAll SecondMomentOfRow SecondMomentOfDevice
-    SecondMomentOfToken SecondMomentHalved SecondMomentOfAll
+    RolloutGivenAsIs RolloutNormalisedOverPadding RolloutNormalisedBeforeBounds
+    RolloutNormalisedByDevice RolloutNormalisedOverTokens RolloutOnKl RolloutNotOnKl UnscoredNan
+    UnscoredOneAsZero UnscoredZeroAsOne UnscoredZeroesTokenAlone UnscoredOutOfMean
+    UnscoredOutOfNormaliser UnscoredEscapesBounds UnscoredClosesGate
+    RejectionIgnored RejectionOnTheWrongSide RejectionMinIgnored RejectionK1SignFlipped
+    RejectionK2NotHalved RejectionK3SignFlipped RejectionKlReversed RejectionKlOfTokenAlone
+    RejectionVariationSigned RejectionProbabilityReversed RejectionRatioSigned RejectionSumForMean
+    RejectionMeanForSum RejectionMeanOverWidth RejectionMaxForMin RejectionMinForMax RejectionOfTokens
+    RejectionCountsMasked RejectedStillCount RejectedDoNotCount RejectionKeepsKl RejectionTakesKl
+    RejectedOutOfRollout RejectionOfUnscored FirstRejectionAlone RejectionByAll SecondMomentOfRow
+    SecondMomentOfDevice SecondMomentOfToken SecondMomentHalved SecondMomentOfAll
     TokenWeightsIgnored TokenWeightsSquared TokenWeightsAsMask TokenWeightsNotInGradient
     TokenWeightsInDenominator TokenWeightsOnKl TokenWeightsNotOnKl TokenWeightsOfFirstToken
     TokenWeightOfFirstSequence ZeroWeightCounts ZeroWeightOutOfRollout
-    EntropyOfShiftedLog EntropyGradientWithoutMean EntropyBonusSubtracted EntropyDetached DentropyDropped
-    DentropySignFlipped DentropyOfFirstToken EntropyOverPadding EntropyFromLogpSoftmax
+    EntropyOfShiftedLog EntropyGradientWithoutMean EntropyBonusSubtracted EntropyDetached
+    DentropyDropped DentropySignFlipped DentropyOfFirstToken EntropyOverPadding EntropyFromLogpSoftmax
     TopEntropyIgnored TopEntropyAbove TopEntropyLowest TopEntropyOfFraction TopEntropyOverPadding
-    TopEntropyOfRow TopEntropyOfDevice TopEntropyNotInterpolated TopEntropyOutOfDenominator TopEntropyTakesKl
-    TopEntropyBonusOfAll TopEntropyDropsTheOther TopEntropyMeanOfAll
+    TopEntropyOfRow TopEntropyOfDevice TopEntropyNotInterpolated TopEntropyOutOfDenominator
+    TopEntropyTakesKl TopEntropyBonusOfAll TopEntropyDropsTheOther TopEntropyMeanOfAll
     SoftmaxOfFirstIdAlone OneHotOfFirstIdAlone RepeatedIdOverwritten DlogpOfFirstId OtherIdsSorted
     OtherIdsStrideOne OtherIdFromEveryShard
     MaskMultiplied MaskedDlogitsNotZeroed MaskShifted MaskOfFirstRow MaskedTokensInLoss
@@ -107,21 +113,24 @@ bugs! {
     FixedLengthOfWidth GradientNotNormalised NormaliserOfBatchIgnored DenominatorEpsilonForgotten
     LossOfPolicyAlone
     RatioOverWidth RatioOfSum SequenceGradientOfToken TokenGradientOfSequence ShareForgotten
-    SequenceRatioOfTokens MeanOfRatios
-    BoundariesLate PackTakenForRow EmptySequenceCountsAToken LastSequenceDropped RolloutOfPack RejectionOfPack
-    PackedAdvantageZero SegmentIdsFromOne
-    AdvantageOfNeighbour AdvantageOfFirstToken IdOffByOne IdTruncated OffsetOverflows IdOfTile RowsTransposed
-    OldLogpShifted RefLogpOfFirstRow
+    SequenceRatioOfTokens MeanOfRatios SumOfRatios
+    BoundariesLate PackTakenForRow EmptySequenceCountsAToken LastSequenceDropped RolloutOfPack
+    RejectionOfPack PackedAdvantageZero SegmentIdsFromOne IdOfNextSequence
+    AdvantageOfNeighbour AdvantageOfFirstToken IdOffByOne IdTruncated OffsetOverflows IdOfTile
+    RowsTransposed OldLogpShifted RefLogpOfFirstRow
     ShardMaxNotExchanged SumExchangedBeforeRescale EntropySumNotExchanged ChosenNotExchanged
-    ChosenFromEveryShard ShardOffsetForgotten GradientSummedOverShards NormaliserLocal LossOfFirstDevice
-    DeviceRowsPermuted AdvantagesOfFirstDevice
-    StaleMax StaleSums StaleChosen EntropyReadAfterWrite TargetReadAfterWrite SumInAnyOrder LastRowSkipped
+    SumNotExchanged GradientWithOwnSum GradientOfTargetsShard ChosenFromEveryShard ShardOffsetForgotten
+    GradientSummedOverShards NormaliserLocal LossOfFirstDevice DeviceRowsPermuted
+    AdvantagesOfFirstDevice
+    StaleMax StaleSums StaleChosen EntropyReadAfterWrite TargetReadAfterWrite SumInAnyOrder
+    LastRowSkipped
     LastChunkDropped ChunkBeginsEarly LastChunkRepeatsLastToken StaleRowsInLastChunk HiddenOfChunkBefore
     HiddenNotGathered MaskedDhiddenNotZeroed SoftmaxOfChunkBefore NormaliserOfChunk DlmHeadOverwritten
     DlmHeadSummedInHeadDtype OneHotOverwritten
-    HeadLayoutMistaken DlmHeadLayoutMistaken LogitsNotRounded LogitsRounded LogitsSummedInHiddenDtype
-    DepthTailDropped DhiddenOfLogits DlogitsRounded DhiddenLacksTail DlmHeadLacksTail
-    DhiddenSummedInHiddenDtype ScaleForgottenInDlmHead TemperatureForgottenInDhidden
+    HeadLayoutMistaken DlmHeadLayoutMistaken LogitsNotRounded LogitsNotRoundedInBackward LogitsRounded
+    LogitsSummedInHiddenDtype ProductsInTf32 DepthTailDropped DhiddenOfLogits DlogitsRounded
+    DhiddenLacksTail DlmHeadLacksTail DhiddenSummedInHiddenDtype ScaleForgottenInDlmHead
+    TemperatureForgottenInDhidden
     DhiddenOfFirstShard DhiddenRoundedBeforeSum HeadOffsetForgotten DlmHeadOfFirstDevice DlmHeadAveraged
     DlmHeadShardsSwapped
 }

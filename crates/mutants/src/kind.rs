@@ -33,6 +33,7 @@ macro_rules! kinds {
 
 kinds! {
     Columns = "columns", "Columns: tiles of the vocabulary, and the tail";
+    Sizes = "sizes", "Sizes: tiles, blocks and grids that few batches show";
     Maximum = "maximum", "Maximum";
     Holes = "holes", "Holes: columns of probability 0";
     Precision = "precision", "Precision";
@@ -106,7 +107,8 @@ impl MutantKind {
     pub fn is_of_columns(self) -> bool {
         !matches!(
             self,
-            MutantKind::Topr
+            MutantKind::Sizes
+                | MutantKind::Topr
                 | MutantKind::Aspo
                 | MutantKind::LogClip
                 | MutantKind::KlWeight

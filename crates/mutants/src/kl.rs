@@ -37,7 +37,11 @@ fn weighed_kl(
     // caller distributes over the tokens.
     let of_level = |by: &SpecimenInputs| {
         let ratio = ratio(launch, by);
-        let by_log_ratio = if launch.has(Bug::BiasCorrectionDetached) { 0.0 } else { ratio * value };
+        let by_log_ratio = match () {
+            () if launch.has(Bug::BiasCorrectionDetached) => 0.0,
+            () if launch.has(Bug::RatioInverted) => -ratio * value,
+            () => ratio * value,
+        };
         SpecimenTerm { value: ratio * value, by_logp: ratio * by_logp, by_log_ratio }
     };
     // Of the token's own log-ratio: `follows` is whether the weight has a gradient.
@@ -158,7 +162,8 @@ pub(crate) fn kl(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> SpecimenTe
         };
     }
     // The factors of the corrections come last: no clamp applies to them.
-    let mut term = term.times(kl.beta).weighed(inputs.factors[1]);
+    let beta = if launch.has(Bug::KlSubtracted) { -kl.beta } else { kl.beta };
+    let mut term = term.times(beta).weighed(inputs.factors[1]);
     if launch.has(Bug::BetaTwiceInGradient) {
         term.by_logp *= kl.beta;
     }

@@ -74,6 +74,8 @@ pub(crate) struct SpecimenSoftmax {
     pub(crate) mean_gap: f64,
     /// Maximum of each vocabulary shard.
     pub(crate) shard_max: [f32; 2],
+    /// Sum of each vocabulary shard, relative to the maximum of all.
+    pub(crate) shard_sum: [f64; 2],
 }
 
 /// The score of a token's id besides its first.
@@ -205,7 +207,10 @@ impl SpecimenLaunch<'_> {
 
     /// Returns the sampled column, as the kernel reads it.
     pub(crate) fn id(&self, b: usize, t: usize) -> usize {
-        let id = self.tokens.ids[[b, t]];
+        let sequences = &self.tokens.extra.sequences;
+        let is_shifted = self.has(Bug::IdOfNextSequence) && sequences.packed().is_some() && t + 1 < self.shape.tokens;
+        let is_last = is_shifted && sequences.owner((b, t)) != sequences.owner((b, t + 1));
+        let id = self.tokens.ids[[b, if is_last { t + 1 } else { t }]];
         let vocab = self.shape.vocab as i64;
         let id = if self.has(Bug::IdTruncated) { i64::from(id as i16).rem_euclid(vocab) } else { id };
         let id = if self.has(Bug::IdOffByOne) { (id + 1) % vocab } else { id };

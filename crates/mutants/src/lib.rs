@@ -12,10 +12,13 @@ mod lm_head;
 mod logits;
 mod loss;
 mod policy;
+mod rounding;
 mod several;
+mod sizes;
 mod specimen;
 mod top_entropy;
 
 pub use bank::{BANK, Bug, Mutant};
 pub use kind::MutantKind;
+pub use sizes::BatchSizes;
 pub use specimen::{DEVICE_COUNTS, Specimen};

@@ -16,12 +16,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use ndarray::linalg::general_mat_mul;
-use ndarray::{Array2, ArrayView2, Axis, Ix2, arr0, concatenate, s};
+use ndarray::{Array2, ArrayView2, Axis, CowArray, Ix2, arr0, concatenate, s};
 use rayon::prelude::*;
 
 use crate::bank::Bug;
 use crate::launch::{SimulatedMesh, SpecimenEvaluation, SpecimenGradient, SpecimenLaunch, SpecimenScore, TILE, part};
 use crate::loss;
+use crate::rounding::to_tf32;
 use crate::specimen::{DEVICE_COUNTS, Specimen};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{
@@ -192,7 +193,7 @@ impl<'l> SpecimenHead<'l> {
         for device_row in 0..self.launch.mesh.rows {
             let mut scratch = self.launch.scratch();
             for places in self.chunks(device_row) {
-                let logits = self.logits(&self.hidden_of(&places));
+                let logits = self.logits(&self.hidden_of(&places), true);
                 for (i, &(b, t)) in places.iter().enumerate() {
                     scored[[b, t]] = Some(self.launch.score_row(&logits, i * vocab, (b, t), &mut scratch));
                 }
@@ -208,8 +209,8 @@ impl<'l> SpecimenHead<'l> {
         self.hidden.select(Axis(0), &rows)
     }
 
-    /// Computes the logits of a chunk, `[n,V]`.
-    fn logits(&self, hidden: &Array2<f64>) -> Vec<f32> {
+    /// Computes the logits of a chunk, `[n,V]`, and rounds them if the problem declares that and `is_rounded` allows it.
+    fn logits(&self, hidden: &Array2<f64>, is_rounded: bool) -> Vec<f32> {
         let width = self.shape.hidden;
         let depth = if self.has(Bug::DepthTailDropped) { width - width % DEPTH } else { width };
         let mut logits = Array2::zeros((hidden.nrows(), self.shape.vocab));
@@ -219,8 +220,9 @@ impl<'l> SpecimenHead<'l> {
             let columns = i * AT_ONCE..i * AT_ONCE + logits.ncols();
             for first in (0..depth).step_by(DEPTH) {
                 let units = first..depth.min(first + DEPTH);
-                let hidden = hidden.slice(s![.., units.clone()]);
-                general_mat_mul(1.0, &hidden, &self.weights(units, columns.clone()), 1.0, &mut logits);
+                let hidden = self.factor(hidden.slice(s![.., units.clone()]));
+                let weights = self.weights(units, columns.clone());
+                general_mat_mul(1.0, &hidden, &self.factor(weights.view()), 1.0, &mut logits);
                 if self.has(Bug::LogitsSummedInHiddenDtype) {
                     logits.mapv_inplace(|x| self.dtype().round(x));
                 }
@@ -228,7 +230,7 @@ impl<'l> SpecimenHead<'l> {
         });
         // Logits are f32, or rounded to the dtype of the hidden states if the problem declares it.
         let wrong = if self.projection.rounds_logits { Bug::LogitsNotRounded } else { Bug::LogitsRounded };
-        let rounds = self.projection.rounds_logits != self.has(wrong);
+        let rounds = is_rounded && self.projection.rounds_logits != self.has(wrong);
         let dtype = if rounds { self.dtype() } else { Dtype::F32 };
         logits.into_iter().map(|x| dtype.round(x) as f32).collect()
     }
@@ -250,7 +252,9 @@ impl<'l> SpecimenHead<'l> {
             for (i, places) in chunks.iter().enumerate() {
                 let before = if i > 0 { chunks[i - 1].as_slice() } else { &[] };
                 let hidden = self.hidden_of(places);
-                let logits = logits.get(places).cloned().unwrap_or_else(|| self.logits(&hidden));
+                let rounds = !self.has(Bug::LogitsNotRoundedInBackward);
+                let kept = logits.get(places).filter(|_| rounds).cloned();
+                let logits = kept.unwrap_or_else(|| self.logits(&hidden, rounds));
                 let dlogits = self.dlogits(logits.clone(), places, before, evaluation);
                 let multiplied = if self.has(Bug::DhiddenOfLogits) { self.rows_of(logits) } else { dlogits.clone() };
                 // `dhidden` of the chunk's tokens is complete.
@@ -350,6 +354,14 @@ impl<'l> SpecimenHead<'l> {
         Array2::from_shape_vec((rows, self.shape.vocab), chunk).expect("V elements a row")
     }
 
+    /// Returns a factor of a product, as the product reads it.
+    fn factor<'a>(&self, factor: ArrayView2<'a, f64>) -> CowArray<'a, f64, Ix2> {
+        if self.has(Bug::ProductsInTf32) {
+            return factor.mapv(|x| f64::from(to_tf32(x as f32))).into();
+        }
+        factor.into()
+    }
+
     /// Computes `dhidden` of a chunk, `[n,H]`.
     fn dhidden(&self, dlogits: &Array2<f64>) -> Array2<f64> {
         let mut dhidden = Array2::zeros((dlogits.nrows(), self.shape.hidden));
@@ -365,7 +377,7 @@ impl<'l> SpecimenHead<'l> {
                 // first.
                 let from = if self.has(Bug::HeadOffsetForgotten) { columns.start } else { 0 };
                 let weights = self.weights(0..self.shape.hidden, tile.start - from..tile.end - from);
-                of_shard += &dlogits.slice(s![.., tile]).dot(&weights.t());
+                of_shard += &self.factor(dlogits.slice(s![.., tile])).dot(&self.factor(weights.view()).t());
                 if self.has(Bug::DhiddenSummedInHiddenDtype) {
                     of_shard.mapv_inplace(|x| self.dtype().round(x));
                 }
@@ -437,10 +449,11 @@ impl<'l> SpecimenHead<'l> {
     /// Computes `hiddenᵀ · dlogits`, summed in f64 and rounded to f32 once.
     fn product_with_hidden(&self, hidden: &Array2<f64>, dlogits: ArrayView2<f64>) -> Array2<f32> {
         let mut products = Array2::zeros((self.shape.hidden, self.shape.vocab));
+        let hidden = self.factor(hidden.view());
         let dlogits = dlogits.axis_chunks_iter(Axis(1), AT_ONCE);
         let parts: Vec<_> = products.axis_chunks_iter_mut(Axis(1), AT_ONCE).zip(dlogits).collect();
         parts.into_par_iter().for_each(|(mut products, dlogits)| {
-            products.zip_mut_with(&hidden.t().dot(&dlogits), |product, sum: &f64| *product = *sum as f32);
+            products.zip_mut_with(&hidden.t().dot(&self.factor(dlogits)), |product, sum: &f64| *product = *sum as f32);
         });
         products
     }

@@ -40,7 +40,9 @@ impl SpecimenLaunch<'_> {
             () if self.has(Bug::BiasAfterSoftcap) => scale * x,
             () => scale * (x + bias),
         };
-        let Some(cap) = softcap.filter(|_| !self.has(Bug::SoftcapForgotten)) else {
+        let is_forgotten =
+            self.has(Bug::SoftcapForgotten) || (self.has(Bug::SoftcapForgottenInBackward) && reader.backward);
+        let Some(cap) = softcap.filter(|_| !is_forgotten) else {
             return if self.has(Bug::BiasAfterSoftcap) { scaled + bias } else { scaled };
         };
         let temperature = self.spec.temperature.number().unwrap_or(1.0);
@@ -48,6 +50,7 @@ impl SpecimenLaunch<'_> {
             () if self.has(Bug::TanhNotMultiplied) => (scaled / cap).tanh(),
             () if self.has(Bug::TanhNotDivided) => cap * scaled.tanh(),
             () if self.has(Bug::SoftcapCuts) => scaled.clamp(-cap, cap),
+            () if self.has(Bug::SoftcapBySoftsign) => cap * scaled / (cap + scaled.abs()),
             () if self.has(Bug::SoftcapBeforeScale) => scale * cap * ((x + bias) / cap).tanh(),
             // The softmax divides by the temperature.
             () if self.has(Bug::SoftcapAfterTemperature) => temperature * cap * (scaled / temperature / cap).tanh(),
@@ -66,8 +69,15 @@ impl SpecimenLaunch<'_> {
         let outer = if self.has(Bug::LogitScaleForgottenInGradient) { 1.0 } else { scale };
         let Some(cap) = softcap.filter(|_| !self.has(Bug::SoftcapSlopeForgotten)) else { return outer };
         let scaled = scale * (x.to_f64() + self.bias(columns, column));
-        let at = if self.has(Bug::SoftcapSlopeOfCapped) { cap * (scaled / cap).tanh() } else { scaled };
-        outer / (at / cap).cosh().powi(2)
+        let tanh = (scaled / cap).tanh();
+        match () {
+            () if self.has(Bug::SoftcapSlopeOfCapped) => outer / tanh.cosh().powi(2),
+            () if self.has(Bug::SoftcapSlopeNotDivided) => outer * (1.0 - (cap * tanh).powi(2)),
+            () if self.has(Bug::SoftcapSlopeNotSquared) => outer * (1.0 - tanh),
+            () if self.has(Bug::SoftcapSlopeOverCap) => outer / cap / (scaled / cap).cosh().powi(2),
+            () if self.has(Bug::SoftcapBySoftsign) => outer * (cap / (cap + scaled.abs())).powi(2),
+            () => outer / (scaled / cap).cosh().powi(2),
+        }
     }
 
     fn bias(&self, columns: &Range<usize>, column: usize) -> f64 {

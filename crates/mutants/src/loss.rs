@@ -199,6 +199,7 @@ fn evaluate_sequence(
             () if launch.has(Bug::DentropySignFlipped) && spec.dentropy => grad_entropy = -grad_entropy,
             () if launch.has(Bug::DentropyDropped) && spec.dentropy => grad_entropy = 0.0,
             () if launch.has(Bug::DlogpSignFlipped) && spec.is_from_cotangents() => grad_logp = -grad_logp,
+            () if launch.is_in_lost_block(t) => (grad_logp, grad_entropy) = (0.0, 0.0),
             () => {}
         }
         let of_kl = if launch.has(Bug::LossOfPolicyAlone) { 0.0 } else { kl_weight * kl.value };
@@ -299,12 +300,18 @@ fn advantage(launch: &SpecimenLaunch, at @ (_, t): (usize, usize), advantages_of
         () if launch.has(Bug::PackTakenForRow) => sequences.owner(at).unwrap_or(0),
         // A gather beyond the last takes the last.
         () if launch.has(Bug::SegmentIdsFromOne) && is_packed => (advantages_of + 1).min(count - 1),
-        () => advantages_of,
+        () => launch.advantage_row(advantages_of),
     };
     if launch.has(Bug::PackedAdvantageZero) && is_packed {
         return 0.0;
     }
     let of_first = launch.has(Bug::AdvantageOfFirstToken) && spec.advantages == AdvantageLevel::Token;
+    if launch.has(Bug::DlogpOfFirstToken)
+        && let Advantages::Dlogp(_) = tokens.advantages
+        && let Some((first, _)) = tokens.mask.indexed_iter().find(|(_, counts)| **counts)
+    {
+        return tokens.advantages.at(first.0, first.1);
+    }
     match tokens.advantages {
         Advantages::Sequence(advantages) => advantages[row],
         Advantages::Token(_) | Advantages::Dlogp(_) => {
@@ -367,6 +374,7 @@ impl<'l> LogRatios<'l> {
         let total: f64 = within.iter().sum();
         let of_row = match () {
             () if within.is_empty() => (0.0, true),
+            () if launch.has(Bug::SumOfRatios) => (within.iter().map(|x| x.exp()).sum::<f64>().ln(), true),
             () if of_product => held(total),
             () if launch.has(Bug::RatioOfSum) => (total, true),
             () if launch.has(Bug::MeanOfRatios) => ((within.iter().map(|x| x.exp()).sum::<f64>() / count).ln(), true),
@@ -374,7 +382,9 @@ impl<'l> LogRatios<'l> {
             () => (total / count, true),
         };
         let share = if of_product || launch.has(Bug::ShareForgotten) { 1.0 } else { 1.0 / count };
-        let shares = (0..row.len()).map(|i| if is_in(&i) { share } else { 0.0 }).collect();
+        // The derivative of ln Σ exp(x).
+        let of_sum = |i: usize| if launch.has(Bug::SumOfRatios) { (owns[i].0 - of_row.0).exp() } else { share };
+        let shares = (0..row.len()).map(|i| if is_in(&i) { of_sum(i) } else { 0.0 }).collect();
         Self { launch, owns, row: of_row, shares }
     }
 

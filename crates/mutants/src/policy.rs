@@ -60,7 +60,8 @@ pub(crate) fn ratio(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> f64 {
     if launch.has(Bug::RatioToFirstOrder) {
         return 1.0 + inputs.level.0;
     }
-    f64::from((inputs.level.0 as f32).exp())
+    let log_ratio = if launch.has(Bug::RatioInverted) { -inputs.level.0 } else { inputs.level.0 };
+    f64::from((log_ratio as f32).exp())
 }
 
 /// Computes the policy term of a token, by the spec's objective.
@@ -78,7 +79,9 @@ pub(crate) fn policy(launch: &SpecimenLaunch, inputs: &SpecimenInputs) -> Specim
         Objective::Aspo(aspo) => upside_down(launch, aspo, inputs),
         _ => SpecimenTerm::default(),
     };
-    term.weighed(inputs.factors[0])
+    // An inverted ratio falls where the log-ratio rises.
+    let sign = if launch.has(Bug::RatioInverted) { -1.0 } else { 1.0 };
+    SpecimenTerm { by_log_ratio: sign * term.by_log_ratio, ..term }.weighed(inputs.factors[0])
 }
 
 /// Computes the score function `−coefficient·A·ℓ`, with a constant coefficient.
@@ -110,6 +113,9 @@ fn ppo_clip(launch: &SpecimenLaunch, clip: &PpoClip, inputs: &SpecimenInputs) ->
     let stops = advantage < 0.0 || launch.has(Bug::DualClipForPositive);
     if let Some(most) = clip.dual_clip.filter(|_| stops && !launch.has(Bug::DualClipIgnored)) {
         k = k.min(most);
+    }
+    if let Some(most) = clip.dual_clip.filter(|_| advantage > 0.0 && launch.has(Bug::DualClipRaisesPositive)) {
+        k = k.max(most);
     }
     // The term follows the ratio as long as no bound holds it.
     let mut follows = k == ratio;

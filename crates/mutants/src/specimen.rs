@@ -23,6 +23,7 @@ use crate::launch::{
 };
 use crate::logits::LogitReader;
 use crate::loss;
+use crate::rounding::{by_chance, to_tf32};
 use assay_core::implementation::{Implementation, RunError, Unavailable, Unsupported};
 use assay_core::problem::{Candidate, Dtype, Float, FloatArray, Problem, Shape, Tokens};
 use assay_core::spec::{LogitsTransform, LossSpec, Objective, TemperatureDivides};
@@ -248,7 +249,19 @@ impl SpecimenLaunch<'_> {
         if self.has(Bug::FirstColumnSkipped) && start == 0 {
             x[0] = f32::NEG_INFINITY;
         }
-        if self.has(Bug::TemperatureInLogitsDtype) {
+        let lost = self.first_lost_column(row);
+        if lost < self.shape.vocab {
+            x.iter_mut().enumerate().filter(|(lane, _)| start + lane >= lost).for_each(|(_, x)| *x = f32::NEG_INFINITY);
+        }
+        match () {
+            () if self.has(Bug::LogitsInTf32) => x = x.map(to_tf32),
+            () if self.has(Bug::LogitsInBf16InForward) && !reader.backward => {
+                x = x.map(|x| bf16::from_f32(x).to_f32());
+            }
+            () => {}
+        }
+        let in_forward = self.has(Bug::TemperatureInLogitsDtypeInForward) && !reader.backward;
+        if self.has(Bug::TemperatureInLogitsDtype) || in_forward {
             // All tokens have one temperature. `x/T` is rounded to `E` and multiplied by `T`, since the softmax divides
             // by `T` again.
             let temperature = self.spec.temperature.number().unwrap_or(1.0);
@@ -335,8 +348,10 @@ impl SpecimenLaunch<'_> {
             () if self.has(Bug::SumInAnyOrder) && self.turn.is_multiple_of(2) => (0..tiles).rev().collect(),
             () => (0..tiles).collect(),
         };
+        let lost = self.first_lost_column(row);
         for tile in order {
-            let x = self.load(logits, row, columns, tile, LogitReader { id, backward: false });
+            let reader = LogitReader { id, backward: false };
+            let x = self.load(logits, row, columns, tile, reader);
             // Online softmax: raise the maximum first, then add the tile relative to it.
             let fixed = self.has(Bug::MaxNotSubtracted) || (self.has(Bug::MaxOfFirstTile) && tile > 0);
             // A NaN counts for nothing here; the sum keeps it.
@@ -358,7 +373,10 @@ impl SpecimenLaunch<'_> {
                 let selected = columns.contains(&column) && self.has(Bug::HoleTimesZero);
                 scratch.weighted += if e == 0.0 && !selected { 0.0 } else { weighted };
                 if is_chosen {
-                    scratch.chosen = x;
+                    // The sampled column's logit is read by itself, and is there even where its tile is not.
+                    let is_lost = column >= lost && columns.contains(&column);
+                    scratch.chosen =
+                        if is_lost { self.logit(logits[row + column], columns, column, reader) } else { x };
                 } else {
                     scratch.others = self.add(scratch.others, e);
                 }
@@ -423,14 +441,18 @@ impl SpecimenLaunch<'_> {
         let max = shards.iter().map(|shard| shard.max).fold(start, f32::max);
         // Sums are relative to their own shard's maximum until they are rescaled by `exp((m_shard − m)/T)`.
         let mut whole = Scratch { max, ..Scratch::default() };
+        let mut shard_sum = [0.0; 2];
         for (i, shard) in shards.iter().enumerate() {
             let mut shard = *shard;
             if !self.has(Bug::SumExchangedBeforeRescale) {
                 self.rescale(&mut shard, max, rate);
             }
-            whole.sum += shard.sum;
-            whole.others += shard.others;
-            if i == 0 || !self.has(Bug::EntropySumNotExchanged) {
+            shard_sum[i] = shard.sum;
+            if i == 0 || !self.has(Bug::SumNotExchanged) {
+                whole.sum += shard.sum;
+                whole.others += shard.others;
+            }
+            if i == 0 || !(self.has(Bug::EntropySumNotExchanged) || self.has(Bug::SumNotExchanged)) {
                 whole.weighted += shard.weighted;
             }
             if i == 0 || !self.has(Bug::ChosenNotExchanged) {
@@ -439,7 +461,7 @@ impl SpecimenLaunch<'_> {
         }
         let Scratch { sum, others, weighted, chosen, .. } = whole;
         let shard_max = [0, 1].map(|i| shards.get(i).map_or(max, |shard| shard.max));
-        (SpecimenSoftmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max }, chosen)
+        (SpecimenSoftmax { max, rate, sum, others, mean_gap: -weighted / sum, shard_max, shard_sum }, chosen)
     }
 
     /// Computes log-probability and entropy, from the two softmaxes and their chosen logits.
@@ -473,6 +495,12 @@ impl SpecimenLaunch<'_> {
         }
         if self.has(Bug::EntropyFromLogpSoftmax) {
             entropy = -logp;
+        }
+        if self.has(Bug::EntropyAsDifferenceInBf16) {
+            // ln Σ exp(x/T) and Σ p·x/T, both of the size of the largest logit.
+            let SpecimenSoftmax { max, rate, sum, mean_gap, .. } = entropy_softmax;
+            let most = f64::from(max) * f64::from(rate);
+            entropy = Dtype::Bf16.round(most + sum.ln()) - Dtype::Bf16.round(most - mean_gap);
         }
         if self.has(Bug::EntropyInLogitsDtype) {
             entropy = E::DTYPE.round(entropy);
@@ -536,8 +564,12 @@ impl SpecimenLaunch<'_> {
         }
         let probability = |softmax: &SpecimenSoftmax, max: f32, x: f32| {
             let t = (x - max) * softmax.rate;
-            (f64::from(self.exp(t)) / softmax.sum, f64::from(t))
+            let sum = if self.has(Bug::GradientWithOwnSum) { softmax.shard_sum[shard] } else { softmax.sum };
+            (f64::from(self.exp(t)) / sum, f64::from(t))
         };
+        let lost = self.first_lost_column(row);
+        let is_elsewhere = self.has(Bug::GradientOfTargetsShard) && !columns.contains(&id);
+        let mut largest_is_ahead = self.has(Bug::MaxNotDetached) && grad_logp != 0.0;
         for tile in 0..tiles {
             let start = columns.start + tile * TILE;
             let width = TILE.min(columns.end - start);
@@ -598,6 +630,11 @@ impl SpecimenLaunch<'_> {
                         dx += grad_entropy * (q * (-t - mean_gap));
                     }
                 }
+                // The gradient of a maximum is that of its first column.
+                if largest_is_ahead && x == logp_softmax.max {
+                    dx -= grad_logp;
+                    largest_is_ahead = false;
+                }
                 // The chain rule, back to the logit as it is given.
                 dx *= per_logit * shards * slope;
                 let bug = if sampled { Bug::KeptIdWithoutGradient } else { Bug::ExcludedGradientNotWritten };
@@ -607,8 +644,12 @@ impl SpecimenLaunch<'_> {
                     }
                     dx = 0.0;
                 }
-                if width < TILE && self.has(Bug::WholeTilesOnlyInGradient) {
+                let in_tail = width < TILE && self.has(Bug::WholeTilesOnlyInGradient);
+                if in_tail || column >= lost || is_elsewhere {
                     dx = 0.0;
+                }
+                if self.has(Bug::StochasticRounding) {
+                    dx = by_chance(dx, E::DTYPE, row + column);
                 }
                 logits[row + column] = E::from_f64(dx);
             }

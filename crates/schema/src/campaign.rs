@@ -176,4 +176,16 @@ pub struct MutationScore {
     pub accepted: Vec<MutantName>,
     /// The number of problems that the mutants were run on.
     pub cases: usize,
+    /// The options under which the campaign would reject mutants that it accepts; no mutant is in two.
+    #[serde(default)]
+    pub options: Vec<CatchingOption>,
+}
+
+/// An option of a campaign under which it rejects mutants that it accepts without.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CatchingOption {
+    /// The option with its value: `grade=exact`, `shapes=1x33x8`.
+    pub option: String,
+    /// The names of the mutants that it rejects.
+    pub mutants: Vec<String>,
 }

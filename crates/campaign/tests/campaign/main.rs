@@ -3,7 +3,9 @@
 mod causes;
 mod computes;
 mod deck;
+mod dependence;
 mod finds;
+mod names;
 mod packed;
 mod report;
 mod select;

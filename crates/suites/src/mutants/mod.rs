@@ -7,7 +7,7 @@ mod property;
 mod run;
 mod score;
 
-pub use assay_mutants::{BANK, Bug, Mutant, MutantKind, Specimen};
+pub use assay_mutants::{BANK, BatchSizes, Bug, Mutant, MutantKind, Specimen};
 pub use case::MutantCase;
 pub use peers::{PROJECTS, PeerOutcome, PeerProject, Tests};
 pub use production::{AtWidth, ProductionPart, ProductionRun};

@@ -174,6 +174,20 @@ fn grid(class: MutantKind) -> Grid {
             regimes: vec![Regime::Small, Regime::Negative, Regime::ShiftedDown],
             ..Grid::default()
         },
+        // Sizes that a tile or a block divides, or exceeds by one, and more sequences, tokens and rows than a grid counts.
+        MutantKind::Sizes => Grid {
+            shapes: vec![
+                [1, 2, 256],
+                [1, 2, 1024],
+                [1, 1, 16_384],
+                [1, 2, 4097],
+                [12, 35, 8],
+                [12, 130, 8],
+                [40, 1, 8],
+                [67, 2, 1100],
+            ],
+            ..Grid::default()
+        },
         // Blocks and tiles are powers of two: 515 and 1,025 columns leave a rest after each.
         MutantKind::Maximum => Grid {
             shapes: vec![[4, 6, 515], [2, 4, 1025]],
@@ -471,7 +485,7 @@ fn grid(class: MutantKind) -> Grid {
         // A row whose tokens have one weight and one advantage has the same gradient under GSPO and GSPO-token, so
         // others are needed.
         MutantKind::SequenceRatio => Grid {
-            specs: [RatioLevel::Sequence, RatioLevel::SequenceToken]
+            specs: [RatioLevel::Sequence, RatioLevel::SequenceToken, RatioLevel::SequenceProduct]
                 .into_iter()
                 .flat_map(|level| [levelled(level, plain()), levelled(level, by_token())])
                 .collect(),

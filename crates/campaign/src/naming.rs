@@ -1,0 +1,197 @@
+//! Names a cause after the mutants that fail as the kernel does.
+
+use std::sync::Arc;
+
+use assay_core::problem::{Candidate, Dtype};
+use assay_judge::gate::{Gate, Model, Output};
+use assay_judge::judge::Verdict;
+use assay_judge::metric::half_ulp;
+use assay_judge::tolerance::Limits;
+use assay_judge::trial::JudgedProblem;
+use assay_schema::campaign as schema;
+use assay_schema::verdicts::Status;
+use assay_suites::mutants::{Mutant, MutantKind, Specimen};
+use rayon::prelude::*;
+
+use crate::examine::{Examiner, FailedStatus, FailureKind};
+use crate::outputs::values;
+use crate::power::{named, sizes};
+use crate::subject::Subject;
+
+/// Problems of a cause that mutants are run on.
+const NAMING: usize = 3;
+
+/// The largest difference between the kernel's value and a mutant's that counts as equal, as a share of the kernel's largest error.
+const ALIKE: f64 = 0.05;
+
+/// The factor by which two kernels' errors may differ where one is just within a limit and the other just beyond it.
+const MARGIN: f64 = 2.0;
+
+/// The error of a value, in half ulps, from which on its rounding alone does not explain it.
+const BEYOND_ROUNDING: f64 = 1.05;
+
+/// Returns the mutants that fail as the kernel does: by the same gate, with the same values to within a small part of
+/// the error, on every problem of the cause; and that pass where the kernel passes.
+pub(crate) fn names<P: Subject>(
+    bench: &mut Examiner<P>,
+    mutants: Vec<&'static Mutant>,
+    kind: &FailureKind,
+    smallest: (&Arc<P>, Candidate<P::Gradient>),
+    cases: &[Arc<P>],
+    passing: &[Arc<P>],
+) -> Vec<schema::MutantName> {
+    // Two values agree by chance: one problem of two columns is no evidence.
+    if cases.len() < 2 && cases.iter().all(|problem| problem.shape().into().vocab <= 2) {
+        return Vec::new();
+    }
+    // Collect the kernel's answers to a few problems of the cause, the shrunk one first.
+    let mut failing = vec![(Arc::clone(smallest.0), smallest.1)];
+    for problem in cases.iter().take(NAMING) {
+        if let Ok(candidate) = bench.candidate(problem) {
+            failing.push((Arc::clone(problem), candidate));
+        }
+    }
+    // Evaluate the reference once for each problem: every mutant is judged against it.
+    let failing: Vec<(JudgedProblem<P>, &Candidate<P::Gradient>)> = failing
+        .iter()
+        .filter_map(|(problem, candidate)| Some((JudgedProblem::new(bench.spec, &**problem).ok()?, candidate)))
+        .collect();
+    let passing: Vec<JudgedProblem<P>> =
+        passing.iter().filter_map(|problem| JudgedProblem::new(bench.spec, &**problem).ok()).collect();
+    // A name must explain every failure and contradict no passing problem.
+    let is_alike = |mutant: &&Mutant| {
+        failing.iter().all(|(known, candidate)| fails_alike(known, candidate, mutant, kind, &bench.limits))
+            && passing.iter().all(|known| passes(known, mutant, &bench.limits))
+    };
+    let alike = |mutants: Vec<&'static Mutant>| -> Vec<schema::MutantName> {
+        mutants.into_par_iter().filter(is_alike).map(named).collect()
+    };
+    let of_masks = || mutants.iter().copied().filter(|mutant| mutant.kind == MutantKind::Mask).collect();
+    match kind {
+        FailureKind::MaskedGarbage => alike(of_masks()),
+        // NaN hides every number behind it, so that many mutants fail alike: those of masks are asked first.
+        FailureKind::Gate(_, _, FailedStatus::Nonfinite) => {
+            let found = alike(of_masks());
+            if found.is_empty() { alike(mutants) } else { found }
+        }
+        _ => alike(mutants),
+    }
+}
+
+/// Runs a mutant and judges it; returns `None` if it does not compute the problem.
+fn run<P: Subject>(
+    known: &JudgedProblem<P>,
+    mutant: &Mutant,
+    limits: &Limits,
+) -> Option<(Candidate<P::Gradient>, Vec<Verdict>)> {
+    let specimen = Specimen::with(mutant.bug);
+    let candidate = P::mutant(&specimen).run(known.spec, known.problem.clone(), 1).ok()?;
+    let verdicts = known.verdicts(&candidate.lend(), limits).ok()?;
+    Some((candidate, verdicts))
+}
+
+/// Whether the sizes of a problem alone say that the mutant is right there.
+fn is_right_by_size<P: Subject>(known: &JudgedProblem<P>, mutant: &Mutant) -> bool {
+    mutant.bug.is_shown_by(sizes(known.problem)) == Some(false)
+}
+
+/// Whether a mutant fails no gate, or so little that the kernel may be just within the limit.
+fn passes<P: Subject>(known: &JudgedProblem<P>, mutant: &Mutant, limits: &Limits) -> bool {
+    is_right_by_size(known, mutant)
+        || run(known, mutant, limits)
+            .is_some_and(|(_, verdicts)| verdicts.iter().all(|verdict| is_below(verdict, MARGIN)))
+}
+
+/// Whether all errors of a verdict are finite and below `times` their limits, or within them.
+fn is_below(verdict: &Verdict, times: f64) -> bool {
+    let is_finite = verdict.status != Status::Nonfinite;
+    is_finite && verdict.worst().map_or(verdict.passed(), |worst| worst.error_over_limit() < times)
+}
+
+/// Whether a mutant fails as `candidate` does: by the gate of `kind`, with the same values; or for garbage under the mask, with NaN in
+/// the same places of every output.
+fn fails_alike<P: Subject>(
+    known: &JudgedProblem<P>,
+    candidate: &Candidate<P::Gradient>,
+    mutant: &Mutant,
+    kind: &FailureKind,
+    limits: &Limits,
+) -> bool {
+    if is_right_by_size(known, mutant) {
+        return false;
+    }
+    let Some((other, verdicts)) = run(known, mutant, limits) else { return false };
+    let counting = |candidate: &Candidate<P::Gradient>, gate| counting_values(known.problem, candidate, gate);
+    let gate = match kind {
+        FailureKind::Gate(_, gate, _) => *gate,
+        FailureKind::MaskedGarbage => {
+            let all = [Output::Loss, Output::Logp, Output::Entropy, Output::TokenLoss, Output::Dlogits];
+            let same = |output| {
+                let gate = Gate::new(output, Model::Elementwise);
+                let (given, wrong) = (counting(candidate, gate), counting(&other, gate));
+                // An output that the kernel does not return says nothing.
+                given.is_empty()
+                    || (given.len() == wrong.len()
+                        && given.iter().zip(&wrong).all(|(x, y)| x.is_finite() == y.is_finite()))
+            };
+            return verdicts.iter().any(|verdict| !verdict.passed()) && all.into_iter().all(same);
+        }
+        _ => return false,
+    };
+    if !verdicts.iter().any(|verdict| verdict.gate == gate && !is_below(verdict, 1.0 / MARGIN)) {
+        return false;
+    }
+    let dtype = known.problem.dtype();
+    let exact = P::outcome(&known.reference);
+    let (given, wrong, exact) = (counting(candidate, gate), counting(&other, gate), counting(&exact, gate));
+    are_alike(&given, &wrong, &exact, if gate.output.is_gradient() { dtype } else { Dtype::F32 })
+}
+
+/// Whether `wrong` are the values `given`, both being off from `exact`: NaN in the same places, and elsewhere no further apart than
+/// two roundings and a small part of the largest error. Of the values that are off by more than a rounding most are nearer to each
+/// other than to the exact one: two kernels that both round once too often are not alike for that.
+fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool {
+    if given.len() != wrong.len() {
+        return false;
+    }
+    // The largest finite error of the kernel is the scale on which two wrong values are compared.
+    let off = given.iter().zip(exact).map(|(x, y)| (x - y).abs()).filter(|error| error.is_finite());
+    let largest = off.fold(0.0, f64::max);
+    let (mut beyond, mut explained) = (0, 0);
+    for ((x, y), exact) in given.iter().zip(wrong).zip(exact) {
+        if x.is_finite() != y.is_finite() {
+            return false;
+        }
+        if !x.is_finite() {
+            continue;
+        }
+        if (x - y).abs() > f64::max(ALIKE * largest, 4.0 * half_ulp(*x, dtype)) {
+            return false;
+        }
+        let error = f64::max((x - exact).abs(), (y - exact).abs());
+        if error > f64::max(ALIKE * largest, BEYOND_ROUNDING * half_ulp(*exact, dtype)) {
+            beyond += 1;
+            explained += usize::from((x - y).abs() < error / 2.0);
+        }
+    }
+    4 * explained >= 3 * beyond
+}
+
+/// The output that a gate is of, without the values of masked tokens, which nobody looks at. Masked dlogits must be 0, and stay.
+fn counting_values<P: Subject>(problem: &P, candidate: &Candidate<P::Gradient>, gate: Gate) -> Vec<f64> {
+    let mut all = values(candidate, gate);
+    let mask = &problem.batch().mask;
+    if matches!(gate.output, Output::Logp | Output::Entropy | Output::TokenLoss) && all.len().is_multiple_of(mask.len())
+    {
+        // Logp of a token's other ids follows that of the first ids, token by token.
+        let (tokens, ids) = (mask.len(), all.len() / mask.len());
+        let counts: Vec<bool> = mask.iter().copied().collect();
+        for (place, value) in all.iter_mut().enumerate() {
+            let token = if place < tokens { place } else { (place - tokens) / (ids - 1) };
+            if !counts[token] {
+                *value = 0.0;
+            }
+        }
+    }
+    all
+}

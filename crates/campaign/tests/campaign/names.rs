@@ -1,0 +1,109 @@
+//! The names of causes: mutants that fail as the kernel does, and none that fails alike by chance.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use assay_campaign::{Campaign, DeckShapes, Fault, LocalKernel};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::spec::LossSpec;
+use assay_schema::campaign::CampaignReport;
+use assay_suites::mutants::{BANK, MutantKind, Specimen};
+
+use crate::finds::{Does, campaign, right, run, trl};
+
+fn names(found: &CampaignReport) -> BTreeSet<&str> {
+    let all = found.causes.iter().chain(&found.allowed).flat_map(|cause| &cause.like);
+    all.map(|name| name.mutant.as_str()).collect()
+}
+
+fn of_mutant(name: &str, campaign: &Campaign) -> CampaignReport {
+    let mutant = BANK.iter().find(|mutant| mutant.name == name).unwrap_or_else(|| panic!("no mutant {name}"));
+    run(campaign, &mut LocalKernel::<Problem>(&Specimen::with(mutant.bug)))
+}
+
+fn changed(campaign: &Campaign, change: impl Fn(&Problem, &mut Candidate)) -> CampaignReport {
+    let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+        let mut candidate = right(spec, problem);
+        change(problem, &mut candidate);
+        Ok(candidate)
+    };
+    run(campaign, &mut Does(kernel))
+}
+
+/// A tail's bug once lost its name at 20, 40 and 41 problems.
+#[test]
+fn name_does_not_depend_on_the_number_of_cases() {
+    // The second loses whole tiles of tokens, whose size only a few problems of a deck have.
+    for name in ["last-tile-skipped", "token-tail-of-32-lost"] {
+        for cases in [20, 41] {
+            let found = of_mutant(name, &campaign(trl(), cases));
+            assert!(names(&found).contains(name), "{name} at {cases}: {}", assay_campaign::text(&found));
+        }
+    }
+}
+
+/// Of one problem over two entries two kernels agree by chance.
+#[test]
+fn name_of_one_problem_over_two_entries_is_none() {
+    for (shape, is_named) in [([1, 2, 2], false), ([1, 2, 3], true)] {
+        let mut campaign = campaign(trl(), 1);
+        campaign.deck.shapes = DeckShapes::Given(vec![shape]);
+        let found = of_mutant("non-target-dlogits-dropped", &campaign);
+        assert!(!found.passed);
+        assert_eq!(!names(&found).is_empty(), is_named, "{}", assay_campaign::text(&found));
+    }
+}
+
+/// Roundings to TF32 and by chance have errors of the size of other roundings, and not their values.
+#[test]
+fn names_of_roundings_are_not_those_of_others() {
+    let tf32 = |x: f64| f64::from(f32::from_bits(((x as f32).to_bits() + 0x1000) & 0xffff_e000));
+    let found = changed(&campaign(trl(), 60), |problem, candidate| {
+        let logp = candidate.logp.take().unwrap().to_f64();
+        let rounded =
+            ndarray::Zip::from(&logp).and(&problem.mask).map_collect(|x, counts| if *counts { tf32(*x) } else { *x });
+        candidate.logp = Some(FloatArray::from(rounded.mapv(|x| x as f32)));
+    });
+    assert!(!found.passed && !names(&found).contains("logp-in-logits-dtype"), "{}", assay_campaign::text(&found));
+
+    let mut narrow = campaign(trl(), 60);
+    narrow.deck.dtypes = vec![Dtype::Bf16];
+    let found = of_mutant("stochastic-rounding", &narrow);
+    let text = assay_campaign::text(&found);
+    assert!(!found.passed && !names(&found).contains("probability-rounded"), "{text}");
+    assert!(text.contains("rounded twice, or by chance"), "{text}");
+    // The rounding of the mutant itself still has its name.
+    let found = of_mutant("probability-rounded", &narrow);
+    assert!(names(&found).contains("probability-rounded"), "{}", assay_campaign::text(&found));
+}
+
+/// NaN under the mask that reaches an output is what a mask lets through, whatever else gives NaN.
+#[test]
+fn name_of_masked_garbage_is_a_mutant_of_masks() {
+    let mut campaign = campaign(trl(), 40);
+    campaign.deck.masked_garbage = Some(true);
+    let found = of_mutant("mask-multiplied", &campaign);
+    let cause = found.causes.iter().find(|cause| cause.gate == "masked-garbage");
+    let cause = cause.unwrap_or_else(|| panic!("{}", assay_campaign::text(&found)));
+    let of_masks = |name: &str| BANK.iter().any(|mutant| mutant.name == name && mutant.kind == MutantKind::Mask);
+    assert!(cause.like.iter().any(|name| name.mutant == "mask-multiplied"), "{cause:#?}");
+    assert!(names(&found).into_iter().all(of_masks), "{}", assay_campaign::text(&found));
+}
+
+/// A factor that rounding explains is none, beside NaN or not.
+#[test]
+fn factor_that_rounding_explains_is_not_told() {
+    for nan in [f64::NAN, 3.0] {
+        let found = changed(&campaign(trl(), 60), |problem, candidate| {
+            let dtype = candidate.gradient.dtype();
+            let mut dlogits = candidate.gradient.to_f64();
+            // The last entry of each token is wrong, all others are rounded once.
+            let last = problem.shape().vocab - 1;
+            dlogits.slice_mut(ndarray::s![.., .., last]).mapv_inplace(|x| x * nan);
+            candidate.gradient = FloatArray::rounded_from(&dlogits, dtype);
+        });
+        let text = assay_campaign::text(&found);
+        assert!(!found.passed && !text.contains("times what they should be"), "{text}");
+        assert!(!text.contains("factor of its own"), "{text}");
+    }
+}
