@@ -30,11 +30,15 @@ const LARGER: Range<usize> = 1 << 16..1 << 18;
 /// And of one of Qwen's vocabulary.
 const WIDE: Range<usize> = 1 << 18..1 << 20;
 
+/// Wide problems that what is accepted elsewhere is run on.
+const MOST_WIDE: usize = 4;
+
 /// Problems of the deck that a mutant is run on which depends on sizes alone.
 const SIZED: usize = 2;
 
-/// Problems of a larger campaign, which may reject what this one accepts.
+/// Problems of a larger campaign, and wide ones, which may reject what this one accepts.
 const MORE: u64 = 1_000;
+const MORE_WIDE: u64 = 12;
 
 /// The mutants that are of such problems, packed or not, and of what the loss has, at all.
 pub(crate) fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
@@ -152,6 +156,9 @@ impl<P: Subject> ScoreRound<'_, P> {
         grade: Grade,
         is_left: impl Fn(&Mutant, MutantFate) -> bool,
     ) -> Result<bool, CampaignError> {
+        if !self.mutants.iter().any(|(mutant, fate)| is_left(mutant, *fate)) {
+            return Ok(true);
+        }
         let (spec, limits) = (&self.campaign.spec, Limits::external(grade).alone());
         let problems = recipes.map(|dealt| Ok((dealt.label(), deck.draw(&dealt, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
@@ -264,6 +271,13 @@ impl<P: Subject> ScoreRound<'_, P> {
             let recipes = dealt(&deck, MORE).skip(CASES).filter(|dealt| elements(dealt) < ELEMENTS).take(2 * CASES);
             attempt(format!("cases={MORE}"), self, &deck, recipes.collect(), campaign.grade, &is_accepted);
         }
+        // More wide problems, one after another: each has another regime.
+        let shapes_are_the_decks = !matches!(campaign.deck.shapes, DeckShapes::Given(_));
+        for wide in (campaign.deck.wide + 1..=MORE_WIDE).filter(|_| shapes_are_the_decks) {
+            let deck = Deck { wide, cases: campaign.deck.cases.max(wide), ..campaign.deck.clone() };
+            let last = dealt(&deck, deck.cases).last().into_iter().collect();
+            attempt(format!("wide={wide}"), self, &deck, last, campaign.grade, &is_accepted);
+        }
         // A mutant of a size that the deck does not deal is missed by the deck, not by the loss.
         for (mutant, fate) in &mut self.mutants {
             if fate.is_unseen() && all.iter().any(|found| found.mutants.iter().any(|name| name == mutant.name)) {
@@ -284,7 +298,7 @@ pub(crate) fn power<P: Subject>(
     let mutants = shown::<P>(&campaign.spec, campaign.deck.packed);
     let mutants = mutants.into_iter().map(|mutant| (mutant, MutantFate::NotExercised)).collect();
     let mut round = ScoreRound::<P> { campaign, outputs, mutants, cases: 0, subject: PhantomData };
-    for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, 1, true)] {
+    for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, MOST_WIDE, true)] {
         // Draw the problems of this size from the campaign's own deck.
         let recipes = dealt(&campaign.deck, campaign.deck.cases).filter(|dealt| sizes.contains(&elements(dealt)));
         // A mutant that depends on sizes alone is run on those below.

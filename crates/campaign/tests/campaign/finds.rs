@@ -67,6 +67,10 @@ fn campaign_passes_a_right_kernel_and_scores_wrong_ones() {
     // unless it is asked for.
     let expected = ["target-collapses", "entropy-of-shifted-log", "mask-multiplied"];
     assert_eq!((accepted, power.exercised - power.rejected), (expected.to_vec(), expected.len()));
+    assert!(power.exercised > 70, "{power:?}");
+    let options: Vec<(&str, &[String])> =
+        power.options.iter().map(|found| (found.option.as_str(), found.mutants.as_slice())).collect();
+    assert_eq!(options[0], ("grade=exact", &["target-collapses".to_string()][..]), "{options:?}");
     let coverage = found.coverage;
     assert!(coverage.clipped.iter().chain(&coverage.first_and_last_tile).all(|count| *count > 50), "{coverage:?}");
 }

@@ -107,3 +107,28 @@ fn factor_that_rounding_explains_is_not_told() {
         assert!(!text.contains("factor of its own"), "{text}");
     }
 }
+
+/// A deck without a mutant's size misses it, and the score tells the shape that rejects it.
+#[test]
+fn mutation_score_names_the_option_that_rejects_what_is_missed() {
+    let native = assay_native::Native::default();
+    let score = |change: &dyn Fn(&mut Campaign)| {
+        let mut campaign = Campaign { power: true, ..campaign(trl(), 30) };
+        change(&mut campaign);
+        let found = run(&campaign, &mut LocalKernel::<Problem>(&native));
+        let text = assay_campaign::text(&found);
+        (found.power.unwrap(), text)
+    };
+    let few = |campaign: &mut Campaign| campaign.deck.shapes = DeckShapes::Few;
+    let (missed, text) = score(&few);
+    let accepted: Vec<&str> = missed.accepted.iter().map(|name| name.mutant.as_str()).collect();
+    assert!(accepted.contains(&"token-tail-of-32-lost"), "{text}");
+    assert!(text.contains("shapes=1x33x8 would reject token-tail-of-32-lost"), "{text}");
+    // With that shape it is rejected.
+    let (with_shape, text) = score(&|campaign| campaign.deck.shapes = DeckShapes::Given(vec![[1, 33, 8], [4, 16, 32]]));
+    assert!(with_shape.accepted.iter().all(|name| name.mutant != "token-tail-of-32-lost"), "{text}");
+    // A mutant is told under one option alone, and only what is missed is told.
+    let told: Vec<&String> = missed.options.iter().flat_map(|option| &option.mutants).collect();
+    assert_eq!(told.iter().collect::<BTreeSet<_>>().len(), told.len());
+    assert!(told.iter().all(|name| accepted.contains(&name.as_str())), "{told:?} {accepted:?}");
+}

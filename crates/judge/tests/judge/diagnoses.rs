@@ -58,6 +58,86 @@ fn diagnosis_measures_a_constant_factor() {
     assert!((factor - 0.9375).abs() < 1e-6, "{factor}");
 }
 
+/// A factor for each token, and one for each sequence.
+#[test]
+fn factors_that_differ_are_told_by_token_or_by_sequence() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let problem = problem([3, 4, 257], dtype, Regime::Normal);
+        let said = diagnosed(&problem, |candidate, _| {
+            change(candidate, |(b, t, _), x| x * [1.0, 0.5, 3.0, 1.25][(b + t) % 4]);
+        });
+        let [Diagnosis::FactorPerToken { output: Output::Dlogits, examples, off, tokens }] = said[..] else {
+            panic!("{said:?}")
+        };
+        let has_gradient = |reference: &Reference, at: (usize, usize)| {
+            reference.token(at.0, at.1).is_some_and(|token| reference.has_gradient(token))
+        };
+        let spec = LossSpec::default();
+        let reference = problem.evaluate(&spec).unwrap();
+        let with: Vec<_> = ndarray::indices((3, 4)).into_iter().filter(|at| has_gradient(&reference, *at)).collect();
+        assert_eq!((off, tokens), (with.iter().filter(|(b, t)| (b + t) % 4 != 0).count(), with.len()));
+        for of in examples {
+            let (b, t) = of.token;
+            assert!((of.factor / [1.0, 0.5, 3.0, 1.25][(b + t) % 4] - 1.0).abs() < 4e-3, "{of:?}");
+        }
+
+        let said = diagnosed(&problem, |candidate, _| change(candidate, |(b, _, _), x| x * [1.0, 0.5, 2.0][b]));
+        let [Diagnosis::FactorPerSequence { off, sequences, .. }] = said[..] else { panic!("{said:?}") };
+        assert_eq!((off, sequences), (2, 3));
+        assert!(said[0].to_string().contains("2 of 3 sequences are off"), "{}", said[0]);
+    }
+}
+
+/// Rows of two or three entries, and rows that no factor explains, have none.
+#[test]
+fn factors_are_not_told_where_data_do_not_show_them() {
+    let factor = |(b, t, _): (usize, usize, usize), x: f64| x * [1.0, 0.5, 3.0, 1.25][(b + t) % 4];
+    let said = diagnosed(&problem([3, 4, 3], Dtype::F32, Regime::Normal), |candidate, _| change(candidate, factor));
+    assert!(said.iter().all(|of| !matches!(of, Diagnosis::FactorPerToken { .. })), "{said:?}");
+    let said = diagnosed(&problem([3, 4, 257], Dtype::F32, Regime::Normal), |candidate, _| {
+        change(candidate, |at, x| if at.2 == 5 { 2.0 * x } else { factor(at, x) });
+    });
+    assert!(said.iter().all(|of| !matches!(of, Diagnosis::FactorPerToken { .. })), "{said:?}");
+}
+
+/// One entry is wrong: the least squares of the others differ from 1 by their roundings.
+#[test]
+fn factor_that_rounding_explains_is_not_told() {
+    for regime in [Regime::Peaked, Regime::Normal, Regime::Confident] {
+        for (shape, wrong) in [([1, 1, 257], 1e-3), ([2, 3, 65], 1e-3), ([1, 1, 9], 0.02)] {
+            let problem = problem(shape, Dtype::Bf16, regime);
+            let said = diagnosed(&problem, |candidate, _| {
+                let largest = candidate.gradient.to_f64().iter().fold(0.0_f64, |most, x| most.max(x.abs()));
+                change(
+                    candidate,
+                    |(b, t, v), x| if (b, t, v) == (0, 0, shape[2] - 1) { x + wrong * largest } else { x },
+                );
+            });
+            let is_factor =
+                |of: &Diagnosis| matches!(of, Diagnosis::ConstantFactor { .. } | Diagnosis::FactorPerToken { .. });
+            assert!(!said.iter().any(is_factor), "{shape:?} {regime:?}: {said:?}");
+        }
+    }
+}
+
+/// Each value goes to either of its neighbours, the nearer one more often.
+#[test]
+fn stochastic_rounding_is_named() {
+    let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, reference| {
+        let mut seed = 1_u64;
+        let mut values = candidate.gradient.to_f64();
+        values.indexed_iter_mut().for_each(|((b, t, v), x)| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let exact = reference.dlogits_row(b, t)[v];
+            let share = (seed >> 11) as f64 / (1_u64 << 53) as f64 - 0.5;
+            *x = exact + share * 2.0 * assay_judge::metric::half_ulp(exact, Dtype::Bf16);
+        });
+        candidate.gradient = FloatArray::rounded_from(&values, Dtype::Bf16);
+    });
+    assert_eq!(said, [Diagnosis::RoundedTwice(Dtype::Bf16)]);
+}
+
 #[test]
 fn diagnosis_names_truncation() {
     let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Normal);
