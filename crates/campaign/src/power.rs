@@ -12,11 +12,11 @@ use assay_judge::judge::Verdict;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
-use assay_suites::mutants::{BANK, BatchSizes, Mutant, Specimen};
+use assay_suites::mutants::{BANK, BatchSizes, Mutant, MutantKind, Specimen};
 use rayon::prelude::*;
 
 use crate::campaign::{Campaign, CampaignError};
-use crate::deck::{DealtRecipe, Deck, DeckContent, DeckShapes};
+use crate::deck::{DealtRecipe, Deck, DeckShapes};
 use crate::outputs::values;
 use crate::subject::Subject;
 
@@ -30,11 +30,14 @@ const LARGER: Range<usize> = 1 << 16..1 << 18;
 /// And of one of Qwen's vocabulary.
 const WIDE: Range<usize> = 1 << 18..1 << 20;
 
-/// Wide problems that what is accepted elsewhere is run on.
-const MOST_WIDE: usize = 4;
+/// Problems of other sizes, and wide ones, that mutants are run on which the others accept.
+const FEW: usize = 4;
 
 /// Problems of the deck that a mutant is run on which depends on sizes alone.
 const SIZED: usize = 2;
+
+/// Problems of a deck that deals each of its shapes.
+const WHOLE: u64 = 200;
 
 /// Problems of a larger campaign, and wide ones, which may reject what this one accepts.
 const MORE: u64 = 1_000;
@@ -194,15 +197,9 @@ impl<P: Subject> ScoreRound<'_, P> {
     /// Runs mutants of sizes on the smallest problems of the deck that have their size.
     fn run_sizes(&mut self) -> Result<(), CampaignError> {
         let campaign = self.campaign;
-        let mut recipes: Vec<DealtRecipe> = dealt(&campaign.deck, campaign.deck.cases)
-            .filter(|dealt| !dealt.content.may_lack_a_gradient() && elements(dealt) < WIDE.end)
-            .collect();
-        recipes.sort_by_key(elements);
-        let unseen: Vec<&Mutant> =
-            self.mutants.iter().filter(|(_, fate)| !fate.is_rejected()).map(|(m, _)| *m).collect();
-        for mutant in unseen {
-            let has_its_size = |dealt: &&DealtRecipe| mutant.bug.is_shown_by(dealt_sizes(dealt)) == Some(true);
-            let with_size = recipes.iter().filter(has_its_size).take(SIZED).cloned();
+        let recipes = with_gradient(&campaign.deck);
+        for (mutant, _) in self.mutants.clone() {
+            let with_size = of_size(&recipes, mutant).into_iter();
             self.run(&campaign.deck, with_size, campaign.grade, |other, _| other.bug == mutant.bug)?;
         }
         Ok(())
@@ -230,21 +227,23 @@ impl<P: Subject> ScoreRound<'_, P> {
             let caught = tried.mutants.iter().zip(&round.mutants);
             let caught = caught.filter(|((_, there), (_, here))| there.is_rejected() && !here.is_rejected());
             let mutants: Vec<String> = caught.map(|((mutant, _), _)| mutant.name.to_string()).collect();
-            if !mutants.is_empty() {
-                all.push(schema::CatchingOption { option, mutants });
+            match all.iter_mut().find(|found| found.option == option) {
+                Some(found) => found.mutants.extend(mutants),
+                None if mutants.is_empty() => {}
+                None => all.push(schema::CatchingOption { option, mutants }),
             }
         };
-        // Sizes that the deck does not deal: a problem of the smallest shape, in which every token counts.
-        for (mutant, fate) in &self.mutants {
-            let Some([batch, tokens, vocab]) = mutant.bug.smallest_shape().filter(|_| fate.is_unseen()) else {
-                continue;
-            };
-            let shape = [batch, tokens, vocab];
-            let deck = Deck { shapes: DeckShapes::Given(vec![shape]), ..campaign.deck.clone() };
-            let mut recipe = deck.deal(0).without_garbage();
-            recipe.content = DeckContent::EveryTokenCounts;
-            let option = format!("shapes={batch}x{tokens}x{vocab}");
-            attempt(option, self, &deck, vec![recipe], campaign.grade, &|other, _| other.bug == mutant.bug);
+        // Sizes that the deck does not deal: the smallest problems with them of a whole deck of all shapes.
+        let deck = Deck { shapes: DeckShapes::Many, cases: campaign.deck.cases.max(WHOLE), ..campaign.deck.clone() };
+        let changed = [
+            (campaign.deck.shapes != deck.shapes).then(|| "shapes=many".to_string()),
+            (campaign.deck.cases != deck.cases).then(|| format!("cases={WHOLE}")),
+        ];
+        let option = changed.into_iter().flatten().collect::<Vec<_>>().join(" ");
+        let recipes = with_gradient(&deck);
+        for (mutant, _) in self.mutants.iter().filter(|(_, fate)| fate.is_unseen() && !option.is_empty()) {
+            let with_size = of_size(&recipes, mutant);
+            attempt(option.clone(), self, &deck, with_size, campaign.grade, &|other, _| other.bug == mutant.bug);
         }
         // The other mutants: each option that the campaign has not, on as many small problems as it takes to reject most.
         let is_accepted = |_: &Mutant, fate: MutantFate| matches!(fate, MutantFate::Accepted);
@@ -265,6 +264,10 @@ impl<P: Subject> ScoreRound<'_, P> {
                 let recipes = small(&deck, deck.cases);
                 attempt(format!("regimes={regime}"), self, &deck, recipes, campaign.grade, &is_accepted);
             }
+        }
+        if campaign.deck.masked_garbage != Some(true) {
+            let deck = Deck { masked_garbage: Some(true), ..campaign.deck.clone() };
+            attempt("masked_garbage=true".into(), self, &deck, small(&deck, deck.cases), campaign.grade, &is_accepted);
         }
         if campaign.deck.cases < MORE {
             let deck = Deck { cases: MORE, ..campaign.deck.clone() };
@@ -298,13 +301,16 @@ pub(crate) fn power<P: Subject>(
     let mutants = shown::<P>(&campaign.spec, campaign.deck.packed);
     let mutants = mutants.into_iter().map(|mutant| (mutant, MutantFate::NotExercised)).collect();
     let mut round = ScoreRound::<P> { campaign, outputs, mutants, cases: 0, subject: PhantomData };
-    for (sizes, most, accepted_only) in [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (WIDE, MOST_WIDE, true)] {
+    let between = ELEMENTS..LARGER.start;
+    for (sizes, most, accepted_only) in
+        [(0..ELEMENTS, CASES, false), (LARGER, 1, false), (between, FEW, true), (WIDE, FEW, true)]
+    {
         // Draw the problems of this size from the campaign's own deck.
         let recipes = dealt(&campaign.deck, campaign.deck.cases).filter(|dealt| sizes.contains(&elements(dealt)));
         // A mutant that depends on sizes alone is run on those below.
         let is_left = |mutant: &Mutant, fate: MutantFate| {
             let is_seen = !fate.is_rejected() && !(accepted_only && fate.is_unseen());
-            is_seen && mutant.bug.smallest_shape().is_none()
+            is_seen && mutant.kind != MutantKind::Sizes
         };
         if !round.run(&campaign.deck, recipes.take(most), campaign.grade, is_left)? {
             return Ok(None);
@@ -333,6 +339,21 @@ pub(crate) fn power<P: Subject>(
 fn dealt(deck: &Deck, cases: u64) -> impl Iterator<Item = DealtRecipe> + '_ {
     let is_noted = deck.masked_garbage.is_none();
     (0..cases).map(|index| deck.deal(index)).map(move |dealt| if is_noted { dealt.without_garbage() } else { dealt })
+}
+
+/// Returns the recipes of a deck in which a token may have a gradient, without the wide ones, the smallest first.
+fn with_gradient(deck: &Deck) -> Vec<DealtRecipe> {
+    let mut recipes: Vec<DealtRecipe> = dealt(deck, deck.cases)
+        .filter(|dealt| !dealt.content.may_lack_a_gradient() && elements(dealt) < WIDE.start)
+        .collect();
+    recipes.sort_by_key(elements);
+    recipes
+}
+
+/// Returns the first recipes whose sizes alone can show a mutant; none if it does not depend on sizes alone.
+fn of_size(recipes: &[DealtRecipe], mutant: &Mutant) -> Vec<DealtRecipe> {
+    let has_its_size = |dealt: &&DealtRecipe| mutant.bug.is_shown_by(dealt_sizes(dealt)) == Some(true);
+    recipes.iter().filter(has_its_size).take(SIZED).cloned().collect()
 }
 
 /// Returns the number of logits of a recipe.

@@ -12,7 +12,7 @@ const READ: usize = 1_024;
 /// Sequences after which the advantages are read from the first again.
 const SEQUENCES: usize = 32;
 
-/// The sizes `[sequences, tokens of a row, V]` of a batch, and the number of its rows of logits.
+/// The sizes of a batch on which tiles, blocks and grids depend.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchSizes {
     /// Sequences, which may lie in one row.
@@ -43,20 +43,6 @@ impl Bug {
         let of_grid = || match self {
             Bug::AdvantageOfRowModulo32 => Some(sequences > SEQUENCES),
             Bug::PersistentGridDropsColumns => Some(rows > PROGRAMS && vocab > READ),
-            _ => None,
-        };
-        of_columns().or_else(of_one_column).or_else(of_tokens).or_else(of_grid)
-    }
-
-    /// Returns the smallest shape `[B,T,V]` that shows the bug, if it depends on sizes alone.
-    pub fn smallest_shape(self) -> Option<[usize; 3]> {
-        // A vocabulary of eight is enough where columns do not matter, and two tokens where tokens do not.
-        let of_columns = || self.full_tile().map(|tile| [1, 2, tile]);
-        let of_one_column = || self.one_column_tile().map(|tile| [1, 2, tile + 1]);
-        let of_tokens = || self.token_block().map(|block| [1, block + 1, 8]);
-        let of_grid = || match self {
-            Bug::AdvantageOfRowModulo32 => Some([SEQUENCES + 1, 1, 8]),
-            Bug::PersistentGridDropsColumns => Some([1, PROGRAMS + 1, READ + 1]),
             _ => None,
         };
         of_columns().or_else(of_one_column).or_else(of_tokens).or_else(of_grid)

@@ -90,24 +90,6 @@ fn name_of_masked_garbage_is_a_mutant_of_masks() {
     assert!(names(&found).into_iter().all(of_masks), "{}", assay_campaign::text(&found));
 }
 
-/// A factor that rounding explains is none, beside NaN or not.
-#[test]
-fn factor_that_rounding_explains_is_not_told() {
-    for nan in [f64::NAN, 3.0] {
-        let found = changed(&campaign(trl(), 60), |problem, candidate| {
-            let dtype = candidate.gradient.dtype();
-            let mut dlogits = candidate.gradient.to_f64();
-            // The last entry of each token is wrong, all others are rounded once.
-            let last = problem.shape().vocab - 1;
-            dlogits.slice_mut(ndarray::s![.., .., last]).mapv_inplace(|x| x * nan);
-            candidate.gradient = FloatArray::rounded_from(&dlogits, dtype);
-        });
-        let text = assay_campaign::text(&found);
-        assert!(!found.passed && !text.contains("times what they should be"), "{text}");
-        assert!(!text.contains("factor of its own"), "{text}");
-    }
-}
-
 /// A deck without a mutant's size misses it, and the score tells the shape that rejects it.
 #[test]
 fn mutation_score_names_the_option_that_rejects_what_is_missed() {
@@ -123,9 +105,10 @@ fn mutation_score_names_the_option_that_rejects_what_is_missed() {
     let (missed, text) = score(&few);
     let accepted: Vec<&str> = missed.accepted.iter().map(|name| name.mutant.as_str()).collect();
     assert!(accepted.contains(&"token-tail-of-32-lost"), "{text}");
-    assert!(text.contains("shapes=1x33x8 would reject token-tail-of-32-lost"), "{text}");
-    // With that shape it is rejected.
-    let (with_shape, text) = score(&|campaign| campaign.deck.shapes = DeckShapes::Given(vec![[1, 33, 8], [4, 16, 32]]));
+    let option = missed.options.iter().find(|option| option.option == "shapes=many cases=200");
+    assert!(option.is_some_and(|option| option.mutants.iter().any(|name| name == "token-tail-of-32-lost")), "{text}");
+    // With another shape of that size it is rejected.
+    let (with_shape, text) = score(&|campaign| campaign.deck.shapes = DeckShapes::Given(vec![[3, 63, 8], [4, 16, 32]]));
     assert!(with_shape.accepted.iter().all(|name| name.mutant != "token-tail-of-32-lost"), "{text}");
     // A mutant is told under one option alone, and only what is missed is told.
     let told: Vec<&String> = missed.options.iter().flat_map(|option| &option.mutants).collect();
