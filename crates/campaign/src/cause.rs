@@ -324,7 +324,7 @@ fn named<P: Subject>(
         return Vec::new();
     }
     let cases: Vec<Arc<P>> = bucket.kept.iter().map(|failing| Arc::clone(&failing.problem)).collect();
-    let mutants = crate::power::shown::<P>(bench.spec, campaign.deck.packed);
+    let mutants = crate::naming::nameable::<P>(bench.spec, campaign.deck.packed);
     crate::naming::names(bench, mutants, kind, smallest, &cases, passing)
 }
 

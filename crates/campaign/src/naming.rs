@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use assay_core::problem::{Candidate, Dtype};
+use assay_core::spec::LossSpec;
 use assay_judge::gate::{Gate, Model, Output};
 use assay_judge::judge::Verdict;
 use assay_judge::metric::half_ulp;
@@ -10,7 +11,7 @@ use assay_judge::tolerance::Limits;
 use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
 use assay_schema::verdicts::Status;
-use assay_suites::mutants::{Mutant, MutantKind, Specimen};
+use assay_suites::mutants::{BANK, Mutant, MutantKind, Specimen};
 use rayon::prelude::*;
 
 use crate::examine::{Examiner, FailedStatus, FailureKind};
@@ -78,6 +79,18 @@ pub(crate) fn names<P: Subject>(
     }
 }
 
+/// Returns the mutants that a cause may be named after: those that such problems and the loss can show, on one device or cut over two.
+pub(crate) fn nameable<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
+    // A kernel that is called on whole problems may cut them over devices itself.
+    let is_cut = |kind: MutantKind| is_of_devices(kind) && kind.is_of_heads() == P::is_of(MutantKind::HeadChunks);
+    let is_of = |kind| P::is_of(kind) || is_cut(kind);
+    BANK.iter().filter(|mutant| is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
+}
+
+fn is_of_devices(kind: MutantKind) -> bool {
+    matches!(kind, MutantKind::Devices | MutantKind::HeadDevices)
+}
+
 /// Runs a mutant and judges it; returns `None` if it does not compute the problem.
 fn run<P: Subject>(
     known: &JudgedProblem<P>,
@@ -85,7 +98,8 @@ fn run<P: Subject>(
     limits: &Limits,
 ) -> Option<(Candidate<P::Gradient>, Vec<Verdict>)> {
     let specimen = Specimen::with(mutant.bug);
-    let candidate = P::mutant(&specimen).run(known.spec, known.problem.clone(), 1).ok()?;
+    let devices = if is_of_devices(mutant.kind) { 2 } else { 1 };
+    let candidate = P::mutant(&specimen).run(known.spec, known.problem.clone(), devices).ok()?;
     let verdicts = known.verdicts(&candidate.lend(), limits).ok()?;
     Some((candidate, verdicts))
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use assay_campaign::{Campaign, DeckShapes, Fault, LocalKernel};
+use assay_core::implementation::Implementation;
 use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::LossSpec;
 use assay_schema::campaign::CampaignReport;
@@ -39,6 +40,21 @@ fn name_does_not_depend_on_the_number_of_cases() {
             let found = of_mutant(name, &campaign(trl(), cases));
             assert!(names(&found).contains(name), "{name} at {cases}: {}", assay_campaign::text(&found));
         }
+    }
+}
+
+/// A kernel that cuts its vocabulary over two devices, and loses what one of them has.
+#[test]
+fn name_of_a_lost_shard_is_told() {
+    for name in ["gradient-of-targets-shard", "gradient-with-own-sum", "sum-not-exchanged"] {
+        let mutant = BANK.iter().find(|mutant| mutant.name == name).unwrap();
+        let specimen = Specimen::with(mutant.bug);
+        let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
+            let candidate = specimen.run(spec, (**problem).clone(), 2);
+            candidate.map_err(|error| Fault::Raised(error.to_string()))
+        };
+        let found = run(&campaign(trl(), 30), &mut Does(kernel));
+        assert!(names(&found).contains(name), "{name}: {}", assay_campaign::text(&found));
     }
 }
 

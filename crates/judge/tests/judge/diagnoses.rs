@@ -1,10 +1,10 @@
 //! What a failure is likely of: each cause is named where it is the cause, and none where there is no failure.
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
+use assay_core::problem::{Candidate, Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::diagnosis::Diagnosis;
 use assay_judge::gate::Output;
-use assay_judge::generate::{Recipe, Regime};
+use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judgeable::Judgeable;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::JudgedProblem;
@@ -85,6 +85,40 @@ fn factors_that_differ_are_told_by_token_or_by_sequence() {
         let [Diagnosis::FactorPerSequence { off, sequences, .. }] = said[..] else { panic!("{said:?}") };
         assert_eq!((off, sequences), (2, 3));
         assert!(said[0].to_string().contains("2 of 3 sequences are off"), "{}", said[0]);
+    }
+}
+
+/// `dhidden` of an LM head has the factors of its dlogits.
+#[test]
+fn factors_of_dhidden_are_told() {
+    let recipe = Recipe {
+        shape: [3, 4, 65],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 3,
+        old_logp_noise_scale: 0.05,
+        masked_garbage: false,
+    };
+    let spec = LossSpec::default();
+    let head = HeadRecipe { hidden: 24, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };
+    let problem = head.unmasked_problem(&spec).unwrap();
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
+    let exact = HeadProblem::outcome(&known.reference);
+    for (factor, is_of_sequences) in [([1.0, 0.5, 3.0, 1.25], false), ([2.0; 4], true)] {
+        let mut candidate = exact.clone();
+        candidate.metrics = None;
+        let mut dhidden = candidate.gradient.dhidden.to_f64();
+        dhidden.indexed_iter_mut().for_each(|((b, t, _), x)| *x *= if b == 0 { 1.0 } else { factor[(b + t) % 4] });
+        candidate.gradient.dhidden = FloatArray::rounded_from(&dhidden, Dtype::F32);
+        candidate.gradient.dlm_head = FloatArray::rounded_from(&candidate.gradient.dlm_head.to_f64(), Dtype::F32);
+        let judged = known.judge(candidate, &Limits::external(Grade::Standard)).unwrap();
+        let said = problem.diagnose(&known.reference, &judged.outcome.lend(), &judged.verdicts);
+        let is_told = |of: &Diagnosis| match of {
+            Diagnosis::FactorPerSequence { output: Output::Dhidden, .. } => is_of_sequences,
+            Diagnosis::FactorPerToken { output: Output::Dhidden, .. } => !is_of_sequences,
+            _ => false,
+        };
+        assert!(said.len() == 1 && is_told(&said[0]), "{said:?}");
     }
 }
 
