@@ -89,29 +89,27 @@ fn dependence<P: Subject>(bench: &mut Examiner<P>, problem: &Arc<P>, altered: Al
     let stays: Vec<(usize, usize)> =
         mask.indexed_iter().filter(|(at, counts)| **counts && !tokens[*at]).map(|(at, _)| at).collect();
     let width = mask.ncols();
-    let outputs = TokenOutput::all::<P::Gradient>().into_iter();
-    outputs
-        .filter_map(|output| {
-            let read = |candidate: &Candidate<P::Gradient>| output.values(candidate, mask.len());
-            let (exact, exact_of_other) = (read(&exact)?, read(&exact_of_other)?);
-            let (given, given_of_other, again) = (read(&given)?, read(&given_of_other)?, read(&again)?);
-            let dtype = if output.is_gradient() { problem.dtype() } else { Dtype::F32 };
-            stays.iter().find_map(|&(b, t)| {
-                let of_token = |values: &[Vec<f64>]| values[b * width + t].clone();
-                let is_exactly_changed = change(&of_token(&exact), &of_token(&exact_of_other)) > EXACT;
-                let noise = CHANGED.max(HALF_ULPS * half_ulp(1.0, dtype));
-                let is_changed = |other: &[Vec<f64>]| change(&of_token(&given), &of_token(other)) > noise;
-                // A kernel whose second answer differs from its first has another mistake.
-                (!is_exactly_changed && is_changed(&given_of_other) && !is_changed(&again)).then(|| {
-                    let values = match (of_token(&given).as_slice(), of_token(&given_of_other).as_slice()) {
-                        ([before], [after]) => format!("changes from {before:.6} to {after:.6}"),
-                        _ => "change".into(),
-                    };
-                    format!("{} of token [{b},{t}] {values} when only {}", output.name, altered.words())
-                })
+    let mut outputs = TokenOutput::all::<P::Gradient>().into_iter();
+    outputs.find_map(|output| {
+        let read = |candidate: &Candidate<P::Gradient>| output.values(candidate, mask.len());
+        let (exact, exact_of_other) = (read(&exact)?, read(&exact_of_other)?);
+        let (given, given_of_other, again) = (read(&given)?, read(&given_of_other)?, read(&again)?);
+        let dtype = if output.is_gradient() { problem.dtype() } else { Dtype::F32 };
+        stays.iter().find_map(|&(b, t)| {
+            let of_token = |values: &[Vec<f64>]| values[b * width + t].clone();
+            let is_exactly_changed = change(&of_token(&exact), &of_token(&exact_of_other)) > EXACT;
+            let noise = CHANGED.max(HALF_ULPS * half_ulp(1.0, dtype));
+            let is_changed = |other: &[Vec<f64>]| change(&of_token(&given), &of_token(other)) > noise;
+            // A kernel whose second answer differs from its first has another mistake.
+            (!is_exactly_changed && is_changed(&given_of_other) && !is_changed(&again)).then(|| {
+                let values = match (of_token(&given).as_slice(), of_token(&given_of_other).as_slice()) {
+                    ([before], [after]) => format!("changes from {before:.6} to {after:.6}"),
+                    _ => "change".into(),
+                };
+                format!("{} of token [{b},{t}] {values} when only {}", output.name, altered.words())
             })
         })
-        .next()
+    })
 }
 
 /// An output with values for each token.
@@ -134,12 +132,11 @@ impl TokenOutput {
     /// Returns the values of each of `tokens` tokens; `None` where the candidate has not the output.
     fn values<G: Gradient>(&self, candidate: &Candidate<G>, tokens: usize) -> Option<Vec<Vec<f64>>> {
         let array = [&candidate.logp, &candidate.entropy, &candidate.token_loss];
-        let values: Vec<f64> = match array.get(self.place) {
-            Some(array) => array.as_ref()?.to_f64().into_iter().collect(),
-            None => {
-                let lent = candidate.gradient.lend();
-                G::arrays(&lent).first()?.to_f64().into_iter().collect()
-            }
+        let values: Vec<f64> = if let Some(array) = array.get(self.place) {
+            array.as_ref()?.to_f64().into_iter().collect()
+        } else {
+            let lent = candidate.gradient.lend();
+            G::arrays(&lent).first()?.to_f64().into_iter().collect()
         };
         (tokens > 0 && !values.is_empty() && values.len().is_multiple_of(tokens))
             .then(|| values.chunks(values.len() / tokens).map(<[f64]>::to_vec).collect())

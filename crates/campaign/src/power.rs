@@ -309,8 +309,8 @@ pub(crate) fn power<P: Subject>(
         let recipes = dealt(&campaign.deck, campaign.deck.cases).filter(|dealt| sizes.contains(&elements(dealt)));
         // A mutant that depends on sizes alone is run on those below.
         let is_left = |mutant: &Mutant, fate: MutantFate| {
-            let is_seen = !fate.is_rejected() && !(accepted_only && fate.is_unseen());
-            is_seen && mutant.kind != MutantKind::Sizes
+            let is_settled = fate.is_rejected() || (accepted_only && fate.is_unseen());
+            !is_settled && mutant.kind != MutantKind::Sizes
         };
         if !round.run(&campaign.deck, recipes.take(most), campaign.grade, is_left)? {
             return Ok(None);

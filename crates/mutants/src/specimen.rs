@@ -508,6 +508,29 @@ impl SpecimenLaunch<'_> {
         SpecimenScore { logp, entropy, id, temperature: 1.0, logp_softmax, entropy_softmax, others: Vec::new() }
     }
 
+    /// Computes the part of logp in a dlogit of probability `p`, without the temperature: `G·(1 − p)` in the sampled column, `−G·p` in
+    /// the others.
+    fn gradient_of_logp(&self, dtype: Dtype, p: f64, sampled: bool, token: &SpecimenGradient) -> f64 {
+        let SpecimenScore { id, logp_softmax, ref others, .. } = token.scored;
+        let grad_logp = token.grad_logp;
+        let p = match () {
+            () if self.has(Bug::ProbabilityRounded) => dtype.round(p),
+            () if self.has(Bug::SmallProbabilitiesFlushed) && p < 1e-6 => 0.0,
+            () => p,
+        };
+        match () {
+            () if sampled && self.has(Bug::OneHotForgotten) => -grad_logp * p,
+            () if sampled && self.forgets_first(id, others) => -grad_logp * p,
+            () if sampled && self.has(Bug::TargetCollapses) => grad_logp * f64::from(1.0 - p as f32),
+            () if sampled && self.has(Bug::SampledColumnUnscaled) => 1.0 - grad_logp * p,
+            () if sampled => grad_logp * (logp_softmax.others / logp_softmax.sum),
+            () if self.has(Bug::NonTargetDropped) => 0.0,
+            // ∞ · 0: a column of probability 0 has no part even in an infinite gradient.
+            () if p == 0.0 => 0.0,
+            () => -grad_logp * p,
+        }
+    }
+
     /// Writes dlogits over the logits of all rows.
     fn backward<E: Float>(&self, logits: &mut [E], tokens: &Array2<Option<SpecimenGradient>>) {
         let Shape { batch, tokens: length, vocab } = self.shape;
@@ -586,24 +609,8 @@ impl SpecimenLaunch<'_> {
                 let mut dx = 0.0;
                 // The part of logp: G·(1 − p) in the sampled column, −G·p in the others.
                 if grad_logp != 0.0 {
-                    let (mut p, _) = probability(&logp_softmax, logp_max, x);
-                    if self.has(Bug::ProbabilityRounded) {
-                        p = E::DTYPE.round(p);
-                    }
-                    if self.has(Bug::SmallProbabilitiesFlushed) && p < 1e-6 {
-                        p = 0.0;
-                    }
-                    dx = match () {
-                        () if sampled && self.has(Bug::OneHotForgotten) => -grad_logp * p,
-                        () if sampled && self.forgets_first(id, others) => -grad_logp * p,
-                        () if sampled && self.has(Bug::TargetCollapses) => grad_logp * f64::from(1.0 - p as f32),
-                        () if sampled && self.has(Bug::SampledColumnUnscaled) => 1.0 - grad_logp * p,
-                        () if sampled => grad_logp * (logp_softmax.others / logp_softmax.sum),
-                        () if self.has(Bug::NonTargetDropped) => 0.0,
-                        // ∞ · 0: a column of probability 0 has no part even in an infinite gradient.
-                        () if p == 0.0 => 0.0,
-                        () => -grad_logp * p,
-                    };
+                    let (p, _) = probability(&logp_softmax, logp_max, x);
+                    dx = self.gradient_of_logp(E::DTYPE, p, sampled, token);
                 }
                 if !others.is_empty() {
                     let (p, _) = probability(&logp_softmax, logp_max, x);
