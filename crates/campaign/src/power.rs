@@ -33,6 +33,9 @@ const WIDE: Range<usize> = 1 << 18..1 << 20;
 /// Problems of other sizes, and wide ones, that mutants are run on which the others accept.
 const FEW: usize = 4;
 
+/// Problems that are evaluated before mutants are run on them.
+const AT_ONCE: usize = 8;
+
 /// Problems of the deck that a mutant is run on which depends on sizes alone.
 const SIZED: usize = 2;
 
@@ -159,11 +162,27 @@ impl<P: Subject> ScoreRound<'_, P> {
         grade: Grade,
         is_left: impl Fn(&Mutant, MutantFate) -> bool,
     ) -> Result<bool, CampaignError> {
+        // A few problems at a time: none is evaluated once no mutant is left.
+        for recipes in recipes.collect::<Vec<_>>().chunks(AT_ONCE) {
+            if !self.run_some(deck, recipes, grade, &is_left)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn run_some(
+        &mut self,
+        deck: &Deck,
+        recipes: &[DealtRecipe],
+        grade: Grade,
+        is_left: impl Fn(&Mutant, MutantFate) -> bool,
+    ) -> Result<bool, CampaignError> {
         if !self.mutants.iter().any(|(mutant, fate)| is_left(mutant, *fate)) {
             return Ok(true);
         }
         let (spec, limits) = (&self.campaign.spec, Limits::external(grade).alone());
-        let problems = recipes.map(|dealt| Ok((dealt.label(), deck.draw(&dealt, spec)?)));
+        let problems = recipes.iter().map(|dealt| Ok((dealt.label(), deck.draw(dealt, spec)?)));
         let problems: Vec<(String, P)> = problems.collect::<Result<_, CampaignError>>()?;
         let mut trials = Vec::new();
         // Evaluate the reference and the correct kernel. A failure of the correct kernel is a false alarm of the
@@ -199,8 +218,10 @@ impl<P: Subject> ScoreRound<'_, P> {
         let campaign = self.campaign;
         let recipes = with_gradient(&campaign.deck);
         for (mutant, _) in self.mutants.clone() {
-            let with_size = of_size(&recipes, mutant).into_iter();
-            self.run(&campaign.deck, with_size, campaign.grade, |other, _| other.bug == mutant.bug)?;
+            for dealt in of_size(&recipes, mutant) {
+                let is_left = |other: &Mutant, fate: MutantFate| other.bug == mutant.bug && !fate.is_rejected();
+                self.run_some(&campaign.deck, &[dealt], campaign.grade, is_left)?;
+            }
         }
         Ok(())
     }
