@@ -44,7 +44,7 @@ fn first_logit(problem: &Problem, (b, t): (usize, usize)) -> f64 {
 
 fn assert_told(found: &CampaignReport, expected: &str, others: &[&str]) {
     let told = dependences(found);
-    let text = assay_campaign::text(found);
+    let text = assay_campaign::text(found, &assay_campaign::TextForm::default());
     assert!(told.iter().any(|sentence| sentence.contains(expected)), "{expected}: {text}");
     assert!(told.iter().all(|sentence| !others.iter().any(|other| sentence.contains(other))), "{text}");
 }
@@ -87,12 +87,20 @@ fn dependence_is_told_of_no_other_mistake() {
             assay_core::problem::Dtype::Bf16.round(logp) - logp
         }),
     ] {
-        assert!(!found.passed && dependences(&found).is_empty(), "{}", assay_campaign::text(&found));
+        assert!(
+            !found.passed && dependences(&found).is_empty(),
+            "{}",
+            assay_campaign::text(&found, &assay_campaign::TextForm::default())
+        );
     }
     let turn = std::cell::Cell::new(0);
     let found = report(true, |_, _| {
         turn.set(turn.get() + 1);
         0.1 * f64::from(turn.get() % 7)
     });
-    assert!(!found.passed && dependences(&found).is_empty(), "{}", assay_campaign::text(&found));
+    assert!(
+        !found.passed && dependences(&found).is_empty(),
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 }

@@ -38,7 +38,11 @@ fn name_does_not_depend_on_the_number_of_cases() {
     for name in ["last-tile-skipped", "token-tail-of-32-lost"] {
         for cases in [20, 41] {
             let found = of_mutant(name, &campaign(trl(), cases));
-            assert!(names(&found).contains(name), "{name} at {cases}: {}", assay_campaign::text(&found));
+            assert!(
+                names(&found).contains(name),
+                "{name} at {cases}: {}",
+                assay_campaign::text(&found, &assay_campaign::TextForm::default())
+            );
         }
     }
 }
@@ -54,7 +58,11 @@ fn name_of_a_lost_shard_is_told() {
             candidate.map_err(|error| Fault::Raised(error.to_string()))
         };
         let found = run(&campaign(trl(), 30), &mut Does(kernel));
-        assert!(names(&found).contains(name), "{name}: {}", assay_campaign::text(&found));
+        assert!(
+            names(&found).contains(name),
+            "{name}: {}",
+            assay_campaign::text(&found, &assay_campaign::TextForm::default())
+        );
     }
 }
 
@@ -66,7 +74,12 @@ fn name_of_one_problem_over_two_entries_is_none() {
         campaign.deck.shapes = DeckShapes::Given(vec![shape]);
         let found = of_mutant("non-target-dlogits-dropped", &campaign);
         assert!(!found.passed);
-        assert_eq!(!names(&found).is_empty(), is_named, "{}", assay_campaign::text(&found));
+        assert_eq!(
+            !names(&found).is_empty(),
+            is_named,
+            "{}",
+            assay_campaign::text(&found, &assay_campaign::TextForm::default())
+        );
     }
 }
 
@@ -80,17 +93,26 @@ fn names_of_roundings_are_not_those_of_others() {
             ndarray::Zip::from(&logp).and(&problem.mask).map_collect(|x, counts| if *counts { tf32(*x) } else { *x });
         candidate.logp = Some(FloatArray::from(rounded.mapv(|x| x as f32)));
     });
-    assert!(!found.passed && !names(&found).contains("logp-in-logits-dtype"), "{}", assay_campaign::text(&found));
+    assert!(
+        !found.passed && !names(&found).contains("logp-in-logits-dtype"),
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 
     let mut narrow = campaign(trl(), 60);
     narrow.deck.dtypes = vec![Dtype::Bf16];
     let found = of_mutant("stochastic-rounding", &narrow);
-    let text = assay_campaign::text(&found);
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
     assert!(!found.passed && !names(&found).contains("probability-rounded"), "{text}");
-    assert!(text.contains("rounded twice, or by chance"), "{text}");
+    let mut said = found.causes.iter().flat_map(|cause| &cause.diagnoses);
+    assert!(said.any(|sentence| sentence.contains("rounded twice, or by chance")), "{text}");
     // The rounding of the mutant itself still has its name.
     let found = of_mutant("probability-rounded", &narrow);
-    assert!(names(&found).contains("probability-rounded"), "{}", assay_campaign::text(&found));
+    assert!(
+        names(&found).contains("probability-rounded"),
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 }
 
 /// NaN under the mask that reaches an output is what a mask lets through, whatever else gives NaN.
@@ -100,10 +122,15 @@ fn name_of_masked_garbage_is_a_mutant_of_masks() {
     campaign.deck.masked_garbage = Some(true);
     let found = of_mutant("mask-multiplied", &campaign);
     let cause = found.causes.iter().find(|cause| cause.gate == "masked-garbage");
-    let cause = cause.unwrap_or_else(|| panic!("{}", assay_campaign::text(&found)));
+    let cause =
+        cause.unwrap_or_else(|| panic!("{}", assay_campaign::text(&found, &assay_campaign::TextForm::default())));
     let of_masks = |name: &str| BANK.iter().any(|mutant| mutant.name == name && mutant.kind == MutantKind::Mask);
     assert!(cause.like.iter().any(|name| name.mutant == "mask-multiplied"), "{cause:#?}");
-    assert!(names(&found).into_iter().all(of_masks), "{}", assay_campaign::text(&found));
+    assert!(
+        names(&found).into_iter().all(of_masks),
+        "{}",
+        assay_campaign::text(&found, &assay_campaign::TextForm::default())
+    );
 }
 
 /// A deck without a mutant's size misses it, and the score tells the shape that rejects it.
@@ -114,7 +141,7 @@ fn mutation_score_names_the_option_that_rejects_what_is_missed() {
         let mut campaign = Campaign { power: true, ..campaign(trl(), 30) };
         change(&mut campaign);
         let found = run(&campaign, &mut LocalKernel::<Problem>(&native));
-        let text = assay_campaign::text(&found);
+        let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
         (found.power.unwrap(), text)
     };
     let few = |campaign: &mut Campaign| campaign.deck.shapes = DeckShapes::Few;
