@@ -156,12 +156,12 @@ impl JudgedCandidate {
         // Maps take a second judging, which only a failure is worth.
         let limits = Limits::external(self.standards.for_campaign().grade).with_error_maps();
         let verdicts = known.verdicts(&candidate.lend(), &limits)?;
-        let failed = verdicts.iter().filter(|verdict| verdict.status.failed());
+        let mut failed = verdicts.iter().filter(|verdict| verdict.status.failed());
         let label = self.problem.display().to_string();
-        let picture = failed.filter_map(|verdict| report::picture(&verdicts, verdict.gate, &label)).next();
+        let picture = failed.find_map(|verdict| report::picture(&verdicts, verdict.gate, &label));
         Ok(picture.map_or_else(String::new, |picture| {
-            let lines: String = picture.lines(PICTURE_WIDTH).iter().map(|line| format!("  {line}\n")).collect();
-            format!("{}; {}\n{lines}\n", picture.caption(), picture.beyond_in_words())
+            let lines = picture.lines(PICTURE_WIDTH).join("\n  ");
+            format!("{}; {}\n  {lines}\n\n", picture.caption(), picture.beyond_in_words())
         }))
     }
 

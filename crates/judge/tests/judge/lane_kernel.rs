@@ -161,7 +161,7 @@ impl LaneKernel {
     /// Runs the kernel on given logits.
     pub(crate) fn run(&self, problem: &Problem) -> Candidate {
         let shape = problem.shape();
-        let computed = self.compute(problem, |b, t| problem.logits.row(b, t).to_vec());
+        let computed = self.compute(problem, |b, t| problem.logits.row(b, t));
         let dlogits: Array3<f64> =
             computed.gradient.clone().into_shape_with_order((shape.batch, shape.tokens, shape.vocab)).unwrap();
         computed.with_gradient(FloatArray::rounded_from(&dlogits, problem.logits.dtype()))
