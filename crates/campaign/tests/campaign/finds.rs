@@ -112,7 +112,7 @@ fn campaign_finds_shrinks_and_names_a_wrong_kernel() {
 fn mutants_rejected_are_named_by_themselves_or_by_none() {
     let (mut wrongly, mut unnamed) = (Vec::new(), Vec::new());
     let (mut rejected, mut of_one_cause) = (0, 0);
-    let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 8 };
+    let step = if std::env::var_os("ASSAY_PRODUCTION").is_some() { 1 } else { 14 };
     let elsewhere = |class: MutantKind| class.is_of_heads() || class == MutantKind::Devices;
     let of_this_loss = BANK.iter().filter(|mutant| !elsewhere(mutant.kind) && mutant.kind.is_reached(&trl(), false));
     for mutant in of_this_loss.step_by(step) {

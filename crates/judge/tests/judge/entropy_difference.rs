@@ -7,7 +7,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::{Cancellation, Verdict};
 use assay_judge::trial::JudgedProblem;
 
-use super::lane_kernel::{EntropyForm, LaneKernel, RIGHT, VOCAB, failed, judged, to_bf16, to_f16};
+use super::lane_kernel::{EntropyForm, LaneKernel, RIGHT, VOCAB, failed, judged, regimes_apart, to_bf16, to_f16};
 
 /// verl's form in both numbers of lanes, and TRL's with its own size of chunks.
 const FORMS: [LaneKernel; 3] = [
@@ -74,7 +74,7 @@ fn entropy_difference_says_which_numbers_cancel() {
 fn entropy_difference_behind_an_lm_head_passes_at_standard() {
     let spec = spec();
     let regimes = Regime::FINITE.into_iter().filter(|regime| !regime.has_holes());
-    for (regime, seed) in regimes.zip(20..) {
+    for (regime, seed) in regimes.zip(20..).step_by(regimes_apart()) {
         let dtype = if seed % 2 == 0 { Dtype::F32 } else { Dtype::Bf16 };
         let recipe = Recipe { shape: [1, 1, VOCAB], ..recipe(regime, dtype, seed, VOCAB) };
         let head = HeadRecipe { hidden: 4, layout: HeadLayout::VocabByHidden, rounds_logits: false, recipe };

@@ -7,7 +7,7 @@ use assay_judge::generate::{HeadRecipe, Recipe, Regime};
 use assay_judge::judge::Verdict;
 use assay_judge::trial::JudgedProblem;
 
-use super::lane_kernel::{LaneKernel, RIGHT, VOCAB, failed, judged, to_bf16, to_f16, to_tf32};
+use super::lane_kernel::{LaneKernel, RIGHT, VOCAB, failed, judged, regimes_apart, to_bf16, to_f16, to_tf32};
 
 /// The regimes in which 32 of 151,936 terms weigh enough to be missed.
 const EVEN: [Regime; 3] = [Regime::Ties, Regime::Sampled, Regime::Normal];
@@ -77,7 +77,8 @@ fn sum_in_lanes_passes_standard_and_names_why_not_exact() {
 fn sum_in_lanes_passes_at_standard_behind_an_lm_head() {
     let (spec, mut count) = (spec(), 0);
     let regimes = Regime::FINITE.into_iter().filter(|regime| !regime.has_holes());
-    for ((regime, seed), dtype) in regimes.zip(0..).zip([Dtype::F32, Dtype::Bf16].into_iter().cycle()) {
+    let drawn = regimes.zip(0..).zip([Dtype::F32, Dtype::Bf16].into_iter().cycle());
+    for ((regime, seed), dtype) in drawn.skip(regimes_apart() / 2).step_by(regimes_apart()) {
         let problem = head_problem(regime, dtype, seed);
         let known = JudgedProblem::new(&spec, &problem).unwrap();
         let candidates = IN_LANES.map(|kernel| kernel.run_head(&known));
@@ -95,6 +96,9 @@ fn sum_with_32_terms_left_out_is_rejected() {
         let kernels = IN_LANES.map(|kernel| LaneKernel { left_out: 32, ..kernel });
         for (failures, lanes) in failures(&problem(regime, Dtype::F32, 1), &kernels).iter().zip([8, 16]) {
             assert!(!failures.is_empty(), "{regime}, {lanes} lanes");
+        }
+        if regimes_apart() > 1 && regime != Regime::Sampled {
+            continue;
         }
         // The last 32 columns of `sampled` weigh more than next to nothing where one of them is an id.
         let seed = if regime == Regime::Sampled { 2 } else { 1 };
