@@ -8,12 +8,11 @@ use serde::Serialize;
 
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Details, Passed, PluginChoice, Printing, command_line};
+use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output_of};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
 use crate::report::{Input, render};
-use crate::schema::CommandOutput;
 use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
 use crate::worker::{Worker, WorkerLaunch};
@@ -147,7 +146,7 @@ impl Pages {
             crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(wrong)
         };
         if let Some(path) = &self.html {
-            let made = CommandOutput { command: command_line(), result };
+            let made = output_of(result);
             // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
             let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
             write(path, &render(&[Input::parse(Path::new(name), &json)?], &made.command))?;
@@ -164,7 +163,10 @@ pub(super) fn show(
     pages: &Pages,
 ) -> Result<Passed, CliError> {
     pages.write(&found.kernel, found, || markdown(found))?;
-    let text = text(found, &TextForm { details: details.shown, python_call: None });
+    let mut text = text(found, &TextForm { details: details.shown, python_call: None });
+    if details.shown {
+        text += &code_lines();
+    }
     if printing.quiet && !found.passed {
         super::print(&text)?;
     }

@@ -268,6 +268,7 @@ impl CompileCommand {
 
     fn tpu_compiler(&self) -> Result<TpuCompiler, CliError> {
         let library = tpu::compile::locate(self.libtpu.as_deref())?;
+        super::hand_on([library.as_path()]);
         let compiler = TpuCompiler::new(library, this_executable()?).with_limit(Duration::from_secs(self.timeout));
         Ok(match &self.libtpu_flags {
             Some(flags) => compiler.with_flags(flags),
@@ -277,7 +278,9 @@ impl CompileCommand {
 
     fn gpu_compiler(&self) -> Result<GpuCompiler, CliError> {
         let plugin = gpu::compile::locate(self.cuda_plugin.as_deref())?;
-        let compiler = GpuCompiler::new(plugin, CudaToolkit::locate()?, this_executable()?);
+        let toolkit = CudaToolkit::locate()?;
+        super::hand_on([plugin.as_path(), toolkit.root()]);
+        let compiler = GpuCompiler::new(plugin, toolkit, this_executable()?);
         Ok(compiler.with_limit(Duration::from_secs(self.timeout)))
     }
 }

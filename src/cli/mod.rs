@@ -365,6 +365,45 @@ fn command_line() -> String {
     COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
+/// The libraries and toolkits that this process gives to other processes, such as the one that compiles.
+#[cfg(feature = "pjrt")]
+static HANDED_ON: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Notes code that another process runs for this command; see [`code_run`].
+#[cfg(feature = "pjrt")]
+fn hand_on<'p>(paths: impl IntoIterator<Item = &'p Path>) {
+    let mut all = HANDED_ON.lock().unwrap_or_else(PoisonError::into_inner);
+    for path in paths.into_iter().filter_map(|path| std::path::absolute(path).ok()) {
+        if !all.contains(&path) {
+            all.push(path);
+        }
+    }
+}
+
+/// The foreign code that this command has run so far, by path: plugins loaded into this process or a worker, and toolkits.
+#[cfg(feature = "pjrt")]
+fn code_run() -> Vec<String> {
+    let mut paths: Vec<PathBuf> =
+        crate::runtime::Plugin::loaded().into_iter().map(|plugin| plugin.path().to_path_buf()).collect();
+    paths.extend(HANDED_ON.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned());
+    paths.into_iter().map(|path| path.display().to_string()).collect()
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn code_run() -> Vec<String> {
+    Vec::new()
+}
+
+/// Lines that name the foreign code that this command has run, for `-v`.
+fn code_lines() -> String {
+    code_run().iter().map(|path| format!("plugin   {path}\n")).collect()
+}
+
+/// `result` with the command line and the foreign code that made it.
+fn output_of<R>(result: R) -> CommandOutput<R> {
+    CommandOutput { command: command_line(), result, plugins: code_run() }
+}
+
 /// `arguments`, the first of which is a program's path, as a shell takes them.
 fn as_typed(arguments: &[OsString]) -> String {
     // These characters mean nothing to a shell; everything else is put in single quotes, and a quote in it ends and
@@ -391,7 +430,7 @@ fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
 impl Printing {
     /// Prints `text` unless quiet, and writes `result`, an object, with the command that made it where asked to.
     fn finish(&self, text: &str, result: &impl Serialize) -> Result<(), CliError> {
-        self.finish_list(text, &CommandOutput { command: command_line(), result })
+        self.finish_list(text, &output_of(result))
     }
 
     /// Prints `text` unless quiet, and writes `json` as it is where asked to.

@@ -90,7 +90,11 @@ impl ReplayCommand {
         for failure in failures {
             super::print(&format!("{failure}\n"))?;
         }
-        let rest = if self.verbose { report::below_table(verdicts) } else { summary::below_summary(verdicts) };
+        let rest = if self.verbose {
+            super::code_lines() + &report::below_table(verdicts)
+        } else {
+            summary::below_summary(verdicts)
+        };
         self.printing.finish(&rest, verdicts)?;
         Ok(verdicts.pass.into())
     }

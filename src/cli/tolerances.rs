@@ -160,9 +160,11 @@ impl TolerancesCommand {
         if !given.is_empty() {
             return Ok(given);
         }
-        // Where neither is installed, the name of the first says so.
+        // If neither is installed, the path of the first appears in the message. It is whole: a bare name would be loaded from the
+        // working directory.
+        let absent = |looked: Vec<PathBuf>| looked.into_iter().next().unwrap_or_else(|| "/pjrt_cpu.so".into());
         let older = find_installed("pjrt_cpu_0_81.so").ok();
-        Ok([find_installed("pjrt_cpu.so").unwrap_or_else(|_| "pjrt_cpu.so".into())].into_iter().chain(older).collect())
+        Ok([find_installed("pjrt_cpu.so").unwrap_or_else(absent)].into_iter().chain(older).collect())
     }
 
     #[cfg(not(feature = "pjrt"))]

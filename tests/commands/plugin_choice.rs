@@ -1,4 +1,8 @@
 //! The command line with plugins and devices that cannot be had, and with those that can.
+use std::env;
+use std::fs;
+use std::path::Path;
+
 use crate::common::command::command;
 
 const FIXTURE: &str = "fixtures/qwen_tiny.safetensors";
@@ -55,6 +59,42 @@ fn list_says_why_an_implementation_cannot_run() {
     assert_eq!(words.matches("plugin.so: cannot be loaded").count(), 1, "{stdout}");
     assert!(words.contains("│ xla ┆ no ┆ f32,bf16,f16 ┆ – ┆"), "{stdout}");
     assert!(stdout.lines().all(|line| line.chars().count() <= 100), "{stdout}");
+}
+
+/// A folder that somebody else has packed: nothing in it may be loaded or run.
+#[test]
+fn plugin_of_the_working_directory_is_never_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let stranger = folder.path().join(".plugins");
+    fs::create_dir(&stranger).unwrap();
+    let fake = Path::new(env!("CARGO_BIN_EXE_assay")).with_file_name("examples").join("libfake_tpu.so");
+    for name in ["pjrt_cpu.so", "libtpu.so", "xla_cuda_plugin.so"] {
+        fs::copy(&fake, stranger.join(name)).unwrap();
+    }
+    for name in ["pjrt_cpu.so", "pjrt_cpu_0_81.so"] {
+        fs::copy(&fake, folder.path().join(name)).unwrap();
+    }
+    let installed = env::current_dir().unwrap().join(".plugins/pjrt_cpu.so");
+    let mut list = command();
+    list.arg("list").env_remove("ASSAY_PJRT_PLUGIN").env("ASSAY_FAKE_TPU_PLUGIN", &installed).current_dir(&folder);
+    let listed = list.output().unwrap();
+    let stdout = String::from_utf8(listed.stdout).unwrap();
+    assert!(listed.status.success() && stdout.contains("devices   8 of cpu"), "{stdout}");
+    let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains(&format!("plugin {} (C API", installed.display())), "{stdout}");
+}
+
+#[test]
+fn replay_says_which_plugin_it_has_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("replay.json");
+    let args = ["replay", FIXTURE, "--logits", "logits", "--impl", "xla", "-v", "--json", json.to_str().unwrap()];
+    let (code, stdout, stderr) = assay(&args, None);
+    assert_eq!(code, 0, "{stdout}{stderr}");
+    let installed = fs::canonicalize(".plugins/pjrt_cpu.so").unwrap();
+    assert!(stdout.contains(&format!("plugin   {}\n", installed.display())), "{stdout}");
+    let written: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
+    assert_eq!(written["plugins"], serde_json::json!([installed]));
 }
 
 #[test]

@@ -1,20 +1,39 @@
 //! Paths, strangers' text and shapes, as they are read and written.
 
 use std::env;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use assay::problem::HeadShape;
-use assay_core::project::find;
+use assay_core::project::{code_folders, find, find_code, in_words};
 use assay_core::text::one_line;
 
 #[test]
-fn fixtures_outside_the_working_folder_are_found_by_executable() {
-    let executable = env::current_exe().unwrap();
-    let name = executable.file_name().unwrap();
-    assert_eq!(find(name), Ok(executable.clone()));
+fn data_is_found_in_the_working_folder_then_in_the_tree() {
     assert_eq!(find("Cargo.toml"), Ok("Cargo.toml".into()), "the working directory comes first");
     let looked = find("nowhere").unwrap_err();
-    assert!(looked.len() == 5 && looked[0] == Path::new("nowhere"), "{looked:?}");
+    assert_eq!(looked, [PathBuf::from("nowhere"), env::current_dir().unwrap().join("nowhere")]);
+}
+
+#[test]
+fn code_is_searched_in_the_tree_and_the_data_folder_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let searched = |own: &str| code_folders(&root.join(own));
+    assert_eq!(searched("target/release/assay"), [] as [PathBuf; 0], "a folder without Cargo.toml is no tree");
+    fs::write(root.join("Cargo.toml"), "").unwrap();
+    assert_eq!(searched("target/release/assay"), [root.join(".plugins")]);
+    assert_eq!(searched("target/sanitize/debug/deps/it-0"), [root.join(".plugins")]);
+    assert_eq!(searched("target/debug/lib_native.so"), [root.join(".plugins")]);
+    assert_eq!(searched("bin/assay"), [root.join("share/grpo-assay")]);
+    assert_eq!(searched("site-packages/assay/_native.abi3.so"), [root.join("site-packages/assay/data")]);
+    // Folders above an executable are somebody's home or downloads.
+    assert_eq!(searched("downloads/assay"), [] as [PathBuf; 0]);
+    assert_eq!(code_folders(Path::new("bin/assay")), [] as [PathBuf; 0], "relative to the working directory");
+    assert!(in_words(&[]).starts_with("nowhere"));
+    // These tests are in the project's tree, and data of the working directory is no code.
+    let tree = env::current_dir().unwrap();
+    assert_eq!(find_code("Cargo.toml"), Err(vec![tree.join(".plugins/Cargo.toml")]));
 }
 
 #[test]

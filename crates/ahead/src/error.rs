@@ -13,7 +13,7 @@ pub enum AheadError {
     /// A compiler or one of its tools is not installed.
     #[error(
         "{what}: not found ({}); run `make {setup}`, or give one by {instead}",
-        looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+        assay_core::project::in_words(looked)
     )]
     Absent {
         /// The missing tool: libtpu, XLA's CUDA plugin, ptxas, nvdisasm or libdevice.

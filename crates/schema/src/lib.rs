@@ -27,4 +27,7 @@ pub struct CommandOutput<R> {
     /// The result that the command writes.
     #[serde(flatten)]
     pub result: R,
+    /// The libraries and toolkits that the command has loaded or run, by path: a PJRT plugin, libtpu, CUDA's tools.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub plugins: Vec<String>,
 }

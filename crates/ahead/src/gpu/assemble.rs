@@ -68,7 +68,7 @@ impl CudaToolkit {
         let absent =
             |what| move |looked| AheadError::Absent { what, looked, setup: "setup-gpu", instead: TOOLKIT_VARIABLE };
         let named = env::var_os(TOOLKIT_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
-        let root = named.map_or_else(|| project::find(".plugins/cuda").map_err(absent("ptxas")), Ok)?;
+        let root = named.map_or_else(|| project::find_code("cuda").map_err(absent("ptxas")), Ok)?;
         let parts = [("ptxas", PTXAS), ("nvdisasm", NVDISASM), ("libdevice", "nvvm/libdevice/libdevice.10.bc")];
         match parts.into_iter().map(|(what, part)| (what, root.join(part))).find(|(_, path)| !path.is_file()) {
             Some((what, path)) => Err(absent(what)(vec![path])),

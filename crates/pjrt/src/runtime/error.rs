@@ -19,7 +19,7 @@ pub enum RuntimeError {
     #[error(
         "PJRT plugin: none given and none found ({}); run `make setup`, or give one by --plugin or \
          ASSAY_PJRT_PLUGIN",
-        looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+        assay_core::project::in_words(looked)
     )]
     NoPlugin {
         /// Every path that was tried, in order.

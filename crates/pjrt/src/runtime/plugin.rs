@@ -1,10 +1,11 @@
 //! A PJRT plugin: a shared library that exports `GetPjrtApi`.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use libloading::Library;
 use object::Endianness;
@@ -34,17 +35,14 @@ pub fn quiet_plugins() {
     }
 }
 
-/// The folder of the project into which `make setup` puts plugins.
-const INSTALLED: &str = ".plugins";
-
 /// Returns the plugin `given`, else the one that [`PLUGIN_VARIABLE`] names; `None` if neither does.
 pub fn asked_for(given: Option<&Path>) -> Option<PathBuf> {
     let variable = || env::var_os(PLUGIN_VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
     given.map(Path::to_path_buf).or_else(variable)
 }
 
-/// Returns the plugin of [`asked_for`], else the one that `make setup` installed. It is searched in the working directory and in the
-/// folders above this executable.
+/// Returns the plugin of [`asked_for`], else the installed one, which is searched in [`project::code_folders`] and never in the working
+/// directory.
 ///
 /// ```
 /// use assay_pjrt::runtime::{Plugin, RuntimeError, locate};
@@ -65,13 +63,12 @@ pub fn locate(given: Option<&Path>) -> Result<PathBuf, RuntimeError> {
     find_installed("pjrt_cpu.so").map_err(|looked| RuntimeError::NoPlugin { looked })
 }
 
-/// Returns the installed library called `name`; see [`project::find`].
+/// Returns the installed library called `name`; see [`project::find_code`].
 ///
 /// # Errors
 /// Every path that was tried.
 pub fn find_installed(name: &str) -> Result<PathBuf, Vec<PathBuf>> {
-    // The loader would look for a bare name elsewhere, so the path is whole.
-    project::find(Path::new(INSTALLED).join(name)).map(|path| std::path::absolute(&path).unwrap_or(path))
+    project::find_code(name)
 }
 
 /// Returns the end of an ELF file's last segment and the file's length, if the file is shorter: mapping such a library ends the process.
@@ -108,6 +105,9 @@ impl fmt::Debug for Plugin {
 /// The plugins of this process, in the order of their slots.
 static LOADED: Mutex<Vec<&'static Plugin>> = Mutex::new(Vec::new());
 
+/// The libraries that could not be loaded as plugins, and why: an attempt runs a library's code, so there is only one.
+static REFUSED: Mutex<BTreeMap<PathBuf, RuntimeError>> = Mutex::new(BTreeMap::new());
+
 impl Plugin {
     /// Loads and initialises the plugin at `path`, once a process. Loading a library runs its code, so only trusted libraries should be
     /// named.
@@ -119,14 +119,20 @@ impl Plugin {
         // One entry for each file, whatever path names it.
         let path = fs::canonicalize(path)
             .map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
-        let mut loaded = LOADED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plugin) = loaded.iter().find(|plugin| plugin.path == path) {
             return Ok(plugin);
         }
         if loaded.len() == SLOTS {
             return Err(RuntimeError::TooManyPlugins { path, limit: SLOTS });
         }
-        let plugin: &Plugin = Box::leak(Box::new(Self::load_into(loaded.len(), path)?));
+        let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = refused.get(&path) {
+            return Err(error.clone());
+        }
+        let attempt = Self::load_into(loaded.len(), path.clone());
+        let plugin = attempt.inspect_err(|error| drop(refused.insert(path, error.clone())))?;
+        let plugin: &Plugin = Box::leak(Box::new(plugin));
         loaded.push(plugin);
         drop(loaded);
         Ok(plugin)
@@ -173,6 +179,11 @@ impl Plugin {
             unsafe { check(&table, initialize(&raw mut args), || format!("initialise {}", path.display()))? };
         }
         Ok(Plugin { path, table, version: (major, minor) })
+    }
+
+    /// Returns the plugins that this process has loaded, in order.
+    pub fn loaded() -> Vec<&'static Plugin> {
+        LOADED.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Returns the canonical path of the library.
