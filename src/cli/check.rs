@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output_of};
+use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output, output_of};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
@@ -59,10 +59,10 @@ pub(super) struct CheckCommand {
 /// The pages that a report is written to as well.
 #[derive(Args)]
 pub(super) struct Pages {
-    /// Also write an HTML page
+    /// Also write an HTML page; `-` is stdout
     #[arg(long, value_name = "PAGE.html")]
     pub(super) html: Option<PathBuf>,
-    /// Also write the report as Markdown, as for the summary of a job
+    /// Also write the report as Markdown, as for the summary of a job; `-` is stdout
     #[arg(long, value_name = "REPORT.md")]
     pub(super) markdown: Option<PathBuf>,
 }
@@ -141,10 +141,7 @@ impl Pages {
         result: &impl Serialize,
         markdown: impl FnOnce() -> String,
     ) -> Result<(), CliError> {
-        let write = |path: &Path, page: &str| {
-            let wrong = |reason| CliError::Io { path: path.into(), action: "write", reason };
-            crate::fixture::persist(path, |out| out.write_all(page.as_bytes())).map_err(wrong)
-        };
+        let write = |path: &Path, page: &str| output::write(path, |out| out.write_all(page.as_bytes()));
         if let Some(path) = &self.html {
             let made = output_of(result);
             // The page is made from the same JSON that `--json` writes, so that the two cannot differ.

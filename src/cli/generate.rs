@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::head_choice::{AnyRecipe, HeadChoice};
 use super::spec_choice::SpecChoice;
-use super::{CliError, Passed, Printing, one_of};
+use super::{CliError, Passed, Printing, one_of, output};
 use crate::fixture::{SPEC_KEY, write_problem};
 use crate::judge::coverage::Coverage;
 use crate::judge::generate::{Recipe, Regime};
@@ -46,7 +46,7 @@ pub(super) struct GenerateCommand {
     /// Write the problem even if no token of it has a gradient
     #[arg(long)]
     without_gradient: bool,
-    /// Problem file to write
+    /// Problem file to write; `-` is stdout
     #[arg(short, long, value_name = "PROBLEM.safetensors")]
     output: PathBuf,
     #[command(flatten)]
@@ -91,13 +91,13 @@ impl GenerateCommand {
             AnyRecipe::Logits(recipe) => {
                 let problem = self.laid_out(recipe.problem(&spec)?);
                 let coverage = self.covered(&problem, &spec)?;
-                write_problem(&self.output, &problem, &metadata)?;
+                output::write_seekable(&self.output, |path| write_problem(path, &problem, &metadata))?;
                 coverage
             }
             AnyRecipe::Head(recipe) => {
                 let problem = self.laid_out(recipe.problem(&spec)?);
                 let coverage = self.covered(&problem, &spec)?;
-                write_problem(&self.output, &problem, &metadata)?;
+                output::write_seekable(&self.output, |path| write_problem(path, &problem, &metadata))?;
                 coverage
             }
         };

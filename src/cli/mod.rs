@@ -21,6 +21,7 @@ mod list;
 mod metrics;
 #[cfg(feature = "mutants")]
 mod mutants;
+mod output;
 mod panel;
 mod peers;
 mod problem_choice;
@@ -147,7 +148,7 @@ enum Command {
 /// The options of output that every command takes.
 #[derive(Args)]
 struct Printing {
-    /// Write the result as JSON to PATH
+    /// Write the result as JSON to PATH; `-` is stdout, and the text then goes to stderr
     #[arg(long, value_name = "PATH")]
     json: Option<PathBuf>,
     /// Print failures and nothing else
@@ -299,7 +300,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     // The command line is kept for the whole process: results, pages and records name the command that made them.
     *COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner) = as_typed(&arguments);
     let matches = help::grouped(Cli::command()).try_get_matches_from(arguments);
-    let code = match matches.and_then(|matches| Cli::from_arg_matches(&matches)) {
+    let given = matches.and_then(|matches| {
+        output::claim_stdout(&matches)?;
+        Cli::from_arg_matches(&matches)
+    });
+    let code = match given {
         Ok(Cli { command }) => command.run(),
         // What is asked for, as help is, is no error: clap knows where either is printed, and the code.
         Err(stopped) => {
@@ -438,7 +443,7 @@ impl Printing {
         if !self.quiet {
             print(text)?;
         }
-        self.json.as_deref().map_or(Ok(()), |path| write_json(path, json))
+        self.json.as_deref().map_or(Ok(()), |path| output::write_json(path, json))
     }
 
     /// A bar over `steps` on a terminal; nothing in a pipe or when quiet.
@@ -449,23 +454,10 @@ impl Printing {
     }
 }
 
-/// Prints to stdout; a reader that has gone away is no error.
+/// Prints to stdout, or to stderr if stdout carries a result; a reader that has gone away is no error.
 fn print(text: &str) -> Result<(), CliError> {
-    // A pipe that is closed, as by `head`, ends the output and not the command: its exit code still says whether all
-    // passed.
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(CliError::Io { path: "stdout".into(), action: "write", reason: error })
-        }
-        _ => Ok(()),
+    if output::takes_stdout() {
+        return output::unless_closed("stderr", io::stderr().write_all(text.as_bytes()));
     }
-}
-
-/// Writes `value` to `path` whole or not at all.
-fn write_json(path: &Path, value: &impl Serialize) -> Result<(), CliError> {
-    crate::fixture::persist(path, |out| {
-        serde_json::to_writer_pretty(&mut *out, value)?;
-        out.write_all(b"\n")
-    })
-    .map_err(|reason| CliError::Io { path: path.into(), action: "write", reason })
+    output::unless_closed("stdout", io::stdout().write_all(text.as_bytes()))
 }

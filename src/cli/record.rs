@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use time::OffsetDateTime;
 
-use super::{CliError, Passed, Printing, command_line, stop_flag};
+use super::{CliError, Passed, Printing, command_line, output, stop_flag};
 use crate::problem::Dtype;
 use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
 
@@ -20,7 +20,7 @@ pub(super) struct RecordCommand {
     /// `completion`, which is then scored instead of sampled, with `reward` or `answer`
     #[arg(long, value_name = "FILE.jsonl")]
     prompts: PathBuf,
-    /// Fixture file to write
+    /// Fixture file to write; `-` is stdout
     #[arg(long, value_name = "FILE.safetensors")]
     out: PathBuf,
     /// Completions of each prompt; 8 if none is given
@@ -44,24 +44,30 @@ pub(super) struct RecordCommand {
 
 impl RecordCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
-        let asked = Recording {
-            model: self.model.clone(),
-            prompts: self.prompts.clone(),
-            out: self.out.clone(),
-            sampling: self.sampling()?,
-            max_tokens: self.max_tokens.get(),
-            dtype: self.dtype,
-            provenance: BTreeMap::from([
-                ("command".into(), command_line()),
-                ("date".into(), OffsetDateTime::now_utc().date().to_string()),
-                ("assay".into(), env!("CARGO_PKG_VERSION").into()),
-            ]),
+        let asked = |out: &Path| -> Result<Recording, CliError> {
+            Ok(Recording {
+                model: self.model.clone(),
+                prompts: self.prompts.clone(),
+                out: out.into(),
+                sampling: self.sampling()?,
+                max_tokens: self.max_tokens.get(),
+                dtype: self.dtype,
+                provenance: BTreeMap::from([
+                    ("command".into(), command_line()),
+                    ("date".into(), OffsetDateTime::now_utc().date().to_string()),
+                    ("assay".into(), env!("CARGO_PKG_VERSION").into()),
+                ]),
+            })
         };
         let progress = self.printing.progress(0);
         progress.set_message("sequences drawn and scored");
-        let recorded = record(&asked, &*stop_flag()?, |steps| {
-            progress.set_length(steps as u64);
-            progress.inc(1);
+        let stop = stop_flag()?;
+        let recorded = output::write_seekable(&self.out, |path| -> Result<RecordingSummary, CliError> {
+            let recorded = record(&asked(path)?, &*stop, |steps| {
+                progress.set_length(steps as u64);
+                progress.inc(1);
+            });
+            Ok(RecordingSummary { out: self.out.clone(), ..recorded? })
         });
         progress.finish_and_clear();
         let recorded = recorded?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{CliError, Passed, command_line};
+use super::{CliError, Passed, command_line, output};
 use crate::report::{Input, render};
 
 #[derive(Args)]
@@ -12,7 +12,7 @@ pub(super) struct ReportCommand {
     /// Results that `--json` of replay, gradcheck, judge, bench, compile, mutants, peers, ab or check wrote
     #[arg(value_name = "INPUT.json", required = true)]
     inputs: Vec<PathBuf>,
-    /// HTML page to write
+    /// HTML page to write; `-` is stdout
     #[arg(short, long, value_name = "PAGE.html")]
     output: PathBuf,
     /// Do not print where it was written
@@ -24,11 +24,7 @@ impl ReportCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let inputs = self.inputs.iter().map(|path| Input::read(path)).collect::<Result<Vec<_>, _>>()?;
         let page = render(&inputs, &command_line());
-        crate::fixture::persist(&self.output, |out| out.write_all(page.as_bytes())).map_err(|reason| CliError::Io {
-            path: self.output.clone(),
-            action: "write",
-            reason,
-        })?;
+        output::write(&self.output, |out| out.write_all(page.as_bytes()))?;
         if !self.quiet {
             super::print(&format!("{}: {} results, {} bytes\n", self.output.display(), inputs.len(), page.len()))?;
         }

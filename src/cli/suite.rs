@@ -11,7 +11,7 @@ use super::check::{CampaignStandards, Pages, show};
 use super::deck_choice::DeckChoice;
 use super::generate::json;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Details, Passed, Printing, write_json};
+use super::{CliError, Details, Passed, Printing, output};
 use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
 use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
@@ -68,7 +68,7 @@ impl SuiteCommand {
         };
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
         let suite = SuiteDescription { version: version(), spec, project, deck };
-        write_json(&self.output.join(SUITE), &suite)?;
+        output::write_json(&self.output.join(SUITE), &suite)?;
         let folder = self.output.display();
         let text = format!(
             "{folder}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \

@@ -17,6 +17,7 @@ mod meeting;
 mod metrics;
 #[cfg(feature = "mutants")]
 mod mutants;
+mod outputs;
 mod panel;
 mod peers;
 #[cfg(feature = "pjrt")]

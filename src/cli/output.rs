@@ -1,0 +1,95 @@
+//! The files that options name for results: `-` is stdout, and no folder.
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::ArgMatches;
+use clap::error::ErrorKind;
+use serde::Serialize;
+
+use super::CliError;
+
+/// Whether stdout carries a result of the command that runs, so that its text goes to stderr.
+static STDOUT_TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// Options that name a file for a result, by clap's id and as they are typed.
+const FILES: [(&str, &str); 4] = [("json", "--json"), ("html", "--html"), ("output", "-o"), ("out", "--out")];
+
+/// Commands whose `-o` or `--out` names a folder.
+const FOLDERS: [(&str, &str, &str); 3] =
+    [("suite", "output", "-o"), ("emit", "output", "-o"), ("train", "out", "--out")];
+
+/// Whether `path` names stdout.
+fn is_stdout(path: &Path) -> bool {
+    ["-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|name| path == Path::new(name))
+}
+
+/// Decides whether stdout carries a result of this command line.
+///
+/// # Errors
+/// A usage error if it would carry two results, or a folder.
+pub(super) fn claim_stdout(matches: &ArgMatches) -> Result<(), clap::Error> {
+    let Some((command, given)) = matches.subcommand() else { return Ok(()) };
+    let goes_there = |id: &str| given.try_get_one::<PathBuf>(id).ok().flatten().is_some_and(|path| is_stdout(path));
+    if let Some((.., option)) = FOLDERS.iter().find(|(name, id, _)| *name == command && goes_there(id)) {
+        let wrong = format!("{option}: got stdout, expected a folder: {command} writes several files\n");
+        return Err(clap::Error::raw(ErrorKind::ValueValidation, wrong));
+    }
+    let options: Vec<&str> = FILES.iter().filter(|(id, _)| goes_there(id)).map(|&(_, option)| option).collect();
+    if let [first, second, ..] = options[..] {
+        let wrong = format!("{first} and {second}: got stdout twice, expected a file for one of them\n");
+        return Err(clap::Error::raw(ErrorKind::ArgumentConflict, wrong));
+    }
+    STDOUT_TAKEN.store(!options.is_empty(), Ordering::Relaxed);
+    Ok(())
+}
+
+/// Whether stdout carries a result of the command that runs.
+pub(super) fn takes_stdout() -> bool {
+    STDOUT_TAKEN.load(Ordering::Relaxed)
+}
+
+/// Turns a failed write to a standard stream into an error. A pipe that is closed, as by `head`, ends the output and not the command: its
+/// exit code still says whether all passed.
+pub(super) fn unless_closed(stream: &'static str, written: io::Result<()>) -> Result<(), CliError> {
+    match written {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(CliError::Io { path: stream.into(), action: "write", reason: error })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file whole or not at all, or to stdout.
+pub(super) fn write(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), CliError> {
+    if is_stdout(path) {
+        let mut out = io::BufWriter::new(io::stdout().lock());
+        return unless_closed("stdout", fill(&mut out).and_then(|()| out.flush()));
+    }
+    crate::fixture::persist(path, fill).map_err(|reason| CliError::Io { path: path.into(), action: "write", reason })
+}
+
+/// Writes `value` as JSON.
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), CliError> {
+    write(path, |out| {
+        serde_json::to_writer_pretty(&mut *out, value)?;
+        out.write_all(b"\n")
+    })
+}
+
+/// Lets `make` write a file at `path`. A file for stdout is made in a folder for temporary files first, as its writer may have to seek.
+pub(super) fn write_seekable<T, E>(path: &Path, make: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, CliError>
+where
+    CliError: From<E>,
+{
+    if !is_stdout(path) {
+        return Ok(make(path)?);
+    }
+    let io = |action| move |reason| CliError::Io { path: "a temporary file".into(), action, reason };
+    let file = tempfile::NamedTempFile::new().map_err(io("make"))?;
+    let made = make(file.path())?;
+    let mut written = std::fs::File::open(file.path()).map_err(io("read"))?;
+    write(path, |out| io::copy(&mut written, out).map(drop))?;
+    Ok(made)
+}
