@@ -18,6 +18,7 @@ use crate::judge::generate::{Recipe, Regime};
 use crate::judge::report::{self, on_devices, with_lowering};
 use crate::problem::{Dtype, ProblemShape};
 use crate::schema::bench as schema;
+use crate::text::shell_option;
 
 #[derive(Args)]
 #[command(group(ArgGroup::new("what").required(true).args(["config", "implementation"])))]
@@ -95,7 +96,7 @@ impl BenchCommand {
     fn case(&self) -> Result<(BenchCase, String), CliError> {
         let Some(id) = &self.implementation else {
             let config = self.config.as_ref().expect("one of the two is required");
-            return Ok((config::read(config)?, format!("assay bench --config {}", config.display())));
+            return Ok((config::read(config)?, format!("assay bench{}", shell_option("--config", config))));
         };
         let recipe = Recipe {
             shape: self.shape.logits(),
@@ -112,7 +113,7 @@ impl BenchCommand {
             AnyRecipe::Head(recipe) => CaseBatch::GenerateHead(recipe),
         };
         let (shape, dtype, head) = (self.shape, self.dtype, self.head.options());
-        let command = format!("assay bench --impl {id} --shape {shape} --dtype {dtype}{head}");
+        let command = format!("assay bench{} --shape {shape} --dtype {dtype}{head}", shell_option("--impl", id));
         Ok((BenchCase::new(batch, id), command))
     }
 }

@@ -17,6 +17,7 @@ use crate::judge::trial::JudgedProblem;
 use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::verdicts::Verdicts;
 use crate::suites::differences::{DifferencedOutputs, Differences};
+use crate::text::shell_option;
 
 #[derive(Args)]
 pub(super) struct GradcheckCommand {
@@ -73,7 +74,7 @@ impl GradcheckCommand {
             outcome.loss.as_ref().expect("an implementation returns its loss").value(),
         );
 
-        let command = format!("assay gradcheck --config {}{}", self.config.display(), self.standards.options());
+        let command = format!("assay gradcheck{}{}", shell_option("--config", &self.config), self.standards.options());
         let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
         let mut checks = Vec::new();
         for verdict in self.standards.standards().judge(&known, &outcome, implementation.class())? {

@@ -17,6 +17,7 @@ use crate::judge::trial::JudgedProblem;
 use crate::problem::{Candidate, Gradient};
 use crate::schema::verdicts::{GateCheck, IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
+use crate::text::shell_option;
 
 /// The width of a picture, with two characters before it.
 const PICTURE_WIDTH: usize = 76;
@@ -191,7 +192,12 @@ impl JudgedCandidate {
 
     fn command(&self) -> String {
         let Self { problem, within, candidate, standards, .. } = self;
-        format!("assay judge {} --candidate {}{}", within.options(problem), candidate.display(), standards.options())
+        format!(
+            "assay judge{}{}{}",
+            within.options(problem),
+            shell_option("--candidate", candidate),
+            standards.options()
+        )
     }
 }
 

@@ -71,6 +71,7 @@ use crate::report::InputError;
 use crate::schema::CommandOutput;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
+use crate::text::shell_word;
 #[cfg(feature = "train")]
 use crate::train::TrainError;
 use crate::worker::WorkerError;
@@ -411,17 +412,7 @@ fn output_of<R>(result: R) -> CommandOutput<R> {
 
 /// `arguments`, the first of which is a program's path, as a shell takes them.
 fn as_typed(arguments: &[OsString]) -> String {
-    // These characters mean nothing to a shell; everything else is put in single quotes, and a quote in it ends and
-    // reopens them.
-    let plain = |c: char| c.is_alphanumeric() || "-_./:=,+@%^".contains(c);
-    let quoted = |argument: &OsString| {
-        let argument = argument.to_string_lossy();
-        if !argument.is_empty() && argument.chars().all(plain) {
-            return argument.into_owned();
-        }
-        format!("'{}'", argument.replace('\'', r"'\''"))
-    };
-    let arguments = arguments.iter().skip(1).map(quoted);
+    let arguments = arguments.iter().skip(1).map(shell_word);
     std::iter::once("assay".into()).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 

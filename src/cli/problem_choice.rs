@@ -10,6 +10,7 @@ use crate::config;
 use crate::fixture::{ProblemFile, verify};
 use crate::problem::{HeadProblem, Problem, ProblemError};
 use crate::spec::LossSpec;
+use crate::text::shell_option;
 
 /// A problem of either kind.
 pub(super) enum AnyProblem {
@@ -104,8 +105,8 @@ impl Within {
 
     /// The options that choose the same again.
     pub(super) fn options(&self, path: &Path) -> String {
-        let spec = self.spec.as_ref().map_or(String::new(), |spec| format!(" --spec {}", spec.display()));
-        let Self { logits, old_logp, .. } = self;
-        format!("--problem {}{spec} --logits {logits} --old-logp {old_logp}", path.display())
+        let spec = self.spec.as_ref().map_or(String::new(), |spec| shell_option("--spec", spec));
+        let names = shell_option("--logits", &self.logits) + &shell_option("--old-logp", &self.old_logp);
+        shell_option("--problem", path) + &spec + &names
     }
 }

@@ -12,6 +12,7 @@ use crate::fixture::manifest_files;
 use crate::judge::{report, summary};
 use crate::project;
 use crate::replay::{Replay, ReplayOutcome, ReplayRequest, ReplayedImplementations};
+use crate::text::shell_option;
 
 /// The folder of fixtures that is used when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -103,10 +104,10 @@ impl ReplayCommand {
     fn options(&self) -> String {
         let mut options = String::new();
         if let Some(spec) = &self.spec {
-            options += &format!(" --spec {}", spec.display());
+            options += &shell_option("--spec", spec);
         }
         if let Some(plugin) = self.plugin.path() {
-            options += &format!(" --plugin {}", plugin.display());
+            options += &shell_option("--plugin", plugin);
         }
         if self.packed {
             options += " --packed";

@@ -18,6 +18,7 @@ use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
+use crate::text::shell_path;
 
 /// The file that describes the problems of a folder.
 const SUITE: &str = "suite.json";
@@ -69,10 +70,11 @@ impl SuiteCommand {
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
         let suite = SuiteDescription { version: version(), spec, project, deck };
         output::write_json(&self.output.join(SUITE), &suite)?;
-        let folder = self.output.display();
         let text = format!(
-            "{folder}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
-             assay judge {folder} --candidates DIR\n"
+            "{}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
+             assay judge {} --candidates DIR\n",
+            self.output.display(),
+            shell_path(&self.output)
         );
         self.printing.finish(&text, &suite)?;
         Ok(Passed::Yes)

@@ -19,6 +19,7 @@ mod metrics;
 mod mutants;
 mod outputs;
 mod panel;
+mod pasted;
 mod peers;
 #[cfg(feature = "pjrt")]
 mod plugin_choice;

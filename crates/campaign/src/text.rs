@@ -209,7 +209,8 @@ fn write_example(text: &mut String, cause: &FailureCause, form: &TextForm) {
     let mut lines = Vec::new();
     match (&cause.repro, &form.python_call) {
         (Some(repro), Some(call)) => {
-            lines.push(format!("problem = assay.load({repro:?})"));
+            // A JSON string is one of Python too, whatever is in the path.
+            lines.push(format!("problem = assay.load({})", serde_json::Value::from(repro.as_str())));
             lines.push(format!("problem.check({call}).raise_for_failure()"));
         }
         (Some(repro), None) => lines.push(format!("{repro}, which the next campaign tries first")),

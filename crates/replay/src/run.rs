@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use assay_core::implementation::Implementation;
 use assay_core::problem::Candidate;
 use assay_core::spec::LossSpec;
+use assay_core::text::{shell_option, shell_path};
 use assay_fixture::{ProblemFile, verify};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
@@ -69,10 +70,10 @@ impl ReplayRequest {
 
     /// The command that shows one check again: of the implementation `id`, or of the reference.
     fn command(&self, path: &Path, logits: Option<&str>, old_logp: Option<&str>, id: Option<&str>) -> String {
-        let mut command = format!("assay replay {}", path.display());
+        let mut command = format!("assay replay {}", shell_path(path));
         for (option, name) in [("--impl", id), ("--logits", logits), ("--old-logp", old_logp)] {
             if let Some(name) = name {
-                command += &format!(" {option} {name}");
+                command += &shell_option(option, name);
             }
         }
         command + &self.options
