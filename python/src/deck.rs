@@ -51,6 +51,11 @@ impl DeckOptions {
             return Err(wrong(format!("{option}: got it for problems of logits, expected lm_head=True beside it")));
         }
         let wide = self.wide.unwrap_or_else(|| Deck::usual_wide(cases, dtypes.len()));
-        Ok(Deck { dtypes, shapes, regimes, cases, wide, seed, packed, masked_garbage, head })
+        let deck = Deck { dtypes, shapes, regimes, cases, wide, seed, packed, masked_garbage, head };
+        // No problem at all is what an iterator may end with at once; a campaign refuses it.
+        if deck.cases > 0 {
+            deck.check().map_err(|reason| wrong(reason.to_string()))?;
+        }
+        Ok(deck)
     }
 }

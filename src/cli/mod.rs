@@ -333,6 +333,7 @@ impl Command {
     }
 
     fn passed(self) -> Result<Passed, CliError> {
+        expect_threads()?;
         match self {
             Command::Replay(command) => command.run(),
             Command::Gradcheck(command) => command.run(),
@@ -360,6 +361,20 @@ impl Command {
             #[cfg(feature = "pjrt")]
             Command::CompileWorker(command) => command.run(),
         }
+    }
+}
+
+/// Refuses a number of threads in the environment that no machine has: each takes memory before any work is done.
+fn expect_threads() -> Result<(), CliError> {
+    const VARIABLE: &str = "RAYON_NUM_THREADS";
+    const MOST: usize = 4096;
+    let given = std::env::var(VARIABLE).unwrap_or_default();
+    // A number with more digits than an address does not parse, and rayon then takes the machine's cores.
+    match given.parse::<usize>() {
+        Ok(threads) if threads > MOST => {
+            Err(CliError::Usage(format!("{VARIABLE}: got {threads}, expected at most {MOST}")))
+        }
+        _ => Ok(()),
     }
 }
 

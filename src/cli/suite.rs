@@ -61,14 +61,14 @@ impl SuiteCommand {
         let (spec, mut deck) = (self.spec.read()?, self.deck.deck()?);
         // Files are answered once: whether garbage alone made a kernel fail cannot be asked.
         deck.masked_garbage.get_or_insert(false);
-        let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
-        std::fs::create_dir_all(&self.output).map_err(io)?;
+        deck.check()?;
         let written = match &deck.head {
             None => self.write::<Problem>(&spec, &deck)?,
             Some(_) => self.write::<HeadProblem>(&spec, &deck)?,
         };
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
         let suite = SuiteDescription { version: version(), spec, project, deck };
+        self.make_folder()?;
         output::write_json(&self.output.join(SUITE), &suite)?;
         let text = format!(
             "{}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
@@ -78,6 +78,12 @@ impl SuiteCommand {
         );
         self.printing.finish(&text, &suite)?;
         Ok(Passed::Yes)
+    }
+
+    /// Makes the folder, as late as its first file: what is refused leaves none behind.
+    fn make_folder(&self) -> Result<(), CliError> {
+        let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
+        std::fs::create_dir_all(&self.output).map_err(io)
     }
 
     /// Writes those in which a token has a gradient.
@@ -92,6 +98,7 @@ impl SuiteCommand {
                 ("recipe".to_string(), json(&recipe)),
                 ("generator".to_string(), version()),
             ];
+            self.make_folder()?;
             write_problem(self.output.join(file_name(index)), &problem, &BTreeMap::from(metadata))?;
             written += 1;
         }
@@ -116,6 +123,7 @@ pub(super) fn judge(
         let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
         return Err(CliError::Config { path, reason });
     }
+    deck.check().map_err(|reason| CliError::Config { path, reason: format!("deck.{reason}") })?;
     let project = project.map(|(preset, options)| Ok((preset.parse::<Preset>()?, options)));
     let campaign = Campaign {
         project: project.transpose().map_err(|reason: crate::spec::presets::PresetError| CliError::Preset(reason))?,

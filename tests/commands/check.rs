@@ -10,7 +10,7 @@ use assay::spec::presets::{BatchInputs, Preset, PresetOptions, spec};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::command::{assay, assert_refused};
+use crate::common::command::{assay, assert_refused, command};
 
 fn trl(options: &[&str]) -> LossSpec {
     spec(Preset::Trl, None, &PresetOptions::from_pairs(options).unwrap(), &BatchInputs::default()).unwrap().spec
@@ -152,4 +152,64 @@ fn check_bad_options_are_refused_by_name() {
     assert_refused(&["check", "--exec", "/nonexistent/worker"], &["/nonexistent/worker", "cannot be started"]);
     assert_refused(&["check", "--exec", "'"], &["--exec", "quoted"]);
     assert_refused(&["check", "--impl", "nothing"], &["nothing"]);
+}
+
+#[test]
+fn suite_json_with_an_empty_list_is_refused_by_name() {
+    let folder = TempDir::new().unwrap();
+    let suite = folder.path().join("suite").to_str().unwrap().to_string();
+    assert_eq!(assay(&["suite", "--cases", "2", "--wide", "0", "-o", &suite]).code, 0);
+    let path = format!("{suite}/suite.json");
+    let whole: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let huge = serde_json::json!({"given": [[1, 1, u64::MAX]]});
+    for (field, value, said) in [
+        ("dtypes", Value::from(Vec::<Value>::new()), "deck.dtypes: got none, expected one of f32"),
+        ("regimes", Value::from(Vec::<Value>::new()), "deck.regimes: got none, expected one that"),
+        ("shapes", serde_json::json!({"given": []}), "deck.shapes: got none, expected [B,T,V]"),
+        ("cases", Value::from(0), "deck.cases: got 0, expected at least one problem"),
+        ("shapes", huge.clone(), "`shape`: got [1, 1, 18446744073709551615], which takes"),
+    ] {
+        let mut broken = whole.clone();
+        broken["deck"][field] = value;
+        fs::write(&path, broken.to_string()).unwrap();
+        assert_refused(&["judge", &suite, "--candidates", &suite], &[said]);
+    }
+    // Widths that the deck chooses depend on the extents.
+    let mut broken = whole;
+    broken["deck"]["shapes"] = huge;
+    broken["deck"]["head"] = serde_json::json!({"hidden": [], "layout": "vh", "rounds_logits": false});
+    fs::write(&path, broken.to_string()).unwrap();
+    assert_refused(&["judge", &suite, "--candidates", &suite], &["18446744073709551615"]);
+}
+
+#[test]
+fn suite_that_is_refused_leaves_no_folder() {
+    let folder = TempDir::new().unwrap();
+    let suite = folder.path().join("suite");
+    let path = suite.to_str().unwrap();
+    assert_refused(&["suite", "--cases", "0", "-o", path], &["cases: got 0"]);
+    assert_refused(&["suite", "--shapes", "1x1x18446744073709551615", "-o", path], &["`shape`: got [1, 1, "]);
+    assert!(!suite.exists());
+}
+
+#[test]
+fn timeout_beyond_the_clock_is_a_long_one() {
+    let hello = r#"{"protocol": "assay-check/1", "dtypes": ["f32", "bf16"], "outputs": ["loss", "dlogits"]}"#;
+    let script = format!("sh -c 'echo '\\''{hello}'\\''; read question; exit 3'");
+    let output = assay(&["check", "--exec", &script, "--timeout", "1e19", "--cases", "1", "--wide", "0", "--no-power"]);
+    assert!(
+        output.stdout.contains("exit code 3") || output.stdout.contains("exit status: 3"),
+        "{}{}",
+        output.stdout,
+        output.stderr
+    );
+    assert!(!output.stderr.contains("panicked"), "{}", output.stderr);
+}
+
+#[test]
+fn threads_of_the_environment_have_a_limit() {
+    let output = command().args(["list", "-q"]).env("RAYON_NUM_THREADS", "100000").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(stderr, "assay: RAYON_NUM_THREADS: got 100000, expected at most 4096\n");
 }

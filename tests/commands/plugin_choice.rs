@@ -93,6 +93,14 @@ fn replay_says_which_plugin_it_has_loaded() {
     assert_eq!(code, 0, "{stdout}{stderr}");
     let installed = fs::canonicalize(".plugins/pjrt_cpu.so").unwrap();
     assert!(stdout.contains(&format!("plugin   {}\n", installed.display())), "{stdout}");
+#[test]
+fn run_seconds_beyond_the_clock_are_a_long_limit() {
+    let mut replay = command();
+    replay.args(["replay", FIXTURE, "--logits", "logits", "--impl", "xla", "-q"]);
+    let output = replay.env("ASSAY_RUN_SECONDS", u64::MAX.to_string()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
     let written: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
     assert_eq!(written["plugins"], serde_json::json!([installed]));
 }

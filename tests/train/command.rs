@@ -223,6 +223,11 @@ fn train_error_is_named_and_the_last_checkpoint_stays() {
     };
     expect(&whole.replace("steps: 8", "stops: 8"), "stops");
     expect(&whole.replace("group: 4", "group: 1"), "`rollout.group`: got 1, expected at least 2");
+    let huge = 1_u64 << 63;
+    let too_many = format!("`rollout.group`: got {huge} for 2 prompts, expected at most 1048576 sequences a step");
+    expect(&whole.replace("group: 4", &format!("group: {huge}")), &too_many);
+    let most = format!("`rollout.prompts`: got {huge}, expected at most 2147483648");
+    expect(&whole.replace("prompts: 2", &format!("prompts: {huge}")), &most);
     expect(&whole.replace("micro_batches: 2", "micro_batches: 3"), "`update.micro_batches`: got 3, expected a divisor");
     expect(&whole.replace("vocab_size: 257", "vocab_size: 256"), "`vocab_size`: got 256, expected at least 257");
     expect(&format!("{whole}kernel: {{enabled: true, impl: pallas}}"), "kernel `pallas`: expected one of: native, ");

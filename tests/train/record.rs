@@ -356,6 +356,10 @@ fn record_gguf_files_that_do_not_fit_are_refused() {
         case.write_gguf(GgmlDType::F32, &[(key, value)]);
         case.assert_refused("model.gguf", &[], &["model.gguf", expected]);
     }
+    // Behind a long vocabulary of another key, and with a NUL at the key's end, which candle drops.
+    let long = Value::Array(vec![Value::String("x".repeat(60)); 30_000]);
+    case.write_gguf(GgmlDType::F32, &[("general.a", long), ("general.alignment\0", Value::U16(0))]);
+    case.assert_refused("model.gguf", &[], &["model.gguf", "expected a power of two"]);
     case.write_gguf(GgmlDType::F32, &[]);
     let whole = fs::read(case.path("model.gguf")).unwrap();
     fs::write(case.path("model.gguf"), &whole[..whole.len() / 2]).unwrap();

@@ -18,7 +18,7 @@ use assay_schema::campaign as schema;
 
 use crate::campaign::{Campaign, CampaignError, CampaignProgress};
 use crate::cause::{self, Failures};
-use crate::deck::{DealtRecipe, Deck, DeckContent, DeckShapes, FeatureCounts};
+use crate::deck::{DealtRecipe, Deck, DeckContent, FeatureCounts};
 use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
@@ -100,20 +100,11 @@ impl Campaign {
     }
 
     fn check(&self) -> Result<(), CampaignError> {
-        let Deck { dtypes, shapes, cases, packed, .. } = &self.deck;
-        let regimes = self.deck.possible_regimes();
-        let empty = |field, given: &str, expected| Err(CampaignError::Empty { field, given: given.into(), expected });
         self.spec.check().map_err(|reason| RecipeError::Problem(reason.into()))?;
-        if *packed {
+        if self.deck.packed {
             self.spec.expect_no_width().map_err(|field| RecipeError::Problem(ProblemError::NoWidth { field }))?;
         }
-        match () {
-            () if *cases == 0 => return empty("cases", "0", "at least one problem"),
-            () if dtypes.is_empty() => return empty("dtypes", "none", "one of f32, bf16 and f16"),
-            () if regimes.is_empty() => return empty("regimes", "none", "one that this kind of problem has"),
-            () if *shapes == DeckShapes::Given(Vec::new()) => return empty("shapes", "none", "[B,T,V]"),
-            () => {}
-        }
+        self.deck.check()?;
         // A misspelt waiver would silently waive nothing.
         let known = cause::names_that_can_be_allowed();
         match self.allow.iter().find(|name| !known.contains(&name.as_str())) {

@@ -275,7 +275,7 @@ pub fn work(folder: &Path) -> Result<(), CompileWorkerError> {
     let expected = "a job, as `assay compile` writes it";
     let job: JobFile = serde_json::from_str(&read(JOB)?).map_err(|error| malformed(JOB, &error, expected))?;
     let code = read(PROGRAM)?;
-    end_with_who_waits(folder, job.limit + GRACE);
+    end_with_who_waits(folder, job.limit.saturating_add(GRACE));
     let answer = compile_here(&job, &code).unwrap_or_else(|error| JobAnswer::Refused(error.to_string()));
     write(&folder.join(ANSWER), &serde_json::to_vec(&answer).expect("plain data has a JSON form"))
 }

@@ -187,7 +187,7 @@ impl Feature {
 
 /// The tokens `B·T` of a problem.
 fn tokens(dealt: &DealtRecipe) -> usize {
-    dealt.recipe.shape[0] * dealt.recipe.shape[1]
+    dealt.recipe.shape[0].saturating_mul(dealt.recipe.shape[1])
 }
 
 /// The hidden width of a problem with an LM head.

@@ -13,6 +13,7 @@ use assay_core::problem::{Dtype, HeadLayout, HeadShape};
 use assay_core::spec::LossSpec;
 use assay_judge::generate::{HeadRecipe, Recipe, RecipeError, Regime};
 
+use crate::campaign::CampaignError;
 use crate::subject::Subject;
 
 pub use content::DeckContent;
@@ -169,6 +170,21 @@ impl DealtRecipe {
 }
 
 impl Deck {
+    /// Checks that there is a problem to deal, which [`Deck::deal`] needs: a deck may come from a file.
+    ///
+    /// # Errors
+    /// [`CampaignError::Empty`] naming the field that leaves nothing to deal.
+    pub fn check(&self) -> Result<(), CampaignError> {
+        let empty = |field, given: &str, expected| Err(CampaignError::Empty { field, given: given.into(), expected });
+        match () {
+            () if self.cases == 0 => empty("cases", "0", "at least one problem"),
+            () if self.dtypes.is_empty() => empty("dtypes", "none", "one of f32, bf16 and f16"),
+            () if self.possible_regimes().is_empty() => empty("regimes", "none", "one that this kind of problem has"),
+            () if self.shapes == DeckShapes::Given(Vec::new()) => empty("shapes", "none", "[B,T,V]"),
+            () => Ok(()),
+        }
+    }
+
     /// Returns the recipes of all problems, in order.
     pub fn recipes(&self) -> impl Iterator<Item = DealtRecipe> + '_ {
         (0..self.cases).map(|index| self.deal(index))
@@ -187,6 +203,9 @@ impl Deck {
     /// Returns the recipe of problem `index`: designed shapes in rounds, then random ones, and the wide ones last.
     ///
     /// Everything but the numbers in the arrays depends on `index` alone, so that what the deck covers does not depend on the seed.
+    ///
+    /// # Panics
+    /// If [`Deck::check`] fails.
     pub fn deal(&self, index: u64) -> DealtRecipe {
         let regimes = self.possible_regimes();
         // The wide problems are counted by themselves: they are the same however many others there are.
@@ -266,7 +285,9 @@ impl DeckHead {
         let at = |widths: &[usize], turn: u64| widths[(turn % widths.len() as u64) as usize];
         let hidden = if self.hidden.is_empty() {
             let mut from_here = (0..WIDTHS.len() as u64).map(|step| at(&WIDTHS, index + step));
-            from_here.find(|width| width * (batch * tokens + vocab) <= HEAD_ELEMENTS).unwrap_or(NARROW)
+            // Extents may be a stranger's, and are checked only when the problem is drawn.
+            let rows = batch.saturating_mul(tokens).saturating_add(vocab);
+            from_here.find(|width| width.saturating_mul(rows) <= HEAD_ELEMENTS).unwrap_or(NARROW)
         } else {
             at(&self.hidden, index)
         };

@@ -257,7 +257,7 @@ impl Worker {
                 none.insert(process)
             }
         };
-        let deadline = Instant::now() + self.launch.answer;
+        let deadline = in_time(self.launch.answer);
         process.send(request);
         let reply: Result<Reply, WorkerError> = hear(process, &self.launch, AwaitedMessage::WorkerAnswer, deadline);
         // An answer with another id belongs to an earlier question: the stream is out of step and cannot be trusted.
@@ -348,7 +348,7 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
     // The first line names the protocol and the outputs. Anything else comes from a program that is no worker, such as
     // a shell that prints a banner. The time to start is limited apart from that of an answer, as loading a framework
     // is slow.
-    let deadline = Instant::now() + launch.start;
+    let deadline = in_time(launch.start);
     let mut process = Process::start(&mut command).map_err(start)?;
     let hello: WorkerIntroduction = hear(&mut process, launch, AwaitedMessage::WorkerIntroduction, deadline)?;
     // An output of another name could not be judged, and would pass unseen.
@@ -369,6 +369,12 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
         return Err(broken(&mut process, &name, "outputs", format!("`{}`", one_line(unknown)), expected));
     }
     Ok((process, hello))
+}
+
+/// Returns the time after `patience`, or after a century where the clock cannot count so far.
+fn in_time(patience: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    Instant::now() + patience.min(CENTURY)
 }
 
 /// Reads the next message of `process`, and ends the process if there is none.

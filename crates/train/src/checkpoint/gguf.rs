@@ -1,7 +1,7 @@
 //! GGUF: llama.cpp's names of tensors and settings.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, BufReader, Read};
 use std::path::Path;
 
 use candle_core::quantized::gguf_file::{Content, Value};
@@ -90,28 +90,106 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
 }
 
 /// Refuses an alignment of 0, by which candle's reader divides.
+///
+/// The metadata is walked as candle does, without being kept. What candle refuses ends the walk, and has its error from candle.
 pub(super) fn expect_alignment(path: &Path) -> Result<(), FixtureError> {
-    /// The bytes that are searched: the key is among the first entries, before the vocabulary.
-    const LOOKED_AT: u64 = 1 << 20;
-    const KEY: &[u8] = b"general.alignment";
-    let mut start = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(LOOKED_AT).read_to_end(&mut start));
-    read.map_err(|reason| FixtureError::io(path, "read", reason))?;
-    let zero = |rest: &[u8]| {
-        // An integer type of 1, 2 or 4 bytes, and its value.
-        let size = match rest.first_chunk::<4>().map(|kind| u32::from_le_bytes(*kind)) {
-            Some(0 | 1) => 1,
-            Some(2 | 3) => 2,
-            Some(4 | 5) => 4,
-            _ => return false,
-        };
-        rest.get(4..4 + size).is_some_and(|value| value.iter().all(|byte| *byte == 0))
-    };
-    // The header has not been parsed yet, as the parser is what must not see the 0: the key is searched in the bytes.
-    if start.windows(KEY.len()).enumerate().any(|(at, window)| window == KEY && zero(&start[at + KEY.len()..])) {
-        return Err(FixtureError::invalid(path, "`general.alignment`", "0", "a power of two"));
+    let file = File::open(path).map_err(|reason| FixtureError::io(path, "read", reason))?;
+    match MetadataWalk::alignment_is_zero(BufReader::new(file)) {
+        Ok(true) => Err(FixtureError::invalid(path, "`general.alignment`", "0", "a power of two")),
+        _ => Ok(()),
     }
-    Ok(())
+}
+
+/// A walk over the metadata of a GGUF file.
+struct MetadataWalk {
+    file: BufReader<File>,
+    /// Whether lengths and counts have 4 bytes, as in version 1, and not 8.
+    counts_are_u32: bool,
+}
+
+impl MetadataWalk {
+    /// The longest string, in bytes, and the most arrays within each other, as candle reads them.
+    const LONGEST: u64 = 1 << 30;
+    const DEEPEST: usize = 64;
+
+    fn alignment_is_zero(file: BufReader<File>) -> io::Result<bool> {
+        let mut walk = Self { file, counts_are_u32: false };
+        let [_magic, version] = [walk.u32()?, walk.u32()?];
+        walk.counts_are_u32 = version == 1;
+        let [_tensors, entries] = [walk.count()?, walk.count()?];
+        let mut is_zero = false;
+        for _ in 0..entries {
+            let len = walk.count()?;
+            let mut key = Vec::new();
+            if len > Self::LONGEST || (&mut walk.file).take(len).read_to_end(&mut key)? as u64 != len {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            // candle drops NULs at the end, and takes the last of entries with one key.
+            while key.pop_if(|last| *last == 0).is_some() {}
+            let kind = walk.u32()?;
+            if key == b"general.alignment" {
+                is_zero = walk.integer(kind)? == Some(0);
+            } else {
+                walk.skip_value(kind, 0)?;
+            }
+        }
+        Ok(is_zero)
+    }
+
+    fn bytes<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.file.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> io::Result<u32> {
+        Ok(u32::from_le_bytes(self.bytes()?))
+    }
+
+    fn count(&mut self) -> io::Result<u64> {
+        if self.counts_are_u32 { self.u32().map(u64::from) } else { Ok(u64::from_le_bytes(self.bytes()?)) }
+    }
+
+    /// Reads an integer of up to 4 bytes; any other value is skipped.
+    fn integer(&mut self, kind: u32) -> io::Result<Option<u32>> {
+        Ok(match kind {
+            0 | 1 => self.bytes::<1>().map(|[byte]| Some(u32::from(byte)))?,
+            2 | 3 => Some(u32::from(u16::from_le_bytes(self.bytes()?))),
+            4 | 5 => Some(self.u32()?),
+            _ => self.skip_value(kind, 0).map(|()| None)?,
+        })
+    }
+
+    fn skip_value(&mut self, kind: u32, depth: usize) -> io::Result<()> {
+        let invalid = || io::Error::from(io::ErrorKind::InvalidData);
+        let len = match (kind, size_of(kind)) {
+            (_, Some(size)) => Some(size),
+            (8, _) => Some(self.count()?),
+            (9, _) if depth < Self::DEEPEST => {
+                let kind = self.u32()?;
+                let count = self.count()?;
+                match size_of(kind) {
+                    Some(size) => count.checked_mul(size),
+                    // Each of these has a length in the file, so that the file's end ends the loop.
+                    None => return (0..count).try_for_each(|_| self.skip_value(kind, depth + 1)),
+                }
+            }
+            _ => None,
+        };
+        // A place after the end is an error of the next read.
+        self.file.seek_relative(len.and_then(|len| i64::try_from(len).ok()).ok_or_else(invalid)?)
+    }
+}
+
+/// Returns the size of a number or a truth value of a GGUF type, in bytes; `None` for strings, arrays and unknown types.
+fn size_of(kind: u32) -> Option<u64> {
+    match kind {
+        0 | 1 | 7 => Some(1),
+        2 | 3 => Some(2),
+        4..=6 => Some(4),
+        10..=12 => Some(8),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

@@ -123,6 +123,15 @@ pub struct WarmStart {
     pub cache: Option<PathBuf>,
 }
 
+/// The largest count in the settings. Products of counts are addresses and numbers of exercises, so that each is limited.
+const MOST_COUNT: usize = 1 << 31;
+
+/// The largest number of sequences of a step.
+const MOST_SEQUENCES: usize = 1 << 20;
+
+/// The largest number of times that a step draws other exercises.
+const MOST_ATTEMPTS: usize = 1 << 10;
+
 /// The number and the length of completions, and how they are sampled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -257,10 +266,24 @@ impl TrainConfig {
         if let Some((field, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return wrong(field, "0".into(), "at least 1");
         }
+        let warm_steps = self.warm_start.as_ref().map_or(1, |warm_start| warm_start.steps);
+        let most = |field: &str| match field {
+            "warm_start.batch" => MOST_SEQUENCES,
+            "rollout.dynamic_sampling.attempts" => MOST_ATTEMPTS,
+            _ => MOST_COUNT,
+        };
+        let mut counts = counts.into_iter().chain([("warm_start.steps", warm_steps)]);
+        if let Some((field, count)) = counts.find(|(field, count)| *count > most(field)) {
+            return wrong(field, count.to_string(), &format!("at most {}", most(field)));
+        }
         if self.rollout.group < 2 {
             return wrong("rollout.group", self.rollout.group.to_string(), "at least 2: advantages are within a group");
         }
         let sequences = self.rollout.prompts.saturating_mul(self.rollout.group);
+        if sequences > MOST_SEQUENCES {
+            let given = format!("{} for {} prompts", self.rollout.group, self.rollout.prompts);
+            return wrong("rollout.group", given, &format!("at most {MOST_SEQUENCES} sequences a step"));
+        }
         // The parts of a batch have equally many sequences, which the division needs.
         if !sequences.is_multiple_of(self.update.micro_batches) {
             let expected = format!("a divisor of prompts·group = {sequences}");
