@@ -47,29 +47,45 @@ pub enum ConfigError {
 /// # Errors
 /// [`ConfigError`] where it is not there, longer than any settings, or not a `T`.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
+    parse(path, &read_text(path)?)
+}
+
+fn read_text(path: &Path) -> Result<String, ConfigError> {
     let io = |reason| ConfigError::Io { path: path.into(), reason };
-    let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: one_line(&reason) };
     let mut text = String::new();
     // One byte more than allowed is read, so that a longer file is seen without reading all of it.
     let read = File::open(path).map_err(io)?.take(LONGEST + 1).read_to_string(&mut text).map_err(io)?;
     if read as u64 > LONGEST {
-        return Err(invalid(format!("got more than {LONGEST} bytes, expected a settings file")));
+        let reason = format!("got more than {LONGEST} bytes, expected a settings file");
+        return Err(ConfigError::Invalid { path: path.into(), reason });
     }
+    Ok(text)
+}
+
+fn parse<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError> {
+    let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: one_line(&reason) };
     match path.extension().and_then(|extension| extension.to_str()) {
-        Some("toml") => toml::from_str(&text).map_err(|error| invalid(error.to_string())),
-        Some("json") => serde_json::from_str(&text).map_err(|error| invalid(error.to_string())),
-        _ => serde_saphyr::from_str_with_options(&text, yaml_options())
-            .map_err(|error| invalid(yaml_reason(&error, &text))),
+        Some("toml") => toml::from_str(text).map_err(|error| invalid(error.to_string())),
+        Some("json") => serde_json::from_str(text).map_err(|error| invalid(error.to_string())),
+        _ => serde_saphyr::from_str_with_options(text, yaml_options())
+            .map_err(|error| invalid(yaml_reason(&error, text))),
     }
 }
 
 /// The spec in `path`, if one is named.
 ///
 /// # Errors
-/// As [`read`], and where the spec is out of range.
+/// As [`read`], and where the spec is out of range or says nothing.
 pub fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, ConfigError> {
     let Some(path) = path else { return Ok(None) };
-    let spec: LossSpec = read(path)?;
+    let text = read_text(path)?;
+    // Every field has a default, so that an empty file, as an interrupted write leaves one, would be plain PPO-clip.
+    let is_said = |line: &str| !matches!(line, "" | "---" | "..." | "null" | "~") && !line.starts_with('#');
+    if !text.lines().any(|line| is_said(line.trim())) {
+        let reason = "got an empty spec, expected a field of one, such as `objective`; `{}` and no file at all are plain PPO-clip";
+        return Err(ConfigError::Invalid { path: path.into(), reason: reason.into() });
+    }
+    let spec: LossSpec = parse(path, &text)?;
     spec.check().map_err(|error| ConfigError::Spec { path: path.into(), reason: error.into() })?;
     Ok(Some(spec))
 }

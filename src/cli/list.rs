@@ -10,6 +10,8 @@ use serde::Serialize;
 
 use super::document::{self, Marks};
 use super::{CliError, Passed, PluginChoice, Printing};
+#[cfg(feature = "pjrt")]
+use crate::implementation::RunError;
 use crate::implementation::{Implementation, ProblemFormat, Unsupported, Workload};
 use crate::judge::summary::{COLUMNS, grouped, notes};
 use crate::judge::variants::variants;
@@ -107,6 +109,21 @@ impl ListCommand {
             head_registry(self.plugin.path()).iter().map(|head| ListedImplementation::new(&**head, HEAD_SHAPE)),
         );
         self.printing.finish_list(&text(&listed, devices(self.plugin.path())), &listed)?;
+        self.expect_plugin()
+    }
+
+    /// Fails if there is a plugin that does not work: a table, or with `-q` nothing, would look as if none were there.
+    #[cfg(feature = "pjrt")]
+    fn expect_plugin(&self) -> Result<Passed, CliError> {
+        if let Ok(path) = locate(self.plugin.path()) {
+            Client::shared(&path).map_err(RunError::from)?;
+        }
+        Ok(Passed::Yes)
+    }
+
+    #[cfg(not(feature = "pjrt"))]
+    fn expect_plugin(&self) -> Result<Passed, CliError> {
+        self.plugin.checked_path()?;
         Ok(Passed::Yes)
     }
 
@@ -117,7 +134,7 @@ impl ListCommand {
             document::put_into(path, [(MARKS, text.as_str())])?;
         }
         self.printing.finish_list(&text, &matrix.rows)?;
-        Ok(Passed::Yes)
+        self.expect_plugin()
     }
 }
 

@@ -417,7 +417,7 @@ fn code_run() -> Vec<String> {
 
 /// Lines that name the foreign code that this command has run, for `-v`.
 fn code_lines() -> String {
-    code_run().iter().map(|path| format!("plugin   {path}\n")).collect()
+    code_run().iter().fold(String::new(), |lines, path| lines + "plugin   " + path + "\n")
 }
 
 /// `result` with the command line and the foreign code that made it.

@@ -63,7 +63,7 @@ impl RecordCommand {
         progress.set_message("sequences drawn and scored");
         let stop = stop_flag()?;
         let recorded = output::write_seekable(&self.out, |path| -> Result<RecordingSummary, CliError> {
-            let recorded = record(&asked(path)?, &*stop, |steps| {
+            let recorded = record(&asked(path)?, &stop, |steps| {
                 progress.set_length(steps as u64);
                 progress.inc(1);
             });

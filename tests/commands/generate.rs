@@ -20,6 +20,21 @@ fn generate_writes_the_same_bytes_for_the_same_seed() {
 }
 
 #[test]
+fn spec_file_that_says_nothing_is_refused() {
+    let workplace = Workplace::new();
+    let kinds = [("yaml", ""), ("yaml", "\n# a comment\n---\n"), ("yaml", "null"), ("toml", " \n"), ("json", "")];
+    for (extension, text) in kinds {
+        let path = workplace.write(&format!("empty.{extension}"), text);
+        assert_refused(
+            &["spec", "--spec", &path],
+            &[&format!("empty.{extension}: got an empty spec, expected a field")],
+        );
+    }
+    let said = workplace.write("said.yaml", "{}");
+    assert_eq!(assay(&["spec", "--spec", &said, "-q"]).code, 0);
+}
+
+#[test]
 fn generate_bad_specs_are_refused_by_file_and_field() {
     let workplace = Workplace::new();
     let cases: [(&str, &str, &[&str]); 12] = [

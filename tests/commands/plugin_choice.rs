@@ -48,9 +48,18 @@ fn plugin_option_goes_before_the_environment() {
 }
 
 #[test]
+fn list_of_a_plugin_that_does_not_load_exits_with_2() {
+    for more in [&["-q"][..], &["--matrix", "-q"]] {
+        let args = [&["list", "--plugin", "/nowhere/plugin.so"], more].concat();
+        expect_refused(&args, None, &["PJRT plugin /nowhere/plugin.so: cannot be loaded"]);
+    }
+}
+
+#[test]
 fn list_says_why_an_implementation_cannot_run() {
-    let (code, stdout, _) = assay(&["list"], Some("/nowhere/plugin.so"));
-    assert_eq!(code, 0);
+    let (code, stdout, stderr) = assay(&["list"], Some("/nowhere/plugin.so"));
+    assert_eq!(code, 2);
+    assert!(stderr.contains("/nowhere/plugin.so: cannot be loaded"), "{stderr}");
     // Once, in full, though broken over lines, and for all that share it.
     let words = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
     let reason =
@@ -85,6 +94,14 @@ fn plugin_of_the_working_directory_is_never_loaded() {
 }
 
 #[test]
+fn run_seconds_beyond_the_clock_are_a_long_limit() {
+    let mut replay = command();
+    replay.args(["replay", FIXTURE, "--logits", "logits", "--impl", "xla", "-q"]);
+    let output = replay.env("ASSAY_RUN_SECONDS", u64::MAX.to_string()).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn replay_says_which_plugin_it_has_loaded() {
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("replay.json");
@@ -93,14 +110,6 @@ fn replay_says_which_plugin_it_has_loaded() {
     assert_eq!(code, 0, "{stdout}{stderr}");
     let installed = fs::canonicalize(".plugins/pjrt_cpu.so").unwrap();
     assert!(stdout.contains(&format!("plugin   {}\n", installed.display())), "{stdout}");
-#[test]
-fn run_seconds_beyond_the_clock_are_a_long_limit() {
-    let mut replay = command();
-    replay.args(["replay", FIXTURE, "--logits", "logits", "--impl", "xla", "-q"]);
-    let output = replay.env("ASSAY_RUN_SECONDS", u64::MAX.to_string()).output().unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
     let written: serde_json::Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
     assert_eq!(written["plugins"], serde_json::json!([installed]));
 }

@@ -413,6 +413,15 @@ fn segment_ids_pack_as_cu_seqlens_and_either_is_checked() {
 }
 
 #[test]
+fn dlogp_beside_advantages_is_refused() {
+    let both = problem_with("bias", ("dlogp", "F32", "[1,2]", &[0; 8]));
+    let said = ["tensor `dlogp`: got `advantages` as well", "one of the two"];
+    assert_says(both.problem("logits", None), "given.safetensors", &said);
+    let alone = problem_with("advantages", ("dlogp", "F32", "[1,2]", &[0; 8]));
+    assert!(matches!(alone.problem("logits", None).unwrap().advantages, Advantages::Dlogp(_)));
+}
+
+#[test]
 fn problem_numbers_are_f32_where_exact_and_f64_where_not() {
     let dir = temp_dir();
     let path = dir.path().join("problem.safetensors");

@@ -373,7 +373,7 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
 
 /// Returns the time after `patience`, or after a century where the clock cannot count so far.
 fn in_time(patience: Duration) -> Instant {
-    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    const CENTURY: Duration = Duration::from_hours(100 * 365 * 24);
     Instant::now() + patience.min(CENTURY)
 }
 

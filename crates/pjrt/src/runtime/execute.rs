@@ -25,7 +25,7 @@ const LEAST_OPTIMIZATION: &[u8] = b"\x3a\x24\x0a\x1exla_backend_optimization_lev
 pub const TIME_LIMIT: Duration = Duration::from_mins(30);
 
 /// The longest time that is waited for a run: the clock cannot count all the seconds that a limit may have.
-const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+const CENTURY: Duration = Duration::from_hours(100 * 365 * 24);
 
 /// Returns the limit `given` in seconds, or [`TIME_LIMIT`] without one.
 fn time_limit(given: Option<&str>) -> Result<Duration, RuntimeError> {
