@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 
 use assay::fixture::{ProblemFile, write_candidate};
 use assay::registry::find;
@@ -212,4 +213,46 @@ fn threads_of_the_environment_have_a_limit() {
     assert_eq!(output.status.code(), Some(2));
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(stderr, "assay: RAYON_NUM_THREADS: got 100000, expected at most 4096\n");
+}
+
+#[test]
+fn check_ended_by_any_signal_leaves_no_process_and_no_folder() {
+    const HELLO: &str = r#"{"protocol": "assay-check/1", "dtypes": ["f32", "bf16"], "outputs": []}"#;
+    for signal in ["INT", "TERM", "HUP", "KILL"] {
+        let folder = TempDir::new().unwrap();
+        let said = |name: &str| fs::read_to_string(folder.path().join(name)).ok().filter(|text| text.ends_with('\n'));
+        // The kernel notes its number and the request, and hangs, deaf to what asks it to end.
+        let script = format!(
+            "#!/bin/sh\ntrap '' INT TERM HUP\necho '{HELLO}'\nread -r line\ncd {0}\necho $$ >pid\necho \"$line\" >request\nwhile :; do sleep 1; done\n",
+            folder.path().display()
+        );
+        let path = folder.path().join("kernel.sh");
+        fs::write(&path, script).unwrap();
+        let mut campaign = std::process::Command::new(env!("CARGO_BIN_EXE_assay"))
+            .args(["check", "--cases", "2", "--wide", "0", "--no-power", "-q", "--exec"])
+            .arg(format!("sh {}", path.display()))
+            .spawn()
+            .unwrap();
+        wait_for("a request", || said("request").is_some());
+        let kill = std::process::Command::new("kill").args(["-s", signal, &campaign.id().to_string()]).status();
+        assert!(kill.unwrap().success());
+        campaign.wait().unwrap();
+        let request: Value = serde_json::from_str(&said("request").unwrap()).unwrap();
+        let shared = Path::new(request["problem"].as_str().unwrap()).parent().unwrap();
+        let kernel = Path::new("/proc").join(said("pid").unwrap().trim());
+        wait_for("the kernel's end", || !kernel.exists());
+        wait_for("the folder's removal", || !shared.exists());
+    }
+}
+
+/// Waits until something holds that takes milliseconds, and fails after a time that only what never happens takes.
+#[track_caller]
+fn wait_for(what: &str, holds: impl Fn() -> bool) {
+    for _ in 0..6_000 {
+        if holds() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("waited a minute for {what}");
 }

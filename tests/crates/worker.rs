@@ -320,3 +320,20 @@ fn worker_files_are_in_shared_memory_where_there_is_some() {
     let problem = fixture.pid("asked");
     assert!(!Path::new("/dev/shm").is_dir() || problem.starts_with("/dev/shm/assay-worker-"), "{problem}");
 }
+
+#[test]
+fn worker_folder_of_a_dead_campaign_is_removed_by_the_next() {
+    let made = |locked: bool| {
+        let folder = tempfile::Builder::new().prefix("assay-worker-").tempdir().unwrap();
+        let lock = fs::File::open(folder.path()).unwrap();
+        if locked {
+            lock.lock().unwrap();
+        }
+        (folder, locked.then_some(lock))
+    };
+    let (dead, alive) = (made(false), made(true));
+    let fixture = fixture();
+    drop(Worker::start(fixture.launch(&format!("{HELLO}; cat >/dev/null"))).unwrap());
+    assert!(!dead.0.path().exists());
+    assert!(alive.0.path().exists());
+}

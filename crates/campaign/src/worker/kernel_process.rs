@@ -10,8 +10,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tempfile::TempDir;
 
+use super::guardian::Guardian;
 use super::process::{Process, Silence};
 use super::{LONGEST_LINE, PROTOCOL};
 use assay_core::implementation::Workload;
@@ -19,9 +19,6 @@ use assay_core::problem::{Candidate, Dtype};
 use assay_core::spec::LossSpec;
 use assay_core::text::one_line;
 use assay_fixture::{FixtureError, MAX_HEADER_LEN, read_candidate, write_problem};
-
-/// Memory that is a file system, where there is one.
-const SHARED_MEMORY: &str = "/dev/shm";
 
 /// The command that starts a worker, and the times that it may take.
 #[derive(Clone, Debug)]
@@ -195,10 +192,11 @@ impl WorkerError {
 /// A kernel in a process of its own, which lives until this is dropped. One that ended is started again when it is asked.
 pub struct Worker {
     launch: WorkerLaunch,
-    folder: TempDir,
     hello: WorkerIntroduction,
     process: Option<Process>,
     asked: u64,
+    /// The guardian, which is dropped after the process that it guards.
+    guardian: Guardian,
 }
 
 impl Worker {
@@ -207,9 +205,10 @@ impl Worker {
     /// # Errors
     /// [`WorkerError`] where it does not start, or does not say so in time.
     pub fn start(launch: WorkerLaunch) -> Result<Self, WorkerError> {
-        let folder = folder().map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
-        let (process, hello) = begin(&launch)?;
-        Ok(Self { launch, folder, hello, process: Some(process), asked: 0 })
+        let started = Guardian::start();
+        let mut guardian = started.map_err(|reason| WorkerError::Start { command: launch.name(), reason })?;
+        let (process, hello) = begin(&launch, &mut guardian)?;
+        Ok(Self { launch, hello, process: Some(process), asked: 0, guardian })
     }
 
     /// Returns the worker's introduction, with the outputs that it promises.
@@ -227,8 +226,8 @@ impl Worker {
             return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}")));
         }
         self.asked += 1;
-        let [given, returned] =
-            ["problem", "candidate"].map(|name| self.folder.path().join(format!("{}-{name}.safetensors", self.asked)));
+        let [given, returned] = ["problem", "candidate"]
+            .map(|name| self.guardian.folder().join(format!("{}-{name}.safetensors", self.asked)));
         let answer = self.answer(spec, problem, &given, &returned);
         // The worker may have written none.
         let _ = (fs::remove_file(&given), fs::remove_file(&returned));
@@ -252,7 +251,7 @@ impl Worker {
         let process = match &mut self.process {
             Some(process) => process,
             none => {
-                let (process, hello) = begin(&self.launch)?;
+                let (process, hello) = begin(&self.launch, &mut self.guardian)?;
                 self.hello = hello;
                 none.insert(process)
             }
@@ -265,7 +264,10 @@ impl Worker {
             id if id == self.asked => Ok(reply),
             id => Err(broken(process, &command, "id", id.to_string(), self.asked.to_string())),
         });
-        let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| self.process = None)?;
+        let Reply { unsupported, error, output, mutated, .. } = reply.inspect_err(|_| {
+            self.process = None;
+            self.guardian.watch(None);
+        })?;
         // The worker's own reports come before the file, which need not exist then.
         if let Some(message) = error {
             return Err(WorkerError::Failed { command, message: shown(&message) });
@@ -301,16 +303,6 @@ impl Worker {
     }
 }
 
-/// A folder in shared memory, or where temporary files are.
-fn folder() -> io::Result<TempDir> {
-    let builder = || {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix("assay-worker-");
-        builder
-    };
-    builder().tempdir_in(SHARED_MEMORY).or_else(|_| builder().tempdir())
-}
-
 /// The message that the campaign waits for.
 #[derive(Clone, Copy)]
 enum AwaitedMessage {
@@ -337,7 +329,7 @@ impl AwaitedMessage {
 }
 
 /// A new process, and what it says of itself.
-fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerError> {
+fn begin(launch: &WorkerLaunch, guardian: &mut Guardian) -> Result<(Process, WorkerIntroduction), WorkerError> {
     let name = launch.name();
     let start = |reason| WorkerError::Start { command: name.clone(), reason };
     let [program, arguments @ ..] = launch.command.as_slice() else {
@@ -350,6 +342,7 @@ fn begin(launch: &WorkerLaunch) -> Result<(Process, WorkerIntroduction), WorkerE
     // is slow.
     let deadline = in_time(launch.start);
     let mut process = Process::start(&mut command).map_err(start)?;
+    guardian.watch(Some(process.group()));
     let hello: WorkerIntroduction = hear(&mut process, launch, AwaitedMessage::WorkerIntroduction, deadline)?;
     // An output of another name could not be judged, and would pass unseen.
     let known = |name: &&String| {

@@ -15,8 +15,10 @@
 //! `output` says which one cannot be judged, `mutated` which input the kernel wrote to. The worker ends when its stdin does.
 //!
 //! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
-//! long, the whole group of its processes is killed.
+//! long, the whole group of its processes is killed. So it is when the campaign ends, by whatever signal, and its files are removed; a
+//! process that leaves the group by `setsid` is beyond that.
 
+mod guardian;
 mod kernel_process;
 mod process;
 

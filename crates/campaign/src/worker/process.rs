@@ -72,6 +72,11 @@ impl Process {
         Ok(Self { child, group, requests: Some(requests), lines, stderr: tail, stderr_reader, over: false })
     }
 
+    /// Returns the group of all processes that it has started.
+    pub(super) fn group(&self) -> Pid {
+        self.group
+    }
+
     /// Sends a line. One that does not arrive is seen by the answer that does not come.
     pub(super) fn send(&self, line: String) {
         let _ = self.requests.as_ref().map(|requests| requests.send(line + "\n"));

@@ -1,0 +1,103 @@
+//! What a campaign leaves in memory and running, removed however the campaign ends.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+
+use rustix::process::{Pid, geteuid};
+use tempfile::TempDir;
+
+/// Memory that is a file system, where there is one.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// The start of the names of folders with problems and candidates.
+const PREFIX: &str = "assay-worker-";
+
+/// Reads the worker's group, line after line, until the campaign closes the pipe or ends; then kills the last one and removes the folder.
+const SCRIPT: &str = r#"
+trap '' HUP INT TERM
+group=
+while read -r line; do group=$line; done
+[ -z "$group" ] || kill -s KILL -- "-$group"
+rm -rf -- "$1"
+"#;
+
+/// A folder in shared memory for problems and candidates, and a process that removes it, and ends the worker's group, when this is dropped
+/// or this process ends: a signal that cannot be caught leaves no other time to do so.
+pub(super) struct Guardian {
+    folder: TempDir,
+    /// The folder, held locked for as long as it is in use.
+    _lock: File,
+    process: Child,
+    groups: Option<ChildStdin>,
+}
+
+impl Guardian {
+    /// Makes a folder in shared memory, or where temporary files are, and removes those that nobody uses any more.
+    pub(super) fn start() -> io::Result<Self> {
+        [Path::new(SHARED_MEMORY), &env::temp_dir()].into_iter().for_each(remove_unused);
+        let (folder, lock) = locked_folder()?;
+        // A group of its own: Ctrl-C, which ends all of the terminal's, does not reach it.
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", SCRIPT, "assay-guardian"]).arg(folder.path()).process_group(0).current_dir("/");
+        let mut process = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        let groups = process.stdin.take();
+        Ok(Self { folder, _lock: lock, process, groups })
+    }
+
+    pub(super) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Sets the group that is killed; `None` after it has been waited for, as another may get its number.
+    pub(super) fn watch(&mut self, group: Option<Pid>) {
+        let line = group.map_or(String::new(), |group| group.as_raw_nonzero().to_string()) + "\n";
+        // A guardian that somebody killed guards nothing, which the campaign need not end for.
+        let _ = self.groups.as_mut().map(|groups| groups.write_all(line.as_bytes()));
+    }
+}
+
+impl Drop for Guardian {
+    fn drop(&mut self) {
+        self.groups = None;
+        let _ = self.process.wait();
+    }
+}
+
+/// Makes a folder and locks it.
+fn locked_folder() -> io::Result<(TempDir, File)> {
+    let mut builder = tempfile::Builder::new();
+    let builder = builder.prefix(PREFIX);
+    loop {
+        let folder = builder.tempdir_in(SHARED_MEMORY).or_else(|_| builder.tempdir())?;
+        let lock = File::open(folder.path())?;
+        lock.lock()?;
+        // Before it was locked, another campaign may have taken it for one that nobody uses.
+        if folder.path().exists() {
+            return Ok((folder, lock));
+        }
+    }
+}
+
+/// Removes the folders in `parent` whose campaign has ended without its guardian, as when a machine's every process is killed.
+fn remove_unused(parent: &Path) {
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {
+        // The entry itself and no link, and one's own: nobody else can have planted what is opened here.
+        let is_own = |of: &fs::Metadata| of.uid() == geteuid().as_raw();
+        let folder = entry.path();
+        if !entry.metadata().is_ok_and(|of| of.is_dir() && is_own(&of)) {
+            continue;
+        }
+        // The lock is held until the folder is gone, so that who makes one sees that it is.
+        if let Ok(lock) = File::open(&folder)
+            && lock.try_lock().is_ok()
+        {
+            let _ = fs::remove_dir_all(folder);
+        }
+    }
+}
