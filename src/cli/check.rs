@@ -1,6 +1,7 @@
 //! `assay check`: a campaign before a kernel in a process of its own, or one of this project's.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
@@ -8,7 +9,7 @@ use serde::Serialize;
 
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
-use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output, output_of};
+use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output, output_of, stop_flag};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
@@ -92,6 +93,7 @@ impl CheckCommand {
             time: self.seconds.map(|s| seconds("--seconds", s)).transpose()?,
             repros: self.repros.clone(),
             deck: self.deck.deck()?,
+            stop: stop_flag()?,
             ..Campaign::new(name, self.spec.read()?)
         };
         let bar = self.printing.progress(usize::try_from(campaign.deck.cases).unwrap_or(usize::MAX));
@@ -103,8 +105,10 @@ impl CheckCommand {
         // The kernel is a command that answers over a pipe, or an implementation of this program; its problems have
         // logits or an LM head.
         let found = match (&campaign.deck.head, &self.exec) {
-            (None, Some(command)) => campaign.run::<Problem>(&mut self.worker(command)?, &mut progress)?,
-            (Some(_), Some(command)) => campaign.run::<HeadProblem>(&mut self.worker(command)?, &mut progress)?,
+            (None, Some(command)) => campaign.run::<Problem>(&mut self.worker(command, &campaign)?, &mut progress)?,
+            (Some(_), Some(command)) => {
+                campaign.run::<HeadProblem>(&mut self.worker(command, &campaign)?, &mut progress)?
+            }
             (None, None) => {
                 let implementation = find(name, plugin).map_err(CliError::Usage)?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
@@ -118,12 +122,12 @@ impl CheckCommand {
         show(&found, &self.printing, &self.details, &self.pages)
     }
 
-    fn worker(&self, command: &str) -> Result<Worker, CliError> {
+    fn worker(&self, command: &str, campaign: &Campaign) -> Result<Worker, CliError> {
         let words = shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
             CliError::Usage(format!("--exec: got `{command}`, expected a command, quoted as for a shell"))
         })?;
         let answer = seconds("--timeout", self.timeout)?;
-        Ok(Worker::start(WorkerLaunch { answer, ..WorkerLaunch::new(words) })?)
+        Ok(Worker::start(WorkerLaunch { answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })?)
     }
 }
 

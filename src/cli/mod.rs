@@ -42,9 +42,8 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-#[cfg(feature = "train")]
-use std::sync::{Arc, atomic::AtomicBool};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -431,11 +430,28 @@ fn as_typed(arguments: &[OsString]) -> String {
     std::iter::once("assay".into()).chain(arguments).collect::<Vec<_>>().join(" ")
 }
 
-/// Set by Ctrl-C: who sees it ends in good order.
-#[cfg(feature = "train")]
+/// The exit code of a command that Ctrl-C ends at once, as a shell has it.
+const INTERRUPTED: i32 = 130;
+
+/// Returns the flag that Ctrl-C, SIGTERM and SIGHUP set, so that a command can end in good order. A second signal ends the process.
 fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
-    assay_train::interrupt::stop_flag()
-        .map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))
+    static STOP: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
+    let mut stop = STOP.lock().unwrap_or_else(PoisonError::into_inner);
+    // Signals have one handler a process, which may run several commands.
+    if let Some(stop) = &*stop {
+        stop.store(false, Ordering::Relaxed);
+        return Ok(Arc::clone(stop));
+    }
+    let made = Arc::new(AtomicBool::new(false));
+    let set = Arc::clone(&made);
+    let handler = move || {
+        if set.swap(true, Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
+    };
+    ctrlc::set_handler(handler).map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))?;
+    *stop = Some(Arc::clone(&made));
+    Ok(made)
 }
 
 impl Printing {

@@ -228,15 +228,22 @@ fn check_ended_by_any_signal_leaves_no_process_and_no_folder() {
         );
         let path = folder.path().join("kernel.sh");
         fs::write(&path, script).unwrap();
-        let mut campaign = std::process::Command::new(env!("CARGO_BIN_EXE_assay"))
-            .args(["check", "--cases", "2", "--wide", "0", "--no-power", "-q", "--exec"])
+        let campaign = std::process::Command::new(env!("CARGO_BIN_EXE_assay"))
+            .args(["check", "--cases", "2", "--wide", "0", "--no-power", "--exec"])
             .arg(format!("sh {}", path.display()))
+            .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
         wait_for("a request", || said("request").is_some());
         let kill = std::process::Command::new("kill").args(["-s", signal, &campaign.id().to_string()]).status();
         assert!(kill.unwrap().success());
-        campaign.wait().unwrap();
+        let output = campaign.wait_with_output().unwrap();
+        // A signal that can be caught ends the campaign with its report.
+        if signal != "KILL" {
+            assert_eq!(output.status.code(), Some(1), "{signal}");
+            let report = String::from_utf8(output.stdout).unwrap();
+            assert!(report.contains("it was interrupted"), "{signal}: {report}");
+        }
         let request: Value = serde_json::from_str(&said("request").unwrap()).unwrap();
         let shared = Path::new(request["problem"].as_str().unwrap()).parent().unwrap();
         let kernel = Path::new("/proc").join(said("pid").unwrap().trim());

@@ -1,6 +1,8 @@
 //! [`Campaign`]: what is asked, and why it cannot be made.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use assay_core::spec::LossSpec;
@@ -36,6 +38,8 @@ pub struct Campaign {
     pub time: Option<Duration>,
     /// The folder that keeps problems which failed, and from which they are tried first the next time.
     pub repros: Option<PathBuf>,
+    /// A flag that ends the campaign before its next problem once it is set.
+    pub stop: Arc<AtomicBool>,
 }
 
 /// The counts of a running campaign, for progress lines.
@@ -101,6 +105,7 @@ impl Campaign {
             power: true,
             time: None,
             repros: None,
+            stop: Arc::default(),
         }
     }
 }

@@ -140,6 +140,7 @@ impl<P: Subject> KernelUnderTest<P> for Worker {
             Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
                 Err(Fault::Crashed { reason: error.to_string(), signal: error.signal() })
             }
+            Err(WorkerError::Stopped { .. }) => Err(Fault::Interrupted),
             Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string())),
             Err(WorkerError::Output { field, given, expected, .. }) => Err(Fault::Output { field, given, expected }),
             Err(WorkerError::InputMutated { field, .. }) => Err(Fault::InputMutated(field)),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ndarray::{Array, Dimension};
@@ -167,6 +168,9 @@ struct Round<'r, P: Subject> {
 
 impl<P: Subject> Round<'_, P> {
     fn is_over(&mut self) -> bool {
+        if self.campaign.stop.load(Ordering::Relaxed) {
+            self.interrupt();
+        }
         if self.campaign.time.is_some_and(|time| self.started.elapsed() > time) {
             self.stopped.get_or_insert("its time was up".into());
         }

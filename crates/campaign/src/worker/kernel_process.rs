@@ -7,6 +7,8 @@ use std::io;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -31,6 +33,8 @@ pub struct WorkerLaunch {
     pub start: Duration,
     /// The time until the worker must have answered a request: it may have a program to compile.
     pub answer: Duration,
+    /// A flag that ends every wait for the worker once it is set.
+    pub stop: Arc<AtomicBool>,
 }
 
 impl WorkerLaunch {
@@ -38,7 +42,7 @@ impl WorkerLaunch {
     pub fn new<S: Into<OsString>>(command: impl IntoIterator<Item = S>) -> Self {
         let minute = Duration::from_mins(1);
         let command = command.into_iter().map(Into::into).collect();
-        Self { command, environment: Vec::new(), start: minute, answer: minute }
+        Self { command, environment: Vec::new(), start: minute, answer: minute, stop: Arc::default() }
     }
 
     /// Returns the command as messages show it.
@@ -171,6 +175,12 @@ pub enum WorkerError {
         command: String,
         /// The name of the input.
         field: String,
+    },
+    /// The campaign is asked to stop, and the worker was killed.
+    #[error("`{command}`: the campaign was asked to stop")]
+    Stopped {
+        /// The command that was started.
+        command: String,
     },
     /// The problem cannot be written, or its candidate cannot be read or believed.
     #[error("`{command}`: {reason}")]
@@ -378,7 +388,7 @@ fn hear<M: for<'m> Deserialize<'m>>(
     deadline: Instant,
 ) -> Result<M, WorkerError> {
     let command = launch.name();
-    match process.line(deadline) {
+    match process.line(deadline, &launch.stop) {
         Ok(line) => serde_json::from_str(&line).map_err(|error| {
             let given = format!("`{}` ({error})", one_line(&line));
             broken(process, &command, awaited.name(), given, awaited.form().into())
@@ -398,6 +408,10 @@ fn hear<M: for<'m> Deserialize<'m>>(
                 Err(error) => error.to_string(),
             };
             Err(WorkerError::Died { command, status, signal, stderr: told(process) })
+        }
+        Err(Silence::Stopped) => {
+            let _ = process.end(Duration::ZERO);
+            Err(WorkerError::Stopped { command })
         }
         Err(Silence::TimedOut) => {
             let limit = match awaited {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -23,6 +24,9 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// The time that a process may take to end once it has closed its stdout: an interpreter with a framework takes seconds.
 const FAREWELL: Duration = Duration::from_secs(10);
 
+/// The time after which who waits for a line looks whether to stop.
+const LOOK: Duration = Duration::from_millis(50);
+
 /// The pause between two looks at a process that is ending.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -33,6 +37,8 @@ pub(super) enum Silence {
     Ended,
     /// The time for the line is over.
     TimedOut,
+    /// Whoever waits for the line is asked to stop.
+    Stopped,
     /// The bytes are no line of text, for the reason given.
     Garbage(String),
 }
@@ -82,12 +88,17 @@ impl Process {
         let _ = self.requests.as_ref().map(|requests| requests.send(line + "\n"));
     }
 
-    /// The next line, before `deadline`.
-    pub(super) fn line(&self, deadline: Instant) -> Result<String, Silence> {
-        match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(line) => line.map_err(Silence::Garbage),
-            Err(RecvTimeoutError::Timeout) => Err(Silence::TimedOut),
-            Err(RecvTimeoutError::Disconnected) => Err(Silence::Ended),
+    /// The next line, before `deadline` and until `stop` is set.
+    pub(super) fn line(&self, deadline: Instant, stop: &AtomicBool) -> Result<String, Silence> {
+        loop {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(rest.min(LOOK)) {
+                Ok(line) => return line.map_err(Silence::Garbage),
+                Err(RecvTimeoutError::Disconnected) => return Err(Silence::Ended),
+                Err(RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => return Err(Silence::Stopped),
+                Err(RecvTimeoutError::Timeout) if rest <= LOOK => return Err(Silence::TimedOut),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
         }
     }
 
