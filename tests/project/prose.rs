@@ -26,7 +26,7 @@ const FORBIDDEN: [&str; 1] = ["long test names"];
 /// The findings that each crate has of each rule: they may only fall. A crate that is not listed may have none.
 const ALLOWED: &[(&str, [usize; RULES.len()])] = &[
     ("algebra", [0, 0, 2, 0, 0, 0, 0]),
-    ("campaign", [2, 4, 5, 0, 1, 0, 0]),
+    ("campaign", [2, 4, 4, 0, 1, 0, 0]),
     ("core", [0, 19, 1, 0, 1, 0, 1]),
     ("fixture", [0, 1, 1, 0, 0, 0, 0]),
     ("judge", [17, 25, 5, 0, 0, 0, 0]),

@@ -63,7 +63,7 @@ pub(crate) fn dependences<P: Subject>(bench: &mut Examiner<P>, problems: &[Arc<P
     // What costs much is not asked again and again.
     let small: Vec<&Arc<P>> = problems.iter().filter(|problem| elements(&***problem) <= ELEMENTS).collect();
     let of_kind = |altered: AlteredContent| {
-        // The smallest problem that has such content beside a token that counts, and the largest.
+        // The smallest problem that has such content next to a token that counts, and the largest.
         let mut fit = small.iter().filter(|problem| {
             let (tokens, mask) = (altered.tokens(problem.batch()), &problem.batch().mask);
             let stays = |(at, counts): ((usize, usize), &bool)| *counts && !tokens[at];

@@ -218,7 +218,7 @@ impl<P: Subject> ScoreRound<'_, P> {
         let campaign = self.campaign;
         let recipes = with_gradient(&campaign.deck);
         for (mutant, _) in self.mutants.clone() {
-            for dealt in of_size(&recipes, mutant) {
+            for dealt in with_sizes_of(&recipes, mutant) {
                 let is_left = |other: &Mutant, fate: MutantFate| other.bug == mutant.bug && !fate.is_rejected();
                 self.run_some(&campaign.deck, &[dealt], campaign.grade, is_left)?;
             }
@@ -263,7 +263,7 @@ impl<P: Subject> ScoreRound<'_, P> {
         let option = changed.into_iter().flatten().collect::<Vec<_>>().join(" ");
         let recipes = with_gradient(&deck);
         for (mutant, _) in self.mutants.iter().filter(|(_, fate)| fate.is_unseen() && !option.is_empty()) {
-            let with_size = of_size(&recipes, mutant);
+            let with_size = with_sizes_of(&recipes, mutant);
             attempt(option.clone(), self, &deck, with_size, campaign.grade, &|other, _| other.bug == mutant.bug);
         }
         // The other mutants: each option that the campaign has not, on as many small problems as it takes to reject most.
@@ -372,7 +372,7 @@ fn with_gradient(deck: &Deck) -> Vec<DealtRecipe> {
 }
 
 /// Returns the first recipes whose sizes alone can show a mutant; none if it does not depend on sizes alone.
-fn of_size(recipes: &[DealtRecipe], mutant: &Mutant) -> Vec<DealtRecipe> {
+fn with_sizes_of(recipes: &[DealtRecipe], mutant: &Mutant) -> Vec<DealtRecipe> {
     let has_its_size = |dealt: &&DealtRecipe| mutant.bug.is_shown_by(dealt_sizes(dealt)) == Some(true);
     recipes.iter().filter(has_its_size).take(SIZED).cloned().collect()
 }

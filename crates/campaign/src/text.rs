@@ -160,7 +160,7 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
 }
 
 /// Returns the rows of a table of the smallest problem of a cause and its worst: problem, place, expected and actual value, error / limit.
-/// There is none if the kernel returned nothing.
+/// The list is empty if the kernel returned nothing.
 pub(crate) fn value_rows(cause: &FailureCause) -> Vec<[String; 6]> {
     let FailureCause { problem, worst, verdict, .. } = cause;
     let Some(verdict) = verdict else { return Vec::new() };
@@ -186,7 +186,7 @@ pub(crate) fn value_rows(cause: &FailureCause) -> Vec<[String; 6]> {
     rows
 }
 
-/// Writes the table of a cause's values, or its smallest problem if there are none.
+/// Writes the table of a cause's values, or its smallest problem if it has no values.
 fn write_values(text: &mut String, cause: &FailureCause) {
     let rows = value_rows(cause);
     if rows.is_empty() {

@@ -19,9 +19,9 @@ pub struct BatchSizes {
     pub sequences: usize,
     /// Tokens of a row, `T`.
     pub tokens: usize,
-    /// Rows of logits, `B·T`.
+    /// The number of logits rows, `B·T`.
     pub rows: usize,
-    /// Vocabulary entries, `V`.
+    /// The number of vocabulary entries, `V`.
     pub vocab: usize,
 }
 

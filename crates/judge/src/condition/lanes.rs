@@ -80,11 +80,12 @@ pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), toke
 /// Bounds the error of an entropy that is computed as `ln S + m − Σ p·z`, beyond what the two numbers lose by being rounded at the
 /// size of the largest logit.
 ///
-/// An error of `S` moves the logarithm by itself and the mean `z̄ = Σ p·z` by that times `z̄`, and the sum of the products has its own:
-/// `dH = (1 + z̄)·dS/S − d(Σ p·z)`. Each sum is walked in lanes; equal products are rounded alike, and are other numbers where
-/// exponentials are divided by `S` before they are multiplied than where the sum is, so both are walked, and those of the gradient. Products crowd about the
-/// minimum of `z·e^z` and are rounded alike there without being equal, so their errors count as the walk has them too. In addition, each
-/// exponential, its product with `z`, the sums and the quotient are rounded at the size of `Σ p·|z|`, `roundings` times.
+/// An error of `S` moves the logarithm by itself and the mean `z̄ = Σ p·z` by that times `z̄`, and the sum of the products has its
+/// own: `dH = (1 + z̄)·dS/S − d(Σ p·z)`. Each sum is walked in lanes; equal products are rounded alike, and are other numbers where
+/// exponentials are divided by `S` before they are multiplied than where the sum is, so both are walked, and those of the gradient.
+/// Products crowd about the minimum of `z·e^z` and are rounded alike there without being equal, so their errors count as the walk has
+/// them too. In addition, each exponential, its product with `z`, the sums and the quotient are rounded at the size of `Σ p·|z|`,
+/// `roundings` times.
 pub(super) fn entropy_difference_error(
     reference: &Reference,
     (b, t): (usize, usize),

@@ -193,7 +193,7 @@ pub(super) fn compare_rows(
 }
 
 /// The exact values of a block of vocabulary entries, and how they move with what the whole row shares.
-struct RowBlock {
+struct ColumnBlock {
     columns: TokenColumns,
     /// The exact values and limits, one entry per choice.
     expected: Vec<(Vec<f64>, ColumnErrors)>,
@@ -201,7 +201,7 @@ struct RowBlock {
     by_entropy: Vec<f64>,
 }
 
-impl RowBlock {
+impl ColumnBlock {
     /// Moves the exact values of a choice as errors of the row's sum and entropy do: the sum moves all but the ids by one factor, and adds
     /// to the ids' limits.
     fn moved(
@@ -217,7 +217,7 @@ impl RowBlock {
         let mut moved: Vec<f64> = exact.iter().map(|x| x * (1.0 + shift.sum)).collect();
         for id in token.ids(reference).filter_map(|id| self.columns.place_of(id)) {
             moved[id] = exact[id];
-            bounds.floor[id] += self.of_sum_at_id(token, branch, id);
+            bounds.floor[id] += self.sum_error_at_id(token, branch, id);
         }
         for (moved, by_entropy) in moved.iter_mut().zip(&self.by_entropy) {
             *moved += shift.entropy * by_entropy;
@@ -226,7 +226,7 @@ impl RowBlock {
     }
 
     /// Bounds how far the largest error of the row's sum moves the id in column `id` of the block.
-    fn of_sum_at_id(&self, token: &JudgedToken, branch: &BranchDlogits, id: usize) -> f64 {
+    fn sum_error_at_id(&self, token: &JudgedToken, branch: &BranchDlogits, id: usize) -> f64 {
         // The id's part of the entropy's gradient, −q(ln q + H), moves by as much of itself.
         let log_q = token.token.entropy_softmax.stats.log_probability(self.columns.entropy().z[id]);
         let of_entropy = self.by_entropy.get(id).map_or(0.0, |q| q.abs() * (log_q.abs() + token.token.entropy));
@@ -240,7 +240,7 @@ fn walk_rows(
     token: &JudgedToken,
     rows: &[CandidateRow],
     choices: &[BranchDlogits],
-    mut visit: impl FnMut(&RowBlock, usize, &[f64]),
+    mut visit: impl FnMut(&ColumnBlock, usize, &[f64]),
 ) {
     let vocab = reference.shape().vocab;
     let by_entropy = (most_shift(token).entropy > 0.0).then(|| token.token.grad_entropy / token.token.temperature());
@@ -248,7 +248,7 @@ fn walk_rows(
         let range = first..vocab.min(first + AT_ONCE);
         let columns = reference.columns(token.b, token.t, token.token, range.clone());
         let expected = choices.iter().map(|choice| choice.evaluate(reference, token, &columns)).collect();
-        let mut block = RowBlock { columns, expected, by_entropy: Vec::new() };
+        let mut block = ColumnBlock { columns, expected, by_entropy: Vec::new() };
         if let Some(factor) = by_entropy {
             block.by_entropy = block.columns.entropy().probabilities.iter().map(|q| factor * q).collect();
             if let Some(slopes) = block.columns.slopes() {
@@ -352,7 +352,7 @@ fn entropy_fits(
             for (v, (x, y)) in exact.iter().zip(actual).enumerate() {
                 if ids.contains(&v) {
                     // How an id moves with the sum is in its limit.
-                    fit.narrow(0.0, block.by_entropy[v], y - x, limits[v] + block.of_sum_at_id(token, branch, v));
+                    fit.narrow(0.0, block.by_entropy[v], y - x, limits[v] + block.sum_error_at_id(token, branch, v));
                 } else {
                     fit.add(*x, block.by_entropy[v], y - x, limits[v]);
                 }
