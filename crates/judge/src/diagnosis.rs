@@ -38,7 +38,7 @@ use super::gate::Output;
 use super::judge::Verdict;
 use super::metric::half_ulp;
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView};
-use assay_reference::Reference;
+use assay_reference::{Reference, Token};
 use assay_schema::number::six;
 use assay_schema::verdicts::Status;
 
@@ -242,7 +242,9 @@ pub(super) fn diagnose_logits(
             let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
             all.extend(diagnose_factors(reference, Output::Dlogits, candidate.gradient.dtype(), row));
         }
-        all.extend(diagnose_places(reference, &candidate.gradient));
+        if !all.contains(&Diagnosis::OnlyTheTarget) {
+            all.extend(diagnose_places(reference, &candidate.gradient));
+        }
     }
     all
 }
@@ -269,11 +271,18 @@ pub(super) fn diagnose_tokens<G>(
     // The largest error, and the errors that known causes would have at most.
     let (mut error, mut coarse, mut of_sum, mut of_difference) = (0.0, 0.0, 0.0, 0.0);
     let mut difference = None;
+    // Roundings go both ways; what is lost of a sum makes every log-probability too large.
+    let mut signs = [0, 0];
+    let mut explained_by_sum = true;
     // Tokens whose values are not finite have no error to look at.
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         let exact = if of_logp { token.inputs.logp } else { token.entropy };
-        let own = (values.at(b, t) - exact).abs();
+        let signed = values.at(b, t) - exact;
+        let own = signed.abs();
+        if signed != 0.0 {
+            signs[usize::from(signed > 0.0)] += 1;
+        }
         // lse − Σ p·z is off by lse's rounding, a few more of each p, and as much of Σ p·z as no p sums up to 1.
         let stats = &token.entropy_softmax.stats;
         let (lse, mean) = (stats.max + stats.log_sum, stats.max - stats.mean_gap);
@@ -287,18 +296,26 @@ pub(super) fn diagnose_tokens<G>(
         let size = token.logp_softmax.stats.max.abs().max(token.inputs.logp.abs());
         coarse = f64::max(coarse, 4.0 * half_ulp(size, dtype));
         let sum = if of_logp { 1.0 } else { token.entropy };
-        of_sum = f64::max(of_sum, U * shape.vocab as f64 * sum);
+        let most = U * shape.vocab as f64 * sum;
+        of_sum = f64::max(of_sum, most);
+        // An error that such a sum could have is looked at closely: the sum is added up, and must have this very error.
+        if of_logp && shape.vocab >= LONG_SUM && own <= most {
+            let predicted = -one_by_one_error(reference, (b, t), token).ln_1p();
+            explained_by_sum &= (signed - predicted).abs() <= 0.25 * own + 4.0 * U * (1.0 + token.inputs.logp.abs());
+        }
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
     // The size of the largest error alone decides between the two causes: within a factor of 16 of what a narrow
     // softmax would have, or below the worst of a sum one by one.
     match () {
         () if !error.is_finite() => None,
-        () if narrow && (coarse / 16.0..=coarse).contains(&error) => Some(Diagnosis::NotUpcast(dtype)),
+        () if narrow && (coarse / 16.0..=coarse).contains(&error) && go_both_ways(signs) => {
+            Some(Diagnosis::NotUpcast(dtype))
+        }
         // Where the difference may be off by more, as around logits of 10⁴, its errors are those of any other cause.
         () if !of_logp && error <= of_difference && of_difference < 1e-2 => difference,
         // A sum of fewer terms has too small an error to be a cause.
-        () if shape.vocab >= 1 << 10 && error <= of_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
+        () if shape.vocab >= LONG_SUM && error <= of_sum && explained_by_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
         () => None,
     }
 }
@@ -473,6 +490,27 @@ fn integer(x: f64) -> Option<f64> {
     ((2.0..=4096.0).contains(&whole) && (x - whole).abs() < 1e-3 * whole).then_some(whole)
 }
 
+/// The number of terms from which on the error of a sum one by one may be a cause.
+const LONG_SUM: usize = 1 << 10;
+
+/// Whether errors of both signs are frequent, an eighth at least, as those of roundings are.
+fn go_both_ways(signs: [usize; 2]) -> bool {
+    signs.into_iter().all(|count| count > 0 && 8 * count >= signs[0] + signs[1])
+}
+
+/// Returns the relative error of a token's sum of exponentials that is added up one by one in f32.
+fn one_by_one_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
+    let row = reference.row(b, t, token);
+    let probabilities = &row.logp().probabilities;
+    let largest = probabilities.iter().copied().fold(0.0, f64::max);
+    let exact: f64 = probabilities.iter().map(|p| p / largest).sum();
+    let one_by_one = probabilities.iter().fold(0.0_f32, |sum, p| sum + (p / largest) as f32);
+    f64::from(one_by_one) / exact - 1.0
+}
+
+/// The number of tokens before a wrong end from which on that end is one of a block: blocks of tokens have eight at least.
+const BLOCK: usize = 8;
+
 /// The error of a value, as a share of it, from which on it is wrong beyond any rounding.
 const WRONG: f64 = 0.1;
 
@@ -481,7 +519,7 @@ fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Di
     let shape = reference.shape();
     // For each entry and each place in a sequence whether any value is wrong, and whether any is right.
     let (mut columns, mut places) = (vec![[false; 2]; shape.vocab], vec![[false; 2]; shape.tokens]);
-    let mut zero = true;
+    let (mut zero, mut only_targets) = (true, true);
     for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
         let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
         if !reference.has_gradient(token) {
@@ -497,6 +535,7 @@ fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Di
             columns[v][usize::from(!wrong)] = true;
             all_wrong &= wrong;
             zero &= !wrong || y == 0.0;
+            only_targets &= !wrong || v == token.id;
         }
         places[t][usize::from(!all_wrong)] = true;
     }
@@ -508,11 +547,12 @@ fn diagnose_places(reference: &Reference, dlogits: &FloatView<Ix3>) -> Option<Di
         let others = marks[..first].iter().chain(&marks[last + 1..]).any(|[_, right]| *right);
         (whole && others).then_some((first, last))
     };
-    if let Some((first, last)) = run(&columns) {
+    // A target that is wrong alone is no place in the vocabulary.
+    if let Some((first, last)) = run(&columns).filter(|_| !only_targets) {
         return Some(Diagnosis::Columns { first, last, vocab: shape.vocab, zero });
     }
     let (first, last) = run(&places)?;
-    (last + 1 == shape.tokens && first > 0).then_some(Diagnosis::Tokens { first, tokens: shape.tokens })
+    (last + 1 == shape.tokens && first >= BLOCK).then_some(Diagnosis::Tokens { first, tokens: shape.tokens })
 }
 
 /// Finds the narrower dtype that all values of an output are of.

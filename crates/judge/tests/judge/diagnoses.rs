@@ -270,3 +270,43 @@ fn entropy_of_probabilities_that_do_not_sum_to_1_is_named() {
     let [Diagnosis::EntropyDifference { lse, entropy }] = said[..] else { panic!("{said:?}") };
     assert!(lse > 60.0 && entropy < 10.0, "{said:?}");
 }
+
+/// Adds `by` to every log-probability of the reference's answer.
+fn with_logp_raised(problem: &Problem, by: f64) -> Vec<Diagnosis> {
+    diagnosed(problem, |candidate, _| {
+        candidate.logp = candidate.logp.take().map(|logp| logp.to_f64().mapv(|x| x + by).into());
+    })
+}
+
+#[test]
+fn diagnosis_of_errors_of_one_sign_is_no_rounding() {
+    let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Peaked);
+    assert_eq!(with_logp_raised(&problem, 0.1), []);
+}
+
+/// One term of 32,769 that is left out is an error that a sum one by one might have, and does not.
+#[test]
+fn diagnosis_of_a_lost_term_is_no_naive_sum() {
+    let problem = problem([1, 2, 32_769], Dtype::F32, Regime::Small);
+    assert_eq!(with_logp_raised(&problem, 1.0 / 32_769.0), []);
+}
+
+#[test]
+fn diagnosis_of_wrong_targets_is_no_place_in_the_vocabulary() {
+    let problem = problem([1, 1, 37], Dtype::F32, Regime::Normal);
+    let said = diagnosed(&problem, |candidate, reference| {
+        change(candidate, |(b, t, v), x| if reference.token(b, t).unwrap().id == v { 0.0 } else { x });
+    });
+    assert_eq!(said, []);
+}
+
+#[test]
+fn diagnosis_of_a_few_tokens_is_no_block() {
+    for (tokens, wrong, expected) in [(4, 3, None), (19, 16, Some(Diagnosis::Tokens { first: 16, tokens: 19 }))] {
+        let problem = problem([2, tokens, 257], Dtype::F32, Regime::Normal);
+        let said =
+            diagnosed(&problem, |candidate, _| change(candidate, |(_, t, _), x| if t >= wrong { 3.0 * x } else { x }));
+        let places: Vec<&Diagnosis> = said.iter().filter(|said| matches!(said, Diagnosis::Tokens { .. })).collect();
+        assert_eq!(places, expected.iter().collect::<Vec<_>>());
+    }
+}
