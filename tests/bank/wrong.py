@@ -40,16 +40,16 @@ def last_full_tile_lost(tile: int) -> Any:
 
 EDGE = "V at a tile edge"
 for tile in (4096, 8192, 16_384):
-    wrong(EDGE, rf"V mod {tile} = 0", name=f"last_full_tile_of_{tile}_lost")(last_full_tile_lost(tile))
+    wrong(EDGE, rf"V mod {tile} = 0", also=f"last-full-tile-of-{tile}-lost", name=f"last_full_tile_of_{tile}_lost")(last_full_tile_lost(tile))
 
 
-@wrong(EDGE, r"V mod 4096 = 1\b", also=r"vocabulary entries (\d+) to \1 of")
+@wrong(EDGE, r"V mod 4096 = 1\b", also=r"the dlogit of vocabulary entry \d+ of|one-column-tail-of-4096-lost")
 def tail_of_one_column_lost(problem: Any) -> Outputs:
     """A tail of one column past tiles of 4,096 is not added."""
     return plain(problem, e=lambda e, c: without(e, (columns(e) >= 4096) & (columns(e) % 4096 == 0) & (columns(e) == e.shape[-1] - 1)))
 
 
-@wrong(EDGE, r"V mod 2048 = 1\b", also=r"vocabulary entries (\d+) to \1 of")
+@wrong(EDGE, r"V mod 2048 = 1\b", also=r"the dlogit of vocabulary entry \d+ of")
 def tail_of_one_column_has_no_gradient(problem: Any) -> Outputs:
     """dlogits of a tail of one column past tiles of 2,048 are 0."""
 
@@ -149,13 +149,13 @@ def in_last_block(array: Any, block: int) -> Any:
     return (np.arange(count) >= count // block * block) & (count > block)
 
 
-@wrong(TAIL, r"T > 32 and T mod 32 ≠ 0|tokens from t = \d+ on")
+@wrong(TAIL, r"T > 32 and T mod 32 ≠ 0|tokens from t = \d+ on", also="token-tail-of-32-lost")
 def last_block_of_32_tokens_has_no_gradient(problem: Any) -> Outputs:
     """dlogits of an incomplete last block of 32 tokens are 0."""
     return plain(problem, upstream=lambda g, c: np.where(in_last_block(g, 32), F32(0), g))
 
 
-@wrong(TAIL, r"T > 128 and T mod 128 ≠ 0|tokens from t = \d+ on")
+@wrong(TAIL, r"T > 128 and T mod 128 ≠ 0|tokens from t = \d+ on", also="token-tail-of-128-lost|of each token are right up to a factor")
 def last_block_of_128_tokens_scaled_twice(problem: Any) -> Outputs:
     """dlogits of an incomplete last block of 128 tokens are divided by the count twice."""
     return plain(problem, upstream=lambda g, c: np.where(in_last_block(g, 128), g * c.weight.max(), g))
@@ -182,13 +182,13 @@ def last_block_of_8_tokens_not_in_loss(problem: Any) -> Outputs:
 ROWS = "many rows"
 
 
-@wrong(ROWS, r"B > 32")
+@wrong(ROWS, r"B > 32", also="advantage-of-row-modulo-32|of each sequence are right up to a factor")
 def advantage_of_row_mod_32(problem: Any) -> Outputs:
     """Each thread of a warp reads the advantage of its own lane."""
     return plain(problem, advantages=lambda a, c: a[np.arange(a.shape[0]) % 32])
 
 
-@wrong(ROWS, r"B·T > 132 and V > 1024")
+@wrong(ROWS, r"B·T > 132 and V > 1024", also="persistent-grid-drops-columns")
 def persistent_program_drops_columns(problem: Any) -> Outputs:
     """From its second row on a persistent program of 132 adds the first 1,024 columns alone."""
 

@@ -493,9 +493,13 @@ fn integer(x: f64) -> Option<f64> {
 /// The number of terms from which on the error of a sum one by one may be a cause.
 const LONG_SUM: usize = 1 << 10;
 
-/// Whether errors of both signs are frequent, an eighth at least, as those of roundings are.
+/// The number of errors from which on a single sign of all is no chance.
+const SIGNS: usize = 6;
+
+/// Whether errors may be roundings, which go both ways: of few errors nothing is known, of more each sign has an eighth at least.
 fn go_both_ways(signs: [usize; 2]) -> bool {
-    signs.into_iter().all(|count| count > 0 && 8 * count >= signs[0] + signs[1])
+    let count = signs[0] + signs[1];
+    count < SIGNS || signs.into_iter().all(|sign| 8 * sign >= count)
 }
 
 /// Returns the relative error of a token's sum of exponentials that is added up one by one in f32.
