@@ -371,7 +371,9 @@ fn tpu_plugin() -> Trial {
         let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
         let reached =
             words.contains("device found") || text.lines().any(|line| line.contains("xla") && line.contains("yes"));
-        if output.status.success() && reached { Ok(()) } else { Err(text.into()) }
+        // A plugin without a device cannot be used, and the command says so by its exit code too.
+        let listed = matches!(output.status.code(), Some(0 | 2));
+        if listed && reached { Ok(()) } else { Err(text.into()) }
     })
 }
 
