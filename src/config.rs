@@ -75,7 +75,7 @@ fn parse<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError>
 /// The spec in `path`, if one is named.
 ///
 /// # Errors
-/// As [`read`], and where the spec is out of range or says nothing.
+/// Errors of [`read`], and one if the spec is out of range or empty.
 pub fn read_spec(path: Option<&Path>) -> Result<Option<LossSpec>, ConfigError> {
     let Some(path) = path else { return Ok(None) };
     let text = read_text(path)?;

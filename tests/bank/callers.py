@@ -181,7 +181,7 @@ class Fused(torch.autograd.Function):  # type: ignore[misc]
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             value = loss(type(x)(**{**vars(x), "logits": leaf}))
-            # In f32 until the upstream gradient has multiplied it.
+            # The gradient stays in f32 until the upstream gradient has multiplied it.
             (ctx.d,) = torch.autograd.grad(value, leaf)
         return value.detach()
 

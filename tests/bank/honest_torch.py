@@ -129,7 +129,7 @@ def several(x: Any, ids: Any) -> Any:
 
 
 FORMS = [HonestForm(f"torch {fn.__name__}", scores(fn), "check_logp") for fn in LOGPS + OTHERS]
-# Of transposed logits PyTorch adds 151,936 terms one by one: it is in the bank of wrong kernels.
+# PyTorch adds the 151,936 terms of transposed logits one by one: that form is in the bank of wrong kernels.
 WIDE = [fn for fn in LOGPS if fn is not cross_entropy_transposed]
 FORMS += [HonestForm(f"torch {fn.__name__}, wide", scores(fn), "check_logp", each_wide("f32", "bf16")) for fn in WIDE]
 FORMS += [HonestForm(f"torch {fn.__name__}, loss", loss_by(fn), "check_loss") for fn in LOGPS + OTHERS]

@@ -64,7 +64,7 @@ def _outputs(problem: Any, edits: dict[str, Edit]) -> Outputs:
     weight = step("weight", mask.astype(F32) / F32(max(mask.sum(), 1)))
     loss = step("loss", (token_loss * weight).sum())
 
-    # Its derivative by each log-probability, and by each logit.
+    # The derivative of the loss by each log-probability, and by each logit.
     follows = step("follows", np.where(advantages > 0, ratio <= c.bounds[1], ratio >= c.bounds[0]))
     slope = step("slope", np.where(mask & follows, -ratio * advantages, F32(0)) * weight)
     if spec["ratio"]["level"] == "sequence":

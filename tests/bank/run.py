@@ -82,10 +82,10 @@ def run_verdict(name: str, seed: int) -> dict[str, Any]:
     found = {"kind": entry.kind, "name": name, "seed": seed, "passed": False, "verdict": True, "harmless": entry.harmless}
     if entry.campaign == "check":
         for number, problem in enumerate(assay.problems(n=200, wide=2, seed=seed, **entry.options)):
-            # Of a batch without a counting token `check` compares nothing, and the campaign does.
+            # `check` compares nothing in a batch without a counting token, and the campaign does.
             if problem.numpy().mask.any() and not problem.check(entry.fn(problem)):
                 return found | {"text": f"problem {number}"}
-    # What only a campaign asks: a second call, refilled memory, other ways of calling.
+    # Questions of a campaign alone: a second call, refilled memory, other ways of calling.
     report = getattr(assay, entry.campaign)(entry.fn, **quiet(seed=seed, shrink=False, **entry.options))
     return found | {"passed": report.passed, "text": repr(report)}
 
@@ -182,7 +182,7 @@ def judge_wrong(one: dict[str, Any]) -> tuple[str, bool]:
         return "fails", True
     is_gap = one["name"] in entries.gaps()
     if one["described"] and not one["misleading"]:
-        # What is mended leaves the list, so that it can only get shorter.
+        # A mended kernel leaves the list, so that the list can only get shorter.
         return ("MENDED GAP", False) if is_gap and one["seed"] == 0 else ("described", True)
     if is_gap or one["harmless"]:
         return "gap", True
@@ -235,7 +235,7 @@ def main() -> int:
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"parts: got {', '.join(sorted(unknown))}, expected {', '.join(PARTS)}")
 
-    # As many threads as a process has cores, in Rust and in PyTorch.
+    # Each process gets its share of the cores, in Rust and in PyTorch.
     threads = str(max((os.cpu_count() or 1) // asked.jobs, 1))
     for name in ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, threads)

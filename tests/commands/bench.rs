@@ -202,7 +202,7 @@ fn bench_every_class_gives_the_seeds_keys_and_agrees() {
         let object = result.as_object().unwrap();
         let keys = object.keys().map(String::as_str).filter(|&key| key != "lowering" && key != "plugins");
         assert_eq!(keys.collect::<Vec<_>>(), KEYS, "in this order");
-        // What has loaded a plugin says so at the end.
+        // A command that has loaded a plugin lists it at the end.
         assert!(object.keys().position(|key| key == "plugins").is_none_or(|at| at + 1 == object.len()), "{result}");
         assert_eq!(object.get("lowering").and_then(|lowering| lowering.as_str()), implementation.lowering());
         assert_eq!((&result["impl"], &result["devices"]), (&implementation.id().into(), &devices.into()));

@@ -35,7 +35,7 @@ impl CommonProperty {
             let passing = passing.iter().filter(|dealt| holds(dealt)).count();
             Self { words, passing, holds: holds.into() }
         });
-        // What all passing problems have too says nothing.
+        // A property that all passing problems have too explains nothing.
         let tells = |property: &Self| 3 * property.passing <= failing.len() && property.passing < passing.len();
         counted.min_by_key(|property| property.passing).filter(tells)
     }

@@ -60,7 +60,7 @@ impl AlteredContent {
 
 /// Returns a sentence for each kind of content that changes a token's answer though the exact answer does not depend on it.
 pub(crate) fn dependences<P: Subject>(bench: &mut Examiner<P>, problems: &[Arc<P>]) -> Vec<String> {
-    // What costs much is not asked again and again.
+    // A large problem takes too long to be asked for several times.
     let small: Vec<&Arc<P>> = problems.iter().filter(|problem| elements(&***problem) <= ELEMENTS).collect();
     let of_kind = |altered: AlteredContent| {
         // The smallest problem that has such content next to a token that counts, and the largest.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use assay_schema::campaign::{CampaignReport, FailureCause};
 
-use crate::text::{PICTURE_WIDTH, covered, score, total, value_rows};
+use crate::text::{PICTURE_WIDTH, covered, problems, score, total};
 
 /// Formats the whole report: the verdict as a heading, then each cause with its values, and the place of its errors folded.
 ///
@@ -29,7 +29,7 @@ pub fn markdown(campaign: &CampaignReport) -> String {
         write_cause(&mut text, "Allowed or noted: ", cause);
     }
     for skipped in &campaign.skipped {
-        let _ = writeln!(text, "\n{} problems were skipped: {}", skipped.cases, escaped(&skipped.why));
+        let _ = writeln!(text, "\nSkipped: {}: {}", problems(skipped.cases), escaped(&skipped.why));
     }
     if let Some(why) = &campaign.stopped {
         let _ = writeln!(text, "\nStopped after {} of {} problems: {}", campaign.tried, campaign.cases, escaped(why));
@@ -43,12 +43,11 @@ pub fn markdown(campaign: &CampaignReport) -> String {
 
 fn write_cause(text: &mut String, word: &str, cause: &FailureCause) {
     let FailureCause { gate, cases, sentence, in_common, picture, repro, values, .. } = cause;
-    let problems = if *cases == 1 { "problem" } else { "problems" };
-    let _ = writeln!(text, "\n**{word}{}**\n\n{}, in {cases} {problems}.", escaped(sentence), escaped(gate));
+    let _ = writeln!(text, "\n**{word}{}**\n\n{}, in {}.", escaped(sentence), escaped(gate), problems(*cases));
     if let Some(property) = in_common {
         let _ = writeln!(text, "In common: {}.", escaped(property));
     }
-    let rows = value_rows(cause);
+    let rows = cause.value_rows();
     if !rows.is_empty() {
         text.push_str("\n| | problem | place | expected | got | error / limit |\n|---|---|---|--:|--:|--:|\n");
         for row in rows {

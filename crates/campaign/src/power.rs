@@ -46,7 +46,7 @@ const WHOLE: u64 = 200;
 const MORE: u64 = 1_000;
 const MORE_WIDE: u64 = 12;
 
-/// The mutants that are of such problems, packed or not, and of what the loss has, at all.
+/// Returns the mutants that problems of this kind, packed or not, and this loss can show.
 fn shown<P: Subject>(spec: &LossSpec, packed: bool) -> Vec<&'static Mutant> {
     BANK.iter().filter(|mutant| P::is_of(mutant.kind) && mutant.kind.is_reached(spec, packed)).collect()
 }

@@ -337,7 +337,7 @@ impl<P: Subject> Round<'_, P> {
         let mut shown = FailedProblem { label, problem, fault: fault.take(), errors };
         let mut kinds = self.waived(kinds);
         match dealt {
-            // What was kept because garbage under the mask reached the outputs shows nothing else.
+            // A problem that was kept for garbage under its mask shows that fault again, and no other.
             None if matches!(origin, Origin::KeptForGarbage) && !kinds.is_empty() => {
                 kinds = vec![FailureKind::MaskedGarbage];
             }

@@ -4,7 +4,6 @@ use std::fmt::Write as _;
 
 use crate::neighbours::short_name;
 use assay_schema::campaign::{CampaignReport, CatchingOption, DeckCoverage, FailureCause, MutantName, MutationScore};
-use assay_schema::number::{distinct, quotient, six};
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use textwrap::Options;
 
@@ -39,7 +38,7 @@ pub fn text(campaign: &CampaignReport, form: &TextForm) -> String {
         write_cause(&mut text, if is_note(cause) { "NOTE" } else { "ALLOWED" }, cause, form);
     }
     for skipped in &campaign.skipped {
-        write_line(&mut text, "", "skipped", &format!("{} problems: {}", skipped.cases, skipped.why));
+        write_line(&mut text, "", "skipped", &format!("{}: {}", problems(skipped.cases), skipped.why));
     }
     if let Some(why) = &campaign.stopped {
         let after = format!("after {} of {} problems: {why}", campaign.tried, campaign.cases);
@@ -66,7 +65,12 @@ fn write_line(text: &mut String, indent: &str, label: &str, value: &str) {
     }
 }
 
-/// `PASS  k: 200 problems, …`
+/// Writes a number of problems: `1 problem`, `7 problems`.
+pub(crate) fn problems(count: u64) -> String {
+    if count == 1 { "1 problem".into() } else { format!("{count} problems") }
+}
+
+/// Returns the last line: `PASS  k: 200 problems, …`
 pub(crate) fn total(campaign: &CampaignReport) -> String {
     let CampaignReport {
         passed, kernel, grade, seed, packed, tried, failed, causes, allowed, seconds, coverage, ..
@@ -107,8 +111,7 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
     for line in textwrap::wrap(&format!("{word}  {sentence}"), options) {
         let _ = writeln!(text, "{line}");
     }
-    let problems = if *cases == 1 { "problem" } else { "problems" };
-    write_line(text, "  ", "gate", &format!("{gate}, in {cases} {problems}"));
+    write_line(text, "  ", "gate", &format!("{gate}, in {}", problems(*cases)));
     if let Some(property) = in_common {
         write_line(text, "  ", "in common", property);
     }
@@ -159,36 +162,9 @@ fn write_cause(text: &mut String, word: &str, cause: &FailureCause, form: &TextF
     let _ = writeln!(text);
 }
 
-/// Returns the rows of a table of the smallest problem of a cause and its worst: problem, place, expected and actual value, error / limit.
-/// The list is empty if the kernel returned nothing.
-pub(crate) fn value_rows(cause: &FailureCause) -> Vec<[String; 6]> {
-    let FailureCause { problem, worst, verdict, .. } = cause;
-    let Some(verdict) = verdict else { return Vec::new() };
-    let place = |at: &str| if at.is_empty() { "–".to_string() } else { at.to_string() };
-    let values = |expected: Option<f64>, actual: Option<f64>| match (expected, actual) {
-        (Some(expected), Some(actual)) => distinct(expected, actual),
-        // The judge reports the norm or the sum of a difference, whose exact value is 0.
-        (None, Some(actual)) => ["–".into(), six(actual)],
-        (_, None) => ["a number".into(), "NaN or ∞".into()],
-    };
-    let over = verdict.error.zip(verdict.limit);
-    let over =
-        over.map_or("–".into(), |(error, limit)| if error == 0.0 { "0".into() } else { quotient(error / limit) });
-    let [expected, actual] = values(verdict.expected, verdict.actual);
-    let mut rows = vec![["smallest".into(), problem.clone(), place(&verdict.at), expected, actual, over]];
-    if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
-        let [expected, actual] = values(worst.expected, worst.actual);
-        // The extents, the dtype and the regime; the rest of the label is among the details.
-        let problem = worst.problem.split(',').next().unwrap_or_default().to_string();
-        let over = quotient(worst.error_over_limit);
-        rows.push(["worst".into(), problem, place(&worst.at), expected, actual, over]);
-    }
-    rows
-}
-
 /// Writes the table of a cause's values, or its smallest problem if it has no values.
 fn write_values(text: &mut String, cause: &FailureCause) {
-    let rows = value_rows(cause);
+    let rows = cause.value_rows();
     if rows.is_empty() {
         write_line(text, "  ", "smallest", &cause.problem);
         return;

@@ -312,7 +312,7 @@ pub(super) fn diagnose_tokens<G>(
         () if narrow && (coarse / 16.0..=coarse).contains(&error) && go_both_ways(signs) => {
             Some(Diagnosis::NotUpcast(dtype))
         }
-        // Where the difference may be off by more, as around logits of 10⁴, its errors are those of any other cause.
+        // A difference that may be off by more, as around logits of 10⁴, cannot be recognised by the size of its error.
         () if !of_logp && error <= of_difference && of_difference < 1e-2 => difference,
         // A sum of fewer terms has too small an error to be a cause.
         () if shape.vocab >= LONG_SUM && error <= of_sum && explained_by_sum => Some(Diagnosis::NaiveSum(shape.vocab)),

@@ -245,19 +245,42 @@ fn family(output: Output) -> Option<&'static str> {
     }
 }
 
-/// Names the runs that have gradients among their checks, and compared none of them.
+/// Names the runs that have gradients among their checks, and compared none of them though a token counts.
 fn without_gradient(checks: &[GateCheck]) -> Vec<String> {
     // A run is a fixture with an implementation: one compared gradient among its checks is enough.
-    let mut runs: Vec<(String, bool)> = Vec::new();
+    let mut runs: Vec<(String, ComparedGradients)> = Vec::new();
     for check in checks {
         let Some(compared) = check.compared_gradient else { continue };
         let run = format!("{} with {}", check.fixture, check.run());
-        match runs.iter_mut().find(|(other, _)| *other == run) {
-            Some((_, any)) => *any |= compared,
-            None => runs.push((run, compared)),
-        }
+        let place = runs.iter().position(|(other, _)| *other == run).unwrap_or_else(|| {
+            runs.push((run, ComparedGradients::default()));
+            runs.len() - 1
+        });
+        let of_run = &mut runs[place].1;
+        of_run.any |= compared;
+        // Only the gradient of masked tokens passes without being a compared one.
+        of_run.masked |= !compared && check.verdict == Status::Pass;
+        of_run.left_out |= check.not_compared > 0 || check.nonfinite_as_in_reference.is_some();
     }
-    runs.into_iter().filter(|(_, compared)| !compared).map(|(run, _)| run).collect()
+    runs.into_iter().filter(|(_, gradients)| !gradients.are_compared()).map(|(run, _)| run).collect()
+}
+
+/// The gradients of one run that were compared.
+#[derive(Clone, Copy, Default)]
+struct ComparedGradients {
+    /// Whether the gradient of a token that counts was held against a limit.
+    any: bool,
+    /// Whether the gradient of masked tokens is 0, as it must be.
+    masked: bool,
+    /// Whether a token that counts was left out, as its values are rightly NaN or ∞.
+    left_out: bool,
+}
+
+impl ComparedGradients {
+    /// Whether the run's gradients were compared: in a batch in which no token counts those of masked tokens are all that there is.
+    fn are_compared(self) -> bool {
+        self.any || (self.masked && !self.left_out)
+    }
 }
 
 /// Writes a quotient to three digits; 0 is `exact`.
@@ -385,7 +408,7 @@ pub fn picture(verdicts: &[Verdict], gate: Gate, problem: &str) -> Option<ErrorP
     let output = gate.output.name();
     let maps =
         |gate| verdicts.iter().find(|verdict| verdict.gate == gate).map_or(&[][..], |verdict| &verdict.tally.maps);
-    // Where the values themselves are beyond their limits, they show more than the norm of a row does.
+    // The single values show more than the norm of a row does, if they are beyond their limits.
     let elementwise = most_telling(maps(Gate { model: Model::Elementwise, ..gate }), output, problem);
     elementwise.or_else(|| most_telling(maps(gate), &gate.to_string(), problem))
 }

@@ -1,7 +1,6 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
 use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
-use assay_schema::number::{distinct, quotient, six};
 use maud::{Markup, html};
 
 use super::number::clipped;
@@ -68,7 +67,7 @@ fn draw_cause(cause: &FailureCause, class: &str) -> Markup {
         ..
     } = cause;
     let line = |name: &str, text: &str| html! { tr { td { (clipped(name)) } td { (clipped(text)) } } };
-    // What the headline says is not said again below it.
+    // The diagnosis that is the headline is left out of the list below it.
     let others = diagnoses.iter().filter(|diagnosis| *diagnosis != sentence);
     let problems = if *cases == 1 { "problem" } else { "problems" };
     html! {
@@ -104,32 +103,19 @@ fn draw_cause(cause: &FailureCause, class: &str) -> Markup {
 
 /// Draws the smallest problem of a cause and its worst: place, expected and actual value, error / limit.
 fn table_of_values(cause: &FailureCause) -> Markup {
-    let FailureCause { problem, worst, verdict, .. } = cause;
-    let Some(verdict) = verdict else { return html! { p { "Smallest problem: " (clipped(problem)) } } };
-    let row = |which: &str, problem: &str, at: &str, values: [Option<f64>; 2], over: Option<f64>| {
-        let [expected, actual] = match values {
-            [Some(expected), Some(actual)] => distinct(expected, actual),
-            // The judge reports the norm or the sum of a difference, whose exact value is 0.
-            [None, Some(actual)] => ["–".into(), six(actual)],
-            [_, None] => ["a number".into(), "NaN or ∞".into()],
-        };
-        html! { tr {
-            td { (which) } td { (clipped(problem)) } td { (if at.is_empty() { "–" } else { at }) }
-            td.number { (expected) } td.number { (actual) } td.number.bad { (over.map_or("–".into(), quotient)) }
-        } }
-    };
-    let over = verdict.error.zip(verdict.limit).map(|(error, limit)| error / limit).filter(|over| over.is_finite());
+    let rows = cause.value_rows();
+    if rows.is_empty() {
+        return html! { p { "Smallest problem: " (clipped(&cause.problem)) } };
+    }
     html! {
         div.scroll { table {
             thead { tr {
                 th {} th { "Problem" } th { "Place" } th.number { "Expected" } th.number { "Got" } th.number { "Error / limit" }
             } }
-            tbody {
-                (row("smallest", problem, &verdict.at, [verdict.expected, verdict.actual], over))
-                @if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
-                    (row("worst", worst.problem.split(',').next().unwrap_or_default(), &worst.at, [worst.expected, worst.actual], Some(worst.error_over_limit)))
-                }
-            }
+            tbody { @for [which, problem, place, expected, actual, over] in rows { tr {
+                td { (which) } td { (clipped(&problem)) } td { (place) }
+                td.number { (expected) } td.number { (actual) } td.number.bad { (over) }
+            } } }
         } }
     }
 }

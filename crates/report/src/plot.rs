@@ -119,9 +119,11 @@ pub struct Strip {
 /// use assay_report::plot::{Markup, Strip, strips};
 /// use maud::html;
 ///
-/// let strip = Strip { name: "dlogits".into(), shares: vec![0.0, 0.25, 0.5] };
-/// let figure: Markup = strips(&[strip], &html! { "error / limit" });
-/// assert!(figure.into_string().contains("<svg"));
+/// // A share that is NaN is drawn like one of ∞, at the upper end.
+/// let strip = |share| Strip { name: "dlogits".into(), shares: vec![0.0, 0.25, share] };
+/// let figure = |share: f64| -> Markup { strips(&[strip(share)], &html! { "error / limit" }) };
+/// let drawn = [f64::NAN, f64::INFINITY].map(|share| figure(share).into_string());
+/// assert!(drawn[0].contains("<svg") && drawn[0] == drawn[1]);
 /// ```
 pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
     const ROW: u32 = 24;
@@ -130,7 +132,8 @@ pub fn strips(strips: &[Strip], caption: &Markup) -> Markup {
     const DRAWN: Range<f64> = 1e-12..1e12;
     let exact = |strip: &Strip| strip.shares.iter().filter(|share| **share < DRAWN.start).count();
     let drawn = |strip: &Strip| -> Vec<f64> {
-        let above = strip.shares.iter().filter(|share| **share >= DRAWN.start);
+        // `min` returns the other number for NaN, so that a share without a value is drawn like ∞.
+        let above = strip.shares.iter().filter(|share| share.is_nan() || **share >= DRAWN.start);
         above.map(|share| share.min(DRAWN.end)).collect()
     };
     let all: Vec<f64> = strips.iter().flat_map(drawn).collect();

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::number::{distinct, quotient, six};
 use crate::picture::ErrorPicture;
 use crate::verdicts::{Explanation, Grade};
 
@@ -92,6 +93,35 @@ pub struct FailureCause {
     pub signal: Option<i32>,
     /// The file with the smallest problem.
     pub repro: Option<String>,
+}
+
+impl FailureCause {
+    /// Returns the rows of a table of the smallest problem of a cause and its worst: problem, place, expected and actual value, error /
+    /// limit. The list is empty if the kernel returned nothing.
+    pub fn value_rows(&self) -> Vec<[String; 6]> {
+        let Self { problem, worst, verdict, .. } = self;
+        let Some(verdict) = verdict else { return Vec::new() };
+        let place = |at: &str| if at.is_empty() { "–".to_string() } else { at.to_string() };
+        let values = |expected: Option<f64>, actual: Option<f64>| match (expected, actual) {
+            (Some(expected), Some(actual)) => distinct(expected, actual),
+            // The judge reports the norm or the sum of a difference, whose exact value is 0.
+            (None, Some(actual)) => ["–".into(), six(actual)],
+            (_, None) => ["a number".into(), "NaN or ∞".into()],
+        };
+        let over = verdict.error.zip(verdict.limit);
+        let over =
+            over.map_or("–".into(), |(error, limit)| if error == 0.0 { "0".into() } else { quotient(error / limit) });
+        let [expected, actual] = values(verdict.expected, verdict.actual);
+        let mut rows = vec![["smallest".into(), problem.clone(), place(&verdict.at), expected, actual, over]];
+        if let Some(worst) = worst.as_ref().filter(|worst| worst.problem != *problem) {
+            let [expected, actual] = values(worst.expected, worst.actual);
+            // The extents, the dtype and the regime; the rest of the label is among the details.
+            let problem = worst.problem.split(',').next().unwrap_or_default().to_string();
+            let over = quotient(worst.error_over_limit);
+            rows.push(["worst".into(), problem, place(&worst.at), expected, actual, over]);
+        }
+        rows
+    }
 }
 
 /// The problem of a cause with the largest error / limit.

@@ -105,7 +105,7 @@ fn cause_shows_a_problem_that_fails() {
         }
     };
     let mut shown = 0;
-    // Of nine problems two are answered with other content, which then fails alone at some seeds.
+    // The campaign asks two of nine problems for other content too, and at some seeds that content alone fails.
     for seed in 24..36 {
         let mut campaign = Campaign { repros: Some(folder.path().into()), shrink: false, ..campaign(trl(), 9) };
         campaign.deck.seed = seed;

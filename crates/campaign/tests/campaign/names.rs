@@ -66,7 +66,7 @@ fn name_of_a_lost_shard_is_told() {
     }
 }
 
-/// Of one problem over two entries two kernels agree by chance.
+/// Two kernels agree by chance on one problem with two vocabulary entries.
 #[test]
 fn name_of_one_problem_over_two_entries_is_none() {
     for (shape, is_named) in [([1, 2, 2], false), ([1, 2, 3], true)] {
@@ -150,7 +150,7 @@ fn mutation_score_names_the_option_that_rejects_what_is_missed() {
     assert!(accepted.contains(&"token-tail-of-32-lost"), "{text}");
     let option = missed.options.iter().find(|option| option.option == "shapes=many cases=200");
     assert!(option.is_some_and(|option| option.mutants.iter().any(|name| name == "token-tail-of-32-lost")), "{text}");
-    // With another shape of that size it is rejected.
+    // The mutant is rejected on another shape of that size.
     let (with_shape, text) = score(&|campaign| campaign.deck.shapes = DeckShapes::Given(vec![[3, 63, 8], [4, 16, 32]]));
     assert!(with_shape.accepted.iter().all(|name| name.mutant != "token-tail-of-32-lost"), "{text}");
     // A mutant is told under one option alone, and only what is missed is told.

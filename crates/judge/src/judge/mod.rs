@@ -175,7 +175,7 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
     let again: Vec<CandidateOutputs> =
         failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
     take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard));
-    // What sums in lanes lose takes walks along each row to bound: only candidates that fail without it are asked.
+    // The bound of sums in lanes takes walks along each row, so it is computed only for candidates that fail without it.
     let standard = limits.at(Grade::Standard);
     let long = judged.reference.shape().vocab > condition::LONG_ROW;
     if long {

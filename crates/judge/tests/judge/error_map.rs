@@ -60,7 +60,7 @@ fn error_map_of_dlogits_shows_the_broken_entries() {
     for verdict in failed(&verdicts) {
         assert_eq!(largest(verdict), verdict.tally.badness(), "{}", verdict.gate);
     }
-    // Where every entry of one token is wrong, the tokens tell more.
+    // If every entry of one token is wrong, the picture is along the tokens.
     let verdicts = judged(&|dlogits| dlogits.slice_mut(s![1, 1, ..]).fill(0.0));
     let shown = first_picture(&verdicts);
     assert_eq!((shown.axis, shown.extent, shown.beyond()), (PictureAxis::Token, 6, vec![[4, 4]]));

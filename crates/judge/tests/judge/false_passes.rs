@@ -108,6 +108,23 @@ fn verdict_without_a_gradient_that_was_compared_is_no_pass() {
     assert!(total(&reported).ends_with("; no gradient of problem with candidate was compared"), "{}", total(&reported));
 }
 
+/// The loss and the gradient of a batch in which no token counts are 0, which is compared.
+#[test]
+fn verdict_without_a_counting_token_passes_if_the_gradient_is_0() {
+    let spec = LossSpec::default();
+    let mut problem = overflowing(&spec);
+    problem.mask.fill(false);
+    let known = JudgedProblem::new(&spec, &problem).unwrap();
+    let right = Native::default().run(&spec, problem.clone(), 1).unwrap();
+    let judged = |candidate| known.judge(candidate, &Limits::external(Grade::Standard)).unwrap().verdicts;
+    assert!(reported(&judged(right.clone())).pass);
+    let mut wrong = right.clone();
+    wrong.gradient.fill_row(1, 2, 1e-30);
+    assert!(!reported(&judged(wrong)).pass);
+    let without_loss_of_0 = Candidate { loss: Some(arr0(1e-6_f32).into()), ..right };
+    assert!(!reported(&judged(without_loss_of_0)).pass);
+}
+
 #[test]
 fn dtype_coarser_than_promised_is_judged_by_the_promise() {
     let spec = LossSpec::default();

@@ -120,7 +120,7 @@ fn mutants_are_rejected_at_production_width() {
 /// and one that drops other rows of few only.
 const ACCEPTED: [&str; 4] = ["max-of-first-tile", "target-collapses", "off-policy-mean-over-width", "stale-max"];
 
-/// They take more rows, or tokens, or logits in f32.
+/// The mutants whose bits no problem of this width changes: they need more sequences, more tokens, or logits in f32.
 const NOT_EXERCISED: [&str; 11] = [
     "logits-in-tf32",
     "logits-in-bf16-in-forward",
