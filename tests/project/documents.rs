@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use assay::judge::generate::Regime;
+
 use super::prose;
 
 /// Folders of this project whose paths are written out in documents. `tests` is not among them: other projects have one too.
@@ -164,4 +166,12 @@ fn documents_links_and_paths_are_found_in_text() {
     let text = "[a](../src/lib.rs#L1) and `crates/core/src/lib.rs`, docs/*.md, https://example.org/src/no.rs: [b](https://x.org).";
     assert_eq!(links(text, Path::new("docs")), [PathBuf::from("docs/../src/lib.rs")]);
     assert_eq!(paths(text), [PathBuf::from("crates/core/src/lib.rs")]);
+}
+
+#[test]
+fn documents_glossary_names_every_regime() {
+    let glossary = fs::read_to_string("docs/glossary.md").unwrap();
+    for regime in Regime::ALL {
+        assert!(glossary.contains(&format!("`{regime}`")), "docs/glossary.md does not name the regime {regime}");
+    }
 }

@@ -1,4 +1,4 @@
-//! What a campaign leaves in memory and running, removed however the campaign ends.
+//! [`Guardian`]: removes a campaign's folder and ends its kernel's processes, however the campaign ends.
 
 use std::env;
 use std::fs::{self, File};
@@ -17,7 +17,8 @@ const SHARED_MEMORY: &str = "/dev/shm";
 /// The start of the names of folders with problems and candidates.
 const PREFIX: &str = "assay-worker-";
 
-/// Reads the worker's group, line after line, until the campaign closes the pipe or ends; then kills the last one and removes the folder.
+/// The shell script of the guardian: reads the worker's process group, line after line, until the campaign closes the pipe or ends; then
+/// kills the last group and removes the folder.
 const SCRIPT: &str = r#"
 trap '' HUP INT TERM
 group=

@@ -1,4 +1,4 @@
-//! What a token's answer depends on and must not: other tokens, and what masked tokens hold.
+//! Dependence of a token's answer on other tokens and on masked content is told where a kernel has it, and nowhere else.
 
 use std::sync::Arc;
 
