@@ -48,6 +48,9 @@ const SAME_FAULTS: u64 = 10;
 /// The golden ratio as a fraction of 2⁶⁴: its multiples, modulo 1, fill an interval evenly, and in step with no other cycle of a deck.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
+/// The largest vocabularies of the ranges for which the time is told.
+const VOCABULARIES: [usize; 3] = [1024, 16_384, 65_536];
+
 /// A tile of columns, for what is counted of targets at its edges.
 const TILE: usize = 128;
 
@@ -86,6 +89,7 @@ impl Campaign {
             coverage: schema::DeckCoverage::default(),
             features: FeatureCounts::new(&self.deck),
             trials: Vec::new(),
+            costs: Vec::new(),
         };
         // Problems that failed in an earlier campaign come first, then the deck by number.
         round.repros(progress)?;
@@ -93,7 +97,9 @@ impl Campaign {
             if round.is_over() {
                 break;
             }
+            let (begun, vocabulary) = (Instant::now(), self.deck.deal(index).recipe.shape[2]);
             round.deal(index)?;
+            round.add_cost(vocabulary, begun.elapsed().as_secs_f64());
             let (tried, failed) = (round.tried, round.failed);
             progress(CampaignProgress { tried, cases: self.deck.cases, failed });
         }
@@ -164,6 +170,8 @@ struct Round<'r, P: Subject> {
     features: FeatureCounts,
     /// Every problem of the deck that was tried, and whether the kernel failed on it.
     trials: Vec<(DealtRecipe, bool)>,
+    /// The time by ranges of vocabularies, in the order in which they were met.
+    costs: Vec<schema::VocabularyCost>,
 }
 
 impl<P: Subject> Round<'_, P> {
@@ -207,6 +215,20 @@ impl<P: Subject> Round<'_, P> {
             }
         }
         Ok(())
+    }
+
+    /// Adds the time of a problem over `vocabulary` entries to that of its range.
+    fn add_cost(&mut self, vocabulary: usize, seconds: f64) {
+        let range = |vocabulary| VOCABULARIES.iter().position(|largest| vocabulary <= *largest);
+        let of_same_range = self.costs.iter_mut().find(|cost| range(cost.vocabulary) == range(vocabulary));
+        match of_same_range {
+            Some(cost) => {
+                cost.vocabulary = cost.vocabulary.max(vocabulary);
+                cost.problems += 1;
+                cost.seconds += seconds;
+            }
+            None => self.costs.push(schema::VocabularyCost { vocabulary, problems: 1, seconds }),
+        }
     }
 
     /// Tries problem `index` of the deck, with the first of several seeds under which a token has a gradient.
@@ -477,6 +499,7 @@ impl<P: Subject> Round<'_, P> {
         };
         let (allowed, causes): (Vec<_>, Vec<_>) = causes.into_iter().partition(may_fail);
         let power = self.power()?;
+        self.costs.sort_by_key(|cost| cost.vocabulary);
         self.coverage.features = self.features.table();
         Ok(schema::CampaignReport {
             passed: self.tried > 0 && causes.is_empty() && self.coverage.with_gradient > 0 && !self.interrupted,
@@ -497,6 +520,7 @@ impl<P: Subject> Round<'_, P> {
             allowed,
             skipped: self.skipped.into_iter().map(|(why, cases)| schema::SkippedProblems { cases, why }).collect(),
             coverage: self.coverage,
+            costs: self.costs,
             power,
         })
     }

@@ -47,6 +47,9 @@ pub struct CampaignReport {
     pub skipped: Vec<SkippedProblems>,
     /// The features that the problems covered.
     pub coverage: DeckCoverage,
+    /// The time that problems of each size of vocabulary took; sizes of which none was tried are left out.
+    #[serde(default)]
+    pub costs: Vec<VocabularyCost>,
     /// The number of mutants that it would have caught; `None` if they were not counted.
     pub power: Option<MutationScore>,
 }
@@ -178,6 +181,17 @@ pub struct DeckCoverage {
     pub empty_rows: u64,
     /// The features that a kernel may depend on, the most important first, with the problems that had them.
     pub features: Vec<FeatureCoverage>,
+}
+
+/// The problems of a campaign whose vocabularies have a size in a range, and the time that they took.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VocabularyCost {
+    /// The size of the largest vocabulary that was met in the range; ranges end at 1,024, 16,384 and 65,536.
+    pub vocabulary: usize,
+    /// The number of problems.
+    pub problems: u64,
+    /// The seconds in which they were drawn, answered and judged.
+    pub seconds: f64,
 }
 
 /// The problems of a campaign that had one feature.

@@ -54,7 +54,10 @@ fn report_has_details_where_they_are_asked_for() {
     let found = tail_is_dropped(&kept);
     let brief = text(&found, &TextForm { details: false, python_call: Some("kernel(problem)".into()) });
     let long = text(&found, &TextForm { details: true, python_call: None });
-    for detail in ["κ ", "1 ulp", "  0x", "inputs", "clipped low"] {
+    // The time by size is that of every problem, once.
+    assert_eq!(found.costs.iter().map(|cost| cost.problems).sum::<u64>(), found.cases);
+    assert!(found.costs.is_sorted_by_key(|cost| cost.vocabulary), "{:?}", found.costs);
+    for detail in ["time         V ≤ ", "κ ", "1 ulp", "  0x", "inputs", "clipped low"] {
         assert!(!brief.contains(detail) && long.contains(detail), "{detail}:\n{brief}\n{long}");
     }
     assert!(brief.contains("problem.check(kernel(problem)).raise_for_failure()"), "{brief}");
