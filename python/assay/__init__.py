@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from ._agreement import Agreement as Agreement
+    from ._agreement import compare_logp as compare_logp
     from ._check import check as check
     from ._check import kernel as kernel
     from ._logp import check_logp as check_logp
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from ._report import Report as Report
 
 __all__ = [
+    "Agreement",
     "Array",
     "AssayError",
     "Cause",
@@ -72,6 +75,7 @@ __all__ = [
     "check",
     "check_logp",
     "check_loss",
+    "compare_logp",
     "kernel",
     "load",
     "problems",
@@ -226,6 +230,8 @@ def __getattr__(name: str) -> object:
         from . import _logp as module  # type: ignore[no-redef]
     elif name == "check_loss":
         from . import _loss as module  # type: ignore[no-redef]
+    elif name in ("Agreement", "compare_logp"):
+        from . import _agreement as module  # type: ignore[no-redef]
     elif name in ("Cause", "Report"):
         from . import _report as module  # type: ignore[no-redef]
     else:

@@ -11,7 +11,10 @@ __all__ = [
     "Problems",
     "Spec",
     "Verdicts",
+    "agreement_page",
+    "agreement_text",
     "answer",
+    "compare_logp",
     "load",
     "gpu_enqueue",
     "gpu_numbers",
@@ -305,6 +308,19 @@ def answer(
     inplace: bool,
     path: str | os.PathLike[str],
 ) -> None: ...
+def agreement_page(json: str) -> str: ...
+def agreement_text(json: str) -> str: ...
+def compare_logp(
+    trainer: Any,
+    sampler: Any,
+    mask: list[list[bool]] | None,
+    advantages: list[list[float]] | None,
+    ids: list[list[int]] | None,
+    logits: Any,
+    head: tuple[Any, Any, str] | None,
+    spec: Spec,
+    options: Mapping[str, Any],
+) -> str: ...
 def page(json: str) -> str: ...
 def report_markdown(json: str) -> str: ...
 def report_text(json: str, details: bool, call: str | None) -> str: ...

@@ -2,6 +2,7 @@
 //!
 //! What Python code sees of it, with its types and errors, is `assay/_native.pyi`.
 
+mod agreement;
 mod campaign;
 mod deck;
 mod emitted;
@@ -32,6 +33,8 @@ fn run(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<u8> {
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::agreement::{agreement_page, agreement_text, compare_logp};
     #[pymodule_export]
     use super::campaign::{Campaign, answer, page, report_markdown, report_text};
     #[pymodule_export]

@@ -6,7 +6,7 @@ use clap::Command;
 
 /// The commands under each heading, in order. A build without a feature lacks some of them.
 const HEADINGS: [(&str, &[&str]); 4] = [
-    ("Judge a kernel", &["check", "judge", "suite", "generate", "replay", "gradcheck", "report"]),
+    ("Judge a kernel", &["check", "judge", "compare-logp", "suite", "generate", "replay", "gradcheck", "report"]),
     (
         "Look at losses, limits and implementations",
         &["list", "spec", "metrics", "peers", "tolerances", "mutants", "panel"],

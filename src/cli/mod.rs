@@ -4,6 +4,7 @@
 mod ab;
 mod bench;
 mod check;
+mod compare_logp;
 #[cfg(feature = "pjrt")]
 mod compile;
 #[cfg(feature = "pjrt")]
@@ -97,6 +98,8 @@ enum Command {
     Judge(judge::JudgeCommand),
     /// Give a kernel of your own many problems, and say what is wrong with it and why
     Check(check::CheckCommand),
+    /// Compare a trainer's log-probabilities with a sampler's, and say what explains the difference
+    CompareLogp(compare_logp::CompareLogpCommand),
     /// Write a folder of problems, to be judged together
     Suite(suite::SuiteCommand),
     /// Show what trainers would log of a problem, and what it means
@@ -340,6 +343,7 @@ impl Command {
             Command::Generate(command) => command.run(),
             Command::Judge(command) => command.run(),
             Command::Check(command) => command.run(),
+            Command::CompareLogp(command) => command.run(),
             Command::Suite(command) => command.run(),
             Command::Metrics(command) => command.run(),
             #[cfg(feature = "pjrt")]

@@ -31,6 +31,7 @@
 //! The judge sees the reference, and of a kernel only what it returned. What each gate allows, and why, is derived in
 //! `docs/tolerances.md`; the numbers are in `tolerances.toml`.
 
+pub mod agreement;
 mod column_bounds;
 mod condition;
 pub mod coverage;

@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use assay_schema::ab::AbComparison;
+use assay_schema::agreement::LogpAgreement;
 use assay_schema::bench::BenchFigures;
 use assay_schema::campaign::CampaignReport;
 use assay_schema::compile::{TpuProgramReport, TpuTable};
@@ -60,7 +61,7 @@ fn parse<P: ReportPart + DeserializeOwned + 'static>(value: Value) -> serde_json
 }
 
 /// The key that only results of a kind have, the commands that write them, the heading and the parser.
-const KINDS: [(&str, &str, &str, Parse); 10] = [
+const KINDS: [(&str, &str, &str, Parse); 11] = [
     ("checks", "replay, gradcheck or judge", "Verdicts", parse::<Verdicts>),
     ("step_s_p50", "bench", "Time and memory", parse::<BenchFigures>),
     ("cycles", "compile", "Compiled for a TPU", parse::<TpuProgramReport>),
@@ -71,6 +72,7 @@ const KINDS: [(&str, &str, &str, Parse); 10] = [
     ("files", "peers", "Recorded runs of others", parse::<PeersReport>),
     ("arms", "ab", "Kernel off and on", parse::<AbComparison>),
     ("causes", "check", "Campaign", parse::<CampaignReport>),
+    ("agrees", "compare-logp", "Trainer and sampler", parse::<LogpAgreement>),
 ];
 
 impl Input {

@@ -9,6 +9,7 @@
 //! light, dark and paper.
 
 mod ab;
+mod agreement;
 mod bench;
 mod campaign;
 mod compiled;

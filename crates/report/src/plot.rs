@@ -424,6 +424,61 @@ pub fn curves(curves: &[Curve], axis: &Axis, caption: &Markup) -> Markup {
     })
 }
 
+/// Points of a [`dots`] plot.
+pub struct Dots {
+    /// The points, each with its tone; those whose height is not above 0 are drawn at the foot.
+    pub points: Vec<(f64, f64, Tone)>,
+}
+
+/// Draws points over a linear axis, with a logarithmic one for their heights.
+///
+/// ```
+/// use assay_report::plot::{Dots, Tone, dots};
+/// use maud::html;
+///
+/// let points = Dots { points: vec![(-1.0, 1e-3, Tone::First), (-2.0, 0.0, Tone::Bad)] };
+/// assert!(dots(&points, &html! { "a difference" }).into_string().contains("<circle"));
+/// ```
+pub fn dots(dots: &Dots, caption: &Markup) -> Markup {
+    const FOOT: f64 = 1e-12;
+    let finite: Vec<(f64, f64, Tone)> = dots
+        .points
+        .iter()
+        .filter(|(x, y, _)| x.is_finite() && y.is_finite())
+        .map(|&(x, y, tone)| (x, y.max(FOOT), tone))
+        .collect();
+    let Some(x) = extent(finite.iter().map(|(x, ..)| *x)) else { return html! {} };
+    let heights = || finite.iter().map(|(_, y, _)| *y);
+    // The axis ends at whole powers of ten.
+    let low = 10_f64.powf(heights().fold(f64::INFINITY, f64::min).log10().floor());
+    let high = 10_f64.powf(heights().fold(0.0, f64::max).log10().floor() + 1.0);
+    figure(caption, (NARROW, 230), |area| {
+        let mut chart = ChartBuilder::on(area)
+            .margin(8)
+            .margin_right(14)
+            .x_label_area_size(26)
+            .y_label_area_size(58)
+            .build_cartesian_2d(x, (low..high).log_scale())?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_labels(5)
+            .y_labels(6)
+            .bold_line_style(Tone::Rule.stand_in())
+            .light_line_style(TRANSPARENT)
+            .axis_style(Tone::Rule.stand_in())
+            .label_style(text_style(Tone::Faint, HPos::Center, VPos::Top))
+            .x_label_formatter(&|x| short(*x))
+            .y_label_formatter(&|y| if *y == 1.0 { "1".into() } else { power_of_ten(*y) })
+            .draw()?;
+        let crowd = (1.0 / (finite.len() as f64).sqrt()).clamp(0.4, 0.9);
+        chart.draw_series(
+            finite.iter().map(|&(x, y, tone)| Circle::new((x, y), 2, tone.stand_in().mix(crowd).filled())),
+        )?;
+        Ok(())
+    })
+}
+
 /// The range of `values`, a little wider than nothing.
 fn extent(values: impl Iterator<Item = f64>) -> Option<Range<f64>> {
     // A drawing of anything larger overflows on the way to pixels.

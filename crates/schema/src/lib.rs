@@ -7,6 +7,7 @@
 //! JSON has no NaN and no ∞. Both are written `null`; a number that may be either is NaN when it is read again.
 
 pub mod ab;
+pub mod agreement;
 pub mod bench;
 pub mod campaign;
 pub mod compile;

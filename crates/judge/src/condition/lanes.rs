@@ -68,8 +68,12 @@ fn exponentials(probabilities: &[f64]) -> Vec<f32> {
 
 /// Bounds the relative error of the sum of a token's exponentials, added in f32 in lanes.
 pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
-    let row = reference.row(b, t, token);
-    let terms = exponentials(&row.logp().probabilities);
+    lane_sum_error_of(&reference.row(b, t, token).logp().probabilities)
+}
+
+/// Bounds the same of a row's probabilities, up to a factor.
+pub(crate) fn lane_sum_error_of(probabilities: &[f64]) -> f64 {
+    let terms = exponentials(probabilities);
     let error = |lanes| {
         let LaneErrors { sum, absorbed, independent, .. } = LaneErrors::walk(terms.iter().copied(), lanes);
         (absorbed + independent) / sum

@@ -58,7 +58,7 @@ use softmax::{logp_bound, others_bound};
 use terms::{clamp_rounding, importance, kl_flushed, weighted};
 
 pub(crate) use bound::{ErrorBound, FLUSHED};
-pub(crate) use lanes::LONG_ROW;
+pub(crate) use lanes::{LONG_ROW, lane_sum_error_of};
 pub(crate) use moves::{InputMoves, response};
 pub(crate) use sequence::RatioTerms;
 pub(crate) use softmax::{LogitErrors, SoftmaxErrors, entropy_errors, sum_error, transform_rounding};

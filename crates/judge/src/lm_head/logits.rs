@@ -14,7 +14,7 @@ use assay_reference::HeadReference;
 ///
 /// If logits are rounded to a dtype, rounding removes the product's own error, except where the error carries the logit over a tie
 /// between two values of that dtype: the logit is then off by their step.
-pub(super) fn logit_errors(reference: &HeadReference, problem: &HeadProblem, limits: &Limits) -> Vec<LogitErrors> {
+pub(crate) fn logit_errors(reference: &HeadReference, problem: &HeadProblem, limits: &Limits) -> Vec<LogitErrors> {
     let rounding = problem.logits.rounds_logits.then_some(problem.dtype());
     let (on_logits, HeadShape { tokens, hidden, vocab, .. }) = (reference.on_logits(), reference.shape());
     // A logit is a walk of H steps, whose partial sums are about |x| + ‖terms‖₂ each, and each is rounded once.

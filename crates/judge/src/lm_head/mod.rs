@@ -55,7 +55,7 @@ use dhidden::DhiddenLimits;
 use dlm_head::DlmHeadLimits;
 use dlogits::{DlogitsErrors, token_product_errors};
 use gradient::GradientGates;
-use logits::logit_errors;
+pub(crate) use logits::logit_errors;
 
 /// The least number of equal logits in a row, or of equal hidden states, whose errors are added up before they are squared.
 const ALIKE: usize = 8;
