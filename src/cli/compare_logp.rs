@@ -48,7 +48,7 @@ pub(super) struct CompareLogpCommand {
     /// Softmax temperature that both sides should apply
     #[arg(long, value_name = "T", default_value_t = 1.0)]
     temperature: f64,
-    /// Softcap of the logits
+    /// Softcap that both sides should apply to the logits
     #[arg(long, value_name = "CAP")]
     softcap: Option<f64>,
     /// Number of vocabulary entries that are tokens, the rest being padding
@@ -57,10 +57,10 @@ pub(super) struct CompareLogpCommand {
     /// The sampler's top-k, which a side may have applied before it took log-probabilities
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// The sampler's top-p
+    /// The sampler's top-p, which a side may have applied likewise
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// The sampler's min-p
+    /// The sampler's min-p, which a side may have applied likewise
     #[arg(long, value_name = "P")]
     min_p: Option<f64>,
     /// Dtype of the trainer's own logits, where it is not that of the logits given

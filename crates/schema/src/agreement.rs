@@ -40,10 +40,10 @@ pub struct TokenPair {
     pub b: usize,
     /// The index of the token in its row.
     pub t: usize,
-    /// The trainer's log-probability, nats.
+    /// The trainer's log-probability of the token, nats.
     #[serde(deserialize_with = "super::number::or_nan")]
     pub trainer: f64,
-    /// The sampler's log-probability, nats.
+    /// The sampler's log-probability of the token, nats.
     #[serde(deserialize_with = "super::number::or_nan")]
     pub sampler: f64,
     /// The distance that rounding alone may put between the two, nats; `None` if there are no logits.
@@ -55,10 +55,10 @@ pub struct TokenPair {
 pub struct AgreementFigure {
     /// The name, with the project whose it is.
     pub name: String,
-    /// The value.
+    /// The value of the figure over all tokens.
     #[serde(deserialize_with = "super::number::or_nan")]
     pub value: f64,
-    /// The formula.
+    /// The formula by which it is computed.
     pub definition: String,
 }
 
@@ -67,7 +67,7 @@ pub struct AgreementFigure {
 pub struct RoundingFloor {
     /// The median over tokens, nats.
     pub median: f64,
-    /// The largest, nats.
+    /// The largest over all tokens, nats.
     pub largest: f64,
     /// The number of tokens that differ by more than their floor.
     pub beyond: u64,
@@ -80,7 +80,7 @@ pub struct RoundingFloor {
 /// The computation that one side's numbers are those of.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SideFinding {
-    /// `trainer` or `sampler`.
+    /// The name of the side, `trainer` or `sampler`.
     pub side: String,
     /// Whether the numbers are those of the declared computation.
     pub declared: bool,
@@ -100,7 +100,7 @@ pub struct DifferenceAtPosition {
     pub from: usize,
     /// The last position of the range.
     pub to: usize,
-    /// The number of tokens.
+    /// The number of tokens that count there.
     pub tokens: u64,
     /// The mean of |trainer − sampler|, nats.
     pub mean: f64,
@@ -113,7 +113,7 @@ pub struct DifferenceAtPosition {
 pub struct DifferenceOfSequence {
     /// The index of the sequence.
     pub sequence: usize,
-    /// The number of tokens.
+    /// The number of tokens that count there.
     pub tokens: u64,
     /// The mean of |trainer − sampler|, nats.
     pub mean: f64,

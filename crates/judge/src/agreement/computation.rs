@@ -9,31 +9,31 @@ use assay_core::spec::{LogitsTransform, LossSpec, Support, TemperatureDivides};
 /// The vocabulary entries that a sampler keeps; the probabilities of the others are 0, and those of the kept ones sum to 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum KeptSet {
-    /// All entries.
+    /// All entries of the row.
     All,
     /// The so many largest, and those equal to the last of them.
     TopK(usize),
     /// The fewest of the largest whose probabilities sum to at least this.
     TopP(f64),
-    /// Those with at least this share of the largest probability.
+    /// The entries with at least this share of the largest probability.
     MinP(f64),
 }
 
-/// What a temperature does to the declared one, `T`.
+/// The temperature that a side applies, by the declared one, `T`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum TemperatureUsed {
-    /// `T`, as declared.
+    /// The declared temperature, `T`.
     Declared,
     /// None: the logits are taken as they are.
     None,
-    /// `T`, twice.
+    /// The declared temperature, applied twice: `T²`.
     Twice,
-    /// `T` times this factor.
+    /// The declared temperature times this factor.
     Times(f64),
 }
 
 impl TemperatureUsed {
-    fn of(self, declared: f64) -> f64 {
+    fn applied(self, declared: f64) -> f64 {
         match self {
             Self::Declared => declared,
             Self::None => 1.0,
@@ -82,7 +82,7 @@ pub(super) struct PredictedLogp {
 /// The factors of limits that all tokens share.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LimitFactors {
-    /// The `κ` of logp.
+    /// The factor `κ` of the limits of logp.
     pub(super) kappa: f64,
     /// The error of an exponent in units of `u` and the largest logit.
     pub(super) offset: f64,
@@ -93,7 +93,7 @@ pub(super) struct LimitFactors {
 }
 
 /// A row of logits of one token, with what else its log-probability needs.
-pub(super) struct LogitsRow<'a> {
+pub(super) struct ComparedRow<'a> {
     pub(super) logits: Vec<f64>,
     /// The error of each logit before anything reads it; empty if logits are given.
     pub(super) errors: &'a [f32],
@@ -119,9 +119,9 @@ impl LogpComputation {
     }
 
     /// Returns the exponents `z`: logits rounded, transformed, divided by the temperature, and −∞ outside the support.
-    pub(super) fn exponents(&self, row: &LogitsRow) -> Vec<f64> {
+    pub(super) fn exponents(&self, row: &ComparedRow) -> Vec<f64> {
         let temperature = match self.divides {
-            TemperatureDivides::Logits => self.temperature.of(row.temperature),
+            TemperatureDivides::Logits => self.temperature.applied(row.temperature),
             TemperatureDivides::Logp => 1.0,
         };
         let LogitsTransform { scale, softcap, bias } = &self.transform;
@@ -147,7 +147,7 @@ impl LogpComputation {
     }
 
     /// Evaluates the computation for a token. The id must be one of the row.
-    pub(super) fn evaluate(&self, row: &LogitsRow, factors: LimitFactors) -> PredictedLogp {
+    pub(super) fn evaluate(&self, row: &ComparedRow, factors: LimitFactors) -> PredictedLogp {
         let mut z = self.exponents(row);
         let max = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         // Entries that the sampler drops are as if their logits were −∞.
@@ -191,7 +191,7 @@ impl LogpComputation {
         }
         let factor = match self.divides {
             TemperatureDivides::Logits => 1.0,
-            TemperatureDivides::Logp => 1.0 / self.temperature.of(row.temperature),
+            TemperatureDivides::Logp => 1.0 / self.temperature.applied(row.temperature),
         };
         let scale = 1.0 + gap + mean_gap + log_p.abs() + rounded;
         PredictedLogp {
@@ -202,9 +202,9 @@ impl LogpComputation {
     }
 
     /// Returns what the exponents are divided by.
-    fn divided_by(&self, row: &LogitsRow) -> f64 {
+    fn divided_by(&self, row: &ComparedRow) -> f64 {
         match self.divides {
-            TemperatureDivides::Logits => self.temperature.of(row.temperature),
+            TemperatureDivides::Logits => self.temperature.applied(row.temperature),
             TemperatureDivides::Logp => 1.0,
         }
     }

@@ -9,7 +9,7 @@ use assay_schema::agreement::{
     AgreementFigure, DifferenceAtPosition, DifferenceOfSequence, DifferenceTrend, TokenPair,
 };
 
-/// The ranges of positions that are told apart.
+/// The number of ranges that positions are summarised by.
 const RANGES: usize = 16;
 
 /// The sequences that are listed.
@@ -21,12 +21,12 @@ const CORRELATED: f64 = 0.3;
 /// The fewest tokens of which a correlation is told.
 const FEWEST: usize = 20;
 
-/// Returns `trainer − sampler`.
+/// Returns the difference, `trainer − sampler`, in nats.
 pub(super) fn difference(pair: &TokenPair) -> f64 {
     pair.trainer - pair.sampler
 }
 
-/// Returns `|trainer − sampler|`.
+/// Returns the size of the difference, `|trainer − sampler|`, in nats.
 pub(super) fn size(pair: &TokenPair) -> f64 {
     difference(pair).abs()
 }

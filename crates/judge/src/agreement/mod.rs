@@ -65,7 +65,7 @@ const POINTS: usize = 1500;
 /// The logits that both sides compute from: given, or a product of hidden states and an LM head.
 #[derive(Clone, Debug)]
 pub enum SharedLogits {
-    /// The logits.
+    /// The logits, with the tokens.
     Logits(Problem),
     /// The hidden states and the LM head.
     Head(HeadProblem),
@@ -123,9 +123,9 @@ impl LogpQuestion {
 /// The two programs that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogpSide {
-    /// The program that trains.
+    /// The program that trains the policy.
     Trainer,
-    /// The program that sampled.
+    /// The engine that sampled the tokens.
     Sampler,
 }
 
@@ -151,7 +151,7 @@ pub enum AgreementError {
         /// The shape of the trainer's array.
         expected: Vec<usize>,
     },
-    /// No token counts.
+    /// The mask leaves no token that counts.
     #[error("`mask`: got no token that counts, expected one at least")]
     NoTokens,
     /// A sampling parameter is out of range.

@@ -3,7 +3,7 @@
 use ndarray::{Array2, Ix3};
 
 use super::SharedLogits;
-use super::computation::{LimitFactors, LogitsRow, LogpComputation, PredictedLogp};
+use super::computation::{ComparedRow, LimitFactors, LogpComputation, PredictedLogp};
 use crate::condition::LogitErrors;
 use crate::judgeable::Judgeable;
 use crate::lm_head::logit_errors;
@@ -78,7 +78,7 @@ impl AgreementRows {
     }
 
     /// Returns what a computation needs of token `[b,t]`; `None` if its row or its id is beyond the sequence or the vocabulary.
-    pub(super) fn row(&self, computation: &LogpComputation, (b, t): (usize, usize)) -> Option<LogitsRow<'_>> {
+    pub(super) fn row(&self, computation: &LogpComputation, (b, t): (usize, usize)) -> Option<ComparedRow<'_>> {
         let Problem { ids, mask, extra, .. } = &self.problem;
         let shift = computation.shift;
         let width = mask.ncols();
@@ -95,7 +95,7 @@ impl AgreementRows {
         };
         let logits = logits.row(b, row);
         let errors = self.errors.get(b * width + row).map_or(&[][..], |errors| &errors.each);
-        (id < logits.len()).then(|| LogitsRow {
+        (id < logits.len()).then(|| ComparedRow {
             logits,
             errors,
             bias: self.problem.extra.bias.as_ref().and_then(|bias| bias.as_slice()),

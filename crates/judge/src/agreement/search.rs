@@ -34,7 +34,7 @@ const BEYOND_LANES: f64 = 64.0;
 /// The range of factors of the temperature that are looked for.
 const FACTORS: [f64; 2] = [1.0 / 64.0, 64.0];
 
-/// What explains one side's numbers.
+/// The explanation of one side's numbers.
 pub(super) struct SideExplanation {
     /// The computations with these numbers, each with its largest error / limit; empty if nothing explains them.
     pub(super) computations: Vec<(LogpComputation, f64)>,
@@ -97,7 +97,7 @@ impl<'r> ComputationSearch<'r> {
         }
         if found.is_empty() {
             // Two differences at once: each of two known ones, and each known one with one that is fitted. With a kept set a number is no
-            // smooth function of the temperature, so a temperature beside it is one of few digits.
+            // smooth function of the temperature, so a temperature that meets one is of few digits.
             let cooler = self.temperatures();
             found = self.those_that_fit(&pairs(&self.declared, &[&single[..], &cooler].concat()));
             if found.is_empty() {
@@ -170,7 +170,7 @@ impl<'r> ComputationSearch<'r> {
         likely.into_iter().filter_map(fits).collect()
     }
 
-    /// Returns the largest error / limit over the first `count` tokens; `None` if one is beyond its limit, or there is none to compare.
+    /// Returns the largest error / limit over the first `count` tokens; `None` if one is beyond its limit, or nothing can be compared.
     fn largest_error(&self, computation: &LogpComputation, count: usize) -> Option<f64> {
         let of = |token: &SideToken| {
             // A token whose neighbour is another sequence's says nothing of a shift.

@@ -12,7 +12,7 @@ const LABEL: usize = 12;
 /// Concludes in one sentence what was found.
 pub(super) fn conclusion(agreement: &LogpAgreement) -> String {
     let LogpAgreement { sides, nonfinite_tokens, tokens, .. } = agreement;
-    let explained = of_sides(sides);
+    let explained = explanation_of_sides(sides);
     if *nonfinite_tokens == 0 {
         return explained;
     }
@@ -22,7 +22,7 @@ pub(super) fn conclusion(agreement: &LogpAgreement) -> String {
 }
 
 /// Concludes from what both sides compute.
-fn of_sides(sides: &[SideFinding]) -> String {
+fn explanation_of_sides(sides: &[SideFinding]) -> String {
     if sides.is_empty() {
         return "not judged: without logits only sizes and signs are known; give the logits, or hidden states and LM head".into();
     }
