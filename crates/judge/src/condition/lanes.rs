@@ -2,9 +2,10 @@
 //! vector units add them, and of the entropy that is a difference of two numbers made from such sums.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::U;
-use assay_reference::{Reference, SoftmaxColumns, Token};
+use assay_reference::{OtherLogp, Reference, SoftmaxColumns, Token};
 
 /// The lanes of vector units: eight f32 of AVX2, sixteen of AVX-512. GPUs have more, with fewer terms each.
 const LANES: [usize; 2] = [8, 16];
@@ -17,6 +18,26 @@ const ABSORBED: u32 = u32::MAX;
 
 /// Standard deviations of a sum of independent errors that are allowed.
 const DEVIATIONS: f64 = 6.0;
+
+/// A hasher of the bits of terms: a row's walks look up each of 151,936 terms.
+#[derive(Default)]
+struct TermHasher(u64);
+
+impl Hasher for TermHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
+    }
+
+    fn write_u32(&mut self, bits: u32) {
+        // The product's upper half mixes all bits, and a table takes its places from the lower ones.
+        let product = (self.0 ^ u64::from(bits)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = product ^ (product >> 32);
+    }
+}
 
 /// A sum in lanes and the two parts of its error, each in the sum's own unit.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,7 +62,7 @@ impl LaneErrors {
     /// times the root of `Σ D_t²` only by a chance of 2e-9; the smaller of the two, and what is absorbed, is the bound.
     fn walk(terms: impl Iterator<Item = f32>, lanes: usize) -> Self {
         let mut sums = vec![0.0_f32; lanes];
-        let mut by_term: HashMap<u32, f64> = HashMap::with_capacity(1024);
+        let mut by_term: HashMap<u32, f64, BuildHasherDefault<TermHasher>> = HashMap::default();
         for (j, term) in terms.enumerate() {
             let lane = &mut sums[j % lanes];
             let exact = f64::from(*lane) + f64::from(term);
@@ -81,6 +102,82 @@ pub(crate) fn lane_sum_error_of(probabilities: &[f64]) -> f64 {
     LANES.into_iter().map(error).fold(0.0, f64::max)
 }
 
+/// The errors of an entropy, in nats.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct EntropyErrors {
+    /// The bound of the error of the entropy itself.
+    pub(super) value: f64,
+    /// The bound of the error of the entropy that the gradient's columns share, as they have one sum in common.
+    pub(super) gradient: f64,
+}
+
+/// Bounds the error of an entropy that is computed as `−Σ p·ln p`, where the sum of exponentials is off by `lane_sum` of
+/// itself and the second sum is added up in lanes too.
+///
+/// If every `p` is off by `η`, then so is every `ln p`, and the entropy by `η(H − 1)`. The second sum is walked like the first. Its terms
+/// have the rounding of the `p` that the kernel has, which are off by `η` themselves, so they are walked with all of them at either end
+/// of that range too. Equal terms are rounded alike in both sums, so that the two errors add up.
+///
+/// Automatic differentiation makes a sum of its own: that of the cotangents of all log-probabilities, `−E·p(1 + ln p)`, with the cotangent
+/// `G` of logp among them where both are taken from one array. `G` may be a thousand times as large as the other terms of its lane, which
+/// then are rounded at its size. A gradient through `softmax` instead of its logarithm has the terms in two sums.
+pub(super) fn entropy_sum_error(
+    reference: &Reference,
+    (b, t): (usize, usize),
+    token: &Token,
+    lane_sum: f64,
+) -> EntropyErrors {
+    let row = reference.row(b, t, token);
+    let SoftmaxColumns { z, probabilities } = row.entropy();
+    let stats = &token.entropy_softmax.stats;
+    let largest = probabilities.iter().copied().fold(0.0, f64::max);
+    // The cotangents of logp, where they are added to those of the entropy.
+    let mut cotangents = vec![(token.id, reference.grad_logp(token, &token.branch, token.coupling))];
+    cotangents.extend(reference.others(token).iter().map(|&OtherLogp { id, grad_logp, .. }| (id, grad_logp)));
+    let has_gradient = token.grad_entropy != 0.0;
+    let is_shared = token.entropy_softmax.divisor == token.logp_softmax.divisor;
+    let size = |walk: LaneErrors| walk.absorbed + walk.independent;
+
+    let mut most = EntropyErrors::default();
+    for shift in [-lane_sum, 0.0, lane_sum] {
+        // The row as a kernel has it whose sum is off by `shift`. A column of probability 0 adds nothing.
+        let columns = z.iter().zip(probabilities).map(|(z, p)| match *p {
+            0.0 => [0.0; 2],
+            p => [p * (1.0 - shift), stats.log_probability(*z) - shift].map(|x| x as f32),
+        });
+        let columns: Vec<[f32; 2]> = columns.collect();
+        for lanes in LANES {
+            let walk = |factor: f32, term: fn([f32; 2]) -> f32| {
+                LaneErrors::walk(columns.iter().map(|column| factor * term(*column)), lanes)
+            };
+            // The products of probabilities, and those of exponentials that the sum divides.
+            let [of_p, of_e] = [1.0, 1.0 / largest].map(|unit| size(walk(unit as f32, |[p, l]| p * l)) / unit);
+            most.value = most.value.max(of_p).max(of_e);
+            if !has_gradient {
+                continue;
+            }
+            let factor = token.grad_entropy as f32;
+            let with_cotangents = |term: fn([f32; 2]) -> f32| {
+                let mut terms: Vec<f32> = columns.iter().map(|column| factor * term(*column)).collect();
+                for (id, grad) in &cotangents {
+                    terms[*id] += *grad as f32;
+                }
+                size(LaneErrors::walk(terms.into_iter(), lanes))
+            };
+            let of_logs: fn([f32; 2]) -> f32 = |[p, l]| -p - p * l;
+            let of_p: fn([f32; 2]) -> f32 = |[p, _]| -p;
+            let mut errors = [size(walk(factor, of_logs)), size(walk(factor, of_p))];
+            if is_shared {
+                errors = [errors[0].max(with_cotangents(of_logs)), errors[1].max(with_cotangents(of_p))];
+            }
+            let in_two = size(walk(factor, |[p, l]| p * l)) + errors[1];
+            most.gradient = most.gradient.max(errors[0].max(in_two) / token.grad_entropy.abs());
+        }
+    }
+    let of_sum = lane_sum * (1.0 + token.entropy);
+    EntropyErrors { value: of_sum + most.value, gradient: of_sum + most.gradient.max(most.value) }
+}
+
 /// Bounds the error of an entropy that is computed as `ln S + m − Σ p·z`, beyond what the two numbers lose by being rounded at the
 /// size of the largest logit.
 ///
@@ -95,7 +192,7 @@ pub(super) fn entropy_difference_error(
     (b, t): (usize, usize),
     token: &Token,
     roundings: f64,
-) -> f64 {
+) -> EntropyErrors {
     let row = reference.row(b, t, token);
     let SoftmaxColumns { z, probabilities } = row.entropy();
     let exponentials = exponentials(probabilities);
@@ -117,7 +214,14 @@ pub(super) fn entropy_difference_error(
         // Automatic differentiation sums the products once more, times the cotangent of the entropy.
         let with_cotangent =
             if token.grad_entropy == 0.0 { 0.0 } else { with_products(total / token.grad_entropy.abs() as f32) };
-        with_products(1.0).max(with_products(total)).max(with_cotangent)
+        let value = with_products(1.0).max(with_products(total));
+        EntropyErrors { value, gradient: value.max(with_cotangent) }
     };
-    LANES.into_iter().map(error).fold(0.0, f64::max) + roundings * U * size
+    let rounded = roundings * U * size;
+    LANES.into_iter().map(error).fold(EntropyErrors { value: rounded, gradient: rounded }, |most, error| {
+        EntropyErrors {
+            value: most.value.max(error.value + rounded),
+            gradient: most.gradient.max(error.gradient + rounded),
+        }
+    })
 }

@@ -6,7 +6,7 @@ use ndarray::Array2;
 
 use super::Bands;
 use super::bound::{ErrorBound, FLUSHED};
-use super::lanes::{LONG_ROW, entropy_difference_error, lane_sum_error};
+use super::lanes::{EntropyErrors, entropy_difference_error, entropy_sum_error, lane_sum_error};
 use crate::U;
 use assay_core::problem::Shape;
 use assay_core::spec::LossSpec;
@@ -88,31 +88,34 @@ impl SoftmaxErrors {
         }
         let offsets = [softmax, q].map(|softmax| offset_error(softmax, bands));
         let second_moment = q.stats.mean_square_gap;
-        let long = bands.lanes && reference.shape().vocab > LONG_ROW && softmax.stats.max.is_finite();
-        let lane_sum = if long { lane_sum_error(reference, (b, t), token) } else { 0.0 };
-        // The textbook's −Σ p ln p is off by η(H − 1) if every p is by η. The other form has its sums' errors at the size of its logits:
-        // an exponential, its product and the quotient are rounded as for logp, and the product once more.
-        let entropy_shift = if bands.entropy_difference && q.stats.max.is_finite() {
+        let in_lanes = bands.lanes && softmax.stats.max.is_finite();
+        let lane_sum = if in_lanes { lane_sum_error(reference, (b, t), token) } else { 0.0 };
+        // The textbook's −Σ p ln p has the errors of two sums. The other form has them at the size of its logits: an exponential, its
+        // product and the quotient are rounded as for logp, and the product once more.
+        let of_entropy = if bands.entropy_difference && q.stats.max.is_finite() {
             entropy_difference_error(reference, (b, t), token, bands.logp + 1.0)
+        } else if in_lanes {
+            entropy_sum_error(reference, (b, t), token, lane_sum)
         } else {
-            lane_sum * (1.0 + token.entropy)
+            EntropyErrors::default()
         };
         // A token whose values are not finite is judged by that alone.
-        let entropy_shift = if entropy_shift.is_finite() { entropy_shift } else { 0.0 };
+        let finite = |x: f64| if x.is_finite() { x } else { 0.0 };
+        let entropy_sum = finite(of_entropy.value);
         Self {
             logp: logp_bound(reference, token, token.id, (errors, mean_error, lane_sum), bands),
             // Entropy is `ln S + ā`: its condition is 1 + H + ā + ā₂ (docs/tolerances.md), and the rounding of
             // transformed logits counts 1 + H times.
             entropy: ErrorBound {
                 scale: 1.0 + token.entropy + q.stats.mean_gap + second_moment + rounded * (1.0 + token.entropy),
-                floor: spread + offsets[1] * (1.0 + token.entropy) + entropy_shift,
+                floor: spread + offsets[1] * (1.0 + token.entropy) + entropy_sum,
             },
             second_moment,
             spread,
             mean_error,
             offsets,
             lane_sum,
-            entropy_shift,
+            entropy_shift: finite(of_entropy.gradient),
         }
     }
 }

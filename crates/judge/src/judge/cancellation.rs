@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::gate::{Gate, Model};
+use crate::gate::{Gate, Model, Output};
 use crate::metric::Comparison;
 use crate::objective;
 use crate::tolerance::{Grade, Limits};
@@ -22,6 +22,8 @@ pub enum Cancellation {
     Gate,
     /// The sum of a long row's exponentials, added up in f32, one term after another in lanes.
     LaneSum,
+    /// The sums of a long row's exponentials and of its terms `p·ln p`, added up in f32, one term after another in lanes.
+    EntropySum,
     /// The difference `lse − Σ p·z` of which an entropy is made, and in a gradient the error of that entropy.
     EntropyDifference {
         /// The logarithm of the sum of exponentials, in nats.
@@ -43,6 +45,9 @@ impl fmt::Display for Cancellation {
             }
             Cancellation::LaneSum => {
                 "the exponentials of the row are added up in f32, one after another in lanes: add parts of a few hundred, or in f64"
+            }
+            Cancellation::EntropySum => {
+                "the terms p·log p of the row, or its exponentials, are added up in f32, one after another in lanes: add parts of a few hundred, or in f64"
             }
             Cancellation::EntropyDifference { lse, entropy } => {
                 return write!(
@@ -75,7 +80,9 @@ impl Cancellation {
             });
         }
         if limits.sums_in_lanes() {
-            return Cancellation::LaneSum;
+            let has_gradient = token.is_some_and(|token| token.grad_entropy != 0.0) && gate.output.is_gradient();
+            let of_entropy = has_gradient || matches!(gate.output, Output::Entropy | Output::EntropyMean);
+            return if of_entropy { Cancellation::EntropySum } else { Cancellation::LaneSum };
         }
         if let Some(token) = token.filter(|_| gate.output.is_gradient()) {
             let ratio = token.inputs.ratio(reference.spec());

@@ -175,17 +175,14 @@ fn judge_grades(judged: JudgedReference, candidates: &[CandidateOutputs], limits
     let again: Vec<CandidateOutputs> =
         failing.iter().map(|&i| candidates[i].clone().without_passed_gradients(&best[i])).collect();
     take_standard(judged, &mut best, &failing, &again, &limits.at(Grade::Standard));
-    // The bound of sums in lanes takes walks along each row, so it is computed only for candidates that fail without it.
-    let standard = limits.at(Grade::Standard);
+    // The bound of sums in lanes takes walks along each row, so it is computed only for candidates that fail without it. In a short row
+    // an entropy's gradient alone can lose so much: one of its terms, the cotangent of logp, may be far larger than all others.
+    let standard = limits.at(Grade::Standard).with_sums_in_lanes();
     let long = judged.reference.shape().vocab > condition::LONG_ROW;
-    if long {
-        take_forgiven(judged, candidates, &mut best, &standard.with_sums_in_lanes(), |_| true);
-    }
+    let by_entropy = |verdicts: &[Verdict]| fails_by_entropy(judged.reference, verdicts);
+    take_forgiven(judged, candidates, &mut best, &standard, |verdicts| long || by_entropy(verdicts));
     // An entropy as a difference of two large numbers has such sums in it, of rows of any length.
-    let standard = if long { standard.with_sums_in_lanes() } else { standard };
-    take_forgiven(judged, candidates, &mut best, &standard.with_entropy_as_difference(), |verdicts| {
-        fails_by_entropy(judged.reference, verdicts)
-    });
+    take_forgiven(judged, candidates, &mut best, &standard.with_entropy_as_difference(), by_entropy);
     best
 }
 

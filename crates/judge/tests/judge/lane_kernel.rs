@@ -22,6 +22,9 @@ pub(crate) enum EntropyForm {
     Textbook,
     /// verl's `lse − Σ p·x` with `p = softmax(x)`, and the gradient that automatic differentiation makes of it.
     Difference,
+    /// The textbook's, and the gradient that automatic differentiation makes of it, through one array of log-probabilities that logp is
+    /// taken from too, or through two.
+    Autograd { shared: bool },
     /// TRL's `lse − t/s`, with both sums carried on from chunk to chunk, and the gradient `−p(x − lse + H)`.
     Chunked(usize),
 }
@@ -44,6 +47,10 @@ pub(crate) struct LaneKernel {
     pub(crate) factor: f32,
     /// The factor of the sum of exponentials.
     pub(crate) sum_factor: f32,
+    /// Whether the first column with the largest logit is left out of every sum.
+    pub(crate) skips_largest: bool,
+    /// The factor of each sum's own error.
+    pub(crate) error_factor: f64,
 }
 
 /// The kernel without a mistake, in eight lanes.
@@ -56,6 +63,8 @@ pub(crate) const RIGHT: LaneKernel = LaneKernel {
     entropy: EntropyForm::Textbook,
     factor: 1.0,
     sum_factor: 1.0,
+    skips_largest: false,
+    error_factor: 1.0,
 };
 
 pub(crate) fn to_f16(x: f32) -> f32 {
@@ -77,17 +86,25 @@ struct TokenOutputs {
     dlogits: Vec<f64>,
 }
 
+/// Returns the cotangent of a log-probability `l` in the gradient `dentropy` of an entropy, as automatic differentiation adds it up.
+fn log_cotangent(p: f32, l: f32, dentropy: f32) -> f32 {
+    if p == 0.0 { 0.0 } else { -dentropy * p + -dentropy * l * p }
+}
+
 impl LaneKernel {
     fn sum(&self, terms: impl Iterator<Item = f32>) -> f32 {
         if self.lanes == 0 {
             return terms.map(f64::from).sum::<f64>() as f32;
         }
         let mut lanes = vec![0.0_f32; self.lanes];
+        let mut exact = 0.0;
         for (j, term) in terms.enumerate() {
             let lane = &mut lanes[j % self.lanes];
             *lane = (self.carry)(*lane + term);
+            exact += f64::from(term);
         }
-        lanes.into_iter().sum()
+        let sum: f32 = lanes.into_iter().sum();
+        (exact + self.error_factor * (f64::from(sum) - exact)) as f32
     }
 
     /// Computes one token from its logits, its id, and the cotangents of logp and entropy.
@@ -95,7 +112,10 @@ impl LaneKernel {
         let x: Vec<f32> = logits.iter().map(|x| (self.logit)(*x as f32)).collect();
         let counted = x.len() - self.left_out;
         let max = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let e: Vec<f32> = x.iter().map(|x| (self.round)((x - max).exp())).collect();
+        let mut e: Vec<f32> = x.iter().map(|x| (self.round)((x - max).exp())).collect();
+        if let Some(largest) = x.iter().position(|x| self.skips_largest && *x == max) {
+            e[largest] = 0.0;
+        }
         let product = |(e, x): (&f32, &f32)| if *e == 0.0 { 0.0 } else { e * x };
         let total = match self.entropy {
             EntropyForm::Chunked(chunk) => {
@@ -108,7 +128,7 @@ impl LaneKernel {
         let p: Vec<f32> = e.iter().map(|e| (self.round)(e / total)).collect();
         let entropy = self.factor
             * match self.entropy {
-                EntropyForm::Textbook => {
+                EntropyForm::Textbook | EntropyForm::Autograd { .. } => {
                     let term = |(p, x): (&f32, &f32)| if *p == 0.0 { 0.0 } else { p * (x - max - total.ln()) };
                     -self.sum(p.iter().zip(&x).map(term).take(counted))
                 }
@@ -119,6 +139,20 @@ impl LaneKernel {
                     lse - of_products / total
                 }
             };
+        // The cotangents of the log-probabilities, and their sum.
+        let of_logs: Vec<f32> = match self.entropy {
+            EntropyForm::Autograd { .. } => {
+                p.iter().zip(&x).map(|(p, x)| log_cotangent(*p, x - max - total.ln(), dentropy)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let of_logs = |with_id: bool| {
+            let mut terms = of_logs.clone();
+            terms.iter_mut().skip(id).take(usize::from(with_id)).for_each(|term| *term += dlogp);
+            let sum = self.sum(terms.iter().copied().take(counted));
+            (terms, sum)
+        };
+        let of_logs = of_logs(self.entropy == EntropyForm::Autograd { shared: true });
         let mean = match self.entropy {
             EntropyForm::Difference => self.sum(p.iter().zip(&x).map(product)),
             _ => lse - entropy,
@@ -128,9 +162,14 @@ impl LaneKernel {
                 _ if *p == 0.0 || dentropy == 0.0 => 0.0,
                 // The gradients of lse, of each p's own x, and of the softmax.
                 EntropyForm::Difference => dentropy * ((x - lse).exp() - p) - dentropy * p * (x - mean),
+                EntropyForm::Autograd { .. } => of_logs.0[v] - p * of_logs.1,
                 _ => -dentropy * p * (x - lse + entropy),
             };
-            let of_logp = if v == id { dlogp - dlogp * p } else { -dlogp * p };
+            let of_logp = match self.entropy {
+                EntropyForm::Autograd { shared: true } if dentropy != 0.0 => 0.0,
+                _ if v == id => dlogp - dlogp * p,
+                _ => -dlogp * p,
+            };
             f64::from(of_logp + of_entropy)
         };
         let dlogits = p.iter().zip(&x).enumerate().map(dlogit).collect();

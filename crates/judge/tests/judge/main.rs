@@ -3,6 +3,7 @@
 mod diagnoses;
 mod entropy_difference;
 mod entropy_quantile;
+mod entropy_sums;
 mod error_map;
 mod false_passes;
 mod invariance;
