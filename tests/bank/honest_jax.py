@@ -36,6 +36,13 @@ def scores(logp: Any) -> Any:
     return fn
 
 
+def both_of_one_array(x: Any, ids: Any) -> Any:
+    """Log-probabilities and entropies of one `log_softmax`, whose gradient adds up the cotangents of both."""
+    logps = jax.nn.log_softmax(x.astype("float32"))
+    p = jnp.exp(logps)
+    return chosen(logps, ids), -(p * jnp.where(p > 0, logps, 0)).sum(-1)
+
+
 def loss_by(logp: Any) -> Any:
     def fn(x: Any) -> Any:
         counting = jnp.where(x.mask[..., None], x.logits.astype("float32"), 0)
@@ -54,4 +61,7 @@ LOGPS = (log_softmax, logsumexp, one_hot)
 FORMS = [HonestForm(f"jax {fn.__name__}", scores(fn), "check_logp", JAX) for fn in LOGPS]
 FORMS += [HonestForm(f"jax {fn.__name__}, wide", scores(fn), "check_logp", JAX | each_wide("f32", "bf16")) for fn in LOGPS]
 FORMS += [HonestForm(f"jax {fn.__name__}, loss", loss_by(fn), "check_loss", JAX) for fn in LOGPS]
+ENTROPY = JAX | {"entropy": True}
+FORMS += [HonestForm("jax logp and entropy of one array", both_of_one_array, "check_logp", ENTROPY)]
+FORMS += [HonestForm("jax entropy of one array, wide", both_of_one_array, "check_logp", ENTROPY | each_wide("f32", "bf16"))]
 FORMS += [HonestForm("jax head", scores(logsumexp), "check_logp", JAX | {"lm_head": True})]
