@@ -29,7 +29,9 @@ impl Hasher for TermHasher {
     }
 
     fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
+        for byte in bytes {
+            self.write_u32(u32::from(*byte));
+        }
     }
 
     fn write_u32(&mut self, bits: u32) {
@@ -111,8 +113,8 @@ pub(super) struct EntropyErrors {
     pub(super) gradient: f64,
 }
 
-/// Bounds the error of an entropy that is computed as `−Σ p·ln p`, where the sum of exponentials is off by `lane_sum` of
-/// itself and the second sum is added up in lanes too.
+/// Bounds the error of an entropy that is computed as `−Σ p·ln p`, where the sum of exponentials is off by `lane_sum` of itself and
+/// the second sum is added up in lanes too.
 ///
 /// If every `p` is off by `η`, then so is every `ln p`, and the entropy by `η(H − 1)`. The second sum is walked like the first. Its terms
 /// have the rounding of the `p` that the kernel has, which are off by `η` themselves, so they are walked with all of them at either end

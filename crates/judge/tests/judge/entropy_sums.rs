@@ -14,7 +14,7 @@ use super::lane_kernel::{
 const AUTOGRAD: LaneKernel = LaneKernel { entropy: EntropyForm::Autograd { shared: false }, ..RIGHT };
 const SHARED: LaneKernel = LaneKernel { entropy: EntropyForm::Autograd { shared: true }, ..RIGHT };
 
-/// The textbook's closed gradient, and PyTorch's from separate log-probabilities and from one array.
+/// The textbook's closed gradient, and that of automatic differentiation from separate log-probabilities and from one array.
 const FORMS: [LaneKernel; 4] = [RIGHT, AUTOGRAD, SHARED, LaneKernel { lanes: 16, ..SHARED }];
 
 fn recipe(regime: Regime, dtype: Dtype, seed: u64, tokens: usize) -> Recipe {
@@ -101,7 +101,9 @@ fn entropy_sum_with_four_times_its_error_is_rejected() {
     for problem in seeds.clone().map(|seed| problem(Regime::Ties, Dtype::F32, seed)) {
         let kernels = [AUTOGRAD, SHARED].map(|kernel| LaneKernel { error_factor: 4.0, ..kernel });
         for verdicts in verdicts(&problem, &kernels) {
-            rejected.iter_mut().for_each(|(gate, count)| *count += usize::from(fails(&verdicts, gate)));
+            for (gate, count) in &mut rejected {
+                *count += usize::from(fails(&verdicts, gate));
+            }
         }
     }
     let kernels = 2 * seeds.count();
