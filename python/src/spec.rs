@@ -206,7 +206,7 @@ pub(crate) fn spec_of_preset(
     let without = resolved.without_effect.iter().map(|option| format!("`{option}` has no effect on the loss"));
     Ok(Spec {
         loss: Arc::new(resolved.spec),
-        name: Some(format!("{preset}, {}", resolved.function)),
+        name: Some(format!("{}, {}", preset.versioned(), resolved.function)),
         // Another function of the project's has options of its own.
         project: function.is_none().then_some((preset, pairs)),
         notes: resolved.notes.iter().cloned().chain(without).collect(),

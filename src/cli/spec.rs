@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::spec_choice::LossOptions;
+use super::spec_choice::{LossOptions, preset_help};
 use super::{CliError, Passed, Printing};
 use crate::config;
 use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, WeightShape};
@@ -15,8 +15,8 @@ use crate::spec::{AdvantageLevel, LossSpec};
 pub(super) struct SpecCommand {
     #[command(flatten)]
     options: LossOptions,
-    /// The project: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
-    #[arg(long, value_name = "NAME")]
+    /// The project whose loss this is, by name, each as in one release
+    #[arg(long, value_name = "NAME", help = preset_help("The project"))]
     preset: Option<String>,
     /// Name of the project's function; the usual one if none is given
     #[arg(long, value_name = "NAME", requires = "preset")]
@@ -61,6 +61,9 @@ struct BatchOptions {
 struct DescribedSpec<'s> {
     #[serde(skip_serializing_if = "Option::is_none")]
     preset: Option<&'static str>,
+    /// The release of the project that the loss is of, such as `1.16.0`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    release: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     function: Option<&'static str>,
     spec: &'s LossSpec,
@@ -87,7 +90,7 @@ impl SpecCommand {
         let yaml = serde_saphyr::to_string(spec)
             .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}")))?;
         // The text is YAML that can be read as a spec again: everything else in it is a comment.
-        let mut text = preset.map_or(String::new(), |preset| format!("# {preset}, {function}\n"));
+        let mut text = preset.map_or(String::new(), |preset| format!("# {}, {function}\n", preset.versioned()));
         text += &format!("{}\n\n{}", yaml.trim_end(), comments(&spec.describe()));
         if !without_effect.is_empty() {
             text += &comments(&format!("without effect on the loss: {}", without_effect.join(", ")));
@@ -97,6 +100,7 @@ impl SpecCommand {
         }
         let described = DescribedSpec {
             preset: preset.map(Preset::name),
+            release: preset.map(Preset::release),
             function: preset.map(|_| *function),
             spec,
             description: spec.describe(),

@@ -9,6 +9,11 @@ use crate::config;
 use crate::spec::LossSpec;
 use crate::spec::presets::{self, BatchInputs, Preset, PresetOptions};
 
+/// Returns the help of an option that names a project: `begin`, then the names with the releases whose losses they are.
+pub(super) fn preset_help(begin: &str) -> String {
+    format!("{begin}; its losses and defaults are those of {}", Preset::catalogue())
+}
+
 #[derive(Args)]
 pub(super) struct SpecChoice {
     /// The loss, in YAML, TOML or JSON; plain PPO-clip if none is given
@@ -20,8 +25,8 @@ pub(super) struct SpecChoice {
     /// Number of ids per token, K (old name: --top): `ids`, `dlogp` and `logp` are then `[B,T,K]`
     #[arg(long, alias = "top", value_name = "K", requires = "logp", default_value_t = 1)]
     ids_per_token: usize,
-    /// The loss that a project computes: trl, verl, tunix, liger, mllm-jax, unsloth, skyrl, nemo, prime-rl, openrlhf, roll, archer or areal
-    #[arg(long, value_name = "NAME")]
+    /// The project whose loss this is, by name, each as in one release
+    #[arg(long, value_name = "NAME", help = preset_help("The loss that a project computes, by the project's name"))]
     preset: Option<Preset>,
     #[command(flatten)]
     options: LossOptions,

@@ -91,6 +91,19 @@ fn spec_options_without_effect_and_notes_are_listed() {
 }
 
 #[test]
+fn spec_of_a_project_names_its_release_and_a_changed_default() {
+    assert!(shown(&["--preset", "trl"]).starts_with("# trl 1.16.0, GRPOTrainer\n"));
+    assert!(shown(&["--preset", "roll"]).starts_with("# roll commit 8eb27cc2, "));
+    let note = "which is TRL's default since 1.10.0";
+    assert!(shown(&["--preset", "trl", "beta=0.04"]).contains(note));
+    for settled in [&["beta=0"][..], &["beta=0.04", "use_bias_correction_kl=true"]] {
+        assert!(!shown(&[&["--preset", "trl"], settled].concat()).contains(note), "{settled:?}");
+    }
+    let help = assay(&["check", "--help"]).stdout;
+    assert!(help.contains("trl 1.16.0, verl 0.9.1, "), "{help}");
+}
+
+#[test]
 fn spec_json_holds_the_spec_and_the_words() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("spec.json");
@@ -98,6 +111,7 @@ fn spec_json_holds_the_spec_and_the_words() {
     assert_eq!(printed, "");
     let json: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!((&json["preset"], &json["function"]), (&"tunix".into(), &"grpo_loss_fn".into()));
+    assert_eq!(json["release"], "0.1.7");
     let spec: LossSpec = serde_json::from_value(json["spec"].clone()).unwrap();
     assert_eq!(json["description"], spec.describe());
 }

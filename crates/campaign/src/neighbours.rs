@@ -113,8 +113,8 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
     // Then what each project computes by default, and under each `loss_type`.
     for preset in Preset::ALL {
         for function in preset.functions() {
-            let name =
-                if *function == preset.functions()[0] { preset.to_string() } else { format!("{preset} {function}") };
+            let is_usual = *function == preset.functions()[0];
+            let name = if is_usual { preset.versioned() } else { format!("{} {function}", preset.versioned()) };
             if let Some(spec) = preset_spec(preset, Some(function), &[]) {
                 add(format!("the default of {name}"), spec);
             }
@@ -122,7 +122,7 @@ pub fn neighbours(asked: &LossSpec, project: Option<(Preset, &[String])>) -> Vec
         for loss_type in LOSS_TYPES {
             let pair = format!("loss_type={loss_type}");
             if let Some(spec) = preset_spec(preset, None, &[pair]) {
-                add(format!("{preset} loss_type={loss_type}"), spec);
+                add(format!("{} loss_type={loss_type}", preset.versioned()), spec);
             }
         }
     }

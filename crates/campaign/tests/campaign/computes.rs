@@ -52,7 +52,7 @@ fn computes_distinguishes_every_preset_under_every_spec() {
         .into_iter()
         .filter_map(|preset| {
             let resolved = presets::spec(preset, None, &PresetOptions::default(), &BatchInputs::default()).ok()?;
-            Some((format!("the default of {preset}"), resolved.spec))
+            Some((format!("the default of {}", preset.versioned()), resolved.spec))
         })
         .collect();
     let native = Native::default();

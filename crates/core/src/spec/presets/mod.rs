@@ -113,6 +113,35 @@ impl Preset {
         self.entry().0
     }
 
+    /// Returns the release whose losses and defaults are reproduced, such as `1.16.0` or `commit 04809656`.
+    pub const fn release(self) -> &'static str {
+        match self {
+            Self::Trl => "1.16.0",
+            Self::Verl => "0.9.1",
+            Self::Tunix => "0.1.7",
+            Self::Liger => "0.8.5",
+            Self::MllmJax => "commit 04809656",
+            Self::Unsloth => "2026.10.9",
+            Self::Skyrl => "0.3.0",
+            Self::Nemo => "commit 7ea279ab",
+            Self::PrimeRl => "commit 559b4477",
+            Self::OpenRlhf => "0.11.2",
+            Self::Roll => "commit 8eb27cc2",
+            Self::Archer => "commit b08d963d",
+            Self::Areal => "1.0.4",
+        }
+    }
+
+    /// Returns the name with the release, such as `trl 1.16.0`.
+    pub fn versioned(self) -> String {
+        format!("{} {}", self.name(), self.release())
+    }
+
+    /// Lists all projects with their releases in one phrase, for help texts.
+    pub fn catalogue() -> String {
+        Self::ALL.map(Self::versioned).join(", ")
+    }
+
     /// Returns the names of the project's functions that compute a loss, the usual one first.
     pub const fn functions(self) -> &'static [&'static str] {
         self.entry().1
@@ -284,7 +313,7 @@ pub enum PresetError {
         expected: String,
     },
     /// The function's name is unknown.
-    #[error("preset {preset}, function: got `{given}`, expected {expected}")]
+    #[error("preset {}, function: got `{given}`, expected {expected}", preset.versioned())]
     Function {
         /// The project of the function.
         preset: Preset,
@@ -306,7 +335,7 @@ pub enum PresetError {
         given: String,
     },
     /// An option is unknown to the function, or is not reproduced.
-    #[error("preset {preset}, {function}: option `{option}` (given {given}) is not known, {expected}")]
+    #[error("preset {}, {function}: option `{option}` (given {given}) is not known, {expected}", preset.versioned())]
     Unknown {
         /// The project of the option.
         preset: Preset,
@@ -320,7 +349,7 @@ pub enum PresetError {
         expected: String,
     },
     /// The value of an option is invalid, or is not reproduced.
-    #[error("preset {preset}, {function}: option `{option}`: got {given}, expected {expected}")]
+    #[error("preset {}, {function}: option `{option}`: got {given}, expected {expected}", preset.versioned())]
     Option {
         /// The project of the option.
         preset: Preset,
@@ -334,7 +363,7 @@ pub enum PresetError {
         expected: String,
     },
     /// An input of the batch is missing, or the function does not take it.
-    #[error("preset {preset}, {function}: input `{input}`: got {given}, expected {expected}")]
+    #[error("preset {}, {function}: input `{input}`: got {given}, expected {expected}", preset.versioned())]
     Input {
         /// The project of the input.
         preset: Preset,
@@ -348,7 +377,7 @@ pub enum PresetError {
         expected: String,
     },
     /// An option makes a number of the spec invalid.
-    #[error("preset {preset}, {function}: {reason}")]
+    #[error("preset {}, {function}: {reason}", preset.versioned())]
     Spec {
         /// The project of the option.
         preset: Preset,

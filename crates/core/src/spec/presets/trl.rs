@@ -84,6 +84,7 @@ fn grpo(reader: &OptionReader, given: &BatchInputs) -> Result<ProjectLoss, Prese
     };
     fold_weights(&mut spec);
     let mut notes = own_means(&spec);
+    notes.extend(corrected_by_default(reader, &spec));
     notes.extend(loss_type.note(given.num_items_in_batch.is_some()));
     Ok(ProjectLoss { spec, known: KNOWN, notes })
 }
@@ -227,6 +228,17 @@ fn top_entropy(
     let fraction = reader.number("top_entropy_quantile", 1.0)?;
     let top = TopEntropy { fraction, drops, precision: given.quantile_precision() };
     Ok((fraction < 1.0).then_some(top))
+}
+
+/// Returns a note if the KL penalty is multiplied by the ratio and no option asks for it: 1.10.0 changed the default, and code written
+/// for an older release computes another loss.
+fn corrected_by_default(reader: &OptionReader, spec: &LossSpec) -> Option<String> {
+    let corrected = spec.kl.as_ref().is_some_and(|kl| kl.importance == KlImportance::Ratio);
+    (corrected && !reader.is_given("use_bias_correction_kl")).then(|| {
+        "the KL penalty is multiplied by the ratio, which is TRL's default since 1.10.0; \
+         before, it was not: use_bias_correction_kl=false"
+            .into()
+    })
 }
 
 fn kl(reader: &OptionReader) -> Result<Option<Kl>, PresetError> {
