@@ -13,6 +13,7 @@ use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, outpu
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{find, find_head};
+use crate::report::junit::{campaign_cases, junit};
 use crate::report::{Input, render};
 use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
@@ -63,9 +64,19 @@ pub(super) struct Pages {
     /// Also write an HTML page; `-` is stdout
     #[arg(long, value_name = "PAGE.html")]
     pub(super) html: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) summaries: Summaries,
+}
+
+/// The forms of a report that services for continuous integration show.
+#[derive(Args)]
+pub(super) struct Summaries {
     /// Also write the report as Markdown, as for the summary of a job; `-` is stdout
     #[arg(long, value_name = "REPORT.md")]
-    pub(super) markdown: Option<PathBuf>,
+    markdown: Option<PathBuf>,
+    /// Also write the report as JUnit XML, a test case for each gate, cause or group of problems; `-` is stdout
+    #[arg(long, value_name = "REPORT.xml")]
+    junit: Option<PathBuf>,
 }
 
 /// The standards of a campaign.
@@ -144,16 +155,32 @@ impl Pages {
         name: &str,
         result: &impl Serialize,
         markdown: impl FnOnce() -> String,
+        junit: impl FnOnce() -> String,
     ) -> Result<(), CliError> {
-        let write = |path: &Path, page: &str| output::write(path, |out| out.write_all(page.as_bytes()));
         if let Some(path) = &self.html {
             let made = output_of(result);
             // The page is made from the same JSON that `--json` writes, so that the two cannot differ.
             let json = serde_json::to_vec(&made).expect("plain data has a JSON form");
-            write(path, &render(&[Input::parse(Path::new(name), &json)?], &made.command))?;
+            write_text(path, &render(&[Input::parse(Path::new(name), &json)?], &made.command))?;
         }
-        self.markdown.as_deref().map_or(Ok(()), |path| write(path, &markdown()))
+        self.summaries.write(markdown, junit)
     }
+}
+
+impl Summaries {
+    /// Writes the forms that are asked for.
+    pub(super) fn write(
+        &self,
+        markdown: impl FnOnce() -> String,
+        junit: impl FnOnce() -> String,
+    ) -> Result<(), CliError> {
+        self.markdown.as_deref().map_or(Ok(()), |path| write_text(path, &markdown()))?;
+        self.junit.as_deref().map_or(Ok(()), |path| write_text(path, &junit()))
+    }
+}
+
+fn write_text(path: &Path, text: &str) -> Result<(), CliError> {
+    output::write(path, |out| out.write_all(text.as_bytes()))
 }
 
 /// Prints what a campaign found, and writes it where that is asked for.
@@ -163,7 +190,8 @@ pub(super) fn show(
     details: &Details,
     pages: &Pages,
 ) -> Result<Passed, CliError> {
-    pages.write(&found.kernel, found, || markdown(found))?;
+    let cases = || junit(&found.kernel, Some(found.seconds), &campaign_cases(found));
+    pages.write(&found.kernel, found, || markdown(found), cases)?;
     let mut text = text(found, &TextForm { details: details.shown, python_call: None });
     if details.shown {
         text += &code_lines();

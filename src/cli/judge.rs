@@ -15,6 +15,7 @@ use crate::judge::report;
 use crate::judge::tolerance::{EXTERNAL, Limits};
 use crate::judge::trial::JudgedProblem;
 use crate::problem::{Candidate, Gradient};
+use crate::report::junit::{junit, verdict_cases};
 use crate::schema::verdicts::{GateCheck, IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
 use crate::text::shell_option;
@@ -139,7 +140,8 @@ impl JudgedCandidate {
         let verdicts = Verdicts { diagnoses, ..report::verdicts(checks, ignored) };
         let table = report::table(&verdicts);
         // A fence of four is not closed by what a stranger's file is called.
-        self.pages.write(&label, &verdicts, || format!("````text\n{}{table}````\n", said.replace('`', "'")))?;
+        let markdown = || format!("````text\n{}{table}````\n", said.replace('`', "'"));
+        self.pages.write(&label, &verdicts, markdown, || junit(&name, None, &verdict_cases(&verdicts)))?;
         self.printing.finish(&table, &verdicts)?;
         Ok(verdicts.pass.into())
     }

@@ -14,8 +14,14 @@ use super::CliError;
 static STDOUT_TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// Options that name a file for a result, by clap's id and as they are typed.
-const FILES: [(&str, &str); 5] =
-    [("json", "--json"), ("html", "--html"), ("markdown", "--markdown"), ("output", "-o"), ("out", "--out")];
+const FILES: [(&str, &str); 6] = [
+    ("json", "--json"),
+    ("html", "--html"),
+    ("markdown", "--markdown"),
+    ("junit", "--junit"),
+    ("output", "-o"),
+    ("out", "--out"),
+];
 
 /// Commands whose `-o` or `--out` names a folder.
 const FOLDERS: [(&str, &str, &str); 3] =

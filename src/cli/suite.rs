@@ -7,7 +7,7 @@ use std::sync::Arc;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
-use super::check::{CampaignStandards, Pages, show};
+use super::check::{CampaignStandards, Pages, Summaries, show};
 use super::deck_choice::DeckChoice;
 use super::generate::json;
 use super::spec_choice::SpecChoice;
@@ -16,6 +16,7 @@ use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
 use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
+use crate::report::junit::{JunitCase, junit};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
 use crate::text::shell_path;
@@ -32,6 +33,8 @@ pub(super) struct SuiteCommand {
     /// The folder to write: `0000.safetensors`, and so on, and what they are of
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
+    #[command(flatten)]
+    summaries: Summaries,
     #[command(flatten)]
     printing: Printing,
 }
@@ -62,7 +65,7 @@ impl SuiteCommand {
         // Files are answered once: whether garbage alone made a kernel fail cannot be asked.
         deck.masked_garbage.get_or_insert(false);
         deck.check()?;
-        let written = match &deck.head {
+        let listed = match &deck.head {
             None => self.write::<Problem>(&spec, &deck)?,
             Some(_) => self.write::<HeadProblem>(&spec, &deck)?,
         };
@@ -70,12 +73,16 @@ impl SuiteCommand {
         let suite = SuiteDescription { version: version(), spec, project, deck };
         self.make_folder()?;
         output::write_json(&self.output.join(SUITE), &suite)?;
+        let written = listed.iter().filter(|listed| listed.description.is_some()).count();
         let text = format!(
             "{}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
              assay judge {} --candidates DIR\n",
             self.output.display(),
             shell_path(&self.output)
         );
+        let cases = || listed.iter().map(ListedProblem::case).collect::<Vec<_>>();
+        let name = self.output.display().to_string();
+        self.summaries.write(|| table(&listed), || junit(&name, None, &cases()))?;
         self.printing.finish(&text, &suite)?;
         Ok(Passed::Yes)
     }
@@ -86,13 +93,16 @@ impl SuiteCommand {
         std::fs::create_dir_all(&self.output).map_err(io)
     }
 
-    /// Writes those in which a token has a gradient.
-    fn write<P: Subject>(&self, spec: &LossSpec, deck: &Deck) -> Result<u64, CliError> {
-        let mut written = 0;
+    /// Writes those in which a token has a gradient, and lists all.
+    fn write<P: Subject>(&self, spec: &LossSpec, deck: &Deck) -> Result<Vec<ListedProblem>, CliError> {
+        let mut listed = Vec::new();
         // A problem is drawn again from its index: without a gradient in any token it would test nothing, and is left
         // out.
         for index in 0..deck.cases {
-            let Some((recipe, problem)) = deck.problem::<P>(index, spec)? else { continue };
+            let Some((recipe, problem)) = deck.problem::<P>(index, spec)? else {
+                listed.push(ListedProblem { index, description: None });
+                continue;
+            };
             let metadata = [
                 (SPEC_KEY.to_string(), json(spec)),
                 ("recipe".to_string(), json(&recipe)),
@@ -100,10 +110,39 @@ impl SuiteCommand {
             ];
             self.make_folder()?;
             write_problem(self.output.join(file_name(index)), &problem, &BTreeMap::from(metadata))?;
-            written += 1;
+            listed.push(ListedProblem { index, description: Some(recipe.label()) });
         }
-        Ok(written)
+        Ok(listed)
     }
+}
+
+/// A problem of a suite, as its summaries list it.
+struct ListedProblem {
+    index: u64,
+    /// The extents, the dtype, the regime and the seed; `None` if the problem was left out.
+    description: Option<String>,
+}
+
+/// The reason why a problem is left out of a suite.
+const LEFT_OUT: &str = "left out: no token has a gradient, so that it would test nothing";
+
+impl ListedProblem {
+    /// Returns the test case: a problem that was written passed.
+    fn case(&self) -> JunitCase {
+        match &self.description {
+            Some(description) => JunitCase::passed(format!("{}: {description}", file_name(self.index))),
+            None => JunitCase::skipped(file_name(self.index), LEFT_OUT),
+        }
+    }
+}
+
+/// Formats the problems of a suite as a Markdown table.
+fn table(listed: &[ListedProblem]) -> String {
+    let rows = listed.iter().map(|problem| {
+        let description = problem.description.as_deref().unwrap_or(LEFT_OUT);
+        format!("| {} | {description} |\n", file_name(problem.index))
+    });
+    String::from("| file | problem |\n|---|---|\n") + &rows.collect::<String>()
 }
 
 /// One verdict on the candidates of a suite's problems.

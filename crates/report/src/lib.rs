@@ -15,6 +15,7 @@ mod campaign;
 mod compiled;
 mod compiled_gpu;
 mod input;
+pub mod junit;
 mod mutants;
 pub mod number;
 mod page;
