@@ -9,6 +9,9 @@
 //!                                    registry()                     Reference + tolerances.toml
 //! ```
 //!
+//! The feature `cli`, on by default, is the command `assay` with `report` and `suites`; a program that uses the library alone leaves it
+//! out by `default-features = false`. `pjrt` runs programs through PJRT plugins, `mutants` has the bank of wrong kernels, `train` trains.
+//!
 //! Notation, everywhere: `B` sequences of `T` tokens over a vocabulary of `V`; `ℓ = logp`; `r = exp(ℓ − old_logp)`;
 //! `A` the advantage; `m` the mask; `u` a dtype's unit roundoff (2⁻²⁴ for f32). Logarithms are natural.
 
@@ -17,6 +20,7 @@ pub use assay_ahead::{gpu, tpu};
 pub use assay_algebra::parts;
 pub use assay_campaign as campaign;
 pub use assay_campaign::worker;
+#[cfg(feature = "cli")]
 use assay_core::project;
 pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
 pub use assay_cuda as cuda;
@@ -30,8 +34,10 @@ pub use assay_programs as programs;
 pub use assay_reference as reference;
 pub use assay_registry as registry;
 pub use assay_replay as replay;
+#[cfg(feature = "cli")]
 pub use assay_report as report;
 pub use assay_schema as schema;
+#[cfg(feature = "cli")]
 pub use assay_suites as suites;
 pub use assay_tile::stablehlo;
 #[cfg(feature = "train")]
@@ -39,6 +45,7 @@ pub use assay_train::{record, train};
 
 pub mod bench;
 pub mod case;
+#[cfg(feature = "cli")]
 pub mod cli;
 pub mod config;
 

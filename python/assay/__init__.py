@@ -38,7 +38,7 @@ from ._errors import (
     ProblemError,
     SpecError,
 )
-from ._native import Array, Problem, Spec, Verdicts
+from ._native import Array, Problem, Spec, Verdicts, __version__
 
 # As type checkers read it: `typing` alone takes as long to import as the rest of this package.
 TYPE_CHECKING = False
@@ -72,6 +72,7 @@ __all__ = [
     "Spec",
     "SpecError",
     "Verdicts",
+    "__version__",
     "check",
     "check_logp",
     "check_loss",

@@ -13,6 +13,7 @@ __all__ = [
     "Verdicts",
     "agreement_page",
     "agreement_text",
+    "__version__",
     "answer",
     "compare_logp",
     "load",
@@ -43,6 +44,8 @@ __all__ = [
     "ptx_kernels",
     "xla_handlers",
 ]
+
+__version__: str
 
 @final
 class Array:

@@ -33,6 +33,14 @@ fn run(py: Python<'_>, arguments: Vec<OsString>) -> PyResult<u8> {
 
 #[pymodule]
 mod _native {
+    use pyo3::prelude::*;
+
+    /// Adds the version of the package, which is the workspace's.
+    #[pymodule_init]
+    fn add_version(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
     #[pymodule_export]
     use super::agreement::{agreement_page, agreement_text, compare_logp};
     #[pymodule_export]

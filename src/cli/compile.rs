@@ -11,11 +11,12 @@ use comfy_table::{CellAlignment, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
 use super::document::{self, Marks};
+use super::target_choice::AnyTarget;
 use super::{CliError, Passed, Printing, compile_gpu};
 use crate::ahead::{AheadError, CompileOptions, CompileRequest};
 use crate::compile_worker;
 use crate::config;
-use crate::gpu::{self, CudaToolkit, GpuCompiler, GpuTarget};
+use crate::gpu::{self, CudaToolkit, GpuCompiler};
 use crate::problem::{Dtype, HeadLayout, ProblemShape};
 use crate::schema::compile::{
     Loop, ProgramMemory, SeedComparison, TpuLaunch, TpuProgramReport, TpuTable, TpuTimeBound,
@@ -94,27 +95,6 @@ pub(super) struct CompileCommand {
     timeout: u64,
     #[command(flatten)]
     printing: Printing,
-}
-
-/// A target of either kind, as `--target` names it.
-#[derive(Clone)]
-pub(super) enum AnyTarget {
-    Tpu(TpuTarget),
-    Gpu(GpuTarget),
-}
-
-impl AnyTarget {
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
-        // No chip of one kind has the name of one of the other: a text that names a GPU is the GPU parser's, and
-        // everything else the TPU's, whose error then lists the GPUs too.
-        if GpuTarget::is_meant(text) {
-            return GpuTarget::parse(text).map(Self::Gpu).map_err(|error| error.to_string());
-        }
-        TpuTarget::parse(text).map(Self::Tpu).map_err(|error| {
-            let gpus = gpu::target::CHIPS.map(|chip| chip.name).join(", ");
-            format!("{error}; or a GPU, {gpus}")
-        })
-    }
 }
 
 /// The kind of chip that a table is about.

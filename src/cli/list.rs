@@ -154,7 +154,7 @@ fn devices(plugin: Option<&Path>) -> Vec<(&'static str, String)> {
 
 #[cfg(not(feature = "pjrt"))]
 fn devices(_: Option<&Path>) -> Vec<(&'static str, String)> {
-    vec![]
+    vec![("plugin", crate::registry::LACKS_PLUGINS.into())]
 }
 
 /// A table, and below it the plugin's devices and what several implementations share: why they cannot run here, and the

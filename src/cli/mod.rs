@@ -11,7 +11,6 @@ mod compile;
 mod compile_gpu;
 mod deck_choice;
 mod document;
-#[cfg(feature = "pjrt")]
 mod emit;
 mod generate;
 mod gradcheck;
@@ -34,6 +33,7 @@ mod spec;
 mod spec_choice;
 mod standards;
 mod suite;
+mod target_choice;
 mod tolerances;
 #[cfg(feature = "train")]
 mod train;
@@ -51,7 +51,6 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-#[cfg(feature = "pjrt")]
 use crate::ahead::AheadError;
 use crate::bench::BenchError;
 use crate::campaign::CampaignError;
@@ -108,7 +107,6 @@ enum Command {
     #[cfg(feature = "pjrt")]
     Compile(compile::CompileCommand),
     /// Write the kernels of one implementation for a program of your own
-    #[cfg(feature = "pjrt")]
     Emit(emit::EmitCommand),
     /// Show the implementations and what they support
     List(list::ListCommand),
@@ -143,6 +141,12 @@ enum Command {
     /// Make the same run by candle's own operations and by a kernel (in builds with the feature `train`)
     #[cfg(not(feature = "train"))]
     Ab(NotBuilt),
+    /// Compile one implementation for TPUs or GPUs that need not be there (in builds with the feature `pjrt`)
+    #[cfg(not(feature = "pjrt"))]
+    Compile(NotBuilt),
+    /// Judge deliberately wrong kernels (in builds with the feature `mutants`)
+    #[cfg(not(feature = "mutants"))]
+    Mutants(NotBuilt),
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = WORKER_COMMAND)]
     CompileWorker(compile::CompileWorkerArgs),
@@ -167,21 +171,23 @@ struct Details {
     shown: bool,
 }
 
-/// A command that this build lacks, whatever it is told.
-#[cfg(not(feature = "train"))]
+/// The arguments of a command that this build lacks, which are not read.
+#[cfg(not(all(feature = "train", feature = "pjrt", feature = "mutants")))]
 #[derive(Args)]
 struct NotBuilt {
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
     _arguments: Vec<String>,
 }
 
-#[cfg(not(feature = "train"))]
+#[cfg(not(all(feature = "train", feature = "pjrt", feature = "mutants")))]
 impl NotBuilt {
+    /// Refuses the command `name`, which needs `feature`, and says how to build an `assay` that has it.
     #[expect(clippy::unused_self, reason = "as all commands are run")]
-    fn run(self) -> Result<Passed, CliError> {
-        Err(CliError::Usage(
-            "this build has no models: `cargo build --release --features train` makes one that has".into(),
-        ))
+    fn refuse(self, name: &str, feature: &str) -> Result<Passed, CliError> {
+        Err(CliError::Usage(format!(
+            "assay {name}: this build lacks it; in the project's sources, with Rust, `make setup` and \
+             `cargo install --path . --features {feature}` build and install an `assay` that has it"
+        )))
     }
 }
 
@@ -212,7 +218,8 @@ impl PluginChoice {
     #[cfg(not(feature = "pjrt"))]
     fn checked_path(&self) -> Result<Option<&Path>, CliError> {
         self.path().map_or(Ok(None), |path| {
-            Err(CliError::Usage(format!("--plugin {}: this build has no PJRT (feature `pjrt`)", path.display())))
+            let (path, why) = (path.display(), crate::registry::LACKS_PLUGINS);
+            Err(CliError::Usage(format!("--plugin {path}: {why}")))
         })
     }
 }
@@ -253,7 +260,6 @@ enum CliError {
     #[cfg(feature = "train")]
     #[error(transparent)]
     Record(#[from] RecordError),
-    #[cfg(feature = "pjrt")]
     #[error(transparent)]
     Ahead(#[from] AheadError),
     #[cfg(feature = "pjrt")]
@@ -348,19 +354,31 @@ impl Command {
             Command::Metrics(command) => command.run(),
             #[cfg(feature = "pjrt")]
             Command::Compile(command) => command.run(),
-            #[cfg(feature = "pjrt")]
             Command::Emit(command) => command.run(),
             Command::List(command) => command.run(),
             Command::Peers(command) => command.run(),
             #[cfg(feature = "mutants")]
             Command::Mutants(command) => command.run(),
             Command::Panel(command) => command.run(),
+            #[cfg(feature = "train")]
             Command::Record(command) => command.run(),
             Command::Report(command) => command.run(),
             Command::Spec(command) => command.run(),
             Command::Tolerances(command) => command.run(),
+            #[cfg(feature = "train")]
             Command::Train(command) => command.run(),
+            #[cfg(feature = "train")]
             Command::Ab(command) => command.run(),
+            #[cfg(not(feature = "train"))]
+            Command::Record(absent) => absent.refuse("record", "train"),
+            #[cfg(not(feature = "train"))]
+            Command::Train(absent) => absent.refuse("train", "train"),
+            #[cfg(not(feature = "train"))]
+            Command::Ab(absent) => absent.refuse("ab", "train"),
+            #[cfg(not(feature = "pjrt"))]
+            Command::Compile(absent) => absent.refuse("compile", "pjrt"),
+            #[cfg(not(feature = "mutants"))]
+            Command::Mutants(absent) => absent.refuse("mutants", "mutants"),
             #[cfg(feature = "pjrt")]
             Command::CompileWorker(command) => command.run(),
         }

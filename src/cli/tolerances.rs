@@ -170,7 +170,7 @@ impl TolerancesCommand {
     #[cfg(not(feature = "pjrt"))]
     fn plugins(&self) -> Result<Vec<PathBuf>, CliError> {
         self.plugins.first().map_or(Ok(Vec::new()), |path| {
-            Err(CliError::Usage(format!("--plugin {}: this build has no PJRT (feature `pjrt`)", path.display())))
+            Err(CliError::Usage(format!("--plugin {}: {}", path.display(), crate::registry::LACKS_PLUGINS)))
         })
     }
 }

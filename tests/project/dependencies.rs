@@ -28,6 +28,17 @@ fn dependencies_without_features_need_cargo_alone() {
     assert!(any(&names, &FOREIGN).len() > 5, "else this test shows nothing");
 }
 
+/// A program that uses the library alone builds no command line.
+#[test]
+fn dependencies_of_the_library_alone_have_no_command_line() {
+    let of_commands = ["clap", "comfy-table", "ctrlc", "indicatif", "maud", "plotters", "proptest"];
+    let library = tree("normal,build", &["--package", "grpo-assay", "--no-default-features"]);
+    // The judge's own reports are tables.
+    assert_eq!(any(&library, &of_commands), ["comfy-table"]);
+    let command = tree("normal,build", &["--package", "grpo-assay", "--no-default-features", "--features", "cli"]);
+    assert_eq!(any(&command, &of_commands), of_commands);
+}
+
 /// A kernel's bytes are emitted with cargo alone, and the judge knows no kernel.
 #[test]
 fn dependencies_of_crates_are_those_allowed() {

@@ -12,6 +12,11 @@ use assay_pjrt::exported::ExportedProgram;
 #[cfg(feature = "pjrt")]
 use assay_pjrt::xla::{Xla, XlaHead};
 
+/// The reason why a build without the feature `pjrt` has fewer implementations, and how to build one that has all.
+#[cfg(not(feature = "pjrt"))]
+pub const LACKS_PLUGINS: &str = "this build has no PJRT plugins, which xla, tile-…, gpu-… without -driver and file:… run through; in the \
+     project's sources, with Rust, `make setup` and `cargo install --path .` build and install an `assay` that has them";
+
 /// The result of a search for an implementation; the error lists the ids there are.
 pub type FoundImplementation<P> = Result<Arc<dyn Implementation<P>>, String>;
 
@@ -79,7 +84,8 @@ pub fn find(id: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
         let (on_logits, heads) = (ids(&all), ids(&head_registry(plugin)));
         format!(
             "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
-             with an LM head: {heads}"
+             with an LM head: {heads}{}",
+            about_plugins()
         )
     })
 }
@@ -90,7 +96,20 @@ pub fn find(id: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
 /// A message that lists the ids there are.
 pub fn find_head(id: &str, plugin: Option<&Path>) -> FoundImplementation<HeadProblem> {
     let all = head_registry(plugin);
-    called(id, &all).ok_or_else(|| format!("implementation: got `{id}`, expected one with an LM head: {}", ids(&all)))
+    called(id, &all).ok_or_else(|| {
+        format!("implementation: got `{id}`, expected one with an LM head: {}{}", ids(&all), about_plugins())
+    })
+}
+
+/// Returns the end of an error about an id: nothing, or why a build lacks most ids.
+#[cfg(feature = "pjrt")]
+fn about_plugins() -> String {
+    String::new()
+}
+
+#[cfg(not(feature = "pjrt"))]
+fn about_plugins() -> String {
+    format!("; {LACKS_PLUGINS}")
 }
 
 fn called<P: Workload>(id: &str, all: &[Arc<dyn Implementation<P>>]) -> Option<Arc<dyn Implementation<P>>> {
@@ -122,5 +141,5 @@ fn from_manifest(manifest: &str, plugin: Option<&Path>) -> FoundImplementation<P
 
 #[cfg(not(feature = "pjrt"))]
 fn from_manifest(manifest: &str, _: Option<&Path>) -> FoundImplementation<Problem> {
-    Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected a build with the feature `pjrt`"))
+    Err(format!("implementation: got `{FILE_PREFIX}{manifest}`, expected one without a plugin: {LACKS_PLUGINS}"))
 }

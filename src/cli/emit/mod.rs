@@ -6,7 +6,7 @@ mod tpu;
 
 use clap::Args;
 
-use super::compile::AnyTarget;
+use super::target_choice::AnyTarget;
 use super::{CliError, Passed};
 use manifest::EmitRequest;
 
