@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Problems of the fixture, unless an option says how many.
 _PROBLEMS = 20
 
+# The options that name a folder for reports, the endings of the files there, and how they are written.
+_PAGES = [("assay_html", ".html", assay.Report.to_html), ("assay_markdown", ".md", assay.Report.to_markdown)]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("assay", "GRPO loss kernels")
@@ -27,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--assay-seed", metavar="N|random", help="seed of the problems; random says which it was")
     group.addoption("--assay-seconds", type=float, metavar="S", help="seconds after which a campaign begins no more problems")
     group.addoption("--assay-html", metavar="DIR", help="write each campaign's report page into this folder")
+    group.addoption("--assay-markdown", metavar="DIR", help="write each campaign's report as Markdown into this folder")
 
 
 def _seed(config: pytest.Config) -> int | None:
@@ -104,10 +108,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        folder = item.config.getoption("assay_html")
-        if folder is not None:
-            for number, (_, report) in enumerate(_check.reports):
+        for option, ending, write in _PAGES:
+            folder = item.config.getoption(option)
+            for number, (_, report) in enumerate(_check.reports if folder is not None else []):
                 # The test's own name: each is written by the one process that ran it.
                 name = re.sub(r"[^\w.-]+", "-", item.nodeid) + (f"-{number}" if number else "")
                 os.makedirs(folder, exist_ok=True)
-                report.to_html(Path(folder) / f"{name}.html")
+                write(report, Path(folder) / f"{name}{ending}")

@@ -49,9 +49,12 @@ def test_a_kernel_is_a_test_and_the_fixture_a_problem(run: object) -> None:
 
 
 def test_a_page_is_written_for_each_campaign(run: object, pytester: pytest.Pytester) -> None:
-    run("--assay-cases=2", "--assay-html=pages", "-n2")  # type: ignore[operator]
+    run("--assay-cases=2", "--assay-html=pages", "--assay-markdown=texts", "-n2")  # type: ignore[operator]
     pages = sorted(page.name for page in (pytester.path / "pages").iterdir())
     assert pages == ["test_kernels.py-test_honest.html", "test_kernels.py-test_wrong.html"]
+    texts = sorted((pytester.path / "texts").iterdir())
+    assert [text.name for text in texts] == ["test_kernels.py-test_honest.md", "test_kernels.py-test_wrong.md"]
+    assert [text.read_text()[:8] for text in texts] == ["### PASS", "### FAIL"]
 
 
 def test_the_seed_is_said_and_drawn_once_for_all_processes(run: object) -> None:
