@@ -138,11 +138,11 @@ impl ListedProblem {
 
 /// Formats the problems of a suite as a Markdown table.
 fn table(listed: &[ListedProblem]) -> String {
-    let rows = listed.iter().map(|problem| {
+    let heading = String::from("| file | problem |\n|---|---|\n");
+    listed.iter().fold(heading, |table, problem| {
         let description = problem.description.as_deref().unwrap_or(LEFT_OUT);
-        format!("| {} | {description} |\n", file_name(problem.index))
-    });
-    String::from("| file | problem |\n|---|---|\n") + &rows.collect::<String>()
+        table + &format!("| {} | {description} |\n", file_name(problem.index))
+    })
 }
 
 /// One verdict on the candidates of a suite's problems.
