@@ -14,6 +14,7 @@ use crate::judge::agreement::{
     AgreementError, LogpQuestion, SamplingParameters, SharedLogits, agreement_text, compare_logp,
 };
 use crate::problem::{Dtype, FloatArray, mask_from};
+use crate::report::junit::{agreement_case, junit};
 use crate::spec::{LogitsTransform, LossSpec, Support, Temperature};
 
 /// The dtypes that logits may have.
@@ -98,7 +99,8 @@ impl CompareLogpCommand {
         let agreement = compare_logp(question).map_err(|error| self.named(error))?;
         let text = agreement_text(&agreement);
         // A fence of four is not closed by what a stranger's file is called.
-        self.pages.write(&agreement.conclusion, &agreement, || format!("````text\n{text}````\n"))?;
+        let junit = || junit("compare-logp", None, &[agreement_case(&agreement, &text)]);
+        self.pages.write(&agreement.conclusion, &agreement, || format!("````text\n{text}````\n"), junit)?;
         self.printing.finish(&text, &agreement)?;
         Ok(agreement.agrees.is_none_or(|agrees| agrees).into())
     }

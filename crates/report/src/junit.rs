@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use assay_schema::agreement::LogpAgreement;
 use assay_schema::campaign::{CampaignReport, FailureCause};
 use assay_schema::verdicts::{GateCheck, Status, Verdicts};
 
@@ -132,6 +133,15 @@ pub fn verdict_cases(verdicts: &Verdicts) -> Vec<JunitCase> {
         cases.push(JunitCase::failed("verdict", "no gradient was compared", ""));
     }
     cases
+}
+
+/// Returns the case of two programs' log-probabilities, with the whole comparison as its `text`.
+pub fn agreement_case(agreement: &LogpAgreement, text: &str) -> JunitCase {
+    match agreement.agrees {
+        Some(true) => JunitCase::passed("agreement"),
+        Some(false) => JunitCase::failed("agreement", agreement.conclusion.clone(), text),
+        None => JunitCase::skipped("agreement", agreement.conclusion.clone()),
+    }
 }
 
 fn gate_case(check: &GateCheck, diagnoses: &[String]) -> JunitCase {
