@@ -1,7 +1,7 @@
 # The README's two commands are `make replay` and `make test`.
 export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
-.PHONY: help workflows docs setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: help workflows docs docs-data gallery setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -99,6 +99,14 @@ target/python/venv/made: python/tests/requirements.txt
 # The site, in target/docs/site: broken links, anchors and names fail. What builds it is installed once, 0.2 GB.
 docs: target/docs/venv/made ## the site, in target/docs/site: a quarter of a minute; fetches 0.2 GB once
 	target/docs/venv/bin/mkdocs build --quiet
+
+# Pages and data that are made from the code: the schema and the fields of specs, the command line. `make test` fails where one is stale.
+docs-data: tools
+	ASSAY_BLESS=1 $(CARGO) test --locked --all-features --quiet --test it pages::
+
+# Twelve wrong kernels before the judge, with their pictures: docs/gallery.md. `make python` fails where it is stale.
+gallery: python-packages python-extension python-package
+	PYTHONPATH=$(CURDIR)/target/python/package target/python/venv/bin/python examples/gallery/gallery.py
 
 target/docs/venv/made: setup/docs.txt
 	@echo "fetching MkDocs into target/docs/venv: 0.2 GB"

@@ -297,6 +297,11 @@ impl From<bool> for Passed {
     }
 }
 
+/// Returns the command line as its parser has it, for pages that describe it and checks of what others write.
+pub fn command() -> clap::Command {
+    help::grouped(Cli::command())
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     ExitCode::from(run(std::env::args_os()))
@@ -308,7 +313,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     // The command line is kept for the whole process: results, pages and records name the command that made them.
     *COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner) = as_typed(&arguments);
-    let matches = help::grouped(Cli::command()).try_get_matches_from(arguments);
+    let matches = command().try_get_matches_from(arguments);
     let given = matches.and_then(|matches| {
         output::claim_stdout(&matches)?;
         Cli::from_arg_matches(&matches)

@@ -11,6 +11,9 @@ use crate::config;
 use crate::spec::presets::{self, BatchInputs, Preset, PresetLoss, WeightShape};
 use crate::spec::{AdvantageLevel, LossSpec};
 
+/// The JSON Schema of a spec file, which a test compares with the types.
+const SCHEMA: &str = include_str!("../../docs/data/loss-spec.schema.json");
+
 #[derive(Args)]
 pub(super) struct SpecCommand {
     #[command(flatten)]
@@ -22,8 +25,16 @@ pub(super) struct SpecCommand {
     #[arg(long, value_name = "NAME", requires = "preset")]
     function: Option<String>,
     /// A spec in YAML, TOML or JSON, instead of a project's
-    #[arg(long = "spec", value_name = "FILE", conflicts_with = "preset", required_unless_present = "preset")]
+    #[arg(
+        long = "spec",
+        value_name = "FILE",
+        conflicts_with = "preset",
+        required_unless_present_any = ["preset", "schema"]
+    )]
     file: Option<PathBuf>,
+    /// Print the JSON Schema of spec files, by which editors complete and check them
+    #[arg(long, conflicts_with_all = ["preset", "file"])]
+    schema: bool,
     #[command(flatten)]
     batch: BatchOptions,
     #[command(flatten)]
@@ -74,6 +85,9 @@ struct DescribedSpec<'s> {
 
 impl SpecCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
+        if self.schema {
+            return self.show_schema();
+        }
         let Some(name) = &self.preset else {
             self.options.expect_none()?;
             let spec = config::read_spec(self.file.as_deref())?.unwrap_or_default();
@@ -83,6 +97,14 @@ impl SpecCommand {
         let preset: Preset = name.parse()?;
         let options = self.options.read()?;
         self.show(Some(preset), &presets::spec(preset, self.function.as_deref(), &options, &self.batch.given())?)
+    }
+
+    fn show_schema(&self) -> Result<Passed, CliError> {
+        self.options.expect_none()?;
+        let schema: serde_json::Value = serde_json::from_str(SCHEMA)
+            .map_err(|error| CliError::Usage(format!("the schema of specs cannot be read: {error}")))?;
+        self.printing.finish_list(SCHEMA, &schema)?;
+        Ok(Passed::Yes)
     }
 
     fn show(&self, preset: Option<Preset>, resolved: &PresetLoss) -> Result<Passed, CliError> {

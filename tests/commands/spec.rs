@@ -148,3 +148,16 @@ fn spec_file_with_old_keys_is_read_and_noted() {
     fs::write(&path, "head: {scale: 0}\n").unwrap();
     assert_refused(&["spec", "--spec", file], &["`logits.scale`", "got 0"]);
 }
+
+#[test]
+fn spec_schema_is_json_and_excludes_a_loss() {
+    let output = assay(&["spec", "--schema"]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let schema: serde_json::Value = serde_json::from_str(&output.stdout).unwrap();
+    assert_eq!(schema["properties"]["kl"]["default"], serde_json::Value::Null);
+    for wrong in [["spec", "--schema", "--preset", "trl"].as_slice(), &["spec", "--schema", "loss_type=dapo"]] {
+        let output = assay(wrong);
+        assert_eq!(output.code, 2, "{wrong:?}");
+        assert!(output.stderr.contains("--preset"), "{}", output.stderr);
+    }
+}

@@ -11,9 +11,10 @@ use super::prose;
 /// Folders of this project whose paths are written out in documents. `tests` is not among them: other projects have one too.
 const FOLDERS: [&str; 8] = ["crates/", "src/", "docs/", "benches/", "configs/", "examples/", "fixtures/", "python/"];
 
-fn documents() -> Vec<PathBuf> {
+/// The documents whose paths, commands and anchors are tried.
+pub(super) fn documents() -> Vec<PathBuf> {
     let in_docs = fs::read_dir("docs").unwrap().map(|entry| entry.unwrap().path());
-    let named = ["README.md", "CONTRIBUTING.md", "fixtures/README.md"].map(PathBuf::from);
+    let named = ["README.md", "CONTRIBUTING.md", "fixtures/README.md", "python/README.md"].map(PathBuf::from);
     named
         .into_iter()
         .chain(in_docs.filter(|path| path.extension().is_some_and(|extension| extension == "md")))

@@ -5,7 +5,11 @@ mod dependencies;
 mod documents;
 mod fixture_reader;
 mod fixture_stream;
+#[cfg(all(feature = "pjrt", feature = "mutants", feature = "train", feature = "schema"))]
+mod pages;
 mod panel;
+#[cfg(all(feature = "pjrt", feature = "mutants", feature = "train"))]
+mod pasted_commands;
 mod prose;
 mod spreads;
 mod text;

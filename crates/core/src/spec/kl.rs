@@ -13,6 +13,7 @@ use super::Averaging;
 ///
 /// The gradient is 0 beyond a clamp.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Kl {
     /// The factor of the penalty in the loss, `≥ 0`.
@@ -58,6 +59,7 @@ impl Kl {
 
 /// The estimator of `KL(policy ‖ reference)` from one sampled token, with `d = ref_logp − logp`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
     /// The log-ratio itself, `−d`: unbiased, of any sign.
@@ -73,6 +75,7 @@ pub enum KlEstimator {
 
 /// The gradient of the KL estimate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum KlGradient {
     /// The derivative of the estimate as it is.
@@ -87,6 +90,7 @@ pub enum KlGradient {
 
 /// The factor of the KL estimate, differentiated along with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum KlImportance {
     /// No factor: the estimate alone.

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 /// assert!(spec.describe().contains("30·tanh(logits / 30)"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct LogitsTransform {
     /// The factor of the logits, finite and not 0.
@@ -32,6 +33,7 @@ impl Default for LogitsTransform {
 /// The vocabulary entries that the softmax runs over. An entry outside the support has probability 0 and gradient 0,
 /// whatever its logit is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Support {
     /// The number of entries that are tokens, `≥ 1`; the entries after them are padding. `None` means all entries.

@@ -82,6 +82,7 @@ pub use temperature::{Temperature, TemperatureDivides};
 /// assert!(spec.check().is_ok() && spec.reads_old_logp() && !spec.reads_rollout_logp());
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct LossSpec {
     /// The policy term of a token, such as PPO's clipped surrogate.
@@ -95,6 +96,7 @@ pub struct LossSpec {
     /// The transform of the logits before the temperature: scale, softcap and bias. Older files call it `head`.
     // A key that is read under two names has a third, which messages show: both in one file are a duplicate field.
     #[serde(rename(deserialize = "logits (old key: head)"), alias = "logits", alias = "head")]
+    #[cfg_attr(feature = "schema", schemars(rename = "logits"))]
     pub logits: LogitsTransform,
     /// The vocabulary entries that the softmax runs over.
     pub support: Support,
@@ -130,6 +132,7 @@ pub struct LossSpec {
         alias = "top",
         skip_serializing_if = "is_one"
     )]
+    #[cfg_attr(feature = "schema", schemars(rename = "ids_per_token"))]
     pub ids_per_token: usize,
     /// The reduction of token losses to one number: the weight of each token.
     pub reduction: Reduction,
@@ -209,6 +212,12 @@ impl LossSpec {
         }
     }
 
+    /// Returns the JSON Schema of a spec file as the types have it: keys, choices, defaults and descriptions.
+    #[cfg(feature = "schema")]
+    pub fn json_schema() -> serde_json::Value {
+        schemars::schema_for!(Self).into()
+    }
+
     /// Whether the spec is [`from_cotangents`](Self::from_cotangents), with any transform, support, temperature and
     /// number of ids: the result is logp and entropy, and there is no loss.
     pub fn is_from_cotangents(&self) -> bool {
@@ -233,6 +242,7 @@ fn is_one(count: &usize) -> bool {
 
 /// The shape of the problem's `advantages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageLevel {
     /// One advantage per sequence, an array `[B]`.

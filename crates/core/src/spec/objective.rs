@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 /// The policy term of one token, with `ρ` its [`Ratio`](super::Ratio), `A` its advantage, `ℓ` its log-probability and
 /// `sg` for stop-gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Objective {
     /// PPO's clipped surrogate, with the optional bounds that GRPO code adds to it.
@@ -57,6 +58,7 @@ pub enum Objective {
 ///
 /// A ratio exactly at a bound takes the unclipped branch, and so has its gradient.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct PpoClip {
     /// The lower clip width, `≥ 0`: the ratio is clipped at `1 − epsilon_low` where `A < 0`.
@@ -78,6 +80,7 @@ impl Default for PpoClip {
 /// The bounds of CISPO's weight, on the ratio itself: `upper` is `epsilon_high` in TRL and Liger, and
 /// `1 + epsilon_high` in verl and SkyRL.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Cispo {
     /// The lower bound of the weight; `None` is no lower bound.
@@ -89,6 +92,7 @@ pub struct Cispo {
 
 /// SAPO: `−(4/τ)·σ(τ(ρ − 1))·A`, with `τ` chosen by the sign of `A`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Sapo {
     /// The temperature `τ > 0` of the gate where `A > 0`.
@@ -112,6 +116,7 @@ impl Default for Sapo {
 /// clamped to `[ln 1e-8, 20]`. The sign of `A` chooses `k` and `λ`, with 0 as positive. The rollout weight of a whole
 /// sequence is added once.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Vespo {
     /// The exponent `k` where `A ≥ 0`.
@@ -141,6 +146,7 @@ impl Default for Vespo {
 
 /// The surrogate `−ρ·A`, without a clip.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct ImportanceSampling {
     /// Whether a sequence without unmasked tokens counts with `−A/B`, since its ratio is `exp(0)` (TRL's GMPO). It
@@ -150,6 +156,7 @@ pub struct ImportanceSampling {
 
 /// The open interval of ratios that count.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MaskedRatio {
     /// The lower end of the interval, itself excluded.
@@ -168,6 +175,7 @@ pub struct MaskedRatio {
 /// A token is kept unless its probability has moved in the direction of `A` by more than `high` where `A > 0`, or `low`
 /// elsewhere.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TrustRegion {
     /// The divergence between the current and the old probability of the token.
@@ -190,6 +198,7 @@ pub struct TrustRegion {
 
 /// The divergence between the Bernoulli distributions "this token or another" under two policies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {
     /// The distance `|p − p_old|`: at most `high` where `A > 0`, at most `low` elsewhere.
@@ -201,6 +210,7 @@ pub enum Divergence {
 
 /// The number of [`Objective::Dro`], the quadratic penalty.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Dro {
     /// The weight of the squared log-ratio, `> 0`.
@@ -209,6 +219,7 @@ pub struct Dro {
 
 /// The numbers of [`Objective::KlCov`], a penalty on the tokens with the largest covariance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct KlCov {
     /// The weight `≥ 0` of `|ln ρ|` on the selected tokens; `ppo_kl_coef` in verl.
@@ -220,6 +231,7 @@ pub struct KlCov {
 
 /// The `max(1, ⌊fraction · Σ m⌋)` unmasked tokens with the largest covariance `(A − mean A)·(ℓ − mean ℓ)`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TopCovariance {
     /// The fraction of unmasked tokens that are selected, above 0 and at most 1.
@@ -228,6 +240,7 @@ pub struct TopCovariance {
 
 /// The numbers of [`Objective::ClipCov`], which drops tokens by their covariance.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ClipCov {
     /// The clip of the tokens that are not selected.
@@ -242,6 +255,7 @@ pub struct ClipCov {
 /// with means over `Σ m + 1e-8`. Projects draw `max(1, ⌊fraction · Σ m⌋)` of them at random; if there are more, the
 /// selection is not determined and must be given.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CovarianceBand {
     /// The fraction of unmasked tokens that may be selected, `> 0`.
@@ -254,6 +268,7 @@ pub struct CovarianceBand {
 
 /// The numbers of [`Objective::Topr`], which weights positive and other tokens separately.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Topr {
     /// The weight `w₊ ≥ 0` of positive tokens.
@@ -274,6 +289,7 @@ impl Default for Topr {
 
 /// The rule by which TOPR calls a token positive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum PositiveTokens {
     /// Tokens with an advantage `A > 0`.
@@ -292,6 +308,7 @@ pub enum PositiveTokens {
 ///
 /// A ratio exactly at a bound takes the unclipped branch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Aspo {
     /// The lower clip width, `≥ 0`.
@@ -316,6 +333,7 @@ impl Default for Aspo {
 
 /// The largest distances of a ratio from 1 before it is clipped.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ClipWidths {
     /// The lower clip width, `≥ 0`.

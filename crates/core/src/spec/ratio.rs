@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// The ratio `ρ` of a token, computed from the log-ratios `x_t = ℓ_t − old_logp_t` of its sequence.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Ratio {
     /// The log-ratios that the ratio is made of, one token's or its sequence's, and the path of its gradient.
@@ -22,6 +23,7 @@ pub struct Ratio {
 
 /// The level of the ratio: one token, or the mean or sum over a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RatioLevel {
     /// The token's own ratio, `ρ_t = exp(x_t)`.
@@ -48,6 +50,7 @@ impl RatioLevel {
 /// Bounds of GMPO's clip: `x_t ≤ high` where `A > 0`, `x_t ≥ −low` where `A < 0`, and `x_t = 0` where `A = 0`, with
 /// gradient 0 beyond a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct LogClip {
     /// The bound where `A < 0`, `≥ 0`, nats.
@@ -58,6 +61,7 @@ pub struct LogClip {
 
 /// The source of the log-probability that the ratio divides by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OldLogp {
     /// The problem's `old_logp`, of the policy before this update.

@@ -7,6 +7,7 @@ use super::LossSpec;
 /// The reduction of token losses to one number: the weight `w_b` of every token of sequence `b`, with
 /// `n_b = Σ_t m[b,t]` and `ε` the `denominator_epsilon`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Reduction {
     /// The mean over the unmasked tokens of the batch, `w_b = 1 / (Σ n_b + ε)` (bnpo; dapo on one device).
@@ -36,6 +37,7 @@ pub enum Reduction {
 
 /// The number of sequences that a reduction divides by, `B′`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Rows {
     /// All `B` sequences: one without an unmasked token counts with loss 0 (TRL, Liger).
@@ -48,6 +50,7 @@ pub enum Rows {
 
 /// A reduction of one term of the loss, other than that of the policy term.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Averaging {
     /// The weights of the tokens.

@@ -8,6 +8,7 @@ use super::{LossTerms, OldLogp};
 /// the sampler did not score has `y = 0`, and its old probability for both. [`RolloutWeights`](super::RolloutWeights)
 /// are computed from all unmasked tokens, rejected ones included.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Rejection {
     /// The estimator of one token's divergence.
@@ -36,6 +37,7 @@ fn both_terms() -> LossTerms {
 /// The estimator of one token's divergence between the old policy and the sampler's, with `p = exp(rollout_logp)` and
 /// `q = exp(old_logp)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RejectionEstimator {
     /// The log-ratio `−y`, with `|y| ≤ 20`.
@@ -56,6 +58,7 @@ pub enum RejectionEstimator {
 
 /// The statistic that a rejection compares with its bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RejectionLevel {
     /// The estimate of each token, for this token alone.
@@ -78,6 +81,7 @@ pub enum RejectionLevel {
 /// DeepSeek-V3.2's off-policy sequence mask: a token keeps its policy term where `A ≥ 0` or
 /// `Σ m (behaviour − ℓ) / Σ m ≤ threshold`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct OffPolicyMask {
     /// The largest mean divergence that is kept, nats.
@@ -90,6 +94,7 @@ pub struct OffPolicyMask {
 /// A mask that keeps the policy term of tokens whose entropy is at least the `1 − fraction` quantile of the batch's
 /// unmasked tokens, interpolated linearly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct TopEntropy {
     /// The fraction of tokens that keep their policy term, above 0 and at most 1.
@@ -104,6 +109,7 @@ pub struct TopEntropy {
 
 /// The values of [`TopEntropy`] that are rounded to f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum QuantilePrecision {
     /// No value is rounded: all are f64.
@@ -118,6 +124,7 @@ pub enum QuantilePrecision {
 
 /// The quantity from which a token of low entropy is dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum DroppedTerm {
     /// The policy loss; the token still counts in denominators and in its sequence's ratio.

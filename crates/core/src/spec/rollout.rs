@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// [`Vespo`](super::Vespo) takes their logarithms into its own weight instead of multiplying its policy term.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RolloutWeights {
     /// The source of the weights: given with the problem, or computed from two log-probabilities.
@@ -40,6 +41,7 @@ pub struct RolloutWeights {
 
 /// The source of rollout weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutSource {
     /// The problem's `rollout_weights`, `[B,T]` or `[B,1]`, used unchanged except by `level: geometric`. Bounds and a
@@ -52,6 +54,7 @@ pub enum RolloutSource {
 
 /// The logarithm of a rollout weight, with `y_t = old_logp_t − rollout_logp_t`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum RolloutLevel {
     /// The token's own log-ratio `y_t`.
@@ -69,6 +72,7 @@ pub enum RolloutLevel {
 
 /// The treatment of a rollout weight that is out of bounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OutOfBounds {
     /// Sets the weight to the bound that it exceeds.
@@ -80,6 +84,7 @@ pub enum OutOfBounds {
 
 /// The contribution of a token with a NaN `rollout_logp` to computed rollout weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum UnscoredWeight {
     /// No contribution: the token counts with `y = 0` (TRL, Unsloth).
@@ -92,6 +97,7 @@ pub enum UnscoredWeight {
 
 /// The terms of a token's loss that a factor multiplies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum LossTerms {
     /// The policy term alone, without the KL penalty.
@@ -109,6 +115,7 @@ pub enum LossTerms {
 /// sum over the sequences of a prompt, is the mean over `P` prompts of their token means (SkyRL's `prompt_mean`); one weight per
 /// sequence is Unsloth's `sample_weight`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct TokenWeights {
     /// The terms of the loss that the weights multiply.

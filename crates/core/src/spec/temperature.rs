@@ -59,6 +59,23 @@ impl<'de> Deserialize<'de> for Temperature {
     }
 }
 
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Temperature {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Temperature".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "description": "The softmax temperature `T > 0`, dimensionless: a number, or `given`.",
+            "oneOf": [
+                {"description": "One temperature for all tokens.", "type": "number", "exclusiveMinimum": 0},
+                {"description": "The problem's `temperature`, one per sequence or one per token.", "const": "given"},
+            ],
+        })
+    }
+}
+
 struct NumberOrGiven;
 
 impl de::Visitor<'_> for NumberOrGiven {
@@ -87,6 +104,7 @@ impl de::Visitor<'_> for NumberOrGiven {
 
 /// The value that the temperature divides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum TemperatureDivides {
     /// The logits, `logp = log_softmax(logits / T)[id]`, as in every published project but one.
