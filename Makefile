@@ -98,14 +98,15 @@ target/python/venv/made: python/tests/requirements.txt
 
 # The site, in target/docs/site: broken links, anchors and names fail. What builds it is installed once, 0.2 GB.
 docs: target/docs/venv/made ## the site, in target/docs/site: a quarter of a minute; fetches 0.2 GB once
-	target/docs/venv/bin/mkdocs build --quiet
+	@# Not --quiet: mkdocs would count no warning then, and fail on none.
+	@said=$$(target/docs/venv/bin/mkdocs build 2>&1) || { echo "$$said" | grep -v '^INFO' >&2; exit 1; }
 
 # Pages and data that are made from the code: the schema and the fields of specs, the command line. `make test` fails where one is stale.
-docs-data: tools
+docs-data: tools ## pages and data made from the code: schema, fields, options, limits
 	ASSAY_BLESS=1 $(CARGO) test --locked --all-features --quiet --test it pages::
 
 # Twelve wrong kernels before the judge, with their pictures: docs/gallery.md. `make python` fails where it is stale.
-gallery: python-packages python-extension python-package
+gallery: python-packages python-extension python-package ## docs/gallery.md: twelve wrong kernels and their pictures
 	PYTHONPATH=$(CURDIR)/target/python/package target/python/venv/bin/python examples/gallery/gallery.py
 
 target/docs/venv/made: setup/docs.txt

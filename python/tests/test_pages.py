@@ -112,3 +112,9 @@ def test_pages_python_calls_with_arguments_that_there_are() -> None:
 def test_pages_names_that_are_missing_are_found(block: str, message: str) -> None:
     named = [dotted(node) for node in ast.walk(parsed("page", block)) if isinstance(node, ast.Attribute)]
     assert [name for name in named if name.startswith("assay.") and unknown(name)] == ([message] if message else [])
+
+
+def test_pages_errors_have_a_heading_each() -> None:
+    headings = re.findall(r"^### (\w+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    classes = [name for name in assay.__all__ if isinstance(getattr(assay, name), type) and issubclass(getattr(assay, name), Exception)]
+    assert sorted(headings) == sorted(classes)

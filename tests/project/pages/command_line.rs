@@ -49,7 +49,7 @@ fn entry(argument: &Arg, text: &mut String) {
     }
     let values = argument.get_value_names().unwrap_or_default();
     let takes = argument.get_action().takes_values();
-    let value = if takes { values.iter().map(|name| format!(" {name}")).collect() } else { String::new() };
+    let value = if takes { values.iter().fold(String::new(), |text, name| text + " " + name) } else { String::new() };
     let short = argument.get_short().map(|short| format!("-{short}"));
     let long = argument.get_long().map(|long| format!("--{long}"));
     let names: Vec<String> = short.into_iter().chain(long).collect();

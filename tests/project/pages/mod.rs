@@ -9,8 +9,10 @@ use std::fs;
 use std::path::Path;
 
 mod command_line;
+mod limits;
 mod schema;
 mod spec;
+mod verdicts;
 
 /// The line below the heading of a page that is written from the code.
 const WRITTEN: &str = "<!-- Written by `make docs-data`: edit the code that it is made from. -->";

@@ -301,7 +301,7 @@ fn without_examples(words: &str) -> String {
 }
 
 /// Returns the name of an arm as serde's `snake_case` has it.
-fn snake(name: &str) -> String {
+pub(super) fn snake(name: &str) -> String {
     let mut snake = String::new();
     for (i, c) in name.chars().enumerate() {
         if i > 0 && c.is_uppercase() {

@@ -203,7 +203,7 @@ impl SpecPage {
             self.item(&indent, &format!("`{key}`: {}, {default}. {words}{uses}", self.kind(&property)));
             self.formula(&full, &" ".repeat(4 * depth + 4));
             // Small types are written where they are used; what has a section of its own is linked to.
-            if self.section_of(&property).is_some() {
+            if section_of(&property).is_some() {
                 continue;
             }
             if inner["oneOf"].is_array() && type_of(&property) != Some("Temperature") {
@@ -292,7 +292,7 @@ impl SpecPage {
             let of = self.kind(&property["items"]);
             return if of == "mapping" { "list of mappings".into() } else { format!("list of {of}s") };
         }
-        if let Some(section) = self.section_of(property) {
+        if let Some(section) = section_of(property) {
             return format!("as [`{section}`](#{}){or_none}", anchor(&section));
         }
         if node["oneOf"].is_array() {
@@ -312,17 +312,6 @@ impl SpecPage {
         format!("{kind}{}{}{or_none}", low.unwrap_or_default(), high.unwrap_or_default())
     }
 
-    /// Returns the key or choice whose section describes the type of `property`, where that is another place.
-    fn section_of(&self, property: &Value) -> Option<String> {
-        let described_elsewhere = match (type_of(property)?, property["description"].as_str().unwrap_or_default()) {
-            ("PpoClip", words) if words.contains("not selected") => "objective: ppo_clip",
-            ("Reduction", words) if !words.starts_with("The reduction of token") => "reduction",
-            ("Averaging", words) if words.contains("entropy") => return None,
-            _ => return None,
-        };
-        Some(described_elsewhere.into())
-    }
-
     fn short_default(&self, property: &Value) -> String {
         let default = property.get("default").unwrap_or(&Value::Null);
         match default {
@@ -333,6 +322,17 @@ impl SpecPage {
             default => format!("`{}`", yaml(default)),
         }
     }
+}
+
+/// Returns the key or choice whose section describes the type of `property`, where that is another place.
+fn section_of(property: &Value) -> Option<String> {
+    let described_elsewhere = match (type_of(property)?, property["description"].as_str().unwrap_or_default()) {
+        ("PpoClip", words) if words.contains("not selected") => "objective: ppo_clip",
+        ("Reduction", words) if !words.starts_with("The reduction of token") => "reduction",
+        ("Averaging", words) if words.contains("entropy") => return None,
+        _ => return None,
+    };
+    Some(described_elsewhere.into())
 }
 
 impl KnownSpec {
@@ -462,7 +462,7 @@ fn prose(words: &str) -> String {
         paragraphs
             .extend(before.split("\n\n").filter(|text| !text.trim().is_empty()).map(|text| wrapped(text, "", WIDTH)));
         let (code, after) = code.split_once("```").unwrap();
-        paragraphs.push(format!("```text\n{code}```"));
+        paragraphs.push(format!("```text\n{}```", code.replace('`', "")));
         rest = after;
     }
     paragraphs.extend(rest.split("\n\n").filter(|text| !text.trim().is_empty()).map(|text| wrapped(text, "", WIDTH)));
