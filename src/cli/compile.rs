@@ -164,7 +164,20 @@ impl CompileCommand {
                 let compiler = self.gpu_compiler()?;
                 let gpu_rows = self.run_all(&gpu::table::requests(&options), |request| request.compile(&compiler))?;
                 let table = GpuTable { gpu_rows };
-                self.finish_table(compile_gpu::MARKS, &gpu::table::markdown(&table), &table)
+                let tables = gpu::table::markdown(&table);
+                if let Some(path) = &self.into {
+                    let [logits, heads] = compile_gpu::MARKS;
+                    document::put_with_data(
+                        path,
+                        logits,
+                        "gpu-programs",
+                        &tables[0],
+                        &compile_gpu::summary(&tables[0]),
+                    )?;
+                    document::put_into(path, [(heads, tables[1].as_str())])?;
+                }
+                self.printing.finish(&tables.join("\n"), &table)?;
+                Ok(Passed::Yes)
             }
             _ => {
                 let compiler = self.tpu_compiler()?;

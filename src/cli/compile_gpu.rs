@@ -16,6 +16,14 @@ pub(super) const MARKS: [Marks; 2] = [
     ["<!-- assay compile --table gpus, LM heads -->", "<!-- end of table, LM heads -->"],
 ];
 
+/// Returns the rows of a table that have Qwen2.5's padded vocabulary and bf16.
+pub(super) fn summary(table: &str) -> String {
+    let (head, rows) =
+        table.lines().partition::<Vec<_>, _>(|line| line.starts_with("| target") || line.starts_with("|---"));
+    let shown = rows.into_iter().filter(|row| row.contains("x151936 | bf16 |"));
+    head.into_iter().chain(shown).fold(String::new(), |text, line| text + line + "\n")
+}
+
 /// Formats the kernels of PTX, and the other figures.
 pub(super) fn table_of(request: &CompileRequest<GpuTarget>, figures: &GpuProgramReport) -> String {
     let mut text = String::new();

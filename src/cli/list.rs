@@ -38,7 +38,7 @@ pub(super) struct ListCommand {
     /// Print the same as a Markdown table
     #[arg(long)]
     markdown: bool,
-    /// Also put that table between its marks in a document, such as docs/support.md
+    /// Also put a summary between its marks in a document, such as docs/support.md, and the whole into data/support.csv next to it
     #[arg(long, value_name = "FILE.md", requires = "markdown")]
     into: Option<PathBuf>,
     #[command(flatten)]
@@ -131,7 +131,7 @@ impl ListCommand {
         let matrix = Matrix::ask(&registry(self.plugin.path()));
         let text = if self.markdown { matrix.markdown() } else { format!("{}\n", matrix.table()) };
         if let Some(path) = &self.into {
-            document::put_into(path, [(MARKS, text.as_str())])?;
+            document::put_with_data(path, MARKS, "support", &matrix.markdown(), &matrix.summary())?;
         }
         self.printing.finish_list(&text, &matrix.rows)?;
         self.expect_plugin()
@@ -285,6 +285,34 @@ impl Matrix {
             table.add_row(names.chain(self.cells(row).map(SupportCell::text)));
         }
         table
+    }
+
+    /// The choices by who computes them, those of most implementations first.
+    fn summary(&self) -> String {
+        let refusers = |row: &SupportRow| -> Vec<&str> {
+            let refuses = |ids: &&Vec<String>| row.support[&ids[0]] != SupportCell::Yes;
+            self.columns.iter().filter(refuses).flatten().map(String::as_str).collect()
+        };
+        let mut groups = grouped(&self.rows, refusers);
+        groups.sort_by_key(|rows| refusers(rows[0]).len());
+        let mut text = String::from("| computed by | choices | |\n|---|--:|---|\n");
+        for rows in groups {
+            let (refused, all) = (refusers(rows[0]), self.columns.iter().map(Vec::len).sum::<usize>());
+            let code = |ids: &[&str]| join(ids.iter().map(|id| format!("`{id}`")), ", ");
+            let who = match refused.len() {
+                0 => "all".into(),
+                n if n + 1 == all => "the reference alone".into(),
+                n if 2 * n > all => {
+                    let ids = self.columns.iter().flatten().map(String::as_str);
+                    code(&ids.filter(|id| !refused.contains(id)).collect::<Vec<_>>())
+                }
+                _ => format!("all but {}", code(&refused)),
+            };
+            let names = join(rows.iter().map(|row| format!("{}: {}", row.field, row.choice)), "; ");
+            let names = if refused.is_empty() { "all others" } else { &names };
+            let _ = writeln!(text, "| {who} | {} | {names} |", rows.len());
+        }
+        text
     }
 
     fn markdown(&self) -> String {

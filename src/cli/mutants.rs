@@ -43,7 +43,7 @@ pub(super) struct MutantsCommand {
     /// Print the tables as Markdown
     #[arg(long)]
     markdown: bool,
-    /// Also put the tables between their marks in a document, such as docs/mutants.md
+    /// Also put a summary between its marks in a document, such as docs/mutants.md, and the tables into data/mutants.csv next to it
     #[arg(long, value_name = "FILE.md", requires = "markdown", conflicts_with = "only")]
     into: Option<PathBuf>,
     #[command(flatten)]
@@ -86,7 +86,7 @@ impl MutantsCommand {
         let score = trial.score(&peers).and(heads.score(&[]));
         let mut text = if self.markdown { score.markdown() } else { score.table() };
         if let Some(path) = &self.into {
-            document::put_into(path, [(MARKS, text.as_str())])?;
+            document::put_with_data(path, MARKS, "mutants", &text, &score.summary())?;
         }
         if !self.markdown {
             text.extend(ignored.iter().map(|IgnoredCheck { what, why, .. }| format!("ignored  {what}: {why}\n")));

@@ -317,10 +317,21 @@ impl Structure {
 
     /// Whether it is told which tokens are selected.
     pub fn selected(self) -> bool {
-        matches!(
-            self.form,
-            ObjectiveForm::KlCov | ObjectiveForm::Topr { selected: true } | ObjectiveForm::Aspo { selected: true }
-        )
+        match self.form {
+            ObjectiveForm::KlCov => true,
+            ObjectiveForm::Topr { selected } | ObjectiveForm::Aspo { selected } => selected,
+            // Every form is named, so that a new one is asked.
+            ObjectiveForm::PpoClip
+            | ObjectiveForm::Cispo
+            | ObjectiveForm::Sapo
+            | ObjectiveForm::Vespo
+            | ObjectiveForm::PolicyGradient
+            | ObjectiveForm::ImportanceSampling
+            | ObjectiveForm::MaskedRatio
+            | ObjectiveForm::TrustRegion { .. }
+            | ObjectiveForm::Dro
+            | ObjectiveForm::None => false,
+        }
     }
 
     /// Whether the KL estimate is weighed against the sampler.

@@ -63,15 +63,22 @@ impl Specimen {
         }
         // The specimen has the objectives that the bank's mutants are about. Others are refused rather than
         // approximated.
-        let objective = matches!(
-            spec.objective,
+        let objective = match spec.objective {
             Objective::PpoClip(_)
-                | Objective::Cispo(_)
-                | Objective::PolicyGradient
-                | Objective::Topr(_)
-                | Objective::Aspo(_)
-                | Objective::None
-        );
+            | Objective::Cispo(_)
+            | Objective::PolicyGradient
+            | Objective::Topr(_)
+            | Objective::Aspo(_)
+            | Objective::None => true,
+            Objective::Sapo(_)
+            | Objective::Vespo(_)
+            | Objective::ImportanceSampling(_)
+            | Objective::MaskedRatio(_)
+            | Objective::TrustRegion(_)
+            | Objective::Dro(_)
+            | Objective::KlCov(_)
+            | Objective::ClipCov(_) => false,
+        };
         let computed = [
             (objective, "objective", "ppo_clip, cispo, policy_gradient, topr, aspo and none"),
             (spec.entropy_averaging.is_none(), "entropy_averaging", "none"),

@@ -219,7 +219,18 @@ fn ratio_bounds(objective: &Objective) -> Vec<f64> {
         }
         Objective::Cispo(Cispo { lower, upper }) => lower.iter().copied().chain([*upper]).collect(),
         Objective::Aspo(Aspo { epsilon_low, epsilon_high, .. }) => vec![1.0 - epsilon_low, 1.0 + epsilon_high],
-        _ => vec![0.8, 1.2],
+        // Every objective is named, so that a new one is asked.
+        Objective::Sapo(_)
+        | Objective::Vespo(_)
+        | Objective::PolicyGradient
+        | Objective::ImportanceSampling(_)
+        | Objective::MaskedRatio(_)
+        | Objective::TrustRegion(_)
+        | Objective::Dro(_)
+        | Objective::KlCov(_)
+        | Objective::ClipCov(_)
+        | Objective::Topr(_)
+        | Objective::None => vec![0.8, 1.2],
     };
     // The logarithm of a bound must be a number.
     let bounds: Vec<f64> = bounds.into_iter().filter(|bound| *bound > 0.0 && bound.is_finite()).collect();

@@ -75,7 +75,23 @@ impl LossSpec {
     }
 
     fn reads_ratio(&self) -> bool {
-        !matches!(self.objective, Objective::None | Objective::PolicyGradient)
+        // Every objective is named, so that a new one is asked.
+        let objective = match self.objective {
+            Objective::None | Objective::PolicyGradient => false,
+            Objective::PpoClip(_)
+            | Objective::Cispo(_)
+            | Objective::Sapo(_)
+            | Objective::Vespo(_)
+            | Objective::ImportanceSampling(_)
+            | Objective::MaskedRatio(_)
+            | Objective::TrustRegion(_)
+            | Objective::Dro(_)
+            | Objective::KlCov(_)
+            | Objective::ClipCov(_)
+            | Objective::Topr(_)
+            | Objective::Aspo(_) => true,
+        };
+        objective
             || self
                 .kl
                 .as_ref()

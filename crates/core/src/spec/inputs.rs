@@ -30,7 +30,17 @@ impl LossSpec {
             Objective::ClipCov(cov) => cov.selection.is_none(),
             Objective::Topr(topr) => topr.positive == PositiveTokens::Selected,
             Objective::Aspo(aspo) => aspo.selected.is_some(),
-            _ => false,
+            // Every objective is named, so that a new one is asked.
+            Objective::PpoClip(_)
+            | Objective::Cispo(_)
+            | Objective::Sapo(_)
+            | Objective::Vespo(_)
+            | Objective::PolicyGradient
+            | Objective::ImportanceSampling(_)
+            | Objective::MaskedRatio(_)
+            | Objective::TrustRegion(_)
+            | Objective::Dro(_)
+            | Objective::None => false,
         }
     }
 

@@ -242,8 +242,8 @@ impl Score {
         asked.map(|project| (project.name, cells.map(|cell| count(project.name, cell)))).collect()
     }
 
-    /// Returns the tables of `docs/mutants.md`.
-    pub fn markdown(&self) -> String {
+    /// Returns the mutants that each suite catches and accepts, as a table in Markdown.
+    fn of_suites(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
         let passes = self.survived.len() + self.admitted.len();
@@ -251,6 +251,27 @@ impl Score {
         for (project, [caught, passes, not_exercised]) in self.peers() {
             let _ = writeln!(text, "| {project} | {caught} | {passes} | {not_exercised} |");
         }
+        text
+    }
+
+    /// Returns the tables of `docs/mutants.md`: the suites, and the kinds of mutants with an example of each.
+    pub fn summary(&self) -> String {
+        let mut text = self.of_suites();
+        text += "\n| kind | mutants | killed | accepted by a test of others | such as |\n|---|--:|--:|--:|---|\n";
+        for class in MutantKind::ALL {
+            let of_class: Vec<&MutantRecord> = self.mutants.iter().filter(|mutant| mutant.class == class).collect();
+            let Some(first) = of_class.first() else { continue };
+            let killed = of_class.iter().filter(|mutant| mutant.gate.is_some()).count();
+            let accepted = of_class.iter().filter(|mutant| !mutant.passes_peers.is_empty()).count();
+            let (title, n) = (class.title(), of_class.len());
+            let _ = writeln!(text, "| {title} | {n} | {killed} | {accepted} | `{}`: {} |", first.name, first.does);
+        }
+        text
+    }
+
+    /// Returns all mutants as tables in Markdown, one for each kind.
+    pub fn markdown(&self) -> String {
+        let mut text = self.of_suites();
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
         for class in MutantKind::ALL {
             let _ = writeln!(text, "\n### {}\n", class.title());
