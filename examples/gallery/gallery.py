@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def judged(exhibit: Exhibit) -> tuple[str, str]:
         f"<figcaption>{caption[1]}</figcaption>",
         "</figure>",
         "",
-        exhibit.seen,
+        textwrap.fill(exhibit.seen, 140, break_long_words=False, break_on_hyphens=False),
         "",
         "```python",
         code_of(exhibit.kernel),
@@ -193,7 +194,8 @@ HEAD = """\
 
 <!-- Written by `make gallery` from examples/gallery. -->
 
-For everybody who wants to see what a wrong kernel looks like before the judge. Each is ten lines of NumPy with one wrong line. Each has the sentence with which `assay.check` begins its report and the picture that is in it: *error / limit* along the vocabulary or along the tokens.
+For everybody who wants to see what a wrong kernel looks like before the judge. Each is ten lines of NumPy with one wrong line. Each has the
+sentence with which `assay.check` begins its report and the picture that is in it: *error / limit* along the vocabulary or along the tokens.
 What is above the line is beyond the limit, and red. A kernel that is right is blue everywhere, as most places here are.
 
 Pictures along the tokens have gaps where a token is masked.

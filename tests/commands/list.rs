@@ -41,13 +41,20 @@ fn list_matrix_goes_between_its_marks_in_a_document() {
     let list = || assay(&["list", "--quiet", "--markdown", "--into", &document]);
     fs::write(&document, "before\n<!-- assay list --markdown -->\nold\n<!-- end of matrix -->\nafter\n").unwrap();
     assert_eq!(list().code, 0);
+    let text = fs::read_to_string(&document).unwrap();
+    let summary = text.split("<!-- ").nth(1).unwrap();
+    assert!(text.starts_with("before\n<!-- assay list --markdown -->\n| computed by |"), "{text}");
+    assert!(text.ends_with("<!-- end of matrix -->\nafter\n"), "{text}");
+    // Each choice is counted once, and the whole is data.
+    let counts = summary.lines().filter_map(|line| line.split(" | ").nth(1)?.trim().parse::<usize>().ok());
+    let data = fs::read_to_string(workplace.path("data/support.csv")).unwrap();
+    assert_eq!(counts.sum::<usize>(), data.lines().count() - 1);
     let matrix = assay(&["list", "--markdown"]).stdout;
-    let expected = format!("before\n<!-- assay list --markdown -->\n{matrix}<!-- end of matrix -->\nafter\n");
-    assert_eq!(fs::read_to_string(&document).unwrap(), expected);
+    assert_eq!(matrix.lines().count(), data.lines().count() + 1);
     if cfg!(feature = "pjrt") {
         let shipped = fs::read_to_string("docs/support.md").unwrap();
-        let cells = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(cells(&shipped).contains(&cells(&matrix)), "`assay list --markdown --into docs/support.md`");
+        assert!(shipped.contains(summary), "`assay list --markdown --into docs/support.md`");
+        assert_eq!(fs::read_to_string("docs/data/support.csv").unwrap(), data);
     }
     fs::write(&document, "nothing to fill\n").unwrap();
     let refused = list();

@@ -101,9 +101,10 @@ fn words(size: usize) -> String {
 
 /// The beginning of the page.
 const HEAD: &str = "\
-For everybody who asks whether a size can be computed at all: each implementation with the dtypes, the numbers of devices, the vocabulary and the
-tokens that it takes. *No limit* means at least 2³¹, and 2³¹ that offsets have 32 bits. A limit of memory comes before most of these: a problem of `[B,T,V]` in f32 takes
-4·B·T·V bytes, and judging it a few times as many in f64, a row at a time. Sizes are asked in steps of eight.
+For everybody who asks whether a size can be computed at all: each implementation with the dtypes, the numbers of devices, the vocabulary and
+the tokens that it takes. *No limit* means at least 2³¹, and 2³¹ that offsets have 32 bits. A limit of memory comes before most of these: a
+problem of `[B,T,V]` in f32 takes 4·B·T·V bytes, and judging it a few times as many in f64, a row at a time. Sizes are asked in steps of
+eight.
 
 What an implementation does not take is an error that names the limit. `assay list` says which implementations run on this machine, and
 [platforms and plugins](commands.md#devices-and-plugins) what they need.

@@ -8,6 +8,9 @@
 use std::fs;
 use std::path::Path;
 
+use assay::report::plot::{Markup, Tone};
+
+mod charts;
 mod command_line;
 mod limits;
 mod schema;
@@ -57,4 +60,23 @@ fn wrapped(text: &str, indent: &str, width: usize) -> String {
         line.push_str(word);
     }
     lines.join(&format!("\n{indent}"))
+}
+
+/// Returns the plot of a figure as a file of its own, with the report's colours for light and for dark.
+fn standalone(figure: Markup) -> String {
+    let figure = figure.into_string();
+    let (_, svg) = figure.split_once("<svg").unwrap();
+    let (svg, _) = svg.split_once("</svg>").unwrap();
+    let (head, body) = svg.split_once('>').unwrap();
+    // The report's colours, for light and for dark.
+    let style = fs::read_to_string("crates/report/src/style.css").unwrap();
+    let schemes = style.split(":root {").skip(1).map(|rest| {
+        let colours = rest.split('}').next().unwrap().split(';').map(str::trim).filter(|rule| rule.starts_with("--"));
+        format!(":root {{ {} }}", colours.collect::<Vec<_>>().join("; "))
+    });
+    let schemes: Vec<String> = schemes.take(2).collect();
+    let rules = Tone::rules().replace("svg [", "[");
+    let style = format!("{}\n@media (prefers-color-scheme: dark) {{ {} }}\n{rules}", schemes[0], schemes[1]);
+    let ground = "<rect width=\"100%\" height=\"100%\" style=\"fill: var(--paper)\"/>";
+    format!("<svg{head}>\n<style>\n{style}</style>\n{ground}\n{}\n</svg>\n", body.trim())
 }

@@ -9,7 +9,7 @@ use assay::report::plot::{Axis, Curve, Markup, Tone, curves};
 use assay::spec::LossSpec;
 
 use super::schema::snake;
-use super::{WRITTEN, hold, wrapped};
+use super::{WRITTEN, hold, standalone, wrapped};
 
 const FILE: &str = "docs/verdicts.md";
 
@@ -20,7 +20,7 @@ const ENTRIES: usize = 129;
 fn pages_verdicts_and_regimes_are_current() {
     let mut text = format!("# Outputs, gates, edges, statuses, regimes\n\n{WRITTEN}\n\n{HEAD}");
     for (heading, words, file, name) in LISTS {
-        let _ = writeln!(text, "\n## {heading}\n\n{words}\n");
+        let _ = writeln!(text, "\n## {heading}\n\n{}\n", wrapped(words, "", 140));
         for (arm, docs) in arms(file, name) {
             if name != "Regime" {
                 let _ = writeln!(text, "- {}", wrapped(&format!("`{arm}`: {docs}"), "    ", 140));
@@ -106,21 +106,7 @@ fn drawing(regime: Regime) -> String {
     let axis = Axis { format: |x| format!("{x:.0}"), from_zero: false };
     let small = Axis { format: |x| format!("{x:.2}"), from_zero: false };
     let axis = if regime == Regime::Small { small } else { axis };
-    let figure = curves(&[Curve { tone: Tone::First, points }], &axis, &Markup::default()).into_string();
-    let (_, svg) = figure.split_once("<svg").unwrap();
-    let (svg, _) = svg.split_once("</svg>").unwrap();
-    let (head, body) = svg.split_once('>').unwrap();
-    // The report's colours, for light and for dark.
-    let style = fs::read_to_string("crates/report/src/style.css").unwrap();
-    let schemes = style.split(":root {").skip(1).map(|rest| {
-        let colours = rest.split('}').next().unwrap().split(';').map(str::trim).filter(|rule| rule.starts_with("--"));
-        format!(":root {{ {} }}", colours.collect::<Vec<_>>().join("; "))
-    });
-    let schemes: Vec<String> = schemes.take(2).collect();
-    let rules = Tone::rules().replace("svg [", "[");
-    let style = format!("{}\n@media (prefers-color-scheme: dark) {{ {} }}\n{rules}", schemes[0], schemes[1]);
-    let ground = "<rect width=\"100%\" height=\"100%\" style=\"fill: var(--paper)\"/>";
-    format!("<svg{head}>\n<style>\n{style}</style>\n{ground}\n{}\n</svg>\n", body.trim())
+    standalone(curves(&[Curve { tone: Tone::First, points }], &axis, &Markup::default()))
 }
 
 /// The beginning of the page.

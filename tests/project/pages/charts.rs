@@ -1,0 +1,65 @@
+//! The charts of tables that are data: one of each, next to a summary.
+
+use std::fs;
+
+use assay::report::plot::{Bar, Markup, Tone, bars};
+
+use super::{hold, standalone};
+
+#[test]
+fn pages_charts_are_of_the_data() {
+    hold("docs/data/mutants.svg", &standalone(bars(&suites(), None, &Markup::default())));
+    hold("docs/data/support.svg", &standalone(bars(&support(), None, &Markup::default())));
+    hold("docs/data/gpu-programs.svg", &standalone(bars(&programs(), None, &Markup::default())));
+}
+
+/// Returns the rows of the first table of a page that has this head, in cells without marks.
+fn table(page: &str, head: &str) -> Vec<Vec<String>> {
+    let text = fs::read_to_string(page).unwrap();
+    let rows = text.lines().skip_while(|line| !line.starts_with(head)).skip(2).take_while(|line| line.starts_with('|'));
+    let cell = |cell: &str| cell.trim().replace("**", "");
+    let rows: Vec<Vec<String>> = rows.map(|row| row.trim_matches('|').split('|').map(cell).collect()).collect();
+    assert!(!rows.is_empty(), "{page}: no table `{head}`");
+    rows
+}
+
+/// Mutants that each suite catches, and those that it accepts.
+fn suites() -> Vec<Bar> {
+    let rows = table("docs/mutants.md", "| tests | caught |");
+    let bar = |cells: &Vec<String>| {
+        let [caught, passes] = [1, 2].map(|at| cells[at].parse::<f64>().unwrap());
+        Bar {
+            name: cells[0].clone(),
+            parts: vec![(caught, Tone::First), (passes, Tone::Bad)],
+            note: format!("{caught} caught, {passes} accepted"),
+        }
+    };
+    rows.iter().map(bar).collect()
+}
+
+/// Choices of a spec that each implementation computes.
+fn support() -> Vec<Bar> {
+    let text = fs::read_to_string("docs/data/support.csv").unwrap();
+    let (head, rows) = text.split_once('\n').unwrap();
+    let rows: Vec<Vec<&str>> = rows.lines().map(|row| row.rsplit(',').collect()).collect();
+    // Choices have commas in quotes: columns are counted from the end.
+    let ids: Vec<&str> = head.rsplit(',').collect();
+    let columns = ids.iter().enumerate().take(ids.len() - 2).rev();
+    let bar = |(at, ids): (usize, &&str)| {
+        let computed = rows.iter().filter(|row| row[at] == "yes").count();
+        let (first, others) = ids.split_once(' ').unwrap_or((ids, ""));
+        let name = if others.is_empty() { first.to_string() } else { format!("{first} and its cuts") };
+        Bar::single(name, computed as f64, Tone::First, format!("{computed} of {}", rows.len()))
+    };
+    columns.map(bar).collect()
+}
+
+/// Lower bounds of time of the programs for GPUs at one size.
+fn programs() -> Vec<Bar> {
+    let rows = table("docs/gpu.md", "| target | shape | dtype | program |");
+    let bar = |cells: &Vec<String>| {
+        let ms: f64 = cells.last().unwrap().parse().unwrap();
+        Bar::single(format!("{} {}", cells[0], cells[3]), ms, Tone::First, format!("{ms:.2} ms"))
+    };
+    rows.iter().map(bar).collect()
+}
