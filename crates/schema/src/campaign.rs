@@ -188,7 +188,7 @@ pub struct DeckCoverage {
 pub struct VocabularyCost {
     /// The size of the largest vocabulary that was met in the range; ranges end at 1,024, 16,384 and 65,536.
     pub vocabulary: usize,
-    /// The number of problems.
+    /// The number of problems with such vocabularies.
     pub problems: u64,
     /// The seconds in which they were drawn, answered and judged.
     pub seconds: f64,
