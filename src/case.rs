@@ -159,7 +159,7 @@ impl KernelSettings {
         }
         // A manifest in the id is found from where the case is, so that a case can be read from any folder.
         let implementation = match self.implementation.strip_prefix(FILE_PREFIX) {
-            Some(manifest) => find(&format!("{FILE_PREFIX}{}", beside(case, manifest).display())),
+            Some(manifest) => find(&format!("{FILE_PREFIX}{}", beside(case, manifest).to_string_lossy())),
             None => find(&self.implementation),
         }?;
         implementation.available().map_err(|why| format!("{}: {why}", implementation.id()))?;

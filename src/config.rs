@@ -1,14 +1,14 @@
 //! Specs and other settings in YAML, TOML or JSON files.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 
 use serde::de::DeserializeOwned;
 
+use crate::files::read_named_text;
 use crate::problem::ProblemError;
 use crate::spec::LossSpec;
-use crate::text::one_line;
+use crate::text::{ForeignText, ShownPath};
 
 /// No settings file is longer; a larger one is something else.
 const LONGEST: u64 = 1 << 20;
@@ -20,7 +20,7 @@ pub enum ConfigError {
     #[error("{path}: cannot read: {reason}")]
     Io {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The operating system's error.
         reason: io::Error,
     },
@@ -28,15 +28,15 @@ pub enum ConfigError {
     #[error("{path}: {reason}")]
     Invalid {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The reason why it is invalid.
-        reason: String,
+        reason: ForeignText,
     },
     /// A spec that is out of range.
     #[error("{path}: {reason}")]
     Spec {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The error, which names the field.
         reason: ProblemError,
     },
@@ -52,18 +52,11 @@ pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
 
 fn read_text(path: &Path) -> Result<String, ConfigError> {
     let io = |reason| ConfigError::Io { path: path.into(), reason };
-    let mut text = String::new();
-    // One byte more than allowed is read, so that a longer file is seen without reading all of it.
-    let read = File::open(path).map_err(io)?.take(LONGEST + 1).read_to_string(&mut text).map_err(io)?;
-    if read as u64 > LONGEST {
-        let reason = format!("got more than {LONGEST} bytes, expected a settings file");
-        return Err(ConfigError::Invalid { path: path.into(), reason });
-    }
-    Ok(text)
+    read_named_text(path, LONGEST).map_err(io)
 }
 
 fn parse<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, ConfigError> {
-    let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: one_line(&reason) };
+    let invalid = |reason: String| ConfigError::Invalid { path: path.into(), reason: reason.into() };
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("toml") => toml::from_str(text).map_err(|error| invalid(error.to_string())),
         Some("json") => serde_json::from_str(text).map_err(|error| invalid(error.to_string())),

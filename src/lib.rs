@@ -22,7 +22,7 @@ pub use assay_campaign as campaign;
 pub use assay_campaign::worker;
 #[cfg(feature = "cli")]
 use assay_core::project;
-pub use assay_core::{device_dtype, implementation, memory, problem, spec, text};
+pub use assay_core::{device_dtype, files, implementation, memory, problem, spec, text};
 pub use assay_cuda as cuda;
 pub use assay_fixture as fixture;
 pub use assay_judge as judge;

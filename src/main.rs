@@ -9,6 +9,11 @@ static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
 fn main() -> ExitCode {
     #[cfg(feature = "pjrt")]
-    assay::runtime::quiet_plugins();
+    {
+        assay::runtime::quiet_plugins();
+        if let Ok(own) = std::env::current_exe() {
+            assay::runtime::try_flags_with(own);
+        }
+    }
     assay::cli::main()
 }

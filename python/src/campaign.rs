@@ -22,6 +22,7 @@ use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
 use assay::report::{Input, render};
 use assay::schema::campaign::CampaignReport;
 use assay::spec::LossSpec;
+use assay::text::shown_lines;
 use assay::worker::{Worker, WorkerError, WorkerLaunch};
 
 /// The least time between two progress lines.
@@ -282,7 +283,7 @@ impl<P: Subject, K: KernelUnderTest<P>> KernelUnderTest<P> for GuardedKernel<K> 
         self.has_answered |= answer.is_ok();
         match &answer {
             Err(Fault::Raised(text)) if !self.has_answered => {
-                self.absent = absent(text);
+                self.absent = absent(text.raw());
                 if self.absent.is_some() { Err(Fault::Interrupted) } else { answer }
             }
             _ => answer,
@@ -339,12 +340,16 @@ fn fault(py: Python<'_>, reason: &PyErr) -> Fault {
         return Fault::Interrupted;
     }
     if reason.is_instance_of::<PyNotImplementedError>(py) {
-        return Fault::Unsupported(value.to_string());
+        return Fault::Unsupported(value.to_string().into());
     }
     match value.get_type().name().map(|name| name.to_string()).unwrap_or_default().as_str() {
-        "OutputError" => Fault::Output { field: text("field"), given: text("given"), expected: text("expected") },
-        "InputMutated" => Fault::InputMutated(text("field")),
-        name => Fault::Raised(format!("{name}: {value}{}", place(reason, py).unwrap_or_default())),
+        "OutputError" => Fault::Output {
+            field: text("field").into(),
+            given: text("given").into(),
+            expected: text("expected").into(),
+        },
+        "InputMutated" => Fault::InputMutated(text("field").into()),
+        name => Fault::Raised(format!("{name}: {value}{}", place(reason, py).unwrap_or_default()).into()),
     }
 }
 
@@ -407,14 +412,14 @@ pub(crate) fn answer(
 #[pyfunction]
 pub(crate) fn report_text(py: Python<'_>, json: &str, details: bool, call: Option<String>) -> PyResult<String> {
     let report: CampaignReport = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
-    Ok(campaign::text(&report, &TextForm { details, python_call: call }))
+    Ok(shown_lines(&campaign::text(&report, &TextForm { details, python_call: call })).into_owned())
 }
 
 /// Formats the report of a campaign as Markdown, from its JSON.
 #[pyfunction]
 pub(crate) fn report_markdown(py: Python<'_>, json: &str) -> PyResult<String> {
     let report: CampaignReport = serde_json::from_str(json).map_err(|reason| error::other(py, reason))?;
-    Ok(campaign::markdown(&report))
+    Ok(shown_lines(&campaign::markdown(&report)).into_owned())
 }
 
 /// Renders the report page of a campaign from its JSON.

@@ -5,7 +5,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use assay::text::shown_lines;
 use pyo3::prelude::*;
+
+/// Returns a message without characters that drive a terminal, which a stranger's file may have in its names.
+fn shown(reason: &impl ToString) -> String {
+    shown_lines(&reason.to_string()).into_owned()
+}
 
 /// The exception `class` of the package, made of `arguments`.
 fn made<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArgs<'py>) -> PyErr {
@@ -15,17 +21,17 @@ fn made<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArg
 
 /// Returns the `SpecError` for a spec that is invalid.
 pub(crate) fn spec_error(py: Python<'_>, reason: impl ToString) -> PyErr {
-    made(py, "SpecError", (reason.to_string(),))
+    made(py, "SpecError", (shown(&reason),))
 }
 
 /// Returns the `ProblemError` for a problem, a recipe or a file that is invalid.
 pub(crate) fn problem_error(py: Python<'_>, reason: impl ToString) -> PyErr {
-    made(py, "ProblemError", (reason.to_string(),))
+    made(py, "ProblemError", (shown(&reason),))
 }
 
 /// Returns the `OutputError` for an output `field` that is invalid.
 pub(crate) fn output_error(py: Python<'_>, field: &str, given: impl ToString, expected: impl ToString) -> PyErr {
-    made(py, "OutputError", (field, given.to_string(), expected.to_string()))
+    made(py, "OutputError", (field, shown(&given), shown(&expected)))
 }
 
 /// Returns the `InputMutated` error for a kernel that wrote to the input `field`.
@@ -36,17 +42,17 @@ pub(crate) fn input_mutated(py: Python<'_>, field: &str) -> PyErr {
 
 /// Returns the `KernelCrashed` error for a kernel whose process ended, with the `signal` if one ended it.
 pub(crate) fn kernel_crashed(py: Python<'_>, reason: impl ToString, signal: Option<i32>) -> PyErr {
-    made(py, "KernelCrashed", (reason.to_string(), signal))
+    made(py, "KernelCrashed", (shown(&reason), signal))
 }
 
 /// Returns the `KernelFailure` error for a kernel whose numbers are wrong.
 pub(crate) fn kernel_failed(py: Python<'_>, reason: impl ToString) -> PyErr {
-    made(py, "KernelFailure", (reason.to_string(),))
+    made(py, "KernelFailure", (shown(&reason),))
 }
 
 /// Returns an `AssayError`, for errors that have no class.
 pub(crate) fn other(py: Python<'_>, reason: impl ToString) -> PyErr {
-    made(py, "AssayError", (reason.to_string(),))
+    made(py, "AssayError", (shown(&reason),))
 }
 
 /// The process whose threads compute, 0 before there are any.

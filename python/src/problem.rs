@@ -20,6 +20,7 @@ use assay::fixture::{ProblemFile, SPEC_KEY, verify, write_problem};
 use assay::implementation::Workload as _;
 use assay::judge::generate::RecipeError;
 use assay::problem::{self, Advantages, Dtype, HeadProblem, ProblemPart, ProblemShape, Sequences, with_others};
+use assay::text::ShownPath;
 
 /// The arrays that are the logits, or that they are made of.
 const LOGITS: [&str; 3] = ["logits", "hidden", "lm_head"];
@@ -553,7 +554,7 @@ pub(crate) fn load(
             None => within()?.map(Spec::from_loss).ok_or_else(|| {
                 format!(
                     "{}: metadata `{SPEC_KEY}`: not in the file, expected spec=… to say which loss is meant",
-                    path.display()
+                    ShownPath(&path)
                 )
             })?,
         };
@@ -570,7 +571,7 @@ pub(crate) fn load(
             Batch::Logits(problem) => problem.check(&spec.loss).map(drop),
             Batch::Head(problem) => problem.check(&spec.loss).map(drop),
         };
-        checked.map_err(|reason| format!("{}: {reason}", path.display()))?;
+        checked.map_err(|reason| format!("{}: {reason}", ShownPath(&path)))?;
         Ok((spec, batch, file.metadata().get("recipe").cloned()))
     })?;
     let (spec, batch, recipe) = read.map_err(|reason| error::problem_error(py, reason))?;

@@ -12,7 +12,7 @@ use crate::error;
 use assay::config::read_spec;
 use assay::spec::presets::{self, BatchInputs, Preset, PresetError, PresetOptions, WeightShape};
 use assay::spec::{AdvantageLevel, LossSpec};
-use assay::text::{nearest, one_line};
+use assay::text::{ForeignText, nearest};
 
 /// One GRPO loss, in full.
 #[pyclass(frozen, module = "assay", eq, from_py_object)]
@@ -246,8 +246,8 @@ pub(crate) fn spec_of_cotangents(py: Python<'_>, entropy: bool, options: &str) -
     let mut fields = serde_json::to_value(LossSpec::from_cotangents(entropy)).expect("plain data has a JSON form");
     // The options replace fields of a spec whose loss is `Σ dlogp·logp`, with the entropy's part if it is asked for.
     fields.as_object_mut().expect("a spec is an object").extend(given);
-    let loss: LossSpec =
-        serde_json::from_value(fields).map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;
+    let loss: LossSpec = serde_json::from_value(fields)
+        .map_err(|reason| error::spec_error(py, ForeignText::from(reason.to_string())))?;
     loss.check().map_err(|reason| error::spec_error(py, reason))?;
     Ok(Spec { notes, ..Spec::from_loss(loss) })
 }
@@ -287,7 +287,7 @@ pub(crate) fn spec_of_fields(py: Python<'_>, fields: &str) -> PyResult<Spec> {
     }
     // The names were checked above, where the nearest one could be named, as this error cannot.
     let loss: LossSpec = serde_json::from_value(Value::Object(given))
-        .map_err(|reason| error::spec_error(py, one_line(&reason.to_string())))?;
+        .map_err(|reason| error::spec_error(py, ForeignText::from(reason.to_string())))?;
     loss.check().map_err(|reason| error::spec_error(py, reason))?;
     Ok(Spec { notes, ..Spec::from_loss(loss) })
 }

@@ -84,10 +84,11 @@ impl BenchCommand {
     /// An error with the file or the option that it is about.
     fn wrong(&self, error: BenchError) -> CliError {
         match error {
-            BenchError::Setting { .. } => {
-                CliError::Config { path: self.config.clone().unwrap_or_default(), reason: error.to_string() }
-            }
-            BenchError::Threads { given, reason } => CliError::Usage(format!("--threads {given}: {reason}")),
+            BenchError::Setting { .. } => CliError::Config {
+                path: self.config.clone().unwrap_or_default().into(),
+                reason: error.to_string().into(),
+            },
+            BenchError::Threads { given, reason } => CliError::Usage(format!("--threads {given}: {reason}").into()),
             other => other.into(),
         }
     }

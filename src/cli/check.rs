@@ -11,12 +11,14 @@ use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output, output_of, stop_flag};
 use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
+use crate::implementation::{Implementation, Workload};
 use crate::problem::{HeadProblem, Problem};
-use crate::registry::{find, find_head};
+use crate::registry::{FoundImplementation, find, find_head};
 use crate::report::junit::{campaign_cases, junit};
 use crate::report::{Input, render};
 use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
+use crate::text::{ForeignText, shown_lines};
 use crate::worker::{Worker, WorkerLaunch};
 
 #[derive(Args)]
@@ -33,9 +35,9 @@ pub(super) struct CheckCommand {
     deck: DeckChoice,
     #[command(flatten)]
     standards: CampaignStandards,
-    /// Seconds after which an answer is waited for no longer
-    #[arg(long, value_name = "S", default_value_t = 30.0)]
-    timeout: f64,
+    /// Seconds after which its first line, or an answer, is waited for no longer [default: 60 for the line, 30 for an answer]
+    #[arg(long, value_name = "S")]
+    timeout: Option<f64>,
     /// Seconds after which no problem more is tried
     #[arg(long, value_name = "S")]
     seconds: Option<f64>,
@@ -121,11 +123,11 @@ impl CheckCommand {
                 campaign.run::<HeadProblem>(&mut self.worker(command, &campaign)?, &mut progress)?
             }
             (None, None) => {
-                let implementation = find(name, plugin).map_err(CliError::Usage)?;
+                let implementation = available(find(name, plugin))?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
             (Some(_), None) => {
-                let implementation = find_head(name, plugin).map_err(CliError::Usage)?;
+                let implementation = available(find_head(name, plugin))?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
             }
         };
@@ -135,17 +137,29 @@ impl CheckCommand {
 
     fn worker(&self, command: &str, campaign: &Campaign) -> Result<Worker, CliError> {
         let words = shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
-            CliError::Usage(format!("--exec: got `{command}`, expected a command, quoted as for a shell"))
+            CliError::Usage(
+                format!("--exec: got `{}`, expected a command, quoted as for a shell", ForeignText::from(command))
+                    .into(),
+            )
         })?;
-        let answer = seconds("--timeout", self.timeout)?;
-        Ok(Worker::start(WorkerLaunch { answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })?)
+        let [start, answer] = [60.0, 30.0].map(|usual| seconds("--timeout", self.timeout.unwrap_or(usual)));
+        let (start, answer) = (start?, answer?);
+        Ok(Worker::start(WorkerLaunch { start, answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })?)
     }
+}
+
+/// Returns an implementation that runs here. One that does not is no kernel that fails.
+fn available<P: Workload>(found: FoundImplementation<P>) -> Result<Arc<dyn Implementation<P>>, CliError> {
+    let implementation = found.map_err(CliError::usage)?;
+    let refused = implementation.available().err();
+    refused
+        .map_or(Ok(Arc::clone(&implementation)), |why| Err(CliError::usage(format!("{}: {why}", implementation.id()))))
 }
 
 /// A time, from a number of an option.
 fn seconds(option: &str, given: f64) -> Result<Duration, CliError> {
     let time = Duration::try_from_secs_f64(given).ok().filter(|time| !time.is_zero());
-    time.ok_or_else(|| CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0")))
+    time.ok_or_else(|| CliError::Usage(format!("{option}: got {given}, expected a number of seconds above 0").into()))
 }
 
 impl Pages {
@@ -180,7 +194,7 @@ impl Summaries {
 }
 
 fn write_text(path: &Path, text: &str) -> Result<(), CliError> {
-    output::write(path, |out| out.write_all(text.as_bytes()))
+    output::write(path, |out| out.write_all(shown_lines(text).as_bytes()))
 }
 
 /// Prints what a campaign found, and writes it where that is asked for.

@@ -202,7 +202,7 @@ impl CompileCommand {
         };
         match others.into_iter().find(|(_, given)| *given) {
             Some((option, _)) => {
-                Err(CliError::Usage(format!("{option}: got one, expected none where the target is {kind}")))
+                Err(CliError::Usage(format!("{option}: got one, expected none where the target is {kind}").into()))
             }
             None => Ok(()),
         }

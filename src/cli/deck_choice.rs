@@ -52,7 +52,7 @@ pub(super) struct DeckChoice {
 impl DeckChoice {
     /// Reads the options as a deck.
     pub(super) fn deck(&self) -> Result<Deck, CliError> {
-        let wrong = |reason| CliError::Usage(format!("--shapes: {reason}"));
+        let wrong = |reason| CliError::Usage(format!("--shapes: {reason}").into());
         // The shapes' parser also takes extents of an LM head, which belong in another option here.
         let (shapes, widths) = DeckShapes::read(&self.shapes).map_err(wrong)?;
         let Self { cases, seed, packed, masked_garbage, layout, rounds_logits, ref hidden, ref dtypes, .. } = *self;
@@ -66,9 +66,9 @@ impl DeckChoice {
         if !self.lm_head && hidden.is_empty() {
             let given = [("--layout", layout.is_some()), ("--rounds-logits", rounds_logits)];
             if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
-                return Err(CliError::Usage(format!(
-                    "{option}: got no LM head, expected --lm-head or --hidden beside it"
-                )));
+                return Err(CliError::Usage(
+                    format!("{option}: got no LM head, expected --lm-head or --hidden beside it").into(),
+                ));
             }
         }
         let layout = layout.unwrap_or(HeadLayout::VocabByHidden);

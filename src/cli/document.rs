@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::CliError;
+use crate::text::ShownPath;
 
 /// The largest size of a document, in bytes.
 const LONGEST: u64 = 1 << 20;
@@ -20,13 +21,17 @@ pub(super) fn put_into<'t>(path: &Path, texts: impl IntoIterator<Item = (Marks, 
     // The document is read whole, so that its size is limited first.
     let bytes = fs::metadata(path).map_err(|reason| io("read", reason))?.len();
     if bytes > LONGEST {
-        return Err(CliError::Usage(format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}")));
+        return Err(CliError::Usage(
+            format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}").into(),
+        ));
     }
     let mut document = fs::read_to_string(path).map_err(|reason| io("read", reason))?;
     for (marks, text) in texts {
         document = between(&document, marks, text).ok_or_else(|| {
-            let (given, [start, end]) = (path.display(), marks);
-            CliError::Usage(format!("--into: got {given}, expected a document with the lines `{start}` and `{end}`"))
+            let (given, [start, end]) = (ShownPath(&path), marks);
+            CliError::Usage(
+                format!("--into: got {given}, expected a document with the lines `{start}` and `{end}`").into(),
+            )
         })?;
     }
     crate::fixture::persist(path, |file| file.write_all(document.as_bytes())).map_err(|reason| io("write", reason))

@@ -15,6 +15,7 @@ use crate::judge::generate::{Recipe, Regime};
 use crate::judge::judgeable::Judgeable;
 use crate::problem::{Dtype, ProblemShape};
 use crate::spec::LossSpec;
+use crate::text::ShownPath;
 
 #[derive(Args)]
 pub(super) struct GenerateCommand {
@@ -103,7 +104,7 @@ impl GenerateCommand {
         };
         let Self { output, shape, dtype, regime, seed, .. } = self;
         let packed = if self.packed { ", packed" } else { "" };
-        let text = format!("{}: {shape} {dtype} {regime}, seed {seed}{packed}\n{coverage}\n", output.display());
+        let text = format!("{}: {shape} {dtype} {regime}, seed {seed}{packed}\n{coverage}\n", ShownPath(&output));
         self.printing.finish(&text, &Generated { output, recipe: &recipe, spec: &spec, coverage: &coverage })?;
         Ok(Passed::Yes)
     }
@@ -115,12 +116,14 @@ impl GenerateCommand {
 
     /// Returns the coverage of the problem, which must not be empty.
     fn covered<P: Judgeable>(&self, problem: &P, spec: &LossSpec) -> Result<Coverage, CliError> {
-        let wrong = |reason| CliError::Problem { path: self.output.clone(), reason };
+        let wrong = |reason| CliError::Problem { path: self.output.clone().into(), reason };
         let coverage = Coverage::from_reference(P::on_logits(&problem.evaluate(spec).map_err(wrong)?));
         // A problem in which all advantages or weights are 0 would let any gradient of 0 pass.
         if coverage.with_gradient == 0 && !self.without_gradient {
             let given = format!("--seed {}: got {coverage}, expected a token with a gradient", self.seed);
-            return Err(CliError::Usage(format!("{given}: take another seed, more tokens, or --without-gradient")));
+            return Err(CliError::Usage(
+                format!("{given}: take another seed, more tokens, or --without-gradient").into(),
+            ));
         }
         Ok(coverage)
     }

@@ -17,6 +17,7 @@ use crate::judge::trial::JudgedProblem;
 use crate::registry::{FoundImplementation, find, find_head};
 use crate::schema::verdicts::Verdicts;
 use crate::suites::differences::{DifferencedOutputs, Differences};
+use crate::text::ForeignText;
 use crate::text::shell_option;
 
 #[derive(Args)]
@@ -63,10 +64,10 @@ impl GradcheckCommand {
         problem: &P,
         find: fn(&str, Option<&Path>) -> FoundImplementation<P>,
     ) -> Result<Passed, CliError> {
-        let in_config = |reason| CliError::Problem { path: self.config.clone(), reason };
+        let in_config = |reason| CliError::Problem { path: self.config.clone().into(), reason };
         let plugin = self.plugin.checked_path()?;
         let found = config.kernel.implementation(&self.config, |id| find(id, plugin));
-        let implementation = found.map_err(CliError::Usage)?;
+        let implementation = found.map_err(CliError::usage)?;
         let known = JudgedProblem::new(&config.spec, problem).map_err(in_config)?;
         let outcome = implementation.run(&config.spec, problem.clone(), config.kernel.devices)?;
         let (loss_ref, loss_kernel) = (
@@ -75,7 +76,7 @@ impl GradcheckCommand {
         );
 
         let command = format!("assay gradcheck{}{}", shell_option("--config", &self.config), self.standards.options());
-        let label = self.config.file_stem().unwrap_or_default().to_string_lossy();
+        let label = ForeignText::from(self.config.file_stem().unwrap_or_default().to_string_lossy()).to_string();
         let mut checks = Vec::new();
         for verdict in self.standards.standards().judge(&known, &outcome, implementation.class())? {
             if verdict.status.failed() {

@@ -32,9 +32,9 @@ impl HeadChoice {
         let ProblemShape::Head(HeadShape { hidden, .. }) = extents else {
             let given = [("--layout", self.layout.is_some()), ("--f32-logits", self.f32_logits)];
             return match given.into_iter().find(|(_, given)| *given) {
-                Some((option, _)) => {
-                    Err(CliError::Usage(format!("{option}: got a shape without an LM head, expected --shape BxTxHxV")))
-                }
+                Some((option, _)) => Err(CliError::Usage(
+                    format!("{option}: got a shape without an LM head, expected --shape BxTxHxV").into(),
+                )),
                 None => Ok(AnyRecipe::Logits(recipe)),
             };
         };

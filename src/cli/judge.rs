@@ -18,7 +18,7 @@ use crate::problem::{Candidate, Gradient};
 use crate::report::junit::{junit, verdict_cases};
 use crate::schema::verdicts::{GateCheck, IgnoredCheck, Verdicts};
 use crate::spec::LossSpec;
-use crate::text::shell_option;
+use crate::text::{ForeignText, ShownPath, shell_option};
 
 /// The width of a picture, with two characters before it.
 const PICTURE_WIDTH: usize = 76;
@@ -62,8 +62,8 @@ impl JudgeCommand {
                 let (spec, given) = within.read(&problem)?;
                 let one = JudgedCandidate { problem, within, candidate, standards, pages, details, printing };
                 match given {
-                    AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
-                    AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate)?),
+                    AnyProblem::Logits(given) => one.judge(&spec, &given, &read_stored(&one.candidate, &given)?),
+                    AnyProblem::Head(given) => one.judge(&spec, &given, &read_stored(&one.candidate, &given)?),
                 }
             }
             _ => unreachable!("clap asks for a folder and candidates, or a problem and a candidate"),
@@ -89,10 +89,10 @@ impl JudgedCandidate {
         problem: &P,
         candidate: &StoredCandidate<P::Gradient>,
     ) -> Result<Passed, CliError> {
-        let wrong = |reason| CliError::Problem { path: self.problem.clone(), reason };
+        let wrong = |reason| CliError::Problem { path: self.problem.clone().into(), reason };
         let known = JudgedProblem::new(spec, problem).map_err(wrong)?;
-        let label = self.problem.file_stem().unwrap_or_default().to_string_lossy();
-        let name = self.candidate.file_stem().unwrap_or_default().to_string_lossy();
+        let label = ForeignText::from(self.problem.file_stem().unwrap_or_default().to_string_lossy()).to_string();
+        let name = ForeignText::from(self.candidate.file_stem().unwrap_or_default().to_string_lossy()).to_string();
         let (mut checks, mut said) = (Vec::new(), String::new());
         // A whole candidate has a gradient. A candidate without one is judged by the rest, and its missing tensors are
         // listed as not checked.
@@ -160,7 +160,7 @@ impl JudgedCandidate {
         let limits = Limits::external(self.standards.for_campaign().grade).with_error_maps();
         let verdicts = known.verdicts(&candidate.lend(), &limits)?;
         let mut failed = verdicts.iter().filter(|verdict| verdict.status.failed());
-        let label = self.problem.display().to_string();
+        let label = ShownPath(&self.problem).to_string();
         let picture = failed.find_map(|verdict| report::picture(&verdicts, verdict.gate, &label));
         Ok(picture.map_or_else(String::new, |picture| {
             let lines = picture.lines(PICTURE_WIDTH).join("\n  ");

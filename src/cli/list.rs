@@ -20,6 +20,7 @@ use crate::registry::{head_registry, registry};
 #[cfg(feature = "pjrt")]
 use crate::runtime::{Client, locate};
 use crate::spec::LossSpec;
+use crate::text::ShownPath;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.
 const SHAPE: Shape = Shape { batch: 8, tokens: 8, vocab: 151_936 };
@@ -145,7 +146,7 @@ fn devices(plugin: Option<&Path>) -> Vec<(&'static str, String)> {
     let Some(client) = locate(plugin).ok().and_then(|path| Client::shared(&path).ok()) else { return vec![] };
     let (major, minor) = client.plugin().version();
     let version = client.platform_version().split_whitespace().collect::<Vec<_>>().join(" ");
-    let path = client.plugin().path().display();
+    let path = ShownPath(&client.plugin().path());
     vec![
         ("devices", format!("{} of {}, platform {}", client.device_count(), client.device_kind(), client.platform())),
         ("plugin", format!("{path} (C API {major}.{minor}): {version}")),

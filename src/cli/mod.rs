@@ -70,7 +70,7 @@ use crate::report::InputError;
 use crate::schema::CommandOutput;
 use crate::spec::presets::PresetError;
 use crate::suites::measure::MeasureError;
-use crate::text::shell_word;
+use crate::text::{ForeignLines, ShownPath, shell_word, shown_lines};
 #[cfg(feature = "train")]
 use crate::train::TrainError;
 use crate::worker::WorkerError;
@@ -150,6 +150,16 @@ enum Command {
     #[cfg(feature = "pjrt")]
     #[command(hide = true, name = WORKER_COMMAND)]
     CompileWorker(compile::CompileWorkerArgs),
+    #[cfg(feature = "pjrt")]
+    #[command(hide = true, name = crate::runtime::TRIAL_COMMAND)]
+    TryPlugin(PluginTrial),
+}
+
+/// The arguments of the child process that tries a plugin with the flags of the environment.
+#[cfg(feature = "pjrt")]
+#[derive(Args)]
+struct PluginTrial {
+    plugin: PathBuf,
 }
 
 /// The options of output that every command takes.
@@ -218,8 +228,8 @@ impl PluginChoice {
     #[cfg(not(feature = "pjrt"))]
     fn checked_path(&self) -> Result<Option<&Path>, CliError> {
         self.path().map_or(Ok(None), |path| {
-            let (path, why) = (path.display(), crate::registry::LACKS_PLUGINS);
-            Err(CliError::Usage(format!("--plugin {path}: {why}")))
+            let (path, why) = (ShownPath(path), crate::registry::LACKS_PLUGINS);
+            Err(CliError::usage(format!("--plugin {path}: {why}")))
         })
     }
 }
@@ -230,11 +240,11 @@ enum CliError {
     #[error(transparent)]
     Fixture(#[from] FixtureError),
     #[error("{path}: {reason}")]
-    Problem { path: PathBuf, reason: ProblemError },
+    Problem { path: ShownPath, reason: ProblemError },
     #[error("{path}: {reason}")]
-    Config { path: PathBuf, reason: String },
+    Config { path: ShownPath, reason: ForeignLines },
     #[error("{path}: cannot {action}: {reason}")]
-    Io { path: PathBuf, action: &'static str, reason: io::Error },
+    Io { path: ShownPath, action: &'static str, reason: io::Error },
     #[error(transparent)]
     Settings(#[from] ConfigError),
     #[error(transparent)]
@@ -271,7 +281,13 @@ enum CliError {
     #[error(transparent)]
     Worker(#[from] WorkerError),
     #[error("{0}")]
-    Usage(String),
+    Usage(ForeignLines),
+}
+
+impl CliError {
+    fn usage(reason: impl Into<ForeignLines>) -> Self {
+        CliError::Usage(reason.into())
+    }
 }
 
 /// A parser of what is one of `all`, each typed as it is shown.
@@ -313,15 +329,13 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     // The command line is kept for the whole process: results, pages and records name the command that made them.
     *COMMAND_LINE.lock().unwrap_or_else(PoisonError::into_inner) = as_typed(&arguments);
-    let matches = command().try_get_matches_from(arguments);
-    let given = matches.and_then(|matches| {
-        output::claim_stdout(&matches)?;
-        Cli::from_arg_matches(&matches)
-    });
-    let code = match given {
+    let code = match parsed(&arguments) {
         Ok(Cli { command }) => command.run(),
         // What is asked for, as help is, is no error: clap knows where either is printed, and the code.
         Err(stopped) => {
+            // An argument may be the name of a stranger's file, which clap quotes as it is.
+            let shown: Vec<OsString> = arguments.iter().map(|word| ShownPath(word).to_string().into()).collect();
+            let stopped = if shown == arguments { stopped } else { parsed(&shown).err().unwrap_or(stopped) };
             let _ = stopped.print();
             u8::try_from(stopped.exit_code()).expect("clap's are 0 and 2")
         }
@@ -329,6 +343,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     // What ends with `main` flushes it; an interpreter's end does not.
     let _ = io::stdout().flush();
     code
+}
+
+fn parsed(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    let matches = command().try_get_matches_from(arguments)?;
+    output::claim_stdout(&matches)?;
+    Cli::from_arg_matches(&matches)
 }
 
 impl Command {
@@ -339,7 +359,7 @@ impl Command {
             Ok(Passed::No) => 1,
             Err(error) => {
                 // Nothing is left to do where even stderr is closed.
-                let _ = writeln!(io::stderr(), "assay: {error}");
+                let _ = writeln!(io::stderr(), "assay: {}", shown_lines(&error.to_string()));
                 2
             }
         }
@@ -386,6 +406,11 @@ impl Command {
             Command::Mutants(absent) => absent.refuse("mutants", "mutants"),
             #[cfg(feature = "pjrt")]
             Command::CompileWorker(command) => command.run(),
+            #[cfg(feature = "pjrt")]
+            Command::TryPlugin(PluginTrial { plugin }) => {
+                crate::runtime::try_plugin(&plugin).map_err(RunError::from)?;
+                Ok(Passed::Yes)
+            }
         }
     }
 }
@@ -398,7 +423,7 @@ fn expect_threads() -> Result<(), CliError> {
     // A number with more digits than an address does not parse, and rayon then takes the machine's cores.
     match given.parse::<usize>() {
         Ok(threads) if threads > MOST => {
-            Err(CliError::Usage(format!("{VARIABLE}: got {threads}, expected at most {MOST}")))
+            Err(CliError::Usage(format!("{VARIABLE}: got {threads}, expected at most {MOST}").into()))
         }
         _ => Ok(()),
     }
@@ -433,7 +458,7 @@ fn code_run() -> Vec<String> {
     let mut paths: Vec<PathBuf> =
         crate::runtime::Plugin::loaded().into_iter().map(|plugin| plugin.path().to_path_buf()).collect();
     paths.extend(HANDED_ON.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned());
-    paths.into_iter().map(|path| path.display().to_string()).collect()
+    paths.into_iter().map(|path| path.to_string_lossy().into_owned()).collect()
 }
 
 #[cfg(not(feature = "pjrt"))]
@@ -443,7 +468,7 @@ fn code_run() -> Vec<String> {
 
 /// Lines that name the foreign code that this command has run, for `-v`.
 fn code_lines() -> String {
-    code_run().iter().fold(String::new(), |lines, path| lines + "plugin   " + path + "\n")
+    code_run().iter().fold(String::new(), |lines, path| lines + &format!("plugin   {}\n", ShownPath(path)))
 }
 
 /// `result` with the command line and the foreign code that made it.
@@ -476,7 +501,8 @@ fn stop_flag() -> Result<Arc<AtomicBool>, CliError> {
             std::process::exit(INTERRUPTED);
         }
     };
-    ctrlc::set_handler(handler).map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}")))?;
+    ctrlc::set_handler(handler)
+        .map_err(|error| CliError::Usage(format!("Ctrl-C: cannot be listened to: {error}").into()))?;
     *stop = Some(Arc::clone(&made));
     Ok(made)
 }
@@ -503,10 +529,12 @@ impl Printing {
     }
 }
 
-/// Prints to stdout, or to stderr if stdout carries a result; a reader that has gone away is no error.
+/// Prints to stdout, or to stderr if stdout carries a result; a reader that has gone away is no error. Whatever `text` quotes, it does not
+/// drive the terminal.
 fn print(text: &str) -> Result<(), CliError> {
+    let shown = shown_lines(text);
     if output::takes_stdout() {
-        return output::unless_closed("stderr", io::stderr().write_all(text.as_bytes()));
+        return output::unless_closed("stderr", io::stderr().write_all(shown.as_bytes()));
     }
-    output::unless_closed("stdout", io::stdout().write_all(text.as_bytes()))
+    output::unless_closed("stdout", io::stdout().write_all(shown.as_bytes()))
 }

@@ -18,6 +18,7 @@ use crate::suites::mutants::{
     BANK, Kill, Mutant, MutantCase, MutantOutcome, PROJECTS, PeerProject, ProductionRun, Trial, head_cases,
     property_cases,
 };
+use crate::text::{ForeignText, ShownPath};
 
 /// The folder of fixtures that is used when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -70,7 +71,7 @@ impl MutantsCommand {
         false_alarm = false_alarm.or(heads.run(&head_cases()).err());
         progress.inc(1);
         for path in &fixtures {
-            progress.set_message(path.display().to_string());
+            progress.set_message(ShownPath(&path).to_string());
             for_each_case(path, |case| {
                 // One at a time: a recorded vocabulary is large.
                 false_alarm = false_alarm.take().or(trial.run(&[case]).err());
@@ -158,7 +159,9 @@ impl MutantsCommand {
         let called = |name: &String| {
             BANK.iter().find(|mutant| mutant.name == name).ok_or_else(|| {
                 let names: Vec<_> = BANK.iter().map(|mutant| mutant.name).collect();
-                CliError::Usage(format!("--only: got `{name}`, expected one of: {}", names.join(", ")))
+                CliError::Usage(
+                    format!("--only: got `{}`, expected one of: {}", ForeignText::from(name), names.join(", ")).into(),
+                )
             })
         };
         self.only.iter().map(called).collect()
@@ -192,7 +195,7 @@ fn for_each_case(path: &Path, mut run: impl FnMut(MutantCase)) -> Result<(), Cli
         names if spec.reads_old_logp() => names.into_iter().map(Some).collect(),
         _ => vec![None],
     };
-    let stem = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy();
+    let stem = ForeignText::from(path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy());
     for logits in file.logits_names() {
         for &old_logp in &old_logps {
             let problem = file.problem(logits, old_logp)?;

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::ArgMatches;
 use clap::error::ErrorKind;
 use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter};
 
 use super::CliError;
+use crate::text::drives_terminal;
 
 /// Whether stdout carries a result of the command that runs, so that its text goes to stderr.
 static STDOUT_TAKEN: AtomicBool = AtomicBool::new(false);
@@ -80,9 +82,63 @@ pub(super) fn write(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result
 /// Writes `value` as JSON.
 pub(super) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), CliError> {
     write(path, |out| {
-        serde_json::to_writer_pretty(&mut *out, value)?;
+        let mut serializer = serde_json::Serializer::with_formatter(&mut *out, ShownJson::default());
+        value.serialize(&mut serializer)?;
         out.write_all(b"\n")
     })
+}
+
+/// The layout of `serde_json`'s pretty printer, with the characters escaped that JSON allows and a terminal is driven by.
+#[derive(Default)]
+struct ShownJson(PrettyFormatter<'static>);
+
+impl Formatter for ShownJson {
+    fn write_string_fragment<W: Write + ?Sized>(&mut self, out: &mut W, fragment: &str) -> io::Result<()> {
+        // Each is one of 16 bits.
+        fragment.split_inclusive(drives_terminal).try_for_each(|part| match part.chars().next_back() {
+            Some(last) if drives_terminal(last) => {
+                out.write_all(&part.as_bytes()[..part.len() - last.len_utf8()])?;
+                write!(out, "\\u{:04x}", u32::from(last))
+            }
+            _ => out.write_all(part.as_bytes()),
+        })
+    }
+
+    fn begin_array<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.begin_array(out)
+    }
+
+    fn end_array<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.end_array(out)
+    }
+
+    fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.0.begin_array_value(out, first)
+    }
+
+    fn end_array_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.end_array_value(out)
+    }
+
+    fn begin_object<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.begin_object(out)
+    }
+
+    fn end_object<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.end_object(out)
+    }
+
+    fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.0.begin_object_key(out, first)
+    }
+
+    fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.begin_object_value(out)
+    }
+
+    fn end_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.0.end_object_value(out)
+    }
 }
 
 /// Lets `make` write a file at `path`. A file for stdout is made in a folder for temporary files first, as its writer may have to seek.

@@ -18,6 +18,7 @@ use crate::config;
 use crate::fixture::{SPEC_KEY, write_candidate, write_problem};
 use crate::judge::generate::Regime;
 use crate::problem::Dtype;
+use crate::text::{ForeignText, ShownPath};
 use crate::worker::{Worker, WorkerLaunch};
 
 /// The gates of a problem on logits, and what the table calls them.
@@ -147,7 +148,7 @@ impl PanelCommand {
         let matches = Self::augment_args(Command::new("panel")).get_matches_from(["panel"]);
         let panel = Self::from_arg_matches(&matches).expect("every argument has a default");
         let missing = [&panel.list, &panel.python].into_iter().find(|path| !path.exists()).cloned();
-        missing.map_or(Ok(panel), |path| Err(format!("there is no {} here; `make panel` runs it", path.display())))
+        missing.map_or(Ok(panel), |path| Err(format!("there is no {} here; `make panel` runs it", ShownPath(&path))))
     }
 
     pub(super) fn run(&self) -> Result<Passed, CliError> {
@@ -199,7 +200,9 @@ impl PanelCommand {
         let mut list: PanelList = config::read(&self.list)?;
         if let Some(unknown) = self.only.iter().find(|name| !list.kernel.iter().any(|entry| entry.name == **name)) {
             let names: Vec<&str> = list.kernel.iter().map(|entry| entry.name.as_str()).collect();
-            return Err(CliError::Usage(format!("--kernel: got `{unknown}`, expected one of: {}", names.join(", "))));
+            return Err(CliError::Usage(
+                format!("--kernel: got `{}`, expected one of: {}", ForeignText::from(unknown), names.join(", ")).into(),
+            ));
         }
         list.kernel.retain(|entry| self.only.is_empty() || self.only.contains(&entry.name));
         Ok(list)
@@ -212,7 +215,7 @@ impl PanelCommand {
         let mut launch = WorkerLaunch::new(command);
         // Kernels run side by side.
         launch.environment.push(("OMP_NUM_THREADS".into(), "1".into()));
-        let again = format!("assay panel {} --kernel {}", self.list.display(), entry.name);
+        let again = format!("assay panel {} --kernel {}", ShownPath(&self.list), entry.name);
         let worker = Worker::start(launch)?;
         Ok(Panelist::new(&entry.name, worker.hello().about.clone(), again, worker))
     }
@@ -228,7 +231,7 @@ fn record(kernels: &mut [Panelist<Worker>], folder: &Path) -> Result<Passed, Cli
             let answer = kernel.answer(&case, &problem);
             let KernelOutcome { kernel: name, about, .. } = &kernel.found;
             let candidate =
-                answer.map_err(|why| CliError::Usage(format!("--record: {name}: sample {index}: {why}")))?;
+                answer.map_err(|why| CliError::Usage(format!("--record: {name}: sample {index}: {why}").into()))?;
             let about = about.iter().map(|about| ("about".to_string(), about.clone())).collect();
             write_candidate(path(name), &candidate, &about)?;
         }

@@ -18,6 +18,7 @@ use crate::reference::{self, Reference};
 use crate::schema::peers::{self as schema, PeerErrors, PeerRun, PeerVerdict};
 use crate::schema::verdicts::Grade;
 use crate::suites::peers::{PeerDifference, limit};
+use crate::text::{ForeignText, ShownPath};
 
 /// The end of the names of files that record a defect of one release.
 const QUIRK: &str = "_quirk";
@@ -37,7 +38,7 @@ impl PeersCommand {
         let progress = self.printing.progress(paths.len());
         let (mut files, mut refused) = (Vec::new(), Vec::new());
         for path in &paths {
-            progress.set_message(path.display().to_string());
+            progress.set_message(ShownPath(&path).to_string());
             match compare(path) {
                 Ok(compared) => files.push(compared),
                 Err(error) => refused.push(error.to_string()),
@@ -57,7 +58,7 @@ impl PeersCommand {
         }
         if let Some((first, others)) = comparison.refused.split_first() {
             let others = if others.is_empty() { String::new() } else { format!(" (and {} more files)", others.len()) };
-            return Err(CliError::Usage(format!("{first}{others}")));
+            return Err(CliError::Usage(format!("{first}{others}").into()));
         }
         if self.printing.quiet {
             for file in comparison.files.iter().filter(|file| file.verdict == PeerVerdict::Fail) {
@@ -69,7 +70,7 @@ impl PeersCommand {
 
     /// The file, or the `.json` files of the folder in order of name.
     fn paths(&self) -> Result<Vec<PathBuf>, CliError> {
-        let io = |reason| CliError::Io { path: self.path.clone(), action: "read", reason };
+        let io = |reason| CliError::Io { path: self.path.clone().into(), action: "read", reason };
         if !fs::metadata(&self.path).map_err(io)?.is_dir() {
             return Ok(vec![self.path.clone()]);
         }
@@ -80,7 +81,7 @@ impl PeersCommand {
         paths.sort();
         if paths.is_empty() {
             let reason = "got no .json file in it, expected recorded runs of published implementations".into();
-            return Err(CliError::Config { path: self.path.clone(), reason });
+            return Err(CliError::Config { path: self.path.clone().into(), reason });
         }
         Ok(paths)
     }
@@ -95,13 +96,13 @@ struct ComparedRun {
 /// File, peer, function and options to a preset's spec, and that through the reference.
 fn compare(path: &Path) -> Result<ComparedRun, CliError> {
     let recorded = PeerFile::read(path)?;
-    let in_file = |reason: String| CliError::Config { path: path.into(), reason };
+    let in_file = |reason: String| CliError::Config { path: path.into(), reason: reason.into() };
     let resolved = recorded.resolve().map_err(|error| in_file(error.to_string()))?;
     let in_problem = |reason| CliError::Problem { path: path.into(), reason };
     let reference = reference::evaluate(&resolved.spec, &recorded.problem).map_err(in_problem)?;
     let difference = PeerDifference::new(&reference, recorded.loss, &recorded.dlogits);
 
-    let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let file = ForeignText::from(path.file_name().unwrap_or_default().to_string_lossy()).to_string();
     let quirk = path.file_stem().is_some_and(|name| name.to_string_lossy().ends_with(QUIRK));
     let limit = limit(recorded.dtype);
     let gates = judged(&recorded, &reference)?;

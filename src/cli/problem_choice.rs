@@ -73,7 +73,7 @@ impl ProblemChoice {
 
     /// An error of the problem's, with its path.
     pub(super) fn wrong(&self, reason: ProblemError) -> CliError {
-        CliError::Problem { path: self.problem.clone(), reason }
+        CliError::Problem { path: self.problem.clone().into(), reason }
     }
 }
 

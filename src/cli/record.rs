@@ -10,6 +10,7 @@ use time::OffsetDateTime;
 use super::{CliError, Passed, Printing, command_line, output, stop_flag};
 use crate::problem::Dtype;
 use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
+use crate::text::ShownPath;
 
 #[derive(Args)]
 pub(super) struct RecordCommand {
@@ -82,7 +83,7 @@ impl RecordCommand {
         let default = CompletionSampling::default();
         let temperature = self.temperature.unwrap_or(default.temperature);
         if !(temperature.is_finite() && temperature > 0.0) {
-            return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0")));
+            return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0").into()));
         }
         let group = self.group.map_or(default.group, NonZeroUsize::get);
         Ok(Some(CompletionSampling { group, temperature, seed: self.seed.unwrap_or(default.seed) }))
@@ -92,7 +93,7 @@ impl RecordCommand {
 fn text(recorded: &RecordingSummary) -> String {
     let RecordingSummary { out, shape: [b, t, v], tokens, rewards, all_advantages_are_zero } = recorded;
     let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
-    let mut text = format!("{}: {b}x{t}x{v}, {tokens} tokens, mean reward {mean:.3}\n", out.display());
+    let mut text = format!("{}: {b}x{t}x{v}, {tokens} tokens, mean reward {mean:.3}\n", ShownPath(&out));
     if *all_advantages_are_zero {
         text += "every advantage is 0, as every completion of a prompt has the same reward: the loss has no gradient\n";
     }

@@ -12,7 +12,7 @@ use crate::fixture::manifest_files;
 use crate::judge::{report, summary};
 use crate::project;
 use crate::replay::{Replay, ReplayOutcome, ReplayRequest, ReplayedImplementations};
-use crate::text::shell_option;
+use crate::text::{ShownPath, shell_option};
 
 /// The folder of fixtures that is used when none is named.
 const DEFAULT_FOLDER: &str = "fixtures";
@@ -73,7 +73,7 @@ impl ReplayCommand {
         })?;
         let progress = self.printing.progress(fixtures.len());
         for path in &fixtures {
-            progress.set_message(path.display().to_string());
+            progress.set_message(ShownPath(&path).to_string());
             replay.replay(path)?;
             progress.inc(1);
         }

@@ -6,6 +6,7 @@ use clap::Args;
 
 use super::{CliError, Passed, command_line, output};
 use crate::report::{Input, render};
+use crate::text::{ShownPath, shown_lines};
 
 #[derive(Args)]
 pub(super) struct ReportCommand {
@@ -24,9 +25,9 @@ impl ReportCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let inputs = self.inputs.iter().map(|path| Input::read(path)).collect::<Result<Vec<_>, _>>()?;
         let page = render(&inputs, &command_line());
-        output::write(&self.output, |out| out.write_all(page.as_bytes()))?;
+        output::write(&self.output, |out| out.write_all(shown_lines(&page).as_bytes()))?;
         if !self.quiet {
-            super::print(&format!("{}: {} results, {} bytes\n", self.output.display(), inputs.len(), page.len()))?;
+            super::print(&format!("{}: {} results, {} bytes\n", ShownPath(&self.output), inputs.len(), page.len()))?;
         }
         Ok(Passed::Yes)
     }

@@ -110,7 +110,7 @@ impl SpecCommand {
     fn show(&self, preset: Option<Preset>, resolved: &PresetLoss) -> Result<Passed, CliError> {
         let PresetLoss { spec, function, without_effect, notes } = resolved;
         let yaml = serde_saphyr::to_string(spec)
-            .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}")))?;
+            .map_err(|error| CliError::Usage(format!("the spec cannot be written as YAML: {error}").into()))?;
         // The text is YAML that can be read as a spec again: everything else in it is a comment.
         let mut text = preset.map_or(String::new(), |preset| format!("# {}, {function}\n", preset.versioned()));
         text += &format!("{}\n\n{}", yaml.trim_end(), comments(&spec.describe()));

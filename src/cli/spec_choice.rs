@@ -8,6 +8,7 @@ use super::CliError;
 use crate::config;
 use crate::spec::LossSpec;
 use crate::spec::presets::{self, BatchInputs, Preset, PresetOptions};
+use crate::text::ForeignText;
 
 /// Returns the help of an option that names a project: `begin`, then the names with the releases whose losses they are.
 pub(super) fn preset_help(begin: &str) -> String {
@@ -58,7 +59,9 @@ impl LossOptions {
     pub(super) fn expect_none(&self) -> Result<(), CliError> {
         self.pairs().first().map_or(Ok(()), |given| {
             let expected = "expected --preset NAME with it, the project that has this option";
-            Err(CliError::Usage(format!("NAME=VALUE: got `{given}` and no --preset, {expected}")))
+            Err(CliError::Usage(
+                format!("NAME=VALUE: got `{}` and no --preset, {expected}", ForeignText::from(given)).into(),
+            ))
         })
     }
 }

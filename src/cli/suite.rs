@@ -1,6 +1,8 @@
 //! `assay suite`: a deck in files, for kernels that are driven by something else; `assay judge DIR` reads what came of it.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -14,12 +16,12 @@ use super::spec_choice::SpecChoice;
 use super::{CliError, Details, Passed, Printing, output};
 use crate::campaign::{Campaign, Deck, Fault, KernelUnderTest, Subject};
 use crate::config;
-use crate::fixture::{SPEC_KEY, read_candidate, write_problem};
+use crate::fixture::{FixtureError, SPEC_KEY, read_answer, write_problem};
 use crate::problem::{Candidate, HeadProblem, Problem};
 use crate::report::junit::{JunitCase, junit};
 use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
-use crate::text::shell_path;
+use crate::text::{ForeignText, ShownPath, shell_path};
 
 /// The file that describes the problems of a folder.
 const SUITE: &str = "suite.json";
@@ -44,7 +46,7 @@ pub(super) struct SuiteCommand {
 #[serde(deny_unknown_fields)]
 struct SuiteDescription {
     /// The version of the command that wrote them, as another draws other problems.
-    version: String,
+    version: ForeignText,
     spec: LossSpec,
     project: Option<(String, Vec<String>)>,
     deck: Deck,
@@ -70,14 +72,14 @@ impl SuiteCommand {
             Some(_) => self.write::<HeadProblem>(&spec, &deck)?,
         };
         let project = self.spec.project().map(|(preset, options)| (preset.to_string(), options));
-        let suite = SuiteDescription { version: version(), spec, project, deck };
+        let suite = SuiteDescription { version: version().into(), spec, project, deck };
         self.make_folder()?;
         output::write_json(&self.output.join(SUITE), &suite)?;
         let written = listed.iter().filter(|listed| listed.description.is_some()).count();
         let text = format!(
             "{}: {written} problems; answer each into a folder of its own, under the same name, and judge them: \
              assay judge {} --candidates DIR\n",
-            self.output.display(),
+            ShownPath(&self.output),
             shell_path(&self.output)
         );
         let cases = || listed.iter().map(ListedProblem::case).collect::<Vec<_>>();
@@ -89,7 +91,7 @@ impl SuiteCommand {
 
     /// Makes the folder, as late as its first file: what is refused leaves none behind.
     fn make_folder(&self) -> Result<(), CliError> {
-        let io = |reason| CliError::Io { path: self.output.clone(), action: "make", reason };
+        let io = |reason| CliError::Io { path: self.output.clone().into(), action: "make", reason };
         std::fs::create_dir_all(&self.output).map_err(io)
     }
 
@@ -158,11 +160,11 @@ pub(super) fn judge(
     let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
     // The problems are drawn again from the deck, not read: another version may draw others, and the answers would be
     // of different problems.
-    if by != version() {
+    if by.raw() != version() {
         let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
-        return Err(CliError::Config { path, reason });
+        return Err(CliError::Config { path: path.into(), reason: reason.into() });
     }
-    deck.check().map_err(|reason| CliError::Config { path, reason: format!("deck.{reason}") })?;
+    deck.check().map_err(|reason| CliError::Config { path: path.into(), reason: format!("deck.{reason}").into() })?;
     let project = project.map(|(preset, options)| Ok((preset.parse::<Preset>()?, options)));
     let campaign = Campaign {
         project: project.transpose().map_err(|reason: crate::spec::presets::PresetError| CliError::Preset(reason))?,
@@ -172,44 +174,61 @@ pub(super) fn judge(
         repeats: false,
         shrink: false,
         deck,
-        ..Campaign::new(&candidates.display().to_string(), spec)
+        ..Campaign::new(&ShownPath(candidates).to_string(), spec)
     };
     let (deck, spec) = (&campaign.deck, &campaign.spec);
+    let dealt = Cell::new(0);
+    let mut answers = Answers { folder: candidates, spec, deck, dealt: &dealt, found: HashMap::new() };
+    let mut count = |_| dealt.set(dealt.get() + 1);
     let found = match &deck.head {
-        None => campaign.run::<Problem>(&mut Answers::read::<Problem>(candidates, spec, deck)?, &mut |_| ())?,
-        Some(_) => {
-            campaign.run::<HeadProblem>(&mut Answers::read::<HeadProblem>(candidates, spec, deck)?, &mut |_| ())?
-        }
+        None => campaign.run::<Problem>(&mut answers, &mut count)?,
+        Some(_) => campaign.run::<HeadProblem>(&mut answers, &mut count)?,
     };
     show(&found, printing, details, pages)
 }
 
-/// A kernel that has answered already: the candidate of each problem, by what the problem holds.
-struct Answers(HashMap<u64, PathBuf>);
+/// A kernel that has answered already: a file for each problem of the deck.
+struct Answers<'a> {
+    folder: &'a Path,
+    spec: &'a LossSpec,
+    deck: &'a Deck,
+    /// The number of the problem that the campaign deals now.
+    dealt: &'a Cell<u64>,
+    /// The numbers of the problems that were dealt, by their content: a campaign asks by problem, and asks for earlier ones again.
+    found: HashMap<u64, u64>,
+}
 
-impl Answers {
-    fn read<P: Subject>(folder: &Path, spec: &LossSpec, deck: &Deck) -> Result<Self, CliError> {
-        let mut answers = HashMap::new();
-        // A candidate is found by the content of its problem, as the campaign asks by problem and not by number.
-        for index in 0..deck.cases {
-            if let Some((_, problem)) = deck.problem::<P>(index, spec)? {
-                answers.insert(problem.fingerprint(), folder.join(file_name(index)));
-            }
+impl Answers<'_> {
+    /// Returns the file that answers `problem`. The problem that is dealt now is drawn again; none is drawn before its turn.
+    fn file<P: Subject>(&mut self, problem: &P) -> Option<PathBuf> {
+        let asked = problem.fingerprint();
+        let index = self.dealt.get();
+        if !self.found.contains_key(&asked)
+            && index < self.deck.cases
+            && let Ok(Some((_, drawn))) = self.deck.problem::<P>(index, self.spec)
+        {
+            self.found.insert(drawn.fingerprint(), index);
         }
-        Ok(Self(answers))
+        self.found.get(&asked).map(|&index| self.folder.join(file_name(index)))
     }
 }
 
-impl<P: Subject> KernelUnderTest<P> for Answers {
+impl<P: Subject> KernelUnderTest<P> for Answers<'_> {
     fn answer(
         &mut self,
         _: &LossSpec,
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        let path = self.0.get(&problem.fingerprint());
+        let path = self.file(&**problem);
         let path = path.ok_or_else(|| Fault::Unsupported("a problem that is none of the suite".into()))?;
-        let candidate = read_candidate::<P::Gradient>(path).map_err(|error| Fault::Raised(error.to_string()))?;
+        let candidate = read_answer(path, &**problem).map_err(|error| match error {
+            // The same words for every problem: a campaign ends if all that it has seen is one fault.
+            FixtureError::Io { reason, .. } if reason.kind() == io::ErrorKind::NotFound => {
+                Fault::Raised(format!("{}: it has no file for this problem", ShownPath(self.folder)).into())
+            }
+            error => Fault::Raised(error.to_string().into()),
+        })?;
         read(&candidate.lend());
         Ok(())
     }

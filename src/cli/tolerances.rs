@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -14,6 +13,7 @@ use time::OffsetDateTime;
 use super::document::{self, Marks};
 use super::panel::PanelCommand;
 use super::{CliError, Passed, Printing};
+use crate::files::read_named_text;
 use crate::judge::tolerance::Tolerances;
 use crate::registry::{compiled, compiled_heads, immediate, immediate_heads, registry};
 use crate::suites::measure::{
@@ -145,7 +145,7 @@ impl TolerancesCommand {
                 format!("--class: got `{class}`, expected one that is measured: {}", known.join(", "))
             }
         };
-        Err(CliError::Usage(wrong))
+        Err(CliError::Usage(wrong.into()))
     }
 
     #[cfg(feature = "pjrt")]
@@ -170,14 +170,19 @@ impl TolerancesCommand {
     #[cfg(not(feature = "pjrt"))]
     fn plugins(&self) -> Result<Vec<PathBuf>, CliError> {
         self.plugins.first().map_or(Ok(Vec::new()), |path| {
-            Err(CliError::Usage(format!("--plugin {}: {}", path.display(), crate::registry::LACKS_PLUGINS)))
+            Err(CliError::usage(format!("--plugin {}: {}", ShownPath(path), crate::registry::LACKS_PLUGINS)))
         })
     }
 }
 
+/// The longest file of limits that is read, in bytes.
+const LONGEST: u64 = 1 << 20;
+
 fn read_file(path: &Path) -> Result<Tolerances, CliError> {
-    let text = fs::read_to_string(path).map_err(|reason| CliError::Io { path: path.into(), action: "read", reason })?;
-    Tolerances::parse(&text).map_err(|error| CliError::Config { path: path.into(), reason: error.to_string() })
+    let read =
+        read_named_text(path, LONGEST).map_err(|reason| CliError::Io { path: path.into(), action: "read", reason });
+    let text = read?;
+    Tolerances::parse(&text).map_err(|error| CliError::Config { path: path.into(), reason: error.to_string().into() })
 }
 
 /// Describes the machine and the day: `2 cores, avx2, 2026-11-21`.

@@ -47,7 +47,7 @@ impl TrainCommand {
 pub(super) fn read_settings(path: &Path) -> Result<TrainConfig, CliError> {
     let mut settings: TrainConfig = config::read(path)?;
     settings.beside(path.parent().unwrap_or(Path::new("")));
-    let invalid = |error: TrainError| CliError::Config { path: path.into(), reason: error.to_string() };
+    let invalid = |error: TrainError| CliError::Config { path: path.into(), reason: error.to_string().into() };
     settings.check().map_err(invalid)?;
     Ok(settings)
 }

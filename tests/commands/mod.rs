@@ -27,5 +27,6 @@ mod regressions;
 mod replay;
 mod report;
 mod spec;
+mod strangers;
 mod tolerances;
 mod workplace;

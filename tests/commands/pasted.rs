@@ -99,6 +99,6 @@ fn suite_command_pasted_into_a_shell_finds_the_suite() {
     assert_eq!(written.code, 0, "{}", written.stderr);
     // No answer is in the folder DIR: that is what is said, and not that the suite is missing.
     let judged = pasted(&written.stdout, &case.folder);
-    assert!(judged.stdout.contains("0000.safetensors"), "{}{}", judged.stdout, judged.stderr);
+    assert!(judged.stdout.contains("DIR: it has no file for this problem"), "{}{}", judged.stdout, judged.stderr);
     assert!(!case.folder.join("pwned").exists());
 }

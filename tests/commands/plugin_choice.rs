@@ -161,3 +161,16 @@ fn replay_on_several_counts_says_which_outputs_keep_their_bits() {
 fn devices_count_of_zero_is_refused() {
     expect_refused(&["replay", "--devices", "0"], None, &["--devices", "zero"]);
 }
+
+#[test]
+fn flags_that_xla_does_not_know_are_an_error_that_names_them() {
+    for args in
+        [&["check", "--impl", "xla", "--cases", "1", "--no-power"][..], &["list", "--plugin", ".plugins/pjrt_cpu.so"]]
+    {
+        let output = command().args(args).env("XLA_FLAGS", "--xla_nonsense=1").output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
+        assert!(stderr.contains("`XLA_FLAGS`: got `--xla_nonsense=1`, expected flags that"), "{args:?}: {stderr}");
+        assert!(stderr.contains("Unknown flag in XLA_FLAGS: --xla_nonsense=1"), "{args:?}: {stderr}");
+    }
+}

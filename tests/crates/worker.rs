@@ -140,7 +140,7 @@ fn worker_that_does_not_compute_a_spec_answers_and_goes_on() {
     let unsupported = r#"echo "{\"id\":$id,\"unsupported\":\"kl k2\"}""#;
     let mut worker = fixture.start(&format!("{HELLO}; while true; do {READ} {unsupported}; done"));
     for _ in 0..2 {
-        assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "kl k2"));
+        assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "kl k2".into()));
     }
 }
 
@@ -149,7 +149,7 @@ fn worker_is_not_asked_for_a_dtype_it_does_not_take() {
     let fixture = fixture();
     let hello = HELLO.replace("f32", "bf16");
     let mut worker = fixture.start(&format!("{hello}; {READ} touch \"$folder/asked\""));
-    assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "logits in f32"));
+    assert!(matches!(fixture.ask(&mut worker), Ok(WorkerAnswer::Unsupported(what)) if what == "logits in f32".into()));
     drop(worker);
     assert!(!fixture.path("asked").exists());
 }
@@ -171,10 +171,10 @@ fn worker_bad_output_or_written_input_is_named() {
     let fixture = fixture();
     let output = r#"echo '{"id":1,"output":{"field":"logp","given":"shape [3]","expected":"[2, 3]"}}'"#;
     let error = fixture.error(output);
-    assert!(matches!(&error, WorkerError::Output { field, .. } if field == "logp"), "{error}");
+    assert!(matches!(&error, WorkerError::Output { field, .. } if field.raw() == "logp"), "{error}");
     expect_in(&error.to_string(), &["output `logp`: got shape [3], expected [2, 3]"]);
     let error = fixture.error(r#"echo '{"id":1,"mutated":"logits"}'"#);
-    assert!(matches!(&error, WorkerError::InputMutated { field, .. } if field == "logits"), "{error}");
+    assert!(matches!(&error, WorkerError::InputMutated { field, .. } if field.raw() == "logits"), "{error}");
 }
 
 #[test]
@@ -232,6 +232,24 @@ fn worker_dropped_ends_even_unwilling_and_leaves_no_orphan() {
     let gone = fixture.start(&format!("sleep 600 & echo $! > $folder/child; {HELLO}"));
     drop(gone);
     expect_gone(&fixture.pid("child"));
+}
+
+#[test]
+fn worker_that_dies_while_a_child_holds_its_pipes_is_dead() {
+    let fixture = fixture();
+    let mut launch =
+        fixture.launch(&format!("{HELLO}; {READ} sleep 600 & echo $! > $folder/child; echo why >&2; exit 7"));
+    launch.answer = Duration::from_secs(20);
+    let mut worker = Worker::start(launch).unwrap();
+    let error = fixture.ask(&mut worker).map(|_| ()).unwrap_err();
+    assert!(matches!(error, WorkerError::Died { .. }), "{error}");
+    expect_in(&error.to_string(), &["it exited by itself, exit status: 7", "why"]);
+    expect_gone(&fixture.pid("child"));
+    // Before the first line, too.
+    let mut launch = fixture.launch("sleep 600 & exit 8");
+    launch.start = Duration::from_secs(20);
+    let error = Worker::start(launch).map(|_| ()).unwrap_err().to_string();
+    expect_in(&error, &["exit status: 8"]);
 }
 
 #[test]

@@ -384,7 +384,7 @@ fn a_broken_program_is_refused() -> Result<(), Failed> {
     let target = TpuTarget::parse("v6e")?;
     let code = "func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %nobody : tensor<4xf32> }";
     match compile(&target, code) {
-        Err(AheadError::Refused { message, .. }) if message.contains("undeclared SSA value") => Ok(()),
+        Err(AheadError::Refused { message, .. }) if message.raw().contains("undeclared SSA value") => Ok(()),
         other => Err(format!("{other:?}").into()),
     }
 }
@@ -392,7 +392,7 @@ fn a_broken_program_is_refused() -> Result<(), Failed> {
 fn an_impossible_topology_is_refused() -> Result<(), Failed> {
     let target = TpuTarget::parse("v6e:3x5")?;
     match compile(&target, &program("xla", &target, shape(1, 8, 256), ANY_TPU)?) {
-        Err(AheadError::Refused { message, .. }) if message.contains("not divisible") => Ok(()),
+        Err(AheadError::Refused { message, .. }) if message.raw().contains("not divisible") => Ok(()),
         other => Err(format!("{other:?}").into()),
     }
 }

@@ -194,7 +194,7 @@ fn compile_error_has_the_plugins_message() {
         let compile = |code: &str| client.compile(&PjrtProgram::replicated(code.as_bytes(), 1)).unwrap_err();
         let syntax = compile("module { func.func public @main( }");
         assert!(
-            matches!(&syntax, RuntimeError::Plugin { message, .. } if message.contains("error: expected")),
+            matches!(&syntax, RuntimeError::Plugin { message, .. } if message.raw().contains("error: expected")),
             "{syntax}"
         );
         let unknown = compile("module { func.func public @main() { \"no.such_op\"() : () -> () return } }");

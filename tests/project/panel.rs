@@ -34,7 +34,7 @@ impl KernelUnderTest for RecordedKernel {
         _: &Arc<Problem>,
         read: &mut dyn FnMut(&Candidate<FloatView<Ix3>>),
     ) -> Result<(), Fault> {
-        let recorded: Candidate = read_candidate(&self.0).map_err(|error| Fault::Raised(error.to_string()))?;
+        let recorded: Candidate = read_candidate(&self.0).map_err(|error| Fault::Raised(error.to_string().into()))?;
         read(&recorded.lend());
         Ok(())
     }

@@ -1,12 +1,15 @@
 //! Paths, strangers' text and shapes, as they are read and written.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use assay::problem::HeadShape;
 use assay_core::project::{code_folders, find, find_code, in_words};
-use assay_core::text::one_line;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath, drives_terminal};
+
+use super::unsafe_code::sources;
 
 #[test]
 fn data_is_found_in_the_working_folder_then_in_the_tree() {
@@ -38,9 +41,61 @@ fn code_is_searched_in_the_tree_and_the_data_folder_alone() {
 
 #[test]
 fn text_of_strangers_is_one_line_that_drives_no_terminal() {
-    assert_eq!(one_line("  two\n\twords \u{1b}[2J"), "two words \\u{1b}[2J");
-    assert_eq!(one_line(&"é".repeat(300)), "é".repeat(300));
-    assert_eq!(one_line(&"é".repeat(301)), "é".repeat(300) + "…");
+    let shown = |text: &str| ForeignText::from(text).to_string();
+    assert_eq!(shown("  two\n\twords \u{1b}[2J"), "two words \\u{1b}[2J");
+    assert_eq!(shown("\u{9b}2J \u{7f} \u{202e}\u{2066}\u{61c}"), "\\u{9b}2J \\u{7f} \\u{202e}\\u{2066}\\u{61c}");
+    assert_eq!(shown(&"é".repeat(300)), "é".repeat(300));
+    assert_eq!(shown(&"é".repeat(301)), "é".repeat(300) + "…");
+    let lines = ForeignLines::from("one\r\n\ttwo\u{2028}\rthree");
+    assert_eq!(lines.to_string(), "one\n\ttwo\\u{2028}\\rthree");
+    let path = ShownPath(Path::new("a\u{1b}[31m\nb\u{200f}"));
+    assert_eq!(format!("{path} {:?}", ShownPath(Path::new("\u{9b}"))), r#"a\u{1b}[31m\nb\u{200f} ShownPath("\u{9b}")"#);
+    // Whatever has a character that drives a terminal is shown without it, and the rest as it is.
+    for c in ('\0'..='\u{2fff}').filter(|&c| drives_terminal(c)) {
+        let text = format!("a{c}b");
+        let all = [shown(&text), ForeignLines::from(text.as_str()).to_string(), ShownPath(&text).to_string()];
+        assert!(all.iter().all(|shown| shown.chars().all(|c| !drives_terminal(c) || "\n\t".contains(c))), "{all:?}");
+    }
+}
+
+/// A path in an error, or shown by its own `display`, would drive the terminal by a file's name; a file that is opened plainly may be a pipe.
+#[test]
+fn foreign_paths_are_shown_and_opened_through_their_types() {
+    // Each plain opening is of a file of this program's own or of the kernel's.
+    const OPENED: [&str; 13] = [
+        "crates/ahead/src/files.rs",
+        "crates/ahead/src/gpu/assemble.rs",
+        "crates/campaign/src/worker/guardian.rs",
+        "crates/core/src/files.rs",
+        "crates/core/src/memory.rs",
+        "crates/core/src/project.rs",
+        "crates/fixture/src/temporary.rs",
+        "crates/pjrt/src/compile_worker.rs",
+        "crates/pjrt/src/runtime/plugin.rs",
+        "crates/train/src/train/disk.rs",
+        "src/cli/document.rs",
+        "src/cli/emit/manifest.rs",
+        "src/cli/output.rs",
+    ];
+    let mut files = BTreeMap::new();
+    for folder in ["src", "crates", "python/src"] {
+        sources(Path::new(folder), &mut files);
+    }
+    for (file, text) in
+        files.iter().filter(|(file, _)| file.contains("src/") && !file.contains("/tests") && !file.contains("testkit"))
+    {
+        // Tests within a file are of its author's own files.
+        let text = text.split("#[cfg(test)]").next().unwrap();
+        assert!(!text.contains(".display()"), "{file}: show a path as `ShownPath`");
+        let text = text.replace("ProblemFile::open(", "").replace("SafetensorsFile::open(", "");
+        let opens = ["File::open(", "fs::read(", "fs::read_to_string("].iter().any(|call| text.contains(call));
+        assert!(!opens || OPENED.contains(&file.as_str()), "{file}: read through `assay_core::files`");
+        // `thiserror` shows a `PathBuf` by its `display`.
+        for error in text.split("thiserror::Error)]").skip(1) {
+            let body = error.split("\n}\n").next().unwrap();
+            assert!(!body.contains("path: PathBuf"), "{file}: a path in an error is a `ShownPath`");
+        }
+    }
 }
 
 #[test]

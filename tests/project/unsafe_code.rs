@@ -16,7 +16,7 @@ const UNSAFE: [&str; 7] = [
 ];
 
 /// `(path, text)` of every source file below `folder`.
-fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {
+pub(super) fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {

@@ -364,6 +364,10 @@ fn record_gguf_files_that_do_not_fit_are_refused() {
     let whole = fs::read(case.path("model.gguf")).unwrap();
     fs::write(case.path("model.gguf"), &whole[..whole.len() / 2]).unwrap();
     case.assert_refused("model.gguf", &[], &["model.gguf"]);
+    // A hole of 1 TB after the tensors would be read for hours.
+    fs::write(case.path("model.gguf"), &whole).unwrap();
+    fs::OpenOptions::new().write(true).open(case.path("model.gguf")).unwrap().set_len(1 << 40).unwrap();
+    case.assert_refused("model.gguf", &[], &["model.gguf: length: got 1099511627776 bytes, expected at most"]);
 }
 
 #[test]
@@ -380,6 +384,10 @@ fn record_prompts_that_say_nothing_are_refused() {
         ("{\"prompt\": \"a\", \"reward\": 1}", vec!["`reward`", "not known yet"]),
         (&format!("{good}\n\n{}", json!({"prompt": "a", "completion": "b"})), vec!["line 3, `completion`: got one"]),
         (&json!({"prompt": "a".repeat(250)}).to_string(), vec!["line 1, `prompt`: got 250 tokens", "256 positions"]),
+        (
+            &json!({"prompt": "a".repeat((1 << 20) + 1)}).to_string(),
+            vec!["line 1, `prompt`: got 1048577 bytes", "1048576"],
+        ),
     ] {
         case.write("prompts.jsonl", text);
         let mut parts = parts;

@@ -218,3 +218,54 @@ fn resume_of_two_runs_in_one_folder_is_refused() {
     drop(first);
     run(folder.path(), None).unwrap();
 }
+
+#[test]
+fn resume_refuses_a_checkpoint_with_a_flipped_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let (out, path) = (folder.path().join("out"), folder.path().join("out/checkpoint.safetensors"));
+    run(&out, None).unwrap();
+    let whole = fs::read(&path).unwrap();
+    run(&out, None).unwrap();
+    let header_len = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let header = str::from_utf8(&whole[8..8 + header_len]).unwrap();
+    let in_header = |what: &str| 8 + header.find(what).unwrap() + what.len();
+    // Tensors at either end and in the middle, and two numbers of the run.
+    let data = whole.len() - header_len - 8;
+    let places = [header_len + 8, header_len + 8 + data / 2, whole.len() - 2];
+    for at in
+        places.into_iter().chain(["\\\"step\\\":", "\\\"optimizer_steps\\\":", "\\\"sha256\\\":\\\""].map(in_header))
+    {
+        let mut flipped = whole.clone();
+        flipped[at] ^= 1;
+        fs::write(&path, &flipped).unwrap();
+        let error = run(&out, None).expect_err(&at.to_string()).to_string();
+        assert!(error.contains("checkpoint.safetensors: content: got sha256 "), "byte {at}: {error}");
+    }
+    fs::write(&path, &whole).unwrap();
+    run(&out, None).unwrap();
+}
+
+#[test]
+#[cfg(unix)]
+fn run_writes_through_no_link_and_reads_no_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let (out, victim) = (folder.path().join("out"), folder.path().join("victim"));
+    fs::create_dir(&out).unwrap();
+    fs::write(&victim, "somebody's").unwrap();
+    let plant = |name: &str| std::os::unix::fs::symlink("../victim", out.join(name)).unwrap();
+    for name in [".tmp-checkpoint.safetensors", ".tmp-metrics.jsonl", "events.out.tfevents.assay"] {
+        plant(name);
+    }
+    run(&out, None).unwrap();
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "somebody's");
+    fs::remove_file(out.join(".lock")).unwrap();
+    plant(".lock");
+    let error = run(&out, None).unwrap_err().to_string();
+    assert!(error.contains("cannot lock"), "{error}");
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "somebody's");
+    fs::remove_file(out.join(".lock")).unwrap();
+    fs::remove_file(out.join("metrics.jsonl")).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", out.join("metrics.jsonl")).unwrap();
+    let error = run(&out, None).unwrap_err().to_string();
+    assert!(error.contains("metrics.jsonl: cannot read: got a device, expected a regular file"), "{error}");
+}

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use assay_core::implementation::Unsupported;
 use assay_core::memory::CompiledMemory;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 
 /// The reason why a program has no memory, no schedule or no bound.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +30,7 @@ pub enum AheadError {
     #[error("target: got `{given}`, expected one of {expected}, alone or with {devices}")]
     UnknownTarget {
         /// The text as the caller gave it.
-        given: String,
+        given: ForeignText,
         /// The names of all chips, separated by commas.
         expected: String,
         /// The form of a target with several devices, with a valid example.
@@ -39,7 +40,7 @@ pub enum AheadError {
     #[error("implementation: got `{given}`, expected {expected}")]
     Implementation {
         /// The id as the caller gave it.
-        given: String,
+        given: ForeignText,
         /// The kind of implementation wanted, and the ids of that kind.
         expected: String,
     },
@@ -56,7 +57,7 @@ pub enum AheadError {
         /// The resource that is exceeded, with its unit.
         what: &'static str,
         /// The amount that the kernel needs.
-        given: String,
+        given: ForeignText,
         /// The amount that the chip has, and which kernel to use instead.
         expected: String,
     },
@@ -64,7 +65,7 @@ pub enum AheadError {
     #[error("{path}: cannot {action}: {reason}")]
     Io {
         /// The file or folder concerned.
-        path: PathBuf,
+        path: ShownPath,
         /// The failed action as a verb: `read`, `create`.
         action: &'static str,
         /// The error of the operating system.
@@ -76,7 +77,7 @@ pub enum AheadError {
         /// The target as text, `v6e:2x4`.
         target: String,
         /// The message of the plugin, unchanged.
-        message: String,
+        message: ForeignLines,
     },
     /// The plugin has no custom call for kernels of PTX.
     #[error(
@@ -97,7 +98,7 @@ pub enum AheadError {
         /// The name of the kernel's entry.
         kernel: String,
         /// The first error that the tool printed, and how many more lines there are.
-        message: String,
+        message: ForeignLines,
     },
     /// The compiling process died without an answer.
     #[error("{target}: the compiling process ended with {status} and no answer; the last it wrote:\n{stderr}")]
@@ -107,7 +108,7 @@ pub enum AheadError {
         /// The exit status or the signal.
         status: String,
         /// The last lines of the process's stderr.
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The compiling process exceeded its time limit and was killed.
     #[error("{target}: no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
@@ -117,7 +118,7 @@ pub enum AheadError {
         /// The time limit that was exceeded.
         limit: Duration,
         /// The last lines of the process's stderr.
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The program compiled, and its memory is known, but the compiler's dumps were not understood.
     #[error(
@@ -144,7 +145,7 @@ pub enum AheadError {
         /// Line number, from 1; 0 means the whole text.
         line: usize,
         /// The text at that line, at most 80 characters.
-        given: String,
+        given: ForeignText,
         /// A description of a valid line.
         expected: &'static str,
     },
@@ -153,13 +154,13 @@ pub enum AheadError {
 impl AheadError {
     /// Creates an [`AheadError::Malformed`] with the first 80 characters of `given`.
     pub(crate) fn malformed(file: &str, line: usize, given: impl Into<String>, expected: &'static str) -> Self {
-        let given = given.into().chars().take(80).collect();
-        Self::Malformed { file: file.into(), line, given, expected }
+        let given: String = given.into().chars().take(80).collect();
+        Self::Malformed { file: file.into(), line, given: given.into(), expected }
     }
 
     /// Creates an [`AheadError::Malformed`] that quotes the first 80 characters of `given`.
     pub(crate) fn quoted(file: &str, line: usize, given: &str, expected: &'static str) -> Self {
         let given: String = given.trim().chars().take(80).collect();
-        Self::Malformed { file: file.into(), line, given: format!("`{given}`"), expected }
+        Self::Malformed { file: file.into(), line, given: format!("`{given}`").into(), expected }
     }
 }

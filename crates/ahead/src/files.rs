@@ -15,7 +15,7 @@ const MOST_BYTES: u64 = 64 << 20;
 /// Returns a closure that turns an I/O error into an [`AheadError::Io`] of `path`.
 pub(crate) fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> AheadError {
     let path = path.to_path_buf();
-    move |reason| AheadError::Io { path, action, reason }
+    move |reason| AheadError::Io { path: path.into(), action, reason }
 }
 
 /// Creates a temporary folder that is removed when it is dropped.

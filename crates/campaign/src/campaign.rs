@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use assay_core::spec::LossSpec;
 use assay_core::spec::presets::Preset;
+use assay_core::text::{ForeignLines, ForeignText};
 use assay_fixture::FixtureError;
 use assay_judge::generate::RecipeError;
 use assay_judge::tolerance::Grade;
@@ -65,7 +66,7 @@ pub enum CampaignError {
         /// The field of the deck that leaves nothing to try.
         field: &'static str,
         /// The value of the field.
-        given: String,
+        given: ForeignText,
         /// The values that would leave something to try.
         expected: &'static str,
     },
@@ -73,9 +74,9 @@ pub enum CampaignError {
     #[error("allow: got `{given}`, expected {expected}")]
     Allow {
         /// The name that the caller wants to allow.
-        given: String,
+        given: ForeignText,
         /// The names that causes, edges, mutants and faults can have.
-        expected: String,
+        expected: ForeignLines,
     },
     /// A file of an earlier campaign cannot be read, or a new one not written.
     #[error(transparent)]

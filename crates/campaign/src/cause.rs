@@ -105,7 +105,7 @@ pub(crate) fn causes<P: Subject>(
         if let Some(folder) = &campaign.repros {
             let called = draft.way.map(|way| bench.kernel.ways()[way].words.as_str());
             let path = keep(folder, &draft.cause.gate, called, &campaign.spec, &*draft.problem)?;
-            draft.cause.repro = Some(path.display().to_string());
+            draft.cause.repro = Some(path.to_string_lossy().into_owned());
         }
     }
     // Report the cause with the most failing problems first.

@@ -241,7 +241,8 @@ impl<'b, P: Subject> Examiner<'b, P> {
             // An output that the judge misses is a fault of the kernel, which hides every other failure.
             Err(NoVerdicts::NotJudged(JudgeError::Missing { output, because })) => {
                 let expected = format!("it: {because}");
-                fault = Some(Fault::Output { field: output.into(), given: "nothing".into(), expected });
+                fault =
+                    Some(Fault::Output { field: output.into(), given: "nothing".into(), expected: expected.into() });
                 Vec::new()
             }
             Err(NoVerdicts::NoAnswer(why)) => {
@@ -250,7 +251,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
             }
         };
         if let Some(fault) = &fault {
-            let field = if let Fault::Output { field, .. } = fault { field.clone() } else { String::new() };
+            let field = if let Fault::Output { field, .. } = fault { field.to_string() } else { String::new() };
             kinds = vec![FailureKind::Fault(fault.name(), field)];
         }
         kinds.sort();

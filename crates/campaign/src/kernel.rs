@@ -6,6 +6,7 @@ use crate::worker::{Worker, WorkerAnswer, WorkerError};
 use assay_core::implementation::{Implementation, ProblemFormat};
 use assay_core::problem::{Candidate, Problem};
 use assay_core::spec::LossSpec;
+use assay_core::text::{ForeignLines, ForeignText};
 
 use crate::subject::Subject;
 
@@ -49,34 +50,34 @@ pub trait KernelUnderTest<P: Subject = Problem> {
 pub enum Fault {
     /// The kernel raised an error, which is its text.
     #[error("the kernel failed: {0}")]
-    Raised(String),
+    Raised(ForeignLines),
     /// An output is missing, unknown, or is not what an output is.
     #[error("output `{field}`: got {given}, expected {expected}")]
     Output {
         /// The name of the output.
-        field: String,
+        field: ForeignText,
         /// The value or shape that the kernel returned.
-        given: String,
+        given: ForeignText,
         /// The value or shape that the output must have.
-        expected: String,
+        expected: ForeignLines,
     },
     /// The kernel wrote to an input array, which is named.
     #[error("input `{0}` has other content after the call: inputs are to be read")]
-    InputMutated(String),
+    InputMutated(ForeignText),
     /// The kernel's process ended by itself or by a signal.
     #[error("{reason}")]
     Crashed {
         /// A description of how the process ended.
-        reason: String,
+        reason: ForeignLines,
         /// The number of the signal that ended it; `None` where it exited by itself.
         signal: Option<i32>,
     },
     /// The kernel took too long, and its process was killed.
     #[error("{0}")]
-    TimedOut(String),
+    TimedOut(ForeignLines),
     /// The kernel reports that it does not compute this problem, which is no failure.
     #[error("not supported: {0}")]
-    Unsupported(String),
+    Unsupported(ForeignText),
     /// The user asked the campaign to stop.
     #[error("interrupted")]
     Interrupted,
@@ -112,9 +113,13 @@ impl<P: Subject> KernelUnderTest<P> for LocalKernel<'_, P> {
         problem: &Arc<P>,
         read: &mut dyn FnMut(&Candidate<P::View<'_>>),
     ) -> Result<(), Fault> {
-        let given = ProblemFormat::from_problem(spec, &**problem).map_err(|error| Fault::Raised(error.to_string()))?;
-        self.0.supports_given(spec, given, 1).map_err(|unsupported| Fault::Unsupported(unsupported.to_string()))?;
-        let candidate = self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string()))?;
+        let given =
+            ProblemFormat::from_problem(spec, &**problem).map_err(|error| Fault::Raised(error.to_string().into()))?;
+        self.0
+            .supports_given(spec, given, 1)
+            .map_err(|unsupported| Fault::Unsupported(unsupported.to_string().into()))?;
+        let candidate =
+            self.0.run(spec, (**problem).clone(), 1).map_err(|error| Fault::Raised(error.to_string().into()))?;
         read(&candidate.lend());
         Ok(())
     }
@@ -136,17 +141,17 @@ impl<P: Subject> KernelUnderTest<P> for Worker {
                 Ok(())
             }
             Ok(WorkerAnswer::Unsupported(what)) => Err(Fault::Unsupported(what)),
-            Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string())),
+            Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string().into())),
             Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
-                Err(Fault::Crashed { reason: error.to_string(), signal: error.signal() })
+                Err(Fault::Crashed { reason: error.to_string().into(), signal: error.signal() })
             }
             Err(WorkerError::Stopped { .. }) => Err(Fault::Interrupted),
-            Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string())),
+            Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string().into())),
             Err(WorkerError::Output { field, given, expected, .. }) => Err(Fault::Output { field, given, expected }),
             Err(WorkerError::InputMutated { field, .. }) => Err(Fault::InputMutated(field)),
             Err(WorkerError::File { reason, .. }) => Err(Fault::Output {
                 field: "candidate".into(),
-                given: reason.to_string(),
+                given: reason.to_string().into(),
                 expected: "a file as `assay judge` reads it".into(),
             }),
         }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use assay_schema::campaign::{CampaignReport, FailureCause};
 
 use crate::text::{PICTURE_WIDTH, covered, problems, score, total};
+use assay_core::text::drives_terminal;
 
 /// Formats the whole report: the verdict as a heading, then each cause with its values, and the place of its errors folded.
 ///
@@ -79,7 +80,7 @@ fn escaped(text: &str) -> String {
             '<' => escaped.push_str("&lt;"),
             '>' => escaped.push_str("&gt;"),
             '\\' | '`' | '*' | '_' | '[' | ']' | '|' | '#' | '~' | '!' => escaped.extend(['\\', c]),
-            c if c.is_control() => {}
+            c if drives_terminal(c) => {}
             c => escaped.push(c),
         }
     }

@@ -313,7 +313,9 @@ impl<K: KernelUnderTest> Panelist<K> {
         let found = &mut self.found;
         found.answer_s += examiner.answering.as_secs_f64();
         match verdicts {
-            Err(NoVerdicts::NoAnswer(Fault::Unsupported(what))) => *found.unsupported.entry(what).or_default() += 1,
+            Err(NoVerdicts::NoAnswer(Fault::Unsupported(what))) => {
+                *found.unsupported.entry(what.to_string()).or_default() += 1;
+            }
             Err(NoVerdicts::NoAnswer(fault)) => {
                 found.unanswered += 1;
                 found.fail(case, "no answer", replay, fault.to_string());

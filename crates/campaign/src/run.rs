@@ -9,6 +9,7 @@ use ndarray::{Array, Dimension};
 
 use assay_core::problem::{Advantages, Problem, ProblemError};
 use assay_core::spec::LossSpec;
+use assay_core::text::ShownPath;
 use assay_fixture::ProblemFile;
 use assay_judge::gate::Edge;
 use assay_judge::generate::RecipeError;
@@ -115,7 +116,7 @@ impl Campaign {
         // A misspelt waiver would silently waive nothing.
         let known = cause::names_that_can_be_allowed();
         match self.allow.iter().find(|name| !known.contains(&name.as_str())) {
-            Some(given) => Err(CampaignError::Allow { given: given.clone(), expected: known.join(", ") }),
+            Some(given) => Err(CampaignError::Allow { given: given.clone().into(), expected: known.join(", ").into() }),
             None => Ok(()),
         }
     }
@@ -209,7 +210,7 @@ impl<P: Subject> Round<'_, P> {
                 let way = self.bench.kernel.ways().iter().position(|way| Some(&way.words) == called);
                 let garbage = file.metadata().get(CAUSE_KEY) == Some(&FailureKind::MaskedGarbage.name());
                 let origin = if garbage { Origin::KeptForGarbage } else { Origin::Kept };
-                let _ = self.examine(path.display().to_string(), problem, origin, way);
+                let _ = self.examine(ShownPath(&path).to_string(), problem, origin, way);
                 let (tried, failed) = (self.tried, self.failed);
                 progress(CampaignProgress { tried, cases: self.campaign.deck.cases, failed });
             }
@@ -281,7 +282,7 @@ impl<P: Subject> Round<'_, P> {
             return examined;
         }
         if let Some(Fault::Unsupported(what)) = &examined.fault {
-            self.skip(what.clone());
+            self.skip(what.to_string());
         } else if self.waived(examined.kinds.clone()).is_empty() {
             return examined;
         }
@@ -320,7 +321,7 @@ impl<P: Subject> Round<'_, P> {
         // remaining problems.
         match &fault {
             Some(Fault::Unsupported(what)) => {
-                self.skip(what.clone());
+                self.skip(what.to_string());
                 return true;
             }
             Some(Fault::Interrupted) => {

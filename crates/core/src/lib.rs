@@ -6,6 +6,7 @@
 
 mod array;
 pub mod device_dtype;
+pub mod files;
 pub mod implementation;
 pub mod memory;
 pub mod problem;

@@ -74,8 +74,8 @@ pub fn expect_room(what: impl FnOnce() -> String, needed: usize, available: Opti
     }
 }
 
-/// Returns the bytes of memory that this process could get now without swapping: the least that the machine and each
-/// control group around the process, such as a container, have left; `None` if neither reports it.
+/// Returns the bytes of memory that this process could get now without swapping: the least that the machine, each control group around
+/// the process, such as a container, and the limit of its addresses have left; `None` if none reports it.
 pub fn available_host_bytes() -> Option<usize> {
     // A process is in one group of each hierarchy; a machine without control groups has none.
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -84,7 +84,17 @@ pub fn available_host_bytes() -> Option<usize> {
         let group = own.lines().find_map(|line| line.split_once(hierarchy.mark)?.1.strip_prefix('/'))?;
         hierarchy.available(Path::new(hierarchy.root), Path::new(group))
     });
-    available_on_machine().into_iter().chain(of_groups).min()
+    available_on_machine().into_iter().chain(of_groups).chain(available_addresses()).min()
+}
+
+/// Returns the bytes of addresses that are left below the limit `RLIMIT_AS` of this process; `None` if there is no limit.
+fn available_addresses() -> Option<usize> {
+    let limits = fs::read_to_string("/proc/self/limits").ok()?;
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    // An absent limit reads `unlimited`.
+    let most: usize = limit.split_whitespace().next()?.parse().ok()?;
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    Some(most.saturating_sub(kibibytes_of(&status, "VmSize:")?))
 }
 
 /// The files in which a hierarchy of control groups reports its memory.
@@ -136,8 +146,12 @@ impl Hierarchy {
 }
 
 fn available_on_machine() -> Option<usize> {
-    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kibibytes_of(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")
+}
+
+/// Returns the bytes that a file of the kernel's gives after `name`.
+fn kibibytes_of(text: &str, name: &str) -> Option<usize> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     // The kernel says kB and means 1,024 bytes.
     let kibibytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)

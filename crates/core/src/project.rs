@@ -2,6 +2,7 @@
 //!
 //! A folder from a stranger may be the working directory, so code is never searched there: see [`find_code`].
 
+use crate::text::ShownPath;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -47,7 +48,7 @@ pub fn in_words(looked: &[PathBuf]) -> String {
     if looked.is_empty() {
         return "nowhere: this program is in no project's `target` folder and in no `bin` folder".into();
     }
-    looked.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    looked.iter().map(|path| ShownPath(path).to_string()).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the project's tree, if `own` is in its `target` folder.

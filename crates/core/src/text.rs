@@ -1,30 +1,161 @@
 //! Text of other programs, and names that are nearly right, in error messages; commands that can be pasted into a shell.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
 
 /// The largest number of characters that a message quotes.
 const LONGEST: usize = 300;
 
-/// Makes `text` from a file, a compiler or another project fit for an error message: on one line, with control
-/// characters escaped, and cut after 300 characters.
-pub fn one_line(text: &str) -> String {
-    let mut line = String::new();
-    // Words are joined by one blank, whatever white space was between them.
-    for c in text.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
-        if c.is_control() {
-            line.extend(c.escape_default());
-        } else {
-            line.push(c);
-        }
-        // Cut at a character and not at a byte.
-        if let Some((end, _)) = line.char_indices().nth(LONGEST) {
-            line.truncate(end);
-            line.push('…');
-            break;
-        }
+/// A name or value that nobody vouches for: from a file, a compiler, another process or another project.
+///
+/// It is shown on one line, without characters that drive a terminal, and cut after 300 characters, or as many as the precision of the
+/// format. [`raw`](Self::raw) is the text itself.
+///
+/// ```
+/// use assay_core::text::ForeignText;
+///
+/// let name = ForeignText::from("logits\u{1b}[2J\n  PASS");
+/// assert_eq!(name.to_string(), r"logits\u{1b}[2J PASS");
+/// ```
+#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ForeignText(String);
+
+impl ForeignText {
+    /// Returns the text as it was given, which is not to be shown.
+    pub fn raw(&self) -> &str {
+        &self.0
     }
-    line
+}
+
+impl<T: Into<String>> From<T> for ForeignText {
+    fn from(text: T) -> Self {
+        Self(text.into())
+    }
+}
+
+impl fmt::Display for ForeignText {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (mut line, longest) = (String::new(), f.precision().unwrap_or(LONGEST));
+        // Words are joined by one blank, whatever white space was between them.
+        for c in self.0.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
+            push_shown(&mut line, c);
+            // Cut at a character and not at a byte.
+            if let Some((end, _)) = line.char_indices().nth(longest) {
+                line.truncate(end);
+                line.push('…');
+                break;
+            }
+        }
+        if f.precision().is_some() { f.write_str(&line) } else { f.pad(&line) }
+    }
+}
+
+impl fmt::Debug for ForeignText {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+/// Lines that nobody vouches for, or that quote such text: shown whole, without characters that drive a terminal.
+///
+/// ```
+/// use assay_core::text::ForeignLines;
+///
+/// assert_eq!(ForeignLines::from("one\r\ntwo\u{9b}2J").to_string(), "one\ntwo\\u{9b}2J");
+/// ```
+#[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ForeignLines(String);
+
+impl ForeignLines {
+    /// Returns the lines as they were given, which are not to be shown.
+    pub fn raw(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<T: Into<String>> From<T> for ForeignLines {
+    fn from(text: T) -> Self {
+        Self(text.into())
+    }
+}
+
+impl fmt::Display for ForeignLines {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&shown_lines(&self.0))
+    }
+}
+
+impl fmt::Debug for ForeignLines {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+/// A path in a message or a report: shown without characters that drive a terminal, as a file may have any name.
+///
+/// ```
+/// use assay_core::text::ShownPath;
+/// use std::path::Path;
+///
+/// assert_eq!(ShownPath(Path::new("a\u{1b}[31m b")).to_string(), r"a\u{1b}[31m b");
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ShownPath<P = PathBuf>(pub P);
+
+impl<T: Into<PathBuf>> From<T> for ShownPath {
+    fn from(path: T) -> Self {
+        Self(path.into())
+    }
+}
+
+impl<P: AsRef<Path>> fmt::Display for ShownPath<P> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut shown = String::new();
+        self.0.as_ref().to_string_lossy().chars().for_each(|c| push_shown(&mut shown, c));
+        f.pad(&shown)
+    }
+}
+
+/// A number in a message, with its exponent where it would have many digits.
+///
+/// ```
+/// use assay_core::text::ShownNumber;
+///
+/// assert_eq!([ShownNumber(0.25), ShownNumber(-1e300), ShownNumber(5e-324)].map(|x| x.to_string()), ["0.25", "-1e300", "5e-324"]);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ShownNumber(pub f64);
+
+impl fmt::Display for ShownNumber {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let magnitude = self.0.abs();
+        let is_short = magnitude == 0.0 || !magnitude.is_finite() || (1e-6..1e16).contains(&magnitude);
+        if is_short { self.0.fmt(f) } else { fmt::LowerExp::fmt(&self.0, f) }
+    }
+}
+
+/// Returns `text` with every character that drives a terminal escaped, but line breaks and tabs.
+pub fn shown_lines(text: &str) -> Cow<'_, str> {
+    let is_kept = |c: char| c == '\n' || c == '\t' || !drives_terminal(c);
+    if text.chars().all(is_kept) {
+        return Cow::Borrowed(text);
+    }
+    let mut shown = String::new();
+    for c in text.replace("\r\n", "\n").chars() {
+        if is_kept(c) { shown.push(c) } else { push_shown(&mut shown, c) }
+    }
+    Cow::Owned(shown)
+}
+
+/// Appends `c`, or its escape if it drives a terminal.
+fn push_shown(shown: &mut String, c: char) {
+    if drives_terminal(c) { shown.extend(c.escape_default()) } else { shown.push(c) }
 }
 
 /// Returns `word` as a shell reads it: in single quotes where it has a character with a meaning to the shell, and in `$'…'`, which bash and
@@ -74,9 +205,11 @@ pub fn shell_path(path: &Path) -> String {
     shell_word(path)
 }
 
-/// Whether `c` changes what a terminal shows besides itself: a control character, or one that turns the direction of writing.
-fn drives_terminal(c: char) -> bool {
-    c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+/// Whether `c` changes what a terminal shows besides itself: a control character, a separator of lines, or one that turns the direction
+/// of writing.
+pub fn drives_terminal(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// Returns the one of `names` that `given` is most likely meant to be: at most a third of its letters, or one, differ.

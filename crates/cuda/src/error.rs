@@ -1,7 +1,6 @@
 //! The errors between this process and CUDA's driver.
 
-use std::path::PathBuf;
-
+use assay_core::text::{ForeignLines, ShownPath};
 use assay_ptx::{ALIGNMENT, PtxTarget};
 
 /// Formats CUDA's version number 12040 as 12.4.
@@ -15,19 +14,19 @@ pub enum CudaError {
     /// The library cannot be loaded, because the machine has no driver.
     #[error(
         "CUDA driver {library}: cannot be loaded: {reason}; expected a machine with an NVIDIA GPU and its driver, or one that \
-         ASSAY_CUDA_DRIVER names; `native` computes the same on any CPU", library = library.display()
+         ASSAY_CUDA_DRIVER names; `native` computes the same on any CPU"
     )]
     NoDriver {
         /// The name or path of the library.
-        library: PathBuf,
+        library: ShownPath,
         /// The message of the system's loader.
         reason: String,
     },
     /// The library is not a CUDA driver.
-    #[error("CUDA driver {library}: it does not export `{symbol}`; expected a driver of CUDA 12.0 or newer", library = library.display())]
+    #[error("CUDA driver {library}: it does not export `{symbol}`; expected a driver of CUDA 12.0 or newer")]
     NotADriver {
         /// The name or path of the library.
-        library: PathBuf,
+        library: ShownPath,
         /// The function that the library does not export.
         symbol: &'static str,
     },
@@ -35,29 +34,31 @@ pub enum CudaError {
     #[error(
         "CUDA driver {library}: it is of CUDA {}; expected {} or newer, which takes PTX {}, in which kernels for {} \
          are written: update the driver",
-        dotted(*given), dotted(target.least_cuda()), target.version(), target.name(), library = library.display()
+        dotted(*given), dotted(target.least_cuda()), target.version(), target.name()
     )]
     Version {
         /// The name or path of the library.
-        library: PathBuf,
+        library: ShownPath,
         /// The driver's version, as CUDA counts them: 12040 is 12.4.
         given: i32,
         /// The kind of chip that the kernels are written for.
         target: PtxTarget,
     },
     /// The driver has no device, or hides it.
-    #[error("CUDA driver {library}: it has no device (CUDA_VISIBLE_DEVICES may hide some); `native` computes the same on any CPU", library = library.display())]
+    #[error(
+        "CUDA driver {library}: it has no device (CUDA_VISIBLE_DEVICES may hide some); `native` computes the same on any CPU"
+    )]
     NoDevice {
         /// The name or path of the library.
-        library: PathBuf,
+        library: ShownPath,
     },
     /// The driver has no device with this number.
     #[error(
-        "CUDA driver {library}: it has no device {given}; expected one of 0 to {}", count - 1, library = library.display()
+        "CUDA driver {library}: it has no device {given}; expected one of 0 to {}", count - 1
     )]
     NoSuchDevice {
         /// The name or path of the library.
-        library: PathBuf,
+        library: ShownPath,
         /// The number that was asked for, from 0.
         given: usize,
         /// The number of devices that the driver has.
@@ -118,7 +119,7 @@ pub enum CudaError {
         /// The driver's name of the error.
         code: String,
         /// The message of the driver's assembler.
-        log: String,
+        log: ForeignLines,
     },
     /// The device's memory is full.
     #[error("{device}: {what} needs {needed} bytes, {free} of {total} are free; expected fewer tokens at once")]
@@ -225,7 +226,7 @@ pub enum CudaError {
         /// The driver's name of the error.
         code: String,
         /// The driver's message for the error.
-        message: String,
+        message: ForeignLines,
     },
     /// Any other call of the driver failed.
     #[error("{what}: {code}: {message}")]
@@ -235,6 +236,6 @@ pub enum CudaError {
         /// The driver's name of the error.
         code: String,
         /// The driver's message for the error.
-        message: String,
+        message: ForeignLines,
     },
 }

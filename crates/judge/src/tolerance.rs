@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gate::Output;
 use assay_core::problem::{HeadShape, Shape};
+use assay_core::text::ForeignText;
 pub use assay_schema::verdicts::Grade;
 
 /// The `κ` of one arithmetic class: the number of roundings that an error analysis allows its outputs. Derived in
@@ -98,28 +99,28 @@ pub struct Tolerances {
 pub enum ToleranceError {
     /// The file is not TOML, or a field is unknown or missing.
     #[error("tolerances: {0}")]
-    Parse(String),
+    Parse(ForeignText),
     /// A number is not finite, or not above 0.
     #[error("tolerances: `{field}`: got {given}, expected a finite number above 0")]
     Number {
         /// The path of the field.
-        field: String,
+        field: ForeignText,
         /// The number in the file.
-        given: String,
+        given: ForeignText,
     },
     /// A number has no reason of four words or more.
     #[error("tolerances: `{field}`: expected a reason of four words or more, got `{given}`")]
     Reason {
         /// The path of the field.
-        field: String,
+        field: ForeignText,
         /// The text in the file.
-        given: String,
+        given: ForeignText,
     },
     /// The file has no such arithmetic class.
     #[error("class: got `{given}`, for which tolerances.toml has no limits; expected one of {expected}")]
     Class {
         /// The class that was asked for.
-        given: String,
+        given: ForeignText,
         /// The classes of the file.
         expected: String,
     },
@@ -142,14 +143,14 @@ impl Tolerances {
     pub fn parse(text: &str) -> Result<Self, ToleranceError> {
         let file: Self = toml::from_str(text).map_err(|error| {
             let line = error.span().map_or(1, |span| text[..span.start].lines().count().max(1));
-            ToleranceError::Parse(format!("line {line}: {}", error.message()))
+            ToleranceError::Parse(format!("line {line}: {}", error.message()).into())
         })?;
         let number = |field: String, given: f64| {
-            let fault = || ToleranceError::Number { field, given: given.to_string() };
+            let fault = || ToleranceError::Number { field: field.into(), given: given.to_string().into() };
             if given.is_finite() && given > 0.0 { Ok(()) } else { Err(fault()) }
         };
         let reason = |field: String, given: &str| {
-            let fault = || ToleranceError::Reason { field, given: given.into() };
+            let fault = || ToleranceError::Reason { field: field.into(), given: given.into() };
             if given.split_whitespace().count() >= WORDS { Ok(()) } else { Err(fault()) }
         };
         // A number without a reason is refused like one out of range: a limit that nobody derived must not enter the

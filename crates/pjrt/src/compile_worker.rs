@@ -19,9 +19,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use assay_core::memory::CompiledMemory;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 use serde::{Deserialize, Serialize};
 
-use crate::runtime::{PjrtProgram, Plugin, RuntimeError, Topology};
+use crate::runtime::{PjrtProgram, Plugin, RuntimeError, Topology, XLA_VARIABLE};
 
 /// The hidden command that makes the `assay` executable a worker.
 pub const WORKER_COMMAND: &str = "compile-worker";
@@ -35,9 +36,6 @@ pub const GRACE: Duration = Duration::from_secs(10);
 
 /// The folder inside of a worker's folder where every XLA writes its HLO.
 pub const HLO: &str = "hlo";
-
-/// The environment variable from which every XLA reads its flags.
-const XLA_VARIABLE: &str = "XLA_FLAGS";
 
 /// The end of a dead worker's stderr that errors quote, in bytes and lines.
 const LAST_BYTES: u64 = 4 << 10;
@@ -104,7 +102,7 @@ pub enum CompileWorkerError {
     #[error("{path}: cannot {action}: {reason}")]
     Io {
         /// The file or folder concerned.
-        path: PathBuf,
+        path: ShownPath,
         /// The failed action as a verb: `read`, `create`.
         action: &'static str,
         /// The error of the operating system.
@@ -112,14 +110,14 @@ pub enum CompileWorkerError {
     },
     /// The plugin rejected the program with this message.
     #[error("{0}")]
-    Refused(String),
+    Refused(ForeignLines),
     /// The worker died without an answer.
     #[error("the compiling process ended with {status} and no answer; the last it wrote:\n{stderr}")]
     Died {
         /// The exit status or the signal.
         status: String,
         /// The last lines of the worker's stderr.
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The worker exceeded its time limit and was killed.
     #[error("no answer within {limit:?}, so the compiling process was ended; the last it wrote:\n{stderr}")]
@@ -127,7 +125,7 @@ pub enum CompileWorkerError {
         /// The time limit that was exceeded.
         limit: Duration,
         /// The last lines of the worker's stderr.
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// A job or an answer that is not valid JSON of its kind.
     #[error("{file}, line {line}: got {given}, expected {expected}")]
@@ -137,7 +135,7 @@ pub enum CompileWorkerError {
         /// The line number, from 1.
         line: usize,
         /// The error of the JSON parser.
-        given: String,
+        given: ForeignText,
         /// A description of the valid content.
         expected: &'static str,
     },
@@ -145,11 +143,11 @@ pub enum CompileWorkerError {
 
 fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CompileWorkerError {
     let path = path.to_path_buf();
-    move |reason| CompileWorkerError::Io { path, action, reason }
+    move |reason| CompileWorkerError::Io { path: path.into(), action, reason }
 }
 
 fn malformed(file: &'static str, error: &serde_json::Error, expected: &'static str) -> CompileWorkerError {
-    CompileWorkerError::Malformed { file, line: error.line(), given: error.to_string(), expected }
+    CompileWorkerError::Malformed { file, line: error.line(), given: error.to_string().into(), expected }
 }
 
 /// Returns the flags that the environment's `variable` has, followed by `flags`.
@@ -207,15 +205,15 @@ impl CompileWorker {
         let answer = folder.join(ANSWER);
         let stderr = || last_lines(&folder.join(STDERR));
         match status {
-            None => return Err(CompileWorkerError::TimedOut { limit: self.limit, stderr: stderr() }),
+            None => return Err(CompileWorkerError::TimedOut { limit: self.limit, stderr: stderr().into() }),
             Some(status) if !status.success() || !answer.is_file() => {
-                return Err(CompileWorkerError::Died { status: status.to_string(), stderr: stderr() });
+                return Err(CompileWorkerError::Died { status: status.to_string(), stderr: stderr().into() });
             }
             Some(_) => {}
         }
         let text = fs::read_to_string(&answer).map_err(failed("read", &answer))?;
         match serde_json::from_str(&text).map_err(|error| malformed(ANSWER, &error, "a worker's answer"))? {
-            JobAnswer::Refused(message) => Err(CompileWorkerError::Refused(message)),
+            JobAnswer::Refused(message) => Err(CompileWorkerError::Refused(message.into())),
             JobAnswer::Compiled(compiled) => Ok(compiled),
         }
     }

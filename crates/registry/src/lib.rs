@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use assay_core::implementation::{FILE_PREFIX, Implementation, Workload};
 use assay_core::problem::{HeadProblem, Problem};
+use assay_core::text::ForeignText;
 use assay_cuda::DriverLoss;
 use assay_native::{Native, NativeHead};
 #[cfg(feature = "pjrt")]
@@ -81,9 +82,9 @@ pub fn find(id: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
     let all = registry(plugin);
     called(id, &all).or_else(|| alternative(id, plugin)).ok_or_else(|| {
         // The id may belong to the other kind of problem, so the message lists both kinds.
-        let (on_logits, heads) = (ids(&all), ids(&head_registry(plugin)));
+        let (given, on_logits, heads) = (ForeignText::from(id), ids(&all), ids(&head_registry(plugin)));
         format!(
-            "implementation: got `{id}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
+            "implementation: got `{given}`, expected one of: {on_logits}, {FILE_PREFIX}MANIFEST.toml; \
              with an LM head: {heads}{}",
             about_plugins()
         )
@@ -97,7 +98,8 @@ pub fn find(id: &str, plugin: Option<&Path>) -> FoundImplementation<Problem> {
 pub fn find_head(id: &str, plugin: Option<&Path>) -> FoundImplementation<HeadProblem> {
     let all = head_registry(plugin);
     called(id, &all).ok_or_else(|| {
-        format!("implementation: got `{id}`, expected one with an LM head: {}{}", ids(&all), about_plugins())
+        let given = ForeignText::from(id);
+        format!("implementation: got `{given}`, expected one with an LM head: {}{}", ids(&all), about_plugins())
     })
 }
 

@@ -1,9 +1,8 @@
 //! [`ReplayError`]: why a replay cannot go on.
 
-use std::path::PathBuf;
-
 use assay_core::implementation::{RunError, Unavailable};
 use assay_core::problem::ProblemError;
+use assay_core::text::{ForeignText, ShownPath};
 use assay_fixture::FixtureError;
 use assay_judge::judge::JudgeError;
 
@@ -17,7 +16,7 @@ pub enum ReplayError {
     #[error("{path}: {reason}")]
     Problem {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The error, which names the field.
         reason: ProblemError,
     },
@@ -25,9 +24,9 @@ pub enum ReplayError {
     #[error("{path}: {reason}")]
     Content {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The field, its content, and the content that is expected.
-        reason: String,
+        reason: ForeignText,
     },
     /// No implementation has this id; the message lists the ids there are.
     #[error("{0}")]
@@ -54,7 +53,7 @@ pub enum ReplayError {
     #[error("--packed: {path} has packed sequences already")]
     Packed {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
     },
     /// An implementation returned an error in place of outputs.
     #[error(transparent)]

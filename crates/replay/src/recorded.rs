@@ -30,7 +30,7 @@ impl<'f> RecordedValues<'f> {
         }
         let number = text.parse().map_err(|_| {
             let reason = format!("metadata `expected.{key}`: got `{text}`, expected a number");
-            ReplayError::Content { path: self.path.into(), reason }
+            ReplayError::Content { path: self.path.into(), reason: reason.into() }
         });
         number.map(Some)
     }

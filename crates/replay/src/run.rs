@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use assay_core::implementation::Implementation;
 use assay_core::problem::Candidate;
 use assay_core::spec::LossSpec;
-use assay_core::text::{shell_option, shell_path};
+use assay_core::text::{ForeignText, shell_option, shell_path};
 use assay_fixture::{ProblemFile, verify};
 use assay_judge::invariance::Invariance;
 use assay_judge::judge::Verdict;
@@ -212,7 +212,7 @@ impl Replay {
             let wanted = if logits_names.is_empty() { "logits… [B,T,V]" } else { "old_logps… [B,T]" };
             return Err(ReplayError::Content {
                 path: path.into(),
-                reason: format!("got no tensor named {wanted}, expected one"),
+                reason: format!("got no tensor named {wanted}, expected one").into(),
             });
         }
         for logits in &logits_names {
@@ -243,7 +243,7 @@ impl Replay {
                 self.replay_sub_vocabulary(request, &file, path, *old_logp, &mut expected)?;
             }
             let why = "this version computes no scalar of that name";
-            self.ignored.extend(expected.rest().map(|key| report::ignored(key, why)));
+            self.ignored.extend(expected.rest().map(|key| report::ignored(ForeignText::from(key).to_string(), why)));
         }
         Ok(())
     }
@@ -443,7 +443,7 @@ impl Replay {
         let whole = file.problem("logits", old_logp)?;
         let (hidden, rows) = (tensors.floats::<Ix3>("hidden")?, tensors.floats::<Ix2>("lm_head_rows")?);
         let problem = sub_vocabulary_problem(&whole, hidden, rows, &row_ids)
-            .map_err(|reason| ReplayError::Content { path: path.into(), reason })?;
+            .map_err(|reason| ReplayError::Content { path: path.into(), reason: reason.into() })?;
         let spec = recorded_spec();
         let known = known(&spec, &problem, path)?;
         let label = label(path, SOURCE, old_logp);
@@ -468,6 +468,6 @@ fn known<'p, P: Judgeable>(
 
 /// Returns the label of a problem: `qwen_tiny logits old_logps`.
 fn label(path: &Path, logits: &str, old_logp: Option<&str>) -> String {
-    let stem = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy();
-    format!("{stem} {logits} {}", old_logp.unwrap_or("current"))
+    let stem = ForeignText::from(path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy());
+    format!("{stem} {} {}", ForeignText::from(logits), ForeignText::from(old_logp.unwrap_or("current")))
 }

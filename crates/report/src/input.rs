@@ -1,8 +1,7 @@
 //! Results of other commands, read from files that nobody vouches for.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
 
 use assay_schema::ab::AbComparison;
 use assay_schema::agreement::LogpAgreement;
@@ -18,6 +17,8 @@ use serde_json::Value;
 
 use super::number::clipped;
 use super::part::ReportPart;
+use assay_core::files::read_named;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 
 /// Longest input accepted, in bytes. A replay of everything needs one or two million.
 pub const LONGEST: u64 = 16 << 20;
@@ -29,7 +30,7 @@ pub enum InputError {
     #[error("{path}: cannot read: {reason}")]
     Io {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The operating system's error.
         reason: io::Error,
     },
@@ -37,11 +38,11 @@ pub enum InputError {
     #[error("{path}: got {given}, expected {expected}")]
     Invalid {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The value that the file contains.
-        given: String,
+        given: ForeignText,
         /// The values that are valid.
-        expected: String,
+        expected: ForeignLines,
     },
 }
 
@@ -92,9 +93,7 @@ impl Input {
     /// kind, or lacks what its kind has.
     pub fn read(path: &Path) -> Result<Self, InputError> {
         let io = |reason| InputError::Io { path: path.into(), reason };
-        let mut bytes = Vec::new();
-        File::open(path).map_err(io)?.take(LONGEST + 1).read_to_end(&mut bytes).map_err(io)?;
-        Self::parse(path, &bytes)
+        Self::parse(path, &read_named(path, LONGEST).map_err(io)?)
     }
 
     /// Parses bytes that were read already, under the name `path`.
@@ -112,7 +111,11 @@ impl Input {
     /// # Errors
     /// [`InputError::Invalid`] if they are no result of a command.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, InputError> {
-        let invalid = |given: String, expected: String| InputError::Invalid { path: path.into(), given, expected };
+        let invalid = |given: String, expected: String| InputError::Invalid {
+            path: path.into(),
+            given: given.into(),
+            expected: expected.into(),
+        };
         if bytes.len() as u64 > LONGEST {
             return Err(invalid(format!("more than {LONGEST} bytes"), "a shorter result".into()));
         }
@@ -128,7 +131,7 @@ impl Input {
         let part = parse(value).map_err(|error| {
             invalid(format!("`{}`", clipped(&error.to_string())), format!("what `assay {commands} --json` writes"))
         })?;
-        Ok(Self { name: path.display().to_string(), title, command, part })
+        Ok(Self { name: ShownPath(path).to_string(), title, command, part })
     }
 }
 

@@ -100,7 +100,7 @@ pub fn ran(implementation: &str, devices: usize, lowering: Option<&str>) -> Stri
 /// ```
 pub fn clipped(text: &str) -> String {
     const SHOWN: usize = 160;
-    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = assay_core::text::shown_lines(&text.split_whitespace().collect::<Vec<_>>().join(" ")).into_owned();
     match line.char_indices().nth(SHOWN) {
         Some((at, _)) => format!("{}…", &line[..at]),
         None => line,

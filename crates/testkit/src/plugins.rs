@@ -3,6 +3,7 @@
 use std::env;
 use std::path::Path;
 
+use assay_core::text::ShownPath;
 use assay_pjrt::runtime::{Client, RuntimeError};
 
 /// The client of a plugin. Programs compile with XLA's least optimisation, as a test runs each a few times; with
@@ -26,7 +27,7 @@ pub fn cpu_clients() -> Vec<Client> {
     ["pjrt_cpu.so", "pjrt_cpu_0_81.so"]
         .map(|name| {
             let path = Path::new(".plugins").join(name);
-            assert!(path.is_file(), "{} is missing: run `make setup`", path.display());
+            assert!(path.is_file(), "{} is missing: run `make setup`", ShownPath(&path));
             client(&path).unwrap()
         })
         .to_vec()

@@ -86,7 +86,7 @@ pub(super) fn emit(asked: &EmitRequest, target: &GpuTarget) -> Result<Passed, Cl
         let all = LossProgram::all().into_iter().filter(|program| program.is_for_gpus());
         let ids = all.map(LossProgram::id).collect::<Vec<_>>().join(", ");
         let expected = format!("one that has kernels of PTX: {ids}");
-        return Err(CliError::Usage(format!("implementation: got `{id}`, expected {expected}")));
+        return Err(CliError::Usage(format!("implementation: got `{id}`, expected {expected}").into()));
     }
     let kernels = program.gpu_kernels_for(loss, shape, dtype, devices, written_for).map_err(RunError::from)?;
     // The driver of the target must be able to launch every kernel, which is checked here and not when it is used.

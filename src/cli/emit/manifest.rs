@@ -8,9 +8,11 @@ use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use crate::cli::{CliError, Passed, Printing};
 use crate::config;
+use crate::fixture::{UNFINISHED, locked_folder, remove_unlocked};
 use crate::problem::{Dtype, Shape};
 use crate::programs::{NamedArray, Signature};
 use crate::spec::LossSpec;
+use crate::text::ShownPath;
 
 /// The whole program, within the folder.
 const MODULE: &str = "module.mlir";
@@ -106,7 +108,7 @@ impl<'e, T: Serialize, K: Serialize> EmitManifest<'e, T, K> {
         let Self { implementation, target, devices, shape: [b, t, v], dtype, kernels, .. } = self;
         let of_all = format!("{implementation} {b}x{t}x{v} {dtype} on each of {devices} devices, {target}");
         let lines: String = kernels.iter().map(line).collect();
-        printing.finish(&format!("{}: {of_all}\n{lines}", output.display()), self)?;
+        printing.finish(&format!("{}: {of_all}\n{lines}", ShownPath(&output)), self)?;
         Ok(Passed::Yes)
     }
 }
@@ -146,11 +148,15 @@ fn make_folder(folder: &Path, fill: impl FnOnce(&Path) -> io::Result<()>) -> Res
     if folder.symlink_metadata().is_ok() {
         return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, "it exists, expected a folder to be made")));
     }
-    let mut builder = tempfile::Builder::new();
     // Temporary folders are private by default; this one should obey the umask like any other.
     #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-    let temporary = builder.tempdir_in(folder.parent().unwrap_or(folder)).map_err(failed)?;
+    let permissions = Some(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    #[cfg(not(unix))]
+    let permissions = None;
+    let parent = folder.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // Those of processes that were killed meanwhile.
+    remove_unlocked(parent, UNFINISHED);
+    let (temporary, _lock) = locked_folder(parent, UNFINISHED, permissions).map_err(failed)?;
     fill(temporary.path()).map_err(failed)?;
     fs::rename(temporary.path(), folder).map_err(failed)?;
     let _ = temporary.keep();

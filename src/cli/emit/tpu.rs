@@ -76,7 +76,7 @@ pub(super) fn emit(asked: &EmitRequest, target: &TpuTarget) -> Result<Passed, Cl
     if !implementation.has_kernels() {
         let reason = format!("implementation: got `{id}`, expected one that has kernels: ");
         let supported = "tile-one-pass, tile-two-pass, or one of these with -rows, -vocab or -mesh";
-        return Err(CliError::Usage(reason + supported));
+        return Err(CliError::Usage((reason + supported).into()));
     }
     let kernels = implementation.kernels_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;
     let module = implementation.program_for(loss, shape, dtype, devices, machine).map_err(RunError::from)?;

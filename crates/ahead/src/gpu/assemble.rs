@@ -100,7 +100,11 @@ impl CudaToolkit {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         if !output.status.success() {
             let message = first_error(&said).unwrap_or_else(|| output.status.to_string());
-            return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
+            return Err(AheadError::Assembler {
+                target: target.to_string(),
+                kernel: kernel.name.clone(),
+                message: message.into(),
+            });
         }
         // The figures are on stderr, as are errors.
         let PtxasFigures { registers, spill_bytes, shared_bytes } = PtxasFigures::parse(&said)
@@ -112,7 +116,11 @@ impl CudaToolkit {
         let output = nvdisasm.args(["-gp", "-c"]).arg(&binary).output().map_err(failed("run", &nvdisasm_path))?;
         if !output.status.success() {
             let message = format!("nvdisasm: {}", String::from_utf8_lossy(&output.stderr).trim());
-            return Err(AheadError::Assembler { target: target.to_string(), kernel: kernel.name.clone(), message });
+            return Err(AheadError::Assembler {
+                target: target.to_string(),
+                kernel: kernel.name.clone(),
+                message: message.into(),
+            });
         }
         // Weighs each machine instruction by the runs of its line of PTX, and adds up what the pipes take.
         let instructions = sass::parse(&kernel.name, &String::from_utf8_lossy(&output.stdout))?;
@@ -159,7 +167,13 @@ const INSTEAD: &str = "gpu-two-pass keeps no row and needs no cluster";
 /// [`AheadError::Beyond`].
 pub fn expect_launch(kernel: &PtxKernel, target: &GpuTarget) -> Result<(), AheadError> {
     let beyond = |what, given: String, expected: String| {
-        Err(AheadError::Beyond { target: target.to_string(), kernel: kernel.name.clone(), what, given, expected })
+        Err(AheadError::Beyond {
+            target: target.to_string(),
+            kernel: kernel.name.clone(),
+            what,
+            given: given.into(),
+            expected,
+        })
     };
     let (chip, threads) = (target.chip, kernel.block.iter().product::<u32>());
     if kernel.cluster > chip.largest_cluster {
@@ -187,7 +201,7 @@ fn expect_shared(kernel: &PtxKernel, target: &GpuTarget, bytes: u32) -> Result<(
         target: target.to_string(),
         kernel: kernel.name.clone(),
         what: "bytes of shared memory a CTA",
-        given: bytes.to_string(),
+        given: bytes.to_string().into(),
         expected: format!("up to {most}; {INSTEAD}"),
     })
 }

@@ -152,7 +152,7 @@ fn runs(hlo: &str, name: &str, traffic: &Traffic) -> u64 {
 /// Returns [`AheadError::NoPtx`] instead of a refusal that is about [`CALL`].
 fn with_unknown_call(error: AheadError) -> AheadError {
     match error {
-        AheadError::Refused { target, message } if is_unknown_call(&message) => {
+        AheadError::Refused { target, message } if is_unknown_call(message.raw()) => {
             AheadError::NoPtx { target, call: CALL }
         }
         error => error,

@@ -1,15 +1,16 @@
 //! [`Guardian`]: removes a campaign's folder and ends its kernel's processes, however the campaign ends.
 
 use std::env;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
-use rustix::process::{Pid, geteuid};
+use rustix::process::Pid;
 use tempfile::TempDir;
+
+use assay_fixture::{locked_folder, remove_unlocked};
 
 /// Memory that is a file system, where there is one.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -40,8 +41,13 @@ pub(super) struct Guardian {
 impl Guardian {
     /// Makes a folder in shared memory, or where temporary files are, and removes those that nobody uses any more.
     pub(super) fn start() -> io::Result<Self> {
-        [Path::new(SHARED_MEMORY), &env::temp_dir()].into_iter().for_each(remove_unused);
-        let (folder, lock) = locked_folder()?;
+        let [memory, disk] = [PathBuf::from(SHARED_MEMORY), env::temp_dir()];
+        // The campaign of a folder that is not locked has ended without its guardian, as when a machine's every process is killed.
+        for parent in [&memory, &disk] {
+            remove_unlocked(parent, PREFIX);
+        }
+        let made = |parent: &Path| locked_folder(parent, PREFIX, None);
+        let (folder, lock) = made(&memory).or_else(|_| made(&disk))?;
         // A group of its own: Ctrl-C, which ends all of the terminal's, does not reach it.
         let mut command = Command::new("/bin/sh");
         command.args(["-c", SCRIPT, "assay-guardian"]).arg(folder.path()).process_group(0).current_dir("/");
@@ -66,39 +72,5 @@ impl Drop for Guardian {
     fn drop(&mut self) {
         self.groups = None;
         let _ = self.process.wait();
-    }
-}
-
-/// Makes a folder and locks it.
-fn locked_folder() -> io::Result<(TempDir, File)> {
-    let mut builder = tempfile::Builder::new();
-    let builder = builder.prefix(PREFIX);
-    loop {
-        let folder = builder.tempdir_in(SHARED_MEMORY).or_else(|_| builder.tempdir())?;
-        let lock = File::open(folder.path())?;
-        lock.lock()?;
-        // Before it was locked, another campaign may have taken it for one that nobody uses.
-        if folder.path().exists() {
-            return Ok((folder, lock));
-        }
-    }
-}
-
-/// Removes the folders in `parent` whose campaign has ended without its guardian, as when a machine's every process is killed.
-fn remove_unused(parent: &Path) {
-    let Ok(entries) = fs::read_dir(parent) else { return };
-    for entry in entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {
-        // The entry itself and no link, and one's own: nobody else can have planted what is opened here.
-        let is_own = |of: &fs::Metadata| of.uid() == geteuid().as_raw();
-        let folder = entry.path();
-        if !entry.metadata().is_ok_and(|of| of.is_dir() && is_own(&of)) {
-            continue;
-        }
-        // The lock is held until the folder is gone, so that who makes one sees that it is.
-        if let Ok(lock) = File::open(&folder)
-            && lock.try_lock().is_ok()
-        {
-            let _ = fs::remove_dir_all(folder);
-        }
     }
 }

@@ -19,8 +19,8 @@ use super::{LONGEST_LINE, PROTOCOL};
 use assay_core::implementation::Workload;
 use assay_core::problem::{Candidate, Dtype};
 use assay_core::spec::LossSpec;
-use assay_core::text::one_line;
-use assay_fixture::{FixtureError, MAX_HEADER_LEN, read_candidate, write_problem};
+use assay_core::text::{ForeignLines, ForeignText};
+use assay_fixture::{FixtureError, MAX_HEADER_LEN, read_answer, write_problem};
 
 /// The command that starts a worker, and the times that it may take.
 #[derive(Clone, Debug)]
@@ -46,8 +46,8 @@ impl WorkerLaunch {
     }
 
     /// Returns the command as messages show it.
-    fn name(&self) -> String {
-        one_line(&self.command.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "))
+    fn name(&self) -> ForeignText {
+        self.command.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ").into()
     }
 }
 
@@ -96,7 +96,7 @@ pub enum WorkerAnswer<G> {
     /// The outputs that the kernel computed.
     Candidate(Box<Candidate<G>>),
     /// The worker's reason why it does not compute the problem.
-    Unsupported(String),
+    Unsupported(ForeignText),
 }
 
 /// Why a worker gave no answer.
@@ -106,7 +106,7 @@ pub enum WorkerError {
     #[error("`{command}`: cannot be started: {reason}")]
     Start {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The operating system's error.
         reason: io::Error,
     },
@@ -114,79 +114,79 @@ pub enum WorkerError {
     #[error("`{command}`: ended while it was waited for: {status}{stderr}")]
     Died {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The exit code or the signal of the process.
         status: String,
         /// The number of the signal.
         signal: Option<i32>,
         /// The last lines of its stderr, after a line break; empty if it wrote nothing.
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The worker did not answer in time and was killed.
     #[error("`{command}`: no {awaited} in {limit:?}: killed{stderr}")]
     TimedOut {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The message that the campaign waited for.
         awaited: &'static str,
         /// The time that the worker had.
         limit: Duration,
         /// The last lines of its stderr, as in [`WorkerError::Died`].
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The worker broke the protocol and was killed.
     #[error("`{command}`: {field}: got {given}, expected {expected}{stderr}")]
     Protocol {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The message or its field.
         field: &'static str,
         /// The message that the worker sent.
-        given: String,
+        given: ForeignText,
         /// The messages that the protocol allows here.
-        expected: String,
+        expected: ForeignLines,
         /// The last lines of its stderr, as in [`WorkerError::Died`].
-        stderr: String,
+        stderr: ForeignLines,
     },
     /// The worker reports that the kernel failed.
     #[error("`{command}`: {message}")]
     Failed {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The worker's own description of the failure.
-        message: String,
+        message: ForeignLines,
     },
     /// The worker reports that an output is missing, unknown or malformed.
     #[error("`{command}`: output `{field}`: got {given}, expected {expected}")]
     Output {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The name of the output.
-        field: String,
+        field: ForeignText,
         /// The value or shape that the kernel returned.
-        given: String,
+        given: ForeignText,
         /// The value or shape that the output must have.
-        expected: String,
+        expected: ForeignLines,
     },
     /// The worker reports that the kernel wrote to an input.
     #[error("`{command}`: input `{field}` has other content after the call: inputs are to be read")]
     InputMutated {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The name of the input.
-        field: String,
+        field: ForeignText,
     },
     /// The campaign is asked to stop, and the worker was killed.
     #[error("`{command}`: the campaign was asked to stop")]
     Stopped {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
     },
     /// The problem cannot be written, or its candidate cannot be read or believed.
     #[error("`{command}`: {reason}")]
     File {
         /// The command that was started.
-        command: String,
+        command: ForeignText,
         /// The reason why the file was refused.
         reason: FixtureError,
     },
@@ -233,7 +233,7 @@ impl Worker {
     pub fn ask<P: Workload>(&mut self, spec: &LossSpec, problem: &P) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let (array, dtype) = (P::ARRAYS[0], problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
-            return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}")));
+            return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}").into()));
         }
         self.asked += 1;
         let [given, returned] = ["problem", "candidate"]
@@ -280,21 +280,22 @@ impl Worker {
         })?;
         // The worker's own reports come before the file, which need not exist then.
         if let Some(message) = error {
-            return Err(WorkerError::Failed { command, message: shown(&message) });
+            return Err(WorkerError::Failed { command, message: message.into() });
         }
         if let Some(RefusedOutput { field, given, expected }) = output {
-            let [field, given, expected] = [field, given, expected].map(|text| one_line(&text));
-            return Err(WorkerError::Output { command, field, given, expected });
+            // Each is one line in a report.
+            let [field, given, expected] = [field, given, expected].map(ForeignText::from);
+            return Err(WorkerError::Output { command, field, given, expected: expected.to_string().into() });
         }
         if let Some(field) = mutated {
-            return Err(WorkerError::InputMutated { command, field: one_line(&field) });
+            return Err(WorkerError::InputMutated { command, field: field.into() });
         }
         if let Some(what) = unsupported {
-            return Ok(WorkerAnswer::Unsupported(one_line(&what)));
+            return Ok(WorkerAnswer::Unsupported(what.into()));
         }
         // The file was written by a stranger: bound its length before reading, then require the promised outputs.
         expect_file(returned, given).map_err(file)?;
-        let candidate = read_candidate(returned).map_err(file)?;
+        let candidate = read_answer(returned, problem).map_err(file)?;
         self.expect_outputs(&candidate, returned).map_err(file)?;
         Ok(WorkerAnswer::Candidate(Box::new(candidate)))
     }
@@ -363,13 +364,13 @@ fn begin(launch: &WorkerLaunch, guardian: &mut Guardian) -> Result<(Process, Wor
             &mut process,
             &name,
             "protocol",
-            format!("`{}`", one_line(&hello.protocol)),
+            format!("`{}`", ForeignText::from(&hello.protocol)),
             PROTOCOL.into(),
         ));
     }
     if let Some(unknown) = hello.outputs.iter().find(|output| !known(output)) {
         let expected = "loss, dlogits, dhidden, dlm_head, logp, entropy, token_loss".into();
-        return Err(broken(&mut process, &name, "outputs", format!("`{}`", one_line(unknown)), expected));
+        return Err(broken(&mut process, &name, "outputs", format!("`{}`", ForeignText::from(unknown)), expected));
     }
     Ok((process, hello))
 }
@@ -390,12 +391,12 @@ fn hear<M: for<'m> Deserialize<'m>>(
     let command = launch.name();
     match process.line(deadline, &launch.stop) {
         Ok(line) => serde_json::from_str(&line).map_err(|error| {
-            let given = format!("`{}` ({error})", one_line(&line));
+            let given = format!("`{}` ({error})", ForeignText::from(&line));
             broken(process, &command, awaited.name(), given, awaited.form().into())
         }),
         Err(Silence::Garbage(given)) => {
             let expected = format!("{} in at most {LONGEST_LINE} bytes", awaited.form());
-            Err(broken(process, &command, awaited.name(), one_line(&given), expected))
+            Err(broken(process, &command, awaited.name(), given, expected))
         }
         // stdout ends before the process does: wait for its exit status, which says why.
         Err(Silence::Ended) => {
@@ -426,21 +427,27 @@ fn hear<M: for<'m> Deserialize<'m>>(
 }
 
 /// The error of a message that the protocol does not have. Ends the process.
-fn broken(process: &mut Process, command: &str, field: &'static str, given: String, expected: String) -> WorkerError {
+fn broken(
+    process: &mut Process,
+    command: &ForeignText,
+    field: &'static str,
+    given: String,
+    expected: String,
+) -> WorkerError {
     let _ = process.end(Duration::ZERO);
-    WorkerError::Protocol { command: command.into(), field, given, expected, stderr: told(process) }
+    WorkerError::Protocol {
+        command: command.clone(),
+        field,
+        given: given.into(),
+        expected: expected.into(),
+        stderr: told(process),
+    }
 }
 
 /// Returns the process's last lines of stderr, as the end of a message.
-fn told(process: &Process) -> String {
+fn told(process: &Process) -> ForeignLines {
     let words = process.last_words();
-    if words.trim().is_empty() { String::new() } else { format!("\n{}", shown(&words)) }
-}
-
-/// A stranger's lines, with what would drive a terminal escaped.
-fn shown(text: &str) -> String {
-    let escaped = |c: char| if c.is_control() && c != '\n' { c.escape_default().to_string() } else { c.to_string() };
-    text.chars().map(escaped).collect()
+    if words.trim().is_empty() { ForeignLines::default() } else { format!("\n{words}").into() }
 }
 
 /// A candidate is a file, and no more is read of it than could be right: dlogits in f64 for logits of half the size.

@@ -33,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// Why there is no line.
 #[derive(Debug)]
 pub(super) enum Silence {
-    /// The process closed its stdout.
+    /// The process closed its stdout, or ended.
     Ended,
     /// The time for the line is over.
     TimedOut,
@@ -90,13 +90,23 @@ impl Process {
 
     /// The next line, before `deadline` and until `stop` is set.
     pub(super) fn line(&self, deadline: Instant, stop: &AtomicBool) -> Result<String, Silence> {
+        let mut exited: Option<Instant> = None;
         loop {
             let rest = deadline.saturating_duration_since(Instant::now());
             match self.lines.recv_timeout(rest.min(LOOK)) {
                 Ok(line) => return line.map_err(Silence::Garbage),
                 Err(RecvTimeoutError::Disconnected) => return Err(Silence::Ended),
+                // A process that it started may hold the pipes open after its end. Lines on their way are waited for.
+                Err(RecvTimeoutError::Timeout) if exited.is_some_and(|at| at.elapsed() >= PATIENCE) => {
+                    return Err(Silence::Ended);
+                }
                 Err(RecvTimeoutError::Timeout) if stop.load(Ordering::Relaxed) => return Err(Silence::Stopped),
-                Err(RecvTimeoutError::Timeout) if rest <= LOOK => return Err(Silence::TimedOut),
+                Err(RecvTimeoutError::Timeout) if rest <= LOOK => {
+                    return Err(if self.has_exited() { Silence::Ended } else { Silence::TimedOut });
+                }
+                Err(RecvTimeoutError::Timeout) if exited.is_none() && self.has_exited() => {
+                    exited = Some(Instant::now());
+                }
                 Err(RecvTimeoutError::Timeout) => {}
             }
         }

@@ -22,7 +22,7 @@ impl assay_campaign::KernelUnderTest for Other {
         read: &mut dyn FnMut(&assay_core::problem::Candidate<assay_core::problem::FloatView<'_, ndarray::Ix3>>),
     ) -> Result<(), assay_campaign::Fault> {
         let candidate = Native::default().run(&self.0, (**problem).clone(), 1);
-        read(&candidate.map_err(|error| assay_campaign::Fault::Raised(error.to_string()))?.lend());
+        read(&candidate.map_err(|error| assay_campaign::Fault::Raised(error.to_string().into()))?.lend());
         Ok(())
     }
 }

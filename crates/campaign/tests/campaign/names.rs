@@ -55,7 +55,7 @@ fn name_of_a_lost_shard_is_told() {
         let specimen = Specimen::with(mutant.bug);
         let kernel = |spec: &LossSpec, problem: &Arc<Problem>| -> Result<Candidate, Fault> {
             let candidate = specimen.run(spec, (**problem).clone(), 2);
-            candidate.map_err(|error| Fault::Raised(error.to_string()))
+            candidate.map_err(|error| Fault::Raised(error.to_string().into()))
         };
         let found = run(&campaign(trl(), 30), &mut Does(kernel));
         assert!(

@@ -24,6 +24,7 @@ pub use sequences::{CuSeqlens, Sequence, Sequences};
 pub use shape::ProblemShape;
 
 use crate::spec::{AdvantageLevel, LossSpec, Objective, OldLogp, RolloutLevel, RolloutSource, SpecError, Temperature};
+use crate::text::ShownNumber;
 
 /// One GRPO batch, in which position `[b,t]` of `logits` scores token `ids[b,t]`.
 ///
@@ -243,7 +244,7 @@ pub enum ProblemError {
         vocab: usize,
     },
     /// A value is NaN or infinite on an unmasked token.
-    #[error("`{field}[{b},{t}]`: got {given}, expected a finite number on an unmasked token")]
+    #[error("`{field}[{b},{t}]`: got {}, expected a finite number on an unmasked token", ShownNumber(*given))]
     NotFinite {
         /// The name of the array.
         field: &'static str,
@@ -255,7 +256,7 @@ pub enum ProblemError {
         given: f64,
     },
     /// A weight is negative or not finite.
-    #[error("`{field}[{b},{t}]`: got {given}, expected a finite number ≥ 0")]
+    #[error("`{field}[{b},{t}]`: got {}, expected a finite number ≥ 0", ShownNumber(*given))]
     Weight {
         /// The name of the array.
         field: &'static str,
@@ -267,7 +268,7 @@ pub enum ProblemError {
         given: f64,
     },
     /// A temperature is not finite and positive.
-    #[error("`temperature[{b},{t}]`: got {given}, expected a finite number > 0")]
+    #[error("`temperature[{b},{t}]`: got {}, expected a finite number > 0", ShownNumber(*given))]
     Temperature {
         /// The sequence of the temperature.
         b: usize,
@@ -346,7 +347,7 @@ pub enum ProblemError {
         like: &'static str,
     },
     /// A mask has a value other than 0 and 1.
-    #[error("`{field}[{b},{t}]`: got {given}, expected 0 or 1")]
+    #[error("`{field}[{b},{t}]`: got {}, expected 0 or 1", ShownNumber(*given))]
     Mask {
         /// The name of the array.
         field: &'static str,

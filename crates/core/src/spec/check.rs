@@ -5,6 +5,7 @@ use super::{
     Reduction, Rejection, RejectionEstimator, RejectionLevel, RolloutLevel, RolloutSource, RolloutWeights, Rows,
     Temperature, TemperatureDivides, UnscoredWeight,
 };
+use crate::text::ShownNumber;
 
 /// A field of a [`LossSpec`] that is out of range or contradicts another: its path, its value and the accepted values.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,15 +26,15 @@ fn ensure(ok: bool, field: &'static str, given: impl ToString, expected: &'stati
 }
 
 fn finite(field: &'static str, x: f64) -> CheckResult {
-    ensure(x.is_finite(), field, x, "a finite number")
+    ensure(x.is_finite(), field, ShownNumber(x), "a finite number")
 }
 
 fn positive(field: &'static str, x: f64) -> CheckResult {
-    ensure(x > 0.0 && x.is_finite(), field, x, "a finite number > 0")
+    ensure(x > 0.0 && x.is_finite(), field, ShownNumber(x), "a finite number > 0")
 }
 
 fn non_negative(field: &'static str, x: f64) -> CheckResult {
-    ensure(x >= 0.0 && x.is_finite(), field, x, "a finite number ≥ 0")
+    ensure(x >= 0.0 && x.is_finite(), field, ShownNumber(x), "a finite number ≥ 0")
 }
 
 fn positive_or_none(field: &'static str, x: Option<f64>) -> CheckResult {
@@ -41,15 +42,20 @@ fn positive_or_none(field: &'static str, x: Option<f64>) -> CheckResult {
 }
 
 fn above_one(field: &'static str, x: f64) -> CheckResult {
-    ensure(x > 1.0 && x.is_finite(), field, x, "a finite number > 1")
+    ensure(x > 1.0 && x.is_finite(), field, ShownNumber(x), "a finite number > 1")
 }
 
 fn share(field: &'static str, x: f64) -> CheckResult {
-    ensure(x > 0.0 && x <= 1.0, field, x, "a fraction: above 0, at most 1")
+    ensure(x > 0.0 && x <= 1.0, field, ShownNumber(x), "a fraction: above 0, at most 1")
 }
 
 fn interval(field: &'static str, low: f64, high: f64) -> CheckResult {
-    ensure(low < high, field, format!("{low} to {high}"), "the lower end below the upper one")
+    ensure(
+        low < high,
+        field,
+        format!("{} to {}", ShownNumber(low), ShownNumber(high)),
+        "the lower end below the upper one",
+    )
 }
 
 impl LossSpec {
@@ -81,7 +87,7 @@ impl LossSpec {
         // The transform and the support of the softmax.
         let Self { logits, support, .. } = self;
         let scales = logits.scale != 0.0 && logits.scale.is_finite();
-        ensure(scales, "logits.scale", logits.scale, "a finite number other than 0")?;
+        ensure(scales, "logits.scale", ShownNumber(logits.scale), "a finite number other than 0")?;
         positive_or_none("logits.softcap", logits.softcap)?;
         ensure(support.vocab != Some(0), "support.vocab", 0, "an integer ≥ 1")?;
         // Corrections for the sampler, and masks.
@@ -214,7 +220,7 @@ impl Ratio {
         // A product has no count to which an epsilon could be added.
         let counted = self.level != RatioLevel::SequenceProduct || self.denominator_epsilon == 0.0;
         let expected = "0 with `level: sequence_product`, which divides by nothing";
-        ensure(counted, "ratio.denominator_epsilon", self.denominator_epsilon, expected)
+        ensure(counted, "ratio.denominator_epsilon", ShownNumber(self.denominator_epsilon), expected)
     }
 }
 
@@ -243,7 +249,12 @@ impl Rejection {
         }
         let of_squares = self.estimator == RejectionEstimator::K2;
         ensure(of_squares, "rejection.estimator", "another than k2", "k2 with `level: second_moment`, which is of y²")?;
-        ensure(self.min.is_none(), "rejection.min", self.min.unwrap_or(0.0), "none with `level: second_moment`")?;
+        ensure(
+            self.min.is_none(),
+            "rejection.min",
+            ShownNumber(self.min.unwrap_or(0.0)),
+            "none with `level: second_moment`",
+        )?;
         ensure(!self.counts, "rejection.counts", true, "false with `level: second_moment`")
     }
 }

@@ -145,7 +145,12 @@ impl CudaContext {
             let said = CStr::from_bytes_until_nul(&log)
                 .map_or_else(|_| String::new(), |log| log.to_string_lossy().trim().into());
             let log = if said.is_empty() { message } else { said };
-            return Err(CudaError::Refused { device: self.device.name.clone(), kernel: kernel.name, code, log });
+            return Err(CudaError::Refused {
+                device: self.device.name.clone(),
+                kernel: kernel.name,
+                code,
+                log: log.into(),
+            });
         }
         let (context, function) = (Arc::clone(self), ptr::null_mut());
         // From here on it is unloaded whatever happens.

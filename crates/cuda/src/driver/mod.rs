@@ -81,16 +81,16 @@ impl Driver {
     fn load_from(path: PathBuf) -> Result<Self, CudaError> {
         // SAFETY: the library's initialisers run; it is NVIDIA's driver, or one that the user has named.
         let library = unsafe { Library::new(&path) }
-            .map_err(|error| CudaError::NoDriver { library: path.clone(), reason: error.to_string() })?;
-        let table =
-            DriverTable::load(&library).map_err(|symbol| CudaError::NotADriver { library: path.clone(), symbol })?;
+            .map_err(|error| CudaError::NoDriver { library: path.clone().into(), reason: error.to_string() })?;
+        let table = DriverTable::load(&library)
+            .map_err(|symbol| CudaError::NotADriver { library: path.clone().into(), symbol })?;
         // The table outlives any owner.
         std::mem::forget(library);
         let mut driver = Self { path, table, version: 0 };
         // SAFETY: it may be called at any time, and again.
         let status = unsafe { (driver.table.init)(0) };
         if status == NO_DEVICE {
-            return Err(CudaError::NoDevice { library: driver.path });
+            return Err(CudaError::NoDevice { library: driver.path.into() });
         }
         driver.check(status, || "initialise the driver".into())?;
         driver.version = driver.number("ask for the driver's version", |number| {
@@ -110,7 +110,7 @@ impl Driver {
         if given >= target.least_cuda() {
             return Ok(());
         }
-        Err(CudaError::Version { library: self.path.clone(), given, target })
+        Err(CudaError::Version { library: self.path.clone().into(), given, target })
     }
 
     /// Returns the library's name or path, as it was given.
@@ -122,8 +122,8 @@ impl Driver {
     fn failure(&self, status: c_int, what: impl FnOnce() -> String) -> CudaError {
         let (what, [code, message]) = (what(), self.words(status));
         match status {
-            INVALID_CONTEXT | CONTEXT_IS_DESTROYED => CudaError::Context { what, code, message },
-            _ => CudaError::Call { what, code, message },
+            INVALID_CONTEXT | CONTEXT_IS_DESTROYED => CudaError::Context { what, code, message: message.into() },
+            _ => CudaError::Call { what, code, message: message.into() },
         }
     }
 
@@ -197,10 +197,10 @@ impl CudaDevice {
             unsafe { (table.device_count)(number) }
         })?;
         if count < 1 {
-            return Err(CudaError::NoDevice { library: driver.path.clone() });
+            return Err(CudaError::NoDevice { library: driver.path.clone().into() });
         }
         let Some(which) = c_int::try_from(place).ok().filter(|&which| which < count) else {
-            return Err(CudaError::NoSuchDevice { library: driver.path.clone(), given: place, count });
+            return Err(CudaError::NoSuchDevice { library: driver.path.clone().into(), given: place, count });
         };
         let handle = driver.number(&format!("open device {place}"), |number| {
             // SAFETY: the number is alive over the call, and there are more devices than `which`.

@@ -30,10 +30,12 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
+use assay_core::memory::available_host_bytes;
 use assay_core::problem::{Advantages, Dtype, Extra, FloatArray, OtherIds, Problem, ProblemError, Shape};
 use assay_core::spec::{
     AdvantageLevel, LossSpec, Objective, OldLogp, Reduction, RolloutLevel, RolloutSource, Temperature,
 };
+use assay_core::text::ShownNumber;
 use assay_reference as reference;
 use regime::draw_row;
 use tokens::{CountedTokens, draw_id, put_garbage_under_the_mask, ragged_mask, within_support};
@@ -69,6 +71,12 @@ const TOKEN_BYTES: usize = 128;
 
 /// The bytes of each of a token's ids, with its cotangent.
 const ID_BYTES: usize = 32;
+
+/// The bytes of a vocabulary entry in the rows that are drawn and evaluated one at a time, in f64.
+const ENTRY_BYTES: usize = 2 * size_of::<f64>();
+
+/// The bytes up to which a problem is drawn without a look at the memory that there is.
+const SMALL_BYTES: usize = 16 << 20;
 
 /// Returns the noise scale that MLLM-JAX uses.
 fn default_noise() -> f64 {
@@ -107,7 +115,7 @@ pub enum RecipeError {
         given: Regime,
     },
     /// The noise scale is not a finite number ≥ 0.
-    #[error("`old_logp_noise_scale`: got {given}, expected a finite number ≥ 0")]
+    #[error("`old_logp_noise_scale`: got {}, expected a finite number ≥ 0", ShownNumber(*given))]
     Noise {
         /// The noise scale of the recipe.
         given: f64,
@@ -137,9 +145,12 @@ impl Recipe {
         let elements = (Shape { batch, tokens, vocab }).elements().filter(|n| *n > 0);
         let elements = elements.ok_or(RecipeError::Shape { given: self.shape })?;
         let all_tokens = (batch * tokens).saturating_mul(token_bytes);
-        let bytes = elements.saturating_mul(logit_bytes).saturating_add(all_tokens);
-        // The memory is reserved and given back untouched: a system that could never provide it refuses.
-        let refused = Vec::<u8>::new().try_reserve_exact(bytes).is_err();
+        let row = vocab.saturating_mul(ENTRY_BYTES);
+        let bytes = elements.saturating_mul(logit_bytes).saturating_add(all_tokens).saturating_add(row);
+        // An allocation that fails ends the process, and one that is more than there is may end another. Small ones are not worth a look.
+        let refused = bytes > SMALL_BYTES
+            && (available_host_bytes().is_some_and(|available| bytes > available)
+                || Vec::<u8>::new().try_reserve_exact(bytes).is_err());
         if refused { Err(RecipeError::Memory { given: self.shape, bytes }) } else { Ok(()) }
     }
 

@@ -1,15 +1,15 @@
 //! The manifest of an exported program, and the checks that it passes.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
 use super::ExportedError;
 use assay_core::device_dtype::DeviceDtype;
+use assay_core::files::read_regular;
 use assay_core::problem::{Dtype, Shape};
 use assay_core::spec::{AdvantageLevel, LossSpec, OldLogp, Temperature};
+use assay_core::text::ShownPath;
 
 /// The largest manifest, in bytes; a larger file is something else.
 const LONGEST_MANIFEST: u64 = 1 << 20;
@@ -160,7 +160,7 @@ impl ExportManifest {
             let line = error.span().map_or(0, |span| text[..span.start].matches('\n').count());
             let within = text.lines().nth(line).unwrap_or_default().trim();
             ExportedError::program(
-                format!("{}: line {}", path.display(), line + 1),
+                format!("{}: line {}", ShownPath(&path), line + 1),
                 format!("{}, in `{within}`", error.message()),
             )
         })?;
@@ -188,8 +188,10 @@ impl ExportManifest {
             Err(ExportedError::invalid(path, field, given.to_string(), expected))
         };
         // First the numbers that everything else depends on.
-        if self.shape().elements().is_none_or(|elements| elements == 0) {
-            return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with B, T, V ≥ 1");
+        match self.shape().elements() {
+            Some(1..) => {}
+            Some(0) => return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with B, T, V ≥ 1"),
+            None => return invalid("shape", &format!("{:?}", self.shape), "[B,T,V] with a product that fits 63 bits"),
         }
         if self.devices == 0 {
             return invalid("devices", &self.devices, "at least 1");
@@ -199,7 +201,7 @@ impl ExportManifest {
             return invalid("sequences", &given, "at least 1, packed into one row: a `shape` of [1, N, V]");
         }
         // Then the loss, and the parts of a spec that no exported program can be given.
-        self.spec.check().map_err(|error| ExportedError::program(path.display(), error))?;
+        self.spec.check().map_err(|error| ExportedError::program(ShownPath(&path), error))?;
         if let (Some(_), Err(field)) = (self.sequences, self.spec.expect_no_width()) {
             let expected = "a number ≥ 1, since packed sequences have no padded width";
             return invalid(&format!("spec.{field}"), &"none", expected);
@@ -370,12 +372,6 @@ pub(super) fn read_program(path: &Path) -> Result<Vec<u8>, ExportedError> {
 
 /// Reads a whole file of at most `longest` bytes.
 fn read(path: &Path, longest: u64) -> Result<Vec<u8>, ExportedError> {
-    let io = |reason: std::io::Error| ExportedError::program(path.display(), format!("cannot read: {reason}"));
-    let mut bytes = Vec::new();
-    let length = File::open(path).map_err(io)?.take(longest + 1).read_to_end(&mut bytes).map_err(io)?;
-    if length as u64 > longest {
-        let given = format!("more than {longest} bytes");
-        return Err(ExportedError::invalid(path, "length", given, format!("at most {longest}")));
-    }
-    Ok(bytes)
+    let io = |reason: std::io::Error| ExportedError::program(ShownPath(&path), format!("cannot read: {reason}"));
+    read_regular(path, longest).map_err(io)
 }

@@ -71,7 +71,7 @@ use assay_core::implementation::{
 };
 use assay_core::problem::{Advantages, Candidate, Dtype, Float, FloatArray, Problem, Sequences, Shape};
 use assay_core::spec::LossSpec;
-use assay_core::text::one_line;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 use manifest::{
     DevicesAre, ExportAxis, ExportInput, ExportInputName, ExportManifest, ExportOutput, ExportOutputName, read_program,
 };
@@ -97,21 +97,21 @@ pub enum ExportedError {
     #[error("{path}: {field}: got {given}, expected {expected}")]
     Invalid {
         /// The manifest or the program.
-        path: PathBuf,
+        path: ShownPath,
         /// The path of the field, such as `spec.dentropy`.
-        field: String,
+        field: ForeignText,
         /// The value that the field has.
-        given: String,
+        given: ForeignText,
         /// A description of valid values.
-        expected: String,
+        expected: ForeignLines,
     },
     /// The file cannot be read, or the program does not compile or run.
     #[error("{at}: {reason}")]
     Program {
         /// The file, and the place in it.
-        at: String,
+        at: ForeignText,
         /// The message of the system, the parser or the plugin.
-        reason: String,
+        reason: ForeignText,
     },
 }
 
@@ -122,12 +122,12 @@ impl From<ExportedError> for RunError {
 }
 
 impl ExportedError {
-    fn invalid(path: &Path, field: &str, given: impl Into<String>, expected: impl Into<String>) -> Self {
+    fn invalid(path: &Path, field: &str, given: impl Into<ForeignText>, expected: impl Into<ForeignLines>) -> Self {
         Self::Invalid { path: path.into(), field: field.into(), given: given.into(), expected: expected.into() }
     }
 
     fn program(at: impl fmt::Display, reason: impl fmt::Display) -> Self {
-        Self::Program { at: at.to_string(), reason: one_line(&reason.to_string()) }
+        Self::Program { at: at.to_string().into(), reason: reason.to_string().into() }
     }
 }
 
@@ -144,7 +144,7 @@ impl ExportedProgram {
         let manifest = ExportManifest::read(&path)?;
         let program = manifest.program(&path);
         Ok(Self {
-            id: format!("{FILE_PREFIX}{}", path.display()),
+            id: format!("{FILE_PREFIX}{}", ShownPath(&path)),
             code: read_program(&program)?,
             path,
             manifest,
@@ -167,7 +167,7 @@ impl ExportedProgram {
         let (replicas, partitions) = if devices_are == DevicesAre::Replicas { (devices, 1) } else { (1, devices) };
         let compiled = client
             .compile(&PjrtProgram { code: &self.code, replicas, partitions })
-            .map_err(|error| ExportedError::program(self.program.display(), error))?;
+            .map_err(|error| ExportedError::program(ShownPath(&self.program), error))?;
         Ok(Arc::clone(executable.insert(Arc::new(compiled))))
     }
 
@@ -209,7 +209,7 @@ impl ExportedProgram {
         let (devices, extents) = (self.manifest.devices, array.shape().to_vec());
         let block = |device: usize| part(&extents, name.axes(), cut, [device, devices]);
         gather(devices, name.name(), block, |device| Ok(&buffers[device][at]), &mut array).map_err(|error| {
-            ExportedError::program(format!("{}: output `{}`", self.path.display(), name.name()), error)
+            ExportedError::program(format!("{}: output `{}`", ShownPath(&self.path), name.name()), error)
         })?;
         Ok(Some(array))
     }
@@ -399,7 +399,7 @@ impl Implementation for ExportedProgram {
         let inputs = (0..devices).map(on_one).collect::<Result<Vec<_>, _>>()?;
         let arguments: Vec<Vec<&DeviceBuffer>> = inputs.iter().map(|inputs| inputs.iter().collect()).collect();
         let outputs =
-            executable.execute(&arguments).map_err(|error| ExportedError::program(self.path.display(), error))?;
+            executable.execute(&arguments).map_err(|error| ExportedError::program(ShownPath(&self.path), error))?;
         Ok(self.candidate(&outputs)?)
     }
 }

@@ -17,7 +17,9 @@ use pjrt_sys::{
 
 use super::abi::{bytes_from, slice_from};
 use super::error::RuntimeError;
+use super::flags::expect_flags;
 use super::plugin::{Plugin, call};
+use assay_core::text::ShownPath;
 
 /// The devices that a CPU plugin is asked for. They share the machine's cores; an unused device costs next to nothing.
 const CPU_DEVICES: usize = 8;
@@ -93,6 +95,7 @@ impl Client {
         if let Some(client) = shared.get(plugin.path()) {
             return Ok(client.clone());
         }
+        expect_flags(path)?;
         let client = Client::create(plugin)?;
         shared.insert(plugin.path().to_path_buf(), client.clone());
         Ok(client)
@@ -122,7 +125,7 @@ impl Client {
     }
 
     fn create_with(plugin: &'static Plugin, options: &mut [PJRT_NamedValue]) -> Result<Client, RuntimeError> {
-        let what = || format!("create a client of {}", plugin.path().display());
+        let what = || format!("create a client of {}", ShownPath(&plugin.path()));
         let mut args = PJRT_Client_Create_Args::new();
         args.create_options = options.as_mut_ptr();
         args.num_options = options.len();

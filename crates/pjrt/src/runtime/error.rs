@@ -8,6 +8,7 @@ use pjrt_sys::{PJRT_Api, PJRT_Error, PJRT_Error_Destroy_Args, PJRT_Error_GetCode
 use super::abi::bytes_from;
 use assay_core::device_dtype::DeviceDtype;
 use assay_core::memory::Shortage;
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 
 /// The environment variable with the seconds that a run may take.
 pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
@@ -15,6 +16,18 @@ pub const LIMIT_VARIABLE: &str = "ASSAY_RUN_SECONDS";
 /// The reason why the runtime failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuntimeError {
+    /// The flags of the environment end the process that reads them.
+    #[error("`XLA_FLAGS`: got `{given}`, expected flags that {path} reads; it ended ({status}): {said}")]
+    Flags {
+        /// The whole content of the variable.
+        given: ForeignText,
+        /// The path of the plugin.
+        path: ShownPath,
+        /// The exit status or the signal of the process that tried them.
+        status: String,
+        /// The last line that it wrote.
+        said: ForeignText,
+    },
     /// No plugin was named, and none is installed.
     #[error(
         "PJRT plugin: none given and none found ({}); run `make setup`, or give one by --plugin or \
@@ -29,15 +42,15 @@ pub enum RuntimeError {
     #[error("PJRT plugin {path}: cannot be loaded: {reason}")]
     Load {
         /// The file that was to be loaded.
-        path: PathBuf,
+        path: ShownPath,
         /// The message of the system's loader.
-        reason: String,
+        reason: ForeignText,
     },
     /// The library is not a PJRT plugin.
     #[error("PJRT plugin {path}: {found}; expected a library that exports `GetPjrtApi`")]
     NotAPlugin {
         /// The file that was to be loaded.
-        path: PathBuf,
+        path: ShownPath,
         /// The property that disqualifies the library.
         found: String,
     },
@@ -45,7 +58,7 @@ pub enum RuntimeError {
     #[error("PJRT plugin {path}: C API {major}.{minor}; expected 0.{oldest} or newer")]
     Version {
         /// The file that was to be loaded.
-        path: PathBuf,
+        path: ShownPath,
         /// The major version of its C API.
         major: i32,
         /// The minor version of its C API.
@@ -57,7 +70,7 @@ pub enum RuntimeError {
     #[error("PJRT plugin {path}: already {limit} plugins are loaded, the most that one process may hold")]
     TooManyPlugins {
         /// The file that was to be loaded.
-        path: PathBuf,
+        path: ShownPath,
         /// The most plugins that a process may load.
         limit: usize,
     },
@@ -69,7 +82,7 @@ pub enum RuntimeError {
         /// PJRT's name of the error code.
         code: &'static str,
         /// The message of the plugin, unchanged.
-        message: String,
+        message: ForeignLines,
     },
     /// The plugin lacks a function.
     #[error("{what}: the plugin does not implement it")]
@@ -190,7 +203,7 @@ pub(super) unsafe fn check(
         }
         text
     };
-    Err(RuntimeError::Plugin { what: what(), code: code_name(code.code), message })
+    Err(RuntimeError::Plugin { what: what(), code: code_name(code.code), message: message.into() })
 }
 
 /// Returns the name of an error code; PJRT has those of absl.

@@ -15,6 +15,7 @@ use object::read::elf::{FileHeader as _, ProgramHeader as _};
 use pjrt_sys::{PJRT_Api, PJRT_Plugin_Initialize_Args};
 
 use assay_core::project;
+use assay_core::text::ShownPath;
 
 use super::abi::{self, OLDEST_MINOR, SLOTS};
 use super::error::{RuntimeError, check};
@@ -98,7 +99,7 @@ unsafe impl Sync for Plugin {}
 
 impl fmt::Debug for Plugin {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        write!(f, "{} (C API {}.{})", self.path.display(), self.version.0, self.version.1)
+        write!(f, "{} (C API {}.{})", ShownPath(&self.path), self.version.0, self.version.1)
     }
 }
 
@@ -118,13 +119,13 @@ impl Plugin {
     pub fn load(path: &Path) -> Result<&'static Plugin, RuntimeError> {
         // One entry for each file, whatever path names it.
         let path = fs::canonicalize(path)
-            .map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string() })?;
+            .map_err(|error| RuntimeError::Load { path: path.into(), reason: error.to_string().into() })?;
         let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plugin) = loaded.iter().find(|plugin| plugin.path == path) {
             return Ok(plugin);
         }
         if loaded.len() == SLOTS {
-            return Err(RuntimeError::TooManyPlugins { path, limit: SLOTS });
+            return Err(RuntimeError::TooManyPlugins { path: path.into(), limit: SLOTS });
         }
         let mut refused = REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = refused.get(&path) {
@@ -142,32 +143,35 @@ impl Plugin {
         // Mapping a truncated library ends the process with SIGBUS, so its length is checked first.
         if let Some((needed, given)) = cut_short(&path) {
             let found = format!("it is cut short: {given} bytes of at least {needed}");
-            return Err(RuntimeError::NotAPlugin { path, found });
+            return Err(RuntimeError::NotAPlugin { path: path.into(), found });
         }
         // SAFETY: the library's initialisers run; the user has named it as a plugin.
         let library = unsafe { Library::new(&path) }
-            .map_err(|error| RuntimeError::Load { path: path.clone(), reason: error.to_string() })?;
+            .map_err(|error| RuntimeError::Load { path: path.clone().into(), reason: error.to_string().into() })?;
         // SAFETY: the symbol's type is fixed by PJRT.
         // Every plugin exports one function, which returns its table of functions.
         let entry = unsafe { library.get::<unsafe extern "C" fn() -> *const PJRT_Api>(b"GetPjrtApi\0") };
         let Ok(get_api) = entry else {
-            return Err(RuntimeError::NotAPlugin { path, found: "it does not export `GetPjrtApi`".into() });
+            return Err(RuntimeError::NotAPlugin {
+                path: path.into(),
+                found: "it does not export `GetPjrtApi`".into(),
+            });
         };
         // SAFETY: the function takes nothing and returns a table that lives as long as the library.
         let plugin_table = unsafe { get_api() };
         if plugin_table.is_null() {
-            return Err(RuntimeError::NotAPlugin { path, found: "its `GetPjrtApi` returned null".into() });
+            return Err(RuntimeError::NotAPlugin { path: path.into(), found: "its `GetPjrtApi` returned null".into() });
         }
         // SAFETY: every version of the table begins with its size, then a pointer, then its version.
         let (size, version) = unsafe { ((*plugin_table).struct_size, (*plugin_table).pjrt_api_version) };
         // Older tables lack functions that are called here; newer ones only grow at their end.
         let (major, minor) = (version.major_version, version.minor_version);
         if major != 0 || minor < OLDEST_MINOR {
-            return Err(RuntimeError::Version { path, major, minor, oldest: OLDEST_MINOR });
+            return Err(RuntimeError::Version { path: path.into(), major, minor, oldest: OLDEST_MINOR });
         }
         if size < size_of::<PJRT_Api>() {
             let found = format!("its table of functions takes {size} bytes, less than {}", size_of::<PJRT_Api>());
-            return Err(RuntimeError::NotAPlugin { path, found });
+            return Err(RuntimeError::NotAPlugin { path: path.into(), found });
         }
         // The table, and the threads that the library has started, outlive any owner.
         std::mem::forget(library);
@@ -176,7 +180,7 @@ impl Plugin {
         if let Some(initialize) = table.PJRT_Plugin_Initialize {
             let mut args = PJRT_Plugin_Initialize_Args::new();
             // SAFETY: the struct is alive over the call, and the status is freed by `check`.
-            unsafe { check(&table, initialize(&raw mut args), || format!("initialise {}", path.display()))? };
+            unsafe { check(&table, initialize(&raw mut args), || format!("initialise {}", ShownPath(&path)))? };
         }
         Ok(Plugin { path, table, version: (major, minor) })
     }

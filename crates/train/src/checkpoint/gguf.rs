@@ -4,9 +4,10 @@ use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
 
-use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 
-use super::{EMBEDDING, EndTokenIds, HEAD, Settings, rope_theta};
+use super::{EMBEDDING, EndTokenIds, HEAD, Settings, first_line, rope_theta};
+use assay_core::files::open_regular;
 use assay_fixture::FixtureError;
 
 /// Translates the name of a tensor from Hugging Face's to llama.cpp's.
@@ -89,11 +90,36 @@ pub(super) fn settings_of(path: &Path, content: &Content) -> Result<Settings, Fi
     })
 }
 
+/// Reads the header of a GGUF file, and checks that the file ends with its tensors.
+pub(super) fn read_header(path: &Path) -> Result<(BufReader<File>, Content), FixtureError> {
+    /// Bytes with which a writer may have padded each tensor, and the file.
+    const PADDING: u64 = 64 << 10;
+    let io = |reason| FixtureError::io(path, "read", reason);
+    expect_alignment(path)?;
+    let mut file = BufReader::new(open_regular(path).map_err(io)?);
+    let content = Content::read(&mut file).map_err(|error| {
+        FixtureError::invalid(path, "header", first_line(&error), "a GGUF file, or a folder with config.json")
+    })?;
+    // The rest of a longer file would be read for its hash, and a hole has no end that is worth waiting for.
+    let bytes = |info: &TensorInfo| {
+        let blocks = (info.shape.elem_count() / info.ggml_dtype.block_size().max(1)) as u64;
+        blocks.saturating_mul(info.ggml_dtype.type_size() as u64).saturating_add(PADDING)
+    };
+    let start = content.tensor_data_offset.saturating_add(PADDING);
+    let longest = content.tensor_infos.values().fold(start, |end, info| end.saturating_add(bytes(info)));
+    let length = file.get_ref().metadata().map_err(io)?.len();
+    if length > longest {
+        let expected = format!("at most {longest}, which its tensors take");
+        return Err(FixtureError::invalid(path, "length", format!("{length} bytes"), expected));
+    }
+    Ok((file, content))
+}
+
 /// Refuses an alignment of 0, by which candle's reader divides.
 ///
 /// The metadata is walked as candle does, without being kept. What candle refuses ends the walk, and has its error from candle.
-pub(super) fn expect_alignment(path: &Path) -> Result<(), FixtureError> {
-    let file = File::open(path).map_err(|reason| FixtureError::io(path, "read", reason))?;
+fn expect_alignment(path: &Path) -> Result<(), FixtureError> {
+    let file = open_regular(path).map_err(|reason| FixtureError::io(path, "read", reason))?;
     match MetadataWalk::alignment_is_zero(BufReader::new(file)) {
         Ok(true) => Err(FixtureError::invalid(path, "`general.alignment`", "0", "a power of two")),
         _ => Ok(()),

@@ -7,7 +7,7 @@ mod gguf;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::fs::{self, File};
-use std::io::{BufReader, Read};
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::Content;
@@ -19,8 +19,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tokenizers::Tokenizer;
 
+use assay_core::files::{open_regular, read_regular};
 use assay_core::problem::FloatArray;
-use assay_core::text::one_line;
+use assay_core::text::{ForeignText, ShownPath};
 use assay_fixture::{FixtureError, SafetensorsFile, hexadecimal, sha256};
 
 /// Longest `config.json` and `tokenizer.json`; Qwen2.5's take 7 MB.
@@ -280,11 +281,11 @@ impl Qwen2Checkpoint {
             let file = SafetensorsFile::open(name)?;
             for tensor in file.names() {
                 if let Some(first) = holder.insert(tensor.to_owned(), files.len()) {
-                    let given = format!("one here and one in {}", names[first].display());
+                    let given = format!("one here and one in {}", ShownPath(&names[first]));
                     return Err(FixtureError::invalid(name, &format!("tensor `{tensor}`"), given, "one"));
                 }
             }
-            provenance.insert(format!("sha256_of.{}", name_of(name)), hash_of(name)?);
+            provenance.insert(format!("sha256_of.{}", name_of(name)), hash_of(name, u64::MAX)?);
             files.push(file);
         }
         Qwen2Checkpoint {
@@ -299,12 +300,7 @@ impl Qwen2Checkpoint {
     }
 
     fn open_gguf(path: &Path) -> Result<Self, FixtureError> {
-        let io = |reason| FixtureError::io(path, "read", reason);
-        let mut file = BufReader::new(File::open(path).map_err(io)?);
-        gguf::expect_alignment(path)?;
-        let content = Content::read(&mut file).map_err(|error| {
-            FixtureError::invalid(path, "header", first_line(&error), "a GGUF file, or a folder with config.json")
-        })?;
+        let (file, content) = gguf::read_header(path)?;
         let settings = gguf::settings_of(path, &content)?;
         let config = config(path, &settings)?;
         let tokenizer = Tokenizer::from_gguf(&content).map_err(|error| {
@@ -318,10 +314,10 @@ impl Qwen2Checkpoint {
         let types = types.iter().map(|(name, count)| format!("{count} {name}")).collect::<Vec<_>>().join(", ");
         let named = content.metadata.get("general.name").and_then(|name| name.to_string().ok());
         let provenance = BTreeMap::from([
-            ("model".into(), named.map_or_else(|| name_of(path), |name| one_line(name))),
+            ("model".into(), named.map_or_else(|| name_of(path), |name| ForeignText::from(name).to_string())),
             ("weights".into(), format!("GGUF, dequantised to f32: {types}")),
             ("gguf_file".into(), name_of(path)),
-            ("gguf_sha256".into(), hash_of(path)?),
+            ("gguf_sha256".into(), hash_of(path, u64::MAX)?),
         ]);
         let end = settings.eos_token_id.map_or_else(Vec::new, Vec::from);
         Qwen2Checkpoint {
@@ -460,7 +456,7 @@ fn vocabulary(
     if let Some((token, id)) =
         tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).filter(|(_, id)| beyond(*id))
     {
-        let field = format!("token `{}`", one_line(&token));
+        let field = format!("token `{:.200}`", ForeignText::from(token));
         return Err(FixtureError::invalid(
             path,
             &field,
@@ -482,16 +478,9 @@ fn vocabulary(
     Ok(Vocabulary { tokenizer, end, padding })
 }
 
-fn read_bounded(path: &Path) -> Result<Vec<u8>, FixtureError> {
-    let mut bytes = Vec::new();
-    // One byte more than allowed shows that a file is longer, without reading it.
-    let read = File::open(path).and_then(|file| file.take(LONGEST_SETTINGS + 1).read_to_end(&mut bytes));
-    read.map_err(|reason| FixtureError::io(path, "read", reason))?;
-    if bytes.len() as u64 > LONGEST_SETTINGS {
-        let given = format!("more than {LONGEST_SETTINGS} bytes");
-        return Err(FixtureError::invalid(path, "length", given, "settings"));
-    }
-    Ok(bytes)
+/// Reads settings or a tokenizer.
+pub(crate) fn read_bounded(path: &Path) -> Result<Vec<u8>, FixtureError> {
+    read_regular(path, LONGEST_SETTINGS).map_err(|reason| FixtureError::io(path, "read", reason))
 }
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, FixtureError> {
@@ -500,12 +489,28 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, FixtureError> {
 }
 
 fn name_of(path: &Path) -> String {
-    one_line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
+    ForeignText::from(path.file_name().unwrap_or(path.as_os_str()).to_string_lossy()).to_string()
 }
 
-/// Computes the SHA-256 of a file.
-pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
-    File::open(path).and_then(sha256).map_err(|reason| FixtureError::io(path, "read", reason))
+/// Computes the SHA-256 of a file of at most `longest` bytes.
+pub(crate) fn hash_of(path: &Path, longest: u64) -> Result<String, FixtureError> {
+    let io = |reason| FixtureError::io(path, "read", reason);
+    let file = open_regular(path).map_err(io)?;
+    let length = file.metadata().map_err(io)?.len();
+    if length > longest {
+        return Err(FixtureError::invalid(path, "length", format!("{length} bytes"), format!("at most {longest}")));
+    }
+    sha256(file).map_err(io)
+}
+
+/// Computes the SHA-256 of a file of tensors, once its header says that it is as long as they are.
+fn hash_of_tensors(path: &Path) -> Result<String, FixtureError> {
+    if path.extension().is_some_and(|extension| extension == "safetensors") {
+        SafetensorsFile::open(path)?;
+    } else {
+        gguf::read_header(path)?;
+    }
+    hash_of(path, u64::MAX)
 }
 
 /// Computes the SHA-256 of the files that a checkpoint is read from: a GGUF file, or a folder's settings, tokenizer and weights, by their names in it.
@@ -514,7 +519,7 @@ pub(crate) fn hash_of(path: &Path) -> Result<String, FixtureError> {
 /// [`FixtureError`] where one cannot be read.
 pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
     if !path.is_dir() {
-        return hash_of(path);
+        return hash_of_tensors(path);
     }
     let listing = |reason| FixtureError::io(path, "list", reason);
     let mut files: Vec<PathBuf> = Vec::new();
@@ -528,12 +533,14 @@ pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
     }
     // One line a file, in the order of names, as sha256sum prints: its own hash is that of the content.
     files.sort();
-    let lines = files.iter().map(|file| Ok(format!("{} {}\n", hash_of(file)?, name_of(file))));
+    let is_json = |file: &PathBuf| file.extension().is_some_and(|extension| extension == "json");
+    let hash = |file| if is_json(file) { hash_of(file, LONGEST_SETTINGS) } else { hash_of_tensors(file) };
+    let lines = files.iter().map(|file| Ok(format!("{} {}\n", hash(file)?, name_of(file))));
     let all = lines.collect::<Result<String, FixtureError>>()?;
     Ok(hexadecimal(Sha256::new_with_prefix(all)))
 }
 
 /// Returns the first line of an error, without the backtrace that candle appends.
 pub(crate) fn first_line(error: &impl Display) -> String {
-    one_line(error.to_string().lines().next().unwrap_or_default())
+    ForeignText::from(error.to_string().lines().next().unwrap_or_default()).to_string()
 }

@@ -35,6 +35,7 @@ use crate::train::reward::AdvantageConfig;
 use crate::train::{Qwen2, TrainError};
 use assay_core::problem::Dtype;
 use assay_core::spec::{LossSpec, Objective, PpoClip};
+use assay_core::text::{ForeignText, ShownPath};
 use assay_fixture::{FixtureError, SafetensorsStream, StoredDtype};
 
 pub use self::qwen2::CHUNK;
@@ -49,15 +50,15 @@ pub enum RecordError {
     #[error("{path}: {reason}")]
     Model {
         /// The path of the checkpoint.
-        path: PathBuf,
+        path: ShownPath,
         /// The first line of candle's error.
-        reason: String,
+        reason: ForeignText,
     },
     /// The stop flag was set, by Ctrl-C.
     #[error("{path}: interrupted, nothing was written")]
     Interrupted {
         /// The file that was being made.
-        path: PathBuf,
+        path: ShownPath,
     },
 }
 
@@ -194,13 +195,13 @@ struct Scribe<'r> {
 impl Scribe<'_> {
     fn check_stop(&self) -> Result<(), RecordError> {
         if self.stop.load(Ordering::Relaxed) {
-            return Err(RecordError::Interrupted { path: self.asked.out.clone() });
+            return Err(RecordError::Interrupted { path: self.asked.out.clone().into() });
         }
         Ok(())
     }
 
     fn failed(&self, error: &TrainError) -> RecordError {
-        RecordError::Model { path: self.asked.model.clone(), reason: first_line(error) }
+        RecordError::Model { path: self.asked.model.clone().into(), reason: first_line(error).into() }
     }
 
     fn logits(&self, hidden: &Tensor) -> Result<Vec<f32>, RecordError> {
@@ -285,7 +286,7 @@ impl Scribe<'_> {
             return Ok(values);
         }
         Err(RecordError::Model {
-            path: self.asked.model.clone(),
+            path: self.asked.model.clone().into(),
             reason: "got logits that are NaN or ∞, expected numbers".into(),
         })
     }
@@ -490,7 +491,7 @@ fn provenance(
     say("fixture_format", "1".into());
     say("vocab_size", checkpoint.config.vocab_size.to_string());
     say("max_completion_length", asked.max_tokens.to_string());
-    say("prompts_sha256", hash_of(&asked.prompts)?);
+    say("prompts_sha256", hash_of(&asked.prompts, prompts::LONGEST)?);
     say("prompt_lengths", json(&lines.iter().map(|line| line.prompt_ids.len()).collect::<Vec<_>>()));
     say("prompt_ids", json(&lines.iter().map(|line| &line.prompt_ids).collect::<Vec<_>>()));
     say(

@@ -1,17 +1,19 @@
 //! The prompts file: JSON lines.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 use serde::Deserialize;
 
 use super::{CompletionSampling, RecordError, Recording, reward};
 use crate::checkpoint::{Qwen2Checkpoint, first_line};
+use assay_core::files::read_named_text;
 use assay_fixture::FixtureError;
 
 /// No prompts file is longer.
-const LONGEST: u64 = 64 << 20;
+pub(super) const LONGEST: u64 = 64 << 20;
+
+/// The longest prompt or completion, in bytes: a tokenizer would take minutes over one that no model has the positions for.
+const LONGEST_TEXT: usize = 1 << 20;
 
 /// A line of the prompts file, tokenised.
 pub(super) struct PromptLine {
@@ -58,13 +60,7 @@ pub(super) fn read(
     asked: &Recording,
 ) -> Result<Vec<PromptLine>, RecordError> {
     let invalid = |field: &str, given: String, expected: &str| FixtureError::invalid(path, field, given, expected);
-    let mut text = String::new();
-    File::open(path)
-        .and_then(|file| file.take(LONGEST + 1).read_to_string(&mut text))
-        .map_err(|reason| FixtureError::io(path, "read", reason))?;
-    if text.len() as u64 > LONGEST {
-        return Err(invalid("length", format!("more than {LONGEST} bytes"), "a prompts file").into());
-    }
+    let text = read_named_text(path, LONGEST).map_err(|reason| FixtureError::io(path, "read", reason))?;
     let mut lines = Vec::new();
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let field = |name: &str| format!("line {}{name}", number + 1);
@@ -74,6 +70,10 @@ pub(super) fn read(
         })?;
         // Special tokens are in the prompt's text already, so that none are added.
         let encode = |name: &str, text: &str| -> Result<Vec<u32>, RecordError> {
+            if text.len() > LONGEST_TEXT {
+                let expected = format!("at most {LONGEST_TEXT}");
+                return Err(invalid(&field(name), format!("{} bytes", text.len()), &expected).into());
+            }
             let encoding = checkpoint.vocabulary.tokenizer.encode_fast(text, false);
             let encoding = encoding.map_err(|error| {
                 invalid(&field(name), format!("`{}`", first_line(&error)), "text that the tokenizer takes")

@@ -261,8 +261,9 @@ impl TrainConfig {
             ("checkpoint_every", self.checkpoint_every),
             ("warm_start.batch", self.warm_start.as_ref().map_or(1, |warm_start| warm_start.batch)),
         ];
-        let wrong =
-            |field, given: String, expected: &str| Err(TrainError::Setting { field, given, expected: expected.into() });
+        let wrong = |field, given: String, expected: &str| {
+            Err(TrainError::Setting { field, given: given.into(), expected: expected.into() })
+        };
         if let Some((field, _)) = counts.into_iter().find(|(_, count)| *count == 0) {
             return wrong(field, "0".into(), "at least 1");
         }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::TrainError;
+use assay_core::files::{create_own, open_lock};
 
 /// The file that says that a process writes into a folder.
 const LOCK: &str = ".lock";
@@ -56,7 +57,7 @@ impl Disk {
     pub fn open(folder: &Path) -> Result<Self, TrainError> {
         let io = |action: &'static str| move |reason| TrainError::io(folder, action, reason);
         fs::create_dir_all(folder).map_err(io("create"))?;
-        let lock = File::create(folder.join(LOCK)).map_err(io("lock"))?;
+        let lock = open_lock(&folder.join(LOCK)).map_err(io("lock"))?;
         lock.try_lock().map_err(|error| match error {
             fs::TryLockError::WouldBlock => {
                 TrainError::file(folder, "another run writes here; wait for it, or choose another folder".into())
@@ -87,7 +88,8 @@ impl Disk {
     /// # Errors
     /// [`TrainError`] where the system refuses; `path` is then as it was.
     pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
-        let folder = path.parent().unwrap_or(Path::new("."));
+        // The parent of a name alone is empty, which no folder is.
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         // In another folder, another process may write the same file: its temporary name is different.
         let owner = if folder == self.folder { String::new() } else { format!("{}-", std::process::id()) };
@@ -134,7 +136,7 @@ impl Disk {
     }
 
     fn create(&self, path: &Path) -> io::Result<File> {
-        self.doing(DiskOperation::Create(path), || File::create(path))
+        self.doing(DiskOperation::Create(path), || create_own(path))
     }
 
     fn append(&self, path: &Path, file: &mut File, bytes: &[u8]) -> io::Result<()> {

@@ -12,6 +12,7 @@ use super::TrainError;
 use super::config::{Gsm8k, KernelChoice, ModelSource, Rollout, RolloutDtype, TrainConfig, TrainTask, Update};
 use super::optimizer::AdamWConfig;
 use super::reward::AdvantageConfig;
+use super::task::LONGEST;
 use crate::checkpoint::{Qwen2Config, content_hash, hash_of};
 use assay_core::spec::LossSpec;
 
@@ -30,7 +31,7 @@ impl Fingerprints {
     /// # Errors
     /// [`TrainError`] where one cannot be read.
     pub(super) fn from_config(config: &TrainConfig) -> Result<Self, TrainError> {
-        let hash = |path: &Path| hash_of(path).map_err(TrainError::from);
+        let hash = |path: &Path| hash_of(path, LONGEST).map_err(TrainError::from);
         let model = match &config.model {
             ModelSource::Init(model) => differing(model, &at_defaults()),
             ModelSource::Path(path) => json!({"sha256": content_hash(path)?}),

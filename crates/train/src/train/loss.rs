@@ -102,7 +102,7 @@ impl GrpoLoss {
     /// # Errors
     /// [`TrainError::Kernel`] where there is none of that name, or it cannot run here.
     pub fn by_id(spec: LossSpec, id: &str, plugin: Option<&Path>) -> Result<Self, TrainError> {
-        let unknown = |reason: String| TrainError::Kernel { id: id.into(), reason };
+        let unknown = |reason: String| TrainError::Kernel { id: id.into(), reason: reason.into() };
         let heads = head_registry(plugin);
         // Implementations with an LM head are a registry of their own, which is searched first.
         if let Some(head) = heads.iter().find(|head| head.id() == id) {

@@ -1,6 +1,5 @@
 //! [`Journal`]: the curve of a run, a line of JSON a step, and the same as an event file for TensorBoard.
 
-use std::fs;
 use std::io::ErrorKind;
 
 use prost::Message;
@@ -8,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainError;
 use super::disk::{AppendFile, Disk};
+use assay_core::files::read_regular;
 
 /// The results of a step. Means are over the tokens that count, and over epochs; times are in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -114,6 +114,9 @@ fn scalars(fields: &impl Serialize) -> Vec<EventScalar> {
 /// The file for TensorBoard: it knows one by a part of its name.
 const EVENTS: &str = "events.out.tfevents.assay";
 
+/// The longest curve that is read, in bytes: of a hundred thousand steps.
+const LONGEST_CURVE: u64 = 256 << 20;
+
 /// The files of a run's curve.
 pub struct Journal {
     lines: AppendFile,
@@ -129,7 +132,7 @@ impl Journal {
     /// [`TrainError`] where the system refuses.
     pub(super) fn open(disk: &Disk, kept: usize) -> Result<Self, TrainError> {
         let path = disk.folder().join("metrics.jsonl");
-        let text = match fs::read(&path) {
+        let text = match read_regular(&path, LONGEST_CURVE) {
             Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
             Err(reason) if reason.kind() == ErrorKind::NotFound => String::new(),
             Err(reason) => return Err(TrainError::io(&path, "read", reason)),

@@ -33,7 +33,7 @@ mod trainer;
 mod warm;
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::Error as CandleError;
 
@@ -56,6 +56,7 @@ pub use trainer::Trainer;
 pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
 use assay_core::problem::ProblemError;
+use assay_core::text::{ForeignText, ShownPath};
 use assay_fixture::FixtureError;
 use assay_judge::judge::JudgeError;
 
@@ -77,7 +78,7 @@ pub enum TrainError {
         /// The implementation that was asked for.
         id: String,
         /// The reason why it is not available.
-        reason: String,
+        reason: ForeignText,
     },
     /// An implementation of the LM head was given logits.
     #[error("kernel `{id}`: got logits, expected hidden states and an LM head (`GrpoLoss::on_hidden`)")]
@@ -106,7 +107,7 @@ pub enum TrainError {
         /// The name of the tensor.
         field: &'static str,
         /// The dtype of the tensor.
-        given: String,
+        given: ForeignText,
     },
     /// A tensor has the wrong shape.
     #[error("`{field}`: got shape {given:?}, expected {expected}")]
@@ -124,7 +125,7 @@ pub enum TrainError {
         /// The name of the setting.
         field: &'static str,
         /// The value of the setting.
-        given: String,
+        given: ForeignText,
         /// The values that are allowed, in words.
         expected: String,
     },
@@ -144,7 +145,7 @@ pub enum TrainError {
     },
     /// The tokenizer failed on a text.
     #[error("tokenizer: {0}")]
-    Tokenizer(String),
+    Tokenizer(ForeignText),
     /// A number of the run is infinite or NaN.
     #[error("{what} is {given}: training diverged")]
     Diverged {
@@ -190,7 +191,7 @@ pub enum TrainError {
     #[error("{path}: cannot {action}: {reason}")]
     Io {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The operation that was tried, a verb.
         action: &'static str,
         /// The error of the system.
@@ -200,15 +201,15 @@ pub enum TrainError {
     #[error("{path}: {reason}")]
     File {
         /// The path of the file.
-        path: PathBuf,
+        path: ShownPath,
         /// The finding and the expectation, in words.
-        reason: String,
+        reason: ForeignText,
     },
 }
 
 impl TrainError {
     fn setting(field: &'static str, given: impl ToString, expected: &str) -> Self {
-        TrainError::Setting { field, given: given.to_string(), expected: expected.into() }
+        TrainError::Setting { field, given: given.to_string().into(), expected: expected.into() }
     }
 
     fn io(path: &Path, action: &'static str, reason: io::Error) -> Self {
@@ -216,6 +217,6 @@ impl TrainError {
     }
 
     fn file(path: &Path, reason: String) -> Self {
-        TrainError::File { path: path.into(), reason }
+        TrainError::File { path: path.into(), reason: reason.into() }
     }
 }

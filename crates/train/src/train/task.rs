@@ -1,8 +1,6 @@
 //! Questions with exact answers: arithmetic word problems from a seed, or GSM8K's own.
 
 use std::collections::HashSet;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 use rand::seq::IndexedRandom;
@@ -11,9 +9,16 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::TrainError;
+use assay_core::files::read_regular_text;
 
 /// The marker before the answer, as in GSM8K.
 pub const MARKER: &str = "####";
+
+/// The longest file of exercises, in bytes.
+pub(super) const LONGEST: u64 = 256 << 20;
+
+/// The longest line of it, in bytes: a tokenizer would take minutes over one that no model has the positions for.
+const LONGEST_LINE: usize = 1 << 20;
 
 /// A question, a solution to imitate, and the number that is its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -157,16 +162,18 @@ pub fn read_gsm8k(path: &Path) -> Result<Vec<Exercise>, TrainError> {
         question: String,
         answer: String,
     }
-    let file = File::open(path).map_err(|reason| TrainError::io(path, "read", reason))?;
+    let text = read_regular_text(path, LONGEST).map_err(|reason| TrainError::io(path, "read", reason))?;
     let mut exercises = Vec::new();
-    for (i, line) in BufReader::new(file).lines().enumerate() {
-        let line = line.map_err(|reason| TrainError::io(path, "read", reason))?;
+    for (i, line) in text.lines().enumerate() {
         if line.trim().is_empty() {
             continue;
         }
         let invalid = |reason: String| TrainError::file(path, format!("line {}: {reason}", i + 1));
+        if line.len() > LONGEST_LINE {
+            return Err(invalid(format!("got {} bytes, expected at most {LONGEST_LINE}", line.len())));
+        }
         let Gsm8kLine { question, answer: solution } =
-            serde_json::from_str(&line).map_err(|error| invalid(error.to_string()))?;
+            serde_json::from_str(line).map_err(|error| invalid(error.to_string()))?;
         let Some(answer) = answer_of(&solution) else {
             return Err(invalid(format!("`answer`: got no `{MARKER} N`, expected one at its end")));
         };

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::TrainError;
-use crate::checkpoint::Vocabulary;
+use crate::checkpoint::{Vocabulary, read_bounded};
 
 /// The id that ends a completion, for the built-in tokenizer: the first after the bytes.
 const END: u32 = 256;
@@ -27,8 +27,8 @@ impl Tokenizer {
     /// # Errors
     /// [`TrainError`] where it cannot be read or has no such token.
     pub fn read(path: &Path, end: &str) -> Result<Self, TrainError> {
-        let tokenizer =
-            tokenizers::Tokenizer::from_file(path).map_err(|error| TrainError::file(path, error.to_string()))?;
+        let tokenizer = tokenizers::Tokenizer::from_bytes(read_bounded(path)?)
+            .map_err(|error| TrainError::file(path, error.to_string()))?;
         let Some(end) = tokenizer.token_to_id(end) else {
             return Err(TrainError::file(
                 path,
@@ -78,7 +78,7 @@ impl Tokenizer {
             Tokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
             Tokenizer::File { tokenizer, .. } => {
                 let encoding =
-                    tokenizer.encode(text, false).map_err(|error| TrainError::Tokenizer(error.to_string()))?;
+                    tokenizer.encode(text, false).map_err(|error| TrainError::Tokenizer(error.to_string().into()))?;
                 Ok(encoding.get_ids().to_vec())
             }
         }
@@ -95,7 +95,7 @@ impl Tokenizer {
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
             Tokenizer::File { tokenizer, .. } => {
-                tokenizer.decode(ids, true).map_err(|error| TrainError::Tokenizer(error.to_string()))
+                tokenizer.decode(ids, true).map_err(|error| TrainError::Tokenizer(error.to_string().into()))
             }
         }
     }

@@ -39,6 +39,7 @@ use options::{OptionReader, one_of};
 use super::{
     AdvantageLevel, LossSpec, OldLogp, QuantilePrecision, RolloutLevel, RolloutSource, RolloutWeights, SpecError,
 };
+use crate::text::{ForeignLines, ForeignText};
 
 /// A project whose losses are known here, at a fixed version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -160,7 +161,7 @@ impl Preset {
         self.functions().iter().copied().find(means).ok_or_else(|| PresetError::Function {
             preset: self,
             given: name.into(),
-            expected: one_of(self.functions().iter().copied()),
+            expected: one_of(self.functions().iter().copied()).into(),
         })
     }
 }
@@ -179,7 +180,7 @@ impl FromStr for Preset {
         let wanted = name.replace('_', "-");
         Self::ALL.into_iter().find(|preset| preset.name() == wanted).ok_or_else(|| PresetError::Preset {
             given: name.into(),
-            expected: one_of(Self::ALL.iter().map(|preset| preset.name())),
+            expected: one_of(Self::ALL.iter().map(|preset| preset.name())).into(),
         })
     }
 }
@@ -308,9 +309,9 @@ pub enum PresetError {
     #[error("preset: got `{given}`, expected {expected}")]
     Preset {
         /// The name that was given.
-        given: String,
+        given: ForeignText,
         /// The names that are known.
-        expected: String,
+        expected: ForeignLines,
     },
     /// The function's name is unknown.
     #[error("preset {}, function: got `{given}`, expected {expected}", preset.versioned())]
@@ -318,21 +319,21 @@ pub enum PresetError {
         /// The project of the function.
         preset: Preset,
         /// The name that was given.
-        given: String,
+        given: ForeignText,
         /// The names that are known.
-        expected: String,
+        expected: ForeignLines,
     },
     /// An option is not of the form `name=value`.
     #[error("option: got `{given}`, expected name=value")]
     NotAPair {
         /// The text that was given.
-        given: String,
+        given: ForeignText,
     },
     /// The options are not a JSON object.
     #[error("options: got {given}, expected an object of names and values")]
     NotAnObject {
         /// The value that was given.
-        given: String,
+        given: ForeignText,
     },
     /// An option is unknown to the function, or is not reproduced.
     #[error("preset {}, {function}: option `{option}` (given {given}) is not known, {expected}", preset.versioned())]
@@ -342,11 +343,11 @@ pub enum PresetError {
         /// The function of the option.
         function: &'static str,
         /// The name that was given.
-        option: String,
+        option: ForeignText,
         /// The value that was given.
-        given: String,
+        given: ForeignText,
         /// The nearest name, if one is near, and all accepted names.
-        expected: String,
+        expected: ForeignLines,
     },
     /// The value of an option is invalid, or is not reproduced.
     #[error("preset {}, {function}: option `{option}`: got {given}, expected {expected}", preset.versioned())]
@@ -356,11 +357,11 @@ pub enum PresetError {
         /// The function of the option.
         function: &'static str,
         /// The name of the option.
-        option: String,
+        option: ForeignText,
         /// The value that was given.
-        given: String,
+        given: ForeignText,
         /// The values that would be accepted, in words.
-        expected: String,
+        expected: ForeignLines,
     },
     /// An input of the batch is missing, or the function does not take it.
     #[error("preset {}, {function}: input `{input}`: got {given}, expected {expected}", preset.versioned())]
@@ -374,7 +375,7 @@ pub enum PresetError {
         /// The input that the batch has, in words.
         given: &'static str,
         /// The inputs that would be accepted, in words.
-        expected: String,
+        expected: ForeignLines,
     },
     /// An option makes a number of the spec invalid.
     #[error("preset {}, {function}: {reason}", preset.versioned())]

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{Preset, PresetError};
 use crate::spec::Temperature;
-use crate::text::nearest;
+use crate::text::{ForeignLines, nearest};
 
 /// The option names and values of one project. Nested options are named with dots, such as `data.dp_size`.
 ///
@@ -30,7 +30,7 @@ impl PresetOptions {
     /// [`PresetError::NotAnObject`] for any other value.
     pub fn from_json(value: &Value) -> Result<Self, PresetError> {
         let Value::Object(members) = value else {
-            return Err(PresetError::NotAnObject { given: value.to_string() });
+            return Err(PresetError::NotAnObject { given: value.to_string().into() });
         };
         let mut options = Self::default();
         members.iter().for_each(|(name, value)| options.insert(name, value.clone()));
@@ -118,18 +118,23 @@ impl<'o> OptionReader<'o> {
     }
 
     /// Returns the error that the option `name` has another value than `expected`.
-    pub(super) fn refuse(&self, name: &str, expected: impl Into<String>) -> PresetError {
+    pub(super) fn refuse(&self, name: &str, expected: impl Into<ForeignLines>) -> PresetError {
         PresetError::Option {
             preset: self.preset,
             function: self.function,
             option: name.into(),
-            given: self.options.0.get(name).map_or_else(|| "nothing".into(), Value::to_string),
+            given: self.options.0.get(name).map_or_else(|| "nothing".into(), Value::to_string).into(),
             expected: expected.into(),
         }
     }
 
     /// Returns the error that an input of the batch is missing or of another form.
-    pub(super) fn lacks(&self, input: &'static str, given: &'static str, expected: impl Into<String>) -> PresetError {
+    pub(super) fn lacks(
+        &self,
+        input: &'static str,
+        given: &'static str,
+        expected: impl Into<ForeignLines>,
+    ) -> PresetError {
         PresetError::Input { preset: self.preset, function: self.function, input, given, expected: expected.into() }
     }
 
@@ -239,9 +244,9 @@ impl<'o> OptionReader<'o> {
                 return Err(PresetError::Unknown {
                     preset: self.preset,
                     function: self.function,
-                    option: name.clone(),
-                    given: value.to_string(),
-                    expected: format!("{meant}expected {}", one_of(accepted.into_iter())),
+                    option: name.clone().into(),
+                    given: value.to_string().into(),
+                    expected: format!("{meant}expected {}", one_of(accepted.into_iter())).into(),
                 });
             }
             without_effect.push(name.clone());
