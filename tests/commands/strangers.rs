@@ -158,7 +158,10 @@ fn foreign_text_drives_no_terminal_whatever_it_names() {
     let replayed =
         json!({"command": HOSTILE, "pass": true, "checks": [], "ignored": [{"check": HOSTILE, "reason": HOSTILE}]});
     quiet(&["report", &put("replayed.json", replayed.to_string().as_bytes()), "-o", "-"]);
+}
 
+#[test]
+fn foreign_lines_and_arguments_drive_no_terminal() {
     // The lines of a worker, and arguments, which clap quotes.
     let line = HOSTILE.replace("\r\n", " ");
     quiet(&["check", "--cases", "1", "--exec", &format!("printf '%s\\n' '{line}'")]);
