@@ -16,6 +16,7 @@ use crate::judge::agreement::{
 use crate::problem::{Dtype, FloatArray, mask_from};
 use crate::report::junit::{agreement_case, junit};
 use crate::spec::{LogitsTransform, LossSpec, Support, Temperature};
+use crate::text::ShownPath;
 
 /// The dtypes that logits may have.
 const DTYPES: [Dtype; 4] = [Dtype::F64, Dtype::F32, Dtype::Bf16, Dtype::F16];
@@ -111,7 +112,9 @@ impl CompareLogpCommand {
         let file = ProblemFile::open(path)?;
         if self.hidden.is_some() != file.has_head() {
             let (given, other) = if file.has_head() { ("an LM head", "--hidden") } else { ("no LM head", "--logits") };
-            return Err(CliError::Usage(format!("{}: got {given}, expected {other} for such a file", path.display())));
+            return Err(CliError::Usage(
+                format!("{}: got {given}, expected {other} for such a file", ShownPath(path)).into(),
+            ));
         }
         let spec = match config::read_spec(self.spec.as_deref())? {
             Some(spec) => spec,
@@ -143,7 +146,7 @@ impl CompareLogpCommand {
         for path in [&self.trainer, &self.sampler] {
             let file = SafetensorsFile::open(path)?;
             if file.names().any(|name| name == "mask") {
-                let wrong = |reason| CliError::Problem { path: path.clone(), reason };
+                let wrong = |reason| CliError::Problem { path: path.clone().into(), reason };
                 return mask_from("mask", &file.numbers("mask")?).map_err(wrong);
             }
         }
@@ -157,9 +160,9 @@ impl CompareLogpCommand {
             AgreementError::Problem(_) | AgreementError::Shape { .. } => {
                 self.logits.as_ref().or(self.hidden.as_ref()).unwrap_or(&self.trainer)
             }
-            _ => return CliError::Usage(error.to_string()),
+            _ => return CliError::Usage(error.to_string().into()),
         };
-        CliError::Config { path: path.clone(), reason: error.to_string() }
+        CliError::Config { path: path.clone().into(), reason: error.to_string().into() }
     }
 }
 

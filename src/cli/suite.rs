@@ -83,7 +83,7 @@ impl SuiteCommand {
             shell_path(&self.output)
         );
         let cases = || listed.iter().map(ListedProblem::case).collect::<Vec<_>>();
-        let name = self.output.display().to_string();
+        let name = ShownPath(&self.output).to_string();
         self.summaries.write(|| table(&listed), || junit(&name, None, &cases()))?;
         self.printing.finish(&text, &suite)?;
         Ok(Passed::Yes)
