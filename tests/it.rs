@@ -4,6 +4,8 @@
 mod commands;
 mod common;
 mod crates;
+#[cfg(all(feature = "pjrt", feature = "train"))]
+mod hostile;
 #[cfg(feature = "pjrt")]
 mod pjrt;
 mod project;

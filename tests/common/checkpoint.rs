@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
+use assay::train::candle_core::quantized::gguf_file::{self, Value};
+use assay::train::candle_core::quantized::{GgmlDType, QTensor};
 use assay::train::candle_core::{Device, Tensor};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -89,4 +91,65 @@ pub(crate) fn write(folder: &Path, vocab: usize, tied: bool) {
 pub(crate) fn write_weights(folder: &Path, weights: &Weights) {
     let map: HashMap<_, _> = weights.iter().cloned().collect();
     assay::train::candle_core::safetensors::save(&map, folder.join("model.safetensors")).unwrap();
+}
+
+/// The weights as a GGUF file of `dtype`, with entries put over those of the metadata.
+pub(crate) fn write_gguf(path: &Path, dtype: GgmlDType, metadata: &[(&str, Value)]) {
+    let rename = |name: &str| {
+        let pairs = [
+            ("model.embed_tokens", "token_embd"),
+            ("model.norm", "output_norm"),
+            ("lm_head", "output"),
+            ("model.layers", "blk"),
+            ("self_attn.q_proj", "attn_q"),
+            ("self_attn.k_proj", "attn_k"),
+            ("self_attn.v_proj", "attn_v"),
+            ("self_attn.o_proj", "attn_output"),
+            ("input_layernorm", "attn_norm"),
+            ("post_attention_layernorm", "ffn_norm"),
+            ("mlp.gate_proj", "ffn_gate"),
+            ("mlp.up_proj", "ffn_up"),
+            ("mlp.down_proj", "ffn_down"),
+        ];
+        pairs.iter().fold(name.to_string(), |name, (a, b)| name.replace(a, b))
+    };
+    let tensors: Vec<(String, QTensor)> = weights(VOCAB, false)
+        .into_iter()
+        .map(|(name, tensor)| {
+            let dtype = if tensor.rank() == 2 { dtype } else { GgmlDType::F32 };
+            (rename(&name), QTensor::quantize(&tensor, dtype).unwrap())
+        })
+        .collect();
+    let strings = |all: Vec<String>| Value::Array(all.into_iter().map(Value::String).collect());
+    let end = tokens().len() as u32 - 2;
+    let kinds = (0..=end + 1).map(|id| Value::I32(if id >= end { 3 } else { 1 })).collect();
+    let mut all = vec![
+        ("general.architecture", Value::String("qwen2".into())),
+        ("general.name", Value::String("tiny".into())),
+        ("qwen2.block_count", Value::U32(2)),
+        ("qwen2.context_length", Value::U32(256)),
+        ("qwen2.embedding_length", Value::U32(HIDDEN as u32)),
+        ("qwen2.feed_forward_length", Value::U32(96)),
+        ("qwen2.attention.head_count", Value::U32(4)),
+        ("qwen2.attention.head_count_kv", Value::U32(2)),
+        ("qwen2.rope.freq_base", Value::F32(1e6)),
+        ("qwen2.attention.layer_norm_rms_epsilon", Value::F32(1e-6)),
+        ("tokenizer.ggml.model", Value::String("gpt2".into())),
+        ("tokenizer.ggml.pre", Value::String("qwen2".into())),
+        ("tokenizer.ggml.tokens", strings(tokens())),
+        ("tokenizer.ggml.token_type", Value::Array(kinds)),
+        ("tokenizer.ggml.merges", strings(Vec::new())),
+        ("tokenizer.ggml.eos_token_id", Value::U32(end)),
+        ("tokenizer.ggml.padding_token_id", Value::U32(end + 1)),
+    ];
+    for (key, value) in metadata {
+        match all.iter().position(|(held, _)| held == key) {
+            Some(at) => all[at].1 = value.clone(),
+            None => all.insert(0, (key, value.clone())),
+        }
+    }
+    let metadata: Vec<(&str, &Value)> = all.iter().map(|(key, value)| (*key, value)).collect();
+    let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let mut file = fs::File::create(path).unwrap();
+    gguf_file::write(&mut file, &metadata, &tensors).unwrap();
 }
