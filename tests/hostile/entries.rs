@@ -152,7 +152,7 @@ pub(super) const ENTRIES: &[Entry] = &[
     entry("bench --config", "bench --config case.yaml", "case.yaml", Yaml, Verdict).fields(1),
     entry("panel LIST", "panel list.toml --python /bin/false --cases 1 --wide 0", "list.toml", Toml, Verdict).fields(2),
     entry("tolerances --file", "tolerances --file limits.toml", "limits.toml", Toml, Work),
-    entry("list --into", "list --into page.md", "page.md", Text, Work).writes(&["page.md"]),
+    entry("list --into", "list --markdown --into page.md", "page.md", Text, Work).writes(&["page.md"]),
     entry("list --plugin", "list -q --plugin plugin.so", "plugin.so", Library, Work),
     entry(
         "check --plugin",
@@ -170,7 +170,7 @@ pub(super) const ENTRIES: &[Entry] = &[
         Work,
     ),
     entry("train --config", "train --config train.yaml", "train.yaml", Yaml, Work).writes(TRAINS).fields(2),
-    entry("ab --config", "ab --config train.yaml --judge-every 0", "train.yaml", Yaml, Verdict).writes(TRAINS),
+    entry("ab --config", "ab --config ab.yaml --judge-every 0", "ab.yaml", Yaml, Verdict).writes(TRAINS),
     entry("a run's checkpoint", "train --config train.yaml", "out/checkpoint.safetensors", Safetensors, Work)
         .needs(&["train.yaml", "out/"])
         .writes(TRAINS)
@@ -271,7 +271,7 @@ fn valid() -> BTreeMap<String, Content> {
     write("case.yaml", case.to_string());
     let kernel = json!({"name": "n", "serve": ["numpy_kernels", "textbook"], "expected": "right", "is": "closed form"});
     write("list.toml", toml::to_string(&json!({"kernel": [kernel]})).unwrap());
-    write("page.md", "# Page\n<!-- support:start -->\n<!-- support:end -->\n".into());
+    write("page.md", "# Page\n<!-- assay list --markdown -->\n<!-- end of matrix -->\n".into());
     fs::write(sandbox.path("plugin.so"), kinds::library()).unwrap();
 
     // The manifests, with the sizes and hashes of files that are there.
@@ -289,12 +289,15 @@ fn valid() -> BTreeMap<String, Content> {
     assay("train --config train.yaml -q");
     let mut warm = train.clone();
     warm["out"] = "out".into();
-    warm["warm_start"]["cache"] = "warm.safetensors".into();
+    warm["warm_start"]["cache"] = "./warm.safetensors".into();
     write("warm.yaml", warm.to_string());
     fs::rename(sandbox.path("out"), sandbox.path("complete")).unwrap();
     assay("train --config warm.yaml -q");
     fs::remove_dir_all(sandbox.path("out")).unwrap();
     fs::rename(sandbox.path("complete"), sandbox.path("out")).unwrap();
+    let mut ab = train.clone();
+    ab.as_object_mut().unwrap().remove("loss");
+    write("ab.yaml", ab.to_string());
     let mut gsm = train;
     gsm["task"] = json!({"gsm8k": {"train": "gsm.jsonl", "evaluate": "gsm.jsonl"}});
     write("gsm.yaml", gsm.to_string());

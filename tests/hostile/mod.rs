@@ -13,28 +13,30 @@ mod sandbox;
 mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::env;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 
-use entries::ENTRIES;
-use sandbox::{Finding, Trial, note_shared_folders};
+use entries::{ENTRIES, VALID};
+use sandbox::{Ends, Finding, Trial, note_shared_folders};
+
+/// The numbers of kills and of mutants.
+const KILLS: usize = 240;
+const MUTANTS: usize = 10_000;
 
 /// The most findings that are printed.
 const SHOWN: usize = 400;
 
-/// The number of runs of each kind.
-struct Extent {
-    /// Every which bad input is run.
-    every: usize,
-    kills: u64,
-    mutants: u64,
-}
+/// The share of all inputs, kills and mutants that is run: one of so many.
+#[derive(Clone, Copy)]
+struct OneOf(usize);
 
-/// Every bad input by hand: files, options, outputs, folders and kernels.
-fn inputs() -> Vec<Trial> {
+/// Bad inputs by hand: files, options and kernels, one of so many of those that have many like them, and all others.
+fn inputs(OneOf(every): OneOf) -> Vec<Trial> {
     let of_files = ENTRIES.iter().flat_map(|entry| entry.trials().into_iter().chain(entry.awkward()));
-    of_files.chain(options::trials()).chain(workers::trials()).collect()
+    let many = of_files.chain(options::trials()).chain(workers::trials());
+    many.step_by(every).chain(options::singular()).collect()
 }
 
 /// Runs `count` trials by their numbers, some at the same time, and returns what was found of each that has a fault.
@@ -61,17 +63,17 @@ fn run_all(count: usize, run: impl Fn(usize) -> (String, Vec<Finding>) + Sync) -
 }
 
 /// Runs everything to an extent, prints the table of entry points and kinds, and every finding.
-fn try_all(extent: &Extent) {
+fn try_all(share: OneOf) {
     note_shared_folders();
-    let of_all = inputs();
-    let trials: Vec<Trial> = of_all.iter().step_by(extent.every).cloned().collect();
+    LazyLock::force(&VALID);
+    let (trials, kills, mutants) = (inputs(share), KILLS.div_ceil(share.0), MUTANTS.div_ceil(share.0));
     println!("{}", table(&trials));
     let shown = |trial: &Trial| format!("{}, {}: {}", trial.entry, trial.kind, trial.name);
     let mut found = run_all(trials.len(), |i| (shown(&trials[i]), trials[i].run()));
-    found.extend(run_all(usize::try_from(extent.kills).unwrap(), |i| kills::kill_number(i as u64)));
-    found.extend(run_all(usize::try_from(extent.mutants).unwrap(), |i| {
+    found.extend(run_all(kills, |i| kills::kill_number(i as u64)));
+    found.extend(run_all(mutants, |i| {
         // Where a few are run, they are of all entries.
-        let trial = mutants::trial((i as u64).wrapping_mul(37));
+        let trial = mutants::trial((i as u64) * 37);
         (shown(&trial), trial.run())
     }));
     for (_, name, Finding { fault, what }) in found.iter().take(SHOWN) {
@@ -80,7 +82,7 @@ fn try_all(extent: &Extent) {
     let mut points = BTreeMap::<u8, usize>::new();
     found.iter().for_each(|(.., finding)| *points.entry(finding.fault as u8).or_default() += 1);
     let points = points.iter().map(|(point, count)| format!("{count} of point {point}")).collect::<Vec<_>>().join(", ");
-    let counts = format!("{} inputs, {} kills, {} mutants", trials.len(), extent.kills, extent.mutants);
+    let counts = format!("{} inputs, {} kills, {} mutants", trials.len(), kills, mutants);
     println!(
         "hostile, {}: {counts}: {} findings{}{points}",
         entries::version(),
@@ -112,16 +114,14 @@ fn table(trials: &[Trial]) -> String {
 
 #[test]
 fn hostile_valid_files_are_taken() {
+    LazyLock::force(&VALID);
     let found = run_all(ENTRIES.len(), |i| {
         let mut trial = ENTRIES[i].valid();
+        trial.ends = Ends::Success;
         // What is valid here in the file is not enough for these: there is no such library, and no Python.
         if matches!(ENTRIES[i].format, kinds::Format::Library) || ENTRIES[i].name == "panel LIST" {
-            trial.ends = sandbox::Ends::Refused;
+            trial.ends = Ends::Refused;
         }
-        let sandbox = sandbox::Sandbox::new(&trial.files);
-        let ran = sandbox.wait(sandbox.start(&trial.args, &trial.environment));
-        let expected = if trial.ends == sandbox::Ends::Refused { 2 } else { 0 };
-        assert!(ran.status.is_some_and(|status| status.code() == Some(expected)), "{}: {}", trial.entry, ran.text());
         (trial.entry.into(), trial.run())
     });
     let shown: Vec<String> = found.iter().map(|(_, name, finding)| format!("{name}: {}", finding.what)).collect();
@@ -130,13 +130,15 @@ fn hostile_valid_files_are_taken() {
 
 #[test]
 fn hostile_few_inputs_kills_and_mutants_find_nothing() {
-    try_all(&Extent { every: 29, kills: 4, mutants: 50 });
+    try_all(OneOf(79));
 }
 
+/// `ASSAY_HOSTILE_EVERY=9` runs a ninth of it.
 #[test]
 #[ignore = "minutes: make hostile"]
 fn hostile_inputs_kills_and_mutants_find_nothing() {
-    let count = inputs().len();
+    let every = env::var("ASSAY_HOSTILE_EVERY").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    let count = inputs(OneOf(1)).len();
     assert!(count >= 700, "{count}");
-    try_all(&Extent { every: 1, kills: 240, mutants: 10_000 });
+    try_all(OneOf(every));
 }

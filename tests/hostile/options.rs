@@ -142,12 +142,12 @@ pub(super) fn trials() -> Vec<Trial> {
         trial.environment = vec![(variable, value.replace("[E]", ESCAPES))];
         all.push(trial);
     }
-    all.extend(outputs());
-    all.extend(folders());
-    all.extend(sizes());
-    all.extend(resumed());
-    all.push(pasted());
     all
+}
+
+/// Runs of which each is the only one of its kind.
+pub(super) fn singular() -> Vec<Trial> {
+    [outputs(), folders(), sizes(), resumed(), vec![pasted()]].concat()
 }
 
 /// An output through a link into a file, whose mode is that of any new file and not that of a temporary one.

@@ -17,6 +17,12 @@ use tempfile::TempDir;
 /// The address space of a run in KiB, as a container or a batch system limits it.
 const ADDRESS_SPACE: u64 = 3 << 20;
 
+/// The longest error, in bytes: some list the names of all mutants.
+const LONGEST_ERROR: usize = 16_000;
+
+/// The most digits of a number in an error.
+const MOST_DIGITS: usize = 100;
+
 /// The pause between two looks at a run.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -105,6 +111,8 @@ impl fmt::Display for Fault {
 pub(super) enum Ends {
     /// Exit code 2 and an error.
     Refused,
+    /// Exit code 0.
+    Success,
     /// A refusal, or success: there is no verdict.
     Work,
     /// A refusal, success, or exit code 1 for a verdict that fails.
@@ -228,7 +236,7 @@ impl Sandbox {
         }
         for (name, content) in &self.given {
             if let Content::Bytes(bytes) = content
-                && !outputs.contains(name)
+                && !outputs.iter().any(|output| name.starts_with(&**output))
                 && fs::read(self.path(name)).ok().as_deref() != Some(bytes)
             {
                 findings.push(Finding { fault: Fault::Unbounded, what: format!("input {name} was changed") });
@@ -297,6 +305,9 @@ impl Trial {
             }
             Some(0) if self.ends == Ends::Refused => found(Fault::Silence, "is accepted".into()),
             Some(0) => {}
+            Some(code) if self.ends == Ends::Success => {
+                found(Fault::Message, format!("exit code {code}: {}", ran.text()))
+            }
             Some(1) if self.ends == Ends::Verdict => {}
             Some(2) => {
                 if let Some(what) = self.unclear(&stderr) {
@@ -312,18 +323,18 @@ impl Trial {
     fn unclear(&self, stderr: &str) -> Option<String> {
         let starts = |start: &str| stderr.lines().filter(|line| line.starts_with(start)).count();
         let (own, of_usage) = (starts("assay: "), starts("error: "));
-        let is_digits = |word: &str| word.len() > 60 && word.chars().all(|c| c.is_ascii_digit());
+        let is_digits = |word: &str| word.len() > MOST_DIGITS && word.chars().all(|c| c.is_ascii_digit());
         if own + of_usage != 1 {
             return Some(format!("{} errors: {stderr:?}", own + of_usage));
         }
         if own == 1 && !stderr.lines().last().is_some_and(|line| line.starts_with("assay: ")) {
             return Some(format!("the error has several lines: {stderr:?}"));
         }
-        if stderr.len() > 2000 {
+        if stderr.len() > LONGEST_ERROR {
             return Some(format!("an error of {} bytes", stderr.len()));
         }
         if stderr.split(|c: char| !c.is_ascii_digit()).any(is_digits) {
-            return Some("an error with more than 60 digits".into());
+            return Some(format!("a number of more than {MOST_DIGITS} digits"));
         }
         let mentioned = self.mentions.as_ref().is_none_or(|word| stderr.contains(&**word));
         (!mentioned).then(|| format!("no {:?} in: {}", self.mentions.as_deref().unwrap_or_default(), stderr.trim_end()))

@@ -293,6 +293,7 @@ fn fake_plugin(folder: &Path, name: &str, table: &str) -> PathBuf {
         "#[repr(C)] pub struct Table {{ size: usize, extension: usize, version_size: usize, version_extension: usize,
              major: i32, minor: i32, functions: [usize; 8] }}
          static TABLE: Table = Table {{ size: {table}, functions: [0; 8] }};
+         // SAFETY: the library has nothing else of this name.
          #[unsafe(no_mangle)] pub extern \"C\" fn GetPjrtApi() -> *const Table {{
              if TABLE.size == 0 {{ std::ptr::null() }} else {{ &TABLE }}
          }}"

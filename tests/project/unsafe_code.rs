@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// Folders where `unsafe` may stand, each block with its reason: where hardware or a foreign interface is.
-const UNSAFE: [&str; 7] = [
+const UNSAFE: [&str; 9] = [
     "crates/cuda/examples/fake_cuda.rs",
     "crates/cuda/src/driver",
     "crates/pjrt/examples/fake_tpu.rs",
@@ -13,7 +13,13 @@ const UNSAFE: [&str; 7] = [
     "crates/simd/src",
     "python/src/memory",
     "python/src/xla",
+    // Plugins of tests, and the room that old plugins are given.
+    "tests/pjrt/abi.rs",
+    "tests/pjrt/runtime.rs",
 ];
+
+/// This file, which names the word.
+const OWN: &str = "tests/project/unsafe_code.rs";
 
 /// `(path, text)` of every source file below `folder`.
 pub(super) fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {
@@ -30,9 +36,10 @@ pub(super) fn sources(folder: &Path, found: &mut BTreeMap<String, String>) {
 #[test]
 fn unsafe_is_only_where_it_may_be_and_gives_its_reason() {
     let mut files = BTreeMap::new();
-    sources(Path::new("src"), &mut files);
-    sources(Path::new("crates"), &mut files);
-    sources(Path::new("python/src"), &mut files);
+    for folder in ["benches", "crates", "examples", "fuzz/fuzz_targets", "python/src", "src", "tests"] {
+        sources(Path::new(folder), &mut files);
+    }
+    files.remove(OWN);
     assert!(UNSAFE.iter().all(|folder| files.keys().any(|file| file.starts_with(folder))), "{UNSAFE:?}");
     for (file, text) in files {
         let lines: Vec<&str> = text.lines().collect();

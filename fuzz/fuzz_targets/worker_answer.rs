@@ -1,0 +1,42 @@
+//! Any bytes as all that a kernel's process writes to its stdout: with a valid introduction before them, and without one.
+#![no_main]
+
+#[path = "file.rs"]
+mod file;
+
+use std::ffi::OsString;
+use std::sync::LazyLock;
+
+use assay_campaign::worker::{Worker, WorkerError, WorkerLaunch};
+use assay_core::problem::{Dtype, Problem};
+use assay_core::spec::LossSpec;
+use assay_judge::generate::{Recipe, Regime};
+use libfuzzer_sys::fuzz_target;
+
+const HELLO: &[u8] = br#"{"protocol": "assay-check/1", "dtypes": ["f32"], "outputs": []}"#;
+
+static PROBLEM: LazyLock<Problem> = LazyLock::new(|| {
+    let recipe = Recipe {
+        shape: [1, 2, 3],
+        dtype: Dtype::F32,
+        regime: Regime::Normal,
+        seed: 0,
+        old_logp_noise_scale: 0.3,
+        masked_garbage: false,
+    };
+    recipe.problem(&LossSpec::default()).expect("a valid recipe")
+});
+
+fuzz_target!(|bytes: &[u8]| {
+    ask(bytes);
+    ask(&[HELLO, b"\n", bytes, b"\n"].concat());
+});
+
+fn ask(stdout: &[u8]) {
+    let path = file::of(stdout, "txt");
+    let said = Worker::start(WorkerLaunch::new([OsString::from("cat"), path.into()]))
+        .and_then(|mut worker| worker.ask(&LossSpec::default(), &*PROBLEM).map(drop));
+    if let Err(error @ WorkerError::Protocol { .. }) = said {
+        assert!(!error.to_string().lines().next().unwrap_or_default().contains(char::is_control), "{error:?}");
+    }
+}
