@@ -25,9 +25,6 @@ use sandbox::{Ends, Finding, Trial, note_shared_folders};
 const KILLS: usize = 240;
 const MUTANTS: usize = 10_000;
 
-/// The most findings that are printed.
-const SHOWN: usize = 400;
-
 /// The share of all inputs, kills and mutants that is run: one of so many.
 #[derive(Clone, Copy)]
 struct OneOf(usize);
@@ -35,11 +32,12 @@ struct OneOf(usize);
 /// Bad inputs by hand: files, options and kernels, one of so many of those that have many like them, and all others.
 fn inputs(OneOf(every): OneOf) -> Vec<Trial> {
     let of_files = ENTRIES.iter().flat_map(|entry| entry.trials().into_iter().chain(entry.awkward()));
-    let many = of_files.chain(options::trials()).chain(workers::trials());
-    many.step_by(every).chain(options::singular()).collect()
+    let (told, workers): (Vec<_>, Vec<_>) = workers::trials().into_iter().partition(|trial| trial.look.is_some());
+    let many = of_files.chain(options::trials()).chain(workers);
+    many.step_by(every).chain(options::singular()).chain(told).collect()
 }
 
-/// Runs `count` trials by their numbers, some at the same time, and returns what was found of each that has a fault.
+/// Runs `count` trials by their numbers, some at the same time, and prints and returns what was found of each that has a fault.
 fn run_all(count: usize, run: impl Fn(usize) -> (String, Vec<Finding>) + Sync) -> Vec<(usize, String, Finding)> {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     thread::scope(|scope| {
@@ -51,6 +49,10 @@ fn run_all(count: usize, run: impl Fn(usize) -> (String, Vec<Finding>) + Sync) -
                         break;
                     }
                     let (name, findings) = run(i);
+                    // At once, as what comes later may take minutes.
+                    for Finding { fault, what } in &findings {
+                        println!("point {} {fault}: {}: {}", *fault as u8, name.escape_debug(), what.escape_debug());
+                    }
                     let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
                     found.extend(findings.into_iter().map(|finding| (i, name.clone(), finding)));
                 }
@@ -76,9 +78,6 @@ fn try_all(share: OneOf) {
         let trial = mutants::trial((i as u64) * 37);
         (shown(&trial), trial.run())
     }));
-    for (_, name, Finding { fault, what }) in found.iter().take(SHOWN) {
-        println!("point {} {fault}: {}: {}", *fault as u8, name.escape_debug(), what.escape_debug());
-    }
     let mut points = BTreeMap::<u8, usize>::new();
     found.iter().for_each(|(.., finding)| *points.entry(finding.fault as u8).or_default() += 1);
     let points = points.iter().map(|(point, count)| format!("{count} of point {point}")).collect::<Vec<_>>().join(", ");

@@ -183,6 +183,24 @@ pub(super) struct CapsuleArray {
     pub(super) on_host: bool,
 }
 
+/// The most axes that an array may have, as NumPy's.
+const MOST_AXES: usize = 64;
+
+/// Whether an array of `shape` has no more elements, and none that is further from another, than addresses count. Without strides it is dense.
+fn is_addressable(shape: &[usize], strides: Option<&[isize]>, element: usize) -> bool {
+    let most = isize::MAX.unsigned_abs();
+    // An array of no element must have extents whose product is none too large, as views of it compute that.
+    let count =
+        shape.iter().filter(|extent| **extent > 0).try_fold(element, |bytes, &extent| bytes.checked_mul(extent));
+    let furthest = strides.map_or(Some(0), |strides| {
+        let steps = shape.iter().zip(strides).map(|(extent, stride)| (extent.saturating_sub(1), stride.unsigned_abs()));
+        steps
+            .map(|(last, stride)| last.max(1).checked_mul(stride)?.checked_mul(element))
+            .try_fold(0, |sum: usize, step| sum.checked_add(step?))
+    });
+    [count, furthest].into_iter().all(|bytes| bytes.is_some_and(|bytes| bytes <= most))
+}
+
 /// Reads `capsule`, which keeps what it describes for as long as it lives: it is not consumed.
 pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<CapsuleArray> {
     let pointer = |name: &CStr| {
@@ -201,18 +219,35 @@ pub(super) fn read(capsule: &Bound<'_, PyAny>) -> PyResult<CapsuleArray> {
             _ => return Err(PyBufferError::new_err("`__dlpack__`: got no capsule of DLPack 0 or 1")),
         }
     };
+    let wrong = |field: &str, given: String, expected: &str| {
+        Err(PyBufferError::new_err(format!("`__dlpack__`: {field}: got {given}, expected {expected}")))
+    };
+    let Some(axes) = usize::try_from(tensor.ndim).ok().filter(|axes| *axes <= MOST_AXES) else {
+        return wrong("ndim", tensor.ndim.to_string(), &format!("0 to {MOST_AXES}"));
+    };
     // Copy shape and strides out of the capsule, so that only the data depends on its lifetime.
-    let axes = usize::try_from(tensor.ndim).unwrap_or(0);
     // SAFETY: by the protocol these point to as many numbers as there are axes, or are null.
     let numbers = |pointer: *const i64| unsafe {
         if pointer.is_null() || axes == 0 { None } else { Some(std::slice::from_raw_parts(pointer, axes)) }
     };
-    let shape =
-        numbers(tensor.shape).unwrap_or(&[]).iter().map(|&extent| usize::try_from(extent).unwrap_or(0)).collect();
-    let strides = numbers(tensor.strides).map(|strides| strides.iter().map(|&stride| stride as isize).collect());
+    let extents = numbers(tensor.shape).unwrap_or(&[]);
+    let shape: Vec<usize> = extents.iter().filter_map(|&extent| usize::try_from(extent).ok()).collect();
+    if shape.len() != axes {
+        return wrong("shape", format!("{extents:?} for {axes} axes"), "an extent of at least 0 for each");
+    }
+    let strides: Option<Vec<isize>> =
+        numbers(tensor.strides).map(|strides| strides.iter().map(|&stride| stride as isize).collect());
     let DataType { code, bits, lanes } = tensor.dtype;
+    // Every offset of an element, in bytes, and the number of all must be addresses: what follows computes with them.
+    let element = usize::from(bits).div_ceil(8).max(1) * usize::from(lanes).max(1);
+    if !is_addressable(&shape, strides.as_deref(), element) {
+        return wrong("shape", format!("{shape:?} and strides {strides:?}"), "an array that fits into memory");
+    }
+    let Ok(offset) = usize::try_from(tensor.byte_offset) else {
+        return wrong("byte_offset", tensor.byte_offset.to_string(), "an address");
+    };
     Ok(CapsuleArray {
-        data: tensor.data.cast::<u8>().wrapping_add(usize::try_from(tensor.byte_offset).unwrap_or(0)).cast_const(),
+        data: tensor.data.cast::<u8>().wrapping_add(offset).cast_const(),
         shape,
         strides,
         dtype: (code, bits, lanes),
