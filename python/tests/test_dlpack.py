@@ -120,7 +120,8 @@ def within(draw: dict[str, Any]) -> bool:
     low, high = sum(min(0, step) for step in steps), sum(max(0, step) for step in steps)
     # What no address reaches must be refused; what an address reaches must be in the memory.
     is_beyond = max([0, *shape, *map(abs, strides)]) >= 2**62
-    return draw["offset"] + low * size >= 0 and (is_beyond or draw["offset"] + (high + 1) * size <= 8 * COUNT)
+    offset: int = draw["offset"]
+    return offset + low * size >= 0 and (is_beyond or offset + (high + 1) * size <= 8 * COUNT)
 
 
 @contextmanager

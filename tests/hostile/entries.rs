@@ -60,6 +60,9 @@ use Format::{Gguf, Json, Library, Lines, Safetensors, Text, Toml, Yaml};
 
 const TRAINS: &[&str] = &["out"];
 
+/// Settings name the folder of the results, so that a bad name of one is another folder.
+const ANYWHERE: &[&str] = &[""];
+
 /// Every command that reads a file of a stranger.
 pub(super) const ENTRIES: &[Entry] = &[
     entry("spec --spec .yaml", "spec --spec spec.yaml", "spec.yaml", Yaml, Work).fields(3),
@@ -169,8 +172,8 @@ pub(super) const ENTRIES: &[Entry] = &[
         Library,
         Work,
     ),
-    entry("train --config", "train --config train.yaml", "train.yaml", Yaml, Work).writes(TRAINS).fields(2),
-    entry("ab --config", "ab --config ab.yaml --judge-every 0", "ab.yaml", Yaml, Verdict).writes(TRAINS),
+    entry("train --config", "train --config train.yaml", "train.yaml", Yaml, Work).writes(ANYWHERE).fields(2),
+    entry("ab --config", "ab --config ab.yaml --judge-every 0", "ab.yaml", Yaml, Verdict).writes(ANYWHERE),
     entry("a run's checkpoint", "train --config train.yaml", "out/checkpoint.safetensors", Safetensors, Work)
         .needs(&["train.yaml", "out/"])
         .writes(TRAINS)
@@ -395,7 +398,9 @@ impl Entry {
             // A file that nobody named may be absent, or be taken for another's; and a folder of answers is judged as it is.
             let ends = if refused && self.named { Ends::Refused } else { self.ends };
             let mut trial = self.trial(kind, name, content, ends);
-            trial.mentions = (refused && self.named).then(|| last.clone());
+            // A compiler that lacks another file may name that one.
+            let is_named = refused && self.named && self.format != Library;
+            trial.mentions = is_named.then(|| last.clone());
             trial
         });
         trials.collect()

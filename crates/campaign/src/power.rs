@@ -297,7 +297,7 @@ impl<P: Subject> ScoreRound<'_, P> {
         }
         // More wide problems, one after another: each has another regime.
         let shapes_are_the_decks = !matches!(campaign.deck.shapes, DeckShapes::Given(_));
-        for wide in (campaign.deck.wide + 1..=MORE_WIDE).filter(|_| shapes_are_the_decks) {
+        for wide in (campaign.deck.wide.saturating_add(1)..=MORE_WIDE).filter(|_| shapes_are_the_decks) {
             let deck = Deck { wide, cases: campaign.deck.cases.max(wide), ..campaign.deck.clone() };
             let last = dealt(&deck, deck.cases).last().into_iter().collect();
             attempt(format!("wide={wide}"), self, &deck, last, campaign.grade, &is_accepted);
