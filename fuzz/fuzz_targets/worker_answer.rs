@@ -6,6 +6,7 @@ mod file;
 
 use std::ffi::OsString;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use assay_campaign::worker::{Worker, WorkerError, WorkerLaunch};
 use assay_core::problem::{Dtype, Problem};
@@ -34,7 +35,11 @@ fuzz_target!(|bytes: &[u8]| {
 
 fn ask(stdout: &[u8]) {
     let path = file::of(stdout, "txt");
-    let said = Worker::start(WorkerLaunch::new([OsString::from("cat"), path.into()]))
+    // The shell goes on to read: a write into a pipe that nobody reads would end the fuzzer by a signal.
+    let script = r#"cat "$0"; exec cat >/dev/null"#;
+    let moment = Duration::from_millis(200);
+    let launch = WorkerLaunch::new(["sh".into(), "-c".into(), script.into(), OsString::from(path)]);
+    let said = Worker::start(WorkerLaunch { start: moment, answer: moment, ..launch })
         .and_then(|mut worker| worker.ask(&LossSpec::default(), &*PROBLEM).map(drop));
     if let Err(error @ WorkerError::Protocol { .. }) = said {
         assert!(!error.to_string().lines().next().unwrap_or_default().contains(char::is_control), "{error:?}");

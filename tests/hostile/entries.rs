@@ -406,7 +406,7 @@ impl Entry {
         trials.collect()
     }
 
-    /// The same bad file under a name that a terminal and a shell would take for more, for files that a user names.
+    /// A bad file under a name that a terminal and a shell would take for more, for files that a user names.
     pub(super) fn awkward(&self) -> Option<Trial> {
         const AWKWARD: &str = "a b;touch pwned;\u{1b}[2J\u{9b}1m\u{202e}$(touch pwned)";
         let is_named = self.named && words(self.args).iter().any(|word| word == self.file);

@@ -1,6 +1,7 @@
 //! Signals at random moments: nothing is left, and a training run goes on to the same bits.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ struct Long {
     ends: bool,
     /// The time that it took when nobody disturbed it; half a second of one that does not end.
     took: Duration,
-    /// What it left when nobody disturbed it, of a training run.
+    /// The checkpoint and the journal that an undisturbed training run leaves.
     bits: Option<(Vec<u8>, Vec<Value>)>,
 }
 
@@ -125,18 +126,12 @@ impl Long {
         if let Some(c) = raw_character(&ran.stdout).or_else(|| raw_character(&ran.stderr)) {
             found(Fault::Escape, format!("prints {}", c.escape_unicode()));
         }
-        if signal == "KILL" {
-            // Processes and shared memory go at once. A file beside an output stays until the same command is run again, which removes it.
-            let now = sandbox.left(&self.outputs());
-            findings.extend(now.into_iter().filter(|finding| !finding.what.starts_with("file ")));
-        } else {
-            findings.extend(sandbox.left(&self.outputs()));
-        }
-        if self.ends && (signal == "KILL" || self.bits.is_some()) {
-            if self.bits.is_none() {
-                // What was written in part is in the way of commands that write folders anew.
-                let _ = fs::remove_file(sandbox.path("new/suite.json"));
-            }
+        // Processes and shared memory go at once. Where the signal ended the command, a file next to an output stays until the same command
+        // is run again, which removes it.
+        let was_ended = ran.status.is_some_and(|status| status.signal().is_some());
+        let now = sandbox.left(&self.outputs()).into_iter();
+        findings.extend(now.filter(|finding| !(was_ended && finding.what.starts_with("file "))));
+        if self.ends {
             let again = sandbox.wait(sandbox.start(&self.words(), &[]));
             if !again.status.is_some_and(|status| status.success()) {
                 findings.push(Finding { fault: Fault::Message, what: format!("does not go on: {}", again.text()) });

@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileTypeExt, symlink};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -129,7 +129,7 @@ pub(super) struct Trial {
     pub(super) entry: &'static str,
     /// The kind of input, a column of the table.
     pub(super) kind: &'static str,
-    /// What is hostile about the input.
+    /// A description of the hostile part of the input.
     pub(super) name: String,
     pub(super) args: Vec<String>,
     pub(super) files: Vec<(String, Content)>,
@@ -144,7 +144,7 @@ pub(super) struct Trial {
     pub(super) look: Option<Look>,
 }
 
-/// What a run printed, and how it ended; `None` if it hung.
+/// The output of a run, and its end; `None` if it hung.
 pub(super) struct Ran {
     pub(super) status: Option<ExitStatus>,
     pub(super) stdout: Vec<u8>,
@@ -224,8 +224,10 @@ impl Sandbox {
         if let Some(processes) = never(|| self.processes()) {
             left(format!("processes {processes}"));
         }
-        if let Some(folders) = never(shared_folders) {
-            left(folders);
+        if let Some(folder) = never(shared_folder) {
+            // Each is told once, whoever left it.
+            TOLD.lock().unwrap_or_else(PoisonError::into_inner).insert(folder.clone().into());
+            left(folder);
         }
         let temporary =
             |name: &String| !outputs.iter().any(|output| name.starts_with(&**output) && !is_temporary(name));
@@ -319,7 +321,7 @@ impl Trial {
         findings
     }
 
-    /// What is unclear about the error of a refusal.
+    /// Returns the unclear part of a refusal's error.
     fn unclear(&self, stderr: &str) -> Option<String> {
         let starts = |start: &str| stderr.lines().filter(|line| line.starts_with(start)).count();
         let (own, of_usage) = (starts("assay: "), starts("error: "));
@@ -388,11 +390,15 @@ pub(super) fn note_shared_folders() {
     LazyLock::force(&EARLIER);
 }
 
+/// The folders that were told as left.
+static TOLD: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
 /// Returns a folder in shared memory that no campaign has locked any more, or which was left by one that locks none.
-fn shared_folders() -> Option<String> {
+fn shared_folder() -> Option<String> {
     let unused = |path: &&PathBuf| File::open(path).is_ok_and(|folder| folder.try_lock().is_ok());
     let folders = worker_folders();
-    let mut new = folders.difference(&EARLIER).filter(unused);
+    let told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut new = folders.difference(&EARLIER).filter(|path| !told.contains(*path)).filter(unused);
     new.next().map(|path| path.display().to_string())
 }
 
@@ -403,9 +409,9 @@ fn worker_folders() -> BTreeSet<PathBuf> {
     entries.flatten().map(|entry| entry.path()).filter(of_worker).collect()
 }
 
-/// Whether a file is named as one that is to be renamed once it is whole.
+/// Whether a file is named as one that is to be renamed once it is whole: hidden, and not the lock of a run.
 fn is_temporary(name: &str) -> bool {
-    name.rsplit('/').next().is_some_and(|last| last.starts_with(".tmp"))
+    name.rsplit('/').next().is_some_and(|last| last.starts_with('.') && last != ".lock")
 }
 
 /// Returns the paths of all that is below a folder and is no folder, relative to it.

@@ -186,10 +186,11 @@ pub(super) struct CapsuleArray {
 /// The most axes that an array may have, as NumPy's.
 const MOST_AXES: usize = 64;
 
-/// Whether an array of `shape` has no more elements, and none that is further from another, than addresses count. Without strides it is dense.
+/// Whether an array of `shape`, dense without strides, has no more bytes, and no element that is further from another, than addresses
+/// count.
 fn is_addressable(shape: &[usize], strides: Option<&[isize]>, element: usize) -> bool {
     let most = isize::MAX.unsigned_abs();
-    // An array of no element must have extents whose product is none too large, as views of it compute that.
+    // Views of an array without an element compute the product of its other extents too.
     let count =
         shape.iter().filter(|extent| **extent > 0).try_fold(element, |bytes, &extent| bytes.checked_mul(extent));
     let furthest = strides.map_or(Some(0), |strides| {
