@@ -189,7 +189,7 @@ fn outputs() -> Vec<Trial> {
     let link = ("new.link", Content::Link("new.target".into()));
     add("a link", &format!("{spec} new.link"), vec![target, beside, link], Ends::Work, Some(KEPT));
     add("-", &format!("{spec} -"), vec![], Ends::Work, Some(IS_JSON));
-    add("a FIFO", &format!("{spec} new.fifo"), vec![("new.fifo", Content::Fifo)], Ends::Work, Some(STAYS_FIFO));
+    add("a FIFO", &format!("{spec} new.fifo"), vec![("new.fifo", Content::OpenFifo)], Ends::Work, Some(STAYS_FIFO));
     add("a folder", &format!("{spec} new"), vec![("new", Content::Folder)], Ends::Refused, None);
     add("a folder that is not there", &format!("{spec} no/such/folder"), vec![], Ends::Refused, None);
     add("a file as a folder", &format!("{spec} new.file/x"), vec![("new.file", Content::of(""))], Ends::Refused, None);

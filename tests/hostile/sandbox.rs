@@ -50,7 +50,10 @@ pub(super) enum Content {
     /// A symbolic link.
     Link(String),
     Folder,
+    /// A FIFO at whose other end is nobody.
     Fifo,
+    /// A FIFO that is held open at both ends while the command runs.
+    OpenFifo,
     Absent,
 }
 
@@ -69,7 +72,7 @@ impl Content {
             }
             Self::Link(to) => symlink(to, path).unwrap(),
             Self::Folder => fs::create_dir_all(path).unwrap(),
-            Self::Fifo => assert!(Command::new("mkfifo").arg(path).status().unwrap().success()),
+            Self::Fifo | Self::OpenFifo => assert!(Command::new("mkfifo").arg(path).status().unwrap().success()),
             Self::Absent => {}
         }
     }
@@ -167,16 +170,21 @@ pub(super) struct Finding {
 pub(super) struct Sandbox {
     folder: TempDir,
     given: Vec<(String, Content)>,
+    /// The FIFOs that are held open.
+    open: Vec<File>,
 }
 
 impl Sandbox {
     pub(super) fn new(files: &[(String, Content)]) -> Self {
-        let sandbox = Self { folder: TempDir::new().unwrap(), given: files.to_vec() };
+        let mut sandbox = Self { folder: TempDir::new().unwrap(), given: files.to_vec(), open: Vec::new() };
         for folder in ["work", "tmp"] {
             fs::create_dir(sandbox.folder.path().join(folder)).unwrap();
         }
         for (name, content) in files {
             content.place(&sandbox.path(name));
+            if matches!(content, Content::OpenFifo) {
+                sandbox.open.push(File::options().read(true).write(true).open(sandbox.path(name)).unwrap());
+            }
         }
         sandbox
     }
