@@ -45,7 +45,7 @@ pub(super) fn put_into<'t>(path: &Path, texts: impl IntoIterator<Item = (Marks, 
 pub(super) fn put_with_data(path: &Path, marks: Marks, name: &str, whole: &str, summary: &str) -> Result<(), CliError> {
     let data = path.parent().unwrap_or(Path::new("")).join("data");
     let file = data.join(format!("{name}.csv"));
-    let io = |reason| CliError::Io { path: file.clone(), action: "write", reason };
+    let io = |reason| CliError::Io { path: file.clone().into(), action: "write", reason };
     fs::create_dir_all(&data).map_err(io)?;
     put_into(path, [(marks, format!("{summary}\nAll of it: [{name}.csv](data/{name}.csv).\n\n").as_str())])?;
     crate::fixture::persist(&file, |file| file.write_all(csv(whole).as_bytes())).map_err(io)

@@ -102,7 +102,7 @@ impl SpecCommand {
     fn show_schema(&self) -> Result<Passed, CliError> {
         self.options.expect_none()?;
         let schema: serde_json::Value = serde_json::from_str(SCHEMA)
-            .map_err(|error| CliError::Usage(format!("the schema of specs cannot be read: {error}")))?;
+            .map_err(|error| CliError::Usage(format!("the schema of specs cannot be read: {error}").into()))?;
         self.printing.finish_list(SCHEMA, &schema)?;
         Ok(Passed::Yes)
     }
