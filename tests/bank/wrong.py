@@ -39,11 +39,13 @@ def last_full_tile_lost(tile: int) -> Any:
 
 
 EDGE = "V at a tile edge"
+#: Diagnoses of a sum that lacks some columns, or has them twice.
+SUMS = r"the sums of exponentials (lack|have) vocabulary entr"
 for tile in (4096, 8192, 16_384):
-    wrong(EDGE, rf"V mod {tile} = 0", also=f"last-full-tile-of-{tile}-lost", name=f"last_full_tile_of_{tile}_lost")(last_full_tile_lost(tile))
+    wrong(EDGE, rf"V mod {tile} = 0", also=f"{SUMS}|last-full-tile-of-{tile}-lost", name=f"last_full_tile_of_{tile}_lost")(last_full_tile_lost(tile))
 
 
-@wrong(EDGE, r"V mod 4096 = 1\b", also=r"the dlogit of vocabulary entry \d+ of|one-column-tail-of-4096-lost")
+@wrong(EDGE, r"V mod 4096 = 1\b", also=rf"{SUMS}|the dlogit of vocabulary entry \d+ of|one-column-tail-of-4096-lost")
 def tail_of_one_column_lost(problem: Any) -> Outputs:
     """A tail of one column past tiles of 4,096 is not added."""
     return plain(problem, e=lambda e, c: without(e, (columns(e) >= 4096) & (columns(e) % 4096 == 0) & (columns(e) == e.shape[-1] - 1)))
@@ -60,7 +62,7 @@ def tail_of_one_column_has_no_gradient(problem: Any) -> Outputs:
     return plain(problem, dlogits=dlogits)
 
 
-@wrong(EDGE, r"V mod 1024 ≠ 0|last-tile-read-twice")
+@wrong(EDGE, r"V mod 1024 ≠ 0|last-tile-read-twice", also=SUMS)
 def tail_of_1024_added_twice(problem: Any) -> Outputs:
     """The exponentials of an incomplete last tile of 1,024 are added twice."""
 
@@ -188,7 +190,7 @@ def advantage_of_row_mod_32(problem: Any) -> Outputs:
     return plain(problem, advantages=lambda a, c: a[np.arange(a.shape[0]) % 32])
 
 
-@wrong(ROWS, r"B·T > 132 and V > 1024", also="persistent-grid-drops-columns")
+@wrong(ROWS, r"B·T > 132 and V > 1024", also=rf"{SUMS}|persistent-grid-drops-columns")
 def persistent_program_drops_columns(problem: Any) -> Outputs:
     """From its second row on a persistent program of 132 adds the first 1,024 columns alone."""
 
@@ -357,7 +359,7 @@ def mask_of_the_next_token(problem: Any) -> Outputs:
     return plain(problem, mask=lambda mask, c: np.roll(mask, -1, 1))
 
 
-@wrong(MASKS, r"normaliser-counts-padding", also=r"padded width|times what they should be, the loss")
+@wrong(MASKS, r"normaliser-counts-padding", also=r"padded width|a factor that each batch has of its own")
 def mean_over_padding(problem: Any) -> Outputs:
     """The mean divides by B·T."""
     return plain(problem, weight=lambda w, c: c.mask / F32(c.mask.size))
@@ -371,6 +373,7 @@ def masked_gradient_not_written(problem: Any) -> Outputs:
 
 # The eighth kind: ratios at the clip's bounds.
 BOUNDS = "bounds"
+TWICE = r"dlogits are (2|2\.0\d+|1\.99\d+) times"
 
 
 def at_a_bound(c: Any) -> Any:
@@ -383,7 +386,7 @@ def nan_at_a_bound(problem: Any) -> Outputs:
     return plain(problem, slope=lambda g, c: np.where(at_a_bound(c) & c.mask, F32(np.nan), g))
 
 
-@wrong(BOUNDS, r"ratios at the bounds", also=r"dlogits are (2\.0|1\.9999)\d+ times")
+@wrong(BOUNDS, r"ratios at the bounds", also=TWICE)
 def both_branches_at_a_bound(problem: Any) -> Outputs:
     """At a bound the slopes of both branches are added, of the ratio twice."""
     return plain(problem, slope=lambda g, c: np.where(at_a_bound(c), 2 * g, g))
@@ -472,7 +475,7 @@ def denominators_kept_by_address(problem: Any) -> Outputs:
     return plain(problem, total=lambda total, c: kept_by_address(c.a.logits, total))
 
 
-@wrong(MEMORY, r"stale-memory|not-reproducible", also=r"dlogits are 2\.000000 times")
+@wrong(MEMORY, r"stale-memory|not-reproducible", also=TWICE)
 def buffer_of_dlogits_added_to(problem: Any) -> Outputs:
     """dlogits are added to a buffer of their shape that is never cleared."""
 
@@ -487,13 +490,13 @@ def buffer_of_dlogits_added_to(problem: Any) -> Outputs:
 LOSS = "loss"
 
 
-@wrong(LOSS, r"0\.250000 times what they should be, the loss 0\.250000 times", loss_type="dapo")
+@wrong(LOSS, r"0\.25 times what they should be, the loss 0\.25 times", loss_type="dapo")
 def divided_by_steps_again(problem: Any) -> Outputs:
     """Loss and gradient are divided by four accumulation steps once more."""
     return plain(problem, weight=lambda w, c: w / 4)
 
 
-@wrong(LOSS, r"dlogits are (2\.00|1\.99)\d+ times")
+@wrong(LOSS, TWICE)
 def upstream_twice_in_some_batches(problem: Any) -> Outputs:
     """dlogits are doubled where the number of counting tokens is a multiple of 7."""
     return plain(problem, upstream=lambda g, c: 2 * g if c.mask.sum() % 7 == 0 else g)
@@ -544,13 +547,13 @@ def before(array: Any) -> Any:
     return np.concatenate([array[:, :1], array[:, :-1]], 1)
 
 
-@wrong(LOSS, r"old-logp-shifted")
+@wrong(LOSS, r"old-logp-shifted", also=r"when only other tokens of its sequence change")
 def old_logp_of_the_token_before(problem: Any) -> Outputs:
     """The old log-probability is that of the token before."""
     return plain(problem, log_ratio=lambda r, c: np.where(c.mask, c.logp - before(c.a.old_logp), F32(0)))
 
 
-@wrong(LOSS, r"advantage-of-neighbour")
+@wrong(LOSS, r"advantage-of-neighbour", also=r"when only other sequences change")
 def advantage_of_the_next_sequence(problem: Any) -> Outputs:
     """The advantage is that of the next sequence."""
     return plain(problem, advantages=lambda a, c: np.roll(a, -1, 0))
@@ -566,13 +569,13 @@ def mean_over_sequences(problem: Any) -> Outputs:
     return plain(problem, weight=weight)
 
 
-@wrong(LOSS, r"gradient-not-normalised", also=r"dlogits are \d+\.0\d+ times")
+@wrong(LOSS, r"gradient-not-normalised", also=r"a factor that each batch has of its own")
 def gradient_of_a_sum(problem: Any) -> Outputs:
     """The loss is a mean, its gradient that of a sum."""
     return plain(problem, upstream=lambda g, c: g * F32(max(c.mask.sum(), 1)))
 
 
-@wrong(LOSS, r"kl-k3-gradient-of-k1", beta=0.04, use_bias_correction_kl=False)
+@wrong(LOSS, r"kl-k3-gradient-of-k1", also=r"of each (token|sequence) are right up to a factor", beta=0.04, use_bias_correction_kl=False)
 def kl_gradient_of_k1(problem: Any) -> Outputs:
     """The derivative of the KL penalty lacks its exponential."""
     return plain(problem, kl_slope=lambda g, c: np.where(c.mask, c.beta, F32(0)) * c.weight)
@@ -643,25 +646,26 @@ def id_off_by_one(problem: Any) -> Outputs:
     return plain(problem, ids=lambda ids, c: (ids + 1) % c.a.logits.shape[-1])
 
 
-@wrong(SOFTMAX, r"rows-transposed")
+@wrong(SOFTMAX, r"rows-transposed", also=r"when only other (tokens of its sequence|sequences) change|when only what masked tokens hold changes")
 def rows_transposed(problem: Any) -> Outputs:
     """Logits are read as `[T,B,V]`."""
-    return plain(problem, x=lambda x, c: x.reshape(x.shape[1], x.shape[0], -1).swapaxes(0, 1))
+    logits = problem.numpy().logits.astype(F32)
+    return plain(problem, x=lambda x, c: logits.reshape(x.shape[1], x.shape[0], -1).swapaxes(0, 1))
 
 
-@wrong(SOFTMAX, r"shard|half of the vocabulary")
+@wrong(SOFTMAX, rf"{SUMS}|shard")
 def sum_of_first_shard(problem: Any) -> Outputs:
     """The denominators of vocabulary shards are not added up: that of the first half is taken."""
     return plain(problem, total=lambda total, c: c.e[..., : max(c.e.shape[-1] // 2, 1)].sum(-1, keepdims=True))
 
 
-@wrong(SOFTMAX, r"first-column-skipped")
+@wrong(SOFTMAX, r"first-column-skipped|lack vocabulary entry 0 of", also=r"the dlogit of vocabulary entry 0 of")
 def first_column_lost(problem: Any) -> Outputs:
     """Column 0 is taken for padding."""
     return plain(problem, e=lambda e, c: without(e, columns(e) == 0))
 
 
-@wrong(SOFTMAX, r"sum-in-bf16")
+@wrong(SOFTMAX, r"sum-in-bf16|the sums of exponentials are numbers of bf16")
 def sum_in_bf16(problem: Any) -> Outputs:
     """The denominator is accumulated in bf16."""
 

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use assay_core::problem::Candidate;
-use assay_judge::diagnosis::Diagnosis;
 use assay_judge::gate::{Edge, Model};
 use assay_judge::metric::Comparison;
 use assay_judge::report;
@@ -22,6 +21,7 @@ use crate::dependence::dependences;
 use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
+use crate::patterns::{AgreedPatterns, agreed, patterns_of};
 use crate::repros::keep;
 use crate::shrink::{ShrinkEffort, shrink};
 use crate::subject::{Subject, telling};
@@ -57,22 +57,22 @@ struct CauseDraft<P> {
     way: Option<usize>,
     bucket: FailureGroup<P>,
     problem: Arc<P>,
-    patterns: Vec<Diagnosis>,
+    patterns: AgreedPatterns,
     cause: schema::FailureCause,
 }
 
 /// The causes of what was found, the one with most cases first.
 pub(crate) fn causes<P: Subject>(
     campaign: &Campaign,
-    found: Failures<P>,
+    mut found: Failures<P>,
     bench: &mut Examiner<P>,
 ) -> Result<Vec<schema::FailureCause>, CampaignError> {
     // Each kind of failure becomes a draft. Drafts that share the name of a mutant are one cause: the same mistake
     // fails several gates.
     let mut drafts: Vec<CauseDraft<P>> = Vec::new();
-    for ((way, kind), bucket) in found.buckets {
+    for ((way, kind), bucket) in std::mem::take(&mut found.buckets) {
         bench.call_by(way);
-        let draft = draft(campaign, kind, bucket, found.passing, bench);
+        let draft = draft(campaign, kind, bucket, &found, bench);
         // A kernel that fails in one way of calling only has that way for its cause, whichever gates fail.
         let are_one = |other: &CauseDraft<P>| way.is_some() || are_one(other, &draft);
         match drafts.iter_mut().find(|other| other.way == way && are_one(other)) {
@@ -99,7 +99,7 @@ pub(crate) fn causes<P: Subject>(
             None => merged.push(draft),
         }
     }
-    let mut drafts = join_by_property(merged, found.trials);
+    let mut drafts = join_by_property(join_edges(merged), found.trials);
     // Write the shrunk problem of each cause, so that the next campaign tries it first.
     for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
@@ -148,6 +148,36 @@ fn sentence(kind: &FailureKind, cause: &schema::FailureCause) -> String {
     }
 }
 
+/// Joins what fails at an edge with what fails in the same way elsewhere: one bug is one cause. Where both have names, and none in
+/// common, or the edge alone has one, they are two.
+fn join_edges<P>(drafts: Vec<CauseDraft<P>>) -> Vec<CauseDraft<P>> {
+    let mut joined: Vec<CauseDraft<P>> = Vec::new();
+    let mut of_edges = Vec::new();
+    for draft in drafts {
+        match draft.kind {
+            FailureKind::Gate(_, gate, _) if gate.edge.is_some_and(|edge| edge != Edge::Masked) => of_edges.push(draft),
+            _ => joined.push(draft),
+        }
+    }
+    for draft in of_edges {
+        let FailureKind::Gate(_, gate, status) = draft.kind else { continue };
+        let is_explained_alike = |other: &CauseDraft<P>| {
+            let names = |draft: &CauseDraft<P>| !draft.cause.like.is_empty() || !draft.cause.computes.is_empty();
+            !names(&draft) || are_one(other, &draft)
+        };
+        let is_same = |other: &&mut CauseDraft<P>| {
+            let FailureKind::Gate(_, theirs, their_status) = other.kind else { return false };
+            let same_output = theirs.output == gate.output && theirs.edge != Some(Edge::Masked);
+            same_output && their_status == status && other.way == draft.way && is_explained_alike(other)
+        };
+        match joined.iter_mut().find(is_same) {
+            Some(other) => join(other, draft),
+            None => joined.push(draft),
+        }
+    }
+    joined
+}
+
 /// Joins drafts with a larger one whose property all of their problems have, or whose sums they are of: the same mistake fails several
 /// gates, and at several edges.
 fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, bool)]) -> Vec<CauseDraft<P>> {
@@ -185,7 +215,7 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
 /// Whether two failures have one cause: a wrong kernel's name, or a pattern of errors, in common.
 fn are_one<P>(a: &CauseDraft<P>, b: &CauseDraft<P>) -> bool {
     let named = a.cause.like.iter().any(|name| b.cause.like.contains(name));
-    named || a.patterns.iter().any(|pattern| b.patterns.iter().any(|other| pattern.is_like(other)))
+    named || a.patterns.is_like(&b.patterns)
 }
 
 /// Adds a draft that fails on the same problems, and keeps the names of the larger one: another mistake may fail there too.
@@ -216,9 +246,10 @@ fn draft<P: Subject>(
     campaign: &Campaign,
     kind: FailureKind,
     bucket: FailureGroup<P>,
-    passing: &[Arc<P>],
+    found: &Failures<P>,
     bench: &mut Examiner<P>,
 ) -> CauseDraft<P> {
+    let passing = found.passing;
     // Failures are sorted by size, so that shrinking starts from the smallest problem.
     let FailedProblem { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
@@ -254,19 +285,17 @@ fn draft<P: Subject>(
     if shrinks {
         cause.values = problem.values_in_words(&campaign.spec);
     }
-    let mut patterns = Vec::new();
+    let mut patterns = AgreedPatterns::default();
     // Explain the failure by what is known of its kind: a failed gate by its verdict, its diagnoses and the mutants
     // that fail alike, any other kind by a sentence.
     match &kind {
         FailureKind::Gate(..) => {
             if let Ok(candidate) = bench.candidate(&problem) {
                 explain(campaign, bench, &kind, &problem, &candidate, &mut cause);
-                // A shrunk problem has too few values for a pattern: the largest of the problems that failed has most.
-                let originals = bucket.kept.iter().rev().map(|failing| &failing.problem);
-                let diagnoses =
-                    originals.map(|problem| diagnoses(campaign, bench, problem)).find(|all| !all.is_empty());
-                patterns = diagnoses.unwrap_or_default();
-                cause.diagnoses = patterns.iter().map(ToString::to_string).collect();
+                // A shrunk problem has too few values for a pattern, and one problem's may be chance: those that failed must agree.
+                let dtypes = bucket.tried.iter().map(|&place| found.trials[place].0.recipe.dtype).collect();
+                patterns = agreed(&patterns_of(bench, bucket.in_descending_size()), &dtypes);
+                cause.diagnoses = patterns.texts();
                 // The picture that tells most is the one of which the smallest part is beyond the limit; of equals, of the largest problem.
                 let kept = bucket.kept.iter().rev().map(|failing| &failing.problem);
                 let pictures = kept.filter_map(|problem| picture(campaign, bench, &kind, problem));
@@ -377,14 +406,6 @@ fn explain<P: Subject>(
     if let Some(verdict) = verdicts.iter().find(|verdict| verdict.gate == *gate) {
         cause.verdict = Some(known.explain(verdict, &campaign.kernel, ""));
     }
-}
-
-/// The diagnoses of a problem on which the kernel failed.
-fn diagnoses<P: Subject>(campaign: &Campaign, bench: &mut Examiner<P>, problem: &Arc<P>) -> Vec<Diagnosis> {
-    let Ok(candidate) = bench.candidate(problem) else { return Vec::new() };
-    let Ok(known) = JudgedProblem::new(&campaign.spec, &**problem) else { return Vec::new() };
-    let Ok(verdicts) = known.verdicts(&candidate.lend(), &bench.limits) else { return Vec::new() };
-    problem.diagnose(&known.reference, &candidate.lend(), &verdicts)
 }
 
 /// Losses whose numbers the kernel has on all of a cause's problems; where there are several, problems are made that tell

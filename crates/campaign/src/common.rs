@@ -10,6 +10,9 @@ use crate::deck::{DealtHead, DealtRecipe, DeckContent};
 /// Problems that must have failed, and passed, before they are compared.
 const FEW: usize = 3;
 
+/// Failing problems from which on a property may be one of as many passing ones.
+const MANY: usize = 10;
+
 /// A property of a problem, in words.
 type Property = (String, Box<dyn Fn(&DealtRecipe) -> bool>);
 
@@ -35,8 +38,13 @@ impl CommonProperty {
             let passing = passing.iter().filter(|dealt| holds(dealt)).count();
             Self { words, passing, holds: holds.into() }
         });
-        // A property that all passing problems have too explains nothing.
-        let tells = |property: &Self| 3 * property.passing <= failing.len() && property.passing < passing.len();
+        // A property that all passing problems have too explains nothing. Of many failing problems each has by chance what few of the
+        // others have in less than one campaign of a million.
+        let tells = |property: &Self| {
+            let is_rare = MANY <= failing.len() && property.passing <= failing.len();
+            let is_rare = is_rare && 4 * property.passing <= passing.len();
+            (3 * property.passing <= failing.len() || is_rare) && property.passing < passing.len()
+        };
         counted.min_by_key(|property| property.passing).filter(tells)
     }
 
@@ -101,6 +109,14 @@ fn properties() -> Vec<Property> {
             );
         }
     }
+    for width in [1_024, 512, 256, 128, 64, 32, 16] {
+        for tile in (10..18).map(|power| 1_usize << power) {
+            add(
+                format!("H > {width} and V > {tile}"),
+                Box::new(move |dealt| hidden(dealt) > width && vocab(dealt) > tile),
+            );
+        }
+    }
     for rows in [65_535, 1_024, 256, 132, 128, 64, 32] {
         add(format!("B·T > {rows}"), Box::new(move |dealt| batch(dealt) * tokens(dealt) > rows));
         add(
@@ -152,5 +168,18 @@ mod tests {
         assert_eq!(found(&deck, persistent).as_deref(), Some("B·T > 132 and V > 1024"));
         let of_heads = Deck { head: Some(DeckHead::default()), ..deck };
         assert_eq!(found(&of_heads, |dealt| hidden(dealt) > 512).as_deref(), Some("H > 512"));
+        let wide_head = |dealt: &DealtRecipe| hidden(dealt) > 32 && vocab(dealt) > 8_192;
+        assert_eq!(found(&of_heads, wide_head).as_deref(), Some("H > 32 and V > 8192"));
+    }
+
+    /// Some of the problems of that size pass, as those without a gradient in what is lost.
+    #[test]
+    fn common_property_of_many_failures_may_be_one_of_passing_problems() {
+        let wrong = |dealt: &DealtRecipe| tokens(dealt) > 8 && !tokens(dealt).is_multiple_of(8);
+        let fails = |dealt: &DealtRecipe| wrong(dealt) && !dealt.recipe.seed.is_multiple_of(5) && vocab(dealt) < 4_096;
+        assert_eq!(found(&Deck::default(), fails).as_deref(), Some("T > 8 and T mod 8 ≠ 0"));
+        // Of few failing problems two in five are no evidence.
+        let few = |dealt: &DealtRecipe| fails(dealt) && dealt.recipe.seed.is_multiple_of(17);
+        assert_ne!(found(&Deck::default(), few).as_deref(), Some("T > 8 and T mod 8 ≠ 0"));
     }
 }

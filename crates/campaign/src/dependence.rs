@@ -5,6 +5,7 @@ use std::sync::Arc;
 use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, Gradient, Problem, Shape};
 use assay_judge::metric::half_ulp;
 use assay_judge::trial::JudgedProblem;
+use assay_schema::number::six;
 use ndarray::{Array2, Axis};
 
 use crate::examine::{Examiner, elements};
@@ -103,7 +104,7 @@ fn dependence<P: Subject>(bench: &mut Examiner<P>, problem: &Arc<P>, altered: Al
             // A kernel whose second answer differs from its first has another mistake.
             (!is_exactly_changed && is_changed(&given_of_other) && !is_changed(&again)).then(|| {
                 let values = match (of_token(&given).as_slice(), of_token(&given_of_other).as_slice()) {
-                    ([before], [after]) => format!("changes from {before:.6} to {after:.6}"),
+                    ([before], [after]) => format!("changes from {} to {}", six(*before), six(*after)),
                     _ => "change".into(),
                 };
                 format!("{} of token [{b},{t}] {values} when only {}", output.name, altered.words())
@@ -168,17 +169,19 @@ fn with_altered<P: Subject>(problem: &P, altered: &Array2<bool>) -> P {
     let alter = |array: &mut Array2<f64>, by: &dyn Fn(f64) -> f64| {
         array.indexed_iter_mut().filter(|(at, _)| altered[*at]).for_each(|(_, x)| *x = by(*x));
     };
+    // A deck's values are those of f32, and stay so: a kernel may be handed f64 where one of them is not, and rounds otherwise there.
+    let (raised, mirrored) = (|x: f64| f64::from((x + 0.25) as f32), |x: f64| f64::from((0.5 - x) as f32));
     for array in [&mut tokens.old_logp, &mut tokens.ref_logp].into_iter().flatten() {
-        alter(array, &|x| x + 0.25);
+        alter(array, &raised);
     }
     match &mut tokens.advantages {
-        Advantages::Token(array) | Advantages::Dlogp(array) => alter(array, &|x| 0.5 - x),
+        Advantages::Token(array) | Advantages::Dlogp(array) => alter(array, &mirrored),
         // The advantage of a sequence is altered where all of its tokens that count are.
         Advantages::Sequence(array) => {
             for sequence in sequences.places(altered.dim()) {
                 let mut places = sequence.places().filter(|at| tokens.mask[*at]).peekable();
                 if sequence.index < sequences.count(batch) && places.peek().is_some() && places.all(|at| altered[at]) {
-                    array[sequence.index] = 0.5 - array[sequence.index];
+                    array[sequence.index] = mirrored(array[sequence.index]);
                 }
             }
         }

@@ -124,14 +124,40 @@ pub(crate) struct FailureGroup<P> {
     pub(crate) worst: Option<(Comparison, String)>,
     /// The smallest of the problems that failed so.
     pub(crate) kept: Vec<FailedProblem<P>>,
+    /// The largest of the others that are asked for again in no time: patterns show where there are many values.
+    pub(crate) larger: Vec<FailedProblem<P>>,
 }
 
 impl<P> FailureGroup<P> {
     /// A group without a problem yet, whose first will be `first`.
     pub(crate) fn new(first: String) -> Self {
-        Self { cases: 0, first, tried: Vec::new(), worst: None, kept: Vec::new() }
+        Self { cases: 0, first, tried: Vec::new(), worst: None, kept: Vec::new(), larger: Vec::new() }
     }
 }
+
+impl<P: Subject> FailureGroup<P> {
+    /// Keeps a problem if it is one of the smallest, or of the largest that are not too large.
+    pub(crate) fn keep(&mut self, failing: FailedProblem<P>) {
+        self.kept.push(failing);
+        self.kept.sort_by_key(|failing| elements(&*failing.problem));
+        self.larger.extend(self.kept.drain(self.kept.len().min(KEPT)..));
+        self.larger.retain(|failing| elements(&*failing.problem) <= LARGE);
+        self.larger.sort_by_key(|failing| std::cmp::Reverse(elements(&*failing.problem)));
+        self.larger.truncate(LARGER);
+    }
+
+    /// Returns the problems in which patterns are looked for, the largest first.
+    pub(crate) fn in_descending_size(&self) -> impl Iterator<Item = &Arc<P>> {
+        self.larger.iter().chain(self.kept.iter().rev()).map(|failing| &failing.problem)
+    }
+}
+
+/// Problems of one kind of failure that are kept, the small ones.
+const KEPT: usize = 6;
+
+/// Larger problems that are kept beside them, and the largest number of their logits.
+const LARGER: usize = 3;
+const LARGE: usize = 1 << 16;
 
 /// A kernel under examination: what all of a campaign's steps ask it by.
 pub(crate) struct Examiner<'b, P: Subject> {

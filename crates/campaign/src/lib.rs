@@ -39,6 +39,7 @@ mod neighbours;
 #[cfg(feature = "mutants")]
 mod outputs;
 pub mod panel;
+mod patterns;
 #[cfg(feature = "mutants")]
 mod power;
 mod repros;

@@ -31,6 +31,12 @@ const MARGIN: f64 = 2.0;
 /// The error of a value, in half ulps, from which on its rounding alone does not explain it.
 const BEYOND_ROUNDING: f64 = 1.05;
 
+/// The error of a value, in half ulps, from which on roundings in another order do not explain it.
+const FEW_ROUNDINGS: f64 = 16.0;
+
+/// The log-probability of an id from which on f32 keeps few digits of 1 − p.
+const COLLAPSED: f64 = -1e-5;
+
 /// Returns the mutants that fail as the kernel does: by the same gate, with the same values to within a small part of
 /// the error, on every problem of the cause; and that pass where the kernel passes.
 pub(crate) fn names<P: Subject>(
@@ -61,8 +67,12 @@ pub(crate) fn names<P: Subject>(
         passing.iter().filter_map(|problem| JudgedProblem::new(bench.spec, &**problem).ok()).collect();
     // A name must explain every failure and contradict no passing problem.
     let is_alike = |mutant: &&Mutant| {
-        failing.iter().all(|(known, candidate)| fails_alike(known, candidate, mutant, kind, &bench.limits))
-            && passing.iter().all(|known| passes(known, mutant, &bench.limits))
+        let mut evidence = Likeness::default();
+        let alike = failing.iter().all(|(known, candidate)| {
+            let of_problem = likeness(known, candidate, mutant, kind, &bench.limits);
+            of_problem.map(|of_problem| evidence.add(&of_problem)).is_some()
+        });
+        alike && evidence.is_enough() && passing.iter().all(|known| passes(known, mutant, &bench.limits))
     };
     let alike = |mutants: Vec<&'static Mutant>| -> Vec<schema::MutantName> {
         mutants.into_par_iter().filter(is_alike).map(named).collect()
@@ -122,19 +132,49 @@ fn is_below(verdict: &Verdict, times: f64) -> bool {
     is_finite && verdict.worst().map_or(verdict.passed(), |worst| worst.error_over_limit() < times)
 }
 
-/// Whether a mutant fails as `candidate` does: by the gate of `kind`, with the same values; or for garbage under the mask, with NaN in
-/// the same places of every output.
-fn fails_alike<P: Subject>(
+/// How far a mutant's wrong values are those of the kernel.
+#[derive(Clone, Copy, Debug, Default)]
+struct Likeness {
+    /// Whether the mutant fails.
+    fails: bool,
+    /// The number of values that are off by more than their rounding.
+    beyond: usize,
+    /// The number of them of which kernel and mutant are nearer to each other than to the exact one.
+    explained: usize,
+    /// Whether some value is off by more than a few roundings.
+    is_large: bool,
+}
+
+/// The number of values that are off by few roundings from which on agreement is no chance.
+const ROUNDED: usize = 8;
+
+impl Likeness {
+    fn add(&mut self, other: &Self) {
+        self.fails |= other.fails;
+        self.beyond += other.beyond;
+        self.explained += other.explained;
+        self.is_large |= other.is_large;
+    }
+
+    /// Whether all problems together show that the mistake is one.
+    fn is_enough(&self) -> bool {
+        self.fails && 4 * self.explained >= 3 * self.beyond && (self.is_large || self.beyond >= ROUNDED)
+    }
+}
+
+/// Compares how a mutant and `candidate` fail: by the gate of `kind`, with the same values; or for garbage under the mask, with NaN in
+/// the same places of every output. Returns `None` if they do not fail alike.
+fn likeness<P: Subject>(
     known: &JudgedProblem<P>,
     candidate: &Candidate<P::Gradient>,
     mutant: &Mutant,
     kind: &FailureKind,
     limits: &Limits,
-) -> bool {
+) -> Option<Likeness> {
     if is_right_by_size(known, mutant) {
-        return false;
+        return None;
     }
-    let Some((other, verdicts)) = run(known, mutant, limits) else { return false };
+    let (other, verdicts) = run(known, mutant, limits)?;
     let counting = |candidate: &Candidate<P::Gradient>, gate| counting_values(known.problem, candidate, gate);
     let gate = match kind {
         FailureKind::Gate(_, gate, _) => *gate,
@@ -148,47 +188,72 @@ fn fails_alike<P: Subject>(
                     || (given.len() == wrong.len()
                         && given.iter().zip(&wrong).all(|(x, y)| x.is_finite() == y.is_finite()))
             };
-            return verdicts.iter().any(|verdict| !verdict.passed()) && all.into_iter().all(same);
+            let fails = verdicts.iter().any(|verdict| !verdict.passed());
+            return (fails && all.into_iter().all(same)).then_some(Likeness {
+                fails,
+                is_large: true,
+                ..Likeness::default()
+            });
         }
-        _ => return false,
+        _ => return None,
     };
     if !verdicts.iter().any(|verdict| verdict.gate == gate && !is_below(verdict, 1.0 / MARGIN)) {
-        return false;
+        return None;
     }
     let dtype = known.problem.dtype();
     let exact = P::outcome(&known.reference);
-    let (given, wrong, exact) = (counting(candidate, gate), counting(&other, gate), counting(&exact, gate));
-    are_alike(&given, &wrong, &exact, if gate.output.is_gradient() { dtype } else { Dtype::F32 })
+    let (mut given, mut wrong, mut exact_values) =
+        (counting(candidate, gate), counting(&other, gate), counting(&exact, gate));
+    if matches!(gate.output, Output::Dlogits | Output::Dhidden)
+        && let Some(logp) = &exact.logp
+    {
+        // The gradient of a token whose id has nearly all the mass is of the size 1 − p, of which f32 keeps few digits.
+        let logp: Vec<f64> = logp.to_f64().into_iter().collect();
+        let width = exact_values.len() / logp.len().max(1);
+        for (token, _) in logp.iter().enumerate().filter(|(_, logp)| **logp > COLLAPSED) {
+            let row = token * width..(token + 1) * width;
+            for values in [&mut given, &mut wrong, &mut exact_values] {
+                values.get_mut(row.clone()).into_iter().for_each(|row| row.fill(0.0));
+            }
+        }
+    }
+    let exact = exact_values;
+    let fails = verdicts.iter().any(|verdict| verdict.gate == gate && !verdict.passed());
+    let alike = compared(&given, &wrong, &exact, if gate.output.is_gradient() { dtype } else { Dtype::F32 });
+    alike.map(|alike| Likeness { fails, ..alike })
 }
 
-/// Whether `wrong` are the values `given`, both being off from `exact`: NaN in the same places, and elsewhere no further apart than
-/// two roundings and a small part of the largest error. Of the values that are off by more than a rounding most are nearer to each
-/// other than to the exact one: two kernels that both round once too often are not alike for that.
-fn are_alike(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> bool {
+/// Compares the wrong values `given` and `wrong`, both being off from `exact`. Returns `None` unless NaN is in the same places, and
+/// the others are no further apart than two roundings and a small part of the largest error. Of the values that are off by more than a
+/// rounding most must be nearer to each other than to the exact one: two kernels that both round once too often are not alike for that.
+fn compared(given: &[f64], wrong: &[f64], exact: &[f64], dtype: Dtype) -> Option<Likeness> {
     if given.len() != wrong.len() {
-        return false;
+        return None;
     }
     // The largest finite error of the kernel is the scale on which two wrong values are compared.
     let off = given.iter().zip(exact).map(|(x, y)| (x - y).abs()).filter(|error| error.is_finite());
     let largest = off.fold(0.0, f64::max);
-    let (mut beyond, mut explained) = (0, 0);
+    let mut found = Likeness::default();
     for ((x, y), exact) in given.iter().zip(wrong).zip(exact) {
         if x.is_finite() != y.is_finite() {
-            return false;
+            return None;
         }
+        let half = half_ulp(*exact, dtype);
         if !x.is_finite() {
+            found.is_large |= exact.is_finite();
             continue;
         }
         if (x - y).abs() > f64::max(ALIKE * largest, 4.0 * half_ulp(*x, dtype)) {
-            return false;
+            return None;
         }
         let error = f64::max((x - exact).abs(), (y - exact).abs());
-        if error > f64::max(ALIKE * largest, BEYOND_ROUNDING * half_ulp(*exact, dtype)) {
-            beyond += 1;
-            explained += usize::from((x - y).abs() < error / 2.0);
+        found.is_large |= (x - exact).abs() > FEW_ROUNDINGS * half;
+        if error > f64::max(ALIKE * largest, BEYOND_ROUNDING * half) {
+            found.beyond += 1;
+            found.explained += usize::from((x - y).abs() < error / 2.0);
         }
     }
-    4 * explained >= 3 * beyond
+    Some(found)
 }
 
 /// The output that a gate is of, without the values of masked tokens, which nobody looks at. Masked dlogits must be 0, and stay.

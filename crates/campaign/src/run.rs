@@ -34,9 +34,6 @@ const TWICE: u64 = 8;
 /// Vocabularies above this are split over programs, and asked twice.
 const SPLIT: usize = 16_384;
 
-/// Problems of one kind of failure that are kept, the small ones.
-const KEPT: usize = 6;
-
 /// Problems that the kernel passes and wrong kernels must pass too, to give a cause its name.
 const PASSING: usize = 12;
 
@@ -482,9 +479,7 @@ impl<P: Subject> Round<'_, P> {
             let label = if dealt { failing.label.clone() } else { cause::words(&*failing.problem) };
             group.worst = Some((*error, label));
         }
-        group.kept.push(failing);
-        group.kept.sort_by_key(|failing| elements(&*failing.problem));
-        group.kept.truncate(KEPT);
+        group.keep(failing);
     }
 
     fn finish(mut self) -> Result<schema::CampaignReport, CampaignError> {

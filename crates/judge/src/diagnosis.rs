@@ -31,10 +31,10 @@
 
 use std::fmt;
 
-use ndarray::{Dimension, Ix3};
+use ndarray::{Dimension, Ix2, Ix3};
 
 use super::U;
-use super::gate::Output;
+use super::gate::{Edge, Output};
 use super::judge::Verdict;
 use super::metric::half_ulp;
 use assay_core::problem::{Candidate, Dtype, FloatArray, FloatView};
@@ -116,6 +116,19 @@ pub enum Diagnosis {
     NotUpcast(Dtype),
     /// The errors of logp, or of entropy alone, are as large as those of a sum of so many terms, added one by one in f32.
     NaiveSum(usize),
+    /// The sums of exponentials that logp tells are numbers of this dtype.
+    NarrowSum(Dtype),
+    /// The sums of exponentials that logp tells are off by what some vocabulary entries at one end add to them.
+    SumOfColumns {
+        /// The first of the entries.
+        first: usize,
+        /// The last of the entries.
+        last: usize,
+        /// The number of entries `V`.
+        vocab: usize,
+        /// Whether they are added twice, or not at all.
+        twice: bool,
+    },
     /// The errors of entropy alone are no larger than those of `lse − Σ p·x` with p rounded as `exp(x − lse)`.
     EntropyDifference {
         /// The logarithm of the sum of exponentials at the largest error, in nats.
@@ -192,6 +205,19 @@ impl fmt::Display for Diagnosis {
             Diagnosis::NaiveSum(terms) => {
                 write!(f, "these are the errors of a sum of {terms} terms, added one by one in f32")
             }
+            Diagnosis::NarrowSum(dtype) => {
+                write!(f, "the sums of exponentials are numbers of {dtype}: they are added up or kept in {dtype}")
+            }
+            Diagnosis::SumOfColumns { first, last, vocab, twice } => {
+                let entries = if first == last { "entry" } else { "entries" };
+                write!(f, "the sums of exponentials {} vocabulary {entries} ", if *twice { "have" } else { "lack" })?;
+                write!(f, "{first}")?;
+                if first != last {
+                    write!(f, " to {last}")?;
+                }
+                let end = if last + 1 == *vocab { "the last tile, or a shard" } else { "the first tile, or a shard" };
+                write!(f, " of {vocab}{}: {end}", if *twice { " twice" } else { "" })
+            }
             Diagnosis::EntropyDifference { lse, entropy } => {
                 write!(
                     f,
@@ -214,6 +240,10 @@ impl Diagnosis {
                 Self::Columns { last, vocab, zero, .. },
                 Self::Columns { last: other_last, vocab: other_vocab, zero: other_zero, .. },
             ) => zero == other_zero && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
+            (
+                Self::SumOfColumns { last, vocab, twice, .. },
+                Self::SumOfColumns { last: other_last, vocab: other_vocab, twice: other_twice, .. },
+            ) => twice == other_twice && (last + 1 == *vocab) == (other_last + 1 == *other_vocab),
             (Self::Tokens { .. }, Self::Tokens { .. })
             | (Self::NaiveSum(_), Self::NaiveSum(_))
             | (Self::EntropyDifference { .. }, Self::EntropyDifference { .. })
@@ -231,16 +261,25 @@ pub(super) fn diagnose_logits(
     verdicts: &[Verdict],
 ) -> Vec<Diagnosis> {
     let mut all: Vec<Diagnosis> = diagnose_tokens(reference, candidate, verdicts).into_iter().collect();
+    let dtype = candidate.gradient.dtype();
+    let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
+    if let [Diagnosis::NotUpcast(narrow)] = all[..]
+        && is_narrow(reference, candidate.logp.as_ref(), narrow)
+        && token_factors(reference, dtype, row).is_some()
+    {
+        // A softmax in a narrow dtype has wrong probabilities. Where these are right, up to what the rounded logp makes of a ratio,
+        // logp alone is rounded.
+        all = vec![Diagnosis::StoredWider(Output::Logp, narrow)];
+    }
     if failed(verdicts, Output::Dlogits) {
-        let loss = candidate.loss.as_ref().map(FloatArray::value);
-        all.extend(diagnose_dlogits(reference, &candidate.gradient, loss));
+        let is_nonfinite = |verdict: &Verdict| verdict.status == Status::Nonfinite;
         // Values that are not finite are no pattern of numbers that are.
-        if verdicts.iter().any(|verdict| verdict.gate.output == Output::Dlogits && verdict.status == Status::Nonfinite)
-        {
-            all.retain(|diagnosis| !matches!(diagnosis, Diagnosis::ConstantFactor { .. }));
-        } else if all.is_empty() {
-            let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
-            all.extend(diagnose_factors(reference, Output::Dlogits, candidate.gradient.dtype(), row));
+        if !verdicts.iter().any(|verdict| verdict.gate.output == Output::Dlogits && is_nonfinite(verdict)) {
+            let loss = candidate.loss.as_ref().map(FloatArray::value);
+            all.extend(diagnose_dlogits(reference, &candidate.gradient, loss));
+            if all.is_empty() {
+                all.extend(diagnose_factors(reference, Output::Dlogits, dtype, row));
+            }
         }
         if !all.contains(&Diagnosis::OnlyTheTarget) {
             all.extend(diagnose_places(reference, &candidate.gradient));
@@ -249,8 +288,19 @@ pub(super) fn diagnose_logits(
     all
 }
 
+/// Whether a gate of `output` failed at tokens that count: what is under the mask has no pattern of errors.
 fn failed(verdicts: &[Verdict], output: Output) -> bool {
-    verdicts.iter().any(|verdict| verdict.gate.output == output && verdict.status.failed())
+    let of_output = |verdict: &&Verdict| verdict.gate.output == output && verdict.gate.edge != Some(Edge::Masked);
+    verdicts.iter().filter(of_output).any(|verdict| verdict.status.failed())
+}
+
+/// Whether all log-probabilities of tokens that count are values of `dtype`, though they are stored wider.
+fn is_narrow(reference: &Reference, logp: Option<&FloatArray<Ix2>>, dtype: Dtype) -> bool {
+    let Some(logp) = logp.filter(|logp| matches!(logp.dtype(), Dtype::F32 | Dtype::F64)) else { return false };
+    let shape = reference.shape();
+    let counting = ndarray::indices((shape.batch, shape.tokens)).into_iter();
+    let mut values = counting.filter(|at| reference.token(at.0, at.1).is_some()).map(|(b, t)| logp.at(b, t));
+    values.all(|value| dtype.round(value) == value)
 }
 
 /// The roundings of a probability besides that of `lse`, and of the sum that it goes into.
@@ -280,6 +330,10 @@ pub(super) fn diagnose_tokens<G>(
         let exact = if of_logp { token.inputs.logp } else { token.entropy };
         let signed = values.at(b, t) - exact;
         let own = signed.abs();
+        // A value that is not finite has lost what the others might show.
+        if !own.is_finite() {
+            return None;
+        }
         if signed != 0.0 {
             signs[usize::from(signed > 0.0)] += 1;
         }
@@ -305,10 +359,12 @@ pub(super) fn diagnose_tokens<G>(
         }
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
+    if of_logp && let Some(sums) = diagnose_sums(reference, candidate.logp.as_ref()?) {
+        return Some(sums);
+    }
     // The size of the largest error alone decides between the two causes: within a factor of 16 of what a narrow
     // softmax would have, or below the worst of a sum one by one.
     match () {
-        () if !error.is_finite() => None,
         () if narrow && (coarse / 16.0..=coarse).contains(&error) && go_both_ways(signs) => {
             Some(Diagnosis::NotUpcast(dtype))
         }
@@ -317,6 +373,80 @@ pub(super) fn diagnose_tokens<G>(
         // A sum of fewer terms has too small an error to be a cause.
         () if shape.vocab >= LONG_SUM && error <= of_sum && explained_by_sum => Some(Diagnosis::NaiveSum(shape.vocab)),
         () => None,
+    }
+}
+
+/// The error of a log-probability, in units of `u·(1 + |logp|)`, up to which f32 alone may be off.
+const OF_F32: f64 = 16.0;
+
+/// The relative error of a sum from which on a log-probability tells the sum: finer ones are hidden by the rounding of f32.
+const TELLS_SUM: f64 = 1e-4;
+
+/// Diagnoses the sums of exponentials that wrong log-probabilities tell: each is a number of a narrow dtype, or all are off by what the
+/// same vocabulary entries add to them.
+fn diagnose_sums(reference: &Reference, logp: &FloatArray<Ix2>) -> Option<Diagnosis> {
+    let shape = reference.shape();
+    let mut told = 0;
+    let mut narrow = vec![Dtype::Bf16, Dtype::F16];
+    // For entries at the end and at the beginning the boundaries that explain all tokens so far.
+    let mut boundaries = [(0, shape.vocab); 2];
+    let mut twice = None;
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        let signed = logp.at(b, t) - token.inputs.logp;
+        let rounding = OF_F32 * U * (1.0 + token.inputs.logp.abs());
+        if signed.abs() <= rounding {
+            continue;
+        }
+        // ln Σ' = ln Σ − (logp' − logp): the sum's relative error.
+        let error = (-signed).exp_m1();
+        if error.abs() < TELLS_SUM || rounding > error.abs() / 8.0 {
+            continue;
+        }
+        if *twice.get_or_insert(error > 0.0) != (error > 0.0) {
+            boundaries = [(1, 0); 2];
+        }
+        told += 1;
+        let sum = token.logp_softmax.stats.log_sum.exp() * (1.0 + error);
+        narrow.retain(|dtype| (dtype.round(sum) / sum - 1.0).abs() < rounding);
+        if narrow.is_empty() && boundaries.iter().all(|(first, last)| first > last) {
+            return None;
+        }
+        let row = reference.row(b, t, token);
+        let p = &row.logp().probabilities;
+        let missing = error.abs();
+        // Boundaries v for which the entries from v on, and those before v, add what is missing.
+        let (mut after, mut before): (f64, f64) = (p.iter().sum(), 0.0);
+        let mut fits = [(usize::MAX, 0); 2];
+        for v in 0..=shape.vocab {
+            for (fit, sum) in fits.iter_mut().zip([after, before]) {
+                if (sum - missing).abs() <= rounding {
+                    *fit = (fit.0.min(v), fit.1.max(v));
+                }
+            }
+            if v < shape.vocab {
+                (after, before) = (after - p[v], before + p[v]);
+            }
+        }
+        for (boundary, fit) in boundaries.iter_mut().zip(fits) {
+            *boundary = (boundary.0.max(fit.0), boundary.1.min(fit.1));
+        }
+    }
+    // One token's sum agrees with some boundary by chance.
+    let (vocab, is_told) =
+        (shape.vocab, |(first, last): (usize, usize)| first <= last && last - first <= shape.vocab / 8);
+    let roundest = |(first, last): (usize, usize)| (first..=last).max_by_key(|v| v.trailing_zeros());
+    match (boundaries.map(is_told), twice) {
+        ([true, _], Some(twice)) if told >= 2 => {
+            let first = roundest(boundaries[0])?;
+            (0 < first && first < vocab).then_some(Diagnosis::SumOfColumns { first, last: vocab - 1, vocab, twice })
+        }
+        ([_, true], Some(twice)) if told >= 2 => {
+            let end = roundest(boundaries[1])?;
+            (0 < end && end < vocab).then(|| Diagnosis::SumOfColumns { first: 0, last: end - 1, vocab, twice })
+        }
+        _ if told > 0 => narrow.first().copied().map(Diagnosis::NarrowSum),
+        _ => None,
     }
 }
 
@@ -357,6 +487,10 @@ impl Pairs {
 /// The size of what a factor may leave of a gradient, as a share of it.
 const LEFT: f64 = 1e-2;
 
+/// The difference of two factors that are one, as a share of their distance from 1; and what a factor may leave of an error, as a share
+/// of that.
+const APART: f64 = 0.25;
+
 /// Diagnoses a gradient `output` whose rows are the exact ones, each times a factor. `row` returns a token's exact and actual values.
 pub(super) fn diagnose_factors(
     reference: &Reference,
@@ -364,37 +498,7 @@ pub(super) fn diagnose_factors(
     dtype: Dtype,
     row: impl Fn(usize, usize) -> (Vec<f64>, Vec<f64>),
 ) -> Option<Diagnosis> {
-    // The factor of each token, and whether it is off; one token that no factor explains is enough to end it.
-    let mut factors: Vec<(TokenFactor, bool)> = Vec::new();
-    for token in ndarray::indices((reference.shape().batch, reference.shape().tokens)) {
-        let Some(known) = reference.token(token.0, token.1).filter(|known| reference.finite(known)) else { continue };
-        let (expected, actual) = row(token.0, token.1);
-        let (mut all, mut small) = (Pairs::default(), Pairs::default());
-        // The largest value hides what the others are: without it they must have the same factor.
-        let largest = expected.iter().map(|x| x.abs()).fold(0.0, f64::max);
-        for (x, y) in expected.into_iter().zip(actual) {
-            if !y.is_finite() || (largest == 0.0 && y != 0.0) {
-                return None;
-            }
-            if x.abs() < f64::from(f32::MIN_POSITIVE) {
-                continue;
-            }
-            all.add(x, y, dtype);
-            if x.abs() < largest {
-                small.add(x, y, dtype);
-            }
-        }
-        if !reference.has_gradient(known) || largest < f64::from(f32::MIN_POSITIVE) {
-            continue;
-        }
-        // Two or three values are one number: the sum of a row of dlogits is 0.
-        let ((factor, left), (of_small, left_of_small)) = (all.factor()?, small.factor()?);
-        if !(left.max(left_of_small) < LEFT && (factor - of_small).abs() < LEFT * factor.abs()) {
-            return None;
-        }
-        factors
-            .push((TokenFactor { token, factor }, all.is_off(factor, left) && small.is_off(of_small, left_of_small)));
-    }
+    let factors = token_factors(reference, dtype, row)?;
     let off: Vec<TokenFactor> = factors.iter().filter(|(_, off)| *off).map(|(factor, _)| *factor).collect();
     let is_same = |a: f64, b: f64| (a - b).abs() <= LEFT * a.abs().max(b.abs());
     if off.is_empty() || factors.iter().all(|(other, _)| is_same(other.factor, off[0].factor)) {
@@ -421,6 +525,51 @@ pub(super) fn diagnose_factors(
         return Some(Diagnosis::FactorPerSequence { output, examples, off, sequences });
     }
     Some(Diagnosis::FactorPerToken { output, examples: first(&off), off: off.len(), tokens: factors.len() })
+}
+
+/// Returns the factor of each token that has a gradient, and whether it is off from 1; `None` if some token is not its exact row times a
+/// factor. `row` returns a token's exact and actual values.
+fn token_factors(
+    reference: &Reference,
+    dtype: Dtype,
+    row: impl Fn(usize, usize) -> (Vec<f64>, Vec<f64>),
+) -> Option<Vec<(TokenFactor, bool)>> {
+    // One token that no factor explains is enough to end it.
+    let mut factors: Vec<(TokenFactor, bool)> = Vec::new();
+    for token in ndarray::indices((reference.shape().batch, reference.shape().tokens)) {
+        let Some(known) = reference.token(token.0, token.1).filter(|known| reference.finite(known)) else { continue };
+        let (expected, actual) = row(token.0, token.1);
+        let (mut all, mut small) = (Pairs::default(), Pairs::default());
+        // The largest value hides what the others are: without it they must have the same factor.
+        let largest = expected.iter().map(|x| x.abs()).fold(0.0, f64::max);
+        for (x, y) in expected.into_iter().zip(actual) {
+            if !y.is_finite() || (largest == 0.0 && y != 0.0) {
+                return None;
+            }
+            if x.abs() < f64::from(f32::MIN_POSITIVE) {
+                continue;
+            }
+            all.add(x, y, dtype);
+            if x.abs() < largest {
+                small.add(x, y, dtype);
+            }
+        }
+        if !reference.has_gradient(known) || largest < f64::from(f32::MIN_POSITIVE) {
+            continue;
+        }
+        // Two or three values are one number: the sum of a row of dlogits is 0.
+        let ((factor, left), (of_small, left_of_small)) = (all.factor()?, small.factor()?);
+        // A wrong sum scales all probabilities and not the one-hot: both parts must have one deviation from 1, not only one size.
+        let apart = (factor - of_small).abs();
+        let rounding = f64::max(all.rounding / all.expected2, small.rounding / small.expected2);
+        let is_one = apart < LEFT * factor.abs() && apart <= f64::max(APART * (factor - 1.0).abs(), 4.0 * rounding);
+        if !(left.max(left_of_small) < LEFT && is_one) {
+            return None;
+        }
+        factors
+            .push((TokenFactor { token, factor }, all.is_off(factor, left) && small.is_off(of_small, left_of_small)));
+    }
+    Some(factors)
 }
 
 /// Returns `0.5000 at token [0,1], 2.0000 at token [0,2]`.
@@ -467,6 +616,7 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
         && left.max(left_of_targets) < LEFT
         && (factor - of_targets).abs() < LEFT * factor.abs()
         && others.is_off(factor, left)
+        && explains_most(reference, dlogits, factor)
     {
         let of_loss = loss.map(|loss| loss / reference.loss()).filter(|of_loss| of_loss.is_finite());
         let loss = of_loss.filter(|of_loss| (of_loss - 1.0).abs() > 1e-2);
@@ -482,6 +632,35 @@ fn diagnose_dlogits(reference: &Reference, dlogits: &FloatView<Ix3>, loss: Optio
     }
     all.extend(stored_wider(Output::Dlogits, dlogits));
     all
+}
+
+/// Whether a factor of dlogits leaves little of the errors: of nine in ten targets and of nine in ten other values that it is seen on, in
+/// three of four tokens. One large value, or one token, would have a factor of its own.
+fn explains_most(reference: &Reference, dlogits: &FloatView<Ix3>, factor: f64) -> bool {
+    let (shape, dtype) = (reference.shape(), dlogits.dtype());
+    // For targets, other values and tokens how many the factor is seen on, and how many it explains.
+    let (mut targets, mut others, mut tokens) = ([0_usize; 2], [0_usize; 2], [0_usize; 2]);
+    for (b, t) in ndarray::indices((shape.batch, shape.tokens)) {
+        let Some(token) = reference.token(b, t).filter(|token| reference.finite(token)) else { continue };
+        let mut of_token = [0; 2];
+        for (v, (x, y)) in reference.dlogits_row(b, t).into_iter().zip(dlogits.row(b, t)).enumerate() {
+            let half = half_ulp(x, dtype);
+            let (error, made) = ((y - x).abs(), ((factor - 1.0) * x).abs());
+            if x.abs() < f64::from(f32::MIN_POSITIVE) || (error <= 4.0 * half && made <= 8.0 * half) {
+                continue;
+            }
+            let is_explained = (y - factor * x).abs() <= APART * error.max(made) + 2.0 * half;
+            for counts in [&mut of_token, if v == token.id { &mut targets } else { &mut others }] {
+                counts[0] += 1;
+                counts[1] += usize::from(is_explained);
+            }
+        }
+        if of_token[0] > 0 {
+            tokens[0] += 1;
+            tokens[1] += usize::from(4 * of_token[1] >= 3 * of_token[0]);
+        }
+    }
+    [targets, others].iter().all(|[seen, explained]| 10 * explained >= 9 * seen) && 4 * tokens[1] >= 3 * tokens[0]
 }
 
 /// Returns the whole number from 2 on that `x` is, to within what a sum in f32 may be off by.

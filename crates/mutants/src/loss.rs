@@ -167,7 +167,8 @@ fn evaluate_sequence(
     };
     let evaluated = row.iter().zip(inputs).zip(terms).map(|((&(t, ref scored), inputs), terms @ [policy, kl])| {
         let of_others: f64 = scored.others.iter().map(|of| of.grad_logp * of.logp).sum();
-        let value = policy.value + kl.value + of_others;
+        let is_lost = launch.has(Bug::LossOfPolicyAlone);
+        let value = policy.value + if is_lost { 0.0 } else { kl.value } + of_others;
         let own = through_level(&inputs, &terms);
         let (_, follows) = inputs.own;
         let follows = follows || launch.has(Bug::RatioClampGradientKept) || launch.has(Bug::LogClipGradientKept);
@@ -202,7 +203,7 @@ fn evaluate_sequence(
             () if launch.is_in_lost_block(t) => (grad_logp, grad_entropy) = (0.0, 0.0),
             () => {}
         }
-        let of_kl = if launch.has(Bug::LossOfPolicyAlone) { 0.0 } else { kl_weight * kl.value };
+        let of_kl = if is_lost { 0.0 } else { kl_weight * kl.value };
         *sum += (weight * (policy.value + of_others) + of_kl) * factor(t);
         if entropy_weight != 0.0 {
             *sum += entropy_weight * scored.entropy * factor(t);

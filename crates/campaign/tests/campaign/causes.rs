@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use assay_campaign::{Campaign, Fault, LocalKernel};
-use assay_core::problem::{Candidate, FloatArray, Problem};
+use assay_campaign::{Campaign, DeckShapes, Fault, LocalKernel};
+use assay_core::problem::{Candidate, Dtype, FloatArray, Problem};
 use assay_core::spec::LossSpec;
+use assay_judge::generate::Regime;
 use assay_judge::tolerance::{Grade, Limits};
 use assay_judge::trial::JudgedProblem;
 use assay_native::Native;
@@ -92,6 +93,75 @@ fn cause_of_a_lost_tail_names_property_and_tokens() {
         "{}",
         assay_campaign::text(&found, &assay_campaign::TextForm::default())
     );
+}
+
+/// A kernel whose mean divides by the padded width: the factor of a batch is another batch's no more.
+#[test]
+fn cause_factor_of_each_batch_is_told() {
+    let found = report(&campaign(trl(), 16), |problem, candidate| {
+        let share = problem.mask.iter().filter(|counts| **counts).count() as f64 / problem.mask.len() as f64;
+        scale_dlogits(candidate, |_| share);
+    });
+    let told = diagnoses(&found);
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    assert!(told.iter().any(|text| text.contains("right up to a factor that each batch has of its own: ")), "{text}");
+    assert!(!told.iter().any(|text| text.contains("times what they should be")), "{text}");
+}
+
+/// A single token has a factor whatever is wrong with its loss.
+#[test]
+fn cause_factors_of_single_tokens_are_not_told() {
+    let found = report(&campaign(trl(), 60), |problem, candidate| {
+        if problem.mask.iter().filter(|counts| **counts).count() == 1 {
+            let size = (problem.shape().vocab * problem.shape().tokens) as f64;
+            scale_dlogits(candidate, |_| 2.0 + size.sin());
+        }
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    assert!(!found.passed && !diagnoses(&found).iter().any(|text| text.contains("factor")), "{text}");
+    assert!(!diagnoses(&found).iter().any(|text| text.contains("times what they should be")), "{text}");
+}
+
+/// Errors as of a softmax in bf16 are none where problems in f32 have them too.
+#[test]
+fn cause_in_f32_is_no_narrow_softmax() {
+    for (dtypes, is_told) in [(vec![Dtype::Bf16], true), (vec![Dtype::Bf16, Dtype::F32], false)] {
+        let mut campaign = Campaign { shrink: false, ..campaign(trl(), 24) };
+        campaign.deck.dtypes = dtypes;
+        let found = report(&campaign, |problem, candidate| {
+            let logp = candidate.logp.as_ref().unwrap();
+            let mut values = logp.to_f64();
+            values.indexed_iter_mut().for_each(|((b, t), x)| {
+                let row = problem.logits.row(b, t);
+                let largest = row.into_iter().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
+                let size = largest.abs().max(x.abs());
+                *x += assay_judge::metric::half_ulp(size, Dtype::Bf16) * if (b + t) % 2 == 0 { 1.0 } else { -1.0 };
+            });
+            candidate.logp = Some(FloatArray::rounded_from(&values, logp.dtype()));
+        });
+        let is_softmax = diagnoses(&found).iter().any(|text| text.contains("not converted to f32"));
+        assert_eq!(is_softmax, is_told, "{}", assay_campaign::text(&found, &assay_campaign::TextForm::default()));
+    }
+}
+
+/// A mistake that shows beside −∞ as elsewhere is one cause.
+#[test]
+fn cause_at_an_edge_is_that_of_other_tokens() {
+    let mut campaign = Campaign { shrink: false, ..campaign(trl(), 16) };
+    campaign.deck.regimes = vec![Regime::Normal, Regime::Holes];
+    campaign.deck.shapes = DeckShapes::Given(vec![[2, 3, 33], [3, 4, 17]]);
+    let factor = |v: usize| [1.0, 1.3, 0.8, 1.1, 0.7][v % 5];
+    let found = report(&campaign, |_, candidate| scale_dlogits(candidate, |(_, _, v)| factor(v)));
+    let gates = |found: &CampaignReport| found.causes.iter().map(|cause| cause.gate.clone()).collect::<Vec<_>>();
+    assert_eq!(gates(&found), ["dlogits"], "{}", assay_campaign::text(&found, &assay_campaign::TextForm::default()));
+    // A mistake at −∞ alone is a cause of that edge.
+    let found = report(&campaign, |problem, candidate| {
+        let logits = problem.logits.to_f64();
+        let has_hole = |b, t| logits.slice(ndarray::s![b, t, ..]).iter().any(|x| *x == f64::NEG_INFINITY);
+        scale_dlogits(candidate, |(b, t, v)| if has_hole(b, t) { factor(v) } else { 1.0 });
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    assert_eq!(gates(&found), ["dlogits at minus_infinity"], "{text}");
 }
 
 /// A kernel that is wrong where the number of counting tokens is a multiple of 7 passes some problems and fails their other content.

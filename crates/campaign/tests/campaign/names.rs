@@ -115,6 +115,32 @@ fn names_of_roundings_are_not_those_of_others() {
     );
 }
 
+/// An error of just more than one rounding is as near to a right kernel's values as to a wrong one's.
+#[test]
+fn names_of_one_rounding_are_none() {
+    use assay_judge::judgeable::Judgeable;
+    let mut narrow = campaign(trl(), 12);
+    narrow.deck.dtypes = vec![Dtype::Bf16];
+    let found = changed(&narrow, |problem, candidate| {
+        let spec = trl();
+        let reference = problem.evaluate(&spec).unwrap();
+        let mut values = candidate.gradient.to_f64();
+        values.indexed_iter_mut().for_each(|((b, t, v), x)| {
+            if reference.token(b, t).is_none() {
+                return;
+            }
+            // A value near the middle of its two neighbours goes to the farther one.
+            let exact = reference.dlogits_row(b, t)[v];
+            let half = assay_judge::metric::half_ulp(exact, Dtype::Bf16);
+            let farther = *x + 2.0 * half * (exact - *x).signum();
+            *x = if (farther - exact).abs() < 1.04 * half { farther } else { *x };
+        });
+        candidate.gradient = FloatArray::rounded_from(&values, Dtype::Bf16);
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    assert!(!found.passed && names(&found).is_empty(), "{text}");
+}
+
 /// NaN under the mask that reaches an output is what a mask lets through, whatever else gives NaN.
 #[test]
 fn name_of_masked_garbage_is_a_mutant_of_masks() {

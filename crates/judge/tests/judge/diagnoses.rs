@@ -1,6 +1,6 @@
 //! What a failure is likely of: each cause is named where it is the cause, and none where there is no failure.
 
-use assay_core::problem::{Candidate, Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
+use assay_core::problem::{Advantages, Candidate, Dtype, FloatArray, HeadLayout, HeadProblem, Problem};
 use assay_core::spec::LossSpec;
 use assay_judge::diagnosis::Diagnosis;
 use assay_judge::gate::Output;
@@ -207,13 +207,103 @@ fn diagnosis_recognises_values_of_a_narrower_dtype() {
     assert_eq!(said, [Diagnosis::StoredWider(Output::Dlogits, Dtype::Bf16)]);
 }
 
+/// A softmax in bf16 has wrong probabilities too; where they are right, logp alone is rounded.
 #[test]
 fn diagnosis_names_logits_that_are_not_upcast() {
     let problem = problem([2, 3, 257], Dtype::Bf16, Regime::Peaked);
-    let said = diagnosed(&problem, |candidate, _| {
+    let round = |candidate: &mut Candidate| {
         candidate.logp = candidate.logp.take().map(|logp| logp.to_f64().mapv(|x| Dtype::Bf16.round(x)).into());
+    };
+    let said = diagnosed(&problem, |candidate, _| {
+        round(candidate);
+        change(candidate, |(_, _, v), x| x * (1.0 + 0.03 * (v as f64).sin()));
     });
     assert_eq!(said, [Diagnosis::NotUpcast(Dtype::Bf16)]);
+    assert_eq!(
+        diagnosed(&problem, |candidate, _| round(candidate)),
+        [Diagnosis::StoredWider(Output::Logp, Dtype::Bf16)]
+    );
+    // A value that is not finite has lost what the others show.
+    let said = diagnosed(&problem, |candidate, _| {
+        let mut logp = candidate.logp.take().unwrap().to_f64().mapv(|x| Dtype::Bf16.round(x));
+        logp[[0, 0]] = f64::NAN;
+        candidate.logp = Some(logp.into());
+    });
+    assert_eq!(said, []);
+}
+
+/// A wrong sum scales every probability and not the one-hot: that is no factor of dlogits.
+#[test]
+fn factor_of_a_wrong_sum_is_not_told() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let problem = problem([2, 3, 257], dtype, Regime::Normal);
+        for factor in [1.005, 0.995, 0.98] {
+            let said = diagnosed(&problem, |candidate, reference| {
+                change(candidate, |(b, t, v), x| if reference.token(b, t).unwrap().id == v { x } else { factor * x });
+            });
+            assert_eq!(said, [], "{dtype} {factor}");
+        }
+    }
+}
+
+/// The gradient of one token is nearly all of a batch's, and its factor is not that of the others.
+#[test]
+fn factor_of_one_large_token_is_not_that_of_all() {
+    let mut problem = problem([3, 1, 257], Dtype::F32, Regime::Normal);
+    let Advantages::Sequence(advantages) = &mut problem.advantages else { panic!("asked for those of sequences") };
+    advantages.assign(&ndarray::arr1(&[1e6, 1.0, 1.0]));
+    let said = diagnosed(&problem, |candidate, _| change(candidate, |(b, _, _), x| [0.5, 3.0, 1.25][b] * x));
+    assert!(!said.iter().any(|of| matches!(of, Diagnosis::ConstantFactor { .. })), "{said:?}");
+    assert!(said.iter().any(|of| matches!(of, Diagnosis::FactorPerToken { .. })), "{said:?}");
+}
+
+/// Wrong values under the mask say nothing of the numbers of tokens that count.
+#[test]
+fn diagnosis_of_masked_dlogits_is_empty() {
+    let mut problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
+    problem.mask[[0, 1]] = false;
+    let Advantages::Sequence(advantages) = &mut problem.advantages else { panic!("asked for those of sequences") };
+    advantages.fill(0.0);
+    // All that is not 0 is 1, a number of every dtype.
+    let said = diagnosed(&problem, |candidate, _| {
+        change(candidate, |(b, t, _), x| if (b, t) == (0, 1) { 1.0 } else { x });
+    });
+    assert_eq!(said, []);
+}
+
+/// The report on log-probabilities whose sums of exponentials are changed.
+fn with_sums(problem: &Problem, change: impl Fn(&[f64]) -> f64) -> Vec<Diagnosis> {
+    diagnosed(problem, |candidate, reference| {
+        let mut logp = candidate.logp.take().unwrap().to_f64();
+        for ((b, t), value) in logp.indexed_iter_mut() {
+            let row = problem.logits.row(b, t);
+            let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let e: Vec<f64> = row.iter().map(|x| (x - most).exp()).collect();
+            *value = row[reference.token(b, t).unwrap().id] - most - change(&e).ln();
+        }
+        candidate.logp = Some(FloatArray::rounded_from(&logp, Dtype::F32));
+    })
+}
+
+#[test]
+fn diagnosis_names_sums_of_a_narrow_dtype() {
+    let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        let said = with_sums(&problem, |e| e.iter().fold(0.0, |sum, e| dtype.round(sum + e)));
+        assert_eq!(said, [Diagnosis::NarrowSum(dtype)]);
+    }
+}
+
+#[test]
+fn diagnosis_names_entries_that_a_sum_lacks_or_has_twice() {
+    let problem = problem([2, 3, 257], Dtype::F32, Regime::Normal);
+    let expected = |first, last, twice| [Diagnosis::SumOfColumns { first, last, vocab: 257, twice }];
+    assert_eq!(with_sums(&problem, |e| e[..128].iter().sum()), expected(128, 256, false));
+    assert_eq!(with_sums(&problem, |e| e[1..].iter().sum()), expected(0, 0, false));
+    assert_eq!(with_sums(&problem, |e| e.iter().chain(&e[192..]).sum()), expected(192, 256, true));
+    // Entries in the middle, and a share of all, are at neither end.
+    assert_eq!(with_sums(&problem, |e| e[..64].iter().chain(&e[128..]).sum()), []);
+    assert_eq!(with_sums(&problem, |e| 0.9 * e.iter().sum::<f64>()), []);
 }
 
 /// `−Σ p ln p` of equal terms, one after the other in f32, as XLA adds on CPUs.
