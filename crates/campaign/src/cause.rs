@@ -99,7 +99,7 @@ pub(crate) fn causes<P: Subject>(
             None => merged.push(draft),
         }
     }
-    let mut drafts = join_by_property(join_edges(merged), found.trials);
+    let mut drafts = join_by_property(join_edges(merged, found.trials), found.trials);
     // Write the shrunk problem of each cause, so that the next campaign tries it first.
     for draft in &mut drafts {
         if let Some(folder) = &campaign.repros {
@@ -149,8 +149,13 @@ fn sentence(kind: &FailureKind, cause: &schema::FailureCause) -> String {
 }
 
 /// Joins what fails at an edge with what fails in the same way elsewhere: one bug is one cause. Where both have names, and none in
-/// common, or the edge alone has one, they are two.
-fn join_edges<P>(drafts: Vec<CauseDraft<P>>) -> Vec<CauseDraft<P>> {
+/// common, or the edge alone has one, or the others have a property in common that those at the edge lack, they are two.
+fn join_edges<P>(drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, bool)]) -> Vec<CauseDraft<P>> {
+    let passing: Vec<&DealtRecipe> = trials.iter().filter(|(_, failed)| !failed).map(|(dealt, _)| dealt).collect();
+    let has_property = |tried: &mut dyn Iterator<Item = &usize>| {
+        let failing: Vec<&DealtRecipe> = tried.map(|&place| &trials[place].0).collect();
+        CommonProperty::find(&failing, &passing).is_some()
+    };
     let mut joined: Vec<CauseDraft<P>> = Vec::new();
     let mut of_edges = Vec::new();
     for draft in drafts {
@@ -168,7 +173,13 @@ fn join_edges<P>(drafts: Vec<CauseDraft<P>>) -> Vec<CauseDraft<P>> {
         let is_same = |other: &&mut CauseDraft<P>| {
             let FailureKind::Gate(_, theirs, their_status) = other.kind else { return false };
             let same_output = theirs.output == gate.output && theirs.edge != Some(Edge::Masked);
-            same_output && their_status == status && other.way == draft.way && is_explained_alike(other)
+            let (own, theirs) = (&draft.bucket.tried, &other.bucket.tried);
+            let loses_property = || has_property(&mut theirs.iter()) && !has_property(&mut theirs.iter().chain(own));
+            same_output
+                && their_status == status
+                && other.way == draft.way
+                && is_explained_alike(other)
+                && !loses_property()
         };
         match joined.iter_mut().find(is_same) {
             Some(other) => join(other, draft),
@@ -194,7 +205,33 @@ fn join_by_property<P>(mut drafts: Vec<CauseDraft<P>>, trials: &[(DealtRecipe, b
             let sum_of_it = draft.kind.is_of_a_sum() && 4 * draft.cause.cases <= other.cause.cases;
             both && draft.way == other.way && (same_property || sum_of_it)
         };
+        // Gates that fail for no known reason, here the one and there the other, may have a property in common only together.
+        let failing_of_other = |other: &CauseDraft<P>| -> Vec<&DealtRecipe> {
+            other.bucket.tried.iter().map(|&place| &trials[place].0).collect()
+        };
+        let is_unexplained = |draft: &CauseDraft<P>| {
+            let schema::FailureCause { like, computes, diagnoses, .. } = &draft.cause;
+            like.is_empty()
+                && computes.is_empty()
+                && diagnoses.is_empty()
+                && matches!(draft.kind, FailureKind::Gate(..))
+        };
+        let together = |other: &CauseDraft<P>| {
+            let both: Vec<&DealtRecipe> = failing.iter().copied().chain(failing_of_other(other)).collect();
+            let are_unexplained =
+                draft.way.is_none() && other.way.is_none() && [&draft, other].into_iter().all(is_unexplained);
+            if are_unexplained { CommonProperty::find(&both, &passing) } else { None }
+        };
         if let Some((_, other)) = joined.iter_mut().find(explains) {
+            join(other, draft);
+        } else if let Some((place, property)) = joined
+            .iter()
+            .enumerate()
+            .filter(|(_, (property, _))| property.is_none())
+            .find_map(|(place, (_, other))| Some((place, together(other)?)))
+        {
+            let (own, other) = &mut joined[place];
+            *own = Some(property);
             join(other, draft);
         } else {
             // A failure of one way of calling is no property of the problems.

@@ -144,6 +144,33 @@ fn cause_in_f32_is_no_narrow_softmax() {
     }
 }
 
+/// A mistake that fails one gate here and another there has a property that neither gate's problems show alone.
+#[test]
+fn cause_of_two_gates_names_their_common_property() {
+    let mut campaign = Campaign { shrink: false, ..campaign(trl(), 40) };
+    campaign.deck.shapes = DeckShapes::Given(vec![[1, 2, 33], [3, 2, 33]]);
+    (campaign.deck.masked_garbage, campaign.deck.dtypes) = (Some(false), vec![Dtype::F32]);
+    let found = report(&campaign, |problem, candidate| {
+        if problem.shape().batch == 1 || !problem.mask.iter().any(|counts| *counts) {
+            return;
+        }
+        // A fifth of these problems pass by chance.
+        match problem.ids.iter().map(|id| *id as usize).sum::<usize>() % 5 {
+            0 | 1 => scale_dlogits(candidate, |(_, _, v)| [1.0, 1.3, 0.8, 1.1, 0.7][v % 5]),
+            2 | 3 => {
+                let logp = candidate.logp.as_ref().unwrap();
+                let values = ndarray::Array2::from_shape_fn(problem.mask.dim(), |(b, t)| logp.at(b, t) * 1.3 - 0.7);
+                candidate.logp = Some(FloatArray::rounded_from(&values, logp.dtype()));
+            }
+            _ => {}
+        }
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let common: Vec<&str> = found.causes.iter().filter_map(|cause| cause.in_common.as_deref()).collect();
+    assert!(found.causes.len() == 1 && common.iter().all(|words| words.starts_with("B > 1,")), "{text}");
+    assert_eq!(common.len(), 1, "{text}");
+}
+
 /// A mistake that shows beside −∞ as elsewhere is one cause.
 #[test]
 fn cause_at_an_edge_is_that_of_other_tokens() {
@@ -162,6 +189,19 @@ fn cause_at_an_edge_is_that_of_other_tokens() {
     });
     let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
     assert_eq!(gates(&found), ["dlogits at minus_infinity"], "{text}");
+    // A property of the other problems is not given up for those at the edge.
+    campaign.deck.regimes.push(Regime::FarColumn);
+    campaign.deck.cases = 24;
+    let found = report(&campaign, |problem, candidate| {
+        let logits = problem.logits.to_f64();
+        if logits.iter().any(|x| *x == f64::NEG_INFINITY || *x > 80.0) {
+            scale_dlogits(candidate, |(_, _, v)| factor(v));
+        }
+    });
+    let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+    let common =
+        |cause: &FailureCause| cause.in_common.as_deref().is_some_and(|it| it.starts_with("regime far_column,"));
+    assert!(found.causes.iter().any(common) && gates(&found).len() == 2, "{text}");
 }
 
 /// A kernel that is wrong where the number of counting tokens is a multiple of 7 passes some problems and fails their other content.
