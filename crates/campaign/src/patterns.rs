@@ -113,14 +113,14 @@ impl ProblemPatterns {
                 self.softmax_failed && self.dtype == *dtype
             }
             Diagnosis::NaiveSum(_) => self.softmax_failed && vocab >= 1 << 10,
-            Diagnosis::EntropyDifference { .. } => self.softmax_failed,
-            Diagnosis::NarrowSum(_) => self.softmax_failed,
+            Diagnosis::EntropyDifference { .. } | Diagnosis::NarrowSum(_) => self.softmax_failed,
             Diagnosis::SumOfColumns { .. } => self.softmax_failed && self.counting >= 2 && vocab >= 4,
             Diagnosis::OnlyTheTarget | Diagnosis::Columns { .. } => self.gradient_failed && vocab >= 4,
             Diagnosis::ConstantFactor { .. } => self.gradient_failed && self.with_gradient * vocab >= 8,
             // A batch whose only token has a gradient has one factor.
-            Diagnosis::FactorPerToken { .. } => self.gradient_failed && self.with_gradient >= 2 && vocab >= 4,
-            Diagnosis::FactorPerSequence { .. } => self.gradient_failed && self.with_gradient >= 2 && vocab >= 4,
+            Diagnosis::FactorPerToken { .. } | Diagnosis::FactorPerSequence { .. } => {
+                self.gradient_failed && self.with_gradient >= 2 && vocab >= 4
+            }
             Diagnosis::Tokens { first, .. } => self.gradient_failed && self.shape.tokens > *first,
             Diagnosis::Truncated(dtype) | Diagnosis::RoundedTwice(dtype) => {
                 self.gradient_failed && self.dtype == *dtype && vocab * self.with_gradient >= 64

@@ -418,15 +418,13 @@ fn diagnose_sums(reference: &Reference, logp: &FloatArray<Ix2>) -> Option<Diagno
         // Boundaries v for which the entries from v on, and those before v, add what is missing.
         let (mut after, mut before): (f64, f64) = (p.iter().sum(), 0.0);
         let mut fits = [(usize::MAX, 0); 2];
-        for v in 0..=shape.vocab {
+        for (v, own) in p.iter().copied().chain([0.0]).enumerate() {
             for (fit, sum) in fits.iter_mut().zip([after, before]) {
                 if (sum - missing).abs() <= rounding {
                     *fit = (fit.0.min(v), fit.1.max(v));
                 }
             }
-            if v < shape.vocab {
-                (after, before) = (after - p[v], before + p[v]);
-            }
+            (after, before) = (after - own, before + own);
         }
         for (boundary, fit) in boundaries.iter_mut().zip(fits) {
             *boundary = (boundary.0.max(fit.0), boundary.1.min(fit.1));

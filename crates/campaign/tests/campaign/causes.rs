@@ -155,7 +155,7 @@ fn cause_of_two_gates_names_their_common_property() {
             return;
         }
         // A fifth of these problems pass by chance.
-        match problem.ids.iter().map(|id| *id as usize).sum::<usize>() % 5 {
+        match problem.ids.iter().sum::<i64>() % 5 {
             0 | 1 => scale_dlogits(candidate, |(_, _, v)| [1.0, 1.3, 0.8, 1.1, 0.7][v % 5]),
             2 | 3 => {
                 let logp = candidate.logp.as_ref().unwrap();
