@@ -22,7 +22,7 @@ pub(super) fn put_into<'t>(path: &Path, texts: impl IntoIterator<Item = (Marks, 
     let bytes = fs::metadata(path).map_err(|reason| io("read", reason))?.len();
     if bytes > LONGEST {
         return Err(CliError::Usage(
-            format!("--into: got {bytes} bytes, expected a document of up to {LONGEST}").into(),
+            format!("--into: got {} of {bytes} bytes, expected a document of up to {LONGEST}", ShownPath(&path)).into(),
         ));
     }
     let mut document = fs::read_to_string(path).map_err(|reason| io("read", reason))?;

@@ -12,6 +12,9 @@ use crate::problem::Dtype;
 use crate::record::{CompletionSampling, Recording, RecordingSummary, record};
 use crate::text::ShownPath;
 
+/// The most completions of one prompt: more are a slip of the keyboard.
+const MOST_COMPLETIONS: usize = 65_536;
+
 #[derive(Args)]
 pub(super) struct RecordCommand {
     /// A Qwen2 or Qwen2.5 model: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
@@ -86,6 +89,10 @@ impl RecordCommand {
             return Err(CliError::Usage(format!("--temperature: got {temperature}, expected a number > 0").into()));
         }
         let group = self.group.map_or(default.group, NonZeroUsize::get);
+        if group > MOST_COMPLETIONS {
+            let expected = format!("expected at most {MOST_COMPLETIONS} completions of a prompt");
+            return Err(CliError::Usage(format!("--group: got {group}, {expected}").into()));
+        }
         Ok(Some(CompletionSampling { group, temperature, seed: self.seed.unwrap_or(default.seed) }))
     }
 }

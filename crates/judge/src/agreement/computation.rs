@@ -22,7 +22,7 @@ pub(super) enum KeptSet {
 /// The temperature that a side applies, by the declared one, `T`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum TemperatureUsed {
-    /// The declared temperature, `T`.
+    /// The temperature that the spec declares, `T`.
     Declared,
     /// None: the logits are taken as they are.
     None,

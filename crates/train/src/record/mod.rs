@@ -151,7 +151,8 @@ pub fn record(asked: &Recording, stop: &AtomicBool, done: impl Fn(usize)) -> Res
     let vocabulary = checkpoint.vocabulary.clone();
     let model = load(checkpoint)?;
     // Every sequence is reported twice: once sampled, once scored.
-    let steps = 2 * lines.iter().map(|line| line.completions(asked.sampling)).sum::<usize>();
+    let completions = lines.iter().map(|line| line.completions(asked.sampling));
+    let steps = completions.fold(0, usize::saturating_add).saturating_mul(2);
     let scribe = Scribe { asked, stop, model: &model, vocabulary: &vocabulary, steps };
 
     let completions = scribe.complete(&lines, &done)?;

@@ -96,7 +96,7 @@ pub(super) fn read(
         };
         let prompt_ids = encode(", `prompt`", &written.prompt)?;
         // The longest sequence is known before anything is sampled: prompt and as many tokens as may come.
-        let (longest, positions) = (prompt_ids.len() + asked.max_tokens, checkpoint.positions);
+        let (longest, positions) = (prompt_ids.len().saturating_add(asked.max_tokens), checkpoint.positions);
         if longest > positions {
             let given = format!("{} tokens, with {} more to come", prompt_ids.len(), asked.max_tokens);
             return Err(
