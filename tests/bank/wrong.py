@@ -536,7 +536,7 @@ def ratio_detached(problem: Any) -> Outputs:
     return plain(problem, upstream=lambda g, c: 0 * g)
 
 
-@wrong(LOSS, r"ratio.*invert|old_logp − ")
+@wrong(LOSS, r"ratio.*invert|old_logp − ", also=r"of each (token|sequence) are right up to a factor")
 def ratio_inverted(problem: Any) -> Outputs:
     """The ratio is exp(old − new), and its gradient has the other sign."""
     return plain(problem, log_ratio=lambda r, c: -r, upstream=lambda g, c: -g)
@@ -729,7 +729,7 @@ def logp_in_bf16(problem: Any) -> Outputs:
     return plain(problem, logp=lambda logp, c: logp.astype(BF16).astype(F32) if c.dtype == "bf16" else logp)
 
 
-@wrong(SOFTMAX, r"old-logp-in-bf16|old_logp")
+@wrong(SOFTMAX, r"old-logp-in-bf16|old_logp", also=r"of each (token|sequence) are right up to a factor")
 def old_logp_in_bf16(problem: Any) -> Outputs:
     """The old log-probability is stored in bf16."""
     return plain(problem, log_ratio=lambda r, c: np.where(c.mask, c.logp - c.a.old_logp.astype(BF16).astype(F32), F32(0)))

@@ -18,6 +18,9 @@ use crate::subject::Subject;
 /// Problems of which the factors are shown, where each batch has its own.
 const EXAMPLES: usize = 3;
 
+/// The number of vocabulary entries from which on a row of dlogits tells wrong probabilities from a wrong factor.
+const TELLS_SOFTMAX: usize = 64;
+
 /// The logits of all problems together that are looked at for patterns.
 const ELEMENTS: usize = 1 << 20;
 
@@ -109,8 +112,9 @@ impl ProblemPatterns {
     fn could_show(&self, pattern: &Diagnosis) -> bool {
         let vocab = self.shape.vocab;
         match pattern {
-            Diagnosis::NotUpcast(dtype) | Diagnosis::StoredWider(Output::Logp, dtype) => {
-                self.softmax_failed && self.dtype == *dtype
+            Diagnosis::NotUpcast(dtype) => self.softmax_failed && self.dtype == *dtype,
+            Diagnosis::StoredWider(Output::Logp, dtype) => {
+                self.softmax_failed && self.dtype == *dtype && vocab >= TELLS_SOFTMAX
             }
             Diagnosis::NaiveSum(_) => self.softmax_failed && vocab >= 1 << 10,
             Diagnosis::EntropyDifference { .. } | Diagnosis::NarrowSum(_) => self.softmax_failed,
@@ -142,6 +146,14 @@ impl ProblemPatterns {
     }
 }
 
+/// Whether the probabilities are wrong where log-probabilities are of a narrow dtype, as wide problems show.
+fn is_softmax(all: &[ProblemPatterns], dtype: Dtype) -> bool {
+    let wide = || all.iter().filter(|problem| problem.shape.vocab >= TELLS_SOFTMAX);
+    let wrong = wide().filter(|problem| problem.shows(&Diagnosis::NotUpcast(dtype))).count();
+    let right = wide().filter(|problem| problem.shows(&Diagnosis::StoredWider(Output::Logp, dtype))).count();
+    wrong > right || right == 0
+}
+
 /// Returns the patterns that twice as many problems show as contradict; `dtypes` are those of all problems that failed.
 pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> AgreedPatterns {
     let mut found = AgreedPatterns::default();
@@ -150,12 +162,19 @@ pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> Agree
             continue;
         }
         let showing: Vec<&ProblemPatterns> = all.iter().filter(|problem| problem.shows(pattern)).collect();
-        let against = all.iter().filter(|problem| problem.could_show(pattern) && !problem.shows(pattern)).count();
+        let contradicts = |problem: &&ProblemPatterns| {
+            // Small errors of a narrow softmax are hidden behind the rounding of its logp.
+            let is_hidden = match pattern {
+                Diagnosis::NotUpcast(dtype) => problem.shows(&Diagnosis::StoredWider(Output::Logp, *dtype)),
+                _ => false,
+            };
+            problem.could_show(pattern) && !problem.shows(pattern) && !is_hidden
+        };
+        let against = all.iter().filter(contradicts).count();
         let is_agreed = match pattern {
             // A narrow dtype's roundings are no mistake of problems in f32.
-            Diagnosis::NotUpcast(_) | Diagnosis::Truncated(_) | Diagnosis::RoundedTwice(_) => {
-                !dtypes.contains(&Dtype::F32)
-            }
+            Diagnosis::Truncated(_) | Diagnosis::RoundedTwice(_) => !dtypes.contains(&Dtype::F32),
+            Diagnosis::NotUpcast(dtype) => !dtypes.contains(&Dtype::F32) && is_softmax(all, *dtype),
             // A single token has a factor whatever is wrong with its loss.
             Diagnosis::ConstantFactor { .. } => {
                 showing.len() > 1 || showing.iter().any(|problem| problem.with_gradient >= 2)
@@ -165,6 +184,10 @@ pub(crate) fn agreed(all: &[ProblemPatterns], dtypes: &BTreeSet<Dtype>) -> Agree
         if is_agreed && showing.len() >= 2 * against {
             found.patterns.push(*pattern);
         }
+    }
+    // A softmax in a narrow dtype has logp of that dtype too.
+    if found.patterns.iter().any(|pattern| matches!(pattern, Diagnosis::NotUpcast(_))) {
+        found.patterns.retain(|pattern| !matches!(pattern, Diagnosis::StoredWider(Output::Logp, _)));
     }
     // Factors that differ from batch to batch are a pattern too, if most batches of several tokens have one.
     if !found.patterns.iter().any(|pattern| matches!(pattern, Diagnosis::ConstantFactor { .. })) {

@@ -265,7 +265,7 @@ pub(super) fn diagnose_logits(
     let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
     if let [Diagnosis::NotUpcast(narrow)] = all[..]
         && is_narrow(reference, candidate.logp.as_ref(), narrow)
-        && token_factors(reference, dtype, row).is_some()
+        && (!failed(verdicts, Output::Dlogits) || token_factors(reference, dtype, row).is_some())
     {
         // A softmax in a narrow dtype has wrong probabilities. Where these are right, up to what the rounded logp makes of a ratio,
         // logp alone is rounded.
@@ -300,7 +300,12 @@ fn is_narrow(reference: &Reference, logp: Option<&FloatArray<Ix2>>, dtype: Dtype
     let shape = reference.shape();
     let counting = ndarray::indices((shape.batch, shape.tokens)).into_iter();
     let mut values = counting.filter(|at| reference.token(at.0, at.1).is_some()).map(|(b, t)| logp.at(b, t));
-    values.all(|value| dtype.round(value) == value)
+    // 0 is a number of every dtype.
+    let mut is_any = false;
+    values.all(|value| {
+        is_any |= value != 0.0;
+        dtype.round(value) == value
+    }) && is_any
 }
 
 /// The roundings of a probability besides that of `lse`, and of the sum that it goes into.
@@ -359,6 +364,10 @@ pub(super) fn diagnose_tokens<G>(
         }
     }
     let narrow = matches!(dtype, Dtype::Bf16 | Dtype::F16);
+    // Values that are all of the logits' dtype were made in it, whatever the size of their errors.
+    if of_logp && matches!(dtype, Dtype::Bf16 | Dtype::F16) && is_narrow(reference, candidate.logp.as_ref(), dtype) {
+        return Some(Diagnosis::NotUpcast(dtype));
+    }
     if of_logp && let Some(sums) = diagnose_sums(reference, candidate.logp.as_ref()?) {
         return Some(sums);
     }

@@ -122,6 +122,28 @@ fn cause_factors_of_single_tokens_are_not_told() {
     assert!(!diagnoses(&found).iter().any(|text| text.contains("times what they should be")), "{text}");
 }
 
+/// Logp in bf16 is told from a softmax in bf16, whose probabilities are wrong too, in every regime.
+#[test]
+fn cause_of_logp_in_bf16_is_told_from_a_narrow_softmax() {
+    for (is_softmax, expected) in [(true, "not converted to f32"), (false, "every value of logp is one of bf16")] {
+        let mut campaign = Campaign { shrink: false, ..campaign(trl(), 24) };
+        campaign.deck.dtypes = vec![Dtype::Bf16];
+        let found = report(&campaign, |_, candidate| {
+            let logp = candidate.logp.as_ref().unwrap();
+            let rounded = logp.to_f64().mapv(|x| Dtype::Bf16.round(x));
+            candidate.logp = Some(FloatArray::rounded_from(&rounded, logp.dtype()));
+            if is_softmax {
+                scale_dlogits(candidate, |(_, _, v)| 1.0 + 0.03 * (v as f64).sin());
+            }
+        });
+        let text = assay_campaign::text(&found, &assay_campaign::TextForm::default());
+        let told = diagnoses(&found);
+        let is_narrow = |text: &&&str| text.contains("not converted to f32") || text.contains("is one of bf16");
+        assert!(told.iter().any(|text| text.contains(expected)), "{text}");
+        assert!(told.iter().filter(is_narrow).all(|text| text.contains(expected)), "{text}");
+    }
+}
+
 /// Errors as of a softmax in bf16 are none where problems in f32 have them too.
 #[test]
 fn cause_in_f32_is_no_narrow_softmax() {
