@@ -114,7 +114,8 @@ impl TolerancesCommand {
             }
         }
         if let Some(path) = &self.into {
-            document::put_into(path, [(MARKS, format!("{}\n\n{notes}", table(&figures, ASCII_MARKDOWN)).as_str())])?;
+            let whole = table(&figures, ASCII_MARKDOWN).to_string();
+            document::put_with_data(path, MARKS, "kappas", &whole, &format!("{}\n\n{notes}", summary(&figures)))?;
         }
         // A measurement beyond its limit fails the command: it is a bug of an implementation or of the derivation.
         let beyond: Vec<&Figure> = figures.iter().filter(|of| of.needed.kappa > of.needed.allowed).collect();
@@ -215,6 +216,32 @@ fn in_words(tolerances: &Tolerances) -> String {
         let _ = writeln!(text, "grade standard admits {}: {}", admitted.mutant, admitted.why);
     }
     text
+}
+
+/// Summarises the figures by class: the gate that needs most of what it is allowed.
+fn summary(figures: &[Figure]) -> Table {
+    let mut table = headed(
+        &["class", "gates", "most of what is allowed", "κ needed", "κ allowed", "allowed / needed"],
+        ASCII_MARKDOWN,
+    );
+    let mut classes: BTreeMap<&str, Vec<&Figure>> = BTreeMap::new();
+    for figure in figures {
+        classes.entry(&figure.subject.class).or_default().push(figure);
+    }
+    let share = |figure: &&Figure| figure.needed.kappa / figure.needed.allowed;
+    for (class, gates) in classes {
+        let Some(tightest) = gates.iter().max_by(|a, b| share(a).total_cmp(&share(b))) else { continue };
+        let Figure { subject, needed: NeededKappa { kappa, allowed, .. } } = tightest;
+        table.add_row([
+            class.to_string(),
+            gates.len().to_string(),
+            format!("{} {}", subject.gate, subject.dtype),
+            format!("{kappa:.4}"),
+            allowed.to_string(),
+            format!("{:.1}", allowed / kappa),
+        ]);
+    }
+    table
 }
 
 fn table(figures: &[Figure], style: TableStyle) -> Table {

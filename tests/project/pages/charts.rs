@@ -10,6 +10,7 @@ use super::{hold, standalone};
 fn pages_charts_are_of_the_data() {
     hold("docs/data/mutants.svg", &standalone(bars(&suites(), None, &Markup::default())));
     hold("docs/data/support.svg", &standalone(bars(&support(), None, &Markup::default())));
+    hold("docs/data/kappas.svg", &standalone(bars(&kappas(), Some(1.0), &Markup::default())));
     hold("docs/data/gpu-programs.svg", &standalone(bars(&programs(), None, &Markup::default())));
 }
 
@@ -52,6 +53,16 @@ fn support() -> Vec<Bar> {
         Bar::single(name, computed as f64, Tone::First, format!("{computed} of {}", rows.len()))
     };
     columns.map(bar).collect()
+}
+
+/// The largest share of what is allowed that a gate of each class has needed.
+fn kappas() -> Vec<Bar> {
+    let rows = table("docs/tolerances.md", "| class          | gates |");
+    let bar = |cells: &Vec<String>| {
+        let [needed, allowed] = [3, 4].map(|at| cells[at].parse::<f64>().unwrap());
+        Bar::single(cells[0].clone(), needed / allowed, Tone::First, format!("{needed} of {allowed}: {}", cells[2]))
+    };
+    rows.iter().map(bar).collect()
 }
 
 /// Lower bounds of time of the programs for GPUs at one size.
