@@ -82,7 +82,7 @@ def test_bank_gaps_are_kernels_of_the_bank_with_a_reason() -> None:
 
 def test_bank_finds_a_misleading_cause() -> None:
     kernel = BY_NAME["divided_by_steps_again"]
-    right = {"diagnoses": ["dlogits are 0.25 times what they should be, the loss 0.25 times"], "computes": [], "like": []}
+    right = {"diagnoses": ["dlogits are 0.25 times what they should be, the loss 0.25 times: 1/4, as of accumulation"], "computes": [], "like": []}
     wrong = {"diagnoses": ["only the target has a gradient"], "computes": [], "like": [{"mutant": "length-factor"}]}
     assert kernel.misleading([right]) == []
     assert kernel.misleading([right, wrong]) == ["likely only the target has a gradient", "like length-factor"]

@@ -490,7 +490,7 @@ def buffer_of_dlogits_added_to(problem: Any) -> Outputs:
 LOSS = "loss"
 
 
-@wrong(LOSS, r"0\.25 times what they should be, the loss 0\.25 times", loss_type="dapo")
+@wrong(LOSS, r"0\.2(5|499\d+) times what they should be, the loss 0\.25 times: 1/4, as of accumulation", loss_type="dapo")
 def divided_by_steps_again(problem: Any) -> Outputs:
     """Loss and gradient are divided by four accumulation steps once more."""
     return plain(problem, weight=lambda w, c: w / 4)

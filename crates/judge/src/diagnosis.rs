@@ -264,6 +264,7 @@ pub(super) fn diagnose_logits(
     let dtype = candidate.gradient.dtype();
     let row = |b, t| (reference.dlogits_row(b, t), candidate.gradient.row(b, t));
     if let [Diagnosis::NotUpcast(narrow)] = all[..]
+        && candidate.logp.as_ref().is_some_and(|logp| logp.dtype() != narrow)
         && is_narrow(reference, candidate.logp.as_ref(), narrow)
         && (!failed(verdicts, Output::Dlogits) || token_factors(reference, dtype, row).is_some())
     {
@@ -294,9 +295,9 @@ fn failed(verdicts: &[Verdict], output: Output) -> bool {
     verdicts.iter().filter(of_output).any(|verdict| verdict.status.failed())
 }
 
-/// Whether all log-probabilities of tokens that count are values of `dtype`, though they are stored wider.
+/// Whether all log-probabilities of tokens that count are values of `dtype`, however they are stored.
 fn is_narrow(reference: &Reference, logp: Option<&FloatArray<Ix2>>, dtype: Dtype) -> bool {
-    let Some(logp) = logp.filter(|logp| matches!(logp.dtype(), Dtype::F32 | Dtype::F64)) else { return false };
+    let Some(logp) = logp else { return false };
     let shape = reference.shape();
     let counting = ndarray::indices((shape.batch, shape.tokens)).into_iter();
     let mut values = counting.filter(|at| reference.token(at.0, at.1).is_some()).map(|(b, t)| logp.at(b, t));

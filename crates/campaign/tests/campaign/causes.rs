@@ -125,13 +125,19 @@ fn cause_factors_of_single_tokens_are_not_told() {
 /// Logp in bf16 is told from a softmax in bf16, whose probabilities are wrong too, in every regime.
 #[test]
 fn cause_of_logp_in_bf16_is_told_from_a_narrow_softmax() {
-    for (is_softmax, expected) in [(true, "not converted to f32"), (false, "every value of logp is one of bf16")] {
+    let softmax = "not converted to f32";
+    let cases = [
+        (true, Dtype::F32, softmax),
+        (true, Dtype::Bf16, softmax),
+        (false, Dtype::F32, "every value of logp is one of bf16"),
+    ];
+    for (is_softmax, stored, expected) in cases {
         let mut campaign = Campaign { shrink: false, ..campaign(trl(), 24) };
         campaign.deck.dtypes = vec![Dtype::Bf16];
         let found = report(&campaign, |_, candidate| {
             let logp = candidate.logp.as_ref().unwrap();
             let rounded = logp.to_f64().mapv(|x| Dtype::Bf16.round(x));
-            candidate.logp = Some(FloatArray::rounded_from(&rounded, logp.dtype()));
+            candidate.logp = Some(FloatArray::rounded_from(&rounded, stored));
             if is_softmax {
                 scale_dlogits(candidate, |(_, _, v)| 1.0 + 0.03 * (v as f64).sin());
             }
