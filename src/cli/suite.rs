@@ -23,6 +23,9 @@ use crate::spec::LossSpec;
 use crate::spec::presets::Preset;
 use crate::text::{ForeignText, ShownPath, shell_path};
 
+/// The number of problems of a suite that is judged without any answer.
+const MOST_UNANSWERED: u64 = 1000;
+
 /// The file that describes the problems of a folder.
 const SUITE: &str = "suite.json";
 
@@ -158,13 +161,22 @@ pub(super) fn judge(
 ) -> Result<Passed, CliError> {
     let path = suite.join(SUITE);
     let SuiteDescription { version: by, spec, project, deck } = config::read(&path)?;
+    let refused = |reason: String| CliError::Config { path: path.clone().into(), reason: reason.into() };
     // The problems are drawn again from the deck, not read: another version may draw others, and the answers would be
     // of different problems.
     if by.raw() != version() {
-        let reason = format!("version: got `{by}`, expected `{}`: write the suite again", version());
-        return Err(CliError::Config { path: path.into(), reason: reason.into() });
+        return Err(refused(format!("version: got `{by}`, expected `{}`: write the suite again", version())));
     }
-    deck.check().map_err(|reason| CliError::Config { path: path.into(), reason: format!("deck.{reason}").into() })?;
+    deck.check().map_err(|reason| refused(format!("deck.{reason}")))?;
+    // A stranger's suite does not decide for how long missing answers are counted.
+    let answers = std::fs::read_dir(candidates).map_or(0, |entries| entries.count() as u64);
+    let most = answers.saturating_mul(10).saturating_add(MOST_UNANSWERED);
+    if deck.cases > most {
+        let folder = ShownPath(candidates);
+        let reason =
+            format!("deck.cases: got {}, expected at most {most} for {answers} answers in {folder}", deck.cases);
+        return Err(refused(reason));
+    }
     let project = project.map(|(preset, options)| Ok((preset.parse::<Preset>()?, options)));
     let campaign = Campaign {
         project: project.transpose().map_err(|reason: crate::spec::presets::PresetError| CliError::Preset(reason))?,

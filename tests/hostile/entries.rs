@@ -155,7 +155,7 @@ pub(super) const ENTRIES: &[Entry] = &[
     entry("bench --config", "bench --config case.yaml", "case.yaml", Yaml, Verdict).fields(1),
     entry("panel LIST", "panel list.toml --python /bin/false --cases 1 --wide 0", "list.toml", Toml, Verdict).fields(2),
     entry("tolerances --file", "tolerances --file limits.toml", "limits.toml", Toml, Work),
-    entry("list --into", "list --markdown --into page.md", "page.md", Text, Work).writes(&["page.md"]),
+    entry("list --into", "list --markdown --into page.md", "page.md", Text, Work).writes(&["page.md", "data/"]),
     entry("list --plugin", "list -q --plugin plugin.so", "plugin.so", Library, Work),
     entry(
         "check --plugin",

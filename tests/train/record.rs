@@ -379,3 +379,20 @@ fn record_interrupted_leaves_nothing() {
     assert!(output.stderr.contains("interrupted, nothing was written"), "{}", output.stderr);
     case.assert_nothing_written();
 }
+
+#[test]
+fn record_numbers_beyond_any_machine_are_refused() {
+    let case = Case::new();
+    let most = u64::MAX.to_string();
+    case.assert_refused("model", &["--group", &most], &["--group: got 18446744073709551615"]);
+    case.assert_refused("model", &["--max-tokens", &most], &["prompts.jsonl", "positions"]);
+}
+
+#[test]
+fn record_tokenizer_with_a_broken_decoder_is_refused() {
+    let case = Case::new();
+    let text = tokenizer().to_string();
+    let within = text.find("\"decoder\":").unwrap() + 20;
+    case.write("model/tokenizer.json", &text[..within]);
+    case.assert_refused("model", &[], &["tokenizer.json: tokenizer: got"]);
+}

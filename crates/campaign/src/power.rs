@@ -299,7 +299,7 @@ impl<P: Subject> ScoreRound<'_, P> {
         let shapes_are_the_decks = !matches!(campaign.deck.shapes, DeckShapes::Given(_));
         for wide in (campaign.deck.wide.saturating_add(1)..=MORE_WIDE).filter(|_| shapes_are_the_decks) {
             let deck = Deck { wide, cases: campaign.deck.cases.max(wide), ..campaign.deck.clone() };
-            let last = dealt(&deck, deck.cases).last().into_iter().collect();
+            let last = vec![dealt_one(&deck, deck.cases - 1)];
             attempt(format!("wide={wide}"), self, &deck, last, campaign.grade, &is_accepted);
         }
         // A mutant of a size that the deck does not deal is missed by the deck, not by the loss.
@@ -358,8 +358,13 @@ pub(crate) fn power<P: Subject>(
 
 /// Returns the first recipes of a deck. What the campaign does not hold against a kernel does not count against a mutant.
 fn dealt(deck: &Deck, cases: u64) -> impl Iterator<Item = DealtRecipe> + '_ {
-    let is_noted = deck.masked_garbage.is_none();
-    (0..cases).map(|index| deck.deal(index)).map(move |dealt| if is_noted { dealt.without_garbage() } else { dealt })
+    (0..cases).map(|index| dealt_one(deck, index))
+}
+
+/// Returns one recipe of a deck, likewise.
+fn dealt_one(deck: &Deck, index: u64) -> DealtRecipe {
+    let dealt = deck.deal(index);
+    if deck.masked_garbage.is_none() { dealt.without_garbage() } else { dealt }
 }
 
 /// Returns the recipes of a deck in which a token may have a gradient, without the wide ones, the smallest first.

@@ -10,6 +10,10 @@ use serde::{Deserialize, Serialize};
 /// The largest number of characters that a message quotes.
 const LONGEST: usize = 300;
 
+/// The most digits of a number that a message quotes.
+const MOST_DIGITS: usize = 40;
+const FIRST_LEFT_OUT: usize = MOST_DIGITS + 1;
+
 /// A name or value that nobody vouches for: from a file, a compiler, another process or another project.
 ///
 /// It is shown on one line, without characters that drive a terminal, and cut after 300 characters, or as many as the precision of the
@@ -20,6 +24,7 @@ const LONGEST: usize = 300;
 ///
 /// let name = ForeignText::from("logits\u{1b}[2J\n  PASS");
 /// assert_eq!(name.to_string(), r"logits\u{1b}[2J PASS");
+/// assert_eq!(ForeignText::from("9".repeat(300)).to_string(), "9".repeat(40) + "…");
 /// ```
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -40,10 +45,15 @@ impl<T: Into<String>> From<T> for ForeignText {
 
 impl fmt::Display for ForeignText {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let (mut line, longest) = (String::new(), f.precision().unwrap_or(LONGEST));
+        let (mut line, mut digits, longest) = (String::new(), 0, f.precision().unwrap_or(LONGEST));
         // Words are joined by one blank, whatever white space was between them.
         for c in self.0.split_whitespace().flat_map(|word| [" ", word]).skip(1).flat_map(str::chars) {
-            push_shown(&mut line, c);
+            digits = if c.is_ascii_digit() { digits + 1 } else { 0 };
+            match digits {
+                0..=MOST_DIGITS => push_shown(&mut line, c),
+                FIRST_LEFT_OUT => line.push('…'),
+                _ => continue,
+            }
             // Cut at a character and not at a byte.
             if let Some((end, _)) = line.char_indices().nth(longest) {
                 line.truncate(end);

@@ -256,7 +256,7 @@ impl Qwen2Checkpoint {
             _ => (settings.eos_token_id, settings.pad_token_id),
         };
         let tokenizer_path = path.join("tokenizer.json");
-        let tokenizer = Tokenizer::from_bytes(read_bounded(&tokenizer_path)?).map_err(|error| {
+        let tokenizer = parse_tokenizer(&read_bounded(&tokenizer_path)?).map_err(|error| {
             FixtureError::invalid(&tokenizer_path, "tokenizer", first_line(&error), "what the tokenizers library reads")
         })?;
 
@@ -538,6 +538,21 @@ pub(crate) fn content_hash(path: &Path) -> Result<String, FixtureError> {
     let lines = files.iter().map(|file| Ok(format!("{} {}\n", hash(file)?, name_of(file))));
     let all = lines.collect::<Result<String, FixtureError>>()?;
     Ok(hexadecimal(Sha256::new_with_prefix(all)))
+}
+
+/// Parses a `tokenizer.json`.
+///
+/// # Errors
+/// The parser's message.
+pub(crate) fn parse_tokenizer(bytes: &[u8]) -> Result<Tokenizer, String> {
+    /// The part whose parser in the tokenizers library panics at an error of syntax, so that it is read twice.
+    #[derive(Deserialize)]
+    struct DecoderSyntax {
+        #[serde(default, rename = "decoder")]
+        _decoder: serde_json::Value,
+    }
+    serde_json::from_slice::<DecoderSyntax>(bytes).map_err(|error| error.to_string())?;
+    Tokenizer::from_bytes(bytes).map_err(|error| error.to_string())
 }
 
 /// Returns the first line of an error, without the backtrace that candle appends.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::TrainError;
-use crate::checkpoint::{Vocabulary, read_bounded};
+use crate::checkpoint::{Vocabulary, parse_tokenizer, read_bounded};
 
 /// The id that ends a completion, for the built-in tokenizer: the first after the bytes.
 const END: u32 = 256;
@@ -27,8 +27,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TrainError`] where it cannot be read or has no such token.
     pub fn read(path: &Path, end: &str) -> Result<Self, TrainError> {
-        let tokenizer = tokenizers::Tokenizer::from_bytes(read_bounded(path)?)
-            .map_err(|error| TrainError::file(path, error.to_string()))?;
+        let tokenizer = parse_tokenizer(&read_bounded(path)?).map_err(|error| TrainError::file(path, error))?;
         let Some(end) = tokenizer.token_to_id(end) else {
             return Err(TrainError::file(
                 path,
