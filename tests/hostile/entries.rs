@@ -311,7 +311,7 @@ fn valid() -> BTreeMap<String, Content> {
     write("prompts.jsonl", json!({"prompt": "what is 7 plus 5 ", "answer": 12}).to_string() + "\n");
 
     let bytes = |name: String| (name.clone(), Content::of(fs::read(sandbox.path(&name)).unwrap()));
-    names_in(&sandbox.work()).into_iter().filter(|name| !name.ends_with(".lock")).map(bytes).collect()
+    names_in(&sandbox.work()).into_iter().filter(|name| *name != "out/.lock").map(bytes).collect()
 }
 
 /// The settings of a training run of a second.
@@ -389,7 +389,7 @@ impl Entry {
                 all.extend(kinds::fields(&value, Lines, self.per_field));
             }
             _ if self.per_field > 0 => {
-                all.extend(kinds::fields(&serde_json::from_slice(valid).unwrap(), self.format, self.per_field))
+                all.extend(kinds::fields(&serde_json::from_slice(valid).unwrap(), self.format, self.per_field));
             }
             _ => {}
         }

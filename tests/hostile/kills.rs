@@ -80,7 +80,7 @@ static COMMANDS: LazyLock<Vec<Long>> = LazyLock::new(|| {
         let begun = Instant::now();
         let ran = sandbox.wait(sandbox.start(&long.words(), &[]));
         assert!(ran.status.is_some_and(|status| status.success()), "{}: {}", long.args, ran.text());
-        (long.took, long.bits) = (begun.elapsed(), long.bits_in(&sandbox));
+        (long.took, long.bits) = (begun.elapsed(), Long::bits_in(&sandbox));
     }
     all
 });
@@ -96,7 +96,7 @@ impl Long {
     }
 
     /// The checkpoint of a training run, and of its journal what no clock said.
-    fn bits_in(&self, sandbox: &Sandbox) -> Option<(Vec<u8>, Vec<Value>)> {
+    fn bits_in(sandbox: &Sandbox) -> Option<(Vec<u8>, Vec<Value>)> {
         let checkpoint = fs::read(sandbox.path("out/checkpoint.safetensors")).ok()?;
         let journal = fs::read_to_string(sandbox.path("out/metrics.jsonl")).ok()?;
         let timeless = |line: &str| {
@@ -135,7 +135,7 @@ impl Long {
             let again = sandbox.wait(sandbox.start(&self.words(), &[]));
             if !again.status.is_some_and(|status| status.success()) {
                 findings.push(Finding { fault: Fault::Message, what: format!("does not go on: {}", again.text()) });
-            } else if self.bits.is_some() && self.bits_in(&sandbox) != self.bits {
+            } else if self.bits.is_some() && Self::bits_in(&sandbox) != self.bits {
                 findings.push(Finding { fault: Fault::Leftover, what: "goes on to other bits".into() });
             }
             findings.extend(sandbox.left(&self.outputs()));

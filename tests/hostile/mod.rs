@@ -79,7 +79,9 @@ fn try_all(share: OneOf) {
         (shown(&trial), trial.run())
     }));
     let mut points = BTreeMap::<u8, usize>::new();
-    found.iter().for_each(|(.., finding)| *points.entry(finding.fault as u8).or_default() += 1);
+    for (.., finding) in &found {
+        *points.entry(finding.fault as u8).or_default() += 1;
+    }
     let points = points.iter().map(|(point, count)| format!("{count} of point {point}")).collect::<Vec<_>>().join(", ");
     let counts = format!("{} inputs, {} kills, {} mutants", trials.len(), kills, mutants);
     println!(
@@ -99,10 +101,10 @@ fn table(trials: &[Trial]) -> String {
         *rows.entry(trial.entry).or_default().entry(trial.kind).or_default() += 1;
     }
     let cells = |name: &str, cell: &dyn Fn(&str) -> String, sum: usize| {
-        let cells: String = kinds.iter().map(|kind| format!("{:>9}", cell(kind))).collect();
+        let cells = kinds.iter().fold(String::new(), |cells, kind| cells + &format!("{:>9}", cell(kind)));
         format!("{name:<34}{cells}{sum:>9}\n")
     };
-    let head: String = kinds.iter().map(|kind| format!("{kind:>9}")).collect();
+    let head = kinds.iter().fold(String::new(), |head, kind| head + &format!("{kind:>9}"));
     let mut text = format!("{:<34}{head}{:>9}\n", "entry point", "all");
     for (name, row) in &rows {
         text += &cells(name, &|kind| row.get(kind).map_or("–".into(), usize::to_string), row.values().sum());

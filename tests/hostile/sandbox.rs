@@ -316,7 +316,7 @@ impl Trial {
             Some(0) if self.ends == Ends::Refused => found(Fault::Silence, "is accepted".into()),
             Some(0) => {}
             Some(code) if self.ends == Ends::Success => {
-                found(Fault::Message, format!("exit code {code}: {}", ran.text()))
+                found(Fault::Message, format!("exit code {code}: {}", ran.text()));
             }
             Some(1) if self.ends == Ends::Verdict => {}
             Some(2) => {

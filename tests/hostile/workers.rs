@@ -89,7 +89,7 @@ const SCRIPTS: &[(&str, &str, Option<Look>)] = &[
 
 /// A run for each script.
 pub(super) fn trials() -> Vec<Trial> {
-    let in_json: String = ESCAPES.chars().map(|c| format!("\\u{:04x}", u32::from(c))).collect();
+    let in_json: String = ESCAPES.chars().fold(String::new(), |text, c| text + &format!("\\u{:04x}", u32::from(c)));
     let answers = VALID.iter().filter(|(name, _)| name.starts_with("answers/"));
     let answers: Vec<_> = answers.map(|(name, content)| (name.clone(), content.clone())).collect();
     let trial = |&(name, script, look): &(&'static str, &str, Option<Look>)| {
