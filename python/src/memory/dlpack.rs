@@ -183,7 +183,7 @@ pub(super) struct CapsuleArray {
     pub(super) on_host: bool,
 }
 
-/// The most axes that an array may have, as NumPy's.
+/// The most axes that an array may have, as `NumPy`'s.
 const MOST_AXES: usize = 64;
 
 /// Whether an array of `shape`, dense without strides, has no more bytes, and no element that is further from another, than addresses
