@@ -80,7 +80,7 @@ mod tests {
             let line = format!("\n  {} ", command.get_name());
             assert_eq!(help.matches(&line).count(), usize::from(!command.is_hide_set()), "{help}");
         }
-        assert!(help.contains("\nOthers:\n  newcomer    Nobody gave it a heading\n"), "{help}");
+        assert!(help.contains("\nOthers:\n  newcomer      Nobody gave it a heading\n"), "{help}");
         assert!(help.contains("--version"), "{help}");
     }
 }

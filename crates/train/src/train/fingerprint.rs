@@ -223,11 +223,11 @@ mod tests {
         };
         for model in ["a", "b"] {
             write(&format!("{model}/config.json"), "{}");
-            write(&format!("{model}/model.safetensors"), "weights");
+            write(&format!("{model}/model.safetensors"), "\x02\0\0\0\0\0\0\0{}");
         }
         let before = of("a");
         assert_eq!(of("b"), before);
-        write("a/model.safetensors", "weighty");
+        write("a/model.safetensors", "\x03\0\0\0\0\0\0\0{ }");
         assert_eq!(differences(&of("a"), &before), "`model`");
     }
 }
