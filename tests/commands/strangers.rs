@@ -241,14 +241,19 @@ fn suite_of_many_problems_deals_them_one_at_a_time() {
     assert_eq!(assay(&["suite", "--cases", "1", "--wide", "0", "-o", &suite]).code, 0);
     let path = format!("{suite}/suite.json");
     let mut whole: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    whole["deck"]["cases"] = json!(10_000_000);
+    whole["deck"]["cases"] = json!(1000);
     fs::write(&path, whole.to_string()).unwrap();
     let empty = workplace.path("empty");
     fs::create_dir(&empty).unwrap();
     let judged = quiet(&["judge", &suite, "--candidates", &empty]);
     assert_eq!(judged.code, 1, "{}", judged.stderr);
-    assert!(judged.stdout.contains("after 10 of 10000000 problems"), "{}", judged.stdout);
+    assert!(judged.stdout.contains("after 10 of 1000 problems"), "{}", judged.stdout);
     assert!(judged.stdout.contains("it has no file for this problem"), "{}", judged.stdout);
+    // More than a folder of answers can be of is refused.
+    whole["deck"]["cases"] = json!(10_000_000);
+    fs::write(&path, whole.to_string()).unwrap();
+    let judged = quiet(&["judge", &suite, "--candidates", &empty]);
+    assert!(judged.code == 2 && judged.stderr.contains("expected at most 1000 for 0 answers"), "{}", judged.stderr);
 }
 
 #[test]

@@ -174,7 +174,7 @@ mod tests {
 
     /// Some of the problems of that size pass, as those without a gradient in what is lost.
     #[test]
-    fn common_property_of_many_failures_may_be_one_of_passing_problems() {
+    fn common_property_of_many_failures_may_be_of_some_that_pass() {
         let wrong = |dealt: &DealtRecipe| tokens(dealt) > 8 && !tokens(dealt).is_multiple_of(8);
         let fails = |dealt: &DealtRecipe| wrong(dealt) && dealt.recipe.seed % 5 < 3;
         assert_eq!(found(&Deck::default(), fails).as_deref(), Some("T > 8 and T mod 8 ≠ 0"));

@@ -132,10 +132,10 @@ fn is_below(verdict: &Verdict, times: f64) -> bool {
     is_finite && verdict.worst().map_or(verdict.passed(), |worst| worst.error_over_limit() < times)
 }
 
-/// How far a mutant's wrong values are those of the kernel.
+/// The share of a mutant's wrong values that are those of the kernel.
 #[derive(Clone, Copy, Debug, Default)]
 struct Likeness {
-    /// Whether the mutant fails.
+    /// Whether the mutant fails on the problem.
     fails: bool,
     /// The number of values that are off by more than their rounding.
     beyond: usize,

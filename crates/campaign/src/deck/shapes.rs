@@ -167,7 +167,7 @@ impl DeckShapes {
     /// well.
     ///
     /// # Errors
-    /// A text that names the argument which is none of these.
+    /// A text that names the argument which differs from all of these.
     pub fn read(given: &[String]) -> Result<(Self, Vec<usize>), String> {
         match given {
             [name] if name == "many" => return Ok((DeckShapes::Many, Vec::new())),

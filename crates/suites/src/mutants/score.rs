@@ -243,7 +243,7 @@ impl Score {
     }
 
     /// Returns the mutants that each suite catches and accepts, as a table in Markdown.
-    fn of_suites(&self) -> String {
+    fn by_suite(&self) -> String {
         let mut text = String::new();
         let _ = writeln!(text, "| tests | caught | pass | not exercised |\n|---|--:|--:|--:|");
         let passes = self.survived.len() + self.admitted.len();
@@ -256,7 +256,7 @@ impl Score {
 
     /// Returns the tables of `docs/mutants.md`: the suites, and the kinds of mutants with an example of each.
     pub fn summary(&self) -> String {
-        let mut text = self.of_suites();
+        let mut text = self.by_suite();
         text += "\n| kind | mutants | killed | accepted by a test of others | such as |\n|---|--:|--:|--:|---|\n";
         for class in MutantKind::ALL {
             let of_class: Vec<&MutantRecord> = self.mutants.iter().filter(|mutant| mutant.class == class).collect();
@@ -271,7 +271,7 @@ impl Score {
 
     /// Returns all mutants as tables in Markdown, one for each kind.
     pub fn markdown(&self) -> String {
-        let mut text = self.of_suites();
+        let mut text = self.by_suite();
         let projects: Vec<&str> = PROJECTS.iter().map(|project| project.name).collect();
         for class in MutantKind::ALL {
             let _ = writeln!(text, "\n### {}\n", class.title());
