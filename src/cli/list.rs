@@ -20,6 +20,7 @@ use crate::registry::{head_registry, registry};
 #[cfg(feature = "pjrt")]
 use crate::runtime::{Client, locate};
 use crate::spec::LossSpec;
+#[cfg(feature = "pjrt")]
 use crate::text::ShownPath;
 
 /// The shape that support is asked for: eight sequences of eight tokens, which eight devices can cut.

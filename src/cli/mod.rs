@@ -194,7 +194,7 @@ impl NotBuilt {
     /// Refuses the command `name`, which needs `feature`, and says how to build an `assay` that has it.
     #[expect(clippy::unused_self, reason = "as all commands are run")]
     fn refuse(self, name: &str, feature: &str) -> Result<Passed, CliError> {
-        Err(CliError::Usage(format!(
+        Err(CliError::usage(format!(
             "assay {name}: this build lacks it; in the project's sources, with Rust, `make setup` and \
              `cargo install --path . --features {feature}` build and install an `assay` that has it"
         )))

@@ -19,6 +19,8 @@ use crate::registry::{compiled, compiled_heads, immediate, immediate_heads, regi
 use crate::suites::measure::{
     self, CASES, CompiledImplementations, MeasuredGate, MeasuredImplementations, Measurement, NeededKappa,
 };
+#[cfg(not(feature = "pjrt"))]
+use crate::text::ShownPath;
 
 /// The lines that stand around the figures in a document.
 const MARKS: Marks = ["<!-- assay tolerances --measure -->", "<!-- end of figures -->"];
