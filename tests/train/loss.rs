@@ -235,7 +235,7 @@ fn loss_arguments_that_do_not_fit_are_named() {
     let narrow = Tensor::zeros((97, 3), DType::F32, &Device::Cpu).unwrap();
     assert!(message(grpo.on_hidden(&logits, &narrow, &batch)).starts_with("`lm_head`: got shape [97, 3]"));
     let unknown = GrpoLoss::by_id(spec, "pallas", None).err().unwrap().to_string();
-    assert!(unknown.contains("got `pallas`, expected one of: native, ") && unknown.contains("native-lm-head"));
+    assert!(unknown.starts_with("kernel `pallas`: expected one of: native, ") && unknown.contains("native-lm-head"));
     let sapo = LossSpec { entropy_coef: 0.1, ..LossSpec::default() };
     assert!(Baseline::from_spec(&sapo).unwrap_err().to_string().starts_with("`spec`: candle's own operations"));
 }

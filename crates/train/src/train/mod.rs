@@ -56,7 +56,7 @@ pub use trainer::Trainer;
 pub use crate::checkpoint::{Misfit, Qwen2Config};
 use assay_core::implementation::RunError;
 use assay_core::problem::ProblemError;
-use assay_core::text::{ForeignText, ShownPath};
+use assay_core::text::{ForeignLines, ForeignText, ShownPath};
 use assay_fixture::FixtureError;
 use assay_judge::judge::JudgeError;
 
@@ -78,7 +78,7 @@ pub enum TrainError {
         /// The implementation that was asked for.
         id: String,
         /// The reason why it is not available.
-        reason: ForeignText,
+        reason: ForeignLines,
     },
     /// An implementation of the LM head was given logits.
     #[error("kernel `{id}`: got logits, expected hidden states and an LM head (`GrpoLoss::on_hidden`)")]
