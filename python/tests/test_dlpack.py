@@ -121,7 +121,7 @@ def within(draw: dict[str, Any]) -> bool:
     # What no address reaches must be refused; what an address reaches must be in the memory.
     is_beyond = max([0, *shape, *map(abs, strides)]) >= 2**62
     offset: int = draw["offset"]
-    return offset + low * size >= 0 and (is_beyond or offset + (high + 1) * size <= 8 * COUNT)
+    return bool(offset + low * size >= 0 and (is_beyond or offset + (high + 1) * size <= 8 * COUNT))
 
 
 @contextmanager
