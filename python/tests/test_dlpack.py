@@ -49,7 +49,8 @@ class Versioned(ctypes.Structure):
     )
 
 
-new_capsule = ctypes.pythonapi.PyCapsule_New
+# Other packages change the types of `ctypes.pythonapi`, which all share.
+new_capsule = ctypes.PyDLL(None).PyCapsule_New
 new_capsule.restype = ctypes.py_object
 new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 

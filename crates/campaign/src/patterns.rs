@@ -119,7 +119,12 @@ impl ProblemPatterns {
             Diagnosis::NaiveSum(_) => self.softmax_failed && vocab >= 1 << 10,
             Diagnosis::EntropyDifference { .. } | Diagnosis::NarrowSum(_) => self.softmax_failed,
             Diagnosis::SumOfColumns { .. } => self.softmax_failed && self.counting >= 2 && vocab >= 4,
-            Diagnosis::OnlyTheTarget | Diagnosis::Columns { .. } => self.gradient_failed && vocab >= 4,
+            Diagnosis::OnlyTheTarget => self.gradient_failed && vocab >= 4,
+            // A vocabulary that the place fills has no right entry beside it.
+            Diagnosis::Columns { first, last, vocab: of, .. } => {
+                let right_from = if last + 1 == *of { *first } else { last + 1 };
+                self.gradient_failed && vocab >= 4 && vocab > right_from
+            }
             Diagnosis::ConstantFactor { .. } => self.gradient_failed && self.with_gradient * vocab >= 8,
             // A batch whose only token has a gradient has one factor.
             Diagnosis::FactorPerToken { .. } | Diagnosis::FactorPerSequence { .. } => {
