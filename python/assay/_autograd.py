@@ -63,6 +63,8 @@ def expect_options(framework: str, known: Iterable[str], options: Mapping[str, A
         raise AssayError(f"framework: got {framework!r}, expected one of {', '.join(known)}")
     if options.get("isolate"):
         raise AssayError("isolate: got True, expected False: another process cannot import what is made of `fn`")
+    if options.get("ranks") is not None and framework != "torch":
+        raise AssayError(f"ranks: got {options['ranks']!r}, expected None with framework={framework!r}: processes of PyTorch share a problem")
     _frameworks.imported(framework)
     if options.get("device") is not None:
         (_frameworks.torch_device if framework == "torch" else _frameworks.jax_device)(options["device"])
@@ -71,12 +73,16 @@ def expect_options(framework: str, known: Iterable[str], options: Mapping[str, A
 def campaign(fn: object, kernel: Kernel, ways: Sequence[str]) -> Kernel:
     """Gives a kernel the name of the function that it calls, and the ways in which a campaign calls it."""
     kernel.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    setattr(kernel, WAYS, [(way, way == EQUAL_COTANGENT) for way in ways])
+    setattr(kernel, WAYS, [(way, way == EQUAL_COTANGENT, False) for way in ways])
     return kernel
 
 
-#: The attribute of a kernel that names its ways: each with whether it is for problems with equal cotangents.
+#: The attribute of a kernel that names its ways: each with whether it is for problems with equal cotangents, and whether it is a variant.
 WAYS = "_assay_ways"
+
+
+#: The attribute of a kernel that has the function of logits and ids that it calls, with the arguments that make a kernel of it again.
+SCORES = "_assay_scores"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
@@ -12,6 +13,7 @@ from . import _autograd, _specs
 from ._check import check
 from ._errors import AssayError, OutputError
 from ._native import Problem
+from ._ranks import Shard
 from ._report import Report
 
 # pytest shows the test's own frames alone.
@@ -66,6 +68,12 @@ def check_logp(
     an error for a view or for a second backward pass refuses it, and the report counts that as skipped. Inputs must be what they were after
     the backward pass, unless `inplace=True`.
 
+    With `ranks=N` and `cut="vocabulary"` the function runs in N processes of one gloo group, each with its share of the logits, or of the head,
+    and an `assay.Shard`:
+
+        def logp(logits, ids, shard):                 # [B,T,V/N], [B,T] -> [B,T], the same on every rank
+            ...
+
     For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for each problem of
     `assay.problems("logp")`.
 
@@ -108,8 +116,43 @@ def check_logp(
         },
     )
     has_head = _autograd.has_head({**options, "lm_head": lm_head})
-    kernel = _KERNELS[framework](fn, entropy, has_head, bool(options.get("inplace")))
-    return check(kernel, spec, lm_head=lm_head, **options)
+    scores = {"framework": framework, "entropy": entropy, "lm_head": has_head, "inplace": bool(options.get("inplace"))}
+    options["variants"] = [made(variant, **scores) for variant in options.get("variants", ())]
+    return check(made(fn, **scores), spec, lm_head=lm_head, **options)
+
+
+def made(fn: Scores, framework: str, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
+    """Makes a kernel of a function of logits and ids."""
+    kernel = _KERNELS[framework](fn, entropy, lm_head, inplace)
+    scores = {"framework": framework, "entropy": entropy, "lm_head": lm_head, "inplace": inplace}
+    setattr(kernel, _autograd.SCORES, (fn, scores))
+    return kernel
+
+
+def check_invariance(fn: Scores, *, relations: Sequence[str] | None = None, **options: Any) -> Report:
+    """Asks whether the log-probabilities of a token have the same bits in another batch, order, length or call, and judges nothing else.
+
+        >>> import assay, jax
+        >>> def of_batch(logits, ids):
+        ...     x = jax.nn.log_softmax(logits.astype("float32"))
+        ...     drift = 1e-6 * logits.shape[0]
+        ...     return jax.numpy.take_along_axis(x, ids[..., None], -1)[..., 0] - drift
+        >>> options = dict(framework="jax", dtypes=["f32"], shapes=["2x3x7"], cases=4, wide=0, repro_dir=None, progress=False)
+        >>> assay.check_invariance(of_batch, relations=["batch"], **options).causes[0].gate
+        'batch-invariance'
+        >>> assay.check_invariance(of_batch, relations=["order"], **options).passed
+        True
+
+    Args:
+        fn: A function from logits and ids to logp, or to a pair of logp and entropy, as `assay.check_logp` takes it.
+        relations: The names of the relations, as `assay.check` lists them; by default all that apply.
+        options: The other arguments of `assay.check_logp`; `variants` are functions as `fn` is.
+
+    Raises:
+        SpecError, ProblemError, AssayError: As `assay.check_logp`.
+    """
+    asked = "bits" if relations is None else list(relations)
+    return check_logp(fn, **{"invariant": asked, "judged": False, **options})
 
 
 def _scores(returned: Any, entropy: bool) -> tuple[Any, ...]:
@@ -126,17 +169,38 @@ def _cotangents(arrays: Any, entropy: bool) -> list[Any]:
     return [arrays.dlogp, arrays.dentropy] if entropy else [arrays.dlogp]
 
 
+def _share(arrays: Any, shard: Shard, turned: bool) -> Any:
+    """Returns the arrays of one rank: its share of logits, or of the head, and of what tokens have."""
+    share: dict[str, Any] = {}
+    for name in ("ids", "mask", "dlogp", "dentropy", "hidden"):
+        if (array := getattr(arrays, name, None)) is not None:
+            share[name] = shard.of_tokens(array).contiguous()
+    if hasattr(arrays, "lm_head"):
+        of_head = (slice(None), shard.slice) if turned else (shard.slice,)
+        share["lm_head"] = (arrays.lm_head[of_head] if shard.cut == "vocabulary" else arrays.lm_head).contiguous()
+    else:
+        share["logits"] = shard.of_logits(arrays.logits).contiguous()
+    return types.SimpleNamespace(**share)
+
+
 def _torch(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
-    def kernel(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
+    def kernel(problem: Problem, way: str | None = None, shard: Shard | None = None) -> Mapping[str, Any]:
         arrays = problem.torch()
+        if shard is not None:
+            arrays = _share(arrays, shard, problem.layout == "hv")
         inputs = _autograd.TorchInputs(arrays, way, inplace)
         # A head is `[V,H]`, as `torch.nn.Linear` has it.
         turned = problem.layout == "hv"
         given = [x.T if name == "lm_head" and turned else x for name, x in inputs.tensors.items()]
         with _autograd.refusal(way):
-            scores = _scores(fn(*given, arrays.ids), entropy)
+            scores = _scores(fn(*given, arrays.ids, *(() if shard is None else (shard,))), entropy)
         sent = _autograd.torch_cotangents(way, _cotangents(arrays, entropy), arrays.mask, scores)
         outputs = inputs.gradients(way, scores, sent)
+        if shard is not None and shard.cut != "vocabulary" and lm_head:
+            # Trainers add up the gradients of what all ranks have.
+            import torch.distributed as distributed
+
+            distributed.all_reduce(outputs["dlm_head"])
         outputs |= {name: score.detach().contiguous() for name, score in zip(("logp", "entropy"), scores)}
         return outputs | _autograd.of_frozen(way, kernel, problem)
 
