@@ -21,11 +21,11 @@ def logp(logits, ids):
     # A vocabulary that the devices do not divide is filled up.
     added = ((0, 0), (0, 0), (0, -logits.shape[-1] % devices))
     x = jnp.pad(logits.astype("float32"), added, constant_values=-jnp.inf)
-    mesh = jax.make_mesh((devices,), ("ranks",))
+    mesh = jax.sharding.Mesh(jax.devices(), ("ranks",))
     return jax.shard_map(of_share, mesh=mesh, in_specs=(P(None, None, "ranks"), P()), out_specs=P())(x, ids)
 
 
 if __name__ == "__main__":
     import assay
 
-    print(assay.check_logp(logp, framework="jax", shapes="few", cases=40))
+    print(assay.check_logp(logp, framework="jax", ranks=4, shapes="few", cases=40))

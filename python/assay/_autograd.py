@@ -63,8 +63,6 @@ def expect_options(framework: str, known: Iterable[str], options: Mapping[str, A
         raise AssayError(f"framework: got {framework!r}, expected one of {', '.join(known)}")
     if options.get("isolate"):
         raise AssayError("isolate: got True, expected False: another process cannot import what is made of `fn`")
-    if options.get("ranks") is not None and framework != "torch":
-        raise AssayError(f"ranks: got {options['ranks']!r}, expected None with framework={framework!r}: processes of PyTorch share a problem")
     _frameworks.imported(framework)
     if options.get("device") is not None:
         (_frameworks.torch_device if framework == "torch" else _frameworks.jax_device)(options["device"])

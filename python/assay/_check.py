@@ -18,7 +18,7 @@ from ._report import Report
 # pytest shows the test's own frames alone.
 __tracebackhide__ = methodcaller("errisinstance", AssayError)
 
-Kernel = Callable[[Problem], Mapping[str, Any]]
+Kernel = Callable[..., Mapping[str, Any]]
 
 # Set by the pytest plugin from its options, for what `assay.kernel` runs.
 overrides: dict[str, Any] = {}

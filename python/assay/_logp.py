@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from . import _autograd, _specs
+from . import _autograd, _ranks, _specs
 from ._check import check
 from ._errors import AssayError, OutputError
 from ._native import Problem
@@ -74,6 +74,8 @@ def check_logp(
         def logp(logits, ids, shard):                 # [B,T,V/N], [B,T] -> [B,T], the same on every rank
             ...
 
+    In JAX `ranks=N` puts the whole arrays on N devices of this process, for a function with `shard_map` over them.
+
     For a function without a backward pass, `problem.check({"logp": …})` judges the forward pass alone, for each problem of
     `assay.problems("logp")`.
 
@@ -101,7 +103,7 @@ def check_logp(
         ids_per_token = options.pop("top")
     if type(ids_per_token) is not int or ids_per_token < 1:
         raise AssayError(f"ids_per_token: got {ids_per_token!r}, expected an integer of at least 1")
-    _autograd.expect_options(framework, _KERNELS, options)
+    _autograd.expect_options(framework, _FRAMEWORKS, options)
     asked = {} if logits is None else {"logits": dict(logits)}
     spec = _specs.spec(
         _specs.LOGP,
@@ -116,14 +118,22 @@ def check_logp(
         },
     )
     has_head = _autograd.has_head({**options, "lm_head": lm_head})
-    scores = {"framework": framework, "entropy": entropy, "lm_head": has_head, "inplace": bool(options.get("inplace"))}
+    scores: dict[str, Any] = {
+        "framework": framework,
+        "entropy": entropy,
+        "lm_head": has_head,
+        "inplace": bool(options.get("inplace")),
+    }
+    if framework == "jax" and options.get("ranks") is not None:
+        # Devices of one process, which share its arrays.
+        scores["ranks"] = _jax_devices(options.pop("ranks"), options.pop("cut", "vocabulary"))
     options["variants"] = [made(variant, **scores) for variant in options.get("variants", ())]
     return check(made(fn, **scores), spec, lm_head=lm_head, **options)
 
 
-def made(fn: Scores, framework: str, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
-    """Makes a kernel of a function of logits and ids."""
-    kernel = _KERNELS[framework](fn, entropy, lm_head, inplace)
+def made(fn: Scores, framework: str, entropy: bool, lm_head: bool, inplace: bool, ranks: int = 1) -> _autograd.Kernel:
+    """Makes a kernel of a function of logits and ids; `ranks` is the number of JAX's devices that have its arrays."""
+    kernel = _jax(fn, entropy, lm_head, ranks) if framework == "jax" else _torch(fn, entropy, lm_head, inplace)
     scores = {"framework": framework, "entropy": entropy, "lm_head": lm_head, "inplace": inplace}
     setattr(kernel, _autograd.SCORES, (fn, scores))
     return kernel
@@ -216,9 +226,23 @@ def _torch(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd
     return _autograd.campaign(fn, kernel, ways)
 
 
-def _jax(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.Kernel:
+def _jax_devices(ranks: object, cut: object) -> int:
+    """Checks that JAX has as many devices as ranks are asked for."""
+    import jax
+
+    count, _ = _ranks.expect(ranks, cut)
+    if count > (found := len(jax.devices())):
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        raise AssayError(f"ranks: got {count}, expected at most {found}, the devices of JAX; {flag} makes as many of a CPU")
+    return count
+
+
+def _jax(fn: Scores, entropy: bool, lm_head: bool, ranks: int) -> _autograd.Kernel:
     import jax
     import jax.numpy as jnp
+
+    mesh = jax.sharding.Mesh(jax.devices()[:ranks], ("ranks",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     @functools.partial(jax.jit, static_argnames="frozen")
     def run(inputs: dict[str, Any], ids: Any, mask: Any, cotangents: list[Any], frozen: str | None) -> tuple[Any, Any]:
@@ -236,7 +260,12 @@ def _jax(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.K
         turned = problem.layout == "hv"
         named = {name: getattr(arrays, name) for name in _autograd.differentiated(hasattr(arrays, "lm_head"))}
         given = {name: x.T if name == "lm_head" and turned else x for name, x in named.items()}
-        scores, gradients = run(given, arrays.ids, arrays.mask, _cotangents(arrays, entropy), _autograd.frozen(way))
+        asked = (given, arrays.ids, arrays.mask, _cotangents(arrays, entropy))
+        if ranks > 1:
+            asked = jax.device_put(asked, everywhere)
+        scores, gradients = run(*asked, _autograd.frozen(way))
+        if ranks > 1:
+            scores, gradients = jax.device_put((scores, gradients), jax.devices()[0])
         outputs = dict(zip(("logp", "entropy"), scores))
         for name, x in gradients.items():
             outputs[_autograd.GRADIENTS[name]] = x.T if name == "lm_head" and turned else x
@@ -245,4 +274,4 @@ def _jax(fn: Scores, entropy: bool, lm_head: bool, inplace: bool) -> _autograd.K
     return _autograd.campaign(fn, kernel, list(_autograd.FROZEN.values()) if lm_head else [])
 
 
-_KERNELS: dict[str, Callable[[Scores, bool, bool, bool], _autograd.Kernel]] = {"torch": _torch, "jax": _jax}
+_FRAMEWORKS = ("torch", "jax")

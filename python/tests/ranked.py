@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import kernels
 import numpy as np
 
 import assay
@@ -42,11 +43,13 @@ def logp(problem: assay.Problem, shard: assay.Shard, bug: str = "") -> dict[str,
     local = np.where(mask, ids, first) - first
     own = (local >= 0) & (local < x.shape[-1])
     one_hot = own[..., None] & (np.arange(x.shape[-1]) == local[..., None])
-    top, whole = x.max(-1), (lambda values: values)
-    if shard.cut == "vocabulary":
-        everyone = lambda values: exchanged(values, shard)  # noqa: E731
-        top = top if bug == "maximum" else everyone(top).max(0)
-        whole = lambda values: everyone(values).sum(0)  # noqa: E731
+    top = x.max(-1)
+    if shard.cut == "vocabulary" and bug != "maximum":
+        top = exchanged(top, shard).max(0)
+
+    def whole(values: Any) -> Any:
+        return exchanged(values, shard).sum(0) if shard.cut == "vocabulary" else values
+
     with np.errstate(over="ignore", invalid="ignore"):
         total = whole(np.exp(x - top[..., None]).sum(-1))
         chosen = np.where(one_hot, x, 0).sum(-1)
@@ -92,3 +95,21 @@ def hanging(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
 def of_another_shape(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
     answer = logp(problem, shard)
     return answer | {"dlogits": answer["dlogits"][..., :-1]} if shard.rank == 1 else answer
+
+
+def loss(problem: assay.Problem, shard: assay.Shard, is_normalised_by_rank: bool = False) -> dict[str, Any]:
+    """TRL's default loss of a rank's sequences, and the whole loss."""
+    whole, mask = kernels.honest(problem), problem.numpy().mask
+    share = {name: values if name == "loss" else shard.of_tokens(values) for name, values in whole.items()}
+    if is_normalised_by_rank:
+        of_rank = mask.sum() / max(shard.of_tokens(mask).sum(), 1)
+        share["dlogits"] = (share["dlogits"] * of_rank).astype(share["dlogits"].dtype)
+    return share
+
+
+def loss_normalised_by_rank(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
+    return loss(problem, shard, is_normalised_by_rank=True)
+
+
+def loss_of_rank(problem: assay.Problem, shard: assay.Shard) -> dict[str, Any]:
+    return {**loss(problem, shard), "loss": np.float32(shard.rank)}

@@ -73,13 +73,14 @@ def test_invariance_alone_needs_no_right_answer() -> None:
 
 
 def test_invariance_bad_options_name_what_is_expected() -> None:
-    for options, words in [
+    cases: list[tuple[dict[str, Any], str]] = [
         (dict(invariant=["bathc"]), "invariant: got `bathc`, expected usual, bits, limits, or some of repeat"),
         (dict(invariant=[]), "invariant: got no relation"),
         (dict(variants=[honest]), "variants: got functions, expected none without `invariant`"),
         (dict(invariant=True, variants=[3]), r"variants\[0\]: got int, expected a function"),
         (dict(judged=False), "judged: got False, expected True, or `invariant`"),
-    ]:
+    ]
+    for options, words in cases:
         with pytest.raises(assay.AssayError, match=words):
             assay.check(honest, "trl", **OPTIONS, **options)
 
