@@ -96,8 +96,8 @@ impl Campaign {
         self.on(py, PythonKernel { function, question, ways: ways.collect(), way: None }, progress)
     }
 
-    /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1, or as many processes as there are ranks, which
-    /// share the axis that is named.
+    /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1. With `ranks` there is a process for each, and
+    /// they share the axis that is named.
     fn run_isolated(
         &self,
         py: Python<'_>,

@@ -30,18 +30,19 @@ pub struct AskedInvariance {
 /// One relation, and the grade that it must reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvarianceDemand {
-    /// The relation.
+    /// The relation between the two calls.
     pub relation: InvarianceRelation,
-    /// The grade.
+    /// The grade that differences must reach.
     pub grade: InvarianceGrade,
 }
 
 impl AskedInvariance {
     /// Asks every relation that a correct kernel has, each by its usual grade.
     ///
-    /// A kernel on logits computes each token by itself, so that its bits may depend on nothing else; what reorders a row's sum, or computes
-    /// a row in another way, may move it within limits. A library's matrix product chooses its blocks by the number of rows: behind an LM
-    /// head only a second call must have the same bits. Losses are not asked about packed sequences, which most do not take.
+    /// A kernel on logits computes each token by itself, so that its bits may depend on nothing else; what reorders a row's sum, or
+    /// computes a row in another way, may move it within limits. A library's matrix product chooses its blocks by the number of rows:
+    /// behind an LM head only a second call must have the same bits. Losses are not asked about packed sequences, which most do not
+    /// take.
     pub fn usual(spec: &LossSpec, has_head: bool) -> Self {
         let relations = InvarianceRelation::ALL.into_iter();
         let asked = relations.filter(|relation| *relation != InvarianceRelation::Packing || spec.is_from_cotangents());
@@ -66,7 +67,7 @@ impl AskedInvariance {
     }
 
     /// Asks the named relations alone, each by its usual grade.
-    pub fn of_relations(relations: &[InvarianceRelation], has_head: bool) -> Self {
+    pub fn from_relations(relations: &[InvarianceRelation], has_head: bool) -> Self {
         let demand = |relation: &InvarianceRelation| InvarianceDemand {
             relation: *relation,
             grade: usual_grade(*relation, has_head),
@@ -99,7 +100,7 @@ impl AskedInvariance {
         if relations.is_empty() {
             return Err("got no relation, expected one or more".to_string().into());
         }
-        Ok(Self::of_relations(&relations, has_head))
+        Ok(Self::from_relations(&relations, has_head))
     }
 
     /// Starts the findings of a campaign, one for each relation.

@@ -100,7 +100,7 @@ impl Fault {
     }
 
     /// Returns the fault with the rank that it is of.
-    pub(crate) fn of_rank(self, rank: usize) -> Self {
+    pub(crate) fn at_rank(self, rank: usize) -> Self {
         let with_rank = |text: ForeignLines| ForeignLines::from(format!("rank {rank}: {}", text.raw()));
         match self {
             Fault::Raised(text) => Fault::Raised(with_rank(text)),

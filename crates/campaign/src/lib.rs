@@ -32,6 +32,8 @@ mod deck;
 mod dependence;
 mod examine;
 mod invariance;
+#[cfg(feature = "mutants")]
+mod invariance_mutants;
 mod kernel;
 mod markdown;
 #[cfg(feature = "mutants")]

@@ -247,7 +247,7 @@ impl Limits<'static> {
     ///
     /// Both answers round the same logits. An online softmax that is cut otherwise rounds gaps and exponentials once more, as `κ` of a
     /// class without errors of sums counts; the sums of each row may be off by what f32 loses of that very row, in one lane or several.
-    pub fn of_differences(grade: Grade) -> Self {
+    pub fn for_differences(grade: Grade) -> Self {
         let class = Self::for_class(WITHOUT_SUMS).expect("checked by the tests of the judge");
         Self { grade, tries_better: false, lanes: true, differences: true, ..class }
     }

@@ -9,23 +9,23 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum InvarianceRelation {
-    /// The same problem is asked again, after another one.
+    /// A second call for the same problem, after a call for another one.
     Repeat,
-    /// The sequences are in another order.
+    /// Another order of the sequences.
     Order,
-    /// The other sequences have other content.
+    /// Other content in the other sequences.
     Neighbours,
-    /// A sequence is alone, with half of the others, or in a batch that has all of them twice.
+    /// Fewer or more sequences: one alone, half of them, or all of them twice.
     Batch,
-    /// Masked tokens are added before and after.
+    /// More masked tokens, before and after.
     Length,
-    /// The sequences are packed into one row.
+    /// One row into which the sequences are packed.
     Packing,
-    /// Vocabulary entries of probability 0 are added.
+    /// More vocabulary entries, of probability 0.
     Vocabulary,
-    /// The same values have other offsets and strides.
+    /// Other offsets and strides of the same values.
     Alignment,
-    /// Another variant of the kernel computes the problem, such as one with other chunks.
+    /// Another variant of the kernel, such as one with other chunks.
     Chunk,
 }
 
@@ -128,7 +128,7 @@ impl fmt::Display for InvarianceGrade {
 /// The findings of a campaign about one relation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RelationFinding {
-    /// The relation.
+    /// The relation that was asked.
     pub relation: InvarianceRelation,
     /// The grade that was asked for.
     pub grade: InvarianceGrade,
@@ -151,7 +151,7 @@ pub struct RelationFinding {
 }
 
 impl RelationFinding {
-    /// Starts without a problem.
+    /// Creates findings of a relation that no problem was asked of yet.
     pub fn new(relation: InvarianceRelation, grade: InvarianceGrade) -> Self {
         Self {
             relation,

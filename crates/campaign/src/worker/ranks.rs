@@ -42,9 +42,9 @@ impl ShardCut {
 /// The share of one rank in a problem: the indices `start..end` of the axis that is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct RankShard {
-    /// The rank, from 0.
+    /// The rank of the process, counted from 0.
     pub rank: usize,
-    /// The number of ranks.
+    /// The number of ranks that share the problem.
     pub ranks: usize,
     /// The axis that is cut.
     pub cut: ShardCut,
@@ -201,7 +201,7 @@ impl<P: Subject> KernelUnderTest<P> for RankedWorker {
         }
         self.end();
         match (failed, refused) {
-            (Some((rank, error)), _) => Err(worker_fault(error).of_rank(rank)),
+            (Some((rank, error)), _) => Err(worker_fault(error).at_rank(rank)),
             (None, Some(what)) => Err(Fault::Unsupported(what)),
             (None, None) => Err(Fault::Interrupted),
         }

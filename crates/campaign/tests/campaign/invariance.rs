@@ -18,7 +18,7 @@ use crate::finds::{Does, campaign, right, run, trl};
 
 /// A deck of logits in f32, whose numbers differ in their last bits where those in bf16 may not.
 fn asking(spec: LossSpec, relations: &[InvarianceRelation], grade: Option<InvarianceGrade>, cases: u64) -> Campaign {
-    let asked = AskedInvariance::of_relations(relations, false);
+    let asked = AskedInvariance::from_relations(relations, false);
     let asked = match grade {
         Some(InvarianceGrade::Bits) => asked.in_bits(),
         Some(InvarianceGrade::Limits) => asked.in_limits(),
@@ -274,4 +274,21 @@ fn invariance_words_are_checked() {
         words(&["bathc"]).unwrap_err().starts_with("got `bathc`, expected usual, bits, limits, or some of repeat,")
     );
     assert!(words(&[]).unwrap_err().contains("one or more"));
+}
+
+#[test]
+fn invariance_mutants_are_rejected_where_they_are_asked() {
+    let score = |asked: Option<AskedInvariance>| {
+        let deck = Deck { cases: 40, wide: 0, dtypes: vec![Dtype::F32], ..Deck::default() };
+        let campaign =
+            Campaign { invariance: asked, power: true, deck, ..campaign(LossSpec::from_cotangents(true), 40) };
+        let found = run(&campaign, &mut LocalKernel::<Problem>(&Native::default()));
+        assert!(found.passed, "{}", text(&found, &TextForm::default()));
+        found.power.expect("it was counted")
+    };
+    let spec = LossSpec::from_cotangents(true);
+    let [without, with] = [None, Some(AskedInvariance::usual(&spec, false))].map(score);
+    assert_eq!((with.exercised - without.exercised, with.rejected - without.rejected), (8, 8), "{with:?}");
+    let one = score(Some(AskedInvariance::from_relations(&[InvarianceRelation::Order], false)));
+    assert_eq!((one.exercised - without.exercised, one.rejected - without.rejected), (1, 1), "{one:?}");
 }

@@ -483,6 +483,11 @@ impl FloatArray<Ix3> {
         map_array!(FloatArray => FloatArray, self, array => moved(array))
     }
 
+    /// Whether the first element is at an address that is no multiple of 16.
+    pub fn is_misaligned(&self) -> bool {
+        with_array!(FloatArray, self, array => !array.as_ptr().addr().is_multiple_of(16))
+    }
+
     /// Sets every element of row `[b,t,:]` to `x`, rounded to nearest even.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));

@@ -10,7 +10,7 @@ use assay_reference::{OtherLogp, Reference, SoftmaxColumns, Token};
 /// The lanes of vector units: eight f32 of AVX2, sixteen of AVX-512. GPUs have more, with fewer terms each.
 const LANES: [usize; 2] = [8, 16];
 
-/// A plain loop besides.
+/// The lanes of a plain loop.
 const ONE_LANE: usize = 1;
 
 /// The roundings of a tree that adds up to 256 lanes, as a block of a GPU has them.

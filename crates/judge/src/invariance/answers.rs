@@ -23,7 +23,7 @@ pub struct TokenAnswers {
     outputs: Vec<AnsweredOutput>,
 }
 
-/// One output, `[B,T,n]`.
+/// The values of one output, `[B,T,n]`, and their dtype.
 #[derive(Clone, Debug)]
 struct AnsweredOutput {
     output: Output,
@@ -47,7 +47,7 @@ pub struct BitDifferences {
 /// A value that has other bits in a second call.
 #[derive(Clone, Copy, Debug)]
 pub struct ChangedValue {
-    /// The output.
+    /// The output that the value is of.
     pub output: Output,
     /// The place in the first problem.
     pub at: Position,
@@ -60,7 +60,7 @@ pub struct ChangedValue {
 /// The difference of two calls that is largest by its limit.
 #[derive(Clone, Copy, Debug)]
 pub struct LargestDifference {
-    /// The output.
+    /// The output that the difference is of.
     pub output: Output,
     /// The place in the first problem.
     pub at: Position,
@@ -108,13 +108,13 @@ impl TokenAnswers {
         Self { outputs }
     }
 
-    fn of(&self, output: Output) -> Option<&AnsweredOutput> {
+    fn output(&self, output: Output) -> Option<&AnsweredOutput> {
         self.outputs.iter().find(|answered| answered.output == output)
     }
 
     /// Pairs the outputs that both calls have.
     fn pairs<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = (&'a AnsweredOutput, &'a AnsweredOutput)> {
-        self.outputs.iter().filter_map(|before| Some((before, other.of(before.output)?)))
+        self.outputs.iter().filter_map(|before| Some((before, other.output(before.output)?)))
     }
 
     /// Compares the bits of two calls at `places`; NaN equals NaN. `changes` says how exact values change; outputs that change by design,
@@ -189,7 +189,7 @@ impl TokenAnswers {
     /// product with an LM head.
     ///
     /// Half the difference, less what rounding to the output's dtype may make of it, is added to the exact values and judged by
-    /// [`Limits::of_differences`]. Tokens that rounding may put on another branch of the loss are compared up to their entropies.
+    /// [`Limits::for_differences`]. Tokens that rounding may put on another branch of the loss are compared up to their entropies.
     ///
     /// # Errors
     /// [`JudgeError`] if an output has the wrong shape.
@@ -200,7 +200,7 @@ impl TokenAnswers {
         known: &JudgedProblem<P>,
         grade: Grade,
     ) -> Result<Option<LargestDifference>, JudgeError> {
-        let limits = Limits::of_differences(grade);
+        let limits = Limits::for_differences(grade);
         let reference = P::on_logits(&known.reference);
         let has_head = P::Gradient::ARRAYS.len() > 1;
         let exact = P::outcome(&known.reference);
@@ -213,8 +213,8 @@ impl TokenAnswers {
             }
         }
         let halves = |output: Output| -> Option<Array3<f64>> {
-            let mut values = of_exact.of(output)?.values.clone();
-            let (Some(before), Some(after)) = (self.of(output), other.of(output)) else { return Some(values) };
+            let mut values = of_exact.output(output)?.values.clone();
+            let (Some(before), Some(after)) = (self.output(output), other.output(output)) else { return Some(values) };
             let factor = match changes.iter().find(|(of, _)| *of == output)?.1 {
                 ExactChange::Same => 1.0,
                 ExactChange::PowerOfTwo(factor) => factor,
@@ -222,7 +222,7 @@ impl TokenAnswers {
             };
             let of_branch = matches!(output, Output::TokenLoss | Output::Dlogits);
             for [at, at_other] in places.iter().filter(|[at, _]| !(of_branch && is_tied[*at])) {
-                let exact = of_exact.of(output)?.row(*at);
+                let exact = of_exact.output(output)?.row(*at);
                 let mut row = values.slice_mut(s![at.0, at.1, ..]);
                 for (v, (x, y)) in before.row(*at).iter().zip(after.row(*at_other)).enumerate() {
                     let half = half_difference(*x, y / factor, before.dtype);
