@@ -50,8 +50,10 @@ if TYPE_CHECKING:
     from ._agreement import compare_logp as compare_logp
     from ._check import check as check
     from ._check import kernel as kernel
+    from ._logp import check_invariance as check_invariance
     from ._logp import check_logp as check_logp
     from ._loss import check_loss as check_loss
+    from ._ranks import Shard as Shard
     from ._report import Cause as Cause
     from ._report import Report as Report
 
@@ -69,11 +71,13 @@ __all__ = [
     "Problem",
     "ProblemError",
     "Report",
+    "Shard",
     "Spec",
     "SpecError",
     "Verdicts",
     "__version__",
     "check",
+    "check_invariance",
     "check_logp",
     "check_loss",
     "compare_logp",
@@ -227,12 +231,14 @@ def __getattr__(name: str) -> object:
     """Imports the modules of campaigns when one of their names is first needed."""
     if name in ("check", "kernel"):
         from . import _check as module
-    elif name == "check_logp":
+    elif name in ("check_invariance", "check_logp"):
         from . import _logp as module  # type: ignore[no-redef]
     elif name == "check_loss":
         from . import _loss as module  # type: ignore[no-redef]
     elif name in ("Agreement", "compare_logp"):
         from . import _agreement as module  # type: ignore[no-redef]
+    elif name == "Shard":
+        from . import _ranks as module  # type: ignore[no-redef]
     elif name in ("Cause", "Report"):
         from . import _report as module  # type: ignore[no-redef]
     else:

@@ -71,12 +71,16 @@ def expect_options(framework: str, known: Iterable[str], options: Mapping[str, A
 def campaign(fn: object, kernel: Kernel, ways: Sequence[str]) -> Kernel:
     """Gives a kernel the name of the function that it calls, and the ways in which a campaign calls it."""
     kernel.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    setattr(kernel, WAYS, [(way, way == EQUAL_COTANGENT) for way in ways])
+    setattr(kernel, WAYS, [(way, way == EQUAL_COTANGENT, False) for way in ways])
     return kernel
 
 
-#: The attribute of a kernel that names its ways: each with whether it is for problems with equal cotangents.
+#: The attribute of a kernel that names its ways: each with whether it is for problems with equal cotangents, and whether it is a variant.
 WAYS = "_assay_ways"
+
+
+#: The attribute of a kernel that has the function of logits and ids that it calls, with the arguments that make a kernel of it again.
+SCORES = "_assay_scores"
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from . import _native, _specs, _worker
-from ._autograd import WAYS
+from . import _native, _ranks, _specs, _worker
+from ._autograd import SCORES, WAYS
 from ._errors import AssayError
 from ._native import Problem, Spec
 from ._report import Report
@@ -18,7 +18,7 @@ from ._report import Report
 # pytest shows the test's own frames alone.
 __tracebackhide__ = methodcaller("errisinstance", AssayError)
 
-Kernel = Callable[[Problem], Mapping[str, Any]]
+Kernel = Callable[..., Mapping[str, Any]]
 
 # Set by the pytest plugin from its options, for what `assay.kernel` runs.
 overrides: dict[str, Any] = {}
@@ -46,9 +46,14 @@ def check(
     device: str | None = None,
     inplace: bool = False,
     isolate: bool = False,
+    ranks: int | None = None,
+    cut: str = "vocabulary",
     timeout: float = 30.0,
     shrink: bool = True,
     power: bool = True,
+    invariant: bool | str | Sequence[str] = False,
+    variants: Sequence[Kernel] = (),
+    judged: bool = True,
     repro_dir: str | os.PathLike[str] | None = ".assay",
     progress: bool | None = None,
     **spec_options: object,
@@ -100,9 +105,18 @@ def check(
         device: The device on which `problem.torch()` and `problem.jax()` put their arrays.
         inplace: Whether logits are a copy that may be written to; dlogits may then be that memory.
         isolate: Whether `fn` runs in a process of its own, whose crash or hang is a cause. It must be importable.
+        ranks: The number of processes that `fn` runs in, each with a share of every problem: `fn(problem, shard=shard)` is given the whole
+            problem and an `assay.Shard`, and returns the outputs of its share. What every rank has must have the same bits on all. A
+            function that uses PyTorch finds its default process group made, of backend gloo.
+        cut: The axis that the ranks share: "vocabulary", "batch" or "tokens".
         timeout: The seconds for one answer of that process.
         shrink: Whether problems that fail are made smaller.
         power: Whether the campaign counts how many of the library's wrong kernels it would catch.
+        invariant: Whether a token must have the same numbers in another call: True asks each relation by its usual grade, "bits" and "limits"
+            all of them by that grade, a list of names some: "repeat", "order", "neighbours", "batch", "length", "packing", "vocabulary",
+            "alignment", "chunk".
+        variants: Other forms of `fn`, such as with other chunks, that must give the numbers of `fn`: the relation "chunk" calls them.
+        judged: Whether answers are judged. With False the relations of `invariant` alone are asked, and need no reference.
         repro_dir: The folder of problems that failed, which are tried first the next time; None keeps none.
         progress: Whether a line on stderr shows the progress; by default on a terminal.
 
@@ -115,6 +129,13 @@ def check(
         raise AssayError(f"fn: got {type(fn).__name__}, expected a function of a problem")
     if shapes == "auto":
         shapes = "few" if compiles(fn) else "many"
+    asked = _relations(invariant, variants)
+    if not judged and asked is None:
+        raise AssayError("judged: got False, expected True, or `invariant` to say what is asked instead")
+    shared = None if ranks is None else _ranks.expect(ranks, cut)
+    if variants and (isolate or shared):
+        raise AssayError("variants: got functions, expected none with `isolate` or `ranks`: another process imports one function")
+    kernel = with_variants(fn, variants) if variants else fn
     campaign = _native.Campaign(
         kernel=getattr(fn, "__name__", type(fn).__name__),
         spec=_specs.parse(spec, spec_options, check),
@@ -135,8 +156,10 @@ def check(
         grade=grade,
         allow=list(allow),
         shrink=shrink,
-        power=power,
+        power=power and judged,
         repros=repro_dir,
+        invariant=asked,
+        alone=not judged,
     )
     shown = sys.stderr.isatty() if progress is None else progress
     line = _line if shown else None
@@ -144,12 +167,44 @@ def check(
     # Functions of logits and ids are no functions of a problem, and cannot be called with one.
     call = None if hasattr(fn, WAYS) or not hasattr(fn, "__name__") else f"{fn.__name__}(problem)"
     try:
-        if isolate:
-            return Report(campaign.run_isolated(_worker.command(fn, named, device, inplace), timeout, line), call)
-        return Report(campaign.run(fn, named, device, inplace, line, getattr(fn, WAYS, [])), call)
+        if isolate or shared:
+            # A function of logits and ids is made a kernel where it runs.
+            own, scores = getattr(fn, SCORES, (fn, None))
+            command = _worker.command(own, named, device, inplace, scores, "ranks" if shared else "isolate")
+            return Report(campaign.run_isolated(command, timeout, line, shared), call)
+        return Report(campaign.run(kernel, named, device, inplace, line, getattr(kernel, WAYS, [])), call)
     finally:
         if shown:
             print(end="\r\033[K", file=sys.stderr)
+
+
+def _relations(invariant: bool | str | Sequence[str], variants: Sequence[Kernel]) -> list[str] | None:
+    """Returns the words that the engine reads of `invariant`; None asks nothing."""
+    if invariant is False:
+        if variants:
+            raise AssayError("variants: got functions, expected none without `invariant`, such as invariant=True")
+        return None
+    if invariant is True:
+        return ["usual"]
+    return [invariant] if isinstance(invariant, str) else list(invariant)
+
+
+def with_variants(fn: Kernel, variants: Sequence[Kernel]) -> Kernel:
+    """Returns a kernel that calls `fn`, or one of its variants in the way that names it."""
+    for place, variant in enumerate(variants):
+        if not callable(variant):
+            raise AssayError(f"variants[{place}]: got {type(variant).__name__}, expected a function as `fn` is")
+    named = {f"as variant {place + 1}, {getattr(variant, '__name__', 'unnamed')}": variant for place, variant in enumerate(variants)}
+    ways = getattr(fn, WAYS, [])
+
+    def kernel(problem: Problem, way: str | None = None) -> Mapping[str, Any]:
+        if way in named:
+            return named[way](problem)
+        return fn(problem, way) if ways else fn(problem)
+
+    kernel.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    setattr(kernel, WAYS, [*ways, *((words, False, True) for words in named)])
+    return kernel
 
 
 def _line(tried: int, cases: int, failed: int) -> None:

@@ -267,6 +267,8 @@ class Campaign:
         shrink: bool,
         power: bool,
         repros: str | os.PathLike[str] | None,
+        invariant: list[str] | None,
+        alone: bool,
     ) -> Campaign: ...
     def run(
         self,
@@ -275,10 +277,14 @@ class Campaign:
         device: str | None,
         inplace: bool,
         progress: Callable[[int, int, int], object] | None,
-        ways: list[tuple[str, bool]],
+        ways: list[tuple[str, bool, bool]],
     ) -> str: ...
     def run_isolated(
-        self, command: list[str], timeout: float, progress: Callable[[int, int, int], object] | None
+        self,
+        command: list[str],
+        timeout: float,
+        progress: Callable[[int, int, int], object] | None,
+        ranks: tuple[int, str] | None,
     ) -> str: ...
 
 @final
@@ -310,6 +316,7 @@ def answer(
     device: str | None,
     inplace: bool,
     path: str | os.PathLike[str],
+    share: tuple[str, int, int] | None,
 ) -> None: ...
 def agreement_page(json: str) -> str: ...
 def agreement_text(json: str) -> str: ...

@@ -108,6 +108,8 @@ class Report:
         skipped: The problems that were not tried, with the reasons.
         coverage: The features that the problems covered.
         power: The share of the library's wrong kernels that the campaign would have caught; None if it was not counted.
+        invariance: The findings about each relation that `invariant` asked for: `relation`, `grade`, `problems`, `failed`, `tokens`,
+            `other_bits`, `outputs`, `by_design`, `difference_over_limit`, `not_asked`.
         stopped: The reason why it ended before every problem was tried; None if all were.
     """
 
@@ -123,6 +125,7 @@ class Report:
         self.skipped: list[Mapping[str, Any]] = read["skipped"]
         self.coverage: Mapping[str, Any] = read["coverage"]
         self.power: Mapping[str, Any] | None = read["power"]
+        self.invariance: list[Mapping[str, Any]] = read["invariance"]
         self.stopped: str | None = read["stopped"]
 
     def __bool__(self) -> bool:

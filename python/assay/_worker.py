@@ -11,14 +11,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import _native
+from . import _native, _ranks
 from ._errors import AssayError, InputMutated, OutputError
 
 _LONGEST = 3000  # a part of an error in words; a line has at most 64 KiB
 
 
-def command(fn: Any, outputs: list[str] | None, device: str | None, inplace: bool) -> list[str]:
-    """The command that starts the process of `fn`, with the options of `assay.check`.
+def command(
+    fn: Any, outputs: list[str] | None, device: str | None, inplace: bool, scores: dict[str, Any] | None = None, option: str = "isolate"
+) -> list[str]:
+    """The command that starts the process of `fn`, with the options of `assay.check`. `scores` has those of `assay.check_logp`, for a
+    function of logits and ids; `option` is what asks for the process.
 
     Raises:
         AssayError: Another process could not find `fn`.
@@ -28,9 +31,9 @@ def command(fn: Any, outputs: list[str] | None, device: str | None, inplace: boo
     home = main if module == "__main__" else module
     if not name or "<" in name or home is None:
         given = f"{name or type(fn).__name__} of {module or 'no module'}"
-        raise AssayError(f"isolate: got {given}, expected a function that a new process can import: one of a module's or a file's")
+        raise AssayError(f"{option}: got {given}, expected a function that a new process can import: one of a module's or a file's")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return [sys.executable, "-m", __name__, path, str(home), name, json.dumps([outputs, device, inplace])]
+    return [sys.executable, "-m", __name__, path, str(home), name, json.dumps([outputs, device, inplace, scores])]
 
 
 def found(home: str, name: str) -> Callable[[_native.Problem], Any]:
@@ -48,8 +51,14 @@ def found(home: str, name: str) -> Callable[[_native.Problem], Any]:
     return scope  # type: ignore[no-any-return]
 
 
-def serve(fn: Callable[[_native.Problem], Any], outputs: list[str] | None, device: str | None, inplace: bool) -> None:
+def serve(
+    fn: Callable[..., Any], outputs: list[str] | None, device: str | None, inplace: bool, scores: dict[str, Any] | None
+) -> None:
     """Answers until stdin ends."""
+    if scores is not None:
+        from ._logp import made
+
+        fn = made(fn, **scores)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the kernel prints is no answer
 
@@ -63,7 +72,12 @@ def serve(fn: Callable[[_native.Problem], Any], outputs: list[str] | None, devic
         try:
             spec = _native.Spec._of_json(json.dumps(request["spec"]))
             problem = _native.load(request["problem"], spec, "logits", "old_logps")
-            _native.answer(fn, problem, outputs, device, inplace, request["candidate"])
+            asked, share = fn, None
+            if "shard" in request:
+                shard = _ranks.Shard(**request["shard"])
+                _ranks.join()
+                asked, share = (lambda problem, shard=shard: fn(problem, shard=shard)), (shard.cut, shard.start, shard.end)
+            _native.answer(asked, problem, outputs, device, inplace, request["candidate"], share)
         except NotImplementedError as reason:
             reply["unsupported"] = str(reason)
         except OutputError as reason:

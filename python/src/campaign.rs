@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use crate::error;
 use crate::outputs::Returned;
 use crate::problem::{Batch, KeptArrays, Problem, ProblemArray};
 use crate::spec::Spec;
-use assay::campaign::{self, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject, TextForm};
+use assay::campaign::{self, AskedInvariance, CallWay, CampaignProgress, Fault, KernelUnderTest, Subject, TextForm};
 use assay::fixture::write_candidate;
 use assay::implementation::Workload;
 use assay::problem::{self as core, Candidate, HeadCandidate, HeadProblem};
@@ -23,7 +24,7 @@ use assay::report::{Input, render};
 use assay::schema::campaign::CampaignReport;
 use assay::spec::LossSpec;
 use assay::text::shown_lines;
-use assay::worker::{Worker, WorkerError, WorkerLaunch};
+use assay::worker::{RankedWorker, ShardCut, Worker, WorkerError, WorkerLaunch};
 
 /// The least time between two progress lines.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -38,7 +39,7 @@ pub(crate) struct Campaign {
 #[pymethods]
 impl Campaign {
     #[new]
-    #[pyo3(signature = (*, kernel, spec, deck, seconds, grade, allow, shrink, power, repros))]
+    #[pyo3(signature = (*, kernel, spec, deck, seconds, grade, allow, shrink, power, repros, invariant, alone))]
     #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, each by its name")]
     fn new(
         py: Python<'_>,
@@ -51,14 +52,20 @@ impl Campaign {
         shrink: bool,
         power: bool,
         repros: Option<PathBuf>,
+        invariant: Option<Vec<String>>,
+        alone: bool,
     ) -> PyResult<Self> {
         let seconds = seconds.map(|given| {
             Duration::try_from_secs_f64(given)
                 .map_err(|_| error::other(py, format!("seconds: got {given}, expected a number ≥ 0")))
         });
+        let deck = deck.deck(py)?;
+        let asked = invariant.map(|words| AskedInvariance::from_words(&words, &spec.loss, deck.head.is_some()));
+        let asked = asked.transpose().map_err(|reason| error::other(py, format!("invariant: {reason}")))?;
         let engine = campaign::Campaign {
+            invariance: asked.map(|asked| AskedInvariance { alone, ..asked }),
             project: spec.project.clone(),
-            deck: deck.deck(py)?,
+            deck,
             grade: grade.parse().map_err(|reason| error::other(py, format!("grade: {reason}")))?,
             allow,
             shrink,
@@ -71,7 +78,7 @@ impl Campaign {
     }
 
     /// Runs it on `function`, which is called with each problem, and with the words of one of the `ways` of calling if it is not the plain
-    /// one. Each of these says whether it is for problems with equal cotangents.
+    /// one. Each of these says whether it is for problems with equal cotangents, and whether it is another variant of the kernel.
     #[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`")]
     fn run(
         &self,
@@ -81,27 +88,39 @@ impl Campaign {
         device: Option<String>,
         inplace: bool,
         progress: Option<Py<PyAny>>,
-        ways: Vec<(String, bool)>,
+        ways: Vec<(String, bool, bool)>,
     ) -> PyResult<String> {
         let question = Question::new(self.spec.clone(), outputs, device, inplace);
-        let ways = ways.into_iter().map(|(words, equal_cotangents)| CallWay { words, equal_cotangents });
+        let way = |(words, equal_cotangents, is_variant)| CallWay { words, equal_cotangents, is_variant };
+        let ways = ways.into_iter().map(way);
         self.on(py, PythonKernel { function, question, ways: ways.collect(), way: None }, progress)
     }
 
-    /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1.
+    /// Runs it on the kernel that the process of `command` serves, by protocol assay-check/1. With `ranks` there is a process for each, and
+    /// they share the axis that is named.
     fn run_isolated(
         &self,
         py: Python<'_>,
         command: Vec<OsString>,
         timeout: f64,
         progress: Option<Py<PyAny>>,
+        ranks: Option<(usize, String)>,
     ) -> PyResult<String> {
         let answer = Duration::try_from_secs_f64(timeout)
             .map_err(|_| error::other(py, format!("timeout: got {timeout}, expected seconds")))?;
         let launch = WorkerLaunch { answer, ..WorkerLaunch::new(command) };
+        let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
+        if let Some((ranks, name)) = ranks {
+            let cut = ShardCut::ALL.into_iter().find(|(_, other)| *other == name).map(|(cut, _)| cut);
+            let cut = cut.ok_or_else(|| {
+                let names = ShardCut::ALL.map(|(_, name)| name).join(", ");
+                error::other(py, format!("cut: got {name:?}, expected one of {names}"))
+            })?;
+            let worker = error::apart(py, || RankedWorker::start(launch, ranks, cut))?;
+            return self.on(py, Served(worker.map_err(crashed)?), progress);
+        }
         // The worker is a process of its own, which may take long to start: the interpreter goes on meanwhile.
         let worker = error::apart(py, || Worker::start(launch))?;
-        let crashed = |reason: WorkerError| error::kernel_crashed(py, &reason, reason.signal());
         self.on(py, Served(worker.map_err(crashed)?), progress)
     }
 }
@@ -149,7 +168,8 @@ impl Question {
         Self { spec, outputs, device, inplace, kept: KeptArrays::default() }
     }
 
-    /// Calls `function` with `problem`, in the way of calling that is named, and reads the outputs that it returns.
+    /// Calls `function` with `problem`, in the way of calling that is named, and reads the outputs that it returns: those of `share`, if
+    /// that is given.
     ///
     /// # Errors
     /// What it raises; `OutputError`; `InputMutated`.
@@ -158,6 +178,7 @@ impl Question {
         function: &Bound<'_, PyAny>,
         problem: &Arc<P>,
         way: Option<&str>,
+        share: Option<&P>,
     ) -> PyResult<Returned>
     where
         Batch: From<Arc<P>>,
@@ -181,7 +202,7 @@ impl Question {
             Some(named) => chosen(&answer, named)?,
         };
         // Read the outputs first: this waits for a framework that still computes, and may still write.
-        let returned = Returned::read(&spec.loss, &**problem, &answer, false)?;
+        let returned = Returned::read(&spec.loss, share.unwrap_or(problem), &answer, false)?;
         if let Some(((name, _), _)) = before.iter().zip(checksums()).find(|(before, after)| *before != after) {
             return Err(error::input_mutated(py, name));
         }
@@ -244,7 +265,7 @@ where
         let Self { function, question, ways, way } = self;
         let words = way.map(|way| ways[way].words.as_str());
         let returned = Python::attach(|py| {
-            let asked = py.check_signals().and_then(|()| question.ask(function.bind(py), problem, words));
+            let asked = py.check_signals().and_then(|()| question.ask(function.bind(py), problem, words, None));
             asked.map_err(|reason| fault(py, &reason))
         })?;
         read(&returned.candidate(&**problem));
@@ -365,12 +386,9 @@ fn place(reason: &PyErr, py: Python<'_>) -> Option<String> {
 }
 
 /// A worker that can be interrupted: Ctrl-C does not reach its process, so signals are checked between two questions.
-struct Served(Worker);
+struct Served<W>(W);
 
-impl<P: Subject> KernelUnderTest<P> for Served
-where
-    Worker: KernelUnderTest<P>,
-{
+impl<P: Subject, W: KernelUnderTest<P>> KernelUnderTest<P> for Served<W> {
     fn answer(
         &mut self,
         spec: &LossSpec,
@@ -382,9 +400,23 @@ where
     }
 }
 
-/// Asks `function` about `problem` and writes the outputs to `path`. This runs in the process that has one kernel to
-/// itself.
+/// Returns the part of a problem that one rank has: a range of the axis that is cut.
+fn share_of<P: Subject>(problem: &P, share: Option<(&str, Range<usize>)>) -> Option<P> {
+    let (cut, range) = share?;
+    let mut part = problem.whole();
+    let indices = range.collect();
+    match cut {
+        "vocabulary" => part.columns = indices,
+        "batch" => part.batch = indices,
+        _ => part.tokens = indices,
+    }
+    Some(problem.part(&part))
+}
+
+/// Asks `function` about `problem`, or a rank about its `share` of it, and writes the outputs to `path`. This runs in the process that has
+/// one kernel to itself.
 #[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "they are the options of `assay.check`, and where to write")]
 pub(crate) fn answer(
     py: Python<'_>,
     function: &Bound<'_, PyAny>,
@@ -393,16 +425,22 @@ pub(crate) fn answer(
     device: Option<String>,
     inplace: bool,
     path: PathBuf,
+    share: Option<(String, usize, usize)>,
 ) -> PyResult<()> {
     let mut question = Question::new(problem.under().clone(), outputs, device, inplace);
+    let share = share.as_ref().map(|(cut, start, end)| (cut.as_str(), *start..*end));
     let written = match problem.batch() {
         Batch::Logits(problem) => {
-            let returned = question.ask(function, problem, None)?;
-            write_candidate(path, &<Candidate>::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
+            let share = share_of(&**problem, share);
+            let returned = question.ask(function, problem, None, share.as_ref())?;
+            let candidate = returned.candidate(share.as_ref().unwrap_or(problem));
+            write_candidate(path, &<Candidate>::from_lent(&candidate), &BTreeMap::new())
         }
         Batch::Head(problem) => {
-            let returned = question.ask(function, problem, None)?;
-            write_candidate(path, &HeadCandidate::from_lent(&returned.candidate(&**problem)), &BTreeMap::new())
+            let share = share_of(&**problem, share);
+            let returned = question.ask(function, problem, None, share.as_ref())?;
+            let candidate = returned.candidate(share.as_ref().unwrap_or(problem));
+            write_candidate(path, &HeadCandidate::from_lent(&candidate), &BTreeMap::new())
         }
     };
     written.map_err(|reason| error::other(py, reason))

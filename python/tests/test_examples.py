@@ -64,6 +64,8 @@ def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
         shrink=False,
         power=False,
         repros=None,
+        invariant=None,
+        alone=False,
         deck={
             "dtypes": dtypes,
             "cases": 24,
@@ -78,7 +80,7 @@ def served(command: list[str], dtypes: list[str]) -> dict[str, object]:
             "masked_garbage": None,
         },
     )
-    found = campaign.run_isolated(command, 30.0, None)
+    found = campaign.run_isolated(command, 30.0, None, None)
     print(_native.report_text(found, True, None))
     read: dict[str, object] = json.loads(found)
     return read

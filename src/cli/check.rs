@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::deck_choice::DeckChoice;
 use super::spec_choice::SpecChoice;
 use super::{CliError, Details, Passed, PluginChoice, Printing, code_lines, output, output_of, stop_flag};
-use crate::campaign::{Campaign, CampaignProgress, LocalKernel, TextForm, markdown, text};
+use crate::campaign::{AskedInvariance, Campaign, CampaignProgress, LocalKernel, Subject, TextForm, markdown, text};
 use crate::implementation::{Implementation, Workload};
 use crate::problem::{HeadProblem, Problem};
 use crate::registry::{FoundImplementation, find, find_head};
@@ -19,7 +19,7 @@ use crate::report::{Input, render};
 use crate::schema::campaign::CampaignReport;
 use crate::schema::verdicts::Grade;
 use crate::text::{ForeignText, shown_lines};
-use crate::worker::{Worker, WorkerLaunch};
+use crate::worker::{RankedWorker, ShardCut, Worker, WorkerLaunch};
 
 #[derive(Args)]
 pub(super) struct CheckCommand {
@@ -35,6 +35,12 @@ pub(super) struct CheckCommand {
     deck: DeckChoice,
     #[command(flatten)]
     standards: CampaignStandards,
+    /// Run the command in N processes, of which each computes a share of every problem
+    #[arg(long, value_name = "N", requires = "cut", requires = "exec", value_parser = clap::value_parser!(u64).range(1..=64))]
+    ranks: Option<u64>,
+    /// The axis that the ranks share: `vocabulary`, `batch` or `tokens`
+    #[arg(long, value_name = "AXIS", requires = "ranks", value_parser = cut_of)]
+    cut: Option<ShardCut>,
     /// Seconds after which its first line, or an answer, is waited for no longer [default: 60 for the line, 30 for an answer]
     #[arg(long, value_name = "S")]
     timeout: Option<f64>,
@@ -47,6 +53,10 @@ pub(super) struct CheckCommand {
     /// Do not count how many wrong kernels would be caught
     #[arg(long)]
     no_power: bool,
+    /// Ask whether a token has the same numbers in another call: each relation by its usual grade, all by `bits` or by `limits`, or
+    /// the relations that are named: `repeat`, `order`, `neighbours`, `batch`, `length`, `packing`, `vocabulary`, `alignment`, `chunk`
+    #[arg(long, value_name = "GRADE|RELATION", value_delimiter = ',', num_args = 0..=1, default_missing_value = "usual")]
+    invariant: Option<Vec<String>>,
     /// Keep problems that fail here, and try those first that are
     #[arg(long, value_name = "DIR")]
     repros: Option<PathBuf>,
@@ -97,7 +107,10 @@ pub(super) struct CampaignStandards {
 impl CheckCommand {
     pub(super) fn run(&self) -> Result<Passed, CliError> {
         let name = self.implementation.as_ref().or(self.exec.as_ref()).map_or("", String::as_str);
+        let (spec, deck) = (self.spec.read()?, self.deck.deck()?);
+        let asked = self.invariant.as_ref().map(|words| AskedInvariance::from_words(words, &spec, deck.head.is_some()));
         let campaign = Campaign {
+            invariance: asked.transpose().map_err(|why| CliError::usage(format!("--invariant: {why}")))?,
             project: self.spec.project(),
             grade: self.standards.grade,
             allow: self.standards.allow.clone(),
@@ -105,9 +118,9 @@ impl CheckCommand {
             power: !self.no_power,
             time: self.seconds.map(|s| seconds("--seconds", s)).transpose()?,
             repros: self.repros.clone(),
-            deck: self.deck.deck()?,
+            deck,
             stop: stop_flag()?,
-            ..Campaign::new(name, self.spec.read()?)
+            ..Campaign::new(name, spec)
         };
         let bar = self.printing.progress(usize::try_from(campaign.deck.cases).unwrap_or(usize::MAX));
         let mut progress = |CampaignProgress { tried, failed, .. }: CampaignProgress| {
@@ -118,10 +131,8 @@ impl CheckCommand {
         // The kernel is a command that answers over a pipe, or an implementation of this program; its problems have
         // logits or an LM head.
         let found = match (&campaign.deck.head, &self.exec) {
-            (None, Some(command)) => campaign.run::<Problem>(&mut self.worker(command, &campaign)?, &mut progress)?,
-            (Some(_), Some(command)) => {
-                campaign.run::<HeadProblem>(&mut self.worker(command, &campaign)?, &mut progress)?
-            }
+            (None, Some(command)) => self.run_command::<Problem>(command, &campaign, &mut progress)?,
+            (Some(_), Some(command)) => self.run_command::<HeadProblem>(command, &campaign, &mut progress)?,
             (None, None) => {
                 let implementation = available(find(name, plugin))?;
                 campaign.run(&mut LocalKernel(&*implementation), &mut progress)?
@@ -135,7 +146,24 @@ impl CheckCommand {
         show(&found, &self.printing, &self.details, &self.pages)
     }
 
-    fn worker(&self, command: &str, campaign: &Campaign) -> Result<Worker, CliError> {
+    /// Runs the campaign on a command, in one process or in one for each rank.
+    fn run_command<P: Subject>(
+        &self,
+        command: &str,
+        campaign: &Campaign,
+        progress: &mut dyn FnMut(CampaignProgress),
+    ) -> Result<CampaignReport, CliError> {
+        let launch = self.launch(command, campaign)?;
+        Ok(match self.ranks.zip(self.cut) {
+            None => campaign.run::<P>(&mut Worker::start(launch)?, progress)?,
+            Some((ranks, cut)) => {
+                let ranks = usize::try_from(ranks).expect("at most 64");
+                campaign.run::<P>(&mut RankedWorker::start(launch, ranks, cut)?, progress)?
+            }
+        })
+    }
+
+    fn launch(&self, command: &str, campaign: &Campaign) -> Result<WorkerLaunch, CliError> {
         let words = shlex::split(command).filter(|words| !words.is_empty()).ok_or_else(|| {
             CliError::Usage(
                 format!("--exec: got `{}`, expected a command, quoted as for a shell", ForeignText::from(command))
@@ -144,7 +172,7 @@ impl CheckCommand {
         })?;
         let [start, answer] = [60.0, 30.0].map(|usual| seconds("--timeout", self.timeout.unwrap_or(usual)));
         let (start, answer) = (start?, answer?);
-        Ok(Worker::start(WorkerLaunch { start, answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })?)
+        Ok(WorkerLaunch { start, answer, stop: Arc::clone(&campaign.stop), ..WorkerLaunch::new(words) })
     }
 }
 
@@ -154,6 +182,16 @@ fn available<P: Workload>(found: FoundImplementation<P>) -> Result<Arc<dyn Imple
     let refused = implementation.available().err();
     refused
         .map_or(Ok(Arc::clone(&implementation)), |why| Err(CliError::usage(format!("{}: {why}", implementation.id()))))
+}
+
+/// Reads the axis that ranks share.
+fn cut_of(name: &str) -> Result<ShardCut, String> {
+    let names = || ShardCut::ALL.map(|(_, name)| name).join(", ");
+    ShardCut::ALL
+        .into_iter()
+        .find(|(_, other)| *other == name)
+        .map(|(cut, _)| cut)
+        .ok_or_else(|| format!("expected one of {}", names()))
 }
 
 /// A time, from a number of an option.

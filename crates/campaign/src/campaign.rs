@@ -13,6 +13,7 @@ use assay_judge::generate::RecipeError;
 use assay_judge::tolerance::Grade;
 
 use crate::deck::Deck;
+use crate::invariance::AskedInvariance;
 
 /// One kernel before a deck of problems.
 #[derive(Clone, Debug)]
@@ -35,6 +36,8 @@ pub struct Campaign {
     pub shrink: bool,
     /// Whether wrong kernels are run on the deck.
     pub power: bool,
+    /// The relations in which a token must have the same numbers; `None` asks none.
+    pub invariance: Option<AskedInvariance>,
     /// The time after which no further problem is tried; `None` sets no limit.
     pub time: Option<Duration>,
     /// The folder that keeps problems which failed, and from which they are tried first the next time.
@@ -104,6 +107,7 @@ impl Campaign {
             repeats: true,
             shrink: true,
             power: true,
+            invariance: None,
             time: None,
             repros: None,
             stop: Arc::default(),

@@ -2,14 +2,18 @@
 //! losses.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use assay_core::problem::Candidate;
 use assay_judge::gate::{Edge, Model};
+use assay_judge::invariance::ChangedValue;
 use assay_judge::metric::Comparison;
 use assay_judge::report;
 use assay_judge::trial::JudgedProblem;
 use assay_schema::campaign as schema;
+use assay_schema::invariance::InvarianceRelation;
+use assay_schema::number::{distinct, quotient};
 use assay_schema::picture::ErrorPicture;
 #[cfg(feature = "mutants")]
 use assay_suites::mutants::BANK;
@@ -19,6 +23,7 @@ use crate::common::CommonProperty;
 use crate::deck::{DealtRecipe, DeckShapes};
 use crate::dependence::dependences;
 use crate::examine::{Examiner, FailedProblem, FailedStatus, FailureGroup, FailureKind, SEEDS, reseeded};
+use crate::invariance::{ComparedCalls, start_of_dependence};
 use crate::kernel::Fault;
 use crate::neighbours::{ComputedLoss, computed, neighbours, short_name};
 use crate::patterns::{AgreedPatterns, agreed, patterns_of};
@@ -40,6 +45,7 @@ pub(crate) struct Failures<'f, P> {
 pub(crate) fn names_that_can_be_allowed() -> Vec<&'static str> {
     let mut all: Vec<&str> = Edge::ALL.into_iter().map(Edge::name).collect();
     all.extend(["not-reproducible", "stale-memory", "masked-garbage"]);
+    all.extend(InvarianceRelation::ALL.into_iter().map(InvarianceRelation::cause));
     #[cfg(feature = "mutants")]
     all.extend(BANK.iter().map(|mutant| mutant.name));
     all
@@ -291,7 +297,7 @@ fn draft<P: Subject>(
     let FailedProblem { problem, fault, .. } = &bucket.kept[0];
     let mut problem = Arc::clone(problem);
     // A process that is started again each time takes seconds; what a second call differs in, or memory, is no property of one.
-    let shrinks = matches!(kind, FailureKind::Gate(..) | FailureKind::Shape(_))
+    let shrinks = matches!(kind, FailureKind::Gate(..) | FailureKind::Shape(_) | FailureKind::Dependent(_))
         || matches!(kind, FailureKind::Fault("raised" | "output", _));
     if campaign.shrink && shrinks {
         let effort =
@@ -368,11 +374,46 @@ fn draft<P: Subject>(
                 cause.like = named(campaign, bench, &kind, (&problem, candidate), &bucket, passing);
             }
         }
+        FailureKind::Dependent(relation) => {
+            cause.fault = Some(dependence_in_words(campaign, bench, *relation, &problem));
+            if *relation == InvarianceRelation::Batch {
+                cause.diagnoses.extend(start_of_dependence(bench, &*problem));
+            }
+        }
         FailureKind::Fault(..) => {}
     }
     #[cfg(not(feature = "mutants"))]
     let _ = passing;
     CauseDraft { kind, way: bench.way, bucket, problem, patterns, cause }
+}
+
+/// Describes how the numbers of a token change in a related call.
+fn dependence_in_words<P: Subject>(
+    campaign: &Campaign,
+    bench: &mut Examiner<P>,
+    relation: InvarianceRelation,
+    problem: &Arc<P>,
+) -> String {
+    let asked = campaign.invariance.as_ref().expect("a relation was asked");
+    let demand = asked.demands.iter().find(|demand| demand.relation == relation).expect("it is one of those asked");
+    let Some(ComparedCalls { call, differences, largest, .. }) =
+        bench.failing_comparison(*demand, problem, asked.alone)
+    else {
+        return format!("a token's numbers change when {}, though not in every call", relation.words());
+    };
+    let mut text = match &differences.first {
+        Some(ChangedValue { output, at, before, after }) => {
+            let [before, after] = distinct(*before, *after);
+            format!("{} at {at} changes from {before} to {after} when {}", output.name(), call.change)
+        }
+        None => format!("a token's numbers change when {}", call.change),
+    };
+    let _ = write!(text, ": {} of {} tokens have other bits", differences.other_bits, differences.tokens);
+    if let Some(largest) = largest {
+        let over = quotient(largest.over_limit);
+        let _ = write!(text, ", and the largest difference, of {}, is {over} times its limit", largest.output.name());
+    }
+    text
 }
 
 /// Returns the mutants that fail as the kernel does on the problems of a cause.

@@ -23,7 +23,7 @@ const HALF_ULPS: f64 = 16.0;
 
 /// The content that is altered between two calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum AlteredContent {
+pub(crate) enum AlteredContent {
     MaskedTokens,
     OtherSequences,
     OtherTokens,
@@ -42,7 +42,7 @@ impl AlteredContent {
 
     /// Marks the tokens `[B,T]` whose content is altered: of those that count every other one, or those of every other sequence, so that
     /// each that stays has altered ones on both sides.
-    fn tokens<L>(self, problem: &Problem<L>) -> Array2<bool> {
+    pub(crate) fn tokens<L>(self, problem: &Problem<L>) -> Array2<bool> {
         let mut altered = Array2::from_elem(problem.mask.dim(), false);
         let mut filled = 0;
         for sequence in problem.extra.sequences.places(problem.mask.dim()) {
@@ -156,7 +156,7 @@ fn change(before: &[f64], after: &[f64]) -> f64 {
 }
 
 /// Alters logits or hidden states, log-probabilities and advantages of some tokens. Ids and the mask stay.
-fn with_altered<P: Subject>(problem: &P, altered: &Array2<bool>) -> P {
+pub(crate) fn with_altered<P: Subject>(problem: &P, altered: &Array2<bool>) -> P {
     let mut rows = problem.rows().to_f64();
     for (b, t) in altered.indexed_iter().filter(|(_, altered)| **altered).map(|(at, _)| at) {
         let mut row = rows.index_axis_mut(Axis(0), b);

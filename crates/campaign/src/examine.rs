@@ -6,14 +6,16 @@ use std::time::{Duration, Instant};
 use assay_core::problem::{Candidate, Gradient, Shape};
 use assay_core::spec::LossSpec;
 use assay_judge::gate::{Edge, Gate, Model, Output};
-use assay_judge::invariance::Invariance;
+use assay_judge::invariance::{Invariance, TokenAnswers};
 use assay_judge::judge::{JudgeError, Verdict};
 use assay_judge::metric::Comparison;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::JudgedProblem;
+use assay_schema::invariance::InvarianceRelation;
 use assay_schema::verdicts::Status;
 
 use crate::deck::DealtRecipe;
+use crate::invariance::AskedInvariance;
 use crate::kernel::{Fault, KernelUnderTest};
 use crate::subject::Subject;
 
@@ -32,6 +34,8 @@ pub(crate) enum FailureKind {
     Stale,
     /// The answer is wrong where masked tokens hold garbage, and right where they do not.
     MaskedGarbage,
+    /// A token has other numbers in another call.
+    Dependent(InvarianceRelation),
 }
 
 /// A status that fails, in an order.
@@ -66,6 +70,7 @@ impl FailureKind {
             FailureKind::OtherBits => "not-reproducible".into(),
             FailureKind::Stale => "stale-memory".into(),
             FailureKind::MaskedGarbage => "masked-garbage".into(),
+            FailureKind::Dependent(relation) => relation.cause().into(),
         }
     }
 }
@@ -103,6 +108,8 @@ pub(crate) struct Examined {
     /// The fault that the kernel reported in place of a candidate.
     pub(crate) fault: Option<Fault>,
     pub(crate) outputs: Vec<&'static str>,
+    /// The answer itself, where it is kept.
+    pub(crate) answers: Option<TokenAnswers>,
 }
 
 /// One problem on which the kernel failed.
@@ -166,6 +173,8 @@ pub(crate) struct Examiner<'b, P: Subject> {
     pub(crate) limits: Limits<'static>,
     /// Edges at which it may fail.
     pub(crate) allowed: &'b [Edge],
+    /// The relations that are asked; `None` asks none.
+    pub(crate) invariance: Option<&'b AskedInvariance>,
     pub(crate) calls: u64,
     /// The time from questions to answers, all together, without what is done with the answers.
     pub(crate) answering: Duration,
@@ -190,7 +199,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
         limits: Limits<'static>,
         allowed: &'b [Edge],
     ) -> Self {
-        Self { kernel, spec, limits, allowed, calls: 0, answering: Duration::ZERO, way: None }
+        Self { kernel, spec, limits, allowed, invariance: None, calls: 0, answering: Duration::ZERO, way: None }
     }
 
     /// Calls the kernel in another way from here on.
@@ -246,14 +255,23 @@ impl<'b, P: Subject> Examiner<'b, P> {
 
     /// Judges what it returns for what is `known`, and sorts its failures by kind.
     pub(crate) fn judged(&mut self, problem: &Arc<P>, known: &JudgedProblem<P>) -> Examined {
-        let mut outputs = Vec::new();
-        let verdicts = self.verdicts(problem, known, |candidate| {
+        let (mut outputs, mut answers) = (Vec::new(), None);
+        let is_kept = self.invariance.is_some();
+        let mut look = |candidate: &Candidate<P::View<'_>>| {
+            if is_kept {
+                answers = Some(TokenAnswers::new(&Candidate::<P::Gradient>::from_lent(candidate)));
+            }
             // Note the optional outputs: mutants are later judged by these outputs only.
             let Candidate { logp, entropy, token_loss, .. } = candidate;
             let there =
                 [("logp", logp.is_some()), ("entropy", entropy.is_some()), ("token_loss", token_loss.is_some())];
             outputs.extend(there.into_iter().filter_map(|(name, there)| there.then_some(name)));
-        });
+        };
+        let verdicts = if self.invariance.is_some_and(|asked| asked.alone) {
+            self.call(problem, &mut look).map(|()| Vec::new()).map_err(NoVerdicts::NoAnswer)
+        } else {
+            self.verdicts(problem, known, look)
+        };
         let (mut fault, mut errors) = (None, Vec::new());
         let mut kinds: Vec<FailureKind> = match verdicts {
             Ok(verdicts) => {
@@ -281,7 +299,7 @@ impl<'b, P: Subject> Examiner<'b, P> {
             kinds = vec![FailureKind::Fault(fault.name(), field)];
         }
         kinds.sort();
-        Examined { kinds, errors, fault, outputs }
+        Examined { kinds, errors, fault, outputs, answers }
     }
 
     /// Whether `problem` still fails as `kind` says.
@@ -295,6 +313,11 @@ impl<'b, P: Subject> Examiner<'b, P> {
             }
             // It is a matter of what was there before.
             FailureKind::Stale | FailureKind::MaskedGarbage => false,
+            FailureKind::Dependent(relation) => {
+                let Some(asked) = self.invariance else { return false };
+                let demand = asked.demands.iter().find(|demand| demand.relation == *relation);
+                demand.is_some_and(|demand| self.failing_comparison(*demand, problem, asked.alone).is_some())
+            }
             _ => self.judged(problem, &known).kinds.contains(kind),
         }
     }

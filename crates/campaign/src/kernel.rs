@@ -17,6 +17,8 @@ pub struct CallWay {
     pub words: String,
     /// Whether it is for problems in which every token counts and has the same cotangent.
     pub equal_cotangents: bool,
+    /// Whether it is another variant of the kernel, which is asked only for what must be the same in both.
+    pub is_variant: bool,
 }
 
 /// Somebody's kernel, wherever it runs.
@@ -97,6 +99,20 @@ impl Fault {
         }
     }
 
+    /// Returns the fault with the rank that it is of.
+    pub(crate) fn at_rank(self, rank: usize) -> Self {
+        let with_rank = |text: ForeignLines| ForeignLines::from(format!("rank {rank}: {}", text.raw()));
+        match self {
+            Fault::Raised(text) => Fault::Raised(with_rank(text)),
+            Fault::TimedOut(text) => Fault::TimedOut(with_rank(text)),
+            Fault::Crashed { reason, signal } => Fault::Crashed { reason: with_rank(reason), signal },
+            Fault::Output { field, given, expected } => {
+                Fault::Output { field, given: format!("{} on rank {rank}", given.raw()).into(), expected }
+            }
+            other => other,
+        }
+    }
+
     /// The signal that ended its process.
     pub(crate) fn signal(&self) -> Option<i32> {
         if let Fault::Crashed { signal, .. } = self { *signal } else { None }
@@ -141,19 +157,26 @@ impl<P: Subject> KernelUnderTest<P> for Worker {
                 Ok(())
             }
             Ok(WorkerAnswer::Unsupported(what)) => Err(Fault::Unsupported(what)),
-            Err(error @ WorkerError::TimedOut { .. }) => Err(Fault::TimedOut(error.to_string().into())),
-            Err(error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. })) => {
-                Err(Fault::Crashed { reason: error.to_string().into(), signal: error.signal() })
-            }
-            Err(WorkerError::Stopped { .. }) => Err(Fault::Interrupted),
-            Err(error @ WorkerError::Failed { .. }) => Err(Fault::Raised(error.to_string().into())),
-            Err(WorkerError::Output { field, given, expected, .. }) => Err(Fault::Output { field, given, expected }),
-            Err(WorkerError::InputMutated { field, .. }) => Err(Fault::InputMutated(field)),
-            Err(WorkerError::File { reason, .. }) => Err(Fault::Output {
-                field: "candidate".into(),
-                given: reason.to_string().into(),
-                expected: "a file as `assay judge` reads it".into(),
-            }),
+            Err(error) => Err(worker_fault(error)),
         }
+    }
+}
+
+/// Returns the fault of a kernel whose process gave no answer.
+pub(crate) fn worker_fault(error: WorkerError) -> Fault {
+    match error {
+        error @ WorkerError::TimedOut { .. } => Fault::TimedOut(error.to_string().into()),
+        error @ (WorkerError::Died { .. } | WorkerError::Start { .. } | WorkerError::Protocol { .. }) => {
+            Fault::Crashed { reason: error.to_string().into(), signal: error.signal() }
+        }
+        WorkerError::Stopped { .. } => Fault::Interrupted,
+        error @ WorkerError::Failed { .. } => Fault::Raised(error.to_string().into()),
+        WorkerError::Output { field, given, expected, .. } => Fault::Output { field, given, expected },
+        WorkerError::InputMutated { field, .. } => Fault::InputMutated(field),
+        WorkerError::File { reason, .. } => Fault::Output {
+            field: "candidate".into(),
+            given: reason.to_string().into(),
+            expected: "a file as `assay judge` reads it".into(),
+        },
     }
 }

@@ -31,6 +31,9 @@ mod common;
 mod deck;
 mod dependence;
 mod examine;
+mod invariance;
+#[cfg(feature = "mutants")]
+mod invariance_mutants;
 mod kernel;
 mod markdown;
 #[cfg(feature = "mutants")]
@@ -51,6 +54,7 @@ pub mod worker;
 
 pub use campaign::{Campaign, CampaignError, CampaignProgress};
 pub use deck::{DealtHead, DealtRecipe, Deck, DeckContent, DeckHead, DeckShapes, FEW_SHAPES, Feature, FeatureCounts};
+pub use invariance::{AskedInvariance, InvarianceDemand};
 pub use kernel::{CallWay, Fault, KernelUnderTest, LocalKernel};
 pub use markdown::markdown;
 pub use neighbours::{ComputedLoss, computed, neighbours, short_name};

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use assay_schema::campaign::{CampaignReport, FailureCause};
 
-use crate::text::{PICTURE_WIDTH, covered, problems, score, total};
+use crate::text::{PICTURE_WIDTH, covered, invariance, problems, score, total};
 use assay_core::text::drives_terminal;
 
 /// Formats the whole report: the verdict as a heading, then each cause with its values, and the place of its errors folded.
@@ -36,6 +36,9 @@ pub fn markdown(campaign: &CampaignReport) -> String {
         let _ = writeln!(text, "\nStopped after {} of {} problems: {}", campaign.tried, campaign.cases, escaped(why));
     }
     let _ = writeln!(text, "\nCovered: {}.", escaped(&covered(campaign)));
+    if !campaign.invariance.is_empty() {
+        let _ = writeln!(text, "\nInvariance: {}.", escaped(&invariance(&campaign.invariance)));
+    }
     if let Some(power) = &campaign.power {
         let _ = writeln!(text, "\nMutants: {}.", escaped(&score(power)));
     }

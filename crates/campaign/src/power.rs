@@ -17,6 +17,7 @@ use rayon::prelude::*;
 
 use crate::campaign::{Campaign, CampaignError};
 use crate::deck::{DealtRecipe, Deck, DeckShapes};
+use crate::invariance_mutants::add_to_score;
 use crate::outputs::values;
 use crate::subject::Subject;
 
@@ -353,6 +354,8 @@ pub(crate) fn power<P: Subject>(
         }
         power.exercised += 1;
     }
+    let recipes = dealt(&campaign.deck, campaign.deck.cases).map(|dealt| dealt.without_garbage());
+    add_to_score::<P>(campaign, outputs, recipes, &mut power);
     Ok(Some(power))
 }
 

@@ -11,12 +11,14 @@ use assay_core::problem::{Advantages, Problem, ProblemError};
 use assay_core::spec::LossSpec;
 use assay_core::text::ShownPath;
 use assay_fixture::ProblemFile;
-use assay_judge::gate::Edge;
+use assay_judge::gate::{Edge, Output};
 use assay_judge::generate::RecipeError;
+use assay_judge::invariance::TokenAnswers;
 use assay_judge::tolerance::Limits;
 use assay_judge::trial::JudgedProblem;
 use assay_reference::Reference;
 use assay_schema::campaign as schema;
+use assay_schema::invariance::{InvarianceRelation, RelationFinding};
 
 use crate::campaign::{Campaign, CampaignError, CampaignProgress};
 use crate::cause::{self, Failures};
@@ -24,6 +26,7 @@ use crate::deck::{DealtRecipe, Deck, DeckContent, FeatureCounts};
 use crate::examine::{
     Examined, Examiner, FailedProblem, FailureGroup, FailureKind, SEEDS, elements, reseeded, same_bits,
 };
+use crate::invariance::{AskedInvariance, ComparedCalls, NotCompared, has_dead_entries};
 use crate::kernel::{Fault, KernelUnderTest};
 use crate::repros::{CALLED_KEY, CAUSE_KEY, files};
 use crate::subject::Subject;
@@ -68,7 +71,8 @@ impl Campaign {
         let edges: Vec<Edge> = self.allow.iter().filter_map(|name| name.parse().ok()).collect();
         // The kernel is somebody else's: the limits are those of external kernels, not of a class of this project.
         let limits = Limits::external(self.grade);
-        let bench = Examiner::new(kernel, &self.spec, limits, &edges);
+        let bench =
+            Examiner { invariance: self.invariance.as_ref(), ..Examiner::new(kernel, &self.spec, limits, &edges) };
         let mut round = Round {
             campaign: self,
             bench,
@@ -88,6 +92,7 @@ impl Campaign {
             features: FeatureCounts::new(&self.deck),
             trials: Vec::new(),
             costs: Vec::new(),
+            findings: self.invariance.as_ref().map(AskedInvariance::findings).unwrap_or_default(),
         };
         // Problems that failed in an earlier campaign come first, then the deck by number.
         round.repros(progress)?;
@@ -170,6 +175,8 @@ struct Round<'r, P: Subject> {
     trials: Vec<(DealtRecipe, bool)>,
     /// The time by ranges of vocabularies, in the order in which they were met.
     costs: Vec<schema::VocabularyCost>,
+    /// The findings about each relation that is asked, in the order of the demands.
+    findings: Vec<RelationFinding>,
 }
 
 impl<P: Subject> Round<'_, P> {
@@ -260,8 +267,10 @@ impl<P: Subject> Round<'_, P> {
         self.turn += 1;
         // The upper three quarters of the interval are cut into as many parts as there are ways.
         let ways = self.bench.kernel.ways();
-        let way = (place.checked_sub(1 << 30)? * ways.len() as u64 / (3 << 30)) as usize;
-        if ways.get(way)?.equal_cotangents {
+        // Variants are the last ways, and are no ways of calling.
+        let count = ways.iter().filter(|way| !way.is_variant).count();
+        let way = (place.checked_sub(1 << 30)? * count as u64 / (3 << 30)) as usize;
+        if ways[..count].get(way)?.equal_cotangents {
             if dealt.packed || matches!(dealt.content, DeckContent::EndsCount | DeckContent::NoTokenCounts) {
                 return None;
             }
@@ -313,7 +322,7 @@ impl<P: Subject> Round<'_, P> {
         if without_gradient && !dealt.is_some_and(|(dealt, _)| dealt.content.may_lack_a_gradient()) {
             return false;
         }
-        let Examined { kinds, errors, mut fault, outputs } = self.judged(&problem, &known, way);
+        let Examined { kinds, errors, mut fault, outputs, answers } = self.judged(&problem, &known, way);
         // An unsupported problem is skipped with the kernel's own words. An interruption ends the campaign and its
         // remaining problems.
         match &fault {
@@ -384,6 +393,14 @@ impl<P: Subject> Round<'_, P> {
             },
             _ => {}
         }
+        // A right answer must be the same in another call too.
+        if kinds.is_empty() && dealt.is_some() && self.stopped.is_none() {
+            let before = answers.filter(|_| self.bench.way.is_none());
+            if let Some((kind, fault)) = self.ask_relation(&shown.problem, before.as_ref()) {
+                kinds = vec![kind];
+                shown.fault = fault;
+            }
+        }
         // A failing problem counts for its most telling kind; a small passing one is kept, to test mutants on.
         match kinds.into_iter().next() {
             Some(kind) => self.note(kind, shown, dealt.is_some()),
@@ -393,6 +410,54 @@ impl<P: Subject> Round<'_, P> {
             None => {}
         }
         true
+    }
+
+    /// Asks the next relation that applies to a problem, and returns the kind of failure.
+    fn ask_relation(
+        &mut self,
+        problem: &Arc<P>,
+        before: Option<&TokenAnswers>,
+    ) -> Option<(FailureKind, Option<Fault>)> {
+        let asked = self.campaign.invariance.as_ref()?;
+        self.bench.call_by(None);
+        // The relation that was asked of fewest problems is next; one that does not apply to this problem is passed over.
+        let mut places: Vec<usize> = (0..asked.demands.len()).collect();
+        places.sort_by_key(|place| self.findings[*place].problems);
+        for place in places {
+            let (demand, finding) = (asked.demands[place], &mut self.findings[place]);
+            // Each relation has forms, such as one sequence alone and all of them twice, which take turns.
+            let form = finding.problems;
+            let compared = if demand.relation == InvarianceRelation::Vocabulary
+                && !has_dead_entries(&self.campaign.deck.regimes)
+            {
+                Err(NotCompared::NotAsked("the regime `holes` is not dealt".into()))
+            } else {
+                self.bench.compare_calls(demand, (problem, form), before, asked.alone)
+            };
+            let not_asked = match compared {
+                Ok(compared) if compared.differences.tokens == 0 => continue,
+                Ok(compared) => {
+                    let failed = compared.fails;
+                    note_comparison(finding, compared);
+                    return failed.then_some((FailureKind::Dependent(demand.relation), None));
+                }
+                Err(NotCompared::NotAsked(why)) => why,
+                Err(NotCompared::NoAnswer(Fault::Unsupported(what))) => format!("the kernel refuses it: {what}"),
+                Err(NotCompared::NoAnswer(Fault::Interrupted)) => {
+                    self.interrupt();
+                    return None;
+                }
+                Err(NotCompared::NoAnswer(ended)) => {
+                    let field =
+                        if let Fault::Output { field, .. } = &ended { field.to_string() } else { String::new() };
+                    return Some((FailureKind::Fault(ended.name(), field), Some(ended)));
+                }
+            };
+            if finding.problems == 0 {
+                finding.not_asked.get_or_insert(not_asked);
+            }
+        }
+        None
     }
 
     fn interrupt(&mut self) {
@@ -518,6 +583,7 @@ impl<P: Subject> Round<'_, P> {
             coverage: self.coverage,
             costs: self.costs,
             power,
+            invariance: self.findings,
         })
     }
 
@@ -552,6 +618,26 @@ impl Deck {
             }
         }
         Ok(None)
+    }
+}
+
+/// Adds the comparison of two calls to the findings about a relation.
+fn note_comparison<P>(finding: &mut RelationFinding, compared: ComparedCalls<P>) {
+    let ComparedCalls { differences, by_design, largest, fails, .. } = compared;
+    let add = |all: &mut Vec<String>, outputs: Vec<Output>| {
+        let new: Vec<String> = outputs.into_iter().map(|output| output.name().into()).collect();
+        all.extend(new.into_iter().filter(|name| !all.contains(name)).collect::<Vec<_>>());
+    };
+    finding.not_asked = None;
+    finding.problems += 1;
+    finding.failed += u64::from(fails);
+    finding.tokens += differences.tokens;
+    finding.other_bits += differences.other_bits;
+    add(&mut finding.outputs, differences.outputs);
+    add(&mut finding.by_design, by_design);
+    if let Some(largest) = largest {
+        let most = finding.difference_over_limit.unwrap_or(0.0);
+        finding.difference_over_limit = Some(most.max(largest.over_limit));
     }
 }
 

@@ -3,12 +3,12 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem::swap;
 
-use ndarray::{Array, ArrayViewD, Dimension};
+use ndarray::{Array, Array3, ArrayViewD, Dimension, s};
 
 #[cfg(feature = "mutants")]
 use assay_core::implementation::Implementation;
 use assay_core::problem::{Advantages, Dtype, FloatArray, HeadProblem, Problem, ProblemPart, Shape};
-use assay_core::spec::{LossSpec, OldLogp};
+use assay_core::spec::{LogitsTransform, LossSpec, OldLogp};
 use assay_fixture::{FixtureError, ProblemFile};
 use assay_judge::generate::{Recipe, RecipeError, Regime};
 use assay_judge::judgeable::Judgeable;
@@ -57,6 +57,10 @@ pub trait Subject: Judgeable {
     /// `self`'s memory with the content of `other`, which has the same extents and dtype.
     #[must_use]
     fn refilled(self, other: Self) -> Self;
+
+    /// Returns the problem with `count` vocabulary entries more, whose logits are −∞; `None` where they would not have probability 0, or
+    /// logits are a product.
+    fn with_dead_entries(&self, spec: &LossSpec, count: usize) -> Option<Self>;
 
     /// Writes the values of a tiny problem that `spec` reads, as they are written in code; `None` if there are many.
     fn values_in_words(&self, spec: &LossSpec) -> Option<String> {
@@ -154,6 +158,17 @@ impl Subject for Problem {
         self.select(part)
     }
 
+    fn with_dead_entries(&self, spec: &LossSpec, count: usize) -> Option<Self> {
+        if spec.logits != LogitsTransform::default() || !spec.support.is_whole() {
+            return None;
+        }
+        let logits = self.logits.to_f64();
+        let (batch, tokens, vocab) = logits.dim();
+        let mut longer = Array3::from_elem((batch, tokens, vocab + count), f64::NEG_INFINITY);
+        longer.slice_mut(s![.., .., ..vocab]).assign(&logits);
+        Some(self.with_logits(FloatArray::rounded_from(&longer, self.logits.dtype())))
+    }
+
     fn refilled(mut self, mut other: Self) -> Self {
         self.logits.assign(&other.logits);
         swap(&mut self.logits, &mut other.logits);
@@ -187,6 +202,10 @@ impl Subject for HeadProblem {
     fn part(&self, part: &ProblemPart) -> Self {
         let units: Vec<usize> = (0..self.shape().hidden).collect();
         self.select(part, &units)
+    }
+
+    fn with_dead_entries(&self, _: &LossSpec, _: usize) -> Option<Self> {
+        None
     }
 
     fn refilled(mut self, mut other: Self) -> Self {

@@ -6,6 +6,8 @@ use crate::neighbours::short_name;
 use assay_schema::campaign::{
     CampaignReport, CatchingOption, DeckCoverage, FailureCause, MutantName, MutationScore, VocabularyCost,
 };
+use assay_schema::invariance::RelationFinding;
+use assay_schema::number::quotient;
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use textwrap::Options;
 
@@ -50,6 +52,9 @@ pub fn text(campaign: &CampaignReport, form: &TextForm) -> String {
     if form.details {
         write_line(&mut text, "", "tokens", &tokens_covered(campaign));
         write_line(&mut text, "", "time", &costs(campaign));
+    }
+    if !campaign.invariance.is_empty() {
+        write_line(&mut text, "", "invariance", &invariance(&campaign.invariance));
     }
     if let Some(power) = &campaign.power {
         write_line(&mut text, "", "mutants", &score(power));
@@ -272,4 +277,43 @@ pub(crate) fn score(power: &MutationScore) -> String {
         let _ = write!(line, "; {option} would reject {}", mutants.join(", "));
     }
     line
+}
+
+/// `same bits in repeat, order (44 problems); batch: other bits in 41 of 112 tokens, …; not asked: chunk (…)`
+pub(crate) fn invariance(findings: &[RelationFinding]) -> String {
+    let asked = || findings.iter().filter(|finding| finding.problems > 0);
+    let same: Vec<&RelationFinding> = asked().filter(|finding| finding.other_bits == 0).collect();
+    let mut parts = Vec::new();
+    if !same.is_empty() {
+        let names: Vec<&str> = same.iter().map(|finding| finding.relation.name()).collect();
+        let count = same.iter().map(|finding| finding.problems).sum();
+        parts.push(format!("same bits in {} ({})", names.join(", "), problems(count)));
+    }
+    for finding in asked().filter(|finding| finding.other_bits > 0) {
+        let RelationFinding { relation, other_bits, tokens, outputs, difference_over_limit, .. } = finding;
+        let mut part = format!("{relation}: other bits of {} in {other_bits} of {tokens} tokens", outputs.join(", "));
+        if let Some(over) = difference_over_limit {
+            let _ = write!(part, ", at most {} of the limit", quotient(*over));
+        }
+        parts.push(part);
+    }
+    let by_design: Vec<String> = asked()
+        .filter(|finding| !finding.by_design.is_empty())
+        .map(|finding| format!("{} in {}", finding.by_design.join(", "), finding.relation))
+        .collect();
+    if !by_design.is_empty() {
+        parts.push(format!("changed by design: {}", by_design.join(", ")));
+    }
+    let not_asked: Vec<String> = findings
+        .iter()
+        .filter(|finding| finding.problems == 0)
+        .map(|finding| {
+            let why = finding.not_asked.as_deref().unwrap_or("no problem passed to ask it of");
+            format!("{} ({why})", finding.relation)
+        })
+        .collect();
+    if !not_asked.is_empty() {
+        parts.push(format!("not asked: {}", not_asked.join(", ")));
+    }
+    parts.join("; ")
 }

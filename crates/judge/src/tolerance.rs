@@ -135,6 +135,9 @@ const HEAD: &str = "-lm-head";
 /// The arithmetic class of kernels that are not part of this project.
 pub const EXTERNAL: &str = "external";
 
+/// The arithmetic class whose sums have no errors: its `κ` counts the other roundings.
+const WITHOUT_SUMS: &str = "native";
+
 impl Tolerances {
     /// Parses a tolerance file.
     ///
@@ -199,6 +202,7 @@ impl Tolerances {
             tries_better: true,
             lanes: false,
             entropy_difference: false,
+            differences: false,
             maps: false,
         })
     }
@@ -219,6 +223,8 @@ pub struct Limits<'t> {
     lanes: bool,
     /// Whether an entropy may have been computed as `lse − Σ p·z`, two numbers of the size of the largest logit.
     entropy_difference: bool,
+    /// Whether half of the difference of two answers is judged, in place of an answer.
+    differences: bool,
     /// Whether errors are mapped by their place.
     maps: bool,
 }
@@ -235,6 +241,15 @@ impl Limits<'static> {
     /// Returns the limits of [`EXTERNAL`] kernels, at `grade`.
     pub fn external(grade: Grade) -> Self {
         Self { grade, ..Self::for_class(EXTERNAL).expect("checked by the tests of the judge") }
+    }
+
+    /// Returns the limits of half the difference of two answers to one question, whose sums over a row were added up in two orders.
+    ///
+    /// Both answers round the same logits. An online softmax that is cut otherwise rounds gaps and exponentials once more, as `κ` of a
+    /// class without errors of sums counts; the sums of each row may be off by what f32 loses of that very row, in one lane or several.
+    pub fn for_differences(grade: Grade) -> Self {
+        let class = Self::for_class(WITHOUT_SUMS).expect("checked by the tests of the judge");
+        Self { grade, tries_better: false, lanes: true, differences: true, ..class }
     }
 }
 
@@ -280,6 +295,11 @@ impl Limits<'_> {
     /// Whether the error of a long sum in lanes is forgiven.
     pub(crate) fn sums_in_lanes(&self) -> bool {
         self.lanes
+    }
+
+    /// Whether half of a difference is judged.
+    pub(crate) fn are_of_differences(&self) -> bool {
+        self.differences
     }
 
     /// Returns the limits of grade `exact`, if they are tried first.

@@ -1,6 +1,8 @@
 //! One kernel before many problems: what `assay check` and `assay.check` in Python found.
 
 use assay_schema::campaign::{CampaignReport, DeckCoverage, FailureCause, FeatureCoverage, MutantName};
+use assay_schema::invariance::RelationFinding;
+use assay_schema::number::quotient;
 use maud::{Markup, html};
 
 use super::number::clipped;
@@ -35,6 +37,7 @@ impl ReportPart for CampaignReport {
             @for skipped in &self.skipped {
                 p.note { (skipped.cases) " problems were not tried: " (clipped(&skipped.why)) }
             }
+            @if !self.invariance.is_empty() { (relations(&self.invariance)) }
             (covered(&self.coverage))
             @if let Some(power) = &self.power {
                 p {
@@ -115,6 +118,30 @@ fn table_of_values(cause: &FailureCause) -> Markup {
             tbody { @for [which, problem, place, expected, actual, over] in rows { tr {
                 td { (which) } td { (clipped(&problem)) } td { (place) }
                 td.number { (expected) } td.number { (actual) } td.number.bad { (over) }
+            } } }
+        } }
+    }
+}
+
+/// Draws a table of the relations in which a token must have the same numbers.
+fn relations(findings: &[RelationFinding]) -> Markup {
+    let over = |finding: &RelationFinding| finding.difference_over_limit.map_or_else(|| "–".to_string(), quotient);
+    html! {
+        h3 { "The same token, the same number" }
+        div.scroll { table {
+            thead { tr {
+                th { "When" } th { "Asked for" } th.number { "Problems" } th.number { "Failed" } th.number { "Tokens" }
+                th.number { "Other bits" } th.number { "Largest difference / limit" } th { "Notes" }
+            } }
+            tbody { @for finding in findings { tr {
+                td { (finding.relation.words()) } td { (finding.grade) } td.number { (finding.problems) }
+                td.number.bad[finding.failed > 0] { (finding.failed) } td.number { (finding.tokens) }
+                td.number { (finding.other_bits) } td.number { (over(finding)) }
+                td {
+                    @if let Some(why) = &finding.not_asked { "not asked: " (clipped(why)) }
+                    @if !finding.outputs.is_empty() { "other bits of " (finding.outputs.join(", ")) " " }
+                    @if !finding.by_design.is_empty() { "changed by design: " (finding.by_design.join(", ")) }
+                }
             } } }
         } }
     }

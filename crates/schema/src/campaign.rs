@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::invariance::RelationFinding;
 use crate::number::{distinct, quotient, six};
 use crate::picture::ErrorPicture;
 use crate::verdicts::{Explanation, Grade};
@@ -52,6 +53,9 @@ pub struct CampaignReport {
     pub costs: Vec<VocabularyCost>,
     /// The number of mutants that it would have caught; `None` if they were not counted.
     pub power: Option<MutationScore>,
+    /// The relations in which a token must have the same numbers; empty if none was asked.
+    #[serde(default)]
+    pub invariance: Vec<RelationFinding>,
 }
 
 /// Failures that are explained alike.

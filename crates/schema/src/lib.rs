@@ -12,6 +12,7 @@ pub mod bench;
 pub mod campaign;
 pub mod compile;
 pub mod gpu;
+pub mod invariance;
 pub mod mutants;
 pub mod number;
 pub mod peers;

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::guardian::Guardian;
 use super::process::{Process, Silence};
+use super::ranks::RankShard;
 use super::{LONGEST_LINE, PROTOCOL};
 use assay_core::implementation::Workload;
 use assay_core::problem::{Candidate, Dtype};
@@ -71,6 +72,9 @@ struct Request<'r> {
     problem: &'r Path,
     candidate: &'r Path,
     spec: &'r LossSpec,
+    /// The share of this rank, where the kernel runs on several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shard: Option<&'r RankShard>,
 }
 
 #[derive(Deserialize)]
@@ -231,6 +235,37 @@ impl Worker {
     /// # Errors
     /// [`WorkerError`]; after one that ended the process, the next question is for a new one.
     pub fn ask<P: Workload>(&mut self, spec: &LossSpec, problem: &P) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+        self.ask_for(spec, (problem, problem), None)
+    }
+
+    /// Lets it compute its share of `problem`, with outputs no larger than those of the problem `share`.
+    pub(super) fn ask_shard<P: Workload>(
+        &mut self,
+        spec: &LossSpec,
+        problem: &P,
+        share: &P,
+        shard: &RankShard,
+    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
+        self.ask_for(spec, (problem, share), Some(shard))
+    }
+
+    /// Ends the process; the next question starts it again.
+    pub(super) fn end(&mut self) {
+        self.process = None;
+        self.guardian.watch(None);
+    }
+
+    /// Starts the process by `launch` when it is asked next.
+    pub(super) fn launch_as(&mut self, launch: WorkerLaunch) {
+        self.launch = launch;
+    }
+
+    fn ask_for<P: Workload>(
+        &mut self,
+        spec: &LossSpec,
+        (problem, share): (&P, &P),
+        shard: Option<&RankShard>,
+    ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let (array, dtype) = (P::ARRAYS[0], problem.dtype());
         if !self.hello.dtypes.contains(&dtype) {
             return Ok(WorkerAnswer::Unsupported(format!("{array} in {dtype}").into()));
@@ -238,7 +273,7 @@ impl Worker {
         self.asked += 1;
         let [given, returned] = ["problem", "candidate"]
             .map(|name| self.guardian.folder().join(format!("{}-{name}.safetensors", self.asked)));
-        let answer = self.answer(spec, problem, &given, &returned);
+        let answer = self.answer(spec, (problem, share), shard, (&given, &returned));
         // The worker may have written none.
         let _ = (fs::remove_file(&given), fs::remove_file(&returned));
         answer
@@ -247,15 +282,15 @@ impl Worker {
     fn answer<P: Workload>(
         &mut self,
         spec: &LossSpec,
-        problem: &P,
-        given: &Path,
-        returned: &Path,
+        (problem, share): (&P, &P),
+        shard: Option<&RankShard>,
+        (given, returned): (&Path, &Path),
     ) -> Result<WorkerAnswer<P::Gradient>, WorkerError> {
         let command = self.launch.name();
         let file = |reason| WorkerError::File { command: command.clone(), reason };
         // The problem is a file; only its path goes through the pipe.
         write_problem(given, problem, &BTreeMap::new()).map_err(file)?;
-        let request = Request { id: self.asked, problem: given, candidate: returned, spec };
+        let request = Request { id: self.asked, problem: given, candidate: returned, spec, shard };
         let request = serde_json::to_string(&request).expect("plain data has a JSON form");
         // A process that ended earlier is started again here, which may cost the load of a framework.
         let process = match &mut self.process {
@@ -295,7 +330,7 @@ impl Worker {
         }
         // The file was written by a stranger: bound its length before reading, then require the promised outputs.
         expect_file(returned, given).map_err(file)?;
-        let candidate = read_answer(returned, problem).map_err(file)?;
+        let candidate = read_answer(returned, share).map_err(file)?;
         self.expect_outputs(&candidate, returned).map_err(file)?;
         Ok(WorkerAnswer::Candidate(Box::new(candidate)))
     }

@@ -14,6 +14,14 @@
 //! the latter is whole. `outputs` are those beside the loss and the gradient that every candidate has; `about` may be left out.
 //! `output` says which one cannot be judged, `mutated` which input the kernel wrote to. The worker ends when its stdin does.
 //!
+//! A kernel on several ranks has a process for each, which finds its rank, the number of ranks and a file for their rendezvous in the
+//! variables `ASSAY_RANK`, `ASSAY_RANKS` and `ASSAY_RENDEZVOUS`. Its requests have the whole problem and a share, and its candidates are
+//! those of the share:
+//!
+//! ```text
+//! request  {"id": 7, …, "shard": {"rank": 1, "ranks": 4, "cut": "vocabulary", "start": 250, "end": 500}}
+//! ```
+//!
 //! A worker is a stranger: its lines and files are bounded before they are read, and when it breaks the protocol or takes too
 //! long, the whole group of its processes is killed. So it is when the campaign ends, by whatever signal, and its files are removed; a
 //! process that leaves the group by `setsid` is beyond that.
@@ -21,8 +29,10 @@
 mod guardian;
 mod kernel_process;
 mod process;
+mod ranks;
 
 pub use kernel_process::{Worker, WorkerAnswer, WorkerError, WorkerIntroduction, WorkerLaunch};
+pub use ranks::{RankShard, RankedWorker, ShardCut};
 
 /// The protocol and its version.
 pub const PROTOCOL: &str = "assay-check/1";

@@ -227,7 +227,7 @@ impl KernelUnderTest for CalledInWays {
 #[test]
 fn cause_is_the_way_of_calling_that_fails_alone() {
     let folder = tempfile::tempdir().unwrap();
-    let way = |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents };
+    let way = |words: &str, equal_cotangents| CallWay { words: words.into(), equal_cotangents, is_variant: false };
     let mut kernel =
         CalledInWays { ways: vec![way("with a slice", false), way("with a view", true)], ..CalledInWays::default() };
     let mut campaign = campaign(trl(), 60);

@@ -5,6 +5,7 @@ mod computes;
 mod deck;
 mod dependence;
 mod finds;
+mod invariance;
 mod names;
 mod packed;
 mod report;

@@ -472,6 +472,22 @@ impl FloatArray<Ix3> {
         map_array!(FloatArray => FloatArray, self, array => flat(array))
     }
 
+    /// Copies the array to memory whose first element is one behind an aligned one.
+    #[must_use]
+    pub fn misaligned(&self) -> Self {
+        fn moved<T: Copy>(array: &Array<T, Ix3>) -> Array<T, Ix3> {
+            let Some(first) = array.first() else { return array.clone() };
+            let longer: ndarray::Array1<T> = std::iter::once(first).chain(array).copied().collect();
+            longer.slice_move(s![1..]).into_shape_with_order(array.raw_dim()).expect("dense")
+        }
+        map_array!(FloatArray => FloatArray, self, array => moved(array))
+    }
+
+    /// Whether the first element is at an address that is no multiple of 16.
+    pub fn is_misaligned(&self) -> bool {
+        with_array!(FloatArray, self, array => !array.as_ptr().addr().is_multiple_of(16))
+    }
+
     /// Sets every element of row `[b,t,:]` to `x`, rounded to nearest even.
     pub fn fill_row(&mut self, b: usize, t: usize, x: f64) {
         with_array!(FloatArray, self, array => array.slice_mut(s![b, t, ..]).fill(Float::from_f64(x)));

@@ -18,7 +18,7 @@ use ndarray::{Array1, Array2, Ix3};
 pub use crate::array::{Dtype, Float, FloatArray, FloatView, first_and_others, with_others};
 pub use lm_head::{HeadForm, HeadLayout, HeadProblem, HeadShape, Projection, ProjectionView};
 pub use other_ids::OtherIds;
-pub use outcome::{Candidate, Gradient, HeadCandidate, HeadGradient, HeadGradientView, Metrics, Outcome};
+pub use outcome::{Candidate, Gradient, HeadCandidate, HeadGradient, HeadGradientView, Metrics, Outcome, joined};
 pub use select::ProblemPart;
 pub use sequences::{CuSeqlens, Sequence, Sequences};
 pub use shape::ProblemShape;

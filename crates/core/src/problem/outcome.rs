@@ -288,7 +288,10 @@ impl Candidate {
 }
 
 /// Concatenates arrays along `axis`, in the dtype of the first.
-fn joined<D: Dimension + RemoveAxis>(axis: Axis, arrays: &[&FloatArray<D>]) -> FloatArray<D> {
+///
+/// # Panics
+/// If there is no array, or their other extents differ.
+pub fn joined<D: Dimension + RemoveAxis>(axis: Axis, arrays: &[&FloatArray<D>]) -> FloatArray<D> {
     let values: Vec<_> = arrays.iter().map(|array| array.to_f64()).collect();
     let views: Vec<_> = values.iter().map(|values| values.view()).collect();
     let values = concatenate(axis, &views).expect("parts of one width");

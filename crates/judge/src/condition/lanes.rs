@@ -10,6 +10,12 @@ use assay_reference::{OtherLogp, Reference, SoftmaxColumns, Token};
 /// The lanes of vector units: eight f32 of AVX2, sixteen of AVX-512. GPUs have more, with fewer terms each.
 const LANES: [usize; 2] = [8, 16];
 
+/// The lanes of a plain loop.
+const ONE_LANE: usize = 1;
+
+/// The roundings of a tree that adds up to 256 lanes, as a block of a GPU has them.
+const TREE: f64 = 8.0;
+
 /// The number of vocabulary entries from which on a sum in lanes may lose more than the roundings that `κ` counts for it.
 pub(crate) const LONG_ROW: usize = 4096;
 
@@ -89,6 +95,13 @@ fn exponentials(probabilities: &[f64]) -> Vec<f32> {
     probabilities.iter().map(|p| (p / largest) as f32).collect()
 }
 
+/// Bounds the relative error of the sum of a token's exponentials, added in f32 in any number of lanes, which a tree adds.
+pub(super) fn any_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
+    let row = reference.row(b, t, token);
+    let probabilities = &row.logp().probabilities;
+    sum_error_in(probabilities, ONE_LANE).max(lane_sum_error_of(probabilities)) + TREE * U
+}
+
 /// Bounds the relative error of the sum of a token's exponentials, added in f32 in lanes.
 pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), token: &Token) -> f64 {
     lane_sum_error_of(&reference.row(b, t, token).logp().probabilities)
@@ -96,12 +109,14 @@ pub(super) fn lane_sum_error(reference: &Reference, (b, t): (usize, usize), toke
 
 /// Bounds the same of a row's probabilities, up to a factor.
 pub(crate) fn lane_sum_error_of(probabilities: &[f64]) -> f64 {
-    let terms = exponentials(probabilities);
-    let error = |lanes| {
-        let LaneErrors { sum, absorbed, independent, .. } = LaneErrors::walk(terms.iter().copied(), lanes);
-        (absorbed + independent) / sum
-    };
-    LANES.into_iter().map(error).fold(0.0, f64::max)
+    LANES.into_iter().map(|lanes| sum_error_in(probabilities, lanes)).fold(0.0, f64::max)
+}
+
+/// Bounds the same for one number of lanes.
+fn sum_error_in(probabilities: &[f64], lanes: usize) -> f64 {
+    let LaneErrors { sum, absorbed, independent, .. } =
+        LaneErrors::walk(exponentials(probabilities).into_iter(), lanes);
+    (absorbed + independent) / sum
 }
 
 /// The errors of an entropy, in nats.

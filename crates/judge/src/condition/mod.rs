@@ -78,12 +78,21 @@ pub(crate) struct Bands {
     pub(crate) lanes: bool,
     /// Whether entropy may have been computed as `lse − Σ p·z`.
     pub(crate) entropy_difference: bool,
+    /// Whether half of the difference of two answers is judged: a row's sum may then be added up in one lane, and in a tree of lanes.
+    pub(crate) differences: bool,
 }
 
 impl Bands {
     /// Bands of width 0, for values that are far finer than any band.
-    pub(crate) const NONE: Bands =
-        Bands { logp: 0.0, entropy: 0.0, grade: Grade::Exact, offset: 0.0, lanes: false, entropy_difference: false };
+    pub(crate) const NONE: Bands = Bands {
+        logp: 0.0,
+        entropy: 0.0,
+        grade: Grade::Exact,
+        offset: 0.0,
+        lanes: false,
+        entropy_difference: false,
+        differences: false,
+    };
 }
 
 impl From<&Limits<'_>> for Bands {
@@ -95,6 +104,7 @@ impl From<&Limits<'_>> for Bands {
             offset: limits.offset(),
             lanes: limits.sums_in_lanes(),
             entropy_difference: limits.entropy_as_difference(),
+            differences: limits.are_of_differences(),
         }
     }
 }

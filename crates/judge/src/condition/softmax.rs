@@ -6,7 +6,7 @@ use ndarray::Array2;
 
 use super::Bands;
 use super::bound::{ErrorBound, FLUSHED};
-use super::lanes::{EntropyErrors, entropy_difference_error, entropy_sum_error, lane_sum_error};
+use super::lanes::{EntropyErrors, any_sum_error, entropy_difference_error, entropy_sum_error, lane_sum_error};
 use crate::U;
 use assay_core::problem::Shape;
 use assay_core::spec::LossSpec;
@@ -89,7 +89,11 @@ impl SoftmaxErrors {
         let offsets = [softmax, q].map(|softmax| offset_error(softmax, bands));
         let second_moment = q.stats.mean_square_gap;
         let in_lanes = bands.lanes && softmax.stats.max.is_finite();
-        let lane_sum = if in_lanes { lane_sum_error(reference, (b, t), token) } else { 0.0 };
+        let lane_sum = match (in_lanes, bands.differences) {
+            (true, true) => any_sum_error(reference, (b, t), token),
+            (true, false) => lane_sum_error(reference, (b, t), token),
+            (false, _) => 0.0,
+        };
         // The textbook's −Σ p ln p has the errors of two sums. The other form has them at the size of its logits: an exponential, its
         // product and the quotient are rounded as for logp, and the product once more.
         let of_entropy = if bands.entropy_difference && q.stats.max.is_finite() {

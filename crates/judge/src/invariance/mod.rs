@@ -1,9 +1,13 @@
-//! Whether an implementation gives the same bits on another number of devices.
+//! Whether two runs that must have the same numbers have them: the same problem on other devices, or its tokens in another batch.
+
+mod answers;
 
 use ndarray::Dimension;
 
 use super::gate::Output;
 use assay_core::problem::{Candidate, FloatArray, Gradient};
+
+pub use answers::{BitDifferences, ChangedValue, ExactChange, LargestDifference, PlacesOfToken, TokenAnswers};
 
 /// Which outputs of one run have the bits of another.
 #[derive(Clone, Debug, PartialEq, Eq)]
