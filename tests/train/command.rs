@@ -295,7 +295,7 @@ fn train_settings_beyond_a_limit_of_memory_are_an_error() {
 
 /// Numbers at the ends of their types.
 #[test]
-fn train_numbers_at_the_ends_of_their_types_are_taken_or_refused() {
+fn train_numbers_at_the_ends_of_types_are_taken_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let whole = settings(folder.path(), "out").replace("steps: 8", "steps: 1").replace("steps: 100", "steps: 1");
     let expect = |settings: &str, reason: &str| {

@@ -1,6 +1,7 @@
 //! The flags of XLA in the environment, tried in another process before this one reads them.
 //!
-//! XLA ends the process that gives it an unknown flag, or a known one with a wrong value, by exit code 1, which is that of a failed verdict in the `assay` command.
+//! XLA ends the process that gives it an unknown flag, or a known one with a wrong value, by exit code 1, which is that of a failed verdict
+//! in the `assay` command.
 
 use std::env;
 use std::path::{Path, PathBuf};
